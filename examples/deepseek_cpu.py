@@ -106,12 +106,12 @@ def logits(model: Decoder, token_ids: Tensor) -> Tensor:
 
 
 def show(what: str, tensor: Tensor) -> None:
-    """One line: a name and a shape."""
+    """Print a line: a name and a shape."""
     print(f"  {what:<50}{list(tensor.shape)}")
 
 
 def follow(model: Decoder, layer: int, token_ids: Tensor) -> None:
-    """One token's way through the experts of a layer, with the shapes that all tokens have there together."""
+    """Print a token's way through the experts of a layer, with the shapes of all tokens together."""
     moe = model.layers[layer].mlp
     moe.on_routing = partial(print_routing, model.args)
     moe.shared.register_module("gate_up", Shown("shared experts: silu(gate) * up", moe.shared.gate_up))
@@ -134,7 +134,7 @@ class Shown(torch.nn.Module):
 
 
 def print_routing(args: ModelArgs, weights: Tensor, ids: Tensor) -> None:
-    """What the router decided."""
+    """Print the router's decisions."""
     show("router: weights", weights)
     show("router: ids", ids)
     routing = args.moe.routing

@@ -1,4 +1,4 @@
-"""What every test may use: shared data outside the repository, and the switch for the long products."""
+"""Fixtures of all tests: shared data outside the repository, and the switch for the long products."""
 
 import os
 import signal
@@ -41,7 +41,7 @@ def shared() -> Path:
 
 @pytest.fixture(scope="session")
 def full() -> bool:
-    """Whether the long products run (QUIRE_FULL=1): pairwise covers become full ones."""
+    """True with QUIRE_FULL=1: the long products run, and pairwise covers become full ones."""
     return os.environ.get("QUIRE_FULL") == "1"
 
 
@@ -50,4 +50,4 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return
     for item in items:
         if item.get_closest_marker("full"):
-            item.add_marker(pytest.mark.skip(reason="long; runs with scripts/test --full"))
+            item.add_marker(pytest.mark.skip(reason="long; runs with scripts/test --full, or QUIRE_FULL=1 pytest"))

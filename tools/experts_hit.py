@@ -1,4 +1,4 @@
-"""How many experts a step of decodes hits in each layer, with the routers that random weights make.
+"""Number of experts that a step of decodes hits in each layer, with the routers of random weights.
 
     PYTHONPATH=src python tools/experts_hit.py qwen3-30b-a3b 64
 
@@ -19,7 +19,7 @@ PROMPT, STEPS = 32, 16
 
 
 def main() -> None:
-    """One line: batch, experts hit per layer in the mean, and what uniform routing would hit."""
+    """Print a line: batch, experts hit per layer in the mean, and experts that uniform routing would hit."""
     name, batch = sys.argv[1], int(sys.argv[2])
     llm = LLM(str(model_folder(name)), load_format="dummy", skip_tokenizer_init=True, enforce_eager=True,
               max_num_seqs=batch, max_model_len=4 * PROMPT, use_tqdm_on_load=False)  # fmt: skip

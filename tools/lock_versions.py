@@ -90,7 +90,7 @@ def merge(pins: Pins, installed: Iterable[Mapping[str, Any]]) -> None:
 
 
 def report(requirements: Iterable[str], python: str) -> Any:
-    """What pip would install for a Python on Linux, by its own report; nothing is installed."""
+    """Return the packages that pip would install for a Python on Linux, by its own report; nothing is installed."""
     own = {name: value for name, value in os.environ.items() if name not in ("PIP_FIND_LINKS", "PIP_EXTRA_INDEX_URL")}
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder, "report.json")

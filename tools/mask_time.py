@@ -109,7 +109,7 @@ class Row:
 
 
 def measure(names: list[str], compiler: GrammarCompiler, tokenizer: Tokenizer, args: argparse.Namespace) -> list[str]:
-    """One line of the table: the name is left out."""
+    """Return a line of the table without the name."""
     began = perf_counter()
     grammars = {name: compiler.compile(StructuredOutputsParams(json=CASES[name][0]).spec()) for name in names}
     compiled = (perf_counter() - began) / len(names)

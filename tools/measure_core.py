@@ -25,7 +25,8 @@ from quire.contracts.step import I32, NO_MASKS, StepPlan, StepResult
 from quire.engine.core import EngineCore
 from quire.engine.mock_executor import MockExecutor
 from quire.entry.cli.table import format_table
-from quire.entry.front_end import FrontEnd, FrontLimits
+from quire.entry.core_request import FrontLimits
+from quire.entry.front_end import FrontEnd
 from quire.entry.prompts import Prompt
 from quire.kv.allocator import KVAllocator
 from quire.kv.hashing import namespace_digest
@@ -47,7 +48,7 @@ BLOCK_WORK = ("match", "can_admit", "admit", "grow", "grow_many", "publish", "fr
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One measurement: how many requests run, how many steps are in flight, and whether requests come and go.
+    """A measurement: number of running requests, steps in flight, and churn: requests come and go.
 
     With churn every request has 64 outputs, and a new one is added for each that ends; without, none ends.
     """
@@ -172,7 +173,7 @@ class _Load:
                 self.core.add(self.new_request())
 
     def step(self, times: CoreTimes) -> StepOutputs:
-        """One step; its times are appended. Requests that ended are replaced, which counts, too."""
+        """Run a step and append its times. Requests that ended are replaced, which counts, too."""
         executor, core = self.executor, self.core
         executor.plans.clear()
         executor.spent = 0
@@ -218,7 +219,7 @@ def _measure_parts(times: CoreTimes, num_steps: int) -> None:
 
 
 def row(times: CoreTimes) -> dict[str, Any]:
-    """One line of the table."""
+    """Return a line of the table."""
     case = times.case
     return {"running": case.num_running, "depth": case.depth, "churn": "yes" if case.churn else "no",
             "p50": round(statistics.median(times.core), 1), "mean": _mean(times.core),

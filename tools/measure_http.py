@@ -1,4 +1,4 @@
-"""What HTTP costs: the processor time of the server's HTTP process per streamed event, and the delay that it adds.
+"""Cost of HTTP: the processor time of the server's HTTP process per streamed event, and the delay that it adds.
 
     python tools/measure_http.py [--seconds X] [--streams 64] [--intervals 8] [--json]
 
@@ -52,7 +52,7 @@ COLUMNS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One measurement: so many streams at once, events of so many tokens, steps that take so long."""
+    """A measurement: number of streams at once, tokens of an event, time of a step."""
 
     streams: int
     interval: int

@@ -22,7 +22,7 @@ SILENCE = 60.0  # seconds without a byte from anybody after which the run has fa
 
 
 class Stream:
-    """One connection that asks the same thing `repeat` times, one after the other."""
+    """A connection that sends the same request `repeat` times, one after the other."""
 
     def __init__(self, address: tuple[str, int], request: bytes, repeat: int) -> None:
         self.first_s: list[float] = []  # seconds to each first event

@@ -1,4 +1,4 @@
-"""Which number of short steps keeps a server's answers even: clients that each send their next request when one ends.
+"""Simulation of clients that send the next request when one ends, to choose the number of short steps.
 
     python tools/simulate_clients.py
 

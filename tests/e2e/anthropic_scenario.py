@@ -1,4 +1,4 @@
-"""What users of the `anthropic` package do, as a program of its own: test_messages_client.py runs it.
+"""Requests of users of the `anthropic` package, as a program of its own: test_messages_client.py runs it.
 
     python anthropic_scenario.py FACTS.json
 
@@ -43,7 +43,7 @@ def asked(question: str) -> list[Any]:
 
 
 def shown(message: Any) -> dict[str, Any]:
-    """What a message says, without what is drawn or counted anew for every request."""
+    """Return a message without the fields that differ for every request."""
     content = [block.model_dump(exclude={"id", "parsed_output"}, exclude_none=True) for block in message.content]
     return {"content": content, "stop": (message.stop_reason, message.stop_sequence),
             "tokens": message.usage.output_tokens}

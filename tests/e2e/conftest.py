@@ -9,7 +9,7 @@ import torch
 
 from quire import LLM, SamplingParams
 
-from ..tiny_models import Oracle, Recorder, Tiny, make_oracle, mixed_prompts
+from ..support.tiny_models import Oracle, Recorder, Tiny, make_oracle, mixed_prompts
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -96,7 +96,7 @@ def talker_options() -> dict[str, Any]:
 
 @pytest.fixture(scope="session")
 def talker_model(talker_options: dict[str, Any]) -> Iterator[LLM]:
-    """One engine on the bundled model for all tests of a run; use `talker`, which checks it."""
+    """Engine on the bundled model for all tests of a run; use `talker`, which checks it."""
     with LLM(**talker_options, max_num_seqs=16, max_logprobs=-1) as llm:
         yield llm
 

@@ -24,7 +24,7 @@ class Raw(str):
 
 @dataclass(frozen=True)
 class Shot:
-    """One request: a POST of `data` to `path`."""
+    """A request: a POST of `data` to `path`."""
 
     path: str
     data: bytes
@@ -129,7 +129,7 @@ def dump(node: Node) -> str:
 
 
 def paths(node: Node, at: Path = ()) -> Iterator[Path]:
-    """Where something could be put: every entry, at every depth."""
+    """Return the paths of every entry, at every depth."""
     inside = node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ()
     for key, value in inside:
         yield (*at, key)

@@ -56,7 +56,7 @@ class Maker:
         self._rng, self._schemas, self._wrong = rng, schemas, wrong
 
     def make(self, schema: dict[str, Any], depth: int = 0) -> Any:
-        """One value."""
+        """Return a value."""
         rng = self._rng
         if depth and rng.random() < self._wrong:
             return rng.choice(LARGE if rng.random() < 0.02 else ODD)

@@ -18,13 +18,13 @@ from quire.entry.http.listener import HttpListener
 from quire.observe.metrics import Metrics
 from quire.procs.messages import CoreStart
 
-from ..core_thread import CoreThread
+from ..support.core_thread import CoreThread
 from .serving import PATIENCE, Server
 
 
 @dataclass
 class Inside:
-    """What is in it. `server` has no process; the engine belongs to the loop's thread."""
+    """The parts of the server. `server` has no process; the engine belongs to the loop's thread."""
 
     server: Server
     engine: ServedEngine

@@ -1,4 +1,4 @@
-"""What users of the `openai` package do with the Responses API, as a program of its own: test_responses.py runs it with
+"""Requests of the `openai` package to the Responses API, as a program of its own: test_responses.py runs it with
 each major version.
 
     python openai_responses.py FACTS.json

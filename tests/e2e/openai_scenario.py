@@ -1,4 +1,4 @@
-"""What users of the `openai` package do, as a program of its own: test_clients.py runs it with each major version.
+"""Requests of the `openai` package, as a program of its own: test_clients.py runs it with each major version.
 
     python openai_scenario.py FACTS.json
 
@@ -58,7 +58,7 @@ def refusal(kind: type[openai.APIStatusError], call: Callable[[], object]) -> An
 
 
 def close(found: Iterable[float | None], right: Iterable[float | None]) -> bool:
-    """Whether two columns of log-probabilities are the same up to rounding."""
+    """Return True if two columns of log-probabilities are the same up to rounding."""
     return all(a is b if a is None or b is None else math.isclose(a, b, abs_tol=NEARLY)
                for a, b in zip(found, right, strict=True))
 
@@ -227,7 +227,7 @@ class Ball(pydantic.BaseModel):
 
 
 class Forecast(pydantic.BaseModel):
-    """What the weather will be."""
+    """Weather of a day."""
 
     place: Literal["Oslo", "Rome"]
     days: Annotated[int, pydantic.Field(ge=1, le=9)]

@@ -45,7 +45,7 @@ def fault(text: str, schema: Schema) -> str:
 
 
 def begins(text: str, schema: Schema) -> bool:
-    """Whether a text may go on to one of a schema, by the schema as it is and byte for byte: neither Quire's reading
+    """Return True if a text may be the beginning of a value of the schema, byte for byte: neither Quire's reading
     of schemas nor the model's tokens have a part in it."""
     matcher = LLMatcher(LLTokenizer("byte"), LLMatcher.grammar_from_json_schema(schema))
     given = text.encode()
@@ -60,7 +60,7 @@ class Maker:
         self._defs: Schema = {}
 
     def schema(self) -> Schema:
-        """One with its definitions."""
+        """A schema with its definitions."""
         made = self._any(self._rng.randint(0, 3))
         return made | {"$defs": self._defs} if self._defs else made
 

@@ -37,7 +37,7 @@ class Answer:
         return [line if line == "[DONE]" else json.loads(line) for line in lines]
 
     def text(self) -> str:
-        """What the events of a completion stream say, joined."""
+        """Return the joined text of the events of a completion stream."""
         return "".join(choice["text"] for event in self.events() if isinstance(event, dict)
                        for choice in event.get("choices", ()))
 
@@ -59,12 +59,12 @@ class Server:
 
     @property
     def port(self) -> int:
-        """Where it listens."""
+        """The port on which the server listens."""
         return int(self.url.rpartition(":")[2])
 
     @property
     def stderr(self) -> str:
-        """What it has printed so far."""
+        """The text that the server has printed so far."""
         return self.log.read_text()
 
     @property
@@ -74,7 +74,7 @@ class Server:
         return child
 
     def ask(self, path: str, body: object = None, method: str | None = None, **headers: str) -> Answer:
-        """One request on a connection of its own."""
+        """Send a request on a connection of its own."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=PATIENCE)
         try:
             data = None if body is None else json.dumps(body).encode()
@@ -122,7 +122,7 @@ def children(pid: int) -> list[int]:
 
 
 def is_running(pid: int) -> bool:
-    """Whether a process exists and is no zombie."""
+    """Return True if a process exists and is no zombie."""
     state = subprocess.run(["ps", "-o", "state=", "-p", str(pid)], capture_output=True, text=True).stdout.strip()
     return bool(state) and state[0] != "Z"
 

@@ -25,7 +25,7 @@ Make = Callable[..., AsyncLLM]
 
 
 @pytest.fixture
-def make() -> Iterator[Callable[..., AsyncLLM]]:
+def make_engine() -> Iterator[Callable[..., AsyncLLM]]:
     """Makes float32 engines without a tokenizer; they are closed at the end."""
     made: list[AsyncLLM] = []
 
@@ -80,9 +80,9 @@ async def idle(llm: AsyncLLM) -> None:
 
 @pytest.mark.parametrize("depth", [1, 2])
 def test_concurrent_callers_get_their_own_tokens(
-    oracle: Any, make: Make, greedy: Greedy, prompts: list[list[int]], depth: int
+    oracle: Any, make_engine: Make, greedy: Greedy, prompts: list[list[int]], depth: int
 ) -> None:
-    llm = make(oracle().folder, async_depth=depth, max_num_seqs=4)
+    llm = make_engine(oracle().folder, async_depth=depth, max_num_seqs=4)
 
     async def run() -> list[list[int]]:
         outputs = await asyncio.gather(*[last(llm.generate(p, greedy(24))) for p in prompts * 2])
@@ -93,8 +93,8 @@ def test_concurrent_callers_get_their_own_tokens(
     assert asyncio.run(run()) == expected * 2
 
 
-def test_deltas_joined_are_the_whole(oracle: Any, make: Make, greedy: Greedy) -> None:
-    llm = make(oracle().folder)
+def test_deltas_joined_are_the_whole(oracle: Any, make_engine: Make, greedy: Greedy) -> None:
+    llm = make_engine(oracle().folder)
 
     async def run() -> list[list[int]]:
         stream = llm.generate([1, 2, 3], greedy(10, output_kind=OutputKind.DELTA))
@@ -105,8 +105,8 @@ def test_deltas_joined_are_the_whole(oracle: Any, make: Make, greedy: Greedy) ->
     assert sum(pieces, []) == oracle().greedy([[1, 2, 3]], 10)[0]
 
 
-def test_a_caller_that_stops_listening_aborts_its_request(oracle: Any, make: Make, greedy: Greedy) -> None:
-    llm = make(oracle().folder)
+def test_a_caller_that_stops_listening_aborts_its_request(oracle: Any, make_engine: Make, greedy: Greedy) -> None:
+    llm = make_engine(oracle().folder)
 
     aborted = watch_aborts(llm)
 
@@ -123,8 +123,8 @@ def test_a_caller_that_stops_listening_aborts_its_request(oracle: Any, make: Mak
     asyncio.run(run())
 
 
-def test_a_cancelled_task_frees_its_request_and_those_of_n(oracle: Any, make: Make) -> None:
-    llm = make(oracle().folder)
+def test_a_cancelled_task_frees_its_request_and_those_of_n(oracle: Any, make_engine: Make) -> None:
+    llm = make_engine(oracle().folder)
 
     aborted = watch_aborts(llm)
 
@@ -142,8 +142,8 @@ def test_a_cancelled_task_frees_its_request_and_those_of_n(oracle: Any, make: Ma
     asyncio.run(run())
 
 
-def test_a_bad_request_fails_alone(oracle: Any, make: Make, greedy: Greedy) -> None:
-    llm = make(oracle().folder)
+def test_a_bad_request_fails_alone(oracle: Any, make_engine: Make, greedy: Greedy) -> None:
+    llm = make_engine(oracle().folder)
     bad: list[tuple[Any, Any, type[Exception]]] = [
         ([96], greedy(1), InvalidParameter), ([], greedy(1), InvalidParameter), ([1] * 256, greedy(1), PromptTooLong),
         ("text", greedy(1), InvalidParameter), ([1], {"temperature": 0.0}, InvalidParameter),
@@ -160,8 +160,8 @@ def test_a_bad_request_fails_alone(oracle: Any, make: Make, greedy: Greedy) -> N
     asyncio.run(run())
 
 
-def test_a_full_queue_refuses_one_caller(oracle: Any, make: Make, greedy: Greedy) -> None:
-    llm = make(oracle().folder, max_waiting=1, max_num_seqs=1)
+def test_a_full_queue_refuses_one_caller(oracle: Any, make_engine: Make, greedy: Greedy) -> None:
+    llm = make_engine(oracle().folder, max_waiting=1, max_num_seqs=1)
 
     async def run() -> list[Any]:
         calls = [last(llm.generate([i + 1], greedy(20))) for i in range(6)]
@@ -173,8 +173,8 @@ def test_a_full_queue_refuses_one_caller(oracle: Any, make: Make, greedy: Greedy
     assert refused and served and len(refused) + len(served) == 6
 
 
-def test_a_timeout_fails_the_request_alone(oracle: Any, make: Make, greedy: Greedy) -> None:
-    llm = make(oracle().folder)
+def test_a_timeout_fails_the_request_alone(oracle: Any, make_engine: Make, greedy: Greedy) -> None:
+    llm = make_engine(oracle().folder)
 
     async def run() -> None:
         await last(llm.generate([1], greedy(1)))  # warm
@@ -190,8 +190,8 @@ def test_a_timeout_fails_the_request_alone(oracle: Any, make: Make, greedy: Gree
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_broken_logits_fail_their_request_alone(oracle: Any, make: Make, greedy: Greedy, depth: int) -> None:
-    llm = make(oracle().folder, async_depth=depth, block_size=8)
+def test_broken_logits_fail_their_request_alone(oracle: Any, make_engine: Make, greedy: Greedy, depth: int) -> None:
+    llm = make_engine(oracle().folder, async_depth=depth, block_size=8)
     poisoned = list(range(1, 21))
 
     def poison(slots: torch.Tensor, positions: torch.Tensor, logits: torch.Tensor) -> None:
@@ -218,9 +218,9 @@ def test_broken_logits_fail_their_request_alone(oracle: Any, make: Make, greedy:
 
 @pytest.mark.parametrize("depth", [1, 2])
 def test_a_fault_reaches_every_caller_and_close_still_works(
-    oracle: Any, make: Make, greedy: Greedy, depth: int
+    oracle: Any, make_engine: Make, greedy: Greedy, depth: int
 ) -> None:
-    llm = make(oracle().folder, async_depth=depth)
+    llm = make_engine(oracle().folder, async_depth=depth)
 
     def broken(*_: object) -> None:
         raise RuntimeError("device lost")
@@ -242,8 +242,8 @@ def test_a_fault_reaches_every_caller_and_close_still_works(
     asyncio.run(asyncio.wait_for(run(), 60))
 
 
-def test_closing_ends_running_requests(oracle: Any, make: Make, greedy: Greedy) -> None:
-    llm = make(oracle().folder)
+def test_closing_ends_running_requests(oracle: Any, make_engine: Make, greedy: Greedy) -> None:
+    llm = make_engine(oracle().folder)
 
     async def run() -> None:
         call = asyncio.create_task(last(llm.generate([1], greedy(250))))
@@ -272,14 +272,14 @@ def test_chat_in_a_context_manager(talker_options: dict[str, Any]) -> None:
     assert asyncio.run(run()) == "Tomas likes tea."
 
 
-def test_two_event_loops_can_share_one_engine(oracle: Any, make: Make, greedy: Greedy) -> None:
-    llm = make(oracle().folder)
+def test_two_event_loops_can_share_one_engine(oracle: Any, make_engine: Make, greedy: Greedy) -> None:
+    llm = make_engine(oracle().folder)
     outputs = [asyncio.run(last(llm.generate([1, 2], greedy(5)))) for _ in range(2)]
     assert [o.outputs[0].token_ids for o in outputs] == oracle().greedy([[1, 2]], 5) * 2
 
 
-def test_reset_prefix_cache_and_the_models_own(oracle: Any, make: Make, greedy: Greedy) -> None:
-    llm = make(oracle().folder, block_size=8)
+def test_reset_prefix_cache_and_the_models_own(oracle: Any, make_engine: Make, greedy: Greedy) -> None:
+    llm = make_engine(oracle().folder, block_size=8)
     prompt = list(range(20))
 
     async def run() -> list[int | None]:

@@ -20,7 +20,7 @@ DRAWN = {"prompt": PROMPTS[1], "seed": 7}
 
 
 def right_answers(llm: LLM, base: SamplingParams) -> dict[str, Any]:
-    """What the scenario compares with; `base`: the model's own defaults, which the server uses, too."""
+    """Return the answers for the scenario; `base`: the model's own defaults, which the server uses, too."""
     greedy = SamplingParams(temperature=0.0, max_tokens=24)
     texts = llm.generate(list(PROMPTS), greedy, use_tqdm=False)
     chats = [llm.chat([{"role": "user", "content": q}], SamplingParams(temperature=0.0, max_tokens=60),
@@ -44,7 +44,7 @@ def right_answers(llm: LLM, base: SamplingParams) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def facts(talker_model: LLM, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def facts_file(talker_model: LLM, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """Two running servers, and a file that says where they are and what is right."""
     right = right_answers(talker_model, talker_model.get_default_sampling_params())
     with running_server(*FLAGS) as server, running_server(*MOCK, "--api-key", KEY, wait="/ready") as keyed:
@@ -55,5 +55,5 @@ def facts(talker_model: LLM, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 
 
 @pytest.mark.parametrize("version", OPENAI)
-def test_every_scenario_with_a_major_version_of_the_client(facts: Path, version: str) -> None:
-    run_scenarios("openai_scenario.py", facts, version, OPENAI[version])
+def test_every_scenario_with_a_major_version_of_the_client(facts_file: Path, version: str) -> None:
+    run_scenarios("openai_scenario.py", facts_file, version, OPENAI[version])

@@ -30,14 +30,14 @@ SOURCE = str(Path(__file__).resolve().parents[2] / "src")
 
 @pytest.fixture(autouse=True)
 def sockets_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Where the folders of sockets are made; empty after every test. Short: a socket's path may not be long."""
+    """Folder of the sockets' folders; empty after every test. Short: a socket's path may not be long."""
     folder = Path(tempfile.mkdtemp(prefix="q"))
     monkeypatch.setenv("PYTHONPATH", SOURCE)
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
     yield folder
     left = [path for path in folder.iterdir() if not path.name.startswith("torchinductor_")]  # PyTorch's own
     assert left == [], "a folder of sockets was left behind"
-    folder.rmdir()
+    shutil.rmtree(folder)
 
 
 def run(work: Awaitable[None]) -> None:
@@ -48,7 +48,7 @@ def run(work: Awaitable[None]) -> None:
 
 
 def is_running(pid: int) -> bool:
-    """Whether the process exists and is no zombie."""
+    """Return True if the process exists and is no zombie."""
     state = subprocess.run(["ps", "-o", "state=", "-p", str(pid)], capture_output=True, text=True).stdout.strip()
     return bool(state) and not state.startswith("Z")
 

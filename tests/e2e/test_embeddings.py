@@ -24,8 +24,8 @@ Engine = Callable[..., LLM]
 
 
 @pytest.fixture(scope="module")
-def truth(oracle: Any) -> Callable[..., np.ndarray]:
-    """What transformers' hidden states of some token ids come to."""
+def expected_vector(oracle: Any) -> Callable[..., np.ndarray]:
+    """Pooled hidden states that transformers computes for token ids."""
     model = oracle().model.model
 
     @torch.inference_mode()
@@ -55,14 +55,14 @@ def pooler(method: str, normalize: bool = False) -> dict[str, Any]:
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("method", METHODS)
 def test_vectors_in_one_step_and_in_chunks_with_a_cold_and_a_warm_cache(
-    oracle: Any, engine: Engine, prompts: list[list[int]], truth: Any, method: str, depth: int
+    oracle: Any, engine: Engine, prompts: list[list[int]], expected_vector: Any, method: str, depth: int
 ) -> None:
     for chunk in (512, 7):
         llm = engine(oracle().folder, async_depth=depth, max_num_batched_tokens=chunk, block_size=8,
                      **pooler(method, normalize=chunk == 7))  # fmt: skip
         for _ in range(2):
             for ids, vector in zip(prompts, embed(llm, prompts), strict=True):
-                assert_same(vector, truth(ids, method, chunk == 7))
+                assert_same(vector, expected_vector(ids, method, chunk == 7))
         cached = [output.num_cached_tokens for output in llm.embed(prompts, use_tqdm=False)]
         assert cached == [(len(ids) - 1) // 8 * 8 if method == "last" else 0 for ids in prompts]
 
@@ -70,7 +70,14 @@ def test_vectors_in_one_step_and_in_chunks_with_a_cold_and_a_warm_cache(
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("method", METHODS)
 def test_vectors_beside_text_in_one_batch_with_preemption(
-    oracle: Any, engine: Engine, greedy: Any, record: Any, prompts: list[list[int]], truth: Any, method: str, depth: int
+    oracle: Any,
+    engine: Engine,
+    greedy: Any,
+    record: Any,
+    prompts: list[list[int]],
+    expected_vector: Any,
+    method: str,
+    depth: int,
 ) -> None:
     """Answers grow until the pool is full and the vectors' prompts, which came last, have to give way."""
     llm = engine(oracle().folder, async_depth=depth, max_num_batched_tokens=7, block_size=8, num_gpu_blocks_override=23,
@@ -81,7 +88,7 @@ def test_vectors_beside_text_in_one_batch_with_preemption(
     for stream in streams:
         next(stream)
     for ids, vector in zip(long, embed(llm, long), strict=True):
-        assert_same(vector, truth(ids, method))
+        assert_same(vector, expected_vector(ids, method))
     for i, stream in zip((1, 2, 3), streams, strict=True):
         *_, last = stream
         assert list(last.outputs[0].token_ids) == right[i]
@@ -92,7 +99,7 @@ def test_vectors_beside_text_in_one_batch_with_preemption(
 
 
 def test_vectors_of_a_prompt_that_others_share_and_generate_from(
-    oracle: Any, engine: Engine, greedy: Any, prompts: list[list[int]], truth: Any
+    oracle: Any, engine: Engine, greedy: Any, prompts: list[list[int]], expected_vector: Any
 ) -> None:
     """A vector reads the blocks of an answer, an answer those of a vector."""
     llm, shared = engine(oracle().folder, block_size=8, **pooler("last")), prompts[-1]
@@ -100,7 +107,7 @@ def test_vectors_of_a_prompt_that_others_share_and_generate_from(
     turn = shared + list(first.outputs[0].token_ids)
     output = llm.embed([turn], use_tqdm=False)[0]
     assert output.num_cached_tokens and output.num_cached_tokens >= len(shared) // 8 * 8
-    assert_same(output.outputs.embedding, truth(turn, "last"))
+    assert_same(output.outputs.embedding, expected_vector(turn, "last"))
     answer = llm.generate([turn[:50]], greedy(64), use_tqdm=False)[0]
     assert answer.num_cached_tokens == 48 and list(answer.outputs[0].token_ids) == oracle().greedy([turn[:50]], 64)[0]
 
@@ -119,13 +126,15 @@ def embedding_folder(oracle: Any, tmp_path_factory: pytest.TempPathFactory) -> P
     return folder
 
 
-def test_a_folder_of_an_embedding_model(embedding_folder: Path, engine: Engine, prompts: Any, truth: Any) -> None:
+def test_a_folder_of_an_embedding_model(
+    embedding_folder: Path, engine: Engine, prompts: Any, expected_vector: Any
+) -> None:
     llm = engine(embedding_folder)
     assert str(llm.engine.pooling) == "the mean of all hidden states, normalized (modules.json)"
-    right = [truth(ids, "mean", True) for ids in prompts]
+    right = [expected_vector(ids, "mean", True) for ids in prompts]
     for vector, expected in zip(embed(llm, prompts), right, strict=True):
         assert_same(vector, expected)
-    short = truth(prompts[2], "mean")[:6]
+    short = expected_vector(prompts[2], "mean")[:6]
     assert_same(embed(llm, [prompts[2]], dimensions=6)[0], short / np.linalg.norm(short))
     scores = [one.outputs.score for one in llm.score(prompts[0], prompts[1:4], use_tqdm=False)]
     np.testing.assert_allclose(scores, [right[0] @ other for other in right[1:4]], atol=1e-5)
@@ -165,7 +174,7 @@ def poisoned(embedding_folder: Path, prompts: list[list[int]], tmp_path_factory:
 
 @pytest.mark.parametrize("depth", [1, 2])
 def test_nan_fails_its_vector_alone(
-    poisoned: Any, engine: Engine, prompts: list[list[int]], truth: Any, depth: int
+    poisoned: Any, engine: Engine, prompts: list[list[int]], expected_vector: Any, depth: int
 ) -> None:
     folder, token = poisoned
     llm = engine(folder, async_depth=depth, max_num_batched_tokens=16, block_size=8)
@@ -176,14 +185,14 @@ def test_nan_fails_its_vector_alone(
         assert [output.outputs.error for output in found] == ["nan_hidden", None, "nan_hidden", None]
         assert found[0].outputs.embedding == []
         for i in (1, 3):
-            assert_same(found[i].outputs.embedding, truth(asked[i], "mean", True))
+            assert_same(found[i].outputs.embedding, expected_vector(asked[i], "mean", True))
     with pytest.raises(RequestFailed, match="nan_hidden"):
         llm.score(prompts[0], [prompts[1], [token]], use_tqdm=False)
 
 
 @pytest.mark.parametrize("depth", [1, 2])
 def test_a_caller_that_leaves_midway_leaves_nothing(
-    embedding_folder: Path, prompts: list[list[int]], truth: Any, depth: int
+    embedding_folder: Path, prompts: list[list[int]], expected_vector: Any, depth: int
 ) -> None:
     long = [i % 90 + 1 for i in range(250)]
     llm = AsyncLLM(embedding_folder, dtype="float32", num_threads=1, skip_tokenizer_init=True, max_num_seqs=4,
@@ -203,8 +212,8 @@ def test_a_caller_that_leaves_midway_leaves_nothing(
             task.cancel()
         assert all(isinstance(one, asyncio.CancelledError) for one in await asyncio.gather(
             *leaving, return_exceptions=True))
-        assert_same((await staying).outputs.embedding, truth(prompts[4], "mean", True))
-        assert_same((await llm.embed(prompts[1])).outputs.embedding, truth(prompts[1], "mean", True))
+        assert_same((await staying).outputs.embedding, expected_vector(prompts[4], "mean", True))
+        assert_same((await llm.embed(prompts[1])).outputs.embedding, expected_vector(prompts[1], "mean", True))
         with pytest.raises(InvalidParameter):
             await llm.embed(prompts[1], dimensions=0)
 
@@ -227,7 +236,7 @@ def server(embedding_folder: Path) -> Iterator[Any]:
         yield inside
 
 
-def test_vectors_and_text_of_one_server(server: Any, prompts: list[list[int]], truth: Any) -> None:
+def test_vectors_and_text_of_one_server(server: Any, prompts: list[list[int]], expected_vector: Any) -> None:
     def vector(ids: list[int]) -> Any:
         return server.server.ask("/v1/embeddings", {"input": ids})
 
@@ -239,12 +248,12 @@ def test_vectors_and_text_of_one_server(server: Any, prompts: list[list[int]], t
         vectors = [pool.submit(vector, ids) for ids in prompts]
     for ids, answer in zip(prompts, vectors, strict=True):
         assert answer.result().status == 200
-        assert_same(answer.result().json()["data"][0]["embedding"], truth(ids, "mean", True))
+        assert_same(answer.result().json()["data"][0]["embedding"], expected_vector(ids, "mean", True))
     assert all(answer.result().status == 200 and answer.result().error() is None for answer in texts)
     together = server.server.ask("/v1/embeddings", {"input": prompts}).json()
     assert together["usage"]["prompt_tokens"] == sum(map(len, prompts))
     for ids, one in zip(prompts, together["data"], strict=True):
-        assert_same(one["embedding"], truth(ids, "mean", True))
+        assert_same(one["embedding"], expected_vector(ids, "mean", True))
     server.check()
 
 

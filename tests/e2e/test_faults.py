@@ -1,4 +1,4 @@
-"""What one caller does wrong, or stops doing, must not reach the others: interrupts, dead event loops, odd options."""
+"""Faults of a caller do not reach the others: interrupts, dead event loops, odd options."""
 
 import asyncio
 import math

@@ -18,7 +18,7 @@ from quire.contracts.errors import ModelNotFound, UserError
 from quire.entry.cli.main import main
 from quire.entry.obtain import obtain_model
 
-from ..fake_hub import FakeHub, fake_hub
+from ..support.fake_hub import FakeHub, fake_hub
 from .serving import SOURCE
 
 NAME = "quire/tiny"

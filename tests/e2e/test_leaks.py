@@ -26,7 +26,7 @@ PATIENCE = 600.0
 
 
 async def one_request(engine: ServedEngine, rng: random.Random, number: int, ends: dict[str, int]) -> None:
-    """One request with a life of its own: read to the end, left after a few tokens, cancelled, or out of time."""
+    """Send a request with a life of its own: read to the end, left after a few tokens, cancelled, or out of time."""
     shared = list(range(1, 1 + rng.randrange(0, 120)))
     prompts = [Prompt(token_ids=[*shared, 200 + number % 50, i + 1]) for i in range(rng.choice((1, 1, 1, 3)))]
     params = SamplingParams(

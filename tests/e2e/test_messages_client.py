@@ -14,7 +14,7 @@ from .test_clients import FLAGS, KEY, QUESTIONS
 
 
 @pytest.fixture(scope="module")
-def facts(talker_model: LLM, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def facts_file(talker_model: LLM, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """Two running servers, and a file that says where they are and what is right."""
     greedy = SamplingParams(temperature=0.0, max_tokens=60)
     chats = [talker_model.chat([{"role": "user", "content": question}], greedy, use_tqdm=False)[0].outputs[0].text
@@ -33,5 +33,5 @@ def facts(talker_model: LLM, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         assert "Traceback" not in server.stderr + keyed.stderr
 
 
-def test_every_scenario(facts: Path) -> None:
-    run_scenarios("anthropic_scenario.py", facts, "anthropic ", ANTHROPIC)
+def test_every_scenario(facts_file: Path) -> None:
+    run_scenarios("anthropic_scenario.py", facts_file, "anthropic ", ANTHROPIC)

@@ -36,7 +36,7 @@ SCORED = ((PROMPTS[3], " France is Paris."), (PROMPTS[1], ", the function return
 
 
 def said(llm: LLM, *messages: dict[str, Any], params: SamplingParams = GREEDY, **options: Any) -> str:
-    """What the model answers to a conversation."""
+    """Return the model's answer to a conversation."""
     return llm.chat(list(messages), params, use_tqdm=False, **options)[0].outputs[0].text
 
 
@@ -55,7 +55,7 @@ def call(llm: LLM) -> dict[str, Any]:
 
 
 def score(llm: LLM, context: str, continuation: str) -> tuple[str, str, float, bool]:
-    """How likely a continuation is, and whether it is the one that greedy decoding writes."""
+    """Return the log-probability of a continuation, and True if greedy decoding writes it."""
     encode = llm.get_tokenizer().encode
     start, ids = len(encode(context)), encode(context + continuation)
     rows = llm.generate([ids], SamplingParams(max_tokens=1, prompt_logprobs=1), use_tqdm=False)[0].prompt_logprobs
@@ -65,7 +65,7 @@ def score(llm: LLM, context: str, continuation: str) -> tuple[str, str, float, b
 
 
 def right_answers(llm: LLM) -> dict[str, Any]:
-    """What the programs compare with."""
+    """Return the answers for the programs."""
     texts = llm.generate(list(PROMPTS), GREEDY.clone(max_tokens=24), use_tqdm=False)
     greedy_trip = GREEDY.clone(structured_outputs=StructuredOutputsParams(json=TRIP))
     thinks = said(llm, asked("Think about Faro."), params=GREEDY.clone(skip_special_tokens=False),
@@ -84,7 +84,7 @@ def right_answers(llm: LLM) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def facts(talker_model: LLM, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def facts_file(talker_model: LLM, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """Two running servers, and a file that says where they are and what is right."""
     right = right_answers(talker_model)
     with (running_server(*FLAGS, "--reasoning-parser", "qwen3") as server,
@@ -97,15 +97,15 @@ def facts(talker_model: LLM, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", NAMES)
-def test_every_scenario(facts: Path, name: str) -> None:
+def test_every_scenario(facts_file: Path, name: str) -> None:
     folder = Path(sys.prefix, "clients", name)
     if not (folder / ".made").is_file():
         pytest.skip(f"the environment {folder} is not there; scripts/clients {name} makes it")
     foreign = ("OPENAI_", "ANTHROPIC_", "LITELLM_", "PYTHONPATH")
     environment = {key: value for key, value in os.environ.items() if not key.startswith(foreign)}
     program = CLIENTS / f"run_{name}.py"
-    run = subprocess.run([str(folder / "bin" / "python"), str(program), str(facts)], env=environment, text=True,
-                         cwd=facts.parent, capture_output=True, timeout=PATIENCE)
+    run = subprocess.run([str(folder / "bin" / "python"), str(program), str(facts_file)], env=environment, text=True,
+                         cwd=facts_file.parent, capture_output=True, timeout=PATIENCE)
     version, *done = run.stdout.splitlines() or ["nothing"]
     assert run.returncode == 0, f"{version}, after {done}:\n{run.stdout[-3000:]}\n{run.stderr[-6000:]}"
     pins, scenarios = PIN.findall((CLIENTS / f"{name}.txt").read_text()), program.read_text()

@@ -18,18 +18,21 @@ import torch
 
 from quire import LLM, SamplingParams
 
+from ..support.pairwise import Row, label, pairwise
+from ..support.tiny_models import DENSE, EXPERTS, FAMILIES
+
 NUM_TOKENS = 64
 ATOL = 1e-4
 
 CHECKPOINTS: dict[str, Sequence[Any]] = {
-    "family": ("llama", "mistral", "qwen2", "qwen3"),
+    "family": DENSE,
     "tied": (False, True),
     "heads": ((4, 2), (3, 1), (6, 3), (5, 5)),
     "rope": ("default", "theta", "linear", "dynamic", "llama3", "yarn"),
     "bias": (False, True),
 }
 WITH_EXPERTS: dict[str, Sequence[Any]] = {
-    "family": ("mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3", "glm4_moe"),
+    "family": EXPERTS,
     "tied": (False, True),
     "heads": ((4, 2), (3, 1), (5, 5)),
     "rope": ("default", "linear", "yarn"),
@@ -43,56 +46,20 @@ RUNS: dict[str, Sequence[Any]] = {
     "depth": (1, 2),
     "pool": ("normal", "small"),
 }
-Row = dict[str, Any]
 Greedy = Callable[..., SamplingParams]
 
 
 def possible(row: Mapping[str, Any]) -> bool:
-    """One request alone is never preempted; few families have a choice of biases; half a head has no yarn."""
+    """False for a lone request with preemption, and for biases and rotations that the family does not have."""
     if row.get("batch") == 1 and row.get("pool") == "small":
         return False
-    if row.get("family") == "glm4_moe" and row.get("rope") == "yarn":
-        return False
-    return not row.get("bias") or row.get("family", "qwen3") in ("llama", "qwen3", "qwen3_moe", "glm4_moe")
-
-
-def pairwise(factors: Mapping[str, Sequence[Any]]) -> list[Row]:
-    """Rows in which every possible pair of values of two factors occurs; greedy, and the same every time."""
-    names = list(factors)
-    missing = {
-        ((a, i), (b, j))
-        for a, b in itertools.combinations(names, 2)
-        for i, x in enumerate(factors[a])
-        for j, y in enumerate(factors[b])
-        if possible({a: x, b: y})
-    }
-    rows = []
-    while missing:
-        picked: dict[str, int] = dict(min(missing))
-        for name in [n for n in names if n not in picked]:
-            options = [{**picked, name: index} for index in range(len(factors[name]))]
-            allowed = [option for option in options if possible(values(factors, option))]
-            picked = max(allowed, key=lambda option: len(missing & pairs(names, option)))  # noqa: B023
-        missing -= pairs(names, picked)
-        rows.append(values(factors, picked))
-    return rows
-
-
-def pairs(names: Sequence[str], picked: Mapping[str, int]) -> set[Any]:
-    return set(itertools.combinations([(n, picked[n]) for n in names if n in picked], 2))
-
-
-def values(factors: Mapping[str, Sequence[Any]], picked: Mapping[str, int]) -> Row:
-    return {name: factors[name][picked[name]] for name in factors if name in picked}
+    family = FAMILIES[row.get("family", "qwen3")]
+    return row.get("rope", "default") in family.ropes and not (row.get("bias") and not family.biases)
 
 
 def product(factors: Mapping[str, Sequence[Any]]) -> list[Row]:
     rows = [dict(zip(factors, combination, strict=True)) for combination in itertools.product(*factors.values())]
     return [row for row in rows if possible(row)]
-
-
-def label(row: Row) -> str:
-    return "-".join(str(v).replace(" ", "") for v in row.values())
 
 
 def split(row: Row) -> tuple[Row, Row]:
@@ -102,7 +69,7 @@ def split(row: Row) -> tuple[Row, Row]:
 @pytest.mark.parametrize("checkpoints", [CHECKPOINTS, WITH_EXPERTS])
 def test_the_cover_has_every_pair(checkpoints: Mapping[str, Sequence[Any]]) -> None:
     factors = {**checkpoints, **RUNS}
-    rows = pairwise(factors)
+    rows = pairwise(factors, possible)
     assert all(possible(row) for row in rows) and len(rows) < 40
     for (a, xs), (b, ys) in itertools.combinations(factors.items(), 2):
         for x, y in itertools.product(xs, ys):
@@ -165,7 +132,8 @@ def check_run(llm: LLM, oracle: Any, prompts: list[list[int]], run: Row, greedy:
         np.testing.assert_allclose(table, oracle.logprobs(ids)[:-1], atol=ATOL, rtol=0)
 
 
-@pytest.mark.parametrize("row", pairwise(CHECKPOINTS | RUNS) + pairwise(WITH_EXPERTS | RUNS), ids=label)
+@pytest.mark.parametrize(
+    "row", pairwise(CHECKPOINTS | RUNS, possible) + pairwise(WITH_EXPERTS | RUNS, possible), ids=label)
 def test_logits_and_tokens(
     row: Row, oracle: Any, tiny: Any, engine: Any, prompts: list[list[int]], greedy: Greedy
 ) -> None:
@@ -175,7 +143,7 @@ def test_logits_and_tokens(
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("spec", pairwise(CHECKPOINTS) + pairwise(WITH_EXPERTS), ids=label)
+@pytest.mark.parametrize("spec", pairwise(CHECKPOINTS, possible) + pairwise(WITH_EXPERTS, possible), ids=label)
 def test_logits_and_tokens_of_the_full_product(
     spec: Row, oracle: Any, tiny: Any, engine: Any, prompts: list[list[int]], greedy: Greedy
 ) -> None:

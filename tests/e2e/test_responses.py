@@ -14,7 +14,7 @@ KEYS = ("sk-one", "sk-two")
 
 
 @pytest.fixture(scope="module")
-def facts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def facts_file(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A running server, and a file that says where it is."""
     with running_server(*FLAGS, "--api-key", *KEYS) as server:
         path = tmp_path_factory.mktemp("responses") / "facts.json"
@@ -24,5 +24,5 @@ def facts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 @pytest.mark.parametrize("version", OPENAI)
-def test_every_scenario_with_a_major_version_of_the_client(facts: Path, version: str) -> None:
-    run_scenarios("openai_responses.py", facts, version, OPENAI[version])
+def test_every_scenario_with_a_major_version_of_the_client(facts_file: Path, version: str) -> None:
+    run_scenarios("openai_responses.py", facts_file, version, OPENAI[version])

@@ -100,7 +100,7 @@ def answers(checkpoint: Any, prompts: list[list[int]]) -> dict[str, tuple[list[i
 
 
 @pytest.fixture(params=list(itertools.product((1, 2), ("normal", "small"))), ids=lambda p: f"depth{p[0]}-{p[1]}")
-def make(request: pytest.FixtureRequest, checkpoint: Any, engine: Any) -> Iterator[Callable[..., LLM]]:
+def make_engine(request: pytest.FixtureRequest, checkpoint: Any, engine: Any) -> Iterator[Callable[..., LLM]]:
     """Engines at each depth, with a pool that is big enough or that forces preemption (asserted at the end)."""
     depth, pool = request.param
     made: list[LLM] = []
@@ -116,8 +116,8 @@ def make(request: pytest.FixtureRequest, checkpoint: Any, engine: Any) -> Iterat
     assert [llm.engine.core.scheduler.num_preempted > 0 for llm in made] == [pool == "small"] * len(made)
 
 
-def test_all_cases_in_one_batch(make: Callable[..., LLM], answers: Any) -> None:
-    llm = make()
+def test_all_cases_in_one_batch(make_engine: Callable[..., LLM], answers: Any) -> None:
+    llm = make_engine()
     prompts = [prompt for prompt, _, _ in answers.values()]
     outputs = llm.generate(prompts, [params_of(f) for f in CASES.values()], use_tqdm=False)
     got = {name: (o.outputs[0].token_ids, o.outputs[0].finish_reason) for name, o in zip(CASES, outputs, strict=True)}
@@ -244,9 +244,9 @@ def test_the_distribution_is_the_one_asked_for(
 
 
 def test_completions_are_those_of_their_own_seeds(
-    make: Callable[..., LLM], checkpoint: Any, prompts: list[list[int]]
+    make_engine: Callable[..., LLM], checkpoint: Any, prompts: list[list[int]]
 ) -> None:
-    llm = make()
+    llm = make_engine()
     params = [SamplingParams(n=n, temperature=1.2, seed=40 + n, max_tokens=24, ignore_eos=True) for n in (3, 1, 4)]
     outputs = llm.generate(prompts[4:7], params, use_tqdm=False)
     for prompt, p, out in zip(prompts[4:7], params, outputs, strict=True):
@@ -286,9 +286,9 @@ def check_row(row: dict[int, Any], token: int, truth: np.ndarray, k: int) -> Non
 
 
 def test_logprobs_are_those_of_the_raw_logits(
-    make: Callable[..., LLM], checkpoint: Any, prompts: list[list[int]]
+    make_engine: Callable[..., LLM], checkpoint: Any, prompts: list[list[int]]
 ) -> None:
-    llm = make()
+    llm = make_engine()
     params = [params_of({"temperature": 0.0} | fields) for fields in SCORED]
     outputs = llm.generate(prompts, params, use_tqdm=False)
     for prompt, p, out in zip(prompts, params, outputs, strict=True):

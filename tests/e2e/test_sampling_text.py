@@ -20,8 +20,8 @@ def only(outputs: list[RequestOutput]) -> CompletionOutput:
 
 
 @pytest.fixture
-def plain(talker: LLM, greedy: Greedy) -> CompletionOutput:
-    """What follows PROSE when nothing stops it."""
+def unstopped(talker: LLM, greedy: Greedy) -> CompletionOutput:
+    """The completion of PROSE when nothing stops it."""
     out = only(talker.generate(PROSE, greedy(COUNT), use_tqdm=False))
     assert len(out.token_ids) == COUNT and len(out.text) > 100
     return out
@@ -32,31 +32,31 @@ def stops_of(text: str) -> list[str]:
     return [text[i : i + 4] for i in range(0, len(text) - 4, 7) if text.find(text[i : i + 4]) == i]
 
 
-def check_stopped(talker: LLM, plain: CompletionOutput, stop: str, out: CompletionOutput, include: bool) -> None:
-    end = plain.text.index(stop) + (len(stop) if include else 0)
-    assert (out.text, out.finish_reason, out.stop_reason) == (plain.text[:end], "stop", stop)
+def check_stopped(talker: LLM, unstopped: CompletionOutput, stop: str, out: CompletionOutput, include: bool) -> None:
+    end = unstopped.text.index(stop) + (len(stop) if include else 0)
+    assert (out.text, out.finish_reason, out.stop_reason) == (unstopped.text[:end], "stop", stop)
     decode = talker.get_tokenizer().decode
-    assert out.token_ids == plain.token_ids[: len(out.token_ids)]
+    assert out.token_ids == unstopped.token_ids[: len(out.token_ids)]
     assert stop in decode(out.token_ids) and stop not in decode(out.token_ids[:-1])
 
 
-def test_stop_strings_at_every_place(talker: LLM, plain: CompletionOutput, greedy: Greedy) -> None:
-    stops = stops_of(plain.text)
+def test_stop_strings_at_every_place(talker: LLM, unstopped: CompletionOutput, greedy: Greedy) -> None:
+    stops = stops_of(unstopped.text)
     assert len(stops) >= 10
     for include in (False, True):
         params = [greedy(COUNT, stop=[s, "never"], include_stop_str_in_output=include) for s in stops]
         outputs = talker.generate([PROSE] * len(stops), params, use_tqdm=False)
         for stop, out in zip(stops, outputs, strict=True):
-            check_stopped(talker, plain, stop, out.outputs[0], include)
+            check_stopped(talker, unstopped, stop, out.outputs[0], include)
     unstopped = only(talker.generate(PROSE, greedy(COUNT, stop="never"), use_tqdm=False))
-    assert unstopped.text == plain.text and unstopped.finish_reason == "length"
+    assert unstopped.text == unstopped.text and unstopped.finish_reason == "length"
 
 
-def test_a_stop_string_counts_from_min_tokens_on(talker: LLM, plain: CompletionOutput, greedy: Greedy) -> None:
+def test_a_stop_string_counts_from_min_tokens_on(talker: LLM, unstopped: CompletionOutput, greedy: Greedy) -> None:
     early = only(talker.generate(PROSE, greedy(COUNT, stop=" "), use_tqdm=False))
     late = only(talker.generate(PROSE, greedy(COUNT, stop=" ", min_tokens=20), use_tqdm=False))
     assert len(early.token_ids) < 20 < len(late.token_ids) and late.finish_reason == "stop"
-    assert late.token_ids == plain.token_ids[: len(late.token_ids)] and plain.text.startswith(late.text)
+    assert late.token_ids == unstopped.token_ids[: len(late.token_ids)] and unstopped.text.startswith(late.text)
 
 
 def test_the_end_of_a_turn_waits_for_min_tokens_and_is_ignored_on_demand(talker: LLM) -> None:
@@ -86,15 +86,15 @@ def test_special_tokens_are_shown_on_demand(talker: LLM) -> None:
     assert ask(ignore_eos=True, skip_special_tokens=False, spaces_between_special_tokens=False) == shown  # byte level
 
 
-def test_a_stop_id_ends_the_text_before_it(talker: LLM, plain: CompletionOutput, greedy: Greedy) -> None:
-    at = next(i for i in range(10, COUNT) if plain.token_ids.index(plain.token_ids[i]) == i)
-    stop, decode = plain.token_ids[at], talker.get_tokenizer().decode
+def test_a_stop_id_ends_the_text_before_it(talker: LLM, unstopped: CompletionOutput, greedy: Greedy) -> None:
+    at = next(i for i in range(10, COUNT) if unstopped.token_ids.index(unstopped.token_ids[i]) == i)
+    stop, decode = unstopped.token_ids[at], talker.get_tokenizer().decode
     for include in (False, True):
         fields = {"stop_token_ids": [stop], "include_stop_str_in_output": include}
         out = only(talker.generate(PROSE, greedy(COUNT, **fields), use_tqdm=False))
-        assert out.token_ids == plain.token_ids[: at + 1]
+        assert out.token_ids == unstopped.token_ids[: at + 1]
         assert (out.finish_reason, out.stop_reason) == ("stop", stop)
-        assert out.text == decode(plain.token_ids[: at + include])
+        assert out.text == decode(unstopped.token_ids[: at + include])
 
 
 def test_bad_words_do_not_come(talker: LLM, greedy: Greedy) -> None:
@@ -106,9 +106,9 @@ def test_bad_words_do_not_come(talker: LLM, greedy: Greedy) -> None:
     assert without.text.startswith("The code of")
 
 
-def test_without_detokenization_there_are_only_ids(talker: LLM, plain: CompletionOutput, greedy: Greedy) -> None:
+def test_without_detokenization_there_are_only_ids(talker: LLM, unstopped: CompletionOutput, greedy: Greedy) -> None:
     out = only(talker.generate(PROSE, greedy(COUNT, detokenize=False, logprobs=1), use_tqdm=False))
-    assert out.text == "" and out.token_ids == plain.token_ids
+    assert out.text == "" and out.token_ids == unstopped.token_ids
     assert out.logprobs is not None and all(e.decoded_token is None for row in out.logprobs for e in row.values())
 
 
@@ -129,10 +129,10 @@ STREAMED: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", STREAMED)
-def test_deltas_joined_are_the_cumulative_and_the_final(talker: LLM, plain: CompletionOutput, name: str) -> None:
+def test_deltas_joined_are_the_cumulative_and_the_final(talker: LLM, unstopped: CompletionOutput, name: str) -> None:
     fields = STREAMED[name] | {"max_tokens": 30, "ignore_eos": True}
     if name == "stopped":
-        fields["stop"] = stops_of(plain.text)[8]
+        fields["stop"] = stops_of(unstopped.text)[8]
 
     def run(kind: OutputKind) -> list[RequestOutput]:
         return list(talker.stream(PROSE, SamplingParams(output_kind=kind, **fields)))
@@ -167,7 +167,7 @@ def test_stream_interval_thins_out_a_stream(talker: LLM, greedy: Greedy) -> None
 
 
 @pytest.fixture(params=[1, 2], ids=lambda depth: f"depth{depth}")
-def crowded(request: pytest.FixtureRequest, talker_options: dict[str, Any]) -> Iterator[LLM]:
+def crowded_engine(request: pytest.FixtureRequest, talker_options: dict[str, Any]) -> Iterator[LLM]:
     """An engine that has to preempt: 16 requests of up to 4 blocks each in 20 blocks."""
     options = talker_options | {
         "max_model_len": 256,
@@ -184,9 +184,9 @@ def crowded(request: pytest.FixtureRequest, talker_options: dict[str, Any]) -> I
 
 
 def test_text_fields_hold_in_a_preempted_batch(
-    crowded: LLM, talker: LLM, plain: CompletionOutput, greedy: Greedy
+    crowded_engine: LLM, talker: LLM, unstopped: CompletionOutput, greedy: Greedy
 ) -> None:
-    stops = stops_of(plain.text)[:8]
+    stops = stops_of(unstopped.text)[:8]
     params = [greedy(COUNT, stop=s) for s in stops]
     params += [
         greedy(COUNT), greedy(COUNT, stop=" ", min_tokens=20), greedy(COUNT, bad_words=["object", "module"]),
@@ -194,7 +194,7 @@ def test_text_fields_hold_in_a_preempted_batch(
         SamplingParams(seed=2, temperature=1.4, top_p=0.9, frequency_penalty=0.5, max_tokens=COUNT, stop=["."]),
     ]  # fmt: skip
     alone = [talker.generate(PROSE, p, use_tqdm=False)[0].outputs for p in params]
-    together = [o.outputs for o in crowded.generate([PROSE] * len(params), params, use_tqdm=False)]
+    together = [o.outputs for o in crowded_engine.generate([PROSE] * len(params), params, use_tqdm=False)]
     assert together == alone
     for stop, (out,) in zip(stops, together, strict=False):
-        check_stopped(talker, plain, stop, out, include=False)
+        check_stopped(talker, unstopped, stop, out, include=False)

@@ -49,19 +49,20 @@ def ask(llm: LLM, prompts: list[str], params: list[SamplingParams]) -> list[Requ
 
 @pytest.mark.parametrize("depth", [1, 2])
 def test_every_output_is_one_of_its_schema(depth: int, full: bool) -> None:
-    """In one batch with requests that are free, which get the tokens that they get without the others; with so few
-    blocks that some are preempted; and then all without a schema."""
+    """In one batch with requests that are free, which get the tokens that they get without the others and grow until
+    they alone need more than the cache, so that some are preempted; and then all without a schema."""
     count = 1000 if full else 320 if depth == 2 else 40
     tricky = list(TRICKY.values()) if depth == 2 or full else []
     schemas = tricky + [Maker(1000 * depth + i).schema() for i in range(count - len(tricky))]
     prompts = [f"Write JSON number {i}: " for i in range(count)]
     with LLM(async_depth=depth, max_num_seqs=64, max_model_len=448, block_size=16, num_gpu_blocks_override=36) as llm:
         formed = constrained(llm, schemas)
-        free = [SamplingParams(temperature=i % 2, seed=i, max_tokens=12) for i in range(6)]
+        free = [SamplingParams(temperature=i % 2, seed=i, max_tokens=84, ignore_eos=True) for i in range(6)]
         alone = ask(llm, prompts[:6], free)
+        before = llm.engine.core.scheduler.num_preempted
         outputs = ask(llm, prompts[:6] + prompts, free + formed)
-        assert llm.engine.core.scheduler.num_preempted > 0
-        assert [o.outputs[0].token_ids for o in outputs[:6]] == [o.outputs[0].token_ids for o in alone]
+        assert llm.engine.core.scheduler.num_preempted > before
+        assert [o.outputs[0].token_ids[:12] for o in outputs[:6]] == [o.outputs[0].token_ids[:12] for o in alone]
         answers = [(answer, schema) for output, schema in zip(outputs[6:], schemas, strict=True)
                    for answer in output.outputs]  # fmt: skip
         whole = [(a, schema) for a, schema in answers if a.finish_reason == "stop"]

@@ -1,4 +1,4 @@
-"""What clients and operators see when something breaks: a dead engine, a stopped one, a hung one, a failed start."""
+"""Answers to clients and operators when something breaks: a dead engine, a stopped one, a hung one, a failed start."""
 
 import os
 import shutil

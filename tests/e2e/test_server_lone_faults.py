@@ -1,4 +1,4 @@
-"""One request breaks, in the model or in the server's own code: it alone is told so, its neighbours notice nothing."""
+"""A request breaks, in the model or in the server's own code: it alone gets an error, its neighbours notice nothing."""
 
 import json
 import shutil
@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
+from quire.entry import front_end
 from quire.entry.completion import Generation
 from quire.entry.front_end import FrontEnd
 from quire.entry.http.openai.completions import CompletionWriter
@@ -117,7 +118,7 @@ SECRET = "what only the log may say"
 
 
 class Planted(RuntimeError):
-    """What no code expects."""
+    """An exception that no code expects."""
 
     def __init__(self) -> None:
         super().__init__(SECRET)
@@ -182,14 +183,14 @@ def indexing(inside: Inside, patch: pytest.MonkeyPatch) -> None:
 
 
 def making(inside: Inside, patch: pytest.MonkeyPatch) -> None:
-    spec = FrontEnd._spec
+    spec = front_end.sampler_spec
 
-    def broken(self: FrontEnd, params: Any, seed: int, num_prompt: int, stops: Any) -> Any:
+    def broken(params: Any, seed: int, num_prompt: int, *rest: Any) -> Any:
         if num_prompt == len(BAD_IDS):
             raise Planted
-        return spec(self, params, seed, num_prompt, stops)
+        return spec(params, seed, num_prompt, *rest)
 
-    patch.setattr(FrontEnd, "_spec", broken)
+    patch.setattr(front_end, "sampler_spec", broken)
 
 
 class BrokenText:

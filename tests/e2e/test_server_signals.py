@@ -1,4 +1,4 @@
-"""How a server ends: asked politely, asked twice, asked while it loads. Real processes, an engine without a model."""
+"""The end of a server: asked politely, asked twice, asked while it loads. Real processes, an engine without a model."""
 
 import signal
 from concurrent.futures import ThreadPoolExecutor
@@ -26,7 +26,7 @@ def start_streams(pool: ThreadPoolExecutor, server: Server, count: int, **fields
 
 
 def outcome(answer: Answer) -> tuple[str, object]:
-    """What may not depend on when the tokens came: the text and how it ended."""
+    """Return the text and its end, which do not depend on the times of the tokens."""
     last = [event for event in answer.events() if isinstance(event, dict) and event["choices"]][-1]
     return answer.text(), last["choices"][0]["finish_reason"]
 

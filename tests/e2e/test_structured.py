@@ -105,7 +105,7 @@ def test_every_output_is_valid_and_without_the_form_none_is(llm: LLM, temperatur
 
 
 def test_the_same_at_both_depths_alone_and_in_a_batch(llm: LLM) -> None:
-    """One answer of each, known from any run: noise and masks depend on nothing else."""
+    """Noise and masks depend on nothing but the request, so each request has the same answer in every run."""
     params = [SamplingParams(temperature=0.8, seed=i, max_tokens=120, structured_outputs=structured(json=schema))
               for i, schema in enumerate(SCHEMAS[:6])]  # fmt: skip
     together = [said(o) for o in ask(llm, params)]

@@ -13,7 +13,7 @@ import pytest
 from quire import LLM, assemble
 from quire.contracts.errors import PromptTooLong
 from quire.entry.cli.main import main
-from quire.explain.trace import Span, _stops, recording, trace
+from quire.explain.trace import Span, _stops, recording, render, trace
 
 OPTIONS: dict[str, Any] = {"num_threads": 1, "kv_cache_memory_bytes": 1 << 24, "use_tqdm_on_load": False}
 PROMPT = [11, 12, 13, 14, 15]
@@ -136,10 +136,10 @@ def test_the_file_holds_complete_events_that_lie_in_each_other(tmp_path: Path, c
 
 def test_full_leaves_out_nothing(llm: LLM) -> None:
     root = trace(llm, PROMPT)
-    full = list(root.render(None))
+    full = list(render(root, None))
     assert sum(" ms  " in line for line in full) == len(list(flat(root)))
     assert not any("as before" in line or "the same" in line for line in full)
-    assert len(list(root.render(set()))) < len(full) / 3
+    assert len(list(render(root, set()))) < len(full) / 3
 
 
 def test_a_file_that_cannot_be_written_is_the_users_to_know(capsys: Any) -> None:
@@ -176,12 +176,11 @@ def test_the_page_shows_what_the_command_prints(capsys: pytest.CaptureFixture[st
     assert not re.search(r"\.(py|c):\d", page), "line numbers are wrong after the next change"
 
 
-def test_the_drawing_of_the_readme_is_a_trace(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    root = Path(__file__).resolve().parents[2]
-    monkeypatch.syspath_prepend(root / "tools")
-    import token_way
+def test_the_executor_is_shown_where_it_does_its_work(llm: LLM) -> None:
+    (first, *_) = (span for span in flat(trace(llm, PROMPT)) if span.name == "InProcessExecutor.submit")
+    assert first.where.startswith("procs/in_process.py:") and [one.name for one in first.inside] == ["StepRunner.run"]
 
-    token_way.main()
-    assert f"```\n{capsys.readouterr().out}```" in (root / "README.md").read_text()
+
+def test_a_prompt_in_the_place_of_the_model_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["trace", "no such model"]) == 3
+    assert "'no such model' does not exist" in (said := capsys.readouterr().err) and "quire trace -p PROMPT" in said

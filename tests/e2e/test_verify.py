@@ -17,33 +17,48 @@ from torch import Tensor
 
 import quire.assemble
 import quire.assemble.cpu
+import quire.config.checkpoint as checkpoint_reader
 from quire import EngineConfig
+from quire.config.checkpoint import FAMILIES as CONFIGURED
 from quire.config.checkpoint import ModelArgs, read_checkpoint_config
 from quire.contracts.errors import ConfigError, ModelError, RequestFailed
 from quire.explain import parity
 from quire.explain.parity import NUM_TOKENS, verify
 from quire.explain.verdict import Report, Stage, Step
 from quire.kernels.heads import cpu, native, ref
-from quire.models import obtain
+from quire.models import obtain, qwen2
 from quire.models.layout import layout
+from quire.weights.files import INDEX
 from quire.weights.load import load_weights
 from quire.weights.units import load_units
 
-from ..tiny_models import EXPERTS, random_model
+from ..support.tiny_models import EXPERTS, FAMILIES, random_model, write_model
 
-CONFIG = EngineConfig.from_flat(num_threads=1, use_tqdm_on_load=False, kv_cache_memory_bytes=1 << 24)
+OPTIONS: dict[str, Any] = {"num_threads": 1, "use_tqdm_on_load": False, "kv_cache_memory_bytes": 1 << 24}
+CONFIG = EngineConfig.from_flat(**OPTIONS)
 HALVES = [f"layer {layer} {half}" for layer in range(3) for half in ("attention", "feed-forward")]
-DENSE = ("llama", "mistral", "qwen2", "qwen3")
-FAMILIES = (*DENSE, *EXPERTS)
 # Every structure of a layer is in one of the first three; the others are in the long run.
 PLANTED = [family if family in ("qwen3", "qwen2_moe", "deepseek_v3") else pytest.param(family, marks=pytest.mark.full)
            for family in FAMILIES]  # fmt: skip
-# Checkpoint name of a parameter, without its layer and kind, -> the step that it belongs to, where they differ.
+# Name of a parameter without its layer and kind, with the name of its part -> the step that reads it.
 STEPS = {
-    "model.embed_tokens": "embed_tokens", "model.norm": "norm", "mlp.gate": "router", "block_sparse_moe.gate": "router",
-    "mlp.gate.e_score_correction_bias": "router", "mlp.gate_proj": "gate_proj, up_proj",
-    "mlp.up_proj": "gate_proj, up_proj", "kv_b_proj": "attention",
+    "embed": "embed_tokens", "norm": "norm", "head": "lm_head", "attention_norm": "input_layernorm",
+    "mlp_norm": "post_attention_layernorm", "attention.qkv q": "q_proj", "attention.qkv k": "k_proj",
+    "attention.qkv v": "v_proj", "attention.head_norm.q": "q_norm", "attention.head_norm.k": "k_norm",
+    "attention.output": "o_proj", "attention.down q": "q_proj", "attention.down q_down": "q_a_proj",
+    "attention.down kv": "kv_a_proj_with_mqa", "attention.q_norm": "q_a_layernorm", "attention.q": "q_b_proj",
+    "attention.kv_norm": "kv_a_layernorm", "attention.kv_up": "attention", "mlp.gate_up gate": "gate_proj, up_proj",
+    "mlp.gate_up up": "gate_proj, up_proj", "mlp.down": "down_proj", "mlp.router": "router",
+    "mlp.experts.gate_up gate": "experts", "mlp.experts.gate_up up": "experts", "mlp.experts.down": "experts",
+    "mlp.shared.gate_up gate": "shared gate_proj, up_proj", "mlp.shared.gate_up up": "shared gate_proj, up_proj",
+    "mlp.shared.down": "shared down_proj", "mlp.shared_gate": "shared_expert_gate",
 }  # fmt: skip
+OUTSIDE = {"embed": "embed", "norm": "norm", "head": "logits"}  # stages that are no half of a layer
+
+
+def peer_of(folder: Path) -> Path | None:
+    """The folder that transformers reads instead of `folder`; see `write_model`."""
+    return folder / "peer" if (folder / "peer").is_dir() else None
 
 
 def _name(family: Any) -> str:
@@ -61,8 +76,7 @@ def checkpoint(tiny: Any, tmp_path_factory: pytest.TempPathFactory) -> Callable[
     def make(family: str) -> Path:
         if family not in made:
             made[family] = tmp_path_factory.mktemp(family)
-            bias = family in ("llama", "qwen3", "glm4_moe")
-            random_model(tiny(family=family, bias=bias), 0).save_pretrained(made[family])
+            write_model(random_model(tiny(family=family, bias=True), 0), made[family], family)
         return made[family]
 
     return make
@@ -82,7 +96,9 @@ def planted(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Report]:
             load_weights(stand_in, folder, progress, **options)
 
             def rows(stored: str) -> Tensor:
-                for unit, (*_, tensors) in zip(load_units(model.layout), kept, strict=True):
+                taken = {(module, place): tensors for module, place, tensors in kept}  # in any order
+                for unit in load_units(model.layout):
+                    tensors = taken[unit.module, unit.place]
                     for raw in unit.tensors:
                         first = 0
                         for part in raw.parts:
@@ -100,38 +116,33 @@ def planted(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Report]:
             patch.setattr(quire.assemble.cpu, "load_weights", loaded)
             read = obtain.read_checkpoint_config
             patch.setattr(obtain, "read_checkpoint_config", lambda folder: config(read(folder)))
-            return verify(str(folder), CONFIG)
+            return verify(str(folder), CONFIG, reference=peer_of(folder))
 
     return run
 
 
-def kinds(args: ModelArgs) -> Iterator[str]:
-    """A checkpoint name of every kind of parameter: of its last layer, and of the expert 3."""
-    found: dict[str, str] = {}
+def kinds(args: ModelArgs) -> Iterator[tuple[str, str, str]]:
+    """(checkpoint name, parameter, part) of every kind of parameter: of its last layer, and of the expert 3."""
+    found: dict[tuple[str, str], tuple[str, str, str]] = {}
     for param in layout(args):
         for part in param.parts:
-            kind = re.sub(r"layers\.\d+|experts\.\d+", "*", part.stored)
-            if ".experts." not in part.stored or ".experts.3." in part.stored:
-                found[kind] = part.stored
+            if part.name.rpartition(".")[0] in ("", "3"):
+                found[re.sub(r"layers\.\d+", "*", param.name), part.name] = part.stored, param.name, part.name
     return iter(found.values())
 
 
-def place(stored: str) -> tuple[str, str]:
-    """The stage and the step that a parameter belongs to."""
-    inside = re.sub(r"^model\.layers\.\d+\.(self_attn\.)?|\.(weight|bias)$", "", stored)
-    step = STEPS.get(inside, "experts" if ".experts." in stored else inside.rpartition(".")[2])
-    if "shared_expert" in inside and step != "shared_expert_gate":
-        step = "shared down_proj" if step == "down_proj" else "shared gate_proj, up_proj"
-    layer = re.search(r"layers\.(\d+)", stored)
-    if layer is None:
-        return {"embed_tokens": "embed", "norm": "norm", "lm_head": "logits"}[step], step
-    half = "attention" if "self_attn" in stored or "input_layernorm" in stored else "feed-forward"
-    return f"layer {layer[1]} {half}", step
+def place(parameter: str, part: str) -> tuple[str, str]:
+    """The stage and the step that a parameter belongs to, by its name in Quire: families name tensors as they like."""
+    inside = re.sub(r"^layers\.\d+\.|\.(weight|bias)$", "", parameter)
+    step = STEPS[f"{inside} {part.rpartition('.')[2]}".strip()]
+    half = "attention" if inside.startswith("attention") else "feed-forward"
+    return OUTSIDE.get(inside) or f"layer {parameter.split('.')[1]} {half}", step
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_clean_model_of_every_family_is_equal(checkpoint: Any, family: str) -> None:
-    report = verify(str(checkpoint(family)), CONFIG)
+    folder = checkpoint(family)
+    report = verify(str(folder), CONFIG, reference=peer_of(folder))
     assert report.ok, report.render()
     assert [stage.name for stage in report.stages] == ["embed", *HALVES, "norm", "logits"]
     assert report.num_prompt == 48 and len(report.ours) == NUM_TOKENS and report.ours == report.theirs
@@ -151,13 +162,13 @@ def test_a_bfloat16_checkpoint_is_equal(tiny: Any, tmp_path: Path, family: str) 
 def test_a_parameter_of_every_kind_is_named(checkpoint: Any, planted: Any, family: str) -> None:
     """1.001 times too large, in memory alone: stage, step and tensor are named, and no stage before."""
     folder = checkpoint(family)
-    for stored in kinds(read_checkpoint_config(folder)):
+    for stored, parameter, part in kinds(read_checkpoint_config(folder)):
         report = planted(folder, lambda rows, name=stored: rows(name).mul_(1.001))
         assert [changed.name for changed in report.changed] == [stored]
         assert not report.ok and f"    {stored}: " in report.render()
-        if report.first_divergent is None and (".experts." in stored or stored.endswith("correction_bias")):
+        if report.first_divergent is None and (".experts." in parameter or parameter.endswith("router.bias")):
             continue  # no token is sent to the expert, or all to the same ones as before
-        assert report.first_divergent == place(stored), f"{stored}\n{report.render()}"
+        assert report.first_divergent == place(parameter, part), f"{stored}\n{report.render()}"
 
 
 @pytest.mark.parametrize("family", PLANTED)
@@ -183,8 +194,9 @@ def test_routing_and_experts_are_named(checkpoint: Any, planted: Any, family: st
     report = planted(folder, config=scaled)
     assert report.first_divergent == (f"layer {first} feed-forward", "router") and not report.changed
     assert "routed_scaling_factor" in report.render()
-    inside = "block_sparse_moe.experts.{}.w1" if family == "mixtral" else "mlp.experts.{}.gate_proj"
-    one, other = (f"model.layers.1.{inside.format(expert)}.weight" for expert in (1, 2))
+    named = {(param.name, part.name): part.stored for param in layout(read_checkpoint_config(folder))
+             for part in param.parts}  # fmt: skip
+    one, other = (named["layers.1.mlp.experts.gate_up", f"{expert}.gate"] for expert in (1, 2))
 
     def swap(rows: Callable[[str], Tensor]) -> None:
         kept = rows(one).clone()
@@ -402,3 +414,55 @@ def test_without_transformers_the_fix_is_named(monkeypatch: pytest.MonkeyPatch, 
     with pytest.raises(ConfigError, match=r"pip install '\.\[verify\]'` in Quire's folder"):
         verify(str(folder), CONFIG)
     assert json.loads((folder / "config.json").read_text())["model_type"] == "qwen3"
+
+
+@pytest.fixture
+def renamed(tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]:
+    """A checkpoint of a family that transformers lacks, with a key and a tensor of its own; and its peer's files."""
+    def kv_heads(keys: Any, *given: Any) -> int:
+        return read({**keys, "num_key_value_heads": keys.get("num_kv_groups", keys.get("num_key_value_heads"))}, *given)
+
+    row = replace(CONFIGURED["qwen2"], architecture="Qwen2NewForCausalLM", keys=frozenset({"num_kv_groups"}))
+    case = replace(FAMILIES["qwen2"], peer="qwen2", keys={"num_key_value_heads": "num_kv_groups"},
+                   tensors={"self_attn.o_proj": "self_attn.out_proj"})  # fmt: skip
+    names = tuple((stored.replace("o_proj", "out_proj"), *rest) for stored, *rest in qwen2.NAME_MAP)
+    read = checkpoint_reader._kv_heads
+    monkeypatch.setattr(checkpoint_reader, "_kv_heads", kv_heads)
+    monkeypatch.setitem(CONFIGURED, "qwen2_new", row)  # type: ignore[arg-type]
+    monkeypatch.setitem(FAMILIES, "qwen2_new", case)  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "quire.models.qwen2_new", SimpleNamespace(NAME_MAP=names))  # type: ignore[arg-type]
+    folder = tmp_path / "model"
+    return folder, write_model(random_model(tiny(family="qwen2_new"), 0), folder, "qwen2_new", max_shard_size="40KB")
+
+
+@pytest.mark.parametrize("quantization", [None, "fp8"])
+def test_a_family_that_transformers_does_not_have_is_compared_with_its_nearest(
+        renamed: tuple[Path, Path], quantization: str | None) -> None:  # fmt: skip
+    """Its own names are those of the file, of the index and of the report; the reference has the peer's."""
+    folder, peer = renamed
+    assert read_checkpoint_config(folder).architecture == "Qwen2NewForCausalLM" and peer != folder
+    assert "num_kv_groups" in (folder / "config.json").read_text() and "out_proj" in (folder / INDEX).read_text()
+    with pytest.raises(ModelError, match="copy's config.json .* --reference"):
+        verify(str(folder), CONFIG)
+    config = EngineConfig.from_flat(**OPTIONS, quantization=quantization)
+    report = verify(str(folder), config, reference=peer)
+    assert report.ok and not report.changed, report.render()
+
+
+def test_a_changed_parameter_has_the_name_of_the_model(renamed: tuple[Path, Path], planted: Any) -> None:
+    own = "model.layers.1.self_attn.out_proj.weight"
+    report = planted(renamed[0], lambda rows: rows(own).mul_(1.001))
+    assert [changed.name for changed in report.changed] == [own]
+    assert report.first_divergent == ("layer 1 attention", "o_proj")
+
+
+@pytest.mark.parametrize("quantization", [None, "fp8"])
+def test_a_tensor_that_the_reference_lacks_is_an_error(
+        renamed: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, quantization: str | None) -> None:  # fmt: skip
+    """Quire does not have the reference's family, so that it cannot know its names."""
+    folder, peer = renamed
+    raw = json.loads((peer / "config.json").read_text())
+    (peer / "config.json").write_text(json.dumps(raw | {"model_type": "stablelm", "architectures": []}))
+    config = EngineConfig.from_flat(**OPTIONS, quantization=quantization)
+    with pytest.raises(ModelError, match=r"peer has no tensor model\.layers\.0\.self_attn\.out_proj\.weight: rename"):
+        verify(str(folder), config, reference=peer)

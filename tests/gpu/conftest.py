@@ -49,7 +49,7 @@ def facts() -> CudaFacts:
 
 
 @pytest.fixture(autouse=True)
-def nothing_kept() -> None:
+def empty_gpu_cache() -> None:
     """A test begins without the memory that the one before it used."""
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

@@ -1,4 +1,4 @@
-"""What a GPU's bad states look like to users: no room, a device that fails, engines that come and go, no kernels."""
+"""Bad states of a GPU as users see them: no room, a device that fails, engines that come and go, no kernels."""
 
 import gc
 import json
@@ -122,7 +122,7 @@ print("closed", flush=True)
 
 
 def is_there(pid: int) -> bool:
-    """Whether a process runs; without `ps`, which is not on every machine."""
+    """Return True if a process runs; without `ps`, which is not on every machine."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
@@ -157,7 +157,7 @@ def test_a_cuda_error_ends_the_engine_and_every_stream_hears_of_it(tmp_path: Pat
 
 
 def test_a_cuda_error_is_final_for_an_llm_and_its_process_ends() -> None:
-    """What the driver's libraries say while the process ends is theirs: its exit code is not looked at."""
+    """The driver's libraries may change the exit code while the process ends, so it is not compared."""
     done = python(ALONE, json.dumps(SMALL))
     print(done.returncode, done.stdout, done.stderr[-2000:])
     first, second, *_ = done.stdout.splitlines()

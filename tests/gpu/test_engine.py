@@ -19,7 +19,19 @@ from quire import LLM, RequestOutput, SamplingParams, StructuredOutputsParams
 from quire.config.bundled import bundled_model
 from quire.worker.graphs import Graphs
 
-from ..tiny_models import EXPERTS, VOCAB, Oracle, Recorder, Tiny, generate, make_oracle, mixed_prompts, quieten
+from ..support.tiny_models import (
+    DENSE,
+    EXPERTS,
+    FAMILIES,
+    VOCAB,
+    Oracle,
+    Recorder,
+    Tiny,
+    generate,
+    make_oracle,
+    mixed_prompts,
+    quieten,
+)
 
 DEVICE = "cuda"
 NUM_TOKENS = 64
@@ -36,14 +48,15 @@ SURE = (  # what the trained model knows well how to go on with
       for name, sign in zip(("add", "sub", "mul"), "+-*", strict=True)),
     "1, 2, 3, 5, 8, 13, 21, 34; " * 4,
 )
-TINY = {
-    "qwen3": Tiny(family="qwen3", heads=(6, 3)),
-    "llama": Tiny(family="llama", heads=(4, 2), head_dim=64, tied=True),
-    "qwen2": Tiny(family="qwen2", heads=(4, 1), head_dim=128),
-    "mistral": Tiny(family="mistral", heads=(5, 5), head_dim=32),
-}
-DENSE = ("quire-tiny", *TINY)  # in bfloat16 the routers of random models choose other experts: no truth to compare with
-TINY |= {family: Tiny(family=family, rope="default" if family == "glm4_moe" else "yarn") for family in EXPERTS}
+SHAPES: dict[str, dict[str, Any]] = {  # of families; others have those of `Tiny`
+    "qwen3": {"heads": (6, 3)}, "llama": {"head_dim": 64, "tied": True}, "qwen2": {"heads": (4, 1), "head_dim": 128},
+    "mistral": {"heads": (5, 5), "head_dim": 32},
+}  # fmt: skip
+TINY = {family: Tiny(family=family, **SHAPES.get(family, {})) for family in DENSE}
+# In bfloat16 the routers of random models choose other experts: there is no truth to compare with.
+COMPARED = ("quire-tiny", *TINY)
+TINY |= {family: Tiny(family=family, rope="yarn" if "yarn" in FAMILIES[family].ropes else "default")
+         for family in EXPERTS}  # fmt: skip
 SAMPLED = (
     {"temperature": 0.8, "top_p": 0.9},
     {"temperature": 1.0},
@@ -120,7 +133,7 @@ def qwen3(oracle: Callable[[str], Oracle]) -> Iterator[LLM]:
 
 
 @pytest.fixture(autouse=True)
-def nothing_held(request: pytest.FixtureRequest) -> Iterator[None]:
+def empty_engines(request: pytest.FixtureRequest) -> Iterator[None]:
     """Each test begins with an empty prefix cache; afterwards no request may hold anything."""
     engines = [request.getfixturevalue(name) for name in ("bundled", "qwen3") if name in request.fixturenames]
     for llm in engines:
@@ -163,7 +176,7 @@ def test_tokens_and_logprobs_in_float32(name: str, oracle: Any, bundled: LLM) ->
         llm.close()
 
 
-@pytest.mark.parametrize("name", DENSE)
+@pytest.mark.parametrize("name", COMPARED)
 def test_tokens_in_bfloat16_up_to_the_first_tie(name: str, oracle: Any, bundled: LLM, tmp_path: Path) -> None:
     """Logits are made about as large as 1: transformers rounds them to 8 bits, which is more than 0.05 for those of 10.
     """
@@ -363,7 +376,7 @@ class Waits:
             patch.setattr(owner, name, self._watching(getattr(owner, name), f"{owner.__name__}.{name}"))
 
     def submit(self, plan: Any) -> None:
-        """One step."""
+        """Run a step."""
         self.num_steps += 1
         self._watch(lambda: self._submit(plan))
 

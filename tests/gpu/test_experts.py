@@ -10,10 +10,11 @@ from torch import Tensor
 from quire.config.experts import Routing
 from quire.kernels import pdl, triton_runtime
 from quire.kernels.experts import grouped, ref
+from quire.kernels.experts.inputs import Case, make, packed_by
+from quire.kernels.routing import inputs as routing_inputs
 from quire.kernels.routing import ref as routing_ref
 from quire.kernels.routing import uniform
-
-from ..expert_inputs import Case, make, packed_by
+from quire.kernels.routing.inputs import DEEPSEEK_V2, DEEPSEEK_V3, QWEN3
 
 if triton_runtime.missing() or triton_runtime.INTERPRETED:
     pytest.skip(triton_runtime.missing() or "kernels are interpreted", allow_module_level=True)
@@ -21,15 +22,11 @@ if triton_runtime.missing() or triton_runtime.INTERPRETED:
 from quire.kernels.experts import hopper, triton
 from quire.kernels.routing import triton as routing
 
-QWEN = Routing(num_experts=128, top_k=8, scoring="softmax", normalize=True)
-DEEPSEEK = Routing(num_experts=256, top_k=8, scoring="sigmoid", bias=True, num_groups=8, top_groups=4,
-                   group_score="top2", normalize=True, normalize_eps=1e-20, scaling=2.5)  # fmt: skip
-OLDER = Routing(num_experts=160, top_k=6, scoring="softmax", num_groups=8, top_groups=3, scaling=16.0)
 SHAPES = ((128, 8, 2048, 768), (64, 6, 2048, 1408), (8, 2, 1024, 3584), (5, 3, 200, 136))  # E, k, H, I
 
 
 @pytest.fixture(autouse=True, params=[False, True], ids=["alone", "dependent"])
-def launched(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def launch_mode(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Without and with programmatic dependent launch; memory is NaN until it is written."""
     monkeypatch.setattr(pdl, "ENABLED", request.param)
     torch.use_deterministic_algorithms(True, warn_only=True)
@@ -45,18 +42,17 @@ def close(actual: Tensor, expected: Tensor, bound: float = 1e-2) -> None:
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 7, 64, 3000])
-@pytest.mark.parametrize("plan", [QWEN, DEEPSEEK, OLDER], ids=["qwen3", "deepseek-v3", "deepseek-v2"])
+@pytest.mark.parametrize("plan", [QWEN3, DEEPSEEK_V3, DEEPSEEK_V2], ids=["qwen3", "deepseek-v3", "deepseek-v2"])
 def test_routing(device: torch.device, plan: Routing, tokens: int) -> None:
-    torch.manual_seed(tokens)
-    logits = 2 * torch.randn(tokens, plan.num_experts, device=device)
-    bias = torch.randn(plan.num_experts, device=device) - 2 if plan.bias else None
+    logits, bias = routing_inputs.make(plan, tokens, "negative", "cuda", tokens)
     for given in (logits, logits.bfloat16()):
         weights, ids = routing.route(given, bias, plan)
         expected, wanted = routing_ref.route(given, bias, plan)
         assert float((ids != wanted).float().mean()) < 1e-4 if tokens else ids.shape == (0, plan.top_k)
         torch.testing.assert_close(weights.sort(1).values, expected.sort(1).values, rtol=2e-6, atol=1e-6)
-    rough = logits.round()
-    assert torch.equal(routing.route(rough, None, QWEN)[1], routing_ref.route(rough, None, QWEN)[1]) or plan is not QWEN
+    if plan is QWEN3:
+        ties, _ = routing_inputs.make(plan, tokens, "ties", "cuda", tokens)
+        assert torch.equal(routing.route(ties, None, plan)[1], routing_ref.route(ties, None, plan)[1])
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 4, 5, 16, 63, 200, 1000, 5000])
@@ -165,7 +161,7 @@ def test_the_same_every_time_and_in_graphs(device: torch.device, tokens: int) ->
     logits = torch.randn(tokens, 128, device=device)
 
     def work() -> Tensor:
-        weights, ids = routing.route(logits, None, QWEN)
+        weights, ids = routing.route(logits, None, QWEN3)
         return triton.run(x, weights, ids, (gate_up, down), None, None)
 
     work()
@@ -182,7 +178,7 @@ def test_the_same_every_time_and_in_graphs(device: torch.device, tokens: int) ->
 
 
 def test_uniform_draws_are_new_in_every_replay(device: torch.device) -> None:
-    draw = partial(uniform, routing, QWEN, torch.empty(64, 8, device=device))
+    draw = partial(uniform, routing, QWEN3, torch.empty(64, 8, device=device))
     draw()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

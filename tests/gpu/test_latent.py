@@ -23,7 +23,7 @@ from quire.layers.rope import Rotary
 from quire.models.layout import layout
 from quire.models.registry import linear_plans
 
-from ..filled_models import fill_layer
+from ..support.filled_models import fill_layer
 
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)

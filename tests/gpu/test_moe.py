@@ -21,8 +21,8 @@ from quire.models.layout import layout
 from quire.models.registry import linear_plans, operations
 from quire.worker.graphs import Graphs
 
-from ..filled_models import experts_plan, fill_layer
-from ..tiny_models import Tiny, hf_config
+from ..support.filled_models import experts_plan, fill_layer
+from ..support.tiny_models import Tiny, tiny_config
 
 if triton_runtime.missing() or triton_runtime.INTERPRETED:
     pytest.skip(triton_runtime.missing() or "kernels are interpreted", allow_module_level=True)
@@ -33,7 +33,7 @@ Layers = list[tuple[MoE, RMSNorm]]
 
 
 @pytest.fixture(autouse=True, params=[False, True], ids=["alone", "dependent"])
-def launched(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def launch_mode(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Without and with programmatic dependent launch."""
     monkeypatch.setattr(pdl, "ENABLED", request.param)
     with torch.inference_mode():
@@ -43,7 +43,7 @@ def launched(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 def arguments(name: str) -> ModelArgs:
     """DeepSeek-V2-Lite with a quarter of its experts, or a tiny model whose shared expert has a gate."""
     if name == "qwen2_moe":
-        return parse_checkpoint_config(hf_config(Tiny(family=name)).to_dict())
+        return parse_checkpoint_config(tiny_config(Tiny(family=name)))
     return parse_checkpoint_config(json.loads(LITE.read_text()) | {"n_routed_experts": 16})
 
 

@@ -19,7 +19,7 @@ from quire.weights.dummy import load_dummy
 from quire.weights.load import load_weights
 from quire.worker.graphs import Graphs
 
-from ..filled_models import Taken, stored_tensors
+from ..support.filled_models import Taken, stored_tensors
 
 CONFIG = {
     "model_type": "qwen3", "vocab_size": 4096, "hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 6,

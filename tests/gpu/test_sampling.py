@@ -18,7 +18,7 @@ from quire.worker.sampler import Sampler
 from quire.worker.sampling_table import SamplingTable
 from quire.worker.upload import InPlaceUpload
 
-from ..ref_sampler import RefSampler
+from ..support.ref_sampler import RefSampler
 
 VOCAB = 151_936
 SETTINGS = [

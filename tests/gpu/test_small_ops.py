@@ -30,7 +30,7 @@ HEADS = ((16, 8, 128, True), (32, 8, 128, False), (14, 2, 64, False), (8, 8, 80,
 
 
 @pytest.fixture(autouse=True, params=[False, True], ids=["alone", "dependent"])
-def launched(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def launch_mode(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Without and with programmatic dependent launch; memory is NaN until it is written."""
     monkeypatch.setattr(pdl, "ENABLED", request.param)
     torch.use_deterministic_algorithms(True, warn_only=True)

@@ -1,59 +1,59 @@
-"""Compiles products of few rows with 8-bit weights for Hopper, at real sizes; prints the name of each kernel."""
+"""Compiles products with integer weights in words for sm_90, at the sizes of real models; prints each kernel's name."""
 
 import re
 
 import torch
 from compiling import AbsentGpu, Made
+from torch import Tensor
 
-from quire.contracts.scheme import Scheme
-from quire.kernels import pdl, triton_runtime
-from quire.kernels.linear import scaled
-from quire.quantization.pack.matrix import empty as empty_matrix
-
-BLOCKS = Scheme(values="e4m3", block=(128, 128), inputs="group")
-ROWS = Scheme(values="e4m3", block=(1, 128), inputs="group")
-CHANNELS = Scheme(values="e4m3", block=(1, 0), inputs="token")
-INTEGERS = Scheme(values="int8", block=(1, 0), inputs="tensor")
+from quire.kernels import pdl
+from quire.kernels.linear import weight_only_words as words
 
 
 def check(made: Made) -> None:
-    """Products run on tensor cores in the type of their operands; the copy engine reads all operands."""
+    """Products run on tensor cores; weights come 16 bytes at a time, and each step reads scales of its own."""
+    given = made.constants
+    if made.name == "hopper._few_kernel":
+        assert "mma.sync" in made.ptx and re.search(r"ld\.global\.L1::evict_first\S*\.v4", made.ptx), made
     if made.name == "hopper._some_kernel":
-        kind = "s8.s8" if "i8" in made.signature["weight"] else "e4m3.e4m3"
-        products = re.findall(r"wgmma\.mma_async\S+m64n(\d+)k32\.(?:f32|s32)\.(\S+) ", made.ptx)
-        assert set(products) == {(str(made.constants["M"]), kind)}, (products, made)
-        loop = made.ptx.split("Loop Header", 1)[1]
-        assert "cp.async.bulk.tensor" in loop and "fence.proxy.async" not in loop, made
+        loop = made.file("ttgir").read_text().split("scf.for", 1)[1].split("scf.yield", 1)[0]
+        scales = len(re.findall(r"tt\.load .*tensor<[0-9x]+x!tt\.ptr<f32>", loop))
+        deep = next(deep for deep in (128, 64, 32) if given["GROUP"] % deep == 0)
+        assert "wgmma" in made.ptx and scales == 128 // deep * (1 + given["FIRST"]), (scales, made)
 
 
 def compile_production() -> None:
-    """The four products of a layer of Qwen3 8B, with and without dependent launches, and shapes that divide badly."""
+    """The products of Qwen3 8B and 0.6B, and of an MLP of Llama 3 70B in eight parts, by all kernels."""
     AbsentGpu(check)
-    setattr(triton_runtime, "missing_hopper", lambda: "")  # noqa: B010
 
-    def launch(scheme: Scheme, rows: int, n: int, k: int, *, gated: bool = False, residual: bool = False,
-               bias: bool = False) -> None:  # fmt: skip
-        matrix = empty_matrix(scheme, (n << gated, k), "meta")
-        packed = (scaled.pack_gated if gated else scaled.pack)(matrix)
-        assert isinstance(packed, scaled.Scaled)
-        x, y = (torch.empty(rows, width, dtype=torch.bfloat16, device="meta") for width in (k, n))
-        added = torch.empty(n << gated, dtype=torch.bfloat16, device="meta") if bias else None
-        if residual:
-            scaled.run_add(x, packed, added, y)
+    def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    def launch(rows: int, n: int, k: int, group: int = 128, bits: int = 4, gated: bool = False, zeros: bool = True,
+               residual: bool = False) -> None:  # fmt: skip
+        units, steps = -(-(n << gated) // 64) * 4, -(-k // 128)
+        packed = empty(units, steps * 128 * bits // 256, 32, 4, dtype=torch.int32)
+        scales = empty(units, k // group, 16, dtype=torch.float32)
+        y, none = empty(rows, n), empty(units, k // group, 16, dtype=torch.uint8) if zeros else None
+        if rows > words.MOST_ROWS:
+            shape = (n << gated, k)
+            words.unpack(packed, scales, none, shape, torch.bfloat16, bits=bits, group=group, gated=gated)
         else:
-            (scaled.run_gated if gated else scaled.run)(x, packed, added)
+            words.product(empty(rows, k), packed, scales, none, None, y, bits=bits, group=group, gated=gated,
+                          counters=empty(9999, dtype=torch.int32), residual=y if residual else None)
 
-    for rows, dependent in (2, True), (32, False), (64, True):
+    for dependent in (False, True):
         setattr(pdl, "in_use", lambda dependent=dependent: dependent)  # noqa: B010
-        launch(BLOCKS, rows, 6144, 4096)
-        launch(BLOCKS, rows, 4096, 4096, residual=True)
-        launch(BLOCKS, rows, 12288, 4096, gated=True)
-        launch(BLOCKS, rows, 4096, 12288, residual=True)
-    for scheme in (BLOCKS, ROWS, CHANNELS, INTEGERS):
-        launch(scheme, 40, 576, 384, bias=True)
-        launch(scheme, 7, 640, 53248, bias=True, gated=True)
-    launch(ROWS, 64, 12288, 4096, gated=True)
-    launch(INTEGERS, 64, 4096, 12288, residual=True)
+        for rows in (1, 16, 64, 256) if dependent else (1, 16):
+            launch(rows, 6144, 4096)
+            launch(rows, 12288, 4096, gated=True)
+            launch(rows, 4096, 12288, residual=True)
+    launch(3, 4096, 4096)
+    for rows in (8, 32, 64, 128, 300):
+        launch(rows, 1000, 1024, 32, zeros=False)
+        launch(rows, 3072, 1024, 64, gated=True)
+        launch(rows, 3584, 8192, 8192, bits=8, gated=True, zeros=False)
+        launch(rows, 8192, 3584, 32, bits=8)
 
 
 if __name__ == "__main__":

@@ -23,6 +23,8 @@ def main() -> None:
         for mode in Mode if gpu.capability == 90 else (Mode.UNFILTERED, Mode.FULL):
             for rows in (1, 2):
                 sampler.sample(logits[:rows], of, mode)
+                if mode < Mode.FILTERED:
+                    sampler.settle(sampler.keys(logits[:rows], of, mode, 4))
 
 
 if __name__ == "__main__":

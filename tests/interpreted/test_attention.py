@@ -22,8 +22,6 @@ from quire.kernels.attention import AttentionMeta, KVView, SharedBlocks, inputs,
 if not triton_runtime.INTERPRETED and __name__ != "__main__":
     pytest.skip("needs Triton's interpreter", allow_module_level=True)
 
-from triton.runtime import interpreter
-
 from quire.kernels.attention import hopper, triton, triton_plan
 from quire.kernels.attention.inputs import Case
 from quire.kernels.attention.triton_plan import pack_shared
@@ -45,23 +43,17 @@ CASES = (
 
 @pytest.fixture(autouse=True)
 def poisoned(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Outputs and scratch are NaN (lists: -1) before a kernel writes them.
+    """Outputs and scratch are NaN (lists: -1) before a kernel writes them."""
+    from ..support.triton_interpreter import allow_scalar_bounds  # not at the top, since this file is a script, too
 
-    Also lets the interpreter use a scalar that was loaded as a loop's bound: its int() of an array of one element is
-    an error since NumPy 2.4.
-    """
-    empty, patch = torch.empty, interpreter._patch_lang_tensor
+    empty = torch.empty
 
     def filled(*size: object, **options: object) -> Tensor:
         made = empty(*size, **options)  # type: ignore[call-overload]
         return made.fill_(float("nan") if made.is_floating_point() else -1)
 
-    def patched(tensor: type, scope: interpreter._LangPatchScope) -> None:
-        patch(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
-
     monkeypatch.setattr(torch, "empty", filled)
-    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patched)
+    allow_scalar_bounds(monkeypatch)
     yield
 
 

@@ -4,8 +4,11 @@ import os
 
 os.environ.setdefault("TRITON_INTERPRET", "1")
 
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -18,18 +21,20 @@ from quire.contracts.step import I32, POOL, PROMPT_LOGPROBS, SAMPLE, Admission, 
 from quire.kernels import triton_runtime
 from quire.kernels.sampling.rows import Mode
 
+from ..support.triton_interpreter import allow_scalar_bounds
+
 if not triton_runtime.INTERPRETED:
     pytest.skip("needs Triton's interpreter", allow_module_level=True)
 
-from triton.runtime import interpreter
-
+from quire.procs.wire import decode
 from quire.worker.device_state import Limits
 from quire.worker.graphs import Graphs
 from quire.worker.recorder import Key
 from quire.worker.runner import StepRunner
 
-from ..compared import LIMITS, VOCAB, ComparedRunners, compare_requests, make_model, model_args, runner_of
-from ..naive_runner import NaiveRunner, agree
+from ..support.compared import LIMITS, VOCAB, ComparedRunners, compare_requests, make_model, model_args, runner_of
+from ..support.naive_runner import NaiveRunner, agree
+from . import ranks_of_gpus
 
 
 class Event:
@@ -67,14 +72,8 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 @pytest.fixture
 def cuda_runner(monkeypatch: pytest.MonkeyPatch) -> Callable[..., StepRunner]:
-    """Makes runners. The interpreter takes a scalar that was loaded as a loop's bound, which NumPy 2.4 refuses."""
-    patch = interpreter._patch_lang_tensor
-
-    def patched(tensor: type, scope: interpreter._LangPatchScope) -> None:
-        patch(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
-
-    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patched)
+    """Return a function that makes runners with the kernels of a GPU, interpreted."""
+    allow_scalar_bounds(monkeypatch)
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
 
@@ -126,6 +125,26 @@ PLANS = (
     plan(7, (1, 3), (1, 1), (SAMPLE, SAMPLE)),
     plan(8, (1, 3), (1, 1), (SAMPLE, SAMPLE)),
 )  # fmt: skip
+
+
+KINDS = ["dense", *(pytest.param(kind, marks=pytest.mark.full) for kind in ("experts", "latent"))]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_two_ranks_give_the_tokens_of_one(tmp_path: Path, kind: str) -> None:
+    """With the kernels of a GPU, padded steps, sliced logits and sums through shared memory; see ranks_of_gpus.py."""
+    for rank in range(2):
+        (tmp_path / f"buffer{rank}").write_bytes(bytes(ranks_of_gpus.ROOM * 3))
+        (tmp_path / f"signal{rank}").write_bytes(bytes(1 << 10))
+    command = [sys.executable, "-m", "tests.interpreted.ranks_of_gpus"]
+    running = [subprocess.Popen([*command, str(rank), kind, str(tmp_path)], cwd=Path(__file__).parents[2])
+               for rank in range(2)]  # fmt: skip
+    assert [process.wait(timeout=600) for process in running] == [0, 0]
+    oracle = NaiveRunner(ranks_of_gpus.reference(kind))
+    for one in PLANS:
+        expected = oracle.run(one)
+        for rank in range(2):
+            agree(decode((tmp_path / f"result{rank}-{one.step}").read_bytes(), StepResult), expected)
 
 
 def run_ahead(runner: StepRunner, plans: tuple[StepPlan, ...]) -> list[StepResult]:

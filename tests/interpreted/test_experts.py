@@ -18,40 +18,25 @@ from torch import Tensor
 from quire.config.experts import Routing
 from quire.kernels import triton_runtime
 from quire.kernels.experts import hopper, ref, triton
+from quire.kernels.experts.inputs import CASES, Case, make, packed_by
 from quire.kernels.experts.triton import Tiles
+from quire.kernels.routing import inputs as routing_inputs
 from quire.kernels.routing import ref as routing_ref
 from quire.kernels.routing import triton as routing
+from quire.kernels.routing.inputs import DEEPSEEK_V3, QWEN3, ROUTINGS
 
-from ..expert_inputs import CASES, Case, make, packed_by
+from ..support.triton_interpreter import allow_scalar_bounds
 
 if not triton_runtime.INTERPRETED:
     pytest.skip("needs Triton's interpreter", allow_module_level=True)
 
-from triton.runtime import interpreter
-
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}  # relative to the largest value
-DEEPSEEK = Routing(num_experts=256, top_k=8, scoring="sigmoid", bias=True, num_groups=8, top_groups=4,
-                   group_score="top2", normalize=True, normalize_eps=1e-20, scaling=2.5)  # fmt: skip
-QWEN = Routing(num_experts=128, top_k=8, scoring="softmax", normalize=True)
-ROUTINGS = (
-    QWEN, DEEPSEEK, Routing(num_experts=60, top_k=4, scoring="softmax"),
-    Routing(num_experts=1, top_k=1, scoring="sigmoid"),
-    Routing(num_experts=160, top_k=6, scoring="softmax", num_groups=8, top_groups=3, scaling=16.0),
-    Routing(num_experts=12, top_k=3, scoring="sigmoid", bias=True, num_groups=3, top_groups=2, group_score="top2"),
-    Routing(num_experts=512, top_k=16, scoring="softmax"), Routing(num_experts=6, top_k=6, scoring="softmax"),
-)  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
 def poisoned(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Memory is NaN until it is written. Also lets the interpreter use a scalar that was loaded as a loop's bound."""
-    patch = interpreter._patch_lang_tensor
-
-    def patched(tensor: type, scope: interpreter._LangPatchScope) -> None:
-        patch(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
-
-    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patched)
+    """Memory is NaN until it is written."""
+    allow_scalar_bounds(monkeypatch)
     torch.use_deterministic_algorithms(True)
     assert torch.empty(3).isnan().all()
     yield
@@ -64,14 +49,10 @@ def close(actual: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(actual, expected, rtol=0, atol=bound)
 
 
-@pytest.mark.parametrize("kind", ["plain", "ties", "negative"])
+@pytest.mark.parametrize("kind", ["distinct", "ties", "negative"])
 @pytest.mark.parametrize("plan", ROUTINGS, ids=lambda plan: f"{plan.top_k}-of-{plan.num_experts}-{plan.num_groups}")
 def test_routing(plan: Routing, kind: str) -> None:
-    torch.manual_seed(0)
-    logits = 3 * torch.randn(5, plan.num_experts)
-    bias = torch.randn(plan.num_experts) - 5 * (kind == "negative") if plan.bias else None
-    if kind == "ties":
-        logits, bias = logits.round(), None if bias is None else bias.round()
+    logits, bias = routing_inputs.make(plan, 5, kind)
     expected = routing_ref.route(logits, bias, plan)
     for actual, wanted in zip(routing.route(logits, bias, plan), expected, strict=True):
         assert actual.dtype == wanted.dtype and actual.is_contiguous()
@@ -82,9 +63,9 @@ def test_routing(plan: Routing, kind: str) -> None:
 
 @pytest.mark.filterwarnings("ignore:All-NaN slice", "ignore:invalid value")
 def test_routing_of_no_tokens_and_of_no_numbers() -> None:
-    assert routing.route(torch.empty(0, 128), None, QWEN)[1].shape == (0, 8)
+    assert routing.route(torch.empty(0, 128), None, QWEN3)[1].shape == (0, 8)
     logits = torch.stack((torch.full((256,), torch.nan), torch.full((256,), -torch.inf)))
-    for plan, rows in ((DEEPSEEK, logits), (QWEN, logits[:, :128])):
+    for plan, rows in ((DEEPSEEK_V3, logits), (QWEN3, logits[:, :128])):
         _, ids = routing.route(rows, torch.zeros(256) if plan.bias else None, plan)
         assert all(len(set(row)) == 8 and min(row) >= 0 and max(row) < plan.num_experts for row in ids.tolist())
 

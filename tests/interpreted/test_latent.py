@@ -22,20 +22,19 @@ from quire.kernels.attention import AttentionMeta, SharedBlocks, inputs
 from quire.kernels.attention.inputs import Case
 from quire.kernels.attention.triton_plan import pack_shared
 from quire.kernels.latent import LatentView, ref, sequences, triton, triton_expanded
+from quire.kernels.latent.inputs import make, steps, weights
 from quire.kernels.latent.triton_absorbed import merge_kernel
 from quire.layers.latent import split
 
-from ..compared import LIMITS, make_model, runner_of
-from ..latent_steps import make, steps, weights
-from ..naive_runner import NaiveRunner, agree
+from ..support.compared import LIMITS, make_model, runner_of
+from ..support.naive_runner import NaiveRunner, agree
+from ..support.triton_interpreter import allow_scalar_bounds
 from .test_cuda_worker import PLANS, StepRunner, cuda_runner, run_ahead
 
 __all__ = ["cuda_runner"]
 
 if not triton_runtime.INTERPRETED:
     pytest.skip("needs Triton's interpreter", allow_module_level=True)
-
-from triton.runtime import interpreter
 
 R, P, V = 8, 16, 12
 CONFIG = {
@@ -56,14 +55,8 @@ CASES = (
 
 @pytest.fixture(autouse=True)
 def poisoned(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Memory is NaN until it is written. Also lets the interpreter use a scalar that was loaded as a loop's bound."""
-    patch = interpreter._patch_lang_tensor
-
-    def patched(tensor: type, scope: interpreter._LangPatchScope) -> None:
-        patch(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
-
-    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patched)
+    """Memory is NaN until it is written."""
+    allow_scalar_bounds(monkeypatch)
     torch.use_deterministic_algorithms(True)
     assert torch.empty(3).isnan().all()
     torch.manual_seed(4)

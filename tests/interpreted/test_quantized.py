@@ -6,21 +6,20 @@ tests/gpu/test_quantized.py demands equality.
 """
 
 import os
-
-os.environ.setdefault("TRITON_INTERPRET", "1")
-
 import subprocess
 import sys
 from pathlib import Path
+
+os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import pytest
 import torch
 
 from quire.kernels import triton_runtime
-from quire.kernels.linear import scaled, scaled_few, weight_only
+from quire.kernels.linear import scaled, scaled_few, weight_only, weight_only_hopper
 from quire.kernels.quantize.triton import quantize
 
-from ..quantized_cases import (
+from ..support.quantized_cases import (
     CALLS,
     SCALED,
     WEIGHT_ONLY,
@@ -57,6 +56,29 @@ def test_products_of_integer_weights(kind: str, call: Call) -> None:
     compare(weight_only, WEIGHT_ONLY[kind], call, torch.float16, CPU, 4e-3)
 
 
+MANY = (Call(257, 200, 384, bias=True, residual=True), Call(260, 72, 384, gated=True))
+
+
+@pytest.mark.parametrize("call", MANY, ids=str)
+@pytest.mark.parametrize("kind", WEIGHT_ONLY)
+def test_many_rows_times_integer_weights_in_words(kind: str, call: Call) -> None:
+    """The weight is unpacked; fewer rows need a GPU."""
+    compare(weight_only_hopper, WEIGHT_ONLY[kind], call, torch.float16, CPU, 4e-3)
+
+
+@pytest.mark.parametrize("kind", ["w4 32 order", "w4 channel", "w8 channel symmetric"])
+def test_words_of_inputs_that_are_no_multiple_of_a_step(kind: str) -> None:
+    compare(weight_only_hopper, WEIGHT_ONLY[kind], Call(257, 40, 160), torch.float16, CPU, 4e-3)
+
+
+def test_words_compile_for_hopper() -> None:
+    """Every kernel of production, in a process whose kernels are not interpreted."""
+    script, environment = Path(__file__).with_name("compile_linear.py"), os.environ | {"TRITON_INTERPRET": "0"}
+    done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert set(done.stdout.split()) == {"hopper._few_kernel", "hopper._some_kernel", "_unpack_kernel"}
+
+
 @pytest.mark.parametrize("kind", SCALED)
 def test_activations_are_quantized_by_the_rule(kind: str) -> None:
     matrix = make_matrix(SCALED[kind], 64, 384, CPU)
@@ -70,16 +92,12 @@ def test_activations_are_quantized_by_the_rule(kind: str) -> None:
     assert (ours == exact).double().mean() > 0.9 and (ours[1] == 0).all()
 
 
-def test_normed_and_gated_rows_are_rounded_before_they_are_quantized() -> None:
-    """The quantized rows are those of the norm's (or gate's) own result in 16 bits."""
+def test_normed_rows_are_rounded_before_they_are_quantized() -> None:
+    """The quantized rows are those of the norm's own result in 16 bits."""
     x, weight = torch.randn(3, 256).half(), torch.rand(256).half()
     normed = (torch.nn.functional.rms_norm(x.float(), (256,), eps=1e-6) * weight.float()).half()
     q, scales = quantize(x, 0, torch.int8, norm=weight, eps=1e-6)
     theirs, their_scales = quantize(normed, 0, torch.int8)
-    assert torch.equal(q[:3], theirs[:3]) and torch.equal(scales[:, :3], their_scales[:, :3])
-    gated = (torch.nn.functional.silu(x[:, :128].float()) * x[:, 128:].float()).half()
-    q, scales = quantize(x, 0, torch.int8, gated=True)
-    theirs, their_scales = quantize(gated, 0, torch.int8)
     assert torch.equal(q[:3], theirs[:3]) and torch.equal(scales[:, :3], their_scales[:, :3])
 
 
@@ -94,9 +112,9 @@ def test_experts_of_other_ranks_add_nothing() -> None:
         compare_experts(SCALED["int8 token"], tokens, 4, 2, 256, 128, torch.float16, CPU, 4e-3, away=(1, 2))
 
 
-def test_products_of_few_rows_compile_for_hopper() -> None:
-    """In a process whose kernels are not interpreted."""
-    script, environment = Path(__file__).with_name("compile_linear.py"), os.environ | {"TRITON_INTERPRET": "0"}
-    done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert set(done.stdout.split()) == {"_quantize_kernel", "hopper._some_kernel"}
+@pytest.mark.parametrize("rows", [1, 3])
+def test_strided_inputs_and_residuals_are_read_as_they_lie(rows: int) -> None:
+    packed = scaled.pack(make_matrix(SCALED["int8 token"], 128, 256, CPU))
+    x, residual = torch.randn(rows, 512).half()[:, ::2], torch.randn(128, rows).half().t()
+    expected = scaled.run_add(x.contiguous(), packed, None, residual.clone(memory_format=torch.contiguous_format))
+    assert torch.equal(scaled.run_add(x, packed, None, residual), expected)

@@ -7,6 +7,7 @@ os.environ.setdefault("TRITON_INTERPRET", "1")
 import subprocess
 import sys
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -24,12 +25,11 @@ from quire.worker.sampler import Sampler
 from quire.worker.sampling_table import SamplingTable
 from quire.worker.upload import InPlaceUpload
 
-from ..ref_sampler import CPU, RefSampler
+from ..support.ref_sampler import CPU, RefSampler
+from ..support.triton_interpreter import allow_scalar_bounds
 
 if not triton_runtime.INTERPRETED:
     pytest.skip("needs Triton's interpreter", allow_module_level=True)
-
-from triton.runtime import interpreter
 
 from quire.kernels.sampling import triton as kernels
 from quire.kernels.sampling.triton_rows import gumbel, near_gumbel, word_of, words_of_quads
@@ -40,16 +40,9 @@ PROMPT = [5, 9, 5, 17, 200, 9, 3]
 
 @pytest.fixture(autouse=True, scope="module")
 def scalar_bounds() -> Iterator[None]:
-    """Lets the interpreter use a scalar as a loop's bound: its int() of an array of one is an error since NumPy 2.4."""
-    patch = interpreter._patch_lang_tensor
-
-    def patched(tensor, scope):
-        patch(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
-
-    interpreter._patch_lang_tensor = patched
-    yield
-    interpreter._patch_lang_tensor = patch
+    with pytest.MonkeyPatch.context() as patch:
+        allow_scalar_bounds(patch)
+        yield
 
 
 class Both:
@@ -213,6 +206,24 @@ def test_any_request_draws_what_the_cpu_draws(rows, spread, coarse, seed, sizes)
     logits = model_like(len(rows), 300, seed=seed % 1000, spread=spread)
     specs = [SamplerSpec(seed=seed, num_prompt=2, **draw, **edits) for draw, edits, _ in rows]
     agree(logits.round() if coarse else logits, specs, [tokens for _, _, tokens in rows], mode=Mode.FULL, **sizes)
+
+
+@pytest.mark.parametrize("mode", [Mode.GREEDY, Mode.UNFILTERED])
+@pytest.mark.parametrize("cuts", [(0, 128, 300), (0, 4, 96, 300)])
+def test_the_largest_key_of_all_slices_is_the_token(mode, cuts):
+    broken = torch.zeros(2, 300)
+    broken[0, 290], broken[1] = torch.nan, -torch.inf
+    logits = torch.cat([torch.stack([row for _, row in edge_rows(300)]), broken])
+    settings = [{"temperature": 0.0}, {}, {"temperature": 0.3}] if mode else [{"temperature": 0.0}]
+    specs = [SamplerSpec(seed=7 + i, num_prompt=4, **settings[i % len(settings)]) for i in range(len(logits))]
+    both = Both(specs, [PROMPT] * len(specs), 300)
+    _, expected = both.run(logits, mode)
+    sampler, rows = both.gpu.operations, both.gpu.rows
+    keys = [sampler.keys(logits[:, first:end].contiguous(), rows, mode, first).clone()
+            for first, end in pairwise(cuts)]
+    sampler.settle(torch.stack(keys).amax(0))
+    assert (sampler.tokens.tolist(), sampler.codes.tolist()) == expected
+    assert set(expected[1]) == {0, 1, 2}
 
 
 def test_the_mode_is_the_least_that_serves_all_rows():

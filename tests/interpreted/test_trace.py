@@ -30,7 +30,7 @@ def names(span: Span) -> Iterator[str]:
 def test_a_step_of_a_gpus_runner(cuda_runner: Callable[..., StepRunner]) -> None:  # noqa: F811
     worker = cuda_runner()
     with LLM(async_depth=1, num_threads=1, kv_cache_memory_bytes=1 << 22, use_tqdm_on_load=False) as llm:
-        llm.engine.worker, llm.engine.kernels = worker, worker.model.kernels
+        llm.engine.runner, llm.engine.kernels = worker, worker.model.kernels
         with recording(llm) as root:
             worker.submit(PLANS[0])
             worker.collect()

@@ -234,7 +234,7 @@ def lm_loss(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
 
 
 class Model(nn.Module):
-    """What the two models share; ``compiled`` switches between compiled and plain functions."""
+    """Base of the two models; ``compiled`` switches between compiled and plain functions."""
 
     def __init__(self, c: DenseConfig | MoeConfig, rope_dim: int, max_length: int = 4096) -> None:
         super().__init__()

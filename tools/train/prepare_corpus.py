@@ -59,7 +59,7 @@ class Entry:
 
 @dataclass
 class Page:
-    """One page as text, plus what question-answer pairs are built from."""
+    """A page as text, with the data of question-answer pairs."""
 
     key: str
     title: str
@@ -236,7 +236,7 @@ def sentences(text: str, limit: int = 320) -> str:
 
 @dataclass
 class Question:
-    """One question with its answer; ``context`` is a passage that holds the answer."""
+    """A question with its answer; ``context`` is a passage that holds the answer."""
 
     ask: str
     answer: str

@@ -47,7 +47,7 @@ class DocumentMaker:
         self.waiting: list[np.ndarray] = []  # made, not yet packed
 
     def chat(self) -> list[tuple[str, bool]]:
-        """One to four questions about one topic, half of the time with passages to read."""
+        """A chat of one to four questions about a topic, half of the time with passages to read."""
         from chatml import render
         from synth import SYSTEMS
 

@@ -79,13 +79,13 @@ CODAS = ["", "", "", "n", "r", "l", "s", "k", "m", "th", "nd", "x"]
 
 
 def is_reserved(name: str) -> bool:
-    """Whether a name is kept for evaluation (never used in training)."""
+    """Return True if a name is kept for evaluation (never used in training)."""
     return zlib.crc32(name.encode()) % 16 == 0
 
 
 @dataclass
 class Note:
-    """One fact: the sentence, a question about it and the value that answers it."""
+    """A fact: the sentence, a question about it and the value that answers it."""
 
     text: str
     question: str
@@ -303,7 +303,7 @@ class Synth:
         return render(turns, learn_user=learn, think=think)
 
     def eval_item(self, count: int) -> dict[str, object]:
-        """One held-out recall item with ``count`` notes of the three main kinds."""
+        """A held-out recall item with ``count`` notes of the three main kinds."""
         notes = self.notes(count, main_only=True)
         target = self.rng.choice(notes)
         return {
@@ -466,7 +466,7 @@ class Synth:
         return render(turns)
 
     def misc(self, room: int) -> list[Segment]:
-        """One document of the small skills."""
+        """A document of the small skills."""
         table: list[tuple[float, Callable[[], list[Segment]]]] = [
             (0.40, self.json_fill),
             (0.08, self.json_list),

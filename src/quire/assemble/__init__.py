@@ -1,37 +1,45 @@
 """The only composition root: configuration -> facts -> plans -> engine."""
 
 import gc
+import json
 import logging
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 import torch
 
-from quire.assemble.cpu import assemble_without_triton
 from quire.assemble.parts import Loading, Parts
+from quire.assemble.rank import load_rank
 from quire.config.checkpoint import ModelArgs
-from quire.config.engine import EngineConfig
+from quire.config.engine import EngineConfig, SchedulerConfig
+from quire.config.placement import check_parallel, parallel_sizes
 from quire.config.pooling import PoolingPlan
 from quire.config.resolve import DTypePlan, MemoryPlan
 from quire.config.resolve_cuda import gpu_only_options
 from quire.contracts.errors import ConfigError
 from quire.contracts.protocols import ExecutorFacts
 from quire.contracts.sampling import SamplingParams
+from quire.distributed.mesh import ALONE
 from quire.engine.core import EngineCore
 from quire.kernels.select import Kernels, here
 from quire.kv.allocator import KVAllocator
 from quire.kv.hashing import namespace_digest
 from quire.kv.pool import BlockPool
+from quire.models.layout import alone
 from quire.models.obtain import obtain_weights, read_model
-from quire.models.plan import EnginePlan, Machine, resolve_engine
+from quire.models.plan import EnginePlan, Machine, resolve_engine, resolve_sizing
+from quire.models.rank_report import rank_lines
+from quire.models.registry import rank_geometry
 from quire.models.report import PlanReport
 from quire.observe.progress import Progress
-from quire.platforms.cpu import read_cpu_facts
-from quire.platforms.cuda import CudaFacts, read_cuda_facts
-from quire.platforms.detect import DevicePlan, resolve_device
+from quire.platforms.cpu import CpuFacts, read_cpu_facts
+from quire.platforms.cuda import read_cuda_facts
+from quire.platforms.detect import DevicePlan, check_gpus, probe_driver, resolve_device
+from quire.quantization.read import Quantization
 from quire.text.chat import ChatTemplate
 from quire.text.grammar import GrammarCompiler
 from quire.text.grammar_trial import GrammarTrial
@@ -48,8 +56,10 @@ LOG = logging.getLogger("quire")
 class Engine:
     """An assembled engine and every choice that was made for it.
 
-    weight_bytes   bytes of the parameters, before they are packed
-    phases   seconds by start-up phase, in order;  notes   lines the user should see
+    weight_bytes   bytes of the weights as they are loaded, before kernels repack them
+    runner         model runner of an engine on one device; None: each of several ranks has its own, in its process
+    phases         name of each start-up phase -> its seconds, in order
+    notes          lines that the user should see
     """
 
     config: EngineConfig
@@ -60,7 +70,7 @@ class Engine:
     memory: MemoryPlan
     kernels: Kernels
     core: EngineCore
-    worker: StepRunner
+    runner: StepRunner | None
     tokenizer: Tokenizer | None
     tokenizer_folder: Path
     chat_template: ChatTemplate | None
@@ -71,10 +81,18 @@ class Engine:
     phases: dict[str, float]
     notes: tuple[str, ...] = ()
 
+    @property
+    def worker(self) -> StepRunner:
+        """The model runner of an engine on one device. Raises ConfigError for an engine of several ranks."""
+        if self.runner is None:
+            raise ConfigError("this engine has several ranks, each in a process of its own, so no model runner is in "
+                              "this process: use one device (leave out -tp and -pp).")
+        return self.runner
+
     def close(self) -> None:
         """Stop the worker and free its memory; a GPU's memory goes back to the driver."""
         self.core.shutdown()
-        del self.worker, self.core
+        del self.runner, self.core
         gc.collect()  # modules that PyTorch imports late keep the frames of whoever was at work then
         if self.device.device == "cuda":
             torch.cuda.empty_cache()
@@ -93,52 +111,65 @@ class _Phases:
         self._last = now
 
 
+class Found(NamedTuple):
+    """The model that a configuration names, as its files describe it, and this machine; input of `plan_ranks`.
+
+    dtype   dtype in which the model computes, as the checkpoint and this CPU or GPU allow it
+    """
+
+    folder: Path
+    tokenizer_folder: Path
+    args: ModelArgs
+    dtype: DTypePlan
+    quantization: Quantization
+    device: DevicePlan
+    cpu: CpuFacts
+
+
 def assemble(config: EngineConfig, on_loading: Loading | None = None, *, served: bool = True) -> Engine:
     """Build an engine; raises a `UserError` that names the fix when model or options cannot be served.
 
     on_loading   called with (bytes done, bytes in all) while weights are read; replaces the progress bar
-    served       clients read answers token by token
+    served       True: a server, which streams tokens; False: offline, where steps of an MoE model may be larger
     """
     if config.device.device == "mock":
         raise ConfigError("device=mock has no model and is for `quire serve`: choose another device here.")
     phases = _Phases()
-    device = resolve_device(config.device.device)
-    folder, tokenizer_folder = resolve_folders(config)
-    cpu = read_cpu_facts()
-    args, dtype, quantization = read_model(config, folder, device.device, cpu)
-    torch.set_num_threads(config.device.num_threads or cpu.cores)
+    found = read_files(config)
     phases.end("config")
-    text = load_text(config, folder, tokenizer_folder=tokenizer_folder)
+    text = load_text(config, found.folder, tokenizer_folder=found.tokenizer_folder)
     phases.end("tokenizer")
-    gpu = read_cuda_facts() if device.device == "cuda" else None
-    plan = resolve_engine(config, folder, args, _machine(device, gpu), dtype, here,
-                          quantization=quantization.config, served=served)  # fmt: skip
+    plans = plan_ranks(config, found, served=served)
+    plan, cpu = plans[0], found.cpu
     plan.check_runnable()
-    dtype = plan.dtype
-    obtain_weights(config, folder, args, dtype, None if gpu else cpu.free_memory, quantization=plan.quantization)
-    unread = () if config.load.load_format == "dummy" else unread_head(folder)
+    obtain_weights(config, found.folder, found.args, plan.dtype, None if found.device.device == "cuda" else
+                   cpu.free_memory, quantization=plan.quantization)  # fmt: skip
+    unread = () if config.load.load_format == "dummy" else unread_head(found.folder)
     with Progress("Loading weights", 0, unit="B",
                   enabled=config.load.use_tqdm_on_load and on_loading is None) as progress:  # fmt: skip
-        parts = _build(plan, gpu, on_loading or progress.update, phases.end)
+        parts = _assembler(plans)(plans, on_loading=on_loading or progress.update, end_phase=phases.end)
     tokenizer = text.tokenizer  # not of a core that serves another process, until it needs one
-    compiler = GrammarCompiler(lambda: tokenizer or Tokenizer.load(tokenizer_folder), args.vocab_size, GrammarTrial(),
-                               cpu.cores)  # fmt: skip
-    core = _build_core(parts, compiler)
+    compiler = GrammarCompiler(lambda: tokenizer or Tokenizer.load(found.tokenizer_folder), found.args.vocab_size,
+                               GrammarTrial(), cpu.cores)  # fmt: skip
+    core = assemble_core(parts, compiler)
     phases.end("engine")
-    unused = gpu_only_options(config) if device.device == "cpu" else ()
-    notes = (*quantization.notes, *_notes(args, dtype, parts.memory, config), *unread, *parts.notes, *unused)
+    unused = gpu_only_options(config) if found.device.device == "cpu" else ()
+    about = core.facts.plans
+    ranks = (f"{about['ranks']} ({about['each rank']}).",) if len(plans) > 1 and not served else ()  # a banner has it
+    notes = (*found.quantization.notes, *plan.cache.notes, *_notes(found.args, plan.dtype, parts.memory, config),
+             *unread, *parts.notes, *unused, *ranks)  # fmt: skip
     for note in notes:
         LOG.warning("%s", note)
     return Engine(
         config=plan.config,
-        folder=folder,
-        args=args,
-        device=device,
-        dtype=dtype,
+        folder=found.folder,
+        args=found.args,
+        device=found.device,
+        dtype=plan.dtype,
         memory=parts.memory,
-        kernels=parts.model.kernels,
+        kernels=parts.model.kernels if parts.model else Kernels(choices=plan.kernels),
         core=core,
-        worker=parts.worker,
+        runner=parts.worker,
         tokenizer=text.tokenizer,
         tokenizer_folder=text.tokenizer_folder,
         chat_template=text.chat_template,
@@ -151,29 +182,70 @@ def assemble(config: EngineConfig, on_loading: Loading | None = None, *, served:
     )
 
 
-def _machine(device: DevicePlan, gpu: CudaFacts | None) -> Machine:
-    if gpu is not None:
-        return Machine(device="cuda", words=f"{device}, {gpu}", total_memory=gpu.total_memory)
-    return Machine(device="cpu", words=str(device), total_memory=read_cpu_facts().total_memory)
+def read_files(config: EngineConfig) -> Found:
+    """Find the model and read its config.json; its weights may be missing. Raises a `UserError` that names the fix."""
+    device = resolve_device(config.device.device)
+    folder, tokenizer_folder = resolve_folders(config)
+    cpu = read_cpu_facts()
+    args, dtype, quantization = read_model(config, folder, device.device, cpu)
+    return Found(folder, tokenizer_folder, args, dtype, quantization, device, cpu)
 
 
-def _build(plan: EnginePlan, gpu: CudaFacts | None, on_loading: Loading, end_phase: Callable[[str], None]) -> Parts:
-    """Build the engine of a plan on this machine."""
-    if gpu is not None:
-        from quire.assemble.cuda import assemble_cuda
+def plan_ranks(config: EngineConfig, found: Found, *, served: bool = True) -> list[EnginePlan]:
+    """Return the `EnginePlan` of every rank, in the order of rank numbers. `served`: see `assemble`."""
+    parallel, words = parallel_sizes(config.parallel), str(found.device)
+    check_parallel(found.args, parallel)
+    total = found.cpu.total_memory
+    if found.device.device == "cuda" and parallel.size > 1:  # this process computes nothing: no context on a GPU
+        check_gpus(parallel)
+        total = probe_driver().memory
+        if config.parallel.check_collectives and not config.device.enforce_eager:
+            raise ConfigError("check_collectives waits for the GPUs at each collective, and CUDA graphs cannot capture "
+                              "that: add enforce_eager (--enforce-eager), or leave check_collectives out.")
+    elif found.device.device == "cuda":
+        gpu = read_cuda_facts()
+        words, total = f"{words}, {gpu}", gpu.total_memory
+    machine = Machine(device=found.device.device, words=words, total_memory=total)
 
-        return assemble_cuda(plan, gpu, on_loading=on_loading, end_phase=end_phase)
-    return assemble_without_triton(plan, on_loading=on_loading, end_phase=end_phase,
-                                   free_bytes=lambda: read_cpu_facts().free_memory)  # fmt: skip
+    def plans(config: EngineConfig) -> list[EnginePlan]:
+        return [resolve_engine(config, found.folder, found.args, machine, found.dtype, here, parallel=parallel,
+                               number=number, quantization=found.quantization.config, served=served)
+                for number in range(parallel.size)]  # fmt: skip
+
+    made = plans(config)
+    smallest = min((plan.config.scheduler for plan in made), key=SchedulerConfig.token_budget)
+    if any(plan.config.scheduler != smallest for plan in made):  # stages of unequal weight have room for other steps
+        made = plans(replace(config, scheduler=smallest))
+    assert all(plan.config == made[0].config and plan.graphs == made[0].graphs for plan in made), "ranks differ"
+    return made
 
 
-def _build_core(parts: Parts, compiler: GrammarCompiler) -> EngineCore:
+def assemble_rank(plans: Sequence[EnginePlan], *, on_loading: Loading, end_phase: Callable[[str], None]) -> Parts:
+    """Load the model of the only plan in `plans` on this process's device and size its KV cache; see `load_rank`."""
+    (plan,) = plans
+    torch.set_num_threads(plan.config.device.num_threads or read_cpu_facts().cores)
+    gpu = read_cuda_facts() if plan.machine.device == "cuda" else None
+    loaded = load_rank(plan, ALONE, gpu, on_loading=on_loading, end_phase=end_phase)
+    return loaded.finish(resolve_sizing(plan, loaded.measure()))
+
+
+def _assembler(plans: Sequence[EnginePlan]) -> Callable[..., Parts]:
+    if len(plans) == 1:
+        return assemble_rank
+    from quire.assemble.ranks import assemble_ranks
+
+    return assemble_ranks
+
+
+def assemble_core(parts: Parts, compiler: GrammarCompiler | None) -> EngineCore:
+    """Make the engine core: scheduler, KV block allocator, executor. `compiler`: of structured output."""
     plan, memory, config = parts.plan, parts.memory, parts.plan.config
     scheduler = config.scheduler
-    report = PlanReport(plan=plan, memory=memory)
+    report = PlanReport(plan=plan, memory=memory, fullest=plan.mesh.rank.number)
     facts = ExecutorFacts(
         depth=parts.depth,
-        decode_lag=parts.depth,
+        decode_lag=parts.depth if parts.num_stages == 1 else 1,
+        num_stages=parts.num_stages,
         num_slots=scheduler.sequences(),
         num_blocks=memory.num_blocks,
         block_size=memory.geometry.block_size,
@@ -182,14 +254,17 @@ def _build_core(parts: Parts, compiler: GrammarCompiler) -> EngineCore:
         prompt_chunk=parts.prompt_chunk,
         plans={"device": plan.machine.words, "dtype": plan.dtype, "memory": memory, "kernels": plan.kernels,
                "experts": plan.experts and f"{plan.experts.experts} (dispatcher {plan.experts.dispatcher})",
-               "engine": msgspec.json.encode(report.describe()).decode()} | parts.plans,
+               "engine": msgspec.json.encode(report.describe()).decode()} | parts.plans | rank_lines(report),
     )
     root = namespace_digest(
         model=config.model.model or "quire-tiny",
         revision=config.model.revision or "",
         dtype=plan.dtype.dtype,
         block_size=memory.geometry.block_size,
-        geometry=memory.geometry,
+        geometry=memory.geometry if plan.mesh.parallel.size == 1 else rank_geometry(
+            plan.args, alone(plan.args), dtype=plan.cache.dtype, device=plan.machine.device,
+            block_size=memory.geometry.block_size),
+        weights=json.dumps(plan.quantization, sort_keys=True) if plan.quantization else "",
     )
     return EngineCore(
         parts.executor(facts),

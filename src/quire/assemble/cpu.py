@@ -8,38 +8,46 @@ from pathlib import Path
 
 import torch
 
-from quire.assemble.parts import Loading, Parts
+from quire.assemble.parts import Loaded, Loading, Parts, cache_scales, cache_words
+from quire.config.resolve import MemoryPlan
+from quire.distributed.mesh import RankGroups
 from quire.kvstore.arena import KVArena
 from quire.layers.stack import Model
 from quire.models.build import build_model
-from quire.models.plan import EnginePlan, resolve_sizing
+from quire.models.plan import EnginePlan
 from quire.models.registry import kv_views
 from quire.procs.in_process import InProcessExecutor
+from quire.weights.cache_scales import Scales
 from quire.weights.dummy import load_dummy
 from quire.weights.load import load_weights
 from quire.worker.construct import make_runner
 from quire.worker.device_state import Limits
 
 
-def assemble_without_triton(plan: EnginePlan, *, free_bytes: Callable[[], int], on_loading: Loading,
-                            end_phase: Callable[[str], None]) -> Parts:
-    """Build the engine of a plan on the plan's device; raises a `UserError` that names the fix.
+def load_without_triton(plan: EnginePlan, groups: RankGroups, *, free_bytes: Callable[[], int], on_loading: Loading,
+                        end_phase: Callable[[str], None]) -> Loaded:  # fmt: skip
+    """Load the model of a rank's plan for a device without Triton kernels: a CPU, or a GPU that cannot run them.
 
-    free_bytes   returns the free bytes of the device's memory
+    free_bytes   returns the free bytes of the device's memory. For the other parameters see `load_rank`
     """
     plan.check_runnable()
-    device, num_slots = torch.device(plan.machine.device), plan.config.scheduler.sequences()
-    model = build_model(plan)
+    scales = cache_scales(plan)
+    model = build_model(plan, groups.tp)
     fill(model, plan, on_loading)
     end_phase("weights")
-    memory = resolve_sizing(plan, free_bytes())
+    return Loaded(free_bytes, lambda memory: _finish(plan, model, memory, scales, groups))
+
+
+def _finish(plan: EnginePlan, model: Model, memory: MemoryPlan, scales: list[Scales], groups: RankGroups) -> Parts:
+    device, num_slots = torch.device(plan.machine.device), plan.config.scheduler.sequences()
     arena = KVArena(memory.geometry, memory.num_blocks + 1, device)
-    views = kv_views(plan.args, map(arena.views, range(plan.args.num_layers)))
+    views = kv_views(plan.args, map(arena.views, range(len(model.layers))), scales)
     limits = Limits(
         num_slots=num_slots, max_tokens=plan.config.scheduler.token_budget(), block_size=memory.geometry.block_size,
         max_model_len=memory.max_model_len, windows=memory.geometry.windows,
     )  # fmt: skip
-    worker = make_runner(model, views, limits, device, target=plan.machine.device)
+    worker = make_runner(model, views, limits, device, target=plan.machine.device, groups=groups,
+                         eager=plan.config.device.enforce_eager)  # fmt: skip
     return Parts(
         plan=plan,
         model=model,
@@ -47,11 +55,12 @@ def assemble_without_triton(plan: EnginePlan, *, free_bytes: Callable[[], int], 
         executor=lambda facts: InProcessExecutor(worker.run, facts, {"describe": worker.describe}),
         depth=plan.config.device.async_depth or 1,
         memory=memory,
+        plans={"cache": cache_words(plan, scales)},
     )
 
 
 def fill(model: Model, plan: EnginePlan, on_loading: Loading) -> str:
-    """Load the weights of a model into its layers, which pack them. Returns a line about the loading."""
+    """Load the weights of a model into its layers, which repack them for their kernels. Return a report in one line."""
     load = plan.config.load
     device = torch.device("cpu") if load.load_device == "cpu" else None
     if load.load_format == "dummy":

@@ -7,23 +7,26 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from quire.assemble.cpu import assemble_without_triton, fill
-from quire.assemble.parts import Loading, Parts
+from quire.assemble.cpu import fill, load_without_triton
+from quire.assemble.parts import Loaded, Loading, Parts, cache_scales, cache_words
 from quire.config.engine import EngineConfig
+from quire.config.resolve import MemoryPlan
 from quire.config.resolve_cuda import DeviceMemory, check_weights, no_room_for_steps
 from quire.contracts.blocks import KVGeometry
 from quire.contracts.errors import ConfigError
 from quire.contracts.sampling import SamplerSpec
 from quire.contracts.step import SAMPLE, Admission, StepPlan
+from quire.distributed.mesh import RankGroups
 from quire.kernels.cache import compiling_ahead, use_cache_folder
 from quire.kernels.triton_runtime import missing
 from quire.kvstore.arena import KVArena
 from quire.layers.stack import Model
 from quire.models.build import build_model
-from quire.models.plan import EnginePlan, resolve_sizing
+from quire.models.plan import EnginePlan
 from quire.models.registry import kv_views
 from quire.platforms.cuda import CudaFacts
 from quire.procs.launching import LaunchingExecutor
+from quire.weights.cache_scales import Scales
 from quire.worker.construct import make_runner
 from quire.worker.device_state import Limits
 from quire.worker.packed import WORDS
@@ -32,26 +35,27 @@ from quire.worker.runner import StepRunner
 DEPTH = 2
 PROMPT_CHUNK = 256  # tokens that a GPU multiplies with weights in the time that reading them takes
 LATENT_CONTEXT = 32768  # tokens of context before the largest step: their expansion fills the workspace
-DEVICE = torch.device("cuda", 0)
+DEVICE = torch.device("cuda")  # the current device of the thread
 
 
-def assemble_cuda(plan: EnginePlan, facts: CudaFacts, *, on_loading: Loading,
-                  end_phase: Callable[[str], None]) -> Parts:
-    """Build the engine of a plan on a GPU; raises a `UserError` that names options with which it fits.
+def load_cuda(plan: EnginePlan, groups: RankGroups, facts: CudaFacts, *, on_loading: Loading,
+              end_phase: Callable[[str], None]) -> Loaded:  # fmt: skip
+    """Load the model of a rank's plan on a GPU; raises a `UserError` that names options with which the model fits.
 
-    end_phase   called with the name of each start-up phase when it ends
+    facts   name and memory of the GPU. For the other parameters see `load_rank`
     """
     plan.check_runnable()
     config, weights = plan.config, plan.weight_bytes
     check_weights(weights, facts.total_memory, facts.free_memory, config, dtype=plan.weight_words)
     end_phase("device")
     if why := missing():
-        parts = assemble_without_triton(plan, on_loading=on_loading, end_phase=end_phase,
-                                        free_bytes=lambda: torch.cuda.mem_get_info(DEVICE)[0])  # fmt: skip
+        slow = load_without_triton(plan, groups, on_loading=on_loading, end_phase=end_phase,
+                                   free_bytes=lambda: torch.cuda.mem_get_info(DEVICE)[0])  # fmt: skip
         note = f"no Triton kernel can run ({why}): PyTorch's own operations do the work, without graphs, much slower."
-        return replace(parts, hardware=str(facts), notes=(note,))
+        return replace(slow, finish=lambda memory: replace(slow.finish(memory), hardware=str(facts), notes=(note,)))
     cache, note = use_cache_folder()
-    model = build_model(plan)
+    scales = cache_scales(plan)
+    model = build_model(plan, groups.tp)
     loaded = fill(model, plan, on_loading)
     end_phase("weights")
     limits = Limits(
@@ -62,33 +66,32 @@ def assemble_cuda(plan: EnginePlan, facts: CudaFacts, *, on_loading: Loading,
         windows=plan.geometry.windows,
     )  # fmt: skip
     with _room_for_steps(weights, facts.free_memory, config):
-        compiled, working, per_seq, per_token = _rehearse(model, plan.geometry, limits)
+        compiled, working, per_seq, per_token = _rehearse(model, plan.geometry, limits, scales, groups)
     end_phase("kernels")
     torch.cuda.empty_cache()
-    measured = DeviceMemory(
-        total=facts.total_memory, at_start=facts.free_memory, free=torch.cuda.mem_get_info(DEVICE)[0], weights=weights,
-        later=working + plan.graphs.num_bytes,
-        others=facts.others_memory, per_seq=per_seq, per_token=per_token,
-    )  # fmt: skip
-    memory = resolve_sizing(plan, measured)
-    limits = replace(limits, max_model_len=memory.max_model_len)
-    with _room_for_steps(weights, facts.free_memory, config):
-        worker = _worker(model, memory.geometry, memory.num_blocks + 1, limits)
-        worker.warm_up()
-    end_phase("graphs")
-    return Parts(
-        plan=plan,
-        model=model,
-        worker=worker,
-        executor=lambda facts: LaunchingExecutor(worker, facts, {"describe": worker.describe}),
-        depth=limits.depth,
-        memory=memory,
-        prompt_chunk=PROMPT_CHUNK,
-        hardware=str(facts),
-        plans={"compiled kernels": f"{compiled} in {cache}", "weights": loaded, "memory": str(memory.budget),
-               "graphs": f"{len(worker.recorder)}"},
-        notes=(note,) if note else (),
-    )
+
+    def measure() -> DeviceMemory:
+        return DeviceMemory(
+            total=facts.total_memory, at_start=facts.free_memory, free=torch.cuda.mem_get_info(DEVICE)[0],
+            weights=weights, later=working + plan.graphs.num_bytes,
+            others=facts.others_memory, per_seq=per_seq, per_token=per_token,
+        )  # fmt: skip
+
+    def finish(memory: MemoryPlan) -> Parts:
+        sized = replace(limits, max_model_len=memory.max_model_len)
+        with _room_for_steps(weights, facts.free_memory, config):
+            worker = _worker(model, memory.geometry, memory.num_blocks + 1, sized, scales, groups)
+            worker.warm_up()
+        end_phase("graphs")
+        return Parts(
+            plan=plan, model=model, worker=worker, depth=sized.depth, memory=memory, prompt_chunk=PROMPT_CHUNK,
+            executor=lambda facts: LaunchingExecutor(worker, facts, {"describe": worker.describe}),
+            hardware=str(facts), notes=(note,) if note else (),
+            plans={"compiled kernels": f"{compiled} in {cache}", "weights": loaded, "memory": str(memory.budget),
+                   "graphs": f"{len(worker.recorder)}", "cache": cache_words(plan, scales)},
+        )  # fmt: skip
+
+    return Loaded(measure, finish)
 
 
 @contextmanager
@@ -100,13 +103,15 @@ def _room_for_steps(weights: int, free: int, config: EngineConfig) -> Iterator[N
         raise ConfigError(no_room_for_steps(weights, free, config)) from error
 
 
-def _worker(model: Model, geometry: KVGeometry, num_blocks: int, limits: Limits) -> StepRunner:
+def _worker(model: Model, geometry: KVGeometry, num_blocks: int, limits: Limits, scales: list[Scales],
+            groups: RankGroups) -> StepRunner:  # fmt: skip
     arena = KVArena(geometry, num_blocks, DEVICE)
-    views = kv_views(model.args, map(arena.views, range(model.args.num_layers)))
-    return make_runner(model, views, limits, DEVICE, target="cuda")
+    views = kv_views(model.args, map(arena.views, range(len(model.layers))), scales)
+    return make_runner(model, views, limits, DEVICE, target="cuda", groups=groups)
 
 
-def _rehearse(model: Model, geometry: KVGeometry, limits: Limits) -> tuple[str, int, int, int]:
+def _rehearse(model: Model, geometry: KVGeometry, limits: Limits,
+              scales: list[Scales], groups: RankGroups) -> tuple[str, int, int, int]:
     """Compile every kernel and run the largest steps once, on a KV cache that just holds them.
 
     Returns a report of the compilation, the bytes of everything but weights and cache, and of these the bytes per slot
@@ -114,7 +119,7 @@ def _rehearse(model: Model, geometry: KVGeometry, limits: Limits) -> tuple[str, 
     """
     blocks = geometry.num_blocks(limits.max_tokens) + limits.num_slots + 2
     before = torch.cuda.memory_allocated(DEVICE) + blocks * geometry.page_bytes
-    worker = _worker(model, geometry, blocks, limits)
+    worker = _worker(model, geometry, blocks, limits, scales, groups)
     tables = torch.cuda.memory_allocated(DEVICE) - before
     past = LATENT_CONTEXT if model.args.latent else 0
     plans = [_largest_step(limits, 1, past), _largest_step(limits, limits.num_slots)]
@@ -128,6 +133,8 @@ def _rehearse(model: Model, geometry: KVGeometry, limits: Limits) -> tuple[str, 
     for plan in plans:
         worker.submit(plan)
         worker.collect()
+    if worker.programs.stage is not None:
+        worker.programs.stage.settle_all()  # the next runner uses the same groups
     peak = torch.cuda.max_memory_allocated(DEVICE) - before
     per_seq = (tables - 4 * WORDS) // limits.num_slots
     return str(ahead.report()), peak, per_seq, (peak - tables) // limits.max_tokens

@@ -2,11 +2,15 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from quire.config.resolve import MemoryPlan
+from quire.config.resolve_cuda import DeviceMemory
 from quire.contracts.protocols import Executor, ExecutorFacts
 from quire.layers.stack import Model
 from quire.models.plan import EnginePlan
+from quire.weights.cache_scales import Scales, read_scales
+from quire.weights.files import read_checkpoint
 from quire.worker.runner import StepRunner
 
 Loading = Callable[[int, int], None]  # (bytes done, bytes in all)
@@ -14,22 +18,55 @@ Loading = Callable[[int, int], None]  # (bytes done, bytes in all)
 
 @dataclass(frozen=True, kw_only=True)
 class Parts:
-    """A model on its device, its worker and its executor.
+    """A model on its device, its model runner and its executor.
 
     plan           the plan from which the model was built
-    executor       makes the executor, once the facts are known;  depth  steps in its queue
-    prompt_chunk   see `ExecutorFacts`
-    hardware       the device, if there is more to say than its name
-    plans          printable values;  notes  lines that the user should see
+    model, worker  the model and its model runner; None in a process that only starts the processes of ranks
+    memory         size of this rank's KV cache, and the context length
+    executor       makes the executor from `ExecutorFacts`
+    depth, prompt_chunk, num_stages   see `ExecutorFacts`
+    hardware       description of the GPU; "" on a CPU and for several ranks
+    plans          choices that were made, by name, for display
+    notes          lines that the user should see
     """
 
     plan: EnginePlan
-    model: Model
-    worker: StepRunner
+    model: Model | None
+    worker: StepRunner | None
     executor: Callable[[ExecutorFacts], Executor]
     depth: int
     memory: MemoryPlan
     prompt_chunk: int = 0
+    num_stages: int = 1
     hardware: str = ""
     plans: dict[str, object] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A rank's model on its device, with its weights, before the KV cache is sized.
+
+    measure   measures the memory of the device, for `resolve_sizing`
+    finish    makes the KV cache and the model runner with the sizes that `resolve_sizing` returns
+    """
+
+    measure: Callable[[], DeviceMemory | int]
+    finish: Callable[[MemoryPlan], Parts]
+
+
+def cache_scales(plan: EnginePlan) -> list[Scales]:
+    """Return each layer's scales of keys and values for an 8-bit KV cache, from the checkpoint; [] = all are 1.
+
+    Raises WeightsError for scales that cannot be used.
+    """
+    if not plan.cache.scaled or plan.config.load.load_format == "dummy":
+        return []
+    return read_scales(read_checkpoint(Path(plan.folder)), plan.args)
+
+
+def cache_words(plan: EnginePlan, scales: list[Scales]) -> str:
+    """Describe the dtype of the KV cache and its scales; "" for a cache in the dtype in which the model computes."""
+    if not plan.cache.features:
+        return ""
+    return f"{plan.cache.dtype} ({plan.cache.reason}; {'scales of the checkpoint' if scales else 'all scales are 1'})"

@@ -11,7 +11,7 @@ SAME = ("requests", "input_tokens", "output_tokens")  # of two runs that can be 
 
 
 class Comparison(NamedTuple):
-    """Seconds of one workload (or of a start), stored and now."""
+    """Seconds of a workload, or of a start-up: `stored` in the --against file, and measured in this run (`now`)."""
 
     name: str
     stored: float
@@ -19,21 +19,21 @@ class Comparison(NamedTuple):
 
     @property
     def ratio(self) -> float:
-        """Speed now, in units of the stored speed."""
+        """Speed now divided by the stored speed; above 1: faster now."""
         return self.stored / self.now
 
     @property
     def slower(self) -> bool:
-        """True when the speed fell below `LEAST`."""
+        """True if the speed now is less than `LEAST` (0.95) times the stored speed."""
         return self.ratio < LEAST
 
 
 def read_stored(path: Path) -> dict[str, Any]:
-    """Read a result that `--out` wrote. Raises `ConfigError` for a file that is none."""
+    """Read a result file that `--out` wrote. Raises `ConfigError` for any other file."""
     try:
         stored = json.loads(path.read_text())
     except OSError as error:
-        raise ConfigError(f"--against {path}: {error.strerror}.") from None
+        raise ConfigError(f"--against {path}: {error.strerror}: give a file that --out wrote.") from None
     except ValueError:
         stored = None
     if not isinstance(stored, dict) or "model" not in stored or not stored.keys() & {"runs", "totals"}:
@@ -43,9 +43,9 @@ def read_stored(path: Path) -> dict[str, Any]:
 
 
 def compare_results(result: dict[str, Any], stored: dict[str, Any]) -> list[Comparison]:
-    """Compare the workloads that both results have, by their fastest runs.
+    """Return a `Comparison` of the fastest runs, for each workload that both results have.
 
-    Raises `ConfigError` for results of different models, devices or kinds, and where no workload is in both.
+    Raises `ConfigError` for results of different models or devices, and if no workload of equal size is in both.
     """
     for key in ("model", "device"):
         if result.get(key) != stored.get(key):

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
+from quire.bench.kernel_cases_quantized import quantized_cases
 from quire.bench.kernel_setup import FEW_ROWS, LOGIT_ROWS, KernelCase, Pair, Result, Setup
 from quire.config.checkpoint import ModelArgs
 from quire.contracts.params import Param
@@ -68,8 +69,10 @@ def activation_cases(setup: Setup) -> Iterator[KernelCase]:
 
 
 def heads_cases(setup: Setup) -> Iterator[KernelCase]:
-    """Yield cases of norm and rotation of the heads, and of writing keys and values to the cache.
-    The written cache is compared, too."""
+    """Yield cases of the kernel before attention: norm and rotary embedding of query and key heads, and KV cache write.
+
+    The written cache is compared, too.
+    """
     args, size = setup.args, setup.block_size
     heads, kv_heads, dim = args.num_heads, args.num_kv_heads, args.head_dim
     turned = heads + kv_heads
@@ -108,7 +111,7 @@ def heads_cases(setup: Setup) -> Iterator[KernelCase]:
 
 
 def linear_cases(setup: Setup) -> Iterator[KernelCase]:
-    """Yield cases of all projections of a layer, and of the head."""
+    """Yield cases of all projections of a layer, and of the LM head."""
     kernel, shapes = setup.kernels.linear, _weights(setup.args)
 
     def pair(name: str, rows: int) -> Pair:
@@ -126,6 +129,11 @@ def linear_cases(setup: Setup) -> Iterator[KernelCase]:
             yield KernelCase(shape=f"{name} {rows} x {k} -> {n}",
                              num_bytes=(n * k + rows * k) * setup.item + rows * n * out,
                              flops=2 * rows * n * k, baseline="F.linear", make=_made(pair, name, rows))
+
+
+def quantized_linear_cases(setup: Setup) -> Iterator[KernelCase]:
+    """Yield cases of all projections of a layer with quantized weights."""
+    return quantized_cases(setup, {name: shape for name, shape in _weights(setup.args).items() if name != "head"})
 
 
 def layer_cases(setup: Setup) -> Iterator[KernelCase]:
@@ -157,7 +165,7 @@ def layer_cases(setup: Setup) -> Iterator[KernelCase]:
 
 
 def embedding_cases(setup: Setup) -> Iterator[KernelCase]:
-    """Yield cases of the embedding."""
+    """Yield cases of the token embedding lookup."""
     vocab, dim = setup.args.vocab_size, setup.args.hidden_size
     build, weight = setup.build(Param("embed.weight", (vocab, dim), ())), setup.randn(vocab, dim)
     layer = VocabEmbedding("embed", None, build)
@@ -173,7 +181,7 @@ def embedding_cases(setup: Setup) -> Iterator[KernelCase]:
 
 
 def attention_cases(setup: Setup) -> Iterator[KernelCase]:
-    """Yield attention cases: decodes, prompts, a chunk of a long prompt. The library reads unpaged keys and values."""
+    """Yield attention cases: decodes, prompts, a chunk of a long prompt. Baseline: SDPA on an unpaged KV cache."""
     return (_attention_case(setup, sizes, 0) for sizes in setup.steps)
 
 
@@ -230,7 +238,7 @@ def _attention_pair(setup: Setup, kv: KVView, meta: AttentionMeta, sizes: tuple[
 
 
 def sampler_cases(setup: Setup) -> Iterator[KernelCase]:
-    """Yield cases of sampling. The reference is the CPU's sampler, because the library draws other noise."""
+    """Yield cases of sampling. Quire's PyTorch sampler is the reference: the timed baseline draws other noise."""
     vocab, device = setup.args.vocab_size, setup.device
 
     def pairs(kind: str, rows: int, count: int) -> list[Pair]:
@@ -241,8 +249,9 @@ def sampler_cases(setup: Setup) -> Iterator[KernelCase]:
             ((_, _, words),) = table.admit(slot, spec)
             table.rows[slot] = torch.from_numpy(words).to(device)
         mode = table.mode(np.arange(rows, dtype=np.int32))
-        ours, theirs = (Sampler(made.operations(rows, vocab, device), table, slots, ones, history)
-                        for made in (triton, ref))  # fmt: skip
+        ours, theirs = (
+            Sampler(made.operations(rows, vocab, device), table, slots, ones, history) for made in (triton, ref)
+        )
 
         def drawn(sampler: Sampler, logits: Tensor) -> Tensor:
             sampler.sample(logits, mode)
@@ -276,8 +285,7 @@ def _drawn(logits: Tensor, spec: SamplerSpec) -> Tensor:
 
 
 def step_cases(setup: Setup) -> Iterator[KernelCase]:
-    """Yield cases of the work around a forward pass: update tables (new block and length), build inputs, keep results.
-    """
+    """Yield cases of the work around a forward pass: update block tables, build inputs, store sampled tokens."""
     for seqs, new, context in setup.steps:
         yield KernelCase(shape=f"{seqs} x {new} of {context}", num_bytes=28 * seqs * new + 200 * seqs,
                          make=_made(_step_pair, setup, seqs, new, context))
@@ -334,5 +342,6 @@ def _made(pair: Callable[..., Pair], *given: Any) -> Callable[[int], list[Pair]]
 
 OPERATIONS: dict[str, Callable[[Setup], Iterator[KernelCase]]] = {
     "norm": norm_cases, "heads": heads_cases, "activation": activation_cases, "linear": linear_cases,
+    "quantized": quantized_linear_cases,
     "layer": layer_cases, "embedding": embedding_cases, "attention": attention_cases, "shared": shared_cases,
     "sampler": sampler_cases, "step": step_cases}

@@ -25,10 +25,10 @@ Result = Tensor | tuple[Tensor, ...]
 
 @dataclass(frozen=True)
 class Pair:
-    """Our operation and the library's on the same inputs. Both return the results to compare.
+    """Quire's operation `run` and a library's operation, on the same inputs. Both return the results to compare.
 
-    baseline   the library's operation; None = no library has it
-    expected   reference that is compared instead of the library's result; it is not timed
+    baseline   the library's operation, which is timed; None: no library has this operation
+    expected   reference whose result is compared with that of `run`; it is not timed. None: `baseline` is compared
     """
 
     run: Callable[[], Result]
@@ -40,6 +40,7 @@ class Pair:
 class KernelCase:
     """An operation at one shape.
 
+    shape, baseline    names of the shape and of the library's operation, for display
     num_bytes, flops   bytes moved and operations done by one call
     make               `make(n)` returns n pairs, each with its own inputs
     """
@@ -53,8 +54,12 @@ class KernelCase:
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
-    """A model's arguments with device, dtype and the kernels chosen for it.
-    `rows`, `steps`, `shared`: shapes to measure (`ROWS`, `STEPS`, `SHARED`)."""
+    """A model's arguments with device, dtype and the kernels chosen for it, and the shapes to measure.
+
+    rows     numbers of rows (tokens)
+    steps    (sequences, new tokens of each, context of each including the new tokens)
+    shared   (sequences, context of each, its shared prefix), in tokens
+    """
 
     args: ModelArgs
     device: torch.device
@@ -67,20 +72,20 @@ class Setup:
 
     @property
     def item(self) -> int:
-        """Bytes of an element."""
+        """Bytes of an element of `dtype`."""
         return self.dtype.itemsize
 
     def randn(self, *shape: int, scale: float = 1.0) -> Tensor:
-        """Return random values. Zeros would run faster than real data."""
+        """Return normal random numbers times `scale`, of `dtype` on `device`. Zeros would run faster than real data."""
         return torch.randn(shape, dtype=torch.float32, device=self.device).mul_(scale).to(self.dtype)
 
     def build(self, *params: Param) -> Build:
-        """Return the `Build` of a layer with these parameters."""
+        """Return the `Build` (what a layer's constructor needs) of a layer with the parameters `params`."""
         linears = linear_plans(self.args, params, self.kernels.choices)
         return Build(self.dtype, self.device, self.kernels, {param.name: param for param in params}, linears)
 
     def arena(self, num_layers: int, num_blocks: int) -> list[KVView]:
-        """Return the KV caches of so many layers in one arena, as in a model, filled with random values."""
+        """Return the KV caches of `num_layers` layers in one allocation, as in a model, filled with random values."""
         geometry = resolve_geometry(kv_components(self.args, str(self.dtype).removeprefix("torch.")), num_layers, None,
                                     self.block_size)
         arena = KVArena(geometry, num_blocks, self.device)

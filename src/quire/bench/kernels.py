@@ -39,20 +39,23 @@ CHOSEN_AS = {"layer": "linear", "embedding": "linear", "shared": "attention"}  #
 class Rates:
     """Measured rates of a device.
 
-    memory   bytes per second, read and written by a copy;  matrix  operations per second of a matrix product
+    memory   bytes per second of a copy: bytes read plus bytes written
+    matrix   operations per second of a matrix product; a multiplication and an addition are two
     """
 
     memory: float
     matrix: float
 
     def floor(self, case: KernelCase) -> float:
-        """Return the seconds that a kernel needs at least."""
+        """Return the least seconds that `case` can take: the longer of its memory time and its compute time."""
         return max(case.num_bytes / self.memory, case.flops / self.matrix)
 
 
 def measure_rates(device: torch.device, dtype: torch.dtype, size: int | None = None) -> Rates:
-    """Measure both rates, as the fastest of several runs.
-    `size`: the copy has 8 * size^2 bytes, the matrix product 2 * size^3 operations; None = by device."""
+    """Measure the rates of memory and of matrix products, each as the fastest of several runs.
+
+    size   the copy has 8 * size^2 bytes, the matrix product 2 * size^3 operations; None: 8192 on CUDA, 1024 on a CPU
+    """
     size = size or (8192 if device.type == "cuda" else 1024)
     a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     large = torch.zeros(size * size * 8 // dtype.itemsize, dtype=dtype, device=device)
@@ -63,7 +66,7 @@ def measure_rates(device: torch.device, dtype: torch.dtype, size: int | None = N
 
 
 def make_setup(model: str, device: str, dtype: str = "bfloat16") -> Setup:
-    """Make the setup of a bundled configuration, with the kernels that an engine would choose."""
+    """Return the `Setup` of a bundled model configuration, with the kernels that an engine would choose for it."""
     args = read_checkpoint_config(model_folder(model))
     return Setup(args=args, device=torch.device(device), dtype=getattr(torch, dtype),
                  kernels=select_kernels(device, dtype, head_dim=args.head_dim),
@@ -71,7 +74,7 @@ def make_setup(model: str, device: str, dtype: str = "bfloat16") -> Setup:
 
 
 def choose_operations(names: Sequence[str]) -> list[str]:
-    """Return these operations; without names, all. Raises `ConfigError` for an unknown name."""
+    """Return `names` as a list; without names, all operations. Raises `ConfigError` for an unknown name."""
     unknown = [name for name in names if name not in OPERATIONS]
     if unknown:
         raise ConfigError(f"there is no operation {unknown[0]!r}: use {', '.join(OPERATIONS)}.")
@@ -79,10 +82,12 @@ def choose_operations(names: Sequence[str]) -> list[str]:
 
 
 def measure_kernels(setup: Setup, rates: Rates, operations: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """Yield a row for each case. Times are in microseconds.
+    """Measure every case of `operations`. Yield a row (dict) of results for each.
 
-    floor_percent   100 * floor / time;  x_library  time of the library / our time
-    wrong           reason why the case has no times; "" for none
+    us, floor_us, library_us   microseconds of Quire's operation, its floor (`Rates.floor`), and the library's
+    floor_percent              100 * floor / time of Quire's operation
+    x_library                  time of the library's operation / time of Quire's
+    wrong                      the reason why the case has no times; "" for a case with times
     """
     chosen = {choice.op: choice.name for choice in setup.kernels.choices}
     for op in operations:
@@ -133,8 +138,10 @@ def _parts(result: Result) -> tuple[Tensor, ...]:
 
 
 def relative_error(found: Tensor, expected: Tensor) -> float:
-    """Return |found - expected| / |expected| over all elements; NaN if there is a NaN.
-    For integers it is the share of wrong elements. For different shapes it is infinite."""
+    """Return |found - expected| / |expected|, with the Euclidean norm over all elements; NaN if there is a NaN.
+
+    For integers, return the share of wrong elements. For different shapes, return infinity.
+    """
     if found.shape != expected.shape:
         return math.inf
     if not expected.is_floating_point():
@@ -144,7 +151,7 @@ def relative_error(found: Tensor, expected: Tensor) -> float:
 
 
 def seconds_per_call(calls: Sequence[Callable[[], object]], device: torch.device, *, best: bool = False) -> float:
-    """Return the median seconds of one call, with `calls` made in turn. `best`: the shortest time instead."""
+    """Run `calls` in turn and return the median seconds of a call. `best`: return the shortest time instead."""
     for call in calls:
         call()
     samples = _on_gpu(calls) if device.type == "cuda" else _on_cpu(calls)

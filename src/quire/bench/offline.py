@@ -19,7 +19,10 @@ LATENCY_WORKLOAD = "latency_b1"
 
 
 class OfflineBench:
-    """An `LLM` and the result of its runs. All compared engines share the format of the result."""
+    """Runs workloads with an `LLM` and collects their rows in `result`, the content of a result file.
+
+    The results of other engines, which are compared, have the same format.
+    """
 
     def __init__(self, options: dict[str, Any]) -> None:
         name, given = resolve_target(options)
@@ -40,8 +43,10 @@ class OfflineBench:
         }
 
     def throughput(self, works: Sequence[Workload], repeat: int) -> Iterator[dict[str, Any]]:
-        """Run each workload `repeat` times, with an empty prefix cache. Yield the row of the fastest run.
-        The row also has the inter-token times of all runs, in milliseconds."""
+        """Run each workload `repeat` times as a batch, with an empty prefix cache. Yield the row of its fastest run.
+
+        The row also has percentiles of the inter-token times of all runs, in milliseconds.
+        """
         works = self._fitting(works)
         for work in works:
             with watching(self.llm.engine.core, self.advance) as steps:
@@ -51,8 +56,10 @@ class OfflineBench:
             yield row
 
     def latency(self, works: Sequence[Workload], repeat: int) -> Iterator[dict[str, Any]]:
-        """Run the first request of each workload alone, as a stream. Yield the row of the fastest run.
-        The row also has first-token and inter-token times, in milliseconds."""
+        """Stream the first request of each workload alone, `repeat` times. Yield the row of the fastest run.
+
+        The row also has the first-token time and percentiles of the inter-token times, in milliseconds.
+        """
         for work in self._fitting(works):
             one = Workload(name=work.name, prompts=work.prompts[:1], outputs=work.outputs[:1])
             row = min((self._stream(one) for _ in range(repeat)), key=lambda row: float(row["seconds"]))
@@ -87,10 +94,16 @@ class OfflineBench:
 
 
 @contextmanager
-def watching(core: EngineCore, advance: Callable[[int], None] = lambda count: None,
-             ) -> Iterator[list[tuple[float, I32]]]:  # fmt: skip
-    """Record the time and the handles of each step of `core` inside the block.
-    `advance`: called with the number of handles of each step."""
+def watching(
+    core: EngineCore,
+    advance: Callable[[int], None] = lambda count: None,
+) -> Iterator[list[tuple[float, I32]]]:
+    """Watch the steps of `core` inside the `with` block. Yield a list, which gets (time, handles) after each step.
+
+    time      seconds, of `time.perf_counter`
+    handles   for each new token of the step, the number (handle) of its request in the engine
+    advance   called after each step with the number of its new tokens
+    """
     steps: list[tuple[float, I32]] = []
     step = core.step
 
@@ -122,5 +135,7 @@ def _inter_token(steps: list[tuple[float, I32]]) -> dict[str, float]:
 def _percentiles(gaps: np.ndarray) -> dict[str, float]:
     """Return p50 and p99 in milliseconds of times in seconds; 0 without times."""
     values = np.percentile(gaps, (50, 99)) if len(gaps) else (0.0, 0.0)
-    return {f"inter_token_{name}_ms": round(1000 * float(value), 2)
-            for name, value in zip(("p50", "p99"), values, strict=True)}  # fmt: skip
+    return {
+        f"inter_token_{name}_ms": round(1000 * float(value), 2)
+        for name, value in zip(("p50", "p99"), values, strict=True)
+    }

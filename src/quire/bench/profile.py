@@ -20,25 +20,33 @@ class Event(NamedTuple):
 
 
 def profile_workload(bench: OfflineBench, work: Workload) -> dict[str, Any]:
-    """Run a workload twice and trace the second run. Return its row with the fields of `where_time_goes`.
-    A traced run takes longer."""
+    """Run a workload twice and trace the second run. Return the row of that run, with the fields of `where_time_goes`.
+
+    The times of the row are those of a traced run, which takes longer.
+    """
     from torch.profiler import ProfilerActivity, profile
 
     list(bench.throughput([work], 1))
     with profile(activities=[ProfilerActivity.CUDA]) as traced:
         (row,) = bench.throughput([work], 1)
     found = traced.profiler.kineto_results.events()  # traced.events() is slow
-    return row | where_time_goes(Event(event.name(), event.start_ns(), event.duration_ns()) for event in found
-                                 if event.device_type().name == "CUDA")  # fmt: skip
+    return row | where_time_goes(
+        Event(event.name(), event.start_ns(), event.duration_ns())
+        for event in found
+        if event.device_type().name == "CUDA"
+    )
 
 
 def where_time_goes(events: Iterable[Event]) -> dict[str, Any]:
-    """Return times of kernels and of the gaps between them. Shares are of the time from first start to last end.
+    """Return the times of kernels and of the gaps between them, as a dict with three entries.
 
-    kernels   name, calls, total_ms, share and us of each, most time first; overlapping kernels count in full
-    idle      total_ms and share of the time in which nothing ran
-    steps     of steps with the most common number of launches, which usually only decode: us_p50 from end to end;
-              gap_us_p50 and gap_us_p99 from the last kernel of a step to the first of the next. None without steps
+    kernels   name, calls, total_ms, share and us (per call) of each, most time first; overlapping ones count in full
+    idle      total_ms and share of the time in which nothing ran on the GPU
+    steps     us_p50: time from the end of a step to the end of the next; gap_us_p50, gap_us_p99: time from the last
+              kernel of a step to the first of the next. Only steps with the most common number of launches count, which
+              are usually decodes. None without steps
+
+    A share is a part of the time from the start of the first event to the end of the last.
     """
     ordered = sorted(events, key=lambda event: event.start)
     if not ordered:
@@ -51,9 +59,16 @@ def where_time_goes(events: Iterable[Event]) -> dict[str, Any]:
         calls[name] += 1
         times[name] += duration
     span = max(1, end - ordered[0].start)
-    kernels = [{"kernel": name, "calls": calls[name], "total_ms": round(spent / 1e6, 3),
-                "share": round(spent / span, 4), "us": round(spent / calls[name] / 1e3, 2)}
-               for name, spent in times.most_common()]  # fmt: skip
+    kernels = [
+        {
+            "kernel": name,
+            "calls": calls[name],
+            "total_ms": round(spent / 1e6, 3),
+            "share": round(spent / span, 4),
+            "us": round(spent / calls[name] / 1e3, 2),
+        }
+        for name, spent in times.most_common()
+    ]
     return {"kernels": kernels, "idle": {"total_ms": round(idle / 1e6, 3), "share": round(idle / span, 4)},
             "steps": _steps(ordered)}
 

@@ -30,8 +30,10 @@ BUSY = 0.8  # CPU share of the client above which it may be the bottleneck
 class Pace:
     """Pace of the requests.
 
-    rate              requests per second; inf = all at once;  burstiness  see `arrivals`
-    max_concurrency   requests at once, at most; None = no limit
+    rate              requests per second; inf: all at once
+    burstiness        1: a Poisson process; below 1: in bursts; above 1: more even (see `arrivals`)
+    max_concurrency   largest number of requests at once; None: no limit
+    seed              seed of the random arrival times
     """
 
     rate: float = math.inf
@@ -42,7 +44,10 @@ class Pace:
 
 @dataclass(kw_only=True)
 class LoadRun:
-    """Records of the finished requests, without those that Ctrl-C cut off."""
+    """Records of the finished requests of a run, with its wall time and the CPU time of the client, in seconds.
+
+    Requests that Ctrl-C cut off have no record; `interrupted` is then True.
+    """
 
     records: list[Record] = field(default_factory=list)
     seconds: float = 0.0
@@ -51,7 +56,12 @@ class LoadRun:
 
 
 async def drive(client: Client, asks: Sequence[Ask], pace: Pace, on_end: Callable[[], None] = lambda: None) -> LoadRun:
-    """Send every request at its time and wait for all. Ctrl-C ends the run early and keeps its records."""
+    """Send every request at its arrival time and wait for all. Return their records.
+
+    on_end   called after each finished request
+
+    Ctrl-C ends the run early; the records of finished requests are returned.
+    """
     run, stop = LoadRun(), asyncio.Event()
     gate = asyncio.Semaphore(pace.max_concurrency or len(asks) or 1)
     loop = asyncio.get_running_loop()
@@ -88,7 +98,10 @@ async def drive(client: Client, asks: Sequence[Ask], pace: Pace, on_end: Callabl
 
 
 def parse_goodput(pairs: Sequence[str]) -> dict[str, float]:
-    """Parse pairs like "ttft:200" to {name: milliseconds}; e2e means e2el. Raises `ConfigError`."""
+    """Parse pairs like "ttft:200" to {name: milliseconds}. Raises `ConfigError` for a pair of another form.
+
+    The names are ttft, tpot and e2el; "e2e" also means e2el.
+    """
     bounds = {}
     for pair in pairs:
         name, colon, value = pair.partition(":")

@@ -20,10 +20,11 @@ MAX_ERROR_BYTES, MAX_SENTENCE = 1 << 20, 500
 class Record:
     """Record of one request. Times are seconds on a monotonic clock.
 
-    late         seconds between its arrival time and the time it was sent
+    late         seconds from the request's arrival time until the client sent it
+    started, first, ended   times when the request was sent, when the first event with text came, and of the end
     gaps         seconds between successive events with text
-    num_output   tokens as the server counted them; without its count, the number of events (`counted` is False)
-    error        short kind of the error; None for none
+    num_output   output tokens by the server's count; if it sent no count, the number of events (`counted` is False)
+    error        short kind of the error; None: no error
     said         message of the error, from the server if it sent one
     """
 
@@ -52,7 +53,7 @@ class _Choice(msgspec.Struct):
     finish_reason: str | None = None
 
     def has_token(self) -> bool:
-        """Return True if the choice has text or calls, not only a role. Choices of text completions always have."""
+        """Return True if the choice has text or tool calls, not only a role. It is always True for text completions."""
         d = self.delta
         return d is None or bool(d.content or d.reasoning or d.reasoning_content or d.tool_calls)
 
@@ -73,7 +74,13 @@ _DECODER = msgspec.json.Decoder(_Event)
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """The server and the format of the requests. `extra` is merged into every body."""
+    """The server to measure and the format of the requests.
+
+    chat       True: requests are chat messages; False: text completions
+    extra      fields that are merged into every request body
+    timeout    seconds for a whole request
+    insecure   True: do not verify the TLS certificate
+    """
 
     base_url: str
     endpoint: str
@@ -135,7 +142,7 @@ class Client:
             raise ConfigError(f"{url} lists no model: name a model with --model.") from None
 
     async def send(self, ask: Ask, late: float = 0.0) -> Record:
-        """Run one request to its end. Errors of the server are not raised; they are in `Record.error`."""
+        """Run one request to its end. Server errors are not raised but kept in `Record.error`. `late`: see `Record`."""
         target = self.target
         body = msgspec.json.encode(target.body(ask))
         record = Record(started=perf_counter(), late=late)

@@ -32,7 +32,13 @@ class Ask:
 
 @dataclass(frozen=True, kw_only=True)
 class RandomLoad:
-    """Random prompts with a common prefix. Lengths are drawn from [len * (1 - ratio), len * (1 + ratio)]."""
+    """Random prompts behind a common prefix.
+
+    input_len, output_len       mean lengths, in tokens; the prefix is not counted
+    input_ratio, output_ratio   each length is drawn from [len * (1 - ratio), len * (1 + ratio)]
+    prefix_len                  tokens of the common prefix
+    as_text                     True: prompts are common English words, about a token each; False: token ids
+    """
 
     input_len: int = 1024
     output_len: int = 128
@@ -81,7 +87,8 @@ def _parse(line: str, where: str, output_len: int, chat: bool) -> Ask:
         prompt = row.get("messages") if chat and "messages" in row else row["prompt"]
         bound = int(row.get("max_tokens") or row.get("output_tokens") or output_len)
     except (ValueError, KeyError, AttributeError, TypeError):
-        raise ConfigError(f'{where}: not a JSON object with "prompt"{" or messages" if chat else ""}.') from None
+        raise ConfigError(f'{where}: not a JSON object with "prompt"{" or messages" if chat else ""}: '
+                          "correct the line.") from None
     if chat and isinstance(prompt, list) and not all(isinstance(message, dict) for message in prompt):
         raise ConfigError(f"{where}: token ids cannot be chat messages; use --backend openai.")
     return Ask(prompt=prompt, max_tokens=bound)

@@ -35,8 +35,13 @@ class Workload:
         return sum(map(len, self.prompts))
 
     def summary(self, seconds: float, produced: int) -> dict[str, Any]:
-        """Return the row of a result file: counts, seconds and tokens per second.
-        Raises ValueError when the number of output tokens is wrong, since such a run cannot be compared."""
+        """Return the row of a run for a result file: counts, seconds and tokens per second.
+
+        seconds    time of the run
+        produced   output tokens of the run
+
+        Raises ValueError when `produced` differs from the tokens asked for: such a run cannot be compared.
+        """
         asked = sum(self.outputs)
         if produced != asked:
             raise ValueError(f"{self.name}: {produced} tokens came out, {asked} were asked for.")
@@ -93,8 +98,9 @@ def fastest_run(llm: Any, make_params: Any, work: Workload, repeat: int) -> dict
     """Run a workload `repeat` times, each with an empty prefix cache. Return the row of the fastest run.
 
     The row also has `first_seconds`, the time of the first run.
-    llm           an offline class with `generate` and `reset_prefix_cache`
-    make_params   the class of its sampling parameters
+
+    llm           an offline engine, Quire's or vLLM's: it has `generate` and `reset_prefix_cache`
+    make_params   the engine's class of sampling parameters
     """
     params = [
         make_params(temperature=0.0, max_tokens=count, ignore_eos=True, detokenize=False) for count in work.outputs]
@@ -122,9 +128,11 @@ def model_folder(name: str) -> Path:
 
 
 def resolve_target(options: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-    """Return (name, engine options) of the model to measure.
-    A name of `bench/models` means that configuration with random weights and without a tokenizer. A folder or hub id is
-    loaded as it is. Options of the caller override these."""
+    """Return (name, engine options) of the model to measure, from the options of the command line.
+
+    A name of `bench/models` means that configuration with random weights and without a tokenizer, unless `options` says
+    otherwise. A folder or hub id is loaded as it is.
+    """
     model = options.get("model") or DEFAULT_MODEL
     if model in model_names() and not Path(model).is_dir():
         return model, DUMMY | options | {"model": str(model_folder(model))}
@@ -132,5 +140,5 @@ def resolve_target(options: dict[str, Any]) -> tuple[str, dict[str, Any]]:
 
 
 def printable(options: dict[str, Any]) -> dict[str, Any]:
-    """Return the options for a result file, without secrets and the path of the model."""
+    """Return `options` without secrets and without the path of the model, for a result file."""
     return {name: value for name, value in options.items() if name not in (*SECRET, "model")}

@@ -13,52 +13,84 @@ from typing import Any
 
 from quire.config.experts import MOE_KEYS, MoEArgs, read_moe
 from quire.config.keys import count, flag, names, positive, size
-from quire.config.latent import LATENT_FAMILIES, LATENT_KEYS, LatentArgs, read_latent
+from quire.config.latent import LATENT_KEYS, LatentArgs, read_latent
 from quire.config.rope import RopeArgs, read_rope, rope_settings
 from quire.contracts.errors import ModelError, ModelNotFound, UnsupportedModel
 
 DTYPES = ("float32", "bfloat16", "float16")
-EXTRA_LAYERS = ("deepseek_v3", "glm4_moe")  # families trained to predict more than one token (MTP)
 MOST_LAYERS = 4000  # thirty times those of the deepest models; a plan of more takes seconds
 
 
 @dataclass(frozen=True, kw_only=True)
+class Window:
+    """A family's rule for its sliding window.
+
+    default   value of sliding_window when config.json lacks the key
+    by_flag   True: sliding_window has an effect only with use_sliding_window=true
+    layers    layers with the window: "all"; or, without layer_types, "from" max_window_layers on, or "below" it
+    """
+
+    default: int | None = None
+    by_flag: bool = False
+    layers: str = "all"
+
+
+@dataclass(frozen=True, kw_only=True)
 class Family:
-    """Defaults of a model family for keys that config.json lacks, and the further keys that the family reads."""
+    """Defaults of a model family for keys that config.json lacks, and the further keys that the family reads.
+
+    qkv_bias, output_bias   biases of these projections; None: config.json decides, by its key attention_bias
+    qk_norm      RMS norm of queries and keys; None: config.json decides, by its key use_qk_norm
+    one_kv_head_each   True: num_key_value_heads may be missing; every head then has its own keys and values
+    experts      model family in `MOE_KEYS` with the same keys, defaults and routing of experts; "": no experts
+    latent       deepseek_v2 or deepseek_v3: latent attention (MLA) as in this family; "": grouped-query attention
+    keys         further keys of config.json that the family reads. Some switch a feature on by being listed here:
+                 attention_bias, mlp_bias, partial_rotary_factor, use_qk_norm, num_nextn_predict_layers (MTP layers,
+                 which are skipped; config.json may spell this key num_mtp_layers)
+    """
 
     architecture: str
-    qkv_bias: bool | None = False  # None: by the key attention_bias
+    qkv_bias: bool | None = False
     output_bias: bool | None = False
-    mlp_bias: bool | None = False
-    qk_norm: bool | None = False  # None: by the key use_qk_norm
-    default_window: int | None = None  # sliding_window when the key is missing
+    qk_norm: bool | None = False
+    one_kv_head_each: bool = False
+    experts: str = ""
+    latent: str = ""
+    window: Window = Window()
     default_head_dim: int | None = None  # None: hidden_size / heads
-    window_flag: bool = False  # sliding_window counts only with use_sliding_window
-    windowed: str = "all"  # layers with a window: "all"; without layer_types "from" max_window_layers on, or "below" it
     norm_eps: float = 1e-6  # when rms_norm_eps is missing
     theta: float = 10_000.0  # when rope_theta is
     rotated: float = 1.0  # part of each head that is rotated when partial_rotary_factor is missing
     keys: frozenset[str] = frozenset()
 
+    @property
+    def reads(self) -> frozenset[str]:
+        """All keys of config.json that this family reads and some other families do not."""
+        return self.keys | MOE_KEYS.get(self.experts, frozenset()) | (LATENT_KEYS if self.latent else frozenset())
+
 
 FAMILIES: Mapping[str, Family] = {
-    "llama": Family(architecture="LlamaForCausalLM", qkv_bias=None, output_bias=None, mlp_bias=None,
+    "llama": Family(architecture="LlamaForCausalLM", qkv_bias=None, output_bias=None, one_kv_head_each=True,
                     keys=frozenset({"attention_bias", "mlp_bias"})),
-    "mistral": Family(architecture="MistralForCausalLM", default_window=4096),
-    "qwen2": Family(architecture="Qwen2ForCausalLM", qkv_bias=True, default_window=4096, window_flag=True,
-                    windowed="from"),
-    "qwen3": Family(
-        architecture="Qwen3ForCausalLM", qkv_bias=None, output_bias=None, qk_norm=True, default_head_dim=128,
-        default_window=4096, window_flag=True, windowed="from", keys=frozenset({"attention_bias"})),
-    "mixtral": Family(architecture="MixtralForCausalLM", norm_eps=1e-5, theta=1e6, keys=MOE_KEYS["mixtral"]),
-    "qwen2_moe": Family(architecture="Qwen2MoeForCausalLM", qkv_bias=True, default_window=4096, window_flag=True,
-                        windowed="below", keys=MOE_KEYS["qwen2_moe"]),
+    "mistral": Family(architecture="MistralForCausalLM", window=Window(default=4096)),
+    "qwen2": Family(architecture="Qwen2ForCausalLM", qkv_bias=True,
+                    window=Window(default=4096, by_flag=True, layers="from")),
+    "qwen3": Family(architecture="Qwen3ForCausalLM", qkv_bias=None, output_bias=None, qk_norm=True,
+                    default_head_dim=128, window=Window(default=4096, by_flag=True, layers="from"),
+                    keys=frozenset({"attention_bias"})),
+    "mixtral": Family(architecture="MixtralForCausalLM", norm_eps=1e-5, theta=1e6, experts="mixtral"),
+    "qwen2_moe": Family(architecture="Qwen2MoeForCausalLM", qkv_bias=True,
+                        window=Window(default=4096, by_flag=True, layers="below"), experts="qwen2_moe"),
     "qwen3_moe": Family(architecture="Qwen3MoeForCausalLM", qkv_bias=None, output_bias=None, qk_norm=True,
-                        default_window=4096, window_flag=True, keys=MOE_KEYS["qwen3_moe"] | {"attention_bias"}),
-    "deepseek_v2": Family(architecture="DeepseekV2ForCausalLM", keys=MOE_KEYS["deepseek_v2"] | LATENT_KEYS),
-    "deepseek_v3": Family(architecture="DeepseekV3ForCausalLM", keys=MOE_KEYS["deepseek_v3"] | LATENT_KEYS),
+                        window=Window(default=4096, by_flag=True), experts="qwen3_moe",
+                        keys=frozenset({"attention_bias"})),
+    "deepseek_v2": Family(architecture="DeepseekV2ForCausalLM", one_kv_head_each=True, experts="deepseek_v2",
+                          latent="deepseek_v2"),
+    "deepseek_v3": Family(architecture="DeepseekV3ForCausalLM", one_kv_head_each=True, experts="deepseek_v3",
+                          latent="deepseek_v3", keys=frozenset({"num_nextn_predict_layers"})),
     "glm4_moe": Family(architecture="Glm4MoeForCausalLM", qkv_bias=None, qk_norm=None, norm_eps=1e-5, rotated=0.5,
-                       keys=MOE_KEYS["glm4_moe"] | {"attention_bias", "partial_rotary_factor", "use_qk_norm"}),
+                       experts="glm4_moe", keys=frozenset({"attention_bias", "partial_rotary_factor", "use_qk_norm",
+                                                           "num_nextn_predict_layers"})),
 }  # fmt: skip
 
 # Keys that every family reads, or that cannot change what inference computes.
@@ -93,10 +125,10 @@ MATH_KEYS: Mapping[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class ModelArgs:
-    """All arguments of a decoder model; no default is left to the model file.
+    """Arguments of a decoder model, complete: layers and kernels add no defaults of their own.
 
-    head_dim         dimensions of a query or key head;  rotary_dim  number of these that are rotated
-    attention_bias   q, k and v projections have a bias;  output_bias  o_proj has a bias
+    head_dim, rotary_dim          dimensions of a query or key head, and the number of these that RoPE rotates
+    attention_bias, output_bias   biases of the q, k and v projections, and of the o projection
     qk_norm          RMS norm over head_dim of q and k before rotation
     moe              mixture of experts; None: feed-forward layers only
     latent           multi-head latent attention; None: grouped-query attention
@@ -156,19 +188,18 @@ def parse_checkpoint_config(raw: Mapping[str, Any], source: str = "config.json")
     _refuse_math(keys, family, source)
     hidden = size(keys, "hidden_size", source)
     heads = size(keys, "num_attention_heads", source)
-    kv_heads = _kv_heads(keys, model_type, heads, source)
+    kv_heads = _kv_heads(keys, family, heads, source)
     max_positions = size(keys, "max_position_embeddings", source)
     layers = size(keys, "num_hidden_layers", source, most=MOST_LAYERS)
     rope, rope_notes = read_rope(keys, max_positions, source, family.theta)
     context = max(max_positions, rope.extended_positions)
     _refuse_window(keys, family, context, layers, source)
-    latent = read_latent(keys, model_type, rope, source)
+    latent = read_latent(keys, family.latent, rope, source)
     head_dim = latent.nope_dim + latent.rope_dim if latent else _head_dim(keys, family, hidden, heads, source)
     rotary_dim = latent.rope_dim if latent else _rotary_dim(keys, family, head_dim, rope, source)
     spelled = "num_mtp_layers" if "num_mtp_layers" in keys else "num_nextn_predict_layers"
-    extra = count(keys, spelled, 1, source, most=MOST_LAYERS) or 0 if model_type in EXTRA_LAYERS else 0
+    extra = count(keys, spelled, 1, source, most=MOST_LAYERS) or 0 if "num_nextn_predict_layers" in family.keys else 0
     bias = flag(keys, "attention_bias", source) if "attention_bias" in family.keys else False
-    mlp_bias = flag(keys, "mlp_bias", source) if "mlp_bias" in family.keys else False
     dtype, dtype_notes = _dtype(keys, source)
     return ModelArgs(
         model_type=model_type,
@@ -185,12 +216,12 @@ def parse_checkpoint_config(raw: Mapping[str, Any], source: str = "config.json")
         rope=rope,
         attention_bias=bias if family.qkv_bias is None else family.qkv_bias,
         output_bias=bias if family.output_bias is None else family.output_bias,
-        mlp_bias=mlp_bias if family.mlp_bias is None else family.mlp_bias,
+        mlp_bias=flag(keys, "mlp_bias", source) if "mlp_bias" in family.keys else False,
         qk_norm=flag(keys, "use_qk_norm", source) if family.qk_norm is None else family.qk_norm,
         tie_word_embeddings=flag(keys, "tie_word_embeddings", source) or headless,
         max_position_embeddings=context,
         dtype=dtype,
-        moe=read_moe(keys, model_type, layers, source),
+        moe=read_moe(keys, family.experts, layers, source),
         latent=latent,
         extra_layers=extra,
         notes=(*_notes(keys, family, layers, extra), *rope_notes, *dtype_notes,
@@ -219,30 +250,32 @@ def _find_family(keys: Mapping[str, Any], source: str) -> tuple[str, Family, boo
 def _refuse_math(keys: Mapping[str, Any], family: Family, source: str) -> None:
     activation = keys.get("hidden_act", "silu")
     if activation != "silu":
-        raise UnsupportedModel(f"{source}: hidden_act={activation!r} is not implemented (only 'silu').")
+        raise UnsupportedModel(f"{source}: hidden_act={activation!r} is not implemented: use a model with 'silu'.")
     for key, neutral in MATH_KEYS.items():
-        if key in keys and key not in family.keys and keys[key] not in neutral:
+        if key in keys and key not in family.reads and keys[key] not in neutral:
             shown = repr(keys[key]) if not isinstance(keys[key], (dict, list)) else "{...}"
-            raise UnsupportedModel(f"{source}: {key}={shown} changes the math and is not implemented.")
+            raise UnsupportedModel(f"{source}: {key}={shown} changes the math and is not implemented: "
+                                   "use another model.")
 
 
 def _refuse_window(keys: Mapping[str, Any], family: Family, context: int, layers: int, source: str) -> None:
     """Refuse an active sliding window shorter than the context: only full attention is implemented."""
     kinds = sorted(set(names(keys, "layer_types", source)) - {"full_attention"})
-    window = count(keys, "sliding_window", family.default_window, source)
+    window = count(keys, "sliding_window", family.window.default, source)
     active = window is not None and window < context
-    if family.window_flag:
+    if family.window.by_flag:
         limit = count(keys, "max_window_layers", None, source)
         reaches = {"all": True, "from": limit is None or limit < layers, "below": limit is None or limit > 0}
-        listed = family.windowed != "all" and keys.get("layer_types")
-        reached = bool(kinds) if listed else reaches[family.windowed]
+        listed = family.window.layers != "all" and keys.get("layer_types")
+        reached = bool(kinds) if listed else reaches[family.window.layers]
         active = active and bool(keys.get("use_sliding_window")) and reached
     if active:
         default = "" if "sliding_window" in keys else f" (missing, which means {window})"
         raise UnsupportedModel(f"{source}: sliding_window={window}{default} is shorter than the context of {context} "
-                               "tokens; sliding window attention is not implemented.")
-    if kinds and not (family.window_flag and kinds == ["sliding_attention"]):
-        raise UnsupportedModel(f"{source}: layer_types holds {kinds[0]!r}, which is not implemented.")
+                               "tokens; sliding window attention is not implemented: use another model.")
+    if kinds and not (family.window.by_flag and kinds == ["sliding_attention"]):
+        raise UnsupportedModel(f"{source}: layer_types holds {kinds[0]!r}, which is not implemented: use another "
+                               "model.")
 
 
 def _rotary_dim(keys: Mapping[str, Any], family: Family, head_dim: int, rope: RopeArgs, source: str) -> int:
@@ -251,23 +284,23 @@ def _rotary_dim(keys: Mapping[str, Any], family: Family, head_dim: int, rope: Ro
     if "partial_rotary_factor" not in family.keys:
         if nested.get("partial_rotary_factor", 1) not in (None, 1, 1.0):
             raise UnsupportedModel(f"{source}: partial_rotary_factor={nested['partial_rotary_factor']} is not "
-                                   "implemented for this family.")
+                                   "implemented for this family: use another model.")
         return head_dim
     part = positive({**keys, **nested}, "partial_rotary_factor", family.rotated, source)
     rotated = int(head_dim * part)
     if rotated % 2 or not 0 < rotated <= head_dim or (rotated < head_dim and rope.kind == "yarn"):
         raise UnsupportedModel(f"{source}: partial_rotary_factor={part} of {head_dim} dimensions is not implemented "
-                               f"with rope type {rope.kind!r}.")
+                               f"with rope type {rope.kind!r}: use another model.")
     return rotated
 
 
-def _kv_heads(keys: Mapping[str, Any], model_type: str, heads: int, source: str) -> int:
-    optional = model_type == "llama" or model_type in LATENT_FAMILIES
-    if keys.get("num_key_value_heads") is None and (optional or "num_key_value_heads" in keys):
+def _kv_heads(keys: Mapping[str, Any], family: Family, heads: int, source: str) -> int:
+    if keys.get("num_key_value_heads") is None and (family.one_kv_head_each or "num_key_value_heads" in keys):
         return heads
     kv_heads = size(keys, "num_key_value_heads", source)
     if heads % kv_heads:
-        raise ModelError(f"{source}: num_attention_heads={heads} is not a multiple of num_key_value_heads={kv_heads}.")
+        raise ModelError(f"{source}: num_attention_heads={heads} is not a multiple of num_key_value_heads={kv_heads}: "
+                         "correct the file.")
     return kv_heads
 
 
@@ -278,11 +311,11 @@ def _head_dim(keys: Mapping[str, Any], family: Family, hidden: int, heads: int, 
         head_dim = family.default_head_dim
     elif hidden % heads:
         raise ModelError(f"{source}: hidden_size={hidden} is not a multiple of num_attention_heads={heads}, and "
-                         "head_dim is missing.")
+                         "head_dim is missing: correct the file.")
     else:
         head_dim = hidden // heads
     if head_dim % 2:
-        raise ModelError(f"{source}: head_dim={head_dim} is odd; rotary positions need pairs.")
+        raise ModelError(f"{source}: head_dim={head_dim} is odd, and rotary positions need pairs: correct the file.")
     return head_dim
 
 
@@ -292,7 +325,7 @@ def _dtype(keys: Mapping[str, Any], source: str) -> tuple[str, tuple[str, ...]]:
         return "float32", ("config.json names no dtype: float32 is assumed",)
     name = str(value).removeprefix("torch.")
     if name not in DTYPES:
-        raise UnsupportedModel(f"{source}: dtype={value!r} is not implemented (one of {', '.join(DTYPES)}).")
+        raise UnsupportedModel(f"{source}: dtype={value!r} is not implemented: use a model in {', '.join(DTYPES)}.")
     return name, ()
 
 
@@ -303,5 +336,5 @@ def _notes(keys: Mapping[str, Any], family: Family, layers: int, extra: int) -> 
         last = f" to {layers + extra - 1}" if extra > 1 else ""
         yield (f"Multi-token-prediction (MTP) layers are skipped (layer {layers}{last} of the checkpoint): speculative "
                "decoding with them is not implemented yet")
-    if unknown := sorted(set(keys) - KNOWN_KEYS - family.keys - set(MATH_KEYS)):
+    if unknown := sorted(set(keys) - KNOWN_KEYS - family.reads - set(MATH_KEYS)):
         yield f"config.json has keys that are not known and were ignored: {', '.join(unknown)}"

@@ -9,10 +9,11 @@ from quire.contracts.errors import ConfigError
 
 def option(default: Any, help: str, *, flags: tuple[str, ...] = (), choices: tuple[str, ...] = (),
            least: float | None = None, above: float | None = None) -> Any:
-    """Make a dataclass field that becomes a command-line flag `--field-name`.
+    """Make a dataclass field that becomes a command-line flag `--field-name` with the default and the help text.
 
     flags          further spellings of the flag
-    least, above   bounds of a number, or of each number of a tuple
+    choices        allowed values; (): every value
+    least, above   a number, or each number of a tuple, must be at least `least` and larger than `above`
     """
     return field(default=default, metadata={
         "help": help, "flags": flags, "choices": choices, "least": least, "above": above})
@@ -76,6 +77,9 @@ class CacheConfig:
 
     block_size: int | None = option(None, "tokens per KV block (default: 32 on a CPU, 128 on a GPU)", least=1)
     kv_cache_memory_bytes: int | None = option(None, "exact size of the KV cache in bytes", least=1)
+    kv_cache_dtype: str = option("auto", "type of the KV cache; auto: of the computation, or FP8 if the checkpoint "
+                                 "says so; fp8 (fp8_e4m3) and fp8_e5m2 hold twice the tokens in the same memory",
+                                 choices=("auto", "fp8", "fp8_e4m3", "fp8_e5m2", *DTYPES[1:]))
     gpu_memory_utilization: float = option(0.92, "share of the GPU's memory for weights, activations, CUDA graphs and "
                                            "KV cache together; no effect on a CPU")
     num_gpu_blocks_override: int | None = option(None, "exact number of KV blocks", flags=("--num-blocks",), least=1)
@@ -98,11 +102,11 @@ class SchedulerConfig:
     watermark: float = option(0.01, "share of the KV blocks kept free when a request is admitted while others run")
 
     def sequences(self) -> int:
-        """Return the requests running at once. The default is at most the token budget; a GPU may change it."""
+        """Return max_num_seqs, or its default: 256, at most max_num_batched_tokens. A GPU's default may be larger."""
         return self.max_num_seqs or min(SEQUENCES, self.max_num_batched_tokens or SEQUENCES)
 
     def token_budget(self, default: int = CPU_TOKENS) -> int:
-        """Return the maximum number of tokens of a step. The default lets every running request advance."""
+        """Return max_num_batched_tokens; if not set, the larger of `default` and `sequences()`."""
         return self.max_num_batched_tokens or max(default, self.sequences())
 
 
@@ -114,13 +118,31 @@ class DeviceConfig:
                                  "servers", choices=DEVICES)
     num_threads: int | None = option(None, "CPU threads (default: all cores)", least=1)
     async_depth: int | None = option(None, "steps in flight; 2 plans one step ahead (default: 1 on a CPU, 2 on a GPU)")
-    enforce_eager: bool = option(False, "do not capture CUDA graphs: less memory and a faster start, but slower steps")
+    enforce_eager: bool = option(False, "run every step in Python: no CUDA graphs, no recorded CPU steps; less memory "
+                                        "and a faster start, but slower steps")
     cudagraph_capture_sizes: tuple[int, ...] = option(
         (), "numbers of tokens of a step for which CUDA graphs are captured (default: chosen by --max-num-seqs)",
         flags=("--cuda-graph-sizes",), least=1)
     max_cudagraph_capture_size: int | None = option(None, "largest number of tokens of a captured CUDA graph",
                                                     least=1)
     mock_step_ms: float = option(0.0, "duration of a step with device=mock, in milliseconds")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelConfig:
+    """Several devices."""
+
+    tensor_parallel_size: int = option(1, "devices that each hold a slice of every layer", flags=("-tp",), least=1)
+    pipeline_parallel_size: int = option(1, "stages of devices that each hold a range of layers", flags=("-pp",),
+                                         least=1)
+    pipeline_layer_partition: tuple[int, ...] = option(
+        (), "layers of each stage, as numbers that add up to the model's layers (vLLM's VLLM_PP_LAYER_PARTITION; "
+        "default: equal)", least=1)
+    enable_expert_parallel: bool = option(False, "distribute whole experts over the devices, not slices of each",
+                                          flags=("-ep",))
+    disable_custom_all_reduce: bool = option(False, "sum over GPUs through NCCL, not through memory that all map")
+    check_collectives: bool = option(False, "compare every exchange between ranks before it runs, and name the ranks "
+                                            "that differ; slow")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,6 +154,7 @@ class EngineConfig:
     cache: CacheConfig = CacheConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
     device: DeviceConfig = DeviceConfig()
+    parallel: ParallelConfig = ParallelConfig()
 
     @classmethod
     def from_flat(cls, **values: Any) -> "EngineConfig":
@@ -143,13 +166,13 @@ class EngineConfig:
 
 
 def flat_names() -> dict[str, str]:
-    """Return option name -> the component that holds the option."""
+    """Return option name -> the field of `EngineConfig` that holds the option: max_num_seqs -> scheduler."""
     default = EngineConfig()
     return {f.name: part.name for part in fields(default) for f in fields(getattr(default, part.name))}
 
 
 def by_part(values: Mapping[str, Any], known: Mapping[str, str]) -> dict[str, dict[str, Any]]:
-    """Group options by component. Raises `ConfigError` for an unknown option, with the nearest name."""
+    """Group options by part of the configuration; `known`: option -> part. Raises `ConfigError` if one is unknown."""
     parts: dict[str, dict[str, Any]] = {}
     for name, value in values.items():
         if name not in known:
@@ -184,7 +207,7 @@ def check_config(config: EngineConfig) -> None:
 
 
 def check_types(component: Any) -> None:
-    """Raise `ConfigError` for a value of the wrong type, or outside the option's choices or bounds."""
+    """Raise `ConfigError` if an option in `component` has a wrong type, or is outside its choices or bounds."""
     types = get_type_hints(type(component))
     for f in fields(component):
         choices, value = f.metadata["choices"], getattr(component, f.name)

@@ -14,7 +14,8 @@ Knows names and texts; `option_parsers.py` parses the texts.
 import difflib
 import os
 import re
-from collections.abc import Iterable
+import sys
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from quire.contracts.text_table import read_rows
@@ -37,29 +38,37 @@ def variable(option: str) -> str:
 
 
 def option_texts(options: Iterable[str]) -> dict[str, str]:
-    """Return option -> text of its variable, for variables that are set, not empty and not set by Kubernetes."""
+    """Return option -> text of its environment variable. Empty ones and those that Kubernetes sets are left out."""
     texts = {option: os.environ.get(variable(option), "") for option in options}
     return {option: text for option, text in texts.items() if text and not SERVICE_ADDRESS.fullmatch(text)}
 
 
 def hf_token() -> str | None:
-    """Return the hub token of the environment; None when there is none."""
+    """Return the token for the Hugging Face hub from HF_TOKEN; None when the variable is not set or empty."""
     return os.environ.get("HF_TOKEN") or None
 
 
 def client_key() -> str | None:
-    """Return the API key for requests to a server; None when the environment holds none."""
+    """Return the API key for requests to a server, from QUIRE_API_KEY or else OPENAI_API_KEY; None without both."""
     return os.environ.get(variable("api_key")) or os.environ.get("OPENAI_API_KEY") or None
 
 
 def child_variables() -> dict[str, str]:
-    """Return the environment of a child process: search paths, Python's variables, locale and time zone; no key."""
+    """Return the environment of a child process: search paths, Python's variables, locale and time zone.
+
+    API keys and other secrets are left out.
+    """
     return {name: text for name, text in os.environ.items()
             if name in ("PATH", "TZ", "LD_LIBRARY_PATH") or name.startswith(("PYTHON", "LC_", "LANG"))}
 
 
+def with_variables(more: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment variables of this process, with those in `more` added or replaced."""
+    return {**os.environ, **more}
+
+
 def unknown_variables(options: Iterable[str]) -> dict[str, str | None]:
-    """Return unread variables with our prefix -> the variable that was probably meant, or None."""
+    """Return each QUIRE_ variable that is set and unknown -> the known name nearest to it, or None."""
     known = [CACHE_DIR, CPU_WITHOUT, *map(variable, options)]
     found: dict[str, str | None] = {}
     for name, text in sorted(os.environ.items()):
@@ -73,7 +82,7 @@ def unknown_variables(options: Iterable[str]) -> dict[str, str | None]:
 
 
 def cache_folder() -> Path:
-    """Return the folder of files that Quire can make again.
+    """Return the folder of compiled kernels and other files that Quire creates again when they are missing.
 
     The folder may not exist yet. Without a home directory the path begins with "~".
     """
@@ -81,7 +90,7 @@ def cache_folder() -> Path:
 
 
 def cpu_without() -> frozenset[str]:
-    """Return the instruction sets that count as absent; an example of a lesser CPU can be made so."""
+    """Return the instruction sets in QUIRE_CPU_WITHOUT: Quire acts as if the CPU lacked them, to test lesser CPUs."""
     return frozenset(os.environ.get(CPU_WITHOUT, "").replace(",", " ").split())
 
 
@@ -97,7 +106,7 @@ def triton_cache_folder() -> Path:
 
 
 def environment_warnings(options: Iterable[str]) -> list[str]:
-    """Return warnings about variables that look meant for Quire and are not read; vLLM's variables share one line."""
+    """Return warnings about variables that Quire does not read, though their names look like its own or vLLM's."""
     known = list(options)
     lines = [f"{name} is not read by Quire." for name, near in unknown_variables(known).items() if near is None]
     lines += [f"{variable(option)} holds {text}, which Kubernetes sets for a service of this name: ignored."
@@ -122,7 +131,7 @@ def proxies() -> dict[str, str]:
 
 
 def hub_home() -> Path:
-    """Return the folder of the hub client, with its cache of models and its token."""
+    """Return the folder of the Hugging Face hub client, with its cache of models and its token."""
     if home := os.environ.get("HF_HOME"):
         return Path(home).expanduser()
     cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
@@ -130,13 +139,23 @@ def hub_home() -> Path:
 
 
 def hub_cache() -> Path:
-    """Return the folder in which the hub client keeps models."""
+    """Return the folder in which the Hugging Face hub client keeps downloaded models."""
     named = os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE")
     return Path(named).expanduser() if named else hub_home() / "hub"
 
 
 def hub_offline() -> bool:
-    """True when the environment tells the hub client to make no network call."""
+    """True when HF_HUB_OFFLINE or TRANSFORMERS_OFFLINE forbids network calls to the Hugging Face hub."""
     return any(os.environ.get(name, "").upper() in ("1", "TRUE", "YES", "ON")
                for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"))
 
+
+def rank_variables() -> dict[str, str]:
+    """Return the variables to add to the environment of ranks' processes; those that the user has set are left out.
+
+    They make ranks talk through the loopback interface, and switch NVLink multicast off.
+    """
+    wanted = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
+    if sys.platform == "linux":
+        wanted["GLOO_SOCKET_IFNAME"] = "lo"
+    return {name: value for name, value in wanted.items() if name not in os.environ}

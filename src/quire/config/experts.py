@@ -1,7 +1,7 @@
 """Reader of the mixture of experts (MoE) in config.json: the routing of tokens, and the experts.
 
-The model_type decides the order of routing operations, because files written by transformers leave out `scoring_func`,
-`topk_method` and `moe_layer_freq`. Where these keys are present, they must agree with the model_type. No torch.
+The family decides the order of routing operations, because files written by transformers leave out `scoring_func`,
+`topk_method` and `moe_layer_freq`. Where these keys are present, they must agree with the family. No torch.
 """
 
 from collections.abc import Mapping
@@ -40,7 +40,7 @@ class Routing:
 class MoEArgs:
     """Expert layers of a model.
 
-    expert_size    width of an expert's hidden layer;  shared_size  width of all shared experts together, 0: none
+    expert_size, shared_size   widths of the hidden layer of one expert, and of all shared experts together (0: none)
     shared_gate    the shared experts' output is multiplied by sigmoid(x @ gate) (Qwen2-MoE)
     router_float   True: router logits stay in float32; False: they are rounded to the model's dtype first
     layers         indices of the layers with experts; the others have a dense feed-forward layer
@@ -60,8 +60,9 @@ QWEN_KEYS = frozenset("num_experts num_local_experts num_experts_per_tok moe_int
 DEEPSEEK_KEYS = frozenset(
     "n_routed_experts num_local_experts num_experts_per_tok moe_intermediate_size n_shared_experts n_group topk_group "
     "norm_topk_prob routed_scaling_factor first_k_dense_replace moe_layer_freq mlp_layer_types scoring_func "
-    "topk_method".split())  # fmt: skip
-# Keys that each family reads; router_*, aux_* and ep_size matter only in training.
+    "topk_method".split()
+)
+# Keys that each kind of experts reads (`Family.experts`); router_*, aux_* and ep_size matter only in training.
 MOE_KEYS: Mapping[str, frozenset[str]] = {
     "mixtral": frozenset({"num_local_experts", "num_experts_per_tok"}),
     "qwen2_moe": QWEN_KEYS | {"shared_expert_intermediate_size"},
@@ -70,62 +71,86 @@ MOE_KEYS: Mapping[str, frozenset[str]] = {
 }
 
 
-def read_moe(keys: Mapping[str, Any], model_type: str, num_layers: int, source: str) -> MoEArgs | None:
-    """Return the experts of a config.json; None for families without experts. Raises ModelError or UnsupportedModel."""
-    if model_type not in MOE_KEYS:
+def read_moe(keys: Mapping[str, Any], kind: str, num_layers: int, source: str) -> MoEArgs | None:
+    """Return the expert layers that config.json describes; None without experts. `kind`: see `Family.experts`.
+
+    Raises ModelError or UnsupportedModel.
+    """
+    if kind not in MOE_KEYS:
         return None
     read_family = {"mixtral": _read_mixtral, "qwen2_moe": _read_qwen, "qwen3_moe": _read_qwen}
-    moe = read_family.get(model_type, _read_deepseek)(keys, model_type, num_layers, source)
+    moe = read_family.get(kind, _read_deepseek)(keys, kind, num_layers, source)
     layers, experts = len(moe.layers), moe.routing.num_experts
     if layers * experts > MOST_EXPERTS:
         raise ModelError(f"{source}: num_hidden_layers={num_layers}, {layers} of them with {experts} experts each: "
-                         f"{layers * experts} experts in all must be at most {MOST_EXPERTS}.")
+                         f"{layers * experts} experts in all, more than {MOST_EXPERTS}: correct the file.")
     return moe
 
 
-def _read_mixtral(keys: Mapping[str, Any], model_type: str, num_layers: int, source: str) -> MoEArgs:
+def _read_mixtral(keys: Mapping[str, Any], kind: str, num_layers: int, source: str) -> MoEArgs:
     routing = _routing(keys, source, "num_local_experts", scoring="softmax", normalize=True)
     return MoEArgs(routing=routing, expert_size=read.size(keys, "intermediate_size", source), shared_size=0,
                    shared_gate=False, router_float=False, layers=frozenset(range(num_layers)))
 
 
-def _read_qwen(keys: Mapping[str, Any], model_type: str, num_layers: int, source: str) -> MoEArgs:
+def _read_qwen(keys: Mapping[str, Any], kind: str, num_layers: int, source: str) -> MoEArgs:
     every = read.size(keys, "decoder_sparse_step", source, 1)
-    dense = read.checked(keys, "mlp_only_layers", source, lambda value: value is None or (
-        isinstance(value, list) and all(type(layer) is int for layer in value)), "a list of layers") or ()  # fmt: skip
+    dense = (
+        read.checked(
+            keys,
+            "mlp_only_layers",
+            source,
+            lambda value: value is None or (isinstance(value, list) and all(type(layer) is int for layer in value)),
+            "a list of layers",
+        )
+        or ()
+    )
     experts = "num_local_experts" if "num_local_experts" in keys and "num_experts" not in keys else "num_experts"
-    shared = model_type == "qwen2_moe"
+    shared = kind == "qwen2_moe"
     return MoEArgs(
-        routing=_routing(keys, source, experts, scoring="softmax",
-                         normalize=read.flag(keys, "norm_topk_prob", source)),
+        routing=_routing(keys, source, experts, scoring="softmax", normalize=read.flag(keys, "norm_topk_prob", source)),
         expert_size=read.size(keys, "moe_intermediate_size", source),
         shared_size=read.size(keys, "shared_expert_intermediate_size", source) if shared else 0,
-        shared_gate=shared, router_float=False,
+        shared_gate=shared,
+        router_float=False,
         layers=frozenset(i for i in range(num_layers) if (i + 1) % every == 0 and i not in dense),
-    )  # fmt: skip
+    )
 
 
-def _read_deepseek(keys: Mapping[str, Any], model_type: str, num_layers: int, source: str) -> MoEArgs:
-    old = model_type == "deepseek_v2"
+def _read_deepseek(keys: Mapping[str, Any], kind: str, num_layers: int, source: str) -> MoEArgs:
+    old = kind == "deepseek_v2"
     methods = ("greedy", "group_limited_greedy") if old else ("noaux_tc",)
     method = _agrees(keys, "topk_method", methods, source)
     scoring = _agrees(keys, "scoring_func", ("softmax",) if old else ("sigmoid",), source)
     normalize = read.flag(keys, "norm_topk_prob", source, not old)
     if old and normalize:
         raise UnsupportedModel(f"{source}: norm_topk_prob=true in a deepseek_v2 model is not implemented: published "
-                               "implementations disagree on what it means.")
+                               "implementations disagree on what it means. Use another model.")
     groups = method != "greedy"
-    num_groups = _groups(keys, "n_group", 8 if model_type == "deepseek_v3" else 1, source)
-    top_groups = _groups(keys, "topk_group", 4 if model_type == "deepseek_v3" else 1, source)
+    num_groups = _groups(keys, "n_group", 8 if kind == "deepseek_v3" else 1, source)
+    top_groups = _groups(keys, "topk_group", 4 if kind == "deepseek_v3" else 1, source)
     routing = _routing(
-        keys, source, "n_routed_experts", scoring=scoring, normalize=normalize, normalize_eps=0.0 if old else 1e-20,
-        bias=not old, group_score="max" if old else "top2",
-        num_groups=num_groups if groups else 1, top_groups=top_groups if groups else 1,
-        scaling=read.positive(keys, "routed_scaling_factor", 2.5 if model_type == "deepseek_v3" else 1.0, source),
-    )  # fmt: skip
+        keys,
+        source,
+        "n_routed_experts",
+        scoring=scoring,
+        normalize=normalize,
+        normalize_eps=0.0 if old else 1e-20,
+        bias=not old,
+        group_score="max" if old else "top2",
+        num_groups=num_groups if groups else 1,
+        top_groups=top_groups if groups else 1,
+        scaling=read.positive(keys, "routed_scaling_factor", 2.5 if kind == "deepseek_v3" else 1.0, source),
+    )
     width, shared = read.size(keys, "moe_intermediate_size", source), read.count(keys, "n_shared_experts", 1, source)
-    return MoEArgs(routing=routing, expert_size=width, shared_size=width * (shared or 0), shared_gate=False,
-                   router_float=True, layers=_sparse_layers(keys, model_type, num_layers, source))  # fmt: skip
+    return MoEArgs(
+        routing=routing,
+        expert_size=width,
+        shared_size=width * (shared or 0),
+        shared_gate=False,
+        router_float=True,
+        layers=_sparse_layers(keys, kind, num_layers, source),
+    )
 
 
 def _groups(keys: Mapping[str, Any], key: str, default: int, source: str) -> int:
@@ -133,14 +158,14 @@ def _groups(keys: Mapping[str, Any], key: str, default: int, source: str) -> int
     return 1 if keys.get(key, default) is None else read.size(keys, key, source, default)
 
 
-def _sparse_layers(keys: Mapping[str, Any], model_type: str, num_layers: int, source: str) -> frozenset[int]:
+def _sparse_layers(keys: Mapping[str, Any], kind: str, num_layers: int, source: str) -> frozenset[int]:
     kinds = read.names(keys, "mlp_layer_types", source)
     named = frozenset(i for i, kind in enumerate(kinds[:num_layers]) if kind == "sparse")
     if kinds and (len(kinds) < num_layers or set(kinds) - {"dense", "sparse"}):
         raise ModelError(f"{source}: mlp_layer_types must name {num_layers} layers, each dense or sparse.")
     if kinds and keys.get("first_k_dense_replace") is None:
         return named
-    dense = read.count(keys, "first_k_dense_replace", {"deepseek_v3": 3, "glm4_moe": 1}.get(model_type, 0), source) or 0
+    dense = read.count(keys, "first_k_dense_replace", {"deepseek_v3": 3, "glm4_moe": 1}.get(kind, 0), source) or 0
     every = read.size(keys, "moe_layer_freq", source, 1)
     counted = frozenset(i for i in range(dense, num_layers) if i % every == 0)
     if kinds and counted != named:
@@ -154,7 +179,7 @@ def _agrees(keys: Mapping[str, Any], key: str, known: tuple[str, ...], source: s
     value = known[0] if keys.get(key) is None else keys[key]
     if value not in known:
         raise UnsupportedModel(f"{source}: {key}={value!r} is not implemented for {keys.get('model_type')} "
-                               f"(one of {', '.join(known)}).")
+                               f"(only {', '.join(known)}): use another model.")
     return str(value)
 
 
@@ -166,15 +191,16 @@ def _routing(keys: Mapping[str, Any], source: str, experts_key: str, **rest: Any
     groups, kept = routing.num_groups, routing.top_groups
     for other in {"num_experts", "num_local_experts", "n_routed_experts"} & keys.keys():
         if keys[other] not in (None, experts):
-            raise ModelError(f"{source}: {other}={keys[other]!r} contradicts {experts_key}={experts}.")
+            raise ModelError(f"{source}: {other}={keys[other]!r} contradicts {experts_key}={experts}: correct the "
+                             "file.")
     if experts % groups:
-        raise ModelError(f"{source}: {experts_key}={experts} is not a multiple of n_group={groups}.")
+        raise ModelError(f"{source}: {experts_key}={experts} is not a multiple of n_group={groups}: correct the file.")
     if routing.group_score == "top2" and groups > 1 and experts // groups < 2:
         raise ModelError(f"{source}: n_group={groups} of {experts_key}={experts} leaves one expert to a group, and "
-                         "groups are compared by their best two.")
+                         "groups are compared by their best two: correct the file.")
     if kept > groups:
         raise ModelError(f"{source}: topk_group={kept} must be between 1 and n_group={groups}.")
     if top_k > kept * (experts // groups):
         raise ModelError(f"{source}: num_experts_per_tok={top_k} exceeds the {kept * (experts // groups)} experts that "
-                         "the chosen groups have.")
+                         "the chosen groups have: correct the file.")
     return routing

@@ -19,7 +19,7 @@ from quire.config.engine import EngineConfig
 from quire.config.env import environment_warnings
 from quire.config.option_parsers import COUNTS, LIST, METAVARS, option_parser, parse_counts, parse_item
 from quire.config.peer_flags import abbreviated
-from quire.config.serve import HttpConfig, ServeConfig, ServerConfig, server_names
+from quire.config.serve import ServerConfig, server_names, server_parts
 from quire.config.sources import FLAG, ORIGIN, Settings, from_keywords, gather, nearest
 from quire.contracts.errors import ConfigError
 from quire.contracts.text_table import read_rows
@@ -76,7 +76,7 @@ class FlagParser(argparse.ArgumentParser):
         if flag is None:
             return f"unexpected argument {unknown[0]!r}."
         known, whole = self._option_string_actions, abbreviated(flag.lstrip("-"))
-        near = difflib.get_close_matches(f"--{whole}" if whole else flag, known, n=1)
+        near = [f"--{whole}"] if f"--{whole}" in known else [] if whole else difflib.get_close_matches(flag, known, n=1)
         return f"unknown flag {flag}." + (f" Did you mean {near[0]}?" if near else "")
 
 
@@ -146,7 +146,7 @@ def _json_or_text(text: str) -> Any:
 
 
 def options_of(*components: type) -> Options:
-    """Yield (title of the component, field) for every option of the dataclasses, in order."""
+    """Yield (title of the group in --help, field) for every option of these dataclasses, in order."""
     for component in components:
         title = (component.__doc__ or component.__name__).splitlines()[0].rstrip(".")
         for option in fields(component):
@@ -154,14 +154,14 @@ def options_of(*components: type) -> Options:
 
 
 def engine_options() -> Options:
-    """Yield (title of the component, field) for every option of the engine, in order."""
+    """Yield (title of the group in --help, field) for every option of the engine, in order."""
     return options_of(*(type(part.default) for part in fields(EngineConfig)))
 
 
 def server_options() -> Options:
-    """Yield (title of the component, field) for every option of a server, the engine's first."""
+    """Yield (title of the group in --help, field) for every option of a server, the engine's first."""
     yield from engine_options()
-    yield from options_of(HttpConfig, ServeConfig)
+    yield from options_of(*server_parts().values())
 
 
 def flag_names(option: Field[Any]) -> tuple[str, ...]:
@@ -176,7 +176,7 @@ def add_engine_flags(parser: argparse.ArgumentParser, *, only: Collection[str] =
 
 
 def add_flags(parser: argparse.ArgumentParser, options: Options) -> None:
-    """Add a flag per option, grouped by title. A spelling that the command has for something else stays that."""
+    """Add a flag per option, grouped by title. A spelling that the parser has already keeps its old meaning."""
     groups: dict[str, Any] = {}
     for title, option in options:
         group = groups.get(title) or groups.setdefault(title, parser.add_argument_group(title))
@@ -185,12 +185,12 @@ def add_flags(parser: argparse.ArgumentParser, options: Options) -> None:
 
 
 def add_flag_table(parser: argparse.ArgumentParser, path: Path, prefix: str = "") -> None:
-    """Add the flags that a text file lists; they belong to no option of the engine. Rows of the file:
+    """Add the flags listed in the text file `path`, which are not engine options. Rows of the file:
 
-        --flag --other-spelling | one of ARGUMENTS and a name, or the choices | default in JSON, - for none | help
+        --flag --other-spelling | key of ARGUMENTS and metavar, or the choices | default in JSON, - for none | help
         title of the group that begins here
 
-    prefix   of their names in the namespace; with a prefix, flags that are not given stay out of the namespace
+    prefix   begins the flags' names in the namespace; with a prefix, flags that are not given stay out of the namespace
     """
     group: Any = parser
     for flags, *cells in read_rows(path):
@@ -209,7 +209,7 @@ def add_flag_table(parser: argparse.ArgumentParser, path: Path, prefix: str = ""
 
 
 def flag_settings(option: Field[Any]) -> dict[str, Any]:
-    """Return argparse's settings of an option: its name in the namespace, and an action by its type."""
+    """Return the keyword arguments of argparse's `add_argument` for an option, without its help."""
     settings: dict[str, Any] = {"dest": FLAG + option.name, "default": argparse.SUPPRESS}
     if option.type is bool:
         return settings | {"action": _Switch, "nargs": 0}
@@ -268,14 +268,17 @@ def add_model_argument(parser: argparse.ArgumentParser, default: str = "the bund
 
 
 def settings_of(namespace: argparse.Namespace, *, server: bool = False) -> Settings:
-    """Return the settings of a command line, the environment and the file of --config. Raises `ConfigError`."""
+    """Return the settings of the command line, the environment and the --config file. Raises `ConfigError`.
+
+    server   True: environment variables of server options count; False: only those of engine options
+    """
     options = list(server_options())
     own = {option.name for _, option in (server_options() if server else engine_options())}
     return gather(vars(namespace), [option for _, option in options], own)
 
 
 def given_options(namespace: argparse.Namespace) -> dict[str, Any]:
-    """Return the engine's options that were given as flags or in the environment, by flat name. Flags win.
+    """Return option name -> value of each given option. Flags win over the environment, which wins over --config.
 
     Raises `ConfigError` when a value in the environment does not parse, or two different models are named.
     """
@@ -283,14 +286,14 @@ def given_options(namespace: argparse.Namespace) -> dict[str, Any]:
 
 
 def engine_config(namespace: argparse.Namespace) -> EngineConfig:
-    """Return the configuration that a command line and the environment give. Raises `ConfigError`."""
+    """Return the configuration from the command line, the environment and the --config file. Raises `ConfigError`."""
     return EngineConfig.from_flat(**given_options(namespace))
 
 
 def keyword_config(model: str, given: Mapping[str, Any]) -> EngineConfig:
-    """Return the configuration that the arguments of `LLM` and `AsyncLLM` give. Raises `ConfigError`."""
+    """Return the configuration for the arguments of `LLM` or `AsyncLLM`. Raises `ConfigError` for a wrong argument."""
     settings = from_keywords(given, [option for _, option in engine_options()])
-    for option in [option for _, option in options_of(HttpConfig, ServeConfig) if option.name in settings.values]:
+    for option in [option for _, option in options_of(*server_parts().values()) if option.name in settings.values]:
         value = settings.values.pop(option.name)
         if value in (None, option.default):
             continue
@@ -309,7 +312,7 @@ def keyword_config(model: str, given: Mapping[str, Any]) -> EngineConfig:
 
 
 def server_config(settings: Settings) -> ServerConfig:
-    """Return the checked configuration of a server. Raises `ConfigError`."""
+    """Return the checked configuration of a server with these settings. Raises `ConfigError`."""
     return ServerConfig.from_flat(**settings.values)
 
 
@@ -338,7 +341,7 @@ def _help(option: Field[Any]) -> str:
 
 
 def reporting(parse: Callable[[str], Any]) -> Callable[[str], Any]:
-    """Return a parser whose ValueError argparse shows to the user."""
+    """Wrap `parse` so that argparse shows the text of its ValueError to the user."""
 
     def convert(text: str) -> Any:
         try:

@@ -9,19 +9,18 @@ from quire.config import keys as read
 from quire.config.rope import RopeArgs
 from quire.contracts.errors import ModelError, UnsupportedModel
 
-LATENT_FAMILIES = ("deepseek_v2", "deepseek_v3")
 LATENT_KEYS = frozenset("q_lora_rank kv_lora_rank qk_nope_head_dim qk_rope_head_dim qk_head_dim v_head_dim "
                         "rope_interleave attention_bias mlp_bias".split())
 
 
 @dataclass(frozen=True, kw_only=True)
 class LatentArgs:
-    """Sizes of the projections; P = nope_dim, R = rope_dim, V = v_dim, L = kv_rank.
+    """Sizes of multi-head latent attention; P = nope_dim, R = rope_dim, V = v_dim, L = kv_rank.
 
     q_rank     width of the compressed query; 0: queries come from one projection
     kv_rank    width of the compressed keys and values, which the cache keeps beside a rotated key of rope_dim
-    norm_eps   of both norms; always 1e-6, as in Hugging Face, for any value in config.json
-    scale      of the scores: (P + R)^-0.5, times YaRN's temperature squared where the config has mscale_all_dim
+    norm_eps   epsilon of the norms after compression; always 1e-6, as in Hugging Face, for any value in config.json
+    scale      of attention scores: (P + R)^-0.5, times YaRN's temperature squared where the config has mscale_all_dim
     interleaved   True: rotated pairs are (0, 1), (2, 3), ...; False: (0, R / 2), (1, R / 2 + 1), ...
     """
 
@@ -36,7 +35,7 @@ class LatentArgs:
 
     @property
     def break_even(self) -> float:
-        """Query rows per sequence above which expanding the latent costs less arithmetic than attending to it.
+        """Query tokens per sequence above which expanding the latent costs less arithmetic than attending to it.
 
         L (P + V) / ((2 L + R) - (P + R + V)); infinite when expanding to keys and values never costs less.
         """
@@ -44,26 +43,33 @@ class LatentArgs:
         return self.kv_rank * (self.nope_dim + self.v_dim) / saved if saved > 0 else float("inf")
 
 
-def read_latent(keys: Mapping[str, Any], model_type: str, rope: RopeArgs, source: str) -> LatentArgs | None:
-    """Return the latent attention of a config.json; None for other families. Raises ModelError or UnsupportedModel."""
-    if model_type not in LATENT_FAMILIES:
+def read_latent(keys: Mapping[str, Any], kind: str, rope: RopeArgs, source: str) -> LatentArgs | None:
+    """Return the latent attention (MLA) that config.json describes; None without it. `kind`: see `Family.latent`.
+
+    Raises ModelError or UnsupportedModel.
+    """
+    if not kind:
         return None
     for key in ("attention_bias", "mlp_bias"):
         if read.flag(keys, key, source):
-            raise UnsupportedModel(f"{source}: {key}=true is not implemented for {model_type}.")
+            raise UnsupportedModel(f"{source}: {key}=true is not implemented with latent attention: use another model.")
     nope, rotated = read.size(keys, "qk_nope_head_dim", source), read.size(keys, "qk_rope_head_dim", source)
     if rotated % 2:
-        raise ModelError(f"{source}: qk_rope_head_dim={rotated} is odd; rotary positions need pairs.")
+        raise ModelError(f"{source}: qk_rope_head_dim={rotated} is odd, and rotation needs pairs: correct the file.")
     heads, kv_heads = keys.get("num_attention_heads"), keys.get("num_key_value_heads")
     if kv_heads not in (None, heads):
         raise ModelError(f"{source}: num_key_value_heads={kv_heads} must equal num_attention_heads={heads}: every head "
-                         "has its own keys and values.")
-    if model_type == "deepseek_v2" and not read.flag(keys, "rope_interleave", source, True):
-        raise UnsupportedModel(f"{source}: rope_interleave=false is not implemented for deepseek_v2.")
+                         "has its own keys and values. Correct the file.")
+    if kind == "deepseek_v2" and not read.flag(keys, "rope_interleave", source, True):
+        raise UnsupportedModel(f"{source}: rope_interleave=false is not implemented for deepseek_v2: use another "
+                               "model.")
     temperature = 0.1 * (rope.mscale_all_dim or 0.0) * math.log(rope.factor) + 1.0
     return LatentArgs(
-        q_rank=read.count(keys, "q_lora_rank", 1536, source) or 0, kv_rank=read.size(keys, "kv_lora_rank", source, 512),
-        nope_dim=nope, rope_dim=rotated, v_dim=read.size(keys, "v_head_dim", source, 128),
+        q_rank=read.count(keys, "q_lora_rank", 1536, source) or 0,
+        kv_rank=read.size(keys, "kv_lora_rank", source, 512),
+        nope_dim=nope,
+        rope_dim=rotated,
+        v_dim=read.size(keys, "v_head_dim", source, 128),
         scale=(nope + rotated) ** -0.5 * temperature**2,
-        interleaved=model_type == "deepseek_v2" or read.flag(keys, "rope_interleave", source, True),
-    )  # fmt: skip
+        interleaved=kind == "deepseek_v2" or read.flag(keys, "rope_interleave", source, True),
+    )

@@ -6,41 +6,33 @@ The table of flags decides; a feature leaves this list when the table accepts it
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from quire.config.peer_flags import ON, refusal
+from quire.config.peer_flags import refusal
 from quire.config.placement import Parallel
 from quire.contracts.errors import UnsupportedModel
 
-EXPERTS = "--enable-expert-parallel"
-
 
 class Missing(NamedTuple):
-    """A missing feature, with the flag that asks for it, and the error message of `quire serve`."""
+    """A feature that is not implemented, and the error message of `quire serve` about its flag."""
 
     feature: str
     reason: str
 
 
 def missing_features(parallel: Parallel) -> tuple[Missing, ...]:
-    """Return everything that an engine of these sizes needs and does not have."""
-    asked = (
-        ("tensor parallelism", "-tp", str(parallel.tp)),
-        ("pipeline parallelism", "-pp", str(parallel.pp)),
-        ("data parallelism", "-dp", str(parallel.dp)),
-    )
+    """Return the features that this kind of parallelism needs and that Quire does not have yet."""
+    asked = (("data parallelism", "-dp", str(parallel.dp)),)
     found = [(f"{feature} ({flag} {text})", refusal(flag, text)) for feature, flag, text in asked]
-    if parallel.expert_ranks > 1:
-        found.append((f"expert parallelism ({EXPERTS})", refusal(EXPERTS, ON)))
     return tuple(Missing(feature, f"{reason.removesuffix('.')}.") for feature, reason in found if reason)
 
 
 def check_missing(missing: Sequence[Missing]) -> None:
-    """Refuse an engine that needs these features, in the words of the first. Raises UnsupportedModel."""
+    """Raise UnsupportedModel with the reason of the first missing feature; do nothing when there is none."""
     if missing:
         raise UnsupportedModel(missing[0].reason)
 
 
 def not_runnable(missing: Iterable[str]) -> str:
-    """Return the sentence about a plan that needs these features; "" where nothing is missing."""
+    """Return the sentence "Not runnable yet: ..." that names these missing features; "" when there is none."""
     *most, last = missing or [""]
     words = f"{', '.join(most)} and {last} are" if most else f"{last} is"
     return last and f"Not runnable yet: {words} not implemented; the plan below is what it would be."

@@ -76,7 +76,7 @@ def parse_list(text: str) -> tuple[str, ...]:
 
 
 def parse_item(text: str) -> tuple[str, ...]:
-    """Parse a single text, or a JSON list of strings. Raises ValueError."""
+    """Return a tuple with the text itself, or with the strings of a JSON list. Raises ValueError."""
     if not text.lstrip().startswith("["):
         return (text,)
     value = _parse_json(text)
@@ -91,7 +91,7 @@ def parse_counts(text: str) -> tuple[int, ...]:
 
 
 def parse_length(text: str) -> int | None:
-    """Parse a context length: a size; -1 or auto give None, the longest that model and memory allow."""
+    """Parse a context length such as 32k; -1 and auto give None: the longest that model and memory allow."""
     return None if text in AUTO else parse_size(text)
 
 
@@ -112,9 +112,9 @@ def parse_device(text: str) -> str:
 
 
 def parse_load_format(text: str) -> str:
-    """Parse a load format. Formats that read safetensors in another way give "safetensors".
+    """Parse a load format. vLLM's other readers of safetensors files, such as runai_streamer, give "safetensors".
 
-    Raises ValueError for quantized formats.
+    Raises ValueError for bitsandbytes and gguf.
     """
     if text in QUANTIZED_FORMATS:
         raise ValueError(f"{text!r} is not implemented: use safetensors, unquantized or in FP8, INT8, AWQ or GPTQ")
@@ -132,12 +132,12 @@ METAVARS: dict[Any, str] = {str: "TEXT", str | None: "TEXT", int: "N", int | Non
 
 
 def option_parser(option: Field[Any]) -> Callable[[str], Any]:
-    """Return the parser from a text to the option's value; the parser raises ValueError."""
+    """Return the parser from a text to a value of the option. The parser raises ValueError for a wrong text."""
     return OWN_PARSERS.get(option.name, PARSERS[option.type])
 
 
 def read_value(option: Field[Any], value: object) -> Any:
-    """Return the option's value for a YAML or JSON value; a text is parsed as in a flag. Raises ValueError."""
+    """Convert a YAML or JSON value to the option's value; strings are parsed like a flag's text. Raises ValueError."""
     kind = option.type
     if value is None and kind in OPTIONAL:
         return None

@@ -22,11 +22,12 @@ NOTHING = ("", "none", "null")  # values that never have an effect
 
 @dataclass(frozen=True, kw_only=True)
 class PeerFlag:
-    """A vLLM flag. `meaning` is one of MEANINGS, `takes` is one of NARGS.
+    """A vLLM flag and its meaning in Quire. `meaning` is one of MEANINGS, `takes` is a key of NARGS.
 
-    neutral   values without any effect (ON and OFF for a switch)
-    idle      further values of a refused flag that have no effect here; they get a note
-    option    our option that an alias sets;  values  their value -> ours (empty: the same texts)
+    neutral   values that ask for what Quire does anyway: accepted without a note, even if the flag is refused with
+              other values. The values of a switch are ON and OFF
+    idle      values of a refused flag that change something in vLLM and nothing in Quire: accepted with a note
+    option, values   of an alias: the Quire option that it sets, and {vLLM's value: Quire's} ({}: equal values)
     """
 
     names: tuple[str, ...]
@@ -64,7 +65,7 @@ PEER_FLAGS = tuple(_read(Path(__file__).with_suffix(".txt")))
 
 
 class Given(NamedTuple):
-    """A vLLM flag as the user gave it: its name in the table, its spelling, its value."""
+    """A vLLM flag as the user gave it: its main name, the spelling that was used, its value."""
 
     flag: str
     spelling: str
@@ -75,8 +76,8 @@ class Given(NamedTuple):
 class PeerOutcome:
     """Effect of the given vLLM flags.
 
-    values    our option that an alias sets -> (value, a text or what the table maps it to; spelling of the flag)
-    notes     a line for each flag that changes nothing;  refusals  a line for each refused flag
+    values            Quire option that a vLLM flag sets -> (value of the option, spelling of the flag)
+    notes, refusals   a line for each flag that changes nothing, and a line for each refused flag
     """
 
     values: dict[str, tuple[Any, str]] = field(default_factory=dict)
@@ -85,7 +86,7 @@ class PeerOutcome:
 
 
 def add_peer_flags(parser: argparse.ArgumentParser) -> None:
-    """Add every flag of the table that the parser lacks, without a line in its help."""
+    """Add to `parser` every vLLM flag in `peer_flags.txt` that the parser lacks. --help does not show these flags."""
     known = parser._option_string_actions
     for flag in PEER_FLAGS:
         names = [name for name in flag.names if name not in known]
@@ -113,7 +114,7 @@ def given_peer_flags(namespace: Mapping[str, Any]) -> list[Given]:
 
 
 def file_peer_flag(key: str, value: object) -> Given | None:
-    """Return a key of a file as a vLLM flag; None for another key, or for a flag that works in Quire."""
+    """Return the vLLM flag that a key of a --config file names; None for other keys and flags that work in Quire."""
     for flag in PEER_FLAGS:
         off = flag.takes == "switch" and key == f"no-{flag.name[2:]}"
         if flag.meaning == "works" or (f"--{key}" not in flag.names and not off):
@@ -129,7 +130,7 @@ def file_peer_flag(key: str, value: object) -> Given | None:
 
 
 def judge(given: Iterable[Given], *, besides: Iterable[Given] = ()) -> PeerOutcome:
-    """Return the effect of the given vLLM flags. Flags that are also in `besides` are skipped, because those win."""
+    """Return the effect of the vLLM flags in `given`. Flags that are also in `besides` are skipped: those win."""
     table = {flag.name: flag for flag in PEER_FLAGS}
     stronger = {other.flag for other in besides}
     outcome = PeerOutcome()
@@ -153,7 +154,7 @@ def judge(given: Iterable[Given], *, besides: Iterable[Given] = ()) -> PeerOutco
 
 
 def refusal(spelling: str, text: str) -> str:
-    """Return why Quire refuses or ignores a vLLM flag with the value `text`; "" if it accepts them.
+    """Return why Quire refuses a vLLM flag with this value, or why the flag changes nothing; "" for an accepted value.
 
     text   value of the flag; ON or OFF for a switch
     """
@@ -168,19 +169,19 @@ def _refusal(flag: PeerFlag, spelling: str, text: str) -> str:
 
 
 def abbreviated(name: str) -> str:
-    """Return the flag whose short form begins the name: tensor-parallel-size for tp-size, because of -tp; else ""."""
+    """Return the vLLM flag that `name` abbreviates: "tensor-parallel-size" for tp-size, because of -tp; "" for none."""
     short = f"-{name.partition('-')[0]}"
     return next((flag.name[2:] for flag in PEER_FLAGS if len(short) > 2 and short in flag.names), "")
 
 
 def refuse(refusals: Sequence[str]) -> None:
-    """Raise a `ConfigError` that names every refused flag; do nothing when there is none."""
+    """Raise a `ConfigError` that joins these messages about refused flags; do nothing when there is none."""
     if refusals:
         raise ConfigError("; ".join(refusals) + ".")
 
 
 def has_no_effect(flag: PeerFlag, text: str) -> bool:
-    """True when this value of the flag has no effect (1 device, "auto", {})."""
+    """True when `text`, as value of the flag, asks for what Quire does anyway (1 device, "auto", {})."""
     if flag.takes == "switch":
         return text in flag.neutral
     return text.lower() in NOTHING or _is_among(text, flag.neutral)

@@ -1,16 +1,16 @@
-"""The layers, heads and experts that each rank of a parallel engine holds, and the messages between ranks.
+"""The layers, heads and experts that each rank of a parallel engine holds, and the groups of ranks.
 
 Pure arithmetic over a model's arguments. Layers are divided as in Megatron-LM (Shoeybi et al., 2019). Whole experts are
 divided among ranks across the replicas of attention, as in DeepSeek-V3 (2024, section 3.4). No torch.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from quire.config.checkpoint import ModelArgs
+from quire.config.engine import ParallelConfig
 from quire.contracts.errors import ConfigError
 
-LOGIT_BYTES = 4  # float32
 MOST_RANKS = 4096  # of a plan
 
 
@@ -21,6 +21,7 @@ class Parallel:
     tp        ranks that each hold a slice of every layer (tensor parallelism)
     pp        stages that each hold a range of layers (pipeline parallelism)
     dp        replicas of attention, each with its own requests (data parallelism)
+    layers    number of layers of each stage; (): divided equally, see `stages`
     experts   True: each of the tp x dp ranks of a stage holds whole experts; False: a slice of every expert
     """
 
@@ -28,6 +29,7 @@ class Parallel:
     pp: int = 1
     dp: int = 1
     experts: bool = False
+    layers: tuple[int, ...] = ()
 
     def __str__(self) -> str:
         sizes = (("-tp", self.tp), ("-pp", self.pp), ("-dp", self.dp))
@@ -48,11 +50,26 @@ class Parallel:
 ALONE = Parallel()
 
 
+def parallel_sizes(config: ParallelConfig) -> Parallel:
+    """Return the sizes of parallelism that the options of `config` ask for."""
+    return Parallel(tp=config.tensor_parallel_size, pp=config.pipeline_parallel_size,
+                    experts=config.enable_expert_parallel, layers=config.pipeline_layer_partition)  # fmt: skip
+
+
+def check_one_device(config: ParallelConfig, command: str) -> None:
+    """Raise `ConfigError` if there are several ranks: `command` needs the whole model in its own process."""
+    if (parallel := parallel_sizes(config)).size > 1:
+        raise ConfigError(f"{parallel}: `{command}` cannot run with several ranks, because it looks into the model of "
+                          "its own process. Leave these options out, or use `quire trace`, which follows a request "
+                          "into every rank.")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Rank:
     """The part of a model that a rank holds. Ranges are half-open.
 
-    number     counts the ranks of a stage first, then stages, then replicas
+    number     counts the ranks of a stage first, then stages, then replicas (of attention)
+    place      index in the tensor-parallel group
     kv_heads   several ranks hold the same heads when there are fewer heads than ranks
     """
 
@@ -71,28 +88,12 @@ class Rank:
 
     @property
     def kind(self) -> tuple[object, ...]:
-        """A key that is equal for ranks that hold equal amounts of everything."""
+        """Key that is equal for ranks with the same layers and the same numbers of KV heads and experts."""
         return self.layers, *(end - start for start, end in (self.kv_heads, self.experts))
 
 
-@dataclass(frozen=True)
-class Collective:
-    """A message between the ranks of a group, sent `times` per step.
-
-    message_bytes   size of a rank's send buffer for each of its own tokens (or rows, see `per`). The bytes on the wire
-                    differ, because they depend on the algorithm
-    """
-
-    kind: str
-    where: str
-    group: str
-    message_bytes: int
-    times: int = 1
-    per: str = "token"
-
-
 def check_parallel(args: ModelArgs, parallel: Parallel) -> None:
-    """Raise `ConfigError` for sizes that do not divide the model."""
+    """Raise `ConfigError` for sizes of parallelism by which this model cannot be divided."""
     tp, kv = parallel.tp, args.num_kv_heads
     if min(tp, parallel.pp, parallel.dp) < 1:
         raise ConfigError(f"{parallel}: a size must be at least 1.")
@@ -107,6 +108,12 @@ def check_parallel(args: ModelArgs, parallel: Parallel) -> None:
     if parallel.pp > args.num_layers:
         raise ConfigError(f"-pp {parallel.pp}: the model has only {args.num_layers} layers, and every stage needs a "
                           f"layer: use -pp {args.num_layers} at most.")
+    given = parallel.layers
+    if given and (len(given) != parallel.pp or sum(given) != args.num_layers):
+        words, layers = ",".join(map(str, given)), args.num_layers
+        raise ConfigError(f"pipeline_layer_partition={words}: {len(given)} stages with {sum(given)} layers do not fit "
+                          f"-pp {parallel.pp} and the model's {layers} layers: give {parallel.pp} numbers that add up "
+                          f"to {layers}.")
     if parallel.experts and args.moe is None:
         raise ConfigError("--enable-expert-parallel: this model has no experts: leave it out.")
     if args.moe and parallel.expert_ranks > args.moe.routing.num_experts:
@@ -117,19 +124,25 @@ def check_parallel(args: ModelArgs, parallel: Parallel) -> None:
 def _sizes(args: ModelArgs) -> str:
     """Return the sizes of tensor parallelism that fit the model, in words."""
     heads, kv = args.num_heads, args.num_kv_heads
-    fitting = [str(tp) for tp in range(1, heads + 1)
-               if heads % tp == 0 and (args.latent is not None or kv % tp == 0 or tp % kv == 0)]  # fmt: skip
+    fitting = [
+        str(tp)
+        for tp in range(1, heads + 1)
+        if heads % tp == 0 and (args.latent is not None or kv % tp == 0 or tp % kv == 0)
+    ]
     return f"use -tp {' or '.join(filter(None, (', '.join(fitting[:-1]), fitting[-1])))}"
 
 
 def stages(num_layers: int, pp: int) -> tuple[tuple[int, int], ...]:
     """Return the layer range of each stage. All stages get equally many layers.
 
-    The remaining layers go to the stages just before the last one, because the last one also has the head.
+    The remaining layers go to the stages just before the last one, because the last one also has the LM head.
     """
     each, left = divmod(num_layers, pp)
-    sizes = [each + (pp - 1 - left <= stage < pp - 1) for stage in range(pp)]
-    return tuple((sum(sizes[:stage]), sum(sizes[: stage + 1])) for stage in range(pp))
+    return _ranges([each + (pp - 1 - left <= stage < pp - 1) for stage in range(pp)])
+
+
+def _ranges(sizes: Sequence[int]) -> tuple[tuple[int, int], ...]:
+    return tuple((sum(sizes[:stage]), sum(sizes[: stage + 1])) for stage in range(len(sizes)))
 
 
 def share(count: int, parts: int, index: int) -> tuple[int, int]:
@@ -139,41 +152,52 @@ def share(count: int, parts: int, index: int) -> tuple[int, int]:
     return first, first + each + (index < left)
 
 
+def vocabulary_share(size: int, parts: int, index: int) -> tuple[int, int]:
+    """Return the range of a vocabulary of `size` ids that part `index` holds.
+
+    Parts begin at multiples of 4, because the sampler draws noise for four ids at a time. They are equal where that is
+    possible, else they begin at multiples of 64 (of 4 in a small vocabulary), and the first ones are larger.
+    """
+    if size % (4 * parts) == 0:
+        return index * (size // parts), (index + 1) * (size // parts)
+    unit = 64 if size >= 64 * parts else 4
+    first, end = share(-(-size // unit), parts, index)
+    return min(first * unit, size), min(end * unit, size)
+
+
 def ranks(args: ModelArgs, parallel: Parallel) -> Iterator[Rank]:
     """Yield every rank, in the order of their numbers."""
     kv, num_experts = min(args.num_kv_heads, parallel.tp), args.moe.routing.num_experts if args.moe else 0
-    held = stages(args.num_layers, parallel.pp)
+    held = _ranges(parallel.layers) if parallel.layers else stages(args.num_layers, parallel.pp)
     for number in range(parallel.size):
         replica, rest = divmod(number, parallel.pp * parallel.tp)
         stage, place = divmod(rest, parallel.tp)
         among = replica * parallel.tp + place if parallel.experts else 0
         yield Rank(
-            number=number, replica=replica, stage=stage, place=place, layers=held[stage],
+            number=number,
+            replica=replica,
+            stage=stage,
+            place=place,
+            layers=held[stage],
             heads=share(args.num_heads, parallel.tp, place),
             kv_heads=(0, 1) if args.latent else share(args.num_kv_heads, kv, place * kv // parallel.tp),
-            experts=share(num_experts, parallel.expert_ranks, among), first=stage == 0, last=stage == parallel.pp - 1,
-            tp=parallel.tp, whole_experts=parallel.experts,
-        )  # fmt: skip
+            experts=share(num_experts, parallel.expert_ranks, among),
+            first=stage == 0,
+            last=stage == parallel.pp - 1,
+            tp=parallel.tp,
+            whole_experts=parallel.experts,
+        )
 
 
-def collectives(args: ModelArgs, parallel: Parallel, item_bytes: int, spread: str) -> Iterator[Collective]:
-    """Yield the messages between ranks, in the order of a step.
+def tp_members(parallel: Parallel) -> Iterator[list[int]]:
+    """Yield the numbers of the ranks of each tensor-parallel group."""
+    for first in range(0, parallel.size, parallel.tp):
+        yield list(range(first, first + parallel.tp))
 
-    item_bytes   bytes of an activation;  spread  name of the dispatcher that brings tokens to experts of other replicas
-    """
-    row, tp, moe = args.hidden_size * item_bytes, parallel.tp, args.moe
-    if tp > 1:
-        yield Collective("all-reduce", "embedding", "tp", row)
-        yield Collective("all-reduce", "attention output", "tp", row, args.num_layers)
-        yield Collective("all-reduce", "feed-forward output", "tp", row, args.num_layers)
-    if moe and parallel.dp > 1 and parallel.experts:
-        direct = spread == "all-to-all"
-        copies = min(moe.routing.top_k, parallel.expert_ranks)  # of a token, at most one to a rank
-        for kind, where, rows in (("all-gather", "tokens to experts", 1),
-                                  ("reduce-scatter", "experts' outputs back", parallel.dp)):  # fmt: skip
-            yield Collective(spread if direct else kind, where, "ep" if direct else "dp",
-                             row * (copies if direct else rows), len(moe.layers))
-    if parallel.pp > 1:
-        yield Collective("send/recv", "between stages", "pp", row, parallel.pp - 1)
-    if tp > 1:
-        yield Collective("gather", "logits", "tp", -(-args.vocab_size // tp) * LOGIT_BYTES, per="sampled row")
+
+def pp_members(parallel: Parallel) -> Iterator[list[int]]:
+    """Yield the numbers of the ranks of each pipeline, in the order of stages."""
+    each = parallel.tp * parallel.pp
+    for replica in range(parallel.dp):
+        for place in range(parallel.tp):
+            yield [replica * each + stage * parallel.tp + place for stage in range(parallel.pp)]

@@ -1,6 +1,7 @@
 """Pure functions that make the choices which depend on model, options and hardware. They return printable plans."""
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from quire.config.engine import CacheConfig, ModelConfig
 from quire.contracts.blocks import KVComponent, KVGeometry, KVGroup
@@ -17,7 +18,7 @@ ALIASES = {"half": "float16", "float": "float32"}
 class DTypePlan:
     """The dtype of activations and KV cache, and the reason for it.
 
-    weights   dtype of the matrices, where kernels can read them in another one; "": the same
+    weights   dtype of stored matrices that kernels convert as they read them; "": the same dtype
     """
 
     dtype: str
@@ -27,7 +28,7 @@ class DTypePlan:
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceBudget:
-    """Shares of a GPU's memory in bytes, printed as one line. `outside` is held by other processes."""
+    """Shares of a GPU's memory in bytes. `working`: activations and CUDA graphs; `outside`: other processes."""
 
     total: int
     utilization: float
@@ -87,16 +88,16 @@ def resolve_dtype(requested: str, checkpoint: str, has_bf16_units: bool, device:
 def resolve_geometry(
     components: tuple[KVComponent, ...], num_layers: int, block_size: int | None, default: int = CPU_BLOCK_SIZE
 ) -> KVGeometry:
-    """Return the page: components of every layer for `block_size` tokens (None: `default`, the kernel's best size)."""
+    """Return the layout of KV blocks: `components` (keys, values) of all layers, `block_size` or `default` tokens."""
     group = KVGroup(layers=tuple(range(num_layers)), components=components)
     return KVGeometry(block_size=block_size or default, groups=(group,))
 
 
 def check_cpu_weights(weights: int, free_bytes: int, dtype: str) -> None:
-    """Raise `ConfigError` when `weights` bytes exceed the free memory. `dtype` is the weights' ("": quantized)."""
+    """Raise `ConfigError` when `weights` bytes exceed `free_bytes`. `dtype` of the weights; "": quantized."""
     if weights >= free_bytes:
         less = "use dtype=bfloat16 (--dtype bfloat16), which halves them, or " if dtype == "float32" else ""
-        raise ConfigError(f"{_bytes(weights)} of weights{' in ' * bool(dtype)}{dtype} exceed the {_bytes(free_bytes)} "
+        raise ConfigError(f"{as_gib(weights)} of weights{' in ' * bool(dtype)}{dtype} exceed the {as_gib(free_bytes)} "
                           f"of free memory: {less}choose a smaller model, or end other programs.")
 
 
@@ -105,10 +106,10 @@ def resolve_memory(
 ) -> MemoryPlan:
     """Size the KV cache and the context length.
 
-    context      the model's longest sequence in tokens;  free_bytes  memory free after the weights
-    By default the cache takes a quarter of the free memory. It takes less when all slots at full length need less, and
-    more when a sequence of the given max_model_len needs more. An unset max_model_len shrinks until it fits. Raises
-    `ConfigError` with the numbers when a given max_model_len, or cache and slot tables together, do not fit.
+    context, free_bytes   the model's longest sequence in tokens, and the memory that is free after the weights
+    By default the cache takes a quarter of the free memory. It takes less when max_num_seqs sequences of full length
+    need less, and more when a sequence of the given max_model_len needs more. An unset max_model_len shrinks until it
+    fits. Raises `ConfigError` when a given max_model_len, or cache and the tables of requests together, do not fit.
     """
     asked = model.max_model_len
     check_context(model, context)
@@ -117,14 +118,14 @@ def resolve_memory(
     if asked and source.startswith(QUARTER) and num_blocks < geometry.request_blocks(asked):  # the default share grows
         room = free_bytes - max_num_seqs * slot_bytes(asked, geometry)
         if (most := min(geometry.request_blocks(asked), room // geometry.page_bytes - 1)) > num_blocks:
-            num_blocks, source, remedy = most, f"the {_bytes(free_bytes)} of free memory", "end other programs"
+            num_blocks, source, remedy = most, f"the {as_gib(free_bytes)} of free memory", "end other programs"
     if num_blocks < len(geometry.groups):
-        raise ConfigError(f"the KV cache ({source}) does not hold one block of {_bytes(geometry.page_bytes)}: "
+        raise ConfigError(f"the KV cache ({source}) does not hold one block of {as_gib(geometry.page_bytes)}: "
                           f"{remedy}, or choose a smaller model.")
     notes: tuple[str, ...] = ()
     if geometry.most_tokens(num_blocks) < length:
         if asked is not None:
-            needed, given = (_bytes(n * geometry.page_bytes) for n in (geometry.request_blocks(length), num_blocks))
+            needed, given = (as_gib(n * geometry.page_bytes) for n in (geometry.request_blocks(length), num_blocks))
             raise ConfigError(f"max_model_len={asked} needs {needed} of KV cache, and {source} gives {given}: lower "
                               f"max_model_len to {geometry.most_tokens(num_blocks)}, or {remedy}.")
         length = geometry.most_tokens(num_blocks)
@@ -133,6 +134,13 @@ def resolve_memory(
     _check_free(source, kv_bytes, max_num_seqs, slot_bytes(length, geometry), free_bytes)
     return MemoryPlan(geometry=geometry, num_blocks=num_blocks, max_model_len=length, kv_bytes=kv_bytes,
                       free_bytes=free_bytes, notes=notes)
+
+
+def shared_sizes(sizes: Sequence[MemoryPlan]) -> list[MemoryPlan]:
+    """Return the plans of all ranks, changed to the fewest KV blocks and the shortest context of any rank."""
+    blocks, length = min(one.num_blocks for one in sizes), min(one.max_model_len for one in sizes)
+    return [replace(one, num_blocks=blocks, max_model_len=length, kv_bytes=(blocks + 1) * one.geometry.page_bytes)
+            for one in sizes]  # fmt: skip
 
 
 def check_context(model: ModelConfig, context: int) -> None:
@@ -144,18 +152,18 @@ def check_context(model: ModelConfig, context: int) -> None:
 
 
 def slot_bytes(max_model_len: int, geometry: KVGeometry) -> int:
-    """Return the bytes of a slot in the tables: its columns, and 4 bytes per token of history and block table entry."""
+    """Return the bytes that tables keep for a running request: SLOT_BYTES, and 4 for each token and each block."""
     return SLOT_BYTES + 4 * (max_model_len + geometry.request_blocks(max_model_len))
 
 
 def _check_free(source: str, kv_bytes: int, num_slots: int, bytes_per_slot: int, free_bytes: int) -> None:
     if kv_bytes > free_bytes:
-        raise ConfigError(f"{source} asks for {_bytes(kv_bytes)} of KV cache, and {_bytes(free_bytes)} of memory are "
+        raise ConfigError(f"{source} asks for {as_gib(kv_bytes)} of KV cache, and {as_gib(free_bytes)} of memory are "
                           f"free: lower {source}.")
     tables = num_slots * bytes_per_slot
     if kv_bytes + tables > free_bytes:
-        raise ConfigError(f"max_num_seqs={num_slots} needs {_bytes(tables)} of tables beside {_bytes(kv_bytes)} of KV "
-                          f"cache, and {_bytes(free_bytes)} of memory are free: lower max_num_seqs or max_model_len.")
+        raise ConfigError(f"max_num_seqs={num_slots} needs {as_gib(tables)} of tables beside {as_gib(kv_bytes)} of KV "
+                          f"cache, and {as_gib(free_bytes)} of memory are free: lower max_num_seqs or max_model_len.")
 
 
 def _budget(geometry: KVGeometry, cache: CacheConfig, useful: int, free_bytes: int) -> tuple[int, str, str]:
@@ -165,9 +173,10 @@ def _budget(geometry: KVGeometry, cache: CacheConfig, useful: int, free_bytes: i
     if cache.kv_cache_memory_bytes is not None:
         blocks = cache.kv_cache_memory_bytes // geometry.page_bytes - 1
         return blocks, "kv_cache_memory_bytes", "raise kv_cache_memory_bytes"
-    source = f"{QUARTER} of the {_bytes(free_bytes)} of free memory"
+    source = f"{QUARTER} of the {as_gib(free_bytes)} of free memory"
     return min(free_bytes // 4 // geometry.page_bytes - 1, useful), source, "set kv_cache_memory_bytes"
 
 
-def _bytes(count: int) -> str:
+def as_gib(count: int) -> str:
+    """Return a size in words, in GiB or MiB."""
     return f"{count / GIB:.2f} GiB" if count >= GIB // 10 else f"{count / 2**20:.2f} MiB"

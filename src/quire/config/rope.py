@@ -47,7 +47,7 @@ class RopeArgs:
 def rope_settings(keys: Mapping[str, Any], source: str) -> dict[str, Any]:
     """Return the rotary settings of config.json. `rope_scaling` wins over `rope_parameters`, as in Hugging Face.
 
-    Raises as `read_rope`.
+    Raises ModelError for a setting that is an object, UnsupportedModel for settings that differ by layer.
     """
     found: dict[str, Any] = {}
     for key in ("rope_parameters", "rope_scaling"):
@@ -57,7 +57,7 @@ def rope_settings(keys: Mapping[str, Any], source: str) -> dict[str, Any]:
                 continue
             where = f"{source}: {key}.{inner}={value!r}"
             if inner in _KNOWN:
-                raise ModelError(f"{where} must be a number, a name, true or false.")
+                raise ModelError(f"{where} is an object: it must be a number, a text, true or false. Correct the file.")
             raise UnsupportedModel(f"{where}: rope settings that differ by layer are not implemented.")
         found = raw or found
     return found
@@ -101,9 +101,13 @@ def _llama3(raw: Mapping[str, Any], theta: float, factor: float, original: int, 
     if high <= low:
         raise ModelError(f"{source}: high_freq_factor={high} must be above low_freq_factor={low}.")
     return RopeArgs(
-        theta=theta, kind="llama3", factor=factor, low_freq_factor=low, high_freq_factor=high,
+        theta=theta,
+        kind="llama3",
+        factor=factor,
+        low_freq_factor=low,
+        high_freq_factor=high,
         original_max_position=original,
-    )  # fmt: skip
+    )
 
 
 def _yarn(raw: Mapping[str, Any], theta: float, factor: float, original: int, source: str) -> RopeArgs:
@@ -113,9 +117,13 @@ def _yarn(raw: Mapping[str, Any], theta: float, factor: float, original: int, so
         if raw.get(key) is not None and (raw[key] or "mscale" not in key)
     }
     return RopeArgs(
-        theta=theta, kind="yarn", factor=factor, original_max_position=original,
-        truncate=bool(raw.get("truncate", True)), **optional,
-    )  # fmt: skip
+        theta=theta,
+        kind="yarn",
+        factor=factor,
+        original_max_position=original,
+        truncate=bool(raw.get("truncate", True)),
+        **optional,
+    )
 
 
 def _number(values: Mapping[str, Any], key: str, source: str) -> float:

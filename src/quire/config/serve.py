@@ -17,7 +17,7 @@ ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^/\s]+")
 
 @dataclass(frozen=True, kw_only=True)
 class HttpConfig:
-    """HTTP server and access."""
+    """HTTP server, TLS, access and size limits."""
 
     host: str = option("127.0.0.1", "address to listen on; 0.0.0.0 takes requests from anywhere")
     port: int = option(8000, "port to listen on; 0: any free one")
@@ -37,12 +37,11 @@ class HttpConfig:
     max_headers: int = option(100, "maximum number of headers of a request; more are answered 431",
                               flags=("--h11-max-header-count",), least=1)
     trust_request_chat_template: bool = option(False, "accept chat templates in requests, rendered in a child process")
-    access_log: bool = option(False, "log a line per HTTP request")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServeConfig:
-    """Handling of requests."""
+    """Model names, timeouts, streaming and parsers of a server."""
 
     served_model_name: tuple[str, ...] = option((), "names under which the model is served (default: the model's)")
     queue_timeout: float = option(60.0, "seconds a request may wait to start; then it is answered 408", above=0)
@@ -58,9 +57,16 @@ class ServeConfig:
     default_chat_template_kwargs: dict[str, Any] | None = option(
         None, "default variables of the chat template; a request can replace them")
     enable_force_include_usage: bool = option(False, "send usage with every stream, even if not requested")
+    metrics_prefix: str = option("quire", "prefix of the metric names in /metrics; vllm suits existing dashboards")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogConfig:
+    """Log lines of a server."""
+
+    access_log: bool = option(False, "log a line per HTTP request")
     enable_log_requests: bool = option(False, "log the id, sizes and finish reason of every request")
     disable_log_stats: bool = option(False, "do not log a line of statistics every 10 s")
-    metrics_prefix: str = option("quire", "prefix of the metric names in /metrics; vllm suits existing dashboards")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,10 +76,11 @@ class ServerConfig:
     engine: EngineConfig = EngineConfig()
     http: HttpConfig = HttpConfig()
     serve: ServeConfig = ServeConfig()
+    log: LogConfig = LogConfig()
 
     @property
     def max_waiting(self) -> int:
-        """Maximum number of waiting requests. A server's queue always has a limit."""
+        """Maximum number of waiting requests; never unlimited, unlike the engine's option max_waiting."""
         scheduler = self.engine.scheduler
         if scheduler.max_waiting is not None:
             return scheduler.max_waiting
@@ -86,22 +93,27 @@ class ServerConfig:
 
     @classmethod
     def from_flat(cls, **values: Any) -> "ServerConfig":
-        """Build a configuration from flat option names, the engine's included. Raises `ConfigError`."""
+        """Build a configuration from flat option names of server and engine: `port=8000`. Raises `ConfigError`."""
         parts = by_part(values, server_names())
-        config = cls(engine=EngineConfig.from_flat(**parts.get("engine", {})),
-                     http=HttpConfig(**parts.get("http", {})), serve=ServeConfig(**parts.get("serve", {})))
+        own = {name: kind(**parts.get(name, {})) for name, kind in server_parts().items()}
+        config = cls(engine=EngineConfig.from_flat(**parts.get("engine", {})), **own)
         check_server(config)
         return config
 
 
+def server_parts() -> dict[str, type[Any]]:
+    """Return field name -> class for the parts of `ServerConfig` ("http": `HttpConfig`, ...), without the engine."""
+    return {part.name: type(part.default) for part in fields(ServerConfig) if part.name != "engine"}
+
+
 def server_names() -> dict[str, str]:
-    """Return option name -> the part of `ServerConfig` that holds the option."""
-    own = {f.name: part for part, kind in (("http", HttpConfig), ("serve", ServeConfig)) for f in fields(kind)}
+    """Return option name -> the field of `ServerConfig` that holds the option, "engine" for the engine's options."""
+    own = {option.name: part for part, kind in server_parts().items() for option in fields(kind)}
     return dict.fromkeys(flat_names(), "engine") | own
 
 
 def is_loopback(host: str) -> bool:
-    """True when only this machine can reach the address."""
+    """True for "localhost" and loopback addresses, which only this machine can reach."""
     name = host.lower().removesuffix(".")
     if name == "localhost" or name.endswith(".localhost"):
         return True
@@ -115,8 +127,8 @@ def is_loopback(host: str) -> bool:
 def check_server(config: ServerConfig) -> None:
     """Raise `ConfigError` for values that can never work, and for options that contradict each other."""
     http, serve = config.http, config.serve
-    check_types(http)
-    check_types(serve)
+    for part in server_parts():
+        check_types(getattr(config, part))
     if not 0 <= http.port <= 65535:
         raise ConfigError(f"port={http.port}: must be in 0..65535.")
     if not http.host and http.uds is None:
@@ -135,6 +147,7 @@ def check_server(config: ServerConfig) -> None:
             raise ConfigError(f"allowed_hosts={name!r}: must be * or a name like host.docker.internal, without a port; "
                               "give several as several values.")
     if not all(serve.served_model_name):
-        raise ConfigError("served_model_name: a name must not be empty.")
+        raise ConfigError("served_model_name: a name must not be empty: give a name, or leave the option out.")
     if not re.fullmatch(r"[a-zA-Z_][a-zA-Z0-9_]*", serve.metrics_prefix):
-        raise ConfigError(f"metrics_prefix={serve.metrics_prefix!r}: must be letters, digits and underscores.")
+        raise ConfigError(f"metrics_prefix={serve.metrics_prefix!r}: must be letters, digits and underscores, "
+                          "and not begin with a digit.")

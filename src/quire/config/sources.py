@@ -33,18 +33,18 @@ MASK = "***"  # stands for a secret that is not shown
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Options that were given, the origin of each, and notes about flags that have no effect."""
+    """Values of the options that were given, the origin of each value, and notes about flags that have no effect."""
 
     values: dict[str, Any]
     origins: dict[str, str]
     notes: list[str] = field(default_factory=list)
 
     def put(self, name: str, value: Any, origin: str) -> None:
-        """Set an option; a value set before is replaced."""
+        """Set an option, or replace its value. `origin` says where the value is from, such as "flag --port"."""
         self.values[name], self.origins[name] = value, origin
 
     def describe(self, options: Iterable[tuple[str, Field[Any]]]) -> str:
-        """Return every option, given or not, as a file for --config. Comments show origins; secrets are masked."""
+        """Return a --config file of `options`, pairs (section, option). Comments show origins; secrets are masked."""
         lines: list[str] = []
         for title, option in options:
             if f"# {title}" not in lines:
@@ -60,9 +60,10 @@ class Settings:
 
 
 def gather(namespace: Mapping[str, Any], options: Sequence[Field[Any]], own: Collection[str]) -> Settings:
-    """Return the settings of a parsed command line, the environment and the file of --config.
+    """Return the options set by a parsed command line, else by the environment, else by the --config file.
 
-    options   all options;  own   names of the options of this command: only their environment variables are read
+    namespace   values of the parsed command line, by name
+    own         names of the options of this command; the environment sets no others
     Raises `ConfigError` for a value that does not parse, an unknown name, a refused vLLM flag, or two models.
     """
     by_name = {option.name: option for option in options}
@@ -212,7 +213,7 @@ def _file_items(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise ConfigError(f"--config {path}: {error.strerror}.") from None
     except UnicodeDecodeError:
-        raise ConfigError(f"--config {path}: the file is not UTF-8 text.") from None
+        raise ConfigError(f"--config {path}: the file is not UTF-8 text: save it as UTF-8.") from None
     except yaml.YAMLError as error:
         raise ConfigError(f"--config {path}: the file is not YAML ({' '.join(str(error).split())}).") from None
     if value is None:
@@ -222,5 +223,5 @@ def _file_items(path: Path) -> dict[str, Any]:
     keys = [str(key.value).replace("_", "-") for key, _ in tree.value]
     twice = next((key for key in keys if keys.count(key) > 1), None)
     if twice is not None:
-        raise ConfigError(f"--config {path}: {twice} appears twice.")
+        raise ConfigError(f"--config {path}: {twice} appears twice: keep one line.")
     return {str(key).replace("_", "-"): item for key, item in value.items()}

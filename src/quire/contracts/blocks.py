@@ -7,7 +7,7 @@ PAGE_ALIGN = 256  # bytes; every component of a page starts at a multiple of thi
 
 
 class KVComponent(msgspec.Struct, frozen=True):
-    """A tensor of one layer inside a page, laid out `[head][token][dim]`."""
+    """A tensor of a KV block for each layer of its group, such as keys or values. Layout: `[head][token][dim]`."""
 
     name: str
     num_heads: int
@@ -16,15 +16,15 @@ class KVComponent(msgspec.Struct, frozen=True):
     item_bytes: int
 
     def num_bytes(self, block_size: int) -> int:
-        """Bytes of this component in one page, padded to PAGE_ALIGN."""
+        """Bytes of this component for one layer in one block of `block_size` tokens, rounded up to PAGE_ALIGN."""
         exact = self.num_heads * block_size * self.head_dim * self.item_bytes
         return -(-exact // PAGE_ALIGN) * PAGE_ALIGN
 
 
 class KVGroup(msgspec.Struct, frozen=True, kw_only=True):
-    """A set of layers whose KV has the same lifetime; one block table per group.
+    """A set of layers whose KV has the same lifetime. Each request has one block table per group.
 
-    window   tokens that a row attends to, its own included; None for full attention
+    window   tokens that a query attends to, its own included; None for full attention
     """
 
     layers: tuple[int, ...]
@@ -32,28 +32,31 @@ class KVGroup(msgspec.Struct, frozen=True, kw_only=True):
     window: int | None = None
 
     def num_behind(self, position: int, block_size: int) -> int:
-        """Return the number of leading blocks that no row at `position` or later attends to."""
+        """Return the number of leading blocks that the window has passed for all queries from `position` on."""
         return 0 if self.window is None else max(0, position - self.window + 1) // block_size
 
 
 class KVGeometry(msgspec.Struct, frozen=True, kw_only=True):
-    """Size and groups of pages. A page holds `block_size` tokens of every layer of a group."""
+    """Size of a KV block and the groups of layers. A block holds `block_size` tokens of every layer of one group."""
 
     block_size: int
     groups: tuple[KVGroup, ...]
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of a page; the pages of all groups are equal (checked when the geometry is resolved)."""
+        """Bytes of a page, the memory of a KV block; equal for all groups (checked when the geometry is resolved)."""
         group = self.groups[0]
         return len(group.layers) * sum(c.num_bytes(self.block_size) for c in group.components)
 
     def request_blocks(self, num_tokens: int) -> int:
-        """Return the blocks of a request that keeps all its tokens in every group. With windows it needs fewer."""
+        """Return the number of blocks, over all groups, that hold `num_tokens` tokens of a request.
+
+        A group with a window gives blocks back early, so the request may need fewer.
+        """
         return len(self.groups) * self.num_blocks(num_tokens)
 
     def most_tokens(self, num_blocks: int) -> int:
-        """Return the longest request that `num_blocks` blocks hold, with all its tokens in every group."""
+        """Return the length in tokens of the longest request that fits into `num_blocks` blocks over all groups."""
         return num_blocks // len(self.groups) * self.block_size
 
     @property
@@ -62,5 +65,5 @@ class KVGeometry(msgspec.Struct, frozen=True, kw_only=True):
         return tuple(group.window for group in self.groups)
 
     def num_blocks(self, num_tokens: int) -> int:
-        """Return the number of blocks that hold `num_tokens` tokens."""
+        """Return the number of blocks of one group that hold `num_tokens` tokens."""
         return -(-num_tokens // self.block_size)

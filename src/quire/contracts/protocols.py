@@ -10,12 +10,15 @@ from quire.contracts.step import I32, StepPlan, StepResult
 class ExecutorFacts(msgspec.Struct, frozen=True, kw_only=True):
     """Capabilities of an executor, fixed for its life.
 
-    depth         maximum number of steps that are submitted and not yet collected
-    decode_lag    maximum number of in-flight steps of a decoding slot (1: wait for each token; 2: one step ahead)
-    num_slots     requests that can hold a slot;  num_blocks  usable KV blocks, the reserved block 0 not counted
-    num_drafts    maximum number of drafts that a decode verifies (k); 0: every decode advances by one token
-    prompt_chunk  prompt tokens that about double the time of a step with few decodes; 0: chunks are not kept short
-    plans         resolved choices by name (attention, linear, memory, ...), each a printable value
+    depth         maximum number of steps in flight: submitted and not yet collected
+    decode_lag    maximum number of steps in flight for a decoding request (1: wait for each token; 2: one step ahead)
+    num_slots     maximum number of running requests
+    num_blocks    usable KV blocks, the reserved block 0 not counted
+    num_drafts    maximum number of draft tokens that a decode verifies (k); 0: every decode advances by one token
+    num_stages    stages of pipeline parallelism; each works on another step at the same time
+    prompt_chunk  prompt tokens that about double the time of a step with few decodes. The scheduler keeps chunks beside
+                  decodes this short; 0: it does not
+    plans         choices that the engine made at start, by name ("kernels", "memory", ...), as printable values
     """
 
     depth: int
@@ -26,12 +29,13 @@ class ExecutorFacts(msgspec.Struct, frozen=True, kw_only=True):
     max_model_len: int
     vocab_size: int
     num_drafts: int = 0
+    num_stages: int = 1
     prompt_chunk: int = 0
     plans: dict[str, object] = msgspec.field(default_factory=dict)
 
 
 class Executor(Protocol):
-    """Runs plans in order. The engine cannot tell a real one from the mock."""
+    """Runs step plans in order, on a device or on its simulation (`MockExecutor`)."""
 
     def submit(self, plan: StepPlan) -> None:
         """Queue a step. At most `facts().depth` steps may be uncollected."""
@@ -51,6 +55,9 @@ class Executor(Protocol):
 
         Raises `ConfigError` for a name that the executor does not know.
         """
+
+    def check_alive(self) -> None:
+        """Raise `EngineDead` when the executor can run no more steps. An idle core calls this: it submits no step."""
 
     def facts(self) -> ExecutorFacts:
         """Return the capabilities of this executor."""

@@ -23,11 +23,11 @@ class StructuredOutputsParams(
     json_object   any JSON object
 
     disable_any_whitespace   JSON without white space between its parts
-    after                    text that ends the reasoning which the prompt has begun; the token that completes it is
-                             free as a whole. Before it the grammar does not apply, and only a stop string ends the
-                             output. None: there is no reasoning
-    budget                   tokens of reasoning after which `after` is forced; None: no limit
-    inside                   the grammar includes the reasoning and applies from the first token on
+    after                    text that ends the reasoning, such as "</think>"; the prompt has begun the reasoning. The
+                             grammar applies after the token that completes this text. Before, only a stop string ends
+                             the output. None: there is no reasoning
+    budget                   maximum tokens of reasoning; then the tokens of `after` are forced. None: no limit
+    inside                   True: the grammar describes the reasoning, too, and applies from the first token on
     """
 
     json: str | dict[str, Any] | bool | None = None
@@ -49,7 +49,7 @@ class StructuredOutputsParams(
 
     @property
     def given(self) -> list[str]:
-        """Return the names of `KINDS` that are set: none when only reasoning has a budget."""
+        """Names of the fields of `KINDS` that are set; empty when only `budget` is set."""
         given = [name for name in KINDS if getattr(self, name) is not None]
         return given if self.json_object is not False else [name for name in given if name != "json_object"]
 

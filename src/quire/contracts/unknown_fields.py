@@ -26,9 +26,10 @@ class StrictFields(msgspec.StructMeta):
 
 
 def known_fields(kind: StrictFields, values: dict[str, Any]) -> dict[str, Any]:
-    """Return the values of the fields of `kind`. Refused fields whose values have no effect are dropped.
+    """Return the entries of `values` that are fields of `kind`, a class of parameters.
 
-    Raises `InvalidParameter` for the first other name. The message names the nearest field, or what to do instead.
+    Fields that Quire refuses are dropped when their values have no effect. Raises `InvalidParameter` for the first
+    other name; the message names the nearest field, or what to do instead.
     """
     unknown = [name for name in values if name not in kind.__struct_fields__]
     for name in unknown:

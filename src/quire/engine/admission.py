@@ -10,10 +10,11 @@ from quire.kv.prefix import PrefixMatch
 
 
 class Admitter:
-    """Moves waiting requests into slots, as long as tokens, slots and blocks last.
+    """Moves waiting requests into slots, until the token budget, the slots or the blocks are used up.
 
-    headroom   blocks that stay free while any request runs
-    prefix_queries, prefix_hits   prompt tokens looked up in the prefix cache and found, since the start
+    headroom         KV blocks that must stay free when a request is admitted while others run
+    prefix_queries   prompt tokens looked up in the prefix cache since the start
+    prefix_hits      of these, tokens found
     """
 
     def __init__(self, roster: Roster, history: PrefixHistory, *, by_priority: bool, headroom: int) -> None:
@@ -23,9 +24,9 @@ class Admitter:
         self.prefix_queries = self.prefix_hits = 0
 
     def admit(self, slots: I32, num_tokens: I32, room: int) -> tuple[I32, I32, list[Admission]]:
-        """Admit waiting requests in order, for `room` tokens in all. The first request that does not fit ends this.
+        """Admit waiting requests in order, up to `room` tokens in all; stop at the first request that does not fit.
 
-        Returns slots and num_tokens with those of the new requests appended, and the admissions.
+        Returns `slots` and `num_tokens` extended by the new requests, and the admissions.
         """
         admitted: list[Admission] = []
         new_tokens: list[int] = []
@@ -49,13 +50,17 @@ class Admitter:
                 self._roster.unblock_children(request)
         if not admitted:
             return slots, num_tokens, admitted
-        return (np.concatenate([slots, np.array([a.slot for a in admitted], np.int32)]),
-                np.concatenate([num_tokens, np.array(new_tokens, np.int32)]), admitted)  # fmt: skip
+        return (
+            np.concatenate([slots, np.array([a.slot for a in admitted], np.int32)]),
+            np.concatenate([num_tokens, np.array(new_tokens, np.int32)]),
+            admitted,
+        )
 
     def offer_chunks(self, slots: I32, num_tokens: I32) -> bool:
-        """Publish the blocks that running prompts compute in this step, so that new requests can share them.
+        """Publish the prompt blocks that running requests compute in this step, so that new requests can share them.
 
-        Returns True when a request failed.
+        slots, num_tokens   [S] int32, the running slots of the step and the tokens that each computes
+        Returns True when the bookkeeping of a request failed; `Roster.fail` has ended that request.
         """
         planned = self._table.planned[slots]
         failed = False
@@ -92,15 +97,21 @@ class Admitter:
         if not self._allocator.can_admit(match, len(request.tokens), headroom, upto):
             return None
         if request.num_cached < 0 and new.parent is None:
-            request.prefix = self._history.admit(new.request_id, self._roster.chain(request), match, request.num_prompt,
-                                                 reads=new.read_prefix_cache)  # fmt: skip
+            request.prefix = self._history.admit(
+                new.request_id, self._roster.chain(request), match, request.num_prompt, reads=new.read_prefix_cache
+            )
         slot = self._table.enter(request, match.num_tokens, self._by_priority)
         blocks = self._allocator.admit(slot, match, len(request.tokens), upto)
         self._publish_planned(request, upto)
         admission = Admission(
-            slot=slot, request_id=new.request_id, token_ids=np.array(request.tokens, np.int32), block_ids=blocks,
-            num_computed=match.num_tokens, sampler=new.sampler, pool=new.pool,
-        )  # fmt: skip
+            slot=slot,
+            request_id=new.request_id,
+            token_ids=np.array(request.tokens, np.int32),
+            block_ids=blocks,
+            num_computed=match.num_tokens,
+            sampler=new.sampler,
+            pool=new.pool,
+        )
         if request.num_cached < 0:
             request.num_cached = match.num_tokens
             self.prefix_queries += request.num_prompt

@@ -6,18 +6,25 @@ from quire.contracts.step import I32, MAX_VERIFY_ROWS
 from quire.engine.table import RunningTable
 
 
-def share_budget(table: RunningTable, budget: int, decode_lag: int, num_drafts: int = 0) -> tuple[I32, I32]:
+def share_budget(table: RunningTable, budget: int, decode_lag: int, num_drafts: int = 0,
+                 num_stages: int = 1) -> tuple[I32, I32]:  # fmt: skip
     """Choose the running slots of the next step, and the most tokens that each slot computes.
 
+    budget       maximum number of tokens of the step
+    decode_lag   maximum number of steps in flight for a decoding slot, see `ExecutorFacts`
+    num_drafts   maximum number of draft tokens per decode, see `ExecutorFacts`
     Decoding slots come first, so that a long prompt never delays them; each takes one token of the budget. The rest of
-    the budget goes to slots that are catching up, in order. Drafts have a budget of their own, `MAX_VERIFY_ROWS`.
+    the budget goes to slots that compute prompts or recompute tokens, in order. Drafts count against `MAX_VERIFY_ROWS`.
+    In a pipeline of `num_stages` the decoding slots are spread evenly over as many steps, which run at the same time.
     Returns (slots [S], num_tokens [S]), both int32, decodes first.
     """
     order = table.order()
     planned, bound = table.planned[order], table.upper_bound[order]
     catching_up = planned < table.goal[order]
-    decoding = ~catching_up & (bound < table.end[order]) & (table.in_flight[order] < decode_lag)
-    decodes = order[decoding]
+    unfinished = ~catching_up & (bound < table.end[order])
+    decodes = order[unfinished & (table.in_flight[order] < decode_lag)]
+    if num_stages > 1:
+        decodes = decodes[: -(-int(np.count_nonzero(unfinished)) // num_stages)]
     rows = _rows(table, decodes, num_drafts) if num_drafts else np.ones(len(decodes), np.int32)
     if not catching_up.any():
         return decodes, rows

@@ -25,13 +25,14 @@ Bools = np.ndarray[Any, np.dtype[np.bool_]]
 
 @dataclass(kw_only=True, slots=True)
 class ResultRows:
-    """Columns of a step's valid rows: rows of requests that have neither ended nor failed.
+    """Results of a step in columns: a row for each of the L sampled requests that have neither ended nor failed.
 
-    planned  [L] slots when the step was planned
-    slots    [L] slots now; -1: the request was preempted
-    tokens   [L, 1+k]
-    counts   [L] valid tokens of each row;  most  [L] the most that were planned. None: one each
-    held     [L] False: the request was preempted. None: none was
+    planned  [L] slot of the request when the step was planned
+    slots    [L] slot of the request now; -1: it was preempted
+    tokens   [L, 1+k] sampled tokens
+    counts   [L] number of valid tokens in each row; None: each row has one
+    most     [L] upper bound of `counts` when the step was planned; None: each row has one
+    held     [L] False: the request was preempted and holds no slot; None: every request holds its slot
     """
 
     requests: list[Request]
@@ -53,7 +54,7 @@ class Finisher:
         self._num_stopping = np.zeros(vocab_size, np.int32)  # token id -> live requests that it stops
 
     def watch(self, request: Request) -> None:
-        """Start to look for the request's stop ids."""
+        """Check sampled tokens for the stop ids of this request, too, until `end`."""
         self._num_stopping[np.fromiter(request.stop_ids, np.int64)] += 1  # all of them, or an IndexError and none
 
     def end(
@@ -66,7 +67,10 @@ class Finisher:
         vector: F32 | None = None,
         distrust: bool = False,
     ) -> Finish:
-        """End a request in any state and free what it holds. `distrust`: no request may reuse its blocks."""
+        """End a request, whether it waits or runs, and free its slot, blocks and grammar. Returns its `Finish`.
+
+        distrust   True: its blocks may hold wrong KV and are removed from the prefix cache
+        """
         self._num_stopping[np.fromiter(request.stop_ids, np.int64)] -= 1
         if request.new.grammar is not None:
             self._grammars.drop(request.new.handle)
@@ -77,7 +81,7 @@ class Finisher:
                       vector=vector)  # fmt: skip
 
     def apply(self, step: InFlight, result: StepResult) -> tuple[StepOutputs, list[Request]]:
-        """Confirm a step. Returns the outputs and the requests that ended in the step."""
+        """Confirm `step` by its result: append tokens, end requests. Returns the outputs and the ended requests."""
         started = perf_counter()
         assert result.step == step.plan.step and np.array_equal(result.slots, step.sampling), "results out of order"
         failed = self._failures(step, result)

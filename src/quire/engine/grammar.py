@@ -56,7 +56,7 @@ class _Held:
 
 
 class Grammars:
-    """Grammars of a core, used by its thread. Without a `compiler` (no tokenizer) structured output is refused."""
+    """Grammars of a core's requests; not thread-safe. Without a `compiler` (no tokenizer) `start` refuses requests."""
 
     def __init__(self, compiler: GrammarCompiler | None, clock: Callable[[], float] = time.monotonic) -> None:
         self._compiler, self._clock = compiler, clock
@@ -69,13 +69,14 @@ class Grammars:
         return len(self._held)
 
     def start(self, new: NewRequest, *, bounded: bool) -> None:
-        """Begin to compile the grammar of a request.
+        """Begin to compile the grammar of a request, in a thread.
 
-        Raises `InvalidParameter` when the engine has no compiler. Raises `QueueFull` for a `bounded` request when too
-        many grammars wait already.
+        Raises `InvalidParameter` when the engine has no compiler. With `bounded`, raises `QueueFull` when too many
+        grammars wait already.
         """
         if self._compiler is None:
-            raise InvalidParameter("structured_outputs needs a tokenizer, and this engine has none.",
+            raise InvalidParameter("structured_outputs needs a tokenizer, and this engine has none: start the engine "
+                                   "without skip_tokenizer_init.",
                                    param="structured_outputs")
         assert new.grammar is not None
         if bounded and len(self._compiling) >= MOST_WAITING and new.grammar not in self._cache:
@@ -92,7 +93,7 @@ class Grammars:
         self._held[new.handle] = self._compiling[new.handle] = held
 
     def settled(self) -> Iterator[tuple[int, RequestFailed | None]]:
-        """Yield the handles whose grammars are done since the last call, with None or the failure."""
+        """Yield (handle, None or the failure) for each grammar whose compilation ended since the last call."""
         waiting = list(self._compiling.items())
         for handle, held in waiting:
             if held.deadline is None and held.future.running():
@@ -105,11 +106,14 @@ class Grammars:
             self._trim()
 
     def wait(self) -> None:
-        """Wait IDLE_SECONDS at most for a grammar that is being compiled, if there is one."""
+        """Wait until a grammar is compiled, IDLE_SECONDS at most. Returns at once when none is being compiled."""
         wait([held.future for held in self._compiling.values()], IDLE_SECONDS, FIRST_COMPLETED)
 
     def advance(self, handle: int, token: int) -> bool:
-        """Advance the grammar by a confirmed token. Returns True when no token can follow; raises `RequestFailed`."""
+        """Advance the request's grammar by a confirmed token. Returns True when no further token can follow.
+
+        Raises `RequestFailed` when the grammar does not allow the token.
+        """
         held, compiler = self._held[handle], self._compiler
         assert compiler is not None
         if held.after:  # bytes of this token beyond the end of the reasoning are free, too
@@ -129,10 +133,10 @@ class Grammars:
         return held.matcher.is_stopped()
 
     def masks(self, requests: Sequence[Request | None]) -> tuple[I32, list[tuple[Request, RequestFailed | None]]]:
-        """Return the masks of the rows, in order, and the requests that end here, with None or the failure.
+        """Return bit masks [rows, words] of allowed tokens, and (request, failure or None) for requests that must end.
 
-        A request ends when no token can follow its output, or when its grammar fails. `requests` holds None for a row
-        whose request has ended.
+        A request ends when no token can follow its output, or when its grammar fails. `requests` has an entry for each
+        row: None if the row's request has ended.
         """
         assert self._compiler is not None
         matchers: list[LLMatcher | None] = []
@@ -162,7 +166,7 @@ class Grammars:
         return words, ended
 
     def drop(self, handle: int) -> None:
-        """Forget the grammar of a request that ends. Cancels its compilation if not begun and needed by no other."""
+        """Forget the grammar of a request that ends. Cancels its compilation if not begun and not needed by another."""
         held = self._held.pop(handle, None)
         self._compiling.pop(handle, None)
         if held is not None and all(other.future is not held.future for other in self._compiling.values()):
@@ -170,7 +174,7 @@ class Grammars:
                 self._forget(held)
 
     def close(self) -> None:
-        """Stop compiling."""
+        """Stop the compiling threads and cancel compilations that have not begun."""
         if self._pool is not None:
             self._pool.shutdown(wait=False, cancel_futures=True)
 

@@ -11,16 +11,19 @@ LOG = logging.getLogger("quire")
 
 
 class Growth:
-    """Gives running slots the blocks they need; preempts by recompute. `num_preempted` counts since the start."""
+    """Gives running slots the blocks they need; preempts requests when blocks are short, to be recomputed later.
+
+    num_preempted   preemptions since the start
+    """
 
     def __init__(self, roster: Roster) -> None:
         self._roster, self._table, self._allocator = roster, roster.table, roster.allocator
         self.num_preempted = 0
 
     def grow(self, slots: I32, num_tokens: I32) -> tuple[I32, I32, I32]:
-        """Give every slot the blocks for its tokens. When the pool is short, preempt requests, the last one first.
+        """Give every slot the blocks for its tokens. When the pool is short, preempt requests, the last in order first.
 
-        Returns slots and num_tokens of the requests that still run, and the rows of `StepPlan.appended`.
+        Returns `slots` and `num_tokens` of the requests that still run, and the rows of `StepPlan.appended`.
         """
         needed = self._table.planned[slots] + num_tokens
         try:
@@ -49,7 +52,7 @@ class Growth:
         return self.still_running(slots, num_tokens, np.array(appended, np.int32).reshape(-1, 3))
 
     def still_running(self, slots: I32, num_tokens: I32, appended: I32) -> tuple[I32, I32, I32]:
-        """Remove the slots whose requests were just preempted or have failed."""
+        """Return the three arrays without the entries of slots whose requests were just preempted or have failed."""
         running = np.array([request is not None for request in self._table.requests], bool)
         kept = running[slots]
         return slots[kept], num_tokens[kept], appended[running[appended[:, 0]]]

@@ -24,15 +24,17 @@ MAX_BLOCKS = 65_536  # by default; they hold two million tokens
 
 
 def build_mock_core(config: EngineConfig, folder: Path, tokenizer_folder: Path | None = None) -> EngineCore:
-    """Build a core with the vocabulary and context of the model in `folder`; its tokenizer may be in another folder.
+    """Build a core over a `MockExecutor` with the vocabulary and context of the model in `folder`.
 
+    tokenizer_folder   folder of the tokenizer; None: `folder`
     Raises `ConfigError` when max_model_len exceeds the model's context or the given number of blocks.
     """
     args = read_checkpoint_config(folder)
     scheduler, size = config.scheduler, config.cache.block_size or BLOCK_SIZE
     length = config.model.max_model_len or args.max_position_embeddings
     if length > args.max_position_embeddings:
-        raise ConfigError(f"max_model_len={length} exceeds the model's context of {args.max_position_embeddings}.")
+        raise ConfigError(f"max_model_len={length} exceeds the model's context of {args.max_position_embeddings}: "
+                          "lower it, or leave it out.")
     given = config.cache.num_gpu_blocks_override
     if given is not None and config.model.max_model_len is None:
         length = min(length, given * size)

@@ -37,7 +37,7 @@ SIZES = {"num_slots": 8, "num_blocks": 64, "block_size": 4, "vocab_size": 1000, 
 
 
 def chain(previous: int, token: int) -> int:
-    """Return the digest of a prefix extended by one token (splitmix64's finalizer)."""
+    """Return the digest of a prefix extended by `token`; `previous` is the digest of the prefix."""
     x = (previous ^ (token + 1) * 0xBF58476D1CE4E5B9) & MASK
     x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & MASK
     x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & MASK
@@ -45,7 +45,7 @@ def chain(previous: int, token: int) -> int:
 
 
 def next_token(digest: int, seed: int, vocab_size: int) -> int:
-    """Return the token that follows a prefix with this digest."""
+    """Return the token that the mock generates after a prefix with this digest, for a request with this seed."""
     return chain(digest, seed & 0xFFFFFFFF) % vocab_size
 
 
@@ -66,7 +66,10 @@ def mock_hidden(digest: int, width: int) -> F32:
 
 
 def allowed_token(token: int, mask: I32 | None, vocab_size: int) -> int:
-    """Return the token that the mock samples instead of `token` under a mask (None: no mask); -1 if none is allowed."""
+    """Return the token that the mock samples under a grammar mask: one chosen by `token`; -1 if the mask allows none.
+
+    mask   a row of `Executor.release`; None: `token` itself is returned
+    """
     if mask is None:
         return token
     allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), count=vocab_size, bitorder="little"))
@@ -98,15 +101,17 @@ class _Slot:
 class MockExecutor:
     """Runs plans on a simulated KV memory.
 
-    sizes     sizes of `ExecutorFacts` that differ from `SIZES`
-    windows   of the KV groups, as in `KVGroup`; each group checks that it wrote every block that it reads
-    accepts   numbers of correct drafts, for one decode after another, repeated; they end at a planted failure
+    sizes     fields of `ExecutorFacts` (num_slots, num_blocks, ...) that differ from the defaults in `SIZES`
+    windows   attention window of each KV group, as in `KVGroup`; reads are checked separately for each group
+    accepts   numbers of accepted drafts for one decode after another; the sequence repeats. A decode accepts no draft
+              at or after the output at which `fail` makes its request fail
     verify    check every position that a row may attend to (O(length) per step)
     answers   give every request the tokens of `mock_tokens`; without `answers` and `verify` tokens are arbitrary and
               cost nothing per request, for timing the engine
     step_seconds   duration of a step; steps run one after another, as on a device, and `collect` waits for them
-    width     of hidden states
-    fail      request id -> number of outputs after which the request fails with "nan_logits" (0: or "nan_hidden")
+    width     size of a hidden state
+    fail      request id -> number of outputs after which the request fails with "nan_logits"; with 0, a pooling request
+              fails with "nan_hidden"
     computed  request id -> tokens computed for it so far, over all its admissions; kept with `verify` only
     """
 
@@ -129,7 +134,7 @@ class MockExecutor:
         self._waiting: StepPlan | None = None  # for its masks
 
     def submit(self, plan: StepPlan) -> None:
-        """Run the plan now, or when its masks come. `collect` returns its result."""
+        """Run the plan: now, or in `release` when it needs grammar masks. `collect` returns its result."""
         assert len(self._results) < self._facts.depth, "more steps in flight than the depth"
         assert plan.step == self.num_steps, "plans out of order"
         assert self._waiting is None, "submitted before the last step was released"
@@ -141,7 +146,7 @@ class MockExecutor:
             self._sample(NO_MASKS)
 
     def release(self, step: int, masks: I32) -> None:
-        """Let a step sample, with its masks."""
+        """Let the step sample under its grammar masks. See `Executor.release`."""
         self._released.add(step)
         if self._waiting is not None:
             assert step == self._waiting.step, "a step is released that does not wait"
@@ -154,15 +159,18 @@ class MockExecutor:
         self._results.append(((self._run if self._answers else self._run_fast)(plan, by_slot), self._done))
 
     def collect(self) -> StepResult:
-        """Return the oldest result."""
+        """Wait until the oldest step is done and return its result."""
         result, done = self._results.popleft()
         if self._step_seconds:
             time.sleep(max(0.0, done - time.monotonic()))
         self._released.remove(result.step)
         return result
 
+    def check_alive(self) -> None:
+        """Do nothing. See `Executor`."""
+
     def facts(self) -> ExecutorFacts:
-        """Return the sizes of the mock."""
+        """Return the sizes of the mock. See `Executor`."""
         return self._facts
 
     def control(self, name: str, args: dict[str, Any]) -> object:

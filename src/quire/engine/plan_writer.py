@@ -31,7 +31,7 @@ class InFlight:
 
 
 class PlanWriter:
-    """Writes plans. Parts that depend only on the set of running requests are kept until the set changes."""
+    """Writes step plans. Caches the parts of a plan that depend only on which requests run."""
 
     def __init__(self, roster: Roster, num_drafts: int) -> None:
         self._num_drafts = num_drafts
@@ -40,7 +40,7 @@ class PlanWriter:
         self._shared: tuple[int, tuple[SharedPrefix, ...]] = (-1, ())
 
     def write(self, step: int, slots: I32, num_tokens: I32, admitted: list[Admission], appended: I32) -> InFlight:
-        """Advance the table by the chosen tokens and write the plan."""
+        """Return step number `step` with its plan, and mark `num_tokens` [S] of `slots` [S] as planned."""
         table = self._table
         before = table.planned[slots]
         table.planned[slots] = after = before + num_tokens
@@ -70,18 +70,34 @@ class PlanWriter:
         table.in_flight[sampling] += 1
         table.upper_bound[sampling] += 1 if most is None else most
         plan = StepPlan(
-            step=step, slots=slots, num_decodes=num_decodes, num_tokens=num_tokens, num_rows=num_rows, outputs=outputs,
-            admitted=tuple(admitted), appended=appended, released=np.array(self._roster.released, np.int32),
-            shared=self._shared_prefixes(), grammar=sampling[table.masked[sampling]],
-        )  # fmt: skip
+            step=step,
+            slots=slots,
+            num_decodes=num_decodes,
+            num_tokens=num_tokens,
+            num_rows=num_rows,
+            outputs=outputs,
+            admitted=tuple(admitted),
+            appended=appended,
+            released=np.array(self._roster.released, np.int32),
+            shared=self._shared_prefixes(),
+            grammar=sampling[table.masked[sampling]],
+        )
         self._roster.released.clear()
         requests, handles = self._who(sampling)
         newly = [r for r in (table.requests[a.slot] for a in admitted) if r is not None and r.num_preemptions == 0]
         return InFlight(
-            plan=plan, sampling=sampling, requests=requests, handles=handles, most=most, version=table.version,
-            admitted=newly, scored=scored, unsampled=unsampled, num_prefills=len(prefills),
+            plan=plan,
+            sampling=sampling,
+            requests=requests,
+            handles=handles,
+            most=most,
+            version=table.version,
+            admitted=newly,
+            scored=scored,
+            unsampled=unsampled,
+            num_prefills=len(prefills),
             num_prefill_tokens=int(num_tokens[prefills].sum()) if len(prefills) else 0,
-        )  # fmt: skip
+        )
 
     def _most(self, rows: I32, num_sampling: int) -> I32 | None:
         """Return the most tokens that each sampling slot may get: its number of rows, one after a prompt.

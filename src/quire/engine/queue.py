@@ -9,7 +9,11 @@ SLACK = 64  # entries of ended requests that may always stay in a heap
 
 
 def check_fits(places: int, bound: int, num_slots: int, param: str) -> None:
-    """Raise `InvalidParameter` about `param` when even an idle engine has no room for `places` completions."""
+    """Raise `InvalidParameter` about `param` when a request for `places` completions can never fit.
+
+    bound       maximum number of completions that wait
+    num_slots   maximum number of completions that run
+    """
     if places > bound + num_slots:
         raise InvalidParameter(
             f"{places} completions in one request never fit: at most {bound + num_slots} do (max_num_seqs={num_slots} "
@@ -19,7 +23,7 @@ def check_fits(places: int, bound: int, num_slots: int, param: str) -> None:
 
 
 class WaitingQueue:
-    """A heap on (priority, arrival). A preempted request keeps its arrival, so it returns to its old place."""
+    """Queue of waiting requests by (priority, arrival). A preempted request keeps its arrival and so its place."""
 
     def __init__(self, by_priority: bool, bound: int | None, num_slots: int) -> None:
         self._by_priority = by_priority
@@ -32,10 +36,11 @@ class WaitingQueue:
         return self._size
 
     def check_room(self, places: int, num_blocked: int, num_free: int) -> None:
-        """Raise `QueueFull` when `places` new requests would exceed the limit and the free slots.
+        """Raise `QueueFull` when `places` new requests exceed max_waiting and the free slots together.
 
-        num_blocked   requests that wait outside of this queue;  num_free  free slots, for as many requests at once
-        Raises `InvalidParameter` when they would exceed the limit and all slots: then trying again cannot help.
+        num_blocked   requests in `RequestState.BLOCKED`; they wait outside of this queue and count against max_waiting
+        num_free      free slots; each takes one request
+        Raises `InvalidParameter` when `places` exceeds max_waiting and all slots: trying again cannot help.
         """
         if self._bound is None or not places:
             return
@@ -48,7 +53,7 @@ class WaitingQueue:
             )
 
     def backlog(self, most: int) -> int:
-        """Return the tokens of the waiting requests, counted only until they exceed `most`."""
+        """Return the tokens of all waiting requests together. Counting stops when the sum exceeds `most`."""
         total = 0
         for _, _, request in self._heap:
             if request.state is RequestState.WAITING and (total := total + len(request.tokens)) > most:
@@ -56,7 +61,7 @@ class WaitingQueue:
         return total
 
     def push(self, request: Request) -> None:
-        """Add a WAITING request; a preempted one is never refused."""
+        """Add a WAITING request. There is no limit here: `check_room` refuses new requests."""
         priority = request.new.priority if self._by_priority else 0
         heapq.heappush(self._heap, (priority, request.arrival, request))
         self._size += 1
@@ -73,7 +78,7 @@ class WaitingQueue:
         return heapq.heappop(self._heap)[2]
 
     def drop(self, request: Request) -> None:
-        """Remove a waiting request from the count. Call this when it ends without being popped."""
+        """Stop counting a request that ended while it waited in this queue. `peek` skips its entry."""
         assert request.state is RequestState.FINISHED
         self._size -= 1
         if len(self._heap) > 2 * self._size + SLACK:  # entries that ended deep in the heap would pile up

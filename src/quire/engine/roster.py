@@ -12,10 +12,10 @@ LOG = logging.getLogger("quire")
 
 
 class Roster:
-    """Adds, moves and removes requests; plans nothing.
+    """The live requests of an engine core. Adds, moves and removes requests; plans nothing.
 
-    table, queue, allocator   running requests, waiting requests, and the blocks of running requests
-    num_blocked   requests that wait for their parent's prompt or for their grammar
+    table, queue, allocator   running requests, waiting requests, and the KV blocks of running requests
+    num_blocked   requests that wait for their grammar or, with n > 1, for the prompt of completion 0
     released      slots that running requests gave back since the last plan
     preempted     handles of preempted requests, until the next outputs report them
     """
@@ -33,8 +33,9 @@ class Roster:
         self._arrivals = 0
 
     def add(self, new: NewRequest, tags: Tags, parent: Request | None, places: int = 1) -> Request:
-        """Queue a request. It is blocked while the prompt of its `parent` is not planned to the end.
+        """Queue a new request and return its record. It is blocked until the whole prompt of `parent` is planned.
 
+        tags     salt, tenant and other values that its prefix-cache keys depend on, see `KeyChain`
         places   as in `EngineCore.add`
         """
         if new.parent is None:
@@ -54,7 +55,10 @@ class Roster:
         return request
 
     def remove(self, request: Request, *, distrust: bool = False) -> None:
-        """End a request in any state and free what it holds. `distrust` also withdraws the blocks it published."""
+        """End a request, whether it waits or runs, and free its slot and blocks.
+
+        distrust   True: its blocks may hold wrong KV and are removed from the prefix cache
+        """
         before, blocked_on = request.state, request.blocked_on
         if before is RequestState.RUNNING:
             (self.allocator.forget if distrust else self.allocator.free)(request.slot)
@@ -91,28 +95,28 @@ class Roster:
             self.queue.push(request)
 
     def unblock_children(self, parent: Request) -> None:
-        """Unblock the children of `parent`. Its prompt is planned to the end, or never will be."""
+        """Queue the children of `parent`. Call this when the parent's whole prompt is planned, or the parent ends."""
         for child in self._children.pop(parent.new.handle, {}).values():
             self.num_blocked -= 1
             child.to(RequestState.WAITING)
             self._line_up(child)
 
     def chain(self, request: Request) -> KeyChain:
-        """Return the keys of the request's blocks."""
+        """Return the prefix-cache keys of the request's blocks."""
         return self._chains[request.new.handle]
 
     def publish(self, request: Request, num_tokens: int) -> None:
-        """Index the full blocks of the first `num_tokens` tokens of the request.
+        """Index the full blocks among the request's first `num_tokens` tokens, so that other requests can share them.
 
-        These tokens are known, and computed already or by the plan that is being made.
+        The KV of these tokens must be computed already, or by the plan that is being made.
         """
         full = num_tokens // self.allocator.block_size
         self.allocator.publish(request.slot, self._chains[request.new.handle], full)
 
     def fail(self, request: Request) -> None:
-        """End a request whose bookkeeping raised an exception; `take_broken` returns it. Call this in the handler.
+        """End a request whose bookkeeping raised an exception, and log the exception. Call this in the handler.
 
-        Blocks that the request has published may never be computed, so they are withdrawn.
+        `take_broken` returns the request. Its published blocks may never be computed, so they are withdrawn.
         """
         LOG.exception("request %s failed; the others go on", request.new.request_id)
         if request.state is RequestState.WAITING and request.slot >= 0:  # its admission broke off; not in any plan

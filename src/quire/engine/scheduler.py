@@ -29,11 +29,12 @@ class Scheduler:
         self.allocator = allocator
         self.roster = Roster(self.table, self.queue, allocator, root_key)
         self.growth = Growth(self.roster)
-        self.admitter = Admitter(self.roster, history, by_priority=by_priority,
-                                 headroom=int(config.watermark * facts.num_blocks))  # fmt: skip
+        self.admitter = Admitter(
+            self.roster, history, by_priority=by_priority, headroom=int(config.watermark * facts.num_blocks)
+        )
         self._writer = PlanWriter(self.roster, facts.num_drafts)
         self._budget, self._chunk = config.token_budget(), facts.prompt_chunk
-        self._lag, self._num_drafts = facts.decode_lag, facts.num_drafts
+        self._lag, self._num_drafts, self._stages = facts.decode_lag, facts.num_drafts, facts.num_stages
 
     @property
     def num_preempted(self) -> int:
@@ -41,10 +42,10 @@ class Scheduler:
         return self.growth.num_preempted
 
     def plan(self, step: int) -> InFlight | None:
-        """Return the next step, or None when nothing can run before more results arrive."""
+        """Plan step number `step` and return it; None when nothing can run before more results arrive."""
         preempted = self.growth.num_preempted
         budget = self._step_budget()
-        slots, num_tokens = share_budget(self.table, budget, self._lag, self._num_drafts)
+        slots, num_tokens = share_budget(self.table, budget, self._lag, self._num_drafts, self._stages)
         slots, num_tokens, appended = self.growth.grow(slots, num_tokens)
         if self.admitter.offer_chunks(slots, num_tokens):
             slots, num_tokens, appended = self.growth.still_running(slots, num_tokens, appended)

@@ -51,7 +51,7 @@ class AsyncLLM:
 
     async def embed(self, prompt: PromptLike, *, dimensions: int | None = None, request_id: str | None = None,
                     priority: int = 0, timeout: float | None = None) -> EmbeddingRequestOutput:
-        """Embed one prompt; see `LLM.embed`. Raises as `generate` does."""
+        """Return the embedding of one prompt. `dimensions`: as for `LLM.embed`. The rest is as for `generate`."""
         plan, started = self.engine.pooling, list[Generation]()
         plan.check(dimensions)
         async for _ in self._outputs(prompt, embed_params(), started, request_id=request_id, priority=priority,
@@ -93,7 +93,7 @@ class AsyncLLM:
     def chat(
         self, messages: Messages, sampling_params: SamplingParams | None = None, **template_kwargs: Any
     ) -> AsyncIterator[RequestOutput]:
-        """Answer one conversation as a stream; see `generate`."""
+        """Answer one conversation. Yields outputs as `generate` does. `template_kwargs`: options of `render_chat`."""
         return self.generate(render_chat(self.engine, messages, **template_kwargs), sampling_params)
 
     def get_tokenizer(self) -> Tokenizer:

@@ -28,7 +28,7 @@ PROGRESS_SECONDS = 0.1  # between two messages about the same phase
 
 
 def main() -> int:
-    """Serve one core until the server says stop; returns the exit code."""
+    """Run the process of an engine core until the server sends `Stop`. Return the exit code."""
     # The server handles signals: it lets requests finish, then sends stop. Ctrl-C does not reach this session, but a
     # service manager sends SIGTERM to every process of a unit. If the server dies, standard input ends (_watch_parent).
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -48,7 +48,7 @@ def _build_to_stay(config: EngineConfig, send: Send) -> tuple[EngineCore, Ready]
 
 
 def build(config: EngineConfig, send: Send) -> tuple[EngineCore, Ready]:
-    """Build the core of a configuration, and the `Ready` message about it. Imports torch only when there is a model."""
+    """Build an engine core and its `Ready` message. `send` gets messages about the progress of loading."""
     if config.device.device == "mock":
         return _build_mock(config)
     from quire.assemble import assemble
@@ -56,6 +56,7 @@ def build(config: EngineConfig, send: Send) -> tuple[EngineCore, Ready]:
     engine = assemble(config, _progress("weights", send))
     plans = {"dtype": f"{engine.dtype.dtype} ({engine.dtype.reason})"}
     plans |= {choice.op: str(choice).removeprefix(f"{choice.op}: ") for choice in engine.kernels.choices}
+    plans |= {name: str(engine.core.facts.plans.get(name, "")) for name in ("cache", "ranks", "each rank")}
     if experts := engine.core.facts.plans["experts"]:
         plans["experts"] = str(experts)
     ready = _ready(engine.core, dtype=engine.dtype.dtype, device=engine.device.device, weight_bytes=engine.weight_bytes,

@@ -24,8 +24,8 @@ def embed_params() -> SamplingParams:
 
 
 def vector_of(generation: Generation, plan: PoolingPlan, dimensions: int | None = None) -> F32:
-    """Return the embedding of a finished request.
-    Raises `RequestFailed` when the request failed, `EngineClosed` when it was aborted because the engine stops."""
+    """Return the embedding of a finished request: its first `dimensions` numbers (None: all), scaled as `plan` says.
+    Raises `RequestFailed` when the request failed, `EngineClosed` when the stopping engine aborted the request."""
     ended = generation.completions[0]
     if ended.finish_reason == "error":
         code = str(ended.stop_reason)
@@ -36,7 +36,7 @@ def vector_of(generation: Generation, plan: PoolingPlan, dimensions: int | None 
 
 
 def embedding_output(generation: Generation, plan: PoolingPlan, dimensions: int | None) -> EmbeddingRequestOutput:
-    """Make the output of `embed`. A failed request has an empty embedding and the code of its error."""
+    """Make the output of `LLM.embed`. A failed request has an empty embedding and the code of its error."""
     ended = generation.completions[0]
     failed = ended.finish_reason == "error"
     outputs = EmbeddingOutput(embedding=[] if failed else vector_of(generation, plan, dimensions).tolist(),
@@ -47,11 +47,11 @@ def embedding_output(generation: Generation, plan: PoolingPlan, dimensions: int 
 
 
 def paired(first: Sequence[First], second: Sequence[Second]) -> list[tuple[int, int]]:
-    """Return index pairs of two lists: the only text of `first` with each of `second`, or pair by pair.
-    Raises `InvalidParameter` for other lengths."""
+    """Return the pairs of texts to compare, as (index in `first`, index in `second`). Texts with the same index are a
+    pair; a single text in `first` makes a pair with each of `second`. Raises `InvalidParameter` for other lengths."""
     if len(first) not in (1, len(second)) or not first:
-        raise InvalidParameter(f"{len(first)} texts cannot be compared with {len(second)}: give one and several, or "
-                               "two lists of one length.", param="text_2")
+        raise InvalidParameter(f"{len(first)} texts cannot be compared with {len(second)}: give one text and a list, "
+                               "or two lists of the same length.", param="text_2")
     return [(0 if len(first) == 1 else i, i) for i in range(len(second))]
 
 

@@ -8,21 +8,26 @@ import random
 import time
 from array import array
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from itertools import count
-from typing import Any, Self
-
-import msgspec
+from typing import Self
 
 from quire.config.engine import EngineConfig
-from quire.contracts.errors import InvalidParameter, PromptTooLong, listed, shown
+from quire.contracts.errors import InvalidParameter
 from quire.contracts.output import Finish, RequestOutput, StepOutputs
 from quire.contracts.protocols import ExecutorFacts
 from quire.contracts.request import NewRequest
-from quire.contracts.sampling import BIAS_LIMIT, COLDEST, OutputKind, SamplerSpec, SamplingParams
-from quire.contracts.seeds import child_seed
+from quire.contracts.sampling import OutputKind, SamplingParams
 from quire.entry.completion import Completion, Generation
+from quire.entry.core_request import (
+    FrontLimits,
+    check_first_token,
+    check_options,
+    check_request,
+    child_request,
+    sampler_spec,
+)
 from quire.entry.prompts import Prompt
 from quire.procs.messages import Ready
 from quire.text.sequence import SequenceText
@@ -30,35 +35,21 @@ from quire.text.tokenizer import Tokenizer
 
 LOG = logging.getLogger("quire")
 INTERNAL = "internal"  # error code of a request that failed by a bug in Quire
-LONGEST = 1e9  # longest timeout of a request, in seconds
-
-
-@dataclass(frozen=True, kw_only=True)
-class FrontLimits:
-    """Limits of the engine that requests are checked against.
-
-    by_priority   requests may have a priority (scheduling_policy="priority")
-    """
-
-    max_model_len: int
-    vocab_size: int
-    max_logprobs: int
-    eos_ids: tuple[int, ...] = ()
-    by_priority: bool = False
 
 
 @dataclass(kw_only=True)
 class Taken:
-    """Changes that the outputs of one step made to the live generations.
+    """Changes that the outputs of one step made to the live generations (prompts with unfinished completions).
 
     now                monotonic time of this step's tokens
     touched            generations with an output to send
-    stopped            handles to abort in the core
+    stopped            handles of requests that the core must abort
     started            generations that got their first token
     finished           generations whose completions have all ended
-    broken             generations that lost a completion to an exception in our code, once for each completion
-    gaps               time of a completion's token before -> number of completions that got their next token now
-    num_tokens         tokens taken;  num_stop_strings  completions that a stop string ended
+    broken             generations with a completion that an exception in the front end ended, once per completion
+    gaps               time of a previous token -> number of completions whose next token came in this step
+    num_tokens         new tokens of the live generations
+    num_stop_strings   completions that a stop string ended
     """
 
     now: float
@@ -73,7 +64,10 @@ class Taken:
 
 
 class FrontEnd:
-    """The live `Generation`s of an engine. `start` makes requests for the core, `apply` takes the core's outputs."""
+    """The live `Generation`s of an engine: prompts with unfinished completions. `start` makes the core's requests.
+
+    `take` updates the generations with a step's outputs, for the server. `apply` also makes the users' outputs.
+    """
 
     def __init__(self, tokenizer: Tokenizer | None, limits: FrontLimits, *, seed: int = 0) -> None:
         self.tokenizer = tokenizer
@@ -86,7 +80,7 @@ class FrontEnd:
     @classmethod
     def of(cls, config: EngineConfig, facts: ExecutorFacts | Ready, tokenizer: Tokenizer | None,
            eos_ids: tuple[int, ...]) -> Self:
-        """Make the front end of an engine."""
+        """Make the front end of an engine. `facts`: limits that the executor or the core reports."""
         limits = FrontLimits(max_model_len=facts.max_model_len, vocab_size=facts.vocab_size,
                         max_logprobs=config.model.max_logprobs, eos_ids=eos_ids,
                         by_priority=config.scheduler.scheduling_policy == "priority")
@@ -104,22 +98,25 @@ class FrontEnd:
 
     def start(self, prompt: Prompt, params: SamplingParams, *, request_id: str | None = None, priority: int = 0,
               timeout: float | None = None, pool: str = "", tenant: str = "") -> tuple[Generation, list[NewRequest]]:
-        """Make the requests of one prompt. Raises `RequestError`, and keeps nothing, when they cannot be served.
+        """Return the generation of one prompt, and the core's requests: one per completion.
 
-        timeout   seconds after which the request fails;  pool, tenant  as in `NewRequest`
+        timeout   seconds after which the request fails
+        pool      pooling of an embedding request: "mean", "last" or "cls"; "" = the request generates text
+        tenant    owner of the request: only requests of a tenant share KV blocks
+        Raises a `RequestError` when the prompt cannot be served. Then the front end has not changed.
         """
         if not isinstance(params, SamplingParams):
             raise InvalidParameter(
                 f"sampling_params must be SamplingParams, not {type(params).__name__}.", param="sampling_params")
         params.check()
-        self._check_options(priority, timeout)
+        check_options(priority, timeout, self.limits)
         token_ids = self.encode(prompt)
-        self._check(params, token_ids)
+        check_request(params, token_ids, self.limits, self.tokenizer)
         grammar = params.structured_outputs.spec() if params.structured_outputs is not None else None
         seed = params.seed if params.seed is not None and params.seed >= 0 else self._seeds.getrandbits(64)
         stops = tuple(sorted({*(params.stop_token_ids or ()), *(() if params.ignore_eos else self._eos)}))
-        sampler = self._spec(params, seed, len(token_ids), stops)
-        _check_first_token(params, sampler, self.limits.vocab_size)
+        sampler = sampler_spec(params, seed, len(token_ids), stops, self.limits.vocab_size, self.tokenizer)
+        check_first_token(params, sampler, self.limits.vocab_size)
         first = self._next_handle
         request_id = request_id if request_id is not None else str(first)
         generation = Generation(request_id=request_id, tenant=tenant, prompt=prompt.text, prompt_token_ids=token_ids,
@@ -147,15 +144,15 @@ class FrontEnd:
             pool=pool,
             grammar=grammar,
         )
-        requests = [parent, *(_child(parent, i, f"{request_id}.{i}") for i in range(1, params.n))]
+        requests = [parent, *(child_request(parent, i, f"{request_id}.{i}") for i in range(1, params.n))]
         self._next_handle += params.n
         self._by_handle.update((c.handle, (generation, c)) for c in generation.completions)
         return generation, requests
 
     def apply(self, outputs: StepOutputs) -> tuple[list[tuple[int, RequestOutput]], list[int]]:
-        """Take one step's outputs. Return (first handle, output) pairs, and the handles to abort in the core.
-
-        A handle is to be aborted when a stop string, or an exception in the handling of its text, ended it here.
+        """Update the generations with one step's outputs. Return (handle of a prompt's first completion, output) pairs,
+        and the handles of requests that the core must abort: a stop string, or an exception here, ended their
+        completions.
         """
         taken = self.take(outputs)
         pairs = []
@@ -169,7 +166,7 @@ class FrontEnd:
         return pairs, taken.stopped
 
     def take(self, outputs: StepOutputs) -> Taken:
-        """Take one step's outputs. The caller makes `Generation.output` of the generations in `touched`."""
+        """Update the generations with one step's outputs. The caller makes the outputs of `Taken.touched`."""
         taken = Taken(now=time.monotonic())
         touched: dict[Generation, None] = {}
         finishes = {f.handle: f for f in outputs.finished}
@@ -216,11 +213,11 @@ class FrontEnd:
         return taken
 
     def drop(self, generation: Generation) -> list[int]:
-        """Forget a generation. Return the handles to abort in the core."""
+        """Forget a generation. Return the handles of its unfinished completions, which the core must abort."""
         return [c.handle for c in generation.completions if self._by_handle.pop(c.handle, None) is not None]
 
     def fail(self, generation: Generation) -> list[int]:
-        """End a generation whose output cannot be made. Return the handles to abort. Call it in an `except` block."""
+        """End a generation with an error. Log the exception of the `except` block. Return the handles to abort."""
         LOG.exception("the text of request %s failed; the others go on", generation.request_id)
         for completion in generation.completions:
             completion.fail(INTERNAL)
@@ -284,71 +281,10 @@ class FrontEnd:
         """Return the prompt with its token ids, so that `start` need not encode it. Any thread may call this."""
         return replace(prompt, token_ids=self.encode(prompt))
 
-    def _check_options(self, priority: int, timeout: float | None) -> None:
-        given: Any = priority  # callers may pass any type
-        if not isinstance(given, int) or isinstance(given, bool) or not -(2**31) <= given < 2**31:
-            raise InvalidParameter(f"priority={shown(given)}: must be a 32-bit integer.", param="priority")
-        if given and not self.limits.by_priority:
-            raise InvalidParameter(f"priority={given} needs scheduling_policy='priority'; this engine serves first "
-                                   "come, first served.", param="priority")
-        seconds: Any = 1.0 if timeout is None else timeout
-        if not isinstance(seconds, (int, float)) or isinstance(seconds, bool) or not 0 < seconds <= LONGEST:
-            raise InvalidParameter(f"timeout={shown(timeout)}: must be seconds, above 0 and at most 1e9.",
-                                   param="timeout")
-
     def _text(self, token_ids: list[int], params: SamplingParams) -> SequenceText | None:
         if self.tokenizer is None or not params.detokenize:
             return None
         return SequenceText(self.tokenizer, token_ids, params)
-
-    def _check(self, params: SamplingParams, token_ids: list[int]) -> None:
-        limits = self.limits
-        if not token_ids:
-            raise InvalidParameter("the prompt is empty: give at least one token.", param="prompt")
-        if len(token_ids) + (params.max_tokens != 0) > limits.max_model_len:
-            raise PromptTooLong(f"the prompt has {len(token_ids)} tokens and the context {limits.max_model_len}: "
-                                "shorten the prompt, or raise max_model_len.")
-        for name, values in (("prompt_token_ids", token_ids), ("stop_token_ids", params.stop_token_ids),
-                             ("allowed_token_ids", params.allowed_token_ids), ("logit_bias", params.logit_bias),
-                             ("logprob_token_ids", params.logprob_token_ids)):
-            check_ids(name, values or (), limits.vocab_size)
-        for name, k in (("logprobs", params.logprobs), ("prompt_logprobs", params.prompt_logprobs)):
-            if k is not None and limits.max_logprobs >= 0 and (k > limits.max_logprobs or k < 0):
-                raise InvalidParameter(f"{name}={shown(k)} exceeds this engine's max_logprobs={limits.max_logprobs}: "
-                                       "ask for fewer, or start the engine with a higher max_logprobs.", param=name)
-        for name, given in (("stop", params.stop_strings), ("bad_words", params.bad_words),
-                            ("structured_outputs", params.structured_outputs)):
-            if given and self.tokenizer is None:
-                raise InvalidParameter(
-                    f"{name} needs a tokenizer, and this engine has none (skip_tokenizer_init).", param=name)
-
-    def _spec(self, params: SamplingParams, seed: int, num_prompt: int, stop_ids: tuple[int, ...]) -> SamplerSpec:
-        greedy = params.greedy
-        bias = {i: max(-BIAS_LIMIT, min(BIAS_LIMIT, b)) for i, b in (params.logit_bias or {}).items()}
-        bad_words: tuple[tuple[int, ...], ...] = ()
-        if params.bad_words:
-            assert self.tokenizer is not None
-            bad_words = self.tokenizer.bad_word_ids(params.bad_words)
-        return SamplerSpec(
-            seed=seed,
-            num_prompt=num_prompt,
-            temperature=0.0 if greedy else max(params.temperature, COLDEST),
-            top_k=0 if greedy else min(max(params.top_k, 0), self.limits.vocab_size),
-            top_p=1.0 if greedy else params.top_p,
-            min_p=0.0 if greedy else params.min_p,
-            presence_penalty=params.presence_penalty,
-            frequency_penalty=params.frequency_penalty,
-            repetition_penalty=params.repetition_penalty,
-            min_length=num_prompt + params.min_tokens,
-            stop_ids=stop_ids,
-            logit_bias=tuple(sorted(bias.items())),
-            allowed_ids=tuple(sorted(set(params.allowed_token_ids or ()))),
-            bad_words=bad_words,
-            num_logprobs=params.logprobs,
-            logprob_ids=tuple(params.logprob_token_ids or ()),
-            num_prompt_logprobs=params.prompt_logprobs,
-            grammar=params.structured_outputs is not None,
-        )
 
 
 class _Last:
@@ -358,36 +294,6 @@ class _Last:
         self._left, self._finishes = Counter(handles), finishes
 
     def get(self, handle: int) -> Finish | None:
-        """Return the finish if this is the handle's last token of the step, else None. Call it once per token."""
+        """Return a handle's finish at its last token of the step, None at earlier ones. Call this once per token."""
         self._left[handle] -= 1
         return None if self._left[handle] else self._finishes.get(handle)
-
-
-def check_ids(name: str, ids: Collection[int], size: int) -> None:
-    """Raise `InvalidParameter` for ids, in the field `name`, outside a vocabulary of `size` tokens."""
-    if ids and not (0 <= min(ids) and max(ids) < size):
-        wrong = [token for token in ids if not 0 <= token < size]
-        raise InvalidParameter(f"{name} holds {listed(wrong)}, outside the vocabulary of {size} tokens (0 to "
-                               f"{size - 1}): send ids of this model.", param=name)
-
-
-def _check_first_token(params: SamplingParams, spec: SamplerSpec, vocab_size: int) -> None:
-    """Raise `InvalidParameter` when the request forbids every possible first token."""
-    words = {word[0] for word in spec.bad_words if len(word) == 1}
-    ends = set(spec.stop_ids) if params.min_tokens else set[int]()
-    allowed, forbidden = set(spec.allowed_ids), words | ends
-    if params.max_tokens == 0 or (allowed - forbidden if allowed else len(forbidden) < vocab_size):
-        return
-    names = ["allowed_token_ids"] * bool(allowed) + ["bad_words"] * bool(words & allowed if allowed else words)
-    names += ["min_tokens"] * bool(ends & allowed if allowed else ends)
-    why = f" (stop_token_ids and end tokens cannot come before {params.min_tokens} others)" * ("min_tokens" in names)
-    raise InvalidParameter(f"{' and '.join(names)}{why}: no token is left that the answer could begin with. Allow "
-                           "another token, or leave one of these fields out.", param=names[0])
-
-
-def _child(parent: NewRequest, index: int, request_id: str) -> NewRequest:
-    """Return the request of another completion of the same prompt. It shares the prompt's blocks; its seed differs."""
-    spec = msgspec.structs.replace(
-        parent.sampler, seed=child_seed(parent.sampler.seed, index), num_prompt_logprobs=None)
-    return msgspec.structs.replace(parent, handle=parent.handle + index, request_id=request_id, sampler=spec,
-                                   parent=parent.handle, read_prefix_cache=True)

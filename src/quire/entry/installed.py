@@ -9,7 +9,7 @@ INSTALL = "run `pip install .` in Quire's folder, where its README.md is"
 
 
 def not_installed(error: ModuleNotFoundError) -> ConfigError:
-    """Return the error for a missing package. Raises `error` itself for a module of Python's or Quire's own."""
+    """Return the error for a missing package. Raises `error` itself for a module of Python or Quire."""
     name = (error.name or "").partition(".")[0]
     if name in ("", "quire") or name in sys.stdlib_module_names:
         raise error

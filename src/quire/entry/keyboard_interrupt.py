@@ -16,7 +16,7 @@ SHOW_CURSOR = b"\x1b[?25h"  # a progress bar hides it
 
 
 def leave_on_interrupt() -> None:
-    """Make Ctrl-C end the process at once: exit code 130, no message. Has no effect where it is ignored (nohup)."""
+    """Make Ctrl-C end the process at once: exit code 130, no message. Has no effect where Ctrl-C is ignored (nohup)."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _leave)
 
@@ -29,7 +29,7 @@ def raise_on_interrupt() -> None:
 
 @contextmanager
 def interruptible() -> Iterator[threading.Event]:
-    """Inside the block the first Ctrl-C only sets the event. A second Ctrl-C raises KeyboardInterrupt.
+    """`with` block that yields an event. The first Ctrl-C only sets the event; a second one raises KeyboardInterrupt.
     Has no effect outside the main thread, where Python delivers no signals."""
     asked = threading.Event()
 
@@ -50,7 +50,7 @@ def interruptible() -> Iterator[threading.Event]:
 
 @contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Delay Ctrl-C until the end of the block. The handler that was set before then gets the signal."""
+    """Delay Ctrl-C until the end of the `with` block. Then the handler from before the block gets the signal."""
     with interruptible() as asked:
         yield
     if asked.is_set():

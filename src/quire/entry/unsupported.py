@@ -30,8 +30,8 @@ HARMLESS: dict[str, tuple[object, ...]] = {
 
 
 def check_arguments(method: Callable[..., Any], given: Mapping[str, Any]) -> None:
-    """Raise `InvalidParameter` for the first argument that `method` does not have.
-    Arguments of `ARGUMENTS` are accepted with a value that has no effect: None, or one in `HARMLESS`."""
+    """Raise `InvalidParameter` for the first argument in `given` that `method` does not have.
+    Arguments of vLLM in `ARGUMENTS` are accepted with a value without effect: None, or a value in `HARMLESS`."""
     name = method.__qualname__
     for argument, value in given.items():
         if (why := ARGUMENTS.get(argument)) is None:
@@ -44,7 +44,7 @@ def check_arguments(method: Callable[..., Any], given: Mapping[str, Any]) -> Non
 
 
 def no_attribute(kind: str, name: str) -> AttributeError:
-    """Return the error for an attribute that the class does not have."""
+    """Return the `AttributeError` for attribute `name` of class `kind`; vLLM's own methods get a hint."""
     if name in METHODS:
         return AttributeError(f"{kind}.{name} is not implemented: {METHODS[name]}.")
     return AttributeError(f"{kind!r} object has no attribute {name!r}")

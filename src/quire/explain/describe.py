@@ -12,7 +12,7 @@ import msgspec
 
 from quire.config.checkpoint import ModelArgs, parse_checkpoint_config, read_raw_config
 from quire.config.engine import EngineConfig
-from quire.config.placement import ALONE, Parallel, Rank, check_parallel
+from quire.config.placement import Rank, check_parallel, parallel_sizes
 from quire.config.resolve import GIB, MemoryPlan, check_context, check_cpu_weights, resolve_dtype
 from quire.config.resolve_cuda import DeviceMemory
 from quire.contracts.errors import ConfigError, ModelNotFound, WeightsError
@@ -24,7 +24,7 @@ from quire.models.plan import Machine, resolve_engine, resolve_sizing
 from quire.models.registry import check_routing
 from quire.models.report import PlanReport
 from quire.platforms.cpu import read_cpu_facts
-from quire.platforms.detect import probe_driver, resolve_device
+from quire.platforms.detect import check_gpus, probe_driver, resolve_device
 from quire.quantization.read import find_quantization
 from quire.weights.folder import HEADERS, absent_weights, resolve_folders
 from quire.weights.match import load_error, match_tensors
@@ -50,12 +50,15 @@ GPUS = {
 }
 
 
-def plan_engine(config: EngineConfig, parallel: Parallel = ALONE, described: str = "") -> PlanReport:
+def plan_engine(config: EngineConfig, described: str = "", *, replicas: int = 1) -> PlanReport:
     """Plan an engine for `config`, on the device named `described` (a key of GPUS) or on this machine.
 
-    Plans engines that cannot be built yet, too. Raises the errors that `assemble` would raise.
+    replicas   data-parallel replicas; with 2 or more, `missing` of the plan says that no engine can run it yet
+
+    Raises the errors that `assemble` would raise.
     """
     gpu, words = _device(config, described)
+    parallel = replace(parallel_sizes(config.parallel), dp=replicas)
     facts, folder = read_cpu_facts(), resolve_folders(config, only=HEADERS)[0]
     device, memory = ("cuda", gpu.memory) if gpu else ("cpu", facts.total_memory)
     machine = Machine(device=device, words=words, total_memory=memory)
@@ -75,10 +78,10 @@ def plan_engine(config: EngineConfig, parallel: Parallel = ALONE, described: str
 
 
 def one_layer(plan: dict[str, Any], layer: str) -> dict[str, Any]:
-    """Cut a described plan to a layer: "embed", a number or "head". Raises ConfigError when there is no such layer."""
+    """Return a described plan cut to a layer: "embed", a number or "head". Raises ConfigError for an unknown layer."""
     if found := [one for one in plan["layers"] if one["layer"] == layer]:
         return plan | {"layers": found}
-    raise ConfigError(f"--layer {layer}: there are embed, 0 to {len(plan['layers']) - 3} and head.")
+    raise ConfigError(f"--layer {layer} does not exist: give embed, 0 to {len(plan['layers']) - 3}, or head.")
 
 
 def _quantization(config: EngineConfig, folder: Path, args: ModelArgs) -> dict[str, Any]:
@@ -117,6 +120,7 @@ def _device(config: EngineConfig, described: str) -> tuple[Gpu | None, str]:
     found = resolve_device(config.device.device)
     if found.device == "cpu":
         return None, str(found)
+    check_gpus(parallel_sizes(config.parallel))
     driver = probe_driver()
     return Gpu("this GPU", driver.capability, driver.memory), str(found)
 
@@ -130,6 +134,8 @@ def _probe(gpu: Gpu | None) -> Probe:
     def probe(need: str) -> str:
         if need == "hopper" and gpu and gpu.capability[0] != 9:
             return "needs compute capability 9.0, this GPU has {}.{}".format(*gpu.capability)
+        if need == "8-bit numbers" and gpu and gpu.capability < (8, 9):
+            return "8-bit numbers need compute capability 8.9, this GPU has {}.{}".format(*gpu.capability)
         if need == "packed bfloat16":
             return missing_bf16()
         if need == "native":
@@ -172,13 +178,15 @@ def _larger(report: PlanReport, gpu: Gpu) -> str:
 
 
 def _memory(report: PlanReport, gpu: Gpu | None, free: int, rank: Rank) -> MemoryPlan:
-    """Size the memory of a rank; `free`: bytes of a CPU's memory before weights are loaded."""
+    """Size the memory of a rank; `free`: bytes of a CPU's memory, which all ranks share, before weights are loaded."""
     weights = report.held[rank.number][1]
-    plan = msgspec.structs.replace(report.plan, geometry=report.page(rank))
+    plan = msgspec.structs.replace(report.plan.of_rank(rank), geometry=report.page(rank))
     if gpu is None:
-        check_cpu_weights(weights, free, "" if plan.quantization else plan.dtype.dtype)
-        return resolve_sizing(plan, free - weights)
+        every = sum(held for _, held in report.held)
+        check_cpu_weights(every, free, "" if plan.quantization else plan.dtype.dtype)
+        return resolve_sizing(plan, (free - every) // len(report.held))
     ours = EMPTY + plan.graphs.num_bytes + _activations(plan.args, plan.config, plan.mesh.parallel.tp)
+    ours += plan.buffer_bytes
     left = gpu.memory - weights - ours
     return resolve_sizing(plan, DeviceMemory(total=gpu.memory, at_start=gpu.memory, free=left, weights=weights,
                                              others=0))  # fmt: skip

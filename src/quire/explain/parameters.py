@@ -1,9 +1,10 @@
 """Bit for bit comparison of the parameters with which Quire computes and those of the checkpoint.
 
-Unpacks the float32 layouts of a CPU to the checkpoint's order. Reads the loader's files with the safetensors library.
+Translates tensor names where the reference is of another family. Unpacks the float32 layouts of a CPU to the
+checkpoint's order. Reads the loader's files with the safetensors library.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -11,20 +12,27 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 
+from quire.config.checkpoint import read_checkpoint_config
+from quire.contracts.errors import ModelError, UnsupportedModel
+from quire.contracts.params import Param
 from quire.layers.decoder import Decoder
 from quire.layers.latent import Expansion
 from quire.layers.moe import Experts
 from quire.layers.norm import HeadNorm
-from quire.weights.files import full_names, weight_files
+from quire.models.layout import layout
+from quire.quantization.formats import raw_tensors
+from quire.weights.files import full_names, stored_in, weight_files
 
 
 @dataclass(frozen=True)
 class Changed:
     """A checkpoint tensor whose numbers differ from those with which Quire computes.
 
-    count   numbers that differ, of `size`
+    count   numbers that differ
+    size    all numbers of the tensor
     most    largest difference, relative to the tensor's largest number
     """
 
@@ -37,23 +45,45 @@ class Changed:
         return f"{self.name}: {self.count:,} of {self.size:,} numbers differ, by up to {self.most:.1e} of the largest"
 
 
-def changed_parameters(model: Decoder, folder: Path) -> tuple[Changed, ...]:
-    """Return every checkpoint tensor in `folder` that is not bit for bit equal to the tensor in the packed `model`.
+def reference_layout(params: tuple[Param, ...], folder: Path) -> tuple[Param, ...]:
+    """Return `params` with the tensor names of the checkpoint in `folder`.
 
-    A tensor that the folder does not have counts as changed.
+    The names follow the model family in the folder's config.json. If Quire does not support the family, the folder must
+    use the names in `params`. Raises ModelError for a tensor that the folder lacks.
+    """
+    try:
+        theirs = layout(read_checkpoint_config(folder))
+    except UnsupportedModel:
+        theirs = params
+    names = {(param.name, part.name): part.stored for param in theirs for part in param.parts}
+    named = tuple(replace(param, parts=tuple(replace(part, stored=names.get((param.name, part.name), part.stored))
+                                             for part in param.parts)) for param in params)  # fmt: skip
+    wanted = {part.stored for param in named for raw in raw_tensors(param) for part in raw.parts}
+    if missing := sorted(wanted - stored_in(folder).keys()):
+        raise ModelError(f"the reference {folder} has no tensor {missing[0]}: rename the reference's tensors so that "
+                         "they are named as in the model that is verified.")
+    return named
+
+
+def changed_parameters(model: Decoder, params: tuple[Param, ...], folder: Path) -> tuple[Changed, ...]:
+    """Return a `Changed` for every tensor in `folder` that is not exactly the one with which `model` computes.
+
+    params   the model's layout with the folder's names; see `reference_layout`
+    Matrices that are quantized in memory are left out: their packed layouts cannot be unpacked.
     """
     from safetensors import safe_open
 
+    names = {part.stored: other.stored for param, named in zip(model.layout, params, strict=True)
+             for part, other in zip(param.parts, named.parts, strict=True)}  # fmt: skip
     with ExitStack() as stack:
         files = [stack.enter_context(safe_open(path, "pt")) for path in weight_files(folder)]
         holders = {name: file for file in files for name in file.keys()}  # noqa: SIM118  not a dict
         stored = {full: partial(holders[name].get_tensor, name) for name, full in full_names(holders).items()}
         return tuple(found for name, ours in parameters(model)
-                     if (found := _compare(name, ours, stored.get(name))) is not None)  # fmt: skip
+                     if (found := _compare(name, ours, stored[names[name]]().float())) is not None)  # fmt: skip
 
 
-def _compare(name: str, ours: Tensor, read: Callable[[], Tensor] | None) -> Changed | None:
-    theirs = torch.full(ours.shape[-1:], torch.nan) if read is None else read().float()
+def _compare(name: str, ours: Tensor, theirs: Tensor) -> Changed | None:
     if ours.shape[-theirs.dim() :] != theirs.shape:
         return Changed(name, ours.numel(), ours.numel(), float("inf"))
     differ = (ours != theirs) & ~(ours.isnan() & theirs.isnan())
@@ -63,20 +93,26 @@ def _compare(name: str, ours: Tensor, read: Callable[[], Tensor] | None) -> Chan
 
 
 def parameters(model: Decoder) -> Iterator[tuple[str, Tensor]]:
-    """Yield (checkpoint name, float32 tensor) of every part of every parameter, from the packed model.
+    """Yield (checkpoint name, float32 tensor) for every checkpoint tensor, read back from the model's memory.
 
-    Norms of heads are [H, D], one row for each head.
+    Norms of heads are [H, D]: H heads, D numbers per head. Matrices that are quantized in memory are left out.
     """
     for param in model.layout:
+        if param.scheme is not None:
+            continue
         rows, first = _packed(model.get_submodule(param.module), param.name.rpartition(".")[2]), 0
         for part in param.parts:
             own = rows if len(param.parts) == 1 else rows[first : first + part.rows]
             first += part.rows
-            yield part.stored, _unordered(own, part.order, param.module.endswith("head_norm"))
+            yield part.stored, unordered(own, part.order, param.module.endswith("head_norm"))
 
 
-def _unordered(rows: Tensor, order: tuple[int, ...], by_head: bool) -> Tensor:
-    """Return rows (of a norm of heads: the numbers in each row) in the order of the checkpoint."""
+def unordered(rows: Tensor, order: tuple[int, ...], by_head: bool) -> Tensor:
+    """Return a parameter in the row order of the checkpoint; `rows` are in the order that Quire's kernels need.
+
+    order     in each run of len(order) rows, row i is the checkpoint's row order[i]; (): the order is the checkpoint's
+    by_head   `order` permutes the numbers in each row, not the rows
+    """
     if not order:
         return rows
     back = torch.tensor(order).argsort()

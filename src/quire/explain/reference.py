@@ -26,16 +26,20 @@ SHARED = ("mlp.shared_experts", "mlp.shared_expert")
 
 @dataclass
 class Differences:
-    """Largest difference of each step, relative to the largest value of the reference's row; the worst row counts.
+    """Differences between Quire and transformers: `found[stage, step]` is a `relative_difference`.
 
-    Has no entry for a step that the reference never reached.
+    ours   Quire's results, by stage (a half of a layer, for example) and step (an operation in the stage)
+    A step that transformers never reached has no entry.
     """
 
     ours: Recording
     found: dict[tuple[str, str], float] = field(default_factory=dict)
 
     def replace(self, stage: str, step: str, theirs: Tensor) -> Tensor:
-        """Compare `theirs` [..., T rows] with Quire's result, and return Quire's in its shape."""
+        """Return Quire's result of a step in the shape of `theirs`, the reference's result.
+
+        The difference between the two goes to `found`.
+        """
         ours = self.ours.result(stage, step)
         self.found[stage, step] = relative_difference(ours.flatten(1), theirs.reshape(len(ours), -1))
         return ours.reshape(theirs.shape)
@@ -46,9 +50,10 @@ class Differences:
 
 
 def relative_difference(ours: Tensor, theirs: Tensor) -> float:
-    """ours, theirs [T, width] -> the largest difference of a row over the largest value of the reference's row.
+    """Return the largest difference between `ours` and `theirs` [T, width], relative to the row of `theirs`.
 
-    A row counts as at least a tenth of the median row: sums that happen to be near zero have rounding, too.
+    The difference is divided by the largest value of the row, but at least by a tenth of the median row's largest:
+    sums near zero have rounding, too. Different shapes differ by infinity.
     """
     if ours.shape != theirs.shape:
         return float("inf")
@@ -64,19 +69,22 @@ def load(folder: Path) -> Any:
 
     try:
         return transformers.AutoModelForCausalLM.from_pretrained(
-            folder, dtype=torch.float32, attn_implementation="eager", local_files_only=True, trust_remote_code=False
+            folder, dtype=torch.float32, attn_implementation="eager", experts_implementation="eager",
+            local_files_only=True, trust_remote_code=False,
         ).eval()
     except Exception as error:  # of transformers, safetensors, or whatever else reads a file there
         detail = (str(error).splitlines() or [""])[0]
         raise ModelError(
             f"{folder} is loaded by Quire and not by transformers ({type(error).__name__}: {detail}), so there is "
-            "nothing to compare with: give the files that the model was published with, or another transformers."
+            "nothing to compare with: give the files that the model was published with, or install another version of "
+            "transformers. If transformers has no class for the family yet: copy the folder, give the copy's "
+            "config.json the model_type and architectures of the nearest class, and pass the copy with --reference."
         ) from error
 
 
 @torch.inference_mode()
 def run_alone(model: Any, token_ids: list[int]) -> dict[str, Tensor]:
-    """Run the reference from the token ids and return its result [T, width] of every stage."""
+    """Run the model of transformers on the token ids. Return the result [T, width] of every stage (see `Recording`)."""
     body, kept, handles = model.base_model, {}, []
 
     def keep(stage: str) -> Callable[..., None]:
@@ -99,7 +107,7 @@ def run_alone(model: Any, token_ids: list[int]) -> dict[str, Tensor]:
 
 @torch.inference_mode()
 def run_on(model: Any, token_ids: list[int], ours: Recording) -> Differences:
-    """Compute every recorded step from Quire's results of the steps before it, and return the differences."""
+    """Run the model of transformers with Quire's results as the inputs of its steps. Return the differences."""
     differences = Differences(ours)
     body = model.base_model
     _on_result(body.get_input_embeddings(), differences, "embed", "embed_tokens")

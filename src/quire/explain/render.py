@@ -1,8 +1,7 @@
 """A described plan as a tree for a terminal. Equal layers are shown once, the experts of a layer as a single name."""
 
-import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
@@ -12,13 +11,12 @@ from rich.tree import Tree
 
 from quire.config.missing import not_runnable
 from quire.entry.cli.table import format_bytes as size
+from quire.explain.render_ranks import add_ranks, folded
 from quire.models.facts import fact_lines
 from quire.models.report import NEVER
 
 Plan = Mapping[str, Any]
-MOST_RUNS = 4  # of ranks that are alike and not neighbours, before their count is told instead
 WEIGH = {"experts": "experts kernel", "combine": "combine step"}
-_EXPERT = re.compile(r"\.experts\.(\d+)\.")
 
 
 def render(plan: Plan, full: bool = False) -> Group:
@@ -47,7 +45,7 @@ def _tree(plan: Plan, full: bool) -> Tree:
     for _, alike in groupby(plan["layers"], key=_likeness):
         _layer(layers, list(alike))
     _memory(tree, plan["memory"], plan["ranks"])
-    _ranks(tree, plan)
+    add_ranks(tree, plan)
     left = [name + " (multi-token prediction)" * name.endswith(".*") + f"  {number:,} tensors" * (number > 1)
             for name, number in plan["not_read"].items()]  # fmt: skip
     for title, lines in (("not read", left), ("start-up, in order", list(map(": ".join, plan["phases"].items())))):
@@ -55,16 +53,6 @@ def _tree(plan: Plan, full: bool) -> Tree:
         for line in lines:
             _add(branch, line)
     return tree
-
-
-def folded(names: Iterable[str]) -> Iterator[str]:
-    """Yield checkpoint names in order; the names of all experts become "experts.{0-255}.up_proj.weight"."""
-    groups: dict[str, list[str]] = {}
-    for name in names:
-        found = _EXPERT.search(name)
-        groups.setdefault(_EXPERT.sub(".experts.{}.", name), []).append(found[1] if found else "")
-    for pattern, numbers in groups.items():
-        yield pattern.replace("{}", numbers[0] if len(numbers) == 1 else f"{{{numbers[0]}-{numbers[-1]}}}")
 
 
 def _add(tree: Tree, line: str) -> Tree:
@@ -171,9 +159,12 @@ def _memory(tree: Tree, memory: Plan, ranks: Sequence[Plan]) -> None:
     for line in (
         "weights by device: " + ", ".join(f"{number:,} x {device} {size(count)}" + " each" * (number > 1)
                                           for (device, count), number in held.items()),
-        f"KV cache: {size(memory['kv_bytes_per_token'])} per token in {memory['page_layers']} layers (each: {parts})",
+        f"KV cache: {size(memory['kv_bytes_per_token'])} per token in {memory['page_layers']} layers (each: {parts})"
+        + _cache_words(memory),
         f"a block of {memory['block_size']} tokens: {size(memory['block_bytes'])} per layer; a page, the block of "
         f"{memory['page_layers']} layers: {size(memory['page_bytes'])}",
+        *[f"buffers for exchanges with other ranks: {size(memory['buffers'])}"
+          + "; NCCL's own come on top" * (ranks[0]["device"] == "cuda")] * (len(ranks) > 1),
     ):  # fmt: skip
         _add(branch, line)
     if "refused" in memory:
@@ -188,55 +179,10 @@ def _memory(tree: Tree, memory: Plan, ranks: Sequence[Plan]) -> None:
             _add(branch, line)
 
 
-def _ranks(tree: Tree, plan: Plan) -> None:
-    if len(plan["ranks"]) == 1:
-        return
-    branch = _add(tree, f"{len(plan['ranks']):,} ranks, and their messages (bytes of the message per rank)")
-    shown = {"layers": "layers", "heads": "query heads", "kv_heads": "KV heads", "experts": "experts"}
-    alike: dict[tuple[Any, ...], list[Plan]] = {}
-    for rank in plan["ranks"]:
-        each = (rank[key][1] - rank[key][0] for key in shown)
-        alike.setdefault((rank["stage"], rank["bytes"], *each), []).append(rank)
-    for (stage, count, *widths), some in alike.items():
-        one, held = some[0], list[str]()
-        who = _numbers([rank["number"] for rank in some])
-        for (key, word), width in zip(shown.items(), widths, strict=True):
-            first, end = min(rank[key][0] for rank in some), max(rank[key][1] for rank in some)
-            if width and not (key == "kv_heads" and plan["latent"]):
-                held.append(f"{word} {first}-{end - 1}" + f" ({width} each)" * (end - first > width))
-        held += ["embedding"] * one["first"] + ["head"] * one["last"] + [size(count) + " each" * (len(some) > 1)]
-        _add(branch, f"{who} (stage {stage}): {', '.join(held)}")
-    if line := _kv_heads(plan):
-        _add(branch, line)
-    for one in plan["collectives"]:
-        sent = f"{size(one['message_bytes'])} per {one['per']}" + (f" x {one['times']}" if one["times"] > 1 else "")
-        _add(branch, f"{one['kind']} over {one['group']}, {one['where']}: {sent}")
-
-
-def _kv_heads(plan: Plan) -> str:
-    """Return the KV heads of each rank of tensor parallelism, in words; "" for a single rank."""
-    held: dict[tuple[int, int], list[int]] = {}
-    for rank in plan["ranks"]:
-        if rank["replica"] == rank["stage"] == 0:
-            held.setdefault(tuple(rank["kv_heads"]), []).append(rank["place"])
-    if sum(map(len, held.values())) == 1:
+def _cache_words(memory: Plan) -> str:
+    """Return the scales of an 8-bit KV cache and the reason for its type, in words; "" for another cache."""
+    if not memory["components"][0][3].startswith("float8"):
         return ""
-    if plan["latent"]:
-        return "KV cache: the same latents on every tp rank"
-    words = (f"{_range('head', *heads)} on {_range('rank', places[0], places[-1] + 1)}"
-             for heads, places in held.items())  # fmt: skip
-    return f"KV heads on tp ranks: {'; '.join(words)}"
-
-
-def _numbers(ranks: Sequence[int]) -> str:
-    """Return ranks by number, in words: each run of neighbours, or a count where there are many runs."""
-    known = set(ranks)
-    runs = list(zip([n for n in ranks if n - 1 not in known], [n for n in ranks if n + 1 not in known], strict=True))
-    if len(runs) > MOST_RUNS:
-        return f"{len(ranks):,} of ranks {ranks[0]}-{ranks[-1]}"
-    words = (f"{first}-{last}" if last > first else f"{first}" for first, last in runs)
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(words)}"
-
-
-def _range(word: str, first: int, end: int) -> str:
-    return f"{word} {first}" if end - first == 1 else f"{word}s {first}-{end - 1}"
+    names = [name.rpartition("self_attn.")[2] for name in (memory["cache_scales"] or [()])[0]]
+    scales = f"scales of the checkpoint ({', '.join(dict.fromkeys(names))})" if names else "all scales are 1"
+    return f": {memory['cache_reason']}; {scales}"

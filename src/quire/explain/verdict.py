@@ -23,9 +23,10 @@ BESIDE = {
 
 @dataclass(frozen=True)
 class Step:
-    """An operation, and its largest difference from the reference on the same input, relative to the result's row.
+    """An operation of a stage, compared with transformers on the same input.
 
-    bound   the largest difference that float32 rounding explains
+    difference   the largest difference of the results, relative to the row; see `relative_difference`
+    bound        the largest difference that float32 rounding explains
     """
 
     name: str
@@ -42,7 +43,8 @@ class Step:
 class Stage:
     """The embedding, a half of a layer, the last norm, or the logits.
 
-    so_far   difference of the stage's result when the reference runs alone: rounding of all stages so far adds up
+    so_far   difference of the stage's result when transformers gets only the token ids: rounding of all stages so far
+             adds up
     """
 
     name: str
@@ -56,7 +58,7 @@ class Stage:
 
     @property
     def first_divergent(self) -> Step | None:
-        """The first step that differs by more than rounding."""
+        """The first step that differs by more than rounding; None if none does."""
         return next((step for step in self.steps if step.diverged), None)
 
 
@@ -64,11 +66,14 @@ class Stage:
 class Report:
     """The outcome of `verify`.
 
-    stages    in the order in which they are computed
-    changed   tensors of the checkpoint that Quire computes with other numbers
-    ours      greedy tokens;  theirs  the reference's choices after the same tokens, equal up to the first difference
-    margin    lead of the reference's token at the first difference (logits); 0 without a difference
-    scale     largest logit of the reference
+    stages      in the order in which they are computed
+    changed     tensors of the checkpoint whose numbers are not those with which Quire computes
+    ours        greedy tokens of Quire
+    theirs      greedy choices of transformers, each after the same earlier tokens (those of Quire)
+    margin      first difference of the tokens: lead of transformers' token over Quire's, in logits; 0: no difference
+    scale       largest absolute logit of transformers
+    quantized   quantization schemes of the model's matrices, in words; "": none
+    rounds      True when activations are quantized
     """
 
     model: str
@@ -80,22 +85,28 @@ class Report:
     theirs: tuple[int, ...]
     margin: float
     scale: float
+    quantized: str = ""
+    rounds: bool = False
 
     @property
     def first_divergent(self) -> tuple[str, str] | None:
-        """Names of the first stage that differs by more than rounding, and of its first such step."""
+        """(stage, step) names of the first step that differs by more than rounding; None if none does."""
         return next(((stage.name, step.name) for stage in self.stages if (step := stage.first_divergent)), None)
 
     @property
     def first_token(self) -> int | None:
-        """Index of the first greedy token that differs."""
+        """Index of the first greedy token that differs; None if all are equal."""
         pairs = zip(self.ours, self.theirs, strict=True)
         return next((i for i, (ours, theirs) in enumerate(pairs) if ours != theirs), None)
 
     @property
     def tied(self) -> bool:
-        """True when no token differs, or rounding decides: the lead at the first difference is at most TIE."""
-        return self.first_token is None or self.margin <= TIE * self.scale
+        """True when the greedy tokens show no error: none differs, or the first difference is a tie.
+
+        A tie: the lead in logits is at most TIE of the largest, so rounding decides. With quantized activations this is
+        always True, because a rounding may change many of their values.
+        """
+        return self.rounds or self.first_token is None or self.margin <= TIE * self.scale
 
     @property
     def ok(self) -> bool:
@@ -103,7 +114,7 @@ class Report:
         return self.first_divergent is None and not self.changed and self.tied
 
     def render(self) -> str:
-        """The table and the verdict as plain text."""
+        """Return the table of stages, the greedy tokens and the verdict as plain text."""
         width = max(len(stage.name) for stage in self.stages)
         inner = max(len(stage.worst.name) for stage in self.stages)
         lines = [
@@ -114,6 +125,10 @@ class Report:
             "",
             f"{'stage'.ljust(width)}   so far      own  of step",
         ]
+        if self.quantized:
+            how = ("and quantizes activations by the same rules, so a tiny difference may grow where both compute alone"
+                   if self.rounds else "and leaves activations as they are")  # fmt: skip
+            lines[3:3] = [f"Weights: {self.quantized}.", f"The reference has them dequantized in float32, {how}."]
         first = self.first_divergent
         for stage in self.stages:
             shown = stage.first_divergent or stage.worst
@@ -141,6 +156,10 @@ class Report:
 
     def _verdict(self) -> Iterator[str]:
         first = self.first_divergent
+        if self.ok and self.quantized:
+            yield ("equal: every step within its bound, every product that of the dequantized weights, every parameter "
+                   "that is not quantized bit for bit the checkpoint's.")
+            return
         if self.ok:
             yield "equal: every step within the rounding of float32, every parameter bit for bit the checkpoint's."
             return

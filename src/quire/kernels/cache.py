@@ -39,9 +39,10 @@ MAX_THREADS = 32
 class CompileReport:
     """Counts of a parallel compilation.
 
-    num_kernels    different kernels that were launched
-    num_compiled   of them, not found in the cache on disk
-    failed         (kernel, error) of those that could not be compiled
+    num_kernels    number of different kernels that were launched
+    num_compiled   number of kernels that were compiled, because the cache on disk did not have them
+    seconds        time of the whole compilation
+    failed         (kernel, error) of each kernel that could not be compiled
     """
 
     num_kernels: int
@@ -55,7 +56,9 @@ class CompileReport:
 
 
 def use_cache_folder(folder: Path | None = None) -> tuple[Path, str]:
-    """Keep compiled kernels in `folder` (None: Quire's, see `config/env.py`). Call it once, before the first launch.
+    """Make Triton keep compiled kernels in `folder` (None: Quire's folder, see `config/env.py`).
+
+    Call it once, before the first launch.
 
     Returns the folder in use and a note for the user. If `folder` cannot be written, a temporary folder is used and the
     note says so; else the note is "".
@@ -78,7 +81,7 @@ def use_cache_folder(folder: Path | None = None) -> tuple[Path, str]:
 
 @dataclass(kw_only=True)
 class Ahead:
-    """Kernels that are being compiled ahead."""
+    """Kernels that `compiling_ahead` compiles. `report` returns their counts."""
 
     began: float = field(default_factory=perf_counter)
     seconds: float = 0.0
@@ -87,11 +90,11 @@ class Ahead:
     on_disk: list[bool] = field(default_factory=list)
 
     def compiled(self, *, cache_hit: bool, **_: object) -> None:
-        """Called by Triton after each kernel; `cache_hit`: the kernel was in the cache on disk."""
+        """Count a kernel; Triton calls this for each one. cache_hit: True if the kernel was in the cache on disk."""
         self.on_disk.append(cache_hit)
 
     def report(self) -> CompileReport:
-        """Return the counts and failures; call it after the `with` block."""
+        """Return the counts and failures of the compilation. Call it after the end of the `with` block."""
         failed = [(name, (str(error).strip().splitlines() or [type(error).__name__])[-1])
                   for name, future in self.kernels if (error := future.exception())]
         return CompileReport(num_kernels=len(self.kernels), num_compiled=self.on_disk.count(False),
@@ -100,10 +103,10 @@ class Ahead:
 
 @contextmanager
 def compiling_ahead() -> Iterator[Ahead]:
-    """Compile kernels instead of launching them: inside, each launch by this thread starts a compilation in a pool.
+    """Compile kernels instead of running them: in the `with` block, a launch by this thread only compiles the kernel.
 
-    The end of the block waits for all of them. The report lists kernels that cannot be compiled; a later launch of such
-    a kernel raises its error.
+    A pool of threads compiles. The end of the block waits for all compilations. The report lists kernels that cannot
+    be compiled; a later launch of such a kernel raises its error.
     """
     ahead = Ahead()
     if triton is None or INTERPRETED:
@@ -148,7 +151,7 @@ def _mode(threads: ThreadPoolExecutor, ahead: Ahead) -> Any:
     base: Any = triton.AsyncCompileMode
 
     class Mode(base):  # type: ignore[misc]
-        """Triton's asynchronous mode, which also prepares the launch and lists the submitted kernels."""
+        """Triton's mode of compiling in threads. It also loads each compiled kernel, and adds it to `ahead.kernels`."""
 
         def submit(self, key: str, compile_fn: Callable[[], Any], finalize_fn: Callable[[Any], None]) -> Any:
             def prepare() -> Any:

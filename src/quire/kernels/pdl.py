@@ -30,5 +30,8 @@ def in_use() -> bool:
 
 
 def options(pdl: bool) -> dict[str, bool]:
-    """Return the launch options of a kernel; empty without PDL, since the interpreter does not know the option."""
+    """Return the launch options of a kernel: with `pdl` programmatic dependent launch, else none.
+
+    Without `pdl` the option is left out, since the interpreter does not know it.
+    """
     return {"launch_pdl": True} if pdl else {}

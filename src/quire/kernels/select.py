@@ -23,9 +23,11 @@ _WEIGHTS = frozenset({*KINDS, UNQUANTIZED, "ue8m0"})  # features that are words 
 class KernelNeeds:
     """Requirements of a model for an operation.
 
-    features   words of the operation's `__init__` (window, sinks, ...)
+    device     "cpu" or "cuda"
+    dtype      dtype of the computation, such as "bfloat16"
+    features   features that the operation's package defines ("window", "sinks", ...)
     head_dim   size of the attention heads; 0: does not matter
-    scheme     of the weights, for operations that multiply with weights; None: unquantized
+    scheme     quantization of the weights that the operation reads; None: unquantized, or no weights
     """
 
     device: str
@@ -36,7 +38,7 @@ class KernelNeeds:
 
     @property
     def weights(self) -> frozenset[str]:
-        """Features that a kernel of weights must have."""
+        """Kinds of weights that an implementation must be able to read: "unquantized", "int8", ..."""
         return frozenset({UNQUANTIZED}) if self.scheme is None else self.scheme.needs
 
 
@@ -44,9 +46,11 @@ class KernelNeeds:
 class Choice:
     """The chosen implementation of an operation.
 
-    rejected   (implementation, reason) of better ones that were not chosen; of all others if one was forced
+    op         operation, such as "attention"
+    name       name of the implementation, such as "triton"
+    rejected   (implementation, reason against it) of each that comes before the chosen one in `SUPPORTS`, best first
     features   features of the implementation on this machine, sorted, without the kinds of weights
-    weights    quantized weights that the implementation runs, words of `Scheme.needs`; (): unquantized, or none
+    weights    kind of quantized weights that the choice is for, such as ("int8",); (): unquantized, or no weights
     """
 
     op: str
@@ -62,15 +66,16 @@ class Choice:
 
     @property
     def of(self) -> str:
-        """The kind of quantized weights in words, such as " of fp8 block weights"; "" for others."""
+        """Text to print after the operation's name: " of fp8 block weights"; "" if the weights are not quantized."""
         return f" of {' '.join(self.weights)} weights" if self.weights else ""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Kernels:
-    """The chosen implementation modules by operation, and the choices. None: the model does not use the operation.
+    """The module that implements each operation, and the choices with their reasons.
 
-    The plan of the expert layers names the implementation of `experts`: it depends on the dispatcher.
+    The module is None for an operation that the model does not use. The implementation of `experts` is not here: it
+    depends on the dispatcher, so `MoEPlan` names it.
     """
 
     choices: tuple[Choice, ...]
@@ -88,14 +93,18 @@ class Kernels:
 
 
 def here(need: str) -> str:
-    """Return the reason why this process cannot meet `need`, or ""; imports the module that knows it."""
+    """Return the reason why this process cannot meet `need`, a key of `NEEDS`; "" if it can. Imports the checker."""
     module, _, name = NEEDS[need].partition(":")
     why: str = getattr(importlib.import_module(module), name)()
     return why
 
 
 def objection(support: Support, needs: KernelNeeds, probe: Probe = here) -> str:
-    """Return the reason why an implementation cannot serve `needs`, or "". The machine is probed last."""
+    """Return the reason why an implementation cannot serve `needs`, or "".
+
+    support   capabilities of the implementation
+    probe     function that checks the machine for a need; called last
+    """
     if why := runs_no(support, needs):
         return why
     if needs.device not in support.devices:
@@ -104,14 +113,18 @@ def objection(support: Support, needs: KernelNeeds, probe: Probe = here) -> str:
         return f"computes in {', '.join(sorted(support.dtypes))}, not in {needs.dtype}"
     if support.max_head_dim is not None and needs.head_dim > support.max_head_dim:
         return f"has heads of at most {support.max_head_dim}, not of {needs.head_dim}"
-    lacking = sorted(needs.features - support.features)
+    lacking = sorted(needs.features - support.features.union(*support.extra.values()))
     if lacking:
         return f"has no {', '.join(lacking)}"
-    return next(filter(None, map(probe, (*support.needs, *support.typed.get(needs.dtype, ())))), "")
+    more = (need for need, words in support.extra.items() if (words - support.features) & needs.features)
+    return next(filter(None, map(probe, (*support.needs, *support.typed.get(needs.dtype, ()), *more))), "")
 
 
 def runs_no(support: Support, needs: KernelNeeds) -> str:
-    """Return the kind of weights that an implementation lacks, in words, or ""; "" for one that reads no weights."""
+    """Return text such as "runs no int8 weights" if an implementation does not run the weights in `needs`, else "".
+
+    The text is "" for an implementation that reads no weights.
+    """
     if not support.features & _WEIGHTS:
         return ""
     lacking = sorted(needs.weights - support.features)
@@ -125,13 +138,16 @@ def features(support: Support, probe: Probe = here) -> tuple[str, ...]:
 
 
 def select(op: str, needs: KernelNeeds, forced: str | None = None, probe: Probe = here) -> Choice:
-    """Choose the best implementation of `op` for `needs`, or `forced`. Those of other kinds of weights do not count.
+    """Choose the best implementation of `op` for `needs`. Implementations for other kinds of weights do not count.
 
-    Raises ConfigError if `forced` does not exist or cannot serve the needs, with the reasons for every candidate.
+    forced   name of the implementation to use; None: the best
+    probe    function that checks the machine for a need
+
+    Raises ConfigError, with the reason for every candidate, if none can serve the needs, or if `forced` cannot.
     """
     supports = SUPPORTS[op]
     if forced is not None and forced not in supports:
-        raise ConfigError(f"kernel {forced!r} does not exist for {op} (one of {', '.join(supports)}).")
+        raise ConfigError(f"kernel {forced!r} does not exist for {op}: use one of {', '.join(supports)}.")
     rejected: list[tuple[str, str]] = []
     weights = () if needs.scheme is None else tuple(sorted(needs.weights))
     for name, support in supports.items():
@@ -146,34 +162,40 @@ def select(op: str, needs: KernelNeeds, forced: str | None = None, probe: Probe 
             reason = "asked for" if forced else "first that supports " + _words(needs)
             return Choice(op, name, reason, tuple(rejected), features(support, probe), weights)
     table = "; ".join(f"{name}: {why}" for name, why in rejected)
-    raise ConfigError(f"no implementation of {op} serves {_words(needs)} ({table}).")
+    raise ConfigError(f"no implementation of {op} serves {_words(needs)} ({table}): "
+                      "choose another implementation, device or dtype.")
 
 
 def choose_kernels(
     device: str, dtype: str, *, ops: tuple[str, ...] = DENSE, head_dim: int = 0,
-    attention_features: frozenset[str] = frozenset(), forced: dict[str, str] | None = None, probe: Probe = here,
+    attention_features: frozenset[str] = frozenset(), cache_features: frozenset[str] = frozenset(),
+    forced: dict[str, str] | None = None, probe: Probe = here,
 ) -> tuple[Choice, ...]:  # fmt: skip
-    """Choose implementations of the operations `ops` for a model.
+    """Choose an implementation of each operation in `ops` for a model. Return the choices in the order of `ops`.
 
-    device, dtype        where and in which type the model computes
-    head_dim             size of its attention heads
-    attention_features   words of `quire.kernels.attention` that it needs
-    forced               operation -> implementation to use
+    device, dtype        device and dtype of the computation, such as "cuda" and "bfloat16"
+    head_dim             size of the model's attention heads
+    attention_features   features of `quire.kernels.attention` that the model needs
+    cache_features       features for the dtype of the KV cache; operations that read or write the cache need them
+    forced               operation -> name of the implementation to use
+    probe                function that checks the machine for a need
     """
     forced = forced or {}
     unknown = sorted(set(forced) - set(ops))
     if unknown:
-        raise ConfigError(f"operation {unknown[0]!r} does not exist in this model (one of {', '.join(ops)}).")
+        raise ConfigError(f"operation {unknown[0]!r} does not exist in this model: use one of {', '.join(ops)}.")
     needs = KernelNeeds(device=device, dtype=dtype)
-    attention = replace(needs, features=attention_features, head_dim=head_dim)
-    return tuple(select(op, attention if op == "attention" else needs, forced.get(op), probe) for op in ops)
+    cache = replace(needs, features=cache_features)
+    attention = replace(needs, features=attention_features | cache_features, head_dim=head_dim)
+    own = {"heads": cache, "latent": cache, "attention": attention}
+    return tuple(select(op, own.get(op, needs), forced.get(op), probe) for op in ops)
 
 
 def choose_linears(needs: KernelNeeds, schemes: Iterable[Scheme], forced: str | None = None,
                    probe: Probe = here) -> tuple[Choice, ...]:  # fmt: skip
     """Choose an implementation of `linear` for each kind of quantized weights in `schemes`.
 
-    forced   the implementation of unquantized weights to use; "ref" means the reference of quantized weights, too
+    forced   name of the implementation to use for the kinds of weights that it runs; "ref" means "quantized_ref"
     """
     named = {"ref": "quantized_ref"}.get(forced or "", forced)
     chosen = dict[frozenset[str], Choice]()
@@ -186,18 +208,21 @@ def choose_linears(needs: KernelNeeds, schemes: Iterable[Scheme], forced: str | 
 
 
 def select_kernels(device: str, dtype: str, **asked: Any) -> Kernels:
-    """Choose implementations as `choose_kernels` does, and import them."""
+    """Choose implementations as `choose_kernels` does with these arguments; import and return them."""
     return load_kernels(choose_kernels(device, dtype, **asked))
 
 
 def load_kernels(choices: tuple[Choice, ...]) -> Kernels:
-    """Import the chosen implementations. The plans of linear layers name those of quantized weights."""
+    """Import the chosen implementations and return them.
+
+    Choices for quantized weights are not imported: the plans of linear layers name these.
+    """
     modules = {choice.op: load_kernel(choice.op, choice.name) for choice in choices if not choice.weights}
     return Kernels(choices=choices, **modules)
 
 
 def load_kernel(op: str, name: str) -> ModuleType:
-    """Import an implementation."""
+    """Import and return the module of the implementation `name` of the operation `op`."""
     return importlib.import_module(f"quire.kernels.{op}.{name}")
 
 

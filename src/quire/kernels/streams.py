@@ -14,16 +14,16 @@ import torch
 
 @functools.cache
 def side_stream(device: torch.device) -> torch.cuda.Stream:
-    """Return the side stream of a device; there is one, since cuBLAS keeps 32 MiB for every stream that it has seen.
+    """Return the side stream of a device. A device has only one: cuBLAS keeps 32 MiB for every stream that it has seen.
 
-    It has high priority: otherwise its programs would wait behind the thousands of a long kernel. CUDA graphs are
-    captured on another stream, of default priority.
+    It has high priority: otherwise its programs would wait behind the thousands of programs of a long kernel. CUDA
+    graphs are captured on another stream, of default priority.
     """
     return torch.cuda.Stream(device, priority=-1)
 
 
 class Fork(AbstractContextManager["Fork"]):
-    """A fork of the main stream into main and side stream; without a side stream everything runs on the main one.
+    """Runs kernels on a side stream beside the main stream. With `side` None, everything runs on the main stream.
 
     `with fork.beside:` launches kernels on the side stream. They start after all kernels launched before the fork.
     `fork.join()` makes the main stream wait for them; the end of `with Fork(side) as fork:` does so at the latest.
@@ -39,7 +39,7 @@ class Fork(AbstractContextManager["Fork"]):
         self.join()
 
     def join(self) -> bool:
-        """Make the main stream wait for the side stream. Return True if this call did so, False if it was done before.
+        """Make the main stream wait for the side stream. Return True if this call did so, False if an earlier call did.
 
         After True the next kernel follows two streams: it cannot use programmatic dependent launch.
         """

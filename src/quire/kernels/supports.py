@@ -10,6 +10,7 @@ NEEDS: Mapping[str, str] = {
     "triton": "quire.kernels.triton_runtime:missing",
     "hopper": "quire.kernels.triton_runtime:missing_hopper",
     "scaled products": "quire.kernels.linear.scaled:unsupported",
+    "8-bit numbers": "quire.kernels.triton_runtime:missing_eight_bits",
     "native": "quire.kernels.native.library:missing",
     "native AMX": "quire.kernels.native.library:missing_amx",
     "packed linears": "quire.kernels.linear.cpu:missing",
@@ -22,12 +23,12 @@ NEEDS: Mapping[str, str] = {
 class Support:
     """Capabilities of an implementation.
 
-    features       features on every machine; the docstring of the operation's package defines them. Kernels of weights
-                   name the kinds of weights that they run: words of `KINDS`, or UNQUANTIZED
-    extra          need -> features that it has only if the need is met
-    max_head_dim   the widest attention head; None: any
-    needs          keys of `NEEDS`: it cannot run if one of them is not met
-    typed          dtype -> needs that this dtype adds
+    features       features on every machine; the docstring of the operation's package defines them. An implementation
+                   that reads weights also names the kinds of weights that it runs: words of `KINDS`, or UNQUANTIZED
+    extra          key of `NEEDS` -> features that the implementation has only where this need is met
+    max_head_dim   largest size of an attention head; None: any
+    needs          keys of `NEEDS`, which must all be met for the implementation to run
+    typed          dtype -> more keys of `NEEDS`, for a model that computes in this dtype
     """
 
     devices: frozenset[str]
@@ -42,6 +43,8 @@ class Support:
 _WHOLE = frozenset({"float32", "bfloat16"})
 _ALL = _WHOLE | {"float16"}
 _SCORES = frozenset({"window", "soft_cap", "sinks"})
+_CACHES = frozenset({"e4m3 cache", "e5m2 cache"})
+_NEW: Mapping[str, frozenset[str]] = {"8-bit numbers": _CACHES}
 REFERENCE = Support(devices=frozenset({"cpu", "cuda"}), dtypes=_ALL)
 TRITON = Support(devices=frozenset({"cuda"}), dtypes=_ALL, needs=("triton",))
 PLAIN = Support(devices=frozenset({"cpu"}), dtypes=_WHOLE)
@@ -50,21 +53,27 @@ NATIVE = replace(PLAIN, needs=("native",))
 _PLAIN = frozenset({UNQUANTIZED})
 _QUANTIZED = frozenset({*KINDS, "ue8m0"})
 _EIGHT_BITS = frozenset({"fp8 block", "fp8 channel", "int8", "ue8m0"})
+_INTEGERS = frozenset({"w4", "w8", "add", "exact", "gated", "out"})  # integer weights of a linear layer
 _STACKED = _PLAIN | {"in place"}  # unquantized experts as they are stored
 _SMALL: Mapping[str, Support] = {"triton": TRITON, "native": NATIVE, "cpu": PLAIN, "ref": REFERENCE}
 
 # Operation -> its implementations, best first. The last one is always the reference, which has no needs.
 SUPPORTS: dict[str, Mapping[str, Support]] = {
     "norm": _SMALL,
-    "heads": _SMALL,
+    "heads": {
+        "triton": replace(TRITON, extra=_NEW),
+        "native": NATIVE,
+        "cpu": replace(PLAIN, features=_CACHES),
+        "ref": replace(REFERENCE, features=_CACHES),
+    },
     "activation": _SMALL,
     "linear": {
         "cuda": Support(devices=frozenset({"cuda"}), dtypes=_ALL, features=_PLAIN | {"add", "exact", "out"},
                         extra={"triton": frozenset({"gated", "norm", "plain", "rows"})}),
         "scaled": replace(TRITON, dtypes=_ALL - {"float32"}, needs=("scaled products",),
                           features=_EIGHT_BITS | {"add", "exact", "gated", "norm", "out"}),
-        "weight_only": replace(TRITON, dtypes=_ALL - {"float32"},
-                               features=frozenset({"w4", "w8", "add", "exact", "gated", "out"})),
+        "weight_only_hopper": replace(HOPPER, dtypes=frozenset({"bfloat16"}), features=_INTEGERS),
+        "weight_only": replace(TRITON, dtypes=_ALL - {"float32"}, features=_INTEGERS),
         "native": Support(devices=frozenset({"cpu"}), dtypes=frozenset({"bfloat16"}),
                           features=_PLAIN | {"add", "exact", "gated", "rows"}, needs=("native AMX",)),
         "panels": replace(NATIVE, features=_PLAIN | _QUANTIZED | {"add", "exact", "gated", "rows", "stored"}),
@@ -74,17 +83,16 @@ SUPPORTS: dict[str, Mapping[str, Support]] = {
     },
     "attention": {
         "hopper": replace(HOPPER, features=_SCORES | {"rows"}, max_head_dim=128),
-        "triton": replace(TRITON, features=_SCORES | {"rows"}, max_head_dim=256),
-        "native": replace(NATIVE, features=frozenset({"recording"}), max_head_dim=512,
-                          needs=("flash attention", "native")),
-        "cpu": replace(PLAIN, needs=("flash attention",)),
-        "ref": replace(REFERENCE, features=_SCORES | {"rows"}),
+        "triton": replace(TRITON, features=_SCORES | {"rows"}, extra=_NEW, max_head_dim=256),
+        "native": replace(NATIVE, features=frozenset({"recording"}), max_head_dim=512),
+        "cpu": replace(PLAIN, features=_CACHES, needs=("flash attention",)),
+        "ref": replace(REFERENCE, features=_SCORES | _CACHES | {"rows"}),
     },
     "latent": {
-        "hopper": replace(HOPPER, dtypes=frozenset({"bfloat16"})),
-        "triton": TRITON,
-        "cpu": replace(PLAIN, needs=("flash attention",)),
-        "ref": REFERENCE,
+        "hopper": replace(HOPPER, dtypes=frozenset({"bfloat16"}), features=_CACHES),
+        "triton": replace(TRITON, extra=_NEW),
+        "cpu": replace(PLAIN, features=_CACHES, needs=("flash attention",)),
+        "ref": replace(REFERENCE, features=_CACHES),
     },
     "step": {"triton": TRITON, "ref": REFERENCE},
     "sampling": {"triton": TRITON, "ref": REFERENCE},

@@ -26,7 +26,7 @@ else:
     INTERPRETED = False
 
     def jit(function: Callable[..., Any] | None = None, **_options: Any) -> Any:
-        """Stand in for `triton.jit`: return the function, which cannot be launched."""
+        """Replace `triton.jit` where Triton is not installed: return the function, which cannot be launched."""
         return function or jit
 
 
@@ -40,7 +40,7 @@ else:
     gl = hopper = descriptors = None
 
     def gluon_jit(function: Callable[..., Any] | None = None, **_options: Any) -> Any:
-        """Stand in for `gluon.jit`: return the function, which cannot be launched."""
+        """Replace `gluon.jit` where Gluon cannot run: return the function, which cannot be launched."""
         return function or gluon_jit
 
 
@@ -62,6 +62,16 @@ def missing() -> str:
     if not Path(sysconfig.get_path("include", "posix_prefix"), "Python.h").exists():
         return "Triton needs Python's headers (Python.h): install python3-dev"
     return ""
+
+
+def missing_eight_bits() -> str:
+    """Return the reason why Triton kernels cannot convert 8-bit floating-point numbers in this process, or ""."""
+    if (why := missing()) or INTERPRETED:
+        return why
+    major, minor = torch.cuda.get_device_capability()
+    if (major, minor) >= (8, 9):
+        return ""
+    return f"8-bit numbers need compute capability 8.9, this GPU has {major}.{minor}"
 
 
 def missing_hopper() -> str:

@@ -24,11 +24,11 @@ Ints = np.ndarray[Any, np.dtype[np.integer[Any]]]
 
 
 class KVAllocator:
-    """Gives blocks to slots 0..num_slots-1.
+    """Gives KV blocks to slots 0..num_slots-1. A slot holds a running request.
 
     capacity    [num_slots] int32, tokens that a slot's blocks hold in every group (0: the slot is empty); read only
-    published   [num_slots] int32, leading blocks of a slot that are full and offered to others; read only
-    has_windows True: a group gives blocks back before a request ends, so `trim` has work
+    published   [num_slots] int32, number of leading blocks of a slot that are in the prefix cache; read only
+    has_windows True: a KV group has a sliding window, so `trim` can give blocks back before a request ends
     """
 
     def __init__(self, pool: BlockPool, geometry: KVGeometry, *, num_slots: int) -> None:
@@ -49,15 +49,19 @@ class KVAllocator:
         return self._index.match(chain, max_tokens)
 
     def most_blocks(self, num_tokens: int, chunk: int) -> int:
-        """Return the most blocks that a request of `num_tokens` tokens needs at a time, `chunk` of them in flight."""
+        """Return the largest number of blocks that a request of `num_tokens` tokens holds at any time.
+
+        chunk   most tokens of the request in unfinished steps; groups with a window keep blocks for these, too
+        """
         whole = -(-num_tokens // self.block_size)
         windows = sum(min(whole, self._peak(group, chunk)) for group in self._windows) if self.has_windows else 0
         return whole * (len(self._groups) - len(self._windows)) + windows
 
     def can_admit(self, match: PrefixMatch, num_tokens: int, headroom: int = 0, upto: int | None = None) -> bool:
-        """True when `admit` would succeed and leave `headroom` free blocks.
+        """True when `admit` would succeed and leave `headroom` free blocks; num_tokens, upto as in `admit`.
 
-        Free blocks of the match count as taken. Blocks that a window takes for later chunks must be free, too.
+        Free blocks that the match would take do not count as free. Groups with a window also need free blocks for the
+        later chunks of the prompt.
         """
         whole, held = -(-num_tokens // self.block_size), match.blocks[0]
         missing = (whole - len(held)) * (len(self._groups) - len(self._windows))
@@ -80,10 +84,10 @@ class KVAllocator:
         return (window + chunk - 3) // self.block_size + 2
 
     def admit(self, slot: int, match: PrefixMatch, num_tokens: int, upto: int | None = None) -> tuple[I32, ...]:
-        """Fill an empty slot with the matched blocks and new ones for `num_tokens` tokens.
+        """Give an empty slot the matched blocks, and new ones up to `num_tokens` tokens in all.
 
         upto   end of the first chunk in tokens (None: all); groups with a window get blocks only up to there
-        Returns all block ids of each group, int32, in order.
+        Returns all block ids of the slot, an int32 array per group, in order.
         """
         count, pool = len(match.blocks[0]), self.pool
         assert not self._tables[0][slot], f"slot {slot} is taken"
@@ -117,9 +121,9 @@ class KVAllocator:
         return None if rows is None else [(slot, group, block) for _, group, block in rows.tolist()]
 
     def grow_many(self, slots: Ints, num_tokens: Ints) -> I32 | None:
-        """Grow several different slots at once. Returns the [K, 3] int32 rows (slot, group, block) of a plan.
+        """Grow several different slots at once. Returns the new blocks, [K, 3] int32 rows (slot, group, block).
 
-        slots, num_tokens   [S], in the same order
+        slots, num_tokens   [S], in the same order; num_tokens: of each slot in total
         Returns None, and changes nothing, when the pool lacks any block. The caller then grows slots one by one and
         chooses requests to preempt.
         """
@@ -146,9 +150,11 @@ class KVAllocator:
         return rows
 
     def trim(self, slots: Ints, positions: Ints) -> None:
-        """Give back the blocks that no row of `slots` [S] at `positions` [S] or later attends to.
+        """Give back blocks that sliding windows have passed: no row of `slots` at `positions` or later attends to them.
 
-        Published blocks can be hit until they are taken again. A step in flight reads them before the next one writes.
+        slots, positions   [S], in the same order
+        The prefix cache finds published blocks until they are taken again. A step in flight still reads the old
+        content, because steps run in order.
         """
         for group in self._windows:
             tables, behind = self._tables[group], self._behind[group]
@@ -167,7 +173,8 @@ class KVAllocator:
     def publish(self, slot: int, chain: KeyChain, num_full_blocks: int) -> None:
         """Offer the slot's first `num_full_blocks` blocks to other requests. Blocks already offered are skipped.
 
-        Their KV is written already, or by the plan that is being made, before any row attends to it.
+        Call this when their KV is written already, or will be by the plan that is being made, before any row attends to
+        it. `chain` has the keys of the slot's request.
         """
         start = int(self.published[slot])
         if num_full_blocks <= start:
@@ -181,13 +188,13 @@ class KVAllocator:
         self.published[slot] = num_full_blocks
 
     def withdraw(self, chain: KeyChain) -> None:
-        """Remove the blocks of `chain` from the index, so that no request finds them. Holders keep them."""
+        """Remove the blocks of `chain` from the prefix cache. Requests that hold them keep them."""
         keys = chain.keys(chain.num_hashed)
         found = [self.pool.lookup(key) for group in range(len(self._groups)) for key in group_keys(keys, group)]
         self.pool.forget([block for block in found if block is not None])
 
     def free(self, slot: int) -> None:
-        """Give the slot's blocks back. Published blocks can be hit until they are taken again."""
+        """Give back the slot's blocks. The prefix cache finds published blocks until other requests take them."""
         assert self._tables[0][slot], f"slot {slot} is empty"
         for tables in self._tables:
             self.pool.release(self._present(tables[slot]))
@@ -207,9 +214,9 @@ class KVAllocator:
     def shared_prefixes(self, slots: Iterable[int], least: int) -> list[tuple[list[int], int]]:
         """Return (slots, number of shared blocks) for each set of slots that begin with the same blocks.
 
-        Slots with the same first block form a set, with the blocks that all of them share. A set is returned when
-        reading its blocks once saves at least `least` tokens. Groups of full attention that share fewer blocks
-        than the first decide: a block may have been evicted and computed again in one of them.
+        A set is all slots with the same first block; they share the leading blocks that all of them have. Sets that
+        save fewer than `least` token reads are left out. With several groups of full attention, the group that shares
+        the fewest blocks counts: in one of them a block may have been evicted and computed again.
         """
         if len(self._windows) == len(self._groups):
             return []

@@ -24,13 +24,18 @@ Tags = Sequence[tuple[str, str]]  # (domain, value) pairs, such as ("salt", "s-7
 TENANT = "tenant"  # the domain that separates tenants; they must not learn of each other
 
 
-def namespace_digest(*, model: str, revision: str, dtype: str, block_size: int, geometry: KVGeometry) -> bytes:
+def namespace_digest(*, model: str, revision: str, dtype: str, block_size: int, geometry: KVGeometry,
+                     weights: str = "") -> bytes:  # fmt: skip
     """Return 32 bytes that are equal for two engines exactly when they can exchange blocks.
 
-    model, revision   identity of the weights;  dtype  logical dtype of the cache ("bfloat16", "float8_e4m3fn")
-    geometry          of the whole model, never of one tensor-parallel or pipeline rank
+    model, revision   identity of the weights
+    dtype             dtype of the computation, such as "bfloat16"
+    weights           quantization of the weights; "": none
+    geometry          KV layout of the whole model, not of one tensor-parallel or pipeline rank, with the cache's dtype
     """
     fields = [("model", model), ("revision", revision), ("dtype", dtype), ("block_size", str(block_size))]
+    if weights:
+        fields.append(("weights", weights))
     for index, group in enumerate(geometry.groups):
         fields.append(("group", f"{index} window={group.window} layers={','.join(map(str, group.layers))}"))
         for c in group.components:
@@ -39,7 +44,7 @@ def namespace_digest(*, model: str, revision: str, dtype: str, block_size: int, 
 
 
 def extras_digest(tags: Tags) -> bytes:
-    """Return 32 bytes for tags in any order; b"" when there are none."""
+    """Return a 32-byte hash of the tags, whatever their order; b"" when there are none."""
     if not tags:
         return b""
     return sha256(b"quire.kv.extras.v1" + _pack(sorted(tags))).digest()
@@ -50,12 +55,13 @@ def block_key(parent: bytes, token_bytes: bytes | memoryview, extras: bytes = b"
 
     parent        key of the previous block; the root for the first block
     token_bytes   tokens of the block as packed little-endian uint32
+    extras        `extras_digest` of the request's tags for the first block, b"" for later blocks
     """
     return sha256(b"".join((parent, token_bytes, extras))).digest()
 
 
 def group_keys(keys: list[bytes], group: int) -> list[bytes]:
-    """Return the keys of the blocks that hold the KV of `group`: the blocks' keys, extended by the group's number."""
+    """Return the keys of blocks in KV group `group`: group 0 has `keys`, another group appends its number to each."""
     return [key + bytes((group,)) for key in keys] if group else keys
 
 
@@ -71,8 +77,9 @@ def _pack(fields: Iterable[tuple[str, str]]) -> bytes:
 class KeyChain:
     """Keys of a request's full blocks. Each key is computed once, at its first use.
 
+    root     key before the first block, a `namespace_digest`
     tokens   the request's own array('I') of prompt and generated ids; it may only grow
-    tags     as in `extras_digest`; they enter the key of the first block, and through the chain all others
+    tags     (domain, value) pairs such as ("salt", "s-7"); requests with different tags share no key
     """
 
     __slots__ = ("block_size", "root", "tags", "tokens", "_extras", "_keys")
@@ -93,8 +100,9 @@ class KeyChain:
         return len(self._keys)
 
     def continues(self, block: int) -> bytes | None:
-        """Return the part of a block's hash input that precedes its tokens: the previous key, or root and extras.
-        None: the previous block has no key yet."""
+        """Return the bytes that a block's key hashes before its tokens: the previous key; for block 0, root and extras.
+        None: the previous block has no key yet.
+        """
         if block == 0:
             return self.root + self._extras
         return self._keys[block - 1] if block <= len(self._keys) else None

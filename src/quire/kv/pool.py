@@ -15,11 +15,11 @@ from quire.contracts.blocks import NULL_BLOCK
 
 
 class BlockPool:
-    """Reference counts, free blocks in order of reuse and key index over blocks 1..num_blocks (0 is reserved).
+    """Reference counts, prefix cache keys and order of reuse of the blocks 1..num_blocks (block 0 is reserved).
 
     evictions    number of keys dropped because their block was needed
     generation   changes whenever a key is dropped: a match made at an older generation may be stale
-    on_drop      called with every dropped key and the reason: "evicted", "distrusted" or "reset"
+    on_drop      called with every dropped key and the reason: "evicted", "distrusted" (by `forget`) or "reset"
     """
 
     __slots__ = ("num_blocks", "evictions", "generation", "on_drop", "_refs", "_keys", "_index", "_blank", "_cached")
@@ -38,7 +38,7 @@ class BlockPool:
 
     @property
     def num_free(self) -> int:
-        """Number of blocks that `take` can give, blank and cached."""
+        """Number of blocks that `take` can give: blank blocks, and cached blocks without a reference."""
         return len(self._blank) + len(self._cached)
 
     @property
@@ -55,7 +55,7 @@ class BlockPool:
         return self._keys[block]
 
     def num_free_among(self, blocks: Sequence[int]) -> int:
-        """Return how many of `blocks` are free. Sharing `blocks` takes as many from the free blocks."""
+        """Return the number of free blocks in `blocks`. `share` lowers `num_free` by this number."""
         refs = self._refs
         return sum([refs[block] == 0 for block in blocks])
 
@@ -102,7 +102,7 @@ class BlockPool:
             refs[block] += 1
 
     def release(self, blocks: Sequence[int]) -> None:
-        """Remove a reference from each block of a table, given in table order.
+        """Remove one reference from each block in `blocks`, a part of a block table in order.
 
         The end of a sequence is evicted before its beginning, because more requests can match the beginning.
         """
@@ -141,7 +141,10 @@ class BlockPool:
                     self._blank.append(block)
 
     def reset(self) -> bool:
-        """Drop every key. Returns False when blocks are in use: their holders may still publish old content."""
+        """Forget the content of all blocks, so that no prefix is reused. Returns True when no request holds a block.
+
+        False: all is forgotten, too, but the request that holds a block may make its content known again.
+        """
         if self.on_drop is not None:
             for key in self._index:
                 self.on_drop(key, "reset")

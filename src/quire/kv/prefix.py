@@ -15,10 +15,10 @@ _STRIDE = 64  # keys hashed at a time, so that a cold prompt of 128k tokens is n
 class PrefixMatch(msgspec.Struct, frozen=True):
     """The longest reusable prefix of a request.
 
-    blocks       block ids of each KV group in table order; NULL_BLOCK where the group's window has passed at their end
+    blocks       for each KV group, block ids in table order; NULL_BLOCK where the window has passed at the prefix's end
     num_tokens   tokens in these blocks, a multiple of the block size
-    broke_at     index of the first missing block; None when the limit, not a miss, ended the walk
-    generation   of the pool: `admit` refuses a match older than the last dropped key
+    broke_at     index of the first missing block; None when `max_tokens`, not a miss, ended the search
+    generation   `BlockPool.generation` at the match: `admit` refuses the match after any key was dropped
     """
 
     blocks: tuple[list[int], ...]
@@ -28,7 +28,7 @@ class PrefixMatch(msgspec.Struct, frozen=True):
 
     @property
     def num_blocks(self) -> int:
-        """Number of blocks of each group."""
+        """Number of blocks in each group, NULL_BLOCK entries included."""
         return len(self.blocks[0])
 
 
@@ -47,7 +47,7 @@ class PrefixIndex:
     def match(self, chain: KeyChain, max_tokens: int) -> PrefixMatch:
         """Return the longest prefix of `chain` in the pool, in full blocks, at most `max_tokens` tokens.
 
-        The caller keeps at least the last token out, because its logits must be computed.
+        max_tokens   at most the prompt without its last token, because that token's logits must be computed
         """
         assert chain.block_size == self._block_size, "a chain of another block size"
         limit = num = max(0, min(max_tokens, len(chain.tokens)) // self._block_size)

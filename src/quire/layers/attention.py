@@ -14,8 +14,8 @@ class Attention(nn.Module):
     """Grouped-query attention of one layer, with the heads of this rank.
 
     Its steps: q, k and v projection, optional RMS norm of each query and key head, rotation, write to the KV cache,
-    attention, output projection. `group`: the KV group of the layer. Rows of q and k have the order that rotation
-    kernels need (see `models/layout.py`).
+    attention, output projection. `group`: the KV group of the layer. The projection's rows for q and k have the order
+    that rotation kernels need (see `models/layout.py`).
     """
 
     def __init__(self, args: ModelArgs, at: str, build: Build, group: int = 0) -> None:

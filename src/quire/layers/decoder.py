@@ -20,7 +20,10 @@ from quire.layers.rope import Rotary, Rotation
 
 
 class DecoderBlock(nn.Module):
-    """A decoder layer: h = hidden + attention(norm(hidden)), then h + mlp(norm(h)). `args` choose the kinds of both."""
+    """A decoder layer: h = hidden + attention(norm(hidden)), then h + mlp(norm(h)).
+
+    `args` choose grouped-query or latent attention, and a gated MLP or experts.
+    """
 
     def __init__(self, args: ModelArgs, layer: int, build: Build) -> None:
         super().__init__()
@@ -36,28 +39,39 @@ class DecoderBlock(nn.Module):
             self.mlp = GatedMLP(f"{at}.mlp", build)
 
     def forward(self, hidden: Tensor, rotation: Rotation, ctx: StepContext, kv: KVView) -> Tensor:
-        """hidden [T, hidden] -> [T, hidden], which may reuse the memory of `hidden`."""
+        """Run the layer on hidden [T, hidden] and return [T, hidden]; it may reuse the memory of `hidden`."""
         hidden = self.attention(hidden, self.attention_norm, rotation, ctx, kv)
         return self.mlp(hidden, self.mlp_norm, ctx)
 
 
 class Decoder(nn.Module):
-    """The model class of every family so far. It has no weights until each `LoadUnit` was loaded.
+    """Decoder model, the class of every family so far. It has no weights until every `LoadUnit` is loaded.
 
-    layout      the parameters of this rank;  dtype, device  of activations
-    elsewhere   tensors of the checkpoint that other ranks read
+    layout          parameters of this rank
+    dtype, device   of activations
+    elsewhere       tensors of the checkpoint that other ranks read
+    first           True: this rank has the embedding (first stage of a pipeline)
+    last            True: this rank has norm and head (last stage of a pipeline)
     """
+
+    embed: VocabEmbedding
+    norm: RMSNorm
+    head: LMHead
 
     def __init__(self, args: ModelArgs, layout: Sequence[Param], build: Build, *,
                  elsewhere: frozenset[str] = frozenset()) -> None:
         super().__init__()
         self.args, self.layout, self.kernels, self.elsewhere = args, layout, build.kernels, elsewhere
-        self.dtype, self.device = build.dtype, build.device
-        tied = args.tie_word_embeddings
-        self.head = LMHead("" if tied else "head", build)
-        self.embed = VocabEmbedding("embed", self.head if tied else None, build)
-        self.layers = nn.ModuleList(DecoderBlock(args, layer, build) for layer in range(args.num_layers))
-        self.norm = RMSNorm("norm", args.norm_eps, build)
+        self.dtype, self.device, self.vocabulary = build.dtype, build.device, build.vocabulary
+        self.first, self.last = "embed.weight" in build.params, "norm.weight" in build.params
+        tied = self.first and self.last and args.tie_word_embeddings
+        if self.last:
+            self.head = LMHead("" if tied else "head", build)
+            self.norm = RMSNorm("norm", args.norm_eps, build)
+        if self.first:
+            self.embed = VocabEmbedding("embed", self.head if tied else None, build)
+        own = range(*(build.layers or (0, args.num_layers)))
+        self.layers = nn.ModuleList(DecoderBlock(args, layer, build) for layer in own)
         width = args.latent.rope_dim if args.latent else args.head_dim
         self.rotary = Rotary(args.rope, args.rotary_dim, build.device, width=width)
         self._owners: dict[str, Loads] = {one.at: one for one in self.modules() if isinstance(one, Loads) and one.at}
@@ -65,11 +79,11 @@ class Decoder(nn.Module):
         assert not lost, f"layers and parameters differ: {sorted(lost)}"
 
     def take(self, module: str, place: int, tensors: dict[str, Any]) -> None:
-        """Give a layer the parameters of a `LoadUnit`; the layer packs them."""
+        """Give the layer named `module` the parameters of a `LoadUnit`; the layer packs them. See `Model`."""
         with torch.no_grad():
             self._owners[module].take(tensors, place)
 
     def destination(self, module: str) -> dict[str, Tensor] | None:
-        """See `Model`."""
+        """Return the parameter memory of the layer named `module` for the loader to write to; None: call `take`."""
         owner = self._owners[module]
         return owner.destination() if isinstance(owner, LoadsInPlace) else None

@@ -5,6 +5,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from quire.distributed.vocabulary import VocabularySlice
 from quire.layers.context import Build
 from quire.quantization.pack import linear as packed_linear
 
@@ -12,13 +13,15 @@ from quire.quantization.pack import linear as packed_linear
 class VocabEmbedding(nn.Module):
     """The embedding table [V, hidden], a row for each token id.
 
-    A head that is `tied` packs the same rows for its product. The unpacked rows are kept beside them, unless the kernel
-    can read packed rows.
+    A tied LM head packs the same weight for its kernel. The embedding reads the packed weight if the kernel can;
+    otherwise it keeps an unpacked one, too. With tensor parallelism a rank has some of the rows, and the results of all
+    ranks are summed.
     """
 
     def __init__(self, at: str, tied: "LMHead | None", build: Build) -> None:
         super().__init__()
         self.at, self.device, self.dtype = at, build.device, build.dtype
+        self.slice = build.vocabulary
         plan = build.linears[at]
         self.kernel, self.features = plan.load(), plan.features
         self.tied = (tied,)  # in a tuple, so that the head stays a child of the model alone
@@ -26,7 +29,7 @@ class VocabEmbedding(nn.Module):
         self.packed: packed_linear.PackedLinear | None = None
 
     def take(self, tensors: dict[str, Tensor], place: int) -> None:
-        """See `Loads`."""
+        """Pack the parameters; the layer owns them from now on. See `Loads`."""
         weight, (head,) = tensors["weight"].to(self.device), self.tied
         shared = head is not None and "rows" in self.features
         if head is not None:
@@ -40,7 +43,13 @@ class VocabEmbedding(nn.Module):
             self.weight = weight
 
     def forward(self, token_ids: Tensor) -> Tensor:
-        """[T] int64 ids in [0, V) -> [T, hidden] in the type of activations; kernels give rows of NaN for other ids."""
+        """Return the embeddings [T, hidden] of ids [T] int64 in [0, V). For other ids kernels give rows of NaN."""
+        if self.slice is None:
+            return self._rows(token_ids)
+        rows, ours = self.slice.local(token_ids)
+        return self.slice.group.all_reduce(self._rows(rows).masked_fill(~ours[:, None], 0))
+
+    def _rows(self, token_ids: Tensor) -> Tensor:
         if self.packed is not None:
             return packed_linear.rows(self.kernel, self.packed, token_ids).to(self.dtype)
         assert self.weight is not None, "run before its weights were taken"
@@ -48,18 +57,23 @@ class VocabEmbedding(nn.Module):
 
 
 class LMHead(nn.Module):
-    """The projection from hidden states to logits. A tied head has no name: the embedding gives it the weight."""
+    """The projection from hidden states to logits. A tied head loads nothing: the embedding gives it the weight."""
 
     packed: packed_linear.PackedLinear
 
     def __init__(self, at: str, build: Build) -> None:
         super().__init__()
         self.at, self.kernel, self.device = at, build.linears[at or "embed"].load(), build.device
+        self.slice: VocabularySlice | None = build.vocabulary
 
     def take(self, tensors: dict[str, Any], place: int) -> None:
-        """See `Loads`."""
+        """Pack the parameters; the layer owns them from now on. See `Loads`."""
         self.packed = packed_linear.pack(self.kernel, tensors, self.device)
 
     def forward(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
-        """[R, hidden] -> [R, V] float32 logits, written to `out` if it is given."""
+        """[R, hidden] -> [R, V] float32 logits of this rank's ids, written to `out` if it is given."""
         return packed_linear.run_float(self.kernel, hidden, self.packed, out)
+
+    def whole(self, hidden: Tensor) -> Tensor:
+        """[R, hidden] -> [R, V] float32 logits of the whole vocabulary."""
+        return self(hidden) if self.slice is None else self.slice.whole(self(hidden))

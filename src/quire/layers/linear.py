@@ -4,17 +4,18 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from quire.layers.context import Build, Sum
+from quire.distributed import Group
+from quire.layers.context import Build
 from quire.layers.norm import RMSNorm
 from quire.quantization.pack import linear as packed_linear
 
 
-def add_sum(partial: Tensor, residual: Tensor, sum_tp: Sum) -> Tensor:
+def add_sum(partial: Tensor, residual: Tensor, tp: Group) -> Tensor:
     """Return residual + the sum of the ranks' partial results.
 
     Every product whose weight is divided among ranks by columns ends here, so the residual is added once.
     """
-    return residual + sum_tp(partial)
+    return tp.add(partial, residual)
 
 
 class Linear(nn.Module):
@@ -32,10 +33,10 @@ class Linear(nn.Module):
         plan = build.linears[at]
         self.kernel, self.features = plan.load(), plan.features
         self.out_features, self.in_features = build.shape(f"{at}.weight")
-        self.sum_tp = build.sum_tp if build.params[f"{at}.weight"].shard == "columns" else None
+        self.tp = build.tp if build.params[f"{at}.weight"].shard == "columns" else None
 
     def take(self, tensors: dict[str, Any], place: int) -> None:
-        """See `Loads`."""
+        """Pack the parameters; the layer owns them from now on. See `Loads`."""
         self.packed = packed_linear.pack(self.kernel, tensors, self.device)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -43,15 +44,15 @@ class Linear(nn.Module):
         return packed_linear.run(self.kernel, x, self.packed)
 
     def normed(self, x: Tensor, norm: RMSNorm) -> Tensor:
-        """Return the projection of norm(x), [T, out_features]; one call of a kernel with the feature "norm"."""
+        """Return the projection of norm(x), [T, out_features]. Kernels with the feature "norm" fuse both."""
         if "norm" not in self.features:
             return self(norm(x))
         return packed_linear.run_norm(self.kernel, x, norm.weight, norm.eps, self.packed)
 
     def add(self, x: Tensor, residual: Tensor) -> Tensor:
         """Return residual [T, out_features] + the projection of x; it may reuse the memory of `residual`."""
-        if self.sum_tp is not None:
-            return add_sum(self(x), residual, self.sum_tp)
+        if self.tp is not None:
+            return add_sum(self(x), residual, self.tp)
         if "add" in self.features:
             return packed_linear.run_add(self.kernel, x, self.packed, residual)
         return residual + self(x)
@@ -69,7 +70,7 @@ class GatedLinear(Linear):
         self.fused = "gated" in self.features
 
     def take(self, tensors: dict[str, Any], place: int) -> None:
-        """See `Loads`."""
+        """Pack the parameters; the layer owns them from now on. See `Loads`."""
         pack = packed_linear.pack_gated if self.fused else packed_linear.pack
         self.packed = pack(self.kernel, tensors, self.device)
 
@@ -81,7 +82,7 @@ class GatedLinear(Linear):
         return packed_linear.run_gated(self.kernel, x, self.packed)
 
     def normed(self, x: Tensor, norm: RMSNorm) -> Tensor:
-        """See `Linear`."""
+        """Return `forward` of norm(x). See `Linear`."""
         if not self.fused or "norm" not in self.features:
             return self(norm(x))
         return packed_linear.run_norm_gated(self.kernel, x, norm.weight, norm.eps, self.packed)

@@ -28,7 +28,7 @@ Routed = tuple[Tensor, Tensor]  # weights [T, k] float32, ids [T, k] int32
 
 
 class Router(nn.Module):
-    """The router: scores all experts for each token; `kernels/routing` chooses by the scores."""
+    """Scores all experts for each token; the kernel `kernels/routing` then chooses experts by the scores."""
 
     packed: packed_linear.PackedLinear
 
@@ -39,13 +39,19 @@ class Router(nn.Module):
         self.bias: Tensor | None = None
 
     def take(self, tensors: dict[str, Tensor], place: int) -> None:
-        """See `Loads`. The bias goes to the routing kernel, not into the product."""
+        """Pack the weight, and move weight and bias to the layer's device. See `Loads`.
+
+        The routing kernel adds the bias to the scores; the projection does not.
+        """
         bias = tensors.pop("bias", None)
         self.bias = None if bias is None else bias.to(self.device)
         self.packed = packed_linear.pack(self.linear, tensors, self.device)
 
     def forward(self, x: Tensor) -> Routed:
-        """x [T, hidden] -> weights and ids of the chosen experts. With `router_float` the scores stay float32."""
+        """Return (weights, ids) of the experts chosen for each token of x [T, hidden], both [T, top_k].
+
+        The scores stay float32 if the model's `router_float` is set; else they have the model's dtype.
+        """
         logits = (packed_linear.run_float if self.exact else packed_linear.run)(self.linear, x, self.packed)
         weights, ids = self.kernel.route(logits, self.bias, self.routing)
         return weights, ids
@@ -54,7 +60,8 @@ class Router(nn.Module):
 class Experts(nn.Module):
     """The experts that this rank owns, stacked in the order of `Build.experts`.
 
-    With the kernel's feature "in place" they are loaded into its memory without packing; else each expert is packed.
+    A kernel with the feature "in place" reads experts as they are loaded, without packing. For other kernels, and for
+    quantized experts, each expert is packed.
     """
 
     def __init__(self, at: str, num_experts: int, build: Build) -> None:
@@ -75,13 +82,13 @@ class Experts(nn.Module):
         self.packed: object = None
 
     def take(self, tensors: dict[str, Any], place: int) -> None:
-        """See `Loads`."""
+        """Pack the matrices of this rank's expert number `place` into the stack. See `Loads`."""
         if self.packed is None:
             self.packed = self._empty()
         self.kernel.put(self.packed, place, tensors["gate_up"], tensors["down"])
 
     def destination(self) -> dict[str, Tensor] | None:
-        """See `LoadsInPlace`."""
+        """Return the memory of all experts' parameters, for the loader to write to; None: the loader calls `take`."""
         if not self.in_place:
             return None
         if self.packed is None:
@@ -124,8 +131,8 @@ class MoE(nn.Module):
         self.shared = GatedMLP(f"{at}.shared", build) if moe.shared_size else None
         self.shared_gate = Linear(f"{at}.shared_gate", build) if moe.shared_gate else None
         can = build.device.type == "cuda" and "join" in build.moe.features
-        self.sum_tp = build.sum_tp
-        self.forks = can and self.shared is not None and self.sum_tp is None
+        self.tp = build.tp
+        self.forks = can and self.shared is not None and self.tp is None
         self.choose: Callable[[Tensor], Routed] | None = None
         self.on_routing: Callable[[Tensor, Tensor], None] | None = None
 
@@ -137,9 +144,9 @@ class MoE(nn.Module):
             weights, ids = (self.choose or self.router)(x)
             if self.on_routing is not None:
                 self.on_routing(weights, ids)
-            if self.sum_tp is not None:  # one sum of both kinds of experts
+            if self.tp is not None:  # one sum of both kinds of experts
                 partial = None if self.shared is None else self.shared.down(self._shared_inner(self.shared, x))
-                return add_sum(self.experts(x, weights, ids, partial), hidden, self.sum_tp)
+                return add_sum(self.experts(x, weights, ids, partial), hidden, self.tp)
             if self.shared is not None:
                 with fork.beside:
                     hidden = self.shared.down.add(self._shared_inner(self.shared, x), hidden)

@@ -16,11 +16,11 @@ class RMSNorm(nn.Module):
         self.at, self.kernel, self.eps, self.device = at, build.kernels.norm, eps, build.device
 
     def take(self, tensors: dict[str, Tensor], place: int) -> None:
-        """See `Loads`."""
+        """Keep the weight, on the layer's device. See `Loads`."""
         self.weight = tensors["weight"].to(self.device)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[T, width] -> [T, width]."""
+        """Return the norm of each row of x, [T, width] -> [T, width]."""
         return self.kernel.rms_norm(x, self.weight, self.eps)
 
 
@@ -34,7 +34,7 @@ class HeadNorm(nn.Module):
         self.at, self.device, self._heads = at, device, (num_heads, num_kv_heads)
 
     def take(self, tensors: dict[str, Tensor], place: int) -> None:
-        """See `Loads`."""
+        """Repeat the weights "q" and "k" for every head and stack them, on the layer's device. See `Loads`."""
         q, k = (tensors[name].expand(heads, -1) for name, heads in zip("qk", self._heads, strict=True))
         self.weight = torch.cat((q, k)).to(self.device)
 

@@ -1,38 +1,49 @@
 """Rotary position embedding: cos and sin of positions, with the scalings that Hugging Face defines."""
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from quire.config.rope import RopeArgs
-from quire.kernels.rope.triton import rotation_rows
-from quire.kernels.triton_runtime import missing
 
 Rotation = tuple[Tensor, Tensor]  # cos and signed sin, each [T, D]
+Rows = Callable[[Tensor, Tensor, float, torch.dtype], Rotation]  # (positions, frequencies, scale, type)
 
 
 class Rotary:
-    """Rotation angles of a model: frequencies [D / 2] float32 and the factor on cos and sin.
+    """Rotation angles of RoPE: frequencies [D / 2] float32, and `scale`, the factor on cos and sin.
 
-    The first `rotated` of `width` dimensions are rotated; the pairs of the others have angle 0.
+    A head's D dimensions (`width`) form D / 2 pairs: the first `rotated` / 2 pairs are rotated, the rest have angle 0.
     """
 
     def __init__(self, args: RopeArgs, rotated: int, device: torch.device, *, width: int) -> None:
         frequencies, self.scale = rope_frequencies(args, rotated)
         self.frequencies = torch.nn.functional.pad(frequencies, (0, (width - rotated) // 2)).to(device)
+        self._kernel = _kernel(device)
 
     def rows(self, positions: Tensor, dtype: torch.dtype) -> Rotation:
         """Return cos and sin [T, D] of positions [T], from float32 angles. The first half of sin is negated."""
-        if positions.is_cuda and not missing():
-            return rotation_rows(positions, self.frequencies, self.scale, dtype)
+        if self._kernel is not None:
+            return self._kernel(positions, self.frequencies, self.scale, dtype)
         angles = positions[:, None].float() * self.frequencies
         cos, sin = angles.cos() * self.scale, angles.sin() * self.scale
         return torch.cat((cos, cos), -1).to(dtype), torch.cat((-sin, sin), -1).to(dtype)
 
 
+def _kernel(device: torch.device) -> Rows | None:
+    """Return the kernel for a device; None where PyTorch computes the rows. A CPU need not import Triton."""
+    if device.type != "cuda":
+        return None
+    from quire.kernels.rope.triton import rotation_rows
+    from quire.kernels.triton_runtime import missing
+
+    return None if missing() else rotation_rows
+
+
 def rope_frequencies(args: RopeArgs, head_dim: int) -> tuple[Tensor, float]:
-    """Return the radians per position of each pair, [head_dim / 2] float32, and the factor on cos and sin."""
+    """Return radians per position of each pair of dimensions, [head_dim / 2] float32, and the factor on cos and sin."""
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
     unscaled = 1.0 / (args.theta**exponents)
     if args.kind == "linear":

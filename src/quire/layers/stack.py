@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from quire.config.checkpoint import ModelArgs
 from quire.contracts.params import Param
 from quire.contracts.scheme import Scheme
+from quire.distributed.vocabulary import VocabularySlice
 from quire.kernels.select import Kernels
 from quire.layers.context import StepContext
 from quire.layers.rope import Rotary, Rotation
@@ -18,6 +19,16 @@ from quire.layers.rope import Rotary, Rotation
 Tap = Callable[[int | str, Tensor], None]
 # Types whose equal values print alike. A module has a set of the names of some buffers.
 PLAIN = (int, float, str, bytes, set, torch.dtype, torch.device, type(None), Scheme)
+
+
+class LogitsHead(Protocol):
+    """The projection from hidden states to logits."""
+
+    def __call__(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+        """[R, hidden] -> [R, V] float32 of this rank's slice of the vocabulary, in `out` where that is given."""
+
+    def whole(self, hidden: Tensor) -> Tensor:
+        """[R, hidden] -> [R, V] float32 of the whole vocabulary."""
 
 
 class Model(Protocol):
@@ -32,14 +43,20 @@ class Model(Protocol):
     embed: Callable[[Tensor], Tensor]  # token_ids [T] -> [T, hidden]
     layers: Sequence[Callable[..., Tensor]]  # (hidden, rotation, ctx, kv view) -> hidden
     norm: Callable[[Tensor], Tensor]  # [R, hidden] -> [R, hidden], before the head
-    head: Callable[..., Tensor]  # ([R, hidden], out=None) -> [R, V] float32, in `out` where that is given
+    head: LogitsHead
+    first: bool  # has `embed`
+    last: bool  # has `norm` and `head`
+    vocabulary: VocabularySlice | None  # that `embed` and `head` hold; None: the whole vocabulary
     rotary: Rotary
 
     def take(self, module: str, place: int, tensors: dict[str, Any]) -> None:
-        """Give a layer the parameters of a `LoadUnit` to pack. Called once for each, before the first step."""
+        """Give the layer named `module` the parameters of a `LoadUnit`; the layer packs them.
+
+        Called once for each unit, before the first step. place: index of the expert on this rank; 0 for other layers
+        """
 
     def destination(self, module: str) -> dict[str, Tensor] | None:
-        """Return the memory of a layer's parameters, for a loader to write to; None: the loader calls `take`."""
+        """Return the parameter memory of the layer named `module` for a loader to fill; None: call `take` instead."""
 
 
 def run_layers(
@@ -69,7 +86,7 @@ def run_layers(
 
 
 def first_of_each_kind(layers: Iterable[object]) -> list[int]:
-    """Return the index of the first layer of each kind.
+    """Return the index of the first layer of each kind. A warm-up of these layers launches every kernel.
 
     Layers of a kind differ only in the numbers in their tensors, so they launch the same kernels.
     """
@@ -92,5 +109,5 @@ def _kind(value: object) -> object:
     if isinstance(value, nn.Module):
         return type(value), _kind({name: part for name, part in vars(value).items() if name != "at"})  # not its name
     if is_dataclass(value) and not isinstance(value, type):
-        return type(value), [_kind(getattr(value, field.name)) for field in fields(value)]
+        return type(value), [_kind(getattr(value, field.name)) for field in fields(value) if field.compare]
     return value if isinstance(value, PLAIN) else id(value)

@@ -1,11 +1,12 @@
 """Construction of a model from an engine's plan."""
 
-from collections.abc import Callable
 from functools import partial
 
 import torch
-from torch import Tensor
 
+from quire.config.placement import vocabulary_share
+from quire.distributed import Group
+from quire.distributed.vocabulary import VocabularySlice
 from quire.kernels import routing
 from quire.kernels.select import load_kernels
 from quire.layers.context import Build
@@ -15,10 +16,10 @@ from quire.models.plan import EnginePlan
 from quire.quantization.assign import with_formats
 
 
-def build_model(plan: EnginePlan, sum_tp: Callable[[Tensor], Tensor] | None = None) -> Decoder:
+def build_model(plan: EnginePlan, tp: Group | None = None) -> Decoder:
     """Build the model of a rank, without weights. `quire.weights` loads them into its layers, which pack them.
 
-    sum_tp   adds up the partial results of the ranks that share a layer; None: this rank has the whole layer
+    tp   the ranks that share every layer; None: this rank has whole layers
     """
     args, rank = plan.args, plan.mesh.rank
     kernels = load_kernels(plan.kernels)
@@ -26,8 +27,9 @@ def build_model(plan: EnginePlan, sum_tp: Callable[[Tensor], Tensor] | None = No
     build = Build(
         dtype=getattr(torch, plan.dtype.dtype), device=torch.device(plan.machine.device), kernels=kernels,
         params={param.name: param for param in plan.params}, linears=plan.linears,
-        experts=None if whole else tuple(range(*rank.experts)), sum_tp=sum_tp, kv_groups=plan.geometry.groups,
-        moe=plan.experts,
+        experts=None if whole else tuple(range(*rank.experts)), tp=tp, kv_groups=plan.geometry.groups,
+        moe=plan.experts, layers=rank.layers,
+        vocabulary=None if tp is None else vocabulary_slice(args.vocab_size, tp),
     )  # fmt: skip
     whole_model = with_formats(layout(args), plan.quantization) if plan.mesh.parallel.size > 1 else ()
     everything = frozenset(stored_names(whole_model))
@@ -36,3 +38,9 @@ def build_model(plan: EnginePlan, sum_tp: Callable[[Tensor], Tensor] | None = No
         for layer in args.moe.layers:
             model.layers[layer].mlp.choose = partial(routing.uniform, kernels.routing, args.moe.routing)
     return model
+
+
+def vocabulary_slice(size: int, tp: Group) -> VocabularySlice:
+    """Return the slice of a vocabulary of `size` ids that a rank holds, as `models.layout` divides it."""
+    ranges = [vocabulary_share(size, tp.size, rank) for rank in range(tp.size)]
+    return VocabularySlice(tp, ranges[tp.rank][0], tuple(end - first for first, end in ranges))

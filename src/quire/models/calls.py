@@ -1,4 +1,4 @@
-"""The kernel functions that a model calls, in order. No torch.
+"""The kernel functions that a model calls, in order, and its exchanges with other ranks. No torch.
 
 Mirrors the branches of `layers/`, which depend on the features of each linear layer's kernel (`linear`). A test
 compares the list with the calls of a real step.
@@ -10,14 +10,15 @@ from typing import NamedTuple
 
 from quire.config.checkpoint import ModelArgs
 
+SUM = "tp.all_reduce"  # over the ranks that share a layer; then the residual is added
 Features = Callable[[str], Collection[str]]  # a linear layer, below the layer ("mlp.down") -> features of its kernel
 
 
 class Call(NamedTuple):
-    """A call of a kernel function.
+    """A call of a kernel function, or an exchange between ranks.
 
-    function     operation and function: "linear.run"
-    parameters   that it reads, by their names below the layer
+    function     operation and function ("linear.run"), or group of ranks and exchange ("tp.all_reduce")
+    parameters   parameters that the call reads; names without the layer's, such as "attention.qkv.weight"
     when         condition of the call, in words; "": always
     """
 
@@ -29,7 +30,8 @@ class Call(NamedTuple):
 def pack_function(args: ModelArgs, name: str, linear: Features, in_place: bool) -> str:
     """Return the name of the function that packs parameter `name`, such as "linear.pack"; "" if it is not packed.
 
-    in_place   experts are loaded into the kernel's memory without packing
+    linear     features of the kernel of each linear layer, by the layer's name
+    in_place   True: experts are loaded into the kernel's memory without packing
     """
     if name.endswith((".experts.gate_up", ".experts.down")):
         return "" if in_place else "experts.put"
@@ -43,32 +45,49 @@ def pack_function(args: ModelArgs, name: str, linear: Features, in_place: bool) 
     return "linear.pack_gated" if gated else "linear.pack"
 
 
-def embedding_calls(args: ModelArgs, linear: Features) -> Iterator[Call]:
-    """Token ids -> hidden states."""
+def embedding_calls(args: ModelArgs, linear: Features, sliced: bool = False) -> Iterator[Call]:
+    """Yield the calls of the embedding, from token ids to hidden states.
+
+    linear   name of a linear layer -> features of its kernel
+    sliced   True: each rank has some of the embedding's rows, and the results are summed over ranks
+    """
     rows = "plain" in linear("embed") or args.tie_word_embeddings and "rows" in linear("embed")
     yield Call("linear.rows" if rows else "torch.nn.functional.embedding", ("embed.weight",))
+    if sliced:
+        yield Call(SUM)
 
 
-def head_calls(args: ModelArgs) -> Iterator[Call]:
-    """Hidden states of the sampled rows -> logits."""
+def head_calls(args: ModelArgs, sliced: bool = False) -> Iterator[Call]:
+    """Yield the kernel calls of the final norm and the head, from hidden states of the sampled rows to logits.
+
+    sliced   each rank has the logits of some ids, and sampling exchanges them
+    """
     yield Call("norm.rms_norm", ("norm.weight",))
     yield Call("linear.run_float", ("embed.weight" if args.tie_word_embeddings else "head.weight",))
+    if sliced:
+        yield Call("tp.all_gather", when="best ids, or logits")
 
 
-def layer_calls(args: ModelArgs, layer: int, linear: Features, routing: str = "model") -> Iterator[Call]:
-    """Hidden states -> hidden states, through attention and a feed-forward layer; `routing` as of `build_model`."""
+def layer_calls(args: ModelArgs, layer: int, linear: Features, routing: str = "model", *,
+                sliced: bool = False) -> Iterator[Call]:  # fmt: skip
+    """Yield the kernel calls of decoder layer number `layer`, for `explain`: attention, then an MLP or experts.
+
+    linear    name of a linear layer -> features of its kernel, which say what it fuses into one call
+    routing   the option `routing`: "model", or "uniform", which assigns experts evenly and calls no router
+    sliced    each rank has a slice of the layer: results of attention and of the MLP are summed over ranks
+    """
     if args.latent:
         yield from _latent(args, linear)
     else:
         yield from _normed("attention_norm.weight", _weights("attention.qkv", args.attention_bias), linear)
         yield Call("heads.prepare", ("attention.head_norm.q", "attention.head_norm.k") if args.qk_norm else ())
         yield Call("attention.paged_attention")
-    yield _add("attention.output", args.output_bias, linear)
+    yield from _add("attention.output", args.output_bias, linear, sliced)
     if args.moe and layer in args.moe.layers:
-        yield from _experts(args, linear, routing)
+        yield from _experts(args, linear, routing, sliced)
     else:
         yield from _gated("mlp.", args.mlp_bias, linear, "mlp_norm.weight")
-        yield _add("mlp.down", args.mlp_bias, linear)
+        yield from _add("mlp.down", args.mlp_bias, linear, sliced)
 
 
 def _latent(args: ModelArgs, linear: Features) -> Iterator[Call]:
@@ -87,7 +106,7 @@ def _latent(args: ModelArgs, linear: Features) -> Iterator[Call]:
         yield Call("latent.expanded", up.parameters, many)
 
 
-def _experts(args: ModelArgs, linear: Features, routing: str) -> Iterator[Call]:
+def _experts(args: ModelArgs, linear: Features, routing: str, sliced: bool) -> Iterator[Call]:
     moe = args.moe
     assert moe is not None
     yield Call("norm.rms_norm", ("mlp_norm.weight",))
@@ -100,8 +119,10 @@ def _experts(args: ModelArgs, linear: Features, routing: str) -> Iterator[Call]:
         yield from _gated("mlp.shared.", False, linear)
         if moe.shared_gate:
             yield Call("linear.run", ("mlp.shared_gate.weight",))
-        yield _add("mlp.shared.down", False, linear)
+        yield _product("mlp.shared.down", False, () if sliced else linear("mlp.shared.down"))
     yield Call("experts.run", ("mlp.experts.gate_up", "mlp.experts.down"))
+    if sliced:  # once for both kinds of experts
+        yield Call(SUM)
 
 
 def _weights(name: str, bias: bool) -> tuple[str, ...]:
@@ -128,6 +149,12 @@ def _gated(at: str, bias: bool, linear: Features, norm: str = "") -> Iterator[Ca
         yield Call("activation.silu_mul")
 
 
-def _add(name: str, bias: bool, linear: Features) -> Call:
-    """A projection whose result is added to the residual stream."""
-    return Call("linear.run_add" if "add" in linear(name) else "linear.run", _weights(name, bias))
+def _add(name: str, bias: bool, linear: Features, sliced: bool) -> Iterator[Call]:
+    """A projection whose result is added to the residual stream; the slices of ranks are summed before."""
+    yield _product(name, bias, () if sliced else linear(name))
+    if sliced:
+        yield Call(SUM)
+
+
+def _product(name: str, bias: bool, features: Collection[str]) -> Call:
+    return Call("linear.run_add" if "add" in features else "linear.run", _weights(name, bias))

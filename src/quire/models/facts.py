@@ -7,7 +7,10 @@ from quire.config.checkpoint import ModelArgs
 
 
 def model_facts(args: ModelArgs) -> dict[str, Any]:
-    """Return plain values under "attention", "rope" and "router"; the router is None without experts."""
+    """Return plain values about a model under the names "attention", "rope" and "router".
+
+    The value of "router" is None for a model without experts.
+    """
     latent, moe = args.latent, args.moe
     width = latent.v_dim if latent else args.head_dim
     return {

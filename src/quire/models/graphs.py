@@ -13,9 +13,10 @@ LATENT_TOKENS = 1024  # at most, of a captured step: its prompts are absorbed, w
 
 
 class GraphPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """Sizes of captured steps, ascending.
+    """Sizes of the steps for which CUDA graphs are captured, ascending.
 
-    sequences   of decode steps;  tokens   of steps with prompts
+    sequences   numbers of sequences of decode steps
+    tokens      numbers of tokens of steps with prompts
     """
 
     sequences: tuple[int, ...] = ()
@@ -28,7 +29,7 @@ class GraphPlan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def resolve_graphs(config: EngineConfig, args: ModelArgs) -> GraphPlan:
-    """Choose the sizes for a model and its options; none with enforce_eager."""
+    """Choose the sizes of the steps that are captured as CUDA graphs; none with `enforce_eager`."""
     if config.device.enforce_eager:
         return GraphPlan()
     return GraphPlan(sequences=_decode_sizes(config), tokens=_prompt_sizes(config, args))
@@ -51,12 +52,18 @@ def _prompt_sizes(config: EngineConfig, args: ModelArgs) -> tuple[int, ...]:
 
 
 def decode_sizes(most: int) -> tuple[int, ...]:
-    """Numbers of sequences up to `most`, close together where steps are short: 40 sizes up to 1,024 sequences."""
+    """Return the numbers of sequences, at most `most`, for which decode steps are captured.
+
+    Small sizes lie close together: 40 sizes up to 1,024 sequences.
+    """
     sizes = [1, 2, 4, *range(8, 65, 8), *range(80, 257, 16), *range(320, 1025, 64), *range(1280, 4097, 256)]
     return (*(size for size in sizes if size < most), *((most,) if most else ()))
 
 
 def prompt_sizes(most: int) -> tuple[int, ...]:
-    """Numbers of tokens up to `most`. Steps are padded to the next; 64 tokens take 1.6 ms with 8e9 parameters."""
+    """Return the numbers of tokens, at most `most`, for which steps with prompts are captured.
+
+    A step is padded to the next size; 64 tokens of padding take 1.6 ms with 8e9 parameters.
+    """
     return tuple(size for size in (*range(256, 1024, 64), *range(1024, 2049, 256), *range(3072, 16385, 1024))
                  if size <= most)  # fmt: skip

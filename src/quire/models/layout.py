@@ -4,13 +4,16 @@ The loader fills these parameters, layers take their sizes from them, `quire exp
 """
 
 import importlib
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import prod
 from typing import NamedTuple
 
 from quire.config.checkpoint import ModelArgs
-from quire.config.placement import ALONE, Rank, ranks, share
+from quire.config.placement import ALONE, Rank, ranks, share, vocabulary_share
+from quire.contracts.errors import UnsupportedModel
 from quire.contracts.params import Param, Part
+from quire.models.names import NameMap
 from quire.quantization.formats import raw_tensors, spare_names
 
 
@@ -24,9 +27,10 @@ class _Rows(NamedTuple):
 
 
 def layout(args: ModelArgs, rank: Rank | None = None, experts: Sequence[int] | None = None) -> tuple[Param, ...]:
-    """Return every parameter that `rank` holds, in the order of the layers; None: the rank of an engine on one device.
+    """Return every parameter that `rank` holds, in the order of the layers.
 
-    experts   numbers of the experts in the order of their places; None: the rank's range
+    rank      None: the only rank of an engine on one device
+    experts   numbers of the rank's experts, in the order in which they are stacked; None: `rank.experts`
     """
     rank = rank or alone(args)
     made = _Layout(args, rank, range(*rank.experts) if experts is None else experts)
@@ -39,15 +43,33 @@ def alone(args: ModelArgs) -> Rank:
 
 
 def stored_names(params: Iterable[Param]) -> Iterator[str]:
-    """Yield the names of the checkpoint tensors of these parameters; with quantized ones, those that are not read, too.
+    """Yield the checkpoint names of these parameters' tensors.
+
+    Also yields tensors that checkpoints store beside quantized parameters, and that need not be read.
     """
     for param in params:
         yield from (part.stored for raw in raw_tensors(param) for part in raw.parts)
         yield from spare_names(param)
 
 
+def checkpoint_names(model_type: str) -> dict[tuple[str, str], str]:
+    """Return (parameter, part) -> checkpoint name. Raises UnsupportedModel if models/<model_type>.py does not exist."""
+    module = f"quire.models.{model_type}"
+    try:
+        rows: NameMap = importlib.import_module(module).NAME_MAP
+    except ModuleNotFoundError as error:
+        if error.name != module:
+            raise
+        raise UnsupportedModel(f"model_type {model_type!r} has a row in FAMILIES of config/checkpoint.py and no names "
+                               f"of tensors: write models/{model_type}.py, like models/qwen3.py.") from None
+    found = {(parameter, part): stored for stored, parameter, part in rows}
+    twice = [name for name, times in Counter(row[1:] for row in rows).items() if times > 1]
+    assert not twice, f"models/{model_type}.py names the tensor of {twice[0]} twice: leave one row out"
+    return found
+
+
 def parameters_per_token(args: ModelArgs) -> float:
-    """Return the number of parameters that a token is multiplied with; of the experts, only those chosen for it."""
+    """Return the number of weights that multiply each token: all of a dense model, of experts only the chosen ones."""
     chosen = args.moe.routing.top_k / args.moe.routing.num_experts if args.moe else 1.0
     return sum(prod(param.shape) * (chosen if param.shard == "experts" else 1.0) for param in layout(args))
 
@@ -56,14 +78,14 @@ class _Layout:
     """Writes the parameters of a rank, layer by layer."""
 
     def __init__(self, args: ModelArgs, rank: Rank, experts: Sequence[int]) -> None:
-        rows = importlib.import_module(f"quire.models.{args.model_type}").NAME_MAP
-        self.names = {(parameter, part): stored for stored, parameter, part in rows}
+        self.names = checkpoint_names(args.model_type)
         self.args, self.rank, self.owned = args, rank, experts
 
     def params(self) -> Iterator[Param]:
-        """Embedding, layers, norm and head, as far as the rank has them."""
+        """Yield the parameters of embedding, layers, norm and head, as far as the rank has these."""
         args, rank, hidden = self.args, self.rank, self.args.hidden_size
-        vocab = _Rows(args.vocab_size, *self._share(args.vocab_size))
+        first, end = vocabulary_share(args.vocab_size, rank.tp, rank.place)
+        vocab = _Rows(args.vocab_size, first, end - first)
         if rank.first:
             yield self._param("embed.weight", {"": vocab}, hidden, shard="rows")
         for layer in range(*rank.layers):
@@ -187,8 +209,9 @@ class _Layout:
 
 
 def head_order(rotated: int, dim: int) -> tuple[int, ...]:
-    """Return the order of a head's rows when only the first `rotated` of `dim` are rotated; () when all are.
+    """Return the order in which a head's rows are stored for the kernels: row i is the checkpoint's row order[i].
 
+    rotated, dim   number of rotated rows, and of all rows. If they are equal, rows keep their order: returns ()
     Kernels rotate whole heads, in pairs of a row of the first half and a row of the second. So each half of the head
     begins with a half of the rotated rows; the other rows get angle 0.
     """

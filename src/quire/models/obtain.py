@@ -21,6 +21,7 @@ from quire.models.layout import layout
 from quire.models.registry import check_routing, kv_components, unpacked_bytes
 from quire.platforms.cpu import CpuFacts
 from quire.quantization.assign import settled, with_formats
+from quire.quantization.cache import choose_cache
 from quire.quantization.read import Quantization, find_quantization
 from quire.weights.files import Checkpoint, read_checkpoint, stored_in
 from quire.weights.folder import absent_weights, fetch_weights
@@ -29,11 +30,11 @@ from quire.weights.match import match_tensors
 
 def read_model(config: EngineConfig, folder: Path, device: str,
                cpu: CpuFacts) -> tuple[ModelArgs, DTypePlan, Quantization]:
-    """Read the arguments, the compute type and the quantization of the model in `folder`.
+    """Return the model arguments, the dtype of the computation and the quantization of the model in `folder`.
 
-    Weights need not be there: the headers of quantized ones are read on the hub.
+    If the weights are not in the folder, the headers of quantized weights are read from the Hub.
 
-    Raises a `UserError` for a model that is not implemented, and for options that it cannot meet.
+    Raises a `UserError` for a model that is not implemented, and for options that the model cannot meet.
     """
     args = read_checkpoint_config(folder)
     check_context(config.model, args.max_position_embeddings)
@@ -43,7 +44,10 @@ def read_model(config: EngineConfig, folder: Path, device: str,
 
 
 def settled_quantization(config: EngineConfig, folder: Path, args: ModelArgs) -> Quantization:
-    """Return the quantization of a model by its files, the option `quantization` and the names of its weights."""
+    """Return the quantization of the model in `folder`, with the modules whose stored tensors differ from its config.
+
+    The files, the option `quantization` and the names of the stored tensors decide it.
+    """
     found = find_quantization(folder, read_raw_config(folder), config.load.quantization)
     if not found.config:
         return found
@@ -63,9 +67,9 @@ def _stored_types(config: EngineConfig, folder: Path) -> dict[str, str]:
 
 def obtain_weights(config: EngineConfig, folder: Path, args: ModelArgs, dtype: DTypePlan, free_bytes: int | None,
                    *, quantization: Mapping[str, Any]) -> None:
-    """Download the weights that `folder` lacks, unless their headers show that the model could not be loaded.
+    """Download the weights that `folder` lacks. First check by their headers that the model can be loaded.
 
-    free_bytes   memory that must hold the parameters, where it is known
+    free_bytes   memory that must hold the parameters and the KV cache; None: not checked
     Raises a `UserError` that names the fix.
     """
 
@@ -76,7 +80,8 @@ def obtain_weights(config: EngineConfig, folder: Path, args: ModelArgs, dtype: D
             stored = dtype.weights or dtype.dtype
             weights = unpacked_bytes(params, stored)
             check_cpu_weights(weights, free_bytes, "" if quantization else stored)
-            geometry = resolve_geometry(kv_components(args, dtype.dtype), args.num_layers, config.cache.block_size)
+            cache = choose_cache(config.cache.kv_cache_dtype, dtype.dtype, quantization)
+            geometry = resolve_geometry(kv_components(args, cache.dtype), args.num_layers, config.cache.block_size)
             resolve_memory(geometry, config.model, config.cache, context=args.max_position_embeddings,
                            max_num_seqs=config.scheduler.sequences(), free_bytes=free_bytes - weights)  # fmt: skip
 

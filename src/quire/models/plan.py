@@ -4,7 +4,7 @@
 and read back: no value in it belongs to a process.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -33,16 +33,19 @@ from quire.kernels.select import (
     objection,
 )
 from quire.kernels.supports import SUPPORTS
+from quire.models.collectives import buffer_bytes
 from quire.models.graphs import GraphPlan, resolve_graphs
 from quire.models.layout import layout
-from quire.models.registry import check_routing, linear_plans, operations, rank_geometry, unpacked_bytes
+from quire.models.registry import ITEM_BYTES, check_routing, linear_plans, operations, rank_geometry, unpacked_bytes
 from quire.quantization.assign import with_formats
+from quire.quantization.cache import CacheChoice, choose_cache
 
 
 class Machine(msgspec.Struct, frozen=True, kw_only=True):
     """A device as far as plans depend on it.
 
-    device         "cpu" or "cuda";  words   its description
+    device         "cpu" or "cuda"
+    words          description of the device, for people
     total_memory   bytes
     """
 
@@ -52,7 +55,7 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Mesh(msgspec.Struct, frozen=True, kw_only=True):
-    """Sizes of a parallel engine, and the place of this rank in it."""
+    """Sizes of tensor, pipeline and data parallelism, and the part of the model that this rank holds."""
 
     parallel: Parallel
     rank: Rank
@@ -62,13 +65,15 @@ class EnginePlan(msgspec.Struct, frozen=True, kw_only=True):
     """All choices for one rank's engine, except those that need measured memory (`resolve_sizing`).
 
     config        the options, with defaults that depend on the device filled in
-    folder        of config.json and weights
-    params        of this rank, with the checkpoint slices that it reads
-    kernels       a choice for each operation except experts;  linears  plans by linear layer
-    moe           kernel and dispatcher of experts by phase, or the reason why there is none
-    geometry      of a page of this rank's KV cache;  graphs  sizes of captured steps
+    folder        folder of config.json and weights
+    params        parameters of this rank, with the checkpoint slices that it reads
+    kernels       chosen implementation of each operation except experts
+    linears       name of a linear layer -> plan of its kernel
+    moe           phase ("prefill", "decode") -> kernel and dispatcher of experts, or the reason why there is none
+    geometry      layout of a page of this rank's KV cache
+    graphs        sizes of the steps that are captured as CUDA graphs
     missing       features that are not implemented: an engine that needs them can be planned, not built
-    quantization  of the checkpoint, as `quire.quantization.read` returns it; {}: unquantized
+    quantization  quantization of the checkpoint, as `quire.quantization.read` returns it; {}: unquantized
     """
 
     config: EngineConfig
@@ -88,12 +93,17 @@ class EnginePlan(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def experts(self) -> MoEPlan | None:
-        """The plan of layers with experts, or None. Phases share a packed layout, so they have the same kernel."""
+        """The plan of experts in decode steps, or None. Prefill has the same kernel, for the same packed weights."""
         prefill, decode = (self.moe.get(phase) for phase in ("prefill", "decode"))
         if not isinstance(prefill, MoEPlan) or not isinstance(decode, MoEPlan):
             return None
         assert prefill.experts == decode.experts, "two phases, two packed layouts"
         return decode
+
+    @property
+    def cache(self) -> CacheChoice:
+        """The dtype of the KV cache and the reason for it."""
+        return choose_cache(self.config.cache.kv_cache_dtype, self.dtype.dtype, self.quantization)
 
     @property
     def weight_bytes(self) -> int:
@@ -102,11 +112,23 @@ class EnginePlan(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def weight_words(self) -> str:
-        """Type of the weights in messages about memory."""
+        """Quantization method or dtype of the weights, for messages about memory."""
         return str(self.quantization["quant_method"]) if self.quantization else self.dtype.dtype
 
+    @property
+    def buffer_bytes(self) -> int:
+        """Bytes that this rank's exchanges with other ranks take in the largest step; 0 on one device."""
+        batch = self.config.scheduler
+        return buffer_bytes(self.args, self.mesh.rank, self.mesh.parallel, tokens=batch.token_budget(),
+                            item_bytes=ITEM_BYTES[self.dtype.dtype], rows=batch.sequences(),
+                            device=self.machine.device)  # fmt: skip
+
+    def of_rank(self, rank: Rank) -> "EnginePlan":
+        """Return a copy with `rank` in its mesh. `params` and `geometry` remain those of the original rank."""
+        return msgspec.structs.replace(self, mesh=Mesh(parallel=self.mesh.parallel, rank=rank))
+
     def check_runnable(self) -> None:
-        """Refuse a plan with missing features, in the words of the first. Raises UnsupportedModel."""
+        """Raise UnsupportedModel, which names the first missing feature, if the plan has any."""
         check_missing(self.missing)
 
 
@@ -117,9 +139,11 @@ def resolve_engine(
 ) -> EnginePlan:  # fmt: skip
     """Plan the engine of rank `number`.
 
-    args, quantization   as read from the files in `folder`;  dtype  as resolved for this machine
-    probe    tells the reason why the machine lacks something;  forced  operation -> implementation to take
-    served   clients read answers token by token
+    args, quantization   as read from the files in `folder`
+    dtype    dtypes as resolved for this machine
+    probe    function that returns the reason why the machine does not meet a need of kernels, or ""
+    forced   operation -> name of the implementation to use
+    served   True: clients read answers token by token, so steps stay short
     Raises ConfigError for options that contradict the model or the device.
     """
     check_context(config.model, args.max_position_embeddings)
@@ -129,13 +153,16 @@ def resolve_engine(
     rank = list(ranks(args, parallel))[number]
     params = with_formats(layout(args, rank), quantization)
     by_triton = device == "cuda" and not probe("triton")
-    geometry = rank_geometry(args, rank, dtype=dtype.dtype, device="cuda" if by_triton else "cpu",
+    cache = choose_cache(config.cache.kv_cache_dtype, dtype.dtype, quantization)
+    geometry = rank_geometry(args, rank, dtype=cache.dtype, device="cuda" if by_triton else "cpu",
                              block_size=config.cache.block_size)
     forced = dict(forced or {})
     experts = forced.pop("experts", "") if args.moe else ""
     windowed = frozenset({"window"} if any(window is not None for window in geometry.windows) else ())
     kernels = choose_kernels(device, dtype.dtype, ops=operations(args), head_dim=args.head_dim, forced=forced,
-                             attention_features=windowed, probe=probe)  # fmt: skip
+                             attention_features=windowed, cache_features=cache.features, probe=probe)  # fmt: skip
+    if by_triton and cache.features:
+        _check_cache(config.cache.kv_cache_dtype, kernels, forced)
     needs = KernelNeeds(device=device, dtype=dtype.dtype)
     schemes = [param.scheme for param in params if param.scheme and is_linear(param)]
     kernels += choose_linears(needs, schemes, forced.get("linear"), probe)
@@ -159,7 +186,7 @@ def resolve_engine(
 
 def keep_stored(params: Iterable[Param], dtype: DTypePlan, kernels: Iterable[Choice],
                 moe: Mapping[str, MoEPlan | str]) -> tuple[Param, ...]:  # fmt: skip
-    """Return the parameters with the dtype of `dtype.weights` for each matrix whose kernel has the feature "stored"."""
+    """Return the parameters, with dtype `dtype.weights` for matrices whose kernel reads them as stored ("stored")."""
     linear = {choice.weights: choice.features for choice in kernels if choice.op == "linear"}.get((), ())
     experts = {name for plan in moe.values() if isinstance(plan, MoEPlan) for name in plan.features}
 
@@ -179,31 +206,44 @@ def _typed(dtype: DTypePlan, kernels: Iterable[Choice]) -> DTypePlan:
     return replace(dtype, weights="", reason=f"weights are converted, because {why}")
 
 
+def _check_cache(asked: str, kernels: Sequence[Choice], forced: Mapping[str, str]) -> None:
+    """Refuse an 8-bit cache for which a GPU has the reference alone: it is far too slow."""
+    for choice in kernels:
+        if choice.name == "ref" and choice.op in ("heads", "attention", "latent") and choice.op not in forced:
+            why = "; ".join(f"{name}: {reason}" for name, reason in choice.rejected if name == "triton")
+            raise ConfigError(f"kv_cache_dtype={asked}: this GPU has no {choice.op} kernel for it ({why}): set "
+                              "--kv-cache-dtype to the dtype of the computation, such as bfloat16.")
+
+
 def resolve_sizing(plan: EnginePlan, measured: DeviceMemory | int) -> MemoryPlan:
     """Size the KV cache and the context length.
 
-    measured   a GPU's memory, or the bytes of a CPU's memory that are free beside the weights
-    Raises ConfigError that names options with which it fits.
+    measured   a GPU's memory after the largest step. On a CPU: free bytes beside the weights, before the buffers for
+               exchanges with other ranks are allocated
+    Raises ConfigError, which names options that make the model fit.
     """
     config, context = plan.config, plan.args.max_position_embeddings
     if isinstance(measured, DeviceMemory):
         return resolve_cuda_memory(plan.geometry, config, measured, context=context, dtype=plan.weight_words)
     return resolve_memory(plan.geometry, config.model, config.cache, context=context,
-                          max_num_seqs=config.scheduler.sequences(), free_bytes=measured)  # fmt: skip
+                          max_num_seqs=config.scheduler.sequences(),
+                          free_bytes=max(0, measured - plan.buffer_bytes))  # fmt: skip
 
 
 def moe_plans(args: ModelArgs, needs: KernelNeeds, probe: Probe = here, *, parallel: Parallel = ALONE, forced: str = "",
               ) -> dict[str, MoEPlan | str]:  # fmt: skip
-    """Plan the experts for each phase, or give the reason why none can run; {} for a model without experts.
+    """Return phase ("prefill", "decode") -> plan of the experts, or the reason why no kernel can run them.
 
-    needs    with the scheme of the experts' weights;  forced  the kernel to take, if any
-    Raises ConfigError where a forced kernel cannot run.
+    needs    requirements of the model, with the scheme of the experts' weights
+    forced   name of the kernel to use; "": the best
+    Returns {} for a model without experts. Raises ConfigError if a forced kernel cannot run.
     """
     supports, plans = SUPPORTS["experts"], dict[str, MoEPlan | str]()
     asked = {"experts": forced} if forced else {}
     hardware = Hardware(
         device=needs.device, kernels=tuple((name, objection(one, needs, probe)) for name, one in supports.items()),
-        features={name: features(one, probe) for name, one in supports.items()},
+        features={name: tuple(word for word in features(one, probe) if word != "in place" or needs.scheme is None)
+                  for name, one in supports.items()},
     )  # fmt: skip
     for phase in ("prefill", "decode") if args.moe else ():
         try:

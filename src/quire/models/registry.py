@@ -1,6 +1,6 @@
 """Facts of a model that plans need: linear layers, bytes, operations, KV cache. Only `kv_views` loads torch."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -21,40 +21,45 @@ if TYPE_CHECKING:
     from quire.kernels.attention import KVView
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+CACHE_BYTES = ITEM_BYTES | {"float8_e4m3fn": 1, "float8_e5m2": 1}
 
 
 def linear_plans(args: ModelArgs, params: Iterable[Param], choices: Iterable[Choice]) -> dict[str, LinearPlan]:
-    """Plan a model's linear layers, by name."""
+    """Return name of a linear layer -> plan of its kernel. `choices` holds the kernel chosen for each operation."""
     return plan_linears(params, choices, exact=args.moe is not None and args.moe.router_float)
 
 
 def unpacked_bytes(params: Iterable[Param], dtype: str) -> int:
-    """Return the size of the parameters in bytes before packing; `dtype` is that of parameters without one."""
+    """Return the size of the parameters in bytes before packing. `dtype` counts for parameters that name no dtype."""
     return sum(num_bytes(one, ITEM_BYTES[one.dtype or dtype]) for one in params)
 
 
 def check_routing(args: ModelArgs, routing: str) -> None:
-    """Refuse "uniform" for a model without experts; raises ConfigError."""
+    """Raise ConfigError for routing "uniform" and a model without experts."""
     if routing == "uniform" and args.moe is None:
         raise ConfigError("routing=uniform is for models with experts, which this one has not: leave it out.")
 
 
 def operations(args: ModelArgs) -> tuple[str, ...]:
-    """Return the operations of `kernels/` that a model needs, except experts: `MoEPlan` has their kernel."""
+    """Return the names of the kernel operations that a model needs, except "experts": `MoEPlan` names its kernel."""
     attention = ("latent",) if args.latent else ("heads", "attention")
     return ("norm", *attention, "activation", "linear", *(("routing",) if args.moe else ()))
 
 
-def kv_views(args: ModelArgs, components: Iterable[tuple["Tensor", ...]]) -> "list[KVView]":
+def kv_views(args: ModelArgs, components: Iterable[tuple["Tensor", ...]],
+             scales: Sequence[tuple[float, float]] = ()) -> "list[KVView]":
     """Return one `KVView` (`LatentView` for latent attention) per layer.
 
     components   per layer, the tensors of its KV cache: keys and values, or latent and rotated key
+    scales       per layer, of keys and values in an 8-bit cache; (): all are 1
     """
     from quire.kernels.attention import KVView
     from quire.kernels.latent import LatentView
 
-    view = LatentView if args.latent is not None else KVView
-    return [view(*parts) for parts in components]
+    own = iter(scales or [(1.0, 1.0)] * args.num_layers)
+    if args.latent is not None:
+        return [LatentView(*parts, next(own)[0]) for parts in components]
+    return [KVView(*parts, *next(own)) for parts in components]
 
 
 def kv_components(args: ModelArgs, dtype: str) -> tuple[KVComponent, ...]:
@@ -63,9 +68,9 @@ def kv_components(args: ModelArgs, dtype: str) -> tuple[KVComponent, ...]:
     These are keys and values, each [kv head][token][head_dim]; with latent attention, the latent and the rotated key
     that all heads share.
     """
-    if dtype not in ITEM_BYTES:
-        raise ConfigError(f"dtype {dtype!r} is not one of {', '.join(ITEM_BYTES)}.")
-    size = ITEM_BYTES[dtype]
+    if dtype not in CACHE_BYTES:
+        raise ConfigError(f"a KV cache of dtype {dtype!r} is not possible: use one of {', '.join(CACHE_BYTES)}.")
+    size = CACHE_BYTES[dtype]
     if args.latent is not None:
         widths = {"latent": args.latent.kv_rank, "rope": args.latent.rope_dim}
         return tuple(KVComponent(name, 1, width, dtype, size) for name, width in widths.items())
@@ -73,7 +78,7 @@ def kv_components(args: ModelArgs, dtype: str) -> tuple[KVComponent, ...]:
 
 
 def rank_geometry(args: ModelArgs, rank: Rank, *, dtype: str, device: str, block_size: int | None) -> KVGeometry:
-    """Return the page of a rank's KV cache. `block_size`: as asked for; None: the default of the device."""
+    """Return the layout of a page of a rank's KV cache. dtype: of the cache; block_size: None: the device's default."""
     own = args if args.latent else replace(args, num_kv_heads=rank.kv_heads[1] - rank.kv_heads[0])
     default = CUDA_BLOCK_SIZE if device == "cuda" else CPU_BLOCK_SIZE
     return resolve_geometry(kv_components(own, dtype), rank.layers[1] - rank.layers[0], block_size, default)

@@ -1,7 +1,7 @@
 """An engine's plan as plain values: layers, bytes, kernel calls in order, and reasons. No torch."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
 from itertools import groupby
 from math import prod
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from quire.config.bundled import NAME
-from quire.config.placement import Rank, collectives, ranks
+from quire.config.placement import Rank, ranks
 from quire.config.pooling import read_pooling
 from quire.config.resolve import MemoryPlan
 from quire.contracts.blocks import KVGeometry
@@ -18,14 +18,16 @@ from quire.contracts.params import Param, fused
 from quire.kernels.linear.plan import LinearPlan
 from quire.kernels.select import Choice
 from quire.models.calls import Call, embedding_calls, head_calls, layer_calls, pack_function
+from quire.models.collectives import collectives, groups
 from quire.models.facts import model_facts
-from quire.models.layout import layout
+from quire.models.layout import alone, layout
 from quire.models.plan import EnginePlan, keep_stored
 from quire.models.registry import ITEM_BYTES, linear_plans, rank_geometry
 from quire.quantization.assign import decided_by, with_formats
 from quire.quantization.formats import num_bytes, raw_tensors, spare_names
 from quire.quantization.read import format_words, quantization_notes
 from quire.quantization.scheme import scheme_words
+from quire.weights.cache_scales import scale_names
 from quire.weights.files import Checkpoint, stored_in
 from quire.weights.units import ITEM_BYTES as RAW_BYTES
 
@@ -38,6 +40,9 @@ PHASES = {
                      "kernels": "every kernel compiled or found in the cache, the largest step run once and measured",
                      "graphs": "KV cache in what is left, CUDA graphs of steps", "engine": "scheduler"},
 }  # fmt: skip
+MANY = _READ | {
+    "weights": "a process for each rank, which reads its slices and packs them",
+    "ranks": "each rank's KV cache and worker, in sizes that all ranks have room for", "engine": "scheduler"}
 DUMMY, EAGER = {"weights": "random numbers, packed for the kernels"}, {"graphs": "KV cache in what is left"}
 NEVER = 1 << 30  # query rows: a number for JSON
 
@@ -46,10 +51,11 @@ NEVER = 1 << 30  # query rows: a number for JSON
 class PlanReport:
     """A plan as plain values for people: `quire explain`, `/debug/plan`, the banner.
 
-    plan     of any rank: the parameters of all ranks follow from its mesh
-    memory   of the rank with the least room, number `fullest`, or the reason why nothing fits there
-    load_error   error that the loader would raise for the weights; "" where there is none
-    headers  of the weights, where they are not in the folder
+    plan         plan of any rank: the parameters of all ranks follow from its mesh
+    memory       memory of rank number `fullest`, or the reason why no KV cache fits there
+    fullest      number of the rank with the least free memory
+    load_error   error that the loader would raise for the weights; "": none
+    headers      headers of the weights, if the folder lacks the weights; else None
     """
 
     plan: EnginePlan
@@ -59,12 +65,8 @@ class PlanReport:
     headers: Checkpoint | None = None
 
     def describe(self) -> dict[str, Any]:
-        """Return the report as plain values; reads the headers of the weights, where there are any."""
-        args, plan, config = self.plan.args, self.plan.experts, self.plan.config
-        sent = collectives(args, self.plan.mesh.parallel, ITEM_BYTES[self.plan.dtype.dtype],
-                           plan.dispatcher if plan else "")  # fmt: skip
-        phases = PHASES[self.plan.machine.device] | (DUMMY if config.load.load_format == "dummy" else {})
-        phases |= EAGER if self.plan.machine.device == "cuda" and config.device.enforce_eager else {}
+        """Return the report as plain values. Reads the headers of the weights, if the folder has weights."""
+        args, config = self.plan.args, self.plan.config
         notes = (note.removesuffix(".") for note in quantization_notes(self.plan.quantization))
         return {
             "missing": [one._asdict() for one in self.plan.missing],
@@ -84,31 +86,55 @@ class PlanReport:
             "layers": list(self._layers()),
             "not_read": self._not_read(),
             "memory": self._memory(),
-            "ranks": [asdict(rank) | {"device": self.plan.machine.device, "bytes": held} for rank, held in self.held],
-            "collectives": [asdict(one) for one in sent],
-            "phases": phases,
+            "ranks": [self.describe_rank(rank, held) for rank, held in self.held],
+            "groups": groups(self.plan.mesh.parallel),
+            "collectives": self.exchanges(),
+            "phases": self._phases(),
         }  # fmt: skip
 
     @cached_property
     def layout(self) -> tuple[Param, ...]:
         """The parameters of the whole model, not of a rank."""
-        return self._layout()
+        return self.params_of()
 
-    def _layout(self, rank: Rank | None = None) -> tuple[Param, ...]:
+    def _phases(self) -> dict[str, str]:
+        """Return start-up phase -> its work, in order."""
+        config, device = self.plan.config, self.plan.machine.device
+        many = self.plan.mesh.parallel.size > 1
+        phases = MANY if many else PHASES[device] | (DUMMY if config.load.load_format == "dummy" else {})
+        return phases | (EAGER if device == "cuda" and config.device.enforce_eager and not many else {})
+
+    def exchanges(self, rank: Rank | None = None) -> list[dict[str, Any]]:
+        """Return the exchanges of a rank in a step as plain values; None: those that a token passes in all stages."""
+        plan, experts = self.plan, self.plan.experts
+        sent = collectives(plan.args, plan.mesh.parallel, item_bytes=ITEM_BYTES[plan.dtype.dtype],
+                           device=plan.machine.device, spread=experts.dispatcher if experts else "", rank=rank)
+        return [asdict(one) for one in sent]
+
+    def describe_rank(self, rank: Rank, held: int) -> dict[str, Any]:
+        """Return a rank's part of the model and its memory as plain values; held: bytes of its parameters."""
+        blocks = 0 if isinstance(self.memory, str) else self.memory.num_blocks + 1
+        return asdict(rank) | {
+            "device": self.plan.machine.device, "bytes": held, "kv_bytes": blocks * self.page(rank).page_bytes,
+            "buffers": self.plan.of_rank(rank).buffer_bytes,
+        }  # fmt: skip
+
+    def params_of(self, rank: Rank | None = None) -> tuple[Param, ...]:
+        """Return the parameters of a rank; None: of the whole model."""
         plan = self.plan
         return keep_stored(with_formats(layout(plan.args, rank), plan.quantization), plan.dtype, plan.kernels, plan.moe)
 
     @cached_property
     def held(self) -> list[tuple[Rank, int]]:
-        """Every rank and the bytes of its parameters. Raises ConfigError where a slice would cut a group."""
+        """List of (rank, number of bytes of its parameters). Raises ConfigError if a slice cuts a quantized group."""
         every = list(ranks(self.plan.args, self.plan.mesh.parallel))
-        held = {kind: sum(map(self.num_bytes, self._layout(rank)))
+        held = {kind: sum(map(self.num_bytes, self.params_of(rank)))
                 for kind, rank in {rank.kind: rank for rank in every}.items()}  # fmt: skip
         return [(rank, held[rank.kind]) for rank in every]
 
     def page(self, rank: Rank) -> KVGeometry:
-        """Return the page of a rank's KV cache."""
-        return rank_geometry(self.plan.args, rank, dtype=self.plan.dtype.dtype, device=self.plan.machine.device,
+        """Return the layout of a page of a rank's KV cache."""
+        return rank_geometry(self.plan.args, rank, dtype=self.plan.cache.dtype, device=self.plan.machine.device,
                              block_size=self.plan.geometry.block_size)  # fmt: skip
 
     def num_bytes(self, param: Param) -> int:
@@ -122,7 +148,7 @@ class PlanReport:
     # --- layers and their weights ---------------------------------------------------------------------------------
 
     @cached_property
-    def _stored(self) -> Mapping[str, str]:
+    def files(self) -> Mapping[str, str]:
         """Stored tensor -> its file; {} where the files cannot be read (`load_error` tells why)."""
         if self.headers is not None:
             return {name: tensor.file.name for name, tensor in self.headers.tensors.items()}
@@ -146,7 +172,14 @@ class PlanReport:
         """Plans of the linear layers of all stages; the ranks of a stage have the same plans."""
         if self.plan.mesh.parallel.pp == 1:
             return self.plan.linears
-        return linear_plans(self.plan.args, self.layout, self.plan.kernels)
+        return linear_plans(self.plan.args, self._listed, self.plan.kernels)
+
+    @cached_property
+    def _listed(self) -> tuple[Param, ...]:
+        """The parameters of all stages: a tied head that lies on another stage than the embedding has its own."""
+        if self.plan.mesh.parallel.pp == 1 or not self.plan.args.tie_word_embeddings:
+            return self.layout
+        return self.layout[:1] + self.params_of(replace(alone(self.plan.args), first=False))
 
     def _features(self, module: str) -> tuple[str, ...]:
         """Features of the kernel of a linear layer."""
@@ -168,29 +201,27 @@ class PlanReport:
         return f"quire.kernels.{op}.{name}.{rest}" if name else function
 
     def _layers(self) -> Iterator[dict[str, Any]]:
-        args = self.plan.args
-        for layer, group in groupby(self.layout, key=lambda param: _layer(param.name)):
+        args, parallel = self.plan.args, self.plan.mesh.parallel
+        args = replace(args, tie_word_embeddings=args.tie_word_embeddings and parallel.pp == 1)
+        for layer, group in groupby(self._listed, key=lambda param: _layer(param.name)):
             at = f"layers.{layer}." if layer >= 0 else ""
             params = {param.name.removeprefix(at): param for param in group}
             first, linear = "embed.weight" in params, partial(_below, self._features, at)
-            calls = list(layer_calls(args, layer, linear, self.plan.config.load.routing) if layer >= 0 else
-                         embedding_calls(args, linear) if first else head_calls(args))  # fmt: skip
+            sliced = parallel.tp > 1
+            calls = list(layer_calls(args, layer, linear, self.plan.config.load.routing, sliced=sliced)
+                         if layer >= 0 else
+                         embedding_calls(args, linear, sliced) if first else head_calls(args, sliced))  # fmt: skip
             named = [call._asdict() | {"function": self._qualified(call.function, (at + p for p in call.parameters))}
                      for call in calls]  # fmt: skip
             run = {parameter: call["function"] for call in reversed(named) for parameter in call["parameters"]}
-            packs = {name: pack_function(args, name, linear, self._is_in_place(param))
-                     for name, param in params.items()}  # fmt: skip
-            weights = [self._weight(param, run.get(name, ""), packs[name]) for name, param in params.items()]
+            weights = [self._weight(param, run.get(name, ""), pack_function(args, name, linear, self._in_place))
+                       for name, param in params.items()]  # fmt: skip
             yield {
                 "layer": str(layer) if layer >= 0 else "embed" if first else "head", "kind": _kind(calls),
                 "parameters": sum(w["parameters"] for w in weights), "bytes": sum(w["bytes"] for w in weights),
                 "calls": named,
                 "weights": weights,
             }  # fmt: skip
-
-    def _is_in_place(self, param: Param) -> bool:
-        """True for experts that are loaded into the kernel's memory without packing."""
-        return self._in_place and param.scheme is None
 
     def _weight(self, param: Param, run: str, pack: str) -> dict[str, Any]:
         loader = "dummy.load_dummy" if self.plan.config.load.load_format == "dummy" else "load.load_weights"
@@ -209,7 +240,7 @@ class PlanReport:
             "format": param.format, "stored_as": scheme_words(param.stored) if param.stored else "",
             "decided_by": decided_by(param, self.plan.quantization), "raw_bytes": self._raw_bytes(param),
             "load_device": load_device, "device": self.plan.machine.device,
-            "stored": {name: self._stored.get(name) for name in stored},
+            "stored": {name: self.files.get(name) for name in stored},
         }  # fmt: skip
 
     def _raw_bytes(self, param: Param) -> int:
@@ -227,13 +258,22 @@ class PlanReport:
         sliced = "columns of each expert" if param.name.endswith(".down") else "rows of each expert"
         return "" if self.plan.mesh.parallel.tp == 1 else sliced if param.shard == "experts" else param.shard
 
+    @cached_property
+    def _cache_scales(self) -> list[tuple[str, str]]:
+        """Names of the stored scales of keys and values that an 8-bit cache uses, by layer; []: all are 1, or none."""
+        try:
+            return scale_names(self.files, self.plan.args) if self.plan.cache.scaled else []
+        except WeightsError:
+            return []
+
     def _not_read(self) -> dict[str, int]:
         """Checkpoint tensors that no parameter reads -> their number; a layer behind the last one is one entry."""
         read = {part.stored for param in self.layout for raw in raw_tensors(param) for part in raw.parts}
         read |= {name for param in self.layout for name in spare_names(param)}
+        read.update(*self._cache_scales)
         layers = [f"model.layers.{self.plan.args.num_layers + i}." for i in range(self.plan.args.extra_layers)]
         found = {f"{layer}*": 0 for layer in layers}
-        for name in sorted(self._stored.keys() - read):
+        for name in sorted(self.files.keys() - read):
             shown = next((f"{layer}*" for layer in layers if name.startswith(layer)), name)
             found[shown] = found.get(shown, 0) + 1
         return found
@@ -243,9 +283,11 @@ class PlanReport:
         cache = self.page(rank) if isinstance(plan, str) else plan.geometry
         page, size, group = cache.page_bytes, cache.block_size, cache.groups[0]
         known = {
-            "rank": self.fullest, "weights": weights, "kv_bytes_per_token": page / size, "block_size": size,
+            "rank": self.fullest, "weights": weights, "buffers": self.plan.of_rank(rank).buffer_bytes,
+            "kv_bytes_per_token": page / size, "block_size": size,
             "block_bytes": page // len(group.layers), "page_bytes": page, "page_layers": len(group.layers),
             "components": [[c.name, c.num_heads, c.head_dim, c.dtype] for c in group.components],
+            "cache_reason": self.plan.cache.reason, "cache_scales": self._cache_scales,
         }  # fmt: skip
         return known | ({"refused": plan} if isinstance(plan, str) else {
             "num_blocks": plan.num_blocks, "kv_bytes": plan.kv_bytes, "num_tokens": plan.num_tokens,

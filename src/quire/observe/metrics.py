@@ -37,10 +37,10 @@ KINDS: dict[str, Any] = {
 
 
 class MetricFamily(NamedTuple):
-    """A row of `metrics.txt`.
+    """Definition of a metric, a row of `metrics.txt`.
 
-    kind     one of KINDS, then names of labels, separated by spaces
-    bounds   of a histogram's buckets: numbers separated by spaces, or "lengths"
+    kind     "gauge", "counter" or "histogram", then the names of the labels, separated by spaces
+    bounds   bounds of a histogram's buckets, separated by spaces; "lengths": 1, 2, 5, 10, ... up to the context length
     """
 
     name: str
@@ -54,7 +54,7 @@ FAMILIES = tuple(MetricFamily(*cells) for cells in read_rows(Path(__file__).with
 
 @dataclass(frozen=True, kw_only=True)
 class StatsLine:
-    """Current state, and rates since the last line. `hit_rate` is None when no prompt was looked up since then."""
+    """Statistics of now, with rates since the last line. `hit_rate` of the prefix cache is None without a lookup."""
 
     num_running: int = 0
     num_waiting: int = 0
@@ -67,7 +67,7 @@ class StatsLine:
 class Metrics(Collector):
     """Counters of a server. `render` turns them into Prometheus' text format, through a registry of its own.
 
-    Seconds are durations. Hooks may be called from one thread only.
+    The counting methods may be called from one thread only. Their `seconds` are durations, not times.
     """
 
     def __init__(self, prefix: str = "quire", model_name: str = "") -> None:
@@ -181,7 +181,7 @@ class Metrics(Collector):
     # --- output -------------------------------------------------------------------------------------------------
 
     def snapshot(self) -> StatsLine:
-        """Return the content of the periodic line; rates count from the last call."""
+        """Return the next periodic line of statistics, with rates since the last call."""
         stats = self._stats
         now = (time.monotonic(), self._num_prompt_tokens, self._generated, stats.prefix_queries, stats.prefix_hits)
         seconds, prompt, generated, queries, hits = (a - b for a, b in zip(now, self._last_line, strict=True))

@@ -22,10 +22,10 @@ class CudaFacts:
     """Facts about the GPU, as seen by this process.
 
     capability      compute capability, (major, minor)
-    num_sms         multiprocessors
+    num_sms         streaming multiprocessors (SMs)
     total_memory    bytes
-    free_memory     bytes free at the time of the call, after this process's context was created
-    others_memory   bytes held by other processes; None: the driver does not tell
+    free_memory     bytes free at the time of reading, after this process's CUDA context was created
+    others_memory   bytes of GPU memory that other processes hold; None: the driver does not tell
     """
 
     name: str
@@ -47,26 +47,29 @@ class CudaFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class NvmlFacts:
-    """Facts about a GPU from NVML: "" and None stand for unknown values."""
+    """Driver version and memory of other processes on a GPU, as NVML (NVIDIA's library) tells; "" or None: unknown."""
 
     driver_version: str = ""
     others_memory: int | None = None
 
 
 def read_cuda_facts() -> CudaFacts:
-    """Read the facts of the GPU; creates this process's context on it. Raises ConfigError if PyTorch cannot use it."""
+    """Return name, size, memory and versions of the current GPU. Creates this process's CUDA context on it.
+
+    Raises `ConfigError` if PyTorch cannot use the GPU.
+    """
     import torch
 
     if not torch.cuda.is_available():
         why = "PyTorch is a build without CUDA" if torch.version.cuda is None else "PyTorch finds no usable GPU"
         raise ConfigError(f"no CUDA device: {why}; use --device cpu.")
-    found = torch.cuda.get_device_properties(0)
+    found = torch.cuda.get_device_properties(torch.cuda.current_device())
     capability = (found.major, found.minor)
     if not runs_on(capability, torch.cuda.get_arch_list()):
         raise ConfigError(f"no CUDA device: the installed PyTorch has no code for {found.name} (sm_{found.major}"
                           f"{found.minor}): install a build for this GPU, or use --device cpu.")
     nvml = read_nvml(f"GPU-{found.uuid}")  # before this process has a context
-    free, total = torch.cuda.mem_get_info(0)
+    free, total = torch.cuda.mem_get_info()
     return CudaFacts(
         name=found.name,
         capability=capability,

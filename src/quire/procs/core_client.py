@@ -15,7 +15,7 @@ import zmq
 
 from quire.config.engine import EngineConfig
 from quire.contracts.errors import EngineDead
-from quire.procs.core_child import CoreChild
+from quire.procs.child_process import ChildProcess
 from quire.procs.messages import CoreStart, Dropped, FromCore, Stop, ToCore
 from quire.procs.wire import decode_from_core, encode
 
@@ -27,14 +27,15 @@ LAST_WORDS_SECONDS = 0.1  # to wait for the last message of a core that has ende
 STOP_SECONDS = 2.0  # to wait for a core to end by itself
 MAX_FOLDER = 80  # a socket's path may have about 100 characters
 
-Launch = Callable[[CoreStart], CoreChild]
+Launch = Callable[[CoreStart], ChildProcess]
 
 
 class CoreClient:
-    """Client of one engine core, for the life of a server. Everything runs on the event loop of `start`.
+    """Client of one engine core, for the life of a server. The callbacks run on the event loop that runs `start`.
 
-    on_message   gets every message, in order;  on_death  called once when the core ends without being asked to
-    launch       starts the core
+    on_message   gets every message of the core, in order
+    on_death     called once when the core ends without being asked to
+    launch       starts the core's process
     """
 
     def __init__(
@@ -44,14 +45,14 @@ class CoreClient:
         on_death: Callable[[EngineDead], None],
         launch: Launch,
     ) -> None:
-        self.core: CoreChild | None = None
+        self.core: ChildProcess | None = None
         self._on_message, self._on_death, self._launch = on_message, on_death, launch
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._connected = self._over = False
         self._num_dropped = 0
 
     async def start(self, config: EngineConfig) -> None:
-        """Make the sockets and start the core. Messages begin to arrive. Frees everything when the start fails."""
+        """Make the sockets and start the core. Its messages go to `on_message`. A failed start frees everything."""
         try:
             self._open()
             self.core = self._launch(CoreStart(config=config, to_core=self._address("to"),
@@ -62,7 +63,7 @@ class CoreClient:
         self._watcher = asyncio.get_running_loop().create_task(self._watch(self.core))
 
     def send(self, message: ToCore) -> None:
-        """Queue a message without waiting. Call this only after the core's first message."""
+        """Queue a message to the core without waiting. Call this only after the first message from the core."""
         assert self._connected, "a message was sent before the core's first message"
         if self._context is not None:
             self._sender.send(encode(message), zmq.NOBLOCK)
@@ -135,7 +136,7 @@ class CoreClient:
             self._connected = True
         return message
 
-    async def _watch(self, core: CoreChild) -> None:
+    async def _watch(self, core: ChildProcess) -> None:
         stopped_at: float | None = None
         while True:
             await asyncio.sleep(WATCH_SECONDS)
@@ -157,7 +158,7 @@ class CoreClient:
             self._over = True
             self._on_death(EngineDead(message))
 
-    async def _ended(self, core: CoreChild) -> None:
+    async def _ended(self, core: ChildProcess) -> None:
         deadline = time.monotonic() + STOP_SECONDS
         while core.ended() is None and time.monotonic() < deadline:
             await asyncio.sleep(0.01)

@@ -10,7 +10,7 @@ import msgspec
 import zmq
 
 from quire.config.engine import EngineConfig
-from quire.contracts.errors import QuireError
+from quire.contracts.errors import EngineDead, QuireError, UserError
 from quire.engine.core import EngineCore
 from quire.procs.failures import failed, rejected
 from quire.procs.messages import (
@@ -31,16 +31,17 @@ from quire.procs.wire import decode_to_core, encode
 
 LOG = logging.getLogger("quire")
 LAST_WORDS_MS = 2000  # a core that ends waits so long for its last message to be taken
+IDLE_MS = 500  # between two looks of an idle core at its executor
 
-Receive = Callable[[bool], ToCore | None]  # True: wait for a message -> the next message, None when there is none
+Receive = Callable[[bool], ToCore | None]  # True: wait a moment for a message -> the next message, None without one
 Send = Callable[[FromCore], None]
 Build = Callable[[EngineConfig, Send], tuple[EngineCore, Ready]]  # may send `Loading`
 
 
 class CoreSockets:
-    """The core's ends of two one-way sockets. One thread uses them; every queue is unbounded.
+    """The core's ends of two one-way ZeroMQ sockets: to the core, and from it. For one thread; queues are unbounded.
 
-    The reader of a socket binds it and the writer connects, so that no message is lost or waits, whoever starts first.
+    The reader of a socket binds it and the writer connects, so no message is lost, whichever process starts first.
     """
 
     def __init__(self, start: CoreStart) -> None:
@@ -49,13 +50,14 @@ class CoreSockets:
         for socket in (self._receiver, self._sender):
             socket.set_hwm(0)
         self._num_dropped = 0
+        self._receiver.rcvtimeo = IDLE_MS
         self._receiver.bind(start.to_core)
         self._sender.connect(start.from_core)
 
     def receive(self, wait: bool) -> ToCore | None:
-        """Return the next message; None when there is none and `wait` is False.
+        """Return the next message to the core, or None. With `wait`, wait up to `IDLE_MS` milliseconds for a message.
 
-        Bytes that are not a message are skipped and reported as `Dropped`.
+        Bytes that are not a message are skipped, and the front end gets a `Dropped`.
         """
         while True:
             try:
@@ -67,28 +69,29 @@ class CoreSockets:
                 self.send(Dropped("to_core", self._num_dropped))
 
     def send(self, message: FromCore) -> None:
-        """Queue a message without waiting."""
+        """Queue a message to the front end without waiting."""
         self._sender.send(encode(message), zmq.NOBLOCK)
 
     def close(self) -> None:
-        """Wait a moment for the last message to leave, then free everything."""
+        """Wait up to 2 s until the front end has taken the last message, then free the sockets."""
         self._receiver.close(0)
         self._sender.close(LAST_WORDS_MS)
         self._context.term()
 
 
 def run_core(start: CoreStart, build: Build) -> int:
-    """Build a core and serve it: `Loading`, then `Ready` or `Failed`. Returns the exit code of the process."""
+    """Build an engine core and run its loop until it ends. Returns the exit code of the process.
+
+    The front end gets `Loading` messages, then `Ready`, or `Failed` when the core cannot be built.
+    """
     sockets = CoreSockets(start)
     try:
         sockets.send(Loading("starting"))  # the front end connects when it hears from us
         try:
             core, ready = build(start.config, sockets.send)
         except Exception as error:  # any error: the front end must tell the user
-            message = failed(error)
-            if message.details:
-                LOG.error("the engine cannot start", exc_info=error)
-            sockets.send(message)
+            _log("the engine cannot start", error)
+            sockets.send(failed(error))
             return 1
         sockets.send(ready)
         try:
@@ -100,10 +103,10 @@ def run_core(start: CoreStart, build: Build) -> int:
 
 
 def serve_core(core: EngineCore, receive: Receive, send: Send) -> int:
-    """Serve until `Stop` (returns 0) or a failed step (sends `Failed`, returns 1). Returns the process's exit code.
+    """Run the core's loop until a `Stop` message (returns 0) or a failed step (sends `Failed`, returns 1).
 
-    Between two steps, all messages that have arrived are taken. The outputs of every step are sent, even empty ones.
-    Without work the loop waits in `receive`.
+    Between two steps the loop handles all messages that have arrived. It sends the outputs of every step, even empty
+    ones. Without requests it waits for messages, and checks every 0.5 s that the executor is alive.
     """
     try:
         while True:
@@ -111,11 +114,20 @@ def serve_core(core: EngineCore, receive: Receive, send: Send) -> int:
                 if isinstance(message, Stop):
                     return 0
                 _obey(core, message, send)
-            send(Outputs(core.step()))
+            if core.has_work:
+                send(Outputs(core.step()))
+            else:
+                core.executor.check_alive()
     except Exception as fault:  # any fault: every waiting client must be told
-        LOG.error("the engine stopped", exc_info=fault)
+        _log("the engine stopped", fault)
         send(failed(fault))
         return 1
+
+
+def _log(words: str, error: Exception) -> None:
+    """Log an error with its traceback, unless its message says all: a user's error, or the end of a rank."""
+    if not isinstance(error, UserError) and not (isinstance(error, EngineDead) and error.__cause__ is None):
+        LOG.error(words, exc_info=error)
 
 
 def _obey(core: EngineCore, message: ToCore, send: Send) -> None:

@@ -13,17 +13,21 @@ KINDS: dict[str, type[errors.QuireError]] = {
     name: kind for name, kind in vars(errors).items() if isinstance(kind, type) and issubclass(kind, errors.QuireError)}
 
 
-def failed(error: BaseException) -> Failed:
-    """Return the message that says why the core cannot start or go on, with the traceback for logs."""
+def failed(error: BaseException, begin: str = "the engine stopped: ") -> Failed:
+    """Return the `Failed` message for an error that keeps a process from starting or going on.
+
+    It has the traceback for logs, unless the user can fix the error.
+    begin   first words of its text for an error that is no `QuireError`
+    """
     details = "" if isinstance(error, errors.UserError) else "".join(traceback.format_exception(error))
     if isinstance(error, errors.QuireError):
         return Failed(type(error).__name__, str(error), details)
     words = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-    return Failed(errors.EngineDead.__name__, f"the engine stopped: {words}", details)
+    return Failed(errors.EngineDead.__name__, f"{begin}{words}", details)
 
 
 def rejected(handles: tuple[int, ...], error: Exception) -> Rejected:
-    """Return the message that refuses the requests of a prompt."""
+    """Return the `Rejected` message that refuses the requests `handles` of one prompt because of `error`."""
     if isinstance(error, errors.QuireError):
         param = error.param if isinstance(error, errors.InvalidParameter) else None
         return Rejected(handles, type(error).__name__, str(error), param)
@@ -32,7 +36,7 @@ def rejected(handles: tuple[int, ...], error: Exception) -> Rejected:
 
 
 def rebuilt(kind: str, message: str, param: str | None = None) -> errors.QuireError:
-    """Return the error that a `Failed` or a `Rejected` describes."""
+    """Return the exception that a `Failed` or `Rejected` message describes. `kind` is the name of its class."""
     if kind == errors.InvalidParameter.__name__:
         return errors.InvalidParameter(message, param=param)
     if kind == errors.RequestFailed.__name__:

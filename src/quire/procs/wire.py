@@ -24,6 +24,7 @@ from quire.contracts.output import StepOutputs
 from quire.contracts.request import NewRequest
 from quire.contracts.step import StepPlan, StepResult
 from quire.procs.messages import FromCore, ToCore
+from quire.procs.rank_messages import FromRank, ToRank
 
 ARRAY = 1  # msgpack extension type
 ELEMENT_TYPES = tuple(map(np.dtype, ("int32", "float32", "uint8")))
@@ -36,7 +37,8 @@ M = TypeVar("M", StepPlan, StepResult, StepOutputs, NewRequest)
 
 def _to_extension(value: object) -> msgspec.msgpack.Ext:
     if not isinstance(value, np.ndarray) or value.dtype not in _INDEX:
-        raise TypeError(f"{type(value).__name__} does not cross process boundaries")
+        raise TypeError(f"{type(value).__name__} cannot be sent to another process: use records, plain values, or "
+                        "arrays of int32, float32 or uint8")
     header = struct.pack(f"<BB{value.ndim}I", _INDEX[value.dtype], value.ndim, *value.shape)
     return msgspec.msgpack.Ext(ARRAY, header + value.tobytes())
 
@@ -77,10 +79,12 @@ def _decoder(kind: Any) -> msgspec.msgpack.Decoder[Any]:
 _DECODERS = {kind: _decoder(kind) for kind in get_args(Record)}
 _TO_CORE: msgspec.msgpack.Decoder[ToCore] = _decoder(ToCore)
 _FROM_CORE: msgspec.msgpack.Decoder[FromCore] = _decoder(FromCore)
+_TO_RANK: msgspec.msgpack.Decoder[ToRank] = _decoder(ToRank)
+_FROM_RANK: msgspec.msgpack.Decoder[FromRank] = _decoder(FromRank)
 
 
-def encode(message: Record | ToCore | FromCore) -> bytes:
-    """Return the message as bytes."""
+def encode(message: Record | ToCore | FromCore | ToRank | FromRank) -> bytes:
+    """Return the message or record as msgpack bytes. `decode` and its siblings are the inverse."""
     assert sys.byteorder == "little", "arrays travel little-endian"
     return _ENCODER.encode(message)
 
@@ -102,6 +106,16 @@ def decode_to_core(data: bytes | memoryview) -> ToCore:
 def decode_from_core(data: bytes | memoryview) -> FromCore:
     """Return the message from the core in `data`. Raises `msgspec.DecodeError` when the bytes hold anything else."""
     return _decoded(_FROM_CORE, data)
+
+
+def decode_to_rank(data: bytes | memoryview) -> ToRank:
+    """Return the message to a rank in `data`. Raises `msgspec.DecodeError` when the bytes hold anything else."""
+    return _decoded(_TO_RANK, data)
+
+
+def decode_from_rank(data: bytes | memoryview) -> FromRank:
+    """Return the message from a rank in `data`. Raises `msgspec.DecodeError` when the bytes hold anything else."""
+    return _decoded(_FROM_RANK, data)
 
 
 def _decoded(decoder: msgspec.msgpack.Decoder[D], data: bytes | memoryview) -> D:

@@ -12,7 +12,7 @@ from quire.quantization.slices import Axes, cuts_blocks, stored_name, stored_par
 
 
 class ColumnsFirst:
-    """See `quire.quantization.formats.WeightFormat`.
+    """Format that stores the transposed matrix, columns first, in packed words (AWQ, GPTQ). See `WeightFormat`.
 
     along   axis of the matrix along which values are packed into words: rows (0, AWQ) or columns (1, GPTQ)
     """
@@ -21,7 +21,7 @@ class ColumnsFirst:
         self.name, self.along, self._spare = name, along, spare
 
     def tensors(self, param: Param) -> tuple[RawTensor, ...]:
-        """Values, zero points, scales and order of each part."""
+        """Return qweight, scales, qzeros and, with activation order, g_idx of each part. See `WeightFormat`."""
         scheme, own = stored_scheme(param), param.name.rpartition(".")[2]
         return tuple(raw for i, part in enumerate(param.parts) for raw in self._of(part, f"{own}.{i}", scheme))
 
@@ -42,12 +42,18 @@ class ColumnsFirst:
             yield RawTensor(f"{own}.order", order.local_shape, (order,), "int32", ("I32", "I64"))
 
     def spare(self, param: Param) -> Iterator[str]:
-        """See `WeightFormat`. The order is read where the scheme has one."""
+        """Yield names of stored tensors that need not be read. See `WeightFormat`.
+
+        GPTQ's g_idx is one of them unless the scheme has an activation order.
+        """
         yield from (stored_name(part, suffix) for part in param.parts for suffix in self._spare
                     if suffix != "g_idx" or not stored_scheme(param).order)  # fmt: skip
 
     def objection(self, param: Param) -> str:
-        """See `WeightFormat`. A word of AWQ holds 8 rows, which a slice must not cut."""
+        """Return the reason why a slice cannot be read, or "". See `WeightFormat`.
+
+        An int32 word of AWQ holds 8 rows, which a slice must not cut.
+        """
         scheme = stored_scheme(param)
         per = WORD // scheme.bits
         for part in param.parts:

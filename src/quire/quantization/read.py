@@ -33,16 +33,17 @@ WAY_OUT = "use the unquantized checkpoint of this model, or one in FP8, INT8, AW
 
 
 class Quantization(NamedTuple):
-    """The quantization of a checkpoint; config: {} for an unquantized model. notes: lines for the user."""
+    """The quantization of a checkpoint: its checked quantization_config ({}: unquantized), and notes for the user."""
 
     config: dict[str, Any]
     notes: tuple[str, ...] = ()
 
 
 def find_quantization(folder: Path, raw: Mapping[str, Any], asked: str | None = None) -> Quantization:
-    """Return the checked quantization of the model in `folder`.
+    """Return the checked quantization of the model in `folder`, from config.json or the files beside it.
 
-    raw     decoded config.json;  asked  the option `quantization`
+    raw     decoded config.json
+    asked   the option `quantization`, or None
     Raises ModelError with the name of a wrong field, UnsupportedModel for a method that is not implemented, and
     ConfigError where the option contradicts the checkpoint.
     """
@@ -60,7 +61,7 @@ def find_quantization(folder: Path, raw: Mapping[str, Any], asked: str | None = 
 
 
 def read_quantization(keys: Mapping[str, Any], source: str) -> dict[str, Any]:
-    """Return the checked quantization_config (or compression_config) of a config.json; {} for an unquantized model."""
+    """Return the checked quantization_config in `keys`, the decoded config.json at `source`; {}: unquantized."""
     for key in (KEY, "compression_config"):
         value = read.checked(keys, key, source, lambda value: value is None or isinstance(value, dict),
                              "an object or null")  # fmt: skip
@@ -81,7 +82,8 @@ def _side_file(path: Path) -> dict[str, Any]:
         raise ModelError(f"{path} holds {type(value).__name__}, not an object: download it again.")
     if "quantization" in value:  # ModelOpt
         inside = read.checked(value, "quantization", str(path), lambda value: isinstance(value, dict), "an object")
-        value = {**inside, "quant_method": "modelopt"} if inside.get("quant_algo") else {}
+        value = {**inside, "quant_method": "modelopt"} if (
+            inside.get("quant_algo") or inside.get("kv_cache_quant_algo")) else {}
     by_name = {"quantize_config.json": "gptq", "quant_config.json": "awq"}.get(path.name, "modelopt")
     return _checked({"quant_method": by_name, **value}, str(path)) if value else {}
 
@@ -106,6 +108,8 @@ def _checked(value: Mapping[str, Any], inside: str) -> dict[str, Any]:
         raise UnsupportedModel(f"{inside} asks for {method!r}, which is not implemented: {WAY_OUT}.")
     for key in ("modules_to_not_convert", "ignored_layers", "ignore", "exclude_modules"):
         read.names(config, key, inside)
+    read.checked(config, "kv_cache_scheme", inside, lambda value: value is None or isinstance(value, dict | str),
+                 "an object, a word or null")  # fmt: skip
     {"compressed-tensors": _check_groups, "gptq": _check_gptq}.get(method, _check_block)(config, inside)
     return config
 
@@ -140,8 +144,8 @@ def _check_groups(config: Mapping[str, Any], inside: str) -> None:
                      "two positive integers, [rows, columns], or null")  # fmt: skip
         for pattern in (*(group.get("targets") or ()), *(config.get("ignore") or ())):
             if pattern.startswith("re:") and not _is_pattern(pattern.removeprefix("re:")):
-                raise ModelError(f"{inside}: {pattern!r} is no regular expression: correct it.")
-    if not groups:
+                raise ModelError(f"{inside}: {pattern!r} is not a regular expression: correct it there.")
+    if not groups and not config.get("kv_cache_scheme"):
         raise UnsupportedModel(f"{inside} has no config_groups, so its format is not known: {WAY_OUT}.")
 
 
@@ -162,7 +166,7 @@ def _is_block(value: Any) -> bool:
 
 
 def check_flag(asked: str) -> str:
-    """Return the option `quantization` in lower case. Raises ConfigError for names that are not implemented."""
+    """Return `asked`, the option `quantization`, in lower case. Raises ConfigError for an unimplemented name."""
     name = asked.lower().replace("compressed_tensors", "compressed-tensors")
     if name in REFUSED:
         raise ConfigError(f"--quantization {asked} is not implemented: {WAY_OUT}.")
@@ -189,14 +193,11 @@ def _as_asked(config: dict[str, Any], asked: str, source: str) -> tuple[dict[str
 
 
 def quantization_notes(config: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return lines for the user about a quantization."""
+    """Return notes to show the user about a checked quantization_config, such as keys that are not applied; or ()."""
     notes = []
     if config.get("quant_method") == ONLINE:
         notes.append("weights are quantized to FP8 while they are loaded: blocks of 128 x 128 where they fit, else "
                      "channels; activations are quantized at run time.")
-    if config.get("kv_cache_scheme") or config.get("kv_cache_quant_algo"):
-        notes.append("the checkpoint has scales for an FP8 KV cache: they are not used, the cache has the dtype of the "
-                     "computation.")
     if config.get("quant_method") == "fbgemm_fp8" and config.get("activation_scale_ub"):
         notes.append(f"activation_scale_ub={config['activation_scale_ub']} is not applied: scales of activations have "
                      "no upper bound here.")  # fmt: skip
@@ -207,7 +208,7 @@ def quantization_notes(config: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def format_words(quantization: Mapping[str, Any]) -> str:
-    """Return the format with the numbers of bits that the config names; "" for {}.
+    """Describe a checked quantization_config by its method and numbers of bits; "" for {}.
 
     Examples: "fp8 in blocks of 128 x 128",
     "compressed-tensors (8-bit int weights per channel, 8-bit int activations per token)".

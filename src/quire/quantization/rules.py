@@ -18,7 +18,7 @@ PLAIN = "use the unquantized checkpoint of this model, or one in FP8, INT8, AWQ,
 
 
 class Rule(msgspec.Struct, frozen=True):
-    """A format, a name of `quire.quantization.formats.FORMATS`, and the scheme in which it stores a matrix."""
+    """Storage of a weight in a checkpoint: `format` (a key of `quire.quantization.formats.FORMATS`) and scheme."""
 
     format: str
     scheme: Scheme
@@ -28,28 +28,32 @@ Rules = Callable[[str], Rule | None]  # module -> its rule; None: its weight is 
 
 
 def rules_of(config: Mapping[str, Any]) -> Rules:
-    """Return the rules of a checked quantization_config, by names like "model.layers.0.self_attn.q_proj".
+    """Return a function that maps a module's name ("model.layers.0.mlp.up_proj") to its `Rule`; None: unquantized.
 
-    The rules raise UnsupportedModel for numbers that no kernel runs. For `HEAD` they tell how the head is stored if it
-    is quantized (`head_is_quantized`).
+    config   a checked quantization_config
+    Raises UnsupportedModel, here or in the function, for a quantization that no kernel runs. For "lm_head" the function
+    assumes a quantized head: call `head_is_quantized` first.
     """
     return _RULES[config["quant_method"]](config)
 
 
 def head_is_quantized(config: Mapping[str, Any]) -> bool:
-    """True when the config says that the head is quantized; without a word about it only compressed-tensors does."""
+    """True when a checked quantization_config also applies to the LM head.
+
+    It does for compressed-tensors and modelopt, and for gptq if its key lm_head is true; for other methods never.
+    """
     if config["quant_method"] == "gptq":
         return bool(config.get("lm_head"))
     return config["quant_method"] in ("compressed-tensors", "modelopt")
 
 
 def refused(what: str) -> UnsupportedModel:
-    """Return the error for a quantization that is not implemented."""
+    """Return the error to raise for a quantization that is not implemented. `what` says so, for the message."""
     return UnsupportedModel(f"quantization_config: {what}: {PLAIN}.")
 
 
 def is_kept(module: str, kept: Iterable[str]) -> bool:
-    """True when `kept` names a module: in full, by a parent, or by its last words."""
+    """True when `kept` (modules_to_not_convert) names the module by its full name, or by its first or last words."""
     words, names = module.removesuffix(".weight").split("."), frozenset(kept)
     return bool(names) and any(
         ".".join(words[: i + 1]) in names or ".".join(words[i:]) in names for i in range(len(words)))
@@ -61,13 +65,13 @@ def is_kept(module: str, kept: Iterable[str]) -> bool:
 def _fp8(config: Mapping[str, Any]) -> Rules:
     scheme, block = str(config.get("activation_scheme") or "dynamic"), config.get("weight_block_size")
     if scheme not in ("dynamic", "static"):
-        raise refused(f"activation_scheme={scheme!r} is not implemented (dynamic or static)")
+        raise refused(f"activation_scheme={scheme!r} is not implemented (only dynamic and static)")
     if str(config.get("fmt") or "e4m3") != "e4m3":
         raise refused(f"fmt={config['fmt']!r} is not implemented (only e4m3)")
     if block and list(block) != [128, 128]:
         raise refused(f"FP8 in blocks of {block[0]} x {block[1]} has no kernel (only 128 x 128)")
     if block and scheme == "static":
-        raise refused("FP8 blocks with static activations have no kernel")
+        raise refused("FP8 blocks with static scales of activations have no kernel")
     tensor = Scheme(values="e4m3", block=(0, 0), inputs="tensor" if scheme == "static" else "token")
     blocks = Scheme(values="e4m3", block=(128, 128), inputs="group", ue8m0=config.get("scale_fmt") == "ue8m0")
     return _unless_kept(config, Rule("fp8", blocks if block else tensor))
@@ -83,7 +87,9 @@ def _unless_kept(config: Mapping[str, Any], rule: Rule) -> Rules:
 
 
 def _modelopt(config: Mapping[str, Any]) -> Rules:
-    if (algorithm := config.get("quant_algo")) != "FP8":
+    if (algorithm := config.get("quant_algo")) is None and config.get("kv_cache_quant_algo"):
+        return lambda module: None
+    if algorithm != "FP8":
         raise refused(f"ModelOpt quant_algo={algorithm!r} is not implemented (only FP8)")
     patterns = [*(config.get("exclude_modules") or ()), *(config.get("ignore") or ())]
     rule = Rule("modelopt", Scheme(values="e4m3", block=(0, 0), inputs="tensor"))
@@ -149,7 +155,7 @@ def _group(size: int) -> tuple[int, int]:
     if size == -1:
         return (1, 0)
     if size <= 0 or size % 8:
-        raise refused(f"group_size={size} has no kernel (a multiple of 8, or -1)")
+        raise refused(f"group_size={size} has no kernel (only multiples of 8, or -1)")
     return (1, size)
 
 
@@ -165,7 +171,7 @@ RUN = frozenset({("e4m3", 128, "group"), *((values, 0, inputs) for values in ("e
 
 
 def _compressed(config: Mapping[str, Any]) -> Rules:
-    ignored, groups = _Names(config.get("ignore") or ()), list(config["config_groups"].values())
+    ignored, groups = _Names(config.get("ignore") or ()), list((config.get("config_groups") or {}).values())
     targets = [(_Names(group.get("targets") or ()), _group_rule(config, group)) for group in groups]
 
     def rule(module: str) -> Rule | None:

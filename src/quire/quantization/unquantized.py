@@ -9,21 +9,21 @@ from quire.contracts.params import Param, RawTensor
 
 
 class Unquantized:
-    """See `quire.quantization.formats.WeightFormat`."""
+    """Format of weights that are stored unquantized. See `WeightFormat` in formats.py."""
 
     def __init__(self, name: str) -> None:
         self.name = name
 
     def tensors(self, param: Param) -> tuple[RawTensor, ...]:
-        """The parameter itself."""
+        """Return one tensor: the parameter itself. See `WeightFormat`."""
         return (RawTensor(param.name.rpartition(".")[2], param.shape, param.parts, param.dtype),)
 
     def spare(self, param: Param) -> Iterator[str]:
-        """No tensor is stored beside it."""
+        """Yield nothing: no tensor is stored beside an unquantized one."""
         yield from ()
 
     def objection(self, param: Param) -> str:
-        """Refuse a slice beyond the tensor; any other can be read."""
+        """Return the reason why a slice cannot be read: it exceeds the stored tensor; or "". See `WeightFormat`."""
         for part in param.parts:
             end, size = part.start + part.count, part.shape[part.axis]
             if not 0 <= part.start <= end <= size:

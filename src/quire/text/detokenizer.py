@@ -30,22 +30,21 @@ class Detokenizer(Protocol):
     """Incremental decoder of one sequence."""
 
     def push(self, token_ids: Iterable[int]) -> str:
-        """Return the text that these tokens complete."""
+        """Add tokens. Return the text that they complete."""
 
     def flush(self) -> str:
-        """Return the rest; an unfinished character becomes U+FFFD. Call it last."""
+        """Return the text that was held back; an unfinished character becomes U+FFFD. Call this last."""
 
 
 def hidden_ids(tokenizer: Tokenizer, skip_special_tokens: bool, shown: Collection[int] | None) -> frozenset[int]:
-    """Return the special tokens that are left out of a text: all except those `shown`, or none."""
+    """Return the token ids to leave out of the text: with `skip_special_tokens` all special ids except `shown`."""
     special = tokenizer.all_special_ids if skip_special_tokens else frozenset[int]()
     return special.difference(shown) if shown else special
 
 
 def detokenizer_for(tokenizer: Tokenizer, prompt_ids: Sequence[int] = (), *, skip_special_tokens: bool = True,
                     shown: Collection[int] | None = None, spaces_between_special_tokens: bool = True) -> Detokenizer:
-    """Make a detokenizer for the output after `prompt_ids`, of which it reads only the end. `shown`: see `hidden_ids`.
-    """
+    """Make a detokenizer for the output after `prompt_ids`. `shown`: special ids that the text has all the same."""
     skipped = hidden_ids(tokenizer, skip_special_tokens, shown)
     before = (i for i in map(int, reversed(prompt_ids)) if i not in skipped)
     if tokenizer.bytes_table is not None:
@@ -71,7 +70,7 @@ class _ByteDetokenizer:
             self._utf8.decode(piece)
 
     def push(self, token_ids: Iterable[int]) -> str:
-        """Return the text that these tokens complete."""
+        """Add tokens. Return the text that they complete."""
         if self._first_token:
             data = self._first_data([i for i in token_ids if i not in self._skipped])
         else:
@@ -80,7 +79,7 @@ class _ByteDetokenizer:
         return self._without_first_space(text) if self._first_char else text
 
     def flush(self) -> str:
-        """Return the rest; an unfinished character becomes U+FFFD."""
+        """Return the text that was held back; an unfinished character becomes U+FFFD."""
         text = self._utf8.decode(b"", True)
         return self._without_first_space(text) if self._first_char else text
 
@@ -143,11 +142,11 @@ class _WindowDetokenizer:
         self._shown = self._decode(context)
 
     def push(self, token_ids: Iterable[int]) -> str:
-        """Return the text that these tokens complete."""
+        """Add tokens. Return the text that they complete."""
         return "".join([self._step(i) for i in token_ids if i not in self._skipped])
 
     def flush(self) -> str:
-        """Return the rest."""
+        """Return the text that was held back."""
         return self._decode(self._window)[len(self._shown) :]
 
     def _step(self, token_id: int) -> str:

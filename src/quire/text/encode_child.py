@@ -12,7 +12,7 @@ from quire.text.tokenizer import Tokenizer
 
 
 def main(folder: str, special: str) -> None:
-    """Encode standard input with the tokenizer in `folder`; `special`: "1" with special tokens, "0" without."""
+    """Encode stdin with the tokenizer in `folder`. Write uint32 ids to stdout. `special`: "1" adds special tokens."""
     text = sys.stdin.buffer.read().decode()
     array("I", Tokenizer.load(Path(folder)).encode(text, special == "1")).tofile(sys.stdout.buffer)
 

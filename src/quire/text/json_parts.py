@@ -18,7 +18,7 @@ WHERE = "x-quire-where"  # keyword in a schema taken from another one: its path 
 
 
 class SchemaDocument:
-    """A schema with all definitions in it. `path`: path of its root, if it is taken from another schema."""
+    """A JSON schema and the targets of its $refs. `path`: path of `root` in the schema it was taken from, else ""."""
 
     def __init__(self, root: Part) -> None:
         self.root, self.path = root, str(root.pop(WHERE, ""))
@@ -36,7 +36,7 @@ class SchemaDocument:
             stack += [(at, each, home) for at, each in _inner(path, node) if isinstance(each, dict | list)]
 
     def parts(self) -> Iterator[tuple[str, Part]]:
-        """Yield all schemas that apply somewhere in an output, each once, with its path."""
+        """Yield (path, schema) for the root and each subschema that applies somewhere in an output, each once."""
         queue: deque[Placed] = deque([(self.path, self.root)])
         seen: set[int] = set()
         while queue:
@@ -55,7 +55,7 @@ class SchemaDocument:
                     queue.extend(self.targets(node))
 
     def targets(self, part: Part) -> list[Placed]:
-        """Return the schemas that the $ref of a part may mean: by a JSON pointer, an $anchor or an $id. May be []."""
+        """Return (path, schema) of each possible target of the $ref in `part`: a JSON pointer, an $anchor or an $id."""
         if not isinstance(reference := part.get("$ref"), str):
             return []
         base, _, fragment = reference.partition("#")
@@ -64,8 +64,11 @@ class SchemaDocument:
             return self._named.get(f"#{fragment}", [])
         documents = self._named.get(_file(base), []) if base else [self._homes.get(id(part), ("", self.root))]
         path = fragment.replace("/", ".")
-        return [(f"{at}{path}".removeprefix("."), found) for at, document in documents
-                if isinstance(found := _at(document, fragment), dict | bool)]  # fmt: skip
+        return [
+            (f"{at}{path}".removeprefix("."), found)
+            for at, document in documents
+            if isinstance(found := _at(document, fragment), dict | bool)
+        ]
 
 
 def _inner(path: str, node: Any) -> Iterator[Placed]:

@@ -34,48 +34,54 @@ class TooCostly(Exception):
 
 
 class Bill(Context):
-    """The context of one rendering, with the rest of its budget (`left`). Most methods are Jinja filters."""
+    """The Jinja context of one rendering, with its budget. `left`: unspent budget. Most methods are Jinja filters."""
 
     left = BUDGET
 
     def pay(self, cost: int) -> None:
-        """Subtract a cost from the budget. Raises `TooCostly`."""
+        """Subtract a cost from the budget. Raises `TooCostly` when nothing is left."""
         self.left -= cost
         if self.left < 0:
             raise TooCostly
 
     @pass_context
     def keep(self, value: Any) -> Any:
-        """Subtract the cost of a stored string, list or tuple from the budget, and return it. Raises `TooCostly`."""
+        """Subtract the cost of a stored string, list or tuple from the budget. Return the value. Raises `TooCostly`."""
         if isinstance(value, (str, list, tuple)):
             self.pay(len(value) if isinstance(value, str) else ITEM * len(value))
         return value
 
     @pass_context
     def show(self, value: Any) -> Any:
-        """Pay for the text of a string or number. Raises `TooCostly` for a value whose text may be long."""
+        """Pay from the budget for a value's text; return the value.
+
+        Raises `TooCostly` if the budget is used up, or if the value is a list, dict or object.
+        """
         if not (value is None or isinstance(value, (str, int, float, Undefined))):
             raise TooCostly
         return self.keep(value)
 
     @pass_context
     def build(self, value: Any) -> Any:
-        """Pay for a list or dict. Its values must be strings or numbers, since nested values may have endless text."""
+        """Pay from the budget for the text of each value in a list or dict; return the list or dict.
+
+        Raises `TooCostly` if the budget is used up, or if a value is itself a list, dict or object.
+        """
         for part in value.values() if isinstance(value, dict) else value:
             self.show(part)
         return value
 
     @pass_context
     def loop(self, values: Any, cost: int) -> Any:
-        """Pay for an iteration over all values, `cost` each."""
+        """Pay from the budget `cost` for each of `values`. Return the values, as a list if they have no length."""
         values = values if hasattr(values, "__len__") else list(values)
         self.pay(cost * len(values))
         return values
 
     @pass_context
     def json(self, value: Any, *more: Any, **options: Any) -> str:
-        """Pay for and return JSON: the filter `tojson`.
-        A list that a template has built may contain the same object many times: such a list is refused."""
+        """Return JSON: the filter `tojson`, charged to the budget.
+        Raises TooCostly for a list with the same object twice, whose JSON could be far larger than the list."""
         parts = value if isinstance(value, list) else ()
         self.pay(sum(len(part) for part in parts if isinstance(part, str)))
         nested = [id(part) for part in parts if isinstance(part, (list, dict))]
@@ -85,7 +91,7 @@ class Bill(Context):
 
 
 class MeteredEnvironment(ChatEnvironment):
-    """The Jinja environment that compiles metered templates."""
+    """The Jinja environment of templates that count the cost of their rendering; see `compile_metered`."""
 
     context_class = Bill
     intercepted_binops = frozenset(("*", "**", "%"))
@@ -109,17 +115,17 @@ class MeteredEnvironment(ChatEnvironment):
         return super().getattr(obj, attribute)
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
-        """Return Jinja's answer, with a fast path for `HARMLESS` types."""
+        """Return True if a template may read the attribute, as Jinja decides. A fast path serves `HARMLESS` types."""
         return not attr.startswith("_") if type(obj) in HARMLESS else super().is_safe_attribute(obj, attr, value)
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        """Compute with numbers of at most 64 bits. Raises `TooCostly` for other values, and for powers."""
+        """Compute `*` or `%` of numbers of at most 64 bits. Raises `TooCostly` for other values, and for `**`."""
         if operator == "**" or not all(isinstance(side, (int, float)) and abs(side) < 2**63 for side in (left, right)):
             raise TooCostly
         return super().call_binop(context, operator, left, right)
 
     def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:
-        """Pay for a call, its arguments and its result. Raises `TooCostly` for functions of unknown cost."""
+        """Call a function; pay for its arguments and result. Raises `TooCostly` for functions of unknown cost."""
         kind = type(__obj)
         if kind is BuiltinMethodType:
             known = __obj.__name__ in FREE_METHODS and type(__obj.__self__) in (str, dict, list)
@@ -168,7 +174,8 @@ class _Tolls(NodeTransformer):
 
 
 def compile_metered(source: str) -> jinja2.Template | None:
-    """Compile a metered template; None if it cannot be metered or is too long. Raises `jinja2.TemplateSyntaxError`."""
+    """Compile a template whose rendering raises `TooCostly` above a budget; None if its cost cannot be counted or it is
+    too long. Raises `jinja2.TemplateSyntaxError`."""
     try:
         return MeteredEnvironment().from_string(source) if len(source) <= MOST_SOURCE else None
     except (TooCostly, RecursionError):

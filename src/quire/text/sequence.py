@@ -13,7 +13,7 @@ from quire.text.tokenizer import Tokenizer
 
 
 class SequenceText:
-    """The text of one sequence.
+    """Detokenizer of one sequence, with the search for stop strings.
 
     num_tokens   tokens of the output: all that were pushed, or those up to the end of a stop string
     stop         the stop string that ended the text, or None
@@ -35,7 +35,7 @@ class SequenceText:
 
     @property
     def text(self) -> str:
-        """All text so far, without text that is held back."""
+        """All text so far, except the end that may begin a stop string or is half a character."""
         if len(self._shown) > 1:
             self._shown = ["".join(self._shown)]
         return self._shown[0] if self._shown else ""

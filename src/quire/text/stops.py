@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 
 class StopMatcher:
-    """Search for stop strings in streamed text; it ends at the first one."""
+    """Search for stop strings in streamed text. The search ends at the first stop string."""
 
     def __init__(self, stops: Sequence[str], *, include_stop: bool = False) -> None:
         """Prepare the search for `stops`, non-empty strings. `include_stop` keeps the found one in the text."""

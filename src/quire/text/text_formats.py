@@ -39,7 +39,7 @@ BEGINS, ENDS = ("^", r"\A"), ("$", r"\z")
 
 
 def whole(pattern: str) -> str | None:
-    """Return an expression for whole texts that contain a pattern; None if it has anchors other than at its ends."""
+    """Return a regex that matches any whole text in which `pattern` is found; None if ^, $ or \\b is in its middle."""
     flags = FLAGS.match(pattern)
     begun = flags.end() if flags else 0
     ways: list[list[str]] = [[]]

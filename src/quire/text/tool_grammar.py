@@ -27,18 +27,19 @@ SLASH = re.compile(r"(\\.)|[/\n\r]", re.DOTALL)
 
 def tool_grammar(styles: OutputStyles, tools: Sequence[Mapping[str, Any]], choice: str, *, parallel: bool,
                  thinking: bool = False) -> str:
-    """Make the grammar of answers that call `tools` (OpenAI's tool objects), in the model's format or in `PLAIN`.
+    """Make the Lark grammar of answers that call `tools` (OpenAI's tool objects), in the model's format or in `PLAIN`.
 
     choice     "required": at least one call; a tool's name: one call of it; "auto": text, then calls if any
-    parallel   several calls are allowed
-    thinking   the prompt has begun the reasoning, so the answer ends it first; otherwise it may begin with reasoning
+    parallel   True: several calls are allowed
+    thinking   True: the prompt ends within reasoning, so the answer ends the reasoning before anything else
     Arguments must fit their schemas. Schema keywords that llguidance cannot enforce are an error if the tool is
     `strict`, else they are ignored. Raises `InvalidParameter` when `choice` names no tool.
     """
     fmt, reasoning = styles.tools or PLAIN, styles.reasoning
     wanted = [tool["function"] for tool in tools if choice in ("auto", "required", tool["function"]["name"])]
     if not wanted:
-        raise InvalidParameter(f"tool_choice {shown(choice)} names none of the tools.", param="tool_choice")
+        raise InvalidParameter(f"tool_choice {shown(choice)} names none of the tools: name one of them.",
+                               param="tool_choice")
     opening, _, _, _, join, closing = fmt.printed
     auto, numbers = choice == "auto", range(len(wanted))
     rules = [f"FREE: {_without(_starts(fmt, [function['name'] for function in wanted]))}",
@@ -118,8 +119,10 @@ def _one_by_one(fmt: ToolFormat, root: dict[str, Any], shared: dict[str, Any], r
     names = [f"{rule}_{at}" for at in range(len(properties))] if fmt.key else must + may
     join = "" if fmt.key else '", " '
     rest = [f"{rule}_from{at}" for at in range(len(names))] + [""]
-    rules += [f"{rest[at]}: ({join}{names[at]}){'' if names[at] in must else '?'} {rest[at + 1]}"
-              for at in range(1, len(names))]  # fmt: skip
+    rules += [
+        f"{rest[at]}: ({join}{names[at]}){'' if names[at] in must else '?'} {rest[at + 1]}"
+        for at in range(1, len(names))
+    ]
     first = next((at for at, name in enumerate(names) if name in must), len(names) - 1)
     items = " | ".join(f"{names[at]} {rest[at + 1]}" for at in range(first + 1))
     return f"({items}){'' if must or least else '?'}" if items else "", rules
@@ -172,8 +175,11 @@ def _listed(part: Mapping[str, Any]) -> list[str]:
     """Return the strings of `enum` and `const` that the schema's other keywords about lengths and values allow."""
     found = part.get("enum", [part.get("const")])
     least, most = part.get("minLength", 0), part.get("maxLength", math.inf)
-    return [word for word in found if isinstance(word, str) and word == part.get("const", word)
-            and least <= len(word) <= most]  # fmt: skip
+    return [
+        word
+        for word in found
+        if isinstance(word, str) and word == part.get("const", word) and least <= len(word) <= most
+    ]
 
 
 def _bare(part: Mapping[str, Any]) -> list[str | None]:

@@ -32,10 +32,12 @@ TICK = 0.1  # seconds that `completed` waits, at most
 
 @dataclass(eq=False)
 class OpenUnit:
-    """A unit that is being read.
+    """A `LoadUnit` (tensors of a layer or an expert) that is being read.
 
-    tensors  raw, to be filled;  missing  bytes that have not arrived yet
-    lanes    the threads that copied parts of the unit;  ready  recorded when the device may write to the tensors
+    tensors  tensors in the checkpoint's layout, to be filled
+    missing  bytes that have not arrived in the tensors yet
+    lanes    threads that copied parts of the unit
+    ready    CUDA event after which a thread may write to the tensors
     """
 
     unit: LoadUnit
@@ -49,7 +51,7 @@ class OpenUnit:
 class Piece:
     """The part of a chunk that goes to one tensor.
 
-    `count` elements of `dtype`, from byte `start` of the chunk on, fill the flat `target` from element `first` on.
+    The `count` elements of `dtype` at byte `start` of the chunk are copied to the flat `target`, at element `first`.
     """
 
     unit: OpenUnit
@@ -67,7 +69,7 @@ class Piece:
 
 @dataclass
 class Chunk:
-    """Runs (offset, bytes) of a file that are read into one buffer, and the pieces in the buffer."""
+    """Ranges `runs` (offset, bytes) of a file that are read into one buffer, and the pieces in the buffer."""
 
     file: Path
     runs: list[tuple[int, int]] = field(default_factory=list)
@@ -76,7 +78,7 @@ class Chunk:
 
 
 class ReadChunker:
-    """Cuts reads into chunks of at most `size` bytes; no element is cut in two."""
+    """Cuts reads into chunks of at most `size` bytes and calls `emit` with each chunk; no element is cut in two."""
 
     def __init__(self, emit: Callable[[Chunk], None], size: int) -> None:
         self._emit, self._size = emit, size
@@ -84,7 +86,10 @@ class ReadChunker:
 
     def add(self, unit: OpenUnit, file: Path, runs: Iterable[tuple[int, int]], target: Tensor,
             dtype: torch.dtype, *, first: int = 0) -> None:
-        """Plan to read elements of `dtype` in runs (offset, bytes) into the flat `target`, from element `first` on."""
+        """Plan to read the ranges `runs` (offset, bytes) of `file` into the flat `target`, from element `first` on.
+
+        dtype   of the stored elements
+        """
         item = dtype.itemsize
         for offset, length in runs:
             while length:
@@ -98,7 +103,7 @@ class ReadChunker:
                 offset, length, first = offset + taken, length - taken, first + taken // item
 
     def flush(self) -> None:
-        """Emit the last chunk, which is not full."""
+        """Call `emit` with the last chunk, which is not full."""
         if self._chunk is not None:
             self._emit(self._chunk)
             self._chunk = None
@@ -121,9 +126,9 @@ class ReadChunker:
 
 
 class Lanes:
-    """Threads that share one queue of chunks. Use as a context: leaving it ends the threads.
+    """Threads that read chunks of weight files and copy them to the device. Leaving the context ends the threads.
 
-    num_bytes   bytes that have arrived
+    num_bytes   bytes that have been copied
     """
 
     def __init__(self, files: Sequence[Path], device: torch.device, num_threads: int, chunk_bytes: int) -> None:
@@ -161,12 +166,12 @@ class Lanes:
         self._stack.close()
 
     def watch(self, unit: OpenUnit) -> None:
-        """Register a unit after its reads were planned. `completed` yields it when its last byte has arrived."""
+        """Make `completed` yield a unit with nothing to read. Call this for every unit, after its reads are planned."""
         if not unit.missing:
             self._results.put(unit)
 
     def add(self, chunk: Chunk) -> None:
-        """Queue a chunk."""
+        """Queue a chunk for the threads to read."""
         if self.device.type == "cuda":
             ready = torch.cuda.Event()  # type: ignore[no-untyped-call,unused-ignore]
             ready.record(torch.cuda.current_stream(self.device))
@@ -177,9 +182,9 @@ class Lanes:
             self._changed.notify()
 
     def completed(self) -> Iterable[OpenUnit]:
-        """Yield the units whose bytes have all arrived; the device's current stream waits for their copies.
+        """Yield the units whose bytes have all arrived. The device's current stream waits for the copies of each.
 
-        Waits up to TICK seconds for the first. Raises the error of a thread.
+        Waits up to TICK seconds for the first unit. Raises the error of a thread that failed.
         """
         try:
             found = self._results.get(timeout=TICK)
@@ -198,13 +203,13 @@ class Lanes:
             found = self._results.get()
 
     def next_chunk(self) -> Chunk | None:
-        """Wait for a chunk and return it; None after the end."""
+        """Wait for a queued chunk and return it; None when the context has ended."""
         with self._changed:
             self._changed.wait_for(lambda: self._chunks or self._closed)
             return self._chunks.popleft() if self._chunks else None
 
     def arrived(self, chunk: Chunk, lane: "_Lane") -> None:
-        """Count a chunk that was copied, and report the units that it completes."""
+        """Count the bytes of a copied chunk. `completed` then yields the units whose last bytes were in it."""
         with self._changed:
             self.num_bytes += chunk.num_bytes
             for piece in chunk.pieces:
@@ -214,11 +219,11 @@ class Lanes:
                     self._results.put(piece.unit)
 
     def failed(self, error: BaseException) -> None:
-        """Report an error to the thread that waits in `completed`."""
+        """Make `completed` raise the error of a thread."""
         self._results.put(error)
 
     def read(self, chunk: Chunk, *views: memoryview) -> None:
-        """Read a chunk into `views`, which are filled in order."""
+        """Read the file ranges of a chunk into `views`, which are filled in order."""
         handle, room = self._handles[chunk.file], deque(views)
         try:
             for offset, length in chunk.runs:

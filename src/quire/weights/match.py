@@ -23,10 +23,11 @@ _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 def match_tensors(checkpoint: Checkpoint, params: Sequence[Param], args: ModelArgs,
                   elsewhere: Collection[str] = frozenset()) -> Mapping[str, StoredTensor]:
-    """Return the header of every stored tensor that these parameters read, by name.
+    """Check that a checkpoint fits the parameters. Return name -> header of every stored tensor that they read.
 
-    Every part must be stored. Every stored tensor must be read here, by another rank, or by none (`is_unread`).
-    elsewhere   tensors that other ranks read
+    The checkpoint must have every tensor that `params` read. Any other tensor must be in `elsewhere` or be one that no
+    parameter needs (`is_unread`, `check_spare`).
+    elsewhere   names of the tensors that only other ranks read
     Raises WeightsError in one line naming file, tensor and fix.
     """
     parts = {part.stored: (part, raw, param) for param in params for raw in raw_tensors(param) for part in raw.parts}
@@ -41,7 +42,7 @@ def match_tensors(checkpoint: Checkpoint, params: Sequence[Param], args: ModelAr
     if missing := sorted(parts.keys() - found.keys()):
         raise WeightsError(
             f"{checkpoint.folder} lacks {_some(missing)}: the checkpoint is incomplete, or not of this config.json; "
-            "download it again." + _tied_hint(missing)
+            "download it again." + _tied_hint(missing) + (f" No parameter reads {_some(unknown)}." if unknown else "")
         )
     if unknown:
         raise WeightsError(f"{_some(unknown)} {'has' if len(unknown) == 1 else 'have'} no place in a {args.model_type} "
@@ -62,7 +63,7 @@ def is_unread(name: str, args: ModelArgs) -> bool:
 
 
 def load_error(folder: Path, params: Sequence[Param], args: ModelArgs) -> str:
-    """Return the error of a loader for the weights in `folder`; "" where it accepts them, or where there are none."""
+    """Return the error that loading the weights in `folder` would raise; "" if they fit, or if there are none."""
     try:
         stored_in(folder)
         if any(any(folder.glob(pattern)) for pattern in WEIGHT_FILES):

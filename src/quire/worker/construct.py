@@ -5,10 +5,13 @@ from collections.abc import Mapping
 
 import torch
 
+from quire.distributed.mesh import ALONE, RankGroups
 from quire.kernels.attention import KVView
+from quire.kernels.sampling import SamplerOperations
 from quire.kernels.select import Choice, KernelNeeds, select
 from quire.layers.stack import Model
 from quire.worker.device_state import DeviceState, Limits
+from quire.worker.features import StepFeature
 from quire.worker.graphs import Graphs
 from quire.worker.pooling import Pooler
 from quire.worker.programs import Programs
@@ -17,27 +20,38 @@ from quire.worker.recordings import LayerRecordings, not_recordable
 from quire.worker.runner import StepRunner
 from quire.worker.sampler import Sampler
 from quire.worker.scoring import PromptScorer
+from quire.worker.sliced_sampling import SlicedSampling
+from quire.worker.stage import PipelineStage
 from quire.worker.upload import InPlaceUpload, Upload
 
 NOT_PACKED = "the step operations are PyTorch's, which cannot read packed changes"
+EAGER = "enforce_eager"
 NO_GRAPHS = "PyTorch's operations launch different work for each step's sizes"
 
 
 def choose_parts(
-    model: Model, target: str, forced: Mapping[str, str] | None = None, *, num_groups: int = 1
+    model: Model, target: str, forced: Mapping[str, str] | None = None, *, num_groups: int = 1, eager: bool = False
 ) -> tuple[Choice, ...]:
-    """Choose step operations, sampler operations, upload and recorder for a model.
+    """Choose the implementations of a model runner's four parts. Return a `Choice` for each.
+
+    The parts are the step operations, the sampler operations, the upload (it sends a step to the device) and the
+    recorder (it records and replays launches: CUDA graphs on a GPU).
 
     target       "cpu" or "cuda": the device that the model's kernels are made for
-    forced       "step" or "sampling" -> the implementation to use
-    num_groups   KV groups of the model
+    forced       "step" or "sampling" -> the implementation to use; the others are chosen automatically
+    num_groups   number of KV groups of the model
+    eager        True: record nothing on a CPU (enforce_eager). On a GPU, a `Limits` without graph sizes means the same
     """
     forced, dtype = forced or {}, "float32"  # the type of logits, for every type of model
     needs = KernelNeeds(device=target, dtype=dtype)
     step, sampling = (select(op, needs, forced.get(op)) for op in ("step", "sampling"))
-    packs, why = step.name == "triton", not_recordable(model.kernels, num_groups)
-    upload = Choice("upload", "packed", "one copy a step; a kernel writes the tables") if packs else Choice(
-        "upload", "in place", "the host writes the tables when it sends a step", (("packed", NOT_PACKED),))  # fmt: skip
+    packs, why = step.name == "triton", EAGER if eager else not_recordable(
+        model.kernels, num_groups, divided=model.vocabulary is not None)  # fmt: skip
+    upload = (
+        Choice("upload", "packed", "one copy a step; a kernel writes the tables")
+        if packs
+        else Choice("upload", "in place", "the host writes the tables when it sends a step", (("packed", NOT_PACKED),))
+    )
     if packs and sampling.name == "triton":
         recorder = Choice("recorder", "graphs", "the launches of a step depend on its sizes alone")
     elif not why:
@@ -48,11 +62,22 @@ def choose_parts(
 
 
 def make_runner(
-    model: Model, kv: list[KVView], limits: Limits, device: torch.device, *, target: str,
+    model: Model,
+    kv: list[KVView],
+    limits: Limits,
+    device: torch.device,
+    *,
+    target: str,
     forced: Mapping[str, str] | None = None,
-) -> StepRunner:  # fmt: skip
-    """Build the runner of `model` on `device` with the KV cache `kv`; `target` and `forced`: see `choose_parts`."""
-    parts = choose_parts(model, target, forced, num_groups=len(limits.windows))
+    groups: RankGroups = ALONE,
+    eager: bool = False,
+) -> StepRunner:
+    """Build the runner of `model` on `device` with the KV cache `kv`.
+
+    target, forced, eager   see `choose_parts`
+    groups                  groups of ranks (tensor parallel, pipeline) that this rank belongs to
+    """
+    parts = choose_parts(model, target, forced, num_groups=len(limits.windows), eager=eager)
     chosen = {choice.op: choice.name for choice in parts}
     step, sampling = (importlib.import_module(f"quire.kernels.{op}.{chosen[op]}") for op in ("step", "sampling"))
     state, slots = DeviceState(limits, model.args.vocab_size, device), limits.num_slots
@@ -64,8 +89,23 @@ def make_runner(
     if chosen["recorder"] == "graphs":
         recorder = Graphs(limits.graph_sizes, limits.graph_tokens, slots)
     buffers = state.buffers
-    sampler = Sampler(sampling.operations(limits.max_rows, model.args.vocab_size, device), state.sampling,
-                      buffers.sample_slots, buffers.sample_positions, state.tables.history)  # fmt: skip
-    programs = Programs(model, kv, state, upload=upload, operations=step, sampler=sampler, recorder=recorder)
-    features = PromptScorer(lambda rows: model.head(model.norm(rows)), state.tables.history), Pooler(model.norm)
+    operations: SamplerOperations = sampling.operations(limits.max_rows, model.args.vocab_size, device)
+    if model.vocabulary is not None:
+        operations = SlicedSampling(operations, model.vocabulary)
+    sampler = Sampler(
+        operations,
+        state.sampling,
+        buffers.sample_slots,
+        buffers.sample_positions,
+        state.tables.history,
+    )
+    stage = None
+    if groups.pp is not None and groups.tokens is not None:
+        stage = PipelineStage(groups.pp, groups.tokens, state.tables)
+    programs = Programs(model, kv, state, upload=upload, operations=step, sampler=sampler, recorder=recorder,
+                        stage=stage)  # fmt: skip
+    features: tuple[StepFeature, ...] = ()
+    if model.last:
+        scorer = PromptScorer(lambda rows: model.head.whole(model.norm(rows)), state.tables.history)
+        features = scorer, Pooler(model.norm)
     return StepRunner(programs, state, upload, features, limits=limits, parts=parts)

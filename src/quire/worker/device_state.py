@@ -17,12 +17,14 @@ from quire.worker.upload import Change
 class Limits:
     """Sizes that the runner's buffers are made for.
 
-    num_slots       requests that can run at once;  block_size  tokens of a KV block
-    max_tokens      tokens of a step;  max_model_len  tokens of a sequence
-    graph_sizes     sequences of the decode steps that are captured, ascending
-    graph_tokens    tokens of the steps with prompts whose layers are captured, ascending
-    depth           steps that may be launched and not collected
-    windows         per KV group: tokens that a row sees, None for all
+    num_slots       requests that can run at once
+    max_tokens      most tokens of a step
+    max_model_len   most tokens of a sequence
+    block_size      tokens of a KV block
+    graph_sizes     numbers of sequences for which decode steps are captured, ascending
+    graph_tokens    numbers of tokens for which the layers of steps with prompts are captured, ascending
+    depth           most steps that may be launched and not collected yet
+    windows         sliding window of each KV group, in tokens; None: no window
     """
 
     num_slots: int
@@ -36,18 +38,20 @@ class Limits:
 
     @property
     def max_rows(self) -> int:
-        """Most rows that a step samples: one per sequence."""
+        """Largest number of rows that a step samples: one per sequence."""
         return self.num_slots
 
 
 class DeviceState:
-    """Tables by slot, and the buffers of a step. Rows never move; a batch gathers them. The last slot is for padding.
+    """Device tables of the running requests, with a row per slot, and the input buffers of a step.
 
-    windows    per KV group, see `Limits`
-    tables     block tables, lengths and token histories
-    sampling   sampling parameters
-    buffers    inputs of a step, made for the largest step
-    lengths    [num_slots + 1] int64 on the host: tokens computed after all submitted steps, an upper bound
+    A request keeps its slot while it runs; each step gathers the rows of its requests. The last slot is for padding.
+
+    windows    sliding window of each KV group, see `Limits`
+    tables     block tables, numbers of computed tokens, and token ids of the requests (history)
+    sampling   sampling parameters of the requests
+    buffers    input tensors of a step, of the size of the largest step
+    lengths    [num_slots + 1] int64 on the host: upper bound of each slot's computed tokens after all submitted steps
     """
 
     def __init__(self, limits: Limits, vocab_size: int, device: torch.device) -> None:
@@ -62,16 +66,20 @@ class DeviceState:
         self.sampling = SamplingTable(slots, vocab_size, device)
         tokens, rows = limits.max_tokens, limits.max_rows
         self.buffers = StepBuffers(
-            token_ids=zeros(tokens, device=device), positions=zeros(tokens, device=device),
+            token_ids=zeros(tokens, device=device),
+            positions=zeros(tokens, device=device),
             kv_slots=zeros(groups, tokens, device=device),
             seq_lens=zeros(limits.num_slots, dtype=torch.int32, device=device),
-            sample_rows=zeros(rows, device=device), sample_slots=zeros(rows, device=device),
+            sample_rows=zeros(rows, device=device),
+            sample_slots=zeros(rows, device=device),
             sample_positions=zeros(rows, device=device),
-        )  # fmt: skip
+        )
         self.lengths, self._num_blocks = np.zeros(slots, np.int64), np.zeros((groups, slots), np.int64)
 
     def apply(self, plan: StepPlan) -> list[Change]:
-        """Return the changes of the device tables before the plan's forward pass. `lengths` then counts the pass, too.
+        """Apply a plan to the state on the host. Return the device table changes to write before its forward pass.
+
+        Afterwards `lengths` includes the tokens of this forward pass.
         """
         changes: list[Change] = []
         for slot in plan.released.tolist():
@@ -88,8 +96,9 @@ class DeviceState:
                 Change(tables.computed, 2 * a.slot, computed),
                 *self.sampling.admit(a.slot, a.sampler),
             )
-        changes += [self._append(group, slot, np.array([block], np.int32))
-                    for slot, group, block in plan.appended.tolist()]  # fmt: skip
+        changes += [
+            self._append(group, slot, np.array([block], np.int32)) for slot, group, block in plan.appended.tolist()
+        ]
         self.lengths[plan.slots] += plan.num_tokens
         return changes
 
@@ -100,13 +109,14 @@ class DeviceState:
         return Change(tables, (group * tables.shape[1] + slot) * self._max_blocks + at, blocks)
 
     def most_blocks(self, slots: I32) -> int:
-        """Return the number of blocks of the longest block table among `slots`."""
+        """Return the most KV blocks that a request in these slots has, over all KV groups."""
         return int(self._num_blocks[:, slots].max())
 
     def prompts(self, plan: StepPlan) -> tuple[Prompt, ...]:
-        """Return the prompt chunks of an applied plan, one `Prompt` for each.
+        """Return a `Prompt` for each prompt chunk of an applied plan, in order.
 
-        The host knows how many tokens of a prompt were computed before; of a decode it does not.
+        A `Prompt` is (first row, row after the last, index of the sequence in the step, tokens computed before).
+        Decodes are left out: the host knows only an upper bound of their computed tokens.
         """
         ends = np.cumsum(plan.num_tokens)
         starts, past = ends - plan.num_tokens, self.lengths[plan.slots] - plan.num_tokens
@@ -114,7 +124,10 @@ class DeviceState:
 
 
 def zeros(*shape: int, dtype: torch.dtype = torch.int64, device: torch.device) -> Tensor:
-    """Return a tensor of zeros. On a CPU memory is allocated when it is written: most of a history stays empty."""
+    """Return a tensor of zeros. On a CPU, it takes physical memory only for the pages that are written.
+
+    So the unused part of the token histories takes no memory.
+    """
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     return torch.from_numpy(np.zeros(shape, str(dtype).removeprefix("torch.")))

@@ -12,13 +12,21 @@ Results = Callable[[], Found]  # returns the results of a step; called after the
 
 
 class StepFeature(Protocol):
-    """A feature of steps. The runner calls it at fixed places. It launches nothing in a step in which no slot asks."""
+    """Work of a step beside sampling: pooling, log-probabilities of prompts. The runner calls it in every step.
+
+    A feature launches nothing in a step in which no request asks for it.
+    """
 
     def apply(self, plan: StepPlan) -> None:
-        """Update the slots: drop released requests, take admitted ones. Called before `run`."""
+        """Forget the requests that the plan releases; remember the newly admitted requests that ask for the feature.
+
+        The runner calls it before `run`.
+        """
 
     def run(self, plan: StepPlan, hidden: Tensor) -> Results | None:
-        """Launch the feature's work for a step; None if no slot asks for it. Does not wait for the device.
+        """Launch the feature's work for a step, without waiting. Return a function that gives the results, or None.
 
-        hidden   [>= T, hidden] output of the layers; the next step overwrites it
+        The runner calls the returned function after the device has finished the step. None: the step gives no result.
+
+        hidden   [>= T, hidden] output of the layers, before the final norm; the next step overwrites it
         """

@@ -13,14 +13,14 @@ NARROW = 256  # sequences: steps with prompts are captured for at most this many
 
 
 class Graphs(Recorder):
-    """CUDA graphs by key. Work without a graph runs eagerly.
+    """CUDA graphs of steps of padded sizes; a `Recorder`. A step for which no graph exists runs eagerly.
 
-    Captured work reads and writes tensors at their addresses during capture, and never waits for the device. All graphs
-    share their memory: a graph overwrites the intermediate results of the one before. Results that must stay are
-    written to buffers from outside.
+    A replay reads and writes the tensors of the capture, at the same addresses, without waiting for the device. Graphs
+    share their memory: a graph overwrites the intermediate results of the graph that ran before it. Results that must
+    stay are written to buffers that exist before the capture.
 
-    sizes       sequences of the captured decode steps, ascending
-    tokens      tokens of the captured steps with prompts (layers only), ascending
+    sizes       numbers of sequences for which decode steps are captured, ascending
+    tokens      numbers of tokens for which the layers of steps with prompts are captured, ascending
     most_seqs   most sequences of any step
     """
 
@@ -33,7 +33,10 @@ class Graphs(Recorder):
         self._pool: Any = None
 
     def fit(self, shape: StepShape) -> StepShape:
-        """Pad the shape to the next captured size, where there is one."""
+        """Return `shape` padded to the smallest captured size that holds it, with `recorded` True.
+
+        A step without such a size runs eagerly: its shape keeps its number of tokens, with `recorded` False.
+        """
         if shape.decode and (size := self._round_up(shape.seqs)):
             return replace(shape, tokens=size, seqs=size, rows=size, recorded=True)
         rows = self._round_up(shape.rows) or shape.rows
@@ -44,7 +47,7 @@ class Graphs(Recorder):
         return StepShape(shape.tokens, max(shape.seqs, rows), rows, False, shape.shared)
 
     def shapes(self) -> list[StepShape]:
-        """See `Recorder`: every recorded shape that `fit` may return."""
+        """Return the shapes to capture: every recorded shape that `fit` may return. See `Recorder`."""
         narrow, most, found = min(NARROW, self.most_seqs), self.most_seqs, []
         for tokens in reversed(self.tokens):
             wide = [(most, False)] if narrow < min(tokens, most) else []
@@ -55,7 +58,7 @@ class Graphs(Recorder):
         return found
 
     def run(self, key: Key, work: Callable[[], None]) -> None:
-        """See `Recorder`."""
+        """Replay the CUDA graph of `key`; without a graph, run `work` eagerly. See `Recorder`."""
         graph = self._graphs.get(key)
         if graph is None:
             self.counts["run"] += 1
@@ -65,10 +68,10 @@ class Graphs(Recorder):
             graph.replay()
 
     def capture(self, key: Key, work: Callable[[], None]) -> None:
-        """Capture `work` under `key`.
+        """Capture the launches of `work` as the CUDA graph of `key`.
 
-        A rehearsal has compiled and loaded its kernels; any other kernel is compiled during the capture. Larger work is
-        captured first: smaller work reuses its memory.
+        `StepRunner.rehearse` should have compiled the kernels of `work`: others are compiled during the capture. The
+        caller captures larger work first, so that smaller work reuses its memory.
         """
         stream = _side_stream()
         stream.wait_stream(torch.cuda.current_stream())
@@ -80,7 +83,7 @@ class Graphs(Recorder):
         self.counts["recorded"] += 1
 
     def unrecorded(self) -> dict[str, str]:
-        """Return the kinds of steps that have no CUDA graph, each with the reason."""
+        """Return a dict for display: kind of steps that have no CUDA graph -> the reason. See `Recorder`."""
         if not self.sizes:
             return super().unrecorded()
         largest = self.tokens[-1] if self.tokens else 0

@@ -36,26 +36,36 @@ class _Pinned:
         return _Pinned(buffer, buffer.numpy(), torch.cuda.Event() if gpu else None)
 
     def wait(self) -> I32:
-        """Wait for the last copy; return the words."""
+        """Wait until the last copy from or to the buffer has ended. Return the buffer as a NumPy array of int32."""
         if self.copied is not None:
             self.copied.synchronize()
         return self.words
 
 
 class PackedUpload:
-    """Writes steps of at most `max_seqs` sequences into the device buffer `step.words` [words] int32; see `Upload`.
+    """The upload of a GPU with Triton: sends a step and its table changes in one copy. See `Upload`.
 
-    depth      steps that may be launched and not collected
-    max_rows   most rows that a step samples
-    words      size of a buffer, in int32 words
+    The copy goes to the device buffer `step.words`; a kernel writes the table changes to the tables.
+
+    max_seqs     most sequences of a step
+    dummy_slot   slot of the padding sequences
+    depth        most steps that may be launched and not collected yet
+    max_rows     most rows that a step samples
+    words        size of the buffer, in int32 words
     """
 
     timed = False
 
     def __init__(
-        self, max_seqs: int, dummy_slot: int, device: torch.device, depth: int, *, max_rows: int = 0,
+        self,
+        max_seqs: int,
+        dummy_slot: int,
+        device: torch.device,
+        depth: int,
+        *,
+        max_rows: int = 0,
         words: int = WORDS,
-    ) -> None:  # fmt: skip
+    ) -> None:
         gpu, shared_words = device.type == "cuda", SharedBlocks.words(SHARED_GROUPS, max_seqs)
         self.step = StepWords.view(torch.zeros(words, dtype=torch.int32, device=device), max_seqs, shared_words)
         self.shared = False
@@ -65,7 +75,10 @@ class PackedUpload:
         self._results = deque(_Pinned.make(2, max_rows, gpu=gpu) for _ in range(depth + 1))
 
     def send(self, plan: StepPlan, changes: list[Change]) -> None:
-        """See `Upload`. Takes one copy; more only if the changes do not fit into one buffer."""
+        """Send a step and its table changes to the device.
+
+        See `Upload`. It takes one copy, or more copies if the changes do not fit into one buffer.
+        """
         shared = self._pack_shared(plan)
         self.shared = shared is not None
         while left := self._copy(plan, changes, shared):
@@ -73,11 +86,11 @@ class PackedUpload:
             self.apply()
 
     def apply(self) -> None:
-        """See `Upload`."""
+        """Launch the kernel that writes the sent table changes to the tables. See `Upload`."""
         operations.apply_runs(self.step.words)
 
     def fetch(self, out: Tensor) -> Callable[[], I32]:
-        """See `Upload`."""
+        """Start the copy of `out` to the host; return a function that waits for it and returns it. See `Upload`."""
         pinned = self._results[0]
         self._results.rotate(-1)
         pinned.buffer.copy_(out, non_blocking=True)
@@ -93,8 +106,9 @@ class PackedUpload:
         members[plan.slots[: plan.num_decodes]] = True
         if not any(members[group.slots].sum() > 1 for group in plan.shared):
             return None
-        return pack_shared(plan.shared, plan.slots, plan.num_tokens, num_groups=SHARED_GROUPS,
-                           most_seqs=self.step.max_seqs)  # fmt: skip
+        return pack_shared(
+            plan.shared, plan.slots, plan.num_tokens, num_groups=SHARED_GROUPS, most_seqs=self.step.max_seqs
+        )
 
     def _copy(self, plan: StepPlan | None, changes: list[Change], shared: I32 | None = None) -> list[Change]:
         """Send a step with its changes (plan None: changes alone) in one copy; return the changes that did not fit.

@@ -21,7 +21,7 @@ class _Prompt:
     """The prompt of a slot that is pooled.
 
     method     "mean", "cls" (first token) or "last" (last token)
-    length     tokens of the prompt;  computed  of them, so far
+    length     tokens of the prompt;  computed  tokens of the prompt that are computed so far
     total      [hidden] float32 sum over the chunks so far; None before the first
     """
 
@@ -31,9 +31,9 @@ class _Prompt:
     total: Tensor | None = None
 
     def rows(self, first: int, count: int) -> range:
-        """Return the rows that count for the vector, among the chunk's rows first .. first + count - 1.
+        """Return the rows of a prompt chunk that pooling sums: all for "mean", at most one for "cls" and "last".
 
-        Adds `count` to `computed`.
+        The chunk has the rows first .. first + count - 1 of the step. Its tokens are counted as computed.
         """
         begins, self.computed = self.computed == 0, self.computed + count
         if self.method == "mean":
@@ -43,19 +43,22 @@ class _Prompt:
 
     @property
     def ended(self) -> bool:
-        """True once all of the prompt was computed."""
+        """True when the chunks so far contain all tokens of the prompt."""
         return self.computed == self.length
 
 
 class Pooler:
-    """Pools hidden states; a `StepFeature`. `norm` is the model's final norm, [R, hidden] -> [R, hidden]."""
+    """Pools the hidden states of each embedding request's prompt into one vector. A `StepFeature`.
+
+    norm   the model's final norm, [R, hidden] -> [R, hidden]; it is applied before pooling
+    """
 
     def __init__(self, norm: Callable[[Tensor], Tensor]) -> None:
         self._norm = norm
         self._prompts: dict[int, _Prompt] = {}
 
     def apply(self, plan: StepPlan) -> None:
-        """See `StepFeature`."""
+        """Forget released requests; remember admitted requests that ask for pooling. See `StepFeature`."""
         if self._prompts:
             for slot in plan.released.tolist():
                 self._prompts.pop(slot, None)
@@ -64,7 +67,10 @@ class Pooler:
                 self._prompts[a.slot] = _Prompt(a.pool, a.sampler.num_prompt, a.num_computed)
 
     def run(self, plan: StepPlan, hidden: Tensor) -> Results | None:
-        """See `StepFeature`. Returns vectors of the prompts that end in this step; None if no prompt ends."""
+        """Launch the sums of this step's hidden states, one sum per embedding request. See `StepFeature`.
+
+        Returns a function that gives the vectors of the prompts that end in this step; None if no prompt ends.
+        """
         asked = np.flatnonzero(plan.outputs & POOL).tolist() if self._prompts else ()
         if not asked:
             return None

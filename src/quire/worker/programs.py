@@ -20,30 +20,41 @@ from quire.layers.stack import Model, Tap, run_layers
 from quire.worker.device_state import DeviceState, zeros
 from quire.worker.recorder import Key, Recorder, StepShape
 from quire.worker.sampler import Sampler
+from quire.worker.stage import PipelineStage
 from quire.worker.upload import SHARED_GROUPS, Upload
 
 
 class LogitsTap(Protocol):
-    """A callback that sees the logits [N, V] of the sampled rows, with their slots and positions (tests)."""
+    """A callback for tests, called with the slots [N], positions [N] and logits [N, V] of the sampled rows."""
 
     def __call__(self, slots: Tensor, positions: Tensor, logits: Tensor) -> None:
-        """Called once per step that samples."""
+        """Receive the logits of a step. `Programs.end` calls it once per step that samples."""
 
 
 class Programs:
-    """Launches the parts of a step through a recorder; `operations` is an implementation of `kernels/step`.
+    """Launches the parts of a step: inputs, layers, head, sampling. The recorder replays parts that it has recorded.
 
-    out         [2, max_rows] int32: (token, code) of the rows sampled last
-    on_hidden   callback for the hidden states of each layer; steps are not recorded while it is set
+    operations  implementation of the kernels in `kernels/step`, which build a step's inputs and write its tokens
+    out         [2, max_rows] int32: sampled tokens (row 0) and error codes (row 1) of the step that ran last
+    on_hidden   callback for the hidden states of each layer; all steps run eagerly while it is set
     on_logits   callback for the logits of the sampled rows
     some        indices of the layers to run; None: all
+    stage       this rank's pipeline stage; None: this rank has all layers
     """
 
     def __init__(
-        self, model: Model, kv: list[KVView], state: DeviceState, *, upload: Upload, operations: ModuleType,
-        sampler: Sampler, recorder: Recorder,
-    ) -> None:  # fmt: skip
-        self.model, self.sampler, self.recorder = model, sampler, recorder
+        self,
+        model: Model,
+        kv: list[KVView],
+        state: DeviceState,
+        *,
+        upload: Upload,
+        operations: ModuleType,
+        sampler: Sampler,
+        recorder: Recorder,
+        stage: PipelineStage | None = None,
+    ) -> None:
+        self.model, self.sampler, self.recorder, self.stage = model, sampler, recorder, stage
         self.on_hidden: Tap | None = None
         self.on_logits: LogitsTap | None = None
         self.some: list[int] | None = None
@@ -51,14 +62,16 @@ class Programs:
         self._windows = state.windows
         rows, device = len(state.buffers.sample_rows), state.tables.computed.device
         self.out = zeros(2, rows, dtype=torch.int32, device=device)
-        vocab = model.args.vocab_size
+        # A stage without the head writes zeros, and the first stage gets the tokens later.
+        self._unknown = zeros(rows, device=device), zeros(rows, dtype=torch.uint8, device=device)
+        vocab = model.vocabulary.count if model.vocabulary else model.args.vocab_size
         self._static = zeros(rows, vocab, dtype=torch.float32, device=device) if recorder.static else None
         self._logits: Tensor | None = None  # of the last step, unless they are static
         self._hidden: dict[Key, Tensor] = {}  # hidden states of recorded steps with prompts
         self._cuts: dict[int, StepBuffers] = {}  # of decode steps, by the number of decodes
 
     def shape(self, plan: StepPlan) -> StepShape:
-        """Return the sizes that a step runs with; called after the step was sent."""
+        """Return the sizes that a step runs with, padded to a CUDA graph's if one fits. Call it after `Upload.send`."""
         step = self._upload.step
         tokens, seqs, rows = step.num_tokens, step.num_seqs, step.num_samples
         decode = plan.num_decodes == len(plan.slots)
@@ -77,30 +90,45 @@ class Programs:
         else:
             self.recorder.run(shape.key, partial(self.mixed, shape))
             hidden = self._hidden[shape.key]
-        if shape.rows:
+        if shape.rows and self.model.last:
             self.head(hidden if shape.decode else hidden[self._state.buffers.sample_rows[: shape.rows]])
         return None if shape.decode else hidden
 
     def end(self, shape: StepShape, slots: I32) -> None:
-        """Launch sampling from the logits of `compute`, and the write-back of tokens. slots [N]: those of the rows."""
-        if self.on_logits is not None and len(slots):
+        """Launch the sampling from the logits of `compute`, and write the tokens to the requests' history and `out`.
+
+        slots   [N] int32: slots of the sampled rows, in order
+        """
+        if self.on_logits is not None and len(slots) and self.model.last:
             count, buffers = len(slots), self._state.buffers
-            self.on_logits(buffers.sample_slots[:count], buffers.sample_positions[:count], self.logits(count))
+            self.on_logits(buffers.sample_slots[:count], buffers.sample_positions[:count], self.whole_logits(count))
         mode = self.sampler.table.mode(slots)
         self.recorder.run(("sample", shape.rows, mode), partial(self.sample, shape.rows, mode))
+        if self.stage is not None:
+            self.stage.sampled(self._state.buffers, self.out, slots)
 
     def logits(self, rows: int) -> Tensor:
-        """Return the logits [rows, V] of the first rows; valid until the next step's `compute`."""
+        """Return this rank's logits [rows, V] of the first sampled rows; valid until the next step's `compute`."""
         logits = self._logits if self._static is None else self._static
         assert logits is not None, "no row was sampled yet"
         return logits if len(logits) == rows else logits[:rows]
 
+    def whole_logits(self, rows: int) -> Tensor:
+        """Gather the logits of the first sampled rows for the whole vocabulary. Every rank must call this."""
+        logits, vocabulary = self.logits(rows), self.model.vocabulary
+        return logits if vocabulary is None else vocabulary.whole(logits)
+
     def decode(self, shape: StepShape) -> None:
-        """Launch a recorded decode step up to its logits."""
-        self.head(self.layers(shape, None))
+        """Launch a decode step of the sizes `shape`, up to its logits. A recorder captures these launches."""
+        hidden = self.layers(shape, None)
+        if self.model.last:
+            self.head(hidden)
 
     def mixed(self, shape: StepShape) -> None:
-        """Launch the layers of a recorded step with prompts."""
+        """Launch the layers of a step with prompts, of the sizes `shape`, and keep the output for `compute`.
+
+        A recorder captures these launches.
+        """
         self._hidden[shape.key] = self.layers(shape, None)
 
     def head(self, sampled: Tensor) -> None:
@@ -109,19 +137,24 @@ class Programs:
         self._logits = self.model.head(self.model.norm(sampled), out=out)
 
     def sample(self, rows: int, mode: Mode) -> None:
-        """Launch the end of a step: sampling, if there is a row, then `finish_step`."""
-        if rows:
-            self.sampler.sample(self.logits(rows), mode)
-        state = self._state
-        self.operations.finish_step(self._upload.step, state.tables, state.buffers, self.sampler.tokens,
-                                     self.sampler.codes, self.out)  # fmt: skip
+        """Launch the end of a step: sample the first `rows` rows (0: none), write the tokens to the token history."""
+        state, sampler = self._state, self.sampler
+        tokens, codes = self._unknown
+        if self.model.last:
+            if rows:
+                sampler.sample(self.logits(rows), mode)
+            tokens, codes = sampler.tokens, sampler.codes
+        self.operations.finish_step(self._upload.step, state.tables, state.buffers, tokens, codes, self.out)
 
     def layers(self, shape: StepShape, plan: StepPlan | None) -> Tensor:
-        """Launch everything before the head; return hidden [tokens, hidden].
+        """Launch everything before the final norm and the head: table changes, inputs, embedding and layers.
 
-        The sizes in `shape` are upper bounds of the step's own. A recorded step has no plan.
+        Returns the hidden states [tokens, hidden]. The sizes in `shape` may be larger than those of the step. `plan` is
+        None for a recorded step.
         """
         step, state, model = self._upload.step, self._state, self.model
+        if model.vocabulary is not None:
+            model.vocabulary.group.begin_step()
         self._upload.apply()
         buffers, longest, most = self._cut(shape), shape.tokens, state.tables.block_tables.shape[2]
         prompts: tuple[Prompt, ...] = ()
@@ -133,20 +166,27 @@ class Programs:
         groups = []
         for group, kv_slots in enumerate(buffers.kv_slots):
             block_tables, table_rows = self.operations.gather_blocks(step, state.tables, group, shape.seqs, most)
-            groups.append(AttentionMeta(
-                query_start=step.starts[: shape.seqs + 1],
-                seq_lens=buffers.seq_lens,
-                block_tables=block_tables,
-                kv_slots=kv_slots,
-                table_rows=table_rows,
-                max_query_len=1 if shape.decode else longest,
-                shared=shared if self._windows[group] is None else None,
-                prompts=prompts,
-            ))  # fmt: skip
-        ctx, hidden = StepContext(buffers.positions, tuple(groups), self.kv), model.embed(buffers.token_ids)
+            groups.append(
+                AttentionMeta(
+                    query_start=step.starts[: shape.seqs + 1],
+                    seq_lens=buffers.seq_lens,
+                    block_tables=block_tables,
+                    kv_slots=kv_slots,
+                    table_rows=table_rows,
+                    max_query_len=1 if shape.decode else longest,
+                    shared=shared if self._windows[group] is None else None,
+                    prompts=prompts,
+                )
+            )
+        ctx = StepContext(buffers.positions, tuple(groups), self.kv)
+        hidden = model.embed(buffers.token_ids) if self.stage is None else self.stage.begin(model, buffers.token_ids)
         if self.on_hidden is not None:
-            return run_layers(model, hidden, ctx, self.some, self.on_hidden)
-        return self.recorder.run_layers(model, hidden, ctx, self.some)
+            hidden = run_layers(model, hidden, ctx, self.some, self.on_hidden)
+        else:
+            hidden = self.recorder.run_layers(model, hidden, ctx, self.some)
+        if self.stage is not None:
+            self.stage.end(hidden)
+        return hidden
 
     def _cut(self, shape: StepShape) -> StepBuffers:
         """Return the step's buffers, cut to its sizes.
@@ -162,10 +202,11 @@ class Programs:
         return known
 
     def recordings(self, shapes: list[StepShape]) -> Iterator[tuple[Key, Callable[[], None]]]:
-        """Yield the key and the work of each recording for `shapes`, the result of `Recorder.shapes`, in that order.
+        """Yield (key, work) of every CUDA graph or recording to make; `shapes` come from `Recorder.shapes`.
 
-        A step with prompts gives its layers, a decode step its layers and logits. Each pair of decode shapes (without
-        and with a shared prefix) is followed by the sampling of that many rows, once per mode.
+        `work` launches what is recorded: the layers of a step with prompts; the layers and the head of a decode step.
+        After each pair of decode shapes (without and with a shared prefix) come the recordings of sampling for that
+        many rows, one per sampling mode.
         """
         for shape in shapes:
             yield shape.key, partial(self.decode if shape.decode else self.mixed, shape)

@@ -18,14 +18,14 @@ Key = tuple[str, int, int]  # kind ("decode", "mixed", "sample"), size, variant
 
 @dataclass(frozen=True)
 class StepShape:
-    """Sizes and features of a step: its launches depend on nothing else.
+    """Sizes and features of a step, which determine its kernel launches.
 
     tokens     tokens of the step, or an upper bound
     seqs       sequences of the step, or an upper bound
     rows       sampled rows of the step, or an upper bound
-    decode     every sequence is a decode of one token, which is sampled
-    shared     decodes read a common prefix once
-    recorded   the sizes are padded to those of a recording under `key`
+    decode     True: every sequence is a decode of one token, and every row is sampled
+    shared     True: decodes share a prefix, and attention reads it only once
+    recorded   True: the sizes are those of a recording (such as a CUDA graph), kept by the recorder under `key`
     """
 
     tokens: int
@@ -37,18 +37,18 @@ class StepShape:
 
     @property
     def key(self) -> Key:
-        """The key of the recording of this shape: of the layers, and for decodes of the logits, too."""
+        """Key of the recording for this shape. It has the layers and, for a decode shape, also the logits."""
         if self.decode:
             return "decode", self.tokens, int(self.shared)
         return "mixed", self.tokens, 2 * self.seqs + self.shared
 
 
 class Recorder:
-    """A recorder that records nothing, and the base of those that do.
+    """A recorder that runs every step eagerly, and the base class of the recorders that record and replay steps.
 
     why      the reason why nothing is recorded
-    counts   recordings "replayed", made ("recorded"), and work that was "run" eagerly
-    static   logits go to one static buffer of the largest size
+    counts   how often launches were "recorded", "replayed", and "run" eagerly
+    static   True: logits are written to one buffer of the largest size, which keeps its address
     """
 
     static = False
@@ -58,7 +58,7 @@ class Recorder:
         self.counts: Counter[str] = Counter()
 
     def fit(self, shape: StepShape) -> StepShape:
-        """Return the shape that a step runs with: padded to a recording's sizes where there is one."""
+        """Return the shape that a step runs with: `shape`, padded to the sizes of a recording if one fits."""
         return shape
 
     def shapes(self) -> list[StepShape]:
@@ -69,18 +69,21 @@ class Recorder:
         return []
 
     def run(self, key: Key, work: Callable[[], None]) -> None:
-        """Replay the recording under `key`, or run `work` eagerly."""
+        """Replay the recording under `key`; without a recording, run `work` eagerly."""
         work()
 
     def capture(self, key: Key, work: Callable[[], None]) -> None:
-        """Record `work` under `key`. A rehearsal has run `work` before; larger work is recorded first."""
+        """Record the launches of `work` under `key`; the base class does nothing.
+
+        The caller has run `work` before (`StepRunner.rehearse`), and records larger work first.
+        """
 
     def run_layers(self, model: Model, hidden: Tensor, ctx: StepContext, layers: Iterable[int] | None = None) -> Tensor:
-        """Run the layers: hidden [T, hidden] -> [T, hidden], valid until the next step. See `quire.layers.stack`."""
+        """Run `layers` (None: all): hidden [T, hidden] -> [T, hidden]. The result is valid until the next step."""
         return run_layers(model, hidden, ctx, layers)
 
     def unrecorded(self) -> dict[str, str]:
-        """Return kinds of steps that are not recorded -> the reason, for display."""
+        """Return a dict for display: kind of steps that are not recorded -> the reason."""
         return {"every step": self.why}
 
     def __len__(self) -> int:

@@ -21,7 +21,12 @@ Kind = tuple[int, bool]  # rows of a step; True: decodes read a common prefix on
 
 @dataclass(frozen=True)
 class Recorded:
-    """A recording, its input tensors, and its output `out` [T, hidden]."""
+    """A recording of the layers' kernel calls on a CPU, with its input tensors and its output `out` [T, hidden].
+
+    A replay first copies a step's inputs to the input tensors.
+
+    threads   PyTorch's number of threads when it was recorded; with another number a new recording is made
+    """
 
     recording: KernelRecording
     hidden: Tensor
@@ -32,9 +37,9 @@ class Recorded:
 
 
 class LayerRecordings(Recorder):
-    """Records and replays the layers of steps of at most `MOST_ROWS` rows.
+    """The recorder of a CPU: records and replays the layers' kernel calls in steps of at most `MOST_ROWS` tokens.
 
-    obstacles   kinds of steps that could not be recorded -> the reason
+    obstacles   kind of steps that could not be recorded -> the reason
     """
 
     def __init__(self) -> None:
@@ -44,7 +49,7 @@ class LayerRecordings(Recorder):
         self._buffers = Buffers()
 
     def run_layers(self, model: Model, hidden: Tensor, ctx: StepContext, layers: Iterable[int] | None = None) -> Tensor:
-        """See `Recorder`."""
+        """Run the layers: replay their recording, or run them and record them if possible. See `Recorder`."""
         (attention,), block_size, kernel = ctx.attention, ctx.kv[0].block_size, model.kernels.attention
         kind = len(hidden), attention.shared is not None
         if len(hidden) > MOST_ROWS or kind in self.obstacles or not kernel.rows_only(attention, block_size):
@@ -54,8 +59,9 @@ class LayerRecordings(Recorder):
         found = self._recordings.get(kind)
         if found is None or found.threads != torch.get_num_threads():
             return self._record(model, kind, hidden, rotation, ctx)
-        for kept, new in zip((found.hidden, *found.rotation, found.kv_slots), (hidden, *rotation, attention.kv_slots),
-                             strict=True):  # fmt: skip
+        for kept, new in zip(
+            (found.hidden, *found.rotation, found.kv_slots), (hidden, *rotation, attention.kv_slots), strict=True
+        ):
             kept.copy_(new)
         kernel.retarget(found.recording.address, attention, block_size, model.args.num_heads, model.args.head_dim)
         found.recording.replay()
@@ -81,17 +87,25 @@ class LayerRecordings(Recorder):
         return out
 
     def unrecorded(self) -> dict[str, str]:
-        """See `Recorder`."""
-        always = {f"more than {MOST_ROWS} rows": "Python's time between two kernels is small beside the kernels'",
-                  "long chunks of prompts": "their attention is divided anew in every step"}  # fmt: skip
+        """Return a dict for display: kind of steps that are not recorded -> the reason. See `Recorder`."""
+        always = {
+            f"more than {MOST_ROWS} rows": "Python's time between two kernels is small beside the kernels'",
+            "long chunks of prompts": "their attention is divided anew in every step",
+        }
         return always | {f"{rows} row{'s' * (rows > 1)}": why for (rows, _), why in sorted(self.obstacles.items())}
 
     def __len__(self) -> int:
         return len(self._recordings)
 
 
-def not_recordable(kernels: Kernels, num_groups: int) -> str:
-    """Return the reason why the layers of a model with these kernels cannot be recorded, or ""."""
+def not_recordable(kernels: Kernels, num_groups: int, *, divided: bool = False) -> str:
+    """Return the reason why the layers of a model with these kernels cannot be recorded, or "".
+
+    num_groups   number of KV groups
+    divided      True: other ranks hold parts of each layer (tensor parallel)
+    """
+    if divided:
+        return "layers sum over ranks, and a recording holds kernels alone"
     if num_groups > 1:
         return f"the layers are in {num_groups} KV groups, and a recording has the block tables of one"
     strange = [f"{choice.op} is {choice.name}" for choice in kernels.choices if choice.name not in NATIVE]

@@ -41,16 +41,22 @@ class _Launched(NamedTuple):
 
 
 class StepRunner:
-    """Runs step plans in order; at most `limits.depth` steps may be submitted and not collected.
+    """The model runner: runs step plans in order. At most `limits.depth` steps may be submitted and not collected yet.
 
-    parts      the implementations chosen for the device, with reasons
-    features   scoring of prompts, pooling: launched in this order
+    parts      implementations of step operations, sampler, upload and recorder, with the reasons for the choice
+    features   step features (scoring of prompts, pooling), which each step launches in this order
     """
 
     def __init__(
-        self, programs: Programs, state: DeviceState, upload: Upload, features: tuple[StepFeature, ...], *,
-        limits: Limits, parts: tuple[Choice, ...],
-    ) -> None:  # fmt: skip
+        self,
+        programs: Programs,
+        state: DeviceState,
+        upload: Upload,
+        features: tuple[StepFeature, ...],
+        *,
+        limits: Limits,
+        parts: tuple[Choice, ...],
+    ) -> None:
         self.programs, self.state, self.limits, self.parts = programs, state, limits, parts
         self.model = programs.model
         self._upload, self._features = upload, features
@@ -59,8 +65,10 @@ class StepRunner:
 
     @torch.inference_mode()
     def submit(self, plan: StepPlan) -> None:
-        """Launch one step. A step with grammar masks samples only after `release`."""
+        """Launch a step, without waiting for the device. A step with grammar masks samples only after `release`."""
         began = perf_counter() if self._upload.timed else None
+        if self.programs.stage is not None:
+            self.programs.stage.settle(plan)
         changes = self.state.apply(plan)
         for feature in self._features:
             feature.apply(plan)
@@ -79,7 +87,7 @@ class StepRunner:
 
     @torch.inference_mode()
     def release(self, masks: I32) -> None:
-        """Launch the sampling of the last submitted step with its grammar masks; see `Executor.release`.
+        """Launch the sampling of the step submitted last, with its grammar masks; see `Executor.release`.
 
         `masks` is empty when the executor shuts down: the step then samples without masks.
         """
@@ -96,8 +104,8 @@ class StepRunner:
         slots = plan.slots if shape.decode else plan.slots[(plan.outputs & SAMPLE) != 0]
         programs = self.programs
         programs.end(shape, slots)
-        if len(slots) and programs.sampler.table.scored:
-            scored = programs.sampler.logprobs(programs.logits(len(slots)), slots)
+        if len(slots) and programs.sampler.table.scored and self.model.last:
+            scored = programs.sampler.logprobs(programs.whole_logits(len(slots)), slots)
             features = features if scored is None else (*features, scored)
         fetch, num_tokens = self._upload.fetch(programs.out), self._upload.step.num_tokens
         self._running.append(RunningStep(plan, slots, num_tokens, fetch, features, began, forwarded))
@@ -107,8 +115,10 @@ class StepRunner:
         return self._running.popleft().collect()
 
     def run(self, plan: StepPlan, get_masks: Callable[[], I32] = lambda: NO_MASKS) -> StepResult:
-        """Run one plan to its end. `get_masks` is called only for a plan with grammars: it waits for the masks, laid
-        out as in `Executor.release`."""
+        """Submit a plan, wait for the step and return its result.
+
+        get_masks   returns the grammar masks, laid out as in `Executor.release`; called only for a plan with grammars
+        """
         self.submit(plan)
         if len(plan.grammar):
             self.release(get_masks())
@@ -116,24 +126,28 @@ class StepRunner:
 
     @property
     def sampler(self) -> Sampler:
-        """The runner's sampler."""
+        """The sampler, which draws the tokens of every step."""
         return self.programs.sampler
 
     @property
     def recorder(self) -> Recorder:
-        """The runner's recorder."""
+        """The recorder, which replays recorded launches (CUDA graphs on a GPU)."""
         return self.programs.recorder
 
     def describe(self) -> dict[str, object]:
-        """Return, for display: the chosen parts, counts of the recorder, and the steps that are not recorded."""
-        return {"parts": [str(choice) for choice in self.parts], "steps": dict(self.recorder.counts),
-                "recordings": len(self.recorder), "not recorded": self.recorder.unrecorded()}  # fmt: skip
+        """Return a dict for display: the chosen `parts`, counts of recordings, and the steps that are not recorded."""
+        return {
+            "parts": [str(choice) for choice in self.parts],
+            "steps": dict(self.recorder.counts),
+            "recordings": len(self.recorder),
+            "not recorded": self.recorder.unrecorded(),
+        }
 
     @torch.inference_mode()
     def rehearse(self, plans: list[StepPlan]) -> None:
-        """Launch once every kernel that these plans and `warm_up` launch, with one layer of each kind.
+        """Launch once every kernel that these plans and `warm_up` need, to have it compiled. Results are discarded.
 
-        Inside `compiling_ahead` kernels are compiled and not run. All results are discarded.
+        Only one layer of each kind runs. Inside `compiling_ahead()` the kernels are compiled and not run.
         """
         slots, tokens = self.limits.num_slots, self.limits.max_tokens
         # Without graph sizes: a kernel that is not rehearsed here would be compiled while requests wait.
@@ -152,8 +166,10 @@ class StepRunner:
 
     @torch.inference_mode()
     def warm_up(self) -> None:
-        """Capture all recordings after a rehearsal, then run the smallest of each kind, so that a failing kernel fails
-        at start-up. The tables describe empty sequences."""
+        """Capture all CUDA graphs, then replay the smallest of each kind. Call it after `rehearse`.
+
+        So a kernel that fails does so at start-up. No request runs meanwhile: the tables describe empty sequences.
+        """
         smallest: dict[tuple[str, int], tuple[Key, Callable[[], None]]] = {}
         for key, work in self.programs.recordings(self.recorder.shapes()):
             self.recorder.capture(key, work)

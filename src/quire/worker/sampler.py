@@ -20,17 +20,17 @@ CODES: Mapping[int, str] = {1: "nan_logits", 2: "no_token"}  # see `SamplerOpera
 
 
 class Sampler:
-    """Samples rows by the parameters in a table.
+    """Samples a token for each row of logits, by the sampling parameters of the row's slot in `table`.
 
     row_slots       [max_rows] int64, static: the slot of each row
     row_positions   [max_rows] int64, static: the position of the token that is drawn
-    history         [num_slots, L] int32 token ids by position, on the same device
+    history         [num_slots, L] int32 token ids of each slot's request by position, on the same device
     """
 
     def __init__(self, operations: SamplerOperations, table: SamplingTable, row_slots: Tensor, row_positions: Tensor,
                  history: Tensor) -> None:
         self.table, self.operations = table, operations
-        self._rows = Rows(row_slots, row_positions, table.rows, history, table.edits)
+        self.rows = Rows(row_slots, row_positions, table.rows, history, table.edits)
 
     @property
     def tokens(self) -> Tensor:
@@ -39,17 +39,17 @@ class Sampler:
 
     @property
     def codes(self) -> Tensor:
-        """Codes [>= R] uint8 of the rows sampled last: 0, or a key of `CODES`."""
+        """Error codes [>= R] uint8 of the rows sampled last: 0: no error; others are keys of `CODES`."""
         return self.operations.codes
 
     def sample(self, logits: Tensor, mode: Mode) -> None:
         """Draw one token for each row of logits [R, V]. The logits are not modified."""
-        self.operations.sample(logits, self._rows, mode)
+        self.operations.sample(logits, self.rows, mode)
 
     def take_masks(self, slots: I32, masked: I32, masks: I32) -> None:
         """Set the grammar masks of the next `sample`.
 
-        slots    [r] int32 slots of the rows
+        slots    [r] int32 slots of the sampled rows, in order
         masked   [m] int32 slots with a mask, in plan order
         masks    [m, ceil(V / 32)] int32, see `Executor.release`
         """
@@ -58,6 +58,9 @@ class Sampler:
         self.operations.take_masks(places, masks)
 
     def logprobs(self, logits: Tensor, slots: I32) -> Results | None:
-        """Score the tokens that `sample` drew for the rows of slots [r], under raw logits [R, V]; see `score_samples`.
+        """Launch the log-probabilities of the tokens that `sample` drew, from raw logits [R, V].
+
+        slots   [R] int32 slots of the rows
+        Returns a function that gives the results, or None; see `score_samples`.
         """
         return score_samples(logits, slots.tolist(), self.table.scored, self.tokens) if self.table.scored else None

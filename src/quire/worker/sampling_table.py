@@ -14,15 +14,15 @@ from quire.worker.upload import Change
 
 
 class SamplingTable:
-    """Per-slot sampling state.
+    """Sampling parameters of every slot.
 
-    rows    [num_slots, ROW_WORDS] int32 on the device, see kernels/sampling/rows.py
-    edits   slot -> words on the device, for slots with edits
-    scored  slot -> spec, for slots that ask for log-probabilities of sampled tokens
+    rows    [num_slots, ROW_WORDS] int32 on the device: parameters by slot, see kernels/sampling/rows.py
+    edits   slot -> its logit edits (masks, bias) as int32 words on the device; only slots with edits
+    scored  slot -> its request's `SamplerSpec`; only slots that ask for log-probabilities of sampled tokens
 
-    Each slot's edits lie in a tensor of their own; the slot's row holds its address. So no pool can be too small, and
-    freed memory returns to PyTorch's allocator. The allocator may reuse it while a launched step still reads it. This
-    is safe because the same stream writes the new words, after that step.
+    Each slot's edits lie in a tensor of their own, and the slot's row holds the address of the tensor. So there is no
+    pool that could be too small. PyTorch's allocator may reuse a freed tensor while a launched step still reads it.
+    This is safe: the same stream writes the new words, after that step.
     """
 
     def __init__(self, num_slots: int, vocab_size: int, device: torch.device) -> None:
@@ -33,7 +33,7 @@ class SamplingTable:
         self._vocab_size = vocab_size
 
     def admit(self, slot: int, spec: SamplerSpec) -> list[Change]:
-        """Give `slot` to a request. Return the changes to write on the device before its first row is sampled."""
+        """Set the parameters of `slot` for a request. Return the table changes to write before the request samples."""
         self.release(slot)
         needs = needs_of(spec)
         self._needs[slot] = needs
@@ -49,11 +49,11 @@ class SamplingTable:
         return [*changes, Change(self.rows, ROW_WORDS * slot, encode_row(spec, address))]
 
     def release(self, slot: int) -> None:
-        """Take the slot from its request. Its row on the device stays stale until the next `admit`."""
+        """Forget the request of a slot. The slot's row on the device keeps its old words until the next `admit`."""
         self._needs[slot] = 0
         self.edits.pop(slot, None)
         self.scored.pop(slot, None)
 
     def mode(self, slots: I32) -> Mode:
-        """Return the cheapest mode that serves the rows of these slots."""
+        """Return the cheapest sampling mode (such as greedy) that serves the requests in these slots."""
         return mode_of(int(np.bitwise_or.reduce(self._needs[slots], initial=0)))

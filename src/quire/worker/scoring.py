@@ -25,7 +25,9 @@ class _Scored:
 
 
 class PromptScorer:
-    """Scores prompts: each row scores the next token of its prompt; the last row has none. A `StepFeature`.
+    """Computes log-probabilities of prompt tokens. A `StepFeature`.
+
+    The hidden state of a token scores the next token of the prompt. That of the prompt's last token scores nothing.
 
     logits_of  hidden states [R, hidden] before the final norm -> logits [R, V] float32
     history    [slots, L] int32 token ids by position
@@ -36,7 +38,7 @@ class PromptScorer:
         self._prompts: dict[int, _Scored] = {}
 
     def apply(self, plan: StepPlan) -> None:
-        """See `StepFeature`."""
+        """Forget released requests; remember admitted requests that ask for prompt logprobs. See `StepFeature`."""
         if self._prompts:
             for slot in plan.released.tolist():
                 self._prompts.pop(slot, None)
@@ -45,7 +47,10 @@ class PromptScorer:
                 self._prompts[a.slot] = _Scored(a.sampler, a.num_computed)
 
     def run(self, plan: StepPlan, hidden: Tensor) -> Results | None:
-        """See `StepFeature`."""
+        """Launch the log-probabilities of this step's prompt tokens. See `StepFeature`.
+
+        Returns a function that gives slot -> log-probabilities; None if no request asks for them.
+        """
         asked = np.flatnonzero(plan.outputs & PROMPT_LOGPROBS).tolist() if self._prompts else ()
         if not asked:
             return None
@@ -73,21 +78,24 @@ class PromptScorer:
 
     @staticmethod
     def _results(parts: dict[int, list[list[Tensor]]]) -> Found:
-        scored = {slot: joined([RowLogprobs(*(one.numpy() for one in part)) for part in some])
-                  for slot, some in parts.items()}  # fmt: skip
+        scored = {
+            slot: joined([RowLogprobs(*(one.numpy() for one in part)) for part in some]) for slot, some in parts.items()
+        }
         failed = {slot: "nan_logits" for slot, rows in scored.items() if np.isnan(rows.logprobs[:, 0]).any()}
         return {"prompt_logprobs": scored, "failed": failed}
 
 
 def score_samples(logits: Tensor, slots: list[int], specs: Mapping[int, SamplerSpec], tokens: Tensor) -> Results | None:
-    """Score sampled tokens for the slots whose `specs` ask for log-probabilities; None if no slot asks.
+    """Launch log-probabilities of sampled tokens, for the slots whose `specs` ask for them, and the copies to the host.
+
+    Returns a function that gives slot -> its `RowLogprobs`, in order; None if no slot asks.
 
     logits   [>= R, V] raw logits; the first R rows are those of `slots`
     specs    slot -> its request's parameters
     tokens   [>= R] int64 sampled tokens
 
-    Launches the work and the copies; the returned function gives slot -> its rows, in order. All rows that ask for the
-    top k are scored together with the largest k; each row keeps its first 1 + k columns.
+    All rows that ask for the k most likely tokens are scored together, with the largest k. Each row keeps its own first
+    1 + k columns.
     """
     vocab, device = logits.shape[1], logits.device
     groups: dict[tuple[int, ...] | int, dict[int, tuple[int, int]]] = {}  # kind -> row -> slot, columns
@@ -107,13 +115,13 @@ def score_samples(logits: Tensor, slots: list[int], specs: Mapping[int, SamplerS
 
 
 def sent(numbers: Sequence[int], device: torch.device) -> Tensor:
-    """Copy numbers to the device as int64, without waiting for the device."""
+    """Copy `numbers` to an int64 tensor on the device, without waiting for the device."""
     host = torch.tensor(numbers, dtype=torch.int64, pin_memory=device.type == "cuda")
     return host.to(device, non_blocking=True)
 
 
 def back(values: Tensor) -> Tensor:
-    """Launch the copy of values to the host; return the host tensor, valid once the device has made the copy."""
+    """Start the copy of `values` to the host. Return the host tensor; it is valid once the device has made the copy."""
     out = torch.empty(values.shape, dtype=values.dtype, pin_memory=values.is_cuda and values.numel() <= PINNED)
     return out.copy_(values, non_blocking=True)
 
@@ -129,5 +137,5 @@ def _collected(parts: list[tuple[Iterable[tuple[int, int]], list[Tensor]]]) -> d
 
 
 def joined(parts: list[RowLogprobs]) -> RowLogprobs:
-    """Concatenate the rows of all parts, in order."""
+    """Concatenate log-probabilities of rows: the rows of all parts, in order."""
     return RowLogprobs(*map(np.concatenate, zip(*((p.ids, p.logprobs, p.ranks) for p in parts), strict=True)))

@@ -1,4 +1,4 @@
-"""What inspect-ai does with an evaluation of its own: plain answers, a tool that the model calls, a typed answer."""
+"""An evaluation of inspect-ai: plain answers, a tool that the model calls, a typed answer."""
 
 import json
 from typing import Any

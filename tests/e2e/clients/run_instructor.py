@@ -1,4 +1,4 @@
-"""What users of instructor do: typed answers in all its modes, streamed in parts and in lists, with retries."""
+"""Requests of instructor: typed answers in all its modes, streamed in parts and in lists, with retries."""
 
 import json
 from typing import Annotated, Any, Literal
@@ -29,7 +29,7 @@ class Trips(BaseModel):
 
 
 class Nowhere(BaseModel):
-    """What no answer can be."""
+    """A type that no answer can have."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -87,7 +87,7 @@ def plain_answers(facts: Facts) -> None:
 
 
 def retries(facts: Facts) -> None:
-    """What its own checks refuse is sent back with the reason: the calls and their results are messages again."""
+    """instructor sends an answer that its checks refuse back with the reason: calls and results are messages again."""
     for mode in MODES:
         error = refusal(InstructorRetryException, client(facts, mode).create, response_model=Nowhere,
                         **asked(facts, max_retries=2))

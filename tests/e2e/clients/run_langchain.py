@@ -1,4 +1,4 @@
-"""What users of langchain-openai do: chat, streams, tools, schemas, embeddings, completions, both APIs of OpenAI."""
+"""Requests of langchain-openai: chat, streams, tools, schemas, embeddings, completions, both APIs of OpenAI."""
 
 import os
 from typing import Any, Literal

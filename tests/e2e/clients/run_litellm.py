@@ -1,4 +1,4 @@
-"""What users of litellm do: both prefixes, streams, tools, schemas, reasoning, embeddings, completions, both APIs."""
+"""Requests of litellm: both prefixes, streams, tools, schemas, reasoning, embeddings, completions, both APIs."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""What users of llama-index do through OpenAILike: completions and chat, streams, tools, typed answers."""
+"""Requests of llama-index through OpenAILike: completions and chat, streams, tools, typed answers."""
 
 from typing import Any, Literal
 

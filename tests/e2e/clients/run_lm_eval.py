@@ -1,4 +1,4 @@
-"""What lm-eval does with a task of its own: log-likelihoods of continuations, a text, and a chat; no model hub."""
+"""A task of lm-eval: log-likelihoods of continuations, a text, and a chat; no model hub."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""What users of pydantic-ai do: agents with tools and typed output, over chat, responses and Anthropic's messages."""
+"""Requests of pydantic-ai: agents with tools and typed output, over chat, responses and Anthropic's messages."""
 
 import asyncio
 from collections.abc import Iterator

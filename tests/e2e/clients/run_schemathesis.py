@@ -1,4 +1,4 @@
-"""What schemathesis finds when it reads /openapi.json and sends what it says, and what it does not say, to the server.
+"""schemathesis reads /openapi.json and sends requests that fit it, and requests that do not, to the server.
 
 All of its checks are on. It reads a copy of the document in which no list has to be tried at a length of more than 100:
 a request of 262,145 token ids, which the real bound asks for, has it hold gigabytes, and other tests send such bodies.

@@ -1,4 +1,4 @@
-"""What the programs of this folder share: where the servers are, what `LLM` says, and one line for every scenario.
+"""Shared by the programs of this folder: the servers' addresses, the answers of `LLM`, and one line for every scenario.
 
 Every program runs in the environment of its own client, where Quire is not installed:
 
@@ -55,7 +55,7 @@ def refusal(kind: type[Exception], call: Callable[..., object], *arguments: Any,
 
 
 def close(found: Iterable[float], right: Iterable[float]) -> bool:
-    """Whether numbers are the same up to rounding."""
+    """Return True for numbers that are the same up to rounding."""
     return all(math.isclose(a, b, abs_tol=1e-4) for a, b in zip(found, right, strict=True))
 
 

@@ -21,9 +21,10 @@ from quire.contracts.errors import ConfigError
 from quire.contracts.protocols import ExecutorFacts
 from quire.contracts.sampling import SamplerSpec
 from quire.contracts.step import SAMPLE, Admission, StepPlan
+from quire.distributed.mesh import ALONE
 from quire.kernels.select import KernelNeeds, here, select
 from quire.kernels.supports import SUPPORTS
-from quire.models.plan import Machine, resolve_engine
+from quire.models.plan import Machine, resolve_engine, resolve_sizing
 from quire.platforms.cuda import CudaFacts
 
 GIB = 1 << 30
@@ -42,7 +43,8 @@ def assemble(monkeypatch: pytest.MonkeyPatch, facts: CudaFacts = FACTS, why: str
     machine = Machine(device="cpu", words="NVIDIA T", total_memory=facts.total_memory)
     plan = resolve_engine(config, folder, read_checkpoint_config(folder), machine,
                           DTypePlan(dtype="float32", reason=""), here)  # fmt: skip
-    return cuda.assemble_cuda(plan, facts, on_loading=lambda done, total: None, end_phase=lambda name: None)
+    loaded = cuda.load_cuda(plan, ALONE, facts, on_loading=lambda done, total: None, end_phase=lambda name: None)
+    return loaded.finish(resolve_sizing(plan, loaded.measure()))
 
 
 def test_without_triton_a_gpu_runs_pytorch_s_operations_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,7 +79,7 @@ def test_a_model_that_cannot_fit_is_refused_before_any_of_it_is_there(
 ) -> None:
     small = replace(FACTS, total_memory=GIB, free_memory=1 << 20, others_memory=None)
     built: list[str] = []
-    monkeypatch.setattr(cuda, "build_model", lambda plan: built.append(plan.folder))
+    monkeypatch.setattr(cuda, "build_model", lambda plan, tp: built.append(plan.folder))
     with pytest.raises(ConfigError, match=r"the weights need .* in float32.* are missing. Try "):
         assemble(monkeypatch, small, why)
     assert not built

@@ -1,4 +1,4 @@
-"""What an engine tells its user at start."""
+"""Notes of an engine at start."""
 
 from pathlib import Path
 
@@ -8,7 +8,7 @@ from safetensors.torch import load_file, save_file
 from quire.assemble import assemble
 from quire.config.engine import EngineConfig
 
-from ...tiny_models import Tiny, random_model
+from ...support.tiny_models import Tiny, random_model
 
 
 @pytest.mark.parametrize("load_format", ["auto", "dummy"])

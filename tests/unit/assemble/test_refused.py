@@ -9,7 +9,7 @@ from quire.assemble import assemble
 from quire.config.engine import EngineConfig
 from quire.contracts.errors import UnsupportedModel
 
-from ...tiny_models import Tiny, random_model
+from ...support.tiny_models import Tiny, random_model
 
 
 @pytest.mark.parametrize("load_format", ["auto", "dummy"])

@@ -1,4 +1,4 @@
-"""What becomes of a trace: times by kernel, pauses, and steps. No GPU: the events are made up."""
+"""Evaluation of a trace: times by kernel, pauses, and steps. No GPU: the events are made up."""
 
 import random
 

@@ -29,11 +29,14 @@ FLAGS = """
 --pooler-config --override-pooler-config
 --load-device --weights-load-device --quantization -q
 --load-format --routing --download-dir --offline --no-offline --hf-token --use-tqdm-on-load --no-use-tqdm-on-load
---block-size --kv-cache-memory-bytes --gpu-memory-utilization --num-gpu-blocks-override --num-blocks
+--block-size --kv-cache-dtype --kv-cache-memory-bytes --gpu-memory-utilization --num-gpu-blocks-override --num-blocks
 --enable-prefix-caching --no-enable-prefix-caching
 --max-num-batched-tokens --max-num-seqs --max-waiting --scheduling-policy --watermark
 --device --num-threads --async-depth --mock-step-ms
 --enforce-eager --no-enforce-eager --cudagraph-capture-sizes --cuda-graph-sizes --max-cudagraph-capture-size
+--tensor-parallel-size -tp --pipeline-parallel-size -pp --pipeline-layer-partition
+--enable-expert-parallel --no-enable-expert-parallel -ep
+--check-collectives --no-check-collectives --disable-custom-all-reduce --no-disable-custom-all-reduce
 """.split()
 
 
@@ -49,7 +52,7 @@ def options(args: Sequence[str]) -> dict[str, object]:
 
 
 def test_the_flags_are_these() -> None:
-    flags = {flag for flag in make_parser()._option_string_actions if flag not in ("-h", "--help")}
+    flags = {flag for action in make_parser().actions() for flag in action.option_strings} - {"-h", "--help"}
     assert flags == set(FLAGS)
 
 
@@ -92,10 +95,10 @@ def _fields() -> list[tuple[dataclasses.Field, str]]:
 def test_every_flag_reaches_its_option(flag: str) -> None:
     """Whatever the type of a field, its flag parses to a value of that type."""
     texts = {"--dtype": "half", "--load-format": "dummy", "--load-device": "cpu", "--weights-load-device": "cpu",
-             "--routing": "uniform", "--scheduling-policy": "priority", "--device": "cpu",
+             "--routing": "uniform", "--kv-cache-dtype": "fp8", "--scheduling-policy": "priority", "--device": "cpu",
              "--override-generation-config": '{"top_k": 5}', "--pooler-config": '{"pooling_type": "MEAN"}',
              "--override-pooler-config": '{"pooling_type": "MEAN"}'}
-    boolean = f"--no-{flag[2:]}" in FLAGS
+    boolean = f"--no-{flag[2:]}" in FLAGS or flag == "-ep"
     args = [flag] if boolean else [flag, texts.get(flag, "1")]
     (name, value), = options(args).items()
     assert name in flat_names()

@@ -126,9 +126,11 @@ def test_a_note_says_why_as_a_sentence() -> None:
     (["--gpu-memory-utilization", "0.5", "--enforce-eager", "--max-cudagraph-capture-size", "256"],
      {"gpu_memory_utilization": 0.5, "enforce_eager": True, "max_cudagraph_capture_size": 256}),
     (["-O2", "-O", "3", "-cc.mode=3", "--compilation-config.mode", "0"], {}),
-    (["--tensor_parallel_size=1", "-pp", "1", "-dp", "1.0", "--data-parallel-size-local", "1"], {}),
+    (["-dp", "1.0", "--data-parallel-size-local", "1"], {}),
+    (["--tensor_parallel_size=2", "-pp", "3", "-ep"], {"tensor_parallel_size": 2, "pipeline_parallel_size": 3,
+                                                      "enable_expert_parallel": True}),
     (["--speculative-config", "{}", "--hf-overrides", "{ }", "--structured-outputs-config", '{"backend":"auto"}'], {}),
-    (["-tp", "2", "-tp", "1"], {}),
+    (["-dp", "2", "-dp", "1"], {}),
     (["--runner", "pooling", "--convert", "embed", "--task=embed"], {}),
     (["--override-pooler-config", '{"pooling_type": "MEAN"}'], {"pooler_config": {"pooling_type": "MEAN"}}),
     (["--pooler-config.pooling_type", "CLS"], {"pooler_config": {"pooling_type": "CLS"}}),
@@ -138,7 +140,7 @@ def test_values(args: list[str], values: dict[str, object]) -> None:
 
 
 @pytest.mark.parametrize(("given", "options"), [
-    ({"tensor_parallel_size": 1, "quantization": None, "enable_lora": None, "rope_scaling": {}}, {}),
+    ({"data_parallel_size": 1, "quantization": None, "enable_lora": None, "rope_scaling": {}}, {}),
     ({"async_scheduling": True}, {"async_depth": 2}),
     ({"allow_async_output_proc": True}, {"async_depth": 2}),
     ({"disable_async_output_proc": True}, {"async_depth": 1}),
@@ -159,7 +161,7 @@ def test_a_keyword_that_changes_nothing_is_noted_once(caplog: pytest.LogCaptureF
 
 
 @pytest.mark.parametrize(("given", "words"), [
-    ({"tensor_parallel_size": 2}, "^tensor_parallel_size 2: several devices are not implemented yet"),
+    ({"data_parallel_size": 2}, "^data_parallel_size 2: replicas are not implemented yet"),
     ({"enable_lora": True, "quantization_config": {"a": 1}}, "enable_lora: adapters .*; quantization_config .*: the q"),
     ({"enable_lora": "yes"}, "enable-lora: must be true or false"),
     ({"tensor_paralel_size": 2}, "Quire has no option 'tensor_paralel_size'"),
@@ -173,9 +175,9 @@ def test_keyword_arguments_that_cannot_be_met(given: dict[str, Any], words: str)
 
 def test_everything_that_is_missing_is_named_at_once() -> None:
     with pytest.raises(ConfigError) as caught:
-        settings(["m", "-tp", "2", "--enable-lora", "--enforce-eager", "--speculative-config.method", "ngram"])
+        settings(["m", "-dp", "2", "--enable-lora", "--enforce-eager", "--speculative-config.method", "ngram"])
     assert str(caught.value) == (
-        "-tp 2: several devices are not implemented yet: leave the flag out, or start several servers; "
+        "-dp 2: replicas are not implemented yet: start one server per replica; "
         "--enable-lora: adapters (LoRA) are not implemented yet; "
         '--speculative-config {"method": "ngram"}: speculative decoding is not implemented yet.')
 
@@ -213,27 +215,27 @@ NOTED = [
     ("--num-scheduler-steps 8", "--num-scheduler-steps changes nothing: a step makes one token"),
     ("--attention-backend FLASHINFER", "Quire chooses kernels itself; forcing one is not supported"),
     ("--no-enable-chunked-prefill", "--no-enable-chunked-prefill changes nothing: long prompts"),
-    ("--enable-expert-parallel", "it counts only where experts are spread over GPUs"),
+    ("--enable-eplb", "experts are not balanced among devices yet"),
     ("--api-server-count 4", "one process speaks HTTP"),
-    ("--distributed-executor-backend ray", "--distributed-executor-backend ray changes nothing: there is one device"),
+    ("--distributed-executor-backend ray", "--distributed-executor-backend ray changes nothing: each device has a"),
     ("--long-prefill-token-threshold 512", "--max-num-batched-tokens bounds the chunks"),
     ("--model-loader-extra-config.enable_multithread_load true", "each file is read once"),
     ("--guided-decoding-backend auto:no-fallback", "--guided-decoding-backend auto:no-fallback changes nothing"),
     ("--guided-decoding-disable-fallback", "--guided-decoding-disable-fallback changes nothing: llguidance makes"),
 ]
 REFUSED = [
-    ("serve meta-llama/Llama-3.3-70B-Instruct --tensor-parallel-size 2 --gpu-memory-utilization 0.95 "
-     "--max-model-len 32768", "--tensor-parallel-size 2: several devices"),
-    ("serve deepseek-ai/DeepSeek-V3 -tp 8 --enable-expert-parallel --trust-remote-code",
-     "-tp 8: several devices are not implemented yet: leave the flag out, or start several servers."),
+    ("serve meta-llama/Llama-3.3-70B-Instruct --decode-context-parallel-size 2 --gpu-memory-utilization 0.95 "
+     "--max-model-len 32768", "--decode-context-parallel-size 2: contexts are not divided among devices: use -tp"),
+    ("serve deepseek-ai/DeepSeek-V3 -dp 8 --enable-expert-parallel --trust-remote-code",
+     "-dp 8: replicas are not implemented yet: start one server per replica."),
+    ("serve m -tp 2 --enable-dbo", "--enable-dbo: a step is not split into two batches: leave it out"),
     ("serve Qwen/Qwen3-8B --structured-outputs-config '{\"backend\": \"xgrammar\", \"disable_any_whitespace\": true}'",
      '"disable_any_whitespace": true}: llguidance makes every mask, and its options are fixed'),
     ("serve m --guided-decoding-backend xgrammar:disable-any-whitespace", "--guided-decoding-backend xgrammar:disable"),
     ("serve m --guided-decoding-disable-any-whitespace", "--guided-decoding-disable-any-whitespace: llguidance makes"),
     ("serve m --guided-decoding-disable-additional-properties", "-disable-additional-properties: llguidance makes"),
-    ("serve m --kv-cache-dtype bfloat16", "bfloat16: the KV cache has the dtype of the computation (--dtype)"),
-    ("serve m --kv-cache-dtype fp8", "fp8: the KV cache has the dtype of the computation (--dtype); a quantized one"),
-    ("serve m --distributed-executor-backend external_launcher", "there is one device"),
+    ("serve m --kv-cache-dtype-skip-layers 0 1", "0 1: all layers have a KV cache of one type"),
+    ("serve m --distributed-executor-backend external_launcher", "each device has a process on this host: use mp"),
     ("serve m --enable-lora --lora-modules sql=/a law=/b --max-lora-rank 64", "--lora-modules sql=/a law=/b: adapters"),
     ("serve m --kv-transfer-config '{\"kv_connector\": \"NixlConnector\", \"kv_role\": \"kv_both\"}'", "the KV cache"),
     ("serve m --speculative-config '{\"method\": \"ngram\", \"num_speculative_tokens\": 4}'", "speculative decoding"),
@@ -272,7 +274,7 @@ def test_keywords_that_change_nothing_are_noted(given: dict[str, Any], words: st
 @pytest.mark.parametrize("option", [option for _, option in engine_options()], ids=lambda option: option.name)
 def test_every_flag_of_the_engine_is_a_keyword_under_each_name(option: Field[Any]) -> None:
     value = {"model": "m", "dtype": "float32", "load_format": "dummy", "device": "cpu"}.get(option.name, option.default)
-    for flag in flag_names(option):
+    for flag in (flag for flag in flag_names(option) if flag.startswith("--")):
         name = flag[2:].replace("-", "_")
         found = keyword_config(*(("m", {}) if name == "model" else ("", {name: value})))
         assert found == EngineConfig.from_flat(**{option.name: value})
@@ -335,8 +337,8 @@ def test_an_abbreviation_gets_the_flag_with_that_short_form(command: str, flag: 
 def test_an_abbreviation_of_a_flag_that_a_command_lacks_gets_no_hint(command: list[str],
                                                                      capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        build_parser().parse_args([*command, "--tp-size", "2"])
-    assert "unknown flag --tp-size. (" in capsys.readouterr().err
+        build_parser().parse_args([*command, "--dp", "2"])
+    assert "unknown flag --dp. (" in capsys.readouterr().err
 
 
 def test_keywords_and_keys_of_files_get_the_same_hint(tmp_path: Path) -> None:

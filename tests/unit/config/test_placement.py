@@ -1,11 +1,11 @@
-"""Which rank holds what, and what is sent."""
+"""Parts of the model by rank."""
 
 from dataclasses import replace
 
 import pytest
 
 from quire.config.checkpoint import ModelArgs, parse_checkpoint_config
-from quire.config.placement import Parallel, check_parallel, collectives, ranks, share, stages
+from quire.config.placement import Parallel, check_parallel, ranks, share, stages
 from quire.contracts.errors import ConfigError
 
 RAW = {"model_type": "qwen3_moe", "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 6,
@@ -54,6 +54,9 @@ def test_ranks_of_replicas_stages_and_places() -> None:
 @pytest.mark.parametrize(("parallel", "said"), [
     (Parallel(tp=3), "^-tp 3: 8 attention heads cannot be divided by 3: use -tp 1, 2, 4 or 8.$"),
     (Parallel(pp=7), "-pp 7: the model has only 6 layers, and every stage needs a layer: use -pp 6 at most"),
+    (Parallel(pp=2, layers=(3, 4)), "pipeline_layer_partition=3,4: 2 stages with 7 layers do not fit -pp 2 and the "
+                                    "model's 6 layers: give 2 numbers that add up to 6"),
+    (Parallel(pp=3, layers=(3, 3)), "pipeline_layer_partition=3,3: 2 stages with 6 layers do not fit -pp 3"),
     (Parallel(tp=8, dp=2, experts=True), "10 experts are fewer than the 16 ranks .tp x dp. that share"),
     (Parallel(dp=1_000_000), "-dp 1000000: 1,000,000 ranks are more than the 4,096 that can be planned: lower a size"),
 ])  # fmt: skip
@@ -68,22 +71,6 @@ def test_sizes_that_do_not_fit_heads_or_experts() -> None:
         check_parallel(replace(args(), num_kv_heads=3, num_heads=12), Parallel(tp=2))
     with pytest.raises(ConfigError, match="has no experts"):
         check_parallel(replace(args(), moe=None), Parallel(dp=2, experts=True))
-
-
-def test_messages_are_bytes_that_a_rank_hands_over_for_a_token_of_its_own() -> None:
-    """A hidden state has 32 values of 2 bytes, the vocabulary 64 logits of 4."""
-    assert list(collectives(args(), Parallel(), 2, "")) == []
-    both = {(one.kind, one.where): one for one in collectives(args(), Parallel(tp=2, pp=3), 2, "")}
-    summed = both["all-reduce", "attention output"]
-    assert summed.message_bytes == 64 and summed.times == 6
-    assert both["send/recv", "between stages"].times == 2
-    assert both["gather", "logits"].message_bytes == 128, "half of the vocabulary"
-    spread = list(collectives(args(), Parallel(dp=4, experts=True), 2, "all-gather"))
-    both_ways = [("all-gather", 64, 3), ("reduce-scatter", 256, 3)]
-    assert [(one.kind, one.message_bytes, one.times) for one in spread] == both_ways, "back go the rows of 4 replicas"
-    direct = list(collectives(args(), Parallel(dp=4, experts=True), 2, "all-to-all"))
-    assert [(one.kind, one.message_bytes) for one in direct] == [("all-to-all", 192)] * 2, "to 3 ranks, not to all 4"
-    assert list(collectives(args(), Parallel(dp=4), 2, "")) == [], "replicas that share no experts"
 
 
 def test_only_sizes_that_differ_from_one_are_named() -> None:

@@ -1,4 +1,4 @@
-"""How a model pools, as its files and pooler_config say; what is not implemented is refused by name."""
+"""Pooling by a model's files and pooler_config; options that are not implemented are refused by name."""
 
 import json
 from pathlib import Path

@@ -86,7 +86,8 @@ def test_lists_in_the_environment_are_separated_by_commas(monkeypatch: pytest.Mo
     ("tokenizer: null", {"tokenizer": None}),
     ("", {}),
     ("# nothing", {}),
-    ("max-num-queued-reqs: 5\ntensor-parallel-size: 1", {"max_waiting": 5}),
+    ("max-num-queued-reqs: 5\ndata-parallel-size: 1", {"max_waiting": 5}),
+    ("tensor-parallel-size: 2", {"tensor_parallel_size": 2}),
 ])
 def test_what_a_file_holds(config_file: Any, text: str, expected: dict[str, Any]) -> None:
     assert settings(config_file(text)).values == expected
@@ -96,9 +97,9 @@ def test_what_a_file_holds(config_file: Any, text: str, expected: dict[str, Any]
     ("max-modl-len: 5", "max-modl-len is not known. Did you mean max-model-len?"),
     ("zzzzzzzzz: 5", "zzzzzzzzz is not known. `quire serve --help`"),
     ("tensor-paralel-size: 2", "Did you mean tensor-parallel-size?"),
-    ("tensor-parallel-size: 2", "config.yaml: tensor-parallel-size 2: several devices are not implemented yet"),
+    ("data-parallel-size: 2", "config.yaml: data-parallel-size 2: replicas are not implemented yet"),
     ("enable-lora: true", "config.yaml: enable-lora: adapters"),
-    ("enable-expert-parallel: 2", "enable-expert-parallel: must be true or false"),
+    ("enable-expert-parallel: 2", "enable-expert-parallel: 2 is neither true nor false"),
     ("max-num-seqs: lots", "max-num-seqs: 'lots' is not a whole number"),
     ("max-num-seqs: 1.5", "max-num-seqs: '1.5' is not a whole number"),
     ("max-num-seqs: true", "max-num-seqs: 'true' is not a whole number"),
@@ -126,8 +127,8 @@ def test_a_file_that_is_not_there(tmp_path: Path) -> None:
 
 
 def test_a_refused_key_can_be_overruled(config_file: Any) -> None:
-    file = config_file("tensor-parallel-size: 2\nasync-scheduling: true")
-    assert settings([*file, "-tp", "1", "--no-async-scheduling"]).values == {"async_depth": 1}
+    file = config_file("data-parallel-size: 2\nasync-scheduling: true")
+    assert settings([*file, "-dp", "1", "--no-async-scheduling"]).values == {"async_depth": 1}
 
 
 def test_the_environment_wins_over_an_alias_in_a_file(config_file: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""What `SamplingParams` accepts and refuses: every field, with its range in the message."""
+"""Values that `SamplingParams` accepts and refuses: every field, with its range in the message."""
 
 import math
 import re

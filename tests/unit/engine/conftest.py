@@ -3,7 +3,7 @@
 import math
 from array import array
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -66,7 +66,7 @@ class Jobs:
 
 
 @pytest.fixture(autouse=True)
-def no_naps(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_idle_sleep(monkeypatch: pytest.MonkeyPatch) -> None:
     """An idle core does not wait for what is being compiled: `Jobs` would not go on meanwhile."""
     monkeypatch.setattr("quire.engine.grammar.IDLE_SECONDS", 0.0)
 
@@ -215,7 +215,7 @@ class EngineRig:
         return tokens, FinishReason.STOP if new.pool else FinishReason.LENGTH
 
     def refusal(self, handle: int) -> str:
-        """What is wrong with the grammar of a request; "" for one that is right, or has none."""
+        """Return the fault of a request's grammar; "" for a right grammar or none."""
         try:
             if (spec := self.asked[handle].grammar) is not None:
                 self.compiler.compile(spec)
@@ -257,7 +257,7 @@ class EngineRig:
         return tokens, FinishReason.LENGTH
 
     def vector(self, handle: int) -> np.ndarray:
-        """What a request for a vector comes to, if nothing goes wrong."""
+        """Return the expected vector of a request, if nothing goes wrong."""
         states, digest = [], FIRST
         for token in self.prompts[handle]:
             digest = chain(digest, token)
@@ -302,9 +302,14 @@ class EngineRig:
         assert got == rows[: len(got)], f"prompt rows of {handle}"
         assert not complete or len(got) == len(rows), f"prompt rows of {handle} are missing"
 
+    @property
+    def requests(self) -> Mapping[int, Any]:
+        """The core's records of live requests, by handle."""
+        return self.core._requests
+
     def request(self, handle: int) -> Any:
         """The core's record of a live request."""
-        return self.core._requests[handle]
+        return self.requests[handle]
 
     def plan_of(self, index: int = -1) -> dict[int, int]:
         """A submitted plan as {slot: tokens}."""

@@ -48,7 +48,7 @@ def test_drafts_end_where_the_request_may(Rig: Any, depth: int) -> None:
     handle = rig.add([1, 2, 3], 8)
     while rig.core.has_work:
         rig.step()
-        if (request := rig.core._requests.get(handle)) is not None:
+        if (request := rig.requests.get(handle)) is not None:
             assert rig.table.upper_bound[request.slot] <= request.end == 11
     assert [rows_of(p) for p in rig.plans if p.num_decodes] == [[4], [3], [2]]
     rig.judge(handle)
@@ -185,7 +185,7 @@ def test_drafts_that_were_wrong_are_in_no_block_that_is_found(Rig: Any, depth: i
     handle = rig.add(range(7), 40)
     while handle not in rig.finish:
         rig.step()
-        if (request := rig.core._requests.get(handle)) is None or request.slot < 0:
+        if (request := rig.requests.get(handle)) is None or request.slot < 0:
             continue
         slot, table = request.slot, rig.allocator.table(request.slot)
         assert rig.allocator.capacity[slot] >= rig.table.upper_bound[slot] - 1

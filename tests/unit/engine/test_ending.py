@@ -1,4 +1,4 @@
-"""How a request ends: abort in every state, deadlines, failures that stay alone, nothing to generate."""
+"""The end of a request: abort in every state, deadlines, failures that stay alone, nothing to generate."""
 
 from typing import Any
 
@@ -21,7 +21,7 @@ def test_abort_while_waiting(Rig: Any, depth: int) -> None:
     rig.step()
     rig.abort(handles[1])
     assert len(rig.scheduler.queue) == 1 and rig.core.step().finished[0].reason is FinishReason.ABORT
-    assert handles[1] not in rig.core._requests
+    assert handles[1] not in rig.requests
 
 
 def test_abort_while_blocked(Rig: Any, depth: int) -> None:
@@ -144,7 +144,7 @@ def test_a_failed_request_fails_alone_with_the_tokens_before(Rig: Any, depth: in
 
 
 def test_blocks_of_a_failed_request_are_not_reused(Rig: Any, depth: int) -> None:
-    """Those it took from others are: they were good before."""
+    """Blocks that it took from others are reused: they were good before."""
     rig = Rig(depth)
     rig.add(PROMPT[:9], 1)
     rig.drain()

@@ -13,7 +13,7 @@ PROMPTS = [[7, 8, 9, 10, 11, 12, 13, 14, 15, i] for i in range(4)]  # two full b
 
 
 class Broken(RuntimeError):
-    """What a planted fault raises."""
+    """The exception of a planted fault."""
 
 
 def plant(

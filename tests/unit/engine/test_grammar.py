@@ -154,7 +154,7 @@ def test_a_grammar_that_cannot_be_compiled_ends_its_request_alone(Rig: Any, dept
 
 
 def test_a_passing_fault_is_no_fault_of_the_grammar(Rig: Any, depth: int) -> None:
-    """Who asks for the same later has it compiled; what is wrong with a grammar is told again."""
+    """A later request with the same grammar has it compiled; a faulty grammar is refused again."""
     rig = small(Rig, depth)
     load = rig.compiler._load
 

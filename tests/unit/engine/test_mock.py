@@ -31,7 +31,7 @@ def plan(step: int, slots: dict[int, int], *, decodes: int | None = None, admitt
 
 
 def started(depth: int = 1) -> MockExecutor:
-    """One request of 6 tokens in blocks 1 and 2, its prompt computed."""
+    """Return a mock with a request of 6 tokens in blocks 1 and 2, its prompt computed."""
     mock = MockExecutor(depth=depth)
     run(mock, plan(0, {0: 6}, admitted=(admission(0, [5, 6, 7, 8, 9, 10], [1, 2]),)))
     return mock

@@ -86,7 +86,7 @@ class EngineMachine(RuleBasedStateMachine):
         """A child whose parent may be in any state, or gone."""
         rig = self.rig
         parent = data.draw(st.sampled_from(sorted(rig.asked)))
-        live = parent not in rig.finish and parent in rig.core._requests
+        live = parent not in rig.finish and parent in rig.requests
         asked = rig.asked[parent]  # a vector's child generates nothing
         rig.add(rig.prompts[parent], asked.max_tokens, parent=parent, grammar=asked.grammar)
         event(f"child of a parent {'live' if live else 'gone'}")
@@ -95,7 +95,7 @@ class EngineMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def abort(self, data: st.DataObject) -> None:
         handle = data.draw(st.sampled_from(sorted(self.rig.asked)))
-        request = self.rig.core._requests.get(handle)
+        request = self.rig.requests.get(handle)
         event(f"abort {request.state.value if request else 'finished'}")
         self.rig.abort(handle)
 
@@ -114,12 +114,12 @@ class EngineMachine(RuleBasedStateMachine):
     def time_passes(self) -> None:
         self.rig.now += 2
 
-    @precondition(lambda self: self.rig.core._requests)
+    @precondition(lambda self: self.rig.requests)
     @rule(data=st.data(), after=st.integers(0, 3))
     def plant_failure(self, data: st.DataObject, after: int) -> None:
         """At an output that the device has not reached yet."""
         rig = self.rig
-        handle = data.draw(st.sampled_from(sorted(rig.core._requests)))
+        handle = data.draw(st.sampled_from(sorted(rig.requests)))
         rig.mock.fail.setdefault(str(handle), len(rig.tokens[handle]) + self.depth * (1 + self.drafts) + after)
 
     @rule()
@@ -157,19 +157,19 @@ def chaos(rig: Any, rng: random.Random, seen: Counter[str], num_requests: int) -
             for _ in range(rng.choice([0, 0, 0, 2])):
                 child = rig.add(prompt, max_tokens, parent=parent, grammar=grammar)
                 seen["blocked"] += rig.request(child).state is RequestState.BLOCKED
-        live = sorted(rig.core._requests)
+        live = sorted(rig.requests)
         if live and rng.random() < 0.04:
             victim = rig.request(rng.choice(live))
             in_flight = victim.in_flight or (victim.slot >= 0 and rig.table.in_flight[victim.slot])
             seen[f"abort {victim.state.value}{' in flight' if in_flight else ''}"] += 1
             rig.abort(victim.new.handle)
         seen["waits for its own token"] += any(
-            r.in_flight and r.state is RequestState.WAITING for r in rig.core._requests.values())
+            r.in_flight and r.state is RequestState.WAITING for r in rig.requests.values())
         got = rig.step()
-        preempted = {h for h, r in rig.core._requests.items() if r.state is RequestState.WAITING}
+        preempted = {h for h, r in rig.requests.items() if r.state is RequestState.WAITING}
         seen["token after preemption"] += len(preempted.intersection(got.handles.tolist()))
         seen["resumed"] += sum(
-            r.num_preemptions > 0 and r.state is RequestState.RUNNING for r in rig.core._requests.values())
+            r.num_preemptions > 0 and r.state is RequestState.RUNNING for r in rig.requests.values())
 
 
 @every_depth

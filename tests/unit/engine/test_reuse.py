@@ -1,4 +1,4 @@
-"""What is computed once and reused: exact numbers, as reported and as the executor saw them."""
+"""Tokens that are computed once and reused: exact numbers, as reported and as the executor saw them."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""What is planned: budget and order, admission, one step ahead of the results, giving way, limits and refusals."""
+"""The plan of a step: budget and order, admission, one step ahead of the results, giving way, limits and refusals."""
 
 from typing import Any
 

@@ -12,7 +12,8 @@ from quire.contracts.request import FinishReason
 from quire.contracts.sampling import OutputKind, SamplingParams
 from quire.contracts.step import RowLogprobs
 from quire.entry.completion import Generation
-from quire.entry.front_end import FrontEnd, FrontLimits
+from quire.entry.core_request import FrontLimits
+from quire.entry.front_end import FrontEnd
 from quire.entry.prompts import Prompt
 from quire.text.byte_tokenizer import ByteTokenizer
 

@@ -19,7 +19,7 @@ ASKING = {  # a line in which everything but the last word is typed -> how a she
 
 
 def complete(shell: str, line: str, folder: Path) -> dict[str, str]:
-    """What a shell offers for the last word of a line, and the help of each."""
+    """Return the words that a shell offers for the last word of a line, with their help."""
     found = shutil.which(shell)
     if found is None:
         pytest.skip(f"there is no {shell}")
@@ -47,7 +47,8 @@ def complete(shell: str, line: str, folder: Path) -> dict[str, str]:
     ("quire bench serve --rep", set()),
     ("quire ", set(COMMANDS)),
     ("quire completion ", {"bash", "zsh", "fish"}),
-    ("quire serve --tensor-par", set()),  # vLLM's flags are taken and not proposed
+    ("quire serve --tensor-par", {"--tensor-parallel-size"}),
+    ("quire serve --data-parallel-si", set()),  # flags of vLLM that Quire refuses are not proposed
 ])
 def test_what_is_offered(shell: str, line: str, offered: set[str], tmp_path: Path) -> None:
     assert {word for word in complete(shell, line, tmp_path) if word} == offered

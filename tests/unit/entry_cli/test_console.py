@@ -1,4 +1,4 @@
-"""What a server prints: a banner of at most 12 lines with a command that can be typed, progress, statistics."""
+"""Output of a server: a banner of at most 12 lines with a command that can be typed, progress, statistics."""
 
 import io
 import json
@@ -56,6 +56,13 @@ def test_a_gpu_tells_what_it_is_and_how_its_memory_is_shared() -> None:
     assert len(lines) <= 12 and found["device"].startswith("NVIDIA H200, sm_90; one process")
     assert (found["weights"], found["memory"]) == (plans["weights"], plans["memory"])
     assert found["kernels"] == "norm: triton (asked for)"
+
+
+def test_ranks_are_named_with_the_memory_of_each() -> None:
+    plans = {"ranks": "2 ranks: tp 2, gloo", "each rank": "ranks 0, 1: 5.01 MiB of weights, 1.50 GiB of KV cache each"}
+    found = rows(lines := banner_lines(ready(plans=plans), config(), URL))
+    assert len(lines) <= 12 and "; 2 ranks: tp 2, gloo; " in found["device"] and found["memory"] == plans["each rank"]
+    assert "weights" not in found and found["KV cache"] == "1,000 blocks x 32 = 32,000 tokens"
 
 
 def test_many_kernels_are_named_without_their_reasons() -> None:

@@ -21,8 +21,8 @@ SOURCE = Path(__file__).resolve().parents[3] / "src"
 
 
 def test_the_commands_are_these() -> None:
-    assert list(COMMANDS) == ["serve", "chat", "complete", "run-batch", "bench", "weights", "explain", "verify",
-                              "trace", "doctor", "completion"]
+    assert list(COMMANDS) == ["serve", "chat", "complete", "run-batch", "bench", "weights", "quantize", "explain",
+                              "verify", "trace", "doctor", "completion"]
 
 
 @pytest.mark.parametrize("flag", ["--version", "-v", "-V"])
@@ -75,7 +75,7 @@ def test_a_misuse_is_one_line_and_exit_code_2(args: list[str], message: str,
     (["bench", "throughput", "--only", "nothing"], "unknown workload 'nothing'"),
     (["bench", "throughput", "--scale", "0"], "--scale 0.0: must be above 0"),
     (["bench", "kernels", "--models", "nothing"], "--models 'nothing': no such configuration"),
-    (["serve", "-tp", "2"], "-tp 2: several devices are not implemented yet: leave the flag out, or start"),
+    (["serve", "-dp", "2"], "-dp 2: replicas are not implemented yet: start one server per replica"),
     (["serve", "--ssl-keyfile", "k"], "--ssl-keyfile and --ssl-certfile go together"),
     (["serve", "--config", "/no/such.yaml"], "--config /no/such.yaml: No such file"),
     (["chat", "--api-key", "k"], "--api-key and --model-name go with --url"),

@@ -35,7 +35,7 @@ def chat_stream(*words: str) -> str:
 
 @dataclass
 class Served:
-    """What the server answers to a POST (status, body), and what it was asked: (path, headers, body)."""
+    """Answers of the server to a POST (status, body), and the requests that it got: (path, headers, body)."""
 
     url: str = ""
     answers: list[tuple[int, str]] = field(default_factory=list)
@@ -138,7 +138,7 @@ def error(message: str) -> str:
     ((422, json.dumps({"detail": "wrong field"})), 1, "answered 422: wrong field"),
     ((200, event({"choices": [{"text": "a"}]}) + event({"error": {"message": "engine died"}})), 1, "engine died"),
     ((200, event({"choices": [{"text": "a"}]})), 1, "broke off: the server or network failed. Ask again."),
-    ((200, "data: no json\n\n"), 1, "is not a JSON object: is it an OpenAI API?"),
+    ((200, "data: no json\n\n"), 1, "is not a JSON object: check that --url is an OpenAI API."),
 ])
 def test_what_goes_wrong_is_one_line(served: Served, answer: tuple[int, str], code: int, words: str,
                                      capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""How `quire run-batch` ends; here no line can be asked for, so that no engine is loaded."""
+"""Exit codes of `quire run-batch`. No line of these files can be sent, so no engine is loaded."""
 
 import os
 from pathlib import Path

@@ -13,7 +13,7 @@ from quire.entry.cli.serve import bind_warnings
 
 
 @pytest.fixture
-def started(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+def started_servers(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Put a server that only remembers in the real one's place."""
     module, seen = types.ModuleType("quire.entry.http.server"), []
 
@@ -28,20 +28,20 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return seen
 
 
-def test_the_configuration_is_handed_on(started: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_configuration_is_handed_on(started_servers: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["serve", "a/b", "--port", "9", "--use-fp64-gumbel"]) == 0
-    assert started == [ServerConfig.from_flat(model="a/b", port=9)]
+    assert started_servers == [ServerConfig.from_flat(model="a/b", port=9)]
     assert capsys.readouterr().err.splitlines() == [
         "quire: note: --use-fp64-gumbel changes nothing: noise is drawn in one way, by counter.",
         "quire: note: started"]
 
 
-def test_print_config_starts_nothing(started: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
+def test_print_config_starts_nothing(started_servers: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["serve", "a/b", "--api-key", "secret", "--print-config"]) == 0
     out, err = capsys.readouterr()
     assert 'model: "a/b"' in out and "# argument MODEL" in out and "secret" not in out
     assert "the API key is printed as ***" in err and "secret" not in err
-    assert started == []
+    assert started_servers == []
 
 
 @pytest.mark.parametrize(("args", "line"), [
@@ -55,24 +55,29 @@ def test_print_config_shows_the_bound_of_the_queue(args: list[str], line: str,
     assert line in [" ".join(printed.split()) for printed in capsys.readouterr().out.splitlines()]
 
 
-def test_print_config_refuses_what_cannot_work(started: list[Any]) -> None:
+def test_print_config_refuses_what_cannot_work(started_servers: list[Any]) -> None:
     assert main(["serve", "--print-config", "--ssl-keyfile", "k"]) == 3
-    assert started == []
+    assert started_servers == []
 
 
-def test_print_config_tells_of_flags_that_change_nothing(started: list[Any],
+def test_print_config_tells_of_flags_that_change_nothing(started_servers: list[Any],
                                                          capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["serve", "--print-config", "--use-fp64-gumbel"]) == 0
     assert "quire: note: --use-fp64-gumbel changes nothing" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("args", "code"), [([], 3), (["--api-key", "k"], 0), (["--print-config"], 0)])
-def test_a_key_for_vllm_opens_no_server(args: list[str], code: int, started: list[Any], monkeypatch: pytest.MonkeyPatch,
-                                        capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_key_for_vllm_opens_no_server(
+    args: list[str],
+    code: int,
+    started_servers: list[Any],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     monkeypatch.setenv("VLLM_API_KEY", "theirs")
     assert main(["serve", *args]) == code
     assert ("set QUIRE_API_KEY or --api-key" in capsys.readouterr().err.replace("Set", "set")) == (code == 3)
-    assert len(started) == (args == ["--api-key", "k"])
+    assert len(started_servers) == (args == ["--api-key", "k"])
 
 
 @pytest.mark.parametrize(("options", "words"), [

@@ -2,6 +2,7 @@
 
 import sys
 import types
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,8 +22,8 @@ def test_the_report_decides(ok: bool, code: int, monkeypatch: pytest.MonkeyPatch
         def render(self) -> str:
             return "layer 0: equal"
 
-    def verify(model: str, config: Any, prompt: str | None) -> Report:
-        calls.append((model, config.model.dtype, prompt))
+    def verify(model: str, config: Any, prompt: str | None, *, reference: Path | None) -> Report:
+        calls.append((model, config.model.dtype, prompt, reference))
         return Report()
 
     module = types.ModuleType("quire.explain.parity")
@@ -30,8 +31,8 @@ def test_the_report_decides(ok: bool, code: int, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setitem(sys.modules, "quire.explain.parity", module)
     if "quire.explain" not in sys.modules:
         monkeypatch.setitem(sys.modules, "quire.explain", types.ModuleType("quire.explain"))
-    assert main(["verify", "some/model", "-p", "text", "--dtype", "float32"]) == code
-    assert calls == [("some/model", "float32", "text")]
+    assert main(["verify", "some/model", "-p", "text", "--dtype", "float32", "--reference", "other"]) == code
+    assert calls == [("some/model", "float32", "text", Path("other"))]
     assert capsys.readouterr().out == "layer 0: equal\n"
 
 

@@ -14,6 +14,8 @@ from quire.explain.describe import plan_engine
 from quire.models.plan import EnginePlan
 from quire.weights.files import StoredTensor, read_checkpoint
 
+from ...support.explained import explained
+
 MODELS = ("DeepSeek-V3", "Qwen3-30B-A3B", "GLM-4.5")
 TOGETHER = Parallel(tp=8, experts=True)
 PER_FILE = 20_000  # tensors
@@ -107,7 +109,7 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def engine_plan(folder: Path, parallel: Parallel = ALONE) -> EnginePlan:
-    return plan_engine(EngineConfig.from_flat(model=str(folder)), parallel, "h200")
+    return explained(EngineConfig.from_flat(model=str(folder)), parallel, "h200")
 
 
 def planned(folder: Path, parallel: Parallel = ALONE) -> dict[str, Any]:
@@ -174,14 +176,14 @@ def test_a_quantized_checkpoint_is_planned(shared: Path) -> None:
     down = found["layers.0.attention.down.weight"]  # 1536 rows and 576, of which the last block of 128 is not full
     assert down["bytes"] == down["raw_bytes"] == (1536 + 576) * 7168 + 4 * (12 + 5) * 56
     assert down["dtype"] == "FP8 in blocks of 128 x 128, activations per token and 128 channels"
-    assert down["run"].endswith(".run") and list(down["stored"].values()) == [None] * 4
+    assert down["run"].rpartition(".")[2] in ("run", "run_norm") and list(down["stored"].values()) == [None] * 4
     assert list(down["stored"])[3] == "model.layers.0.self_attn.kv_a_proj_with_mqa.weight_scale_inv"
     assert (down["format"], down["decided_by"], down["convert"].rpartition(".")[2]) == (
         "fp8", "quantization_config", "convert")
     up = found["layers.0.attention.kv_up.weight"]
     assert up["dtype"] == "bfloat16" and up["stored_as"] == down["dtype"] and up["bytes"] == 2 * 32768 * 512
     assert up["raw_bytes"] == 32768 * 512 + 4 * 256 * 4
-    assert found["layers.0.attention_norm.weight"]["run"] == "quire.kernels.norm.triton.rms_norm", "not fused"
+    assert found["layers.0.attention_norm.weight"]["run"] == "quire.kernels.linear.scaled.run_norm", "fused"
     (linear,) = (one for one in plan["kernels"] if one["weights"])
     assert (linear["op"], linear["weights"]) == ("linear", ("fp8 block",))
     assert plan["moe"]["decode"]["quantize_at"] == "experts"
@@ -192,7 +194,7 @@ def test_bytes_say_on_which_device_they_are(shared: Path) -> None:
     for load_device in ("auto", "cpu"):
         config = EngineConfig.from_flat(model=str(shared / "hf" / "Qwen3-0.6B"), quantization="fp8",
                                         load_device=load_device)  # fmt: skip
-        plan = plan_engine(config, ALONE, "h200").describe()
+        plan = plan_engine(config, "h200").describe()
         found[load_device] = {one["name"]: one for one in plan["layers"][1]["weights"]}["layers.0.mlp.down.weight"]
         assert plan["model"]["format"] == "online fp8"
     for load_device, one in found.items():
@@ -305,5 +307,5 @@ def test_quantized_models_of_the_measurements_are_planned(shared: Path, folder: 
     for device in ("h200", "cpu"):
         config = EngineConfig.from_flat(model=str(shared / "bench" / "models" / folder), load_format="dummy",
                                         device="cpu" if device == "cpu" else "auto")  # fmt: skip
-        plan = plan_engine(config, ALONE, "h200" if device == "h200" else "").describe()
+        plan = plan_engine(config, "h200" if device == "h200" else "").describe()
         assert plan["missing"] == [] and plan["model"]["format"] != "unquantized"

@@ -13,9 +13,12 @@ from quire.config.engine import EngineConfig
 from quire.config.placement import Parallel
 from quire.contracts.errors import ConfigError
 from quire.entry.cli.main import main
+from quire.entry.exit_codes import REFUSED
 from quire.explain import describe
 from quire.explain.describe import plan_engine
-from quire.explain.render import folded
+from quire.explain.render_ranks import folded
+
+from ...support.explained import explained
 
 TINY = str(bundled_model())
 
@@ -31,8 +34,8 @@ def test_torch_is_not_imported(flags: list[str]) -> None:
 def test_json_is_the_whole_plan(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", TINY, "--json", "--device", "h100", "-tp", "2", "--max-model-len", "1024"]) == 0
     printed = json.loads(capsys.readouterr().out)
-    config = EngineConfig.from_flat(model=TINY, max_model_len=1024)
-    assert printed == json.loads(json.dumps(plan_engine(config, Parallel(tp=2), "h100").describe()))
+    config = EngineConfig.from_flat(model=TINY, max_model_len=1024, tensor_parallel_size=2)
+    assert printed == json.loads(json.dumps(plan_engine(config, "h100").describe()))
     assert printed["memory"]["max_model_len"] == 1024 and len(printed["ranks"]) == 2
 
 
@@ -51,19 +54,20 @@ def test_one_layer_has_every_name(capsys: pytest.CaptureFixture[str]) -> None:
     assert "layer 7: grouped-query attention" in out and "layers.0" not in out and "memory" not in out
     assert "<- model.layers.7.self_attn.k_proj.weight in model-0000" in out
     assert main(["explain", TINY, "--layer", "8", "--device", "cpu"]) != 0
-    assert "there are embed, 0 to 7 and head" in capsys.readouterr().err
+    assert "give embed, 0 to 7, or head" in capsys.readouterr().err
 
 
 def test_one_layer_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", TINY, "--layer", "head", "--json", "--device", "cpu"]) == 0
     assert [one["layer"] for one in json.loads(capsys.readouterr().out)["layers"]] == ["head"]
     assert main(["explain", TINY, "--layer", "8", "--json", "--device", "cpu"]) != 0
-    assert "there are embed, 0 to 7 and head" in capsys.readouterr().err
+    assert "give embed, 0 to 7, or head" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("flags", "said"), [
     (["-tp", "3"], "-tp 3: 4 attention heads cannot be divided by 3: use -tp 1, 2 or 4."),
-    (["-tp", "0"], "-tp 0: a size must be at least 1"),
+    (["-tp", "0"], "--tensor-parallel-size=0: must be at least 1."),
+    (["-dp", "0"], "-dp 0: a size must be at least 1"),
     (["-ep"], "has no experts"),
     (["-dp", "1000000"], "1,000,000 ranks"),
     (["--routing", "uniform"], "use it only with --load-format=dummy"),
@@ -79,7 +83,6 @@ def test_what_cannot_be_is_an_error(capsys: pytest.CaptureFixture[str], flags: l
 def test_names_are_folded_over_experts() -> None:
     names = [f"m.experts.{e}.{part}" for e in range(3) for part in ("up", "down")] + ["m.gate", "m.experts.7.w"]
     assert list(folded(names)) == ["m.experts.{0-2}.up", "m.experts.{0-2}.down", "m.gate", "m.experts.7.w"]
-
 
 
 def test_a_folder_with_nothing_but_a_config_or_an_index(tmp_path: Path) -> None:
@@ -154,7 +157,7 @@ def test_ranks_that_hold_as_much_are_one_line(shared: Path, capsys: pytest.Captu
 def test_memory_is_that_of_one_rank(shared: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Of three stages, those at the ends hold more weights, the one between more layers and so the larger pages."""
     config = EngineConfig.from_flat(model=str(shared / "hf" / "Qwen3-0.6B"))
-    plan = plan_engine(config, Parallel(pp=3), "h200").describe()
+    plan = explained(config, Parallel(pp=3), "h200").describe()
     weights = [rank["bytes"] for rank in plan["ranks"]]
     assert plan["memory"]["rank"] == 1 and weights[1] < min(weights[0], weights[2])
     assert plan["memory"]["weights"] == weights[1] and "weights 0.3" in plan["memory"]["budget"]
@@ -173,13 +176,16 @@ def test_stages_that_weigh_the_same_and_differ_in_layers(tmp_path: Path) -> None
            "vocab_size": 2 + 4 * 64 + 3 * 128, "max_position_embeddings": 4096, "torch_dtype": "bfloat16"}  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(raw))
     config = EngineConfig.from_flat(model=str(tmp_path), kv_cache_memory_bytes=1 << 20)
-    plan = plan_engine(config, Parallel(pp=3), "h200")
+    plan = explained(config, Parallel(pp=3), "h200")
     held = [num_bytes for _, num_bytes in plan.held]
     assert held[0] == held[1] != held[2]
     assert plan.fullest == 1 and plan.describe()["memory"]["page_bytes"] == 2 * 2 * 128 * 64 * 2
 
 
-def test_parallel_sizes_are_for_explain_alone() -> None:
+def test_sizes_that_do_not_divide_the_model() -> None:
     with pytest.raises(ConfigError):
-        plan_engine(EngineConfig.from_flat(model=TINY), Parallel(tp=3), "h200")
-    assert main(["serve", TINY, "-tp", "2"]) != 0
+        plan_engine(EngineConfig.from_flat(model=TINY, tensor_parallel_size=3), "h200")
+    # In its own process: a server that leaves a thread behind ends the process that it runs in.
+    serve = subprocess.run([sys.executable, "-m", "quire", "serve", TINY, "-tp", "3", "--port", "0"],
+                           capture_output=True, text=True, timeout=120)
+    assert serve.returncode == REFUSED and "quire: error: " in serve.stderr

@@ -23,9 +23,8 @@ from quire.contracts.sampling import SamplerSpec
 from quire.explain.describe import plan_engine
 
 from ...e2e.in_process import running_inside
-from ...tiny_models import EXPERTS, Tiny, random_model
+from ...support.tiny_models import FAMILIES, Tiny, random_model, write_model
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", *EXPERTS)
 NUMBERS = (("float32", None), ("bfloat16", None), ("float32", "fp8"))  # type of the computation, option quantization
 QUESTIONS = (".missing", ".rows_only")  # functions that compute nothing
 ROOM = (".empty", ".destination")  # functions that pack nothing
@@ -38,7 +37,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
     @functools.cache
     def made(family: str) -> Path:
         folder: Path = tmp_path_factory.mktemp(family)
-        random_model(Tiny(family=family, tied=family == "qwen3"), 0).save_pretrained(folder)
+        write_model(random_model(Tiny(family=family, tied=family == "qwen3"), 0), folder, family)
         return folder
 
     return made
@@ -154,7 +153,7 @@ def count_calls(monkeypatch: pytest.MonkeyPatch, plan: dict[str, Any]) -> Counte
 
 
 def counting(function: Any, name: str, counts: Counter[str], inside: list[str]) -> Any:
-    """What one kernel calls of another is its own affair."""
+    """Calls from a kernel to another are not counted."""
 
     @functools.wraps(function)
     def counted(*args: Any, **kwargs: Any) -> Any:

@@ -10,8 +10,9 @@ from rich.console import Console
 
 from quire.config.engine import EngineConfig
 from quire.config.placement import ALONE, Parallel
-from quire.explain.describe import plan_engine
 from quire.explain.render import render
+
+from ...support.explained import explained
 
 TOGETHER = Parallel(tp=8, experts=True)
 
@@ -20,7 +21,7 @@ TOGETHER = Parallel(tp=8, experts=True)
 def shown(shared: Path) -> Any:
     def show(model: str, parallel: Parallel = ALONE, device: str = "h200") -> tuple[dict[str, Any], str]:
         config = EngineConfig.from_flat(model=str(shared / "hf" / model))
-        plan = plan_engine(config, parallel, device).describe()
+        plan = explained(config, parallel, device).describe()
         out = io.StringIO()
         Console(file=out, width=400, highlight=False).print(render(plan))
         return json.loads(json.dumps(plan)), out.getvalue()
@@ -52,12 +53,13 @@ def test_a_model_is_told_in_the_words_of_the_field(shown: Any, model: str, lines
 
 
 def test_plans_that_cannot_run_say_so_first(shown: Any) -> None:
-    plan, text = shown("DeepSeek-V3", Parallel(tp=2))
-    assert text.startswith("Not runnable yet: tensor parallelism (-tp 2) is not implemented; the plan")
-    assert plan["missing"][0] == {"feature": "tensor parallelism (-tp 2)", "reason": (
-        "-tp 2: several devices are not implemented yet: leave the flag out, or start several servers.")}
-    plan, text = shown("Qwen3-0.6B")
-    assert plan["missing"] == [] and "Not runnable" not in text
+    plan, text = shown("DeepSeek-V3", Parallel(tp=2, dp=2))
+    assert text.startswith("Not runnable yet: data parallelism (-dp 2) is not implemented; the plan")
+    assert plan["missing"] == [{"feature": "data parallelism (-dp 2)", "reason": (
+        "-dp 2: replicas are not implemented yet: start one server per replica.")}]
+    for sizes in (ALONE, Parallel(tp=2, pp=2)):
+        plan, text = shown("Qwen3-0.6B", sizes)
+        assert plan["missing"] == [] and "Not runnable" not in text
 
 
 @pytest.mark.parametrize(("parallel", "gate_up", "down", "router", "qkv"), [
@@ -91,7 +93,8 @@ def test_parts_of_fused_weights_have_their_shapes(shown: Any) -> None:
 
 def test_ranks_are_told_with_their_kv_heads_and_weights(shown: Any) -> None:
     text = shown("Qwen3-30B-A3B", TOGETHER)[1]
-    assert "8 ranks, and their messages (bytes of the message per rank)" in text
+    assert "── 8 ranks" in text
+    assert "experts on ranks of the first stage: experts 0-15 on rank 0; experts 16-31 on rank 1; experts 32" in text
     assert "KV heads on tp ranks: head 0 on ranks 0-1; head 1 on ranks 2-3; head 2 on ranks 4-5; head 3" in text
     assert "weights by device: 8 x cuda 7.15 GiB each" in text
     assert "heads 0-1 on rank 0; heads 2-3 on rank 1" in shown("Qwen3-8B", Parallel(tp=4))[1]

@@ -1,4 +1,4 @@
-"""What is printed for real models on described devices. SNAPSHOTS=1 writes the files anew: read what changed."""
+"""Output for real models on described devices. SNAPSHOTS=1 writes the files anew: read what changed."""
 
 import io
 import os
@@ -9,8 +9,10 @@ from rich.console import Console
 
 from quire.config.engine import EngineConfig
 from quire.config.placement import Parallel
-from quire.explain.describe import one_layer, plan_engine
+from quire.explain.describe import one_layer
 from quire.explain.render import render
+
+from ...support.explained import explained
 
 FOLDER = Path(__file__).with_name("snapshots")
 TOGETHER = Parallel(tp=8, experts=True)
@@ -31,7 +33,7 @@ CASES = {
 def test_plans_of_real_models(shared: Path, name: str) -> None:
     model, parallel, device, layer = CASES[name]
     config = EngineConfig.from_flat(model=str(shared / "hf" / model))
-    plan = plan_engine(config, parallel, device).describe()
+    plan = explained(config, parallel, device).describe()
     plan["model"]["name"] = model  # not where it lies
     out = io.StringIO()
     plan = one_layer(plan, layer) if layer else plan

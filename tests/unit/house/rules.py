@@ -65,7 +65,7 @@ MAY_IMPORT: dict[str, set[str]] = {
 
 @dataclass(frozen=True)
 class Source:
-    """One Python file of the package; `path` is relative to it, with slashes."""
+    """A Python file of the package or of the tests; `path` is relative to the folder, with slashes."""
 
     path: str
     text: str

@@ -19,6 +19,15 @@ def test_every_file_keeps_the_rule(rule: rules.Rule, sources: list[rules.Source]
     assert not complaints, "\n" + "\n".join(complaints)
 
 
+@pytest.mark.parametrize("folder", ["tests", "tools", "examples"])
+def test_docstrings_beside_the_package_begin_with_the_thing(folder: str) -> None:
+    paths = sorted((rules.ROOT / folder).rglob("*.py"))
+    assert paths
+    found = [rules.Source(path.relative_to(rules.ROOT).as_posix(), path.read_text()) for path in paths]
+    complaints = [complaint for source in found for complaint in rules.docstring_beginnings(source)]
+    assert not complaints, "\n" + "\n".join(complaints)
+
+
 def test_rooms_have_no_cycles(sources: list[rules.Source]) -> None:
     assert rules.room_cycles(sources) == []
 

@@ -1,4 +1,4 @@
-"""What `import quire` offers is pinned; adding a name is a decision."""
+"""The names of `import quire` are pinned; adding a name is a decision."""
 
 import importlib
 

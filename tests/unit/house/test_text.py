@@ -1,4 +1,4 @@
-"""No file of the project speaks of the machine or the place it was written at."""
+"""No file speaks of the machine or the place it was written at; helper modules of tests are in one folder."""
 
 import subprocess
 from pathlib import Path
@@ -28,3 +28,8 @@ def test_no_machine_paths_and_no_words_of_the_workplace() -> None:
             name = path.relative_to(rules.ROOT).as_posix()
             complaints += rules.foreign_text(name, path.read_text(encoding="utf-8", errors="replace"))
     assert not complaints, "\n" + "\n".join(complaints)
+
+
+def test_helper_modules_of_tests_are_in_one_folder() -> None:
+    found = [path.name for path in (rules.ROOT / "tests").glob("*.py") if path.name != "conftest.py"]
+    assert found == [], "move them to tests/support"

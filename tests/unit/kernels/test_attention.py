@@ -13,7 +13,7 @@ from quire.kernels.supports import SUPPORTS
 
 NO_RESERVE = 0x4000  # MAP_NORESERVE of Linux
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
-MISSING = here("flash attention") or here("native")
+MISSING = here("native")
 NO_TILES = MISSING or native.NO_TILES
 FAST = [
     pytest.param(cpu, id="cpu"),
@@ -32,6 +32,47 @@ def test_matches_reference(impl: ModuleType, case: inputs.Case, dtype: torch.dty
         actual = impl.paged_attention(q, kv, replace(meta, plans={}), scale)
         assert actual.dtype == dtype and actual.shape == q.shape
         torch.testing.assert_close(actual, expected, rtol=0, atol=TOLERANCE[dtype])
+
+
+PROMPTS = (  # more rows than a block has, more tokens than a span, every number of query heads to a KV head
+    inputs.Case((450,), (450,), heads=(1, 1), head_dim=64, block_size=16),
+    inputs.Case((257, 6, 1), (513, 300, 40), heads=(4, 2), head_dim=128, block_size=32),
+    inputs.Case((90, 5), (700, 256), heads=(6, 2), head_dim=20, block_size=16),
+    inputs.Case((30, 12), (31, 530), heads=(12, 3), head_dim=129, block_size=16),
+    inputs.Case((77,), (290,), heads=(5, 1), head_dim=80),
+    inputs.Case((64, 33), (320, 33), heads=(6, 1), head_dim=17, block_size=16),
+    inputs.Case((40,), (140,), heads=(14, 2), head_dim=512, block_size=16),
+    inputs.Case((100, 8), (400, 264), heads=(16, 2), head_dim=96, block_size=32),
+)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("case", PROMPTS, ids=str)
+@pytest.mark.skipif(bool(MISSING), reason=MISSING or "runs")
+def test_prompts_on_vectors(case: inputs.Case, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "NO_TILES", "not here")
+    q, kv, meta = inputs.make(case, dtype)
+    expected = ref.paged_attention(q, kv, meta, scale=case.head_dim**-0.5)
+    actual = native.paged_attention(q, kv, meta, scale=case.head_dim**-0.5)
+    torch.testing.assert_close(actual, expected, rtol=0, atol=TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.skipif(bool(MISSING), reason=MISSING or "runs")
+def test_a_row_of_a_prompt_depends_on_nothing_but_itself(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one chunk or in several, beside other sequences, on any number of threads, bit for bit."""
+    monkeypatch.setattr(native, "NO_TILES", "not here")
+    case = inputs.Case((470, 9), (470, 300), heads=(6, 2), head_dim=64, block_size=16)
+    q, kv, meta = inputs.make(case, dtype)
+    whole = native.paged_attention(q, kv, meta, scale=0.2)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 7)
+    assert torch.equal(native.paged_attention(q, kv, replace(meta, plans={}), scale=0.2), whole)
+    first = 0
+    for rows in (101, 5, 250, 114):
+        chunk = AttentionMeta([0, rows], [first + rows], meta.block_tables[:1], meta.kv_slots)
+        part = native.paged_attention(q[first : first + rows], kv, chunk, scale=0.2)
+        assert torch.equal(part, whole[first : first + rows])
+        first += rows
 
 
 @pytest.mark.parametrize("impl", [cpu, ref], ids=["cpu", "ref"])
@@ -229,12 +270,12 @@ def test_the_scratch_of_many_long_chunks() -> None:
 WRONG = {
     "cache dtype": (lambda q, kv, meta: (q, KVView(kv.k.bfloat16(), kv.v.bfloat16()), meta), "bfloat16"),
     "float16": (lambda q, kv, meta: (q.half(), KVView(kv.k.half(), kv.v.half()), meta), "float16"),
-    "head dim": (lambda q, kv, meta: (q[..., :8].contiguous(), kv, meta), "the cache"),
+    "head dim": (lambda q, kv, meta: (q[..., :8].contiguous(), kv, meta), "head size"),
     "strides": (lambda q, kv, meta: (q.transpose(0, 1).contiguous().transpose(0, 1), kv, meta), "strides"),
     "tables": (lambda q, kv, meta: (q, kv, replace(meta, block_tables=meta.block_tables.long())), "int32"),
     "short tables": (lambda q, kv, meta: (q, kv, replace(meta, block_tables=meta.block_tables[:, :2])), "contexts"),
     "few tables": (lambda q, kv, meta: (q, kv, replace(meta, block_tables=meta.block_tables[:2])), "contexts"),
-    "rows": (lambda q, kv, meta: (q[:-1], kv, meta), "rows of q"),
+    "rows": (lambda q, kv, meta: (q[:-1], kv, meta), "q must have a row"),
 }
 
 

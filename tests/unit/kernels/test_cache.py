@@ -117,7 +117,7 @@ def test_the_folder_is_quire_s_unless_triton_s_is_named(tmp_path: Path, monkeypa
 
 
 @pytest.fixture
-def a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def gpu_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine with a GPU for which kernels can be compiled, as far as anybody asks."""
     pytest.importorskip("triton")
     monkeypatch.setattr(triton_runtime, "INTERPRETED", False)
@@ -128,7 +128,7 @@ def a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Path, "exists", lambda path: path.name == "Python.h")
 
 
-@pytest.mark.usefixtures("a_gpu")
+@pytest.mark.usefixtures("gpu_machine")
 def test_what_triton_needs_of_a_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     missing = triton_runtime.missing.__wrapped__
     assert missing() == ""

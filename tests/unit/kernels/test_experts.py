@@ -9,11 +9,10 @@ import torch
 from torch import Tensor
 
 from quire.kernels.experts import cpu, grouped, native, panels, ref
+from quire.kernels.experts.inputs import CASES, Case, make, packed_by
 from quire.kernels.linear.native import Packed
 from quire.kernels.native.library import missing, missing_amx
 from quire.kernels.supports import SUPPORTS
-
-from ...expert_inputs import CASES, Case, make, packed_by
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}  # relative to the largest value
 

@@ -10,8 +10,7 @@ from torch import Tensor
 from quire.kernels.attention import inputs
 from quire.kernels.attention.inputs import Case
 from quire.kernels.latent import LatentView, cpu, ref, sequences
-
-from ...latent_steps import make, steps, weights
+from quire.kernels.latent.inputs import make, steps, weights
 
 R, P, V = 8, 16, 12
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}

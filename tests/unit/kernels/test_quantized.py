@@ -12,7 +12,7 @@ from quire.kernels.quantize import ref as quantize
 from quire.kernels.select import KernelNeeds, choose_linears, select
 from quire.quantization.pack.matrix import dequantize, empty, empty_weight
 
-from ...quantized_matrices import SCHEMES, make, numbers, product
+from ...support.quantized_matrices import SCHEMES, make, numbers, product
 
 SHAPES = ((1, 130, 192), (5, 257, 320), (4, 1040, 64))  # (M, N, K); the last has more rows than a piece
 

@@ -1,6 +1,5 @@
 """Routing against the routers of transformers, and where those say nothing: ties, NaN, random draws."""
 
-import importlib
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -9,15 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from quire.config.checkpoint import FAMILIES
 from quire.config.experts import Routing, read_moe
 from quire.kernels.routing import ref, uniform
 
-from ...tiny_models import EXPERTS, Tiny, hf_config
+from ...support.tiny_models import EXPERTS, Tiny, experts_of, hf_config
 
-ROUTERS = {
-    "mixtral": "MixtralTopKRouter", "qwen2_moe": "Qwen2MoeTopKRouter", "qwen3_moe": "Qwen3MoeTopKRouter",
-    "deepseek_v2": "DeepseekV2TopkRouter", "deepseek_v3": "DeepseekV3TopkRouter", "glm4_moe": "Glm4MoeTopkRouter",
-}  # fmt: skip
 RELEASED = {
     "mixtral": (8, 2, {}), "qwen2_moe": (60, 4, {}), "qwen3_moe": (128, 8, {}),
     "deepseek_v2": (160, 6, {"n_group": 8, "topk_group": 3, "routed_scaling_factor": 16.0}),
@@ -31,13 +27,12 @@ def router(family: str, **changes: Any) -> tuple[Any, Routing]:
     config = hf_config(Tiny(family=family))
     for key, value in changes.items():
         setattr(config, key, value)
-    module = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
-    made = getattr(module, ROUTERS[family])(config)
+    made = experts_of(config).gate
     with torch.no_grad():
         made.weight.normal_(0, 0.3)
         if hasattr(made, "e_score_correction_bias"):
             made.e_score_correction_bias.normal_(0, 0.3)
-    moe = read_moe(config.to_dict(), family, 2, "config.json")
+    moe = read_moe(config.to_dict(), FAMILIES[family].experts, 2, "config.json")
     assert moe is not None
     return made, moe.routing
 

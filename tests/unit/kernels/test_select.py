@@ -65,7 +65,7 @@ def test_impossible_is_an_error(op: str, features: frozenset[str], forced: str |
 def test_a_machine_is_asked_last_and_only_what_decides() -> None:
     asked: list[str] = []
     select("attention", CPU, probe=lambda need: asked.append(need) or "")  # type: ignore[func-returns-value]
-    assert asked == ["flash attention", "native"]
+    assert asked == ["native"]
     support = Support(devices=frozenset({"cuda"}), dtypes=frozenset({"bfloat16"}), needs=("triton",))
     assert "not on cpu" in objection(support, CPU, nothing)
     assert "not in float32" in objection(support, KernelNeeds(device="cuda", dtype="float32"), nothing)

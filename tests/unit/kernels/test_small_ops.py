@@ -179,6 +179,25 @@ PANEL_SHAPES = ((1, 7, 5), (2, 33, 64), (3, 100, 130), (4, 65, 513), (5, 256, 25
 
 
 @fast(linear_panels)
+@pytest.mark.parametrize("shape", PANEL_SHAPES, ids=str)
+def test_products_of_bfloat16_have_the_accuracy_of_float32(impl: ModuleType, shape: tuple[int, int, int]) -> None:
+    """Pairs that a unit multiplies are neither rounded nor swapped; a row among many has the bits of the row alone."""
+    x, weight, bias = linear_inputs.make(shape, torch.bfloat16)
+    expected = x.double() @ weight.double().t() + bias.double()
+    packed = impl.pack(weight)
+    actual = impl.run_float(x, packed, bias)
+    assert (actual - expected).abs().max() <= 3e-6 * expected.abs().max()
+    assert torch.equal(actual[-1:], impl.run_float(x[-1:], packed, bias))
+    assert torch.equal(actual[:3], impl.run_float(x[:3], packed, bias))
+    gates = torch.cat((weight, weight.flip(0)))
+    both = x.double() @ gates.double().t()
+    wanted = torch.nn.functional.silu(both[:, : len(weight)]) * both[:, len(weight) :]
+    gated = impl.run_gated(x, impl.pack_gated(gates), None)
+    torch.testing.assert_close(gated.double(), wanted, rtol=1e-2, atol=1e-4)
+    assert torch.equal(gated[-1:], impl.run_gated(x[-1:], impl.pack_gated(gates), None))
+
+
+@fast(linear_panels)
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("stored", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", PANEL_SHAPES, ids=str)

@@ -6,7 +6,7 @@ import pytest
 
 from quire.kernels.streams import Fork
 
-from ...fake_streams import fake_streams
+from ...support.fake_streams import fake_streams
 
 BESIDE = ["side waits for main", "in side", "work", "out of side"]
 

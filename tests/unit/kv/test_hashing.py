@@ -30,6 +30,7 @@ def test_namespace_depends_on_every_field():
         namespace(revision="s"),
         namespace(dtype="float8_e4m3fn"),
         namespace(block_size=8),
+        namespace(weights="fp8"),
         namespace(geometry=geometry(heads=4)),
         namespace(geometry=geometry(layers=(0, 1, 2))),
         namespace(geometry=geometry(window=128)),

@@ -27,7 +27,7 @@ class Cache:
         self.count = 0
 
     def admit(self, tokens, tags=(), root=ROOT, *, published=None, reads=True, limit=None):
-        """What is said of a prompt, which is then computed and freed; the first `published` blocks are indexed."""
+        """Return the reason for a prompt; then compute and free it. The first `published` blocks are indexed."""
         chain = KeyChain(root, SIZE, array("I", tokens), tags)
         match = self.index.match(chain, (len(chain.tokens) - 1 if limit is None else limit) if reads else 0)
         report = self.history.admit(str(self.count), chain, match, len(chain.tokens), reads=reads)

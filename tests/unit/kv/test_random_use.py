@@ -30,7 +30,7 @@ class Running:
         self.num_computed = 0
 
     def content(self, block: int, group: int) -> Content:
-        """What block `block` of a group's table must contain: everything up to its last token decides its KV."""
+        """Return the content of block `block` of a group's table: everything up to its last token decides its KV."""
         return group, self.salt, tuple(self.tokens[: (block + 1) * SIZE])
 
 
@@ -89,7 +89,7 @@ class AllocatorMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.running)
     @rule(data=st.data(), chunk=st.integers(1, 5))
     def prefill(self, data: st.DataObject, chunk: int) -> None:
-        """One chunk: full blocks are published at planning, then written in the same step."""
+        """Compute a chunk: full blocks are published at planning, then written in the same step."""
         slot = data.draw(st.sampled_from(sorted(self.running)))
         request = self.running[slot]
         upto = min(request.num_computed + chunk, len(request.tokens))
@@ -138,7 +138,7 @@ class AllocatorMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.running)
     @rule(data=st.data())
     def exhaust(self, data: st.DataObject) -> None:
-        """One slot takes all there is; the next block is refused."""
+        """A slot takes all free blocks; the next block is refused."""
         slot = data.draw(st.sampled_from(sorted(self.running)))
         while (taken := self.alloc.grow(slot, int(self.alloc.capacity[slot]) + 1)) is not None:
             self.poison([block for _, _, block in taken])

@@ -23,7 +23,7 @@ from quire.models.layout import layout
 from quire.models.registry import linear_plans
 from quire.weights.units import load_units
 
-from ...filled_models import sliced
+from ...support.filled_models import sliced
 
 HEADS, HIDDEN, BLOCK = 4, 40, 8
 AT = "layers.0.attention."
@@ -69,7 +69,7 @@ class Case:
 
     @torch.no_grad()
     def expected(self, hidden: Tensor) -> Tensor:
-        """One sequence [n, hidden], all at once."""
+        """Return the result for a sequence [n, hidden], all at once."""
         given = self.norm(hidden)[None]
         mask = torch.full((1, 1, len(hidden), len(hidden)), float("-inf")).triu(1)
         turn = self.turn(given, torch.arange(len(hidden))[None])

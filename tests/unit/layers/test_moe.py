@@ -17,6 +17,7 @@ from quire.config.placement import Parallel
 from quire.config.resolve_moe import Hardware, resolve_moe
 from quire.contracts.errors import ConfigError
 from quire.kernels.experts import ref
+from quire.kernels.experts.inputs import Case, make, packed_by
 from quire.kernels.linear.units import missing_bf16
 from quire.kernels.routing import uniform
 from quire.kernels.select import select_kernels
@@ -28,17 +29,12 @@ from quire.models.layout import layout
 from quire.models.registry import linear_plans, operations
 from quire.weights.units import load_units
 
-from ...expert_inputs import Case, make, packed_by
-from ...fake_streams import fake_streams
-from ...filled_models import experts_plan
-from ...simulated_ranks import SIMULATED, owned
-from ...tiny_models import EXPERTS, Tiny, hf_config
+from ...support.fake_streams import fake_streams
+from ...support.filled_models import experts_plan
+from ...support.simulated_ranks import SIMULATED, owned
+from ...support.tiny_models import EXPERTS, Tiny, as_family, experts_of, hf_config, tiny_config
 
 CTX: Any = None  # the feed-forward layers read nothing of the step so far
-BLOCKS = {
-    "mixtral": "MixtralSparseMoeBlock", "qwen2_moe": "Qwen2MoeSparseMoeBlock", "qwen3_moe": "Qwen3MoeSparseMoeBlock",
-    "deepseek_v2": "DeepseekV2Moe", "deepseek_v3": "DeepseekV3MoE", "glm4_moe": "Glm4MoeMoE",
-}  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -57,11 +53,11 @@ def prefix(args: ModelArgs) -> str:
 def block(family: str) -> tuple[ModelArgs, Any]:
     """A random block of transformers, and its model's arguments."""
     config = hf_config(Tiny(family=family))
-    module = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
-    made = getattr(module, BLOCKS[family])(config).eval()
+    made = experts_of(config)
+    torch.manual_seed(0)
     for tensor in (*made.parameters(), *made.buffers()):
         tensor.normal_(0, 0.3)
-    return parse_checkpoint_config(config.to_dict()), made
+    return parse_checkpoint_config(as_family(config.to_dict(), family)), made
 
 
 def build_for(args: ModelArgs, dtype: torch.dtype = torch.float32, experts: tuple[int, ...] | None = None,
@@ -212,8 +208,8 @@ def test_a_layer_that_fails_has_joined(monkeypatch: pytest.MonkeyPatch) -> None:
     ("deepseek_v2", "cpu", "cpu", False),
 ])  # fmt: skip
 def test_which_layers_fork(family: str, device: str, kernel: str, forks: bool) -> None:
-    """Those with shared experts, on a GPU, whose kernel can join late."""
-    args = parse_checkpoint_config(hf_config(Tiny(family=family)).to_dict())
+    """Layers with shared experts, on a GPU, whose kernel can join late."""
+    args = parse_checkpoint_config(tiny_config(Tiny(family=family)))
     on = "cpu" if kernel == "cpu" else "cuda"
     plan = experts_plan(args, "bfloat16", on, kernel, lambda need: "")
     build = replace(build_for(args, torch.bfloat16), device=torch.device(device), moe=plan)
@@ -242,7 +238,7 @@ def test_scores_are_rounded_where_the_family_does(exact: bool, linear: str | Non
 def pairs() -> list[tuple[str, str]]:
     """Every dispatcher and kernel that a plan would let run together on a CPU, were all implemented."""
     hardware = Hardware(device="cpu", kernels=(("grouped", ""), ("cpu", ""), ("ref", "")))
-    args = parse_checkpoint_config(hf_config(Tiny(family="mixtral")).to_dict())
+    args = parse_checkpoint_config(tiny_config(Tiny(family="mixtral")))
     found = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(plans, "DISPATCHERS", {name: replace(each, implemented=True)

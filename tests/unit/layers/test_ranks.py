@@ -1,44 +1,45 @@
 """Blocks cut into ranks, each with its own slices and heads: what the ranks sum is what one rank computes."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import Tensor
 
 from quire.config.checkpoint import ModelArgs, parse_checkpoint_config
 from quire.config.placement import ALONE, Parallel, Rank, ranks
+from quire.distributed import Group
+from quire.distributed.simulated import SimulatedRanks
 from quire.kernels.attention import AttentionMeta, KVView
 from quire.kernels.latent import LatentView
 from quire.kernels.select import select_kernels
-from quire.layers.context import Build, Loads, StepContext, Sum
+from quire.layers.context import Build, Loads, StepContext
 from quire.layers.decoder import DecoderBlock
 from quire.layers.rope import Rotary
 from quire.models.layout import layout
 from quire.models.registry import linear_plans, operations
 from quire.weights.units import load_units
 
-from ...filled_models import experts_plan, sliced, stored_tensors
-from ...simulated_ranks import ThreadedRanks
-from ...tiny_models import EXPERTS, Tiny, hf_config
+from ...support.filled_models import experts_plan, sliced, stored_tensors
+from ...support.tiny_models import FAMILIES, Tiny, tiny_config
 
 CPU, TOKENS, BLOCK = torch.device("cpu"), 11, 8
-FAMILIES = ("llama", "qwen3", *EXPERTS)
 
 
 def arguments(family: str) -> ModelArgs:
-    """The last layer has experts where any has; Llama with every bias there is."""
-    config = hf_config(Tiny(family=family)).to_dict()
-    return parse_checkpoint_config(config | ({"attention_bias": True, "mlp_bias": True} if family == "llama" else {}))
+    """A tiny model with every bias that the family may have."""
+    return parse_checkpoint_config(tiny_config(Tiny(family=family, bias=True)))
 
 
-def block(args: ModelArgs, rank: Rank, stored: dict[str, Tensor], sum_tp: Sum | None) -> DecoderBlock:
-    """The last layer of a rank, with its slices of the checkpoint."""
-    layer = args.num_layers - 1
+def block(args: ModelArgs, rank: Rank, stored: dict[str, Tensor], tp: Group | None) -> DecoderBlock:
+    """The last layer of a rank, of those with experts if there are any, with its slices of the checkpoint."""
+    layer = max(args.moe.layers) if args.moe else args.num_layers - 1
     params = [param for param in layout(args, rank) if param.name.startswith(f"layers.{layer}.")]
     kernels = select_kernels("cpu", "float32", ops=operations(args), head_dim=args.head_dim)
     whole = args.moe is None or rank.experts == (0, args.moe.routing.num_experts)
     own = None if whole else tuple(range(*rank.experts))
     build = Build(torch.float32, CPU, kernels, {param.name: param for param in params},
-                  linear_plans(args, params, kernels.choices), own, sum_tp, experts_plan(args))  # fmt: skip
+                  linear_plans(args, params, kernels.choices), own, tp, moe=experts_plan(args))  # fmt: skip
     made = DecoderBlock(args, layer, build)
     owners = {one.at: one for one in made.modules() if isinstance(one, Loads)}
     for unit in load_units(params):
@@ -48,7 +49,7 @@ def block(args: ModelArgs, rank: Rank, stored: dict[str, Tensor], sum_tp: Sum | 
 
 
 def answer(args: ModelArgs, made: DecoderBlock, hidden: Tensor) -> Tensor:
-    """One prompt through a block with an empty cache of this rank's heads."""
+    """Run a prompt through a block with an empty cache of this rank's heads."""
     positions, blocks = torch.arange(TOKENS), -(-TOKENS // BLOCK)
     rotary = Rotary(args.rope, args.rotary_dim, CPU, width=args.latent.rope_dim if args.latent else args.head_dim)
     kv: KVView | LatentView
@@ -76,8 +77,9 @@ def test_the_sum_of_ranks_is_one_rank(family: str, parallel: Parallel) -> None:
     hidden = torch.randn(TOKENS, args.hidden_size, generator=torch.Generator().manual_seed(1))
     with torch.inference_mode():
         expected = answer(args, block(args, next(ranks(args, ALONE)), stored, None), hidden)
-    threads = ThreadedRanks(parallel.size)
-    every = [block(args, rank, stored, threads.sum_of(rank.number)) for rank in ranks(args, parallel)]
-    for found in threads.run([lambda made=made: answer(args, made, hidden) for made in every]):  # type: ignore[misc]
+    threads = SimulatedRanks(parallel.size)
+    every = [block(args, rank, stored, group)
+             for rank, group in zip(ranks(args, parallel), threads.groups, strict=True)]  # fmt: skip
+    for found in threads.run_each([partial(answer, args, made, hidden) for made in every]):
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
     assert (expected - hidden).abs().max() > 0.1

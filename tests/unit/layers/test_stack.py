@@ -12,7 +12,7 @@ from quire.layers.context import StepContext
 from quire.layers.stack import Model, first_of_each_kind, run_layers
 from quire.weights.dummy import load_dummy
 
-from ...filled_models import built, fill, normal
+from ...support.filled_models import built, fill, normal
 
 LAYERS = 3
 
@@ -63,9 +63,10 @@ def test_layers_that_launch_the_same_are_one_kind() -> None:
         "num_attention_heads": 2, "num_key_value_heads": 2, "num_experts": 4, "num_experts_per_tok": 2,
         "moe_intermediate_size": 8, "mlp_only_layers": [2], "max_position_embeddings": 64,
     }  # fmt: skip
-    for routing in ("model", "uniform"):
+    quantized = {"quant_method": "online fp8"}
+    for routing, quantization in (("model", quantized), ("model", None), ("uniform", None)):
         model = built(parse_checkpoint_config(config), forced={"linear": "ref"}, routing=routing,
-                      load_format="dummy")  # fmt: skip
+                      load_format="dummy", quantization=quantization)  # fmt: skip
         load_dummy(model)
         layers: list[Any] = list(model.layers)
         assert first_of_each_kind(layers) == [0, 2]

@@ -7,6 +7,7 @@ import pytest
 import torch
 import transformers
 
+from quire.config.checkpoint import FAMILIES as CONFIGURED
 from quire.config.checkpoint import read_checkpoint_config
 from quire.config.resolve import resolve_geometry
 from quire.kernels.attention import AttentionMeta
@@ -16,7 +17,8 @@ from quire.layers.stack import Model, run_layers
 from quire.models.registry import kv_components, kv_views
 from quire.weights.load import load_weights
 
-from ...filled_models import built
+from ...support.filled_models import built
+from ...support.tiny_models import FAMILIES, write_model
 
 BASE = {
     "vocab_size": 97,
@@ -33,7 +35,6 @@ LLAMA3 = {
     "original_max_position_embeddings": 32,
 }  # fmt: skip
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "rope_theta": 1000.0}
-QWEN_MOE = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
 LATENT = {"num_key_value_heads": 4, "kv_lora_rank": 24, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 12}
 DEEPSEEK = LATENT | {
     "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "n_shared_experts": 2,
@@ -49,45 +50,46 @@ GLM = {
     "first_k_dense_replace": 1, "routed_scaling_factor": 1.7, "use_qk_norm": True, "attention_bias": True,
     "partial_rotary_factor": 0.5, "num_mtp_layers": 0,
 }  # fmt: skip
-CASES: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama": ("Llama", {}),
-    "llama-biases-tied": ("Llama", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
-    "llama-llama3-rope": ("Llama", {"rope_parameters": LLAMA3}),
-    "llama-linear-rope": ("Llama", {"rope_parameters": {"rope_type": "linear", "factor": 3.0, "rope_theta": 10000.0}}),
-    "llama-dynamic-rope": ("Llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}),
-    "llama-odd-heads": ("Llama", {"num_attention_heads": 3, "num_key_value_heads": 3}),
-    "llama-one-kv-head": ("Llama", {"num_attention_heads": 6, "num_key_value_heads": 1, "head_dim": 16}),
-    "mistral": ("Mistral", {"sliding_window": None, "head_dim": 20}),
-    "mistral-yarn": ("Mistral", {"sliding_window": None, "rope_parameters": YARN}),
-    "qwen2": ("Qwen2", {"num_attention_heads": 6, "num_key_value_heads": 3}),
-    "qwen2-yarn-tied": ("Qwen2", {"rope_parameters": YARN | {"truncate": False}, "tie_word_embeddings": True}),
-    "qwen3": ("Qwen3", {"head_dim": 32}),
-    "qwen3-tied-biases": ("Qwen3", {"head_dim": 8, "tie_word_embeddings": True, "attention_bias": True}),
-    "qwen3-odd-one-kv": ("Qwen3", {"head_dim": 16, "num_attention_heads": 5, "num_key_value_heads": 1}),
-    "qwen3-yarn-mscale": ("Qwen3", {"head_dim": 16, "rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 1.3}}),
-    "mixtral": ("Mixtral", {"num_local_experts": 5, "num_experts_per_tok": 2}),
-    "qwen2-moe": ("Qwen2Moe", QWEN_MOE | {"shared_expert_intermediate_size": 40, "num_hidden_layers": 4,
-                                          "decoder_sparse_step": 2}),
-    "qwen3-moe": ("Qwen3Moe", QWEN_MOE | {"head_dim": 16, "norm_topk_prob": True, "mlp_only_layers": [0]}),
-    "qwen3-moe-plain": ("Qwen3Moe", QWEN_MOE | {"head_dim": 16, "attention_bias": True, "tie_word_embeddings": True}),
-    "deepseek-v2": ("DeepseekV2", V2),
-    "deepseek-v2-groups": ("DeepseekV2", V2 | {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2,
-                                               "q_lora_rank": 20, "routed_scaling_factor": 1.7}),
-    "deepseek-v3": ("DeepseekV3", V3),
-    "deepseek-v3-direct": ("DeepseekV3", V3 | {"q_lora_rank": None, "norm_topk_prob": False, "rope_parameters": None,
-                                               "rope_interleave": False}),
-    "glm4-moe": ("Glm4Moe", GLM),
-    "glm4-moe-plain": ("Glm4Moe", GLM | {"use_qk_norm": False, "attention_bias": False, "partial_rotary_factor": 0.25,
-                                         "tie_word_embeddings": True}),
+# Options of further cases; every family has one with its own options.
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama-biases-tied": ("llama", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
+    "llama-llama3-rope": ("llama", {"rope_parameters": LLAMA3}),
+    "llama-linear-rope": ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 3.0, "rope_theta": 10000.0}}),
+    "llama-dynamic-rope": ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}),
+    "llama-odd-heads": ("llama", {"num_attention_heads": 3, "num_key_value_heads": 3}),
+    "llama-one-kv-head": ("llama", {"num_attention_heads": 6, "num_key_value_heads": 1, "head_dim": 16}),
+    "mistral-head-dim": ("mistral", {"head_dim": 20}),
+    "mistral-yarn": ("mistral", {"rope_parameters": YARN}),
+    "qwen2-heads": ("qwen2", {"num_attention_heads": 6, "num_key_value_heads": 3}),
+    "qwen2-yarn-tied": ("qwen2", {"rope_parameters": YARN | {"truncate": False}, "tie_word_embeddings": True}),
+    "qwen3-head-dim": ("qwen3", {"head_dim": 32}),
+    "qwen3-tied-biases": ("qwen3", {"head_dim": 8, "tie_word_embeddings": True, "attention_bias": True}),
+    "qwen3-odd-one-kv": ("qwen3", {"head_dim": 16, "num_attention_heads": 5, "num_key_value_heads": 1}),
+    "qwen3-yarn-mscale": ("qwen3", {"head_dim": 16, "rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 1.3}}),
+    "qwen2-moe-layers": ("qwen2_moe", {"num_hidden_layers": 4}),
+    "qwen3-moe-plain": ("qwen3_moe", {"head_dim": 16, "attention_bias": True, "tie_word_embeddings": True,
+                                      "norm_topk_prob": False, "mlp_only_layers": []}),
+    "deepseek-v2": ("deepseek_v2", V2),
+    "deepseek-v2-groups": ("deepseek_v2", V2 | {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2,
+                                                "q_lora_rank": 20, "routed_scaling_factor": 1.7}),
+    "deepseek-v3": ("deepseek_v3", V3),
+    "deepseek-v3-direct": ("deepseek_v3", V3 | {"q_lora_rank": None, "norm_topk_prob": False, "rope_parameters": None,
+                                                "rope_interleave": False}),
+    "glm4-moe": ("glm4_moe", GLM),
+    "glm4-moe-plain": ("glm4_moe", GLM | {"use_qk_norm": False, "attention_bias": False, "partial_rotary_factor": 0.25,
+                                          "tie_word_embeddings": True}),
 }
+CASES: dict[str, tuple[str, dict[str, Any]]] = {family: (family, {}) for family in FAMILIES} | VARIANTS
 
 
 def write_checkpoint(folder: Path, family: str, changes: dict[str, Any], seed: int = 0) -> torch.nn.Module:
     """A random model of transformers in float32, saved in small shards. Norms and biases are random too."""
     torch.manual_seed(seed)
-    config = getattr(transformers, f"{family}Config")(**(BASE | changes))
+    case = FAMILIES[family]
+    options = BASE | ({"num_key_value_heads": 4} if CONFIGURED[family].latent else {}) | dict(case.options) | changes
+    config = transformers.AutoConfig.for_model(case.peer or family, **options)
     config._attn_implementation = config._experts_implementation = "eager"
-    model = getattr(transformers, f"{family}ForCausalLM")(config).eval().float()
+    model = transformers.AutoModelForCausalLM.from_config(config).eval().float()
     with torch.no_grad():
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
@@ -97,7 +99,7 @@ def write_checkpoint(folder: Path, family: str, changes: dict[str, Any], seed: i
                 parameter.normal_(0, 0.2)
             elif "norm" in name:
                 parameter.uniform_(0.5, 1.5)
-    model.save_pretrained(folder, max_shard_size="40KB")
+    write_model(model, folder, family, max_shard_size="40KB")
     return model
 
 

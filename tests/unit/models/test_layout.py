@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 
 from quire.config.checkpoint import parse_checkpoint_config
-from quire.models.layout import layout, parameters_per_token, stored_names
+from quire.contracts.errors import UnsupportedModel
+from quire.models import qwen3
+from quire.models.layout import checkpoint_names, layout, parameters_per_token, stored_names
 
 # billions of parameters: in all, as the model cards say; in the experts, layers x experts x 3 x width x hidden
 SIZES = {"DeepSeek-V3": (671.0, 653.9), "Qwen3-30B-A3B": (30.5, 29.0), "Mixtral-8x7B-v0.1": (46.7, 45.1),
@@ -44,3 +46,14 @@ def test_a_token_is_multiplied_with_few_of_the_experts(shared: Path) -> None:
         raw = json.loads((shared / "hf" / name / "config.json").read_text())
         active[name] = round(parameters_per_token(parse_checkpoint_config(raw)) / 1e9, 1)
     assert active == {"Qwen3-30B-A3B": 3.4, "DeepSeek-V3": 37.6, "Qwen3-8B": 8.2}
+
+
+def test_a_family_without_its_file_names_the_file() -> None:
+    with pytest.raises(UnsupportedModel, match=r"'qwen9' .* write models/qwen9\.py"):
+        checkpoint_names("qwen9")
+
+
+def test_a_tensor_that_is_named_twice_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(qwen3, "NAME_MAP", (*qwen3.NAME_MAP, ("other.norm.weight", "norm.weight", "")))
+    with pytest.raises(AssertionError, match=r"models/qwen3\.py names the tensor of \('norm.weight', ''\) twice"):
+        checkpoint_names("qwen3")

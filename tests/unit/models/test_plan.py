@@ -22,25 +22,23 @@ from quire.models.plan import EnginePlan
 from quire.models.report import PlanReport
 from quire.weights.dummy import load_dummy
 
-from ...filled_models import planned
-from ...tiny_models import EXPERTS, Tiny, hf_config
+from ...support.filled_models import planned
+from ...support.tiny_models import FAMILIES, Tiny, tiny_config
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", *EXPERTS)
 NO_TORCH = """
 import json, sys
 sys.modules["torch"] = None  # importing it is an error
 import msgspec
 from quire.config.engine import EngineConfig
-from quire.config.placement import Parallel
 from quire.contracts.errors import UserError
 from quire.explain.describe import plan_engine
 from quire.models.plan import EnginePlan
 
 planned, refused = [], {}
 for folder in sys.argv[1:]:
-    for device, parallel in (("h200", Parallel()), ("cpu", Parallel()), ("h200", Parallel(tp=2, pp=2))):
+    for device, sizes in (("h200", {}), ("cpu", {}), ("h200", dict(tensor_parallel_size=2, pipeline_parallel_size=2))):
         try:
-            plan = plan_engine(EngineConfig.from_flat(model=folder), parallel, device).plan
+            plan = plan_engine(EngineConfig.from_flat(model=folder, **sizes), device).plan
         except UserError as error:
             refused.setdefault(folder, str(error))
             continue
@@ -64,7 +62,7 @@ def test_plans_of_real_models_without_torch(shared: Path) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_plan_that_was_read_back_builds_the_same_model(family: str) -> None:
-    args = parse_checkpoint_config(hf_config(Tiny(family=family)).to_dict())
+    args = parse_checkpoint_config(tiny_config(Tiny(family=family)))
     plan = planned(args)
     again = msgspec.msgpack.decode(msgspec.msgpack.encode(plan), type=EnginePlan)
     assert again == plan
@@ -77,10 +75,10 @@ def test_a_plan_that_was_read_back_builds_the_same_model(family: str) -> None:
 
 
 def test_what_cannot_run_is_planned_all_the_same_and_refused_by_its_value() -> None:
-    args = parse_checkpoint_config(hf_config(Tiny(family="qwen3")).to_dict())
-    plan = planned(args, parallel=Parallel(tp=2), number=1)
-    assert [one.feature for one in plan.missing] == ["tensor parallelism (-tp 2)"]
-    with pytest.raises(UnsupportedModel, match="several devices"):
+    args = parse_checkpoint_config(tiny_config(Tiny(family="qwen3")))
+    plan = planned(args, parallel=Parallel(dp=2), number=1)
+    assert [one.feature for one in plan.missing] == ["data parallelism (-dp 2)"]
+    with pytest.raises(UnsupportedModel, match="replicas are not"):
         plan.check_runnable()
     planned(args).check_runnable()
     other = msgspec.structs.replace(planned(args), missing=(Missing("wings", "wings are not implemented yet."),))
@@ -90,7 +88,7 @@ def test_what_cannot_run_is_planned_all_the_same_and_refused_by_its_value() -> N
 
 @torch.inference_mode()
 def test_another_kernel_in_a_plan_is_another_kernel_that_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    args = parse_checkpoint_config(hf_config(Tiny(family="qwen3")).to_dict())
+    args = parse_checkpoint_config(tiny_config(Tiny(family="qwen3")))
     from quire.kernels.attention import ref
 
     called: list[str] = []
@@ -109,7 +107,7 @@ def test_another_kernel_in_a_plan_is_another_kernel_that_runs(monkeypatch: pytes
 
 @pytest.mark.parametrize("kernel", ["cpu", "ref"])
 def test_the_plan_of_experts_names_their_kernel_and_nothing_else_does(kernel: str) -> None:
-    args = parse_checkpoint_config(hf_config(Tiny(family="qwen3_moe")).to_dict())
+    args = parse_checkpoint_config(tiny_config(Tiny(family="qwen3_moe")))
     plan = planned(args, forced={"experts": kernel})
     assert plan.experts is not None and plan.experts.experts == kernel
     assert all(one.op != "experts" for one in plan.kernels)
@@ -125,7 +123,7 @@ def test_the_plan_of_experts_names_their_kernel_and_nothing_else_does(kernel: st
 
 def test_another_shape_in_a_plan_is_another_layer() -> None:
     """Half the width of a feed-forward layer: its two projections follow the parameters, not the configuration."""
-    args = parse_checkpoint_config(hf_config(Tiny(family="qwen3")).to_dict())
+    args = parse_checkpoint_config(tiny_config(Tiny(family="qwen3")))
     plan, width = planned(args), args.intermediate_size // 2
     half = {param.name: param for param in planned(args, parallel=Parallel(tp=2)).params if ".mlp." in param.name}
     narrow = msgspec.structs.replace(plan, params=tuple(half.get(param.name, param) for param in plan.params))
@@ -136,7 +134,7 @@ def test_another_shape_in_a_plan_is_another_layer() -> None:
 @pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe"])
 def test_matrices_keep_their_stored_type_where_kernels_read_it(kind: str) -> None:
     """Norms and biases have the type of the arithmetic."""
-    args = parse_checkpoint_config(hf_config(Tiny(family=kind)).to_dict())
+    args = parse_checkpoint_config(tiny_config(Tiny(family=kind)))
     plan = planned(args, weights="bfloat16", probe=lambda need: "")
     types = {param.name: param.dtype for param in plan.params}
     matrices = {param.name for param in plan.params if len(param.shape) == 2 and "head_norm" not in param.name}
@@ -149,7 +147,7 @@ def test_matrices_keep_their_stored_type_where_kernels_read_it(kind: str) -> Non
 
 def test_without_native_kernels_weights_are_converted_and_the_reason_is_told() -> None:
     lacking = {"native": "there is no C compiler"}
-    args = parse_checkpoint_config(hf_config(Tiny()).to_dict())
+    args = parse_checkpoint_config(tiny_config(Tiny()))
     plan = planned(args, weights="bfloat16", probe=lambda need: lacking.get(need, ""))
     assert not plan.dtype.weights and plan.dtype.reason == "weights are converted, because there is no C compiler"
     assert not any(param.dtype == "bfloat16" for param in plan.params)

@@ -1,8 +1,8 @@
 """The registry and the families agree, and a model's KV geometry is known without torch."""
 
-import importlib
 import subprocess
 import sys
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -15,11 +15,13 @@ from quire.kernels.linear.plan import RowRange
 from quire.kernels.select import Choice
 from quire.layers.linear import Linear
 from quire.models.build import build_model
-from quire.models.layout import layout
+from quire.models.layout import checkpoint_names, layout
 from quire.models.registry import kv_components, linear_plans, operations, unpacked_bytes
 
-from ...filled_models import built, fill, planned
+from ...support.filled_models import built, fill, planned
+from ...support.tiny_models import FAMILIES as TESTED
 
+ROOT = Path(__file__).resolve().parents[3]
 ARGS = parse_checkpoint_config(
     {
         "model_type": "qwen3", "vocab_size": 20, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
@@ -30,7 +32,17 @@ ARGS = parse_checkpoint_config(
 
 def test_every_family_has_a_file() -> None:
     for family in FAMILIES:
-        assert importlib.import_module(f"quire.models.{family}").NAME_MAP
+        assert checkpoint_names(family)
+
+
+def test_every_family_has_its_tests() -> None:
+    assert sorted(TESTED) == sorted(FAMILIES), "give every family a row in FAMILIES of tests/support/tiny_models.py"
+
+
+def test_a_family_without_a_row_of_its_own_is_told() -> None:
+    done = subprocess.run([sys.executable, "-m", "tests.support.tiny_models", "nosuch", "x"], capture_output=True,
+                          text=True, env={"PYTHONPATH": ":".join(sys.path)}, cwd=ROOT)  # fmt: skip
+    assert done.returncode == 1 and done.stderr.startswith("nosuch has no row in FAMILIES of tests/support/tiny_models")
 
 
 def test_kv_components() -> None:
@@ -96,7 +108,7 @@ def test_a_linear_layer_runs_the_kernel_of_its_plan() -> None:
 
 
 def test_scores_that_must_be_exact_are_planned_for_the_reference() -> None:
-    """Where the chosen kernel rounds them; other layers keep it."""
+    """The reference replaces a kernel that rounds the scores; other layers keep the kernel."""
     args = parse_checkpoint_config({
         "model_type": "deepseek_v3", "vocab_size": 20, "hidden_size": 16, "intermediate_size": 24, "q_lora_rank": None,
         "num_hidden_layers": 2, "num_attention_heads": 2, "max_position_embeddings": 64, "n_routed_experts": 4,

@@ -1,4 +1,4 @@
-"""What a scrape says after known events. The peer's names are pinned: dashboards hang on them."""
+"""Metrics of a scrape after known events. The peer's names are pinned: dashboards hang on them."""
 
 import time
 

@@ -16,7 +16,7 @@ class Terminal(io.StringIO):
 
 
 def drawn(monkeypatch: pytest.MonkeyPatch, total: int, unit: str, *updates: tuple[int, int]) -> str:
-    """What a bar has drawn on standard error after these updates."""
+    """Return the text that a bar has drawn on standard error after these updates."""
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "100")
     with monkeypatch.context() as patch:

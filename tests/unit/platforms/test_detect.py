@@ -7,8 +7,9 @@ from collections.abc import Callable
 
 import pytest
 
+from quire.config.placement import Parallel
 from quire.contracts.errors import ConfigError
-from quire.platforms.detect import DriverProbe, probe_driver, resolve_device, torch_cuda_version
+from quire.platforms.detect import DriverProbe, check_gpus, probe_driver, resolve_device, torch_cuda_version
 
 GOOD = DriverProbe(capability=(9, 0))
 OLD = DriverProbe(capability=(7, 5))
@@ -49,8 +50,8 @@ def test_a_machine_without_a_driver() -> None:
 
 
 @pytest.mark.parametrize(("driver", "found"), [
-    (Driver(), DriverProbe(capability=(9, 0), memory=80 << 30)),
-    (Driver(attributes=(8, 6)), DriverProbe(capability=(8, 6), memory=80 << 30)),
+    (Driver(), DriverProbe(capability=(9, 0), memory=80 << 30, count=2)),
+    (Driver(attributes=(8, 6)), DriverProbe(capability=(8, 6), memory=80 << 30, count=2)),
     (Driver(init=100), DriverProbe(missing="the driver sees no GPU")),
     (Driver(init=803), DriverProbe(missing="the driver fails to start (CUDA error 803)")),
     (Driver(count=0), DriverProbe(missing="the driver sees no GPU")),
@@ -71,6 +72,25 @@ def test_what_a_driver_says(driver: Driver, found: DriverProbe) -> None:
 def test_the_choice(asked: str, probe: DriverProbe, built_for: str, device: str, reason: str) -> None:
     found = resolve_device(asked, lambda: probe, lambda: built_for)
     assert found.device == device and reason in found.reason
+
+
+@pytest.mark.parametrize(("parallel", "count", "why"), [
+    (Parallel(tp=2), 1, "-tp 2 needs 2 GPUs, and this process sees 1: use one device (no -tp and no -pp), make more"),
+    (Parallel(tp=2, pp=2), 3, "-tp 2 -pp 2 needs 4 GPUs, and this process sees 3: use -tp 2, make more GPUs visible"),
+    (Parallel(tp=8), 6, "-tp 8 needs 8 GPUs, and this process sees 6: use -tp 4, make more GPUs visible (CUDA_VISIBLE"),
+    (Parallel(pp=2), 0, "-pp 2 needs 2 GPUs, and this process sees 0: use one device"),
+    (Parallel(tp=2), 2, ""), (Parallel(), 0, ""),
+])  # fmt: skip
+def test_ranks_need_a_gpu_each(parallel: Parallel, count: int, why: str) -> None:
+    def probe() -> DriverProbe:
+        return probe_driver(answering(Driver(count=count)))
+
+    if not why:
+        check_gpus(parallel, probe)
+        return
+    with pytest.raises(ConfigError) as refused:
+        check_gpus(parallel, probe)
+    assert str(refused.value).startswith(why) and str(refused.value).endswith("or use --device cpu.")
 
 
 @pytest.mark.parametrize(("probe", "built_for", "why"), [(NONE, "13.0", "there is no NVIDIA driver"),

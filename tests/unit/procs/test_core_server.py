@@ -9,6 +9,7 @@ import pytest
 
 from quire.config.bundled import bundled_model
 from quire.config.engine import EngineConfig
+from quire.contracts.errors import EngineDead
 from quire.contracts.request import FinishReason, NewRequest
 from quire.contracts.sampling import SamplerSpec
 from quire.engine.core import EngineCore
@@ -169,3 +170,19 @@ def test_other_controls_are_the_executor_s() -> None:
     caller = Caller(Control(1, "describe", {"deep": True}))
     serve_core(core, caller.receive, caller.send)
     assert caller.said == [Reply(1, '{"steps":3}')] and asked == [("describe", {"deep": True})]
+
+
+def test_an_idle_core_notices_that_its_executor_has_died(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody asks anything. An executor of one process never says it; ranks may die at any time."""
+    core, looked, said = make_core(), [], list[FromCore]()
+    core.executor.check_alive()
+
+    def dead() -> None:
+        looked.append(True)
+        if len(looked) == 3:
+            raise EngineDead("rank 1 was killed by SIGKILL.")
+
+    monkeypatch.setattr(core.executor, "check_alive", dead)
+    assert serve_core(core, lambda wait: None, said.append) == 1
+    (last,) = said
+    assert isinstance(last, Failed) and last.message == "rank 1 was killed by SIGKILL."

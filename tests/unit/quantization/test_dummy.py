@@ -12,8 +12,8 @@ from quire.quantization.pack.matrix import QuantizedMatrix, dequantize, unpacked
 from quire.quantization.read import find_quantization
 from quire.weights.dummy import SCALE, load_dummy
 
-from ...filled_models import built
-from ...quantized_checkpoints import FORMS
+from ...support.filled_models import built
+from ...support.quantized_checkpoints import FORMS
 from .test_formats import Kept
 
 RAW = {

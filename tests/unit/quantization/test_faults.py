@@ -14,7 +14,7 @@ from quire.contracts.params import Part
 from quire.contracts.scheme import Scheme
 from quire.quantization.slices import packed_scheme
 
-from ...quantized_checkpoints import FORMS, quantize_checkpoint
+from ...support.quantized_checkpoints import FORMS, quantize_checkpoint
 from .test_formats import check, loaded, written
 
 LAYER = "model.layers.0."
@@ -141,6 +141,14 @@ def test_a_quantized_head(plain: Path, tmp_path: Path, form: str) -> None:
 def test_zero_biases_of_gptq_are_no_biases(plain: Path, tmp_path: Path) -> None:
     means = quantize_checkpoint(plain, tmp_path, FORMS["gptq"])
     tensors = load_file(tmp_path / "model.safetensors") | {f"{UP}bias": torch.zeros(512, dtype=torch.float16)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    check(loaded(tmp_path), means)
+
+
+@pytest.mark.parametrize("name", ["k_proj.k_scale", "v_proj.v_scale", "k_proj.output_scale", "k_scale"])
+def test_scales_of_a_cache_are_no_weights(plain: Path, tmp_path: Path, name: str) -> None:
+    means = quantize_checkpoint(plain, tmp_path, FORMS["ct-fp8-tensor"])
+    tensors = load_file(tmp_path / "model.safetensors") | {f"{LAYER}self_attn.{name}": torch.ones(1)}
     save_file(tensors, tmp_path / "model.safetensors")
     check(loaded(tmp_path), means)
 

@@ -22,8 +22,8 @@ from quire.quantization.read import find_quantization
 from quire.weights.files import read_checkpoint
 from quire.weights.load import load_weights
 
-from ...filled_models import sliced
-from ...quantized_checkpoints import FORMS, quantize_checkpoint
+from ...support.filled_models import sliced
+from ...support.quantized_checkpoints import FORMS, quantize_checkpoint
 
 DENSE = {
     "vocab_size": 64, "hidden_size": 160, "intermediate_size": 512, "num_hidden_layers": 1, "num_attention_heads": 4,
@@ -44,16 +44,21 @@ MODELS: dict[str, dict[str, Any]] = {"qwen3": WIDE, "glm4_moe": GLM, "deepseek_v
 
 
 class Kept:
-    """A model as a loader sees it, which keeps the weights: by parameter, one for each expert."""
+    """A model as a loader sees it, which keeps the weights."""
 
     def __init__(self, args: ModelArgs, params: tuple[Param, ...], elsewhere: frozenset[str]) -> None:
         self.args, self.layout, self.elsewhere = args, params, elsewhere
         self.dtype, self.device = torch.float32, torch.device("cpu")
-        self.weights: dict[str, list[Any]] = {}
+        self._taken: dict[str, dict[int, Any]] = {}  # parameter -> place among its experts -> weight
+
+    @property
+    def weights(self) -> dict[str, list[Any]]:
+        """By parameter, in the order of experts."""
+        return {name: [weight for _, weight in sorted(places.items())] for name, places in self._taken.items()}
 
     def take(self, module: str, place: int, tensors: dict[str, Any]) -> None:
         for name, weight in tensors.items():
-            self.weights.setdefault(f"{module}.{name}", []).append(weight)
+            self._taken.setdefault(f"{module}.{name}", {})[place] = weight
 
     def destination(self, module: str) -> None:
         return None

@@ -14,12 +14,14 @@ from quire.assemble import assemble
 from quire.config.engine import EngineConfig
 from quire.contracts.errors import ConfigError, WeightsError
 from quire.contracts.scheme import Scheme
+from quire.explain.parity import verify
 from quire.kernels.linear import quantized_ref
+from quire.quantization.pack.linear import moved
 from quire.quantization.pack.matrix import QuantizedMatrix
-from quire.quantization.pack.online import quantized
+from quire.quantization.pack.nearest import quantized
 
-from ...filled_models import sliced
-from ...tiny_models import Tiny, random_model
+from ...support.filled_models import sliced
+from ...support.tiny_models import Tiny, random_model
 from .test_formats import loaded, numbers, written
 
 BLOCKS, CHANNELS = (Scheme(values="e4m3", block=block, inputs=inputs)
@@ -88,6 +90,22 @@ def test_an_engine(tmp_path: Path) -> None:
         assert len(answer.outputs[0].token_ids) == 4
     with pytest.raises(ConfigError, match="--quantization awq: .*config.json has no quantization_config"):
         assemble(EngineConfig.from_flat(model=str(tmp_path), **options | {"quantization": "awq"}))
+
+
+def test_verification_of_weights_that_are_quantized_while_loading(tmp_path: Path) -> None:
+    random_model(Tiny(family="qwen3"), 0).save_pretrained(tmp_path)
+    config = EngineConfig.from_flat(skip_tokenizer_init=True, max_num_seqs=2, quantization="fp8")
+    report = verify(str(tmp_path), config)
+    assert report.ok and "FP8 per channel, activations per token" in report.render()
+
+
+def test_packed_matrices_move(tmp_path: Path) -> None:
+    """As with --load-device cpu: every tensor of what a kernel packed, and nothing twice."""
+    matrix = quantized(torch.randn(256, 256), BLOCKS)
+    gone = moved((matrix, torch.ones(2)), torch.device("meta"))
+    assert gone[0].values.device.type == gone[0].scale.device.type == gone[1].device.type == "meta"
+    assert gone[0].scheme is matrix.scheme and gone[0].check().shape == (256, 256)
+    assert moved(matrix, torch.device("cpu")) is matrix
 
 
 def test_numbers_that_are_not_finite_are_named(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from quire.weights import unpacked
 from quire.weights.load import load_weights
 from quire.weights.units import load_units
 
-from ...quantized_checkpoints import FORMS
+from ...support.quantized_checkpoints import FORMS
 from .test_formats import Kept
 
 RAW = {

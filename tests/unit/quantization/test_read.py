@@ -11,7 +11,7 @@ from quire.contracts.scheme import Scheme
 from quire.quantization.read import FLAGS, METHODS, REFUSED, check_flag, find_quantization, format_words
 from quire.quantization.rules import HEAD, head_is_quantized, rules_of
 
-from ...quantized_checkpoints import FORMS, GPTQ, TOKEN8, compressed, numbers
+from ...support.quantized_checkpoints import FORMS, GPTQ, TOKEN8, compressed, numbers
 
 AWQ = FORMS["awq"].config
 Q, GATE = "model.layers.3.self_attn.q_proj", "model.layers.3.mlp.gate_proj"
@@ -120,7 +120,6 @@ def test_files_beside_config_json(tmp_path: Path, file: str, content: dict[str, 
     (tmp_path / file).write_text(json.dumps(content))
     found = find_quantization(tmp_path, {})
     assert found.config["quant_method"] == method and rules_of(found.config)(Q) is not None
-    assert any("FP8 KV cache" in note for note in found.notes) == (method == "modelopt")
     for text in ("{", "[1]", '"x"'):
         (tmp_path / file).write_text(text)
         with pytest.raises(UserError, match="download it again"):

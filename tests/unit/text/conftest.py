@@ -75,7 +75,7 @@ FAMILIES: dict[str, Callable[[], Backend]] = {
 
 @pytest.fixture(scope="session")
 def families() -> dict[str, Tokenizer]:
-    """One tokenizer of each decoder family, by name."""
+    """A tokenizer of each decoder family, by name."""
     return {name: Tokenizer(build()) for name, build in FAMILIES.items()}
 
 

@@ -60,7 +60,7 @@ def outcome(render: Callable[[], str]) -> str:
 
 
 @pytest.fixture(scope="module")
-def theirs() -> Any:
+def transformers_tokenizer() -> Any:
     """A transformers tokenizer with named special tokens, whose templates are given per call."""
     transformers = pytest.importorskip("transformers", reason="transformers is the reference here")
     from tokenizers import Tokenizer as Backend
@@ -74,7 +74,7 @@ def test_every_collected_template_is_named_here(shared: Path) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_renders_as_transformers(shared: Path, theirs: Any, name: str) -> None:
+def test_renders_as_transformers(shared: Path, transformers_tokenizer: Any, name: str) -> None:
     source = (shared / "hf" / "templates" / f"{name}.jinja").read_text("utf-8")
     ours = ChatTemplate({"default": source}, SPECIALS)
     variants: list[dict[str, Any]] = [
@@ -90,7 +90,7 @@ def test_renders_as_transformers(shared: Path, theirs: Any, name: str) -> None:
         for options in variants:
             options = {"add_generation_prompt": True, **options}
             want = outcome(
-                lambda talk=talk, options=options: theirs.apply_chat_template(
+                lambda talk=talk, options=options: transformers_tokenizer.apply_chat_template(
                     talk, chat_template=source, tokenize=False, **options
                 )
             )

@@ -304,7 +304,7 @@ def test_limits_are_set(compiler: GrammarCompiler) -> None:
 
 
 def test_tokenizers_of_other_shapes(compiler: GrammarCompiler, tmp_path: Path) -> None:
-    """One whose vocabulary is wider than the model's, and one of a kind that has no bytes."""
+    """Tokenizers whose vocabulary is wider than the model's, and of a kind that has no bytes."""
     narrow = GrammarCompiler(ByteTokenizer, 200)
     masks, over = narrow.masks([compiled(narrow, regex="[a-z]+").fork()], [()])
     ids = np.flatnonzero(np.unpackbits(masks.view(np.uint8), count=200, bitorder="little"))

@@ -1,4 +1,4 @@
-"""Where llguidance would hold an output to less than a schema says, it is refused, wherever it stands, or rewritten."""
+"""A schema of which llguidance would hold only a part is refused or rewritten, at any depth."""
 
 import json
 import re
@@ -21,7 +21,7 @@ COMPILER = GrammarCompiler(lambda: TOKENIZER, TOKENIZER.vocab_size)
 
 
 def takes(schema: Any, text: str, *, lark: bool = False) -> bool:
-    """Whether a text is one of a schema, judged by the masks. `lark`: of the schema in a grammar."""
+    """Return True if the masks of a schema allow a text. `lark`: of the schema in a grammar."""
     structured = StructuredOutputsParams(json=schema, disable_any_whitespace=True)
     if lark:
         structured = StructuredOutputsParams(grammar=f"start: %json {json.dumps(schema)}")

@@ -98,7 +98,7 @@ def sandbox() -> Iterator[Sandbox]:
 
 
 @pytest.fixture(scope="module")
-def tight() -> Iterator[Sandbox]:
+def small_sandbox() -> Iterator[Sandbox]:
     """With limits that are met soon."""
     box = Sandbox(seconds=0.25, memory=128 * 2**20)
     yield box
@@ -106,21 +106,21 @@ def tight() -> Iterator[Sandbox]:
 
 
 @pytest.fixture
-def stranger(sandbox: Sandbox) -> Any:
+def request_template(sandbox: Sandbox) -> Any:
     """A template that a request brings, by its source."""
     return ChatTemplate({}, {"bos_token": "<s>"}, sandbox=sandbox).replaced
 
 
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_strangers_template_ends_as_an_error_of_its_request(
-    name: str, stranger: Any, tight: Sandbox, full: bool
+    name: str, request_template: Any, small_sandbox: Sandbox, full: bool
 ) -> None:
     if not full and name not in OFTEN:
         pytest.skip("one of the others stands for it")
     with pytest.raises(InvalidParameter) as caught:
-        ChatTemplate({}, sandbox=tight).replaced(HOSTILE[name]).render([USER])
+        ChatTemplate({}, sandbox=small_sandbox).replaced(HOSTILE[name]).render([USER])
     assert 20 < len(str(caught.value)) < 300
-    assert stranger("{{ bos_token }}{{ messages[0].content }}").render([USER]) == "<s>hi"
+    assert request_template("{{ bos_token }}{{ messages[0].content }}").render([USER]) == "<s>hi"
 
 
 @pytest.mark.parametrize("name", OWN)
@@ -131,28 +131,28 @@ def test_the_models_own_template_stops_here_before_it_harms(name: str, sandbox: 
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 * 1024  # KiB
 
 
-def test_limits_name_what_was_met(stranger: Any, tight: Sandbox) -> None:
+def test_limits_name_what_was_met(request_template: Any, small_sandbox: Sandbox) -> None:
     with pytest.raises(InvalidParameter, match=r"more than 0\.25 s"):
-        ChatTemplate({}, sandbox=tight).replaced(HOSTILE["loops"]).render([USER])
+        ChatTemplate({}, sandbox=small_sandbox).replaced(HOSTILE["loops"]).render([USER])
     for name, words in (("width", "512 MiB of memory"), ("no template", "line 1"), ("class", "__class__"),
                         ("recursion", "RecursionError")):
         with pytest.raises(InvalidParameter, match=words):
-            stranger(HOSTILE[name]).render([USER])
+            request_template(HOSTILE[name]).render([USER])
     with pytest.raises(InvalidParameter, match="16 MiB of text") as caught:
-        stranger("{{ 'a' * 17000000 }}").render([USER])
+        request_template("{{ 'a' * 17000000 }}").render([USER])
     assert caught.value.param == "chat_template"
     with pytest.raises(InvalidParameter, match="at least one message") as caught:
-        stranger("a").render([])
+        request_template("a").render([])
     assert caught.value.param == "messages"
 
 
 @pytest.mark.parametrize("arguments", [
     {"n": 10**8}, {"n": "x" * 100}, {"n": 10**400}, {"rows": [[]] * 50_000}, {"rows": ["x" * 3_000_000]},
 ])
-def test_arguments_cannot_make_a_tame_template_costly(arguments: dict[str, Any], tight: Sandbox) -> None:
+def test_arguments_cannot_make_a_tame_template_costly(arguments: dict[str, Any], small_sandbox: Sandbox) -> None:
     source = "{{ messages[0].content * n if n }}{% for row in rows or [] %}{% for other in rows %}{{ row }}" \
              "{% endfor %}{% endfor %}"
-    template = ChatTemplate({"default": source}, sandbox=tight)
+    template = ChatTemplate({"default": source}, sandbox=small_sandbox)
     with pytest.raises(TooCostly):
         template.render_here([USER], **arguments)
     if arguments != {"rows": ["x" * 3_000_000]}:
@@ -183,8 +183,14 @@ def test_what_is_too_long_for_here_is_rendered_apart_to_the_same_text(shared: Pa
     ("{% macro f(a, b='-') %}{{ a }}{{ b }}{% endmacro %}{{ f('x') }}{{ f(b='y', a=1) }}", "x-1y"),
     ("{% for x in 'ab' recursive %}{{ x }}{% if loop.depth == 1 %}{{ loop('c') }}{% endif %}{% endfor %}", "acbc"),
 ])
-def test_the_dialect_is_one_wherever_it_is_rendered(source: str, text: str, stranger: Any, sandbox: Sandbox) -> None:
-    assert ChatTemplate({"default": source}, sandbox=sandbox).render([USER]) == text == stranger(source).render([USER])
+def test_the_dialect_is_one_wherever_it_is_rendered(
+    source: str, text: str, request_template: Any, sandbox: Sandbox
+) -> None:
+    assert (
+        ChatTemplate({"default": source}, sandbox=sandbox).render([USER])
+        == text
+        == request_template(source).render([USER])
+    )
 
 
 def test_one_child_serves_many_and_is_replaced_when_it_died() -> None:

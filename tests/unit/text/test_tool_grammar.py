@@ -189,7 +189,7 @@ def test_a_bare_string_is_held_to_its_schema(vocabulary: Any, schema: dict[str, 
 
 @pytest.mark.parametrize("name", ["qwen3_coder", "pythonic"])
 def test_what_is_asked_of_all_arguments_together_is_not_lost(name: str) -> None:
-    """Where these are not one JSON object: refused with the path, or told; a root that only refers is followed."""
+    """Arguments that are not a JSON object are refused with the path, or told; a root that only refers is followed."""
     a = {"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"]}
     for more, words in (({"anyOf": [{"required": ["a"]}]}, "anyOf"), ({"minProperties": 2}, "minProperties"),
                         ({"not": {}}, "not"), ({"required": ["a", "b"]}, "required b"), ({"maxProperties": 0}, "max")):
@@ -209,7 +209,7 @@ def test_what_is_asked_of_all_arguments_together_is_not_lost(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["qwen3_coder", "pythonic"])
 def test_arguments_one_by_one(vocabulary: Any, name: str) -> None:
-    """Those that may be left out are; at least one is there if it is asked for; 500 of them are taken."""
+    """Optional arguments may be left out; at least one is there if required; 500 of them are taken."""
     fmt = FORMATS[name]
     opening, before, between, after, _, closing = fmt.printed
 

@@ -372,7 +372,7 @@ def test_a_call_that_had_to_come_and_was_cut_is_no_content(name: str) -> None:
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_what_is_cut_behind_a_tag_is_no_content(name: str) -> None:
-    """Where the model was free to call: the text before the call stays."""
+    """If the model was free to call, the text before the call stays."""
     tools, call = [function("get", {"a": {"type": "string"}})], printed(name, [("get", {"a": "x"})])
     tag = next((tag for tag in FORMATS[name].starts if call.startswith(tag)), None)
     if tag is None:

@@ -1,4 +1,4 @@
-"""What the engine benchmark measures is what it says: the right number running, ending only with churn."""
+"""The engine benchmark runs the number of requests that it reports; requests end only with churn."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Where a model name leads, without a network."""
+"""Folders of model names, without a network."""
 
 from fnmatch import fnmatch
 from pathlib import Path
@@ -20,7 +20,7 @@ def resolve(model: str, **options: Any) -> Path:
 
 
 class FakeResponse:
-    """What the hub client's errors read of an answer."""
+    """The fields of an answer that the hub client's errors read."""
 
     status_code = 503
     headers: dict[str, str] = {}

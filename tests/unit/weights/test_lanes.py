@@ -18,7 +18,7 @@ from quire.weights.lanes import Chunk, Lanes, OpenUnit, ReadChunker
 from quire.weights.load import LoadReport, load_weights
 from quire.weights.units import LoadUnit
 
-from ...filled_models import Taken, sliced, stored_tensors
+from ...support.filled_models import Taken, sliced, stored_tensors
 
 CONFIG = {
     "model_type": "qwen3", "vocab_size": 20, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,

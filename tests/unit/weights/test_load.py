@@ -19,7 +19,7 @@ from quire.weights.load import load_weights
 from quire.weights.tied import unread_head
 from quire.weights.unpacked import Unpacked
 
-from ...filled_models import Taken, built, stored_tensors
+from ...support.filled_models import Taken, built, stored_tensors
 
 CONFIG = {
     "model_type": "qwen3", "vocab_size": 20, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
@@ -101,6 +101,9 @@ def test_a_tied_head_that_differs_is_said_not_to_be_read(
     ("change", "named"),
     [
         ({"model.layers.1.mlp.up_proj.weight": None}, "lacks model.layers.1.mlp.up_proj.weight"),
+        ({"model.norm.weight": None, **{f"model.ln_{i}.weight": torch.ones(16) for i in range(4)}},
+         "No parameter reads model.ln_0.weight (in model.safetensors), model.ln_1.weight (in model.safetensors), "
+         "model.ln_2.weight (in model.safetensors) and 1 more."),
         ({"lm_head.weight": None}, "tie_word_embeddings"),
         ({"model.layers.0.self_attn.q_proj.bias": torch.ones(32)}, "model.layers.0.self_attn.q_proj.bias (in model"),
         ({"model.layers.2.mlp.up_proj.weight": torch.ones(24, 16)}, "model.layers.2.mlp.up_proj.weight (in model"),
@@ -108,7 +111,7 @@ def test_a_tied_head_that_differs_is_said_not_to_be_read(
         ({"model.layers.0.self_attn.k_proj.weight": torch.ones(32, 16)}, "has shape [32, 16]"),
         ({"model.norm.weight": torch.ones(16, dtype=torch.int8)}, "stored as I8"),
     ],
-    ids=["missing", "head", "extra", "layer", "shape", "part", "dtype"],
+    ids=["missing", "renamed", "head", "extra", "layer", "shape", "part", "dtype"],
 )
 def test_mismatch_is_named(tmp_path: Path, change: dict[str, torch.Tensor | None], named: str) -> None:
     model = build()
@@ -253,7 +256,7 @@ def test_the_number_of_experts_costs_no_operation(tmp_path: Path) -> None:
 def test_experts_in_place_are_neither_copied_nor_packed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, load: str
 ) -> None:
-    """What a layer computes with is the memory that was filled; only other modules are handed to their layers."""
+    """A layer computes with the memory that was filled; only other modules are handed to their layers."""
     tensors, model = write_weights(tmp_path, build_moe()), built(build_moe().args, forced={"experts": "ref"})
     layer: Any = model.layers[1]
     room, take, taken = model.destination("layers.1.mlp.experts"), model.take, list[str]()

@@ -17,17 +17,16 @@ from quire.contracts.params import Part
 from quire.models.layout import layout, stored_names
 from quire.weights.load import load_weights
 
-from ...filled_models import Taken, sliced, stored_tensors
-from ...tiny_models import EXPERTS, Tiny, hf_config
+from ...support.filled_models import Taken, sliced, stored_tensors
+from ...support.tiny_models import EXPERTS, FAMILIES, Tiny, tiny_config
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", *EXPERTS)
 CUTS = [Parallel(tp=2), Parallel(tp=4), Parallel(pp=2), Parallel(tp=2, pp=2)]
 EXPERT_CUTS = [Parallel(tp=2, experts=True), Parallel(tp=4, experts=True), Parallel(tp=2, dp=2, experts=True)]
 
 
 def arguments(family: str, tied: bool) -> ModelArgs:
     """More KV heads than 2 ranks have each, and fewer than 4 ranks."""
-    return parse_checkpoint_config(hf_config(Tiny(family=family, tied=tied)).to_dict())
+    return parse_checkpoint_config(tiny_config(Tiny(family=family, tied=tied)))
 
 
 def cuts(family: str) -> Sequence[Parallel]:
@@ -87,8 +86,7 @@ def test_one_rank_reads_whole_tensors(family: str) -> None:
 
 
 def test_a_bias_of_a_sum_belongs_to_one_rank() -> None:
-    config = hf_config(Tiny(family="llama")).to_dict() | {"attention_bias": True, "mlp_bias": True}
-    args = parse_checkpoint_config(config | {"num_hidden_layers": 1})
+    args = parse_checkpoint_config(tiny_config(Tiny(family="llama", bias=True), num_hidden_layers=1))
     biased = [{param.name for param in layout(args, rank) if param.name.endswith((".output.bias", ".down.bias"))}
               for rank in ranks(args, Parallel(tp=2))]  # fmt: skip
     assert biased == [{"layers.0.attention.output.bias", "layers.0.mlp.down.bias"}, set()]

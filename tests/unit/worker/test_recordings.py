@@ -19,7 +19,7 @@ from quire.weights.dummy import load_dummy
 from quire.worker import recordings
 from quire.worker.recordings import LayerRecordings, not_recordable
 
-from ...filled_models import built, fill, normal
+from ...support.filled_models import built, fill, normal
 
 BLOCK, HEADS, DIM, HIDDEN, BLOCKS = 16, 2, 32, 64, 200
 needs_native = pytest.mark.skipif(bool(missing()), reason=missing() or "runs")

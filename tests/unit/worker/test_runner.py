@@ -11,8 +11,8 @@ from quire.contracts.sampling import SamplerSpec
 from quire.contracts.step import SAMPLE, Admission, StepPlan
 from quire.kernels.native.library import missing
 
-from ...compared import LIMITS, ComparedRunners, compare_requests, make_model, model_args, runner_of
-from ...naive_runner import NaiveRunner
+from ...support.compared import LIMITS, ComparedRunners, compare_requests, make_model, model_args, runner_of
+from ...support.naive_runner import NaiveRunner
 
 NONE = np.empty(0, np.int32)
 

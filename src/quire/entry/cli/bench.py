@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from quire.config.flags import FlagParser, add_engine_flags, add_model_argument, engine_config, given_options
+from quire.config.placement import check_one_device
 from quire.contracts.errors import ConfigError
 from quire.entry.cli import bench_kernels, bench_serve
 from quire.entry.cli.table import format_table, print_result, write_json
@@ -39,7 +40,7 @@ MODEL is the name of a bundled configuration (random weights, no tokenizer), or 
 
 
 def configure(parser: FlagParser) -> None:
-    """Add one subcommand per kind of measurement."""
+    """Add one subcommand of `quire bench` per kind of measurement, with its flags."""
     from quire.bench.workload import DEFAULT_MODEL
 
     kinds = parser.add_subparsers(prog="quire bench", dest="kind", metavar="KIND", required=True, title="kinds",
@@ -69,7 +70,7 @@ def configure(parser: FlagParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure, and print a table or JSON. Return the exit code."""
+    """Run `quire bench`: measure, and print a table or JSON. Return the exit code."""
     if args.kind in OWN_FLAGS:
         code: int = OWN_FLAGS[args.kind].run(args)
         return code
@@ -133,7 +134,9 @@ def _workload_table(result: dict[str, Any]) -> str:
 def _profile(args: argparse.Namespace) -> NoReturn:
     from quire.bench.profile import profile_workload
 
-    if resolve_device(engine_config(args).device.device).device != "cuda":
+    config = engine_config(args)
+    check_one_device(config.parallel, "quire bench profile")
+    if resolve_device(config.device.device).device != "cuda":
         raise ConfigError("`quire bench profile` measures GPU kernels, and this would run on the CPU: use a GPU, or "
                           "`quire bench kernels`.")
     bench, works = _make_bench(args)
@@ -153,8 +156,10 @@ def _profile_table(row: dict[str, Any]) -> str:
     if steps:
         lines.append(f"{steps['count']} steps of {steps['launches']} launches, {steps['us_p50']} us each (median); "
                      f"gap between steps {steps['gap_us_p50']} us (median), {steps['gap_us_p99']} us (p99)")
-    cells = [[k["kernel"][:KERNEL_WIDTH], k["calls"], f"{k['total_ms']:.2f}", f"{k['share']:.1%}", k["us"]]
-             for k in row["kernels"][:KERNELS_SHOWN]]  # fmt: skip
+    cells = [
+        [k["kernel"][:KERNEL_WIDTH], k["calls"], f"{k['total_ms']:.2f}", f"{k['share']:.1%}", k["us"]]
+        for k in row["kernels"][:KERNELS_SHOWN]
+    ]
     return "\n".join(lines) + "\n\n" + format_table(("kernel", "calls", "total ms", "share", "us each"), cells)
 
 

@@ -28,7 +28,7 @@ DEVICE_FIELDS = "index,name,driver_version,compute_cap,memory.used,memory.total"
 
 
 def cpu() -> Iterator[Finding]:
-    """Check cores, instruction sets, a container's CPU limit, and the load."""
+    """Yield findings about cores, instruction sets, a container's CPU limit, and the load."""
     facts, flags = read_cpu_facts(), read_cpu_flags()
     units = [unit for unit in UNITS if unit in flags]
     yield Finding("cpu", OK, f"{facts.cores} cores of {os.cpu_count()} logical, {platform.machine()}, "
@@ -61,7 +61,7 @@ def _quota() -> float | None:
 
 
 def memory() -> Iterator[Finding]:
-    """Check free memory and shared memory."""
+    """Yield findings about free memory and shared memory."""
     facts = read_cpu_facts()
     little = facts.free_memory < LITTLE_MEMORY
     yield Finding("memory", WARN if little else OK,
@@ -75,7 +75,7 @@ def memory() -> Iterator[Finding]:
 
 
 def gpus() -> Iterator[Finding]:
-    """List the GPUs that nvidia-smi shows, and the processes that hold their memory."""
+    """Yield findings about the GPUs that nvidia-smi shows, and the processes that hold GPU memory."""
     smi = shutil.which("nvidia-smi")
     if smi is None:
         yield Finding("gpu", OK, "nvidia-smi not found: no NVIDIA GPU, or no driver; Quire computes on the CPU")
@@ -104,7 +104,7 @@ def _smi(smi: str, query: str) -> list[list[str]]:
 
 
 def limits() -> Iterator[Finding]:
-    """Check the limits of this process that matter to a server."""
+    """Yield findings about the limits of this process that matter to a server, such as open files."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     few = hard != resource.RLIM_INFINITY and hard < FEW_FILES
     yield Finding("open files", WARN if few else OK, f"{_limit(soft)}, can be raised to {_limit(hard)}",
@@ -122,7 +122,7 @@ def _limit(value: int) -> str:
 
 
 def disk() -> Iterator[Finding]:
-    """Check free space and write permission of the folders of models and compiled kernels."""
+    """Yield findings about free space and write permission in the folders of models and compiled kernels."""
     for name, folder in (("models", hub_cache()), ("kernels", cache_folder())):
         there = next(path for path in (folder, *folder.parents) if path.exists())
         free = shutil.disk_usage(there).free
@@ -135,7 +135,7 @@ def disk() -> Iterator[Finding]:
 
 
 def port(number: int) -> Iterator[Finding]:
-    """Check that a server could listen on the port; name the process that holds it."""
+    """Yield a finding that says if a server could listen on the port, and names the process that holds the port."""
     if not 0 < number < 65536:
         yield Finding("port", BAD, f"{number} is not a port", "give --port 1..65535")
         return

@@ -32,7 +32,7 @@ COMPILERS = ("cc", "gcc", "clang")
 
 
 def versions() -> Iterator[Finding]:
-    """Check the versions of Python, Quire and the system."""
+    """Yield findings about the versions of Python, Quire and the system."""
     old = sys.version_info < (3, 11)
     yield Finding("python", BAD if old else OK, f"{platform.python_version()} ({sys.executable})",
                   "install Python 3.11 or newer" if old else "")
@@ -44,7 +44,7 @@ def versions() -> Iterator[Finding]:
 
 
 def torch() -> Iterator[Finding]:
-    """Check that PyTorch can be imported; report its version and build."""
+    """Yield findings about PyTorch: the import, the version and the build."""
     try:
         done = subprocess.run([sys.executable, "-c", TORCH_QUESTION], capture_output=True, text=True,
                               timeout=TORCH_SECONDS)
@@ -62,7 +62,7 @@ def torch() -> Iterator[Finding]:
 
 
 def packages() -> Iterator[Finding]:
-    """Check that Quire's requirements are installed, in the required versions."""
+    """Yield findings about Quire's required packages: installed or not, and their versions."""
     try:
         required = importlib.metadata.requires("quire") or []
     except importlib.metadata.PackageNotFoundError:
@@ -98,7 +98,7 @@ def _number(version: str) -> tuple[int, ...]:
 
 
 def hub() -> Iterator[Finding]:
-    """Report the hub's cache of models, its token, and offline mode."""
+    """Yield findings about Hugging Face's hub: its cache of models, its token, and offline mode."""
     cache = env.hub_cache()
     models = sorted(folder for folder in cache.glob("models--*") if folder.is_dir()) if cache.is_dir() else []
     size = sum(f.stat().st_size for m in models for f in (m / "blobs").glob("*") if f.is_file())
@@ -112,7 +112,7 @@ def hub() -> Iterator[Finding]:
 
 
 def compiler() -> Iterator[Finding]:
-    """Check for a C compiler, which the native kernels need."""
+    """Yield a finding about the C compiler, which the native kernels need."""
     found = next((path for name in COMPILERS if (path := shutil.which(name))), None)
     if found is None:
         yield Finding("compiler", WARN, "no C compiler: PyTorch's kernels are used instead of native ones",
@@ -122,7 +122,7 @@ def compiler() -> Iterator[Finding]:
 
 
 def kernel_cache() -> Iterator[Finding]:
-    """Check the cache of compiled kernels."""
+    """Yield findings about the cache of compiled kernels."""
     folder = env.cache_folder() / "kernels"
     files = list(folder.glob("quire-*.so")) if folder.is_dir() else []
     size = sum(file.stat().st_size for file in files)
@@ -134,7 +134,7 @@ def kernel_cache() -> Iterator[Finding]:
 
 
 def environment() -> Iterator[Finding]:
-    """Report environment variables that are misspelled, not read, or set a proxy."""
+    """Yield findings about environment variables that are misspelled, not read, or set a proxy."""
     names = tuple(server_names())
     for name, near in env.unknown_variables(names).items():
         if near is not None:

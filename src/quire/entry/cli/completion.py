@@ -23,13 +23,13 @@ Row = tuple[str, str, str, str]  # command, flag before ("" for none), word that
 
 
 def configure(parser: FlagParser) -> None:
-    """Add the command's arguments."""
+    """Add the arguments of `quire completion`."""
     parser.description = DESCRIPTION
     parser.add_argument("shell", choices=SHELLS, metavar="SHELL", help=", ".join(SHELLS))
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the script."""
+    """Print the tab-completion script of the given shell."""
     from quire.entry.cli.main import build_parser
 
     print(script(args.shell, build_parser()))
@@ -37,7 +37,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def rows(parser: FlagParser, command: str = "") -> Iterator[Row]:
-    """Yield the words that may come in a command, and in the commands below it."""
+    """Yield (command, flag, word, help) for each word that the shell may offer after the words of `command`.
+    `flag`: the word is a value of this flag; "" = the word is a subcommand, a flag or an argument."""
     for action in parser.actions():
         if isinstance(action, argparse._SubParsersAction):
             for choice in action._choices_actions:
@@ -53,8 +54,8 @@ def rows(parser: FlagParser, command: str = "") -> Iterator[Row]:
 
 
 def script(shell: str, parser: FlagParser) -> str:
-    """Return the tab-completion script of a shell, made of its template, the awk program and the rows of words.
-    The rows stand in single quotes of the shell, so each ' in them becomes ’."""
+    """Return the tab-completion script of a shell: its template, filled with the `rows` of the parser and with the awk
+    program that searches them. The script holds the rows in single quotes, so each ' in the rows becomes ’."""
     lines = ["\t".join(row).replace("'", "’") for row in rows(parser)]
     here = Path(__file__)
     text, program = here.with_suffix(f".{shell}").read_text(), here.with_suffix(".awk").read_text()

@@ -6,7 +6,6 @@ import sys
 
 from quire.config import flags
 from quire.config.peer_flags import add_peer_flags
-from quire.config.placement import Parallel
 from quire.config.sources import CONFIG_FILE
 
 SUMMARY = "show what would run, where and why: layers, weights, kernels, memory, ranks"
@@ -14,29 +13,28 @@ WIDTH = 200  # characters per line where the output is not a terminal
 
 
 def configure(parser: flags.FlagParser) -> None:
-    """Add the command's flags: those of `quire serve`, and the sizes of parallel groups."""
+    """Add the flags of `quire explain`: those of `quire serve`, and the number of data-parallel replicas."""
     from quire.explain.describe import GPUS
 
     flags.add_model_argument(parser)
     parser.add_argument("--json", action="store_true", help="print JSON: all names of all layers")
-    parser.add_argument("--layer", metavar="N", help="show one layer in full: a number, embed or head")
+    part = parser.add_mutually_exclusive_group()
+    part.add_argument("--rank", metavar="N", type=int, help="show one rank: its groups, exchanges and slices")
+    part.add_argument("--layer", metavar="N", help="show one layer in full: a number, embed or head")
     parser.add_argument("--config", dest=CONFIG_FILE, metavar="FILE", help="YAML file of options")
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda", *GPUS),
-                        help="a device of this machine, or a GPU model to plan for")  # fmt: skip
-    for names, what in ((("--tensor-parallel-size", "-tp"), "tensor-parallel ranks"),
-                        (("--pipeline-parallel-size", "-pp"), "pipeline stages"),
-                        (("--data-parallel-size", "-dp"), "data-parallel replicas of attention")):  # fmt: skip
-        parser.add_argument(*names, dest=names[1][1:], metavar="N", type=int, default=1,
-                            help=f"plan for N {what}")  # fmt: skip
-    parser.add_argument("--enable-expert-parallel", "-ep", dest="ep", action="store_true",
-                        help="distribute whole experts over the tp x dp ranks, not slices of each")  # fmt: skip
+    parser.add_argument(
+        "--device", choices=("auto", "cpu", "cuda", *GPUS), help="a device of this machine, or a GPU model to plan for"
+    )
+    parser.add_argument("--data-parallel-size", "-dp", dest="dp", metavar="N", type=int, default=1,
+                        help="plan for N data-parallel replicas of attention")  # fmt: skip
     flags.add_flags(parser, ((title, option) for title, option in flags.server_options() if option.name != "device"))
     add_peer_flags(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the tree, or JSON."""
+    """Print the plan of an engine (layers, weights, kernels, memory, ranks) as a tree, or as JSON."""
     from quire.explain.describe import GPUS, one_layer, plan_engine
+    from quire.models.rank_report import describe_one
 
     settings = flags.settings_of(args, server=True)
     described = args.device if args.device in GPUS else ""
@@ -45,15 +43,19 @@ def run(args: argparse.Namespace) -> int:
     for note in settings.notes:
         print(f"quire: note: {note}", file=sys.stderr)
     config = flags.server_config(settings).engine
-    plan = plan_engine(config, Parallel(tp=args.tp, pp=args.pp, dp=args.dp, experts=args.ep), described).describe()
-    if args.layer is not None:
-        plan = one_layer(plan, args.layer)
+    report = plan_engine(config, described, replicas=args.dp)
+    if args.rank is not None:
+        plan = describe_one(report, args.rank)
+    else:
+        plan = one_layer(report.describe(), args.layer) if args.layer is not None else report.describe()
     if args.json:
         print(json.dumps(plan, indent=1))
         return 0
     from rich.console import Console
 
     from quire.explain.render import render
+    from quire.explain.render_ranks import render_rank
 
-    Console(width=None if sys.stdout.isatty() else WIDTH, highlight=False).print(render(plan, args.layer is not None))
+    shown = render(plan, args.layer is not None) if args.rank is None else render_rank(plan)
+    Console(width=None if sys.stdout.isatty() else WIDTH, highlight=False).print(shown)
     return 0

@@ -12,13 +12,26 @@ from typing import Any
 from quire import __version__
 from quire.config.flags import FlagParser, error_text, option_warnings
 from quire.contracts.errors import QuireError
-from quire.entry.cli import bench, chat, complete, completion, doctor, explain, run_batch, serve, trace, verify, weights
+from quire.entry.cli import (
+    bench,
+    chat,
+    complete,
+    completion,
+    doctor,
+    explain,
+    quantize,
+    run_batch,
+    serve,
+    trace,
+    verify,
+    weights,
+)
 from quire.entry.exit_codes import DONE, INTERRUPTED, UNREAD, exit_code
 from quire.entry.installed import not_installed
 
 COMMANDS: dict[str, Any] = {"serve": serve, "chat": chat, "complete": complete, "run-batch": run_batch, "bench": bench,
-                            "weights": weights, "explain": explain, "verify": verify, "trace": trace, "doctor": doctor,
-                            "completion": completion}
+                            "weights": weights, "quantize": quantize, "explain": explain, "verify": verify,
+                            "trace": trace, "doctor": doctor, "completion": completion}
 LOG = logging.getLogger("quire")
 LOCAL = ("chat", "complete", "bench", "verify", "trace")  # commands whose engine runs, and logs, in this process
 ARGUMENTS = {"bench": "KIND ", "completion": "SHELL ", "doctor": "", "trace": "[MODEL] [PROMPT] "}  # instead of [MODEL]

@@ -37,7 +37,7 @@ def add_remote_flags(parser: FlagParser) -> None:
 
 
 def remote_model(args: argparse.Namespace) -> "RemoteModel | None":
-    """Return the server's model that the flags name; None without --url. Raises `QuireError` when it has no model."""
+    """Return the model that the flags name on the server at --url; None without --url. Raises `QuireError`."""
     if args.url is None:
         if args.api_key is not None or args.model_name is not None:
             raise ConfigError("--api-key and --model-name go with --url: add --url, or leave them out.")
@@ -45,13 +45,13 @@ def remote_model(args: argparse.Namespace) -> "RemoteModel | None":
     given = vars(args)
     useless = [flag for place, flag in given.items() if place.startswith(ORIGIN) and place != f"{ORIGIN}model"]
     if useless:
-        raise ConfigError(f"{', '.join(useless)}: with --url the server has its own options; leave this out.")
+        raise ConfigError(f"{', '.join(useless)}: with --url the server has its own options: leave these flags out.")
     name = args.model_name or given.get("model_argument") or given.get(f"{FLAG}model")
     return RemoteModel(args.url, key=args.api_key or client_key(), name=name)
 
 
 class RemoteModel:
-    """A model of a server. `fields` of its methods are sampling parameters, as JSON."""
+    """A model on a server. `fields`, an argument of its methods, has the sampling parameters: JSON name -> value."""
 
     def __init__(self, url: str, *, key: str | None, name: str | None) -> None:
         self._scheme, self._host, self._port, self._base = _split(url)
@@ -59,11 +59,11 @@ class RemoteModel:
         self.name = name or self._first_model()
 
     def stream(self, prompt: str, fields: Mapping[str, Any]) -> Iterator[AnswerPiece]:
-        """Continue a text. Yield its new pieces."""
+        """Send a prompt to the server and yield the new pieces of the text that continues it."""
         return self._stream(COMPLETIONS, {"prompt": prompt, **fields})
 
     def stream_chat(self, messages: list[dict[str, Any]], fields: Mapping[str, Any]) -> Iterator[AnswerPiece]:
-        """Answer a conversation. Yield the new pieces of the answer."""
+        """Send a conversation to the server and yield the new pieces of its answer."""
         return self._stream(CHAT, {"messages": messages, **fields})
 
     def _first_model(self) -> str:
@@ -195,7 +195,7 @@ def _json(data: bytes, where: str) -> dict[str, Any]:
     except (UnicodeDecodeError, json.JSONDecodeError):
         value = None
     if not isinstance(value, dict):
-        raise EngineDead(f"the answer of {where} is not a JSON object: is it an OpenAI API?")
+        raise EngineDead(f"the answer of {where} is not a JSON object: check that --url is an OpenAI API.")
     return value
 
 

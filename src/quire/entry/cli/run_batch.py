@@ -35,7 +35,7 @@ QUIET_SECONDS = 10.0  # between two lines of progress where the output is not a 
 
 
 def configure(parser: flags.FlagParser) -> None:
-    """Add the command's flags, with those of the engine and of vLLM."""
+    """Add the flags of `quire run-batch`, and vLLM's other flags, which are ignored with a note or rejected."""
     parser.description = DESCRIPTION
     flags.add_model_argument(parser)
     parser.add_argument("-i", "--input-file", type=Path, required=True, metavar="FILE", help="requests, one per line")
@@ -48,7 +48,7 @@ def configure(parser: flags.FlagParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Answer the file. Exit code 1 when all requests failed or the engine died, 130 when interrupted."""
+    """Answer a file of requests. Exit code 1 when all requests failed or the engine died, 130 when interrupted."""
     settings = flags.settings_of(args, server=True)
     settings.values.setdefault("queue_timeout", math.inf)  # no client waits for these answers
     config = flags.server_config(settings)

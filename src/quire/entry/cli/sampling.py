@@ -18,7 +18,7 @@ PREFIX = "sampling."
 
 
 def configure_asking(parser: FlagParser) -> None:
-    """Add the flags of a request to a model, here or on a server. Flags that are not given keep the model's default."""
+    """Add the flags of commands that ask a local or remote model. Flags that are not given keep the model's default."""
     parser.add_argument("--no-stats", action="store_true", help="do not print counts and speed")
     add_remote_flags(parser)
     add_flag_table(parser, Path(__file__).with_suffix(".txt"), PREFIX)
@@ -37,7 +37,8 @@ def sampling_values(args: argparse.Namespace) -> dict[str, Any]:
 
 @contextmanager
 def local_model(args: argparse.Namespace, values: Mapping[str, Any]) -> "Iterator[tuple[LLM, SamplingParams]]":
-    """Load a model in this process. Give it and the sampling parameters of a stream."""
+    """Context manager: load a model. Yield the `LLM`, and sampling parameters for its `stream` methods: the
+    model's defaults, changed by `values`."""
     engine_config(args)
     from quire.contracts.sampling import OutputKind
     from quire.entry.llm import LLM

@@ -24,7 +24,7 @@ accepted, ignored with a note, or rejected with a reason.
 
 
 def configure(parser: flags.FlagParser) -> None:
-    """Add the command's flags, vLLM's included."""
+    """Add the flags of `quire serve`, and vLLM's other flags, which are ignored with a note or rejected."""
     parser.description = DESCRIPTION
     flags.add_model_argument(parser)
     parser.add_argument("--config", dest=CONFIG_FILE, metavar="FILE",
@@ -73,8 +73,7 @@ def secret_notes(config: ServerConfig) -> list[str]:
 
 
 def check_peer_key(config: ServerConfig) -> None:
-    """Raise `ConfigError` when the environment has an API key for vLLM and Quire has none: it would serve without one.
-    """
+    """Raise `ConfigError` when the environment has an API key for vLLM, but Quire has none and would serve everyone."""
     if PEER_KEY in peer_variables() and not config.http.api_key:
         raise ConfigError(f"{PEER_KEY} is set, and Quire does not read it: this server would be open to everyone. "
                           f"Set QUIRE_API_KEY or --api-key, or unset {PEER_KEY}.")

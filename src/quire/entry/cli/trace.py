@@ -5,15 +5,14 @@ from pathlib import Path
 
 import msgspec
 
-from quire.config.flags import FlagParser, add_engine_flags, add_model_argument, engine_config, given_options
-from quire.contracts.errors import ConfigError
-from quire.platforms.detect import resolve_device
+from quire.config.flags import FlagParser, add_engine_flags, add_model_argument, given_options
+from quire.contracts.errors import ConfigError, ModelNotFound
 
 SUMMARY = "run one request, and show every function from the call to the kernels, with shapes and times"
 
 
 def configure(parser: FlagParser) -> None:
-    """Add the command's flags."""
+    """Add the flags of `quire trace`."""
     add_model_argument(parser)
     parser.add_argument("prompt_argument", metavar="PROMPT", nargs="?", default="The quire is a stack of folded pages.",
                         help="text to continue (default: a built-in one)")
@@ -25,19 +24,22 @@ def configure(parser: FlagParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the tree of calls and write the file of --out."""
-    cuda = resolve_device(engine_config(args).device.device).device == "cuda"
+    """Run a request. Print the functions that it called, as a tree, and write the Perfetto trace of --out."""
     from quire.entry.llm import LLM
-    from quire.explain.trace import trace
+    from quire.explain.trace import events, render, trace
 
     if args.out is not None and not args.out.resolve().parent.is_dir():
         raise ConfigError(f"--out: the folder of {args.out} does not exist: make it first.")
-    with LLM(**given_options(args) | {"async_depth": 1} | ({"enforce_eager": True} if cuda else {})) as llm:
+    try:
+        llm = LLM(**given_options(args) | {"async_depth": 1, "enforce_eager": True})
+    except ModelNotFound as error:
+        raise ModelNotFound(f"{error} For a prompt to the bundled model: quire trace -p PROMPT.") from None
+    with llm:
         found = trace(llm, args.prompt or args.prompt_argument, max_tokens=args.max_tokens)
-    print(*found.render(None if args.full else set()), sep="\n")
+    print(*render(found, None if args.full else set()), sep="\n")
     if args.out is not None:
         try:
-            args.out.write_bytes(msgspec.json.encode({"traceEvents": list(found.events(found.begin))}))
+            args.out.write_bytes(msgspec.json.encode({"traceEvents": list(events(found, found.begin))}))
         except OSError as error:
             raise ConfigError(f"--out: {args.out} cannot be written ({error.strerror}): choose another file.") from None
     return 0

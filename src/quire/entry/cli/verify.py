@@ -1,27 +1,32 @@
 """`quire verify`: compare a model, step by step, with Hugging Face's implementation."""
 
 import argparse
+from pathlib import Path
 
 from quire.config.flags import FlagParser, add_engine_flags, add_model_argument, engine_config
+from quire.config.placement import check_one_device
 from quire.contracts.errors import ConfigError
 
 SUMMARY = "compare a model step by step with Hugging Face's implementation (needs transformers)"
 
 
 def configure(parser: FlagParser) -> None:
-    """Add the command's flags."""
+    """Add the flags of `quire verify`."""
     add_model_argument(parser)
     parser.add_argument("-p", "--prompt", metavar="TEXT", help="text to compare on (default: a built-in one)")
+    parser.add_argument("--reference", type=Path, metavar="FOLDER",
+                        help="checkpoint that transformers reads instead of MODEL, with the same parameters")
     add_engine_flags(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the table of differences. Exit code 1 when the two implementations differ."""
+    """Compare Quire with transformers and print the report. Exit code 1 when they differ by more than rounding."""
     config = engine_config(args)
     if config.load.load_format == "dummy":
         raise ConfigError("load_format=dummy makes random weights, which cannot equal a checkpoint's: leave it out.")
+    check_one_device(config.parallel, "quire verify")
     from quire.explain.parity import verify
 
-    report = verify(config.model.model, config, args.prompt)
+    report = verify(config.model.model, config, args.prompt, reference=args.reference)
     print(report.render())
     return 0 if report.ok else 1

@@ -46,7 +46,7 @@ CORS: dict[str, Any] = {"allow_methods": ["GET", "POST", "DELETE"], "allow_heade
                         "expose_headers": ["x-request-id", "retry-after"]}
 
 def build_app(engine: ServedEngine, config: ServerConfig, metrics: Metrics) -> Starlette:
-    """Build the application of an engine. The engine may still be starting."""
+    """Return the ASGI application of an engine: routes and middleware. The engine may still be starting."""
     context = ServerContext(engine=engine, config=config, metrics=metrics, model_names=config.model_names,
                             created=int(time.time()))
     routes: list[Route] = openai_routes(context)
@@ -57,7 +57,7 @@ def build_app(engine: ServedEngine, config: ServerConfig, metrics: Metrics) -> S
     private = http.uds is None and not http.api_key and is_loopback(http.host) and "*" not in http.allowed_hosts
     layers = [
         Middleware(RequestScope, metrics=metrics, root_path=http.root_path, paths=paths,
-                   access_log=partial(print, file=sys.stderr) if http.access_log else None),
+                   access_log=partial(print, file=sys.stderr) if config.log.access_log else None),
         Middleware(own_errors),
         *([Middleware(Guard, refusal=OwnNames(http.host, http.allowed_hosts))] if private else []),
         *([Middleware(CORSMiddleware, **CORS, allow_origins=origins)] if origins else []),

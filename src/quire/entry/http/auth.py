@@ -24,8 +24,7 @@ HOST = re.compile(r"(\[[^\[\]]*\]|[^:\[\]]*)(:\d*)?")  # a name or an address, a
 
 
 class Guard:
-    """Middleware that calls `refusal` first. If this returns a response, it is sent and the application is not called.
-    """
+    """Middleware that sends the response of `refusal`, or calls the application when `refusal` returns None."""
 
     def __init__(self, app: ASGIApp, refusal: Callable[[Scope], Response | None]) -> None:
         self._app, self._refusal = app, refusal
@@ -90,14 +89,14 @@ def json_only(scope: Scope) -> Response | None:
 
 
 def shown_key(scope: Scope, keys: Iterable[bytes]) -> bytes | None:
-    """Return the one of `keys` that the request has; None without a valid one.
-    Every pair is compared, each in constant time, so that the response time tells nothing about the keys."""
+    """Return the first of the valid `keys` that the request's headers hold; None when they hold none.
+    Every sent key is compared with every valid key in constant time, so that timing tells nothing about the keys."""
     given = _shown_keys(scope)
     return next(iter([key for key in keys for one in given if hmac.compare_digest(key, one)]), None)
 
 
 def owner_of(scope: Scope, http: HttpConfig) -> bytes:
-    """The API key that a request shows; of a server without keys, everybody's is the same."""
+    """Return the valid API key that a request shows; b"" without a valid key, as on a server without keys."""
     return shown_key(scope, [key.encode() for key in http.api_key]) or b""
 
 

@@ -19,18 +19,18 @@ from quire.observe.progress import Progress
 from quire.procs.messages import Loading, Ready
 
 QUIET_SECONDS = 2.0  # between two lines of progress where the output is not a terminal
-ELSEWHERE = ("dtype", "device", "weights", "memory")  # plans that have a line of their own
+ELSEWHERE = ("dtype", "device", "weights", "memory", "cache", "ranks", "each rank")  # plans with a line of their own
 MAX_KERNELS = 240  # characters of the kernels' line before reasons are left out
 ANYWHERE = ("0.0.0.0", "::")
 
 
 class Console:
-    """The messages of one server. On a terminal loading is shown as a bar, elsewhere as lines."""
+    """Printer of a server's messages. It shows loading as a bar on a terminal, elsewhere as lines."""
 
     def __init__(self, config: ServerConfig, out: TextIO | None = None) -> None:
         self._out = sys.stderr if out is None else out
         self._terminal = self._out.isatty() and config.engine.load.use_tqdm_on_load
-        self._stats = not config.serve.disable_log_stats
+        self._stats = not config.log.disable_log_stats
         self._phase, self._printed = "", 0.0
         self._bar: Progress | None = None
 
@@ -40,7 +40,7 @@ class Console:
         self._print(f"quire: note: {text}")
 
     def loading(self, message: Loading) -> None:
-        """Show the state of a phase of loading."""
+        """Show the progress of loading: the phase (such as "weights") and the part of it that is done."""
         new = message.phase != self._phase
         self._phase = message.phase
         if self._terminal:
@@ -97,22 +97,25 @@ def stats_text(line: StatsLine) -> str:
 
 def banner_lines(ready: Ready, config: ServerConfig, url: str, seconds: float | None = None) -> list[str]:
     """Return at most 12 lines: the model, its device and kernels, load times, the address, and a curl command.
-    `seconds`: since the start of the process; None = unknown."""
+    `seconds`: time since the start of the process; None = unknown."""
     model, names = config.engine.model, config.model_names
     source = f"{model.model or 'the bundled quire-tiny'}{f' at {model.revision}' if model.revision else ''}"
     tokens = ready.num_blocks * ready.block_size
     phases = ", ".join(f"{name} {each:.2f} s" for name, each in ready.phases.items())
     since = f"ready {seconds:.2f} s after the start of the process, imports included" if seconds is not None else ""
     blocks = f"{ready.num_blocks:,} blocks x {ready.block_size} = {tokens:,} tokens"
-    device = ready.plans.get("device", ready.device)
+    blocks += f"; {ready.plans['cache']}" if ready.plans.get("cache") else ""
+    device, each = ready.plans.get("device", ready.device), ready.plans.get("each rank", "")
     rows = {
         "model": source if names == (model.model,) else f"{source}, served as {', '.join(names)}",
         "dtype": ready.plans.get("dtype", ready.dtype),
-        "device": f"{device}; one process, one device; {ready.depth} step{'s'[:ready.depth != 1]} in flight",
+        "device": f"{device}; {ready.plans.get('ranks') or 'one process, one device'}; "
+                  f"{ready.depth} step{'s'[:ready.depth != 1]} in flight",
         "kernels": _kernels(ready),
-        "weights": ready.plans.get("weights") or (format_bytes(ready.weight_bytes) if ready.weight_bytes else ""),
-        "memory": ready.plans.get("memory", ""),
-        "KV cache": f"{format_bytes(ready.kv_bytes)} = {blocks}" if ready.kv_bytes else blocks,
+        "weights": ready.plans.get("weights") or (format_bytes(ready.weight_bytes) if ready.weight_bytes and not each
+                                                  else ""),
+        "memory": ready.plans.get("memory") or each,
+        "KV cache": f"{format_bytes(ready.kv_bytes)} = {blocks}" if ready.kv_bytes and not each else blocks,
         "at once": _at_once(ready),
         "loading": "; ".join(filter(None, (phases, since))),
         "address": f"{url}/v1; {access_text(config)}",
@@ -143,7 +146,7 @@ def _kernels(ready: Ready) -> str:
 
 
 def access_text(config: ServerConfig) -> str:
-    """Say from which machines the server can be used, and if an API key is needed."""
+    """Return a text about access to the server: from this or any machine, with or without an API key."""
     http = config.http
     near = http.uds is not None or is_loopback(http.host)
     keys = f"{len(http.api_key)} keys" if len(http.api_key) > 1 else "a key"

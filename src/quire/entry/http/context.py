@@ -30,7 +30,7 @@ class RequestIds:
 
     @contextmanager
     def hold(self, owner: bytes, request_id: str) -> Iterator[None]:
-        """Reserve a request id inside the block. Raises 409 when another request of the same API key has it."""
+        """Context manager: reserve a request id. Raises 409 when a running request of the API key `owner` has it."""
         if (owner, request_id) in self._ids:
             raise HttpError(
                 409, f"request {shown(request_id)} is already running: wait for its answer, or send another "
@@ -50,8 +50,9 @@ class ServerContext:
     created          start of the server, in seconds since the epoch
     unknown_fields   unknown request fields that were logged already
     huge_text        lock that is held while a very long text is tokenized
+    memory           counter of long texts, which returns their memory to the operating system
+    responses        stored responses of /v1/responses
     sandboxes        semaphore of chat templates rendered in child processes
-    responses        stored responses of /v1/responses;  memory  returns the memory of long texts to the system
     """
 
     engine: ServedEngine
@@ -68,7 +69,8 @@ class ServerContext:
 
     @asynccontextmanager
     async def sandbox(self) -> AsyncIterator[None]:
-        """Reserve one of the `SANDBOXES` inside the block. Raises `QueueTimeout` after `queue_timeout` seconds."""
+        """Context manager: hold one of the `SANDBOXES` permits to render a chat template in a child process.
+        Raises `QueueTimeout` when no permit is free within `queue_timeout` seconds."""
         try:
             async with asyncio.timeout(self.config.serve.queue_timeout):
                 await self.sandboxes.acquire()
@@ -81,14 +83,14 @@ class ServerContext:
             self.sandboxes.release()
 
     def text(self) -> TextSide:
-        """Return tokenizer and chat template. Raises `EngineStarting` (503) while they load."""
+        """Return the model's tokenizer, chat template and defaults. Raises `EngineStarting` (503) while they load."""
         text = self.engine.text
         if text is None:
             raise EngineStarting(LOADING)
         return text
 
     def ready(self) -> Ready:
-        """Return the engine's facts. Raises `EngineStarting` (503) while it loads."""
+        """Return the core's `Ready` message. Raises `EngineStarting` (503) while the engine loads."""
         ready = self.engine.ready
         if ready is None:
             raise EngineStarting(LOADING)

@@ -29,7 +29,7 @@ from quire.entry.obtain import obtain_model
 from quire.entry.prompts import Prompt
 from quire.observe.metrics import Metrics
 from quire.procs import messages
-from quire.procs.core_child import CoreChild
+from quire.procs.child_process import ChildProcess
 from quire.procs.core_client import CoreClient, Launch
 from quire.procs.failures import rebuilt
 from quire.text.load import TextSide, load_text
@@ -54,7 +54,8 @@ class ServedEngine:
     """An engine core and the requests that wait for it. All methods are called on the event loop of `start`.
 
     launch               function that starts the core (default: in its own process)
-    config               the engine's configuration;  text, ready, front  None until the engine is loaded
+    config               the engine's configuration
+    text, ready, front   tokenizer and chat template, the core's message, the front end; None until all is loaded
     loading              last message about the progress of loading
     failure              reason of the state DEAD: the engine could not start, died or was closed
     """
@@ -68,8 +69,8 @@ class ServedEngine:
         self.front: FrontEnd | None = None
         self.failure: errors.QuireError | None = None
         self._serve, self._metrics = config.serve, metrics
-        self._client = CoreClient(on_message=self._take, on_death=self._die,
-                                  launch=launch or (lambda start: CoreChild(start, CORE_MODULE)))
+        launch = launch or (lambda start: ChildProcess(CORE_MODULE, msgspec.json.encode(start)))
+        self._client = CoreClient(on_message=self._take, on_death=self._die, launch=launch)
         self.loading = messages.Loading("starting")
         self._on_loading: Callable[[messages.Loading], None] = lambda message: None
         self._starting: asyncio.Future[messages.Ready] | None = None
@@ -102,8 +103,8 @@ class ServedEngine:
         return [*map(request_record, live, states), *ended]
 
     async def start(self, on_loading: Callable[[messages.Loading], None]) -> messages.Ready:
-        """Find the model, start the core, and load tokenizer and chat template at the same time.
-        Raises the error of a failed start, with the class it had in the core's process. Everything is closed then."""
+        """Find the model, then load tokenizer and chat template while the core starts. Return the core's `Ready`.
+        If the start fails, close everything and raise the error. An error of the core's process keeps its class."""
         self._on_loading = on_loading
         starting: asyncio.Future[messages.Ready] = asyncio.get_running_loop().create_future()
         self._starting = starting
@@ -128,7 +129,8 @@ class ServedEngine:
         self.text, self.ready = text, ready
         self.front = FrontEnd.of(self.config, ready, text.tokenizer, text.eos_ids)
         self._metrics.engine_ready(num_blocks=ready.num_blocks, block_size=ready.block_size,
-                                   max_model_len=ready.max_model_len, cache_dtype=ready.dtype,
+                                   max_model_len=ready.max_model_len,
+                                   cache_dtype=(ready.plans.get("cache") or ready.dtype).partition(" ")[0],
                                    enable_prefix_caching=self.config.cache.enable_prefix_caching,
                                    core_pid=self._client.core.pid if self._client.core is not None else None)
         self.state = EngineState.READY
@@ -136,10 +138,11 @@ class ServedEngine:
 
     def open(self, prompts: Sequence[Prompt], params: SamplingParams, *, request_id: str, priority: int = 0,
              timeout: float | None = None, pool: str = "", tenant: str = "") -> RequestStream:
-        """Send all prompts of one request to the core, or none. The caller must close the stream.
+        """Send all prompts of one request to the core, or none. Return their stream of outputs; the caller closes it.
 
-        timeout        seconds for the whole request; the server's own limit applies, too
-        pool, tenant   as in `NewRequest`
+        timeout   seconds for the whole request; the server's own limit applies, too
+        pool      pooling of an embedding request: "mean", "last" or "cls"; "" = the request generates text
+        tenant    owner of the request: only requests of a tenant share KV blocks
         Raises a `RequestError` when a prompt cannot be served, an `EngineError` when the engine takes no requests.
         """
         limits = [t for t in (timeout, self._serve.request_timeout) if t is not None]
@@ -163,13 +166,13 @@ class ServedEngine:
             if isinstance(error, errors.QuireError):
                 raise
             LOG.exception("request %s could not be started", request_id)
-            raise errors.RequestFailed(
-                f"request {request_id} could not be started: an internal error.", code=INTERNAL) from error
+            raise errors.RequestFailed(f"request {request_id} was not started (internal error): the server's log has "
+                                       "its cause; report it with the request id.", code=INTERNAL) from error
         self._admit(stream, [messages.Add(tuple(new)) for new in requests])
         return stream
 
     async def control(self, name: str) -> bool | int | str | None:
-        """Run a named operation of the core between two steps; see `messages.Control`. Raises `EngineError`."""
+        """Run a `messages.Control` operation in the core between two steps. Return its value or raise `EngineError`."""
         self._open_front(draining=True)
         self._num_controls += 1
         number = self._num_controls
@@ -376,7 +379,7 @@ class ServedEngine:
 
 
 def core_config(config: EngineConfig) -> EngineConfig:
-    """Return the configuration of the core's process: no text side, no downloads, no progress bar.
-    The front end tokenizes, so the core needs a tokenizer only for grammars. The model is on this machine already."""
+    """Return the configuration of the core's process: no chat template, no downloads, no progress bar.
+    No tokenizer at the start either: the front end tokenizes. The core loads one when a request has a grammar."""
     return replace(config, model=replace(config.model, skip_tokenizer_init=True, chat_template=None),
                    load=replace(config.load, offline=True, hf_token=None, use_tqdm_on_load=False))

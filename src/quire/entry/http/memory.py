@@ -14,14 +14,14 @@ DELAY = 1.0  # seconds until memory is returned: an ended request has freed its 
 
 
 class FreedMemory:
-    """Counts the bytes of requests with long texts on one event loop, and returns memory in a thread."""
+    """Counter of the bytes of long requests. After each `MUCH` bytes, a thread returns freed memory (malloc_trim)."""
 
     def __init__(self) -> None:
         self._num_bytes = 0
         self._timer: asyncio.TimerHandle | None = None
 
     def count(self, num_bytes: int) -> None:
-        """Add the bytes of a request whose memory is free now, or will be within DELAY."""
+        """Add the bytes of a request whose memory is free now, or will be free within DELAY seconds."""
         self._num_bytes += num_bytes
         if self._num_bytes >= MUCH and self._timer is None:
             self._num_bytes, loop = 0, asyncio.get_running_loop()

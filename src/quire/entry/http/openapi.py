@@ -53,7 +53,7 @@ REFERENCE = "#/components/schemas/{name}"
 
 
 def describe_api(routes: Iterable[Route], config: ServerConfig) -> dict[str, object]:
-    """Make the OpenAPI document of these routes."""
+    """Return the OpenAPI document of these routes, as a JSON object."""
     kinds = [kind for pair in BODIES.values() for kind in (*pair, schema.ErrorResponse) if kind is not None]
     _, components = msgspec.json.schema_components(kinds, ref_template=REFERENCE)
     document: dict[str, Any] = {

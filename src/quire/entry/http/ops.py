@@ -34,7 +34,7 @@ RETRY_HEADERS = {"retry-after": str(RETRY_AFTER)}
 
 def ops_routes(engine: ServedEngine, config: ServerConfig, metrics: Metrics,
                describe_api: Callable[[], dict[str, object]]) -> list[Route]:
-    """Make the routes. `describe_api` makes the OpenAPI document."""
+    """Return the operators' routes: health, version, metrics, debugging. `describe_api` makes the OpenAPI document."""
 
     def state(may_ask: Callable[[Readiness], bool]) -> Callable[[Request], Awaitable[Response]]:
         async def answer(request: Request) -> Response:

@@ -40,8 +40,8 @@ class ConnectionLimits:
     """Limits of connections; sizes in bytes, times in seconds.
 
     body_rate   minimum bytes per second of an upload, measured over each `body_timeout`
-    stall       a peer that reads nothing of its answer for so long is disconnected
-    uploads     sum of all request bodies that are arriving at one moment
+    stall       seconds after which a client that does not read its answer is disconnected
+    uploads     maximum sum of all request bodies that are arriving at one moment
     """
 
     max_header_bytes: int

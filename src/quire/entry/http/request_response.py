@@ -66,7 +66,8 @@ class Watch:
 class Exchange:
     """An HTTP request that is being answered, with its response: reads the body, sends the answer or the error.
 
-    size       bytes of its body, once the body was read;  warnings  texts for `x-quire-warning` headers
+    size       bytes of the request's body, once it was read
+    warnings   texts of the response's `x-quire-warning` headers
     """
 
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -90,8 +91,7 @@ class Exchange:
         return None if value is None else value.decode("latin-1").strip()
 
     def name(self, from_body: str | None = None) -> str:
-        """Set and return the request id: a valid X-Request-Id header, else the body's `request_id`, else a random one.
-        """
+        """Set and return the request id: a valid X-Request-Id header, else `from_body`, else a random id."""
         given = self.header(b"x-request-id")
         if given is not None and REQUEST_ID.fullmatch(given):
             self.request_id = self._named or given
@@ -134,7 +134,7 @@ class Exchange:
         await self._send({"type": "http.response.body", "body": body, "more_body": False})
 
     def events(self, keep_alive: float) -> EventStream:
-        """Return an event stream for the answer. It starts with its first event."""
+        """Return an event stream for the answer, which starts with the first event. `keep_alive`: see `EventStream`."""
         direct = self.scope.get("extensions", {}).get(DIRECT_BODY)
         self._stream = EventStream(self._send, self._own_headers(), keep_alive, direct)
         return self._stream

@@ -24,7 +24,8 @@ Batch = list[tuple[int, RequestOutput]]  # (prompt index, new output)
 class RequestStream:
     """The outputs of all prompts of one request. Iterate it once, and always `close` it.
 
-    generations   by prompt index;  num_open  number of prompts that have not finished
+    generations   `Generation` of each prompt, in the order of the prompts
+    num_open      number of prompts that have not finished
     """
 
     def __init__(self, request_id: str, on_close: Callable[["RequestStream"], None]) -> None:
@@ -73,12 +74,12 @@ class RequestStream:
             raise
 
     def pour_into(self, ready: Callable[[], bool], take: Callable[[Batch], None]) -> None:
-        """Set the sink: while the reader waits and `ready()`, `take` gets the outputs of each step at once.
+        """Set a sink: while the reader waits and `ready()` is true, outputs of a step go to `take`, not to the reader.
         The last outputs of a request always go to the reader. An exception of `take` is raised in the reader."""
         self._sink = ready, take
 
     def mark(self, index: int) -> None:
-        """Note that a prompt has a new output; `tell` delivers it."""
+        """Note that the output of the prompt `index` changed; `tell` delivers it."""
         self._changed[index] = None
 
     def end_one(self, index: int) -> None:
@@ -87,7 +88,8 @@ class RequestStream:
         self.mark(index)
 
     def tell(self) -> None:
-        """Deliver the marked outputs to the sink, or wake the reader. Called once per step."""
+        """Give the outputs that changed since the last call to the sink if it is ready; else wake the reader, which
+        takes them itself. Called once per step."""
         waiter, sink = self._waiter, self._sink
         if waiter is None or waiter.done():
             return  # the reader is busy, and checks for changes before it waits again
@@ -131,5 +133,5 @@ class RequestStream:
 
 
 def failure(request_id: str, code: str, words: str | None = None) -> RequestFailed:
-    """Return the error of a failed request, with the engine's message or one made from the code."""
+    """Return the error of a failed request. Its message is `words`, or is made from the code."""
     return RequestFailed(words or f"request {request_id} failed: {code}{FIXES.get(code, '')}.", code=code)

@@ -49,9 +49,8 @@ def run(config: ServerConfig, console: Console) -> int:
     """Listen, serve until the end, and return the exit code. An error is printed to stderr as one line.
     If a thread hangs in a call that cannot be interrupted (a download), this closes everything and ends the process
     itself, so that Ctrl-C does not wait for the thread."""
-    if config.serve.enable_log_requests:
-        logging.basicConfig(format="%(message)s")
-        LOG.setLevel(logging.INFO)
+    logging.basicConfig(format="%(message)s")
+    LOG.setLevel(logging.INFO)
     try:
         listener = listen(config.http)
         try:
@@ -127,7 +126,7 @@ class _Life:
         self._stop, self._serving = stop, serving
 
     async def run(self, metrics: Metrics) -> int:
-        """Load, serve and drain. Return the exit code. Raises the error of a failed start."""
+        """Load the model, serve until the end, and drain. Return the exit code. Raises the error of a failed start."""
         first = asyncio.create_task(self._stop.first.wait())
         starting = asyncio.create_task(self._engine.start(self._console.loading))
         await _first_of(starting, first, self._serving)
@@ -193,7 +192,7 @@ class _Life:
         return FAILED
 
     async def _tick(self, metrics: Metrics) -> None:
-        while not self._config.serve.disable_log_stats:
+        while not self._config.log.disable_log_stats:
             await asyncio.sleep(STATS_INTERVAL)
             self._console.stats(metrics.snapshot())
 

@@ -62,7 +62,7 @@ def release(listener: socket.socket, config: HttpConfig) -> None:
 
 
 def max_connections() -> int:
-    """Raise this process's limit of open files. Return the number of connections it allows."""
+    """Raise this process's limit of open files if needed. Return the number of connections that the limit allows."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MAX_CONNECTIONS + RESERVED_FILES
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -143,5 +143,5 @@ def _listen_unix(path: str) -> socket.socket:
         listener.listen(BACKLOG)
     except OSError as error:
         listener.close()
-        raise ConfigError(f"cannot listen on uds={path!r}: {error.strerror or error}.") from None
+        raise ConfigError(f"cannot listen on uds={path!r} ({error.strerror or error}): give another path.") from None
     return listener

@@ -5,6 +5,6 @@ from torch import Tensor
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
-    """See `quire.kernels.activation`."""
+    """Return silu(gate) * up [T, I]; gate is the first half of each row, up the second."""
     gate, up = gate_up.float().chunk(2, dim=-1)
     return (gate * torch.sigmoid(gate) * up).to(gate_up.dtype)

@@ -11,7 +11,7 @@ BLOCK = 1024
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
-    """See `quire.kernels.activation`."""
+    """Return silu(gate) * up [T, I]; gate is the first half of each row, up the second."""
     if gate_up.stride(1) != 1:
         gate_up = gate_up.contiguous()
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
@@ -26,7 +26,7 @@ def silu_mul(gate_up: Tensor) -> Tensor:
 
 @jit
 def silu(gate):
-    """gate * sigmoid(gate) in float32."""
+    """Return silu(gate) = gate * sigmoid(gate), in float32."""
     return gate / (1 + tl.exp(-gate))
 
 

@@ -14,7 +14,10 @@ that another sequence of the same step fills. Keys past a sequence's length may 
 multiply whole tiles, so there every value in the cache is finite: the kernel that writes it replaces any other value by
 the largest number.
 
-Features that an implementation may declare: window, soft_cap, sinks, rows (it takes `row_positions`), and
+A cache of 8-bit floating-point numbers holds codes (`eight_bits.py`): a value is its code times a scale of `KVView`.
+
+Features that an implementation may declare: window, soft_cap, sinks, rows (it takes `row_positions`), e4m3 cache, e5m2
+cache (types of 8-bit caches that it reads; of `quire.kernels.heads`: that it writes), and
 
 recording   Its calls can be recorded (kernels/native/recording.py) in a step where rows_only(meta, block_size) is
             true: no sequence has a long chunk of a prompt. retarget(address of the recording, meta, block_size,
@@ -33,13 +36,17 @@ Prompt = tuple[int, int, int, int]  # first row, end of the rows, sequence of th
 
 @dataclass(frozen=True)
 class KVView:
-    """Keys and values of a layer inside the arena.
+    """Keys and values of a layer, as views of the KV cache tensor, which holds all layers.
 
-    k, v   [num_blocks, Hkv, block_size, D] strided views: the stride of blocks is a page, the rest is contiguous
+    k, v               [num_blocks, Hkv, block_size, D]: contiguous inside a block; the stride between blocks is a page,
+                       which holds the block of every layer of the KV group
+    k_scale, v_scale   scales of an 8-bit cache, whose values are codes times the scale; 1 for other caches
     """
 
     k: Tensor
     v: Tensor
+    k_scale: float = field(default=1.0, compare=False)
+    v_scale: float = field(default=1.0, compare=False)
 
     @property
     def block_size(self) -> int:
@@ -49,10 +56,11 @@ class KVView:
 
 @dataclass(frozen=True)
 class SharedBlocks:
-    """Groups of decodes whose contexts begin with the same blocks; int32 on the device, of static sizes.
+    """N groups of decodes whose contexts begin with the same blocks, in a step of S sequences.
 
-    starts    [N + 1]: members starts[g] .. starts[g + 1] - 1 belong to group g; unused groups are empty
-    members   [M]: sequences of the step, each at most once
+    All fields are int32 tensors of static sizes.
+    starts    [N + 1]: members[starts[g]] to members[starts[g + 1] - 1] belong to group g; unused groups are empty
+    members   [M]: indices of the sequences that belong to groups, group by group; M <= S
     place     [S]: index of each sequence in `members`; -1: it shares no prefix
     blocks    [S]: number of leading blocks that each sequence shares with its group
     """
@@ -64,14 +72,14 @@ class SharedBlocks:
 
     @staticmethod
     def words(num_groups: int, num_seqs: int) -> int:
-        """Return the length in words of the array that holds all four parts, each aligned to 16 bytes for kernels."""
+        """Return the number of int32 words of an array for all four fields. Each field is aligned to 16 bytes."""
         return padded(num_groups + 1) + 3 * padded(num_seqs)
 
     @staticmethod
     def view(packed: Tensor, num_groups: int, most_seqs: int, num_seqs: int) -> SharedBlocks:
-        """Split a packed array into the four fields, as views cut to `num_seqs` sequences.
+        """Return the `SharedBlocks` that lie in a packed array, as views of it for `num_seqs` sequences.
 
-        packed   the array of `triton_plan.pack_shared`, made for up to `most_seqs` sequences
+        packed   the array of `triton_plan.pack_shared`, made for `num_groups` groups and `most_seqs` sequences
         """
         starts, members, place, blocks = packed.split([padded(num_groups + 1), *[padded(most_seqs)] * 3])
         return SharedBlocks(starts[: num_groups + 1], members[:num_seqs], place[:num_seqs], blocks[:num_seqs])
@@ -79,7 +87,7 @@ class SharedBlocks:
 
 @dataclass
 class AttentionMeta:
-    """Sequences of a step, their rows and their blocks; the same for all layers of a KV group.
+    """S sequences of a step, their T rows (tokens) and their blocks; the same for all layers of a KV group.
 
     query_start    [S + 1] int32: rows query_start[s] .. query_start[s + 1] - 1 belong to sequence s (tensor or list)
     seq_lens       [S] int32: context length, this step's tokens included (tensor or list)
@@ -89,10 +97,11 @@ class AttentionMeta:
     max_query_len  upper bound of the rows of a sequence, known to the host; None: read it from the tensors
     decode_len     a sequence of at most this many rows is a decode: 1, or 1 + the number of drafts; 0: no decodes
     shared         groups of decodes with a common prefix, for implementations that read it once; None: no groups
-    prompts        the sequences after the step's decodes, known to the host; () in a captured step; None: the host does
-                   not know them, they follow from the lengths
-    row_positions  [T] int64: position of each row in its sequence, for steps that compute chosen rows: below seq_lens,
-                   ascending in a sequence, with decode_len 0. None: the rows are the last of their sequences
+    prompts        read by latent attention (MLA): (first row, end of rows, sequence, tokens of context before) of each
+                   sequence after the decodes; () in a CUDA graph; None: taken from the lengths above
+    row_positions  [T] int64: position of each row in its sequence, for steps that compute only chosen rows. Positions
+                   are below seq_lens and ascend in a sequence; decode_len is 0. None: the rows of a sequence are its
+                   last tokens
     plans          scratch of the implementation: values derived from the fields above, once per step
     """
 
@@ -110,7 +119,7 @@ class AttentionMeta:
 
 
 def as_list(values: Tensor | list[int]) -> list[int]:
-    """Return lengths as Python integers; waits for the device if they are a tensor there."""
+    """Return `values` as Python integers. A tensor on a GPU makes the host wait for the GPU."""
     return values.tolist() if isinstance(values, Tensor) else list(values)
 
 

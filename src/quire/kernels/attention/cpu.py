@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from quire.kernels.attention import AttentionMeta, KVView
+from quire.kernels.attention.eight_bits import encode, is_coded
 from quire.kernels.attention.plan import ChunkPlan, Copied, DecodePlan, Merge, Run, Tail, plan_step
 
 
@@ -24,11 +25,11 @@ def missing() -> str:
 
 
 def write_kv(k: Tensor, v: Tensor, kv: KVView, kv_slots: Tensor) -> None:
-    """See `quire.kernels.attention`."""
+    """Write keys and values to their slots of the cache. See `quire.kernels.attention`."""
     size = kv.block_size
     place = (kv_slots // size, kv_slots % size)
-    kv.k.transpose(1, 2).index_put_(place, k)
-    kv.v.transpose(1, 2).index_put_(place, v)
+    kv.k.transpose(1, 2).index_put_(place, encode(k, kv.k_scale, kv.k.dtype))
+    kv.v.transpose(1, 2).index_put_(place, encode(v, kv.v_scale, kv.v.dtype))
 
 
 def paged_attention(
@@ -40,9 +41,19 @@ def paged_attention(
     soft_cap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """See `quire.kernels.attention`. No window, soft cap or sinks (declared in `supports.py`)."""
+    """Return the attention of query rows over the paged cache.
+
+    See `quire.kernels.attention`. Window, soft cap and sinks are not supported and must be None.
+    """
     undeclared = (window, soft_cap, sinks, meta.row_positions)
     assert all(one is None for one in undeclared), "selected for features it does not declare"
+    if not is_coded(kv.k):
+        return _attention(q, kv, meta, scale)
+    return _attention(q, kv, meta, scale * kv.k_scale).mul_(kv.v_scale)
+
+
+def _attention(q: Tensor, kv: KVView, meta: AttentionMeta, scale: float) -> Tensor:
+    """Attention to the codes of an 8-bit cache, or to the numbers of another."""
     plan = plan_step(meta, kv.block_size)
     decode = plan.decode
     if decode is not None and decode.rows is None:
@@ -58,12 +69,13 @@ def paged_attention(
 def _flash(
     q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None = None, causal: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """q [B, H, M, D], k and v [B, H, L, D] -> output [B, H, M, D], log-sum-exp [B, H, M] float32.
+    """q [B, H, M, D], k and v [B, H, L, D] of any type -> output [B, H, M, D], log-sum-exp [B, H, M] float32.
 
     If the softmax of a row is NaN, at least one output value of the row is NaN, too. The kernel alone does not do so:
     with an infinite score it may give finite output and an infinite log-sum-exp; without any finite score it gives 0
     and 0 (then the first key, which every row sees, is not finite). The host reads nothing for this.
     """
+    k, v = k.to(q.dtype), v.to(q.dtype)
     output, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         q, k, v, 0.0, causal, attn_mask=mask, scale=scale
     )
@@ -99,7 +111,7 @@ def _attend(q: Tensor, kv: KVView, call: Run | Tail | Copied, scale: float) -> t
     owned = q.expand(len(call.owners), -1, -1, -1) if len(q) == 1 else q.index_select(0, call.owners)
     if isinstance(call, Run):
         return _flash(owned, kv.k[call.start : call.stop], kv.v[call.start : call.stop], scale)
-    k, v = kv.k.index_select(0, call.blocks), kv.v.index_select(0, call.blocks)
+    k, v = (side.index_select(0, call.blocks).to(q.dtype) for side in (kv.k, kv.v))
     if call.mask is not None:  # values past the end may be NaN, and 0 * NaN is NaN: a mask alone is not enough
         keep = call.keep[k.dtype]
         for side in (k, v):
@@ -129,13 +141,13 @@ def _merge(output: Tensor, lse: Tensor, merge: Merge) -> Tensor:
 
 
 def attend_chunk(q: Tensor, kv: KVView, chunk: ChunkPlan, scale: float) -> Tensor:
-    """Compute attention of a chunk: q [M, Hq, D] at consecutive positions of a sequence -> [M, Hq, D]."""
+    """Return the attention [M, Hq, D] of a prompt chunk: M query rows at consecutive positions of a sequence."""
     rows, heads, dim = q.shape
     kv_heads = kv.k.shape[1]
     group = heads // kv_heads
     # Indexing, because index_select along dim 1 of a strided view copies the whole arena first.
     k, v = (
-        side[chunk.blocks].transpose(0, 1).reshape(kv_heads, 1, -1, dim).expand(-1, group, -1, -1)
+        side[chunk.blocks].to(q.dtype).transpose(0, 1).reshape(kv_heads, 1, -1, dim).expand(-1, group, -1, -1)
         for side in (kv.k, kv.v)
     )
     grouped = q.view(rows, kv_heads, group, dim).permute(1, 2, 0, 3)

@@ -23,7 +23,7 @@ def paged_attention(
     soft_cap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """See `quire.kernels.attention`."""
+    """Return the attention of query rows over the paged cache. See `quire.kernels.attention`."""
     return _Call(q, kv, meta, scale, window, soft_cap, sinks).run()
 
 
@@ -35,7 +35,7 @@ class _Call(triton.AttentionCall):
     """
 
     def prefill(self, plan: Plan, out: Tensor, config: triton.Config) -> None:
-        """See `triton.AttentionCall`."""
+        """Launch attention of sequences with more rows than a decode, into `out`. See `triton.AttentionCall`."""
         q, kv = self.q, self.kv
         dim, kv_heads, size = q.shape[2], kv.k.shape[1], kv.block_size
         group = q.shape[1] // kv_heads
@@ -67,8 +67,8 @@ def _rows(side: Tensor, tile: int) -> object:
 def describe(base: Tensor, box: list[int], rows: tuple[int, int] | None = None) -> object:
     """Return a descriptor of a tensor for the copy engine (TMA).
 
-    box    shape of a tile
-    rows   (R, D): describe the tensor's memory as contiguous rows; None: by its own shape and strides
+    box    shape of the tile that one copy reads
+    rows   (R, D): describe the tensor's memory as R contiguous rows of D; None: by its own shape and strides
     """
     shape, strides = (base.shape, base.stride()) if rows is None else (rows, (rows[1], 1))
     width = {1: gl.float8e4nv, 2: gl.bfloat16}[base.element_size()]  # of the type, nothing but the width matters

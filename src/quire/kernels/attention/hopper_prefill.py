@@ -20,7 +20,9 @@ if hopper is not None:
 
 @gluon_jit
 def nth_work(turn, programs):
-    """Return the work number of this program in its turn. Every other turn runs backwards, to mix long and short tiles.
+    """Return the index of the piece of work that this program does in its turn number `turn`.
+
+    Every other turn runs backwards, so that each program gets long and short tiles. programs: number of programs.
     """
     program = gl.program_id(0)
     return turn * programs + gl.where(turn % 2 == 1, programs - 1 - program, program)
@@ -87,7 +89,12 @@ def softmax(
     scores, top, weight, positions, start, scale, cap,
     MASKED: gl.constexpr, WINDOW: gl.constexpr, CAPPED: gl.constexpr, TILE: gl.constexpr, SCORES: gl.constexpr,
 ):  # fmt: skip
-    """Compute the weights of a tile in the running softmax in base 2. scale, cap: see `triton_tiles.rescore`.
+    """Compute softmax weights from the scores [64, TILE] of a tile of keys; update the running softmax (base 2).
+
+    top, weight   [64] maxima and sums of weights of the tiles before
+    positions     [64] position of each row
+    start         position of the first key of the tile
+    scale, cap    see `triton_tiles.rescore`
 
     Returns weights [64, TILE], new maxima [64], new sums of weights [64], and the factor [64] of earlier sums.
     """
@@ -108,7 +115,7 @@ def softmax(
 
 @gluon_jit
 def as_operand(weights, DTYPE: gl.constexpr, SUMS: gl.constexpr):
-    """Round weights [64, TILE] float32 to DTYPE, as an operand in registers.
+    """Return softmax weights [64, TILE] float32 rounded to DTYPE, as a left operand in registers.
 
     One `cvt` instruction rounds two weights. With separate rounding, ptxas packs the halves in the wrong order and
     swaps them twice per iteration.
@@ -124,7 +131,10 @@ def as_operand(weights, DTYPE: gl.constexpr, SUMS: gl.constexpr):
 
 @gluon_jit
 def begin_scores(queries, keys, stage, TILE: gl.constexpr, SCORES: gl.constexpr):
-    """Start the scores [64, TILE] of a tile of keys. `queries` and `keys` have one part, or two with added products."""
+    """Start the product queries . keys [64, TILE] for the tile in buffer `stage`; return the scores under way.
+
+    queries, keys   tuples of one part, or of two parts whose products are added
+    """
     scores = warpgroup_mma(queries[0], keys[0].index(stage).permute((1, 0)), gl.zeros([64, TILE], gl.float32, SCORES),
                            use_acc=False, is_async=True)  # fmt: skip
     if len(queries) > 1:
@@ -138,7 +148,15 @@ def advance(
     MASKED: gl.constexpr, WINDOW: gl.constexpr, CAPPED: gl.constexpr, TILE: gl.constexpr, STAGES: gl.constexpr,
     SCORES: gl.constexpr, SUMS: gl.constexpr,
 ):  # fmt: skip
-    """Compute scores and weights of tile `count` of the ring, while the matrix units add the sums of the last tile."""
+    """Compute scores and weights of tile `count` of keys, while the matrix units add the values of the tile before.
+
+    weights             weights of the tile before
+    sums, top, weight   state of the running softmax: weighted sums of values, maxima, sums of weights
+    bars                see `make_bars`
+    others              see `softmax`
+
+    Returns the weights of this tile, the new state, and count + 1.
+    """
     k_ready, v_ready, k_free, v_free, _q_ready, _q_free = bars
     stage, before = count % STAGES, (count - 1) % STAGES
     mbarrier.wait(k_ready.index(stage), (count // STAGES) & 1)
@@ -160,8 +178,10 @@ def advance(
 def make_bars(STAGES: gl.constexpr):
     """Make the barriers (k_ready, v_ready, k_free, v_free, q_ready, q_free).
 
-    ready   the copy engine has written the buffer;  free  both groups are done with it
-    k, v    one barrier per stage of the ring;  q  one barrier
+    ready   the copy engine has written the buffer
+    free    both computing groups have read the buffer
+    k, v    one barrier for each of the STAGES buffers of keys, and of values
+    q       one barrier for the buffer of queries
     """
     bar: gl.constexpr = mbarrier.MBarrierLayout()
     k_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
@@ -258,18 +278,25 @@ def prefill_kernel(
     HEADS: gl.constexpr, GROUP: gl.constexpr, SIZE: gl.constexpr, TILE: gl.constexpr, D: gl.constexpr,
     STAGES: gl.constexpr, WINDOW: gl.constexpr, CAPPED: gl.constexpr, WORDS: gl.constexpr,
 ):  # fmt: skip
-    """Grid: as many programs as multiprocessors. 4 warps, 168 registers per thread (redistributed inside).
+    """Compute attention of all tiles of query rows. Grid: at most as many programs as multiprocessors.
 
-    out                      [T, H, D], output; stride_out  elements from row to row
+    A program has 4 warps with 168 registers per thread, which it redistributes.
+
+    out                      [T, H, D], output
+    stride_out               elements from row to row of `out`
     q_rows                   descriptor of the queries [T, H, D] in tiles [128 / GROUP, GROUP, D]
     k_rows, v_rows           descriptors of the cache as rows [R, D] in tiles [TILE, D]
-    block_rows, head_rows    rows from block to block, from head to head
-    table                    [slots or sequences, blocks] int32; stride_table  elements from row to row
+    block_rows, head_rows    rows of the cache from block to block, and from head to head
+    table                    [slots or sequences, blocks] int32, block tables
+    stride_table             elements from row to row of `table`
     tiles                    `Plan.tiles` of 128 rows, WORDS words each
     sinks                    [H], or None
-    scale, cap, CAPPED       see `triton_tiles.rescore`;  WINDOW  tokens that a row sees, 0: all
-    HEADS, GROUP             KV heads; query heads of a KV head
-    SIZE, TILE, STAGES       tokens of a block; of a tile of keys; tiles of keys in the ring
+    scale, cap, CAPPED       see `triton_tiles.rescore`
+    WINDOW                   number of tokens that a row sees; 0: all
+    HEADS                    number of KV heads
+    GROUP                    number of query heads of a KV head
+    SIZE, TILE               tokens of a block, and of a tile of keys
+    STAGES                   number of buffers for tiles of keys, and for tiles of values
     """
     queries = gl.allocate_shared_memory(k_rows.dtype, [128 // GROUP, GROUP, D], q_rows.layout)
     keys = gl.allocate_shared_memory(k_rows.dtype, [STAGES, TILE, D], k_rows.layout)

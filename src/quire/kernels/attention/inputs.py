@@ -10,11 +10,13 @@ from quire.kernels.attention import AttentionMeta, KVView
 
 @dataclass(frozen=True)
 class Case:
-    """A step of random data.
+    """A test case: a step of sequences with random queries, keys and values.
 
-    query_lens, seq_lens   rows and context length of each sequence
-    heads                  (Hq, Hkv)
-    deal                   block ids are "apart" (random), in "runs" (consecutive), or "shared" at the front
+    query_lens   number of query rows (tokens of the step) of each sequence
+    seq_lens     context length of each sequence, its query rows included
+    heads        (Hq, Hkv)
+    deal         block ids of a sequence: "apart": random; "runs": consecutive; "shared": all sequences have the same
+                 first blocks
     """
 
     query_lens: tuple[int, ...]
@@ -51,7 +53,10 @@ CASES = (
 
 
 def make(case: Case, dtype: torch.dtype, seed: int = 0) -> tuple[Tensor, KVView, AttentionMeta]:
-    """Return q, a cache inside an arena of wider pages, and the step. Every slot that must not be read holds NaN."""
+    """Return random q, a KV cache and the metadata of a step.
+
+    The cache is a strided view of a larger tensor. Every slot that a kernel must not read holds NaN.
+    """
     generator = torch.Generator().manual_seed(seed)
     size, kv_heads = case.block_size, case.heads[1]
     counts = [-(-length // size) for length in case.seq_lens]
@@ -82,9 +87,9 @@ def make(case: Case, dtype: torch.dtype, seed: int = 0) -> tuple[Tensor, KVView,
 
 
 def choose_rows(q: Tensor, meta: AttentionMeta, share: float, seed: int = 0) -> tuple[AttentionMeta, Tensor]:
-    """Return a step that computes a random `share` of the rows q, and the indices of those rows.
+    """Choose a random `share` (0 to 1) of the query rows; the last row of each sequence is always chosen.
 
-    The last row of each sequence is always among them.
+    Return `meta` for the chosen rows alone, and their indices in q.
     """
     generator = torch.Generator().manual_seed(seed)
     assert isinstance(meta.query_start, Tensor) and isinstance(meta.seq_lens, Tensor)

@@ -1,7 +1,7 @@
 """Paged attention in C.
 
 Rows of decodes and of short chunks read the context in place, one by one (native.c). Longer chunks of prompts use AMX
-tiles (native_chunks.c), or PyTorch's flash kernel (`cpu.py`) in float32 or without AMX.
+tiles (native_chunks.c), or vectors in float32 or without AMX (native_prompts.c).
 """
 
 from dataclasses import dataclass, field
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from quire.kernels.attention import AttentionMeta, KVView, as_list
-from quire.kernels.attention.cpu import attend_chunk, write_kv
+from quire.kernels.attention.cpu import write_kv
 from quire.kernels.attention.plan import ChunkPlan, plan_chunk
 from quire.kernels.native import memory
 from quire.kernels.native.library import loaded, missing_amx
@@ -29,11 +29,11 @@ NONE_BAD = 1 << 62
 
 @dataclass(frozen=True)
 class RowPlan:
-    """The rows of a call that are computed one by one.
+    """Arguments of a call of the C kernel that computes query rows one by one.
 
-    items       [R, 4] int64, see native.c
-    part_item   [P] int32, see native.c
-    split       True: some context has several parts
+    items       [R, 4] int64, a record for each row; native.c describes it
+    part_item   [P] int32: index in `items` of the row to which each of the P parts of contexts belongs
+    split       True: the context of some row is read in several parts
     """
 
     items: Tensor
@@ -43,11 +43,11 @@ class RowPlan:
 
 @dataclass(frozen=True)
 class ChunkPass:
-    """Chunks whose keys and values fit into the scratch together.
+    """Arguments of a call of the C kernel for prompt chunks whose keys and values fit into the scratch memory together.
 
-    items   [C, 6] int64, see native_chunks.c
-    heads   KV heads that are computed at a time
-    size    elements of the scratch
+    items   [C, 6] int64, a record for each chunk; native_chunks.c describes it
+    heads   number of KV heads that are computed at a time
+    size    elements of the scratch memory that the call needs
     """
 
     items: Tensor
@@ -57,18 +57,23 @@ class ChunkPass:
 
 @dataclass
 class NativePlan:
-    """The plan of a step.
+    """Calls of the C attention kernels in a step.
 
-    rows       calls for rows that are computed one by one; each has at most MOST_PARTS parts
-    chunks     longer chunks;  num_rows  rows of the step
-    passes     (KV heads, head size) -> passes over the chunks;  scratch  memory of the largest pass
-    partial    [floats] results of the parts of rows, if some context has several. A NumPy array, since it belongs to
-               this step: tensors that PyTorch allocates while kernels are recorded belong to the recording
+    rows       calls for sequences of at most FEW (4) query rows, which are computed one by one. The contexts of a call
+               are read in about MOST_PARTS (8192) parts
+    chunks     sequences with more query rows, which are computed together
+    num_rows   query rows of the step
+    prompts    [C, 4] int64, a record for each of `chunks`; native_prompts.c describes it
+    passes     (KV heads, head size) -> calls that compute `chunks` with AMX
+    scratch    memory for the largest call of `passes`
+    partial    [floats] results of the parts of contexts, if some context has several parts. It is a NumPy array because
+               tensors that PyTorch allocates during a `KernelRecording` belong to the recording, not to the step
     """
 
     rows: tuple[RowPlan, ...]
     chunks: tuple[ChunkPlan, ...]
     num_rows: int
+    prompts: Tensor
     passes: dict[tuple[int, int], list[ChunkPass]] = field(default_factory=dict)
     scratch: Tensor | None = None
     partial: np.ndarray | None = None
@@ -83,31 +88,42 @@ def paged_attention(
     soft_cap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """See `quire.kernels.attention`. No window, soft cap or sinks (declared in `supports.py`)."""
+    """Return the attention of query rows over the paged cache.
+
+    See `quire.kernels.attention`. Window, soft cap and sinks are not supported and must be None.
+    """
     undeclared = (window, soft_cap, sinks, meta.row_positions)
     assert all(one is None for one in undeclared), "selected for features it does not declare"
     plan = _plan(meta, kv.block_size)
     if plan.num_rows > len(q):
-        raise ValueError(f"native attention: {len(q)} rows of q for {plan.num_rows} of the step")
+        raise ValueError(f"native attention: q must have a row for each of the step's {plan.num_rows} tokens; it has "
+                         f"{len(q)} rows")
     out = q.new_empty(q.shape)
     for rows in plan.rows:
         _attend_rows(q, kv, meta.block_tables, plan, rows, scale, out)
     if plan.chunks and q.dtype == torch.bfloat16 and q.shape[2] <= WIDEST and not NO_TILES:
         _attend_chunks(q, kv, meta.block_tables, plan, scale, out)
-    else:
-        for chunk in plan.chunks:
-            out[chunk.first : chunk.last] = attend_chunk(q[chunk.first : chunk.last], kv, chunk, scale)
+    elif plan.chunks:
+        _attend_prompts(q, kv, meta.block_tables, plan, scale, out)
     return out
 
 
 def rows_only(meta: AttentionMeta, block_size: int) -> bool:
-    """Return True if the step has no long prompt chunk, so that its attention calls can be recorded."""
+    """Return True if a `KernelRecording` can hold the attention of the step.
+
+    It can if no sequence has more than FEW (4) query rows and one call of the C kernel computes all rows.
+    """
     plan = _plan(meta, block_size)
     return len(plan.rows) == 1 and not plan.chunks
 
 
 def retarget(recording: int, meta: AttentionMeta, block_size: int, num_heads: int, head_dim: int) -> None:
-    """See `quire.kernels.attention`."""
+    """Make recorded attention calls read the block tables and lengths of another step.
+
+    recording   `KernelRecording.address` of the recording with these calls
+    meta        metadata of the other step, for which `rows_only` is true; it must live until after the replay.
+                See `quire.kernels.attention`
+    """
     plan, tables = _plan(meta, block_size), meta.block_tables
     assert not plan.chunks, "asked rows_only?"
     (rows,) = plan.rows
@@ -131,7 +147,8 @@ def _make_plan(meta: AttentionMeta, block_size: int) -> NativePlan:
     starts, lengths = as_list(meta.query_start), as_list(meta.seq_lens)
     tables = meta.block_tables.shape
     if len(lengths) > tables[0] or max(lengths, default=0) > tables[1] * block_size:
-        raise ValueError(f"native attention: contexts {lengths}, block tables {tuple(tables)} of {block_size} tokens")
+        raise ValueError(f"native attention: block tables {tuple(tables)}, with {block_size} tokens per block, are too "
+                         f"small for the contexts {lengths}: give each sequence ceil(length / {block_size}) blocks")
     rows: list[tuple[int, int, int]] = []  # row, tokens it sees, sequence
     chunks = []
     for s, length in enumerate(lengths):
@@ -140,7 +157,9 @@ def _make_plan(meta: AttentionMeta, block_size: int) -> NativePlan:
             chunks.append(plan_chunk(meta, s, first, last, length, block_size))
         else:
             rows += [(row, length - last + row + 1, s) for row in range(first, last)]
-    return NativePlan(_plan_rows(rows) if rows else (), tuple(chunks), starts[-1])
+    prompts = [(chunk.first, chunk.last - chunk.first, chunk.total, chunk.sequence) for chunk in chunks]
+    return NativePlan(_plan_rows(rows) if rows else (), tuple(chunks), starts[-1],
+                      torch.tensor(prompts, dtype=torch.int64))  # fmt: skip
 
 
 def _plan_rows(rows: list[tuple[int, int, int]]) -> tuple[RowPlan, ...]:
@@ -155,6 +174,17 @@ def _row_plan(items: np.ndarray) -> RowPlan:
     items[:, 3] = np.cumsum(parts) - parts
     part_item = np.repeat(np.arange(len(items), dtype=np.int32), parts)
     return RowPlan(torch.from_numpy(items), torch.from_numpy(part_item), len(part_item) > len(items))
+
+
+def _attend_prompts(q: Tensor, kv: KVView, tables: Tensor, plan: NativePlan, scale: float, out: Tensor) -> None:
+    k = kv.k
+    num_heads, dim = q.shape[1:]
+    _check(q, kv, tables)
+    loaded().quire_attend_prompts(
+        q.data_ptr(), out.data_ptr(), k.data_ptr(), kv.v.data_ptr(), tables.data_ptr(), plan.prompts.data_ptr(),
+        len(plan.prompts), num_heads, k.shape[1], dim, q.stride(0), kv.block_size, k.stride(0), k.stride(1),
+        tables.stride(0), scale, q.dtype == torch.bfloat16, torch.get_num_threads(),
+    )  # fmt: skip
 
 
 def _attend_chunks(q: Tensor, kv: KVView, tables: Tensor, plan: NativePlan, scale: float, out: Tensor) -> None:
@@ -234,13 +264,19 @@ def _check(q: Tensor, kv: KVView, tables: Tensor) -> None:
     k, v = kv.k, kv.v
     (_, heads, dim), shape, stride = q.shape, k.shape, k.stride()
     if not (q.is_cpu and k.is_cpu and v.is_cpu and tables.is_cpu):
-        raise ValueError(f"native attention: q on {q.device}, the cache on {k.device}, block tables on {tables.device}")
+        raise ValueError(f"native attention: all tensors must be on the CPU; q is on {q.device}, the cache on "
+                         f"{k.device}, block tables on {tables.device}")
     if q.dtype not in (torch.float32, torch.bfloat16) or not q.dtype == k.dtype == v.dtype:
-        raise ValueError(f"native attention: q is {q.dtype}, the cache {k.dtype}")
+        raise ValueError(f"native attention: q and the cache must all be float32 or all bfloat16; they are "
+                         f"{q.dtype} and {k.dtype}")
     if dim > MAX_DIM or shape[3] != dim or v.shape != shape or heads % shape[1]:
-        raise ValueError(f"native attention: q {tuple(q.shape)}, the cache {tuple(shape)}, {tuple(v.shape)}")
+        raise ValueError(f"native attention: q, K and V must have one head size of at most {MAX_DIM}, and the number "
+                         f"of query heads must be a multiple of the KV heads; the shapes of q, K and V are "
+                         f"{tuple(q.shape)}, {tuple(shape)}, {tuple(v.shape)}")
     if q.stride()[1:] != (dim, 1) or v.stride() != stride or stride[2:] != (dim, 1):
-        raise ValueError(f"native attention: strides of q {q.stride()}, of the cache {stride}, {v.stride()}")
+        raise ValueError(f"native attention: q must be contiguous inside a token, the cache inside a head of a block, "
+                         f"and K and V must have the same strides; the strides of q, K and V are {q.stride()}, "
+                         f"{stride}, {v.stride()}")
     if tables.dtype != torch.int32 or tables.stride(1) != 1:
         raise ValueError(f"native attention: block tables are {tables.dtype} with strides {tables.stride()}; they must "
                          "be int32 with stride 1 inside a row")

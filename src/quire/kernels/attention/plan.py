@@ -20,7 +20,10 @@ MIN_RUN = 4  # shorter runs are copied together when there are several
 
 @dataclass(frozen=True)
 class Run:
-    """Blocks start .. stop - 1 of the arena as one view. `owners` [n]: the decode row that each block serves."""
+    """A call of decode attention on blocks start .. stop - 1 of the KV cache, which are read in place as one view.
+
+    owners   [n]: for each block, the index of the decode that has it in its context; 0 for a block of no decode
+    """
 
     start: int
     stop: int
@@ -29,7 +32,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Tail:
-    """The first `num_tokens` tokens of a block, as a view; used if there is one decode."""
+    """A call of decode attention on the first `num_tokens` tokens of `block`, in place; for steps with one decode."""
 
     block: int
     num_tokens: int
@@ -37,12 +40,13 @@ class Tail:
 
 @dataclass(frozen=True)
 class Copied:
-    """n blocks copied into scratch; the last p of them may be partly filled.
+    """A call of decode attention on n blocks that are copied into scratch. The last p of them may be partly filled.
 
-    owners   [n]: the decode row that each block serves
-    keep     dtype -> bit masks [p, 1, block_size, 1]: -1 for a sequence's tokens, 0 past its end. A bitwise and is 14
-             times as fast as masked_fill_ (10 us for 141 at 8 blocks of [8, 32, 128] bfloat16)
-    mask     [n, 1, 1, block_size], 0 or -inf; None, and `keep` empty, if every block is full
+    blocks   [n]: block ids
+    owners   [n]: for each block, the index of the decode that has it in its context
+    keep     dtype -> bit masks [p, 1, block_size, 1] for keys and values: -1 for tokens of the context, 0 past its end.
+             A bitwise and is 14 times as fast as masked_fill_ (10 us, not 141, at 8 blocks of [8, 32, 128] bfloat16)
+    mask     [n, 1, 1, block_size] added to the scores: 0 or -inf; None, and `keep` empty, if every block is full
     """
 
     blocks: Tensor
@@ -53,10 +57,10 @@ class Copied:
 
 @dataclass(frozen=True)
 class Merge:
-    """The block outputs of some decode rows.
+    """Indices of block outputs that are merged, by their log-sum-exps, into the attention outputs of R decodes.
 
-    rows    [R] decode rows
-    parts   [R, P] indices of block outputs; None: the only row has all outputs, in order
+    rows    [R] indices of the decodes
+    parts   [R, P] indices of the outputs of each decode's blocks; None: a single decode has all outputs, in order
     dead    [R, P] True for padding of `parts`; None: no padding
     """
 
@@ -67,7 +71,12 @@ class Merge:
 
 @dataclass(frozen=True)
 class DecodePlan:
-    """The plan of all sequences with one query row. `rows` [S]: their rows in the step; None: all rows, in order."""
+    """Attention calls for the decodes of a step: all sequences with one query row.
+
+    rows     [S] index of each decode's query row in the step; None: the step has only decodes
+    calls    calls of attention; each gives an output for every block that it reads
+    merges   merges of these block outputs into the outputs of the decodes
+    """
 
     rows: Tensor | None
     calls: tuple[Run | Tail | Copied, ...]
@@ -76,11 +85,12 @@ class DecodePlan:
 
 @dataclass(frozen=True)
 class ChunkPlan:
-    """The plan of a sequence with several query rows.
+    """Rows, positions and blocks of a sequence with several query rows.
 
-    sequence      row of the block tables;  blocks  [n] int64
-    first, last   rows first .. last - 1 of the step
-    past, total   they are at positions past .. total - 1 of the context
+    sequence      index of the sequence in the step, and its row of the block tables
+    first, last   its query rows are rows first .. last - 1 of the step
+    past, total   the query rows are at positions past .. total - 1 of the context
+    blocks        [n] int64 block ids of the context
     """
 
     sequence: int
@@ -93,14 +103,14 @@ class ChunkPlan:
 
 @dataclass(frozen=True)
 class AttentionPlan:
-    """The plan of a step: its decodes (None: no decodes) and its chunks."""
+    """The attention of a step: calls for its decodes (None: no decodes), and its sequences with several query rows."""
 
     decode: DecodePlan | None
     chunks: tuple[ChunkPlan, ...]
 
 
 def plan_step(meta: AttentionMeta, block_size: int) -> AttentionPlan:
-    """Return the plan of a step; kept in `meta.plans` for the other layers."""
+    """Return the attention plan of a step. `meta.plans` keeps it, so that all layers share it."""
     known = meta.plans.get(block_size)
     if isinstance(known, AttentionPlan):
         return known
@@ -118,7 +128,10 @@ def plan_step(meta: AttentionMeta, block_size: int) -> AttentionPlan:
 
 
 def plan_chunk(meta: AttentionMeta, s: int, first: int, last: int, length: int, block_size: int) -> ChunkPlan:
-    """Return the plan of rows first .. last - 1 of the step: the last rows of sequence `s`, `length` tokens long."""
+    """Return the plan of the last rows of sequence `s`: rows first .. last - 1 of the step.
+
+    length   context length of the sequence, these rows included
+    """
     blocks = meta.block_tables[s, : -(-length // block_size)].long()
     return ChunkPlan(sequence=s, first=first, last=last, past=length - (last - first), total=length, blocks=blocks)
 

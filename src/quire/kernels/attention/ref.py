@@ -4,10 +4,12 @@ import torch
 from torch import Tensor
 
 from quire.kernels.attention import AttentionMeta, KVView, as_list
+from quire.kernels.attention.eight_bits import encode, gather
 
 
 def write_kv(k: Tensor, v: Tensor, kv: KVView, kv_slots: Tensor) -> None:
-    """See `quire.kernels.attention`."""
+    """Write keys and values to their slots of the cache. See `quire.kernels.attention`."""
+    k, v = encode(k, kv.k_scale, kv.k.dtype), encode(v, kv.v_scale, kv.v.dtype)
     for row, slot in enumerate(kv_slots.tolist()):
         block, offset = divmod(slot, kv.block_size)
         kv.k[block, :, offset] = k[row]
@@ -23,14 +25,16 @@ def paged_attention(
     soft_cap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """See `quire.kernels.attention`."""
+    """Return the attention of query rows over the paged cache. See `quire.kernels.attention`."""
     out = torch.zeros_like(q)
     starts, lengths = as_list(meta.query_start), as_list(meta.seq_lens)
     group = q.shape[1] // kv.k.shape[1]
     for s, length in enumerate(lengths):
         blocks = meta.block_tables[s, : -(-length // kv.block_size)].long()
-        keys = kv.k[blocks].transpose(1, 2).flatten(0, 1)[:length].float().repeat_interleave(group, dim=1)
-        values = kv.v[blocks].transpose(1, 2).flatten(0, 1)[:length].float().repeat_interleave(group, dim=1)
+        keys, values = (
+            gather(side, blocks).transpose(1, 2).flatten(0, 1)[:length].float().repeat_interleave(group, dim=1) * factor
+            for side, factor in ((kv.k, kv.k_scale), (kv.v, kv.v_scale))
+        )
         num_rows = starts[s + 1] - starts[s]
         for i in range(num_rows):
             position = length - num_rows + i

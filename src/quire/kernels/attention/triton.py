@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from quire.kernels.attention import AttentionMeta, KVView
+from quire.kernels.attention.eight_bits import is_coded
 from quire.kernels.attention.triton_decode import decode_kernel
 from quire.kernels.attention.triton_plan import (
     ITEM_WORDS,
@@ -34,11 +35,12 @@ from quire.kernels.attention.triton_tiles import LOG2E
 
 @dataclass(frozen=True)
 class Config:
-    """The tiling of a kernel.
+    """The tiling of an attention kernel.
 
-    rows       query rows of a tile;  keys  keys of an iteration
-    stages     iterations in flight
-    programs   programs of a decode that run on a multiprocessor at the same time
+    rows       query rows of a tile (tokens times query heads of a KV head)
+    keys       keys of an iteration
+    stages     iterations in flight (num_stages of Triton)
+    programs   programs of the decode kernel that run on a multiprocessor at the same time
     """
 
     rows: int
@@ -68,13 +70,13 @@ def paged_attention(
     soft_cap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """See `quire.kernels.attention`."""
+    """Return the attention of query rows over the paged cache. See `quire.kernels.attention`."""
     return AttentionCall(q, kv, meta, scale, window, soft_cap, sinks).run()
 
 
 @dataclass(frozen=True)
 class AttentionCall:
-    """A call of `paged_attention`."""
+    """The arguments of a call of `paged_attention`. `run` launches its kernels."""
 
     q: Tensor
     kv: KVView
@@ -85,7 +87,7 @@ class AttentionCall:
     sinks: Tensor | None
 
     def run(self) -> Tensor:
-        """Launch the kernels that the step may need."""
+        """Launch the kernels for the sequences of the step. Return the attention [T, Hq, D]."""
         q = self.q
         tokens, heads, dim = q.shape
         assert self.meta.row_positions is None or not self.meta.decode_len, "a decode's row is its sequence's last"
@@ -145,30 +147,38 @@ class AttentionCall:
         }  # fmt: skip
 
     def numbers(self) -> tuple[int, int, int, int, float, float]:
-        """Return the strides of blocks, heads, tokens and block tables, and scale and cap, see `triton_tiles.rescore`.
+        """Return the numeric arguments that all three kernels take: four strides, `scale` and `cap`.
+
+        The strides, in elements, are those of blocks, heads and tokens of the cache, and of rows of the block tables.
+        `scale` and `cap` are as in `triton_tiles.rescore`.
         """
         strides = (*self.kv.k.stride()[:3], self.meta.block_tables.stride(0))
+        scale = self.scale * self.kv.k_scale
         if self.soft_cap is None:
-            return *strides, self.scale * LOG2E, 0.0
-        return *strides, self.scale / self.soft_cap, self.soft_cap * LOG2E
+            return *strides, scale * LOG2E, 0.0
+        return *strides, scale / self.soft_cap, self.soft_cap * LOG2E
+
+    @property
+    def _v_scale(self) -> float | None:
+        return self.kv.v_scale if is_coded(self.kv.v) else None
 
     def _decode(self, plan: Plan, out: Tensor, config: Config) -> None:
         group, kv_heads = self.q.shape[1] // self.kv.k.shape[1], self.kv.k.shape[1]
         rows = plan.limit * group
         decode_kernel[(len(plan.items), kv_heads)](
             self.q, out, self.kv.k, self.kv.v, self.meta.block_tables, plan.items, plan.counters, plan.sums, plan.stats,
-            self.sinks, self.q.stride(0), out.stride(0), *self.numbers(), WINDOW=self.window or 0, ROWS=rows,
-            M=max(16, _power(rows)), HEADS=kv_heads, ITEM_WORDS=ITEM_WORDS,
+            self.sinks, self.q.stride(0), out.stride(0), *self.numbers(), self._v_scale, WINDOW=self.window or 0,
+            ROWS=rows, M=max(16, _power(rows)), HEADS=kv_heads, ITEM_WORDS=ITEM_WORDS,
             PARTS=MAX_PARTS if plan.shared is None else 2 * MAX_PARTS, SHARED=plan.shared is not None,
             **self._options(config),
         )  # fmt: skip
 
     def prefill(self, plan: Plan, out: Tensor, config: Config) -> None:
-        """Launch attention of the sequences of many rows."""
+        """Launch the prefill kernel: it writes the attention of all sequences that are no decodes to `out`."""
         kv = self.kv
         prefill_kernel[(len(plan.tiles), kv.k.shape[1])](
             self.q, out, kv.k, kv.v, self.meta.block_tables, plan.tiles, self.sinks, self.meta.row_positions,
-            self.q.stride(0), out.stride(0), *self.numbers(), WINDOW=self.window or 0, M=config.rows,
+            self.q.stride(0), out.stride(0), *self.numbers(), self._v_scale, WINDOW=self.window or 0, M=config.rows,
             TILE_WORDS=TILE_WORDS, **self._options(config),
         )  # fmt: skip
 
@@ -182,7 +192,7 @@ class AttentionCall:
         prefix_kernel[(num_tiles, kv_heads, plan.prefix_parts)](
             self.q, self.kv.k, self.kv.v, meta.block_tables, meta.table_rows, meta.query_start, meta.seq_lens,
             shared.starts, shared.members, shared.blocks, plan.sums, plan.stats, groups, len(plan.items),
-            plan.prefix_parts, self.q.stride(0), *self.numbers(), ROWS=rows, M=lanes, HEADS=kv_heads,
+            plan.prefix_parts, self.q.stride(0), *self.numbers(), self._v_scale, ROWS=rows, M=lanes, HEADS=kv_heads,
             WIDTH=max(8, _power(groups)),
             **self._options(config),
         )  # fmt: skip

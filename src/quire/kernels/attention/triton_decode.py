@@ -14,23 +14,29 @@ from quire.kernels.triton_runtime import jit, tl
 @jit
 def decode_kernel(
     q, out, k, v, table, items, counters, sums_at, stats_at, sinks, stride_q, stride_out, stride_block, stride_head,
-    stride_token, stride_table, scale, cap, WINDOW: tl.constexpr, CAPPED: tl.constexpr, EXACT: tl.constexpr,
+    stride_token, stride_table, scale, cap, v_scale, WINDOW: tl.constexpr, CAPPED: tl.constexpr, EXACT: tl.constexpr,
     SIZE: tl.constexpr, TILE: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, GROUP: tl.constexpr,
     ROWS: tl.constexpr, M: tl.constexpr, HEADS: tl.constexpr, PARTS: tl.constexpr, SHARED: tl.constexpr,
     ITEM_WORDS: tl.constexpr,
 ):  # fmt: skip
-    """Attention of an item. Grid (items, KV heads).
+    """Compute decode attention of an item: a part of the context of a sequence. Grid (items, KV heads).
 
-    q, out              [T, H, D]; stride_q, stride_out  elements from row to row
-    k, v                cache [blocks, HEADS, SIZE, D]; stride_block, stride_head, stride_token  in elements
-    table               [slots or sequences, blocks] int32; stride_table  elements from row to row
-    items, counters     `Plan.items`, `Plan.counters`;  sums_at, stats_at  `Plan.sums`, `Plan.stats`
+    The last program of a sequence to finish adds up the parts of the sequence.
+
+    q, out              [T, H, D] queries and output
+    k, v                cache [blocks, HEADS, SIZE, D]
+    table               block tables [slots or sequences, blocks] int32
+    items, counters, sums_at, stats_at   `Plan.items`, `Plan.counters`, `Plan.sums`, `Plan.stats`
     sinks               [H], or None
+    stride_q, stride_out, stride_table   elements from row to row of q, of out, of table
+    stride_block, stride_head, stride_token   elements from block to block, head to head, token to token of the cache
     scale, cap, WINDOW, CAPPED, EXACT, SIZE, TILE, D, DP   see `triton_tiles`
-    HEADS, GROUP        KV heads; query heads of a KV head
-    ROWS, M             GROUP times the most rows of a sequence; padded to a power of two, at least 16
-    PARTS               at least the parts of a sequence, those of a shared prefix included
-    SHARED              the step has shared prefixes, whose parts `prefix_kernel` has written
+    v_scale             scale of the codes of an 8-bit cache, else None
+    HEADS, GROUP        number of KV heads; number of query heads of a KV head
+    ROWS                GROUP times the largest number of rows of a sequence
+    M                   ROWS padded to a power of two, at least 16
+    PARTS               upper bound of the parts of a sequence, those of a shared prefix included
+    SHARED              True: the step has shared prefixes, whose parts `prefix_kernel` has written
     ITEM_WORDS          words of an item
     """
     item, head = tl.program_id(0), tl.program_id(1)
@@ -55,6 +61,8 @@ def decode_kernel(
         v + head * stride_head, table, start, end, stride_block, stride_token, scale, cap,
         True, WINDOW, CAPPED, EXACT, SIZE, TILE, D, DP,
     )  # fmt: skip
+    if v_scale is not None:
+        sums *= v_scale
     if parts + prefix_parts == 1:
         store_outputs(out, sums, top, weight, sinks, rows, heads, live, stride_out, D, DP)
     else:

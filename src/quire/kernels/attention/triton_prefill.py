@@ -13,20 +13,24 @@ from quire.kernels.triton_runtime import jit, tl
 @jit
 def prefill_kernel(
     q, out, k, v, table, tiles, sinks, row_positions, stride_q, stride_out, stride_block, stride_head,
-    stride_token, stride_table, scale, cap, WINDOW: tl.constexpr, CAPPED: tl.constexpr, EXACT: tl.constexpr,
+    stride_token, stride_table, scale, cap, v_scale, WINDOW: tl.constexpr, CAPPED: tl.constexpr, EXACT: tl.constexpr,
     SIZE: tl.constexpr, TILE: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, GROUP: tl.constexpr,
     M: tl.constexpr, TILE_WORDS: tl.constexpr,
 ):  # fmt: skip
-    """Attention of a tile. Grid (tiles, KV heads).
+    """Compute attention of a tile of query rows over all keys that they see. Grid (tiles, KV heads).
 
-    q, out              [T, H, D]; stride_q, stride_out  elements from row to row
-    k, v                cache [blocks, KV heads, SIZE, D]; stride_block, stride_head, stride_token  in elements
-    table               [slots or sequences, blocks] int32; stride_table  elements from row to row
+    q, out              [T, H, D] queries and output
+    k, v                cache [blocks, KV heads, SIZE, D]
+    table               block tables [slots or sequences, blocks] int32
+    stride_q, stride_out, stride_table   elements from row to row of q, of out, of table
+    stride_block, stride_head, stride_token   elements from block to block, head to head, token to token of the cache
     tiles               `Plan.tiles`, TILE_WORDS words each
     sinks               [H], or None
     row_positions       [T] int64 position of each row; None: the rows of a tile are at consecutive positions
     scale, cap, WINDOW, CAPPED, EXACT, SIZE, TILE, D, DP   see `triton_tiles`
-    GROUP, M            query heads of a KV head; lanes of a tile: GROUP times its rows
+    v_scale             scale of the codes of an 8-bit cache, else None
+    GROUP               number of query heads of a KV head
+    M                   lanes of a tile: GROUP times its rows
     """
     head = tl.program_id(1)
     record = tiles + tl.program_id(0) * TILE_WORDS
@@ -63,4 +67,6 @@ def prefill_kernel(
         queries, sums, top, weight, positions, k, v, table, middle, last, stride_block, stride_token, scale, cap,
         True, WINDOW, CAPPED, EXACT, SIZE, TILE, D, DP,
     )  # fmt: skip
+    if v_scale is not None:
+        sums *= v_scale
     store_outputs(out, sums, top, weight, sinks, rows, heads, live, stride_out, D, DP)

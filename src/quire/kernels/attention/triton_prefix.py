@@ -14,25 +14,30 @@ from quire.kernels.triton_runtime import tl
 @unspecialized("num_groups", "num_items", "prefix_parts")
 def prefix_kernel(
     q, k, v, table, table_rows, query_start, seq_lens, starts, members, blocks, sums_at, stats_at, num_groups,
-    num_items, prefix_parts, stride_q, stride_block, stride_head, stride_token, stride_table, scale, cap,
+    num_items, prefix_parts, stride_q, stride_block, stride_head, stride_token, stride_table, scale, cap, v_scale,
     CAPPED: tl.constexpr, EXACT: tl.constexpr, SIZE: tl.constexpr, TILE: tl.constexpr, D: tl.constexpr,
     DP: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, M: tl.constexpr, HEADS: tl.constexpr,
     WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Attention of a tile of lanes over a part of the shared prefix. Grid (tiles, KV heads, prefix_parts).
+    """Compute attention of a tile of lanes over a part of a shared prefix. Grid (tiles, KV heads, prefix_parts).
 
-    q                          [T, H, D]; stride_q  elements from row to row
-    k, v                       cache [blocks, HEADS, SIZE, D]; stride_block, stride_head, stride_token  in elements
-    table                      [slots or sequences, blocks] int32; stride_table  elements from row to row
+    A group is a set of sequences with a common prefix. A lane is a pair (row, query head) of a sequence of the group.
+
+    q                          [T, H, D]
+    k, v                       cache [blocks, HEADS, SIZE, D]
+    table                      block tables [slots or sequences, blocks] int32
+    stride_q, stride_table     elements from row to row of q, of table
+    stride_block, stride_head, stride_token   elements from block to block, head to head, token to token of the cache
     table_rows                 [S] int32 row of `table` of each sequence; None: row s belongs to sequence s
     query_start, seq_lens      [S + 1] and [S] int32, of `AttentionMeta`
     starts, members, blocks    int32, of `SharedBlocks`: [num_groups + 1], [members], [S]
     sums_at, stats_at          `Plan.sums`, `Plan.stats`, outputs
-    num_groups, num_items      groups of sequences; items of the plan: part num_items is the first of a prefix
-    prefix_parts               parts of a shared prefix
+    num_groups, prefix_parts   number of groups; number of parts of a shared prefix
+    num_items                  number of items of the plan; the parts of prefixes follow them in sums_at and stats_at
     scale, cap, CAPPED, EXACT, SIZE, TILE, D, DP   see `triton_tiles`
-    HEADS, GROUP               KV heads; query heads of a KV head
-    ROWS, M                    lanes of a sequence: GROUP times its most rows; lanes of a tile
+    v_scale                    scale of the codes of an 8-bit cache, else None
+    HEADS, GROUP               number of KV heads; number of query heads of a KV head
+    ROWS, M                    lanes of a sequence, GROUP times its largest number of rows; lanes of a tile
     WIDTH                      power of two >= num_groups
     """
     program, head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -68,4 +73,6 @@ def prefix_kernel(
         stride_block, stride_token, scale, cap, SIZE % TILE != 0, 0, CAPPED, EXACT, SIZE, TILE, D, DP,
     )  # fmt: skip
     at = ((num_items + member * prefix_parts + part).to(tl.int64) * HEADS + head) * ROWS + within
+    if v_scale is not None:
+        sums *= v_scale
     store_part(sums_at, stats_at, sums, top, weight, at, live, D, DP)

@@ -20,7 +20,7 @@ Packed = tuple[list[tuple[Tensor, Tensor]], stacked.Packed] | list[Pair]
 
 def empty(num_experts: int, gate_up: Tensor | QuantizedMatrix, down: Tensor | QuantizedMatrix,
           device: torch.device) -> Packed:
-    """See `quire.kernels.experts`.
+    """Allocate the packed weights of `num_experts` experts. See `quire.kernels.experts`.
 
     All gate_up weights share one piece of memory, all down weights another: a huge page can hold several experts.
     """
@@ -31,7 +31,7 @@ def empty(num_experts: int, gate_up: Tensor | QuantizedMatrix, down: Tensor | Qu
 
 
 def put(packed: Packed, place: int, gate_up: Tensor | QuantizedMatrix, down: Tensor | QuantizedMatrix) -> None:
-    """See `quire.kernels.experts`."""
+    """Pack the weights of an expert into `packed` at the index `place`. See `quire.kernels.experts`."""
     if isinstance(packed, list):
         put_pair(packed[place], gate_up, down)
     else:
@@ -39,13 +39,13 @@ def put(packed: Packed, place: int, gate_up: Tensor | QuantizedMatrix, down: Ten
 
 
 def destination(packed: Packed) -> stacked.Packed:
-    """See `quire.kernels.experts`."""
+    """Return the memory of all experts' weights (gate_up, down) for a loader to fill. See `quire.kernels.experts`."""
     return packed[1]
 
 
 def run(x: Tensor, weights: Tensor, ids: Tensor, packed: Packed, expert_map: Tensor | None = None,
         residual: Tensor | None = None) -> Tensor:
-    """See `quire.kernels.experts`."""
+    """Return residual + the weighted sum of the outputs of each token's experts. See `quire.kernels.experts`."""
     if isinstance(packed, list):
         return run_each(x, weights, ids, packed, expert_map, residual, _quantized)
     return run_each(x, weights, ids, packed[0], expert_map, residual, _expert)
@@ -53,7 +53,11 @@ def run(x: Tensor, weights: Tensor, ids: Tensor, packed: Packed, expert_map: Ten
 
 def run_each(x: Tensor, weights: Tensor, ids: Tensor, packed: Sequence[Any], expert_map: Tensor | None,
              residual: Tensor | None, expert: Callable[..., Tensor]) -> Tensor:
-    """`run` with `expert`(rows [n, H], *packed of a place) -> [n, H] for each expert that is hit."""
+    """Compute `run`: call the function `expert` for each expert that some token chose.
+
+    packed   packed weights of each expert of this rank
+    expert   function (rows [n, H], *weights of the expert) -> [n, H], without routing weights
+    """
     places, order = placed(ids, expert_map).flatten().sort(stable=True)
     counts = torch.bincount(places + 1, minlength=len(packed) + 1).tolist()
     end = counts[0]

@@ -10,24 +10,27 @@ from quire.kernels.experts.ref import placed
 
 
 def empty(num_experts: int, gate_up: Tensor, down: Tensor, device: torch.device) -> stacked.Packed:
-    """See `quire.kernels.experts`. The packed weights are transposed views of stacked ones."""
+    """Allocate the packed weights of `num_experts` experts, each shaped like `gate_up` and `down`.
+
+    See `quire.kernels.experts`. The packed weights are transposed views of the stacked weights.
+    """
     first, second = stacked.empty(num_experts, gate_up, down, device)
     return first.mT, second.mT
 
 
 def put(packed: stacked.Packed, place: int, gate_up: Tensor, down: Tensor) -> None:
-    """See `quire.kernels.experts`."""
+    """Pack the weights of an expert into `packed` at the index `place`. See `quire.kernels.experts`."""
     stacked.put(packed, place, gate_up.mT, down.mT)
 
 
 def destination(packed: stacked.Packed) -> stacked.Packed:
-    """See `quire.kernels.experts`."""
+    """Return the memory of all experts' weights (gate_up, down) for a loader to fill. See `quire.kernels.experts`."""
     return packed[0].mT, packed[1].mT
 
 
 def run(x: Tensor, weights: Tensor, ids: Tensor, packed: tuple[Tensor, Tensor], expert_map: Tensor | None = None,
         residual: Tensor | None = None) -> Tensor:
-    """See `quire.kernels.experts`."""
+    """Return residual + the weighted sum of the outputs of each token's experts. See `quire.kernels.experts`."""
     num_experts = packed[0].shape[0]
     places = placed(ids, expert_map).flatten()
     places, order = torch.where(places < 0, num_experts, places).sort(stable=True)
@@ -42,7 +45,8 @@ def run(x: Tensor, weights: Tensor, ids: Tensor, packed: tuple[Tensor, Tensor], 
 def run_grouped(rows: Tensor, ends: Tensor, packed: tuple[Tensor, Tensor]) -> Tensor:
     """Run each row through its expert, without routing weights: rows [M, H] -> [M, H].
 
-    rows   sorted by expert;  ends  [experts] int32: end of each expert's rows. Rows past the last end are not computed
+    rows   sorted by expert
+    ends   [experts] int32: end of each expert's rows. Rows of the result past the last end are not written
     """
     gate_up, down = packed
     return F.grouped_mm(silu_mul(F.grouped_mm(rows, gate_up, offs=ends)), down, offs=ends)

@@ -36,7 +36,10 @@ empty, put, destination = triton.empty, triton.put, triton.destination
 
 def run(x: Tensor, weights: Tensor, ids: Tensor, packed: Packed, expert_map: Tensor | None = None,
         residual: Tensor | None = None, join: Callable[[], bool] | None = None) -> Tensor:
-    """See `quire.kernels.experts`. Writes to the residual's memory."""
+    """Return residual + the weighted sum of the outputs of each token's experts.
+
+    See `quire.kernels.experts`. The result overwrites a contiguous `residual`.
+    """
     experts, hidden, inner = packed[1].shape
     whole = hidden % DEEP == inner % 8 == x.stride(0) % 16 == x.data_ptr() % 16 == 0  # alignment that the copies need
     mean = ids.numel() / (experts if expert_map is None else len(expert_map))
@@ -46,7 +49,10 @@ def run(x: Tensor, weights: Tensor, ids: Tensor, packed: Packed, expert_map: Ten
 
 def products(x: Tensor, packed: Packed, h: Tensor, parts: Tensor, order: Tensor, starts: Tensor, weights: Tensor,
              _cut: tuple[Tiles, Tiles]) -> None:
-    """See `triton.products`."""
+    """Compute the expert MLPs of all pairs (token, chosen expert) in two products: x -> h -> parts.
+
+    Arguments as in `triton.products`; `_cut` is not used.
+    """
     experts, pairs = len(packed[0]), len(order)
     most = (pairs + min(experts, pairs) * (ROWS - 1)) // ROWS
     tiles = torch.empty(most * WORDS, dtype=torch.int32, device=x.device)

@@ -11,19 +11,22 @@ Packed = list[tuple[panels.Packed, panels.Packed]]
 
 
 def empty(num_experts: int, gate_up: Weight, down: Weight, device: torch.device) -> Packed:
-    """See `quire.kernels.experts`."""
+    """Allocate the packed weights of `num_experts` experts, each shaped like `gate_up` and `down`.
+
+    See `quire.kernels.experts`.
+    """
     return list(zip(panels.empty(num_experts, gate_up, True), panels.empty(num_experts, down, False), strict=True))
 
 
 def put(packed: Packed, place: int, gate_up: Weight, down: Weight) -> None:
-    """See `quire.kernels.experts`."""
+    """Pack the weights of an expert into `packed` at the index `place`. See `quire.kernels.experts`."""
     first, second = packed[place]
     packed[place] = panels.pack_into(first, gate_up), panels.pack_into(second, down)
 
 
 def run(x: Tensor, weights: Tensor, ids: Tensor, packed: Packed, expert_map: Tensor | None = None,
         residual: Tensor | None = None) -> Tensor:
-    """See `quire.kernels.experts`."""
+    """Return residual + the weighted sum of the outputs of each token's experts. See `quire.kernels.experts`."""
     return run_each(x, weights, ids, packed, expert_map, residual, _expert)
 
 

@@ -16,14 +16,17 @@ Packed = stacked.Packed | list[Pair]
 
 def empty(num_experts: int, gate_up: Tensor | QuantizedMatrix, down: Tensor | QuantizedMatrix,
           device: torch.device) -> Packed:
-    """See `quire.kernels.experts`."""
+    """Allocate the packed weights of `num_experts` experts, each shaped like `gate_up` and `down`.
+
+    See `quire.kernels.experts`.
+    """
     if isinstance(gate_up, QuantizedMatrix) and isinstance(down, QuantizedMatrix):
         return empty_pairs(num_experts, gate_up, down, device)
     return stacked.empty(num_experts, gate_up, down, device)
 
 
 def put(packed: Packed, place: int, gate_up: Tensor | QuantizedMatrix, down: Tensor | QuantizedMatrix) -> None:
-    """See `quire.kernels.experts`."""
+    """Pack the weights of an expert into `packed` at the index `place`. See `quire.kernels.experts`."""
     if isinstance(packed, list):
         put_pair(packed[place], gate_up, down)
     else:
@@ -32,7 +35,7 @@ def put(packed: Packed, place: int, gate_up: Tensor | QuantizedMatrix, down: Ten
 
 def run(x: Tensor, weights: Tensor, ids: Tensor, packed: Packed, expert_map: Tensor | None = None,
         residual: Tensor | None = None) -> Tensor:
-    """See `quire.kernels.experts`."""
+    """Return residual + the weighted sum of the outputs of each token's experts. See `quire.kernels.experts`."""
     places = placed(ids, expert_map)
     y = torch.zeros_like(x, dtype=torch.float32) if residual is None else residual.float()
     for place, result in enumerate(_results(x, packed)):
@@ -50,7 +53,7 @@ def _results(x: Tensor, packed: Packed) -> Iterator[Tensor]:
 
 
 def placed(ids: Tensor, expert_map: Tensor | None) -> Tensor:
-    """Return the places of the experts `ids` on this rank; -1 for an expert of another rank."""
+    """Map the expert numbers `ids` to indices of this rank's experts; -1 for an expert of another rank."""
     if expert_map is None:
         return ids
     return torch.where(ids < 0, -1, expert_map[ids.clamp(min=0)])

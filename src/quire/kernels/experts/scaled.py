@@ -31,10 +31,13 @@ BAND = 8  # tiles of pairs that run side by side through the same columns of wei
 
 @dataclass(frozen=True)
 class Stack:
-    """A matrix of each expert, stacked.
+    """The 8-bit gate_up or down matrices of all experts, stacked.
 
-    values   [E, N, K] e4m3 or int8;  scales  float32 [E, N / block, K / 128], or [E, N] for channels (block 0)
-    fixed    [E] scale of all activations; None: computed
+    values   [E, N, K] e4m3 or int8
+    scales   float32 [E, N / block, K / 128], or [E, N] for a scale per channel (block 0)
+    rule     rule by which activations are quantized: GROUP, TOKEN or FIXED of `quire.kernels.quantize.triton`
+    powers   True: scales of activations are powers of two
+    fixed    [E] scale of each expert's activations, for the rule FIXED; None: scales are computed
     """
 
     values: Tensor
@@ -46,7 +49,7 @@ class Stack:
 
     @property
     def most(self) -> int:
-        """Largest magnitude in 8 bits."""
+        """Largest magnitude of the 8-bit type: 127 of INT8, 448 of FP8."""
         return 127 if self.values.dtype == torch.int8 else 448
 
 
@@ -55,7 +58,12 @@ Packed = tuple[Stack, Stack]
 
 @dataclass(frozen=True)
 class Tiles:
-    """The tiling of a product: pairs, outputs, warps, iterations in flight."""
+    """The tiling of a product of the expert MLP.
+
+    rows     pairs (token, chosen expert) of a tile
+    cols     outputs of a tile
+    stages   iterations in flight (num_stages of Triton)
+    """
 
     rows: int
     cols: int
@@ -64,7 +72,10 @@ class Tiles:
 
 
 def empty(num_experts: int, gate_up: QuantizedMatrix, down: QuantizedMatrix, device: torch.device) -> Packed:
-    """See `quire.kernels.experts`."""
+    """Allocate the packed weights of `num_experts` experts, each shaped like `gate_up` and `down`.
+
+    See `quire.kernels.experts`.
+    """
     return _empty(num_experts, gate_up, device), _empty(num_experts, down, device)
 
 
@@ -78,7 +89,7 @@ def _empty(num_experts: int, one: QuantizedMatrix, device: torch.device) -> Stac
 
 
 def put(packed: Packed, place: int, gate_up: QuantizedMatrix, down: QuantizedMatrix) -> None:
-    """See `quire.kernels.experts`."""
+    """Pack the weights of an expert into `packed` at the index `place`. See `quire.kernels.experts`."""
     for stack, one in zip(packed, (gate_up, down), strict=True):
         stack.values[place].copy_(one.values, non_blocking=True)
         stack.scales[place].copy_(one.scale.view(stack.scales.shape[1:]), non_blocking=True)
@@ -88,7 +99,7 @@ def put(packed: Packed, place: int, gate_up: QuantizedMatrix, down: QuantizedMat
 
 
 def tiles(pairs: int, experts: int, gated: bool) -> Tiles:
-    """Return the tiling of the first product (gated) or the second, chosen by the mean number of pairs per expert."""
+    """Return the tiling of gate and up (`gated`) or of down, by the mean number of pairs (token, expert) per expert."""
     mean = pairs / experts
     if mean <= 8:
         return Tiles(16, 128, 4, 3 if gated else 4)
@@ -99,7 +110,10 @@ def tiles(pairs: int, experts: int, gated: bool) -> Tiles:
 
 def run(x: Tensor, weights: Tensor, ids: Tensor, packed: Packed, expert_map: Tensor | None = None,
         residual: Tensor | None = None, join: Callable[[], bool] | None = None) -> Tensor:
-    """See `quire.kernels.experts`. Writes to the residual's memory."""
+    """Return residual + the weighted sum of the outputs of each token's experts.
+
+    See `quire.kernels.experts`. The result overwrites a contiguous `residual`.
+    """
     x = x if x.stride(1) == 1 else x.contiguous()
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device) if residual is None else residual.contiguous()
     given = x, weights, ids, packed, expert_map, None if residual is None else y, y
@@ -112,7 +126,7 @@ def run(x: Tensor, weights: Tensor, ids: Tensor, packed: Packed, expert_map: Ten
 
 def few(x: Tensor, weights: Tensor, ids: Tensor, packed: Packed, expert_map: Tensor | None, residual: Tensor | None,
         y: Tensor, join: Callable[[], bool] | None = None) -> None:
-    """Compute `run` into y for few tokens, each pair by itself."""
+    """Compute `run` for few tokens and write the result to y. Each pair (token, chosen expert) is computed alone."""
     (first, second), (tokens, k), in_pdl = packed, ids.shape, pdl.in_use()
     (_, hidden, inner), across = second.values.shape, bucket(k)
     h = x.new_empty(tokens * k, inner)
@@ -140,7 +154,10 @@ def _words(values: Tensor) -> Tensor:
 
 def many(x: Tensor, weights: Tensor, ids: Tensor, packed: Packed, expert_map: Tensor | None, residual: Tensor | None,
          y: Tensor, join: Callable[[], bool] | None = None, cut: tuple[Tiles, Tiles] | None = None) -> None:
-    """Compute `run` into y for many tokens, sorted by expert."""
+    """Compute `run` for many tokens and write the result to y. Pairs (token, chosen expert) are sorted by expert.
+
+    cut   tilings of the two products (gate and up; down); None: the number of pairs decides them
+    """
     (first, second), (tokens, k), pairs = packed, ids.shape, ids.numel()
     experts, hidden, inner = second.values.shape
     spread = experts if expert_map is None else len(expert_map)
@@ -158,14 +175,20 @@ def many(x: Tensor, weights: Tensor, ids: Tensor, packed: Packed, expert_map: Te
 
 
 def in_gluon(packed: Packed) -> bool:
-    """Return True if `scaled_hopper` multiplies these experts: FP8 blocks of 128 x 128, on Hopper."""
+    """Return True if the kernels of `scaled_hopper` can run these experts: FP8 in blocks of 128 x 128, on Hopper."""
     fits = all(stack.block == stack.rule == GROUP and stack.values.shape[2] % GROUP == 0 for stack in packed)
     return fits and not triton_runtime.missing_hopper()
 
 
 def products(given: tuple[Tensor, Tensor | None], packed: Packed, order: Tensor, starts: Tensor, weights: Tensor,
              parts: Tensor, cut: tuple[Tiles, Tiles]) -> None:
-    """Compute both products of all pairs. Arguments as in `scaled_hopper.products`."""
+    """Compute the expert MLPs of all pairs (token, chosen expert) in two products, and write them to `parts`.
+
+    given   rows of x by token, and their scales; scales None: x is not quantized
+    cut     tilings of the first product (gate and up) and of the second (down)
+
+    Other arguments as in `scaled_hopper.products`.
+    """
     (first, second), (pairs, inner, k) = packed, (len(order), packed[1].values.shape[2], weights.shape[1])
     fused = second.rule == GROUP
     h = torch.empty((pairs, inner), dtype=second.values.dtype if fused else parts.dtype, device=parts.device)

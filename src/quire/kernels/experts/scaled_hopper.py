@@ -31,12 +31,12 @@ if hopper is not None:
 
 @dataclass(frozen=True)
 class Form:
-    """The form of a product.
+    """Launch parameters of a product of the expert MLP (gate and up, or down).
 
-    stages     iterations that the ring holds: 48 KiB each
-    band       tiles of pairs that run side by side through the same columns
-    computing, reading   registers per thread of the computing and of the reading warps
-    readers    reading warps
+    stages     iterations that the ring of buffers in shared memory holds: 48 KiB each
+    band       tiles of pairs (token, chosen expert) that run side by side through the same columns of weights
+    computing, reading   registers per thread of the computing warps, and of the reading warps
+    readers    number of reading warps
     """
 
     stages: int = 4
@@ -52,11 +52,15 @@ DOWN = Form(computing=232, reading=40, readers=1)
 
 def products(x: tuple[Tensor, Tensor], packed: tuple[Stack, Stack], order: Tensor, starts: Tensor, weights: Tensor,
              parts: Tensor, forms: tuple[Form, Form] = (UP, DOWN)) -> None:
-    """Compute both products of all pairs.
+    """Compute the expert MLPs of all pairs (token, chosen expert) in two products, and write them to `parts`.
 
-    x              e4m3 [R, H] by token, float32 [H / 128, R]: quantized activations and their scales
-    order, starts  see `quire.kernels.experts.triton._sort`;  weights  [T, k] float32
-    parts          [pairs, H], output: down times the routing weight, by pair
+    x        e4m3 [R, H] by token, float32 [H / 128, R]: quantized activations and their scales
+    packed   the stacked matrices gate_up and down
+    order    [pairs] int32: numbers of the pairs, sorted by expert; pair p belongs to token p // k
+    starts   [experts + 1] int32: first entry of each expert in `order`
+    weights  [T, k] float32 routing weights
+    parts    [pairs, H], output in the order of pair numbers: down, times the routing weight
+    forms    launch parameters of the two products
     """
     first, second = packed
     tiles = make_tiles(starts, len(order))
@@ -67,7 +71,13 @@ def products(x: tuple[Tensor, Tensor], packed: tuple[Stack, Stack], order: Tenso
 
 
 def make_tiles(starts: Tensor, pairs: int) -> Tensor:
-    """Return the records of all tiles, int32 [most tiles * WORDS]. See `quire.kernels.experts.hopper`."""
+    """Return the work list of both products, int32 [most tiles * WORDS]: a record for each tile of pairs.
+
+    A kernel fills the list on the device. The comment at WORDS in `quire.kernels.experts.hopper` describes a record.
+
+    starts   [experts + 1] int32: first sorted pair of each expert
+    pairs    number of pairs (token, chosen expert) of all experts
+    """
     experts = len(starts) - 1
     most = (pairs + min(experts, pairs) * (ROWS - 1)) // ROWS
     tiles = torch.empty(most * WORDS, dtype=torch.int32, device=starts.device)
@@ -77,13 +87,23 @@ def make_tiles(starts: Tensor, pairs: int) -> Tensor:
 
 def up(x: tuple[Tensor, Tensor], stack: Stack, order: Tensor, tiles: Tensor, h: Tensor, scales: Tensor, k: int,
        powers: bool, form: Form = UP) -> None:
-    """Write silu(gate) * up in sorted order, quantized: h e4m3 [pairs, I], scales float32 [I / 128, pairs]."""
+    """Compute silu(gate) * up of all pairs (token, chosen expert) and quantize it; pairs are sorted by expert.
+
+    h, scales   outputs: e4m3 [pairs, I], float32 [I / 128, pairs]
+    k           number of experts of a token
+    powers      True: `scales` are powers of two
+
+    Other arguments as in `products` and `make_tiles`.
+    """
     _product(x[0], x[1], stack, order, tiles, None, h, scales, k, powers, form)
 
 
 def down(h: tuple[Tensor, Tensor], stack: Stack, order: Tensor, tiles: Tensor, weights: Tensor, parts: Tensor,
          form: Form = DOWN) -> None:
-    """Write down times the routing weight by pair: parts [pairs, H]."""
+    """Compute the down projection of all pairs (token, chosen expert), times the routing weight, into `parts`.
+
+    h   quantized rows and their scales, which `up` wrote. Other arguments as in `products` and `make_tiles`
+    """
     _product(describe(h[0], [ROWS, GROUP]), h[1], stack, order, tiles, weights, parts, None, 0, False, form)
 
 

@@ -10,7 +10,10 @@ from quire.kernels.attention import KVView
 
 @dataclass(frozen=True)
 class Case:
-    """A case: T tokens, (Hq, Hkv) heads of size `dim`; `normed`: q and k are normalized."""
+    """A test case: T tokens, (Hq, Hkv) heads of size `dim`.
+
+    normed   True: q and k are normalized; False: there is no norm
+    """
 
     tokens: int
     heads: tuple[int, int]
@@ -32,7 +35,9 @@ CASES = (
 
 
 def make(case: Case, dtype: torch.dtype, seed: int = 0) -> tuple[Tensor, Tensor | None, Tensor, Tensor, KVView, Tensor]:
-    """Return qkv (a view of wider rows), norm, cos, signed sin, a cache of NaN in wider pages, and slots in any order.
+    """Return the arguments of `prepare`: qkv (a view of wider rows), norm, cos, signed sin, KV cache, slots.
+
+    The cache is full of NaN, and a strided view of a larger tensor. The slots are in random order.
     """
     generator = torch.Generator().manual_seed(seed)
     (num_heads, kv_heads), dim, size = case.heads, case.dim, case.block_size

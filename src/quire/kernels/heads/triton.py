@@ -12,7 +12,8 @@ from torch import Tensor
 
 from quire.kernels import pdl
 from quire.kernels.attention import KVView
-from quire.kernels.attention.triton_tiles import finite
+from quire.kernels.attention.eight_bits import is_coded
+from quire.kernels.attention.triton_tiles import coded, finite
 from quire.kernels.triton_runtime import jit, tl
 
 FEW = 4096  # up to so many rows (heads of tokens) a program takes fewer rows: more programs hide latency
@@ -21,13 +22,15 @@ FEW = 4096  # up to so many rows (heads of tokens) a program takes fewer rows: m
 def prepare(
     qkv: Tensor, norm: Tensor | None, eps: float, cos: Tensor, sin: Tensor, kv: KVView, kv_slots: Tensor
 ) -> Tensor:
-    """See `quire.kernels.heads`."""
+    """Normalize and rotate q and k, write k and v to the cache, and return q. See `quire.kernels.heads`."""
     tokens, heads, dim = qkv.shape
     k, v = kv.k, kv.v
     kv_heads, block_size = k.shape[1], k.shape[2]
     num_heads = heads - 2 * kv_heads
     if qkv.stride()[1:] != (dim, 1) or k.stride()[2:] != (dim, 1) or v.stride() != k.stride():
-        raise ValueError(f"heads: strides of qkv {qkv.stride()}, of the cache {k.stride()}, {v.stride()}")
+        raise ValueError(f"heads: qkv must be contiguous inside a token, the cache inside a head of a block, and K and "
+                         f"V must have the same strides; the strides of qkv, K and V are {qkv.stride()}, "
+                         f"{k.stride()}, {v.stride()}")
     q = qkv.new_empty(tokens, num_heads, dim)
     rows = tokens * heads
     if not rows:
@@ -35,15 +38,18 @@ def prepare(
     block = 1 << (dim // 2 - 1).bit_length()
     at_once, warps = row_block(rows, block)
     in_pdl = pdl.in_use()
+    inverse = (1.0 / kv.k_scale, 1.0 / kv.v_scale) if is_coded(k) else (None, None)
     _heads_kernel[(-(-rows // at_once),)](
-        qkv, norm, cos, sin, q, k, v, kv_slots, rows, qkv.stride(0), k.stride(0), k.stride(1), eps, num_heads,
-        kv_heads, dim // 2, block_size, block, at_once, in_pdl, num_warps=warps, **pdl.options(in_pdl),
+        qkv, norm, cos, sin, q, k, v, kv_slots, rows, qkv.stride(0), k.stride(0), k.stride(1), eps, *inverse,
+        num_heads, kv_heads, dim // 2, block_size, block, at_once, in_pdl, num_warps=warps, **pdl.options(in_pdl),
     )  # fmt: skip
     return q
 
 
 def row_block(rows: int, half: int) -> tuple[int, int]:
-    """Return (rows of a program, its warps): for few rows 1 warp and 8 numbers of each half per thread, else 4 and 16.
+    """Return the number of rows and of warps of a program, for `rows` rows in all. A row is a head of a token.
+
+    Few rows: 1 warp, and 8 numbers of each half of a head per thread. Many rows: 4 warps and 16 numbers.
 
     half   elements of half a head, padded to a power of two
     """
@@ -53,7 +59,7 @@ def row_block(rows: int, half: int) -> tuple[int, int]:
 
 @jit(do_not_specialize=["rows"])
 def _heads_kernel(
-    qkv, norm, cos, sin, q, k, v, kv_slots, rows, qkv_stride, block_stride, head_stride, eps,
+    qkv, norm, cos, sin, q, k, v, kv_slots, rows, qkv_stride, block_stride, head_stride, eps, k_inverse, v_inverse,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK: tl.constexpr,
     ROWS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -66,6 +72,7 @@ def _heads_kernel(
     cos, sin                    [T, 2 HALF] contiguous; sin is signed, and only its second half is read
     q                           [T, HEADS, 2 HALF] contiguous, output
     k, v                        cache [blocks, KV_HEADS, BLOCK_SIZE, 2 HALF]; block_stride, head_stride  in elements
+    k_inverse, v_inverse        1 / scale of the codes of an 8-bit cache, else None
     kv_slots                    [T] int64: block * BLOCK_SIZE + offset
     rows                        T * (HEADS + 2 KV_HEADS)
     HALF, BLOCK                 half a head's size; padded to a power of two
@@ -107,8 +114,14 @@ def _heads_kernel(
     kv_head = tl.where(is_v, head - HEADS - KV_HEADS, head - HEADS)
     place = slot // BLOCK_SIZE * block_stride + kv_head * head_stride + slot % BLOCK_SIZE * (2 * HALF) + col
     is_k = turned & (head >= HEADS)
-    tl.store(k + place, left, mask=is_k)
-    tl.store(k + place + HALF, right, mask=is_k)
     is_v = inside & is_v
-    tl.store(v + place, finite(left), mask=is_v)
-    tl.store(v + place + HALF, finite(right), mask=is_v)
+    if k_inverse is None:
+        tl.store(k + place, left, mask=is_k)
+        tl.store(k + place + HALF, right, mask=is_k)
+        tl.store(v + place, finite(left), mask=is_v)
+        tl.store(v + place + HALF, finite(right), mask=is_v)
+    else:
+        tl.store(k + place, coded(left, k_inverse, k.dtype.element_ty), mask=is_k)
+        tl.store(k + place + HALF, coded(right, k_inverse, k.dtype.element_ty), mask=is_k)
+        tl.store(v + place, coded(finite(left), v_inverse, v.dtype.element_ty), mask=is_v)
+        tl.store(v + place + HALF, coded(finite(right), v_inverse, v.dtype.element_ty), mask=is_v)

@@ -21,7 +21,7 @@ expanded(q [T, H, P + R], kv_up [H, P + V, L], cache, meta, scale, out [T, H, V]
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
@@ -30,14 +30,16 @@ from quire.kernels.attention import AttentionMeta, Prompt, as_list
 
 @dataclass(frozen=True)
 class LatentView:
-    """The latent cache of a layer inside the arena; strided views: the stride of blocks is a page, the rest contiguous.
+    """The MLA cache of a layer: strided views of the KV cache tensor. Each block of a view is contiguous.
 
-    latent   [num_blocks, 1, block_size, L]
+    latent   [num_blocks, 1, block_size, L] normalized latents
     rope     [num_blocks, 1, block_size, R] rotated keys
+    scale    scale of both in a cache of 8-bit codes; 1 for other types
     """
 
     latent: Tensor
     rope: Tensor
+    scale: float = field(default=1.0, compare=False)
 
     @property
     def block_size(self) -> int:
@@ -46,7 +48,10 @@ class LatentView:
 
 
 def sequences(meta: AttentionMeta) -> tuple[Prompt, ...]:
-    """Return every sequence of a step that has rows, as `Prompt`s; reads the lengths on the host."""
+    """Return (first row, end of the rows, sequence, tokens of context before them) for every sequence with query rows.
+
+    If `meta` has its lengths on a GPU, the host waits for the GPU.
+    """
     starts, lengths = as_list(meta.query_start), as_list(meta.seq_lens)
     spans = zip(starts, starts[1:], range(len(lengths)), strict=False)
     return tuple((first, last, s, lengths[s] - last + first) for first, last, s in spans if first < last)

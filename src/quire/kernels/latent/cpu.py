@@ -21,26 +21,32 @@ __all__ = ["absorbed", "expanded", "prepare", "project"]
 
 
 def absorbed(q_latent: Tensor, q_rope: Tensor, cache: LatentView, meta: AttentionMeta, scale: float) -> Tensor:
-    """See `quire.kernels.latent`."""
+    """Return softmax-weighted sums of latents [T, H, L]; fast for few query rows. See `quire.kernels.latent`."""
     out, q = torch.empty(q_latent.shape, dtype=q_latent.dtype), torch.cat((q_latent, q_rope), 2)
+    scale = scale * cache.scale
     for chunk in _chunks(cache, meta, sequences(meta)):
         both = torch.cat([side[chunk.blocks] for side in (cache.latent, cache.rope)], 3).view(1, 1, -1, q.shape[2])
         attended = _attend(q[chunk.first : chunk.last], both, both, chunk, scale)
-        out[chunk.first : chunk.last] = attended[..., : out.shape[2]]
+        out[chunk.first : chunk.last] = attended[..., : out.shape[2]] * cache.scale
     return out
 
 
 def expanded(q: Tensor, kv_up: Tensor, cache: LatentView, meta: AttentionMeta, scale: float, out: Tensor) -> Tensor:
-    """See `quire.kernels.latent`."""
-    value = out.shape[2]
+    """Compute attention of `meta.prompts` with keys and values made from the latents; return `out`.
+
+    See `quire.kernels.latent`.
+    """
+    value, scale = out.shape[2], scale * cache.scale
     width = max(q.shape[2], value)
     for chunk in _chunks(cache, meta, meta.prompts or ()):
-        latent, rope = (side[chunk.blocks].flatten(0, 2)[: chunk.total] for side in (cache.latent, cache.rope))
+        latent, rope = (side[chunk.blocks].flatten(0, 2)[: chunk.total].to(q.dtype)
+                        for side in (cache.latent, cache.rope))  # fmt: skip
         made = F.linear(latent, kv_up.flatten(0, 1)).unflatten(1, kv_up.shape[:2]).transpose(0, 1)
         keys = torch.cat((made[..., :-value], rope.expand(len(made), -1, -1)), 2)
         queries, keys, values = (F.pad(side, (0, width - side.shape[2]))
                                  for side in (q[chunk.first : chunk.last], keys, made[..., -value:]))  # fmt: skip
-        out[chunk.first : chunk.last] = _attend(queries, keys[None], values[None], chunk, scale)[..., :value]
+        attended = _attend(queries, keys[None], values[None], chunk, scale)
+        out[chunk.first : chunk.last] = attended[..., :value] * cache.scale
     return out
 
 

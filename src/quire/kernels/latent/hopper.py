@@ -31,7 +31,10 @@ prepare, project, absorbed = triton.prepare, triton.project, triton.absorbed
 
 
 def expanded(q: Tensor, kv_up: Tensor, cache: LatentView, meta: AttentionMeta, scale: float, out: Tensor) -> Tensor:
-    """See `quire.kernels.latent`."""
+    """Compute attention of `meta.prompts` with keys and values made from the latents; return `out`.
+
+    See `quire.kernels.latent`.
+    """
     heads, width, _ = kv_up.shape
     sizes = width - out.shape[2], cache.rope.shape[3], out.shape[2]
     if q.dtype != torch.bfloat16 or sizes != (PLAIN, TURNED, VALUE) or q.stride(1) != q.shape[2] or q.stride(0) % 8:

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from quire.kernels.attention import AttentionMeta, KVView, Prompt
 from quire.kernels.attention.cpu import write_kv
+from quire.kernels.attention.eight_bits import gather
 from quire.kernels.latent import LatentView, sequences
 from quire.kernels.norm.ref import rms_norm
 from quire.kernels.rope.ref import apply_rope
@@ -15,21 +16,25 @@ from quire.kernels.rope.ref import apply_rope
 def prepare(
     q: Tensor, kv: Tensor, norm: Tensor, eps: float, cos: Tensor, sin: Tensor, cache: LatentView, kv_slots: Tensor
 ) -> Tensor:
-    """See `quire.kernels.latent`."""
+    """Rotate q in place; write normalized latents and rotated keys to the cache; return q.
+
+    See `quire.kernels.latent`.
+    """
     latent, turned = kv[:, None].split([len(norm), cos.shape[1]], dim=2)
     q[..., -cos.shape[1] :] = apply_rope(q[..., -cos.shape[1] :], cos, sin)
-    write_kv(rms_norm(latent, norm, eps), apply_rope(turned, cos, sin), KVView(cache.latent, cache.rope), kv_slots)
+    view = KVView(cache.latent, cache.rope, cache.scale, cache.scale)
+    write_kv(rms_norm(latent, norm, eps), apply_rope(turned, cos, sin), view, kv_slots)
     return q
 
 
 def project(x: Tensor, weights: Tensor, out: Tensor) -> Tensor:
-    """See `quire.kernels.latent`."""
+    """Multiply each head of x by its own matrix of `weights` into `out`; return `out`. See `quire.kernels.latent`."""
     torch.bmm(x.transpose(0, 1), weights, out=out.transpose(0, 1))
     return out
 
 
 def absorbed(q_latent: Tensor, q_rope: Tensor, cache: LatentView, meta: AttentionMeta, scale: float) -> Tensor:
-    """See `quire.kernels.latent`."""
+    """Return softmax-weighted sums of latents [T, H, L]; fast for few query rows. See `quire.kernels.latent`."""
     out = torch.zeros(q_latent.shape, dtype=q_latent.dtype, device=q_latent.device)
     for first, last, latent, rope in _contexts(cache, meta, sequences(meta)):
         scores = torch.einsum("mhl,nl->hmn", q_latent[first:last].float(), latent)
@@ -39,7 +44,10 @@ def absorbed(q_latent: Tensor, q_rope: Tensor, cache: LatentView, meta: Attentio
 
 
 def expanded(q: Tensor, kv_up: Tensor, cache: LatentView, meta: AttentionMeta, scale: float, out: Tensor) -> Tensor:
-    """See `quire.kernels.latent`."""
+    """Compute attention of `meta.prompts` with keys and values made from the latents; return `out`.
+
+    See `quire.kernels.latent`.
+    """
     plain = q.shape[2] - cache.rope.shape[3]
     for first, last, latent, rope in _contexts(cache, meta, meta.prompts or ()):
         keys, values = torch.einsum("hpl,nl->hnp", kv_up.float(), latent).split([plain, out.shape[2]], dim=2)
@@ -56,7 +64,8 @@ def _contexts(
     for first, last, s, past in prompts:
         length, row = past + last - first, s if meta.table_rows is None else meta.table_rows[s]
         blocks = meta.block_tables[row, : -(-length // cache.block_size)].long()
-        latent, rope = (side[blocks].flatten(0, 2)[:length].float() for side in (cache.latent, cache.rope))
+        latent, rope = (gather(side, blocks).flatten(0, 2)[:length].float() * cache.scale
+                        for side in (cache.latent, cache.rope))  # fmt: skip
         yield first, last, latent, rope
 
 

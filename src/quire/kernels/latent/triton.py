@@ -17,8 +17,9 @@ from torch import Tensor
 
 from quire.kernels import pdl
 from quire.kernels.attention import AttentionMeta
+from quire.kernels.attention.eight_bits import is_coded
 from quire.kernels.attention.triton_plan import ITEM_WORDS, TILE_WORDS, Shape, multiprocessors, plan_step, shared_memory
-from quire.kernels.attention.triton_tiles import LOG2E, finite
+from quire.kernels.attention.triton_tiles import LOG2E, coded, finite
 from quire.kernels.latent import LatentView
 from quire.kernels.latent.triton_absorbed import absorbed_kernel, merge_kernel
 from quire.kernels.latent.triton_expanded import STEP, cut_prompts, expanded_kernel, workspace
@@ -45,18 +46,23 @@ WORKSPACE = 256 << 20  # bytes of expanded keys and values at a time
 def prepare(
     q: Tensor, kv: Tensor, norm: Tensor, eps: float, cos: Tensor, sin: Tensor, cache: LatentView, kv_slots: Tensor
 ) -> Tensor:
-    """See `quire.kernels.latent`."""
+    """Rotate q in place; write normalized latents and rotated keys to the cache; return q.
+
+    See `quire.kernels.latent`.
+    """
     tokens, heads, width = q.shape
     latent, rope = cache.latent, cache.rope
     dim, turned = latent.shape[3], rope.shape[3]
     if q.stride()[1:] != (width, 1) or kv.stride(1) != 1 or latent.stride()[2:] != (dim, 1) or rope.stride(3) != 1:
-        raise ValueError(f"latent: strides of q {q.stride()}, kv {kv.stride()}, cache {latent.stride()}")
+        raise ValueError(f"latent: q, kv and the cache must be contiguous inside a token; the strides of q, kv, latent "
+                         f"and rope are {q.stride()}, {kv.stride()}, {latent.stride()}, {rope.stride()}")
     if tokens:
         in_pdl = pdl.in_use()
+        inverse = 1.0 / cache.scale if is_coded(latent) else None
         _prepare_kernel[(tokens, 1 + -(-heads // TURNED))](
             q, kv, norm, cos, sin, latent, rope, kv_slots, q.stride(0), kv.stride(0), latent.stride(0), rope.stride(0),
-            eps, heads, width, turned // 2, _power(turned // 2), dim, _power(dim), cache.block_size, TURNED, in_pdl,
-            num_warps=2, **pdl.options(in_pdl),
+            eps, inverse, heads, width, turned // 2, _power(turned // 2), dim, _power(dim), cache.block_size, TURNED,
+            in_pdl, num_warps=2, **pdl.options(in_pdl),
         )  # fmt: skip
     return q
 
@@ -64,7 +70,7 @@ def prepare(
 @jit
 def _prepare_kernel(
     q, kv, norm, cos, sin, latent, rope, kv_slots, stride_q, stride_kv, latent_block, rope_block, eps,
-    HEADS: tl.constexpr, WIDTH: tl.constexpr, HALF: tl.constexpr, HALFP: tl.constexpr, L: tl.constexpr,
+    inverse, HEADS: tl.constexpr, WIDTH: tl.constexpr, HALF: tl.constexpr, HALFP: tl.constexpr, L: tl.constexpr,
     LP: tl.constexpr, SIZE: tl.constexpr, TURNED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Fill the cache and rotate queries. Grid (tokens, 1 + ceil(HEADS / TURNED)): first the cache, then heads of q.
@@ -75,6 +81,7 @@ def _prepare_kernel(
     cos, sin              [T, 2 HALF] contiguous; sin is signed
     latent, rope          cache [blocks, 1, SIZE, L] and [blocks, 1, SIZE, 2 HALF], outputs
     latent_block, rope_block   elements from block to block
+    inverse               1 / scale of the codes of an 8-bit cache, else None
     kv_slots              [T] int64: block * SIZE + offset
     HALF, HALFP           half the width of the rotated part; padded to a power of two
     L, LP                 width of the latent; padded to a power of two
@@ -93,32 +100,42 @@ def _prepare_kernel(
         given = tl.load(kv + token * stride_kv + dims, mask=dims < L, other=0.0).to(tl.float32)
         normed = given * tl.rsqrt(tl.sum(given * given, 0) / L + eps) * scale
         to_latent = latent + block * latent_block + offset * L + dims
-        normed = finite(normed.to(latent.dtype.element_ty), 1e18)  # keys and values made of it must be finite, too
+        if inverse is None:
+            normed = finite(normed.to(latent.dtype.element_ty), 1e18)  # keys and values made of it must be finite, too
+        else:
+            normed = coded(finite(normed.to(q.dtype.element_ty)), inverse, latent.dtype.element_ty)
         tl.store(to_latent, normed, mask=dims < L)
         _turn(kv + token * stride_kv + L + col, rope + block * rope_block + offset * (2 * HALF) + col, cos + angle,
-              sin + angle, inside, inside, HALF)  # fmt: skip
+              sin + angle, inside, inside, inverse, HALF)  # fmt: skip
     else:
         head = (part - 1) * TURNED + tl.arange(0, TURNED)[:, None]
         pairs = q + token * stride_q + head * WIDTH + (WIDTH - 2 * HALF) + col
-        _turn(pairs, pairs, cos + angle, sin + angle, inside, inside & (head < HEADS), HALF)
+        _turn(pairs, pairs, cos + angle, sin + angle, inside, inside & (head < HEADS), None, HALF)
 
 
 @jit
-def _turn(given, to, cos, sin, known, inside, HALF: tl.constexpr):
+def _turn(given, to, cos, sin, known, inside, inverse, HALF: tl.constexpr):
     """Rotate rows of 2 HALF elements: `given` and `to` point to the elements of their first halves.
 
     cos, sin        pointers to the same columns;  known  mask of the columns;  inside  mask of the elements
+    inverse         1 / scale of the codes that are stored; None: numbers are stored
     """
     first = tl.load(given, mask=inside, other=0.0).to(tl.float32)
     second = tl.load(given + HALF, mask=inside, other=0.0).to(tl.float32)
     c = tl.load(cos, mask=known, other=0.0).to(tl.float32)
     s = tl.load(sin + HALF, mask=known, other=0.0).to(tl.float32)
-    tl.store(to, (first * c - second * s).to(to.dtype.element_ty), mask=inside)
-    tl.store(to + HALF, (second * c + first * s).to(to.dtype.element_ty), mask=inside)
+    if inverse is None:
+        tl.store(to, (first * c - second * s).to(to.dtype.element_ty), mask=inside)
+        tl.store(to + HALF, (second * c + first * s).to(to.dtype.element_ty), mask=inside)
+    else:
+        left = (first * c - second * s).to(given.dtype.element_ty)
+        right = (second * c + first * s).to(given.dtype.element_ty)
+        tl.store(to, coded(left, inverse, to.dtype.element_ty), mask=inside)
+        tl.store(to + HALF, coded(right, inverse, to.dtype.element_ty), mask=inside)
 
 
 def absorbed(q_latent: Tensor, q_rope: Tensor, cache: LatentView, meta: AttentionMeta, scale: float) -> Tensor:
-    """See `quire.kernels.latent`."""
+    """Return softmax-weighted sums of latents [T, H, L]; fast for few query rows. See `quire.kernels.latent`."""
     tokens, heads, dim = q_latent.shape
     assert q_latent.is_contiguous() and q_rope.stride(2) == 1
     out = torch.empty_like(q_latent)
@@ -133,7 +150,8 @@ def absorbed(q_latent: Tensor, q_rope: Tensor, cache: LatentView, meta: Attentio
     given = {"EXACT": EXACT.get(q_latent.dtype, "tf32"), "SIZE": cache.block_size, "R": q_rope.shape[2],
              "RP": _power(q_rope.shape[2]), **sizes}  # fmt: skip
     numbers = (q_latent.stride(0), *q_rope.stride()[:2], cache.latent.stride(0), cache.rope.stride(0),
-               meta.block_tables.stride(0), scale * LOG2E)  # fmt: skip
+               meta.block_tables.stride(0), scale * cache.scale * LOG2E,
+               cache.scale if is_coded(cache.latent) else None)  # fmt: skip
     if shared is not None and len(plan.items):
         lanes, keys, warps, stages, _ = many
         count, num_seqs = len(shared.starts) - 1, len(meta.seq_lens)
@@ -163,9 +181,10 @@ def absorbed(q_latent: Tensor, q_rope: Tensor, cache: LatentView, meta: Attentio
 
 
 def configure(q: Tensor, cache: LatentView, meta: AttentionMeta) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
-    """Choose the tiling of `absorbed`.
+    """Choose the tilings of `absorbed`. Return the number of heads of a program, and two tilings.
 
-    Returns the heads of a program, and the tilings of sequences of few rows and of many rows: (lanes, *CUTS[...]).
+    A tiling is (lanes of a program, keys of an iteration, warps, stages, programs of a multiprocessor); a lane is a
+    pair (row, head). The first is for sequences of few rows (decodes), the second for sequences of many rows.
     """
     room = shared_memory() // (4 * _power(q.shape[2]))  # a program's sums pass through shared memory at its end
     limit, most = max(1, meta.decode_len), min(128 // q.element_size(), 1 << room.bit_length() - 1)  # lanes
@@ -182,7 +201,10 @@ def configure(q: Tensor, cache: LatentView, meta: AttentionMeta) -> tuple[int, t
 
 
 def expanded(q: Tensor, kv_up: Tensor, cache: LatentView, meta: AttentionMeta, scale: float, out: Tensor) -> Tensor:
-    """See `quire.kernels.latent`."""
+    """Compute attention of `meta.prompts` with keys and values made from the latents; return `out`.
+
+    See `quire.kernels.latent`.
+    """
     (heads, width, _), turned, value = kv_up.shape, cache.rope.shape[3], out.shape[2]
     assert meta.prompts is not None and kv_up.is_contiguous() and q.stride(2) == 1 and out.stride()[1:] == (value, 1)
     sizes = {"P": width - value, "PP": _power(width - value), "R": turned, "RP": _power(turned)}
@@ -204,7 +226,7 @@ def expanded(q: Tensor, kv_up: Tensor, cache: LatentView, meta: AttentionMeta, s
 
 
 def most(kv_up: Tensor) -> int:
-    """Return the most tokens of a workspace, a multiple of STEP."""
+    """Return the largest number of tokens whose keys and values `expanded` makes at a time, a multiple of STEP."""
     return max(STEP, WORKSPACE // (kv_up.shape[0] * kv_up.shape[1] * kv_up.element_size()) // STEP * STEP)
 
 

@@ -25,27 +25,31 @@ from quire.kernels.triton_runtime import jit, tl
 @jit
 def absorbed_kernel(
     q_latent, q_rope, out, latent, rope, table, records, sums_at, stats_at, stride_latent, stride_rope,
-    stride_rope_head, latent_block, rope_block, stride_table, scale, DECODES: tl.constexpr, EXACT: tl.constexpr,
-    SIZE: tl.constexpr, TILE: tl.constexpr, L: tl.constexpr, LP: tl.constexpr, R: tl.constexpr, RP: tl.constexpr,
-    GROUP: tl.constexpr, ROWS: tl.constexpr, M: tl.constexpr, HEADS: tl.constexpr, WORDS: tl.constexpr,
-    SHARED: tl.constexpr, PDL: tl.constexpr,
+    stride_rope_head, latent_block, rope_block, stride_table, scale, v_scale, DECODES: tl.constexpr,
+    EXACT: tl.constexpr, SIZE: tl.constexpr, TILE: tl.constexpr, L: tl.constexpr, LP: tl.constexpr, R: tl.constexpr,
+    RP: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, M: tl.constexpr, HEADS: tl.constexpr,
+    WORDS: tl.constexpr, SHARED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Attention of an item or a tile for a group of heads. Grid (records * HEADS,).
+    """Compute attention over latents of an item (a part of a decode) or of a tile (rows of a longer sequence).
 
-    q_latent                   [T, H, L]; stride_latent  elements from row to row, also of out
-    q_rope                     [T, H, R]; stride_rope, stride_rope_head  elements from row to row, from head to head
+    Each program computes one group of heads. Grid (records * HEADS,).
+
+    q_latent, q_rope           queries [T, H, L] and [T, H, R]
     out                        [T, H, L], output for sequences with one part
+    stride_latent, stride_rope, stride_table   elements from row to row of q_latent and out, of q_rope, of table
+    stride_rope_head           elements from head to head of q_rope
     latent, rope               cache [blocks, 1, SIZE, L] and [blocks, 1, SIZE, R]
-    latent_block, rope_block   elements from block to block
-    table                      [slots or sequences, blocks] int32; stride_table  elements from row to row
-    records, WORDS             `Plan.items` if DECODES, else `Plan.tiles`; words of a record
+    latent_block, rope_block   elements from block to block of latent, of rope
+    table                      block tables [slots or sequences, blocks] int32
+    records, WORDS             `Plan.items` if DECODES, else `Plan.tiles`; number of words of a record
     sums_at, stats_at          `Plan.sums`, `Plan.stats`, outputs for sequences with several parts
-    scale, EXACT               scale * log2(e); precision of float32 products
-    SIZE, TILE                 tokens of a block; of a tile of keys
+    scale, EXACT               softmax scale * log2(e); precision of float32 products
+    v_scale                    scale of the codes of an 8-bit cache, else None
+    SIZE, TILE                 tokens of a block; tokens of a tile of keys
     L, LP, R, RP               widths of latent and rotated key, each also padded to a power of two
-    HEADS, GROUP               groups of heads; heads of a group (of a program)
-    ROWS, M                    lanes of a sequence: GROUP times its most rows; lanes of a program
-    SHARED                     the step has shared prefixes, whose parts `shared_kernel` has written
+    HEADS, GROUP               number of groups of heads; heads of a group (of a program)
+    ROWS, M                    lanes of a sequence, GROUP times its largest number of rows; lanes of a program
+    SHARED                     True: the step has shared prefixes, whose parts `shared_kernel` has written
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -69,6 +73,8 @@ def absorbed_kernel(
         q_latent, q_rope, rows, heads, live, position + lane // GROUP, latent, rope, table, start, end, stride_latent,
         stride_rope, stride_rope_head, latent_block, rope_block, scale, True, EXACT, SIZE, TILE, L, LP, R, RP, M,
     )  # fmt: skip
+    if v_scale is not None:
+        sums *= v_scale
     if parts == 1:
         store_outputs(out, sums, top, weight, None, rows, heads, live, stride_latent, L, LP)
     else:
@@ -82,10 +88,16 @@ def attend_latents(
     stride_rope_head, latent_block, rope_block, scale, MASKED: tl.constexpr, EXACT: tl.constexpr, SIZE: tl.constexpr,
     TILE: tl.constexpr, L: tl.constexpr, LP: tl.constexpr, R: tl.constexpr, RP: tl.constexpr, M: tl.constexpr,
 ):  # fmt: skip
-    """Compute the softmax of M (row, head) pairs over tokens start .. end - 1 of a context.
+    """Compute the softmax of M pairs (row, head) over tokens start .. end - 1 of a context.
 
-    Returns weighted sums [M, LP], maxima [M] (base 2) and sums of weights [M]. MASKED False: (end - start) % TILE == 0
-    and every row sees all tokens. Other arguments: see `absorbed_kernel`; `table` points to the sequence's row.
+    Returns weighted sums of latents [M, LP], maxima [M] (base 2) and sums of weights [M].
+
+    positions   [M] position of each row
+    live        [M] False for padding
+    table       pointer to the sequence's row of the block table
+    MASKED      False: (end - start) % TILE == 0 and every row sees all tokens
+
+    Other arguments: see `absorbed_kernel`.
     """
     plain = load_queries(q_latent, rows, heads, live, stride_latent, L, LP)
     few = tl.arange(0, RP)
@@ -97,8 +109,8 @@ def attend_latents(
     ids = block_ids(table, start, end, SIZE, TILE)
     for at in tl.range(start, end, TILE):
         upcoming = block_ids(table, at + TILE, end, SIZE, TILE)
-        keys = load_tile(latent, ids, at, end, latent_block, L, MASKED, SIZE, TILE, L, LP)
-        short = load_tile(rope, ids, at, end, rope_block, R, MASKED, SIZE, TILE, R, RP)
+        keys = load_tile(latent, ids, at, end, latent_block, L, MASKED, SIZE, TILE, L, LP).to(plain.dtype)
+        short = load_tile(rope, ids, at, end, rope_block, R, MASKED, SIZE, TILE, R, RP).to(plain.dtype)
         scores = tl.dot(turned, tl.trans(short), input_precision=EXACT)
         scores = tl.dot(plain, tl.trans(keys), scores, input_precision=EXACT)
         scores, rest = rescore(scores, positions, at, scale, 0.0, MASKED, 0, False, TILE)
@@ -113,15 +125,15 @@ def merge_kernel(
     ROWS: tl.constexpr, LANES: tl.constexpr, HEADS: tl.constexpr, PARTS: tl.constexpr, WORDS: tl.constexpr,
     SHARED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Add up the parts of sequences, always in the same order: their own, then those of the prefix.
+    """Add up the parts of each sequence, always in the same order: its own parts, then those of its shared prefix.
 
     The grid has any size: programs divide the work, which is num_seqs * HEADS * ceil(ROWS / LANES) pieces.
 
-    out                 [T, H, L], output; stride_out  elements from row to row
-    items, WORDS        `Plan.items`; words of an item
+    out, stride_out     [T, H, L], output; elements from row to row of out
+    items, WORDS        `Plan.items`; number of words of an item
     sums_at, stats_at   `Plan.sums`, `Plan.stats`
-    LANES, ROWS         lanes of a piece; of a sequence
-    PARTS               at least the parts of a sequence
+    LANES, ROWS         lanes (pairs of row and head) of a piece; lanes of a sequence
+    PARTS               upper bound of the parts of a sequence
     L .. GROUP, SHARED  as in `absorbed_kernel`
     """
     if PDL:

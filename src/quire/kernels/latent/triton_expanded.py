@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quire.kernels.attention import AttentionMeta
+from quire.kernels.attention.eight_bits import is_coded
 from quire.kernels.attention.triton_plan import TILE_WORDS
 from quire.kernels.attention.triton_tiles import LOWEST, accumulate, finite, load_queries, load_tile, rescore
 from quire.kernels.latent import LatentView
@@ -27,13 +28,16 @@ Piece = tuple[Tensor, Tensor, Tensor]  # tiles; block and offset in the cache of
 
 
 def cut_prompts(meta: AttentionMeta, block_size: int, rows: int, most: int) -> list[Piece]:
-    """Cut the step's prompts into pieces of at most `most` >= STEP tokens, and their rows into tiles of `rows` rows.
+    """Cut the contexts of the step's prompts into pieces of at most `most` >= STEP tokens, and their rows into tiles.
 
-    The result is kept in `meta.plans` for other layers. It takes one copy to the device, and the host does not wait.
+    Returns for each piece (tiles, blocks, offsets). `meta.plans` keeps the result for other layers. One copy brings it
+    to the device; the host does not wait for the copy. A workspace holds the expanded keys and values of a piece.
 
-    tiles   [m, TILE_WORDS] int32, the longest first, words: 0 first row, 1 rows, 2 position of the first row, 3 begin
-            of its sequence's piece in the workspace, 4 token of the sequence there, 5 tokens of the piece, 6 number of
-            tiles
+    rows              rows of a tile
+    tiles             [m, TILE_WORDS] int32, the longest first, words: 0 first row, 1 rows, 2 position of the first row,
+                      3 index in the workspace of its sequence's first token there, 4 position of that token,
+                      5 number of its sequence's tokens there, 6 number of tiles
+    blocks, offsets   [n] int64: block and offset in the cache of each token of the workspace
     """
     known = meta.plans.get((block_size, rows, most))
     if isinstance(known, list):
@@ -73,17 +77,30 @@ def cut_prompts(meta: AttentionMeta, block_size: int, rows: int, most: int) -> l
 
 
 def workspace(kv_up: Tensor, cache: LatentView, blocks: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the expanded keys and values [n, H (P + V)] of a piece, and its rotated keys [n, R]."""
+    """Return the expanded keys and values [n, H (P + V)] of n tokens of the cache, and their rotated keys [n, R].
+
+    blocks, offsets   [n] int64: block of each token in the cache, and its offset in the block
+    """
     latents, ropes = (_gather(side, blocks, offsets) for side in (cache.latent, cache.rope))
+    if is_coded(cache.latent):
+        latents, ropes = (side.to(kv_up.dtype).mul_(cache.scale) for side in (latents, ropes))
     return F.linear(latents, kv_up.flatten(0, 1)), ropes
 
 
 def _gather(side: Tensor, blocks: Tensor, offsets: Tensor) -> Tensor:
     """Gather tokens of a cache. If a page is a whole number of rows, one index is used: two are much slower in PyTorch.
     """
+    if is_coded(side):
+        wide = torch.int64 if _divides(side, 8) else torch.uint8
+        return _gather(side.view(wide), blocks, offsets).view(side.dtype)
     (count, _, size, width), (step, rest) = side.shape, divmod(side.stride(0), side.shape[3])
     table = side.as_strided(((count - 1) * step + size, width), (width, 1))
     return side[blocks, 0, offsets] if rest else F.embedding(torch.add(offsets, blocks, alpha=step), table)
+
+
+def _divides(side: Tensor, items: int) -> bool:
+    """True where a cache can be viewed in elements of `items` of its own."""
+    return not any(number % items for number in (side.shape[3], side.storage_offset(), *side.stride()[:3]))
 
 
 @jit
@@ -92,13 +109,14 @@ def expanded_kernel(
     HEADS: tl.constexpr, P: tl.constexpr, PP: tl.constexpr, R: tl.constexpr, RP: tl.constexpr, V: tl.constexpr,
     VP: tl.constexpr, M: tl.constexpr, TILE: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
-    """Attention of a tile over its piece of context. Grid (tiles, HEADS).
+    """Compute attention of a tile of rows over a piece of the context; merge it into `out`. Grid (tiles, HEADS).
 
-    q                   [T, HEADS, P + R]; stride_q, stride_head  elements from row to row, from head to head
+    q                   [T, HEADS, P + R]
+    stride_q, stride_out, stride_head   elements from row to row of q, of out; from head to head of q
     made, ropes         workspace [n, HEADS, P + V] (unrotated keys, then values) and [n, R]
     out, lse            [T, HEADS, V] and [T, HEADS] float32 (base 2): state after earlier pieces, and output
-    tiles               [m, WORDS] int32, see `cut_prompts`;  stride_out  elements from row to row of out
-    scale, EXACT        scale * log2(e); precision of float32 products
+    tiles               [m, WORDS] int32, see `cut_prompts`
+    scale, EXACT        softmax scale * log2(e); precision of float32 products
     P, R, V, PP, RP, VP widths, see `quire.kernels.latent`; padded to powers of two
     M, TILE             rows of a tile; keys of an iteration
     """

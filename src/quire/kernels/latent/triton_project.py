@@ -19,7 +19,7 @@ PART = 8192  # elements of a matrix that a program for few rows holds
 
 
 def project(x: Tensor, weights: Tensor, out: Tensor) -> Tensor:
-    """See `quire.kernels.latent`."""
+    """Multiply each head of x by its own matrix of `weights` into `out`; return `out`. See `quire.kernels.latent`."""
     (rows, heads, deep), width = x.shape, weights.shape[2]
     across = weights.stride(2) == 1  # outputs are neighbours in memory, else inputs are
     if not 0 < rows <= MOST or x.stride(2) != 1 or not (across or weights.stride(1) == 1) or not out.is_contiguous():

@@ -16,31 +16,34 @@ from quire.kernels.triton_runtime import tl
 def shared_kernel(
     q_latent, q_rope, latent, rope, table, table_rows, query_start, seq_lens, starts, members, blocks, sums_at,
     stats_at, num_groups, num_seqs, num_items, prefix_parts, stride_latent, stride_rope, stride_rope_head,
-    latent_block, rope_block, stride_table, scale, EXACT: tl.constexpr, SIZE: tl.constexpr, TILE: tl.constexpr,
+    latent_block, rope_block, stride_table, scale, v_scale, EXACT: tl.constexpr, SIZE: tl.constexpr, TILE: tl.constexpr,
     L: tl.constexpr, LP: tl.constexpr, R: tl.constexpr, RP: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr,
     M: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Attention of a tile of M lanes over a part of the shared prefix. Grid (tiles, HEADS, prefix_parts).
+    """Compute attention of a tile of M lanes over a part of a shared prefix. Grid (tiles, HEADS, prefix_parts).
 
-    A member >= num_seqs is skipped: `expanded` computes that sequence.
+    A group is a set of sequences with a common prefix. A lane is a pair (row, query head) of a sequence of the group.
+    Sequences with numbers >= num_seqs in `members` are skipped: `expanded` computes them.
 
-    q_latent                   [T, H, L] contiguous in a row; stride_latent  elements from row to row
-    q_rope                     [T, H, R]; stride_rope, stride_rope_head  elements from row to row, from head to head
+    q_latent, q_rope           queries [T, H, L], contiguous in a row, and [T, H, R]
+    stride_latent, stride_rope, stride_table   elements from row to row of q_latent, of q_rope, of table
+    stride_rope_head           elements from head to head of q_rope
     latent, rope               cache [blocks, 1, SIZE, L] and [blocks, 1, SIZE, R]
-    latent_block, rope_block   elements from block to block
-    table                      [slots or sequences, blocks] int32; stride_table  elements from row to row
+    latent_block, rope_block   elements from block to block of latent, of rope
+    table                      block tables [slots or sequences, blocks] int32
     table_rows                 [S] int32 row of `table` of each sequence; None: row s belongs to sequence s
     query_start, seq_lens      [S + 1] and [S] int32, of `AttentionMeta`
     starts, members, blocks    int32, of `SharedBlocks`: [num_groups + 1], [members], [S]
     sums_at, stats_at          `Plan.sums`, `Plan.stats`, outputs
-    num_groups, num_seqs       groups of sequences with a common prefix; sequences S
-    num_items                  items of the plan: part num_items is the first of a prefix
-    prefix_parts               parts of a shared prefix
-    scale, EXACT               scale * log2(e); precision of float32 products
-    SIZE, TILE                 tokens of a block; of a tile of keys
+    num_groups, num_seqs       number of groups; number of sequences S
+    num_items                  number of items of the plan; the parts of prefixes follow them in sums_at and stats_at
+    prefix_parts               number of parts of a shared prefix
+    scale, EXACT               softmax scale * log2(e); precision of float32 products
+    v_scale                    scale of the codes of an 8-bit cache, else None
+    SIZE, TILE                 tokens of a block; tokens of a tile of keys
     L, LP, R, RP               widths of latent and rotated key, each also padded to a power of two
-    HEADS, GROUP               groups of heads; heads of a group (of a program)
-    ROWS, M                    lanes of a sequence: GROUP times its most rows; lanes of a tile
+    HEADS, GROUP               number of groups of heads; heads of a group (of a program)
+    ROWS, M                    lanes of a sequence, GROUP times its largest number of rows; lanes of a tile
     WIDTH                      power of two >= num_groups
     """
     if PDL:
@@ -79,6 +82,8 @@ def shared_kernel(
         latent, rope, table + index.to(tl.int64) * stride_table, start, end, stride_latent, stride_rope,
         stride_rope_head, latent_block, rope_block, scale, SIZE % TILE != 0, EXACT, SIZE, TILE, L, LP, R, RP, M,
     )  # fmt: skip
+    if v_scale is not None:
+        sums *= v_scale
     # Each member has its own place, so its dead lanes may be written, too: `live` needs no register up to here.
     at = ((num_items + first * prefix_parts + part).to(tl.int64) * HEADS + head) * ROWS + lane
     at += (lane // ROWS).to(tl.int64) * ((prefix_parts * HEADS - 1) * ROWS)

@@ -24,12 +24,12 @@ def pack(weight: Tensor) -> Tensor:
 
 
 def run(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
-    """See `quire.kernels.linear`."""
+    """Return x @ weight.T + bias. See `quire.kernels.linear`."""
     if packed.layout is torch.strided:  # oneDNN did not reorder it
         return F.linear(x, packed, bias)
     return torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
 
 
 def run_float(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
-    """See `quire.kernels.linear`."""
+    """Return x @ weight.T + bias in float32. See `quire.kernels.linear`."""
     return run(x, packed, bias).float()

@@ -17,7 +17,9 @@ HEAD = 65536  # from so many outputs on gemv.py multiplies up to MOST_ROWS rows
 
 
 def few(rows: int, weight: Tensor) -> bool:
-    """Return True if gemv.py multiplies `rows` rows with the weight. It needs a 2-byte dtype, rows aligned to 16 bytes.
+    """Return True if gemv.py, not cuBLAS, multiplies x of `rows` rows with `weight`.
+
+    gemv.py takes few rows only, and a weight of a 2-byte dtype whose rows are aligned to 16 bytes.
     """
     if weight.dtype == torch.float32 or weight.shape[1] % 8 or not rows or weight.is_cuda and missing():
         return False
@@ -25,7 +27,7 @@ def few(rows: int, weight: Tensor) -> bool:
 
 
 def pack(weight: Tensor) -> Tensor:
-    """Return the weight itself. Side effect: from now on cuBLAS adds the parts of a split sum in float32."""
+    """Return the weight itself. Also set two options of PyTorch, so that cuBLAS adds split-K sums in float32."""
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
     return weight.contiguous()
@@ -35,12 +37,12 @@ pack_gated = pack
 
 
 def run(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
-    """See `quire.kernels.linear`."""
+    """Return x @ weight.T + bias. See `quire.kernels.linear`."""
     return gemv.product(x, packed, bias) if few(x.shape[0], packed) else F.linear(x, packed, bias)
 
 
 def run_float(x: Tensor, packed: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
-    """See `quire.kernels.linear`."""
+    """Return x @ weight.T + bias in float32. See `quire.kernels.linear`."""
     if out is None:
         out = x.new_empty(x.shape[0], packed.shape[0], dtype=torch.float32)
     if few(x.shape[0], packed):
@@ -53,7 +55,7 @@ def run_float(x: Tensor, packed: Tensor, bias: Tensor | None, out: Tensor | None
 
 
 def run_add(x: Tensor, packed: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:
-    """See `quire.kernels.linear`; writes the result to the residual's memory."""
+    """Return residual + x @ weight.T + bias, which overwrites `residual`. See `quire.kernels.linear`."""
     if few(x.shape[0], packed) and residual.is_contiguous():
         return gemv.product(x, packed, bias, residual=residual, out=residual)
     if bias is not None:
@@ -62,26 +64,26 @@ def run_add(x: Tensor, packed: Tensor, bias: Tensor | None, residual: Tensor) ->
 
 
 def run_gated(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
-    """See `quire.kernels.linear`."""
+    """Return silu(gate) * up, where (gate, up) = x @ weight.T + bias. See `quire.kernels.linear`."""
     if few(x.shape[0], packed):
         return gemv.product(x, packed, bias, gated=True)
     return silu_mul(F.linear(x, packed, bias))
 
 
 def run_norm(x: Tensor, weight: Tensor, eps: float, packed: Tensor, bias: Tensor | None) -> Tensor:
-    """See `quire.kernels.linear`."""
+    """Apply an RMS norm with `weight` and `eps` to x; return `run` of the result. See `quire.kernels.linear`."""
     if few(x.shape[0], packed):
         return gemv.product(x, packed, bias, norm=weight, eps=eps)
     return F.linear(rms_norm(x, weight, eps), packed, bias)
 
 
 def run_norm_gated(x: Tensor, weight: Tensor, eps: float, packed: Tensor, bias: Tensor | None) -> Tensor:
-    """See `quire.kernels.linear`."""
+    """Apply an RMS norm with `weight` and `eps` to x; return `run_gated` of the result. See `quire.kernels.linear`."""
     if few(x.shape[0], packed):
         return gemv.product(x, packed, bias, norm=weight, eps=eps, gated=True)
     return silu_mul(F.linear(rms_norm(x, weight, eps), packed, bias))
 
 
 def rows(packed: Tensor, ids: Tensor) -> Tensor:
-    """See `quire.kernels.linear`."""
+    """Return the rows `ids` of a packed weight (an embedding look-up). See `quire.kernels.linear`."""
     return gemv.gather(packed, ids)

@@ -30,9 +30,10 @@ MOST_ROWS = 64
 class Tiles:
     """The tiling of a program.
 
-    block_n   outputs;  block_k  inputs of an iteration;  warps
-    stages    iterations in flight, of _some_kernel
-    split     parts of K that warps take, of _some_kernel
+    block_n   outputs of a program
+    block_k   inputs of an iteration
+    stages    iterations in flight (num_stages of Triton), for more than MOST_FEW (4) rows only
+    split     parts of the inputs, which different warps multiply, for more than MOST_FEW rows only
     """
 
     block_n: int
@@ -43,14 +44,14 @@ class Tiles:
 
 
 def bucket(rows: int) -> int:
-    """Round a number of rows up to a power of two, the number that a kernel computes."""
+    """Return `rows` rounded up to a power of two. Kernels are compiled for these numbers of rows."""
     return 1 << (rows - 1).bit_length()
 
 
 def tiles(rows: int, n: int, k: int, gated: bool) -> Tiles:
-    """Return the tiling for `rows` rows times a weight of n outputs (n of gate and n of up, if gated) and k inputs.
+    """Return the tiling for x of `rows` rows and a weight of n outputs and k inputs. gated: n each of gate and up.
 
-    It is the best of fifteen, measured on an H200 for the products of Qwen3 0.6B and 8B (docs/log.md).
+    The rules give the best of fifteen tilings, measured on an H200 for the products of Qwen3 0.6B and 8B (docs/log.md).
     """
     size = bucket(rows)
     if size <= MOST_FEW:
@@ -82,9 +83,9 @@ def product(
     """Multiply x [T, K] of at most MOST_ROWS rows with weight [N, K] -> [T, N] in x's dtype.
 
     residual   [T, N], added to the product; may be `out`
-    norm       [K] weight of an RMS norm of x before the product;  eps  of that norm
-    gated      the rows of weight and bias are gate's, then up's: returns silu(gate) * up [T, N / 2]
-    out        [T, N] of any dtype: takes the result
+    norm       [K] weight of an RMS norm with `eps` that is applied to x before the product; None: no norm
+    gated      True: weight and bias have the rows of gate, then those of up; returns silu(gate) * up [T, N / 2]
+    out        [T, N] of any dtype, which the result is written to; None: a new tensor
     walk       tiling to use; None: `tiles` chooses it
     """
     rows, n, k = x.shape[0], weight.shape[0] >> gated, weight.shape[1]
@@ -105,7 +106,7 @@ def product(
 
 
 def gather(weight: Tensor, ids: Tensor) -> Tensor:
-    """Rows `ids` [T] int64 of weight [N, K] -> [T, K]; NaN for ids outside [0, N)."""
+    """Return the rows `ids` [T] int64 of weight [N, K] as [T, K]; a row is NaN for an id outside [0, N)."""
     width = weight.shape[1]
     y = weight.new_empty(ids.shape[0], width)
     if ids.shape[0]:
@@ -267,9 +268,10 @@ def _some_kernel(
 
 @jit
 def prefetch(weight, col, n, K: tl.constexpr, BLOCK_N: tl.constexpr, AHEAD: tl.constexpr):
-    """Prefetch the first AHEAD inputs of the outputs `col` into the L2 cache, by lines of 64 numbers of 2 bytes.
+    """Prefetch the first AHEAD inputs of rows `col` of the weight into the L2 cache, in lines of 64 numbers of 2 bytes.
 
-    weight   [n, K] contiguous;  col  [.] outputs, clamped to n - 1
+    weight   [n, K] contiguous
+    col      [.] numbers of rows (outputs), clamped to n - 1
     """
     LINES: tl.constexpr = AHEAD // 64
     line = tl.arange(0, LINES)[None, :] * 64

@@ -7,7 +7,7 @@ SHAPES = ((1, 8, 8), (3, 40, 24), (8, 96, 256), (65, 129, 64), (33, 64, 320), (7
 
 
 def make(shape: tuple[int, int, int], dtype: torch.dtype, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
-    """x [T, K], weight [N, K], bias [N]."""
+    """Return random x [T, K], weight [N, K] and bias [N]; shape is (T, N, K)."""
     rows, out, inner = shape
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(rows, inner, generator=generator).to(dtype)

@@ -20,7 +20,10 @@ OUT_BF16, OUT_F32, OUT_GATED = range(3)
 
 @dataclass(frozen=True)
 class Packed:
-    """A weight [cols, inner], packed in the order that native.c reads. `gated`: columns of gate, then those of up."""
+    """A weight of `cols` outputs and `inner` inputs, packed in the order that native.c reads.
+
+    gated   True: packed for `run_gated`; half of the outputs belong to gate, half to up
+    """
 
     data: Tensor
     cols: int
@@ -29,41 +32,43 @@ class Packed:
 
 
 def pack(weight: Tensor) -> Packed:
-    """See `quire.kernels.linear`."""
+    """Return the weight packed in the layout that `run` reads. See `quire.kernels.linear`."""
     return _pack(weight, False)
 
 
 def pack_gated(weight: Tensor) -> Packed:
-    """See `quire.kernels.linear`."""
+    """Return the weight (rows of gate, then of up) packed for `run_gated`. See `quire.kernels.linear`."""
     return _pack(weight, True)
 
 
 def run(x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:
-    """See `quire.kernels.linear`."""
+    """Return x @ weight.T + bias. See `quire.kernels.linear`."""
     return _run(x, packed, bias, x.new_empty(x.shape[0], packed.cols), OUT_BF16)
 
 
 def run_float(x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:
-    """See `quire.kernels.linear`."""
+    """Return x @ weight.T + bias in float32. See `quire.kernels.linear`."""
     return _run(x, packed, bias, x.new_empty((x.shape[0], packed.cols), dtype=torch.float32), OUT_F32)
 
 
 def run_add(x: Tensor, packed: Packed, bias: Tensor | None, residual: Tensor) -> Tensor:
-    """See `quire.kernels.linear`."""
+    """Return residual + x @ weight.T + bias. See `quire.kernels.linear`."""
     return _run(x, packed, bias, x.new_empty(x.shape[0], packed.cols), OUT_BF16, residual.contiguous())
 
 
 def run_gated(x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:
-    """See `quire.kernels.linear`."""
+    """Return silu(gate) * up, where (gate, up) = x @ weight.T + bias. See `quire.kernels.linear`."""
     if not packed.gated:
-        raise ValueError("native linear: packed for run, not for run_gated")
+        raise ValueError("native linear: the weight was packed by `pack`: call run, or pack it with `pack_gated`")
     return _run(x, packed, bias, x.new_empty(x.shape[0], packed.cols // 2), OUT_GATED)
 
 
 def rows(packed: Packed, ids: Tensor) -> Tensor:
-    """See `quire.kernels.linear`."""
+    """Return the rows `ids` of a packed weight (an embedding look-up). See `quire.kernels.linear`."""
     if packed.gated or ids.dtype != torch.int64 or ids.dim() != 1 or not ids.is_cpu:
-        raise ValueError(f"native linear: rows {ids.dtype} {tuple(ids.shape)} on {ids.device}, gated: {packed.gated}")
+        raise ValueError(f"native linear: `rows` needs ids [n] int64 on the CPU and a weight packed by `pack`; ids are "
+                         f"{ids.dtype} {tuple(ids.shape)} on {ids.device}, and the weight is packed by "
+                         f"{'`pack_gated`' if packed.gated else '`pack`'}")
     ids = ids.contiguous()
     y = packed.data.new_empty(ids.shape[0], packed.inner)
     loaded().quire_rows_bf16(
@@ -74,17 +79,21 @@ def rows(packed: Packed, ids: Tensor) -> Tensor:
 
 
 def empty(count: int, weight: Tensor, gated: bool) -> list[Packed]:
-    """Allocate `count` packed weights like `weight` in one piece of memory: a huge page can hold several of them."""
+    """Allocate `count` packed weights, shaped like `weight`, in one piece of memory. A huge page can hold several.
+
+    gated   True: they are packed for `run_gated`
+    """
     cols, inner = weight.shape
     data = memory.empty((count, _packed_size(cols, inner, gated)), torch.bfloat16)
     return [Packed(own, cols, inner, gated) for own in data]
 
 
 def pack_into(packed: Packed, weight: Tensor) -> None:
-    """Pack `weight` into the memory of `packed`."""
+    """Pack `weight` into the memory of `packed`, an element of `empty`."""
     cols, inner = weight.shape
     if weight.dtype != torch.bfloat16 or not weight.is_cpu or packed.gated and cols % 2:
-        raise ValueError(f"native linear: weight {weight.dtype} {tuple(weight.shape)} on {weight.device}")
+        raise ValueError(f"native linear: the weight must be bfloat16 on the CPU, with an even number of rows if "
+                         f"gated; it is {weight.dtype} {tuple(weight.shape)} on {weight.device}")
     weight = weight.detach().contiguous()
     loaded().quire_pack_bf16(
         weight.data_ptr(), packed.data.data_ptr(), cols, inner, int(packed.gated), torch.get_num_threads()
@@ -107,13 +116,16 @@ def _run(
 ) -> Tensor:
     num_rows, inner = x.shape
     if x.dtype != torch.bfloat16 or inner != packed.inner or not x.is_cpu:
-        raise ValueError(f"native linear: x {x.dtype} {tuple(x.shape)} on {x.device} for {packed.inner} inputs")
+        raise ValueError(f"native linear: x must be bfloat16 [rows, {packed.inner}] on the CPU; it is {x.dtype} "
+                         f"{tuple(x.shape)} on {x.device}")
     if packed.gated != (out == OUT_GATED):
-        raise ValueError("native linear: packed for run_gated, not for run")
+        raise ValueError("native linear: the weight was packed by `pack_gated`: call run_gated, or pack it with `pack`")
     if bias is not None and not _fits(bias, (packed.cols,)):
-        raise ValueError(f"native linear: bias {bias.dtype} {tuple(bias.shape)} for {packed.cols} outputs")
+        raise ValueError(f"native linear: the bias must be {packed.cols} numbers of x's dtype on the CPU; it is "
+                         f"{bias.dtype} {tuple(bias.shape)}")
     if residual is not None and not _fits(residual, (num_rows, packed.cols)):
-        raise ValueError(f"native linear: residual {residual.dtype} {tuple(residual.shape)} for {tuple(y.shape)}")
+        raise ValueError(f"native linear: the residual must be bfloat16 {tuple(y.shape)} on the CPU; it is "
+                         f"{residual.dtype} {tuple(residual.shape)}")
     if inner % STEP:  # a tile reads whole steps, and memory past the end may hold NaN
         x = F.pad(x, (0, -inner % STEP))
     elif x.stride(1) != 1:

@@ -10,6 +10,11 @@
 
    x is stored in blocks of at most MR rows: [input][row of the block], zero past the inputs (quire_linear_rows).
 
+   Where the CPU multiplies pairs of bfloat16, PAIRED is BFLOAT16 for x of bfloat16. The unit adds the product of a
+   pair's second input, then that of its first, each rounded once, as a fused multiply-add does (but it takes numbers
+   below 2^-126 for 0). So a few rows, which stay float32, take the inputs of each pair in that order, and the results
+   are the same bits. More rows are stored as words, [pair of inputs][row of the block].
+
    Sums: a chain of fused multiply-adds for each row and column, over the inputs in order. With groups, a chain starts
    anew for each chunk of inputs, and is added to the row's sum times the scale. So a result depends on its row alone,
    whatever the number of rows. */
@@ -17,7 +22,7 @@
 enum { STEP_IN = 4, MR = W == 16 ? 12 : 6, DIRECT = 4 }; /* DIRECT: most rows whose weights are decoded in registers */
 enum { CHUNK_IN = 256, MOST_BLOCK = 384 };               /* inputs in the first-level cache, rows of a task */
 enum { X_BYTES = 768 << 10 };                            /* of x that stay in the second-level cache */
-enum { FLOAT32, BFLOAT16, SIGNED8, SIGNED4, E4M3 };      /* kinds */
+enum { FLOAT32, BFLOAT16, SIGNED8, SIGNED4, E4M3, PAIRED }; /* kinds */
 enum { PLAIN, AS_FLOAT, GATED };                         /* out */
 
 /* scale, zero: [panel][group][2 W] or NULL; xsum [block][group][row of the block]: sums of x; wide: scales are float32,
@@ -35,7 +40,7 @@ typedef struct PanelsJob {
 _Static_assert(sizeof(PanelsJob) <= JOB_BYTES, "a recording has no room for the job");
 
 INLINE long step_bytes(int kind) {
-    return W * (kind == FLOAT32 ? 32 : kind == BFLOAT16 ? 16 : kind == SIGNED4 ? 4 : 8);
+    return W * (kind == FLOAT32 ? 32 : kind == BFLOAT16 || kind == PAIRED ? 16 : kind == SIGNED4 ? 4 : 8);
 }
 
 #ifdef __AVX512F__
@@ -109,8 +114,8 @@ INLINE void decode(int kind, const char *w, Vec *v) {
     }
 #pragma GCC unroll 4
     for (int k = 0; k < STEP_IN; k++) {
-        if (kind == BFLOAT16) {
-            bf16_pair(w + k * 4 * W, v + 2 * k);
+        if (kind == BFLOAT16 || kind == PAIRED) {
+            bf16_pair(w + (kind == PAIRED ? k ^ 1 : k) * 4 * W, v + 2 * k);
             continue;
         }
 #pragma GCC unroll 2
@@ -151,10 +156,10 @@ INLINE void multiply_direct(int kind, int rows, int count, const float *x, const
     for (int i = 0; i < 2 * rows * count; i++) sums[i] = own[i];
 }
 
-/* sums [rows][2 W] += a block of x times decoded inputs [count][2 W]. `coming`: weights that are needed next, of which
-   `pace` bytes are fetched with each input; pace 0: none. */
+/* sums [rows][2 W] += a block of x times decoded inputs, or pairs of them, [count][2 W]. `coming`: weights that are
+   needed next, of which `pace` bytes are fetched with each input; pace 0: none. */
 INLINE void multiply_decoded(int rows, const float *x, const float *w, long count, const char *coming, long pace,
-                             float *sums) {
+                             float *sums, int pairs) {
     Vec own[2 * MR];
 #pragma GCC unroll 24
     for (int i = 0; i < 2 * rows; i++) own[i] = get(sums + i * W);
@@ -164,8 +169,8 @@ INLINE void multiply_decoded(int rows, const float *x, const float *w, long coun
 #pragma GCC unroll 12
         for (int r = 0; r < rows; r++) {
             const Vec value = fill(x[r]);
-            own[2 * r] = madd(value, low, own[2 * r]);
-            own[2 * r + 1] = madd(value, high, own[2 * r + 1]);
+            own[2 * r] = madd_words(value, low, own[2 * r], pairs);
+            own[2 * r + 1] = madd_words(value, high, own[2 * r + 1], pairs);
         }
     }
 #pragma GCC unroll 24
@@ -173,15 +178,21 @@ INLINE void multiply_decoded(int rows, const float *x, const float *w, long coun
 }
 
 static void multiply_block(int rows, const float *x, const float *w, long count, const char *coming, long pace,
-                           float *sums) {
-    switch (rows) {
-#define CASE(n) case n: multiply_decoded(n, x, w, count, coming, pace, sums); break;
+                           float *sums, int pairs) {
+#define CASE(n) case n: multiply_decoded(n, x, w, count, coming, pace, sums, 0); break;
+#define PAIRS_CASE(n) case n + 16: multiply_decoded(n, x, w, count, coming, pace, sums, 1); break;
+    switch (rows + 16 * pairs) {
     CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6)
 #if defined(__AVX512F__)
     CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12)
 #endif
-#undef CASE
+#ifdef __AVX512BF16__
+    PAIRS_CASE(1) PAIRS_CASE(2) PAIRS_CASE(3) PAIRS_CASE(4) PAIRS_CASE(5) PAIRS_CASE(6)
+    PAIRS_CASE(7) PAIRS_CASE(8) PAIRS_CASE(9) PAIRS_CASE(10) PAIRS_CASE(11) PAIRS_CASE(12)
+#endif
     }
+#undef CASE
+#undef PAIRS_CASE
 }
 
 /* sums += chain * scale of a group; a zero point takes its part of the sum of x away first. */
@@ -266,6 +277,7 @@ INLINE void direct_panels(const PanelsJob *job, int kind, int rows, int count, l
     case SIGNED8: direct_panels(job, SIGNED8, ROWS, COUNT, panel); break;     \
     case SIGNED4: direct_panels(job, SIGNED4, ROWS, COUNT, panel); break;     \
     case E4M3: direct_panels(job, E4M3, ROWS, COUNT, panel); break;           \
+    case PAIRED: direct_panels(job, PAIRED, ROWS, COUNT, panel); break;       \
     }
 
 static void direct_tasks(void *argument) {
@@ -295,6 +307,22 @@ static void direct_tasks(void *argument) {
     }
 }
 
+/* Weights of a step -> words of input pairs [2][2 W]. */
+static void decode_pairs(const char *w, long steps, float *to) {
+#ifdef __AVX512BF16__
+    const __m512i lower = _mm512_set1_epi32(0xFFFF);
+    for (long pair = 0; pair < 2 * steps; pair++, w += 8 * W, to += 2 * W) {
+        const __m512i first = _mm512_loadu_si512(w), second = _mm512_loadu_si512(w + 4 * W);
+        _mm_prefetch(w + 1024, _MM_HINT_T0);
+        _mm_prefetch(w + 1024 + 4 * W, _MM_HINT_T0);
+        put(to, as_floats(_mm512_mask_blend_epi16(0xAAAAAAAA, first, _mm512_slli_epi32(second, 16))));
+        put(to + W, as_floats(_mm512_or_si512(_mm512_srli_epi32(first, 16), _mm512_andnot_si512(lower, second))));
+    }
+#else
+    (void)w, (void)steps, (void)to;
+#endif
+}
+
 static void decode_chunk(int kind, const char *w, long steps, float *to) {
 #define CASE(kind)                                                                         \
     case kind:                                                                             \
@@ -307,6 +335,7 @@ static void decode_chunk(int kind, const char *w, long steps, float *to) {
         break;
     switch (kind) {
     CASE(FLOAT32) CASE(BFLOAT16) CASE(SIGNED8) CASE(SIGNED4) CASE(E4M3)
+    case PAIRED: decode_pairs(w, steps, to); break;
     }
 #undef CASE
 }
@@ -318,7 +347,7 @@ static void decoded_tasks(void *argument) {
     float sums[MOST_BLOCK * 2 * W] __attribute__((aligned(64))), chunk[CHUNK_IN * 2 * W] __attribute__((aligned(64)));
     float chains[MR * 2 * W] __attribute__((aligned(64)));
     const long bytes = step_bytes(job->kind), size = job->group ? job->chunk : CHUNK_IN;
-    const long groups = job->group ? job->inner / job->chunk : 0;
+    const long groups = job->group ? job->inner / job->chunk : 0, word = job->kind == PAIRED ? 2 : 1; /* inputs */
     long task;
     while ((task = claim(&job->tasks)) >= 0) {
         const long first = task / job->panels * job->block_rows, panel = task % job->panels;
@@ -330,16 +359,16 @@ static void decoded_tasks(void *argument) {
             decode_chunk(job->kind, w + k / STEP_IN * bytes, count / STEP_IN, chunk);
             for (long row = 0; row < rows; row += MR) {
                 const long own = rows - row < MR ? rows - row : MR;
-                const float *x = job->x + (first + row) * job->inner + k * own;
+                const float *x = job->x + ((first + row) * job->inner + k * own) / word;
                 const char *coming = w + (k + count) / STEP_IN * bytes;
-                const long pace = row ? 0 : bytes / STEP_IN;
+                const long pace = row ? 0 : bytes / STEP_IN * word;
                 float *to = sums + row * 2 * W;
                 if (!job->group) {
-                    multiply_block((int)own, x, chunk, count, coming, pace, to);
+                    multiply_block((int)own, x, chunk, count / word, coming, pace, to, word == 2);
                     continue;
                 }
                 memset(chains, 0, own * 2 * W * sizeof(float));
-                multiply_block((int)own, x, chunk, count, coming, pace, chains);
+                multiply_block((int)own, x, chunk, count, coming, pace, chains, 0);
                 const float *xsum = job->zero ? job->xsum + (first + row) * groups + k / size * own : NULL;
                 for (long i = 0; i < 2 * own; i++, to += W)
                     add_scaled(job, panel, k / job->group, i % 2, xsum ? xsum[i / 2] : 0, get(chains + i * W), to);
@@ -349,7 +378,17 @@ static void decoded_tasks(void *argument) {
     }
 }
 
-/* x [rows][inner] as quire_linear_rows wrote it (one row of float32 without padding may be x itself), weight packed.
+/* Nonzero: there is the kind PAIRED. */
+int quire_pairs(void) {
+#ifdef __AVX512BF16__
+    return 1;
+#else
+    return 0;
+#endif
+}
+
+/* x [rows][inner] as quire_linear_rows wrote it for this kind (one row of float32 without padding may be x itself),
+   weight packed.
 
    scale      [panel][groups][2 W] float32 (wide) or float16, with groups of `group` inputs; group 0: [panel][2 W];
               NULL: none
@@ -374,7 +413,7 @@ void quire_linear_panels(const float *x, const float *xsum, const void *weight, 
         RUN(direct_tasks, &job, threads);
         return;
     }
-    job.block_rows = X_BYTES / (inner * (long)sizeof(float)) / MR * MR;
+    job.block_rows = X_BYTES / (inner * (long)sizeof(float)) * (kind == PAIRED ? 2 : 1) / MR * MR;
     if (job.block_rows < 2 * MR) job.block_rows = 2 * MR;
     if (job.block_rows > MOST_BLOCK) job.block_rows = MOST_BLOCK;
     job.tasks.count = panels * ((rows + job.block_rows - 1) / job.block_rows);

@@ -1,7 +1,8 @@
 """Linears in float32 arithmetic whose weights stay in their stored type: panels.c has the C code.
 
 A weight of bfloat16 takes half the memory and half the time to read of the same numbers in float32. It is widened in
-registers, so results have the accuracy of float32. So are quantized weights, whose sums over a group are multiplied by
+registers, so results have the accuracy of float32. If the inputs are bfloat16 too, a CPU with AVX512-BF16 multiplies
+them in pairs and adds in float32. Quantized weights are widened likewise, and their sums over a group are multiplied by
 the scale; activations are quantized by the scheme's rule, and multiplied as numbers of float32.
 """
 
@@ -20,6 +21,7 @@ MOST_CHUNK = 256  # inputs of a chain of sums: see panels.c
 KINDS = {torch.float32: 0, torch.bfloat16: 1}
 QUANTIZED = {"int8": 2, "w8": 2, "w4": 3, "e4m3": 4}  # Scheme.values -> kind
 INPUTS = {"": 0, "token": 1, "group": 2, "tensor": 3}  # Scheme.inputs -> inputs of quire_linear_rows
+PAIRED = 5  # the kind of bfloat16 weights for inputs of bfloat16, if the CPU multiplies pairs
 POWERS = 4  # as "group", with scales that are powers of two
 PLAIN, AS_FLOAT, GATED = range(3)  # out of quire_linear_panels
 TYPES = (torch.float32, torch.bfloat16)  # of activations
@@ -27,10 +29,14 @@ TYPES = (torch.float32, torch.bfloat16)  # of activations
 
 @dataclass(frozen=True)
 class Quantized:
-    """Numbers of a quantized weight beside its values.
+    """Scales, zero points and other numbers of a packed quantized weight, without its values.
 
-    scale   in the order of panels, float16 where that is exact, else float32;  zero  int8 less the middle, or None
-    group   inputs of a scale, 0: all;  chunk  inputs of a chain of sums
+    scale         scales in the order of the packed values (panels.c): float16 if that is exact, else float32
+    zero          zero points, int8, minus the middle of the values' range; None: no zero points
+    order         number of the input that each column of the weight multiplies; None: column k, input k
+    input_scale   scale of all activations, if the checkpoint has it
+    group         inputs that share a scale; 0: all
+    chunk         inputs whose products are added in one chain of sums, see panels.c
     """
 
     scheme: Scheme
@@ -43,16 +49,17 @@ class Quantized:
 
     @property
     def rule(self) -> int:
-        """The rule by which activations are quantized: see quire_linear_rows."""
+        """Number of the rule by which activations are quantized: argument of quire_linear_rows in panels.c."""
         return POWERS if self.scheme.ue8m0 else INPUTS[self.scheme.inputs]
 
 
 @dataclass(frozen=True)
 class Packed:
-    """A weight [cols, inner] in panels of columns, in its stored type.
+    """A weight of `cols` outputs and `inner` inputs in its stored dtype, packed in the order that panels.c reads.
 
-    dtype   of the weight, None: quantized;  gated  columns of gate, then those of up
-    padded  inputs with those that fill the last step or group
+    dtype    dtype of the weight; None: quantized
+    gated    True: packed for `run_gated`; half of the outputs belong to gate, half to up
+    padded   number of inputs, rounded up to whole groups (inputs that share a scale), or to a multiple of STEP (4)
     """
 
     data: Tensor
@@ -65,11 +72,16 @@ class Packed:
 
     @property
     def kind(self) -> int:
-        """The kind of values: see panels.c."""
+        """Number of the dtype of the stored values, one of `kinds` in panels.c."""
         return QUANTIZED[self.quantized.scheme.values] if self.quantized else KINDS[self.dtype]  # type: ignore[index]
 
+    def kind_for(self, x: Tensor) -> int:
+        """Return `kind`, or PAIRED if weight and x are bfloat16 and the CPU multiplies pairs of bfloat16."""
+        paired = self.dtype == x.dtype == torch.bfloat16 and loaded().quire_pairs()
+        return PAIRED if paired else self.kind
+
     def to_dense(self) -> Tensor:
-        """Return an unquantized weight, [cols, inner]; the inverse of packing."""
+        """Return the unpacked weight [cols, inner]; for unquantized weights only."""
         lanes = loaded().quire_lanes()
         pairs = (lanes, 2) if self.dtype == torch.bfloat16 else (2, lanes)  # see panels.c
         panels = self.data.view(-1, self.padded, *pairs)
@@ -80,39 +92,44 @@ class Packed:
 
 
 def pack(weight: Weight) -> Packed:
-    """See `quire.kernels.linear`."""
+    """Return the weight packed in the layout that `run` reads. See `quire.kernels.linear`."""
     return _pack(weight, False)
 
 
 def pack_gated(weight: Weight) -> Packed:
-    """See `quire.kernels.linear`."""
+    """Return the weight (rows of gate, then of up) packed for `run_gated`. See `quire.kernels.linear`."""
     return _pack(weight, True)
 
 
 def run(x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:
-    """See `quire.kernels.linear`."""
+    """Return x @ weight.T + bias. See `quire.kernels.linear`."""
     return _run(x, packed, bias, PLAIN)
 
 
 def run_float(x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:
-    """See `quire.kernels.linear`."""
+    """Return x @ weight.T + bias in float32. See `quire.kernels.linear`."""
     return _run(x, packed, bias, AS_FLOAT)
 
 
 def run_add(x: Tensor, packed: Packed, bias: Tensor | None, residual: Tensor) -> Tensor:
-    """See `quire.kernels.linear`."""
+    """Return residual + x @ weight.T + bias. See `quire.kernels.linear`."""
     return _run(x, packed, bias, PLAIN, residual.contiguous())
 
 
 def run_gated(x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:
-    """See `quire.kernels.linear`."""
+    """Return silu(gate) * up, where (gate, up) = x @ weight.T + bias. See `quire.kernels.linear`."""
     return _run(x, packed, bias, GATED)
 
 
 def rows(packed: Packed, ids: Tensor) -> Tensor:
-    """See `quire.kernels.linear`. Rows are float32, the type of the arithmetic."""
+    """Return the rows `ids` of a packed weight (an embedding look-up).
+
+    See `quire.kernels.linear`. Rows are float32, the type of the arithmetic.
+    """
     if packed.gated or packed.quantized or ids.dtype != torch.int64 or ids.dim() != 1 or not ids.is_cpu:
-        raise ValueError(f"panels linear: rows {ids.dtype} {tuple(ids.shape)} on {ids.device}, gated: {packed.gated}")
+        raise ValueError(f"panels linear: `rows` needs ids [n] int64 on the CPU and an unquantized weight packed by "
+                         f"`pack`; ids are {ids.dtype} {tuple(ids.shape)} on {ids.device}, and the weight is "
+                         + ("quantized" if packed.quantized else f"packed by `pack{'_gated' * packed.gated}`"))
     ids = ids.contiguous()
     y = torch.empty((ids.shape[0], packed.inner), dtype=torch.float32)
     loaded().quire_linear_unpack_rows(
@@ -123,7 +140,10 @@ def rows(packed: Packed, ids: Tensor) -> Tensor:
 
 
 def empty(count: int, weight: Weight, gated: bool) -> list[Packed]:
-    """Allocate `count` packed weights like `weight` in one piece of memory: a huge page can hold several of them."""
+    """Allocate `count` packed weights, shaped like `weight`, in one piece of memory. A huge page can hold several.
+
+    gated   True: they are packed for `run_gated`
+    """
     cols, inner = weight.shape
     width = 2 * loaded().quire_lanes()
     panels = -(-cols // 2 // (width // 2)) if gated else -(-cols // width)
@@ -131,7 +151,8 @@ def empty(count: int, weight: Weight, gated: bool) -> list[Packed]:
     unit = max(STEP, quantized.block[1]) if quantized else STEP
     padded = -(-inner // unit) * unit
     if unit % STEP:
-        raise ValueError(f"panels linear: groups of {unit} inputs are no multiple of {STEP}")
+        raise ValueError(f"panels linear: the number of inputs that share a scale must be a multiple of {STEP}; it is "
+                         f"{unit}")
     size = panels * width * padded
     if isinstance(weight, Tensor):
         data, dtype = memory.empty((count, size), weight.dtype), weight.dtype
@@ -141,12 +162,13 @@ def empty(count: int, weight: Weight, gated: bool) -> list[Packed]:
 
 
 def pack_into(packed: Packed, weight: Weight) -> Packed:
-    """Pack `weight` into the memory of `packed`; return it with the scales of a quantized weight."""
+    """Pack `weight` into the memory of `packed`. Return `packed`, with the scales if the weight is quantized."""
     cols, inner = weight.shape
     quantized = None if isinstance(weight, Tensor) else _numbers(packed, weight)
     values = weight if isinstance(weight, Tensor) else weight.values.view(torch.uint8)
     if isinstance(weight, Tensor) and weight.dtype not in KINDS or not values.is_cpu or packed.gated and cols % 2:
-        raise ValueError(f"panels linear: weight {values.dtype} {tuple(weight.shape)} on {values.device}")
+        raise ValueError(f"panels linear: the weight must be float32, bfloat16 or quantized, on the CPU, with an "
+                         f"even number of rows if gated; it is {values.dtype} {tuple(weight.shape)} on {values.device}")
     if quantized and quantized.scheme.values == "w8":
         values = values ^ 128  # signed
     packed, values = replace(packed, quantized=quantized), values.detach().contiguous()
@@ -193,20 +215,25 @@ def _run(x: Tensor, packed: Packed, bias: Tensor | None, out: int, residual: Ten
     num_rows, inner = x.shape
     cols = packed.cols // 2 if packed.gated else packed.cols
     if x.dtype not in TYPES or inner != packed.inner or not x.is_cpu:
-        raise ValueError(f"panels linear: x {x.dtype} {tuple(x.shape)} on {x.device} for {packed.inner} inputs")
+        raise ValueError(f"panels linear: x must be float32 or bfloat16 [rows, {packed.inner}] on the CPU; it is "
+                         f"{x.dtype} {tuple(x.shape)} on {x.device}")
     if packed.gated != (out == GATED):
-        raise ValueError(f"panels linear: packed for {'run_gated, not for run' if packed.gated else 'run'}")
+        raise ValueError("panels linear: the weight was packed by " + (
+            "`pack_gated`: call run_gated, or pack it with `pack`" if packed.gated else
+            "`pack`: call run, or pack it with `pack_gated`"))
     if bias is not None and not _fits(bias, x.dtype, (packed.cols,)):
-        raise ValueError(f"panels linear: bias {bias.dtype} {tuple(bias.shape)} for {packed.cols} outputs")
+        raise ValueError(f"panels linear: the bias must be {packed.cols} numbers of x's dtype on the CPU; it is "
+                         f"{bias.dtype} {tuple(bias.shape)}")
     if residual is not None and not _fits(residual, x.dtype, (num_rows, cols)):
-        raise ValueError(f"panels linear: residual {residual.dtype} {tuple(residual.shape)} for {(num_rows, cols)}")
+        raise ValueError(f"panels linear: the residual must be {x.dtype} {(num_rows, cols)} on the CPU; it is "
+                         f"{residual.dtype} {tuple(residual.shape)}")
     y = x.new_empty((num_rows, cols), dtype=torch.float32 if out == AS_FLOAT else x.dtype)
     rows, sums = _rows(x, packed)
     own = packed.quantized
     scale, zero, group, chunk = (own.scale, own.zero, own.group, own.chunk) if own else (None, None, 0, 0)
     loaded().quire_linear_panels(
         rows.data_ptr(), _address(sums), packed.data.data_ptr(), _address(scale), _address(zero), _address(bias),
-        _address(residual), y.data_ptr(), num_rows, cols, packed.padded, group, chunk, packed.kind, out,
+        _address(residual), y.data_ptr(), num_rows, cols, packed.padded, group, chunk, packed.kind_for(x), out,
         x.dtype == torch.bfloat16, scale is not None and scale.dtype == torch.float32, torch.get_num_threads(),
     )  # fmt: skip
     return y
@@ -229,7 +256,7 @@ def _rows(x: Tensor, packed: Packed) -> tuple[Tensor, Tensor | None]:
     loaded().quire_linear_rows(
         x.data_ptr(), blocks.data_ptr(), _address(sums), _address(own.order if own else None),
         _address(own.input_scale if own else None), num_rows, inner, packed.padded, x.stride(0),
-        own.chunk if own else 0, x.dtype == torch.bfloat16, own.rule if own else 0,
+        own.chunk if own else 0, x.dtype == torch.bfloat16, own.rule if own else 0, packed.kind_for(x),
         torch.get_num_threads(), 127.0 if own and own.scheme.values == "int8" else 448.0,
     )  # fmt: skip
     return blocks, sums

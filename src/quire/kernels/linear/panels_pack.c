@@ -10,7 +10,7 @@ typedef struct RowsOfX {
     const float *scale;
     float *to, *xsum;
     long rows, inner, padded, stride;
-    int chunk, half, inputs, pieces;
+    int chunk, half, inputs, pieces, paired;
     float limit;
 } RowsOfX;
 
@@ -51,6 +51,14 @@ INLINE void round_to_type(float *x, long count, float scale, float limit) {
     }
 }
 
+/* Two bfloat16 that were widened, as a word. */
+INLINE void write_pair(float *to, const float *pair) {
+    uint32_t words[2];
+    memcpy(words, pair, 8);
+    words[0] = words[0] >> 16 | words[1];
+    memcpy(to, words, 4);
+}
+
 static void rows_of_x_tasks(void *argument) {
     RowsOfX *job = argument;
     float piece[PIECE] __attribute__((aligned(64)));
@@ -88,7 +96,14 @@ static void rows_of_x_tasks(void *argument) {
                     round_to_type(piece, PIECE, scale, job->limit);
                 const long stop = job->padded - k < PIECE ? job->padded - k : PIECE;
                 float *to = job->to + first * job->padded + k * rows + r;
-                for (long i = 0; i < stop; i++) to[i * rows] = piece[i];
+                if (!job->paired) {
+                    for (long i = 0; i < stop; i++) to[i * rows] = piece[i];
+                } else if (job->rows <= DIRECT) {
+                    for (long i = 0; i < stop; i++) to[(i ^ 1) * rows] = piece[i];
+                } else {
+                    to = job->to + (first * job->padded + k * rows) / 2 + r;
+                    for (long i = 0; i < stop; i += 2) write_pair(to + i / 2 * rows, piece + i);
+                }
                 if (!job->xsum) continue;
                 float *sums = job->xsum + first * (job->padded / job->chunk) + r;
                 for (long i = 0; i < stop;) { /* a chunk may begin or end between two pieces */
@@ -110,13 +125,15 @@ static void rows_of_x_tasks(void *argument) {
             the largest magnitude / limit of the row (1) or of 128 inputs (2), or `scale` (3), or that of
             128 inputs rounded up to a power of two (4)
    xsum     [block][padded / chunk][row of the block]: sums of the inputs of a chunk; or NULL
-   half     x is bfloat16, else float32 */
+   half     x is bfloat16, else float32
+   kind     of the weight: see PAIRED in panels.c */
 void quire_linear_rows(const void *x, float *to, float *xsum, const int32_t *order, const float *scale, long rows,
-                       long inner, long padded, long stride, int chunk, int half, int inputs, int threads,
-                       float limit) {
+                       long inner, long padded, long stride, int chunk, int half, int inputs, int kind,
+                       int threads, float limit) {
     const int whole = inputs == TOKEN || xsum; /* a task has whole rows */
     RowsOfX job = {.x = x, .order = order, .scale = scale, .to = to, .xsum = xsum, .rows = rows, .inner = inner,
                    .padded = padded, .stride = stride, .chunk = chunk, .half = half, .inputs = inputs,
+                   .paired = kind == PAIRED,
                    .pieces = whole ? 1 : (int)((padded + PIECE - 1) / PIECE), .limit = limit};
     job.tasks.count = (rows + MR - 1) / MR * job.pieces;
     RUN(rows_of_x_tasks, &job, rows * padded < SMALL / 4 ? 1 : threads);

@@ -14,7 +14,7 @@ NOT_LINEAR = ".kv_up"  # the kernels of latent attention run the projection of l
 
 
 class RowRange(msgspec.Struct, frozen=True):
-    """An implementation of `quire.kernels.linear`, used for up to `most` rows (None: for any number)."""
+    """The name of an implementation of `quire.kernels.linear`, for inputs of up to `most` rows (None: any number)."""
 
     most: int | None
     kernel: str
@@ -24,12 +24,12 @@ class LinearPlan(msgspec.Struct, frozen=True, kw_only=True):
     """The plan of a linear layer.
 
     format     format of the stored weights, a name of `quire.quantization.formats`
-    scheme     of quantized weights; None: unquantized
-    layout     the implementation of `quire.kernels.linear` that packs them
+    scheme     scheme of quantized weights; None: unquantized
+    layout     the implementation of `quire.kernels.linear` that packs the weights
     ranges     kernels that read this layout, by number of rows, ascending; the last takes any number
     features   features of these kernels, words of `quire.kernels.linear`
     reason     reason of the choice
-    rejected   (implementation, reason) of better ones that were not chosen
+    rejected   (implementation, reason why it was not chosen), for each that is preferred to the chosen one
     """
 
     format: str
@@ -41,19 +41,19 @@ class LinearPlan(msgspec.Struct, frozen=True, kw_only=True):
     scheme: Scheme | None = None
 
     def load(self) -> ModuleType:
-        """Import the kernel. So far a plan has exactly one range."""
+        """Import and return the kernel's module. So far a plan has exactly one range."""
         (only,) = self.ranges
         assert only.most is None and only.kernel == self.layout, "a kernel reads the layout that it has packed"
         return importlib.import_module(f"quire.kernels.linear.{self.layout}")
 
 
 def plan_linears(params: Iterable[Param], choices: Iterable[Choice], *, exact: bool) -> dict[str, LinearPlan]:
-    """Return module name -> plan, for every module of `params` that multiplies with a matrix.
+    """Return module name -> plan, for every linear layer (module with a matrix) of `params`.
 
     choices  implementations of `linear`: one for unquantized weights, one for each kind of quantized weights in
              `params`
-    exact    True: scores of routers must not be rounded to the model's dtype. If the choice rounds, routers take the
-             reference
+    exact    True: scores of routers must not be rounded to the model's dtype. If the chosen implementation rounds,
+             routers take "ref"
     """
     plans: dict[str, LinearPlan] = {}
     chosen = {frozenset(choice.weights): choice for choice in choices if choice.op == "linear"}
@@ -69,7 +69,7 @@ def plan_linears(params: Iterable[Param], choices: Iterable[Choice], *, exact: b
 
 
 def is_linear(param: Param) -> bool:
-    """True for a matrix that `quire.kernels.linear` runs; not for those of experts and of latent attention."""
+    """Return True for a matrix that `quire.kernels.linear` multiplies; False for experts and for kv_up of MLA."""
     return len(param.shape) == 2 and param.name.endswith(".weight") and not param.module.endswith(NOT_LINEAR)
 
 

@@ -19,12 +19,12 @@ def pack(matrix: QuantizedMatrix) -> QuantizedMatrix:
 
 
 def run(x: Tensor, packed: QuantizedMatrix, bias: Tensor | None) -> Tensor:
-    """See `quire.kernels.linear`."""
+    """Return x @ weight.T + bias. See `quire.kernels.linear`."""
     return run_float(x, packed, bias).to(x.dtype)
 
 
 def run_float(x: Tensor, packed: QuantizedMatrix, bias: Tensor | None) -> Tensor:
-    """See `quire.kernels.linear`."""
+    """Return x @ weight.T + bias in float32. See `quire.kernels.linear`."""
     inputs = rounded(x, packed)
     if packed.order is not None:
         inputs = inputs[:, packed.order]
@@ -34,7 +34,7 @@ def run_float(x: Tensor, packed: QuantizedMatrix, bias: Tensor | None) -> Tensor
 
 
 def rounded(x: Tensor, matrix: QuantizedMatrix) -> Tensor:
-    """Return the numbers that a product with `matrix` reads instead of x, in float32: quantized values times scale."""
+    """Return x in float32; quantized and dequantized first, if the scheme of `matrix` quantizes activations."""
     scheme, given = matrix.scheme, matrix.input_scale
     if not scheme.inputs:
         return x.float()

@@ -9,11 +9,11 @@ def pack(weight: Tensor) -> Tensor:
 
 
 def run(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
-    """See `quire.kernels.linear`."""
+    """Return x @ weight.T + bias. See `quire.kernels.linear`."""
     return run_float(x, packed, bias).to(x.dtype)
 
 
 def run_float(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
-    """See `quire.kernels.linear`."""
+    """Return x @ weight.T + bias in float32. See `quire.kernels.linear`."""
     product = x.float() @ packed.float().t()
     return product if bias is None else product + bias.float()

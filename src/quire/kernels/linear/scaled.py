@@ -32,13 +32,16 @@ RULES = {"group": GROUP, "token": TOKEN, "tensor": FIXED}
 
 @dataclass(frozen=True)
 class Scaled:
-    """A packed weight.
+    """A packed 8-bit weight.
 
     values     [N, K] e4m3 or int8
-    scales     float32 [ceil(N / block), K / 128] (FP8 in blocks; block 128 or 1), or [N] (channels; block 0)
+    scales     float32: [ceil(N / block), K / 128] for FP8 in blocks; [N] for a scale per channel (block 0)
+    block      outputs that share a scale: 128 or 1; 0: a scale per channel
     wide       the scales in cuBLASLt's layout
-    fixed      scale of all activations, one number; None: computed
-    counters   see `scaled_some.product`
+    rule       rule by which activations are quantized: GROUP, TOKEN or FIXED of `quire.kernels.quantize.triton`
+    powers     True: scales of activations are powers of two
+    fixed      scale of all activations, one number, for the rule FIXED; None: scales are computed
+    counters   int32 zeros, scratch memory of `scaled_some.product`
     """
 
     values: Tensor
@@ -52,7 +55,7 @@ class Scaled:
 
     @property
     def most(self) -> int:
-        """Largest magnitude in 8 bits."""
+        """Largest magnitude of the 8-bit type: 127 of INT8, 448 of FP8."""
         return 127 if self.values.dtype == torch.int8 else 448
 
 
@@ -60,7 +63,7 @@ Packed = Scaled | QuantizedMatrix
 
 
 def unsupported() -> str:
-    """Return the reason why these products cannot run in this process, or ""."""
+    """Return the reason why products of 8-bit weights and activations cannot run in this process, or ""."""
     if (why := missing()) or INTERPRETED:
         return why
     major, minor = torch.cuda.get_device_capability()
@@ -70,7 +73,7 @@ def unsupported() -> str:
 
 
 def pack(matrix: QuantizedMatrix) -> Packed:
-    """See `quire.kernels.linear`."""
+    """Return the weight packed in the layout that `run` reads. See `quire.kernels.linear`."""
     (n, k), block = matrix.shape, matrix.scheme.block[0] if matrix.scheme.kind == "fp8 block" else 0
     if k % GROUP or n % 64 or matrix.order is not None or block not in (0, 1, GROUP):
         return matrix
@@ -87,18 +90,18 @@ def pack(matrix: QuantizedMatrix) -> Packed:
 
 
 def pack_gated(matrix: QuantizedMatrix) -> Packed:
-    """See `quire.kernels.linear`."""
+    """Return the weight (rows of gate, then of up) packed for `run_gated`. See `quire.kernels.linear`."""
     (n, _k), block = matrix.shape, matrix.scheme.block[0]
     return matrix if n % 256 and block == GROUP or n % 128 else pack(matrix)
 
 
 def run(x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:
-    """See `quire.kernels.linear`."""
+    """Return x @ weight.T + bias. See `quire.kernels.linear`."""
     return _product(x, packed, bias)
 
 
 def run_float(x: Tensor, packed: Packed, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
-    """See `quire.kernels.linear`."""
+    """Return x @ weight.T + bias in float32. See `quire.kernels.linear`."""
     if isinstance(packed, QuantizedMatrix):
         y = quantized_ref.run_float(x, packed, bias)
     else:
@@ -107,22 +110,22 @@ def run_float(x: Tensor, packed: Packed, bias: Tensor | None, out: Tensor | None
 
 
 def run_add(x: Tensor, packed: Packed, bias: Tensor | None, residual: Tensor) -> Tensor:
-    """See `quire.kernels.linear`; writes the result to the residual's memory."""
+    """Return residual + x @ weight.T + bias, which overwrites `residual`. See `quire.kernels.linear`."""
     return _product(x, packed, bias, residual=residual)
 
 
 def run_gated(x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:
-    """See `quire.kernels.linear`."""
+    """Return silu(gate) * up, where (gate, up) = x @ weight.T + bias. See `quire.kernels.linear`."""
     return _product(x, packed, bias, gated=True)
 
 
 def run_norm(x: Tensor, weight: Tensor, eps: float, packed: Packed, bias: Tensor | None) -> Tensor:
-    """See `quire.kernels.linear`."""
+    """Apply an RMS norm with `weight` and `eps` to x; return `run` of the result. See `quire.kernels.linear`."""
     return _product(x, packed, bias, norm=weight, eps=eps)
 
 
 def run_norm_gated(x: Tensor, weight: Tensor, eps: float, packed: Packed, bias: Tensor | None) -> Tensor:
-    """See `quire.kernels.linear`."""
+    """Apply an RMS norm with `weight` and `eps` to x; return `run_gated` of the result. See `quire.kernels.linear`."""
     return _product(x, packed, bias, norm=weight, eps=eps, gated=True)
 
 
@@ -135,8 +138,8 @@ def _product(
         return _reference(x, packed, bias, residual, norm, eps, gated)
     rows, n = x.shape[0], packed.values.shape[0] >> gated
     y = x.new_empty(rows, n, dtype=dtype or x.dtype)
-    if residual is not None and residual.is_contiguous():
-        y = residual
+    if residual is not None:
+        y = residual = residual.contiguous()
     if not rows:
         return y
     if rows <= FEW_ROWS:

@@ -22,7 +22,12 @@ MOST_FEW = 4  # rows
 
 @dataclass(frozen=True)
 class Walk:
-    """Outputs that a program computes at a time, inputs of a chunk, warps, and programs of a multiprocessor."""
+    """The tiling of a product.
+
+    block_n    outputs that a program computes at a time
+    block_k    inputs that a program multiplies at a time
+    programs   programs per multiprocessor
+    """
 
     block_n: int
     block_k: int
@@ -30,10 +35,10 @@ class Walk:
     programs: int
 
 
-def walk_of(rows: int, n: int, k: int, gated: bool) -> Walk:
-    """Return the tiling for `rows` rows, n outputs (of gate and n of up, if gated) and k inputs.
+def walk_of(k: int, gated: bool) -> Walk:
+    """Return the tiling for k inputs. gated: the outputs are those of gate and up.
 
-    It is the best of many, measured on an H200 for the products of Qwen3 8B and 30B-A3B (docs/log.md).
+    The tiling is near the best of many, measured on an H200 for the products of Qwen3 8B (docs/log.md).
     """
     deep = bucket(k) if k <= 8192 else 4096
     return Walk(2 if gated else 4, deep, max(1, deep // 1024 if deep > 2048 else deep // 512), 4)
@@ -46,13 +51,18 @@ def product(
 ) -> Tensor:  # fmt: skip
     """Multiply x [T, K] of at most MOST_FEW rows with weight [N, K] into y [T, N]; returns y.
 
-    weight     8-bit numbers;  scales  [ceil(N / block), K / 128] float32, or [N] if block is 0
-    rule, powers   of `quire.kernels.quantize.triton`;  most  448 or 127;  given  the scale of the rule FIXED
+    weight         8-bit numbers
+    scales         float32 scales of the weight: [ceil(N / block), K / 128], or [N] if block is 0
+    rule, powers   rule by which x is quantized, as in `quire.kernels.quantize.triton.quantize`
+    most           largest magnitude of the 8-bit type: 448 or 127
+    given          the scale of x for the rule FIXED
     residual, norm, eps, gated   as in `gemv.product`
     """
     rows, n, k = x.shape[0], weight.shape[0] >> gated, weight.shape[1]
     size = bucket(rows)
-    walk = walk or walk_of(size, n, k, gated)
+    walk = walk or walk_of(k, gated)
+    if x.stride(1) != 1:
+        x = x.contiguous()
     in_pdl = pdl.in_use()
     blocks = -(-n // walk.block_n)
     steps = -(-blocks // (walk.programs * multiprocessors()))

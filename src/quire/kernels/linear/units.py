@@ -6,7 +6,7 @@ X86 = frozenset({"avx512bw", "avx512vl", "avx512dq"})
 
 
 def missing_bf16(flags: frozenset[str] | None = None) -> str:
-    """Return the reason why oneDNN cannot pack bfloat16 weights on a CPU with these flags (None: this CPU), or ""."""
+    """Return the reason why oneDNN cannot pack bfloat16 weights on a CPU with `flags` (None: this CPU), or ""."""
     flags = read_cpu_flags() if flags is None else flags
     if X86 <= flags or flags & {"avx_ne_convert", "bf16"}:
         return ""

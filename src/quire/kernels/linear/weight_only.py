@@ -1,4 +1,4 @@
-"""Linear layers with 4- and 8-bit integer weights and 16-bit activations on NVIDIA GPUs.
+"""Linear layers with 4- and 8-bit integer weights and 16-bit activations on NVIDIA GPUs; Hopper: weight_only_hopper.py.
 
 Up to `weight_only_products.MOST_ROWS` rows are multiplied with the packed weight; for more, the weight is unpacked for
 the product, which cuBLAS runs. A weight whose groups of inputs are no multiple of 32 runs the reference.
@@ -7,6 +7,7 @@ the product, which cuBLAS runs. A weight whose groups of inputs are no multiple 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -18,14 +19,40 @@ from quire.kernels.linear import weight_only_products as products
 from quire.quantization.pack.matrix import QuantizedMatrix
 
 
-@dataclass(frozen=True)
-class WeightOnly:
-    """A packed weight.
+class WeightOnly(Protocol):
+    """A packed weight [N, K] of 4- or 8-bit integers; activations are not quantized.
 
-    tiles    of `weight_only_products.repack`
-    scales   [groups, N] float32;  zeros  [groups, N] uint8, or None
-    order    int64 [K]: the inputs in the order of the weight's columns; None: as they come
-    outputs  N;  bits  4 or 8;  counters  see `weight_only_products.product`
+    order     [K] int64: the column of x that each column of the weight multiplies; None: columns in their order
+    outputs   number of outputs N
+    """
+
+    @property
+    def order(self) -> Tensor | None:
+        """The column of x that each column of the weight multiplies, [K] int64; None: columns in their order."""
+
+    @property
+    def outputs(self) -> int:
+        """Number of outputs N."""
+
+    def product(self, x: Tensor, bias: Tensor | None, y: Tensor, **fused: Any) -> Tensor:
+        """Multiply x, of at most `weight_only_products.MOST_ROWS` rows, by the weight into y [T, N]; return y.
+
+        fused   `residual` and `gated`, as in `gemv.product`
+        """
+
+    def unpack(self, dtype: torch.dtype) -> Tensor:
+        """Return the weight [N, K] in the floating-point type `dtype`."""
+
+
+@dataclass(frozen=True)
+class Tiled:
+    """A packed weight of 4- or 8-bit integers in tiles, an implementation of `WeightOnly`.
+
+    tiles      the weight, as `weight_only_products.repack` returns it
+    scales     [groups, N] float32
+    zeros      [groups, N] uint8 zero points; None: all are 8 (4 bits) or 128 (8 bits)
+    counters   int32 zeros, scratch memory of `weight_only_products.product`
+    bits       4 or 8
     """
 
     tiles: Tensor
@@ -36,12 +63,21 @@ class WeightOnly:
     outputs: int
     bits: int
 
+    def product(self, x: Tensor, bias: Tensor | None, y: Tensor, **fused: Any) -> Tensor:
+        """Multiply x, of few rows, by the packed weight into y; return y. See `WeightOnly`."""
+        return products.product(x, self.tiles, self.scales, self.zeros, bias, y, bits=self.bits,
+                                counters=self.counters, **fused)  # fmt: skip
+
+    def unpack(self, dtype: torch.dtype) -> Tensor:
+        """Return the weight [N, K] in a floating-point type. See `WeightOnly`."""
+        return products.unpack(self.tiles, self.scales, self.zeros, self.bits, self.outputs, dtype)
+
 
 Packed = WeightOnly | QuantizedMatrix
 
 
 def pack(matrix: QuantizedMatrix) -> Packed:
-    """See `quire.kernels.linear`."""
+    """Return the weight packed in the layout that `run` reads. See `quire.kernels.linear`."""
     (n, k), (_, group) = matrix.shape, matrix.scheme.block
     group = group or k
     deep = next((deep for deep in (128, 64, 32) if group % deep == 0), 0)
@@ -51,22 +87,22 @@ def pack(matrix: QuantizedMatrix) -> Packed:
     zeros = None if matrix.zero is None else matrix.zero.t().contiguous()
     high = -(-products.MOST_ROWS // 128)
     counters = torch.zeros(-(-n // products.ROWS) * high, dtype=torch.int32, device=matrix.values.device)
-    return WeightOnly(products.repack(matrix.values, bits, deep), matrix.scale.t().contiguous(), zeros,
-                      None if matrix.order is None else matrix.order.long(), counters, n, bits)
+    return Tiled(products.repack(matrix.values, bits, deep), matrix.scale.t().contiguous(), zeros,
+                 None if matrix.order is None else matrix.order.long(), counters, n, bits)
 
 
 def pack_gated(matrix: QuantizedMatrix) -> Packed:
-    """See `quire.kernels.linear`."""
+    """Return the weight (rows of gate, then of up) packed for `run_gated`. See `quire.kernels.linear`."""
     return matrix if matrix.shape[0] % (2 * products.ROWS) else pack(matrix)
 
 
 def run(x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:
-    """See `quire.kernels.linear`."""
+    """Return x @ weight.T + bias. See `quire.kernels.linear`."""
     return _product(x, packed, bias)
 
 
 def run_float(x: Tensor, packed: Packed, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
-    """See `quire.kernels.linear`."""
+    """Return x @ weight.T + bias in float32. See `quire.kernels.linear`."""
     if isinstance(packed, QuantizedMatrix):
         y = quantized_ref.run_float(x, packed, bias)
     else:
@@ -75,12 +111,12 @@ def run_float(x: Tensor, packed: Packed, bias: Tensor | None, out: Tensor | None
 
 
 def run_add(x: Tensor, packed: Packed, bias: Tensor | None, residual: Tensor) -> Tensor:
-    """See `quire.kernels.linear`; writes the result to the residual's memory."""
+    """Return residual + x @ weight.T + bias, which overwrites `residual`. See `quire.kernels.linear`."""
     return _product(x, packed, bias, residual=residual)
 
 
 def run_gated(x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:
-    """See `quire.kernels.linear`."""
+    """Return silu(gate) * up, where (gate, up) = x @ weight.T + bias. See `quire.kernels.linear`."""
     return _product(x, packed, bias, gated=True)
 
 
@@ -96,12 +132,10 @@ def _product(x: Tensor, packed: Packed, bias: Tensor | None, *, residual: Tensor
     rows = x.shape[0]
     if rows <= products.MOST_ROWS:
         y = x.new_empty(rows, packed.outputs >> gated, dtype=dtype or x.dtype)
-        if residual is not None and residual.is_contiguous():
-            y = residual
-        return y if not rows else products.product(
-            x, packed.tiles, packed.scales, packed.zeros, bias, y, bits=packed.bits, counters=packed.counters,
-            residual=residual, gated=gated)  # fmt: skip
-    weight = products.unpack(packed.tiles, packed.scales, packed.zeros, packed.bits, packed.outputs, x.dtype)
+        if residual is not None:
+            y = residual = residual.contiguous()
+        return packed.product(x, bias, y, residual=residual, gated=gated) if rows else y
+    weight = packed.unpack(x.dtype)
     if residual is not None:
         residual = residual if bias is None else residual.add_(bias)
         return residual.addmm_(x, weight.t())

@@ -25,8 +25,9 @@ class Tiles:
     """The tiling of a program.
 
     rows    rows of x, padded to a power of two
-    split   parts of K, equal ones, that programs multiply side by side; the last of them adds up the sums in order
-    first   True: weights are scaled before the product, in x's dtype; False: sums of a group, after it, in float32
+    split   equal parts of K, which programs multiply side by side; the last program to end adds up the sums in order
+    first   True: weights are scaled before the product, in x's dtype. False: the sum of each group is scaled after the
+            product, in float32
     """
 
     rows: int
@@ -37,7 +38,10 @@ class Tiles:
 
 
 def tiles_of(rows: int, n: int, k: int, deep: int, gated: bool) -> Tiles:
-    """Return the tiling for `rows` rows, n outputs (of gate and n of up, if gated) and k inputs."""
+    """Return the tiling for `rows` rows of x, n outputs and k inputs. gated: n outputs of gate and n of up.
+
+    deep   inputs of a tile of the weight
+    """
     size, steps = max(16, bucket(rows)), k // deep
     wide = -(-n // ROWS) * -(-rows // 128)
     most = max(1, min(steps // 4, 528 // wide)) if rows <= 64 else max(1, min(steps // 8, 264 // wide))
@@ -45,9 +49,10 @@ def tiles_of(rows: int, n: int, k: int, deep: int, gated: bool) -> Tiles:
 
 
 def repack(values: Tensor, bits: int, deep: int) -> Tensor:
-    """Return the tiles [N / ROWS, K / deep, ROWS, deep * bits / 8] of values [N, K] (8 bits) or [N, K / 2] (4 bits).
+    """Return a weight in tiles, uint8 [ceil(N / ROWS), K / deep, ROWS, deep * bits / 8].
 
-    values   uint8, unsigned numbers; of 4 bits, the even input is in the low half
+    values   uint8 [N, K] (8 bits) or [N, K / 2] (4 bits), unsigned; of 4 bits, the even input is in the low half
+    deep     inputs of a tile
     """
     n = values.shape[0]
     if bits == 4:
@@ -68,9 +73,10 @@ def product(
 ) -> Tensor:  # fmt: skip
     """Multiply x [T, K] of at most MOST_ROWS rows with a weight of N outputs into y [T, N]; returns y.
 
-    tiles      of `repack`;  scales  [groups, N] float32: groups of equally many inputs, at least `deep`
-    zeros      [groups, N] uint8, or None: 8 or 128
-    counters   [ceil(N / ROWS) * ceil(T / 128)] int32, zeros, which no product that runs at the same time uses
+    tiles      the weight, packed by `repack`
+    scales     [groups, N] float32; a group is K / groups inputs that share a scale
+    zeros      [groups, N] uint8 zero points; None: all are 8 (4 bits) or 128 (8 bits)
+    counters   [ceil(N / ROWS) * ceil(T / 128)] int32 zeros. Products that run at the same time need different counters
     residual, gated   as in `gemv.product`
     """
     rows, n, (steps, deep) = x.shape[0], y.shape[1], (tiles.shape[1], tiles.shape[3] * 8 // bits)

@@ -8,6 +8,7 @@
 #include "../activation/native.c"
 #include "../attention/native.c"
 #include "../attention/native_chunks.c"
+#include "../attention/native_prompts.c"
 #include "../heads/native.c"
 #include "../linear/native.c"
 #include "../linear/panels.c"

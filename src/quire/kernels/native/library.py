@@ -17,6 +17,7 @@ _LETTERS = {"p": _POINTER, "l": _LONG, "i": _INT, "f": _FLOAT}
 # Function -> its parameters: p pointer, l long, i int, f float. The C function documents their order and meaning.
 FUNCTIONS = {
     "quire_attend_rows": "pppppppp" + "llllllllll" + "fii",
+    "quire_attend_prompts": "pppppp" + "lllllllll" + "fii",
     "quire_attend_chunks": "ppppppp" + "llllllllll" + "fi",
     "quire_retarget_rows": "ppppp" + "lll",
     "quire_record": "p",
@@ -28,7 +29,7 @@ FUNCTIONS = {
     "quire_rows_bf16": "pppllli",
     "quire_linear_bf16": "ppppp" + "llll" + "ii",
     "quire_linear_panels": "pppppppp" + "lll" + "iiiiiii",
-    "quire_linear_rows": "ppppp" + "llll" + "iiiif",
+    "quire_linear_rows": "ppppp" + "llll" + "iiiiif",
     "quire_linear_pack": "pp" + "lll" + "iii",
     "quire_linear_unpack_rows": "ppp" + "llll" + "iii",
 }
@@ -36,7 +37,10 @@ FUNCTIONS = {
 
 @functools.cache
 def library() -> ctypes.CDLL | str:
-    """Return the library, compiled on the first use on this machine; or the reason why there is none."""
+    """Return the loaded library of native kernels, or the reason (text) why there is none.
+
+    The library is compiled at the first use on this machine.
+    """
     try:
         return _load(cache_folder() / "kernels")
     except CannotBuild as reason:
@@ -44,14 +48,14 @@ def library() -> ctypes.CDLL | str:
 
 
 def missing(found: Callable[[], ctypes.CDLL | str] = library) -> str:
-    """Return the reason why native kernels cannot run here, or ""."""
+    """Return the reason why native kernels cannot run here, or "". found: returns the library; tests replace it."""
     library = found()
     return library if isinstance(library, str) else ""
 
 
 @functools.cache
 def missing_amx(found: Callable[[], ctypes.CDLL | str] = library) -> str:
-    """Return the reason why the AMX kernels (bfloat16) cannot run here, or ""; see `missing`."""
+    """Return the reason why the AMX kernels (bfloat16) cannot run here, or "". found: as in `missing`."""
     lacking = [flag for flag in ("amx_tile", "amx_bf16", "avx512_bf16") if flag not in read_cpu_flags()]
     if lacking:
         return f"this CPU has no {lacking[0]}"
@@ -64,7 +68,7 @@ def missing_amx(found: Callable[[], ctypes.CDLL | str] = library) -> str:
 
 
 def loaded() -> ctypes.CDLL:
-    """Return the library; call it only if `missing` returned ""."""
+    """Return the loaded library of native kernels. Call it only if `missing` returned ""."""
     found = library()
     assert not isinstance(found, str), found
     return found
@@ -78,7 +82,8 @@ def _open(folder: Path) -> ctypes.CDLL:
         try:
             return ctypes.CDLL(str(build(folder, flags, fresh=True)))
         except OSError as error:
-            raise CannotBuild(f"the compiled kernels cannot be loaded ({error})") from None
+            raise CannotBuild(f"the compiled kernels cannot be loaded ({error}): set QUIRE_CACHE_DIR to a folder from "
+                              "which programs may run") from None
 
 
 def _load(folder: Path) -> ctypes.CDLL:
@@ -88,7 +93,9 @@ def _load(folder: Path) -> ctypes.CDLL:
             function = getattr(found, name)
             function.argtypes, function.restype = [_LETTERS[letter] for letter in letters], None
     try:
+        found.quire_keep_memory()
         found.quire_recording_bytes.argtypes, found.quire_recording_bytes.restype = [_LONG], _LONG
     except AttributeError:
-        raise CannotBuild("the compiled kernels lack a function: the compiler left it out") from None
+        raise CannotBuild("the compiled kernels lack a function, which the compiler left out: install a newer C "
+                          "compiler") from None
     return found

@@ -8,7 +8,9 @@
    instead of 300 to 1,000. */
 
 #include <errno.h>
+#include <float.h>
 #include <linux/futex.h>
+#include <malloc.h>
 #include <pthread.h>
 #include <sys/syscall.h>
 #include <unistd.h>

@@ -23,18 +23,21 @@ EMPTY = {torch.ops.aten.empty.memory_format, torch.ops.aten.new_empty.default}
 
 
 class Buffers:
-    """Output memory of recorded kernels. Recordings that never run at once share it, each from its beginning."""
+    """Memory for the outputs of recorded kernels, shared by recordings that never run at the same time.
+
+    Each recording takes the memory from its beginning on, so a replay overwrites the outputs of other recordings.
+    """
 
     def __init__(self) -> None:
         self._chunks: list[Tensor] = []
         self.rewind()
 
     def rewind(self) -> None:
-        """Mark all memory as free."""
+        """Mark all memory as free, for the next recording."""
         self._used = [0] * len(self._chunks)
 
     def empty(self, shape: list[int], dtype: torch.dtype) -> Tensor:
-        """Return an uninitialized contiguous tensor in the first chunk with room.
+        """Return an uninitialized contiguous tensor in the first chunk of memory with room, or in a new chunk.
 
         A new chunk doubles the memory, so that recordings of more and more rows waste little. Pages that are never
         written take no memory.
@@ -51,9 +54,9 @@ class Buffers:
 
 
 class KernelRecording:
-    """Native kernels that were recorded, to be replayed.
+    """A recording of native kernels, which `replay` runs again.
 
-    address    of the C structure
+    address    address of the C structure
     obstacle   the reason why the recording cannot be replayed, or ""
 
     A replay reads and writes the tensors of the recorded run: the caller copies new inputs into them.
@@ -68,18 +71,14 @@ class KernelRecording:
         self.obstacle = "nothing is recorded"
 
     def record(self, run: Callable[[], T]) -> T:
-        """Call `run`, record the native kernels of this thread meanwhile, and return its result.
-
-        No Python code may run between the end of `run` and `switch(None)`: an interrupt there would leave recording on,
-        and later kernels would be written to a recording that no longer exists.
-        """
+        """Call `run` and record the native kernels that it runs in this thread. Return the result of `run`."""
         watch, switch = _Watch(self._buffers), loaded().quire_record
         self._buffers.rewind()
         with watch:
             try:
                 switch(self.address)
                 result = run()
-            finally:
+            finally:  # no Python code before it: an interrupt would leave recording on, to a recording that is gone
                 switch(None)
         self.obstacle = watch.foreign and f"{watch.foreign} is not native"
         if self._words[0] < 0:
@@ -87,7 +86,7 @@ class KernelRecording:
         return result
 
     def replay(self) -> None:
-        """Run the recorded kernels again."""
+        """Run the recorded kernels again, on the tensors of the recorded run."""
         assert not self.obstacle, self.obstacle
         loaded().quire_replay(self.address)
 

@@ -31,35 +31,4 @@ static void configure_tiles(long upper, long lower) {
 /* AMX state is off until a process asks for it (Linux: arch_prctl ARCH_REQ_XCOMP_PERM, 18 = tile data). */
 int quire_enable_amx(void) { return (int)syscall(SYS_arch_prctl, 0x1023, 18); }
 
-/* Swap rows and columns of 16 x 16 32-bit words. */
-INLINE void transpose(__m512i *r) {
-    __m512i t[16];
-    for (int i = 0; i < 16; i += 2) {
-        t[i] = _mm512_unpacklo_epi32(r[i], r[i + 1]);
-        t[i + 1] = _mm512_unpackhi_epi32(r[i], r[i + 1]);
-    }
-    for (int i = 0; i < 16; i += 4) {
-        r[i] = _mm512_unpacklo_epi64(t[i], t[i + 2]);
-        r[i + 1] = _mm512_unpackhi_epi64(t[i], t[i + 2]);
-        r[i + 2] = _mm512_unpacklo_epi64(t[i + 1], t[i + 3]);
-        r[i + 3] = _mm512_unpackhi_epi64(t[i + 1], t[i + 3]);
-    }
-    /* 128-bit lane l of r[4i + j] is column 4l + j of rows 4i .. 4i + 3. */
-    for (int j = 0; j < 4; j++) {
-        const __m512i even_low = _mm512_shuffle_i32x4(r[j], r[4 + j], 0x88);
-        const __m512i even_high = _mm512_shuffle_i32x4(r[8 + j], r[12 + j], 0x88);
-        const __m512i odd_low = _mm512_shuffle_i32x4(r[j], r[4 + j], 0xDD);
-        const __m512i odd_high = _mm512_shuffle_i32x4(r[8 + j], r[12 + j], 0xDD);
-        t[j] = _mm512_shuffle_i32x4(even_low, even_high, 0x88);
-        t[4 + j] = _mm512_shuffle_i32x4(odd_low, odd_high, 0x88);
-        t[8 + j] = _mm512_shuffle_i32x4(even_low, even_high, 0xDD);
-        t[12 + j] = _mm512_shuffle_i32x4(odd_low, odd_high, 0xDD);
-    }
-    for (int i = 0; i < 16; i++) r[i] = t[i];
-}
-
-static inline __mmask32 mask32_of(long count) {
-    return count >= 32 ? 0xFFFFFFFFu : count <= 0 ? 0 : (__mmask32)((1u << count) - 1);
-}
-
 #endif

@@ -34,6 +34,7 @@ INLINE Vec nearest(Vec x) { return _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST
 INLINE Vec scale_by_power(Vec x, Vec n) { return _mm512_scalef_ps(x, n); } /* x * 2^n for whole n */
 INLINE Vec choose(Lanes lanes, Vec a, Vec b) { return _mm512_mask_mov_ps(b, lanes, a); } /* a where lanes exist */
 INLINE Vec as_floats(Words x) { return _mm512_castsi512_ps(x); }
+INLINE Words as_words(Vec x) { return _mm512_castps_si512(x); }
 
 /* bfloat16 is the upper half of a float32. */
 INLINE Vec widen(Halves x) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(x), 16)); }
@@ -72,6 +73,37 @@ static inline Vec sum_lanes(const Vec *v) {
     return _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xDD));
 }
 
+INLINE __mmask32 mask32_of(long count) {
+    return count >= 32 ? 0xFFFFFFFFu : count <= 0 ? 0 : (__mmask32)((1u << count) - 1);
+}
+
+/* Swap rows and columns of W x W words. */
+INLINE void transpose(Words *r) {
+    __m512i t[16];
+    for (int i = 0; i < 16; i += 2) {
+        t[i] = _mm512_unpacklo_epi32(r[i], r[i + 1]);
+        t[i + 1] = _mm512_unpackhi_epi32(r[i], r[i + 1]);
+    }
+    for (int i = 0; i < 16; i += 4) {
+        r[i] = _mm512_unpacklo_epi64(t[i], t[i + 2]);
+        r[i + 1] = _mm512_unpackhi_epi64(t[i], t[i + 2]);
+        r[i + 2] = _mm512_unpacklo_epi64(t[i + 1], t[i + 3]);
+        r[i + 3] = _mm512_unpackhi_epi64(t[i + 1], t[i + 3]);
+    }
+    /* 128-bit lane l of r[4i + j] is column 4l + j of rows 4i .. 4i + 3. */
+    for (int j = 0; j < 4; j++) {
+        const __m512i even_low = _mm512_shuffle_i32x4(r[j], r[4 + j], 0x88);
+        const __m512i even_high = _mm512_shuffle_i32x4(r[8 + j], r[12 + j], 0x88);
+        const __m512i odd_low = _mm512_shuffle_i32x4(r[j], r[4 + j], 0xDD);
+        const __m512i odd_high = _mm512_shuffle_i32x4(r[8 + j], r[12 + j], 0xDD);
+        t[j] = _mm512_shuffle_i32x4(even_low, even_high, 0x88);
+        t[4 + j] = _mm512_shuffle_i32x4(odd_low, odd_high, 0x88);
+        t[8 + j] = _mm512_shuffle_i32x4(even_low, even_high, 0xDD);
+        t[12 + j] = _mm512_shuffle_i32x4(odd_low, odd_high, 0xDD);
+    }
+    for (int i = 0; i < 16; i++) r[i] = t[i];
+}
+
 #else
 
 enum { W = 8 };
@@ -93,6 +125,7 @@ INLINE Vec negative(Vec x) { return _mm256_xor_ps(x, _mm256_set1_ps(-0.0f)); }
 INLINE Vec power_of(Vec x) { return _mm256_and_ps(x, _mm256_castsi256_ps(_mm256_set1_epi32(0x7F800000))); }
 INLINE Vec nearest(Vec x) { return _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
 INLINE Vec as_floats(Words x) { return _mm256_castsi256_ps(x); }
+INLINE Words as_words(Vec x) { return _mm256_castps_si256(x); }
 
 INLINE __m256i mask_of(Lanes lanes) {
     return _mm256_cmpgt_epi32(_mm256_set1_epi32((int)lanes), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
@@ -164,7 +197,37 @@ static inline Vec sum_lanes(const Vec *v) {
     return _mm256_add_ps(_mm256_permute2f128_ps(a, b, 0x20), _mm256_permute2f128_ps(a, b, 0x31));
 }
 
+/* Swap rows and columns of W x W words. */
+INLINE void transpose(Words *r) {
+    __m256i t[8];
+    for (int i = 0; i < 8; i += 2) {
+        t[i] = _mm256_unpacklo_epi32(r[i], r[i + 1]);
+        t[i + 1] = _mm256_unpackhi_epi32(r[i], r[i + 1]);
+    }
+    for (int i = 0; i < 8; i += 4) {
+        r[i] = _mm256_unpacklo_epi64(t[i], t[i + 2]);
+        r[i + 1] = _mm256_unpackhi_epi64(t[i], t[i + 2]);
+        r[i + 2] = _mm256_unpacklo_epi64(t[i + 1], t[i + 3]);
+        r[i + 3] = _mm256_unpackhi_epi64(t[i + 1], t[i + 3]);
+    }
+    /* 128-bit lane l of r[4i + j] is column 4l + j of rows 4i .. 4i + 3. */
+    for (int j = 0; j < 4; j++) {
+        t[j] = _mm256_permute2x128_si256(r[j], r[4 + j], 0x20);
+        t[4 + j] = _mm256_permute2x128_si256(r[j], r[4 + j], 0x31);
+    }
+    for (int i = 0; i < 8; i++) r[i] = t[i];
+}
+
 #endif
+
+/* sum + x * w, of floats, or of words that are pairs of bfloat16 */
+INLINE Vec madd_words(Vec x, Vec w, Vec sum, int pairs) {
+#ifdef __AVX512BF16__
+    if (pairs) return _mm512_dpbf16_ps(sum, (__m512bh)x, (__m512bh)w);
+#endif
+    (void)pairs;
+    return madd(x, w, sum);
+}
 
 /* Tensors are bfloat16 where `half` says so and float32 otherwise; `half` is a constant wherever these are inlined. */
 INLINE const void *element(const void *base, long at, int half) {

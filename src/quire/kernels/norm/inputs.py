@@ -8,7 +8,7 @@ HEAD_SHAPES = ((1, 3, 16), (5, 24, 64))  # [T, H, D]
 
 
 def make(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """x of `shape` and a weight over its last dimension (last two when there are three)."""
+    """Return a random x of `shape`, and a weight over the last dimension of x; over the last two if x has three."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(shape, generator=generator).mul_(3).to(dtype)
     weight = torch.rand(shape[1:], generator=generator).add_(0.5).to(dtype)

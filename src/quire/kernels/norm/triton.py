@@ -14,7 +14,7 @@ NARROW = 1024  # a program normalizes this many numbers at least
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """See `quire.kernels.norm`."""
+    """Return x / sqrt(mean(x^2) + eps) * weight, over the last dimension. See `quire.kernels.norm`."""
     width = x.shape[-1]
     if x.dim() != 2 and x.dim() != 3 or x.stride(-1) != 1:
         x = x.reshape(-1, *weight.shape).contiguous()

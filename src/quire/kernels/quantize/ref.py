@@ -9,13 +9,16 @@ FP8_MAX, INT8_MAX = 448.0, 127.0
 
 
 def fp8_tokens(x: Tensor) -> tuple[Tensor, Tensor]:
-    """See `quire.kernels.quantize`."""
+    """Quantize x to FP8 with a scale for each row; return values and scales. See `quire.kernels.quantize`."""
     scale = _scale(x.float(), FP8_MAX)
     return fp8_static(x, scale), scale
 
 
 def fp8_groups(x: Tensor, ue8m0: bool = False) -> tuple[Tensor, Tensor]:
-    """See `quire.kernels.quantize`."""
+    """Quantize x to FP8 with a scale for every 128 columns of a row; return values and scales.
+
+    ue8m0   True: scales are rounded up to powers of two. See `quire.kernels.quantize`
+    """
     groups = F.pad(x.float(), (0, -x.shape[1] % GROUP)).unflatten(1, (-1, GROUP))
     scale = _scale(groups, FP8_MAX)
     if ue8m0:
@@ -25,18 +28,18 @@ def fp8_groups(x: Tensor, ue8m0: bool = False) -> tuple[Tensor, Tensor]:
 
 
 def fp8_static(x: Tensor, scale: Tensor) -> Tensor:
-    """See `quire.kernels.quantize`."""
+    """Return x / scale quantized to FP8. See `quire.kernels.quantize`."""
     return (x.float() / scale).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
 
 
 def int8_tokens(x: Tensor) -> tuple[Tensor, Tensor]:
-    """See `quire.kernels.quantize`."""
+    """Quantize x to INT8 with a scale for each row; return values and scales. See `quire.kernels.quantize`."""
     scale = _scale(x.float(), INT8_MAX)
     return int8_static(x, scale), scale
 
 
 def int8_static(x: Tensor, scale: Tensor) -> Tensor:
-    """See `quire.kernels.quantize`."""
+    """Return x / scale quantized to INT8. See `quire.kernels.quantize`."""
     return (x.float() / scale).round().clamp(-128, 127).to(torch.int8)
 
 

@@ -1,4 +1,4 @@
-"""Quantization of activations on NVIDIA GPUs, alone or fused with the RMS norm or the gate before it.
+"""Quantization of activations on NVIDIA GPUs, alone or fused with the RMS norm before it.
 
 Floor: x read once, 1 byte per number and the scales written once. 8192 x 4096 in bfloat16 is 101 MB, 23 us at 4.3 TB/s.
 """
@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from quire.kernels import pdl
-from quire.kernels.activation.triton import silu
 from quire.kernels.triton_runtime import jit, tl
 
 GROUP = 128  # columns of a row that share a scale with the rule "group"
@@ -20,19 +19,19 @@ ALIGN = 4  # the scales of a group of columns have room for a multiple of so man
 
 def quantize(
     x: Tensor, rule: int, dtype: torch.dtype = torch.float8_e4m3fn, *, scale: Tensor | None = None,
-    powers: bool = False, norm: Tensor | None = None, eps: float = 0.0, gated: bool = False,
+    powers: bool = False, norm: Tensor | None = None, eps: float = 0.0,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Quantize the rows of x [T, K], a multiple of 128 columns; returns q [R, K] and float32 scales.
+    """Quantize the rows of x [T, K], K a multiple of 128. Return the quantized rows q [R, K] and float32 scales.
 
     R is T, rounded up to a multiple of 4; rows from T on are not written.
 
-    rule    GROUP: scales [K / 128, R]; TOKEN: scales [1, R]; FIXED: `scale`, which is returned
-    dtype   float8_e4m3fn or int8
-    powers  scales are rounded up to powers of two
-    norm    [K] weight of an RMS norm of x with this `eps`, which is rounded to x's dtype before
-    gated   x is [T, 2K]: silu(first half) * second half, rounded to x's dtype, is quantized
+    rule    GROUP: a scale for every 128 columns of a row, [K / 128, R]; TOKEN: a scale for each row, [1, R]; FIXED: the
+            given `scale` for all numbers, returned as it is
+    dtype   dtype of q: float8_e4m3fn or int8
+    powers  True: scales are rounded up to powers of two
+    norm    [K] weight of an RMS norm, which is applied to x before, with `eps`, and rounded to x's dtype; None: no norm
     """
-    rows, width = x.shape[0], x.shape[1] >> gated
+    rows, width = x.shape
     if x.stride(1) != 1:
         x = x.contiguous()
     room = -(-rows // ALIGN) * ALIGN
@@ -47,14 +46,14 @@ def quantize(
     if rows:
         _quantize_kernel[(rows, -(-width // block))](
             x, norm, q, scales, x.stride(0), room, eps, width, block, rule, powers,
-            gated, 448 if dtype == torch.float8_e4m3fn else 127, in_pdl, num_warps=max(1, min(16, block // 512)),
+            448 if dtype == torch.float8_e4m3fn else 127, in_pdl, num_warps=max(1, min(16, block // 512)),
             **pdl.options(in_pdl))
     return q, scales
 
 
 @jit
 def to_eight_bits(x, scale, MOST: tl.constexpr):
-    """x / scale in 8 bits: e4m3 if MOST is 448, else int8, rounded half to even. x, scale: float32."""
+    """Return x / scale in 8 bits, rounded half to even: e4m3 if MOST is 448, else int8. x, scale: float32."""
     inverse = tl.div_rn(1.0, scale)
     quotient = x * inverse  # and the error of it, which rounds it as a division does (Markstein, 1990)
     quotient = tl.fma(tl.fma(-quotient, scale, x), inverse, quotient)
@@ -68,9 +67,10 @@ def to_eight_bits(x, scale, MOST: tl.constexpr):
 
 @jit
 def four_floats(words, MOST: tl.constexpr):
-    """The four 8-bit numbers of each int32, the lowest byte first, in float32: e4m3 if MOST is 448, else int8.
+    """Return the four 8-bit numbers of each int32 word as float32, the lowest byte first.
 
-    Numbers that live in words take a quarter of the registers and of the instructions of those that live in bytes.
+    The numbers are e4m3 if MOST is 448, else int8. Packed in words, they take a quarter of the registers and of the
+    instructions.
     """
     if MOST == 448:
         a, b, c, d = tl.inline_asm_elementwise(
@@ -92,10 +92,11 @@ def four_floats(words, MOST: tl.constexpr):
 @jit
 def sums_of_16(tile, given, J: tl.constexpr, ROWS: tl.constexpr, DEEP: tl.constexpr,
                MOST: tl.constexpr, WORDS: tl.constexpr):
-    """Sums of 16 neighbours of tile * given, [.., DEEP / 16]; a thread holds the 16.
+    """Return the sums of every 16 neighbouring numbers of tile * given, [.., DEEP / 16]. A thread holds all 16.
 
-    tile    weights: int32 [.., ROWS, DEEP / 4] if WORDS, else 8-bit numbers [.., ROWS, DEEP]
-    given   float32, [.., 1, DEEP];  J, ROWS  the first two sizes of the result
+    tile    weights: int32 words of four numbers [.., ROWS, DEEP / 4] if WORDS, else 8-bit numbers [.., ROWS, DEEP]
+    given   [.., 1, DEEP] float32 inputs
+    J, ROWS   first two sizes of the result
     """
     if WORDS:
         even, odd = tl.split(tl.reshape(given, [given.shape[0], given.shape[1], DEEP // 4, 2, 2]))
@@ -111,7 +112,10 @@ def sums_of_16(tile, given, J: tl.constexpr, ROWS: tl.constexpr, DEEP: tl.conste
 
 @jit
 def scale_of(amax, MOST: tl.constexpr, POWERS: tl.constexpr):
-    """The scale of numbers whose largest magnitude is `amax`, a power of two if POWERS; of zeros, a small one."""
+    """Return the scale amax / MOST of numbers whose largest magnitude is `amax`; 1e-10 / MOST for zeros.
+
+    POWERS   True: the scale is rounded up to a power of two
+    """
     scale = tl.div_rn(tl.maximum(amax, 1e-10), MOST * 1.0)
     if POWERS:  # add to the mantissa what carries into the exponent unless the mantissa is zero
         bits = scale.to(tl.int32, bitcast=True) + 0x7FFFFF
@@ -122,9 +126,12 @@ def scale_of(amax, MOST: tl.constexpr, POWERS: tl.constexpr):
 @jit
 def quantized(values, own, RULE: tl.constexpr, POWERS: tl.constexpr, MOST: tl.constexpr, ROWS: tl.constexpr,
               DEEP: tl.constexpr):
-    """Quantize values [ROWS, 1, DEEP] float32; returns the numbers that the 8 bits stand for, in float32.
+    """Quantize values [ROWS, 1, DEEP] float32 to 8 bits, and return them dequantized, in float32.
 
-    own   [ROWS, 1, 1] scales, which the rule FIXED uses;  RULE, POWERS, MOST  see `_quantize_kernel`
+    own      [ROWS, 1, 1] given scales, for RULE -1 only
+    RULE     128: a scale for every 128 columns; 0: a scale for each row; -1: the given scale
+    POWERS   True: scales are powers of two
+    MOST     largest magnitude in 8 bits: 448 (e4m3) or 127 (int8)
     """
     if RULE > 0:
         parts = tl.reshape(values, [ROWS, 1, DEEP // RULE, RULE])
@@ -140,11 +147,11 @@ def quantized(values, own, RULE: tl.constexpr, POWERS: tl.constexpr, MOST: tl.co
 @jit
 def _quantize_kernel(
     x, norm, q, scales, stride, stride_s, eps, WIDTH: tl.constexpr, BLOCK: tl.constexpr, RULE: tl.constexpr,
-    POWERS: tl.constexpr, GATED: tl.constexpr, MOST: tl.constexpr, PDL: tl.constexpr,
+    POWERS: tl.constexpr, MOST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Quantize BLOCK columns of a row. Grid (rows, ceil(WIDTH / BLOCK)), with one block where a row has one result.
 
-    x                   [rows, WIDTH] bf16 or f16, if GATED [rows, 2 WIDTH];  stride  elements from row to row
+    x                   [rows, WIDTH] bf16 or f16;  stride  elements from row to row
     norm, eps           [WIDTH] weight of an RMS norm before, or None; added to the mean square
     q                   [rows, WIDTH] contiguous, output
     scales              [WIDTH / 128 or 1, rows] float32, output; stride_s  elements from group to group.
@@ -163,9 +170,6 @@ def _quantize_kernel(
         tl.extra.cuda.gdc_wait()
     given = tl.load(x + row * stride + col, mask=inside, other=0.0)
     values = given.to(tl.float32)
-    if GATED:
-        values = silu(values) * tl.load(x + row * stride + WIDTH + col, mask=inside, other=0.0).to(tl.float32)
-        values = values.to(given.dtype).to(tl.float32)
     if norm is not None:
         values *= tl.rsqrt(tl.sum(values * values, 0) / WIDTH + eps)
         values = (values * factor).to(given.dtype).to(tl.float32)

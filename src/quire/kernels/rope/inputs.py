@@ -7,7 +7,7 @@ SHAPES = ((1, 1, 2), (5, 3, 16), (33, 24, 128))  # [T, H, D]
 
 
 def make(shape: tuple[int, int, int], dtype: torch.dtype, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
-    """x [T, H, D] as a strided view of something wider, cos and signed sin [T, D]."""
+    """Return random x of `shape` (T, H, D), a strided view of a wider tensor, and cos and signed sin [T, D]."""
     tokens, heads, dim = shape
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(tokens, heads + 2, dim, generator=generator).to(dtype)[:, :heads]

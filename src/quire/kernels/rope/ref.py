@@ -5,7 +5,7 @@ from torch import Tensor
 
 
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """See `quire.kernels.rope`."""
+    """Return x with its heads rotated by the angles of `cos` and signed `sin`. See `quire.kernels.rope`."""
     first, second = x.float().chunk(2, dim=-1)
     cos_half = cos.float()[:, None, : first.shape[-1]]
     sin_half = sin.float()[:, None, first.shape[-1] :]

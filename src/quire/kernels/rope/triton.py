@@ -12,10 +12,13 @@ ROWS = 8
 
 
 def rotation_rows(positions: Tensor, frequencies: Tensor, scale: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """positions [T] int64, frequencies [D / 2] float32 -> cos and signed sin [T, D], see `quire.kernels.rope`.
+    """Return cos and signed sin [T, D] of the rotary embedding at `positions`, as `quire.kernels.rope` takes them.
 
-    The angle is the float32 product; its sine and cosine are exact to 2 units in the last place, for any angle. Both
-    are multiplied by `scale`.
+    positions     [T] int64
+    frequencies   [D / 2] float32; the angle is position * frequency in float32
+    scale         factor of every cosine and sine
+
+    Sine and cosine are exact to 2 units in the last place, for any angle.
     """
     count, half = positions.shape[0], frequencies.shape[0]
     cos, sin = (torch.empty(count, 2 * half, dtype=dtype, device=positions.device) for _ in range(2))

@@ -14,9 +14,12 @@ from quire.config.experts import Routing
 
 
 def uniform(kernel: ModuleType, routing: Routing, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Draw k of E experts at random, without repetition, for each of the T rows of x; replaces the router.
+    """Return weights and ids of k experts that are drawn at random, without repetition, for each row of x [T, .].
 
-    Uses the default generator of x's device, so a replayed CUDA graph draws anew. Weights are 1/k to within 1%.
+    It replaces the router's choice. It uses the default generator of x's device, so a replayed CUDA graph draws anew.
+    Weights are 1/k to within 1%.
+
+    kernel   an implementation of `route`
     """
     scores = torch.empty(x.shape[0], routing.num_experts, device=x.device).uniform_(0, 0.01)
     plain = Routing(num_experts=routing.num_experts, top_k=routing.top_k, scoring="softmax", normalize=True)

@@ -7,7 +7,7 @@ from quire.config.experts import Routing
 
 
 def route(logits: Tensor, bias: Tensor | None, routing: Routing) -> tuple[Tensor, Tensor]:
-    """See `quire.kernels.routing`."""
+    """Choose each token's experts from router logits; return weights and ids. See `quire.kernels.routing`."""
     logits = logits.float()
     scores = logits.softmax(1) if routing.scoring == "softmax" else logits.sigmoid()
     chosen = scores if bias is None else scores + bias

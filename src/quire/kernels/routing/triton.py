@@ -17,7 +17,7 @@ from quire.kernels.triton_runtime import jit, tl
 
 
 def route(logits: Tensor, bias: Tensor | None, routing: Routing) -> tuple[Tensor, Tensor]:
-    """See `quire.kernels.routing`."""
+    """Choose each token's experts from router logits; return weights and ids. See `quire.kernels.routing`."""
     rows, k = logits.shape[0], routing.top_k
     weights = torch.empty(rows, k, dtype=torch.float32, device=logits.device)
     ids = torch.empty(rows, k, dtype=torch.int32, device=logits.device)

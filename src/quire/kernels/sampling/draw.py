@@ -24,7 +24,12 @@ _CHUNK = 1 << 18  # logits per pass of the unfiltered path: 1 MiB of float32
 
 @dataclass(frozen=True)
 class Filters:
-    """Filters by row, [R] each: temperature float32 > 0, top_k int64 (0: off), top_p and min_p float64."""
+    """Temperature, top-k, top-p and min-p of R rows of logits, a tensor [R] each.
+
+    temperature    float32, > 0
+    top_k          int64; 0: off
+    top_p, min_p   float64; off at 1 and at 0
+    """
 
     temperature: Tensor
     top_k: Tensor
@@ -32,12 +37,12 @@ class Filters:
     min_p: Tensor
 
     def rows(self, index: Tensor | slice) -> "Filters":
-        """Return the filters of some rows."""
+        """Return the filters of the rows `index`."""
         return Filters(self.temperature[index], self.top_k[index], self.top_p[index], self.min_p[index])
 
 
 def draw_greedy(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Return tokens [R] int64 and the largest logit [R] (NaN if the row has one) of logits [R, V]."""
+    """Return the greedy token [R] int64 of each row of logits [R, V], and its logit [R] (NaN for a row with NaN)."""
     if logits.device.type == "cpu":  # NumPy uses no threads, which would spin on beside the next step
         tokens = torch.from_numpy(logits.numpy().argmax(axis=-1))
         return tokens, logits.gather(1, tokens.unsqueeze(1)).squeeze(1)
@@ -46,9 +51,12 @@ def draw_greedy(logits: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def draw_unfiltered(logits: Tensor, temperature: Tensor, key: NoiseKey, first_id: int = 0) -> tuple[Tensor, Tensor]:
-    """Draw from logits [R, V] float32 of the global ids from `first_id` on -> (tokens [R] global ids, best [R] scores).
+    """Draw a token per row, without filters. Return tokens [R] (global vocabulary ids) and their scores [R].
 
-    `best` compares across shards of a vocabulary: the shard with the largest score holds the token.
+    logits     [R, V] float32 of the vocabulary ids first_id .. first_id + V - 1
+    first_id   first id of this rank's shard of the vocabulary; 0 for a whole vocabulary
+
+    A score is logit / temperature + noise. If ranks share the vocabulary, the token with the largest score wins.
     """
     rows, vocab = logits.shape
     tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
@@ -62,10 +70,12 @@ def draw_unfiltered(logits: Tensor, temperature: Tensor, key: NoiseKey, first_id
 
 
 def draw_filtered(logits: Tensor, filters: Filters, key: NoiseKey) -> Tensor:
-    """Draw from logits [R, V] float32, each row with a finite maximum -> tokens [R] int64.
+    """Draw a token per row with min-p, top-k and top-p. Return tokens [R] int64.
 
-    Sorts only the largest few logits of a row. If the filters keep more than those, the whole row is sorted. Both ways
-    keep the same ids, with the same arithmetic.
+    logits   [R, V] float32; each row has a finite maximum
+
+    Only the largest few logits of a row are sorted. If the filters keep more ids than these, the whole row is sorted.
+    Both ways keep the same ids, with the same arithmetic.
     """
     vocab = logits.shape[1]
     scaled = logits / filters.temperature.unsqueeze(1)

@@ -20,10 +20,10 @@ from quire.kernels.sampling.rows import EDITS_HEADER
 class RowEdits:
     """Masks and bias of a request; all ids lie within the vocabulary.
 
-    allowed     [A] int64, the only ids that may come, or None for all
-    bad_words   token sequences whose last token may not follow the rest
-    stop_ids    [S] int64, masked while the sequence is shorter than the request's minimum
-    bias_ids    [B] int64, each once, with bias [B] float32
+    allowed          [A] int64, the only ids that may be sampled; None: all ids
+    bad_words        token sequences; the last token of each may not follow its other tokens
+    stop_ids         [S] int64, masked while the sequence is shorter than the request's minimum length
+    bias_ids, bias   [B] int64 different ids, and the [B] float32 numbers that are added to their logits
     """
 
     allowed: Tensor | None
@@ -34,7 +34,10 @@ class RowEdits:
 
     @staticmethod
     def decode(words: Tensor) -> "RowEdits":
-        """Decode int32 words laid out as in rows.py. Tensors stay on the device of the words; waits for the device."""
+        """Return the edits that `encode_edits` of rows.py wrote as int32 words.
+
+        The tensors of the result are on the device of `words`. The host waits for the device.
+        """
         num_allowed, num_stops, num_biases, num_words, *_ = words[:EDITS_HEADER].tolist()
         sizes = [EDITS_HEADER, max(num_allowed, 0), num_stops, num_biases, num_biases, num_words + 1]
         _, allowed, stops, biased, bias, starts, tokens = words.split([*sizes, len(words) - sum(sizes)])
@@ -58,13 +61,20 @@ class Penalties:
 
 
 def mask_row(logits: Tensor, mask: I32) -> None:
-    """Set forbidden logits [V] float32 to -inf, by a mask [ceil(V / 32)] int32, see `Executor.release`."""
+    """Set the logits [V] float32 that a grammar mask forbids to -inf, in place.
+
+    mask   [ceil(V / 32)] int32: bit i % 32 of word i // 32 is 1 when id i is allowed
+    """
     bits = np.unpackbits(mask.view(np.uint8), count=len(logits), bitorder="little")
     logits.masked_fill_(torch.from_numpy(bits == 0).to(logits.device), -torch.inf)
 
 
 def edit_row(logits: Tensor, edits: RowEdits, history: Tensor, position: int, min_length: int) -> None:
-    """Apply masks and bias to a row: logits [V] float32; history [L] tokens, of which `position` are known."""
+    """Apply the masks and the bias of `edits` to the logits [V] float32 of a row, in place.
+
+    history      [L] token ids of the sequence, of which the first `position` are known
+    min_length   `stop_ids` are masked while prompt and output have fewer tokens than this
+    """
     if edits.allowed is not None:
         survivors = logits[edits.allowed]
         logits.fill_(-torch.inf)
@@ -80,7 +90,10 @@ def edit_row(logits: Tensor, edits: RowEdits, history: Tensor, position: int, mi
 
 
 def completed_words(bad_words: Sequence[tuple[int, ...]], history: Tensor, position: int) -> list[int]:
-    """Return the last token of each bad word whose other tokens end the known history (prompt and output)."""
+    """Return the tokens that would complete a bad word: the last token of each word whose other tokens end the history.
+
+    position   known tokens of the history (prompt and output)
+    """
     longest = max(len(word) for word in bad_words) - 1
     recent = tuple(history[max(0, position - longest) : position].tolist())
     return [word[-1] for word in bad_words if _ends_with(recent, word[:-1])]
@@ -91,11 +104,11 @@ def _ends_with(tokens: tuple[int, ...], end: tuple[int, ...]) -> bool:
 
 
 def penalize(logits: Tensor, penalties: Penalties, history: Tensor, positions: Tensor, num_prompt: Tensor) -> None:
-    """Apply the three penalties to logits [R, V] float32.
+    """Apply repetition, frequency and presence penalties to logits [R, V] float32, in place.
 
-    history      [R, L] int32
-    positions    [R]: known tokens of the history
-    num_prompt   [R]: of them, tokens of the prompt
+    history      [R, L] int32 token ids of each row's sequence
+    positions    [R]: number of known tokens of the history (prompt and output)
+    num_prompt   [R]: number of prompt tokens
 
     For every id in prompt or output: l > 0 ? l / repetition : l * repetition (Keskar et al. 2019, CTRL). Then
     l - c * frequency - [c > 0] * presence, with c occurrences in the output (OpenAI API reference). Ids of the history

@@ -13,7 +13,7 @@ def model_like(rows: int, vocab: int, seed: int = 0, spread: float = 3.0) -> Ten
 
 
 def edge_rows(vocab: int, seed: int = 0) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name, row [vocab] float32); every row has a finite maximum."""
+    """Yield hard rows of logits for tests: (name, row [vocab] float32). Every row has a finite maximum."""
     row = model_like(1, vocab, seed)[0]
     yield "model_like", row
     yield "flat", torch.zeros(vocab)

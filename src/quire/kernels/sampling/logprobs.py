@@ -15,20 +15,21 @@ _BUDGET = 1 << 24  # logits per pass: 64 MiB of scores, and three times that whi
 
 
 def row_logprobs(logits: Tensor, chosen: Tensor, k: int, extra: Tensor | None = None) -> RowLogprobs:
-    """Score all rows of logits [R, V] as `score_rows` does; return the result on the host. Waits for the device."""
+    """Return on the host what `score_rows` returns for all rows of logits [R, V]. Waits for the device."""
     return RowLogprobs(*(part.cpu().numpy() for part in score_rows(logits, chosen, k, extra)))
 
 
 def score_rows(logits: Tensor, chosen: Tensor, k: int, extra: Tensor | None = None,
                index: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    """Score tokens -> ids [R, 1 + K] int32, log-probabilities [R, 1 + K] float32, ranks [R] int32.
+    """Return log-probabilities: ids [R, 1 + K] int32, their log-probabilities [R, 1 + K] float32, and ranks [R] int32.
 
-    logits   [., V] raw logits;  index  [R] int64: rows of logits to use; None: all
-    chosen   [R] int64 tokens: the first column, and the tokens of `ranks`
+    logits   [., V] raw logits
+    index    [R] int64: the rows of `logits` to use; None: all
+    chosen   [R] int64: the token of each row. It is the first column, and `ranks` are those of these tokens
     k        the other columns are the k most likely ids (equals by ascending id); -1: the whole vocabulary
-    extra    [K] int64: the other columns are exactly these ids, for any `k`
+    extra    [K] int64: the other columns are exactly these ids, for any `k`; None: by `k`
 
-    A rank is 1 + the number of tokens with a strictly larger log-probability. An id outside the vocabulary scores -inf.
+    A rank is 1 + the number of tokens with a strictly larger log-probability. An id outside the vocabulary gets -inf.
     """
     rows, vocab = len(chosen), logits.shape[1]
     extra = chosen[:0] if k == 0 and extra is None else extra

@@ -35,22 +35,28 @@ _FEW = 1 << 15  # below so many values PyTorch's own operations take no second t
 
 @dataclass(frozen=True)
 class NoiseKey:
-    """Keys of the noise of each row: seeds [R] int64 (the bits of a uint64), positions [R] int64, and the stream."""
+    """Keys of the noise of R rows. A row's noise depends on its key and on the vocabulary id alone.
+
+    seeds       [R] int64, the bits of a uint64
+    positions   [R] int64, position of the drawn token in its sequence
+    stream      purpose of the noise: SAMPLE, ACCEPT, RECOVER or DRAFT
+    """
 
     seeds: Tensor
     positions: Tensor
     stream: int = SAMPLE
 
     def rows(self, index: Tensor | slice) -> "NoiseKey":
-        """Return the keys of some rows."""
+        """Return the keys of the rows `index`."""
         return NoiseKey(self.seeds[index], self.positions[index], self.stream)
 
 
 def philox4x32(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
     """Compute ten rounds of Philox4x32 on int64 tensors with values in [0, 2^32) that broadcast against each other.
 
-    Products overflow int64 and wrap, which leaves both halves right. Words are broadcast only when the rounds mix them
-    (ids differ along a row, positions and keys between rows), so the first two rounds cost a fraction of the others.
+    Products overflow int64 and wrap; both of their 32-bit halves are right. A tensor takes the full shape only when a
+    round mixes it with another (ids differ along a row, positions and keys between rows), so the first two rounds cost
+    a fraction of the others.
     """
     c0, c1, c2, c3 = counter
     k0, k1 = key
@@ -83,7 +89,7 @@ def _blocks(key: NoiseKey, blocks: Tensor) -> tuple[Tensor, ...]:
 
 
 def words(key: NoiseKey, first_id: int, count: int) -> Tensor:
-    """Return raw words of the ids first_id .. first_id + count - 1: [R, count] int64 in [0, 2^32)."""
+    """Return the random words of the vocabulary ids first_id .. first_id + count - 1: [R, count] int64 in [0, 2^32)."""
     first_block = first_id // WORDS
     last_block = (first_id + count - 1) // WORDS
     blocks = torch.arange(first_block, last_block + 1, device=key.seeds.device).unsqueeze(0)
@@ -93,18 +99,18 @@ def words(key: NoiseKey, first_id: int, count: int) -> Tensor:
 
 
 def words_at(key: NoiseKey, ids: Tensor) -> Tensor:
-    """Return raw words of chosen ids [R, K] int64: [R, K] int64, equal to `words(...)` at those ids."""
+    """Return the random words of the vocabulary ids `ids` [R, K]: [R, K] int64, equal to those of `words`."""
     four = torch.stack(_blocks(key, ids // WORDS), dim=-1)
     return four.gather(-1, (ids % WORDS).unsqueeze(-1)).squeeze(-1)
 
 
 def uniform(raw: Tensor) -> Tensor:
-    """Convert words to float64 in (0, 1), exactly: odd multiples of 2^-33."""
+    """Convert random words to uniform float64 noise in (0, 1), exactly: odd multiples of 2^-33."""
     return raw.to(torch.float64).add_(0.5).mul_(2.0**-32)
 
 
 def exponential(raw: Tensor) -> Tensor:
-    """Convert words to float64 noise of the unit exponential distribution, in [2^-33, 22.9]."""
+    """Convert random words to float64 noise of the unit exponential distribution, in [2^-33, 22.9]."""
     return log_in_place(uniform(raw)).neg_()
 
 
@@ -138,9 +144,9 @@ def _gumbel_of(raw: Tensor) -> Tensor:
 def log_in_place(values: Tensor) -> Tensor:
     """Replace a float64 tensor by its natural logarithm; return it.
 
-    PyTorch uses threads from 128 values on (MKL's vector functions). Beside busy processes it waits a time slice for
-    them: 12 to 20 ms beside two on two cores, while NumPy takes 10 us. With AVX-512 both give the same bits (120
-    million compared); elsewhere they may differ in the last unit, see the top of this file.
+    NumPy computes small tensors on a CPU, because PyTorch uses several threads from 128 values on (MKL) and waits for
+    the last: beside two busy processes on two cores that took 12 to 20 ms, NumPy takes 10 us. With AVX-512 both give
+    the same bits (120 million compared); elsewhere they may differ in the last unit, see the top of this file.
     """
     if values.device.type == "cpu" and values.numel() < _FEW:
         array = values.numpy()

@@ -11,10 +11,10 @@ _SIGN = 0x7FFFFFFF
 
 
 def sorted_by_id(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Sort values [R, V] float32 by (value descending, id ascending) -> (values, ids int64), both [R, V].
+    """Sort each row of values [R, V] float32 by (value descending, id ascending). Return values and int64 ids [R, V].
 
-    On a CPU the value's bits, made monotonic, and the id are packed into one int64: NumPy's vectorized sort of int64
-    takes a tenth of the time of a stable sort that carries indices.
+    An id is the column of a value. On a CPU the bits of the value, made monotonic, and the id are packed into one
+    int64: NumPy's vectorized sort of int64 takes a tenth of the time of a stable sort that carries indices.
     """
     if values.device.type != "cpu":
         ordered = torch.sort(values, dim=-1, descending=True, stable=True)
@@ -35,7 +35,7 @@ def _packed(values: Tensor) -> Tensor:
 def largest(values: Tensor, width: int) -> tuple[Tensor, Tensor]:
     """Return the `width` largest values of each row and their ids, by (value descending, id ascending).
 
-    If several ids equal the last value, any of them may be chosen; `top_by_id` chooses the lowest ids.
+    If more ids have the smallest of these values than fit, any of them may be chosen; `top_by_id` takes the lowest.
     """
     if width >= values.shape[1]:
         return sorted_by_id(values)
@@ -47,7 +47,7 @@ def largest(values: Tensor, width: int) -> tuple[Tensor, Tensor]:
 def top_by_id(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """Return the k largest of each row of [R, V] as (values, ids) [R, k], by (value descending, id ascending).
 
-    Ties at the k-th value go to the lowest ids. Only rows where more than k values reach it are fully sorted.
+    Ties at the k-th value go to the lowest ids. A row is fully sorted only if it has such ties.
     """
     if k == 0:
         return values[:, :0], values.new_empty((values.shape[0], 0), dtype=torch.int64)
@@ -60,7 +60,6 @@ def top_by_id(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 
 def top_packed(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Compute `top_by_id` with operations whose sizes do not depend on the values: the host does not wait for the GPU.
-    """
+    """Return what `top_by_id` returns, without a wait for the GPU: no size depends on the values."""
     ids = torch.topk(_packed(values), k, dim=-1, largest=False, sorted=True).values & 0xFFFFFFFF
     return values.gather(1, ids), ids

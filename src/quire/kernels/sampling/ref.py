@@ -13,6 +13,7 @@ from quire.contracts.step import I32
 from quire.kernels.sampling import Rows
 from quire.kernels.sampling.draw import Filters, draw_filtered, draw_greedy, draw_unfiltered
 from quire.kernels.sampling.edits import Penalties, RowEdits, edit_row, mask_row, penalize
+from quire.kernels.sampling.keys import pack_keys, unpack_keys
 from quire.kernels.sampling.noise import NoiseKey
 from quire.kernels.sampling.rows import Mode, Needs
 
@@ -22,12 +23,12 @@ _SOUND, _NAN, _NONE = 0, 1, 2
 
 
 def operations(max_rows: int, vocab: int, device: torch.device) -> "TorchSampling":
-    """Make the sampler operations; `max_rows` and `vocab` are not used."""
+    """Return the `SamplerOperations` in PyTorch; `max_rows` and `vocab` are not used."""
     return TorchSampling(device)
 
 
 class TorchSampling:
-    """See `SamplerOperations`. tokens and codes have exactly the rows of the last batch."""
+    """The `SamplerOperations` in PyTorch. `tokens` and `codes` have exactly the rows of the last batch."""
 
     def __init__(self, device: torch.device) -> None:
         self.tokens = torch.empty(0, dtype=torch.int64, device=device)
@@ -36,11 +37,27 @@ class TorchSampling:
         self._decoded: dict[int, tuple[Tensor, RowEdits]] = {}  # by slot: the words, and the decoded edits
 
     def take_masks(self, places: I32, masks: I32) -> None:
-        """See `SamplerOperations`."""
+        """Set the grammar masks of the next `sample`. See `SamplerOperations`."""
         self._masks = {row: masks[place] for row, place in enumerate(places.tolist()) if place >= 0}
 
+    def keys(self, logits: Tensor, rows: Rows, mode: Mode, first: int) -> Tensor:
+        """Return the packed keys of the best ids of each row. See `SamplerOperations`."""
+        tokens, peaks = draw_greedy(logits)
+        ids, best = tokens + first, peaks
+        if mode == Mode.UNFILTERED:
+            batch = _Batch(logits, rows)
+            key = batch.key(batch.params, batch.positions)
+            drawn, scores = draw_unfiltered(logits, batch.params.view(torch.float32)[:, 1], key, first)
+            noisy = (batch.params[:, 0] & int(Needs.NOISE)) != 0
+            ids, best = torch.where(noisy, drawn, ids), torch.where(noisy, scores, best)
+        return pack_keys(best, ids, peaks)
+
+    def settle(self, keys: Tensor) -> None:
+        """Set `tokens` and `codes` from the largest key of each row."""
+        self.tokens, self.codes = unpack_keys(keys)
+
     def sample(self, logits: Tensor, rows: Rows, mode: Mode) -> None:
-        """See `SamplerOperations`. logits must be float32."""
+        """Draw one token for each row of logits [R, V] float32, into `tokens` and `codes`. See `SamplerOperations`."""
         assert logits.dtype == torch.float32, f"the sampler takes float32 logits, got {logits.dtype}"
         if mode == Mode.GREEDY:
             tokens, peak = draw_greedy(logits)
@@ -105,7 +122,7 @@ class _Batch:
         self.needs: list[int] = self.params[:, 0].tolist()
 
     def part(self, rows: list[int]) -> tuple["_Batch", Tensor | slice]:
-        """Return a batch of some rows with a copy of their logits, and the index of these rows."""
+        """Return a batch of these rows with a copy of their logits, and an index that selects the rows."""
         part = copy(self)
         if len(rows) == len(self.needs):
             part.logits = self.logits.clone()
@@ -117,7 +134,7 @@ class _Batch:
 
     @property
     def penalties(self) -> Penalties:
-        """Penalties of the rows, see `Penalties`."""
+        """Penalties of the rows, [R] each."""
         return Penalties(*self.params.view(torch.float32)[:, 10:13].unbind(1))
 
     @property
@@ -126,7 +143,10 @@ class _Batch:
         return self.params[:, 3].long()
 
     def settle(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """Return tokens, greedy or drawn, and codes of logits to which masks and penalties were already applied."""
+        """Return the tokens (greedy or drawn) and the codes of the rows.
+
+        logits   of the rows, after masks, bias and penalties
+        """
         tokens, peak = draw_greedy(logits)
         codes = _codes(peak)
         sound = (codes == _SOUND).tolist()
@@ -137,15 +157,15 @@ class _Batch:
                     if sound[row] and need & Needs.NOISE and bool(need & Needs.FILTERS) is narrow]  # fmt: skip
             for numbers in _parts(rows, logits):
                 if len(numbers) == len(self.needs):
-                    tokens.copy_(draw(logits, self.params, self._key(self.params, self.positions)))
+                    tokens.copy_(draw(logits, self.params, self.key(self.params, self.positions)))
                     continue
                 part = torch.tensor(numbers, device=logits.device)
                 params = self.params[part]
-                tokens[part] = draw(logits[part], params, self._key(params, self.positions[part]))
+                tokens[part] = draw(logits[part], params, self.key(params, self.positions[part]))
         return tokens.masked_fill_(codes != _SOUND, 0), codes
 
     @staticmethod
-    def _key(params: Tensor, positions: Tensor) -> NoiseKey:
+    def key(params: Tensor, positions: Tensor) -> NoiseKey:
         return NoiseKey(params.view(torch.int64)[:, 2], positions)
 
 

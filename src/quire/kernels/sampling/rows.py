@@ -32,7 +32,7 @@ _NO_LIMIT = 2**31 - 1
 
 
 class Needs(IntFlag):
-    """Operations that the rows of a slot need, as bits; 0: greedy on raw logits."""
+    """Operations that the sampling of a slot's rows needs, as bits. No bit: greedy sampling of raw logits."""
 
     NOISE = 1
     FILTERS = 2
@@ -44,7 +44,8 @@ class Needs(IntFlag):
 class Mode(IntEnum):
     """Sampling mode of a batch of rows; each mode includes those before it.
 
-    UNFILTERED   greedy, or a draw with noise and without filters
+    GREEDY       largest logit only
+    UNFILTERED   also random draws, without filters
     FILTERED     also min-p, top-k and top-p
     FULL         also logits processors: masks, bias, penalties
     """
@@ -56,7 +57,7 @@ class Mode(IntEnum):
 
 
 def needs_of(spec: SamplerSpec) -> Needs:
-    """Return the operations that the rows of a request need."""
+    """Return the operations that sampling with the parameters `spec` needs."""
     needs = Needs(0)
     if spec.temperature >= GREEDY_BELOW:
         needs |= Needs.NOISE
@@ -70,14 +71,17 @@ def needs_of(spec: SamplerSpec) -> Needs:
 
 
 def mode_of(needs: int) -> Mode:
-    """Return the cheapest mode for rows with these bits of `Needs`."""
+    """Return the cheapest mode that can sample rows with the bits `needs` (of `Needs`)."""
     if needs >= Needs.EDITS:
         return Mode.FULL
     return Mode.FILTERED if needs >= Needs.FILTERS else Mode(needs)  # NOISE alone is UNFILTERED
 
 
 def encode_row(spec: SamplerSpec, edits_address: int) -> I32:
-    """Encode a request's parameters as a row [ROW_WORDS] int32; `edits_address`: of its edits on the device, or 0."""
+    """Return a request's sampling parameters as a row [ROW_WORDS] int32 of the table of slots (`Rows.table`).
+
+    edits_address   address of the request's edits on the device; 0: no edits
+    """
     return np.frombuffer(_ROW.pack(
         needs_of(spec), max(spec.temperature, COLDEST), min(max(spec.top_k, 0), _NO_LIMIT), spec.num_prompt, spec.seed,
         spec.top_p, spec.min_p, spec.repetition_penalty, spec.frequency_penalty, spec.presence_penalty,
@@ -86,7 +90,7 @@ def encode_row(spec: SamplerSpec, edits_address: int) -> I32:
 
 
 def encode_edits(spec: SamplerSpec, vocab_size: int) -> I32:
-    """Encode a request's masks and bias as int32 words, without ids outside the vocabulary, which have no effect."""
+    """Return a request's masks and bias as int32 words (see `RowEdits.decode`), without ids outside the vocabulary."""
 
     def inside(ids: Sequence[int]) -> I32:
         array = np.array(ids, np.int64)

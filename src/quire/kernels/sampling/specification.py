@@ -15,7 +15,7 @@ from quire.kernels.sampling.noise import NoiseKey, gumbel
 
 
 def philox4x32(counter: Sequence[int], key: Sequence[int], rounds: int = 10) -> tuple[int, ...]:
-    """Compute Philox4x32 on Python integers: a counter of four and a key of two uint32 -> four uint32."""
+    """Return the four uint32 words of Philox4x32, for a counter of four and a key of two uint32 (Python integers)."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(rounds):
@@ -27,7 +27,7 @@ def philox4x32(counter: Sequence[int], key: Sequence[int], rounds: int = 10) -> 
 
 
 def edited(logits: Tensor, spec: SamplerSpec, tokens: Sequence[int]) -> Tensor:
-    """Return logits [V] after masks, bias and penalties, float64. `tokens`: the prompt and the output so far."""
+    """Return logits [V] float64 after masks, bias and penalties of `spec`. tokens: the prompt and the output so far."""
     row = [float(value) for value in logits]
     if spec.allowed_ids:
         row = [value if token in spec.allowed_ids else -math.inf for token, value in enumerate(row)]
@@ -49,7 +49,7 @@ def edited(logits: Tensor, spec: SamplerSpec, tokens: Sequence[int]) -> Tensor:
 
 
 def probabilities(logits: Tensor, spec: SamplerSpec) -> Tensor:
-    """Return the distribution [V] float64 that a token is drawn from, given edited logits [V]."""
+    """Return the probabilities [V] float64 that a token is drawn with. logits: [V], after `edited`."""
     if spec.temperature < GREEDY_BELOW:
         return torch.nn.functional.one_hot(logits.argmax(), len(logits)).to(torch.float64)
     scaled = logits.to(torch.float64) / max(spec.temperature, COLDEST)

@@ -15,7 +15,7 @@ from torch import Tensor
 from quire.contracts.step import I32
 from quire.kernels.sampling import Rows
 from quire.kernels.sampling.rows import Mode
-from quire.kernels.sampling.triton_draw import GROUP, pick_kernel, stream_kernel
+from quire.kernels.sampling.triton_draw import GROUP, pick_kernel, settle_kernel, stream_kernel
 from quire.kernels.sampling.triton_edits import edit_kernel, penalize_kernel, prepare_kernel
 from quire.kernels.sampling.triton_select import many_kernel, select_kernel
 from quire.kernels.triton_runtime import INTERPRETED, triton
@@ -31,20 +31,25 @@ MANY_TILE = 8192
 
 @dataclass(frozen=True)
 class Scratch:
-    """Memory between kernels, for at most R rows of V logits. counters, broken and tally are 0 between batches.
+    """Device memory for intermediate results of the sampling kernels, for at most R rows of V logits.
 
-    partial      [R, PARTS] int64: packed key of each part
-    counters     [R] int32: parts that are done
+    A row is read in at most PARTS parts, by a program each. counters, broken and tally are 0 between batches.
+
+    partial      [R, PARTS] int64: packed key (see keys.py) of the best id of each part
+    counters     [R] int32: number of parts that are done
     broken       [R] int32: not 0 if the raw logits have NaN or +inf
     group_max    [R, ceil(V / GROUP)] float32: largest logit of each GROUP ids
     tile_mass    [R, ceil(V / WIDE)] float32: sum of weights of each WIDE ids
     group_list   [R, G] int32: groups with candidates
-    values, ids  [R, LIST] float32 and int32: the candidates
-    before       [R, FEW] float64: probability before each candidate
-    pending      [R] int32: row is left to `many_kernel`: length of its list, -1 without one; 0: row is done
-    masses       [R] float64: total that top-p refers to;  peaks  [R] float32: largest scaled logit
-    edited       [R, V] float32: rewritten logits
-    tally        [R, V] int32: counts of the history, see triton_edits.py. These two take most of the memory
+    values, ids  [R, LIST] float32 and int32: logits and ids of the candidates (ids that the filters may keep)
+    before       [R, FEW] float64: sum of the probabilities of the ids that come before each candidate in sorted order
+    pending      [R] int32: 0: the row is done. Else `many_kernel` draws its token: from a list of this length, or from
+                 the whole row if -1
+    masses       [R] float64: total weight that top-p refers to
+    peaks        [R] float32: largest logit / temperature
+    edited       [R, V] float32: logits after masks, bias and penalties, of the rows that have any
+    tally        [R, V] int32: counts of tokens in the history, see triton_edits.py. `edited` and `tally` take most of
+                 the memory
     """
 
     vocab: int
@@ -65,7 +70,10 @@ class Scratch:
 
     @staticmethod
     def make(rows: int, vocab: int, device: torch.device, *, few: int = FEW, longest: int = LIST) -> Scratch:
-        """Allocate memory for at most `rows` rows. few, longest: sizes FEW and LIST, powers of two; small in tests."""
+        """Allocate memory for at most `rows` rows of `vocab` logits.
+
+        few, longest   sizes FEW and LIST, powers of two; tests make them small
+        """
 
         def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
@@ -92,27 +100,31 @@ class Scratch:
 
 
 def operations(max_rows: int, vocab: int, device: torch.device) -> TritonSampling:
-    """Make the sampler operations, with all memory for batches of up to `max_rows` rows."""
+    """Return the `SamplerOperations` in Triton, with all memory for batches of up to `max_rows` rows."""
     return TritonSampling(max_rows, vocab, device)
 
 
 class TritonSampling:
-    """See `SamplerOperations`. tokens, codes [max_rows] and masks have constant addresses.
+    """The `SamplerOperations` in Triton. `tokens`, `codes` [max_rows] and the masks have constant addresses.
 
-    Rows beyond the live ones are padding: their slot's parameters are all zeros, and they are sampled greedily. Places
-    and masks are neighbours in memory, so that one copy brings both.
+    Rows past those of the batch are padding: the parameters of their slot are all zeros, and they are sampled greedily.
+    Grammar masks and the index of each row's mask are neighbours in memory: one copy brings both to the device.
     """
 
     def __init__(self, max_rows: int, vocab: int, device: torch.device) -> None:
         width = -(-vocab // 32)
         self.tokens = torch.zeros(max_rows, dtype=torch.int64, device=device)
         self.codes = torch.zeros(max_rows, dtype=torch.uint8, device=device)
+        self._keys = torch.zeros(max_rows, dtype=torch.int64, device=device)
         self.scratch = Scratch.make(max_rows, vocab, device)
         self._taken = torch.full((max_rows * (1 + width),), -1, dtype=torch.int32, device=device)
         self._places, self._masks = self._taken[:max_rows], self._taken[max_rows:].view(max_rows, width)
 
     def take_masks(self, places: I32, masks: I32) -> None:
-        """See `SamplerOperations`. PyTorch keeps the pinned buffer until the copy has read it."""
+        """Set the grammar masks of the next `sample`.
+
+        See `SamplerOperations`. PyTorch keeps the pinned buffer until the copy has read it.
+        """
         count = len(self._places)
         # NumPy fills it: PyTorch would wake all its threads, which spin on while masks are to be computed.
         host = torch.empty(count + masks.size, dtype=torch.int32, pin_memory=self._taken.is_cuda)
@@ -121,22 +133,38 @@ class TritonSampling:
         self._taken[: len(host)].copy_(host, non_blocking=True)
 
     def sample(self, logits: Tensor, rows: Rows, mode: Mode) -> None:
-        """See `SamplerOperations`. logits: float32, or the dtype that the head computes in."""
+        """Draw one token for each row of logits [R, V], into `tokens` and `codes`. See `SamplerOperations`.
+
+        logits   float32, or the dtype that the head computes in
+        """
         if mode < Mode.FILTERED:
-            self._pick(logits, rows, noise=mode == Mode.UNFILTERED)
+            self._pick(logits, rows, self.tokens, noise=mode == Mode.UNFILTERED)
             return
         if mode == Mode.FULL:
             self._rewrite(logits, rows)
         self._filtered(logits, rows, rewritten=mode == Mode.FULL)
 
-    def _pick(self, logits: Tensor, rows: Rows, *, noise: bool) -> None:
-        """Draw greedy tokens; with `noise` also random ones, for rows that need noise. Reads no masks, no filters."""
+    def keys(self, logits: Tensor, rows: Rows, mode: Mode, first: int) -> Tensor:
+        """Return the packed keys of the best ids of each row, valid until the next call. See `SamplerOperations`."""
+        self._pick(logits, rows, self._keys, noise=mode == Mode.UNFILTERED, first=first, keys=True)
+        return self._keys[: len(logits)]
+
+    def settle(self, keys: Tensor) -> None:
+        """Set each row's token and its code (0: valid) from the largest of its packed keys. See `SamplerOperations`."""
+        settle_kernel[(len(keys),)](keys, self.tokens, self.codes, num_warps=1)
+
+    def _pick(self, logits: Tensor, rows: Rows, out: Tensor, *, noise: bool, first: int = 0,
+              keys: bool = False) -> None:  # fmt: skip
+        """Draw greedy tokens; with `noise` also random ones, for rows that need noise. Reads no masks, no filters.
+
+        out    [>= R] int64: gets tokens, or with `keys` their packed keys;  first  id of the first column
+        """
         count, vocab = logits.shape
         parts, size = cut(count, vocab, TILE)
         pick_kernel[(parts, count)](
-            logits, rows.slots, rows.positions, rows.table, self.scratch.partial, self.scratch.counters, self.tokens,
-            self.codes, vocab, logits.stride(0), size, NOISE=noise, TILE=TILE, PARTS=PARTS, NATIVE=not INTERPRETED,
-            num_warps=4,
+            logits, rows.slots, rows.positions, rows.table, self.scratch.partial, self.scratch.counters, out,
+            self.codes, first, vocab, logits.stride(0), size, NOISE=noise, KEYS=keys, TILE=TILE, PARTS=PARTS,
+            NATIVE=not INTERPRETED, num_warps=4,
         )  # fmt: skip
 
     def _filtered(self, logits: Tensor, rows: Rows, *, rewritten: bool) -> None:
@@ -187,7 +215,10 @@ class TritonSampling:
 
 
 def cut(rows: int, vocab: int, tile: int) -> tuple[int, int]:
-    """Return (programs that share a row, ids that each reads: a multiple of `tile`)."""
+    """Divide `rows` rows of `vocab` ids among programs. Return (programs of a row, ids of a program).
+
+    tile   the number of ids of a program is a multiple of it
+    """
     wanted = min(PARTS, max(1, PROGRAMS // rows))
     size = triton.cdiv(triton.cdiv(vocab, wanted), tile) * tile
     return triton.cdiv(vocab, size), size

@@ -110,31 +110,53 @@ def _part_key(
 
 
 @jit
-def pick_kernel(
-    logits, slots, positions, table, partial, counters, tokens, codes, vocab, stride, part_size,
-    NOISE: tl.constexpr, TILE: tl.constexpr, PARTS: tl.constexpr, NATIVE: tl.constexpr,
-):  # fmt: skip
-    """Draw greedy or unfiltered tokens. Grid (parts, rows). The last part of a row to finish merges all parts.
+def _store_key(key, row, tokens, codes, KEYS: tl.constexpr):
+    """Store the largest key of a row, or the token and code that it means."""
+    if KEYS:
+        tl.store(tokens + row, key)
+    else:
+        settle(key, row, tokens, codes)
 
-    logits               [R, vocab]; stride  elements from row to row
-    slots, positions     [R] int64, see `Rows`;  table  [slots, 16] int32. Not read without NOISE
+
+@jit
+def settle_kernel(keys, tokens, codes):
+    """Write each row's token, and its code as in `SamplerOperations`. Grid (rows,).
+
+    keys   [R] int64: of each row, the largest packed pair of (value of a token, token id)
+    """
+    row = tl.program_id(0)
+    settle(tl.load(keys + row), row, tokens, codes)
+
+
+@jit
+def pick_kernel(
+    logits, slots, positions, table, partial, counters, tokens, codes, first, vocab, stride, part_size,
+    NOISE: tl.constexpr, KEYS: tl.constexpr, TILE: tl.constexpr, PARTS: tl.constexpr, NATIVE: tl.constexpr,
+):  # fmt: skip
+    """Draw greedy or unfiltered tokens of rows. Grid (parts, rows). The last program of a row to end merges all parts.
+
+    logits               [R, vocab]
+    slots, positions     [R] int64, see `Rows`; not read if NOISE is False
+    table                [slots, 16] int32, see `Rows`; not read if NOISE is False
     partial, counters    see `Scratch`; counters are 0 before and after
-    tokens, codes        [R] int64 and uint8, outputs
-    part_size            ids of a part, a multiple of TILE;  PARTS  most parts of a row
+    tokens, codes        [R] int64 and uint8, outputs; with KEYS the packed keys go to `tokens`
+    first                id of the first column, a multiple of 4
+    vocab, stride        columns of `logits`, and elements from row to row
+    part_size, PARTS     ids of a part (a multiple of TILE), and most parts of a row
     """
     part = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
-    line = logits + row * stride
+    line = logits + row * stride - first
     entry = table
     position = 0
     if NOISE:
         entry = table + tl.load(slots + row).to(tl.int64) * 16
         position = tl.load(positions + row)
-    start = part * part_size
-    stop = tl.minimum(start + part_size, vocab)
+    start = first + part * part_size
+    stop = tl.minimum(start + part_size, first + vocab)
     key = _part_key(line, line, False, entry, position, start, stop, False, NOISE, TILE, NATIVE)
     if tl.num_programs(0) == 1:
-        settle(key, row, tokens, codes)
+        _store_key(key, row, tokens, codes, KEYS)
     else:
         tl.store(partial + row * PARTS + part, key)
         tl.debug_barrier()
@@ -142,7 +164,7 @@ def pick_kernel(
             lane = tl.arange(0, PARTS)
             mine = lane < tl.num_programs(0)
             keys = tl.load(partial + row * PARTS + lane, mask=mine, other=-0x8000000000000000, cache_modifier=".cg")
-            settle(tl.max(keys), row, tokens, codes)
+            _store_key(tl.max(keys), row, tokens, codes, KEYS)
             tl.store(counters + row, 0)
 
 
@@ -152,16 +174,18 @@ def stream_kernel(
     num_tiles, EDITED: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr, WIDE: tl.constexpr, PARTS: tl.constexpr,
     NATIVE: tl.constexpr,
 ):  # fmt: skip
-    """Read each row once for `select_kernel`. Grid (parts, rows).
+    """Compute from one reading of each row the statistics that `select_kernel` needs. Grid (parts, rows).
 
-    Rows with filters get group_max: the largest logit of each GROUP ids (+inf for NaN); with top-p alone they also get
-    tile_mass: the sum of exp((x - largest) / temperature) of each WIDE ids. Other rows get the packed key of each part.
+    For rows with filters it writes group_max: the largest logit of each GROUP ids (+inf for NaN). If top-p is the only
+    filter, it also writes tile_mass: the sum of exp((logit - largest logit of these) / temperature) of each WIDE ids.
+    For other rows it writes to `partial` the packed key (best score and its id) of each part.
 
-    logits, edited                    [R, vocab]; stride  elements from row to row of logits
+    logits, edited                    [R, vocab] raw logits, and copies of the rows that masks or penalties change
     slots, positions, table           see `Rows`
     partial, group_max, tile_mass     see `Scratch`, outputs
-    num_groups, num_tiles             columns of group_max and tile_mass
-    part_size                         ids of a part, a multiple of WIDE;  PARTS  most parts of a row
+    vocab, stride                     columns of `logits`, and elements from row to row
+    num_groups, num_tiles             columns of group_max, and of tile_mass
+    part_size, PARTS                  ids of a part (a multiple of WIDE), and most parts of a row
     """
     part = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)

@@ -40,7 +40,9 @@ def prepare_kernel(
     logits, edited, tally, broken, history, slots, positions, table, places, masks, vocab, stride, history_stride,
     mask_words, part_size, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Copy rows and count histories. Grid (parts, rows). Sets `broken` of a row with NaN or +inf in its raw logits.
+    """Copy the rows that have masks, bias or penalties to `edited`, and count the tokens of their histories in `tally`.
+
+    Sets `broken` of a row that has NaN or +inf in its raw logits. Grid (parts, rows).
 
     part_size   ids of a part, a multiple of TILE; for other arguments see the top of this file
     """
@@ -84,7 +86,7 @@ def edit_kernel(
     logits, edited, history, slots, positions, table, places, masks, vocab, stride, history_stride, mask_words,
     TILE: tl.constexpr,
 ):  # fmt: skip
-    """Apply allowed ids, stop ids, bad words and bias of a row to its copy. Grid (rows,)."""
+    """Apply allowed ids, stop ids, bad words and bias to the copy of each row in `edited`. Grid (rows,)."""
     number = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + number).to(tl.int64)
     row = table + slot * 16
@@ -141,7 +143,7 @@ def edit_kernel(
 def penalize_kernel(edited, tally, history, slots, positions, table, vocab, history_stride, TILE: tl.constexpr):
     """Apply repetition, frequency and presence penalties to the logit copies in `edited`, and reset their tallies.
 
-    It rounds as edits.py does. Grid: programs that share a row's history, rows.
+    It rounds as edits.py does. Grid (programs that share a row's history, rows).
     Must be compiled without fused multiply-adds, which round differently.
     """
     number = tl.program_id(1).to(tl.int64)

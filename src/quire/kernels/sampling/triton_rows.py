@@ -11,25 +11,30 @@ from quire.kernels.triton_runtime import jit, tl
 
 @jit
 def needs_of(row):
-    """Return the bits of `Needs` of a slot."""
+    """Return the bits of `Needs` of a slot. row: pointer to the slot's parameters."""
     return tl.load(row)
 
 
 @jit
 def temperature_of(row):
-    """Return the temperature of a slot, float32 > 0."""
+    """Return the temperature of a slot, float32 > 0. row: pointer to the slot's parameters."""
     return tl.load((row + 1).to(tl.pointer_type(tl.float32)))
 
 
 @jit
 def seed_of(row):
-    """Return the two halves of a slot's seed, low first, uint32."""
+    """Return the two uint32 halves of a slot's seed, the low half first. row: pointer to the slot's parameters."""
     return tl.load(row + 4).to(tl.uint32, bitcast=True), tl.load(row + 5).to(tl.uint32, bitcast=True)
 
 
 @jit
 def philox(block, position, k0, k1):
-    """Return the four words of counter blocks, uint32 each: Philox4x32-10 of noise.py, for the stream SAMPLE."""
+    """Return the four uint32 random words of each block of four ids: Philox4x32-10 of noise.py, for the stream SAMPLE.
+
+    block      id // 4
+    position   position of the drawn token in its sequence
+    k0, k1     low and high half of the seed
+    """
     c0 = block.to(tl.uint32)
     c1 = tl.zeros_like(c0) + position.to(tl.uint32)
     c2 = tl.zeros_like(c0)
@@ -48,7 +53,7 @@ def philox(block, position, k0, k1):
 
 @jit
 def word_of(ids, position, low, high):
-    """Return the word of each id. low, high: halves of the seed."""
+    """Return the random word (uint32) of each vocabulary id. low, high: halves of the seed."""
     c0, c1, c2, c3 = philox(ids // 4, position, low, high)
     at = ids % 4
     return tl.where(at < 2, tl.where(at == 0, c0, c1), tl.where(at == 2, c2, c3))
@@ -56,14 +61,14 @@ def word_of(ids, position, low, high):
 
 @jit
 def words_of_quads(blocks, position, low, high):
-    """Return the words [Q, 4] of the four ids of each block: blocks [Q]."""
+    """Return the random words [Q, 4] of the four ids of each of Q blocks. low, high: halves of the seed."""
     c0, c1, c2, c3 = philox(blocks, position, low, high)
     return tl.join(tl.join(c0, c2), tl.join(c1, c3)).reshape(blocks.shape[0], 4)
 
 
 @jit
 def gumbel(word):
-    """Convert words to Gumbel noise, float32: as noise.py, except for the last unit of a float64 logarithm."""
+    """Convert random words to Gumbel noise, float32: as noise.py, up to the last unit of a float64 logarithm."""
     uniform = (word.to(tl.float64) + 0.5) * 2.3283064365386963e-10
     return -(tl.log(-tl.log(uniform)).to(tl.float32))
 
@@ -81,7 +86,7 @@ def _log2(value, NATIVE: tl.constexpr):
 
 @jit
 def near_gumbel(word, NATIVE: tl.constexpr):
-    """Convert words to Gumbel noise with an error of at most 2e-5, by two single-precision logarithms.
+    """Convert random words to Gumbel noise with an error of at most 2e-5, by two single-precision logarithms.
 
     lg2.approx has an error of 2^-22.6 between 1/2 and 2, and of 2^-22 of its value elsewhere (PTX ISA). Above 15/16,
     where the logarithm of u is near 0, the series of log(1 - f) with f = 1 - u replaces it, up to f^5: relative error
@@ -96,7 +101,7 @@ def near_gumbel(word, NATIVE: tl.constexpr):
 
 @jit
 def ordered(value):
-    """Convert float32 to int32 of the same order; -0.0 becomes 0.0."""
+    """Convert float32 numbers to int32 numbers that compare in the same order; -0.0 counts as 0.0."""
     bits = tl.where(value == 0.0, 0.0, value).to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
@@ -109,7 +114,10 @@ def packed(value, ids):
 
 @jit
 def settle(key, row, tokens, codes):
-    """Write the token and code of a row from its largest packed key; the largest int64 means NaN or +inf in the row."""
+    """Write the token of row number `row`, and its code as in `SamplerOperations`.
+
+    key   the largest packed pair of (value of a token, token id); the largest int64: the row has NaN or +inf
+    """
     empty = (key >> 32) == -2139095041  # ordered(-inf)
     code = tl.where(key == 0x7FFFFFFFFFFFFFFF, 1, tl.where(empty, 2, 0))
     tl.store(tokens + row, tl.where(code == 0, 0x7FFFFFFF - (key & 0x7FFFFFFF), 0))

@@ -37,11 +37,11 @@ RUN_WORDS = 1024  # words of a run, at most: a longer change is split, so that s
 
 @dataclass(kw_only=True)
 class StepWords:
-    """The words of a step on the device, and its sizes on the host.
+    """Inputs of a step (slots, starts, ...) as int32 words on the device, and the step's sizes on the host.
 
-    words                               [W] int32, the layout above
-    slots, starts, samples, shared      views of its parts
-    num_seqs, num_tokens, num_samples   sizes of the step sent last
+    words                               [W] int32, in the layout that `quire.kernels.step` describes
+    slots, starts, samples, shared      views of parts of `words`
+    num_seqs, num_tokens, num_samples   sequences, tokens and sampled sequences of the step sent last
     """
 
     words: Tensor
@@ -55,19 +55,22 @@ class StepWords:
 
     @staticmethod
     def view(words: Tensor, max_seqs: int, shared_words: int = 0) -> "StepWords":
-        """Return the parts of `words` as views; `words` has at least `fixed_words` of them."""
+        """Return a `StepWords` whose parts are views of `words`, which has at least `fixed_words(...)` words."""
         sizes = [max_seqs, max_seqs + 1, max_seqs, shared_words]
         slots, starts, samples, shared = words[HEADER : fixed_words(max_seqs, shared_words)].split(sizes)
         return StepWords(words=words, slots=slots, starts=starts, samples=samples, shared=shared)
 
     @property
     def max_seqs(self) -> int:
-        """Most sequences that the layout holds."""
+        """Largest number of sequences of a step in this layout."""
         return len(self.slots)
 
 
 def fixed_words(max_seqs: int, shared_words: int = 0) -> int:
-    """Return the number of words in front of the runs."""
+    """Return the number of words that every step has: header, slots, starts, samples and shared prefixes.
+
+    shared_words   words of the shared prefixes. The table changes of a step come after all these words
+    """
     return HEADER + 3 * max_seqs + 1 + shared_words
 
 
@@ -94,7 +97,7 @@ class StepBuffers:
     kv_slots               [groups, tokens] int64: block * block_size + offset
     seq_lens               [seqs] int32: context length, this step included
     sample_rows            [rows] int64: index of the token whose logits are sampled
-    sample_slots           [rows] int64: slot of the row
+    sample_slots           [rows] int64: slot of the request that the row belongs to
     sample_positions       [rows] int64: position of the new token
     """
 

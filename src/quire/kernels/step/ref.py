@@ -7,7 +7,7 @@ from quire.kernels.step import StepBuffers, StepWords, Tables
 
 
 def build_inputs(step: StepWords, tables: Tables, buffers: StepBuffers) -> None:
-    """See `quire.kernels.step`."""
+    """Fill `buffers` with the inputs of a step (token ids, positions, KV slots, ...). See `quire.kernels.step`."""
     seqs, tokens, rows = step.num_seqs, step.num_tokens, step.num_samples
     slots, b = step.slots[:seqs].long(), buffers
     past = tables.computed.index_select(0, slots)
@@ -51,14 +51,21 @@ def _pad(buffers: StepBuffers, tokens: int, seqs: int, rows: int, *, dummy: int)
 
 
 def gather_blocks(step: StepWords, tables: Tables, group: int, seqs: int, most: int) -> tuple[Tensor, None]:
-    """See `quire.kernels.step`. Returns a copy of the sequences' rows, for kernels without `table_rows`."""
+    """Return (block_tables, table_rows) of `AttentionMeta` for a KV group and the first `seqs` sequences of a step.
+
+    Returns a copy of the sequences' rows, for kernels without `table_rows`.
+    No sequence has more than `most` blocks. See `quire.kernels.step`.
+    """
     return tables.block_tables[group][step.slots[:seqs], :most], None
 
 
 def finish_step(
     step: StepWords, tables: Tables, buffers: StepBuffers, tokens: Tensor, codes: Tensor, out: Tensor
 ) -> None:
-    """See `quire.kernels.step`. The caller never samples past the end of the history."""
+    """Write sampled tokens to the history and to `out`, and advance the computed lengths of the sequences.
+
+    See `quire.kernels.step`. The caller never samples past the end of the history.
+    """
     seqs, rows = step.num_seqs, step.num_samples
     tables.computed.index_copy_(0, step.slots[:seqs].long(), buffers.seq_lens[:seqs].long())
     if rows:

@@ -23,12 +23,12 @@ BLOCK = 128
 
 
 def apply_runs(words: Tensor) -> None:
-    """Copy the words of every run to its address."""
+    """Copy the words of every run (table change) in `words` to the run's device address."""
     _apply_kernel[(PROGRAMS,)](words, PROGRAMS, RUN_WORDS, NUM_RUNS, RUNS_AT, num_warps=4)
 
 
 def build_inputs(step: StepWords, tables: Tables, buffers: StepBuffers) -> None:
-    """See `quire.kernels.step`."""
+    """Fill `buffers` with the inputs of a step (token ids, positions, KV slots, ...). See `quire.kernels.step`."""
     tokens, seqs, rows = len(buffers.token_ids), len(buffers.seq_lens), len(buffers.sample_rows)
     token_programs, seq_programs = -(-tokens // BLOCK), -(-max(seqs, rows) // BLOCK)
     block_tables = tables.block_tables
@@ -42,14 +42,21 @@ def build_inputs(step: StepWords, tables: Tables, buffers: StepBuffers) -> None:
 
 
 def gather_blocks(step: StepWords, tables: Tables, group: int, seqs: int, most: int) -> tuple[Tensor, Tensor]:
-    """See `quire.kernels.step`. Copies nothing: returns the table of all slots, and the sequences' slots as rows."""
+    """Return (block_tables, table_rows) of `AttentionMeta` for a KV group and the first `seqs` sequences of a step.
+
+    Copies nothing: returns the table of all slots, and the sequences' slots as rows.
+    No sequence has more than `most` blocks. See `quire.kernels.step`.
+    """
     return tables.block_tables[group], step.slots[:seqs]
 
 
 def finish_step(
     step: StepWords, tables: Tables, buffers: StepBuffers, tokens: Tensor, codes: Tensor, out: Tensor
 ) -> None:
-    """See `quire.kernels.step`. `buffers` are not cut: the kernel reads the number of sequences from the header."""
+    """Write sampled tokens to the history and to `out`, and advance the computed lengths of the sequences.
+
+    See `quire.kernels.step`. `buffers` have their full sizes: the kernel reads the step's sizes from its header.
+    """
     _finish_kernel[(-(-max(step.max_seqs, out.shape[1]) // BLOCK),)](
         step.words, tables.computed, tables.history, buffers.seq_lens, buffers.sample_slots, buffers.sample_positions,
         tokens, codes, out, tables.history.stride(0), tables.history.shape[1], out.shape[1], BLOCK, HEADER, NUM_SEQS,

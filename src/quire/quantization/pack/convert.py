@@ -14,8 +14,8 @@ from quire.contracts.params import Param, Part
 from quire.quantization.formats import FORMATS
 from quire.quantization.kfirst import AWQ, GPTQ, GPTQ_V2
 from quire.quantization.pack.matrix import MIDDLE, QuantizedMatrix, Room, Weight, dequantize, torch_room
-from quire.quantization.pack.online import quantized
-from quire.quantization.pack.words import AWQ_ORDER, NATURAL, WORD, fill_awq, fill_rows, permute, spread
+from quire.quantization.pack.nearest import quantized
+from quire.quantization.pack.words import WORD, fill_awq, fill_rows, permute, spread
 from quire.quantization.rows import PACKED
 from quire.quantization.slices import packed_scheme
 from quire.quantization.unquantized import ONLINE
@@ -24,35 +24,44 @@ NUMBERS = 1 << 22  # of a matrix that are checked at once
 
 
 class Findings:
-    """Faults in the numbers of a checkpoint, found on the device without waiting for it."""
+    """Faults in the numbers of a checkpoint, such as NaN. The tests run on the device; only `check` waits for them."""
 
     def __init__(self) -> None:
-        self._found: list[tuple[str, Tensor]] = []
+        self._found: list[tuple[Param, str, str, Tensor]] = []
 
-    def add(self, words: str, fault: Tensor) -> None:
-        """Note that `words` are true where `fault`, a bool scalar on any device, is."""
-        self._found.append((words, fault))
+    def add(self, param: Param, role: str, words: str, fault: Tensor) -> None:
+        """Note the test of a stored tensor for a fault.
+
+        role    tensor of the parameter: "0.scale" for the scale of part 0, "0" for the values of part 0
+        words   the fault, for the error message: "has a value that is NaN"
+        fault   bool scalar on the device, True if the tensor has the fault
+        """
+        self._found.append((param, role, words, fault))
 
     def check(self) -> None:
-        """Raise WeightsError for the first fault, if there is any."""
+        """Wait for the device. Raise WeightsError for the first fault, if there is any."""
         found, self._found = self._found, []
-        if found and any(faults := torch.stack([fault.cpu() for _, fault in found]).tolist()):
-            raise WeightsError(f"{found[faults.index(True)][0]}: download the checkpoint again, or use another one.")
+        if found and any(faults := torch.stack([one[3] for one in found]).tolist()):  # of one device: one wait
+            param, role, words, _ = found[faults.index(True)]
+            names = {raw.name.partition(".")[2]: raw.parts[0].stored for raw in FORMATS[param.format].tensors(param)}
+            name = names.get(role) or param.parts[int(role)].stored
+            raise WeightsError(f"{name} {words}: download the checkpoint again, or use another one.")
 
 
 def convert(param: Param, tensors: Mapping[str, Tensor], dtype: torch.dtype, findings: Findings,
             room: Room = torch_room) -> Weight:
-    """Return the matrix of a parameter from its loaded tensors, which must not be used afterwards.
+    """Convert a parameter's loaded tensors to the weight that a kernel packs. Do not use the tensors afterwards.
 
-    param   of one expert where experts are stacked
-    dtype   of matrices that are dequantized (`Param.scheme` is None)
-    room    allocates the values of matrices
+    param      one matrix; of stacked experts, the parameter of one expert
+    dtype      dtype of the result when the weight is dequantized (`Param.scheme` is None)
+    findings   collects the faults that are found
+    room       function that allocates the values of the matrix
     """
     own = param.name.rpartition(".")[2]
     if param.format == ONLINE.name:
         assert param.scheme is not None
         made = quantized(tensors[own], param.scheme, room)
-        findings.add(f"{param.parts[0].stored} has numbers that are not finite", ~made.scale.isfinite().all())
+        findings.add(param, "0", "has numbers that are not finite", ~made.scale.isfinite().all())
         return made
     if param.stored is None:
         return tensors[own]
@@ -73,13 +82,13 @@ class _Conversion:
         self.param, self.stored, self.findings, self.room = param, param.stored, findings, room
         self.device = next(iter(tensors.values())).device
         self.tensors = {name.removeprefix(f"{own}."): tensor for name, tensor in tensors.items()}
-        raws = FORMATS[param.format].tensors(param)
-        self.names = {raw.name.removeprefix(f"{own}."): raw.parts[0].stored for raw in raws}
+        self.scheme = packed_scheme(param.parts, param.stored)
+        # Blocks that stay blocks keep their scales, whatever the order of the rows inside them.
+        self.by_rows = self.scheme.block != self.stored.block or self.scheme.block[0] == 1
         self.transposed = param.format in (AWQ.name, GPTQ.name, GPTQ_V2.name)
 
     def matrix(self) -> QuantizedMatrix:
-        """Convert scales, zero points and order of each part, then the values of all."""
-        scheme = packed_scheme(self.param.parts, self.stored)
+        """Return the converted matrix: the scales, zero points and column order of all parts, then their values."""
         scales, zeros, given, order = list[Tensor](), list[Tensor](), list[Tensor](), None
         for i, part in enumerate(self.param.parts):
             scales.append(self._by_rows(self._positive(f"{i}.scale"), part))
@@ -90,10 +99,8 @@ class _Conversion:
                 order = self._order(f"{i}.order", order)
             if self.stored.inputs == "tensor":
                 given.append(self._positive(f"{i}.input_scale"))
-        step = max(scheme.block[0], 1)
         return QuantizedMatrix(
-            scheme, self._values(order), torch.cat(scales)[::step].contiguous(),
-            torch.cat(zeros)[::step].contiguous() if zeros else None,
+            self.scheme, self._values(order), torch.cat(scales), torch.cat(zeros) if zeros else None,
             None if order is None else order.int(),
             # Fused parts read the same activations: the largest scale clamps none of them earlier than its own.
             torch.cat(given).amax() if given else None,
@@ -102,8 +109,8 @@ class _Conversion:
     def _positive(self, name: str) -> Tensor:
         """Return scales as [blocks of rows, blocks of columns]; those of AWQ and GPTQ are stored transposed."""
         scale = self.tensors[name]
-        fault = ~(scale.isfinite() & (scale > 0)).all()
-        self.findings.add(f"{self.names[name]} has a scale that is not a positive number", fault)
+        fault = ((scale > 0) & (scale < torch.inf)).all().logical_not()
+        self.findings.add(self.param, name, "has a scale that is not a positive number", fault)
         if scale.dim() == 1:
             return scale.view(1, 1)
         return scale.t().contiguous() if self.transposed else scale
@@ -111,14 +118,15 @@ class _Conversion:
     def _by_rows(self, blocks: Tensor, part: Part) -> Tensor:
         """Return a number of each block for each row of the part, in the part's order: [rows, blocks of columns]."""
         high, first = self.stored.block[0], 0 if part.axis else part.start
+        if not self.by_rows or high == 1 and not part.order:
+            return blocks
         rows = _ordered(torch.arange(part.rows, device=blocks.device), part)
         return blocks[(first + rows) // high - first // high if high else torch.zeros_like(rows)]
 
     def _zero(self, name: str, part: Part) -> Tensor:
         """Return the zero points of a part, [rows, groups] uint8."""
-        words, bits, form = self.tensors[name], self.stored.bits, self.param.format
-        words = words if self.transposed else words.t().contiguous()
-        zero = spread(words, bits, AWQ_ORDER if form == AWQ.name else NATURAL).t()
+        packed, bits, form = self.tensors[name], self.stored.bits, self.param.format
+        zero = spread(packed if self.transposed else packed.t(), bits, awq=form == AWQ.name).t()
         first = 0 if part.axis else part.start % (WORD // bits)
         zero = zero[first : first + part.rows]
         if form == GPTQ.name:  # one less than the zero point, wrapped
@@ -127,7 +135,8 @@ class _Conversion:
             middle = MIDDLE[self.stored.values]
             other = middle + (1 if form == GPTQ.name else -1)  # as the other convention of GPTQ writes it
             fault = ~((zero == middle).all() | (zero == other).all())
-            self.findings.add(f"{self.names[name]} has a zero point that is not {middle}, although sym is true", fault)
+            words = f"has a zero point that is not {middle}, although sym is true"
+            self.findings.add(self.param, name, words, fault)
         return zero.contiguous()
 
     def _order(self, name: str, before: Tensor | None) -> Tensor:
@@ -135,10 +144,10 @@ class _Conversion:
         groups, wide = self.tensors[name], self.stored.block[1]
         order = groups.argsort(stable=True)
         exact = groups[order] == torch.arange(len(groups), device=groups.device) // wide
-        self.findings.add(f"{self.names[name]} has groups that are not of {wide} columns", ~exact.all())
+        self.findings.add(self.param, name, f"has groups that are not of {wide} columns", ~exact.all())
         if before is not None:
-            self.findings.add(f"{self.names[name]} differs from that of the matrix with which it is fused",
-                              (order != before).any())  # fmt: skip
+            words = "differs from that of the matrix with which it is fused"
+            self.findings.add(self.param, name, words, (order != before).any())
         return order
 
     def _values(self, order: Tensor | None) -> Tensor:
@@ -170,9 +179,11 @@ class _Conversion:
 
     def _check_codes(self, values: Tensor) -> None:
         step = max(NUMBERS // max(values.shape[1], 1), 1)
-        for part, rows in zip(self.param.parts, values.split([part.rows for part in self.param.parts]), strict=True):
-            faults = [((some & 127) == 127).any() for some in rows.view(torch.uint8).split(step)]
-            self.findings.add(f"{part.stored} has a value that is NaN", torch.stack(faults).any())
+        parts = values.view(torch.uint8).split([part.rows for part in self.param.parts])
+        for i, rows in enumerate(parts):
+            faults = [((some & 127) == 127).any() for some in rows.split(step)]
+            fault = faults[0] if len(faults) == 1 else torch.stack(faults).any()
+            self.findings.add(self.param, str(i), "has a value that is NaN", fault)
 
 
 def _ordered(rows: Tensor, part: Part) -> Tensor:

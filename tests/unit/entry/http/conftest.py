@@ -66,7 +66,7 @@ def read_all(peer: socket.socket) -> bytes:
 
 
 def read_until(peer: socket.socket, ending: bytes) -> bytes:
-    """What comes, up to `ending`."""
+    """Return the bytes that arrive, up to `ending`."""
     received = b""
     while not received.endswith(ending):
         data = peer.recv(65536)
@@ -123,7 +123,7 @@ def serve_echo() -> Iterator[Callable[..., Live]]:
 
 @dataclass
 class FakeEngine:
-    """What routes and the gate see of an engine, each value as a test sets it."""
+    """An engine for routes and the gate, each value as a test sets it."""
 
     state: EngineState = EngineState.READY
     ready: Ready | None = None
@@ -139,7 +139,7 @@ class FakeEngine:
 
 @dataclass
 class Answer:
-    """What an application answered."""
+    """Answer of an application."""
 
     status: int
     headers: dict[str, str]

@@ -10,7 +10,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from quire import __version__
-from quire.config.serve import HttpConfig, ServeConfig, ServerConfig
+from quire.config.serve import HttpConfig, LogConfig, ServeConfig, ServerConfig
 from quire.contracts.errors import EngineDead, QueueFull
 from quire.entry.http.app import build_app
 from quire.entry.http.auth import OPEN_PATHS
@@ -294,7 +294,7 @@ def test_an_error_of_ours_gets_its_status(engine: FakeEngine) -> None:
 def test_access_log(engine: FakeEngine, capsys: pytest.CaptureFixture[str]) -> None:
     call(make(engine), "/health")
     assert capsys.readouterr().err == ""
-    call(make(engine, ServerConfig(http=HttpConfig(access_log=True))), "/he\nalth", x_request_id="r-2")
+    call(make(engine, ServerConfig(log=LogConfig(access_log=True))), "/he\nalth", x_request_id="r-2")
     assert re.fullmatch(r"127\.0\.0\.1:1 GET /he\\nalth 404 0\.\d{3}s r-2\n", capsys.readouterr().err)
 
 

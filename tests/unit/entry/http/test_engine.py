@@ -31,6 +31,7 @@ from quire.contracts.output import RequestOutput
 from quire.contracts.prefix import Miss
 from quire.contracts.sampling import OutputKind, SamplingParams
 from quire.engine.mock_executor import mock_tokens
+from quire.entry import front_end
 from quire.entry.core_process import build
 from quire.entry.http import engine as module
 from quire.entry.http.engine import EngineState, ServedEngine
@@ -39,7 +40,7 @@ from quire.entry.prompts import Prompt
 from quire.observe.metrics import Metrics
 from quire.procs.core_client import CoreClient
 
-from ....core_thread import CoreThread
+from ....support.core_thread import CoreThread
 
 PATIENCE = 60.0
 PROMPT = [5, 6, 7]
@@ -232,7 +233,7 @@ def test_a_request_that_cannot_be_served_is_refused_at_once_and_whole() -> None:
 def test_a_fault_of_ours_over_one_request_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     async def work() -> None:
         async with serving() as (engine, _):
-            monkeypatch.setattr(engine.front, "_spec", lambda *args: 1 / 0)
+            monkeypatch.setattr(front_end, "sampler_spec", lambda *args: 1 / 0)
             with pytest.raises(RequestFailed) as caught:
                 open_one(engine)
             assert caught.value.code == "internal" and engine.num_live == 0

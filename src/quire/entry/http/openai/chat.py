@@ -24,16 +24,17 @@ WORDS = ((r"^logprobs$|\blogprobs(?==-?\d)", "top_logprobs"), (r"\bmax_logprobs\
 
 
 async def chat(context: ServerContext, exchange: Exchange) -> None:
-    """Answer one request."""
+    """Answer a request of /v1/chat/completions."""
     request = await DECODER.read(context, exchange)
-    exchange.words = WORDS[bool(request.logprob_token_ids) :]  # with ids, the number of logprobs is theirs
+    # With ids the number of logprobs is theirs, and no field of the request is named top_logprobs.
+    exchange.words = WORDS[1:] if request.logprob_token_ids else WORDS
     await answer_chat(context, exchange, request, lambda job, *rest: (
         ChatWriter if job.parser_plan.content_only else ChatEventWriter)(job, *rest))
 
 
 async def answer_chat(context: ServerContext, exchange: Exchange, request: schema.ChatRequest,
                       writer: Callable[[Job, schema.ChatRequest, Tokenizer | None], Writer]) -> None:
-    """Answer a conversation. `writer` makes the writer of the route's API."""
+    """Answer a conversation. `writer` makes the `Writer` that formats the answer for the route's API."""
     await answer(context, exchange, request, _params, chat_prompts, writer)
 
 
@@ -49,7 +50,7 @@ def _params(request: schema.ChatRequest, defaults: SamplingParams, stream_interv
 
 
 class ChatWriter(ChunkWriter):
-    """Writer of choices of /v1/chat/completions whose whole text is content."""
+    """Writer of /v1/chat/completions for plain answers: all text is content, without reasoning and tool calls."""
 
     def __init__(self, job: Job, request: schema.ChatRequest, tokenizer: Tokenizer | None) -> None:
         super().__init__(job, request, tokenizer, with_logprobs=bool(request.logprobs), prefix="chatcmpl",
@@ -60,7 +61,7 @@ class ChatWriter(ChunkWriter):
         self._going_on = self._open_end + self._tail
 
     def begin(self, prompt: int, output: RequestOutput, usage: bytes = b"") -> bytes:
-        """Return an event with the role of every choice, and with the continued message if it is echoed."""
+        """Return an event for each choice: its role, and the continued message if the request asks for its echo."""
         end = self._open_end + self.tail(usage)
         if self._with_ids or self._with_prompt_logprobs:
             more = [b""]
@@ -123,7 +124,7 @@ class ChatWriter(ChunkWriter):
 
 
 class ChatEventWriter(ChatWriter):
-    """Writer of choices whose text has reasoning, content and tool calls."""
+    """Writer of /v1/chat/completions for answers that may have reasoning and tool calls besides content."""
 
     def __init__(self, job: Job, request: schema.ChatRequest, tokenizer: Tokenizer | None) -> None:
         super().__init__(job, request, tokenizer)

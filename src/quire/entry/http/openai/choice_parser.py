@@ -20,12 +20,13 @@ from quire.text.tools import OutputParser, OutputStyles
 class ParserPlan:
     """Plan for parsing the text of a request's choices.
 
-    styles     formats of the model's reasoning and calls; None = all text is content
+    styles     formats of the model's reasoning and tool calls; None = all text is content
     tools      tools that the model may call, in the API's format; () = the text is not parsed for calls
-    thinking   the prompt has begun the reasoning;  parallel  the model may make several calls
-    must       the model must make a call
-    named      the call is of one given function; then the finish reason is "stop", not "tool_calls"
-    thoughts   return the reasoning
+    thinking   True = the prompt has begun the reasoning, so that the text begins inside it
+    parallel   True = the model may make several calls
+    must       True = the model must make a call
+    named      True = the request names the function to call; then the finish reason is "stop", not "tool_calls"
+    thoughts   True = the answer has the reasoning; False = it is dropped
     """
 
     styles: OutputStyles | None = None
@@ -43,7 +44,7 @@ class ParserPlan:
 
 
 class ChoiceParser:
-    """Parser of one choice. `num_thought`: number of its reasoning tokens, counted when a reasoning ends."""
+    """Parser of a choice's text into events. `num_thought`: reasoning tokens, counted when a reasoning ends."""
 
     def __init__(self, plan: ParserPlan, params: SamplingParams, tokenizer: Tokenizer | None) -> None:
         self._plan, self._tokenizer = plan, tokenizer
@@ -56,7 +57,7 @@ class ChoiceParser:
         self._behind, self._text, self._tokens = 0, list[str](), list[int]()
 
     def events(self, piece: CompletionOutput) -> list[Event]:
-        """Return the events of a piece. Its text may be any part of the whole, or "". The last has a finish reason."""
+        """Return the events in the next piece of text, which may be "". The last piece must have a finish reason."""
         if self._parser is None:
             return [Words(piece.text)] if piece.text else []
         events = self._parser.feed(piece.text) if piece.text else []

@@ -21,7 +21,7 @@ WORDS = ((IDS, "prompt"), (r"\bmax_logprobs\b", "--max-logprobs"))
 
 
 async def complete(context: ServerContext, exchange: Exchange) -> None:
-    """Answer one request."""
+    """Answer a request of /v1/completions."""
     request = await DECODER.read(context, exchange)
     exchange.words = WORDS
     await answer(context, exchange, request, _params, completion_prompts, CompletionWriter)
@@ -64,7 +64,7 @@ class CompletionWriter(ChunkWriter):
         return b"".join(self._heads[choice] + body for choice in range(prompt * n, prompt * n + n))
 
     def piece(self, choice: int, piece: CompletionOutput, usage: bytes) -> bytes:
-        """Return the event of a piece."""
+        """Return the event for a new piece of a choice; b"" when there is nothing to show."""
         if self._text_only and not usage and piece.finish_reason is None:
             return self._heads[choice] + ENCODE(piece.text) + self._going_on if piece.text else b""
         if not (piece.token_ids or piece.text or piece.finish_reason):

@@ -50,10 +50,10 @@ NAMES = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
 class Refused(NamedTuple):
-    """Rule for a field that is refused: other servers have it, and it would change the answer.
+    """Rule that refuses a request field: the field would change the answer, and this route does not implement it.
 
     reason     the end of the error message
-    harmless   values that have no effect and are accepted, as null is
+    harmless   values without effect. A request with null or one of these values is accepted
     """
 
     reason: str
@@ -108,7 +108,7 @@ class RequestDecoder(Generic[T]):
         self._known = fields | IGNORED | self._refused.keys()
 
     async def read(self, context: ServerContext, exchange: Exchange) -> T:
-        """Decode the body of an exchange. Unknown fields are reported to the client and logged. Raises as `decode`."""
+        """Return the decoded body. Unknown fields are reported to the client and logged. Raises as `decode`."""
         request, unknown = self.decode(await exchange.body())
         for name in unknown:
             exchange.warn(f"unknown field {name}")
@@ -139,7 +139,7 @@ class RequestDecoder(Generic[T]):
             words = f"the body is not valid JSON: {json_fault(error, body)}."
             raise HttpError(400, words, code="invalid_json") from error
         except UnicodeDecodeError as error:
-            raise HttpError(400, "the body is not valid UTF-8.", code="invalid_json") from error
+            raise HttpError(400, "the body is not valid UTF-8: send JSON in UTF-8.", code="invalid_json") from error
         except RecursionError as error:
             words = f"the body is nested too deeply: at most {MAX_DEPTH} levels of lists and objects."
             raise HttpError(400, words, code="invalid_json") from error
@@ -169,7 +169,7 @@ class RequestDecoder(Generic[T]):
                 raise not_implemented(name, rule.reason)
 
     def explain(self, problem: str) -> InvalidParameter:
-        """Make our error from a message of msgspec, such as "Expected `int` <= 128 - at `$.n`"."""
+        """Convert a message of msgspec, such as "Expected `int` <= 128 - at `$.n`", to an `InvalidParameter`."""
         found, missing = PATH.search(problem), MISSING.search(problem)
         path = found[2] if found is not None else ""
         if missing is not None:
@@ -260,7 +260,7 @@ def _inside(kind: inspect.Type, step: str) -> list[inspect.Type]:
 
 
 def words(kind: inspect.Type) -> str:
-    """Describe the values of a type: "an integer in [1, 128]"."""
+    """Return a description of the values of a type, such as "an integer in [1, 128]"."""
     if isinstance(kind, inspect.UnionType):
         return " or ".join(dict.fromkeys(words(t) for t in kind.types if not isinstance(t, inspect.NoneType)))
     if isinstance(kind, inspect.IntType):

@@ -30,14 +30,14 @@ ENCODE = msgspec.json.Encoder().encode
 
 
 async def embed(context: ServerContext, exchange: Exchange) -> None:
-    """Answer one request."""
+    """Answer a request of /v1/embeddings."""
     request = await DECODER.read(context, exchange)
     exchange.words = ((IDS, "input"),)
     request_id, model = exchange.name(request.request_id), context.model(request.model)
     plan, given = context.text().pooling, several(request.input, "input")
     plan.check(request.dimensions)
     if len(given) > schema.MAX_INPUTS:
-        raise InvalidParameter(f"input holds {len(given)} texts: at most {schema.MAX_INPUTS} per request.",
+        raise InvalidParameter(f"input holds {len(given)} texts: send at most {schema.MAX_INPUTS} per request.",
                                param="input")
     if not plan.source:
         exchange.warn(f"embeddings are {plan}")
@@ -57,8 +57,8 @@ async def vectors_of(context: ServerContext, exchange: Exchange, request: schema
                      texts: Sequence[str | list[int]], params: Sequence[str], dimensions: int | None = None,
                      ) -> tuple[list[F32], schema.PromptUsage]:
     """Compute the embeddings of texts or token ids. Return the vectors and the token counts.
-    `params`: request field of each text, for errors; the last one counts for all further texts. When the engine's queue
-    cannot hold all texts, they are sent in parts, within one deadline."""
+    `params`: names of the request fields of the texts, for errors. The last name stands for all further texts. When the
+    engine's queue cannot hold all texts, they are sent in parts. All parts have the same deadline."""
     plan, began = context.text().pooling, time.monotonic()
     prompts = await _prompts(context, exchange, request, texts, params)
     room, generations = context.config.max_waiting + context.ready().num_slots, list[Generation]()
@@ -83,7 +83,7 @@ async def vectors_of(context: ServerContext, exchange: Exchange, request: schema
             watch.stop()
     vectors = [vector_of(generation, plan, dimensions) for generation in generations]
     count = sum(len(generation.prompt_token_ids) for generation in generations)
-    if context.config.serve.enable_log_requests:
+    if context.config.log.enable_log_requests:
         LOG.info("request %s: %d prompt tokens in %d texts, embedded, %.3f s", exchange.request_id, count, len(prompts),
                  time.monotonic() - began)
     return vectors, schema.PromptUsage(prompt_tokens=count, total_tokens=count)

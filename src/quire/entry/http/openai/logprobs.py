@@ -16,7 +16,7 @@ LOWEST = -9999.0  # JSON has no infinity; forbidden tokens have a log-probabilit
 
 
 class TokenNames:
-    """Names of tokens in answers."""
+    """Texts that stand for tokens in answers: the token's text, or "token_id:17"."""
 
     def __init__(self, tokenizer: Tokenizer | None, *, as_ids: bool = False) -> None:
         """Make the names. With `as_ids`, or without a tokenizer, every token is written as "token_id:17"."""
@@ -56,7 +56,7 @@ class TokenNames:
 
 
 def number(entry: Logprob) -> float:
-    """Return the log-probability, at least `LOWEST`."""
+    """Return the log-probability, but at least `LOWEST`: JSON has no minus infinity."""
     return max(entry.logprob, LOWEST)
 
 
@@ -67,9 +67,9 @@ class _Characters:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def take(self, data: bytes) -> tuple[int, str]:
-        """Decode the bytes of a token. Return (number of characters of earlier tokens, text).
-        The text is what becomes complete with this token. If earlier bytes are incomplete and this token does not
-        continue them, the text begins with a U+FFFD of the earlier tokens (number 1, else 0)."""
+        """Decode the bytes of the next token. Return (number, text): `text` has the characters that it completes.
+        If earlier tokens left an incomplete character that this token does not continue, `text` begins with a U+FFFD
+        for it, and `number` is 1; else `number` is 0."""
         held = self._decoder.getstate()[0]
         return int(bool(held) and not _goes_on(held + data[:1])), self._decoder.decode(data)
 
@@ -84,7 +84,7 @@ def _goes_on(data: bytes) -> bool:
 
 
 class LegacyColumns:
-    """Writer of the logprobs columns of one choice, as its tokens come."""
+    """Builder of the logprobs columns of /v1/completions, for one choice, as its tokens come."""
 
     def __init__(self, names: TokenNames, *, skip_special: bool, offset: int = 0) -> None:
         """Begin the columns. `offset`: characters of the text before the first token."""
@@ -95,7 +95,7 @@ class LegacyColumns:
         self._characters = _Characters()
 
     def rows(self, tokens: Sequence[int], entries: Sequence[LogprobsByToken | None]) -> LegacyLogprobs:
-        """Return the columns of the next tokens. An entry is None for a first token, which has no logprobs."""
+        """Return the columns of the next tokens. The entry of an echoed first token is None: it has no logprobs."""
         columns = LegacyLogprobs(text_offset=[], token_logprobs=[], tokens=[], top_logprobs=[])
         for token, entry in zip(tokens, entries, strict=True):
             before, text = self._take(token)
@@ -157,8 +157,8 @@ def joined(first: LegacyLogprobs, second: LegacyLogprobs) -> LegacyLogprobs:
 
 def chat_logprobs(names: TokenNames, tokens: Sequence[int], entries: Sequence[LogprobsByToken],
                   num_top: int | None) -> ChatLogprobs:
-    """Return one object per token, with alternatives.
-    `num_top`: number of likeliest tokens; -1 = the whole vocabulary; None = all entries (the requested ids)."""
+    """Return the logprobs of each token, with alternatives.
+    `num_top`: number of likely alternatives; -1 = the whole vocabulary; None = all entries (the requested ids)."""
     content = []
     for token, entry in zip(tokens, entries, strict=True):
         others = list(entry.items())

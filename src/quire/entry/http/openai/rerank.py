@@ -19,7 +19,7 @@ SCORE = RequestDecoder(schema.ScoreRequest)
 
 
 async def rerank(context: ServerContext, exchange: Exchange) -> None:
-    """Answer with the documents, the most similar to the query first. Ties keep their order."""
+    """Answer with the documents, the most similar to the query first. Documents with equal scores keep their order."""
     request = await RERANK.read(context, exchange)
     request_id, model = exchange.name(request.request_id), context.model(request.model)
     context.text().pooling.check_scores()
@@ -36,7 +36,7 @@ async def rerank(context: ServerContext, exchange: Exchange) -> None:
 
 
 async def score(context: ServerContext, exchange: Exchange) -> None:
-    """Answer with the scores of the pairs, in the order of `text_2`."""
+    """Answer with the similarity of each pair of texts, in the order of `text_2`."""
     request = await SCORE.read(context, exchange)
     request_id, model = exchange.name(request.request_id), context.model(request.model)
     context.text().pooling.check_scores()

@@ -98,13 +98,13 @@ def _add(talk: Talk, item: Item, where: str) -> None:
     elif item.type in NEEDS:
         raise InvalidParameter(f"{where} needs {NEEDS[item.type]}.", param="input")
     else:
-        raise not_implemented(f"{where}: {shown(item.type)}", f"items are {', '.join(filter(None, NEEDS))} and "
-                              "reasoning.", "input")
+        raise not_implemented(f"{where}: {shown(item.type)}", f"send items of type {', '.join(filter(None, NEEDS))} "
+                              "or reasoning.", "input")
 
 
 async def fitting(context: ServerContext, exchange: Exchange, chat: ChatRequest) -> ChatRequest:
     """Return the chat without its oldest turns, so that it fits the context.
-    A binary search finds how many turns have to go. The system message at the beginning and the last turn stay."""
+    A binary search finds the number of turns to drop. The system message at the beginning and the last turn stay."""
     messages, head = chat.messages, int(chat.messages[0].role in SYSTEM)
     cuts = [head, *(at for at in range(head + 1, len(messages)) if messages[at].role == "user")]
     low, high, tried = 0, len(cuts) - 1, 0

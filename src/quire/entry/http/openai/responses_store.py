@@ -15,9 +15,10 @@ from quire.entry.http.errors import HttpError
 class Kept:
     """A stored response.
 
-    owner        API key of its request;  body  the response as JSON
-    items        items of its input as JSON;  previous  id of the response that it continues
-    task, gone   of a response that still runs in the background; setting `gone` cancels it, as a disconnect would
+    owner        API key of the request
+    body, items  JSON of the response, and JSON of the input items of its request
+    previous     id of the response that this response continues
+    task, gone   for a response that runs in the background: its task, and an event that cancels the task
     """
 
     owner: bytes
@@ -50,8 +51,8 @@ class ResponseStore:
             self._num_bytes -= len(kept.body) + len(kept.items)
 
     def find(self, name: str, owner: bytes, param: str | None = None) -> Kept:
-        """Return a response of this owner. Raises `HttpError` 404 for an unknown one, and for one of another owner.
-        `param`: request field with the name, for the error."""
+        """Return the response `name` of this owner. Raises `HttpError` 404 when this owner has none of this name.
+        `param`: request field that holds the name, for the error."""
         found = self.running.get(name) or self._kept.get(name)
         if found is None or found.owner != owner:
             raise HttpError(
@@ -64,7 +65,7 @@ class ResponseStore:
         return found
 
     def chain(self, name: str | None, owner: bytes) -> Iterator[Kept]:
-        """Yield a finished response and all that it continues, the newest first. Raises `HttpError`."""
+        """Yield a finished response, then all earlier responses that it continues, newest first. Raises `HttpError`."""
         while name is not None:
             found = self.find(name, owner, "previous_response_id")
             if found.task is not None:

@@ -58,6 +58,6 @@ class Endpoint:
 
 
 def routes(context: ServerContext) -> list[Route]:
-    """Make all routes."""
+    """Return the routes of the OpenAI, Anthropic and rerank APIs, and vLLM's tokenizer routes."""
     return [Route(path, Endpoint(context, handler), methods=method.split(), name=handler.__name__)
             for method, path, handler in HANDLERS]

@@ -44,7 +44,7 @@ def sampling_params(request: SamplingFields, defaults: SamplingParams, *, max_to
     if (constraint := structured(request)) is not None:
         given["structured_outputs"] = constraint
     if request.logprob_token_ids and logprobs is None and request.prompt_logprobs is None:
-        raise InvalidParameter("logprob_token_ids needs logprobs.", param="logprob_token_ids")
+        raise InvalidParameter("logprob_token_ids needs logprobs: send logprobs, too.", param="logprob_token_ids")
     return defaults.clone(**given, max_tokens=max_tokens, logprobs=logprobs)
 
 
@@ -71,9 +71,9 @@ def structured(request: SamplingFields) -> StructuredOutputsParams | None:
 
 def grammar_error(error: RequestFailed | InvalidParameter, request: SamplingFields, params: SamplingParams,
                   tools: bool) -> QuireError:
-    """Rewrite an engine error about the grammar or the allowed tokens so that it names fields of the request.
+    """Return an engine error about the grammar or the allowed tokens, rewritten to name fields of the request.
     The engine knows one grammar only, which may have been made from schemas in the request. Other errors are returned
-    unchanged. `tools`: the model may call some."""
+    unchanged. `tools`: the model may call tools."""
     wanted = request.response_format
     names = ["tools"] * tools + ["response_format"] * (wanted is not None and wanted.type != "text") + (
         ["structured_outputs"] * (request.structured_outputs is not None))
@@ -96,18 +96,18 @@ def grammar_error(error: RequestFailed | InvalidParameter, request: SamplingFiel
 
 
 def check_choices(num_prompts: int, request: SamplingFields) -> None:
-    """Check the number of completions of a request, and of the list entries that they send to the engine."""
+    """Raise `InvalidParameter` for too many completions, or too many list entries (counted once per completion)."""
     n = request.n or 1
     if num_prompts * n > (MAX_CHOICES if n > 1 else MAX_PROMPTS):
-        raise InvalidParameter(f"{num_prompts} prompts with n={n} make {num_prompts * n} completions: at most "
-                               f"{MAX_CHOICES} per request, or {MAX_PROMPTS} with n=1.",
+        raise InvalidParameter(f"{num_prompts} prompts with n={n} make {num_prompts * n} completions: ask for "
+                               f"at most {MAX_CHOICES} per request, or {MAX_PROMPTS} with n=1.",
                                param="n" if n > 1 else "prompt")
     for name in ("allowed_token_ids", "stop_token_ids", "logit_bias", "bad_words"):
         entries = getattr(request, name) or ()
         if len(entries) * num_prompts * n > MAX_LISTED:
             raise InvalidParameter(
-                f"{name} with {len(entries)} entries for {num_prompts * n} completions: at most {MAX_LISTED} entries "
-                "over all completions of a request; ask for fewer at once.", param=name)
+                f"{name} has {len(entries)} entries for each of {num_prompts * n} completions: a request may have "
+                f"{MAX_LISTED} in all; shorten the list, or send fewer prompts or a smaller n.", param=name)
 
 
 def request_timeout(header: str | None) -> float | None:

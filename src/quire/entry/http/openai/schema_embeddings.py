@@ -12,7 +12,7 @@ Texts = Annotated[list[str], Meta(min_length=1, max_length=MAX_INPUTS)]
 
 
 class EmbeddedFields(msgspec.Struct, kw_only=True):
-    """Fields of every request for vectors, with the same meaning as in a request for text."""
+    """Fields that requests for embeddings, reranking and scores share, with the meaning of `SamplingFields`."""
 
     model: str | None = None
     user: str | None = None
@@ -28,7 +28,7 @@ class EmbeddingRequest(EmbeddedFields, kw_only=True):
     """POST /v1/embeddings. `input`: a text, several texts, token ids, or several lists of token ids.
 
     encoding_format   "base64": little-endian float32
-    dimensions        keep the first so many numbers of each vector and normalize it to length 1
+    dimensions        keep this many numbers of each vector, the first ones, and normalize the vector to length 1
     """
 
     input: str | list[str | int | list[int]]

@@ -14,7 +14,7 @@ class Talk:
         self.called: dict[str, str] = {}  # the id of a call -> the name of its function
 
     def say(self, content: str | list[ContentPart], role: str, *others: str, joined: bool = True) -> None:
-        """Add content. With `joined` it is added to the last message if that has this role or one of `others`."""
+        """Add content: to the last message if `joined` and its role is `role` or in `others`, else in a new message."""
         parts = [ContentPart(type="text", text=content)] if isinstance(content, str) else content
         turn = self._turn(role, *others) if joined else self._new(role)
         turn.content = [*(turn.content or ()), *parts]

@@ -25,10 +25,11 @@ NOTHING: dict[str, Any] = {"type": "object", "properties": {}, "additionalProper
 class ToolUse:
     """The use of tools that a request asks for.
 
-    shown      tools shown to the model, in the format of templates; None = no tools
+    shown      tools for the model, as chat templates read them; None = no tools
     callable   tools that may be called; () = the answer is not parsed for calls
-    must       the model must call a tool;  named  tool_choice names the only tool that may be called
-    bound      a grammar must force the model to follow the request
+    must       the model must call a tool
+    named      tool_choice names the only tool that may be called
+    bound      a grammar must force the answer to follow tool_choice and strict schemas
     """
 
     shown: list[dict[str, Any]] | None = None
@@ -54,11 +55,12 @@ def tool_use(request: ChatRequest, *, hide_idle: bool) -> ToolUse:
         elif not named and allowed is not None:
             must, picked = allowed.mode == "required", [tool.function.name for tool in allowed.tools]
         else:
-            raise InvalidParameter(f"tool_choice of type {choice.type} needs {choice.type}.", param="tool_choice")
+            raise InvalidParameter(f"tool_choice of type {choice.type!r} needs the field {choice.type!r}.",
+                                   param="tool_choice")
     for name in picked:
         if name not in by_name:
-            raise InvalidParameter(f"tool_choice names {shown(name)}, which is not among tools: add it there, or name "
-                                   "another.", param="tool_choice")
+            raise InvalidParameter(f"tool_choice names {shown(name)}, which is not among tools: add the tool there, or "
+                                   "name another tool.", param="tool_choice")
     if must and not picked:
         raise InvalidParameter("tool_choice requires a call and there are no tools: send tools.", param="tool_choice")
     strict = {tool.function.name for tool in request.tools or () if tool.function.strict}
@@ -69,7 +71,7 @@ def tool_use(request: ChatRequest, *, hide_idle: bool) -> ToolUse:
 
 
 def plain_tools(tools: Iterable[Tool]) -> list[dict[str, Any]]:
-    """Return tools in the format of templates, with fields in the order that models are trained on. Raises 400."""
+    """Return tools as chat templates read them, with fields in the order that models are trained on. Raises 400."""
     plain: dict[str, dict[str, Any]] = {}
     for at, tool in enumerate(tools):
         function = msgspec.to_builtins(tool.function)
@@ -114,7 +116,7 @@ def _schema_beside_calls(structured: StructuredOutputsParams) -> dict[str, Any]:
     schema = {"type": "object"} if structured.json_object else {} if structured.json is True else structured.json
     if not isinstance(schema, dict):
         raise InvalidParameter("where tools may be called, the answer's format can only be a JSON schema: send "
-                               'tool_choice="none" with another one.', param="tools")
+                               'tool_choice="none" with another format.', param="tools")
     return schema
 
 

@@ -37,8 +37,8 @@ class Fields:
         return "".join(f" (did you mean {known}?)" for known in close)
 
     def unknown(self, names: dict[str, msgspec.Raw], known: Collection[str]) -> list[str]:
-        """Return the first unknown names of a request, with hints.
-        `known`: names at the top of the request; inside fields the types decide."""
+        """Return the first unknown field names of a request, each with a hint.
+        `names`: the request's fields; `known`: names known at its top level. Deeper names are checked by type."""
         top = ((self, "", name) for name in names if name not in known)
         objects = chain.from_iterable(fields._objects(value_again(names[name]), name + ".")
                                       for name, fields in self.inner.items() if name in names)

@@ -1,4 +1,4 @@
-"""What a request in Anthropic's form becomes: prompts, parameters; and what is refused by its name."""
+"""Requests to Anthropic's API become prompts and parameters, or are refused by name."""
 
 from typing import Any
 

@@ -113,7 +113,7 @@ def test_an_answer_longer_than_the_context_is_asked_for_in_vain_and_not_refused(
 
 
 def test_no_tokens_at_all(mock_api: Api) -> None:
-    """What warms the prefix cache with a prompt."""
+    """A request without output, which warms the prefix cache with a prompt."""
     answer = mock_api.ask(max_tokens=0).json
     assert answer["content"] == [] and answer["usage"]["output_tokens"] == 0 and answer["stop_reason"] == "max_tokens"
 

@@ -19,7 +19,8 @@ from quire.contracts.sampling import SamplingParams
 from quire.engine.core import EngineCore
 from quire.engine.mock_core import build_mock_core
 from quire.entry.completion import Generation
-from quire.entry.front_end import FrontEnd, FrontLimits
+from quire.entry.core_request import FrontLimits
+from quire.entry.front_end import FrontEnd
 from quire.entry.http.context import ServerContext
 from quire.entry.http.openai.routes import routes
 from quire.entry.prompts import Prompt
@@ -150,7 +151,7 @@ class ScriptedEngine:
 
 
 def output(*texts: str, tokens: list[int] | None = None, finish: str | None = None, num_prompt: int = 3) -> Batch:
-    """One output of prompt 0 whose completions hold these texts."""
+    """Return an output of prompt 0 whose completions hold these texts."""
     completions = [
         CompletionOutput(index=i, text=text, token_ids=list(tokens or [7]), finish_reason=finish)
         for i, text in enumerate(texts)
@@ -161,7 +162,7 @@ def output(*texts: str, tokens: list[int] | None = None, finish: str | None = No
 
 @dataclass
 class Reply:
-    """What came back; `parts` are the pieces in which the body was sent."""
+    """Response of the application; `parts` are the pieces in which the body was sent."""
 
     status: int = 0
     headers: list[tuple[str, str]] = field(default_factory=list)

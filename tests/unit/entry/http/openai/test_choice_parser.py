@@ -37,13 +37,13 @@ Piece = tuple[str, list[int]]
 
 
 @pytest.fixture(autouse=True)
-def roomy(scripted: Any) -> None:
+def long_context(scripted: Any) -> None:
     scripted.ready = msgspec.structs.replace(scripted.ready, max_model_len=4096)
     scripted.text = replace(scripted.text, parsers=(None, "deepseek_r1"))
 
 
 @pytest.fixture
-def cut(text_side: TextSide) -> Callable[..., list[Piece]]:
+def pieces_of(text_side: TextSide) -> Callable[..., list[Piece]]:
     """A text in pieces, cut at these places, each with the tokens that end in it."""
 
     def pieces(text: str, *places: int) -> list[Piece]:
@@ -62,7 +62,7 @@ def cut(text_side: TextSide) -> Callable[..., list[Piece]]:
 
 
 @pytest.fixture
-def play(begin: Any, scripted: Any, make_client: Callable[..., Any]) -> Callable[..., Any]:
+def generate_pieces(begin: Any, scripted: Any, make_client: Callable[..., Any]) -> Callable[..., Any]:
     """Ask, have the model say these pieces in all choices, and return the reply."""
 
     def call(pieces: list[Piece], finish: str = "stop", serve: Any = None, **fields: Any) -> Any:
@@ -92,7 +92,7 @@ def play(begin: Any, scripted: Any, make_client: Callable[..., Any]) -> Callable
 
 
 def folded(events: list[Any], index: int = 0) -> dict[str, Any]:
-    """What the chunks of a choice come to, read as strictly as any client does."""
+    """Return the message that the chunks of a choice make, read as strictly as any client does."""
     message: dict[str, Any] = {"content": "", "reasoning": "", "calls": []}
     choices = [choice for event in events for choice in event["choices"] if choice["index"] == index]
     assert choices[0]["delta"] == {"role": "assistant", "content": ""}
@@ -149,7 +149,11 @@ NOTHING = {"content": "", "reasoning": "", "calls": [], "finish_reason": "stop"}
 
 @pytest.mark.parametrize(("text", "fields", "expected"), CASES, ids=[repr(c[0][:24]) for c in CASES])
 def test_an_answer_is_the_same_however_it_is_cut(
-    text_side: TextSide, cut: Callable[..., list[Piece]], text: str, fields: dict[str, Any], expected: dict[str, Any]
+    text_side: TextSide,
+    pieces_of: Callable[..., list[Piece]],
+    text: str,
+    fields: dict[str, Any],
+    expected: dict[str, Any],
 ) -> None:
     request = msgspec.convert({"messages": USER, **fields}, ChatRequest)
     params, prompt = SamplingParams(), "<think>\n" if THINK["chat_template_kwargs"] in fields.values() else ""
@@ -163,13 +167,13 @@ def test_an_answer_is_the_same_however_it_is_cut(
         return RequestOutput(request_id="r", prompt=None, prompt_token_ids=[5], outputs=[completion],
                              finished=finish is not None)
 
-    (piece,) = cut(text)
+    (piece,) = pieces_of(text)
     counts = usage(1, len(piece[1]), 0)
     answer = json.loads(ChatEventWriter(job, request, text_side.tokenizer).whole([output(piece, "stop")], counts))
     assert plain(whole(answer["choices"][0])) == {**NOTHING, **expected}
     for places in [*((at,) for at in range(len(text) + 1)), tuple(range(1, len(text)))]:
         progress = StreamProgress(job, ChatEventWriter(job, request, text_side.tokenizer))
-        pieces = cut(text, *places)
+        pieces = pieces_of(text, *places)
         data = b"".join(progress.events([(0, output(piece, "stop" if piece is pieces[-1] else None))])
                         for piece in pieces) + progress.last()
         events = [json.loads(event[6:]) for event in data.decode().split("\n\n")[:-2]]
@@ -179,59 +183,68 @@ def test_an_answer_is_the_same_however_it_is_cut(
 
 @pytest.mark.parametrize(("text", "fields", "expected"), CASES, ids=[repr(c[0][:24]) for c in CASES])
 def test_a_stream_is_the_answer(
-    play: Callable[..., Any], cut: Callable[..., list[Piece]], text: str, fields: dict[str, Any],
+    generate_pieces: Callable[..., Any], pieces_of: Callable[..., list[Piece]], text: str, fields: dict[str, Any],
     expected: dict[str, Any]
 ) -> None:
-    reply = play(cut(text), **fields).json
+    reply = generate_pieces(pieces_of(text), **fields).json
     assert plain(whole(reply["choices"][0])) == {**NOTHING, **expected}
-    streamed = play(cut(text, *range(1, len(text))), **fields, stream=True, stream_options={"include_usage": True})
+    streamed = generate_pieces(
+        pieces_of(text, *range(1, len(text))), **fields, stream=True, stream_options={"include_usage": True}
+    )
     assert plain(folded(streamed.events)) == {**NOTHING, **expected}
     assert streamed.events[-1]["usage"] == reply["usage"]
 
 
 def test_reasoning_tokens_are_counted(
-    play: Callable[..., Any], cut: Callable[..., list[Piece]], text_side: TextSide
+    generate_pieces: Callable[..., Any], pieces_of: Callable[..., list[Piece]], text_side: TextSide
 ) -> None:
     assert text_side.tokenizer is not None
     thought, text = "I muse.\n", "I muse.\n</think>\n\nHello"
-    usage = play(cut(text), **THINK).json["usage"]
+    usage = generate_pieces(pieces_of(text), **THINK).json["usage"]
     count = usage["completion_tokens_details"]["reasoning_tokens"]
     assert len(text_side.tokenizer.encode(thought.strip(), False)) <= count <= usage["completion_tokens"] - 3
-    hidden = play(cut(text), **THINK, include_reasoning=False).json
+    hidden = generate_pieces(pieces_of(text), **THINK, include_reasoning=False).json
     assert hidden["usage"] == usage and "reasoning" not in hidden["choices"][0]["message"]
-    unfinished = play(cut(thought), finish="length", **THINK).json
+    unfinished = generate_pieces(pieces_of(thought), finish="length", **THINK).json
     assert unfinished["choices"][0]["finish_reason"] == "length"
     assert unfinished["usage"]["completion_tokens_details"]["reasoning_tokens"] >= count - 1
-    assert play(cut("Hello")).json["usage"]["completion_tokens_details"] == {"reasoning_tokens": 0}
+    assert generate_pieces(pieces_of("Hello")).json["usage"]["completion_tokens_details"] == {"reasoning_tokens": 0}
     one, two = "<think>I muse.</think>Hello", "<think>I muse.</think>\n<think>I muse.</think>Hello"
-    counts = [play(cut(said)).json["usage"]["completion_tokens_details"]["reasoning_tokens"] for said in (one, two)]
+    counts = [
+        generate_pieces(pieces_of(said)).json["usage"]["completion_tokens_details"]["reasoning_tokens"]
+        for said in (one, two)
+    ]
     assert counts[1] == 2 * counts[0] > 0
-    running = play(cut(text, 17, len(text) - 2), **THINK, stream=True, stream_options={"continuous_usage_stats": True})
+    running = generate_pieces(
+        pieces_of(text, 17, len(text) - 2), **THINK, stream=True, stream_options={"continuous_usage_stats": True}
+    )
     counts = [e["usage"]["completion_tokens_details"]["reasoning_tokens"] for e in running.events if e.get("usage")]
     assert counts[0] == 0 and counts[-2:] == [count, count]
 
 
-def test_only_calls_have_no_content(play: Callable[..., Any], cut: Callable[..., list[Piece]]) -> None:
-    message = play(cut(CALL), tools=TOOLS).json["choices"][0]["message"]
+def test_only_calls_have_no_content(generate_pieces: Callable[..., Any], pieces_of: Callable[..., list[Piece]]) -> None:
+    message = generate_pieces(pieces_of(CALL), tools=TOOLS).json["choices"][0]["message"]
     assert message["content"] is None and "reasoning" not in message
-    message = play(cut("Hello")).json["choices"][0]["message"]
+    message = generate_pieces(pieces_of("Hello")).json["choices"][0]["message"]
     assert message["content"] == "Hello" and set(message) == {"role", "content", "refusal"}
 
 
-def test_how_it_ended(play: Callable[..., Any], cut: Callable[..., list[Piece]]) -> None:
+def test_how_it_ended(generate_pieces: Callable[..., Any], pieces_of: Callable[..., list[Piece]]) -> None:
     for choice, finish in ((None, "tool_calls"), ("auto", "tool_calls"), ("required", "tool_calls"),
                            ({"type": "function", "function": {"name": "weather"}}, "stop")):
         fields = {"tools": TOOLS, "tool_choice": choice}
-        assert play(cut(CALL), **fields).json["choices"][0]["finish_reason"] == finish
-        assert folded(play(cut(CALL), **fields, stream=True).events)["finish_reason"] == finish
-    assert play(cut(CALL), "length", tools=TOOLS).json["choices"][0]["finish_reason"] == "length"
+        assert generate_pieces(pieces_of(CALL), **fields).json["choices"][0]["finish_reason"] == finish
+        assert folded(generate_pieces(pieces_of(CALL), **fields, stream=True).events)["finish_reason"] == finish
+    assert generate_pieces(pieces_of(CALL), "length", tools=TOOLS).json["choices"][0]["finish_reason"] == "length"
 
 
-def test_every_choice_is_read_by_itself(play: Callable[..., Any], cut: Callable[..., list[Piece]]) -> None:
+def test_every_choice_is_read_by_itself(
+    generate_pieces: Callable[..., Any], pieces_of: Callable[..., list[Piece]]
+) -> None:
     fields = {"tools": TOOLS, "n": 3, **THINK}
     text = "I muse.\n</think>\n\n" + CALL
-    answer = play(cut(text), **fields).json
-    events = play(cut(text, 3, 20, 40), **fields, stream=True).events
+    answer = generate_pieces(pieces_of(text), **fields).json
+    events = generate_pieces(pieces_of(text, 3, 20, 40), **fields, stream=True).events
     messages = [whole(choice) for choice in answer["choices"]]
     assert all(plain(message) == plain(messages[0]) for message in messages) and messages[0]["reasoning"]
     assert len({message["calls"][0]["id"] for message in messages}) == 3
@@ -239,17 +252,19 @@ def test_every_choice_is_read_by_itself(play: Callable[..., Any], cut: Callable[
         assert plain(folded(events, index)) == plain(messages[0])
 
 
-def test_tokens_are_told_with_calls(play: Callable[..., Any], cut: Callable[..., list[Piece]]) -> None:
+def test_tokens_are_told_with_calls(generate_pieces: Callable[..., Any], pieces_of: Callable[..., list[Piece]]) -> None:
     """Every token id shows once in a stream, also of tokens whose text is held back."""
     fields = {"tools": TOOLS, "return_token_ids": True}
-    ids = play(cut(CALL), **fields).json["choices"][0]["token_ids"]
-    events = play(cut(CALL, *range(1, len(CALL))), **fields, stream=True).events
+    ids = generate_pieces(pieces_of(CALL), **fields).json["choices"][0]["token_ids"]
+    events = generate_pieces(pieces_of(CALL, *range(1, len(CALL))), **fields, stream=True).events
     assert [i for e in events for c in e["choices"] for i in c.get("token_ids", ())] == ids
 
 
-def test_calls_are_text_where_none_is_looked_for(play: Callable[..., Any], cut: Callable[..., list[Piece]]) -> None:
+def test_calls_are_text_where_none_is_looked_for(
+    generate_pieces: Callable[..., Any], pieces_of: Callable[..., list[Piece]]
+) -> None:
     for fields in ({}, {"tools": TOOLS, "tool_choice": "none"}, {"tools": []}):
-        message = play(cut(CALL), **fields).json["choices"][0]["message"]
+        message = generate_pieces(pieces_of(CALL), **fields).json["choices"][0]["message"]
         assert message["content"] == CALL and "tool_calls" not in message
 
 

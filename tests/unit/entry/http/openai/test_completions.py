@@ -25,7 +25,7 @@ def ask(mock_engine: Any, make_client: Callable[..., Any]) -> Callable[..., Any]
 
 
 @pytest.fixture
-def seen(mock_engine: Any) -> Callable[[], SamplingParams]:
+def last_params(mock_engine: Any) -> Callable[[], SamplingParams]:
     return lambda: mock_engine.seen[-1][1]
 
 
@@ -45,12 +45,13 @@ def test_one_text(ask: Callable[..., Any]) -> None:
 
 
 def test_sixteen_tokens_unless_asked_and_the_server_s_defaults(
-    ask: Callable[..., Any], seen: Callable[[], SamplingParams]
+    ask: Callable[..., Any], last_params: Callable[[], SamplingParams]
 ) -> None:
     assert ask(max_tokens=None).json["usage"]["completion_tokens"] == 16
-    assert (seen().temperature, seen().top_p) == (0.7, 0.9)  # what the bundled model's generation_config.json says
+    # As the bundled model's generation_config.json says.
+    assert (last_params().temperature, last_params().top_p) == (0.7, 0.9)
     ask(temperature=0.25, top_p=0)
-    assert seen().temperature == 0.25 and 0.0 < seen().top_p < 1e-6
+    assert last_params().temperature == 0.25 and 0.0 < last_params().top_p < 1e-6
 
 
 @pytest.mark.parametrize(
@@ -113,14 +114,14 @@ def test_truncation(ask: Callable[..., Any]) -> None:
     assert ask([[5] * 9000], truncate_prompt_tokens=-1, max_tokens=96).json["usage"]["prompt_tokens"] == 4000
 
 
-def test_extensions_reach_the_engine(ask: Callable[..., Any], seen: Callable[[], SamplingParams]) -> None:
+def test_extensions_reach_the_engine(ask: Callable[..., Any], last_params: Callable[[], SamplingParams]) -> None:
     fields: dict[str, Any] = {
         "top_k": 5, "min_p": 0.1, "repetition_penalty": 1.1, "min_tokens": 2, "ignore_eos": True, "seed": 7,
         "stop": ["zzz"], "stop_token_ids": [9], "include_stop_str_in_output": True, "skip_special_tokens": False,
         "allowed_token_ids": [5, 6], "bad_words": ["bad"], "presence_penalty": 0.5, "frequency_penalty": -0.5,
     }
     assert ask(**fields, logit_bias={"5": -100}).status == 200
-    params = seen()
+    params = last_params()
     assert {name: getattr(params, name) for name in fields} == fields
     assert params.logit_bias == {5: -100.0}
 

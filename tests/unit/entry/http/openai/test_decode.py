@@ -1,4 +1,4 @@
-"""What the validator takes and refuses, and that its messages name the field and its range."""
+"""Values that the validator takes and refuses; its messages name the field and its range."""
 
 import json
 from typing import Any

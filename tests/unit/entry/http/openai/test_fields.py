@@ -1,4 +1,4 @@
-"""What becomes of every field that a client may send: it is used, ignored by design, or refused by name."""
+"""Every field that a client may send is used, ignored by design, or refused by name."""
 
 import json
 from contextlib import suppress

@@ -18,7 +18,7 @@ def client(mock_engine: Any, make_client: Callable[..., Any]) -> Any:
 
 @pytest.fixture
 def threads(text_side: Any, monkeypatch: pytest.MonkeyPatch) -> dict[str, set[int]]:
-    """Which threads did what."""
+    """Threads that ran each function."""
     seen: dict[str, set[int]] = {}
 
     def watch(owner: Any, name: str) -> None:

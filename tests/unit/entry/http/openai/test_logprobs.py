@@ -1,4 +1,4 @@
-"""Where tokens begin in a text when they are parts of characters."""
+"""Offsets of tokens in a text when they are parts of characters."""
 
 import random
 from itertools import accumulate

@@ -44,7 +44,7 @@ def ask(client: Client) -> Callable[..., Any]:
 
 
 @pytest.fixture
-def told(mock_engine: Any, text_side: TextSide, ask: Callable[..., Any]) -> Callable[..., Any]:
+def template_messages(mock_engine: Any, text_side: TextSide, ask: Callable[..., Any]) -> Callable[..., Any]:
     """The messages that a template is given for a request."""
     mock_engine.text = replace(text_side, chat_template=ChatTemplate({"default": "{{ messages | tojson }}"}))
 
@@ -107,7 +107,7 @@ def test_a_stream_adds_up_to_the_answer(ask: Callable[..., Any]) -> None:
     assert events[0]["response"]["output"] == [] and events[0]["response"]["status"] == "in_progress"
 
 
-def test_items_become_messages(told: Callable[..., Any]) -> None:
+def test_items_become_messages(template_messages: Callable[..., Any]) -> None:
     history = [
         {"role": "developer", "content": "be kind"},
         {"role": "user", "content": [{"type": "input_text", "text": "1+1"}]},
@@ -117,7 +117,7 @@ def test_items_become_messages(told: Callable[..., Any]) -> None:
         CALL, {**CALL, "call_id": "c2"}, RESULT,
         {**RESULT, "call_id": "c2", "output": [{"type": "input_text", "text": "3"}]},
         {"role": "assistant", "content": "2"}, {"role": "user", "content": "k"}]
-    system, user, called, one, two, said, last = told(history, instructions="be brief")
+    system, user, called, one, two, said, last = template_messages(history, instructions="be brief")
     assert system["role"] == "system" and system["content"].split() == ["be", "brief", "be", "kind"]
     assert (user["content"], said["content"], last["content"]) == ("1+1", "2", "k")
     assert called["content"] == "wait" and called["reasoning"] == called["reasoning_content"] == "hm"
@@ -155,12 +155,12 @@ def test_tools_and_forms_reach_the_engine(
     asyncio.run(scenario())
 
 
-def test_a_summary_is_read_as_the_reasoning(told: Callable[..., Any]) -> None:
+def test_a_summary_is_read_as_the_reasoning(template_messages: Callable[..., Any]) -> None:
     thought = {"type": "reasoning", "id": "rs_1", "summary": [{"type": "summary_text", "text": "hm"}]}
-    assert told([thought, {"role": "user", "content": "go"}])[0]["reasoning"] == "hm"
+    assert template_messages([thought, {"role": "user", "content": "go"}])[0]["reasoning"] == "hm"
 
 
-def test_a_chain_goes_on(mock_engine: Any, told: Callable[..., Any], client: Client) -> None:
+def test_a_chain_goes_on(mock_engine: Any, template_messages: Callable[..., Any], client: Client) -> None:
     def go_on(given: str, previous: str | None, **fields: Any) -> Any:
         reply = asyncio.run(client.post(PATH, {"input": given, "previous_response_id": previous, **ALWAYS, **fields}))
         return reply.json, json.loads(mock_engine.seen[-1][0][0].text)
@@ -176,10 +176,10 @@ def test_a_chain_goes_on(mock_engine: Any, told: Callable[..., Any], client: Cli
     assert reply.status == 404 and first["id"] in reply.error["message"]
 
 
-def test_a_reference_is_read_as_the_item(told: Callable[..., Any], ask: Callable[..., Any]) -> None:
+def test_a_reference_is_read_as_the_item(template_messages: Callable[..., Any], ask: Callable[..., Any]) -> None:
     first = ask("a").json
     (item,) = first["output"]
-    messages = told([{"type": "item_reference", "id": item["id"]}, {"role": "user", "content": "b"}])
+    messages = template_messages([{"type": "item_reference", "id": item["id"]}, {"role": "user", "content": "b"}])
     assert [m["content"] for m in messages] == [text_of(first), "b"]
     for wrong in (item["id"] + "0", "msg_1", ""):
         reply = ask([{"type": "item_reference", "id": wrong}])
@@ -352,7 +352,7 @@ def test_who_hangs_up_ends_the_request(
 
 
 def test_of_a_conversation_that_is_too_long_the_oldest_turns_go(
-    mock_engine: Any, told: Callable[..., Any], ask: Callable[..., Any]
+    mock_engine: Any, template_messages: Callable[..., Any], ask: Callable[..., Any]
 ) -> None:
     longest = mock_engine.ready.max_model_len
     turn = [{"role": "user", "content": "word " * (longest // 4)}, {"role": "assistant", "content": "ok"}]
@@ -360,11 +360,11 @@ def test_of_a_conversation_that_is_too_long_the_oldest_turns_go(
     assert ask(history).error["code"] == "context_length_exceeded" and ask(history).error["param"] == "input"
     too_much = ask("a", max_output_tokens=2 * longest).error
     assert too_much["param"] == "max_output_tokens" and "lower max_output_tokens to " in too_much["message"]
-    messages = told(history, truncation="auto", instructions="first")
+    messages = template_messages(history, truncation="auto", instructions="first")
     longest_that_fits = next(left for at in range(0, 12, 2) if ask(left := history[at:], instructions="first").status
                              == 200)
     assert messages == [{"role": "system", "content": "first"}, *longest_that_fits] and len(messages) > 2
-    assert [m["content"] for m in told("a", truncation="auto")] == ["a"]
+    assert [m["content"] for m in template_messages("a", truncation="auto")] == ["a"]
     assert ask("word " * longest, truncation="auto").status == 400
 
 
@@ -457,9 +457,9 @@ def test_what_is_wrong_is_said_in_words_of_this_route(ask: Callable[..., Any]) -
         assert error["param"] == param and words in error["message"] and "$." not in error["message"], error
 
 
-def test_reasoning_that_says_nothing_is_nothing(told: Callable[..., Any]) -> None:
+def test_reasoning_that_says_nothing_is_nothing(template_messages: Callable[..., Any]) -> None:
     empty: list[Any] = [{"type": "reasoning", "summary": []}, {"type": "reasoning", "summary": [], "content": []}]
-    assert told([{"role": "user", "content": "hi"}, *empty]) == [{"role": "user", "content": "hi"}]
+    assert template_messages([{"role": "user", "content": "hi"}, *empty]) == [{"role": "user", "content": "hi"}]
 
 
 def test_a_background_response_tells_its_warnings(ask: Callable[..., Any]) -> None:
@@ -483,7 +483,7 @@ def test_what_a_retrieval_may_ask(client: Client, ask: Callable[..., Any], query
 
 def test_oldest_turns_are_left_out_however_much_too_long_they_are(
         mock_engine: Any, text_side: TextSide, make_client: Callable[..., Client]) -> None:
-    """Where rendering gives up, and where the answer has a grammar, before which reasoning is begun."""
+    """Also if rendering gives up, and if the answer has a grammar, before which reasoning is begun."""
     source = "{% for m in messages %}{{ m.content }}\n{% endfor %}{% if not enable_thinking | default(true) %}<think>" \
              "{{ ' word' * 40 }}</think>{% endif %}"
     text = replace(text_side, chat_template=ChatTemplate({"default": source}), parsers=(None, "deepseek_r1"))

@@ -29,7 +29,7 @@ both = pytest.mark.parametrize("path", [PLAIN, CHAT])
 
 
 def text_of(event: Any, index: int = 0) -> str:
-    """What an event adds to one choice."""
+    """Return the text that an event adds to a choice."""
     found = [c for c in event["choices"] if c["index"] == index]
     return "".join(c["text"] if "text" in c else c["delta"].get("content", "") for c in found)
 

@@ -17,7 +17,7 @@ Ask = tuple[str, dict[str, Any], str, str]  # route, body, the field's name in a
 
 
 @pytest.fixture(autouse=True)
-def roomy(scripted: Any) -> None:
+def long_context(scripted: Any) -> None:
     scripted.ready = msgspec.structs.replace(scripted.ready, max_model_len=2**17)
 
 

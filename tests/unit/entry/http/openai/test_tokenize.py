@@ -27,7 +27,7 @@ def test_there_and_back(client: Any) -> None:
 
 
 def test_the_body_of_a_chat_is_taken(client: Any) -> None:
-    """How an answer would be drawn is not in its prompt, and is told back."""
+    """Sampling fields are not in the prompt, and are told back."""
     chat = {"messages": [{"role": "user", "content": "hi"}]}
     reply = post(client, "/tokenize", **chat, temperature=0.5, max_tokens=3, stream=True)
     assert reply.json["tokens"] == post(client, "/tokenize", **chat).json["tokens"]

@@ -1,4 +1,4 @@
-"""What a request asks of its tools and of structured output, and what is refused of that, by name."""
+"""Tools and structured output of a request, and their refusals by name."""
 
 import asyncio
 from collections.abc import Callable
@@ -31,14 +31,14 @@ def allowed(mode: str, *names: str) -> dict[str, Any]:
 
 
 @pytest.fixture(autouse=True)
-def roomy(scripted: Any) -> None:
+def long_context(scripted: Any) -> None:
     scripted.ready = msgspec.structs.replace(scripted.ready, max_model_len=2**17)
     scripted.text = replace(scripted.text, parsers=(None, "deepseek_r1"))
 
 
 @pytest.fixture
-def sent(begin: Any, scripted: Any, make_client: Callable[..., Any], output: Any) -> Callable[..., Any]:
-    """What reaches the engine of a request: (the prompt's text, parameters)."""
+def send_request(begin: Any, scripted: Any, make_client: Callable[..., Any], output: Any) -> Callable[..., Any]:
+    """Send a request and return (the prompt's text, parameters) as the engine gets them."""
 
     def call(serve: Any = None, path: str = PATH, **fields: Any) -> Any:
         async def main() -> Any:
@@ -56,7 +56,7 @@ def sent(begin: Any, scripted: Any, make_client: Callable[..., Any], output: Any
 
 
 @pytest.fixture
-def refused(scripted: Any, make_client: Callable[..., Any]) -> Callable[..., Any]:
+def refusal_of(scripted: Any, make_client: Callable[..., Any]) -> Callable[..., Any]:
     """The error that a request gets."""
 
     def call(path: str = PATH, **fields: Any) -> Any:
@@ -68,19 +68,19 @@ def refused(scripted: Any, make_client: Callable[..., Any]) -> Callable[..., Any
     return call
 
 
-def test_tools_are_shown_in_the_order_models_know(sent: Callable[..., Any]) -> None:
+def test_tools_are_shown_in_the_order_models_know(send_request: Callable[..., Any]) -> None:
     bare = {"function": {"description": "d", "strict": False, "name": "f"}, "type": "function"}
-    prompt, params = sent(tools=[bare])
+    prompt, params = send_request(tools=[bare])
     assert ('{"type": "function", "function": {"name": "f", "description": "d", "parameters": '
             '{"type": "object", "properties": {}, "additionalProperties": false}}}') in prompt
     assert params.structured_outputs is None
 
 
-def test_idle_tools_are_shown_unless_the_server_hides_them(sent: Callable[..., Any]) -> None:
+def test_idle_tools_are_shown_unless_the_server_hides_them(send_request: Callable[..., Any]) -> None:
     fields = {"tools": [tool("lookup")], "tool_choice": "none"}
-    assert "lookup" in sent(**fields)[0]
-    assert "lookup" not in sent({"exclude_tools_when_tool_choice_none": True}, **fields)[0]
-    assert "lookup" in sent({"exclude_tools_when_tool_choice_none": True}, tools=[tool("lookup")])[0]
+    assert "lookup" in send_request(**fields)[0]
+    assert "lookup" not in send_request({"exclude_tools_when_tool_choice_none": True}, **fields)[0]
+    assert "lookup" in send_request({"exclude_tools_when_tool_choice_none": True}, tools=[tool("lookup")])[0]
 
 
 @pytest.mark.parametrize(("fields", "bound"), [
@@ -91,18 +91,18 @@ def test_idle_tools_are_shown_unless_the_server_hides_them(sent: Callable[..., A
     ({"tools": [tool("f", strict=True)]}, True),
 ], ids=str)
 def test_a_grammar_binds_only_where_it_is_asked_for(
-    sent: Callable[..., Any], fields: dict[str, Any], bound: bool
+    send_request: Callable[..., Any], fields: dict[str, Any], bound: bool
 ) -> None:
-    _, params = sent(**{"tools": [tool("f"), tool("g")], **fields})
+    _, params = send_request(**{"tools": [tool("f"), tool("g")], **fields})
     assert (params.structured_outputs is not None) == bound
     assert not bound or params.structured_outputs.grammar
 
 
-def test_the_grammar_holds_what_may_be_called(sent: Callable[..., Any]) -> None:
+def test_the_grammar_holds_what_may_be_called(send_request: Callable[..., Any]) -> None:
     tools = [tool("first"), tool("second"), tool("third")]
     for choice, names in ((named("second"), {"second"}), (allowed("required", "third", "first"), {"first", "third"}),
                           ("required", {"first", "second", "third"})):
-        grammar = sent(tools=tools, tool_choice=choice)[1].structured_outputs.grammar
+        grammar = send_request(tools=tools, tool_choice=choice)[1].structured_outputs.grammar
         assert {t["function"]["name"] for t in tools if t["function"]["name"] in grammar} == names
 
 
@@ -119,44 +119,46 @@ def test_the_grammar_holds_what_may_be_called(sent: Callable[..., Any]) -> None:
     ({"tool_choice": named("g"), "tools": [tool()]}, "tool_choice", "'g'"),
     ({"tool_choice": named("g")}, "tool_choice", "'g'"),
     ({"tool_choice": allowed("auto", "g"), "tools": [tool()]}, "tool_choice", "'g'"),
-    ({"tool_choice": {"type": "allowed_tools"}, "tools": [tool()]}, "tool_choice", "needs allowed_tools"),
-    ({"tool_choice": {"type": "function"}, "tools": [tool()]}, "tool_choice", "needs function"),
+    ({"tool_choice": {"type": "allowed_tools"}, "tools": [tool()]}, "tool_choice", "needs the field 'allowed_tools'"),
+    ({"tool_choice": {"type": "function"}, "tools": [tool()]}, "tool_choice", "needs the field 'function'"),
     ({"functions": [{"name": "f"}]}, "functions", "send tools"),
     ({"function_call": {"name": "f"}}, "function_call", "send tool_choice"),
     ({"messages": [{"role": "assistant", "content": "a", "function_call": {"name": "f", "arguments": ""}}]},
      "messages", "send tool_calls"),
 ], ids=str)
-def test_bad_tools(refused: Callable[..., Any], fields: dict[str, Any], param: str, words: str) -> None:
-    error = refused(**fields)
+def test_bad_tools(refusal_of: Callable[..., Any], fields: dict[str, Any], param: str, words: str) -> None:
+    error = refusal_of(**fields)
     assert error["param"] == param and words in error["message"], error
 
 
 @pytest.mark.parametrize("choice", ["auto", "required", named("f")], ids=str)
-def test_beside_tools_only_json_is_taken(refused: Callable[..., Any], sent: Callable[..., Any], choice: Any) -> None:
+def test_beside_tools_only_json_is_taken(
+    refusal_of: Callable[..., Any], send_request: Callable[..., Any], choice: Any
+) -> None:
     fields = {"tools": [tool("f")], "tool_choice": choice}
     for structured in ({"regex": "a"}, {"choice": ["a"]}, {"grammar": 'start: "a"'}, {"json": False}):
-        error = refused(**fields, structured_outputs=structured)
+        error = refusal_of(**fields, structured_outputs=structured)
         assert error["param"] == "tools" and 'tool_choice="none"' in error["message"], structured
     for structured in ({"json": CITY}, {"json": True}, {"json_object": True}):
-        assert sent(**fields, structured_outputs=structured)[1].structured_outputs.grammar
+        assert send_request(**fields, structured_outputs=structured)[1].structured_outputs.grammar
 
 
 def test_a_template_without_tools_says_so(
-    refused: Callable[..., Any], sent: Callable[..., Any], scripted: Any
+    refusal_of: Callable[..., Any], send_request: Callable[..., Any], scripted: Any
 ) -> None:
     scripted.text = replace(scripted.text, chat_template=ChatTemplate({"default": "{{ messages[0].content }}"}))
-    error = refused(tools=[tool()])
+    error = refusal_of(tools=[tool()])
     assert error["param"] == "tools" and "--chat-template" in error["message"] and '"none"' in error["message"]
-    assert sent(tools=[tool()], tool_choice="none")[0] == "hi"
+    assert send_request(tools=[tool()], tool_choice="none")[0] == "hi"
 
 
-def test_a_reasoning_effort_of_none_switches_thinking_off(sent: Callable[..., Any], scripted: Any) -> None:
+def test_a_reasoning_effort_of_none_switches_thinking_off(send_request: Callable[..., Any], scripted: Any) -> None:
     source = "{{ messages[0].content }} {{ enable_thinking }}"
     scripted.text = replace(scripted.text, chat_template=ChatTemplate({"default": source}))
-    assert sent(reasoning_effort="none")[0] == "hi False"
-    assert sent(reasoning_effort="none", chat_template_kwargs={"enable_thinking": True})[0] == "hi True"
-    assert sent({"default_chat_template_kwargs": {"enable_thinking": 1}})[0] == "hi 1"
-    assert sent({"default_chat_template_kwargs": {"enable_thinking": 1}},
+    assert send_request(reasoning_effort="none")[0] == "hi False"
+    assert send_request(reasoning_effort="none", chat_template_kwargs={"enable_thinking": True})[0] == "hi True"
+    assert send_request({"default_chat_template_kwargs": {"enable_thinking": 1}})[0] == "hi 1"
+    assert send_request({"default_chat_template_kwargs": {"enable_thinking": 1}},
                 chat_template_kwargs={"enable_thinking": 2})[0] == "hi 2"
 
 
@@ -179,18 +181,18 @@ JSON_SCHEMA = {"type": "json_schema", "json_schema": {"name": "n", "strict": Tru
     ({"structured_outputs": {"json_object": False}, "response_format": {"type": "json_object"}}, "json_object", True),
 ], ids=str)
 def test_a_form_reaches_the_engine(
-    sent: Callable[..., Any], path: str, fields: dict[str, Any], kind: str, value: Any
+    send_request: Callable[..., Any], path: str, fields: dict[str, Any], kind: str, value: Any
 ) -> None:
     body = fields if path == PATH else {"prompt": "a", **fields}
-    structured = sent(path=path, **body)[1].structured_outputs
+    structured = send_request(path=path, **body)[1].structured_outputs
     assert getattr(structured, kind) == value and not structured.disable_any_whitespace
 
 
 @pytest.mark.parametrize("fields", [
     {}, {"response_format": {"type": "text"}}, {"structured_outputs": {}}, {"structured_outputs": {"json": None}},
 ], ids=str)
-def test_free_text_stays_free(sent: Callable[..., Any], fields: dict[str, Any]) -> None:
-    assert sent(**fields)[1].structured_outputs is None
+def test_free_text_stays_free(send_request: Callable[..., Any], fields: dict[str, Any]) -> None:
+    assert send_request(**fields)[1].structured_outputs is None
 
 
 @pytest.mark.parametrize(("fields", "param", "words"), [
@@ -209,40 +211,44 @@ def test_free_text_stays_free(sent: Callable[..., Any], fields: dict[str, Any]) 
     ({"structured_outputs": {"regex": "a"}, "response_format": JSON_SCHEMA}, "structured_outputs", "one of"),
     ({"guided_json": CITY}, "guided_json", 'structured_outputs instead: {"json"'),
 ], ids=str)
-def test_bad_structured_outputs(refused: Callable[..., Any], fields: dict[str, Any], param: str, words: str) -> None:
-    error = refused(**fields)
+def test_bad_structured_outputs(refusal_of: Callable[..., Any], fields: dict[str, Any], param: str, words: str) -> None:
+    error = refusal_of(**fields)
     assert error["param"] == param and words in error["message"], error
 
 
-def test_a_form_holds_after_the_reasoning(sent: Callable[..., Any]) -> None:
+def test_a_form_holds_after_the_reasoning(send_request: Callable[..., Any]) -> None:
     structured = {"response_format": JSON_SCHEMA}
-    assert sent(**structured)[1].structured_outputs.after is None
-    thinking = sent(**structured, chat_template_kwargs={"enable_thinking": True})[1].structured_outputs
+    assert send_request(**structured)[1].structured_outputs.after is None
+    thinking = send_request(**structured, chat_template_kwargs={"enable_thinking": True})[1].structured_outputs
     assert thinking.after == "</think>" and thinking.json == CITY
 
 
 SMALL = {"type": "json_schema", "json_schema": {"schema": {"type": "object", "properties": {"answer": {}}}}}
 
 
-def test_beside_tools_an_answer_is_calls_or_json(sent: Callable[..., Any], refused: Callable[..., Any]) -> None:
+def test_beside_tools_an_answer_is_calls_or_json(
+    send_request: Callable[..., Any], refusal_of: Callable[..., Any]
+) -> None:
     both = {"tools": [tool("lookup")], "response_format": SMALL}
-    structured = sent(**both)[1].structured_outputs
+    structured = send_request(**both)[1].structured_outputs
     grammar = structured.grammar
     assert "start: answer | calls" in grammar and '"answer"' in grammar and "lookup" in grammar
     assert structured.after is None
-    assert sent(**both, chat_template_kwargs={"enable_thinking": True})[1].structured_outputs.after == "</think>"
-    assert "answer" not in sent(**both, tool_choice="required")[1].structured_outputs.grammar
-    assert sent(**both, tool_choice="none")[1].structured_outputs.json
-    error = refused(tools=[tool()], structured_outputs={"regex": "a"})
+    assert (
+        send_request(**both, chat_template_kwargs={"enable_thinking": True})[1].structured_outputs.after == "</think>"
+    )
+    assert "answer" not in send_request(**both, tool_choice="required")[1].structured_outputs.grammar
+    assert send_request(**both, tool_choice="none")[1].structured_outputs.json
+    error = refusal_of(tools=[tool()], structured_outputs={"regex": "a"})
     assert error["param"] == "tools" and '"none"' in error["message"]
 
 
 @pytest.mark.parametrize("texts", [('{"answer": 1}',), ('<tool_call>\n{"name": "lookup", "arguments": {"city": "Rome"}}'
                                                        "\n</tool_call>",)], ids=["structured", "call"])
 def test_the_grammar_of_both_takes_both(
-    sent: Callable[..., Any], text_side: TextSide, texts: tuple[str, ...]
+    send_request: Callable[..., Any], text_side: TextSide, texts: tuple[str, ...]
 ) -> None:
-    spec = sent(tools=[tool("lookup")], response_format=SMALL)[1].structured_outputs.spec()
+    spec = send_request(tools=[tool("lookup")], response_format=SMALL)[1].structured_outputs.spec()
     tokenizer = text_side.tokenizer
     assert tokenizer is not None
     matcher = GrammarCompiler(lambda: tokenizer, tokenizer.vocab_size).compile(spec).fork()
@@ -251,45 +257,48 @@ def test_the_grammar_of_both_takes_both(
     assert matcher.is_accepting()
 
 
-def test_reasoning_that_a_model_begins_by_itself_is_begun_for_it(sent: Callable[..., Any], scripted: Any) -> None:
+def test_reasoning_that_a_model_begins_by_itself_is_begun_for_it(
+    send_request: Callable[..., Any], scripted: Any
+) -> None:
     """Its template shows how, where it switches it off; else nobody would know if the grammar holds from the start."""
     source = "{{ messages[0].content }}:{% if enable_thinking is false %}{{ '\\n<think>\\n\\n</think>' }}{% endif %}"
     scripted.text = replace(scripted.text, chat_template=ChatTemplate({"default": source}))
     structured = {"response_format": SMALL}
-    prompt, params = sent(**structured)
+    prompt, params = send_request(**structured)
     assert prompt == "hi:\n<think>" and params.structured_outputs.after == "</think>"
-    assert sent()[0] == "hi:"
-    prompt, params = sent(**structured, chat_template_kwargs={"enable_thinking": False})
+    assert send_request()[0] == "hi:"
+    prompt, params = send_request(**structured, chat_template_kwargs={"enable_thinking": False})
     assert prompt.endswith("</think>") and params.structured_outputs.after is None
 
 
-def test_a_budget_of_reasoning(sent: Callable[..., Any], scripted: Any, refused: Callable[..., Any]) -> None:
+def test_a_budget_of_reasoning(send_request: Callable[..., Any], scripted: Any, refusal_of: Callable[..., Any]) -> None:
     thinking = {"chat_template_kwargs": {"enable_thinking": True}, "thinking_token_budget": 100}
     for fields, inside in (({}, False), ({"response_format": SMALL}, False),
                            ({"tools": [tool()], "tool_choice": "required"}, True)):
-        structured = sent(**thinking, **fields)[1].structured_outputs
+        structured = send_request(**thinking, **fields)[1].structured_outputs
         assert (structured.after, structured.budget, structured.inside) == ("</think>", 100, inside)
         assert bool(structured.given) == bool(fields)
-    assert sent(**thinking | {"thinking_token_budget": -1})[1].structured_outputs is None
-    assert sent(thinking_token_budget=100)[1].structured_outputs is None  # told in a header: there is no reasoning
-    assert refused(thinking_token_budget=-2)["param"] == "thinking_token_budget"
+    assert send_request(**thinking | {"thinking_token_budget": -1})[1].structured_outputs is None
+    # Told in a header: there is no reasoning.
+    assert send_request(thinking_token_budget=100)[1].structured_outputs is None
+    assert refusal_of(thinking_token_budget=-2)["param"] == "thinking_token_budget"
     source = "{{ messages[0].content }}:{% if enable_thinking is false %}{{ '\\n<think>\\n\\n</think>' }}{% endif %}"
     scripted.text = replace(scripted.text, chat_template=ChatTemplate({"default": source}))
-    prompt, params = sent(thinking_token_budget=0)
+    prompt, params = send_request(thinking_token_budget=0)
     assert prompt == "hi:\n<think>" and params.structured_outputs.budget == 0
 
 
-def test_tags_that_are_special_tokens_are_shown(sent: Callable[..., Any], scripted: Any) -> None:
+def test_tags_that_are_special_tokens_are_shown(send_request: Callable[..., Any], scripted: Any) -> None:
     tokenizer = scripted.text.tokenizer
 
     def shown(**fields: Any) -> set[str]:
-        params = sent(**fields)[1]
+        params = send_request(**fields)[1]
         assert params.skip_special_tokens
         return {tokenizer.token_text(i) for i in params.shown_special_ids or ()}
 
     thoughts = {"<think>", "</think>"}  # in this vocabulary they are
     assert shown() == thoughts and thoughts <= shown(tools=[tool()]) <= thoughts | {"<tool_call>", "</tool_call>"}
-    assert not sent(tools=[tool()], skip_special_tokens=False)[1].skip_special_tokens
+    assert not send_request(tools=[tool()], skip_special_tokens=False)[1].skip_special_tokens
     scripted.text = replace(scripted.text, parsers=(None, "none"))
     assert not shown() and shown(tools=[tool()]) <= {"<tool_call>", "</tool_call>"}
 
@@ -299,7 +308,7 @@ AS_FORM = {"response_format": {"type": "json_schema", "json_schema": {"name": "n
 
 
 @pytest.fixture
-def failed(begin: Any, scripted: Any, make_client: Callable[..., Any]) -> Callable[..., Any]:
+def failure_of(begin: Any, scripted: Any, make_client: Callable[..., Any]) -> Callable[..., Any]:
     """The error of a request whose grammar the engine finds wrong, as it says it, or with another error of it."""
 
     def call(path: str = PATH, error: QuireError | None = None, **fields: Any) -> Any:
@@ -329,27 +338,27 @@ def failed(begin: Any, scripted: Any, make_client: Callable[..., Any]) -> Callab
     ({"structured_outputs": {"grammar": "start: foo"}}, "structured_outputs", "start: foo"),
 ], ids=str)
 def test_a_schema_that_cannot_be_used_is_the_fault_of_the_field_it_came_in(
-        failed: Callable[..., Any], fields: dict[str, Any], param: str, words: str) -> None:
-    error = failed(messages=USER, **fields)
+        failure_of: Callable[..., Any], fields: dict[str, Any], param: str, words: str) -> None:
+    error = failure_of(messages=USER, **fields)
     assert (error["code"], error["param"]) == ("invalid_grammar", param)
     assert words in error["message"] and "%json" not in error["message"] and "tail0" not in error["message"]
 
 
-def test_routes_with_other_names_for_a_form_say_those(failed: Callable[..., Any]) -> None:
+def test_routes_with_other_names_for_a_form_say_those(failure_of: Callable[..., Any]) -> None:
     structured = {"type": "json_schema", "name": "n", "schema": BANANA}
-    error = failed("/v1/responses", input="hi", text={"format": structured})
+    error = failure_of("/v1/responses", input="hi", text={"format": structured})
     assert error["param"] == "text" and error["message"].startswith("text.format: the schema cannot be used: Invalid")
 
 
-def test_a_form_that_the_allowed_tokens_cannot_meet(failed: Callable[..., Any]) -> None:
+def test_a_form_that_the_allowed_tokens_cannot_meet(failure_of: Callable[..., Any]) -> None:
     for fields, name in ((AS_FORM, "response_format"), ({"structured_outputs": {"json": {}}}, "structured_outputs"),
                          ({"tools": [tool()], "tool_choice": "required"}, "tools")):
         nothing = RequestFailed("request r failed: no_token.", code="no_token")
-        error = failed(messages=USER, error=nothing, allowed_token_ids=[5], **fields)
+        error = failure_of(messages=USER, error=nothing, allowed_token_ids=[5], **fields)
         assert error["param"] == "allowed_token_ids"
         assert f"allowed_token_ids and {name}: no token is left" in error["message"]
 
 
-def test_logprobs_of_given_tokens_need_logprobs(refused: Callable[..., Any]) -> None:
+def test_logprobs_of_given_tokens_need_logprobs(refusal_of: Callable[..., Any]) -> None:
     for path, fields in ((PATH, {}), ("/v1/completions", {"prompt": "a"})):
-        assert refused(path, logprob_token_ids=[1], **fields)["param"] == "logprob_token_ids"
+        assert refusal_of(path, logprob_token_ids=[1], **fields)["param"] == "logprob_token_ids"

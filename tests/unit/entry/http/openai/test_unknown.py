@@ -1,4 +1,4 @@
-"""What a request holds that no type knows is told, wherever it stands; what clients send back as it came is not."""
+"""Unknown fields of a request are told, at any depth; fields that clients send back as they came are not."""
 
 import difflib
 import json

@@ -1,0 +1,149 @@
+"""The engine of a rank in its process: joins the other ranks, loads the model, runs the steps that the core sends."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+
+from quire.assemble.parts import Loaded, Loading, Parts
+from quire.assemble.rank import load_rank
+from quire.config.resolve import MemoryPlan
+from quire.contracts.errors import ConfigError
+from quire.contracts.step import I32, StepPlan, StepResult
+from quire.distributed import Group
+from quire.distributed.checked import CheckedGroup
+from quire.distributed.mesh import RankGroups
+from quire.distributed.process_group import join_ranks
+from quire.models.collectives import sum_room
+from quire.models.plan import EnginePlan
+from quire.models.registry import ITEM_BYTES
+from quire.platforms.cuda import read_cuda_facts
+from quire.worker.spans import StepTrace
+
+
+class RankTask(msgspec.Struct, frozen=True, kw_only=True):
+    """Start data of a rank's process: plan, rendezvous file of all ranks (`meeting`), CPU threads, index of its GPU."""
+
+    plan: EnginePlan
+    meeting: str
+    threads: int
+    gpu: int = 0
+
+
+class RankFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """Message of a rank's process when it is ready to run steps. For the fields see `Parts`."""
+
+    depth: int
+    prompt_chunk: int = 0
+    plans: dict[str, str] = {}
+    notes: tuple[str, ...] = ()
+
+
+def build_rank(start: bytes, on_loading: Loading) -> "ChildRank":
+    """Join the other ranks and load the model, in the process of a rank. `start`: a `RankTask` as JSON."""
+    task = msgspec.json.decode(start, type=RankTask)
+    torch.set_num_threads(task.threads)
+    device, mesh = torch.device(task.plan.machine.device), task.plan.mesh
+    gpu = None
+    if device.type == "cuda":
+        device = torch.device("cuda", task.gpu)
+        torch.cuda.set_device(device)
+        gpu = read_cuda_facts()
+    groups, why = join_ranks(Path(task.meeting), mesh.rank.number, mesh.parallel, device), ""
+    if device.type == "cuda" and not task.plan.config.parallel.disable_custom_all_reduce:
+        from quire.distributed.symmetric import with_symmetric_memory  # a slow import, for GPUs alone
+
+        tp, why = with_symmetric_memory(groups.tp, device, largest_message(task.plan))
+        groups = replace(groups, tp=tp)
+    if task.plan.config.parallel.check_collectives:
+        groups = checked(groups, device)
+    loaded = load_rank(task.plan, groups, gpu, on_loading=on_loading, end_phase=lambda name: None)
+    return ChildRank(loaded, groups, device, f"sums over ranks go through NCCL: {why}" if why else "")
+
+
+def largest_message(plan: EnginePlan) -> int:
+    """Return the bytes of the largest all-reduce that goes through symmetric memory; larger ones go through NCCL."""
+    hidden = plan.config.scheduler.token_budget() * plan.args.hidden_size * ITEM_BYTES[plan.dtype.dtype]
+    return sum_room(plan.mesh.parallel.tp, hidden)
+
+
+def checked(groups: RankGroups, device: torch.device) -> RankGroups:
+    """Return process groups that compare each collective over the ranks before it runs (--check-collectives)."""
+
+    def one(group: Group | None) -> Group | None:
+        return None if group is None else CheckedGroup(group, device)
+
+    return RankGroups(tp=one(groups.tp), pp=one(groups.pp), tokens=one(groups.tokens))
+
+
+@dataclass(frozen=True)
+class ChildRank:
+    """A rank in its process, its weights loaded, its KV cache not sized; see `quire.procs.rank_server.LoadedRank`.
+
+    note   line for the user; "" for none
+    """
+
+    loaded: Loaded
+    groups: RankGroups
+    device: torch.device
+    note: str = ""
+
+    @property
+    def payload(self) -> bytes:
+        """The measured memory of the device as JSON (`Loaded.measure`)."""
+        return msgspec.json.encode(self.loaded.measure())
+
+    def size(self, payload: bytes) -> "ChildRunner":
+        """Make the KV cache and the model runner. `payload`: a `MemoryPlan` as JSON."""
+        parts = self.loaded.finish(msgspec.json.decode(payload, type=MemoryPlan))
+        return ChildRunner(parts, self.groups, self.device, self.note)
+
+
+class ChildRunner:
+    """A rank in its process that runs steps; see `quire.procs.rank_server.RunningRank`."""
+
+    def __init__(self, parts: Parts, groups: RankGroups, device: torch.device, note: str) -> None:
+        assert parts.worker is not None
+        self._parts, self._runner, self._device, self._note = parts, parts.worker, device, note
+        self._trace, self._collecting = StepTrace(parts.worker, groups), False
+
+    @property
+    def payload(self) -> bytes:
+        """The `RankFacts` of this rank as JSON."""
+        parts = self._parts
+        return msgspec.json.encode(RankFacts(
+            depth=parts.depth, prompt_chunk=parts.prompt_chunk, notes=tuple(filter(None, (*parts.notes, self._note))),
+            plans={name: str(plan) for name, plan in parts.plans.items()}))  # fmt: skip
+
+    @property
+    def depth(self) -> int:
+        """Maximum number of steps that are submitted and not collected."""
+        return self._parts.depth
+
+    def submit(self, plan: StepPlan) -> None:
+        """Launch a step."""
+        self._runner.submit(plan)
+
+    def release(self, masks: I32) -> None:
+        """Launch the sampling of the last step with its grammar masks."""
+        self._runner.release(masks)
+
+    def collect(self) -> StepResult:
+        """Wait for the oldest launched step and return its result. Runs in a thread of its own."""
+        if not self._collecting and self._device.type == "cuda":
+            torch.cuda.set_device(self._device)  # belongs to the thread
+        self._collecting = True
+        return self._runner.collect()
+
+    def control(self, name: str, args: dict[str, Any]) -> object:
+        """Run a named operation; see `Executor.control`."""
+        controls: dict[str, Callable[..., object]] = {"describe": self._runner.describe, "trace": self._trace.control}
+        if name not in controls:
+            raise ConfigError(f"unknown control {name!r}: use {' or '.join(controls)}.")
+        return controls[name](**args)
+
+    def close(self) -> None:
+        """Do nothing: the end of the process frees its memory."""

@@ -1,0 +1,70 @@
+"""Debug mode of groups: before each exchange, the ranks compare what they are about to do.
+
+A rank that makes another call than the others would wait for ever, or read other numbers. Here it raises an error that
+names the calls.
+"""
+
+import zlib
+
+import torch
+from torch import Tensor
+
+from quire.contracts.errors import EngineDead
+from quire.distributed import Group
+
+
+class CheckedGroup:
+    """A `Group` that checks before each collective that all ranks make the same call.
+
+    The ranks compare the number of the call, its name, and the shape and dtype of its tensor.
+    device   device of the tensors
+    """
+
+    def __init__(self, group: Group, device: torch.device) -> None:
+        self._group, self._device, self._calls = group, device, 0
+        self.rank, self.size, self.kind = group.rank, group.size, f"{group.kind}, checked"
+
+    def begin_step(self) -> None:
+        """Begin the launches of a step. See `Group`."""
+        self._group.begin_step()
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """Return the sum over ranks. See `Group`."""
+        self._compare("all_reduce", x)
+        return self._group.all_reduce(x)
+
+    def add(self, part: Tensor, residual: Tensor) -> Tensor:
+        """Return residual + the sum of the parts. See `Group`."""
+        self._compare("add", part)
+        return self._group.add(part, residual)
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        """Return the tensors of all ranks. See `Group`."""
+        self._compare("all_gather", x)
+        return self._group.all_gather(x)
+
+    def send(self, x: Tensor, to: int) -> None:
+        """Send a tensor to a rank. See `Group`. Not checked: the other ranks take no part."""
+        self._group.send(x, to)
+
+    def post(self, x: Tensor, to: int) -> None:
+        """Send a tensor to a rank. See `Group`."""
+        self._group.post(x, to)
+
+    def receive(self, out: Tensor, source: int) -> Tensor:
+        """Wait for a tensor of a rank. See `Group`. Not checked."""
+        return self._group.receive(out, source)
+
+    def barrier(self) -> None:
+        """Wait for all ranks. See `Group`."""
+        self._compare("barrier", torch.empty(0))
+        self._group.barrier()
+
+    def _compare(self, name: str, x: Tensor) -> None:
+        self._calls += 1
+        words = f"call {self._calls}: {name} of {list(x.shape)} {str(x.dtype).removeprefix('torch.')}"
+        own = torch.tensor([zlib.crc32(words.encode())], dtype=torch.int64, device=self._device)
+        every = self._group.all_gather(own).flatten()
+        if bool((every != own).any()):
+            others = [rank for rank, code in enumerate(every.tolist()) if code != int(own)]
+            raise EngineDead(f"ranks make different calls: rank {self.rank} makes {words}, ranks {others} another one.")

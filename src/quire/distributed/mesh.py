@@ -1,0 +1,23 @@
+"""The groups of a rank: with whom it shares layers, and to whom it hands hidden states."""
+
+from dataclasses import dataclass
+
+from quire.distributed import Group
+
+
+@dataclass(frozen=True)
+class RankGroups:
+    """The groups that a rank belongs to; None: the rank would be alone in the group.
+
+    tp       tensor parallelism: ranks that share every layer of a pipeline stage
+    pp       pipeline parallelism: a rank of each stage, in the order of stages; hidden states go forward
+    tokens   the ranks of `pp` in a second group: sampled tokens go from the last stage to the first. Messages of one
+             group are ordered, so two stages that send to each other in one group would wait for each other
+    """
+
+    tp: Group | None = None
+    pp: Group | None = None
+    tokens: Group | None = None
+
+
+ALONE = RankGroups()

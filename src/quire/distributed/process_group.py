@@ -1,0 +1,118 @@
+"""Ranks as processes, over torch.distributed: gloo for tensors of a CPU, NCCL for those of GPUs.
+
+The ranks of a host meet through a file of their own: no port is chosen, and two engines never meet.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from quire.config.placement import Parallel, pp_members, tp_members
+from quire.distributed.mesh import RankGroups
+
+BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
+# A dead or stopped rank is noticed by the process that started the ranks, which ends the others within seconds. A step
+# may take long, so the limit of a collective is longer than any step.
+TIMEOUT = timedelta(days=1)
+MOST_SENT = 64  # tensors kept for sends: more than steps in flight, so the oldest have been received
+
+_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # the second name is older
+
+
+def join_ranks(meeting: Path, number: int, parallel: Parallel, device: torch.device) -> RankGroups:
+    """Join the ranks of an engine and return this rank's groups. Waits until all ranks have joined.
+
+    meeting   rendezvous file that no other engine uses; it is empty, or does not exist yet
+    number    this rank's number in the engine, 0 to parallel.size - 1
+    """
+    dist.init_process_group(
+        BACKENDS[device.type], init_method=f"file://{meeting}", rank=number, world_size=parallel.size, timeout=TIMEOUT,
+        device_id=device if device.type == "cuda" else None)  # fmt: skip
+    pipelines = list(pp_members(parallel))
+    return RankGroups(tp=_make(list(tp_members(parallel)), number), pp=_make(pipelines, number),
+                      tokens=_make(pipelines, number))  # fmt: skip
+
+
+def leave_ranks() -> None:
+    """Close this rank's connections to the other ranks."""
+    dist.destroy_process_group()
+
+
+def _make(members: Sequence[Sequence[int]], number: int) -> "ProcessGroup | None":
+    """Make groups of ranks, and return the one with rank `number`; None if it would be alone.
+
+    members   ranks of each group. Every rank of the engine calls this with the same groups, in the same order
+    """
+    own: ProcessGroup | None = None
+    for ranks in members:
+        if len(ranks) > 1:
+            made = dist.new_group(list(ranks), timeout=TIMEOUT)
+            if number in ranks:
+                own = ProcessGroup(made, list(ranks).index(number), tuple(ranks))
+    return own
+
+
+class ProcessGroup:
+    """A `quire.distributed.Group` of processes, over a process group of torch.distributed.
+
+    rank    number of this rank in the group
+    ranks   global ranks of the members, in order
+    """
+
+    def __init__(self, group: dist.ProcessGroup, rank: int, ranks: tuple[int, ...]) -> None:
+        self._group, self.rank, self.ranks, self.size = group, rank, ranks, len(ranks)
+        self._sent: deque[tuple[dist.Work, Tensor]] = deque()  # under way: gloo reads the tensor until its end
+        self.kind, self.name = str(dist.get_backend(group)), str(group.group_name)
+
+    def begin_step(self) -> None:
+        """Do nothing. See `Group`."""
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """Return the sum over ranks, in the memory of x if x is contiguous. See `Group`."""
+        x = x.contiguous()
+        dist.all_reduce(x, group=self._group)
+        return x
+
+    def add(self, part: Tensor, residual: Tensor) -> Tensor:
+        """Return residual + the sum of the parts. See `Group`."""
+        return residual + self.all_reduce(part)
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        """Return the tensors of all ranks. See `Group`."""
+        x = x.contiguous()
+        out = torch.empty((self.size, *x.shape), dtype=x.dtype, device=x.device)
+        _all_gather(out.view(-1), x.view(-1), group=self._group)
+        return out
+
+    def send(self, x: Tensor, to: int) -> None:
+        """Send a tensor to a rank. See `Group`."""
+        if x.is_cuda:  # in the order of the stream, so that a CUDA graph can hold it
+            dist.send(x.contiguous(), self.ranks[to], group=self._group)
+        else:
+            self._send_beside(x, to)
+
+    def post(self, x: Tensor, to: int) -> None:
+        """Send a tensor to a rank; later kernel launches do not wait for it. See `Group`."""
+        self._send_beside(x, to)
+
+    def _send_beside(self, x: Tensor, to: int) -> None:
+        x = x.clone(memory_format=torch.contiguous_format)
+        work = dist.isend(x, self.ranks[to], group=self._group)
+        assert work is not None, "this rank is in the group"
+        self._sent.append((work, x))
+        if len(self._sent) > MOST_SENT:  # received long ago; gloo's work is not complete before someone waits for it
+            self._sent.popleft()[0].wait()
+
+    def receive(self, out: Tensor, source: int) -> Tensor:
+        """Wait for a tensor of a rank. See `Group`."""
+        dist.recv(out, self.ranks[source], group=self._group)
+        return out
+
+    def barrier(self) -> None:
+        """Wait for all ranks. See `Group`."""
+        dist.barrier(group=self._group)

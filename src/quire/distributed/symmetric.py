@@ -1,0 +1,112 @@
+"""A group of GPUs of one host that sums through symmetric memory: each rank reads the other ranks' parts itself.
+
+NCCL does everything else, and sums of messages that exceed the buffers. NVLink multicast is never used.
+"""
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed._symmetric_memory as symmetric_memory
+from torch import Tensor
+
+from quire.distributed import Group
+from quire.distributed.process_group import ProcessGroup
+from quire.kernels.comm import BUFFERS, Peers
+from quire.kernels.comm.triton import sum_ranks
+
+BLOCKS = 64  # programs of a sum: enough to fill NVLink, few enough to run at the same time on any GPU
+
+
+class SymmetricGroup:
+    """A `Group` of GPUs that sums through symmetric memory. `group` (NCCL) does the rest, and sums larger messages.
+
+    memory   [BUFFERS x room] uint8, made by `symmetric_memory.empty`; messages of up to `room` bytes are summed in it
+    """
+
+    def __init__(self, group: ProcessGroup, memory: Tensor) -> None:
+        self._group, self.rank, self.size, self._memory = group, group.rank, group.size, memory
+        self.kind = f"symmetric memory, else {group.kind}"
+        handle = symmetric_memory.rendezvous(memory, group.name)
+        signals = handle.signal_pad_size // 4 // self.size
+        self._peers = Peers(
+            torch.tensor(handle.buffer_ptrs, dtype=torch.int64, device=memory.device),
+            torch.tensor(handle.signal_pad_ptrs, dtype=torch.int64, device=memory.device),
+            self.rank, len(memory) // BUFFERS, min(BLOCKS, signals),
+        )  # fmt: skip
+        self._calls = 0  # sums of the step that is being launched
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the communication buffers on this GPU."""
+        return self._memory.nbytes
+
+    def begin_step(self) -> None:
+        """Begin the launches of a step. See `Group`."""
+        self._calls = 0
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """Return the sum over ranks. See `Group`."""
+        return self._sum(x, None) if self._fits(x) else self._group.all_reduce(x)
+
+    def add(self, part: Tensor, residual: Tensor) -> Tensor:
+        """Return residual + the sum of the parts. See `Group`."""
+        return self._sum(part, residual) if self._fits(part) else self._group.add(part, residual)
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        """Return the tensors of all ranks. See `Group`."""
+        return self._group.all_gather(x)
+
+    def send(self, x: Tensor, to: int) -> None:
+        """Send a tensor to a rank. See `Group`."""
+        self._group.send(x, to)
+
+    def post(self, x: Tensor, to: int) -> None:
+        """Send a tensor to a rank. See `Group`."""
+        self._group.post(x, to)
+
+    def receive(self, out: Tensor, source: int) -> Tensor:
+        """Wait for a tensor of a rank. See `Group`."""
+        return self._group.receive(out, source)
+
+    def barrier(self) -> None:
+        """Wait for all ranks. See `Group`."""
+        self._group.barrier()
+
+    def _fits(self, x: Tensor) -> bool:
+        return 0 < x.nbytes <= self._peers.room
+
+    def _sum(self, part: Tensor, residual: Tensor | None) -> Tensor:
+        residual = None if residual is None else residual.contiguous()
+        return sum_ranks(part.contiguous(), residual, self._peers, self.next_buffer())
+
+    def next_buffer(self) -> int:
+        """Return the buffer index of the next sum. The first sum of a step has its own, the others alternate."""
+        buffer = BUFFERS - 1 if self._calls == 0 else self._calls % 2
+        self._calls += 1
+        return buffer
+
+
+def with_symmetric_memory(group: Group | None, device: torch.device, room: int) -> tuple[Group | None, str]:
+    """Return (group that sums through symmetric memory, ""), or (`group`, reason why it cannot).
+
+    room   bytes of the largest message that is summed through symmetric memory
+    All ranks try together and get the same answer.
+    """
+    if not isinstance(group, ProcessGroup) or device.type != "cuda":
+        return group, "" if group is None else "symmetric memory is for GPUs"
+    made: list[Group] = []
+
+    def failed(attempt: Callable[[], None]) -> str:
+        """Run `attempt` on every rank. Return why it failed here or on another rank; "" when it failed on none."""
+        why = ""
+        try:
+            attempt()
+        except RuntimeError as error:  # no peer access, no such memory in this container, no room
+            why = str(error).partition("\n")[0] or type(error).__name__
+        count = torch.tensor([bool(why)], dtype=torch.int32, device=device)
+        return why or "another rank has no symmetric memory" * bool(int(group.all_reduce(count)))
+
+    memory: list[Tensor] = []
+    why = failed(lambda: memory.append(symmetric_memory.empty(BUFFERS * room, dtype=torch.uint8, device=device)))
+    why = why or failed(lambda: made.append(SymmetricGroup(group, memory[0])))
+    return (group, why) if why else (made[0], "")

@@ -1,0 +1,161 @@
+"""The ranks of a described plan for a terminal: their parts, groups and exchanges; or a single rank with its slices.
+
+Ranks that hold as much are one line. The experts of a layer, and layers whose slices are equal, are one line.
+"""
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import groupby
+from typing import Any
+
+from rich.console import Group
+from rich.text import Text
+from rich.tree import Tree
+
+from quire.config.missing import not_runnable
+from quire.entry.cli.table import format_bytes as size
+
+Plan = Mapping[str, Any]
+HELD = {"layers": "layers", "heads": "query heads", "kv_heads": "KV heads", "experts": "experts"}
+MOST_RUNS = 4  # of ranks that are alike and not neighbours, before their count is told instead
+MOST_GROUPS = 8  # of a name whose members are shown
+_EXPERT = re.compile(r"\.experts\.(\d+)\.")
+_LAYER = re.compile(r"(\.layers)\.(\d+)\.")
+
+
+def folded(names: Iterable[str]) -> Iterator[str]:
+    """Yield checkpoint names in order; the names of all experts become "experts.{0-255}.up_proj.weight"."""
+    groups: dict[str, list[str]] = {}
+    for name in names:
+        found = _EXPERT.search(name)
+        groups.setdefault(_EXPERT.sub(".experts.{}.", name), []).append(found[1] if found else "")
+    for pattern, numbers in groups.items():
+        yield pattern.replace("{}", numbers[0] if len(numbers) == 1 else f"{{{numbers[0]}-{numbers[-1]}}}")
+
+
+def add_ranks(tree: Tree, plan: Plan) -> None:
+    """Add the ranks of a plan, their groups and their exchanges; nothing for one device."""
+    ranks = plan["ranks"]
+    if len(ranks) == 1:
+        return
+    branch = _add(tree, f"{len(ranks):,} ranks")
+    alike: dict[tuple[Any, ...], list[Plan]] = {}
+    for rank in ranks:
+        each = (rank[key][1] - rank[key][0] for key in HELD)
+        alike.setdefault((rank["stage"], rank["bytes"], *each), []).append(rank)
+    for (stage, *_), some in alike.items():
+        _add(branch, f"{_numbers([rank['number'] for rank in some])} (stage {stage}): {_held(some, plan['latent'])}")
+    if plan["latent"]:
+        _add(branch, "KV cache: the same latents on every tp rank")
+    for key in ("kv_heads", "experts"):
+        if line := _shares(ranks, key) if not (plan["latent"] and key == "kv_heads") else "":
+            _add(branch, line)
+    _groups(branch, plan["groups"])
+    _exchanges(_add(branch, "exchanges of a step in order, with bytes of a rank's buffer"), plan["collectives"])
+
+
+def render_rank(rank: Plan) -> Group:
+    """Return a rank as a terminal tree, with every tensor slice that its loader reads. `rank`: see `describe_one`."""
+    tree = Tree(Text(f"rank {rank['number']} of {rank['ranks']} ({rank['parallel']}): stage {rank['stage']}, place "
+                     f"{rank['place']} of its tp group; {_held([rank], rank['latent'])}"))  # fmt: skip
+    _groups(tree, [one | {"members": [one["members"]]} for one in rank["groups"]])
+    if rank["collectives"]:
+        _exchanges(_add(tree, "exchanges of a step in order, with bytes of this rank's buffer"), rank["collectives"])
+    branch = _add(tree, "slices of stored tensors that this rank reads")
+    layers = [(name, dict(_cut(some))) for name, some in groupby(rank["slices"], key=_layer_of)]
+    for _, equal in groupby(layers, key=lambda layer: (layer[0] if layer[0] is None else "", list(layer[1].items()))):
+        first, *others = equal
+        number, slices = first
+        if number is None:
+            for name, cut in slices.items():
+                _add(branch, f"{name}: {cut}")
+            continue
+        title = f"layers {number}-{others[-1][0]}, each" if others else f"layer {number}"
+        node = _add(branch, title)
+        for name, cut in slices.items():
+            _add(node, f"{name}: {cut}")
+    missing = not_runnable([one["feature"] for one in rank["missing"]])
+    return Group(*[Text(missing)] * bool(missing), tree)
+
+
+def _add(tree: Tree, line: str) -> Tree:
+    return tree.add(Text(line))
+
+
+def _held(some: Sequence[Plan], latent: object) -> str:
+    """Return what ranks hold, which hold as much, in words."""
+    one, held = some[0], list[str]()
+    for key, word in HELD.items():
+        first, end = min(rank[key][0] for rank in some), max(rank[key][1] for rank in some)
+        width = one[key][1] - one[key][0]
+        if width and not (key == "kv_heads" and latent):
+            sliced = "a slice of " * (key == "experts" and one["tp"] > 1 and not one["whole_experts"])
+            held.append(sliced + _range(word, first, end) + f" ({width} each)" * (end - first > width))
+    each = " each" * (len(some) > 1)
+    held += ["embedding"] * one["first"] + ["head"] * one["last"] + [f"{size(one['bytes'])} of weights{each}"]
+    held += [f"{size(one[key])} of {word}{each}" for key, word in (("kv_bytes", "KV cache"), ("buffers", "buffers"))
+             if one[key]]  # fmt: skip
+    return ", ".join(held)
+
+
+def _groups(branch: Tree, groups: Iterable[Plan]) -> None:
+    for one in groups:
+        members = [f"ranks {', '.join(map(str, ranks))}" for ranks in one["members"][:MOST_GROUPS]]
+        more = f"; and {len(one['members']) - MOST_GROUPS:,} more" * (len(one["members"]) > MOST_GROUPS)
+        _add(branch, f"group {one['name']} ({one['purpose']}): {'; '.join(members)}{more}")
+
+
+def _exchanges(branch: Tree, exchanges: Sequence[Plan]) -> None:
+    reasons = {one["algorithm"]: one["why"] for one in exchanges}
+    for one in exchanges:
+        sent = f"{size(one['message_bytes'])} per {one['per']}" + f" x {one['times']}" * (one["times"] > 1)
+        when = f" ({one['when']})" * bool(one["when"])
+        _add(branch, f"{one['kind']} over {one['group']}, {one['where']}: {sent}{when}; {one['algorithm']}")
+    for name, why in reasons.items():
+        _add(branch, f"{name}: {why}")
+
+
+def _shares(ranks: Sequence[Plan], key: str) -> str:
+    """Return the KV heads or experts of each rank of the first stage, in words; "" where all ranks have the same."""
+    held: dict[tuple[int, int], list[int]] = {}
+    for rank in ranks:
+        if rank["stage"] == 0 and (key == "experts" or rank["replica"] == 0):
+            held.setdefault(tuple(rank[key]), []).append(rank["number"] if key == "experts" else rank["place"])
+    if len(held) == 1 and (key == "experts" or sum(map(len, held.values())) == 1):
+        return ""
+    one, where = ("experts", "ranks of the first stage") if key == "experts" else ("heads", "tp ranks")
+    words = (f"{_range(one, *some)} on {_range('ranks', places[0], places[-1] + 1)}" for some, places in held.items())
+    return f"{HELD[key]} on {where}: {'; '.join(words)}"
+
+
+def _layer_of(one: Plan) -> str | None:
+    found = _LAYER.search(one["tensor"])
+    return found[2] if found else None
+
+
+def _cut(slices: Iterable[Plan]) -> Iterator[tuple[str, str]]:
+    """Yield (stored tensors, slice in words), with the layer's number and experts' numbers folded."""
+    by_cut: dict[str, dict[str, str]] = {}
+    for one in slices:
+        axis = "rows" if one["axis"] == 0 else "columns"
+        whole = one["end"] - one["start"] == one["total"]
+        cut = "whole" if whole else f"{axis} {one['start']}-{one['end'] - 1} of {one['total']}"
+        name = _LAYER.sub(r"\1.{i}.", one["tensor"])
+        by_cut.setdefault(f"{_EXPERT.sub('.experts.{}.', name)} {cut}", {})[name] = cut
+    for names in by_cut.values():
+        for name in folded(names):
+            yield name, next(iter(names.values()))
+
+
+def _numbers(ranks: Sequence[int]) -> str:
+    """Return ranks by number, in words: each run of neighbours, or a count where there are many runs."""
+    known = set(ranks)
+    runs = list(zip([n for n in ranks if n - 1 not in known], [n for n in ranks if n + 1 not in known], strict=True))
+    if len(runs) > MOST_RUNS:
+        return f"{len(ranks):,} of ranks {ranks[0]}-{ranks[-1]}"
+    words = (f"{first}-{last}" if last > first else f"{first}" for first, last in runs)
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(words)}"
+
+
+def _range(words: str, first: int, end: int) -> str:
+    return f"{words.removesuffix('s')} {first}" if end - first == 1 else f"{words} {first}-{end - 1}"

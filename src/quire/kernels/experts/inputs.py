@@ -1,0 +1,64 @@
+"""Inputs for tests and measurements of the expert kernels."""
+
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Case:
+    """A test case: T tokens that choose k of E experts, with hidden size H and inner size I.
+
+    spread   "even": tokens choose among all experts; "one": all choose the same; "few": only a few are chosen
+    """
+
+    tokens: int
+    experts: int
+    top_k: int
+    hidden: int
+    inner: int
+    spread: str = "even"
+
+
+CASES = (
+    Case(1, 4, 2, 520, 24),
+    Case(1, 8, 8, 16, 264),
+    Case(3, 8, 3, 72, 40),
+    Case(4, 5, 1, 40, 24, "one"),
+    Case(7, 8, 8, 64, 24),
+    Case(33, 6, 2, 96, 48, "few"),
+    Case(70, 4, 1, 64, 72, "one"),
+    Case(130, 16, 6, 32, 72),
+    Case(0, 4, 2, 32, 16),
+)
+
+
+def make(case: Case, dtype: torch.dtype, device: str = "cpu") -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return x [T, H], weights [T, k], ids [T, k], gate_up [E, 2I, H], down [E, H, I]."""
+    generator = torch.Generator(device).manual_seed(case.tokens)
+    t, e, h, i = case.tokens, case.experts, case.hidden, case.inner
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, device=device)
+
+    scores = draw(t, e)
+    if case.spread != "even":
+        scores[:, : max(case.top_k, 1 if case.spread == "one" else 3)] += 100
+    weights, ids = scores.topk(case.top_k)
+    gate_up = (draw(e, 2 * i, h) * h**-0.5).to(dtype)
+    down = (draw(e, h, i) * i**-0.5).to(dtype)
+    return draw(t, h).to(dtype), weights.softmax(1) * 1.7, ids.int(), gate_up, down
+
+
+def packed_by(kernel: ModuleType, gate_up: Tensor, down: Tensor) -> Any:
+    """Pack gate_up [E, 2I, H] and down [E, H, I] with `kernel`, an implementation; return the packed weights.
+
+    Experts are packed one by one, the last first.
+    """
+    packed = kernel.empty(len(gate_up), gate_up[0], down[0], gate_up.device)
+    for place in reversed(range(len(gate_up))):
+        kernel.put(packed, place, gate_up[place].clone(), down[place].clone())
+    return packed

@@ -1,0 +1,79 @@
+"""Linear layers with 4- and 8-bit integer weights and bfloat16 activations on Hopper (compute capability 9.0).
+
+Up to `weight_only_words.MOST_ROWS` rows are multiplied with the packed weight; for more, the weight is unpacked for the
+product, which cuBLAS runs. A weight whose groups of inputs are no multiple of 32 runs the reference.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quire.kernels.linear import weight_only_words as words
+from quire.kernels.linear.weight_only import Packed, run, run_add, run_float, run_gated
+from quire.quantization.pack.matrix import QuantizedMatrix
+
+__all__ = ["pack", "pack_gated", "run", "run_add", "run_float", "run_gated"]
+
+
+@dataclass(frozen=True)
+class WeightWords:
+    """A packed weight [N, K] of 4- or 8-bit integers, an implementation of `WeightOnly`.
+
+    shape   (N, K)
+    order   see `WeightOnly`
+    gated   True: eight outputs of gate and eight of up alternate
+
+    Other fields are arguments of `weight_only_words.product`.
+    """
+
+    words: Tensor
+    scales: Tensor
+    zeros: Tensor | None
+    order: Tensor | None
+    counters: Tensor
+    shape: tuple[int, int]
+    bits: int
+    group: int
+    gated: bool
+
+    @property
+    def outputs(self) -> int:
+        """Return the number of outputs of a packed weight. See `WeightOnly`."""
+        return self.shape[0]
+
+    def product(self, x: Tensor, bias: Tensor | None, y: Tensor, **fused: Any) -> Tensor:
+        """Multiply x, of few rows, by the packed weight into y; return y. See `WeightOnly`."""
+        if x.stride(1) != 1 or x.stride(0) % 8 or x.data_ptr() % 16:  # not for the copy engine
+            x = x.clone(memory_format=torch.contiguous_format)
+        return words.product(x, self.words, self.scales, self.zeros, bias, y, bits=self.bits, group=self.group,
+                             counters=self.counters, **fused)  # fmt: skip
+
+    def unpack(self, dtype: torch.dtype) -> Tensor:
+        """Return the weight [N, K] in a floating-point type. See `WeightOnly`."""
+        return words.unpack(self.words, self.scales, self.zeros, self.shape, dtype, bits=self.bits, group=self.group,
+                            gated=self.gated)  # fmt: skip
+
+
+def pack(matrix: QuantizedMatrix) -> Packed:
+    """Return the weight packed in the layout that `run` reads. See `quire.kernels.linear`."""
+    return _pack(matrix, False)
+
+
+def pack_gated(matrix: QuantizedMatrix) -> Packed:
+    """Return the weight (rows of gate, then of up) packed for `run_gated`. See `quire.kernels.linear`."""
+    return _pack(matrix, True)
+
+
+def _pack(matrix: QuantizedMatrix, gated: bool) -> Packed:
+    (n, k), group = matrix.shape, matrix.scheme.block[1] or matrix.shape[1]
+    if group % 32 or k % group:
+        return matrix
+    bits = 4 if matrix.scheme.values == "w4" else 8
+    zeros = None if matrix.zero is None else words.repack_scales(matrix.zero, gated)
+    counters = torch.zeros((n // 64 + 2) * words.MOST_ROWS // 128, dtype=torch.int32, device=matrix.values.device)
+    return WeightWords(words.repack(matrix.values, bits, gated), words.repack_scales(matrix.scale, gated), zeros,
+                 None if matrix.order is None else matrix.order.long(), counters, (n, k), bits, group, gated)

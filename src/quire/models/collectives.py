@@ -1,0 +1,154 @@
+"""The exchanges between the ranks of an engine in each step, their algorithms, and the memory of their buffers.
+
+Pure arithmetic over a model's arguments; `layers/`, `worker/stage.py` and `worker/sliced_sampling.py` make the
+exchanges. A test compares the list with those of a real step. No torch.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from quire.config.checkpoint import ModelArgs
+from quire.config.placement import Parallel, Rank, pp_members, tp_members, vocabulary_share
+
+LOGIT_BYTES = 4  # float32
+KEY_BYTES = 8  # of a rank's best id of a row and its value, as one integer
+SUM_BUFFERS = 3  # of sums through symmetric memory: `quire.kernels.comm`
+# Bytes of the largest sum through symmetric memory, by number of ranks. Every rank reads the parts of all others, that
+# is (N - 1) times the message; NCCL's rings move 2 (N - 1) / N times. Known of two ranks only.
+MOST_ROOM = {2: 64 << 20, 4: 512 << 10, 8: 256 << 10}
+TOKEN_BYTES = 4  # int32
+TOKEN, SAMPLED, SCORED = "token", "sampled row", "scored row"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Collective:
+    """An exchange between the ranks of a group, made `times` in a step.
+
+    message_bytes   size of a rank's buffer for each token or row (see `per`). The bytes on the wire differ, because
+                    they depend on the algorithm
+    when            condition of the exchange, in words; "": in every step
+    algorithm, why  the way in which the ranks exchange, and the reason for it
+    """
+
+    kind: str
+    where: str
+    group: str
+    message_bytes: int
+    times: int = 1
+    per: str = TOKEN
+    when: str = ""
+    algorithm: str = ""
+    why: str = ""
+
+
+def algorithm(kind: str, device: str) -> tuple[str, str]:
+    """Return the algorithm of an exchange ("all-reduce", "send", ...) on a device ("cpu" or "cuda"), and the reason."""
+    if device == "cpu":
+        way = "point to point" if kind in ("send", "receive") else "ring"
+        return f"gloo {way}", "the ranks are processes on CPUs of one host, and their tensors go over loopback"
+    if kind == "all-reduce":
+        return "symmetric memory, else NCCL", (
+            "each GPU reads the others' parts; NCCL sums what exceeds the buffers (--disable-custom-all-reduce: all)")
+    return "NCCL", "the tensors are in the memory of GPUs"
+
+
+def sum_room(ranks: int, message_bytes: int) -> int:
+    """Return the bytes of the largest message that `ranks` GPUs sum through symmetric memory. NCCL sums larger ones.
+
+    message_bytes   size of the message in the largest step
+    """
+    known = next((one for one in MOST_ROOM if one >= ranks), max(MOST_ROOM))
+    return min(message_bytes, MOST_ROOM[known]) // 16 * 16
+
+
+def collectives(args: ModelArgs, parallel: Parallel, *, item_bytes: int, device: str, spread: str = "",
+                rank: Rank | None = None) -> Iterator[Collective]:  # fmt: skip
+    """Yield the exchanges of a step, in their order.
+
+    item_bytes   bytes of one value of an activation: 2 for bfloat16
+    spread       name of the dispatcher that brings tokens to the experts of other replicas; "": none
+    rank         yield the exchanges of this rank. None: those that a token passes in all stages, without the receives
+    """
+    for kind, where, group, count, times, per, when in _exchanges(args, parallel, item_bytes, spread, rank):
+        if times:
+            name, why = algorithm(kind, device)
+            yield Collective(kind=kind, where=where, group=group, message_bytes=count, times=times, per=per, when=when,
+                             algorithm=name, why=why)  # fmt: skip
+
+
+Exchange = tuple[str, str, str, int, int, str, str]  # the fields of `Collective` up to `when`
+
+
+def _exchanges(args: ModelArgs, parallel: Parallel, item_bytes: int, spread: str, rank: Rank | None,
+               ) -> Iterator[Exchange]:  # fmt: skip
+    row, slices, moe = args.hidden_size * item_bytes, parallel.tp > 1, args.moe
+    first, last = (True, True) if rank is None else (rank.first, rank.last)
+    layers = range(*rank.layers) if rank else range(args.num_layers)
+    sends = parallel.pp - 1 if rank is None else int(not last)
+    if rank is not None and not first:
+        yield "receive", "hidden states of the stage before", "pp", row, 1, TOKEN, ""
+    if slices:
+        yield "all-reduce", "embedding", "tp", row, int(first), TOKEN, ""
+        yield "all-reduce", "attention output", "tp", row, len(layers), TOKEN, ""
+        yield "all-reduce", "feed-forward output", "tp", row, len(layers), TOKEN, ""
+    if moe and parallel.dp > 1 and parallel.experts:
+        direct = spread == "all-to-all"
+        copies = min(moe.routing.top_k, parallel.expert_ranks)  # of a token, at most one to a rank
+        for kind, where, rows in (
+            ("all-gather", "tokens to experts", 1),
+            ("reduce-scatter", "experts' outputs back", parallel.dp),
+        ):
+            yield (spread if direct else kind, where, "ep" if direct else "dp", row * (copies if direct else rows),
+                   sum(layer in moe.layers for layer in layers), TOKEN, "")  # fmt: skip
+    yield "send", "hidden states to the next stage", "pp", row, sends, TOKEN, ""
+    if slices and last:
+        logits = _widest_slice(args, parallel) * LOGIT_BYTES
+        yield "all-gather", "each rank's best ids", "tp", KEY_BYTES, 1, SAMPLED, (
+            "no row of the step has filters, penalties, bias or a mask")
+        yield "all-gather", "logits", "tp", logits, 1, SAMPLED, "a row has filters, penalties, bias or a mask"
+        yield "all-gather", "logits", "tp", logits, 1, SCORED, "log-probabilities of tokens, or of the prompt"
+    if parallel.pp > 1 and last:
+        yield "send", "tokens to the first stage", "tokens", TOKEN_BYTES, 1, SAMPLED, ""
+    if parallel.pp > 1 and rank is not None and first:
+        yield "receive", "tokens of the last stage", "tokens", TOKEN_BYTES, 1, SAMPLED, "before the request's next step"
+
+
+def groups(parallel: Parallel) -> list[dict[str, Any]]:
+    """Return the groups of ranks as plain values: name, purpose, and the global numbers of the members of each."""
+    stage = parallel.tp * parallel.pp
+    across = [[replica * stage + place for replica in range(parallel.dp)] for place in range(stage)]
+    spread = [[replica * stage + first + place for replica in range(parallel.dp) for place in range(parallel.tp)]
+              for first in range(0, stage, parallel.tp)]  # fmt: skip
+    experts = parallel.experts and parallel.dp > 1
+    found = (
+        ("tp", "share every layer of a stage" + "; each has whole experts" * parallel.experts, tp_members(parallel)),
+        ("pp", "stages in order: hidden states go forward", pp_members(parallel)),
+        ("tokens", "the same ranks: sampled tokens go from the last stage to the first", pp_members(parallel)),
+        ("dp", "the same slice in every replica", across if experts else ()),
+        ("ep", "divide the experts of a stage", spread if experts else ()),
+    )
+    named = [{"name": name, "purpose": purpose, "members": list(members)} for name, purpose, members in found]
+    return [one for one in named if one["members"] and len(one["members"][0]) > 1]
+
+
+def buffer_bytes(args: ModelArgs, rank: Rank, parallel: Parallel, *, item_bytes: int, tokens: int, rows: int,
+                 device: str = "cpu") -> int:  # fmt: skip
+    """Return the bytes of buffers that a rank's exchanges need at most, beside the tensors of the layers.
+
+    tokens, rows   most tokens and most sampled rows of a step
+    All-reduces on a CPU need no buffer: they run in place. GPUs keep buffers in symmetric memory for them.
+    """
+    hidden = tokens * args.hidden_size * item_bytes
+    received, sent = int(not rank.first), parallel.pp * int(not rank.last)  # a copy for each step in flight
+    logits = 0
+    if parallel.tp > 1 and rank.last:  # the slices of all ranks, and these joined
+        logits = rows * (_widest_slice(args, parallel) * parallel.tp + args.vocab_size) * LOGIT_BYTES
+    shared = SUM_BUFFERS * sum_room(parallel.tp, hidden) if parallel.tp > 1 and device == "cuda" else 0
+    return (received + sent) * hidden + logits + shared
+
+
+def _widest_slice(args: ModelArgs, parallel: Parallel) -> int:
+    """Ids of the largest slice of the vocabulary; the others are padded to it when they are gathered."""
+    slices = (vocabulary_share(args.vocab_size, parallel.tp, place) for place in range(parallel.tp))
+    return max(end - first for first, end in slices)

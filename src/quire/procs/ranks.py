@@ -1,0 +1,218 @@
+"""The ranks of an engine as processes: starts them, builds them in step, sends every plan to all, takes the results.
+
+The engine core makes all decisions. Every rank gets the same messages in the same order. Knows nothing of models and
+devices; the payloads are between the engine's assembly and its ranks.
+"""
+
+import socket
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any, TypeVar
+
+from quire.config.env import with_variables
+from quire.contracts.errors import QuireError
+from quire.contracts.protocols import ExecutorFacts
+from quire.contracts.step import I32, StepPlan, StepResult
+from quire.procs.child_process import ChildProcess
+from quire.procs.failures import rebuilt
+from quire.procs.frames import Frames
+from quire.procs.messages import Loading
+from quire.procs.rank_messages import (
+    RankBuilt,
+    RankControl,
+    RankMasks,
+    RankReady,
+    RankReply,
+    RankSize,
+    RankStart,
+    RankStep,
+    ToRank,
+)
+from quire.procs.rank_watch import RankTimes, RankWatch, WatchedRank
+from quire.procs.wire import encode
+
+PROCESS = "quire.procs.rank_process"
+TIMES = RankTimes()
+P = TypeVar("P", RankBuilt, RankReady)
+
+
+class RankProcesses:
+    """The processes of an engine's ranks. One thread uses them; any thread may call `close`.
+
+    Order of calls: `build`, `size`, then `broadcast`, `collect` and `control`. When a rank fails, all ranks are killed
+    and every later call raises the error. The processes end with this object, closed or not, and with this process.
+
+    module   name of a Python module; its `build_rank` builds a rank (see `BuildRank` in `rank_server.py`)
+    starts   parameters of each rank for `build_rank`, as JSON, in the order of the ranks
+    names    names of the ranks in error messages: "rank 1 (tp 1)"
+    env      environment variables that the ranks have besides those of this process
+    lead     index of the only rank that sends step results
+    inherit  file descriptors that every rank inherits under the same numbers
+    """
+
+    def __init__(
+        self,
+        module: str,
+        starts: Sequence[bytes],
+        names: Sequence[str],
+        env: Mapping[str, str],
+        *,
+        lead: int = 0,
+        inherit: Sequence[int] = (),
+        times: RankTimes = TIMES,
+    ) -> None:
+        assert 0 <= lead < len(starts) == len(names)
+        self._watch = RankWatch(_spawn(module, names, with_variables(env), inherit), times)
+        # The watch does not refer to this object, so that collecting this object as garbage ends the processes.
+        weakref.finalize(self, self._watch.close)  # runs at exit, too
+        self._num_controls = 0
+        for index, payload in enumerate(starts):
+            with suppress(QuireError):  # `build` raises it
+                self._send((index,), RankStart(payload, index == lead, times.beat))
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """Process ids, in the order of the ranks."""
+        return tuple(rank.child.pid for rank in self._watch.ranks)
+
+    def build(self, on_loading: Callable[[int, int], None]) -> list[bytes]:
+        """Wait until all ranks have loaded their weights; return their `RankBuilt` payloads. Raises a rank's error.
+
+        on_loading   called with (bytes loaded, bytes to load), summed over the ranks, once every rank has reported
+        """
+        return self._payloads(RankBuilt, on_loading)
+
+    def size(self, payloads: Sequence[bytes]) -> list[bytes]:
+        """Send each rank its memory sizes, as JSON. Wait until all can run steps; return their `RankReady` payloads."""
+        for index, payload in enumerate(payloads):
+            self._send((index,), RankSize(payload))
+        ready = self._payloads(RankReady, lambda done, total: None)
+        self._watch.ready = True
+        return ready
+
+    def broadcast(self, message: ToRank) -> None:
+        """Send a message to every rank. Waits while a rank cannot take it."""
+        if isinstance(message, RankStep):
+            self._watch.sent = message.plan.step
+        self._send(range(len(self._watch.ranks)), message)
+
+    def collect(self) -> StepResult:
+        """Wait for the result of the oldest uncollected step, and return it."""
+        return self._watch.result()
+
+    def control(self, name: str, args: dict[str, Any]) -> list[object]:
+        """Run the operation `name` on every rank; return a value per rank. Raises the first `UserError` of a rank."""
+        self._num_controls += 1
+        self.broadcast(RankControl(self._num_controls, name, args))
+        replies: dict[int, RankReply] = {}
+        while len(replies) < len(self._watch.ranks):
+            index, message = self._watch.answer()
+            if isinstance(message, RankReply) and message.id == self._num_controls:  # else of an interrupted call
+                replies[index] = message
+        for index in sorted(replies):
+            if (error := replies[index].error) is not None:
+                raise rebuilt(error.kind, error.message)
+        return [replies[index].value for index in sorted(replies)]
+
+    def check_alive(self) -> None:
+        """Raise the error if the ranks have ended."""
+        self._watch.check()
+
+    def close(self) -> None:
+        """End and reap all processes. Ready ranks have `RankTimes.stop` seconds to exit before SIGKILL. Idempotent."""
+        self._watch.close()
+
+    def _payloads(self, kind: type[P], on_loading: Callable[[int, int], None]) -> list[bytes]:
+        """Wait for a message of `kind` from every rank; return their payloads, by rank."""
+        payloads: dict[int, bytes] = {}
+        shares: dict[int, tuple[int, int]] = {}
+        while len(payloads) < len(self._watch.ranks):
+            index, message = self._watch.answer()
+            if isinstance(message, kind):
+                payloads[index] = message.payload
+                shares.setdefault(index, (0, 0))
+            elif isinstance(message, Loading):
+                shares[index] = message.done, message.total
+                if len(shares) == len(self._watch.ranks):
+                    on_loading(sum(done for done, _ in shares.values()), sum(total for _, total in shares.values()))
+        return [payloads[index] for index in sorted(payloads)]
+
+    def _send(self, indices: Sequence[int], message: ToRank) -> None:
+        """Send a message to some ranks. Waits while a rank cannot take it, at most until the watch ends that rank."""
+        self._watch.check()
+        data = encode(message)
+        try:
+            for index in indices:
+                self._watch.ranks[index].frames.send(data)
+        except OSError:
+            raise self._watch.wait() from None
+        except BaseException:  # Ctrl-C: some ranks have the message, perhaps a half, and others do not
+            self._watch.abandon("a message to the ranks was interrupted: make a new engine.")
+            raise
+
+
+class RanksExecutor:
+    """Executor that runs steps on `processes`, whose ranks are ready. `shutdown` ends them. See `Executor`."""
+
+    def __init__(self, processes: RankProcesses, facts: ExecutorFacts) -> None:
+        self._processes, self._facts = processes, facts
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """Process ids, in the order of the ranks."""
+        return self._processes.pids
+
+    def submit(self, plan: StepPlan) -> None:
+        """Send a step plan to every rank. Raises `EngineDead` after a rank has failed."""
+        self._processes.broadcast(RankStep(plan))
+
+    def release(self, step: int, masks: I32) -> None:
+        """Send the grammar masks of `step` to every rank, if there are any. See `Executor`."""
+        if len(masks):
+            self._processes.broadcast(RankMasks(step, masks))
+
+    def collect(self) -> StepResult:
+        """Wait for the oldest step and return its result. Raises `EngineDead` after a rank has failed."""
+        return self._processes.collect()
+
+    def control(self, name: str, args: dict[str, Any]) -> object:
+        """Run the operation `name` on every rank; return the list of its values, in the order of the ranks."""
+        return self._processes.control(name, args)
+
+    def check_alive(self) -> None:
+        """Raise `EngineDead` if a rank has failed."""
+        self._processes.check_alive()
+
+    def facts(self) -> ExecutorFacts:
+        """Return the capabilities of this executor. See `Executor`."""
+        return self._facts
+
+    def shutdown(self) -> None:
+        """End and reap all processes; idempotent."""
+        self._processes.close()
+
+
+def _spawn(module: str, names: Sequence[str], env: Mapping[str, str], inherit: Sequence[int]) -> list[WatchedRank]:
+    """Start a process for each name, or none of them."""
+    ranks: list[WatchedRank] = []
+    try:
+        for name in names:
+            ours, theirs = socket.socketpair()
+            with theirs:
+                frames = Frames(ours)
+                try:
+                    child = ChildProcess(PROCESS, arguments=(module, str(theirs.fileno())),
+                                         descriptors=(theirs.fileno(), *inherit), env=env)
+                except BaseException:
+                    frames.close()
+                    raise
+            ranks.append(WatchedRank(name, child, frames))
+    except BaseException:
+        for rank in ranks:
+            rank.child.kill()
+            rank.frames.close()
+        for rank in ranks:
+            rank.child.release()
+        raise
+    return ranks

@@ -1,0 +1,65 @@
+"""Quantization of weights by rounding to the nearest: to FP8 while they are loaded, and for `quire quantize`."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from quire.contracts.scheme import Scheme
+from quire.quantization.pack.matrix import MIDDLE, QuantizedMatrix, Room, empty, torch_room
+from quire.quantization.pack.words import join_nibbles
+
+SIDE, FP8_MAX, SMALLEST = 128, 448.0, 1e-10
+# Largest magnitude of a symmetric value. Unsigned integers reach one more below zero than above: a scale between both
+# halves the largest error of the positive side.
+MOST = {"e4m3": FP8_MAX, "int8": 127.0, "w4": 7.5, "w8": 127.5}
+NUMBERS = 1 << 20  # of the weight that are quantized at once
+
+
+def quantized(weight: Tensor, scheme: Scheme, room: Room = torch_room,
+              scales: torch.dtype = torch.float32) -> QuantizedMatrix:
+    """Return a weight [N, K] quantized by rounding to nearest: values, scales and zero points.
+
+    Blocks at the edges may be smaller; groups must divide K.
+    The scale of FP8 is max(amax, 1e-10) / 448, that of int8 max(amax, 1e-10) / 127. A zero point is the value that
+    means 0.
+    room     function that allocates the values
+    scales   dtype in which a checkpoint stores the scales; they are rounded to it before the values are computed
+    """
+    rows, columns = weight.shape
+    made = empty(scheme, (rows, columns), weight.device, room)
+    high, wide = scheme.block[0], scheme.block[1] or columns
+    step = max(NUMBERS // max(columns, 1) // high, 1) * high
+    for i in range(0, rows, step):
+        part = weight[i : i + step].float()
+        padded = F.pad(part, (0, -columns % wide, 0, -len(part) % high))
+        blocks = padded.view(-1, high, padded.shape[1] // wide, wide)
+        scale, zero = _scales(blocks, scheme, scales)
+        values = _values(blocks / scale, zero, scheme).view(padded.shape)[: len(part), :columns]
+        made.values[i : i + step] = join_nibbles(values) if scheme.values == "w4" else values
+        at = slice(i // high, i // high + len(blocks))
+        made.scale[at] = scale.squeeze(3).squeeze(1)
+        if made.zero is not None and zero is not None:
+            made.zero[at] = zero.squeeze(3).squeeze(1).to(torch.uint8)
+    return made
+
+
+def _scales(blocks: Tensor, scheme: Scheme, scales: torch.dtype) -> tuple[Tensor, Tensor | None]:
+    """Return the scale and the zero point of each block, [rows, 1, columns, 1] float32."""
+    least = torch.finfo(scales).smallest_normal * torch.finfo(scales).eps  # above 0 after rounding
+    if not scheme.zeros:
+        scale = blocks.abs().amax((1, 3), keepdim=True).clamp(min=SMALLEST) / MOST[scheme.values]
+        return scale.clamp(min=least).to(scales).float(), None
+    top = (1 << scheme.bits) - 1
+    low, high = blocks.amin((1, 3), keepdim=True).clamp(max=0), blocks.amax((1, 3), keepdim=True).clamp(min=0)
+    scale = ((high - low).clamp(min=SMALLEST) / top).clamp(min=least).to(scales).float()
+    return scale, (-low / scale).round().clamp(0, top)
+
+
+def _values(scaled: Tensor, zero: Tensor | None, scheme: Scheme) -> Tensor:
+    """Return the values of scaled numbers in the type of `QuantizedMatrix`; 4-bit values one to a byte."""
+    if scheme.values == "e4m3":
+        return scaled.clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
+    if scheme.values == "int8":
+        return scaled.round().clamp(-128, 127).to(torch.int8)
+    middle = MIDDLE[scheme.values] if zero is None else zero
+    return (scaled.round() + middle).clamp(0, (1 << scheme.bits) - 1).to(torch.uint8)

@@ -1,0 +1,95 @@
+"""A stage of a pipeline: hidden states come from the stage before and go to the next; tokens go back to the first.
+
+A slot samples in one step in flight at a time, so the first stage needs a token only when the slot's next step comes.
+Until then it owes the token to its history.
+"""
+
+from collections import deque
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from quire.contracts.step import I32, StepPlan
+from quire.distributed import Group
+from quire.kernels.step import StepBuffers, Tables
+from quire.layers.stack import Model
+
+
+@dataclass(frozen=True)
+class _Owed:
+    """Tokens of a step that the last stage sampled: their slots, on host and device, and their positions."""
+
+    known: frozenset[int]
+    slots: Tensor
+    positions: Tensor
+
+
+class PipelineStage:
+    """Exchanges of one pipeline-parallel rank with the other stages.
+
+    forward   group of the pipeline's ranks that sends hidden states to the next stage
+    back      group of the same ranks that sends sampled tokens from the last stage to the first
+    tables    device tables of this rank; the first stage writes the tokens to their token history
+    """
+
+    def __init__(self, forward: Group, back: Group, tables: Tables) -> None:
+        self._forward, self._back, self._tables = forward, back, tables
+        self._owed: deque[_Owed] = deque()
+
+    @property
+    def first(self) -> bool:
+        """True on the first stage, which has the embedding."""
+        return self._forward.rank == 0
+
+    @property
+    def last(self) -> bool:
+        """True on the last stage, which has the LM head."""
+        return self._forward.rank == self._forward.size - 1
+
+    def begin(self, model: Model, token_ids: Tensor) -> Tensor:
+        """Return the input [T, hidden] of this stage's layers: embedded tokens, or received from the stage before."""
+        if self.first:
+            return model.embed(token_ids)
+        hidden = torch.empty(len(token_ids), model.args.hidden_size, dtype=model.dtype, device=token_ids.device)
+        return self._forward.receive(hidden, self._forward.rank - 1)
+
+    def end(self, hidden: Tensor) -> None:
+        """Send the output of this stage's layers, [T, hidden], to the next stage."""
+        if not self.last:
+            self._forward.send(hidden, self._forward.rank + 1)
+
+    def sampled(self, buffers: StepBuffers, out: Tensor, slots: I32) -> None:
+        """End a step that sampled tokens for these slots.
+
+        The last stage sends the tokens out[0] to the first. The first notes that it must receive them; see `settle`.
+        """
+        rows = len(slots)
+        if rows and self.last:
+            self._back.post(out[0, :rows], 0)
+        elif rows and self.first:
+            places = buffers.sample_slots[:rows].clone(), buffers.sample_positions[:rows].clone()
+            self._owed.append(_Owed(frozenset(slots.tolist()), *places))
+
+    def settle(self, plan: StepPlan) -> None:
+        """Receive the tokens that the last stage sampled for the plan's slots; write them to the token history.
+
+        Only the first stage receives tokens, and only when the slots are used, released or admitted again. Call this
+        before the plan is applied.
+        """
+        if not self._owed:
+            return
+        used = {*plan.slots.tolist(), *plan.released.tolist(), *(one.slot for one in plan.admitted)}
+        last = max((i for i, owed in enumerate(self._owed) if owed.known & used), default=-1)
+        self._receive(last + 1)
+
+    def settle_all(self) -> None:
+        """Receive all sampled tokens that are still to come. Call this before another runner uses the same groups."""
+        self._receive(len(self._owed))
+
+    def _receive(self, count: int) -> None:
+        """Write the tokens of the oldest steps that are owed."""
+        for _ in range(count):
+            owed = self._owed.popleft()
+            tokens = torch.empty(len(owed.slots), dtype=torch.int32, device=owed.slots.device)
+            self._tables.history[owed.slots, owed.positions] = self._back.receive(tokens, self._back.size - 1)

@@ -1,0 +1,119 @@
+"""A server whose engine has two processes: the answers of one, streams that are left, and an end in good order."""
+
+import http.client
+import json
+import signal
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+
+from ..e2e.in_process import Inside, running_inside
+from ..e2e.serving import Server, running_server, wait_until
+from ..support.many_ranks import Left
+
+OPTIONS = {"device": "cpu", "dtype": "float32", "num_threads": 1, "max_model_len": 1024,
+           "kv_cache_memory_bytes": 16 << 20}  # fmt: skip
+FLAGS = ("--device", "cpu", "--dtype", "float32", "--num-threads", "1", "--max-model-len", "1024",
+         "--kv-cache-memory-bytes", "16M")  # fmt: skip
+LONG = 900
+
+
+@pytest.fixture
+def inside(left: Left) -> Iterator[Inside]:
+    """A server of two ranks in threads of this process."""
+    with running_inside(**OPTIONS, tensor_parallel_size=2, check_collectives=True) as found:
+        yield found
+        found.check()
+
+
+def answers(server: Server) -> list[object]:
+    """Completions and chats, whole and streamed, without the parts that differ in every answer."""
+    chat = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 16, "temperature": 0}
+    sampled = {"prompt": ["The json module", "Once"], "max_tokens": 24, "seed": 3, "logprobs": 2, "n": 2}
+    schema = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "object", "properties": {
+        "a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}}}  # fmt: skip
+    whole = [server.ask("/v1/chat/completions", chat).json(), server.ask("/v1/completions", sampled).json(),
+             server.ask("/v1/chat/completions", chat | {"response_format": schema}).json()]  # fmt: skip
+    found = [(one["usage"]["completion_tokens"], one["choices"]) for one in whole]
+    return [*found, server.complete("The json module").text()]
+
+
+def apart(value: object) -> tuple[object, list[float]]:
+    """Return a value of JSON without its fractions, and the fractions."""
+    numbers: list[float] = []
+
+    def taken(text: str) -> None:
+        numbers.append(float(text))
+
+    return json.loads(json.dumps(value), parse_float=taken), numbers
+
+
+def test_answers_of_one_rank(inside: Inside) -> None:
+    with running_inside(**OPTIONS) as one:
+        (expected, right), (found, numbers) = apart(answers(one.server)), apart(answers(inside.server))
+    assert found == expected and len(right) > 100
+    np.testing.assert_allclose(numbers, right, rtol=1e-5, atol=1e-5)
+
+
+def test_a_client_that_leaves_frees_its_blocks(inside: Inside) -> None:
+    pool = inside.core.scheduler.allocator.pool
+    connections = [http.client.HTTPConnection("127.0.0.1", inside.server.port, timeout=60) for _ in range(3)]
+    for connection in connections:
+        asked = {"prompt": "Once", "max_tokens": LONG, "ignore_eos": True, "stream": True}
+        connection.request("POST", "/v1/completions", json.dumps(asked), {"content-type": "application/json"})
+        response = connection.getresponse()
+        assert response.status == 200 and response.read1(10)
+        response.close()
+        connection.close()
+    wait_until(lambda: inside.engine.num_live == 0, "the end of the requests")
+    wait_until(lambda: pool.num_free == inside.core.facts.num_blocks, "free blocks")
+    assert inside.server.complete(max_tokens=4).status == 200
+
+
+def test_the_plan_and_the_metrics(inside: Inside) -> None:
+    assert inside.server.complete(max_tokens=8).status == 200
+    plan = inside.server.ask("/debug/plan").json()
+    assert len(plan["runner"]) == 2 and all(runner["parts"] for runner in plan["runner"])
+    assert sum(inside.server.metric("quire:generation_tokens_total").values()) == 8
+    assert inside.server.ask("/health").status == 200
+
+
+def streams(pool: ThreadPoolExecutor, server: Server, count: int, tokens: int) -> list[Callable[[], object]]:
+    """Start streams and wait until tokens arrive."""
+    started = [pool.submit(server.complete, f"Once {i}", max_tokens=tokens) for i in range(count)]
+    wait_until(lambda: sum(server.metric("quire:generation_tokens_total").values()) > 0, "tokens")
+    return [one.result for one in started]
+
+
+def test_sigterm_lets_requests_finish(left: Left) -> None:
+    with running_server(*FLAGS, "-tp", "2", **left.variables) as server, ThreadPoolExecutor(3) as pool:
+        results = streams(pool, server, 3, 200)
+        server.signal(signal.SIGTERM)
+        for result in results:
+            answer = result()
+            assert answer.error() is None if "error" in answer.body.decode() else answer.status == 200
+            assert answer.events()[-1] == "[DONE]"
+        assert server.exit_code() == 0
+        assert not left.ranks() and "Traceback" not in server.stderr
+
+
+def test_ctrl_c_twice_ends_at_once(left: Left) -> None:
+    with running_server(*FLAGS, "-pp", "2", **left.variables) as server, ThreadPoolExecutor(3) as pool:
+        results = streams(pool, server, 3, LONG)
+        server.signal(signal.SIGINT)
+        wait_until(lambda: "A second signal ends at once" in server.stderr, "the first Ctrl-C")
+        server.signal(signal.SIGINT)
+        assert server.exit_code() == 130
+        errors = [result().error() for result in results]
+        assert any(errors) and "Traceback" not in server.stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_while_ranks_start(number: signal.Signals, left: Left) -> None:
+    with running_server(*FLAGS, "-tp", "2", wait="", **left.variables) as server:
+        wait_until(lambda: len(left.ranks()) == 2, "ranks")
+        server.signal(number)
+        assert server.exit_code() in (0, 130)
+        assert "Traceback" not in server.stderr

@@ -1,0 +1,102 @@
+"""A KV cache of 8-bit codes on a GPU: attention, latents and the writing of heads, against the truth on the CPU; and an
+engine with such a cache beside one without."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from quire import LLM, SamplingParams
+from quire.kernels.attention import AttentionMeta, KVView, inputs, triton
+from quire.kernels.attention.inputs import Case
+from quire.kernels.heads import inputs as heads_inputs
+from quire.kernels.heads import ref as heads_ref
+from quire.kernels.heads import triton as heads
+from quire.kernels.latent import LatentView
+from quire.kernels.latent import triton as latent
+from quire.kernels.latent.inputs import make, steps
+
+from ..support import eight_bit_truth as truth
+from ..support.eight_bit_truth import DTYPES, K_SCALE, V_SCALE, near, written
+
+if not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 9):
+    pytest.skip("needs a CUDA device with 8-bit numbers", allow_module_level=True)
+
+DEVICE = torch.device("cuda")
+TOLERANCE = {torch.bfloat16: 2e-2, torch.float16: 3e-3, torch.float32: 3e-3}
+TYPES = [torch.bfloat16, torch.float16]
+
+
+def there(value: Any) -> Any:
+    """The tensors of a dataclass on the GPU."""
+    if isinstance(value, Tensor):
+        return value.to(DEVICE)
+    changes = {name: one.to(DEVICE) for name, one in vars(value).items() if isinstance(one, Tensor)}
+    return replace(value, **changes)
+
+
+def step_there(meta: AttentionMeta) -> AttentionMeta:
+    """The step with the bounds that a GPU's worker knows."""
+    assert isinstance(meta.query_start, Tensor)
+    longest = int(meta.query_start.diff().max())
+    given = replace(meta, max_query_len=longest, decode_len=longest if longest <= 8 else 1, plans={})
+    return there(given)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("cache", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize("case", [
+    Case((1, 1, 1), (63, 64, 130), heads=(4, 2), head_dim=64, block_size=64),
+    Case((1,) * 33, tuple(range(100, 1000, 28)), heads=(32, 8), head_dim=128, block_size=128),
+    Case((700, 1), (1300, 90), heads=(8, 2), head_dim=128, block_size=128),
+    Case((70, 1), (130, 90), heads=(4, 2), head_dim=32, block_size=48),
+], ids=str)  # fmt: skip
+def test_attention(case: Case, dtype: torch.dtype, cache: torch.dtype) -> None:
+    q, kv, meta = inputs.make(case, dtype)
+    kv = truth.coded(kv, cache)
+    expected = truth.attention(q, kv, meta, 0.1, None, None)
+    found = triton.paged_attention(q.to(DEVICE), there(kv), step_there(meta), 0.1)
+    near(found.cpu(), expected, TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("cache", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+def test_latents(dtype: torch.dtype, cache: torch.dtype) -> None:
+    for case in steps(Case((1, 1, 1), (70, 90, 40), heads=(6, 1), block_size=32),
+                      Case((20, 1), (70, 33), heads=(3, 1), block_size=16)):  # fmt: skip
+        q_latent, q_rope, kept, meta = make(case, 8, dtype)
+        kept = truth.coded_latents(kept, cache)
+        expected = truth.absorbed(q_latent, q_rope, kept, meta, 0.1)
+        view: LatentView = there(kept)
+        found = latent.absorbed(q_latent.to(DEVICE), q_rope.to(DEVICE), view, step_there(meta), 0.1)
+        near(found.cpu(), expected, TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("cache", DTYPES, ids=str)
+@pytest.mark.parametrize("case", heads_inputs.CASES[::2], ids=str)
+def test_heads_write_codes(case: heads_inputs.Case, cache: torch.dtype) -> None:
+    """The codes of the reference, but where rounding in another order crosses a border."""
+    qkv, norm, cos, sin, kv, slots = heads_inputs.make(case, torch.float32)
+    made, wanted = (KVView(torch.zeros_like(kv.k, dtype=cache), torch.zeros_like(kv.v, dtype=cache), K_SCALE, V_SCALE)
+                    for _ in range(2))  # fmt: skip
+    on_gpu: KVView = there(made)
+    given = [one.to(DEVICE) if isinstance(one, Tensor) else one for one in (qkv, norm, cos, sin, slots)]
+    heads.prepare(given[0], given[1], 1e-6, given[2], given[3], on_gpu, given[4])
+    heads_ref.prepare(qkv, norm, 1e-6, cos, sin, wanted, slots)
+    written(on_gpu.k.cpu(), wanted.k)
+    written(on_gpu.v.cpu(), wanted.v)
+
+
+def test_an_engine_with_such_a_cache_knows_what_it_learned() -> None:
+    """The bundled model answers recall questions with an 8-bit cache as it does without."""
+    notes = "Tomas lives in Mumbai.\nThe code of Tomas is 6423.\nThe code of Lakral is 5411.\nLakral likes tea.\n\n"
+    prompts = [f"{notes}Question: {asked}\nAnswer:" for asked in (
+        "What is the code of Tomas?", "What is the code of Lakral?", "Where does Tomas live?")]  # fmt: skip
+    params = SamplingParams(max_tokens=6, temperature=0.0)
+    found = []
+    for cache in ("auto", "fp8"):
+        with LLM(device="cuda", max_model_len=512, gpu_memory_utilization=0.3, kv_cache_dtype=cache) as llm:
+            found.append([one.outputs[0].text for one in llm.generate(prompts, params, use_tqdm=False)])
+    assert found[0] == found[1]

@@ -1,0 +1,67 @@
+"""Compiles the kernels of an 8-bit KV cache at the sizes of an 8B model and of DeepSeek-V2-Lite; prints their names."""
+
+import torch
+from compiling import AbsentGpu, Made
+from torch import Tensor
+
+from quire.kernels.attention import AttentionMeta, KVView, SharedBlocks, triton, triton_plan
+from quire.kernels.heads import triton as heads
+from quire.kernels.latent import LatentView, hopper
+from quire.kernels.latent import triton as latent
+
+
+def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """A tensor without storage."""
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def ints(*shape: int) -> Tensor:
+    return empty(*shape, dtype=torch.int32)
+
+
+def check(made: Made) -> None:
+    """Many rows run on Hopper's tensor cores; kernels spill few registers, and those of dense decodes none."""
+    many = made.name in ("prefill_kernel", "prefix_kernel") or made.constants.get("M", 0) >= 64
+    assert not many or made.options["target"].arch < 90 or "wgmma" in made.ptx, made
+    assert made.name not in ("decode_kernel", "prefix_kernel") or made.stack == 0, (made.stack, made)
+    assert made.stack <= 64, (made.stack, made)
+
+
+def launch_heads(cache: torch.dtype, tokens: int) -> None:
+    arena = empty(9, 28, 2, 8, 128, 128, dtype=cache)
+    kv = KVView(arena[:, 3, 0], arena[:, 3, 1], 0.5, 0.25)
+    heads.prepare(empty(tokens, 48, 128), empty(40, 128), 1e-6, empty(tokens, 128), empty(tokens, 128), kv,
+                  empty(tokens, dtype=torch.int64))  # fmt: skip
+    for longest, shared in ((1, None), (1, SharedBlocks(ints(9), ints(64), ints(64), ints(64))), (tokens, None)):
+        meta = AttentionMeta(ints(65), ints(64), ints(99, 512), ints(9), ints(64), longest, 1, shared)
+        triton.paged_attention(empty(tokens, 32, 128), kv, meta, 0.1)
+
+
+def launch_latents(cache: torch.dtype, tokens: int) -> None:
+    pages = empty(9, 27, 576 * 128, dtype=cache)[:, 3]
+    kept = LatentView(pages[:, : 512 * 128].view(9, 1, 128, 512), pages[:, 512 * 128 :].view(9, 1, 128, 64), 0.5)
+    q, down = empty(tokens, 16, 192), empty(tokens, 576)
+    latent.prepare(q, down, empty(512), 1e-6, empty(tokens, 64), empty(tokens, 64), kept,
+                   empty(tokens, dtype=torch.int64))  # fmt: skip
+    shared = SharedBlocks(ints(9), ints(64), ints(64), ints(64))
+    prompts = ((0, tokens, 0, 4096),)
+    for longest, given in ((1, None), (1, shared), (tokens, None)):
+        meta = AttentionMeta(ints(65), ints(64), ints(99, 512), ints(9), ints(64), longest, 1, given, prompts)
+        latent.absorbed(empty(tokens, 16, 512), q[..., 128:], kept, meta, 0.1)
+    hopper.expanded(q, empty(16, 256, 512), kept, meta, 0.1, empty(tokens, 16, 128))
+
+
+def main() -> None:
+    """Hopper with both types, a GPU of capability 8.9 with less shared memory."""
+    gpu = AbsentGpu(check)
+    gpu.describe_to(triton_plan, triton, latent, hopper)
+    launch_heads(torch.float8_e4m3fn, 64)
+    launch_heads(torch.float8_e4m3fn, 4096)
+    launch_latents(torch.float8_e4m3fn, 512)
+    launch_heads(torch.float8_e5m2, 64)
+    gpu.capability, gpu.room = 89, 99 << 10
+    launch_heads(torch.float8_e4m3fn, 64)
+
+
+if __name__ == "__main__":
+    main()

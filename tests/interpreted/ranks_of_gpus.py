@@ -1,0 +1,116 @@
+"""A rank of two that stand for GPUs: `python -m tests.interpreted.ranks_of_gpus RANK KIND FOLDER`.
+
+Its kernels are those of a GPU, in Triton's interpreter; its memory is the CPU's. Sums go through files that both ranks
+map, by the kernel that reads the memory of other GPUs; everything else goes through gloo.
+"""
+
+import os
+import sys
+from pathlib import Path
+
+os.environ["TRITON_INTERPRET"] = "1"
+
+import pytest
+import torch
+from torch import Tensor
+
+from quire.config.checkpoint import ModelArgs
+from quire.config.placement import ALONE, Parallel, Rank, ranks
+from quire.distributed import Group
+from quire.distributed.mesh import RankGroups
+from quire.distributed.process_group import ProcessGroup, join_ranks, leave_ranks
+from quire.distributed.symmetric import SymmetricGroup
+from quire.kernels.comm import BUFFERS, Peers
+from quire.kernels.select import select_kernels
+from quire.kvstore.arena import KVArena
+from quire.layers.context import Build
+from quire.layers.decoder import Decoder
+from quire.layers.stack import Model
+from quire.models.build import vocabulary_slice
+from quire.models.layout import layout
+from quire.models.registry import kv_views, linear_plans, operations, rank_geometry
+from quire.procs.wire import encode
+from quire.weights.units import load_units
+from quire.worker.construct import make_runner
+from quire.worker.device_state import Limits
+
+from ..support.compared import BLOCK, CPU, LIMITS, model_args
+from ..support.filled_models import experts_plan, sliced, stored_tensors
+
+ROOM, PROGRAMS, SIZE = 1 << 16, 4, 2
+SIZES = Limits(**(vars(LIMITS) | {"graph_sizes": (2, 4), "graph_tokens": (48,)}))
+
+
+class SharedFiles(SymmetricGroup):
+    """A group whose symmetric memory lies in files of a folder."""
+
+    def __init__(self, group: ProcessGroup, folder: Path) -> None:
+        def mapped(name: str, size: int) -> list[Tensor]:
+            return [torch.from_file(str(folder / f"{name}{rank}"), shared=True, size=size, dtype=torch.uint8)
+                    for rank in range(SIZE)]  # fmt: skip
+
+        self._maps = mapped("buffer", BUFFERS * ROOM), mapped("signal", 4 * PROGRAMS * SIZE)
+        buffers, signals = (torch.tensor([one.data_ptr() for one in some]) for some in self._maps)
+        self._group, self.rank, self.size, self.kind, self._calls = group, group.rank, SIZE, "files", 0
+        self._peers = Peers(buffers, signals, group.rank, ROOM, PROGRAMS)
+        self.num_sums = 0
+
+    def _sum(self, part: Tensor, residual: Tensor | None) -> Tensor:
+        self.num_sums += 1
+        return super()._sum(part, residual)
+
+
+def rank_model(args: ModelArgs, rank: Rank, tp: Group | None, target: str) -> Model:
+    """The slices of a random checkpoint that a rank holds; the references without a target."""
+    ops, params = operations(args), layout(args, rank)
+    kernels = select_kernels(target or "cpu", "float32", ops=ops, head_dim=args.head_dim,
+                             forced=None if target else dict.fromkeys(ops, "ref"))  # fmt: skip
+    whole = args.moe is None or rank.experts == (0, args.moe.routing.num_experts)
+    build = Build(
+        torch.float32, CPU, kernels, {param.name: param for param in params},
+        linear_plans(args, params, kernels.choices), experts=None if whole else tuple(range(*rank.experts)), tp=tp,
+        moe=experts_plan(args, "float32", target or "cpu", "" if target else "ref"),
+        vocabulary=None if tp is None else vocabulary_slice(args.vocab_size, tp),
+    )  # fmt: skip
+    model = Decoder(args, params, build)
+    stored = {name: tensor * 0.3 for name, tensor in stored_tensors(layout(args)).items()}
+    for unit in load_units(params):
+        model.take(unit.module, unit.place, {
+            raw.name: torch.cat([sliced(part, stored[part.stored]) for part in raw.parts]) for raw in unit.tensors})
+    return model
+
+
+def main(number: int, kind: str, folder: Path) -> None:
+    from .test_cuda_worker import PLANS, Event, Recording
+
+    with pytest.MonkeyPatch.context() as patch:
+        from ..support.triton_interpreter import allow_scalar_bounds
+
+        allow_scalar_bounds(patch)
+        patch.setattr(torch.cuda, "Event", Event)
+        patch.setattr(torch.cuda, "synchronize", lambda: None)
+        patch.setattr("quire.worker.construct.Graphs", Recording)
+        patch.setattr("quire.worker.graphs.NARROW", 2)
+        args, parallel = model_args(kind), Parallel(tp=SIZE, experts=kind == "experts")
+        joined = join_ranks(folder / "meeting", number, parallel, CPU)
+        assert isinstance(joined.tp, ProcessGroup)
+        tp = SharedFiles(joined.tp, folder)
+        rank = list(ranks(args, parallel))[number]
+        model = rank_model(args, rank, tp, "cuda")
+        arena = KVArena(rank_geometry(args, rank, dtype="float32", device="cuda", block_size=BLOCK), 32, CPU)
+        runner = make_runner(model, kv_views(args, map(arena.views, range(args.num_layers))), SIZES, CPU, target="cuda",
+                             groups=RankGroups(tp=tp))  # fmt: skip
+        for plan in PLANS:
+            (folder / f"result{number}-{plan.step}").write_bytes(encode(runner.run(plan)))
+        assert tp.num_sums == len(PLANS) * (1 + 2 * args.num_layers)
+        leave_ranks()
+
+
+def reference(kind: str) -> Model:
+    """The whole model with the reference kernels."""
+    args = model_args(kind)
+    return rank_model(args, next(ranks(args, ALONE)), None, "")
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), sys.argv[2], Path(sys.argv[3]))

@@ -1,0 +1,83 @@
+"""Kernels that exchange data between ranks: two and three processes whose memory is a shared file stand for GPUs."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+os.environ.setdefault("TRITON_INTERPRET", "1")
+
+from quire.kernels import triton_runtime
+
+from ..support.triton_interpreter import allow_scalar_bounds
+
+ROOM, BLOCKS, CALLS = 1 << 14, 4, 5
+ROOT = Path(__file__).parents[2]
+
+
+def rank_main(number: int, ranks: int, folder: Path) -> None:
+    """Several calls in turn, of changing sizes, with and without a residual; prints nothing, saves what it got."""
+    from quire.kernels.comm import BUFFERS, Peers
+    from quire.kernels.comm.triton import sum_ranks
+
+    def shared(name: str, size: int) -> list[torch.Tensor]:
+        return [torch.from_file(str(folder / f"{name}{rank}"), shared=True, size=size, dtype=torch.uint8)
+                for rank in range(ranks)]  # fmt: skip
+
+    buffers, signals = shared("buffer", BUFFERS * ROOM), shared("signal", 4 * BLOCKS * ranks)
+    peers = Peers(torch.tensor([one.data_ptr() for one in buffers]), torch.tensor([one.data_ptr() for one in signals]),
+                  number, ROOM, BLOCKS)  # fmt: skip
+    found = []
+    for call in range(CALLS):
+        part, residual = inputs(call, number)
+        found.append(sum_ranks(part, residual, peers, (2, 0, 1, 0, 1)[call]).clone())
+    torch.save(found, folder / f"found{number}")
+
+
+def inputs(call: int, rank: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The part of a rank, and the residual that all ranks share."""
+    shape = ((3, 1000), (1, 8), (2, 1024), (3, 999), (1, 4096))[call]
+    kind = torch.bfloat16 if call % 2 else torch.float32
+    part = torch.randn(shape, generator=torch.Generator().manual_seed(100 * call + rank)).to(kind)
+    residual = torch.randn(shape, generator=torch.Generator().manual_seed(call)).to(kind)
+    return part, None if call == 2 else residual
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_every_rank_gets_the_sum(tmp_path: Path, ranks: int) -> None:
+    if not triton_runtime.INTERPRETED:
+        pytest.skip("needs Triton's interpreter")
+    for rank in range(ranks):
+        (tmp_path / f"buffer{rank}").write_bytes(bytes(3 * ROOM))
+        (tmp_path / f"signal{rank}").write_bytes(bytes(4 * BLOCKS * ranks))
+    command = [sys.executable, "-m", "tests.interpreted.test_comm"]
+    running = [subprocess.Popen([*command, str(rank), str(ranks), str(tmp_path)], cwd=ROOT) for rank in range(ranks)]
+    assert [process.wait(timeout=300) for process in running] == [0] * ranks
+    found = [torch.load(tmp_path / f"found{rank}") for rank in range(ranks)]
+    for call in range(CALLS):
+        parts = [inputs(call, rank)[0].float() for rank in range(ranks)]
+        residual = inputs(call, 0)[1]
+        total = sum(parts[1:], parts[0]) + (0 if residual is None else residual.float())
+        expected = total.to(inputs(call, 0)[0].dtype)
+        for rank in range(ranks):
+            torch.testing.assert_close(found[rank][call], expected, rtol=2**-7 if call % 2 else 0, atol=2e-6)
+            assert torch.equal(found[rank][call], found[0][call]), "all ranks have the same bits"
+    assert all(not any((tmp_path / f"signal{rank}").read_bytes()) for rank in range(ranks)), "signals are 0 after"
+
+
+def test_compiles_for_ampere_and_hopper() -> None:
+    """In a process whose kernels are not interpreted."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    script = Path(__file__).with_name("compile_comm.py")
+    done = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert set(done.stdout.split()) == {"_sum_kernel"}
+
+
+if __name__ == "__main__":
+    with pytest.MonkeyPatch.context() as patch:
+        allow_scalar_bounds(patch)
+        rank_main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))

@@ -1,0 +1,164 @@
+"""A KV cache of 8-bit codes in the kernels for GPUs, interpreted, and compiled for sm_90 without a GPU."""
+
+import os
+
+os.environ.setdefault("TRITON_INTERPRET", "1")
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from quire.contracts.step import SharedPrefix
+from quire.kernels import triton_runtime
+from quire.kernels.attention import AttentionMeta, KVView, SharedBlocks, inputs
+from quire.kernels.attention.inputs import Case
+from quire.kernels.attention.triton_plan import pack_shared
+from quire.kernels.heads import inputs as heads_inputs
+from quire.kernels.heads import ref as heads_ref
+from quire.kernels.latent import LatentView, sequences
+from quire.kernels.latent import ref as latent_ref
+
+if not triton_runtime.INTERPRETED:
+    pytest.skip("needs Triton's interpreter", allow_module_level=True)
+
+from triton.runtime import interpreter
+
+from quire.kernels.attention import triton
+from quire.kernels.heads import triton as heads
+from quire.kernels.latent import triton as latent
+from quire.kernels.latent.inputs import make, steps, weights
+
+from ..support import eight_bit_truth as truth
+from ..support.eight_bit_truth import DTYPES, K_SCALE, V_SCALE, near, written
+
+TOLERANCE = {torch.float32: 3e-6, torch.float16: 2e-3}
+EVERY = [(DTYPES[0], torch.float32), (DTYPES[0], torch.float16), (DTYPES[1], torch.float32)]
+
+
+@pytest.fixture(autouse=True)
+def indexed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Lets the interpreter use a scalar that was loaded as a loop's bound."""
+    patch = interpreter._patch_lang_tensor
+
+    def patched(tensor: type, scope: interpreter._LangPatchScope) -> None:
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patched)
+    yield
+
+
+def on_device(meta: AttentionMeta, **changes: object) -> AttentionMeta:
+    """The step with the bounds that a GPU's worker knows."""
+    assert isinstance(meta.query_start, Tensor)
+    longest = int(meta.query_start.diff().max())
+    given = replace(meta, max_query_len=longest, decode_len=longest if longest <= 8 else 1, plans={})
+    return replace(given, **changes)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("window", "soft_cap"), [(None, None), (40, None), (None, 2.0)])
+@pytest.mark.parametrize(("cache", "dtype"), EVERY, ids=str)
+@pytest.mark.parametrize("case", [
+    Case((1, 1, 1), (63, 64, 130), heads=(4, 2), head_dim=64, block_size=64), inputs.CASES[12],
+    Case((70, 1), (130, 90), heads=(4, 2), head_dim=32, block_size=48),
+], ids=str)  # fmt: skip
+def test_decode_and_prefill(case: Case, cache: torch.dtype, dtype: torch.dtype, window: int | None,
+                            soft_cap: float | None) -> None:
+    q, kv, meta = inputs.make(case, dtype)
+    kv = truth.coded(kv, cache)
+    expected = truth.attention(q, kv, meta, 0.1, window, soft_cap)
+    near(triton.paged_attention(q, kv, on_device(meta), 0.1, window, soft_cap), expected, TOLERANCE[dtype])
+
+
+def shared_by(meta: AttentionMeta, members: tuple[int, ...], blocks: int) -> AttentionMeta:
+    """The step whose members begin with the same blocks; the block tables of `meta` change, too."""
+    meta.block_tables[list(members), :blocks] = meta.block_tables[members[0], :blocks].clone()
+    count = len(meta.seq_lens)
+    slots, ones = np.arange(count, dtype=np.int32), np.ones(count, np.int32)
+    packed = pack_shared((SharedPrefix(np.array(members, np.int32), blocks),), slots, ones, num_groups=2, most_seqs=5)
+    return on_device(meta, shared=SharedBlocks.view(torch.from_numpy(packed), 2, 5, count))
+
+
+@pytest.mark.parametrize(("cache", "dtype"), EVERY, ids=str)
+def test_shared_prefix(cache: torch.dtype, dtype: torch.dtype) -> None:
+    """The kernel of the prefix and that of the rest both apply the scales."""
+    q, kv, meta = inputs.make(Case((1, 1, 1), (140, 70, 67), heads=(4, 2), head_dim=32, block_size=32), dtype)
+    kv, device = truth.coded(kv, cache), shared_by(meta, (2, 0, 1), 2)
+    near(triton.paged_attention(q, kv, device, 0.1), truth.attention(q, kv, meta, 0.1), TOLERANCE[dtype])
+    ((plan,),) = (plans.values() for plans in device.plans.values())  # type: ignore[attr-defined]
+    assert plan.items[0, 3] == 64
+
+
+@pytest.mark.parametrize(("cache", "dtype"), EVERY, ids=str)
+def test_latents(cache: torch.dtype, dtype: torch.dtype) -> None:
+    """Decodes, decodes with a shared prefix, and rows of a prompt, absorbed and expanded."""
+    for case in steps(Case((1, 1, 1), (70, 90, 40), heads=(6, 1), block_size=32),
+                      Case((20, 1), (70, 33), heads=(3, 1), block_size=16)):  # fmt: skip
+        q_latent, q_rope, kept, meta = make(case, 8, dtype)
+        kept = truth.coded_latents(kept, cache)
+        shared = shared_by(meta, (0, 1), 1) if len(meta.seq_lens) == 3 else on_device(meta)
+        expected = truth.absorbed(q_latent, q_rope, kept, meta, 0.1)
+        for given in (shared, replace(shared, shared=None, plans={})):
+            near(latent.absorbed(q_latent, q_rope, kept, given, 0.1), expected, TOLERANCE[dtype])
+        rows, count, _ = q_latent.shape
+        q, up = torch.randn(rows, count, 24).to(dtype), weights(count, 16, 12, 24, dtype)
+        out, wanted = q.new_empty(rows, count, 12), truth.expanded(q, up, kept, meta, 0.1, 12)
+        given = on_device(meta, prompts=sequences(meta))
+        near(latent.expanded(q, up, kept, given, 0.1, out), wanted, 2 * TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("cache", DTYPES, ids=str)
+@pytest.mark.parametrize("case", heads_inputs.CASES[::2], ids=str)
+def test_heads_write_codes(case: heads_inputs.Case, cache: torch.dtype) -> None:
+    """The codes of the reference."""
+    qkv, norm, cos, sin, kv, slots = heads_inputs.make(case, torch.float32)
+    made, wanted = (KVView(torch.zeros_like(kv.k, dtype=cache), torch.zeros_like(kv.v, dtype=cache), K_SCALE, V_SCALE)
+                    for _ in range(2))  # fmt: skip
+    heads.prepare(qkv, norm, 1e-6, cos, sin, made, slots)
+    heads_ref.prepare(qkv, norm, 1e-6, cos, sin, wanted, slots)
+    written(made.k, wanted.k)
+    written(made.v, wanted.v)
+
+
+@pytest.mark.parametrize("cache", DTYPES, ids=str)
+def test_what_is_too_large_becomes_the_largest_number(cache: torch.dtype) -> None:
+    """Of a value also what is no number, as kernels multiply whole tiles. A key that is no number stays so (the
+    interpreter has no NaN of the type e4m3)."""
+    qkv = torch.ones(1, 4, 8)
+    qkv[0, 2, 1], qkv[0, 3, 2], qkv[0, 3, 3], qkv[0, 2, 2] = 1e6, -1e6, float("nan"), float("nan")
+    kv = KVView(*torch.zeros(2, 2, 1, 8, 8).to(cache).unbind(0))
+    heads.prepare(qkv, None, 1e-6, torch.ones(1, 8), torch.zeros(1, 8), kv, torch.tensor([9]))
+    most = torch.finfo(cache).max
+    k, v = kv.k[1, 0, 1].float(), kv.v[1, 0, 1].float()
+    assert k[1] == most and v[2] == -most and v[3] == most and k[0] == v[0] == 1
+    assert k[2].isnan() or cache == DTYPES[0]
+
+
+@pytest.mark.parametrize("cache", DTYPES, ids=str)
+def test_latents_are_written_as_codes(cache: torch.dtype) -> None:
+    q, kv, norm, slots = torch.randn(5, 3, 24), torch.randn(5, 32), torch.rand(24) + 0.5, torch.tensor([4, 9, 6, 7, 10])
+    angles = torch.rand(5, 4)
+    cos, sin = torch.cat((angles.cos(),) * 2, 1), torch.cat((-angles.sin(), angles.sin()), 1)
+    made, wanted = (LatentView(torch.zeros(3, 1, 4, 24).to(cache), torch.zeros(3, 1, 4, 8).to(cache), K_SCALE)
+                    for _ in range(2))  # fmt: skip
+    for module, view in ((latent, made), (latent_ref, wanted)):
+        module.prepare(q.clone(), kv, norm, 1e-6, cos, sin, view, slots)
+    written(made.latent, wanted.latent)
+    written(made.rope, wanted.rope)
+
+
+def test_compiles_for_hopper() -> None:
+    """With the sizes of production, in a process whose kernels are not interpreted."""
+    program = os.path.join(os.path.dirname(__file__), "compile_eight_bits.py")
+    done = subprocess.run([sys.executable, program], env=os.environ | {"TRITON_INTERPRET": "0"}, capture_output=True,
+                          text=True, check=False)  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert set(done.stdout.split()) == {
+        "_heads_kernel", "_plan_kernel", "decode_kernel", "prefill_kernel", "prefix_kernel", "_prepare_kernel",
+        "absorbed_kernel", "shared_kernel", "merge_kernel", "hopper._expanded_kernel"}  # fmt: skip

@@ -1,0 +1,15 @@
+"""Plans of `quire explain` for sizes of parallelism that are given as one value."""
+
+from dataclasses import replace
+
+from quire.config.engine import EngineConfig, ParallelConfig
+from quire.config.placement import ALONE, Parallel
+from quire.explain.describe import plan_engine
+from quire.models.report import PlanReport
+
+
+def explained(config: EngineConfig, parallel: Parallel = ALONE, device: str = "") -> PlanReport:
+    """The plan of an engine of these sizes, on the described device or on this machine."""
+    sizes = ParallelConfig(tensor_parallel_size=parallel.tp, pipeline_parallel_size=parallel.pp,
+                           enable_expert_parallel=parallel.experts)  # fmt: skip
+    return plan_engine(replace(config, parallel=sizes), device, replicas=parallel.dp)

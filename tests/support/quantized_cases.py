@@ -1,0 +1,175 @@
+"""Products with quantized weights against float64, for tests in Triton's interpreter and on a GPU."""
+
+from dataclasses import dataclass
+from types import ModuleType
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from quire.contracts.scheme import Scheme
+from quire.kernels.experts import scaled as experts
+from quire.kernels.linear import scaled
+from quire.kernels.quantize import ref
+from quire.kernels.quantize.triton import GROUP, quantize
+from quire.quantization.pack.matrix import TYPES, QuantizedMatrix, dequantize
+
+SCALED = {
+    "fp8 block": Scheme(values="e4m3", block=(128, 128), inputs="group"),
+    "fp8 block ue8m0": Scheme(values="e4m3", block=(128, 128), inputs="group", ue8m0=True),
+    "fp8 block of one row": Scheme(values="e4m3", block=(1, 128), inputs="group"),
+    "fp8 channel token": Scheme(values="e4m3", block=(1, 0), inputs="token"),
+    "fp8 channel tensor": Scheme(values="e4m3", block=(1, 0), inputs="tensor"),
+    "int8 token": Scheme(values="int8", block=(1, 0), inputs="token"),
+    "int8 tensor": Scheme(values="int8", block=(1, 0), inputs="tensor"),
+}
+WEIGHT_ONLY = {
+    "w4 128": Scheme(values="w4", block=(1, 128), zeros=True),
+    "w4 64 symmetric": Scheme(values="w4", block=(1, 64)),
+    "w4 32 order": Scheme(values="w4", block=(1, 32), zeros=True, order=True),
+    "w4 channel": Scheme(values="w4", block=(1, 0)),
+    "w8 128": Scheme(values="w8", block=(1, 128), zeros=True),
+    "w8 channel symmetric": Scheme(values="w8", block=(1, 0)),
+}
+
+
+@dataclass(frozen=True)
+class Call:
+    """A product: rows T, outputs N (each of gate and up, if gated), inputs K, and what is fused with it."""
+
+    rows: int
+    n: int
+    k: int
+    norm: bool = False
+    gated: bool = False
+    bias: bool = False
+    residual: bool = False
+
+
+CALLS = (
+    Call(1, 192, 384, norm=True), Call(1, 256, 256, norm=True, gated=True, bias=True),
+    Call(1, 128, 640, residual=True), Call(3, 128, 256, bias=True, residual=True),
+    Call(9, 256, 384, norm=True, gated=True), Call(40, 192, 256, norm=True),
+    Call(70, 256, 256, bias=True, residual=True), Call(66, 256, 128, gated=True),
+)  # fmt: skip
+
+
+def make_matrix(scheme: Scheme, n: int, k: int, device: torch.device) -> QuantizedMatrix:
+    """A random matrix whose product with normal inputs is about 1. The values of e4m3 have all magnitudes."""
+    if scheme.values == "e4m3":
+        values = (torch.randn(n, k) * 2.0 ** torch.randint(-4, 8, (n, 1))).clamp(-448, 448).to(torch.float8_e4m3fn)
+    elif scheme.values == "int8":
+        values = torch.randint(-127, 128, (n, k)).to(torch.int8)
+    else:
+        values = torch.randint(0, 256, (n, k // 2 if scheme.values == "w4" else k), dtype=torch.uint8)
+    shape = scheme.scales(n, k)
+    middle, typical = {"e4m3": (0, 60), "int8": (0, 74), "w4": (16, 5), "w8": (256, 74)}[scheme.values]
+    return QuantizedMatrix(
+        scheme, values.to(TYPES[scheme.values]), (torch.rand(shape) + 0.1) / (typical * k**0.5),
+        torch.randint(0, middle, shape, dtype=torch.uint8) if scheme.zeros else None,
+        torch.randperm(k).int() if scheme.order else None,
+        torch.tensor(0.05) if scheme.inputs == "tensor" else None,
+    ).check().to(device)  # fmt: skip
+
+
+def stands_for(x: Tensor, matrix: QuantizedMatrix) -> Tensor:
+    """Return the numbers that x has after it was quantized by the rule of the matrix, by our kernel, in float64."""
+    scheme = matrix.scheme
+    if not scheme.inputs:
+        return x.double()
+    q, scales = quantize(x, scaled.RULES[scheme.inputs], TYPES[scheme.values], powers=scheme.ue8m0,
+                         scale=None if matrix.input_scale is None else matrix.input_scale.view(1))  # fmt: skip
+    spread = scales.t().repeat_interleave(GROUP, 1) if scheme.inputs == "group" else scales.view(-1, 1)
+    return (q.double() * spread.double())[: len(x)]
+
+
+def exact_values(x: Tensor, matrix: QuantizedMatrix) -> Tensor:
+    """`stands_for` by the reference of `quire.kernels.quantize`."""
+    scheme, given = matrix.scheme, matrix.input_scale
+    if scheme.inputs == "tensor":
+        assert given is not None
+        return (ref.int8_static if scheme.values == "int8" else ref.fp8_static)(x, given).double() * given.double()
+    if scheme.inputs == "group":
+        q, scales = ref.fp8_groups(x, scheme.ue8m0)
+        return q.double() * scales.repeat_interleave(GROUP, 1).double()
+    q, scales = (ref.int8_tokens if scheme.values == "int8" else ref.fp8_tokens)(x)
+    return q.double() * scales.double()
+
+
+def compare(kernel: ModuleType, scheme: Scheme, call: Call, dtype: torch.dtype, device: torch.device,
+            tolerance: float) -> None:
+    """Run the call through `kernel` and compare with float64 on the same quantized activations.
+
+    Four inputs of 128 are 30 or 100 times as large as others (the largest alone would be exact in e4m3), some rows are
+    zeros. Raises AssertionError for an error above `tolerance`, relative to the norm of the result, and when the result
+    is as near to that of activations that are not quantized.
+    """
+    n = call.n << call.gated
+    matrix = make_matrix(scheme, n, call.k, device)
+    x = torch.randn(call.rows, call.k).to(dtype).to(device)
+    x[:, torch.arange(call.k) % 128 % 37 == 3] *= 30 if call.gated else 100
+    if call.rows > 2:
+        x[1] = 0
+    norm = torch.rand(call.k).to(dtype).to(device) + 0.5 if call.norm else None
+    bias = torch.randn(n).to(dtype).to(device) if call.bias else None
+    residual = torch.randn(call.rows, call.n).to(dtype).to(device) if call.residual else None
+    normed = x if norm is None else (F.rms_norm(x.float(), (call.k,), eps=1e-6) * norm.float()).to(dtype)
+    weight = dequantize(matrix).double()
+    order = slice(None) if matrix.order is None else matrix.order.long()
+
+    def expected(inputs: Tensor) -> Tensor:
+        y = inputs[:, order] @ weight.t() + (0 if bias is None else bias.double())
+        if call.gated:
+            y = F.silu(y[:, : call.n]) * y[:, call.n :]
+        return y if residual is None else y + residual.double()
+
+    packed = (kernel.pack_gated if call.gated else kernel.pack)(matrix)
+    assert not isinstance(packed, QuantizedMatrix), "the reference would run"
+    if residual is not None:
+        y = kernel.run_add(normed, packed, bias, residual.clone())
+    elif call.norm and hasattr(kernel, "run_norm"):
+        y = (kernel.run_norm_gated if call.gated else kernel.run_norm)(x, norm, 1e-6, packed, bias)
+    else:
+        y = (kernel.run_gated if call.gated else kernel.run)(normed, packed, bias)
+    assert y.shape == (call.rows, call.n) and y.dtype == dtype
+    truth = expected(stands_for(normed, matrix))
+    error = (y.double() - truth).norm() / truth.norm()
+    assert error < tolerance, f"{float(error):.2e} {scheme} {call}"
+    if scheme.inputs:
+        without = (expected(normed.double()) - truth).norm() / truth.norm()
+        assert error < without / 1.5, f"{float(error):.2e}: as good as without quantization, {float(without):.2e}"
+
+
+def compare_experts(
+    scheme: Scheme, tokens: int, count: int, top_k: int, hidden: int, inner: int, dtype: torch.dtype,
+    device: torch.device, tolerance: float, *, residual: bool = False, away: tuple[int, ...] = (),
+) -> None:  # fmt: skip
+    """Run experts through `experts.scaled` and compare with float64 on the same quantized activations.
+
+    away   experts of another rank, which add nothing
+    """
+    pairs = [(make_matrix(scheme, 2 * inner, hidden, device), make_matrix(scheme, hidden, inner, device))
+             for _ in range(count)]  # fmt: skip
+    x = torch.randn(tokens, hidden).to(dtype).to(device)
+    x[:, 5] *= 30
+    ids = torch.stack([torch.randperm(count)[:top_k] for _ in range(tokens)]).int().to(device)
+    weights = torch.rand(tokens, top_k, device=device)
+    other = torch.randn(tokens, hidden).to(dtype).to(device) if residual else None
+    here = [expert for expert in range(count) if expert not in away]
+    packed = experts.empty(len(here), *pairs[0], device)
+    for place, expert in enumerate(here):
+        experts.put(packed, place, *pairs[expert])
+    places = [here.index(expert) if expert in here else -1 for expert in range(count)]
+    expert_map = torch.tensor(places, dtype=torch.int32, device=device) if away else None
+    truth = torch.zeros(tokens, hidden, dtype=torch.float64, device=device)
+    for expert in here:
+        gate_up, down = pairs[expert]
+        product = stands_for(x, gate_up) @ dequantize(gate_up).double().t()
+        h = (F.silu(product[:, :inner]) * product[:, inner:]).to(dtype)
+        result = stands_for(h, down) @ dequantize(down).double().t()
+        truth += (weights * (ids == expert)).sum(1, keepdim=True).double() * result
+    if other is not None:
+        truth += other.double()
+    y = experts.run(x, weights, ids, packed, expert_map, None if other is None else other.clone())
+    error = (y.double() - truth).norm() / truth.norm()
+    assert error < tolerance, f"{float(error):.2e} {scheme} {tokens} tokens"

@@ -1,0 +1,329 @@
+"""Tiny random checkpoints made by transformers, with its answers on any device; and an executor that records.
+
+    python -m tests.support.tiny_models FAMILY FOLDER     writes a checkpoint
+"""
+
+import itertools
+import json
+import shutil
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import load_file, save_file
+
+from quire.config.checkpoint import FAMILIES as CONFIGURED
+from quire.contracts.protocols import Executor, ExecutorFacts
+from quire.contracts.step import I32, StepPlan, StepResult
+
+MARGIN = 1e-3  # between the two largest logits of every greedy step: far above float32 noise
+VOCAB = 96
+CONTEXT = 256
+
+ROPES: dict[str, dict[str, Any]] = {
+    "default": {"rope_type": "default", "rope_theta": 10_000.0},
+    "theta": {"rope_type": "default", "rope_theta": 500.0},
+    "linear": {"rope_type": "linear", "rope_theta": 10_000.0, "factor": 3.0},
+    "dynamic": {"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 2.0},
+    "llama3": {
+        "rope_type": "llama3",
+        "rope_theta": 1_000.0,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    },
+    "yarn": {"rope_type": "yarn", "rope_theta": 1_000.0, "factor": 4.0, "original_max_position_embeddings": 64},
+}
+_QWEN: dict[str, Any] = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
+_DEEPSEEK: dict[str, Any] = {
+    "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "n_shared_experts": 2,
+    "first_k_dense_replace": 1, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 1.7,
+}  # fmt: skip
+_LATENT: dict[str, Any] = {
+    "q_lora_rank": 20, "kv_lora_rank": 24, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 12,
+}  # fmt: skip
+_SIGMOID = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "num_mtp_layers": 0}
+
+
+@dataclass(frozen=True, kw_only=True)
+class FamilyCase:
+    """A row of `FAMILIES`: what the tests of all families need to know of one.
+
+    options   keys of config.json that a tiny model needs, and those that make a path visible: groups, a dense layer, a
+              scaling that is not 1, widths that no two things share
+    biases    keys that switch biases on
+    ropes     kinds of rotation that the family may have
+    peer      model_type that computes the same in transformers; "": the family's own. With another one transformers
+              cannot read the family's files: `write_model` writes a copy for it
+    keys      key of the peer's config.json -> the family's own key
+    tensors   piece of a tensor's name in the peer's files -> the family's own piece
+    A row without `keys` and `tensors` tests the peer's names, not the family's.
+    """
+
+    options: Mapping[str, Any] = field(default_factory=dict)
+    biases: tuple[str, ...] = ()
+    ropes: tuple[str, ...] = tuple(ROPES)
+    peer: str = ""
+    keys: Mapping[str, str] = field(default_factory=dict)
+    tensors: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        assert self.peer or not (self.keys or self.tensors), "names of its own need a peer, whose names are replaced"
+
+
+# Every family of `quire.config.checkpoint.FAMILIES`. All tests of families take them from here.
+FAMILIES: Mapping[str, FamilyCase] = {
+    "llama": FamilyCase(biases=("attention_bias", "mlp_bias")),
+    "mistral": FamilyCase(options={"sliding_window": None}),
+    "qwen2": FamilyCase(),
+    "qwen3": FamilyCase(biases=("attention_bias",)),
+    "mixtral": FamilyCase(options={"num_local_experts": 5, "num_experts_per_tok": 2}),
+    "qwen2_moe": FamilyCase(options=_QWEN | {"shared_expert_intermediate_size": 40, "decoder_sparse_step": 2}),
+    "qwen3_moe": FamilyCase(options=_QWEN | {"norm_topk_prob": True, "mlp_only_layers": [0]},
+                              biases=("attention_bias",)),
+    "deepseek_v2": FamilyCase(options=_DEEPSEEK | _LATENT | {"topk_method": "group_limited_greedy",
+                                                               "q_lora_rank": None}),
+    "deepseek_v3": FamilyCase(options=_DEEPSEEK | _LATENT | _SIGMOID),
+    "glm4_moe": FamilyCase(
+        options=_DEEPSEEK | _SIGMOID | {"n_group": 1, "topk_group": 1, "use_qk_norm": True,
+                                        "partial_rotary_factor": 0.5},
+        biases=("attention_bias",), ropes=tuple(rope for rope in ROPES if rope != "yarn")),
+}  # fmt: skip
+EXPERTS = tuple(family for family in FAMILIES if CONFIGURED[family].experts)  # families with experts
+DENSE = tuple(family for family in FAMILIES if family not in EXPERTS)
+
+
+@dataclass(frozen=True)
+class Tiny:
+    """Options of a random checkpoint. `heads`: query and KV heads."""
+
+    family: str = "qwen3"
+    tied: bool = False
+    heads: tuple[int, int] = (4, 2)
+    rope: str = "default"
+    bias: bool = False
+    eos: tuple[int, ...] = ()
+    head_dim: int = 16
+
+
+@dataclass
+class Oracle:
+    """A checkpoint on disk and transformers' answers for it."""
+
+    folder: Path
+    model: Any
+    _greedy: dict[tuple[tuple[int, ...], int], list[int]] = field(default_factory=dict)
+
+    @torch.inference_mode()
+    def logits(self, ids: Sequence[int]) -> np.ndarray:
+        """[len(ids), V] float32 of one sequence, no cache."""
+        return self.model(torch.tensor([list(ids)], device=self.model.device)).logits[0].float().cpu().numpy()
+
+    def logprobs(self, ids: Sequence[int]) -> np.ndarray:
+        """log_softmax of `logits`."""
+        return torch.log_softmax(torch.from_numpy(self.logits(ids)), -1).numpy()
+
+    def greedy(self, prompts: Sequence[Sequence[int]], count: int) -> list[list[int]]:
+        """`count` greedy tokens of each prompt by `generate`, never stopping early."""
+        missing = [list(p) for p in prompts if (tuple(p), count) not in self._greedy]
+        if missing:
+            for prompt, (tokens, _) in zip(missing, generate(self.model, missing, count), strict=True):
+                self._greedy[tuple(prompt), count] = tokens
+        return [self._greedy[tuple(p), count] for p in prompts]
+
+
+@torch.inference_mode()
+def generate(model: Any, prompts: list[list[int]], count: int) -> list[tuple[list[int], list[float]]]:
+    """Greedy tokens of left-padded prompts, and by how much the largest logit of each step leads."""
+    width = max(map(len, prompts))
+    ids = torch.tensor([[0] * (width - len(p)) + p for p in prompts], device=model.device)
+    mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=model.device)
+    out = model.generate(
+        ids,
+        attention_mask=mask,
+        do_sample=False,
+        max_new_tokens=count,
+        min_new_tokens=count,
+        pad_token_id=0,
+        output_logits=True,
+        return_dict_in_generate=True,
+    )
+    top = torch.stack(out.logits).float().topk(2, dim=-1).values  # [count, prompts, 2]
+    leads = (top[..., 0] - top[..., 1]).T.tolist()
+    return list(zip(out.sequences[:, width:].tolist(), leads, strict=True))
+
+
+def mixed_prompts() -> list[list[int]]:
+    """Seven prompts of 1 to 61 tokens, no two alike; one is as long as two blocks of 16, one is a chunk of 7."""
+    lengths = (1, 7, 16, 23, 32, 45, 61)
+    return [[int(i) for i in np.random.default_rng(n).integers(1, VOCAB, n)] for n in lengths]
+
+
+def hf_config(spec: Tiny) -> Any:
+    """The transformers configuration of a tiny model; see `tiny_config` for what Quire reads."""
+    import transformers
+
+    (heads, kv_heads), family = spec.heads, FAMILIES[spec.family]
+    options: dict[str, Any] = dict(
+        vocab_size=VOCAB,
+        hidden_size=16 * heads,
+        num_hidden_layers=3,
+        num_attention_heads=heads,
+        head_dim=spec.head_dim,
+        num_key_value_heads=kv_heads,
+        intermediate_size=80,
+        max_position_embeddings=CONTEXT,
+        initializer_range=0.2,
+        tie_word_embeddings=spec.tied,
+        rope_parameters=dict(ROPES[spec.rope]),
+        bos_token_id=None,
+        pad_token_id=None,
+        eos_token_id=list(spec.eos) or None,
+        attn_implementation="eager",
+        dtype="float32",
+    )
+    options |= dict.fromkeys(family.biases, spec.bias) | family.options
+    if spec.family in EXPERTS:
+        options["experts_implementation"] = "eager"
+    if CONFIGURED[spec.family].latent:
+        options["num_key_value_heads"] = heads
+        del options["head_dim"]  # is that of the rotated part there
+        if spec.rope == "yarn":
+            options["rope_parameters"] |= {"mscale": 0.7, "mscale_all_dim": 0.9}
+    if part := options.pop("partial_rotary_factor", None):
+        options["rope_parameters"]["partial_rotary_factor"] = part
+    return transformers.AutoConfig.for_model(family.peer or spec.family, **options)
+
+
+def as_family(config: dict[str, Any], family: str) -> dict[str, Any]:
+    """Return a config.json of the family's peer as one of the family, with the family's own keys."""
+    own = {FAMILIES[family].keys.get(key, key): value for key, value in config.items()}
+    return own | {"model_type": family, "architectures": [CONFIGURED[family].architecture]}
+
+
+def tiny_config(spec: Tiny, **changes: Any) -> dict[str, Any]:
+    """The config.json of a tiny model, with changed keys, which are spelled as the peer does."""
+    return as_family(hf_config(spec).to_dict() | changes, spec.family)
+
+
+def write_model(model: Any, folder: Path, family: str, **options: Any) -> Path:
+    """Save a model of transformers as a checkpoint of `family`; options: of `save_pretrained`.
+
+    Returns the folder that transformers can read: the same one, or a copy inside when the family has a peer.
+    """
+    model.save_pretrained(folder, **options)
+    if not FAMILIES[family].peer:
+        return folder
+    readable = folder / "peer"
+    shutil.copytree(folder, readable)
+    raw = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(as_family(raw, family)))
+    if FAMILIES[family].tensors:
+        _rename_tensors(folder, FAMILIES[family].tensors)
+    return readable
+
+
+def _rename_tensors(folder: Path, renamed: Mapping[str, str]) -> None:
+    """Rename the tensors in the files and in the index of a checkpoint."""
+    def own(name: str) -> str:
+        for theirs, ours in renamed.items():
+            name = name.replace(theirs, ours)
+        return name
+
+    for file in folder.glob("*.safetensors"):
+        save_file({own(name): tensor for name, tensor in load_file(file).items()}, file, {"format": "pt"})
+    for file in folder.glob("*.index.json"):
+        index = json.loads(file.read_text())
+        placed = {own(name): shard for name, shard in index["weight_map"].items()}
+        file.write_text(json.dumps(index | {"weight_map": placed}))
+
+
+def experts_of(config: Any) -> Any:
+    """The first block of experts of a random model, by transformers; its router is `gate`."""
+    import transformers
+
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    return next(layer.mlp for layer in model.model.layers if hasattr(layer.mlp, "experts"))
+
+
+def random_model(spec: Tiny, seed: int) -> Any:
+    """A random model, its norms and biases too: left at one and zero they would go untested."""
+    import transformers
+
+    torch.manual_seed(seed)
+    model = transformers.AutoModelForCausalLM.from_config(hf_config(spec), dtype=torch.float32).eval()
+    model.generation_config.eos_token_id = None  # the oracle never stops early
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.ndim == 1:
+                parameter.copy_(torch.randn_like(parameter) * 0.2 + ("norm" in name))
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.copy_(torch.randn_like(buffer) * 0.2)
+    return model
+
+
+@torch.no_grad()
+def quieten(model: Any, logits: float, layers: float = 1.0) -> None:
+    """Scale what a model says by `logits`, by way of its last norm, and the weights of its layers by `layers`.
+
+    In bfloat16 an error grows with the logits, and layers of random weights amplify it. Powers of two change no digit.
+    """
+    model.model.norm.weight.mul_(logits)
+    for parameter in model.model.layers.parameters():
+        if parameter.ndim > 1:
+            parameter.mul_(layers)
+
+
+def make_oracle(spec: Tiny, prompts: list[list[int]], new_folder: Callable[[str], Path], device: str = "cpu") -> Oracle:
+    """The checkpoint of a `Tiny`, saved; seeds are resampled until every greedy choice of 64 steps is clear."""
+    for seed in itertools.count():
+        model = random_model(spec, seed).to(device)
+        runs = generate(model, prompts, 64)
+        if min(min(leads) for _, leads in runs) > MARGIN:
+            break
+    folder = new_folder(f"{spec.family}-{spec.rope}")
+    model.generation_config.eos_token_id = list(spec.eos) or None
+    write_model(model, folder, spec.family)
+    model.generation_config.eos_token_id = None
+    return Oracle(folder, model, {(tuple(p), 64): t for p, (t, _) in zip(prompts, runs, strict=True)})
+
+
+class Recorder:
+    """An executor that notes what passes through the one it wraps."""
+
+    def __init__(self, inner: Executor) -> None:
+        self._inner = inner
+        self.plans: list[StepPlan] = []
+        self.num_computed = 0  # tokens that the forward passes computed
+
+    def facts(self) -> ExecutorFacts:
+        return self._inner.facts()
+
+    def submit(self, plan: StepPlan) -> None:
+        self.plans.append(plan)
+        self._inner.submit(plan)
+
+    def release(self, step: int, masks: I32) -> None:
+        self._inner.release(step, masks)
+
+    def collect(self) -> StepResult:
+        result = self._inner.collect()
+        self.num_computed += result.num_computed
+        return result
+
+    def shutdown(self) -> None:
+        self._inner.shutdown()
+
+
+if __name__ == "__main__":
+    name, target = sys.argv[1:]
+    if name not in FAMILIES:
+        sys.exit(f"{name} has no row in FAMILIES of tests/support/tiny_models.py, which describes the model to write: "
+                 f"add one. Rows: {', '.join(FAMILIES)}.")
+    write_model(random_model(Tiny(family=name), 0), Path(target), name)

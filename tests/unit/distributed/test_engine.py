@@ -1,0 +1,126 @@
+"""Engines of simulated ranks: the tokens of one rank, whatever is cut, scheduled and asked for.
+
+Every exchange is compared over the ranks. Checkpoints are those whose greedy choices are clear, so that no rounding
+decides a token.
+"""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from quire.assemble.parts import Parts
+from quire.contracts.request import NewRequest
+from quire.contracts.sampling import SamplerSpec
+
+from ...support.simulated_engine import simulated
+from ...support.tiny_models import EXPERTS, FAMILIES, MARGIN, Tiny, mixed_prompts, random_model
+
+SIZES: dict[str, dict[str, Any]] = {
+    "tp2": {"tp": 2}, "tp4": {"tp": 4}, "pp2": {"pp": 2}, "tp2-pp2": {"tp": 2, "pp": 2}, "pp3": {"pp": 3},
+    "pp2-by-hand": {"pp": 2, "pipeline_layer_partition": (2, 1)},
+    "tp2-ep": {"tp": 2, "experts": True}, "tp4-ep": {"tp": 4, "experts": True},
+}  # fmt: skip
+COUNT = 24
+Folders = Callable[[str], Path]
+
+
+@dataclass
+class Answers:
+    """Tokens and log-probabilities of every request, and the logits that greedy tokens were chosen from."""
+
+    tokens: dict[int, list[int]] = field(default_factory=dict)
+    logprobs: dict[int, list[np.ndarray]] = field(default_factory=dict)
+    logits: dict[tuple[int, int], Tensor] = field(default_factory=dict)  # (first token of the prompt, position)
+    num_preempted: int = 0
+
+
+def requests() -> list[NewRequest]:
+    """Greedy ones, sampled ones, filters, penalties and log-probabilities."""
+    kinds: list[dict[str, Any]] = [
+        {"temperature": 0.0}, {"temperature": 0.0, "num_logprobs": 3}, {"temperature": 1.0}, {"temperature": 0.0},
+        {"temperature": 0.9, "top_p": 0.8}, {"temperature": 0.0, "repetition_penalty": 1.3},
+        {"temperature": 0.0, "num_prompt_logprobs": 2},
+    ]  # fmt: skip
+    return [
+        NewRequest(handle=i, request_id=str(i), token_ids=np.array(ids, np.uint32).tobytes(), max_tokens=COUNT,
+                   sampler=SamplerSpec(seed=i, num_prompt=len(ids), **kind))
+        for i, (ids, kind) in enumerate(zip(mixed_prompts(), kinds, strict=True))
+    ]  # fmt: skip
+
+
+def run(folder: Path, **options: Any) -> Answers:
+    settings: dict[str, Any] = {"max_num_batched_tokens": 48, "max_num_seqs": 8, "block_size": 16, "dtype": "float32"}
+    core, parts = simulated(folder, **(settings | options))
+    found = Answers()
+
+    def keep(slots: Tensor, positions: Tensor, logits: Tensor) -> None:
+        for slot, position, row in zip(slots.tolist(), positions.tolist(), logits, strict=True):
+            request = core.scheduler.table.requests[slot]
+            if request is not None:
+                found.logits[request.new.handle, position] = row.clone()
+
+    watched: list[Parts] = [part for part in parts if part.model is not None and part.model.last]
+    for part in watched:
+        assert part.worker is not None
+        part.worker.programs.on_logits = keep if part is watched[0] else lambda slots, positions, logits: None
+    try:
+        for request in requests():
+            core.add(request)
+            found.tokens[request.handle] = []
+        while core.has_work:
+            outputs = core.step()
+            for handle, token in zip(outputs.handles.tolist(), outputs.tokens.tolist(), strict=True):
+                found.tokens[handle].append(token)
+            for finish in outputs.finished:
+                assert finish.error is None
+        found.num_preempted = core.scheduler.num_preempted
+        core.check()
+    finally:
+        core.shutdown()
+    return found
+
+
+def clear(answers: Answers) -> bool:
+    """True where no greedy choice is close."""
+    tops = torch.stack([row.topk(2).values for (handle, _), row in answers.logits.items() if handle not in (2, 4)])
+    return bool(((tops[:, 0] - tops[:, 1]) > MARGIN).all())
+
+
+@pytest.fixture(scope="module")
+def truths(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, bool], tuple[Path, Answers]]:
+    @functools.cache
+    def made(family: str, tied: bool) -> tuple[Path, Answers]:
+        for seed in range(20):
+            folder: Path = tmp_path_factory.mktemp(family)
+            random_model(Tiny(family=family, tied=tied), seed).save_pretrained(folder)
+            answers = run(folder, skip_tokenizer_init=True)
+            if clear(answers):
+                return folder, answers
+        raise AssertionError(f"{family}: all seeds have close choices")
+
+    return made
+
+
+def compare(found: Answers, expected: Answers) -> None:
+    """Logits within 1e-5 of the largest one of the row."""
+    assert found.tokens == expected.tokens
+    assert found.logits.keys() == expected.logits.keys()
+    for key, row in found.logits.items():
+        most = float(expected.logits[key].abs().max())
+        torch.testing.assert_close(row, expected.logits[key], rtol=0, atol=1e-5 * max(most, 1.0))
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_tokens_and_logits_of_one_rank(truths: Any, family: str, sizes: str) -> None:
+    if SIZES[sizes].get("experts") and family not in EXPERTS:
+        pytest.skip("no experts to place")
+    folder, expected = truths(family, family in ("qwen3", "qwen3_moe"))
+    compare(run(folder, skip_tokenizer_init=True, **SIZES[sizes]), expected)

@@ -1,0 +1,366 @@
+"""A rank does what is said of it: the bytes that its loader reads, its exchanges, the functions it calls."""
+
+import functools
+import importlib
+import json
+import os
+import threading
+from array import array
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FunctionType
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from quire.assemble import plan_ranks, read_files
+from quire.assemble.parts import Parts
+from quire.assemble.rank import load_rank
+from quire.config.bundled import bundled_model
+from quire.config.engine import EngineConfig
+from quire.config.placement import Parallel
+from quire.contracts.errors import ConfigError
+from quire.contracts.request import NewRequest
+from quire.contracts.sampling import SamplerSpec
+from quire.contracts.step import SAMPLE, StepPlan
+from quire.distributed import Group
+from quire.distributed.mesh import RankGroups
+from quire.distributed.process_group import BACKENDS
+from quire.engine.core import EngineCore
+from quire.entry.cli.main import main
+from quire.explain.describe import plan_engine
+from quire.models.collectives import algorithm, collectives, groups
+from quire.models.rank_report import describe_one
+from quire.models.report import PlanReport
+from quire.weights.files import read_checkpoint
+
+from ...support import simulated_engine
+from ...support.tiny_models import Tiny, random_model
+
+SIZES = {
+    "tp2": Parallel(tp=2), "tp2-ep": Parallel(tp=2, experts=True), "pp2": Parallel(pp=2),
+    "tp2-pp2": Parallel(tp=2, pp=2),
+}  # fmt: skip
+CASES = [(family, size) for family in ("qwen3", "qwen3_moe", "deepseek_v3") for size in SIZES
+         if family != "qwen3" or size != "tp2-ep"]  # fmt: skip
+TINY = str(bundled_model())
+QUESTIONS = (".missing", ".rows_only")  # functions that compute nothing
+FOUR = 4  # bytes of a number of these checkpoints
+Folders = Callable[[str], Path]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
+    @functools.cache
+    def made(family: str) -> Path:
+        folder: Path = tmp_path_factory.mktemp(family)
+        random_model(Tiny(family=family, tied=family == "qwen3"), 0).save_pretrained(folder)
+        return folder
+
+    return made
+
+
+def config(folder: Path, parallel: Parallel) -> EngineConfig:
+    return EngineConfig.from_flat(
+        model=str(folder), device="cpu", skip_tokenizer_init=True, max_num_seqs=2, dtype="float32",
+        tensor_parallel_size=parallel.tp, pipeline_parallel_size=parallel.pp, enable_expert_parallel=parallel.experts)
+
+
+# --- slices -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def read(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """(first byte, end) of every read of weights."""
+    found: list[tuple[int, int]] = []
+    real = os.preadv
+
+    def preadv(handle: int, buffers: list[memoryview], offset: int) -> int:
+        count = real(handle, buffers, offset)
+        found.append((offset, offset + count))
+        return count
+
+    monkeypatch.setattr(os, "preadv", preadv)
+    return found
+
+
+def told(folder: Path, slices: list[dict[str, Any]]) -> Iterator[tuple[int, int]]:
+    """(first byte, end) of the slices in the file of a checkpoint."""
+    stored = read_checkpoint(folder).tensors
+    for one in slices:
+        tensor = stored[one["tensor"]]
+        assert (tensor.shape, tensor.file.name) == (tuple(one["shape"]), one["file"])
+        assert one["total"] == tensor.shape[one["axis"]] and 0 <= one["start"] < one["end"] <= one["total"]
+        rows, width = tensor.shape[0], tensor.num_bytes // tensor.shape[0]
+        first, end = one["start"], one["end"]
+        if one["axis"] == 0:
+            yield tensor.offset + first * width, tensor.offset + end * width
+        else:
+            yield from ((tensor.offset + row * width + first * FOUR, tensor.offset + row * width + end * FOUR)
+                        for row in range(rows))  # fmt: skip
+
+
+def joined(spans: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    found: list[tuple[int, int]] = []
+    for first, end in sorted(spans):
+        if found and first <= found[-1][1]:
+            found[-1] = found[-1][0], max(end, found[-1][1])
+        else:
+            found.append((first, end))
+    return found
+
+
+@pytest.mark.parametrize(("family", "size"), CASES)
+def test_a_rank_reads_the_slices_that_are_told(
+    folders: Folders, read: list[tuple[int, int]], family: str, size: str
+) -> None:
+    folder, asked = folders(family), config(folders(family), SIZES[size])
+    report, plans = plan_engine(asked), plan_ranks(asked, read_files(asked))
+    for plan, own in zip(plans, simulated_engine.make_groups(plans), strict=True):
+        read.clear()
+        load_rank(plan, own, None, on_loading=lambda done, total: None, end_phase=lambda name: None)
+        rank = describe_one(report, plan.mesh.rank.number)
+        slices = list(told(folder, rank["slices"]))
+        assert joined(read) == joined(slices)
+        assert sum(end - first for first, end in read) == sum(end - first for first, end in slices) == rank["bytes"]
+
+
+# --- steps ------------------------------------------------------------------------------------------------------------
+
+
+class Watched:
+    """A group whose calls are noted as (group, kind, bytes)."""
+
+    def __init__(self, name: str, group: Group, note: Callable[[tuple[str, str, int]], None]) -> None:
+        self._name, self._group, self._note = name, group, note
+        self.rank, self.size, self.kind = group.rank, group.size, group.kind
+
+    def __getattr__(self, call: str) -> Any:
+        kind = {"add": "all-reduce", "post": "send"}.get(call, call.replace("_", "-"))
+
+        def noted(x: Tensor, *more: Any) -> Any:
+            self._note((self._name, kind, x.numel() * x.element_size()))
+            return getattr(self._group, call)(x, *more)
+
+        if call == "begin_step":  # it exchanges nothing
+            return self._group.begin_step
+
+        return noted
+
+
+class Engine:
+    """An engine of simulated ranks; steps: for each rank, (its plan, its exchanges) of every step."""
+
+    def __init__(self, folder: Path, size: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        parallel, make = SIZES[size], simulated_engine.make_groups
+        self.steps: list[list[tuple[StepPlan, Counter[tuple[str, str, int]]]]] = [[] for _ in range(parallel.size)]
+        self.threads: dict[int, int] = {}  # of a rank
+
+        def watched(plans: Any) -> list[RankGroups]:
+            return [RankGroups(**{name: Watched(name, group, functools.partial(self._note, number))
+                                  for name, group in vars(own).items() if group is not None})
+                    for number, own in enumerate(make(plans))]  # fmt: skip
+
+        monkeypatch.setattr(simulated_engine, "make_groups", watched)
+        self.core: EngineCore
+        self.core, parts = simulated_engine.simulated(
+            folder, tp=parallel.tp, pp=parallel.pp, experts=parallel.experts, skip_tokenizer_init=True,
+            max_num_seqs=2, dtype="float32")  # fmt: skip
+        for number, part in enumerate(parts):
+            self._mark_steps(number, part)
+
+    def _note(self, number: int, call: tuple[str, str, int]) -> None:
+        self.steps[number][-1][1][call] += 1
+
+    def _mark_steps(self, number: int, part: Parts) -> None:
+        worker = part.worker
+        assert worker is not None
+        submit = worker.submit
+
+        def marked(plan: StepPlan) -> None:
+            self.threads[number] = threading.get_ident()
+            self.steps[number].append((plan, Counter()))
+            submit(plan)
+
+        worker.submit = marked  # type: ignore[method-assign]
+
+    def answer(self, count: int, max_tokens: int = 2, **sampling: Any) -> None:
+        """Run a request with `count` tokens of prompt; forget the steps before it."""
+        for steps in self.steps:
+            steps.clear()
+        prompt = array("I", range(count)).tobytes()
+        spec = SamplerSpec(seed=0, num_prompt=count, **({"temperature": 0.0} | sampling))
+        self.core.add(NewRequest(handle=count, request_id="r", token_ids=prompt, max_tokens=max_tokens, sampler=spec))
+        while self.core.has_work:
+            for finish in self.core.step().finished:
+                assert finish.error is None
+
+
+@pytest.fixture
+def engine(folders: Folders, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str, str], Engine]]:
+    made: list[Engine] = []
+
+    def make(family: str, size: str) -> Engine:
+        made.append(Engine(folders(family), size, monkeypatch))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.core.shutdown()
+
+
+def sampled(plan: StepPlan) -> int:
+    return int(((plan.outputs & SAMPLE) != 0).sum())
+
+
+def expected(rank: dict[str, Any], steps: list[StepPlan], at: int, before: StepPlan | None, filtered: bool,
+             scored: bool) -> Counter[tuple[str, str, int]]:  # fmt: skip
+    """The exchanges that are told of a rank, in step `at`; before: the last step of the request before."""
+    found: Counter[tuple[str, str, int]] = Counter()
+    happens = {"": True, "no row": not filtered, "a row": filtered, "log-pr": scored, "before": True}
+    for one in rank["collectives"]:
+        plan = steps[at]
+        if one["when"].startswith("before"):  # the tokens of the step before, which may be another request's last one
+            plan = steps[at - 1] if at else before
+        rows = 0 if plan is None else int(plan.num_tokens.sum()) if one["per"] == "token" else sampled(plan)
+        if rows and next(is_so for words, is_so in reversed(happens.items()) if one["when"].startswith(words)):
+            found[one["group"], one["kind"], rows * one["message_bytes"]] += one["times"]
+    return found
+
+
+@pytest.mark.parametrize(("family", "size"), CASES)
+def test_ranks_exchange_what_is_told(folders: Folders, engine: Any, family: str, size: str) -> None:
+    report, ranks = plan_engine(config(folders(family), SIZES[size])), SIZES[size].size
+    made, before = engine(family, size), None
+    for count, sampling in ((20, {}), (21, {"temperature": 1.0}), (22, {"temperature": 1.0, "top_p": 0.9}),
+                            (23, {"num_logprobs": 2}), (24, {"repetition_penalty": 1.2})):  # fmt: skip
+        made.answer(count, 3, **sampling)
+        filtered, scored = bool(sampling.keys() & {"top_p", "repetition_penalty"}), "num_logprobs" in sampling
+        for number in range(ranks):
+            rank, steps = describe_one(report, number), [(plan, calls) for plan, calls in made.steps[number]
+                                                         if len(plan.slots)]  # fmt: skip
+            plans = [plan for plan, _ in steps]
+            assert [int(plan.num_tokens.sum()) for plan in plans] == [count, 1, 1]
+            for at, (_, calls) in enumerate(steps):
+                assert calls == expected(rank, plans, at, before, filtered, scored), (number, at, sampling)
+        before = plans[-1]
+
+
+@pytest.mark.parametrize(("family", "size"), CASES)
+def test_ranks_call_the_functions_that_are_named(
+    folders: Folders, engine: Any, family: str, size: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = plan_engine(config(folders(family), SIZES[size])).describe()
+    counts: dict[int, Counter[str]] = defaultdict(Counter)
+    count_calls(monkeypatch, plan, counts)
+    made = engine(family, size)
+    for rows in (20, 40):  # few and many for a latent
+        counts.clear()
+        made.answer(rows, 1)
+        for rank in plan["ranks"]:
+            own = [layer for layer in plan["layers"] if layer["layer"].isdecimal()
+                   and rank["layers"][0] <= int(layer["layer"]) < rank["layers"][1]]  # fmt: skip
+            own += plan["layers"][:1] * rank["first"] + plan["layers"][-1:] * rank["last"]
+            named = [call for layer in own for call in layer["calls"]]
+            if plan["latent"]:
+                few = rows <= plan["latent"]["break_even"]
+                named = [call for call in named if not call["when"].startswith(("up to", "more than"))
+                         or call["when"].startswith("up to") == few]  # fmt: skip
+            found = counts[made.threads[rank["number"]]]
+            assert found == Counter(call["function"] for call in named if call["function"].startswith("quire."))
+            (_, exchanged), *_ = made.steps[rank["number"]]
+            sums = sum(count for (_, kind, _), count in exchanged.items() if kind == "all-reduce")
+            assert sums == sum(call["function"] == "tp.all_reduce" for call in named)
+
+
+def count_calls(monkeypatch: pytest.MonkeyPatch, plan: dict[str, Any], counts: dict[int, Counter[str]]) -> None:
+    """Count the calls of the public functions of the modules that were chosen, by thread; not those inside others."""
+    inside: dict[int, int] = defaultdict(int)
+
+    def counting(function: Any, name: str) -> Any:
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            thread = threading.get_ident()
+            if not inside[thread] and not name.endswith(QUESTIONS):
+                counts[thread][name] += 1
+            inside[thread] += 1
+            try:
+                return function(*args, **kwargs)
+            finally:
+                inside[thread] -= 1
+
+        return functools.wraps(function)(counted)
+
+    chosen = {f"{choice['op']}.{choice['name']}" for choice in plan["kernels"]}
+    chosen |= {f"experts.{one['experts']}" for one in plan["moe"].values()}
+    for kernel in chosen | {"linear.ref"}:  # of routers whose scores are exact
+        module = importlib.import_module(f"quire.kernels.{kernel}")
+        for name, function in vars(module).copy().items():
+            if isinstance(function, FunctionType) and function.__module__.startswith("quire.") and name[0] != "_":
+                monkeypatch.setattr(module, name, counting(function, f"{module.__name__}.{name}"))
+
+
+# --- words ------------------------------------------------------------------------------------------------------------
+
+
+def test_groups_have_members_by_global_number() -> None:
+    def members(parallel: Parallel) -> dict[str, Any]:
+        return {one["name"]: one["members"] for one in groups(parallel)}
+
+    assert members(Parallel()) == members(Parallel(dp=2)) == {}
+    across = [[0, 2], [1, 3]]
+    assert members(Parallel(tp=2, pp=2)) == {"tp": [[0, 1], [2, 3]], "pp": across, "tokens": across}
+    assert members(Parallel(tp=2, experts=True)) == {"tp": [[0, 1]]}
+    both = members(Parallel(tp=2, pp=2, dp=2, experts=True))
+    assert both["dp"] == [[0, 4], [1, 5], [2, 6], [3, 7]] and both["ep"] == [[0, 1, 4, 5], [2, 3, 6, 7]]
+
+
+@pytest.mark.parametrize("device", BACKENDS)
+def test_algorithms_are_those_of_the_groups(device: str) -> None:
+    for kind in ("all-reduce", "all-gather", "send", "receive"):
+        name, why = algorithm(kind, device)
+        assert BACKENDS[device] in name.lower() and why
+
+
+def test_sends_and_receives_of_all_ranks_pair(folders: Folders) -> None:
+    args = plan_engine(config(folders("qwen3"), Parallel())).plan.args
+    found = list(collectives(args, Parallel(tp=2, pp=2), item_bytes=2, device="cpu"))
+    assert [one.group for one in found if one.kind == "send"] == ["pp", "tokens"]
+    assert all(one.algorithm and one.why for one in found)
+
+
+def test_a_rank_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["explain", TINY, *"--device cpu --dtype float32 -tp 2 -pp 2 --num-threads 2 --rank".split()]
+    assert main([*asked, "3"]) == 0
+    out = capsys.readouterr().out
+    assert "rank 3 of 4 (-tp 2 -pp 2): stage 1, place 1 of its tp group; layers 4-7, query heads 2-3, KV head 1," in out
+    for line in ("group tp (share every layer of a stage): ranks 2, 3", "group pp (stages in order: hidden states go",
+                 "receive over pp, hidden states of the stage before: 1.0 KiB per token; gloo point to point",
+                 "all-reduce over tp, attention output: 1.0 KiB per token x 4; gloo ring", "layers 4-7, each",
+                 "model.layers.{i}.self_attn.o_proj.weight: columns 128-255 of 256",
+                 "model.embed_tokens.weight: rows 4096-8191 of 8192"):  # fmt: skip
+        assert line in out
+    assert main([*asked, "3", "--json"]) == 0
+    rank = json.loads(capsys.readouterr().out)
+    (one,) = (one for one in rank["slices"] if one["tensor"] == "model.layers.7.self_attn.o_proj.weight")
+    assert (one["axis"], one["start"], one["end"], one["total"]) == (1, 128, 256, 256)
+    assert (one["parameter"], one["file"][-12:]) == ("layers.7.attention.output.weight", ".safetensors")
+    assert main([*asked, "4"]) == 3
+    assert "--rank 4 does not exist: this plan has the ranks 0 to 3." in capsys.readouterr().err
+    assert main([*asked, "1", "--layer", "2"]) == 2
+
+
+def test_buffers_are_in_the_memory_of_a_cpu(folders: Folders) -> None:
+    """The cache takes a quarter of what weights and buffers leave; the first stage joins no logits."""
+
+    def report(**sizes: int) -> PlanReport:
+        return plan_engine(EngineConfig.from_flat(model=TINY, device="cpu", dtype="float32", **sizes))
+
+    assert report().describe()["memory"]["buffers"] == 0
+    cut = report(tensor_parallel_size=2, pipeline_parallel_size=2)
+    hidden, logits = 2048 * 256 * 4, 256 * 2 * 8192 * 4
+    assert [rank["buffers"] for rank in cut.describe()["ranks"]] == [2 * hidden] * 2 + [hidden + logits] * 2
+    assert cut.fullest == 2, "the last stage has larger buffers and equal pages"
+    with pytest.raises(ConfigError, match="--rank -1 does not exist"):
+        describe_one(cut, -1)
