@@ -60,16 +60,17 @@ class Tiles:
 def tiles_of(rows: int, n: int, k: int, gated: bool, block: int) -> Tiles:
     """Return the tiling for `rows` rows, n outputs (of gate and n of up, if gated) and k inputs.
 
-    Two programs fit into a multiprocessor.
+    Measured for the products of an 8B model. A multiprocessor runs one program if all of them fit at once, else two.
     """
-    size, groups = max(8, bucket(rows)), -(-k // GROUP)
-    tall = 2 if size >= 32 and not gated else 1
-    depth = 1 if gated or tall == 2 else 2
-    cols = 64 * tall << gated
+    size, groups, wide = max(8, bucket(rows)), -(-k // GROUP), -(-n // 64)
+    if gated and size == 8 and block != 1 and groups >= 16:
+        return Tiles(size, 1, 2, 2, 2)
+    cols, depth = 64 << gated, 1 if gated else 2
     kept = 4 * (size + (cols if block == 1 else 0)) if block else 0  # bytes of the scales of a group
-    split = max(1, min(k // 1024, 264 // -(-n // (64 * tall))), -(-groups * kept // (40 << 10)))
-    room = SHARED - (groups // split + 2 * LINES) * kept
-    return Tiles(size, tall, depth, max(2, min(12, room // (depth * GROUP * (size + cols)))), split)
+    most = k // (4096 if wide >= 64 else 1024)  # parts so small that adding them up costs more than it saves
+    split = max(1, min(most, 132 // wide), -(-groups * kept // (40 << 10)))
+    room = (2 * SHARED if wide * split <= 132 else SHARED) - (groups // split + 2 * LINES) * kept
+    return Tiles(size, 1, depth, max(2, min(12, room // (depth * GROUP * (size + cols)))), split)
 
 
 def product(
