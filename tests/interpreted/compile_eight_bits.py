@@ -1,10 +1,13 @@
 """Compiles the kernels of an 8-bit KV cache at the sizes of an 8B model and of DeepSeek-V2-Lite; prints their names."""
 
+from dataclasses import replace
+
 import torch
 from compiling import AbsentGpu, Made
 from torch import Tensor
 
 from quire.kernels.attention import AttentionMeta, KVView, SharedBlocks, triton, triton_plan
+from quire.kernels.attention import hopper as attention_hopper
 from quire.kernels.heads import triton as heads
 from quire.kernels.latent import LatentView, hopper
 from quire.kernels.latent import triton as latent
@@ -35,6 +38,10 @@ def launch_heads(cache: torch.dtype, tokens: int) -> None:
     for longest, shared in ((1, None), (1, SharedBlocks(ints(9), ints(64), ints(64), ints(64))), (tokens, None)):
         meta = AttentionMeta(ints(65), ints(64), ints(99, 512), ints(9), ints(64), longest, 1, shared)
         triton.paged_attention(empty(tokens, 32, 128), kv, meta, 0.1)
+    if tokens > 64:
+        known = replace(meta, prompts=((0, tokens, 0, 9000),), plans={})
+        attention_hopper.paged_attention(empty(tokens, 32, 128), kv, known, 0.1)
+        assert ("pages", 128, None, 1024) in known.plans
 
 
 def launch_latents(cache: torch.dtype, tokens: int) -> None:
@@ -54,7 +61,7 @@ def launch_latents(cache: torch.dtype, tokens: int) -> None:
 def main() -> None:
     """Hopper with both types, a GPU of capability 8.9 with less shared memory."""
     gpu = AbsentGpu(check)
-    gpu.describe_to(triton_plan, triton, latent, hopper)
+    gpu.describe_to(triton_plan, triton, attention_hopper, latent, hopper)
     launch_heads(torch.float8_e4m3fn, 64)
     launch_heads(torch.float8_e4m3fn, 4096)
     launch_latents(torch.float8_e4m3fn, 512)

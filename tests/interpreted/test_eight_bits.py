@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,12 +17,13 @@ from torch import Tensor
 
 from quire.contracts.step import SharedPrefix
 from quire.kernels import triton_runtime
-from quire.kernels.attention import AttentionMeta, KVView, SharedBlocks, inputs
+from quire.kernels.attention import AttentionMeta, KVView, SharedBlocks, inputs, sequences
 from quire.kernels.attention.inputs import Case
 from quire.kernels.attention.triton_plan import pack_shared
+from quire.kernels.attention.triton_tiles import LOG2E
 from quire.kernels.heads import inputs as heads_inputs
 from quire.kernels.heads import ref as heads_ref
-from quire.kernels.latent import LatentView, sequences
+from quire.kernels.latent import LatentView
 from quire.kernels.latent import ref as latent_ref
 
 if not triton_runtime.INTERPRETED:
@@ -29,7 +31,8 @@ if not triton_runtime.INTERPRETED:
 
 from triton.runtime import interpreter
 
-from quire.kernels.attention import triton
+from quire.kernels.attention import hopper, ref, triton
+from quire.kernels.attention.triton_widen import find_pages, widen
 from quire.kernels.heads import triton as heads
 from quire.kernels.latent import triton as latent
 from quire.kernels.latent.inputs import make, steps, weights
@@ -74,6 +77,101 @@ def test_decode_and_prefill(case: Case, cache: torch.dtype, dtype: torch.dtype, 
     kv = truth.coded(kv, cache)
     expected = truth.attention(q, kv, meta, 0.1, window, soft_cap)
     near(triton.paged_attention(q, kv, on_device(meta), 0.1, window, soft_cap), expected, TOLERANCE[dtype])
+
+
+# Prompts with and without a context before the step, a decode before them and a short prompt, which is no tile's.
+WIDENED = Case((1, 200, 1, 150), (90, 200, 33, 700), heads=(8, 2), head_dim=64, block_size=64)
+
+
+def by_slot(meta: AttentionMeta, **changes: object) -> AttentionMeta:
+    """The step with block tables of slots, in another order than its sequences, and an empty sequence at its end."""
+    assert isinstance(meta.query_start, Tensor) and isinstance(meta.seq_lens, Tensor)
+    count = len(meta.seq_lens)
+    slots = torch.full((count + 2, meta.block_tables.shape[1]), 2**30, dtype=torch.int32)
+    rows = torch.arange(count, 0, -1, dtype=torch.int32)
+    slots[rows.long()] = meta.block_tables
+    given = on_device(meta, prompts=sequences(meta)[1:], **changes)
+    return replace(given, block_tables=slots, table_rows=torch.cat((rows, rows[:1] * 0)),
+                   query_start=torch.cat((meta.query_start, meta.query_start[-1:])),
+                   seq_lens=torch.cat((meta.seq_lens, torch.zeros(1, dtype=torch.int32))))  # fmt: skip
+
+
+@pytest.mark.parametrize("cache", DTYPES, ids=str)
+@pytest.mark.parametrize(("window", "pages"), [(None, 4 + 11), (100, 4 + 4)])
+def test_pages_are_widened_exactly(cache: torch.dtype, window: int | None, pages: int) -> None:
+    """The scratch holds the codes of all pages that a row of a prompt sees, at the places of its block table."""
+    _, kv, meta = inputs.make(WIDENED, torch.bfloat16)
+    kv, given = truth.coded(kv, cache), by_slot(meta)
+    found = find_pages(given, 64, window, 4, 99)
+    assert found is not None and len(found.pages) == pages and found.table.stride(0) % 16 == 0
+    wide = widen(kv, found, given, torch.bfloat16)
+    assert (wide.k_scale, wide.v_scale) == (K_SCALE, V_SCALE)
+    for sequence, page in found.pages.tolist():
+        block, own = meta.block_tables[sequence, page], found.table[sequence, page]
+        for side, coded in ((wide.k, kv.k), (wide.v, kv.v)):
+            expected = truth.values(coded[block], 1.0)
+            seen = expected.isfinite()  # tests put NaN where no token is
+            assert torch.equal(side[own].double()[seen], expected[seen]) and seen.any()
+
+
+def test_steps_that_widen_nothing() -> None:
+    """A graph's, whose prompts the host does not know; too many pages; too few rows for them; decodes."""
+    _, _, meta = inputs.make(WIDENED, torch.float16)
+    given = by_slot(meta)
+    assert find_pages(given, 64, None, 4, 15) is not None and find_pages(given, 64, None, 4, 14) is None
+    assert find_pages(replace(given, prompts=(), plans={}), 64, None, 4, 99) is None
+    assert find_pages(replace(given, plans={}), 64, None, 1, 99) is None
+    assert find_pages(replace(given, decode_len=300, plans={}), 64, None, 4, 99) is None
+    _, _, short = inputs.make(replace(WIDENED, query_lens=(1, 20, 1, 15)), torch.float16)
+    assert find_pages(by_slot(short), 64, None, 4, 99) is None
+    assert find_pages(replace(given, prompts=None, plans={}), 64, None, 4, 99) is not None
+
+
+class Emulated:
+    """Hopper's prefill kernel, in PyTorch: what the plan, the descriptors and the other arguments make it do."""
+
+    def __init__(self) -> None:
+        self.launched = 0
+
+    def __getitem__(self, grid: tuple[int]) -> Any:
+        return self
+
+    def __call__(self, out: Tensor, q: Tensor, k: Tensor, v: Tensor, table: Tensor, tiles: Tensor, sinks: None,
+                 stride_out: int, block: int, head: int, stride: int, scale: float, cap: float, v_scale: float | None,
+                 **sizes: Any) -> None:  # fmt: skip
+        self.launched += 1
+        assert k.dtype == v.dtype == q.dtype and (block, stride) == (k.stride(0) // q.shape[2], table.stride(0))
+        kv, window = KVView(k, v, 1.0, 1.0 if v_scale is None else v_scale), sizes["WINDOW"]
+        for record in tiles.tolist():
+            (row, rows, position), blocks = record[:3], table[record[sizes["ROW"]]].clone()
+            if window:
+                blocks[: max(0, position - window + 1) // kv.block_size] = 0  # not read
+            if row >= 0:
+                meta, end = AttentionMeta([0, rows], [position + rows], blocks[None], torch.empty(0)), row + rows
+                out[row:end] = ref.paged_attention(q[row:end], kv, meta, scale / LOG2E, window or None)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, *DTYPES], ids=str)
+@pytest.mark.parametrize("window", [None, 100])
+def test_the_prefill_of_hopper_reads_the_scratch(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype,
+                                                 window: int | None) -> None:
+    """It gets two-byte numbers of every cache, the rows of the right block table, and both scales.
+
+    In a CUDA graph, Triton's kernel reads the codes.
+    """
+    q, kv, meta = inputs.make(WIDENED, torch.float16)
+    kv = truth.coded(kv, dtype) if dtype in DTYPES else KVView(kv.k.nan_to_num(), kv.v.nan_to_num())
+    expected = truth.attention(q, kv, meta, 0.1, window) if dtype in DTYPES else ref.paged_attention(
+        q, kv, meta, 0.1, window).double()
+    kernel = Emulated()
+    monkeypatch.setattr(hopper, "prefill_kernel", kernel)
+    monkeypatch.setattr(hopper, "describe", lambda base, *_: base)
+    near(hopper.paged_attention(q, kv, by_slot(meta), 0.1, window), expected, TOLERANCE[torch.float16])
+    assert kernel.launched == 1
+    if dtype in DTYPES:
+        graph = by_slot(meta, max_query_len=400)
+        near(hopper.paged_attention(q, kv, replace(graph, prompts=()), 0.1, window), expected, TOLERANCE[torch.float16])
+        assert kernel.launched == 1
 
 
 def shared_by(meta: AttentionMeta, members: tuple[int, ...], blocks: int) -> AttentionMeta:
@@ -161,4 +259,5 @@ def test_compiles_for_hopper() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     assert set(done.stdout.split()) == {
         "_heads_kernel", "_plan_kernel", "decode_kernel", "prefill_kernel", "prefix_kernel", "_prepare_kernel",
+        "_widen_kernel", "hopper.prefill_kernel",
         "absorbed_kernel", "shared_kernel", "merge_kernel", "hopper._expanded_kernel"}  # fmt: skip

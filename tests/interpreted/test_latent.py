@@ -18,10 +18,10 @@ from torch import Tensor
 from quire.config.checkpoint import parse_checkpoint_config
 from quire.contracts.step import SharedPrefix
 from quire.kernels import triton_runtime
-from quire.kernels.attention import AttentionMeta, SharedBlocks, inputs
+from quire.kernels.attention import AttentionMeta, SharedBlocks, inputs, sequences
 from quire.kernels.attention.inputs import Case
 from quire.kernels.attention.triton_plan import pack_shared
-from quire.kernels.latent import LatentView, ref, sequences, triton, triton_expanded
+from quire.kernels.latent import LatentView, ref, triton, triton_expanded
 from quire.kernels.latent.inputs import make, steps, weights
 from quire.kernels.latent.triton_absorbed import merge_kernel
 from quire.layers.latent import split

@@ -66,14 +66,15 @@ def load_cuda(plan: EnginePlan, groups: RankGroups, facts: CudaFacts, *, on_load
         windows=plan.geometry.windows,
     )  # fmt: skip
     with _room_for_steps(weights, facts.free_memory, config):
-        compiled, working, per_seq, per_token = _rehearse(model, plan.geometry, limits, scales, groups)
+        compiled, working, per_seq, per_token = _rehearse(model, plan.geometry, limits, scales, groups,
+                                                            plan.widened_tokens)  # fmt: skip
     end_phase("kernels")
     torch.cuda.empty_cache()
 
     def measure() -> DeviceMemory:
         return DeviceMemory(
             total=facts.total_memory, at_start=facts.free_memory, free=torch.cuda.mem_get_info(DEVICE)[0],
-            weights=weights, later=working + plan.graphs.num_bytes,
+            weights=weights, later=working + plan.graphs.num_bytes + plan.scratch_bytes,
             others=facts.others_memory, per_seq=per_seq, per_token=per_token,
         )  # fmt: skip
 
@@ -110,10 +111,11 @@ def _worker(model: Model, geometry: KVGeometry, num_blocks: int, limits: Limits,
     return make_runner(model, views, limits, DEVICE, target="cuda", groups=groups)
 
 
-def _rehearse(model: Model, geometry: KVGeometry, limits: Limits,
-              scales: list[Scales], groups: RankGroups) -> tuple[str, int, int, int]:
+def _rehearse(model: Model, geometry: KVGeometry, limits: Limits, scales: list[Scales], groups: RankGroups,
+              widened: int) -> tuple[str, int, int, int]:
     """Compile every kernel and run the largest steps once, on a KV cache that just holds them.
 
+    widened   see `EnginePlan.widened_tokens`
     Returns a report of the compilation, the bytes of everything but weights and cache, and of these the bytes per slot
     (tables) and per token (activations).
     """
@@ -123,8 +125,9 @@ def _rehearse(model: Model, geometry: KVGeometry, limits: Limits,
     tables = torch.cuda.memory_allocated(DEVICE) - before
     past = LATENT_CONTEXT if model.args.latent else 0
     plans = [_largest_step(limits, 1, past), _largest_step(limits, limits.num_slots)]
+    compiled = [_largest_step(limits, limits.num_slots, widened // limits.num_slots)] if widened else []
     with compiling_ahead() as ahead:
-        worker.rehearse(plans)
+        worker.rehearse([*plans, *compiled])  # also a step that reads more than the scratch holds
     if ahead.report().failed:
         name, why = ahead.report().failed[0]
         raise ConfigError(f"the kernel {name} cannot be compiled for this GPU ({why}): use the versions of PyTorch and "

@@ -186,7 +186,7 @@ def _memory(report: PlanReport, gpu: Gpu | None, free: int, rank: Rank) -> Memor
         check_cpu_weights(every, free, "" if plan.quantization else plan.dtype.dtype)
         return resolve_sizing(plan, (free - every) // len(report.held))
     ours = EMPTY + plan.graphs.num_bytes + _activations(plan.args, plan.config, plan.mesh.parallel.tp)
-    ours += plan.buffer_bytes
+    ours += plan.buffer_bytes + plan.scratch_bytes
     left = gpu.memory - weights - ours
     return resolve_sizing(plan, DeviceMemory(total=gpu.memory, at_start=gpu.memory, free=left, weights=weights,
                                              others=0))  # fmt: skip

@@ -165,6 +165,7 @@ def _memory(tree: Tree, memory: Plan, ranks: Sequence[Plan]) -> None:
         f"{memory['page_layers']} layers: {size(memory['page_bytes'])}",
         *[f"buffers for exchanges with other ranks: {size(memory['buffers'])}"
           + "; NCCL's own come on top" * (ranks[0]["device"] == "cuda")] * (len(ranks) > 1),
+        *[_scratch_words(memory)] * (memory["scratch"] > 0),
     ):  # fmt: skip
         _add(branch, line)
     if "refused" in memory:
@@ -177,6 +178,13 @@ def _memory(tree: Tree, memory: Plan, ranks: Sequence[Plan]) -> None:
     ):  # fmt: skip
         if line:
             _add(branch, line)
+
+
+def _scratch_words(memory: Plan) -> str:
+    """Return the use of the scratch for an 8-bit KV cache on Hopper, and the steps that do not use it, in words."""
+    return (f"scratch of {size(memory['scratch'])}: keys and values that prompts read are widened to two bytes, as the "
+            "hopper kernel reads no others; CUDA graphs, and steps whose prompts read more than "
+            f"{memory['widened_tokens']:,} tokens or have few rows for them, run the triton kernel, which reads 8 bits")
 
 
 def _cache_words(memory: Plan) -> str:

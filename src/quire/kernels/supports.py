@@ -82,7 +82,7 @@ SUPPORTS: dict[str, Mapping[str, Support]] = {
         "ref": replace(REFERENCE, features=_PLAIN | {"exact"}),
     },
     "attention": {
-        "hopper": replace(HOPPER, features=_SCORES | {"rows"}, max_head_dim=128),
+        "hopper": replace(HOPPER, features=_SCORES | {"rows"}, extra=_NEW, max_head_dim=128),
         "triton": replace(TRITON, features=_SCORES | {"rows"}, extra=_NEW, max_head_dim=256),
         "native": replace(NATIVE, features=frozenset({"recording"}), max_head_dim=512),
         "cpu": replace(PLAIN, features=_CACHES, needs=("flash attention",)),

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from quire.config.checkpoint import ModelArgs
 from quire.config.latent import LatentArgs
-from quire.kernels.attention import AttentionMeta, Prompt
-from quire.kernels.latent import LatentView, sequences
+from quire.kernels.attention import AttentionMeta, Prompt, sequences
+from quire.kernels.latent import LatentView
 from quire.layers.context import Build, StepContext
 from quire.layers.linear import Linear
 from quire.layers.norm import RMSNorm

@@ -16,7 +16,14 @@ from quire.config.engine import EngineConfig
 from quire.config.missing import Missing, check_missing, missing_features
 from quire.config.placement import ALONE, Parallel, Rank, check_parallel, ranks
 from quire.config.resolve import DTypePlan, MemoryPlan, check_context, resolve_memory
-from quire.config.resolve_cuda import DeviceMemory, check_sequences, resolve_batch, resolve_cuda_memory
+from quire.config.resolve_cuda import (
+    SCRATCH,
+    DeviceMemory,
+    check_sequences,
+    resolve_batch,
+    resolve_cuda_memory,
+    widened_blocks,
+)
 from quire.config.resolve_moe import Hardware, MoEPlan, resolve_moe
 from quire.contracts.blocks import KVGeometry
 from quire.contracts.errors import ConfigError
@@ -104,6 +111,22 @@ class EnginePlan(msgspec.Struct, frozen=True, kw_only=True):
     def cache(self) -> CacheChoice:
         """The dtype of the KV cache and the reason for it."""
         return choose_cache(self.config.cache.kv_cache_dtype, self.dtype.dtype, self.quantization)
+
+    @property
+    def widened_tokens(self) -> int:
+        """Most tokens of context that a step's prompts read through the scratch for an 8-bit KV cache; 0: no scratch.
+
+        Hopper's prefill kernel multiplies two-byte numbers; see `kernels/attention/triton_widen.py`.
+        """
+        if not self.cache.features or ("attention", "hopper") not in [(one.op, one.name) for one in self.kernels]:
+            return 0
+        size, keys = self.geometry.block_size, self.geometry.groups[0].components[0]
+        return size * widened_blocks(keys.num_heads, keys.head_dim, size)
+
+    @property
+    def scratch_bytes(self) -> int:
+        """Bytes of that scratch."""
+        return SCRATCH if self.widened_tokens else 0
 
     @property
     def weight_bytes(self) -> int:

@@ -288,6 +288,7 @@ class PlanReport:
             "block_bytes": page // len(group.layers), "page_bytes": page, "page_layers": len(group.layers),
             "components": [[c.name, c.num_heads, c.head_dim, c.dtype] for c in group.components],
             "cache_reason": self.plan.cache.reason, "cache_scales": self._cache_scales,
+            "widened_tokens": self.plan.widened_tokens, "scratch": self.plan.scratch_bytes,
         }  # fmt: skip
         return known | ({"refused": plan} if isinstance(plan, str) else {
             "num_blocks": plan.num_blocks, "kv_bytes": plan.kv_bytes, "num_tokens": plan.num_tokens,

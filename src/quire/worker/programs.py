@@ -160,7 +160,7 @@ class Programs:
         prompts: tuple[Prompt, ...] = ()
         if plan is not None:
             longest, most = int(plan.num_tokens.max()), state.most_blocks(plan.slots)
-            prompts = state.prompts(plan) if model.kernels.latent is not None else ()
+            prompts = state.prompts(plan)
         self.operations.build_inputs(step, state.tables, buffers)
         shared = SharedBlocks.view(step.shared, SHARED_GROUPS, step.max_seqs, shape.seqs) if shape.shared else None
         groups = []

@@ -8,8 +8,9 @@ import sys
 import pytest
 import torch
 
+from quire.config.resolve_cuda import PREFILL_DIMS
 from quire.contracts.errors import ConfigError
-from quire.kernels.attention import cpu, hopper, native
+from quire.kernels.attention import cpu, native
 from quire.kernels.linear import units
 from quire.kernels.select import KernelNeeds, choose_kernels, here, objection, select, select_kernels
 from quire.kernels.supports import DENSE, NEEDS, SUPPORTS, Support
@@ -112,7 +113,7 @@ def test_wider_heads_than_an_implementation_can() -> None:
     assert said == "has heads of at most 512, not of 640"
     choice = choose_kernels("cpu", "float32", head_dim=640)[-1]
     assert choice.name == "cpu" and ("native", said) in choice.rejected
-    assert SUPPORTS["attention"]["hopper"].max_head_dim == max(hopper.DIMS)
+    assert SUPPORTS["attention"]["hopper"].max_head_dim == max(PREFILL_DIMS)
     assert SUPPORTS["attention"]["native"].max_head_dim == native.MAX_DIM
 
 

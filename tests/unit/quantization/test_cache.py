@@ -1,5 +1,6 @@
 """The type of the KV cache, its scales in checkpoints of every spelling, and the engine that uses them."""
 
+import io
 import json
 import shutil
 from pathlib import Path
@@ -7,14 +8,18 @@ from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from safetensors.torch import load_file, save_file
 
 from quire import LLM, SamplingParams
 from quire.config.bundled import bundled_model
 from quire.config.checkpoint import ModelArgs, read_checkpoint_config
 from quire.config.engine import EngineConfig
+from quire.config.resolve import MemoryPlan
 from quire.contracts.errors import ConfigError, UserError, WeightsError
 from quire.explain.describe import plan_engine
+from quire.explain.render import render
+from quire.models.report import PlanReport
 from quire.quantization.cache import E4M3, E5M2, choose_cache
 from quire.quantization.read import find_quantization, read_quantization
 from quire.quantization.rules import rules_of
@@ -65,17 +70,36 @@ def test_a_checkpoint_may_quantize_the_cache_alone(tmp_path: Path) -> None:
 
 
 def test_kernels_of_an_8_bit_cache_on_gpus() -> None:
-    """On Hopper the Triton kernels, with the reason; a GPU without 8-bit numbers is refused in one line."""
+    """Hopper's kernels read such a cache; a GPU without 8-bit numbers is refused in one line."""
     config = EngineConfig.from_flat(kv_cache_dtype="fp8")
-    plan = plan_engine(config, described="h200").plan
-    chosen = {choice.op: choice for choice in plan.kernels}
-    assert chosen["heads"].name == chosen["attention"].name == "triton"
-    assert ("hopper", "has no e4m3 cache") in chosen["attention"].rejected
-    plain = plan_engine(EngineConfig(), described="h200").plan
-    assert {choice.name for choice in plain.kernels if choice.op == "attention"} == {"hopper"}
+    chosen = {choice.op: choice for choice in plan_engine(config, described="h200").plan.kernels}
+    assert chosen["heads"].name == "triton" and chosen["attention"].name == "hopper"
+    assert {"e4m3 cache", "e5m2 cache"} <= set(chosen["attention"].features)
     words = r"kv_cache_dtype=fp8: this GPU has no heads kernel .*8\.9, this GPU has 8\.0.*: set"
     with pytest.raises(ConfigError, match=words):
         plan_engine(config, described="a100")
+
+
+def test_the_scratch_of_an_8_bit_cache_is_in_the_plan_s_memory(shared: Path) -> None:
+    """On Hopper for heads that its kernel has; `explain` names the limit and the kernel of other steps."""
+    def planned(**options: Any) -> PlanReport:
+        return plan_engine(EngineConfig.from_flat(model=str(shared / "hf" / "Qwen3-0.6B"), **options), described="h200")
+
+    coded, plain = planned(kv_cache_dtype="fp8"), planned()
+    assert (coded.plan.widened_tokens, coded.plan.scratch_bytes) == (131_072, 512 << 20)
+    assert 4 * 131_072 * 8 * 128 == 512 << 20, "two-byte keys and values of 8 heads of 128"
+    assert plain.plan.widened_tokens == plain.plan.scratch_bytes == 0
+    assert planned(kv_cache_dtype="fp8", block_size=16).plan.widened_tokens == 0, "the kernel reads blocks of 64 tokens"
+    lost = [one.memory.kv_bytes for one in (plain, coded) if isinstance(one.memory, MemoryPlan)]
+    page = coded.plan.geometry.page_bytes
+    assert 512 << 20 <= lost[0] - lost[1] + 2 * page
+    shown = io.StringIO()
+    Console(file=shown, width=400).print(render(coded.describe()))
+    assert "scratch of 512.0 MiB: keys and values that prompts read are widened" in shown.getvalue()
+    assert "more than 131,072 tokens or have few rows for them, run the triton kernel" in shown.getvalue()
+    shown.truncate(0)
+    Console(file=shown, width=400).print(render(plain.describe()))
+    assert "scratch" not in shown.getvalue()
 
 
 # --- scales -----------------------------------------------------------------------------------------------------------

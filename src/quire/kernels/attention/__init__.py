@@ -97,8 +97,8 @@ class AttentionMeta:
     max_query_len  upper bound of the rows of a sequence, known to the host; None: read it from the tensors
     decode_len     a sequence of at most this many rows is a decode: 1, or 1 + the number of drafts; 0: no decodes
     shared         groups of decodes with a common prefix, for implementations that read it once; None: no groups
-    prompts        read by latent attention (MLA): (first row, end of rows, sequence, tokens of context before) of each
-                   sequence after the decodes; () in a CUDA graph; None: taken from the lengths above
+    prompts        (first row, end of rows, sequence, tokens of context before) of each sequence after the decodes, for
+                   implementations whose host needs it; () in a CUDA graph; None: taken from the lengths above
     row_positions  [T] int64: position of each row in its sequence, for steps that compute only chosen rows. Positions
                    are below seq_lens and ascend in a sequence; decode_len is 0. None: the rows of a sequence are its
                    last tokens
@@ -121,6 +121,16 @@ class AttentionMeta:
 def as_list(values: Tensor | list[int]) -> list[int]:
     """Return `values` as Python integers. A tensor on a GPU makes the host wait for the GPU."""
     return values.tolist() if isinstance(values, Tensor) else list(values)
+
+
+def sequences(meta: AttentionMeta) -> tuple[Prompt, ...]:
+    """Return (first row, end of the rows, sequence, tokens of context before them) for every sequence with query rows.
+
+    If `meta` has its lengths on a GPU, the host waits for the GPU.
+    """
+    starts, lengths = as_list(meta.query_start), as_list(meta.seq_lens)
+    spans = zip(starts, starts[1:], range(len(lengths)), strict=False)
+    return tuple((first, last, s, lengths[s] - last + first) for first, last, s in spans if first < last)
 
 
 def padded(words: int) -> int:

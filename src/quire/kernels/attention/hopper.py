@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from torch import Tensor
 
+from quire.config.resolve_cuda import PREFILL_DIMS, PREFILL_TILE, widened_blocks
 from quire.kernels.attention import AttentionMeta, KVView, triton
+from quire.kernels.attention.eight_bits import is_coded
 from quire.kernels.attention.hopper_prefill import prefill_kernel
-from quire.kernels.attention.triton_plan import TILE_WORDS, Plan, multiprocessors
+from quire.kernels.attention.triton_plan import SEQUENCE, TABLE_ROW, TILE_WORDS, Plan, multiprocessors
+from quire.kernels.attention.triton_widen import find_pages, widen
 from quire.kernels.triton_runtime import descriptors, gl
 
 ROWS = 128  # rows of a tile of queries
-DIMS = (64, 128)  # head sizes
 STAGES = 3  # 2 are up to 4% slower over long contexts (H200, docs/log.md)
 
 
@@ -30,8 +34,8 @@ def paged_attention(
 class _Call(triton.AttentionCall):
     """A call that uses the Hopper prefill if it can, else the Triton one.
 
-    Conditions: tiles of ROWS rows, blocks of whole tiles of keys, a head size of DIMS, and consecutive rows of each
-    sequence.
+    Conditions: tiles of ROWS rows, blocks of whole tiles of keys, a head size of PREFILL_DIMS, and consecutive rows of
+    each sequence. The pages of an 8-bit cache are copied to a scratch before, see `triton_widen.find_pages`.
     """
 
     def prefill(self, plan: Plan, out: Tensor, config: triton.Config) -> None:
@@ -40,16 +44,29 @@ class _Call(triton.AttentionCall):
         dim, kv_heads, size = q.shape[2], kv.k.shape[1], kv.block_size
         group = q.shape[1] // kv_heads
         strange = self.meta.row_positions is not None or q.stride(1) != dim
-        if strange or config.rows != ROWS or dim not in DIMS or ROWS // 2 % group or size % 64:
+        if strange or config.rows != ROWS or dim not in PREFILL_DIMS or ROWS // 2 % group or size % PREFILL_TILE:
             super().prefill(plan, out, config)
-            return
+        elif not is_coded(kv.k):
+            self._launch(plan, out, TABLE_ROW, None)
+        elif found := find_pages(self.meta, size, self.window, group, widened_blocks(kv_heads, dim, size)):
+            wide = widen(kv, found, self.meta, q.dtype)
+            own = replace(self, kv=wide, meta=replace(self.meta, block_tables=found.table))
+            own._launch(plan, out, SEQUENCE, kv.v_scale)
+        else:
+            super().prefill(plan, out, config)
+
+    def _launch(self, plan: Plan, out: Tensor, row: int, v_scale: float | None) -> None:
+        """Launch Hopper's kernel. row: word of a tile that is its row of the block tables; v_scale: of the values."""
+        q, kv = self.q, self.kv
+        dim, kv_heads, size = q.shape[2], kv.k.shape[1], kv.block_size
+        group = q.shape[1] // kv_heads
         tile = 128 if size % 128 == 0 else 64
         block, head, _token, table, scale, cap = self.numbers()
         prefill_kernel[(min(multiprocessors(), len(plan.tiles) * kv_heads),)](
             out, describe(q, [ROWS // group, group, dim]), *(_rows(side, tile) for side in (kv.k, kv.v)),
             self.meta.block_tables, plan.tiles, self.sinks, out.stride(0), block // dim, head // dim, table, scale, cap,
-            HEADS=kv_heads, GROUP=group, SIZE=size, TILE=tile, D=dim, STAGES=STAGES, WINDOW=self.window or 0,
-            CAPPED=self.soft_cap is not None, WORDS=TILE_WORDS, num_warps=4, maxnreg=168,
+            v_scale, HEADS=kv_heads, GROUP=group, SIZE=size, TILE=tile, D=dim, STAGES=STAGES, WINDOW=self.window or 0,
+            CAPPED=self.soft_cap is not None, WORDS=TILE_WORDS, ROW=row, num_warps=4, maxnreg=168,
         )  # fmt: skip
 
 

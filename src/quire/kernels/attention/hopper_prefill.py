@@ -50,7 +50,7 @@ def _span(record, TILE: gl.constexpr, WINDOW: gl.constexpr):
 def _read(
     q_rows, k_rows, v_rows, table, tiles, queries, keys, values, bars, num_work, programs, block_rows, head_rows,
     stride_table, HEADS: gl.constexpr, GROUP: gl.constexpr, SIZE: gl.constexpr, TILE: gl.constexpr,
-    STAGES: gl.constexpr, WINDOW: gl.constexpr, WORDS: gl.constexpr,
+    STAGES: gl.constexpr, WINDOW: gl.constexpr, WORDS: gl.constexpr, ROW: gl.constexpr,
 ):  # fmt: skip
     """The reading warp. Keys come first: the queries of a tile wait until both groups are done with the last tile's.
 
@@ -63,7 +63,7 @@ def _read(
         if work < num_work:
             record = tiles + work // HEADS * WORDS
             row, _rows, _position, first, _whole, _whole_end, last = _span(record, TILE, WINDOW)
-            blocks = table + gl.load(record + 3).to(gl.int64) * stride_table
+            blocks = table + gl.load(record + ROW).to(gl.int64) * stride_table
             head = work % HEADS
             block = gl.load(blocks + last * TILE // SIZE)
             for back in range(last - first + 1):
@@ -202,7 +202,7 @@ def make_bars(STAGES: gl.constexpr):
 
 @gluon_jit
 def _attend(
-    out, tiles, sinks, queries, keys, values, bars, num_work, programs, stride_out, scale, cap,
+    out, tiles, sinks, queries, keys, values, bars, num_work, programs, stride_out, scale, cap, v_scale,
     HALF: gl.constexpr, HEADS: gl.constexpr, GROUP: gl.constexpr, TILE: gl.constexpr, D: gl.constexpr,
     STAGES: gl.constexpr, WINDOW: gl.constexpr, CAPPED: gl.constexpr, WORDS: gl.constexpr,
 ):  # fmt: skip
@@ -267,6 +267,8 @@ def _attend(
             if sinks is not None:
                 sink = gl.load(sinks + heads).to(gl.float32) * 1.4426950408889634
                 weight += gl.exp2(sink - gl.convert_layout(top, gl.SliceLayout(1, SUMS)))
+            if v_scale is not None:
+                weight = weight / v_scale
             place = (row + lane // GROUP).to(gl.int64) * stride_out + heads * D
             gl.store(out + place[:, None] + dims[None, :], (sums / weight[:, None]).to(out.dtype.element_ty),
                      mask=(lane < rows * GROUP)[:, None])  # fmt: skip
@@ -275,8 +277,8 @@ def _attend(
 @gluon_jit
 def prefill_kernel(
     out, q_rows, k_rows, v_rows, table, tiles, sinks, stride_out, block_rows, head_rows, stride_table, scale, cap,
-    HEADS: gl.constexpr, GROUP: gl.constexpr, SIZE: gl.constexpr, TILE: gl.constexpr, D: gl.constexpr,
-    STAGES: gl.constexpr, WINDOW: gl.constexpr, CAPPED: gl.constexpr, WORDS: gl.constexpr,
+    v_scale, HEADS: gl.constexpr, GROUP: gl.constexpr, SIZE: gl.constexpr, TILE: gl.constexpr, D: gl.constexpr,
+    STAGES: gl.constexpr, WINDOW: gl.constexpr, CAPPED: gl.constexpr, WORDS: gl.constexpr, ROW: gl.constexpr,
 ):  # fmt: skip
     """Compute attention of all tiles of query rows. Grid: at most as many programs as multiprocessors.
 
@@ -290,8 +292,10 @@ def prefill_kernel(
     table                    [slots or sequences, blocks] int32, block tables
     stride_table             elements from row to row of `table`
     tiles                    `Plan.tiles` of 128 rows, WORDS words each
+    ROW                      word of a tile that is its row of `table`
     sinks                    [H], or None
     scale, cap, CAPPED       see `triton_tiles.rescore`
+    v_scale                  number that multiplies the result, or None
     WINDOW                   number of tokens that a row sees; 0: all
     HEADS                    number of KV heads
     GROUP                    number of query heads of a KV head
@@ -306,11 +310,11 @@ def prefill_kernel(
     gl.warp_specialize(
         [
             (_attend, (out, tiles, sinks, queries, keys, values, bars, num_work, programs, stride_out, scale, cap,
-                       0, HEADS, GROUP, TILE, D, STAGES, WINDOW, CAPPED, WORDS)),
+                       v_scale, 0, HEADS, GROUP, TILE, D, STAGES, WINDOW, CAPPED, WORDS)),
             (_attend, (out, tiles, sinks, queries, keys, values, bars, num_work, programs, stride_out, scale, cap,
-                       1, HEADS, GROUP, TILE, D, STAGES, WINDOW, CAPPED, WORDS)),
+                       v_scale, 1, HEADS, GROUP, TILE, D, STAGES, WINDOW, CAPPED, WORDS)),
             (_read, (q_rows, k_rows, v_rows, table, tiles, queries, keys, values, bars, num_work, programs, block_rows,
-                     head_rows, stride_table, HEADS, GROUP, SIZE, TILE, STAGES, WINDOW, WORDS)),
+                     head_rows, stride_table, HEADS, GROUP, SIZE, TILE, STAGES, WINDOW, WORDS, ROW)),
         ],
         [4, 1],
         [240, 24],

@@ -29,6 +29,7 @@ from quire.kernels.triton_runtime import INTERPRETED, jit, tl
 
 MAX_PARTS = 32  # most items of a sequence, by default
 ITEM_WORDS, TILE_WORDS = 16, 8
+TABLE_ROW, SEQUENCE = 3, 4  # words of a tile, see `Plan.tiles`
 WIDTHS = (64, 256, 1024, MOST_SEQUENCES)  # the plan's kernel is compiled for steps of at most so many sequences
 PREFIX_ROWS = 64  # rows of a tile over a shared prefix
 
@@ -102,7 +103,7 @@ class Plan:
                    10 for sequence i (not item i): its first part if several parts are to be added, else -1
     tiles          [J, TILE_WORDS] int32, tiles of rows of other sequences, longest contexts first; words of a tile:
                    0 first row (-1: no work), 1 rows, 2 position of the first row, 3 row of the block tables,
-                   4 unused, 5 number of tiles
+                   4 sequence of the step, 5 number of tiles
     counters       [I, Hkv] int32: number of finished parts of a sequence, at its first part's index; 0 between launches
     sums           [P, Hkv, rows, D] float32: weighted sums of values of each part
     stats          [P, Hkv, rows, 2] float32: maximum score (base 2) and sum of weights of each part
@@ -302,6 +303,7 @@ def _plan_kernel(
         tl.store(record + 1, tl.minimum(count - offset, tile_tokens), mask=inside)
         tl.store(record + 2, past + offset, mask=inside)
         tl.store(record + 3, row, mask=inside)
+        tl.store(record + 4, seq, mask=inside)
         tl.store(record + 5, total, mask=inside)
 
 

@@ -25,8 +25,6 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from quire.kernels.attention import AttentionMeta, Prompt, as_list
-
 
 @dataclass(frozen=True)
 class LatentView:
@@ -45,13 +43,3 @@ class LatentView:
     def block_size(self) -> int:
         """Tokens per block."""
         return self.latent.shape[2]
-
-
-def sequences(meta: AttentionMeta) -> tuple[Prompt, ...]:
-    """Return (first row, end of the rows, sequence, tokens of context before them) for every sequence with query rows.
-
-    If `meta` has its lengths on a GPU, the host waits for the GPU.
-    """
-    starts, lengths = as_list(meta.query_start), as_list(meta.seq_lens)
-    spans = zip(starts, starts[1:], range(len(lengths)), strict=False)
-    return tuple((first, last, s, lengths[s] - last + first) for first, last, s in spans if first < last)

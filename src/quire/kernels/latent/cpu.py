@@ -11,10 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quire.kernels.attention import AttentionMeta, KVView, Prompt
+from quire.kernels.attention import AttentionMeta, KVView, Prompt, sequences
 from quire.kernels.attention.cpu import attend_chunk
 from quire.kernels.attention.plan import ChunkPlan, plan_chunk
-from quire.kernels.latent import LatentView, sequences
+from quire.kernels.latent import LatentView
 from quire.kernels.latent.ref import prepare, project
 
 __all__ = ["absorbed", "expanded", "prepare", "project"]

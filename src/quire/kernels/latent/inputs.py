@@ -8,9 +8,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from quire.kernels.attention import AttentionMeta, inputs
+from quire.kernels.attention import AttentionMeta, inputs, sequences
 from quire.kernels.attention.inputs import Case
-from quire.kernels.latent import LatentView, sequences
+from quire.kernels.latent import LatentView
 
 
 def steps(*cases: Case, latent: int = 24, rope: int = 8) -> tuple[Case, ...]:

@@ -5,10 +5,10 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from quire.kernels.attention import AttentionMeta, KVView, Prompt
+from quire.kernels.attention import AttentionMeta, KVView, Prompt, sequences
 from quire.kernels.attention.cpu import write_kv
 from quire.kernels.attention.eight_bits import gather
-from quire.kernels.latent import LatentView, sequences
+from quire.kernels.latent import LatentView
 from quire.kernels.norm.ref import rms_norm
 from quire.kernels.rope.ref import apply_rope
 
