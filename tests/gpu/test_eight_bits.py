@@ -9,14 +9,16 @@ import torch
 from torch import Tensor
 
 from quire import LLM, SamplingParams
-from quire.kernels.attention import AttentionMeta, KVView, inputs, triton
+from quire.kernels.attention import AttentionMeta, KVView, hopper, inputs, triton
 from quire.kernels.attention.inputs import Case
+from quire.kernels.attention.triton_widen import Pages
 from quire.kernels.heads import inputs as heads_inputs
 from quire.kernels.heads import ref as heads_ref
 from quire.kernels.heads import triton as heads
 from quire.kernels.latent import LatentView
 from quire.kernels.latent import triton as latent
 from quire.kernels.latent.inputs import make, steps
+from quire.kernels.triton_runtime import missing_hopper
 
 from ..support import eight_bit_truth as truth
 from ..support.eight_bit_truth import DTYPES, K_SCALE, V_SCALE, near, written
@@ -59,6 +61,32 @@ def test_attention(case: Case, dtype: torch.dtype, cache: torch.dtype) -> None:
     expected = truth.attention(q, kv, meta, 0.1, None, None)
     found = triton.paged_attention(q.to(DEVICE), there(kv), step_there(meta), 0.1)
     near(found.cpu(), expected, TOLERANCE[dtype])
+
+
+@pytest.mark.skipif(bool(missing_hopper()), reason=missing_hopper() or "has Hopper's kernels")
+@pytest.mark.parametrize("cache", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize("window", [None, 200])
+@pytest.mark.parametrize("case", [
+    Case((700, 1), (1300, 90), heads=(32, 8), head_dim=128, block_size=128),
+    Case((1, 300, 1, 500), (90, 300, 700, 1111), heads=(32, 8), head_dim=64, block_size=64),
+], ids=str)  # fmt: skip
+def test_prompts_on_hopper(case: Case, window: int | None, dtype: torch.dtype, cache: torch.dtype) -> None:
+    """Its kernel reads the scratch: the truth of the codes, and the bits of an unquantized cache of the same values.
+
+    Scales are powers of two, so that this cache is exact.
+    """
+    q, kv, meta = inputs.make(case, dtype)
+    kv = replace(truth.coded(kv, cache), k_scale=0.5, v_scale=2.0)
+    plain = KVView(*(truth.values(side, scale).to(dtype).nan_to_num()
+                     for side, scale in ((kv.k, kv.k_scale), (kv.v, kv.v_scale))))  # fmt: skip
+    given = step_there(meta)
+    found = hopper.paged_attention(q.to(DEVICE), there(kv), given, 0.1, window)
+    assert any(isinstance(one, Pages) for one in given.plans.values())
+    same = hopper.paged_attention(q.to(DEVICE), there(plain), step_there(meta), 0.1, window)
+    rows = torch.repeat_interleave(torch.tensor(case.query_lens) > 1, torch.tensor(case.query_lens))
+    assert torch.equal(found[rows.to(DEVICE)], same[rows.to(DEVICE)])
+    near(found.cpu(), truth.attention(q, kv, meta, 0.1, window), TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize("cache", DTYPES, ids=str)

@@ -9,7 +9,9 @@ import torch
 
 from quire.contracts.sampling import SamplerSpec
 from quire.contracts.step import SAMPLE, Admission, StepPlan
+from quire.kernels.attention import AttentionMeta
 from quire.kernels.native.library import missing
+from quire.worker import programs
 
 from ...support.compared import LIMITS, ComparedRunners, compare_requests, make_model, model_args, runner_of
 from ...support.naive_runner import NaiveRunner
@@ -71,6 +73,27 @@ def test_steps_without_rows_run_and_leave_what_they_bring() -> None:
         assert found.tokens.shape == (len(found.slots), 1) and found.tokens.tolist() == expected.tokens.tolist()
         assert found.step == plan.step and found.failed == {} and found.num_computed == expected.num_computed
     assert not naive.requests
+
+
+def test_attention_knows_the_prompts_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host tells every model's attention the chunks that are no decodes, with the context before them."""
+    told, runner, one = list[object](), runner_of(make_model(model_args())), np.array([1], np.int32)
+
+    def tell(**given: Any) -> AttentionMeta:
+        told.append(given["prompts"])
+        return AttentionMeta(**given)
+
+    monkeypatch.setattr(programs, "AttentionMeta", tell)
+    admitted = tuple(Admission(slot=slot, request_id="", token_ids=np.arange(12, dtype=np.int32), num_computed=past,
+                               block_ids=(np.array([3 + slot], np.int32),), sampler=SamplerSpec(seed=1, num_prompt=12))
+                     for slot, past in ((0, 11), (1, 0)))  # fmt: skip
+    sampled, both = np.array([SAMPLE, 0], np.uint8), np.array([0, 1], np.int32)
+    runner.run(empty_plan(1, admitted=admitted))
+    for step, chunk in ((2, 4), (3, 6)):
+        runner.run(StepPlan(step=step, slots=both, num_decodes=1, outputs=sampled, num_rows=both[::-1].copy(),
+                            num_tokens=np.array([1, chunk], np.int32)))  # fmt: skip
+    runner.run(StepPlan(step=4, slots=0 * one, num_decodes=1, num_tokens=one, num_rows=one, outputs=sampled[:1]))
+    assert told == [((1, 5, 1, 0),), ((1, 7, 1, 4),), ()]
 
 
 def test_parts_are_printed_with_their_reasons() -> None:
