@@ -12,9 +12,9 @@ from torch import Tensor
 from quire.config.checkpoint import parse_checkpoint_config
 from quire.contracts.step import SharedPrefix
 from quire.kernels import triton_runtime
-from quire.kernels.attention import AttentionMeta, SharedBlocks
+from quire.kernels.attention import AttentionMeta, SharedBlocks, sequences
 from quire.kernels.attention.triton_plan import pack_shared
-from quire.kernels.latent import LatentView, hopper, ref, sequences, triton
+from quire.kernels.latent import LatentView, hopper, ref, triton
 from quire.kernels.select import Kernels, select_kernels
 from quire.layers.context import Build, StepContext
 from quire.layers.latent import LatentAttention

@@ -6,12 +6,12 @@ from types import ModuleType
 import pytest
 import torch
 
-from quire.kernels.attention import KVView, cpu, inputs, ref
+from quire.kernels.attention import KVView, cpu, inputs, ref, sequences
 from quire.kernels.attention.eight_bits import MOST, encode
 from quire.kernels.heads import cpu as heads_cpu
 from quire.kernels.heads import inputs as heads_inputs
 from quire.kernels.heads import ref as heads_ref
-from quire.kernels.latent import LatentView, sequences
+from quire.kernels.latent import LatentView
 from quire.kernels.latent import cpu as latent_cpu
 from quire.kernels.latent import ref as latent_ref
 from quire.kernels.latent.inputs import make, steps, weights

@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.kernels.attention import inputs
+from quire.kernels.attention import inputs, sequences
 from quire.kernels.attention.inputs import Case
-from quire.kernels.latent import LatentView, cpu, ref, sequences
+from quire.kernels.latent import LatentView, cpu, ref
 from quire.kernels.latent.inputs import make, steps, weights
 
 R, P, V = 8, 16, 12
