@@ -45,6 +45,11 @@ class Made:
         sass = self._dump("-sass")
         return sass.count("WARPGROUP.DEPBAR") / max(1, len(re.findall("[HIQ]GMMA\\.", sass)))
 
+    @property
+    def byte_loads(self) -> int:
+        """Number of loads of single bytes from shared memory."""
+        return self._dump("-sass").count("LDS.U8")
+
     def _dump(self, what: str) -> str:
         command = [triton.knobs.nvidia.cuobjdump.path, what, self.file("cubin")]
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout

@@ -15,10 +15,11 @@ appears; NaN or infinity in a key or a value still shows in the output. Common n
 
 from __future__ import annotations
 
-from quire.kernels.triton_runtime import jit, tl
+from quire.kernels.triton_runtime import INTERPRETED, jit, tl
 
 LOG2E = 1.4426950408889634
 LOWEST = None if tl is None else tl.constexpr(-1e30)
+NO_ASSEMBLY = None if tl is None else tl.constexpr(INTERPRETED)
 
 
 @jit
@@ -150,18 +151,91 @@ def attend(
 
     Other arguments: see `load_tile`, `rescore` and the top of this file.
     """
-    if k.dtype.element_ty.primitive_bitwidth == 8:
+    CODED: tl.constexpr = k.dtype.element_ty.primitive_bitwidth == 8
+    if CODED:
         q = half(q)
+    if CODED and q.shape[0] <= 32 and D == DP and D >= 64:
+        sums, top, weight = _attend_words(
+            q, sums, top, weight, positions, k, v, table, start, end, stride_block, stride_token, scale, cap,
+            MASKED, WINDOW, CAPPED, EXACT, SIZE, TILE, D,
+        )  # fmt: skip
+    else:
+        ids = block_ids(table, start, end, SIZE, TILE)
+        for at in tl.range(start, end, TILE):
+            upcoming = block_ids(table, at + TILE, end, SIZE, TILE)
+            keys = load_tile(k, ids, at, end, stride_block, stride_token, False, SIZE, TILE, D, DP).to(q.dtype)
+            values = load_tile(v, ids, at, end, stride_block, stride_token, MASKED, SIZE, TILE, D, DP).to(q.dtype)
+            scores = tl.dot(q, tl.trans(keys), input_precision=EXACT)
+            scores, rest = rescore(scores, positions, at, scale, cap, MASKED, WINDOW, CAPPED, TILE)
+            sums, top, weight = accumulate(scores, rest, values, sums, top, weight, EXACT)
+            ids = upcoming
+    return sums, top, weight
+
+
+@jit
+def _attend_words(
+    q, sums, top, weight, positions, k, v, table, start, end, stride_block, stride_token, scale, cap,
+    MASKED: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr, EXACT: tl.constexpr, SIZE: tl.constexpr,
+    TILE: tl.constexpr, D: tl.constexpr,
+):  # fmt: skip
+    """Do the work of `attend` for 8-bit codes and few rows, with values loaded as words of four codes.
+
+    The matrix units want pairs of tokens for each column of the values, which lie a row apart. Single codes would take
+    a load from shared memory each. A word has one code for each of four products: sums of columns 0, 4, ..; 1, 5, ..
+    """
+    M: tl.constexpr = q.shape[0]
+    W: tl.constexpr = D // 4
+    words, before = v.to(tl.pointer_type(tl.int32)), top
+    zero = tl.zeros([M, W], tl.float32)
+    s0, s1, s2, s3 = zero, zero, zero, zero
     ids = block_ids(table, start, end, SIZE, TILE)
     for at in tl.range(start, end, TILE):
         upcoming = block_ids(table, at + TILE, end, SIZE, TILE)
-        keys = load_tile(k, ids, at, end, stride_block, stride_token, False, SIZE, TILE, D, DP).to(q.dtype)
-        values = load_tile(v, ids, at, end, stride_block, stride_token, MASKED, SIZE, TILE, D, DP).to(q.dtype)
+        keys = load_tile(k, ids, at, end, stride_block, stride_token, False, SIZE, TILE, D, D).to(q.dtype)
+        values = load_tile(words, ids, at, end, stride_block // 4, stride_token // 4, MASKED, SIZE, TILE, W, W)
         scores = tl.dot(q, tl.trans(keys), input_precision=EXACT)
         scores, rest = rescore(scores, positions, at, scale, cap, MASKED, WINDOW, CAPPED, TILE)
-        sums, top, weight = accumulate(scores, rest, values, sums, top, weight, EXACT)
+        above = tl.maximum(top, tl.max(scores, 1) * rest)
+        weights = tl.exp2(scores * rest - above[:, None])
+        decay = tl.exp2(top - above)
+        weight = weight * decay + tl.sum(weights, 1)
+        top = above
+        weights = weights.to(q.dtype)
+        v0, v1, v2, v3 = _halves(values, v.dtype.element_ty)
+        s0 = tl.dot(weights, v0.to(q.dtype), s0 * decay[:, None], input_precision=EXACT)
+        s1 = tl.dot(weights, v1.to(q.dtype), s1 * decay[:, None], input_precision=EXACT)
+        s2 = tl.dot(weights, v2.to(q.dtype), s2 * decay[:, None], input_precision=EXACT)
+        s3 = tl.dot(weights, v3.to(q.dtype), s3 * decay[:, None], input_precision=EXACT)
         ids = upcoming
-    return sums, top, weight
+    added = tl.reshape(tl.join(tl.join(s0, s2), tl.join(s1, s3)), [M, D])
+    return sums * tl.exp2(before - top)[:, None] + added, top, weight
+
+
+@jit
+def _halves(words, DTYPE: tl.constexpr):
+    """Return the four 8-bit codes of each int32 word as float16, the lowest byte first.
+
+    The assembly converts two words at a time, because a register of an operand holds a code of each.
+    """
+    if NO_ASSEMBLY:
+        a = (words & 255).to(tl.uint8).to(DTYPE, bitcast=True).to(tl.float16)
+        b = ((words >> 8) & 255).to(tl.uint8).to(DTYPE, bitcast=True).to(tl.float16)
+        c = ((words >> 16) & 255).to(tl.uint8).to(DTYPE, bitcast=True).to(tl.float16)
+        d = ((words >> 24) & 255).to(tl.uint8).to(DTYPE, bitcast=True).to(tl.float16)
+    elif DTYPE == tl.float8e4nv:
+        a, b, c, d = tl.inline_asm_elementwise(
+            """{ .reg .b16 a, b, c, d; .reg .b32 p, q, r, s; mov.b32 {a, b}, $4; mov.b32 {c, d}, $5;
+            cvt.rn.f16x2.e4m3x2 p, a; cvt.rn.f16x2.e4m3x2 q, b; cvt.rn.f16x2.e4m3x2 r, c; cvt.rn.f16x2.e4m3x2 s, d;
+            prmt.b32 $0, p, r, 0x5410; prmt.b32 $1, p, r, 0x7632;
+            prmt.b32 $2, q, s, 0x5410; prmt.b32 $3, q, s, 0x7632; }""",
+            "=r,=r,=r,=r,r,r", [words], dtype=(tl.float16, tl.float16, tl.float16, tl.float16), is_pure=True, pack=2)
+    else:  # e5m2 is the upper half of a float16
+        a, b, c, d = tl.inline_asm_elementwise(
+            """{ .reg .b32 p, q, r, s; prmt.b32 p, $4, $5, 0x4000; prmt.b32 q, $4, $5, 0x5010;
+            prmt.b32 r, $4, $5, 0x6020; prmt.b32 s, $4, $5, 0x7030; and.b32 $0, p, 0xFF00FF00;
+            and.b32 $1, q, 0xFF00FF00; and.b32 $2, r, 0xFF00FF00; and.b32 $3, s, 0xFF00FF00; }""",
+            "=r,=r,=r,=r,r,r", [words], dtype=(tl.float16, tl.float16, tl.float16, tl.float16), is_pure=True, pack=2)
+    return a, b, c, d
 
 
 @jit
