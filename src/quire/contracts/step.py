@@ -53,6 +53,16 @@ class SharedPrefix(msgspec.Struct, frozen=True):
     num_blocks: int
 
 
+class StepSync(msgspec.Struct, frozen=True):
+    """The record of a step on which all replicas in lock-step agree: they take the same step at the same time.
+
+    rows    tokens that each replica computes, by replica. A replica with 0 tokens takes part in the exchanges of layers
+            with experts, and does nothing else
+    """
+
+    rows: tuple[int, ...]
+
+
 class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
     """Plan of a step. The device applies `released`, `admitted` and `appended`, then runs the model over `slots`.
 
@@ -67,6 +77,7 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
                  window has passed: the entry stays in the device's table, and nothing reads it
     released     [R] int32 slots given back before this step
     grammar      [G] int32, in plan order: the sampling slots whose grammar masks come with `Executor.release`
+    sync         of replicas in lock-step; None: no other replica takes part in this step. With it, `slots` may be empty
     """
 
     step: int
@@ -80,6 +91,7 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
     released: I32 = msgspec.field(default_factory=lambda: np.empty(0, np.int32))
     shared: tuple[SharedPrefix, ...] = ()
     grammar: I32 = msgspec.field(default_factory=lambda: np.empty(0, np.int32))
+    sync: StepSync | None = None
 
 
 class RowLogprobs(msgspec.Struct, frozen=True):

@@ -13,7 +13,7 @@ from quire.contracts.errors import EngineDead, InvalidParameter, PromptTooLong
 from quire.contracts.output import NO_TOKENS, Finish, StepOutputs
 from quire.contracts.protocols import Executor
 from quire.contracts.request import FinishReason, NewRequest, Request, RequestState
-from quire.contracts.step import I32, NO_MASKS
+from quire.contracts.step import I32, NO_MASKS, StepSync
 from quire.engine.finish import Finisher
 from quire.engine.grammar import Grammars
 from quire.engine.plan_writer import InFlight
@@ -132,33 +132,59 @@ class EngineCore:
         return outputs
 
     def _advance(self) -> StepOutputs:
+        planned, outputs = self.begin_step(), None
+        if planned is not None:
+            outputs = self.submit(planned)
+        if outputs is None and self._in_flight and (planned is None or not self.has_room):
+            outputs = self.confirm()
+        return outputs or self.state(wait=planned is None)
+
+    # --- the parts of `step`, which `Replicas` calls by themselves --------------------------------------------------
+
+    @property
+    def num_in_flight(self) -> int:
+        """Number of steps that are submitted and not confirmed."""
+        return len(self._in_flight)
+
+    @property
+    def has_room(self) -> bool:
+        """True when another step can be submitted before one is confirmed."""
+        depth = min(self.facts.depth, 2) if self._grammars else self.facts.depth  # a mask needs all tokens before it
+        return len(self._in_flight) < depth
+
+    def begin_step(self) -> InFlight | None:
+        """End requests whose time is over, take compiled grammars, and plan a step if there is room.
+
+        Returns None when no request can run before more results arrive.
+        """
         self._expire()
         self._take_grammars()
-        planned, outputs, started = None, None, perf_counter()
-        depth = min(self.facts.depth, 2) if self._grammars else self.facts.depth  # a mask needs all tokens before it
-        if len(self._in_flight) < depth and self._requests:
-            planned = self.scheduler.plan(self._step)
-            self._report_broken()
+        if not self.has_room or not self._requests:
+            return None
+        started = perf_counter()
+        planned = self.scheduler.plan(self._step)
+        self._report_broken()
         if planned is not None:
-            self._step += 1
             planned.schedule_s = perf_counter() - started
-            outputs = self._submit(planned)
-        elif not self._in_flight and not self._finished:
-            self._grammars.wait()
-        if outputs is None and self._in_flight and (planned is None or len(self._in_flight) >= depth):
-            outputs = self._confirm()
-        return outputs or self._report(StepOutputs(handles=NO_TOKENS, tokens=NO_TOKENS, stats=self._finisher.state()))
+        return planned
 
-    def _submit(self, planned: InFlight) -> StepOutputs | None:
+    def submit(self, planned: InFlight | None, sync: StepSync | None = None) -> StepOutputs | None:
         """Submit a step and let it sample.
 
         A step with grammar masks can sample only after the step before is confirmed. Returns the outputs of that step.
+
+        planned   None: submit a step without tokens, in which this replica takes part in the exchanges of the others
+        sync      of replicas in lock-step
         """
+        planned = planned or self.scheduler.plan_idle(self._step)
+        self._step += 1
+        if sync is not None:
+            planned.plan = msgspec.structs.replace(planned.plan, sync=sync)
         started, outputs, masks = perf_counter(), None, NO_MASKS
         self.executor.submit(planned.plan)
         planned.execute_s = perf_counter() - started
         if len(planned.plan.grammar):
-            outputs = self._confirm() if self._in_flight else None
+            outputs = self.confirm() if self._in_flight else None
             started = perf_counter()
             masks = self._masks(planned.plan.grammar)
             planned.schedule_s += perf_counter() - started
@@ -211,7 +237,17 @@ class EngineCore:
             pool = self.scheduler.allocator.pool
             assert pool.num_free == self.facts.num_blocks, f"{self.facts.num_blocks - pool.num_free} blocks leaked"
 
-    def _confirm(self) -> StepOutputs:
+    def state(self, *, wait: bool = False) -> StepOutputs:
+        """Return outputs without a step: the requests that ended between steps, and counters.
+
+        wait   if there is nothing else to do, wait a moment for a grammar that is being compiled
+        """
+        if wait and not self._in_flight and not self._finished:
+            self._grammars.wait()
+        return self._report(StepOutputs(handles=NO_TOKENS, tokens=NO_TOKENS, stats=self._finisher.state()))
+
+    def confirm(self) -> StepOutputs:
+        """Wait for the oldest step in flight, and apply its result. Returns its outputs."""
         step, started = self._in_flight.popleft(), perf_counter()
         result = self.executor.collect()
         step.execute_s += perf_counter() - started

@@ -60,6 +60,11 @@ class Scheduler:
             return None
         return self._writer.write(step, slots, num_tokens, admitted, appended)
 
+    def plan_idle(self, step: int) -> InFlight:
+        """Plan a step without tokens. It gives back slots, as every plan does."""
+        none = np.empty(0, np.int32)
+        return self._writer.write(step, none, none, [], np.empty((0, 3), np.int32))
+
     def _step_budget(self) -> int:
         """Return the token budget of the next step.
 
