@@ -1,0 +1,217 @@
+"""Replicas of attention behind one core: each has its own requests, blocks and ranks (data parallelism).
+
+Replicas in lock-step share the experts of a model. They take every step together, and one record (`StepSync`) says what
+each computes, so that no rank decides anything by itself. Independent replicas share nothing. One core plans for all
+replicas: it sees every queue, so requests are balanced by the loads of this moment.
+"""
+
+import logging
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from quire.contracts.errors import EngineDead
+from quire.contracts.output import NO_TOKENS, Finish, StepOutputs, StepStats
+from quire.contracts.protocols import ExecutorFacts
+from quire.contracts.request import FinishReason, NewRequest
+from quire.contracts.step import StepSync
+from quire.engine.core import EngineCore
+
+LOG = logging.getLogger("quire")
+WAIT_SECONDS = 0.5  # between two looks at independent replicas that compute
+FULL = 0.5  # share of the KV cache in use, above which a replica's waiting requests count more
+WEIGHT = 6.0  # of a waiting request when the cache is full: it may wait for long
+LAST = ("step", "schedule_s", "execute_s", "finish_s")  # statistics that replicas do not add up
+
+
+class Replicas:
+    """Engine cores behind the interface of one; see `EngineCore`. One thread uses them.
+
+    lockstep   the cores take every step together
+    arrived    set when a result of an executor arrives; of independent replicas
+    """
+
+    def __init__(self, cores: Sequence[EngineCore], *, lockstep: bool, arrived: threading.Event | None = None) -> None:
+        self.cores, self.lockstep = tuple(cores), lockstep
+        self._live = list(cores)
+        self._arrived = arrived or threading.Event()
+        self._homes: dict[int, EngineCore] = {}  # of the live requests, by handle
+        self._next = 0  # replica with which the next search for the least load begins
+        self._ended: list[Finish] = []  # requests of replicas that died
+        self._torn = False
+        self.executor = ReplicaExecutors(self)
+
+    @property
+    def facts(self) -> ExecutorFacts:
+        """The facts of a replica, with the slots and blocks of all."""
+        facts = [core.facts for core in self.cores]
+        return msgspec.structs.replace(facts[0], num_slots=sum(one.num_slots for one in facts),
+                                       num_blocks=sum(one.num_blocks for one in facts))
+
+    @property
+    def live(self) -> list[EngineCore]:
+        """The replicas that have not died."""
+        return list(self._live)
+
+    @property
+    def has_work(self) -> bool:
+        """True when a replica has work, or an ended request is not reported yet."""
+        return bool(self._ended) or any(core.has_work for core in self._live)
+
+    @property
+    def handles(self) -> list[int]:
+        """Handles of the live requests."""
+        return [handle for core in self._live for handle in core.handles]
+
+    @property
+    def torn(self) -> bool:
+        """True after a step raised. The engine cannot run another step."""
+        return self._torn
+
+    def add(self, new: NewRequest, *, places: int = 1) -> None:
+        """Give a request to the replica with the least load, and a child to its parent's. See `EngineCore.add`."""
+        core = self._homes.get(new.parent) if new.parent is not None else None
+        core = core or self._least_loaded()
+        core.add(new, places=places)
+        self._homes[new.handle] = core
+
+    def abort(self, handle: int) -> None:
+        """End a request in any state; unknown handles are ignored."""
+        if (core := self._homes.pop(handle, None)) is not None:
+            core.abort(handle)
+
+    def step(self) -> StepOutputs:
+        """Advance the replicas. A step that raises is final. See `EngineCore.step`."""
+        if self._torn:
+            raise EngineDead("an earlier step of this engine failed: make a new engine.")
+        self._torn = True
+        every = self._advance_together() if self.lockstep else self._advance_each()
+        self._torn = False
+        outputs = merged(every, tuple(self._ended), [core for core in self._live])
+        self._ended.clear()
+        for finish in outputs.finished:
+            self._homes.pop(finish.handle, None)
+        return outputs
+
+    def reset_prefix_cache(self) -> bool:
+        """Empty the prefix caches; running requests keep their blocks. Returns True when no request was running."""
+        return all([core.reset_prefix_cache() for core in self._live])
+
+    def shutdown(self) -> None:
+        """Drop the steps in flight and stop the executors."""
+        for core in self.cores:
+            core.shutdown()
+
+    def check(self) -> None:
+        """Assert every invariant of the bookkeeping; when idle, also that no block is held."""
+        for core in self._live:
+            core.check()
+        assert self._homes.keys() == set(self.handles), "a request has no replica"
+
+    def _advance_together(self) -> list[StepOutputs]:
+        """Plan a step of every replica, agree, submit all of them, and only then wait for results.
+
+        The exchanges of a step end when every replica has it. So no result is waited for before all are submitted,
+        except that of an earlier step, which all replicas have.
+        """
+        cores = self.cores
+        planned = [core.begin_step() for core in cores] if all(core.has_room for core in cores) else []
+        if any(planned):
+            sync = StepSync(tuple(int(one.plan.num_tokens.sum()) if one is not None else 0 for one in planned))
+            found = [core.submit(one, sync) for core, one in zip(cores, planned, strict=True)]
+            return [core.state() if outputs is None and core.has_room else outputs or core.confirm()
+                    for core, outputs in zip(cores, found, strict=True)]  # fmt: skip
+        if any(core.num_in_flight for core in cores):
+            return [core.confirm() if core.num_in_flight else core.state() for core in cores]
+        return [core.state(wait=True) for core in cores]
+
+    def _advance_each(self) -> list[StepOutputs]:
+        """Plan and submit a step of every replica with room; take the results that have come, or wait for one."""
+        found, moved = list[StepOutputs](), False
+        self._arrived.clear()
+        for core in self.live:
+            try:
+                if (planned := core.begin_step()) is not None:
+                    moved = True
+                    found.append(core.submit(planned) or core.state())
+                elif not core.num_in_flight:
+                    found.append(core.state())
+                if core.num_in_flight and core.executor.ready():
+                    moved = True
+                    found.append(core.confirm())
+            except Exception as fault:
+                self._bury(core, fault)
+        if not moved and not self._ended and not any(one.finished for one in found):
+            if any(core.num_in_flight for core in self._live):
+                self._arrived.wait(WAIT_SECONDS)
+            else:
+                found += [core.state(wait=True) for core in self._live]
+        return found
+
+    def _bury(self, core: EngineCore, fault: Exception) -> None:
+        """End the requests of a replica that failed. Raises its error when it was the last one."""
+        self._live.remove(core)
+        if not self._live:
+            raise fault
+        number = self.cores.index(core)
+        LOG.error("replica %d of %d stopped; the others go on: %s", number, len(self.cores), fault)
+        self._ended += [Finish(handle=handle, reason=FinishReason.ERROR, error="replica",
+                               message=f"replica {number} stopped: {fault}") for handle in core.handles]
+        core.shutdown()
+
+    def _least_loaded(self) -> EngineCore:
+        """Return the replica with the least load. The search begins at another one each time, so that none of several
+        equal replicas gets more."""
+        cores, first = self._live, self._next % len(self._live)
+        self._next = first + 1
+        return min(cores[first:] + cores[:first], key=load)
+
+
+class ReplicaExecutors:
+    """The executors of all replicas, for operations that reach every rank."""
+
+    def __init__(self, replicas: Replicas) -> None:
+        self._replicas = replicas
+
+    def control(self, name: str, args: dict[str, Any]) -> object:
+        """Run an operation on every replica; return the values of all ranks. See `Executor.control`."""
+        values: list[object] = []
+        for core in self._replicas.live:
+            value = core.executor.control(name, args)
+            values += value if isinstance(value, list) else [value]
+        return values
+
+    def check_alive(self) -> None:
+        """Raise `EngineDead` when a replica can run no step."""
+        for core in self._replicas.live:
+            core.executor.check_alive()
+
+
+def load(core: EngineCore) -> float:
+    """Return the load of a replica: its requests; waiting ones count more while much of its KV cache is in use."""
+    scheduler, pool = core.scheduler, core.scheduler.allocator.pool
+    waiting = len(scheduler.queue) + scheduler.roster.num_blocked
+    used = 1 - pool.num_free / core.facts.num_blocks
+    return len(scheduler.table) + waiting * (1 + WEIGHT * max(0.0, used - FULL))
+
+
+def merged(every: Sequence[StepOutputs], ended: tuple[Finish, ...], cores: Sequence[EngineCore]) -> StepOutputs:
+    """Return the outputs of several replicas as those of one step.
+
+    ended   requests that ended beside the outputs;  cores  whose states the statistics are sums of
+    """
+    own = {field: sum(getattr(one.stats, field) for one in every) for field in COUNTED}
+    return StepOutputs(
+        handles=np.concatenate([one.handles for one in every]) if every else NO_TOKENS,
+        tokens=np.concatenate([one.tokens for one in every]) if every else NO_TOKENS,
+        finished=(*ended, *(finish for one in every for finish in one.finished)),
+        preempted=tuple(handle for one in every for handle in one.preempted),
+        cached={k: v for one in every for k, v in one.cached.items()},
+        prefixes={k: v for one in every for k, v in one.prefixes.items()},
+        logprobs={k: v for one in every for k, v in one.logprobs.items()},
+        prompt_logprobs={k: v for one in every for k, v in one.prompt_logprobs.items()},
+        stats=own,
+    )
