@@ -27,11 +27,11 @@ HANG_SECONDS = 60
 NONE = np.zeros(0, np.int32)
 
 
-def ranks(*starts: dict[str, Any], lead: int = 0, **times: float) -> RankProcesses:
+def ranks(*starts: dict[str, Any], leads: tuple[int, ...] = (0,), **times: float) -> RankProcesses:
     """Start a rank for each of `starts`, the fields of its `FakeStart`."""
     lines = [msgspec.json.encode({"index": index, **start}) for index, start in enumerate(starts)]
     names = [f"rank {index} (tp {index})" for index in range(len(starts))]
-    return RankProcesses(MODULE, lines, names, ENV, lead=lead, times=RankTimes(**times))
+    return RankProcesses(MODULE, lines, names, ENV, leads=leads, times=RankTimes(**times))
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 import gc
 import json
 import logging
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -25,6 +26,7 @@ from quire.contracts.protocols import ExecutorFacts
 from quire.contracts.sampling import SamplingParams
 from quire.distributed.mesh import ALONE
 from quire.engine.core import EngineCore
+from quire.engine.replicas import Core, Replicas
 from quire.kernels.select import Kernels, here
 from quire.kv.allocator import KVAllocator
 from quire.kv.hashing import namespace_digest
@@ -68,7 +70,7 @@ class Engine:
     dtype: DTypePlan
     memory: MemoryPlan
     kernels: Kernels
-    core: EngineCore
+    core: Core
     runner: StepRunner | None
     tokenizer: Tokenizer | None
     tokenizer_folder: Path
@@ -85,7 +87,7 @@ class Engine:
         """The model runner of an engine on one device. Raises ConfigError for an engine of several ranks."""
         if self.runner is None:
             raise ConfigError("this engine's ranks are processes of their own, which cannot be looked into: use one "
-                              "device (no -tp and -pp).")
+                              "device (no -tp, -pp and -dp).")
         return self.runner
 
     def close(self) -> None:
@@ -146,11 +148,19 @@ def assemble(config: EngineConfig, on_loading: Loading | None = None, *, served:
     unread = () if config.load.load_format == "dummy" else unread_head(found.folder)
     with Progress("Loading weights", 0, unit="B",
                   enabled=config.load.use_tqdm_on_load and on_loading is None) as progress:  # fmt: skip
-        parts = _assembler(plans)(plans, on_loading=on_loading or progress.update, end_phase=phases.end)
-    tokenizer = text.tokenizer  # not of a core that serves another process, until it needs one
-    compiler = GrammarCompiler(lambda: tokenizer or Tokenizer.load(found.tokenizer_folder), found.args.vocab_size,
-                               GrammarTrial(), cpu.cores)  # fmt: skip
-    core = assemble_core(parts, compiler)
+        arrived, loading = threading.Event(), on_loading or progress.update
+        if len(plans) == 1:
+            replicas = [assemble_rank(plans, on_loading=loading, end_phase=phases.end)]
+        else:
+            from quire.assemble.ranks import assemble_ranks
+
+            replicas = assemble_ranks(plans, on_loading=loading, end_phase=phases.end, arrived=arrived)
+    parts, tokenizer = replicas[0], text.tokenizer  # not of a core that serves another process, until it needs one
+    cores = [assemble_core(one, GrammarCompiler(lambda: tokenizer or Tokenizer.load(found.tokenizer_folder),
+                                                found.args.vocab_size, GrammarTrial(), cpu.cores))
+             for one in replicas]  # fmt: skip
+    parallel = plan.mesh.parallel
+    core = cores[0] if len(cores) == 1 else Replicas(cores, lockstep=parallel.lockstep, arrived=arrived)
     phases.end("engine")
     unused = gpu_only_options(config) if found.device.device == "cpu" else ()
     about = core.facts.plans
@@ -226,14 +236,6 @@ def assemble_rank(plans: Sequence[EnginePlan], *, on_loading: Loading, end_phase
     gpu = read_cuda_facts() if plan.machine.device == "cuda" else None
     loaded = load_rank(plan, ALONE, gpu, on_loading=on_loading, end_phase=end_phase)
     return loaded.finish(resolve_sizing(plan, loaded.measure()))
-
-
-def _assembler(plans: Sequence[EnginePlan]) -> Callable[..., Parts]:
-    if len(plans) == 1:
-        return assemble_rank
-    from quire.assemble.ranks import assemble_ranks
-
-    return assemble_ranks
 
 
 def assemble_core(parts: Parts, compiler: GrammarCompiler | None) -> EngineCore:

@@ -55,7 +55,7 @@ def load_cuda(plan: EnginePlan, groups: RankGroups, facts: CudaFacts, *, on_load
         return replace(slow, finish=lambda memory: replace(slow.finish(memory), hardware=str(facts), notes=(note,)))
     cache, note = use_cache_folder()
     scales = cache_scales(plan)
-    model = build_model(plan, groups.tp)
+    model = build_model(plan, groups)
     loaded = fill(model, plan, on_loading)
     end_phase("weights")
     limits = Limits(

@@ -15,7 +15,7 @@ from quire.contracts.errors import ConfigError
 from quire.contracts.step import I32, StepPlan, StepResult
 from quire.distributed import Group
 from quire.distributed.checked import CheckedGroup
-from quire.distributed.mesh import RankGroups
+from quire.distributed.mesh import ALONE, RankGroups
 from quire.distributed.process_group import join_ranks
 from quire.models.collectives import sum_room
 from quire.models.plan import EnginePlan
@@ -52,7 +52,9 @@ def build_rank(start: bytes, on_loading: Loading) -> "ChildRank":
         device = torch.device("cuda", task.gpu)
         torch.cuda.set_device(device)
         gpu = read_cuda_facts()
-    groups, why = join_ranks(Path(task.meeting), mesh.rank.number, mesh.parallel, device), ""
+    together, groups, why = mesh.parallel.together, ALONE, ""
+    if together.size > 1:
+        groups = join_ranks(Path(task.meeting), mesh.rank.number % together.size, together, device)
     if device.type == "cuda" and not task.plan.config.parallel.disable_custom_all_reduce:
         from quire.distributed.symmetric import with_symmetric_memory  # a slow import, for GPUs alone
 
@@ -76,7 +78,7 @@ def checked(groups: RankGroups, device: torch.device) -> RankGroups:
     def one(group: Group | None) -> Group | None:
         return None if group is None else CheckedGroup(group, device)
 
-    return RankGroups(tp=one(groups.tp), pp=one(groups.pp), tokens=one(groups.tokens))
+    return RankGroups(tp=one(groups.tp), pp=one(groups.pp), tokens=one(groups.tokens), ep=one(groups.ep))
 
 
 @dataclass(frozen=True)

@@ -137,6 +137,8 @@ class ParallelConfig:
     pipeline_layer_partition: tuple[int, ...] = option(
         (), "layers of each stage, as numbers that add up to the model's layers (vLLM's VLLM_PP_LAYER_PARTITION; "
         "default: equal)", least=1)
+    data_parallel_size: int = option(1, "replicas of the engine behind one port; with -ep they share the experts",
+                                     flags=("-dp",), least=1)
     enable_expert_parallel: bool = option(False, "distribute whole experts over the devices, not slices of each",
                                           flags=("-ep",))
     disable_custom_all_reduce: bool = option(False, "sum over GPUs through NCCL, not through memory that all map")

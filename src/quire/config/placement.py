@@ -5,7 +5,7 @@ divided among ranks across the replicas of attention, as in DeepSeek-V3 (2024, s
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from quire.config.checkpoint import ModelArgs
 from quire.config.engine import ParallelConfig
@@ -46,13 +46,33 @@ class Parallel:
         """Number of ranks among which the whole experts of a layer are divided; 1 without `experts`."""
         return self.tp * self.dp if self.experts else 1
 
+    @property
+    def replica(self) -> int:
+        """Number of ranks of a replica."""
+        return self.tp * self.pp
+
+    @property
+    def lead(self) -> int:
+        """Number in its replica of the rank that sends results: the first one of the last stage."""
+        return (self.pp - 1) * self.tp
+
+    @property
+    def together(self) -> "Parallel":
+        """Sizes of the ranks that exchange tensors: of a replica that shares nothing with others, else of all."""
+        return self if self.lockstep else replace(self, dp=1)
+
+    @property
+    def lockstep(self) -> bool:
+        """True when replicas share experts, so that they take every step together."""
+        return self.dp > 1 and self.experts
+
 
 ALONE = Parallel()
 
 
 def parallel_sizes(config: ParallelConfig) -> Parallel:
     """Return the sizes that the options ask for."""
-    return Parallel(tp=config.tensor_parallel_size, pp=config.pipeline_parallel_size,
+    return Parallel(tp=config.tensor_parallel_size, pp=config.pipeline_parallel_size, dp=config.data_parallel_size,
                     experts=config.enable_expert_parallel, layers=config.pipeline_layer_partition)  # fmt: skip
 
 
@@ -200,3 +220,14 @@ def pp_members(parallel: Parallel) -> Iterator[list[int]]:
     for replica in range(parallel.dp):
         for place in range(parallel.tp):
             yield [replica * each + stage * parallel.tp + place for stage in range(parallel.pp)]
+
+
+def ep_members(parallel: Parallel) -> Iterator[list[int]]:
+    """Yield the numbers of the ranks of each group that divides whole experts: those of a stage, of all replicas.
+
+    Nothing where a replica has all experts by itself: its tensor-parallel group sums their results.
+    """
+    each = parallel.tp * parallel.pp
+    for stage in range(parallel.pp if parallel.lockstep else 0):
+        yield [replica * each + stage * parallel.tp + place
+               for replica in range(parallel.dp) for place in range(parallel.tp)]  # fmt: skip

@@ -48,6 +48,9 @@ class Executor(Protocol):
     def collect(self) -> StepResult:
         """Wait for the oldest uncollected step and return its result."""
 
+    def ready(self) -> bool:
+        """True when `collect` need not wait for another process. For a core that serves several executors."""
+
     def control(self, name: str, args: dict[str, Any]) -> object:
         """Run a named operation of the executor between two steps, and return its value.
 

@@ -13,11 +13,13 @@ class RankGroups:
     pp       ranks with the same place in all stages, in the order of stages: hidden states go forward
     tokens   the ranks of `pp` once more: sampled tokens go from the last to the first. A group of its own, because
              messages of a group are ordered: two stages that send to each other would wait for each other
+    ep       ranks of a stage, of all replicas, that divide the experts of every layer
     """
 
     tp: Group | None = None
     pp: Group | None = None
     tokens: Group | None = None
+    ep: Group | None = None
 
 
 ALONE = RankGroups()

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from quire.config.placement import Parallel, pp_members, tp_members
+from quire.config.placement import Parallel, ep_members, pp_members, tp_members
 from quire.distributed.mesh import RankGroups
 
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
@@ -34,7 +34,7 @@ def join_ranks(meeting: Path, number: int, parallel: Parallel, device: torch.dev
         device_id=device if device.type == "cuda" else None)  # fmt: skip
     pipelines = list(pp_members(parallel))
     return RankGroups(tp=_make(list(tp_members(parallel)), number), pp=_make(pipelines, number),
-                      tokens=_make(pipelines, number))  # fmt: skip
+                      tokens=_make(pipelines, number), ep=_make(list(ep_members(parallel)), number))  # fmt: skip
 
 
 def leave_ranks() -> None:
@@ -87,6 +87,28 @@ class ProcessGroup:
         _all_gather(out.view(-1), x.view(-1), group=self._group)
         return out
 
+    def gather_rows(self, x: Tensor, counts: Sequence[int]) -> Tensor:
+        """Return the rows of all ranks. See `Group`. Rows are padded to the largest count on their way."""
+        most = max(counts)
+        if not most:
+            return x
+        parts = self.all_gather(_padded(x, most))
+        if min(counts) == most:
+            return parts.flatten(0, 1)
+        return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
+
+    def scatter_sum(self, x: Tensor, counts: Sequence[int]) -> Tensor:
+        """Return this rank's rows of the sum over ranks. See `Group`. Rows are padded as in `gather_rows`."""
+        most = max(counts)
+        if not most:
+            return x
+        if min(counts) < most:
+            x = torch.cat([_padded(part, most) for part in x.split(list(counts))])
+        x = x.contiguous()
+        out = torch.empty((most, *x.shape[1:]), dtype=x.dtype, device=x.device)
+        dist.reduce_scatter_tensor(out, x, group=self._group)
+        return out[: counts[self.rank]]
+
     def send(self, x: Tensor, to: int) -> None:
         """Send a tensor to a rank. See `Group`."""
         if x.is_cuda:  # in the order of the stream, so that a CUDA graph can hold it
@@ -114,3 +136,12 @@ class ProcessGroup:
     def barrier(self) -> None:
         """Wait for all ranks. See `Group`."""
         dist.barrier(group=self._group)
+
+
+def _padded(x: Tensor, rows: int) -> Tensor:
+    """Return x with zeros below, up to `rows` rows."""
+    if len(x) == rows:
+        return x
+    out = x.new_zeros((rows, *x.shape[1:]))
+    out[: len(x)] = x
+    return out

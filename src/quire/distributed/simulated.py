@@ -80,6 +80,14 @@ class SimulatedGroup:
         """Return the tensors of all ranks. See `Group`."""
         return torch.stack(self._ranks.exchange(self.rank, x))
 
+    def gather_rows(self, x: Tensor, counts: Sequence[int]) -> Tensor:
+        """Return the rows of all ranks. See `Group`."""
+        return torch.cat(self._ranks.exchange(self.rank, x))
+
+    def scatter_sum(self, x: Tensor, counts: Sequence[int]) -> Tensor:
+        """Return this rank's rows of the sum over ranks. See `Group`."""
+        return self.all_reduce(x).split(list(counts))[self.rank]
+
     def send(self, x: Tensor, to: int) -> None:
         """Send a tensor to a rank. See `Group`."""
         self._ranks.mailbox(self.rank, to).put(x.clone())

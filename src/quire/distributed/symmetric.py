@@ -3,7 +3,7 @@
 NCCL does everything else, and sums of messages that exceed the buffers. NVLink multicast is never used.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed._symmetric_memory as symmetric_memory
@@ -55,6 +55,14 @@ class SymmetricGroup:
     def all_gather(self, x: Tensor) -> Tensor:
         """Return the tensors of all ranks. See `Group`."""
         return self._group.all_gather(x)
+
+    def gather_rows(self, x: Tensor, counts: Sequence[int]) -> Tensor:
+        """Return the rows of all ranks. See `Group`."""
+        return self._group.gather_rows(x, counts)
+
+    def scatter_sum(self, x: Tensor, counts: Sequence[int]) -> Tensor:
+        """Return this rank's rows of the sum over ranks. See `Group`."""
+        return self._group.scatter_sum(x, counts)
 
     def send(self, x: Tensor, to: int) -> None:
         """Send a tensor to a rank. See `Group`."""

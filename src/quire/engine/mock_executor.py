@@ -164,6 +164,10 @@ class MockExecutor:
         self._released.remove(result.step)
         return result
 
+    def ready(self) -> bool:
+        """True: a step is computed at once. See `Executor`."""
+        return True
+
     def check_alive(self) -> None:
         """Do nothing. See `Executor`."""
 

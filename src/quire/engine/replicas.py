@@ -7,8 +7,8 @@ replicas: it sees every queue, so requests are balanced by the loads of this mom
 
 import logging
 import threading
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
@@ -21,10 +21,14 @@ from quire.contracts.step import StepSync
 from quire.engine.core import EngineCore
 
 LOG = logging.getLogger("quire")
-WAIT_SECONDS = 0.5  # between two looks at independent replicas that compute
+WAIT_SECONDS = 0.005  # for a result of independent replicas that compute; then new requests are looked for
 FULL = 0.5  # share of the KV cache in use, above which a replica's waiting requests count more
 WEIGHT = 6.0  # of a waiting request when the cache is full: it may wait for long
-LAST = ("step", "schedule_s", "execute_s", "finish_s")  # statistics that replicas do not add up
+STATES = ("num_running", "num_waiting", "num_blocked", "num_preempted", "num_free_blocks", "num_cached_blocks",
+          "prefix_queries", "prefix_hits")  # statistics about the time after a step; the others are about the step
+COUNTS = ("num_tokens", "num_prefill_tokens", "num_scheduled", "num_prefills", "schedule_s", "execute_s", "finish_s")
+Advance = tuple[EngineCore, StepOutputs]  # a replica, and its outputs of a step or between two
+V = TypeVar("V")
 
 
 class Replicas:
@@ -42,6 +46,7 @@ class Replicas:
         self._next = 0  # replica with which the next search for the least load begins
         self._ended: list[Finish] = []  # requests of replicas that died
         self._torn = False
+        self._states = {core: StepStats(num_free_blocks=core.facts.num_blocks) for core in cores}
         self.executor = ReplicaExecutors(self)
 
     @property
@@ -90,8 +95,7 @@ class Replicas:
         self._torn = True
         every = self._advance_together() if self.lockstep else self._advance_each()
         self._torn = False
-        outputs = merged(every, tuple(self._ended), [core for core in self._live])
-        self._ended.clear()
+        outputs = self._merged(every)
         for finish in outputs.finished:
             self._homes.pop(finish.handle, None)
         return outputs
@@ -111,7 +115,7 @@ class Replicas:
             core.check()
         assert self._homes.keys() == set(self.handles), "a request has no replica"
 
-    def _advance_together(self) -> list[StepOutputs]:
+    def _advance_together(self) -> list[Advance]:
         """Plan a step of every replica, agree, submit all of them, and only then wait for results.
 
         The exchanges of a step end when every replica has it. So no result is waited for before all are submitted,
@@ -122,33 +126,34 @@ class Replicas:
         if any(planned):
             sync = StepSync(tuple(int(one.plan.num_tokens.sum()) if one is not None else 0 for one in planned))
             found = [core.submit(one, sync) for core, one in zip(cores, planned, strict=True)]
-            return [core.state() if outputs is None and core.has_room else outputs or core.confirm()
+            full = not all(core.has_room for core in cores)
+            return [(core, outputs or (core.confirm() if full and core.num_in_flight else core.state()))
                     for core, outputs in zip(cores, found, strict=True)]  # fmt: skip
         if any(core.num_in_flight for core in cores):
-            return [core.confirm() if core.num_in_flight else core.state() for core in cores]
-        return [core.state(wait=True) for core in cores]
+            return [(core, core.confirm() if core.num_in_flight else core.state()) for core in cores]
+        return [(core, core.state(wait=True)) for core in cores]
 
-    def _advance_each(self) -> list[StepOutputs]:
+    def _advance_each(self) -> list[Advance]:
         """Plan and submit a step of every replica with room; take the results that have come, or wait for one."""
-        found, moved = list[StepOutputs](), False
+        found, moved = list[Advance](), False
         self._arrived.clear()
         for core in self.live:
             try:
                 if (planned := core.begin_step()) is not None:
                     moved = True
-                    found.append(core.submit(planned) or core.state())
+                    found.append((core, core.submit(planned) or core.state()))
                 elif not core.num_in_flight:
-                    found.append(core.state())
+                    found.append((core, core.state()))
                 if core.num_in_flight and core.executor.ready():
                     moved = True
-                    found.append(core.confirm())
+                    found.append((core, core.confirm()))
             except Exception as fault:
                 self._bury(core, fault)
-        if not moved and not self._ended and not any(one.finished for one in found):
+        if not moved and not self._ended and not any(outputs.finished for _, outputs in found):
             if any(core.num_in_flight for core in self._live):
                 self._arrived.wait(WAIT_SECONDS)
             else:
-                found += [core.state(wait=True) for core in self._live]
+                found += [(core, core.state(wait=True)) for core in self._live]
         return found
 
     def _bury(self, core: EngineCore, fault: Exception) -> None:
@@ -158,9 +163,30 @@ class Replicas:
             raise fault
         number = self.cores.index(core)
         LOG.error("replica %d of %d stopped; the others go on: %s", number, len(self.cores), fault)
+        self._states.pop(core)
+        self._ended += core.state().finished
         self._ended += [Finish(handle=handle, reason=FinishReason.ERROR, error="replica",
                                message=f"replica {number} stopped: {fault}") for handle in core.handles]
         core.shutdown()
+
+    def _merged(self, every: Sequence[Advance]) -> StepOutputs:
+        """Return the outputs of several replicas, and the requests that ended beside them, as those of one step."""
+        self._states |= {core: outputs.stats for core, outputs in every if core in self._states}
+        found = [outputs for _, outputs in every]
+        ended, self._ended = self._ended, []
+        counts: dict[str, Any] = {name: sum(getattr(one.stats, name) for one in found) for name in COUNTS}
+        states: dict[str, Any] = {name: sum(getattr(one, name) for one in self._states.values()) for name in STATES}
+        return StepOutputs(
+            handles=np.concatenate([NO_TOKENS, *(one.handles for one in found)]),
+            tokens=np.concatenate([NO_TOKENS, *(one.tokens for one in found)]),
+            finished=(*ended, *(finish for one in found for finish in one.finished)),
+            preempted=tuple(handle for one in found for handle in one.preempted),
+            cached=_joined(one.cached for one in found),
+            prefixes=_joined(one.prefixes for one in found),
+            logprobs=_joined(one.logprobs for one in found),
+            prompt_logprobs=_joined(one.prompt_logprobs for one in found),
+            stats=StepStats(step=max((one.stats.step for one in found), default=-1), **counts, **states),
+        )  # fmt: skip
 
     def _least_loaded(self) -> EngineCore:
         """Return the replica with the least load. The search begins at another one each time, so that none of several
@@ -198,20 +224,9 @@ def load(core: EngineCore) -> float:
     return len(scheduler.table) + waiting * (1 + WEIGHT * max(0.0, used - FULL))
 
 
-def merged(every: Sequence[StepOutputs], ended: tuple[Finish, ...], cores: Sequence[EngineCore]) -> StepOutputs:
-    """Return the outputs of several replicas as those of one step.
+def _joined(parts: Iterable[dict[int, V]]) -> dict[int, V]:
+    """Return one dict with the entries of all, whose keys differ."""
+    return {handle: value for part in parts for handle, value in part.items()}
 
-    ended   requests that ended beside the outputs;  cores  whose states the statistics are sums of
-    """
-    own = {field: sum(getattr(one.stats, field) for one in every) for field in COUNTED}
-    return StepOutputs(
-        handles=np.concatenate([one.handles for one in every]) if every else NO_TOKENS,
-        tokens=np.concatenate([one.tokens for one in every]) if every else NO_TOKENS,
-        finished=(*ended, *(finish for one in every for finish in one.finished)),
-        preempted=tuple(handle for one in every for handle in one.preempted),
-        cached={k: v for one in every for k, v in one.cached.items()},
-        prefixes={k: v for one in every for k, v in one.prefixes.items()},
-        logprobs={k: v for one in every for k, v in one.logprobs.items()},
-        prompt_logprobs={k: v for one in every for k, v in one.prompt_logprobs.items()},
-        stats=own,
-    )
+
+Core = EngineCore | Replicas  # an engine core, whoever asks it

@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 
 from quire.config.engine import EngineConfig
-from quire.engine.core import EngineCore
+from quire.engine.replicas import Core
 from quire.procs.core_server import Send, run_core
 from quire.procs.messages import CoreStart, Loading, Ready
 from quire.weights.folder import resolve_folders
@@ -40,14 +40,14 @@ def main() -> int:
     return run_core(start, _build_to_stay)
 
 
-def _build_to_stay(config: EngineConfig, send: Send) -> tuple[EngineCore, Ready]:
+def _build_to_stay(config: EngineConfig, send: Send) -> tuple[Core, Ready]:
     built = build(config, send)
     gc.collect()
     gc.freeze()  # objects that live as long as the process are left out of every later collection
     return built
 
 
-def build(config: EngineConfig, send: Send) -> tuple[EngineCore, Ready]:
+def build(config: EngineConfig, send: Send) -> tuple[Core, Ready]:
     """Build a core. Return it with its `Ready` message. `send` gets progress. The device "mock" needs no torch."""
     if config.device.device == "mock":
         return _build_mock(config)
@@ -64,7 +64,7 @@ def build(config: EngineConfig, send: Send) -> tuple[EngineCore, Ready]:
     return engine.core, ready
 
 
-def _build_mock(config: EngineConfig) -> tuple[EngineCore, Ready]:
+def _build_mock(config: EngineConfig) -> tuple[Core, Ready]:
     from quire.engine.mock_core import build_mock_core
 
     core = build_mock_core(config, *resolve_folders(config))
@@ -73,7 +73,7 @@ def _build_mock(config: EngineConfig) -> tuple[EngineCore, Ready]:
     return core, _ready(core, dtype="none", device="mock", weight_bytes=0, kv_bytes=0, plans=plans, notes=notes)
 
 
-def _ready(core: EngineCore, **told: Any) -> Ready:
+def _ready(core: Core, **told: Any) -> Ready:
     """Make the `Ready` message from the core's facts and `told`, its other fields."""
     facts = core.facts
     return Ready(max_model_len=facts.max_model_len, vocab_size=facts.vocab_size, num_slots=facts.num_slots,

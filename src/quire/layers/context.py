@@ -26,6 +26,7 @@ class Build:
     linears   plans of linear layers, by the names of the layers
     experts   numbers of the experts that this rank owns, in the order of their places; None: all of them
     tp        the ranks that share every layer; None: this rank has whole layers
+    ep        the ranks of all replicas that divide the experts; None: no other replica needs the experts of this rank
     vocabulary  this rank's slice of the vocabulary; None: all of it
     layers    first layer of this rank, and the end of its range; None: it has all layers
     moe       the plan of layers with experts; None without them
@@ -39,6 +40,7 @@ class Build:
     linears: Mapping[str, LinearPlan]
     experts: tuple[int, ...] | None = None
     tp: Group | None = None
+    ep: Group | None = None
     vocabulary: VocabularySlice | None = None
     layers: tuple[int, int] | None = None
     moe: MoEPlan | None = None
@@ -96,8 +98,10 @@ class StepContext:
     positions   [T] int64, position of each token in its sequence
     attention   metadata of attention, one for each KV group
     kv          one view per layer, by layer index
+    replica_rows   tokens of each replica in lock-step; (): as many as here, or there are no other replicas
     """
 
     positions: Tensor
     attention: tuple[AttentionMeta, ...]
     kv: list[KVView]
+    replica_rows: tuple[int, ...] = ()

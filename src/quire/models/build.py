@@ -6,6 +6,7 @@ import torch
 
 from quire.config.placement import vocabulary_share
 from quire.distributed import Group
+from quire.distributed.mesh import ALONE, RankGroups
 from quire.distributed.vocabulary import VocabularySlice
 from quire.kernels import routing
 from quire.kernels.select import load_kernels
@@ -16,18 +17,18 @@ from quire.models.plan import EnginePlan
 from quire.quantization.assign import with_formats
 
 
-def build_model(plan: EnginePlan, tp: Group | None = None) -> Decoder:
+def build_model(plan: EnginePlan, groups: RankGroups = ALONE) -> Decoder:
     """Build the model of a rank, without weights. `quire.weights` loads them into its layers, which pack them.
 
-    tp   the ranks that share every layer; None: this rank has whole layers
+    groups   of this rank: `tp` shares every layer, `ep` divides the experts
     """
-    args, rank = plan.args, plan.mesh.rank
+    args, rank, tp = plan.args, plan.mesh.rank, groups.tp
     kernels = load_kernels(plan.kernels)
     whole = args.moe is None or rank.experts == (0, args.moe.routing.num_experts)
     build = Build(
         dtype=getattr(torch, plan.dtype.dtype), device=torch.device(plan.machine.device), kernels=kernels,
         params={param.name: param for param in plan.params}, linears=plan.linears,
-        experts=None if whole else tuple(range(*rank.experts)), tp=tp, kv_groups=plan.geometry.groups,
+        experts=None if whole else tuple(range(*rank.experts)), tp=tp, ep=groups.ep, kv_groups=plan.geometry.groups,
         moe=plan.experts, layers=rank.layers,
         vocabulary=None if tp is None else vocabulary_slice(args.vocab_size, tp),
     )  # fmt: skip

@@ -11,7 +11,7 @@ import zmq
 
 from quire.config.engine import EngineConfig
 from quire.contracts.errors import EngineDead, QuireError, UserError
-from quire.engine.core import EngineCore
+from quire.engine.replicas import Core
 from quire.procs.failures import failed, rejected
 from quire.procs.messages import (
     Abort,
@@ -35,7 +35,7 @@ IDLE_MS = 500  # between two looks of an idle core at its executor
 
 Receive = Callable[[bool], ToCore | None]  # True: wait a moment for a message -> the next message, None without one
 Send = Callable[[FromCore], None]
-Build = Callable[[EngineConfig, Send], tuple[EngineCore, Ready]]  # may send `Loading`
+Build = Callable[[EngineConfig, Send], tuple[Core, Ready]]  # may send `Loading`
 
 
 class CoreSockets:
@@ -99,7 +99,7 @@ def run_core(start: CoreStart, build: Build) -> int:
         sockets.close()
 
 
-def serve_core(core: EngineCore, receive: Receive, send: Send) -> int:
+def serve_core(core: Core, receive: Receive, send: Send) -> int:
     """Serve until `Stop` (returns 0) or a failed step (sends `Failed`, returns 1). Returns the process's exit code.
 
     Between two steps, all messages that have arrived are taken. The outputs of every step are sent, even empty ones.
@@ -127,7 +127,7 @@ def _log(words: str, error: Exception) -> None:
         LOG.error(words, exc_info=error)
 
 
-def _obey(core: EngineCore, message: ToCore, send: Send) -> None:
+def _obey(core: Core, message: ToCore, send: Send) -> None:
     if isinstance(message, Add):
         _add(core, message, send)
     elif isinstance(message, Abort):
@@ -137,7 +137,7 @@ def _obey(core: EngineCore, message: ToCore, send: Send) -> None:
         send(_control(core, message))
 
 
-def _add(core: EngineCore, message: Add, send: Send) -> None:
+def _add(core: Core, message: Add, send: Send) -> None:
     """Take the requests of one prompt, or none of them."""
     taken: list[int] = []
     try:
@@ -152,7 +152,7 @@ def _add(core: EngineCore, message: Add, send: Send) -> None:
         send(rejected(tuple(new.handle for new in message.requests), error))
 
 
-def _control(core: EngineCore, message: Control) -> Reply:
+def _control(core: Core, message: Control) -> Reply:
     try:
         if handler := HANDLERS.get(message.name):
             return Reply(message.id, handler(core, **message.args))
@@ -165,7 +165,7 @@ def _control(core: EngineCore, message: Control) -> Reply:
         return Reply(message.id, error=f"{type(error).__name__}: {error}")
 
 
-def _plan(core: EngineCore) -> str:
+def _plan(core: Core) -> str:
     """Return the plan made at the engine's start, and the state of its runner, as JSON."""
     plan = core.facts.plans.get("engine")
     if plan is None:
@@ -174,12 +174,17 @@ def _plan(core: EngineCore) -> str:
     return f'{str(plan)[:-1]},"runner":{runner}}}'
 
 
-def _check(core: EngineCore) -> bool:
+def _reset(core: Core) -> bool:
+    """Empty the prefix cache. Return True when no request was running."""
+    return core.reset_prefix_cache()
+
+
+def _check(core: Core) -> bool:
     """Check the bookkeeping, and that an idle core holds nothing. Raises AssertionError."""
     core.check()
     return True
 
 
 HANDLERS: Mapping[str, Callable[..., bool | str]] = {
-    "reset_prefix_cache": EngineCore.reset_prefix_cache, "plan": _plan, "check": _check,
+    "reset_prefix_cache": _reset, "plan": _plan, "check": _check,
 }  # fmt: skip

@@ -61,6 +61,10 @@ class LaunchingExecutor:
                 self._fault = fault
         raise EngineDead(f"the step failed: {type(self._fault).__name__}: {self._fault}") from self._fault
 
+    def ready(self) -> bool:
+        """True: this process runs the device. See `Executor`."""
+        return True
+
     def control(self, name: str, args: dict[str, Any]) -> object:
         """Run an operation of `controls`."""
         if name not in self._controls:

@@ -64,7 +64,8 @@ class WatchedRank:
     """A rank's process and connection, with what the watch knows of it.
 
     heard      time of the last message;  begun  True after the first message that is not a mere sign of life
-    received   last step that the rank has acknowledged
+    sent       step that was sent last, or is being sent;  received   last step that the rank has acknowledged
+    results    its results that nobody has taken; None: the ranks have ended
     failed     last message of a rank that failed
     cut        True after the end of the connection
     """
@@ -73,7 +74,8 @@ class WatchedRank:
         self.name, self.child, self.frames = name, child, frames
         self.heard = time.monotonic()
         self.begun = False
-        self.received = -1
+        self.sent = self.received = -1
+        self.results: queue.SimpleQueue[StepResult | None] = queue.SimpleQueue()
         self.failed: RankFailed | None = None
         self.cut = False
 
@@ -100,16 +102,15 @@ class WatchedRank:
 class RankWatch:
     """The thread that watches `ranks`, from its construction to their end. Refers to no owner of the ranks.
 
-    sent    step that was sent last, or is being sent;  ready  True when all ranks can run steps
+    ready     True when all ranks can run steps;  arrived   set when a result arrives, and at the ranks' end
     """
 
-    def __init__(self, ranks: Sequence[WatchedRank], times: RankTimes) -> None:
+    def __init__(self, ranks: Sequence[WatchedRank], times: RankTimes, arrived: threading.Event | None = None) -> None:
         self.ranks = tuple(ranks)
-        self.sent = -1
         self.ready = False
+        self._arrived = arrived or threading.Event()
         self._times = times
         self._process = os.getpid()
-        self._results: queue.SimpleQueue[StepResult | None] = queue.SimpleQueue()  # None: the ranks have ended
         self._answers: queue.SimpleQueue[tuple[int, Answer] | None] = queue.SimpleQueue()
         self._over: Failed | None = None  # the reason of the ranks' end
         self._told = threading.Event()  # set after `_over`
@@ -122,10 +123,10 @@ class RankWatch:
         self._thread = threading.Thread(target=self._run, name="quire-ranks", daemon=True)
         self._thread.start()
 
-    def result(self) -> StepResult:
-        """Wait for the next result. Raises the error of the ranks' end."""
+    def result(self, index: int) -> StepResult:
+        """Wait for the next result of a rank. Raises the error of the ranks' end."""
         self.check()
-        return self._next(self._results)
+        return self._next(self.ranks[index].results)
 
     def answer(self) -> tuple[int, Answer]:
         """Wait for the next other message, with the index of its rank. Raises the error of the ranks' end."""
@@ -184,10 +185,11 @@ class RankWatch:
             rank.child.kill()
         self._over = over
         self._told.set()
-        self._results.put(None)
         self._answers.put(None)
         for rank in self.ranks:
+            rank.results.put(None)
             rank.frames.close()  # a caller that waits in `send` goes on
+        self._arrived.set()
         until = time.monotonic() + REAP_SECONDS
         for rank in self.ranks:
             rank.child.release(max(0.0, until - time.monotonic()))
@@ -223,7 +225,8 @@ class RankWatch:
             if isinstance(message, RankReceived):
                 rank.received = message.step
             elif isinstance(message, RankResult):
-                self._results.put(message.result)
+                rank.results.put(message.result)
+                self._arrived.set()
             elif isinstance(message, RankFailed):
                 rank.failed = rank.failed or message
             elif isinstance(message, Answer):
@@ -276,4 +279,4 @@ class RankWatch:
         return None
 
     def _unread(self, rank: WatchedRank) -> str:
-        return f" (step {self.sent} not acknowledged)" if rank.received < self.sent else ""
+        return f" (step {rank.sent} not acknowledged)" if rank.received < rank.sent else ""

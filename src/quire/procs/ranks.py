@@ -5,6 +5,7 @@ devices; the payloads are between the engine's assembly and its ranks.
 """
 
 import socket
+import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -40,15 +41,16 @@ P = TypeVar("P", RankBuilt, RankReady)
 class RankProcesses:
     """The processes of an engine's ranks. One thread uses them; any thread may call `close`.
 
-    Order of calls: `build`, `size`, then `broadcast`, `collect` and `control`. After the fault of a rank, and after
+    Order of calls: `build`, `size`, then `send`, `collect` and `control`. After the fault of a rank, and after
     `close`, every call raises its error. The processes end with this object, closed or not, and with this process.
 
     module   its `build_rank` builds a rank; see `BuildRank` in `rank_server.py`
     starts   a line of JSON for each rank, in the order of the ranks
     names    for messages: "rank 1 (tp 1)"
     env      environment variables that the ranks have besides those of this process
-    lead     index of the rank that sends results
+    leads    indices of the ranks that send results
     inherit  descriptors that every rank inherits, with their numbers
+    arrived  set when a result arrives, and at the ranks' end
     """
 
     def __init__(
@@ -58,18 +60,19 @@ class RankProcesses:
         names: Sequence[str],
         env: Mapping[str, str],
         *,
-        lead: int = 0,
+        leads: Sequence[int] = (0,),
         inherit: Sequence[int] = (),
         times: RankTimes = TIMES,
+        arrived: threading.Event | None = None,
     ) -> None:
-        assert 0 <= lead < len(starts) == len(names)
-        self._watch = RankWatch(_spawn(module, names, with_variables(env), inherit), times)
+        assert all(0 <= lead < len(starts) for lead in leads) and len(starts) == len(names)
+        self._watch = RankWatch(_spawn(module, names, with_variables(env), inherit), times, arrived)
         # The watch does not refer to this object, so that collecting this object as garbage ends the processes.
         weakref.finalize(self, self._watch.close)  # runs at exit, too
-        self._num_controls = 0
+        self._num_controls, self._leads = 0, tuple(leads)
         for index, payload in enumerate(starts):
             with suppress(QuireError):  # `build` raises it
-                self._send((index,), RankStart(payload, index == lead, times.beat))
+                self._send((index,), RankStart(payload, index in leads, times.beat))
 
     @property
     def pids(self) -> tuple[int, ...]:
@@ -91,22 +94,29 @@ class RankProcesses:
         self._watch.ready = True
         return ready
 
-    def broadcast(self, message: ToRank) -> None:
-        """Send a message to every rank; it is encoded once."""
+    def send(self, message: ToRank, ranks: Sequence[int] | None = None) -> None:
+        """Send a message to ranks (None: all); it is encoded once."""
+        ranks = range(len(self._watch.ranks)) if ranks is None else ranks
         if isinstance(message, RankStep):
-            self._watch.sent = message.plan.step
-        self._send(range(len(self._watch.ranks)), message)
+            for index in ranks:
+                self._watch.ranks[index].sent = message.plan.step
+        self._send(ranks, message)
 
-    def collect(self) -> StepResult:
-        """Wait for the oldest step's result, from the rank that leads."""
-        return self._watch.result()
+    def collect(self, lead: int | None = None) -> StepResult:
+        """Wait for the oldest step's result from a rank that leads (None: the first of them)."""
+        return self._watch.result(self._leads[0] if lead is None else lead)
 
-    def control(self, name: str, args: dict[str, Any]) -> list[object]:
-        """Run an operation on every rank; return its values by rank. Raises the first `UserError` of a rank."""
+    def ready(self, lead: int | None = None) -> bool:
+        """True when `collect` returns or raises at once."""
+        return not self._watch.ranks[self._leads[0] if lead is None else lead].results.empty()
+
+    def control(self, name: str, args: dict[str, Any], ranks: Sequence[int] | None = None) -> list[object]:
+        """Run an operation on ranks (None: all); return its values by rank. Raises the first `UserError` of a rank."""
         self._num_controls += 1
-        self.broadcast(RankControl(self._num_controls, name, args))
+        asked = range(len(self._watch.ranks)) if ranks is None else ranks
+        self.send(RankControl(self._num_controls, name, args), asked)
         replies: dict[int, RankReply] = {}
-        while len(replies) < len(self._watch.ranks):
+        while len(replies) < len(asked):
             index, message = self._watch.answer()
             if isinstance(message, RankReply) and message.id == self._num_controls:  # else of an interrupted call
                 replies[index] = message
@@ -153,32 +163,41 @@ class RankProcesses:
 
 
 class RanksExecutor:
-    """Executor of ranks that are ready; see `Executor`. Owns `processes`."""
+    """Executor of ranks that are ready; see `Executor`. Owns `processes`, also beside executors of other replicas.
 
-    def __init__(self, processes: RankProcesses, facts: ExecutorFacts) -> None:
-        self._processes, self._facts = processes, facts
+    ranks   indices of the ranks of this executor (None: all);  lead  the one that sends results (None: the first)
+    """
+
+    def __init__(self, processes: RankProcesses, facts: ExecutorFacts, ranks: Sequence[int] | None = None,
+                 lead: int | None = None) -> None:  # fmt: skip
+        self._processes, self._facts, self._lead = processes, facts, lead
+        self._ranks = range(len(processes.pids)) if ranks is None else ranks
 
     @property
     def pids(self) -> tuple[int, ...]:
         """Process ids, in the order of the ranks."""
-        return self._processes.pids
+        return tuple(self._processes.pids[index] for index in self._ranks)
 
     def submit(self, plan: StepPlan) -> None:
         """Send a plan to every rank. Raises `EngineDead` after a fault of a rank."""
-        self._processes.broadcast(RankStep(plan))
+        self._processes.send(RankStep(plan), self._ranks)
 
     def release(self, step: int, masks: I32) -> None:
         """Send the grammar masks to every rank, if `step` has a grammar."""
         if len(masks):
-            self._processes.broadcast(RankMasks(step, masks))
+            self._processes.send(RankMasks(step, masks), self._ranks)
 
     def collect(self) -> StepResult:
         """Wait for the oldest step and return its result. Raises `EngineDead` after a fault of a rank."""
-        return self._processes.collect()
+        return self._processes.collect(self._lead)
+
+    def ready(self) -> bool:
+        """True when `collect` returns or raises at once."""
+        return self._processes.ready(self._lead)
 
     def control(self, name: str, args: dict[str, Any]) -> object:
         """Run an operation on every rank; return the list of its values, by rank."""
-        return self._processes.control(name, args)
+        return self._processes.control(name, args, self._ranks)
 
     def check_alive(self) -> None:
         """Raise `EngineDead` after a fault of a rank."""

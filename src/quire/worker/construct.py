@@ -30,7 +30,8 @@ NO_GRAPHS = "PyTorch's operations launch different work for each step's sizes"
 
 
 def choose_parts(
-    model: Model, target: str, forced: Mapping[str, str] | None = None, *, num_groups: int = 1, eager: bool = False
+    model: Model, target: str, forced: Mapping[str, str] | None = None, *, num_groups: int = 1, eager: bool = False,
+    divided: bool = False,
 ) -> tuple[Choice, ...]:
     """Choose the parts of a model runner. Return four choices: step operations, sampler operations, upload, recorder.
 
@@ -38,12 +39,13 @@ def choose_parts(
     forced       "step" or "sampling" -> the implementation to use
     num_groups   KV groups of the model
     eager        record no CPU step (enforce_eager); on a GPU `Limits` without sizes does that
+    divided      other ranks hold parts of layers
     """
     forced, dtype = forced or {}, "float32"  # the type of logits, for every type of model
     needs = KernelNeeds(device=target, dtype=dtype)
     step, sampling = (select(op, needs, forced.get(op)) for op in ("step", "sampling"))
     packs, why = step.name == "triton", EAGER if eager else not_recordable(
-        model.kernels, num_groups, divided=model.vocabulary is not None)  # fmt: skip
+        model.kernels, num_groups, divided=divided)  # fmt: skip
     upload = (
         Choice("upload", "packed", "one copy a step; a kernel writes the tables")
         if packs
@@ -73,7 +75,8 @@ def make_runner(
 
     groups   the groups of this rank
     """
-    parts = choose_parts(model, target, forced, num_groups=len(limits.windows), eager=eager)
+    parts = choose_parts(model, target, forced, num_groups=len(limits.windows), eager=eager,
+                         divided=groups.tp is not None or groups.ep is not None)  # fmt: skip
     chosen = {choice.op: choice.name for choice in parts}
     step, sampling = (importlib.import_module(f"quire.kernels.{op}.{chosen[op]}") for op in ("step", "sampling"))
     state, slots = DeviceState(limits, model.args.vocab_size, device), limits.num_slots

@@ -16,7 +16,7 @@ from quire.kernels.attention import AttentionMeta, KVView, Prompt, SharedBlocks
 from quire.kernels.sampling.rows import Mode
 from quire.kernels.step import StepBuffers
 from quire.layers.context import StepContext
-from quire.layers.stack import Model, Tap, run_layers
+from quire.layers.stack import Model, Tap, join_layers, run_layers
 from quire.worker.device_state import DeviceState, zeros
 from quire.worker.recorder import Key, Recorder, StepShape
 from quire.worker.sampler import Sampler
@@ -38,6 +38,7 @@ class Programs:
     on_hidden   callback for the hidden states of each layer; all steps run eagerly while it is set
     on_logits   callback for the logits of the sampled rows
     some        indices of the layers to run; None: all
+    replica_rows   tokens of each replica in the step that is being launched; (): no other replica takes part
     stage       the neighbours in a pipeline; None: this rank has all layers
     """
 
@@ -57,6 +58,7 @@ class Programs:
         self.on_hidden: Tap | None = None
         self.on_logits: LogitsTap | None = None
         self.some: list[int] | None = None
+        self.replica_rows: tuple[int, ...] = ()
         self.kv, self._state, self._upload, self.operations = kv, state, upload, operations
         self._windows = state.windows
         rows, device = len(state.buffers.sample_rows), state.tables.computed.device
@@ -177,7 +179,7 @@ class Programs:
                     prompts=prompts,
                 )
             )
-        ctx = StepContext(buffers.positions, tuple(groups), self.kv)
+        ctx = StepContext(buffers.positions, tuple(groups), self.kv, self.replica_rows)
         hidden = model.embed(buffers.token_ids) if self.stage is None else self.stage.begin(model, buffers.token_ids)
         if self.on_hidden is not None:
             hidden = run_layers(model, hidden, ctx, self.some, self.on_hidden)
@@ -186,6 +188,13 @@ class Programs:
         if self.stage is not None:
             self.stage.end(hidden)
         return hidden
+
+    def join(self) -> None:
+        """Launch this rank's part in the exchanges of a step without tokens here; nothing if no replica has any."""
+        if self.model.vocabulary is not None:
+            self.model.vocabulary.group.begin_step()
+        if any(self.replica_rows):
+            join_layers(self.model, self.replica_rows, self.some)
 
     def _cut(self, shape: StepShape) -> StepBuffers:
         """Return the step's buffers, cut to its sizes.

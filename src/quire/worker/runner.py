@@ -73,8 +73,10 @@ class StepRunner:
         for feature in self._features:
             feature.apply(plan)
         self._upload.send(plan, changes)
+        self.programs.replica_rows = plan.sync.rows if plan.sync is not None else ()
         if not len(plan.slots):
             self._upload.apply()
+            self.programs.join()
             self._running.append(RunningStep(plan, plan.slots, 0, lambda: NO_ROWS))
             return
         shape = self.programs.shape(plan)

@@ -15,9 +15,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.assemble.parts import Parts
 from quire.contracts.request import NewRequest
 from quire.contracts.sampling import SamplerSpec
+from quire.engine.core import EngineCore
+from quire.engine.replicas import Replicas
 
 from ...support.simulated_engine import simulated
 from ...support.tiny_models import EXPERTS, FAMILIES, MARGIN, Tiny, mixed_prompts, random_model
@@ -26,6 +27,8 @@ SIZES: dict[str, dict[str, Any]] = {
     "tp2": {"tp": 2}, "tp4": {"tp": 4}, "pp2": {"pp": 2}, "tp2-pp2": {"tp": 2, "pp": 2}, "pp3": {"pp": 3},
     "pp2-by-hand": {"pp": 2, "pipeline_layer_partition": (2, 1)},
     "tp2-ep": {"tp": 2, "experts": True}, "tp4-ep": {"tp": 4, "experts": True},
+    "dp2-ep2": {"dp": 2, "experts": True}, "dp2-tp2-ep4": {"dp": 2, "tp": 2, "experts": True},
+    "dp2-pp2-ep2": {"dp": 2, "pp": 2, "experts": True}, "dp4-ep4": {"dp": 4, "experts": True},
 }  # fmt: skip
 COUNT = 24
 Folders = Callable[[str], Path]
@@ -60,16 +63,19 @@ def run(folder: Path, **options: Any) -> Answers:
     core, parts = simulated(folder, **(settings | options))
     found = Answers()
 
-    def keep(slots: Tensor, positions: Tensor, logits: Tensor) -> None:
+    def keep(own: EngineCore, slots: Tensor, positions: Tensor, logits: Tensor) -> None:
         for slot, position, row in zip(slots.tolist(), positions.tolist(), logits, strict=True):
-            request = core.scheduler.table.requests[slot]
+            request = own.scheduler.table.requests[slot]
             if request is not None:
                 found.logits[request.new.handle, position] = row.clone()
 
-    watched: list[Parts] = [part for part in parts if part.model is not None and part.model.last]
-    for part in watched:
-        assert part.worker is not None
-        part.worker.programs.on_logits = keep if part is watched[0] else lambda slots, positions, logits: None
+    cores = core.cores if isinstance(core, Replicas) else (core,)
+    for part in parts:
+        assert part.worker is not None and part.model is not None
+        rank = part.plan.mesh.rank
+        if part.model.last:
+            own = functools.partial(keep, cores[rank.replica])
+            part.worker.programs.on_logits = own if rank.place == 0 else lambda slots, positions, logits: None
     try:
         for request in requests():
             core.add(request)
@@ -80,7 +86,7 @@ def run(folder: Path, **options: Any) -> Answers:
                 found.tokens[handle].append(token)
             for finish in outputs.finished:
                 assert finish.error is None
-        found.num_preempted = core.scheduler.num_preempted
+        found.num_preempted = sum(one.scheduler.num_preempted for one in cores)
         core.check()
     finally:
         core.shutdown()

@@ -58,9 +58,9 @@ def wait_in(processes: RankProcesses, place: str) -> None:
     elif place == "idle":
         while True:
             time.sleep(0.01)
-            processes.broadcast(RankStep(plan(0)))
+            processes.send(RankStep(plan(0)))
     else:
-        processes.broadcast(RankStep(plan(0)))
+        processes.send(RankStep(plan(0)))
         processes.collect()
 
 
@@ -87,7 +87,7 @@ def test_a_killed_rank_is_told_to_whoever_waits(place: str) -> None:
         with pytest.raises(ChildProcessError):  # reaped
             os.waitpid(pid, os.WNOHANG)
     with pytest.raises(EngineDead, match="SIGKILL"):
-        processes.broadcast(RankStep(plan(1)))
+        processes.send(RankStep(plan(1)))
     processes.close()
 
 
@@ -107,7 +107,7 @@ def test_a_stop_of_a_moment_is_no_fault() -> None:
         os.kill(processes.pids[1], signal.SIGSTOP)
         time.sleep(0.5)
         os.kill(processes.pids[1], signal.SIGCONT)
-        processes.broadcast(RankStep(plan(0)))
+        processes.send(RankStep(plan(0)))
         assert processes.collect().step == 0
 
 
@@ -122,16 +122,16 @@ def test_sending_to_a_stopped_rank_whose_buffer_is_full_ends() -> None:
 def test_a_long_step_is_no_fault() -> None:
     slow = {"waits": {"collect": 2.0, "submit": 2.0}}
     with running(slow, slow, beat=0.05, stopped=1.0, silent=1.0) as processes:
-        processes.broadcast(RankStep(plan(0)))
+        processes.send(RankStep(plan(0)))
         assert processes.collect().step == 0
 
 
 def test_a_rank_that_holds_python_s_lock_is_a_fault_only_after_the_longer_time() -> None:
-    with running({}, {"holds": 2.0}, beat=0.05, stopped=0.5, silent=30.0, lead=1) as processes:
-        processes.broadcast(RankStep(plan(0)))
+    with running({}, {"holds": 2.0}, beat=0.05, stopped=0.5, silent=30.0, leads=(1,)) as processes:
+        processes.send(RankStep(plan(0)))
         assert processes.collect().step == 0
-    with running({}, {"holds": LONG}, beat=0.05, stopped=0.5, silent=1.0, lead=1) as processes:
-        processes.broadcast(RankStep(plan(3)))
+    with running({}, {"holds": LONG}, beat=0.05, stopped=0.5, silent=1.0, leads=(1,)) as processes:
+        processes.send(RankStep(plan(3)))
         with pytest.raises(EngineDead, match=r"rank 1 .* runs, but has sent nothing for \d+ s"):
             processes.collect()
 
@@ -145,7 +145,7 @@ with running({{}}, {{}}, beat=0.1, stopped=1.0, silent=1.0) as processes:
     for pid in {pids}:
         os.kill(pid, signal.SIGSTOP)
     os.kill(os.getpid(), signal.SIGSTOP)
-    processes.broadcast(RankStep(plan(5)))
+    processes.send(RankStep(plan(5)))
     print(processes.collect().step, flush=True)
 """
 
@@ -189,7 +189,7 @@ processes.build(print)
 """
 COMPUTING = """
 with running({"waits": {"submit": 1000.0}}, {"waits": {"collect": 1000.0}}) as processes:
-    processes.broadcast(RankStep(plan(0)))
+    processes.send(RankStep(plan(0)))
     print(*processes.pids, flush=True)
     processes.collect()
 """
@@ -241,7 +241,7 @@ def test_a_forked_child_of_the_parent_ends_nothing() -> None:
             except BaseException:
                 os._exit(1)
         assert os.waitpid(pid, 0)[1] == 0
-        processes.broadcast(RankStep(plan(1)))
+        processes.send(RankStep(plan(1)))
         assert processes.collect().step == 1
 
 
@@ -251,7 +251,7 @@ def test_interrupts_of_the_terminal_and_of_a_service_manager_do_not_end_ranks() 
             assert os.getsid(pid) != os.getsid(0)
             os.kill(pid, signal.SIGINT)
             os.kill(pid, signal.SIGTERM)
-        processes.broadcast(RankStep(plan(1)))
+        processes.send(RankStep(plan(1)))
         assert processes.collect().step == 1
 
 
@@ -285,13 +285,13 @@ def test_closing_with_a_stopped_rank_or_steps_in_flight_ends() -> None:
     with running({}, {}, stop=0.5) as processes:
         os.kill(processes.pids[0], signal.SIGSTOP)
     with running({"waits": {"collect": LONG}}, {"waits": {"submit": LONG}}, stop=0.5) as processes:
-        processes.broadcast(RankStep(plan(0)))
-        processes.broadcast(RankStep(plan(1)))
+        processes.send(RankStep(plan(0)))
+        processes.send(RankStep(plan(1)))
 
 
 def test_close_in_another_thread_ends_a_wait() -> None:
     with running({"waits": {"collect": LONG}}, stop=0.5) as processes:
-        processes.broadcast(RankStep(plan(0)))
+        processes.send(RankStep(plan(0)))
         later(processes.close)
         with pytest.raises(EngineClosed):
             processes.collect()
@@ -303,7 +303,7 @@ def test_an_interrupted_message_ends_the_engine() -> None:
         os.kill(processes.pids[1], signal.SIGSTOP)  # so that sending waits
         later(lambda: os.kill(os.getpid(), signal.SIGINT))
         with pytest.raises(KeyboardInterrupt):
-            processes.broadcast(RankStep(plan(0, prompt=500_000)))
+            processes.send(RankStep(plan(0, prompt=500_000)))
         with pytest.raises(EngineDead, match="interrupted"):
             processes.collect()
 
