@@ -1,12 +1,8 @@
-"""Features that `quire explain` can plan and the engine cannot run yet, with the error messages of `quire serve`.
+"""Features that `quire explain` can plan and the engine cannot run yet, with the error messages of `quire serve`."""
 
-The table of flags decides; a feature leaves this list when the table accepts it.
-"""
-
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from quire.config.peer_flags import refusal
 from quire.config.placement import Parallel
 from quire.contracts.errors import UnsupportedModel
 
@@ -18,11 +14,17 @@ class Missing(NamedTuple):
     reason: str
 
 
-def missing_features(parallel: Parallel) -> tuple[Missing, ...]:
-    """Return everything that an engine of these sizes needs and does not have."""
-    asked = (("data parallelism", "-dp", str(parallel.dp)),)
-    found = [(f"{feature} ({flag} {text})", refusal(flag, text)) for feature, flag, text in asked]
-    return tuple(Missing(feature, f"{reason.removesuffix('.')}.") for feature, reason in found if reason)
+def missing_features(parallel: Parallel, moe: Mapping[str, object]) -> tuple[Missing, ...]:
+    """Return the features that an engine of these sizes needs and Quire does not have.
+
+    moe   the plan of the experts by phase, or the reason why there is none
+    """
+    phases = [phase for phase, plan in moe.items() if isinstance(plan, str)]
+    if not (parallel.lockstep and phases):
+        return ()
+    return (Missing(f"a dispatcher for {' and '.join(phases)} ({parallel})",
+                    f"{parallel}: no dispatcher brings tokens to the experts of other replicas on this device yet: leave "
+                    "out -dp or --enable-expert-parallel."),)  # fmt: skip
 
 
 def check_missing(missing: Sequence[Missing]) -> None:

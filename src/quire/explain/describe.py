@@ -50,15 +50,13 @@ GPUS = {
 }
 
 
-def plan_engine(config: EngineConfig, described: str = "", *, replicas: int = 1) -> PlanReport:
+def plan_engine(config: EngineConfig, described: str = "") -> PlanReport:
     """Plan an engine for `config`, on the device named `described` (a key of GPUS) or on this machine.
-
-    replicas   of attention (data parallelism), which no engine has yet: such a plan says so in `missing`
 
     Raises the errors that `assemble` would raise.
     """
     gpu, words = _device(config, described)
-    parallel = replace(parallel_sizes(config.parallel), dp=replicas)
+    parallel = parallel_sizes(config.parallel)
     facts, folder = read_cpu_facts(), resolve_folders(config, only=HEADERS)[0]
     device, memory = ("cuda", gpu.memory) if gpu else ("cpu", facts.total_memory)
     machine = Machine(device=device, words=words, total_memory=memory)

@@ -2,36 +2,27 @@
 
 import pytest
 
-from quire.config import peer_flags
 from quire.config.missing import check_missing, missing_features, not_runnable
-from quire.config.peer_flags import Given, judge
 from quire.config.placement import ALONE, Parallel
 from quire.contracts.errors import UnsupportedModel
 
 
+SPREAD = Parallel(dp=2, experts=True)
+
+
 def test_nothing_is_missing_of_an_engine_that_runs() -> None:
-    assert missing_features(ALONE) == () and not_runnable([]) == ""
+    assert missing_features(ALONE, {}) == () and not_runnable([]) == ""
+    assert missing_features(SPREAD, {"prefill": object(), "decode": object()}) == ()
+    assert missing_features(Parallel(dp=2), {"prefill": "no kernel"}) == (), "replicas with all experts send no tokens"
 
 
-def test_reasons_are_the_refusals_of_serve() -> None:
-    found = missing_features(Parallel(tp=2, pp=3, dp=4))
-    given = [Given("--data-parallel-size", "-dp", "4")]
-    assert [one.reason for one in found] == [f"{words}." for words in judge(given).refusals]
-    assert [one.feature for one in found] == ["data parallelism (-dp 4)"]
-
-
-def test_missing_features_are_refused_in_the_words_of_the_first() -> None:
-    found = missing_features(Parallel(dp=2))
+def test_replicas_whose_tokens_no_dispatcher_brings_are_refused_with_the_way_out() -> None:
+    found = missing_features(SPREAD, {"prefill": object(), "decode": "no way to run the experts"})
+    assert [one.feature for one in found] == ["a dispatcher for decode (-dp 2 --enable-expert-parallel)"]
     with pytest.raises(UnsupportedModel) as refused:
         check_missing(found)
-    assert str(refused.value) == found[0].reason and "data" in found[0].feature
+    assert str(refused.value) == found[0].reason and "leave out -dp or --enable-expert-parallel" in found[0].reason
     check_missing(())
-
-
-def test_a_feature_leaves_with_its_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peer_flags, "PEER_FLAGS", tuple(
-        flag for flag in peer_flags.PEER_FLAGS if "-dp" not in flag.names))  # fmt: skip
-    assert missing_features(Parallel(dp=2)) == ()
 
 
 @pytest.mark.parametrize(("features", "words"), [

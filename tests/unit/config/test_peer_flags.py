@@ -126,11 +126,11 @@ def test_a_note_says_why_as_a_sentence() -> None:
     (["--gpu-memory-utilization", "0.5", "--enforce-eager", "--max-cudagraph-capture-size", "256"],
      {"gpu_memory_utilization": 0.5, "enforce_eager": True, "max_cudagraph_capture_size": 256}),
     (["-O2", "-O", "3", "-cc.mode=3", "--compilation-config.mode", "0"], {}),
-    (["-dp", "1.0", "--data-parallel-size-local", "1"], {}),
+    (["-dcp", "1.0", "--data-parallel-size-local", "1"], {}),
     (["--tensor_parallel_size=2", "-pp", "3", "-ep"], {"tensor_parallel_size": 2, "pipeline_parallel_size": 3,
                                                       "enable_expert_parallel": True}),
     (["--speculative-config", "{}", "--hf-overrides", "{ }", "--structured-outputs-config", '{"backend":"auto"}'], {}),
-    (["-dp", "2", "-dp", "1"], {}),
+    (["-dcp", "2", "-dcp", "1"], {}),
     (["--runner", "pooling", "--convert", "embed", "--task=embed"], {}),
     (["--override-pooler-config", '{"pooling_type": "MEAN"}'], {"pooler_config": {"pooling_type": "MEAN"}}),
     (["--pooler-config.pooling_type", "CLS"], {"pooler_config": {"pooling_type": "CLS"}}),
@@ -140,7 +140,7 @@ def test_values(args: list[str], values: dict[str, object]) -> None:
 
 
 @pytest.mark.parametrize(("given", "options"), [
-    ({"data_parallel_size": 1, "quantization": None, "enable_lora": None, "rope_scaling": {}}, {}),
+    ({"decode_context_parallel_size": 1, "quantization": None, "enable_lora": None, "rope_scaling": {}}, {}),
     ({"async_scheduling": True}, {"async_depth": 2}),
     ({"allow_async_output_proc": True}, {"async_depth": 2}),
     ({"disable_async_output_proc": True}, {"async_depth": 1}),
@@ -161,7 +161,7 @@ def test_a_keyword_that_changes_nothing_is_noted_once(caplog: pytest.LogCaptureF
 
 
 @pytest.mark.parametrize(("given", "words"), [
-    ({"data_parallel_size": 2}, "^data_parallel_size 2: replicas are not implemented yet"),
+    ({"decode_context_parallel_size": 2}, "^decode_context_parallel_size 2: contexts are not divided"),
     ({"enable_lora": True, "quantization_config": {"a": 1}}, "enable_lora: adapters .*; quantization_config .*: the q"),
     ({"enable_lora": "yes"}, "enable-lora: must be true or false"),
     ({"tensor_paralel_size": 2}, "Quire has no option 'tensor_paralel_size'"),
@@ -175,9 +175,9 @@ def test_keyword_arguments_that_cannot_be_met(given: dict[str, Any], words: str)
 
 def test_everything_that_is_missing_is_named_at_once() -> None:
     with pytest.raises(ConfigError) as caught:
-        settings(["m", "-dp", "2", "--enable-lora", "--enforce-eager", "--speculative-config.method", "ngram"])
+        settings(["m", "-dcp", "2", "--enable-lora", "--enforce-eager", "--speculative-config.method", "ngram"])
     assert str(caught.value) == (
-        "-dp 2: replicas are not implemented yet: start one server per replica; "
+        "-dcp 2: contexts are not divided among devices: use -tp; "
         "--enable-lora: adapters (LoRA) are not implemented yet; "
         '--speculative-config {"method": "ngram"}: speculative decoding is not implemented yet.')
 
@@ -226,8 +226,8 @@ NOTED = [
 REFUSED = [
     ("serve meta-llama/Llama-3.3-70B-Instruct --decode-context-parallel-size 2 --gpu-memory-utilization 0.95 "
      "--max-model-len 32768", "--decode-context-parallel-size 2: contexts are not divided among devices: use -tp"),
-    ("serve deepseek-ai/DeepSeek-V3 -dp 8 --enable-expert-parallel --trust-remote-code",
-     "-dp 8: replicas are not implemented yet: start one server per replica."),
+    ("serve deepseek-ai/DeepSeek-V3 -dp 8 --enable-expert-parallel --trust-remote-code -dph",
+     "-dph: replicas are not implemented yet: start one server per replica."),
     ("serve m -tp 2 --enable-dbo", "--enable-dbo: a step is not split into two batches: leave it out"),
     ("serve Qwen/Qwen3-8B --structured-outputs-config '{\"backend\": \"xgrammar\", \"disable_any_whitespace\": true}'",
      '"disable_any_whitespace": true}: llguidance makes every mask, and its options are fixed'),
@@ -337,8 +337,8 @@ def test_an_abbreviation_gets_the_flag_with_that_short_form(command: str, flag: 
 def test_an_abbreviation_of_a_flag_that_a_command_lacks_gets_no_hint(command: list[str],
                                                                      capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        build_parser().parse_args([*command, "--dp", "2"])
-    assert "unknown flag --dp. (" in capsys.readouterr().err
+        build_parser().parse_args([*command, "--dpl", "2"])
+    assert "unknown flag --dpl. (" in capsys.readouterr().err
 
 
 def test_keywords_and_keys_of_files_get_the_same_hint(tmp_path: Path) -> None:

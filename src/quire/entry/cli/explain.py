@@ -13,7 +13,7 @@ WIDTH = 200  # characters per line where the output is not a terminal
 
 
 def configure(parser: flags.FlagParser) -> None:
-    """Add the command's flags: those of `quire serve`, and the number of replicas."""
+    """Add the command's flags, those of `quire serve` among them."""
     from quire.explain.describe import GPUS
 
     flags.add_model_argument(parser)
@@ -25,8 +25,6 @@ def configure(parser: flags.FlagParser) -> None:
     parser.add_argument(
         "--device", choices=("auto", "cpu", "cuda", *GPUS), help="a device of this machine, or a GPU model to plan for"
     )
-    parser.add_argument("--data-parallel-size", "-dp", dest="dp", metavar="N", type=int, default=1,
-                        help="plan for N data-parallel replicas of attention")  # fmt: skip
     flags.add_flags(parser, ((title, option) for title, option in flags.server_options() if option.name != "device"))
     add_peer_flags(parser)
 
@@ -43,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
     for note in settings.notes:
         print(f"quire: note: {note}", file=sys.stderr)
     config = flags.server_config(settings).engine
-    report = plan_engine(config, described, replicas=args.dp)
+    report = plan_engine(config, described)
     if args.rank is not None:
         plan = describe_one(report, args.rank)
     else:
