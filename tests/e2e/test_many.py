@@ -68,5 +68,5 @@ def test_commands_that_look_into_the_model(
 
 
 def test_a_worker_of_ranks_is_not_here(cut: LLM) -> None:
-    with pytest.raises(ConfigError, match="ranks are processes of their own"):
+    with pytest.raises(ConfigError, match="each in a process of its own"):
         cut.engine.worker  # noqa: B018

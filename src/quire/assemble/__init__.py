@@ -58,9 +58,10 @@ LOG = logging.getLogger("quire")
 class Engine:
     """An assembled engine and every choice that was made for it.
 
-    weight_bytes   bytes of the parameters, before they are packed
-    runner         of an engine on one device; None: each rank's process has its own
-    phases   seconds by start-up phase, in order;  notes   lines the user should see
+    weight_bytes   bytes of the weights as they are loaded, before kernels repack them
+    runner         model runner of an engine on one device; None: each of several ranks has its own, in its process
+    phases         name of each start-up phase -> its seconds, in order
+    notes          lines that the user should see
     """
 
     config: EngineConfig
@@ -86,8 +87,8 @@ class Engine:
     def worker(self) -> StepRunner:
         """The model runner of an engine on one device. Raises ConfigError for an engine of several ranks."""
         if self.runner is None:
-            raise ConfigError("this engine's ranks are processes of their own, which cannot be looked into: use one "
-                              "device (no -tp, -pp and -dp).")
+            raise ConfigError("this engine has several ranks, each in a process of its own, so no model runner is in "
+                              "this process: use one device (leave out -tp, -pp and -dp).")
         return self.runner
 
     def close(self) -> None:
@@ -113,9 +114,9 @@ class _Phases:
 
 
 class Found(NamedTuple):
-    """The model of a configuration, read from its files, and the machine, before any plan.
+    """The model that a configuration names, as its files describe it, and this machine; input of `plan_ranks`.
 
-    dtype    type of the computation, as the model and this CPU or GPU allow it
+    dtype   dtype in which the model computes, as the checkpoint and this CPU or GPU allow it
     """
 
     folder: Path
@@ -131,7 +132,7 @@ def assemble(config: EngineConfig, on_loading: Loading | None = None, *, served:
     """Build an engine; raises a `UserError` that names the fix when model or options cannot be served.
 
     on_loading   called with (bytes done, bytes in all) while weights are read; replaces the progress bar
-    served       clients read answers token by token
+    served       True: a server, which streams tokens; False: offline, where steps of an MoE model may be larger
     """
     if config.device.device == "mock":
         raise ConfigError("device=mock has no model and is for `quire serve`: choose another device here.")
@@ -192,7 +193,7 @@ def assemble(config: EngineConfig, on_loading: Loading | None = None, *, served:
 
 
 def read_files(config: EngineConfig) -> Found:
-    """Find the model and read its config; weights need not be there. Raises a `UserError` that names the fix."""
+    """Find the model and read its config.json; its weights may be missing. Raises a `UserError` that names the fix."""
     device = resolve_device(config.device.device)
     folder, tokenizer_folder = resolve_folders(config)
     cpu = read_cpu_facts()
@@ -201,7 +202,7 @@ def read_files(config: EngineConfig) -> Found:
 
 
 def plan_ranks(config: EngineConfig, found: Found, *, served: bool = True) -> list[EnginePlan]:
-    """Return the plan of every rank, in the order of their numbers."""
+    """Return the `EnginePlan` of every rank, in the order of rank numbers. `served`: see `assemble`."""
     parallel, words = parallel_sizes(config.parallel), str(found.device)
     check_parallel(found.args, parallel)
     total = found.cpu.total_memory
@@ -209,8 +210,8 @@ def plan_ranks(config: EngineConfig, found: Found, *, served: bool = True) -> li
         check_gpus(parallel)
         total = probe_driver().memory
         if config.parallel.check_collectives and not config.device.enforce_eager:
-            raise ConfigError("check_collectives waits for the GPUs at each exchange, which CUDA graphs cannot hold: "
-                              "add enforce_eager (--enforce-eager), or leave it out.")
+            raise ConfigError("check_collectives waits for the GPUs at each collective, and CUDA graphs cannot capture "
+                              "that: add enforce_eager (--enforce-eager), or leave check_collectives out.")
     elif found.device.device == "cuda":
         gpu = read_cuda_facts()
         words, total = f"{words}, {gpu}", gpu.total_memory
@@ -230,7 +231,7 @@ def plan_ranks(config: EngineConfig, found: Found, *, served: bool = True) -> li
 
 
 def assemble_rank(plans: Sequence[EnginePlan], *, on_loading: Loading, end_phase: Callable[[str], None]) -> Parts:
-    """Build the engine of a plan on this process's device."""
+    """Load the model of the only plan in `plans` on this process's device and size its KV cache; see `load_rank`."""
     (plan,) = plans
     torch.set_num_threads(plan.config.device.num_threads or read_cpu_facts().cores)
     gpu = read_cuda_facts() if plan.machine.device == "cuda" else None
@@ -239,7 +240,7 @@ def assemble_rank(plans: Sequence[EnginePlan], *, on_loading: Loading, end_phase
 
 
 def assemble_core(parts: Parts, compiler: GrammarCompiler | None) -> EngineCore:
-    """Make the engine core of assembled parts."""
+    """Make the engine core: scheduler, KV block allocator, executor. `compiler`: of structured output."""
     plan, memory, config = parts.plan, parts.memory, parts.plan.config
     scheduler = config.scheduler
     report = PlanReport(plan=plan, memory=memory, fullest=plan.mesh.rank.number)

@@ -26,9 +26,9 @@ from quire.worker.device_state import Limits
 
 def load_without_triton(plan: EnginePlan, groups: RankGroups, *, free_bytes: Callable[[], int], on_loading: Loading,
                         end_phase: Callable[[str], None]) -> Loaded:  # fmt: skip
-    """Load the model of a plan on the plan's device; raises a `UserError` that names the fix.
+    """Load the model of a rank's plan for a device without Triton kernels: a CPU, or a GPU that cannot run them.
 
-    free_bytes   returns the free bytes of the device's memory
+    free_bytes   returns the free bytes of the device's memory. For the other parameters see `load_rank`
     """
     plan.check_runnable()
     scales = cache_scales(plan)
@@ -60,7 +60,7 @@ def _finish(plan: EnginePlan, model: Model, memory: MemoryPlan, scales: list[Sca
 
 
 def fill(model: Model, plan: EnginePlan, on_loading: Loading) -> str:
-    """Load the weights of a model into its layers, which pack them. Returns a line about the loading."""
+    """Load the weights of a model into its layers, which repack them for their kernels. Return a report in one line."""
     load = plan.config.load
     device = torch.device("cpu") if load.load_device == "cpu" else None
     if load.load_format == "dummy":

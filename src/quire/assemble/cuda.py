@@ -40,9 +40,9 @@ DEVICE = torch.device("cuda")  # the current device of the thread
 
 def load_cuda(plan: EnginePlan, groups: RankGroups, facts: CudaFacts, *, on_loading: Loading,
               end_phase: Callable[[str], None]) -> Loaded:  # fmt: skip
-    """Load the model of a plan on a GPU; raises a `UserError` that names options with which it fits.
+    """Load the model of a rank's plan on a GPU; raises a `UserError` that names options with which the model fits.
 
-    end_phase   called with the name of each start-up phase when it ends
+    facts   name and memory of the GPU. For the other parameters see `load_rank`
     """
     plan.check_runnable()
     config, weights = plan.config, plan.weight_bytes

@@ -18,15 +18,16 @@ Loading = Callable[[int, int], None]  # (bytes done, bytes in all)
 
 @dataclass(frozen=True, kw_only=True)
 class Parts:
-    """A model on its device, its worker and its executor.
+    """A model on its device, its model runner and its executor.
 
     plan           the plan from which the model was built
-    model, worker  of an engine on one device, or of a rank in its process; None in the process that starts ranks
-    memory         sizes, for the geometry of this rank;  num_stages   of the pipeline
-    executor       makes the executor, once the facts are known;  depth  steps in its queue
-    prompt_chunk   see `ExecutorFacts`
-    hardware       the device, if there is more to say than its name
-    plans          printable values;  notes  lines that the user should see
+    model, worker  the model and its model runner; None in a process that only starts the processes of ranks
+    memory         size of this rank's KV cache, and the context length
+    executor       makes the executor from `ExecutorFacts`
+    depth, prompt_chunk, num_stages   see `ExecutorFacts`
+    hardware       description of the GPU; "" on a CPU and for several ranks
+    plans          choices that were made, by name, for display
+    notes          lines that the user should see
     """
 
     plan: EnginePlan
@@ -46,8 +47,8 @@ class Parts:
 class Loaded:
     """A rank's model on its device, with its weights, before the KV cache is sized.
 
-    measure   returns the memory of the device, as `resolve_sizing` takes it
-    finish    builds the rest with the given sizes
+    measure   measures the memory of the device, for `resolve_sizing`
+    finish    makes the KV cache and the model runner with the sizes that `resolve_sizing` returns
     """
 
     measure: Callable[[], DeviceMemory | int]
@@ -65,7 +66,7 @@ def cache_scales(plan: EnginePlan) -> list[Scales]:
 
 
 def cache_words(plan: EnginePlan, scales: list[Scales]) -> str:
-    """Describe the type of the KV cache and its scales; "" for a cache in the type of the computation."""
+    """Describe the dtype of the KV cache and its scales; "" for a cache in the dtype in which the model computes."""
     if not plan.cache.features:
         return ""
     return f"{plan.cache.dtype} ({plan.cache.reason}; {'scales of the checkpoint' if scales else 'all scales are 1'})"

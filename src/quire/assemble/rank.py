@@ -14,7 +14,9 @@ def load_rank(plan: EnginePlan, groups: RankGroups, gpu: CudaFacts | None, *, on
               end_phase: Callable[[str], None]) -> Loaded:  # fmt: skip
     """Load the model of a rank's plan on its device; raises a `UserError` that names the fix.
 
-    groups       the groups of this rank;  gpu   facts about its GPU, None on a CPU
+    groups       process groups of this rank (tensor and pipeline parallelism)
+    gpu          name and memory of its GPU; None on a CPU
+    on_loading   called with (bytes done, bytes in all) while weights are read
     end_phase    called with the name of each start-up phase when it ends
     """
     if gpu is not None:

@@ -25,7 +25,7 @@ from quire.worker.spans import StepTrace
 
 
 class RankTask(msgspec.Struct, frozen=True, kw_only=True):
-    """Start of a rank's process: its plan, the file where the ranks meet, the threads that it may use, its GPU."""
+    """Start data of a rank's process: plan, rendezvous file of all ranks (`meeting`), CPU threads, index of its GPU."""
 
     plan: EnginePlan
     meeting: str
@@ -34,7 +34,7 @@ class RankTask(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RankFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """Facts about a rank that can run steps; see `Parts`."""
+    """Message of a rank's process when it is ready to run steps. For the fields see `Parts`."""
 
     depth: int
     prompt_chunk: int = 0
@@ -67,13 +67,13 @@ def build_rank(start: bytes, on_loading: Loading) -> "ChildRank":
 
 
 def largest_message(plan: EnginePlan) -> int:
-    """Return the bytes of the largest message that is summed through symmetric memory."""
+    """Return the bytes of the largest all-reduce that goes through symmetric memory; larger ones go through NCCL."""
     hidden = plan.config.scheduler.token_budget() * plan.args.hidden_size * ITEM_BYTES[plan.dtype.dtype]
     return sum_room(plan.mesh.parallel.tp, hidden)
 
 
 def checked(groups: RankGroups, device: torch.device) -> RankGroups:
-    """Return groups that compare each exchange over the ranks."""
+    """Return process groups that compare each collective over the ranks before it runs (--check-collectives)."""
 
     def one(group: Group | None) -> Group | None:
         return None if group is None else CheckedGroup(group, device)
@@ -83,9 +83,9 @@ def checked(groups: RankGroups, device: torch.device) -> RankGroups:
 
 @dataclass(frozen=True)
 class ChildRank:
-    """A rank in its process, with its weights; see `quire.procs.rank_server.LoadedRank`.
+    """A rank in its process, its weights loaded, its KV cache not sized; see `quire.procs.rank_server.LoadedRank`.
 
-    note   for the user, "" for none
+    note   line for the user; "" for none
     """
 
     loaded: Loaded
@@ -95,11 +95,11 @@ class ChildRank:
 
     @property
     def payload(self) -> bytes:
-        """The memory of the device, as JSON."""
+        """The measured memory of the device as JSON (`Loaded.measure`)."""
         return msgspec.json.encode(self.loaded.measure())
 
     def size(self, payload: bytes) -> "ChildRunner":
-        """Build the rest with a `MemoryPlan` as JSON."""
+        """Make the KV cache and the model runner. `payload`: a `MemoryPlan` as JSON."""
         parts = self.loaded.finish(msgspec.json.decode(payload, type=MemoryPlan))
         return ChildRunner(parts, self.groups, self.device, self.note)
 
@@ -114,7 +114,7 @@ class ChildRunner:
 
     @property
     def payload(self) -> bytes:
-        """`RankFacts` as JSON."""
+        """The `RankFacts` of this rank as JSON."""
         parts = self._parts
         return msgspec.json.encode(RankFacts(
             depth=parts.depth, prompt_chunk=parts.prompt_chunk, notes=tuple(filter(None, (*parts.notes, self._note))),
@@ -144,8 +144,8 @@ class ChildRunner:
         """Run a named operation; see `Executor.control`."""
         controls: dict[str, Callable[..., object]] = {"describe": self._runner.describe, "trace": self._trace.control}
         if name not in controls:
-            raise ConfigError(f"unknown control {name!r}: there is {', '.join(controls)}.")
+            raise ConfigError(f"unknown control {name!r}: use {' or '.join(controls)}.")
         return controls[name](**args)
 
     def close(self) -> None:
-        """Free nothing: the process ends."""
+        """Do nothing: the end of the process frees its memory."""

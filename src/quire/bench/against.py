@@ -11,7 +11,7 @@ SAME = ("requests", "input_tokens", "output_tokens")  # of two runs that can be 
 
 
 class Comparison(NamedTuple):
-    """Seconds of a workload, or of a start-up: `stored` in the file, and measured `now`."""
+    """Seconds of a workload, or of a start-up: `stored` in the --against file, and measured in this run (`now`)."""
 
     name: str
     stored: float
@@ -45,7 +45,7 @@ def read_stored(path: Path) -> dict[str, Any]:
 def compare_results(result: dict[str, Any], stored: dict[str, Any]) -> list[Comparison]:
     """Return a `Comparison` of the fastest runs, for each workload that both results have.
 
-    Raises `ConfigError` for results of different models, devices or kinds, and if no workload is in both.
+    Raises `ConfigError` for results of different models or devices, and if no workload of equal size is in both.
     """
     for key in ("model", "device"):
         if result.get(key) != stored.get(key):

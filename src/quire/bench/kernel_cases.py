@@ -69,7 +69,7 @@ def activation_cases(setup: Setup) -> Iterator[KernelCase]:
 
 
 def heads_cases(setup: Setup) -> Iterator[KernelCase]:
-    """Yield cases of the heads operation: norm, rotation, and writing keys and values to the cache.
+    """Yield cases of the kernel before attention: norm and rotary embedding of query and key heads, and KV cache write.
 
     The written cache is compared, too.
     """
@@ -111,7 +111,7 @@ def heads_cases(setup: Setup) -> Iterator[KernelCase]:
 
 
 def linear_cases(setup: Setup) -> Iterator[KernelCase]:
-    """Yield cases of all projections of a layer, and of the head."""
+    """Yield cases of all projections of a layer, and of the LM head."""
     kernel, shapes = setup.kernels.linear, _weights(setup.args)
 
     def pair(name: str, rows: int) -> Pair:
@@ -165,7 +165,7 @@ def layer_cases(setup: Setup) -> Iterator[KernelCase]:
 
 
 def embedding_cases(setup: Setup) -> Iterator[KernelCase]:
-    """Yield cases of the embedding."""
+    """Yield cases of the token embedding lookup."""
     vocab, dim = setup.args.vocab_size, setup.args.hidden_size
     build, weight = setup.build(Param("embed.weight", (vocab, dim), ())), setup.randn(vocab, dim)
     layer = VocabEmbedding("embed", None, build)
@@ -181,7 +181,7 @@ def embedding_cases(setup: Setup) -> Iterator[KernelCase]:
 
 
 def attention_cases(setup: Setup) -> Iterator[KernelCase]:
-    """Yield attention cases: decodes, prompts, a chunk of a long prompt. The library reads unpaged keys and values."""
+    """Yield attention cases: decodes, prompts, a chunk of a long prompt. Baseline: SDPA on an unpaged KV cache."""
     return (_attention_case(setup, sizes, 0) for sizes in setup.steps)
 
 
@@ -238,7 +238,7 @@ def _attention_pair(setup: Setup, kv: KVView, meta: AttentionMeta, sizes: tuple[
 
 
 def sampler_cases(setup: Setup) -> Iterator[KernelCase]:
-    """Yield cases of sampling. The reference for results is Quire's PyTorch sampler: the library draws other noise."""
+    """Yield cases of sampling. Quire's PyTorch sampler is the reference: the timed baseline draws other noise."""
     vocab, device = setup.args.vocab_size, setup.device
 
     def pairs(kind: str, rows: int, count: int) -> list[Pair]:
@@ -285,8 +285,7 @@ def _drawn(logits: Tensor, spec: SamplerSpec) -> Tensor:
 
 
 def step_cases(setup: Setup) -> Iterator[KernelCase]:
-    """Yield cases of the work around a forward pass: update tables (new block and length), build inputs, keep results.
-    """
+    """Yield cases of the work around a forward pass: update block tables, build inputs, store sampled tokens."""
     for seqs, new, context in setup.steps:
         yield KernelCase(shape=f"{seqs} x {new} of {context}", num_bytes=28 * seqs * new + 200 * seqs,
                          make=_made(_step_pair, setup, seqs, new, context))

@@ -57,7 +57,7 @@ class Setup:
     """A model's arguments with device, dtype and the kernels chosen for it, and the shapes to measure.
 
     rows     numbers of rows (tokens)
-    steps    (sequences, new tokens of each, context of each with them)
+    steps    (sequences, new tokens of each, context of each including the new tokens)
     shared   (sequences, context of each, its shared prefix), in tokens
     """
 
@@ -85,7 +85,7 @@ class Setup:
         return Build(self.dtype, self.device, self.kernels, {param.name: param for param in params}, linears)
 
     def arena(self, num_layers: int, num_blocks: int) -> list[KVView]:
-        """Return the KV caches of `num_layers` layers in one arena, as in a model, filled with random values."""
+        """Return the KV caches of `num_layers` layers in one allocation, as in a model, filled with random values."""
         geometry = resolve_geometry(kv_components(self.args, str(self.dtype).removeprefix("torch.")), num_layers, None,
                                     self.block_size)
         arena = KVArena(geometry, num_blocks, self.device)

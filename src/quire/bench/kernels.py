@@ -47,7 +47,7 @@ class Rates:
     matrix: float
 
     def floor(self, case: KernelCase) -> float:
-        """Return the least seconds that a kernel needs: for the bytes or the operations of `case`, the larger."""
+        """Return the least seconds that `case` can take: the longer of its memory time and its compute time."""
         return max(case.num_bytes / self.memory, case.flops / self.matrix)
 
 

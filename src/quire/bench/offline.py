@@ -101,8 +101,8 @@ def watching(
     """Watch the steps of `core` inside the `with` block. Yield a list, which gets (time, handles) after each step.
 
     time      seconds, of `time.perf_counter`
-    handles   handle of the request of each new token of the step
-    advance   called after each step with the number of its handles
+    handles   for each new token of the step, the number (handle) of its request in the engine
+    advance   called after each step with the number of its new tokens
     """
     steps: list[tuple[float, I32]] = []
     step = core.step

@@ -40,7 +40,7 @@ def profile_workload(bench: OfflineBench, work: Workload) -> dict[str, Any]:
 def where_time_goes(events: Iterable[Event]) -> dict[str, Any]:
     """Return the times of kernels and of the gaps between them, as a dict with three entries.
 
-    kernels   name, calls, total_ms, share and us of each kernel, most time first; overlapping kernels count in full
+    kernels   name, calls, total_ms, share and us (per call) of each, most time first; overlapping ones count in full
     idle      total_ms and share of the time in which nothing ran on the GPU
     steps     us_p50: time from the end of a step to the end of the next; gap_us_p50, gap_us_p99: time from the last
               kernel of a step to the first of the next. Only steps with the most common number of launches count, which

@@ -21,7 +21,7 @@ class Record:
     """Record of one request. Times are seconds on a monotonic clock.
 
     late         seconds from the request's arrival time until the client sent it
-    started      time when the request was sent;  first  time of the first event with text;  ended  time of the end
+    started, first, ended   times when the request was sent, when the first event with text came, and of the end
     gaps         seconds between successive events with text
     num_output   output tokens by the server's count; if it sent no count, the number of events (`counted` is False)
     error        short kind of the error; None: no error
@@ -142,7 +142,7 @@ class Client:
             raise ConfigError(f"{url} lists no model: name a model with --model.") from None
 
     async def send(self, ask: Ask, late: float = 0.0) -> Record:
-        """Run one request to its end. Errors of the server are not raised; they are in `Record.error`."""
+        """Run one request to its end. Server errors are not raised but kept in `Record.error`. `late`: see `Record`."""
         target = self.target
         body = msgspec.json.encode(target.body(ask))
         record = Record(started=perf_counter(), late=late)

@@ -87,7 +87,8 @@ def _parse(line: str, where: str, output_len: int, chat: bool) -> Ask:
         prompt = row.get("messages") if chat and "messages" in row else row["prompt"]
         bound = int(row.get("max_tokens") or row.get("output_tokens") or output_len)
     except (ValueError, KeyError, AttributeError, TypeError):
-        raise ConfigError(f'{where}: not a JSON object with "prompt"{" or messages" if chat else ""}.') from None
+        raise ConfigError(f'{where}: not a JSON object with "prompt"{" or messages" if chat else ""}: '
+                          "correct the line.") from None
     if chat and isinstance(prompt, list) and not all(isinstance(message, dict) for message in prompt):
         raise ConfigError(f"{where}: token ids cannot be chat messages; use --backend openai.")
     return Ask(prompt=prompt, max_tokens=bound)

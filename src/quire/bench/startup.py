@@ -18,7 +18,7 @@ CHILD = "import sys; sys.path.insert(0, sys.argv[1]); from quire.bench.startup i
 
 
 def measure_startup(options: dict[str, Any], repeat: int, on_run: Callable[[], None]) -> dict[str, Any]:
-    """Start an engine in `repeat` processes, one after the other. Return all totals, and the phases of the fastest run.
+    """Start an engine in `repeat` processes, one after the other. Return each total, and the phases of the fastest.
 
     Times are in seconds, up to the first token. `on_run` is called after each run. Raises `ConfigError` with a child's
     user error, `EngineDead` with the last line that a failed child wrote.
@@ -54,7 +54,7 @@ def _start(options: dict[str, Any]) -> dict[str, float]:
 
 
 def child(request: str) -> None:
-    """Run the measured process: generate one token, and print the phases, or the error, as one line of JSON."""
+    """Generate a token in the measured process; print the phases, or the error, as JSON. `request`: options as JSON."""
     task: dict[str, Any] = json.loads(request)
     phases = {"python": time.monotonic() - task["started"]}
     try:

@@ -25,9 +25,9 @@ MOST_LAYERS = 4000  # thirty times those of the deepest models; a plan of more t
 class Window:
     """A family's rule for its sliding window.
 
-    default   sliding_window when config.json lacks the key
-    by_flag   True: sliding_window counts only with use_sliding_window
-    layers    layers with a window: "all"; without layer_types "from" max_window_layers on, or "below" it
+    default   value of sliding_window when config.json lacks the key
+    by_flag   True: sliding_window has an effect only with use_sliding_window=true
+    layers    layers with the window: "all"; or, without layer_types, "from" max_window_layers on, or "below" it
     """
 
     default: int | None = None
@@ -41,12 +41,12 @@ class Family:
 
     qkv_bias, output_bias   biases of these projections; None: config.json decides, by its key attention_bias
     qk_norm      RMS norm of queries and keys; None: config.json decides, by its key use_qk_norm
-    one_kv_head_each   True: without num_key_value_heads every head has its own keys and values; False: an error
-    experts      row of `MOE_KEYS` whose keys, defaults and order of routing the family has; "": no experts
-    latent       family whose latent attention it has, deepseek_v2 or deepseek_v3; "": grouped-query attention
-    keys         further keys, also those that this family spells otherwise: the reader of the value chooses the
-                 spelling, as for num_mtp_layers. Some switch a feature on by being listed: attention_bias, mlp_bias,
-                 partial_rotary_factor, use_qk_norm, num_nextn_predict_layers (MTP layers, which are skipped)
+    one_kv_head_each   True: num_key_value_heads may be missing; every head then has its own keys and values
+    experts      model family in `MOE_KEYS` with the same keys, defaults and routing of experts; "": no experts
+    latent       deepseek_v2 or deepseek_v3: latent attention (MLA) as in this family; "": grouped-query attention
+    keys         further keys of config.json that the family reads. Some switch a feature on by being listed here:
+                 attention_bias, mlp_bias, partial_rotary_factor, use_qk_norm, num_nextn_predict_layers (MTP layers,
+                 which are skipped; config.json may spell this key num_mtp_layers)
     """
 
     architecture: str
@@ -65,7 +65,7 @@ class Family:
 
     @property
     def reads(self) -> frozenset[str]:
-        """All keys of config.json that this family reads and not every family."""
+        """All keys of config.json that this family reads and some other families do not."""
         return self.keys | MOE_KEYS.get(self.experts, frozenset()) | (LATENT_KEYS if self.latent else frozenset())
 
 
@@ -127,8 +127,8 @@ MATH_KEYS: Mapping[str, tuple[Any, ...]] = {
 class ModelArgs:
     """Arguments of a decoder model, complete: layers and kernels add no defaults of their own.
 
-    head_dim         dimensions of a query or key head;  rotary_dim  number of these that are rotated
-    attention_bias   q, k and v projections have a bias;  output_bias  o_proj has a bias
+    head_dim, rotary_dim          dimensions of a query or key head, and the number of these that RoPE rotates
+    attention_bias, output_bias   biases of the q, k and v projections, and of the o projection
     qk_norm          RMS norm over head_dim of q and k before rotation
     moe              mixture of experts; None: feed-forward layers only
     latent           multi-head latent attention; None: grouped-query attention
@@ -250,11 +250,12 @@ def _find_family(keys: Mapping[str, Any], source: str) -> tuple[str, Family, boo
 def _refuse_math(keys: Mapping[str, Any], family: Family, source: str) -> None:
     activation = keys.get("hidden_act", "silu")
     if activation != "silu":
-        raise UnsupportedModel(f"{source}: hidden_act={activation!r} is not implemented (only 'silu').")
+        raise UnsupportedModel(f"{source}: hidden_act={activation!r} is not implemented: use a model with 'silu'.")
     for key, neutral in MATH_KEYS.items():
         if key in keys and key not in family.reads and keys[key] not in neutral:
             shown = repr(keys[key]) if not isinstance(keys[key], (dict, list)) else "{...}"
-            raise UnsupportedModel(f"{source}: {key}={shown} changes the math and is not implemented.")
+            raise UnsupportedModel(f"{source}: {key}={shown} changes the math and is not implemented: "
+                                   "use another model.")
 
 
 def _refuse_window(keys: Mapping[str, Any], family: Family, context: int, layers: int, source: str) -> None:
@@ -271,9 +272,10 @@ def _refuse_window(keys: Mapping[str, Any], family: Family, context: int, layers
     if active:
         default = "" if "sliding_window" in keys else f" (missing, which means {window})"
         raise UnsupportedModel(f"{source}: sliding_window={window}{default} is shorter than the context of {context} "
-                               "tokens; sliding window attention is not implemented.")
+                               "tokens; sliding window attention is not implemented: use another model.")
     if kinds and not (family.window.by_flag and kinds == ["sliding_attention"]):
-        raise UnsupportedModel(f"{source}: layer_types holds {kinds[0]!r}, which is not implemented.")
+        raise UnsupportedModel(f"{source}: layer_types holds {kinds[0]!r}, which is not implemented: use another "
+                               "model.")
 
 
 def _rotary_dim(keys: Mapping[str, Any], family: Family, head_dim: int, rope: RopeArgs, source: str) -> int:
@@ -282,13 +284,13 @@ def _rotary_dim(keys: Mapping[str, Any], family: Family, head_dim: int, rope: Ro
     if "partial_rotary_factor" not in family.keys:
         if nested.get("partial_rotary_factor", 1) not in (None, 1, 1.0):
             raise UnsupportedModel(f"{source}: partial_rotary_factor={nested['partial_rotary_factor']} is not "
-                                   "implemented for this family.")
+                                   "implemented for this family: use another model.")
         return head_dim
     part = positive({**keys, **nested}, "partial_rotary_factor", family.rotated, source)
     rotated = int(head_dim * part)
     if rotated % 2 or not 0 < rotated <= head_dim or (rotated < head_dim and rope.kind == "yarn"):
         raise UnsupportedModel(f"{source}: partial_rotary_factor={part} of {head_dim} dimensions is not implemented "
-                               f"with rope type {rope.kind!r}.")
+                               f"with rope type {rope.kind!r}: use another model.")
     return rotated
 
 
@@ -297,7 +299,8 @@ def _kv_heads(keys: Mapping[str, Any], family: Family, heads: int, source: str) 
         return heads
     kv_heads = size(keys, "num_key_value_heads", source)
     if heads % kv_heads:
-        raise ModelError(f"{source}: num_attention_heads={heads} is not a multiple of num_key_value_heads={kv_heads}.")
+        raise ModelError(f"{source}: num_attention_heads={heads} is not a multiple of num_key_value_heads={kv_heads}: "
+                         "correct the file.")
     return kv_heads
 
 
@@ -308,7 +311,7 @@ def _head_dim(keys: Mapping[str, Any], family: Family, hidden: int, heads: int, 
         head_dim = family.default_head_dim
     elif hidden % heads:
         raise ModelError(f"{source}: hidden_size={hidden} is not a multiple of num_attention_heads={heads}, and "
-                         "head_dim is missing.")
+                         "head_dim is missing: correct the file.")
     else:
         head_dim = hidden // heads
     if head_dim % 2:
@@ -322,7 +325,7 @@ def _dtype(keys: Mapping[str, Any], source: str) -> tuple[str, tuple[str, ...]]:
         return "float32", ("config.json names no dtype: float32 is assumed",)
     name = str(value).removeprefix("torch.")
     if name not in DTYPES:
-        raise UnsupportedModel(f"{source}: dtype={value!r} is not implemented (one of {', '.join(DTYPES)}).")
+        raise UnsupportedModel(f"{source}: dtype={value!r} is not implemented: use a model in {', '.join(DTYPES)}.")
     return name, ()
 
 

@@ -11,8 +11,9 @@ def option(default: Any, help: str, *, flags: tuple[str, ...] = (), choices: tup
            least: float | None = None, above: float | None = None) -> Any:
     """Make a dataclass field that becomes a command-line flag `--field-name` with the default and the help text.
 
-    flags          further spellings of the flag;  choices  allowed values; empty: all
-    least, above   bounds of a number, or of each number of a tuple
+    flags          further spellings of the flag
+    choices        allowed values; (): every value
+    least, above   a number, or each number of a tuple, must be at least `least` and larger than `above`
     """
     return field(default=default, metadata={
         "help": help, "flags": flags, "choices": choices, "least": least, "above": above})
@@ -173,7 +174,7 @@ def flat_names() -> dict[str, str]:
 
 
 def by_part(values: Mapping[str, Any], known: Mapping[str, str]) -> dict[str, dict[str, Any]]:
-    """Return part -> its options; `known` is option name -> part. Raises `ConfigError` for an unknown option."""
+    """Group options by part of the configuration; `known`: option -> part. Raises `ConfigError` if one is unknown."""
     parts: dict[str, dict[str, Any]] = {}
     for name, value in values.items():
         if name not in known:
@@ -208,7 +209,7 @@ def check_config(config: EngineConfig) -> None:
 
 
 def check_types(component: Any) -> None:
-    """Raise `ConfigError` for a value of the wrong type, or outside the option's choices or bounds."""
+    """Raise `ConfigError` if an option in `component` has a wrong type, or is outside its choices or bounds."""
     types = get_type_hints(type(component))
     for f in fields(component):
         choices, value = f.metadata["choices"], getattr(component, f.name)

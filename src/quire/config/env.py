@@ -49,7 +49,7 @@ def hf_token() -> str | None:
 
 
 def client_key() -> str | None:
-    """Return the API key for requests to a server; None when the environment holds none."""
+    """Return the API key for requests to a server, from QUIRE_API_KEY or else OPENAI_API_KEY; None without both."""
     return os.environ.get(variable("api_key")) or os.environ.get("OPENAI_API_KEY") or None
 
 
@@ -60,7 +60,7 @@ def child_variables() -> dict[str, str]:
 
 
 def with_variables(more: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment of this process with `more` variables."""
+    """Return the environment variables of this process, with those in `more` added or replaced."""
     return {**os.environ, **more}
 
 
@@ -148,9 +148,9 @@ def hub_offline() -> bool:
 
 
 def rank_variables() -> dict[str, str]:
-    """Return the variables of the processes of ranks, except those that the user has set.
+    """Return the variables to add to the environment of ranks' processes; those that the user has set are left out.
 
-    Ranks of a host talk through its loopback. Memory that several GPUs map is made without NVLink multicast.
+    They make ranks talk through the loopback interface, and switch NVLink multicast off.
     """
     wanted = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
     if sys.platform == "linux":

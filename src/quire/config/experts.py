@@ -40,7 +40,7 @@ class Routing:
 class MoEArgs:
     """Expert layers of a model.
 
-    expert_size    width of an expert's hidden layer;  shared_size  width of all shared experts together, 0: none
+    expert_size, shared_size   widths of the hidden layer of one expert, and of all shared experts together (0: none)
     shared_gate    the shared experts' output is multiplied by sigmoid(x @ gate) (Qwen2-MoE)
     router_float   True: router logits stay in float32; False: they are rounded to the model's dtype first
     layers         indices of the layers with experts; the others have a dense feed-forward layer
@@ -72,7 +72,7 @@ MOE_KEYS: Mapping[str, frozenset[str]] = {
 
 
 def read_moe(keys: Mapping[str, Any], kind: str, num_layers: int, source: str) -> MoEArgs | None:
-    """Return the experts of a config.json; `kind`: see `Family.experts`. None for "".
+    """Return the expert layers that config.json describes; None without experts. `kind`: see `Family.experts`.
 
     Raises ModelError or UnsupportedModel.
     """
@@ -83,7 +83,7 @@ def read_moe(keys: Mapping[str, Any], kind: str, num_layers: int, source: str) -
     layers, experts = len(moe.layers), moe.routing.num_experts
     if layers * experts > MOST_EXPERTS:
         raise ModelError(f"{source}: num_hidden_layers={num_layers}, {layers} of them with {experts} experts each: "
-                         f"{layers * experts} experts in all must be at most {MOST_EXPERTS}.")
+                         f"{layers * experts} experts in all, more than {MOST_EXPERTS}: correct the file.")
     return moe
 
 
@@ -125,7 +125,7 @@ def _read_deepseek(keys: Mapping[str, Any], kind: str, num_layers: int, source: 
     normalize = read.flag(keys, "norm_topk_prob", source, not old)
     if old and normalize:
         raise UnsupportedModel(f"{source}: norm_topk_prob=true in a deepseek_v2 model is not implemented: published "
-                               "implementations disagree on what it means.")
+                               "implementations disagree on what it means. Use another model.")
     groups = method != "greedy"
     num_groups = _groups(keys, "n_group", 8 if kind == "deepseek_v3" else 1, source)
     top_groups = _groups(keys, "topk_group", 4 if kind == "deepseek_v3" else 1, source)
@@ -179,7 +179,7 @@ def _agrees(keys: Mapping[str, Any], key: str, known: tuple[str, ...], source: s
     value = known[0] if keys.get(key) is None else keys[key]
     if value not in known:
         raise UnsupportedModel(f"{source}: {key}={value!r} is not implemented for {keys.get('model_type')} "
-                               f"(one of {', '.join(known)}).")
+                               f"(only {', '.join(known)}): use another model.")
     return str(value)
 
 
@@ -191,15 +191,16 @@ def _routing(keys: Mapping[str, Any], source: str, experts_key: str, **rest: Any
     groups, kept = routing.num_groups, routing.top_groups
     for other in {"num_experts", "num_local_experts", "n_routed_experts"} & keys.keys():
         if keys[other] not in (None, experts):
-            raise ModelError(f"{source}: {other}={keys[other]!r} contradicts {experts_key}={experts}.")
+            raise ModelError(f"{source}: {other}={keys[other]!r} contradicts {experts_key}={experts}: correct the "
+                             "file.")
     if experts % groups:
-        raise ModelError(f"{source}: {experts_key}={experts} is not a multiple of n_group={groups}.")
+        raise ModelError(f"{source}: {experts_key}={experts} is not a multiple of n_group={groups}: correct the file.")
     if routing.group_score == "top2" and groups > 1 and experts // groups < 2:
         raise ModelError(f"{source}: n_group={groups} of {experts_key}={experts} leaves one expert to a group, and "
-                         "groups are compared by their best two.")
+                         "groups are compared by their best two: correct the file.")
     if kept > groups:
         raise ModelError(f"{source}: topk_group={kept} must be between 1 and n_group={groups}.")
     if top_k > kept * (experts // groups):
         raise ModelError(f"{source}: num_experts_per_tok={top_k} exceeds the {kept * (experts // groups)} experts that "
-                         "the chosen groups have.")
+                         "the chosen groups have: correct the file.")
     return routing

@@ -187,7 +187,7 @@ def add_flags(parser: argparse.ArgumentParser, options: Options) -> None:
 def add_flag_table(parser: argparse.ArgumentParser, path: Path, prefix: str = "") -> None:
     """Add the flags listed in the text file `path`, which are not engine options. Rows of the file:
 
-        --flag --other-spelling | one of ARGUMENTS and a name, or the choices | default in JSON, - for none | help
+        --flag --other-spelling | key of ARGUMENTS and metavar, or the choices | default in JSON, - for none | help
         title of the group that begins here
 
     prefix   begins the flags' names in the namespace; with a prefix, flags that are not given stay out of the namespace
@@ -278,7 +278,7 @@ def settings_of(namespace: argparse.Namespace, *, server: bool = False) -> Setti
 
 
 def given_options(namespace: argparse.Namespace) -> dict[str, Any]:
-    """Return flat name -> value of each given option. Flags win over the environment, which wins over --config.
+    """Return option name -> value of each given option. Flags win over the environment, which wins over --config.
 
     Raises `ConfigError` when a value in the environment does not parse, or two different models are named.
     """

@@ -12,7 +12,7 @@ MAX_SIZE = 10**12  # no size or count is larger
 
 def checked(keys: Mapping[str, Any], key: str, source: str, fits: Callable[[Any], bool], what: str,
             default: Any = None) -> Any:
-    """Return keys[key], or `default` if missing. Raises ModelError "must be {what}" unless fits(value) is true."""
+    """Return keys[key] or `default`. Raises ModelError "{source}: ... must be {what}" unless fits(value)."""
     value = keys.get(key, default)
     if not fits(value):
         raise ModelError(f"{source}: {key}={value!r} must be {what}.")
@@ -22,7 +22,7 @@ def checked(keys: Mapping[str, Any], key: str, source: str, fits: Callable[[Any]
 def size(keys: Mapping[str, Any], key: str, source: str, default: int | None = None, *, most: int | None = None) -> int:
     """Return keys[key] or `default`, a positive integer of at most `most`. `source` names the file in errors."""
     if key not in keys and default is None:
-        raise ModelError(f"{source}: {key} is missing; it must be a positive integer.")
+        raise ModelError(f"{source}: {key} is missing: add it, a positive integer.")
     fits = lambda value: type(value) is int and 0 < value <= (most or MAX_SIZE)  # noqa: E731
     return int(checked(keys, key, source, fits, f"a positive integer{_bound(' of', most)}", default))
 

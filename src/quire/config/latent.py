@@ -19,8 +19,8 @@ class LatentArgs:
 
     q_rank     width of the compressed query; 0: queries come from one projection
     kv_rank    width of the compressed keys and values, which the cache keeps beside a rotated key of rope_dim
-    norm_eps   of both norms; always 1e-6, as in Hugging Face, for any value in config.json
-    scale      of the scores: (P + R)^-0.5, times YaRN's temperature squared where the config has mscale_all_dim
+    norm_eps   epsilon of the norms after compression; always 1e-6, as in Hugging Face, for any value in config.json
+    scale      of attention scores: (P + R)^-0.5, times YaRN's temperature squared where the config has mscale_all_dim
     interleaved   True: rotated pairs are (0, 1), (2, 3), ...; False: (0, R / 2), (1, R / 2 + 1), ...
     """
 
@@ -35,7 +35,7 @@ class LatentArgs:
 
     @property
     def break_even(self) -> float:
-        """Query rows per sequence above which expanding the latent costs less arithmetic than attending to it.
+        """Query tokens per sequence above which expanding the latent costs less arithmetic than attending to it.
 
         L (P + V) / ((2 L + R) - (P + R + V)); infinite when expanding to keys and values never costs less.
         """
@@ -44,7 +44,7 @@ class LatentArgs:
 
 
 def read_latent(keys: Mapping[str, Any], kind: str, rope: RopeArgs, source: str) -> LatentArgs | None:
-    """Return the latent attention of a config.json; `kind`: see `Family.latent`. None for "".
+    """Return the latent attention (MLA) that config.json describes; None without it. `kind`: see `Family.latent`.
 
     Raises ModelError or UnsupportedModel.
     """
@@ -52,16 +52,17 @@ def read_latent(keys: Mapping[str, Any], kind: str, rope: RopeArgs, source: str)
         return None
     for key in ("attention_bias", "mlp_bias"):
         if read.flag(keys, key, source):
-            raise UnsupportedModel(f"{source}: {key}=true is not implemented with latent attention.")
+            raise UnsupportedModel(f"{source}: {key}=true is not implemented with latent attention: use another model.")
     nope, rotated = read.size(keys, "qk_nope_head_dim", source), read.size(keys, "qk_rope_head_dim", source)
     if rotated % 2:
-        raise ModelError(f"{source}: qk_rope_head_dim={rotated} is odd; rotary positions need pairs.")
+        raise ModelError(f"{source}: qk_rope_head_dim={rotated} is odd, and rotation needs pairs: correct the file.")
     heads, kv_heads = keys.get("num_attention_heads"), keys.get("num_key_value_heads")
     if kv_heads not in (None, heads):
         raise ModelError(f"{source}: num_key_value_heads={kv_heads} must equal num_attention_heads={heads}: every head "
-                         "has its own keys and values.")
+                         "has its own keys and values. Correct the file.")
     if kind == "deepseek_v2" and not read.flag(keys, "rope_interleave", source, True):
-        raise UnsupportedModel(f"{source}: rope_interleave=false is not implemented for deepseek_v2.")
+        raise UnsupportedModel(f"{source}: rope_interleave=false is not implemented for deepseek_v2: use another "
+                               "model.")
     temperature = 0.1 * (rope.mscale_all_dim or 0.0) * math.log(rope.factor) + 1.0
     return LatentArgs(
         q_rank=read.count(keys, "q_lora_rank", 1536, source) or 0,

@@ -23,8 +23,8 @@ def missing_features(parallel: Parallel, moe: Mapping[str, object]) -> tuple[Mis
     if not (parallel.lockstep and phases):
         return ()
     return (Missing(f"a dispatcher for {' and '.join(phases)} ({parallel})",
-                    f"{parallel}: no dispatcher brings tokens to the experts of other replicas on this device yet: leave "
-                    "out -dp or --enable-expert-parallel."),)  # fmt: skip
+                    f"{parallel}: no dispatcher brings tokens to the experts of other replicas on this device yet: "
+                    "leave out -dp or --enable-expert-parallel."),)  # fmt: skip
 
 
 def check_missing(missing: Sequence[Missing]) -> None:

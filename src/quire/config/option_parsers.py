@@ -91,7 +91,7 @@ def parse_counts(text: str) -> tuple[int, ...]:
 
 
 def parse_length(text: str) -> int | None:
-    """Parse a context length: a size; -1 or auto give None, the longest that model and memory allow."""
+    """Parse a context length such as 32k; -1 and auto give None: the longest that model and memory allow."""
     return None if text in AUTO else parse_size(text)
 
 
@@ -112,9 +112,9 @@ def parse_device(text: str) -> str:
 
 
 def parse_load_format(text: str) -> str:
-    """Parse a load format. Formats that read safetensors in another way give "safetensors".
+    """Parse a load format. vLLM's other readers of safetensors files, such as runai_streamer, give "safetensors".
 
-    Raises ValueError for quantized formats.
+    Raises ValueError for bitsandbytes and gguf.
     """
     if text in QUANTIZED_FORMATS:
         raise ValueError(f"{text!r} is not implemented: use safetensors, unquantized or in FP8, INT8, AWQ or GPTQ")

@@ -24,10 +24,10 @@ NOTHING = ("", "none", "null")  # values that never have an effect
 class PeerFlag:
     """A vLLM flag and its meaning in Quire. `meaning` is one of MEANINGS, `takes` is a key of NARGS.
 
-    neutral   values that ask for what Quire does anyway: accepted without a note, also of a refused flag. The values
-              of a switch are ON and OFF
+    neutral   values that ask for what Quire does anyway: accepted without a note, even if the flag is refused with
+              other values. The values of a switch are ON and OFF
     idle      values of a refused flag that change something in vLLM and nothing in Quire: accepted with a note
-    option    Quire's option that an alias sets;  values  vLLM's value -> Quire's (empty: the same texts)
+    option, values   of an alias: the Quire option that it sets, and {vLLM's value: Quire's} ({}: equal values)
     """
 
     names: tuple[str, ...]
@@ -65,7 +65,7 @@ PEER_FLAGS = tuple(_read(Path(__file__).with_suffix(".txt")))
 
 
 class Given(NamedTuple):
-    """A vLLM flag as the user gave it: its name in the table, its spelling, its value."""
+    """A vLLM flag as the user gave it: its main name, the spelling that was used, its value."""
 
     flag: str
     spelling: str
@@ -76,8 +76,8 @@ class Given(NamedTuple):
 class PeerOutcome:
     """Effect of the given vLLM flags.
 
-    values    Quire's option that an alias sets -> (its text, or the value that the table gives; the flag's spelling)
-    notes     a line for each flag that changes nothing;  refusals  a line for each refused flag
+    values            Quire option that a vLLM flag sets -> (value of the option, spelling of the flag)
+    notes, refusals   a line for each flag that changes nothing, and a line for each refused flag
     """
 
     values: dict[str, tuple[Any, str]] = field(default_factory=dict)
@@ -158,7 +158,7 @@ def _refusal(flag: PeerFlag, spelling: str, text: str) -> str:
 
 
 def abbreviated(name: str) -> str:
-    """Return the vLLM flag whose short form (-tp) begins `name` (tp-size): "tensor-parallel-size"; "" for none."""
+    """Return the vLLM flag that `name` abbreviates: "tensor-parallel-size" for tp-size, because of -tp; "" for none."""
     short = f"-{name.partition('-')[0]}"
     return next((flag.name[2:] for flag in PEER_FLAGS if len(short) > 2 and short in flag.names), "")
 
@@ -170,7 +170,7 @@ def refuse(refusals: Sequence[str]) -> None:
 
 
 def has_no_effect(flag: PeerFlag, text: str) -> bool:
-    """True when this value of the flag has no effect (1 device, "auto", {})."""
+    """True when `text`, as value of the flag, asks for what Quire does anyway (1 device, "auto", {})."""
     if flag.takes == "switch":
         return text in flag.neutral
     return text.lower() in NOTHING or _is_among(text, flag.neutral)

@@ -21,7 +21,7 @@ class Parallel:
     tp        ranks that each hold a slice of every layer (tensor parallelism)
     pp        stages that each hold a range of layers (pipeline parallelism)
     dp        replicas of attention, each with its own requests (data parallelism)
-    layers    layers of each stage; (): divided by `stages`
+    layers    number of layers of each stage; (): divided equally, see `stages`
     experts   True: each of the tp x dp ranks of a stage holds whole experts; False: a slice of every expert
     """
 
@@ -71,13 +71,13 @@ ALONE = Parallel()
 
 
 def parallel_sizes(config: ParallelConfig) -> Parallel:
-    """Return the sizes that the options ask for."""
+    """Return the sizes of parallelism that the options of `config` ask for."""
     return Parallel(tp=config.tensor_parallel_size, pp=config.pipeline_parallel_size, dp=config.data_parallel_size,
                     experts=config.enable_expert_parallel, layers=config.pipeline_layer_partition)  # fmt: skip
 
 
 def check_one_device(config: ParallelConfig, command: str) -> None:
-    """Raise `ConfigError` for sizes of several ranks, into whose processes a command cannot look."""
+    """Raise `ConfigError` if there are several ranks: `command` needs the whole model in its own process."""
     if (parallel := parallel_sizes(config)).size > 1:
         raise ConfigError(f"{parallel}: `{command}` cannot run with several ranks, because it looks into the model of "
                           "its own process. Leave these options out, or use `quire trace`, which follows a request "
@@ -88,7 +88,8 @@ def check_one_device(config: ParallelConfig, command: str) -> None:
 class Rank:
     """The part of a model that a rank holds. Ranges are half-open.
 
-    number     counts the ranks of a stage first, then stages, then replicas
+    number     counts the ranks of a stage first, then stages, then replicas (of attention)
+    place      index in the tensor-parallel group
     kv_heads   several ranks hold the same heads when there are fewer heads than ranks
     """
 
@@ -107,12 +108,12 @@ class Rank:
 
     @property
     def kind(self) -> tuple[object, ...]:
-        """A key that is equal for ranks that hold equal amounts of everything."""
+        """Key that is equal for ranks with the same layers and the same numbers of KV heads and experts."""
         return self.layers, *(end - start for start, end in (self.kv_heads, self.experts))
 
 
 def check_parallel(args: ModelArgs, parallel: Parallel) -> None:
-    """Raise `ConfigError` for sizes that do not divide the model."""
+    """Raise `ConfigError` for sizes of parallelism by which this model cannot be divided."""
     tp, kv = parallel.tp, args.num_kv_heads
     if min(tp, parallel.pp, parallel.dp) < 1:
         raise ConfigError(f"{parallel}: a size must be at least 1.")
@@ -154,7 +155,7 @@ def _sizes(args: ModelArgs) -> str:
 def stages(num_layers: int, pp: int) -> tuple[tuple[int, int], ...]:
     """Return the layer range of each stage. All stages get equally many layers.
 
-    The remaining layers go to the stages just before the last one, because the last one also has the head.
+    The remaining layers go to the stages just before the last one, because the last one also has the LM head.
     """
     each, left = divmod(num_layers, pp)
     return _ranges([each + (pp - 1 - left <= stage < pp - 1) for stage in range(pp)])
@@ -174,8 +175,8 @@ def share(count: int, parts: int, index: int) -> tuple[int, int]:
 def vocabulary_share(size: int, parts: int, index: int) -> tuple[int, int]:
     """Return the range of a vocabulary of `size` ids that part `index` holds.
 
-    Parts begin at multiples of 4, because four ids share a draw of noise. They are equal where that is possible, else
-    they begin at multiples of 64 (of 4 in a small vocabulary), and the first ones are larger.
+    Parts begin at multiples of 4, because the sampler draws noise for four ids at a time. They are equal where that is
+    possible, else they begin at multiples of 64 (of 4 in a small vocabulary), and the first ones are larger.
     """
     if size % (4 * parts) == 0:
         return index * (size // parts), (index + 1) * (size // parts)

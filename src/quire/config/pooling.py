@@ -28,9 +28,10 @@ WORDS = {"mean": "the mean of all hidden states", "last": "the last token's hidd
 class PoolingPlan:
     """Settings that make an embedding from hidden states.
 
-    method   "mean", "last" or "cls", of the hidden states after the final norm;  normalize  scale vectors to length 1
-    source   origin of the settings; "": the default
-    width    numbers in an embedding
+    method      "mean", "last" or "cls", of the hidden states after the final norm
+    normalize   True: embeddings are scaled to length 1
+    source      file or option that gives these settings; "": the default
+    width       numbers in an embedding
     """
 
     width: int
@@ -50,14 +51,14 @@ class PoolingPlan:
                                    "this model's embeddings.", param="dimensions")
 
     def check_scores(self) -> None:
-        """Raise `InvalidParameter` when neither the model's files nor pooler_config define a pooling."""
+        """Refuse to compare texts: raise `InvalidParameter` if model and pooler_config define no pooling."""
         if not self.source:
             raise InvalidParameter(
                 f"this model was not made to compare texts: it has no {MODULES} of sentence-transformers. Serve an "
                 "embedding model, or set pooler_config for this one.", param="model")
 
     def finish(self, pooled: F32, dimensions: int | None) -> F32:
-        """Return the first `dimensions` numbers (None: all) of `pooled` [width], scaled to length 1 by `normalize`."""
+        """Return the first `dimensions` numbers (None: all) of `pooled` [width], scaled to length 1 if `normalize`."""
         vector = pooled[:dimensions]
         return vector / max(float(np.linalg.norm(vector)), 1e-12) if self.normalize else vector
 
@@ -74,7 +75,7 @@ def read_pooling(folder: Path, override: Mapping[str, Any] | None = None) -> Poo
     values = {name: value for name, value in (override or {}).items() if value is not None}
     for name, value in values.items():
         if name not in SETTINGS:
-            raise ConfigError(f"pooler_config: {name!r} is not implemented: there are {', '.join(SETTINGS)}.")
+            raise ConfigError(f"pooler_config: {name!r} is not implemented: use {', '.join(SETTINGS)}.")
         if name.endswith("pooling_type"):
             method = METHODS.get(value.lower()) if isinstance(value, str) else None
             if method is None:

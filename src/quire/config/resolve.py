@@ -28,7 +28,7 @@ class DTypePlan:
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceBudget:
-    """Shares of a GPU's memory in bytes, printed as one line. `outside` is held by other processes."""
+    """Shares of a GPU's memory in bytes. `working`: activations and CUDA graphs; `outside`: other processes."""
 
     total: int
     utilization: float
@@ -88,13 +88,13 @@ def resolve_dtype(requested: str, checkpoint: str, has_bf16_units: bool, device:
 def resolve_geometry(
     components: tuple[KVComponent, ...], num_layers: int, block_size: int | None, default: int = CPU_BLOCK_SIZE
 ) -> KVGeometry:
-    """Return the page: `components` of every layer for `block_size` tokens (None: `default`, the kernel's best)."""
+    """Return the layout of KV blocks: `components` (keys, values) of all layers, `block_size` or `default` tokens."""
     group = KVGroup(layers=tuple(range(num_layers)), components=components)
     return KVGeometry(block_size=block_size or default, groups=(group,))
 
 
 def check_cpu_weights(weights: int, free_bytes: int, dtype: str) -> None:
-    """Raise `ConfigError` when `weights` bytes exceed `free_bytes`. `dtype`: of the weights ("": quantized)."""
+    """Raise `ConfigError` when `weights` bytes exceed `free_bytes`. `dtype` of the weights; "": quantized."""
     if weights >= free_bytes:
         less = "use dtype=bfloat16 (--dtype bfloat16), which halves them, or " if dtype == "float32" else ""
         raise ConfigError(f"{as_gib(weights)} of weights{' in ' * bool(dtype)}{dtype} exceed the {as_gib(free_bytes)} "
@@ -106,10 +106,10 @@ def resolve_memory(
 ) -> MemoryPlan:
     """Size the KV cache and the context length.
 
-    context      the model's longest sequence in tokens;  free_bytes  memory free after the weights
-    By default the cache takes a quarter of the free memory. It takes less when all slots at full length need less, and
-    more when a sequence of the given max_model_len needs more. An unset max_model_len shrinks until it fits. Raises
-    `ConfigError` with the numbers when a given max_model_len, or cache and slot tables together, do not fit.
+    context, free_bytes   the model's longest sequence in tokens, and the memory that is free after the weights
+    By default the cache takes a quarter of the free memory. It takes less when max_num_seqs sequences of full length
+    need less, and more when a sequence of the given max_model_len needs more. An unset max_model_len shrinks until it
+    fits. Raises `ConfigError` when a given max_model_len, or cache and the tables of requests together, do not fit.
     """
     asked = model.max_model_len
     check_context(model, context)
@@ -137,7 +137,7 @@ def resolve_memory(
 
 
 def shared_sizes(sizes: Sequence[MemoryPlan]) -> list[MemoryPlan]:
-    """Return the sizes of every rank with the smallest number of blocks and the shortest context of all."""
+    """Return the plans of all ranks, changed to the fewest KV blocks and the shortest context of any rank."""
     blocks, length = min(one.num_blocks for one in sizes), min(one.max_model_len for one in sizes)
     return [replace(one, num_blocks=blocks, max_model_len=length, kv_bytes=(blocks + 1) * one.geometry.page_bytes)
             for one in sizes]  # fmt: skip
@@ -152,7 +152,7 @@ def check_context(model: ModelConfig, context: int) -> None:
 
 
 def slot_bytes(max_model_len: int, geometry: KVGeometry) -> int:
-    """Return the bytes of a slot's rows in tables of the engine: SLOT_BYTES, and 4 per token and per block."""
+    """Return the bytes that tables keep for a running request: SLOT_BYTES, and 4 for each token and each block."""
     return SLOT_BYTES + 4 * (max_model_len + geometry.request_blocks(max_model_len))
 
 

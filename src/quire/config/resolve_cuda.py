@@ -22,10 +22,11 @@ MOST_UTILIZATION = 0.98  # the largest that a message proposes
 class DeviceMemory:
     """Measured memory of a GPU when its KV cache is sized; all in bytes.
 
-    at_start   free after this process's CUDA context was created, before anything else;  free  free now
-    weights    the packed parameters;  later  memory still to be taken after the cache: CUDA graphs, their inputs
-    others     memory of other processes; None: unknown, then all used memory at the start counts as theirs
-    per_seq, per_token   cost of each unit of max_num_seqs and max_num_batched_tokens; 0: unknown
+    at_start, free   free memory when only this process's CUDA context existed, and free memory now
+    weights          parameters as the kernels store them
+    later            memory that activations, buffers and CUDA graphs take after the KV cache is allocated
+    others           memory of other processes; None: unknown, then all memory used at the start counts as theirs
+    per_seq, per_token   memory for each unit of max_num_seqs and of max_num_batched_tokens; 0: unknown
     """
 
     total: int
@@ -39,12 +40,12 @@ class DeviceMemory:
 
     @property
     def outside(self) -> int:
-        """Bytes held by other processes, as far as known."""
+        """Bytes held by other processes. If `others` is None, all memory that was in use at the start."""
         return self.total - self.at_start if self.others is None else min(self.others, self.total - self.at_start)
 
     @property
     def working(self) -> int:
-        """Bytes of this process beside weights and KV cache: CUDA context, activations, tables, CUDA graphs."""
+        """Bytes of this process beside weights and KV cache: CUDA context, activations, buffers, CUDA graphs."""
         return max(0, self.total - self.outside - self.free - self.weights) + self.later
 
     @property
@@ -54,10 +55,10 @@ class DeviceMemory:
 
 
 def resolve_batch(scheduler: SchedulerConfig, total: int, wide: bool = False) -> SchedulerConfig:
-    """Return `scheduler` with max_num_seqs and max_num_batched_tokens filled in for a GPU of `total` bytes.
+    """Return `scheduler` with unset max_num_seqs and max_num_batched_tokens filled in for a GPU of `total` bytes.
 
-    A large GPU runs more requests, because their KV caches fit.
-    wide   True: the model has experts and its tokens are not streamed; a large GPU then takes more tokens per step
+    A GPU of 70 GiB or more runs more requests, because their KV caches fit.
+    wide   take more tokens per step on such a GPU, for a mixture-of-experts model whose tokens are not streamed
     """
     seqs = scheduler.max_num_seqs or (LARGE_SEQUENCES if total >= LARGE_GPU else scheduler.sequences())
     tokens = scheduler.max_num_batched_tokens
@@ -68,14 +69,14 @@ def resolve_batch(scheduler: SchedulerConfig, total: int, wide: bool = False) ->
 
 
 def check_sequences(config: EngineConfig) -> None:
-    """Raise `ConfigError` for more sequences than a step on a GPU can have."""
+    """Raise `ConfigError` when max_num_seqs exceeds MOST_SEQUENCES, the limit of the GPU kernels for one step."""
     if config.scheduler.sequences() > MOST_SEQUENCES:
         raise ConfigError(f"max_num_seqs={config.scheduler.max_num_seqs}: a step on a GPU has at most {MOST_SEQUENCES} "
                           "sequences, the others wait: lower max_num_seqs.")
 
 
 def check_weights(weights: int, total: int, free: int, config: EngineConfig, *, dtype: str) -> None:
-    """Raise `ConfigError` when `weights` bytes of parameters in `dtype` do not fit. Called before any is loaded."""
+    """Raise `ConfigError` when `weights` bytes do not fit into a GPU with `free` of `total` bytes. `dtype` is shown."""
     memory = DeviceMemory(total=total, at_start=free, free=free - weights, weights=weights)
     missing = memory.ours + SPARE - _limit(memory, config)
     if missing > 0:
@@ -84,21 +85,21 @@ def check_weights(weights: int, total: int, free: int, config: EngineConfig, *, 
 
 
 def no_room_for_steps(weights: int, free: int, config: EngineConfig) -> str:
-    """Return the error text for `weights` and `free` bytes: the largest step does not fit beside the weights."""
+    """Return an error text: in `free` bytes, the largest step does not fit beside `weights` bytes of parameters."""
     seqs, tokens = config.scheduler.sequences(), config.scheduler.token_budget(CUDA_TOKENS)
     fewer = max(1, seqs // 4)
-    return (f"tables and activations of a step of {tokens} tokens and {seqs} sequences do not fit beside "
-            f"{_size(weights)} of weights in {_size(free)}. Try --max-num-seqs {fewer} --max-num-batched-tokens "
-            f"{max(fewer, tokens // 4)}, or a smaller model.")
+    return (f"buffers and activations of a step of {tokens} tokens and {seqs} sequences do not fit beside "
+            f"{_size(weights)} of weights in {_size(free)} of free GPU memory. Try --max-num-seqs {fewer} "
+            f"--max-num-batched-tokens {max(fewer, tokens // 4)}, or a smaller model.")
 
 
 def resolve_cuda_memory(geometry: KVGeometry, config: EngineConfig, memory: DeviceMemory, *, context: int,
                         dtype: str) -> MemoryPlan:
-    """Size the KV cache and the context length on a GPU.
+    """Return the size of the KV cache and the context length on a GPU.
 
-    context   the model's longest sequence in tokens;  dtype  of the weights
-    The cache takes the memory that gpu_memory_utilization leaves. An unset max_model_len shrinks until it fits. Raises
-    `ConfigError` with the missing bytes and the flags that would make it fit.
+    context, dtype   the model's longest sequence in tokens, and the weights' dtype for messages
+    The KV cache takes the memory that gpu_memory_utilization leaves, unless an option sets its size. An unset
+    max_model_len shrinks until one request fits. Raises `ConfigError` with the missing bytes and options that help.
     """
     check_context(config.model, context)
     asked, page = config.model.max_model_len, geometry.page_bytes

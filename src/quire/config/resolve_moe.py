@@ -15,13 +15,13 @@ from quire.contracts.scheme import Scheme
 
 @dataclass(frozen=True, kw_only=True)
 class Dispatcher:
-    """Moves tokens to the ranks of their experts, and results back.
+    """Properties of a dispatcher. It moves tokens to the ranks of their experts, and the results back.
 
-    layout     of the experts' input rows: "flat" (a row per token, with the ids of k experts), "grouped" (a row per
-               token and expert, grouped by expert), "masked" (grouped, with room for equally many rows per expert)
-    numbering  of expert ids: "global", with an expert map; "local" to the rank, -1 for others; "none": no ids
-    weighs     part that multiplies by the routing weights and sums over k: "experts", or "combine" on the way back
-    sums       groups of ranks whose partial results the dispatcher sums
+    layout     rows that the experts get: "flat" (a row per token, with the ids of its k experts), "grouped" (a row per
+               token and expert, sorted by expert), "masked" (as "grouped", with equally much room for each expert)
+    numbering  expert ids of the rows: "global" (with an expert map), "local" (-1: expert of another rank), "none"
+    weighs     stage that multiplies by the routing weights and sums over k: "experts" (the kernel), "combine" (later)
+    sums       groups of ranks ("dp", "tp") over which the dispatcher sums partial results
     """
 
     layout: str
@@ -34,7 +34,7 @@ class Dispatcher:
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertsKernel:
-    """Inputs that an implementation of `kernels/experts` accepts, in the terms of `Dispatcher`."""
+    """Row layouts, id numberings and weighing stages that an experts kernel accepts; see `Dispatcher`."""
 
     layouts: tuple[str, ...] = ("flat",)
     numberings: tuple[str, ...] = ("global", "local")
@@ -67,10 +67,10 @@ KERNELS: Mapping[str, ExpertsKernel] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Hardware:
-    """A machine.
+    """Machine for which the experts kernel is chosen.
 
-    kernels    (implementation of `kernels/experts`, why it cannot run there or with these weights, or ""), best first
-    features   of each implementation, beside those that all have
+    kernels    (name of an experts kernel, reason why it cannot run here or with these weights, or ""), best first
+    features   name of an experts kernel -> its optional features, such as "join"
     """
 
     device: str
@@ -80,18 +80,19 @@ class Hardware:
 
 @dataclass(frozen=True, kw_only=True)
 class MoEPlan:
-    """Plan of a model's expert layers in a phase.
+    """Plan of a model's expert layers for prefill or decode.
 
     phase         "prefill" or "decode"
     dispatcher    brings tokens to the ranks of their experts and results back
-    experts       implementation of `kernels/experts`
-    features      features of that implementation
-    quantize_at   place where activations are quantized: "nowhere", "wire" (before they are sent), "experts" (kernel)
-    weighs        part that multiplies by the router's weights and sums a token's top-k results: "experts" or "combine"
-    partial_over  groups of ranks whose results the caller must sum; empty: the result is complete
-    shared        shared experts: "none"; "added" to the routed experts before any sum; "summed alone" over tp
-    candidates    (dispatcher, experts, reason) in the order of preference; the first without a reason against it is
-                  chosen. experts "": the reason holds for every implementation
+    experts       name of the experts kernel
+    features      optional features of that kernel
+    layout, numbering   as in `Dispatcher`
+    quantize_at   stage that quantizes activations: "nowhere", "wire" (before they are sent), "experts" (the kernel)
+    weighs        stage that multiplies by the router's weights and sums a token's top-k results, as in `Dispatcher`
+    partial_over  groups of ranks over which the caller must sum the result; empty: the result is complete
+    shared        shared experts: "none", "added" (to the routed experts before any sum), "summed alone" (over tp)
+    candidates    (dispatcher, experts, reason against the two) in order of preference. The first with reason "" is
+                  chosen. With experts "", the reason excludes the dispatcher with every kernel
     """
 
     phase: str
@@ -118,11 +119,12 @@ class MoEPlan:
 
 def resolve_moe(model: ModelArgs, scheme: Scheme | None, topology: Parallel, hardware: Hardware, phase: str,
                 overrides: Mapping[str, str] | None = None) -> MoEPlan:
-    """Return the plan of the first pair that fits, tried by dispatcher, then by kernel.
+    """Return the plan with the first dispatcher and experts kernel that fit together, in order of preference.
 
-    scheme   of the experts' weights; None: unquantized;  phase  "prefill" | "decode"
-    overrides      names for "dispatcher" and "experts"
-    Raises `ConfigError` with the table of candidates when no pair, or not the requested one, fits.
+    scheme      quantization of the experts' weights; None: unquantized
+    phase       "prefill" or "decode"
+    overrides   names that the user chose for "dispatcher" and "experts"
+    Raises `ConfigError` with the table of candidates when no dispatcher and kernel, or not the requested ones, fit.
     """
     assert model.moe is not None
     asked = dict(overrides or {})

@@ -47,7 +47,7 @@ class RopeArgs:
 def rope_settings(keys: Mapping[str, Any], source: str) -> dict[str, Any]:
     """Return the rotary settings of config.json. `rope_scaling` wins over `rope_parameters`, as in Hugging Face.
 
-    Raises ModelError or UnsupportedModel.
+    Raises ModelError for a setting that is an object, UnsupportedModel for settings that differ by layer.
     """
     found: dict[str, Any] = {}
     for key in ("rope_parameters", "rope_scaling"):

@@ -17,7 +17,7 @@ ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^/\s]+")
 
 @dataclass(frozen=True, kw_only=True)
 class HttpConfig:
-    """HTTP server and access."""
+    """HTTP server, TLS, access and size limits."""
 
     host: str = option("127.0.0.1", "address to listen on; 0.0.0.0 takes requests from anywhere")
     port: int = option(8000, "port to listen on; 0: any free one")
@@ -41,7 +41,7 @@ class HttpConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ServeConfig:
-    """Handling of requests."""
+    """Model names, timeouts, streaming and parsers of a server."""
 
     served_model_name: tuple[str, ...] = option((), "names under which the model is served (default: the model's)")
     queue_timeout: float = option(60.0, "seconds a request may wait to start; then it is answered 408", above=0)
@@ -62,7 +62,7 @@ class ServeConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class LogConfig:
-    """Lines that a server prints."""
+    """Log lines of a server."""
 
     access_log: bool = option(False, "log a line per HTTP request")
     enable_log_requests: bool = option(False, "log the id, sizes and finish reason of every request")
@@ -102,7 +102,7 @@ class ServerConfig:
 
 
 def server_parts() -> dict[str, type[Any]]:
-    """Return the classes of the parts of `ServerConfig`, by name, without the engine's."""
+    """Return field name -> class for the parts of `ServerConfig` ("http": `HttpConfig`, ...), without the engine."""
     return {part.name: type(part.default) for part in fields(ServerConfig) if part.name != "engine"}
 
 
@@ -147,6 +147,7 @@ def check_server(config: ServerConfig) -> None:
             raise ConfigError(f"allowed_hosts={name!r}: must be * or a name like host.docker.internal, without a port; "
                               "give several as several values.")
     if not all(serve.served_model_name):
-        raise ConfigError("served_model_name: a name must not be empty.")
+        raise ConfigError("served_model_name: a name must not be empty: give a name, or leave the option out.")
     if not re.fullmatch(r"[a-zA-Z_][a-zA-Z0-9_]*", serve.metrics_prefix):
-        raise ConfigError(f"metrics_prefix={serve.metrics_prefix!r}: must be letters, digits and underscores.")
+        raise ConfigError(f"metrics_prefix={serve.metrics_prefix!r}: must be letters, digits and underscores, "
+                          "and not begin with a digit.")

@@ -40,11 +40,11 @@ class Settings:
     notes: list[str] = field(default_factory=list)
 
     def put(self, name: str, value: Any, origin: str) -> None:
-        """Set an option; a value set before is replaced."""
+        """Set an option, or replace its value. `origin` says where the value is from, such as "flag --port"."""
         self.values[name], self.origins[name] = value, origin
 
     def describe(self, options: Iterable[tuple[str, Field[Any]]]) -> str:
-        """Return a --config file with all `options` (title, field). Comments show origins; secrets are masked."""
+        """Return a --config file of `options`, pairs (section, option). Comments show origins; secrets are masked."""
         lines: list[str] = []
         for title, option in options:
             if f"# {title}" not in lines:
@@ -60,9 +60,10 @@ class Settings:
 
 
 def gather(namespace: Mapping[str, Any], options: Sequence[Field[Any]], own: Collection[str]) -> Settings:
-    """Return the settings of a parsed command line, the environment and the file of --config.
+    """Return the options set by a parsed command line, else by the environment, else by the --config file.
 
-    options   all options;  own   names of the options of this command: only their environment variables are read
+    namespace   values of the parsed command line, by name
+    own         names of the options of this command; the environment sets no others
     Raises `ConfigError` for a value that does not parse, an unknown name, a refused vLLM flag, or two models.
     """
     by_name = {option.name: option for option in options}

@@ -7,7 +7,7 @@ PAGE_ALIGN = 256  # bytes; every component of a page starts at a multiple of thi
 
 
 class KVComponent(msgspec.Struct, frozen=True):
-    """A tensor that a page holds for each layer of its group, such as keys or values, laid out `[head][token][dim]`."""
+    """A tensor of a KV block for each layer of its group, such as keys or values. Layout: `[head][token][dim]`."""
 
     name: str
     num_heads: int
@@ -16,7 +16,7 @@ class KVComponent(msgspec.Struct, frozen=True):
     item_bytes: int
 
     def num_bytes(self, block_size: int) -> int:
-        """Bytes of this component for one layer in one page of `block_size` tokens, padded to PAGE_ALIGN."""
+        """Bytes of this component for one layer in one block of `block_size` tokens, rounded up to PAGE_ALIGN."""
         exact = self.num_heads * block_size * self.head_dim * self.item_bytes
         return -(-exact // PAGE_ALIGN) * PAGE_ALIGN
 
@@ -24,7 +24,7 @@ class KVComponent(msgspec.Struct, frozen=True):
 class KVGroup(msgspec.Struct, frozen=True, kw_only=True):
     """A set of layers whose KV has the same lifetime. Each request has one block table per group.
 
-    window   tokens that a row attends to, its own included; None for full attention
+    window   tokens that a query attends to, its own included; None for full attention
     """
 
     layers: tuple[int, ...]
@@ -32,19 +32,19 @@ class KVGroup(msgspec.Struct, frozen=True, kw_only=True):
     window: int | None = None
 
     def num_behind(self, position: int, block_size: int) -> int:
-        """Return the number of leading blocks that no row at `position` or later attends to."""
+        """Return the number of leading blocks that the window has passed for all queries from `position` on."""
         return 0 if self.window is None else max(0, position - self.window + 1) // block_size
 
 
 class KVGeometry(msgspec.Struct, frozen=True, kw_only=True):
-    """Size of a page and the groups of layers. A page holds `block_size` tokens of every layer of one group."""
+    """Size of a KV block and the groups of layers. A block holds `block_size` tokens of every layer of one group."""
 
     block_size: int
     groups: tuple[KVGroup, ...]
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of a page; the pages of all groups are equal (checked when the geometry is resolved)."""
+        """Bytes of a page, the memory of a KV block; equal for all groups (checked when the geometry is resolved)."""
         group = self.groups[0]
         return len(group.layers) * sum(c.num_bytes(self.block_size) for c in group.components)
 

@@ -86,7 +86,7 @@ class PromptTooLong(RequestError):
 
 
 class QueueFull(RequestError):
-    """The waiting queue is at its bound; try again later."""
+    """The waiting queue is full; try again later."""
 
 
 class QueueTimeout(RequestError):
@@ -94,7 +94,7 @@ class QueueTimeout(RequestError):
 
 
 class RequestFailed(RequestError):
-    """An accepted request failed alone; `code` is a short reason such as "nan_logits"."""
+    """An accepted request failed, and other requests go on; `code` is a short reason such as "nan_logits"."""
 
     def __init__(self, message: str, *, code: str) -> None:
         super().__init__(message)

@@ -28,17 +28,21 @@ class Finish(msgspec.Struct, frozen=True, kw_only=True):
 class StepStats(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """Counters of a step and the engine's state after the step, for metrics and logs.
 
-    step                 number of the step; -1: outputs without a step (a request was aborted), only the state is set
-    num_waiting          requests without a slot
-    num_blocked          waiting requests that need their parent's prompt or their grammar first; the others need room
+    step                 number of the step; -1: no step (a request was aborted), only the engine's state is set
+    num_waiting          requests without a slot in the running batch
+    num_blocked          of these, requests that wait for a grammar or, with n > 1, for the prompt of completion 0
     num_tokens           tokens computed in the step, drafts included
-    num_prefill_tokens   of these, tokens of prompts, or of the past of resumed requests
-    num_scheduled        requests in the step;  num_prefills  of these, requests that computed a chunk
+    num_prefill_tokens   of these, tokens of prompts, or recomputed tokens of preempted requests
+    num_scheduled        requests in the step
+    num_prefills         of these, requests that computed a chunk of prompt or recomputed tokens
     num_preempted        preemptions since the start
-    num_free_blocks      KV blocks that no request holds;  num_cached_blocks  of these, blocks that a prefix can reuse
-    prefix_queries       prompt tokens looked up in the prefix cache since the start;  prefix_hits  tokens found
+    num_free_blocks      KV blocks that no request holds
+    num_cached_blocks    of these, blocks that the prefix cache can still reuse
+    prefix_queries       prompt tokens looked up in the prefix cache since the start
+    prefix_hits          of these, tokens found
     schedule_s           seconds to plan the step, grammar masks included
-    execute_s            seconds in the executor;  finish_s  seconds to confirm the step
+    execute_s            seconds in calls of the executor, which include the wait for the result
+    finish_s             seconds to apply the result to the requests
     """
 
     step: int = -1
@@ -65,9 +69,10 @@ class StepOutputs(msgspec.Struct, frozen=True, kw_only=True):
     A request with several new tokens has several entries, one after the other.
 
     preempted    handles of requests that were preempted since the last outputs
-    cached       handle -> prompt tokens found in the prefix cache; only at the request's first admission
-    prefixes     handle -> report of why not more tokens were reused; only at the first admission, if blocks were missed
-    logprobs     handle -> a row for each new token;  prompt_logprobs  handle -> rows of this step's chunk
+    cached       handle -> prompt tokens found in the prefix cache; only when a request first gets a slot
+    prefixes     handle -> report on prompt blocks that were not reused, if any; only when a request first gets a slot
+    logprobs     handle -> log-probabilities, a row for each new token
+    prompt_logprobs   handle -> log-probabilities of the prompt, a row for each token scored in this step
     """
 
     handles: I32
@@ -82,7 +87,7 @@ class StepOutputs(msgspec.Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         if self.handles.shape != self.tokens.shape:
-            raise ValueError(f"{self.handles.shape} handles with {self.tokens.shape} tokens")
+            raise ValueError(f"handles {self.handles.shape} and tokens {self.tokens.shape} must have the same shape")
 
 
 NO_TOKENS: I32 = np.empty(0, np.int32)

@@ -11,13 +11,14 @@ from quire.contracts.scheme import Scheme
 
 
 class Part(msgspec.Struct, frozen=True):
-    """A slice of a stored tensor. It fills rows of a parameter, after the rows of the parts before it.
+    """A slice of a checkpoint tensor. The parts of a parameter fill the parameter's rows one after the other.
 
-    stored   name in the checkpoint;  shape  of the whole stored tensor
-    start, count   of the slice, along `axis`: rows (0) or columns (1)
-    order    row order that the kernels need: in each run of len(order) rows of the slice, row i of the parameter is
-             row order[i] of the run. () keeps the stored order
-    name     part of the parameter that the slice fills: "q" of a fused parameter, "3.gate" of expert 3; "": all
+    stored   name of the tensor in the checkpoint
+    shape    shape of the whole tensor in the checkpoint
+    start, count   first index and length of the slice along `axis`: rows (0) or columns (1)
+    order    order of rows that the kernels need, within each run of len(order) rows of the slice: row i of the
+             parameter is row order[i] of the run. (): the checkpoint's order
+    name     name of the slice in a fused parameter: "q" of qkv, "3.gate" of expert 3; "": the parameter is not fused
     """
 
     stored: str
@@ -35,7 +36,7 @@ class Part(msgspec.Struct, frozen=True):
 
     @property
     def rows(self) -> int:
-        """Rows of the parameter that the slice fills."""
+        """Number of rows of the parameter that the slice fills."""
         return self.shape[0] if self.axis else self.count
 
     @property
@@ -45,13 +46,14 @@ class Part(msgspec.Struct, frozen=True):
 
 
 class Param(msgspec.Struct, frozen=True):
-    """A parameter of a rank; `shape` is the rank's slice of it.
+    """A parameter as a rank holds it: `shape` is the shape of the rank's slice.
 
-    dtype   "float32" when the parameter stays float32 for every dtype of the model, else ""
-    format  of the stored weights, a name of `quire.quantization.formats.FORMATS`
-    stored  scheme in which the checkpoint stores the matrix; None: unquantized
-    scheme  scheme of the matrix that kernels pack. None: the matrix has the model's dtype; the loader dequantizes a
-            quantized one
+    parts   slices of checkpoint tensors that fill the parameter
+    dtype   "float32": the parameter stays float32 for every dtype of the model; "": it has the model's dtype
+    format  format of the checkpoint's weights, a key of `quire.quantization.formats.FORMATS`
+    stored  quantization of the matrix in the checkpoint; None: unquantized
+    scheme  quantization of the matrix that the kernels run. None: the matrix has the model's dtype; the loader
+            dequantizes a quantized one
     shard   how tensor parallelism cuts the parameter: "rows" or "columns" of the matrix; "experts" (whole experts per
             rank, or a slice of each); "" (every rank has the whole parameter)
     """
@@ -77,9 +79,11 @@ FLOATS = ("F32", "BF16", "F16", "F64")  # types of stored numbers, in safetensor
 class RawTensor(NamedTuple):
     """A tensor that a loader fills from the checkpoint, before conversion and packing.
 
-    name       name within the layer;  shape  on this rank;  parts  slices of the checkpoint that fill the tensor
-    dtype      of the tensor; "": the model's
-    readable   dtypes of stored tensors that the loader accepts
+    name       name within the layer
+    shape      shape on this rank
+    parts      slices of the checkpoint that fill the tensor
+    dtype      dtype of the tensor; "": the model's
+    readable   dtypes that the checkpoint's tensors may have, as safetensors names them ("BF16")
     """
 
     name: str
@@ -90,7 +94,7 @@ class RawTensor(NamedTuple):
 
 
 def of_expert(param: Param, place: int, count: int) -> Param:
-    """Return the parameter of one expert: number `place` of the `count` experts that `param` stacks."""
+    """Return the parameter of expert `place` (from 0) alone. `param` stacks `count` experts."""
     if count == 1:
         return param
     each = len(param.parts) // count
@@ -99,7 +103,7 @@ def of_expert(param: Param, place: int, count: int) -> Param:
 
 
 def fused(param: Param) -> tuple[int, tuple[tuple[str, int], ...]]:
-    """Return the number of experts that the parameter stacks (1 if none), and an expert's parts as (name, rows)."""
+    """Return how many experts `param` stacks (1 if none), and (name, number of rows) of each part of an expert."""
     stem = param.parts[0].name.rpartition(".")[0]
     own = [part for part in param.parts if part.name.rpartition(".")[0] == stem]
     return len(param.parts) // len(own), tuple((part.name.rpartition(".")[2], part.rows) for part in own)

@@ -22,11 +22,12 @@ class PrefixReport(msgspec.Struct, frozen=True, kw_only=True):
     """Report on a prompt whose full blocks did not all come from the prefix cache.
 
     num_reused, num_blocks   reused blocks, and full blocks of the prompt
-    block, position          first block that was not reused, and the position of its first token
+    block, position          index of the first block that was not reused, and the position of its first token
     nearest      request id of the remembered prompt that explains the miss; "" if there is none
-    differs_at   TOKENS: position of the first token that differs from the nearest prompt
-    detail       EXTRAS: the tags that differ, without their values;  DROPPED: evicted, reset or distrusted
-    seconds      DROPPED: time since the block was dropped
+    differs_at   for `Miss.TOKENS`: position of the first token that differs from the nearest prompt
+    detail       for `Miss.EXTRAS`: names, not values, of the properties that differ, such as "salt";
+                 for `Miss.DROPPED`: "evicted", "reset" or "distrusted" (the block's KV may be wrong)
+    seconds      for `Miss.DROPPED`: time since the block was dropped
     """
 
     num_reused: int

@@ -10,13 +10,15 @@ from quire.contracts.step import I32, StepPlan, StepResult
 class ExecutorFacts(msgspec.Struct, frozen=True, kw_only=True):
     """Capabilities of an executor, fixed for its life.
 
-    depth         maximum number of steps that are submitted and not yet collected
-    decode_lag    maximum number of in-flight steps of a decoding slot (1: wait for each token; 2: one step ahead)
-    num_slots     requests that can hold a slot;  num_blocks  usable KV blocks, the reserved block 0 not counted
-    num_drafts    maximum number of drafts that a decode verifies (k); 0: every decode advances by one token
-    num_stages    stages of a pipeline, which work on as many steps at the same time
-    prompt_chunk  prompt tokens that about double the time of a step with few decodes; 0: chunks are not kept short
-    plans         resolved choices by name (attention, linear, memory, ...), each a printable value
+    depth         maximum number of steps in flight: submitted and not yet collected
+    decode_lag    maximum number of steps in flight for a decoding request (1: wait for each token; 2: one step ahead)
+    num_slots     maximum number of running requests
+    num_blocks    usable KV blocks, the reserved block 0 not counted
+    num_drafts    maximum number of draft tokens that a decode verifies (k); 0: every decode advances by one token
+    num_stages    stages of pipeline parallelism; each works on another step at the same time
+    prompt_chunk  prompt tokens that about double the time of a step with few decodes. The scheduler keeps chunks beside
+                  decodes this short; 0: it does not
+    plans         choices that the engine made at start, by name ("kernels", "memory", ...), as printable values
     """
 
     depth: int
@@ -58,7 +60,7 @@ class Executor(Protocol):
         """
 
     def check_alive(self) -> None:
-        """Raise `EngineDead` when the executor can run no step. For an idle core, which would notice it late."""
+        """Raise `EngineDead` when the executor can run no more steps. An idle core calls this: it submits no step."""
 
     def facts(self) -> ExecutorFacts:
         """Return the capabilities of this executor."""

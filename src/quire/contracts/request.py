@@ -46,13 +46,13 @@ TRANSITIONS = {
 
 
 class NewRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A sequence to generate, ready for the core: no text, every default resolved.
+    """A completion to generate, as the engine core gets it: token ids instead of text, every default resolved.
 
-    handle       the front end's number of the request; unique among live requests
+    handle       number that the front end gives the completion; unique among unfinished ones
     token_ids    the prompt, packed little-endian uint32
     max_tokens   0 = only score the prompt; prompt + max_tokens fits the context
     stop_ids     end-of-sequence and stop token ids; effective after the first `min_tokens` outputs
-    parent       handle of the first of n completions, whose prompt this one shares
+    parent       with n > 1: handle of completion 0, which computes the prompt for all; None for completion 0 itself
     deadline     seconds on the monotonic clock after which the request fails
     cache_salt   blocks are shared only among requests with the same salt
     tenant       owner of the request; blocks are shared only within a tenant. Callers may set the salt, never the

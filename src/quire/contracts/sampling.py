@@ -234,10 +234,11 @@ class BeamSearchParams(msgspec.Struct, metaclass=StrictFields, kw_only=True, for
 class SamplerSpec(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Parameters of a request that the sampler on the device needs, as ids and numbers only.
 
-    seed           Philox key, uint64; for n > 1 already the child's own
+    seed           Philox key, uint64; with n > 1 the completion's own, from `child_seed`
     num_prompt     length of the prompt; penalties use it to separate prompt tokens from output tokens
     min_length     below this sequence length `stop_ids` cannot be sampled (num_prompt + min_tokens)
-    logit_bias     (id, bias) pairs, clamped;  bad_words: token sequences whose last token is forbidden after the rest
+    logit_bias     (token id, bias) pairs, biases clamped to [-100, 100]
+    bad_words      token sequences; the last token of each is forbidden after the tokens before it
     num_logprobs   None = none, -1 = the whole vocabulary; the same for num_prompt_logprobs
     grammar        True: the request's rows wait for a mask of the allowed tokens (`StepPlan.grammar`)
     """

@@ -7,17 +7,17 @@ UNQUANTIZED = "unquantized"  # the kind of a weight without a scheme
 
 
 class Scheme(msgspec.Struct, frozen=True, kw_only=True):
-    """Numbers of a quantized matrix [N, K]: W = (values - zero) * scale.
+    """Quantization of a matrix W [N, K], W = (values - zero) * scale, and of the activations that it multiplies.
 
     values   "e4m3": float8_e4m3fn. "int8": signed. "w4", "w8": unsigned 4- and 8-bit integers, weight only; where
-             `zeros` is False, their zero is 8 or 128
-    block    (rows, columns) of the matrix that share a scale; 0: the whole axis. Blocks (128, 128) or (1, 128),
-             channels (1, 0), groups (1, g), the whole tensor (0, 0). A `QuantizedMatrix` never has (0, 0): the scale of
-             a tensor becomes that of each channel, which is exact
-    zeros    True: a zero point for each scale
-    order    True: columns are permuted (activation order)
-    inputs   activations: "" (not quantized), "token" (a scale for each row, computed), "tensor" (a scale of the
-             checkpoint), "group" (a scale for each row and 128 columns, computed)
+             `zeros` is False, the zero point is 8 for "w4" and 128 for "w8"
+    block    (rows, columns) of the matrix that share a scale; 0: the whole axis. FP8 blocks (128, 128) or (1, 128), per
+             channel (1, 0), groups (1, g), per tensor (0, 0). A `QuantizedMatrix` never has (0, 0): each channel gets
+             the scale of the tensor, which is exact
+    zeros    True: each scale has a zero point
+    order    True: columns are permuted (GPTQ's activation order)
+    inputs   quantization of activations: "" (none), "token" (computed scale per row), "tensor" (scale from the
+             checkpoint), "group" (computed scale per row and 128 columns)
     ue8m0    True: computed scales of activations are rounded up to powers of two
     """
 
@@ -30,14 +30,14 @@ class Scheme(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def kind(self) -> str:
-        """Return the word of `KINDS` that a kernel must have among its features to run the matrix."""
+        """Kind of quantized weight, such as "fp8 block" or "w4". A kernel that runs the matrix has it as a feature."""
         if self.values != "e4m3":
             return self.values
         return "fp8 block" if self.block[1] else "fp8 channel"
 
     @property
     def needs(self) -> frozenset[str]:
-        """Return all features that a kernel must have to run the matrix."""
+        """All features that a kernel must have to run the matrix: `kind`, and "ue8m0" when it is set."""
         return frozenset({self.kind, "ue8m0"} if self.ue8m0 else {self.kind})
 
     @property

@@ -28,11 +28,11 @@ MAX_VERIFY_ROWS = 1024  # of all decodes of a step together; the number of draft
 
 
 class Admission(msgspec.Struct, frozen=True, kw_only=True):
-    """A request that takes a slot.
+    """A request that takes a slot of the running batch in this step.
 
     token_ids      [P] int32, the prompt; for a resumed request also the tokens that it had generated
-    block_ids      one [n] int32 array per KV group: the first blocks of the slot, shared blocks first; NULL_BLOCK where
-                   the group's window has passed
+    block_ids      one [n] int32 array per KV group: the start of the slot's block table, cached blocks first;
+                   NULL_BLOCK where the group's window has passed
     num_computed   tokens whose KV is already in those blocks, < P
     pool           see `NewRequest`
     """
@@ -68,14 +68,14 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
 
     slots        [S] int32, each at most once: first the decodes, then the slots with a chunk of their prompt
     num_decodes  number of `slots` that decode; all others have a chunk, even if of one token
-    num_tokens   [S] int32, tokens to compute (>= 1). Decode: the last token and k drafts, an upper bound of its
-                 advance. Prompt: exactly the chunk
+    num_tokens   [S] int32, tokens to compute (>= 1). Decode: the last token and k drafts; the slot may advance by
+                 fewer. Prompt: exactly the chunk
     num_rows     [S] int32, trailing positions whose logits are needed. Decode: all. Chunk: 0; 1 at the end of the
                  prompt; num_tokens for prompt logprobs
     outputs      [S] uint8, bits SAMPLE | PROMPT_LOGPROBS | POOL; a decode always has SAMPLE
-    appended     [K, 3] int32 rows (slot, group, block), in block-table order. The plan does not report blocks that a
-                 window has passed: the entry stays in the device's table, and nothing reads it
-    released     [R] int32 slots given back before this step
+    appended     [K, 3] int32 rows (slot, group, block): new blocks, in block-table order. Blocks that a window has
+                 passed are not reported: they stay in the device's block table, and no kernel reads them
+    released     [R] int32, slots that requests left since the last plan
     grammar      [G] int32, in plan order: the sampling slots whose grammar masks come with `Executor.release`
     sync         of replicas in lock-step; None: no other replica takes part in this step. With it, `slots` may be empty
     """
@@ -115,12 +115,13 @@ class StepTimings(msgspec.Struct, frozen=True):
 
 
 class StepResult(msgspec.Struct, frozen=True, kw_only=True):
-    """Result of a plan.
+    """Result of a step.
 
     slots            [N] int32, the plan's slots with SAMPLE, in plan order
     tokens           [N, 1+k] int32 sampled tokens; k is the largest number of drafts of a slot
     num_accepted     [N] int32, leading tokens of a row that are valid: 1 + the number of accepted drafts
-    logprobs         slot -> rows of its valid tokens;  prompt_logprobs  slot -> rows of this chunk
+    logprobs         slot -> log-probabilities, a row for each of its valid tokens
+    prompt_logprobs  slot -> log-probabilities of the prompt, a row for each scored token of this step's chunk
     pooled           slot -> [hidden] float32, for prompts with POOL that ended in this step
     failed           slot -> code ("nan_logits", "nan_hidden", "bad_token"); other results of these slots are invalid
     num_computed     tokens that the forward pass computed, summed over slots

@@ -23,11 +23,11 @@ class StructuredOutputsParams(
     json_object   any JSON object
 
     disable_any_whitespace   JSON without white space between its parts
-    after                    text that ends the reasoning which the prompt has begun; the token that completes it is
-                             free as a whole. Before it the grammar does not apply, and only a stop string ends the
-                             output. None: there is no reasoning
-    budget                   tokens of reasoning after which `after` is forced; None: no limit
-    inside                   the grammar includes the reasoning and applies from the first token on
+    after                    text that ends the reasoning, such as "</think>"; the prompt has begun the reasoning. The
+                             grammar applies after the token that completes this text. Before, only a stop string ends
+                             the output. None: there is no reasoning
+    budget                   maximum tokens of reasoning; then the tokens of `after` are forced. None: no limit
+    inside                   True: the grammar describes the reasoning, too, and applies from the first token on
     """
 
     json: str | dict[str, Any] | bool | None = None

@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def read_rows(path: Path) -> Iterator[list[str]]:
-    """Yield the cells of every row; " | " separates cells.
+    """Yield the rows of a table in a text file, each as a list of cells; " | " separates cells.
 
     A line that begins with # is a comment. A line that begins with spaces continues the row above. `$name = words`
     defines the text of every later cell `$name`.

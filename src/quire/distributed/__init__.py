@@ -19,8 +19,8 @@ from torch import Tensor
 class Group(Protocol):
     """Ranks that exchange tensors. Tensors are contiguous and lie on the device of the group.
 
-    rank   place of this rank in the group, 0 to size - 1
-    size   ranks of the group
+    rank   number of this rank in the group, 0 to size - 1
+    size   number of ranks in the group
     kind   name of the implementation
     """
 
@@ -29,7 +29,7 @@ class Group(Protocol):
     kind: str
 
     def begin_step(self) -> None:
-        """Begin the launches of a step, recorded or not. Called on every rank, before its first exchange."""
+        """Prepare for a step, eager or captured in a CUDA graph. Every rank calls this before its first exchange."""
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """Return the sum over ranks, equal on all of them; it may overwrite and return x."""
@@ -59,10 +59,10 @@ class Group(Protocol):
         """
 
     def post(self, x: Tensor, to: int) -> None:
-        """Send a tensor as `send` does, beside the launches that follow. Never in a CUDA graph."""
+        """Send a tensor as `send` does, but later kernel launches do not wait for it. Not allowed in a CUDA graph."""
 
     def receive(self, out: Tensor, source: int) -> Tensor:
-        """Wait for the tensor that rank `source` sends, in the shape and type of `out`; return `out`."""
+        """Wait for the tensor that rank `source` sends, with the shape and dtype of `out`; fill and return `out`."""
 
     def barrier(self) -> None:
         """Wait until every rank has called this."""

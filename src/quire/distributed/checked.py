@@ -15,9 +15,10 @@ from quire.distributed import Group
 
 
 class CheckedGroup:
-    """A group whose collectives compare (count of calls, name, shape, type) over all ranks; see `Group`.
+    """A `Group` that checks before each collective that all ranks make the same call.
 
-    device   of the tensors
+    The ranks compare the number of the call, its name, and the shape and dtype of its tensor.
+    device   device of the tensors
     """
 
     def __init__(self, group: Group, device: torch.device) -> None:
@@ -54,7 +55,7 @@ class CheckedGroup:
         return self._group.scatter_sum(x, counts)
 
     def send(self, x: Tensor, to: int) -> None:
-        """Send a tensor to a rank. See `Group`. Not compared: the other ranks take no part."""
+        """Send a tensor to a rank. See `Group`. Not checked: the other ranks take no part."""
         self._group.send(x, to)
 
     def post(self, x: Tensor, to: int) -> None:
@@ -62,7 +63,7 @@ class CheckedGroup:
         self._group.post(x, to)
 
     def receive(self, out: Tensor, source: int) -> Tensor:
-        """Wait for a tensor of a rank. See `Group`. Not compared."""
+        """Wait for a tensor of a rank. See `Group`. Not checked."""
         return self._group.receive(out, source)
 
     def barrier(self) -> None:

@@ -7,13 +7,13 @@ from quire.distributed import Group
 
 @dataclass(frozen=True)
 class RankGroups:
-    """The groups of a rank; None: it would be alone in the group.
+    """The groups that a rank belongs to; None: the rank would be alone in the group.
 
-    tp       ranks that share every layer of a stage
-    pp       ranks with the same place in all stages, in the order of stages: hidden states go forward
-    tokens   the ranks of `pp` once more: sampled tokens go from the last to the first. A group of its own, because
-             messages of a group are ordered: two stages that send to each other would wait for each other
-    ep       ranks of a stage, of all replicas, that divide the experts of every layer
+    tp       tensor parallelism: ranks that share every layer of a pipeline stage
+    pp       pipeline parallelism: a rank of each stage, in the order of stages; hidden states go forward
+    tokens   the ranks of `pp` in a second group: sampled tokens go from the last stage to the first. Messages of one
+             group are ordered, so two stages that send to each other in one group would wait for each other
+    ep       expert parallelism: ranks of a pipeline stage, of all replicas, that divide the experts of every layer
     """
 
     tp: Group | None = None

@@ -27,7 +27,8 @@ _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  #
 def join_ranks(meeting: Path, number: int, parallel: Parallel, device: torch.device) -> RankGroups:
     """Join the ranks of an engine and return this rank's groups. Waits until all ranks have joined.
 
-    meeting   a file of this engine alone that is empty, or does not exist yet
+    meeting   rendezvous file that no other engine uses; it is empty, or does not exist yet
+    number    this rank's number in the engine, 0 to parallel.size - 1
     """
     dist.init_process_group(
         BACKENDS[device.type], init_method=f"file://{meeting}", rank=number, world_size=parallel.size, timeout=TIMEOUT,
@@ -38,7 +39,7 @@ def join_ranks(meeting: Path, number: int, parallel: Parallel, device: torch.dev
 
 
 def leave_ranks() -> None:
-    """Free the connections of this rank."""
+    """Close this rank's connections to the other ranks."""
     dist.destroy_process_group()
 
 
@@ -57,9 +58,10 @@ def _make(members: Sequence[Sequence[int]], number: int) -> "ProcessGroup | None
 
 
 class ProcessGroup:
-    """A rank's end of a group of processes; see `quire.distributed.Group`.
+    """A `quire.distributed.Group` of processes, over a process group of torch.distributed.
 
-    ranks   global numbers of the members, in order;  name  of the group in torch.distributed
+    rank    number of this rank in the group
+    ranks   global ranks of the members, in order
     """
 
     def __init__(self, group: dist.ProcessGroup, rank: int, ranks: tuple[int, ...]) -> None:
@@ -117,7 +119,7 @@ class ProcessGroup:
             self._send_beside(x, to)
 
     def post(self, x: Tensor, to: int) -> None:
-        """Send a tensor to a rank, beside the launches that follow. See `Group`."""
+        """Send a tensor to a rank; later kernel launches do not wait for it. See `Group`."""
         self._send_beside(x, to)
 
     def _send_beside(self, x: Tensor, to: int) -> None:

@@ -14,7 +14,7 @@ R = TypeVar("R")
 
 
 class SimulatedRanks:
-    """The ranks of a group. A rank that fails ends the others."""
+    """Ranks of a group as threads of this process, for tests. When a rank fails, the others fail, too."""
 
     def __init__(self, size: int) -> None:
         self._barrier = Barrier(size, timeout=WAIT_SECONDS)
@@ -24,11 +24,11 @@ class SimulatedRanks:
         self.groups = tuple(SimulatedGroup(self, rank, size) for rank in range(size))
 
     def run(self, work: Callable[["SimulatedGroup"], R]) -> list[R]:
-        """Run `work` once for each rank, all at the same time; return the results by rank."""
+        """Call `work` with the group of each rank, in a thread per rank; return the results in the order of ranks."""
         return self.run_each([lambda group=group: work(group) for group in self.groups])  # type: ignore[misc]
 
     def run_each(self, work: Sequence[Callable[[], R]]) -> list[R]:
-        """Run a piece of work for each rank at the same time; return the results by rank."""
+        """Call work[i] in the thread of rank i, all at the same time; return the results in the order of ranks."""
         with ThreadPoolExecutor(len(work)) as threads:
             running = [threads.submit(self._guarded, one) for one in work]
             return [one.result() for one in running]
@@ -42,7 +42,7 @@ class SimulatedRanks:
             raise
 
     def exchange(self, rank: int, x: Tensor) -> list[Tensor]:
-        """Return copies of what all ranks gave, in the order of ranks."""
+        """Contribute `x` for `rank` and wait for all ranks. Return copies of their tensors, in the order of ranks."""
         self._given[rank] = x
         self._barrier.wait()
         found = [one.clone() for one in self._given]
@@ -50,7 +50,7 @@ class SimulatedRanks:
         return found
 
     def mailbox(self, source: int, to: int) -> "SimpleQueue[Tensor]":
-        """Return the queue of tensors from a rank to another."""
+        """Return the queue of tensors that rank `source` sends to rank `to`."""
         return self._mail[source, to]
 
 

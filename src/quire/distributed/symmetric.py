@@ -18,9 +18,9 @@ BLOCKS = 64  # programs of a sum: enough to fill NVLink, few enough to run at th
 
 
 class SymmetricGroup:
-    """A rank's end of a group whose sums go through symmetric memory; see `Group`.
+    """A `Group` of GPUs that sums through symmetric memory. `group` (NCCL) does the rest, and sums larger messages.
 
-    memory   [BUFFERS x room] uint8 of `symmetric_memory.empty`;  room  bytes of the largest message that is summed here
+    memory   [BUFFERS x room] uint8, made by `symmetric_memory.empty`; messages of up to `room` bytes are summed in it
     """
 
     def __init__(self, group: ProcessGroup, memory: Tensor) -> None:
@@ -88,23 +88,24 @@ class SymmetricGroup:
         return sum_ranks(part.contiguous(), residual, self._peers, self.next_buffer())
 
     def next_buffer(self) -> int:
-        """Return the buffer of the next sum: the first of a step has its own, the others take turns."""
+        """Return the buffer index of the next sum. The first sum of a step has its own, the others alternate."""
         buffer = BUFFERS - 1 if self._calls == 0 else self._calls % 2
         self._calls += 1
         return buffer
 
 
 def with_symmetric_memory(group: Group | None, device: torch.device, room: int) -> tuple[Group | None, str]:
-    """Return the group with sums through symmetric memory where that is possible, and the reason why not, or "".
+    """Return (group that sums through symmetric memory, ""), or (`group`, reason why it cannot).
 
-    room   bytes of the largest message that is summed there. All ranks get the same answer: they try together
+    room   bytes of the largest message that is summed through symmetric memory
+    All ranks try together and get the same answer.
     """
     if not isinstance(group, ProcessGroup) or device.type != "cuda":
         return group, "" if group is None else "symmetric memory is for GPUs"
     made: list[Group] = []
 
     def failed(attempt: Callable[[], None]) -> str:
-        """Try on every rank, and agree: a rank that goes on alone would wait for the others for ever."""
+        """Run `attempt` on every rank. Return why it failed here or on another rank; "" when it failed on none."""
         why = ""
         try:
             attempt()

@@ -10,9 +10,9 @@ from quire.distributed import Group
 
 @dataclass(frozen=True)
 class VocabularySlice:
-    """Ids `first` to `first + counts[group.rank] - 1` of a vocabulary that the ranks of a group divide.
+    """This rank's slice of a vocabulary that the ranks of `group` divide: `counts[group.rank]` ids from `first` on.
 
-    counts   ids of each rank, in the order of ranks
+    counts   number of ids of each rank, in the order of ranks
     """
 
     group: Group
@@ -21,16 +21,16 @@ class VocabularySlice:
 
     @property
     def count(self) -> int:
-        """Ids of this rank."""
+        """Number of ids of this rank."""
         return self.counts[self.group.rank]
 
     @property
     def size(self) -> int:
-        """Ids of the whole vocabulary."""
+        """Number of ids of the whole vocabulary."""
         return sum(self.counts)
 
     def local(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Return ids [T] as rows of this rank's slice, 0 for those of other ranks, and [T] bool: the id is ours."""
+        """Return (rows of this rank's slice [T], mask [T] bool). An id of another rank has row 0 and mask False."""
         rows = ids - self.first
         ours = (rows >= 0) & (rows < self.count)
         return rows.masked_fill(~ours, 0), ours

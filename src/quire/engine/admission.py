@@ -12,8 +12,9 @@ from quire.kv.prefix import PrefixMatch
 class Admitter:
     """Moves waiting requests into slots, until the token budget, the slots or the blocks are used up.
 
-    headroom   blocks that must stay free when a request is admitted while others run
-    prefix_queries   prompt tokens looked up in the prefix cache, since the start;  prefix_hits  of these, tokens found
+    headroom         KV blocks that must stay free when a request is admitted while others run
+    prefix_queries   prompt tokens looked up in the prefix cache since the start
+    prefix_hits      of these, tokens found
     """
 
     def __init__(self, roster: Roster, history: PrefixHistory, *, by_priority: bool, headroom: int) -> None:

@@ -10,8 +10,9 @@ def share_budget(table: RunningTable, budget: int, decode_lag: int, num_drafts: 
                  num_stages: int = 1) -> tuple[I32, I32]:  # fmt: skip
     """Choose the running slots of the next step, and the most tokens that each slot computes.
 
-    budget       tokens of the step;  num_drafts  most drafts per decode, see `ExecutorFacts`
-    decode_lag   most steps in flight of a decoding slot, see `ExecutorFacts`
+    budget       maximum number of tokens of the step
+    decode_lag   maximum number of steps in flight for a decoding slot, see `ExecutorFacts`
+    num_drafts   maximum number of draft tokens per decode, see `ExecutorFacts`
     Decoding slots come first, so that a long prompt never delays them; each takes one token of the budget. The rest of
     the budget goes to slots that compute prompts or recompute tokens, in order. Drafts count against `MAX_VERIFY_ROWS`.
     In a pipeline of `num_stages` the decoding slots are spread evenly over as many steps, which run at the same time.

@@ -67,7 +67,7 @@ class EngineCore:
 
     @property
     def handles(self) -> list[int]:
-        """Handles of the live requests."""
+        """Handles (`NewRequest.handle`) of the live requests."""
         return list(self._requests)
 
     @property
@@ -78,8 +78,8 @@ class EngineCore:
     def add(self, new: NewRequest, *, places: int = 1) -> None:
         """Accept a request. Raises a `RequestError` with the reason when the engine refuses it; nothing is kept then.
 
-        places   queue places and free slots that the request and its children need together; the children are then
-                 never refused. 0: the request is accepted beyond the limit of the queue
+        places   number of completions that must fit into queue and free slots now: this one and, with n > 1, its
+                 later siblings, which are then never refused. 0: accept the request even when the queue is full
         """
         num_prompt = len(new.token_ids) // 4
         end = num_prompt + new.max_tokens
@@ -93,7 +93,8 @@ class EngineCore:
         if self.scheduler.allocator.most_blocks(end, self._most_in_flight) > self.facts.num_blocks:
             raise PromptTooLong(
                 f"{end} tokens need more than the {self.facts.num_blocks} KV blocks of "
-                f"{self.facts.block_size} tokens: give the KV cache more memory or lower max_tokens."
+                f"{self.facts.block_size} tokens: shorten the prompt, lower max_tokens, or start the engine with a "
+                "higher gpu_memory_utilization or kv_cache_memory_bytes."
             )
         assert new.handle not in self._requests, f"handle {new.handle} is live"
         parent = self._requests.get(new.parent) if new.parent is not None else None

@@ -25,14 +25,14 @@ Bools = np.ndarray[Any, np.dtype[np.bool_]]
 
 @dataclass(kw_only=True, slots=True)
 class ResultRows:
-    """Columns of a step's L valid rows: rows of requests that have neither ended nor failed.
+    """Results of a step in columns: a row for each of the L sampled requests that have neither ended nor failed.
 
-    planned  [L] slots when the step was planned
-    slots    [L] slots now; -1: the request was preempted
+    planned  [L] slot of the request when the step was planned
+    slots    [L] slot of the request now; -1: it was preempted
     tokens   [L, 1+k] sampled tokens
-    counts   [L] valid tokens of each row; None: each row has one
-    most     [L] planned upper bound of `counts`; None: each row has one
-    held     [L] False: the request was preempted; None: no request was
+    counts   [L] number of valid tokens in each row; None: each row has one
+    most     [L] upper bound of `counts` when the step was planned; None: each row has one
+    held     [L] False: the request was preempted and holds no slot; None: every request holds its slot
     """
 
     requests: list[Request]
@@ -54,7 +54,7 @@ class Finisher:
         self._num_stopping = np.zeros(vocab_size, np.int32)  # token id -> live requests that it stops
 
     def watch(self, request: Request) -> None:
-        """Start to look for the request's stop ids."""
+        """Check sampled tokens for the stop ids of this request, too, until `end`."""
         self._num_stopping[np.fromiter(request.stop_ids, np.int64)] += 1  # all of them, or an IndexError and none
 
     def end(
@@ -69,7 +69,7 @@ class Finisher:
     ) -> Finish:
         """End a request, whether it waits or runs, and free its slot, blocks and grammar. Returns its `Finish`.
 
-        distrust   True: its blocks may hold wrong KV and leave the prefix cache
+        distrust   True: its blocks may hold wrong KV and are removed from the prefix cache
         """
         self._num_stopping[np.fromiter(request.stop_ids, np.int64)] -= 1
         if request.new.grammar is not None:

@@ -133,7 +133,7 @@ class Grammars:
         return held.matcher.is_stopped()
 
     def masks(self, requests: Sequence[Request | None]) -> tuple[I32, list[tuple[Request, RequestFailed | None]]]:
-        """Return the masks of the rows [rows, words], and (request, None or failure) for each request that must end.
+        """Return bit masks [rows, words] of allowed tokens, and (request, failure or None) for requests that must end.
 
         A request ends when no token can follow its output, or when its grammar fails. `requests` has an entry for each
         row: None if the row's request has ended.

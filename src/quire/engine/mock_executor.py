@@ -37,7 +37,7 @@ SIZES = {"num_slots": 8, "num_blocks": 64, "block_size": 4, "vocab_size": 1000, 
 
 
 def chain(previous: int, token: int) -> int:
-    """Return the digest of a prefix and one more token; `previous` is the prefix's digest (splitmix64's finalizer)."""
+    """Return the digest of a prefix extended by `token`; `previous` is the digest of the prefix."""
     x = (previous ^ (token + 1) * 0xBF58476D1CE4E5B9) & MASK
     x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & MASK
     x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & MASK
@@ -45,7 +45,7 @@ def chain(previous: int, token: int) -> int:
 
 
 def next_token(digest: int, seed: int, vocab_size: int) -> int:
-    """Return the token that follows a prefix with this digest."""
+    """Return the token that the mock generates after a prefix with this digest, for a request with this seed."""
     return chain(digest, seed & 0xFFFFFFFF) % vocab_size
 
 
@@ -101,15 +101,17 @@ class _Slot:
 class MockExecutor:
     """Runs plans on a simulated KV memory.
 
-    sizes     sizes of `ExecutorFacts` that differ from `SIZES`
-    windows   of the KV groups, as in `KVGroup`; each group checks that it wrote every block that it reads
-    accepts   number of accepted drafts of one decode after another; the sequence repeats, and a planted failure ends it
+    sizes     fields of `ExecutorFacts` (num_slots, num_blocks, ...) that differ from the defaults in `SIZES`
+    windows   attention window of each KV group, as in `KVGroup`; reads are checked separately for each group
+    accepts   numbers of accepted drafts for one decode after another; the sequence repeats. A decode accepts no draft
+              at or after the output at which `fail` makes its request fail
     verify    check every position that a row may attend to (O(length) per step)
     answers   give every request the tokens of `mock_tokens`; without `answers` and `verify` tokens are arbitrary and
               cost nothing per request, for timing the engine
     step_seconds   duration of a step; steps run one after another, as on a device, and `collect` waits for them
     width     size of a hidden state
-    fail      request id -> number of outputs after which the request fails with "nan_logits" (0: or "nan_hidden")
+    fail      request id -> number of outputs after which the request fails with "nan_logits"; with 0, a pooling request
+              fails with "nan_hidden"
     computed  request id -> tokens computed for it so far, over all its admissions; kept with `verify` only
     """
 
@@ -132,7 +134,7 @@ class MockExecutor:
         self._waiting: StepPlan | None = None  # for its masks
 
     def submit(self, plan: StepPlan) -> None:
-        """Run the plan now, or when its masks come. `collect` returns its result."""
+        """Run the plan: now, or in `release` when it needs grammar masks. `collect` returns its result."""
         assert len(self._results) < self._facts.depth, "more steps in flight than the depth"
         assert plan.step == self.num_steps, "plans out of order"
         assert self._waiting is None, "submitted before the last step was released"
@@ -172,7 +174,7 @@ class MockExecutor:
         """Do nothing. See `Executor`."""
 
     def facts(self) -> ExecutorFacts:
-        """Return the sizes of the mock."""
+        """Return the sizes of the mock. See `Executor`."""
         return self._facts
 
     def control(self, name: str, args: dict[str, Any]) -> object:

@@ -31,7 +31,7 @@ class InFlight:
 
 
 class PlanWriter:
-    """Writes plans. Parts that depend only on the set of running requests are kept until the set changes."""
+    """Writes step plans. Caches the parts of a plan that depend only on which requests run."""
 
     def __init__(self, roster: Roster, num_drafts: int) -> None:
         self._num_drafts = num_drafts
@@ -40,7 +40,7 @@ class PlanWriter:
         self._shared: tuple[int, tuple[SharedPrefix, ...]] = (-1, ())
 
     def write(self, step: int, slots: I32, num_tokens: I32, admitted: list[Admission], appended: I32) -> InFlight:
-        """Mark `num_tokens` of `slots` as planned in the `RunningTable`, and return the step with its plan."""
+        """Return step number `step` with its plan, and mark `num_tokens` [S] of `slots` [S] as planned."""
         table = self._table
         before = table.planned[slots]
         table.planned[slots] = after = before + num_tokens

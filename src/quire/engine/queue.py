@@ -9,9 +9,10 @@ SLACK = 64  # entries of ended requests that may always stay in a heap
 
 
 def check_fits(places: int, bound: int, num_slots: int, param: str) -> None:
-    """Raise `InvalidParameter` about `param` when `places` completions never fit.
+    """Raise `InvalidParameter` about `param` when a request for `places` completions can never fit.
 
-    bound   completions that may wait;  num_slots  completions that may run
+    bound       maximum number of completions that wait
+    num_slots   maximum number of completions that run
     """
     if places > bound + num_slots:
         raise InvalidParameter(
@@ -37,8 +38,9 @@ class WaitingQueue:
     def check_room(self, places: int, num_blocked: int, num_free: int) -> None:
         """Raise `QueueFull` when `places` new requests exceed max_waiting and the free slots together.
 
-        num_blocked   requests that wait outside of this queue;  num_free  free slots, each takes one request
-        Raises `InvalidParameter` when they exceed max_waiting and all slots: trying again cannot help.
+        num_blocked   requests in `RequestState.BLOCKED`; they wait outside of this queue and count against max_waiting
+        num_free      free slots; each takes one request
+        Raises `InvalidParameter` when `places` exceeds max_waiting and all slots: trying again cannot help.
         """
         if self._bound is None or not places:
             return
@@ -76,7 +78,7 @@ class WaitingQueue:
         return heapq.heappop(self._heap)[2]
 
     def drop(self, request: Request) -> None:
-        """Remove a request that has ended without `pop` from the queue's length."""
+        """Stop counting a request that ended while it waited in this queue. `peek` skips its entry."""
         assert request.state is RequestState.FINISHED
         self._size -= 1
         if len(self._heap) > 2 * self._size + SLACK:  # entries that ended deep in the heap would pile up

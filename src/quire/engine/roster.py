@@ -12,10 +12,10 @@ LOG = logging.getLogger("quire")
 
 
 class Roster:
-    """Adds, moves and removes requests; plans nothing.
+    """The live requests of an engine core. Adds, moves and removes requests; plans nothing.
 
-    table, queue, allocator   running requests, waiting requests, and the blocks of running requests
-    num_blocked   requests that wait for their parent's prompt or for their grammar
+    table, queue, allocator   running requests, waiting requests, and the KV blocks of running requests
+    num_blocked   requests that wait for their grammar or, with n > 1, for the prompt of completion 0
     released      slots that running requests gave back since the last plan
     preempted     handles of preempted requests, until the next outputs report them
     """
@@ -35,7 +35,8 @@ class Roster:
     def add(self, new: NewRequest, tags: Tags, parent: Request | None, places: int = 1) -> Request:
         """Queue a new request and return its record. It is blocked until the whole prompt of `parent` is planned.
 
-        tags     of its block keys, see `KeyChain`;  places  as in `EngineCore.add`
+        tags     salt, tenant and other values that its prefix-cache keys depend on, see `KeyChain`
+        places   as in `EngineCore.add`
         """
         if new.parent is None:
             self.queue.check_room(places, self.num_blocked, self.table.num_free)
@@ -56,7 +57,7 @@ class Roster:
     def remove(self, request: Request, *, distrust: bool = False) -> None:
         """End a request, whether it waits or runs, and free its slot and blocks.
 
-        distrust   True: blocks that the request has published may hold wrong KV and leave the prefix cache
+        distrust   True: its blocks may hold wrong KV and are removed from the prefix cache
         """
         before, blocked_on = request.state, request.blocked_on
         if before is RequestState.RUNNING:
@@ -101,7 +102,7 @@ class Roster:
             self._line_up(child)
 
     def chain(self, request: Request) -> KeyChain:
-        """Return the keys of the request's blocks."""
+        """Return the prefix-cache keys of the request's blocks."""
         return self._chains[request.new.handle]
 
     def publish(self, request: Request, num_tokens: int) -> None:

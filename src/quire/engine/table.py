@@ -13,12 +13,12 @@ I64 = np.ndarray[Any, np.dtype[np.int64]]
 class RunningTable:
     """Running requests, as arrays with a row per slot.
 
-    planned      tokens whose computation is planned; for a decoding slot, `upper_bound` without the last token
-    confirmed    prompt and confirmed output tokens
+    planned      number of tokens whose KV is computed or planned; for a decoding slot, `upper_bound` - 1
+    confirmed    number of prompt tokens and collected output tokens
     upper_bound  `confirmed` plus all tokens that the steps in flight may add; at most `end`
-    in_flight    sampling steps planned and not collected
-    goal         tokens confirmed at admission; the slot catches up until they are computed, then it decodes
-    end          length at which the request is finished
+    in_flight    steps that sample for the slot, planned and not yet collected
+    goal         length at admission; the slot computes these tokens in chunks (prefill), then it decodes
+    end          length in tokens at which the request is finished
     masked       True: the slot's rows wait for grammar masks
     """
 
@@ -51,7 +51,10 @@ class RunningTable:
         return self._order
 
     def enter(self, request: Request, computed: int, by_priority: bool) -> int:
-        """Give `request` a free slot and return the slot. The KV of its first `computed` tokens exists already."""
+        """Give `request` a free slot and return the slot. The KV of its first `computed` tokens exists already.
+
+        by_priority   True: `order` respects the request's priority; False: it ignores priorities
+        """
         slot = self._free[-1]
         self.planned[slot] = computed
         self.confirmed[slot] = self.upper_bound[slot] = self.goal[slot] = len(request.tokens)

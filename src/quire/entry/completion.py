@@ -16,8 +16,9 @@ from quire.text.tokenizer import Tokenizer
 class Completion:
     """A completion of a prompt, the `index`-th of n.
 
-    streamed     each output holds only the new text (`new_text`) and the tokens from `num_sent` on
-    num_read     number of tokens decoded into `text`; the rest is decoded for an output, or at once for stop strings
+    streamed     True = an output holds only the new text (`new_text`) and the tokens from `num_sent` on
+    num_read     number of tokens decoded into `text`. With stop strings, every token is decoded when it comes; else
+                 tokens are decoded when an output is made
     first_token_time, last_token_time   monotonic times of the first and the newest token
     vector       pooled hidden states, for a request that returns a vector instead of text
     """
@@ -48,7 +49,8 @@ class Completion:
         return (self.last_token_time - self.first_token_time) / (len(self.token_ids) - 1)
 
     def push(self, token: int, finish: Finish | None) -> bool:
-        """Append a token. Return True when a stop string ended the completion here, so that the core must abort it."""
+        """Append a token; `finish` comes with the last token. Return True when a stop string ended the completion: the
+        caller must then abort it in the core."""
         self.token_ids.append(token)
         if finish is None and (self.text is None or not self.text.stepwise):
             return False  # nearly every call
@@ -109,7 +111,7 @@ class Generation:
 
     began             monotonic time when a step first scheduled the prompt, if known
     num_preemptions   preemptions of all its completions
-    due               the next output is made when a completion has this many tokens, or at the end; 0 = at each token
+    due               tokens that a completion must have before the next output is made; 0 = an output at each token
     """
 
     request_id: str
@@ -133,7 +135,7 @@ class Generation:
             self.due = 1
 
     def wait_on(self, num_tokens: int) -> None:
-        """Set `due` for the next output, after an output at `num_tokens` tokens of a completion."""
+        """After an output at `num_tokens` tokens of a completion, set `due` to the next multiple of stream_interval."""
         if self.due and self.params.stream_interval is not None:
             self.due = num_tokens - num_tokens % self.params.stream_interval + self.params.stream_interval
 
@@ -151,7 +153,7 @@ class Generation:
         return True
 
     def add_logprobs(self, completion: Completion, rows: RowLogprobs, row: int) -> None:
-        """Keep the logprobs of one token and its k alternatives. With k = 0 there is only the token's own."""
+        """Keep the logprobs of a completion's next token and its alternatives. They are row `row` of `rows`."""
         if completion.logprobs is None:
             completion.logprobs, completion.cumulative_logprob = [], 0.0
         assert completion.cumulative_logprob is not None
@@ -159,7 +161,7 @@ class Generation:
         completion.cumulative_logprob += float(rows.logprobs[row, 0])
 
     def add_prompt_logprobs(self, rows: RowLogprobs) -> None:
-        """Keep the logprobs of the next prompt tokens. The first prompt token has none."""
+        """Keep the logprobs of the next prompt tokens, one row per token. The first prompt token has none."""
         assert self.prompt_logprobs is not None
         self.prompt_logprobs.extend(self._named(rows, i) for i in range(len(rows.ranks)))
 

@@ -28,7 +28,7 @@ PROGRESS_SECONDS = 0.1  # between two messages about the same phase
 
 
 def main() -> int:
-    """Serve one core until the server says stop; returns the exit code."""
+    """Run the process of an engine core until the server sends `Stop`. Return the exit code."""
     # The server handles signals: it lets requests finish, then sends stop. Ctrl-C does not reach this session, but a
     # service manager sends SIGTERM to every process of a unit. If the server dies, standard input ends (_watch_parent).
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -48,7 +48,7 @@ def _build_to_stay(config: EngineConfig, send: Send) -> tuple[Core, Ready]:
 
 
 def build(config: EngineConfig, send: Send) -> tuple[Core, Ready]:
-    """Build a core. Return it with its `Ready` message. `send` gets progress. The device "mock" needs no torch."""
+    """Build an engine core and its `Ready` message. `send` gets messages about the progress of loading."""
     if config.device.device == "mock":
         return _build_mock(config)
     from quire.assemble import assemble

@@ -20,7 +20,7 @@ LONGEST = 1e9  # longest timeout of a request, in seconds
 
 @dataclass(frozen=True, kw_only=True)
 class FrontLimits:
-    """Limits of the engine that requests are checked against.
+    """Limits of an engine. Requests are checked against them.
 
     by_priority   requests may have a priority (scheduling_policy="priority")
     """
@@ -33,7 +33,7 @@ class FrontLimits:
 
 
 def check_options(priority: int, timeout: float | None, limits: FrontLimits) -> None:
-    """Raise `InvalidParameter` for a wrong priority, or a timeout that is not in seconds."""
+    """Raise `InvalidParameter` for a priority that cannot be used, or for a timeout that is not a number of seconds."""
     given: Any = priority  # callers may pass any type
     if not isinstance(given, int) or isinstance(given, bool) or not -(2**31) <= given < 2**31:
         raise InvalidParameter(f"priority={shown(given)}: must be a 32-bit integer.", param="priority")
@@ -96,7 +96,8 @@ def sampler_spec(params: SamplingParams, seed: int, num_prompt: int, stop_ids: t
                  tokenizer: Tokenizer | None) -> SamplerSpec:
     """Return the parameters of a checked request as the sampler reads them.
 
-    num_prompt   tokens of the prompt;  stop_ids  tokens that end the answer;  vocab_size  of the model
+    num_prompt   number of prompt tokens
+    stop_ids     tokens that end the completion
     """
     greedy = params.greedy
     bias = {i: max(-BIAS_LIMIT, min(BIAS_LIMIT, b)) for i, b in (params.logit_bias or {}).items()}
@@ -127,7 +128,7 @@ def sampler_spec(params: SamplingParams, seed: int, num_prompt: int, stop_ids: t
 
 
 def child_request(parent: NewRequest, index: int, request_id: str) -> NewRequest:
-    """Return the request of another completion of the same prompt. It shares the prompt's blocks; its seed differs."""
+    """Return the core's request of completion `index` of n. It shares the KV blocks of the prompt; its seed differs."""
     spec = msgspec.structs.replace(
         parent.sampler, seed=child_seed(parent.sampler.seed, index), num_prompt_logprobs=None)
     return msgspec.structs.replace(parent, handle=parent.handle + index, request_id=request_id, sampler=spec,

@@ -24,7 +24,7 @@ def embed_params() -> SamplingParams:
 
 
 def vector_of(generation: Generation, plan: PoolingPlan, dimensions: int | None = None) -> F32:
-    """Return the embedding of a finished request, as `plan` makes it from the pooled vector. dimensions: None = all.
+    """Return the embedding of a finished request: its first `dimensions` numbers (None: all), scaled as `plan` says.
     Raises `RequestFailed` when the request failed, `EngineClosed` when the stopping engine aborted the request."""
     ended = generation.completions[0]
     if ended.finish_reason == "error":
@@ -36,7 +36,7 @@ def vector_of(generation: Generation, plan: PoolingPlan, dimensions: int | None 
 
 
 def embedding_output(generation: Generation, plan: PoolingPlan, dimensions: int | None) -> EmbeddingRequestOutput:
-    """Make the output of `embed`. A failed request has an empty embedding and the code of its error."""
+    """Make the output of `LLM.embed`. A failed request has an empty embedding and the code of its error."""
     ended = generation.completions[0]
     failed = ended.finish_reason == "error"
     outputs = EmbeddingOutput(embedding=[] if failed else vector_of(generation, plan, dimensions).tolist(),
@@ -47,8 +47,8 @@ def embedding_output(generation: Generation, plan: PoolingPlan, dimensions: int 
 
 
 def paired(first: Sequence[First], second: Sequence[Second]) -> list[tuple[int, int]]:
-    """Return pairs (index in `first`, index in `second`): a single text of `first` with each of `second`, or i with i.
-    Raises `InvalidParameter` when the lengths differ and `first` has not exactly one text."""
+    """Return the pairs of texts to compare, as (index in `first`, index in `second`). Texts with the same index are a
+    pair; a single text in `first` makes a pair with each of `second`. Raises `InvalidParameter` for other lengths."""
     if len(first) not in (1, len(second)) or not first:
         raise InvalidParameter(f"{len(first)} texts cannot be compared with {len(second)}: give one text and a list, "
                                "or two lists of the same length.", param="text_2")

@@ -20,8 +20,8 @@ Inbox = Callable[[RequestOutput | Exception], None]
 
 
 class EngineThread:
-    """A thread that steps one engine and serves its callers. Any thread may use `send`, `close` and `engine`. Only
-    commands given to `send` may use the rest. The thread keeps this object alive until `close`. So this object must not
+    """A thread that steps one engine and serves its callers. Any thread may use `send`, `close` and `engine`. The other
+    methods are for commands given to `send`. The thread keeps this object alive until `close`. So this object must not
     refer to an owner (`AsyncLLM`) that may be garbage-collected without `close`."""
 
     def __init__(self, engine: Engine) -> None:
@@ -42,7 +42,7 @@ class EngineThread:
         return self._engine
 
     def send(self, command: Callable[[], None], *, quiet: bool = False) -> None:
-        """Queue a command to run between two steps. When the thread has ended, raise its error, unless `quiet`."""
+        """Queue a command, which the thread runs between two steps. Raises if the thread has ended, unless `quiet`."""
         with self._gate:
             if self._ended is None:
                 self._commands.put(command)
@@ -65,7 +65,8 @@ class EngineThread:
     def start(
         self, prompt: Prompt, params: SamplingParams, deliver: Inbox, started: list[Generation], **options: Any
     ) -> None:
-        """Queue one prompt and add it to `started`. `deliver` gets its outputs, or the error of the request."""
+        """Add the requests of a prompt to the engine, and its `Generation` to `started`. `deliver` gets the outputs or
+        the error. After an error, all of `started` is aborted. `options`: of `FrontEnd.start`."""
         try:
             if self._ended is not None:
                 raise self._ended

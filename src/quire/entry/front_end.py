@@ -39,16 +39,17 @@ INTERNAL = "internal"  # error code of a request that failed by a bug in Quire
 
 @dataclass(kw_only=True)
 class Taken:
-    """Changes that the outputs of one step made to the live generations.
+    """Changes that the outputs of one step made to the live generations (prompts with unfinished completions).
 
     now                monotonic time of this step's tokens
     touched            generations with an output to send
-    stopped            handles to abort in the core
+    stopped            handles of requests that the core must abort
     started            generations that got their first token
     finished           generations whose completions have all ended
-    broken             generations with a completion that an exception in our code ended, once per completion
+    broken             generations with a completion that an exception in the front end ended, once per completion
     gaps               time of a previous token -> number of completions whose next token came in this step
-    num_tokens         tokens taken;  num_stop_strings  completions that a stop string ended
+    num_tokens         new tokens of the live generations
+    num_stop_strings   completions that a stop string ended
     """
 
     now: float
@@ -63,9 +64,9 @@ class Taken:
 
 
 class FrontEnd:
-    """The live `Generation`s of an engine. `start` makes the core's requests of a prompt.
+    """The live `Generation`s of an engine: prompts with unfinished completions. `start` makes the core's requests.
 
-    Outputs of a step come back by `take`, which the server uses, or `apply`: `take`, and all outputs made.
+    `take` updates the generations with a step's outputs, for the server. `apply` also makes the users' outputs.
     """
 
     def __init__(self, tokenizer: Tokenizer | None, limits: FrontLimits, *, seed: int = 0) -> None:
@@ -79,7 +80,7 @@ class FrontEnd:
     @classmethod
     def of(cls, config: EngineConfig, facts: ExecutorFacts | Ready, tokenizer: Tokenizer | None,
            eos_ids: tuple[int, ...]) -> Self:
-        """Make the front end of an engine."""
+        """Make the front end of an engine. `facts`: limits that the executor or the core reports."""
         limits = FrontLimits(max_model_len=facts.max_model_len, vocab_size=facts.vocab_size,
                         max_logprobs=config.model.max_logprobs, eos_ids=eos_ids,
                         by_priority=config.scheduler.scheduling_policy == "priority")
@@ -97,10 +98,12 @@ class FrontEnd:
 
     def start(self, prompt: Prompt, params: SamplingParams, *, request_id: str | None = None, priority: int = 0,
               timeout: float | None = None, pool: str = "", tenant: str = "") -> tuple[Generation, list[NewRequest]]:
-        """Return the generation of one prompt, and its requests for the core.
+        """Return the generation of one prompt, and the core's requests: one per completion.
 
-        timeout   seconds after which the request fails;  pool, tenant  as in `NewRequest`
-        Raises a `RequestError` when the prompt cannot be served, and keeps nothing then.
+        timeout   seconds after which the request fails
+        pool      pooling of an embedding request: "mean", "last" or "cls"; "" = the request generates text
+        tenant    owner of the request: only requests of a tenant share KV blocks
+        Raises a `RequestError` when the prompt cannot be served. Then the front end has not changed.
         """
         if not isinstance(params, SamplingParams):
             raise InvalidParameter(
@@ -147,9 +150,9 @@ class FrontEnd:
         return generation, requests
 
     def apply(self, outputs: StepOutputs) -> tuple[list[tuple[int, RequestOutput]], list[int]]:
-        """Take one step's outputs. Return (handle of the first completion, output) pairs, and the handles to abort.
-
-        The core must abort a handle when a stop string, or an exception in our code, ended its completion here.
+        """Update the generations with one step's outputs. Return (handle of a prompt's first completion, output) pairs,
+        and the handles of requests that the core must abort: a stop string, or an exception here, ended their
+        completions.
         """
         taken = self.take(outputs)
         pairs = []
@@ -163,7 +166,7 @@ class FrontEnd:
         return pairs, taken.stopped
 
     def take(self, outputs: StepOutputs) -> Taken:
-        """Take one step's outputs and return the changes. The caller then makes the outputs of `touched`."""
+        """Update the generations with one step's outputs. The caller makes the outputs of `Taken.touched`."""
         taken = Taken(now=time.monotonic())
         touched: dict[Generation, None] = {}
         finishes = {f.handle: f for f in outputs.finished}
@@ -210,11 +213,11 @@ class FrontEnd:
         return taken
 
     def drop(self, generation: Generation) -> list[int]:
-        """Forget a generation. Return the handles to abort in the core."""
+        """Forget a generation. Return the handles of its unfinished completions, which the core must abort."""
         return [c.handle for c in generation.completions if self._by_handle.pop(c.handle, None) is not None]
 
     def fail(self, generation: Generation) -> list[int]:
-        """End a generation whose output cannot be made. Return the handles to abort. Call it in an `except` block."""
+        """End a generation with an error. Log the exception of the `except` block. Return the handles to abort."""
         LOG.exception("the text of request %s failed; the others go on", generation.request_id)
         for completion in generation.completions:
             completion.fail(INTERNAL)
@@ -291,6 +294,6 @@ class _Last:
         self._left, self._finishes = Counter(handles), finishes
 
     def get(self, handle: int) -> Finish | None:
-        """Return the finish of a handle at its last token of the step, else None. Call this once per token."""
+        """Return a handle's finish at its last token of the step, None at earlier ones. Call this once per token."""
         self._left[handle] -= 1
         return None if self._left[handle] else self._finishes.get(handle)

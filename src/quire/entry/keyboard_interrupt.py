@@ -16,7 +16,7 @@ SHOW_CURSOR = b"\x1b[?25h"  # a progress bar hides it
 
 
 def leave_on_interrupt() -> None:
-    """Make Ctrl-C end the process at once: exit code 130, no message. Has no effect where it is ignored (nohup)."""
+    """Make Ctrl-C end the process at once: exit code 130, no message. Has no effect where Ctrl-C is ignored (nohup)."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _leave)
 

@@ -93,8 +93,8 @@ class LLM:
         """Embed every prompt by the model's pooling method. Return the outputs in the order of the prompts.
 
         dimensions   keep this many numbers of each vector, the first ones, normalized to length 1; None = all
-        Each output has its vector in `outputs.embedding`. Errors as in `generate`: a request that fails alone has
-        the code of its error in `outputs.error`.
+        Each output has its vector in `outputs.embedding`. Other arguments and errors are as in `generate`, but a
+        request that fails alone has the code of its error in `outputs.error`.
         """
         check_arguments(LLM.embed, others)
         plan = self.engine.pooling
@@ -121,7 +121,7 @@ class LLM:
              use_tqdm: bool = True, chat_template: str | None = None, add_generation_prompt: bool = True,
              continue_final_message: bool = False, tools: list[dict[str, Any]] | None = None,
              chat_template_kwargs: dict[str, Any] | None = None, **others: Any) -> list[RequestOutput]:
-        """Return the answers to one conversation or several: lists of {"role": ..., "content": ...}."""
+        """Answer one conversation or several: lists of {"role": ..., "content": ...}. See `generate`, `render_chat`."""
         check_arguments(LLM.chat, others)
         several = bool(messages) and not isinstance(messages[0], dict)
         conversations: Sequence[Any] = messages if several else [messages]

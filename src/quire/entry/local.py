@@ -14,7 +14,7 @@ Messages = Sequence[dict[str, Any]]
 
 
 def front_end(engine: Engine) -> FrontEnd:
-    """Make the front end of an assembled engine."""
+    """Make the `FrontEnd` of an engine: it turns prompts into requests of the core, and tokens into outputs."""
     return FrontEnd.of(engine.config, engine.core.facts, engine.tokenizer, engine.eos_ids)
 
 
@@ -30,8 +30,8 @@ def render_chat(engine: Engine, messages: Messages, /, *, chat_template: str | N
                 continue_final_message: bool = False, chat_template_kwargs: dict[str, Any] | None = None,
                 **variables: Any) -> Prompt:
     """Render one conversation. Return a prompt with its text and token ids; BOS is not added twice.
-    `chat_template_kwargs`, `variables`: further variables of the template. Raises `InvalidParameter` for a variable
-    with the name of a parameter of this function or a switch of the template."""
+    `chat_template_kwargs`, `variables`: further variables of the template. Raises `InvalidParameter` if
+    `chat_template_kwargs` has a parameter of this function, such as `tools` or `add_generation_prompt`."""
     tokenizer = engine.tokenizer
     if tokenizer is None:
         raise InvalidParameter(

@@ -30,8 +30,8 @@ HARMLESS: dict[str, tuple[object, ...]] = {
 
 
 def check_arguments(method: Callable[..., Any], given: Mapping[str, Any]) -> None:
-    """Raise `InvalidParameter` for the first argument that `method` does not have.
-    Arguments of `ARGUMENTS` are accepted with a value that has no effect: None, or one in `HARMLESS`."""
+    """Raise `InvalidParameter` for the first argument in `given` that `method` does not have.
+    Arguments of vLLM in `ARGUMENTS` are accepted with a value without effect: None, or a value in `HARMLESS`."""
     name = method.__qualname__
     for argument, value in given.items():
         if (why := ARGUMENTS.get(argument)) is None:

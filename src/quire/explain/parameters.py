@@ -31,7 +31,8 @@ from quire.weights.files import full_names, stored_in, weight_files
 class Changed:
     """A checkpoint tensor whose numbers differ from those with which Quire computes.
 
-    count   numbers that differ, of `size`
+    count   numbers that differ
+    size    all numbers of the tensor
     most    largest difference, relative to the tensor's largest number
     """
 
@@ -45,10 +46,10 @@ class Changed:
 
 
 def reference_layout(params: tuple[Param, ...], folder: Path) -> tuple[Param, ...]:
-    """Return the parameters with the tensor names of the checkpoint in `folder`.
+    """Return `params` with the tensor names of the checkpoint in `folder`.
 
-    These are the names of the family in the folder's config.json. Of a family that Quire does not have, they must be
-    the same as those of `params`. Raises ModelError for a tensor that the folder lacks.
+    The names follow the model family in the folder's config.json. If Quire does not support the family, the folder must
+    use the names in `params`. Raises ModelError for a tensor that the folder lacks.
     """
     try:
         theirs = layout(read_checkpoint_config(folder))
@@ -59,16 +60,16 @@ def reference_layout(params: tuple[Param, ...], folder: Path) -> tuple[Param, ..
                                              for part in param.parts)) for param in params)  # fmt: skip
     wanted = {part.stored for param in named for raw in raw_tensors(param) for part in raw.parts}
     if missing := sorted(wanted - stored_in(folder).keys()):
-        raise ModelError(f"the reference {folder} has no tensor {missing[0]}: its names must be those of MODEL, or "
-                         "those of the model_type in its config.json, where Quire has it. Rename its tensors.")
+        raise ModelError(f"the reference {folder} has no tensor {missing[0]}: rename its tensors as in MODEL, or, if "
+                         "Quire supports the model_type in its config.json, as in models of that type.")
     return named
 
 
 def changed_parameters(model: Decoder, params: tuple[Param, ...], folder: Path) -> tuple[Changed, ...]:
-    """Return a `Changed` for every tensor in `folder` that differs in any bit from the tensor in the packed `model`.
+    """Return a `Changed` for every tensor in `folder` that is not exactly the one with which `model` computes.
 
     params   the model's layout with the folder's names; see `reference_layout`
-    Matrices that are packed quantized are left out: their layouts cannot be unpacked.
+    Matrices that are quantized in memory are left out: their packed layouts cannot be unpacked.
     """
     from safetensors import safe_open
 
@@ -92,9 +93,9 @@ def _compare(name: str, ours: Tensor, theirs: Tensor) -> Changed | None:
 
 
 def parameters(model: Decoder) -> Iterator[tuple[str, Tensor]]:
-    """Yield (checkpoint name, float32 tensor) for every checkpoint tensor, read back from the packed parameters.
+    """Yield (checkpoint name, float32 tensor) for every checkpoint tensor, read back from the model's memory.
 
-    Norms of heads are [H, D]: H heads, D numbers per head. Matrices that are packed quantized are left out.
+    Norms of heads are [H, D]: H heads, D numbers per head. Matrices that are quantized in memory are left out.
     """
     for param in model.layout:
         if param.scheme is not None:
@@ -107,9 +108,10 @@ def parameters(model: Decoder) -> Iterator[tuple[str, Tensor]]:
 
 
 def unordered(rows: Tensor, order: tuple[int, ...], by_head: bool) -> Tensor:
-    """Return a packed parameter in the order of the checkpoint; `order` is the packed order, () = unchanged.
+    """Return a parameter in the row order of the checkpoint; `rows` are in the order that Quire's kernels need.
 
-    `order` permutes each group of len(order) rows or, `by_head`, the numbers in each row.
+    order     in each run of len(order) rows, row i is the checkpoint's row order[i]; (): the order is the checkpoint's
+    by_head   `order` permutes the numbers in each row, not the rows
     """
     if not order:
         return rows

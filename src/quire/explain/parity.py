@@ -52,8 +52,8 @@ def verify(
 
     config      engine options; dtype and KV cache are forced to float32, and the device to the CPU
     prompt      text to compare on; by default a sentence with figures, or fixed ids for a model without a tokenizer
-    reference   folder that transformers reads instead of the model's own, to compare two checkpoints. The tensors
-                have the names of the model's, or of the family in the folder's config.json
+    reference   folder of another checkpoint, which transformers reads instead of `model`. Its tensors are named as
+                in `model`, or as in the model family of the config.json in this folder
     Raises ConfigError when transformers is not installed or the context is too short, ModelError for a tensor that
     the reference lacks, and the errors of `assemble`.
     """
@@ -174,7 +174,7 @@ def _run_quire(engine: Engine, prompt_ids: list[int]) -> tuple[list[int], Record
     if completion.finish_reason == "error":
         raise RequestFailed(
             f"Quire's own request failed ({completion.stop_reason}), so there is nothing to compare: "
-            f"{_not_finite(recording)} is the first step with NaN or infinity; look for them in its parameters.",
+            f"{_not_finite(recording)} is the first step with NaN or infinity; check the parameters of that step.",
             code=str(completion.stop_reason),
         )
     with torch.inference_mode():

@@ -41,7 +41,7 @@ class _Kept:
             self.weights.setdefault(f"{module}.{name}", {})[place] = weight
 
     def destination(self, module: str) -> None:
-        """Return None: no weight is loaded in place."""
+        """Return None, so that the loader calls `take` for the module instead of loading it in place."""
 
 
 def is_quantized(model: Decoder) -> bool:
@@ -56,9 +56,11 @@ def describe(model: Decoder) -> tuple[str, bool]:
 
 
 def write_dequantized(model: Decoder, layout: tuple[Param, ...], folder: Path, out: Path) -> Rules:
-    """Write the model in `folder` to `out`, dequantized to float32. Return the rules that quantize its activations.
+    """Write the model in `folder` to `out`, dequantized to float32.
 
     layout   the model's parameters with the names of the tensors in `folder`
+
+    Returns the scheme and activation scale of each quantized weight, by the weight's name in `folder`.
     """
     from safetensors.torch import save_file
 
@@ -99,7 +101,7 @@ def _parts(param: Param, rows: Tensor) -> Iterator[tuple[Any, Tensor]]:
 
 
 class QuantizedInputs(TorchFunctionMode):
-    """Context in which the linears of a transformers model quantize their inputs by the rules of their weights."""
+    """Context in which the linears of a transformers model quantize their inputs by the schemes of their weights."""
 
     def __init__(self, model: Any, rules: Rules, layout: tuple[Param, ...]) -> None:
         super().__init__()

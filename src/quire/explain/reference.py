@@ -26,9 +26,10 @@ SHARED = ("mlp.shared_experts", "mlp.shared_expert")
 
 @dataclass
 class Differences:
-    """Differences between Quire and the reference, `found[stage, step]`; see `relative_difference`.
+    """Differences between Quire and transformers: `found[stage, step]` is a `relative_difference`.
 
-    A step that the reference never reached has no entry.
+    ours   Quire's results, by stage (a half of a layer, for example) and step (an operation in the stage)
+    A step that transformers never reached has no entry.
     """
 
     ours: Recording
@@ -48,8 +49,8 @@ class Differences:
 def relative_difference(ours: Tensor, theirs: Tensor) -> float:
     """Return the largest difference between `ours` and `theirs` [T, width], relative to the row of `theirs`.
 
-    The divisor is the row's largest value, but at least a tenth of the median row's: sums near zero have rounding,
-    too. Different shapes differ by infinity.
+    The difference is divided by the largest value of the row, but at least by a tenth of the median row's largest:
+    sums near zero have rounding, too. Different shapes differ by infinity.
     """
     if ours.shape != theirs.shape:
         return float("inf")
@@ -72,15 +73,15 @@ def load(folder: Path) -> Any:
         detail = (str(error).splitlines() or [""])[0]
         raise ModelError(
             f"{folder} is loaded by Quire and not by transformers ({type(error).__name__}: {detail}), so there is "
-            "nothing to compare with: give the files that the model was published with, or another transformers. If "
-            "transformers has no class for the family yet: copy the folder, give the copy's config.json the model_type "
-            "and architectures of the nearest class, and pass it with --reference."
+            "nothing to compare with: give the files that the model was published with, or install another version of "
+            "transformers. If transformers has no class for the family yet: copy the folder, give the copy's "
+            "config.json the model_type and architectures of the nearest class, and pass the copy with --reference."
         ) from error
 
 
 @torch.inference_mode()
 def run_alone(model: Any, token_ids: list[int]) -> dict[str, Tensor]:
-    """Run the reference from the token ids and return its result [T, width] of every stage."""
+    """Run the model of transformers on the token ids. Return the result [T, width] of every stage (see `Recording`)."""
     body, kept, handles = model.base_model, {}, []
 
     def keep(stage: str) -> Callable[..., None]:
@@ -103,7 +104,7 @@ def run_alone(model: Any, token_ids: list[int]) -> dict[str, Tensor]:
 
 @torch.inference_mode()
 def run_on(model: Any, token_ids: list[int], ours: Recording) -> Differences:
-    """Run the reference with Quire's recorded results as the inputs of its steps. Return the differences."""
+    """Run the model of transformers with Quire's results as the inputs of its steps. Return the differences."""
     differences = Differences(ours)
     body = model.base_model
     _on_result(body.get_input_embeddings(), differences, "embed", "embed_tokens")

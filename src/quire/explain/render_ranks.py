@@ -55,7 +55,7 @@ def add_ranks(tree: Tree, plan: Plan) -> None:
 
 
 def render_rank(rank: Plan) -> Group:
-    """Return one rank (`describe_one`) as a terminal tree, with every slice that its loader reads."""
+    """Return a rank as a terminal tree, with every tensor slice that its loader reads. `rank`: see `describe_one`."""
     tree = Tree(Text(f"rank {rank['number']} of {rank['ranks']} ({rank['parallel']}): stage {rank['stage']}, place "
                      f"{rank['place']} of its tp group; {_held([rank], rank['latent'])}"))  # fmt: skip
     _groups(tree, [one | {"members": [one["members"]]} for one in rank["groups"]])

@@ -22,8 +22,10 @@ ATTENTION, FEED_FORWARD = "attention", "feed-forward"  # the two halves of a lay
 
 
 class Recording:
-    """Results of the steps of layers, `pieces[stage][step]`, in the order in which they are computed.
+    """Results of the operations of a model, `pieces[stage][step]`, in the order in which they are computed.
 
+    stage    "embed", a half of a layer ("layer 3 attention"), "norm" or "logits"
+    step     an operation of the stage, such as "q_proj"
     A piece is the result [T, ...] in a single engine step; `result` joins the pieces.
     """
 
@@ -31,7 +33,7 @@ class Recording:
         self.pieces: dict[str, dict[str, list[Tensor]]] = {}
 
     def keep(self, stage: str, step: str, result: Tensor) -> None:
-        """Add the result of one more step of the engine; a copy, because kernels reuse memory."""
+        """Add a copy of the result of `step` in the next engine step. It is a copy, because kernels reuse memory."""
         self.pieces.setdefault(stage, {}).setdefault(step, []).append(result.detach().clone())
 
     def result(self, stage: str, step: str) -> Tensor:
@@ -40,7 +42,10 @@ class Recording:
 
 
 def watch(model: Decoder, recording: Recording) -> None:
-    """Record every step inside the layers of `model` from now on. The tap of `run_layers` records whole layers."""
+    """Record every operation in the layers of `model` from now on, but not the output of whole layers.
+
+    `on_hidden` of the worker's programs gets that output. Afterwards the model must serve no other requests.
+    """
     block: Any
     for index, block in enumerate(model.layers):
         keep: Any = partial(recording.keep, stage_name(index, ATTENTION))
@@ -116,7 +121,7 @@ def _watch_latent(layer: LatentAttention, keep: Any) -> None:
     sizes, kernel = layer.sizes, layer.kernel
 
     def neighbours(x: Tensor) -> Tensor:
-        """Return x with its rotated part, the end of the last dimension, in the order of the checkpoint."""
+        """Return x with the rotary part (the end of its last dimension) in interleaved pairs, as in the checkpoint."""
         if not sizes.interleaved:
             return x
         first, second = x[..., -sizes.rope_dim :].chunk(2, -1)

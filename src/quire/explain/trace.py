@@ -38,9 +38,11 @@ def alike(span: Span) -> tuple[object, ...]:
 
 
 def render(span: Span, shown: Shown | None, depth: int = 0, rank: str = "") -> Iterator[str]:
-    """Yield the lines of a tree. Calls like the call before them are joined in a line.
+    """Yield the lines of the tree of a call. Successive calls that are `alike` are joined in one line.
 
-    shown   the calls shown so far; a further call that is alike, of the same rank, gets one line; None = show all
+    shown   calls that were drawn before: a call of the same rank that is `alike` gets one line. None = draw all calls
+    depth   depth of the call in the tree
+    rank    name of the call that holds the calls of a rank; "" outside ranks
     """
     rank = span.name if RANK.match(span.name) else rank
     indent, again = "  " * depth, shown is not None and span.inside and (rank, alike(span)) in shown
@@ -59,9 +61,10 @@ def render(span: Span, shown: Shown | None, depth: int = 0, rank: str = "") -> I
 
 
 def events(span: Span, origin: int, phase: str = "entry", track: int = 1) -> Iterator[dict[str, object]]:
-    """Yield events of the call and those inside, for Perfetto or chrome://tracing; `origin`: time 0.
+    """Yield trace events of a call and of all calls inside it, for Perfetto or chrome://tracing.
 
-    Each rank has a track of its own, named at its first event.
+    origin         time 0 of the events, in nanoseconds of the span's clock
+    phase, track   category and track of the call; a span with a phase, or of a rank, has its own
     """
     phase = span.phase or phase
     if found := RANK.match(span.name):
@@ -77,7 +80,7 @@ def events(span: Span, origin: int, phase: str = "entry", track: int = 1) -> Ite
 def trace(llm: LLM, prompt: PromptLike, *, max_tokens: int = 4) -> Span:
     """Run a request and return its recorded calls. The engine has one step in flight and no CUDA graphs.
 
-    The calls of each rank stand in a call "rank N" at the end of the step. The request first runs without a trace, to
+    The calls of each rank are in a call "rank N" at the end of the step. The request first runs without a trace, to
     warm up. The prefix cache is emptied before each run. Nothing else may run in this process meanwhile. Puts back all
     functions that it has replaced, also after an error.
     """
@@ -103,7 +106,7 @@ def trace(llm: LLM, prompt: PromptLike, *, max_tokens: int = 4) -> Span:
 
 @contextmanager
 def recording(llm: LLM, wait: Callable[[], None] = lambda: None) -> Iterator[Span]:
-    """Context manager: yield a root span and record calls inside the block below it. wait: called after each call."""
+    """Context manager: yield a root span, and add the calls of the block to it. `wait` runs at the end of each call."""
     num_steps = 0
 
     def name_step(result: Any, open_ones: list[Span]) -> None:

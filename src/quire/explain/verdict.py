@@ -23,9 +23,10 @@ BESIDE = {
 
 @dataclass(frozen=True)
 class Step:
-    """An operation, and its largest difference from the reference on the same input, relative to the result's row.
+    """An operation of a stage, compared with transformers on the same input.
 
-    bound   the largest difference that float32 rounding explains
+    difference   the largest difference of the results, relative to the row; see `relative_difference`
+    bound        the largest difference that float32 rounding explains
     """
 
     name: str
@@ -42,7 +43,8 @@ class Step:
 class Stage:
     """The embedding, a half of a layer, the last norm, or the logits.
 
-    so_far   difference of the stage's result when the reference runs alone: rounding of all stages so far adds up
+    so_far   difference of the stage's result when transformers gets only the token ids: rounding of all stages so far
+             adds up
     """
 
     name: str
@@ -64,12 +66,14 @@ class Stage:
 class Report:
     """The outcome of `verify`.
 
-    stages    in the order in which they are computed
-    changed   tensors of the checkpoint that Quire computes with other numbers
-    ours      greedy tokens;  theirs  the reference's choices after the same tokens, equal up to the first difference
-    margin    lead of the reference's token at the first difference (logits); 0 without a difference
-    scale     largest logit of the reference
-    quantized   schemes of quantized matrices, in words; "": there are none;  rounds  activations are quantized
+    stages      in the order in which they are computed
+    changed     tensors of the checkpoint whose numbers are not those with which Quire computes
+    ours        greedy tokens of Quire
+    theirs      greedy choices of transformers, each after the same earlier tokens (those of Quire)
+    margin      first difference of the tokens: lead of transformers' token over Quire's, in logits; 0: no difference
+    scale       largest absolute logit of transformers
+    quantized   quantization schemes of the model's matrices, in words; "": none
+    rounds      True when activations are quantized
     """
 
     model: str
@@ -97,9 +101,10 @@ class Report:
 
     @property
     def tied(self) -> bool:
-        """True when no token differs, or rounding decides: the lead at the first difference is at most TIE.
+        """True when the greedy tokens show no error: none differs, or the first difference is a tie.
 
-        Where activations are quantized, a rounding may turn many of their values, so tokens decide nothing.
+        A tie: the lead in logits is at most TIE of the largest, so rounding decides. With quantized activations this is
+        always True, because a rounding may change many of their values.
         """
         return self.rounds or self.first_token is None or self.margin <= TIE * self.scale
 
@@ -109,7 +114,7 @@ class Report:
         return self.first_divergent is None and not self.changed and self.tied
 
     def render(self) -> str:
-        """The table and the verdict as plain text."""
+        """Return the table of stages, the greedy tokens and the verdict as plain text."""
         width = max(len(stage.name) for stage in self.stages)
         inner = max(len(stage.worst.name) for stage in self.stages)
         lines = [

@@ -90,7 +90,7 @@ class Ahead:
     on_disk: list[bool] = field(default_factory=list)
 
     def compiled(self, *, cache_hit: bool, **_: object) -> None:
-        """Count a kernel; Triton calls it after each. cache_hit: True if the kernel was in the cache on disk."""
+        """Count a kernel; Triton calls this for each one. cache_hit: True if the kernel was in the cache on disk."""
         self.on_disk.append(cache_hit)
 
     def report(self) -> CompileReport:
@@ -151,7 +151,7 @@ def _mode(threads: ThreadPoolExecutor, ahead: Ahead) -> Any:
     base: Any = triton.AsyncCompileMode
 
     class Mode(base):  # type: ignore[misc]
-        """Triton's mode of compiling in threads. It also prepares each launch and lists the kernels in `ahead`."""
+        """Triton's mode of compiling in threads. It also loads each compiled kernel, and adds it to `ahead.kernels`."""
 
         def submit(self, key: str, compile_fn: Callable[[], Any], finalize_fn: Callable[[Any], None]) -> Any:
             def prepare() -> Any:

@@ -23,10 +23,11 @@ _WEIGHTS = frozenset({*KINDS, UNQUANTIZED, "ue8m0"})  # features that are words 
 class KernelNeeds:
     """Requirements of a model for an operation.
 
-    device     "cpu" or "cuda";  dtype  type that the model computes in, such as "bfloat16"
-    features   features that the operation's package defines (window, sinks, ...)
+    device     "cpu" or "cuda"
+    dtype      dtype of the computation, such as "bfloat16"
+    features   features that the operation's package defines ("window", "sinks", ...)
     head_dim   size of the attention heads; 0: does not matter
-    scheme     scheme of the weights, for operations that multiply with weights; None: unquantized
+    scheme     quantization of the weights that the operation reads; None: unquantized, or no weights
     """
 
     device: str
@@ -37,7 +38,7 @@ class KernelNeeds:
 
     @property
     def weights(self) -> frozenset[str]:
-        """Features (kinds of weights) that an implementation which reads weights must have."""
+        """Features for this kind of weights ("int8", ...). Any implementation that reads weights must have them."""
         return frozenset({UNQUANTIZED}) if self.scheme is None else self.scheme.needs
 
 
@@ -45,10 +46,11 @@ class KernelNeeds:
 class Choice:
     """The chosen implementation of an operation.
 
-    op, name   operation;  name of the implementation
-    rejected   (implementation, reason why not) of each that comes before the chosen one in the table, best first
+    op         operation, such as "attention"
+    name       name of the implementation, such as "triton"
+    rejected   (implementation, reason against it) of each that comes before the chosen one in `SUPPORTS`, best first
     features   features of the implementation on this machine, sorted, without the kinds of weights
-    weights    kind of quantized weights that the choice is for, words of `Scheme.needs`; (): unquantized, or no weights
+    weights    kind of quantized weights that the choice is for, such as ("int8",); (): unquantized, or no weights
     """
 
     op: str
@@ -64,16 +66,16 @@ class Choice:
 
     @property
     def of(self) -> str:
-        """Kind of quantized weights as text behind the operation: " of fp8 block weights"; "" for other choices."""
+        """Text to print after the operation's name: " of fp8 block weights"; "" if the weights are not quantized."""
         return f" of {' '.join(self.weights)} weights" if self.weights else ""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Kernels:
-    """The chosen implementations of operations: a module for each operation, and the choices with reasons.
+    """The module that implements each operation, and the choices with their reasons.
 
-    None: the model does not use the operation. The implementation of `experts` is not here: the plan of the expert
-    layers names it, because it depends on the dispatcher.
+    The module is None for an operation that the model does not use. The implementation of `experts` is not here: it
+    depends on the dispatcher, so `MoEPlan` names it.
     """
 
     choices: tuple[Choice, ...]
@@ -91,7 +93,7 @@ class Kernels:
 
 
 def here(need: str) -> str:
-    """Return the reason why this process cannot meet `need`, a key of `NEEDS`, or "". Imports the checking module."""
+    """Return the reason why this process cannot meet `need`, a key of `NEEDS`; "" if it can. Imports the checker."""
     module, _, name = NEEDS[need].partition(":")
     why: str = getattr(importlib.import_module(module), name)()
     return why
@@ -119,9 +121,9 @@ def objection(support: Support, needs: KernelNeeds, probe: Probe = here) -> str:
 
 
 def runs_no(support: Support, needs: KernelNeeds) -> str:
-    """Return as text that an implementation does not run the kind of weights in `needs`; "" if it does.
+    """Return text such as "runs no int8 weights" if an implementation does not run the weights in `needs`, else "".
 
-    It is "" for an implementation that reads no weights.
+    The text is "" for an implementation that reads no weights.
     """
     if not support.features & _WEIGHTS:
         return ""
@@ -145,7 +147,7 @@ def select(op: str, needs: KernelNeeds, forced: str | None = None, probe: Probe 
     """
     supports = SUPPORTS[op]
     if forced is not None and forced not in supports:
-        raise ConfigError(f"kernel {forced!r} does not exist for {op} (one of {', '.join(supports)}).")
+        raise ConfigError(f"kernel {forced!r} does not exist for {op}: use one of {', '.join(supports)}.")
     rejected: list[tuple[str, str]] = []
     weights = () if needs.scheme is None else tuple(sorted(needs.weights))
     for name, support in supports.items():
@@ -160,7 +162,8 @@ def select(op: str, needs: KernelNeeds, forced: str | None = None, probe: Probe 
             reason = "asked for" if forced else "first that supports " + _words(needs)
             return Choice(op, name, reason, tuple(rejected), features(support, probe), weights)
     table = "; ".join(f"{name}: {why}" for name, why in rejected)
-    raise ConfigError(f"no implementation of {op} serves {_words(needs)} ({table}).")
+    raise ConfigError(f"no implementation of {op} serves {_words(needs)} ({table}): "
+                      "choose another implementation, device or dtype.")
 
 
 def choose_kernels(
@@ -170,17 +173,17 @@ def choose_kernels(
 ) -> tuple[Choice, ...]:  # fmt: skip
     """Choose an implementation of each operation in `ops` for a model. Return the choices in the order of `ops`.
 
-    device, dtype        device and type that the model computes on and in
+    device, dtype        device and dtype of the computation, such as "cuda" and "bfloat16"
     head_dim             size of the model's attention heads
     attention_features   features of `quire.kernels.attention` that the model needs
-    cache_features       features for the type of the KV cache, which operations that read or write it need
+    cache_features       features for the dtype of the KV cache; operations that read or write the cache need them
     forced               operation -> name of the implementation to use
     probe                function that checks the machine for a need
     """
     forced = forced or {}
     unknown = sorted(set(forced) - set(ops))
     if unknown:
-        raise ConfigError(f"operation {unknown[0]!r} does not exist in this model (one of {', '.join(ops)}).")
+        raise ConfigError(f"operation {unknown[0]!r} does not exist in this model: use one of {', '.join(ops)}.")
     needs = KernelNeeds(device=device, dtype=dtype)
     cache = replace(needs, features=cache_features)
     attention = replace(needs, features=attention_features | cache_features, head_dim=head_dim)
@@ -192,8 +195,7 @@ def choose_linears(needs: KernelNeeds, schemes: Iterable[Scheme], forced: str | 
                    probe: Probe = here) -> tuple[Choice, ...]:  # fmt: skip
     """Choose an implementation of `linear` for each kind of quantized weights in `schemes`.
 
-    forced   implementation that the user asked for. It is used for the kinds of weights that it runs. "ref" also means
-             the reference of quantized weights
+    forced   name of the implementation to use for the kinds of weights that it runs; "ref" means "quantized_ref"
     """
     named = {"ref": "quantized_ref"}.get(forced or "", forced)
     chosen = dict[frozenset[str], Choice]()

@@ -23,7 +23,7 @@ def side_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 class Fork(AbstractContextManager["Fork"]):
-    """A fork of the main stream into main and side stream. side None: everything runs on the main stream.
+    """Runs kernels on a side stream beside the main stream. With `side` None, everything runs on the main stream.
 
     `with fork.beside:` launches kernels on the side stream. They start after all kernels launched before the fork.
     `fork.join()` makes the main stream wait for them; the end of `with Fork(side) as fork:` does so at the latest.

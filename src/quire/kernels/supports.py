@@ -24,12 +24,11 @@ class Support:
     """Capabilities of an implementation.
 
     features       features on every machine; the docstring of the operation's package defines them. An implementation
-                   that reads weights names the kinds of weights that it runs: words of `KINDS`, or UNQUANTIZED
-    extra          need -> features that the implementation has only if the need is met. The probe of the need returns
-                   the reason why it is not met
+                   that reads weights also names the kinds of weights that it runs: words of `KINDS`, or UNQUANTIZED
+    extra          key of `NEEDS` -> features that the implementation has only where this need is met
     max_head_dim   largest size of an attention head; None: any
     needs          keys of `NEEDS`, which must all be met for the implementation to run
-    typed          dtype -> more needs, for a model in this dtype
+    typed          dtype -> more keys of `NEEDS`, for a model that computes in this dtype
     """
 
     devices: frozenset[str]

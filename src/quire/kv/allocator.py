@@ -24,11 +24,11 @@ Ints = np.ndarray[Any, np.dtype[np.integer[Any]]]
 
 
 class KVAllocator:
-    """Gives blocks to slots 0..num_slots-1.
+    """Gives KV blocks to slots 0..num_slots-1. A slot holds a running request.
 
     capacity    [num_slots] int32, tokens that a slot's blocks hold in every group (0: the slot is empty); read only
-    published   [num_slots] int32, leading blocks of a slot that are full and offered to others; read only
-    has_windows True: a group gives blocks back before a request ends, so `trim` has work
+    published   [num_slots] int32, number of leading blocks of a slot that are in the prefix cache; read only
+    has_windows True: a KV group has a sliding window, so `trim` can give blocks back before a request ends
     """
 
     def __init__(self, pool: BlockPool, geometry: KVGeometry, *, num_slots: int) -> None:
@@ -51,7 +51,7 @@ class KVAllocator:
     def most_blocks(self, num_tokens: int, chunk: int) -> int:
         """Return the largest number of blocks that a request of `num_tokens` tokens holds at any time.
 
-        chunk   most tokens of the request in flight; groups with a window keep blocks for these, too
+        chunk   most tokens of the request in unfinished steps; groups with a window keep blocks for these, too
         """
         whole = -(-num_tokens // self.block_size)
         windows = sum(min(whole, self._peak(group, chunk)) for group in self._windows) if self.has_windows else 0
@@ -60,7 +60,8 @@ class KVAllocator:
     def can_admit(self, match: PrefixMatch, num_tokens: int, headroom: int = 0, upto: int | None = None) -> bool:
         """True when `admit` would succeed and leave `headroom` free blocks; num_tokens, upto as in `admit`.
 
-        Free blocks of the match count as taken. Blocks that a window takes for later chunks must be free, too.
+        Free blocks that the match would take do not count as free. Groups with a window also need free blocks for the
+        later chunks of the prompt.
         """
         whole, held = -(-num_tokens // self.block_size), match.blocks[0]
         missing = (whole - len(held)) * (len(self._groups) - len(self._windows))
@@ -187,7 +188,7 @@ class KVAllocator:
         self.published[slot] = num_full_blocks
 
     def withdraw(self, chain: KeyChain) -> None:
-        """Remove the blocks of `chain` from the index, so that no request finds them. Holders keep them."""
+        """Remove the blocks of `chain` from the prefix cache. Requests that hold them keep them."""
         keys = chain.keys(chain.num_hashed)
         found = [self.pool.lookup(key) for group in range(len(self._groups)) for key in group_keys(keys, group)]
         self.pool.forget([block for block in found if block is not None])

@@ -28,9 +28,10 @@ def namespace_digest(*, model: str, revision: str, dtype: str, block_size: int, 
                      weights: str = "") -> bytes:  # fmt: skip
     """Return 32 bytes that are equal for two engines exactly when they can exchange blocks.
 
-    model, revision   identity of the weights;  dtype  of the computation ("bfloat16")
-    weights           quantization of the weights, "" for none
-    geometry          of the whole model, never of one tensor-parallel or pipeline rank; it has the cache's own dtype
+    model, revision   identity of the weights
+    dtype             dtype of the computation, such as "bfloat16"
+    weights           quantization of the weights; "": none
+    geometry          KV layout of the whole model, not of one tensor-parallel or pipeline rank, with the cache's dtype
     """
     fields = [("model", model), ("revision", revision), ("dtype", dtype), ("block_size", str(block_size))]
     if weights:

@@ -21,7 +21,7 @@ DROPPED = 1 << 14  # dropped keys to remember
 
 
 class PrefixHistory:
-    """Explains prefix cache misses of one pool. When not `enabled`, it remembers nothing and reports OFF."""
+    """Explains prefix cache misses of one pool. When not `enabled`, it reports every miss as `Miss.OFF`."""
 
     def __init__(self, pool: BlockPool, *, enabled: bool, clock: Callable[[], float] = time.monotonic) -> None:
         self._enabled, self._clock = enabled, clock
@@ -36,7 +36,8 @@ class PrefixHistory:
         """Return the report of why `match` lacks full blocks of the prompt; None when it has all of them.
 
         Remembers the prompt and its later output under `name`. Call this before the prompt's blocks are in the pool.
-        num_prompt   tokens of `chain` that are the prompt;  reads  False: the request does not read the prefix cache
+        num_prompt   number of tokens of `chain` that are the prompt
+        reads        False: the request does not read the prefix cache
         """
         at, num_blocks = match.num_blocks, num_prompt // chain.block_size
         say = partial(PrefixReport, num_reused=at, num_blocks=num_blocks, block=at, position=at * chain.block_size)

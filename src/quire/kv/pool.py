@@ -15,11 +15,11 @@ from quire.contracts.blocks import NULL_BLOCK
 
 
 class BlockPool:
-    """Reference counts, free blocks in order of reuse and key index over blocks 1..num_blocks (0 is reserved).
+    """Reference counts, prefix cache keys and order of reuse of the blocks 1..num_blocks (block 0 is reserved).
 
     evictions    number of keys dropped because their block was needed
     generation   changes whenever a key is dropped: a match made at an older generation may be stale
-    on_drop      called with every dropped key and the reason: "evicted", "distrusted" or "reset"
+    on_drop      called with every dropped key and the reason: "evicted", "distrusted" (by `forget`) or "reset"
     """
 
     __slots__ = ("num_blocks", "evictions", "generation", "on_drop", "_refs", "_keys", "_index", "_blank", "_cached")

@@ -17,7 +17,7 @@ class PrefixMatch(msgspec.Struct, frozen=True):
 
     blocks       for each KV group, block ids in table order; NULL_BLOCK where the window has passed at the prefix's end
     num_tokens   tokens in these blocks, a multiple of the block size
-    broke_at     index of the first missing block; None when the limit, not a miss, ended the walk
+    broke_at     index of the first missing block; None when `max_tokens`, not a miss, ended the search
     generation   `BlockPool.generation` at the match: `admit` refuses the match after any key was dropped
     """
 

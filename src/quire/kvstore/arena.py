@@ -28,14 +28,14 @@ _DTYPES = {
 
 
 class KVArena:
-    """The arena: `num_blocks` pages (block 0 included) on `device`.
+    """KV cache memory of a device: `num_blocks` pages, page 0 included. A page holds a block for the layers of a group.
 
-    A GPU's arena is filled with zeros; a CPU allocates a page when it is first written.
+    On a GPU it is filled with zeros; a CPU allocates a page when it is first written.
 
     data    [num_blocks * page_bytes] uint8, contiguous, starting at a multiple of 256 bytes
-    pages   [num_blocks, page_bytes] uint8, a view of it
+    pages   [num_blocks, page_bytes] uint8, a view of `data`
 
-    Raises `ConfigError` if a component has an unknown type, or if pages of groups differ in size.
+    Raises `ConfigError` if a component has an unknown dtype, or if pages of groups differ in size.
     """
 
     def __init__(self, geometry: KVGeometry, num_blocks: int, device: torch.device) -> None:
@@ -58,7 +58,7 @@ class KVArena:
         return self.num_blocks * self.page_bytes
 
     def offset(self, layer: int, component: int) -> int:
-        """Return the bytes from the start of a page to component number `component` of `layer`."""
+        """Return the byte offset in a page of component number `component` (of K and V: 0 and 1) of `layer`."""
         return self._places[layer][component]
 
     def views(self, layer: int) -> tuple[Tensor, ...]:
@@ -91,7 +91,7 @@ def _place_layers(geometry: KVGeometry) -> dict[int, list[int]]:
                 at += component.num_bytes(geometry.block_size)
         sizes.append(at)
     if len(set(sizes)) != 1:
-        raise ConfigError(f"KV groups need pages of one size, not {sizes} bytes: choose groups of equal layer counts.")
+        raise ConfigError(f"KV groups need pages of equal size, not {sizes} bytes: use groups of equally many layers.")
     return places
 
 
@@ -99,5 +99,5 @@ def _check_dtype(component: KVComponent) -> None:
     dtype = _DTYPES.get(component.dtype)
     if dtype is None:
         known = ", ".join(_DTYPES)
-        raise ConfigError(f"KV component {component.name!r} has type {component.dtype!r}; use one of {known}.")
+        raise ConfigError(f"KV component {component.name!r} has dtype {component.dtype!r}: use one of {known}.")
     assert dtype.itemsize == component.item_bytes, f"{component.name}: {component.dtype} is {dtype.itemsize} bytes"

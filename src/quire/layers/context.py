@@ -21,16 +21,17 @@ from quire.kernels.select import Kernels
 class Build:
     """Everything that a rank's layers need at construction.
 
-    dtype, device   of activations;  kernels   the implementation of each operation
-    params    by name, with local shapes: layers take their sizes from them
-    linears   plans of linear layers, by the names of the layers
-    experts   numbers of the experts that this rank owns, in the order of their places; None: all of them
-    tp        the ranks that share every layer; None: this rank has whole layers
-    ep        the ranks of all replicas that divide the experts; None: no other replica needs the experts of this rank
-    vocabulary  this rank's slice of the vocabulary; None: all of it
-    layers    first layer of this rank, and the end of its range; None: it has all layers
-    moe       the plan of layers with experts; None without them
-    kv_groups   of this rank's layers; (): all layers form a group without a sliding window
+    dtype, device   of activations
+    kernels      implementation of each operation
+    params       parameter name -> its shape on this rank, from which layers take their sizes
+    linears      name of a linear layer -> plan of its kernel
+    experts      numbers of the experts on this rank, in the order in which they are stacked; None: all experts
+    tp           tensor-parallel group, whose ranks share every layer; None: this rank has whole layers
+    ep           expert-parallel group of several replicas; None: no other replica needs the experts of this rank
+    vocabulary   this rank's slice of the vocabulary; None: all of it
+    layers       first layer of this rank, and the end of its range; None: it has all layers
+    moe          kernel and dispatcher of the experts; None: a model without experts
+    kv_groups    KV groups of this rank's layers; (): all layers form a group without a sliding window
     """
 
     dtype: torch.dtype
@@ -54,7 +55,7 @@ class Build:
         return next(number for number, group in enumerate(self.kv_groups) if own in group.layers)
 
     def window(self, group: int) -> int | None:
-        """Return the tokens that a row of a KV group attends to, its own included; None: all before it."""
+        """Return the sliding window of a KV group in tokens, the attending token included; None: full attention."""
         return self.kv_groups[group].window if self.kv_groups else None
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -62,32 +63,34 @@ class Build:
         return self.params[name].shape
 
     def rows(self, name: str) -> list[int]:
-        """Return the local rows of each part of a fused parameter."""
+        """Return this rank's number of rows of each part of a fused parameter (of QKV: three numbers)."""
         return [part.rows for part in self.params[name].parts]
 
 
 @runtime_checkable
 class Loads(Protocol):
-    """A layer with parameters. `at` is its name: the name of its parameters without the last word."""
+    """A layer with parameters. `at` is its name: "layers.0.mlp.down" for the parameter "layers.0.mlp.down.weight"."""
 
     at: str
 
     def take(self, tensors: dict[str, Any], place: int) -> None:
-        """Pack the parameters of a `LoadUnit`, by their names below the layer; the layer owns them from now on.
+        """Pack the parameters of a `LoadUnit` for the layer's kernel; the layer owns them from now on.
 
-        Called once for each unit, with all its parameters: tensors, or the `QuantizedMatrix` of one with a scheme.
-        `place`: of the expert on this rank; 0 for other layers.
+        tensors   parameter name (without the layer's name) -> tensor, or `QuantizedMatrix` if it has a scheme
+        place     index of the expert on this rank; 0 for other layers
+
+        Called once for each unit, with all its parameters.
         """
 
 
 @runtime_checkable
 class LoadsInPlace(Loads, Protocol):
-    """A layer that can be loaded without a copy."""
+    """A layer whose parameter memory the loader can fill directly, without a copy."""
 
     def destination(self) -> dict[str, Tensor] | None:
-        """Return the memory of the layer's parameters, by their names below the layer and in their shapes.
+        """Return parameter name (without the layer's name) -> memory of the parameter, in its shape.
 
-        The loader writes there instead of calling `take`. None where the layer's kernel has a layout of its own.
+        The loader writes there instead of calling `take`. None if the layer's kernel has a layout of its own.
         """
 
 
@@ -97,7 +100,7 @@ class StepContext:
 
     positions   [T] int64, position of each token in its sequence
     attention   metadata of attention, one for each KV group
-    kv          one view per layer, by layer index
+    kv          view of the KV cache of each layer
     replica_rows   tokens of each replica in lock-step; (): as many as here, or there are no other replicas
     """
 

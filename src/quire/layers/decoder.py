@@ -52,9 +52,11 @@ class DecoderBlock(nn.Module):
 class Decoder(nn.Module):
     """Decoder model, the class of every family so far. It has no weights until every `LoadUnit` is loaded.
 
-    layout      the parameters of this rank;  dtype, device  of activations
-    elsewhere   tensors of the checkpoint that other ranks read
-    first, last   this rank has the embedding, or norm and head. A stage in the middle of a pipeline has neither
+    layout          parameters of this rank
+    dtype, device   of activations
+    elsewhere       tensors of the checkpoint that other ranks read
+    first           True: this rank has the embedding (first stage of a pipeline)
+    last            True: this rank has norm and head (last stage of a pipeline)
     """
 
     embed: VocabEmbedding

@@ -13,8 +13,9 @@ from quire.quantization.pack import linear as packed_linear
 class VocabEmbedding(nn.Module):
     """The embedding table [V, hidden], a row for each token id.
 
-    A head that is `tied` packs the same rows for its product. The unpacked rows are kept beside them, unless the kernel
-    can read packed rows. Of a sliced vocabulary a rank holds its own rows, and the results are summed over ranks.
+    A tied LM head packs the same weight for its kernel. The embedding reads the packed weight if the kernel can;
+    otherwise it keeps an unpacked one, too. With tensor parallelism a rank has some of the rows, and the results of all
+    ranks are summed.
     """
 
     def __init__(self, at: str, tied: "LMHead | None", build: Build) -> None:
@@ -42,7 +43,7 @@ class VocabEmbedding(nn.Module):
             self.weight = weight
 
     def forward(self, token_ids: Tensor) -> Tensor:
-        """[T] int64 ids in [0, V) -> [T, hidden] in the type of activations; kernels give rows of NaN for other ids."""
+        """Return the embeddings [T, hidden] of ids [T] int64 in [0, V). For other ids kernels give rows of NaN."""
         if self.slice is None:
             return self._rows(token_ids)
         rows, ours = self.slice.local(token_ids)
@@ -56,7 +57,7 @@ class VocabEmbedding(nn.Module):
 
 
 class LMHead(nn.Module):
-    """The projection from hidden states to logits. A tied head has no name: the embedding gives it the weight."""
+    """The projection from hidden states to logits. A tied head loads nothing: the embedding gives it the weight."""
 
     packed: packed_linear.PackedLinear
 

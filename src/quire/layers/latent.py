@@ -24,9 +24,11 @@ from quire.layers.rope import Rotation
 
 
 def choose_form(args: LatentArgs, form: str = "auto") -> tuple[float, str]:
-    """Return (most, the choice in words): sequences with at most `most` query rows are absorbed, others naive.
+    """Choose between absorbed MLA (attention reads the cached latents) and naive MLA (latents are expanded to K and V).
 
-    form   "absorbed": all sequences; "naive": none; "auto": as many rows as cost less arithmetic absorbed
+    form   "absorbed" or "naive": the same for all sequences; "auto": the one with less arithmetic for a sequence
+
+    Return (most, the choice as text): sequences with at most `most` query rows are absorbed, others naive.
     """
     most = {"absorbed": math.inf, "naive": 0.0}.get(form, args.break_even)
     some = f"absorbed up to {most:.0f} query tokens per sequence, else naive"
@@ -35,10 +37,10 @@ def choose_form(args: LatentArgs, form: str = "auto") -> tuple[float, str]:
 
 
 def split(meta: AttentionMeta, most: float) -> tuple[AttentionMeta, tuple[Prompt, ...]]:
-    """Return the metadata of the absorbed part of a step, and the sequences of the naive part.
+    """Return the metadata of a step's absorbed part, and the sequences of its naive part (see `choose_form`).
 
     The first sequence with more than `most` rows is naive, and so are all sequences after it: decodes come first, and
-    the rows of each part must be contiguous. A captured step names no prompts, so the whole step is absorbed.
+    the rows of each part must be contiguous. A step in a CUDA graph has no `meta.prompts` and is absorbed as a whole.
     """
     known = sequences(meta) if meta.prompts is None else meta.prompts
     naive = tuple(itertools.dropwhile(lambda prompt: prompt[1] - prompt[0] <= most, known))
@@ -56,7 +58,7 @@ def split(meta: AttentionMeta, most: float) -> tuple[AttentionMeta, tuple[Prompt
 class Expansion(nn.Module):
     """The up-projection from a latent to keys and values of every head, [H, P + V, L].
 
-    P: nope_dim, V: v_dim, L: kv_rank.
+    H: heads of this rank, P: nope_dim, V: v_dim, L: kv_rank.
     """
 
     weight: Tensor
@@ -71,7 +73,7 @@ class Expansion(nn.Module):
 
 
 class LatentAttention(nn.Module):
-    """Multi-head latent attention of one layer, absorbed or naive as `form` says (see `choose_form`).
+    """Multi-head latent attention of one layer, absorbed or naive (see `choose_form`).
 
     Its steps: projection to queries and latents, rotation, write to the KV cache, attention, output projection. `down`
     projects the hidden state to the compressed queries (or to the queries) and to the latent at once.

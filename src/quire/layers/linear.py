@@ -44,7 +44,7 @@ class Linear(nn.Module):
         return packed_linear.run(self.kernel, x, self.packed)
 
     def normed(self, x: Tensor, norm: RMSNorm) -> Tensor:
-        """Return the projection of norm(x), [T, out_features]; one call of a kernel with the feature "norm"."""
+        """Return the projection of norm(x), [T, out_features]. Kernels with the feature "norm" fuse both."""
         if "norm" not in self.features:
             return self(norm(x))
         return packed_linear.run_norm(self.kernel, x, norm.weight, norm.eps, self.packed)

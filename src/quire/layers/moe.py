@@ -51,7 +51,7 @@ class Router(nn.Module):
     def forward(self, x: Tensor) -> Routed:
         """Return (weights, ids) of the experts chosen for each token of x [T, hidden], both [T, top_k].
 
-        With `router_float` the scores stay float32.
+        The scores stay float32 if the model's `router_float` is set; else they have the model's dtype.
         """
         logits = (packed_linear.run_float if self.exact else packed_linear.run)(self.linear, x, self.packed)
         weights, ids = self.kernel.route(logits, self.bias, self.routing)
@@ -83,7 +83,7 @@ class Experts(nn.Module):
         self.packed: object = None
 
     def take(self, tensors: dict[str, Any], place: int) -> None:
-        """Pack the matrices of the expert at `place` into the stack. See `Loads`."""
+        """Pack the matrices of this rank's expert number `place` into the stack. See `Loads`."""
         if self.packed is None:
             self.packed = self._empty()
         self.kernel.put(self.packed, place, tensors["gate_up"], tensors["down"])

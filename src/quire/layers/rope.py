@@ -13,9 +13,9 @@ Rows = Callable[[Tensor, Tensor, float, torch.dtype], Rotation]  # (positions, f
 
 
 class Rotary:
-    """Rotation angles of a model: frequencies [D / 2] float32, and `scale`, the factor on cos and sin.
+    """Rotation angles of RoPE: frequencies [D / 2] float32, and `scale`, the factor on cos and sin.
 
-    Of the `width` = D dimensions, the first `rotated` are rotated; the pairs of the others have angle 0.
+    A head's D dimensions (`width`) form D / 2 pairs: the first `rotated` / 2 pairs are rotated, the rest have angle 0.
     """
 
     def __init__(self, args: RopeArgs, rotated: int, device: torch.device, *, width: int) -> None:
@@ -43,7 +43,7 @@ def _kernel(device: torch.device) -> Rows | None:
 
 
 def rope_frequencies(args: RopeArgs, head_dim: int) -> tuple[Tensor, float]:
-    """Return the angle in radians per position of each pair, [head_dim / 2] float32, and the factor on cos and sin."""
+    """Return radians per position of each pair of dimensions, [head_dim / 2] float32, and the factor on cos and sin."""
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
     unscaled = 1.0 / (args.theta**exponents)
     if args.kind == "linear":

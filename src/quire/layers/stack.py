@@ -61,9 +61,9 @@ class Model(Protocol):
     rotary: Rotary
 
     def take(self, module: str, place: int, tensors: dict[str, Any]) -> None:
-        """Give the layer named `module` the parameters of a `LoadUnit` to pack, at `place` (of an expert; else 0).
+        """Give the layer named `module` the parameters of a `LoadUnit`; the layer packs them.
 
-        Called once for each unit, before the first step.
+        Called once for each unit, before the first step. place: index of the expert on this rank; 0 for other layers
         """
 
     def destination(self, module: str) -> dict[str, Tensor] | None:

@@ -15,10 +15,10 @@ Features = Callable[[str], Collection[str]]  # a linear layer, below the layer (
 
 
 class Call(NamedTuple):
-    """A call of a kernel function, or of a group of ranks.
+    """A call of a kernel function, or an exchange between ranks.
 
-    function     operation and function: "linear.run"; group and exchange: "tp.all_reduce"
-    parameters   that the call reads, by their names below the layer
+    function     operation and function ("linear.run"), or group of ranks and exchange ("tp.all_reduce")
+    parameters   parameters that the call reads; names without the layer's, such as "attention.qkv.weight"
     when         condition of the call, in words; "": always
     """
 
@@ -46,7 +46,11 @@ def pack_function(args: ModelArgs, name: str, linear: Features, in_place: bool) 
 
 
 def embedding_calls(args: ModelArgs, linear: Features, sliced: bool = False) -> Iterator[Call]:
-    """Yield the calls of the embedding, from token ids to hidden states. sliced: each rank has some of the rows."""
+    """Yield the calls of the embedding, from token ids to hidden states.
+
+    linear   name of a linear layer -> features of its kernel
+    sliced   True: each rank has some of the embedding's rows, and the results are summed over ranks
+    """
     rows = "plain" in linear("embed") or args.tie_word_embeddings and "rows" in linear("embed")
     yield Call("linear.rows" if rows else "torch.nn.functional.embedding", ("embed.weight",))
     if sliced:

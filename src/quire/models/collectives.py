@@ -43,10 +43,7 @@ class Collective:
 
 
 def algorithm(kind: str, device: str) -> tuple[str, str]:
-    """Return the algorithm of an exchange and the reason for it.
-
-    The device decides. A choice by the size of a message belongs here.
-    """
+    """Return the algorithm of an exchange ("all-reduce", "send", ...) on a device ("cpu" or "cuda"), and the reason."""
     if device == "cpu":
         way = "point to point" if kind in ("send", "receive") else "ring"
         return f"gloo {way}", "the ranks are processes on CPUs of one host, and their tensors go over loopback"
@@ -57,9 +54,9 @@ def algorithm(kind: str, device: str) -> tuple[str, str]:
 
 
 def sum_room(ranks: int, message_bytes: int) -> int:
-    """Return the bytes of the largest message that `ranks` GPUs sum through symmetric memory.
+    """Return the bytes of the largest message that `ranks` GPUs sum through symmetric memory. NCCL sums larger ones.
 
-    message_bytes   of the largest step
+    message_bytes   size of the message in the largest step
     """
     known = next((one for one in MOST_ROOM if one >= ranks), max(MOST_ROOM))
     return min(message_bytes, MOST_ROOM[known]) // 16 * 16
@@ -69,8 +66,9 @@ def collectives(args: ModelArgs, parallel: Parallel, *, item_bytes: int, device:
                 rank: Rank | None = None) -> Iterator[Collective]:  # fmt: skip
     """Yield the exchanges of a step, in their order.
 
-    item_bytes   bytes of an activation;  spread  name of the dispatcher that brings tokens to experts of other replicas
-    rank         yield those of this rank. None: those of a token on its way through all stages, with sends only
+    item_bytes   bytes of one value of an activation: 2 for bfloat16
+    spread       name of the dispatcher that brings tokens to the experts of other replicas; "": none
+    rank         yield the exchanges of this rank. None: those that a token passes in all stages, without the receives
     """
     for kind, where, group, count, times, per, when in _exchanges(args, parallel, item_bytes, spread, rank):
         if times:
@@ -136,10 +134,10 @@ def groups(parallel: Parallel) -> list[dict[str, Any]]:
 
 def buffer_bytes(args: ModelArgs, rank: Rank, parallel: Parallel, *, item_bytes: int, tokens: int, rows: int,
                  device: str = "cpu") -> int:  # fmt: skip
-    """Return the most bytes that a rank's exchanges take beside the tensors of the layers.
+    """Return the bytes of buffers that a rank's exchanges need at most, beside the tensors of the layers.
 
     tokens, rows   most tokens and most sampled rows of a step
-    Sums on a CPU need none: they are made in the memory of a product. GPUs keep buffers that all of them map.
+    All-reduces on a CPU need no buffer: they run in place. GPUs keep buffers in symmetric memory for them.
     """
     hidden = tokens * args.hidden_size * item_bytes
     received, sent = int(not rank.first), parallel.pp * int(not rank.last)  # a copy for each step in flight

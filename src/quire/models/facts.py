@@ -7,9 +7,9 @@ from quire.config.checkpoint import ModelArgs
 
 
 def model_facts(args: ModelArgs) -> dict[str, Any]:
-    """Return plain values about attention, rope and router of a model, under these names.
+    """Return plain values about a model under the names "attention", "rope" and "router".
 
-    The router is None without experts.
+    The value of "router" is None for a model without experts.
     """
     latent, moe = args.latent, args.moe
     width = latent.v_dim if latent else args.head_dim

@@ -15,7 +15,8 @@ LATENT_TOKENS = 1024  # at most, of a captured step: its prompts are absorbed, w
 class GraphPlan(msgspec.Struct, frozen=True, kw_only=True):
     """Sizes of the steps for which CUDA graphs are captured, ascending.
 
-    sequences   numbers of sequences, of decode steps;  tokens  numbers of tokens, of steps with prompts
+    sequences   numbers of sequences of decode steps
+    tokens      numbers of tokens of steps with prompts
     """
 
     sequences: tuple[int, ...] = ()
@@ -28,7 +29,7 @@ class GraphPlan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def resolve_graphs(config: EngineConfig, args: ModelArgs) -> GraphPlan:
-    """Choose the sizes of captured steps for a model and its options; none with enforce_eager."""
+    """Choose the sizes of the steps that are captured as CUDA graphs; none with `enforce_eager`."""
     if config.device.enforce_eager:
         return GraphPlan()
     return GraphPlan(sequences=_decode_sizes(config), tokens=_prompt_sizes(config, args))

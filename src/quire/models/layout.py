@@ -27,9 +27,10 @@ class _Rows(NamedTuple):
 
 
 def layout(args: ModelArgs, rank: Rank | None = None, experts: Sequence[int] | None = None) -> tuple[Param, ...]:
-    """Return every parameter that `rank` holds, in the order of the layers; None: the rank of an engine on one device.
+    """Return every parameter that `rank` holds, in the order of the layers.
 
-    experts   numbers of the experts in the order of their places; None: the rank's range
+    rank      None: the only rank of an engine on one device
+    experts   numbers of the rank's experts, in the order in which they are stacked; None: `rank.experts`
     """
     rank = rank or alone(args)
     made = _Layout(args, rank, range(*rank.experts) if experts is None else experts)
@@ -42,14 +43,17 @@ def alone(args: ModelArgs) -> Rank:
 
 
 def stored_names(params: Iterable[Param]) -> Iterator[str]:
-    """Yield the checkpoint names of these parameters' tensors, and of unread tensors beside quantized ones."""
+    """Yield the checkpoint names of these parameters' tensors.
+
+    Also yields tensors that checkpoints store beside quantized parameters, and that need not be read.
+    """
     for param in params:
         yield from (part.stored for raw in raw_tensors(param) for part in raw.parts)
         yield from spare_names(param)
 
 
 def checkpoint_names(model_type: str) -> dict[tuple[str, str], str]:
-    """Return (parameter, part) -> checkpoint name of a family. Raises UnsupportedModel when it has no file of names."""
+    """Return (parameter, part) -> checkpoint name. Raises UnsupportedModel if models/<model_type>.py does not exist."""
     module = f"quire.models.{model_type}"
     try:
         rows: NameMap = importlib.import_module(module).NAME_MAP
@@ -78,7 +82,7 @@ class _Layout:
         self.args, self.rank, self.owned = args, rank, experts
 
     def params(self) -> Iterator[Param]:
-        """Embedding, layers, norm and head, as far as the rank has them."""
+        """Yield the parameters of embedding, layers, norm and head, as far as the rank has these."""
         args, rank, hidden = self.args, self.rank, self.args.hidden_size
         first, end = vocabulary_share(args.vocab_size, rank.tp, rank.place)
         vocab = _Rows(args.vocab_size, first, end - first)
@@ -207,7 +211,7 @@ class _Layout:
 def head_order(rotated: int, dim: int) -> tuple[int, ...]:
     """Return the order in which a head's rows are stored for the kernels: row i is the checkpoint's row order[i].
 
-    rotated, dim   rotated rows, and all rows; (): the order stays, because all rows are rotated
+    rotated, dim   number of rotated rows, and of all rows. If they are equal, rows keep their order: returns ()
     Kernels rotate whole heads, in pairs of a row of the first half and a row of the second. So each half of the head
     begins with a half of the rotated rows; the other rows get angle 0.
     """

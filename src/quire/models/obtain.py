@@ -30,9 +30,9 @@ from quire.weights.match import match_tensors
 
 def read_model(config: EngineConfig, folder: Path, device: str,
                cpu: CpuFacts) -> tuple[ModelArgs, DTypePlan, Quantization]:
-    """Return the arguments, the dtype of the computation and the quantization of the model in `folder`.
+    """Return the model arguments, the dtype of the computation and the quantization of the model in `folder`.
 
-    Weights need not be in the folder: the headers of quantized weights are then read on the hub.
+    If the weights are not in the folder, the headers of quantized weights are read from the Hub.
 
     Raises a `UserError` for a model that is not implemented, and for options that the model cannot meet.
     """

@@ -44,7 +44,8 @@ from quire.quantization.cache import CacheChoice, choose_cache
 class Machine(msgspec.Struct, frozen=True, kw_only=True):
     """A device as far as plans depend on it.
 
-    device         "cpu" or "cuda";  words   its description
+    device         "cpu" or "cuda"
+    words          description of the device, for people
     total_memory   bytes
     """
 
@@ -54,7 +55,7 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Mesh(msgspec.Struct, frozen=True, kw_only=True):
-    """Sizes of a parallel engine, and the place of this rank in it."""
+    """Sizes of tensor, pipeline and data parallelism, and the part of the model that this rank holds."""
 
     parallel: Parallel
     rank: Rank
@@ -64,13 +65,15 @@ class EnginePlan(msgspec.Struct, frozen=True, kw_only=True):
     """All choices for one rank's engine, except those that need measured memory (`resolve_sizing`).
 
     config        the options, with defaults that depend on the device filled in
-    folder        of config.json and weights
-    params        of this rank, with the checkpoint slices that it reads
-    kernels       a choice for each operation except experts;  linears  plans by linear layer
-    moe           kernel and dispatcher of experts by phase, or the reason why there is none
-    geometry      of a page of this rank's KV cache;  graphs  sizes of captured steps
+    folder        folder of config.json and weights
+    params        parameters of this rank, with the checkpoint slices that it reads
+    kernels       chosen implementation of each operation except experts
+    linears       name of a linear layer -> plan of its kernel
+    moe           phase ("prefill", "decode") -> kernel and dispatcher of experts, or the reason why there is none
+    geometry      layout of a page of this rank's KV cache
+    graphs        sizes of the steps that are captured as CUDA graphs
     missing       features that are not implemented: an engine that needs them can be planned, not built
-    quantization  of the checkpoint, as `quire.quantization.read` returns it; {}: unquantized
+    quantization  quantization of the checkpoint, as `quire.quantization.read` returns it; {}: unquantized
     """
 
     config: EngineConfig
@@ -90,7 +93,7 @@ class EnginePlan(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def experts(self) -> MoEPlan | None:
-        """The plan of layers with experts, or None. Phases share a packed layout, so they have the same kernel."""
+        """The plan of experts in decode steps, or None. Prefill has the same kernel, for the same packed weights."""
         prefill, decode = (self.moe.get(phase) for phase in ("prefill", "decode"))
         if not isinstance(prefill, MoEPlan) or not isinstance(decode, MoEPlan):
             return None
@@ -99,7 +102,7 @@ class EnginePlan(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def cache(self) -> CacheChoice:
-        """The type of the KV cache and the reason for it."""
+        """The dtype of the KV cache and the reason for it."""
         return choose_cache(self.config.cache.kv_cache_dtype, self.dtype.dtype, self.quantization)
 
     @property
@@ -109,7 +112,7 @@ class EnginePlan(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def weight_words(self) -> str:
-        """Type of the weights in messages about memory."""
+        """Quantization method or dtype of the weights, for messages about memory."""
         return str(self.quantization["quant_method"]) if self.quantization else self.dtype.dtype
 
     @property
@@ -121,11 +124,11 @@ class EnginePlan(msgspec.Struct, frozen=True, kw_only=True):
                             device=self.machine.device)  # fmt: skip
 
     def of_rank(self, rank: Rank) -> "EnginePlan":
-        """Return this plan with the place of another rank, whose parameters and page it does not have."""
+        """Return a copy with `rank` in its mesh. `params` and `geometry` remain those of the original rank."""
         return msgspec.structs.replace(self, mesh=Mesh(parallel=self.mesh.parallel, rank=rank))
 
     def check_runnable(self) -> None:
-        """Refuse a plan with missing features, in the words of the first. Raises UnsupportedModel."""
+        """Raise UnsupportedModel, which names the first missing feature, if the plan has any."""
         check_missing(self.missing)
 
 
@@ -136,9 +139,11 @@ def resolve_engine(
 ) -> EnginePlan:  # fmt: skip
     """Plan the engine of rank `number`.
 
-    args, quantization   as read from the files in `folder`;  dtype  as resolved for this machine
-    probe    tells the reason why the machine lacks something;  forced  operation -> implementation to take
-    served   clients read answers token by token
+    args, quantization   as read from the files in `folder`
+    dtype    dtypes as resolved for this machine
+    probe    function that returns the reason why the machine does not meet a need of kernels, or ""
+    forced   operation -> name of the implementation to use
+    served   True: clients read answers token by token, so steps stay short
     Raises ConfigError for options that contradict the model or the device.
     """
     check_context(config.model, args.max_position_embeddings)
@@ -181,7 +186,7 @@ def resolve_engine(
 
 def keep_stored(params: Iterable[Param], dtype: DTypePlan, kernels: Iterable[Choice],
                 moe: Mapping[str, MoEPlan | str]) -> tuple[Param, ...]:  # fmt: skip
-    """Return the parameters with the dtype of `dtype.weights` for each matrix whose kernel has the feature "stored"."""
+    """Return the parameters, with dtype `dtype.weights` for matrices whose kernel reads them as stored ("stored")."""
     linear = {choice.weights: choice.features for choice in kernels if choice.op == "linear"}.get((), ())
     experts = {name for plan in moe.values() if isinstance(plan, MoEPlan) for name in plan.features}
 
@@ -206,16 +211,16 @@ def _check_cache(asked: str, kernels: Sequence[Choice], forced: Mapping[str, str
     for choice in kernels:
         if choice.name == "ref" and choice.op in ("heads", "attention", "latent") and choice.op not in forced:
             why = "; ".join(f"{name}: {reason}" for name, reason in choice.rejected if name == "triton")
-            raise ConfigError(f"kv_cache_dtype={asked}: {choice.op} has no kernel for it on this GPU ({why}): "
-                              "set --kv-cache-dtype to the type of the computation.")
+            raise ConfigError(f"kv_cache_dtype={asked}: this GPU has no {choice.op} kernel for it ({why}): set "
+                              "--kv-cache-dtype to the dtype of the computation, such as bfloat16.")
 
 
 def resolve_sizing(plan: EnginePlan, measured: DeviceMemory | int) -> MemoryPlan:
     """Size the KV cache and the context length.
 
-    measured   a GPU's memory after the largest step, or the bytes of a CPU's memory that are free beside the weights:
-               buffers for exchanges with other ranks are still to come there
-    Raises ConfigError that names options with which it fits.
+    measured   a GPU's memory after the largest step. On a CPU: free bytes beside the weights, before the buffers for
+               exchanges with other ranks are allocated
+    Raises ConfigError, which names options that make the model fit.
     """
     config, context = plan.config, plan.args.max_position_embeddings
     if isinstance(measured, DeviceMemory):
@@ -227,10 +232,11 @@ def resolve_sizing(plan: EnginePlan, measured: DeviceMemory | int) -> MemoryPlan
 
 def moe_plans(args: ModelArgs, needs: KernelNeeds, probe: Probe = here, *, parallel: Parallel = ALONE, forced: str = "",
               ) -> dict[str, MoEPlan | str]:  # fmt: skip
-    """Plan the experts for each phase, or give the reason why none can run; {} for a model without experts.
+    """Return phase ("prefill", "decode") -> plan of the experts, or the reason why no kernel can run them.
 
-    needs    with the scheme of the experts' weights;  forced  the kernel to take, if any
-    Raises ConfigError where a forced kernel cannot run.
+    needs    requirements of the model, with the scheme of the experts' weights
+    forced   name of the kernel to use; "": the best
+    Returns {} for a model without experts. Raises ConfigError if a forced kernel cannot run.
     """
     supports, plans = SUPPORTS["experts"], dict[str, MoEPlan | str]()
     asked = {"experts": forced} if forced else {}

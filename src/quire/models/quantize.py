@@ -36,7 +36,7 @@ class Recipe:
     """Settings of `quire quantize`.
 
     scheme, head   names of `SCHEMES`, for the layers and for the LM head; head "": the head stays unquantized
-    group_size     columns of a group; 0: 128, -1: a scale for each row
+    group_size     number of columns that share a scale; 0: 128, -1: all columns of a row
     ignore         modules that stay unquantized: full names, whole words of names ("mlp", "self_attn.q_proj") or
                    "re:PATTERN"
     """
@@ -66,8 +66,8 @@ def quantize_checkpoint(folder: Path, out: Path, recipe: Recipe,
     """Write the quantized checkpoint of the model in `folder` to the new folder `out`.
 
     progress   called with (bytes read, bytes in all)
-    Raises a `UserError` that names the fix, before anything is written where headers show it. After an error nothing
-    of the new checkpoint is left.
+    Raises a `UserError` that names the fix, before anything is written if the headers of the weights show the error.
+    After an error nothing of the new checkpoint is left.
     """
     check_out(out)
     plan = plan_quantization(folder, recipe)
@@ -86,8 +86,8 @@ def quantize_checkpoint(folder: Path, out: Path, recipe: Recipe,
         if made and out.is_dir():
             out.rmdir()
         if isinstance(error, OSError):
-            raise ConfigError(f"-o {out}: {error.strerror or error}: nothing was left there; choose another folder.") \
-                from None  # fmt: skip
+            raise ConfigError(f"-o {out}: {error.strerror or error}; unfinished files were deleted: "
+                              "use another folder.") from None
         raise
     return written
 
@@ -95,8 +95,8 @@ def quantize_checkpoint(folder: Path, out: Path, recipe: Recipe,
 def plan_quantization(folder: Path, recipe: Recipe) -> QuantizePlan:
     """Return the plan for the model in `folder`, made from its config.json and the headers of its weights.
 
-    Raises a `UserError` in one line: a quantized model, an unknown scheme, a group that does not divide the columns, a
-    name of `ignore` that no module has, parts of a fused matrix that would differ.
+    Raises a `UserError` for a model that is quantized already, an unknown scheme, a group size that does not divide the
+    columns, a name in `ignore` that no module has, and a fused matrix of which only some parts would be quantized.
     """
     body, head = _rules(recipe)
     raw = read_raw_config(folder)
@@ -129,11 +129,11 @@ def _rules(recipe: Recipe) -> tuple[Rule, Rule | None]:
     body = scheme_rule(recipe.scheme, recipe.group_size)
     head = scheme_rule(recipe.head, recipe.group_size) if recipe.head else None
     if recipe.group_size and not any(has_groups(name) for name in (recipe.scheme, recipe.head) if name):
-        raise ConfigError(f"--group-size {recipe.group_size}: the scales of {recipe.scheme} do not belong to groups: "
-                          "leave it out.")
+        raise ConfigError(f"--group-size {recipe.group_size}: scheme {recipe.scheme} has no group size: "
+                          "leave --group-size out.")
     if head is not None and method_of(head) != method_of(body):
-        raise ConfigError(f"--lm-head {recipe.head} is stored as {method_of(head)}, and {recipe.scheme} as "
-                          f"{method_of(body)}; a checkpoint has one of them: use --lm-head {recipe.scheme}.")
+        raise ConfigError(f"--lm-head {recipe.head} is stored as {method_of(head)}, --scheme {recipe.scheme} as "
+                          f"{method_of(body)}; a checkpoint has only one: use --lm-head {recipe.scheme}.")
     return body, head
 
 
@@ -151,7 +151,7 @@ def _ignored(modules: Sequence[str], names: Sequence[str]) -> Iterator[str]:
         found = [module for module in modules
                  if (pattern.match(module) if pattern else f".{name}." in f".{module}.")]  # fmt: skip
         if not found:
-            raise ConfigError(f"--ignore {name} means no matrix that would be quantized: `quire weights MODEL` lists "
+            raise ConfigError(f"--ignore {name} matches no matrix that would be quantized: `quire weights MODEL` lists "
                               f"the names, for example {modules[0] if modules else 'none'}.")
         yield from found
 
@@ -160,10 +160,10 @@ def _check_shape(tensor: StoredTensor, rule: Rule) -> None:
     rows, columns = tensor.shape
     if rule.scheme.values in ("w4", "w8") and columns % (rule.scheme.block[1] or 8):
         fits = next((f"--group-size {size} or " for size in GROUPS if columns % size == 0), "")
-        raise ConfigError(f"{tensor.name} has {columns} columns, which groups of {rule.scheme.block[1] or 8} do not "
-                          f"divide: use {fits}--ignore {tensor.name.removesuffix('.weight')}.")
+        raise ConfigError(f"{tensor.name} has {columns} columns, not a multiple of {rule.scheme.block[1] or 8}: "
+                          f"use {fits}--ignore {tensor.name.removesuffix('.weight')}.")
     if rule.format == AWQ.name and rows % 8:
-        raise ConfigError(f"{tensor.name} has {rows} rows, which words of 8 do not divide: use --ignore "
+        raise ConfigError(f"{tensor.name} has {rows} rows, not a multiple of 8: use --ignore "
                           f"{tensor.name.removesuffix('.weight')}, or --scheme w4a16.")
 
 

@@ -16,7 +16,7 @@ def describe_one(report: PlanReport, number: int) -> dict[str, Any]:
     """Return rank `number` as plain values. Raises ConfigError for a rank that the plan does not have.
 
     slices   each slice of a stored tensor that the loader reads: `start` to `end` (not included) along `axis`, of
-             `total`. Quantized tensors have their own axes and units, as they are stored
+             `total`. For quantized tensors these count stored elements, such as packed words and scales
     """
     if not 0 <= number < len(report.held):
         raise ConfigError(f"--rank {number} does not exist: this plan has the ranks 0 to {len(report.held) - 1}.")

@@ -25,7 +25,7 @@ CACHE_BYTES = ITEM_BYTES | {"float8_e4m3fn": 1, "float8_e5m2": 1}
 
 
 def linear_plans(args: ModelArgs, params: Iterable[Param], choices: Iterable[Choice]) -> dict[str, LinearPlan]:
-    """Return linear layer -> its plan. `choices` holds the kernel chosen for each operation."""
+    """Return name of a linear layer -> plan of its kernel. `choices` holds the kernel chosen for each operation."""
     return plan_linears(params, choices, exact=args.moe is not None and args.moe.router_float)
 
 
@@ -41,7 +41,7 @@ def check_routing(args: ModelArgs, routing: str) -> None:
 
 
 def operations(args: ModelArgs) -> tuple[str, ...]:
-    """Return the names of the kernel operations that a model needs, without experts: `MoEPlan` has their kernel."""
+    """Return the names of the kernel operations that a model needs, except "experts": `MoEPlan` names its kernel."""
     attention = ("latent",) if args.latent else ("heads", "attention")
     return ("norm", *attention, "activation", "linear", *(("routing",) if args.moe else ()))
 
@@ -69,7 +69,7 @@ def kv_components(args: ModelArgs, dtype: str) -> tuple[KVComponent, ...]:
     that all heads share.
     """
     if dtype not in CACHE_BYTES:
-        raise ConfigError(f"dtype {dtype!r} is not one of {', '.join(CACHE_BYTES)}.")
+        raise ConfigError(f"a KV cache of dtype {dtype!r} is not possible: use one of {', '.join(CACHE_BYTES)}.")
     size = CACHE_BYTES[dtype]
     if args.latent is not None:
         widths = {"latent": args.latent.kv_rank, "rope": args.latent.rope_dim}
@@ -78,7 +78,7 @@ def kv_components(args: ModelArgs, dtype: str) -> tuple[KVComponent, ...]:
 
 
 def rank_geometry(args: ModelArgs, rank: Rank, *, dtype: str, device: str, block_size: int | None) -> KVGeometry:
-    """Return the page of a rank's KV cache of type `dtype`. `block_size`: as asked for; None: the device's default."""
+    """Return the layout of a page of a rank's KV cache. dtype: of the cache; block_size: None: the device's default."""
     own = args if args.latent else replace(args, num_kv_heads=rank.kv_heads[1] - rank.kv_heads[0])
     default = CUDA_BLOCK_SIZE if device == "cuda" else CPU_BLOCK_SIZE
     return resolve_geometry(kv_components(own, dtype), rank.layers[1] - rank.layers[0], block_size, default)

@@ -51,10 +51,11 @@ NEVER = 1 << 30  # query rows: a number for JSON
 class PlanReport:
     """A plan as plain values for people: `quire explain`, `/debug/plan`, the banner.
 
-    plan     of any rank: the parameters of all ranks follow from its mesh
-    memory   of rank number `fullest`, which has the least room, or the reason why nothing fits there
+    plan         plan of any rank: the parameters of all ranks follow from its mesh
+    memory       memory of rank number `fullest`, or the reason why no KV cache fits there
+    fullest      number of the rank with the least free memory
     load_error   error that the loader would raise for the weights; "": none
-    headers  of the weights, when the folder lacks them; else None
+    headers      headers of the weights, if the folder lacks the weights; else None
     """
 
     plan: EnginePlan
@@ -104,14 +105,14 @@ class PlanReport:
         return phases | (EAGER if device == "cuda" and config.device.enforce_eager and not many else {})
 
     def exchanges(self, rank: Rank | None = None) -> list[dict[str, Any]]:
-        """Return the exchanges of a rank in a step as plain values; None: those of a token through all stages."""
+        """Return the exchanges of a rank in a step as plain values; None: those that a token passes in all stages."""
         plan, experts = self.plan, self.plan.experts
         sent = collectives(plan.args, plan.mesh.parallel, item_bytes=ITEM_BYTES[plan.dtype.dtype],
                            device=plan.machine.device, spread=experts.dispatcher if experts else "", rank=rank)
         return [asdict(one) for one in sent]
 
     def describe_rank(self, rank: Rank, held: int) -> dict[str, Any]:
-        """Return the part of a rank as plain values; `held`: bytes of its parameters."""
+        """Return a rank's part of the model and its memory as plain values; held: bytes of its parameters."""
         blocks = 0 if isinstance(self.memory, str) else self.memory.num_blocks + 1
         return asdict(rank) | {
             "device": self.plan.machine.device, "bytes": held, "kv_bytes": blocks * self.page(rank).page_bytes,
@@ -125,14 +126,14 @@ class PlanReport:
 
     @cached_property
     def held(self) -> list[tuple[Rank, int]]:
-        """Every rank with the bytes of its parameters. Raises ConfigError where a slice would cut a group."""
+        """Every rank with the bytes of its parameters. Raises ConfigError if a slice would cut a quantization group."""
         every = list(ranks(self.plan.args, self.plan.mesh.parallel))
         held = {kind: sum(map(self.num_bytes, self.params_of(rank)))
                 for kind, rank in {rank.kind: rank for rank in every}.items()}  # fmt: skip
         return [(rank, held[rank.kind]) for rank in every]
 
     def page(self, rank: Rank) -> KVGeometry:
-        """Return the page of a rank's KV cache."""
+        """Return the layout of a page of a rank's KV cache."""
         return rank_geometry(self.plan.args, rank, dtype=self.plan.cache.dtype, device=self.plan.machine.device,
                              block_size=self.plan.geometry.block_size)  # fmt: skip
 

@@ -37,10 +37,10 @@ KINDS: dict[str, Any] = {
 
 
 class MetricFamily(NamedTuple):
-    """A row of `metrics.txt`.
+    """Definition of a metric, a row of `metrics.txt`.
 
-    kind     one of KINDS, then names of labels, separated by spaces
-    bounds   of a histogram's buckets: numbers separated by spaces, or "lengths"
+    kind     "gauge", "counter" or "histogram", then the names of the labels, separated by spaces
+    bounds   bounds of a histogram's buckets, separated by spaces; "lengths": 1, 2, 5, 10, ... up to the context length
     """
 
     name: str

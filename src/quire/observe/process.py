@@ -46,9 +46,9 @@ def age() -> float | None:
 
 
 def keep_little_memory() -> None:
-    """Make glibc return memory early: freed blocks of 1 MiB and more, and the free end of a heap.
+    """Make glibc return freed memory to the system early: blocks and free heap ends of 1 MiB and more.
 
-    By default glibc raises these bounds to 32 and 64 MiB for each thread's heap, once such blocks were freed.
+    By default these thresholds (M_MMAP_THRESHOLD, M_TRIM_THRESHOLD) grow to 32 and 64 MiB once large blocks were freed.
     """
     if (set_option := getattr(ctypes.CDLL(None), "mallopt", None)) is not None:
         for option in (M_MMAP_THRESHOLD, M_TRIM_THRESHOLD):
@@ -58,16 +58,16 @@ def keep_little_memory() -> None:
 def return_memory() -> None:
     """Return the freed memory of this process to the system. Works with glibc; has no effect elsewhere.
 
-    Takes 0.1 s per GB, without the interpreter's lock.
+    Takes 0.1 s per GB. Other Python threads run meanwhile.
     """
     if (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
         trim(ctypes.c_size_t(0))
 
 
 async def watch_event_loop(report: Callable[[float], None], interval: float = 0.5) -> None:
-    """Call `report` every `interval` seconds, until cancelled, with the seconds by which this coroutine woke too late.
+    """Measure the delay of the event loop until cancelled: sleep `interval` seconds, then report the excess time.
 
-    A callback that blocks the event loop delays every connection by this time.
+    report   gets the seconds by which the sleep took too long; every connection waits so long for the event loop
     """
     while True:
         asked = time.perf_counter() + interval

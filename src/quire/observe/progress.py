@@ -10,9 +10,9 @@ if TYPE_CHECKING:
 class Progress:
     """A progress bar towards `total`. The bar is drawn only when enabled and on a terminal; rich is imported only then.
 
-    total  0: unknown; the elapsed time is shown instead, until `update` gives a total
-    unit   "B": bytes and their rate; any other unit: counts and the remaining time
-    rate   drawings per second; low where something is measured
+    total  0: the total is unknown; the elapsed time is shown instead, until `update` gives a total
+    unit   "B": the bar shows bytes and their rate; any other unit: counts and the remaining time
+    rate   redraws of the bar per second; choose it low during a measurement
     """
 
     def __init__(self, title: str, total: int, *, enabled: bool, unit: str, rate: float = 10.0) -> None:
@@ -34,12 +34,12 @@ class Progress:
         return self
 
     def advance(self, count: int) -> None:
-        """Record that `count` more are done."""
+        """Move the bar by `count` more units of work that are done."""
         if self._bar is not None:
             self._bar.advance(self._task, count)
 
     def update(self, done: int, total: int) -> None:
-        """Record that `done` of `total` are done."""
+        """Set the bar to `done` of `total` units of work; `total` 0 means unknown."""
         if self._bar is None:
             return
         if total and not self._total:

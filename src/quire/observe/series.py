@@ -16,7 +16,7 @@ def one_two_five(largest: int) -> tuple[float, ...]:
 
 
 class Histogram:
-    """Number of observations under each bound, and the sum of all observations."""
+    """A histogram for metrics: the number of observations per bucket, and the sum of all observed values."""
 
     __slots__ = ("bounds", "counts", "total")
 
@@ -26,7 +26,7 @@ class Histogram:
         self.total = 0.0
 
     def observe(self, value: float, count: int = 1) -> None:
-        """Count `value`, `count` times."""
+        """Record an observation of `value`, `count` times."""
         self.counts[bisect_left(self.bounds, value)] += count
         self.total += value * count
 

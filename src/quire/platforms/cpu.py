@@ -19,7 +19,7 @@ class CpuFacts:
     """Facts about the CPU, as seen by this process.
 
     cores          physical cores that this process may use
-    free_memory    bytes that could be allocated without swapping, at the time of the call
+    free_memory    bytes that could be allocated without swapping, at the time of reading
     total_memory   bytes
     bf16_units     instruction sets that make bfloat16 arithmetic the fastest, best first; empty: float32 is faster
     """
@@ -37,7 +37,7 @@ def read_cpu_flags() -> frozenset[str]:
 
 
 def read_cpu_facts() -> CpuFacts:
-    """Read the facts of this machine; takes a few milliseconds."""
+    """Read cores, memory and bfloat16 instruction sets of this machine. Takes a few milliseconds."""
     cpuinfo = _read(Path("/proc/cpuinfo"))
     words = _cpu_flags(cpuinfo)
     free, total = _memory()

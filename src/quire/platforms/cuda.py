@@ -22,10 +22,10 @@ class CudaFacts:
     """Facts about the GPU, as seen by this process.
 
     capability      compute capability, (major, minor)
-    num_sms         multiprocessors
+    num_sms         streaming multiprocessors (SMs)
     total_memory    bytes
-    free_memory     bytes free at the time of the call, after this process's context was created
-    others_memory   bytes held by other processes; None: the driver does not tell
+    free_memory     bytes free at the time of reading, after this process's CUDA context was created
+    others_memory   bytes of GPU memory that other processes hold; None: the driver does not tell
     """
 
     name: str
@@ -47,14 +47,17 @@ class CudaFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class NvmlFacts:
-    """Answers of NVML, NVIDIA's management library, about a GPU; "" and None stand for unknown values."""
+    """Driver version and memory of other processes on a GPU, as NVML (NVIDIA's library) tells; "" or None: unknown."""
 
     driver_version: str = ""
     others_memory: int | None = None
 
 
 def read_cuda_facts() -> CudaFacts:
-    """Read the facts of the GPU; creates this process's context on it. Raises ConfigError if PyTorch cannot use it."""
+    """Return name, size, memory and versions of the current GPU. Creates this process's CUDA context on it.
+
+    Raises `ConfigError` if PyTorch cannot use the GPU.
+    """
     import torch
 
     if not torch.cuda.is_available():

@@ -26,8 +26,9 @@ _TORCH_CUDA = re.compile(r"^cuda\b[^=]*=\s*['\"](\d+\.\d+)['\"]", re.MULTILINE)
 class DriverProbe:
     """The driver's answer about the first GPU that this process may use.
 
-    capability   compute capability, (major, minor);  memory  bytes
-    count        GPUs that this process may use
+    capability   compute capability, (major, minor)
+    memory       bytes of GPU memory
+    count        number of GPUs that this process may use
     missing      the reason why there is no usable GPU, or ""
     """
 
@@ -49,7 +50,7 @@ class DevicePlan:
 
 
 def probe_driver(load: Callable[[str], ctypes.CDLL] = ctypes.CDLL) -> DriverProbe:
-    """Ask the driver about the first GPU; takes about 0.1 s, or no time without a driver."""
+    """Ask the NVIDIA driver about the first GPU. Takes about 0.1 s; without a driver, no time."""
     try:
         driver = load(LIBRARY)
     except OSError:
@@ -68,7 +69,7 @@ def probe_driver(load: Callable[[str], ctypes.CDLL] = ctypes.CDLL) -> DriverProb
 
 
 def check_gpus(parallel: Parallel, probe: Callable[[], DriverProbe] = probe_driver) -> None:
-    """Raise `ConfigError` when these sizes need more GPUs than this process may use. Each rank needs one."""
+    """Raise `ConfigError` when the ranks of `parallel` need more GPUs, one each, than this process may use."""
     if parallel.size == 1 or parallel.size <= (count := probe().count):
         return
     fewer = max(size for size in range(1, count + 1) if parallel.tp % size == 0) if count else 1
@@ -94,7 +95,7 @@ def resolve_device(asked: str, probe: Callable[[], DriverProbe] = probe_driver,
     """Choose the device for --device `asked`: "auto", "cpu" or "cuda".
 
     "auto" is the GPU if Quire's Triton kernels run on it, else the CPU. "cuda" raises `ConfigError` without a usable
-    GPU; a GPU too old for the Triton kernels is used with PyTorch's operations.
+    GPU; a GPU too old for the Triton kernels then runs PyTorch's operations.
     """
     if asked == "cpu":
         return DevicePlan(device="cpu", reason="as asked")

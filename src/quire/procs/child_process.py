@@ -16,11 +16,12 @@ REAP_SECONDS = 5.0
 
 
 class ChildProcess:
-    """A Python module in a process and a session of its own: a Ctrl-C in the terminal does not reach it.
+    """A child process that runs a Python module. It has its own session: a Ctrl-C in the terminal does not reach it.
 
-    start         a line for standard input, which stays open; None: standard input is empty
-    arguments     of the module;  descriptors  the child inherits them, with their numbers
-    env           the child's environment; None: this process's
+    start         a line for its standard input, which then stays open; None: standard input is empty
+    arguments     command-line arguments of the module
+    descriptors   file descriptors that the child inherits under the same numbers
+    env           the child's environment; None: the environment of this process
     """
 
     def __init__(
@@ -46,7 +47,7 @@ class ChildProcess:
                 self._process.stdin.flush()
 
     def ended(self) -> str | None:
-        """Return how the process ended, as the rest of a sentence; None while it runs. Reaps the process."""
+        """Return the way the process ended, such as "exited with code 1"; None while it runs. Reaps the process."""
         code = self._process.poll()
         if code is None:
             return None
@@ -57,7 +58,7 @@ class ChildProcess:
         return f"was killed by signal {-code}"
 
     def stopped(self) -> bool:
-        """True when a signal (T) or a debugger (t) has stopped the process."""
+        """True when a signal (SIGSTOP) or a debugger holds the process: state T or t in `ps`."""
         try:
             if PROC.is_dir():
                 state = (PROC / str(self.pid) / "stat").read_text().rpartition(")")[2].split()[0]
@@ -74,7 +75,7 @@ class ChildProcess:
             self._process.kill()
 
     def release(self, seconds: float = REAP_SECONDS) -> None:
-        """Wait for the end of the process, after `kill` or a `Stop`, and close the pipe."""
+        """Wait at most `seconds` for the process to end, then close its standard input. Call `kill` before."""
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(seconds)
         if self._process.stdin is not None:

@@ -31,10 +31,11 @@ Launch = Callable[[CoreStart], ChildProcess]
 
 
 class CoreClient:
-    """Client of one engine core, for the life of a server. Everything runs on the event loop of `start`.
+    """Client of one engine core, for the life of a server. The callbacks run on the event loop that runs `start`.
 
-    on_message   gets every message, in order;  on_death  called once when the core ends without being asked to
-    launch       starts the core
+    on_message   gets every message of the core, in order
+    on_death     called once when the core ends without being asked to
+    launch       starts the core's process
     """
 
     def __init__(
@@ -51,7 +52,7 @@ class CoreClient:
         self._num_dropped = 0
 
     async def start(self, config: EngineConfig) -> None:
-        """Make the sockets and start the core. Messages begin to arrive. Frees everything when the start fails."""
+        """Make the sockets and start the core. Its messages go to `on_message`. A failed start frees everything."""
         try:
             self._open()
             self.core = self._launch(CoreStart(config=config, to_core=self._address("to"),
@@ -62,7 +63,7 @@ class CoreClient:
         self._watcher = asyncio.get_running_loop().create_task(self._watch(self.core))
 
     def send(self, message: ToCore) -> None:
-        """Queue a message without waiting. Call this only after the core's first message."""
+        """Queue a message to the core without waiting. Call this only after the first message from the core."""
         assert self._connected, "a message was sent before the core's first message"
         if self._context is not None:
             self._sender.send(encode(message), zmq.NOBLOCK)

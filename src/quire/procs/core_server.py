@@ -39,9 +39,9 @@ Build = Callable[[EngineConfig, Send], tuple[Core, Ready]]  # may send `Loading`
 
 
 class CoreSockets:
-    """The core's ends of two one-way sockets. One thread uses them; every queue is unbounded.
+    """The core's ends of two one-way ZeroMQ sockets: to the core, and from it. For one thread; queues are unbounded.
 
-    The reader of a socket binds it and the writer connects, so that no message is lost or waits, whoever starts first.
+    The reader of a socket binds it and the writer connects, so no message is lost, whichever process starts first.
     """
 
     def __init__(self, start: CoreStart) -> None:
@@ -55,9 +55,9 @@ class CoreSockets:
         self._sender.connect(start.from_core)
 
     def receive(self, wait: bool) -> ToCore | None:
-        """Return the next message; None when there is none, after at most `IDLE_MS` if `wait` is True.
+        """Return the next message to the core, or None. With `wait`, wait up to `IDLE_MS` milliseconds for a message.
 
-        Bytes that are not a message are skipped and reported as `Dropped`.
+        Bytes that are not a message are skipped, and the front end gets a `Dropped`.
         """
         while True:
             try:
@@ -69,18 +69,21 @@ class CoreSockets:
                 self.send(Dropped("to_core", self._num_dropped))
 
     def send(self, message: FromCore) -> None:
-        """Queue a message without waiting."""
+        """Queue a message to the front end without waiting."""
         self._sender.send(encode(message), zmq.NOBLOCK)
 
     def close(self) -> None:
-        """Wait a moment for the last message to leave, then free everything."""
+        """Wait up to 2 s until the front end has taken the last message, then free the sockets."""
         self._receiver.close(0)
         self._sender.close(LAST_WORDS_MS)
         self._context.term()
 
 
 def run_core(start: CoreStart, build: Build) -> int:
-    """Build a core and serve it: `Loading`, then `Ready` or `Failed`. Returns the exit code of the process."""
+    """Build an engine core and run its loop until it ends. Returns the exit code of the process.
+
+    The front end gets `Loading` messages, then `Ready`, or `Failed` when the core cannot be built.
+    """
     sockets = CoreSockets(start)
     try:
         sockets.send(Loading("starting"))  # the front end connects when it hears from us
@@ -100,10 +103,10 @@ def run_core(start: CoreStart, build: Build) -> int:
 
 
 def serve_core(core: Core, receive: Receive, send: Send) -> int:
-    """Serve until `Stop` (returns 0) or a failed step (sends `Failed`, returns 1). Returns the process's exit code.
+    """Run the core's loop until a `Stop` message (returns 0) or a failed step (sends `Failed`, returns 1).
 
-    Between two steps, all messages that have arrived are taken. The outputs of every step are sent, even empty ones.
-    Without work the loop waits in `receive`, and looks at times after its executor.
+    Between two steps the loop handles all messages that have arrived. It sends the outputs of every step, even empty
+    ones. Without requests it waits for messages, and checks every 0.5 s that the executor is alive.
     """
     try:
         while True:

@@ -14,9 +14,10 @@ KINDS: dict[str, type[errors.QuireError]] = {
 
 
 def failed(error: BaseException, begin: str = "the engine stopped: ") -> Failed:
-    """Return the message that says why a process cannot start or go on, with the traceback for logs.
+    """Return the `Failed` message for an error that keeps a process from starting or going on.
 
-    begin   beginning of the message about an error that is none of `contracts/errors.py`
+    It has the traceback for logs, unless the user can fix the error.
+    begin   first words of its text for an error that is no `QuireError`
     """
     details = "" if isinstance(error, errors.UserError) else "".join(traceback.format_exception(error))
     if isinstance(error, errors.QuireError):
@@ -26,7 +27,7 @@ def failed(error: BaseException, begin: str = "the engine stopped: ") -> Failed:
 
 
 def rejected(handles: tuple[int, ...], error: Exception) -> Rejected:
-    """Return the message that refuses the requests `handles` of a prompt because of `error`."""
+    """Return the `Rejected` message that refuses the requests `handles` of one prompt because of `error`."""
     if isinstance(error, errors.QuireError):
         param = error.param if isinstance(error, errors.InvalidParameter) else None
         return Rejected(handles, type(error).__name__, str(error), param)
@@ -35,7 +36,7 @@ def rejected(handles: tuple[int, ...], error: Exception) -> Rejected:
 
 
 def rebuilt(kind: str, message: str, param: str | None = None) -> errors.QuireError:
-    """Return the error that a `Failed` or a `Rejected` describes."""
+    """Return the exception that a `Failed` or `Rejected` message describes. `kind` is the name of its class."""
     if kind == errors.InvalidParameter.__name__:
         return errors.InvalidParameter(message, param=param)
     if kind == errors.RequestFailed.__name__:

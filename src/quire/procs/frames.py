@@ -14,7 +14,7 @@ LENGTH = struct.Struct("<I")
 
 
 class Frames:
-    """An end of a socket pair. Any thread may send; one thread receives."""
+    """End of a socket pair that carries whole messages of any length. Any thread may send; one thread receives."""
 
     def __init__(self, end: socket.socket) -> None:
         self._end = end
@@ -23,13 +23,13 @@ class Frames:
 
     @classmethod
     def inherited(cls, descriptor: int) -> "Frames":
-        """Take the end that the parent process passed as `descriptor`. Children of this process do not inherit it."""
+        """Return the end that the parent process passed as `descriptor`. Children of this process do not inherit it."""
         end = socket.socket(fileno=descriptor)
         end.set_inheritable(False)
         return cls(end)
 
     def fileno(self) -> int:
-        """Return the descriptor, to wait for messages; -1 after `close`."""
+        """Return the file descriptor, on which `poll` can wait for messages; -1 after `close`."""
         return self._end.fileno()
 
     def send(self, message: bytes) -> None:
@@ -55,7 +55,10 @@ class Frames:
             self._sending.release()
 
     def receive(self) -> list[bytes]:
-        """Return the messages that have arrived whole, without waiting. Raises `EOFError` after the last one."""
+        """Return the messages that have arrived completely, without waiting.
+
+        Raises `EOFError` when the other end is closed and all messages were returned.
+        """
         while True:
             try:
                 data = self._end.recv(CHUNK, socket.MSG_DONTWAIT)

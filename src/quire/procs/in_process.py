@@ -20,11 +20,11 @@ Done = queue.SimpleQueue[StepResult | Exception]
 class InProcessExecutor(LaunchingExecutor):
     """Executor of a worker in this process.
 
-    With depth 1 a plan runs in the caller's thread, when the plan is submitted or its grammar masks come. With depth 2
-    a worker thread runs the plan while the core makes the next plan; the thread waits for masks when it needs them.
+    With depth 1 a step plan runs in the caller's thread: in `submit`, or in `release` if it needs grammar masks. With
+    depth 2 a worker thread runs the plan while the engine core makes the next plan, and waits there for the masks.
 
-    The thread ends with the executor, closed or not, and before the interpreter: a thread that computes while the
-    interpreter ends aborts the process. Later plans run in the caller's thread.
+    The thread ends on `shutdown`, with the executor object, and before the interpreter exits: a thread that computes
+    during the exit aborts the process. Plans submitted after that run in the caller's thread.
     """
 
     def __init__(self, run: Run, facts: ExecutorFacts, controls: Controls | None = None) -> None:
@@ -32,7 +32,7 @@ class InProcessExecutor(LaunchingExecutor):
         super().__init__(self._runner, facts, controls)
 
     def shutdown(self) -> None:
-        """Stop the worker thread; idempotent."""
+        """Stop the worker thread, if any; idempotent."""
         self._runner.stop()
         self._controls = {}
 

@@ -11,7 +11,7 @@ Controls = Mapping[str, Callable[..., object]]
 
 
 class Launches(Protocol):
-    """A worker that launches steps; they run on the device after the call returns."""
+    """A worker that launches steps asynchronously: they run on the device after `submit` has returned."""
 
     def submit(self, plan: StepPlan) -> None:
         """Launch a step. If it needs grammar masks, launch everything but the sampling."""
@@ -24,9 +24,9 @@ class Launches(Protocol):
 
 
 class LaunchingExecutor:
-    """Executor that launches plans in the caller's thread; the device runs them later. After a fault every step fails.
+    """Executor that launches steps in the caller's thread; the device runs them later. After a fault every step fails.
 
-    controls   operations for `control`, by name
+    controls   functions that `control` calls, by name
     """
 
     def __init__(self, worker: Launches, facts: ExecutorFacts, controls: Controls | None = None) -> None:
@@ -35,7 +35,7 @@ class LaunchingExecutor:
         self._fault: Exception | None = None
 
     def submit(self, plan: StepPlan) -> None:
-        """Launch a step. `collect` raises its fault, if any."""
+        """Launch a step. An error is not raised here, but by the next `collect`."""
         self._attempt(lambda worker: worker.submit(plan))
 
     def release(self, step: int, masks: I32) -> None:
@@ -66,7 +66,7 @@ class LaunchingExecutor:
         return True
 
     def control(self, name: str, args: dict[str, Any]) -> object:
-        """Run an operation of `controls`."""
+        """Call the function `name` of `controls` with `args`, and return its value."""
         if name not in self._controls:
             raise ConfigError(f"unknown control {name!r}.")
         return self._controls[name](**args)
@@ -75,9 +75,9 @@ class LaunchingExecutor:
         """Do nothing: this process runs the device. See `Executor`."""
 
     def facts(self) -> ExecutorFacts:
-        """Return the sizes and the resolved plans."""
+        """Return the capabilities of this executor. See `Executor`."""
         return self._facts
 
     def shutdown(self) -> None:
-        """Release the worker and its memory on the device; idempotent."""
+        """Drop the worker, so that its device memory is freed; idempotent."""
         self._worker, self._controls = None, {}

@@ -14,9 +14,9 @@ from quire.contracts.request import NewRequest
 
 
 class CoreStart(msgspec.Struct, frozen=True, kw_only=True):
-    """Start parameters of a core: a line of JSON on the standard input of its process.
+    """Start parameters of an engine core: a line of JSON on the standard input of its process.
 
-    to_core, from_core   addresses of the sockets; the reader of a socket binds it, the writer connects
+    to_core, from_core   ZeroMQ addresses of the two one-way sockets; the reader binds a socket, the writer connects
     """
 
     config: EngineConfig
@@ -25,13 +25,13 @@ class CoreStart(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Add(msgspec.Struct, frozen=True, tag="add"):
-    """Add the n requests of a prompt. Either all are accepted, or none is and the answer is `Rejected`."""
+    """Add all requests of a prompt (`n` of them). The core accepts all, or accepts none and answers `Rejected`."""
 
     requests: Annotated[tuple[NewRequest, ...], msgspec.Meta(min_length=1)]
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort"):
-    """End these requests in any state; unknown handles are ignored."""
+    """End the requests with these handles, waiting or running; unknown handles are ignored."""
 
     handles: tuple[int, ...]
 
@@ -40,8 +40,8 @@ class Control(msgspec.Struct, frozen=True, tag="control"):
     """Run a named operation between two steps. The `Reply` has the same id and this value:
 
     reset_prefix_cache   True when no request was running
-    check                True, or an error that names the inconsistency
-    plan                 `PlanReport.describe()` as JSON, and the state of the runner; null when there is no model
+    check                True when the records of requests and KV blocks are consistent; else an error names the fault
+    plan                 `PlanReport.describe()` and the state of the model runner, as JSON; null without a model
 
     Other names are operations of the executor; see `Executor.control`. `args` are its keyword arguments.
     """
@@ -56,7 +56,7 @@ class Stop(msgspec.Struct, frozen=True, tag="stop"):
 
 
 class Loading(msgspec.Struct, frozen=True, tag="loading"):
-    """Progress before `Ready`: `done` of `total` (0: unknown) in `unit` ("B": bytes)."""
+    """Progress of a start-up phase, before `Ready`: `done` of `total` (0: unknown), in `unit` ("B": bytes)."""
 
     phase: str
     done: int = 0
@@ -65,7 +65,13 @@ class Loading(msgspec.Struct, frozen=True, tag="loading"):
 
 
 class Ready(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
-    """The engine is loaded. `plans`: choice -> printable line; `phases`: start-up phase -> seconds."""
+    """The engine is loaded and takes requests.
+
+    depth    maximum number of steps in flight
+    plans    resolved choices by name (attention, linear, memory, ...), each a printable line
+    phases   seconds that each phase of the start took, by name
+    notes    lines to show the user
+    """
 
     max_model_len: int
     vocab_size: int
@@ -83,13 +89,13 @@ class Ready(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
 
 
 class Outputs(msgspec.Struct, frozen=True, tag="outputs"):
-    """Outputs of a step. Empty outputs are sent, too: they show that the core is alive."""
+    """Outputs of a step. The core sends empty outputs, too: they show that it is alive."""
 
     step: StepOutputs
 
 
 class Rejected(msgspec.Struct, frozen=True, tag="rejected"):
-    """The requests of an `Add` were refused; `kind` is the name of a class in contracts/errors.py."""
+    """The core refused the requests of an `Add`. `kind` is the name of an error class in contracts/errors.py."""
 
     handles: Annotated[tuple[int, ...], msgspec.Meta(min_length=1)]
     kind: str
@@ -106,7 +112,7 @@ class Reply(msgspec.Struct, frozen=True, tag="reply"):
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed"):
-    """A process cannot start or go on; `kind` is an error class's name, `details` a traceback for logs."""
+    """A process cannot start or go on. `kind` is the name of an error class, `details` a traceback for logs."""
 
     kind: str
     message: str
@@ -114,7 +120,7 @@ class Failed(msgspec.Struct, frozen=True, tag="failed"):
 
 
 class Dropped(msgspec.Struct, frozen=True, tag="dropped"):
-    """Bytes on the socket of `direction` ("to_core", "from_core") were not a message, for the `num`th time."""
+    """Bytes that are no message arrived on the socket `direction` ("to_core", "from_core"), for the `num`th time."""
 
     direction: str
     num: int

@@ -15,9 +15,11 @@ from quire.procs.messages import Failed, Loading, Stop
 
 
 class RankStart(msgspec.Struct, frozen=True, tag="start"):
-    """First message: what to build. Only the rank that leads sends results.
+    """First message to a rank: it tells the rank to load the model.
 
-    payload   a line of JSON;  beat  seconds between two signs of life
+    payload   parameters of the rank, as JSON
+    lead      True for the only rank that sends step results
+    beat      seconds between two `RankBeat` messages
     """
 
     payload: bytes
@@ -26,19 +28,19 @@ class RankStart(msgspec.Struct, frozen=True, tag="start"):
 
 
 class RankSize(msgspec.Struct, frozen=True, tag="size"):
-    """Sizes that were decided from the `RankBuilt` of all ranks."""
+    """Memory sizes for a rank (KV cache and others), as JSON. Chosen after the `RankBuilt` of all ranks."""
 
     payload: bytes
 
 
 class RankStep(msgspec.Struct, frozen=True, tag="step"):
-    """Launch a step."""
+    """Tells a rank to launch a step."""
 
     plan: StepPlan
 
 
 class RankMasks(msgspec.Struct, frozen=True, tag="masks"):
-    """Grammar masks of `step`, which is the last launched step; see `Executor.release`."""
+    """Grammar masks of `step`, the last step that was launched; see `Executor.release`."""
 
     step: int
     masks: I32
@@ -53,35 +55,35 @@ class RankControl(msgspec.Struct, frozen=True, tag="control"):
 
 
 class RankBuilt(msgspec.Struct, frozen=True, tag="built"):
-    """The rank is built but for what depends on `RankSize`."""
+    """The rank has loaded its weights. `payload`: its device's memory, as JSON. It now waits for `RankSize`."""
 
     payload: bytes
 
 
 class RankReady(msgspec.Struct, frozen=True, tag="ready"):
-    """The rank can run steps."""
+    """The rank can run steps. `payload`: its depth, resolved choices and notes, as JSON."""
 
     payload: bytes
 
 
 class RankReceived(msgspec.Struct, frozen=True, tag="received"):
-    """The plan of `step` has arrived. Sent at once, also while an earlier step runs."""
+    """Acknowledges the plan of `step`. A rank sends it when the plan arrives, even while an earlier step runs."""
 
     step: int
 
 
 class RankBeat(msgspec.Struct, frozen=True, tag="beat"):
-    """The process lives."""
+    """Heartbeat of a rank's process, every `RankStart.beat` seconds."""
 
 
 class RankResult(msgspec.Struct, frozen=True, tag="result"):
-    """Result of the oldest step without a result."""
+    """Result of a step; results come in the order of the steps."""
 
     result: StepResult
 
 
 class RankReply(msgspec.Struct, frozen=True, tag="reply"):
-    """Answer to a `RankControl`: its value, or the error that the caller made."""
+    """Answer to the `RankControl` with the same id: the value of the operation, or an error that the caller can fix."""
 
     id: int
     value: Any = None
@@ -89,7 +91,7 @@ class RankReply(msgspec.Struct, frozen=True, tag="reply"):
 
 
 class RankFailed(msgspec.Struct, frozen=True, tag="failed"):
-    """Last message of a rank that cannot go on; `at` is the time of `time.monotonic`, which all processes share."""
+    """Last message of a rank that cannot go on. `at`: the time by `time.monotonic`, which all processes share."""
 
     failed: Failed
     at: float

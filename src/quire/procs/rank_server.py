@@ -45,15 +45,15 @@ FIRST_BEAT_SECONDS = 1.0  # until `RankStart` has told the time between two beat
 
 
 class RunningRank(Protocol):
-    """A rank that runs steps. `payload` goes to the engine core.
+    """A rank that is ready to run steps, in its own process.
 
-    `collect` runs in a thread of its own, beside `submit`, `release` and `control`. A setting that belongs to a thread,
-    such as the current device, must be made in both threads.
+    `collect` runs in a thread of its own, beside `submit`, `release` and `control`. Make a setting of a thread, such
+    as the current CUDA device, in both threads.
     """
 
     @property
     def payload(self) -> bytes:
-        """Return the facts about this rank."""
+        """JSON for the engine core, in `RankReady`: depth, resolved choices and notes of this rank."""
 
     @property
     def depth(self) -> int:
@@ -69,21 +69,21 @@ class RunningRank(Protocol):
         """Wait for the oldest launched step and return its result. Called once for each step, after `release`."""
 
     def control(self, name: str, args: dict[str, Any]) -> object:
-        """Run a named operation; see `Executor.control`. A `UserError` goes to the caller; others are faults."""
+        """Run a named operation; see `Executor.control`. A `UserError` goes to the caller; others end the rank."""
 
     def close(self) -> None:
-        """Free all resources. No step is running."""
+        """Free all resources. Called when no step is running."""
 
 
 class LoadedRank(Protocol):
-    """A rank that is built but for what depends on all ranks, such as the size of the KV cache."""
+    """A rank that has loaded its weights. Only sizes that depend on all ranks, such as the KV cache's, are missing."""
 
     @property
     def payload(self) -> bytes:
-        """Return the measurements of this rank."""
+        """JSON for the engine core, in `RankBuilt`: the memory of this rank's device."""
 
     def size(self, payload: bytes) -> RunningRank:
-        """Build the rest."""
+        """Finish by the memory sizes in `payload` (JSON), such as the KV cache's. Return the rank, ready to run."""
 
 
 class _StepsUnderWay(NamedTuple):
@@ -102,10 +102,10 @@ BuildRank = Callable[[bytes, Callable[[int, int], None]], LoadedRank]  # (start,
 
 
 def run_rank() -> NoReturn:
-    """Serve the rank of this process and end the process.
+    """Run a rank until it ends, then exit the process. This is the main function of a rank's process.
 
-    The engine core gives two arguments: a module, whose `build_rank` is a `BuildRank`, and the descriptor of a socket.
-    The module is imported last, because its imports take long: the engine core hears from the rank meanwhile.
+    The command line has two arguments: a module with a function `build_rank` (see `BuildRank`), and a socket's file
+    descriptor. The module is imported last: its imports take long, and the rank sends heartbeats meanwhile.
     """
     if len(sys.argv) != 3 or not sys.argv[2].isdecimal():
         sys.exit("this module is a rank of an engine: use `quire serve` or `LLM`, which start all ranks.")
@@ -120,9 +120,9 @@ def run_rank() -> NoReturn:
 
 
 def serve_rank(frames: Frames, build: BuildRank) -> int:
-    """Build a rank and serve it until `Stop` (returns 0) or an error, which the engine core gets (returns 1).
+    """Build a rank and run its loop until a `Stop` message (returns 0) or an error (returns 1).
 
-    Runs in the main thread.
+    The engine core gets the error as `RankFailed`. Call this in the main thread.
     """
     # The engine core decides when a rank ends. Ctrl-C does not reach this session, but a service manager sends SIGTERM
     # to every process of a unit.
@@ -196,7 +196,7 @@ class _Link:
         threading.Thread(target=self._receive, name="quire-rank-receive", daemon=True).start()
 
     def send(self, message: FromRank) -> None:
-        """Send a message. Ends the process when the engine core is gone."""
+        """Send a message to the engine core. Ends this process when the core is gone."""
         data = encode(message)
         try:
             self._frames.send(data)
@@ -204,7 +204,7 @@ class _Link:
             os._exit(1)
 
     def fail(self, error: BaseException) -> None:
-        """Send the last message, about an error."""
+        """Tell the engine core by `RankFailed` that this rank ends because of `error`."""
         self.send(RankFailed(failed(error, begin=""), time.monotonic()))
 
     def _receive(self) -> None:

@@ -44,13 +44,13 @@ M = TypeVar("M")
 
 @dataclass(frozen=True, kw_only=True)
 class RankTimes:
-    """Times of ranks in seconds.
+    """Time limits for the processes of ranks, in seconds. A rank that is silent for too long ends the engine.
 
-    beat      between two signs of life of a rank
-    start     without a sign of life while Python starts and imports modules, perhaps from a slow disk
-    stopped   without a sign of life, after which a rank that a signal has stopped is dead
-    silent    without a sign of life, after which any rank is dead: a library may hold Python's lock while it compiles
-    stop      for a rank to end by itself
+    beat      time between two heartbeats of a rank
+    start     longest silence while a rank starts Python and imports modules, perhaps from a slow disk
+    stopped   longest silence of a rank that a signal (SIGSTOP) or a debugger has stopped
+    silent    longest silence of a running rank; it is long because a library may hold the GIL while it compiles
+    stop      time to exit after a `Stop` message; then the rank is killed
     """
 
     beat: float = 1.0
@@ -61,13 +61,15 @@ class RankTimes:
 
 
 class WatchedRank:
-    """A rank's process and connection, with what the watch knows of it.
+    """A rank's process and connection, with their state as `RankWatch` sees it.
 
-    heard      time of the last message;  begun  True after the first message that is not a mere sign of life
-    sent       step that was sent last, or is being sent;  received   last step that the rank has acknowledged
-    results    its results that nobody has taken; None: the ranks have ended
-    failed     last message of a rank that failed
-    cut        True after the end of the connection
+    heard      time of the last message (`time.monotonic`)
+    begun      True after the first message other than a heartbeat
+    sent       number of the step that was sent last, or is being sent; -1: none
+    received   last step that the rank has acknowledged; -1: none
+    results    step results of the rank that nobody has taken yet; None among them: the ranks have ended
+    failed     the message by which the rank reported its failure, or None
+    cut        True after the connection has ended
     """
 
     def __init__(self, name: str, child: ChildProcess, frames: Frames) -> None:
@@ -89,7 +91,7 @@ class WatchedRank:
         return self.cut or self.child.ended() is not None
 
     def read(self) -> list[FromRank]:
-        """Return the messages that have arrived."""
+        """Return the messages that have arrived, without waiting. Sets `cut` at the end of the connection."""
         messages: list[FromRank] = []
         try:
             while found := self.frames.receive():
@@ -100,9 +102,11 @@ class WatchedRank:
 
 
 class RankWatch:
-    """The thread that watches `ranks`, from its construction to their end. Refers to no owner of the ranks.
+    """A thread that reads the ranks' messages and kills all ranks when one fails. Runs until all ranks have ended.
 
-    ready     True when all ranks can run steps;  arrived   set when a result arrives, and at the ranks' end
+    After that `result`, `answer` and `check` raise the reason: the failure of a rank, or `EngineClosed`.
+    ready     True when all ranks can run steps
+    arrived   set when a step result arrives, and when the ranks have ended
     """
 
     def __init__(self, ranks: Sequence[WatchedRank], times: RankTimes, arrived: threading.Event | None = None) -> None:
@@ -124,34 +128,34 @@ class RankWatch:
         self._thread.start()
 
     def result(self, index: int) -> StepResult:
-        """Wait for the next result of a rank. Raises the error of the ranks' end."""
+        """Wait for the next step result of a rank, and return it. Raises the error when the ranks have ended."""
         self.check()
         return self._next(self.ranks[index].results)
 
     def answer(self) -> tuple[int, Answer]:
-        """Wait for the next other message, with the index of its rank. Raises the error of the ranks' end."""
+        """Wait for the next other answer, such as `RankReady`. Return the index of its rank, and the answer."""
         self.check()
         return self._next(self._answers)
 
     def check(self) -> None:
-        """Raise the error of the ranks' end if they have ended."""
+        """Raise the error if the ranks have ended."""
         if self._over is not None:
             raise self._error()
 
     def wait(self) -> QuireError:
-        """Wait for the ranks' end, after a rank took no message; return its error."""
+        """Wait until the ranks have ended, after a message could not be sent. Return the error."""
         self._told.wait()
         return self._error()
 
     def abandon(self, message: str) -> None:
-        """End all ranks because of a fault in this process."""
+        """Kill all ranks because of a fault in this process, and wait. `message` is the text of the error."""
         self._abandoned = Failed(EngineDead.__name__, message)
         self._told.wait()
 
     def close(self) -> None:
-        """End all ranks and wait for their end: running ranks get a moment for it. Idempotent.
+        """End all ranks and wait for their end. Ready ranks have `RankTimes.stop` seconds to exit, then are killed.
 
-        Without effect in a process that was forked from the one that made the ranks.
+        Idempotent. Has no effect in a process that was forked from the one that made the ranks.
         """
         if os.getpid() != self._process:
             return

@@ -41,16 +41,16 @@ P = TypeVar("P", RankBuilt, RankReady)
 class RankProcesses:
     """The processes of an engine's ranks. One thread uses them; any thread may call `close`.
 
-    Order of calls: `build`, `size`, then `send`, `collect` and `control`. After the fault of a rank, and after
-    `close`, every call raises its error. The processes end with this object, closed or not, and with this process.
+    Order of calls: `build`, `size`, then `send`, `collect` and `control`. When a rank fails, all ranks are killed and
+    every later call raises the error. The processes end with this object, closed or not, and with this process.
 
-    module   its `build_rank` builds a rank; see `BuildRank` in `rank_server.py`
-    starts   a line of JSON for each rank, in the order of the ranks
-    names    for messages: "rank 1 (tp 1)"
+    module   name of a Python module; its `build_rank` builds a rank (see `BuildRank` in `rank_server.py`)
+    starts   parameters of each rank for `build_rank`, as JSON, in the order of the ranks
+    names    names of the ranks in error messages: "rank 1 (tp 1)"
     env      environment variables that the ranks have besides those of this process
-    leads    indices of the ranks that send results
-    inherit  descriptors that every rank inherits, with their numbers
-    arrived  set when a result arrives, and at the ranks' end
+    leads    indices of the ranks that send step results: one of each replica
+    inherit  file descriptors that every rank inherits under the same numbers
+    arrived  set when a step result arrives, and when the ranks have ended
     """
 
     def __init__(
@@ -80,14 +80,14 @@ class RankProcesses:
         return tuple(rank.child.pid for rank in self._watch.ranks)
 
     def build(self, on_loading: Callable[[int, int], None]) -> list[bytes]:
-        """Wait until every rank is built; return their payloads. Raises the error of a rank, a `UserError` as it is.
+        """Wait until all ranks have loaded their weights; return their `RankBuilt` payloads. Raises a rank's error.
 
-        on_loading   called here with (bytes loaded, bytes to load) of all ranks, once every rank has told its share
+        on_loading   called with (bytes loaded, bytes to load), summed over the ranks, once every rank has reported
         """
         return self._payloads(RankBuilt, on_loading)
 
     def size(self, payloads: Sequence[bytes]) -> list[bytes]:
-        """Send each rank the sizes that were decided; wait until every rank can run steps; return their payloads."""
+        """Send each rank its memory sizes, as JSON. Wait until all can run steps; return their `RankReady` payloads."""
         for index, payload in enumerate(payloads):
             self._send((index,), RankSize(payload))
         ready = self._payloads(RankReady, lambda done, total: None)
@@ -95,7 +95,7 @@ class RankProcesses:
         return ready
 
     def send(self, message: ToRank, ranks: Sequence[int] | None = None) -> None:
-        """Send a message to ranks (None: all); it is encoded once."""
+        """Send a message to these ranks (None: all). Waits while a rank cannot take it."""
         ranks = range(len(self._watch.ranks)) if ranks is None else ranks
         if isinstance(message, RankStep):
             for index in ranks:
@@ -103,7 +103,7 @@ class RankProcesses:
         self._send(ranks, message)
 
     def collect(self, lead: int | None = None) -> StepResult:
-        """Wait for the oldest step's result from a rank that leads (None: the first of them)."""
+        """Wait for the result of the oldest uncollected step of a lead (None: the first one), and return it."""
         return self._watch.result(self._leads[0] if lead is None else lead)
 
     def ready(self, lead: int | None = None) -> bool:
@@ -111,7 +111,7 @@ class RankProcesses:
         return not self._watch.ranks[self._leads[0] if lead is None else lead].results.empty()
 
     def control(self, name: str, args: dict[str, Any], ranks: Sequence[int] | None = None) -> list[object]:
-        """Run an operation on ranks (None: all); return its values by rank. Raises the first `UserError` of a rank."""
+        """Run the operation `name` on ranks (None: all); return a value per rank. Raises a rank's first `UserError`."""
         self._num_controls += 1
         asked = range(len(self._watch.ranks)) if ranks is None else ranks
         self.send(RankControl(self._num_controls, name, args), asked)
@@ -126,11 +126,11 @@ class RankProcesses:
         return [replies[index].value for index in sorted(replies)]
 
     def check_alive(self) -> None:
-        """Raise the error of the ranks' end if they have ended."""
+        """Raise the error if the ranks have ended."""
         self._watch.check()
 
     def close(self) -> None:
-        """End and reap all processes. Running ranks get a moment to end by themselves, then SIGKILL. Idempotent."""
+        """End and reap all processes. Ready ranks have `RankTimes.stop` seconds to exit before SIGKILL. Idempotent."""
         self._watch.close()
 
     def _payloads(self, kind: type[P], on_loading: Callable[[int, int], None]) -> list[bytes]:
@@ -183,7 +183,7 @@ class RanksExecutor:
         self._processes.send(RankStep(plan), self._ranks)
 
     def release(self, step: int, masks: I32) -> None:
-        """Send the grammar masks to every rank, if `step` has a grammar."""
+        """Send the grammar masks of `step` to every rank, if there are any. See `Executor`."""
         if len(masks):
             self._processes.send(RankMasks(step, masks), self._ranks)
 
@@ -200,11 +200,11 @@ class RanksExecutor:
         return self._processes.control(name, args, self._ranks)
 
     def check_alive(self) -> None:
-        """Raise `EngineDead` after a fault of a rank."""
+        """Raise `EngineDead` if a rank has failed."""
         self._processes.check_alive()
 
     def facts(self) -> ExecutorFacts:
-        """Return the sizes and the resolved plans."""
+        """Return the capabilities of this executor. See `Executor`."""
         return self._facts
 
     def shutdown(self) -> None:

@@ -37,7 +37,8 @@ M = TypeVar("M", StepPlan, StepResult, StepOutputs, NewRequest)
 
 def _to_extension(value: object) -> msgspec.msgpack.Ext:
     if not isinstance(value, np.ndarray) or value.dtype not in _INDEX:
-        raise TypeError(f"{type(value).__name__} does not cross process boundaries")
+        raise TypeError(f"{type(value).__name__} cannot be sent to another process: use records, plain values, or "
+                        "arrays of int32, float32 or uint8")
     header = struct.pack(f"<BB{value.ndim}I", _INDEX[value.dtype], value.ndim, *value.shape)
     return msgspec.msgpack.Ext(ARRAY, header + value.tobytes())
 
@@ -83,7 +84,7 @@ _FROM_RANK: msgspec.msgpack.Decoder[FromRank] = _decoder(FromRank)
 
 
 def encode(message: Record | ToCore | FromCore | ToRank | FromRank) -> bytes:
-    """Return the message as bytes."""
+    """Return the message or record as msgpack bytes. `decode` and its siblings are the inverse."""
     assert sys.byteorder == "little", "arrays travel little-endian"
     return _ENCODER.encode(message)
 

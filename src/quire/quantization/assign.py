@@ -25,10 +25,10 @@ FOUND = "found"  # key of the modules whose stored tensors contradict the config
 
 
 def with_formats(params: Iterable[Param], config: Mapping[str, Any]) -> tuple[Param, ...]:
-    """Return the parameters with their formats and schemes filled in.
+    """Return the parameters with their quantization (`format`, `stored` and `scheme` of `Param`) filled in.
 
-    config   as `settled` returns it; {}: unquantized
-    Raises UnsupportedModel where the parts of a fused matrix differ, or a group does not divide the columns, and
+    config   quantization_config of the checkpoint, as `settled` returns it; {}: unquantized
+    Raises UnsupportedModel where the parts of a fused matrix differ, or the group size does not divide the columns, and
     ConfigError where a rank's slice would cut a group.
     """
     if not config:
@@ -42,10 +42,11 @@ def with_formats(params: Iterable[Param], config: Mapping[str, Any]) -> tuple[Pa
 
 
 def settled(config: dict[str, Any], params: Iterable[Param], stored: Mapping[str, str]) -> dict[str, Any]:
-    """Return `config` with an entry `FOUND`: modules that are stored unquantized, and whether the head is quantized.
+    """Correct `config` by the tensors in the checkpoint: return it with these facts under the key `FOUND`.
 
-    params   of the whole model
-    stored   names in the checkpoint -> types in safetensors' spelling, "" for an unknown type; {}: names are not known
+    The facts are the modules that are stored unquantized, and a flag: the LM head is stored quantized.
+    params   parameters of the whole model
+    stored   tensor names in the checkpoint -> their safetensors dtypes ("BF16"), "" for unknown; {}: names unknown
     Raises WeightsError for a module that the config leaves unquantized and the checkpoint stores quantized.
     """
     if not config or config["quant_method"] == ONLINE or not stored:
@@ -65,7 +66,7 @@ def settled(config: dict[str, Any], params: Iterable[Param], stored: Mapping[str
 
 
 def decided_by(param: Param, config: Mapping[str, Any]) -> str:
-    """Return the source of a parameter's format in words, such as "--quantization"; "": it is unquantized anyway."""
+    """Return words for the source that set a parameter's format, such as "--quantization"; "": never quantized."""
     if not config or not is_quantizable(param):
         return ""
     if config["quant_method"] == ONLINE:
@@ -76,7 +77,7 @@ def decided_by(param: Param, config: Mapping[str, Any]) -> str:
 
 
 def is_quantizable(param: Param) -> bool:
-    """True for a matrix that a checkpoint may store quantized; embedding, norms and routers never are."""
+    """True for a matrix that a checkpoint may store quantized. Embeddings, norms and routers are never quantized."""
     return len(param.shape) == 2 and not param.name.endswith(NEVER)
 
 
@@ -123,8 +124,8 @@ def _check_experts(params: Iterable[Param]) -> None:
             ours, theirs = (one.scheme.needs if one.scheme else None for one in (param, other))
             if ours != theirs:
                 one, two = (_words(each.parts[0].stored, _rule(each)) for each in (other, param))
-                raise UnsupportedModel(f"{one}, {two}: the matrices of an expert must be of one kind: use a checkpoint "
-                                       "that quantizes both alike.")
+                raise UnsupportedModel(f"{one}, {two}: the matrices of an expert must have the same quantization: use "
+                                       "a checkpoint that quantizes both alike.")
 
 
 def _rule(param: Param) -> Rule | None:

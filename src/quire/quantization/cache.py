@@ -12,10 +12,10 @@ FEATURES = {E4M3: "e4m3 cache", E5M2: "e5m2 cache"}  # that kernels must have (`
 
 
 class CacheChoice(NamedTuple):
-    """The type of the KV cache, and the reason for it.
+    """The dtype of the KV cache, and the reason for it.
 
-    scaled   the checkpoint's scales of keys and values are used, if it has them; else all are 1
-    notes    lines for the user
+    scaled   True: the checkpoint's scales of keys and values are used, if it has them. False: all scales are 1
+    notes    lines to show the user
     """
 
     dtype: str
@@ -30,10 +30,12 @@ class CacheChoice(NamedTuple):
 
 
 def choose_cache(asked: str, dtype: str, quantization: Mapping[str, Any]) -> CacheChoice:
-    """Choose the type of the KV cache.
+    """Choose the dtype of the KV cache.
 
-    asked   the option `kv_cache_dtype`;  dtype  of the computation;  quantization  as `quantization.read` returns it
-    Raises ConfigError for a number type that is not that of the computation.
+    asked   the option `kv_cache_dtype`
+    dtype   dtype of the model's computation
+    quantization   the checkpoint's quantization_config; {}: unquantized
+    Raises ConfigError for an unquantized dtype other than that of the computation.
     """
     scheme = _scheme(quantization)
     other = scheme not in ("", "fp8")
@@ -44,8 +46,8 @@ def choose_cache(asked: str, dtype: str, quantization: Mapping[str, Any]) -> Cac
         return CacheChoice(dtype, "as the computation", notes=(note,) if other else ())
     if asked not in ASKED:
         if ALIASES.get(asked, asked) != dtype:
-            raise ConfigError(f"kv_cache_dtype={asked}: the computation is in {dtype}, and the KV cache has its type "
-                              "or is quantized: use --kv-cache-dtype auto, fp8 or fp8_e5m2, or another --dtype.")
+            raise ConfigError(f"kv_cache_dtype={asked}: the model computes in {dtype}, and an unquantized KV cache "
+                              "has that dtype: use --kv-cache-dtype auto, fp8 or fp8_e5m2, or another --dtype.")
         return CacheChoice(dtype, "as asked")
     if scheme and (other or asked == "fp8_e5m2"):
         note = f"the checkpoint's scales of the KV cache are for {scheme}: kv_cache_dtype={asked} does not use them."

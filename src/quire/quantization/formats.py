@@ -11,21 +11,21 @@ from quire.quantization.unquantized import ONLINE, UNQUANTIZED
 
 
 class WeightFormat(Protocol):
-    """A weight format, without torch: the tensors that it stores for a parameter, and slices that cannot be read."""
+    """A checkpoint format of weights: names and shapes of the tensors that it stores for a parameter. No torch."""
 
     name: str
 
     def tensors(self, param: Param) -> tuple[RawTensor, ...]:
-        """Return the tensors that a checkpoint stores for a parameter, each with its own parts and slices.
+        """Return the tensors that a checkpoint stores for a parameter, each with the slices that this rank reads.
 
-        The parameter is one matrix. For stacked experts, call this with each expert's parameter (`of_expert`).
+        The parameter must be one matrix. For stacked experts, call this for each expert (see `of_expert`).
         """
 
     def spare(self, param: Param) -> Iterator[str]:
-        """Yield names of tensors that checkpoints may store beside those of `tensors`, and that need not be read."""
+        """Yield names of tensors that a checkpoint may store for the parameter, but that the loader does not need."""
 
     def objection(self, param: Param) -> str:
-        """Return the reason why a slice of this parameter cannot be read; "" when all can."""
+        """Return the reason why a slice of this parameter cannot be read alone, such as a cut group; "" without one."""
 
 
 FORMATS: dict[str, WeightFormat] = {
@@ -35,21 +35,21 @@ FORMATS: dict[str, WeightFormat] = {
 
 
 def raw_tensors(param: Param) -> Iterator[RawTensor]:
-    """Yield the tensors that a checkpoint stores for a parameter, with their slices; of stacked experts, all."""
+    """Yield the stored tensors of a parameter, with the slices to read; of stacked experts, those of all experts."""
     count = fused(param)[0] if param.shard == "experts" else 1
     for place in range(count):
         yield from FORMATS[param.format].tensors(of_expert(param, place, count))
 
 
 def spare_names(param: Param) -> Iterator[str]:
-    """Yield names of tensors that checkpoints may store beside a parameter, and that need not be read."""
+    """Yield names of tensors that a checkpoint may store for a parameter, but that the loader does not need."""
     return FORMATS[param.format].spare(param)
 
 
 def num_bytes(param: Param, item_bytes: int) -> int:
-    """Return the bytes of a parameter before kernels pack it, with its scales.
+    """Return the bytes of a parameter before kernels pack it: its values, scales and zero points.
 
-    item_bytes   bytes of a number when the parameter is unquantized
+    item_bytes   bytes per number of an unquantized parameter
     """
     if param.scheme is None:
         return prod(param.shape) * item_bytes

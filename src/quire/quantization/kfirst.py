@@ -21,7 +21,7 @@ class ColumnsFirst:
         self.name, self.along, self._spare = name, along, spare
 
     def tensors(self, param: Param) -> tuple[RawTensor, ...]:
-        """Return values, zero points, scales and order of each part. See `WeightFormat`."""
+        """Return qweight, scales, qzeros and, with activation order, g_idx of each part. See `WeightFormat`."""
         scheme, own = stored_scheme(param), param.name.rpartition(".")[2]
         return tuple(raw for i, part in enumerate(param.parts) for raw in self._of(part, f"{own}.{i}", scheme))
 
@@ -42,17 +42,17 @@ class ColumnsFirst:
             yield RawTensor(f"{own}.order", order.local_shape, (order,), "int32", ("I32", "I64"))
 
     def spare(self, param: Param) -> Iterator[str]:
-        """Yield names of stored tensors that need not be read: also the order, unless the scheme has one.
+        """Yield names of stored tensors that need not be read. See `WeightFormat`.
 
-        See `WeightFormat`.
+        GPTQ's g_idx is one of them unless the scheme has an activation order.
         """
         yield from (stored_name(part, suffix) for part in param.parts for suffix in self._spare
                     if suffix != "g_idx" or not stored_scheme(param).order)  # fmt: skip
 
     def objection(self, param: Param) -> str:
-        """Return the reason why a slice cannot be read, or "".
+        """Return the reason why a slice cannot be read, or "". See `WeightFormat`.
 
-        See `WeightFormat`. A word of AWQ holds 8 rows, which a slice must not cut.
+        An int32 word of AWQ holds 8 rows, which a slice must not cut.
         """
         scheme = stored_scheme(param)
         per = WORD // scheme.bits

@@ -33,7 +33,7 @@ WAY_OUT = "use the unquantized checkpoint of this model, or one in FP8, INT8, AW
 
 
 class Quantization(NamedTuple):
-    """The quantization of a checkpoint: its checked quantization_config ({}: unquantized), and lines for the user."""
+    """The quantization of a checkpoint: its checked quantization_config ({}: unquantized), and notes for the user."""
 
     config: dict[str, Any]
     notes: tuple[str, ...] = ()
@@ -42,7 +42,8 @@ class Quantization(NamedTuple):
 def find_quantization(folder: Path, raw: Mapping[str, Any], asked: str | None = None) -> Quantization:
     """Return the checked quantization of the model in `folder`, from config.json or the files beside it.
 
-    raw     decoded config.json;  asked  the option `quantization`
+    raw     decoded config.json
+    asked   the option `quantization`, or None
     Raises ModelError with the name of a wrong field, UnsupportedModel for a method that is not implemented, and
     ConfigError where the option contradicts the checkpoint.
     """
@@ -60,7 +61,7 @@ def find_quantization(folder: Path, raw: Mapping[str, Any], asked: str | None = 
 
 
 def read_quantization(keys: Mapping[str, Any], source: str) -> dict[str, Any]:
-    """Return the checked quantization_config (or compression_config) of a config.json; {} for an unquantized model."""
+    """Return the checked quantization_config in `keys`, the decoded config.json at `source`; {}: unquantized."""
     for key in (KEY, "compression_config"):
         value = read.checked(keys, key, source, lambda value: value is None or isinstance(value, dict),
                              "an object or null")  # fmt: skip
@@ -143,7 +144,7 @@ def _check_groups(config: Mapping[str, Any], inside: str) -> None:
                      "two positive integers, [rows, columns], or null")  # fmt: skip
         for pattern in (*(group.get("targets") or ()), *(config.get("ignore") or ())):
             if pattern.startswith("re:") and not _is_pattern(pattern.removeprefix("re:")):
-                raise ModelError(f"{inside}: {pattern!r} is no regular expression: correct it.")
+                raise ModelError(f"{inside}: {pattern!r} is not a regular expression: correct it there.")
     if not groups and not config.get("kv_cache_scheme"):
         raise UnsupportedModel(f"{inside} has no config_groups, so its format is not known: {WAY_OUT}.")
 
@@ -165,7 +166,7 @@ def _is_block(value: Any) -> bool:
 
 
 def check_flag(asked: str) -> str:
-    """Return the option `quantization` in lower case. Raises ConfigError for names that are not implemented."""
+    """Return `asked`, the option `quantization`, in lower case. Raises ConfigError for an unimplemented name."""
     name = asked.lower().replace("compressed_tensors", "compressed-tensors")
     if name in REFUSED:
         raise ConfigError(f"--quantization {asked} is not implemented: {WAY_OUT}.")
@@ -192,7 +193,7 @@ def _as_asked(config: dict[str, Any], asked: str, source: str) -> tuple[dict[str
 
 
 def quantization_notes(config: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return lines for the user about a checked quantization_config; () when there is nothing to say."""
+    """Return notes to show the user about a checked quantization_config, such as keys that are not applied; or ()."""
     notes = []
     if config.get("quant_method") == ONLINE:
         notes.append("weights are quantized to FP8 while they are loaded: blocks of 128 x 128 where they fit, else "
@@ -207,7 +208,7 @@ def quantization_notes(config: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def format_words(quantization: Mapping[str, Any]) -> str:
-    """Return words for a checked quantization_config: its format and numbers of bits; "" for {}.
+    """Describe a checked quantization_config by its method and numbers of bits; "" for {}.
 
     Examples: "fp8 in blocks of 128 x 128",
     "compressed-tensors (8-bit int weights per channel, 8-bit int activations per token)".

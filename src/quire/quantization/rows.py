@@ -14,10 +14,12 @@ WORD = 32  # bits of a packed word
 
 
 class RowMajor:
-    """Format that stores values in the rows of the matrix. See `WeightFormat` in formats.py.
+    """Format that stores a weight [N, K] row by row (FP8, INT8, pack-quantized). See `WeightFormat` in formats.py.
 
-    packed   True: values of `Scheme.bits` bits lie in int32 words
-    scale, blocks   names of the tensor of scales ("weight_scale"): of whole rows or the matrix, and of blocks
+    scale    name of the tensor with the scale of the whole matrix or of each row
+    blocks   name of the tensor with the scales of blocks or groups
+    packed   True: several values of `Scheme.bits` bits lie in each int32 word
+    spare    names of stored tensors that the loader does not need
     """
 
     def __init__(self, name: str, *, scale: str = "weight_scale", blocks: str = "weight_scale", packed: bool = False,
@@ -25,7 +27,7 @@ class RowMajor:
         self.name, self.packed, self._scale, self._blocks, self._spare = name, packed, scale, blocks, spare
 
     def tensors(self, param: Param) -> tuple[RawTensor, ...]:
-        """Return the values of all parts; then scales, zero points, order and activation scale of each part."""
+        """Return the values of all parts, then scale, zeros, g_idx and input scale of each. See `WeightFormat`."""
         scheme, own = stored_scheme(param), param.name.rpartition(".")[2]
         (dtype, readable), suffix = ("int32", "I32") if self.packed else TYPES[scheme.values], "weight"
         if self.packed:
@@ -71,7 +73,7 @@ class RowMajor:
 
 
 def stored_scheme(param: Param) -> Scheme:
-    """Return the scheme in which a quantized parameter is stored."""
+    """Return the scheme in which the checkpoint stores a quantized parameter."""
     assert param.stored is not None, f"{param.name} is not quantized"
     return param.stored
 

@@ -18,7 +18,7 @@ PLAIN = "use the unquantized checkpoint of this model, or one in FP8, INT8, AWQ,
 
 
 class Rule(msgspec.Struct, frozen=True):
-    """Storage of a matrix: `format`, a key of `quire.quantization.formats.FORMATS`, with the scheme of its numbers."""
+    """Storage of a weight in a checkpoint: `format` (a key of `quire.quantization.formats.FORMATS`) and scheme."""
 
     format: str
     scheme: Scheme
@@ -28,19 +28,19 @@ Rules = Callable[[str], Rule | None]  # module -> its rule; None: its weight is 
 
 
 def rules_of(config: Mapping[str, Any]) -> Rules:
-    """Return a function from a module's name, like "model.layers.0.self_attn.q_proj", to its rule; None: unquantized.
+    """Return a function that maps a module's name ("model.layers.0.mlp.up_proj") to its `Rule`; None: unquantized.
 
     config   a checked quantization_config
-    The function raises UnsupportedModel for numbers that no kernel runs. For `HEAD` it assumes a quantized head: ask
-    `head_is_quantized` first.
+    Raises UnsupportedModel, here or in the function, for a quantization that no kernel runs. For "lm_head" the function
+    assumes a quantized head: call `head_is_quantized` first.
     """
     return _RULES[config["quant_method"]](config)
 
 
 def head_is_quantized(config: Mapping[str, Any]) -> bool:
-    """True when a checked quantization_config covers the LM head: gptq by its key lm_head, others by their method.
+    """True when a checked quantization_config also applies to the LM head.
 
-    Methods that cover the head are compressed-tensors and modelopt.
+    It does for compressed-tensors and modelopt, and for gptq if its key lm_head is true; for other methods never.
     """
     if config["quant_method"] == "gptq":
         return bool(config.get("lm_head"))
@@ -48,12 +48,12 @@ def head_is_quantized(config: Mapping[str, Any]) -> bool:
 
 
 def refused(what: str) -> UnsupportedModel:
-    """Return the error to raise for a quantization that is not implemented; `what` describes it."""
+    """Return the error to raise for a quantization that is not implemented. `what` says so, for the message."""
     return UnsupportedModel(f"quantization_config: {what}: {PLAIN}.")
 
 
 def is_kept(module: str, kept: Iterable[str]) -> bool:
-    """True when a name in `kept` means this module: its full name, its parent's name, or its last words."""
+    """True when `kept` (modules_to_not_convert) names the module by its full name, or by its first or last words."""
     words, names = module.removesuffix(".weight").split("."), frozenset(kept)
     return bool(names) and any(
         ".".join(words[: i + 1]) in names or ".".join(words[i:]) in names for i in range(len(words)))
@@ -155,7 +155,7 @@ def _group(size: int) -> tuple[int, int]:
     if size == -1:
         return (1, 0)
     if size <= 0 or size % 8:
-        raise refused(f"group_size={size} has no kernel (a multiple of 8, or -1)")
+        raise refused(f"group_size={size} has no kernel (only multiples of 8, or -1)")
     return (1, size)
 
 

@@ -13,7 +13,7 @@ INPUTS = {"": "", "token": "activations per token", "tensor": "activations by a 
 
 
 def scheme_words(scheme: Scheme) -> str:
-    """Describe a scheme: "FP8 in blocks of 128 x 128, activations per token and 128 channels"."""
+    """Return words for a scheme: "FP8 in blocks of 128 x 128, activations per token and 128 channels"."""
     high, wide = scheme.block
     shared = {(0, 0): "per tensor", (1, 0): "per channel"}.get((high, wide), f"in groups of {wide}")
     shared = f"in blocks of {high} x {wide}" if scheme.kind == "fp8 block" else shared

@@ -26,10 +26,10 @@ BYTES = {"F8_E4M3": 1, "I8": 1, "I32": 4, "I64": 8, "F32": 4, "BF16": 2, "F16": 
 
 
 class Stored(NamedTuple):
-    """A tensor of a written checkpoint.
+    """A tensor of a checkpoint that `quire quantize` writes.
 
-    role    "values", "scale", "zero", "shape" of a quantized matrix; "" for a copy
-    dtype   in safetensors' spelling
+    role    "values", "scale", "zero" or "shape" of a quantized matrix; "": a tensor copied from the source unchanged
+    dtype   in safetensors' spelling, such as "BF16"
     """
 
     name: str
@@ -40,9 +40,10 @@ class Stored(NamedTuple):
 
 
 def scheme_rule(name: str, group: int = 0) -> Rule:
-    """Return the format and scheme of a name of `SCHEMES`. Raises ConfigError for an unknown name or a wrong group.
+    """Return the `Rule` (format and scheme) for `name`, a key of `SCHEMES` such as "w4a16".
 
-    group   columns of a group; 0: the default, -1: a group for each row
+    group   columns that share a scale (--group-size); 0: the default, -1: a scale for each row
+    Raises ConfigError for an unknown name or a wrong group.
     """
     if name not in SCHEMES:
         raise ConfigError(f"scheme {name} does not exist (one of {', '.join(SCHEMES)}).")
@@ -57,19 +58,21 @@ def scheme_rule(name: str, group: int = 0) -> Rule:
 
 
 def has_groups(name: str) -> bool:
-    """True for a scheme whose scales belong to groups of columns."""
+    """True when the scales of the scheme `name` belong to groups of columns, so that --group-size applies."""
     return SCHEMES[name].format in (PACKED.name, AWQ.name)
 
 
 def method_of(rule: Rule) -> str:
-    """Return the quant_method of a rule's format."""
+    """Return the quant_method, for config.json, of the format of `rule`."""
     return METHODS.get(rule.format, "compressed-tensors")
 
 
 def stored_of(weight: str, shape: tuple[int, int], rule: Rule, dtype: str) -> tuple[Stored, ...]:
-    """Return the tensors that a checkpoint stores for a matrix [N, K] of `shape`, quantized by `rule`.
+    """Return the tensors that a checkpoint stores for a weight quantized by `rule`, instead of the weight.
 
-    weight   its unquantized name, "....q_proj.weight";  dtype  its unquantized type
+    weight   name of the unquantized weight, "....q_proj.weight"
+    shape    (N, K) of the weight
+    dtype    dtype of the unquantized weight, in safetensors' spelling
     """
     part = Part(weight, shape, 0, shape[0])
     param = Param(name="weight", shape=shape, parts=(part,), format=rule.format, stored=rule.scheme)
@@ -83,9 +86,9 @@ def stored_of(weight: str, shape: tuple[int, int], rule: Rule, dtype: str) -> tu
 
 
 def scale_type(rule: Rule, dtype: str) -> str:
-    """Return the type of the scales that a rule's format stores, in safetensors' spelling; `dtype`: of the model.
+    """Return the dtype of stored scales: F16 for AWQ, BF16 for compressed-tensors in BF16 models, else F32.
 
-    AWQ has F16, compressed-tensors BF16 in bfloat16 models; all others F32.
+    dtype   dtype of the model, in safetensors' spelling
     """
     if rule.format == AWQ.name:
         return "F16"
@@ -93,9 +96,11 @@ def scale_type(rule: Rule, dtype: str) -> str:
 
 
 def quantization_config(body: Rule, head: Rule | None, kept: Sequence[str]) -> dict[str, Any]:
-    """Return the quantization_config of a checkpoint whose linear layers follow `body`, and its head `head`.
+    """Return the quantization_config, for config.json, of a quantized checkpoint.
 
-    kept   linear layers that stay unquantized
+    body   rule of the linear layers
+    head   rule of the LM head; None: it stays unquantized
+    kept   names of linear layers that stay unquantized
     """
     method = method_of(body)
     assert head is None or method_of(head) == method, "a checkpoint has one quant_method"

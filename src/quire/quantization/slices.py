@@ -7,9 +7,10 @@ from quire.contracts.scheme import Scheme
 
 
 class Axes(NamedTuple):
-    """Axes of a stored tensor that run along the rows and the columns of the matrix; None: the tensor has no such axis.
+    """Axes of a stored tensor, such as the scales, that run along the rows and the columns of the weight matrix.
 
-    units   rows and columns of the matrix for each number of the tensor along these axes
+    rows, columns   index of the axis; None: the tensor has no such axis
+    units   (rows, columns) of the matrix per element of the tensor: (128, 128) for scales of such blocks
     """
 
     rows: int | None
@@ -18,14 +19,16 @@ class Axes(NamedTuple):
 
 
 def stored_name(part: Part, suffix: str) -> str:
-    """Return the name of a tensor stored beside a weight: "....q_proj.weight" and "scales" -> "....q_proj.scales"."""
+    """Return the name of a tensor stored beside a weight: for "....q_proj.weight" and "scales", "....q_proj.scales"."""
     return f"{part.stored.rpartition('.')[0]}.{suffix}"
 
 
 def stored_part(part: Part, suffix: str, shape: tuple[int, ...], axes: Axes) -> Part:
-    """Return the slice of a tensor beside a weight that belongs to `part`; blocks that the slice cuts are read whole.
+    """Return the slice of a tensor stored beside a weight that belongs to `part`, a slice of the weight.
 
-    suffix, shape   last word of the tensor's name, and its whole shape
+    suffix   last word of the tensor's name, such as "scales"
+    shape    whole shape of the tensor
+    axes     axes of the tensor; elements for blocks that `part` cuts are in the slice
     """
     axis, unit = (axes.columns, axes.units[1]) if part.axis else (axes.rows, axes.units[0])
     if axis is None:
@@ -35,7 +38,7 @@ def stored_part(part: Part, suffix: str, shape: tuple[int, ...], axes: Axes) -> 
 
 
 def scale_part(part: Part, suffix: str, stored: Scheme) -> Part:
-    """Return the slice of the scales of a part, stored as [blocks of rows, blocks of columns] or as a single number."""
+    """Return the slice of the scale tensor for `part`: [blocks of rows, blocks of columns], or a single number."""
     rows, columns = part.shape
     if stored.block == (0, 0):
         return stored_part(part, suffix, (1,), Axes(None, None))
@@ -45,9 +48,9 @@ def scale_part(part: Part, suffix: str, stored: Scheme) -> Part:
 
 
 def cuts_blocks(part: Part, stored: Scheme, packed: int) -> str:
-    """Return the reason why a slice of columns cannot be read: it cuts a group or a packed word. "": it cuts none.
+    """Return the reason why `part`, a slice of columns, cannot be read: it cuts a group or a packed word; "" if none.
 
-    packed   columns in a word of stored values
+    packed   columns in an int32 word of packed values; 1: not packed
     """
     if part.axis == 0 or part.whole:
         return ""
@@ -61,10 +64,10 @@ def cuts_blocks(part: Part, stored: Scheme, packed: int) -> str:
 
 
 def packed_scheme(parts: tuple[Part, ...], stored: Scheme) -> Scheme:
-    """Return the scheme of the matrix that stacks these parts, stored in the scheme `stored`.
+    """Return the scheme of the fused matrix that stacks `parts`, which the checkpoint stores in the scheme `stored`.
 
-    The scale of a tensor becomes that of each row. Blocks stay blocks where every block of the matrix lies in one block
-    of one part; else each row gets the scales of its own blocks: (128, 128) becomes (1, 128), which is exact.
+    A scale per tensor becomes a scale per row. Blocks stay blocks where every block of the matrix lies in one block of
+    one part; else each row gets the scales of its own blocks: (128, 128) becomes (1, 128), which is exact.
     """
     high, wide = stored.block
     if not high:

@@ -9,13 +9,13 @@ from quire.contracts.params import Param, RawTensor
 
 
 class Unquantized:
-    """Format of weights stored as plain numbers. See `WeightFormat` in formats.py."""
+    """Format of weights that are stored unquantized. See `WeightFormat` in formats.py."""
 
     def __init__(self, name: str) -> None:
         self.name = name
 
     def tensors(self, param: Param) -> tuple[RawTensor, ...]:
-        """Return one tensor: the parameter itself."""
+        """Return one tensor: the parameter itself. See `WeightFormat`."""
         return (RawTensor(param.name.rpartition(".")[2], param.shape, param.parts, param.dtype),)
 
     def spare(self, param: Param) -> Iterator[str]:
@@ -23,7 +23,7 @@ class Unquantized:
         yield from ()
 
     def objection(self, param: Param) -> str:
-        """Return the reason why a slice cannot be read: it ends beyond the stored tensor; "" for any other."""
+        """Return the reason why a slice cannot be read: it exceeds the stored tensor; or "". See `WeightFormat`."""
         for part in param.parts:
             end, size = part.start + part.count, part.shape[part.axis]
             if not 0 <= part.start <= end <= size:

@@ -10,7 +10,7 @@ class Thought(msgspec.Struct, frozen=True):
 
 
 class Words(msgspec.Struct, frozen=True):
-    """Next piece of the content: text that is neither reasoning nor a call."""
+    """Next piece of the content: text that is neither reasoning nor a tool call."""
 
     text: str
 
@@ -18,7 +18,8 @@ class Words(msgspec.Struct, frozen=True):
 class CallBegins(msgspec.Struct, frozen=True):
     """Beginning of a tool call.
 
-    index     number of the call in this answer, from 0;  call_id  the model's id, or a random one
+    index     number of the call in this answer, from 0
+    call_id   id that the model gave the call, or a random one
     """
 
     index: int
@@ -27,7 +28,7 @@ class CallBegins(msgspec.Struct, frozen=True):
 
 
 class CallArguments(msgspec.Struct, frozen=True):
-    """Next piece of the arguments of call `index`. All pieces joined are the JSON text of an object."""
+    """Next piece of the arguments of tool call `index`. The joined pieces are the JSON text of an object."""
 
     index: int
     text: str

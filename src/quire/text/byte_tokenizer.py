@@ -11,8 +11,8 @@ SPECIALS = ("<|bos|>", "<|eos|>", "<|pad|>", "<|im_start|>", "<|im_end|>")
 
 
 class ByteTokenizer(Tokenizer):
-    """A tokenizer whose ids 0..255 are bytes of UTF-8, and ids 256.. are `SPECIALS`, which it recognizes in text.
-    `add_bos`: `encode` begins with <|bos|>, as with a post-processor."""
+    """A tokenizer whose ids 0..255 are the bytes of UTF-8. Ids from 256 on are `SPECIALS`, such as <|eos|>.
+    `add_bos`: True makes `encode` add <|bos|> in front of a text."""
 
     def __init__(self, *, add_bos: bool = False) -> None:
         backend = Backend(models.BPE(vocab=byte_alphabet(), merges=[]))

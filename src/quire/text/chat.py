@@ -55,7 +55,7 @@ class ChatTemplate:
         self._sandbox = sandbox or Sandbox()
 
     def replaced(self, source: str) -> "ChatTemplate":
-        """Return an untrusted template: `source` with this template's variables, rendered only in a child process."""
+        """Return a template with the text `source`, for the same model. Untrusted: only a child process renders it."""
         return ChatTemplate({"default": source}, self._variables, compiler=None, sandbox=self._sandbox)
 
     @staticmethod
@@ -80,21 +80,21 @@ class ChatTemplate:
 
     @functools.cached_property
     def words(self) -> frozenset[str]:
-        """All words in the source of the templates, which include the names of their variables."""
+        """All words in the text of the templates, among them the names of the variables that they read."""
         return frozenset(re.findall(r"\w+", " ".join(self.sources.values())))
 
     @functools.cached_property
     def roles(self) -> frozenset[str]:
-        """Roles that a message may have: the usual ones, and those that the template compares a role with."""
+        """Roles that a message may have: system, user, ..., and those that the template compares a role with."""
         asked = (names for source in self.sources.values() for names in ROLE_ASKED.findall(source))
         return frozenset(ROLES).union(*(re.findall(r"\w+", names) for names in asked))
 
     def source(self, *, tools: bool = False) -> str:
-        """Return the text of the template for requests with or without tools."""
+        """Return the text of the template that renders requests with `tools`, or without them."""
         return self.sources[self._choose(tools)]
 
     def render(self, messages: Sequence[Mapping[str, Any]], /, **options: Any) -> str:
-        """Render the prompt of a conversation: in this process or, if too costly, in a child. See `render_here`."""
+        """Render the prompt, in this process or, if too costly, in a child process. `options`: see `render_here`."""
         try:
             return self.render_here(messages, **options)
         except TooCostly:
@@ -102,7 +102,7 @@ class ChatTemplate:
 
     def render_apart(self, messages: Sequence[Mapping[str, Any]], over: Future[None] | None = None, /,
                      **options: Any) -> str:
-        """Render the prompt in a child process, which is stopped after some seconds. Adds a fraction of a millisecond.
+        """Render the prompt in a child process, which is killed after some seconds. `options`: see `render_here`.
         `over`: future that the caller sets when nobody waits for the prompt any more; then the rendering stops."""
         param = "messages" if self._trusted else "chat_template"
         arguments = _plain(messages, "messages"), _plain(options, "chat_template_kwargs")
@@ -119,7 +119,7 @@ class ChatTemplate:
         adapt_turns   convert the assistant's turns to the format that this template reads (see `template_tool_calls`),
                       which transformers does not do
 
-        Raises `InvalidParameter` with the template's message when it refuses the messages, and `TooCostly`.
+        Raises `InvalidParameter` when the template refuses the messages, `TooCostly` when only a child may render it.
         """
         if continue_final_message and add_generation_prompt:
             raise InvalidParameter("continue_final_message and add_generation_prompt exclude each other: switch one "
@@ -134,7 +134,8 @@ class ChatTemplate:
         last = chat[-1].get("content")
         if continue_final_message:
             if not isinstance(last, str) or "content" not in self.sources[name]:
-                raise InvalidParameter("continue_final_message needs text in the last message.", param="messages")
+                raise InvalidParameter("continue_final_message needs text in the last message, which the template "
+                                       "renders: add text, or leave the parameter out.", param="messages")
             chat[-1]["content"] = last + CONTINUE_MARK
         if adapt_turns:
             _check_texts(chat)
@@ -143,7 +144,7 @@ class ChatTemplate:
         return _cut_at_mark(text, str(last)) if continue_final_message else text
 
     def call_style(self, name: str = "default") -> CallStyle:
-        """Return the format of past tool calls that the named template expects, found by probing it once."""
+        """Return the format in which the template `name` expects past tool calls. Found by trial renderings."""
         if name not in self._styles:
             self._styles[name] = probe_style(lambda messages, tools: self._render(name, messages, tools, {}))
         return self._styles[name]
@@ -168,8 +169,8 @@ class ChatTemplate:
             raise InvalidParameter(f"the chat template refused the messages: {words}", param="messages") from error
         except PROGRAM_ERRORS as error:
             words = f"{type(error).__name__}: {error}"[:MAX_WORDS]
-            raise InvalidParameter(f"the chat template cannot render these messages ({words}).",
-                                   param="messages") from error
+            raise InvalidParameter(f"the chat template cannot render these messages ({words}): correct the messages, "
+                                   "or give another template as chat_template.", param="messages") from error
 
 
 def no_template(model: str) -> InvalidParameter:
@@ -270,7 +271,8 @@ def _plain(value: Any, where: str) -> Any:
         return int.__int__(value)
     if isinstance(value, float):
         return float.__float__(value)
-    raise InvalidParameter(f"{where}: {type(value).__name__} is not a JSON value.", param="messages")
+    raise InvalidParameter(f"{where}: a value of type {type(value).__name__} is not a JSON value: send a string, "
+                           "number, boolean, null, list or dict.", param="messages")
 
 
 def _cut_at_mark(text: str, last: str) -> str:

@@ -18,8 +18,9 @@ Child = subprocess.Popen[bytes]
 class Children:
     """A pool of child processes, one for each caller at a time. Any thread may use the pool.
 
-    The children end with this object, and at exit.
-    idle   children without a caller;  busy  children with a caller, which gives them back or ends them
+    The children end with this object, and when this process exits.
+    idle   children that no caller uses
+    busy   children that a caller has taken; the caller must `give` each back or `end` it
     """
 
     def __init__(self) -> None:
@@ -30,7 +31,7 @@ class Children:
 
     def take(self, *arguments: str) -> tuple[Child, bool]:
         """Return (child, used): an idle child, or a new Python process with these arguments.
-        `used`: the child has served before. Raises `EngineClosed` after `close`."""
+        `used`: True for a child that has served a caller before. Raises `EngineClosed` after `close`."""
         with self._lock:
             self._check()
             while self.idle:
@@ -47,7 +48,7 @@ class Children:
             return child, used
 
     def give(self, child: Child) -> None:
-        """Give back a child that has answered well."""
+        """Return a child to the pool after it has answered completely, so that the next caller can take it."""
         with self._lock:
             self.busy.discard(child)
             if not self._closed:
@@ -55,7 +56,7 @@ class Children:
         _end(child)
 
     def end(self, child: Child) -> None:
-        """Kill a child that has not answered well. Raises `EngineClosed` after `close`, which may be the cause."""
+        """Kill a child that failed or was too slow. Raises `EngineClosed` if `close` was called, and so killed it."""
         self.busy.discard(child)
         _end(child)
         self._check()

@@ -20,7 +20,7 @@ FIELDS = {name: name for name in SAME_NAME} | {"max_new_tokens": "max_tokens"}
 
 
 def load_eos_ids(folder: Path, tokenizer: Tokenizer | None = None) -> tuple[int, ...]:
-    """Return the ids that end a sequence: the tokenizer's, then `generation_config.json`, then `config.json`.
+    """Return all end-of-sequence ids of the tokenizer, `generation_config.json` and `config.json` in `folder`.
     A checkpoint often lists an id in one place only (an end of turn beside an end of text), so all places count. Raises
     `UnsupportedModel` when one is not a token id."""
     found = [] if tokenizer is None or tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
@@ -37,7 +37,8 @@ def load_generation_defaults(
 ) -> dict[str, Any]:
     """Return the `SamplingParams` fields that `generation_config.json` sets; {} without the file.
 
-    read       False = ignore the file;  override  replaces single entries, under the names of that file
+    read       False: ignore the file
+    override   entries that replace those of the file, under the same names (`max_new_tokens`)
     `do_sample: false` means greedy (temperature 0). Without `do_sample` the temperature is as given.
     Raises `InvalidParameter` for an unknown name in `override`, `ConfigError` for a name that is not a string,
     `UnsupportedModel` for a value out of the range of its field.

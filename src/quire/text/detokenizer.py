@@ -37,14 +37,14 @@ class Detokenizer(Protocol):
 
 
 def hidden_ids(tokenizer: Tokenizer, skip_special_tokens: bool, shown: Collection[int] | None) -> frozenset[int]:
-    """Return the ids to leave out of a text: none or, with `skip_special_tokens`, all special ones except `shown`."""
+    """Return the token ids to leave out of the text: with `skip_special_tokens` all special ids except `shown`."""
     special = tokenizer.all_special_ids if skip_special_tokens else frozenset[int]()
     return special.difference(shown) if shown else special
 
 
 def detokenizer_for(tokenizer: Tokenizer, prompt_ids: Sequence[int] = (), *, skip_special_tokens: bool = True,
                     shown: Collection[int] | None = None, spaces_between_special_tokens: bool = True) -> Detokenizer:
-    """Make a detokenizer for the output after `prompt_ids`; only their end is read. `shown`: see `hidden_ids`."""
+    """Make a detokenizer for the output after `prompt_ids`. `shown`: special ids that the text has all the same."""
     skipped = hidden_ids(tokenizer, skip_special_tokens, shown)
     before = (i for i in map(int, reversed(prompt_ids)) if i not in skipped)
     if tokenizer.bytes_table is not None:

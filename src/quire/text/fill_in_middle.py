@@ -32,8 +32,8 @@ GAPS = (
 
 def around_gap(tokenizer: Tokenizer, before: str, after: str, special: bool) -> list[int]:
     """Return the token ids of the prompt that asks for the text between `before` and `after`.
-    `special`: begin with the special tokens that the tokenizer puts before any text. Raises `InvalidParameter` when the
-    tokenizer has no tokens for filling in the middle."""
+    `special`: True adds the special tokens that the tokenizer puts before any text. Raises `InvalidParameter` when the
+    tokenizer has no fill-in-the-middle tokens."""
     for gap in GAPS:
         first, second, third = (tokenizer.token_id(name) if name else None for name in gap)
         if first is None or second is None or (third is None and gap.fill):

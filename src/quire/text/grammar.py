@@ -55,14 +55,14 @@ LIMITS: dict[str, Any] = {
 class Grammar:
     """A compiled structured output.
 
-    fork       makes the matcher of one output; it returns None when only the reasoning is limited
+    fork       makes a matcher for one request's output; returns None when only a reasoning budget is set
     after      bytes that end the reasoning before the structured output; b"" = no reasoning
-    budget     maximum tokens of reasoning; then `closing` is forced
+    budget     maximum tokens of reasoning; then the tokens `closing` are forced
     closing    tokens of `after`
-    inside     the grammar applies to the reasoning, too
-    copies     number of compiled copies; matchers of one copy share a cache and a lock, so one of them runs at a time
-    names      token index to prevent repeated names in JSON objects; None = the output is not JSON
-    patterns   the schema has patterns for names, which may allow only few names
+    inside     True = the grammar applies to the reasoning, too
+    copies     number of compiled copies; matchers of one copy share a lock, so one of them runs at a time
+    names      token index to prevent repeated property names in JSON objects; None = the output is not JSON
+    patterns   True = the schema has patternProperties, which may allow only few names
     """
 
     fork: Callable[[], "LLMatcher | None"]
@@ -115,7 +115,7 @@ class GrammarCompiler:
     """Compiler of structured outputs for a model. `compile` may run in several threads, beside `masks` in one thread.
 
     load         loads the tokenizer; called for the first grammar
-    vocab_size   of the model; ids beyond the tokenizer's vocabulary are always forbidden
+    vocab_size   size of the model's vocabulary; ids beyond the tokenizer's are always forbidden
     trial        tries a grammar in a child process before it is compiled here; None = no trial, and a grammar that
                  takes too much stack or time harms this process
     threads      number of threads that compute masks
@@ -130,15 +130,15 @@ class GrammarCompiler:
         self._executor: LLExecutor | None = None
 
     def compile(self, spec: str, most_copies: int = MOST_COPIES) -> Grammar:
-        """Compile a `StructuredOutputsParams.spec`, in at most `most_copies` copies.
-        Raises `InvalidParameter` with the grammar's error."""
+        """Compile `spec`, the text that `StructuredOutputsParams.spec` returns. Raises `InvalidParameter`.
+        `most_copies`: limit of compiled copies, which let as many threads compute masks at once."""
         from llguidance import LLMatcher, LLParserLimits
 
         structured = msgspec.json.decode(spec, type=StructuredOutputsParams)
         vocabulary = self._vocabulary()
         closing = tuple(vocabulary.tokenizer.encode(structured.after, False)) if structured.after else ()
         if structured.after and not closing:
-            raise _refusal("after is no text in this model's tokens")
+            raise _refusal("the model's tokenizer turns `after` into no tokens: give another text")
         reasoning = ((structured.after or "").encode(), math.inf if structured.budget is None else structured.budget,
                      closing, structured.inside)
         if not structured.given:
@@ -169,10 +169,10 @@ class GrammarCompiler:
     def masks(self, matchers: "Sequence[LLMatcher | None]", enders: Sequence[Sequence[int]]) -> tuple[I32, list[int]]:
         """Compute the masks of the tokens that may come next, in parallel. Return (masks, ended rows).
 
-        matchers     one per row; None = any token may come
-        enders       per row, end-of-sequence and stop ids, which may come where the text may end
-        masks        [R, ceil(V / 32)] int32, see `Executor.release`
-        ended rows   rows that nothing can follow, or whose matcher has an error
+        matchers     one per row (request); None = any token may come
+        enders       per row, end-of-sequence and stop ids, which may come where the grammar allows the end
+        masks        [R, ceil(V / 32)] int32 bit masks, see `Executor.release`
+        ended rows   rows whose grammar allows no further token, or whose matcher has an error
         """
         width, vocabulary = -(-self._vocab_size // 32), self._vocabulary()
         words = -(-vocabulary.tokens.vocab_size // 32)
@@ -222,13 +222,13 @@ class GrammarCompiler:
 
 
 def only(mask: I32, token: int) -> None:
-    """Change a mask, in place, so that it allows only `token`."""
+    """Change a bit mask, in place, so that it allows only `token`."""
     mask[:] = 0
     np.bitwise_or.at(mask, *_bits((token,)))
 
 
 def without(mask: I32, tokens: Sequence[int]) -> None:
-    """Change a mask, in place, so that it forbids these tokens too."""
+    """Change a bit mask, in place, so that it also forbids `tokens`."""
     words, bits = _bits(tokens)
     np.bitwise_and.at(mask, words, ~bits)
 
@@ -256,7 +256,7 @@ def _refusal(reason: str) -> InvalidParameter:
 
 
 def notes(structured: StructuredOutputsParams) -> list[str]:
-    """Return the keywords of the schemas that are not enforced, each with its path. Raises `InvalidParameter`."""
+    """Return the JSON schema keywords that are not enforced, each with its path. Raises `InvalidParameter`."""
     reading = Reading()
     if structured.json is not None or structured.grammar is not None and "%json" in structured.grammar:
         _source(msgspec.json.decode(structured.spec(), type=StructuredOutputsParams), reading)

@@ -33,15 +33,15 @@ Vocabulary = tuple[list[bytes], list[int], int]  # (tokens, special ids, end id)
 
 
 class GrammarTrial:
-    """Pool of child processes that try grammars, one per caller at a time. Any thread may use the pool."""
+    """Pool of child processes that test grammars of structured outputs. Each call of `run` has a child to itself."""
 
     def __init__(self, seconds: float = SECONDS) -> None:
         self._seconds = seconds
         self._children = Children()
 
     def run(self, source: str, limits: dict[str, Any], vocabulary: Vocabulary) -> str:
-        """Try a grammar of llguidance. Return its error; "" for none.
-        Raises `RequestFailed` when the child does not survive the grammar, or cannot be started."""
+        """Compile a grammar for llguidance in a child process and sample some tokens. Return its error; "" for none.
+        Raises `RequestFailed` when the grammar ends the child or takes too long, or when no child can be started."""
         child = self._take(vocabulary)
         began, timer = time.monotonic(), threading.Timer(self._seconds, child.kill)
         timer.start()
@@ -66,7 +66,7 @@ class GrammarTrial:
         timer.cancel()
         if not ready:
             self._children.end(child)
-            raise RequestFailed("the process that tries grammars cannot be started: see the server's log.",
+            raise RequestFailed("the process that tests grammars cannot be started: see the server's log.",
                                 code="internal")
         return child
 
@@ -85,7 +85,7 @@ class _Tokens:
 
 
 def main() -> None:
-    """Serve jobs from standard input until it ends: first the vocabulary, then grammars."""
+    """Run the child process of a `GrammarTrial`: read a vocabulary, then test each grammar, from standard input."""
     from llguidance import LLTokenizer, TokenizerWrapper
 
     jobs, answers = sys.stdin.buffer, sys.stdout.buffer

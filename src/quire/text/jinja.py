@@ -18,25 +18,25 @@ from jinja2.utils import Namespace
 
 
 class GenerationTag(Extension):
-    """The tag `{% generation %}...{% endgeneration %}`, which marks text for training. Here it only shows its body."""
+    """The tag `{% generation %}...{% endgeneration %}`, which marks text for training. Quire renders its body."""
 
     def __init__(self, environment: jinja2.Environment) -> None:
         super().__init__(environment)
         self.tags = {"generation"}
 
     def parse(self, parser: Parser) -> nodes.Node:
-        """Parse the tag to a scope around its body."""
+        """Parse the tag; return a Jinja node that renders its body by `shown`."""
         lineno = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         return nodes.CallBlock(self.call_method("shown"), [], [], body).set_lineno(lineno)
 
     def shown(self, caller: Any) -> str:
-        """Return the body's text."""
+        """Return the rendered text of the tag's body. `caller`: Jinja's function that renders the body."""
         return str(caller())
 
 
 class PlainDict:
-    """`dict(...)` for templates, without access to the class itself."""
+    """The function `dict(...)` of chat templates. Templates cannot reach the class `dict` and its attributes."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
         return dict(*args, **kwargs)
@@ -73,7 +73,7 @@ def compile_template(source: str) -> jinja2.Template:
 
 def _refuse_private(name: Any) -> None:
     if isinstance(name, str) and name.startswith("_"):
-        raise jinja2.exceptions.SecurityError(f"a template may not store {name!r}: rename it without the underscore.")
+        raise jinja2.exceptions.SecurityError(f"a chat template may not set the name {name!r}: remove the underscore.")
 
 
 def _raise_exception(message: str) -> NoReturn:

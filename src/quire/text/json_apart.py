@@ -21,14 +21,14 @@ Skipped = frozenset[tuple[int, str]]  # (id of a schema, keyword) pairs that are
 
 class Alternatives:
     """Comparison of the schemas in a `oneOf`: can two of them fit the same output?
-    `closes`: returns True for a schema whose objects get only the names that the schema lists."""
+    `closes`: returns True for a schema whose objects can only have the properties that it lists."""
 
     def __init__(self, document: SchemaDocument, closes: Callable[[Part], bool]) -> None:
         self._document, self._closes, self._fuel = document, closes, FUEL
         self._constants: dict[int, Constants] = {}  # cache by the id of the schema
 
     def clash(self, part: Part) -> tuple[int, ...] | None:
-        """Return the indices of two schemas in the part's `oneOf` that may fit the same output; None if no two may.
+        """Return the indices of two schemas in the `oneOf` of `part` that may fit the same output; None if no two may.
         Returns () when the schemas are too many or too deeply nested to compare."""
         try:
             return self._clash(part, part["oneOf"], frozenset({(id(part), "oneOf")}))

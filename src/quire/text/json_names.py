@@ -12,10 +12,11 @@ ESCAPE, QUOTE = ord("\\"), ord('"')
 
 
 class TokenIndex:
-    """Index of a vocabulary by the beginnings of tokens and by their quoted parts.
+    """Index of a vocabulary, for finding tokens by their first bytes or by the JSON strings in them.
 
-    coded   tokens with an escape like \\u000a; forbidden in names, so that each name has one spelling
-    whole   quoted text -> tokens that contain it;  last  text after the last quote -> tokens
+    coded   ids of tokens with an escape like \\u000a; forbidden in names, so that each name has one spelling
+    whole   complete JSON string, with its quotes -> ids of the tokens that contain it
+    last    text after a token's last quote -> ids of the tokens
     """
 
     def __init__(self, tokens: Sequence[bytes]) -> None:
@@ -41,11 +42,11 @@ class TokenIndex:
 
 
 class Names:
-    """State of one JSON output after its last token: the names that its open objects have already.
+    """State of one JSON output after its last token: the property names that its unfinished objects have already.
 
-    _open        open objects and lists, outermost first: the names of an object, None for a list
-    _text        the open string as written; None outside a string;  _is_name  the open string is a name
-    _name_next   the next string is a name
+    _open        unfinished objects and lists, outermost first: the names of an object, None for a list
+    _text        the unfinished string as written; None outside a string
+    _is_name, _name_next   True: the unfinished string, or the next string, is a property name
     """
 
     def __init__(self, index: TokenIndex) -> None:
@@ -55,7 +56,7 @@ class Names:
         self._escaped = self._is_name = self._name_next = False
 
     def add(self, data: bytes) -> bool:
-        """Append the bytes of a token. Return True if they complete a name that its object has already."""
+        """Append the bytes of a token. Return True if they complete a property name that its object has already."""
         repeated = False
         for byte in data:
             if self._text is not None and (self._escaped or byte != QUOTE):
@@ -79,7 +80,7 @@ class Names:
         return repeated
 
     def repeating(self) -> list[int]:
-        """Return the ids of tokens that would repeat a name in the same object."""
+        """Return the ids of the tokens that would repeat a property name in the same object, to forbid them."""
         found: list[int] = []
         if self._text is not None and self._is_name:
             found += self._index.beginning(b"u") if self._escaped else self._index.coded
@@ -91,9 +92,9 @@ class Names:
         return found
 
     def leading(self) -> list[int]:
-        """Return the ids of tokens after which the output may be on its way to a name that its object has already.
+        """Return the ids of tokens after which the output may end in the first part of a name that its object has.
 
-        Within a name: tokens that continue it towards such a name. Elsewhere: tokens that end with its beginning.
+        Inside a name, these tokens continue it towards such a name. Elsewhere, they end with the start of such a name.
         """
         begun = self._text
         if begun is not None:
@@ -114,7 +115,7 @@ class Names:
         return *self._open, self._text
 
     def is_again(self) -> bool:
-        """Return True if the output is within a name that may still become one that its object has already."""
+        """Return True if the output ends within a name, and a name that its object has already begins like it."""
         begun = self._text
         return begun is not None and self._is_name and any(name.startswith(begun) for name in self._names() or ())
 

@@ -18,7 +18,7 @@ WHERE = "x-quire-where"  # keyword in a schema taken from another one: its path 
 
 
 class SchemaDocument:
-    """A schema with all definitions in it. `path`: path of its root, if it is taken from another schema."""
+    """A JSON schema and the targets of its $refs. `path`: path of `root` in the schema it was taken from, else ""."""
 
     def __init__(self, root: Part) -> None:
         self.root, self.path = root, str(root.pop(WHERE, ""))
@@ -36,7 +36,7 @@ class SchemaDocument:
             stack += [(at, each, home) for at, each in _inner(path, node) if isinstance(each, dict | list)]
 
     def parts(self) -> Iterator[tuple[str, Part]]:
-        """Yield (path, schema) for each schema that applies somewhere in an output, each once."""
+        """Yield (path, schema) for the root and each subschema that applies somewhere in an output, each once."""
         queue: deque[Placed] = deque([(self.path, self.root)])
         seen: set[int] = set()
         while queue:
@@ -55,7 +55,7 @@ class SchemaDocument:
                     queue.extend(self.targets(node))
 
     def targets(self, part: Part) -> list[Placed]:
-        """Return (path, schema) pairs that the $ref of a part may mean, by a JSON pointer, an $anchor or an $id."""
+        """Return (path, schema) of each possible target of the $ref in `part`: a JSON pointer, an $anchor or an $id."""
         if not isinstance(reference := part.get("$ref"), str):
             return []
         base, _, fragment = reference.partition("#")

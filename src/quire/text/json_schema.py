@@ -53,8 +53,8 @@ class Reading:
     notes      keywords that are not enforced, each with its path
     optional   number of optional properties of all objects
     patterns   an object has patternProperties
-    listed     an object has listed names and may have others
-    lenient    keywords that cannot be enforced are noted, not refused, as the schema asks
+    listed     an object has listed properties and may have others
+    lenient    the schema has "x-guidance": {"lenient": true}: note keywords that cannot be enforced, do not refuse them
     """
 
     notes: list[str] = field(default_factory=list)
@@ -64,7 +64,7 @@ class Reading:
     lenient: bool = False
 
     def note(self, path: str, keyword: str) -> None:
-        """Remember a keyword that is not enforced. The path is escaped, since names of properties may have any text."""
+        """Add a keyword that is not enforced to `notes`. The path is escaped: names of properties may have any text."""
         self.notes.append(f"{_shown(path)}{ascii(keyword)[1:-1][:LONGEST_PATH]}")
 
     def cannot(self, path: str, keyword: str, reason: str) -> None:
@@ -291,7 +291,7 @@ def _pattern(path: str, pattern: str, reading: Reading) -> str:
 
 
 def pattern_fault(pattern: str) -> str:
-    """Return the reason why a pattern cannot be enforced; "" if it can."""
+    """Return the reason why a regex in a JSON schema cannot be enforced; "" if it can."""
     if len(pattern) > LONGEST_PATTERN:
         return f"it has {len(pattern)} characters, at most {LONGEST_PATTERN} are taken"
     outside = CLASS.sub(lambda each: each[0] if LOOKS.match(each[0]) else " ", pattern)
@@ -316,7 +316,7 @@ def _leak(chars: str) -> str:
 
 
 def refusal(path: str, reason: str) -> InvalidParameter:
-    """Return the error about a part of a schema."""
+    """Return the error for a part of a schema that cannot be enforced. `path`: place of the part in the schema."""
     return InvalidParameter(f"structured_outputs: the grammar cannot be used: {_shown(path)}{reason}.",
                             param="structured_outputs")
 

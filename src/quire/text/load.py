@@ -22,10 +22,10 @@ SOURCES = ("auto", "none", "vllm")  # values of generation_config; "vllm" is vLL
 
 @dataclass(frozen=True, kw_only=True)
 class TextSide:
-    """A model's parts that handle text: tokenizer, chat template, end ids, default parameters and pooling.
+    """A model's parts that handle text: tokenizer, chat template, end-of-sequence ids, sampling defaults, pooling.
 
     tokenizer   None with skip_tokenizer_init; then there is no chat template either
-    parsers     names of the formats of tool calls and of reasoning; None = detected in the chat template
+    parsers     (tool call parser, reasoning parser): names; None = detected in the chat template
     """
 
     tokenizer: Tokenizer | None
@@ -49,8 +49,8 @@ class TextSide:
 
     @cached_property
     def tag_ids(self) -> tuple[list[int], list[int]]:
-        """Ids of special tokens that are tags: (of reasoning, of reasoning and calls). A text must keep its tags if it
-        is parsed for reasoning or calls. Any tag is a special token in some vocabulary."""
+        """Ids of the special tokens that detokenizing must not skip: (if the text is parsed for reasoning alone, if it
+        is parsed for reasoning and tool calls). These tokens are the tags around reasoning and calls."""
         tokenizer, styles = self.tokenizer, self.styles
 
         def among(*rows: object) -> list[int]:
@@ -64,9 +64,10 @@ class TextSide:
 def load_text(
     config: EngineConfig, folder: Path, *, tokenizer_folder: Path | None = None, apart: bool = False
 ) -> TextSide:
-    """Load the text side of the model in `folder`.
+    """Load tokenizer, chat template and defaults of the model in `folder`.
 
-    tokenizer_folder   None = `folder`;  apart  encode long texts in a child process
+    tokenizer_folder   None = `folder`
+    apart              encode long texts in a child process
     Raises a `UserError` that names the fix when a file is missing or damaged, or an option cannot be met.
     """
     model = config.model

@@ -26,7 +26,7 @@ class TextTooLong(InvalidParameter):
 
 
 class Sandbox:
-    """Renderer of chat templates in child processes, one per caller at a time. Any thread may use it.
+    """Renderer of chat templates in child processes. Each call of `render` has a child to itself; any thread may call.
 
     seconds   limit of a rendering
     memory    limit of a child's address space in bytes, of which Python takes some 30 M
@@ -39,7 +39,7 @@ class Sandbox:
     def render(self, template: tuple[Any, ...], arguments: tuple[Any, ...], param: str,
                over: Future[None] | None = None) -> str:
         """Render a template. `template` and `arguments` are passed to `sandbox_child.render`.
-        `over`: future; when it is done, the rendering ends. Raises `InvalidParameter` with the child's message, or for
+        `over`: future; when it is done, the child is killed. Raises `InvalidParameter` with the child's message, or for
         `param` when a limit was reached; `RequestFailed` when no child can be started; `EngineClosed` after `close`."""
         job, over = marshal.dumps((marshal.dumps(template), arguments)), over or Future()
         status, used, began = "dead", True, time.monotonic()
@@ -59,7 +59,7 @@ class Sandbox:
             f"rendering the chat template {limit} and was ended: send less, or use a simpler template.", param=param)
 
     def close(self) -> None:
-        """Kill the children, and start no more; idempotent."""
+        """Kill the child processes, and start no more; idempotent."""
         self._children.close()
 
     def _run(self, child: Child, job: bytes, over: Future[None]) -> tuple[str, str]:

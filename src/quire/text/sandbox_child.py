@@ -24,7 +24,7 @@ WARM_UP = (r"{{ '\u00e9' ~ strftime_now('%c') ~ messages | tojson(indent=1) }}",
 
 
 def main(seconds: int, memory: int) -> None:
-    """Render jobs from stdin, one after the other, to stdout. `seconds`: limit of one job; `memory`: limit in bytes."""
+    """Render chat templates: jobs from stdin, texts to stdout. `seconds`: limit of a job; `memory`: limit in bytes."""
     for source in WARM_UP:
         render(marshal.dumps(({"default": source}, {})), ([{"role": "user", "content": "a"}], {}))
     for kind, limit in ((resource.RLIMIT_AS, memory), (resource.RLIMIT_NOFILE, 3), (resource.RLIMIT_FSIZE, 0),
@@ -47,7 +47,7 @@ def main(seconds: int, memory: int) -> None:
 
 
 def render(template: bytes, arguments: tuple[Any, dict[str, Any]]) -> tuple[str, str]:
-    """Render a template. Return (status, text). The statuses and their texts:
+    """Render a marshalled template with `arguments` (messages, options). Return (status, text). By status, text is:
 
     text      the rendered prompt
     refused   name of the parameter, a line break, and the message of the error

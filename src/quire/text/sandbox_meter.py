@@ -34,7 +34,7 @@ class TooCostly(Exception):
 
 
 class Bill(Context):
-    """The Jinja context of one rendering. `left`: rest of the budget of work. Most methods are Jinja filters."""
+    """The Jinja context of one rendering, with its budget. `left`: unspent budget. Most methods are Jinja filters."""
 
     left = BUDGET
 
@@ -91,7 +91,7 @@ class Bill(Context):
 
 
 class MeteredEnvironment(ChatEnvironment):
-    """The Jinja environment that compiles metered templates."""
+    """The Jinja environment of templates that count the cost of their rendering; see `compile_metered`."""
 
     context_class = Bill
     intercepted_binops = frozenset(("*", "**", "%"))
@@ -115,11 +115,11 @@ class MeteredEnvironment(ChatEnvironment):
         return super().getattr(obj, attribute)
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
-        """Return Jinja's answer, with a fast path for `HARMLESS` types."""
+        """Return True if a template may read the attribute, as Jinja decides. A fast path serves `HARMLESS` types."""
         return not attr.startswith("_") if type(obj) in HARMLESS else super().is_safe_attribute(obj, attr, value)
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        """Compute with numbers of at most 64 bits. Raises `TooCostly` for other values, and for powers."""
+        """Compute `*` or `%` of numbers of at most 64 bits. Raises `TooCostly` for other values, and for `**`."""
         if operator == "**" or not all(isinstance(side, (int, float)) and abs(side) < 2**63 for side in (left, right)):
             raise TooCostly
         return super().call_binop(context, operator, left, right)
@@ -174,7 +174,8 @@ class _Tolls(NodeTransformer):
 
 
 def compile_metered(source: str) -> jinja2.Template | None:
-    """Compile a metered template; None if it cannot be metered or is too long. Raises `jinja2.TemplateSyntaxError`."""
+    """Compile a template whose rendering raises `TooCostly` above a budget; None if its cost cannot be counted or it is
+    too long. Raises `jinja2.TemplateSyntaxError`."""
     try:
         return MeteredEnvironment().from_string(source) if len(source) <= MOST_SOURCE else None
     except (TooCostly, RecursionError):

@@ -13,7 +13,7 @@ from quire.text.tokenizer import Tokenizer
 
 
 class SequenceText:
-    """The text of one sequence.
+    """Detokenizer of one sequence, with the search for stop strings.
 
     num_tokens   tokens of the output: all that were pushed, or those up to the end of a stop string
     stop         the stop string that ended the text, or None

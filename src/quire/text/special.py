@@ -17,7 +17,7 @@ NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_t
 
 
 class AddedTokenSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """An entry of `added_tokens_decoder`: a token that is found in text before the tokenizer's model runs."""
+    """An entry of `added_tokens_decoder` in tokenizer_config.json; transformers' `AddedToken`."""
 
     content: str
     special: bool = True
@@ -30,8 +30,9 @@ class AddedTokenSpec(msgspec.Struct, frozen=True, kw_only=True):
 class SpecialTokens(msgspec.Struct, frozen=True, kw_only=True):
     """Special tokens of a checkpoint folder.
 
-    named    attribute -> token text, for those that are set; chat templates see them as variables
-    extra    further special tokens, in file order;  added  id -> entry of `added_tokens_decoder`
+    named    name such as "bos_token" -> token text; chat templates see them as variables
+    extra    further special tokens, in file order
+    added    id -> entry of `added_tokens_decoder`
     """
 
     named: dict[str, str] = {}
@@ -98,4 +99,4 @@ def _added_tokens(entries: Any) -> dict[int, AddedTokenSpec]:
         return {i: msgspec.convert(defaults | spec, AddedTokenSpec)
                 for i, spec in msgspec.convert(entries, dict[TokenId, dict[str, Any]], strict=False).items()}
     except msgspec.ValidationError:
-        raise _Damaged("added_tokens_decoder", "an object of tokens by id") from None
+        raise _Damaged("added_tokens_decoder", "an object {token id: token}") from None

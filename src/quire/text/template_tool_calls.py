@@ -27,10 +27,10 @@ SHORT_ID = re.compile("[0-9A-Za-z]{9}")  # the only call ids that Mistral's temp
 class CallStyle(msgspec.Struct, frozen=True, kw_only=True):
     """The format of past tool calls that a chat template accepts.
 
-    arguments_as_text   arguments are JSON text, else a mapping
-    null_content        the content beside a call without text is None, else ""
-    objects_only        arguments that are not a JSON object become {}, else the template gets their text
-    short_ids           call ids have nine letters and digits; others are replaced by a hash, in results, too
+    arguments_as_text   True: arguments are JSON text; False: a mapping
+    null_content        `content` of a turn with calls and no text. True: None; False: ""
+    objects_only        arguments that are not a JSON object. True: they become {}; False: they stay text
+    short_ids           True: a call id that is not nine letters or digits becomes a hash, in calls and in tool results
     """
 
     arguments_as_text: bool = False
@@ -39,8 +39,8 @@ class CallStyle(msgspec.Struct, frozen=True, kw_only=True):
     short_ids: bool = False
 
     def apply(self, message: dict[str, Any]) -> dict[str, Any]:
-        """Return a message in this style. An assistant's turn always gets content (its text, its refusal or ""), and
-        tool calls in this style if it has some. In other messages only a call id may change."""
+        """Return a message of a conversation in this style. An assistant's turn gets `content` (its text, its refusal,
+        or "" or None) and its tool calls in this style. In other messages only `tool_call_id` may change."""
         if message.get("role") != "assistant":
             return self._named(message, "tool_call_id")
         turn = {name: value for name, value in message.items() if name not in ("refusal", "tool_calls")}
@@ -86,8 +86,8 @@ ODD_IDS = ("p", "call_0123456789abcdef01234567", "functions.probe_name:0")
 
 
 def probe_style(render: Callable[[list[dict[str, Any]], list[dict[str, Any]]], str]) -> CallStyle:
-    """Return the call style of a template. `render`: renders (messages, tools) with the template.
-    Returns the default style when no style brings the call into the prompt."""
+    """Find the format of past tool calls that a template accepts, by test renderings. `render`: (messages, tools) ->
+    prompt. Returns the default `CallStyle` when no style brings the call into the prompt."""
 
     def carries(style: CallStyle, arguments: str = PROBE_ARGUMENTS, call_id: str = PROBE_ID) -> bool:
         try:

@@ -39,7 +39,7 @@ BEGINS, ENDS = ("^", r"\A"), ("$", r"\z")
 
 
 def whole(pattern: str) -> str | None:
-    """Return a regex that matches a whole text if the text contains `pattern`; None for anchors inside the pattern."""
+    """Return a regex that matches any whole text in which `pattern` is found; None if ^, $ or \\b is in its middle."""
     flags = FLAGS.match(pattern)
     begun = flags.end() if flags else 0
     ways: list[list[str]] = [[]]

@@ -17,7 +17,7 @@ BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 class DecoderRule(msgspec.Struct, frozen=True, kw_only=True):
-    """Properties of a decoder.
+    """Rules by which a tokenizer's decoder turns tokens into text.
 
     byte_level      characters of a token stand for bytes (GPT-2 alphabet)
     space           the character that stands for a space in SentencePiece vocabularies, "" for none
@@ -56,7 +56,7 @@ class TokenBytes:
         self.bytes_of: Callable[[int], bytes] = _Known(self._compute).__getitem__
 
     def first_bytes_of(self, token_id: int) -> bytes:
-        """Return the bytes of the first token of a text, where some decoders drop space characters."""
+        """Return the bytes that a token adds as the first token of a text; some decoders drop its space characters."""
         if not self.rule.strip_token:
             return self.bytes_of(token_id)
         return (self._token(token_id) or "").replace(self.rule.space, "").encode()
@@ -74,14 +74,14 @@ class TokenBytes:
 
 
 def byte_alphabet() -> dict[str, int]:
-    """Return GPT-2's alphabet, character -> byte: printable Latin-1 for itself, U+0100 and up for the other bytes."""
+    """Return GPT-2's map character -> byte. Printable Latin-1 is its own byte; U+0100 and up are the other bytes."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [b for b in range(256) if b not in set(printable)]
     return {**{chr(b): b for b in printable}, **{chr(256 + i): b for i, b in enumerate(others)}}
 
 
 def decoder_rule(backend: Backend) -> DecoderRule | None:
-    """Return the properties of a decoder; None when its tokens have no fixed bytes."""
+    """Return the rules of the decoder of `backend`; None for a decoder whose tokens have no fixed bytes (WordPiece)."""
     if backend.decoder is None:
         return None
     spec = json.loads(backend.decoder.__getstate__())

@@ -30,12 +30,12 @@ KEEPING = ("Isolated", "Contiguous", "MergedWithPrevious", "MergedWithNext")  # 
 class Tokenizer:
     """A checkpoint's tokenizer. Threads may share it: after loading, only its caches change.
 
-    vocab_size       number of tokens, with added ones (a model's logits may be wider: padding ids mean nothing)
+    vocab_size       number of tokens, with added tokens; a model's logits may have more columns, which mean no token
     bos_token_id, eos_token_id, pad_token_id   None if the folder names none
     all_special_ids  ids that `skip_special_tokens` leaves out of a text
     bytes_table      table token id -> bytes; None for decoders whose tokens have no fixed bytes (WordPiece, ...)
-    fewest_tokens    function: minimum number of tokens of a text; see `length_bound`
-    apart            folder of the tokenizer, for child processes that encode texts of at least APART characters;
+    fewest_tokens    function: lower bound of the number of tokens of a text; see `length_bound`
+    apart            folder of the tokenizer: a child process loads it to encode a text of APART characters or more;
                      None = all texts are encoded in this process
     """
 
@@ -104,7 +104,8 @@ class Tokenizer:
             # a batch of one, as in `encode`
             return self._backend.decode_batch([list(ids)], skip_special_tokens=skip_special_tokens)[0]
         except OverflowError as error:
-            raise InvalidParameter("token ids must be integers in [0, 2^32).", param="token_ids") from error
+            raise InvalidParameter("a token id is negative or above 2^32 - 1: send ids of the vocabulary.",
+                                   param="token_ids") from error
 
     def token_text(self, token_id: int) -> str:
         """Return the text of one token inside a sentence. Bytes of an incomplete character become U+FFFD."""
@@ -129,7 +130,7 @@ class Tokenizer:
         return self._added.get(token_id)
 
     def bad_word_ids(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-        """Return the token sequences to forbid; see `bad_word_sequences`.
+        """Return the token sequences to forbid for the `bad_words` of a request; see `bad_word_sequences`.
         The last answer is cached, since all prompts of a request have the same words."""
         asked = tuple(words)
         known, sequences = self._bad_words
@@ -159,7 +160,7 @@ def encode_apart(folder: Path, text: str, add_special_tokens: bool) -> list[int]
 
 
 def bad_word_sequences(spelled: Sequence[tuple[str, list[int], list[int]]]) -> tuple[tuple[int, ...], ...]:
-    """Return the forbidden token sequences, without repeats.
+    """Return the token sequences to forbid for `bad_words`, without repeats.
     `spelled`: (word, its ids at the start of a text, its ids after a space). The ids after a space are left out if they
     end with the other ids, which already forbid them. Raises `InvalidParameter` for a word without tokens."""
     found: dict[tuple[int, ...], None] = {}
@@ -176,9 +177,9 @@ def bad_word_sequences(spelled: Sequence[tuple[str, list[int], list[int]]]) -> t
 def length_bound(backend: Backend) -> Callable[[str], int]:
     """Return a function that gives a lower bound of the number of tokens of a text, without encoding it.
 
-    The bound is len(text) / (length of the longest token), for byte-level BPE, where every byte is in a token. It is 0
-    for other tokenizers, which may lose characters. It is also 0 for text that is not ASCII if there is a normalizer;
-    only NFC is supported, which does not change ASCII.
+    The bound is len(text) / (length of the longest token) for byte-level BPE, which loses no byte. It is 0 for other
+    tokenizers, which may lose characters. It is also 0 for text that is not ASCII if the tokenizer has a normalizer,
+    which may shorten such text.
     """
     if not _is_lossless(backend):
         return lambda text: 0

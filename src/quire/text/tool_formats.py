@@ -7,9 +7,10 @@ import msgspec
 
 
 class ReasoningFormat(msgspec.Struct, frozen=True, kw_only=True):
-    """A format of reasoning.
+    """A format of reasoning in a model's output.
 
-    names        names that users may give, ours first;  marks  texts that a chat template with this format has
+    names        names for --reasoning-parser; Quire shows the first
+    marks        texts that a chat template must have, all of them, for this format to be detected
     start, end   tags around the reasoning
     """
 
@@ -20,21 +21,22 @@ class ReasoningFormat(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ToolFormat(msgspec.Struct, frozen=True, kw_only=True):
-    """A format of tool calls: JSON objects, or a name followed by its arguments.
+    """A format of tool calls in a model's output: JSON objects, or a tool's name followed by its arguments.
 
-    names        names that users may give, ours first
-    marks        texts that a chat template must have, all of them, to be detected
+    names        names for --tool-call-parser; Quire shows the first
+    marks        texts that a chat template must have, all of them, for this format to be detected
     starts       tags before the first call
-    opens        texts that begin a call after a start, or "[" for a list of calls
-    bare         opens[0] may begin a call without a start;  closes  texts after a call that are not content
-    drops        all text after a call is dropped
-    before, between   texts before a name, and between a name and its arguments
-    python       arguments are written as in a Python call
-    key, key_ends, value, value_ends, end   for arguments in tags: text before a key; texts after it, which may say if
-                 the value is a string; text before the value, if not in key_ends; texts after the value (also the next
-                 key, since some models forget the end); text after all arguments
-    printed      text that models write: before the first call, before a name, before the arguments, after the
-                 arguments, between calls, after the last call
+    opens        texts that begin a call after such a tag, or "[" for a list of calls
+    bare         True: opens[0] may begin a call without a tag of `starts`
+    closes       texts after a call that are not content
+    drops        True: all text after a call is dropped
+    before, between   text before a tool's name, and texts between the name and its arguments
+    python       True: arguments are written as in a Python call
+    key, key_ends, value, value_ends, end   for arguments in tags: text before a key; texts after a key, some of which
+                 say that the value is a string; text before a value, unless key_ends has it; texts after a value (also
+                 the next key, since some models forget the closing tag); text after all arguments
+    printed      texts that models write, for grammars: before the first call, before a name, before the arguments,
+                 after the arguments, between calls, after the last call
     """
 
     names: tuple[str, ...]
@@ -101,7 +103,7 @@ PLAIN = TOOL_FORMATS[-1]  # for models without a format of their own
 
 
 class OutputStyles(msgspec.Struct, frozen=True):
-    """The formats of a model's calls and reasoning (None = it has none), and in `why` the reason for the choice."""
+    """The formats of a model's tool calls and reasoning; None = the model has none. `why`: reason for the choice."""
 
     tools: ToolFormat | None
     reasoning: ReasoningFormat | None

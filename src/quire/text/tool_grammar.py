@@ -27,11 +27,11 @@ SLASH = re.compile(r"(\\.)|[/\n\r]", re.DOTALL)
 
 def tool_grammar(styles: OutputStyles, tools: Sequence[Mapping[str, Any]], choice: str, *, parallel: bool,
                  thinking: bool = False) -> str:
-    """Make the grammar of answers that call `tools` (OpenAI's tool objects), in the model's format or in `PLAIN`.
+    """Make the Lark grammar of answers that call `tools` (OpenAI's tool objects), in the model's format or in `PLAIN`.
 
     choice     "required": at least one call; a tool's name: one call of it; "auto": text, then calls if any
-    parallel   several calls are allowed
-    thinking   the prompt has begun the reasoning, so the answer ends it first; otherwise it may begin with reasoning
+    parallel   True: several calls are allowed
+    thinking   True: the prompt ends within reasoning, so the answer ends the reasoning before anything else
     Arguments must fit their schemas. Schema keywords that llguidance cannot enforce are an error if the tool is
     `strict`, else they are ignored. Raises `InvalidParameter` when `choice` names no tool.
     """

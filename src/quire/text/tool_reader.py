@@ -21,11 +21,11 @@ CLOSING, MARKS, VALUE = {"{": "}", "[": "]"}, frozenset('"{}[],:'), '"{[0'  # 0 
 
 
 class Malformed(Exception):
-    """The text does not continue as its beginning requires."""
+    """The text of a tool call is not in the expected format."""
 
 
 class Reader:
-    """Reader of a text that comes in pieces.
+    """Reader of a model's answer that comes in pieces. Its generators yield until enough text is pushed.
 
     held   texts read since `held` was last cleared; they become content if they turn out not to be a call
     read   number of characters read
@@ -59,7 +59,7 @@ class Reader:
         return self._text[self._at : self._at + count]
 
     def span(self, chars: re.Pattern[str], out: Sink = len) -> Reads:
-        """Read characters of the class `chars` into `out`. Return the first other character, without reading it."""
+        """Read the characters that `chars` matches; call `out` with them. Return the next character, still unread."""
         while True:
             found = chars.match(self._text, self._at)
             if found and found[0]:
@@ -69,7 +69,7 @@ class Reader:
             yield
 
     def need(self, *tags: str) -> Reads:
-        """Read white space and the longest of `tags` after it. Return the tag. Raises `Malformed` if none comes."""
+        """Read white space, then the longest of `tags` that follows. Return the tag. Raises `Malformed` without one."""
         yield from self.span(BLANK)
         longest = max(map(len, tags))
         while True:
@@ -83,8 +83,8 @@ class Reader:
         raise Malformed
 
     def until(self, tags: tuple[str, ...], out: Sink) -> Reads:
-        """Read up to and with the first of `tags`. Return the tag, or "" at the end of the text.
-        `out`: gets the text before the tag, as soon as this text cannot be the beginning of a tag."""
+        """Read up to the end of the first of `tags`. Return the tag, or "" at the end of the text.
+        `out`: called with the text before the tag, in pieces, as soon as a piece cannot be the beginning of a tag."""
         begun, whole = _finders(tags)
         while True:
             found = (whole if self._over else begun).search(self._text, self._at)
@@ -98,7 +98,7 @@ class Reader:
             yield
 
     def string(self, out: Sink) -> Read:
-        """Read a JSON string into `out`. Escapes control characters and backslashes that the model forgot to escape."""
+        """Read a JSON string; call `out` with its pieces. Escape control characters and stray backslashes in it."""
         if (yield from self.span(JSON_BLANK, out)) != '"':
             raise Malformed
         out(self.take())
@@ -114,7 +114,7 @@ class Reader:
         out(self.take())
 
     def json(self, out: Sink, opened: str = "") -> Read:
-        """Read a JSON value into `out`. `opened`: the first brace, if it was read before. Raises `Malformed`."""
+        """Read a JSON value; call `out` with its pieces. `opened`: "{" if it was read before. Raises `Malformed`."""
         stack, legal = list(opened), '"}' if opened else VALUE  # legal: characters that may come next
         while legal:
             char = yield from self.span(JSON_BLANK, out)

@@ -12,7 +12,7 @@ UNREADABLE = (ValueError, TypeError, SyntaxError, RecursionError, MemoryError)  
 
 
 def branches(schema: Any) -> list[dict[str, Any]]:
-    """Return the alternatives of a schema, one level deep. A schema with several types gives one schema per type."""
+    """Return the schemas in `anyOf` or `oneOf`, one level deep. A schema with several types gives one per type."""
     if not isinstance(schema, dict):
         return [{}]
     parts, types = schema.get("anyOf") or schema.get("oneOf"), schema.get("type")
@@ -22,7 +22,7 @@ def branches(schema: Any) -> list[dict[str, Any]]:
 
 
 def kinds_of(schema: Any) -> frozenset[str]:
-    """Return the JSON types that a schema allows; "any" is among them when an alternative names no type or value."""
+    """Return the JSON types that a schema allows; with "any" if an alternative has no `type`, `enum` or `const`."""
     found: set[str] = set()
     for part in branches(schema):
         values = part["enum"] if isinstance(part.get("enum"), list) else [part["const"]] if "const" in part else []
@@ -32,7 +32,7 @@ def kinds_of(schema: Any) -> frozenset[str]:
 
 
 def typed(text: str, kinds: frozenset[str]) -> str:
-    """Return a bare value as JSON text: read as JSON or a Python literal if that fits `kinds`, else as a string."""
+    """Convert an argument's text to JSON: as JSON or a Python literal if that fits `kinds`, else as a string."""
     for read in (str.strip, lambda bare: json.dumps(ast.literal_eval(bare.strip()), allow_nan=False)):
         try:
             found = read(text)

@@ -35,8 +35,8 @@ Format = TypeVar("Format", ToolFormat, ReasoningFormat)
 
 def choose_styles(template: ChatTemplate | None, tool_parser: str | None = None,
                   reasoning_parser: str | None = None) -> OutputStyles:
-    """Return the formats with these names. None = detect by marks in the chat template; "none" = no format.
-    Raises `ConfigError` with the known names for an unknown name."""
+    """Return the formats of tool calls and reasoning that the parsers' names mean. None = detect the format in the
+    chat template; "none" = no format. Raises `ConfigError` with the known names for an unknown name."""
     sources = template.sources if template else {}
     text = "\n".join(sources.get(name, "") for name in ("default", "tool_use"))
     tools, why = _choose("--tool-call-parser", tool_parser, TOOL_FORMATS, text)
@@ -57,7 +57,7 @@ def _choose(flag: str, name: str | None, rows: Sequence[Format], text: str) -> t
 
 
 def thinking_at_end(prompt: str, styles: OutputStyles) -> bool:
-    """Return True if a rendered prompt ends within reasoning."""
+    """Return True if a rendered prompt ends within reasoning, as after an open <think>."""
     if styles.reasoning is None or styles.reasoning.start not in prompt:
         return False
     after = prompt.rpartition(styles.reasoning.start)[2]
@@ -67,8 +67,8 @@ def thinking_at_end(prompt: str, styles: OutputStyles) -> bool:
 class OutputParser:
     """Parser of one answer's text into events: reasoning, content and calls.
 
-    num_calls   number of calls so far
-    thoughts    places of the reasoning in the text: (index of the first character, index after the last)
+    num_calls   number of tool calls so far
+    thoughts    reasoning in the text: (index of the first character, index after the last) of each piece
     """
 
     def __init__(self, styles: OutputStyles, *, tools: Sequence[Mapping[str, Any]] | None = None,
@@ -95,12 +95,12 @@ class OutputParser:
         next(self._reading)
 
     def finish(self, *, cut: bool = False) -> list[Event]:
-        """End the text and return its last events. `cut`: the answer was cut off by a token limit."""
+        """End the answer and return its last events. `cut`: the answer was cut off by a token limit."""
         self._cut = cut
         return self.feed("", over=True)
 
     def feed(self, text: str, *, over: bool = False) -> list[Event]:
-        """Add text and return its events. `over`: no more text follows."""
+        """Parse the next text of the answer and return its events. `over`: no more text follows."""
         self._in.push(text, over=over)
         next(self._reading, None)
         out, self._out = self._out, []

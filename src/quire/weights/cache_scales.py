@@ -25,7 +25,7 @@ def scale_names(names: Collection[str], args: ModelArgs) -> list[tuple[str, str]
     """Return (name for keys, name for values) of each layer's KV cache scales; [] for a checkpoint without any.
 
     names   of the checkpoint's tensors
-    Raises WeightsError where only some scales are stored.
+    Raises WeightsError when the checkpoint has only some of the scales.
     """
     found = list[tuple[str, str]]()
     for layer in range(args.num_layers):
@@ -39,8 +39,8 @@ def scale_names(names: Collection[str], args: ModelArgs) -> list[tuple[str, str]
         if "" in pair:
             side = "values" if pair[0] else "keys"
             raise WeightsError(f"{stored[0]} is stored, and layer {layer} has no scale for its {side} of the KV cache: "
-                               "the checkpoint is incomplete; download it again, or set --kv-cache-dtype to the type "
-                               "of the computation.")  # fmt: skip
+                               "the checkpoint is incomplete; download it again, or set --kv-cache-dtype to the "
+                               "model's dtype, such as bfloat16.")  # fmt: skip
     return found
 
 
@@ -57,7 +57,7 @@ def _number(stored: StoredTensor) -> float:
     what = f"{stored.file.name}: {stored.name}"
     if prod(stored.shape) != 1:
         raise WeightsError(f"{what} has shape {list(stored.shape)}, and the KV cache has one scale for all keys of a "
-                           "layer and one for all values: set --kv-cache-dtype to the type of the computation.")
+                           "layer and one for all values: set --kv-cache-dtype to the model's dtype, such as bfloat16.")
     if stored.dtype not in NUMBERS:
         raise WeightsError(f"{what} is stored as {stored.dtype}, a scale must be {' or '.join(NUMBERS)}: download it "
                            "again.")
@@ -69,5 +69,5 @@ def _number(stored: StoredTensor) -> float:
     scale = float(raw[0])
     if not (isfinite(scale) and scale > 0.0):
         raise WeightsError(f"{what} is {scale:g}, a scale must be a positive number: download the checkpoint again, or "
-                           "set --kv-cache-dtype to the type of the computation.")
+                           "set --kv-cache-dtype to the model's dtype, such as bfloat16.")
     return scale

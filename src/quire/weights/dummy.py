@@ -12,12 +12,12 @@ SCALE = 1e-3
 
 
 def load_dummy(model: Model, seed: int = 0, device: torch.device | None = None) -> None:
-    """Give every layer tensors of uniform values in +-1e-3: one random tile from `seed`, repeated on the device.
+    """Fill a model with random weights (load_format=dummy): uniform values in +-1e-3, without reading files.
 
-    Quantized weights are made as a checkpoint stores them, and converted and packed as loaded ones.
+    Quantized weights are made in the checkpoint's format, then converted and packed like loaded weights. A block of
+    random numbers is drawn on the CPU and repeated, so a seed gives the same weights on every device.
 
-    device   where tensors are made and packed before they move to the model's; None: the model's own
-    The tile is drawn on the CPU, so that a seed means the same weights on every device.
+    device   the weights are made and packed there, then moved to the model's device; None: the model's device
     """
     tile = torch.empty(TILE).uniform_(-SCALE, SCALE, generator=torch.Generator().manual_seed(seed))
     tiles: dict[torch.dtype, Tensor] = {}

@@ -31,7 +31,7 @@ class StoredTensor:
     """A tensor in a safetensors file.
 
     dtype    in safetensors' spelling (BF16, ...)
-    offset   in bytes, from the start of `file`; of a file that is still on the hub, from the end of its header
+    offset   bytes before the tensor: from the start of `file`, or, while `file` is on the hub, from its header's end
     """
 
     name: str
@@ -44,7 +44,7 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """All tensors of a folder by name, in file order, and the files in the order they are read."""
+    """All tensors of a checkpoint folder by name, in file order, and the files in the order in which they are read."""
 
     folder: Path
     files: tuple[Path, ...]
@@ -58,10 +58,10 @@ class Checkpoint:
 
 def read_checkpoint(folder: Path, names: Collection[str] | None = None,
                     read: Callable[[Path], list[StoredTensor]] | None = None) -> Checkpoint:
-    """Read every header and check it against its file and the index.
+    """Read the header of every safetensors file in a folder, and check it against its file and the index.
 
-    names   of the files that the folder has (default: those on disk)
-    read    reads the header of a file (default: `read_header`)
+    names   names of the files that the folder has (default: those on disk)
+    read    function that reads the header of a file (default: `read_header`)
     Raises WeightsError naming the file, the tensor and the fix: no safetensors, missing shard, truncated or damaged
     file, a tensor in two files, a tensor that the index promises and no file holds.
     """
@@ -83,7 +83,7 @@ def read_checkpoint(folder: Path, names: Collection[str] | None = None,
 def weight_files(folder: Path, names: Collection[str] | None = None) -> list[Path]:
     """Return the safetensors files of a checkpoint: those in its index, or without an index those found by name.
 
-    names   of the files that the folder has (default: those on disk)
+    names   names of the files that the folder has (default: those on disk)
     Raises WeightsError when there are no files, or one in the index is missing.
     """
     if names is None:
@@ -96,7 +96,7 @@ def weight_files(folder: Path, names: Collection[str] | None = None) -> list[Pat
 
 
 def stored_in(folder: Path) -> dict[str, str]:
-    """Return stored tensor -> name of its file, by the folder's index or else by the files; {} without weights.
+    """Return a dict of stored tensors: name -> file name, from the index or the files' headers; {} without weights.
 
     Raises WeightsError like `read_checkpoint`.
     """
@@ -108,9 +108,9 @@ def stored_in(folder: Path) -> dict[str, str]:
 
 
 def full_names(stored: Collection[str]) -> dict[str, str]:
-    """Return stored name -> name in a checkpoint of a whole model.
+    """Return a dict: tensor name as stored -> the name with the prefix "model." that a causal LM's checkpoint has.
 
-    Checkpoints of embedding models have no head, and their names lack the beginning "model.".
+    Checkpoints of embedding models lack the prefix. If `stored` has it, each name maps to itself.
     """
     return {name: f"model.{name}" if "embed_tokens.weight" in stored else name for name in stored}
 
@@ -121,7 +121,7 @@ def read_header(path: Path) -> list[StoredTensor]:
     with path.open("rb") as file:
         begins = file.read(8)
         if begins == LFS_POINTER:
-            raise WeightsError(f"{path} is a pointer of Git LFS, not the file itself: run `git lfs pull` there.")
+            raise WeightsError(f"{path} is a pointer of Git LFS, not the file: run `git lfs pull` in its folder.")
         length = int.from_bytes(begins, "little")
         if size < 8 or length > MAX_HEADER or 8 + length > size:
             raise WeightsError(f"{path} is truncated (a header of {length} bytes in a file of {size}): {AGAIN}")
@@ -142,7 +142,8 @@ def read_header(path: Path) -> list[StoredTensor]:
 def stored_tensors(path: Path, header: Mapping[str, Any], data: int, size: int) -> list[StoredTensor]:
     """Return the tensors that a decoded `header` lists, sorted by offset.
 
-    data   byte of the file at which tensors begin;  size   bytes of the file
+    data   offset at which the tensors' bytes begin in the file
+    size   bytes of the file
     Raises WeightsError, also for gaps between tensors and for shared bytes, which the format does not allow.
     """
     tensors = [_stored(path, name, entry, data, size) for name, entry in header.items()]
@@ -200,7 +201,7 @@ def _find_files(folder: Path, names: Collection[str]) -> list[Path]:
         for number in range(1, int(match["total"]) + 1):
             name = f"{match['stem']}-{number:05}-of-{match['total']}.safetensors"
             if name not in names:
-                raise WeightsError(f"{folder / name} is missing (its sister {path.name} is there): {AGAIN}")
+                raise WeightsError(f"{folder / name} is missing (shard {path.name} is there): {AGAIN}")
     return files
 
 

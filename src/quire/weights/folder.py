@@ -21,9 +21,9 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 
 def resolve_folders(config: EngineConfig, *, only: Sequence[str] = TEXTS) -> tuple[Path, Path]:
-    """Return the folders of an engine's model and tokenizer. Models on the hub are downloaded, without their weights.
+    """Return (model folder, tokenizer folder) of an engine. Download models that are on the hub, without their weights.
 
-    only   patterns of the files to download
+    only   glob patterns of the files to download
     An empty model name means the bundled model. Raises ModelNotFound in one line for an unknown path or id, a gated
     repository or a failed download.
     """
@@ -32,7 +32,7 @@ def resolve_folders(config: EngineConfig, *, only: Sequence[str] = TEXTS) -> tup
 
 
 def absent_weights(config: EngineConfig, folder: Path) -> Repository | None:
-    """Return the hub repository of the weights that `folder` lacks; None when no weights must be downloaded."""
+    """Return the hub repository with the weights that `folder` lacks; None when no weights must be downloaded."""
     needed = config.load.load_format != "dummy" and config.device.device != "mock"
     return _absent(config, folder) if needed else None
 
@@ -51,7 +51,7 @@ def fetch_weights(config: EngineConfig, folder: Path, check: Callable[[Checkpoin
 
 
 def read_headers(config: EngineConfig, folder: Path) -> Checkpoint:
-    """Return the tensors by the headers of a model's weights, read from `folder` or from the hub.
+    """Read the safetensors headers of a model in `folder`, or on the hub when `folder` has no weights.
 
     Raises WeightsError like `read_checkpoint`, or ModelNotFound.
     """

@@ -30,7 +30,7 @@ NUM_THREADS = 8  # that ask for headers
 
 @dataclass(frozen=True)
 class Repository:
-    """A model of the hub at a revision (None: its main branch); `load` has the token and the cache."""
+    """A model on the Hugging Face hub at a revision (None: main). `load`: options with the token and cache folder."""
 
     name: str
     revision: str | None
@@ -38,11 +38,11 @@ class Repository:
 
     @property
     def offline(self) -> str:
-        """Name of the switch that forbids network calls; "" when they are allowed."""
+        """Name of the option or variable that forbids network calls (--offline, HF_HUB_OFFLINE); "" if none does."""
         return "--offline" if self.load.offline else "HF_HUB_OFFLINE" if hub_offline() else ""
 
     def download(self, patterns: Sequence[str]) -> Path:
-        """Download the files that match `patterns` and return their folder. Raises ModelNotFound."""
+        """Download the files that match these glob patterns. Return their local folder. Raises ModelNotFound."""
         from huggingface_hub import snapshot_download
 
         with self._explained():
@@ -51,11 +51,11 @@ class Repository:
                 local_files_only=self.load.offline, allow_patterns=list(patterns), ignore_patterns=list(IGNORED)))
 
     def at(self, commit: str) -> "Repository":
-        """Return the same repository at a commit."""
+        """Return the same repository with a commit as its revision."""
         return replace(self, revision=commit)
 
     def read_headers(self, folder: Path) -> Checkpoint:
-        """Return the repository's tensors by the headers of its weights; nothing else is downloaded.
+        """Read the safetensors headers of the repository on the hub; nothing else is downloaded.
 
         folder   local folder of the repository's small files; its name is the commit
         Raises ModelNotFound where the network is needed and cannot be used, WeightsError as `read_checkpoint`.
@@ -75,7 +75,7 @@ class Repository:
 
     @contextmanager
     def named(self, folder: Path) -> Iterator[None]:
-        """Context that puts the repository's name for `folder` in the text of a WeightsError raised inside.
+        """Context manager: a WeightsError raised inside names the repository instead of the local `folder`.
 
         The faulty files are on the hub, not in the local folder.
         """

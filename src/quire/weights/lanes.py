@@ -32,10 +32,12 @@ TICK = 0.1  # seconds that `completed` waits, at most
 
 @dataclass(eq=False)
 class OpenUnit:
-    """A load unit that is being read.
+    """A `LoadUnit` (tensors of a layer or an expert) that is being read.
 
-    tensors  raw, to be filled;  missing  bytes that have not arrived yet
-    lanes    the threads that copied parts of the unit;  ready  event after which a thread may write to the tensors
+    tensors  tensors in the checkpoint's layout, to be filled
+    missing  bytes that have not arrived in the tensors yet
+    lanes    threads that copied parts of the unit
+    ready    CUDA event after which a thread may write to the tensors
     """
 
     unit: LoadUnit
@@ -49,7 +51,7 @@ class OpenUnit:
 class Piece:
     """The part of a chunk that goes to one tensor.
 
-    `count` elements of `dtype`, from byte `start` of the chunk on, fill the flat `target` from element `first` on.
+    The `count` elements of `dtype` at byte `start` of the chunk are copied to the flat `target`, at element `first`.
     """
 
     unit: OpenUnit
@@ -67,7 +69,7 @@ class Piece:
 
 @dataclass
 class Chunk:
-    """Ranges (offset, bytes) of a file that are read into one buffer, and the pieces in the buffer."""
+    """Ranges `runs` (offset, bytes) of a file that are read into one buffer, and the pieces in the buffer."""
 
     file: Path
     runs: list[tuple[int, int]] = field(default_factory=list)
@@ -76,7 +78,7 @@ class Chunk:
 
 
 class ReadChunker:
-    """Cuts reads into chunks of at most `size` bytes and calls `emit` with each; no element is cut in two."""
+    """Cuts reads into chunks of at most `size` bytes and calls `emit` with each chunk; no element is cut in two."""
 
     def __init__(self, emit: Callable[[Chunk], None], size: int) -> None:
         self._emit, self._size = emit, size
@@ -101,7 +103,7 @@ class ReadChunker:
                 offset, length, first = offset + taken, length - taken, first + taken // item
 
     def flush(self) -> None:
-        """Emit the last chunk, which is not full."""
+        """Call `emit` with the last chunk, which is not full."""
         if self._chunk is not None:
             self._emit(self._chunk)
             self._chunk = None
@@ -124,9 +126,9 @@ class ReadChunker:
 
 
 class Lanes:
-    """Threads that read chunks from one queue and copy them to the device. Leaving the context ends the threads.
+    """Threads that read chunks of weight files and copy them to the device. Leaving the context ends the threads.
 
-    num_bytes   bytes that have arrived
+    num_bytes   bytes that have been copied
     """
 
     def __init__(self, files: Sequence[Path], device: torch.device, num_threads: int, chunk_bytes: int) -> None:
@@ -164,12 +166,12 @@ class Lanes:
         self._stack.close()
 
     def watch(self, unit: OpenUnit) -> None:
-        """Report a unit with nothing to read to `completed`. Call this for every unit, after its reads are planned."""
+        """Make `completed` yield a unit with nothing to read. Call this for every unit, after its reads are planned."""
         if not unit.missing:
             self._results.put(unit)
 
     def add(self, chunk: Chunk) -> None:
-        """Queue a chunk."""
+        """Queue a chunk for the threads to read."""
         if self.device.type == "cuda":
             ready = torch.cuda.Event()  # type: ignore[no-untyped-call,unused-ignore]
             ready.record(torch.cuda.current_stream(self.device))
@@ -207,7 +209,7 @@ class Lanes:
             return self._chunks.popleft() if self._chunks else None
 
     def arrived(self, chunk: Chunk, lane: "_Lane") -> None:
-        """Count a chunk that was copied, and report the units that it completes."""
+        """Count the bytes of a copied chunk. `completed` then yields the units whose last bytes were in it."""
         with self._changed:
             self.num_bytes += chunk.num_bytes
             for piece in chunk.pieces:
@@ -217,11 +219,11 @@ class Lanes:
                     self._results.put(piece.unit)
 
     def failed(self, error: BaseException) -> None:
-        """Report an error to the thread that waits in `completed`."""
+        """Make `completed` raise the error of a thread."""
         self._results.put(error)
 
     def read(self, chunk: Chunk, *views: memoryview) -> None:
-        """Read a chunk into `views`, which are filled in order."""
+        """Read the file ranges of a chunk into `views`, which are filled in order."""
         handle, room = self._handles[chunk.file], deque(views)
         try:
             for offset, length in chunk.runs:

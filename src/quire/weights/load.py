@@ -49,10 +49,10 @@ class LoadReport:
 
 def load_weights(model: Model, folder: Path, progress: Callable[[int, int], None] | None = None, *,
                  device: torch.device | None = None, num_threads: int = 0, chunk_bytes: int = CHUNK) -> LoadReport:
-    """Read the slices of a model's parameters from the safetensors files in `folder`, and have its layers pack them.
+    """Load a model's weights, or this rank's slices of them, from the safetensors files in `folder`.
 
     progress   called with (bytes done, bytes in all) by this thread, a few times a second and at the end
-    device     where tensors are loaded and packed before they move to the model's; None: the model's own
+    device     weights are loaded and packed there, then moved to the model's device; None: the model's device
     num_threads   threads that read; 0: GPU_THREADS or CPU_THREADS, by device
     Raises WeightsError in one line naming file, tensor and fix, also for a file that cannot be read to its end.
     """

@@ -23,10 +23,11 @@ _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 def match_tensors(checkpoint: Checkpoint, params: Sequence[Param], args: ModelArgs,
                   elsewhere: Collection[str] = frozenset()) -> Mapping[str, StoredTensor]:
-    """Return the header of every stored tensor that these parameters read, by name.
+    """Check that a checkpoint fits the parameters. Return name -> header of every stored tensor that they read.
 
-    Every part must be stored. Every stored tensor must be read here, by another rank, or by none (`is_unread`).
-    elsewhere   tensors that other ranks read
+    The checkpoint must have every tensor that `params` read. Any other tensor must be in `elsewhere` or be one that no
+    parameter needs (`is_unread`, `check_spare`).
+    elsewhere   names of the tensors that only other ranks read
     Raises WeightsError in one line naming file, tensor and fix.
     """
     parts = {part.stored: (part, raw, param) for param in params for raw in raw_tensors(param) for part in raw.parts}
@@ -62,7 +63,7 @@ def is_unread(name: str, args: ModelArgs) -> bool:
 
 
 def load_error(folder: Path, params: Sequence[Param], args: ModelArgs) -> str:
-    """Return the loader's error message for the weights in `folder`; "": they are right, or there are none."""
+    """Return the error that loading the weights in `folder` would raise; "" if they fit, or if there are none."""
     try:
         stored_in(folder)
         if any(any(folder.glob(pattern)) for pattern in WEIGHT_FILES):

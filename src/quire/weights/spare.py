@@ -13,10 +13,10 @@ INTEGERS = {"I32": np.int32, "I64": np.int64}
 
 
 def check_spare(checkpoint: Checkpoint, params: Sequence[Param]) -> None:
-    """Raise WeightsError for a spare tensor whose numbers would change the model; a loader does not read spare tensors.
+    """Raise WeightsError if a tensor that the loader ignores in a quantized checkpoint would change the model.
 
-    Harmless are GPTQ's bias of zeros for a layer without a bias, an order that moves no column, and a shape equal to
-    the matrix's.
+    The loader ignores, and this allows, a GPTQ bias of zeros for a layer without a bias, a `g_idx` that moves no
+    column, and a `weight_shape` equal to the matrix's shape.
     """
     read = {part.stored for param in params for part in param.parts}  # a bias of the model
     for param in params:

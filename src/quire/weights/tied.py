@@ -9,10 +9,10 @@ HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 
 def unread_head(folder: Path) -> tuple[str, ...]:
-    """Return a note when the stored head is unread, but differs from the embedding that is used instead; else ().
+    """Return a note if tie_word_embeddings makes the loader ignore an LM head that differs from the embedding; else ().
 
     Many released checkpoints store the embedding twice, so three rows of both are compared, byte by byte. A head of
-    another type or shape (a padded vocabulary) gives no note: it may hold the same numbers, and could not be used.
+    another dtype or shape (a padded vocabulary) gives no note: it may hold the same numbers, and could not be used.
     """
     if not read_raw_config(folder).get("tie_word_embeddings") or HEAD not in stored_in(folder):
         return ()

@@ -12,10 +12,11 @@ ITEM_BYTES = {"float8_e4m3fn": 1, "int8": 1, "int32": 4, "float32": 4}  # of the
 
 
 class LoadUnit(NamedTuple):
-    """Tensors that are loaded together: those of a module, or of the expert at `place` on this rank.
+    """Tensors that are loaded and packed together: those of a module, or of one expert of an MoE module.
 
+    place      index of the expert among those of this rank; 0 for a whole module
     params     parameters that the tensors become: those of the module, or of the expert
-    in_place   the tensors are the layer's own memory, for all experts at once, and need no packing
+    in_place   True: the tensors are views of the layer's memory, for all experts at once, and need no packing
     """
 
     module: str
@@ -25,9 +26,9 @@ class LoadUnit(NamedTuple):
     in_place: bool = False
 
     def num_bytes(self, item: int) -> int:
-        """Return the bytes of the unit's temporary tensors, which are freed when the unit is packed; 0 in place.
+        """Return the bytes of the unit's temporary tensors, which are freed when the unit is packed; 0 if `in_place`.
 
-        item   bytes of a number of the model's dtype
+        item   bytes of an element of the model's dtype
         """
         sizes = (prod(raw.shape) * ITEM_BYTES.get(raw.dtype, item) for raw in self.tensors)
         return 0 if self.in_place else sum(sizes)
@@ -36,7 +37,7 @@ class LoadUnit(NamedTuple):
 def load_units(params: Iterable[Param], in_place: Container[str] = ()) -> Iterator[LoadUnit]:
     """Group the parameters of a rank, in their order, into the units in which they are loaded and packed.
 
-    in_place   modules whose layers have a destination
+    in_place   names of the modules whose weights are loaded directly into the layer's memory; see `Model.destination`
     """
     for module, group in groupby(params, key=lambda param: param.module):
         own = list(group)

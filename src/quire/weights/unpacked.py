@@ -13,10 +13,11 @@ from quire.weights.units import LoadUnit, load_units
 
 
 class Unpacked:
-    """The load units of a model, and the memory on `device` of their tensors.
+    """Memory on `device` for a model's weights while they are loaded, before the layers pack them.
 
-    A layer with a destination on that device is filled in place: its experts are one unit, whose tensors are the
-    layer's own. The tensors of any other unit are new, and `done` gives them to the layer.
+    The weights are loaded in units (`LoadUnit`). Some MoE layers offer their own memory (`Model.destination`): all
+    experts of such a layer are one unit, which is loaded in place. Other units get new tensors; `done` gives them to
+    the layer.
     """
 
     def __init__(self, model: Model, device: torch.device) -> None:
@@ -30,14 +31,14 @@ class Unpacked:
         return load_units(self._model.layout, self._own)
 
     def tensors(self, unit: LoadUnit) -> dict[str, Tensor]:
-        """Return the tensors of a unit, by their names below the layer, for the caller to fill."""
+        """Return the tensors of a unit for the caller to fill: name inside the module -> tensor."""
         if unit.in_place:
             return self._own[unit.module]
         return {raw.name: memory.empty(raw.shape, getattr(torch, raw.dtype) if raw.dtype else self._model.dtype,
                                        self._device) for raw in unit.tensors}  # fmt: skip
 
     def done(self, unit: LoadUnit, tensors: dict[str, Tensor]) -> None:
-        """Convert a unit's filled tensors and give them to its layer, which packs them; skip a unit in place."""
+        """Convert a unit's filled tensors and give them to its layer, which packs them. If `in_place`, do nothing."""
         if unit.in_place:
             return
         weights = dict[str, Weight]()
@@ -49,5 +50,5 @@ class Unpacked:
         self._model.take(unit.module, unit.place, weights)
 
     def check(self) -> None:
-        """Raise WeightsError if `done` found faulty numbers in a quantized tensor. Call this after the last unit."""
+        """Raise WeightsError if `done` found invalid numbers in a quantized tensor. Call this after the last unit."""
         self._findings.check()

@@ -27,7 +27,7 @@ ROWS = 1024  # of a matrix that are compared at once; a multiple of 128
 
 
 class WriteItem(NamedTuple):
-    """A tensor of the source and the tensors that are written for it. `rule`: its quantization; None for a copy."""
+    """A tensor of a checkpoint and the tensors to write for it. `rule`: its quantization; None for a copy."""
 
     source: StoredTensor
     rule: Rule | None
@@ -41,9 +41,10 @@ class WriteItem(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Written:
-    """Result of `write_checkpoint`: bytes before and after, the number of quantized tensors, and the files.
+    """Result of `write_checkpoint`: bytes before and after, the number of quantized tensors, and the files' names.
 
-    worst   name of the tensor that changed most;  error  norm of its change over its norm
+    worst   name of the tensor that quantization changed most
+    error   relative change of that tensor: norm of the change / norm of the tensor
     """
 
     bytes_before: int
@@ -56,7 +57,9 @@ class Written:
 
 def write_checkpoint(items: Sequence[WriteItem], out: Path, limit: int,
                      progress: Callable[[int, int], None] = lambda done, total: None) -> Written:
-    """Write the tensors to files of at most `limit` bytes in the folder `out`, and an index for several files.
+    """Write tensors, quantized or copied, to safetensors files of at most `limit` bytes in the folder `out`.
+
+    Several files get an index.
 
     progress   called with (bytes read, bytes in all)
     Raises WeightsError for a tensor with NaN or infinity. Files that are already written stay.
@@ -164,7 +167,7 @@ def _error(weight: Tensor, matrix: QuantizedMatrix) -> float:
 
 
 def copy_files(source: Path, out: Path) -> None:
-    """Copy the files of a model that are no weights: tokenizer, templates, licence. config.json is not among them."""
+    """Copy a model's files except its weights and config.json: tokenizer, templates, licence."""
     for path in sorted(source.iterdir()):
         if path.is_file() and not path.name.startswith(".") and not _is_weights(path.name):
             shutil.copyfile(path, out / path.name)

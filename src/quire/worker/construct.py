@@ -33,7 +33,10 @@ def choose_parts(
     model: Model, target: str, forced: Mapping[str, str] | None = None, *, num_groups: int = 1, eager: bool = False,
     divided: bool = False,
 ) -> tuple[Choice, ...]:
-    """Choose the parts of a model runner. Return four choices: step operations, sampler operations, upload, recorder.
+    """Choose the implementations of a model runner's four parts. Return a `Choice` for each.
+
+    The parts are the step operations, the sampler operations, the upload (it sends a step to the device) and the
+    recorder (it records and replays launches: CUDA graphs on a GPU).
 
     target       "cpu" or "cuda": the device that the model's kernels are made for
     forced       "step" or "sampling" -> the implementation to use
@@ -71,9 +74,10 @@ def make_runner(
     groups: RankGroups = ALONE,
     eager: bool = False,
 ) -> StepRunner:
-    """Build the runner of `model` on `device` with the KV cache `kv`. For the other parameters see `choose_parts`.
+    """Build the runner of `model` on `device` with the KV cache `kv`.
 
-    groups   the groups of this rank
+    target, forced, eager   see `choose_parts`
+    groups                  groups of ranks (tensor parallel, pipeline) that this rank belongs to
     """
     parts = choose_parts(model, target, forced, num_groups=len(limits.windows), eager=eager,
                          divided=groups.tp is not None or groups.ep is not None)  # fmt: skip

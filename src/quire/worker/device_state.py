@@ -17,12 +17,14 @@ from quire.worker.upload import Change
 class Limits:
     """Sizes that the runner's buffers are made for.
 
-    num_slots       requests that can run at once;  block_size  tokens of a KV block
-    max_tokens      most tokens of a step;  max_model_len  most tokens of a sequence
+    num_slots       requests that can run at once
+    max_tokens      most tokens of a step
+    max_model_len   most tokens of a sequence
+    block_size      tokens of a KV block
     graph_sizes     numbers of sequences for which decode steps are captured, ascending
     graph_tokens    numbers of tokens for which the layers of steps with prompts are captured, ascending
     depth           most steps that may be launched and not collected yet
-    windows         sliding window of each KV group, in tokens; None: a row attends to the whole context
+    windows         sliding window of each KV group, in tokens; None: no window
     """
 
     num_slots: int
@@ -41,14 +43,14 @@ class Limits:
 
 
 class DeviceState:
-    """Device tables with a row per slot, and the input buffers of a step.
+    """Device tables of the running requests, with a row per slot, and the input buffers of a step.
 
-    A row never moves; each step gathers the rows of its requests. The last slot is for padding.
+    A request keeps its slot while it runs; each step gathers the rows of its requests. The last slot is for padding.
 
     windows    sliding window of each KV group, see `Limits`
-    tables     block tables, lengths and token histories
-    sampling   sampling parameters
-    buffers    inputs of a step, made for the largest step
+    tables     block tables, numbers of computed tokens, and token ids of the requests (history)
+    sampling   sampling parameters of the requests
+    buffers    input tensors of a step, of the size of the largest step
     lengths    [num_slots + 1] int64 on the host: upper bound of each slot's computed tokens after all submitted steps
     """
 
@@ -75,7 +77,7 @@ class DeviceState:
         self.lengths, self._num_blocks = np.zeros(slots, np.int64), np.zeros((groups, slots), np.int64)
 
     def apply(self, plan: StepPlan) -> list[Change]:
-        """Apply a plan to the host's state. Return the table changes to write before the plan's forward pass.
+        """Apply a plan to the state on the host. Return the device table changes to write before its forward pass.
 
         Afterwards `lengths` includes the tokens of this forward pass.
         """
@@ -107,14 +109,14 @@ class DeviceState:
         return Change(tables, (group * tables.shape[1] + slot) * self._max_blocks + at, blocks)
 
     def most_blocks(self, slots: I32) -> int:
-        """Return the number of blocks of the longest block table of `slots`, over all KV groups."""
+        """Return the most KV blocks that a request in these slots has, over all KV groups."""
         return int(self._num_blocks[:, slots].max())
 
     def prompts(self, plan: StepPlan) -> tuple[Prompt, ...]:
         """Return a `Prompt` for each prompt chunk of an applied plan, in order.
 
-        A `Prompt` is (first row, end of the rows, sequence of the step, tokens computed before). Decodes are left out:
-        the host knows only an upper bound of their computed tokens.
+        A `Prompt` is (first row, row after the last, index of the sequence in the step, tokens computed before).
+        Decodes are left out: the host knows only an upper bound of their computed tokens.
         """
         ends = np.cumsum(plan.num_tokens)
         starts, past = ends - plan.num_tokens, self.lengths[plan.slots] - plan.num_tokens
@@ -122,9 +124,9 @@ class DeviceState:
 
 
 def zeros(*shape: int, dtype: torch.dtype = torch.int64, device: torch.device) -> Tensor:
-    """Return a tensor of zeros. On a CPU, a page of memory is allocated at its first write.
+    """Return a tensor of zeros. On a CPU, it takes physical memory only for the pages that are written.
 
-    So the unused part of a token history takes no memory.
+    So the unused part of the token histories takes no memory.
     """
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)

@@ -12,13 +12,13 @@ Results = Callable[[], Found]  # returns the results of a step; called after the
 
 
 class StepFeature(Protocol):
-    """Work of a step beside sampling, such as pooling. The runner calls its methods at fixed places of every step.
+    """Work of a step beside sampling: pooling, log-probabilities of prompts. The runner calls it in every step.
 
-    The feature launches nothing in a step in which no slot asks for it.
+    A feature launches nothing in a step in which no request asks for it.
     """
 
     def apply(self, plan: StepPlan) -> None:
-        """Forget the requests that the plan releases; remember the admitted ones that ask for the feature.
+        """Forget the requests that the plan releases; remember the newly admitted requests that ask for the feature.
 
         The runner calls it before `run`.
         """

@@ -13,14 +13,14 @@ NARROW = 256  # sequences: steps with prompts are captured for at most this many
 
 
 class Graphs(Recorder):
-    """CUDA graphs by key. Work without a graph runs eagerly.
+    """CUDA graphs of steps of padded sizes; a `Recorder`. A step for which no graph exists runs eagerly.
 
-    Captured work reads and writes tensors at their addresses during capture, and never waits for the device. All graphs
+    A replay reads and writes the tensors of the capture, at the same addresses, without waiting for the device. Graphs
     share their memory: a graph overwrites the intermediate results of the graph that ran before it. Results that must
     stay are written to buffers that exist before the capture.
 
-    sizes       sequences of the captured decode steps, ascending
-    tokens      tokens of the captured steps with prompts (layers only), ascending
+    sizes       numbers of sequences for which decode steps are captured, ascending
+    tokens      numbers of tokens for which the layers of steps with prompts are captured, ascending
     most_seqs   most sequences of any step
     """
 
@@ -47,7 +47,7 @@ class Graphs(Recorder):
         return StepShape(shape.tokens, max(shape.seqs, rows), rows, False, shape.shared)
 
     def shapes(self) -> list[StepShape]:
-        """Return every recorded shape that `fit` may return."""
+        """Return the shapes to capture: every recorded shape that `fit` may return. See `Recorder`."""
         narrow, most, found = min(NARROW, self.most_seqs), self.most_seqs, []
         for tokens in reversed(self.tokens):
             wide = [(most, False)] if narrow < min(tokens, most) else []
@@ -70,8 +70,8 @@ class Graphs(Recorder):
     def capture(self, key: Key, work: Callable[[], None]) -> None:
         """Capture the launches of `work` as the CUDA graph of `key`.
 
-        The rehearsal should have compiled the kernels of `work`; any other kernel is compiled during the capture. The
-        caller captures larger work first: smaller work reuses its memory.
+        `StepRunner.rehearse` should have compiled the kernels of `work`: others are compiled during the capture. The
+        caller captures larger work first, so that smaller work reuses its memory.
         """
         stream = _side_stream()
         stream.wait_stream(torch.cuda.current_stream())
@@ -83,7 +83,7 @@ class Graphs(Recorder):
         self.counts["recorded"] += 1
 
     def unrecorded(self) -> dict[str, str]:
-        """Return the kinds of steps that have no CUDA graph, each with the reason."""
+        """Return a dict for display: kind of steps that have no CUDA graph -> the reason. See `Recorder`."""
         if not self.sizes:
             return super().unrecorded()
         largest = self.tokens[-1] if self.tokens else 0

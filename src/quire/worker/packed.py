@@ -36,19 +36,22 @@ class _Pinned:
         return _Pinned(buffer, buffer.numpy(), torch.cuda.Event() if gpu else None)
 
     def wait(self) -> I32:
-        """Wait until the last copy from or to the buffer has ended. Return the words, which the host may now use."""
+        """Wait until the last copy from or to the buffer has ended. Return the buffer as a NumPy array of int32."""
         if self.copied is not None:
             self.copied.synchronize()
         return self.words
 
 
 class PackedUpload:
-    """Writes steps of at most `max_seqs` sequences into the device buffer `step.words` [words] int32; see `Upload`.
+    """The upload of a GPU with Triton: sends a step and its table changes in one copy. See `Upload`.
 
-    dummy_slot   slot of the padding
+    The copy goes to the device buffer `step.words`; a kernel writes the table changes to the tables.
+
+    max_seqs     most sequences of a step
+    dummy_slot   slot of the padding sequences
     depth        most steps that may be launched and not collected yet
     max_rows     most rows that a step samples
-    words        size of a buffer, in int32 words
+    words        size of the buffer, in int32 words
     """
 
     timed = False
@@ -72,9 +75,9 @@ class PackedUpload:
         self._results = deque(_Pinned.make(2, max_rows, gpu=gpu) for _ in range(depth + 1))
 
     def send(self, plan: StepPlan, changes: list[Change]) -> None:
-        """Send a step and its changes to the device.
+        """Send a step and its table changes to the device.
 
-        See `Upload`. Takes one copy; more only if the changes do not fit into one buffer.
+        See `Upload`. It takes one copy, or more copies if the changes do not fit into one buffer.
         """
         shared = self._pack_shared(plan)
         self.shared = shared is not None
@@ -83,7 +86,7 @@ class PackedUpload:
             self.apply()
 
     def apply(self) -> None:
-        """Launch the kernel that writes the sent changes to the tables. See `Upload`."""
+        """Launch the kernel that writes the sent table changes to the tables. See `Upload`."""
         operations.apply_runs(self.step.words)
 
     def fetch(self, out: Tensor) -> Callable[[], I32]:

@@ -31,9 +31,9 @@ class _Prompt:
     total: Tensor | None = None
 
     def rows(self, first: int, count: int) -> range:
-        """Return the rows of a chunk that `method` adds to the vector. Add `count` to `computed`.
+        """Return the rows of a prompt chunk that pooling sums: all for "mean", at most one for "cls" and "last".
 
-        The chunk has the rows first .. first + count - 1 of the step.
+        The chunk has the rows first .. first + count - 1 of the step. Its tokens are counted as computed.
         """
         begins, self.computed = self.computed == 0, self.computed + count
         if self.method == "mean":
@@ -43,12 +43,12 @@ class _Prompt:
 
     @property
     def ended(self) -> bool:
-        """True when all tokens of the prompt are computed."""
+        """True when the chunks so far contain all tokens of the prompt."""
         return self.computed == self.length
 
 
 class Pooler:
-    """Makes a vector per embedding request from the hidden states of its prompt. A `StepFeature`.
+    """Pools the hidden states of each embedding request's prompt into one vector. A `StepFeature`.
 
     norm   the model's final norm, [R, hidden] -> [R, hidden]; it is applied before pooling
     """
@@ -58,7 +58,7 @@ class Pooler:
         self._prompts: dict[int, _Prompt] = {}
 
     def apply(self, plan: StepPlan) -> None:
-        """Forget released requests; remember admitted ones that ask for a vector. See `StepFeature`."""
+        """Forget released requests; remember admitted requests that ask for pooling. See `StepFeature`."""
         if self._prompts:
             for slot in plan.released.tolist():
                 self._prompts.pop(slot, None)
@@ -67,7 +67,7 @@ class Pooler:
                 self._prompts[a.slot] = _Prompt(a.pool, a.sampler.num_prompt, a.num_computed)
 
     def run(self, plan: StepPlan, hidden: Tensor) -> Results | None:
-        """Launch the sums of this step's hidden states by slot. See `StepFeature`.
+        """Launch the sums of this step's hidden states, one sum per embedding request. See `StepFeature`.
 
         Returns a function that gives the vectors of the prompts that end in this step; None if no prompt ends.
         """

@@ -25,16 +25,17 @@ from quire.worker.upload import SHARED_GROUPS, Upload
 
 
 class LogitsTap(Protocol):
-    """A callback of tests. It gets the logits [N, V] of the sampled rows, with their slots [N] and positions [N]."""
+    """A callback for tests, called with the slots [N], positions [N] and logits [N, V] of the sampled rows."""
 
     def __call__(self, slots: Tensor, positions: Tensor, logits: Tensor) -> None:
         """Receive the logits of a step. `Programs.end` calls it once per step that samples."""
 
 
 class Programs:
-    """Launches the parts of a step through a recorder; `operations` is an implementation of `kernels/step`.
+    """Launches the parts of a step: inputs, layers, head, sampling. The recorder replays parts that it has recorded.
 
-    out         [2, max_rows] int32: tokens (row 0) and codes (row 1) of the step that ran last
+    operations  implementation of the kernels in `kernels/step`, which build a step's inputs and write its tokens
+    out         [2, max_rows] int32: sampled tokens (row 0) and error codes (row 1) of the step that ran last
     on_hidden   callback for the hidden states of each layer; all steps run eagerly while it is set
     on_logits   callback for the logits of the sampled rows
     some        indices of the layers to run; None: all
@@ -72,7 +73,7 @@ class Programs:
         self._cuts: dict[int, StepBuffers] = {}  # of decode steps, by the number of decodes
 
     def shape(self, plan: StepPlan) -> StepShape:
-        """Return the sizes that a step runs with, padded for a recording. Called after the upload sent the step."""
+        """Return the sizes that a step runs with, padded to a CUDA graph's if one fits. Call it after `Upload.send`."""
         step = self._upload.step
         tokens, seqs, rows = step.num_tokens, step.num_seqs, step.num_samples
         decode = plan.num_decodes == len(plan.slots)
@@ -96,7 +97,7 @@ class Programs:
         return None if shape.decode else hidden
 
     def end(self, shape: StepShape, slots: I32) -> None:
-        """Launch sampling from the logits of `compute`, and the write-back of tokens.
+        """Launch the sampling from the logits of `compute`, and write the tokens to the requests' history and `out`.
 
         slots   [N] int32: slots of the sampled rows, in order
         """
@@ -109,13 +110,13 @@ class Programs:
             self.stage.sampled(self._state.buffers, self.out, slots)
 
     def logits(self, rows: int) -> Tensor:
-        """Return this rank's logits [rows, V] of the first rows; valid until the next step's `compute`."""
+        """Return this rank's logits [rows, V] of the first sampled rows; valid until the next step's `compute`."""
         logits = self._logits if self._static is None else self._static
         assert logits is not None, "no row was sampled yet"
         return logits if len(logits) == rows else logits[:rows]
 
     def whole_logits(self, rows: int) -> Tensor:
-        """Return the logits of the first rows for the whole vocabulary. Every rank must call this."""
+        """Gather the logits of the first sampled rows for the whole vocabulary. Every rank must call this."""
         logits, vocabulary = self.logits(rows), self.model.vocabulary
         return logits if vocabulary is None else vocabulary.whole(logits)
 
@@ -126,7 +127,7 @@ class Programs:
             self.head(hidden)
 
     def mixed(self, shape: StepShape) -> None:
-        """Launch the layers of a step with prompts, of the sizes `shape`, and keep their output.
+        """Launch the layers of a step with prompts, of the sizes `shape`, and keep the output for `compute`.
 
         A recorder captures these launches.
         """
@@ -138,7 +139,7 @@ class Programs:
         self._logits = self.model.head(self.model.norm(sampled), out=out)
 
     def sample(self, rows: int, mode: Mode) -> None:
-        """Launch the end of a step: sample the first `rows` rows (0: none), then write the tokens to the tables."""
+        """Launch the end of a step: sample the first `rows` rows (0: none), write the tokens to the token history."""
         state, sampler = self._state, self.sampler
         tokens, codes = self._unknown
         if self.model.last:
@@ -210,11 +211,11 @@ class Programs:
         return known
 
     def recordings(self, shapes: list[StepShape]) -> Iterator[tuple[Key, Callable[[], None]]]:
-        """Yield (key, work) of every recording to make for `shapes`, a list of `Recorder.shapes`, in its order.
+        """Yield (key, work) of every CUDA graph or recording to make; `shapes` come from `Recorder.shapes`.
 
-        The recording of a step with prompts has the layers; that of a decode step has layers and logits. After each
-        pair of decode shapes (without and with a shared prefix) come the recordings of sampling for that many rows,
-        one per mode.
+        `work` launches what is recorded: the layers of a step with prompts; the layers and the head of a decode step.
+        After each pair of decode shapes (without and with a shared prefix) come the recordings of sampling for that
+        many rows, one per sampling mode.
         """
         for shape in shapes:
             yield shape.key, partial(self.decode if shape.decode else self.mixed, shape)

@@ -18,14 +18,14 @@ Key = tuple[str, int, int]  # kind ("decode", "mixed", "sample"), size, variant
 
 @dataclass(frozen=True)
 class StepShape:
-    """Sizes and features of a step: its launches depend on nothing else.
+    """Sizes and features of a step, which determine its kernel launches.
 
     tokens     tokens of the step, or an upper bound
     seqs       sequences of the step, or an upper bound
     rows       sampled rows of the step, or an upper bound
     decode     True: every sequence is a decode of one token, and every row is sampled
-    shared     True: attention reads a prefix that decodes share only once
-    recorded   True: the sizes are those of a recording, which the recorder keeps under `key`
+    shared     True: decodes share a prefix, and attention reads it only once
+    recorded   True: the sizes are those of a recording (such as a CUDA graph), kept by the recorder under `key`
     """
 
     tokens: int
@@ -47,8 +47,8 @@ class Recorder:
     """A recorder that runs every step eagerly, and the base class of the recorders that record and replay steps.
 
     why      the reason why nothing is recorded
-    counts   numbers of recordings "replayed", recordings made ("recorded"), and work "run" eagerly
-    static   True: logits are written to one static buffer of the largest size
+    counts   how often launches were "recorded", "replayed", and "run" eagerly
+    static   True: logits are written to one buffer of the largest size, which keeps its address
     """
 
     static = False
@@ -75,7 +75,7 @@ class Recorder:
     def capture(self, key: Key, work: Callable[[], None]) -> None:
         """Record the launches of `work` under `key`; the base class does nothing.
 
-        The caller has rehearsed `work` before, and records larger work first.
+        The caller has run `work` before (`StepRunner.rehearse`), and records larger work first.
         """
 
     def run_layers(self, model: Model, hidden: Tensor, ctx: StepContext, layers: Iterable[int] | None = None) -> Tensor:

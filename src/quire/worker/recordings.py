@@ -21,9 +21,11 @@ Kind = tuple[int, bool]  # rows of a step; True: decodes read a common prefix on
 
 @dataclass(frozen=True)
 class Recorded:
-    """A recording of the layers, its input tensors (copies, filled before a replay) and its output `out` [T, hidden].
+    """A recording of the layers' kernel calls on a CPU, with its input tensors and its output `out` [T, hidden].
 
-    threads   PyTorch's number of threads when it was recorded; another number makes a new recording
+    A replay first copies a step's inputs to the input tensors.
+
+    threads   PyTorch's number of threads when it was recorded; with another number a new recording is made
     """
 
     recording: KernelRecording
@@ -35,7 +37,7 @@ class Recorded:
 
 
 class LayerRecordings(Recorder):
-    """Records and replays, on a CPU, the layers of steps of at most `MOST_ROWS` rows.
+    """The recorder of a CPU: records and replays the layers' kernel calls in steps of at most `MOST_ROWS` tokens.
 
     obstacles   kind of steps that could not be recorded -> the reason
     """

@@ -13,12 +13,12 @@ from quire.worker.sampler import CODES
 
 @dataclass(frozen=True)
 class RunningStep:
-    """A launched step.
+    """A step that is launched and not collected yet.
 
     slots       [N] int32 slots of the sampled rows
     num_tokens  tokens that the step computes
-    fetch       function that waits for the step and returns [2, >= N]: tokens and codes of the sampled rows
-    features    functions that return the results of step features
+    fetch       function that waits for the step; returns [2, >= N]: tokens and error codes of the sampled rows
+    features    functions that return the results of step features (pooling, log-probabilities)
     began       host time when the step began; None: the host's clock does not measure steps
     forwarded   host time when the logits were launched
     """

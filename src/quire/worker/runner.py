@@ -41,9 +41,9 @@ class _Launched(NamedTuple):
 
 
 class StepRunner:
-    """Runs step plans in order; at most `limits.depth` steps may be submitted and not collected yet.
+    """The model runner: runs step plans in order. At most `limits.depth` steps may be submitted and not collected yet.
 
-    parts      the implementations chosen for the device, with reasons
+    parts      implementations of step operations, sampler, upload and recorder, with the reasons for the choice
     features   step features (scoring of prompts, pooling), which each step launches in this order
     """
 
@@ -89,7 +89,7 @@ class StepRunner:
 
     @torch.inference_mode()
     def release(self, masks: I32) -> None:
-        """Launch the sampling of the last submitted step with its grammar masks; see `Executor.release`.
+        """Launch the sampling of the step submitted last, with its grammar masks; see `Executor.release`.
 
         `masks` is empty when the executor shuts down: the step then samples without masks.
         """
@@ -128,16 +128,16 @@ class StepRunner:
 
     @property
     def sampler(self) -> Sampler:
-        """The runner's sampler."""
+        """The sampler, which draws the tokens of every step."""
         return self.programs.sampler
 
     @property
     def recorder(self) -> Recorder:
-        """The runner's recorder."""
+        """The recorder, which replays recorded launches (CUDA graphs on a GPU)."""
         return self.programs.recorder
 
     def describe(self) -> dict[str, object]:
-        """Return a dict for display: the chosen parts, counts of the recorder, and the steps that are not recorded."""
+        """Return a dict for display: the chosen `parts`, counts of recordings, and the steps that are not recorded."""
         return {
             "parts": [str(choice) for choice in self.parts],
             "steps": dict(self.recorder.counts),
@@ -147,9 +147,9 @@ class StepRunner:
 
     @torch.inference_mode()
     def rehearse(self, plans: list[StepPlan]) -> None:
-        """Launch once every kernel that these plans and `warm_up` launch, with one layer of each kind.
+        """Launch once every kernel that these plans and `warm_up` need, to have it compiled. Results are discarded.
 
-        Inside `compiling_ahead` kernels are compiled and not run. All results are discarded.
+        Only one layer of each kind runs. Inside `compiling_ahead()` the kernels are compiled and not run.
         """
         slots, tokens = self.limits.num_slots, self.limits.max_tokens
         # Without graph sizes: a kernel that is not rehearsed here would be compiled while requests wait.
@@ -168,9 +168,9 @@ class StepRunner:
 
     @torch.inference_mode()
     def warm_up(self) -> None:
-        """Capture all recordings; call it after `rehearse`. Then replay the smallest recording of each kind.
+        """Capture all CUDA graphs, then replay the smallest of each kind. Call it after `rehearse`.
 
-        So a kernel that fails does so at start-up. The tables describe empty sequences meanwhile.
+        So a kernel that fails does so at start-up. No request runs meanwhile: the tables describe empty sequences.
         """
         smallest: dict[tuple[str, int], tuple[Key, Callable[[], None]]] = {}
         for key, work in self.programs.recordings(self.recorder.shapes()):

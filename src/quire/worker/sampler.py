@@ -24,7 +24,7 @@ class Sampler:
 
     row_slots       [max_rows] int64, static: the slot of each row
     row_positions   [max_rows] int64, static: the position of the token that is drawn
-    history         [num_slots, L] int32 token ids by position, on the same device
+    history         [num_slots, L] int32 token ids of each slot's request by position, on the same device
     """
 
     def __init__(self, operations: SamplerOperations, table: SamplingTable, row_slots: Tensor, row_positions: Tensor,
@@ -39,7 +39,7 @@ class Sampler:
 
     @property
     def codes(self) -> Tensor:
-        """Codes [>= R] uint8 of the rows sampled last: 0, or a key of `CODES`."""
+        """Error codes [>= R] uint8 of the rows sampled last: 0: no error; others are keys of `CODES`."""
         return self.operations.codes
 
     def sample(self, logits: Tensor, mode: Mode) -> None:
@@ -58,8 +58,9 @@ class Sampler:
         self.operations.take_masks(places, masks)
 
     def logprobs(self, logits: Tensor, slots: I32) -> Results | None:
-        """Launch log-probabilities, by raw logits [R, V], of the tokens that `sample` drew.
+        """Launch the log-probabilities of the tokens that `sample` drew, from raw logits [R, V].
 
-        Returns what `score_samples` returns. slots [r]: slots of the rows.
+        slots   [R] int32 slots of the rows
+        Returns a function that gives the results, or None; see `score_samples`.
         """
         return score_samples(logits, slots.tolist(), self.table.scored, self.tokens) if self.table.scored else None

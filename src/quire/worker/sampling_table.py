@@ -17,8 +17,8 @@ class SamplingTable:
     """Sampling parameters of every slot.
 
     rows    [num_slots, ROW_WORDS] int32 on the device: parameters by slot, see kernels/sampling/rows.py
-    edits   slot -> int32 words of its logit edits (masks, bias) on the device; only slots with edits
-    scored  slot -> spec; only slots that ask for log-probabilities of sampled tokens
+    edits   slot -> its logit edits (masks, bias) as int32 words on the device; only slots with edits
+    scored  slot -> its request's `SamplerSpec`; only slots that ask for log-probabilities of sampled tokens
 
     Each slot's edits lie in a tensor of their own, and the slot's row holds the address of the tensor. So there is no
     pool that could be too small. PyTorch's allocator may reuse a freed tensor while a launched step still reads it.
@@ -55,5 +55,5 @@ class SamplingTable:
         self.scored.pop(slot, None)
 
     def mode(self, slots: I32) -> Mode:
-        """Return the cheapest mode that serves the rows of these slots."""
+        """Return the cheapest sampling mode (such as greedy) that serves the requests in these slots."""
         return mode_of(int(np.bitwise_or.reduce(self._needs[slots], initial=0)))

@@ -27,7 +27,7 @@ class _Scored:
 class PromptScorer:
     """Computes log-probabilities of prompt tokens. A `StepFeature`.
 
-    The row of a token scores the next token of the prompt. The row of the last token scores nothing.
+    The hidden state of a token scores the next token of the prompt. That of the prompt's last token scores nothing.
 
     logits_of  hidden states [R, hidden] before the final norm -> logits [R, V] float32
     history    [slots, L] int32 token ids by position
@@ -38,7 +38,7 @@ class PromptScorer:
         self._prompts: dict[int, _Scored] = {}
 
     def apply(self, plan: StepPlan) -> None:
-        """Forget released requests; remember admitted ones that ask for prompt log-probabilities. See `StepFeature`."""
+        """Forget released requests; remember admitted requests that ask for prompt logprobs. See `StepFeature`."""
         if self._prompts:
             for slot in plan.released.tolist():
                 self._prompts.pop(slot, None)
@@ -47,9 +47,9 @@ class PromptScorer:
                 self._prompts[a.slot] = _Scored(a.sampler, a.num_computed)
 
     def run(self, plan: StepPlan, hidden: Tensor) -> Results | None:
-        """Launch the scores of this step's prompt rows. See `StepFeature`.
+        """Launch the log-probabilities of this step's prompt tokens. See `StepFeature`.
 
-        Returns a function that gives slot -> log-probabilities of these rows; None if no slot asks.
+        Returns a function that gives slot -> log-probabilities; None if no request asks for them.
         """
         asked = np.flatnonzero(plan.outputs & PROMPT_LOGPROBS).tolist() if self._prompts else ()
         if not asked:
@@ -115,13 +115,13 @@ def score_samples(logits: Tensor, slots: list[int], specs: Mapping[int, SamplerS
 
 
 def sent(numbers: Sequence[int], device: torch.device) -> Tensor:
-    """Return `numbers` as an int64 tensor on the device. The copy does not wait for the device."""
+    """Copy `numbers` to an int64 tensor on the device, without waiting for the device."""
     host = torch.tensor(numbers, dtype=torch.int64, pin_memory=device.type == "cuda")
     return host.to(device, non_blocking=True)
 
 
 def back(values: Tensor) -> Tensor:
-    """Launch the copy of values to the host; return the host tensor, valid once the device has made the copy."""
+    """Start the copy of `values` to the host. Return the host tensor; it is valid once the device has made the copy."""
     out = torch.empty(values.shape, dtype=values.dtype, pin_memory=values.is_cuda and values.numel() <= PINNED)
     return out.copy_(values, non_blocking=True)
 
@@ -137,5 +137,5 @@ def _collected(parts: list[tuple[Iterable[tuple[int, int]], list[Tensor]]]) -> d
 
 
 def joined(parts: list[RowLogprobs]) -> RowLogprobs:
-    """Concatenate the rows of all parts, in order."""
+    """Concatenate log-probabilities of rows: the rows of all parts, in order."""
     return RowLogprobs(*map(np.concatenate, zip(*((p.ids, p.logprobs, p.ranks) for p in parts), strict=True)))

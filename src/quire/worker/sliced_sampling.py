@@ -14,19 +14,22 @@ from quire.kernels.sampling.rows import Mode
 
 
 class SlicedSampling:
-    """The sampler of a rank; see `SamplerOperations`. `whole`: operations for rows of the whole vocabulary."""
+    """`SamplerOperations` of a rank that holds the logits of a slice of the vocabulary (tensor parallel).
+
+    whole   sampler operations on logits of the whole vocabulary
+    """
 
     def __init__(self, whole: SamplerOperations, vocabulary: VocabularySlice) -> None:
         self._whole, self._vocabulary = whole, vocabulary
 
     @property
     def tokens(self) -> Tensor:
-        """Tokens drawn last, the same on every rank."""
+        """Tokens [>= R] int64 drawn last, the same on every rank."""
         return self._whole.tokens
 
     @property
     def codes(self) -> Tensor:
-        """Codes of the rows sampled last."""
+        """Error codes [>= R] uint8 of the rows sampled last. See `SamplerOperations`."""
         return self._whole.codes
 
     def take_masks(self, places: I32, masks: I32) -> None:

@@ -35,11 +35,13 @@ Stop = tuple[Any, str, str]  # owner, attribute, and name of a function to recor
 
 @dataclass(eq=False)
 class Span:
-    """A recorded call.
+    """A function call in a trace of a step (`quire trace`).
 
-    takes, gives   shapes of arguments and result, in words
-    phase          number, kind and tokens of the engine step, in the call that runs the step; "" in all others
-    begin, end     nanoseconds of the clock that all processes of a machine share
+    where          "file:line" of the function
+    takes, gives   dtypes and shapes of the arguments and of the result, as text
+    phase          in the call that runs an engine step: its number, kind and tokens, as text; "" in other calls
+    begin, end     in nanoseconds of a clock that all processes of a machine share
+    inside         calls that this call made
     """
 
     name: str
@@ -53,10 +55,11 @@ class Span:
 
 
 class CallRecorder:
-    """Context manager: records the calls of functions, by any thread, below `root`.
+    """Context manager that records all calls of given functions, by any thread, in the `Span` `root`.
 
-    stops   the functions;  wait  called after each call
-    told    called with the result of each call and the calls that are open, outermost first
+    stops   functions to record, as (owner, attribute, name)
+    wait    called after each recorded call, before its end is noted; such as torch.cuda.synchronize
+    told    called after each recorded call, with its result and the calls that have not ended yet, outermost first
     """
 
     def __init__(self, stops: Iterable[Stop], wait: Callable[[], None] = lambda: None,
@@ -78,7 +81,7 @@ class CallRecorder:
         self._undo.close()
 
     def put(self, owner: Any, name: str, value: object) -> None:
-        """Set an attribute until the end of the recording."""
+        """Set the attribute `name` of `owner`; the end of the recording restores it."""
         had = vars(owner)
         self._undo.callback(*((setattr, owner, name, had[name]) if name in had else (delattr, owner, name)))
         setattr(owner, name, value)
@@ -106,14 +109,14 @@ class CallRecorder:
 
 
 class StepTrace:
-    """The control "trace" of a rank: records the calls of its steps."""
+    """Records the calls of one rank's steps for `quire trace`, when the engine sends the rank the command "trace"."""
 
     def __init__(self, worker: StepRunner, groups: RankGroups) -> None:
         self._worker, self._groups = worker, groups
         self._recorder: CallRecorder | None = None
 
     def control(self, on: bool) -> list[Span]:
-        """Begin a trace, or end it; return the calls since it began, [] if there was none."""
+        """End the current trace, if any, and return its calls, else []. Begin a new trace if `on`."""
         found: list[Span] = []
         if self._recorder is not None:
             found = self._recorder.root.inside
@@ -131,7 +134,7 @@ class StepTrace:
 
 
 def without_recordings(recorder: CallRecorder, worker: StepRunner) -> None:
-    """Run each layer of a step by itself, until the end of the recording: observers are not recorded."""
+    """Make steps run eagerly, layer by layer, until `recorder` ends: a replayed CUDA graph would show no calls."""
     recorder.put(worker.programs, "on_hidden", lambda where, hidden: None)
 
 
@@ -142,7 +145,10 @@ def _complete(calls: list[Span]) -> bool:
 
 
 def methods_of(named: Iterable[tuple[str, Any]]) -> Iterator[Stop]:
-    """Yield the public methods of objects of the package, each as "name.method"; "name" is the method `forward`."""
+    """Yield (object, method, label) for each public method of the `named` objects, for `CallRecorder`.
+
+    The label is "name.method", or "name" for the method `forward`. Methods from outside Quire are left out.
+    """
     for name, part in named:
         for kind in () if is_dataclass(part) else type(part).__mro__:
             for method, value in vars(kind).items() if kind.__module__.startswith("quire.") else ():
@@ -151,9 +157,9 @@ def methods_of(named: Iterable[tuple[str, Any]]) -> Iterator[Stop]:
 
 
 def worker_stops(worker: StepRunner, kernels: Kernels, groups: RankGroups = ALONE) -> Iterator[Stop]:
-    """Yield every function of a model runner to record, down to the kernels and the groups of ranks.
+    """Yield (owner, attribute, label) for each function that a step calls, down to kernels and groups of ranks.
 
-    The name is "" for launches of Triton kernels: the kernel is the first argument and has the name.
+    They are for `CallRecorder`. The label of Triton's launch function is "": each launch takes its kernel's name.
     """
     parts: list[Any] = [worker, worker.state, worker.programs, worker.sampler, worker.sampler.operations,
                         worker.model.rotary]  # fmt: skip

@@ -26,10 +26,11 @@ class _Owed:
 
 
 class PipelineStage:
-    """A rank's place in a pipeline.
+    """Exchanges of one pipeline-parallel rank with the other stages.
 
-    forward   group of the stages, for hidden states;  back   the same ranks, for tokens
-    tables    of this rank: the first stage writes the tokens into the history
+    forward   group of the pipeline's ranks that sends hidden states to the next stage
+    back      group of the same ranks that sends sampled tokens from the last stage to the first
+    tables    device tables of this rank; the first stage writes the tokens to their token history
     """
 
     def __init__(self, forward: Group, back: Group, tables: Tables) -> None:
@@ -38,16 +39,16 @@ class PipelineStage:
 
     @property
     def first(self) -> bool:
-        """True on the stage with the embedding."""
+        """True on the first stage, which has the embedding."""
         return self._forward.rank == 0
 
     @property
     def last(self) -> bool:
-        """True on the stage with the head."""
+        """True on the last stage, which has the LM head."""
         return self._forward.rank == self._forward.size - 1
 
     def begin(self, model: Model, token_ids: Tensor) -> Tensor:
-        """Return the input of this stage's layers, [T, hidden]: embedded tokens, or what the stage before sent."""
+        """Return the input [T, hidden] of this stage's layers: embedded tokens, or received from the stage before."""
         if self.first:
             return model.embed(token_ids)
         hidden = torch.empty(len(token_ids), model.args.hidden_size, dtype=model.dtype, device=token_ids.device)
@@ -59,7 +60,9 @@ class PipelineStage:
             self._forward.send(hidden, self._forward.rank + 1)
 
     def sampled(self, buffers: StepBuffers, out: Tensor, slots: I32) -> None:
-        """End a step that sampled rows of these slots: the last stage sends their tokens out[0], the first owes them.
+        """End a step that sampled tokens for these slots.
+
+        The last stage sends the tokens out[0] to the first. The first notes that it must receive them; see `settle`.
         """
         rows = len(slots)
         if rows and self.last:
@@ -69,9 +72,10 @@ class PipelineStage:
             self._owed.append(_Owed(frozenset(slots.tolist()), *places))
 
     def settle(self, plan: StepPlan) -> None:
-        """Receive the sampled tokens of slots that a plan uses, releases or admits; write them to the token history.
+        """Receive the tokens that the last stage sampled for the plan's slots; write them to the token history.
 
-        The first stage learns them later than it ends the step that sampled them. Called before the plan is applied.
+        Only the first stage receives tokens, and only when the slots are used, released or admitted again. Call this
+        before the plan is applied.
         """
         if not self._owed:
             return
@@ -80,7 +84,7 @@ class PipelineStage:
         self._receive(last + 1)
 
     def settle_all(self) -> None:
-        """Receive all sampled tokens that are under way: before a runner is dropped whose groups go on."""
+        """Receive all sampled tokens that are still to come. Call this before another runner uses the same groups."""
         self._receive(len(self._owed))
 
     def _receive(self, count: int) -> None:

@@ -18,7 +18,7 @@ SHARED_GROUPS = 8  # groups of decodes with a common prefix in a step, at most
 
 
 class Change(NamedTuple):
-    """A table change: write `words` at `offset`, counted in int32 words, of a contiguous table of any type."""
+    """A change of a device table: `words` to write at `offset`, in int32 words. The table may have any dtype."""
 
     table: Tensor
     offset: int
@@ -26,10 +26,10 @@ class Change(NamedTuple):
 
 
 class Upload(Protocol):
-    """Moves a step to the device, and its tokens back.
+    """Copies a step's inputs and table changes to the device, and its sampled tokens to the host.
 
-    step     the words of the plan sent last
-    shared   True: attention reads a prefix that decodes of this step share only once; `step.shared` describes it
+    step     inputs of the step sent last, as int32 words on the device
+    shared   True: decodes of this step share a prefix, and attention reads it only once; see `step.shared`
     timed    True: the host waits for each step, so the host's clock measures steps
     """
 
@@ -41,7 +41,7 @@ class Upload(Protocol):
         """Send a step, and the table changes that come before its forward pass, to the device."""
 
     def apply(self) -> None:
-        """Launch the kernel that writes pending changes to the tables. It is the first launch of a step."""
+        """Launch the kernel that writes the table changes that `send` sent. It is the first launch of a step."""
 
     def fetch(self, out: Tensor) -> Callable[[], I32]:
         """Launch the copy of `out` to the host. Return a function that waits for the copy and returns it.
@@ -51,7 +51,7 @@ class Upload(Protocol):
 
 
 class InPlaceUpload:
-    """The upload of a CPU, or of a GPU without Triton: writes steps and changes directly into their tensors.
+    """The upload of a CPU, or of a GPU without Triton: copies each input and table change to its tensor directly.
 
     Each step ends before the next one is sent.
     """
@@ -64,7 +64,7 @@ class InPlaceUpload:
         self.step = StepWords.view(host if device.type == "cpu" else host.to(device), max_seqs)
 
     def send(self, plan: StepPlan, changes: list[Change]) -> None:
-        """Send a step and its changes to the device. See `Upload`."""
+        """Send a step and its table changes to the device. See `Upload`."""
         write_step(self._words, plan, self.step, self._dummy)
         if self.step.words is not self._host:
             self.step.words.copy_(self._host)
@@ -72,7 +72,7 @@ class InPlaceUpload:
 
     @staticmethod
     def write(changes: list[Change]) -> None:
-        """Write changes to their tables."""
+        """Write changes to their tables on the device."""
         for table, offset, words in changes:
             if table.is_cpu:
                 table.numpy().reshape(-1).view(np.int32)[offset : offset + len(words)] = words
@@ -89,9 +89,9 @@ class InPlaceUpload:
 
 
 def write_step(words: I32, plan: StepPlan, step: StepWords, dummy: int) -> None:
-    """Write header, slots, starts and samples of a plan to `words`, and its sizes to `step`; see `kernels/step`.
+    """Write a plan to `words`, in the layout that `quire.kernels.step` describes, and its sizes to `step`.
 
-    dummy   slot of the padding
+    dummy   slot of the padding sequences
     """
     count, size = len(plan.slots), step.max_seqs
     slots, starts = words[HEADER : HEADER + size], words[HEADER + size : HEADER + 2 * size + 1]

@@ -6,7 +6,6 @@ from quire.config.missing import check_missing, missing_features, not_runnable
 from quire.config.placement import ALONE, Parallel
 from quire.contracts.errors import UnsupportedModel
 
-
 SPREAD = Parallel(dp=2, experts=True)
 
 

@@ -138,7 +138,7 @@ def error(message: str) -> str:
     ((422, json.dumps({"detail": "wrong field"})), 1, "answered 422: wrong field"),
     ((200, event({"choices": [{"text": "a"}]}) + event({"error": {"message": "engine died"}})), 1, "engine died"),
     ((200, event({"choices": [{"text": "a"}]})), 1, "broke off: the server or network failed. Ask again."),
-    ((200, "data: no json\n\n"), 1, "is not a JSON object: is it an OpenAI API?"),
+    ((200, "data: no json\n\n"), 1, "is not a JSON object: check that --url is an OpenAI API."),
 ])
 def test_what_goes_wrong_is_one_line(served: Served, answer: tuple[int, str], code: int, words: str,
                                      capsys: pytest.CaptureFixture[str]) -> None:

@@ -100,5 +100,5 @@ def test_groups_of_unequal_pages_are_refused_with_the_numbers():
 
 
 def test_unknown_types_are_refused():
-    with pytest.raises(ConfigError, match="'k' has type 'int3'"):
+    with pytest.raises(ConfigError, match="'k' has dtype 'int3'"):
         arena(dtype="int3")

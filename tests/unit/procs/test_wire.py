@@ -86,9 +86,9 @@ def test_an_array_that_is_not_contiguous_is_sent_by_value() -> None:
 
 
 def test_what_is_no_array_of_ours_is_not_sent() -> None:
-    with pytest.raises(TypeError, match="ndarray does not cross"):
+    with pytest.raises(TypeError, match="ndarray cannot be sent"):
         encode(StepOutputs(handles=np.zeros(2, np.complex64), tokens=ints(1, 2)))
-    with pytest.raises(TypeError, match="Path does not cross"):
+    with pytest.raises(TypeError, match="Path cannot be sent"):
         from pathlib import Path
 
         encode(StepOutputs(handles=ints(), tokens=ints(), cached={1: Path("x")}))

@@ -50,7 +50,7 @@ def test_the_type_of_the_cache(asked: str, quantization: dict[str, Any], dtype: 
 
 def test_a_type_that_is_not_of_the_computation_is_refused() -> None:
     assert choose_cache("half", "float16", {}).dtype == "float16"
-    with pytest.raises(ConfigError, match="kv_cache_dtype=float16: the computation is in bfloat16"):
+    with pytest.raises(ConfigError, match="kv_cache_dtype=float16: the model computes in bfloat16"):
         choose_cache("float16", "bfloat16", {})
 
 

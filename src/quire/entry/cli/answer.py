@@ -16,11 +16,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class AnswerPiece:
-    """A new part of an answer.
+    """A new part of an answer: its text, its number of tokens, and the finish `reason`. None = not known yet.
 
-    num_tokens             tokens in this piece
-    num_prompt, num_cached tokens of the prompt, and of these the cached ones; None = not known yet
-    total                  tokens of the whole answer; None = not known yet
+    num_prompt   tokens of the prompt
+    num_cached   tokens of the prompt that came from the prefix cache
+    total        tokens of the whole answer
+    failure      code of the error that ended the answer; None = no error
     """
 
     text: str = ""
@@ -51,7 +52,7 @@ class Answer:
     failure: str | None = None
 
     def add(self, piece: AnswerPiece) -> None:
-        """Append a piece."""
+        """Append a piece to the answer: add its text, and update the token counts and the finish reason."""
         self.text += piece.text
         self.num_tokens = self.num_tokens + piece.num_tokens if piece.total is None else piece.total
         self.num_prompt = self.num_prompt if piece.num_prompt is None else piece.num_prompt
@@ -69,7 +70,7 @@ class Answer:
 
 
 def local_pieces(outputs: "Iterator[RequestOutput]") -> Iterator[AnswerPiece]:
-    """Yield the pieces of a stream of DELTA outputs with one completion."""
+    """Convert the outputs of a request (n=1, `OutputKind.DELTA`) to pieces of its answer."""
     try:
         for output in outputs:
             delta = output.outputs[0]
@@ -84,7 +85,7 @@ def local_pieces(outputs: "Iterator[RequestOutput]") -> Iterator[AnswerPiece]:
 
 def print_answer(pieces: Iterator[AnswerPiece], *, whole_steps: bool = True) -> Answer:
     """Print the pieces to stdout as they come, then end the line. Return the answer, also when Ctrl-C stopped it.
-    `whole_steps`: Ctrl-C takes effect between two pieces, not while the next piece is computed."""
+    `whole_steps`: True = Ctrl-C takes effect after the piece that is being computed; False = immediately."""
     answer = Answer()
     try:
         with interruptible() if whole_steps else nullcontext(threading.Event()) as stop:

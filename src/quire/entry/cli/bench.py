@@ -40,7 +40,7 @@ MODEL is the name of a bundled configuration (random weights, no tokenizer), or 
 
 
 def configure(parser: FlagParser) -> None:
-    """Add one subcommand per kind of measurement."""
+    """Add one subcommand of `quire bench` per kind of measurement, with its flags."""
     from quire.bench.workload import DEFAULT_MODEL
 
     kinds = parser.add_subparsers(prog="quire bench", dest="kind", metavar="KIND", required=True, title="kinds",
@@ -70,7 +70,7 @@ def configure(parser: FlagParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure, and print a table or JSON. Return the exit code."""
+    """Run `quire bench`: measure, and print a table or JSON. Return the exit code."""
     if args.kind in OWN_FLAGS:
         code: int = OWN_FLAGS[args.kind].run(args)
         return code

@@ -16,12 +16,12 @@ COLUMNS = {"model": "model", "op": "operation", "kernel": "kernel", "shape": "sh
 
 
 def configure(parser: FlagParser) -> None:
-    """Add the flags."""
+    """Add the flags of `quire bench kernels`."""
     add_flag_table(parser, Path(__file__).with_suffix(".txt"))
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure, and print a table or JSON. Exit code 1 when a kernel's result differs from its reference."""
+    """Measure kernels, and print a table or JSON. Exit code 1 when a kernel's result differs from its reference."""
     from quire.bench.workload import model_names
 
     device = resolve_device(args.device).device

@@ -23,12 +23,12 @@ PATHS = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
 
 
 def configure(parser: FlagParser) -> None:
-    """Add the flags."""
+    """Add the flags of `quire bench serve`."""
     add_flag_table(parser, Path(__file__).with_suffix(".txt"))
 
 
 def run(args: argparse.Namespace) -> int:
-    """Send the load and print the result. Exit code 1 when every request failed, 130 after Ctrl-C."""
+    """Send requests to a server and print its speed. Exit code 1 when every request failed, 130 after Ctrl-C."""
     import asyncio  # here, so that other commands do not pay for the import
 
     from quire.bench.serve import parse_goodput, remarks, summarize

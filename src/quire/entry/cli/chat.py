@@ -19,7 +19,7 @@ Stream = Callable[[list[dict[str, Any]]], Iterator[AnswerPiece]]
 
 
 def configure(parser: FlagParser) -> None:
-    """Add the command's flags."""
+    """Add the flags of `quire chat`."""
     add_model_argument(parser)
     parser.add_argument("-q", "--quick", metavar="MESSAGE", help="ask this, print the answer and exit")
     parser.add_argument("--system-prompt", metavar="TEXT", help="system message of every conversation")
@@ -27,7 +27,7 @@ def configure(parser: FlagParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Answer messages until the end of the input. Exit code 130 when the answer to -q was interrupted."""
+    """Answer the message of -q, or every line of the input. Exit code 130 when Ctrl-C stopped the answer to -q."""
     values = sampling_values(args)
     server = remote_model(args)
     if server is not None:
@@ -52,7 +52,8 @@ def _converse(args: argparse.Namespace, stream: Stream, *, local: bool) -> int:
 class Conversation:
     """A conversation: its messages so far.
 
-    stream   function that answers the messages;  local  the model is in this process, not on a server
+    stream   function that answers the messages
+    local    True = the model is in this process, not on a server
     """
 
     def __init__(self, stream: Stream, *, local: bool, system: str | None, stats: bool) -> None:

@@ -16,14 +16,14 @@ SUMMARY = "continue a text: from -p, or from standard input"
 
 
 def configure(parser: FlagParser) -> None:
-    """Add the command's flags."""
+    """Add the flags of `quire complete`."""
     add_model_argument(parser)
     parser.add_argument("-p", "--prompt", "-q", "--quick", dest="prompt", metavar="TEXT", help="the text to continue")
     configure_asking(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Stream the continuation to stdout; print counts and speed to stderr. Exit code 130 when interrupted."""
+    """Print the continuation of a text to stdout, token counts and speed to stderr. Exit code 130 after Ctrl-C."""
     prompt = args.prompt if args.prompt is not None else _read_input()
     values = sampling_values(args)
     server = remote_model(args)

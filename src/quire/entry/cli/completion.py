@@ -23,7 +23,7 @@ Row = tuple[str, str, str, str]  # command, flag before ("" for none), word that
 
 
 def configure(parser: FlagParser) -> None:
-    """Add the command's arguments."""
+    """Add the arguments of `quire completion`."""
     parser.description = DESCRIPTION
     parser.add_argument("shell", choices=SHELLS, metavar="SHELL", help=", ".join(SHELLS))
 
@@ -37,7 +37,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def rows(parser: FlagParser, command: str = "") -> Iterator[Row]:
-    """Yield (command, flag, word, help): a word that may follow a flag ("" = none) of a command or subcommand."""
+    """Yield (command, flag, word, help) for each word that the shell may offer after the words of `command`.
+    `flag`: the word is a value of this flag; "" = the word is a subcommand, a flag or an argument."""
     for action in parser.actions():
         if isinstance(action, argparse._SubParsersAction):
             for choice in action._choices_actions:
@@ -53,8 +54,8 @@ def rows(parser: FlagParser, command: str = "") -> Iterator[Row]:
 
 
 def script(shell: str, parser: FlagParser) -> str:
-    """Return the tab-completion script of a shell: the shell's template, filled with the awk program and the rows.
-    The script holds the rows in single quotes, so each ' in the rows becomes ’."""
+    """Return the tab-completion script of a shell: its template, filled with the `rows` of the parser and with the awk
+    program that searches them. The script holds the rows in single quotes, so each ' in the rows becomes ’."""
     lines = ["\t".join(row).replace("'", "’") for row in rows(parser)]
     here = Path(__file__)
     text, program = here.with_suffix(f".{shell}").read_text(), here.with_suffix(".awk").read_text()

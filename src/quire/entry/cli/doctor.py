@@ -26,13 +26,13 @@ class Finding(NamedTuple):
 
 
 def configure(parser: FlagParser) -> None:
-    """Add the command's flags."""
+    """Add the flags of `quire doctor`."""
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--port", type=int, default=8000, metavar="N", help="port to check (default: %(default)s)")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the findings. Exit code 1 when something is bad."""
+    """Run all checks and print their findings. Exit code 1 when the level of a finding is "bad"."""
     findings = list(examine(args.port))
     if args.json:
         print(json.dumps({"ok": all(f.level != BAD for f in findings),
@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def examine(port: int) -> Iterator[Finding]:
-    """Yield the findings of all checks; one checks `port` for a server. A check that raises becomes a finding, too."""
+    """Run all checks and yield their findings. One check asks if a server could listen on `port`."""
     from quire.entry.cli import check_machine, check_software
 
     checks: list[Callable[[], Iterator[Finding]]] = [

@@ -13,7 +13,7 @@ WIDTH = 200  # characters per line where the output is not a terminal
 
 
 def configure(parser: flags.FlagParser) -> None:
-    """Add the command's flags, those of `quire serve` among them."""
+    """Add the flags of `quire explain`, which include those of `quire serve`."""
     from quire.explain.describe import GPUS
 
     flags.add_model_argument(parser)
@@ -30,7 +30,7 @@ def configure(parser: flags.FlagParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the tree, or JSON."""
+    """Print the plan of an engine (layers, weights, kernels, memory, ranks) as a tree, or as JSON."""
     from quire.explain.describe import GPUS, one_layer, plan_engine
     from quire.models.rank_report import describe_one
 

@@ -13,7 +13,7 @@ SUMMARY = "write a quantized checkpoint of a model, rounded to the nearest: FP8,
 
 
 def configure(parser: FlagParser) -> None:
-    """Add the command's flags."""
+    """Add the flags of `quire quantize`."""
     from quire.quantization.schemes import GROUP, SCHEMES
 
     schemes = ", ".join(SCHEMES)

@@ -51,7 +51,7 @@ def remote_model(args: argparse.Namespace) -> "RemoteModel | None":
 
 
 class RemoteModel:
-    """A model on a server. Its methods take the request's sampling parameters as the JSON values `fields`."""
+    """A model on a server. `fields`, an argument of its methods, has the sampling parameters: JSON name -> value."""
 
     def __init__(self, url: str, *, key: str | None, name: str | None) -> None:
         self._scheme, self._host, self._port, self._base = _split(url)
@@ -195,7 +195,7 @@ def _json(data: bytes, where: str) -> dict[str, Any]:
     except (UnicodeDecodeError, json.JSONDecodeError):
         value = None
     if not isinstance(value, dict):
-        raise EngineDead(f"the answer of {where} is not a JSON object: is it an OpenAI API?")
+        raise EngineDead(f"the answer of {where} is not a JSON object: check that --url is an OpenAI API.")
     return value
 
 

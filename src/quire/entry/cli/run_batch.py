@@ -35,7 +35,7 @@ QUIET_SECONDS = 10.0  # between two lines of progress where the output is not a 
 
 
 def configure(parser: flags.FlagParser) -> None:
-    """Add the command's flags, with those of the engine and of vLLM."""
+    """Add the flags of `quire run-batch`, and vLLM's other flags, which are ignored with a note or rejected."""
     parser.description = DESCRIPTION
     flags.add_model_argument(parser)
     parser.add_argument("-i", "--input-file", type=Path, required=True, metavar="FILE", help="requests, one per line")

@@ -37,7 +37,8 @@ def sampling_values(args: argparse.Namespace) -> dict[str, Any]:
 
 @contextmanager
 def local_model(args: argparse.Namespace, values: Mapping[str, Any]) -> "Iterator[tuple[LLM, SamplingParams]]":
-    """Context manager: load a model. Yield the `LLM`, and its default parameters changed by `values`, for a stream."""
+    """Context manager: load a model. Yield the `LLM`, and sampling parameters for its `stream` methods: the
+    model's defaults, changed by `values`."""
     engine_config(args)
     from quire.contracts.sampling import OutputKind
     from quire.entry.llm import LLM

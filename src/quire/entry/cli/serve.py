@@ -24,7 +24,7 @@ accepted, ignored with a note, or rejected with a reason.
 
 
 def configure(parser: flags.FlagParser) -> None:
-    """Add the command's flags, vLLM's included."""
+    """Add the flags of `quire serve`, and vLLM's other flags, which are ignored with a note or rejected."""
     parser.description = DESCRIPTION
     flags.add_model_argument(parser)
     parser.add_argument("--config", dest=CONFIG_FILE, metavar="FILE",

@@ -12,7 +12,7 @@ SUMMARY = "run one request, and show every function from the call to the kernels
 
 
 def configure(parser: FlagParser) -> None:
-    """Add the command's flags."""
+    """Add the flags of `quire trace`."""
     add_model_argument(parser)
     parser.add_argument("prompt_argument", metavar="PROMPT", nargs="?", default="The quire is a stack of folded pages.",
                         help="text to continue (default: a built-in one)")
@@ -24,7 +24,7 @@ def configure(parser: FlagParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the tree of calls and write the file of --out."""
+    """Run a request. Print the functions that it called, as a tree, and write the Perfetto trace of --out."""
     from quire.entry.llm import LLM
     from quire.explain.trace import events, render, trace
 

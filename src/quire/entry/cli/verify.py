@@ -11,7 +11,7 @@ SUMMARY = "compare a model step by step with Hugging Face's implementation (need
 
 
 def configure(parser: FlagParser) -> None:
-    """Add the command's flags."""
+    """Add the flags of `quire verify`."""
     add_model_argument(parser)
     parser.add_argument("-p", "--prompt", metavar="TEXT", help="text to compare on (default: a built-in one)")
     parser.add_argument("--reference", type=Path, metavar="FOLDER",

@@ -17,14 +17,14 @@ FLAGS = ("model", "revision", "download_dir", "offline", "hf_token")
 
 
 def configure(parser: FlagParser) -> None:
-    """Add the command's flags."""
+    """Add the flags of `quire weights`."""
     add_model_argument(parser)
     parser.add_argument("--json", action="store_true", help="print JSON")
     add_engine_flags(parser, only=FLAGS)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the tensors as a table, or as JSON."""
+    """Print the tensors of a checkpoint as a table, or as JSON."""
     from quire.weights.folder import HEADERS, read_headers, resolve_folders
 
     config = engine_config(args)
@@ -35,7 +35,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def summarize(folder: Path, checkpoint: "Checkpoint") -> dict[str, Any]:
-    """Return the tensors in file order, and their totals, as JSON values."""
+    """Return a checkpoint's tensors in file order, and their totals, as JSON values."""
     tensors = [{"name": t.name, "shape": list(t.shape), "dtype": t.dtype, "bytes": t.num_bytes, "file": t.file.name}
                for t in checkpoint.tensors.values()]
     by_dtype: dict[str, int] = {}
@@ -53,7 +53,7 @@ def summarize(folder: Path, checkpoint: "Checkpoint") -> dict[str, Any]:
 
 
 def render(summary: dict[str, Any]) -> str:
-    """Format a summary as text."""
+    """Format the result of `summarize` as a table of the tensors, with a line of totals."""
     rows = [(t["name"], "x".join(map(str, t["shape"])) or "scalar", t["dtype"], format_bytes(t["bytes"]), t["file"])
             for t in summary["tensors"]]
     types = ", ".join(f"{dtype} {format_bytes(count)}" for dtype, count in summary["bytes_by_dtype"].items())

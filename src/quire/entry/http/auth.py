@@ -89,8 +89,8 @@ def json_only(scope: Scope) -> Response | None:
 
 
 def shown_key(scope: Scope, keys: Iterable[bytes]) -> bytes | None:
-    """Return the key of `keys` that the request shows; None when the request shows no valid key.
-    Every pair of keys is compared, each in constant time, so that the response time tells nothing about the keys."""
+    """Return the first of the valid `keys` that the request's headers hold; None when they hold none.
+    Every sent key is compared with every valid key in constant time, so that timing tells nothing about the keys."""
     given = _shown_keys(scope)
     return next(iter([key for key in keys for one in given if hmac.compare_digest(key, one)]), None)
 

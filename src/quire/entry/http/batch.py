@@ -64,8 +64,9 @@ class Line(msgspec.Struct):
 class Outcome(NamedTuple):
     """Summary of a batch's output file.
 
-    answers, errors   numbers of lines
-    commonest         the most frequent error: its code, its count and an example; "" without errors
+    answers     number of lines with an answer
+    errors      number of lines with an error
+    commonest   the most frequent error: its code, its count and an example; "" without errors
     """
 
     answers: int
@@ -74,17 +75,18 @@ class Outcome(NamedTuple):
 
 
 class Batch:
-    """A run over an input file.
+    """A run that answers the requests of an input file, and goes on where an interrupted run ended.
 
-    total   number of valid requests in the file;  done  number of these that are answered
+    total   number of valid requests in the input file
+    done    number of these that have an answer
     """
 
     def __init__(self, source: Path, target: Path, most: int) -> None:
         """Read the input once, to check it. `most`: maximum bytes of a line, as of a server's request body.
         Raises `ConfigError` when a file cannot be used, or when two requests have the same custom_id."""
         if target.exists() and not target.is_file():
-            raise ConfigError(f"{target} is not a regular file, and the output is replaced at the end: choose another "
-                              "file.")
+            raise ConfigError(f"{target} is not a regular file, and the run replaces the output file at its end: "
+                              "choose another file.")
         target = target.resolve()  # a symbolic link is kept; the file it points to is replaced
         self._source, self._target, self._most = source, target, most
         self._partial = target.with_name(target.name + ".partial")

@@ -40,7 +40,7 @@ class Console:
         self._print(f"quire: note: {text}")
 
     def loading(self, message: Loading) -> None:
-        """Show the state of a phase of loading."""
+        """Show the progress of loading: the phase (such as "weights") and the part of it that is done."""
         new = message.phase != self._phase
         self._phase = message.phase
         if self._terminal:
@@ -97,7 +97,7 @@ def stats_text(line: StatsLine) -> str:
 
 def banner_lines(ready: Ready, config: ServerConfig, url: str, seconds: float | None = None) -> list[str]:
     """Return at most 12 lines: the model, its device and kernels, load times, the address, and a curl command.
-    `seconds`: since the start of the process; None = unknown."""
+    `seconds`: time since the start of the process; None = unknown."""
     model, names = config.engine.model, config.model_names
     source = f"{model.model or 'the bundled quire-tiny'}{f' at {model.revision}' if model.revision else ''}"
     tokens = ready.num_blocks * ready.block_size
@@ -146,7 +146,7 @@ def _kernels(ready: Ready) -> str:
 
 
 def access_text(config: ServerConfig) -> str:
-    """Return a text: machines that can reach the server, and its API keys ("this machine only, no key needed")."""
+    """Return a text about access to the server: from this or any machine, with or without an API key."""
     http = config.http
     near = http.uds is not None or is_loopback(http.host)
     keys = f"{len(http.api_key)} keys" if len(http.api_key) > 1 else "a key"

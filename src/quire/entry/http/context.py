@@ -30,7 +30,7 @@ class RequestIds:
 
     @contextmanager
     def hold(self, owner: bytes, request_id: str) -> Iterator[None]:
-        """Reserve a request id inside the block. Raises 409 when another request of the same API key has it."""
+        """Context manager: reserve a request id. Raises 409 when a running request of the API key `owner` has it."""
         if (owner, request_id) in self._ids:
             raise HttpError(
                 409, f"request {shown(request_id)} is already running: wait for its answer, or send another "
@@ -50,8 +50,9 @@ class ServerContext:
     created          start of the server, in seconds since the epoch
     unknown_fields   unknown request fields that were logged already
     huge_text        lock that is held while a very long text is tokenized
+    memory           counter of long texts, which returns their memory to the operating system
+    responses        stored responses of /v1/responses
     sandboxes        semaphore of chat templates rendered in child processes
-    responses        stored responses of /v1/responses;  memory  returns the memory of long texts to the system
     """
 
     engine: ServedEngine
@@ -68,7 +69,8 @@ class ServerContext:
 
     @asynccontextmanager
     async def sandbox(self) -> AsyncIterator[None]:
-        """Hold one of `SANDBOXES` places for rendering in a child. Raises `QueueTimeout` after `queue_timeout` s."""
+        """Context manager: hold one of the `SANDBOXES` permits to render a chat template in a child process.
+        Raises `QueueTimeout` when no permit is free within `queue_timeout` seconds."""
         try:
             async with asyncio.timeout(self.config.serve.queue_timeout):
                 await self.sandboxes.acquire()

@@ -54,7 +54,8 @@ class ServedEngine:
     """An engine core and the requests that wait for it. All methods are called on the event loop of `start`.
 
     launch               function that starts the core (default: in its own process)
-    config               the engine's configuration;  text, ready, front  None until the engine is loaded
+    config               the engine's configuration
+    text, ready, front   tokenizer and chat template, the core's message, the front end; None until all is loaded
     loading              last message about the progress of loading
     failure              reason of the state DEAD: the engine could not start, died or was closed
     """
@@ -103,7 +104,7 @@ class ServedEngine:
 
     async def start(self, on_loading: Callable[[messages.Loading], None]) -> messages.Ready:
         """Find the model, then load tokenizer and chat template while the core starts. Return the core's `Ready`.
-        Closes everything and raises the error of a failed start, with the class that it had in the core's process."""
+        If the start fails, close everything and raise the error. An error of the core's process keeps its class."""
         self._on_loading = on_loading
         starting: asyncio.Future[messages.Ready] = asyncio.get_running_loop().create_future()
         self._starting = starting
@@ -137,10 +138,11 @@ class ServedEngine:
 
     def open(self, prompts: Sequence[Prompt], params: SamplingParams, *, request_id: str, priority: int = 0,
              timeout: float | None = None, pool: str = "", tenant: str = "") -> RequestStream:
-        """Send all prompts of one request to the core, or none. Return their outputs; the caller must close the stream.
+        """Send all prompts of one request to the core, or none. Return their stream of outputs; the caller closes it.
 
-        timeout        seconds for the whole request; the server's own limit applies, too
-        pool, tenant   as in `NewRequest`
+        timeout   seconds for the whole request; the server's own limit applies, too
+        pool      pooling of an embedding request: "mean", "last" or "cls"; "" = the request generates text
+        tenant    owner of the request: only requests of a tenant share KV blocks
         Raises a `RequestError` when a prompt cannot be served, an `EngineError` when the engine takes no requests.
         """
         limits = [t for t in (timeout, self._serve.request_timeout) if t is not None]
@@ -164,13 +166,13 @@ class ServedEngine:
             if isinstance(error, errors.QuireError):
                 raise
             LOG.exception("request %s could not be started", request_id)
-            raise errors.RequestFailed(
-                f"request {request_id} could not be started: an internal error.", code=INTERNAL) from error
+            raise errors.RequestFailed(f"request {request_id} was not started (internal error): the server's log has "
+                                       "its cause; report it with the request id.", code=INTERNAL) from error
         self._admit(stream, [messages.Add(tuple(new)) for new in requests])
         return stream
 
     async def control(self, name: str) -> bool | int | str | None:
-        """Run an operation of `messages.Control` between two steps and return its value. Raises `EngineError`."""
+        """Run a `messages.Control` operation in the core between two steps. Return its value or raise `EngineError`."""
         self._open_front(draining=True)
         self._num_controls += 1
         number = self._num_controls

@@ -31,7 +31,8 @@ DETERMINISTIC = (("x-should-retry", "false"),)
 class HttpError(errors.QuireError):
     """An error response. Routes raise it, or `http_error` makes it from another error.
 
-    kind      "type" of the body;  headers  further response headers, (name, value) in ASCII
+    kind      "type" in the JSON body, such as "invalid_request_error"
+    headers   further response headers: (name, value) in ASCII
     """
 
     def __init__(self, status: int, message: str, *, kind: str = INVALID_REQUEST, code: str | None = None,
@@ -89,19 +90,20 @@ def http_error(error: BaseException) -> HttpError:
 
 
 def not_implemented(what: str, reason: str, param: str | None = None) -> HttpError:
-    """Return a 400 for a feature that would change the answer and is not implemented.
+    """Return a 400 error for a feature that would change the answer and is not implemented.
 
-    what     name of the feature, in the message;  param  field of the request (default: `what`)
+    what     name of the feature, for the message
+    param    request field that asks for the feature (default: `what`)
     """
     message = f"{what} is not implemented yet: {reason}"
     return HttpError(400, message, code="unsupported_parameter", param=param or what)
 
 
 def too_long(num_prompt: int, max_model_len: int, asked: int | None, param: str, limit: str) -> HttpError:
-    """Return a 400 for a prompt that does not fit the context, alone or with the `asked` tokens after it.
+    """Return a 400 error for a prompt that does not fit the context, alone or with the `asked` output tokens.
 
-    param   field of the prompt, which the error names when the prompt alone does not fit
-    limit   field that asked for the tokens (max_tokens), which the error names otherwise
+    param   field of the prompt. The error names this field when the prompt alone does not fit
+    limit   field of `asked`, such as max_tokens. The error names this field when only both together do not fit
     Clients parse the message: litellm knows "this model's maximum context length is", langchain and clients of
     Anthropic's API know "prompt is too long".
     """

@@ -24,7 +24,7 @@ BEFORE_ROUTES = "refused"  # metrics label of responses that the protocol sent b
 class _Server(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Leave signals to the server's own handlers."""
+        """Override a method of uvicorn: install no signal handlers, because Quire's server has its own."""
         yield
 
 

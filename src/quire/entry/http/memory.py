@@ -14,7 +14,7 @@ DELAY = 1.0  # seconds until memory is returned: an ended request has freed its 
 
 
 class FreedMemory:
-    """Counter of the bytes of long requests. After MUCH bytes, a thread returns freed memory to the system."""
+    """Counter of the bytes of long requests. After each `MUCH` bytes, a thread returns freed memory (malloc_trim)."""
 
     def __init__(self) -> None:
         self._num_bytes = 0

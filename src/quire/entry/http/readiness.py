@@ -15,9 +15,9 @@ RETRY_AFTER = 5  # seconds in the Retry-After header while the server starts, dr
 
 @dataclass(frozen=True, kw_only=True)
 class Readiness:
-    """Readiness of the server.
+    """Readiness of the server. `reason`: a sentence for people; "" when ready.
 
-    status   ready, starting, draining, dead or hung;  reason  one sentence; "" when ready
+    status   ready, starting, draining, dead or hung
     """
 
     status: str
@@ -35,7 +35,7 @@ class Readiness:
 
 
 def readiness(engine: ServedEngine, hang_timeout: float) -> Readiness:
-    """Return the readiness. `hang_timeout`: seconds without outputs after which the engine counts as hung."""
+    """Return the readiness of `engine`. It counts as hung after `hang_timeout` seconds without a finished step."""
     if engine.state is EngineState.STARTING:
         last = engine.loading
         share = f", {100 * last.done // last.total} %" if last.total else ""
@@ -51,7 +51,7 @@ def readiness(engine: ServedEngine, hang_timeout: float) -> Readiness:
 
 
 class Gate:
-    """A refusal for `auth.Guard`: 503 on every path except `always` while the engine starts, drains or is dead.
+    """Function for `auth.Guard`: refuses paths not in `always` with 503 while the engine starts, drains or is dead.
     While the server drains, background responses (/v1/responses/ID) can still be fetched and cancelled."""
 
     def __init__(self, engine: ServedEngine, always: Collection[str]) -> None:

@@ -24,7 +24,7 @@ REFUSALS: tuple[tuple[type[Exception], str], ...] = (
 
 
 def count_step(metrics: Metrics, step: StepOutputs, taken: Taken) -> None:
-    """Count one step, its tokens and their times."""
+    """Count one step, its tokens and their latencies. `taken`: changes of the step to the live requests."""
     metrics.step(step.stats, len(step.handles))
     if taken.num_tokens:
         metrics.tokens(taken.num_tokens)
@@ -39,7 +39,7 @@ def count_step(metrics: Metrics, step: StepOutputs, taken: Taken) -> None:
 
 
 def count_finished(metrics: Metrics, generation: Generation, reason: str) -> None:
-    """Count a prompt whose completions have all ended."""
+    """Count a prompt whose completions have all ended. `reason`: finish reason of the first, or "abort"."""
     token_s = [s for c in generation.completions if (s := c.mean_token_time) is not None]
     metrics.request_finished(reason, **_measured(generation), token_s=token_s)
 
@@ -68,5 +68,5 @@ def _measured(generation: Generation) -> dict[str, Any]:
 
 
 def count_refusal(metrics: Metrics, error: Exception) -> None:
-    """Count a refused request."""
+    """Count a request that was refused with `error`, under the reason of its class in `REFUSALS`."""
     metrics.rejected(next((reason for kind, reason in REFUSALS if isinstance(error, kind)), "internal"))

@@ -66,7 +66,8 @@ class Watch:
 class Exchange:
     """An HTTP request that is being answered, with its response: reads the body, sends the answer or the error.
 
-    size       bytes of its body, once the body was read;  warnings  texts for `x-quire-warning` headers
+    size       bytes of the request's body, once it was read
+    warnings   texts of the response's `x-quire-warning` headers
     """
 
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -22,8 +22,8 @@ NO_ROUTE = "other"  # metrics label of all unknown paths: a label for each would
 
 
 class RequestScope:
-    """Outermost middleware: request id, metrics, access log. The id is an `X-Request-Id` like `SANE_ID`, else a new id.
-    Routes read it from `request.state.request_id`; the caller reads it from the header `x-request-id`."""
+    """Outermost middleware: request ids, metrics, access log. An `X-Request-Id` that matches `SANE_ID` is used, else a
+    new id. Routes read it from `request.state.request_id`; the caller reads it from the header `x-request-id`."""
 
     def __init__(
         self, app: ASGIApp, *, metrics: Metrics, root_path: str = "", access_log: Callable[[str], None] | None = None,

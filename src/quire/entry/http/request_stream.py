@@ -24,7 +24,8 @@ Batch = list[tuple[int, RequestOutput]]  # (prompt index, new output)
 class RequestStream:
     """The outputs of all prompts of one request. Iterate it once, and always `close` it.
 
-    generations   by prompt index;  num_open  number of prompts that have not finished
+    generations   `Generation` of each prompt, in the order of the prompts
+    num_open      number of prompts that have not finished
     """
 
     def __init__(self, request_id: str, on_close: Callable[["RequestStream"], None]) -> None:
@@ -73,7 +74,7 @@ class RequestStream:
             raise
 
     def pour_into(self, ready: Callable[[], bool], take: Callable[[Batch], None]) -> None:
-        """Set the sink: while the reader waits and `ready()`, `take` gets the outputs of each step at once.
+        """Set a sink: while the reader waits and `ready()` is true, outputs of a step go to `take`, not to the reader.
         The last outputs of a request always go to the reader. An exception of `take` is raised in the reader."""
         self._sink = ready, take
 

@@ -126,7 +126,7 @@ class _Life:
         self._stop, self._serving = stop, serving
 
     async def run(self, metrics: Metrics) -> int:
-        """Load, serve and drain. Return the exit code. Raises the error of a failed start."""
+        """Load the model, serve until the end, and drain. Return the exit code. Raises the error of a failed start."""
         first = asyncio.create_task(self._stop.first.wait())
         starting = asyncio.create_task(self._engine.start(self._console.loading))
         await _first_of(starting, first, self._serving)

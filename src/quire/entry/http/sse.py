@@ -33,7 +33,7 @@ class DirectBody(Protocol):
 
 
 def frame(data: bytes) -> bytes:
-    """Return the frame of an event. `data` is JSON without line breaks."""
+    """Return a server-sent event that carries `data`, which is JSON without line breaks."""
     return b"data: " + data + b"\n\n"
 
 

@@ -36,11 +36,11 @@ Prompt = tuple[int, int, int, int]  # first row, end of the rows, sequence of th
 
 @dataclass(frozen=True)
 class KVView:
-    """Keys and values of a layer inside the arena.
+    """Keys and values of a layer, as views of the KV cache tensor, which holds all layers.
 
-    k, v               [num_blocks, Hkv, block_size, D] strided views: the stride of blocks is a page, the rest is
-                       contiguous
-    k_scale, v_scale   scales of a cache of 8-bit codes; 1 for other types
+    k, v               [num_blocks, Hkv, block_size, D]: contiguous inside a block; the stride between blocks is a page,
+                       which holds the block of every layer of the KV group
+    k_scale, v_scale   scales of an 8-bit cache, whose values are codes times the scale; 1 for other caches
     """
 
     k: Tensor
@@ -56,10 +56,11 @@ class KVView:
 
 @dataclass(frozen=True)
 class SharedBlocks:
-    """Groups of decodes whose contexts begin with the same blocks. All fields are int32 tensors of static sizes.
+    """N groups of decodes whose contexts begin with the same blocks, in a step of S sequences.
 
-    starts    [N + 1]: members starts[g] .. starts[g + 1] - 1 belong to group g; unused groups are empty
-    members   [M]: sequences of the step, each at most once
+    All fields are int32 tensors of static sizes.
+    starts    [N + 1]: members[starts[g]] to members[starts[g + 1] - 1] belong to group g; unused groups are empty
+    members   [M]: indices of the sequences that belong to groups, group by group; M <= S
     place     [S]: index of each sequence in `members`; -1: it shares no prefix
     blocks    [S]: number of leading blocks that each sequence shares with its group
     """
@@ -86,7 +87,7 @@ class SharedBlocks:
 
 @dataclass
 class AttentionMeta:
-    """Sequences of a step, their rows and their blocks; the same for all layers of a KV group.
+    """S sequences of a step, their T rows (tokens) and their blocks; the same for all layers of a KV group.
 
     query_start    [S + 1] int32: rows query_start[s] .. query_start[s + 1] - 1 belong to sequence s (tensor or list)
     seq_lens       [S] int32: context length, this step's tokens included (tensor or list)
@@ -96,8 +97,8 @@ class AttentionMeta:
     max_query_len  upper bound of the rows of a sequence, known to the host; None: read it from the tensors
     decode_len     a sequence of at most this many rows is a decode: 1, or 1 + the number of drafts; 0: no decodes
     shared         groups of decodes with a common prefix, for implementations that read it once; None: no groups
-    prompts        the sequences after the step's decodes, if the host knows their lengths; () in a captured step; None:
-                   the implementation finds them from the lengths above
+    prompts        read by latent attention (MLA): (first row, end of rows, sequence, tokens of context before) of each
+                   sequence after the decodes; () in a CUDA graph; None: taken from the lengths above
     row_positions  [T] int64: position of each row in its sequence, for steps that compute only chosen rows. Positions
                    are below seq_lens and ascend in a sequence; decode_len is 0. None: the rows of a sequence are its
                    last tokens

@@ -92,7 +92,8 @@ def softmax(
     """Compute softmax weights from the scores [64, TILE] of a tile of keys; update the running softmax (base 2).
 
     top, weight   [64] maxima and sums of weights of the tiles before
-    positions     [64] position of each row;  start  first token of the tile
+    positions     [64] position of each row
+    start         position of the first key of the tile
     scale, cap    see `triton_tiles.rescore`
 
     Returns weights [64, TILE], new maxima [64], new sums of weights [64], and the factor [64] of earlier sums.
@@ -149,7 +150,10 @@ def advance(
 ):  # fmt: skip
     """Compute scores and weights of tile `count` of keys, while the matrix units add the values of the tile before.
 
-    weights   weights of the tile before;  sums, top, weight  state of the running softmax
+    weights             weights of the tile before
+    sums, top, weight   state of the running softmax: weighted sums of values, maxima, sums of weights
+    bars                see `make_bars`
+    others              see `softmax`
 
     Returns the weights of this tile, the new state, and count + 1.
     """
@@ -174,8 +178,10 @@ def advance(
 def make_bars(STAGES: gl.constexpr):
     """Make the barriers (k_ready, v_ready, k_free, v_free, q_ready, q_free).
 
-    ready   the copy engine has written the buffer;  free  both computing groups have read the buffer
-    k, v    one barrier per buffer of the ring of keys, and of values;  q  one barrier for the queries
+    ready   the copy engine has written the buffer
+    free    both computing groups have read the buffer
+    k, v    one barrier for each of the STAGES buffers of keys, and of values
+    q       one barrier for the buffer of queries
     """
     bar: gl.constexpr = mbarrier.MBarrierLayout()
     k_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
@@ -272,20 +278,25 @@ def prefill_kernel(
     HEADS: gl.constexpr, GROUP: gl.constexpr, SIZE: gl.constexpr, TILE: gl.constexpr, D: gl.constexpr,
     STAGES: gl.constexpr, WINDOW: gl.constexpr, CAPPED: gl.constexpr, WORDS: gl.constexpr,
 ):  # fmt: skip
-    """Attention of all tiles of query rows. Grid: at most as many programs as multiprocessors.
+    """Compute attention of all tiles of query rows. Grid: at most as many programs as multiprocessors.
 
     A program has 4 warps with 168 registers per thread, which it redistributes.
 
-    out                      [T, H, D], output; stride_out  elements from row to row
+    out                      [T, H, D], output
+    stride_out               elements from row to row of `out`
     q_rows                   descriptor of the queries [T, H, D] in tiles [128 / GROUP, GROUP, D]
     k_rows, v_rows           descriptors of the cache as rows [R, D] in tiles [TILE, D]
-    block_rows, head_rows    rows from block to block, from head to head
-    table                    [slots or sequences, blocks] int32; stride_table  elements from row to row
+    block_rows, head_rows    rows of the cache from block to block, and from head to head
+    table                    [slots or sequences, blocks] int32, block tables
+    stride_table             elements from row to row of `table`
     tiles                    `Plan.tiles` of 128 rows, WORDS words each
     sinks                    [H], or None
-    scale, cap, CAPPED       see `triton_tiles.rescore`;  WINDOW  tokens that a row sees, 0: all
-    HEADS, GROUP             KV heads; query heads of a KV head
-    SIZE, TILE, STAGES       tokens of a block; of a tile of keys; tiles of keys in the ring
+    scale, cap, CAPPED       see `triton_tiles.rescore`
+    WINDOW                   number of tokens that a row sees; 0: all
+    HEADS                    number of KV heads
+    GROUP                    number of query heads of a KV head
+    SIZE, TILE               tokens of a block, and of a tile of keys
+    STAGES                   number of buffers for tiles of keys, and for tiles of values
     """
     queries = gl.allocate_shared_memory(k_rows.dtype, [128 // GROUP, GROUP, D], q_rows.layout)
     keys = gl.allocate_shared_memory(k_rows.dtype, [STAGES, TILE, D], k_rows.layout)

@@ -10,12 +10,13 @@ from quire.kernels.attention import AttentionMeta, KVView
 
 @dataclass(frozen=True)
 class Case:
-    """A step of random data.
+    """A test case: a step of sequences with random queries, keys and values.
 
-    query_lens, seq_lens   query rows, and context length with them, of each sequence
-    heads                  (Hq, Hkv)
-    deal                   block ids of a sequence: "apart" (random), in "runs" (consecutive), or "shared": all
-                           sequences have the same first blocks
+    query_lens   number of query rows (tokens of the step) of each sequence
+    seq_lens     context length of each sequence, its query rows included
+    heads        (Hq, Hkv)
+    deal         block ids of a sequence: "apart": random; "runs": consecutive; "shared": all sequences have the same
+                 first blocks
     """
 
     query_lens: tuple[int, ...]
@@ -52,9 +53,9 @@ CASES = (
 
 
 def make(case: Case, dtype: torch.dtype, seed: int = 0) -> tuple[Tensor, KVView, AttentionMeta]:
-    """Return random q, a KV cache inside an arena of wider pages, and the metadata of a step.
+    """Return random q, a KV cache and the metadata of a step.
 
-    Every slot of the cache that a kernel must not read holds NaN.
+    The cache is a strided view of a larger tensor. Every slot that a kernel must not read holds NaN.
     """
     generator = torch.Generator().manual_seed(seed)
     size, kv_heads = case.block_size, case.heads[1]

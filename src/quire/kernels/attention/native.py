@@ -29,10 +29,10 @@ NONE_BAD = 1 << 62
 
 @dataclass(frozen=True)
 class RowPlan:
-    """A call of the C kernel for query rows that are computed one by one.
+    """Arguments of a call of the C kernel that computes query rows one by one.
 
     items       [R, 4] int64, a record for each row; native.c describes it
-    part_item   [P] int32, the row of each part of a context; native.c describes it
+    part_item   [P] int32: index in `items` of the row to which each of the P parts of contexts belongs
     split       True: the context of some row is read in several parts
     """
 
@@ -43,11 +43,11 @@ class RowPlan:
 
 @dataclass(frozen=True)
 class ChunkPass:
-    """A call of the C kernel for prompt chunks whose keys and values fit into the scratch memory together.
+    """Arguments of a call of the C kernel for prompt chunks whose keys and values fit into the scratch memory together.
 
     items   [C, 6] int64, a record for each chunk; native_chunks.c describes it
     heads   number of KV heads that are computed at a time
-    size    elements of the scratch memory
+    size    elements of the scratch memory that the call needs
     """
 
     items: Tensor
@@ -57,15 +57,17 @@ class ChunkPass:
 
 @dataclass
 class NativePlan:
-    """Calls of the native attention kernels in a step.
+    """Calls of the C attention kernels in a step.
 
-    rows       calls for rows that are computed one by one; the contexts of a call have about MOST_PARTS parts
-    chunks     requests with more than FEW rows, whose rows are computed together;  prompts  [C, 4] int64, see
-               native_prompts.c
-    num_rows   rows of the step
-    passes     (KV heads, head size) -> calls that compute the chunks;  scratch  memory for the largest of them
+    rows       calls for sequences of at most FEW (4) query rows, which are computed one by one. The contexts of a call
+               are read in about MOST_PARTS (8192) parts
+    chunks     sequences with more query rows, which are computed together
+    num_rows   query rows of the step
+    prompts    [C, 4] int64, a record for each of `chunks`; native_prompts.c describes it
+    passes     (KV heads, head size) -> calls that compute `chunks` with AMX
+    scratch    memory for the largest call of `passes`
     partial    [floats] results of the parts of contexts, if some context has several parts. It is a NumPy array because
-               it belongs to this step: tensors that PyTorch allocates during a recording belong to the recording
+               tensors that PyTorch allocates during a `KernelRecording` belong to the recording, not to the step
     """
 
     rows: tuple[RowPlan, ...]
@@ -94,7 +96,8 @@ def paged_attention(
     assert all(one is None for one in undeclared), "selected for features it does not declare"
     plan = _plan(meta, kv.block_size)
     if plan.num_rows > len(q):
-        raise ValueError(f"native attention: q must have a row for each of the step's {plan.num_rows}; it has {len(q)}")
+        raise ValueError(f"native attention: q must have a row for each of the step's {plan.num_rows} tokens; it has "
+                         f"{len(q)} rows")
     out = q.new_empty(q.shape)
     for rows in plan.rows:
         _attend_rows(q, kv, meta.block_tables, plan, rows, scale, out)
@@ -106,9 +109,9 @@ def paged_attention(
 
 
 def rows_only(meta: AttentionMeta, block_size: int) -> bool:
-    """Return True if the attention of the step can be recorded.
+    """Return True if a `KernelRecording` can hold the attention of the step.
 
-    It can if no sequence has more than FEW rows and one call of the C kernel computes all rows.
+    It can if no sequence has more than FEW (4) query rows and one call of the C kernel computes all rows.
     """
     plan = _plan(meta, block_size)
     return len(plan.rows) == 1 and not plan.chunks
@@ -117,7 +120,7 @@ def rows_only(meta: AttentionMeta, block_size: int) -> bool:
 def retarget(recording: int, meta: AttentionMeta, block_size: int, num_heads: int, head_dim: int) -> None:
     """Make recorded attention calls read the block tables and lengths of another step.
 
-    recording   address of the recording
+    recording   `KernelRecording.address` of the recording with these calls
     meta        metadata of the other step, for which `rows_only` is true; it must live until after the replay.
                 See `quire.kernels.attention`
     """
@@ -144,8 +147,8 @@ def _make_plan(meta: AttentionMeta, block_size: int) -> NativePlan:
     starts, lengths = as_list(meta.query_start), as_list(meta.seq_lens)
     tables = meta.block_tables.shape
     if len(lengths) > tables[0] or max(lengths, default=0) > tables[1] * block_size:
-        raise ValueError(f"native attention: block tables {tuple(tables)} of {block_size} tokens are too small for the "
-                         f"contexts {lengths}: give each sequence ceil(length / {block_size}) blocks")
+        raise ValueError(f"native attention: block tables {tuple(tables)}, with {block_size} tokens per block, are too "
+                         f"small for the contexts {lengths}: give each sequence ceil(length / {block_size}) blocks")
     rows: list[tuple[int, int, int]] = []  # row, tokens it sees, sequence
     chunks = []
     for s, length in enumerate(lengths):
@@ -267,11 +270,13 @@ def _check(q: Tensor, kv: KVView, tables: Tensor) -> None:
         raise ValueError(f"native attention: q and the cache must all be float32 or all bfloat16; they are "
                          f"{q.dtype} and {k.dtype}")
     if dim > MAX_DIM or shape[3] != dim or v.shape != shape or heads % shape[1]:
-        raise ValueError(f"native attention: q, K and V must have one head size of at most {MAX_DIM}, and q a "
-                         f"multiple of the KV heads; the shapes are {tuple(q.shape)}, {tuple(shape)}, {tuple(v.shape)}")
+        raise ValueError(f"native attention: q, K and V must have one head size of at most {MAX_DIM}, and the number "
+                         f"of query heads must be a multiple of the KV heads; the shapes of q, K and V are "
+                         f"{tuple(q.shape)}, {tuple(shape)}, {tuple(v.shape)}")
     if q.stride()[1:] != (dim, 1) or v.stride() != stride or stride[2:] != (dim, 1):
-        raise ValueError(f"native attention: heads must be contiguous in q and in the cache, and K and V alike; the "
-                         f"strides are {q.stride()}, {stride}, {v.stride()}")
+        raise ValueError(f"native attention: q must be contiguous inside a token, the cache inside a head of a block, "
+                         f"and K and V must have the same strides; the strides of q, K and V are {q.stride()}, "
+                         f"{stride}, {v.stride()}")
     if tables.dtype != torch.int32 or tables.stride(1) != 1:
         raise ValueError(f"native attention: block tables are {tables.dtype} with strides {tables.stride()}; they must "
                          "be int32 with stride 1 inside a row")

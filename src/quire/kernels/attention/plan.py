@@ -20,9 +20,9 @@ MIN_RUN = 4  # shorter runs are copied together when there are several
 
 @dataclass(frozen=True)
 class Run:
-    """A call of decode attention on blocks start .. stop - 1 of the arena, read as one view.
+    """A call of decode attention on blocks start .. stop - 1 of the KV cache, which are read in place as one view.
 
-    owners   [n]: index of the decode whose context has each block; 0 for a block of no decode
+    owners   [n]: for each block, the index of the decode that has it in its context; 0 for a block of no decode
     """
 
     start: int
@@ -32,7 +32,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Tail:
-    """A call of decode attention on the first `num_tokens` tokens of a block, read as a view; for a single decode."""
+    """A call of decode attention on the first `num_tokens` tokens of `block`, in place; for steps with one decode."""
 
     block: int
     num_tokens: int
@@ -42,7 +42,8 @@ class Tail:
 class Copied:
     """A call of decode attention on n blocks that are copied into scratch. The last p of them may be partly filled.
 
-    blocks   [n]: block ids;  owners  [n]: index of the decode whose context has each block
+    blocks   [n]: block ids
+    owners   [n]: for each block, the index of the decode that has it in its context
     keep     dtype -> bit masks [p, 1, block_size, 1] for keys and values: -1 for tokens of the context, 0 past its end.
              A bitwise and is 14 times as fast as masked_fill_ (10 us, not 141, at 8 blocks of [8, 32, 128] bfloat16)
     mask     [n, 1, 1, block_size] added to the scores: 0 or -inf; None, and `keep` empty, if every block is full
@@ -56,7 +57,7 @@ class Copied:
 
 @dataclass(frozen=True)
 class Merge:
-    """The outputs of blocks that are merged to the outputs of R decodes.
+    """Indices of block outputs that are merged, by their log-sum-exps, into the attention outputs of R decodes.
 
     rows    [R] indices of the decodes
     parts   [R, P] indices of the outputs of each decode's blocks; None: a single decode has all outputs, in order
@@ -70,11 +71,11 @@ class Merge:
 
 @dataclass(frozen=True)
 class DecodePlan:
-    """The plan of the decodes of a step: all sequences with one query row.
+    """Attention calls for the decodes of a step: all sequences with one query row.
 
-    rows     [S] row of each decode in the step; None: the step has only decodes
-    calls    calls of attention, each on some blocks
-    merges   block outputs of each decode, to be merged
+    rows     [S] index of each decode's query row in the step; None: the step has only decodes
+    calls    calls of attention; each gives an output for every block that it reads
+    merges   merges of these block outputs into the outputs of the decodes
     """
 
     rows: Tensor | None
@@ -84,11 +85,12 @@ class DecodePlan:
 
 @dataclass(frozen=True)
 class ChunkPlan:
-    """The plan of a sequence with several query rows.
+    """Rows, positions and blocks of a sequence with several query rows.
 
-    sequence      row of the block tables;  blocks  [n] int64 block ids of the context
+    sequence      index of the sequence in the step, and its row of the block tables
     first, last   its query rows are rows first .. last - 1 of the step
     past, total   the query rows are at positions past .. total - 1 of the context
+    blocks        [n] int64 block ids of the context
     """
 
     sequence: int
@@ -101,7 +103,7 @@ class ChunkPlan:
 
 @dataclass(frozen=True)
 class AttentionPlan:
-    """The plan of a step: its decodes (None: no decodes) and its chunks."""
+    """The attention of a step: calls for its decodes (None: no decodes), and its sequences with several query rows."""
 
     decode: DecodePlan | None
     chunks: tuple[ChunkPlan, ...]

@@ -35,11 +35,12 @@ from quire.kernels.attention.triton_tiles import LOG2E
 
 @dataclass(frozen=True)
 class Config:
-    """The tiling of a kernel.
+    """The tiling of an attention kernel.
 
-    rows       query rows of a tile (tokens times query heads of a KV head);  keys  keys of an iteration
-    stages     iterations in flight
-    programs   programs of a decode that run on a multiprocessor at the same time
+    rows       query rows of a tile (tokens times query heads of a KV head)
+    keys       keys of an iteration
+    stages     iterations in flight (num_stages of Triton)
+    programs   programs of the decode kernel that run on a multiprocessor at the same time
     """
 
     rows: int
@@ -86,7 +87,7 @@ class AttentionCall:
     sinks: Tensor | None
 
     def run(self) -> Tensor:
-        """Launch the kernels that the step may need. Return the attention [T, Hq, D]."""
+        """Launch the kernels for the sequences of the step. Return the attention [T, Hq, D]."""
         q = self.q
         tokens, heads, dim = q.shape
         assert self.meta.row_positions is None or not self.meta.decode_len, "a decode's row is its sequence's last"
@@ -146,10 +147,10 @@ class AttentionCall:
         }  # fmt: skip
 
     def numbers(self) -> tuple[int, int, int, int, float, float]:
-        """Return the kernels' common numbers: strides, scale and cap.
+        """Return the numeric arguments that all three kernels take: four strides, `scale` and `cap`.
 
-        The strides are those of blocks, heads and tokens of the cache, and of the block tables, in elements. Scale and
-        cap are as in `triton_tiles.rescore`.
+        The strides, in elements, are those of blocks, heads and tokens of the cache, and of rows of the block tables.
+        `scale` and `cap` are as in `triton_tiles.rescore`.
         """
         strides = (*self.kv.k.stride()[:3], self.meta.block_tables.stride(0))
         scale = self.scale * self.kv.k_scale
@@ -173,7 +174,7 @@ class AttentionCall:
         )  # fmt: skip
 
     def prefill(self, plan: Plan, out: Tensor, config: Config) -> None:
-        """Launch attention of the sequences with more rows than a decode, into `out`."""
+        """Launch the prefill kernel: it writes the attention of all sequences that are no decodes to `out`."""
         kv = self.kv
         prefill_kernel[(len(plan.tiles), kv.k.shape[1])](
             self.q, out, kv.k, kv.v, self.meta.block_tables, plan.tiles, self.sinks, self.meta.row_positions,

@@ -21,19 +21,22 @@ def decode_kernel(
 ):  # fmt: skip
     """Compute decode attention of an item: a part of the context of a sequence. Grid (items, KV heads).
 
-    The last program of a sequence adds up its parts.
+    The last program of a sequence to finish adds up the parts of the sequence.
 
-    q, out              [T, H, D]; stride_q, stride_out  elements from row to row
-    k, v                cache [blocks, HEADS, SIZE, D]; stride_block, stride_head, stride_token  in elements
-    table               [slots or sequences, blocks] int32; stride_table  elements from row to row
-    items, counters     `Plan.items`, `Plan.counters`;  sums_at, stats_at  `Plan.sums`, `Plan.stats`
+    q, out              [T, H, D] queries and output
+    k, v                cache [blocks, HEADS, SIZE, D]
+    table               block tables [slots or sequences, blocks] int32
+    items, counters, sums_at, stats_at   `Plan.items`, `Plan.counters`, `Plan.sums`, `Plan.stats`
     sinks               [H], or None
+    stride_q, stride_out, stride_table   elements from row to row of q, of out, of table
+    stride_block, stride_head, stride_token   elements from block to block, head to head, token to token of the cache
     scale, cap, WINDOW, CAPPED, EXACT, SIZE, TILE, D, DP   see `triton_tiles`
     v_scale             scale of the codes of an 8-bit cache, else None
-    HEADS, GROUP        KV heads; query heads of a KV head
-    ROWS, M             GROUP times the most rows of a sequence; padded to a power of two, at least 16
-    PARTS               at least the parts of a sequence, those of a shared prefix included
-    SHARED              the step has shared prefixes, whose parts `prefix_kernel` has written
+    HEADS, GROUP        number of KV heads; number of query heads of a KV head
+    ROWS                GROUP times the largest number of rows of a sequence
+    M                   ROWS padded to a power of two, at least 16
+    PARTS               upper bound of the parts of a sequence, those of a shared prefix included
+    SHARED              True: the step has shared prefixes, whose parts `prefix_kernel` has written
     ITEM_WORDS          words of an item
     """
     item, head = tl.program_id(0), tl.program_id(1)

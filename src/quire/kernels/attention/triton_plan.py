@@ -36,12 +36,12 @@ PREFIX_ROWS = 64  # rows of a tile over a shared prefix
 def pack_shared(
     shared: Sequence[SharedPrefix], slots: I32, num_tokens: I32, *, num_groups: int, most_seqs: int, decode_len: int = 1
 ) -> I32:
-    """Pack the shared prefixes of a step plan into one array for `SharedBlocks.view`.
+    """Pack the shared prefixes of a step plan (groups of sequences) into one array, which `SharedBlocks.view` reads.
 
-    slots, num_tokens   fields of the step plan: slot and number of tokens of each sequence
-    num_groups          most groups to pack; the groups that save the most reads are taken
-    most_seqs           most sequences of a step
-    decode_len          only sequences with at most so many rows count; groups with fewer than two of them are left out
+    slots, num_tokens   fields of the step plan: slot and number of query tokens of each sequence
+    num_groups          largest number of groups to pack; the groups that save the most reads are taken
+    most_seqs           largest number of sequences of a step
+    decode_len          only sequences with at most so many query tokens are packed, in groups of at least two
     """
     index = {int(slot): s for s, slot in enumerate(slots)}
     found = [
@@ -68,12 +68,13 @@ def pack_shared(
 class Shape:
     """Parameters of a plan that do not depend on the step.
 
-    heads, group   number of query heads; query heads that share a KV head
+    heads          number of query heads
+    group          number of query heads that share a KV head
     window         tokens that a row attends to; 0: all
     tile           keys per iteration of the decode kernel
     tile_rows      query rows of a tile of the prefill kernel: tokens times query heads of a KV head
     programs       programs of the decode kernel that run on a multiprocessor at the same time
-    parts          most items of a sequence
+    parts          largest number of parts (items) into which a sequence's context is cut
     prefix         for shared prefixes: (rows of a tile, programs on a multiprocessor at the same time, most parts)
     """
 
@@ -91,23 +92,23 @@ class Shape:
 
 @dataclass(frozen=True)
 class Plan:
-    """Work lists and scratch of a step.
+    """Work lists and scratch memory of the attention kernels in a step.
 
     limit          sequences with at most this many rows are decodes
-    items          [I, ITEM_WORDS] int32, words:
+    items          [I, ITEM_WORDS] int32, parts of the contexts of decodes; words of an item:
                    0 first row (-1: no work), 1 rows, 2 context length, 3 first token, 4 end of tokens,
                    5 number of parts of the sequence, 6 index of its first part, 7 row of the block tables,
                    8 number of parts of its shared prefix, 9 index of the first of these,
                    10 for sequence i (not item i): its first part if several parts are to be added, else -1
-    tiles          [J, TILE_WORDS] int32, tiles with the longest contexts first, words:
+    tiles          [J, TILE_WORDS] int32, tiles of rows of other sequences, longest contexts first; words of a tile:
                    0 first row (-1: no work), 1 rows, 2 position of the first row, 3 row of the block tables,
                    4 unused, 5 number of tiles
-    counters       [I, Hkv] int32: finished parts of a sequence, at the index of its first part; 0 between launches
+    counters       [I, Hkv] int32: number of finished parts of a sequence, at its first part's index; 0 between launches
     sums           [P, Hkv, rows, D] float32: weighted sums of values of each part
     stats          [P, Hkv, rows, 2] float32: maximum score (base 2) and sum of weights of each part
     shared         groups of decodes with a common prefix that are read once; None: no groups
-    prefix_parts   parts of a shared prefix. Parts 0 .. I - 1 are the items; after them, each member of a group has
-                   prefix_parts parts
+    prefix_parts   number of parts of a shared prefix. Parts 0 .. I - 1 are the items; after them, each member of a
+                   group has prefix_parts parts
     """
 
     limit: int
@@ -195,7 +196,7 @@ def _fill(plan: Plan, meta: AttentionMeta, shape: Shape, tile_tokens: int, waves
 
 @functools.cache
 def multiprocessors() -> int:
-    """Return the number of multiprocessors of this GPU; 8 in Triton's interpreter, so that small cases are cut, too."""
+    """Return the number of multiprocessors of this GPU; 8 in Triton's interpreter, to cut small test cases, too."""
     if INTERPRETED:
         return 8
     return torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count

@@ -19,15 +19,18 @@ def prefill_kernel(
 ):  # fmt: skip
     """Compute attention of a tile of query rows over all keys that they see. Grid (tiles, KV heads).
 
-    q, out              [T, H, D]; stride_q, stride_out  elements from row to row
-    k, v                cache [blocks, KV heads, SIZE, D]; stride_block, stride_head, stride_token  in elements
-    table               [slots or sequences, blocks] int32; stride_table  elements from row to row
+    q, out              [T, H, D] queries and output
+    k, v                cache [blocks, KV heads, SIZE, D]
+    table               block tables [slots or sequences, blocks] int32
+    stride_q, stride_out, stride_table   elements from row to row of q, of out, of table
+    stride_block, stride_head, stride_token   elements from block to block, head to head, token to token of the cache
     tiles               `Plan.tiles`, TILE_WORDS words each
     sinks               [H], or None
     row_positions       [T] int64 position of each row; None: the rows of a tile are at consecutive positions
     scale, cap, WINDOW, CAPPED, EXACT, SIZE, TILE, D, DP   see `triton_tiles`
     v_scale             scale of the codes of an 8-bit cache, else None
-    GROUP, M            query heads of a KV head; lanes of a tile: GROUP times its rows
+    GROUP               number of query heads of a KV head
+    M                   lanes of a tile: GROUP times its rows
     """
     head = tl.program_id(1)
     record = tiles + tl.program_id(0) * TILE_WORDS

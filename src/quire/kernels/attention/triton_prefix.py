@@ -21,21 +21,23 @@ def prefix_kernel(
 ):  # fmt: skip
     """Compute attention of a tile of lanes over a part of a shared prefix. Grid (tiles, KV heads, prefix_parts).
 
-    A lane is a pair (row, query head) of a sequence of the group.
+    A group is a set of sequences with a common prefix. A lane is a pair (row, query head) of a sequence of the group.
 
-    q                          [T, H, D]; stride_q  elements from row to row
-    k, v                       cache [blocks, HEADS, SIZE, D]; stride_block, stride_head, stride_token  in elements
-    table                      [slots or sequences, blocks] int32; stride_table  elements from row to row
+    q                          [T, H, D]
+    k, v                       cache [blocks, HEADS, SIZE, D]
+    table                      block tables [slots or sequences, blocks] int32
+    stride_q, stride_table     elements from row to row of q, of table
+    stride_block, stride_head, stride_token   elements from block to block, head to head, token to token of the cache
     table_rows                 [S] int32 row of `table` of each sequence; None: row s belongs to sequence s
     query_start, seq_lens      [S + 1] and [S] int32, of `AttentionMeta`
     starts, members, blocks    int32, of `SharedBlocks`: [num_groups + 1], [members], [S]
     sums_at, stats_at          `Plan.sums`, `Plan.stats`, outputs
-    num_groups, num_items      groups of sequences; items of the plan: part num_items is the first of a prefix
-    prefix_parts               parts of a shared prefix
+    num_groups, prefix_parts   number of groups; number of parts of a shared prefix
+    num_items                  number of items of the plan; the parts of prefixes follow them in sums_at and stats_at
     scale, cap, CAPPED, EXACT, SIZE, TILE, D, DP   see `triton_tiles`
     v_scale                    scale of the codes of an 8-bit cache, else None
-    HEADS, GROUP               KV heads; query heads of a KV head
-    ROWS, M                    lanes of a sequence: GROUP times its most rows; lanes of a tile
+    HEADS, GROUP               number of KV heads; number of query heads of a KV head
+    ROWS, M                    lanes of a sequence, GROUP times its largest number of rows; lanes of a tile
     WIDTH                      power of two >= num_groups
     """
     program, head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)

@@ -23,10 +23,10 @@ LOWEST = None if tl is None else tl.constexpr(-1e30)
 
 @jit
 def finite(values, MOST: tl.constexpr = 3.38e38):
-    """Return `values` with MOST (65504 in float16) instead of NaN and of every magnitude above it, for the cache.
+    """Return `values` with NaN and every magnitude above MOST (float16: 65504) replaced by MOST.
 
-    Kernels multiply whole tiles, and the last rows of a tile may belong to another sequence. These rows have weight 0
-    and must add 0, so they must be finite. A NaN of a hidden state still shows in its key.
+    The cache holds only such numbers: kernels multiply whole tiles, and the last rows of a tile may belong to another
+    sequence. These rows have weight 0 and must add 0, so they must be finite. A NaN in a hidden state makes a huge key.
     """
     most: tl.constexpr = 65504.0 if values.dtype == tl.float16 else MOST
     wide = values.to(tl.float32)
@@ -76,7 +76,8 @@ def load_tile(
     """Load keys or values [TILE, DP] of a head, for TILE tokens from `start` on. Columns from D on are zero.
 
     GUARDED                       True: rows from token `end` on are zero
-    base                          pointer to the head in block 0;  ids  the result of `block_ids`
+    base                          pointer to the head in block 0
+    ids                           result of `block_ids`
     stride_block, stride_token    elements from block to block, from token to token
     """
     lanes, dims = tl.arange(0, TILE), tl.arange(0, DP)
@@ -103,7 +104,7 @@ def rescore(
     """Apply soft cap and mask to scores = q . k [M, TILE]. Return the scores, and the factor still to multiply them by.
 
     start   first token of the tile
-    scale   scale * log2(e); if CAPPED: scale / c, where c is the soft cap
+    scale   softmax scale * log2(e); if CAPPED: softmax scale / c, where c is the soft cap
     cap     if CAPPED: c * log2(e)
     MASKED  True: keys that a row does not see get -inf
     """
@@ -121,7 +122,10 @@ def rescore(
 
 @jit
 def accumulate(scores, scale, values, sums, top, weight, EXACT: tl.constexpr):
-    """Add a tile, with scores * scale [M, TILE] and values [TILE, DP], to the softmax. Return new sums, top, weight."""
+    """Add a tile, with scores * scale [M, TILE] and values [TILE, DP], to the running softmax. Return its new state.
+
+    sums, top, weight   the state: weighted sums of values [M, DP], maximum scores [M], sums of weights [M]
+    """
     above = tl.maximum(top, tl.max(scores, 1) * scale)
     weights = tl.exp2(scores * scale - above[:, None])
     decay = tl.exp2(top - above)
@@ -138,8 +142,10 @@ def attend(
 ):  # fmt: skip
     """Add tokens start .. end - 1 of a context to the running softmax of a KV head. Returns sums, top, weight.
 
+    sums, top, weight   state of the softmax, see `accumulate`
     q       [M, DP] queries
-    k, v    pointers to the head in block 0;  table  pointer to the sequence's row of the block table
+    k, v    pointers to the head in block 0
+    table   pointer to the sequence's row of the block table
     MASKED  False: (end - start) % TILE == 0 and every row sees all tokens
 
     Other arguments: see `load_tile`, `rescore` and the top of this file.

@@ -19,11 +19,13 @@ BUFFERS = 3  # the first call of a step has its own; the others take turns
 
 @dataclass(frozen=True)
 class Peers:
-    """Memory of all ranks as this rank sees it.
+    """Addresses, in this rank's address space, of the memory by which all ranks exchange data.
 
-    buffers   [ranks] int64: address of each rank's buffer, BUFFERS x `room` bytes
-    signals   [ranks] int64: address of each rank's signals, int32, 0 between two calls
-    rank      this rank;  room  bytes of a message, at most;  blocks  most programs of a call
+    buffers   [ranks] int64: address of each rank's buffer of BUFFERS x `room` bytes
+    signals   [ranks] int64: address of each rank's int32 signals, which are 0 between two calls
+    rank      number of this rank
+    room      largest size of a message in bytes
+    blocks    largest number of programs of a call
     """
 
     buffers: Tensor

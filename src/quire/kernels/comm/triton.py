@@ -62,10 +62,10 @@ def _sum_kernel(
 
 
 def sum_ranks(part: Tensor, residual: Tensor | None, peers: Peers, buffer: int) -> Tensor:
-    """Return residual + the sum of the parts of all ranks; it overwrites the residual, or the part without one.
+    """Return residual + the sum of `part` over all ranks. The result overwrites `residual`, or `part` if it is None.
 
-    part, residual   the same shape and type, contiguous; at most `Peers.room` bytes
-    buffer           number of the buffer of this call, see `quire.kernels.comm`
+    part, residual   the same shape and dtype, contiguous; at most `Peers.room` bytes
+    buffer           number of the buffer that this call uses; neighbouring calls need different ones
     Every rank calls this with the same shape and the same buffer.
     """
     count, out = part.numel(), part if residual is None else residual

@@ -31,7 +31,7 @@ def empty(num_experts: int, gate_up: Tensor | QuantizedMatrix, down: Tensor | Qu
 
 
 def put(packed: Packed, place: int, gate_up: Tensor | QuantizedMatrix, down: Tensor | QuantizedMatrix) -> None:
-    """Pack the weights of an expert into place number `place` of `packed`. See `quire.kernels.experts`."""
+    """Pack the weights of an expert into `packed` at the index `place`. See `quire.kernels.experts`."""
     if isinstance(packed, list):
         put_pair(packed[place], gate_up, down)
     else:
@@ -39,7 +39,7 @@ def put(packed: Packed, place: int, gate_up: Tensor | QuantizedMatrix, down: Ten
 
 
 def destination(packed: Packed) -> stacked.Packed:
-    """Return the weights of all experts (gate_up, down), which a loader fills. See `quire.kernels.experts`."""
+    """Return the memory of all experts' weights (gate_up, down) for a loader to fill. See `quire.kernels.experts`."""
     return packed[1]
 
 
@@ -53,9 +53,9 @@ def run(x: Tensor, weights: Tensor, ids: Tensor, packed: Packed, expert_map: Ten
 
 def run_each(x: Tensor, weights: Tensor, ids: Tensor, packed: Sequence[Any], expert_map: Tensor | None,
              residual: Tensor | None, expert: Callable[..., Tensor]) -> Tensor:
-    """Compute `run` with a function that computes one expert. Only experts that some token chose are computed.
+    """Compute `run`: call the function `expert` for each expert that some token chose.
 
-    packed   by place, the packed weights of an expert
+    packed   packed weights of each expert of this rank
     expert   function (rows [n, H], *weights of the expert) -> [n, H], without routing weights
     """
     places, order = placed(ids, expert_map).flatten().sort(stable=True)

@@ -19,12 +19,12 @@ def empty(num_experts: int, gate_up: Tensor, down: Tensor, device: torch.device)
 
 
 def put(packed: stacked.Packed, place: int, gate_up: Tensor, down: Tensor) -> None:
-    """Pack the weights of an expert into place number `place` of `packed`. See `quire.kernels.experts`."""
+    """Pack the weights of an expert into `packed` at the index `place`. See `quire.kernels.experts`."""
     stacked.put(packed, place, gate_up.mT, down.mT)
 
 
 def destination(packed: stacked.Packed) -> stacked.Packed:
-    """Return the weights of all experts (gate_up, down), which a loader fills. See `quire.kernels.experts`."""
+    """Return the memory of all experts' weights (gate_up, down) for a loader to fill. See `quire.kernels.experts`."""
     return packed[0].mT, packed[1].mT
 
 

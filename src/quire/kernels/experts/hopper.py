@@ -49,7 +49,10 @@ def run(x: Tensor, weights: Tensor, ids: Tensor, packed: Packed, expert_map: Ten
 
 def products(x: Tensor, packed: Packed, h: Tensor, parts: Tensor, order: Tensor, starts: Tensor, weights: Tensor,
              _cut: tuple[Tiles, Tiles]) -> None:
-    """Compute both products of all experts: x -> h -> parts. Arguments as in `triton.products`; `_cut` is not used."""
+    """Compute the expert MLPs of all pairs (token, chosen expert) in two products: x -> h -> parts.
+
+    Arguments as in `triton.products`; `_cut` is not used.
+    """
     experts, pairs = len(packed[0]), len(order)
     most = (pairs + min(experts, pairs) * (ROWS - 1)) // ROWS
     tiles = torch.empty(most * WORDS, dtype=torch.int32, device=x.device)

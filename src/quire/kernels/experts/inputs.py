@@ -56,7 +56,7 @@ def make(case: Case, dtype: torch.dtype, device: str = "cpu") -> tuple[Tensor, T
 def packed_by(kernel: ModuleType, gate_up: Tensor, down: Tensor) -> Any:
     """Pack gate_up [E, 2I, H] and down [E, H, I] with `kernel`, an implementation; return the packed weights.
 
-    Experts are put one by one, the last first.
+    Experts are packed one by one, the last first.
     """
     packed = kernel.empty(len(gate_up), gate_up[0], down[0], gate_up.device)
     for place in reversed(range(len(gate_up))):

@@ -18,7 +18,7 @@ def empty(num_experts: int, gate_up: Tensor, down: Tensor, device: torch.device)
 
 
 def put(packed: Packed, place: int, gate_up: Tensor, down: Tensor) -> None:
-    """Pack the weights of an expert into place number `place` of `packed`. See `quire.kernels.experts`."""
+    """Pack the weights of an expert into `packed` at the index `place`. See `quire.kernels.experts`."""
     for room, weight in zip(packed[place], (gate_up, down), strict=True):
         native.pack_into(room, weight)
 

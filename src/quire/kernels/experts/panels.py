@@ -19,7 +19,7 @@ def empty(num_experts: int, gate_up: Weight, down: Weight, device: torch.device)
 
 
 def put(packed: Packed, place: int, gate_up: Weight, down: Weight) -> None:
-    """Pack the weights of an expert into place number `place` of `packed`. See `quire.kernels.experts`."""
+    """Pack the weights of an expert into `packed` at the index `place`. See `quire.kernels.experts`."""
     first, second = packed[place]
     packed[place] = panels.pack_into(first, gate_up), panels.pack_into(second, down)
 

@@ -11,19 +11,19 @@ Pair = tuple[QuantizedMatrix, QuantizedMatrix]
 
 
 def empty_pairs(num_experts: int, gate_up: QuantizedMatrix, down: QuantizedMatrix, device: torch.device) -> list[Pair]:
-    """Return `num_experts` uninitialized pairs of matrices, shaped and quantized like `gate_up` and `down`."""
+    """Return uninitialized matrices (gate_up, down) of each expert, shaped and quantized like `gate_up` and `down`."""
     return [(empty(gate_up.scheme, gate_up.shape, device), empty(down.scheme, down.shape, device))
             for _ in range(num_experts)]  # fmt: skip
 
 
 def put_pair(room: Pair, gate_up: QuantizedMatrix, down: QuantizedMatrix) -> None:
-    """Copy the matrices of an expert to `room`, a pair of `empty_pairs`."""
+    """Copy the matrices of an expert into `room`, an element of the list that `empty_pairs` returned."""
     for target, source in zip(room, (gate_up, down), strict=True):
         for name, tensor in target.tensors.items():
             tensor.copy_(source.tensors[name], non_blocking=True)
 
 
 def run_pair(x: Tensor, gate_up: QuantizedMatrix, down: QuantizedMatrix) -> Tensor:
-    """Run rows x [n, H] through an expert; return [n, H] float32. The inputs of both products are quantized."""
+    """Run rows x [n, H] through an expert; return [n, H] float32. Activations are quantized by the scheme."""
     inner = silu_mul(quantized_ref.run_float(x, gate_up, None))
     return quantized_ref.run_float(inner, down, None)

@@ -26,7 +26,7 @@ def empty(num_experts: int, gate_up: Tensor | QuantizedMatrix, down: Tensor | Qu
 
 
 def put(packed: Packed, place: int, gate_up: Tensor | QuantizedMatrix, down: Tensor | QuantizedMatrix) -> None:
-    """Pack the weights of an expert into place number `place` of `packed`. See `quire.kernels.experts`."""
+    """Pack the weights of an expert into `packed` at the index `place`. See `quire.kernels.experts`."""
     if isinstance(packed, list):
         put_pair(packed[place], gate_up, down)
     else:
@@ -53,7 +53,7 @@ def _results(x: Tensor, packed: Packed) -> Iterator[Tensor]:
 
 
 def placed(ids: Tensor, expert_map: Tensor | None) -> Tensor:
-    """Return the places of the experts `ids` on this rank; -1 for an expert of another rank."""
+    """Map the expert numbers `ids` to indices of this rank's experts; -1 for an expert of another rank."""
     if expert_map is None:
         return ids
     return torch.where(ids < 0, -1, expert_map[ids.clamp(min=0)])

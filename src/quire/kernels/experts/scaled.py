@@ -31,9 +31,10 @@ BAND = 8  # tiles of pairs that run side by side through the same columns of wei
 
 @dataclass(frozen=True)
 class Stack:
-    """A quantized matrix of every expert, stacked.
+    """The 8-bit gate_up or down matrices of all experts, stacked.
 
-    values   [E, N, K] e4m3 or int8;  scales  float32 [E, N / block, K / 128], or [E, N] for channels (block 0)
+    values   [E, N, K] e4m3 or int8
+    scales   float32 [E, N / block, K / 128], or [E, N] for a scale per channel (block 0)
     rule     rule by which activations are quantized: GROUP, TOKEN or FIXED of `quire.kernels.quantize.triton`
     powers   True: scales of activations are powers of two
     fixed    [E] scale of each expert's activations, for the rule FIXED; None: scales are computed
@@ -57,10 +58,11 @@ Packed = tuple[Stack, Stack]
 
 @dataclass(frozen=True)
 class Tiles:
-    """The tiling of a product.
+    """The tiling of a product of the expert MLP.
 
-    rows     pairs (token, chosen expert) of a tile;  cols  outputs of a tile
-    stages   iterations in flight
+    rows     pairs (token, chosen expert) of a tile
+    cols     outputs of a tile
+    stages   iterations in flight (num_stages of Triton)
     """
 
     rows: int
@@ -87,7 +89,7 @@ def _empty(num_experts: int, one: QuantizedMatrix, device: torch.device) -> Stac
 
 
 def put(packed: Packed, place: int, gate_up: QuantizedMatrix, down: QuantizedMatrix) -> None:
-    """Pack the weights of an expert into place number `place` of `packed`. See `quire.kernels.experts`."""
+    """Pack the weights of an expert into `packed` at the index `place`. See `quire.kernels.experts`."""
     for stack, one in zip(packed, (gate_up, down), strict=True):
         stack.values[place].copy_(one.values, non_blocking=True)
         stack.scales[place].copy_(one.scale.view(stack.scales.shape[1:]), non_blocking=True)
@@ -97,7 +99,7 @@ def put(packed: Packed, place: int, gate_up: QuantizedMatrix, down: QuantizedMat
 
 
 def tiles(pairs: int, experts: int, gated: bool) -> Tiles:
-    """Return the tiling of the first product (`gated`) or of the second, by the mean number of pairs per expert."""
+    """Return the tiling of gate and up (`gated`) or of down, by the mean number of pairs (token, expert) per expert."""
     mean = pairs / experts
     if mean <= 8:
         return Tiles(16, 128, 4, 3 if gated else 4)
@@ -152,7 +154,10 @@ def _words(values: Tensor) -> Tensor:
 
 def many(x: Tensor, weights: Tensor, ids: Tensor, packed: Packed, expert_map: Tensor | None, residual: Tensor | None,
          y: Tensor, join: Callable[[], bool] | None = None, cut: tuple[Tiles, Tiles] | None = None) -> None:
-    """Compute `run` for many tokens and write the result to y. Pairs (token, chosen expert) are sorted by expert."""
+    """Compute `run` for many tokens and write the result to y. Pairs (token, chosen expert) are sorted by expert.
+
+    cut   tilings of the two products (gate and up; down); None: the number of pairs decides them
+    """
     (first, second), (tokens, k), pairs = packed, ids.shape, ids.numel()
     experts, hidden, inner = second.values.shape
     spread = experts if expert_map is None else len(expert_map)
@@ -170,17 +175,17 @@ def many(x: Tensor, weights: Tensor, ids: Tensor, packed: Packed, expert_map: Te
 
 
 def in_gluon(packed: Packed) -> bool:
-    """Return True if `scaled_hopper` can multiply these experts: FP8 weights in blocks of 128 x 128, on Hopper."""
+    """Return True if the kernels of `scaled_hopper` can run these experts: FP8 in blocks of 128 x 128, on Hopper."""
     fits = all(stack.block == stack.rule == GROUP and stack.values.shape[2] % GROUP == 0 for stack in packed)
     return fits and not triton_runtime.missing_hopper()
 
 
 def products(given: tuple[Tensor, Tensor | None], packed: Packed, order: Tensor, starts: Tensor, weights: Tensor,
              parts: Tensor, cut: tuple[Tiles, Tiles]) -> None:
-    """Compute both products of all pairs (token, chosen expert), and write them to `parts` [pairs, H], by pair.
+    """Compute the expert MLPs of all pairs (token, chosen expert) in two products, and write them to `parts`.
 
-    given   rows of x by token and their scales; scales None: x is not quantized
-    cut     tilings of the first and the second product
+    given   rows of x by token, and their scales; scales None: x is not quantized
+    cut     tilings of the first product (gate and up) and of the second (down)
 
     Other arguments as in `scaled_hopper.products`.
     """

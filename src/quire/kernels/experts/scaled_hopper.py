@@ -31,10 +31,10 @@ if hopper is not None:
 
 @dataclass(frozen=True)
 class Form:
-    """Launch parameters of a product.
+    """Launch parameters of a product of the expert MLP (gate and up, or down).
 
-    stages     iterations that the ring of buffers holds: 48 KiB each
-    band       tiles of pairs that run side by side through the same columns of weights
+    stages     iterations that the ring of buffers in shared memory holds: 48 KiB each
+    band       tiles of pairs (token, chosen expert) that run side by side through the same columns of weights
     computing, reading   registers per thread of the computing warps, and of the reading warps
     readers    number of reading warps
     """
@@ -52,14 +52,15 @@ DOWN = Form(computing=232, reading=40, readers=1)
 
 def products(x: tuple[Tensor, Tensor], packed: tuple[Stack, Stack], order: Tensor, starts: Tensor, weights: Tensor,
              parts: Tensor, forms: tuple[Form, Form] = (UP, DOWN)) -> None:
-    """Compute both products of all pairs (token, chosen expert), into `parts`.
+    """Compute the expert MLPs of all pairs (token, chosen expert) in two products, and write them to `parts`.
 
     x        e4m3 [R, H] by token, float32 [H / 128, R]: quantized activations and their scales
     packed   the stacked matrices gate_up and down
-    order    [pairs] int32: pairs sorted by expert;  starts  [experts + 1] int32: first entry of each expert in `order`
+    order    [pairs] int32: numbers of the pairs, sorted by expert; pair p belongs to token p // k
+    starts   [experts + 1] int32: first entry of each expert in `order`
     weights  [T, k] float32 routing weights
-    parts    [pairs, H], output: down times the routing weight, by pair
-    forms    launch parameters of both products
+    parts    [pairs, H], output in the order of pair numbers: down, times the routing weight
+    forms    launch parameters of the two products
     """
     first, second = packed
     tiles = make_tiles(starts, len(order))
@@ -70,10 +71,12 @@ def products(x: tuple[Tensor, Tensor], packed: tuple[Stack, Stack], order: Tenso
 
 
 def make_tiles(starts: Tensor, pairs: int) -> Tensor:
-    """Return the records of all tiles of pairs, int32 [most tiles * WORDS]. A kernel fills them on the device.
+    """Return the work list of both products, int32 [most tiles * WORDS]: a record for each tile of pairs.
+
+    A kernel fills the list on the device. The comment at WORDS in `quire.kernels.experts.hopper` describes a record.
 
     starts   [experts + 1] int32: first sorted pair of each expert
-    pairs    number of pairs of all experts. `quire.kernels.experts.hopper` describes a record
+    pairs    number of pairs (token, chosen expert) of all experts
     """
     experts = len(starts) - 1
     most = (pairs + min(experts, pairs) * (ROWS - 1)) // ROWS
@@ -84,10 +87,11 @@ def make_tiles(starts: Tensor, pairs: int) -> Tensor:
 
 def up(x: tuple[Tensor, Tensor], stack: Stack, order: Tensor, tiles: Tensor, h: Tensor, scales: Tensor, k: int,
        powers: bool, form: Form = UP) -> None:
-    """Compute silu(gate) * up of all pairs, quantized, in sorted order.
+    """Compute silu(gate) * up of all pairs (token, chosen expert) and quantize it; pairs are sorted by expert.
 
     h, scales   outputs: e4m3 [pairs, I], float32 [I / 128, pairs]
-    k           experts of a token;  powers  True: `scales` are powers of two
+    k           number of experts of a token
+    powers      True: `scales` are powers of two
 
     Other arguments as in `products` and `make_tiles`.
     """
@@ -96,7 +100,7 @@ def up(x: tuple[Tensor, Tensor], stack: Stack, order: Tensor, tiles: Tensor, h: 
 
 def down(h: tuple[Tensor, Tensor], stack: Stack, order: Tensor, tiles: Tensor, weights: Tensor, parts: Tensor,
          form: Form = DOWN) -> None:
-    """Compute the down projection of all pairs times the routing weight, into parts [pairs, H], by pair.
+    """Compute the down projection of all pairs (token, chosen expert), times the routing weight, into `parts`.
 
     h   quantized rows and their scales, which `up` wrote. Other arguments as in `products` and `make_tiles`
     """

@@ -16,11 +16,11 @@ def empty(num_experts: int, gate_up: Tensor, down: Tensor, device: torch.device)
 
 
 def put(packed: Packed, place: int, gate_up: Tensor, down: Tensor) -> None:
-    """Pack the weights of an expert into place number `place` of `packed`. See `quire.kernels.experts`."""
+    """Pack the weights of an expert into `packed` at the index `place`. See `quire.kernels.experts`."""
     packed[0][place].copy_(gate_up, non_blocking=True)
     packed[1][place].copy_(down, non_blocking=True)
 
 
 def destination(packed: Packed) -> Packed:
-    """Return the weights of all experts (gate_up, down), which a loader fills. See `quire.kernels.experts`."""
+    """Return the memory of all experts' weights (gate_up, down) for a loader to fill. See `quire.kernels.experts`."""
     return packed

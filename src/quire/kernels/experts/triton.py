@@ -39,11 +39,13 @@ BAND = 8  # tiles of pairs that run side by side through the same columns of wei
 
 @dataclass(frozen=True)
 class Tiles:
-    """The tiling of a product.
+    """The tiling of a product of the expert MLP.
 
-    rows     pairs (token, chosen expert) of a tile;  cols  outputs of a tile;  deep  inputs of an iteration
-    stages   iterations in flight
-    tall     True: the weights are the tall operand, so that pairs are padded to 8 only
+    rows     pairs (token, chosen expert) of a tile
+    cols     outputs of a tile
+    deep     inputs of an iteration
+    stages   iterations in flight (num_stages of Triton)
+    tall     True: tensor cores take the weights as the tall operand (M), so that pairs are padded to 8 only
     """
 
     rows: int
@@ -106,7 +108,11 @@ def few(x: Tensor, weights: Tensor, ids: Tensor, packed: Packed, expert_map: Ten
 def many(x: Tensor, weights: Tensor, ids: Tensor, packed: Packed, expert_map: Tensor | None, residual: Tensor | None,
          y: Tensor, cut: tuple[Tiles, Tiles] | None = None, join: Callable[[], bool] | None = None,
          multiply: Products | None = None) -> None:
-    """Compute `run` for many tokens and write the result to y. Pairs (token, chosen expert) are sorted by expert."""
+    """Compute `run` for many tokens and write the result to y. Pairs (token, chosen expert) are sorted by expert.
+
+    cut        tilings of the two products (gate and up; down); None: `tiles` chooses them
+    multiply   function that computes the two products; None: `products`
+    """
     (tokens, k), (experts, hidden, inner), pairs, in_pdl = ids.shape, packed[1].shape, ids.numel(), pdl.in_use()
     order, starts = _sort(ids, expert_map, experts)
     h, parts = x.new_empty(pairs, inner), x.new_empty(pairs, hidden)
@@ -120,11 +126,12 @@ def many(x: Tensor, weights: Tensor, ids: Tensor, packed: Packed, expert_map: Te
 
 def products(x: Tensor, packed: Packed, h: Tensor, parts: Tensor, order: Tensor, starts: Tensor, weights: Tensor,
              cut: tuple[Tiles, Tiles]) -> None:
-    """Compute the two products of all pairs (token, chosen expert): x [T, H] -> h -> parts. Both are written.
+    """Compute the expert MLPs of all pairs (token, chosen expert) in two products: x [T, H] -> h -> parts.
 
-    h        [pairs, I]: silu(gate) * up, in sorted order
-    parts    [pairs, H]: down times the routing weight, by pair
-    order    [pairs] int32: pairs sorted by expert;  starts  [experts + 1] int32: first entry of each expert in `order`
+    h        [pairs, I], output in the order of `order`: silu(gate) * up
+    parts    [pairs, H], output in the order of pair numbers: down, times the routing weight
+    order    [pairs] int32: numbers of the pairs, sorted by expert; pair p belongs to token p // k
+    starts   [experts + 1] int32: first entry of each expert in `order`
     """
     _product(x, packed[0], h, order, starts, weights.shape[1], None, cut[0])
     _product(h, packed[1], parts, order, starts, weights.shape[1], weights, cut[1])

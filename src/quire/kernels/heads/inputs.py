@@ -37,7 +37,7 @@ CASES = (
 def make(case: Case, dtype: torch.dtype, seed: int = 0) -> tuple[Tensor, Tensor | None, Tensor, Tensor, KVView, Tensor]:
     """Return the arguments of `prepare`: qkv (a view of wider rows), norm, cos, signed sin, KV cache, slots.
 
-    The cache is full of NaN and lies in wider pages. The slots are in random order.
+    The cache is full of NaN, and a strided view of a larger tensor. The slots are in random order.
     """
     generator = torch.Generator().manual_seed(seed)
     (num_heads, kv_heads), dim, size = case.heads, case.dim, case.block_size

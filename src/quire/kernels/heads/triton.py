@@ -28,8 +28,9 @@ def prepare(
     kv_heads, block_size = k.shape[1], k.shape[2]
     num_heads = heads - 2 * kv_heads
     if qkv.stride()[1:] != (dim, 1) or k.stride()[2:] != (dim, 1) or v.stride() != k.stride():
-        raise ValueError(f"heads: heads must be contiguous in qkv and cache, and the strides of K and V equal; the "
-                         f"strides are {qkv.stride()}, {k.stride()}, {v.stride()}")
+        raise ValueError(f"heads: qkv must be contiguous inside a token, the cache inside a head of a block, and K and "
+                         f"V must have the same strides; the strides of qkv, K and V are {qkv.stride()}, "
+                         f"{k.stride()}, {v.stride()}")
     q = qkv.new_empty(tokens, num_heads, dim)
     rows = tokens * heads
     if not rows:
@@ -46,7 +47,7 @@ def prepare(
 
 
 def row_block(rows: int, half: int) -> tuple[int, int]:
-    """Return (rows of a program, warps of a program), for `rows` rows in all; a row is a head of a token.
+    """Return the number of rows and of warps of a program, for `rows` rows in all. A row is a head of a token.
 
     Few rows: 1 warp, and 8 numbers of each half of a head per thread. Many rows: 4 warps and 16 numbers.
 

@@ -30,7 +30,7 @@ from quire.kernels.attention import AttentionMeta, Prompt, as_list
 
 @dataclass(frozen=True)
 class LatentView:
-    """The latent cache of a layer: strided views of the arena. The stride of blocks is a page, the rest is contiguous.
+    """The MLA cache of a layer: strided views of the KV cache tensor. Each block of a view is contiguous.
 
     latent   [num_blocks, 1, block_size, L] normalized latents
     rope     [num_blocks, 1, block_size, R] rotated keys
@@ -48,7 +48,10 @@ class LatentView:
 
 
 def sequences(meta: AttentionMeta) -> tuple[Prompt, ...]:
-    """Return a `Prompt` for every sequence of a step that has rows. Lengths on a GPU make the host wait for the GPU."""
+    """Return (first row, end of the rows, sequence, tokens of context before them) for every sequence with query rows.
+
+    If `meta` has its lengths on a GPU, the host waits for the GPU.
+    """
     starts, lengths = as_list(meta.query_start), as_list(meta.seq_lens)
     spans = zip(starts, starts[1:], range(len(lengths)), strict=False)
     return tuple((first, last, s, lengths[s] - last + first) for first, last, s in spans if first < last)

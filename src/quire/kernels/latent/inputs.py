@@ -14,12 +14,12 @@ from quire.kernels.latent import LatentView, sequences
 
 
 def steps(*cases: Case, latent: int = 24, rope: int = 8) -> tuple[Case, ...]:
-    """Return the attention `cases` changed for a latent cache: one KV head of latent + rope elements."""
+    """Return the attention test `cases`, changed for an MLA cache: one KV head of latent + rope elements."""
     return tuple(replace(case, heads=(case.heads[0], 1), head_dim=latent + rope) for case in cases)
 
 
 def make(case: Case, rope: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, LatentView, AttentionMeta]:
-    """Return random q_latent [T, H, L], q_rope [T, H, R] (strided), a cache inside wider pages, and a step's metadata.
+    """Return random q_latent [T, H, L], q_rope [T, H, R] (strided), a strided MLA cache, and a step's metadata.
 
     Every slot that a kernel must not read holds NaN. `meta.prompts` has every sequence that has rows.
     """

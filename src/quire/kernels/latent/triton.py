@@ -54,8 +54,8 @@ def prepare(
     latent, rope = cache.latent, cache.rope
     dim, turned = latent.shape[3], rope.shape[3]
     if q.stride()[1:] != (width, 1) or kv.stride(1) != 1 or latent.stride()[2:] != (dim, 1) or rope.stride(3) != 1:
-        raise ValueError(f"latent: q, kv and cache must be contiguous inside a token; the strides are {q.stride()}, "
-                         f"{kv.stride()}, {latent.stride()}")
+        raise ValueError(f"latent: q, kv and the cache must be contiguous inside a token; the strides of q, kv, latent "
+                         f"and rope are {q.stride()}, {kv.stride()}, {latent.stride()}, {rope.stride()}")
     if tokens:
         in_pdl = pdl.in_use()
         inverse = 1.0 / cache.scale if is_coded(latent) else None
@@ -181,9 +181,10 @@ def absorbed(q_latent: Tensor, q_rope: Tensor, cache: LatentView, meta: Attentio
 
 
 def configure(q: Tensor, cache: LatentView, meta: AttentionMeta) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
-    """Choose the tiling of `absorbed`. Return the number of heads of a program, and two tilings (lanes, *CUTS[...]).
+    """Choose the tilings of `absorbed`. Return the number of heads of a program, and two tilings.
 
-    The first tiling is for sequences of few rows (decodes), the second for sequences of many rows.
+    A tiling is (lanes of a program, keys of an iteration, warps, stages, programs of a multiprocessor); a lane is a
+    pair (row, head). The first is for sequences of few rows (decodes), the second for sequences of many rows.
     """
     room = shared_memory() // (4 * _power(q.shape[2]))  # a program's sums pass through shared memory at its end
     limit, most = max(1, meta.decode_len), min(128 // q.element_size(), 1 << room.bit_length() - 1)  # lanes
@@ -225,7 +226,7 @@ def expanded(q: Tensor, kv_up: Tensor, cache: LatentView, meta: AttentionMeta, s
 
 
 def most(kv_up: Tensor) -> int:
-    """Return the largest number of tokens of a workspace (expanded keys and values), a multiple of STEP."""
+    """Return the largest number of tokens whose keys and values `expanded` makes at a time, a multiple of STEP."""
     return max(STEP, WORKSPACE // (kv_up.shape[0] * kv_up.shape[1] * kv_up.element_size()) // STEP * STEP)
 
 

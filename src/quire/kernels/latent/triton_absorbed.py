@@ -34,21 +34,22 @@ def absorbed_kernel(
 
     Each program computes one group of heads. Grid (records * HEADS,).
 
-    q_latent                   [T, H, L]; stride_latent  elements from row to row, also of out
-    q_rope                     [T, H, R]; stride_rope, stride_rope_head  elements from row to row, from head to head
+    q_latent, q_rope           queries [T, H, L] and [T, H, R]
     out                        [T, H, L], output for sequences with one part
+    stride_latent, stride_rope, stride_table   elements from row to row of q_latent and out, of q_rope, of table
+    stride_rope_head           elements from head to head of q_rope
     latent, rope               cache [blocks, 1, SIZE, L] and [blocks, 1, SIZE, R]
-    latent_block, rope_block   elements from block to block
-    table                      [slots or sequences, blocks] int32; stride_table  elements from row to row
-    records, WORDS             `Plan.items` if DECODES, else `Plan.tiles`; words of a record
+    latent_block, rope_block   elements from block to block of latent, of rope
+    table                      block tables [slots or sequences, blocks] int32
+    records, WORDS             `Plan.items` if DECODES, else `Plan.tiles`; number of words of a record
     sums_at, stats_at          `Plan.sums`, `Plan.stats`, outputs for sequences with several parts
-    scale, EXACT               scale * log2(e); precision of float32 products
+    scale, EXACT               softmax scale * log2(e); precision of float32 products
     v_scale                    scale of the codes of an 8-bit cache, else None
-    SIZE, TILE                 tokens of a block; of a tile of keys
+    SIZE, TILE                 tokens of a block; tokens of a tile of keys
     L, LP, R, RP               widths of latent and rotated key, each also padded to a power of two
-    HEADS, GROUP               groups of heads; heads of a group (of a program)
-    ROWS, M                    lanes of a sequence: GROUP times its most rows; lanes of a program
-    SHARED                     the step has shared prefixes, whose parts `shared_kernel` has written
+    HEADS, GROUP               number of groups of heads; heads of a group (of a program)
+    ROWS, M                    lanes of a sequence, GROUP times its largest number of rows; lanes of a program
+    SHARED                     True: the step has shared prefixes, whose parts `shared_kernel` has written
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -91,7 +92,8 @@ def attend_latents(
 
     Returns weighted sums of latents [M, LP], maxima [M] (base 2) and sums of weights [M].
 
-    positions   [M] position of each row;  live  [M] False for padding
+    positions   [M] position of each row
+    live        [M] False for padding
     table       pointer to the sequence's row of the block table
     MASKED      False: (end - start) % TILE == 0 and every row sees all tokens
 
@@ -127,11 +129,11 @@ def merge_kernel(
 
     The grid has any size: programs divide the work, which is num_seqs * HEADS * ceil(ROWS / LANES) pieces.
 
-    out                 [T, H, L], output; stride_out  elements from row to row
-    items, WORDS        `Plan.items`; words of an item
+    out, stride_out     [T, H, L], output; elements from row to row of out
+    items, WORDS        `Plan.items`; number of words of an item
     sums_at, stats_at   `Plan.sums`, `Plan.stats`
-    LANES, ROWS         lanes of a piece; of a sequence
-    PARTS               at least the parts of a sequence
+    LANES, ROWS         lanes (pairs of row and head) of a piece; lanes of a sequence
+    PARTS               upper bound of the parts of a sequence
     L .. GROUP, SHARED  as in `absorbed_kernel`
     """
     if PDL:

@@ -30,13 +30,13 @@ Piece = tuple[Tensor, Tensor, Tensor]  # tiles; block and offset in the cache of
 def cut_prompts(meta: AttentionMeta, block_size: int, rows: int, most: int) -> list[Piece]:
     """Cut the contexts of the step's prompts into pieces of at most `most` >= STEP tokens, and their rows into tiles.
 
-    Returns for each piece (tiles, blocks, offsets). `meta.plans` keeps the result for other layers. It takes one copy
-    to the device, and the host does not wait.
+    Returns for each piece (tiles, blocks, offsets). `meta.plans` keeps the result for other layers. One copy brings it
+    to the device; the host does not wait for the copy. A workspace holds the expanded keys and values of a piece.
 
     rows              rows of a tile
     tiles             [m, TILE_WORDS] int32, the longest first, words: 0 first row, 1 rows, 2 position of the first row,
-                      3 begin of its sequence's tokens in the workspace, 4 first of these tokens in the sequence,
-                      5 number of these tokens, 6 number of tiles
+                      3 index in the workspace of its sequence's first token there, 4 position of that token,
+                      5 number of its sequence's tokens there, 6 number of tiles
     blocks, offsets   [n] int64: block and offset in the cache of each token of the workspace
     """
     known = meta.plans.get((block_size, rows, most))
@@ -79,7 +79,7 @@ def cut_prompts(meta: AttentionMeta, block_size: int, rows: int, most: int) -> l
 def workspace(kv_up: Tensor, cache: LatentView, blocks: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
     """Return the expanded keys and values [n, H (P + V)] of n tokens of the cache, and their rotated keys [n, R].
 
-    blocks, offsets   [n] int64: place of each token in the cache
+    blocks, offsets   [n] int64: block of each token in the cache, and its offset in the block
     """
     latents, ropes = (_gather(side, blocks, offsets) for side in (cache.latent, cache.rope))
     if is_coded(cache.latent):
@@ -111,11 +111,12 @@ def expanded_kernel(
 ):  # fmt: skip
     """Compute attention of a tile of rows over a piece of the context; merge it into `out`. Grid (tiles, HEADS).
 
-    q                   [T, HEADS, P + R]; stride_q, stride_head  elements from row to row, from head to head
+    q                   [T, HEADS, P + R]
+    stride_q, stride_out, stride_head   elements from row to row of q, of out; from head to head of q
     made, ropes         workspace [n, HEADS, P + V] (unrotated keys, then values) and [n, R]
     out, lse            [T, HEADS, V] and [T, HEADS] float32 (base 2): state after earlier pieces, and output
-    tiles               [m, WORDS] int32, see `cut_prompts`;  stride_out  elements from row to row of out
-    scale, EXACT        scale * log2(e); precision of float32 products
+    tiles               [m, WORDS] int32, see `cut_prompts`
+    scale, EXACT        softmax scale * log2(e); precision of float32 products
     P, R, V, PP, RP, VP widths, see `quire.kernels.latent`; padded to powers of two
     M, TILE             rows of a tile; keys of an iteration
     """

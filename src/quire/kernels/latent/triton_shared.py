@@ -22,28 +22,28 @@ def shared_kernel(
 ):  # fmt: skip
     """Compute attention of a tile of M lanes over a part of a shared prefix. Grid (tiles, HEADS, prefix_parts).
 
-    A lane is a pair (row, query head) of a sequence of the group.
+    A group is a set of sequences with a common prefix. A lane is a pair (row, query head) of a sequence of the group.
+    Sequences with numbers >= num_seqs in `members` are skipped: `expanded` computes them.
 
-    A member >= num_seqs is skipped: `expanded` computes that sequence.
-
-    q_latent                   [T, H, L] contiguous in a row; stride_latent  elements from row to row
-    q_rope                     [T, H, R]; stride_rope, stride_rope_head  elements from row to row, from head to head
+    q_latent, q_rope           queries [T, H, L], contiguous in a row, and [T, H, R]
+    stride_latent, stride_rope, stride_table   elements from row to row of q_latent, of q_rope, of table
+    stride_rope_head           elements from head to head of q_rope
     latent, rope               cache [blocks, 1, SIZE, L] and [blocks, 1, SIZE, R]
-    latent_block, rope_block   elements from block to block
-    table                      [slots or sequences, blocks] int32; stride_table  elements from row to row
+    latent_block, rope_block   elements from block to block of latent, of rope
+    table                      block tables [slots or sequences, blocks] int32
     table_rows                 [S] int32 row of `table` of each sequence; None: row s belongs to sequence s
     query_start, seq_lens      [S + 1] and [S] int32, of `AttentionMeta`
     starts, members, blocks    int32, of `SharedBlocks`: [num_groups + 1], [members], [S]
     sums_at, stats_at          `Plan.sums`, `Plan.stats`, outputs
-    num_groups, num_seqs       groups of sequences with a common prefix; sequences S
-    num_items                  items of the plan: part num_items is the first of a prefix
-    prefix_parts               parts of a shared prefix
-    scale, EXACT               scale * log2(e); precision of float32 products
+    num_groups, num_seqs       number of groups; number of sequences S
+    num_items                  number of items of the plan; the parts of prefixes follow them in sums_at and stats_at
+    prefix_parts               number of parts of a shared prefix
+    scale, EXACT               softmax scale * log2(e); precision of float32 products
     v_scale                    scale of the codes of an 8-bit cache, else None
-    SIZE, TILE                 tokens of a block; of a tile of keys
+    SIZE, TILE                 tokens of a block; tokens of a tile of keys
     L, LP, R, RP               widths of latent and rotated key, each also padded to a power of two
-    HEADS, GROUP               groups of heads; heads of a group (of a program)
-    ROWS, M                    lanes of a sequence: GROUP times its most rows; lanes of a tile
+    HEADS, GROUP               number of groups of heads; heads of a group (of a program)
+    ROWS, M                    lanes of a sequence, GROUP times its largest number of rows; lanes of a tile
     WIDTH                      power of two >= num_groups
     """
     if PDL:

@@ -17,9 +17,9 @@ HEAD = 65536  # from so many outputs on gemv.py multiplies up to MOST_ROWS rows
 
 
 def few(rows: int, weight: Tensor) -> bool:
-    """Return True if x has few enough rows for the kernels of gemv.py, and the weight suits them.
+    """Return True if gemv.py, not cuBLAS, multiplies x of `rows` rows with `weight`.
 
-    The weight needs a 2-byte dtype and rows aligned to 16 bytes.
+    gemv.py takes few rows only, and a weight of a 2-byte dtype whose rows are aligned to 16 bytes.
     """
     if weight.dtype == torch.float32 or weight.shape[1] % 8 or not rows or weight.is_cuda and missing():
         return False
@@ -27,7 +27,7 @@ def few(rows: int, weight: Tensor) -> bool:
 
 
 def pack(weight: Tensor) -> Tensor:
-    """Return the weight itself. Side effect on PyTorch: cuBLAS then adds the parts of a split sum in float32."""
+    """Return the weight itself. Also set two options of PyTorch, so that cuBLAS adds split-K sums in float32."""
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
     return weight.contiguous()

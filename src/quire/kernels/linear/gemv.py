@@ -30,9 +30,10 @@ MOST_ROWS = 64
 class Tiles:
     """The tiling of a program.
 
-    block_n   outputs of a program;  block_k  inputs of an iteration;  warps  warps of a program
-    stages    iterations in flight (_some_kernel only)
-    split     parts into which the warps divide the inputs (_some_kernel only)
+    block_n   outputs of a program
+    block_k   inputs of an iteration
+    stages    iterations in flight (num_stages of Triton), for more than MOST_FEW (4) rows only
+    split     parts of the inputs, which different warps multiply, for more than MOST_FEW rows only
     """
 
     block_n: int
@@ -48,7 +49,7 @@ def bucket(rows: int) -> int:
 
 
 def tiles(rows: int, n: int, k: int, gated: bool) -> Tiles:
-    """Return the tiling for x of `rows` rows and a weight of n outputs and k inputs. gated: n of gate and n of up.
+    """Return the tiling for x of `rows` rows and a weight of n outputs and k inputs. gated: n each of gate and up.
 
     The rules give the best of fifteen tilings, measured on an H200 for the products of Qwen3 0.6B and 8B (docs/log.md).
     """
@@ -269,7 +270,8 @@ def _some_kernel(
 def prefetch(weight, col, n, K: tl.constexpr, BLOCK_N: tl.constexpr, AHEAD: tl.constexpr):
     """Prefetch the first AHEAD inputs of rows `col` of the weight into the L2 cache, in lines of 64 numbers of 2 bytes.
 
-    weight   [n, K] contiguous;  col  [.] rows (outputs), clamped to n - 1
+    weight   [n, K] contiguous
+    col      [.] numbers of rows (outputs), clamped to n - 1
     """
     LINES: tl.constexpr = AHEAD // 64
     line = tl.arange(0, LINES)[None, :] * 64

@@ -59,15 +59,16 @@ def run_add(x: Tensor, packed: Packed, bias: Tensor | None, residual: Tensor) ->
 def run_gated(x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:
     """Return silu(gate) * up, where (gate, up) = x @ weight.T + bias. See `quire.kernels.linear`."""
     if not packed.gated:
-        raise ValueError("native linear: the weight is of `pack`: call run, or pack it with pack_gated")
+        raise ValueError("native linear: the weight was packed by `pack`: call run, or pack it with `pack_gated`")
     return _run(x, packed, bias, x.new_empty(x.shape[0], packed.cols // 2), OUT_GATED)
 
 
 def rows(packed: Packed, ids: Tensor) -> Tensor:
     """Return the rows `ids` of a packed weight (an embedding look-up). See `quire.kernels.linear`."""
     if packed.gated or ids.dtype != torch.int64 or ids.dim() != 1 or not ids.is_cpu:
-        raise ValueError(f"native linear: rows need ids [n] int64 on the CPU and a weight not packed for run_gated; "
-                         f"ids are {ids.dtype} {tuple(ids.shape)} on {ids.device}, gated: {packed.gated}")
+        raise ValueError(f"native linear: `rows` needs ids [n] int64 on the CPU and a weight packed by `pack`; ids are "
+                         f"{ids.dtype} {tuple(ids.shape)} on {ids.device}, and the weight is packed by "
+                         f"{'`pack_gated`' if packed.gated else '`pack`'}")
     ids = ids.contiguous()
     y = packed.data.new_empty(ids.shape[0], packed.inner)
     loaded().quire_rows_bf16(
@@ -118,7 +119,7 @@ def _run(
         raise ValueError(f"native linear: x must be bfloat16 [rows, {packed.inner}] on the CPU; it is {x.dtype} "
                          f"{tuple(x.shape)} on {x.device}")
     if packed.gated != (out == OUT_GATED):
-        raise ValueError("native linear: the weight is of `pack_gated`: call run_gated, or pack it with pack")
+        raise ValueError("native linear: the weight was packed by `pack_gated`: call run_gated, or pack it with `pack`")
     if bias is not None and not _fits(bias, (packed.cols,)):
         raise ValueError(f"native linear: the bias must be {packed.cols} numbers of x's dtype on the CPU; it is "
                          f"{bias.dtype} {tuple(bias.shape)}")

@@ -29,9 +29,9 @@ TYPES = (torch.float32, torch.bfloat16)  # of activations
 
 @dataclass(frozen=True)
 class Quantized:
-    """Scales and other numbers of a quantized weight, beside its values.
+    """Scales, zero points and other numbers of a packed quantized weight, without its values.
 
-    scale         scales in the order of panels: float16 if that is exact, else float32
+    scale         scales in the order of the packed values (panels.c): float16 if that is exact, else float32
     zero          zero points, int8, minus the middle of the values' range; None: no zero points
     order         number of the input that each column of the weight multiplies; None: column k, input k
     input_scale   scale of all activations, if the checkpoint has it
@@ -49,17 +49,17 @@ class Quantized:
 
     @property
     def rule(self) -> int:
-        """Number of the rule by which activations are quantized, as quire_linear_rows of panels.c takes it."""
+        """Number of the rule by which activations are quantized: argument of quire_linear_rows in panels.c."""
         return POWERS if self.scheme.ue8m0 else INPUTS[self.scheme.inputs]
 
 
 @dataclass(frozen=True)
 class Packed:
-    """A weight of `cols` outputs and `inner` inputs, packed in panels of outputs, in its stored type.
+    """A weight of `cols` outputs and `inner` inputs in its stored dtype, packed in the order that panels.c reads.
 
-    dtype    type of the weight; None: quantized
+    dtype    dtype of the weight; None: quantized
     gated    True: packed for `run_gated`; half of the outputs belong to gate, half to up
-    padded   number of inputs with padding, which fills the last step or group
+    padded   number of inputs, rounded up to whole groups (inputs that share a scale), or to a multiple of STEP (4)
     """
 
     data: Tensor
@@ -72,11 +72,11 @@ class Packed:
 
     @property
     def kind(self) -> int:
-        """Number of the type of the stored values, as panels.c takes it."""
+        """Number of the dtype of the stored values, one of `kinds` in panels.c."""
         return QUANTIZED[self.quantized.scheme.values] if self.quantized else KINDS[self.dtype]  # type: ignore[index]
 
     def kind_for(self, x: Tensor) -> int:
-        """The kind of values in a product with `x`."""
+        """Return `kind`, or PAIRED if weight and x are bfloat16 and the CPU multiplies pairs of bfloat16."""
         paired = self.dtype == x.dtype == torch.bfloat16 and loaded().quire_pairs()
         return PAIRED if paired else self.kind
 
@@ -127,9 +127,9 @@ def rows(packed: Packed, ids: Tensor) -> Tensor:
     See `quire.kernels.linear`. Rows are float32, the type of the arithmetic.
     """
     if packed.gated or packed.quantized or ids.dtype != torch.int64 or ids.dim() != 1 or not ids.is_cpu:
-        raise ValueError(f"panels linear: rows need ids [n] int64 on the CPU and an unquantized weight of `pack`; ids "
-                         f"are {ids.dtype} {tuple(ids.shape)} on {ids.device}, and the weight is "
-                         f"{'quantized' if packed.quantized else 'of `pack_gated`' if packed.gated else 'of `pack`'}")
+        raise ValueError(f"panels linear: `rows` needs ids [n] int64 on the CPU and an unquantized weight packed by "
+                         f"`pack`; ids are {ids.dtype} {tuple(ids.shape)} on {ids.device}, and the weight is "
+                         + ("quantized" if packed.quantized else f"packed by `pack{'_gated' * packed.gated}`"))
     ids = ids.contiguous()
     y = torch.empty((ids.shape[0], packed.inner), dtype=torch.float32)
     loaded().quire_linear_unpack_rows(
@@ -151,7 +151,8 @@ def empty(count: int, weight: Weight, gated: bool) -> list[Packed]:
     unit = max(STEP, quantized.block[1]) if quantized else STEP
     padded = -(-inner // unit) * unit
     if unit % STEP:
-        raise ValueError(f"panels linear: groups must be a multiple of {STEP} inputs; they are of {unit}")
+        raise ValueError(f"panels linear: the number of inputs that share a scale must be a multiple of {STEP}; it is "
+                         f"{unit}")
     size = panels * width * padded
     if isinstance(weight, Tensor):
         data, dtype = memory.empty((count, size), weight.dtype), weight.dtype
@@ -217,8 +218,9 @@ def _run(x: Tensor, packed: Packed, bias: Tensor | None, out: int, residual: Ten
         raise ValueError(f"panels linear: x must be float32 or bfloat16 [rows, {packed.inner}] on the CPU; it is "
                          f"{x.dtype} {tuple(x.shape)} on {x.device}")
     if packed.gated != (out == GATED):
-        raise ValueError("panels linear: the weight is of "
-                         f"{'`pack_gated`: call run_gated' if packed.gated else '`pack`: call run'}")
+        raise ValueError("panels linear: the weight was packed by " + (
+            "`pack_gated`: call run_gated, or pack it with `pack`" if packed.gated else
+            "`pack`: call run, or pack it with `pack_gated`"))
     if bias is not None and not _fits(bias, x.dtype, (packed.cols,)):
         raise ValueError(f"panels linear: the bias must be {packed.cols} numbers of x's dtype on the CPU; it is "
                          f"{bias.dtype} {tuple(bias.shape)}")

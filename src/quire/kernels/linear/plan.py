@@ -14,7 +14,7 @@ NOT_LINEAR = ".kv_up"  # the kernels of latent attention run the projection of l
 
 
 class RowRange(msgspec.Struct, frozen=True):
-    """An implementation of `quire.kernels.linear`, for inputs of up to `most` rows (None: of any number)."""
+    """The name of an implementation of `quire.kernels.linear`, for inputs of up to `most` rows (None: any number)."""
 
     most: int | None
     kernel: str
@@ -69,7 +69,7 @@ def plan_linears(params: Iterable[Param], choices: Iterable[Choice], *, exact: b
 
 
 def is_linear(param: Param) -> bool:
-    """Return True for a matrix that `quire.kernels.linear` multiplies: not of experts, nor of latent attention."""
+    """Return True for a matrix that `quire.kernels.linear` multiplies; False for experts and for kv_up of MLA."""
     return len(param.shape) == 2 and param.name.endswith(".weight") and not param.module.endswith(NOT_LINEAR)
 
 

@@ -34,7 +34,7 @@ def run_float(x: Tensor, packed: QuantizedMatrix, bias: Tensor | None) -> Tensor
 
 
 def rounded(x: Tensor, matrix: QuantizedMatrix) -> Tensor:
-    """Return x as a product with `matrix` reads it: quantized by the matrix's scheme, times the scale, in float32."""
+    """Return x in float32; quantized and dequantized first, if the scheme of `matrix` quantizes activations."""
     scheme, given = matrix.scheme, matrix.input_scale
     if not scheme.inputs:
         return x.float()

@@ -33,12 +33,13 @@ class Scaled:
     """A packed 8-bit weight.
 
     values     [N, K] e4m3 or int8
-    scales     float32 [ceil(N / block), K / 128] (FP8 in blocks; block 128 or 1), or [N] (channels; block 0)
+    scales     float32: [ceil(N / block), K / 128] for FP8 in blocks; [N] for a scale per channel (block 0)
+    block      outputs that share a scale: 128 or 1; 0: a scale per channel
     wide       the scales in cuBLASLt's layout
     rule       rule by which activations are quantized: GROUP, TOKEN or FIXED of `quire.kernels.quantize.triton`
     powers     True: scales of activations are powers of two
     fixed      scale of all activations, one number, for the rule FIXED; None: scales are computed
-    counters   int32 zeros that the kernels use, see `scaled_some.product`
+    counters   int32 zeros, scratch memory of `scaled_some.product`
     """
 
     values: Tensor

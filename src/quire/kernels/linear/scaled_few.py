@@ -24,8 +24,9 @@ MOST_FEW = 4  # rows
 class Walk:
     """The tiling of a product.
 
-    block_n    outputs that a program computes at a time;  block_k  inputs of a chunk
-    programs   programs of a multiprocessor
+    block_n    outputs that a program computes at a time
+    block_k    inputs that a program multiplies at a time
+    programs   programs per multiprocessor
     """
 
     block_n: int
@@ -50,7 +51,8 @@ def product(
 ) -> Tensor:  # fmt: skip
     """Multiply x [T, K] of at most MOST_FEW rows with weight [N, K] into y [T, N]; returns y.
 
-    weight         8-bit numbers;  scales  [ceil(N / block), K / 128] float32, or [N] if block is 0
+    weight         8-bit numbers
+    scales         float32 scales of the weight: [ceil(N / block), K / 128], or [N] if block is 0
     rule, powers   rule by which x is quantized, as in `quire.kernels.quantize.triton.quantize`
     most           largest magnitude of the 8-bit type: 448 or 127
     given          the scale of x for the rule FIXED

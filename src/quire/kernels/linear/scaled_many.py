@@ -18,10 +18,11 @@ def product(
     q: Tensor, x_scales: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None, y: Tensor, *,
     residual: Tensor | None = None, gated: bool = False,
 ) -> Tensor:  # fmt: skip
-    """Multiply T rows of q [R, K] int8 with weight [N, K] int8 into y [T, N]; returns y.
+    """Multiply the first T rows of q [R, K] int8 with weight [N, K] int8 into y [T, N]; returns y.
 
     x_scales   scales of the rows of q: [1, R], or one number for all
-    scales     [N] float32 scales of the outputs;  residual, gated  as in `gemv.product`
+    scales     [N] float32 scales of the rows of the weight
+    residual, gated   as in `gemv.product`
     """
     rows, n, k = y.shape[0], weight.shape[0] >> gated, weight.shape[1]
     high, cols, warps, stages = (64, 128, 4, 4) if rows <= 256 else (128, 128 if gated else 256, 8, 3 if gated else 4)

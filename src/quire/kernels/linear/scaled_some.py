@@ -24,8 +24,8 @@ class Tiles:
     """The tiling of a program.
 
     rows     rows of x, padded to a power of two: 16 to 64 (Triton takes Hopper's FP8 products from 16 on)
-    cols     outputs
-    stages   iterations in flight
+    cols     outputs of a program
+    stages   iterations in flight (num_stages of Triton)
     split    equal parts of K, which programs multiply side by side; the last program to end adds up the sums in order
     """
 
@@ -51,10 +51,11 @@ def product(
     q: Tensor, x_scales: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None, y: Tensor, *, counters: Tensor,
     block: int = 0, residual: Tensor | None = None, gated: bool = False, tiles: Tiles | None = None,
 ) -> Tensor:  # fmt: skip
-    """Multiply T rows of q [R, K], at most MOST_ROWS, with weight [N, K] into y [T, N]; returns y.
+    """Multiply the first T rows of q [R, K], at most MOST_ROWS (64), with weight [N, K] into y [T, N]; returns y.
 
     q, x_scales    results of `quire.kernels.quantize.triton.quantize`: scales [K / 128, R], [1, R] or one number
-    weight         8-bit numbers of q's type;  scales  [ceil(N / block), K / 128] float32, or [N] if block is 0
+    weight         8-bit numbers of q's dtype
+    scales         float32 scales of the weight: [ceil(N / block), K / 128], or [N] if block is 0
     counters       [ceil(N / 64)] int32 zeros, which are zeros again afterwards. Products that run at the same time need
                    different counters
     residual, gated   as in `gemv.product`

@@ -46,11 +46,13 @@ class WeightOnly(Protocol):
 
 @dataclass(frozen=True)
 class Tiled:
-    """A `WeightOnly` in tiles.
+    """A packed weight of 4- or 8-bit integers in tiles, an implementation of `WeightOnly`.
 
-    tiles    the weight, as `weight_only_products.repack` returns it
-    scales   [groups, N] float32;  zeros  [groups, N] uint8 zero points, or None
-    bits     4 or 8;  counters  int32 zeros, see `weight_only_products.product`
+    tiles      the weight, as `weight_only_products.repack` returns it
+    scales     [groups, N] float32
+    zeros      [groups, N] uint8 zero points; None: all are 8 (4 bits) or 128 (8 bits)
+    counters   int32 zeros, scratch memory of `weight_only_products.product`
+    bits       4 or 8
     """
 
     tiles: Tensor

@@ -21,11 +21,13 @@ __all__ = ["pack", "pack_gated", "run", "run_add", "run_float", "run_gated"]
 
 @dataclass(frozen=True)
 class WeightWords:
-    """A `WeightOnly` in words of 32 bits. The fields are arguments of `weight_only_words.product`.
+    """A packed weight [N, K] of 4- or 8-bit integers, an implementation of `WeightOnly`.
 
     shape   (N, K)
     order   see `WeightOnly`
     gated   True: eight outputs of gate and eight of up alternate
+
+    Other fields are arguments of `weight_only_words.product`.
     """
 
     words: Tensor

@@ -73,7 +73,8 @@ def product(
 ) -> Tensor:  # fmt: skip
     """Multiply x [T, K] of at most MOST_ROWS rows with a weight of N outputs into y [T, N]; returns y.
 
-    tiles      result of `repack`;  scales  [groups, N] float32: groups of equally many inputs, at least `deep`
+    tiles      the weight, packed by `repack`
+    scales     [groups, N] float32; a group is K / groups inputs that share a scale
     zeros      [groups, N] uint8 zero points; None: all are 8 (4 bits) or 128 (8 bits)
     counters   [ceil(N / ROWS) * ceil(T / 128)] int32 zeros. Products that run at the same time need different counters
     residual, gated   as in `gemv.product`

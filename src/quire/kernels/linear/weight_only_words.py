@@ -76,9 +76,9 @@ if gl is not None:
 class Few:
     """The tiling of `_few_kernel`.
 
-    tall    units of 16 outputs that a program computes
+    tall    number of units (16 outputs each) that a program computes
     warps   warps of a program; each multiplies a part of K
-    depth   steps (STEP inputs) of a warp whose weights are in flight
+    depth   number of steps (STEP = 128 inputs each) whose weights a warp loads ahead
     """
 
     tall: int
@@ -92,7 +92,7 @@ class Some:
 
     tall     blocks of 64 outputs that a program computes; it divides the number of blocks of the weight
     rows     rows of x that a program computes: 16 to 128; up to 256 with `first`
-    stages   steps (STEP inputs) that the ring of buffers holds
+    stages   steps (STEP = 128 inputs each) that the ring of buffers in shared memory holds
     split    parts of K that programs multiply side by side
     first    True: weights are scaled before the product, in bf16. False: the sum of each group is scaled after the
              product, in float32. Weights in groups of no multiple of 64 are scaled before the product in any case
@@ -106,7 +106,9 @@ class Some:
 
 
 def repack(values: Tensor, bits: int, gated: bool = False) -> Tensor:
-    """Return a weight in units, int32 [N / 16, K / 64 (8 bits: K / 32), 32, 4]. N and K are padded with zeros.
+    """Return a weight packed in units of 16 outputs x 64 inputs (8-bit numbers: 32 inputs).
+
+    The result is int32 [N / 16, K / 64 (8 bits: K / 32), 32, 4]. N and K are padded with zeros.
 
     values   uint8 [N, K] (8 bits) or [N, K / 2] (4 bits), unsigned; of 4 bits, the even input is in the low half
     gated    True: `values` has the rows of gate, then those of up. A unit gets 8 rows of gate and the same 8 of up
@@ -137,7 +139,7 @@ def _words(values: Tensor, bits: int) -> Tensor:
 
 
 def units(rows: Tensor, gated: bool) -> Tensor:
-    """Return `rows` [N, ..] of a weight in the order of units, padded with zeros to whole blocks of 64.
+    """Return `rows` [N, ..] of a weight in the order in which `repack` packs them. N is padded to a multiple of 64.
 
     gated   True: `rows` has the rows of gate, then those of up. In the result, 8 of gate and the same 8 of up alternate
     """
@@ -152,7 +154,7 @@ def units(rows: Tensor, gated: bool) -> Tensor:
 
 
 def repack_scales(scales: Tensor, gated: bool = False) -> Tensor:
-    """Return scales or zero points [N, groups] as [N / 16, groups, 16], in the order of the outputs in units."""
+    """Return scales or zero points [N, groups] as [N / 16, groups, 16], in the order in which `repack` packs rows."""
     return units(scales, gated).unflatten(0, (-1, 16)).transpose(1, 2).contiguous()
 
 
@@ -162,8 +164,9 @@ def product(
 ) -> Tensor:  # fmt: skip
     """Multiply x [T, K] bf16 of at most MOST_ROWS rows with a weight of N outputs into y [T, N]; returns y.
 
-    words      result of `repack`;  scales, zeros  results of `repack_scales`, float32 and uint8
-               zeros None: all zero points are 8 (4 bits) or 128 (8 bits)
+    words      the weight, packed by `repack`
+    scales     float32 scales, packed by `repack_scales`
+    zeros      uint8 zero points, packed by `repack_scales`; None: all are 8 (4 bits) or 128 (8 bits)
     group      inputs that share a scale, a multiple of 32
     counters   int32 zeros, one for every 64 outputs of a tile of rows. Products that run at the same time need
                different counters

@@ -51,10 +51,11 @@ def build(folder: Path, cpu_flags: frozenset[str], *, fresh: bool = False) -> Pa
     If a compiler fails, the others are tried; then all of them without the flags that only new compilers know. Raises
     `CannotBuild` if all fail.
 
-    fresh   True: compile it even if it is there
+    cpu_flags   flags of this CPU in /proc/cpuinfo
+    fresh       True: compile it even if it is there
     """
     if platform.system() != "Linux" or platform.machine() != "x86_64":
-        raise CannotBuild(f"is for x86-64 Linux, not {platform.machine()} {platform.system()}")
+        raise CannotBuild(f"native kernels are for x86-64 Linux, not {platform.machine()} {platform.system()}")
     lacking = [flag for flag in NEEDED if flag not in cpu_flags]
     if lacking:
         raise CannotBuild(f"this CPU has no {lacking[0]}")
@@ -94,11 +95,12 @@ def _built(folder: Path, compiler: str, flags: list[str], fresh: bool) -> Path:
 
 def _make_folder(folder: Path) -> None:
     if not folder.is_absolute():
-        raise CannotBuild(f"the kernel cache {folder} is not an absolute path: set QUIRE_CACHE_DIR")
+        raise CannotBuild(f"the kernel cache {folder} is not an absolute path: set QUIRE_CACHE_DIR to one")
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
-        raise CannotBuild(f"the kernel cache {folder} cannot be written ({error.strerror})") from None
+        raise CannotBuild(f"the kernel cache {folder} cannot be written ({error.strerror}): set QUIRE_CACHE_DIR to "
+                          "a folder that can") from None
     _refuse_foreign(folder)
 
 
@@ -106,9 +108,11 @@ def _refuse_foreign(path: Path) -> None:
     """Raise `CannotBuild` if another user could have written `path`: its code would run as this user."""
     held = path.stat()
     if held.st_uid not in (0, os.geteuid()):
-        raise CannotBuild(f"the kernel cache {path} belongs to user {held.st_uid}: set QUIRE_CACHE_DIR")
+        raise CannotBuild(f"the kernel cache {path} belongs to user {held.st_uid}: set QUIRE_CACHE_DIR to a folder "
+                          "of your own")
     if held.st_mode & 0o022:
-        raise CannotBuild(f"the kernel cache {path} can be written by other users: chmod go-w, or delete it")
+        raise CannotBuild(f"the kernel cache {path} can be written by other users: run `chmod go-w {path}`, or "
+                          "delete it")
 
 
 def intact(library: Path) -> bool:
@@ -137,14 +141,16 @@ def _key(compiler: str, flags: list[str]) -> str:
 def _compile(command: list[str], library: Path) -> None:
     try:
         if shutil.disk_usage(library.parent).free < ROOM:
-            raise CannotBuild(f"there is no room for the kernel cache {library.parent}: the disk is full")
+            raise CannotBuild(f"there is no room for the kernel cache {library.parent}: the disk is full. Free "
+                              "1 MiB, or set QUIRE_CACHE_DIR to a folder on another disk")
         with _raising_interrupts(), _own_name(library.parent) as name:
             _output([*command, str(SOURCE), "-o", str(name), "-lm"])
             _seal(name)
             name.chmod(0o755)
             name.replace(library)
     except OSError as error:
-        raise CannotBuild(f"the kernel cache {library.parent} cannot be written ({error.strerror})") from None
+        raise CannotBuild(f"the kernel cache {library.parent} cannot be written ({error.strerror}): set "
+                          "QUIRE_CACHE_DIR to a folder that can") from None
 
 
 @contextlib.contextmanager
@@ -215,7 +221,8 @@ def _output(command: list[str]) -> bytes:
                             running.wait(END_SECONDS)
                 raise
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise CompilerFails(f"{command[0]} cannot be run ({type(error).__name__})") from None
+        raise CompilerFails(f"{command[0]} cannot be run ({type(error).__name__}): repair it, or install "
+                            "another C compiler (cc, gcc or clang)") from None
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
     if running.returncode:

@@ -96,5 +96,6 @@ def _load(folder: Path) -> ctypes.CDLL:
         found.quire_keep_memory()
         found.quire_recording_bytes.argtypes, found.quire_recording_bytes.restype = [_LONG], _LONG
     except AttributeError:
-        raise CannotBuild("the compiled kernels lack a function: the compiler left it out") from None
+        raise CannotBuild("the compiled kernels lack a function, which the compiler left out: install a newer C "
+                          "compiler") from None
     return found

@@ -18,8 +18,8 @@ CPU = torch.device("cpu")
 def empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device = CPU) -> Tensor:
     """Return an uninitialized tensor.
 
-    On a CPU, a tensor of at least half a huge page (1 MiB) starts at the begin of a huge page, and its memory is marked
-    for huge pages.
+    On a CPU, a tensor of at least half a huge page (1 MiB) starts at the beginning of a huge page, and the system is
+    asked for huge pages.
     """
     size = math.prod(shape) * dtype.itemsize
     if device.type != "cpu" or size < HUGE_PAGE // 2 or not hasattr(mmap, "MADV_HUGEPAGE"):

@@ -23,9 +23,9 @@ EMPTY = {torch.ops.aten.empty.memory_format, torch.ops.aten.new_empty.default}
 
 
 class Buffers:
-    """Memory for the outputs of recorded kernels. Recordings that never run at the same time share it.
+    """Memory for the outputs of recorded kernels, shared by recordings that never run at the same time.
 
-    Each recording takes the memory from its beginning on.
+    Each recording takes the memory from its beginning on, so a replay overwrites the outputs of other recordings.
     """
 
     def __init__(self) -> None:
@@ -37,7 +37,7 @@ class Buffers:
         self._used = [0] * len(self._chunks)
 
     def empty(self, shape: list[int], dtype: torch.dtype) -> Tensor:
-        """Return an uninitialized contiguous tensor in the first chunk with room.
+        """Return an uninitialized contiguous tensor in the first chunk of memory with room, or in a new chunk.
 
         A new chunk doubles the memory, so that recordings of more and more rows waste little. Pages that are never
         written take no memory.
@@ -71,18 +71,14 @@ class KernelRecording:
         self.obstacle = "nothing is recorded"
 
     def record(self, run: Callable[[], T]) -> T:
-        """Call `run` and record the native kernels that it runs in this thread. Return the result of `run`.
-
-        No Python code may run between the end of `run` and `switch(None)`: an interrupt there would leave recording on,
-        and later kernels would be written to a recording that no longer exists.
-        """
+        """Call `run` and record the native kernels that it runs in this thread. Return the result of `run`."""
         watch, switch = _Watch(self._buffers), loaded().quire_record
         self._buffers.rewind()
         with watch:
             try:
                 switch(self.address)
                 result = run()
-            finally:
+            finally:  # no Python code before it: an interrupt would leave recording on, to a recording that is gone
                 switch(None)
         self.obstacle = watch.foreign and f"{watch.foreign} is not native"
         if self._words[0] < 0:

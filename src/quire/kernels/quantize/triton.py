@@ -25,9 +25,9 @@ def quantize(
 
     R is T, rounded up to a multiple of 4; rows from T on are not written.
 
-    rule    GROUP: a scale for 128 columns of a row, [K / 128, R]; TOKEN: a scale for each row, [1, R]; FIXED: `scale`
-            for all, which is returned
-    dtype   of q: float8_e4m3fn or int8
+    rule    GROUP: a scale for every 128 columns of a row, [K / 128, R]; TOKEN: a scale for each row, [1, R]; FIXED: the
+            given `scale` for all numbers, returned as it is
+    dtype   dtype of q: float8_e4m3fn or int8
     powers  True: scales are rounded up to powers of two
     norm    [K] weight of an RMS norm, which is applied to x before, with `eps`, and rounded to x's dtype; None: no norm
     """
@@ -94,8 +94,9 @@ def sums_of_16(tile, given, J: tl.constexpr, ROWS: tl.constexpr, DEEP: tl.conste
                MOST: tl.constexpr, WORDS: tl.constexpr):
     """Return the sums of every 16 neighbouring numbers of tile * given, [.., DEEP / 16]. A thread holds all 16.
 
-    tile    weights: int32 [.., ROWS, DEEP / 4] if WORDS, else 8-bit numbers [.., ROWS, DEEP]
-    given   float32, [.., 1, DEEP];  J, ROWS  the first two sizes of the result
+    tile    weights: int32 words of four numbers [.., ROWS, DEEP / 4] if WORDS, else 8-bit numbers [.., ROWS, DEEP]
+    given   [.., 1, DEEP] float32 inputs
+    J, ROWS   first two sizes of the result
     """
     if WORDS:
         even, odd = tl.split(tl.reshape(given, [given.shape[0], given.shape[1], DEEP // 4, 2, 2]))
@@ -125,9 +126,12 @@ def scale_of(amax, MOST: tl.constexpr, POWERS: tl.constexpr):
 @jit
 def quantized(values, own, RULE: tl.constexpr, POWERS: tl.constexpr, MOST: tl.constexpr, ROWS: tl.constexpr,
               DEEP: tl.constexpr):
-    """Quantize values [ROWS, 1, DEEP] float32. Return them as rounded: 8-bit number times its scale, in float32.
+    """Quantize values [ROWS, 1, DEEP] float32 to 8 bits, and return them dequantized, in float32.
 
-    own   [ROWS, 1, 1] scales, which the rule FIXED uses;  RULE, POWERS, MOST  see `_quantize_kernel`
+    own      [ROWS, 1, 1] given scales, for RULE -1 only
+    RULE     128: a scale for every 128 columns; 0: a scale for each row; -1: the given scale
+    POWERS   True: scales are powers of two
+    MOST     largest magnitude in 8 bits: 448 (e4m3) or 127 (int8)
     """
     if RULE > 0:
         parts = tl.reshape(values, [ROWS, 1, DEEP // RULE, RULE])

@@ -37,7 +37,7 @@ class Rows:
     positions   [R] int64: position, in its sequence, of the token that is drawn
     table       [S, ROW_WORDS] int32: parameters by slot, see rows.py
     history     [S, L] int32: token ids by position; only those below a row's position are read
-    edits       slot -> int32 words of its edits, see rows.py; the table holds their addresses
+    edits       slot -> int32 words of its logits processors (bias, bad words, ...), see rows.py; `table` points to them
     """
 
     slots: Tensor
@@ -59,7 +59,7 @@ class SamplerOperations(Protocol):
     codes: Tensor
 
     def take_masks(self, places: I32, masks: I32) -> None:
-        """Set the grammar masks of the next `sample`; does not wait for the device.
+        """Set the grammar masks that the next `sample` applies to the logits. Does not wait for the device.
 
         places   [R] int32: index of the row's mask in `masks`, -1 for none
         masks    [M, ceil(V / 32)] int32, see `Executor.release`
@@ -68,14 +68,16 @@ class SamplerOperations(Protocol):
         """
 
     def keys(self, logits: Tensor, rows: Rows, mode: Mode, first: int) -> Tensor:
-        """Return the packed keys [R] int64 of the best ids of each row; see keys.py.
+        """Return a key [R] int64 for each row's best id: the id and its processed logit, packed in one integer.
+
+        If devices share a vocabulary, the largest of a row's keys names the token; see keys.py.
 
         logits   [R, count] of the ids `first` to first + count - 1; `first` is a multiple of 4
-        mode     GREEDY or UNFILTERED, which must serve all rows
+        mode     sampling mode that covers the needs of all rows: GREEDY or UNFILTERED
         """
 
     def settle(self, keys: Tensor) -> None:
-        """Set `tokens` and `codes` from the largest key of each row, [R] int64."""
+        """Set `tokens` and `codes` from `keys` [R] int64: the largest key of each row, see the method `keys`."""
 
     def sample(self, logits: Tensor, rows: Rows, mode: Mode) -> None:
-        """Draw one token for each row of logits [R, V]. The logits are not modified; `mode` must serve all rows."""
+        """Draw one token for each row of logits [R, V]. Logits stay as they are; `mode` must cover all rows' needs."""

@@ -24,9 +24,11 @@ _CHUNK = 1 << 18  # logits per pass of the unfiltered path: 1 MiB of float32
 
 @dataclass(frozen=True)
 class Filters:
-    """Temperature and filters of rows of logits, [R] each.
+    """Temperature, top-k, top-p and min-p of R rows of logits, a tensor [R] each.
 
-    temperature float32 > 0, top_k int64 (0: off), top_p and min_p float64.
+    temperature    float32, > 0
+    top_k          int64; 0: off
+    top_p, min_p   float64; off at 1 and at 0
     """
 
     temperature: Tensor
@@ -40,7 +42,7 @@ class Filters:
 
 
 def draw_greedy(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the greedy tokens [R] int64 of logits [R, V], and the largest logit of each row [R] (or NaN)."""
+    """Return the greedy token [R] int64 of each row of logits [R, V], and its logit [R] (NaN for a row with NaN)."""
     if logits.device.type == "cpu":  # NumPy uses no threads, which would spin on beside the next step
         tokens = torch.from_numpy(logits.numpy().argmax(axis=-1))
         return tokens, logits.gather(1, tokens.unsqueeze(1)).squeeze(1)
@@ -54,7 +56,7 @@ def draw_unfiltered(logits: Tensor, temperature: Tensor, key: NoiseKey, first_id
     logits     [R, V] float32 of the vocabulary ids first_id .. first_id + V - 1
     first_id   first id of this rank's shard of the vocabulary; 0 for a whole vocabulary
 
-    The token of the whole vocabulary is that of the shard with the largest score.
+    A score is logit / temperature + noise. If ranks share the vocabulary, the token with the largest score wins.
     """
     rows, vocab = logits.shape
     tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)

@@ -34,7 +34,7 @@ class RowEdits:
 
     @staticmethod
     def decode(words: Tensor) -> "RowEdits":
-        """Decode the int32 words that `encode_edits` of rows.py made.
+        """Return the edits that `encode_edits` of rows.py wrote as int32 words.
 
         The tensors of the result are on the device of `words`. The host waits for the device.
         """
@@ -63,7 +63,7 @@ class Penalties:
 def mask_row(logits: Tensor, mask: I32) -> None:
     """Set the logits [V] float32 that a grammar mask forbids to -inf, in place.
 
-    mask   [ceil(V / 32)] int32, a bit per id, see `Executor.release`
+    mask   [ceil(V / 32)] int32: bit i % 32 of word i // 32 is 1 when id i is allowed
     """
     bits = np.unpackbits(mask.view(np.uint8), count=len(logits), bitorder="little")
     logits.masked_fill_(torch.from_numpy(bits == 0).to(logits.device), -torch.inf)
@@ -73,7 +73,7 @@ def edit_row(logits: Tensor, edits: RowEdits, history: Tensor, position: int, mi
     """Apply the masks and the bias of `edits` to the logits [V] float32 of a row, in place.
 
     history      [L] token ids of the sequence, of which the first `position` are known
-    min_length   tokens of prompt and output before which `stop_ids` are masked
+    min_length   `stop_ids` are masked while prompt and output have fewer tokens than this
     """
     if edits.allowed is not None:
         survivors = logits[edits.allowed]

@@ -13,9 +13,9 @@ _IDS = 0x7FFFFFFF
 
 
 def pack_keys(values: Tensor, ids: Tensor, peaks: Tensor) -> Tensor:
-    """Return the keys [R] int64 of values [R] float32 with their ids [R].
+    """Pack values [R] float32 and their ids [R] into int64 keys [R]: a larger value gives a larger key.
 
-    peaks   [R]: largest raw logit of the row; NaN and +inf give `BROKEN`
+    peaks   [R]: largest raw logit of each row; if it is NaN or +inf, the key is `BROKEN`
     """
     bits = (values + 0.0).view(torch.int32)  # -0 becomes 0
     ordered = torch.where(bits < 0, bits ^ _IDS, bits).long()
@@ -24,7 +24,10 @@ def pack_keys(values: Tensor, ids: Tensor, peaks: Tensor) -> Tensor:
 
 
 def unpack_keys(keys: Tensor) -> tuple[Tensor, Tensor]:
-    """Return tokens [R] int64 and codes [R] uint8 of the largest keys of rows; see `SamplerOperations`."""
+    """Return tokens [R] int64 and codes [R] uint8, from the largest key of each row.
+
+    codes   0: valid; 1: the raw logits have NaN or +inf; 2: no id may be sampled. With 1 and 2 the token is 0
+    """
     codes = torch.zeros_like(keys, dtype=torch.uint8)
     codes.masked_fill_((keys >> 32) == _EMPTY, 2).masked_fill_(keys == BROKEN, 1)
     return (_IDS - (keys & _IDS)).masked_fill_(codes != 0, 0), codes

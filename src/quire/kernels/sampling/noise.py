@@ -39,7 +39,7 @@ class NoiseKey:
 
     seeds       [R] int64, the bits of a uint64
     positions   [R] int64, position of the drawn token in its sequence
-    stream      number of the use of the noise
+    stream      purpose of the noise: SAMPLE, ACCEPT, RECOVER or DRAFT
     """
 
     seeds: Tensor
@@ -54,8 +54,9 @@ class NoiseKey:
 def philox4x32(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
     """Compute ten rounds of Philox4x32 on int64 tensors with values in [0, 2^32) that broadcast against each other.
 
-    Products overflow int64 and wrap, which leaves both halves right. Words are broadcast only when the rounds mix them
-    (ids differ along a row, positions and keys between rows), so the first two rounds cost a fraction of the others.
+    Products overflow int64 and wrap; both of their 32-bit halves are right. A tensor takes the full shape only when a
+    round mixes it with another (ids differ along a row, positions and keys between rows), so the first two rounds cost
+    a fraction of the others.
     """
     c0, c1, c2, c3 = counter
     k0, k1 = key
@@ -143,9 +144,9 @@ def _gumbel_of(raw: Tensor) -> Tensor:
 def log_in_place(values: Tensor) -> Tensor:
     """Replace a float64 tensor by its natural logarithm; return it.
 
-    PyTorch uses threads from 128 values on (MKL's vector functions). Beside busy processes it waits a time slice for
-    them: 12 to 20 ms beside two on two cores, while NumPy takes 10 us. With AVX-512 both give the same bits (120
-    million compared); elsewhere they may differ in the last unit, see the top of this file.
+    NumPy computes small tensors on a CPU, because PyTorch uses several threads from 128 values on (MKL) and waits for
+    the last: beside two busy processes on two cores that took 12 to 20 ms, NumPy takes 10 us. With AVX-512 both give
+    the same bits (120 million compared); elsewhere they may differ in the last unit, see the top of this file.
     """
     if values.device.type == "cpu" and values.numel() < _FEW:
         array = values.numpy()

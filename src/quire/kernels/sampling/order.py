@@ -35,7 +35,7 @@ def _packed(values: Tensor) -> Tensor:
 def largest(values: Tensor, width: int) -> tuple[Tensor, Tensor]:
     """Return the `width` largest values of each row and their ids, by (value descending, id ascending).
 
-    If several ids have the last of these values, any of them may be chosen; `top_by_id` chooses the lowest ids.
+    If more ids have the smallest of these values than fit, any of them may be chosen; `top_by_id` takes the lowest.
     """
     if width >= values.shape[1]:
         return sorted_by_id(values)

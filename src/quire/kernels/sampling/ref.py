@@ -122,7 +122,7 @@ class _Batch:
         self.needs: list[int] = self.params[:, 0].tolist()
 
     def part(self, rows: list[int]) -> tuple["_Batch", Tensor | slice]:
-        """Return a batch of the rows `rows` with a copy of their logits, and an index that selects these rows."""
+        """Return a batch of these rows with a copy of their logits, and an index that selects the rows."""
         part = copy(self)
         if len(rows) == len(self.needs):
             part.logits = self.logits.clone()

@@ -32,7 +32,7 @@ _NO_LIMIT = 2**31 - 1
 
 
 class Needs(IntFlag):
-    """Bits: the operations that sampling the rows of a slot needs. No bit: greedy sampling of raw logits."""
+    """Operations that the sampling of a slot's rows needs, as bits. No bit: greedy sampling of raw logits."""
 
     NOISE = 1
     FILTERS = 2
@@ -78,7 +78,7 @@ def mode_of(needs: int) -> Mode:
 
 
 def encode_row(spec: SamplerSpec, edits_address: int) -> I32:
-    """Return a request's parameters as a row [ROW_WORDS] int32.
+    """Return a request's sampling parameters as a row [ROW_WORDS] int32 of the table of slots (`Rows.table`).
 
     edits_address   address of the request's edits on the device; 0: no edits
     """
@@ -90,7 +90,7 @@ def encode_row(spec: SamplerSpec, edits_address: int) -> I32:
 
 
 def encode_edits(spec: SamplerSpec, vocab_size: int) -> I32:
-    """Return a request's masks and bias as int32 words. Ids outside the vocabulary have no effect and are left out."""
+    """Return a request's masks and bias as int32 words (see `RowEdits.decode`), without ids outside the vocabulary."""
 
     def inside(ids: Sequence[int]) -> I32:
         array = np.array(ids, np.int64)

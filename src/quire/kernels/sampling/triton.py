@@ -33,10 +33,10 @@ MANY_TILE = 8192
 class Scratch:
     """Device memory for intermediate results of the sampling kernels, for at most R rows of V logits.
 
-    counters, broken and tally are 0 between batches.
+    A row is read in at most PARTS parts, by a program each. counters, broken and tally are 0 between batches.
 
-    partial      [R, PARTS] int64: packed key of each part
-    counters     [R] int32: parts that are done
+    partial      [R, PARTS] int64: packed key (see keys.py) of the best id of each part
+    counters     [R] int32: number of parts that are done
     broken       [R] int32: not 0 if the raw logits have NaN or +inf
     group_max    [R, ceil(V / GROUP)] float32: largest logit of each GROUP ids
     tile_mass    [R, ceil(V / WIDE)] float32: sum of weights of each WIDE ids
@@ -45,8 +45,9 @@ class Scratch:
     before       [R, FEW] float64: sum of the probabilities of the ids that come before each candidate in sorted order
     pending      [R] int32: 0: the row is done. Else `many_kernel` draws its token: from a list of this length, or from
                  the whole row if -1
-    masses       [R] float64: total weight that top-p refers to;  peaks  [R] float32: largest scaled logit
-    edited       [R, V] float32: rewritten logits
+    masses       [R] float64: total weight that top-p refers to
+    peaks        [R] float32: largest logit / temperature
+    edited       [R, V] float32: logits after masks, bias and penalties, of the rows that have any
     tally        [R, V] int32: counts of tokens in the history, see triton_edits.py. `edited` and `tally` take most of
                  the memory
     """
@@ -107,7 +108,7 @@ class TritonSampling:
     """The `SamplerOperations` in Triton. `tokens`, `codes` [max_rows] and the masks have constant addresses.
 
     Rows past those of the batch are padding: the parameters of their slot are all zeros, and they are sampled greedily.
-    Places and masks are neighbours in memory, so that one copy brings both to the device.
+    Grammar masks and the index of each row's mask are neighbours in memory: one copy brings both to the device.
     """
 
     def __init__(self, max_rows: int, vocab: int, device: torch.device) -> None:

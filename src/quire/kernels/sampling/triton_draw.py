@@ -132,12 +132,14 @@ def pick_kernel(
 ):  # fmt: skip
     """Draw greedy or unfiltered tokens of rows. Grid (parts, rows). The last program of a row to end merges all parts.
 
-    logits               [R, vocab]; stride  elements from row to row
-    slots, positions     [R] int64, see `Rows`;  table  [slots, 16] int32. They are not read if NOISE is False
+    logits               [R, vocab]
+    slots, positions     [R] int64, see `Rows`; not read if NOISE is False
+    table                [slots, 16] int32, see `Rows`; not read if NOISE is False
     partial, counters    see `Scratch`; counters are 0 before and after
     tokens, codes        [R] int64 and uint8, outputs; with KEYS the packed keys go to `tokens`
-    first                id of the first column, a multiple of 4;  vocab  columns
-    part_size            ids of a part, a multiple of TILE;  PARTS  most parts of a row
+    first                id of the first column, a multiple of 4
+    vocab, stride        columns of `logits`, and elements from row to row
+    part_size, PARTS     ids of a part (a multiple of TILE), and most parts of a row
     """
     part = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
@@ -171,15 +173,16 @@ def stream_kernel(
 ):  # fmt: skip
     """Compute from one reading of each row the statistics that `select_kernel` needs. Grid (parts, rows).
 
-    Rows with filters get group_max: the largest logit of each GROUP ids (+inf for NaN); with top-p alone they also get
-    tile_mass: the sum of exp((x - largest) / temperature) of each WIDE ids. Other rows get in `partial` the packed key
-    (best score and its id) of each part.
+    For rows with filters it writes group_max: the largest logit of each GROUP ids (+inf for NaN). If top-p is the only
+    filter, it also writes tile_mass: the sum of exp((logit - largest logit of these) / temperature) of each WIDE ids.
+    For other rows it writes to `partial` the packed key (best score and its id) of each part.
 
-    logits, edited                    [R, vocab]; stride  elements from row to row of logits
+    logits, edited                    [R, vocab] raw logits, and copies of the rows that masks or penalties change
     slots, positions, table           see `Rows`
     partial, group_max, tile_mass     see `Scratch`, outputs
-    num_groups, num_tiles             columns of group_max and tile_mass
-    part_size                         ids of a part, a multiple of WIDE;  PARTS  most parts of a row
+    vocab, stride                     columns of `logits`, and elements from row to row
+    num_groups, num_tiles             columns of group_max, and of tile_mass
+    part_size, PARTS                  ids of a part (a multiple of WIDE), and most parts of a row
     """
     part = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)

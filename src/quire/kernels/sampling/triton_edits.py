@@ -40,9 +40,9 @@ def prepare_kernel(
     logits, edited, tally, broken, history, slots, positions, table, places, masks, vocab, stride, history_stride,
     mask_words, part_size, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Copy the rows that have masks, bias or penalties to `edited`, and count their histories. Grid (parts, rows).
+    """Copy the rows that have masks, bias or penalties to `edited`, and count the tokens of their histories in `tally`.
 
-    Sets `broken` of a row that has NaN or +inf in its raw logits.
+    Sets `broken` of a row that has NaN or +inf in its raw logits. Grid (parts, rows).
 
     part_size   ids of a part, a multiple of TILE; for other arguments see the top of this file
     """

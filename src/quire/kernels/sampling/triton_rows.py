@@ -31,7 +31,9 @@ def seed_of(row):
 def philox(block, position, k0, k1):
     """Return the four uint32 random words of each block of four ids: Philox4x32-10 of noise.py, for the stream SAMPLE.
 
-    block     id // 4;  position  position of the drawn token;  k0, k1  low and high half of the seed
+    block      id // 4
+    position   position of the drawn token in its sequence
+    k0, k1     low and high half of the seed
     """
     c0 = block.to(tl.uint32)
     c1 = tl.zeros_like(c0) + position.to(tl.uint32)

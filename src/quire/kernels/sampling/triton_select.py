@@ -282,17 +282,19 @@ def select_kernel(
 ):  # fmt: skip
     """Draw the tokens of all rows and write tokens and codes; a few rows are left to `many_kernel`. Grid (rows,).
 
-    logits, edited                   [R, vocab]; stride  elements from row to row of logits
+    logits, edited                   [R, vocab] raw logits, and copies of the rows that masks or penalties change
+    EDITED                           True: some rows may have such a copy
+    vocab, stride                    columns of `logits`, and elements from row to row
     broken                           [R] int32, see `Scratch`; 0 afterwards
-    slots, positions, table          see `Rows`;  EDITED  rows may have rewritten copies
+    slots, positions, table          see `Rows`
     partial, group_max, tile_mass    see `Scratch`, written by `stream_kernel`
     group_list, values, ids, before, pending, masses, peaks   see `Scratch`, outputs
     tokens, codes                    [R] int64 and uint8, outputs
-    num_groups, GROUPS               groups of a row; columns of group_list
-    num_tiles, TILES                 columns of tile_mass; padded to a power of two
-    part_size, PARTS                 ids of a part of `stream_kernel`; most parts of a row
+    num_groups, GROUPS               groups of a row, and columns of group_list
+    num_tiles, TILES                 columns of tile_mass, and the same padded to a power of two
+    part_size, PARTS                 ids of a part of `stream_kernel`, and most parts of a row
     GROUP, WIDE, FEW, LIST           sizes, see the top of this file and of triton.py
-    LANES, TILE                      candidates compared at a time; ids read at a time
+    LANES, TILE                      candidates compared at a time, and ids read at a time
     """
     number = tl.program_id(0).to(tl.int64)
     row = table + tl.load(slots + number).to(tl.int64) * 16
@@ -343,9 +345,10 @@ def many_kernel(
     logits, edited, slots, positions, table, pending, masses, peaks, values, ids, tokens, codes, vocab, stride,
     EDITED: tl.constexpr, LIST: tl.constexpr, TILE: tl.constexpr, NOISE_TILE: tl.constexpr,
 ):  # fmt: skip
-    """Draw tokens of the rows that `select_kernel` has left, by bisection over the list or the whole row. Grid (rows,).
+    """Draw tokens of the rows that `select_kernel` has left. Grid (rows,).
 
-    Arguments as in `select_kernel`. TILE and NOISE_TILE: ids that are read at a time, in the bisection and in the draw.
+    It bisects the list of candidates in `values` and `ids`, or the whole row. Arguments are as in `select_kernel`.
+    TILE and NOISE_TILE: ids that are read at a time, in the bisection and in the draw.
     """
     number = tl.program_id(0).to(tl.int64)
     count = tl.load(pending + number)

@@ -37,11 +37,11 @@ RUN_WORDS = 1024  # words of a run, at most: a longer change is split, so that s
 
 @dataclass(kw_only=True)
 class StepWords:
-    """The words of a step on the device, and its sizes on the host.
+    """Inputs of a step (slots, starts, ...) as int32 words on the device, and the step's sizes on the host.
 
     words                               [W] int32, in the layout that `quire.kernels.step` describes
     slots, starts, samples, shared      views of parts of `words`
-    num_seqs, num_tokens, num_samples   sizes of the step sent last
+    num_seqs, num_tokens, num_samples   sequences, tokens and sampled sequences of the step sent last
     """
 
     words: Tensor
@@ -67,9 +67,9 @@ class StepWords:
 
 
 def fixed_words(max_seqs: int, shared_words: int = 0) -> int:
-    """Return the number of words of a step in front of its runs: header, slots, starts, samples and shared prefixes.
+    """Return the number of words that every step has: header, slots, starts, samples and shared prefixes.
 
-    shared_words   words of the shared prefixes
+    shared_words   words of the shared prefixes. The table changes of a step come after all these words
     """
     return HEADER + 3 * max_seqs + 1 + shared_words
 

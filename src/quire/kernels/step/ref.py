@@ -51,9 +51,10 @@ def _pad(buffers: StepBuffers, tokens: int, seqs: int, rows: int, *, dummy: int)
 
 
 def gather_blocks(step: StepWords, tables: Tables, group: int, seqs: int, most: int) -> tuple[Tensor, None]:
-    """Return (block_tables, table_rows) of `AttentionMeta` for the sequences of a step.
+    """Return (block_tables, table_rows) of `AttentionMeta` for a KV group and the first `seqs` sequences of a step.
 
-    See `quire.kernels.step`. Returns a copy of the sequences' rows, for kernels without `table_rows`.
+    Returns a copy of the sequences' rows, for kernels without `table_rows`.
+    No sequence has more than `most` blocks. See `quire.kernels.step`.
     """
     return tables.block_tables[group][step.slots[:seqs], :most], None
 

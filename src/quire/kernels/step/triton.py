@@ -42,9 +42,10 @@ def build_inputs(step: StepWords, tables: Tables, buffers: StepBuffers) -> None:
 
 
 def gather_blocks(step: StepWords, tables: Tables, group: int, seqs: int, most: int) -> tuple[Tensor, Tensor]:
-    """Return (block_tables, table_rows) of `AttentionMeta` for the sequences of a step.
+    """Return (block_tables, table_rows) of `AttentionMeta` for a KV group and the first `seqs` sequences of a step.
 
-    See `quire.kernels.step`. Copies nothing: returns the table of all slots, and the sequences' slots as rows.
+    Copies nothing: returns the table of all slots, and the sequences' slots as rows.
+    No sequence has more than `most` blocks. See `quire.kernels.step`.
     """
     return tables.block_tables[group], step.slots[:seqs]
 
@@ -54,7 +55,7 @@ def finish_step(
 ) -> None:
     """Write sampled tokens to the history and to `out`, and advance the computed lengths of the sequences.
 
-    See `quire.kernels.step`. `buffers` are not cut: the kernel reads the number of sequences from the header.
+    See `quire.kernels.step`. `buffers` have their full sizes: the kernel reads the step's sizes from its header.
     """
     _finish_kernel[(-(-max(step.max_seqs, out.shape[1]) // BLOCK),)](
         step.words, tables.computed, tables.history, buffers.seq_lens, buffers.sample_slots, buffers.sample_positions,

@@ -24,20 +24,22 @@ NUMBERS = 1 << 22  # of a matrix that are checked at once
 
 
 class Findings:
-    """Faults in the numbers of a checkpoint. The device finds them; only `check` waits for it."""
+    """Faults in the numbers of a checkpoint, such as NaN. The tests run on the device; only `check` waits for them."""
 
     def __init__(self) -> None:
         self._found: list[tuple[Param, str, str, Tensor]] = []
 
     def add(self, param: Param, role: str, words: str, fault: Tensor) -> None:
-        """Note a possible fault of a stored tensor, described by `words`. `fault`, a bool scalar, is True if it exists.
+        """Note the test of a stored tensor for a fault.
 
-        role   name of the tensor among those of the parameter, such as "0.scale"; the number of a part: its values
+        role    tensor of the parameter: "0.scale" for the scale of part 0, "0" for the values of part 0
+        words   the fault, for the error message: "has a value that is NaN"
+        fault   bool scalar on the device, True if the tensor has the fault
         """
         self._found.append((param, role, words, fault))
 
     def check(self) -> None:
-        """Raise WeightsError for the first fault, if there is any."""
+        """Wait for the device. Raise WeightsError for the first fault, if there is any."""
         found, self._found = self._found, []
         if found and any(faults := torch.stack([one[3] for one in found]).tolist()):  # of one device: one wait
             param, role, words, _ = found[faults.index(True)]
@@ -48,11 +50,12 @@ class Findings:
 
 def convert(param: Param, tensors: Mapping[str, Tensor], dtype: torch.dtype, findings: Findings,
             room: Room = torch_room) -> Weight:
-    """Convert a parameter's loaded tensors to the matrix for kernels to pack; the tensors must not be used afterwards.
+    """Convert a parameter's loaded tensors to the weight that a kernel packs. Do not use the tensors afterwards.
 
-    param   of one expert where experts are stacked
-    dtype   of matrices that are dequantized (`Param.scheme` is None)
-    room    allocates the values of matrices
+    param      one matrix; of stacked experts, the parameter of one expert
+    dtype      dtype of the result when the weight is dequantized (`Param.scheme` is None)
+    findings   collects the faults that are found
+    room       function that allocates the values of the matrix
     """
     own = param.name.rpartition(".")[2]
     if param.format == ONLINE.name:
@@ -85,7 +88,7 @@ class _Conversion:
         self.transposed = param.format in (AWQ.name, GPTQ.name, GPTQ_V2.name)
 
     def matrix(self) -> QuantizedMatrix:
-        """Convert scales, zero points and order of each part, then the values of all."""
+        """Return the converted matrix: the scales, zero points and column order of all parts, then their values."""
         scales, zeros, given, order = list[Tensor](), list[Tensor](), list[Tensor](), None
         for i, part in enumerate(self.param.parts):
             scales.append(self._by_rows(self._positive(f"{i}.scale"), part))

@@ -19,8 +19,9 @@ INPUT_SCALE = 1 / 64  # of activations of a few units
 class DummyTensors:
     """Fills the stored tensors of quantized parameters with random numbers.
 
-    spread   largest magnitude of the dequantized weights;  seed  of the random numbers
-    tile     random numbers that are drawn; they are repeated over each tensor, on `device`
+    spread   largest magnitude of the dequantized weights
+    seed     seed of the random numbers
+    tile     how many random numbers are drawn; each tensor on `device` is filled with repeated copies of them
     """
 
     def __init__(self, spread: float, seed: int, tile: int, device: torch.device) -> None:
@@ -30,7 +31,7 @@ class DummyTensors:
         self._parts = torch.empty(tile).uniform_(0.5, 1.0, generator=self._random).to(device)
 
     def fill(self, param: Param, role: str, out: Tensor) -> None:
-        """Fill a stored tensor of a parameter; role: the last word of its name ("values", "scale", "zero", ...)."""
+        """Fill `out`, a stored tensor of `param`. role: the last word of its name ("values", "scale", "zero", ...)."""
         stored = param.stored
         assert stored is not None
         if role == "values" or (role == "zero" and stored.zeros):
@@ -57,7 +58,7 @@ def _middle(param: Param, stored: Scheme) -> int:
 
 
 def repeat(tile: Tensor, out: Tensor) -> None:
-    """Fill the flat `out` with copies of the tile, the last one cut: two launches at most on its device."""
+    """Fill the flat `out` with copies of `tile`, the last copy cut to fit. Launches at most two kernels."""
     size = len(tile)
     whole = out.numel() // size * size
     if whole:

@@ -17,16 +17,16 @@ class PackedLinear:
 
 
 def pack(kernel: ModuleType, tensors: dict[str, Any], device: torch.device) -> PackedLinear:
-    """Pack tensors["weight"], a Tensor or QuantizedMatrix [N, K], for an implementation of `kernels/linear`.
+    """Pack a linear layer's weight for `kernel`, an implementation of `kernels/linear`.
 
-    tensors   "weight", and "bias" [N] if there is one;  device  of the packed weight
-    Packing runs on the device of the loaded tensor, which must not be used afterwards.
+    tensors   "weight", a Tensor or QuantizedMatrix [N, K], and "bias" [N] if there is one. Do not use them afterwards
+    device    device of the packed weight; packing runs on the device of the loaded weight
     """
     return _packed(kernel.pack(tensors["weight"]), tensors, device)
 
 
 def pack_gated(kernel: ModuleType, tensors: dict[str, Any], device: torch.device) -> PackedLinear:
-    """Pack like `pack`, for `run_gated`; the kernel must have the feature "gated"."""
+    """Pack the rows of gate, then those of up, as one weight for `run_gated`. See `pack`. Needs the feature "gated"."""
     return _packed(kernel.pack_gated(tensors["weight"]), tensors, device)
 
 
@@ -36,7 +36,7 @@ def _packed(weight: object, tensors: dict[str, Any], device: torch.device) -> Pa
 
 
 def moved(packed: object, device: torch.device) -> object:
-    """Return a packed weight on `device`. Tensors move, also those inside tuples and dataclasses; other values stay."""
+    """Return a packed weight with all its tensors on `device`, also those inside tuples and dataclasses."""
     if isinstance(packed, tuple):
         return tuple(moved(part, device) for part in packed)
     if is_dataclass(packed) and not isinstance(packed, type):
@@ -53,37 +53,37 @@ def run(kernel: ModuleType, x: Tensor, packed: PackedLinear) -> Tensor:
 
 
 def run_add(kernel: ModuleType, x: Tensor, packed: PackedLinear, residual: Tensor) -> Tensor:
-    """Return residual [T, N] + `run` of x, perhaps in the residual's memory; needs a kernel with the feature "add"."""
+    """Return residual [T, N] + `run` of x. May overwrite the residual. The kernel needs the feature "add"."""
     y: Tensor = kernel.run_add(x, packed.weight, packed.bias, residual)
     return y
 
 
 def run_norm(kernel: ModuleType, x: Tensor, norm: Tensor, eps: float, packed: PackedLinear) -> Tensor:
-    """Return `run` of x after an RMS norm with the weight `norm` [K]; needs a kernel with the feature "norm"."""
+    """Return `run` of the RMS norm of x with the weight `norm` [K]. The kernel needs the feature "norm"."""
     y: Tensor = kernel.run_norm(x, norm, eps, packed.weight, packed.bias)
     return y
 
 
 def run_norm_gated(kernel: ModuleType, x: Tensor, norm: Tensor, eps: float, packed: PackedLinear) -> Tensor:
-    """Return `run_gated` of x after an RMS norm with the weight `norm` [K]; needs the features "norm" and "gated"."""
+    """Return `run_gated` of the RMS norm of x with the weight `norm` [K]. Needs the features "norm" and "gated"."""
     y: Tensor = kernel.run_norm_gated(x, norm, eps, packed.weight, packed.bias)
     return y
 
 
 def run_float(kernel: ModuleType, x: Tensor, packed: PackedLinear, out: Tensor | None = None) -> Tensor:
-    """Return `run` of x in float32, [T, N]. A kernel with the feature "out" writes it to `out`."""
+    """Return `run` of x in float32, [T, N]. With `out`, write the result there: the kernel needs the feature "out"."""
     given = () if out is None else (out,)
     y: Tensor = kernel.run_float(x, packed.weight, packed.bias, *given)
     return y
 
 
 def run_gated(kernel: ModuleType, x: Tensor, packed: PackedLinear) -> Tensor:
-    """Return silu(gate) * up, [T, K] -> [T, N / 2], for a weight of gate and up rows; needs the feature "gated"."""
+    """Return silu(gate) * up of x, [T, K] -> [T, N / 2], with a weight of `pack_gated`. Needs the feature "gated"."""
     y: Tensor = kernel.run_gated(x, packed.weight, packed.bias)
     return y
 
 
 def rows(kernel: ModuleType, packed: PackedLinear, ids: Tensor) -> Tensor:
-    """Return the rows `ids` [T] of the weight, [T, K]; needs the feature "rows"."""
+    """Return the rows `ids` [T] of the weight, [T, K]. The kernel needs the feature "rows"."""
     y: Tensor = kernel.rows(packed.weight, ids)
     return y

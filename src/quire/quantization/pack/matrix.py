@@ -41,7 +41,7 @@ class QuantizedMatrix:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """(N, K)."""
+        """Shape (N, K) of the weight, also where two values share a byte."""
         return self.values.shape[0], self.values.shape[1] * (2 if self.scheme.values == "w4" else 1)
 
     @property
@@ -84,7 +84,7 @@ def torch_room(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device)
 
 def empty(scheme: Scheme, shape: tuple[int, int], device: torch.device | str,
           room: Room = torch_room) -> QuantizedMatrix:
-    """Allocate a matrix [N, K] of `shape` without setting its numbers; `room` allocates the values.
+    """Allocate a matrix of `shape` (N, K) without setting its numbers. The function `room` allocates the values.
 
     On the device "meta" it has shapes and no memory.
     """
@@ -105,7 +105,7 @@ Weight = Tensor | QuantizedMatrix
 
 def empty_weight(scheme: Scheme | None, shape: tuple[int, int], dtype: torch.dtype,
                  device: torch.device | str) -> Weight:
-    """Allocate a weight of `shape` without setting its numbers: a matrix of `scheme`; if None, a tensor of `dtype`."""
+    """Allocate a weight of `shape` without setting its numbers. Without a scheme, it is a tensor of `dtype`."""
     return torch.empty(shape, dtype=dtype, device=device) if scheme is None else empty(scheme, shape, device)
 
 
@@ -122,7 +122,7 @@ def dequantize(matrix: QuantizedMatrix, start: int = 0, end: int | None = None) 
 
 
 def unpacked(matrix: QuantizedMatrix, start: int = 0, end: int | None = None) -> Tensor:
-    """Return rows `start` to `end` of the values, [rows, K]; 4-bit values one to a byte."""
+    """Return rows `start` to `end` of the quantized values, [rows, K]. Each 4-bit value takes a byte of its own."""
     values = matrix.values[start:end]
     if matrix.scheme.values != "w4":
         return values

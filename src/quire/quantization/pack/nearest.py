@@ -22,8 +22,8 @@ def quantized(weight: Tensor, scheme: Scheme, room: Room = torch_room,
     Blocks at the edges may be smaller; groups must divide K.
     The scale of FP8 is max(amax, 1e-10) / 448, that of int8 max(amax, 1e-10) / 127. A zero point is the value that
     means 0.
-    room     allocates the memory of the values
-    scales   dtype to which scales are rounded before values are, as checkpoints store them
+    room     function that allocates the values
+    scales   dtype in which a checkpoint stores the scales; they are rounded to it before the values are computed
     """
     rows, columns = weight.shape
     made = empty(scheme, (rows, columns), weight.device, room)

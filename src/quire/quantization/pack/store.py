@@ -12,7 +12,7 @@ from quire.quantization.rows import PACKED
 def stored_tensors(matrix: QuantizedMatrix, form: str, scales: torch.dtype) -> dict[str, Tensor]:
     """Return the tensors that a checkpoint stores for a matrix, by role: "values", "scale", "zero", "shape".
 
-    form     format of the checkpoint, a name of `FORMATS`. Packed integers need columns by 8, and AWQ rows by 8
+    form     checkpoint format, a name of `FORMATS`. "pack-quantized" needs K % 8 == 0, "awq" needs N % 8 == 0
     scales   dtype of the stored scales
     """
     scale = matrix.scale.to(scales)

@@ -12,7 +12,7 @@ NUMBERS = 1 << 20  # that are converted at once: temporary tensors stay small
 
 
 def fill_rows(out: Tensor, words: Tensor) -> None:
-    """Copy rows packed in natural order, int32 words [n, W], to the bytes `out` [n, B]; B <= 4 W drops the padding."""
+    """Copy packed values from int32 words [n, W] to bytes `out` [n, B], in the same order, without the padding."""
     if out.shape[1] == 4 * words.shape[1]:
         out.view(torch.int32).copy_(words)
     else:
@@ -20,7 +20,7 @@ def fill_rows(out: Tensor, words: Tensor) -> None:
 
 
 def spread(words: Tensor, bits: int, awq: bool = False) -> Tensor:
-    """Unpack int32 words [a, C] to [a, C * p] uint8, p = 32 / bits values per word, in natural order or AWQ's."""
+    """Unpack int32 words [a, C] to values [a, C * 32 / bits] uint8. `awq`: the words have AWQ's order of nibbles."""
     places = torch.arange(WORD // bits, dtype=torch.int32, device=words.device)
     if awq:
         places = places % 2 * 4 + places // 2
@@ -33,7 +33,7 @@ def join_nibbles(values: Tensor) -> Tensor:
 
 
 def fill_awq(out: Tensor, words: Tensor) -> None:
-    """Unpack AWQ's int32 words [K, n / 8], packed along the matrix's rows, to 4-bit values `out` [n, K / 2] uint8."""
+    """Convert AWQ's transposed int32 words [K, n / 8] to rows `out` [n, K / 2] uint8, two 4-bit values per byte."""
     inner, packed = words.shape
     step = max(NUMBERS // max(8 * packed, 1), 1) * 2
     for first in range(0, inner, step):
@@ -42,7 +42,7 @@ def fill_awq(out: Tensor, words: Tensor) -> None:
 
 
 def permute(values: Tensor, order: Tensor, bits: int) -> None:
-    """Put the columns of values [n, K * bits / 8] in order, in place: column k becomes the former column order[k]."""
+    """Permute columns of packed values [n, K * bits / 8] in place: column k becomes the former column order[k]."""
     step = max(NUMBERS // max(values.shape[1], 1), 1)
     for part in values.split(step):
         if bits == 4:

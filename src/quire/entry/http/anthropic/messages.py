@@ -87,7 +87,7 @@ def _chat_request(context: ServerContext, exchange: Exchange, request: MessagesR
                 type="json_schema", json_schema=schema.JsonSchema(schema=config.format.schema))
     if (choice := request.tool_choice) is not None:
         if choice.type == "tool" and not choice.name:
-            raise InvalidParameter("tool_choice.name is missing: type tool needs it.", param="tool_choice")
+            raise InvalidParameter("tool_choice.name is missing: send the name of the tool.", param="tool_choice")
         named = schema.ToolChoice(type="function", function=schema.FunctionReference(name=choice.name or ""))
         given["tool_choice"] = CHOICES.get(choice.type, named)
         given["parallel_tool_calls"] = not choice.disable_parallel_tool_use
@@ -140,7 +140,7 @@ def _blocks(content: Content, where: str, role: str) -> Iterator[Block]:
 
 
 class MessageWriter(generate.Writer):
-    """Writer of a message as JSON: a sequence of content blocks."""
+    """Writer of answers of /v1/messages: content blocks, as one JSON message or as the events of a stream."""
 
     def __init__(self, job: generate.Job, max_tokens: int, tokenizer: Tokenizer | None) -> None:
         self._parsers, self._max_tokens = job.parsers(tokenizer), max_tokens
@@ -164,7 +164,7 @@ class MessageWriter(generate.Writer):
         return _frames(delta, {"type": "message_stop"})
 
     def whole(self, outputs: list[RequestOutput], usage: schema.Usage) -> bytes:
-        """Return the whole message. It equals the sum of a stream's events."""
+        """Return the whole message as JSON. Its content equals the joined events of a stream."""
         blocks: list[dict[str, Any]] = []
         for news in self._news(outputs[0].outputs[0]):
             if "content_block" in news:

@@ -35,7 +35,7 @@ Content = str | Annotated[list[Block], msgspec.Meta(max_length=MAX_PARTS)]
 
 
 class InputMessage(msgspec.Struct, kw_only=True):
-    """A message. Successive messages of one role are merged. The answer continues a last message of the assistant."""
+    """A message. Successive messages of one role are merged. If the last is an assistant's, the answer continues it."""
 
     role: Literal["user", "assistant", "system"]
     content: Content
@@ -83,7 +83,7 @@ class OutputConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class MessagesRequest(msgspec.Struct, kw_only=True):
-    """POST /v1/messages, where `max_tokens` is required, and /v1/messages/count_tokens."""
+    """Request body of /v1/messages, where `max_tokens` is required, and of /v1/messages/count_tokens."""
 
     model: str
     messages: Annotated[list[InputMessage], msgspec.Meta(min_length=1, max_length=MAX_MESSAGES)]

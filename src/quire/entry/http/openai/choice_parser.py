@@ -20,12 +20,13 @@ from quire.text.tools import OutputParser, OutputStyles
 class ParserPlan:
     """Plan for parsing the text of a request's choices.
 
-    styles     formats of the model's reasoning and calls; None = all text is content
+    styles     formats of the model's reasoning and tool calls; None = all text is content
     tools      tools that the model may call, in the API's format; () = the text is not parsed for calls
-    thinking   the prompt has begun the reasoning;  parallel  the model may make several calls
-    must       the model must make a call
-    named      the call is of one given function; then the finish reason is "stop", not "tool_calls"
-    thoughts   return the reasoning
+    thinking   True = the prompt has begun the reasoning, so that the text begins inside it
+    parallel   True = the model may make several calls
+    must       True = the model must make a call
+    named      True = the request names the function to call; then the finish reason is "stop", not "tool_calls"
+    thoughts   True = the answer has the reasoning; False = it is dropped
     """
 
     styles: OutputStyles | None = None

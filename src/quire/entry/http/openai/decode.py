@@ -50,10 +50,10 @@ NAMES = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
 class Refused(NamedTuple):
-    """Rule that refuses a field of other servers: it would change the answer, and Quire does not implement it.
+    """Rule that refuses a request field: the field would change the answer, and this route does not implement it.
 
     reason     the end of the error message
-    harmless   values that have no effect and are accepted, as null is
+    harmless   values without effect. A request with null or one of these values is accepted
     """
 
     reason: str
@@ -169,7 +169,7 @@ class RequestDecoder(Generic[T]):
                 raise not_implemented(name, rule.reason)
 
     def explain(self, problem: str) -> InvalidParameter:
-        """Return our error for a message of msgspec, such as "Expected `int` <= 128 - at `$.n`"."""
+        """Convert a message of msgspec, such as "Expected `int` <= 128 - at `$.n`", to an `InvalidParameter`."""
         found, missing = PATH.search(problem), MISSING.search(problem)
         path = found[2] if found is not None else ""
         if missing is not None:

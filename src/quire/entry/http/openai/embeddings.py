@@ -57,8 +57,8 @@ async def vectors_of(context: ServerContext, exchange: Exchange, request: schema
                      texts: Sequence[str | list[int]], params: Sequence[str], dimensions: int | None = None,
                      ) -> tuple[list[F32], schema.PromptUsage]:
     """Compute the embeddings of texts or token ids. Return the vectors and the token counts.
-    `params`: name of each text's field, for errors; the last name counts for all further texts. When the engine's queue
-    cannot hold all texts, they are sent in parts, within one deadline."""
+    `params`: names of the request fields of the texts, for errors. The last name stands for all further texts. When the
+    engine's queue cannot hold all texts, they are sent in parts. All parts have the same deadline."""
     plan, began = context.text().pooling, time.monotonic()
     prompts = await _prompts(context, exchange, request, texts, params)
     room, generations = context.config.max_waiting + context.ready().num_slots, list[Generation]()

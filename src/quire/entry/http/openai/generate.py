@@ -101,8 +101,9 @@ class Writer(ABC):
 class ChunkWriter(Writer):
     """A writer whose events are chunks of OpenAI's completions and chat routes.
 
-    prefix    prefix of the answer's id;  kind  "object" of a stream's events
-    opening   JSON of a choice after its index
+    prefix    prefix of the answer's id, such as "chatcmpl"
+    kind      "object" field of every event, such as "chat.completion.chunk"
+    opening   JSON that follows the index of a choice in every event
     """
 
     def __init__(self, job: Job, request: SamplingFields, tokenizer: Tokenizer | None, *, with_logprobs: bool,
@@ -120,7 +121,7 @@ class ChunkWriter(Writer):
         self._tail = b'],"usage":null}\n\n' if job.include_usage else b"]}\n\n"
 
     def tail(self, usage: bytes) -> bytes:
-        """Return the end of an event, with the token counts if given."""
+        """Return the JSON that ends an event, with the token counts (`usage`) if given."""
         return b'],"usage":' + usage + b"}\n\n" if usage else self._tail
 
     def end(self, usage: Usage) -> bytes:
@@ -171,7 +172,7 @@ def _told(notes: list[str]) -> str:
 
 
 async def generate(context: ServerContext, exchange: Exchange, job: Job, writer: Writer) -> None:
-    """Run a job and send its answer. If this raises, the caller answers with `Exchange.fail`, also within a stream."""
+    """Run a job and send its answer. If this raises, the caller must call `Exchange.fail`, also within a stream."""
     with context.in_flight.hold(owner_of(exchange.scope, context.config.http), job.request_id):
         async with exchange.watch() as watch:
             await asyncio.sleep(0)  # cancelled here if the client disconnected while its text was encoded
@@ -220,7 +221,7 @@ async def _whole(stream: RequestStream, job: Job, writer: Writer) -> bytes:
 
 async def _events(events: EventStream, stream: RequestStream, progress: "StreamProgress", watch: Watch) -> None:
     def push(batch: Batch) -> None:
-        """Send outputs at once."""
+        """Write the outputs of a step to the client, as events, without waiting."""
         if data := progress.events(batch):
             events.push(data)
 
@@ -250,7 +251,8 @@ class StreamProgress:
         self._cached = [0] * len(job.prompts)
 
     def events(self, batch: list[tuple[int, RequestOutput]]) -> bytes:
-        """Return the framed events of a batch of (prompt index, output), joined; one piece per choice."""
+        """Return the server-sent events for new outputs, joined. `batch`: (prompt index, output) pairs. The
+        writer gets the new outputs of a choice as one piece."""
         if self._single and self._begun[0]:
             piece = batch[-1][1].outputs[0]
             if len(batch) == 1 and piece.finish_reason is None:  # nearly every call
@@ -309,7 +311,7 @@ def _append(piece: CompletionOutput, newer: CompletionOutput) -> None:
 
 
 def usage(num_prompt: int, num_output: int, num_cached: int, num_thought: int = 0) -> Usage:
-    """Make the token counts of a request."""
+    """Make the `usage` object of an answer. `num_thought`: reasoning tokens among the output tokens."""
     return Usage(prompt_tokens=num_prompt, completion_tokens=num_output, total_tokens=num_prompt + num_output,
                  prompt_tokens_details=CachedTokens(cached_tokens=num_cached),
                  completion_tokens_details=ReasoningTokens(reasoning_tokens=num_thought))

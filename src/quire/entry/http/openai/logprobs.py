@@ -67,9 +67,9 @@ class _Characters:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def take(self, data: bytes) -> tuple[int, str]:
-        """Decode the bytes of a token. Return (number, text): `text` has the characters that this token completes.
-        If earlier tokens left incomplete bytes and this token does not continue them, `text` begins with a U+FFFD for
-        these bytes. `number`: characters of `text` that belong to earlier tokens, 0 or 1."""
+        """Decode the bytes of the next token. Return (number, text): `text` has the characters that it completes.
+        If earlier tokens left an incomplete character that this token does not continue, `text` begins with a U+FFFD
+        for it, and `number` is 1; else `number` is 0."""
         held = self._decoder.getstate()[0]
         return int(bool(held) and not _goes_on(held + data[:1])), self._decoder.decode(data)
 

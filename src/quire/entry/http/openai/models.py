@@ -24,7 +24,7 @@ async def tokenize(context: ServerContext, exchange: Exchange) -> None:
     request = await TOKENIZE.read(context, exchange)
     context.model(request.model)
     if (request.prompt is None) == (request.messages is None):
-        raise InvalidParameter("give either prompt or messages.", param="prompt")
+        raise InvalidParameter("the request has both prompt and messages or neither: send one of them.", param="prompt")
     tokenizer, longest = tokenizer_of(context.text(), "prompt"), context.ready().max_model_len
     given: list[int] | None = None
     if request.messages is not None:
@@ -68,13 +68,13 @@ async def tokenizer_info(context: ServerContext, exchange: Exchange) -> None:
 
 
 async def list_models(context: ServerContext, exchange: Exchange) -> None:
-    """Answer with all names of the served model."""
+    """Answer GET /v1/models: one entry per name of the served model."""
     cards = [_card(context, name) for name in context.model_names]
     await exchange.reply(msgspec.json.encode(schema.ModelList(data=cards)))
 
 
 async def show_model(context: ServerContext, exchange: Exchange) -> None:
-    """Answer with one name of the model; 404 if it is not served."""
+    """Answer GET /v1/models/NAME: the entry of this name; 404 if the model is not served under this name."""
     asked = exchange.scope["path_params"]["model"]
     if not asked:
         raise HttpError(404, "the path names no model: see /v1/models.", code="model_not_found", param="model")

@@ -34,6 +34,7 @@ from quire.text.special import SpecialTokens
 from quire.text.tokenizer import Tokenizer
 from quire.text.tool_formats import ReasoningFormat
 
+# Time grows with the bytes of a request: characters, messages (some 18 us each), parts, variables of the template.
 LONG = 8_192  # bytes of a request; from here on its texts take 1 to 5 ms, and are processed in a thread
 HUGE = 2**20  # bytes; from here on encoding takes hundreds of megabytes for a while (7 MB: 1 GB)
 IDS = r"^prompt_token_ids(?= holds|$)"  # the engine's name for ids, which a route replaces by its field's
@@ -41,8 +42,8 @@ T = TypeVar("T")
 
 
 async def away(context: ServerContext, size: int, work: Callable[[], T]) -> T:
-    """Return the result of `work`, which a request of `size` bytes needs. Small requests run it at once, others in a
-    thread, huge ones one at a time. Time grows with bytes: characters, messages (some 18 us each), parts, variables."""
+    """Run `work`, a computation on the texts of a request of `size` bytes, and return its result. Small requests run on
+    the event loop, those from `LONG` bytes on in a thread, and those from `HUGE` bytes on one at a time in a thread."""
     if size < LONG:
         return work()
     try:
@@ -72,7 +73,7 @@ async def spell_bad_words(context: ServerContext, exchange: Exchange, params: Sa
 
 async def completion_prompts(context: ServerContext, exchange: Exchange, request: CompletionRequest,
                              params: SamplingParams) -> tuple[list[Prompt], ParserPlan]:
-    """Make the prompts of /v1/completions, encoded and fitted to the context. The answer is plain text."""
+    """Make the tokenized prompts of /v1/completions, truncated as asked. The plan parses the answer as plain text."""
     given = several(request.prompt)
     check_choices(len(given), request)
     longest = _longest(context, request)
@@ -95,7 +96,7 @@ async def completion_prompts(context: ServerContext, exchange: Exchange, request
 
 async def chat_prompts(context: ServerContext, exchange: Exchange, request: ChatRequest,
                        params: SamplingParams) -> tuple[list[Prompt], ParserPlan]:
-    """Make the prompt of a conversation, encoded and fitted to the context, and the plan for parsing its answer."""
+    """Make the tokenized prompt of a conversation, truncated as asked, and the plan for parsing its answer."""
     check_choices(1, request)
     longest = _longest(context, request)
     use = tool_use(request, hide_idle=context.config.serve.exclude_tools_when_tool_choice_none)
@@ -123,10 +124,10 @@ async def conversation_prompt(
     context: ServerContext, exchange: Exchange, request: ChatRequest | TokenizeRequest, messages: list[Message],
     longest: int | None, *, tools: list[dict[str, Any]] | None = None, opens: ReasoningFormat | None = None,
 ) -> Prompt:
-    """Render messages with the chat template and encode them. The template writes the special tokens.
+    """Render messages with the chat template and tokenize the text. The template writes the special tokens.
 
-    longest   maximum tokens of the prompt; see `encoded`
-    opens     format of reasoning that the model would begin by itself; the prompt begins the reasoning instead
+    longest   maximum tokens of the prompt; None = no limit
+    opens     reasoning format whose start tag the prompt gets, if the model would write the tag itself; None = no tag
     """
     text = context.text()
     tokenizer = tokenizer_of(text, "messages")
@@ -191,8 +192,9 @@ def _longest(context: ServerContext, request: SamplingFields) -> int | None:
 
 def encoded(tokenizer: Tokenizer, text: str, special: bool, longest: int | None, param: str, *,
             after: str = "") -> Prompt:
-    """Return the prompt of a text, or the fill-in-the-middle prompt for the gap between `text` and `after`.
-    Raises 400 (field `param`) before encoding when the text certainly has more than `longest` tokens."""
+    """Tokenize a text; with `after`, make the fill-in-the-middle prompt for the gap between `text` and `after`.
+    `special`: add special tokens such as BOS. Raises 400 for the field `param`, before it tokenizes, when the text
+    certainly has more than `longest` tokens."""
     if longest is not None and (fewest := tokenizer.fewest_tokens(text + after)) > longest:
         raise HttpError(400, f"this model's maximum context length is {longest} tokens, and the prompt is too long "
                         f"with at least {fewest}: shorten the prompt.", code="context_length_exceeded", param=param)
@@ -218,8 +220,8 @@ def several(prompt: str | Sequence[str | int | list[int]], param: str = "prompt"
 
 def fitted(context: ServerContext, request: SamplingFields | EmbeddedFields, prompt: Prompt, asked: int | None,
            param: str, limit: str = "max_tokens") -> Prompt:
-    """Return the prompt with the request's cache salt, truncated as the request asks.
-    Raises 400 when the prompt (field `param`) and the `asked` tokens (field `limit`) exceed the context."""
+    """Return the prompt with the request's cache salt, truncated if the request has `truncate_prompt_tokens`.
+    Raises 400 when the prompt and `asked` output tokens exceed the context; `param` and `limit` are their fields."""
     ids, longest, keep = prompt.token_ids or [], context.ready().max_model_len, request.truncate_prompt_tokens
     text = prompt.text
     if keep is not None:

@@ -37,7 +37,7 @@ ITEMS, OUTPUT = msgspec.json.Decoder(list[Item]), msgspec.json.Decoder(dict[str,
 
 
 async def respond(context: ServerContext, exchange: Exchange) -> None:
-    """Answer POST /v1/responses: generate a response, at once or in the background, and store it by default."""
+    """Answer POST /v1/responses: generate the response, then answer. With `background`, answer first."""
     request = await DECODER.read(context, exchange)
     exchange.words = WORDS
     check_fields(request)
@@ -70,14 +70,14 @@ async def respond(context: ServerContext, exchange: Exchange) -> None:
     gone, asked = asyncio.Event(), asyncio.get_running_loop().create_future()
 
     async def receive() -> dict[str, str]:
-        """Wait for a cancellation, then report a disconnect. The first call sets `asked`: the writer exists."""
+        """ASGI `receive` without a client: report a disconnect once `gone` is set. Sets `asked` when it is called."""
         if made and not asked.done():
             asked.set_result(None)
         await gone.wait()
         return {"type": "http.disconnect"}
 
     async def send(message: Any) -> None:
-        """Drop the message: the writer keeps the response."""
+        """ASGI `send` without a client: drop the message, because `ResponseWriter` keeps the response."""
 
     alone = Exchange({**exchange.scope, "state": {"request_id": name}}, receive, send)
     alone.size, alone.warnings, alone.words = exchange.size, exchange.warnings, WORDS
@@ -103,7 +103,7 @@ def _settle(context: ServerContext, name: str, writer: ResponseWriter, task: "as
 
 
 async def retrieve(context: ServerContext, exchange: Exchange) -> None:
-    """Answer with a stored response in its current state. DELETE removes it; no request can continue it then."""
+    """Answer GET /v1/responses/ID with the response in its current state. DELETE ends and removes the response."""
     asked = parse_qs(exchange.scope["query_string"].decode("latin-1"))
     for name in asked.keys() & ASKED.keys() - ({"stream"} if asked.get("stream") == ["false"] else set()):
         raise not_implemented(name, ASKED[name])

@@ -98,8 +98,8 @@ def _add(talk: Talk, item: Item, where: str) -> None:
     elif item.type in NEEDS:
         raise InvalidParameter(f"{where} needs {NEEDS[item.type]}.", param="input")
     else:
-        raise not_implemented(f"{where}: {shown(item.type)}", f"items are {', '.join(filter(None, NEEDS))} and "
-                              "reasoning.", "input")
+        raise not_implemented(f"{where}: {shown(item.type)}", f"send items of type {', '.join(filter(None, NEEDS))} "
+                              "or reasoning.", "input")
 
 
 async def fitting(context: ServerContext, exchange: Exchange, chat: ChatRequest) -> ChatRequest:

@@ -23,7 +23,7 @@ Items = Annotated[list["Item"], Meta(max_length=MAX_MESSAGES)]
 
 
 class Item(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """An item of a conversation of any type; without a type it is a message."""
+    """An input or output item of the API, such as a message or a tool call. Without `type` it is a message."""
 
     type: str | None = None
     id: str | None = None
@@ -37,14 +37,14 @@ class Item(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 class TextOptions(msgspec.Struct, kw_only=True):
-    """Format of the text. `verbosity` has no effect."""
+    """The field `text` of a request: format of the answer. `verbosity` has no effect."""
 
     format: dict[str, Any] = msgspec.field(default_factory=lambda: {"type": "text"})
     verbosity: Literal["low", "medium", "high"] | None = None
 
 
 class ReasoningOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Reasoning of the model. With `summary`, the whole reasoning is returned as the summary, not as content."""
+    """The field `reasoning` of a request. With `summary`, the summary in the answer is the whole reasoning."""
 
     effort: Effort | None = None
     summary: Literal["auto", "detailed"] | None = None
@@ -58,7 +58,7 @@ class ResponseRequest(SamplingFields, kw_only=True):
 
     previous_response_id   begin with the items of that response and of those before it, without their instructions
     truncation             "auto": leave out the oldest turns of a conversation that does not fit the context
-    background             answer at once and generate afterwards
+    background             answer before the generation ends; the client retrieves the response later
     store                  store the response (default: true)
     max_tool_calls         no effect: it limits tools that the server runs, and there are none
     """
@@ -86,7 +86,7 @@ class ResponseRequest(SamplingFields, kw_only=True):
 
 
 class ResponseAnswer(msgspec.Struct, kw_only=True):
-    """Answer of /v1/responses, with most fields of its request. `output`: items, as in an input."""
+    """Answer of /v1/responses, with most fields of its request. `output`: items like those of `input`."""
 
     id: str
     object: Literal["response"]

@@ -15,8 +15,9 @@ from quire.entry.http.errors import HttpError
 class Kept:
     """A stored response.
 
-    owner        API key of its request;  body  the response as JSON
-    items        items of its input as JSON;  previous  id of the response that it continues
+    owner        API key of the request
+    body, items  JSON of the response, and JSON of the input items of its request
+    previous     id of the response that this response continues
     task, gone   for a response that runs in the background: its task, and an event that cancels the task
     """
 

@@ -38,7 +38,7 @@ CALL: Kind = ("fc", {"type": "function_call"}, "", {}, "", "response.function_ca
 
 
 class ResponseWriter(Writer):
-    """Writer of an answer of /v1/responses. `keep` gets the finished response as JSON, before the client does."""
+    """Writer of an answer of /v1/responses. When the response ends, `keep` is called with its JSON."""
 
     def __init__(self, job: Job, tokenizer: Tokenizer | None, request: ResponseRequest, response_id: str,
                  keep: Callable[[bytes], None]) -> None:
@@ -66,11 +66,11 @@ class ResponseWriter(Writer):
         return ENCODE(self._answer)
 
     def begin(self, prompt: int, output: RequestOutput, usage: bytes = b"") -> bytes:
-        """Return the events of the empty response."""
+        """Return the first events, which hold the response without items. See `Writer`."""
         return b"".join(self._event(f"response.{name}", response=self._answer) for name in ("created", "in_progress"))
 
     def piece(self, choice: int, piece: CompletionOutput, usage: bytes) -> bytes:
-        """Return the events of a piece. The last piece closes the last item."""
+        """Return the events for the new part of the answer. The last part closes the last item. See `Writer`."""
         rows = piece.logprobs or []
         logprobs = chat_logprobs(self._names, piece.token_ids[: len(rows)], rows, self._num_top).content
         frames = list[bytes]()
@@ -96,13 +96,13 @@ class ResponseWriter(Writer):
         return self.stop("incomplete" if cut else "completed")
 
     def whole(self, outputs: list[RequestOutput], usage: Usage) -> bytes:
-        """Return the whole response."""
+        """Return the whole response as JSON. See `Writer`."""
         self.piece(0, outputs[0].outputs[0], b"")
         self.end(usage)
         return self.body
 
     def stop(self, status: str) -> bytes:
-        """End the response with a status, store it, and return its last events."""
+        """End the response with a status, give it to `keep`, and return its last events."""
         frames = self._close("incomplete")
         self._answer["status"] = status
         self._keep(self.body)

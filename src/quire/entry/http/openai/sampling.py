@@ -96,7 +96,7 @@ def grammar_error(error: RequestFailed | InvalidParameter, request: SamplingFiel
 
 
 def check_choices(num_prompts: int, request: SamplingFields) -> None:
-    """Raise `InvalidParameter` for too many completions of a request, or too many list entries over all of them."""
+    """Raise `InvalidParameter` for too many completions, or too many list entries (counted once per completion)."""
     n = request.n or 1
     if num_prompts * n > (MAX_CHOICES if n > 1 else MAX_PROMPTS):
         raise InvalidParameter(f"{num_prompts} prompts with n={n} make {num_prompts * n} completions: ask for "
@@ -106,8 +106,8 @@ def check_choices(num_prompts: int, request: SamplingFields) -> None:
         entries = getattr(request, name) or ()
         if len(entries) * num_prompts * n > MAX_LISTED:
             raise InvalidParameter(
-                f"{name} with {len(entries)} entries for {num_prompts * n} completions: at most {MAX_LISTED} entries "
-                "over all completions of a request; ask for fewer at once.", param=name)
+                f"{name} has {len(entries)} entries for each of {num_prompts * n} completions: a request may have "
+                f"{MAX_LISTED} in all; shorten the list, or send fewer prompts or a smaller n.", param=name)
 
 
 def request_timeout(header: str | None) -> float | None:

@@ -71,7 +71,7 @@ class ResponseFormat(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class StructuredOutputs(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Structured output: exactly one of the first five fields, with the meaning of `StructuredOutputsParams`."""
+    """Structured output: exactly one of json, regex, choice, grammar, json_object. See `StructuredOutputsParams`."""
 
     json: str | dict[str, Any] | bool | None = None
     regex: str | None = None
@@ -170,7 +170,7 @@ class ToolCall(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 class Message(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """A message of a conversation. The reasoning of an earlier turn may have either name.
+    """A message of a conversation. Earlier reasoning is in `reasoning` or `reasoning_content`.
     `role`: system, developer, user, assistant, tool, or another that the chat template knows."""
 
     role: str
@@ -235,9 +235,9 @@ class ChatRequest(SamplingFields, kw_only=True):
     chat_template            template instead of the model's, on a server with --trust-request-chat-template
     chat_template_kwargs     variables of the chat template, such as enable_thinking
     echo                     with continue_final_message: the answer begins with the message that it continues
-    parallel_tool_calls      false: at most one call
+    parallel_tool_calls      false: the answer has at most one tool call
     include_reasoning        false: the reasoning is not returned
-    thinking_token_budget    maximum tokens of reasoning, if the prompt begins it;  -1: no limit
+    thinking_token_budget    maximum tokens of reasoning, if the rendered prompt opens the reasoning; -1: no limit
     """
 
     messages: Messages
@@ -309,7 +309,7 @@ class Usage(msgspec.Struct, kw_only=True):
 
 
 class LegacyLogprobs(msgspec.Struct, kw_only=True):
-    """Logprobs of /v1/completions, in columns. `text_offset` counts characters; an echoed first token has nulls."""
+    """Logprobs of /v1/completions by token; those of an echoed first token are null. `text_offset`: in characters."""
 
     text_offset: list[int]
     token_logprobs: list[float | None]
@@ -318,7 +318,7 @@ class LegacyLogprobs(msgspec.Struct, kw_only=True):
 
 
 class CompletionChoice(msgspec.Struct, kw_only=True):
-    """A completion; index = prompt index * n + number of the completion. The last three fields come only on request."""
+    """A completion; index = prompt index * n + number of the completion. Token ids and prompt logprobs are optional."""
 
     index: int
     text: str
@@ -351,7 +351,7 @@ class TokenLogprob(msgspec.Struct, kw_only=True):
 
 
 class ChatLogprob(TokenLogprob, kw_only=True):
-    """A generated token, with the likeliest tokens at its place."""
+    """A generated token, with the likeliest tokens at its position."""
 
     top_logprobs: list[TokenLogprob]
 
@@ -364,7 +364,7 @@ class ChatLogprobs(msgspec.Struct, kw_only=True):
 
 
 class AnswerMessage(msgspec.Struct, kw_only=True):
-    """Message of the model. `content` is null if there are only calls. `reasoning` equals `reasoning_content`."""
+    """Message of the model. `content` is null if there are only tool calls. `reasoning_content` repeats `reasoning`."""
 
     role: Literal["assistant"] = "assistant"
     content: str | None

@@ -12,7 +12,7 @@ Texts = Annotated[list[str], Meta(min_length=1, max_length=MAX_INPUTS)]
 
 
 class EmbeddedFields(msgspec.Struct, kw_only=True):
-    """Fields of every request for vectors, with the same meaning as in a request for text."""
+    """Fields that requests for embeddings, reranking and scores share, with the meaning of `SamplingFields`."""
 
     model: str | None = None
     user: str | None = None

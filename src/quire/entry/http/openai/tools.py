@@ -25,9 +25,10 @@ NOTHING: dict[str, Any] = {"type": "object", "properties": {}, "additionalProper
 class ToolUse:
     """The use of tools that a request asks for.
 
-    shown      tools shown to the model, in the format of templates; None = no tools
+    shown      tools for the model, as chat templates read them; None = no tools
     callable   tools that may be called; () = the answer is not parsed for calls
-    must       the model must call a tool;  named  tool_choice names the only tool that may be called
+    must       the model must call a tool
+    named      tool_choice names the only tool that may be called
     bound      a grammar must force the answer to follow tool_choice and strict schemas
     """
 
@@ -70,7 +71,7 @@ def tool_use(request: ChatRequest, *, hide_idle: bool) -> ToolUse:
 
 
 def plain_tools(tools: Iterable[Tool]) -> list[dict[str, Any]]:
-    """Return tools in the format of templates, with fields in the order that models are trained on. Raises 400."""
+    """Return tools as chat templates read them, with fields in the order that models are trained on. Raises 400."""
     plain: dict[str, dict[str, Any]] = {}
     for at, tool in enumerate(tools):
         function = msgspec.to_builtins(tool.function)

@@ -38,7 +38,7 @@ class Fields:
 
     def unknown(self, names: dict[str, msgspec.Raw], known: Collection[str]) -> list[str]:
         """Return the first unknown field names of a request, each with a hint.
-        `names`: the request's fields; `known`: names known at its top level. Inside fields the types decide."""
+        `names`: the request's fields; `known`: names known at its top level. Deeper names are checked by type."""
         top = ((self, "", name) for name in names if name not in known)
         objects = chain.from_iterable(fields._objects(value_again(names[name]), name + ".")
                                       for name, fields in self.inner.items() if name in names)
