@@ -16,6 +16,7 @@ import torch
 import transformers
 
 from quire import LLM, RequestOutput, SamplingParams, StructuredOutputsParams
+from quire.engine.replicas import Core, Replicas
 
 from ..support.many_ranks import SIZES, SMALL, Left
 from ..support.pairwise import Row, label, pairwise
@@ -26,6 +27,7 @@ NUM_TOKENS = 64
 NEAR = {"rtol": 1e-5, "atol": 1e-5}  # of a log-probability: the sums of ranks are added in another order
 CHECKED: Row = {"check_collectives": True}
 FAMILIES = ("qwen3_moe", "qwen3", "deepseek_v3")
+EXPERTS = ("qwen3_moe", "glm4_moe", "deepseek_v3")
 FACTORS: dict[str, list[Any]] = {
     "sizes": list(SIZES),
     "prefix": [True, False],
@@ -117,21 +119,27 @@ def rows() -> list[Row]:
     found = pairwise(FACTORS)
     for row in found:
         sizes = row["sizes"]
-        row["family"] = FAMILIES[turns[sizes] % len(FAMILIES)] if sizes != "tp2-ep" or turns[sizes] != 1 else "glm4_moe"
+        families = EXPERTS if sizes.endswith("-ep") else FAMILIES
+        row["family"] = families[turns[sizes] % len(families)]
         turns[sizes] += 1
     return found
+
+
+def num_preempted(core: Core) -> int:
+    return sum(one.scheduler.num_preempted for one in (core.cores if isinstance(core, Replicas) else (core,)))
 
 
 @pytest.mark.parametrize("row", rows(), ids=label)
 def test_answers_of_one_rank(row: Row, checkpoint: Callable[[str], Path], engine: Callable[..., LLM]) -> None:
     folder = checkpoint(row["family"])
     options: Row = {"enable_prefix_caching": row["prefix"], "block_size": 16, "max_num_batched_tokens": 48}
-    if row["pool"] == "small":
-        options["num_gpu_blocks_override"] = 36
+    sizes = SIZES[row["sizes"]]
     one = engine(folder, **options)
-    ranks = engine(folder, **options, **CHECKED, async_depth=row["depth"], **SIZES[row["sizes"]])
+    if row["pool"] == "small":
+        options["num_gpu_blocks_override"] = 36 // sizes.get("data_parallel_size", 1)
+    ranks = engine(folder, **options, **CHECKED, async_depth=row["depth"], **sizes)
     compare(ask(ranks, requests()), ask(one, requests()))
-    assert (ranks.engine.core.scheduler.num_preempted > 0) == (row["pool"] == "small")
+    assert (num_preempted(ranks.engine.core) > 0) == (row["pool"] == "small")
     again = ask(ranks, requests(8))
     compare(again, ask(one, requests(8)))
     if row["pool"] == "normal":
@@ -154,7 +162,7 @@ def texts() -> list[tuple[str, SamplingParams]]:
             for i, kind in enumerate(kinds)]  # fmt: skip
 
 
-@pytest.mark.parametrize(("sizes", "depth"), [("tp2", 2), ("tp4", 1), ("pp2", 2), ("tp2-pp2", 1)])
+@pytest.mark.parametrize(("sizes", "depth"), [("tp2", 2), ("tp4", 1), ("pp2", 2), ("tp2-pp2", 1), ("dp2", 2)])
 def test_texts_of_the_bundled_model(sizes: str, depth: int, engine: Callable[..., LLM]) -> None:
     expected = ask(engine(), texts())
     found = ask(engine(**CHECKED, async_depth=depth, **SIZES[sizes]), texts())
