@@ -109,6 +109,16 @@ class Replicas:
         for core in self.cores:
             core.shutdown()
 
+    def check_alive(self) -> None:
+        """See `ReplicaExecutors.check_alive`."""
+        for core in self.live:
+            try:
+                core.executor.check_alive()
+            except EngineDead as fault:
+                if self.lockstep:
+                    raise
+                self._bury(core, fault)
+
     def check(self) -> None:
         """Assert every invariant of the bookkeeping; when idle, also that no block is held."""
         for core in self._live:
@@ -211,9 +221,8 @@ class ReplicaExecutors:
         return values
 
     def check_alive(self) -> None:
-        """Raise `EngineDead` when a replica can run no step."""
-        for core in self._replicas.live:
-            core.executor.check_alive()
+        """Raise `EngineDead` when no replica can run a step; of replicas in lock-step, when one cannot."""
+        self._replicas.check_alive()
 
 
 def load(core: EngineCore) -> float:
