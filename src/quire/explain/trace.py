@@ -14,6 +14,7 @@ import msgspec
 import torch
 
 from quire.config.placement import parallel_sizes, ranks
+from quire.engine.replicas import Replicas
 from quire.engine.scheduler import InFlight
 from quire.entry.llm import LLM
 from quire.entry.prompts import PromptLike
@@ -111,8 +112,8 @@ def recording(llm: LLM, wait: Callable[[], None] = lambda: None) -> Iterator[Spa
 
     def name_step(result: Any, open_ones: list[Span]) -> None:
         nonlocal num_steps
-        if isinstance(result, InFlight):
-            kind, count = "prefill" if result.num_prefills else "decode", int(result.plan.num_tokens.sum())
+        if isinstance(result, InFlight) and (count := int(result.plan.num_tokens.sum())):
+            kind = "prefill" if result.num_prefills else "decode"
             step = next(span for span in open_ones if span.name == STEP)
             step.phase = f"step {num_steps}: {kind}, {count} token{'s' * (count > 1)}"
             num_steps += 1
@@ -127,7 +128,11 @@ def _stops(llm: LLM) -> Iterator[Stop]:
     """Yield (owner, attribute, name) of every function to record in this process."""
     core = llm.engine.core
     executor = core.executor._runner if isinstance(core.executor, InProcessExecutor) else core.executor
-    parts = [llm, llm._front, core, core.scheduler, core.scheduler.allocator, core._finisher]
+    parts = [llm, llm._front]
+    if isinstance(core, Replicas):
+        parts += [core, *(one.executor for one in core.cores)]
+    for one in core.cores if isinstance(core, Replicas) else (core,):
+        parts += [one, one.scheduler, one.scheduler.allocator, one._finisher]
     yield from methods_of([*((type(part).__name__, part) for part in parts), (type(core.executor).__name__, executor)])
     yield llm, "_step", STEP
     yield SequenceText, "push", "SequenceText.push"
