@@ -15,7 +15,7 @@ from quire.config.experts import Routing
 from quire.kernels.select import load_kernel
 from quire.kernels.streams import Fork, side_stream
 from quire.layers.context import Build, StepContext
-from quire.layers.dispatch import ExpertExchange
+from quire.layers.dispatch import AllGatherExchange
 from quire.layers.linear import Linear, add_sum
 from quire.layers.mlp import GatedMLP
 from quire.layers.norm import RMSNorm
@@ -133,7 +133,7 @@ class MoE(nn.Module):
         self.shared_gate = Linear(f"{at}.shared_gate", build) if moe.shared_gate else None
         can = build.device.type == "cuda" and "join" in build.moe.features
         self.tp = build.tp
-        self.exchange = ExpertExchange(build.ep, build.tp) if build.ep is not None else None
+        self.exchange = AllGatherExchange(build.ep, build.tp) if build.ep is not None else None
         self.forks = can and self.shared is not None and self.tp is None and self.exchange is None
         self.top_k, self.dtype, self.hidden_size = moe.routing.top_k, build.dtype, args.hidden_size
         self.choose: Callable[[Tensor], Routed] | None = None
@@ -148,7 +148,10 @@ class MoE(nn.Module):
             if self.on_routing is not None:
                 self.on_routing(weights, ids)
             if self.exchange is not None:
-                return hidden + self._exchanged(self.exchange, x, weights, ids, ctx)
+                assert ctx.replicas is not None, "a step of replicas in lock-step says how many tokens each has"
+                if self.shared is not None:
+                    hidden = self.shared.down.add(self._shared_inner(self.shared, x), hidden)
+                return self.exchange.run((x, weights, ids), hidden, self.experts, ctx.replicas)
             if self.tp is not None:  # one sum of both kinds of experts
                 partial = None if self.shared is None else self.shared.down(self._shared_inner(self.shared, x))
                 return add_sum(self.experts(x, weights, ids, partial), hidden, self.tp)
@@ -159,20 +162,12 @@ class MoE(nn.Module):
 
     def join(self, ctx: StepContext) -> None:
         """Take part in a step in which this replica has no tokens: run this rank's experts for the other replicas."""
-        assert self.exchange is not None, "no other replica needs these experts"
+        assert self.exchange is not None and ctx.replicas is not None, "no other replica needs these experts"
         device = self.experts.device
         x = torch.empty(0, self.hidden_size, dtype=self.dtype, device=device)
         weights = torch.empty(0, self.top_k, device=device)
         ids = torch.empty(0, self.top_k, dtype=torch.int32, device=device)
-        self._exchanged(self.exchange, x, weights, ids, ctx)
-
-    def _exchanged(self, exchange: ExpertExchange, x: Tensor, weights: Tensor, ids: Tensor, ctx: StepContext) -> Tensor:
-        """Return the sum of routed and shared experts for this replica's rows x, [T, hidden]."""
-        rows = ctx.replica_rows or (len(x),) * exchange.num_replicas
-        y = self.experts(*exchange.dispatch(x, weights, ids, rows), None)
-        if self.shared is not None and len(x):
-            y[exchange.own(rows)] += self.shared.down(self._shared_inner(self.shared, x))
-        return exchange.combine(y, rows)
+        self.exchange.run((x, weights, ids), x, self.experts, ctx.replicas)
 
     def _shared_inner(self, shared: GatedMLP, x: Tensor) -> Tensor:
         """The input of the shared experts' last projection."""

@@ -73,7 +73,7 @@ class StepRunner:
         for feature in self._features:
             feature.apply(plan)
         self._upload.send(plan, changes)
-        self.programs.replica_rows = plan.sync.rows if plan.sync is not None else ()
+        self.programs.agree(plan)
         if not len(plan.slots):
             self._upload.apply()
             self.programs.join()
@@ -160,7 +160,7 @@ class StepRunner:
             for plan in plans:
                 self.submit(plan)
                 self._running.pop()
-            for _, work in self.programs.recordings(Graphs(sizes, prompts, slots).shapes()):
+            for _, work in self.programs.recordings(Graphs(sizes, prompts, slots, self.limits.bounds).shapes()):
                 work()
         finally:
             self.programs.some = None
