@@ -193,13 +193,13 @@ def test_moves_make_the_new_map_of_the_old_one(case: Case) -> None:
 
 
 def test_the_copies_of_an_expert_share_the_sending() -> None:
-    """Ranks 0 and 1 have expert 0, and ranks 2 to 5 get it."""
-    old = expert_map(np.array([[0, 1, 0, 2, 3, 4, 3, 4, 3, 4, 3, 4]]), 5, 6)
-    new = expert_map(np.array([[0, 1, 0, 2, 3, 0, 3, 0, 3, 0, 4, 0]]), 5, 6)
-    (steps,) = moves(old, new)
-    senders = Counter(source // 2 for destination, source in steps if destination != 10)
-    assert senders == {0: 2, 1: 2}
-    assert (10, 11) in steps, "rank 5 has expert 4 in its other slot"
+    """Ranks 0 and 1 have expert 0. Rank 0 copies it to its other slot, and ranks 2 to 5 get it."""
+    old = expert_map(np.array([[0, 3, 0, 2, 3, 1, 3, 1, 3, 1, 3, 1]]), 4, 6)
+    new = expert_map(np.array([[0, 0, 0, 2, 3, 0, 3, 0, 3, 0, 0, 1]]), 4, 6)
+    ((first, *others),) = moves(old, new)
+    assert first == (1, 0), "a copy within the rank"
+    assert [destination for destination, _ in others] == [5, 7, 9, 10]
+    assert Counter(source for _, source in others) == {0: 2, 2: 2}
 
 
 # -- choice of a copy ------------------------------------------------------------------------------
