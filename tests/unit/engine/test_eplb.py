@@ -193,13 +193,12 @@ def test_moves_make_the_new_map_of_the_old_one(case: Case) -> None:
 
 
 def test_the_copies_of_an_expert_share_the_sending() -> None:
-    """Ranks 0 and 1 have expert 0. Rank 0 copies it to its other slot, and ranks 2 to 5 get it."""
-    old = expert_map(np.array([[0, 3, 0, 2, 3, 1, 3, 1, 3, 1, 3, 1]]), 4, 6)
-    new = expert_map(np.array([[0, 0, 0, 2, 3, 0, 3, 0, 3, 0, 0, 1]]), 4, 6)
-    ((first, *others),) = moves(old, new)
-    assert first == (1, 0), "a copy within the rank"
-    assert [destination for destination, _ in others] == [5, 7, 9, 10]
-    assert Counter(source for _, source in others) == {0: 2, 2: 2}
+    """Ranks 0 and 1 have expert 0. Rank 0 copies it to its other slots, which is not sending; ranks 2 and 3 get it."""
+    old = expert_map(np.array([[0, 3, 3, 0, 2, 2, 3, 1, 1, 3, 1, 2]]), 4, 4)
+    new = expert_map(np.array([[0, 0, 0, 0, 2, 2, 3, 0, 1, 3, 0, 2]]), 4, 4)
+    ((*within, to_two, to_three),) = moves(old, new)
+    assert within == [(1, 0), (2, 0)]
+    assert (to_two[0], to_three[0]) == (7, 10) and {to_two[1], to_three[1]} == {0, 3}
 
 
 # -- choice of a copy ------------------------------------------------------------------------------
