@@ -1,0 +1,73 @@
+"""Balancing of experts: the settings of vLLM's `--eplb-config`. `engine/eplb.py` has the policy."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from quire.config.placement import Parallel
+from quire.contracts.errors import ConfigError, shown
+
+FIXED = {  # vLLM's other settings: the only value that is taken, and the reason
+    "communicator": (None, "a rank copies weights from the memory of another rank"),
+    "enable_migration_batching": (False, "one layer moves at a time"),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class EplbConfig:
+    """Settings of the balancing of experts, with vLLM's names and defaults.
+
+    window_size             steps whose tokens a rebalance looks at: the last ones
+    step_interval           steps between two rebalances
+    num_redundant_experts   slots of a layer for second and further copies of hot experts
+    log_balancedness        True: log the balancedness every `log_balancedness_interval` steps
+    use_async               True: weights move beside serving; False: serving waits for them
+    policy                  "default": DeepSeek's algorithm
+    """
+
+    window_size: int = 1000
+    step_interval: int = 3000
+    num_redundant_experts: int = 0
+    log_balancedness: bool = False
+    log_balancedness_interval: int = 1
+    use_async: bool = True
+    policy: str = "default"
+
+
+def read_eplb_config(given: Mapping[str, Any] | None) -> EplbConfig:
+    """Return the settings that `eplb_config` gives. Raises `ConfigError` for a wrong name or value."""
+    defaults = {one.name: one.default for one in fields(EplbConfig)}
+    values: dict[str, Any] = {}
+    for name, value in (given or {}).items():
+        if name in FIXED:
+            only, reason = FIXED[name]
+            if value != only:
+                raise ConfigError(f"eplb_config: {name}={shown(value)} is not implemented, because {reason}: leave it "
+                                  "out.")
+            continue
+        if name not in defaults:
+            raise ConfigError(f"eplb_config: {shown(name)} does not exist: use {', '.join(defaults)}.")
+        default = defaults[name]
+        if type(value) is not type(default):
+            kind = {bool: "true or false", int: "a whole number", str: "a text"}[type(default)]
+            raise ConfigError(f"eplb_config: {name}={shown(value)} must be {kind}.")
+        least = 0 if name == "num_redundant_experts" else 1
+        if type(value) is int and value < least:
+            raise ConfigError(f"eplb_config: {name}={value} is too small: give at least {least}.")
+        if name == "policy" and value != "default":
+            raise ConfigError(f"eplb_config: policy={shown(value)} is not implemented: use 'default', DeepSeek's.")
+        values[name] = value
+    return EplbConfig(**values)
+
+
+def check_balancing(config: EplbConfig, num_experts: int, parallel: Parallel) -> None:
+    """Raise `ConfigError` if the ranks cannot hold equally many slots, or if no two ranks divide whole experts."""
+    ranks, slots = parallel.expert_ranks, num_experts + config.num_redundant_experts
+    if ranks == 1:
+        raise ConfigError(f"--enable-eplb: {parallel} has nothing to balance, because no two ranks divide whole "
+                          "experts: add --enable-expert-parallel and -tp or -dp, or leave it out.")
+    if slots % ranks:
+        fitting = -num_experts % ranks
+        raise ConfigError(f"eplb_config: num_redundant_experts={config.num_redundant_experts}: {slots} slots for "
+                          f"{num_experts} experts do not divide among {ranks} ranks: use {fitting}, "
+                          f"{fitting + ranks} or {fitting + 2 * ranks}.")
