@@ -126,7 +126,7 @@ class PlanReport:
 
     @cached_property
     def held(self) -> list[tuple[Rank, int]]:
-        """Every rank with the bytes of its parameters. Raises ConfigError if a slice would cut a quantization group."""
+        """List of (rank, number of bytes of its parameters). Raises ConfigError if a slice cuts a quantized group."""
         every = list(ranks(self.plan.args, self.plan.mesh.parallel))
         held = {kind: sum(map(self.num_bytes, self.params_of(rank)))
                 for kind, rank in {rank.kind: rank for rank in every}.items()}  # fmt: skip
