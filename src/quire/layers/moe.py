@@ -14,6 +14,7 @@ from quire.config.checkpoint import ModelArgs
 from quire.config.experts import Routing
 from quire.kernels.select import load_kernel
 from quire.kernels.streams import Fork, side_stream
+from quire.layers.balancing import ExpertSlots
 from quire.layers.context import Build, StepContext
 from quire.layers.dispatch import AllGatherExchange
 from quire.layers.linear import Linear, add_sum
@@ -119,6 +120,7 @@ class Experts(nn.Module):
 class MoE(nn.Module):
     """Mixture of experts: hidden + the weighted sum of routed experts + the shared experts (a gated MLP).
 
+    slots        map of experts to slots of all ranks, if experts are balanced
     choose       replaces the router where it is set (`quire.kernels.routing.uniform`)
     on_routing   called with the weights and ids of each step where it is set (tests, verification)
     """
@@ -136,6 +138,7 @@ class MoE(nn.Module):
         self.exchange = AllGatherExchange(build.ep, build.tp) if build.ep is not None else None
         self.forks = can and self.shared is not None and self.tp is None and self.exchange is None
         self.top_k, self.dtype, self.hidden_size = moe.routing.top_k, build.dtype, args.hidden_size
+        self.slots: ExpertSlots | None = None
         self.choose: Callable[[Tensor], Routed] | None = None
         self.on_routing: Callable[[Tensor, Tensor], None] | None = None
 
@@ -147,14 +150,16 @@ class MoE(nn.Module):
             weights, ids = (self.choose or self.router)(x)
             if self.on_routing is not None:
                 self.on_routing(weights, ids)
+            if self.slots is not None:
+                self.slots.count(ids, None if ctx.replicas is None else ctx.replicas.count)
             if self.exchange is not None:
                 assert ctx.replicas is not None, "a step of replicas in lock-step says how many tokens each has"
                 if self.shared is not None:
                     hidden = self.shared.down.add(self._shared_inner(self.shared, x), hidden)
-                return self.exchange.run((x, weights, ids), hidden, self.experts, ctx.replicas)
+                return self.exchange.run((x, weights, ids), hidden, self._owned, ctx.replicas)
             if self.tp is not None:  # one sum of both kinds of experts
                 partial = None if self.shared is None else self.shared.down(self._shared_inner(self.shared, x))
-                return add_sum(self.experts(x, weights, ids, partial), hidden, self.tp)
+                return add_sum(self._owned(x, weights, ids, partial), hidden, self.tp)
             if self.shared is not None:
                 with fork.beside:
                     hidden = self.shared.down.add(self._shared_inner(self.shared, x), hidden)
@@ -167,7 +172,11 @@ class MoE(nn.Module):
         x = torch.empty(0, self.hidden_size, dtype=self.dtype, device=device)
         weights = torch.empty(0, self.top_k, device=device)
         ids = torch.empty(0, self.top_k, dtype=torch.int32, device=device)
-        self.exchange.run((x, weights, ids), x, self.experts, ctx.replicas)
+        self.exchange.run((x, weights, ids), x, self._owned, ctx.replicas)
+
+    def _owned(self, x: Tensor, weights: Tensor, ids: Tensor, residual: Tensor | None) -> Tensor:
+        """Return residual + the weighted sum over this rank's experts. Balanced experts have one slot for each row."""
+        return self.experts(x, weights, ids if self.slots is None else self.slots.places(ids), residual)
 
     def _shared_inner(self, shared: GatedMLP, x: Tensor) -> Tensor:
         """The input of the shared experts' last projection."""
