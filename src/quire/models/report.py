@@ -106,9 +106,9 @@ class PlanReport:
 
     def exchanges(self, rank: Rank | None = None) -> list[dict[str, Any]]:
         """Return the exchanges of a rank in a step as plain values; None: those that a token passes in all stages."""
-        plan, experts = self.plan, self.plan.experts
+        plan = self.plan
         sent = collectives(plan.args, plan.mesh.parallel, item_bytes=ITEM_BYTES[plan.dtype.dtype],
-                           device=plan.machine.device, spread=experts.dispatcher if experts else "", rank=rank)
+                           device=plan.machine.device, spread=plan.spread, rank=rank)
         return [asdict(one) for one in sent]
 
     def describe_rank(self, rank: Rank, held: int) -> dict[str, Any]:
@@ -208,8 +208,8 @@ class PlanReport:
             params = {param.name.removeprefix(at): param for param in group}
             first, linear = "embed.weight" in params, partial(_below, self._features, at)
             sliced = parallel.tp > 1
-            calls = list(layer_calls(args, layer, linear, self.plan.config.load.routing, sliced=sliced)
-                         if layer >= 0 else
+            calls = list(layer_calls(args, layer, linear, self.plan.config.load.routing, sliced=sliced,
+                                     spread=self.plan.spread) if layer >= 0 else
                          embedding_calls(args, linear, sliced) if first else head_calls(args, sliced))  # fmt: skip
             named = [call._asdict() | {"function": self._qualified(call.function, (at + p for p in call.parameters))}
                      for call in calls]  # fmt: skip
