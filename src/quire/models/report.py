@@ -21,6 +21,7 @@ from quire.models.calls import Call, embedding_calls, head_calls, layer_calls, p
 from quire.models.collectives import collectives, groups
 from quire.models.facts import model_facts
 from quire.models.layout import alone, layout
+from quire.models.notes import parallel_notes
 from quire.models.plan import EnginePlan, keep_stored
 from quire.models.registry import ITEM_BYTES, linear_plans, rank_geometry
 from quire.quantization.assign import decided_by, with_formats
@@ -67,7 +68,8 @@ class PlanReport:
     def describe(self) -> dict[str, Any]:
         """Return the report as plain values. Reads the headers of the weights, if the folder has weights."""
         args, config = self.plan.args, self.plan.config
-        notes = (note.removesuffix(".") for note in quantization_notes(self.plan.quantization))
+        notes = (note.removesuffix(".") for note in (*quantization_notes(self.plan.quantization),
+                                                     *parallel_notes(args, config.parallel)))  # fmt: skip
         return {
             "missing": [one._asdict() for one in self.plan.missing],
             "load_error": self.load_error,

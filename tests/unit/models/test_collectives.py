@@ -33,7 +33,9 @@ def test_replicas_that_share_experts_exchange_rows() -> None:
     """A packed row has 64 bytes of hidden state, and an id and a weight of 4 bytes each for each of 3 experts."""
     spread = exchanges(Parallel(dp=4, experts=True), "all-gather")
     assert [(one.kind, one.group, one.message_bytes, one.per, one.times) for one in spread] == [
-        ("all-gather", "ep", 64 + 24, "token", 3), ("reduce-scatter", "ep", 64, "token of all replicas", 3)]  # fmt: skip
+        ("all-gather", "ep", 64 + 24, "token", 3),
+        ("reduce-scatter", "ep", 64, "token of all replicas", 3),
+    ]
     cut = {(one.kind, one.group, one.where): one for one in exchanges(Parallel(dp=2, tp=2, experts=True), "all-gather")}
     assert cut["all-reduce", "tp", "feed-forward output"].times == 3, "of the dense layers alone"
     assert cut["all-reduce", "tp", "attention output"].times == 6
