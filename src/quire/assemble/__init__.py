@@ -32,6 +32,7 @@ from quire.kv.allocator import KVAllocator
 from quire.kv.hashing import namespace_digest
 from quire.kv.pool import BlockPool
 from quire.models.layout import alone
+from quire.models.notes import parallel_notes
 from quire.models.obtain import obtain_weights, read_model
 from quire.models.plan import EnginePlan, Machine, resolve_engine, resolve_sizing
 from quire.models.rank_report import rank_lines
@@ -279,7 +280,7 @@ def assemble_core(parts: Parts, compiler: GrammarCompiler | None) -> EngineCore:
 
 
 def _notes(args: ModelArgs, dtype: DTypePlan, memory: MemoryPlan, config: EngineConfig) -> tuple[str, ...]:
-    notes = [*args.notes, *memory.notes]
+    notes = [*args.notes, *memory.notes, *parallel_notes(args, config.parallel)]
     if dtype.dtype != args.dtype:
         notes.append(f"computing in {dtype.dtype}: {dtype.reason}.")
     if config.model.trust_remote_code:

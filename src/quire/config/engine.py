@@ -142,6 +142,9 @@ class ParallelConfig:
                                      flags=("-dp",), least=1)
     enable_expert_parallel: bool = option(False, "distribute whole experts over the devices, not slices of each",
                                           flags=("-ep",))
+    expert_placement_strategy: str = option(
+        "linear", "whole experts on devices: linear = neighbours together; round_robin = in turn",
+        choices=("linear", "round_robin"))
     disable_custom_all_reduce: bool = option(False, "sum over GPUs through NCCL, not through memory that all map")
     check_collectives: bool = option(False, "compare every exchange between ranks before it runs, and name the ranks "
                                             "that differ; slow")

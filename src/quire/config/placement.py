@@ -23,6 +23,7 @@ class Parallel:
     dp        replicas of attention, each with its own requests (data parallelism)
     layers    number of layers of each stage; (): divided equally, see `stages`
     experts   True: each of the tp x dp ranks of a stage holds whole experts; False: a slice of every expert
+    round_robin   True: whole experts go to the ranks in turn; False: each rank has neighbours
     """
 
     tp: int = 1
@@ -30,11 +31,13 @@ class Parallel:
     dp: int = 1
     experts: bool = False
     layers: tuple[int, ...] = ()
+    round_robin: bool = False
 
     def __str__(self) -> str:
         sizes = (("-tp", self.tp), ("-pp", self.pp), ("-dp", self.dp))
         words = [f"{flag} {size}" for flag, size in sizes if size != 1]
-        return " ".join(words + ["--enable-expert-parallel"] * self.experts) or "one device"
+        words += ["--enable-expert-parallel"] * self.experts
+        return " ".join(words + ["--expert-placement-strategy round_robin"] * self.round_robin) or "one device"
 
     @property
     def size(self) -> int:
@@ -73,7 +76,8 @@ ALONE = Parallel()
 def parallel_sizes(config: ParallelConfig) -> Parallel:
     """Return the sizes of parallelism that the options of `config` ask for."""
     return Parallel(tp=config.tensor_parallel_size, pp=config.pipeline_parallel_size, dp=config.data_parallel_size,
-                    experts=config.enable_expert_parallel, layers=config.pipeline_layer_partition)  # fmt: skip
+                    experts=config.enable_expert_parallel, layers=config.pipeline_layer_partition,
+                    round_robin=config.expert_placement_strategy == "round_robin")  # fmt: skip
 
 
 def check_one_device(config: ParallelConfig, command: str) -> None:
@@ -86,7 +90,7 @@ def check_one_device(config: ParallelConfig, command: str) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Rank:
-    """The part of a model that a rank holds. Ranges are half-open.
+    """The part of a model that a rank holds. Ranges are half-open; `experts` has a start, an end and a stride.
 
     number     counts the ranks of a stage first, then stages, then replicas (of attention)
     place      index in the tensor-parallel group
@@ -100,7 +104,7 @@ class Rank:
     layers: tuple[int, int]
     heads: tuple[int, int]
     kv_heads: tuple[int, int]
-    experts: tuple[int, int]
+    experts: tuple[int, int, int]
     first: bool
     last: bool
     tp: int = 1
@@ -109,7 +113,12 @@ class Rank:
     @property
     def kind(self) -> tuple[object, ...]:
         """Key that is equal for ranks with the same layers and the same numbers of KV heads and experts."""
-        return self.layers, *(end - start for start, end in (self.kv_heads, self.experts))
+        return self.layers, self.kv_heads[1] - self.kv_heads[0], len(self.expert_ids)
+
+    @property
+    def expert_ids(self) -> range:
+        """Numbers of the rank's experts, in the order in which they are stacked."""
+        return range(*self.experts)
 
 
 def check_parallel(args: ModelArgs, parallel: Parallel) -> None:
@@ -201,7 +210,8 @@ def ranks(args: ModelArgs, parallel: Parallel) -> Iterator[Rank]:
             layers=held[stage],
             heads=share(args.num_heads, parallel.tp, place),
             kv_heads=(0, 1) if args.latent else share(args.num_kv_heads, kv, place * kv // parallel.tp),
-            experts=share(num_experts, parallel.expert_ranks, among),
+            experts=(among, num_experts, parallel.expert_ranks) if parallel.round_robin else
+                    (*share(num_experts, parallel.expert_ranks, among), 1),
             first=stage == 0,
             last=stage == parallel.pp - 1,
             tp=parallel.tp,

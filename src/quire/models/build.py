@@ -24,11 +24,11 @@ def build_model(plan: EnginePlan, groups: RankGroups = ALONE) -> Decoder:
     """
     args, rank, tp = plan.args, plan.mesh.rank, groups.tp
     kernels = load_kernels(plan.kernels)
-    whole = args.moe is None or rank.experts == (0, args.moe.routing.num_experts)
+    whole = args.moe is None or len(rank.expert_ids) == args.moe.routing.num_experts
     build = Build(
         dtype=getattr(torch, plan.dtype.dtype), device=torch.device(plan.machine.device), kernels=kernels,
         params={param.name: param for param in plan.params}, linears=plan.linears,
-        experts=None if whole else tuple(range(*rank.experts)), tp=tp, ep=groups.ep, kv_groups=plan.geometry.groups,
+        experts=None if whole else tuple(rank.expert_ids), tp=tp, ep=groups.ep, kv_groups=plan.geometry.groups,
         moe=plan.experts, layers=rank.layers,
         vocabulary=None if tp is None else vocabulary_slice(args.vocab_size, tp),
     )  # fmt: skip

@@ -101,6 +101,12 @@ class EnginePlan(msgspec.Struct, frozen=True, kw_only=True):
         return decode
 
     @property
+    def spread(self) -> dict[str, str]:
+        """Phase -> name of the dispatcher that brings tokens to the experts of other replicas; {}: none does."""
+        plans = {phase: plan.dispatcher for phase, plan in self.moe.items() if isinstance(plan, MoEPlan)}
+        return {phase: name for phase, name in plans.items() if name != "none"}
+
+    @property
     def cache(self) -> CacheChoice:
         """The dtype of the KV cache and the reason for it."""
         return choose_cache(self.config.cache.kv_cache_dtype, self.dtype.dtype, self.quantization)
@@ -121,7 +127,7 @@ class EnginePlan(msgspec.Struct, frozen=True, kw_only=True):
         batch = self.config.scheduler
         return buffer_bytes(self.args, self.mesh.rank, self.mesh.parallel, tokens=batch.token_budget(),
                             item_bytes=ITEM_BYTES[self.dtype.dtype], rows=batch.sequences(),
-                            device=self.machine.device)  # fmt: skip
+                            device=self.machine.device, spread=self.spread)  # fmt: skip
 
     def of_rank(self, rank: Rank) -> "EnginePlan":
         """Return a copy with `rank` in its mesh. `params` and `geometry` remain those of the original rank."""

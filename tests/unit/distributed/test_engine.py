@@ -28,6 +28,8 @@ SIZES: dict[str, dict[str, Any]] = {
     "pp2-by-hand": {"pp": 2, "pipeline_layer_partition": (2, 1)},
     "tp2-ep": {"tp": 2, "experts": True}, "tp4-ep": {"tp": 4, "experts": True},
     "dp2-ep2": {"dp": 2, "experts": True}, "dp2-tp2-ep4": {"dp": 2, "tp": 2, "experts": True},
+    "tp2-ep-in-turn": {"tp": 2, "experts": True, "expert_placement_strategy": "round_robin"},
+    "dp2-ep2-in-turn": {"dp": 2, "experts": True, "expert_placement_strategy": "round_robin"},
     "dp2-pp2-ep2": {"dp": 2, "pp": 2, "experts": True}, "dp4-ep4": {"dp": 4, "experts": True},
 }  # fmt: skip
 COUNT = 24

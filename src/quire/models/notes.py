@@ -1,0 +1,39 @@
+"""Notes for people about options of several devices: options without an effect, and placements unlike vLLM's.
+
+Pure functions of the options and the model. No torch.
+"""
+
+from collections.abc import Iterator
+
+from quire.config.checkpoint import ModelArgs
+from quire.config.engine import ParallelConfig
+from quire.config.placement import parallel_sizes, ranks
+
+MOST_RANKS = 4  # whose experts a note tells
+
+
+def parallel_notes(args: ModelArgs, config: ParallelConfig) -> tuple[str, ...]:
+    """Return the notes about the placement of experts."""
+    return tuple(_placement(args, config))
+
+
+def _placement(args: ModelArgs, config: ParallelConfig) -> Iterator[str]:
+    parallel, moe = parallel_sizes(config), args.moe
+    if not parallel.round_robin:
+        return
+    asked = "--expert-placement-strategy round_robin"
+    if moe is None or not parallel.experts or parallel.expert_ranks == 1:
+        why = "the model has no experts" if moe is None else "every rank has a slice of each expert" if (
+            parallel.tp > 1 and not parallel.experts) else "a single rank has all experts"
+        yield f"{asked} changes nothing: {why}."
+        return
+    stage = [rank for rank in ranks(args, parallel) if rank.stage == 0]
+    held = "; ".join(f"rank {rank.number}: {_listed(rank.expert_ids)}" for rank in stage[:MOST_RANKS])
+    more = "; ..." * (len(stage) > MOST_RANKS)
+    vllm = "" if moe.routing.num_groups > 1 else ", where vLLM is linear, because the router chooses among no groups"
+    yield f"{asked}: experts go to {len(stage)} ranks in turn{vllm}: {held}{more}."
+
+
+def _listed(numbers: range) -> str:
+    shown = [str(number) for number in numbers]
+    return ", ".join(shown if len(shown) < 5 else [*shown[:2], "...", shown[-1]])
