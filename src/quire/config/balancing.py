@@ -4,9 +4,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from quire.config.placement import Parallel
 from quire.contracts.errors import ConfigError, shown
 
+# Of `engine.eplb.choose_copy`: 2^32 / golden ratio (Knuth, volume 3, section 6.4), and any other odd number.
+GOLDEN, SPREAD = 0x9E3779B9, 0x85EBCA6B
 FIXED = {  # vLLM's other settings: the only value that is taken, and the reason
     "communicator": (None, "a rank copies weights from the memory of another rank"),
     "enable_migration_batching": (False, "one layer moves at a time"),
@@ -58,16 +59,3 @@ def read_eplb_config(given: Mapping[str, Any] | None) -> EplbConfig:
             raise ConfigError(f"eplb_config: policy={shown(value)} is not implemented: use 'default', DeepSeek's.")
         values[name] = value
     return EplbConfig(**values)
-
-
-def check_balancing(config: EplbConfig, num_experts: int, parallel: Parallel) -> None:
-    """Raise `ConfigError` if the ranks cannot hold equally many slots, or if no two ranks divide whole experts."""
-    ranks, slots = parallel.expert_ranks, num_experts + config.num_redundant_experts
-    if ranks == 1:
-        raise ConfigError(f"--enable-eplb: {parallel} has nothing to balance, because no two ranks divide whole "
-                          "experts: add --enable-expert-parallel and -tp or -dp, or leave it out.")
-    if slots % ranks:
-        fitting = -num_experts % ranks
-        raise ConfigError(f"eplb_config: num_redundant_experts={config.num_redundant_experts}: {slots} slots for "
-                          f"{num_experts} experts do not divide among {ranks} ranks: use {fitting}, "
-                          f"{fitting + ranks} or {fitting + 2 * ranks}.")

@@ -145,6 +145,9 @@ class ParallelConfig:
     expert_placement_strategy: str = option(
         "linear", "whole experts on devices: linear = neighbours together; round_robin = in turn",
         choices=("linear", "round_robin"))
+    enable_eplb: bool = option(False, "move experts between devices, and copy hot ones, so that all are equally busy")
+    eplb_config: dict[str, Any] | None = option(
+        None, 'settings of --enable-eplb, as JSON: {"num_redundant_experts": 32, "step_interval": 3000}')
     disable_custom_all_reduce: bool = option(False, "sum over GPUs through NCCL, not through memory that all map")
     check_collectives: bool = option(False, "compare every exchange between ranks before it runs, and name the ranks "
                                             "that differ; slow")

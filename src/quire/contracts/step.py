@@ -56,8 +56,8 @@ class SharedPrefix(msgspec.Struct, frozen=True):
 class StepSync(msgspec.Struct, frozen=True):
     """The record of a step on which all replicas in lock-step agree: they take the same step at the same time.
 
-    rows     tokens that each replica computes, by replica. A replica with 0 tokens takes part in the exchanges of layers
-             with experts, and does nothing else
+    rows     tokens that each replica computes, by replica. A replica with 0 tokens takes part in the exchanges of
+             layers with experts, and does nothing else
     switch   number of the layer with experts (the first: 0) that has new experts in its slots from this step on; -1:
              none
     """

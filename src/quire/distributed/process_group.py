@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from quire.config.placement import Parallel, ep_members, pp_members, tp_members
+from quire.config.placement import Parallel, ep_members, mover_members, pp_members, tp_members
 from quire.distributed.mesh import RankGroups
 
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
@@ -35,7 +35,8 @@ def join_ranks(meeting: Path, number: int, parallel: Parallel, device: torch.dev
         device_id=device if device.type == "cuda" else None)  # fmt: skip
     pipelines = list(pp_members(parallel))
     return RankGroups(tp=_make(list(tp_members(parallel)), number), pp=_make(pipelines, number),
-                      tokens=_make(pipelines, number), ep=_make(list(ep_members(parallel)), number))  # fmt: skip
+                      tokens=_make(pipelines, number), ep=_make(list(ep_members(parallel)), number),
+                      movers=_make(list(mover_members(parallel)), number))  # fmt: skip
 
 
 def leave_ranks() -> None:

@@ -104,8 +104,8 @@ class Balancer:
         if self._moved <= self._switched:
             if not self._warned and self._clock() - self._progress > DEADLINE:
                 self._warned = True
-                LOG.warning("experts: no weights have moved for %.0f s (%d of %d layers have): requests are served with "
-                            "the old map.", DEADLINE, self._switched - self._total, len(self._next.experts))  # fmt: skip
+                LOG.warning("no expert weights have moved for %.0f s (%d of %d layers have moved): requests are served "
+                            "with the old map.", DEADLINE, self._switched - self._total, len(self._next.experts))
             return -1
         layer = self._switched - self._total
         self._switched += 1

@@ -14,12 +14,12 @@ from typing import Any
 
 import numpy as np
 
+from quire.config.balancing import GOLDEN, SPREAD
 from quire.contracts.step import I32
 
 I64 = np.ndarray[Any, np.dtype[np.int64]]
 F64 = np.ndarray[Any, np.dtype[np.float64]]
 Numbers = np.ndarray[Any, np.dtype[Any]]  # whole numbers or fractions
-GOLDEN, SPREAD = 0x9E3779B9, 0x85EBCA6B  # 2^32 / golden ratio (Knuth, volume 3, section 6.4); any other odd number
 
 
 @dataclass(frozen=True, eq=False)

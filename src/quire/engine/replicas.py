@@ -7,7 +7,7 @@ replicas: it sees every queue, so requests are balanced by the loads of this mom
 
 import logging
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -18,6 +18,7 @@ from quire.contracts.output import NO_TOKENS, Finish, StepOutputs, StepStats
 from quire.contracts.protocols import ExecutorFacts
 from quire.contracts.request import FinishReason, NewRequest
 from quire.contracts.step import StepSync
+from quire.engine.balancer import Balancer, Control
 from quire.engine.core import EngineCore
 
 LOG = logging.getLogger("quire")
@@ -28,6 +29,7 @@ STATES = ("num_running", "num_waiting", "num_blocked", "num_preempted", "num_fre
           "prefix_queries", "prefix_hits")  # statistics about the time after a step; the others are about the step
 COUNTS = ("num_tokens", "num_prefill_tokens", "num_scheduled", "num_prefills", "schedule_s", "execute_s", "finish_s")
 Advance = tuple[EngineCore, StepOutputs]  # a replica, and its outputs of a step or between two
+MakeBalancer = Callable[[Control], Balancer]
 V = TypeVar("V")
 
 
@@ -36,9 +38,11 @@ class Replicas:
 
     lockstep   the cores take every step together
     arrived    set when a result of an executor arrives; of independent replicas
+    balance    makes the balancer of experts, from a function that runs an operation on every rank
     """
 
-    def __init__(self, cores: Sequence[EngineCore], *, lockstep: bool, arrived: threading.Event | None = None) -> None:
+    def __init__(self, cores: Sequence[EngineCore], *, lockstep: bool, arrived: threading.Event | None = None,
+                 balance: MakeBalancer | None = None) -> None:  # fmt: skip
         self.cores, self.lockstep = tuple(cores), lockstep
         self._live = list(cores)
         self._arrived = arrived or threading.Event()
@@ -48,6 +52,7 @@ class Replicas:
         self._torn = False
         self._states = {core: StepStats(num_free_blocks=core.facts.num_blocks) for core in cores}
         self.executor = ReplicaExecutors(self)
+        self._balancer = balance(self.executor.control) if balance is not None else None
 
     @property
     def facts(self) -> ExecutorFacts:
@@ -94,6 +99,8 @@ class Replicas:
             raise EngineDead("an earlier step of this engine failed: make a new engine.")
         self._torn = True
         every = self._advance_together() if self.lockstep else self._advance_each()
+        if self._balancer is not None:
+            self._balancer.note(max(core.moved for core in self.cores))
         self._torn = False
         outputs = self._merged(every)
         for finish in outputs.finished:
@@ -106,6 +113,8 @@ class Replicas:
 
     def shutdown(self) -> None:
         """Drop the steps in flight and stop the executors."""
+        if self._balancer is not None:
+            self._balancer.close()
         for core in self.cores:
             core.shutdown()
 
@@ -134,7 +143,8 @@ class Replicas:
         cores = self.cores
         planned = [core.begin_step() for core in cores] if all(core.has_room for core in cores) else []
         if any(planned):
-            sync = StepSync(tuple(int(one.plan.num_tokens.sum()) if one is not None else 0 for one in planned))
+            rows = tuple(int(one.plan.num_tokens.sum()) if one is not None else 0 for one in planned)
+            sync = StepSync(rows, -1 if self._balancer is None else self._balancer.next_switch())
             found = [core.submit(one, sync) for core, one in zip(cores, planned, strict=True)]
             full = not all(core.has_room for core in cores)
             return [(core, outputs or (core.confirm() if full and core.num_in_flight else core.state()))

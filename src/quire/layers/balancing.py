@@ -7,7 +7,7 @@ place, between two steps, so that recorded launches read the new one.
 import torch
 from torch import Tensor
 
-from quire.engine.eplb import GOLDEN, SPREAD
+from quire.config.balancing import GOLDEN, SPREAD
 
 LOW = 0xFFFFFFFF
 
@@ -31,7 +31,9 @@ class ExpertSlots:
         self.counts.copy_(counts)
 
     def count(self, ids: Tensor, rows: Tensor | None = None) -> None:
-        """Count the experts `ids` [T, k] of tokens; only the first `rows` [1] of them, if given: the others are padding.
+        """Count the experts `ids` [T, k] of tokens.
+
+        rows   [1] number of tokens, without the padding that follows; None: there is none
         """
         one = torch.ones_like(ids, dtype=torch.int64)
         if rows is not None:
@@ -49,3 +51,14 @@ class ExpertSlots:
         copy = ((rows * GOLDEN + known * SPREAD) & LOW) * counts >> 32
         place = self.slots[known, copy] - self._first
         return place.masked_fill((place < 0) | (place >= self._each) | (ids < 0), -1).to(torch.int32)
+
+
+def initial_slots(num_experts: int, redundant: int) -> tuple[Tensor, Tensor]:
+    """Return (slots, counts) of `ExpertSlots` before any load is known: slot p has expert p modulo `num_experts`."""
+    slots = torch.full((num_experts, redundant + 1), -1, dtype=torch.int32)
+    counts = torch.zeros(num_experts, dtype=torch.int32)
+    for slot in range(num_experts + redundant):
+        expert = slot % num_experts
+        slots[expert, counts[expert]] = slot
+        counts[expert] += 1
+    return slots, counts

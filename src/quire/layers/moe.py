@@ -174,6 +174,13 @@ class MoE(nn.Module):
         ids = torch.empty(0, self.top_k, dtype=torch.int32, device=device)
         self.exchange.run((x, weights, ids), x, self._owned, ctx.replicas)
 
+    def balance(self, slots: tuple[Tensor, Tensor], first: int) -> None:
+        """Let experts move between ranks: `slots` and `first` are those of `ExpertSlots`. Called before the first step.
+        """
+        where = (one.to(self.experts.device) for one in slots)
+        self.slots = ExpertSlots(*where, first, self.experts.num_experts)
+        self.experts.expert_map = None  # ids are places
+
     def _owned(self, x: Tensor, weights: Tensor, ids: Tensor, residual: Tensor | None) -> Tensor:
         """Return residual + the weighted sum over this rank's experts. Balanced experts have one slot for each row."""
         return self.experts(x, weights, ids if self.slots is None else self.slots.places(ids), residual)

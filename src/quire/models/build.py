@@ -10,6 +10,7 @@ from quire.distributed.mesh import ALONE, RankGroups
 from quire.distributed.vocabulary import VocabularySlice
 from quire.kernels import routing
 from quire.kernels.select import load_kernels
+from quire.layers.balancing import initial_slots
 from quire.layers.context import Build
 from quire.layers.decoder import Decoder
 from quire.models.layout import layout, stored_names
@@ -34,7 +35,12 @@ def build_model(plan: EnginePlan, groups: RankGroups = ALONE) -> Decoder:
     )  # fmt: skip
     whole_model = with_formats(layout(args), plan.quantization) if plan.mesh.parallel.size > 1 else ()
     everything = frozenset(stored_names(whole_model))
+    balanced = plan.mesh.parallel.redundant is not None
     model = Decoder(args, plan.params, build, elsewhere=everything)
+    if balanced and args.moe is not None:
+        for layer in args.moe.layers:
+            slots = initial_slots(args.moe.routing.num_experts, plan.mesh.parallel.redundant or 0)
+            model.layers[layer].mlp.balance(slots, rank.experts[0])
     if plan.config.load.routing == "uniform" and args.moe is not None:
         for layer in args.moe.layers:
             model.layers[layer].mlp.choose = partial(routing.uniform, kernels.routing, args.moe.routing)

@@ -10,7 +10,9 @@ from quire.distributed.mesh import ALONE, RankGroups
 from quire.kernels.attention import KVView
 from quire.kernels.sampling import SamplerOperations
 from quire.kernels.select import Choice, KernelNeeds, select
+from quire.layers.moe import MoE
 from quire.layers.stack import Model
+from quire.worker.balancing import RankBalancing
 from quire.worker.device_state import DeviceState, Limits
 from quire.worker.features import StepFeature
 from quire.worker.graphs import Graphs
@@ -114,4 +116,8 @@ def make_runner(
     if model.last:
         scorer = PromptScorer(lambda rows: model.head.whole(model.norm(rows)), state.tables.history)
         features = scorer, Pooler(model.norm)
-    return StepRunner(programs, state, upload, features, limits=limits, parts=parts)
+    runner = StepRunner(programs, state, upload, features, limits=limits, parts=parts)
+    if groups.movers is not None:
+        layers = [layer.mlp for layer in model.layers if isinstance(getattr(layer, "mlp", None), MoE)]
+        runner.balancing = RankBalancing(layers, groups.movers)
+    return runner

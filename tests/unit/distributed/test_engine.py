@@ -5,6 +5,7 @@ decides a token.
 """
 
 import functools
+import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from quire.contracts.request import NewRequest
 from quire.contracts.sampling import SamplerSpec
+from quire.distributed.expert_moves import ExpertMover
 from quire.engine.core import EngineCore
 from quire.engine.replicas import Replicas
 
@@ -123,6 +125,23 @@ def compare(found: Answers, expected: Answers) -> None:
     for key, row in found.logits.items():
         most = float(expected.logits[key].abs().max())
         torch.testing.assert_close(row, expected.logits[key], rtol=0, atol=1e-5 * max(most, 1.0))
+
+
+@pytest.mark.parametrize("sizes", [{"tp": 2}, {"dp": 2}, {"dp": 2, "tp": 2}], ids=["tp2", "dp2", "dp2-tp2"])
+@pytest.mark.parametrize("family", EXPERTS)
+def test_experts_that_move_while_requests_are_served(
+    truths: Any, family: str, sizes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    switched: list[int] = []
+    real = ExpertMover.switch
+    monkeypatch.setattr(ExpertMover, "switch", lambda mover, layer: switched.append(layer) or real(mover, layer))
+    folder, expected = truths(family, family == "qwen3_moe")
+    raw = json.loads((folder / "config.json").read_text())
+    count = next(raw[name] for name in ("num_local_experts", "num_experts", "n_routed_experts") if raw.get(name))
+    settings = {"num_redundant_experts": -count % 4 or 4, "step_interval": 6, "window_size": 4}
+    options = {"skip_tokenizer_init": True, "experts": True, "enable_eplb": True, "eplb_config": settings}
+    compare(run(folder, **options, **sizes), expected)
+    assert switched, "no layer was switched to another map"
 
 
 @pytest.mark.parametrize("sizes", SIZES)
