@@ -11,6 +11,9 @@ GOLDEN, SPREAD = 0x9E3779B9, 0x85EBCA6B
 FIXED = {  # vLLM's other settings: the only value that is taken, and the reason
     "communicator": (None, "a rank copies weights from the memory of another rank"),
     "enable_migration_batching": (False, "one layer moves at a time"),
+    "use_async": (True, "weights always move beside serving"),
+    "log_balancedness_interval": (1, "the balancedness is known once for every step_interval"),
+    "policy": ("default", "the policy is DeepSeek's"),
 }
 
 
@@ -21,18 +24,13 @@ class EplbConfig:
     window_size             steps whose tokens a rebalance looks at: the last ones
     step_interval           steps between two rebalances
     num_redundant_experts   slots of a layer for second and further copies of hot experts
-    log_balancedness        True: log the balancedness every `log_balancedness_interval` steps
-    use_async               True: weights move beside serving; False: serving waits for them
-    policy                  "default": DeepSeek's algorithm
+    log_balancedness        True: log the balancedness before each rebalance
     """
 
     window_size: int = 1000
     step_interval: int = 3000
     num_redundant_experts: int = 0
     log_balancedness: bool = False
-    log_balancedness_interval: int = 1
-    use_async: bool = True
-    policy: str = "default"
 
 
 def read_eplb_config(given: Mapping[str, Any] | None) -> EplbConfig:
@@ -55,7 +53,5 @@ def read_eplb_config(given: Mapping[str, Any] | None) -> EplbConfig:
         least = 0 if name == "num_redundant_experts" else 1
         if type(value) is int and value < least:
             raise ConfigError(f"eplb_config: {name}={value} is too small: give at least {least}.")
-        if name == "policy" and value != "default":
-            raise ConfigError(f"eplb_config: policy={shown(value)} is not implemented: use 'default', DeepSeek's.")
         values[name] = value
     return EplbConfig(**values)

@@ -43,6 +43,8 @@ class StepStats(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     schedule_s           seconds to plan the step, grammar masks included
     execute_s            seconds in calls of the executor, which include the wait for the result
     finish_s             seconds to apply the result to the requests
+    balancedness         mean over maximum of the tokens that ranks compute with their experts, when last looked at; 0:
+                         experts are not balanced, or nothing is known yet
     """
 
     step: int = -1
@@ -61,6 +63,7 @@ class StepStats(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     schedule_s: float = 0.0
     execute_s: float = 0.0
     finish_s: float = 0.0
+    balancedness: float = 0.0
 
 
 class StepOutputs(msgspec.Struct, frozen=True, kw_only=True):

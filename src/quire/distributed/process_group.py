@@ -21,7 +21,9 @@ BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 TIMEOUT = timedelta(days=1)
 MOST_SENT = 64  # tensors kept for sends: more than steps in flight, so the oldest have been received
 
-_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # the second name is older
+# The second names are older.
+_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def join_ranks(meeting: Path, number: int, parallel: Parallel, device: torch.device) -> RankGroups:
@@ -109,7 +111,7 @@ class ProcessGroup:
             x = torch.cat([_padded(part, most) for part in x.split(list(counts))])
         x = x.contiguous()
         out = torch.empty((most, *x.shape[1:]), dtype=x.dtype, device=x.device)
-        dist.reduce_scatter_tensor(out, x, group=self._group)
+        _reduce_scatter(out, x, group=self._group)
         return out[: counts[self.rank]]
 
     def send(self, x: Tensor, to: int) -> None:

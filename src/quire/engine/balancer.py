@@ -28,12 +28,12 @@ class Balancer:
     experts    the map in use; a layer may have switched to the next one already
     control    see `Executor.control`
     groups, nodes   see `engine.eplb.balanced_map`
-    balancedness   of the last counts, with the map that was in use; None before the first
+    balancedness   of the last counts, with the map that was in use; 0 before the first
     """
 
     def __init__(self, settings: EplbConfig, experts: ExpertMap, control: Control, *, groups: int = 1, nodes: int = 1,
                  clock: Callable[[], float] = time.monotonic) -> None:  # fmt: skip
-        self.experts, self.balancedness = experts, float("nan")
+        self.experts, self.balancedness = experts, 0.0
         self._settings, self._control, self._clock = settings, control, clock
         self._groups, self._nodes = groups, nodes
         self._step = settings.step_interval * 3 // 4  # nothing is known at the start: the first look comes early

@@ -205,7 +205,8 @@ class Replicas:
             prefixes=_joined(one.prefixes for one in found),
             logprobs=_joined(one.logprobs for one in found),
             prompt_logprobs=_joined(one.prompt_logprobs for one in found),
-            stats=StepStats(step=max((one.stats.step for one in found), default=-1), **counts, **states),
+            stats=StepStats(step=max((one.stats.step for one in found), default=-1), **counts, **states,
+                            balancedness=0.0 if self._balancer is None else self._balancer.balancedness),
         )  # fmt: skip
 
     def _least_loaded(self) -> EngineCore:
