@@ -176,8 +176,8 @@ def _check_balancing(args: ModelArgs, parallel: Parallel, redundant: int) -> Non
                           f"experts do not divide among {ranks} ranks: use {fitting}, {fitting + ranks} or "
                           f"{fitting + 2 * ranks}.")
     if redundant > experts * (ranks - 1):
-        raise ConfigError(f"eplb_config: num_redundant_experts={redundant}: a rank would have more slots than there are "
-                          f"experts ({experts}): use at most {experts * (ranks - 1)}.")
+        raise ConfigError(f"eplb_config: num_redundant_experts={redundant}: a rank would have more slots than "
+                          f"there are experts ({experts}): use at most {experts * (ranks - 1)}.")
 
 
 def _sizes(args: ModelArgs) -> str:

@@ -15,10 +15,11 @@ from typing import Any
 import numpy as np
 
 from quire.config.balancing import EplbConfig
-from quire.engine.eplb import ExpertMap, balanced_map, balancedness, moves
+from quire.engine.eplb import ExpertMap, balanced_map, balancedness, expert_map, moves
 
 LOG = logging.getLogger("quire")
 Control = Callable[[str, dict[str, Any]], object]  # runs an operation on every rank, and returns a list of its values
+LEAST_GAIN = 0.05  # part of the busiest rank's tokens for which a layer's weights move: a move takes most of them
 DEADLINE = 60.0  # seconds without a moved layer, after which a warning is due
 
 
@@ -85,9 +86,15 @@ class Balancer:
         self._planned = self._thread.submit(self._plan, load)
 
     def _plan(self, load: Any) -> tuple[ExpertMap, list[list[tuple[int, int]]]]:
-        new = balanced_map(load, self._settings.num_redundant_experts, self.experts.ranks, groups=self._groups,
-                           nodes=self._nodes, old=self.experts)  # fmt: skip
-        return new, moves(self.experts, new)
+        """Return the next map and the moves of weights to it. Layers whose busiest rank gains little stay as they are.
+        """
+        old = self.experts
+        new = balanced_map(load, self._settings.num_redundant_experts, old.ranks, groups=self._groups,
+                           nodes=self._nodes, old=old)  # fmt: skip
+        before, after = (one.rank_load(load).max(axis=1) for one in (old, new))
+        held = np.where((after < (1 - LEAST_GAIN) * before)[:, None], new.experts, old.experts)
+        new = expert_map(held, load.shape[1], old.ranks)
+        return new, moves(old, new)
 
     def _move(self) -> None:
         """Tell the ranks to move weights, if the planned map differs."""

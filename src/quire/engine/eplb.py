@@ -7,8 +7,6 @@ that every rank has about equally many tokens. Pure numpy: nothing here knows we
     A slot holds the weights of one expert. Slot p is on rank p // (P / ranks).
 """
 
-import math
-from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,12 +49,6 @@ class ExpertMap:
         rows = first_row + np.arange(len(ids))[:, None]
         slots: I32 = self.slots[layer][ids, choose_copy(rows, ids, self.counts[layer][ids])]
         return slots
-
-    def logical(self, tokens: I64) -> I64:
-        """Return the tokens of each expert, [L, E], from the tokens of each slot, [L, P]."""
-        total = np.zeros(self.counts.shape, np.int64)
-        np.add.at(total, (np.arange(len(total))[:, None], self.experts), tokens)
-        return total
 
     def rank_load(self, load: Numbers) -> F64:
         """Return the tokens of each rank, [L, ranks], if the tokens of each expert, [L, E], divide among its slots."""
@@ -227,39 +219,3 @@ def balancedness(load: Numbers, experts: ExpertMap) -> float:
     tokens = experts.rank_load(load)
     most = float(tokens.max(axis=1).sum())
     return float(tokens.mean(axis=1).sum()) / most if most else 1.0
-
-
-class LoadWindow:
-    """Tokens of each expert in the steps before a rebalance, and the steps at which a rebalance is due.
-
-    A rebalance is due every `step_interval` steps and looks at the last `window_size` steps. The first is due after a
-    quarter of the interval, as in vLLM, because nothing is known at the start. Sums are kept instead of steps: a new
-    sum begins where a window begins.
-    """
-
-    def __init__(self, num_layers: int, num_experts: int, window_size: int, step_interval: int) -> None:
-        self._shape, self._size, self._interval = (num_layers, num_experts), window_size, step_interval
-        self._step = step_interval - max(1, step_interval // 4)
-        self._sums: deque[I64] = deque(maxlen=math.ceil(window_size / step_interval))
-
-    @property
-    def recording(self) -> bool:
-        """True when a window contains the next step. The tokens of other steps need not be counted."""
-        return self._step % self._interval + self._size >= self._interval
-
-    @property
-    def due(self) -> bool:
-        """True after the step at which a rebalance is due, unless the window has no tokens."""
-        return self._step % self._interval == 0 and bool(self.load().any())
-
-    def record(self, tokens: Numbers | None) -> None:
-        """Count a step with the tokens of each expert, [L, E]. None: the step had no tokens, or is not recorded."""
-        if self.recording and (not self._sums or (self._step + self._size) % self._interval == 0):
-            self._sums.append(np.zeros(self._shape, np.int64))
-        if self.recording and tokens is not None:
-            self._sums[-1] += tokens
-        self._step += 1
-
-    def load(self) -> I64:
-        """Return the tokens of each expert in the window, [L, E]; read it when `due`."""
-        return sum(self._sums, np.zeros(self._shape, np.int64))
