@@ -10,6 +10,7 @@ from torch import Tensor
 from quire.config.balancing import GOLDEN, SPREAD
 
 LOW = 0xFFFFFFFF
+REPLICA_ROWS = 100_003  # between the numbers of the first rows of two replicas; a prime
 
 
 class ExpertSlots:
@@ -17,12 +18,12 @@ class ExpertSlots:
 
     slots    [E, most copies] int32: slots of each expert, then -1
     counts   [E] int32: copies of each expert
-    first, each   slots of this rank: first, first + 1, ... first + each - 1
+    first_row   number of this replica's first row: replicas begin at different copies
     load     [E] int64: tokens that chose each expert since the last reset
     """
 
-    def __init__(self, slots: Tensor, counts: Tensor, first: int, each: int) -> None:
-        self.slots, self.counts, self._first, self._each = slots, counts, first, each
+    def __init__(self, slots: Tensor, counts: Tensor, first_row: int = 0) -> None:
+        self.slots, self.counts, self._first_row = slots, counts, first_row
         self.load = torch.zeros(len(counts), dtype=torch.int64, device=counts.device)
 
     def replace(self, slots: Tensor, counts: Tensor) -> None:
@@ -40,17 +41,15 @@ class ExpertSlots:
             one *= (torch.arange(len(ids), device=ids.device) < rows)[:, None]
         self.load.index_add_(0, ids.flatten(), one.flatten())
 
-    def places(self, ids: Tensor) -> Tensor:
-        """Return places on this rank [T, k] int32 of the experts `ids` [T, k]; -1: another rank computes the row.
+    def choose(self, ids: Tensor) -> Tensor:
+        """Return the slot [T, k] int32 that computes each of the experts `ids` [T, k] of a replica's rows.
 
-        All ranks call this with the same rows in the same order: the number of a row chooses the copy.
+        The ranks of a replica have the same rows and choose the same slots; no other rank chooses for them.
         """
-        rows = torch.arange(len(ids), device=ids.device, dtype=torch.int64)[:, None]
-        known = ids.clamp(min=0).long()
-        counts = self.counts[known].long()
-        copy = ((rows * GOLDEN + known * SPREAD) & LOW) * counts >> 32
-        place = self.slots[known, copy] - self._first
-        return place.masked_fill((place < 0) | (place >= self._each) | (ids < 0), -1).to(torch.int32)
+        rows = self._first_row + torch.arange(len(ids), device=ids.device, dtype=torch.int64)[:, None]
+        experts = ids.long()
+        copy = ((rows * GOLDEN + experts * SPREAD) & LOW) * self.counts[experts] >> 32
+        return self.slots[experts, copy]
 
 
 def initial_slots(num_experts: int, redundant: int) -> tuple[Tensor, Tensor]:

@@ -152,14 +152,15 @@ class MoE(nn.Module):
                 self.on_routing(weights, ids)
             if self.slots is not None:
                 self.slots.count(ids, None if ctx.replicas is None else ctx.replicas.count)
+                ids = self.slots.choose(ids)
             if self.exchange is not None:
                 assert ctx.replicas is not None, "a step of replicas in lock-step says how many tokens each has"
                 if self.shared is not None:
                     hidden = self.shared.down.add(self._shared_inner(self.shared, x), hidden)
-                return self.exchange.run((x, weights, ids), hidden, self._owned, ctx.replicas)
+                return self.exchange.run((x, weights, ids), hidden, self.experts, ctx.replicas)
             if self.tp is not None:  # one sum of both kinds of experts
                 partial = None if self.shared is None else self.shared.down(self._shared_inner(self.shared, x))
-                return add_sum(self._owned(x, weights, ids, partial), hidden, self.tp)
+                return add_sum(self.experts(x, weights, ids, partial), hidden, self.tp)
             if self.shared is not None:
                 with fork.beside:
                     hidden = self.shared.down.add(self._shared_inner(self.shared, x), hidden)
@@ -172,18 +173,17 @@ class MoE(nn.Module):
         x = torch.empty(0, self.hidden_size, dtype=self.dtype, device=device)
         weights = torch.empty(0, self.top_k, device=device)
         ids = torch.empty(0, self.top_k, dtype=torch.int32, device=device)
-        self.exchange.run((x, weights, ids), x, self._owned, ctx.replicas)
+        self.exchange.run((x, weights, ids), x, self.experts, ctx.replicas)
 
-    def balance(self, slots: tuple[Tensor, Tensor], first: int) -> None:
-        """Let experts move between ranks: `slots` and `first` are those of `ExpertSlots`. Called before the first step.
+    def balance(self, slots: ExpertSlots, own: range, num_slots: int) -> None:
+        """Let experts move between ranks. Called before the first step.
+
+        own   the slots of this rank, of `num_slots` of all ranks
         """
-        where = (one.to(self.experts.device) for one in slots)
-        self.slots = ExpertSlots(*where, first, self.experts.num_experts)
-        self.experts.expert_map = None  # ids are places
-
-    def _owned(self, x: Tensor, weights: Tensor, ids: Tensor, residual: Tensor | None) -> Tensor:
-        """Return residual + the weighted sum over this rank's experts. Balanced experts have one slot for each row."""
-        return self.experts(x, weights, ids if self.slots is None else self.slots.places(ids), residual)
+        self.slots = slots
+        places = torch.full((num_slots,), -1, dtype=torch.int32)
+        places[own.start : own.stop] = torch.arange(len(own), dtype=torch.int32)
+        self.experts.expert_map = places.to(self.experts.device)  # from now on of slots
 
     def _shared_inner(self, shared: GatedMLP, x: Tensor) -> Tensor:
         """The input of the shared experts' last projection."""

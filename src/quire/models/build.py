@@ -10,7 +10,7 @@ from quire.distributed.mesh import ALONE, RankGroups
 from quire.distributed.vocabulary import VocabularySlice
 from quire.kernels import routing
 from quire.kernels.select import load_kernels
-from quire.layers.balancing import initial_slots
+from quire.layers.balancing import REPLICA_ROWS, ExpertSlots, initial_slots
 from quire.layers.context import Build
 from quire.layers.decoder import Decoder
 from quire.models.layout import layout, stored_names
@@ -35,12 +35,13 @@ def build_model(plan: EnginePlan, groups: RankGroups = ALONE) -> Decoder:
     )  # fmt: skip
     whole_model = with_formats(layout(args), plan.quantization) if plan.mesh.parallel.size > 1 else ()
     everything = frozenset(stored_names(whole_model))
-    balanced = plan.mesh.parallel.redundant is not None
     model = Decoder(args, plan.params, build, elsewhere=everything)
-    if balanced and args.moe is not None:
+    if plan.mesh.parallel.redundant is not None and args.moe is not None:
+        num_experts, redundant = args.moe.routing.num_experts, plan.mesh.parallel.redundant
         for layer in args.moe.layers:
-            slots = initial_slots(args.moe.routing.num_experts, plan.mesh.parallel.redundant or 0)
-            model.layers[layer].mlp.balance(slots, rank.experts[0])
+            slots = (one.to(build.device) for one in initial_slots(num_experts, redundant))
+            model.layers[layer].mlp.balance(ExpertSlots(*slots, first_row=rank.replica * REPLICA_ROWS),
+                                            range(*rank.experts), num_experts + redundant)  # fmt: skip
     if plan.config.load.routing == "uniform" and args.moe is not None:
         for layer in args.moe.layers:
             model.layers[layer].mlp.choose = partial(routing.uniform, kernels.routing, args.moe.routing)
