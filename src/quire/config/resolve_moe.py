@@ -4,8 +4,10 @@ Dispatchers and kernels declare as data what they produce and accept. A pair fit
 the numbering of experts and the part that weighs results. Topology, machine and phase must allow the pair, too.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
+from types import FunctionType
 
 from quire.config.checkpoint import ModelArgs
 from quire.config.placement import Parallel
@@ -22,6 +24,7 @@ class Dispatcher:
     numbering  expert ids of the rows: "global" (with an expert map), "local" (-1: expert of another rank), "none"
     weighs     stage that multiplies by the routing weights and sums over k: "experts" (the kernel), "combine" (later)
     sums       groups of ranks ("dp", "tp") over which the dispatcher sums partial results
+    devices    devices whose ranks can use it
     """
 
     layout: str
@@ -30,6 +33,7 @@ class Dispatcher:
     sums: frozenset[str] = frozenset()
     capturable: bool = True
     implemented: bool = False
+    devices: tuple[str, ...] = ("cpu", "cuda")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +54,18 @@ DISPATCHERS: Mapping[str, Dispatcher] = {
     "none": Dispatcher(layout="flat", numbering="global", weighs="experts", implemented=True),
     "all-gather": Dispatcher(layout="flat", numbering="global", weighs="experts", sums=frozenset({"dp", "tp"}),
                              capturable=False, implemented=True),
+    # Ranks read the rows that their experts need from each other's memory, and so the results.
+    "pull": Dispatcher(layout="flat", numbering="global", weighs="experts", sums=frozenset({"dp", "tp"}),
+                       devices=("cuda",)),
     "all-to-all": Dispatcher(layout="grouped", numbering="none", weighs="combine", sums=frozenset({"dp", "tp"})),
+}
+NOT_YET = "not implemented yet"
+# --all2all-backend -> phase -> dispatcher in its place; Quire chooses in other phases. "pull" takes a row once to each
+# rank with an expert of it, as DeepEP's normal form does.
+BACKENDS: Mapping[str, Mapping[str, str]] = {
+    "allgather_reducescatter": {"prefill": "all-gather", "decode": "all-gather"},
+    "deepep_high_throughput": {"prefill": "pull"},
+    "deepep_low_latency": {"decode": "pull"},
 }
 KERNELS: Mapping[str, ExpertsKernel] = {
     "hopper": ExpertsKernel(),
@@ -71,11 +86,13 @@ class Hardware:
 
     kernels    (name of an experts kernel, reason why it cannot run here or with these weights, or ""), best first
     features   name of an experts kernel -> its optional features, such as "join"
+    eager      steps are not captured in CUDA graphs
     """
 
     device: str
     kernels: tuple[tuple[str, str], ...]
     features: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    eager: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,7 +109,9 @@ class MoEPlan:
     partial_over  groups of ranks over which the caller must sum the result; empty: the result is complete
     shared        shared experts: "none", "added" (to the routed experts before any sum), "summed alone" (over tp)
     candidates    (dispatcher, experts, reason against the two) in order of preference. The first with reason "" is
-                  chosen. With experts "", the reason excludes the dispatcher with every kernel
+                  chosen; if there is none, the first that is only not implemented. With experts "", the reason
+                  excludes the dispatcher with every kernel
+    decided       reason for the choice, and the line of the code that made it
     """
 
     phase: str
@@ -108,12 +127,18 @@ class MoEPlan:
     capturable: bool
     topology: Parallel
     candidates: tuple[tuple[str, str, str], ...]
+    decided: str
+
+    @property
+    def implemented(self) -> bool:
+        """False for a dispatcher that can be planned, and not run."""
+        return DISPATCHERS[self.dispatcher].implemented
 
     def __str__(self) -> str:
         result = "partial, to be summed over " + " and ".join(self.partial_over) if self.partial_over else "whole"
         return (f"{self.phase}: dispatcher {self.dispatcher} ({self.layout} rows, ids: {self.numbering}), experts "
                 f"{self.experts}; weighed by {self.weighs}, quantized {self.quantize_at}, result {result}, shared "
-                f"experts {self.shared}, {'capturable' if self.capturable else 'not capturable'}"
+                f"experts {self.shared}, {'capturable' if self.capturable else 'not capturable'}; {self.decided}"
                 + _table(self.candidates))
 
 
@@ -123,30 +148,52 @@ def resolve_moe(model: ModelArgs, scheme: Scheme | None, topology: Parallel, har
 
     scheme      quantization of the experts' weights; None: unquantized
     phase       "prefill" or "decode"
-    overrides   names that the user chose for "dispatcher" and "experts"
+    overrides   names that the user chose for "dispatcher" and "experts", or a "backend" of --all2all-backend
     Raises `ConfigError` with the table of candidates when no dispatcher and kernel, or not the requested ones, fit.
     """
     assert model.moe is not None
     asked = dict(overrides or {})
+    backend = asked.pop("backend", "")
+    if backend and backend not in BACKENDS:
+        raise ConfigError(f"--all2all-backend {backend}: Quire has no such exchange of tokens: use "
+                          f"{' or '.join(BACKENDS)}, or leave it out. In {phase} on {topology}:"
+                          + _table(tuple(_candidates(topology, hardware, phase, asked))))
+    if name := BACKENDS.get(backend, {}).get(phase):
+        asked["dispatcher"] = name
     for what, name in asked.items():
         known = tuple({"dispatcher": DISPATCHERS, "experts": KERNELS}[what])
         if name not in known:
             raise ConfigError(f"{what}={name!r} does not exist (one of {', '.join(known)}).")
     candidates = tuple(_candidates(topology, hardware, phase, asked))
-    chosen = next((candidate for candidate in candidates if not candidate[2]), None)
+    chosen = _chosen(candidates)
     if chosen is None:
         wanted = "".join(f" {what}={name}" for what, name in asked.items())
         raise ConfigError(f"no way to run the experts in {phase} on {topology}{wanted}:" + _table(candidates))
     dispatcher, kernel = DISPATCHERS[chosen[0]], KERNELS[chosen[1]]
+    why = f"--all2all-backend {backend}" if "dispatcher" in asked and backend else "first that fits"
+    why += f", {NOT_YET}" * bool(chosen[2])
     sharing = ("tp",) * (topology.tp > 1) + ("dp",) * _spread(topology)
     partial = tuple(group for group in sharing if group not in dispatcher.sums)
-    shared = "added" if topology.tp == 1 or "tp" in partial else "summed alone"
+    shared = "added" if topology.tp == 1 or "tp" in partial or dispatcher.weighs == "experts" else "summed alone"
     return MoEPlan(
         phase=phase, dispatcher=chosen[0], experts=chosen[1], features=hardware.features.get(chosen[1], ()),
         layout=dispatcher.layout, numbering=dispatcher.numbering, weighs=dispatcher.weighs,
         quantize_at="experts" if scheme and scheme.inputs else "nowhere",
         partial_over=partial, shared=shared if model.moe.shared_size else "none",
-        capturable=dispatcher.capturable and kernel.capturable, topology=topology, candidates=candidates)
+        capturable=dispatcher.capturable and kernel.capturable, topology=topology, candidates=candidates,
+        decided=f"{why}, decided in {line_of(_chosen)}")
+
+
+def line_of(function: Callable[..., object]) -> str:
+    """Return the file and first line of a function of this package: "config/resolve_moe.py:210"."""
+    assert isinstance(function, FunctionType)
+    code = function.__code__
+    return f"{'/'.join(Path(code.co_filename).parts[-2:])}:{code.co_firstlineno}"
+
+
+def _chosen(candidates: tuple[tuple[str, str, str], ...]) -> tuple[str, str, str] | None:
+    """Return the first candidate that fits; else the first that only is not implemented; else None."""
+    return next((one for reason in ("", NOT_YET) for one in candidates if one[2] == reason), None)
 
 
 def _table(candidates: tuple[tuple[str, str, str], ...]) -> str:
@@ -160,18 +207,21 @@ def _spread(topology: Parallel) -> bool:
 
 def _candidates(topology: Parallel, hardware: Hardware, phase: str,
                 asked: Mapping[str, str]) -> Iterator[tuple[str, str, str]]:
-    captured = phase == "decode" and hardware.device == "cuda"
+    captured = phase == "decode" and hardware.device == "cuda" and not hardware.eager
     for name, dispatcher in DISPATCHERS.items():
         if (name == "none") == _spread(topology):
             yield name, "", ("tokens of other replicas need the experts of this rank" if name == "none"
                              else "every rank already has the tokens that its experts need")  # fmt: skip
+            continue
+        if hardware.device not in dispatcher.devices:
+            yield name, "", f"{name} runs on {' or '.join(dispatcher.devices)}, not on {hardware.device}"
             continue
         for kernel, cannot_run in hardware.kernels:
             reason = cannot_run or _mismatch(name, kernel, captured)
             others = [other for other in asked.values() if other not in (name, kernel)]
             if not reason and others:
                 reason = f"{' and '.join(others)} was asked for"
-            yield name, kernel, reason or ("" if dispatcher.implemented else "not implemented yet")
+            yield name, kernel, reason or ("" if dispatcher.implemented else NOT_YET)
 
 
 def _mismatch(giver: str, taker: str, captured: bool) -> str:
@@ -183,4 +233,4 @@ def _mismatch(giver: str, taker: str, captured: bool) -> str:
         if gives not in accepts:
             return f"{giver} {verb} {words[gives]}; {taker} accepts only {' or '.join(words[one] for one in accepts)}"
     slow = giver if not dispatcher.capturable else taker if not kernel.capturable else ""
-    return f"{slow} cannot be captured in a CUDA graph" if captured and slow else ""
+    return f"{slow} cannot be captured in a CUDA graph (--enforce-eager captures none)" if captured and slow else ""

@@ -8,13 +8,14 @@ from collections.abc import Iterator
 from quire.config.checkpoint import ModelArgs
 from quire.config.engine import ParallelConfig
 from quire.config.placement import parallel_sizes, ranks
+from quire.config.resolve_moe import BACKENDS
 
 MOST_RANKS = 4  # whose experts a note tells
 
 
 def parallel_notes(args: ModelArgs, config: ParallelConfig) -> tuple[str, ...]:
-    """Return the notes about the placement of experts."""
-    return tuple(_placement(args, config))
+    """Return the notes about the placement of experts, and about the exchange of tokens between replicas."""
+    return (*_placement(args, config), *_exchange(args, config))
 
 
 def _placement(args: ModelArgs, config: ParallelConfig) -> Iterator[str]:
@@ -32,6 +33,19 @@ def _placement(args: ModelArgs, config: ParallelConfig) -> Iterator[str]:
     more = "; ..." * (len(stage) > MOST_RANKS)
     vllm = "" if moe.routing.num_groups > 1 else ", where vLLM is linear, because the router chooses among no groups"
     yield f"{asked}: experts go to {len(stage)} ranks in turn{vllm}: {held}{more}."
+
+
+def _exchange(args: ModelArgs, config: ParallelConfig) -> Iterator[str]:
+    backend, parallel = config.all2all_backend, parallel_sizes(config)
+    asked = f"--all2all-backend {backend}"
+    if backend == "auto":
+        return
+    if args.moe is None or not parallel.lockstep:
+        yield f"{asked} changes nothing: every rank has the tokens of its experts, because no replicas share experts."
+    elif backend.startswith("deepep") and backend in BACKENDS:
+        ((phase, name),) = BACKENDS[backend].items()
+        yield (f"{asked} is taken as Quire's dispatcher {name} in {phase}, on one host; DeepEP itself is not used. For "
+               f"{'decode' if phase == 'prefill' else 'prefill'} Quire chooses.")  # fmt: skip
 
 
 def _listed(numbers: range) -> str:

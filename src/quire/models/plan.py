@@ -173,7 +173,10 @@ def resolve_engine(
     schemes = [param.scheme for param in params if param.scheme and is_linear(param)]
     kernels += choose_linears(needs, schemes, forced.get("linear"), probe)
     needs = replace(needs, scheme=next((param.scheme for param in params if param.shard == "experts"), None))
-    moe = moe_plans(args, needs, probe, parallel=parallel, forced=experts)
+    asked = {"experts": experts} if experts else {}
+    if parallel.lockstep and config.parallel.all2all_backend != "auto":
+        asked["backend"] = config.parallel.all2all_backend
+    moe = moe_plans(args, needs, probe, parallel=parallel, asked=asked, eager=config.device.enforce_eager)
     if device == "cuda":
         roomy = unpacked_bytes(params, dtype.dtype) <= machine.total_memory // 2  # else wide steps would cost context
         wide = args.moe is not None and not served and roomy
@@ -236,18 +239,19 @@ def resolve_sizing(plan: EnginePlan, measured: DeviceMemory | int) -> MemoryPlan
                           free_bytes=max(0, measured - plan.buffer_bytes))  # fmt: skip
 
 
-def moe_plans(args: ModelArgs, needs: KernelNeeds, probe: Probe = here, *, parallel: Parallel = ALONE, forced: str = "",
-              ) -> dict[str, MoEPlan | str]:  # fmt: skip
+def moe_plans(args: ModelArgs, needs: KernelNeeds, probe: Probe = here, *, parallel: Parallel = ALONE,
+              asked: Mapping[str, str] | None = None, eager: bool = False) -> dict[str, MoEPlan | str]:  # fmt: skip
     """Return phase ("prefill", "decode") -> plan of the experts, or the reason why no kernel can run them.
 
     needs    requirements of the model, with the scheme of the experts' weights
-    forced   name of the kernel to use; "": the best
-    Returns {} for a model without experts. Raises ConfigError if a forced kernel cannot run.
+    asked    names that the user chose; see `resolve_moe`
+    eager    steps are not captured in CUDA graphs
+    Returns {} for a model without experts. Raises ConfigError if what the user chose cannot run.
     """
     supports, plans = SUPPORTS["experts"], dict[str, MoEPlan | str]()
-    asked = {"experts": forced} if forced else {}
     hardware = Hardware(
-        device=needs.device, kernels=tuple((name, objection(one, needs, probe)) for name, one in supports.items()),
+        device=needs.device, eager=eager,
+        kernels=tuple((name, objection(one, needs, probe)) for name, one in supports.items()),
         features={name: tuple(word for word in features(one, probe) if word != "in place" or needs.scheme is None)
                   for name, one in supports.items()},
     )  # fmt: skip
@@ -255,7 +259,7 @@ def moe_plans(args: ModelArgs, needs: KernelNeeds, probe: Probe = here, *, paral
         try:
             plans[phase] = resolve_moe(args, needs.scheme, parallel, hardware, phase, asked)
         except ConfigError as error:
-            if forced:
+            if asked:
                 raise
             plans[phase] = str(error)
     return plans
