@@ -41,8 +41,7 @@ def built(args: ModelArgs, dtype: str = "float32", **asked: Any) -> Decoder:
 def experts_plan(args: ModelArgs, dtype: str = "float32", device: str = "cpu", forced: str = "",
                  probe: Probe = here) -> MoEPlan | None:  # fmt: skip
     """The plan of the layers with experts, if there are any, on one rank."""
-    asked = {"experts": forced} if forced else None
-    plan = moe_plans(args, KernelNeeds(device=device, dtype=dtype), probe, asked=asked).get("decode")
+    plan = moe_plans(args, KernelNeeds(device=device, dtype=dtype), probe, forced=forced).get("decode")
     assert not isinstance(plan, str), plan
     return plan
 

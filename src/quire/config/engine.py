@@ -24,7 +24,7 @@ SEQUENCES = 256  # requests running at once
 DEVICES = ("auto", "cpu", "cuda", "mock")
 ALL2ALL = ("auto", "allgather_reducescatter", "deepep_high_throughput", "deepep_low_latency", "deepep_v2", "nixl_ep",
            "naive", "pplx", "mori_high_throughput", "mori_low_latency", "moonep", "flashinfer_nvlink_one_sided",
-           "flashinfer_nvlink_two_sided", "flashinfer_all2allv")  # vLLM's names
+           "flashinfer_nvlink_two_sided", "flashinfer_all2allv")
 DTYPES = ("auto", "float32", "bfloat16", "float16", "half", "float")
 
 

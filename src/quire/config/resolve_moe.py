@@ -4,13 +4,12 @@ Dispatchers and kernels declare as data what they produce and accept. A pair fit
 the numbering of experts and the part that weighs results. Topology, machine and phase must allow the pair, too.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
-from types import FunctionType
 
 from quire.config.checkpoint import ModelArgs
 from quire.config.placement import Parallel
+from quire.contracts.decided import line_of
 from quire.contracts.errors import ConfigError
 from quire.contracts.scheme import Scheme
 
@@ -60,13 +59,6 @@ DISPATCHERS: Mapping[str, Dispatcher] = {
     "all-to-all": Dispatcher(layout="grouped", numbering="none", weighs="combine", sums=frozenset({"dp", "tp"})),
 }
 NOT_YET = "not implemented yet"
-# --all2all-backend -> phase -> dispatcher in its place; Quire chooses in other phases. "pull" takes a row once to each
-# rank with an expert of it, as DeepEP's normal form does.
-BACKENDS: Mapping[str, Mapping[str, str]] = {
-    "allgather_reducescatter": {"prefill": "all-gather", "decode": "all-gather"},
-    "deepep_high_throughput": {"prefill": "pull"},
-    "deepep_low_latency": {"decode": "pull"},
-}
 KERNELS: Mapping[str, ExpertsKernel] = {
     "hopper": ExpertsKernel(),
     "triton": ExpertsKernel(),
@@ -148,18 +140,11 @@ def resolve_moe(model: ModelArgs, scheme: Scheme | None, topology: Parallel, har
 
     scheme      quantization of the experts' weights; None: unquantized
     phase       "prefill" or "decode"
-    overrides   names that the user chose for "dispatcher" and "experts", or a "backend" of --all2all-backend
+    overrides   names that the user chose for "dispatcher" and "experts"
     Raises `ConfigError` with the table of candidates when no dispatcher and kernel, or not the requested ones, fit.
     """
     assert model.moe is not None
     asked = dict(overrides or {})
-    backend = asked.pop("backend", "")
-    if backend and backend not in BACKENDS:
-        raise ConfigError(f"--all2all-backend {backend}: Quire has no such exchange of tokens: use "
-                          f"{' or '.join(BACKENDS)}, or leave it out. In {phase} on {topology}:"
-                          + _table(tuple(_candidates(topology, hardware, phase, asked))))
-    if name := BACKENDS.get(backend, {}).get(phase):
-        asked["dispatcher"] = name
     for what, name in asked.items():
         known = tuple({"dispatcher": DISPATCHERS, "experts": KERNELS}[what])
         if name not in known:
@@ -170,8 +155,7 @@ def resolve_moe(model: ModelArgs, scheme: Scheme | None, topology: Parallel, har
         wanted = "".join(f" {what}={name}" for what, name in asked.items())
         raise ConfigError(f"no way to run the experts in {phase} on {topology}{wanted}:" + _table(candidates))
     dispatcher, kernel = DISPATCHERS[chosen[0]], KERNELS[chosen[1]]
-    why = f"--all2all-backend {backend}" if "dispatcher" in asked and backend else "first that fits"
-    why += f", {NOT_YET}" * bool(chosen[2])
+    why = ("asked for" if "dispatcher" in asked else "first that fits") + f", {NOT_YET}" * bool(chosen[2])
     sharing = ("tp",) * (topology.tp > 1) + ("dp",) * _spread(topology)
     partial = tuple(group for group in sharing if group not in dispatcher.sums)
     shared = "added" if topology.tp == 1 or "tp" in partial or dispatcher.weighs == "experts" else "summed alone"
@@ -182,13 +166,6 @@ def resolve_moe(model: ModelArgs, scheme: Scheme | None, topology: Parallel, har
         partial_over=partial, shared=shared if model.moe.shared_size else "none",
         capturable=dispatcher.capturable and kernel.capturable, topology=topology, candidates=candidates,
         decided=f"{why}, decided in {line_of(_chosen)}")
-
-
-def line_of(function: Callable[..., object]) -> str:
-    """Return the file and first line of a function of this package: "config/resolve_moe.py:210"."""
-    assert isinstance(function, FunctionType)
-    code = function.__code__
-    return f"{'/'.join(Path(code.co_filename).parts[-2:])}:{code.co_firstlineno}"
 
 
 def _chosen(candidates: tuple[tuple[str, str, str], ...]) -> tuple[str, str, str] | None:

@@ -1,16 +1,33 @@
-"""Notes for people about options of several devices: options without an effect, and placements unlike vLLM's.
+"""Options of several devices in other words than Quire's: the dispatchers for vLLM's names, and notes for people.
 
 Pure functions of the options and the model. No torch.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from quire.config.checkpoint import ModelArgs
 from quire.config.engine import ParallelConfig
 from quire.config.placement import parallel_sizes, ranks
-from quire.config.resolve_moe import BACKENDS
+from quire.config.resolve_moe import MoEPlan
+from quire.contracts.errors import ConfigError
 
+# --all2all-backend -> phase -> dispatcher in its place; Quire chooses in other phases. "pull" takes a row once to each
+# rank with an expert of it, as DeepEP's normal form does.
+BACKENDS: Mapping[str, Mapping[str, str]] = {
+    "auto": {},
+    "allgather_reducescatter": {"prefill": "all-gather", "decode": "all-gather"},
+    "deepep_high_throughput": {"prefill": "pull"},
+    "deepep_low_latency": {"decode": "pull"},
+}
 MOST_RANKS = 4  # whose experts a note tells
+
+
+def check_backend(backend: str, plan: MoEPlan) -> None:
+    """Raise ConfigError for a value of --all2all-backend that has no dispatcher, with the candidates of `plan`."""
+    if backend not in BACKENDS:
+        raise ConfigError(f"--all2all-backend {backend}: Quire has no such exchange of tokens: use "
+                          f"{' or '.join(name for name in BACKENDS if name != 'auto')}, or leave it out. Without it:\n"
+                          f"{plan}")  # fmt: skip
 
 
 def parallel_notes(args: ModelArgs, config: ParallelConfig) -> tuple[str, ...]:

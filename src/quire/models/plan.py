@@ -36,6 +36,7 @@ from quire.kernels.supports import SUPPORTS
 from quire.models.collectives import buffer_bytes
 from quire.models.graphs import GraphPlan, resolve_graphs
 from quire.models.layout import layout
+from quire.models.notes import BACKENDS, check_backend
 from quire.models.registry import ITEM_BYTES, check_routing, linear_plans, operations, rank_geometry, unpacked_bytes
 from quire.quantization.assign import with_formats
 from quire.quantization.cache import CacheChoice, choose_cache
@@ -173,10 +174,8 @@ def resolve_engine(
     schemes = [param.scheme for param in params if param.scheme and is_linear(param)]
     kernels += choose_linears(needs, schemes, forced.get("linear"), probe)
     needs = replace(needs, scheme=next((param.scheme for param in params if param.shard == "experts"), None))
-    asked = {"experts": experts} if experts else {}
-    if parallel.lockstep and config.parallel.all2all_backend != "auto":
-        asked["backend"] = config.parallel.all2all_backend
-    moe = moe_plans(args, needs, probe, parallel=parallel, asked=asked, eager=config.device.enforce_eager)
+    moe = moe_plans(args, needs, probe, parallel=parallel, forced=experts, backend=config.parallel.all2all_backend,
+                    eager=config.device.enforce_eager)  # fmt: skip
     if device == "cuda":
         roomy = unpacked_bytes(params, dtype.dtype) <= machine.total_memory // 2  # else wide steps would cost context
         wide = args.moe is not None and not served and roomy
@@ -239,14 +238,15 @@ def resolve_sizing(plan: EnginePlan, measured: DeviceMemory | int) -> MemoryPlan
                           free_bytes=max(0, measured - plan.buffer_bytes))  # fmt: skip
 
 
-def moe_plans(args: ModelArgs, needs: KernelNeeds, probe: Probe = here, *, parallel: Parallel = ALONE,
-              asked: Mapping[str, str] | None = None, eager: bool = False) -> dict[str, MoEPlan | str]:  # fmt: skip
+def moe_plans(args: ModelArgs, needs: KernelNeeds, probe: Probe = here, *, parallel: Parallel = ALONE, forced: str = "",
+              backend: str = "auto", eager: bool = False) -> dict[str, MoEPlan | str]:  # fmt: skip
     """Return phase ("prefill", "decode") -> plan of the experts, or the reason why no kernel can run them.
 
     needs    requirements of the model, with the scheme of the experts' weights
-    asked    names that the user chose; see `resolve_moe`
+    forced   name of the kernel to use; "": the best
+    backend  value of --all2all-backend, which counts where replicas share experts
     eager    steps are not captured in CUDA graphs
-    Returns {} for a model without experts. Raises ConfigError if what the user chose cannot run.
+    Returns {} for a model without experts. Raises ConfigError if a forced kernel or dispatcher cannot run.
     """
     supports, plans = SUPPORTS["experts"], dict[str, MoEPlan | str]()
     hardware = Hardware(
@@ -256,10 +256,15 @@ def moe_plans(args: ModelArgs, needs: KernelNeeds, probe: Probe = here, *, paral
                   for name, one in supports.items()},
     )  # fmt: skip
     for phase in ("prefill", "decode") if args.moe else ():
+        dispatcher = BACKENDS.get(backend, {}).get(phase, "") if parallel.lockstep else ""
+        asked = {what: name for what, name in (("experts", forced), ("dispatcher", dispatcher)) if name}
         try:
-            plans[phase] = resolve_moe(args, needs.scheme, parallel, hardware, phase, asked)
+            plans[phase] = made = resolve_moe(args, needs.scheme, parallel, hardware, phase, asked)
         except ConfigError as error:
             if asked:
                 raise
             plans[phase] = str(error)
+            continue
+        if parallel.lockstep:
+            check_backend(backend, made)
     return plans

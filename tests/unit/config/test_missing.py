@@ -37,7 +37,7 @@ def test_replicas_whose_tokens_no_dispatcher_brings_are_refused_with_the_way_out
 def test_a_planned_dispatcher_is_named(shared: Path) -> None:
     (found,) = missing_features(SPREAD, plans(shared, "cuda"))
     assert found.feature == "dispatcher pull for decode (-dp 2 --enable-expert-parallel)"
-    (found,) = missing_features(SPREAD, plans(shared, "cuda", backend="deepep_high_throughput"))
+    (found,) = missing_features(SPREAD, plans(shared, "cuda", dispatcher="pull"))
     assert found.feature == "dispatcher pull for prefill and decode (-dp 2 --enable-expert-parallel)"
     assert "use --all2all-backend allgather_reducescatter with --enforce-eager" in found.reason
 

@@ -131,35 +131,6 @@ def test_when_they_are_there(model: ModelArgs, monkeypatch: pytest.MonkeyPatch) 
         plan(model, SPREAD)
 
 
-@pytest.mark.parametrize(("backend", "dispatchers"), [
-    ("", ("all-gather", "pull")), ("deepep_high_throughput", ("pull", "pull")),
-    ("deepep_low_latency", ("all-gather", "pull")),
-])  # fmt: skip
-def test_names_of_exchanges_are_taken_by_phase(model: ModelArgs, backend: str, dispatchers: tuple[str, str]) -> None:
-    made = [plan(model, SPREAD, phase=phase, backend=backend) for phase in ("prefill", "decode")]
-    assert tuple(one.dispatcher for one in made) == dispatchers
-    forced = [one.phase for one in made if one.decided.startswith(f"--all2all-backend {backend},")]
-    assert forced == {"": [], "deepep_high_throughput": ["prefill"], "deepep_low_latency": ["decode"]}[backend]
-    assert all("not implemented yet" in one.decided for one in made if one.dispatcher == "pull")
-
-
-def test_other_exchanges_are_refused_with_the_candidates(model: ModelArgs) -> None:
-    made = plan(model, SPREAD, CPU, backend="allgather_reducescatter")
-    assert made.decided.startswith("--all2all-backend allgather_reducescatter, decided in ")
-    for hardware, backend, words in (
-        (GPU, "nixl_ep", ["--all2all-backend nixl_ep: Quire has no such exchange of tokens: use "
-                          "allgather_reducescatter or deepep_high_throughput or deepep_low_latency, or leave it out. "
-                          "In decode on -tp 2 -dp 4 ",
-                          "  pull + triton: not implemented yet"]),
-        (GPU, "allgather_reducescatter", ["dispatcher=all-gather:", "  pull + triton: all-gather was asked for"]),
-        (CPU, "deepep_low_latency", ["  pull + any: pull runs on cuda, not on cpu",
-                                     "  all-gather + cpu: pull was asked for"]),
-    ):  # fmt: skip
-        with pytest.raises(ConfigError) as refused:
-            plan(model, SPREAD, hardware, backend=backend)
-        assert all(word in str(refused.value) for word in words), refused.value
-
-
 def test_activations_are_quantized_by_the_experts_where_the_weights_ask_for_it(model: ModelArgs) -> None:
     places = {values: plan(model, scheme=Scheme(values=values, block=(1, 0), inputs=inputs)).quantize_at
               for values, inputs in (("e4m3", "token"), ("int8", "tensor"), ("w4", ""))}  # fmt: skip
