@@ -40,7 +40,7 @@ def dispatch(x: Tensor, ids: Tensor, weights: Tensor, count: Tensor, owner: Tens
     size = layout.ranks * bound
     x_all = x.new_empty(size, hidden)
     ids_all, weights_all = ids.new_empty(size, k), weights.new_empty(size, k)
-    rows = _rows(slots, bound, LANES // triton.next_power_of_2(layout.ranks))
+    rows = _rows(slots, bound)
     at = layout.offsets()
     _dispatch_kernel[(_programs(slots, bound, rows),)](
         x, ids, weights, count, owner, x_all, ids_all, weights_all, slots.peers.buffers, slots.peers.signals,
@@ -64,7 +64,7 @@ def combine(residual: Tensor, y: Tensor, ids: Tensor, count: Tensor, owner: Tens
     if y.data_ptr() != room.data_ptr():
         room.copy_(y)
     most = slots.each * bound
-    rows = _rows(slots, most, LANES // 2)
+    rows = _rows(slots, most)
     _combine_kernel[(_programs(slots, most, rows),)](
         residual, ids, count, owner, slots.peers.buffers, slots.peers.signals, slots.peers.rank, bound, first,
         layout.ranks, slots.each, layout.top_k, triton.next_power_of_2(layout.top_k), layout.hidden,
@@ -72,9 +72,9 @@ def combine(residual: Tensor, y: Tensor, ids: Tensor, count: Tensor, owner: Tens
     return residual
 
 
-def _rows(slots: Slots, rows: int, most: int) -> int:
+def _rows(slots: Slots, rows: int) -> int:
     """Rows of a rank that a program takes at a time: one, unless there are more rows than programs."""
-    return 1 if rows <= slots.peers.blocks else max(1, most)
+    return 1 if rows <= slots.peers.blocks else max(1, LANES // triton.next_power_of_2(slots.layout.ranks))
 
 
 def _programs(slots: Slots, rows: int, tile: int) -> int:
@@ -94,6 +94,14 @@ def _all_meet(signals, rank, RANKS: tl.constexpr):
 def _owners(chosen, owner):
     """Return the rank of each chosen expert, -1 where there is none."""
     return tl.load(owner + chosen, mask=chosen >= 0, other=-1)
+
+
+@jit
+def _owners_of_rows(ids, owner, row, total, TOP_K: tl.constexpr, J: tl.constexpr):
+    """Return the ranks [rows, J] of the experts of the rows `row` of ids; -1 for rows from `total` on."""
+    choice = tl.arange(0, J)[None, :]
+    mask = (row < total)[:, None] & (choice < TOP_K)
+    return _owners(tl.load(ids + row[:, None] * TOP_K + choice, mask=mask, other=-1), owner)
 
 
 @jit
@@ -251,17 +259,16 @@ def _combine_kernel(
     residual             [T, H], overwritten;  ids, count, owner  see `dispatch`
     Other arguments as those of `_dispatch_kernel`.
     """
-    program, step, choice = tl.program_id(0), tl.num_programs(0) * ROWS, tl.arange(0, J)[None, :]
+    program, step, lane = tl.program_id(0), tl.num_programs(0) * ROWS, tl.arange(0, ROWS)
     total = tl.minimum(tl.maximum(tl.load(count) - first, 0), bound * EACH)
-    row = program * ROWS + tl.arange(0, ROWS)
-    mask = (row < total)[:, None] & (choice < TOP_K)
-    coming = _owners(tl.load(ids + (first + row)[:, None] * TOP_K + choice, mask=mask, other=-1), owner)
+    ids += first * TOP_K
+    coming = _owners_of_rows(ids, owner, program * ROWS + lane, total, TOP_K, J)
     _all_meet(signals, rank, RANKS)
     for at in range(program * ROWS, total, step):
-        owners, row = coming, at + tl.arange(0, ROWS)
-        mask = (row + step < total)[:, None] & (choice < TOP_K)
-        coming = _owners(tl.load(ids + (first + row + step)[:, None] * TOP_K + choice, mask=mask, other=-1), owner)
+        row, owners = at + lane, coming
+        coming = _owners_of_rows(ids, owner, row + step, total, TOP_K, J)
         source = ((rank // EACH * EACH + row % EACH) * bound + row // EACH).to(tl.int64)[:, None] * H
+        place = residual + (first + row).to(tl.int64)[:, None] * H
         for start in range(0, H, COLS):
             col = start + tl.arange(0, COLS)[None, :]
             sums = tl.zeros([ROWS, COLS], tl.float32)
@@ -271,6 +278,6 @@ def _combine_kernel(
                 part = tl.load(tl.multiple_of(theirs, 16) + source + col, mask=mine & (col < H), other=0.0,
                                cache_modifier=".cg")
                 sums += part.to(tl.float32)
-            place, mask = residual + (first + row).to(tl.int64)[:, None] * H + col, (row < total)[:, None] & (col < H)
-            sums += tl.load(place, mask=mask, other=0.0).to(tl.float32)
-            tl.store(place, sums.to(residual.dtype.element_ty), mask=mask)
+            mask = (row < total)[:, None] & (col < H)
+            sums += tl.load(place + col, mask=mask, other=0.0).to(tl.float32)
+            tl.store(place + col, sums.to(residual.dtype.element_ty), mask=mask)
