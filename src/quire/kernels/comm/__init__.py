@@ -30,7 +30,7 @@ class Peers:
     signals   [ranks] int64: address of each rank's int32 signals, which are 0 between two calls
     rank      number of this rank
     room      largest size of a message, or of the layout, in bytes
-    blocks    largest number of programs of a call
+    blocks    largest number of programs of a call, the same on all ranks. All of them must run at the same time
     """
 
     buffers: Tensor

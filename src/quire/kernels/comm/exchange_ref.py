@@ -6,9 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from quire.kernels.comm.exchange import GROUP
 from quire.kernels.quantize import ref as quantize
-
-GROUP = 128
 
 
 @dataclass(frozen=True)
