@@ -51,11 +51,11 @@ IDS = {"global": "global expert ids", "local": "local expert ids", "none": "rows
 WEIGHING = {"experts": "weighing by the experts kernel", "combine": "weighing in the combine step"}
 DISPATCHERS: Mapping[str, Dispatcher] = {
     "none": Dispatcher(layout="flat", numbering="global", weighs="experts", implemented=True),
-    "all-gather": Dispatcher(layout="flat", numbering="global", weighs="experts", sums=frozenset({"dp", "tp"}),
-                             capturable=False, implemented=True),
     # Ranks read the rows that their experts need from each other's memory, and so the results.
     "pull": Dispatcher(layout="flat", numbering="global", weighs="experts", sums=frozenset({"dp", "tp"}),
-                       devices=("cuda",)),
+                       devices=("cuda",), implemented=True),
+    "all-gather": Dispatcher(layout="flat", numbering="global", weighs="experts", sums=frozenset({"dp", "tp"}),
+                             capturable=False, implemented=True),
     "all-to-all": Dispatcher(layout="grouped", numbering="none", weighs="combine", sums=frozenset({"dp", "tp"})),
 }
 NOT_YET = "not implemented yet"

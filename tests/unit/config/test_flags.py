@@ -34,7 +34,7 @@ FLAGS = """
 --max-num-batched-tokens --max-num-seqs --max-waiting --scheduling-policy --watermark
 --device --num-threads --async-depth --mock-step-ms
 --enforce-eager --no-enforce-eager --cudagraph-capture-sizes --cuda-graph-sizes --max-cudagraph-capture-size
---tensor-parallel-size -tp --pipeline-parallel-size -pp --pipeline-layer-partition --data-parallel-size -dp
+--tensor-parallel-size -tp --pipeline-parallel-size -pp --pipeline-layer-partition --data-parallel-size -dp --enable-eplb --no-enable-eplb --eplb-config
 --enable-expert-parallel --no-enable-expert-parallel -ep
 --all2all-backend --expert-placement-strategy
 --check-collectives --no-check-collectives --disable-custom-all-reduce --no-disable-custom-all-reduce
