@@ -99,7 +99,7 @@ def test_every_flag_reaches_its_option(flag: str) -> None:
              "--routing": "uniform", "--all2all-backend": "nixl_ep", "--expert-placement-strategy": "round_robin",
              "--kv-cache-dtype": "fp8", "--scheduling-policy": "priority", "--device": "cpu",
              "--override-generation-config": '{"top_k": 5}', "--pooler-config": '{"pooling_type": "MEAN"}',
-             "--override-pooler-config": '{"pooling_type": "MEAN"}'}
+             "--override-pooler-config": '{"pooling_type": "MEAN"}', "--eplb-config": '{"window_size": 5}'}
     boolean = f"--no-{flag[2:]}" in FLAGS or flag == "-ep"
     args = [flag] if boolean else [flag, texts.get(flag, "1")]
     (name, value), = options(args).items()
