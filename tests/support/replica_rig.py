@@ -146,7 +146,7 @@ class ReplicaRig(EngineRig):
     def __init__(self, count: int, *, lockstep: bool, depth: int = 1, lag: int = 0, stages: int = 1,
                  **sizes: Any) -> None:
         super().__init__(depth, **sizes)
-        self.meeting, shape = Meeting(count), (lag or depth, stages)
+        self.lockstep, self.meeting, shape = lockstep, Meeting(count), (lag or depth, stages)
         kinds: list[Any] = [partial(MeetingMock, self.meeting, i, *shape) if lockstep else
                             partial(LonelyMock, i, *shape) for i in range(count)]
         self.rigs = [EngineRig(depth, **sizes | {"mock": kind}) for kind in kinds]
@@ -211,7 +211,8 @@ class ReplicaRig(EngineRig):
             super().judge(handle)
             return
         fault = self.mocks[self.home[handle]].fault
-        assert fault and finish.message == f"replica {self.home[handle]} stopped: {fault}" and finish.vector is None
+        assert fault and finish.message is not None and finish.vector is None
+        assert finish.message.startswith(f"replica {self.home[handle]} stopped: {fault} Send the request again")
         assert not got or got == self.answer(handle)[0][: len(got)]
         self._judge_rows(handle, complete=False)
 

@@ -195,13 +195,14 @@ class Replicas:
         number = self.cores.index(core)
         LOG.error("replica %d of %d stopped; the others go on: %s", number, len(self.cores), fault,
                   exc_info=None if isinstance(fault, EngineDead) else fault)
-        words = fault if isinstance(fault, EngineDead) else f"{type(fault).__name__}: {fault}"
+        words = fault if isinstance(fault, EngineDead) else f"{type(fault).__name__}: {fault}."
         self._turns.remove(core)
         last = self._states[core]
         self._states[core] = StepStats(**{name: getattr(last, name) for name in TOTALS})
         self._ended += core.state().finished
         self._ended += [Finish(handle=handle, reason=FinishReason.ERROR, error="replica",
-                               message=f"replica {number} stopped: {words}") for handle in core.handles]
+                               message=f"replica {number} stopped: {words} Send the request again: other replicas run.")
+                        for handle in core.handles]
         self._homes = {handle: home for handle, home in self._homes.items() if home is not core}
         core.shutdown()
 

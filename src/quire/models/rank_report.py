@@ -32,8 +32,9 @@ def describe_one(report: PlanReport, number: int) -> dict[str, Any]:
 
 
 def rank_name(rank: Rank, parallel: Parallel) -> str:
-    """Return the name of a rank for people: "rank 1 (tp 1)"."""
-    place = [f"tp {rank.place}"] * (parallel.tp > 1) + [f"stage {rank.stage}"] * (parallel.pp > 1)
+    """Return the name of a rank for people: "rank 1 (tp 1)", "rank 3 (replica 1, tp 1)"."""
+    place = [f"replica {rank.replica}"] * (parallel.dp > 1) + [f"tp {rank.place}"] * (parallel.tp > 1)
+    place += [f"stage {rank.stage}"] * (parallel.pp > 1)
     return f"rank {rank.number} ({', '.join(place)})"
 
 

@@ -65,23 +65,27 @@ class ReplicaMachine(RuleBasedStateMachine):
             max_tokens, children = 0, 0
         elif kind == "grammar":
             fields |= {"grammar": data.draw(st.sampled_from(GRAMMARS))}
-        places, end = 1 + children, len(prompt) + max_tokens
-        core = rig.cores[0]
+        parent = self.add_one(prompt, max_tokens, scored=kind == "scored", fail_after=fail_after, places=1 + children,
+                              **fields)
+        for index in range(children if parent is not None else 0):
+            child = rig.add(prompt, max_tokens, seed=100 + index, parent=parent, **fields)
+            assert rig.home[child] == rig.home[parent], "a child is not where its parent's blocks are"
+
+    def add_one(self, prompt: list[int], max_tokens: int, *, places: int = 1, **fields: Any) -> int | None:
+        """Add a request, which is refused exactly when it fits into no replica. Returns its handle."""
+        rig, core, end = self.rig, self.rig.cores[0], len(prompt) + max_tokens
         if end > MAX_LEN or core.scheduler.allocator.most_blocks(end, core._most_in_flight) > core.facts.num_blocks:
             with pytest.raises(PromptTooLong):
                 rig.add(prompt, max_tokens, **fields)
-            return
+            return None
         most = self.bound + core.facts.num_slots
         if all(most - len(rig.cores[i].handles) < places for i in rig.alive):
             with pytest.raises(QueueFull if places <= most else InvalidParameter):
                 rig.add(prompt, max_tokens, places=places, **fields)
-            return
-        parent = rig.add(prompt, max_tokens, seed=7, scored=kind == "scored", fail_after=fail_after, places=places,
-                         **fields)
-        self.added(parent)
-        for index in range(children):
-            child = rig.add(prompt, max_tokens, seed=100 + index, parent=parent, **fields)
-            assert rig.home[child] == rig.home[parent], "a child is not where its parent's blocks are"
+            return None
+        handle: int = rig.add(prompt, max_tokens, places=places, **fields)
+        self.added(handle)
+        return handle
 
     def added(self, handle: int) -> None:
         """Check a request that was just taken."""
@@ -100,7 +104,12 @@ class ReplicaMachine(RuleBasedStateMachine):
     def abort(self, data: st.DataObject) -> None:
         self.rig.abort(data.draw(st.sampled_from(sorted(self.rig.asked))))
 
-    @rule(times=st.integers(1, 8))
+    @rule(asked=st.lists(st.tuples(PROMPTS, st.sampled_from([5, 16, 20]), st.integers(-1, 1)), min_size=2, max_size=8))
+    def burst(self, asked: list[tuple[list[int], int, int]]) -> None:
+        for prompt, max_tokens, priority in asked:
+            self.add_one(prompt, max_tokens, priority=priority)
+
+    @rule(times=st.sampled_from([1, 1, 2, 3, 7]))
     def step(self, times: int) -> None:
         before = self.rig.totals.num_preempted
         self.rig.step(times)
@@ -113,10 +122,12 @@ class ReplicaMachine(RuleBasedStateMachine):
     def time_passes(self) -> None:
         self.rig.pass_time(2)
 
-    @rule()
-    def go_idle(self) -> None:
+    @rule(all_of_them=st.sampled_from([False] * 4 + [True]))
+    def go_idle(self, all_of_them: bool) -> None:
         """Those who come later join replicas that have nothing to do."""
-        self.rig.drain()
+        for handle in self.rig.core.handles:
+            if all_of_them or self.rig.home[handle] == 0:
+                self.rig.abort(handle)
 
     @rule()
     def reset_prefix_cache(self) -> None:
@@ -146,9 +157,11 @@ class IndependentMachine(ReplicaMachine):
         data.draw(st.sampled_from(self.rig.mocks)).held = held
 
     @precondition(lambda self: len(self.rig.alive) > 1)
-    @rule(data=st.data())
-    def die(self, data: st.DataObject) -> None:
+    @rule(data=st.data(), really=st.sampled_from([False, False, True]))
+    def die(self, data: st.DataObject, really: bool) -> None:
         victim = data.draw(st.sampled_from(self.rig.alive))
+        if not really:
+            return
         event(f"dies {'at work' if self.rig.cores[victim].has_work else 'idle'}")
         self.rig.mocks[victim].fault = f"planted in {victim}"
 
@@ -185,6 +198,72 @@ def test_random_schedules(machine: type[ReplicaMachine]) -> None:
 @pytest.mark.parametrize("machine", [ReplicaMachine, IndependentMachine])
 def test_ten_thousand_random_schedules(machine: type[ReplicaMachine]) -> None:
     explore(machine, 10_000)
+
+
+def chaos(rig: ReplicaRig, rng: random.Random, seen: Counter[str], num_requests: int = 40) -> None:
+    """Requests come, grow and go at random until all are done; `seen` counts what happened."""
+    while len(rig.asked) < num_requests or rig.core.has_work:
+        if len(rig.asked) < num_requests and rng.random() < 0.4:
+            prompt = [rng.randrange(3) for _ in range(rng.randint(1, 24))]
+            fields: dict[str, Any] = {
+                "stop_ids": rng.choice([(), (), (3, 5)]), "grammar": rng.choice([None] * 6 + GRAMMARS),
+                "deadline": rng.choice([None] * 5 + [rig.now + 3])}
+            max_tokens = rng.choice([1, 5, 16])
+            if rng.random() < 0.1:
+                fields, max_tokens = {"pool": "last"}, 0
+            parent = rig.add(prompt, max_tokens, scored=rng.random() < 0.2, **fields)
+            if not fields.get("pool"):
+                for _ in range(rng.choice([0, 0, 2])):
+                    rig.add(prompt, max_tokens, parent=parent, **fields)
+        if rig.core.handles and rng.random() < 0.04:
+            rig.abort(rng.choice(rig.core.handles))
+        if not rig.lockstep:
+            rng.choice(rig.mocks).held = rng.random() < 0.7
+            if len(rig.alive) > 1 and rng.random() < 0.005:
+                victim = rng.choice(rig.alive)
+                seen["dies at work"] += bool(rig.cores[victim].in_flight)
+                rig.mocks[victim].fault = f"planted in {victim}"
+        elif any(rig.cores[i].has_work for i in rig.alive):
+            seen["idle beside others"] += sum(not core.has_work for core in rig.cores)
+        rig.pass_time(0.3)
+        rig.step()
+
+
+@pytest.mark.parametrize("lockstep", [True, False])
+def test_long_runs_meet_everything(lockstep: bool) -> None:
+    """Fixed seeds, so that what was exercised can be counted and compared with zero."""
+    seen = Counter[str]()
+    for seed in range(18):
+        rng = random.Random(seed)
+        depth, lag, stages = rng.choice([(1, 1, 1), (2, 2, 1), (3, 3, 1), (4, 4, 1), (2, 1, 2), (4, 1, 4)])
+        drafts = 3 if stages == 1 and seed % 3 == 0 else 0
+        windows = (None, 6) if seed % 4 == 2 else (None,)
+        rig = ReplicaRig(rng.choice([2, 3, 4]), lockstep=lockstep, depth=depth, lag=lag, stages=stages,
+                         slots=rng.choice([3, 6]), blocks=rng.choice([11, 14]) * len(windows), windows=windows,
+                         budget=rng.choice([7, 16]), vocab=VOCAB, caching=seed % 4 > 0, drafts=drafts,
+                         accepts=[rng.randint(0, drafts) for _ in range(11)])
+        chaos(rig, rng, seen)
+        rig.drain()
+        for handle in rig.asked:
+            rig.judge(handle)
+            finish = rig.finish[handle]
+            seen[f"finish {finish.error or finish.reason.value}"] += 1
+            seen["masked tokens"] += len(rig.tokens[handle]) if rig.asked[handle].grammar else 0
+            seen["vectors"] += finish.vector is not None
+            seen["children"] += rig.asked[handle].parent is not None
+        plans = [plan for one in rig.rigs for plan in one.plans]
+        seen |= Counter({"most steps": len(plans)})
+        seen["empty steps"] += sum(not len(plan.slots) for plan in plans)
+        seen["prompts beside decodes"] += sum(0 < plan.num_decodes < len(plan.slots) for plan in plans)
+        seen["preempted"] += rig.totals.num_preempted
+        seen["hits"] += rig.totals.prefix_hits
+    expected = {"preempted": 20, "hits": 300, "masked tokens": 200, "vectors": 10, "children": 50, "finish stop": 10,
+                "finish length": 100, "finish abort": 10, "finish deadline": 10, "prompts beside decodes": 100,
+                "finish invalid_grammar": 5}
+    expected |= {"empty steps": 300, "idle beside others": 100} if lockstep else {
+        "finish replica": 20, "dies at work": 5}
+    short = {name: (seen[name], least) for name, least in expected.items() if seen[name] < least}
+    assert not short, f"seen less often than the test is worth: {short}; all: {dict(seen)}"
 
 
 # --- faults of lock-step that the simulation must find ------------------------------------------------------------------
@@ -374,7 +453,7 @@ def test_a_fault_of_ours_is_logged_with_its_place(caplog: pytest.LogCaptureFixtu
     rig.cores[0].begin_step = lambda: 1 / 0  # type: ignore[method-assign]
     rig.step()
     assert rig.finish[handles[0]].error == "replica" and "Traceback" in caplog.text and "ZeroDivision" in caplog.text
-    assert rig.finish[handles[0]].message == "replica 0 stopped: ZeroDivisionError: division by zero"
+    assert "replica 0 stopped: ZeroDivisionError: division by zero. Send" in str(rig.finish[handles[0]].message)
 
 
 @pytest.mark.parametrize("when", ["at a step", "at a look", "at an addition"])
