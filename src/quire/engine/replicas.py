@@ -25,7 +25,8 @@ WAIT_SECONDS = 0.005  # for a result of independent replicas that compute; then 
 FULL = 0.5  # share of the KV cache in use, above which a replica's waiting requests count more
 WEIGHT = 6.0  # of a waiting request when the cache is full: it may wait for long
 TOTALS = ("num_preempted", "prefix_queries", "prefix_hits")  # statistics since the start
-STATES = ("num_running", "num_waiting", "num_blocked", "num_free_blocks", "num_cached_blocks", *TOTALS)  # after a step
+STATES = ("num_running", "num_waiting", "num_blocked", "num_blocks", "num_free_blocks", "num_cached_blocks",
+          *TOTALS)  # statistics about the time after a step; the others are about the step
 COUNTS = ("num_tokens", "num_prefill_tokens", "num_scheduled", "num_prefills", "schedule_s", "execute_s", "finish_s")
 Advance = tuple[EngineCore, StepOutputs]  # a replica, and its outputs of a step or between two
 V = TypeVar("V")
@@ -44,8 +45,9 @@ class Replicas:
         self._arrived = arrived or threading.Event()
         self._homes: dict[int, EngineCore] = {}  # of the live requests, by handle
         self._ended: list[Finish] = []  # requests of replicas that died
+        self._died = False  # True: a replica died since the last outputs
         self._torn = False
-        self._states = {core: StepStats(num_free_blocks=core.facts.num_blocks) for core in cores}
+        self._states = {core: core.state().stats for core in cores}
         self.executor = ReplicaExecutors(self)
 
     @property
@@ -62,8 +64,8 @@ class Replicas:
 
     @property
     def has_work(self) -> bool:
-        """True when a replica has work, or an ended request is not reported yet."""
-        return bool(self._ended) or any(core.has_work for core in self._turns)
+        """True when a replica has work, or a death is not reported yet."""
+        return self._died or any(core.has_work for core in self._turns)
 
     @property
     def handles(self) -> list[int]:
@@ -167,7 +169,7 @@ class Replicas:
                 moved |= self._advance_one(core, found)
             except Exception as fault:
                 self._bury(core, fault)
-        if not moved and not self._ended and not any(outputs.finished for _, outputs in found):
+        if not moved and not self._died and not any(outputs.finished for _, outputs in found):
             if any(core.in_flight for core in self._turns):
                 self._arrived.wait(WAIT_SECONDS)
             else:
@@ -196,6 +198,7 @@ class Replicas:
         LOG.error("replica %d of %d stopped; the others go on: %s", number, len(self.cores), fault,
                   exc_info=None if isinstance(fault, EngineDead) else fault)
         words = fault if isinstance(fault, EngineDead) else f"{type(fault).__name__}: {fault}."
+        self._died = True
         self._turns.remove(core)
         last = self._states[core]
         self._states[core] = StepStats(**{name: getattr(last, name) for name in TOTALS})
@@ -210,9 +213,11 @@ class Replicas:
         """Return the outputs of several replicas, and the requests that ended beside them, as those of one step."""
         self._states |= {core: outputs.stats for core, outputs in every if core in self._turns}
         found = [outputs for _, outputs in every]
-        ended, self._ended = self._ended, []
+        ended, self._ended, self._died = self._ended, [], False
         counts: dict[str, Any] = {name: sum(getattr(one.stats, name) for one in found) for name in COUNTS}
         states: dict[str, Any] = {name: sum(getattr(one, name) for one in self._states.values()) for name in STATES}
+        states["replicas"] = {number: self._states[core].num_running
+                              for number, core in enumerate(self.cores) if core in self._turns}
         return StepOutputs(
             handles=np.concatenate([NO_TOKENS, *(one.handles for one in found)]),
             tokens=np.concatenate([NO_TOKENS, *(one.tokens for one in found)]),

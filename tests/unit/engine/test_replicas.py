@@ -403,6 +403,7 @@ def test_outputs_of_all_replicas_are_those_of_one_step() -> None:
     stats = outputs.stats
     assert (stats.step, stats.num_tokens, stats.num_prefill_tokens) == (0, 5, 5)
     assert (stats.num_scheduled, stats.num_prefills, stats.num_running, stats.num_waiting) == (2, 2, 2, 0)
+    assert stats.replicas == {0: 1, 1: 1} and stats.num_blocks == 80
     assert stats.num_free_blocks == 2 * 40 - 2 and rig.core.facts.num_blocks == 80 and rig.core.facts.num_slots == 16
     assert stats.prefix_queries == 5
     rig.step()
@@ -488,6 +489,15 @@ def test_a_dead_replica_that_is_idle_gets_no_request() -> None:
     assert all(rig.finish[handle].error is None and rig.home[handle] != 1 for handle in handles)
 
 
+def test_an_idle_engine_reports_a_death() -> None:
+    """Metrics show the replicas that live, also before the next request."""
+    rig = apart()
+    assert not rig.core.has_work
+    rig.mocks[0].fault = "planted"
+    rig.core.executor.check_alive()
+    assert rig.core.has_work and rig.step().stats.replicas == {1: 0} and not rig.core.has_work
+
+
 def test_children_of_a_request_whose_replica_died_run_elsewhere() -> None:
     rig = apart()
     parent = rig.add([1, 2, 3], 9, places=2)
@@ -527,7 +537,8 @@ def test_totals_do_not_decrease_when_a_replica_dies() -> None:
     rig.mocks[0].fault = "planted"
     rig.drain()  # the rig compares totals after every step
     stats = rig.totals
-    assert (stats.num_running, stats.num_waiting, stats.num_free_blocks) == (0, 0, 6)
+    assert (stats.num_running, stats.num_waiting, stats.num_blocks, stats.num_free_blocks) == (0, 0, 6, 6)
+    assert stats.replicas == {1: 0}
 
 
 # --- balance ------------------------------------------------------------------------------------------------------------
