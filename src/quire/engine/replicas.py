@@ -78,9 +78,9 @@ class Replicas:
         return self._torn
 
     def add(self, new: NewRequest, *, places: int = 1) -> None:
-        """Give a request to the replica with the least load that has room, a child to its parent's. See `EngineCore.add`.
+        """Give a request to the replica with the least load that has room, and a child to its parent's.
 
-        Requests take turns among replicas with the same load, so that no replica gets more than others.
+        See `EngineCore.add`. Requests take turns among replicas with the same load, so that none gets more than others.
         """
         self.check_alive()
         parent = self._homes.get(new.parent) if new.parent is not None else None
@@ -161,7 +161,7 @@ class Replicas:
         return [(core, core.state(wait=True)) for core in cores]
 
     def _advance_each(self) -> list[Advance]:
-        """Plan and submit a step of every replica with room, and take the results that have come. Wait if none moved."""
+        """Plan and submit a step of every replica with room; take the results that have come. Wait if none moved."""
         found, moved = list[Advance](), False
         self._arrived.clear()
         for core in self.live:

@@ -52,8 +52,9 @@ class ReplicaMachine(RuleBasedStateMachine):
             type(self).plant(self.rig)  # type: ignore[misc]
 
     @rule(prompt=PROMPTS, max_tokens=st.sampled_from([0, 1, 5, 16, 20]), kind=KINDS, data=st.data(),
-          stops=st.sampled_from([(), (), (3,), (1, 5)]), priority=st.integers(-1, 1), children=st.sampled_from([0, 0, 2]),
-          lives=st.sampled_from([None] * 6 + [0, 3]), fail_after=st.sampled_from([None] * 8 + [0, 2, 9]))
+          stops=st.sampled_from([(), (), (3,), (1, 5)]), priority=st.integers(-1, 1),
+          children=st.sampled_from([0, 0, 2]), lives=st.sampled_from([None] * 6 + [0, 3]),
+          fail_after=st.sampled_from([None] * 8 + [0, 2, 9]))
     def add(self, prompt: list[int], max_tokens: int, kind: str, data: st.DataObject, stops: tuple[int, ...],
             priority: int, children: int, lives: float | None, fail_after: int | None) -> None:
         rig = self.rig
@@ -195,9 +196,10 @@ def test_random_schedules(machine: type[ReplicaMachine]) -> None:
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("part", range(5))
 @pytest.mark.parametrize("machine", [ReplicaMachine, IndependentMachine])
-def test_ten_thousand_random_schedules(machine: type[ReplicaMachine]) -> None:
-    explore(machine, 10_000)
+def test_ten_thousand_random_schedules(machine: type[ReplicaMachine], part: int) -> None:
+    explore(machine, 2_000)
 
 
 def chaos(rig: ReplicaRig, rng: random.Random, seen: Counter[str], num_requests: int = 40) -> None:
@@ -266,7 +268,7 @@ def test_long_runs_meet_everything(lockstep: bool) -> None:
     assert not short, f"seen less often than the test is worth: {short}; all: {dict(seen)}"
 
 
-# --- faults of lock-step that the simulation must find ------------------------------------------------------------------
+# --- faults of lock-step that the simulation must find ----------------------------------------------------------------
 
 
 def each_submit(rig: ReplicaRig, change: Callable[[int, EngineCore, Any], Any]) -> None:
@@ -412,7 +414,7 @@ def test_outputs_of_all_replicas_are_those_of_one_step() -> None:
     rig.drain()
 
 
-# --- independent replicas -----------------------------------------------------------------------------------------------
+# --- independent replicas ---------------------------------------------------------------------------------------------
 
 
 def apart(count: int = 2, **options: Any) -> ReplicaRig:
@@ -541,7 +543,7 @@ def test_totals_do_not_decrease_when_a_replica_dies() -> None:
     assert stats.replicas == {1: 0}
 
 
-# --- balance ------------------------------------------------------------------------------------------------------------
+# --- balance ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("lockstep", [True, False])
