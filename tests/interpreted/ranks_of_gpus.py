@@ -65,10 +65,10 @@ def rank_model(args: ModelArgs, rank: Rank, tp: Group | None, target: str) -> Mo
     ops, params = operations(args), layout(args, rank)
     kernels = select_kernels(target or "cpu", "float32", ops=ops, head_dim=args.head_dim,
                              forced=None if target else dict.fromkeys(ops, "ref"))  # fmt: skip
-    whole = args.moe is None or rank.experts == (0, args.moe.routing.num_experts)
+    whole = args.moe is None or len(rank.expert_ids) == args.moe.routing.num_experts
     build = Build(
         torch.float32, CPU, kernels, {param.name: param for param in params},
-        linear_plans(args, params, kernels.choices), experts=None if whole else tuple(range(*rank.experts)), tp=tp,
+        linear_plans(args, params, kernels.choices), experts=None if whole else tuple(rank.expert_ids), tp=tp,
         moe=experts_plan(args, "float32", target or "cpu", "" if target else "ref"),
         vocabulary=None if tp is None else vocabulary_slice(args.vocab_size, tp),
     )  # fmt: skip

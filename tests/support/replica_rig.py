@@ -122,6 +122,7 @@ class LonelyMock(RepeatableMock):
 
     def control(self, name: str, args: dict[str, Any]) -> object:
         self.check_alive()
+        assert self._waiting is None, "a step is half submitted"
         return [f"{name} of {self.replica}"]
 
 

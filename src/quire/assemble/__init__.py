@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,6 +16,7 @@ import torch
 
 from quire.assemble.parts import Loading, Parts
 from quire.assemble.rank import load_rank
+from quire.config.balancing import read_eplb_config
 from quire.config.checkpoint import ModelArgs
 from quire.config.engine import EngineConfig, SchedulerConfig
 from quire.config.placement import check_parallel, parallel_sizes
@@ -25,13 +27,16 @@ from quire.contracts.errors import ConfigError
 from quire.contracts.protocols import ExecutorFacts
 from quire.contracts.sampling import SamplingParams
 from quire.distributed.mesh import ALONE
+from quire.engine.balancer import Balancer
 from quire.engine.core import EngineCore
+from quire.engine.eplb import initial_map
 from quire.engine.replicas import Core, Replicas
 from quire.kernels.select import Kernels, here
 from quire.kv.allocator import KVAllocator
 from quire.kv.hashing import namespace_digest
 from quire.kv.pool import BlockPool
 from quire.models.layout import alone
+from quire.models.notes import parallel_notes
 from quire.models.obtain import obtain_weights, read_model
 from quire.models.plan import EnginePlan, Machine, resolve_engine, resolve_sizing
 from quire.models.rank_report import rank_lines
@@ -160,8 +165,7 @@ def assemble(config: EngineConfig, on_loading: Loading | None = None, *, served:
     cores = [assemble_core(one, GrammarCompiler(lambda: tokenizer or Tokenizer.load(found.tokenizer_folder),
                                                 found.args.vocab_size, GrammarTrial(), cpu.cores))
              for one in replicas]  # fmt: skip
-    parallel = plan.mesh.parallel
-    core = cores[0] if len(cores) == 1 else Replicas(cores, lockstep=parallel.lockstep, arrived=arrived)
+    core = join_replicas(plan, cores, arrived)
     phases.end("engine")
     unused = gpu_only_options(config) if found.device.device == "cpu" else ()
     about = core.facts.plans
@@ -278,8 +282,19 @@ def assemble_core(parts: Parts, compiler: GrammarCompiler | None) -> EngineCore:
     )
 
 
+def join_replicas(plan: EnginePlan, cores: Sequence[EngineCore], arrived: threading.Event) -> Core:
+    """Return the core of all replicas, which also balances experts; the only core if there is nothing to join."""
+    parallel, moe = plan.mesh.parallel, plan.args.moe
+    if parallel.redundant is None or moe is None:
+        return cores[0] if len(cores) == 1 else Replicas(cores, lockstep=parallel.lockstep, arrived=arrived)
+    experts = initial_map(len(moe.layers), moe.routing.num_experts, parallel.redundant, parallel.expert_ranks)
+    settings = read_eplb_config(plan.config.parallel.eplb_config)
+    return Replicas(cores, lockstep=True, arrived=arrived,
+                    balance=partial(Balancer, settings, experts, groups=max(1, moe.routing.num_groups)))
+
+
 def _notes(args: ModelArgs, dtype: DTypePlan, memory: MemoryPlan, config: EngineConfig) -> tuple[str, ...]:
-    notes = [*args.notes, *memory.notes]
+    notes = [*args.notes, *memory.notes, *parallel_notes(args, config.parallel)]
     if dtype.dtype != args.dtype:
         notes.append(f"computing in {dtype.dtype}: {dtype.reason}.")
     if config.model.trust_remote_code:

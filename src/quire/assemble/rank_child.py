@@ -78,7 +78,8 @@ def checked(groups: RankGroups, device: torch.device) -> RankGroups:
     def one(group: Group | None) -> Group | None:
         return None if group is None else CheckedGroup(group, device)
 
-    return RankGroups(tp=one(groups.tp), pp=one(groups.pp), tokens=one(groups.tokens), ep=one(groups.ep))
+    return RankGroups(tp=one(groups.tp), pp=one(groups.pp), tokens=one(groups.tokens), ep=one(groups.ep),
+                      movers=groups.movers)
 
 
 @dataclass(frozen=True)
@@ -143,6 +144,8 @@ class ChildRunner:
     def control(self, name: str, args: dict[str, Any]) -> object:
         """Run a named operation; see `Executor.control`."""
         controls: dict[str, Callable[..., object]] = {"describe": self._runner.describe, "trace": self._trace.control}
+        if self._runner.balancing is not None:
+            controls["experts"] = self._runner.balancing.control
         if name not in controls:
             raise ConfigError(f"unknown control {name!r}: use {' or '.join(controls)}.")
         return controls[name](**args)

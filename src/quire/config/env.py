@@ -54,7 +54,10 @@ def client_key() -> str | None:
 
 
 def child_variables() -> dict[str, str]:
-    """Return the environment of a child process: search paths, Python's variables, locale and time zone; no key."""
+    """Return the environment of a child process: search paths, Python's variables, locale and time zone.
+
+    API keys and other secrets are left out.
+    """
     return {name: text for name, text in os.environ.items()
             if name in ("PATH", "TZ", "LD_LIBRARY_PATH") or name.startswith(("PYTHON", "LC_", "LANG"))}
 

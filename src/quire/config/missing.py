@@ -4,6 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from quire.config.placement import Parallel
+from quire.config.resolve_moe import MoEPlan
 from quire.contracts.errors import UnsupportedModel
 
 
@@ -14,17 +15,21 @@ class Missing(NamedTuple):
     reason: str
 
 
-def missing_features(parallel: Parallel, moe: Mapping[str, object]) -> tuple[Missing, ...]:
+def missing_features(parallel: Parallel, moe: Mapping[str, MoEPlan | str]) -> tuple[Missing, ...]:
     """Return the features that an engine of these sizes needs and Quire does not have.
 
     moe   the plan of the experts by phase, or the reason why there is none
     """
-    phases = [phase for phase, plan in moe.items() if isinstance(plan, str)]
-    if not (parallel.lockstep and phases):
-        return ()
-    return (Missing(f"a dispatcher for {' and '.join(phases)} ({parallel})",
-                    f"{parallel}: no dispatcher brings tokens to the experts of other replicas on this device yet: "
-                    "leave out -dp or --enable-expert-parallel."),)  # fmt: skip
+    names: dict[str, list[str]] = {}
+    for phase, plan in moe.items() if parallel.lockstep else ():
+        if isinstance(plan, str) or not plan.implemented:
+            name = "a dispatcher" if isinstance(plan, str) else f"dispatcher {plan.dispatcher}"
+            names.setdefault(name, []).append(phase)
+    remedy = ("use --all2all-backend allgather_reducescatter with --enforce-eager, or leave out -dp or "
+              "--enable-expert-parallel")  # fmt: skip
+    return tuple(Missing(f"{name} for {' and '.join(phases)} ({parallel})",
+                         f"{parallel}: {name} for {' and '.join(phases)}, which takes tokens to the experts of other "
+                         f"replicas, is not implemented yet: {remedy}.") for name, phases in names.items())  # fmt: skip
 
 
 def check_missing(missing: Sequence[Missing]) -> None:

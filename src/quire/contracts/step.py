@@ -56,11 +56,14 @@ class SharedPrefix(msgspec.Struct, frozen=True):
 class StepSync(msgspec.Struct, frozen=True):
     """The record of a step on which all replicas in lock-step agree: they take the same step at the same time.
 
-    rows    tokens that each replica computes, by replica. A replica with 0 tokens takes part in the exchanges of layers
-            with experts, and does nothing else
+    rows     tokens that each replica computes, by replica. A replica with 0 tokens takes part in the exchanges of
+             layers with experts, and does nothing else
+    switch   number of the layer with experts (the first: 0) that has new experts in its slots from this step on; -1:
+             none
     """
 
     rows: tuple[int, ...]
+    switch: int = -1
 
 
 class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
@@ -125,6 +128,7 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True):
     pooled           slot -> [hidden] float32, for prompts with POOL that ended in this step
     failed           slot -> code ("nan_logits", "nan_hidden", "bad_token"); other results of these slots are invalid
     num_computed     tokens that the forward pass computed, summed over slots
+    moved            layers, since the start, whose new experts have come to all ranks; see `StepSync.switch`
     """
 
     step: int
@@ -136,4 +140,5 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True):
     pooled: dict[int, F32] = msgspec.field(default_factory=dict)
     failed: dict[int, str] = msgspec.field(default_factory=dict)
     num_computed: int = 0
+    moved: int = 0
     timings: StepTimings = StepTimings()

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from quire.config.placement import Parallel, ep_members, pp_members, tp_members
+from quire.config.placement import Parallel, ep_members, mover_members, pp_members, tp_members
 from quire.distributed.mesh import RankGroups
 
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
@@ -21,7 +21,9 @@ BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 TIMEOUT = timedelta(days=1)
 MOST_SENT = 64  # tensors kept for sends: more than steps in flight, so the oldest have been received
 
-_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # the second name is older
+# The second names are older.
+_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def join_ranks(meeting: Path, number: int, parallel: Parallel, device: torch.device) -> RankGroups:
@@ -35,7 +37,8 @@ def join_ranks(meeting: Path, number: int, parallel: Parallel, device: torch.dev
         device_id=device if device.type == "cuda" else None)  # fmt: skip
     pipelines = list(pp_members(parallel))
     return RankGroups(tp=_make(list(tp_members(parallel)), number), pp=_make(pipelines, number),
-                      tokens=_make(pipelines, number), ep=_make(list(ep_members(parallel)), number))  # fmt: skip
+                      tokens=_make(pipelines, number), ep=_make(list(ep_members(parallel)), number),
+                      movers=_make(list(mover_members(parallel)), number))  # fmt: skip
 
 
 def leave_ranks() -> None:
@@ -108,7 +111,7 @@ class ProcessGroup:
             x = torch.cat([_padded(part, most) for part in x.split(list(counts))])
         x = x.contiguous()
         out = torch.empty((most, *x.shape[1:]), dtype=x.dtype, device=x.device)
-        dist.reduce_scatter_tensor(out, x, group=self._group)
+        _reduce_scatter(out, x, group=self._group)
         return out[: counts[self.rank]]
 
     def send(self, x: Tensor, to: int) -> None:

@@ -63,6 +63,7 @@ class EngineCore:
         self._clock = clock
         self._step = 0
         self._torn = False
+        self.moved = 0  # see `StepResult.moved`; of the last result
 
     @property
     def has_work(self) -> bool:
@@ -259,6 +260,7 @@ class EngineCore:
         """Wait for the oldest step in flight, and apply its result. Returns its outputs."""
         step, started = self.in_flight.popleft(), perf_counter()
         result = self.executor.collect()
+        self.moved = result.moved
         step.execute_s += perf_counter() - started
         outputs, ended = self._finisher.apply(step, result)
         for request in ended:

@@ -7,7 +7,7 @@ replicas: it sees every queue, so requests are balanced by the loads of this mom
 
 import logging
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -18,6 +18,7 @@ from quire.contracts.output import NO_TOKENS, Finish, StepOutputs, StepStats
 from quire.contracts.protocols import ExecutorFacts
 from quire.contracts.request import FinishReason, NewRequest
 from quire.contracts.step import StepSync
+from quire.engine.balancer import Balancer, Control
 from quire.engine.core import EngineCore
 
 LOG = logging.getLogger("quire")
@@ -29,6 +30,7 @@ STATES = ("num_running", "num_waiting", "num_blocked", "num_blocks", "num_free_b
           *TOTALS)  # statistics about the time after a step; the others are about the step
 COUNTS = ("num_tokens", "num_prefill_tokens", "num_scheduled", "num_prefills", "schedule_s", "execute_s", "finish_s")
 Advance = tuple[EngineCore, StepOutputs]  # a replica, and its outputs of a step or between two
+MakeBalancer = Callable[[Control], Balancer]
 V = TypeVar("V")
 
 
@@ -37,18 +39,22 @@ class Replicas:
 
     lockstep   the cores take every step together
     arrived    set when a result of an executor arrives; of independent replicas
+    balance    makes the balancer of experts, from a function that runs an operation on every rank
     """
 
-    def __init__(self, cores: Sequence[EngineCore], *, lockstep: bool, arrived: threading.Event | None = None) -> None:
+    def __init__(self, cores: Sequence[EngineCore], *, lockstep: bool, arrived: threading.Event | None = None,
+                 balance: MakeBalancer | None = None) -> None:  # fmt: skip
         self.cores, self.lockstep = tuple(cores), lockstep
         self._turns = list(cores)  # that live; the one that got a request least recently is the first
         self._arrived = arrived or threading.Event()
         self._homes: dict[int, EngineCore] = {}  # of the live requests, by handle
         self._ended: list[Finish] = []  # requests of replicas that died
+        self._early: list[Advance] = []  # outputs between two steps; reported with the next ones
         self._died = False  # True: a replica died since the last outputs
         self._torn = False
         self._states = {core: core.state().stats for core in cores}
         self.executor = ReplicaExecutors(self)
+        self._balancer = balance(self.executor.control) if balance is not None else None
 
     @property
     def facts(self) -> ExecutorFacts:
@@ -109,6 +115,8 @@ class Replicas:
             raise EngineDead("an earlier step of this engine failed: make a new engine.")
         self._torn = True
         every = self._advance_together() if self.lockstep else self._advance_each()
+        if self._balancer is not None:
+            self._balancer.note(max(core.moved for core in self.cores))
         self._torn = False
         outputs = self._merged(every)
         for finish in outputs.finished:
@@ -121,6 +129,8 @@ class Replicas:
 
     def shutdown(self) -> None:
         """Drop the steps in flight and stop the executors."""
+        if self._balancer is not None:
+            self._balancer.close()
         for core in self.cores:
             core.shutdown()
 
@@ -132,6 +142,15 @@ class Replicas:
             except Exception as fault:
                 if self.lockstep:
                     raise
+                self._bury(core, fault)
+
+    def settle(self) -> None:
+        """Send the masks that steps of independent replicas wait for, so that every submitted step is complete."""
+        for core in self.live:
+            try:
+                if core.needs_masks and (outputs := core.send_masks()) is not None:
+                    self._early.append((core, outputs))
+            except Exception as fault:
                 self._bury(core, fault)
 
     def check(self) -> None:
@@ -149,7 +168,8 @@ class Replicas:
         cores = self.cores
         planned = [core.begin_step() for core in cores] if all(core.has_room for core in cores) else []
         if any(planned):
-            sync = StepSync(tuple(int(one.plan.num_tokens.sum()) if one is not None else 0 for one in planned))
+            rows = tuple(int(one.plan.num_tokens.sum()) if one is not None else 0 for one in planned)
+            sync = StepSync(rows, -1 if self._balancer is None else self._balancer.next_switch())
             for core, one in zip(cores, planned, strict=True):
                 core.submit(one, sync)
             found = [core.send_masks() if core.needs_masks else None for core in cores]
@@ -162,7 +182,7 @@ class Replicas:
 
     def _advance_each(self) -> list[Advance]:
         """Plan and submit a step of every replica with room; take the results that have come. Wait if none moved."""
-        found, moved = list[Advance](), False
+        moved, found, self._early = bool(self._early), self._early, []
         self._arrived.clear()
         for core in self.live:
             try:
@@ -227,7 +247,8 @@ class Replicas:
             prefixes=_joined(one.prefixes for one in found),
             logprobs=_joined(one.logprobs for one in found),
             prompt_logprobs=_joined(one.prompt_logprobs for one in found),
-            stats=StepStats(step=max((one.stats.step for one in found), default=-1), **counts, **states),
+            stats=StepStats(step=max((one.stats.step for one in found), default=-1), **counts, **states,
+                            balancedness=0.0 if self._balancer is None else self._balancer.balancedness),
         )  # fmt: skip
 
 
@@ -240,6 +261,7 @@ class ReplicaExecutors:
     def control(self, name: str, args: dict[str, Any]) -> object:
         """Run an operation on every replica; return the values of all ranks. See `Executor.control`."""
         self.check_alive()
+        self._replicas.settle()
         values: list[object] = []
         for core in self._replicas.live:
             value = core.executor.control(name, args)

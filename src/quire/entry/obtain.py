@@ -13,7 +13,7 @@ from quire.weights.folder import absent_weights, resolve_folders
 
 def obtain_model(config: EngineConfig) -> tuple[Path, Path]:
     """Return the folders of the model and of its tokenizer. Models on the hub are downloaded.
-    Raises a `UserError`, before the weights are downloaded if small files or the weights' headers show the error."""
+    Raises a `UserError`; those that small files or headers of weights show, before the download of weights."""
     if config.device.device != "mock":
         check_torch()
     folder, tokenizer_folder = resolve_folders(config)

@@ -12,7 +12,7 @@ import msgspec
 
 from quire.config.checkpoint import ModelArgs, parse_checkpoint_config, read_raw_config
 from quire.config.engine import EngineConfig
-from quire.config.placement import Rank, check_parallel, parallel_sizes
+from quire.config.placement import Parallel, Rank, check_parallel, parallel_sizes
 from quire.config.resolve import GIB, MemoryPlan, check_context, check_cpu_weights, resolve_dtype
 from quire.config.resolve_cuda import DeviceMemory
 from quire.contracts.errors import ConfigError, ModelNotFound, WeightsError
@@ -183,21 +183,22 @@ def _memory(report: PlanReport, gpu: Gpu | None, free: int, rank: Rank) -> Memor
         every = sum(held for _, held in report.held)
         check_cpu_weights(every, free, "" if plan.quantization else plan.dtype.dtype)
         return resolve_sizing(plan, (free - every) // len(report.held))
-    ours = EMPTY + plan.graphs.num_bytes + _activations(plan.args, plan.config, plan.mesh.parallel.tp)
+    ours = EMPTY + plan.graphs.num_bytes + _activations(plan.args, plan.config, plan.mesh.parallel)
     ours += plan.buffer_bytes
     left = gpu.memory - weights - ours
     return resolve_sizing(plan, DeviceMemory(total=gpu.memory, at_start=gpu.memory, free=left, weights=weights,
                                              others=0))  # fmt: skip
 
 
-def _activations(args: ModelArgs, config: EngineConfig, tp: int) -> int:
+def _activations(args: ModelArgs, config: EngineConfig, parallel: Parallel) -> int:
     """Estimate the bytes of the largest step.
 
-    Every token has hidden states and the results of the widest layer, 2 bytes per number. Every sequence has float32
-    logits and the copies that sampling makes of them.
+    Every token has hidden states and the results of the widest layer, 2 bytes per number. Experts that replicas share
+    have room for the tokens of all replicas. Every sequence has float32 logits and the copies that sampling makes.
     """
-    inner = 3 * max(args.intermediate_size, args.num_heads * args.head_dim) // tp
+    inner = 3 * max(args.intermediate_size, args.num_heads * args.head_dim) // parallel.tp
     if args.moe is not None:
-        inner = max(inner, args.moe.routing.top_k * (3 * args.moe.expert_size + args.hidden_size))
+        each = args.moe.routing.top_k * (3 * args.moe.expert_size + args.hidden_size)
+        inner = max(inner, each * (parallel.dp if parallel.lockstep else 1))
     batch = config.scheduler
     return batch.token_budget() * 2 * (4 * args.hidden_size + inner) + 3 * 4 * args.vocab_size * batch.sequences()

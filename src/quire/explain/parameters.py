@@ -60,8 +60,8 @@ def reference_layout(params: tuple[Param, ...], folder: Path) -> tuple[Param, ..
                                              for part in param.parts)) for param in params)  # fmt: skip
     wanted = {part.stored for param in named for raw in raw_tensors(param) for part in raw.parts}
     if missing := sorted(wanted - stored_in(folder).keys()):
-        raise ModelError(f"the reference {folder} has no tensor {missing[0]}: rename its tensors as in MODEL, or, if "
-                         "Quire supports the model_type in its config.json, as in models of that type.")
+        raise ModelError(f"the reference {folder} has no tensor {missing[0]}: rename the reference's tensors so that "
+                         "they are named as in the model that is verified.")
     return named
 
 

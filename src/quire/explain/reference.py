@@ -36,7 +36,10 @@ class Differences:
     found: dict[tuple[str, str], float] = field(default_factory=dict)
 
     def replace(self, stage: str, step: str, theirs: Tensor) -> Tensor:
-        """Compare `theirs` (T rows) with Quire's result, and return Quire's result in the shape of `theirs`."""
+        """Return Quire's result of a step in the shape of `theirs`, the reference's result.
+
+        The difference between the two goes to `found`.
+        """
         ours = self.ours.result(stage, step)
         self.found[stage, step] = relative_difference(ours.flatten(1), theirs.reshape(len(ours), -1))
         return ours.reshape(theirs.shape)

@@ -133,9 +133,9 @@ def _kernels(branch: Tree, plan: Plan) -> None:
         words = "dispatcher {dispatcher} ({layout} rows, {numbering} expert ids), kernel {experts}{can}; "
         words += f"routing weights applied by the {WEIGH[one['weighs']]}, shared experts {{shared}}, result {result}"
         words = words.format(**one, can=f" ({', '.join(one['features'])})" if one["features"] else "")
-        node = _add(branch, f"experts in {phases}: {words}")
+        node = _add(branch, f"experts in {phases}: {words} ({one['decided']})")
         for dispatcher, kernel, why in one["candidates"]:
-            if why:
+            if why and (dispatcher, kernel) != (one["dispatcher"], one["experts"]):
                 _add(node, f"not {dispatcher} with {kernel or 'any kernel'}: {why}")
 
 

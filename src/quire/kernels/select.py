@@ -38,7 +38,7 @@ class KernelNeeds:
 
     @property
     def weights(self) -> frozenset[str]:
-        """Features for this kind of weights ("int8", ...). Any implementation that reads weights must have them."""
+        """Kinds of weights that an implementation must be able to read: "unquantized", "int8", ..."""
         return frozenset({UNQUANTIZED}) if self.scheme is None else self.scheme.needs
 
 

@@ -150,7 +150,7 @@ class KVAllocator:
         return rows
 
     def trim(self, slots: Ints, positions: Ints) -> None:
-        """Give back the blocks that windows have passed: no row of `slots` at `positions` or later attends to them.
+        """Give back blocks that sliding windows have passed: no row of `slots` at `positions` or later attends to them.
 
         slots, positions   [S], in the same order
         The prefix cache finds published blocks until they are taken again. A step in flight still reads the old

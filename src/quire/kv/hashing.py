@@ -61,7 +61,7 @@ def block_key(parent: bytes, token_bytes: bytes | memoryview, extras: bytes = b"
 
 
 def group_keys(keys: list[bytes], group: int) -> list[bytes]:
-    """Return the keys of blocks in KV group `group`: `keys` with the group's number appended; group 0 keeps them."""
+    """Return the keys of blocks in KV group `group`: group 0 has `keys`, another group appends its number to each."""
     return [key + bytes((group,)) for key in keys] if group else keys
 
 

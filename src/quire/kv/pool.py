@@ -141,7 +141,10 @@ class BlockPool:
                     self._blank.append(block)
 
     def reset(self) -> bool:
-        """Drop every key. Returns False when a block is held, because its holder may still publish old content."""
+        """Forget the content of all blocks, so that no prefix is reused. Returns True when no request holds a block.
+
+        False: all is forgotten, too, but the request that holds a block may make its content known again.
+        """
         if self.on_drop is not None:
             for key in self._index:
                 self.on_drop(key, "reset")

@@ -94,6 +94,20 @@ class LoadsInPlace(Loads, Protocol):
         """
 
 
+@dataclass(frozen=True)
+class ReplicaTokens:
+    """Tokens of replicas in lock-step in a step.
+
+    rows    tokens of each replica. A recording does not know them: it has those that were rehearsed
+    count   [1] int32 on the device: tokens of this replica, without padding
+    bound   upper bound of every replica's tokens, equal on all ranks; 0: `rows` are exact
+    """
+
+    rows: tuple[int, ...]
+    count: Tensor
+    bound: int = 0
+
+
 @dataclass
 class StepContext:
     """Inputs of a step that all layers read.
@@ -101,10 +115,10 @@ class StepContext:
     positions   [T] int64, position of each token in its sequence
     attention   metadata of attention, one for each KV group
     kv          view of the KV cache of each layer
-    replica_rows   tokens of each replica in lock-step; (): as many as here, or there are no other replicas
+    replicas    tokens of the replicas in lock-step; None: there are no other replicas
     """
 
     positions: Tensor
     attention: tuple[AttentionMeta, ...]
     kv: list[KVView]
-    replica_rows: tuple[int, ...] = ()
+    replicas: ReplicaTokens | None = None

@@ -1,50 +1,64 @@
 """The way of tokens to experts on the ranks of other replicas, and of results back.
 
-Dispatcher "all-gather" of `config/resolve_moe.py`: every rank gets the rows of all replicas, runs its own experts on
-them, and the ranks' results are summed where the rows came from. Under tensor parallelism all ranks of a replica have
-the replica's rows; each brings a share of them, so that a row travels once.
+`AllGatherExchange` is the dispatcher "all-gather" of `config/resolve_moe.py`: every rank gets the rows of all replicas,
+runs its own experts on them, and the ranks' results are summed where the rows came from.
+
+Under tensor parallelism all ranks of a replica have the replica's rows; each brings a share of them, so that a row
+travels once.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from quire.config.placement import share
 from quire.distributed import Group
+from quire.layers.context import ReplicaTokens
+
+Rows = tuple[Tensor, Tensor, Tensor]  # x [T, hidden], weights [T, k] float32, ids [T, k] int32
+Experts = Callable[[Tensor, Tensor, Tensor, None], Tensor]  # (x, weights, ids, no residual) -> [T, hidden]
 
 
-class ExpertExchange:
-    """This rank's end of the exchange of rows between replicas in lock-step. Every rank makes every call.
+class Exchange(Protocol):
+    """This rank's end of the exchange of rows between replicas in lock-step. Every rank makes every call."""
+
+    def run(self, routed: Rows, hidden: Tensor, experts: Experts, replicas: ReplicaTokens) -> Tensor:
+        """Return hidden [T, hidden] + the weighted sum of the experts of all ranks for this replica's rows.
+
+        experts   returns the partial sum over this rank's experts
+        It may overwrite `hidden`.
+        """
+
+
+class AllGatherExchange:
+    """Exchange by an all-gather of rows and a reduce-scatter of results; see `Exchange`.
 
     ep   ranks that divide the experts: those of a replica are neighbours
     tp   ranks of this replica; None: it has one
-    replica   number of this replica of `num_replicas`
     """
 
     def __init__(self, ep: Group, tp: Group | None) -> None:
         self._ep, self._tp = ep, tp
         self._each = tp.size if tp is not None else 1  # ranks of a replica
-        self.replica, self._place = divmod(ep.rank, self._each)
-        self.num_replicas = ep.size // self._each
+        self._replica, self._place = divmod(ep.rank, self._each)
 
-    def own(self, rows: Sequence[int]) -> slice:
-        """Return the place of this replica's rows among those of all replicas; `rows` has the count of each."""
-        first = sum(rows[: self.replica])
-        return slice(first, first + rows[self.replica])
+    def run(self, routed: Rows, hidden: Tensor, experts: Experts, replicas: ReplicaTokens) -> Tensor:
+        """Return hidden + the weighted sum of the experts of all ranks. See `Exchange`."""
+        rows = replicas.rows
+        return hidden + self.combine(experts(*self.dispatch(routed, rows), None), rows)
 
-    def dispatch(self, x: Tensor, weights: Tensor, ids: Tensor, rows: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
-        """Return x, weights and ids of the rows of all replicas, in the order of replicas.
-
-        x [T, hidden], weights [T, k] float32, ids [T, k] int32   of this replica, T = rows[replica]
-        """
-        assert len(x) == rows[self.replica], f"{len(x)} rows, but the step says {rows[self.replica]}"
+    def dispatch(self, routed: Rows, rows: Sequence[int]) -> Rows:
+        """Return the rows of all replicas, in the order of replicas; `rows` has the count of each."""
+        x, _, ids = routed
+        assert len(x) == rows[self._replica], f"{len(x)} rows, but the step says {rows[self._replica]}"
         own = slice(*share(len(x), self._each, self._place))
-        sent = torch.cat([part[own].contiguous().view(torch.uint8) for part in (x, weights, ids)], dim=1)
+        sent = torch.cat([part[own].contiguous().view(torch.uint8) for part in routed], dim=1)
         got = self._ep.gather_rows(sent, self._counts(rows))
         hidden, k = x.shape[1] * x.element_size(), 4 * ids.shape[1]
         parts = got.split([hidden, k, k], dim=1)
-        found = (part.contiguous().view(one.dtype) for part, one in zip(parts, (x, weights, ids), strict=True))
+        found = (part.contiguous().view(one.dtype) for part, one in zip(parts, routed, strict=True))
         return next(found), next(found), next(found)
 
     def combine(self, y: Tensor, rows: Sequence[int]) -> Tensor:
@@ -52,7 +66,7 @@ class ExpertExchange:
         part = self._ep.scatter_sum(y, self._counts(rows))
         if self._tp is None:
             return part
-        own = rows[self.replica]
+        own = rows[self._replica]
         return self._tp.gather_rows(part, [_share(own, self._each, place) for place in range(self._each)])
 
     def _counts(self, rows: Sequence[int]) -> list[int]:

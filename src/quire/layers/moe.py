@@ -14,8 +14,9 @@ from quire.config.checkpoint import ModelArgs
 from quire.config.experts import Routing
 from quire.kernels.select import load_kernel
 from quire.kernels.streams import Fork, side_stream
+from quire.layers.balancing import ExpertSlots
 from quire.layers.context import Build, StepContext
-from quire.layers.dispatch import ExpertExchange
+from quire.layers.dispatch import AllGatherExchange
 from quire.layers.linear import Linear, add_sum
 from quire.layers.mlp import GatedMLP
 from quire.layers.norm import RMSNorm
@@ -119,6 +120,7 @@ class Experts(nn.Module):
 class MoE(nn.Module):
     """Mixture of experts: hidden + the weighted sum of routed experts + the shared experts (a gated MLP).
 
+    slots        map of experts to slots of all ranks, if experts are balanced
     choose       replaces the router where it is set (`quire.kernels.routing.uniform`)
     on_routing   called with the weights and ids of each step where it is set (tests, verification)
     """
@@ -133,9 +135,10 @@ class MoE(nn.Module):
         self.shared_gate = Linear(f"{at}.shared_gate", build) if moe.shared_gate else None
         can = build.device.type == "cuda" and "join" in build.moe.features
         self.tp = build.tp
-        self.exchange = ExpertExchange(build.ep, build.tp) if build.ep is not None else None
+        self.exchange = AllGatherExchange(build.ep, build.tp) if build.ep is not None else None
         self.forks = can and self.shared is not None and self.tp is None and self.exchange is None
         self.top_k, self.dtype, self.hidden_size = moe.routing.top_k, build.dtype, args.hidden_size
+        self.slots: ExpertSlots | None = None
         self.choose: Callable[[Tensor], Routed] | None = None
         self.on_routing: Callable[[Tensor, Tensor], None] | None = None
 
@@ -147,8 +150,14 @@ class MoE(nn.Module):
             weights, ids = (self.choose or self.router)(x)
             if self.on_routing is not None:
                 self.on_routing(weights, ids)
+            if self.slots is not None:
+                self.slots.count(ids, None if ctx.replicas is None else ctx.replicas.count)
+                ids = self.slots.choose(ids)
             if self.exchange is not None:
-                return hidden + self._exchanged(self.exchange, x, weights, ids, ctx)
+                assert ctx.replicas is not None, "a step of replicas in lock-step says how many tokens each has"
+                if self.shared is not None:
+                    hidden = self.shared.down.add(self._shared_inner(self.shared, x), hidden)
+                return self.exchange.run((x, weights, ids), hidden, self.experts, ctx.replicas)
             if self.tp is not None:  # one sum of both kinds of experts
                 partial = None if self.shared is None else self.shared.down(self._shared_inner(self.shared, x))
                 return add_sum(self.experts(x, weights, ids, partial), hidden, self.tp)
@@ -159,20 +168,22 @@ class MoE(nn.Module):
 
     def join(self, ctx: StepContext) -> None:
         """Take part in a step in which this replica has no tokens: run this rank's experts for the other replicas."""
-        assert self.exchange is not None, "no other replica needs these experts"
+        assert self.exchange is not None and ctx.replicas is not None, "no other replica needs these experts"
         device = self.experts.device
         x = torch.empty(0, self.hidden_size, dtype=self.dtype, device=device)
         weights = torch.empty(0, self.top_k, device=device)
         ids = torch.empty(0, self.top_k, dtype=torch.int32, device=device)
-        self._exchanged(self.exchange, x, weights, ids, ctx)
+        self.exchange.run((x, weights, ids), x, self.experts, ctx.replicas)
 
-    def _exchanged(self, exchange: ExpertExchange, x: Tensor, weights: Tensor, ids: Tensor, ctx: StepContext) -> Tensor:
-        """Return the sum of routed and shared experts for this replica's rows x, [T, hidden]."""
-        rows = ctx.replica_rows or (len(x),) * exchange.num_replicas
-        y = self.experts(*exchange.dispatch(x, weights, ids, rows), None)
-        if self.shared is not None and len(x):
-            y[exchange.own(rows)] += self.shared.down(self._shared_inner(self.shared, x))
-        return exchange.combine(y, rows)
+    def balance(self, slots: ExpertSlots, own: range, num_slots: int) -> None:
+        """Let experts move between ranks. Called before the first step.
+
+        own   the slots of this rank, of `num_slots` of all ranks
+        """
+        self.slots = slots
+        places = torch.full((num_slots,), -1, dtype=torch.int32)
+        places[own.start : own.stop] = torch.arange(len(own), dtype=torch.int32)
+        self.experts.expert_map = places.to(self.experts.device)  # from now on of slots
 
     def _shared_inner(self, shared: GatedMLP, x: Tensor) -> Tensor:
         """The input of the shared experts' last projection."""

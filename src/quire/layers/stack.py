@@ -14,7 +14,7 @@ from quire.contracts.scheme import Scheme
 from quire.distributed.vocabulary import VocabularySlice
 from quire.kernels.attention import KVView
 from quire.kernels.select import Kernels
-from quire.layers.context import StepContext
+from quire.layers.context import ReplicaTokens, StepContext
 from quire.layers.rope import Rotary, Rotation
 
 Tap = Callable[[int | str, Tensor], None]
@@ -96,12 +96,9 @@ def run_layers(
     return hidden
 
 
-def join_layers(model: Model, rows: Sequence[int], layers: Iterable[int] | None = None) -> None:
-    """Take part in the exchanges of `layers` (default: all) with other replicas, in a step without tokens of this one.
-
-    rows   tokens of each replica
-    """
-    ctx = StepContext(torch.empty(0, dtype=torch.int64, device=model.device), (), [], tuple(rows))
+def join_layers(model: Model, replicas: ReplicaTokens, layers: Iterable[int] | None = None) -> None:
+    """Take part in the exchanges of `layers` (default: all) in a step without tokens of this replica."""
+    ctx = StepContext(torch.empty(0, dtype=torch.int64, device=model.device), (), [], replicas)
     for index in range(len(model.layers)) if layers is None else layers:
         model.layers[index].join(ctx)
 

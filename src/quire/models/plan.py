@@ -36,6 +36,7 @@ from quire.kernels.supports import SUPPORTS
 from quire.models.collectives import buffer_bytes
 from quire.models.graphs import GraphPlan, resolve_graphs
 from quire.models.layout import layout
+from quire.models.notes import BACKENDS, check_backend
 from quire.models.registry import ITEM_BYTES, check_routing, linear_plans, operations, rank_geometry, unpacked_bytes
 from quire.quantization.assign import with_formats
 from quire.quantization.cache import CacheChoice, choose_cache
@@ -101,6 +102,12 @@ class EnginePlan(msgspec.Struct, frozen=True, kw_only=True):
         return decode
 
     @property
+    def spread(self) -> dict[str, str]:
+        """Phase -> name of the dispatcher that brings tokens to the experts of other replicas; {}: none does."""
+        plans = {phase: plan.dispatcher for phase, plan in self.moe.items() if isinstance(plan, MoEPlan)}
+        return {phase: name for phase, name in plans.items() if name != "none"}
+
+    @property
     def cache(self) -> CacheChoice:
         """The dtype of the KV cache and the reason for it."""
         return choose_cache(self.config.cache.kv_cache_dtype, self.dtype.dtype, self.quantization)
@@ -121,7 +128,7 @@ class EnginePlan(msgspec.Struct, frozen=True, kw_only=True):
         batch = self.config.scheduler
         return buffer_bytes(self.args, self.mesh.rank, self.mesh.parallel, tokens=batch.token_budget(),
                             item_bytes=ITEM_BYTES[self.dtype.dtype], rows=batch.sequences(),
-                            device=self.machine.device)  # fmt: skip
+                            device=self.machine.device, spread=self.spread)  # fmt: skip
 
     def of_rank(self, rank: Rank) -> "EnginePlan":
         """Return a copy with `rank` in its mesh. `params` and `geometry` remain those of the original rank."""
@@ -167,7 +174,8 @@ def resolve_engine(
     schemes = [param.scheme for param in params if param.scheme and is_linear(param)]
     kernels += choose_linears(needs, schemes, forced.get("linear"), probe)
     needs = replace(needs, scheme=next((param.scheme for param in params if param.shard == "experts"), None))
-    moe = moe_plans(args, needs, probe, parallel=parallel, forced=experts)
+    moe = moe_plans(args, needs, probe, parallel=parallel, forced=experts, backend=config.parallel.all2all_backend,
+                    eager=config.device.enforce_eager)  # fmt: skip
     if device == "cuda":
         roomy = unpacked_bytes(params, dtype.dtype) <= machine.total_memory // 2  # else wide steps would cost context
         wide = args.moe is not None and not served and roomy
@@ -231,25 +239,32 @@ def resolve_sizing(plan: EnginePlan, measured: DeviceMemory | int) -> MemoryPlan
 
 
 def moe_plans(args: ModelArgs, needs: KernelNeeds, probe: Probe = here, *, parallel: Parallel = ALONE, forced: str = "",
-              ) -> dict[str, MoEPlan | str]:  # fmt: skip
+              backend: str = "auto", eager: bool = False) -> dict[str, MoEPlan | str]:  # fmt: skip
     """Return phase ("prefill", "decode") -> plan of the experts, or the reason why no kernel can run them.
 
     needs    requirements of the model, with the scheme of the experts' weights
     forced   name of the kernel to use; "": the best
-    Returns {} for a model without experts. Raises ConfigError if a forced kernel cannot run.
+    backend  value of --all2all-backend, which counts where replicas share experts
+    eager    steps are not captured in CUDA graphs
+    Returns {} for a model without experts. Raises ConfigError if a forced kernel or dispatcher cannot run.
     """
     supports, plans = SUPPORTS["experts"], dict[str, MoEPlan | str]()
-    asked = {"experts": forced} if forced else {}
     hardware = Hardware(
-        device=needs.device, kernels=tuple((name, objection(one, needs, probe)) for name, one in supports.items()),
+        device=needs.device, eager=eager,
+        kernels=tuple((name, objection(one, needs, probe)) for name, one in supports.items()),
         features={name: tuple(word for word in features(one, probe) if word != "in place" or needs.scheme is None)
                   for name, one in supports.items()},
     )  # fmt: skip
     for phase in ("prefill", "decode") if args.moe else ():
+        dispatcher = BACKENDS.get(backend, {}).get(phase, "") if parallel.lockstep else ""
+        asked = {what: name for what, name in (("experts", forced), ("dispatcher", dispatcher)) if name}
         try:
-            plans[phase] = resolve_moe(args, needs.scheme, parallel, hardware, phase, asked)
+            plans[phase] = made = resolve_moe(args, needs.scheme, parallel, hardware, phase, asked)
         except ConfigError as error:
-            if forced:
+            if asked:
                 raise
             plans[phase] = str(error)
+            continue
+        if parallel.lockstep:
+            check_backend(backend, made)
     return plans

@@ -239,6 +239,7 @@ class Metrics(Collector):
             "kv_blocks": {"used": used, "cached": s.num_cached_blocks,
                           "free": self._num_blocks - used - s.num_cached_blocks},
             "step_requests": {"prefill": s.num_prefills, "decode": s.num_scheduled - s.num_prefills},
+            "expert_balancedness": s.balancedness,
             "last_step_age_seconds": 0.0 if self._busy_since is None else time.monotonic() - self._busy_since,
             "process_resident_bytes": {role: usage.resident_bytes for role, usage in usages},
             "prompt_tokens": self._num_prompt_tokens,

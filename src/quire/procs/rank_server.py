@@ -53,7 +53,7 @@ class RunningRank(Protocol):
 
     @property
     def payload(self) -> bytes:
-        """JSON for the engine core, in `RankReady`: depth, resolved choices and notes of this rank."""
+        """JSON for the engine core, in `RankReady`: `depth`, the chosen implementations, and lines for the user."""
 
     @property
     def depth(self) -> int:

@@ -65,13 +65,13 @@ def is_kept(module: str, kept: Iterable[str]) -> bool:
 def _fp8(config: Mapping[str, Any]) -> Rules:
     scheme, block = str(config.get("activation_scheme") or "dynamic"), config.get("weight_block_size")
     if scheme not in ("dynamic", "static"):
-        raise refused(f"activation_scheme={scheme!r} is not implemented (dynamic or static)")
+        raise refused(f"activation_scheme={scheme!r} is not implemented (only dynamic and static)")
     if str(config.get("fmt") or "e4m3") != "e4m3":
         raise refused(f"fmt={config['fmt']!r} is not implemented (only e4m3)")
     if block and list(block) != [128, 128]:
         raise refused(f"FP8 in blocks of {block[0]} x {block[1]} has no kernel (only 128 x 128)")
     if block and scheme == "static":
-        raise refused("FP8 blocks with static activations have no kernel")
+        raise refused("FP8 blocks with static scales of activations have no kernel")
     tensor = Scheme(values="e4m3", block=(0, 0), inputs="tensor" if scheme == "static" else "token")
     blocks = Scheme(values="e4m3", block=(128, 128), inputs="group", ue8m0=config.get("scale_fmt") == "ue8m0")
     return _unless_kept(config, Rule("fp8", blocks if block else tensor))

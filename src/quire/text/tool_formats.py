@@ -32,9 +32,10 @@ class ToolFormat(msgspec.Struct, frozen=True, kw_only=True):
     drops        True: all text after a call is dropped
     before, between   text before a tool's name, and texts between the name and its arguments
     python       True: arguments are written as in a Python call
-    key, key_ends, value, value_ends, end   for arguments in tags: text before a key; texts after a key, some of which
-                 say that the value is a string; text before a value, unless key_ends has it; texts after a value (also
-                 the next key, since some models forget the closing tag); text after all arguments
+    key, key_ends       of arguments in tags: text before a key; texts after a key, of which some mark a string value
+    value, value_ends   of arguments in tags: text before a value; texts after it, also that before the next key, since
+                 some models forget the closing tag
+    end          of arguments in tags: text after all arguments
     printed      texts that models write, for grammars: before the first call, before a name, before the arguments,
                  after the arguments, between calls, after the last call
     """

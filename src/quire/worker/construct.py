@@ -2,6 +2,7 @@
 
 import importlib
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 
@@ -9,7 +10,9 @@ from quire.distributed.mesh import ALONE, RankGroups
 from quire.kernels.attention import KVView
 from quire.kernels.sampling import SamplerOperations
 from quire.kernels.select import Choice, KernelNeeds, select
+from quire.layers.moe import MoE
 from quire.layers.stack import Model
+from quire.worker.balancing import RankBalancing
 from quire.worker.device_state import DeviceState, Limits
 from quire.worker.features import StepFeature
 from quire.worker.graphs import Graphs
@@ -79,6 +82,8 @@ def make_runner(
     target, forced, eager   see `choose_parts`
     groups                  groups of ranks (tensor parallel, pipeline) that this rank belongs to
     """
+    if groups.ep is not None:
+        limits = replace(limits, replicas=groups.ep.size // (groups.tp.size if groups.tp is not None else 1))
     parts = choose_parts(model, target, forced, num_groups=len(limits.windows), eager=eager,
                          divided=groups.tp is not None or groups.ep is not None)  # fmt: skip
     chosen = {choice.op: choice.name for choice in parts}
@@ -90,7 +95,7 @@ def make_runner(
         upload = packed.PackedUpload(slots, slots, device, limits.depth, max_rows=limits.max_rows)
     recorder = LayerRecordings() if chosen["recorder"] == "recordings" else Recorder(parts[-1].reason)
     if chosen["recorder"] == "graphs":
-        recorder = Graphs(limits.graph_sizes, limits.graph_tokens, slots)
+        recorder = Graphs(limits.graph_sizes, limits.graph_tokens, slots, limits.bounds)
     buffers = state.buffers
     operations: SamplerOperations = sampling.operations(limits.max_rows, model.args.vocab_size, device)
     if model.vocabulary is not None:
@@ -106,9 +111,13 @@ def make_runner(
     if groups.pp is not None and groups.tokens is not None:
         stage = PipelineStage(groups.pp, groups.tokens, state.tables)
     programs = Programs(model, kv, state, upload=upload, operations=step, sampler=sampler, recorder=recorder,
-                        stage=stage)  # fmt: skip
+                        stage=stage, limits=limits)  # fmt: skip
     features: tuple[StepFeature, ...] = ()
     if model.last:
         scorer = PromptScorer(lambda rows: model.head.whole(model.norm(rows)), state.tables.history)
         features = scorer, Pooler(model.norm)
-    return StepRunner(programs, state, upload, features, limits=limits, parts=parts)
+    runner = StepRunner(programs, state, upload, features, limits=limits, parts=parts)
+    if groups.movers is not None:
+        layers = [layer.mlp for layer in model.layers if isinstance(getattr(layer, "mlp", None), MoE)]
+        runner.balancing = RankBalancing(layers, groups.movers)
+    return runner

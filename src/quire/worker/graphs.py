@@ -22,13 +22,15 @@ class Graphs(Recorder):
     sizes       numbers of sequences for which decode steps are captured, ascending
     tokens      numbers of tokens for which the layers of steps with prompts are captured, ascending
     most_seqs   most sequences of any step
+    bounds      upper bounds of the tokens of each replica in lock-step, ascending; (): there are no other replicas
     """
 
     static = True
 
-    def __init__(self, sizes: tuple[int, ...] = (), tokens: tuple[int, ...] = (), most_seqs: int = 0) -> None:
+    def __init__(self, sizes: tuple[int, ...] = (), tokens: tuple[int, ...] = (), most_seqs: int = 0,
+                 bounds: tuple[int, ...] = ()) -> None:  # fmt: skip
         super().__init__("enforce_eager: no sizes are to be captured")
-        self.sizes, self.tokens, self.most_seqs = sizes, tokens, most_seqs
+        self.sizes, self.tokens, self.most_seqs, self.bounds = sizes, tokens, most_seqs, bounds
         self._graphs: dict[Key, torch.cuda.CUDAGraph] = {}
         self._pool: Any = None
 
@@ -37,14 +39,21 @@ class Graphs(Recorder):
 
         A step without such a size runs eagerly: its shape keeps its number of tokens, with `recorded` False.
         """
-        if shape.decode and (size := self._round_up(shape.seqs)):
+        if not shape.tokens:
+            return replace(shape, recorded=shape.bound in self.bounds)
+        size = self._round_up(shape.seqs)
+        if shape.decode and size and shape.bound in self._bounds(size):
             return replace(shape, tokens=size, seqs=size, rows=size, recorded=True)
         rows = self._round_up(shape.rows) or shape.rows
         padded = next((size for size in self.tokens if size >= shape.tokens), 0)
-        if padded:
+        if padded and shape.bound in self._bounds(padded):
             seqs = NARROW if shape.seqs <= NARROW < self.most_seqs else self.most_seqs
-            return StepShape(padded, seqs, rows, False, shape.shared, recorded=True)
-        return StepShape(shape.tokens, max(shape.seqs, rows), rows, False, shape.shared)
+            return replace(shape, tokens=padded, seqs=seqs, rows=rows, decode=False, recorded=True)
+        return replace(shape, seqs=max(shape.seqs, rows), rows=rows, decode=False)
+
+    def _bounds(self, tokens: int) -> tuple[int, ...]:
+        """Return the bounds of the replicas' tokens for which a step of `tokens` tokens is captured, largest first."""
+        return tuple(bound for bound in reversed(self.bounds) if bound >= tokens) if self.bounds else (0,)
 
     def shapes(self) -> list[StepShape]:
         """Return the shapes to capture: every recorded shape that `fit` may return. See `Recorder`."""
@@ -52,10 +61,12 @@ class Graphs(Recorder):
         for tokens in reversed(self.tokens):
             wide = [(most, False)] if narrow < min(tokens, most) else []
             for seqs, shared in (*((narrow, shared) for shared in (False, True)), *wide):
-                found.append(StepShape(tokens, seqs, 0, False, shared, recorded=True))
+                found += [StepShape(tokens, seqs, 0, False, shared, recorded=True, bound=bound)
+                          for bound in self._bounds(tokens)]  # fmt: skip
         for size in reversed(self.sizes):
-            found += [StepShape(size, size, size, True, shared, recorded=True) for shared in (False, True)]
-        return found
+            found += [StepShape(size, size, size, True, shared, recorded=True, bound=bound)
+                      for bound in self._bounds(size) for shared in (False, True)]  # fmt: skip
+        return [*found, *(StepShape(0, 0, 0, True, recorded=True, bound=bound) for bound in reversed(self.bounds))]
 
     def run(self, key: Key, work: Callable[[], None]) -> None:
         """Replay the CUDA graph of `key`; without a graph, run `work` eagerly. See `Recorder`."""

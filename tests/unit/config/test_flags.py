@@ -36,6 +36,7 @@ FLAGS = """
 --enforce-eager --no-enforce-eager --cudagraph-capture-sizes --cuda-graph-sizes --max-cudagraph-capture-size
 --tensor-parallel-size -tp --pipeline-parallel-size -pp --pipeline-layer-partition --data-parallel-size -dp
 --enable-expert-parallel --no-enable-expert-parallel -ep
+--all2all-backend --expert-placement-strategy
 --check-collectives --no-check-collectives --disable-custom-all-reduce --no-disable-custom-all-reduce
 """.split()
 
@@ -95,7 +96,8 @@ def _fields() -> list[tuple[dataclasses.Field, str]]:
 def test_every_flag_reaches_its_option(flag: str) -> None:
     """Whatever the type of a field, its flag parses to a value of that type."""
     texts = {"--dtype": "half", "--load-format": "dummy", "--load-device": "cpu", "--weights-load-device": "cpu",
-             "--routing": "uniform", "--kv-cache-dtype": "fp8", "--scheduling-policy": "priority", "--device": "cpu",
+             "--routing": "uniform", "--all2all-backend": "nixl_ep", "--expert-placement-strategy": "round_robin",
+             "--kv-cache-dtype": "fp8", "--scheduling-policy": "priority", "--device": "cpu",
              "--override-generation-config": '{"top_k": 5}', "--pooler-config": '{"pooling_type": "MEAN"}',
              "--override-pooler-config": '{"pooling_type": "MEAN"}'}
     boolean = f"--no-{flag[2:]}" in FLAGS or flag == "-ep"

@@ -1,27 +1,45 @@
 """Features that are planned and cannot be run: one table tells `quire explain` and refuses in `quire serve`."""
 
+from pathlib import Path
+
 import pytest
 
+from quire.config.checkpoint import read_checkpoint_config
 from quire.config.missing import check_missing, missing_features, not_runnable
 from quire.config.placement import ALONE, Parallel
+from quire.config.resolve_moe import Hardware, MoEPlan, resolve_moe
 from quire.contracts.errors import UnsupportedModel
 
 SPREAD = Parallel(dp=2, experts=True)
 
 
-def test_nothing_is_missing_of_an_engine_that_runs() -> None:
+def plans(shared: Path, device: str, **asked: str) -> dict[str, MoEPlan | str]:
+    hardware = Hardware(device=device, kernels=(("ref", ""),))
+    args = read_checkpoint_config(shared / "hf" / "DeepSeek-V2-Lite")
+    return {phase: resolve_moe(args, None, SPREAD, hardware, phase, asked) for phase in ("prefill", "decode")}
+
+
+def test_nothing_is_missing_of_an_engine_that_runs(shared: Path) -> None:
     assert missing_features(ALONE, {}) == () and not_runnable([]) == ""
-    assert missing_features(SPREAD, {"prefill": object(), "decode": object()}) == ()
+    assert missing_features(SPREAD, plans(shared, "cpu")) == ()
     assert missing_features(Parallel(dp=2), {"prefill": "no kernel"}) == (), "replicas with all experts send no tokens"
 
 
-def test_replicas_whose_tokens_no_dispatcher_brings_are_refused_with_the_way_out() -> None:
-    found = missing_features(SPREAD, {"prefill": object(), "decode": "no way to run the experts"})
+def test_replicas_whose_tokens_no_dispatcher_brings_are_refused_with_the_way_out(shared: Path) -> None:
+    found = missing_features(SPREAD, plans(shared, "cpu") | {"decode": "no way to run the experts"})
     assert [one.feature for one in found] == ["a dispatcher for decode (-dp 2 --enable-expert-parallel)"]
     with pytest.raises(UnsupportedModel) as refused:
         check_missing(found)
     assert str(refused.value) == found[0].reason and "leave out -dp or --enable-expert-parallel" in found[0].reason
     check_missing(())
+
+
+def test_a_planned_dispatcher_is_named(shared: Path) -> None:
+    (found,) = missing_features(SPREAD, plans(shared, "cuda"))
+    assert found.feature == "dispatcher pull for decode (-dp 2 --enable-expert-parallel)"
+    (found,) = missing_features(SPREAD, plans(shared, "cuda", dispatcher="pull"))
+    assert found.feature == "dispatcher pull for prefill and decode (-dp 2 --enable-expert-parallel)"
+    assert "use --all2all-backend allgather_reducescatter with --enforce-eager" in found.reason
 
 
 @pytest.mark.parametrize(("features", "words"), [

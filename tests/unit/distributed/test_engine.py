@@ -5,6 +5,7 @@ decides a token.
 """
 
 import functools
+import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,10 +16,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from quire.assemble.parts import Parts
 from quire.contracts.request import NewRequest
 from quire.contracts.sampling import SamplerSpec
+from quire.distributed.expert_moves import ExpertMover
+from quire.engine import balancer
 from quire.engine.core import EngineCore
-from quire.engine.replicas import Replicas
+from quire.engine.replicas import Core, Replicas
 
 from ...support.simulated_engine import simulated
 from ...support.tiny_models import EXPERTS, FAMILIES, MARGIN, Tiny, mixed_prompts, random_model
@@ -28,6 +32,8 @@ SIZES: dict[str, dict[str, Any]] = {
     "pp2-by-hand": {"pp": 2, "pipeline_layer_partition": (2, 1)},
     "tp2-ep": {"tp": 2, "experts": True}, "tp4-ep": {"tp": 4, "experts": True},
     "dp2-ep2": {"dp": 2, "experts": True}, "dp2-tp2-ep4": {"dp": 2, "tp": 2, "experts": True},
+    "tp2-ep-in-turn": {"tp": 2, "experts": True, "expert_placement_strategy": "round_robin"},
+    "dp2-ep2-in-turn": {"dp": 2, "experts": True, "expert_placement_strategy": "round_robin"},
     "dp2-pp2-ep2": {"dp": 2, "pp": 2, "experts": True}, "dp4-ep4": {"dp": 4, "experts": True},
 }  # fmt: skip
 COUNT = 24
@@ -58,7 +64,8 @@ def requests() -> list[NewRequest]:
     ]  # fmt: skip
 
 
-def run(folder: Path, **options: Any) -> Answers:
+def run(folder: Path, wait: Callable[[Core, list[Parts]], None] = lambda core, parts: None, **options: Any) -> Answers:
+    """Answer the requests; `wait` is called after every step."""
     settings: dict[str, Any] = {"max_num_batched_tokens": 48, "max_num_seqs": 8, "block_size": 16, "dtype": "float32"}
     core, parts = simulated(folder, **(settings | options))
     found = Answers()
@@ -82,6 +89,7 @@ def run(folder: Path, **options: Any) -> Answers:
             found.tokens[request.handle] = []
         while core.has_work:
             outputs = core.step()
+            wait(core, parts)
             for handle, token in zip(outputs.handles.tolist(), outputs.tokens.tolist(), strict=True):
                 found.tokens[handle].append(token)
             for finish in outputs.finished:
@@ -121,6 +129,37 @@ def compare(found: Answers, expected: Answers) -> None:
     for key, row in found.logits.items():
         most = float(expected.logits[key].abs().max())
         torch.testing.assert_close(row, expected.logits[key], rtol=0, atol=1e-5 * max(most, 1.0))
+
+
+def until_moved(core: Core, parts: list[Parts]) -> None:
+    """Wait for the next map, and for the movers' next layer: how many steps they take depends on the machine."""
+    assert isinstance(core, Replicas) and core._balancer is not None
+    if core._balancer._planned is not None:
+        core._balancer._planned.result(timeout=60)
+    for part in parts:
+        assert part.worker is not None and part.worker.balancing is not None
+        mover = part.worker.balancing._mover
+        with mover._changed:
+            due = mover._before + min(len(mover._work), mover._switched + 1)
+            assert mover._changed.wait_for(lambda mover=mover, due=due: mover.ready >= due, 60)  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("sizes", [{"tp": 2}, {"dp": 2}, {"dp": 2, "tp": 2}], ids=["tp2", "dp2", "dp2-tp2"])
+@pytest.mark.parametrize("family", EXPERTS)
+def test_experts_that_move_while_requests_are_served(
+    truths: Any, family: str, sizes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    switched: list[int] = []
+    real = ExpertMover.switch
+    monkeypatch.setattr(ExpertMover, "switch", lambda mover, layer: switched.append(layer) or real(mover, layer))
+    monkeypatch.setattr(balancer, "LEAST_GAIN", -1.0)
+    folder, expected = truths(family, family == "qwen3_moe")
+    raw = json.loads((folder / "config.json").read_text())
+    count = next(raw[name] for name in ("num_local_experts", "num_experts", "n_routed_experts") if raw.get(name))
+    settings = {"num_redundant_experts": -count % 4 or 4, "step_interval": 6, "window_size": 4}
+    options = {"skip_tokenizer_init": True, "experts": True, "enable_eplb": True, "eplb_config": settings}
+    compare(run(folder, until_moved, **options, **sizes), expected)
+    assert switched, "no layer was switched to another map"
 
 
 @pytest.mark.parametrize("sizes", SIZES)

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, event, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
+from msgspec import structs
 
 from quire.contracts.errors import EngineDead, InvalidParameter, PromptTooLong, QueueFull
 from quire.contracts.request import FinishReason
@@ -125,7 +126,7 @@ class ReplicaMachine(RuleBasedStateMachine):
 
     @rule(all_of_them=st.sampled_from([False] * 4 + [True]))
     def go_idle(self, all_of_them: bool) -> None:
-        """Those who come later join replicas that have nothing to do."""
+        """Abort requests, so that later ones join replicas that have nothing to do."""
         for handle in self.rig.core.handles:
             if all_of_them or self.rig.home[handle] == 0:
                 self.rig.abort(handle)
@@ -175,6 +176,7 @@ class IndependentMachine(ReplicaMachine):
 
     @rule()
     def control(self) -> None:
+        self.rig._arrive()  # an operation waits for all replicas
         assert self.rig.core.executor.control("name", {}) == [f"name of {i}" for i in self.rig.alive]
 
     def teardown(self) -> None:
@@ -297,13 +299,13 @@ def has_another_step_number(rig: ReplicaRig) -> None:
 
 def pads_its_rows(rig: ReplicaRig) -> None:
     def padded(sync: StepSync) -> StepSync:
-        return StepSync(tuple(-(-rows // 8) * 8 for rows in sync.rows))
+        return structs.replace(sync, rows=tuple(-(-rows // 8) * 8 for rows in sync.rows))
     each_submit(rig, lambda number, core, submit: lambda planned, sync=None: submit(planned, padded(sync)))
 
 
 def knows_only_its_own_rows(rig: ReplicaRig) -> None:
     def own(number: int, sync: StepSync) -> StepSync:
-        return StepSync(tuple(rows * (i == number) for i, rows in enumerate(sync.rows)))
+        return structs.replace(sync, rows=tuple(rows * (i == number) for i, rows in enumerate(sync.rows)))
     each_submit(rig, lambda number, core, submit: lambda planned, sync=None: submit(planned, own(number, sync)))
 
 
@@ -348,7 +350,7 @@ def test_random_schedules_find_a_local_decision(plant: Callable[[ReplicaRig], No
 
 
 def test_every_replica_takes_every_step(depth: int) -> None:
-    """One replica has a request, then another one joins; rows of those without tokens are 0."""
+    """A replica has a request, then another one joins; rows of replicas without tokens are 0."""
     rig = ReplicaRig(3, lockstep=True, depth=depth, budget=4)
     rig.add([1] * 10, 6)
     rig.step(3)
@@ -549,7 +551,7 @@ def test_totals_do_not_decrease_when_a_replica_dies() -> None:
 @pytest.mark.parametrize("lockstep", [True, False])
 @pytest.mark.parametrize("count", [2, 3, 4])
 def test_equal_requests_are_shared_equally(count: int, lockstep: bool) -> None:
-    """Whether they pile up or end before the next one comes; the counts of all replicas are never stale."""
+    """They pile up at first, then each ends before the next one comes. Counts of replicas are never stale."""
     rig, shares = ReplicaRig(count, lockstep=lockstep, slots=4, budget=32), Counter[int]()
     for i in range(40):
         shares[rig.home[rig.add([i % 5, 1], 3)]] += 1

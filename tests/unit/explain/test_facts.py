@@ -53,11 +53,12 @@ def test_a_model_is_told_in_the_words_of_the_field(shown: Any, model: str, lines
 
 
 def test_plans_that_cannot_run_say_so_first(shown: Any) -> None:
-    plan, text = shown("DeepSeek-V3", Parallel(tp=2, dp=2))
-    assert text.startswith("Not runnable yet: data parallelism (-dp 2) is not implemented; the plan")
-    assert plan["missing"] == [{"feature": "data parallelism (-dp 2)", "reason": (
-        "-dp 2: replicas are not implemented yet: start one server per replica.")}]
-    for sizes in (ALONE, Parallel(tp=2, pp=2)):
+    plan, text = shown("DeepSeek-V3", Parallel(tp=2, dp=2, experts=True))
+    feature = "dispatcher pull for decode (-tp 2 -dp 2 --enable-expert-parallel)"
+    assert text.startswith(f"Not runnable yet: {feature} is not implemented; the plan")
+    (missing,) = plan["missing"]
+    assert missing["feature"] == feature and "allgather_reducescatter with --enforce-eager" in missing["reason"]
+    for sizes in (ALONE, Parallel(dp=2), Parallel(tp=2, pp=2)):
         plan, text = shown("Qwen3-0.6B", sizes)
         assert plan["missing"] == [] and "Not runnable" not in text
 
@@ -124,5 +125,7 @@ def test_what_would_fit_counts_the_ranks_that_were_asked_for(
 def test_a_phase_that_differs_in_nothing_is_told_once(shown: Any) -> None:
     assert shown("Qwen3-30B-A3B")[1].count("experts in prefill and decode: dispatcher none") == 1
     text = shown("Qwen3-30B-A3B", Parallel(dp=8, experts=True))[1]
-    assert text.count("no way to run the experts in prefill and decode on -dp 8 --enable-expert-parallel:") == 1
-    assert "all-to-all + hopper: all-to-all delivers grouped rows; hopper accepts only flat rows" in text
+    for words in ("experts in prefill: dispatcher all-gather", "experts in decode: dispatcher pull"):
+        assert text.count(words) == 1
+    assert "(first that fits, not implemented yet, decided in config/resolve_moe.py:" in " ".join(text.split())
+    assert "not all-to-all with hopper: all-to-all delivers grouped rows; hopper accepts only flat rows" in text

@@ -73,7 +73,8 @@ def test_kernels_of_an_8_bit_cache_on_gpus() -> None:
     assert ("hopper", "has no e4m3 cache") in chosen["attention"].rejected
     plain = plan_engine(EngineConfig(), described="h200").plan
     assert {choice.name for choice in plain.kernels if choice.op == "attention"} == {"hopper"}
-    with pytest.raises(ConfigError, match=r"kv_cache_dtype=fp8: heads has no kernel .*8\.9, this GPU has 8\.0.*: set"):
+    words = r"kv_cache_dtype=fp8: this GPU has no heads kernel .*8\.9, this GPU has 8\.0.*: set"
+    with pytest.raises(ConfigError, match=words):
         plan_engine(config, described="a100")
 
 

@@ -379,7 +379,7 @@ class ServedEngine:
 
 
 def core_config(config: EngineConfig) -> EngineConfig:
-    """Return the configuration of the core's process: no tokenizer, no chat template, no downloads, no progress bar.
-    The front end tokenizes, so the core needs a tokenizer only for grammars. The model is on this machine already."""
+    """Return the configuration of the core's process: no chat template, no downloads, no progress bar.
+    No tokenizer at the start either: the front end tokenizes. The core loads one when a request has a grammar."""
     return replace(config, model=replace(config.model, skip_tokenizer_init=True, chat_template=None),
                    load=replace(config.load, offline=True, hf_token=None, use_tqdm_on_load=False))

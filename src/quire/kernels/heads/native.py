@@ -41,7 +41,8 @@ def _check(qkv: Tensor, norm: Tensor | None, cos: Tensor, sin: Tensor, kv: KVVie
                          f"strides of qkv, K and V are {qkv.stride()}, {stride}, {v.stride()}")
     shape = k.shape
     if v.shape != shape or shape[3] != dim or cos.shape != (rows, dim) or sin.shape != (rows, dim):
-        raise ValueError(f"native heads: K and V must have the head size of qkv, cos and sin must be {(rows, dim)}; "
+        raise ValueError(f"native heads: K and V must have the head size {dim} of qkv, and cos and sin the shape "
+                         f"{(rows, dim)}; "
                          f"the shapes of qkv, K, V, cos and sin are {tuple(qkv.shape)}, {tuple(shape)}, "
                          f"{tuple(v.shape)}, {tuple(cos.shape)}, {tuple(sin.shape)}")
     if norm is not None and (norm.shape != (heads - shape[1], dim) or norm.dtype != dtype or not norm.is_contiguous()):

@@ -22,13 +22,13 @@ from quire.quantization.pack.matrix import QuantizedMatrix
 class WeightOnly(Protocol):
     """A packed weight [N, K] of 4- or 8-bit integers; activations are not quantized.
 
-    order     [K] int64: number of the input of x that each column of the weight multiplies; None: column k, input k
+    order     [K] int64: the column of x that each column of the weight multiplies; None: columns in their order
     outputs   number of outputs N
     """
 
     @property
     def order(self) -> Tensor | None:
-        """Number of the input of x that each column of the weight multiplies, [K] int64; None: column k, input k."""
+        """The column of x that each column of the weight multiplies, [K] int64; None: columns in their order."""
 
     @property
     def outputs(self) -> int:

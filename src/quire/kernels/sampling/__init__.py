@@ -77,7 +77,7 @@ class SamplerOperations(Protocol):
         """
 
     def settle(self, keys: Tensor) -> None:
-        """Set `tokens` and `codes` from `keys` [R] int64: the largest key of each row, see the method `keys`."""
+        """Set `tokens` and `codes` from `keys` [R] int64, each row's largest packed key (see the method `keys`)."""
 
     def sample(self, logits: Tensor, rows: Rows, mode: Mode) -> None:
         """Draw one token for each row of logits [R, V]. Logits stay as they are; `mode` must cover all rows' needs."""

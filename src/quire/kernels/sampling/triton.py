@@ -150,7 +150,7 @@ class TritonSampling:
         return self._keys[: len(logits)]
 
     def settle(self, keys: Tensor) -> None:
-        """Set `tokens` and `codes` from the largest key of each row."""
+        """Set each row's token and its code (0: valid) from the largest of its packed keys. See `SamplerOperations`."""
         settle_kernel[(len(keys),)](keys, self.tokens, self.codes, num_warps=1)
 
     def _pick(self, logits: Tensor, rows: Rows, out: Tensor, *, noise: bool, first: int = 0,

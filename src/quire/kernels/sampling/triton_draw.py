@@ -120,7 +120,10 @@ def _store_key(key, row, tokens, codes, KEYS: tl.constexpr):
 
 @jit
 def settle_kernel(keys, tokens, codes):
-    """Write tokens and codes of rows from their largest keys [R] int64. Grid (rows,)."""
+    """Write each row's token, and its code as in `SamplerOperations`. Grid (rows,).
+
+    keys   [R] int64: of each row, the largest packed pair of (value of a token, token id)
+    """
     row = tl.program_id(0)
     settle(tl.load(keys + row), row, tokens, codes)
 

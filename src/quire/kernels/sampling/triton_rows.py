@@ -114,9 +114,9 @@ def packed(value, ids):
 
 @jit
 def settle(key, row, tokens, codes):
-    """Write the token and the code of row number `row`, from the largest packed key of its ids.
+    """Write the token of row number `row`, and its code as in `SamplerOperations`.
 
-    The largest int64 as key means that the row has NaN or +inf.
+    key   the largest packed pair of (value of a token, token id); the largest int64: the row has NaN or +inf
     """
     empty = (key >> 32) == -2139095041  # ordered(-inf)
     code = tl.where(key == 0x7FFFFFFFFFFFFFFF, 1, tl.where(empty, 2, 0))

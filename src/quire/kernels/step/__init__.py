@@ -97,7 +97,7 @@ class StepBuffers:
     kv_slots               [groups, tokens] int64: block * block_size + offset
     seq_lens               [seqs] int32: context length, this step included
     sample_rows            [rows] int64: index of the token whose logits are sampled
-    sample_slots           [rows] int64: slot of the row
+    sample_slots           [rows] int64: slot of the request that the row belongs to
     sample_positions       [rows] int64: position of the new token
     """
 

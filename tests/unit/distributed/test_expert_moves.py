@@ -1,0 +1,95 @@
+"""Moves of experts' weights between simulated ranks, and the choice of a copy on the device."""
+
+import threading
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from quire.distributed.expert_moves import ExpertMover
+from quire.distributed.simulated import SimulatedGroup, SimulatedRanks
+from quire.engine.eplb import balanced_map, initial_map, moves
+from quire.layers.balancing import ExpertSlots, initial_slots
+
+LAYERS, EXPERTS, REDUNDANT = 2, 6, 2
+
+
+def weights(layer: int, expert: int) -> list[Tensor]:
+    """Two tensors of an expert, unlike those of all others."""
+    return [torch.full((3,), 100.0 * layer + expert), torch.full((2, 2), layer + 10 * expert, dtype=torch.int8)]
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_every_slot_gets_the_weights_of_its_new_expert(ranks: int) -> None:
+    old = initial_map(LAYERS, EXPERTS, REDUNDANT, ranks)
+    load = np.array([[1, 2, 90, 4, 5, 6], [60, 50, 4, 3, 2, 1]])
+    new = balanced_map(load, REDUNDANT, ranks, old=old)
+    steps = moves(old, new)
+    assert all(steps)
+
+    def work(group: SimulatedGroup) -> list[list[list[Tensor]]]:
+        own = slice(group.rank * old.each, (group.rank + 1) * old.each)
+        held = [[weights(layer, expert) for expert in old.experts[layer, own]] for layer in range(LAYERS)]
+        mover = ExpertMover(group, lambda layer, place: held[layer][place], old.each)
+        mover.begin(steps)
+        for layer in range(LAYERS):
+            mover.switch(layer)
+        assert mover.ready == LAYERS and mover.fault is None
+        return held
+
+    for rank, held in enumerate(SimulatedRanks(ranks).run(work)):
+        for layer in range(LAYERS):
+            for place, found in enumerate(held[layer]):
+                right = weights(layer, int(new.experts[layer, rank * old.each + place]))
+                assert all(torch.equal(*pair) for pair in zip(found, right, strict=True))
+
+
+def test_a_layer_is_fetched_only_after_the_one_before_is_switched() -> None:
+    """So the spare memory holds one layer, and no rank writes weights that another one still reads."""
+    old = initial_map(LAYERS, EXPERTS, REDUNDANT, 2)
+    steps = [[(0, 5)], [(0, 5)]]
+
+    def work(group: SimulatedGroup) -> list[int]:
+        held = [[weights(layer, expert) for expert in range(old.each)] for layer in range(LAYERS)]
+        mover = ExpertMover(group, lambda layer, place: held[layer][place], old.each)
+        mover.begin(steps)
+        seen = []
+        for layer in range(LAYERS):
+            with mover._changed:
+                mover._changed.wait_for(lambda layer=layer: mover.ready > layer, timeout=60)  # type: ignore[misc]
+            threading.Event().wait(0.05)
+            seen.append(mover.ready)
+            mover.switch(layer)
+        return seen
+
+    assert SimulatedRanks(2).run(work) == [[1, 2], [1, 2]]
+
+
+def test_a_fault_of_a_mover_is_raised_by_the_switch() -> None:
+    def memory(layer: int, place: int) -> list[Tensor]:
+        raise RuntimeError("no such memory")
+
+    mover = ExpertMover(SimulatedRanks(1).groups[0], memory, 4)
+    mover.begin([[(0, 1)]])
+    with pytest.raises(RuntimeError, match="no such memory"):
+        mover.switch(0)
+    assert mover.ready == 0
+
+
+@pytest.mark.parametrize("first_row", [0, 100_003])
+def test_slots_on_the_device_are_those_of_the_map(first_row: int) -> None:
+    old = initial_map(1, EXPERTS, REDUNDANT, 2)
+    new = balanced_map(np.array([[1, 2, 90, 4, 5, 6]]), REDUNDANT, 2, old=old)
+    ids = torch.randint(0, EXPERTS, (200, 3), dtype=torch.int32, generator=torch.Generator().manual_seed(0))
+    layer = ExpertSlots(*initial_slots(EXPERTS, REDUNDANT), first_row=first_row)
+    for one in (old, new):
+        layer.replace(torch.from_numpy(one.slots[0]), torch.from_numpy(one.counts[0]))
+        assert layer.choose(ids).tolist() == one.choose(0, ids.numpy(), first_row).tolist()
+
+
+def test_tokens_are_counted_without_padding() -> None:
+    layer = ExpertSlots(*initial_slots(EXPERTS, REDUNDANT))
+    layer.count(torch.tensor([[0, 1], [1, 5], [5, 5]]))
+    layer.count(torch.tensor([[2, 2], [0, 0]]), torch.tensor([1]))
+    assert layer.load.tolist() == [1, 2, 2, 0, 0, 3]
