@@ -41,6 +41,7 @@ def running(*starts: dict[str, Any], **options: Any) -> Iterator[RankProcesses]:
     try:
         processes.build(lambda done, total: None)
         processes.size([b"all"] * len(starts))
+        processes.wait_ready()
         yield processes
     finally:
         processes.close()

@@ -14,7 +14,7 @@ import msgspec
 from quire.assemble.parts import Loading, Parts
 from quire.assemble.rank_child import RankFacts, RankTask
 from quire.config.env import rank_variables
-from quire.config.resolve import shared_sizes
+from quire.config.resolve import MemoryPlan, shared_sizes
 from quire.config.resolve_cuda import DeviceMemory
 from quire.models.plan import EnginePlan, resolve_sizing
 from quire.models.rank_report import rank_name
@@ -46,26 +46,29 @@ def assemble_ranks(plans: Sequence[EnginePlan], *, on_loading: Loading, end_phas
             made.append(RankProcesses(MODULE, starts, names, rank_variables(), inherit=inherit, arrived=arrived,
                                       leads=range(parallel.lead, together, parallel.replica)))  # fmt: skip
             started.callback(made[-1].close)
-        found = [one.build(_part_of(loading, part, len(made))) for part, one in enumerate(made)]
+        measured = list(chain(*(one.build(_part_of(loading, part, len(made))) for part, one in enumerate(made))))
         end_phase("weights")
-        parts = [_sized(members, one, measured, len(plans))
-                 for members, one, measured in zip(groups, made, found, strict=True)]  # fmt: skip
+        sizes = _sizes(plans, measured)
+        own = [sizes[first : first + together] for first in range(0, len(plans), together)]
+        for one, part in zip(made, own, strict=True):
+            one.size([msgspec.json.encode(size) for size in part])
+        parts = [_parts(*each) for each in zip(groups, made, own, strict=True)]
         started.pop_all()
     end_phase("ranks")
     return list(chain(*parts))
 
 
-def _sized(plans: Sequence[EnginePlan], processes: RankProcesses, measured: Sequence[bytes], num_ranks: int,
-           ) -> list[Parts]:  # fmt: skip
-    """Size the KV caches of ranks that fit each other, and finish them. Return the parts of each replica.
-
-    num_ranks   of all replicas, which share the memory of a CPU
-    """
+def _sizes(plans: Sequence[EnginePlan], measured: Sequence[bytes]) -> list[MemoryPlan]:
+    """Return the sizes of every rank's KV cache. They have equally many blocks: a request fits into each replica."""
     memory = [msgspec.json.decode(data, type=DeviceMemory | int) for data in measured]
-    sizes = shared_sizes([resolve_sizing(plan, _share(one, num_ranks))
-                          for plan, one in zip(plans, memory, strict=True)])  # fmt: skip
-    ready = [msgspec.json.decode(data, type=RankFacts)
-             for data in processes.size([msgspec.json.encode(size) for size in sizes])]  # fmt: skip
+    if isinstance(memory[0], int):  # the ranks of a CPU share what is free after all have loaded their weights
+        memory = [read_cpu_facts().free_memory // len(plans)] * len(plans)
+    return shared_sizes([resolve_sizing(plan, one) for plan, one in zip(plans, memory, strict=True)])
+
+
+def _parts(plans: Sequence[EnginePlan], processes: RankProcesses, sizes: Sequence[MemoryPlan]) -> list[Parts]:
+    """Wait until ranks that start together are ready. Return the parts of each of their replicas."""
+    ready = [msgspec.json.decode(data, type=RankFacts) for data in processes.wait_ready()]
     parallel, found = plans[0].mesh.parallel, []
     for first in range(0, len(plans), parallel.replica):
         lead = first + parallel.lead
@@ -110,8 +113,3 @@ def _meeting() -> Iterator[tuple[str, tuple[int, ...]]]:
     else:
         with tempfile.TemporaryDirectory(prefix="quire-ranks-", ignore_cleanup_errors=True) as folder:
             yield str(Path(folder, "meeting")), ()
-
-
-def _share(measured: DeviceMemory | int, ranks: int) -> DeviceMemory | int:
-    """Return the memory of a rank. The ranks of a CPU share what is free after all have loaded their weights."""
-    return read_cpu_facts().free_memory // ranks if isinstance(measured, int) else measured

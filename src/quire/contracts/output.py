@@ -45,6 +45,8 @@ class StepStats(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     finish_s             seconds to apply the result to the requests
     balancedness         mean over maximum of the tokens that ranks compute with their experts, when last looked at; 0:
                          experts are not balanced, or nothing is known yet
+    num_blocks           KV blocks in all
+    replicas             number of a replica of attention that lives -> its `num_running`; {}: there are no replicas
     """
 
     step: int = -1
@@ -64,6 +66,8 @@ class StepStats(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     execute_s: float = 0.0
     finish_s: float = 0.0
     balancedness: float = 0.0
+    num_blocks: int = 0
+    replicas: dict[int, int] = msgspec.field(default_factory=dict)
 
 
 class StepOutputs(msgspec.Struct, frozen=True, kw_only=True):

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import msgspec
 import numpy as np
 
-from quire.contracts.errors import EngineDead
+from quire.contracts.errors import EngineDead, QueueFull
 from quire.contracts.output import NO_TOKENS, Finish, StepOutputs, StepStats
 from quire.contracts.protocols import ExecutorFacts
 from quire.contracts.request import FinishReason, NewRequest
@@ -25,8 +25,9 @@ LOG = logging.getLogger("quire")
 WAIT_SECONDS = 0.005  # for a result of independent replicas that compute; then new requests are looked for
 FULL = 0.5  # share of the KV cache in use, above which a replica's waiting requests count more
 WEIGHT = 6.0  # of a waiting request when the cache is full: it may wait for long
-STATES = ("num_running", "num_waiting", "num_blocked", "num_preempted", "num_free_blocks", "num_cached_blocks",
-          "prefix_queries", "prefix_hits")  # statistics about the time after a step; the others are about the step
+TOTALS = ("num_preempted", "prefix_queries", "prefix_hits")  # statistics since the start
+STATES = ("num_running", "num_waiting", "num_blocked", "num_blocks", "num_free_blocks", "num_cached_blocks",
+          *TOTALS)  # statistics about the time after a step; the others are about the step
 COUNTS = ("num_tokens", "num_prefill_tokens", "num_scheduled", "num_prefills", "schedule_s", "execute_s", "finish_s")
 Advance = tuple[EngineCore, StepOutputs]  # a replica, and its outputs of a step or between two
 MakeBalancer = Callable[[Control], Balancer]
@@ -44,13 +45,14 @@ class Replicas:
     def __init__(self, cores: Sequence[EngineCore], *, lockstep: bool, arrived: threading.Event | None = None,
                  balance: MakeBalancer | None = None) -> None:  # fmt: skip
         self.cores, self.lockstep = tuple(cores), lockstep
-        self._live = list(cores)
+        self._turns = list(cores)  # that live; the one that got a request least recently is the first
         self._arrived = arrived or threading.Event()
         self._homes: dict[int, EngineCore] = {}  # of the live requests, by handle
-        self._next = 0  # replica with which the next search for the least load begins
         self._ended: list[Finish] = []  # requests of replicas that died
+        self._early: list[Advance] = []  # outputs between two steps; reported with the next ones
+        self._died = False  # True: a replica died since the last outputs
         self._torn = False
-        self._states = {core: StepStats(num_free_blocks=core.facts.num_blocks) for core in cores}
+        self._states = {core: core.state().stats for core in cores}
         self.executor = ReplicaExecutors(self)
         self._balancer = balance(self.executor.control) if balance is not None else None
 
@@ -63,18 +65,18 @@ class Replicas:
 
     @property
     def live(self) -> list[EngineCore]:
-        """The replicas that have not died."""
-        return list(self._live)
+        """The replicas that have not died, in their order."""
+        return [core for core in self.cores if core in self._turns]
 
     @property
     def has_work(self) -> bool:
-        """True when a replica has work, or an ended request is not reported yet."""
-        return bool(self._ended) or any(core.has_work for core in self._live)
+        """True when a replica has work, or a death is not reported yet."""
+        return self._died or any(core.has_work for core in self._turns)
 
     @property
     def handles(self) -> list[int]:
         """Handles of the live requests."""
-        return [handle for core in self._live for handle in core.handles]
+        return [handle for core in self._turns for handle in core.handles]
 
     @property
     def torn(self) -> bool:
@@ -82,11 +84,25 @@ class Replicas:
         return self._torn
 
     def add(self, new: NewRequest, *, places: int = 1) -> None:
-        """Give a request to the replica with the least load, and a child to its parent's. See `EngineCore.add`."""
-        core = self._homes.get(new.parent) if new.parent is not None else None
-        core = core or self._least_loaded()
-        core.add(new, places=places)
-        self._homes[new.handle] = core
+        """Give a request to the replica with the least load that has room, and a child to its parent's.
+
+        See `EngineCore.add`. Requests take turns among replicas with the same load, so that none gets more than others.
+        """
+        self.check_alive()
+        parent = self._homes.get(new.parent) if new.parent is not None else None
+        refusal: QueueFull | None = None
+        for core in [parent] if parent is not None else sorted(self._turns, key=load):
+            try:
+                core.add(new, places=places)
+            except QueueFull as error:
+                refusal = refusal or error
+                continue
+            self._homes[new.handle] = core
+            self._turns.remove(core)
+            self._turns.append(core)
+            return
+        assert refusal is not None
+        raise refusal
 
     def abort(self, handle: int) -> None:
         """End a request in any state; unknown handles are ignored."""
@@ -109,7 +125,7 @@ class Replicas:
 
     def reset_prefix_cache(self) -> bool:
         """Empty the prefix caches; running requests keep their blocks. Returns True when no request was running."""
-        return all([core.reset_prefix_cache() for core in self._live])
+        return all([core.reset_prefix_cache() for core in self._turns])
 
     def shutdown(self) -> None:
         """Drop the steps in flight and stop the executors."""
@@ -123,79 +139,105 @@ class Replicas:
         for core in self.live:
             try:
                 core.executor.check_alive()
-            except EngineDead as fault:
+            except Exception as fault:
                 if self.lockstep:
                     raise
                 self._bury(core, fault)
 
+    def settle(self) -> None:
+        """Send the masks that steps of independent replicas wait for, so that every submitted step is complete."""
+        for core in self.live:
+            try:
+                if core.needs_masks and (outputs := core.send_masks()) is not None:
+                    self._early.append((core, outputs))
+            except Exception as fault:
+                self._bury(core, fault)
+
     def check(self) -> None:
         """Assert every invariant of the bookkeeping; when idle, also that no block is held."""
-        for core in self._live:
+        for core in self._turns:
             core.check()
-        assert self._homes.keys() == set(self.handles), "a request has no replica"
+        assert self._homes.keys() >= set(self.handles), "a request has no replica"
+        assert self.has_work or not self._homes, "a request that ended has a replica"
 
     def _advance_together(self) -> list[Advance]:
         """Plan a step of every replica, agree, submit all of them, and only then wait for results.
 
-        The exchanges of a step end when every replica has it. So no result is waited for before all are submitted,
-        except that of an earlier step, which all replicas have.
+        The exchanges of a step end when every replica has it. So no result is waited for before all are submitted.
         """
         cores = self.cores
         planned = [core.begin_step() for core in cores] if all(core.has_room for core in cores) else []
         if any(planned):
             rows = tuple(int(one.plan.num_tokens.sum()) if one is not None else 0 for one in planned)
             sync = StepSync(rows, -1 if self._balancer is None else self._balancer.next_switch())
-            found = [core.submit(one, sync) for core, one in zip(cores, planned, strict=True)]
+            for core, one in zip(cores, planned, strict=True):
+                core.submit(one, sync)
+            found = [core.send_masks() if core.needs_masks else None for core in cores]
             full = not all(core.has_room for core in cores)
-            return [(core, outputs or (core.confirm() if full and core.num_in_flight else core.state()))
+            return [(core, outputs or (core.confirm() if full and core.in_flight else core.state()))
                     for core, outputs in zip(cores, found, strict=True)]  # fmt: skip
-        if any(core.num_in_flight for core in cores):
-            return [(core, core.confirm() if core.num_in_flight else core.state()) for core in cores]
+        if any(core.in_flight for core in cores):
+            return [(core, core.confirm() if core.in_flight else core.state()) for core in cores]
         return [(core, core.state(wait=True)) for core in cores]
 
     def _advance_each(self) -> list[Advance]:
-        """Plan and submit a step of every replica with room; take the results that have come, or wait for one."""
-        found, moved = list[Advance](), False
+        """Plan and submit a step of every replica with room; take the results that have come. Wait if none moved."""
+        moved, found, self._early = bool(self._early), self._early, []
         self._arrived.clear()
         for core in self.live:
             try:
-                if (planned := core.begin_step()) is not None:
-                    moved = True
-                    found.append((core, core.submit(planned) or core.state()))
-                elif not core.num_in_flight:
-                    found.append((core, core.state()))
-                if core.num_in_flight and core.executor.ready():
-                    moved = True
-                    found.append((core, core.confirm()))
+                moved |= self._advance_one(core, found)
             except Exception as fault:
                 self._bury(core, fault)
-        if not moved and not self._ended and not any(outputs.finished for _, outputs in found):
-            if any(core.num_in_flight for core in self._live):
+        if not moved and not self._died and not any(outputs.finished for _, outputs in found):
+            if any(core.in_flight for core in self._turns):
                 self._arrived.wait(WAIT_SECONDS)
             else:
-                found += [(core, core.state(wait=True)) for core in self._live]
+                found += [(core, core.state(wait=True)) for core in self._turns]
         return found
 
+    @staticmethod
+    def _advance_one(core: EngineCore, found: list[Advance]) -> bool:
+        """Advance an independent replica as far as possible without a wait. Returns True when it moved."""
+        core.executor.check_alive()
+        if moved := (planned := core.begin_step()) is not None:
+            core.submit(planned)
+        outputs = None
+        if core.needs_masks and (len(core.in_flight) == 1 or core.executor.ready()):
+            moved, outputs = True, core.send_masks()
+        elif core.in_flight and not core.needs_masks and core.executor.ready():
+            moved, outputs = True, core.confirm()
+        found.append((core, outputs or core.state()))
+        return moved
+
     def _bury(self, core: EngineCore, fault: Exception) -> None:
-        """End the requests of a replica that failed. Raises its error when it was the last one."""
-        self._live.remove(core)
-        if not self._live:
+        """End the requests of a replica that failed. Raises its error when it is the last one."""
+        if len(self._turns) == 1:
             raise fault
         number = self.cores.index(core)
-        LOG.error("replica %d of %d stopped; the others go on: %s", number, len(self.cores), fault)
-        self._states.pop(core)
+        LOG.error("replica %d of %d stopped; the others go on: %s", number, len(self.cores), fault,
+                  exc_info=None if isinstance(fault, EngineDead) else fault)
+        words = fault if isinstance(fault, EngineDead) else f"{type(fault).__name__}: {fault}."
+        self._died = True
+        self._turns.remove(core)
+        last = self._states[core]
+        self._states[core] = StepStats(**{name: getattr(last, name) for name in TOTALS})
         self._ended += core.state().finished
         self._ended += [Finish(handle=handle, reason=FinishReason.ERROR, error="replica",
-                               message=f"replica {number} stopped: {fault}") for handle in core.handles]
+                               message=f"replica {number} stopped: {words} Send the request again: other replicas run.")
+                        for handle in core.handles]
+        self._homes = {handle: home for handle, home in self._homes.items() if home is not core}
         core.shutdown()
 
     def _merged(self, every: Sequence[Advance]) -> StepOutputs:
         """Return the outputs of several replicas, and the requests that ended beside them, as those of one step."""
-        self._states |= {core: outputs.stats for core, outputs in every if core in self._states}
+        self._states |= {core: outputs.stats for core, outputs in every if core in self._turns}
         found = [outputs for _, outputs in every]
-        ended, self._ended = self._ended, []
+        ended, self._ended, self._died = self._ended, [], False
         counts: dict[str, Any] = {name: sum(getattr(one.stats, name) for one in found) for name in COUNTS}
         states: dict[str, Any] = {name: sum(getattr(one, name) for one in self._states.values()) for name in STATES}
+        states["replicas"] = {number: self._states[core].num_running
+                              for number, core in enumerate(self.cores) if core in self._turns}
         return StepOutputs(
             handles=np.concatenate([NO_TOKENS, *(one.handles for one in found)]),
             tokens=np.concatenate([NO_TOKENS, *(one.tokens for one in found)]),
@@ -209,13 +251,6 @@ class Replicas:
                             balancedness=0.0 if self._balancer is None else self._balancer.balancedness),
         )  # fmt: skip
 
-    def _least_loaded(self) -> EngineCore:
-        """Return the replica with the least load. The search begins at another one each time, so that none of several
-        equal replicas gets more."""
-        cores, first = self._live, self._next % len(self._live)
-        self._next = first + 1
-        return min(cores[first:] + cores[:first], key=load)
-
 
 class ReplicaExecutors:
     """The executors of all replicas, for operations that reach every rank."""
@@ -225,6 +260,8 @@ class ReplicaExecutors:
 
     def control(self, name: str, args: dict[str, Any]) -> object:
         """Run an operation on every replica; return the values of all ranks. See `Executor.control`."""
+        self.check_alive()
+        self._replicas.settle()
         values: list[object] = []
         for core in self._replicas.live:
             value = core.executor.control(name, args)

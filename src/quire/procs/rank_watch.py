@@ -279,7 +279,7 @@ class RankWatch:
                 words = "runs, but"
             if words:
                 silence = f"{rank} {words} has sent nothing for {silent:.0f} s{self._unread(rank)}."
-                return Failed(EngineDead.__name__, f"{silence} All ranks were killed: start the engine again.")
+                return Failed(EngineDead.__name__, f"{silence} It was killed, with the ranks that need it.")
         return None
 
     def _unread(self, rank: WatchedRank) -> str:

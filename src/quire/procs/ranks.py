@@ -41,8 +41,9 @@ P = TypeVar("P", RankBuilt, RankReady)
 class RankProcesses:
     """The processes of an engine's ranks. One thread uses them; any thread may call `close`.
 
-    Order of calls: `build`, `size`, then `send`, `collect` and `control`. When a rank fails, all ranks are killed and
-    every later call raises the error. The processes end with this object, closed or not, and with this process.
+    Order of calls: `build`, `size`, `wait_ready`, then `send`, `collect` and `control`. When a rank fails, all ranks
+    are killed and every later call raises the error. The processes end with this object, closed or not, and with this
+    process.
 
     module   name of a Python module; its `build_rank` builds a rank (see `BuildRank` in `rank_server.py`)
     starts   parameters of each rank for `build_rank`, as JSON, in the order of the ranks
@@ -86,10 +87,13 @@ class RankProcesses:
         """
         return self._payloads(RankBuilt, on_loading)
 
-    def size(self, payloads: Sequence[bytes]) -> list[bytes]:
-        """Send each rank its memory sizes, as JSON. Wait until all can run steps; return their `RankReady` payloads."""
+    def size(self, payloads: Sequence[bytes]) -> None:
+        """Send each rank its memory sizes, as JSON."""
         for index, payload in enumerate(payloads):
             self._send((index,), RankSize(payload))
+
+    def wait_ready(self) -> list[bytes]:
+        """Wait until all ranks can run steps; return their `RankReady` payloads. Raises a rank's error."""
         ready = self._payloads(RankReady, lambda done, total: None)
         self._watch.ready = True
         return ready

@@ -132,6 +132,8 @@ def finish_of(Rig: Any, run: list[int], *, counts: int | None = None, **fields: 
     rig.table.planned[slot] += 3
     rig.table.upper_bound[slot] += 3
     core.submit(planned)
+    if core.needs_masks:
+        core.send_masks()
     rig.outputs = core.confirm()
     rig._record(rig.outputs)
     return rig

@@ -33,7 +33,8 @@ def test_ranks_are_built_and_sized_in_step() -> None:
     built = processes.build(lambda done, total: told.append((done, total)))
     assert [msgspec.json.decode(payload) for payload in built] == [{"index": i, "bytes": 100 + i} for i in range(3)]
     assert told == sorted(told) and all(total == 8 for _, total in told)
-    assert processes.size([b"a", b"b", b"c"]) == [b"sized a", b"sized b", b"sized c"]
+    processes.size([b"a", b"b", b"c"])
+    assert processes.wait_ready() == [b"sized a", b"sized b", b"sized c"]
     processes.close()
     processes.close()
 
@@ -130,6 +131,7 @@ def use(processes: RankProcesses) -> None:
     """Bring ranks to all places, until one fails."""
     processes.build(lambda done, total: None)
     processes.size([b"", b""])
+    processes.wait_ready()
     executor = RanksExecutor(processes, FACTS)
     for step in range(3):
         executor.submit(plan(step, grammar=1))

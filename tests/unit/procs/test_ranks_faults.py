@@ -53,6 +53,7 @@ def wait_in(processes: RankProcesses, place: str) -> None:
     if place == "build":
         return
     processes.size([b"", b""])
+    processes.wait_ready()
     if place == "control":
         processes.control("log", {})
     elif place == "idle":
