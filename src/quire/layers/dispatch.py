@@ -26,7 +26,7 @@ Rows = tuple[Tensor, Tensor, Tensor]  # x [T, hidden], weights [T, k] float32, i
 Experts = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]  # (x, weights, ids, residual) -> [T, hidden]
 
 
-class Exchange(Protocol):
+class ExpertExchange(Protocol):
     """This rank's end of the exchange of rows between replicas in lock-step. Every rank makes every call."""
 
     def run(self, routed: Rows, hidden: Tensor, experts: Experts, replicas: ReplicaTokens) -> Tensor:
@@ -38,7 +38,7 @@ class Exchange(Protocol):
 
 
 class AllGatherExchange:
-    """Exchange by an all-gather of rows and a reduce-scatter of results; see `Exchange`.
+    """Exchange by an all-gather of rows and a reduce-scatter of results; see `ExpertExchange`.
 
     ep   ranks that divide the experts: those of a replica are neighbours
     tp   ranks of this replica; None: it has one
@@ -50,7 +50,7 @@ class AllGatherExchange:
         self._replica, self._place = divmod(ep.rank, self._each)
 
     def run(self, routed: Rows, hidden: Tensor, experts: Experts, replicas: ReplicaTokens) -> Tensor:
-        """Return hidden + the weighted sum of the experts of all ranks. See `Exchange`."""
+        """Return hidden + the weighted sum of the experts of all ranks. See `ExpertExchange`."""
         rows = replicas.rows
         return hidden + self.combine(experts(*self.dispatch(routed, rows), None), rows)
 
@@ -80,7 +80,7 @@ class AllGatherExchange:
 
 
 class PullExchange:
-    """Exchange through symmetric memory; see `Exchange`. Steps with at most `bound` tokens a replica can be captured.
+    """Exchange through symmetric memory; see `ExpertExchange`. It can be captured in a CUDA graph.
 
     slots   the memory of all ranks
     owner   [experts] int32: the rank of each expert, or of each slot if experts are balanced
@@ -92,7 +92,7 @@ class PullExchange:
         self.slots, self.owner, self._kernels = slots, owner, triton_exchange
 
     def run(self, routed: Rows, hidden: Tensor, experts: Experts, replicas: ReplicaTokens) -> Tensor:
-        """Return hidden + the weighted sum of the experts of all ranks. See `Exchange`.
+        """Return hidden + the weighted sum of the experts of all ranks. See `ExpertExchange`.
 
         With more tokens than `bound` in some replica, the rows travel in several exchanges, as many on every rank.
         """

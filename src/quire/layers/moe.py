@@ -16,7 +16,7 @@ from quire.kernels.select import load_kernel
 from quire.kernels.streams import Fork, side_stream
 from quire.layers.balancing import ExpertSlots
 from quire.layers.context import Build, StepContext
-from quire.layers.dispatch import AllGatherExchange, Exchange, PullExchange
+from quire.layers.dispatch import AllGatherExchange, ExpertExchange, PullExchange
 from quire.layers.linear import Linear, add_sum
 from quire.layers.mlp import GatedMLP
 from quire.layers.norm import RMSNorm
@@ -135,7 +135,7 @@ class MoE(nn.Module):
         self.shared_gate = Linear(f"{at}.shared_gate", build) if moe.shared_gate else None
         can = build.device.type == "cuda" and "join" in build.moe.features
         self.tp = build.tp
-        self.exchange: Exchange | None = None
+        self.exchange: ExpertExchange | None = None
         if build.slots is not None:
             self.exchange = PullExchange(build.slots, torch.tensor(build.owners, dtype=torch.int32,
                                                                    device=build.device))  # fmt: skip
