@@ -108,7 +108,7 @@ def check_rows(got: tuple[Tensor, Tensor, Tensor], expected: tuple[Tensor, Tenso
 
 
 def run_step(part: Part, slots: Slots, bound: int, counts: tuple[int, ...], seed: int) -> None:
-    """One exchange, checked against the reference and against the experts on one device."""
+    """Run an exchange, checked against the reference and against the experts on one device."""
     (rank, each), layout = (slots.peers.rank, slots.each), part.layout
     rows = part.first + max(bound * each, *counts)
     everyone = [replica(part, number, seed, count, rows) for number, count in enumerate(counts)]
