@@ -28,8 +28,8 @@ def missing_features(parallel: Parallel, moe: Mapping[str, MoEPlan | str], devic
             names.setdefault(name, []).append(phase)
     remedy = ("use --all2all-backend allgather_reducescatter with --enforce-eager, or leave out -dp or "
               "--enable-expert-parallel")  # fmt: skip
-    balancing = Missing("balancing of experts on GPUs (--enable-eplb)", "--enable-eplb: the balancing of experts on GPUs "
-                        "is not implemented yet: leave out --enable-eplb.")  # fmt: skip
+    balancing = Missing("balancing of experts on GPUs (--enable-eplb)", "--enable-eplb: the balancing of experts on "
+                        "GPUs is not implemented yet: leave out --enable-eplb.")  # fmt: skip
     found = [Missing(f"{name} for {' and '.join(phases)} ({parallel})",
                      f"{parallel}: {name} for {' and '.join(phases)}, which takes tokens to the experts of other "
                      f"replicas, is not implemented yet: {remedy}.") for name, phases in names.items()]  # fmt: skip
