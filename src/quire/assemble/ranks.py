@@ -19,6 +19,7 @@ from quire.config.resolve_cuda import DeviceMemory
 from quire.models.plan import EnginePlan, resolve_sizing
 from quire.models.rank_report import rank_name
 from quire.platforms.cpu import read_cpu_facts
+from quire.procs.launchers import LocalLauncher
 from quire.procs.ranks import RankProcesses, RanksExecutor
 
 MODULE = "quire.assemble.rank_child"
@@ -35,7 +36,7 @@ def assemble_ranks(plans: Sequence[EnginePlan], *, on_loading: Loading, end_phas
     threads = max(1, (plans[0].config.device.num_threads or cpu.cores) // parallel.size)
     together = parallel.together.size  # ranks that start, end and fail together
     groups = [plans[first : first + together] for first in range(0, len(plans), together)]
-    loading = _first_ends("processes", end_phase, on_loading)
+    launcher, loading = LocalLauncher(MODULE, rank_variables()), _first_ends("processes", end_phase, on_loading)
     with ExitStack() as meetings, ExitStack() as started:
         made: list[RankProcesses] = []
         for members in groups:
@@ -43,7 +44,7 @@ def assemble_ranks(plans: Sequence[EnginePlan], *, on_loading: Loading, end_phas
             starts = [msgspec.json.encode(RankTask(plan=plan, meeting=meeting, threads=threads,
                                                    gpu=plan.mesh.rank.number)) for plan in members]  # fmt: skip
             names = [rank_name(plan.mesh.rank, parallel) for plan in members]
-            made.append(RankProcesses(MODULE, starts, names, rank_variables(), inherit=inherit, arrived=arrived,
+            made.append(RankProcesses(launcher, starts, names, inherit=inherit, arrived=arrived,
                                       leads=range(parallel.lead, together, parallel.replica)))  # fmt: skip
             started.callback(made[-1].close)
         found = [one.build(_part_of(loading, part, len(made))) for part, one in enumerate(made)]
