@@ -17,7 +17,7 @@ from quire.assemble.parts import Loading, Parts
 from quire.assemble.rank import load_rank
 from quire.config.checkpoint import ModelArgs
 from quire.config.engine import EngineConfig, SchedulerConfig
-from quire.config.placement import check_parallel, parallel_sizes
+from quire.config.placement import check_hosts, check_parallel, parallel_sizes
 from quire.config.pooling import PoolingPlan
 from quire.config.resolve import DTypePlan, MemoryPlan
 from quire.config.resolve_cuda import gpu_only_options
@@ -150,7 +150,7 @@ def assemble(config: EngineConfig, on_loading: Loading | None = None, *, served:
     with Progress("Loading weights", 0, unit="B",
                   enabled=config.load.use_tqdm_on_load and on_loading is None) as progress:  # fmt: skip
         arrived, loading = threading.Event(), on_loading or progress.update
-        if len(plans) == 1:
+        if len(plans) == 1 and config.hosts.distributed_executor_backend != "ray":
             replicas = [assemble_rank(plans, on_loading=loading, end_phase=phases.end)]
         else:
             from quire.assemble.ranks import assemble_ranks
@@ -205,9 +205,11 @@ def plan_ranks(config: EngineConfig, found: Found, *, served: bool = True) -> li
     """Return the `EnginePlan` of every rank, in the order of rank numbers. `served`: see `assemble`."""
     parallel, words = parallel_sizes(config.parallel), str(found.device)
     check_parallel(found.args, parallel)
+    check_hosts(config.hosts, parallel)
     total = found.cpu.total_memory
     if found.device.device == "cuda" and parallel.size > 1:  # this process computes nothing: no context on a GPU
-        check_gpus(parallel)
+        if config.hosts.distributed_executor_backend != "ray":  # which knows the GPUs of its nodes
+            check_gpus(parallel, hosts=config.hosts.nnodes)
         total = probe_driver().memory
         if config.parallel.check_collectives and not config.device.enforce_eager:
             raise ConfigError("check_collectives waits for the GPUs at each collective, and CUDA graphs cannot capture "

@@ -1,28 +1,24 @@
 """An engine of several ranks: a process for each, their plans, sizes that fit all of them, and the executor."""
 
-import os
-import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
-from itertools import chain
-from pathlib import Path
 
 import msgspec
 
+from quire.assemble.hosts import open_launcher, open_meeting
 from quire.assemble.parts import Loading, Parts
 from quire.assemble.rank_child import RankFacts, RankTask
-from quire.config.env import rank_variables
+from quire.config.placement import hosts_note
 from quire.config.resolve import shared_sizes
 from quire.config.resolve_cuda import DeviceMemory
 from quire.models.plan import EnginePlan, resolve_sizing
 from quire.models.rank_report import rank_name
 from quire.platforms.cpu import read_cpu_facts
-from quire.procs.launchers import LocalLauncher
+from quire.procs.launchers import Place
 from quire.procs.ranks import RankProcesses, RanksExecutor
-
-MODULE = "quire.assemble.rank_child"
 
 
 def assemble_ranks(plans: Sequence[EnginePlan], *, on_loading: Loading, end_phase: Callable[[str], None],
@@ -32,39 +28,55 @@ def assemble_ranks(plans: Sequence[EnginePlan], *, on_loading: Loading, end_phas
     arrived   set when a result of a replica arrives
     Raises the first `UserError` of a rank.
     """
-    parallel, cpu = plans[0].mesh.parallel, read_cpu_facts()
-    threads = max(1, (plans[0].config.device.num_threads or cpu.cores) // parallel.size)
+    parallel, loading = plans[0].mesh.parallel, _first_ends("processes", end_phase, on_loading)
     together = parallel.together.size  # ranks that start, end and fail together
-    groups = [plans[first : first + together] for first in range(0, len(plans), together)]
-    launcher, loading = LocalLauncher(MODULE, rank_variables()), _first_ends("processes", end_phase, on_loading)
     with ExitStack() as meetings, ExitStack() as started:
+        launcher = open_launcher(plans[0])
+        started.callback(launcher.close)
+        places = launcher.place(len(plans))
+        note = hosts_note(parallel, [place.host for place in places])
         made: list[RankProcesses] = []
-        for members in groups:
-            meeting, inherit = meetings.enter_context(_meeting())
-            starts = [msgspec.json.encode(RankTask(plan=plan, meeting=meeting, threads=threads,
-                                                   gpu=plan.mesh.rank.number)) for plan in members]  # fmt: skip
-            names = [rank_name(plan.mesh.rank, parallel) for plan in members]
-            made.append(RankProcesses(launcher, starts, names, inherit=inherit, arrived=arrived,
+        for first in range(0, len(plans), together):
+            own = slice(first, first + together)
+            meeting, inherit = meetings.enter_context(open_meeting(launcher, places[own]))
+            starts = [msgspec.json.encode(task) for task in _tasks(plans, places, own, meeting)]
+            names = [rank_name(plan.mesh.rank, parallel) for plan in plans[own]]
+            made.append(RankProcesses(launcher, starts, names, first=first, inherit=inherit, arrived=arrived,
                                       leads=range(parallel.lead, together, parallel.replica)))  # fmt: skip
             started.callback(made[-1].close)
         found = [one.build(_part_of(loading, part, len(made))) for part, one in enumerate(made)]
         end_phase("weights")
-        parts = [_sized(members, one, measured, len(plans))
-                 for members, one, measured in zip(groups, made, found, strict=True)]  # fmt: skip
+        parts: list[Parts] = []
+        for first, one, measured in zip(range(0, len(plans), together), made, found, strict=True):
+            own = slice(first, first + together)
+            memory = [_share(data, place, places) for data, place in zip(measured, places[own], strict=True)]
+            parts += _sized(plans[own], one, memory, note)
         started.pop_all()
     end_phase("ranks")
-    return list(chain(*parts))
+    return parts
 
 
-def _sized(plans: Sequence[EnginePlan], processes: RankProcesses, measured: Sequence[bytes], num_ranks: int,
+def _tasks(plans: Sequence[EnginePlan], places: Sequence[Place], own: slice, meeting: str) -> Iterator[RankTask]:
+    """Yield the task of each rank that meets the others. `own`: their part of `plans` and `places`."""
+    cores = read_cpu_facts().cores
+    for plan, place in zip(plans[own], places[own], strict=True):
+        beside = sum(other.host == place.host for other in places)
+        if not place.local:  # its host has found the model itself, and needs no token of the hub
+            load = replace(plan.config.load, hf_token=None)
+            plan = msgspec.structs.replace(plan, folder=place.folder or plan.folder,
+                                           config=replace(plan.config, load=load))  # fmt: skip
+        yield RankTask(
+            plan=plan, meeting=meeting, threads=max(1, (plan.config.device.num_threads or cores) // beside),
+            gpu=place.device, hosts=tuple(other.host for other in places[own]))  # fmt: skip
+
+
+def _sized(plans: Sequence[EnginePlan], processes: RankProcesses, memory: Sequence[DeviceMemory | int], note: str,
            ) -> list[Parts]:  # fmt: skip
     """Size the KV caches of ranks that fit each other, and finish them. Return the parts of each replica.
 
-    num_ranks   of all replicas, which share the memory of a CPU
+    memory   that each rank may use;  note  for the user
     """
-    memory = [msgspec.json.decode(data, type=DeviceMemory | int) for data in measured]
-    sizes = shared_sizes([resolve_sizing(plan, _share(one, num_ranks))
-                          for plan, one in zip(plans, memory, strict=True)])  # fmt: skip
+    sizes = shared_sizes([resolve_sizing(plan, one) for plan, one in zip(plans, memory, strict=True)])
     ready = [msgspec.json.decode(data, type=RankFacts)
              for data in processes.size([msgspec.json.encode(size) for size in sizes])]  # fmt: skip
     parallel, found = plans[0].mesh.parallel, []
@@ -73,7 +85,8 @@ def _sized(plans: Sequence[EnginePlan], processes: RankProcesses, measured: Sequ
         facts, own = ready[lead], range(first, first + parallel.replica)
         found.append(Parts(
             plan=plans[lead], model=None, worker=None, depth=max(facts.depth, parallel.pp), num_stages=parallel.pp,
-            memory=sizes[lead], prompt_chunk=facts.prompt_chunk, plans=dict(facts.plans), notes=facts.notes,
+            memory=sizes[lead], prompt_chunk=facts.prompt_chunk, plans=dict(facts.plans),
+            notes=(*facts.notes, *filter(None, [note])),
             executor=partial(RanksExecutor, processes, ranks=own, lead=lead),
         ))  # fmt: skip
     return found
@@ -96,23 +109,10 @@ def _first_ends(phase: str, end_phase: Callable[[str], None], on_loading: Loadin
     return loading
 
 
-@contextmanager
-def _meeting() -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Yield the path of the file through which ranks meet, and the descriptors that they inherit for it.
-
-    On Linux the file has no name outside these processes: nothing of it is left, however they end.
-    """
-    if hasattr(os, "memfd_create"):
-        descriptor = os.memfd_create("quire-ranks")
-        try:
-            yield f"/proc/self/fd/{descriptor}", (descriptor,)
-        finally:
-            os.close(descriptor)
-    else:
-        with tempfile.TemporaryDirectory(prefix="quire-ranks-", ignore_cleanup_errors=True) as folder:
-            yield str(Path(folder, "meeting")), ()
-
-
-def _share(measured: DeviceMemory | int, ranks: int) -> DeviceMemory | int:
+def _share(measured: bytes, place: Place, places: Sequence[Place]) -> DeviceMemory | int:
     """Return the memory of a rank. The ranks of a CPU share what is free after all have loaded their weights."""
-    return read_cpu_facts().free_memory // ranks if isinstance(measured, int) else measured
+    memory = msgspec.json.decode(measured, type=DeviceMemory | int)
+    if not isinstance(memory, int):
+        return memory
+    beside = sum(other.host == place.host for other in places)
+    return (read_cpu_facts().free_memory if place.local else memory) // beside

@@ -1,7 +1,7 @@
 """Places for the ranks of an engine, and their start there. `procs/ranks.py` does not know where a rank runs.
 
-A `Launcher` chooses a host and a device for each rank, and starts the processes. `LocalLauncher` starts children of this
-process. `Hosts` (`hosts.py`) starts ranks on several hosts.
+A `Launcher` chooses a host and a device for each rank, and starts the processes. `LocalLauncher` starts children of
+this process. `Hosts` (`hosts.py`) starts ranks on several hosts.
 """
 
 import socket
@@ -17,10 +17,17 @@ PROCESS = "quire.procs.rank_process"
 
 
 class Place(NamedTuple):
-    """The place of a rank: the index of its host, and the index of its device there. Host 0 is this process's."""
+    """The place of a rank.
+
+    host     index of its host;  device  index of its device there
+    folder   folder of the model on its host; "": as on this one
+    local    True on this process's host
+    """
 
     host: int
     device: int
+    folder: str = ""
+    local: bool = True
 
 
 class RankProcess(Protocol):
@@ -55,7 +62,7 @@ class Launcher(Protocol):
     """Starts the processes of an engine's ranks. The ranks may belong to several `RankProcesses`."""
 
     def place(self, world: int) -> Sequence[Place]:
-        """Return the places of `world` ranks, in the order of their numbers. Raises `ConfigError` if they do not fit."""
+        """Return the places of `world` ranks, by their numbers. Raises `ConfigError` if they do not fit."""
 
     def start(self, numbers: Sequence[int], inherit: Sequence[int] = ()) -> list[StartedRank]:
         """Start the processes of these ranks, or none of them.
