@@ -78,7 +78,8 @@ def check_gpus(parallel: Parallel, probe: Callable[[], DriverProbe] = probe_driv
         return
     if hosts > 1:
         raise ConfigError(f"{parallel} on {hosts} hosts needs {needed} GPUs on each, and this process sees {count}: "
-                          "use more hosts (--nnodes), make more GPUs visible (CUDA_VISIBLE_DEVICES), or use --device cpu.")
+                          "use more hosts (--nnodes), make more GPUs visible (CUDA_VISIBLE_DEVICES), or use --device "
+                          "cpu.")
     fewer = max(size for size in range(1, count + 1) if parallel.tp % size == 0) if count else 1
     words = f"-tp {fewer}" if fewer > 1 else "one device (no -tp and no -pp)"
     raise ConfigError(f"{parallel} needs {parallel.size} GPUs, and this process sees {count}: use {words}, make more "
