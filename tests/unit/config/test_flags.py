@@ -37,6 +37,7 @@ FLAGS = """
 --tensor-parallel-size -tp --pipeline-parallel-size -pp --pipeline-layer-partition --data-parallel-size -dp
 --enable-expert-parallel --no-enable-expert-parallel -ep
 --check-collectives --no-check-collectives --disable-custom-all-reduce --no-disable-custom-all-reduce
+--nnodes -n --node-rank -r --master-addr --master-port --distributed-executor-backend
 """.split()
 
 
