@@ -68,6 +68,17 @@ def with_variables(more: Mapping[str, str]) -> dict[str, str]:
     return {**os.environ, **more}
 
 
+def absent_variables(more: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables in `more` that this process does not have."""
+    return {name: text for name, text in more.items() if name not in os.environ}
+
+
+def variables_to_pass() -> dict[str, str]:
+    """Return the variables of this process for ranks that Ray starts: without the key, Ray's own and those of a GPU."""
+    return {name: text for name, text in os.environ.items()
+            if name not in (CLUSTER_KEY, "CUDA_VISIBLE_DEVICES", "LOCAL_RANK") and not name.startswith("RAY_")}
+
+
 def unknown_variables(options: Iterable[str]) -> dict[str, str | None]:
     """Return each QUIRE_ variable that is set and unknown -> the known name nearest to it, or None."""
     known = [CACHE_DIR, CPU_WITHOUT, CLUSTER_KEY, *map(variable, options)]

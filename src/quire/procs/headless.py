@@ -30,17 +30,23 @@ def serve_host(config: EngineConfig, say: Callable[[str], None], seconds: float 
         raise ConfigError(f"headless: node_rank={hosts.node_rank} is the host of the server, which answers over HTTP: "
                           "leave headless out, or give --nnodes and the --node-rank of this host.")
     key, _ = cluster_key(make=False)
-    folder, _ = resolve_folders(config)
-    fetch_weights(config, folder, lambda checkpoint: None)
+    folder, digest = find_model(config)
     gpus = probe_driver().count if resolve_device(config.device.device).device == "cuda" else 0
     hello = HostHello(node=hosts.node_rank, name=f"{host_name()}, node {hosts.node_rank}", versions=versions(),
-                      devices=tuple(range(gpus)), folder=str(folder.resolve()), model=model_digest(config, folder))
+                      devices=tuple(range(gpus)), folder=folder, model=digest)
     signals: list[signal.Signals] = []
     for number in CODES:
         signal.signal(number, lambda received, _: signals.append(signal.Signals(received)))
     agent = HostAgent(hosts.master_addr, hosts.master_port, key, hello, MODULE, env={}, say=say)
     good = agent.run(lambda: f"was ended by {signals[0].name}" if signals else "", seconds)
     return CODES[signals[0]] if signals else int(not good)
+
+
+def find_model(config: EngineConfig) -> tuple[str, str]:
+    """Return the folder of the model on this host, downloaded if needed, and its digest."""
+    folder, _ = resolve_folders(config)
+    fetch_weights(config, folder, lambda checkpoint: None)
+    return str(folder.resolve()), model_digest(config, folder)
 
 
 def versions() -> str:

@@ -11,7 +11,8 @@ import select
 import socket
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -52,6 +53,7 @@ class Members(NamedTuple):
     versions, model   that the hosts must have; see `HostHello`
     gpus       True when every rank needs a GPU
     seconds    to wait for all hosts
+    fault      returns the reason why a host will not come; "" while all may
     """
 
     first: int
@@ -60,6 +62,7 @@ class Members(NamedTuple):
     model: str
     gpus: bool
     seconds: float = JOIN_SECONDS
+    fault: Callable[[], str] = str
 
 
 class Hosts:
@@ -75,13 +78,13 @@ class Hosts:
         self._address: str = listener.getsockname()[0]
         self._changed = threading.Condition()  # guards the fields below
         self._agents: dict[int, _Agent] = {}
-        self._places: list[Place] = []
+        self._each = 1  # ranks of an agent, and of this process
         self._tokens: dict[bytes, int] = {}  # of ranks that have not connected -> their numbers
         self._connected: dict[int, socket.socket] = {}
         self._unreleased: set[int] = set()  # ranks of other hosts
         self._last_words = ""  # about a host that was not taken
         self._closed = False
-        self._kept: list[object] = []
+        self._ending = ExitStack()
         self._new = threading.BoundedSemaphore(MOST_NEW)
         self._thread = threading.Thread(target=self._run, name="quire-hosts", daemon=True)
         self._thread.start()
@@ -93,15 +96,21 @@ class Hosts:
 
     def keep(self, thing: object) -> None:
         """Hold an object until the ranks have ended."""
-        self._kept.append(thing)
+        self._ending.callback(lambda kept: None, thing)
+
+    def on_close(self, call: Callable[[], object]) -> None:
+        """Call a function after the ranks have ended and the agents were told."""
+        self._ending.callback(call)
 
     def place(self, world: int) -> Sequence[Place]:
         """Wait for all hosts. Give each of them the same number of consecutive ranks."""
         self._wait_for_hosts()
         each, places = world // self._members.count, list[Place]()
         assert each * self._members.count == world, "checked before"
-        for host in range(self._members.count):
-            hello = self._agents[host].hello if host in self._agents else None
+        names: dict[str, int] = {}  # of different hosts; agents with the same name are on one host
+        for node in range(self._members.count):
+            hello = self._agents[node].hello if node in self._agents else None
+            host = names.setdefault(hello.name if hello else "", len(names))
             devices: Sequence[int] = range(each)
             if hello is not None and self._members.gpus:
                 devices = hello.devices
@@ -111,14 +120,14 @@ class Hosts:
                                   "(CUDA_VISIBLE_DEVICES).")  # fmt: skip
             places += [Place(host, devices[index], hello.folder if hello else "", hello is None)
                        for index in range(each)]  # fmt: skip
-        self._places = places
+        self._each = each
         return places
 
     def start(self, numbers: Sequence[int], inherit: Sequence[int] = ()) -> list[StartedRank]:
         """Start the processes of these ranks on their hosts, or none of them. Waits until they have connected."""
         started: dict[int, StartedRank] = {}
-        remote = {number: _HostedRank(number, self._agents[self._places[number].host], self)
-                  for number in numbers if self._places[number].host in self._agents}  # fmt: skip
+        remote = {number: _HostedRank(number, self._agents[number // self._each], self)
+                  for number in numbers if number // self._each in self._agents}  # fmt: skip
         try:
             with self._changed:
                 for number, rank in remote.items():
@@ -150,7 +159,9 @@ class Hosts:
             self._closed = True
         if self._thread.ident != threading.get_ident():
             self._thread.join()
-        self._kept.clear()
+        with self._changed:
+            ending = self._ending.pop_all()
+        ending.close()
 
     def released(self, number: int) -> None:
         """Note that nobody watches this rank any more. The last one closes the launcher."""
@@ -166,6 +177,8 @@ class Hosts:
             while missing := [one for one in range(members.first, members.count) if one not in self._agents]:
                 waited, words = time.monotonic() - begun, ", ".join(map(str, missing))
                 place = "{}:{}".format(*self._listener.getsockname()[:2])
+                if fault := members.fault():
+                    raise EngineDead(fault)
                 if waited >= members.seconds:
                     raise EngineDead(f"node {words} of {members.count} has not connected to {place} in {waited:.0f} s"
                                      f"{self._last_words and f' ({self._last_words})'}: start `quire serve MODEL "

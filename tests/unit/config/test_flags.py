@@ -98,7 +98,7 @@ def test_every_flag_reaches_its_option(flag: str) -> None:
     texts = {"--dtype": "half", "--load-format": "dummy", "--load-device": "cpu", "--weights-load-device": "cpu",
              "--routing": "uniform", "--kv-cache-dtype": "fp8", "--scheduling-policy": "priority", "--device": "cpu",
              "--override-generation-config": '{"top_k": 5}', "--pooler-config": '{"pooling_type": "MEAN"}',
-             "--override-pooler-config": '{"pooling_type": "MEAN"}'}
+             "--distributed-executor-backend": "ray", "--override-pooler-config": '{"pooling_type": "MEAN"}'}
     boolean = f"--no-{flag[2:]}" in FLAGS or flag == "-ep"
     args = [flag] if boolean else [flag, texts.get(flag, "1")]
     (name, value), = options(args).items()

@@ -197,7 +197,8 @@ WORKING = [
     "serve meta-llama/Llama-3.2-1B-Instruct --max-model-len -1 --enforce-eager --no-enable-prefix-caching "
     "--uvicorn-log-level warning --disable-uvicorn-access-log",
     "serve /models/llama --load-format safetensors --download-dir /cache --revision main "
-    "--distributed-executor-backend mp --nnodes 2 -r 0 --master-addr 10.0.0.1 --generation-config vllm --override-generation-config '{\"temperature\": 0.6}'",
+    "--distributed-executor-backend mp --nnodes 2 -r 0 --master-addr 10.0.0.1 --generation-config vllm "
+    "--override-generation-config '{\"temperature\": 0.6}'",
     "serve m --allowed-origins '[\"*\"]' --ssl-keyfile key.pem --ssl-certfile cert.pem --root-path /llm "
     "--enable-force-include-usage --shutdown-timeout 60 --stream-interval 2",
     "serve Qwen/Qwen3-8B --enable-auto-tool-choice --tool-call-parser hermes --reasoning-parser qwen3 "
