@@ -150,7 +150,7 @@ def assemble(config: EngineConfig, on_loading: Loading | None = None, *, served:
     with Progress("Loading weights", 0, unit="B",
                   enabled=config.load.use_tqdm_on_load and on_loading is None) as progress:  # fmt: skip
         arrived, loading = threading.Event(), on_loading or progress.update
-        if len(plans) == 1 and config.hosts.distributed_executor_backend != "ray":
+        if len(plans) == 1:
             replicas = [assemble_rank(plans, on_loading=loading, end_phase=phases.end)]
         else:
             from quire.assemble.ranks import assemble_ranks
@@ -160,14 +160,12 @@ def assemble(config: EngineConfig, on_loading: Loading | None = None, *, served:
     cores = [assemble_core(one, GrammarCompiler(lambda: tokenizer or Tokenizer.load(found.tokenizer_folder),
                                                 found.args.vocab_size, GrammarTrial(), cpu.cores))
              for one in replicas]  # fmt: skip
-    parallel = plan.mesh.parallel
-    core = cores[0] if len(cores) == 1 else Replicas(cores, lockstep=parallel.lockstep, arrived=arrived)
+    core = cores[0] if len(cores) == 1 else Replicas(cores, lockstep=plan.mesh.parallel.lockstep, arrived=arrived)
     phases.end("engine")
-    unused = gpu_only_options(config) if found.device.device == "cpu" else ()
     about = core.facts.plans
     ranks = (f"{about['ranks']} ({about['each rank']}).",) if len(plans) > 1 and not served else ()  # a banner has it
     notes = (*found.quantization.notes, *plan.cache.notes, *_notes(found.args, plan.dtype, parts.memory, config),
-             *unread, *parts.notes, *unused, *ranks)  # fmt: skip
+             *unread, *parts.notes, *(gpu_only_options(config) if found.device.device == "cpu" else ()), *ranks)
     for note in notes:
         LOG.warning("%s", note)
     return Engine(

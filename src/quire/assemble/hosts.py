@@ -9,12 +9,13 @@ from pathlib import Path
 
 from quire.config.env import cluster_key, rank_variables
 from quire.models.plan import EnginePlan
-from quire.procs.headless import MODULE, model_digest, versions
+from quire.procs.headless import model_digest, versions
 from quire.procs.host_link import interface_of, listen
 from quire.procs.hosts import Hosts, Members
 from quire.procs.launchers import Launcher, LocalLauncher, Place
 
-LOG = logging.getLogger("quire.hosts")
+MODULE = "quire.assemble.rank_child"
+LOG = logging.getLogger("quire").getChild("hosts")
 
 
 def open_launcher(plan: EnginePlan) -> Launcher:
@@ -31,7 +32,7 @@ def open_launcher(plan: EnginePlan) -> Launcher:
     listener = listen(hosts.master_addr, hosts.master_port)
     address, port = listener.getsockname()[:2]
     LOG.info("listening on %s:%d for %d more hosts; they need the key in %s.", address, port, hosts.nnodes - 1, where)
-    members = Members(first=1, count=hosts.nnodes, versions=versions(), gpus=gpus,
+    members = Members(first=1, total=hosts.nnodes, versions=versions(), gpus=gpus,
                       model=model_digest(config, Path(plan.folder)))  # fmt: skip
     return Hosts(LocalLauncher(MODULE, rank_variables(interface_of(address))), listener, key, members)
 

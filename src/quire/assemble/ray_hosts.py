@@ -18,12 +18,13 @@ import msgspec
 from quire.config.env import rank_variables, variables_to_pass
 from quire.contracts.errors import ConfigError
 from quire.models.plan import EnginePlan
-from quire.procs.headless import MODULE, model_digest, versions
+from quire.procs.headless import model_digest, versions
 from quire.procs.host_link import listen
 from quire.procs.hosts import Hosts, Members
 from quire.procs.launchers import LocalLauncher
 from quire.procs.ray_rank import JOIN_SECONDS, RayRank
 
+MODULE = "quire.assemble.rank_child"
 CPU_RESOURCE = "quire_rank"  # a node without GPUs that offers it takes so many ranks; without it ranks take CPUs
 PLACE_SECONDS = 120.0  # for Ray to reserve a place for each rank
 
@@ -59,7 +60,7 @@ def open_ray_hosts(plan: EnginePlan) -> Hosts:
             done, _ = ray.wait(runs, timeout=0)
             return str(ray.get(done[0])) if done else ""
 
-        members = Members(first=0, count=world, versions=versions(), gpus=gpus, seconds=JOIN_SECONDS, fault=ended,
+        members = Members(first=0, total=world, versions=versions(), gpus=gpus, seconds=JOIN_SECONDS, fault=ended,
                           model=model_digest(plan.config, Path(plan.folder)))  # fmt: skip
         hosts = Hosts(LocalLauncher(MODULE, rank_variables()), listener, key, members)
         hosts.on_close(failed.pop_all().close)
@@ -96,8 +97,8 @@ def _start_actors(ray: Any, group: Any, kind: str) -> list[Any]:
         "resources": {CPU_RESOURCE: 1} if kind == CPU_RESOURCE else None,
         "runtime_env": {"env_vars": {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}}}  # fmt: skip
     actor, env = ray.remote(RayRank), variables_to_pass()
-    return [actor.options(**takes, scheduling_strategy=PlacementGroupSchedulingStrategy(group, index)).remote(env)
-            for index in in_order(nodes, own)]  # fmt: skip
+    places = [PlacementGroupSchedulingStrategy(group, index) for index in in_order(nodes, own)]
+    return [actor.options(**takes, scheduling_strategy=place).remote(MODULE, env) for place in places]
 
 
 def in_order(nodes: Mapping[int, str], own: str) -> list[int]:

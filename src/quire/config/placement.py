@@ -146,6 +146,9 @@ def check_hosts(config: HostsConfig, parallel: Parallel) -> None:
     if config.node_rank:
         raise ConfigError(f"node_rank={config.node_rank}: only host 0 has an engine core. Start this host with `quire "
                           "serve MODEL --headless` and the same flags.")
+    if config.distributed_executor_backend == "ray" and parallel.size == 1:
+        raise ConfigError("distributed_executor_backend=ray: one rank runs on this host, without Ray: leave it out, or "
+                          "ask for several ranks (-tp, -pp, -dp).")
     if parallel.size % config.nnodes:
         raise ConfigError(f"{parallel}: {parallel.size} ranks cannot be divided equally among {config.nnodes} hosts: "
                           "change nnodes, or a size.")

@@ -38,8 +38,8 @@ def open_store(listener: socket.socket) -> dist.Store:
 def join_ranks(meeting: str, number: int, parallel: Parallel, device: torch.device) -> RankGroups:
     """Join the ranks of an engine and return this rank's groups. Waits until all ranks have joined.
 
-    meeting   path of a rendezvous file that no other engine uses; it is empty, or does not exist yet. Or tcp://HOST:PORT
-              of a store (`open_store`) that no other ranks use
+    meeting   path of a rendezvous file that no other engine uses; it is empty, or does not exist yet. Or
+              tcp://HOST:PORT of a store (`open_store`) that no other ranks use
     number    this rank's number in the engine, 0 to parallel.size - 1
     """
     place: dict[str, Any] = {"init_method": f"file://{meeting}"}

@@ -15,14 +15,13 @@ from quire.procs.agent import JOIN_SECONDS, HostAgent, host_name
 from quire.procs.host_messages import HostHello
 from quire.weights.folder import fetch_weights, resolve_folders
 
-MODULE = "quire.assemble.rank_child"
 CODES = {signal.SIGTERM: 0, signal.SIGINT: 130}  # exit codes of a host that a signal has ended
 
 
-def serve_host(config: EngineConfig, say: Callable[[str], None], seconds: float = JOIN_SECONDS) -> int:
+def serve_host(config: EngineConfig, module: str, say: Callable[[str], None], seconds: float = JOIN_SECONDS) -> int:
     """Run the ranks of this host until the engine ends. Return the exit code: 1 after a rank of this host has failed.
 
-    say   prints a line for the user;  seconds  to find host 0
+    module   builds a rank; see `HostAgent`;  say  prints a line for the user;  seconds  to find host 0
     Raises a `QuireError` when host 0 is not found, does not take this host, or is lost.
     """
     hosts = config.hosts
@@ -37,7 +36,7 @@ def serve_host(config: EngineConfig, say: Callable[[str], None], seconds: float 
     signals: list[signal.Signals] = []
     for number in CODES:
         signal.signal(number, lambda received, _: signals.append(signal.Signals(received)))
-    agent = HostAgent(hosts.master_addr, hosts.master_port, key, hello, MODULE, env={}, say=say)
+    agent = HostAgent(hosts.master_addr, hosts.master_port, key, hello, module, env={}, say=say)
     good = agent.run(lambda: f"was ended by {signals[0].name}" if signals else "", seconds)
     return CODES[signals[0]] if signals else int(not good)
 

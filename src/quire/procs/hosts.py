@@ -39,7 +39,7 @@ from quire.procs.host_messages import (
 )
 from quire.procs.launchers import LocalLauncher, Place, StartedRank
 
-LOG = logging.getLogger("quire.hosts")
+LOG = logging.getLogger("quire").getChild("hosts")
 TICK_SECONDS = 0.1
 START_SECONDS = 60.0  # for an agent to start a process
 MOST_NEW = 64  # connections that are proving their key at the same time; more are dropped
@@ -49,7 +49,7 @@ class Members(NamedTuple):
     """The hosts that an engine waits for.
 
     first      index of the first host that must connect: 1 when this process's host is host 0, 0 when all connect
-    count      number of hosts, this one included
+    total      number of hosts, this one included
     versions, model   that the hosts must have; see `HostHello`
     gpus       True when every rank needs a GPU
     seconds    to wait for all hosts
@@ -57,7 +57,7 @@ class Members(NamedTuple):
     """
 
     first: int
-    count: int
+    total: int
     versions: str
     model: str
     gpus: bool
@@ -105,10 +105,10 @@ class Hosts:
     def place(self, world: int) -> Sequence[Place]:
         """Wait for all hosts. Give each of them the same number of consecutive ranks."""
         self._wait_for_hosts()
-        each, places = world // self._members.count, list[Place]()
-        assert each * self._members.count == world, "checked before"
+        each, places = world // self._members.total, list[Place]()
+        assert each * self._members.total == world, "checked before"
         names: dict[str, int] = {}  # of different hosts; agents with the same name are on one host
-        for node in range(self._members.count):
+        for node in range(self._members.total):
             hello = self._agents[node].hello if node in self._agents else None
             host = names.setdefault(hello.name if hello else "", len(names))
             devices: Sequence[int] = range(each)
@@ -174,19 +174,19 @@ class Hosts:
     def _wait_for_hosts(self) -> None:
         begun, said, members = time.monotonic(), False, self._members
         with self._changed:
-            while missing := [one for one in range(members.first, members.count) if one not in self._agents]:
+            while missing := [one for one in range(members.first, members.total) if one not in self._agents]:
                 waited, words = time.monotonic() - begun, ", ".join(map(str, missing))
                 place = "{}:{}".format(*self._listener.getsockname()[:2])
                 if fault := members.fault():
                     raise EngineDead(fault)
                 if waited >= members.seconds:
-                    raise EngineDead(f"node {words} of {members.count} has not connected to {place} in {waited:.0f} s"
+                    raise EngineDead(f"node {words} of {members.total} has not connected to {place} in {waited:.0f} s"
                                      f"{self._last_words and f' ({self._last_words})'}: start `quire serve MODEL "
                                      "--headless` there with its --node-rank and the same --nnodes, --master-addr and "
                                      "--master-port.")  # fmt: skip
                 if waited >= WAITING_SECONDS and not said:
                     said = True
-                    LOG.warning("waiting for node %s of %d on %s.", words, members.count, place)
+                    LOG.warning("waiting for node %s of %d on %s.", words, members.total, place)
                 self._changed.wait(TICK_SECONDS)
             for agent in self._agents.values():
                 if agent.lost:
@@ -284,8 +284,8 @@ class Hosts:
     def _take(self, agent: "_Agent", peer: str) -> None:
         hello, members = agent.hello, self._members
         why = ""
-        if not members.first <= hello.node < members.count:
-            why = f"it is node {hello.node}, and the other nodes are {members.first} to {members.count - 1}"
+        if not members.first <= hello.node < members.total:
+            why = f"it is node {hello.node}, and the other nodes are {members.first} to {members.total - 1}"
         elif hello.node in self._agents:
             why = f"node {hello.node} is {self._agents[hello.node].hello.name} already: give each host its --node-rank"
         elif hello.versions != members.versions:

@@ -8,17 +8,21 @@ from quire.config.engine import EngineConfig
 from quire.config.env import absent_variables
 from quire.contracts.errors import QuireError
 from quire.procs.agent import HostAgent, host_name
-from quire.procs.headless import MODULE, find_model, versions
+from quire.procs.headless import find_model, versions
 from quire.procs.host_messages import HostHello
 
 JOIN_SECONDS = 1800.0  # for the actors to import Quire, find the model and connect
 
 
 class RayRank:
-    """The actor of a rank. `env`: variables of the driver, which the rank has unless its node sets them."""
+    """The actor of a rank.
 
-    def __init__(self, env: Mapping[str, str]) -> None:
-        self._env = absent_variables(env)
+    module   builds a rank; see `HostAgent`
+    env      variables of the driver, which the rank has unless its node sets them
+    """
+
+    def __init__(self, module: str, env: Mapping[str, str]) -> None:
+        self._module, self._env = module, absent_variables(env)
 
     def run(self, number: int, place: tuple[str, int], key: bytes, config: bytes) -> str:
         """Run the rank until the engine ends. Return "", or the reason why it could not.
@@ -33,7 +37,7 @@ class RayRank:
         try:
             folder, digest = find_model(msgspec.json.decode(config, type=EngineConfig))
             hello = HostHello(node=number, name=node, versions=versions(), devices=gpus, folder=folder, model=digest)
-            HostAgent(*place, key, hello, MODULE, env=self._env, say=print).run(seconds=JOIN_SECONDS)
+            HostAgent(*place, key, hello, self._module, env=self._env, say=print).run(seconds=JOIN_SECONDS)
         except QuireError as error:
             return f"rank {number} on {node}: {error}"
         return ""

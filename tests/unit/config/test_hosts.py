@@ -60,6 +60,8 @@ def test_each_host_gets_the_same_number_of_ranks() -> None:
     check_hosts(HostsConfig(nnodes=2), Parallel(tp=2, dp=2))
     with pytest.raises(ConfigError, match="-tp 2: 2 ranks cannot be divided equally among 3 hosts"):
         check_hosts(HostsConfig(nnodes=3), Parallel(tp=2))
+    with pytest.raises(ConfigError, match="one rank runs on this host, without Ray"):
+        check_hosts(HostsConfig(distributed_executor_backend="ray"), Parallel())
     with pytest.raises(ConfigError, match="only host 0 has an engine core"):
         check_hosts(HostsConfig(nnodes=2, node_rank=1), Parallel(tp=2))
 

@@ -46,7 +46,7 @@ class Cluster:
         self.agents: dict[int, subprocess.Popen[str]] = {}
         given: dict[str, Any] = {"first": 1, "versions": "1", "model": "", "gpus": False, "seconds": 20.0}
         self.hosts = Hosts(LocalLauncher(MODULE, ENV), self.listener, KEY.encode(),
-                           Members(count=count, **(given | members)))  # fmt: skip
+                           Members(total=count, **(given | members)))  # fmt: skip
 
     def agent(self, node: int, key: str = KEY, ranks: str = MODULE) -> "subprocess.Popen[str]":
         script = ROOT / "tests" / "support" / "fake_host.py"
@@ -204,7 +204,7 @@ def test_an_agent_that_comes_first_waits_for_the_master() -> None:
     made.agent(1)
     time.sleep(1.0)
     made.listener = listen("127.0.0.1", port)
-    members = Members(first=1, count=2, versions="1", model="", gpus=False, seconds=20.0)
+    members = Members(first=1, total=2, versions="1", model="", gpus=False, seconds=20.0)
     made.hosts = Hosts(LocalLauncher(MODULE, ENV), made.listener, KEY.encode(), members)
     processes = ranks(made, {}, {})
     processes.build(lambda done, total: None)
