@@ -41,7 +41,8 @@ SIZES = Limits(**(vars(LIMITS) | {"graph_sizes": (2, 4), "graph_tokens": (24,), 
 def layout(args: ModelArgs) -> Layout:
     """The layout of the memory of a rank."""
     assert args.moe is not None
-    return Layout(ranks=SIZE, rows=max(SIZES.bounds), hidden=args.hidden_size, top_k=args.moe.routing.top_k, item_bytes=4)
+    return Layout(ranks=SIZE, rows=max(SIZES.bounds), hidden=args.hidden_size, top_k=args.moe.routing.top_k,
+                  item_bytes=4)  # fmt: skip
 
 
 def shared_memory(folder: Path, rank: int, made: Layout) -> tuple[Slots, object]:
