@@ -69,6 +69,9 @@ class SimulatedExecutor:
     def ready(self) -> bool:
         return True
 
+    def check_alive(self) -> None:
+        pass
+
     def control(self, name: str, args: dict[str, Any]) -> object:
         assert name == "experts"
         given = dict(args)
