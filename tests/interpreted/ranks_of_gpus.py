@@ -37,6 +37,7 @@ from quire.worker.device_state import Limits
 from ..support.compared import BLOCK, CPU, LIMITS, model_args
 from ..support.filled_models import experts_plan, sliced, stored_tensors
 
+NO_GROUPS = RankGroups()
 ROOM, PROGRAMS, SIZE = 1 << 16, 4, 2
 SIZES = Limits(**(vars(LIMITS) | {"graph_sizes": (2, 4), "graph_tokens": (48,)}))
 
@@ -60,8 +61,11 @@ class SharedFiles(SymmetricGroup):
         return super()._sum(part, residual)
 
 
-def rank_model(args: ModelArgs, rank: Rank, tp: Group | None, target: str) -> Model:
-    """The slices of a random checkpoint that a rank holds; the references without a target."""
+def rank_model(args: ModelArgs, rank: Rank, tp: Group | None, target: str, groups: RankGroups = NO_GROUPS) -> Model:
+    """The slices of a random checkpoint that a rank holds; the references without a target.
+
+    groups   of a replica in lock-step
+    """
     ops, params = operations(args), layout(args, rank)
     kernels = select_kernels(target or "cpu", "float32", ops=ops, head_dim=args.head_dim,
                              forced=None if target else dict.fromkeys(ops, "ref"))  # fmt: skip
@@ -71,6 +75,7 @@ def rank_model(args: ModelArgs, rank: Rank, tp: Group | None, target: str) -> Mo
         linear_plans(args, params, kernels.choices), experts=None if whole else tuple(rank.expert_ids), tp=tp,
         moe=experts_plan(args, "float32", target or "cpu", "" if target else "ref"),
         vocabulary=None if tp is None else vocabulary_slice(args.vocab_size, tp),
+        ep=groups.ep, slots=groups.slots, owners=() if groups.ep is None else _owners(args, rank, groups.ep.size),
     )  # fmt: skip
     model = Decoder(args, params, build)
     stored = {name: tensor * 0.3 for name, tensor in stored_tensors(layout(args)).items()}
@@ -78,6 +83,13 @@ def rank_model(args: ModelArgs, rank: Rank, tp: Group | None, target: str) -> Mo
         model.take(unit.module, unit.place, {
             raw.name: torch.cat([sliced(part, stored[part.stored]) for part in raw.parts]) for raw in unit.tensors})
     return model
+
+
+def _owners(args: ModelArgs, rank: Rank, size: int) -> tuple[int, ...]:
+    """The rank of each expert among replicas of one rank."""
+    every = list(ranks(args, Parallel(dp=size, experts=True)))
+    held = {expert: one.number for one in every for expert in one.expert_ids}
+    return tuple(held[expert] for expert in range(len(held)))
 
 
 def main(number: int, kind: str, folder: Path) -> None:

@@ -154,13 +154,8 @@ def assemble(config: EngineConfig, on_loading: Loading | None = None, *, served:
     unread = () if config.load.load_format == "dummy" else unread_head(found.folder)
     with Progress("Loading weights", 0, unit="B",
                   enabled=config.load.use_tqdm_on_load and on_loading is None) as progress:  # fmt: skip
-        arrived, loading = threading.Event(), on_loading or progress.update
-        if len(plans) == 1:
-            replicas = [assemble_rank(plans, on_loading=loading, end_phase=phases.end)]
-        else:
-            from quire.assemble.ranks import assemble_ranks
-
-            replicas = assemble_ranks(plans, on_loading=loading, end_phase=phases.end, arrived=arrived)
+        arrived = threading.Event()
+        replicas = _assemble_replicas(plans, arrived, on_loading or progress.update, phases.end)
     parts, tokenizer = replicas[0], text.tokenizer  # not of a core that serves another process, until it needs one
     cores = [assemble_core(one, GrammarCompiler(lambda: tokenizer or Tokenizer.load(found.tokenizer_folder),
                                                 found.args.vocab_size, GrammarTrial(), cpu.cores))
@@ -241,6 +236,16 @@ def assemble_rank(plans: Sequence[EnginePlan], *, on_loading: Loading, end_phase
     gpu = read_cuda_facts() if plan.machine.device == "cuda" else None
     loaded = load_rank(plan, ALONE, gpu, on_loading=on_loading, end_phase=end_phase)
     return loaded.finish(resolve_sizing(plan, loaded.measure()))
+
+
+def _assemble_replicas(plans: Sequence[EnginePlan], arrived: threading.Event, on_loading: Loading,
+                       end_phase: Callable[[str], None]) -> list[Parts]:  # fmt: skip
+    """Build the engine of each replica: on this process's device, or in processes of their own."""
+    if len(plans) == 1:
+        return [assemble_rank(plans, on_loading=on_loading, end_phase=end_phase)]
+    from quire.assemble.ranks import assemble_ranks
+
+    return assemble_ranks(plans, on_loading=on_loading, end_phase=end_phase, arrived=arrived)
 
 
 def assemble_core(parts: Parts, compiler: GrammarCompiler | None) -> EngineCore:

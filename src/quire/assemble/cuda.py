@@ -22,6 +22,7 @@ from quire.kernels.triton_runtime import missing
 from quire.kvstore.arena import KVArena
 from quire.layers.stack import Model
 from quire.models.build import build_model
+from quire.models.collectives import exchange_bounds
 from quire.models.plan import EnginePlan
 from quire.models.registry import kv_views
 from quire.platforms.cuda import CudaFacts
@@ -64,6 +65,7 @@ def load_cuda(plan: EnginePlan, groups: RankGroups, facts: CudaFacts, *, on_load
         max_model_len=config.model.max_model_len or plan.args.max_position_embeddings,
         graph_sizes=plan.graphs.sequences, graph_tokens=plan.graphs.tokens, depth=config.device.async_depth or DEPTH,
         windows=plan.geometry.windows,
+        bounds=() if groups.slots is None else exchange_bounds(config.scheduler.token_budget()),
     )  # fmt: skip
     with _room_for_steps(weights, facts.free_memory, config):
         compiled, working, per_seq, per_token = _rehearse(model, plan.geometry, limits, scales, groups)

@@ -17,7 +17,8 @@ from quire.distributed import Group
 from quire.distributed.checked import CheckedGroup
 from quire.distributed.mesh import ALONE, RankGroups
 from quire.distributed.process_group import join_ranks
-from quire.models.collectives import sum_room
+from quire.kernels.comm.exchange import Layout
+from quire.models.collectives import exchange_rows, sum_room
 from quire.models.plan import EnginePlan
 from quire.models.registry import ITEM_BYTES
 from quire.platforms.cuda import read_cuda_facts
@@ -60,6 +61,11 @@ def build_rank(start: bytes, on_loading: Loading) -> "ChildRank":
 
         tp, why = with_symmetric_memory(groups.tp, device, largest_message(task.plan))
         groups = replace(groups, tp=tp)
+    experts = task.plan.experts
+    if experts is not None and experts.dispatcher == "pull":
+        from quire.distributed.symmetric import exchange_memory
+
+        groups = replace(groups, slots=exchange_memory(groups.ep, device, exchange_layout(task.plan), together.tp))
     if task.plan.config.parallel.check_collectives:
         groups = checked(groups, device)
     loaded = load_rank(task.plan, groups, gpu, on_loading=on_loading, end_phase=lambda name: None)
@@ -72,6 +78,14 @@ def largest_message(plan: EnginePlan) -> int:
     return sum_room(plan.mesh.parallel.tp, hidden)
 
 
+def exchange_layout(plan: EnginePlan) -> Layout:
+    """Return the layout of the memory for the exchange of rows between replicas."""
+    parallel, moe = plan.mesh.parallel, plan.args.moe
+    assert moe is not None, "a model without experts exchanges no rows"
+    return Layout(ranks=parallel.expert_ranks, rows=exchange_rows(parallel, plan.config.scheduler.token_budget()),
+                  hidden=plan.args.hidden_size, top_k=moe.routing.top_k, item_bytes=ITEM_BYTES[plan.dtype.dtype])
+
+
 def checked(groups: RankGroups, device: torch.device) -> RankGroups:
     """Return process groups that compare each collective over the ranks before it runs (--check-collectives)."""
 
@@ -79,7 +93,7 @@ def checked(groups: RankGroups, device: torch.device) -> RankGroups:
         return None if group is None else CheckedGroup(group, device)
 
     return RankGroups(tp=one(groups.tp), pp=one(groups.pp), tokens=one(groups.tokens), ep=one(groups.ep),
-                      movers=groups.movers)
+                      movers=groups.movers, slots=groups.slots)
 
 
 @dataclass(frozen=True)

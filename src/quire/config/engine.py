@@ -22,9 +22,6 @@ def option(default: Any, help: str, *, flags: tuple[str, ...] = (), choices: tup
 CPU_TOKENS = 2048  # token budget of a step
 SEQUENCES = 256  # requests running at once
 DEVICES = ("auto", "cpu", "cuda", "mock")
-ALL2ALL = ("auto", "allgather_reducescatter", "deepep_high_throughput", "deepep_low_latency", "deepep_v2", "nixl_ep",
-           "naive", "pplx", "mori_high_throughput", "mori_low_latency", "moonep", "flashinfer_nvlink_one_sided",
-           "flashinfer_nvlink_two_sided", "flashinfer_all2allv")
 DTYPES = ("auto", "float32", "bfloat16", "float16", "half", "float")
 
 
@@ -152,8 +149,7 @@ class ParallelConfig:
     eplb_config: dict[str, Any] | None = option(
         None, 'settings of --enable-eplb, as JSON: {"num_redundant_experts": 32, "step_interval": 3000}')
     all2all_backend: str = option(
-        "auto", "exchange of tokens between replicas that share experts; auto: chosen for prefill and decode",
-        choices=ALL2ALL)
+        "auto", "exchange of tokens between replicas that share experts; auto: chosen for prefill and decode")
     disable_custom_all_reduce: bool = option(False, "sum over GPUs through NCCL, not through memory that all map")
     check_collectives: bool = option(False, "compare every exchange between ranks before it runs, and name the ranks "
                                             "that differ; slow")

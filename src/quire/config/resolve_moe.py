@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from quire.config.checkpoint import ModelArgs
-from quire.config.placement import Parallel
+from quire.config.placement import MOST_RANKS, Parallel
 from quire.contracts.decided import line_of
 from quire.contracts.errors import ConfigError
 from quire.contracts.scheme import Scheme
@@ -24,6 +24,7 @@ class Dispatcher:
     weighs     stage that multiplies by the routing weights and sums over k: "experts" (the kernel), "combine" (later)
     sums       groups of ranks ("dp", "tp") over which the dispatcher sums partial results
     devices    devices whose ranks can use it
+    ranks      most ranks that can use it together
     """
 
     layout: str
@@ -33,6 +34,7 @@ class Dispatcher:
     capturable: bool = True
     implemented: bool = False
     devices: tuple[str, ...] = ("cpu", "cuda")
+    ranks: int = MOST_RANKS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,11 +53,11 @@ IDS = {"global": "global expert ids", "local": "local expert ids", "none": "rows
 WEIGHING = {"experts": "weighing by the experts kernel", "combine": "weighing in the combine step"}
 DISPATCHERS: Mapping[str, Dispatcher] = {
     "none": Dispatcher(layout="flat", numbering="global", weighs="experts", implemented=True),
+    # Ranks read the rows that their experts need from each other's memory, and so the results: GPUs of one host.
+    "pull": Dispatcher(layout="flat", numbering="global", weighs="experts", sums=frozenset({"dp", "tp"}),
+                       devices=("cuda",), ranks=8, implemented=True),
     "all-gather": Dispatcher(layout="flat", numbering="global", weighs="experts", sums=frozenset({"dp", "tp"}),
                              capturable=False, implemented=True),
-    # Ranks read the rows that their experts need from each other's memory, and so the results.
-    "pull": Dispatcher(layout="flat", numbering="global", weighs="experts", sums=frozenset({"dp", "tp"}),
-                       devices=("cuda",)),
     "all-to-all": Dispatcher(layout="grouped", numbering="none", weighs="combine", sums=frozenset({"dp", "tp"})),
 }
 NOT_YET = "not implemented yet"
@@ -192,6 +194,9 @@ def _candidates(topology: Parallel, hardware: Hardware, phase: str,
             continue
         if hardware.device not in dispatcher.devices:
             yield name, "", f"{name} runs on {' or '.join(dispatcher.devices)}, not on {hardware.device}"
+            continue
+        if topology.expert_ranks > dispatcher.ranks:
+            yield name, "", f"{name} joins at most {dispatcher.ranks} ranks, those of one host"
             continue
         for kernel, cannot_run in hardware.kernels:
             reason = cannot_run or _mismatch(name, kernel, captured)

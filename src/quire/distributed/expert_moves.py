@@ -7,6 +7,7 @@ overwritten while another rank reads them, and the spare memory holds the moved 
 
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -69,7 +70,7 @@ class ExpertMover:
             with torch.inference_mode():
                 for layer, moves in enumerate(self._work):
                     with self._changed:
-                        self._changed.wait_for(lambda layer=layer: self._closed or self._switched == layer)  # type: ignore[misc]
+                        self._changed.wait_for(partial(self._may_fetch, layer))
                         if self._closed:
                             return
                     self._spare = self._fetch(layer, moves)
@@ -81,6 +82,10 @@ class ExpertMover:
             with self._changed:
                 self.fault = error
                 self._changed.notify_all()
+
+    def _may_fetch(self, layer: int) -> bool:
+        """True when the weights before are in their places, or the mover is closed."""
+        return self._closed or self._switched == layer
 
     def _fetch(self, layer: int, moves: Moves) -> list[tuple[int, list[Tensor]]]:
         """Fetch the layer's new experts of this rank and send those that other ranks want: all ranks in one order."""

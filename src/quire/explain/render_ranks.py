@@ -48,7 +48,7 @@ def add_ranks(tree: Tree, plan: Plan) -> None:
         _add(branch, _replicas(ranks, plan["groups"]))
     for (stage, *_), some in alike.items():
         _add(branch, f"{_numbers([rank['number'] for rank in some])} (stage {stage}): {_held(some, plan['latent'])}")
-    if plan["latent"]:
+    if plan["latent"] and ranks[0]["tp"] > 1:
         _add(branch, "KV cache: the same latents on every tp rank")
     for key in ("kv_heads", "experts"):
         if line := _shares(ranks, key) if not (plan["latent"] and key == "kv_heads") else "":

@@ -13,6 +13,7 @@ from quire.contracts.params import Param
 from quire.distributed import Group
 from quire.distributed.vocabulary import VocabularySlice
 from quire.kernels.attention import AttentionMeta, KVView
+from quire.kernels.comm.exchange import Slots
 from quire.kernels.linear.plan import LinearPlan
 from quire.kernels.select import Kernels
 
@@ -28,6 +29,8 @@ class Build:
     experts      numbers of the experts on this rank, in the order in which they are stacked; None: all experts
     tp           tensor-parallel group, whose ranks share every layer; None: this rank has whole layers
     ep           expert-parallel group of several replicas; None: no other replica needs the experts of this rank
+    slots        memory of the ranks of `ep` for dispatcher "pull"; None: another dispatcher
+    owners       rank in `ep` of each expert; (): `ep` is None
     vocabulary   this rank's slice of the vocabulary; None: all of it
     layers       first layer of this rank, and the end of its range; None: it has all layers
     moe          kernel and dispatcher of the experts; None: a model without experts
@@ -42,6 +45,8 @@ class Build:
     experts: tuple[int, ...] | None = None
     tp: Group | None = None
     ep: Group | None = None
+    slots: Slots | None = None
+    owners: tuple[int, ...] = ()
     vocabulary: VocabularySlice | None = None
     layers: tuple[int, int] | None = None
     moe: MoEPlan | None = None

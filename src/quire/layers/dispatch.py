@@ -1,7 +1,11 @@
 """The way of tokens to experts on the ranks of other replicas, and of results back.
 
-`AllGatherExchange` is the dispatcher "all-gather" of `config/resolve_moe.py`: every rank gets the rows of all replicas,
-runs its own experts on them, and the ranks' results are summed where the rows came from.
+The dispatchers of `config/resolve_moe.py`:
+
+    all-gather   every rank gets the rows of all replicas, runs its own experts on them, and the ranks' results are
+                 summed where the rows came from
+    pull         GPUs of a host: every rank reads the rows that have an expert there from the memory of the others, and
+                 later the results; see `quire.kernels.comm.exchange`
 
 Under tensor parallelism all ranks of a replica have the replica's rows; each brings a share of them, so that a row
 travels once.
@@ -15,25 +19,26 @@ from torch import Tensor
 
 from quire.config.placement import share
 from quire.distributed import Group
+from quire.kernels.comm.exchange import Slots
 from quire.layers.context import ReplicaTokens
 
 Rows = tuple[Tensor, Tensor, Tensor]  # x [T, hidden], weights [T, k] float32, ids [T, k] int32
-Experts = Callable[[Tensor, Tensor, Tensor, None], Tensor]  # (x, weights, ids, no residual) -> [T, hidden]
+Experts = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]  # (x, weights, ids, residual) -> [T, hidden]
 
 
-class Exchange(Protocol):
+class ExpertExchange(Protocol):
     """This rank's end of the exchange of rows between replicas in lock-step. Every rank makes every call."""
 
     def run(self, routed: Rows, hidden: Tensor, experts: Experts, replicas: ReplicaTokens) -> Tensor:
         """Return hidden [T, hidden] + the weighted sum of the experts of all ranks for this replica's rows.
 
-        experts   returns the partial sum over this rank's experts
+        experts   returns the partial sum over this rank's experts, added to a residual if there is one
         It may overwrite `hidden`.
         """
 
 
 class AllGatherExchange:
-    """Exchange by an all-gather of rows and a reduce-scatter of results; see `Exchange`.
+    """Exchange by an all-gather of rows and a reduce-scatter of results; see `ExpertExchange`.
 
     ep   ranks that divide the experts: those of a replica are neighbours
     tp   ranks of this replica; None: it has one
@@ -45,7 +50,7 @@ class AllGatherExchange:
         self._replica, self._place = divmod(ep.rank, self._each)
 
     def run(self, routed: Rows, hidden: Tensor, experts: Experts, replicas: ReplicaTokens) -> Tensor:
-        """Return hidden + the weighted sum of the experts of all ranks. See `Exchange`."""
+        """Return hidden + the weighted sum of the experts of all ranks. See `ExpertExchange`."""
         rows = replicas.rows
         return hidden + self.combine(experts(*self.dispatch(routed, rows), None), rows)
 
@@ -72,6 +77,33 @@ class AllGatherExchange:
     def _counts(self, rows: Sequence[int]) -> list[int]:
         """Rows that each rank brings."""
         return [_share(count, self._each, place) for count in rows for place in range(self._each)]
+
+
+class PullExchange:
+    """Exchange through symmetric memory; see `ExpertExchange`. It can be captured in a CUDA graph.
+
+    slots   the memory of all ranks
+    owner   [experts] int32: the rank of each expert, or of each slot if experts are balanced
+    """
+
+    def __init__(self, slots: Slots, owner: Tensor) -> None:
+        from quire.kernels.comm import triton_exchange  # needs Triton, which only GPUs have
+
+        self.slots, self.owner, self._kernels = slots, owner, triton_exchange
+
+    def run(self, routed: Rows, hidden: Tensor, experts: Experts, replicas: ReplicaTokens) -> Tensor:
+        """Return hidden + the weighted sum of the experts of all ranks. See `ExpertExchange`.
+
+        With more tokens than `bound` in some replica, the rows travel in several exchanges, as many on every rank.
+        """
+        (x, weights, ids), each, most = routed, self.slots.each, replicas.bound
+        hidden, bound = hidden.contiguous(), -(-most // each)
+        for first in range(0, max(replicas.rows, default=1), bound * each):
+            given = ids, replicas.count, self.owner, self.slots, bound, first
+            got, got_weights, got_ids, y = self._kernels.dispatch(x, given[0], weights, *given[1:])
+            y = experts(got, got_weights, got_ids, y)
+            hidden = self._kernels.combine(hidden, y, *given)
+        return hidden
 
 
 def _share(count: int, parts: int, place: int) -> int:

@@ -16,7 +16,7 @@ from quire.kernels.select import load_kernel
 from quire.kernels.streams import Fork, side_stream
 from quire.layers.balancing import ExpertSlots
 from quire.layers.context import Build, StepContext
-from quire.layers.dispatch import AllGatherExchange
+from quire.layers.dispatch import AllGatherExchange, ExpertExchange, PullExchange
 from quire.layers.linear import Linear, add_sum
 from quire.layers.mlp import GatedMLP
 from quire.layers.norm import RMSNorm
@@ -135,7 +135,12 @@ class MoE(nn.Module):
         self.shared_gate = Linear(f"{at}.shared_gate", build) if moe.shared_gate else None
         can = build.device.type == "cuda" and "join" in build.moe.features
         self.tp = build.tp
-        self.exchange = AllGatherExchange(build.ep, build.tp) if build.ep is not None else None
+        self.exchange: ExpertExchange | None = None
+        if build.slots is not None:
+            self.exchange = PullExchange(build.slots, torch.tensor(build.owners, dtype=torch.int32,
+                                                                   device=build.device))  # fmt: skip
+        elif build.ep is not None:
+            self.exchange = AllGatherExchange(build.ep, build.tp)
         self.forks = can and self.shared is not None and self.tp is None and self.exchange is None
         self.top_k, self.dtype, self.hidden_size = moe.routing.top_k, build.dtype, args.hidden_size
         self.slots: ExpertSlots | None = None
@@ -184,6 +189,8 @@ class MoE(nn.Module):
         places = torch.full((num_slots,), -1, dtype=torch.int32)
         places[own.start : own.stop] = torch.arange(len(own), dtype=torch.int32)
         self.experts.expert_map = places.to(self.experts.device)  # from now on of slots
+        if isinstance(self.exchange, PullExchange):
+            self.exchange.owner = (torch.arange(num_slots, dtype=torch.int32) // len(own)).to(self.experts.device)
 
     def _shared_inner(self, shared: GatedMLP, x: Tensor) -> Tensor:
         """The input of the shared experts' last projection."""

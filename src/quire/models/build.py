@@ -4,7 +4,7 @@ from functools import partial
 
 import torch
 
-from quire.config.placement import vocabulary_share
+from quire.config.placement import ranks, vocabulary_share
 from quire.distributed import Group
 from quire.distributed.mesh import ALONE, RankGroups
 from quire.distributed.vocabulary import VocabularySlice
@@ -29,7 +29,8 @@ def build_model(plan: EnginePlan, groups: RankGroups = ALONE) -> Decoder:
     build = Build(
         dtype=getattr(torch, plan.dtype.dtype), device=torch.device(plan.machine.device), kernels=kernels,
         params={param.name: param for param in plan.params}, linears=plan.linears,
-        experts=None if whole else tuple(rank.expert_ids), tp=tp, ep=groups.ep, kv_groups=plan.geometry.groups,
+        experts=None if whole else tuple(rank.expert_ids), tp=tp, ep=groups.ep, slots=groups.slots,
+        owners=owners(plan) if groups.ep is not None else (), kv_groups=plan.geometry.groups,
         moe=plan.experts, layers=rank.layers,
         vocabulary=None if tp is None else vocabulary_slice(args.vocab_size, tp),
     )  # fmt: skip
@@ -46,6 +47,13 @@ def build_model(plan: EnginePlan, groups: RankGroups = ALONE) -> Decoder:
         for layer in args.moe.layers:
             model.layers[layer].mlp.choose = partial(routing.uniform, kernels.routing, args.moe.routing)
     return model
+
+
+def owners(plan: EnginePlan) -> tuple[int, ...]:
+    """Return the rank of each expert in the group of ranks that divide the experts of a stage."""
+    stage = [rank for rank in ranks(plan.args, plan.mesh.parallel) if rank.stage == plan.mesh.rank.stage]
+    found = {expert: place for place, rank in reversed(list(enumerate(stage))) for expert in rank.expert_ids}
+    return tuple(found[expert] for expert in range(len(found)))
 
 
 def vocabulary_slice(size: int, tp: Group) -> VocabularySlice:

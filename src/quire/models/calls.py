@@ -118,9 +118,11 @@ def _experts(args: ModelArgs, linear: Features, routing: str, sliced: bool,
         yield Call("linear.run_float" if moe.router_float else "linear.run", ("mlp.router.weight",))
         yield Call("routing.route", ("mlp.router.bias",) if moe.routing.bias else ())
     run = Call("experts.run", ("mlp.experts.gate_up", "mlp.experts.down"))
-    shared = tuple(_shared(args, linear, sliced or bool(spread)))
-    if spread:
-        yield from (*_way(spread, sliced, to_experts=True), run, *shared, *_way(spread, sliced, to_experts=False))
+    shared = tuple(_shared(args, linear, sliced))
+    if spread:  # shared experts first: their result goes into the residual, and does not travel
+        summed = (Call(SUM),) if sliced and shared else ()
+        ways = (_way(spread, sliced, to_experts=there) for there in (True, False))
+        yield from (*shared, *summed, *next(ways), run, *next(ways))
         return
     yield from (*shared, run)
     if sliced:  # once for both kinds of experts

@@ -18,6 +18,7 @@ SUM_BUFFERS = 3  # of sums through symmetric memory: `quire.kernels.comm`
 # Bytes of the largest sum through symmetric memory, by number of ranks. Every rank reads the parts of all others, that
 # is (N - 1) times the message; NCCL's rings move 2 (N - 1) / N times. Known of two ranks only.
 MOST_ROOM = {2: 64 << 20, 4: 512 << 10, 8: 256 << 10}
+BOUNDS = (64, 256, 4096)  # tokens of a replica in an exchange between replicas
 TOKEN_BYTES = 4  # int32
 CHOICE_BYTES = 8  # of an expert of a token: its id and its weight
 TOKEN, SAMPLED, SCORED = "token", "sampled row", "scored row"
@@ -103,6 +104,8 @@ def _exchanges(args: ModelArgs, parallel: Parallel, item_bytes: int, spread: Map
         yield "all-reduce", "embedding", "tp", row, int(first), TOKEN, ""
         yield "all-reduce", "attention output", "tp", row, len(layers), TOKEN, ""
         yield "all-reduce", "feed-forward output", "tp", row, len(layers) - spreading, TOKEN, ""
+        if args.moe and args.moe.shared_size:
+            yield "all-reduce", "output of shared experts", "tp", row, spreading, TOKEN, ""
     if args.moe and spreading:
         for dispatcher in dict.fromkeys(spread.values()):
             when = WHEN[tuple(phase for phase, name in spread.items() if name == dispatcher)]
@@ -170,9 +173,11 @@ def buffer_bytes(args: ModelArgs, rank: Rank, parallel: Parallel, *, item_bytes:
     exchanged = 0
     if args.moe and parallel.lockstep and any(layer in args.moe.layers for layer in range(*rank.layers)):
         choices = CHOICE_BYTES * args.moe.routing.top_k * tokens
-        # All-gather: the rows of all replicas as they come, and taken apart. Pull: a replica's rows, and the results
-        # for the rows of all replicas, for others to read; and rows that were read.
-        rooms = {"all-gather": 2 * parallel.dp * (hidden + choices), "pull": (2 * parallel.dp + 1) * hidden + choices}
+        # All-gather: the rows of all replicas as they come, and taken apart. Pull: memory that others read, and rows
+        # that were read from it.
+        read = parallel.dp * exchange_bounds(tokens)[-1] * args.hidden_size * item_bytes
+        rooms = {"all-gather": 2 * parallel.dp * (hidden + choices),
+                 "pull": exchange_bytes(args, parallel, item_bytes=item_bytes, tokens=tokens) + read}
         exchanged = max((rooms.get(name, rooms["all-gather"]) for name in (spread or {}).values()), default=0)
     return (received + sent) * hidden + logits + shared + exchanged
 
@@ -181,3 +186,26 @@ def _widest_slice(args: ModelArgs, parallel: Parallel) -> int:
     """Ids of the largest slice of the vocabulary; the others are padded to it when they are gathered."""
     slices = (vocabulary_share(args.vocab_size, parallel.tp, place) for place in range(parallel.tp))
     return max(end - first for first, end in slices)
+
+
+def exchange_bounds(tokens: int) -> tuple[int, ...]:
+    """Return the numbers of a replica's tokens for which exchanges between replicas are captured, ascending.
+
+    tokens   most tokens of a step. More than the last bound travel in several exchanges
+    """
+    return (*(bound for bound in BOUNDS if bound < min(tokens, BOUNDS[-1])), min(tokens, BOUNDS[-1]))
+
+
+def exchange_bytes(args: ModelArgs, parallel: Parallel, *, item_bytes: int, tokens: int) -> int:
+    """Return the bytes of a GPU's memory for exchanges by dispatcher "pull": rows, ids, weights and results.
+
+    See `quire.kernels.comm.exchange.Layout`.
+    """
+    assert args.moe is not None
+    row, rows = args.hidden_size * item_bytes, exchange_rows(parallel, tokens)
+    return rows * (row * (1 + parallel.expert_ranks) + CHOICE_BYTES * args.moe.routing.top_k)
+
+
+def exchange_rows(parallel: Parallel, tokens: int) -> int:
+    """Return the most rows that a rank brings to an exchange; the ranks of a replica share its tokens."""
+    return -(-exchange_bounds(tokens)[-1] // parallel.tp)

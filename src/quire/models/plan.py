@@ -94,12 +94,16 @@ class EnginePlan(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def experts(self) -> MoEPlan | None:
-        """The plan of experts in decode steps, or None. Prefill has the same kernel, for the same packed weights."""
+        """The plan of experts in decode steps, or None. Prefill has the same kernel, for the same packed weights.
+
+        If the dispatcher of decode is only planned, the plan of prefill.
+        """
         prefill, decode = (self.moe.get(phase) for phase in ("prefill", "decode"))
         if not isinstance(prefill, MoEPlan) or not isinstance(decode, MoEPlan):
             return None
-        assert prefill.experts == decode.experts, "two phases, two packed layouts"
-        return decode
+        runs = [one for one in (decode, prefill) if one.implemented] or [decode]
+        assert len({one.experts for one in runs}) == 1, "two phases, two packed layouts"
+        return runs[0]
 
     @property
     def spread(self) -> dict[str, str]:

@@ -215,7 +215,6 @@ NOTED = [
     ("--num-scheduler-steps 8", "--num-scheduler-steps changes nothing: a step makes one token"),
     ("--attention-backend FLASHINFER", "Quire chooses kernels itself; forcing one is not supported"),
     ("--no-enable-chunked-prefill", "--no-enable-chunked-prefill changes nothing: long prompts"),
-    ("--enable-eplb", "experts are not balanced among devices yet"),
     ("--api-server-count 4", "one process speaks HTTP"),
     ("--distributed-executor-backend ray", "--distributed-executor-backend ray changes nothing: each device has a"),
     ("--long-prefill-token-threshold 512", "--max-num-batched-tokens bounds the chunks"),

@@ -111,6 +111,13 @@ def test_a_dispatcher_that_is_not_there_is_planned(model: ModelArgs) -> None:
     assert made.dispatcher == "all-gather" and made.implemented
 
 
+def test_ranks_of_several_hosts_read_no_memory_of_each_other(model: ModelArgs) -> None:
+    wide = Parallel(dp=32, experts=True)
+    with pytest.raises(ConfigError, match="pull . any: pull joins at most 8 ranks, those of one host"):
+        plan(model, wide, replace(GPU, kernels=GPU.kernels[:1]))
+    assert plan(model, wide, replace(GPU, eager=True)).dispatcher == "all-gather"
+
+
 def test_the_line_that_decides_is_that_of_the_function() -> None:
     assert (ROOT / "src/quire/config/resolve_moe.py").read_text().splitlines()[LINE - 1].startswith("def _chosen(")
 

@@ -16,7 +16,7 @@ HOT = np.tile([1, 1, 1, 1, 1, 50, 1, 1], (LAYERS, 1))
 
 
 class Ranks:
-    """What the ranks were asked for; each has counted half of `load`."""
+    """Ranks that keep what they are asked for; each of two has counted half of `load`."""
 
     def __init__(self, load: Any = HOT) -> None:
         self.load, self.asked, self.moves = load, list[str](), list[dict[str, Any]]()

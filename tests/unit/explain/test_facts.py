@@ -125,6 +125,9 @@ def test_what_would_fit_counts_the_ranks_that_were_asked_for(
 def test_a_phase_that_differs_in_nothing_is_told_once(shown: Any) -> None:
     assert shown("Qwen3-30B-A3B")[1].count("experts in prefill and decode: dispatcher none") == 1
     text = shown("Qwen3-30B-A3B", Parallel(dp=8, experts=True))[1]
+    wide = shown("Qwen3-30B-A3B", Parallel(tp=4, dp=4, experts=True))[1]
+    for words in ("experts in decode: dispatcher all-to-all", "not pull with any kernel: pull joins at most 8 ranks"):
+        assert words in wide
     for words in ("experts in prefill: dispatcher all-gather", "experts in decode: dispatcher pull"):
         assert text.count(words) == 1
     assert "(first that fits, not implemented yet, decided in config/resolve_moe.py:" in " ".join(text.split())

@@ -5,12 +5,12 @@ from pathlib import Path
 import pytest
 
 from quire.config.checkpoint import ModelArgs, read_checkpoint_config
-from quire.config.engine import ALL2ALL, ParallelConfig
+from quire.config.engine import ParallelConfig
 from quire.config.placement import Parallel
 from quire.config.resolve_moe import MoEPlan
 from quire.contracts.errors import ConfigError
 from quire.kernels.select import KernelNeeds
-from quire.models.notes import BACKENDS, parallel_notes
+from quire.models.notes import parallel_notes
 from quire.models.plan import moe_plans
 
 SPREAD = Parallel(tp=2, dp=4, experts=True)
@@ -26,10 +26,6 @@ def plans(model: ModelArgs, backend: str, parallel: Parallel = SPREAD, device: s
     needs = KernelNeeds(device=device, dtype="bfloat16")
     found = moe_plans(model, needs, lambda need: "", parallel=parallel, backend=backend)
     return [found[phase] for phase in ("prefill", "decode") if isinstance(found[phase], MoEPlan)]
-
-
-def test_every_name_is_an_option() -> None:
-    assert BACKENDS.keys() <= set(ALL2ALL)
 
 
 @pytest.mark.parametrize(("backend", "dispatchers", "asked"), [
