@@ -21,7 +21,7 @@ def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
 
 
 def check(made: Made) -> None:
-    """Signals are of the whole system; rows of other ranks are read past L1, 16 bytes at a time (8-bit rows: 4 to 16)."""
+    """Signals are of the whole system; rows of other ranks are read past L1, 16 bytes at a time, 8-bit rows 4 to 16."""
     for order in ("release", "acquire"):
         assert f"atom.global.{order}.sys.cas.b32" in made.ptx, made.ptx
     widths = set(re.findall(r"ld\.global\.cg(?:\.L1::\S+)?((?:\.v\d)?\.[bu]\d+)", made.ptx))
@@ -37,7 +37,8 @@ def exchange(ranks: int, bound: int, hidden: int, top_k: int, **changes: Any) ->
     addresses = empty(ranks, dtype=torch.int64)
     slots = Slots(Peers(addresses, addresses, 1, layout.num_bytes, 64), layout,
                   empty(layout.num_bytes, dtype=torch.uint8), each)  # fmt: skip
-    ints = (empty(bound * each, top_k, dtype=torch.int32), empty(1, dtype=torch.int32), empty(EXPERTS, dtype=torch.int32))
+    ints = (empty(bound * each, top_k, dtype=torch.int32), empty(1, dtype=torch.int32),
+            empty(EXPERTS, dtype=torch.int32))  # fmt: skip
     ids, count, owner = ints
     x, weights = empty(bound * each, hidden), empty(bound * each, top_k, dtype=torch.float32)
     *_, y = dispatch(x, ids, weights, count, owner, slots, bound)

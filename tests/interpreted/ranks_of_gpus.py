@@ -104,7 +104,7 @@ def main(number: int, kind: str, folder: Path) -> None:
         patch.setattr("quire.worker.construct.Graphs", Recording)
         patch.setattr("quire.worker.graphs.NARROW", 2)
         args, parallel = model_args(kind), Parallel(tp=SIZE, experts=kind == "experts")
-        joined = join_ranks(folder / "meeting", number, parallel, CPU)
+        joined = join_ranks(str(folder / "meeting"), number, parallel, CPU)
         assert isinstance(joined.tp, ProcessGroup)
         tp = SharedFiles(joined.tp, folder)
         rank = list(ranks(args, parallel))[number]

@@ -41,16 +41,17 @@ SIZES = Limits(**(vars(LIMITS) | {"graph_sizes": (2, 4), "graph_tokens": (24,), 
 def layout(args: ModelArgs) -> Layout:
     """The layout of the memory of a rank."""
     assert args.moe is not None
-    return Layout(ranks=SIZE, rows=max(SIZES.bounds), hidden=args.hidden_size, top_k=args.moe.routing.top_k, item_bytes=4)
+    return Layout(ranks=SIZE, rows=max(SIZES.bounds), hidden=args.hidden_size, top_k=args.moe.routing.top_k,
+                  item_bytes=4)  # fmt: skip
 
 
-def shared_memory(folder: Path, rank: int, made: Layout) -> Slots:
-    """The memory of both ranks, in files."""
+def shared_memory(folder: Path, rank: int, made: Layout) -> tuple[Slots, object]:
+    """The memory of both ranks, in files, and the mapped files, which must be kept."""
     maps = [[torch.from_file(str(folder / f"{name}{other}"), shared=True, size=size, dtype=torch.uint8)
              for other in range(SIZE)]
             for name, size in (("buffer", made.num_bytes), ("signal", 4 * PROGRAMS * SIZE))]  # fmt: skip
     buffers, signals = (torch.tensor([one.data_ptr() for one in some]) for some in maps)
-    return Slots(Peers(buffers, signals, rank, made.num_bytes, PROGRAMS), made, maps[0][rank])
+    return Slots(Peers(buffers, signals, rank, made.num_bytes, PROGRAMS), made, maps[0][rank]), maps
 
 
 def model_of(args: ModelArgs, rank: Rank, groups: RankGroups) -> Model:
@@ -81,18 +82,19 @@ def main(number: int, kind: str, folder: Path) -> None:
         patch.setattr("quire.worker.construct.Graphs", Recording)
         patch.setattr("quire.worker.graphs.NARROW", 2)
         args, parallel = model_args(kind), Parallel(dp=SIZE, experts=True)
-        groups = replace(join_ranks(folder / "meeting", number, parallel, CPU),
-                         slots=shared_memory(folder, number, layout(args)))  # fmt: skip
+        slots, kept = shared_memory(folder, number, layout(args))
+        groups = replace(join_ranks(folder / "meeting", number, parallel, CPU), slots=slots)
         rank = list(ranks(args, parallel))[number]
         model = model_of(args, rank, groups)
         arena = KVArena(rank_geometry(args, rank, dtype="float32", device="cuda", block_size=BLOCK), 32, CPU)
         runner = make_runner(model, kv_views(args, map(arena.views, range(args.num_layers))), SIZES, CPU, target="cuda",
                              groups=groups)  # fmt: skip
-        for plan in steps(PLANS, number):
+        for plan in steps(PLANS[:7], number):
             (folder / f"result{number}-{plan.step}").write_bytes(encode(runner.run(plan)))
-        kinds = {key[0] for key in getattr(runner.recorder, "keys", ())}
+        kinds = {key[0] for key in getattr(runner.recorder, "ran", ())}
         (folder / f"kinds{number}").write_text(" ".join(sorted(kinds)))
         leave_ranks()
+        del kept
 
 
 if __name__ == "__main__":

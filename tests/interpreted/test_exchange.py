@@ -64,7 +64,8 @@ def parts(ranks: int, each: int) -> list[Part]:
             Part(layout, torch.float32, ((2, (9, 5, 0)[:spread]),), first=4)]
     made += [Part(replace(layout, hidden=32, top_k=k), torch.float32, few)
              for k in (range(1, 9) if ranks == 2 else (1, 8))]
-    made += [Part(replace(layout, hidden=384, wire=wire), torch.float32, (steps[1], few[1])) for wire in ("int8", "fp8")]
+    made += [Part(replace(layout, hidden=384, wire=wire), torch.float32, (steps[1], few[1]))
+             for wire in ("int8", "fp8")]  # fmt: skip
     return made
 
 
@@ -108,7 +109,7 @@ def check_rows(got: tuple[Tensor, Tensor, Tensor], expected: tuple[Tensor, Tenso
 
 
 def run_step(part: Part, slots: Slots, bound: int, counts: tuple[int, ...], seed: int) -> None:
-    """One exchange, checked against the reference and against the experts on one device."""
+    """Run an exchange, checked against the reference and against the experts on one device."""
     (rank, each), layout = (slots.peers.rank, slots.each), part.layout
     rows = part.first + max(bound * each, *counts)
     everyone = [replica(part, number, seed, count, rows) for number, count in enumerate(counts)]
@@ -256,7 +257,8 @@ def test_parts_of_a_buffer_are_aligned_and_counted() -> None:
     for wire in ("plain", "fp8", "int8"):
         offsets = list(replace(layout, rows=3, top_k=5, wire=wire).offsets().values())
         assert all(one % 16 == 0 for one in offsets) and offsets == sorted(offsets)
-    ask = "import sys, quire.kernels.comm.exchange; print('torch' in sys.modules)"  # the plan of memory needs the layout
+    # The plan of memory needs the layout.
+    ask = "import sys, quire.kernels.comm.exchange; print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True).stdout == "False\n"
 
 

@@ -17,6 +17,7 @@ import pytest
 
 from quire.contracts.sampling import SamplerSpec
 from quire.contracts.step import Admission, StepPlan
+from quire.procs.launchers import LocalLauncher
 from quire.procs.rank_watch import RankTimes
 from quire.procs.ranks import RankProcesses
 
@@ -31,7 +32,7 @@ def ranks(*starts: dict[str, Any], leads: tuple[int, ...] = (0,), **times: float
     """Start a rank for each of `starts`, the fields of its `FakeStart`."""
     lines = [msgspec.json.encode({"index": index, **start}) for index, start in enumerate(starts)]
     names = [f"rank {index} (tp {index})" for index in range(len(starts))]
-    return RankProcesses(MODULE, lines, names, ENV, leads=leads, times=RankTimes(**times))
+    return RankProcesses(LocalLauncher(MODULE, ENV), lines, names, leads=leads, times=RankTimes(**times))
 
 
 @contextmanager

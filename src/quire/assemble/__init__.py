@@ -19,7 +19,7 @@ from quire.assemble.rank import load_rank
 from quire.config.balancing import read_eplb_config
 from quire.config.checkpoint import ModelArgs
 from quire.config.engine import EngineConfig, SchedulerConfig
-from quire.config.placement import check_parallel, parallel_sizes
+from quire.config.placement import check_hosts, check_parallel, parallel_sizes
 from quire.config.pooling import PoolingPlan
 from quire.config.resolve import DTypePlan, MemoryPlan
 from quire.config.resolve_cuda import gpu_only_options
@@ -162,11 +162,10 @@ def assemble(config: EngineConfig, on_loading: Loading | None = None, *, served:
              for one in replicas]  # fmt: skip
     core = join_replicas(plan, cores, arrived)
     phases.end("engine")
-    unused = gpu_only_options(config) if found.device.device == "cpu" else ()
     about = core.facts.plans
     ranks = (f"{about['ranks']} ({about['each rank']}).",) if len(plans) > 1 and not served else ()  # a banner has it
     notes = (*found.quantization.notes, *plan.cache.notes, *_notes(found.args, plan.dtype, parts.memory, config),
-             *unread, *parts.notes, *unused, *ranks)  # fmt: skip
+             *unread, *parts.notes, *(gpu_only_options(config) if found.device.device == "cpu" else ()), *ranks)
     for note in notes:
         LOG.warning("%s", note)
     return Engine(
@@ -204,9 +203,11 @@ def plan_ranks(config: EngineConfig, found: Found, *, served: bool = True) -> li
     """Return the `EnginePlan` of every rank, in the order of rank numbers. `served`: see `assemble`."""
     parallel, words = parallel_sizes(config.parallel), str(found.device)
     check_parallel(found.args, parallel)
+    check_hosts(config.hosts, parallel)
     total = found.cpu.total_memory
     if found.device.device == "cuda" and parallel.size > 1:  # this process computes nothing: no context on a GPU
-        check_gpus(parallel)
+        if config.hosts.distributed_executor_backend != "ray":  # which knows the GPUs of its nodes
+            check_gpus(parallel, hosts=config.hosts.nnodes)
         total = probe_driver().memory
         if config.parallel.check_collectives and not config.device.enforce_eager:
             raise ConfigError("check_collectives waits for the GPUs at each collective, and CUDA graphs cannot capture "

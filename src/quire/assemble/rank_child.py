@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -16,7 +15,7 @@ from quire.contracts.step import I32, StepPlan, StepResult
 from quire.distributed import Group
 from quire.distributed.checked import CheckedGroup
 from quire.distributed.mesh import ALONE, RankGroups
-from quire.distributed.process_group import join_ranks
+from quire.distributed.process_group import ProcessGroup, join_ranks
 from quire.kernels.comm.exchange import Layout
 from quire.models.collectives import exchange_rows, sum_room
 from quire.models.plan import EnginePlan
@@ -26,12 +25,23 @@ from quire.worker.spans import StepTrace
 
 
 class RankTask(msgspec.Struct, frozen=True, kw_only=True):
-    """Start data of a rank's process: plan, rendezvous file of all ranks (`meeting`), CPU threads, index of its GPU."""
+    """Start data of a rank's process.
+
+    meeting   rendezvous of the ranks that exchange tensors; see `join_ranks`
+    threads   CPU threads
+    gpu       index of its GPU
+    hosts     index of the host of each rank that meets; (): one host
+    """
 
     plan: EnginePlan
     meeting: str
     threads: int
     gpu: int = 0
+    hosts: tuple[int, ...] = ()
+
+    def apart(self, group: Group | None) -> bool:
+        """True when ranks of the group are on several hosts, so that no memory is shared among them."""
+        return isinstance(group, ProcessGroup) and len({self.hosts[rank] for rank in group.ranks if self.hosts}) > 1
 
 
 class RankFacts(msgspec.Struct, frozen=True, kw_only=True):
@@ -55,11 +65,12 @@ def build_rank(start: bytes, on_loading: Loading) -> "ChildRank":
         gpu = read_cuda_facts()
     together, groups, why = mesh.parallel.together, ALONE, ""
     if together.size > 1:
-        groups = join_ranks(Path(task.meeting), mesh.rank.number % together.size, together, device)
+        groups = join_ranks(task.meeting, mesh.rank.number % together.size, together, device)
     if device.type == "cuda" and not task.plan.config.parallel.disable_custom_all_reduce:
         from quire.distributed.symmetric import with_symmetric_memory  # a slow import, for GPUs alone
 
-        tp, why = with_symmetric_memory(groups.tp, device, largest_message(task.plan))
+        tp, why = (groups.tp, "the ranks are on several hosts") if task.apart(groups.tp) else with_symmetric_memory(
+            groups.tp, device, largest_message(task.plan))
         groups = replace(groups, tp=tp)
     experts = task.plan.experts
     if experts is not None and experts.dispatcher == "pull":

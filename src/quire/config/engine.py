@@ -156,6 +156,19 @@ class ParallelConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class HostsConfig:
+    """Several hosts."""
+
+    nnodes: int = option(1, "hosts; each runs the same number of ranks", flags=("-n",), least=1)
+    node_rank: int = option(0, "number of this host; the server and the engine core run on host 0, the others start "
+                               "with --headless", flags=("-r",), least=0)
+    master_addr: str = option("127.0.0.1", "address of host 0, by which the other hosts reach it")
+    master_port: int = option(29501, "port on host 0 for the other hosts", least=0)
+    distributed_executor_backend: str = option("mp", "way to start ranks: mp (uni) = processes of the hosts, ray = "
+                                               "on the nodes of a Ray cluster", choices=("mp", "uni", "ray"))
+
+
+@dataclass(frozen=True, kw_only=True)
 class EngineConfig:
     """Complete configuration of an engine."""
 
@@ -165,6 +178,7 @@ class EngineConfig:
     scheduler: SchedulerConfig = SchedulerConfig()
     device: DeviceConfig = DeviceConfig()
     parallel: ParallelConfig = ParallelConfig()
+    hosts: HostsConfig = HostsConfig()
 
     @classmethod
     def from_flat(cls, **values: Any) -> "EngineConfig":
@@ -199,7 +213,13 @@ def check_config(config: EngineConfig) -> None:
     """Raise `ConfigError` for values that can never work; the message names the option and the range."""
     for part in fields(EngineConfig):
         check_types(getattr(config, part.name))
-    s, c = config.scheduler, config.cache
+    s, c, hosts = config.scheduler, config.cache, config.hosts
+    if hosts.node_rank >= hosts.nnodes:
+        raise ConfigError(f"node_rank={hosts.node_rank}: {hosts.nnodes} hosts have the numbers 0 to "
+                          f"{hosts.nnodes - 1}: give nnodes, the number of hosts, too.")
+    if hosts.nnodes > 1 and hosts.distributed_executor_backend == "ray":
+        raise ConfigError(f"nnodes={hosts.nnodes}: Ray knows its hosts itself: leave out nnodes, or use "
+                          "distributed_executor_backend=mp.")
     if config.load.routing == "uniform" and config.load.load_format != "dummy":
         raise ConfigError("routing=uniform ignores what a model has learned: use it only with load_format=dummy.")
     if not 0.0 <= s.watermark < 1.0:

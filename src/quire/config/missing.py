@@ -15,10 +15,11 @@ class Missing(NamedTuple):
     reason: str
 
 
-def missing_features(parallel: Parallel, moe: Mapping[str, MoEPlan | str]) -> tuple[Missing, ...]:
+def missing_features(parallel: Parallel, moe: Mapping[str, MoEPlan | str], device: str = "cpu") -> tuple[Missing, ...]:
     """Return the features that an engine of these sizes needs and Quire does not have.
 
-    moe   the plan of the experts by phase, or the reason why there is none
+    moe      the plan of the experts by phase, or the reason why there is none
+    device   "cpu" or "cuda"
     """
     names: dict[str, list[str]] = {}
     for phase, plan in moe.items() if parallel.lockstep else ():
@@ -27,9 +28,12 @@ def missing_features(parallel: Parallel, moe: Mapping[str, MoEPlan | str]) -> tu
             names.setdefault(name, []).append(phase)
     remedy = ("use --all2all-backend allgather_reducescatter with --enforce-eager, or leave out -dp or "
               "--enable-expert-parallel")  # fmt: skip
-    return tuple(Missing(f"{name} for {' and '.join(phases)} ({parallel})",
-                         f"{parallel}: {name} for {' and '.join(phases)}, which takes tokens to the experts of other "
-                         f"replicas, is not implemented yet: {remedy}.") for name, phases in names.items())  # fmt: skip
+    balancing = Missing("balancing of experts on GPUs (--enable-eplb)", "--enable-eplb: the balancing of experts on "
+                        "GPUs is not implemented yet: leave out --enable-eplb.")  # fmt: skip
+    found = [Missing(f"{name} for {' and '.join(phases)} ({parallel})",
+                     f"{parallel}: {name} for {' and '.join(phases)}, which takes tokens to the experts of other "
+                     f"replicas, is not implemented yet: {remedy}.") for name, phases in names.items()]  # fmt: skip
+    return (*found, *((balancing,) if device == "cuda" and parallel.redundant is not None else ()))
 
 
 def check_missing(missing: Sequence[Missing]) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from quire.config.balancing import read_eplb_config
 from quire.config.checkpoint import ModelArgs
-from quire.config.engine import ParallelConfig
+from quire.config.engine import HostsConfig, ParallelConfig
 from quire.contracts.errors import ConfigError
 
 MOST_RANKS = 4096  # of a plan
@@ -178,6 +178,30 @@ def _check_balancing(args: ModelArgs, parallel: Parallel, redundant: int) -> Non
     if redundant > experts * (ranks - 1):
         raise ConfigError(f"eplb_config: num_redundant_experts={redundant}: a rank would have more slots than "
                           f"there are experts ({experts}): use at most {experts * (ranks - 1)}.")
+
+
+def check_hosts(config: HostsConfig, parallel: Parallel) -> None:
+    """Raise `ConfigError` for a number of hosts by which the ranks cannot be divided, and on a host without a core."""
+    if config.node_rank:
+        raise ConfigError(f"node_rank={config.node_rank}: only host 0 has an engine core. Start this host with `quire "
+                          "serve MODEL --headless` and the same flags.")
+    if config.distributed_executor_backend == "ray" and parallel.size == 1:
+        raise ConfigError("distributed_executor_backend=ray: one rank runs on this host, without Ray: leave it out, or "
+                          "ask for several ranks (-tp, -pp, -dp).")
+    if parallel.size % config.nnodes:
+        raise ConfigError(f"{parallel}: {parallel.size} ranks cannot be divided equally among {config.nnodes} hosts: "
+                          "change nnodes, or a size.")
+
+
+def hosts_note(parallel: Parallel, hosts: Sequence[int]) -> str:
+    """Return a note about slices of layers that lie on several hosts; "" when there are none.
+
+    hosts   index of the host of each rank
+    """
+    if any(len({hosts[rank] for rank in ranks}) > 1 for ranks in tp_members(parallel)):
+        return (f"-tp {parallel.tp}: slices of a layer are on several hosts, so two sums per layer cross the network: "
+                "a -tp that fits one host, and -pp or -dp across hosts, exchange less.")
+    return ""
 
 
 def _sizes(args: ModelArgs) -> str:

@@ -1,12 +1,14 @@
 """Ranks as processes, over torch.distributed: gloo for tensors of a CPU, NCCL for those of GPUs.
 
-The ranks of a host meet through a file of their own: no port is chosen, and two engines never meet.
+The ranks of a host meet through a file of their own: no port is chosen, and two engines never meet. Ranks of several
+hosts meet through a store of the process that starts them.
 """
 
+import socket
 from collections import deque
 from collections.abc import Sequence
 from datetime import timedelta
-from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,14 +28,28 @@ _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-def join_ranks(meeting: Path, number: int, parallel: Parallel, device: torch.device) -> RankGroups:
+def open_store(listener: socket.socket) -> dist.Store:
+    """Return a store for ranks of several hosts, which connect to it on the address of `listener`. Takes the listener.
+
+    The ranks use the store as long as they run. It trusts everyone who can connect to it.
+    """
+    address, port = listener.getsockname()[:2]
+    return dist.TCPStore(address, port, None, True, wait_for_workers=False, master_listen_fd=listener.detach())
+
+
+def join_ranks(meeting: str, number: int, parallel: Parallel, device: torch.device) -> RankGroups:
     """Join the ranks of an engine and return this rank's groups. Waits until all ranks have joined.
 
-    meeting   rendezvous file that no other engine uses; it is empty, or does not exist yet
+    meeting   path of a rendezvous file that no other engine uses; it is empty, or does not exist yet. Or
+              tcp://HOST:PORT of a store (`open_store`) that no other ranks use
     number    this rank's number in the engine, 0 to parallel.size - 1
     """
+    place: dict[str, Any] = {"init_method": f"file://{meeting}"}
+    if meeting.startswith("tcp://"):
+        address, _, port = meeting.removeprefix("tcp://").rpartition(":")
+        place = {"store": dist.TCPStore(address, int(port), None, False, timeout=TIMEOUT)}
     dist.init_process_group(
-        BACKENDS[device.type], init_method=f"file://{meeting}", rank=number, world_size=parallel.size, timeout=TIMEOUT,
+        BACKENDS[device.type], **place, rank=number, world_size=parallel.size, timeout=TIMEOUT,
         device_id=device if device.type == "cuda" else None)  # fmt: skip
     pipelines = list(pp_members(parallel))
     return RankGroups(tp=_make(list(tp_members(parallel)), number), pp=_make(pipelines, number),

@@ -136,10 +136,10 @@ def exchange_memory(group: Group | None, device: torch.device, layout: Layout, e
         why = str(error).partition("\n")[0]
         raise ConfigError(f"these GPUs cannot read each other's memory ({why}), so no tokens reach the experts of "
                           "other replicas: leave out -dp or --enable-expert-parallel.") from error
-    signals = handle.signal_pad_size // 4 // group.size
+    signals, processors = handle.signal_pad_size // 4 // group.size, torch.cuda.get_device_properties(device)
     peers = Peers(
         torch.tensor(handle.buffer_ptrs, dtype=torch.int64, device=device),
         torch.tensor(handle.signal_pad_ptrs, dtype=torch.int64, device=device),
-        group.rank, layout.num_bytes, min(PROGRAMS, signals),
+        group.rank, layout.num_bytes, min(PROGRAMS, signals, processors.multi_processor_count),  # all run at once
     )  # fmt: skip
     return Slots(peers, layout, memory, each)

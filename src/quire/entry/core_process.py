@@ -34,6 +34,7 @@ def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     logging.basicConfig(level=logging.ERROR, format="quire core: %(message)s")  # notes for users travel in `Ready`
+    logging.getLogger("quire").getChild("hosts").setLevel(logging.WARNING)  # those about missing hosts do not wait
     start = _read_start(sys.stdin.fileno())
     folder = Path(start.to_core.removeprefix("ipc://")).parent
     threading.Thread(target=_watch_parent, args=(sys.stdin.fileno(), folder), name="quire-parent", daemon=True).start()

@@ -118,7 +118,7 @@ def _device(config: EngineConfig, described: str) -> tuple[Gpu | None, str]:
     found = resolve_device(config.device.device)
     if found.device == "cpu":
         return None, str(found)
-    check_gpus(parallel_sizes(config.parallel))
+    check_gpus(parallel_sizes(config.parallel), hosts=config.hosts.nnodes)
     driver = probe_driver()
     return Gpu("this GPU", driver.capability, driver.memory), str(found)
 

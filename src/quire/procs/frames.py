@@ -1,4 +1,4 @@
-"""Messages of any length over a socket pair: the length as uint32, little-endian, then the bytes.
+"""Messages of any length over a socket pair or a TCP connection: the length as uint32, little-endian, then the bytes.
 
 A receiver never waits for the rest of a message: the process that sends it may have been stopped halfway.
 """
@@ -14,7 +14,7 @@ LENGTH = struct.Struct("<I")
 
 
 class Frames:
-    """End of a socket pair that carries whole messages of any length. Any thread may send; one thread receives."""
+    """End of a connection that carries whole messages of any length. Any thread may send; one thread receives."""
 
     def __init__(self, end: socket.socket) -> None:
         self._end = end
@@ -64,7 +64,7 @@ class Frames:
                 data = self._end.recv(CHUNK, socket.MSG_DONTWAIT)
             except BlockingIOError:
                 break
-            except ConnectionResetError:  # the other end closed and left messages unread
+            except OSError:  # the other end closed and left messages unread, or its host is gone
                 data = b""
             if not data:
                 if messages := self._whole():

@@ -17,9 +17,10 @@ from typing import TypeVar
 
 from quire.contracts.errors import EngineClosed, EngineDead, QuireError, UserError
 from quire.contracts.step import StepResult
-from quire.procs.child_process import REAP_SECONDS, ChildProcess
+from quire.procs.child_process import REAP_SECONDS
 from quire.procs.failures import KINDS, rebuilt
 from quire.procs.frames import Frames
+from quire.procs.launchers import RankProcess
 from quire.procs.messages import Failed, Loading, Stop
 from quire.procs.rank_messages import (
     FromRank,
@@ -37,6 +38,7 @@ LOG = logging.getLogger("quire")
 TICK_SECONDS = 0.1  # between two looks at the processes; messages and ends of connections are seen at once
 MOMENT_SECONDS = 0.05  # after the first sign of a fault, for the signs of other ranks: the cause may be among them
 EXIT_SECONDS = 0.2  # between the end of a rank's connection and the end of its process
+HOST_EXIT_SECONDS = 1.0  # the same for a rank of another host, whose agent reports the end
 
 Answer = Loading | RankBuilt | RankReady | RankReply
 M = TypeVar("M")
@@ -63,27 +65,30 @@ class RankTimes:
 class WatchedRank:
     """A rank's process and connection, with their state as `RankWatch` sees it.
 
+    host       name of the rank's host; "" for this host
     heard      time of the last message (`time.monotonic`)
     begun      True after the first message other than a heartbeat
     sent       number of the step that was sent last, or is being sent; -1: none
     received   last step that the rank has acknowledged; -1: none
     results    step results of the rank that nobody has taken yet; None among them: the ranks have ended
     failed     the message by which the rank reported its failure, or None
+    failed_at  time of its failure. The clock of another host differs: then it is the time of the message's arrival
     cut        True after the connection has ended
     """
 
-    def __init__(self, name: str, child: ChildProcess, frames: Frames) -> None:
-        self.name, self.child, self.frames = name, child, frames
+    def __init__(self, name: str, child: RankProcess, frames: Frames, host: str = "") -> None:
+        self.name, self.child, self.frames, self.host = name, child, frames, host
         self.heard = time.monotonic()
         self.begun = False
         self.sent = self.received = -1
         self.results: queue.SimpleQueue[StepResult | None] = queue.SimpleQueue()
         self.failed: RankFailed | None = None
+        self.failed_at = 0.0
         self.cut = False
 
     def __str__(self) -> str:
         begin = f"{self.name[:-1]}, " if self.name.endswith(")") else f"{self.name} ("
-        return f"{begin}pid {self.child.pid})"
+        return f"{begin}pid {self.child.pid}{f' on {self.host}' if self.host else ''})"
 
     @property
     def gone(self) -> bool:
@@ -231,8 +236,8 @@ class RankWatch:
             elif isinstance(message, RankResult):
                 rank.results.put(message.result)
                 self._arrived.set()
-            elif isinstance(message, RankFailed):
-                rank.failed = rank.failed or message
+            elif isinstance(message, RankFailed) and rank.failed is None:
+                rank.failed, rank.failed_at = message, rank.heard if rank.host else message.at
             elif isinstance(message, Answer):
                 self._answers.put((index, message))
         if rank.cut:
@@ -252,12 +257,12 @@ class RankWatch:
             if rank not in dead:
                 rank.child.kill()
         failures = sorted(((rank.failed, rank) for rank in self.ranks if rank.failed is not None),
-                          key=lambda failure: failure[0].at)
+                          key=lambda failure: failure[1].failed_at)
         for message, _ in failures:
             if issubclass(KINDS.get(message.failed.kind, EngineDead), UserError):
                 return message.failed
         if dead:
-            until = time.monotonic() + EXIT_SECONDS
+            until = time.monotonic() + (HOST_EXIT_SECONDS if any(rank.host for rank in dead) else EXIT_SECONDS)
             return Failed(EngineDead.__name__, "; ".join(f"{rank} {self._ending(rank, until)}" for rank in dead) + ".")
         message, rank = failures[0]
         if message.failed.details:

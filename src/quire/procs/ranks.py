@@ -4,20 +4,17 @@ The engine core makes all decisions. Every rank gets the same messages in the sa
 devices; the payloads are between the engine's assembly and its ranks.
 """
 
-import socket
 import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, TypeVar
 
-from quire.config.env import with_variables
 from quire.contracts.errors import QuireError
 from quire.contracts.protocols import ExecutorFacts
 from quire.contracts.step import I32, StepPlan, StepResult
-from quire.procs.child_process import ChildProcess
 from quire.procs.failures import rebuilt
-from quire.procs.frames import Frames
+from quire.procs.launchers import Launcher
 from quire.procs.messages import Loading
 from quire.procs.rank_messages import (
     RankBuilt,
@@ -33,7 +30,6 @@ from quire.procs.rank_messages import (
 from quire.procs.rank_watch import RankTimes, RankWatch, WatchedRank
 from quire.procs.wire import encode
 
-PROCESS = "quire.procs.rank_process"
 TIMES = RankTimes()
 P = TypeVar("P", RankBuilt, RankReady)
 
@@ -45,10 +41,10 @@ class RankProcesses:
     are killed and every later call raises the error. The processes end with this object, closed or not, and with this
     process.
 
-    module   name of a Python module; its `build_rank` builds a rank (see `BuildRank` in `rank_server.py`)
+    launcher starts the processes, on this host or on several
     starts   parameters of each rank for `build_rank`, as JSON, in the order of the ranks
     names    names of the ranks in error messages: "rank 1 (tp 1)"
-    env      environment variables that the ranks have besides those of this process
+    first    number of the first of these ranks in the engine
     leads    indices of the ranks that send step results: one of each replica
     inherit  file descriptors that every rank inherits under the same numbers
     arrived  set when a step result arrives, and when the ranks have ended
@@ -56,18 +52,20 @@ class RankProcesses:
 
     def __init__(
         self,
-        module: str,
+        launcher: Launcher,
         starts: Sequence[bytes],
         names: Sequence[str],
-        env: Mapping[str, str],
         *,
+        first: int = 0,
         leads: Sequence[int] = (0,),
         inherit: Sequence[int] = (),
         times: RankTimes = TIMES,
         arrived: threading.Event | None = None,
     ) -> None:
         assert all(0 <= lead < len(starts) for lead in leads) and len(starts) == len(names)
-        self._watch = RankWatch(_spawn(module, names, with_variables(env), inherit), times, arrived)
+        started = launcher.start(range(first, first + len(names)), inherit)
+        ranks = [WatchedRank(name, *one) for name, one in zip(names, started, strict=True)]
+        self._watch = RankWatch(ranks, times, arrived)
         # The watch does not refer to this object, so that collecting this object as garbage ends the processes.
         weakref.finalize(self, self._watch.close)  # runs at exit, too
         self._num_controls, self._leads = 0, tuple(leads)
@@ -214,28 +212,3 @@ class RanksExecutor:
     def shutdown(self) -> None:
         """End and reap all processes; idempotent."""
         self._processes.close()
-
-
-def _spawn(module: str, names: Sequence[str], env: Mapping[str, str], inherit: Sequence[int]) -> list[WatchedRank]:
-    """Start a process for each name, or none of them."""
-    ranks: list[WatchedRank] = []
-    try:
-        for name in names:
-            ours, theirs = socket.socketpair()
-            with theirs:
-                frames = Frames(ours)
-                try:
-                    child = ChildProcess(PROCESS, arguments=(module, str(theirs.fileno())),
-                                         descriptors=(theirs.fileno(), *inherit), env=env)
-                except BaseException:
-                    frames.close()
-                    raise
-            ranks.append(WatchedRank(name, child, frames))
-    except BaseException:
-        for rank in ranks:
-            rank.child.kill()
-            rank.frames.close()
-        for rank in ranks:
-            rank.child.release()
-        raise
-    return ranks

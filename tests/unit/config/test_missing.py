@@ -1,13 +1,15 @@
 """Features that are planned and cannot be run: one table tells `quire explain` and refuses in `quire serve`."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from quire.config import resolve_moe as resolve_moe_room
 from quire.config.checkpoint import read_checkpoint_config
 from quire.config.missing import check_missing, missing_features, not_runnable
 from quire.config.placement import ALONE, Parallel
-from quire.config.resolve_moe import Hardware, MoEPlan, resolve_moe
+from quire.config.resolve_moe import DISPATCHERS, Hardware, MoEPlan, resolve_moe
 from quire.contracts.errors import UnsupportedModel
 
 SPREAD = Parallel(dp=2, experts=True)
@@ -34,12 +36,19 @@ def test_replicas_whose_tokens_no_dispatcher_brings_are_refused_with_the_way_out
     check_missing(())
 
 
-def test_a_planned_dispatcher_is_named(shared: Path) -> None:
-    (found,) = missing_features(SPREAD, plans(shared, "cuda"))
-    assert found.feature == "dispatcher pull for decode (-dp 2 --enable-expert-parallel)"
+def test_a_planned_dispatcher_is_named(shared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    planned = replace(DISPATCHERS["pull"], implemented=False)
+    monkeypatch.setattr(resolve_moe_room, "DISPATCHERS", {**DISPATCHERS, "pull": planned})
     (found,) = missing_features(SPREAD, plans(shared, "cuda", dispatcher="pull"))
     assert found.feature == "dispatcher pull for prefill and decode (-dp 2 --enable-expert-parallel)"
     assert "use --all2all-backend allgather_reducescatter with --enforce-eager" in found.reason
+
+
+def test_experts_are_not_balanced_on_gpus_yet(shared: Path) -> None:
+    balanced = replace(SPREAD, redundant=0)
+    assert missing_features(balanced, plans(shared, "cpu"), "cpu") == ()
+    (found,) = missing_features(balanced, plans(shared, "cuda"), "cuda")
+    assert found.feature == "balancing of experts on GPUs (--enable-eplb)" and "leave out --enable-eplb" in found.reason
 
 
 @pytest.mark.parametrize(("features", "words"), [

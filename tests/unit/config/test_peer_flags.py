@@ -197,7 +197,8 @@ WORKING = [
     "serve meta-llama/Llama-3.2-1B-Instruct --max-model-len -1 --enforce-eager --no-enable-prefix-caching "
     "--uvicorn-log-level warning --disable-uvicorn-access-log",
     "serve /models/llama --load-format safetensors --download-dir /cache --revision main "
-    "--distributed-executor-backend mp --generation-config vllm --override-generation-config '{\"temperature\": 0.6}'",
+    "--distributed-executor-backend mp --nnodes 2 -r 0 --master-addr 10.0.0.1 --generation-config vllm "
+    "--override-generation-config '{\"temperature\": 0.6}'",
     "serve m --allowed-origins '[\"*\"]' --ssl-keyfile key.pem --ssl-certfile cert.pem --root-path /llm "
     "--enable-force-include-usage --shutdown-timeout 60 --stream-interval 2",
     "serve Qwen/Qwen3-8B --enable-auto-tool-choice --tool-call-parser hermes --reasoning-parser qwen3 "
@@ -216,7 +217,6 @@ NOTED = [
     ("--attention-backend FLASHINFER", "Quire chooses kernels itself; forcing one is not supported"),
     ("--no-enable-chunked-prefill", "--no-enable-chunked-prefill changes nothing: long prompts"),
     ("--api-server-count 4", "one process speaks HTTP"),
-    ("--distributed-executor-backend ray", "--distributed-executor-backend ray changes nothing: each device has a"),
     ("--long-prefill-token-threshold 512", "--max-num-batched-tokens bounds the chunks"),
     ("--model-loader-extra-config.enable_multithread_load true", "each file is read once"),
     ("--guided-decoding-backend auto:no-fallback", "--guided-decoding-backend auto:no-fallback changes nothing"),
@@ -234,7 +234,6 @@ REFUSED = [
     ("serve m --guided-decoding-disable-any-whitespace", "--guided-decoding-disable-any-whitespace: llguidance makes"),
     ("serve m --guided-decoding-disable-additional-properties", "-disable-additional-properties: llguidance makes"),
     ("serve m --kv-cache-dtype-skip-layers 0 1", "0 1: all layers have a KV cache of one type"),
-    ("serve m --distributed-executor-backend external_launcher", "each device has a process on this host: use mp"),
     ("serve m --enable-lora --lora-modules sql=/a law=/b --max-lora-rank 64", "--lora-modules sql=/a law=/b: adapters"),
     ("serve m --kv-transfer-config '{\"kv_connector\": \"NixlConnector\", \"kv_role\": \"kv_both\"}'", "the KV cache"),
     ("serve m --speculative-config '{\"method\": \"ngram\", \"num_speculative_tokens\": 4}'", "speculative decoding"),

@@ -14,6 +14,7 @@ import pytest
 from quire.contracts.errors import ConfigError, EngineClosed, EngineDead, QuireError, WeightsError
 from quire.contracts.protocols import ExecutorFacts
 from quire.contracts.step import NO_MASKS
+from quire.procs.launchers import LocalLauncher
 from quire.procs.rank_messages import RankStep
 from quire.procs.ranks import RankProcesses, RanksExecutor
 
@@ -201,7 +202,7 @@ def test_after_close_every_call_says_so() -> None:
 
 
 def test_a_module_that_does_not_exist_is_told() -> None:
-    processes = RankProcesses("quire.no_such_module", [b"{}", b"{}"], ["rank 0", "rank 1"], ENV)
+    processes = RankProcesses(LocalLauncher("quire.no_such_module", ENV), [b"{}", b"{}"], ["rank 0", "rank 1"])
     with pytest.raises(EngineDead, match=r"rank \d \(pid \d+\) failed: ModuleNotFoundError: .*quire.no_such_module"):
         processes.build(print)
     processes.close()

@@ -178,8 +178,9 @@ from quire.procs.rank_messages import RankStep
 """
 IMPORTING = """
 from tests.support.started_ranks import ENV
+from quire.procs.launchers import LocalLauncher
 from quire.procs.ranks import RankProcesses
-processes = RankProcesses("slow_to_import", [b"", b""], ["rank 0", "rank 1"], ENV)
+processes = RankProcesses(LocalLauncher("slow_to_import", ENV), [b"", b""], ["rank 0", "rank 1"])
 print(*processes.pids, flush=True)
 processes.build(print)
 """
@@ -318,7 +319,7 @@ def test_an_interrupted_wait_ends_nothing() -> None:
 
 
 def test_a_process_that_cannot_be_started_leaves_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    from quire.procs import ranks as module
+    from quire.procs import launchers as module
 
     started: list[object] = []
 
@@ -331,4 +332,4 @@ def test_a_process_that_cannot_be_started_leaves_no_other(monkeypatch: pytest.Mo
     module_start = module.ChildProcess
     monkeypatch.setattr(module, "ChildProcess", start)
     with pytest.raises(OSError, match="no more processes"):
-        RankProcesses(MODULE, [b"{}", b"{}"], ["rank 0", "rank 1"], ENV)
+        RankProcesses(module.LocalLauncher(MODULE, ENV), [b"{}", b"{}"], ["rank 0", "rank 1"])

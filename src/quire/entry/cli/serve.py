@@ -48,6 +48,11 @@ def run(args: argparse.Namespace) -> int:
         print(f"quire: note: {note}", file=sys.stderr)
     if args.print_config:
         return 0
+    if config.serve.headless:
+        from quire.procs.headless import serve_host
+
+        return serve_host(config.engine, "quire.assemble.rank_child",
+                          lambda line: print(f"quire: note: {line}", file=sys.stderr, flush=True))
     check_peer_key(config)
     for warning in bind_warnings(config):
         print(f"quire: warning: {warning}", file=sys.stderr)
