@@ -125,6 +125,7 @@ class Replicas:
 
     def reset_prefix_cache(self) -> bool:
         """Empty the prefix caches; running requests keep their blocks. Returns True when no request was running."""
+        self.check_alive()  # requests of a dead replica do not run
         return all([core.reset_prefix_cache() for core in self._turns])
 
     def shutdown(self) -> None:

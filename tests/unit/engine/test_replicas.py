@@ -493,6 +493,33 @@ def test_a_dead_replica_that_is_idle_gets_no_request() -> None:
     assert all(rig.finish[handle].error is None and rig.home[handle] != 1 for handle in handles)
 
 
+def test_a_step_notices_the_death_of_an_idle_replica() -> None:
+    rig = apart()
+    rig.add([1, 2], 9)
+    idle = 1 - rig.home[0]
+    rig.step()
+    rig.mocks[idle].fault = "planted"
+    assert rig.step().stats.replicas == {1 - idle: 1}
+
+
+def test_an_operation_finds_every_step_complete() -> None:
+    """Masks of a step wait for the step before. An operation runs between two steps, so that it waits for both."""
+    rig = apart(depth=2, vocab=VOCAB)
+    handle = rig.add([1, 2], 9, grammar=GRAMMARS[0])
+    mock, core = rig.mocks[rig.home[0]], rig.cores[rig.home[0]]
+    rig.replicas._arrived.wait = lambda timeout=None: True  # type: ignore[method-assign]
+    while not core.needs_masks:
+        mock.held = True
+        rig.step()
+        mock.held = core.needs_masks
+    mock.held = False
+    before = len(rig.tokens[handle])
+    assert rig.core.executor.control("name", {}) == ["name of 0", "name of 1"]  # the mock looks at its step
+    assert not core.needs_masks and not rig.tokens[handle][before:]
+    rig.drain()
+    rig.judge(handle)
+
+
 def test_an_idle_engine_reports_a_death() -> None:
     """Metrics show the replicas that live, also before the next request."""
     rig = apart()
