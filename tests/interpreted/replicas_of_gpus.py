@@ -83,7 +83,7 @@ def main(number: int, kind: str, folder: Path) -> None:
         patch.setattr("quire.worker.graphs.NARROW", 2)
         args, parallel = model_args(kind), Parallel(dp=SIZE, experts=True)
         slots, kept = shared_memory(folder, number, layout(args))
-        groups = replace(join_ranks(folder / "meeting", number, parallel, CPU), slots=slots)
+        groups = replace(join_ranks(str(folder / "meeting"), number, parallel, CPU), slots=slots)
         rank = list(ranks(args, parallel))[number]
         model = model_of(args, rank, groups)
         arena = KVArena(rank_geometry(args, rank, dtype="float32", device="cuda", block_size=BLOCK), 32, CPU)
@@ -91,7 +91,8 @@ def main(number: int, kind: str, folder: Path) -> None:
                              groups=groups)  # fmt: skip
         for plan in steps(PLANS[:7], number):
             (folder / f"result{number}-{plan.step}").write_bytes(encode(runner.run(plan)))
-        kinds = {key[0] for key in getattr(runner.recorder, "ran", ())}
+        captured = {shape.key for shape in runner.recorder.shapes()}
+        kinds = {key[0] for key in getattr(runner.recorder, "ran", ()) if key in captured}
         (folder / f"kinds{number}").write_text(" ".join(sorted(kinds)))
         leave_ranks()
         del kept

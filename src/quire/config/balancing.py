@@ -54,4 +54,8 @@ def read_eplb_config(given: Mapping[str, Any] | None) -> EplbConfig:
         if type(value) is int and value < least:
             raise ConfigError(f"eplb_config: {name}={value} is too small: give at least {least}.")
         values[name] = value
-    return EplbConfig(**values)
+    made = EplbConfig(**values)
+    if made.window_size > made.step_interval:
+        raise ConfigError(f"eplb_config: window_size={made.window_size} is longer than step_interval="
+                          f"{made.step_interval}: lower window_size, or raise step_interval.")
+    return made

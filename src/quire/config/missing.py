@@ -15,11 +15,12 @@ class Missing(NamedTuple):
     reason: str
 
 
-def missing_features(parallel: Parallel, moe: Mapping[str, MoEPlan | str], device: str = "cpu") -> tuple[Missing, ...]:
+def missing_features(parallel: Parallel, moe: Mapping[str, MoEPlan | str], device: str = "cpu", *,
+                     quantized: bool = False) -> tuple[Missing, ...]:  # fmt: skip
     """Return the features that an engine of these sizes needs and Quire does not have.
 
     moe      the plan of the experts by phase, or the reason why there is none
-    device   "cpu" or "cuda"
+    device   "cpu" or "cuda";  quantized  True: the checkpoint is
     """
     names: dict[str, list[str]] = {}
     for phase, plan in moe.items() if parallel.lockstep else ():
@@ -28,12 +29,14 @@ def missing_features(parallel: Parallel, moe: Mapping[str, MoEPlan | str], devic
             names.setdefault(name, []).append(phase)
     remedy = ("use --all2all-backend allgather_reducescatter with --enforce-eager, or leave out -dp or "
               "--enable-expert-parallel")  # fmt: skip
-    balancing = Missing("balancing of experts on GPUs (--enable-eplb)", "--enable-eplb: the balancing of experts on "
-                        "GPUs is not implemented yet: leave out --enable-eplb.")  # fmt: skip
     found = [Missing(f"{name} for {' and '.join(phases)} ({parallel})",
                      f"{parallel}: {name} for {' and '.join(phases)}, which takes tokens to the experts of other "
                      f"replicas, is not implemented yet: {remedy}.") for name, phases in names.items()]  # fmt: skip
-    return (*found, *((balancing,) if device == "cuda" and parallel.redundant is not None else ()))
+    where = "on GPUs" if device == "cuda" else "of a quantized model" if quantized else ""
+    if parallel.redundant is not None and where:
+        found.append(Missing(f"balancing of experts {where} (--enable-eplb)", "--enable-eplb: the balancing of experts "
+                             f"{where} is not implemented yet: leave out --enable-eplb."))  # fmt: skip
+    return tuple(found)
 
 
 def check_missing(missing: Sequence[Missing]) -> None:

@@ -98,7 +98,9 @@ class SimulatedGroup:
 
     def receive(self, out: Tensor, source: int) -> Tensor:
         """Wait for a tensor of a rank. See `Group`."""
-        return out.copy_(self._ranks.mailbox(source, self.rank).get(timeout=WAIT_SECONDS))
+        x = self._ranks.mailbox(source, self.rank).get(timeout=WAIT_SECONDS)
+        assert x.shape == out.shape and x.dtype == out.dtype, "the sender sends other numbers"
+        return out.copy_(x)
 
     def barrier(self) -> None:
         """Wait for all ranks. See `Group`."""

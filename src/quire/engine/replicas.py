@@ -205,7 +205,10 @@ class Replicas:
             core.submit(planned)
         outputs = None
         if core.needs_masks and (len(core.in_flight) == 1 or core.executor.ready()):
-            moved, outputs = True, core.send_masks()
+            moved = True
+            if len(core.in_flight) > 1:
+                found.append((core, core.confirm()))  # these outputs count, whatever happens to the masks
+            core.send_masks()
         elif core.in_flight and not core.needs_masks and core.executor.ready():
             moved, outputs = True, core.confirm()
         found.append((core, outputs or core.state()))

@@ -192,7 +192,7 @@ def resolve_engine(
         linears=linear_plans(args, params, kernels), moe=moe,
         geometry=geometry,
         graphs=resolve_graphs(config, args) if by_triton else GraphPlan(),
-        missing=missing_features(parallel, moe, device), quantization=quantization,
+        missing=missing_features(parallel, moe, device, quantized=bool(quantization)), quantization=quantization,
     )  # fmt: skip
 
 

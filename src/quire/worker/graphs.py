@@ -40,7 +40,7 @@ class Graphs(Recorder):
         A step without such a size runs eagerly: its shape keeps its number of tokens, with `recorded` False.
         """
         if not shape.tokens:
-            return replace(shape, recorded=shape.bound in self.bounds)
+            return replace(shape, recorded=bool(self.sizes or self.tokens) and shape.bound in self.bounds)
         size = self._round_up(shape.seqs)
         if shape.decode and size and shape.bound in self._bounds(size):
             return replace(shape, tokens=size, seqs=size, rows=size, recorded=True)
@@ -66,7 +66,8 @@ class Graphs(Recorder):
         for size in reversed(self.sizes):
             found += [StepShape(size, size, size, True, shared, recorded=True, bound=bound)
                       for bound in self._bounds(size) for shared in (False, True)]  # fmt: skip
-        return [*found, *(StepShape(0, 0, 0, True, recorded=True, bound=bound) for bound in reversed(self.bounds))]
+        joins = reversed(self.bounds) if found else ()
+        return [*found, *(StepShape(0, 0, 0, True, recorded=True, bound=bound) for bound in joins)]
 
     def run(self, key: Key, work: Callable[[], None]) -> None:
         """Replay the CUDA graph of `key`; without a graph, run `work` eagerly. See `Recorder`."""

@@ -230,7 +230,8 @@ class Programs:
         """Return the tokens of the replicas in lock-step; a recording knows their bound alone."""
         if self.replicas is None or not shape.recorded:
             return self.replicas
-        return replace(self.replicas, rows=(), bound=shape.bound)
+        rows = () if shape.bound else (shape.tokens,) * self._limits.replicas  # exact ones only in a rehearsal
+        return replace(self.replicas, rows=rows, bound=shape.bound)
 
     def _cut(self, shape: StepShape) -> StepBuffers:
         """Return the step's buffers, cut to its sizes.

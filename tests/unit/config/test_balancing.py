@@ -29,6 +29,7 @@ def test_values_are_taken() -> None:
 
 @pytest.mark.parametrize(("given", "message"), [
     ({"window": 5}, "eplb_config: 'window' does not exist: use window_size, step_interval, "),
+    ({"window_size": 10, "step_interval": 5}, "window_size=10 is longer than step_interval=5: lower"),
     ({"window_size": 0}, "window_size=0 is too small: give at least 1"),
     ({"num_redundant_experts": -1}, "num_redundant_experts=-1 is too small: give at least 0"),
     ({"step_interval": "3000"}, "step_interval='3000' must be a whole number"),

@@ -226,7 +226,7 @@ REFUSED = [
     ("serve meta-llama/Llama-3.3-70B-Instruct --decode-context-parallel-size 2 --gpu-memory-utilization 0.95 "
      "--max-model-len 32768", "--decode-context-parallel-size 2: contexts are not divided among devices: use -tp"),
     ("serve deepseek-ai/DeepSeek-V3 -dp 8 --enable-expert-parallel --trust-remote-code -dph",
-     "-dph: replicas are not implemented yet: start one server per replica."),
+     "-dph: all replicas are behind one port, and the engine balances them: leave it out."),
     ("serve m -tp 2 --enable-dbo", "--enable-dbo: a step is not split into two batches: leave it out"),
     ("serve Qwen/Qwen3-8B --structured-outputs-config '{\"backend\": \"xgrammar\", \"disable_any_whitespace\": true}'",
      '"disable_any_whitespace": true}: llguidance makes every mask, and its options are fixed'),
