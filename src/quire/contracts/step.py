@@ -128,7 +128,8 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True):
     pooled           slot -> [hidden] float32, for prompts with POOL that ended in this step
     failed           slot -> code ("nan_logits", "nan_hidden", "bad_token"); other results of these slots are invalid
     num_computed     tokens that the forward pass computed, summed over slots
-    moved            layers, since the start, whose new experts have come to all ranks; see `StepSync.switch`
+    moved            layers, since the start, whose new experts have come to all ranks; see `StepSync.switch`. -1: no
+                     expert can move any more, because of a fault
     """
 
     step: int

@@ -25,6 +25,7 @@ class ExpertMover:
     memory   the tensors of the expert in a place of a layer
     each     slots of a rank
     ready    layers, counted over all calls of `begin`, whose weights all ranks have fetched
+    told     of these, the layers of which all ranks know it: only they may be switched
     fault    error that ended the thread; None while it works
     """
 
@@ -32,6 +33,7 @@ class ExpertMover:
         self._group, self._memory, self._each = group, memory, each
         self._work: list[Moves] = []
         self._spare: list[tuple[int, list[Tensor]]] = []  # (place, weights) of the layer that was fetched last
+        self.told = 0
         self._before, self._switched, self.ready = 0, 0, 0  # before: layers of earlier calls of `begin`
         self.fault: Exception | None = None
         self._changed, self._closed = threading.Condition(), False
@@ -48,13 +50,11 @@ class ExpertMover:
     def switch(self, layer: int) -> None:
         """Write the fetched weights of the layer to their places. Called before the step that uses them is launched."""
         assert layer == self._switched, f"layer {layer} is switched, and {self._switched} comes next"
-        with self._changed:  # another rank may have told that all have fetched, before this one's thread goes on
-            self._changed.wait_for(lambda: self.ready > self._before + layer or self.fault is not None)
-        if self.fault is not None:
-            raise self.fault
+        assert self.ready > self._before + layer, "a layer is switched that has not come"
         for place, fetched in self._spare:
             for to, source in zip(self._memory(layer, place), fetched, strict=True):
                 to.copy_(source)
+        self._spare = []
         with self._changed:
             self._switched += 1
             self._changed.notify_all()
@@ -77,6 +77,10 @@ class ExpertMover:
                     self._group.barrier()
                     with self._changed:
                         self.ready += 1
+                        self._changed.notify_all()
+                    self._group.barrier()  # now every rank is ready, so that no switch ever waits
+                    with self._changed:
+                        self.told += 1
                         self._changed.notify_all()
         except Exception as error:  # serving goes on with the old map; the engine core sees that nothing moves
             with self._changed:

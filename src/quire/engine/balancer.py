@@ -42,7 +42,7 @@ class Balancer:
         self._planned: Future[tuple[ExpertMap, list[list[tuple[int, int]]]]] | None = None
         self._next: ExpertMap | None = None  # the map whose weights move
         self._moved, self._switched, self._total = 0, 0, 0  # layers: told by results; switched; of all maps
-        self._progress, self._warned = 0.0, False
+        self._progress, self._warned, self._stopped = 0.0, False, False
 
     @property
     def moving(self) -> bool:
@@ -52,6 +52,8 @@ class Balancer:
     def next_switch(self) -> int:
         """Return the layer that switches to its new map in the step that is being planned; -1 for none."""
         self._step += 1
+        if self._stopped:
+            return -1
         if self._next is not None:
             return self._switch()
         if self._planned is not None:
@@ -66,7 +68,11 @@ class Balancer:
         return -1
 
     def note(self, moved: int) -> None:
-        """Take from a step's result how many layers have come to all ranks, since the start."""
+        """Take from a step's result how many layers have come to all ranks, since the start; -1 after a fault."""
+        if moved < 0 and not self._stopped:
+            self._stopped = True
+        """Take from a result how many layers have come to all ranks, since the start; -1: a rank has failed to fetch."""
+                      "the experts as they are. Start the engine again to balance them.")
         if moved > self._moved:
             self._moved, self._progress = moved, self._clock()
 

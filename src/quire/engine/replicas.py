@@ -116,7 +116,8 @@ class Replicas:
         self._torn = True
         every = self._advance_together() if self.lockstep else self._advance_each()
         if self._balancer is not None:
-            self._balancer.note(max(core.moved for core in self.cores))
+            moved = [core.moved for core in self.cores]
+            self._balancer.note(-1 if min(moved) < 0 else max(moved))
         self._torn = False
         outputs = self._merged(every)
         for finish in outputs.finished:

@@ -28,8 +28,8 @@ class RankBalancing:
 
     @property
     def moved(self) -> int:
-        """Layers of all new maps so far to which all ranks can switch."""
-        return self._mover.ready
+        """Layers of all new maps so far to which all ranks can switch; -1 after a fault of this rank's mover."""
+        return -1 if self._mover.fault is not None else self._mover.told
 
     def control(self, what: str, **given: Any) -> object:
         """Do what the engine core asks for: "reset" or "load" (counts of tokens), or "move" (begin to move weights)."""

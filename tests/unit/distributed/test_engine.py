@@ -141,7 +141,7 @@ def until_moved(core: Core, parts: list[Parts]) -> None:
         mover = part.worker.balancing._mover
         with mover._changed:
             due = mover._before + min(len(mover._work), mover._switched + 1)
-            assert mover._changed.wait_for(lambda mover=mover, due=due: mover.ready >= due, 60)  # type: ignore[misc]
+            assert mover._changed.wait_for(lambda mover=mover, due=due: mover.told >= due, 60)  # type: ignore[misc]
 
 
 @pytest.mark.parametrize("sizes", [{"tp": 2}, {"dp": 2}, {"dp": 2, "tp": 2}], ids=["tp2", "dp2", "dp2-tp2"])

@@ -127,3 +127,16 @@ def test_layers_that_gain_little_stay_as_they_are() -> None:
     until_moving(balancer, ranks)
     assert [bool(steps) for steps in ranks.moves[0]["moves"]] == [True, False, True]
     balancer.close()
+
+
+def test_after_a_fault_of_a_mover_nothing_is_balanced_any_more(caplog: pytest.LogCaptureFixture) -> None:
+    ranks = Ranks()
+    balancer = made(ranks)
+    until_moving(balancer, ranks)
+    with caplog.at_level(logging.ERROR, "quire"):
+        balancer.note(-1)
+        balancer.note(-1)
+    assert len(caplog.records) == 1 and "not balanced any more" in caplog.text
+    balancer.note(LAYERS)
+    assert [balancer.next_switch() for _ in range(50)] == [-1] * 50 and ranks.asked == ["load", "move"]
+    balancer.close()
