@@ -71,8 +71,8 @@ class Balancer:
         """Take from a step's result how many layers have come to all ranks, since the start; -1 after a fault."""
         if moved < 0 and not self._stopped:
             self._stopped = True
-        """Take from a result how many layers have come to all ranks, since the start; -1: a rank has failed to fetch."""
-                      "the experts as they are. Start the engine again to balance them.")
+            LOG.error("experts are not balanced any more, because a rank cannot fetch weights: requests are served "
+                      "with the experts as they are. Start the engine again to balance them.")
         if moved > self._moved:
             self._moved, self._progress = moved, self._clock()
 
