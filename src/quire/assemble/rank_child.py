@@ -76,6 +76,9 @@ def build_rank(start: bytes, on_loading: Loading) -> "ChildRank":
     if experts is not None and experts.dispatcher == "pull":
         from quire.distributed.symmetric import exchange_memory
 
+        if task.apart(groups.ep):  # Ray tells the hosts late
+            raise ConfigError("replicas that share experts are on several hosts, whose GPUs share no memory: add "
+                              "--all2all-backend allgather_reducescatter --enforce-eager, or use one host.")
         groups = replace(groups, slots=exchange_memory(groups.ep, device, exchange_layout(task.plan), together.tp))
     if task.plan.config.parallel.check_collectives:
         groups = checked(groups, device)

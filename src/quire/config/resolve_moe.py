@@ -25,6 +25,7 @@ class Dispatcher:
     sums       groups of ranks ("dp", "tp") over which the dispatcher sums partial results
     devices    devices whose ranks can use it
     ranks      most ranks that can use it together
+    one_host   True: the ranks share memory, so all are on one host
     """
 
     layout: str
@@ -35,6 +36,7 @@ class Dispatcher:
     implemented: bool = False
     devices: tuple[str, ...] = ("cpu", "cuda")
     ranks: int = MOST_RANKS
+    one_host: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +57,7 @@ DISPATCHERS: Mapping[str, Dispatcher] = {
     "none": Dispatcher(layout="flat", numbering="global", weighs="experts", implemented=True),
     # Ranks read the rows that their experts need from each other's memory, and so the results: GPUs of one host.
     "pull": Dispatcher(layout="flat", numbering="global", weighs="experts", sums=frozenset({"dp", "tp"}),
-                       devices=("cuda",), ranks=8, implemented=True),
+                       devices=("cuda",), ranks=8, one_host=True, implemented=True),
     "all-gather": Dispatcher(layout="flat", numbering="global", weighs="experts", sums=frozenset({"dp", "tp"}),
                              capturable=False, implemented=True),
     "all-to-all": Dispatcher(layout="grouped", numbering="none", weighs="combine", sums=frozenset({"dp", "tp"})),
@@ -81,12 +83,14 @@ class Hardware:
     kernels    (name of an experts kernel, reason why it cannot run here or with these weights, or ""), best first
     features   name of an experts kernel -> its optional features, such as "join"
     eager      steps are not captured in CUDA graphs
+    hosts      hosts among which the ranks are divided
     """
 
     device: str
     kernels: tuple[tuple[str, str], ...]
     features: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     eager: bool = False
+    hosts: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -197,6 +201,9 @@ def _candidates(topology: Parallel, hardware: Hardware, phase: str,
             continue
         if topology.expert_ranks > dispatcher.ranks:
             yield name, "", f"{name} joins at most {dispatcher.ranks} ranks, those of one host"
+            continue
+        if dispatcher.one_host and hardware.hosts > 1:
+            yield name, "", f"{name} reads the memory of other ranks, and these are on {hardware.hosts} hosts"
             continue
         for kernel, cannot_run in hardware.kernels:
             reason = cannot_run or _mismatch(name, kernel, captured)

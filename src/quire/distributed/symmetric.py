@@ -126,12 +126,15 @@ def exchange_memory(group: Group | None, device: torch.device, layout: Layout, e
     """Return this rank's end of the exchange of rows between replicas. Every rank of the group calls this.
 
     each   ranks of a replica
-    Raises ConfigError where GPUs cannot read each other's memory.
+    Raises ConfigError where GPUs cannot read each other's memory, or have no room.
     """
     assert isinstance(group, ProcessGroup)
     try:
         memory = symmetric_memory.empty(layout.num_bytes, dtype=torch.uint8, device=device)
         handle = symmetric_memory.rendezvous(memory, group.name)
+    except torch.OutOfMemoryError as error:
+        raise ConfigError(f"{layout.num_bytes / 2**20:.0f} MiB for the exchange between replicas do not fit into this "
+                          "GPU's free memory: lower --max-num-batched-tokens.") from error
     except RuntimeError as error:
         why = str(error).partition("\n")[0]
         raise ConfigError(f"these GPUs cannot read each other's memory ({why}), so no tokens reach the experts of "

@@ -179,7 +179,7 @@ def resolve_engine(
     kernels += choose_linears(needs, schemes, forced.get("linear"), probe)
     needs = replace(needs, scheme=next((param.scheme for param in params if param.shard == "experts"), None))
     moe = moe_plans(args, needs, probe, parallel=parallel, forced=experts, backend=config.parallel.all2all_backend,
-                    eager=config.device.enforce_eager)  # fmt: skip
+                    eager=config.device.enforce_eager, hosts=config.hosts.nnodes)  # fmt: skip
     if device == "cuda":
         roomy = unpacked_bytes(params, dtype.dtype) <= machine.total_memory // 2  # else wide steps would cost context
         wide = args.moe is not None and not served and roomy
@@ -243,18 +243,18 @@ def resolve_sizing(plan: EnginePlan, measured: DeviceMemory | int) -> MemoryPlan
 
 
 def moe_plans(args: ModelArgs, needs: KernelNeeds, probe: Probe = here, *, parallel: Parallel = ALONE, forced: str = "",
-              backend: str = "auto", eager: bool = False) -> dict[str, MoEPlan | str]:  # fmt: skip
+              backend: str = "auto", eager: bool = False, hosts: int = 1) -> dict[str, MoEPlan | str]:  # fmt: skip
     """Return phase ("prefill", "decode") -> plan of the experts, or the reason why no kernel can run them.
 
     needs    requirements of the model, with the scheme of the experts' weights
     forced   name of the kernel to use; "": the best
     backend  value of --all2all-backend, which counts where replicas share experts
-    eager    steps are not captured in CUDA graphs
+    eager    steps are not captured in CUDA graphs;  hosts  hosts among which the ranks are divided
     Returns {} for a model without experts. Raises ConfigError if a forced kernel or dispatcher cannot run.
     """
     supports, plans = SUPPORTS["experts"], dict[str, MoEPlan | str]()
     hardware = Hardware(
-        device=needs.device, eager=eager,
+        device=needs.device, eager=eager, hosts=hosts,
         kernels=tuple((name, objection(one, needs, probe)) for name, one in supports.items()),
         features={name: tuple(word for word in features(one, probe) if word != "in place" or needs.scheme is None)
                   for name, one in supports.items()},

@@ -50,8 +50,8 @@ def test_one_rank(model: ModelArgs) -> None:
         "  none + grouped: fits",
         "  none + cpu: runs on cpu, not on cuda",
         "  none + ref: fits",
-        "  all-gather + any: every rank already has the tokens that its experts need",
         "  pull + any: every rank already has the tokens that its experts need",
+        "  all-gather + any: every rank already has the tokens that its experts need",
         "  all-to-all + any: every rank already has the tokens that its experts need",
     ]
     assert model.moe is not None
@@ -86,7 +86,7 @@ def test_what_is_asked_for_is_taken_or_refused(model: ModelArgs) -> None:
     for asked, words in (
         ({"experts": "cpu"}, ["none + cpu: runs on cpu", "none + ref: cpu was asked for", "experts=cpu"]),
         ({"dispatcher": "all-to-all"}, ["none + triton: all-to-all was asked for", "all-to-all + any: every rank"]),
-        ({"dispatcher": "telepathy"}, ["'telepathy' does not exist (one of none, all-gather, pull, all-to-all)"]),
+        ({"dispatcher": "telepathy"}, ["'telepathy' does not exist (one of none, pull, all-gather, all-to-all)"]),
         ({"experts": "magic"}, ["'magic' does not exist (one of hopper, triton, scaled,"]),
     ):
         with pytest.raises(ConfigError) as refused:
@@ -94,28 +94,37 @@ def test_what_is_asked_for_is_taken_or_refused(model: ModelArgs) -> None:
         assert all(word in str(refused.value) for word in words), refused.value
 
 
-def test_a_dispatcher_that_is_not_there_is_planned(model: ModelArgs) -> None:
-    """Prefill gathers rows; a CUDA graph of a decode step cannot, so decode waits for a dispatcher that can."""
-    made = plan(model, SPREAD, phase="prefill")
-    assert (made.dispatcher, made.partial_over, made.shared, made.implemented) == ("all-gather", (), "added", True)
-    made = plan(model, SPREAD)
-    assert (made.dispatcher, made.experts, made.implemented) == ("pull", "triton", False)
-    assert made.decided == f"first that fits, not implemented yet, decided in config/resolve_moe.py:{LINE}"
-    for line in ("  none + any: tokens of other replicas need the experts of this rank",
+def test_gpus_of_a_host_pull(model: ModelArgs) -> None:
+    """A CUDA graph cannot hold an all-gather of rows."""
+    for phase in ("prefill", "decode"):
+        made = plan(model, SPREAD, phase=phase)
+        assert (made.dispatcher, made.experts, made.partial_over) == ("pull", "triton", ())
+        assert made.shared == "summed alone" and made.implemented
+    assert made.decided == f"first that fits, decided in config/resolve_moe.py:{LINE}"
+    for line in ("  none + any: tokens of other replicas need the experts of this rank", "  pull + triton: fits",
                  "  all-gather + triton: all-gather cannot be captured in a CUDA graph (--enforce-eager captures none)",
-                 "  pull + triton: not implemented yet", "  pull + cpu: runs on cpu, not on cuda",
+                 "  pull + cpu: runs on cpu, not on cuda",
                  "  all-to-all + triton: all-to-all delivers grouped rows; triton accepts only flat rows",
                  "  all-to-all + grouped: not implemented yet"):  # fmt: skip
         assert line in str(made)
-    made = plan(model, SPREAD, replace(GPU, eager=True))
-    assert made.dispatcher == "all-gather" and made.implemented
+    assert plan(model, SPREAD, CPU).dispatcher == "all-gather"
+
+
+def test_a_dispatcher_that_is_not_there_is_planned(model: ModelArgs, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "DISPATCHERS", {**DISPATCHERS, "pull": replace(DISPATCHERS["pull"], implemented=False)})
+    made = plan(model, SPREAD)
+    assert (made.dispatcher, made.implemented) == ("pull", False)
+    assert made.decided == f"first that fits, not implemented yet, decided in config/resolve_moe.py:{LINE}"
 
 
 def test_ranks_of_several_hosts_read_no_memory_of_each_other(model: ModelArgs) -> None:
-    wide = Parallel(dp=32, experts=True)
+    wide, one = Parallel(dp=32, experts=True), replace(GPU, kernels=GPU.kernels[:1])
     with pytest.raises(ConfigError, match="pull . any: pull joins at most 8 ranks, those of one host"):
-        plan(model, wide, replace(GPU, kernels=GPU.kernels[:1]))
-    assert plan(model, wide, replace(GPU, eager=True)).dispatcher == "all-gather"
+        plan(model, wide, one)
+    with pytest.raises(ConfigError, match="pull . any: pull reads the memory of other ranks, and these are on 2 hosts"):
+        plan(model, SPREAD, replace(one, hosts=2))
+    for topology, hosts in ((wide, 1), (SPREAD, 2)):
+        assert plan(model, topology, replace(GPU, eager=True, hosts=hosts)).dispatcher == "all-gather"
 
 
 def test_the_line_that_decides_is_that_of_the_function() -> None:
@@ -123,11 +132,11 @@ def test_the_line_that_decides_is_that_of_the_function() -> None:
 
 
 def test_when_they_are_there(model: ModelArgs, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Results that a combine step weighs leave the shared experts' partial ones to be summed alone."""
+    """A dispatcher that sums over tp leaves the shared experts' partial results to be summed alone."""
     there = {name: replace(dispatcher, implemented=True) for name, dispatcher in DISPATCHERS.items()}
     monkeypatch.setattr(module, "DISPATCHERS", there)
     made = plan(model, SPREAD)
-    assert (made.dispatcher, made.experts, made.partial_over, made.shared) == ("pull", "triton", (), "added")
+    assert (made.dispatcher, made.experts, made.partial_over, made.shared) == ("pull", "triton", (), "summed alone")
     made = plan(model, SPREAD, dispatcher="all-to-all")
     assert (made.experts, made.layout, made.weighs, made.numbering) == ("grouped", "grouped", "combine", "none")
     assert made.partial_over == () and made.shared == "summed alone"
