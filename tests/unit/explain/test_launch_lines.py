@@ -57,11 +57,11 @@ def test_explain_plans_a_model_of_that_size(shared: Path, capsys: pytest.Capture
     assert main([*words(str(shared / "hf" / "GLM-4.5")), "--device", "h200", "--json"]) == 0
     out, err = capsys.readouterr()
     plan = json.loads(out)
-    assert [one["feature"] for one in plan["missing"]] == [
-        "dispatcher pull for decode (-dp 8 --enable-expert-parallel)", *REFUSED]
+    assert [one["feature"] for one in plan["missing"]] == REFUSED
     assert len(plan["ranks"]) == 8 and plan["ranks"][7]["experts"] == [140, 160, 1] and "num_blocks" in plan["memory"]
     assert plan["memory"]["block_size"] == 64 and plan["memory"]["sequences"] == 32
-    assert plan["moe"]["decode"]["decided"].startswith("asked for, not implemented yet, decided in config/resolve_moe")
+    assert plan["moe"]["decode"]["decided"].startswith("asked for, decided in config/resolve_moe")
+    assert [plan["moe"][phase]["dispatcher"] for phase in ("prefill", "decode")] == ["pull", "pull"]
     assert plan["moe"]["prefill"]["decided"].startswith("first that fits, decided in")
     for line in ("quire: refused by quire serve: --speculative-config", "quire: refused by quire serve: --enable-dbo: ",
                  *(f"quire: note: {note}" for note in NOTED)):  # fmt: skip

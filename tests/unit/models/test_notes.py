@@ -28,26 +28,33 @@ def plans(model: ModelArgs, backend: str, parallel: Parallel = SPREAD, device: s
     return [found[phase] for phase in ("prefill", "decode") if isinstance(found[phase], MoEPlan)]
 
 
-@pytest.mark.parametrize(("backend", "dispatchers", "asked"), [
-    ("auto", ("all-gather", "pull"), ()), ("deepep_high_throughput", ("pull", "pull"), ("prefill",)),
-    ("deepep_low_latency", ("all-gather", "pull"), ("decode",)),
+@pytest.mark.parametrize(("backend", "dispatcher", "asked"), [
+    ("auto", "pull", ()), ("deepep_high_throughput", "pull", ("prefill",)),
+    ("deepep_low_latency", "pull", ("decode",)),
 ])  # fmt: skip
 def test_names_of_exchanges_are_taken_by_phase(
-    model: ModelArgs, backend: str, dispatchers: tuple[str, str], asked: tuple[str, ...]
+    model: ModelArgs, backend: str, dispatcher: str, asked: tuple[str, ...]
 ) -> None:
     made = plans(model, backend)
-    assert tuple(one.dispatcher for one in made) == dispatchers
+    assert [one.dispatcher for one in made] == [dispatcher] * 2 and all(one.implemented for one in made)
     assert tuple(one.phase for one in made if one.decided.startswith("asked for")) == asked
-    assert all("not implemented yet" in one.decided for one in made if one.dispatcher == "pull")
     assert {one.dispatcher for one in plans(model, backend, Parallel(dp=4))} == {"none"}, "nothing is exchanged"
+
+
+def test_ranks_of_several_hosts_share_no_memory(model: ModelArgs) -> None:
+    needs = KernelNeeds(device="cuda", dtype="bfloat16")
+    for parallel, hosts in ((SPREAD, 2), (Parallel(dp=16, experts=True), 1)):
+        for eager, dispatcher, implemented in ((True, "all-gather", True), (False, "all-to-all", False)):
+            made = moe_plans(model, needs, lambda need: "", parallel=parallel, hosts=hosts, eager=eager)["decode"]
+            assert isinstance(made, MoEPlan) and (made.dispatcher, made.implemented) == (dispatcher, implemented)
 
 
 def test_what_cannot_be_is_refused_with_the_candidates(model: ModelArgs) -> None:
     assert [one.dispatcher for one in plans(model, "allgather_reducescatter", device="cpu")] == ["all-gather"] * 2
     for device, backend, words in (
         ("cuda", "nixl_ep", ["--all2all-backend nixl_ep: Quire has no such exchange of tokens: use allgather",
-                             " or deepep_low_latency, or leave it out. Without it:\nprefill: dispatcher all-gather ",
-                             "  pull + triton: not implemented yet"]),
+                             " or deepep_low_latency, or leave it out. Without it:\nprefill: dispatcher pull ",
+                             "  all-gather + triton: fits", "  all-to-all + grouped: not implemented yet"]),
         ("cuda", "allgather_reducescatter", ["in decode on -tp 2 -dp 4", "  pull + triton: all-gather was asked for",
                                              "all-gather cannot be captured in a CUDA graph (--enforce-eager"]),
         ("cpu", "deepep_low_latency", ["  pull + any: pull runs on cuda, not on cpu",
