@@ -34,8 +34,9 @@ from ..support.compared import BLOCK, CPU, LIMITS, model_args
 from .ranks_of_gpus import rank_model
 
 PROGRAMS, SIZE, ROWS = 4, 2, 48
-# Steps of at most 4 tokens, and of at most 24: prompts of 30 tokens take two exchanges, which are not captured.
-SIZES = Limits(**(vars(LIMITS) | {"graph_sizes": (2, 4), "graph_tokens": (24,), "bounds": (4, 24)}))
+# Steps of at most 2 tokens, and of at most 24: prompts of 30 tokens take two exchanges, which are not captured. Two
+# decodes are padded to 4 tokens: more than the bound.
+SIZES = Limits(**(vars(LIMITS) | {"graph_sizes": (4,), "graph_tokens": (24,), "bounds": (2, 24)}))
 
 
 def layout(args: ModelArgs) -> Layout:
@@ -91,8 +92,9 @@ def main(number: int, kind: str, folder: Path) -> None:
                              groups=groups)  # fmt: skip
         for plan in steps(PLANS[:7], number):
             (folder / f"result{number}-{plan.step}").write_bytes(encode(runner.run(plan)))
-        captured = {shape.key for shape in runner.recorder.shapes()}
-        kinds = {key[0] for key in getattr(runner.recorder, "ran", ()) if key in captured}
+        captured = {shape.key: shape for shape in runner.recorder.shapes()}
+        ran = [captured[key] for key in getattr(runner.recorder, "ran", ()) if key in captured]
+        kinds = {shape.key[0] for shape in ran} | {"beyond" for shape in ran if shape.tokens > shape.bound}
         (folder / f"kinds{number}").write_text(" ".join(sorted(kinds)))
         leave_ranks()
         del kept

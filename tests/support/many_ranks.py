@@ -32,7 +32,7 @@ SMALL: dict[str, Any] = {"dtype": "float32", "num_threads": 1, "use_tqdm_on_load
 class Fault:
     """A fault of a rank; see `planted/sitecustomize.py`.
 
-    place   load, size, prefill or decode;  kind  the name of a signal, RuntimeError or UserError
+    place   load, size, prefill, decode or mover;  kind  the name of a signal, RuntimeError, UserError or freeze
     """
 
     rank: int

@@ -29,7 +29,7 @@ from quire.contracts.sampling import SamplingParams
 from quire.distributed.mesh import ALONE
 from quire.engine.balancer import Balancer
 from quire.engine.core import EngineCore
-from quire.engine.eplb import initial_map
+from quire.engine.eplb import even_nodes, initial_map
 from quire.engine.replicas import Core, Replicas
 from quire.kernels.select import Kernels, here
 from quire.kv.allocator import KVAllocator
@@ -160,7 +160,7 @@ def assemble(config: EngineConfig, on_loading: Loading | None = None, *, served:
     cores = [assemble_core(one, GrammarCompiler(lambda: tokenizer or Tokenizer.load(found.tokenizer_folder),
                                                 found.args.vocab_size, GrammarTrial(), cpu.cores))
              for one in replicas]  # fmt: skip
-    core = join_replicas(plan, cores, arrived)
+    core = join_replicas(plan, cores, arrived, parts.hosts)
     phases.end("engine")
     about = core.facts.plans
     ranks = (f"{about['ranks']} ({about['each rank']}).",) if len(plans) > 1 and not served else ()  # a banner has it
@@ -288,15 +288,20 @@ def assemble_core(parts: Parts, compiler: GrammarCompiler | None) -> EngineCore:
     )
 
 
-def join_replicas(plan: EnginePlan, cores: Sequence[EngineCore], arrived: threading.Event) -> Core:
-    """Return the core of all replicas, which also balances experts; the only core if there is nothing to join."""
+def join_replicas(plan: EnginePlan, cores: Sequence[EngineCore], arrived: threading.Event,
+                  hosts: tuple[int, ...] = ()) -> Core:  # fmt: skip
+    """Return the core of all replicas, which also balances experts; the only core if there is nothing to join.
+
+    hosts   index of the host of each rank
+    """
     parallel, moe = plan.mesh.parallel, plan.args.moe
     if parallel.redundant is None or moe is None:
         return cores[0] if len(cores) == 1 else Replicas(cores, lockstep=parallel.lockstep, arrived=arrived)
     experts = initial_map(len(moe.layers), moe.routing.num_experts, parallel.redundant, parallel.expert_ranks)
     settings = read_eplb_config(plan.config.parallel.eplb_config)
     return Replicas(cores, lockstep=True, arrived=arrived,
-                    balance=partial(Balancer, settings, experts, groups=max(1, moe.routing.num_groups)))
+                    balance=partial(Balancer, settings, experts, groups=max(1, moe.routing.num_groups),
+                                    nodes=even_nodes(hosts)))  # fmt: skip
 
 
 def _notes(args: ModelArgs, dtype: DTypePlan, memory: MemoryPlan, config: EngineConfig) -> tuple[str, ...]:

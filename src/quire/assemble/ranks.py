@@ -35,7 +35,6 @@ def assemble_ranks(plans: Sequence[EnginePlan], *, on_loading: Loading, end_phas
         launcher = open_launcher(plans[0])
         started.callback(launcher.close)
         places = launcher.place(len(plans))
-        note = hosts_note(parallel, [place.host for place in places])
         made: list[RankProcesses] = []
         for first in range(0, len(plans), together):
             own = slice(first, first + together)
@@ -53,7 +52,8 @@ def assemble_ranks(plans: Sequence[EnginePlan], *, on_loading: Loading, end_phas
         groups = [slice(first, first + together) for first in range(0, len(plans), together)]
         for one, own in zip(made, groups, strict=True):
             one.size([msgspec.json.encode(size) for size in sizes[own]])
-        parts = list(chain(*(_parts(plans[own], one, sizes[own], note) for one, own in zip(made, groups, strict=True))))
+        parts = list(chain(*(_parts(plans[own], one, sizes[own], places)
+                             for one, own in zip(made, groups, strict=True))))  # fmt: skip
         started.pop_all()
     end_phase("ranks")
     return parts
@@ -73,19 +73,21 @@ def _tasks(plans: Sequence[EnginePlan], places: Sequence[Place], own: slice, mee
             gpu=place.device, hosts=tuple(other.host for other in places[own]))  # fmt: skip
 
 
-def _parts(plans: Sequence[EnginePlan], processes: RankProcesses, sizes: Sequence[MemoryPlan], note: str,
-           ) -> list[Parts]:  # fmt: skip
-    """Wait until ranks that start together are ready. Return the parts of each of their replicas; `note`: for the user.
+def _parts(plans: Sequence[EnginePlan], processes: RankProcesses, sizes: Sequence[MemoryPlan],
+           places: Sequence[Place]) -> list[Parts]:  # fmt: skip
+    """Wait until ranks that start together are ready. Return the parts of each of their replicas.
+
+    places   of all ranks of the engine
     """
     ready = [msgspec.json.decode(data, type=RankFacts) for data in processes.wait_ready()]
-    parallel, found = plans[0].mesh.parallel, []
+    parallel, hosts, found = plans[0].mesh.parallel, tuple(place.host for place in places), []
     for first in range(0, len(plans), parallel.replica):
         lead = first + parallel.lead
         facts, own = ready[lead], range(first, first + parallel.replica)
         found.append(Parts(
             plan=plans[lead], model=None, worker=None, depth=max(facts.depth, parallel.pp), num_stages=parallel.pp,
             memory=sizes[lead], prompt_chunk=facts.prompt_chunk, plans=dict(facts.plans),
-            notes=(*facts.notes, *filter(None, [note])),
+            notes=(*facts.notes, *filter(None, [hosts_note(parallel, hosts)])), hosts=hosts,
             executor=partial(RanksExecutor, processes, ranks=own, lead=lead),
         ))  # fmt: skip
     return found

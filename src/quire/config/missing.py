@@ -15,12 +15,11 @@ class Missing(NamedTuple):
     reason: str
 
 
-def missing_features(parallel: Parallel, moe: Mapping[str, MoEPlan | str], device: str = "cpu", *,
-                     quantized: bool = False) -> tuple[Missing, ...]:  # fmt: skip
+def missing_features(parallel: Parallel, moe: Mapping[str, MoEPlan | str], device: str = "cpu") -> tuple[Missing, ...]:
     """Return the features that an engine of these sizes needs and Quire does not have.
 
     moe      the plan of the experts by phase, or the reason why there is none
-    device   "cpu" or "cuda";  quantized  True: the checkpoint is
+    device   "cpu" or "cuda"
     """
     names: dict[str, list[str]] = {}
     for phase, plan in moe.items() if parallel.lockstep else ():
@@ -32,10 +31,9 @@ def missing_features(parallel: Parallel, moe: Mapping[str, MoEPlan | str], devic
     found = [Missing(f"{name} for {' and '.join(phases)} ({parallel})",
                      f"{parallel}: {name} for {' and '.join(phases)}, which takes tokens to the experts of other "
                      f"replicas, is not implemented yet: {remedy}.") for name, phases in names.items()]  # fmt: skip
-    where = "on GPUs" if device == "cuda" else "of a quantized model" if quantized else ""
-    if parallel.redundant is not None and where:
-        found.append(Missing(f"balancing of experts {where} (--enable-eplb)", "--enable-eplb: the balancing of experts "
-                             f"{where} is not implemented yet: leave out --enable-eplb."))  # fmt: skip
+    if parallel.redundant is not None and device == "cuda":
+        found.append(Missing("balancing of experts on GPUs (--enable-eplb)", "--enable-eplb: the balancing of experts "
+                             "on GPUs is not implemented yet: leave out --enable-eplb."))  # fmt: skip
     return tuple(found)
 
 

@@ -65,4 +65,4 @@ class Group(Protocol):
         """Wait for the tensor that rank `source` sends, with the shape and dtype of `out`; fill and return `out`."""
 
     def barrier(self) -> None:
-        """Wait until every rank has called this."""
+        """Wait until every rank has called this, and the tensors that this rank has sent are received."""

@@ -155,8 +155,10 @@ class ProcessGroup:
         return out
 
     def barrier(self) -> None:
-        """Wait for all ranks. See `Group`."""
+        """Wait for all ranks, and for the tensors that this rank has sent. See `Group`."""
         dist.barrier(group=self._group)
+        while self._sent:
+            self._sent.popleft()[0].wait()
 
 
 def _padded(x: Tensor, rows: int) -> Tensor:

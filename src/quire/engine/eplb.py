@@ -7,6 +7,7 @@ that every rank has about equally many tokens. Pure numpy: nothing here knows we
     A slot holds the weights of one expert. Slot p is on rank p // (P / ranks).
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -93,6 +94,16 @@ def choose_copy(rows: Numbers, experts: Numbers, counts: Numbers) -> I32:
     """
     place = (rows.astype(np.uint64) * GOLDEN + experts.astype(np.uint64) * SPREAD) & 0xFFFFFFFF
     return (place * counts.astype(np.uint64) >> 32).astype(np.int32)
+
+
+def even_nodes(hosts: Sequence[int]) -> int:
+    """Return the number of hosts if each has equally many neighbouring ranks, else 1. `hosts`: the host of each rank.
+    """
+    count = max(1, len(set(hosts)))
+    each = len(hosts) // count
+    even = each * count == len(hosts) and all(
+        len(set(hosts[first : first + each])) == 1 for first in range(0, len(hosts), max(1, each)))  # fmt: skip
+    return count if even else 1
 
 
 # -- policy ----------------------------------------------------------------------------------------

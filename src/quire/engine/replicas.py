@@ -150,8 +150,8 @@ class Replicas:
         """Send the masks that steps of independent replicas wait for, so that every submitted step is complete."""
         for core in self.live:
             try:
-                if core.needs_masks and (outputs := core.send_masks()) is not None:
-                    self._early.append((core, outputs))
+                if core.needs_masks:
+                    self._send_masks(core, self._early)
             except Exception as fault:
                 self._bury(core, fault)
 
@@ -207,13 +207,18 @@ class Replicas:
         outputs = None
         if core.needs_masks and (len(core.in_flight) == 1 or core.executor.ready()):
             moved = True
-            if len(core.in_flight) > 1:
-                found.append((core, core.confirm()))  # these outputs count, whatever happens to the masks
-            core.send_masks()
+            Replicas._send_masks(core, found)
         elif core.in_flight and not core.needs_masks and core.executor.ready():
             moved, outputs = True, core.confirm()
         found.append((core, outputs or core.state()))
         return moved
+
+    @staticmethod
+    def _send_masks(core: EngineCore, found: list[Advance]) -> None:
+        """Send the masks of an independent replica. The outputs of the step before count, even if that raises."""
+        if len(core.in_flight) > 1:
+            found.append((core, core.confirm()))
+        core.send_masks()
 
     def _bury(self, core: EngineCore, fault: Exception) -> None:
         """End the requests of a replica that failed. Raises its error when it is the last one."""

@@ -185,6 +185,8 @@ def _memory(report: PlanReport, gpu: Gpu | None, free: int, rank: Rank) -> Memor
         return resolve_sizing(plan, (free - every) // len(report.held))
     ours = EMPTY + plan.graphs.num_bytes + _activations(plan.args, plan.config, plan.mesh.parallel)
     ours += plan.buffer_bytes
+    if plan.graphs.bounds:  # graphs have memory of their own, for the experts' part of the largest exchange, too
+        ours += plan.mesh.parallel.dp * plan.graphs.bounds[-1] * _expert_bytes(plan.args)
     left = gpu.memory - weights - ours
     return resolve_sizing(plan, DeviceMemory(total=gpu.memory, at_start=gpu.memory, free=left, weights=weights,
                                              others=0))  # fmt: skip
@@ -197,8 +199,11 @@ def _activations(args: ModelArgs, config: EngineConfig, parallel: Parallel) -> i
     have room for the tokens of all replicas. Every sequence has float32 logits and the copies that sampling makes.
     """
     inner = 3 * max(args.intermediate_size, args.num_heads * args.head_dim) // parallel.tp
-    if args.moe is not None:
-        each = args.moe.routing.top_k * (3 * args.moe.expert_size + args.hidden_size)
-        inner = max(inner, each * (parallel.dp if parallel.lockstep else 1))
+    inner = max(inner, _expert_bytes(args) // 2 * (parallel.dp if parallel.lockstep else 1))
     batch = config.scheduler
     return batch.token_budget() * 2 * (4 * args.hidden_size + inner) + 3 * 4 * args.vocab_size * batch.sequences()
+
+
+def _expert_bytes(args: ModelArgs) -> int:
+    """Return the bytes that the results of a token's experts take in their layers; 0 for a model without experts."""
+    return 2 * args.moe.routing.top_k * (3 * args.moe.expert_size + args.hidden_size) if args.moe else 0

@@ -33,11 +33,19 @@ from quire.kernels.select import (
     objection,
 )
 from quire.kernels.supports import SUPPORTS
-from quire.models.collectives import buffer_bytes
+from quire.models.collectives import buffer_bytes, exchange_bounds
 from quire.models.graphs import GraphPlan, resolve_graphs
 from quire.models.layout import layout
 from quire.models.notes import BACKENDS, check_backend
-from quire.models.registry import ITEM_BYTES, check_routing, linear_plans, operations, rank_geometry, unpacked_bytes
+from quire.models.registry import (
+    ITEM_BYTES,
+    check_routing,
+    linear_plans,
+    mover_bytes,
+    operations,
+    rank_geometry,
+    unpacked_bytes,
+)
 from quire.quantization.assign import with_formats
 from quire.quantization.cache import CacheChoice, choose_cache
 
@@ -128,11 +136,12 @@ class EnginePlan(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def buffer_bytes(self) -> int:
-        """Bytes that this rank's exchanges with other ranks take in the largest step; 0 on one device."""
+        """Bytes that exchanges with other ranks take in the largest step, and moves of experts; 0 on one device."""
         batch = self.config.scheduler
         return buffer_bytes(self.args, self.mesh.rank, self.mesh.parallel, tokens=batch.token_budget(),
                             item_bytes=ITEM_BYTES[self.dtype.dtype], rows=batch.sequences(),
-                            device=self.machine.device, spread=self.spread)  # fmt: skip
+                            device=self.machine.device, spread=self.spread) + mover_bytes(
+                                self.params, self.mesh.parallel, self.dtype.dtype)  # fmt: skip
 
     def of_rank(self, rank: Rank) -> "EnginePlan":
         """Return a copy with `rank` in its mesh. `params` and `geometry` remain those of the original rank."""
@@ -185,14 +194,16 @@ def resolve_engine(
         wide = args.moe is not None and not served and roomy
         config = replace(config, scheduler=resolve_batch(config.scheduler, machine.total_memory, wide))
         check_sequences(config)
+    pulls = any(isinstance(plan, MoEPlan) and plan.dispatcher == "pull" for plan in moe.values())
+    bounds = exchange_bounds(config.scheduler.token_budget()) if pulls else ()
     dtype = _typed(dtype, kernels)
     return EnginePlan(
         config=config, folder=str(folder), args=args, machine=machine, dtype=dtype,
         mesh=Mesh(parallel=parallel, rank=rank), params=keep_stored(params, dtype, kernels, moe), kernels=kernels,
         linears=linear_plans(args, params, kernels), moe=moe,
         geometry=geometry,
-        graphs=resolve_graphs(config, args) if by_triton else GraphPlan(),
-        missing=missing_features(parallel, moe, device, quantized=bool(quantization)), quantization=quantization,
+        graphs=resolve_graphs(config, args, bounds) if by_triton else GraphPlan(),
+        missing=missing_features(parallel, moe, device), quantization=quantization,
     )  # fmt: skip
 
 

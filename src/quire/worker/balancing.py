@@ -10,7 +10,7 @@ from torch import Tensor
 from quire.contracts.step import I32
 from quire.distributed import Group
 from quire.distributed.expert_moves import ExpertMover
-from quire.kernels.experts.expert_memory import expert_memory
+from quire.kernels.experts.expert_memory import expert_memory, let_move
 from quire.layers.moe import MoE
 
 
@@ -23,6 +23,11 @@ class RankBalancing:
 
     def __init__(self, layers: Sequence[MoE], group: Group) -> None:
         self._layers = layers
+        for layer in layers:
+            let_move(layer.experts.packed)
+            kinds = {tuple((one.dtype, one.shape) for one in expert_memory(layer.experts.packed, place))
+                     for place in range(layer.experts.num_experts)}  # fmt: skip
+            assert len(kinds) == 1, f"experts whose weights cannot be copied onto each other: {kinds}"
         self._maps: list[tuple[I32, I32]] = []
         self._mover = ExpertMover(group, self._memory, layers[0].experts.num_experts)
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from quire.models.graphs import captured_bounds
 from quire.worker.recorder import Key, Recorder, StepShape
 
 NARROW = 256  # sequences: steps with prompts are captured for at most this many, and once more for the most possible
@@ -42,18 +43,14 @@ class Graphs(Recorder):
         if not shape.tokens:
             return replace(shape, recorded=bool(self.sizes or self.tokens) and shape.bound in self.bounds)
         size = self._round_up(shape.seqs)
-        if shape.decode and size and shape.bound in self._bounds(size):
+        if shape.decode and size and shape.bound in captured_bounds(self.bounds, self.sizes, size):
             return replace(shape, tokens=size, seqs=size, rows=size, recorded=True)
         rows = self._round_up(shape.rows) or shape.rows
         padded = next((size for size in self.tokens if size >= shape.tokens), 0)
-        if padded and shape.bound in self._bounds(padded):
+        if padded and shape.bound in captured_bounds(self.bounds, self.tokens, padded):
             seqs = NARROW if shape.seqs <= NARROW < self.most_seqs else self.most_seqs
             return replace(shape, tokens=padded, seqs=seqs, rows=rows, decode=False, recorded=True)
         return replace(shape, seqs=max(shape.seqs, rows), rows=rows, decode=False)
-
-    def _bounds(self, tokens: int) -> tuple[int, ...]:
-        """Return the bounds of the replicas' tokens for which a step of `tokens` tokens is captured, largest first."""
-        return tuple(bound for bound in reversed(self.bounds) if bound >= tokens) if self.bounds else (0,)
 
     def shapes(self) -> list[StepShape]:
         """Return the shapes to capture: every recorded shape that `fit` may return. See `Recorder`."""
@@ -62,10 +59,11 @@ class Graphs(Recorder):
             wide = [(most, False)] if narrow < min(tokens, most) else []
             for seqs, shared in (*((narrow, shared) for shared in (False, True)), *wide):
                 found += [StepShape(tokens, seqs, 0, False, shared, recorded=True, bound=bound)
-                          for bound in self._bounds(tokens)]  # fmt: skip
+                          for bound in captured_bounds(self.bounds, self.tokens, tokens)]  # fmt: skip
         for size in reversed(self.sizes):
             found += [StepShape(size, size, size, True, shared, recorded=True, bound=bound)
-                      for bound in self._bounds(size) for shared in (False, True)]  # fmt: skip
+                      for bound in captured_bounds(self.bounds, self.sizes, size)
+                      for shared in (False, True)]  # fmt: skip
         joins = reversed(self.bounds) if found else ()
         return [*found, *(StepShape(0, 0, 0, True, recorded=True, bound=bound) for bound in joins)]
 

@@ -49,8 +49,6 @@ def test_experts_are_not_balanced_on_gpus_yet(shared: Path) -> None:
     assert missing_features(balanced, plans(shared, "cpu"), "cpu") == ()
     (found,) = missing_features(balanced, plans(shared, "cuda"), "cuda")
     assert found.feature == "balancing of experts on GPUs (--enable-eplb)" and "leave out --enable-eplb" in found.reason
-    (found,) = missing_features(balanced, plans(shared, "cpu"), "cpu", quantized=True)
-    assert found.feature == "balancing of experts of a quantized model (--enable-eplb)"
 
 
 @pytest.mark.parametrize(("features", "words"), [

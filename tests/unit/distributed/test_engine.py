@@ -6,6 +6,7 @@ decides a token.
 
 import functools
 import json
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from quire.assemble.parts import Parts
@@ -21,9 +23,11 @@ from quire.contracts.request import NewRequest
 from quire.contracts.sampling import SamplerSpec
 from quire.distributed.expert_moves import ExpertMover
 from quire.engine import balancer
+from quire.engine.balancer import Balancer
 from quire.engine.core import EngineCore
 from quire.engine.replicas import Core, Replicas
 
+from ...support.quantized_checkpoints import FORMS, quantize_checkpoint
 from ...support.simulated_engine import simulated
 from ...support.tiny_models import EXPERTS, FAMILIES, MARGIN, Tiny, mixed_prompts, random_model
 
@@ -37,6 +41,9 @@ SIZES: dict[str, dict[str, Any]] = {
     "dp2-pp2-ep2": {"dp": 2, "pp": 2, "experts": True}, "dp4-ep4": {"dp": 4, "experts": True},
 }  # fmt: skip
 COUNT = 24
+BALANCED: dict[str, Any] = {
+    "skip_tokenizer_init": True, "experts": True, "enable_eplb": True,
+    "eplb_config": {"num_redundant_experts": 4, "step_interval": 6, "window_size": 4}}  # fmt: skip
 Folders = Callable[[str], Path]
 
 
@@ -157,9 +164,74 @@ def test_experts_that_move_while_requests_are_served(
     raw = json.loads((folder / "config.json").read_text())
     count = next(raw[name] for name in ("num_local_experts", "num_experts", "n_routed_experts") if raw.get(name))
     settings = {"num_redundant_experts": -count % 4 or 4, "step_interval": 6, "window_size": 4}
-    options = {"skip_tokenizer_init": True, "experts": True, "enable_eplb": True, "eplb_config": settings}
-    compare(run(folder, until_moved, **options, **sizes), expected)
+    compare(run(folder, until_moved, **BALANCED | {"eplb_config": settings}, **sizes), expected)
     assert switched, "no layer was switched to another map"
+
+
+@pytest.fixture(scope="module")
+def quantized(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, Answers]]:
+    """Makes a checkpoint of 8-bit weights in which the scales of an expert need another type than those of others."""
+
+    @functools.cache
+    def made(form: str) -> tuple[Path, Answers]:
+        for seed in range(20):
+            plain, folder = tmp_path_factory.mktemp("plain"), tmp_path_factory.mktemp(form)
+            model = random_model(Tiny(family="qwen3_moe", tied=True), seed)
+            model.save_pretrained(plain)
+            stored = load_file(plain / "model.safetensors")
+            for name, tensor in stored.items():
+                if ".experts.5." in name:
+                    tensor *= 1e-7
+            save_file(stored, plain / "model.safetensors", {"format": "pt"})
+            quantize_checkpoint(plain, folder, FORMS[form])
+            answers = run(folder, skip_tokenizer_init=True)
+            if clear(answers):
+                return folder, answers
+        raise AssertionError(f"{form}: all seeds have close choices")
+
+    return made
+
+
+@pytest.mark.parametrize("sizes", [{"tp": 2}, {"dp": 2}], ids=["tp2", "dp2"])
+@pytest.mark.parametrize("form", ["ct-int8-weights", "ct-w8-zeros"])
+def test_quantized_experts_that_move(
+    quantized: Any, form: str, sizes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(balancer, "LEAST_GAIN", -1.0)
+    switched: list[int] = []
+    real = ExpertMover.switch
+    monkeypatch.setattr(ExpertMover, "switch", lambda mover, layer: switched.append(layer) or real(mover, layer))
+    folder, expected = quantized(form)
+    compare(run(folder, until_moved, **BALANCED, **sizes), expected)
+    assert switched, "no layer was switched to another map"
+
+
+def test_a_mover_that_is_frozen_leaves_the_old_map_in_use(
+    truths: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Every request gets its tokens, and a warning comes once."""
+    monkeypatch.setattr(balancer, "LEAST_GAIN", -1.0)
+    monkeypatch.setattr(balancer, "DEADLINE", 0.0)
+    real, frozen, seen = ExpertMover._fetch, threading.Event(), list[Balancer]()
+
+    def fetch(mover: ExpertMover, layer: int, moves: Any) -> Any:
+        if mover._group.rank == 1:
+            frozen.wait(120)
+        return real(mover, layer, moves)
+
+    def planned(core: Core, parts: list[Parts]) -> None:
+        assert isinstance(core, Replicas) and core._balancer is not None
+        seen.append(core._balancer)
+        if core._balancer._planned is not None:
+            core._balancer._planned.result(timeout=60)
+
+    monkeypatch.setattr(ExpertMover, "_fetch", fetch)
+    folder, expected = truths("qwen3_moe", True)
+    with caplog.at_level("WARNING", "quire"):
+        compare(run(folder, planned, **BALANCED, dp=2), expected)
+    frozen.set()
+    assert seen[0].moving and seen[0]._switched == 0 and np.array_equal(seen[0].experts.experts[0, :8], np.arange(8))
+    assert caplog.text.count("no expert weights have moved for") == 1 and "the old map" in caplog.text
 
 
 @pytest.mark.parametrize("sizes", SIZES)

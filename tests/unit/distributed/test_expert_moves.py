@@ -8,10 +8,15 @@ import pytest
 import torch
 from torch import Tensor
 
+from quire.contracts.scheme import Scheme
 from quire.distributed.expert_moves import ExpertMover
 from quire.distributed.simulated import SimulatedGroup, SimulatedRanks
 from quire.engine.eplb import balanced_map, initial_map, moves
+from quire.kernels.experts import panels
+from quire.kernels.experts.expert_memory import expert_memory, let_move
+from quire.kernels.native import library
 from quire.layers.balancing import ExpertSlots, initial_slots
+from quire.quantization.pack.matrix import QuantizedMatrix
 
 LAYERS, EXPERTS, REDUNDANT = 2, 6, 2
 
@@ -46,6 +51,50 @@ def test_every_slot_gets_the_weights_of_its_new_expert(ranks: int) -> None:
             for place, found in enumerate(held[layer]):
                 right = weights(layer, int(new.experts[layer, rank * old.each + place]))
                 assert all(torch.equal(*pair) for pair in zip(found, right, strict=True))
+
+
+def matrix(rows: int, columns: int, scale: float | None, seed: int) -> QuantizedMatrix:
+    """A random matrix of 8-bit integers with the same scale for all rows, or a random one for each."""
+    random = torch.Generator().manual_seed(seed)
+    scales = torch.rand(rows, 1, generator=random) + 0.1 if scale is None else torch.full((rows, 1), scale)
+    values = torch.randint(-127, 128, (rows, columns), dtype=torch.int8, generator=random)
+    return QuantizedMatrix(Scheme(values="int8", block=(1, 0), inputs="token"), values, scales)
+
+
+@pytest.mark.skipif(bool(library.missing()), reason=library.missing())
+def test_quantized_experts_with_scales_of_different_types_move_to_each_other_s_places() -> None:
+    """float16 holds 2^-6 and 2^-20 exactly, not 3e5 and 1e-9; others round."""
+    hidden, width, scales = 16, 24, [2.0**-6, None, 3e5, 1e-9, 2.0**-20, None]
+    experts = [(matrix(2 * width, hidden, scale, seed), matrix(hidden, width, scale, 50 + seed))
+               for seed, scale in enumerate(scales)]  # fmt: skip
+    x, weight = torch.randn(3, hidden, generator=torch.Generator().manual_seed(1)), torch.ones(3, 1)
+
+    def packed(held: list[int]) -> panels.Packed:
+        made = panels.empty(len(held), *experts[0], torch.device("cpu"))
+        for place, expert in enumerate(held):
+            panels.put(made, place, *experts[expert])
+        return made
+
+    def answers(made: panels.Packed) -> list[Tensor]:
+        return [panels.run(x, weight, torch.full((3, 1), place, dtype=torch.int32), made) for place in range(len(made))]
+
+    plain = packed(list(range(6)))
+    assert len({made[0].quantized.scale.dtype for made in plain if made[0].quantized}) == 2
+    right = answers(plain)
+
+    def work(group: SimulatedGroup) -> list[Tensor]:
+        own = packed([3 * group.rank + place for place in range(3)])
+        let_move(own)
+        mover = ExpertMover(group, lambda layer, place: expert_memory(own, place), 3)
+        mover.begin([[(slot, 5 - slot) for slot in range(6)]])
+        while not mover.told:
+            time.sleep(0.001)
+            assert mover.fault is None
+        mover.switch(0)
+        return answers(own)
+
+    found = [one for rank in SimulatedRanks(2).run(work) for one in rank]
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(found, reversed(right), strict=True))
 
 
 def test_a_layer_is_fetched_only_after_the_one_before_is_switched() -> None:

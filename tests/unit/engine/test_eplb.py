@@ -18,6 +18,7 @@ from quire.engine.eplb import (
     balanced_map,
     balancedness,
     choose_copy,
+    even_nodes,
     expert_map,
     initial_map,
     moves,
@@ -114,6 +115,14 @@ def test_the_published_example() -> None:
                                       [7, 10, 6, 8, 6, 11, 8, 9, 2, 4, 5, 1, 5, 0, 3, 1]]
     tokens = found.rank_load(load)
     np.testing.assert_allclose(tokens.mean(axis=1) / tokens.max(axis=1), [0.8277, 0.8050], atol=5e-5)
+
+
+@pytest.mark.parametrize(("hosts", "nodes"), [
+    ([], 1), ([0, 0, 0, 0], 1), ([0, 0, 1, 1], 2), ([0, 1, 2, 3], 4), ([3, 3, 0, 0], 2),
+    ([0, 0, 0, 1], 1), ([0, 1, 0, 1], 1), ([0, 1, 1, 0], 1), ([0, 0, 1], 1),
+])  # fmt: skip
+def test_hosts_are_nodes_where_each_has_equally_many_neighbouring_ranks(hosts: list[int], nodes: int) -> None:
+    assert even_nodes(hosts) == nodes
 
 
 @settings(deadline=None, max_examples=300)

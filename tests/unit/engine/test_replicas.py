@@ -461,6 +461,41 @@ def test_a_fault_of_ours_is_logged_with_its_place(caplog: pytest.LogCaptureFixtu
     assert "replica 0 stopped: ZeroDivisionError: division by zero. Send" in str(rig.finish[handles[0]].message)
 
 
+@pytest.mark.parametrize("when", ["masks at a step", "masks at an operation", "a result"])
+def test_tokens_that_were_confirmed_are_told_when_a_replica_dies(when: str) -> None:
+    """It dies while it takes the masks of a step: the result of the step before has come. Or it dies later."""
+    rig = apart(depth=2, vocab=VOCAB)
+    handle = rig.add([1, 2], 9, grammar=GRAMMARS[0])
+    other = rig.add([3], 5)
+    mock, core = rig.mocks[rig.home[handle]], rig.cores[rig.home[handle]]
+    rig.replicas._arrived.wait = lambda timeout=None: True  # type: ignore[method-assign]
+    while not (core.needs_masks and len(core.in_flight) == 2):
+        mock.held = True
+        rig.step()
+        mock.held = core.needs_masks
+    before, died = len(rig.tokens[handle]), []
+
+    def die(*given: Any) -> None:
+        died.append(len(core.in_flight))
+        mock.fault = "planted"
+        raise EngineDead("planted")
+
+    if when == "a result":
+        results = iter([mock.collect])
+        mock.collect = lambda: next(results, die)()
+    else:
+        mock.release = die
+    mock.held = False
+    if when == "masks at an operation":
+        assert rig.core.executor.control("name", {}) == [f"name of {rig.home[other]}"]
+    rig.step(2)
+    assert died and rig.finish[handle].error == "replica"
+    assert len(rig.tokens[handle]) == before + 1, "the result that had come"
+    rig.drain()
+    for one in rig.asked:
+        rig.judge(one)
+
+
 @pytest.mark.parametrize("when", ["at a step", "at a look", "at an addition"])
 def test_the_error_of_the_last_replica_is_raised(when: str) -> None:
     """Every later call raises it, too."""
