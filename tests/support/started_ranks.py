@@ -80,10 +80,17 @@ def nothing_left() -> Iterator[None]:
 
 
 def held() -> tuple[list[int], list[str], set[str]]:
-    """Return the children of this process, zombies included, its threads and its descriptors."""
+    """Return the children of this process, zombies included, its threads and its descriptors.
+
+    Without dummies: Python lists a thread of others once it has run Python code, and drops it at some later time.
+    """
     own = {entry: os.readlink(f"/proc/self/fd/{entry}") for entry in os.listdir("/proc/self/fd")
            if os.path.lexists(f"/proc/self/fd/{entry}")}
-    return children(os.getpid()), sorted(thread.name for thread in threading.enumerate()), set(own)
+    return children(os.getpid()), _threads(), set(own)
+
+
+def _threads() -> list[str]:
+    return sorted(thread.name for thread in threading.enumerate() if not isinstance(thread, threading._DummyThread))
 
 
 def children(parent: int) -> list[int]:
