@@ -1,6 +1,7 @@
 """The launch line of a GLM-5-sized service, as people type it: each flag is answered, and explain plans the rest."""
 
 import json
+import re
 import shlex
 from pathlib import Path
 
@@ -44,6 +45,18 @@ def test_every_flag_is_answered() -> None:
     told = {line.split()[0].rstrip(":") for line in (*found.notes, *found.refusals)}
     assert given == (answered - {"MODEL"}) | told
     server_config(found)
+
+
+def test_the_table_of_the_documents_has_every_flag_with_its_answer() -> None:
+    text = (Path(__file__).parents[3] / "docs" / "many.md").read_text()
+    table = text.partition("## A launch line, flag by flag")[2].partition("\n## ")[0]
+    assert " ".join(LINE.split()) in " ".join(table.split())
+    rows = dict(re.findall(r"^\| `(-\S+?)(?: [^`]*)?` \| (.*) \|$", table, re.MULTILINE))
+    assert list(rows) == [word for word in shlex.split(LINE) if word.startswith("-")]
+    found = settings_of(build_parser().parse_args(words("m")), server=True, planned=True)
+    for answers, begin in ((found.refusals, "refused: "), (found.notes, "changes nothing, with a note: ")):
+        told = {line.split()[0].rstrip(":") for line in answers}
+        assert told == {flag.replace("_", "-") for flag, answer in rows.items() if answer.startswith(begin)}
 
 
 def test_serve_refuses_the_same_by_name() -> None:
