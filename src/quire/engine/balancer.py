@@ -69,16 +69,21 @@ class Balancer:
 
     def note(self, moved: int) -> None:
         """Take from a step's result how many layers have come to all ranks, since the start; -1 after a fault."""
-        if moved < 0 and not self._stopped:
-            self._stopped = True
-            LOG.error("experts are not balanced any more, because a rank cannot fetch weights: requests are served "
-                      "with the experts as they are. Start the engine again to balance them.")
+        if moved < 0:
+            self._stop("a rank cannot fetch weights")
         if moved > self._moved:
             self._moved, self._progress = moved, self._clock()
 
     def close(self) -> None:
         """End the thread that plans."""
         self._thread.shutdown(wait=False, cancel_futures=True)
+
+    def _stop(self, why: str, fault: BaseException | None = None) -> None:
+        """Balance no more."""
+        if not self._stopped:
+            LOG.error("experts are not balanced any more, because %s: requests are served with the experts as they "
+                      "are. Start the engine again to balance them.", why, exc_info=fault)  # fmt: skip
+        self._stopped = True
 
     def _look(self) -> None:
         """Collect the counts of all ranks and begin to plan."""
@@ -105,8 +110,11 @@ class Balancer:
     def _move(self) -> None:
         """Tell the ranks to move weights, if the planned map differs."""
         assert self._planned is not None
-        new, steps = self._planned.result()
-        self._planned = None
+        planned, self._planned = self._planned, None
+        if (fault := planned.exception()) is not None:
+            self._stop("no map could be made", fault)
+            return
+        new, steps = planned.result()
         if any(steps):
             self._control("experts", {"what": "move", "moves": steps, "slots": new.slots, "counts": new.counts})
             self._next, self._progress, self._warned = new, self._clock(), False

@@ -129,6 +129,22 @@ def test_layers_that_gain_little_stay_as_they_are() -> None:
     balancer.close()
 
 
+def test_after_a_fault_of_the_policy_requests_are_served_as_before(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ranks = Ranks()
+    balancer = made(ranks)
+    monkeypatch.setattr("quire.engine.balancer.balanced_map", lambda *given, **named: 1 / 0)
+    with caplog.at_level(logging.ERROR, "quire"):
+        for _ in range(50):
+            assert balancer.next_switch() == -1
+            if balancer._planned is not None:
+                balancer._planned.exception(timeout=60)
+    assert caplog.text.count("no map could be made") == 1 and "ZeroDivisionError" in caplog.text
+    assert ranks.asked == ["load"] and not balancer.moving
+    balancer.close()
+
+
 def test_after_a_fault_of_a_mover_nothing_is_balanced_any_more(caplog: pytest.LogCaptureFixture) -> None:
     ranks = Ranks()
     balancer = made(ranks)
