@@ -1,8 +1,16 @@
 """The exchanges of a step, in bytes that a rank hands over for a token or a row. `explain/test_ranks.py` runs them."""
 
+from pathlib import Path
+from typing import Any
+
 from quire.config.checkpoint import ModelArgs, parse_checkpoint_config
+from quire.config.engine import EngineConfig
 from quire.config.placement import Parallel, ranks
+from quire.distributed.process_group import MOST_SENT
+from quire.explain.describe import plan_engine
 from quire.models.collectives import Collective, buffer_bytes, collectives
+from quire.models.plan import EnginePlan
+from quire.models.registry import UNDER_WAY
 
 RAW = {"model_type": "qwen3_moe", "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 6,
        "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64,
@@ -70,3 +78,16 @@ def test_buffers_of_replicas() -> None:
     assert room(together, "pull", "all-gather") == room(together, "all-gather", "pull") == 2 * 4 * 8 * (64 + 24)
     stages = Parallel(dp=4, pp=6, experts=True)  # layers 1, 3 and 5 have experts
     assert room(stages, "all-gather", number=1) - room(stages, "all-gather", number=2) == 2 * 4 * 8 * (64 + 24)
+
+
+def test_experts_that_move_need_room(shared: Path) -> None:
+    """The slots of a layer may all change, and as many experts as a rank sends at a time are on their way."""
+    def plan(**options: Any) -> EnginePlan:
+        config = EngineConfig.from_flat(model=str(shared / "hf" / "DeepSeek-V2-Lite"), data_parallel_size=2,
+                                        enable_expert_parallel=True, **options)  # fmt: skip
+        return plan_engine(config, "h200").plan
+
+    fixed, moved = plan(), plan(enable_eplb=True, eplb_config={"num_redundant_experts": 2})
+    expert = 3 * 2048 * 1408 * 2
+    assert moved.buffer_bytes - fixed.buffer_bytes == (33 + UNDER_WAY) * expert
+    assert 2 * UNDER_WAY == MOST_SENT
