@@ -17,7 +17,9 @@ import os
 import re
 import secrets
 import sys
+import tempfile
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from quire.contracts.errors import ConfigError
@@ -192,8 +194,11 @@ def cluster_key(*, make: bool) -> tuple[bytes, str]:
         try:
             if make and not path.exists():
                 path.parent.mkdir(parents=True, exist_ok=True)
-                with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+                with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=path.name) as file:
                     file.write(secrets.token_hex(32))
+                    file.flush()
+                    with suppress(FileExistsError):  # of two processes, the first to link its file makes the key
+                        os.link(file.name, path)
             text = path.read_text().strip()
         except OSError as error:
             raise ConfigError(f"{CLUSTER_KEY} is not set, and {path} cannot be read ({error.strerror}): hosts of an "

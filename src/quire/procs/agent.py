@@ -37,6 +37,7 @@ TICK_SECONDS = 0.05  # between two looks at the ranks
 BEAT_SECONDS = 1.0
 SILENT_SECONDS = 60.0  # longest silence of the other end
 JOIN_SECONDS = 1800.0  # to find the first host, which may have a model to download before it listens
+CONNECT_SECONDS = 20.0  # to open the connection of a rank; a try may fail, as strangers use the port, too
 WAITING_SECONDS = 5.0  # after which a host that waits for another one says so
 
 
@@ -145,7 +146,7 @@ class HostAgent:
     def _obey(self, message: ToHost, frames: Frames, launcher: LocalLauncher) -> None:
         if isinstance(message, StartRank):
             try:
-                with connect(*self._place, self._key, encode_for_host(RankHello(message.token))) as connection:
+                with self._connect(RankHello(message.token)) as connection:
                     child = launcher.run(connection)
             except (OSError, NotMaster) as error:
                 self._send(frames, RankEnded(message.number, f"could not be started: {error}"))
@@ -155,6 +156,19 @@ class HostAgent:
         elif isinstance(message, KillRank) and message.number in self._ranks:
             self._told_to_end.add(message.number)
             self._ranks[message.number].kill()
+
+    def _connect(self, hello: RankHello) -> socket.socket:
+        """Open the connection of a rank. Try again, unless nobody listens: then the first host is gone."""
+        until = time.monotonic() + CONNECT_SECONDS
+        while True:
+            try:
+                return connect(*self._place, self._key, encode_for_host(hello))
+            except ConnectionRefusedError:
+                raise
+            except (OSError, NotMaster):
+                if time.monotonic() >= until:
+                    raise
+            time.sleep(RETRY_SECONDS)
 
     def _report(self, frames: Frames) -> None:
         """Tell the first host which ranks have ended."""
