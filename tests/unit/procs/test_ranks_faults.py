@@ -336,11 +336,14 @@ def test_close_in_another_thread_ends_a_wait() -> None:
 
 def test_an_interrupted_message_ends_the_engine() -> None:
     """Some ranks have it, and others do not: they would wait for each other."""
-    def interrupted(message: bytes) -> None:
-        raise KeyboardInterrupt
-
     with running({}, {}) as processes:
-        processes._watch.ranks[1].frames.post = interrupted  # type: ignore[method-assign]
+        frames = processes._watch.ranks[1].frames
+
+        def interrupted(message: bytes) -> None:
+            del frames.post  # type: ignore[method-assign]
+            raise KeyboardInterrupt
+
+        frames.post = interrupted  # type: ignore[method-assign]
         with pytest.raises(KeyboardInterrupt):
             processes.send(RankStep(plan(0, prompt=500_000)))
         with pytest.raises(EngineDead, match="interrupted"):

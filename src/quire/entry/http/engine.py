@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from enum import StrEnum
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -28,10 +29,12 @@ from quire.entry.http.request_stream import RequestStream
 from quire.entry.obtain import obtain_model
 from quire.entry.prompts import Prompt
 from quire.observe.metrics import Metrics
+from quire.observe.shared import SharedMetrics
 from quire.procs import messages
 from quire.procs.child_process import ChildProcess
-from quire.procs.core_client import CoreClient, Launch
+from quire.procs.core_client import CoreClient, Launch, LaunchFront
 from quire.procs.failures import rebuilt
+from quire.procs.fronts import FrontPlace
 from quire.text.load import TextSide, load_text
 from quire.text.tools import choose_styles
 
@@ -54,13 +57,15 @@ class ServedEngine:
     """An engine core and the requests that wait for it. All methods are called on the event loop of `start`.
 
     launch               function that starts the core (default: in its own process)
+    place, more          place among several front ends of the core; function that starts another one of them
     config               the engine's configuration
     text, ready, front   tokenizer and chat template, the core's message, the front end; None until all is loaded
     loading              last message about the progress of loading
     failure              reason of the state DEAD: the engine could not start, died or was closed
     """
 
-    def __init__(self, config: ServerConfig, *, metrics: Metrics, launch: Launch | None = None) -> None:
+    def __init__(self, config: ServerConfig, *, metrics: Metrics, launch: Launch | None = None,
+                 place: FrontPlace = FrontPlace(), more: LaunchFront | None = None) -> None:
         self._bound = config.max_waiting
         self.config = replace(config.engine, scheduler=replace(config.engine.scheduler, max_waiting=self._bound))
         self.state = EngineState.STARTING
@@ -70,7 +75,7 @@ class ServedEngine:
         self.failure: errors.QuireError | None = None
         self._serve, self._metrics = config.serve, metrics
         launch = launch or (lambda start: ChildProcess(CORE_MODULE, msgspec.json.encode(start)))
-        self._client = CoreClient(on_message=self._take, on_death=self._die, launch=launch)
+        self._client = CoreClient(on_message=self._take, on_death=self._die, launch=launch, place=place, more=more)
         self.loading = messages.Loading("starting")
         self._on_loading: Callable[[messages.Loading], None] = lambda message: None
         self._starting: asyncio.Future[messages.Ready] | None = None
@@ -79,7 +84,7 @@ class ServedEngine:
         self._queue_timer: asyncio.TimerHandle | None = None
         self._recent: deque[tuple[str, dict[str, object]]] = deque(maxlen=RECENT)  # (tenant, record)
         self._replies: dict[int, asyncio.Future[Any]] = {}
-        self._num_controls = 0
+        self._num_controls = place.first
         self._idle, self._dead = asyncio.Event(), asyncio.Event()
         self._idle.set()
         self._last_sign = 0.0  # monotonic time of the core's last outputs, or when an idle core got a request
@@ -127,7 +132,9 @@ class ServedEngine:
             await self._client.close()
             raise
         self.text, self.ready = text, ready
-        self.front = FrontEnd.of(self.config, ready, text.tokenizer, text.eos_ids)
+        self.front = FrontEnd.of(self.config, ready, text.tokenizer, text.eos_ids, self._client.place)
+        if isinstance(self._metrics, SharedMetrics):
+            self._metrics.join(Path(self._client.place.folder))
         self._metrics.engine_ready(num_blocks=ready.num_blocks, block_size=ready.block_size,
                                    max_model_len=ready.max_model_len,
                                    cache_dtype=(ready.plans.get("cache") or ready.dtype).partition(" ")[0],
@@ -185,13 +192,15 @@ class ServedEngine:
             del self._replies[number]
 
     def drain(self) -> None:
-        """Take no new requests. Running requests go on."""
+        """Take no new requests, here and in the other front ends. Running requests go on."""
         if self.state is EngineState.READY:
             self.state = EngineState.DRAINING
+            self._client.drain()
 
     async def wait_idle(self) -> None:
-        """Wait until no prompt is live."""
+        """Wait until no prompt is live, and the other front ends have ended."""
         await self._idle.wait()
+        await self._client.alone()
 
     async def closed(self) -> errors.QuireError:
         """Wait until the engine is dead. Return the reason."""

@@ -20,12 +20,16 @@ import sys
 import threading
 import time
 from collections.abc import Coroutine
+from functools import partial
 from typing import Any
+
+import msgspec
 
 from quire.config.flags import error_text
 from quire.config.serve import ServerConfig
 from quire.contracts.errors import QuireError
 from quire.entry.exit_codes import DONE, FAILED, INTERRUPTED, exit_code
+from quire.entry.http.another import FrontStart
 from quire.entry.http.app import build_app
 from quire.entry.http.console import Console
 from quire.entry.http.engine import ServedEngine
@@ -33,6 +37,9 @@ from quire.entry.http.listener import HttpListener
 from quire.entry.http.sockets import listen, release, url_of
 from quire.observe.metrics import Metrics
 from quire.observe.process import keep_little_memory, watch_event_loop
+from quire.observe.shared import SharedMetrics
+from quire.procs.child_process import ChildProcess
+from quire.procs.fronts import FrontPlace
 
 LOG = logging.getLogger("quire")
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -45,16 +52,20 @@ THREAD_GRACE = 0.5  # seconds for threads to end by themselves
 GC_THRESHOLDS = (50_000, 50, 100)
 
 
-def run(config: ServerConfig, console: Console) -> int:
+def run(config: ServerConfig, console: Console, place: FrontPlace = FrontPlace(),
+        listener: socket.socket | None = None) -> int:
     """Listen, serve until the end, and return the exit code. An error is printed to stderr as one line.
+    place, listener   of a further HTTP process: its place, and the socket on which all of them listen
     If a thread hangs in a call that cannot be interrupted (a download), this closes everything and ends the process
     itself, so that Ctrl-C does not wait for the thread."""
     logging.basicConfig(format="%(message)s")
     LOG.setLevel(logging.INFO)
     try:
-        listener = listen(config.http)
+        if listener is not None:
+            return _run_loop(serve(config, listener, console, place))
+        listener, place = listen(config.http), FrontPlace(count=config.serve.api_server_count)
         try:
-            code = _run_loop(serve(config, listener, console))
+            code = _run_loop(serve(config, listener, console, place))
         finally:
             release(listener, config.http)
     except QuireError as error:
@@ -69,19 +80,27 @@ def run(config: ServerConfig, console: Console) -> int:
     return code
 
 
-async def serve(config: ServerConfig, listener: socket.socket, console: Console) -> int:
+async def serve(config: ServerConfig, listener: socket.socket, console: Console, place: FrontPlace) -> int:
     """Serve on a listening socket until the end. Return the exit code. Raises the `QuireError` of a failed start."""
-    metrics = Metrics(config.serve.metrics_prefix, config.model_names[0])
-    engine = ServedEngine(config, metrics=metrics)
+    metrics = SharedMetrics(config.serve.metrics_prefix, config.model_names[0], place.number) if place.count > 1 else (
+        Metrics(config.serve.metrics_prefix, config.model_names[0]))
+    engine = ServedEngine(config, metrics=metrics, place=place, more=partial(_start_another, config, listener.fileno()))
     http = HttpListener(build_app(engine, config, metrics), config.http, listener, metrics)
     with StopRequests() as stop:
-        serving = http.start()
-        console.note(f"Listening on {url_of(listener, config.http)} (answers 503 until the model is loaded)")
+        if place.number == 0:
+            http.start()
+            console.note(f"Listening on {url_of(listener, config.http)} (answers 503 until the model is loaded)")
         try:
-            return await _Life(engine, http, config, console, stop, serving).run(metrics)
+            return await _Life(engine, http, config, console, stop).run(metrics)
         finally:
             await engine.close()
             await http.stop(FLUSH_GRACE)
+
+
+def _start_another(config: ServerConfig, listener: int, place: FrontPlace) -> ChildProcess:
+    """Start another HTTP process of this server, which accepts connections on the same socket."""
+    start = FrontStart(config=config, place=place, listener=listener)
+    return ChildProcess("quire.entry.http.another", msgspec.json.encode(start), descriptors=(listener,))
 
 
 class StopRequests:
@@ -121,34 +140,38 @@ class _Life:
     """The life of a server from loading to the end."""
 
     def __init__(self, engine: ServedEngine, http: HttpListener, config: ServerConfig, console: Console,
-                 stop: StopRequests, serving: asyncio.Task[None]) -> None:
+                 stop: StopRequests) -> None:
         self._engine, self._http, self._config, self._console = engine, http, config, console
-        self._stop, self._serving = stop, serving
+        self._stop = stop
 
     async def run(self, metrics: Metrics) -> int:
         """Load the model, serve until the end, and drain. Return the exit code. Raises the error of a failed start."""
         first = asyncio.create_task(self._stop.first.wait())
         starting = asyncio.create_task(self._engine.start(self._console.loading))
-        await _first_of(starting, first, self._serving)
+        await _first_of(starting, first, self._http.serving)
         if not starting.done():
             starting.cancel()
             return self._stop.code if first.done() else self._listener_failed()
         ready = starting.result()
         settle_memory()
+        self._http.start()
         self._console.banner(ready, self._config, url_of(self._http.socket, self._config.http))
         ticking = asyncio.create_task(self._tick(metrics))
         watching = asyncio.create_task(watch_event_loop(metrics.loop_lag))
+        sharing = asyncio.create_task(metrics.keep_published()) if isinstance(metrics, SharedMetrics) else first
         dead = asyncio.create_task(self._engine.closed())
         try:
-            await _first_of(dead, first, self._serving)
+            await _first_of(dead, first, self._http.serving)
             if first.done() and not dead.done():
                 return await self._drain(dead)
             if dead.done():
                 return await self._die(dead.result())
             return self._listener_failed()
         finally:
-            for task in (ticking, watching, dead, first):
+            for task in (ticking, watching, dead, first, sharing):
                 task.cancel()
+            if isinstance(metrics, SharedMetrics):
+                metrics.publish()
 
     async def _drain(self, dead: "asyncio.Task[QuireError]") -> int:
         timeout, began = self._config.serve.shutdown_timeout, time.monotonic()
@@ -187,7 +210,7 @@ class _Life:
         return FAILED
 
     def _listener_failed(self) -> int:
-        error = self._serving.exception() if not self._serving.cancelled() else None
+        error = self._http.serving.exception() if not self._http.serving.cancelled() else None
         self._console.note(f"The HTTP server failed: {error or 'no reason given'}")
         return FAILED
 
