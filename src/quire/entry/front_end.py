@@ -29,7 +29,7 @@ from quire.entry.core_request import (
     sampler_spec,
 )
 from quire.entry.prompts import Prompt
-from quire.procs.fronts import FrontPlace
+from quire.procs.fronts import ALONE, FrontPlace
 from quire.procs.messages import Ready
 from quire.text.sequence import SequenceText
 from quire.text.tokenizer import Tokenizer
@@ -71,7 +71,7 @@ class FrontEnd:
     """
 
     def __init__(self, tokenizer: Tokenizer | None, limits: FrontLimits, *, seed: int = 0,
-                 place: FrontPlace = FrontPlace()) -> None:
+                 place: FrontPlace = ALONE) -> None:
         self.tokenizer = tokenizer
         self.limits = limits
         self._eos = frozenset(i for i in limits.eos_ids if i < limits.vocab_size)
@@ -81,7 +81,7 @@ class FrontEnd:
 
     @classmethod
     def of(cls, config: EngineConfig, facts: ExecutorFacts | Ready, tokenizer: Tokenizer | None,
-           eos_ids: tuple[int, ...], place: FrontPlace = FrontPlace()) -> Self:
+           eos_ids: tuple[int, ...], place: FrontPlace = ALONE) -> Self:
         """Make the front end of an engine. `facts`: limits that the executor or the core reports."""
         limits = FrontLimits(max_model_len=facts.max_model_len, vocab_size=facts.vocab_size,
                         max_logprobs=config.model.max_logprobs, eos_ids=eos_ids,

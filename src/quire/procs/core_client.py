@@ -18,7 +18,7 @@ from quire.config.engine import EngineConfig
 from quire.contracts.errors import EngineDead
 from quire.procs.child_process import ChildProcess
 from quire.procs.failures import failed
-from quire.procs.fronts import FrontPlace
+from quire.procs.fronts import ALONE, FrontPlace
 from quire.procs.messages import CoreStart, Dropped, FromCore, Gone, Stop, ToCore
 from quire.procs.wire import decode_from_core, encode
 
@@ -54,7 +54,7 @@ class CoreClient:
         on_message: Callable[[FromCore], None],
         on_death: Callable[[EngineDead], None],
         launch: Launch,
-        place: FrontPlace = FrontPlace(),
+        place: FrontPlace = ALONE,
         more: LaunchFront | None = None,
     ) -> None:
         self.core: ChildProcess | None = None

@@ -25,6 +25,7 @@ from quire.procs.messages import (
     Loading,
     Outputs,
     Ready,
+    Rejected,
     Reply,
     Stop,
     ToCore,

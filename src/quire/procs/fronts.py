@@ -1,6 +1,7 @@
 """Several front ends of one engine core, each a process: their places, and the part of each in the core's outputs.
 
-The first front end starts the core and the others. Numbers of requests and operations tell the front end that made them.
+The first front end starts the core and the others. The number of a request or an operation
+tells the front end that made it.
 """
 
 from collections.abc import Iterator, Mapping
@@ -44,6 +45,9 @@ class FrontPlace(msgspec.Struct, frozen=True, kw_only=True):
     def every(self) -> "list[FrontPlace]":
         """Return the places of all front ends."""
         return [msgspec.structs.replace(self, number=number) for number in range(self.count)]
+
+
+ALONE = FrontPlace()
 
 
 def owner(number: int, count: int) -> int:

@@ -1,4 +1,4 @@
-"""A child process that a server starts: its parameters, and the end of its parent. See `ChildProcess` for the parent."""
+"""The side of the child in `ChildProcess`: its parameters on standard input, and the end of its parent."""
 
 import os
 import sys

@@ -34,7 +34,7 @@ from quire.procs import messages
 from quire.procs.child_process import ChildProcess
 from quire.procs.core_client import CoreClient, Launch, LaunchFront
 from quire.procs.failures import rebuilt
-from quire.procs.fronts import FrontPlace
+from quire.procs.fronts import ALONE, FrontPlace
 from quire.text.load import TextSide, load_text
 from quire.text.tools import choose_styles
 
@@ -65,7 +65,7 @@ class ServedEngine:
     """
 
     def __init__(self, config: ServerConfig, *, metrics: Metrics, launch: Launch | None = None,
-                 place: FrontPlace = FrontPlace(), more: LaunchFront | None = None) -> None:
+                 place: FrontPlace = ALONE, more: LaunchFront | None = None) -> None:
         self._bound = config.max_waiting
         self.config = replace(config.engine, scheduler=replace(config.engine.scheduler, max_waiting=self._bound))
         self.state = EngineState.STARTING

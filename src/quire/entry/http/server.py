@@ -39,7 +39,7 @@ from quire.observe.metrics import Metrics
 from quire.observe.process import keep_little_memory, watch_event_loop
 from quire.observe.shared import SharedMetrics
 from quire.procs.child_process import ChildProcess
-from quire.procs.fronts import FrontPlace
+from quire.procs.fronts import ALONE, FrontPlace
 
 LOG = logging.getLogger("quire")
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -52,7 +52,7 @@ THREAD_GRACE = 0.5  # seconds for threads to end by themselves
 GC_THRESHOLDS = (50_000, 50, 100)
 
 
-def run(config: ServerConfig, console: Console, place: FrontPlace = FrontPlace(),
+def run(config: ServerConfig, console: Console, place: FrontPlace = ALONE,
         listener: socket.socket | None = None) -> int:
     """Listen, serve until the end, and return the exit code. An error is printed to stderr as one line.
     place, listener   of a further HTTP process: its place, and the socket on which all of them listen

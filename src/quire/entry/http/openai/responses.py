@@ -31,7 +31,7 @@ WORDS = ((r"^messages$", "input"), (r"\bmessages\[\d+\]\.", "input: "),
          (r"\breasoning_effort\b", "reasoning.effort"), (r"\bmax_completion_tokens\b", "max_output_tokens"),
          *CHAT_WORDS)
 REFERENCE = "item_reference"
-SEVERAL = "a server with several HTTP processes (--api-server-count) stores no responses; send the conversation in input."
+SEVERAL = "with several HTTP processes (--api-server-count) no responses are stored; send the conversation in input."
 ASKED = dict.fromkeys(("stream", "starting_after"), "retrieve the response until its status is final.") | dict.fromkeys(
     ("include", "include[]"), "a response has the data that its request included; set include there.")
 ITEMS, OUTPUT = msgspec.json.Decoder(list[Item]), msgspec.json.Decoder(dict[str, msgspec.Raw])
