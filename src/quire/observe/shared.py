@@ -35,34 +35,38 @@ DECODER = msgspec.msgpack.Decoder(Counts)
 
 
 class SharedMetrics(Metrics):
-    """Metrics of HTTP process `number`. After `join`, `render` returns those of the whole server."""
+    """Metrics of HTTP process `number` of `count`. While `share` runs, `render` returns those of the whole server."""
 
-    def __init__(self, prefix: str = "quire", model_name: str = "", number: int = 0) -> None:
+    def __init__(self, prefix: str = "quire", model_name: str = "", *, number: int = 0, count: int = 1) -> None:
         super().__init__(prefix, model_name)
-        self._number = number
+        self._number, self._count = number, count
         self._folder: Path | None = None
-        self._pids = {f"http_{number}" if number else "http": os.getpid()}
+        if number:
+            self._pids = {f"http_{number}": os.getpid()}
 
-    def join(self, folder: Path) -> None:
-        """Share the counts with the processes that use the same folder."""
+    async def share(self, folder: Path) -> None:
+        """Write the counts to a folder that all processes use, again and again, and a last time when cancelled."""
+        if self._count == 1:
+            return
         self._folder = folder
+        try:
+            while True:
+                self._publish(folder)
+                await asyncio.sleep(INTERVAL)
+        finally:
+            self._publish(folder)
 
-    def publish(self) -> None:
-        """Write the counts for the other processes."""
-        if self._folder is not None and self._folder.is_dir():
-            path = self._folder / f"counts{self._number}"
-            path.with_suffix(".new").write_bytes(msgspec.msgpack.encode(self._counts()))
-            path.with_suffix(".new").replace(path)
-
-    async def keep_published(self) -> None:
-        """Publish again and again, until cancelled."""
-        while True:
-            self.publish()
-            await asyncio.sleep(INTERVAL)
+    def _publish(self, folder: Path) -> None:
+        new = folder / f"counts{self._number}.new"
+        if folder.is_dir():  # the first process, which ends last, has not deleted it
+            new.write_bytes(msgspec.msgpack.encode(self._counts()))
+            new.replace(new.with_suffix(""))
 
     def render(self) -> tuple[bytes, str]:
         """Return the body and the content type of a scrape: those of all processes, added up."""
-        whole = SharedMetrics(self._prefix, self._labels["model_name"], self._number)
+        if self._count == 1:
+            return super().render()
+        whole = SharedMetrics(self._prefix, self._labels["model_name"], number=self._number)
         whole._registry = CollectorRegistry(auto_describe=False)  # without the numbers of one process of several
         whole._registry.register(whole)
         whole._stats, whole._num_blocks, whole._cache_info = self._stats, self._num_blocks, self._cache_info

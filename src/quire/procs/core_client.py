@@ -44,8 +44,6 @@ class CoreClient:
     launch       starts the core's process
     place        place of the front end. Only the first one starts and ends processes
     more         starts the process of another front end at its place
-
-    Fields: core, the core's process; place, also with the folder of the sockets after `start`.
     """
 
     def __init__(
@@ -66,12 +64,12 @@ class CoreClient:
         self._connected = self._over = self._draining = False
         self._num_dropped = 0
 
-    async def start(self, config: EngineConfig) -> None:
-        """Make the sockets and start the core. Its messages go to `on_message`. A failed start frees everything."""
+    async def start(self, config: EngineConfig) -> FrontPlace:
+        """Make the sockets and start the core. Return the place with their folder. A failed start frees everything."""
         try:
             self._open()
             if self.place.number:
-                return
+                return self.place
             every = self.place.every()
             self.core = self._launch(CoreStart(config=config, to_core=self.place.to_core,
                                                from_core=tuple(place.from_core for place in every)))
@@ -82,6 +80,7 @@ class CoreClient:
             self._free()
             raise
         self._watcher = asyncio.get_running_loop().create_task(self._watch(self.core))
+        return self.place
 
     def send(self, message: ToCore) -> None:
         """Queue a message to the core without waiting. Call this only after the first message from the core."""

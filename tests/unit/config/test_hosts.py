@@ -87,3 +87,21 @@ def test_each_host_gets_the_same_number_of_ranks() -> None:
 def test_a_layer_across_hosts_is_noted() -> None:
     assert not hosts_note(Parallel(tp=2, dp=2), (0, 0, 1, 1)) and not hosts_note(Parallel(pp=2), (0, 1))
     assert hosts_note(Parallel(tp=4), (0, 0, 1, 1)).startswith("-tp 4: slices of a layer are on several hosts")
+
+
+@pytest.mark.parametrize("given, fits", [
+    ({"dp": 4}, (4,)), ({"dp": 4, "nnodes": 2}, (2,)), ({"dp": 1, "tp": 2}, (1,)),
+    ({"dp": 1, "tp": 2, "nnodes": 2}, (1,)), ({"dp": 2, "tp": 2, "nnodes": 4}, (1,)),
+    ({"dp": 3, "tp": 2, "nnodes": 2}, ())], ids=str)  # fmt: skip
+def test_the_replicas_of_a_host(given: dict[str, int], fits: tuple[int, ...]) -> None:
+    """All hosts have equally many. Other numbers are refused, and the words tell the number of hosts that fits."""
+    parallel = Parallel(dp=given["dp"], tp=given.get("tp", 1))
+    for local in range(6):
+        hosts = HostsConfig(nnodes=given.get("nnodes", 1), data_parallel_size_local=local)
+        if local in fits:
+            check_hosts(hosts, parallel)
+        else:
+            with pytest.raises(ConfigError, match=f"_local={local}: .*--nnodes [1-9], with --node-rank"):
+                check_hosts(hosts, parallel)
+    with pytest.raises(ConfigError, match="Leave it out, .*--nnodes 2, with"):
+        check_hosts(HostsConfig(data_parallel_size_local=2), Parallel(dp=4))

@@ -1,34 +1,17 @@
-"""A further HTTP process of a server with --api-server-count: `python -m quire.entry.http.another`."""
+"""A further HTTP process of a server (--api-server-count). It serves until the first one ends it, or is gone."""
 
+import logging
 import os
 import socket
-import sys
 
-import msgspec
-
-from quire.config.serve import ServerConfig
 from quire.entry.http.console import Console
-from quire.procs.fronts import FrontPlace
+from quire.entry.http.server import run_loop, serve
+from quire.procs.front_process import MODULE, FrontStart
 from quire.procs.parent import end_with_parent, read_start
 
-
-class FrontStart(msgspec.Struct, frozen=True, kw_only=True):
-    """Start parameters of an HTTP process. `listener`: descriptor of the socket on which all of them listen."""
-
-    config: ServerConfig
-    place: FrontPlace
-    listener: int
-
-
-def main() -> int:
-    """Serve until the first HTTP process ends this one, or is gone. Return the exit code."""
-    from quire.entry.http.server import run
-
-    start = read_start(FrontStart, "quire.entry.http.another")
-    end_with_parent(lambda: None)
-    with open(os.devnull, "w") as nowhere:  # the first process tells the user
-        return run(start.config, Console(start.config, nowhere), start.place, socket.socket(fileno=start.listener))
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    start = read_start(FrontStart, MODULE)
+    end_with_parent(lambda: None)
+    logging.basicConfig(format="%(message)s", level=logging.WARNING)
+    console = Console(start.config, open(os.devnull, "w"))  # the first process tells the user
+    os._exit(run_loop(serve(start.config, socket.socket(fileno=start.listener), console, start.place)))

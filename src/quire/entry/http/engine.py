@@ -12,7 +12,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from enum import StrEnum
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -29,7 +28,6 @@ from quire.entry.http.request_stream import RequestStream
 from quire.entry.obtain import obtain_model
 from quire.entry.prompts import Prompt
 from quire.observe.metrics import Metrics
-from quire.observe.shared import SharedMetrics
 from quire.procs import messages
 from quire.procs.child_process import ChildProcess
 from quire.procs.core_client import CoreClient, Launch, LaunchFront
@@ -57,7 +55,7 @@ class ServedEngine:
     """An engine core and the requests that wait for it. All methods are called on the event loop of `start`.
 
     launch               function that starts the core (default: in its own process)
-    place, more          place among several front ends of the core; function that starts another one of them
+    place, more          place among the front ends of the core; function that starts another front end
     config               the engine's configuration
     text, ready, front   tokenizer and chat template, the core's message, the front end; None until all is loaded
     loading              last message about the progress of loading
@@ -119,7 +117,7 @@ class ServedEngine:
             folder, tokenizer_folder = await asyncio.to_thread(obtain_model, self.config)
             if self.failure is not None:  # closed meanwhile
                 raise self.failure
-            await self._client.start(core_config(self.config))
+            self.place = await self._client.start(core_config(self.config))
             loading = asyncio.to_thread(load_text, self.config, folder, tokenizer_folder=tokenizer_folder, apart=True)
             text, ready = await asyncio.gather(loading, starting)
             text = replace(text, parsers=(self._serve.tool_call_parser, self._serve.reasoning_parser))
@@ -132,9 +130,7 @@ class ServedEngine:
             await self._client.close()
             raise
         self.text, self.ready = text, ready
-        self.front = FrontEnd.of(self.config, ready, text.tokenizer, text.eos_ids, self._client.place)
-        if isinstance(self._metrics, SharedMetrics):
-            self._metrics.join(Path(self._client.place.folder))
+        self.front = FrontEnd.of(self.config, ready, text.tokenizer, text.eos_ids, self.place)
         self._metrics.engine_ready(num_blocks=ready.num_blocks, block_size=ready.block_size,
                                    max_model_len=ready.max_model_len,
                                    cache_dtype=(ready.plans.get("cache") or ready.dtype).partition(" ")[0],

@@ -21,15 +21,13 @@ import threading
 import time
 from collections.abc import Coroutine
 from functools import partial
+from pathlib import Path
 from typing import Any
-
-import msgspec
 
 from quire.config.flags import error_text
 from quire.config.serve import ServerConfig
 from quire.contracts.errors import QuireError
 from quire.entry.exit_codes import DONE, FAILED, INTERRUPTED, exit_code
-from quire.entry.http.another import FrontStart
 from quire.entry.http.app import build_app
 from quire.entry.http.console import Console
 from quire.entry.http.engine import ServedEngine
@@ -38,8 +36,8 @@ from quire.entry.http.sockets import listen, release, url_of
 from quire.observe.metrics import Metrics
 from quire.observe.process import keep_little_memory, watch_event_loop
 from quire.observe.shared import SharedMetrics
-from quire.procs.child_process import ChildProcess
-from quire.procs.fronts import ALONE, FrontPlace
+from quire.procs.front_process import start_front
+from quire.procs.fronts import FrontPlace
 
 LOG = logging.getLogger("quire")
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -52,20 +50,16 @@ THREAD_GRACE = 0.5  # seconds for threads to end by themselves
 GC_THRESHOLDS = (50_000, 50, 100)
 
 
-def run(config: ServerConfig, console: Console, place: FrontPlace = ALONE,
-        listener: socket.socket | None = None) -> int:
+def run(config: ServerConfig, console: Console) -> int:
     """Listen, serve until the end, and return the exit code. An error is printed to stderr as one line.
-    place, listener   of a further HTTP process: its place, and the socket on which all of them listen
     If a thread hangs in a call that cannot be interrupted (a download), this closes everything and ends the process
     itself, so that Ctrl-C does not wait for the thread."""
     logging.basicConfig(format="%(message)s")
     LOG.setLevel(logging.INFO)
     try:
-        if listener is not None:
-            return _run_loop(serve(config, listener, console, place))
-        listener, place = listen(config.http), FrontPlace(count=config.serve.api_server_count)
+        listener = listen(config.http)
         try:
-            code = _run_loop(serve(config, listener, console, place))
+            code = run_loop(serve(config, listener, console, FrontPlace(count=config.serve.api_server_count)))
         finally:
             release(listener, config.http)
     except QuireError as error:
@@ -81,10 +75,11 @@ def run(config: ServerConfig, console: Console, place: FrontPlace = ALONE,
 
 
 async def serve(config: ServerConfig, listener: socket.socket, console: Console, place: FrontPlace) -> int:
-    """Serve on a listening socket until the end. Return the exit code. Raises the `QuireError` of a failed start."""
-    metrics = SharedMetrics(config.serve.metrics_prefix, config.model_names[0], place.number) if place.count > 1 else (
-        Metrics(config.serve.metrics_prefix, config.model_names[0]))
-    engine = ServedEngine(config, metrics=metrics, place=place, more=partial(_start_another, config, listener.fileno()))
+    """Serve on a listening socket until the end. Return the exit code. Raises the `QuireError` of a failed start.
+    `place`: of this HTTP process among several; only the first one listens before the model is loaded."""
+    metrics = SharedMetrics(config.serve.metrics_prefix, config.model_names[0],
+                            number=place.number, count=place.count)
+    engine = ServedEngine(config, metrics=metrics, place=place, more=partial(start_front, config, listener.fileno()))
     http = HttpListener(build_app(engine, config, metrics), config.http, listener, metrics)
     with StopRequests() as stop:
         if place.number == 0:
@@ -95,12 +90,6 @@ async def serve(config: ServerConfig, listener: socket.socket, console: Console,
         finally:
             await engine.close()
             await http.stop(FLUSH_GRACE)
-
-
-def _start_another(config: ServerConfig, listener: int, place: FrontPlace) -> ChildProcess:
-    """Start another HTTP process of this server, which accepts connections on the same socket."""
-    start = FrontStart(config=config, place=place, listener=listener)
-    return ChildProcess("quire.entry.http.another", msgspec.json.encode(start), descriptors=(listener,))
 
 
 class StopRequests:
@@ -144,7 +133,7 @@ class _Life:
         self._engine, self._http, self._config, self._console = engine, http, config, console
         self._stop = stop
 
-    async def run(self, metrics: Metrics) -> int:
+    async def run(self, metrics: SharedMetrics) -> int:
         """Load the model, serve until the end, and drain. Return the exit code. Raises the error of a failed start."""
         first = asyncio.create_task(self._stop.first.wait())
         starting = asyncio.create_task(self._engine.start(self._console.loading))
@@ -158,7 +147,7 @@ class _Life:
         self._console.banner(ready, self._config, url_of(self._http.socket, self._config.http))
         ticking = asyncio.create_task(self._tick(metrics))
         watching = asyncio.create_task(watch_event_loop(metrics.loop_lag))
-        sharing = asyncio.create_task(metrics.keep_published()) if isinstance(metrics, SharedMetrics) else first
+        sharing = asyncio.create_task(metrics.share(Path(self._engine.place.folder)))
         dead = asyncio.create_task(self._engine.closed())
         try:
             await _first_of(dead, first, self._http.serving)
@@ -170,8 +159,6 @@ class _Life:
         finally:
             for task in (ticking, watching, dead, first, sharing):
                 task.cancel()
-            if isinstance(metrics, SharedMetrics):
-                metrics.publish()
 
     async def _drain(self, dead: "asyncio.Task[QuireError]") -> int:
         timeout, began = self._config.serve.shutdown_timeout, time.monotonic()
@@ -234,7 +221,7 @@ async def _first_of(*tasks: "asyncio.Task[Any]") -> None:
     await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
 
 
-def _run_loop(main: Coroutine[Any, Any, int]) -> int:
+def run_loop(main: Coroutine[Any, Any, int]) -> int:
     """Run a coroutine as `asyncio.run` does, but do not wait for threads at the end."""
     loop = asyncio.new_event_loop()
     try:
