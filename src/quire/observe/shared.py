@@ -99,8 +99,8 @@ class SharedMetrics(Metrics):
             for name, (buckets, total) in given.items():
                 own[name].add(buckets, total)
         for name, entries in zip(TALLIES, counts.tallies, strict=True):
-            for labels, number in entries:
-                self._tally(name).add(*labels, count=number)
+            for labels, added in entries:
+                self._tally(name).add(*labels, count=added)
         self._pids |= counts.pids
 
     def _tally(self, name: str) -> Tally:

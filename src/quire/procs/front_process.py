@@ -6,8 +6,6 @@ from quire.config.serve import ServerConfig
 from quire.procs.child_process import ChildProcess
 from quire.procs.fronts import FrontPlace
 
-MODULE = "quire.entry.http.another"
-
 
 class FrontStart(msgspec.Struct, frozen=True, kw_only=True):
     """Start parameters of a front end. `listener`: descriptor of the socket on which all of them accept connections."""
@@ -17,7 +15,7 @@ class FrontStart(msgspec.Struct, frozen=True, kw_only=True):
     listener: int
 
 
-def start_front(config: ServerConfig, listener: int, place: FrontPlace) -> ChildProcess:
-    """Start the process of a front end. See `FrontStart`."""
+def start_front(module: str, config: ServerConfig, listener: int, place: FrontPlace) -> ChildProcess:
+    """Start the process of a front end, the Python module `module`. See `FrontStart`."""
     start = FrontStart(config=config, place=place, listener=listener)
-    return ChildProcess(MODULE, msgspec.json.encode(start), descriptors=(listener,))
+    return ChildProcess(module, msgspec.json.encode(start), descriptors=(listener,))

@@ -43,6 +43,7 @@ LOG = logging.getLogger("quire")
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 DEATH_GRACE = 3.0  # seconds for which a server with a dead engine answers 503
 FLUSH_GRACE = 1.0  # seconds for aborted streams to send their error
+FRONT_MODULE = "quire.entry.http.another"  # of each HTTP process but the first
 STATS_INTERVAL = 10.0  # seconds
 THREAD_GRACE = 0.5  # seconds for threads to end by themselves
 # The default of 700 new objects means a collection every few streamed events; this took 4 to 6 % off their CPU time
@@ -79,7 +80,8 @@ async def serve(config: ServerConfig, listener: socket.socket, console: Console,
     `place`: of this HTTP process among several; only the first one listens before the model is loaded."""
     metrics = SharedMetrics(config.serve.metrics_prefix, config.model_names[0],
                             number=place.number, count=place.count)
-    engine = ServedEngine(config, metrics=metrics, place=place, more=partial(start_front, config, listener.fileno()))
+    starter = partial(start_front, FRONT_MODULE, config, listener.fileno())
+    engine = ServedEngine(config, metrics=metrics, place=place, more=starter)
     http = HttpListener(build_app(engine, config, metrics), config.http, listener, metrics)
     with StopRequests() as stop:
         if place.number == 0:
@@ -217,7 +219,7 @@ def settle_memory() -> None:
     keep_little_memory()
 
 
-async def _first_of(*tasks: "asyncio.Task[Any]") -> None:
+async def _first_of(*tasks: "asyncio.Future[Any]") -> None:
     await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
 
 
