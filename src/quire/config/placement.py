@@ -190,9 +190,9 @@ def check_hosts(config: HostsConfig, parallel: Parallel) -> None:
                           "ask for several ranks (-tp, -pp, -dp).")
     local, hosts = config.data_parallel_size_local, config.nnodes
     if local is not None and local * hosts != parallel.dp and not local == 1 > parallel.dp // hosts:
-        raise ConfigError(f"data_parallel_size_local={local}: host 0 has an engine core and its share of the replicas, "
-                          f"and all hosts have equally many of -dp {parallel.dp}. Leave it out, and tell the number of "
-                          f"hosts on each of them: --nnodes {max(1, parallel.dp // local) if local else hosts}, with "
+        fitting = max(1, parallel.dp // local) if local else hosts
+        raise ConfigError(f"data_parallel_size_local={local}: all hosts, host 0 too, have equally many of the "
+                          f"{parallel.dp} replicas (-dp): leave it out, and start each host with --nnodes {fitting}, "
                           "--node-rank and --master-addr.")
     if parallel.size % config.nnodes:
         raise ConfigError(f"{parallel}: {parallel.size} ranks cannot be divided equally among {config.nnodes} hosts: "

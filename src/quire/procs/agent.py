@@ -88,7 +88,8 @@ class HostAgent:
             try:
                 return connect(address, port, self._key, encode_for_host(self._hello))
             except (OSError, NotMaster) as error:
-                waited, why = time.monotonic() - begun, error
+                waited = time.monotonic() - begun
+                why = error.strerror if isinstance(error, OSError) and error.strerror else error
             if waited >= seconds:
                 raise EngineDead(f"no engine was found on {address}:{port} in {seconds:.0f} s ({why}): start the host "
                                  "with --node-rank 0, and check --master-addr, --master-port and the firewall.")
@@ -101,12 +102,13 @@ class HostAgent:
     def _serve(self, frames: Frames, launcher: LocalLauncher, stop: Callable[[], str]) -> bool:
         poller = select.poll()
         poller.register(frames.fileno(), select.POLLIN)
-        self._say(f"node {self._hello.node} has joined the engine on {self._place[0]}:{self._place[1]}.")
+        joined = False
         looked = heard = time.monotonic()
         next_beat = 0.0
         while True:
             if why := stop():
                 self._send(frames, Leaving(why))
+                self._say(f"this host {why}, and has left the engine with its ranks.")
                 return True
             arrived = poller.poll(1000 * TICK_SECONDS)
             now = time.monotonic()
@@ -118,6 +120,9 @@ class HostAgent:
                 for message in self._received(frames):
                     if isinstance(message, Leave):
                         return self._left(message)
+                    if not joined:
+                        joined = True
+                        self._say(f"node {self._hello.node} has joined the engine on {':'.join(map(str, self._place))}.")
                     self._obey(message, frames, launcher)
             elif now - heard >= SILENT_SECONDS:
                 raise self._lost(f"has sent nothing for {now - heard:.0f} s")
