@@ -122,7 +122,8 @@ class HostAgent:
                         return self._left(message)
                     if not joined:
                         joined = True
-                        self._say(f"node {self._hello.node} has joined the engine on {':'.join(map(str, self._place))}.")
+                        place = ":".join(map(str, self._place))
+                        self._say(f"node {self._hello.node} has joined the engine on {place}.")
                     self._obey(message, frames, launcher)
             elif now - heard >= SILENT_SECONDS:
                 raise self._lost(f"has sent nothing for {now - heard:.0f} s")
