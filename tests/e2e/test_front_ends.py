@@ -108,6 +108,8 @@ def test_all_processes_answer_alike_and_their_counts_are_added_up() -> None:
 def test_a_killed_process_loses_its_clients_and_no_other() -> None:
     with serving(*SLOW) as (server, fronts, core):
         lost, *rest = reversed(streams_of_each(server, fronts, 200))
+        with only(fronts[1], fronts):
+            open_stream(server, 3000)[0].close()  # its client goes: an abort like any other
         os.kill(fronts[-1], signal.SIGKILL)
         with pytest.raises((http.client.IncompleteRead, ConnectionError)):
             lost[1].read()
