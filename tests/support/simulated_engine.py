@@ -72,6 +72,9 @@ class SimulatedExecutor:
     def check_alive(self) -> None:
         pass
 
+    def ask(self, name: str, args: dict[str, Any]) -> Callable[[], object]:
+        return partial(self.control, name, args)
+
     def control(self, name: str, args: dict[str, Any]) -> object:
         assert name == "experts"
         given = dict(args)

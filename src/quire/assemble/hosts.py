@@ -28,7 +28,7 @@ def open_launcher(plan: EnginePlan) -> Launcher:
         return open_ray_hosts(plan)
     if hosts.nnodes == 1:
         return LocalLauncher(MODULE, rank_variables())
-    key, where = cluster_key(make=True)
+    key, where = cluster_key()
     listener = listen(hosts.master_addr, hosts.master_port)
     address, port = listener.getsockname()[:2]
     LOG.info("listening on %s:%d for %d more hosts; they need the key in %s.", address, port, hosts.nnodes - 1, where)

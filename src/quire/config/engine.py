@@ -162,6 +162,8 @@ class HostsConfig:
     nnodes: int = option(1, "hosts; each runs the same number of ranks", flags=("-n",), least=1)
     node_rank: int = option(0, "number of this host; the server and the engine core run on host 0, the others start "
                                "with --headless", flags=("-r",), least=0)
+    data_parallel_size_local: int | None = option(None, "replicas of each host: -dp divided by --nnodes (the default)",
+                                                  flags=("-dpl",), least=0)
     master_addr: str = option("127.0.0.1", "address of host 0, by which the other hosts reach it")
     master_port: int = option(29501, "port on host 0 for the other hosts", least=0)
     distributed_executor_backend: str = option("mp", "way to start ranks: mp (uni) = processes of the hosts, ray = "

@@ -17,7 +17,9 @@ import os
 import re
 import secrets
 import sys
+import tempfile
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from quire.contracts.errors import ConfigError
@@ -179,24 +181,27 @@ def rank_variables(interface: str = "lo") -> dict[str, str]:
     return {name: value for name, value in wanted.items() if name not in os.environ}
 
 
-def cluster_key(*, make: bool) -> tuple[bytes, str]:
+def cluster_key() -> tuple[bytes, str]:
     """Return the key that hosts of an engine share, and the place where it was found, for messages.
 
-    make   True: create the key's file if there is neither variable nor file
-    The variable QUIRE_CLUSTER_KEY wins over the file `cluster_key` in the cache folder. Raises `ConfigError`.
+    The variable QUIRE_CLUSTER_KEY wins over the file `cluster_key` in the cache folder. The first of the hosts that
+    share a home folder makes the file. Raises `ConfigError`.
     """
     text, path = os.environ.get(CLUSTER_KEY, ""), cache_folder() / "cluster_key"
     where = CLUSTER_KEY
     if not text:
         where = str(path)
         try:
-            if make and not path.exists():
+            if not path.exists():
                 path.parent.mkdir(parents=True, exist_ok=True)
-                with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+                with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=path.name) as file:
                     file.write(secrets.token_hex(32))
+                    file.flush()
+                    with suppress(FileExistsError):  # of two processes, the first to link its file makes the key
+                        os.link(file.name, path)
             text = path.read_text().strip()
         except OSError as error:
-            raise ConfigError(f"{CLUSTER_KEY} is not set, and {path} cannot be read ({error.strerror}): hosts of an "
+            raise ConfigError(f"{CLUSTER_KEY} is not set, and {path} cannot be used ({error.strerror}): hosts of an "
                               f"engine need the same key. Set {CLUSTER_KEY} to the same text on all hosts.") from None
     if len(text) < LEAST_KEY:
         raise ConfigError(f"the key in {where} has {len(text)} characters: use at least {LEAST_KEY}, such as those of "

@@ -188,6 +188,12 @@ def check_hosts(config: HostsConfig, parallel: Parallel) -> None:
     if config.distributed_executor_backend == "ray" and parallel.size == 1:
         raise ConfigError("distributed_executor_backend=ray: one rank runs on this host, without Ray: leave it out, or "
                           "ask for several ranks (-tp, -pp, -dp).")
+    local, hosts = config.data_parallel_size_local, config.nnodes
+    if local is not None and local * hosts != parallel.dp and not local == 1 > parallel.dp // hosts:
+        fitting = max(1, parallel.dp // local) if local else hosts
+        raise ConfigError(f"data_parallel_size_local={local}: all hosts, host 0 too, have equally many of the "
+                          f"{parallel.dp} replicas (-dp): leave it out, and start each host with --nnodes {fitting}, "
+                          "--node-rank and --master-addr.")
     if parallel.size % config.nnodes:
         raise ConfigError(f"{parallel}: {parallel.size} ranks cannot be divided equally among {config.nnodes} hosts: "
                           "change nnodes, or a size.")

@@ -1,5 +1,6 @@
 """The protocol between the engine core and the executor that runs its plans."""
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import msgspec
@@ -58,6 +59,9 @@ class Executor(Protocol):
 
         Raises `ConfigError` for a name that the executor does not know.
         """
+
+    def ask(self, name: str, args: dict[str, Any]) -> Callable[[], object]:
+        """Start a named operation. Return a function that waits for its value, or runs it; see `control`."""
 
     def check_alive(self) -> None:
         """Raise `EngineDead` when the executor can run no more steps. An idle core calls this: it submits no step."""

@@ -9,7 +9,8 @@ import itertools
 import math
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -180,6 +181,10 @@ class MockExecutor:
     def control(self, name: str, args: dict[str, Any]) -> object:
         """Refuse every name: the mock has no operations."""
         raise ConfigError(f"unknown control {name!r}.")
+
+    def ask(self, name: str, args: dict[str, Any]) -> Callable[[], object]:
+        """Return a function that runs an operation. See `Executor.ask`."""
+        return partial(self.control, name, args)
 
     def shutdown(self) -> None:
         """Record the shutdown for tests; there is nothing to free."""

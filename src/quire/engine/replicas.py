@@ -7,13 +7,14 @@ replicas: it sees every queue, so requests are balanced by the loads of this mom
 
 import logging
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
 
-from quire.contracts.errors import EngineDead, QueueFull
+from quire.contracts.errors import EngineDead, QueueFull, UserError
 from quire.contracts.output import NO_TOKENS, Finish, StepOutputs, StepStats
 from quire.contracts.protocols import ExecutorFacts
 from quire.contracts.request import FinishReason, NewRequest
@@ -139,21 +140,49 @@ class Replicas:
     def check_alive(self) -> None:
         """See `ReplicaExecutors.check_alive`."""
         for core in self.live:
-            try:
+            with self._guarded(core):
                 core.executor.check_alive()
-            except Exception as fault:
-                if self.lockstep:
-                    raise
-                self._bury(core, fault)
 
     def settle(self) -> None:
         """Send the masks that steps of independent replicas wait for, so that every submitted step is complete."""
         for core in self.live:
-            try:
+            with self._guarded(core):
                 if core.needs_masks:
                     self._send_masks(core, self._early)
-            except Exception as fault:
-                self._bury(core, fault)
+
+    def control(self, name: str, args: dict[str, Any]) -> list[object]:
+        """Run an operation on every rank of every replica; return their values. All are asked before any is waited for.
+
+        An independent replica that dies meanwhile is left out. Raises the first `UserError` of a replica.
+        """
+        self.check_alive()
+        self.settle()
+        asked: list[tuple[EngineCore, Callable[[], object]]] = []
+        values, refusals = list[object](), list[UserError]()
+        for core in self.live:
+            with self._guarded(core):
+                asked.append((core, core.executor.ask(name, args)))
+        for core, wait in asked:
+            with self._guarded(core):
+                try:
+                    value = wait()
+                except UserError as refusal:
+                    refusals.append(refusal)
+                    continue
+                values += value if isinstance(value, list) else [value]
+        if refusals:
+            raise refusals[0]
+        return values
+
+    @contextmanager
+    def _guarded(self, core: EngineCore) -> Iterator[None]:
+        """Context manager: end a replica that fails. In lock-step, and of the last replica, the error is raised."""
+        try:
+            yield
+        except Exception as fault:
+            if self.lockstep:
+                raise
+            self._bury(core, fault)
 
     def check(self) -> None:
         """Assert every invariant of the bookkeeping; when idle, also that no block is held."""
@@ -187,10 +216,8 @@ class Replicas:
         moved, found, self._early = bool(self._early), self._early, []
         self._arrived.clear()
         for core in self.live:
-            try:
+            with self._guarded(core):
                 moved |= self._advance_one(core, found)
-            except Exception as fault:
-                self._bury(core, fault)
         if not moved and not self._died and not any(outputs.finished for _, outputs in found):
             if any(core.in_flight for core in self._turns):
                 self._arrived.wait(WAIT_SECONDS)
@@ -270,13 +297,7 @@ class ReplicaExecutors:
 
     def control(self, name: str, args: dict[str, Any]) -> object:
         """Run an operation on every replica; return the values of all ranks. See `Executor.control`."""
-        self.check_alive()
-        self._replicas.settle()
-        values: list[object] = []
-        for core in self._replicas.live:
-            value = core.executor.control(name, args)
-            values += value if isinstance(value, list) else [value]
-        return values
+        return self._replicas.control(name, args)
 
     def check_alive(self) -> None:
         """Raise `EngineDead` when no replica can run a step; of replicas in lock-step, when one cannot."""

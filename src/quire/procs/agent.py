@@ -37,6 +37,7 @@ TICK_SECONDS = 0.05  # between two looks at the ranks
 BEAT_SECONDS = 1.0
 SILENT_SECONDS = 60.0  # longest silence of the other end
 JOIN_SECONDS = 1800.0  # to find the first host, which may have a model to download before it listens
+CONNECT_SECONDS = 20.0  # to open the connection of a rank; a try may fail, as strangers use the port, too
 WAITING_SECONDS = 5.0  # after which a host that waits for another one says so
 
 
@@ -87,7 +88,8 @@ class HostAgent:
             try:
                 return connect(address, port, self._key, encode_for_host(self._hello))
             except (OSError, NotMaster) as error:
-                waited, why = time.monotonic() - begun, error
+                waited = time.monotonic() - begun
+                why = error.strerror if isinstance(error, OSError) and error.strerror else error
             if waited >= seconds:
                 raise EngineDead(f"no engine was found on {address}:{port} in {seconds:.0f} s ({why}): start the host "
                                  "with --node-rank 0, and check --master-addr, --master-port and the firewall.")
@@ -100,12 +102,13 @@ class HostAgent:
     def _serve(self, frames: Frames, launcher: LocalLauncher, stop: Callable[[], str]) -> bool:
         poller = select.poll()
         poller.register(frames.fileno(), select.POLLIN)
-        self._say(f"node {self._hello.node} has joined the engine on {self._place[0]}:{self._place[1]}.")
+        joined = False
         looked = heard = time.monotonic()
         next_beat = 0.0
         while True:
             if why := stop():
                 self._send(frames, Leaving(why))
+                self._say(f"this host {why}, and has left the engine with its ranks.")
                 return True
             arrived = poller.poll(1000 * TICK_SECONDS)
             now = time.monotonic()
@@ -117,6 +120,10 @@ class HostAgent:
                 for message in self._received(frames):
                     if isinstance(message, Leave):
                         return self._left(message)
+                    if not joined:
+                        joined = True
+                        place = ":".join(map(str, self._place))
+                        self._say(f"node {self._hello.node} has joined the engine on {place}.")
                     self._obey(message, frames, launcher)
             elif now - heard >= SILENT_SECONDS:
                 raise self._lost(f"has sent nothing for {now - heard:.0f} s")
@@ -145,7 +152,7 @@ class HostAgent:
     def _obey(self, message: ToHost, frames: Frames, launcher: LocalLauncher) -> None:
         if isinstance(message, StartRank):
             try:
-                with connect(*self._place, self._key, encode_for_host(RankHello(message.token))) as connection:
+                with self._connect(RankHello(message.token)) as connection:
                     child = launcher.run(connection)
             except (OSError, NotMaster) as error:
                 self._send(frames, RankEnded(message.number, f"could not be started: {error}"))
@@ -155,6 +162,19 @@ class HostAgent:
         elif isinstance(message, KillRank) and message.number in self._ranks:
             self._told_to_end.add(message.number)
             self._ranks[message.number].kill()
+
+    def _connect(self, hello: RankHello) -> socket.socket:
+        """Open the connection of a rank. Try again, unless nobody listens: then the first host is gone."""
+        until = time.monotonic() + CONNECT_SECONDS
+        while True:
+            try:
+                return connect(*self._place, self._key, encode_for_host(hello))
+            except ConnectionRefusedError:
+                raise
+            except (OSError, NotMaster):
+                if time.monotonic() >= until:
+                    raise
+            time.sleep(RETRY_SECONDS)
 
     def _report(self, frames: Frames) -> None:
         """Tell the first host which ranks have ended."""

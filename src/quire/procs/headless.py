@@ -28,7 +28,7 @@ def serve_host(config: EngineConfig, module: str, say: Callable[[str], None], se
     if not hosts.node_rank:
         raise ConfigError(f"headless: node_rank={hosts.node_rank} is the host of the server, which answers over HTTP: "
                           "leave headless out, or give --nnodes and the --node-rank of this host.")
-    key, _ = cluster_key(make=False)
+    key, _ = cluster_key()
     folder, digest = find_model(config)
     gpus = probe_driver().count if resolve_device(config.device.device).device == "cuda" else 0
     hello = HostHello(node=hosts.node_rank, name=f"{host_name()}, node {hosts.node_rank}", versions=versions(),

@@ -11,8 +11,9 @@ import select
 import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -42,7 +43,8 @@ from quire.procs.launchers import LocalLauncher, Place, StartedRank
 LOG = logging.getLogger("quire").getChild("hosts")
 TICK_SECONDS = 0.1
 START_SECONDS = 60.0  # for an agent to start a process
-MOST_NEW = 64  # connections that are proving their key at the same time; more are dropped
+MOST_NEW = 64  # connections that are proving their key at the same time; an older one gives way to a further one
+GONE_SECONDS = 5.0  # silence after which an agent gives way to one that comes for the same host
 
 
 class Members(NamedTuple):
@@ -78,6 +80,7 @@ class Hosts:
         self._address: str = listener.getsockname()[0]
         self._changed = threading.Condition()  # guards the fields below
         self._agents: dict[int, _Agent] = {}
+        self._placed = False  # True: the ranks have their places, and no host can be replaced
         self._each = 1  # ranks of an agent, and of this process
         self._tokens: dict[bytes, int] = {}  # of ranks that have not connected -> their numbers
         self._connected: dict[int, socket.socket] = {}
@@ -85,7 +88,7 @@ class Hosts:
         self._last_words = ""  # about a host that was not taken
         self._closed = False
         self._ending = ExitStack()
-        self._new = threading.BoundedSemaphore(MOST_NEW)
+        self._new: dict[socket.socket, str] = {}  # connections that are proving their key -> address; oldest first
         self._thread = threading.Thread(target=self._run, name="quire-hosts", daemon=True)
         self._thread.start()
 
@@ -172,9 +175,10 @@ class Hosts:
             self.close()
 
     def _wait_for_hosts(self) -> None:
-        begun, said, members = time.monotonic(), False, self._members
+        begun, said, members = time.monotonic(), "", self._members
         with self._changed:
-            while missing := [one for one in range(members.first, members.total) if one not in self._agents]:
+            while missing := [one for one in range(members.first, members.total)
+                              if one not in self._agents or self._agents[one].lost]:  # fmt: skip
                 waited, words = time.monotonic() - begun, ", ".join(map(str, missing))
                 place = "{}:{}".format(*self._listener.getsockname()[:2])
                 if fault := members.fault():
@@ -184,13 +188,11 @@ class Hosts:
                                      f"{self._last_words and f' ({self._last_words})'}: start `quire serve MODEL "
                                      "--headless` there with its --node-rank and the same --nnodes, --master-addr and "
                                      "--master-port.")  # fmt: skip
-                if waited >= WAITING_SECONDS and not said:
-                    said = True
+                if waited >= WAITING_SECONDS and said != words:
+                    said = words
                     LOG.warning("waiting for node %s of %d on %s.", words, members.total, place)
                 self._changed.wait(TICK_SECONDS)
-            for agent in self._agents.values():
-                if agent.lost:
-                    raise EngineDead(f"{agent.hello.name} {agent.lost}.")
+            self._placed = True
 
     def _wait_for_rank(self, rank: "_HostedRank") -> socket.socket:
         until = time.monotonic() + START_SECONDS
@@ -200,6 +202,7 @@ class Hosts:
                 if how:
                     raise EngineDead(f"rank {rank.number} on {rank.agent.hello.name} {how}.")
                 self._changed.wait(TICK_SECONDS)
+            self._tokens = {token: number for token, number in self._tokens.items() if number != rank.number}
             return self._connected.pop(rank.number)
 
     # --- in the thread ------------------------------------------------------------------------------------------
@@ -221,6 +224,8 @@ class Hosts:
             reading = {agent.frames.fileno(): agent for agent in list(self._agents.values()) if not agent.lost}
             for descriptor in reading:
                 poller.register(descriptor, select.POLLIN)
+            for agent in reading.values():
+                agent.flush()
             ready = [descriptor for descriptor, _ in poller.poll(1000 * TICK_SECONDS)]
             now = time.monotonic()
             with self._changed:
@@ -256,9 +261,13 @@ class Hosts:
             connection, peer = self._listener.accept()
         except OSError:
             return  # the peer is gone already
-        if not self._new.acquire(blocking=False):
-            connection.close()
-            return
+        if len(self._new) >= MOST_NEW:  # a stranger cannot keep the hosts out
+            counts = Counter(self._new.values())
+            oldest = max(self._new, key=lambda one: counts[self._new[one]])  # of the address with most
+            del self._new[oldest]
+            with suppress(OSError):  # its thread has just closed it
+                oldest.shutdown(socket.SHUT_RDWR)
+        self._new[connection] = peer[0]
         threading.Thread(target=self._meet, args=(connection, peer[0]), name="quire-host-new", daemon=True).start()
 
     def _meet(self, connection: socket.socket, peer: str) -> None:
@@ -266,28 +275,36 @@ class Hosts:
         try:
             hello = HELLO.decode(welcome(connection, self._key))
         except (OSError, NotMaster, msgspec.DecodeError) as error:
+            words = f"refused a connection from {peer}: {error}"
+            with self._changed:
+                self._new.pop(connection, None)
+                if words != self._last_words:
+                    LOG.warning("%s.", words)
+                self._last_words = words
             connection.close()
-            self._last_words = f"refused a connection from {peer}: {error}"
-            LOG.warning("%s.", self._last_words)
             return
-        finally:
-            self._new.release()
         with self._changed:
+            self._new.pop(connection, None)
             if isinstance(hello, HostHello):
                 self._take(_Agent(hello, Frames(connection)), peer)
-            elif not self._closed and (number := self._tokens.pop(hello.token, None)) is not None:
+            elif not self._closed and (number := self._tokens.get(hello.token)) is not None:
+                if (former := self._connected.pop(number, None)) is not None:  # its agent has tried again
+                    former.close()
                 self._connected[number] = connection
             else:
                 connection.close()
             self._changed.notify_all()
 
     def _take(self, agent: "_Agent", peer: str) -> None:
-        hello, members = agent.hello, self._members
-        why = ""
+        hello, members, former = agent.hello, self._members, self._agents.get(agent.hello.node)
+        why, gone = "", former is not None and (former.lost or agent.heard - former.heard >= GONE_SECONDS)
         if not members.first <= hello.node < members.total:
             why = f"it is node {hello.node}, and the other nodes are {members.first} to {members.total - 1}"
-        elif hello.node in self._agents:
-            why = f"node {hello.node} is {self._agents[hello.node].hello.name} already: give each host its --node-rank"
+        elif former is not None and gone and self._placed:
+            why = (f"the ranks of node {hello.node} have ended, and the engine takes no host in their place: start the "
+                   "engine again")
+        elif former is not None and not gone:
+            why = f"node {hello.node} is {former.hello.name} already: give each host its --node-rank"
         elif hello.versions != members.versions:
             why = f"it has {hello.versions}, and the first host has {members.versions}: install the same versions"
         elif hello.model != members.model:
@@ -300,6 +317,9 @@ class Hosts:
             agent.send(Leave(why))
             agent.frames.close()
         else:
+            if former is not None:
+                former.lost = former.lost or "was replaced"
+                former.frames.close()
             self._agents[hello.node] = agent
 
     def _read(self, agent: "_Agent", now: float) -> None:
@@ -336,13 +356,17 @@ class _Agent:
     ranks: "dict[int, _HostedRank]" = field(default_factory=dict)
     stopped: tuple[int, ...] = ()
     lost: str = ""
-    sending: threading.Lock = field(default_factory=threading.Lock)
 
     def send(self, message: ToHost) -> None:
         """Send a message without waiting. An agent that cannot take it is found to be silent."""
-        with self.sending:  # else `send_at_once` drops a message while another thread sends
-            if not self.lost:
-                self.frames.send_at_once(encode_for_host(message))
+        if not self.lost:
+            with suppress(OSError):  # it is gone: its reader says so
+                self.frames.post(encode_for_host(message))
+
+    def flush(self) -> None:
+        """Send the messages that found no room before."""
+        with suppress(OSError):
+            self.frames.flush()
 
 
 class _HostedRank:

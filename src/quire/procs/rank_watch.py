@@ -9,9 +9,11 @@ import logging
 import os
 import queue
 import select
+import socket
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -125,12 +127,24 @@ class RankWatch:
         self._told = threading.Event()  # set after `_over`
         self._abandoned: Failed | None = None
         self._kill_at: float | None = None  # set by `close`
+        self._wakes, self._woken = socket.socketpair()  # wakes the thread: a rank has no room for a message
+        for end in (self._wakes, self._woken):
+            end.setblocking(False)
         self._poller = select.poll()
+        self._poller.register(self._woken.fileno(), select.POLLIN)
         self._by_descriptor = {rank.frames.fileno(): index for index, rank in enumerate(self.ranks)}
         for descriptor in self._by_descriptor:
             self._poller.register(descriptor, select.POLLIN)
         self._thread = threading.Thread(target=self._run, name="quire-ranks", daemon=True)
         self._thread.start()
+
+    def post(self, index: int, message: bytes) -> None:
+        """Send a message to a rank. The thread sends what finds no room. Raises `OSError` when the rank is gone."""
+        frames = self.ranks[index].frames
+        frames.post(message)
+        if frames.full:
+            with suppress(BlockingIOError):  # the thread is about to wake
+                self._wakes.send(b"\0")
 
     def result(self, index: int) -> StepResult:
         """Wait for the next step result of a rank, and return it. Raises the error when the ranks have ended."""
@@ -167,8 +181,9 @@ class RankWatch:
         if self._kill_at is None:
             self._kill_at = time.monotonic() + (self._times.stop if self.ready else 0.0)
             stop = encode(Stop())
-            for rank in self.ranks:
-                rank.frames.send_at_once(stop)  # a rank that cannot take it is killed
+            for index in range(len(self.ranks)):
+                with suppress(OSError):  # a rank that cannot take it is killed
+                    self.post(index, stop)
         if self._thread.ident != threading.get_ident():  # the garbage collector may run there
             self._thread.join()
 
@@ -197,7 +212,9 @@ class RankWatch:
         self._answers.put(None)
         for rank in self.ranks:
             rank.results.put(None)
-            rank.frames.close()  # a caller that waits in `send` goes on
+            rank.frames.close()
+        for end in (self._wakes, self._woken):
+            end.close()
         self._arrived.set()
         until = time.monotonic() + REAP_SECONDS
         for rank in self.ranks:
@@ -207,8 +224,8 @@ class RankWatch:
         """Watch the ranks to their end; return its reason."""
         looked = time.monotonic()
         while True:
-            for descriptor, _ in self._poller.poll(1000 * TICK_SECONDS):
-                self._read(self._by_descriptor[descriptor])
+            for descriptor, events in self._poller.poll(1000 * TICK_SECONDS):
+                self._serve(descriptor, events)
             now = time.monotonic()
             if self._kill_at is not None:
                 if now >= self._kill_at or all(rank.gone for rank in self.ranks):
@@ -226,6 +243,24 @@ class RankWatch:
                 looked = now
                 if (silence := self._silence(now)) is not None:
                     return silence
+
+    def _serve(self, descriptor: int, events: int) -> None:
+        """Take the messages of a rank that have arrived, and send those that have found room."""
+        if descriptor == self._woken.fileno():
+            self._woken.recv(1 << 16)
+        else:
+            rank = self.ranks[self._by_descriptor[descriptor]]
+            if events & select.POLLOUT:
+                with suppress(OSError):  # it is gone: `read` says so
+                    rank.frames.flush()
+            if events & ~select.POLLOUT and not rank.cut:
+                self._read(self._by_descriptor[descriptor])
+            if not events & select.POLLOUT:
+                return
+        for each, index in self._by_descriptor.items():
+            if not self.ranks[index].cut:
+                room = select.POLLOUT if self.ranks[index].frames.full else 0
+                self._poller.modify(each, select.POLLIN | room)
 
     def _read(self, index: int) -> None:
         rank = self.ranks[index]

@@ -8,6 +8,7 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any, TypeVar
 
 from quire.contracts.errors import QuireError
@@ -69,6 +70,7 @@ class RankProcesses:
         # The watch does not refer to this object, so that collecting this object as garbage ends the processes.
         weakref.finalize(self, self._watch.close)  # runs at exit, too
         self._num_controls, self._leads = 0, tuple(leads)
+        self._replies: dict[int, dict[int, RankReply]] = {}  # number of an operation -> replies by rank
         for index, payload in enumerate(starts):
             with suppress(QuireError):  # `build` raises it
                 self._send((index,), RankStart(payload, index in leads, times.beat))
@@ -97,7 +99,7 @@ class RankProcesses:
         return ready
 
     def send(self, message: ToRank, ranks: Sequence[int] | None = None) -> None:
-        """Send a message to these ranks (None: all). Waits while a rank cannot take it."""
+        """Send a message to these ranks (None: all). Never waits: a rank that hangs does not hold up the others."""
         ranks = range(len(self._watch.ranks)) if ranks is None else ranks
         if isinstance(message, RankStep):
             for index in ranks:
@@ -114,14 +116,26 @@ class RankProcesses:
 
     def control(self, name: str, args: dict[str, Any], ranks: Sequence[int] | None = None) -> list[object]:
         """Run the operation `name` on ranks (None: all); return a value per rank. Raises a rank's first `UserError`."""
+        return self.ask(name, args, ranks)()
+
+    def ask(self, name: str, args: dict[str, Any], ranks: Sequence[int] | None = None) -> Callable[[], list[object]]:
+        """Start the operation `name` on ranks (None: all). Return a function that waits for it, as `control` does."""
         self._num_controls += 1
         asked = range(len(self._watch.ranks)) if ranks is None else ranks
         self.send(RankControl(self._num_controls, name, args), asked)
-        replies: dict[int, RankReply] = {}
-        while len(replies) < len(asked):
-            index, message = self._watch.answer()
-            if isinstance(message, RankReply) and message.id == self._num_controls:  # else of an interrupted call
-                replies[index] = message
+        self._replies[self._num_controls] = {}
+        return partial(self._values, self._num_controls, len(asked))
+
+    def _values(self, number: int, count: int) -> list[object]:
+        """Wait for `count` replies to an operation; return their values."""
+        replies = self._replies[number]
+        try:
+            while len(replies) < count:
+                index, message = self._watch.answer()
+                if isinstance(message, RankReply) and message.id in self._replies:  # else of an interrupted call
+                    self._replies[message.id][index] = message
+        finally:
+            del self._replies[number]
         for index in sorted(replies):
             if (error := replies[index].error) is not None:
                 raise rebuilt(error.kind, error.message)
@@ -151,12 +165,12 @@ class RankProcesses:
         return [payloads[index] for index in sorted(payloads)]
 
     def _send(self, indices: Sequence[int], message: ToRank) -> None:
-        """Send a message to some ranks. Waits while a rank cannot take it, at most until the watch ends that rank."""
+        """Send a message to some ranks, without waiting for any of them."""
         self._watch.check()
         data = encode(message)
         try:
             for index in indices:
-                self._watch.ranks[index].frames.send(data)
+                self._watch.post(index, data)
         except OSError:
             raise self._watch.wait() from None
         except BaseException:  # Ctrl-C: some ranks have the message, perhaps a half, and others do not
@@ -200,6 +214,10 @@ class RanksExecutor:
     def control(self, name: str, args: dict[str, Any]) -> object:
         """Run an operation on every rank; return the list of its values, by rank."""
         return self._processes.control(name, args, self._ranks)
+
+    def ask(self, name: str, args: dict[str, Any]) -> Callable[[], object]:
+        """Start an operation on every rank. See `Executor.ask`."""
+        return self._processes.ask(name, args, self._ranks)
 
     def check_alive(self) -> None:
         """Raise `EngineDead` if a rank has failed."""

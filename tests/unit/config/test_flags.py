@@ -39,7 +39,7 @@ FLAGS = """
 --enable-expert-parallel --no-enable-expert-parallel -ep
 --all2all-backend --expert-placement-strategy
 --check-collectives --no-check-collectives --disable-custom-all-reduce --no-disable-custom-all-reduce
---nnodes -n --node-rank -r --master-addr --master-port --distributed-executor-backend
+--nnodes -n --node-rank -r --master-addr --master-port --distributed-executor-backend --data-parallel-size-local -dpl
 """.split()
 
 

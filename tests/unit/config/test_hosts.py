@@ -1,6 +1,9 @@
 """Options of several hosts, the key that they share, and the variables of their ranks."""
 
+import os
 import stat
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -20,19 +23,36 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_the_key_is_the_variable_s(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     monkeypatch.setenv(CLUSTER_KEY, "k" * 16)
-    assert cluster_key(make=True) == (b"k" * 16, CLUSTER_KEY)
+    assert cluster_key() == (b"k" * 16, CLUSTER_KEY)
     assert not folder.exists() and CLUSTER_KEY not in unknown_variables(())
     monkeypatch.setenv(CLUSTER_KEY, "k" * 15)
     with pytest.raises(ConfigError, match="the key in QUIRE_CLUSTER_KEY has 15 characters: use at least 16"):
-        cluster_key(make=True)
+        cluster_key()
 
 
 def test_the_first_host_makes_a_file_that_the_others_read(folder: Path) -> None:
-    with pytest.raises(ConfigError, match="is not set, and .*cluster_key cannot be read .*Set QUIRE_CLUSTER_KEY"):
-        cluster_key(make=False)
-    key, where = cluster_key(make=True)
+    folder.parent.joinpath("cache").write_text("in the way")
+    with pytest.raises(ConfigError, match="is not set, and .*cluster_key cannot be used .*Set QUIRE_CLUSTER_KEY"):
+        cluster_key()
+    folder.unlink()
+    key, where = cluster_key()
     assert len(key) == 64 and stat.S_IMODE(Path(where).stat().st_mode) == 0o600
-    assert cluster_key(make=True) == cluster_key(make=False) == (key, str(folder / "cluster_key"))
+    assert cluster_key() == (key, str(folder / "cluster_key"))
+
+
+def test_processes_that_make_the_key_at_the_same_time_have_the_same(
+        folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody reads a half, and nobody fails because another was first."""
+    def slow(count: int) -> str:
+        time.sleep(0.1)
+        return os.urandom(count).hex()
+
+    monkeypatch.setattr("quire.config.env.secrets.token_hex", slow)
+    with ThreadPoolExecutor(8) as pool:
+        found = [future.result() for future in [pool.submit(cluster_key) for _ in range(8)]]
+    assert len(set(found)) == 1
+    assert [path.name for path in folder.iterdir()] == ["cluster_key"]
+
 
 
 def test_ranks_talk_through_the_interface_of_the_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -69,3 +89,21 @@ def test_each_host_gets_the_same_number_of_ranks() -> None:
 def test_a_layer_across_hosts_is_noted() -> None:
     assert not hosts_note(Parallel(tp=2, dp=2), (0, 0, 1, 1)) and not hosts_note(Parallel(pp=2), (0, 1))
     assert hosts_note(Parallel(tp=4), (0, 0, 1, 1)).startswith("-tp 4: slices of a layer are on several hosts")
+
+
+@pytest.mark.parametrize("given, fits", [
+    ({"dp": 4}, (4,)), ({"dp": 4, "nnodes": 2}, (2,)), ({"dp": 1, "tp": 2}, (1,)),
+    ({"dp": 1, "tp": 2, "nnodes": 2}, (1,)), ({"dp": 2, "tp": 2, "nnodes": 4}, (1,)),
+    ({"dp": 3, "tp": 2, "nnodes": 2}, ())], ids=str)  # fmt: skip
+def test_the_replicas_of_a_host(given: dict[str, int], fits: tuple[int, ...]) -> None:
+    """All hosts have equally many. Other numbers are refused, and the words tell the number of hosts that fits."""
+    parallel = Parallel(dp=given["dp"], tp=given.get("tp", 1))
+    for local in range(6):
+        hosts = HostsConfig(nnodes=given.get("nnodes", 1), data_parallel_size_local=local)
+        if local in fits:
+            check_hosts(hosts, parallel)
+        else:
+            with pytest.raises(ConfigError, match=f"_local={local}: .*--nnodes [1-9], --node-rank"):
+                check_hosts(hosts, parallel)
+    with pytest.raises(ConfigError, match="leave it out, .*--nnodes 2, "):
+        check_hosts(HostsConfig(data_parallel_size_local=2), Parallel(dp=4))

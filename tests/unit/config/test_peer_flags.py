@@ -126,7 +126,8 @@ def test_a_note_says_why_as_a_sentence() -> None:
     (["--gpu-memory-utilization", "0.5", "--enforce-eager", "--max-cudagraph-capture-size", "256"],
      {"gpu_memory_utilization": 0.5, "enforce_eager": True, "max_cudagraph_capture_size": 256}),
     (["-O2", "-O", "3", "-cc.mode=3", "--compilation-config.mode", "0"], {}),
-    (["-dcp", "1.0", "--data-parallel-size-local", "1"], {}),
+    (["-dcp", "1.0", "--data-parallel-size-local", "1", "-asc", "2"],
+     {"data_parallel_size_local": 1, "api_server_count": 2}),
     (["--tensor_parallel_size=2", "-pp", "3", "-ep"], {"tensor_parallel_size": 2, "pipeline_parallel_size": 3,
                                                       "enable_expert_parallel": True}),
     (["--speculative-config", "{}", "--hf-overrides", "{ }", "--structured-outputs-config", '{"backend":"auto"}'], {}),
@@ -216,7 +217,7 @@ NOTED = [
     ("--num-scheduler-steps 8", "--num-scheduler-steps changes nothing: a step makes one token"),
     ("--attention-backend FLASHINFER", "Quire chooses kernels itself; forcing one is not supported"),
     ("--no-enable-chunked-prefill", "--no-enable-chunked-prefill changes nothing: long prompts"),
-    ("--api-server-count 4", "one process speaks HTTP"),
+    ("--data-parallel-address 10.0.0.1", "hosts meet at --master-addr and --master-port"),
     ("--long-prefill-token-threshold 512", "--max-num-batched-tokens bounds the chunks"),
     ("--model-loader-extra-config.enable_multithread_load true", "each file is read once"),
     ("--guided-decoding-backend auto:no-fallback", "--guided-decoding-backend auto:no-fallback changes nothing"),
@@ -335,8 +336,8 @@ def test_an_abbreviation_gets_the_flag_with_that_short_form(command: str, flag: 
 def test_an_abbreviation_of_a_flag_that_a_command_lacks_gets_no_hint(command: list[str],
                                                                      capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        build_parser().parse_args([*command, "--dpl", "2"])
-    assert "unknown flag --dpl. (" in capsys.readouterr().err
+        build_parser().parse_args([*command, "--dpa", "2"])
+    assert "unknown flag --dpa. (" in capsys.readouterr().err
 
 
 def test_keywords_and_keys_of_files_get_the_same_hint(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 from msgspec import structs
 
-from quire.contracts.errors import EngineDead, InvalidParameter, PromptTooLong, QueueFull
+from quire.contracts.errors import ConfigError, EngineDead, InvalidParameter, PromptTooLong, QueueFull
 from quire.contracts.request import FinishReason
 from quire.contracts.step import StepSync
 from quire.contracts.structured import StructuredOutputsParams
@@ -553,6 +553,37 @@ def test_an_operation_finds_every_step_complete() -> None:
     assert not core.needs_masks and not rig.tokens[handle][before:]
     rig.drain()
     rig.judge(handle)
+
+
+def test_an_operation_is_sent_to_all_replicas_before_any_is_waited_for() -> None:
+    """A replica that dies meanwhile is left out, and named; a mistake of the caller ends none."""
+    rig, order = apart(3), list[str]()
+    handles = [rig.add([i], 30) for i in range(3)]
+
+    def ask(number: int, name: str) -> Callable[[], object]:
+        order.append(f"ask {number}")
+
+        def wait() -> object:
+            order.append(f"wait {number}")
+            if name == "dance":
+                raise ConfigError("unknown control")
+            rig.mocks[1].fault = "rank 1 is stopped"
+            rig.mocks[number].check_alive()
+            return [number]
+
+        return wait
+
+    for number, mock in enumerate(rig.mocks):
+        mock.ask = lambda name, args, number=number: ask(number, name)
+    every = [f"{what} {number}" for what in ("ask", "wait") for number in range(3)]
+    with pytest.raises(ConfigError):
+        rig.core.executor.control("dance", {})
+    assert order == every and len(rig.replicas.live) == 3
+    order.clear()
+    assert rig.core.executor.control("name", {}) == [0, 2] and order == every
+    rig.step()
+    (dead,) = [handle for handle in handles if handle in rig.finish]
+    assert "replica 1 stopped: rank 1 is stopped" in str(rig.finish[dead].message)
 
 
 def test_an_idle_engine_reports_a_death() -> None:

@@ -23,9 +23,9 @@ WORK = {
     "all2all_backend": "deepep_low_latency", "expert_placement_strategy": "linear", "trust_remote_code": True,
     "gpu_memory_utilization": 0.92, "tool_call_parser": "glm47",
     "reasoning_parser": "glm45", "served_model_name": ("glm",), "max_model_len": 32_000, "async_depth": 2,
+    "api_server_count": 4,
 }  # fmt: skip
 NOTED = ["--enable-auto-tool-choice changes nothing: tool calls are always parsed when a request has tools.",
-         "--api-server-count changes nothing: one process speaks HTTP.",
          "--no-enable-chunked-prefill changes nothing: long prompts are always computed in chunks."]  # fmt: skip
 REFUSED = ["--speculative-config", "--enable-dbo"]
 

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -17,7 +18,7 @@ from quire.contracts.errors import ConfigError, EngineDead
 from quire.procs import agent as agent_module
 from quire.procs import hosts as module
 from quire.procs.frames import Frames
-from quire.procs.host_link import connect, listen
+from quire.procs.host_link import connect, listen, welcome
 from quire.procs.host_messages import TO_HOST, HostHello, Leave, RankHello, encode_for_host
 from quire.procs.hosts import Hosts, Members
 from quire.procs.launchers import LocalLauncher
@@ -225,6 +226,58 @@ def test_a_host_with_another_key_is_refused_and_the_right_one_is_taken() -> None
         processes = ranks(made, {}, {})
         processes.build(lambda done, total: None)
         processes.close()
+
+
+def test_a_host_that_is_lost_while_others_are_awaited_may_come_again() -> None:
+    with cluster(3, (1,)) as made:
+        until(lambda: 1 in made.hosts._agents, "the agent has not come")
+        former = made.hosts._agents[1]
+        made.agents.pop(1).kill()
+        until(lambda: former.lost != "", "the end of the agent was not noticed")
+        made.agent(1), made.agent(2)
+        processes = ranks(made, {}, {}, {})
+        processes.build(lambda done, total: None)
+        assert made.hosts._agents[1] is not former
+        made.agents[1].kill()
+        until(lambda: made.hosts._agents[1].lost != "", "the end of the agent was not noticed")
+        assert "the ranks of node 1 have ended, and the engine takes no host in their place" in refused(made, node=1)
+        processes.close()
+
+
+def test_a_silent_agent_gives_way_to_one_that_comes_for_its_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host has lost its power, and is back: nothing has told that the first connection is dead."""
+    monkeypatch.setattr(module, "GONE_SECONDS", 0.3)
+    with cluster(3, ()) as made:
+        hello = encode_for_host(HostHello(node=1, name="b", versions="1"))
+        with connect("127.0.0.1", made.port, KEY.encode(), hello):
+            until(lambda: 1 in made.hosts._agents, "the agent has not come")
+            time.sleep(0.5)
+            made.agent(1)
+            until(lambda: made.hosts._agents[1].hello.name == "host1", "the agent was not taken")
+
+
+def test_silent_strangers_do_not_keep_hosts_out() -> None:
+    """As many connections as may prove their key at the same time, and more, which stay silent for long."""
+    with cluster(nodes=(), seconds=module.START_SECONDS / 10) as made, ExitStack() as stack:
+        for _ in range(module.MOST_NEW + 10):
+            stack.enter_context(socket.create_connection(("127.0.0.1", made.port)))
+        made.agent(1)
+        assert len(made.hosts.place(2)) == 2
+
+
+def test_a_connection_of_a_rank_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[socket.socket] = []
+
+    def busy(connection: socket.socket, key: bytes) -> bytes:
+        seen.append(connection)
+        if len(seen) == 2:  # the first is the agent's own
+            raise OSError("planted")
+        return welcome(connection, key)
+
+    monkeypatch.setattr(module, "welcome", busy)
+    with running({}, {}) as (_, processes):
+        processes.send(RankStep(plan(0)))
+        assert processes.collect().step == 0 and len(seen) == 3
 
 
 def refused(made: Cluster, **fields: Any) -> str:

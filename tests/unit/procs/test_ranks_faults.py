@@ -112,12 +112,47 @@ def test_a_stop_of_a_moment_is_no_fault() -> None:
         assert processes.collect().step == 0
 
 
-def test_sending_to_a_stopped_rank_whose_buffer_is_full_ends() -> None:
+def test_sending_to_a_stopped_rank_whose_buffer_is_full_does_not_wait() -> None:
+    with running({}, {}, stopped=LONG) as processes:
+        os.kill(processes.pids[1], signal.SIGSTOP)
+        for step in range(3):
+            processes.send(RankStep(plan(step, prompt=500_000)), ranks=(1,))
+        rank = processes._watch.ranks[1]
+        assert rank.frames.full and rank.received == -1
+        os.kill(processes.pids[1], signal.SIGCONT)
+        until(lambda: rank.received == 2, "the steps did not arrive")
+        assert not rank.frames.full
+
+
+def test_a_rank_that_is_stopped_while_its_buffer_is_full_is_named() -> None:
     with running({}, {}, stopped=1.0, beat=0.1) as processes:
         os.kill(processes.pids[1], signal.SIGSTOP)
         executor = RanksExecutor(processes, FACTS)
+        executor.submit(plan(0, prompt=500_000))
         with pytest.raises(EngineDead, match=r"rank 1 .* is stopped .* \(step 0 not acknowledged\)"):
-            executor.submit(plan(0, prompt=500_000))
+            while True:
+                executor.check_alive()
+                time.sleep(0.01)
+
+
+def test_a_hung_group_of_ranks_holds_up_no_other() -> None:
+    """Operations are sent to both before either is waited for; plans go on meanwhile."""
+    with running({}, stopped=LONG) as hung, running({}) as other:
+        os.kill(hung.pids[0], signal.SIGSTOP)
+        for step in range(3):
+            hung.send(RankStep(plan(step, prompt=500_000)))
+            other.send(RankStep(plan(step)))
+            assert other.collect().step == step
+        waits = [one.ask("echo", {"call": 1}) for one in (hung, other)]
+        assert waits[1]() == [{"index": 0, "call": 1}]
+        os.kill(hung.pids[0], signal.SIGCONT)
+        assert waits[0]() == [{"index": 0, "call": 1}]
+
+
+def test_answers_to_operations_are_not_mixed() -> None:
+    with running({}, {}) as processes:
+        waits = [processes.ask("echo", {"call": call}, (call % 2,)) for call in range(4)]
+        assert [wait() for wait in reversed(waits)] == [[{"index": call % 2, "call": call}] for call in (3, 2, 1, 0)]
 
 
 def test_a_long_step_is_no_fault() -> None:
@@ -302,8 +337,13 @@ def test_close_in_another_thread_ends_a_wait() -> None:
 def test_an_interrupted_message_ends_the_engine() -> None:
     """Some ranks have it, and others do not: they would wait for each other."""
     with running({}, {}) as processes:
-        os.kill(processes.pids[1], signal.SIGSTOP)  # so that sending waits
-        later(lambda: os.kill(os.getpid(), signal.SIGINT))
+        frames = processes._watch.ranks[1].frames
+
+        def interrupted(message: bytes) -> None:
+            del frames.post  # type: ignore[method-assign]
+            raise KeyboardInterrupt
+
+        frames.post = interrupted  # type: ignore[method-assign]
         with pytest.raises(KeyboardInterrupt):
             processes.send(RankStep(plan(0, prompt=500_000)))
         with pytest.raises(EngineDead, match="interrupted"):

@@ -49,21 +49,22 @@ class HttpListener:
             raise ConfigError(f"ssl_certfile={config.ssl_certfile!r} with ssl_keyfile={config.ssl_keyfile!r} cannot "
                               f"be used: {error}.") from None
         self._server = _Server(settings)
-        self._serving: asyncio.Task[None] | None = None
+        self._begun = False
+        self.serving: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
-    def start(self) -> "asyncio.Task[None]":
-        """Start to serve. The returned task ends when the listener stops or fails."""
-        self._serving = asyncio.create_task(self._server.serve(sockets=[self.socket]))
-        return self._serving
+    def start(self) -> None:
+        """Start to serve; idempotent. From now on `serving` ends when the listener stops or fails."""
+        if not self._begun:
+            self._begun, self.serving = True, asyncio.create_task(self._server.serve(sockets=[self.socket]))
 
     async def stop(self, grace: float) -> None:
         """Accept no more connections. Responses in progress get `grace` seconds, then they are cut off. Idempotent."""
-        if self._serving is None:
+        if not self._begun:
             return
         self._server.should_exit = True
-        done, _ = await asyncio.wait({self._serving}, timeout=grace)
+        done, _ = await asyncio.wait({self.serving}, timeout=grace)
         if not done:
             self._server.force_exit = True
             for connection in list(self._server.server_state.connections):
                 connection.transport.abort()
-            await asyncio.wait({self._serving}, timeout=grace)
+            await asyncio.wait({self.serving}, timeout=grace)
