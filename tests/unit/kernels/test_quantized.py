@@ -133,6 +133,24 @@ def test_a_recorded_product_quantizes_new_activations(name: str, rows: int) -> N
         assert torch.equal(out, panels.run(some, packed, None))
 
 
+@needs_library
+@pytest.mark.parametrize(("name", "rows", "units", "text"), [
+    ("int8", 1, {"quads": True}, "INT8 per channel stays packed, multiplied in integers; activations quantized per token"),
+    ("fp8 blocks", 1, {"unit": True}, "FP8 in blocks of 128 x 128 stays packed, widened in registers to float32; "
+     "activations quantized per token and 128 channels"),
+    ("w4 groups", 8, {"unit": True}, "4-bit in groups of 32 stays packed, widened in the cache, once for many rows, to "
+     "bfloat16; activations are not quantized"),
+    ("int8 static", 8, {"quads": False, "unit": False}, "INT8 per channel stays packed, widened in the cache, once for "
+     "many rows, to float32; activations quantized by a stored scale"),
+])  # fmt: skip
+def test_the_way_of_a_product(name: str, rows: int, units: dict[str, bool], text: str) -> None:
+    inputs = make(SCHEMES[name], rows, 64, 128)
+    packed = replace(panels.pack(inputs.matrix), **units)
+    end = ", by quire_linear_rows before; their scales multiply the sums" * bool(SCHEMES[name].inputs)
+    assert panels.way(inputs.x.bfloat16(), packed) == f"weight of {text}{end}"
+    assert panels.way(inputs.x, panels.pack(torch.ones(8, 8))) == ""
+
+
 @pytest.mark.skipif(bool(missing()) or not loaded().quire_quads(), reason="this CPU does not multiply int8")
 def test_more_inputs_than_an_int32_holds_are_not_added_in_one() -> None:
     wide = [panels.empty(1, empty(SCHEMES["int8"], (1, 1 << 17 - less), "meta"), False)[0] for less in (0, 1)]

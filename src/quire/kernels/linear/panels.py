@@ -4,7 +4,7 @@ A weight of bfloat16 takes half the memory and half the time to read of the same
 registers, so results have the accuracy of float32. Quantized weights are widened likewise, and their sums over a group
 are multiplied by the scale. Activations are quantized by the scheme's rule, and their scales multiply the sums, too.
 
-The instructions depend on the CPU (`Packed.way` says which):
+The instructions depend on the CPU (`way` says which):
 - int8 weights with int8 activations: products and sums in integers (VNNI), which is exact
 - numbers that bfloat16 holds exactly (its own, and all quantized ones): pairs, sums in float32 (AVX512-BF16)
 - else float32
@@ -20,11 +20,12 @@ from torch import Tensor
 from quire.kernels.native import memory
 from quire.kernels.native.library import loaded
 from quire.quantization.pack.matrix import MIDDLE, QuantizedMatrix, Weight
-from quire.quantization.scheme import Scheme
+from quire.quantization.scheme import Scheme, product_words
 
 STEP = 4  # inputs: see panels.c
 MOST_CHUNK = 256  # inputs of a chain of sums: see panels.c
 SCALE_IN = 128  # inputs of a scale of the rule "group"
+FEW_ROWS = 4  # DIRECT of panels.c
 MOST_QUADS = 1 << 17  # inputs: fewer products of int8 fit in an int32
 KINDS = {torch.float32: 0, torch.bfloat16: 1}
 QUANTIZED = {"int8": 2, "w8": 2, "w4": 3, "e4m3": 4}  # Scheme.values -> kind
@@ -72,6 +73,7 @@ class Packed:
     gated    True: packed for `run_gated`; half of the outputs belong to gate, half to up
     padded   number of inputs, rounded up to whole groups (inputs that share a scale), or to a multiple of STEP (4)
     quads    True: quantized int8 in the layout of the CPU's int8 unit
+    unit     True: the CPU multiplies pairs of bfloat16
     """
 
     data: Tensor
@@ -80,7 +82,8 @@ class Packed:
     inner: int
     gated: bool
     padded: int
-    quads: bool = False
+    quads: bool
+    unit: bool
     quantized: Quantized | None = None
 
     @property
@@ -94,7 +97,7 @@ class Packed:
         """Return True if the CPU multiplies pairs of bfloat16, and weight and inputs of `dtype` are exact in it."""
         own = self.quantized
         exact = self.dtype == torch.bfloat16 if own is None else not self.quads
-        return exact and (dtype == torch.bfloat16 or own is not None and own.rule > 0) and bool(loaded().quire_pairs())
+        return self.unit and exact and (dtype == torch.bfloat16 or own is not None and own.rule > 0)
 
     def to_dense(self) -> Tensor:
         """Return the unpacked weight [cols, inner]; for unquantized weights only."""
@@ -137,6 +140,18 @@ def run_gated(x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:
     return _run(x, packed, bias, GATED)
 
 
+def way(x: Tensor, packed: Packed) -> str:
+    """Return where `run` dequantizes the weight and quantizes x. See `quire.kernels.linear`."""
+    own = packed.quantized
+    if own is None:
+        return ""
+    few = len(x) <= FEW_ROWS
+    place = "in registers" if few else "in the cache, once for many rows,"
+    kind = "bfloat16" if packed.pairs(x.dtype) and (not few or own.scheme.values == "w4") else "float32"
+    how = "multiplied in integers" if packed.quads else f"widened {place} to {kind}"
+    return product_words(own.scheme, f"stays packed, {how}", "by quire_linear_rows before; their scales multiply the sums")
+
+
 def rows(packed: Packed, ids: Tensor) -> Tensor:
     """Return the rows `ids` of a packed weight (an embedding look-up).
 
@@ -176,7 +191,7 @@ def empty(count: int, weight: Weight, gated: bool) -> list[Packed]:
         data, dtype = memory.empty((count, size), weight.dtype), weight.dtype
     else:
         data, dtype = memory.empty((count, size // (2 if weight.scheme.values == "w4" else 1)), torch.uint8), None
-    return [Packed(own, dtype, cols, inner, gated, padded, quads) for own in data]
+    return [Packed(own, dtype, cols, inner, gated, padded, quads, bool(loaded().quire_pairs())) for own in data]
 
 
 def pack_into(packed: Packed, weight: Weight) -> Packed:
