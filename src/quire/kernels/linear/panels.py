@@ -149,7 +149,8 @@ def way(x: Tensor, packed: Packed) -> str:
     place = "in registers" if few else "in the cache, once for many rows,"
     kind = "bfloat16" if packed.pairs(x.dtype) and (not few or own.scheme.values == "w4") else "float32"
     how = "multiplied in integers" if packed.quads else f"widened {place} to {kind}"
-    return product_words(own.scheme, f"stays packed, {how}", "by quire_linear_rows before; their scales multiply the sums")
+    inputs = "by quire_linear_rows before; their scales multiply the sums"
+    return product_words(own.scheme, f"stays packed, {how}", inputs)
 
 
 def rows(packed: Packed, ids: Tensor) -> Tensor:
@@ -185,7 +186,7 @@ def empty(count: int, weight: Weight, gated: bool) -> list[Packed]:
         raise ValueError(f"panels linear: the number of inputs that share a scale must be a multiple of {STEP}; it is "
                          f"{scheme.block[1]}")
     quads = (scheme is not None and scheme.values == "int8" and scheme.inputs in ("token", "tensor")
-             and not scheme.block[1] and padded < MOST_QUADS and bool(loaded().quire_quads()))  # fmt: skip
+             and not (scheme.block[1] or scheme.order) and padded < MOST_QUADS and loaded().quire_quads() > 0)  # fmt: skip
     size = panels * width * padded
     if isinstance(weight, Tensor):
         data, dtype = memory.empty((count, size), weight.dtype), weight.dtype

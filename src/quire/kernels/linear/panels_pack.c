@@ -11,7 +11,7 @@ typedef struct RowsOfX {
     const float *scale;
     float *to, *xsum, *xscale;
     long rows, inner, padded, stride;
-    int chunk, half, inputs, pieces, form;
+    int chunk, half, inputs, pieces, form, as_is; /* as_is: pairs of x are the words */
     float limit;
 } RowsOfX;
 
@@ -60,16 +60,45 @@ INLINE void write_pair(float *to, const float *pair) {
     memcpy(to, words, 4);
 }
 
-/* Whole numbers -> words of 4 unsigned bytes, plus 128. Return NaN if there is a NaN, else 0. */
-INLINE float write_quads(float *to, long rows, const float *piece, long count) {
-    uint8_t bytes[PIECE];
-    Vec strange = zeros();
-    for (long i = 0; i < PIECE; i += W) {
-        strange = strange + get(piece + i) * zeros();
-        put_bytes(bytes + i, get(piece + i) + fill(128));
+/* Words [rows][count] with a stride between rows -> [count][rows]. */
+INLINE void interleave(const uint32_t *words, long stride, long rows, long count, uint32_t *to) {
+    for (long i = 0; i < count; i++)
+#pragma GCC unroll 12
+        for (long r = 0; r < rows; r++) to[i * rows + r] = words[r * stride + i];
+}
+
+/* Rows of x -> words of 4 inputs, each quantized to int8, plus 128. */
+INLINE void quads_of_x(const RowsOfX *job, long first, long rows, int half) {
+    uint8_t bytes[MR * PIECE] __attribute__((aligned(64)));
+    float scales[MR];
+    Vec strange[MR]; /* NaN if there is one */
+    for (long r = 0; r < rows; r++) {
+        const void *x = element(job->x, (first + r) * job->stride, half);
+        Vec most = zeros();
+        for (long k = 0; job->inputs == TOKEN && k < job->inner; k += W) {
+            const Vec value = load(x, k, lanes_of(job->inner - k), half);
+            most = largest(value, largest(negative(value), most));
+        }
+        scales[r] = job->inputs == TOKEN ? fmaxf(1e-10f, largest_of(most)) / job->limit : *job->scale;
+        strange[r] = zeros();
     }
-    for (long i = 0; i < count; i += 4) memcpy(to + i / 4 * rows, bytes + i, 4);
-    return sum_of(strange);
+    for (long k = 0; k < job->padded; k += PIECE) {
+        const long count = job->padded - k < PIECE ? job->padded - k : PIECE;
+        for (long r = 0; r < rows; r++) {
+            const void *x = element(job->x, (first + r) * job->stride, half);
+            const Vec scale = fill(scales[r]);
+            for (long i = 0; i < count; i += W) {
+                const Vec value = load(x, k + i, lanes_of(job->inner - k - i), half) / scale;
+                const Vec whole = nearest(largest(fill(-128), smallest(fill(127), value)));
+                strange[r] = strange[r] + whole * zeros();
+                put_bytes(bytes + r * PIECE + i, whole + fill(128));
+            }
+        }
+        uint32_t *to = (uint32_t *)job->to + (first * job->padded + k * rows) / 4;
+        if (rows == MR) interleave((const uint32_t *)bytes, PIECE / 4, MR, count / 4, to);
+        else interleave((const uint32_t *)bytes, PIECE / 4, rows, count / 4, to);
+    }
+    for (long r = 0; r < rows; r++) job->xscale[first + r] = scales[r] + sum_of(strange[r]);
 }
 
 static void rows_of_x_tasks(void *argument) {
@@ -80,6 +109,18 @@ static void rows_of_x_tasks(void *argument) {
         const long first = task / job->pieces * MR, rows = job->rows - first < MR ? job->rows - first : MR;
         const long part = job->pieces == 1 ? job->padded : PIECE, begin = task % job->pieces * part;
         const long end = begin + part < job->padded ? begin + part : job->padded;
+        if (job->form == IN_QUADS) {
+            if (job->half) quads_of_x(job, first, rows, 1);
+            else quads_of_x(job, first, rows, 0);
+            continue;
+        }
+        if (job->as_is) {
+            const uint32_t *words = (const uint32_t *)((const bf16 *)job->x + first * job->stride + begin);
+            uint32_t *to = (uint32_t *)job->to + (first * job->padded + begin * rows) / 2;
+            if (rows == MR) interleave(words, job->stride / 2, MR, (end - begin) / 2, to);
+            else interleave(words, job->stride / 2, rows, (end - begin) / 2, to);
+            continue;
+        }
         for (long r = 0; r < rows; r++) {
             float scale = job->inputs == TENSOR ? *job->scale : 0;
             if (job->inputs == TOKEN) {
@@ -114,11 +155,9 @@ static void rows_of_x_tasks(void *argument) {
                     for (long i = 0; i < stop; i++) to[i * rows] = piece[i];
                 } else if (job->form == SWAPPED) {
                     for (long i = 0; i < stop; i++) to[(i ^ 1) * rows] = piece[i];
-                } else if (job->form == IN_PAIRS) {
+                } else {
                     to = job->to + (first * job->padded + k * rows) / 2 + r;
                     for (long i = 0; i < stop; i += 2) write_pair(to + i / 2 * rows, piece + i);
-                } else {
-                    scale += write_quads(job->to + (first * job->padded + k * rows) / 4 + r, rows, piece, stop);
                 }
                 if (!job->xsum) continue;
                 float *sums = job->xsum + first * (job->padded / job->chunk) + r;
@@ -154,6 +193,7 @@ void quire_linear_rows(const void *x, float *to, float *xsum, float *xscale, con
                    .inner = inner, .padded = padded, .stride = stride, .chunk = chunk, .half = half, .inputs = inputs,
                    .form = kind == QUADS ? IN_QUADS : words ? IN_PAIRS : swapped ? SWAPPED : IN_ORDER,
                    .pieces = whole ? 1 : (int)((padded + PIECE - 1) / PIECE), .limit = limit};
+    job.as_is = job.form == IN_PAIRS && half && !inputs && !order && !xsum && inner == padded && stride % 2 == 0;
     job.tasks.count = (rows + MR - 1) / MR * job.pieces;
     RUN(rows_of_x_tasks, &job, rows * padded < SMALL / 4 ? 1 : threads);
 }
