@@ -178,8 +178,7 @@ INLINE void decode_words(int kind, const char *w, Vec *v) {
 /* sums += a block of `rows` rows of x times `count` panels that lie `pitch` bytes apart, over `steps`. */
 INLINE void multiply_direct(int kind, int rows, int count, const float *x, const char *w, long pitch, long steps,
                             Vec *sums) {
-    enum { AHEAD = 1024 }; /* bytes */
-    const long size = step_bytes(kind);
+    const long size = step_bytes(kind), ahead = size < 16 * W ? 2048 : 1024; /* bytes */
     Vec own[8];
 #pragma GCC unroll 8
     for (int i = 0; i < 2 * rows * count; i++) own[i] = sums[i];
@@ -200,7 +199,7 @@ INLINE void multiply_direct(int kind, int rows, int count, const float *x, const
                     to[1] = madd_words(value, v[2 * k + 1], to[1], words);
                 }
 #pragma GCC unroll 8
-            for (long line = 0; line < size; line += 64) _mm_prefetch(w + p * pitch + AHEAD + line, _MM_HINT_T0);
+            for (long line = 0; line < size; line += 64) _mm_prefetch(w + p * pitch + ahead + line, _MM_HINT_T0);
         }
     }
 #pragma GCC unroll 8

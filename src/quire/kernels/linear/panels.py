@@ -186,7 +186,8 @@ def empty(count: int, weight: Weight, gated: bool) -> list[Packed]:
         raise ValueError(f"panels linear: the number of inputs that share a scale must be a multiple of {STEP}; it is "
                          f"{scheme.block[1]}")
     quads = (scheme is not None and scheme.values == "int8" and scheme.inputs in ("token", "tensor")
-             and not (scheme.block[1] or scheme.order) and padded < MOST_QUADS and loaded().quire_quads() > 0)  # fmt: skip
+             and not (scheme.block[1] or scheme.order)
+             and padded < MOST_QUADS and bool(loaded().quire_quads()))  # fmt: skip
     size = panels * width * padded
     if isinstance(weight, Tensor):
         data, dtype = memory.empty((count, size), weight.dtype), weight.dtype
