@@ -135,7 +135,8 @@ def test_a_recorded_product_quantizes_new_activations(name: str, rows: int) -> N
 
 @needs_library
 @pytest.mark.parametrize(("name", "rows", "units", "text"), [
-    ("int8", 1, {"quads": True}, "INT8 per channel stays packed, multiplied in integers; activations quantized per token"),
+    ("int8", 1, {"quads": True}, "INT8 per channel stays packed, multiplied in integers; "
+     "activations quantized per token"),
     ("fp8 blocks", 1, {"unit": True}, "FP8 in blocks of 128 x 128 stays packed, widened in registers to float32; "
      "activations quantized per token and 128 channels"),
     ("w4 groups", 8, {"unit": True}, "4-bit in groups of 32 stays packed, widened in the cache, once for many rows, to "

@@ -11,7 +11,6 @@ The instructions depend on the CPU (`way` says which):
 """
 
 import math
-
 from dataclasses import dataclass, replace
 
 import torch
