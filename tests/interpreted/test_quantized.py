@@ -6,9 +6,11 @@ tests/gpu/test_quantized.py demands equality.
 """
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 os.environ.setdefault("TRITON_INTERPRET", "1")
 
@@ -69,6 +71,21 @@ def test_many_rows_times_integer_weights_in_words(kind: str, call: Call) -> None
 @pytest.mark.parametrize("kind", ["w4 32 order", "w4 channel", "w8 channel symmetric"])
 def test_words_of_inputs_that_are_no_multiple_of_a_step(kind: str) -> None:
     compare(weight_only_hopper, WEIGHT_ONLY[kind], Call(257, 40, 160), torch.float16, CPU, 4e-3)
+
+
+@pytest.mark.parametrize(("kernel", "kind", "texts"), [
+    (scaled, next(iter(SCALED)), {1: "widened in registers; activations quantized per .*, in the kernel of the product",
+                                  8: "multiplied in 8 bits by Triton's .*, by a kernel before",
+                                  300: "multiplied in 8 bits by cuBLASLt; activations .*, by a kernel before"}),
+    (weight_only, "w4 32 order", {1: "stays packed, widened in registers; activations are not quantized",
+                                  300: "dequantized to float16 by a kernel before; .*; activations are not quantized"}),
+    (weight_only_hopper, "w4 32 order", {1: "stays packed, widened in registers", 300: "dequantized to float16"}),
+])  # fmt: skip
+def test_the_way_of_a_product(kernel: ModuleType, kind: str, texts: dict[int, str]) -> None:
+    """Text for a trace, by the number of rows."""
+    packed = kernel.pack(make_matrix({**SCALED, **WEIGHT_ONLY}[kind], 128, 256, CPU))
+    for rows, text in texts.items():
+        assert re.search(f"^weight of (FP8|4-bit) in .* {text}", kernel.way(torch.empty(rows, 256).half(), packed))
 
 
 def test_words_compile_for_hopper() -> None:

@@ -27,7 +27,7 @@ class Scheduler:
         self.table = RunningTable(facts.num_slots)
         self.queue = WaitingQueue(by_priority, config.max_waiting, facts.num_slots)
         self.allocator = allocator
-        self.roster = Roster(self.table, self.queue, allocator, root_key)
+        self.roster = Roster(self.table, self.queue, allocator, root_key, keeps=history.enabled)
         self.growth = Growth(self.roster)
         self.admitter = Admitter(
             self.roster, history, by_priority=by_priority, headroom=int(config.watermark * facts.num_blocks)

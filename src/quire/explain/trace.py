@@ -35,7 +35,7 @@ def alike(span: Span) -> tuple[object, ...]:
     """
     kernel = span.where.startswith("kernels/")
     inside = frozenset(one.name for one in span.inside) if kernel else tuple(map(alike, span.inside))
-    return re.sub(r"\.\d+", "", span.name), span.takes, span.gives, span.phase.partition(":")[2], inside
+    return re.sub(r"\.\d+", "", span.name), span.takes, span.gives, span.way, span.phase.partition(":")[2], inside
 
 
 def render(span: Span, shown: Shown | None, depth: int = 0, rank: str = "") -> Iterator[str]:
@@ -51,6 +51,8 @@ def render(span: Span, shown: Shown | None, depth: int = 0, rank: str = "") -> I
         yield from ("", f"{' ' * 14}{indent}{span.phase}")
     shapes = f"  ({span.takes}){' -> ' * bool(span.gives)}{span.gives}" if span.takes or span.gives else ""
     yield f"{_ms(span)}  {indent}{span.name}  {span.where}{shapes}{'  (as before)' * bool(again)}".rstrip()
+    if span.way and not again:
+        yield f"{' ' * 14}{indent}{span.way}"
     for _, calls in groupby([] if again else span.inside, key=id if shown is None else alike):
         first, *others = calls
         yield from render(first, shown, depth + 1, rank)
@@ -71,7 +73,7 @@ def events(span: Span, origin: int, phase: str = "entry", track: int = 1) -> Ite
     if found := RANK.match(span.name):
         track = int(found[1]) + 2
         yield {"name": "thread_name", "ph": "M", "pid": 1, "tid": track, "args": {"name": span.name}}
-    told = {"function": span.name, "where": span.where, "takes": span.takes, "gives": span.gives}
+    told = {"function": span.name, "where": span.where, "takes": span.takes, "gives": span.gives, "way": span.way}
     yield {"name": span.phase or span.name, "cat": phase, "ph": "X", "ts": (span.begin - origin) / 1e3,
            "dur": (span.end - span.begin) / 1e3, "pid": 1, "tid": track, "args": told}  # fmt: skip
     for inner in span.inside:

@@ -7,6 +7,8 @@ empty(num_experts, gate_up, down, device) -> packed
 put(packed, place, gate_up [2I, H], down [H, I])
     Packs the weights of an expert into its place, once after loading. The rows of gate come first, then those of up.
     The caller must not use the two tensors afterwards.
+way(x, packed) -> text
+    For a trace, as in `quire.kernels.linear`.
 destination(packed) -> (gate_up [E, 2I, H], down [E, H, I])
     Feature "in place", of unquantized weights: returns the memory of all experts in `packed`. Writing an expert there
     packs it.

@@ -10,6 +10,7 @@ from torch import Tensor
 from quire.kernels.activation.cpu import silu_mul
 from quire.kernels.experts import stacked
 from quire.kernels.experts.quantized_ref import Pair, empty_pairs, put_pair, run_pair
+from quire.kernels.experts.quantized_ref import way as way
 from quire.kernels.experts.ref import placed
 from quire.kernels.native import memory
 from quire.quantization.pack.matrix import QuantizedMatrix

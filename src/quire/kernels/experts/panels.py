@@ -30,5 +30,10 @@ def run(x: Tensor, weights: Tensor, ids: Tensor, packed: Packed, expert_map: Ten
     return run_each(x, weights, ids, packed, expert_map, residual, _expert)
 
 
+def way(x: Tensor, packed: Packed) -> str:
+    """Return where the products dequantize weights and quantize x. See `quire.kernels.experts`."""
+    return panels.way(x, packed[0][0]) if packed else ""
+
+
 def _expert(x: Tensor, gate_up: panels.Packed, down: panels.Packed) -> Tensor:
     return panels.run(panels.run_gated(x, gate_up, None), down, None)

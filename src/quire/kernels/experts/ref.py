@@ -8,6 +8,7 @@ from torch import Tensor
 from quire.kernels.activation.ref import silu_mul
 from quire.kernels.experts import stacked
 from quire.kernels.experts.quantized_ref import Pair, empty_pairs, put_pair, run_pair
+from quire.kernels.experts.quantized_ref import way as way
 from quire.kernels.experts.stacked import destination as destination
 from quire.quantization.pack.matrix import QuantizedMatrix
 

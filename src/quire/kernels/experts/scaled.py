@@ -22,6 +22,7 @@ from quire.kernels.linear.scaled import RULES
 from quire.kernels.quantize.triton import FIXED, GROUP, quantize, quantized, scale_of, sums_of_16, to_eight_bits
 from quire.kernels.triton_runtime import INTERPRETED, jit, tl
 from quire.quantization.pack.matrix import QuantizedMatrix
+from quire.quantization.scheme import Scheme, product_words
 
 MOST_FEW = 1  # tokens
 UP, DOWN = (4, 8, 396), (2, 8, 264)  # of few tokens: outputs at a time, warps, programs of all pairs or tokens
@@ -46,6 +47,7 @@ class Stack:
     rule: int
     powers: bool
     fixed: Tensor | None
+    scheme: Scheme
 
     @property
     def most(self) -> int:
@@ -85,7 +87,7 @@ def _empty(num_experts: int, one: QuantizedMatrix, device: torch.device) -> Stac
     return Stack(
         torch.empty((num_experts, *one.values.shape), dtype=one.values.dtype, device=device),
         torch.empty((num_experts, *scales), dtype=torch.float32, device=device), block, RULES[scheme.inputs],
-        scheme.ue8m0, torch.empty(num_experts, device=device) if scheme.inputs == "tensor" else None)
+        scheme.ue8m0, torch.empty(num_experts, device=device) if scheme.inputs == "tensor" else None, scheme)
 
 
 def put(packed: Packed, place: int, gate_up: QuantizedMatrix, down: QuantizedMatrix) -> None:
@@ -96,6 +98,14 @@ def put(packed: Packed, place: int, gate_up: QuantizedMatrix, down: QuantizedMat
         if stack.fixed is not None:
             assert one.input_scale is not None
             stack.fixed[place].copy_(one.input_scale, non_blocking=True)
+
+
+def way(x: Tensor, packed: Packed) -> str:
+    """Return where the products dequantize weights and quantize x. See `quire.kernels.experts`."""
+    if len(x) <= MOST_FEW:
+        return product_words(packed[0].scheme, "stays packed, widened in registers", "in the kernels of the products")
+    return product_words(packed[0].scheme, "stays packed, multiplied in 8 bits by tensor cores",
+                         "x by a kernel before, the inner rows by that of the first product or after it")
 
 
 def tiles(pairs: int, experts: int, gated: bool) -> Tiles:

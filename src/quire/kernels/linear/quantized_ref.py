@@ -9,6 +9,7 @@ from torch import Tensor
 
 from quire.kernels.quantize import ref as quantize
 from quire.quantization.pack.matrix import QuantizedMatrix, dequantize
+from quire.quantization.scheme import product_words
 
 ROWS = 1024  # of the weight that are dequantized at once; a multiple of 128
 
@@ -31,6 +32,11 @@ def run_float(x: Tensor, packed: QuantizedMatrix, bias: Tensor | None) -> Tensor
     parts = [inputs @ dequantize(packed, i, i + ROWS).t() for i in range(0, packed.shape[0], ROWS)]
     product = torch.cat(parts, 1) if parts else inputs.new_empty(len(x), 0)
     return product if bias is None else product + bias.float()
+
+
+def way(x: Tensor, packed: QuantizedMatrix) -> str:
+    """Return where `run` dequantizes the weight and quantizes x. See `quire.kernels.linear`."""
+    return product_words(packed.scheme, f"dequantized to float32, {ROWS:,} rows at a time", "and dequantized before")
 
 
 def rounded(x: Tensor, matrix: QuantizedMatrix) -> Tensor:

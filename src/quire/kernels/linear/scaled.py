@@ -23,6 +23,7 @@ from quire.kernels.norm.triton import rms_norm
 from quire.kernels.quantize.triton import FIXED, GROUP, TOKEN, quantize
 from quire.kernels.triton_runtime import INTERPRETED, missing
 from quire.quantization.pack.matrix import QuantizedMatrix
+from quire.quantization.scheme import Scheme, product_words
 
 FEW_ROWS = 1
 RULES = {"group": GROUP, "token": TOKEN, "tensor": FIXED}
@@ -40,6 +41,7 @@ class Scaled:
     powers     True: scales of activations are powers of two
     fixed      scale of all activations, one number, for the rule FIXED; None: scales are computed
     counters   int32 zeros, scratch memory of `scaled_some.product`
+    scheme     of the weight
     """
 
     values: Tensor
@@ -50,6 +52,7 @@ class Scaled:
     powers: bool
     fixed: Tensor | None
     counters: Tensor
+    scheme: Scheme
 
     @property
     def most(self) -> int:
@@ -84,13 +87,23 @@ def pack(matrix: QuantizedMatrix) -> Packed:
     fixed = None if matrix.input_scale is None else matrix.input_scale.float().view(1)
     counters = torch.zeros(-(-n // 64), dtype=torch.int32, device=scales.device)
     return Scaled(matrix.values.contiguous(), scales, wide, block, RULES[matrix.scheme.inputs], matrix.scheme.ue8m0,
-                  fixed, counters)
+                  fixed, counters, matrix.scheme)
 
 
 def pack_gated(matrix: QuantizedMatrix) -> Packed:
     """Return the weight (rows of gate, then of up) packed for `run_gated`. See `quire.kernels.linear`."""
     (n, _k), block = matrix.shape, matrix.scheme.block[0]
     return matrix if n % 256 and block == GROUP or n % 128 else pack(matrix)
+
+
+def way(x: Tensor, packed: Packed) -> str:
+    """Return where `run` dequantizes the weight and quantizes x. See `quire.kernels.linear`."""
+    if isinstance(packed, QuantizedMatrix):
+        return quantized_ref.way(x, packed)
+    if len(x) <= FEW_ROWS:
+        return product_words(packed.scheme, "stays packed, widened in registers", "in the kernel of the product")
+    by = "Triton's tensor cores" if len(x) <= scaled_some.MOST_ROWS or packed.most == 127 else "cuBLASLt"
+    return product_words(packed.scheme, f"stays packed, multiplied in 8 bits by {by}", "by a kernel before")
 
 
 def run(x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:
