@@ -13,6 +13,7 @@ from torch import Tensor
 
 from quire.kernels.native import memory
 from quire.kernels.native.library import loaded
+from quire.kernels.quantize.rows import QuantizedRows
 from quire.quantization.pack.matrix import MIDDLE, QuantizedMatrix, Weight
 from quire.quantization.scheme import Scheme
 
@@ -75,9 +76,9 @@ class Packed:
         """Number of the dtype of the stored values, one of `kinds` in panels.c."""
         return QUANTIZED[self.quantized.scheme.values] if self.quantized else KINDS[self.dtype]  # type: ignore[index]
 
-    def kind_for(self, x: Tensor) -> int:
+    def kind_for(self, dtype: torch.dtype) -> int:
         """Return `kind`, or PAIRED if weight and x are bfloat16 and the CPU multiplies pairs of bfloat16."""
-        paired = self.dtype == x.dtype == torch.bfloat16 and loaded().quire_pairs()
+        paired = self.dtype == dtype == torch.bfloat16 and loaded().quire_pairs()
         return PAIRED if paired else self.kind
 
     def to_dense(self) -> Tensor:
@@ -116,8 +117,11 @@ def run_add(x: Tensor, packed: Packed, bias: Tensor | None, residual: Tensor) ->
     return _run(x, packed, bias, PLAIN, residual.contiguous())
 
 
-def run_gated(x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:
-    """Return silu(gate) * up, where (gate, up) = x @ weight.T + bias. See `quire.kernels.linear`."""
+def run_gated(x: Tensor | QuantizedRows, packed: Packed, bias: Tensor | None) -> Tensor:
+    """Return silu(gate) * up, where (gate, up) = x @ weight.T + bias. See `quire.kernels.linear`.
+
+    x may be quantized by the rule of the weight.
+    """
     return _run(x, packed, bias, GATED)
 
 
@@ -211,10 +215,11 @@ def _numbers(packed: Packed, matrix: QuantizedMatrix) -> Quantized:
                      matrix.input_scale, group, chunk)  # fmt: skip
 
 
-def _run(x: Tensor, packed: Packed, bias: Tensor | None, out: int, residual: Tensor | None = None) -> Tensor:
+def _run(x: Tensor | QuantizedRows, packed: Packed, bias: Tensor | None, out: int,
+         residual: Tensor | None = None) -> Tensor:
     num_rows, inner = x.shape
     cols = packed.cols // 2 if packed.gated else packed.cols
-    if x.dtype not in TYPES or inner != packed.inner or not x.is_cpu:
+    if x.dtype not in TYPES or inner != packed.inner or x.device.type != "cpu":
         raise ValueError(f"panels linear: x must be float32 or bfloat16 [rows, {packed.inner}] on the CPU; it is "
                          f"{x.dtype} {tuple(x.shape)} on {x.device}")
     if packed.gated != (out == GATED):
@@ -227,25 +232,26 @@ def _run(x: Tensor, packed: Packed, bias: Tensor | None, out: int, residual: Ten
     if residual is not None and not _fits(residual, x.dtype, (num_rows, cols)):
         raise ValueError(f"panels linear: the residual must be {x.dtype} {(num_rows, cols)} on the CPU; it is "
                          f"{residual.dtype} {tuple(residual.shape)}")
-    y = x.new_empty((num_rows, cols), dtype=torch.float32 if out == AS_FLOAT else x.dtype)
-    rows, sums = _rows(x, packed)
+    y = torch.empty((num_rows, cols), dtype=torch.float32 if out == AS_FLOAT else x.dtype)
     own = packed.quantized
+    given, rule = (x.float(), 0) if isinstance(x, QuantizedRows) else (x, own.rule if own else 0)
+    rows, sums = _rows(given, packed, rule)
     scale, zero, group, chunk = (own.scale, own.zero, own.group, own.chunk) if own else (None, None, 0, 0)
     loaded().quire_linear_panels(
         rows.data_ptr(), _address(sums), packed.data.data_ptr(), _address(scale), _address(zero), _address(bias),
-        _address(residual), y.data_ptr(), num_rows, cols, packed.padded, group, chunk, packed.kind_for(x), out,
+        _address(residual), y.data_ptr(), num_rows, cols, packed.padded, group, chunk, packed.kind_for(x.dtype), out,
         x.dtype == torch.bfloat16, scale is not None and scale.dtype == torch.float32, torch.get_num_threads(),
     )  # fmt: skip
     return y
 
 
-def _rows(x: Tensor, packed: Packed) -> tuple[Tensor, Tensor | None]:
-    """Return x in blocks of rows, quantized by the rule of the weight, and the sums of chunks that zero points need.
+def _rows(x: Tensor, packed: Packed, rule: int) -> tuple[Tensor, Tensor | None]:
+    """Return x in blocks of rows, quantized by `rule`, and the sums of chunks that zero points need.
 
     A single row is such a block already.
     """
     (num_rows, inner), own, sums = x.shape, packed.quantized, None
-    plain = own is None or not (own.scheme.inputs or own.order is not None or own.zero is not None)
+    plain = own is None or not (rule or own.order is not None or own.zero is not None)
     if plain and num_rows == 1 and x.dtype == torch.float32 and inner == packed.padded and x.stride(1) == 1:
         return x, None
     if x.stride(1) != 1:
@@ -256,7 +262,7 @@ def _rows(x: Tensor, packed: Packed) -> tuple[Tensor, Tensor | None]:
     loaded().quire_linear_rows(
         x.data_ptr(), blocks.data_ptr(), _address(sums), _address(own.order if own else None),
         _address(own.input_scale if own else None), num_rows, inner, packed.padded, x.stride(0),
-        own.chunk if own else 0, x.dtype == torch.bfloat16, own.rule if own else 0, packed.kind_for(x),
+        own.chunk if own else 0, x.dtype == torch.bfloat16, rule, packed.kind_for(x.dtype),
         torch.get_num_threads(), 127.0 if own and own.scheme.values == "int8" else 448.0,
     )  # fmt: skip
     return blocks, sums
