@@ -77,7 +77,7 @@ class AllGatherExchange:
 
     def _gather(self, parts: Sequence[Tensor], rows: Sequence[int]) -> list[Tensor]:
         """Gather tensors with as many rows as this rank brings, in one exchange."""
-        sent = [part.contiguous().view(torch.uint8) for part in parts]
+        sent = [_bytes(part) for part in parts]
         got = self._ep.gather_rows(torch.cat(sent, dim=1), self._counts(rows)).split([one.shape[1] for one in sent], 1)
         return [all_.contiguous().view(part.dtype) for all_, part in zip(got, parts, strict=True)]
 
@@ -119,6 +119,13 @@ class PullExchange:
             y = experts(got, got_weights, got_ids, y)
             hidden = self._kernels.combine(hidden, y, *given)
         return hidden
+
+
+def _bytes(part: Tensor) -> Tensor:
+    """Return the same rows as bytes. (No rows may have strides that PyTorch cannot view.)"""
+    if not len(part):
+        return part.new_empty(0, part.shape[1] * part.element_size(), dtype=torch.uint8)
+    return part.contiguous().view(torch.uint8)
 
 
 def _share(count: int, parts: int, place: int) -> int:
