@@ -15,7 +15,7 @@ from quire.models import plan as plans
 
 from ...support.quantized_checkpoints import FORMS, quantize_checkpoint
 from ...support.tiny_models import Tiny, random_model
-from .test_engine import Answers, clear, compare, run
+from .test_engine import Answers, clear, run
 
 HEADS, TOP_K = (16, 4), 3
 HIDDEN = 16 * HEADS[0]  # two groups of columns
@@ -81,11 +81,10 @@ def test_no_logit_changes(
 
 @pytest.mark.parametrize("form", ["fp8-block", "ct-fp8-channel", "ct-int8-channel"])
 def test_tokens_of_one_rank(checkpoint: Callable[[str], Path], form: str) -> None:
-    """Where no greedy choice is close."""
+    """Where no greedy choice is close. Sums of ranks differ in the last bit, so an 8-bit number may be a neighbour."""
     expected = run(checkpoint(form), skip_tokenizer_init=True)
     found = run(checkpoint(form), skip_tokenizer_init=True, experts=True, dp=2)
-    assert clear(expected)
-    compare(found, expected)
+    assert clear(expected) and found.tokens == expected.tokens
 
 
 def test_a_wrong_scale_is_seen(checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
