@@ -121,7 +121,7 @@ def check_rows(got: Sent, expected: Sent) -> None:
 
 
 def as_numbers(sent: Sent) -> tuple[Tensor, Tensor, Tensor]:
-    """What the experts of these tests take: unquantized ones, which have no rule for rows."""
+    """Return the same rows for the experts of these tests, which are unquantized and have no rule for rows."""
     x, *others = sent
     return (x.float().to(x.dtype) if isinstance(x, QuantizedRows) else x, *others)  # type: ignore[return-value]
 

@@ -11,7 +11,7 @@ from quire.config.checkpoint import ModelArgs
 from quire.config.placement import MOST_RANKS, Parallel
 from quire.contracts.decided import line_of
 from quire.contracts.errors import ConfigError
-from quire.contracts.scheme import AS_THEY_ARE, Scheme, Wire
+from quire.contracts.scheme import Scheme, WirePlan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,14 +91,6 @@ class Hardware:
     features: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     eager: bool = False
     hosts: int = 1
-
-
-@dataclass(frozen=True)
-class WirePlan:
-    """Form of rows on the way to experts; reason for it, and the line of the code that chose it."""
-
-    form: Wire = AS_THEY_ARE
-    decided: str = "no row travels"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -45,6 +45,14 @@ class Wire:
 AS_THEY_ARE = Wire()
 
 
+@dataclass(frozen=True)
+class WirePlan:
+    """Form of rows on the way to experts; reason for it, and the line of the code that chose it."""
+
+    form: Wire = AS_THEY_ARE
+    decided: str = "no row travels"
+
+
 class Scheme(msgspec.Struct, frozen=True, kw_only=True):
     """Quantization of a matrix W [N, K], W = (values - zero) * scale, and of the activations that it multiplies.
 

@@ -7,9 +7,9 @@ quantized before it travels has the same bits as one that is quantized later, an
 from collections.abc import Collection
 from dataclasses import replace
 
-from quire.config.resolve_moe import MoEPlan, WirePlan
+from quire.config.resolve_moe import MoEPlan
 from quire.contracts.decided import line_of
-from quire.contracts.scheme import AS_THEY_ARE, Scheme
+from quire.contracts.scheme import AS_THEY_ARE, Scheme, WirePlan
 
 WHOLE = 16  # bytes of which rows in symmetric memory consist: `quire.kernels.comm.exchange.ALIGN`
 

@@ -81,7 +81,7 @@ def test_no_logit_changes(
 
 @pytest.mark.parametrize("form", ["fp8-block", "ct-fp8-channel", "ct-int8-channel"])
 def test_tokens_of_one_rank(checkpoint: Callable[[str], Path], form: str) -> None:
-    """Where no greedy choice is close. Sums of ranks differ in the last bit, so an 8-bit number may be a neighbour."""
+    """No greedy choice is close. Sums of ranks differ in the last bit, so an 8-bit number may be a neighbour."""
     expected = run(checkpoint(form), skip_tokenizer_init=True)
     found = run(checkpoint(form), skip_tokenizer_init=True, experts=True, dp=2)
     assert clear(expected) and found.tokens == expected.tokens

@@ -3,14 +3,21 @@
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
 
+from quire.assemble.rank_child import exchange_layout
 from quire.config.checkpoint import ModelArgs, read_checkpoint_config
+from quire.config.engine import EngineConfig
 from quire.config.placement import Parallel
-from quire.config.resolve_moe import Hardware, MoEPlan, WirePlan, resolve_moe
-from quire.contracts.scheme import AS_THEY_ARE, Scheme, Wire
+from quire.config.resolve_moe import Hardware, MoEPlan, resolve_moe
+from quire.contracts.scheme import AS_THEY_ARE, Scheme, Wire, WirePlan
 from quire.models import wire as module
+from quire.models.collectives import exchange_bytes
+from quire.models.plan import EnginePlan
 from quire.models.wire import with_wire
+
+from ...support.explained import explained
 
 BLOCK = Scheme(values="e4m3", block=(128, 128), inputs="group")
 POWERS = Scheme(values="e4m3", block=(128, 128), inputs="group", ue8m0=True)
@@ -26,7 +33,8 @@ def model(shared: Path) -> ModelArgs:
     return read_checkpoint_config(shared / "hf" / "Qwen3-30B-A3B")
 
 
-def plan(model: ModelArgs, phase: str = "decode", parallel: Parallel | None = None, dispatcher: str = "pull") -> MoEPlan:
+def plan(model: ModelArgs, phase: str = "decode", parallel: Parallel | None = None,
+         dispatcher: str = "pull") -> MoEPlan:  # fmt: skip
     hardware = Hardware(device="cuda", kernels=(("scaled", ""),), eager=True,
                         features={"scaled": ("join", "quantized rows")})  # fmt: skip
     parallel = parallel or Parallel(dp=8, experts=True)
@@ -42,10 +50,10 @@ def plan(model: ModelArgs, phase: str = "decode", parallel: Parallel | None = No
 def test_rules_of_a_row(model: ModelArgs, scheme: Scheme, form: Wire, size: int, phase: str, dispatcher: str) -> None:
     made = with_wire(plan(model, phase, dispatcher=dispatcher), {scheme}, 2048, 2)
     assert isinstance(made, MoEPlan)
-    assert made.wire == WirePlan(form, f"as the experts quantize them, so results stay; {size} bytes per row, not 4096, "
-                                       f"decided in models/wire.py:{LINE}")  # fmt: skip
-    assert made.quantize_at == "wire" and replace(made, wire=WirePlan(), quantize_at="experts") == plan(
-        model, phase, dispatcher=dispatcher)
+    why = f"as the experts quantize them, so results stay; {size} bytes per row, not 4096"
+    assert made.wire == WirePlan(form, f"{why}, decided in models/wire.py:{LINE}")
+    before = plan(model, phase, dispatcher=dispatcher)
+    assert made.quantize_at == "wire" and replace(made, wire=before.wire, quantize_at=before.quantize_at) == before
 
 
 @pytest.mark.parametrize(("schemes", "columns", "why"), [
@@ -56,9 +64,7 @@ def test_rules_of_a_row(model: ModelArgs, scheme: Scheme, form: Wire, size: int,
     ({BLOCK}, 2880, "rows of 2880 columns do not divide into parts of 128"),
     ({INT8}, 2888, "rows of 2888 columns do not divide into parts of 16"),
 ], ids=str)  # fmt: skip
-def test_reasons_for_rows_as_they_are(
-    model: ModelArgs, schemes: set[Scheme | None], columns: int, why: str
-) -> None:
+def test_reasons_for_rows_as_they_are(model: ModelArgs, schemes: set[Scheme | None], columns: int, why: str) -> None:
     made = with_wire(plan(model), schemes, columns, 2)
     assert isinstance(made, MoEPlan)
     assert made.wire == WirePlan(AS_THEY_ARE, f"{why}, decided in models/wire.py:{LINE}")
@@ -74,3 +80,16 @@ def test_nothing_is_sent_without_replicas(model: ModelArgs) -> None:
     alone = plan(model, parallel=Parallel(tp=2, experts=True), dispatcher="none")
     assert with_wire(alone, {BLOCK}, 2048, 2) is alone and alone.wire == WirePlan()
     assert with_wire("no kernel", {BLOCK}, 2048, 2) == "no kernel"
+
+
+@pytest.mark.parametrize(("name", "form"), [("DeepSeek-V3", Wire("e4m3", 128)), ("Qwen3-30B-A3B", AS_THEY_ARE)])
+def test_the_memory_of_gpus_has_the_form_of_the_plan(shared: Path, name: str, form: Wire) -> None:
+    config = EngineConfig.from_flat(model=str(shared / "hf" / name), max_num_batched_tokens=1000)
+    parallel = Parallel(dp=8, experts=True)
+    made = explained(config, parallel, "h200").plan
+    layout = exchange_layout(made)
+    assert made.wire == layout.wire == form
+    told = exchange_bytes(made.args, parallel, item_bytes=2, tokens=1000, wire=form)
+    assert 0 <= layout.num_bytes - told < 1024, "counts, and parts that begin with whole 16 bytes"
+    again = msgspec.json.decode(msgspec.json.encode(made), type=EnginePlan)
+    assert again.wire == form and again.moe == made.moe, "ranks get the plan as text"
