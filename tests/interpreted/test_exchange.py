@@ -23,9 +23,10 @@ from quire.contracts.scheme import Wire
 from quire.kernels import triton_runtime
 from quire.kernels.comm.exchange import Layout, Slots
 from quire.kernels.comm.exchange_ref import Replica, combined, dispatched
-from quire.kernels.experts import ref, triton
+from quire.kernels.experts import ref, scaled, triton
 from quire.kernels.quantize.rows import QuantizedRows
 
+from ..support.quantized_cases import SCALED, make_matrix
 from ..support.triton_interpreter import allow_scalar_bounds
 
 if not triton_runtime.INTERPRETED:
@@ -41,6 +42,7 @@ NAN = bytes.fromhex("c07f")  # of bfloat16 and float32, and a large int32
 FAULTS = ("", "no barrier A", "no barrier B", "next slot", "wrong scale")
 PAGE = 4096
 DIRECT = (0, 7)  # steps with many rows, and with few
+CPU = torch.device("cpu")
 WIRES = (Wire("int8"), Wire("e4m3"), Wire("e4m3", 128), Wire("e4m3", 128, True))
 
 
@@ -126,6 +128,23 @@ def as_numbers(sent: Sent) -> tuple[Tensor, Tensor, Tensor]:
     return (x.float().to(x.dtype) if isinstance(x, QuantizedRows) else x, *others)  # type: ignore[return-value]
 
 
+def check_quantized_experts(got: Sent, expected: Sent, mapping: Tensor, wire: Wire, room: Tensor) -> None:
+    """Experts with 8-bit weights take the rows as they came, and write into symmetric memory."""
+    scheme = next(one for one in SCALED.values() if one.wire == wire)
+    torch.manual_seed(0)
+    pairs = [(make_matrix(scheme, 256, room.shape[1], CPU), make_matrix(scheme, room.shape[1], 128, CPU))
+             for _ in range(max(1, int(mapping.max()) + 1))]  # fmt: skip
+    local = scaled.empty(len(pairs), *pairs[0], CPU)
+    for place, pair in enumerate(pairs):
+        scaled.put(local, place, *pair)
+    y = scaled.run(*got, local, mapping, room)
+    assert y.data_ptr() == room.data_ptr()
+    here = (expected[2] >= 0).any(1)
+    want = ref.run(*expected, pairs, mapping)[here]
+    far = float((y[here] - want).norm() / want.norm().clamp(min=1e-9))
+    assert far < 0.05, f"experts: {far:.1e} {wire}"  # the interpreter halves numbers that round up to a power of two
+
+
 def run_step(part: Part, slots: Slots, bound: int, counts: tuple[int, ...], seed: int) -> None:
     """Run an exchange, checked against the reference and against the experts on one device."""
     (rank, each), layout = (slots.peers.rank, slots.each), part.layout
@@ -149,9 +168,11 @@ def run_step(part: Part, slots: Slots, bound: int, counts: tuple[int, ...], seed
         count = torch.tensor([own.count], dtype=torch.int32)
         *found, room = triton_exchange.dispatch(own.x, own.ids, own.weights, count, owner, slots, bound, part.first)
         check_rows(tuple(found), sent)
-        found, sent = as_numbers(tuple(found)), as_numbers(sent)
         here = (sent[2] >= 0).any(1)
         assert not room[here].any(), "y of these rows is zeroed"
+        if layout.wire.values and (layout.ranks, each) == (2, 1):
+            check_quantized_experts(tuple(found), sent, mapping, layout.wire, room)
+        found, sent = as_numbers(tuple(found)), as_numbers(sent)
         if seed in DIRECT:  # the kernel for GPUs writes into symmetric memory
             y = triton.run(*found, local, mapping, room)
             assert y.data_ptr() == room.data_ptr()
