@@ -21,7 +21,7 @@ from quire.engine.replicas import Core, Replicas
 from ..support.many_ranks import SIZES, SMALL, Left
 from ..support.pairwise import Row, label, pairwise
 from ..support.quantized_checkpoints import FORMS, quantize_checkpoint
-from ..support.tiny_models import CONTEXT, VOCAB, Tiny, make_oracle, mixed_prompts
+from ..support.tiny_models import CONTEXT, VOCAB, Tiny, make_oracle, mixed_prompts, random_model
 
 NUM_TOKENS = 64
 NEAR = {"rtol": 1e-5, "atol": 1e-5}  # of a log-probability: the sums of ranks are added in another order
@@ -199,6 +199,14 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="module")
+def experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random checkpoint with experts, whose rows are whole groups of 128."""
+    folder = tmp_path_factory.mktemp("experts")
+    random_model(Tiny(family="qwen3_moe", heads=(16, 4)), 0).save_pretrained(folder)
+    return folder
+
+
 @pytest.mark.parametrize(("form", "sizes"), [
     ("ct-w4-group", "tp2"), ("ct-w4-group", "tp4"), ("awq", "tp2"), ("gptq-zeros", "tp2"), ("ct-int8-weights", "tp2"),
     ("awq", "tp2-pp2"), ("fp8-block", "pp2"), ("ct-int8-channel", "pp2"),
@@ -226,11 +234,12 @@ def same(engine: Callable[..., LLM], folder: Path, sizes: str, **options: Any) -
 @pytest.mark.parametrize(("form", "options", "sizes", "bound"), [
     ("fp8-block", {}, "tp2", 1e-3), ("fp8-block", {}, "tp4", 1e-3), ("fp8-static", {}, "tp2", 1e-3),
     ("", {"kv_cache_dtype": "fp8"}, "tp2", 1e-3), ("", {"quantization": "fp8"}, "tp2", 5e-2),
-    ("ct-int8-channel", {}, "tp2", 0.2),
+    ("ct-int8-channel", {}, "tp2", 0.2), ("fp8-block", {}, "dp2-ep", 1e-3),
 ], ids=str)  # fmt: skip
 def test_quantized_numbers_that_depend_on_the_cut(
-    form: str, options: Row, sizes: str, bound: float, wide: Path, tmp_path: Path, engine: Callable[..., LLM]
-) -> None:
+    form: str, options: Row, sizes: str, bound: float, wide: Path, experts: Path, tmp_path: Path,
+    engine: Callable[..., LLM],
+) -> None:  # fmt: skip
     """The mean difference of prompts' log-probabilities is within a bound. Other tokens or slices give more than 1.
 
     - 1e-3 where activations or keys and values are rounded to 8 bits by scales that every rank has alike. The sum of
@@ -239,8 +248,10 @@ def test_quantized_numbers_that_depend_on_the_cut(
       another order.
     - 0.2 where each token of the input of a row-parallel product has a scale. A rank takes the maximum of its slice,
       an engine of one rank that of the whole row, so most values are rounded to others.
+
+    Rows of replicas go to the experts in 8 bits: `tests/unit/distributed/test_wire.py` compares the bits.
     """
-    folder = wide
+    folder = wide = experts if sizes == "dp2-ep" else wide
     if form:
         folder = tmp_path / "quantized"
         quantize_checkpoint(wide, folder, FORMS[form])

@@ -8,6 +8,7 @@ import torch
 import triton
 from compiling import AbsentGpu, Made
 
+from quire.contracts.scheme import Wire
 from quire.kernels.comm import Peers
 from quire.kernels.comm.exchange import Layout, Slots
 from quire.kernels.comm.triton_exchange import combine, dispatch
@@ -53,9 +54,10 @@ def main() -> None:
             for ranks, hidden, top_k in ((2, 2048, 8), (2, 2048, 6), (4, 7168, 8), (8, 7168, 8), (3, 2560, 1)):
                 exchange(ranks, bound, hidden, top_k)
             exchange(4, bound, 2048, 8, each=2)
-            exchange(2, bound, 2048, 8, wire="int8")
+            exchange(2, bound, 2048, 8, wire=Wire("int8"))
             if gpu.capability >= 90:
-                exchange(2, bound, 7168, 8, wire="fp8")
+                for wire in (Wire("e4m3", 128), *((Wire("e4m3"), Wire("e4m3", 128, True)) if bound == 64 else ())):
+                    exchange(2, bound, 7168, 8, wire=wire)
 
 
 if __name__ == "__main__":

@@ -19,11 +19,14 @@ from torch import Tensor
 
 os.environ.setdefault("TRITON_INTERPRET", "1")
 
+from quire.contracts.scheme import Wire
 from quire.kernels import triton_runtime
 from quire.kernels.comm.exchange import Layout, Slots
 from quire.kernels.comm.exchange_ref import Replica, combined, dispatched
-from quire.kernels.experts import ref, triton
+from quire.kernels.experts import ref, scaled, triton
+from quire.kernels.quantize.rows import QuantizedRows
 
+from ..support.quantized_cases import SCALED, make_matrix
 from ..support.triton_interpreter import allow_scalar_bounds
 
 if not triton_runtime.INTERPRETED:
@@ -36,9 +39,11 @@ from quire.kernels.comm import Peers, triton_exchange
 ROOT = Path(__file__).parents[2]
 BLOCKS, ROWS, EXPERTS, INNER = 4, 24, 7, 8
 NAN = bytes.fromhex("c07f")  # of bfloat16 and float32, and a large int32
-FAULTS = ("", "no barrier A", "no barrier B", "next slot")
+FAULTS = ("", "no barrier A", "no barrier B", "next slot", "wrong scale")
 PAGE = 4096
 DIRECT = (0, 7)  # steps with many rows, and with few
+CPU = torch.device("cpu")
+WIRES = (Wire("int8"), Wire("e4m3"), Wire("e4m3", 128), Wire("e4m3", 128, True))
 
 
 @dataclass(frozen=True)
@@ -65,23 +70,24 @@ def parts(ranks: int, each: int) -> list[Part]:
     made += [Part(replace(layout, hidden=32, top_k=k), torch.float32, few)
              for k in (range(1, 9) if ranks == 2 else (1, 8))]
     made += [Part(replace(layout, hidden=384, wire=wire), torch.float32, (steps[1], few[1]))
-             for wire in ("int8", "fp8")]  # fmt: skip
+             for wire in (WIRES if ranks == 2 else WIRES[::2])]  # fmt: skip
     return made
 
 
 def replica(part: Part, number: int, seed: int, count: int, rows: int) -> Replica:
     """The rows of a replica in a step: random, NaN behind its count. An expert may come twice, or be -1.
 
-    On the FP8 wire x is exact, since the interpreter loses the carry of a number that is rounded up to a power of two.
+    In e4m3 x is exact, since the interpreter loses the carry of a number that is rounded up to a power of two.
     """
     random_ = torch.Generator().manual_seed(1000 * seed + number)
     x = torch.randn(rows, part.layout.hidden, generator=random_)
     ids = torch.randint(-1, EXPERTS, (rows, part.layout.top_k), generator=random_, dtype=torch.int32)
     weights = torch.rand(rows, part.layout.top_k, generator=random_)
-    if part.layout.wire == "fp8":
+    if part.layout.wire.values == "e4m3":
         x = x.mul(100).clamp(-448, 448).to(torch.float8_e4m3fn).float()
         x[:, ::128] = 448
-        x *= 2.0 ** torch.arange(-10, -7).repeat_interleave(128)  # the scale of each group
+        if part.layout.wire.group:
+            x *= 2.0 ** torch.arange(-10, -7).repeat_interleave(128)  # the scale of each group
     x[count:], weights[count:], ids[count:] = torch.nan, torch.nan, 1 << 30
     return Replica(x.to(part.dtype), ids, weights, count)
 
@@ -99,13 +105,44 @@ def addresses(folder: Path, name: str, size: int, ranks: int) -> list[Tensor]:
             for rank in range(ranks)]  # fmt: skip
 
 
-def check_rows(got: tuple[Tensor, Tensor, Tensor], expected: tuple[Tensor, Tensor, Tensor]) -> None:
+Sent = tuple[Tensor | QuantizedRows, Tensor, Tensor]  # x, weights, ids
+
+
+def check_rows(got: Sent, expected: Sent) -> None:
     """ids say which rows are here; these are as the reference has them, to the bit."""
     (x, weights, ids), (want_x, want_weights, want_ids) = got, expected
     assert torch.equal(ids, want_ids), "ids"
     assert torch.equal(weights, want_weights), "weights"
     here = (want_ids >= 0).any(1)
+    if isinstance(x, QuantizedRows):
+        assert isinstance(want_x, QuantizedRows) and x.dtype == want_x.dtype
+        assert torch.equal(x[here].scales, want_x[here].scales), "scales"
+        x, want_x = x.values.view(torch.uint8), want_x.values.view(torch.uint8)
+    assert isinstance(want_x, Tensor)
     assert torch.equal(x[here], want_x[here]), "x"
+
+
+def as_numbers(sent: Sent) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the same rows for the experts of these tests, which are unquantized and have no rule for rows."""
+    x, *others = sent
+    return (x.float().to(x.dtype) if isinstance(x, QuantizedRows) else x, *others)  # type: ignore[return-value]
+
+
+def check_quantized_experts(got: Sent, expected: Sent, mapping: Tensor, wire: Wire, room: Tensor) -> None:
+    """Experts with 8-bit weights take the rows as they came, and write into symmetric memory."""
+    scheme = next(one for one in SCALED.values() if one.wire == wire)
+    torch.manual_seed(0)
+    pairs = [(make_matrix(scheme, 256, room.shape[1], CPU), make_matrix(scheme, room.shape[1], 128, CPU))
+             for _ in range(max(1, int(mapping.max()) + 1))]  # fmt: skip
+    local = scaled.empty(len(pairs), *pairs[0], CPU)
+    for place, pair in enumerate(pairs):
+        scaled.put(local, place, *pair)
+    y = scaled.run(*got, local, mapping, room)
+    assert y.data_ptr() == room.data_ptr()
+    here = (expected[2] >= 0).any(1)
+    want = ref.run(*expected, pairs, mapping)[here]
+    far = float((y[here] - want).norm() / want.norm().clamp(min=1e-9))
+    assert far < 0.05, f"experts: {far:.1e} {wire}"  # the interpreter halves numbers that round up to a power of two
 
 
 def run_step(part: Part, slots: Slots, bound: int, counts: tuple[int, ...], seed: int) -> None:
@@ -126,13 +163,16 @@ def run_step(part: Part, slots: Slots, bound: int, counts: tuple[int, ...], seed
         local = tuple(one[mine] for one in weights)
         sent = dispatched(everyone, rank=other, wire=layout.wire, **given)
         if other != rank:
-            results.append(ref.run(*sent, local, mapping))
+            results.append(ref.run(*as_numbers(sent), local, mapping))
             continue
         count = torch.tensor([own.count], dtype=torch.int32)
         *found, room = triton_exchange.dispatch(own.x, own.ids, own.weights, count, owner, slots, bound, part.first)
         check_rows(tuple(found), sent)
         here = (sent[2] >= 0).any(1)
         assert not room[here].any(), "y of these rows is zeroed"
+        if layout.wire.values and (layout.ranks, each) == (2, 1):
+            check_quantized_experts(tuple(found), sent, mapping, layout.wire, room)
+        found, sent = as_numbers(tuple(found)), as_numbers(sent)
         if seed in DIRECT:  # the kernel for GPUs writes into symmetric memory
             y = triton.run(*found, local, mapping, room)
             assert y.data_ptr() == room.data_ptr()
@@ -149,7 +189,7 @@ def run_step(part: Part, slots: Slots, bound: int, counts: tuple[int, ...], seed
     torch.testing.assert_close(got, want, rtol=far, atol=far, msg=lambda text: f"combined: {text}")
     taken = slice(part.first, min(own.count, part.first + bound * each))
     assert torch.equal(got[taken.stop :], residual[taken.stop :]), "rows behind stay"
-    if layout.wire == "plain":
+    if not layout.wire.values:
         alone = ref.run(own.x[taken], own.weights[taken], own.ids[taken].clone(), weights, torch.arange(EXPERTS),
                         residual[taken])  # fmt: skip
         torch.testing.assert_close(got[taken], alone, rtol=3 * far, atol=3 * far, msg=lambda text: f"alone: {text}")
@@ -189,6 +229,9 @@ def rank_main(rank: int, ranks: int, each: int, fault: str, folder: Path) -> Non
     if fault == "next slot" and rank == 1:
         whole = Slots.y
         Slots.y = lambda self, bound, dtype: whole(self, bound + 1, dtype)[self.layout.ranks :]
+    if fault == "wrong scale" and rank == 1:
+        exact = triton_exchange.scale_of
+        triton_exchange.scale_of = lambda *given: exact(*given) * 2
     if fault.startswith("no barrier"):
         calls = {"no barrier A": "dispatch", "no barrier B": "combine"}[fault]
         real = getattr(triton_exchange, calls)
@@ -209,7 +252,7 @@ def rank_main(rank: int, ranks: int, each: int, fault: str, folder: Path) -> Non
         peers = Peers(torch.tensor([one.data_ptr() + at for one in buffers]),
                       torch.tensor([one.data_ptr() for one in signals]), rank, size, BLOCKS)  # fmt: skip
         slots = Slots(peers, part.layout, buffers[rank][at : at + size], each)
-        for bound, counts in part.steps:
+        for bound, counts in part.steps if fault != "wrong scale" or part.layout.wire.values else ():
             run_step(part, slots, bound, counts, seed)
             seed += 1
         at += -(-size // PAGE) * PAGE
@@ -254,7 +297,7 @@ def test_a_fault_is_seen(tmp_path: Path, fault: str) -> None:
 def test_parts_of_a_buffer_are_aligned_and_counted() -> None:
     layout = Layout(ranks=2, rows=4096, hidden=2048, top_k=8, item_bytes=2)
     assert layout.num_bytes == 512 + 4096 * (2048 * 2 + 8 * 4 + 8 * 4 + 2 * 2048 * 2)
-    for wire in ("plain", "fp8", "int8"):
+    for wire in (layout.wire, *WIRES):
         offsets = list(replace(layout, rows=3, top_k=5, wire=wire).offsets().values())
         assert all(one % 16 == 0 for one in offsets) and offsets == sorted(offsets)
     # The plan of memory needs the layout.

@@ -9,6 +9,7 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
@@ -18,6 +19,7 @@ import pytest
 import torch
 
 from quire.kernels import triton_runtime
+from quire.kernels.experts import scaled as experts
 from quire.kernels.linear import scaled, scaled_few, weight_only, weight_only_hopper
 from quire.kernels.quantize.triton import quantize
 
@@ -122,6 +124,29 @@ def test_normed_rows_are_rounded_before_they_are_quantized() -> None:
 @pytest.mark.parametrize("kind", SCALED)
 def test_experts_of_eight_bits(kind: str, tokens: int) -> None:
     compare_experts(SCALED[kind], tokens, 4, 2, 256, 128, torch.float16, CPU, 2e-2, residual=tokens == 2)
+
+
+@pytest.mark.parametrize("tokens", [1, 9])
+@pytest.mark.parametrize("kind", [kind for kind, scheme in SCALED.items() if scheme.wire.values])
+def test_experts_take_rows_that_were_quantized_before(kind: str, tokens: int) -> None:
+    """The bits of rows that the experts quantize, with scales in either order."""
+    scheme, (count, top_k, hidden, inner) = SCALED[kind], (3, 2, 256, 128)
+    pairs = [(make_matrix(scheme, 2 * inner, hidden, CPU), make_matrix(scheme, hidden, inner, CPU))
+             for _ in range(count)]  # fmt: skip
+    packed = experts.empty(count, *pairs[0], CPU)
+    for place, pair in enumerate(pairs):
+        experts.put(packed, place, *pair)
+    x, residual = torch.randn(tokens, hidden).half(), torch.randn(tokens, hidden).half()
+    ids = torch.stack([torch.randperm(count + 1)[:top_k] for _ in range(tokens)]).int()
+    given = torch.rand(tokens, top_k), ids, packed, torch.tensor([2, -1, 0, 1], dtype=torch.int32)
+    expected = residual.clone()
+    experts.many(x, *given, expected, expected)
+    rows = experts.quantize_rows(x, scheme.wire)
+    assert (len(rows), rows.shape, rows.dtype) == (tokens, x.shape, x.dtype)
+    for scales in (rows.scales, rows.scales.contiguous()):
+        assert torch.equal(experts.run(replace(rows, scales=scales), *given, residual.clone()), expected)
+    assert not torch.equal(experts.run(replace(rows, scales=2 * rows.scales), *given, residual.clone()), expected)
+    assert experts.run(rows[:0], given[0][:0], ids[:0], *given[2:]).shape == (0, hidden)
 
 
 def test_experts_of_other_ranks_add_nothing() -> None:

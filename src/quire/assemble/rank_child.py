@@ -97,7 +97,8 @@ def exchange_layout(plan: EnginePlan) -> Layout:
     parallel, moe = plan.mesh.parallel, plan.args.moe
     assert moe is not None, "a model without experts exchanges no rows"
     return Layout(ranks=parallel.expert_ranks, rows=exchange_rows(parallel, plan.config.scheduler.token_budget()),
-                  hidden=plan.args.hidden_size, top_k=moe.routing.top_k, item_bytes=ITEM_BYTES[plan.dtype.dtype])
+                  hidden=plan.args.hidden_size, top_k=moe.routing.top_k, item_bytes=ITEM_BYTES[plan.dtype.dtype],
+                  wire=plan.wire)
 
 
 def checked(groups: RankGroups, device: torch.device) -> RankGroups:

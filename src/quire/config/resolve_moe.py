@@ -11,7 +11,7 @@ from quire.config.checkpoint import ModelArgs
 from quire.config.placement import MOST_RANKS, Parallel
 from quire.contracts.decided import line_of
 from quire.contracts.errors import ConfigError
-from quire.contracts.scheme import Scheme
+from quire.contracts.scheme import Scheme, WirePlan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,6 +110,7 @@ class MoEPlan:
                   chosen; if there is none, the first that is only not implemented. With experts "", the reason
                   excludes the dispatcher with every kernel
     decided       reason for the choice, and the line of the code that made it
+    wire          form of rows on the way to experts: see `quire.models.wire`
     """
 
     phase: str
@@ -126,6 +127,7 @@ class MoEPlan:
     topology: Parallel
     candidates: tuple[tuple[str, str, str], ...]
     decided: str
+    wire: WirePlan = WirePlan()
 
     @property
     def implemented(self) -> bool:

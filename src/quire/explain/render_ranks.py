@@ -139,7 +139,8 @@ def _groups(branch: Tree, groups: Iterable[Plan]) -> None:
 def _exchanges(branch: Tree, exchanges: Sequence[Plan]) -> None:
     reasons = {one["algorithm"]: one["why"] for one in exchanges}
     for one in exchanges:
-        sent = f"{size(one['message_bytes'])} per {one['per']}" + f" x {one['times']}" * (one["times"] > 1)
+        whole = f" x {one['times']} = {size(one['times'] * one['message_bytes'])}" * (one["times"] > 1)
+        sent = f"{size(one['message_bytes'])} per {one['per']}{whole}"
         when = f" ({one['when']})" * bool(one["when"])
         _add(branch, f"{one['kind']} over {one['group']}, {one['where']}: {sent}{when}; {one['algorithm']}")
     for name, why in reasons.items():

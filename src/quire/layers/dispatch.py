@@ -7,6 +7,9 @@ The dispatchers of `config/resolve_moe.py`:
     pull         GPUs of a host: every rank reads the rows that have an expert there from the memory of the others, and
                  later the results; see `quire.kernels.comm.exchange`
 
+Rows go to the experts in the form of a `Wire`: as they are, or quantized as the experts would quantize them, so that no
+result changes. Results come back as they are.
+
 Under tensor parallelism all ranks of a replica have the replica's rows; each brings a share of them, so that a row
 travels once.
 """
@@ -20,10 +23,13 @@ from torch import Tensor
 from quire.config.placement import share
 from quire.distributed import Group
 from quire.kernels.comm.exchange import Slots
+from quire.kernels.quantize.rows import QuantizedRows
 from quire.layers.context import ReplicaTokens
 
 Rows = tuple[Tensor, Tensor, Tensor]  # x [T, hidden], weights [T, k] float32, ids [T, k] int32
-Experts = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]  # (x, weights, ids, residual) -> [T, hidden]
+Sent = tuple[Tensor | QuantizedRows, Tensor, Tensor]  # as Rows, with x in the form of the wire
+Experts = Callable[[Tensor | QuantizedRows, Tensor, Tensor, Tensor | None], Tensor]
+Quantize = Callable[[Tensor], QuantizedRows]
 
 
 class ExpertExchange(Protocol):
@@ -32,7 +38,8 @@ class ExpertExchange(Protocol):
     def run(self, routed: Rows, hidden: Tensor, experts: Experts, replicas: ReplicaTokens) -> Tensor:
         """Return hidden [T, hidden] + the weighted sum of the experts of all ranks for this replica's rows.
 
-        experts   returns the partial sum over this rank's experts, added to a residual if there is one
+        experts   function (x, weights, ids, residual) -> [T, hidden], the partial sum over this rank's experts, added
+                  to a residual if there is one
         It may overwrite `hidden`.
         """
 
@@ -42,10 +49,11 @@ class AllGatherExchange:
 
     ep   ranks that divide the experts: those of a replica are neighbours
     tp   ranks of this replica; None: it has one
+    quantize   brings x into the form in which it travels; None: it travels as it is
     """
 
-    def __init__(self, ep: Group, tp: Group | None) -> None:
-        self._ep, self._tp = ep, tp
+    def __init__(self, ep: Group, tp: Group | None, quantize: Quantize | None = None) -> None:
+        self._ep, self._tp, self._quantize = ep, tp, quantize
         self._each = tp.size if tp is not None else 1  # ranks of a replica
         self._replica, self._place = divmod(ep.rank, self._each)
 
@@ -54,17 +62,24 @@ class AllGatherExchange:
         rows = replicas.rows
         return hidden + self.combine(experts(*self.dispatch(routed, rows), None), rows)
 
-    def dispatch(self, routed: Rows, rows: Sequence[int]) -> Rows:
+    def dispatch(self, routed: Rows, rows: Sequence[int]) -> Sent:
         """Return the rows of all replicas, in the order of replicas; `rows` has the count of each."""
-        x, _, ids = routed
+        x, weights, ids = routed
         assert len(x) == rows[self._replica], f"{len(x)} rows, but the step says {rows[self._replica]}"
         own = slice(*share(len(x), self._each, self._place))
-        sent = torch.cat([part[own].contiguous().view(torch.uint8) for part in routed], dim=1)
-        got = self._ep.gather_rows(sent, self._counts(rows))
-        hidden, k = x.shape[1] * x.element_size(), 4 * ids.shape[1]
-        parts = got.split([hidden, k, k], dim=1)
-        found = (part.contiguous().view(one.dtype) for part, one in zip(parts, routed, strict=True))
-        return next(found), next(found), next(found)
+        given = weights[own], ids[own]
+        if self._quantize is None:
+            x, weights, ids = self._gather((x[own], *given), rows)
+            return x, weights, ids
+        narrow = self._quantize(x[own])
+        values, scales, weights, ids = self._gather((narrow.values, narrow.scales, *given), rows)
+        return QuantizedRows(values, scales, narrow.dtype), weights, ids
+
+    def _gather(self, parts: Sequence[Tensor], rows: Sequence[int]) -> list[Tensor]:
+        """Gather tensors with as many rows as this rank brings, in one exchange."""
+        sent = [_bytes(part) for part in parts]
+        got = self._ep.gather_rows(torch.cat(sent, dim=1), self._counts(rows)).split([one.shape[1] for one in sent], 1)
+        return [all_.contiguous().view(part.dtype) for all_, part in zip(got, parts, strict=True)]
 
     def combine(self, y: Tensor, rows: Sequence[int]) -> Tensor:
         """Return the sum over ranks of this replica's rows, [T, hidden], from the partial results for all rows."""
@@ -82,7 +97,7 @@ class AllGatherExchange:
 class PullExchange:
     """Exchange through symmetric memory; see `ExpertExchange`. It can be captured in a CUDA graph.
 
-    slots   the memory of all ranks
+    slots   the memory of all ranks, with the form in which rows travel
     owner   [experts] int32: the rank of each expert, or of each slot if experts are balanced
     """
 
@@ -104,6 +119,13 @@ class PullExchange:
             y = experts(got, got_weights, got_ids, y)
             hidden = self._kernels.combine(hidden, y, *given)
         return hidden
+
+
+def _bytes(part: Tensor) -> Tensor:
+    """Return the same rows as bytes. (No rows may have strides that PyTorch cannot view.)"""
+    if not len(part):
+        return part.new_empty(0, part.shape[1] * part.element_size(), dtype=torch.uint8)
+    return part.contiguous().view(torch.uint8)
 
 
 def _share(count: int, parts: int, place: int) -> int:

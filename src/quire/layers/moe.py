@@ -4,6 +4,7 @@ With dispatcher "none" of `config/resolve_moe.py` every rank has every token. A 
 other ranks and is then partial. With replicas of attention, `layers/dispatch.py` brings tokens to experts and back.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 from quire.config.checkpoint import ModelArgs
 from quire.config.experts import Routing
+from quire.kernels.quantize.rows import QuantizedRows
 from quire.kernels.select import load_kernel
 from quire.kernels.streams import Fork, side_stream
 from quire.layers.balancing import ExpertSlots
@@ -107,7 +109,7 @@ class Experts(nn.Module):
         (rows, width), scheme = self.shapes[name], self.schemes[name]
         return empty_weight(scheme, (rows // self.num_experts, width), self.dtype, "meta")
 
-    def forward(self, x: Tensor, weights: Tensor, ids: Tensor, residual: Tensor | None,
+    def forward(self, x: Tensor | QuantizedRows, weights: Tensor, ids: Tensor, residual: Tensor | None,
                 *join: Callable[[], bool]) -> Tensor:
         """Return residual + the weighted sum over this rank's experts, [T, hidden]; it may reuse the residual's memory.
 
@@ -140,7 +142,9 @@ class MoE(nn.Module):
             self.exchange = PullExchange(build.slots, torch.tensor(build.owners, dtype=torch.int32,
                                                                    device=build.device))  # fmt: skip
         elif build.ep is not None:
-            self.exchange = AllGatherExchange(build.ep, build.tp)
+            wire = build.moe.wire.form
+            quantize = functools.partial(self.experts.kernel.quantize_rows, wire=wire) if wire.values else None
+            self.exchange = AllGatherExchange(build.ep, build.tp, quantize)
         self.forks = can and self.shared is not None and self.tp is None and self.exchange is None
         self.top_k, self.dtype, self.hidden_size = moe.routing.top_k, build.dtype, args.hidden_size
         self.slots: ExpertSlots | None = None

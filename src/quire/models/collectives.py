@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from quire.config.checkpoint import ModelArgs
-from quire.config.experts import MoEArgs
 from quire.config.placement import Parallel, Rank, ep_members, pp_members, tp_members, vocabulary_share
+from quire.contracts.scheme import AS_THEY_ARE, Wire
 
 LOGIT_BYTES = 4  # float32
 KEY_BYTES = 8  # of a rank's best id of a row and its value, as one integer
@@ -74,14 +74,17 @@ def sum_room(ranks: int, message_bytes: int) -> int:
 
 
 def collectives(args: ModelArgs, parallel: Parallel, *, item_bytes: int, device: str,
-                spread: Mapping[str, str] | None = None, rank: Rank | None = None) -> Iterator[Collective]:  # fmt: skip
+                spread: Mapping[str, str] | None = None, wire: Wire = AS_THEY_ARE,
+                rank: Rank | None = None) -> Iterator[Collective]:  # fmt: skip
     """Yield the exchanges of a step, in their order.
 
     item_bytes   bytes of one value of an activation: 2 for bfloat16
     spread       phase -> name of the dispatcher that brings tokens to the experts of other replicas; None: none does
+    wire         form of rows on the way to experts
     rank         yield the exchanges of this rank. None: those that a token passes in all stages, without the receives
     """
-    for kind, where, group, count, times, per, when in _exchanges(args, parallel, item_bytes, spread or {}, rank):
+    found = _exchanges(args, parallel, item_bytes, spread or {}, wire, rank)
+    for kind, where, group, count, times, per, when in found:
         if times:
             name, why = algorithm(kind, device)
             yield Collective(kind=kind, where=where, group=group, message_bytes=count, times=times, per=per, when=when,
@@ -91,8 +94,8 @@ def collectives(args: ModelArgs, parallel: Parallel, *, item_bytes: int, device:
 Exchange = tuple[str, str, str, int, int, str, str]  # the fields of `Collective` up to `when`
 
 
-def _exchanges(args: ModelArgs, parallel: Parallel, item_bytes: int, spread: Mapping[str, str], rank: Rank | None,
-               ) -> Iterator[Exchange]:  # fmt: skip
+def _exchanges(args: ModelArgs, parallel: Parallel, item_bytes: int, spread: Mapping[str, str], wire: Wire,
+               rank: Rank | None) -> Iterator[Exchange]:  # fmt: skip
     row, slices = args.hidden_size * item_bytes, parallel.tp > 1
     first, last = (True, True) if rank is None else (rank.first, rank.last)
     layers = range(*rank.layers) if rank else range(args.num_layers)
@@ -109,7 +112,7 @@ def _exchanges(args: ModelArgs, parallel: Parallel, item_bytes: int, spread: Map
     if args.moe and spreading:
         for dispatcher in dict.fromkeys(spread.values()):
             when = WHEN[tuple(phase for phase, name in spread.items() if name == dispatcher)]
-            for kind, where, group, count, per in _between_replicas(args.moe, parallel, row, dispatcher):
+            for kind, where, group, count, per in _between_replicas(args, parallel, item_bytes, dispatcher, wire):
                 yield kind, where, group, count, spreading, per, when
     yield "send", "hidden states to the next stage", "pp", row, sends, TOKEN, ""
     if slices and last:
@@ -124,23 +127,26 @@ def _exchanges(args: ModelArgs, parallel: Parallel, item_bytes: int, spread: Map
         yield "receive", "tokens of the last stage", "tokens", TOKEN_BYTES, 1, SAMPLED, "before the request's next step"
 
 
-def _between_replicas(moe: MoEArgs, parallel: Parallel, row: int, dispatcher: str,
+def _between_replicas(args: ModelArgs, parallel: Parallel, item_bytes: int, dispatcher: str, wire: Wire,
                       ) -> Iterator[tuple[str, str, str, int, str]]:  # fmt: skip
     """Yield (kind, where, group, bytes, per) of a layer's exchanges between replicas; see `quire.layers.dispatch`."""
-    choices, own = CHOICE_BYTES * moe.routing.top_k, SHARED if parallel.tp > 1 else TOKEN
-    to_experts, back = "tokens to experts", "experts' outputs back"
+    assert args.moe is not None
+    row, sent = args.hidden_size * item_bytes, wire.row_bytes(args.hidden_size, item_bytes)
+    top_k, own = args.moe.routing.top_k, SHARED if parallel.tp > 1 else TOKEN
+    choices = CHOICE_BYTES * top_k
+    to_experts, back = "tokens to experts" + f" {wire}" * bool(wire.values), "experts' outputs back"
     if dispatcher == "all-gather":
-        yield "all-gather", f"{to_experts}, with ids and weights", "ep", row + choices, own
+        yield "all-gather", f"{to_experts}, with ids and weights", "ep", sent + choices, own
         yield "reduce-scatter", back, "ep", row, EVERY
         if parallel.tp > 1:
             yield "all-gather", "outputs of the replica's tokens", "tp", row, own
     elif dispatcher == "pull":
         yield "pull", "ids and weights of experts", "ep", choices, own
-        yield "pull", to_experts, "ep", row, CROSSING
+        yield "pull", to_experts, "ep", sent, CROSSING
         yield "pull", back, "ep", row, CROSSING
     else:
-        copies = min(moe.routing.top_k, parallel.expert_ranks)  # of a token, at most one to a rank
-        yield dispatcher, to_experts, "ep", row * copies, own
+        copies = min(top_k, parallel.expert_ranks)  # of a token, at most one to a rank
+        yield dispatcher, to_experts, "ep", sent * copies, own
         yield dispatcher, back, "ep", row * copies, own
 
 
@@ -157,11 +163,12 @@ def groups(parallel: Parallel) -> list[dict[str, Any]]:
 
 
 def buffer_bytes(args: ModelArgs, rank: Rank, parallel: Parallel, *, item_bytes: int, tokens: int, rows: int,
-                 device: str = "cpu", spread: Mapping[str, str] | None = None) -> int:  # fmt: skip
+                 device: str = "cpu", spread: Mapping[str, str] | None = None, wire: Wire = AS_THEY_ARE,
+                 ) -> int:  # fmt: skip
     """Return the bytes of buffers that a rank's exchanges need at most, beside the tensors of the layers.
 
     tokens, rows   most tokens and most sampled rows of a step of a replica
-    spread         as in `collectives`
+    spread, wire   as in `collectives`
     All-reduces on a CPU need no buffer: they run in place. GPUs keep buffers in symmetric memory for them.
     """
     hidden = tokens * args.hidden_size * item_bytes
@@ -173,11 +180,12 @@ def buffer_bytes(args: ModelArgs, rank: Rank, parallel: Parallel, *, item_bytes:
     exchanged = 0
     if args.moe and parallel.lockstep and any(layer in args.moe.layers for layer in range(*rank.layers)):
         choices = CHOICE_BYTES * args.moe.routing.top_k * tokens
+        row = wire.row_bytes(args.hidden_size, item_bytes)
         # All-gather: the rows of all replicas as they come, and taken apart. Pull: memory that others read, and rows
         # that were read from it.
-        read = parallel.dp * exchange_bounds(tokens)[-1] * args.hidden_size * item_bytes
-        rooms = {"all-gather": 2 * parallel.dp * (hidden + choices),
-                 "pull": exchange_bytes(args, parallel, item_bytes=item_bytes, tokens=tokens) + read}
+        read = parallel.dp * exchange_bounds(tokens)[-1] * row
+        rooms = {"all-gather": 2 * parallel.dp * (tokens * row + choices),
+                 "pull": exchange_bytes(args, parallel, item_bytes=item_bytes, tokens=tokens, wire=wire) + read}
         exchanged = max((rooms.get(name, rooms["all-gather"]) for name in (spread or {}).values()), default=0)
     return (received + sent) * hidden + logits + shared + exchanged
 
@@ -196,14 +204,15 @@ def exchange_bounds(tokens: int) -> tuple[int, ...]:
     return (*(bound for bound in BOUNDS if bound < min(tokens, BOUNDS[-1])), min(tokens, BOUNDS[-1]))
 
 
-def exchange_bytes(args: ModelArgs, parallel: Parallel, *, item_bytes: int, tokens: int) -> int:
+def exchange_bytes(args: ModelArgs, parallel: Parallel, *, item_bytes: int, tokens: int, wire: Wire) -> int:
     """Return the bytes of a GPU's memory for exchanges by dispatcher "pull": rows, ids, weights and results.
 
     See `quire.kernels.comm.exchange.Layout`.
     """
     assert args.moe is not None
     row, rows = args.hidden_size * item_bytes, exchange_rows(parallel, tokens)
-    return rows * (row * (1 + parallel.expert_ranks) + CHOICE_BYTES * args.moe.routing.top_k)
+    choices = CHOICE_BYTES * args.moe.routing.top_k
+    return rows * (wire.row_bytes(args.hidden_size, item_bytes) + row * parallel.expert_ranks + choices)
 
 
 def exchange_rows(parallel: Parallel, tokens: int) -> int:

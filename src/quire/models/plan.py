@@ -21,6 +21,7 @@ from quire.config.resolve_moe import Hardware, MoEPlan, resolve_moe
 from quire.contracts.blocks import KVGeometry
 from quire.contracts.errors import ConfigError
 from quire.contracts.params import Param
+from quire.contracts.scheme import AS_THEY_ARE, Wire
 from quire.kernels.linear.plan import LinearPlan, is_linear
 from quire.kernels.select import (
     Choice,
@@ -46,6 +47,7 @@ from quire.models.registry import (
     rank_geometry,
     unpacked_bytes,
 )
+from quire.models.wire import with_wire
 from quire.quantization.assign import with_formats
 from quire.quantization.cache import CacheChoice, choose_cache
 
@@ -110,7 +112,7 @@ class EnginePlan(msgspec.Struct, frozen=True, kw_only=True):
         if not isinstance(prefill, MoEPlan) or not isinstance(decode, MoEPlan):
             return None
         runs = [one for one in (decode, prefill) if one.implemented] or [decode]
-        assert len({one.experts for one in runs}) == 1, "two phases, two packed layouts"
+        assert len({(one.experts, one.wire.form) for one in runs}) == 1, "steps of both phases share weights and rows"
         return runs[0]
 
     @property
@@ -118,6 +120,11 @@ class EnginePlan(msgspec.Struct, frozen=True, kw_only=True):
         """Phase -> name of the dispatcher that brings tokens to the experts of other replicas; {}: none does."""
         plans = {phase: plan.dispatcher for phase, plan in self.moe.items() if isinstance(plan, MoEPlan)}
         return {phase: name for phase, name in plans.items() if name != "none"}
+
+    @property
+    def wire(self) -> Wire:
+        """Form of rows on the way to the experts of other replicas, in all steps: replicas may differ in phase."""
+        return self.experts.wire.form if self.experts else AS_THEY_ARE
 
     @property
     def cache(self) -> CacheChoice:
@@ -140,7 +147,7 @@ class EnginePlan(msgspec.Struct, frozen=True, kw_only=True):
         batch = self.config.scheduler
         return buffer_bytes(self.args, self.mesh.rank, self.mesh.parallel, tokens=batch.token_budget(),
                             item_bytes=ITEM_BYTES[self.dtype.dtype], rows=batch.sequences(),
-                            device=self.machine.device, spread=self.spread) + mover_bytes(
+                            device=self.machine.device, spread=self.spread, wire=self.wire) + mover_bytes(
                                 self.params, self.mesh.parallel, self.dtype.dtype)  # fmt: skip
 
     def of_rank(self, rank: Rank) -> "EnginePlan":
@@ -189,6 +196,8 @@ def resolve_engine(
     needs = replace(needs, scheme=next((param.scheme for param in params if param.shard == "experts"), None))
     moe = moe_plans(args, needs, probe, parallel=parallel, forced=experts, backend=config.parallel.all2all_backend,
                     eager=config.device.enforce_eager, hosts=config.hosts.nnodes)  # fmt: skip
+    rows = {param.scheme for param in params if param.shard == "experts" and param.name.endswith("gate_up")}
+    moe = {phase: with_wire(one, rows, args.hidden_size, ITEM_BYTES[dtype.dtype]) for phase, one in moe.items()}
     if device == "cuda":
         roomy = unpacked_bytes(params, dtype.dtype) <= machine.total_memory // 2  # else wide steps would cost context
         wide = args.moe is not None and not served and roomy
@@ -264,10 +273,11 @@ def moe_plans(args: ModelArgs, needs: KernelNeeds, probe: Probe = here, *, paral
     Returns {} for a model without experts. Raises ConfigError if a forced kernel or dispatcher cannot run.
     """
     supports, plans = SUPPORTS["experts"], dict[str, MoEPlan | str]()
+    unfit = "in place" if needs.scheme else "quantized rows"
     hardware = Hardware(
         device=needs.device, eager=eager, hosts=hosts,
         kernels=tuple((name, objection(one, needs, probe)) for name, one in supports.items()),
-        features={name: tuple(word for word in features(one, probe) if word != "in place" or needs.scheme is None)
+        features={name: tuple(word for word in features(one, probe) if word != unfit)
                   for name, one in supports.items()},
     )  # fmt: skip
     for phase in ("prefill", "decode") if args.moe else ():

@@ -110,7 +110,7 @@ class PlanReport:
         """Return the exchanges of a rank in a step as plain values; None: those that a token passes in all stages."""
         plan = self.plan
         sent = collectives(plan.args, plan.mesh.parallel, item_bytes=ITEM_BYTES[plan.dtype.dtype],
-                           device=plan.machine.device, spread=plan.spread, rank=rank)
+                           device=plan.machine.device, spread=plan.spread, wire=plan.wire, rank=rank)
         return [asdict(one) for one in sent]
 
     def describe_rank(self, rank: Rank, held: int) -> dict[str, Any]:

@@ -42,6 +42,7 @@ from quire.models.report import PlanReport
 from quire.weights.files import read_checkpoint
 
 from ...support import simulated_engine
+from ...support.quantized_checkpoints import FORMS, quantize_checkpoint
 from ...support.tiny_models import Tiny, random_model
 
 SIZES = {
@@ -53,6 +54,7 @@ SIZES = {
 }  # fmt: skip
 CASES = [(family, size) for family in ("qwen3", "qwen3_moe", "deepseek_v3") for size in SIZES
          if family != "qwen3" or not SIZES[size].experts]  # fmt: skip
+IN_8_BITS = "qwen3_moe in 8 bits"
 TINY = str(bundled_model())
 KINDS = {"add": "all-reduce", "post": "send", "gather_rows": "all-gather", "scatter_sum": "reduce-scatter"}
 QUESTIONS = (".missing", ".rows_only")  # functions that compute nothing
@@ -66,7 +68,10 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
     @functools.cache
     def made(family: str) -> Path:
         folder: Path = tmp_path_factory.mktemp(family)
-        random_model(Tiny(family=family, tied=family == "qwen3"), 0).save_pretrained(folder)
+        if family == IN_8_BITS:
+            quantize_checkpoint(made("qwen3_moe"), folder, FORMS["ct-int8-channel"])
+        else:
+            random_model(Tiny(family=family, tied=family == "qwen3"), 0).save_pretrained(folder)
         return folder
 
     return made
@@ -273,7 +278,7 @@ def expected(rank: dict[str, Any], tp: int, plan: StepPlan, owed: StepPlan | Non
     return found
 
 
-@pytest.mark.parametrize(("family", "size"), CASES)
+@pytest.mark.parametrize(("family", "size"), [*CASES, (IN_8_BITS, "dp2-ep"), (IN_8_BITS, "dp2-tp2-ep")])
 def test_ranks_exchange_what_is_told(folders: Folders, engine: Any, family: str, size: str) -> None:
     report, made = plan_engine(config(folders(family), SIZES[size])), engine(family, size)
     owed: list[StepPlan | None] = [None] * SIZES[size].size  # the last step of each rank that sampled

@@ -209,6 +209,34 @@ def test_experts(name: str) -> None:
         torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4 * expected.abs().max().item())
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", [name for name, scheme in SCHEMES.items() if scheme.wire.values])
+def test_experts_take_rows_that_were_quantized_before(name: str, dtype: torch.dtype) -> None:
+    """The bits of rows that the experts quantize, also where a rank has no expert of a row; another scale is seen."""
+    scheme, hidden, inner, count = SCHEMES[name], 320, 96, 3
+    pairs = [(make(scheme, 1, 2 * inner, hidden, seed).matrix, make(scheme, 1, hidden, inner, seed + 9).matrix)
+             for seed in range(count)]  # fmt: skip
+    x, residual = make(scheme, 6, 1, hidden).x.to(dtype), torch.randn(6, hidden).to(dtype)
+    ids = torch.tensor([[0, 2], [2, 1], [0, 1], [1, -1], [3, -1], [3, 2]], dtype=torch.int32)
+    expert_map, weights = torch.tensor([2, 0, 1, -1], dtype=torch.int32), torch.rand(6, 2)
+    for kernel in (ref, cpu, *(() if missing() else (experts_panels,))):
+        shapes = (empty_weight(one.scheme, one.shape, dtype, "meta") for one in pairs[0])
+        packed = kernel.empty(count, *shapes, torch.device("cpu"))
+        for place, pair in enumerate(pairs):
+            kernel.put(packed, place, *pair)
+        rows = kernel.quantize_rows(x, scheme.wire)
+        assert (len(rows), rows.shape, rows.dtype) == (6, x.shape, dtype)
+        assert rows.scales.shape[1] == scheme.wire.num_scales(hidden)
+        given = weights, ids, packed, expert_map
+        expected = kernel.run(x, *given, residual.clone())
+        assert torch.equal(kernel.run(rows, *given, residual.clone()), expected)
+        strided = replace(rows, scales=rows.scales.t().contiguous().t())
+        assert torch.equal(kernel.run(strided, *given), kernel.run(x, *given))
+        wrong = replace(rows, scales=rows.scales * 1.25)
+        assert not torch.allclose(kernel.run(wrong, *given, residual.clone()), expected, rtol=1e-2)
+        assert kernel.run(rows[:0], weights[:0], ids[:0], packed, expert_map).shape == (0, hidden)
+
+
 def test_a_kernel_is_chosen_by_the_kind_of_weights() -> None:
     needs = KernelNeeds(device="cpu", dtype="float32")
     schemes = [SCHEMES["fp8 blocks"], SCHEMES["fp8 blocks of a row"], SCHEMES["fp8 blocks ue8m0"], SCHEMES["w4 groups"]]

@@ -6,6 +6,7 @@ from typing import Any
 from quire.config.checkpoint import ModelArgs, parse_checkpoint_config
 from quire.config.engine import EngineConfig
 from quire.config.placement import Parallel, ranks
+from quire.contracts.scheme import AS_THEY_ARE, Wire
 from quire.distributed.process_group import MOST_SENT
 from quire.explain.describe import plan_engine
 from quire.models.collectives import Collective, buffer_bytes, collectives
@@ -21,9 +22,9 @@ def args(**changes: int) -> ModelArgs:
     return parse_checkpoint_config(RAW | changes)
 
 
-def exchanges(parallel: Parallel, prefill: str = "", decode: str = "") -> list[Collective]:
+def exchanges(parallel: Parallel, prefill: str = "", decode: str = "", wire: Wire = AS_THEY_ARE) -> list[Collective]:
     spread = {"prefill": prefill, "decode": decode or prefill} if prefill else {}
-    return list(collectives(args(), parallel, item_bytes=2, device="cuda", spread=spread))
+    return list(collectives(args(), parallel, item_bytes=2, device="cuda", spread=spread, wire=wire))
 
 
 def test_messages_are_bytes_that_a_rank_hands_over_for_a_token_of_its_own() -> None:
@@ -63,18 +64,34 @@ def test_replicas_that_share_experts_exchange_rows() -> None:
     assert exchanges(Parallel(dp=4)) == exchanges(Parallel(dp=4), "all-gather") == [], "replicas that share no experts"
 
 
+def test_rows_in_8_bits_have_a_byte_per_number_and_scales() -> None:
+    """Hidden states of 32 values on the way to experts; results come back as they are."""
+    parallel = Parallel(dp=4, experts=True)
+    for wire, size in ((Wire("int8"), 32 + 4), (Wire("e4m3", 16), 32 + 8), (AS_THEY_ARE, 64)):
+        words = f"tokens to experts {wire}" if wire.values else "tokens to experts"
+        there, back = exchanges(parallel, "all-gather", wire=wire)
+        assert (there.where, there.message_bytes, back.message_bytes) == (
+            f"{words}, with ids and weights", size + 24, 64)
+        _, there, back = exchanges(parallel, "pull", wire=wire)
+        assert (there.where, there.message_bytes, back.message_bytes) == (words, size, 64)
+        there, back = exchanges(parallel, "all-to-all", wire=wire)
+        assert (there.message_bytes, back.message_bytes) == (3 * size, 3 * 64)
+
+
 def test_buffers_of_replicas() -> None:
     """8 tokens of 64 bytes; all-gather: twice the packed rows of 4 replicas. Dense stages exchange no tokens."""
 
-    def room(parallel: Parallel, *spread: str, number: int = 0, **changes: int) -> int:
+    def room(parallel: Parallel, *spread: str, number: int = 0, wire: Wire = AS_THEY_ARE, **changes: int) -> int:
         made = args(**changes)
         return buffer_bytes(made, list(ranks(made, parallel))[number], parallel, item_bytes=2, tokens=8, rows=1,
-                            spread=dict(zip(("prefill", "decode"), spread, strict=False)))  # fmt: skip
+                            spread=dict(zip(("prefill", "decode"), spread, strict=False)), wire=wire)  # fmt: skip
 
     together = Parallel(dp=4, experts=True)
     assert room(together) == room(Parallel(dp=4), "all-gather") == 0
     assert room(together, "all-gather", "all-gather") == 2 * 4 * 8 * (64 + 24)
     assert room(together, "pull", "pull") == (2 * 4 + 1) * 8 * 64 + 8 * 24
+    assert room(together, "all-gather", "all-gather", wire=Wire("int8")) == 2 * 4 * 8 * (36 + 24)
+    assert room(together, "pull", "pull", wire=Wire("int8")) == (4 * 64 + 36 + 24 + 4 * 36) * 8
     assert room(together, "pull", "all-gather") == room(together, "all-gather", "pull") == 2 * 4 * 8 * (64 + 24)
     stages = Parallel(dp=4, pp=6, experts=True)  # layers 1, 3 and 5 have experts
     assert room(stages, "all-gather", number=1) - room(stages, "all-gather", number=2) == 2 * 4 * 8 * (64 + 24)

@@ -5,7 +5,8 @@ Every rank of the group has one symmetric buffer, a `Layout`. An exchange is two
 dispatch   1. writes this rank's rows, and how many they are, into its own buffer;
            2. meets the same program of all other ranks (barrier A);
            3. reads from all buffers, its own too, the rows that have an expert here. They become local tensors for the
-              experts kernel: row r * bound + i is row i of rank r. It also zeroes these rows of its own y.
+              experts kernel: row r * bound + i is row i of rank r. It also zeroes these rows of its own y. Rows that
+              are quantized for the link stay so: the experts kernel takes them.
 experts    add their results to y, in the symmetric buffer, if they overwrite their residual; else y is copied there.
 combine    1. meets the same program of all other ranks (barrier B);
            2. adds to each own row the results of the ranks that have an expert of the row, in the order of ranks, in
@@ -39,6 +40,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from quire.contracts.scheme import AS_THEY_ARE, Wire
 from quire.kernels.comm import Peers
 
 if TYPE_CHECKING:
@@ -47,8 +49,7 @@ if TYPE_CHECKING:
 
 ALIGN = 16  # bytes, of every offset and of every row of x and y
 PROGRAMS = 128  # most programs of a kernel, each with a count of its own
-GROUP = 128  # columns of a row that share a scale on the FP8 wire
-MOST = {"plain": 0, "fp8": 448, "int8": 127}  # wire -> largest magnitude on it; 0: as the rows are
+MOST = {"": 0, "e4m3": 448, "int8": 127}  # values of a wire -> largest magnitude; 0: as the rows are
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +60,7 @@ class Layout:
     rows         most rows that a rank brings to an exchange
     hidden       columns of a row;  top_k  experts of a row
     item_bytes   bytes of an activation
-    wire         rows on the link: "plain", "fp8" (e4m3, a float32 scale for 128 columns), "int8" (a scale for a row)
+    wire         form of the rows on the link
 
     A buffer in order, every part aligned:
 
@@ -76,23 +77,18 @@ class Layout:
     hidden: int
     top_k: int
     item_bytes: int
-    wire: str = "plain"
+    wire: Wire = AS_THEY_ARE
 
     def __post_init__(self) -> None:
-        whole = {"plain": ALIGN // self.item_bytes, "fp8": GROUP, "int8": ALIGN}[self.wire]
+        whole = self.wire.group or ALIGN // (1 if self.wire.values else self.item_bytes)
         assert self.hidden % whole == 0, f"rows of {self.hidden} do not divide into parts of {whole}"
-
-    @property
-    def scales(self) -> int:
-        """Scales of a row on the wire."""
-        return {"plain": 0, "fp8": self.hidden // GROUP, "int8": 1}[self.wire]
 
     def offsets(self) -> dict[str, int]:
         """Return the byte offset of each part by its name, and that of the "end"."""
         sizes = {
             "counts": 4 * PROGRAMS,
-            "x": self.rows * self.hidden * (1 if MOST[self.wire] else self.item_bytes),
-            "scales": self.rows * self.scales * 4,
+            "x": self.rows * self.hidden * (1 if self.wire.values else self.item_bytes),
+            "scales": self.rows * self.wire.num_scales(self.hidden) * 4,
             "ids": self.rows * self.top_k * 4,
             "weights": self.rows * self.top_k * 4,
             "y": self.ranks * self.rows * self.hidden * self.item_bytes,

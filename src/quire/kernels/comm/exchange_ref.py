@@ -6,8 +6,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from quire.kernels.comm.exchange import GROUP
-from quire.kernels.quantize import ref as quantize
+from quire.contracts.scheme import AS_THEY_ARE, Wire
+from quire.kernels.quantize.ref import quantize_rows
+from quire.kernels.quantize.rows import QuantizedRows
 
 
 @dataclass(frozen=True)
@@ -25,10 +26,10 @@ class Replica:
 
 
 def dispatched(replicas: Sequence[Replica], owner: Tensor, rank: int, bound: int, each: int = 1, *, first: int = 0,
-               wire: str = "plain") -> tuple[Tensor, Tensor, Tensor]:
+               wire: Wire = AS_THEY_ARE) -> tuple[Tensor | QuantizedRows, Tensor, Tensor]:
     """Return x [ranks * bound, hidden], weights and ids [.., k] that `rank` gets; rows that it does not get are zeros.
 
-    Arguments as those of `triton_exchange.dispatch`; `each` ranks bring the rows of a replica.
+    x has the form of the wire. Arguments as those of `triton_exchange.dispatch`; `each` ranks bring a replica's rows.
     """
     (hidden, k), ranks = (replicas[0].x.shape[1], replicas[0].ids.shape[1]), len(replicas) * each
     x = replicas[0].x.new_zeros(ranks * bound, hidden)
@@ -38,9 +39,9 @@ def dispatched(replicas: Sequence[Replica], owner: Tensor, rank: int, bound: int
             chosen = replica.ids[first + row]
             if rank in _owners(chosen, owner):
                 to = (number * each + row % each) * bound + row // each
-                x[to] = sent(replica.x[first + row : first + row + 1], wire)[0]
-                weights[to], ids[to] = replica.weights[first + row], chosen
-    return x, weights, ids
+                x[to], weights[to] = replica.x[first + row], replica.weights[first + row]
+                ids[to] = chosen
+    return quantize_rows(x, wire) if wire.values else x, weights, ids
 
 
 def combined(residual: Tensor, replicas: Sequence[Replica], results: Sequence[Tensor], owner: Tensor, number: int,
@@ -56,17 +57,6 @@ def combined(residual: Tensor, replicas: Sequence[Replica], results: Sequence[Te
             total += results[rank][(number * each + row % each) * bound + row // each].float()
         out[first + row] = (total + residual[first + row].float()).to(residual.dtype)
     return out
-
-
-def sent(x: Tensor, wire: str) -> Tensor:
-    """Return x [T, hidden] as it arrives over a wire."""
-    if wire == "fp8":
-        values, scales = quantize.fp8_groups(x)
-        return (values.float() * scales.repeat_interleave(GROUP, 1)).to(x.dtype)
-    if wire == "int8":
-        values, scales = quantize.int8_tokens(x)
-        return (values.float() * scales).to(x.dtype)
-    return x
 
 
 def _owners(chosen: Tensor, owner: Tensor) -> set[int]:

@@ -7,10 +7,12 @@ loads over the link, about 4 us a kernel.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
-from quire.kernels.comm.exchange import GROUP, MOST, PROGRAMS, Slots
+from quire.kernels.comm.exchange import MOST, PROGRAMS, Slots
 from quire.kernels.comm.triton import _meet
+from quire.kernels.quantize.rows import QuantizedRows
 from quire.kernels.quantize.triton import scale_of, to_eight_bits
 from quire.kernels.triton_runtime import jit, tl, triton
 
@@ -20,11 +22,12 @@ WARPS = 8
 
 
 def dispatch(x: Tensor, ids: Tensor, weights: Tensor, count: Tensor, owner: Tensor, slots: Slots, bound: int,
-             first: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+             first: int = 0) -> tuple[Tensor | QuantizedRows, Tensor, Tensor, Tensor]:
     """Bring rows to the ranks of their experts. Return x [R, hidden], weights [R, k], ids [R, k] and y [R, hidden].
 
     R is ranks * bound; row r * bound + i is row i of rank r. ids are -1 in rows that this rank does not get. y lies in
-    symmetric memory, with zeros in the rows that this rank gets: the residual for the experts kernel.
+    symmetric memory, with zeros in the rows that this rank gets: the residual for the experts kernel. The x that is
+    returned has the form of the wire.
 
     x         [T, hidden] contiguous: rows of this replica, the same on its ranks
     ids       [T, k] int32 of experts, -1 for none;  weights  [T, k] float32
@@ -37,16 +40,21 @@ def dispatch(x: Tensor, ids: Tensor, weights: Tensor, count: Tensor, owner: Tens
     (_, hidden), k, layout = x.shape, ids.shape[1], slots.layout
     assert x.is_contiguous() and ids.is_contiguous() and weights.is_contiguous()
     assert (hidden, k, x.element_size()) == (layout.hidden, layout.top_k, layout.item_bytes) and bound <= layout.rows
-    size = layout.ranks * bound
-    x_all = x.new_empty(size, hidden)
+    size, wire, scales = layout.ranks * bound, layout.wire, None
+    x_all = torch.empty(size, hidden, dtype=torch.uint8 if wire.values else x.dtype, device=x.device)
+    if wire.values:
+        scales = torch.empty(wire.num_scales(hidden), size, dtype=torch.float32, device=x.device)
     ids_all, weights_all = ids.new_empty(size, k), weights.new_empty(size, k)
     rows = _rows(slots, bound)
     at = layout.offsets()
     _dispatch_kernel[(_programs(slots, bound, rows),)](
-        x, ids, weights, count, owner, x_all, ids_all, weights_all, slots.peers.buffers, slots.peers.signals,
+        x, ids, weights, count, owner, x_all, scales, ids_all, weights_all, slots.peers.buffers, slots.peers.signals,
         slots.peers.rank, bound, first, layout.ranks, triton.next_power_of_2(layout.ranks), slots.each, k,
-        triton.next_power_of_2(k), hidden, min(WIDE, triton.next_power_of_2(hidden)), rows, MOST[layout.wire], GROUP,
-        at["x"], at["scales"], at["ids"], at["weights"], at["y"], num_warps=WARPS)
+        triton.next_power_of_2(k), hidden, min(WIDE, triton.next_power_of_2(hidden)), rows, MOST[wire.values],
+        wire.group, wire.powers, at["x"], at["scales"], at["ids"], at["weights"], at["y"], num_warps=WARPS)
+    if scales is not None:
+        dtype = torch.int8 if wire.values == "int8" else torch.float8_e4m3fn
+        return QuantizedRows(x_all.view(dtype), scales.t(), x.dtype), weights_all, ids_all, slots.y(bound, x.dtype)
     return x_all, weights_all, ids_all, slots.y(bound, x.dtype)
 
 
@@ -107,8 +115,8 @@ def _owners_of_rows(ids, owner, row, total, TOP_K: tl.constexpr, J: tl.constexpr
 @jit
 def _publish(
     x, ids, weights, own, source, row, there, TOP_K: tl.constexpr, J: tl.constexpr, H: tl.constexpr,
-    COLS: tl.constexpr, ROWS: tl.constexpr, MOST: tl.constexpr, GROUP: tl.constexpr, X_AT: tl.constexpr,
-    S_AT: tl.constexpr, IDS_AT: tl.constexpr, W_AT: tl.constexpr,
+    COLS: tl.constexpr, ROWS: tl.constexpr, MOST: tl.constexpr, GROUP: tl.constexpr, POWERS: tl.constexpr,
+    X_AT: tl.constexpr, S_AT: tl.constexpr, IDS_AT: tl.constexpr, W_AT: tl.constexpr,
 ):  # fmt: skip
     """Write ROWS rows `source` of x, ids and weights to the rows `row` of the buffer at the address `own`."""
     choice = tl.arange(0, J)[None, :]
@@ -119,28 +127,31 @@ def _publish(
     given = tl.load(weights + source * TOP_K + choice, mask=inside, other=0.0)
     tl.store((own + W_AT).to(tl.pointer_type(tl.float32)) + to * TOP_K + choice, given, mask=inside)
     scales = (own + S_AT).to(tl.pointer_type(tl.float32))
-    if MOST == 127:  # a scale for each row
+    if MOST > 0 and GROUP == 0:  # a scale for each row
         amax = tl.zeros([ROWS], tl.float32)
         for start in range(0, H, COLS):
             col = start + tl.arange(0, COLS)[None, :]
             part = tl.load(x + source * H + col, mask=there[:, None] & (col < H), other=0.0).to(tl.float32)
             amax = tl.maximum(amax, tl.max(tl.abs(part), 1))
-        scale = scale_of(amax, MOST, False)
+        scale = scale_of(amax, MOST, POWERS)
         tl.store(scales + row, scale, mask=there)
+    if MOST == 0:
+        place = tl.multiple_of((own + X_AT).to(tl.pointer_type(x.dtype.element_ty)), 16)
+    elif MOST == 127:
+        place = tl.multiple_of((own + X_AT).to(tl.pointer_type(tl.int8)), 16)
+    else:
+        place = tl.multiple_of((own + X_AT).to(tl.pointer_type(tl.float8e4nv)), 16)
     for start in range(0, H, COLS):
         col = start + tl.arange(0, COLS)[None, :]
         mask = there[:, None] & (col < H)
         values = tl.load(x + source * H + col, mask=mask, other=0.0)
         if MOST == 0:
-            place = tl.multiple_of((own + X_AT).to(tl.pointer_type(x.dtype.element_ty)), 16)
             tl.store(place + to * H + col, values, mask=mask)
-        elif MOST == 127:
-            place = tl.multiple_of((own + X_AT).to(tl.pointer_type(tl.int8)), 16)
+        elif GROUP == 0:
             tl.store(place + to * H + col, to_eight_bits(values.to(tl.float32), scale[:, None], MOST), mask=mask)
         else:
-            place = tl.multiple_of((own + X_AT).to(tl.pointer_type(tl.float8e4nv)), 16)
             parts = tl.reshape(values.to(tl.float32), [ROWS, COLS // GROUP, GROUP])
-            scale = scale_of(tl.max(tl.abs(parts), 2), MOST, False)
+            scale = scale_of(tl.max(tl.abs(parts), 2), MOST, POWERS)
             group = start // GROUP + tl.arange(0, COLS // GROUP)[None, :]
             tl.store(scales + to * (H // GROUP) + group, scale, mask=there[:, None] & (group < H // GROUP))
             narrow = tl.reshape(to_eight_bits(parts, scale[:, :, None], MOST), [ROWS, COLS])
@@ -149,54 +160,46 @@ def _publish(
 
 @jit
 def _pull(
-    x_all, base, scale, row, to, mine, zeros, start, H: tl.constexpr, COLS: tl.constexpr, LANES: tl.constexpr,
-    MOST: tl.constexpr, GROUP: tl.constexpr, X_AT: tl.constexpr, S_AT: tl.constexpr,
+    x_all, scales_all, base, row, to, mine, zeros, start, size, H: tl.constexpr, COLS: tl.constexpr,
+    LANES: tl.constexpr, MOST: tl.constexpr, GROUP: tl.constexpr, X_AT: tl.constexpr, S_AT: tl.constexpr,
 ):  # fmt: skip
-    """Read COLS columns of LANES rows from the buffers at the addresses `base`, and zero the same part of y.
+    """Copy COLS columns of LANES rows from the buffers at the addresses `base`, and zero the same part of y.
 
-    scale    [LANES] scales of the rows on the wire int8
-    zeros    pointer to y
+    zeros    pointer to y;  size  rows of x_all
     """
     col = start + tl.arange(0, COLS)[None, :]
     mask = mine[:, None] & (col < H)
-    at = row.to(tl.int64) * H
-    if MOST == 0:
-        source = tl.multiple_of((base + X_AT).to(tl.pointer_type(x_all.dtype.element_ty)) + at, 16)
-        values = tl.load(source[:, None] + col, mask=mask, other=0.0, cache_modifier=".cg")
-    elif MOST == 127:
-        source = tl.multiple_of((base + X_AT).to(tl.pointer_type(tl.int8)) + at, 16)
-        values = tl.load(source[:, None] + col, mask=mask, other=0, cache_modifier=".cg").to(tl.float32)
-        values = values * scale[:, None]
-    else:
-        source = tl.multiple_of((base + X_AT).to(tl.pointer_type(tl.float8e4nv)) + at, 16)
-        narrow = tl.load(source[:, None] + col, mask=mask, other=0.0, cache_modifier=".cg")
-        group = start // GROUP + tl.arange(0, COLS // GROUP)[None, :]
-        scales = (base + S_AT).to(tl.pointer_type(tl.float32)) + row.to(tl.int64) * (H // GROUP)
-        scale = tl.load(scales[:, None] + group, mask=mine[:, None] & (group < H // GROUP), other=0.0,
-                        cache_modifier=".cg")
-        parts = tl.reshape(narrow.to(tl.float32), [LANES, COLS // GROUP, GROUP]) * scale[:, :, None]
-        values = tl.reshape(parts, [LANES, COLS])
+    source = tl.multiple_of((base + X_AT).to(tl.pointer_type(x_all.dtype.element_ty)) + row.to(tl.int64) * H, 16)
+    values = tl.load(source[:, None] + col, mask=mask, other=0, cache_modifier=".cg")
     goal = to[:, None].to(tl.int64) * H + col
-    tl.store(x_all + goal, values.to(x_all.dtype.element_ty), mask=mask)
-    tl.store(zeros + goal, tl.zeros([LANES, COLS], x_all.dtype.element_ty), mask=mask)
+    tl.store(x_all + goal, values, mask=mask)
+    tl.store(zeros + goal, tl.zeros([LANES, COLS], zeros.dtype.element_ty), mask=mask)
+    if MOST > 0 and GROUP > 0:
+        group = start // GROUP + tl.arange(0, COLS // GROUP)[None, :]
+        inside = mine[:, None] & (group < H // GROUP)
+        scales = (base + S_AT).to(tl.pointer_type(tl.float32)) + row.to(tl.int64) * (H // GROUP)
+        scale = tl.load(scales[:, None] + group, mask=inside, other=0.0, cache_modifier=".cg")
+        tl.store(scales_all + group * size + to[:, None], scale, mask=inside)
 
 
 @jit(do_not_specialize=["rank", "bound", "first"])
 def _dispatch_kernel(
-    x, ids, weights, count, owner, x_all, ids_all, weights_all, buffers, signals, rank, bound, first,
+    x, ids, weights, count, owner, x_all, scales_all, ids_all, weights_all, buffers, signals, rank, bound, first,
     RANKS: tl.constexpr, PEERS: tl.constexpr, EACH: tl.constexpr, TOP_K: tl.constexpr, J: tl.constexpr,
     H: tl.constexpr, COLS: tl.constexpr, ROWS: tl.constexpr, MOST: tl.constexpr, GROUP: tl.constexpr,
-    X_AT: tl.constexpr, S_AT: tl.constexpr, IDS_AT: tl.constexpr, W_AT: tl.constexpr, Y_AT: tl.constexpr,
+    POWERS: tl.constexpr, X_AT: tl.constexpr, S_AT: tl.constexpr, IDS_AT: tl.constexpr, W_AT: tl.constexpr,
+    Y_AT: tl.constexpr,
 ):  # fmt: skip
     """Publish this rank's rows, meet all ranks, and pull the rows that have an expert here.
 
     Grid (programs,), the same on all ranks. Program p has the tiles p, p + programs, ... of ROWS rows of every rank.
 
     x .. owner           see `dispatch`
-    x_all .. weights_all   outputs [RANKS * bound, H], [.., TOP_K], [.., TOP_K]
+    x_all .. weights_all   outputs [RANKS * bound, H], in bytes on an 8-bit wire; scales [scales of a row,
+                         RANKS * bound] float32, or None; ids and weights [RANKS * bound, TOP_K]
     buffers, signals     [RANKS] int64, see `Peers`;  rank  this rank
     PEERS, J             RANKS and TOP_K, padded to powers of two;  EACH  ranks of a replica
-    COLS                 columns of a tile;  MOST  see `exchange.MOST`
+    COLS                 columns of a tile;  MOST  see `exchange.MOST`;  GROUP, POWERS  see `Wire`
     X_AT .. Y_AT         byte offsets of x, scales, ids, weights and y in a buffer
     """
     program, step, place = tl.program_id(0), tl.num_programs(0) * ROWS, rank % EACH
@@ -207,7 +210,7 @@ def _dispatch_kernel(
     for at in range(program * ROWS, number, step):
         row = at + tl.arange(0, ROWS)
         _publish(x, ids, weights, own, first + row * EACH + place, row, row < number, TOP_K, J, H, COLS, ROWS, MOST,
-                 GROUP, X_AT, S_AT, IDS_AT, W_AT)
+                 GROUP, POWERS, X_AT, S_AT, IDS_AT, W_AT)
     _all_meet(signals, rank, RANKS)
     lane, choice = tl.arange(0, PEERS * ROWS), tl.arange(0, J)[None, :]
     peer, low = lane // ROWS, lane % ROWS
@@ -234,13 +237,12 @@ def _dispatch_kernel(
         to, inside = peer * bound + row, (known & (row < bound))[:, None] & wanted
         tl.store(ids_all + to[:, None] * TOP_K + choice, tl.where(mine[:, None], chosen, -1), mask=inside)
         tl.store(weights_all + to[:, None] * TOP_K + choice, given, mask=inside)
-        scale = tl.zeros([PEERS * ROWS], tl.float32)
-        if MOST == 127:
+        if MOST > 0 and GROUP == 0:
             scales = (base + S_AT).to(tl.pointer_type(tl.float32))
-            scale = tl.load(scales + row, mask=mine, other=0.0, cache_modifier=".cg")
+            tl.store(scales_all + to, tl.load(scales + row, mask=mine, other=0.0, cache_modifier=".cg"), mask=mine)
         for start in range(0, H, COLS):
-            _pull(x_all, base, scale, row, to, mine, zeros, start, H, COLS, PEERS * ROWS, MOST, GROUP, X_AT,
-                  S_AT)
+            _pull(x_all, scales_all, base, row, to, mine, zeros, start, RANKS * bound, H, COLS, PEERS * ROWS, MOST,
+                  GROUP, X_AT, S_AT)
     done = tl.cdiv(tl.maximum(most - program * ROWS, 0), step) * step
     for at in range(program * ROWS + done, bound, step):  # no rank has rows here
         row = at + low

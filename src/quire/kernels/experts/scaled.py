@@ -19,7 +19,9 @@ from quire.kernels.experts import scaled_hopper
 from quire.kernels.experts.triton import _find_tile, _place, _sort, _sum_kernel
 from quire.kernels.linear.gemv import bucket
 from quire.kernels.linear.scaled import RULES
+from quire.kernels.quantize.rows import QuantizedRows
 from quire.kernels.quantize.triton import FIXED, GROUP, quantize, quantized, scale_of, sums_of_16, to_eight_bits
+from quire.kernels.quantize.triton import quantize_rows as quantize_rows
 from quire.kernels.triton_runtime import INTERPRETED, jit, tl
 from quire.quantization.pack.matrix import QuantizedMatrix
 from quire.quantization.scheme import Scheme, product_words
@@ -118,19 +120,21 @@ def tiles(pairs: int, experts: int, gated: bool) -> Tiles:
     return Tiles(64, 128, 8, 3) if gated else Tiles(64, 64, 4, 4)
 
 
-def run(x: Tensor, weights: Tensor, ids: Tensor, packed: Packed, expert_map: Tensor | None = None,
+def run(x: Tensor | QuantizedRows, weights: Tensor, ids: Tensor, packed: Packed, expert_map: Tensor | None = None,
         residual: Tensor | None = None, join: Callable[[], bool] | None = None) -> Tensor:
     """Return residual + the weighted sum of the outputs of each token's experts.
 
     See `quire.kernels.experts`. The result overwrites a contiguous `residual`.
     """
-    x = x if x.stride(1) == 1 else x.contiguous()
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device) if residual is None else residual.contiguous()
-    given = x, weights, ids, packed, expert_map, None if residual is None else y, y
-    if len(x) > MOST_FEW:
-        many(*given, join=join)
+    given = weights, ids, packed, expert_map, None if residual is None else y, y
+    if isinstance(x, Tensor) and x.stride(1) != 1:
+        x = x.contiguous()
+    if isinstance(x, Tensor) and len(x) <= MOST_FEW:
+        if len(x):
+            few(x, *given, join=join)
     elif len(x):
-        few(*given, join=join)
+        many(x, *given, join=join)
     return y
 
 
@@ -162,8 +166,9 @@ def _words(values: Tensor) -> Tensor:
     return values if INTERPRETED else values.view(torch.int32)
 
 
-def many(x: Tensor, weights: Tensor, ids: Tensor, packed: Packed, expert_map: Tensor | None, residual: Tensor | None,
-         y: Tensor, join: Callable[[], bool] | None = None, cut: tuple[Tiles, Tiles] | None = None) -> None:
+def many(x: Tensor | QuantizedRows, weights: Tensor, ids: Tensor, packed: Packed, expert_map: Tensor | None,
+         residual: Tensor | None, y: Tensor, join: Callable[[], bool] | None = None,
+         cut: tuple[Tiles, Tiles] | None = None) -> None:
     """Compute `run` for many tokens and write the result to y. Pairs (token, chosen expert) are sorted by expert.
 
     cut   tilings of the two products (gate and up; down); None: the number of pairs decides them
@@ -172,7 +177,7 @@ def many(x: Tensor, weights: Tensor, ids: Tensor, packed: Packed, expert_map: Te
     experts, hidden, inner = second.values.shape
     spread = experts if expert_map is None else len(expert_map)
     order, starts = _sort(ids, expert_map, experts)
-    given, parts = _rows(x, first), x.new_empty(pairs, hidden)
+    given, parts = _rows(x, first), torch.empty(pairs, hidden, dtype=x.dtype, device=x.device)
     if cut is None and pairs > MOST_SMALL * spread and in_gluon(packed):
         scaled_hopper.products(given, packed, order, starts, weights, parts)
     else:
@@ -208,8 +213,11 @@ def products(given: tuple[Tensor, Tensor | None], packed: Packed, order: Tensor,
     _product(rows, second, order, starts, k, weights, parts, None, False, cut[1])
 
 
-def _rows(x: Tensor, stack: Stack) -> tuple[Tensor, Tensor | None]:
+def _rows(x: Tensor | QuantizedRows, stack: Stack) -> tuple[Tensor, Tensor | None]:
     """Quantized rows and their scales. With a scale per expert, the product quantizes, and rows stay as they are."""
+    if isinstance(x, QuantizedRows):
+        scales = x.scales.t()
+        return x.values, scales if scales.stride(1) == 1 else scales.contiguous()
     if stack.rule == FIXED:
         return x, None
     return quantize(x, stack.rule, stack.values.dtype, powers=stack.powers)

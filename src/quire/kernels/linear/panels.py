@@ -14,10 +14,12 @@ import math
 from dataclasses import dataclass, replace
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from quire.kernels.native import memory
 from quire.kernels.native.library import loaded
+from quire.kernels.quantize.rows import QuantizedRows
 from quire.quantization.pack.matrix import MIDDLE, QuantizedMatrix, Weight
 from quire.quantization.scheme import Scheme, product_words
 
@@ -34,6 +36,7 @@ POWERS = 4  # as "group", with scales that are powers of two
 PLAIN, AS_FLOAT, GATED = range(3)  # out of quire_linear_panels
 TYPES = (torch.float32, torch.bfloat16)  # of activations
 _NO_SCALES = (None, None, None, 0, 0)
+ROWS_OF_A_BLOCK = {16: 12, 8: 6}  # lanes of a vector -> MR of panels.c
 
 
 @dataclass(frozen=True)
@@ -92,6 +95,11 @@ class Packed:
             return KINDS[self.dtype]  # type: ignore[index]
         return QUADS if self.quads else QUANTIZED[self.quantized.scheme.values]
 
+    @property
+    def fine(self) -> bool:
+        """True if the activations have a scale for every 128 inputs."""
+        return self.quantized is not None and self.quantized.scheme.inputs == "group"
+
     def pairs(self, dtype: torch.dtype) -> bool:
         """Return True if the CPU multiplies pairs of bfloat16, and weight and inputs of `dtype` are exact in it."""
         own = self.quantized
@@ -134,8 +142,11 @@ def run_add(x: Tensor, packed: Packed, bias: Tensor | None, residual: Tensor) ->
     return _run(x, packed, bias, PLAIN, residual.contiguous())
 
 
-def run_gated(x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:
-    """Return silu(gate) * up, where (gate, up) = x @ weight.T + bias. See `quire.kernels.linear`."""
+def run_gated(x: Tensor | QuantizedRows, packed: Packed, bias: Tensor | None) -> Tensor:
+    """Return silu(gate) * up, where (gate, up) = x @ weight.T + bias. See `quire.kernels.linear`.
+
+    x may be quantized by the rule of the weight.
+    """
     return _run(x, packed, bias, GATED)
 
 
@@ -249,10 +260,11 @@ def _numbers(packed: Packed, matrix: QuantizedMatrix) -> Quantized:
                      matrix.input_scale, group, chunk)  # fmt: skip
 
 
-def _run(x: Tensor, packed: Packed, bias: Tensor | None, out: int, residual: Tensor | None = None) -> Tensor:
+def _run(x: Tensor | QuantizedRows, packed: Packed, bias: Tensor | None, out: int,
+         residual: Tensor | None = None) -> Tensor:
     num_rows, inner = x.shape
     cols = packed.cols // 2 if packed.gated else packed.cols
-    if x.dtype not in TYPES or inner != packed.inner or not x.is_cpu:
+    if x.dtype not in TYPES or inner != packed.inner or x.device.type != "cpu":
         raise ValueError(f"panels linear: x must be float32 or bfloat16 [rows, {packed.inner}] on the CPU; it is "
                          f"{x.dtype} {tuple(x.shape)} on {x.device}")
     if packed.gated != (out == GATED):
@@ -265,7 +277,7 @@ def _run(x: Tensor, packed: Packed, bias: Tensor | None, out: int, residual: Ten
     if residual is not None and not _fits(residual, x.dtype, (num_rows, cols)):
         raise ValueError(f"panels linear: the residual must be {x.dtype} {(num_rows, cols)} on the CPU; it is "
                          f"{residual.dtype} {tuple(residual.shape)}")
-    y = x.new_empty((num_rows, cols), dtype=torch.float32 if out == AS_FLOAT else x.dtype)
+    y = torch.empty((num_rows, cols), dtype=torch.float32 if out == AS_FLOAT else x.dtype)
     rows, sums, scales = _rows(x, packed)
     own = packed.quantized
     scale, zero, offset, group, chunk = (own.scale, own.zero, own.offset, own.group, own.chunk) if own else _NO_SCALES
@@ -273,34 +285,46 @@ def _run(x: Tensor, packed: Packed, bias: Tensor | None, out: int, residual: Ten
         rows.data_ptr(), _address(sums), _address(scales), packed.data.data_ptr(), _address(scale), _address(zero),
         _address(offset), _address(bias), _address(residual), y.data_ptr(), num_rows, cols, packed.padded, group, chunk,
         packed.kind, out, x.dtype == torch.bfloat16, scale is not None and scale.dtype == torch.float32,
-        packed.pairs(x.dtype), own is not None and own.scheme.inputs == "group", torch.get_num_threads(),
+        packed.pairs(x.dtype), packed.fine, torch.get_num_threads(),
     )  # fmt: skip
     return y
 
 
-def _rows(x: Tensor, packed: Packed) -> tuple[Tensor, Tensor | None, Tensor | None]:
+def _rows(x: Tensor | QuantizedRows, packed: Packed) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Return x in blocks of rows, the sums of chunks that zero points need, and the scales of quantized inputs.
 
     A single row is such a block already, if it is as it is stored.
     """
     (num_rows, inner), own, sums, scales = x.shape, packed.quantized, None, None
-    if own is None and num_rows == 1 and x.dtype == torch.float32 and inner == packed.padded and x.stride(1) == 1:
-        return x, None, None
-    if x.stride(1) != 1:
-        x = x.contiguous()
+    rule, input_scale = (own.rule, own.input_scale) if own else (0, None)
+    if isinstance(x, QuantizedRows):  # divided by 1, their values stay as they are
+        given, rule, input_scale = x.values.float(), INPUTS["tensor"], x.scales.new_ones(1)
+    else:
+        given = x if x.stride(1) == 1 else x.contiguous()
+        if own is None and num_rows == 1 and x.dtype == torch.float32 and inner == packed.padded:
+            return given, None, None
     size = num_rows * packed.padded
-    blocks = x.new_empty((-(-size // 4) if packed.quads else size,), dtype=torch.float32)
+    blocks = torch.empty((-(-size // 4) if packed.quads else size,), dtype=torch.float32)
     if own is not None and own.zero is not None:
-        sums = x.new_empty((size // own.chunk,), dtype=torch.float32)
-    if own is not None and own.rule:
-        scales = x.new_empty((size // SCALE_IN if own.scheme.inputs == "group" else num_rows,), dtype=torch.float32)
+        sums = torch.empty((size // own.chunk,), dtype=torch.float32)
+    if rule:
+        scales = torch.empty((size // SCALE_IN if packed.fine else num_rows,), dtype=torch.float32)
     loaded().quire_linear_rows(
-        x.data_ptr(), blocks.data_ptr(), _address(sums), _address(scales), _address(own.order if own else None),
-        _address(own.input_scale if own else None), num_rows, inner, packed.padded, x.stride(0),
-        own.chunk if own else 0, x.dtype == torch.bfloat16, own.rule if own else 0, packed.kind, packed.pairs(x.dtype),
-        torch.get_num_threads(), 127.0 if own and own.scheme.values == "int8" else 448.0,
+        given.data_ptr(), blocks.data_ptr(), _address(sums), _address(scales), _address(own.order if own else None),
+        _address(input_scale), num_rows, inner, packed.padded, given.stride(0), own.chunk if own else 0,
+        given.dtype == torch.bfloat16, rule, packed.kind, packed.pairs(x.dtype), torch.get_num_threads(),
+        127.0 if own and own.scheme.values == "int8" else 448.0,
     )  # fmt: skip
+    if isinstance(x, QuantizedRows):
+        scales = _in_blocks(x.scales, packed.padded // SCALE_IN) if packed.fine else x.scales.flatten()
     return blocks, sums, scales
+
+
+def _in_blocks(scales: Tensor, groups: int) -> Tensor:
+    """Return scales [rows, G] in the order [block][groups][row of the block] of quire_linear_rows, 1 past G."""
+    scales = F.pad(scales, (0, groups - scales.shape[1]), value=1.0)
+    high = ROWS_OF_A_BLOCK[loaded().quire_lanes()]
+    return torch.cat([block.t().flatten() for block in scales.split(high)]) if len(scales) else scales.flatten()
 
 
 def _address(tensor: Tensor | None) -> int | None:
