@@ -124,9 +124,13 @@ def test_replicas_have_caches_of_one_size(left: Left, monkeypatch: pytest.Monkey
 
 
 def streams(pool: ThreadPoolExecutor, server: Server, count: int, tokens: int) -> list[Callable[[], object]]:
-    """Start streams and wait until tokens arrive."""
+    """Start streams and wait until all of them run, and tokens arrive."""
+    def total(*names: str) -> float:
+        return sum(sum(server.metric(f"quire:{name}").values()) for name in names)
+
     started = [pool.submit(server.complete, f"Once {i}", max_tokens=tokens) for i in range(count)]
-    wait_until(lambda: sum(server.metric("quire:generation_tokens_total").values()) > 0, "tokens")
+    wait_until(lambda: total("num_requests_running", "request_success_total") >= count, "streams")
+    wait_until(lambda: total("generation_tokens_total") > 0, "tokens")
     return [one.result for one in started]
 
 
