@@ -19,19 +19,16 @@ from .serving import MOCK, PATIENCE, Server, children, is_running, running_serve
 pytestmark = pytest.mark.skipif(not Path("/proc").is_dir(), reason="processes are told apart in /proc")
 COUNT = 3
 SLOW = ("--mock-step-ms", "20")
+FOR_LONG = 4000  # tokens: longer than a test waits
 
 
 @contextmanager
 def serving(*flags: str) -> Iterator[tuple[Server, list[int], int]]:
     """Yield a server with several HTTP processes, their ids, and that of its engine core."""
     with running_server(*MOCK, "--api-server-count", str(COUNT), *flags) as server:
-        fronts, core = [server.process.pid], 0
-        for pid in children(server.process.pid):
-            if b"another" in Path(f"/proc/{pid}/cmdline").read_bytes():
-                fronts.append(pid)
-            else:
-                core = pid
+        fronts = every(server)
         assert len(fronts) == COUNT
+        (core,) = {*children(server.process.pid)} - {*fronts}
         wait_until(lambda: all(map(listens, fronts)), "a process does not listen")
         yield server, fronts, core
 
@@ -74,11 +71,18 @@ def open_stream(server: Server, tokens: int) -> tuple[http.client.HTTPConnection
 
 
 def streams_of_each(server: Server, fronts: list[int], tokens: int) -> list[Any]:
+    """Begin a completion in each process."""
     found = []
     for pid in fronts:
-        with only(pid, fronts):
+        with only(pid, every(server)):
             found.append(open_stream(server, tokens))
     return found
+
+
+def every(server: Server) -> list[int]:
+    """Return the HTTP processes of a server, the first one first."""
+    others = [pid for pid in children(server.process.pid) if b"another" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    return [server.process.pid, *others]
 
 
 def test_all_processes_answer_alike_and_their_counts_are_added_up() -> None:
@@ -107,9 +111,11 @@ def test_all_processes_answer_alike_and_their_counts_are_added_up() -> None:
 
 def test_a_killed_process_loses_its_clients_and_no_other() -> None:
     with serving(*SLOW) as (server, fronts, core):
-        lost, *rest = reversed(streams_of_each(server, fronts, 200))
+        with only(fronts[-1], fronts):
+            lost = open_stream(server, FOR_LONG)
+        rest = streams_of_each(server, fronts[:-1], 100)
         with only(fronts[1], fronts):
-            open_stream(server, 3000)[0].close()  # its client goes: an abort like any other
+            open_stream(server, FOR_LONG)[0].close()  # its client goes: an abort like any other
         os.kill(fronts[-1], signal.SIGKILL)
         with pytest.raises((http.client.IncompleteRead, ConnectionError)):
             lost[1].read()
@@ -137,7 +143,7 @@ def test_sigterm_lets_the_requests_of_all_processes_finish() -> None:
 def test_an_end_at_once_is_told_to_the_clients_of_all_processes(second: bool) -> None:
     """The core is killed, or a second signal comes."""
     with serving(*SLOW) as (server, fronts, core):
-        streams = streams_of_each(server, fronts, 3000)
+        streams = streams_of_each(server, fronts, FOR_LONG)
         if second:
             server.signal(signal.SIGTERM)
             wait_until(lambda: "no new requests" in server.stderr)

@@ -329,3 +329,25 @@ def test_a_silent_master_ends_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None
         agent = agent_module.HostAgent("127.0.0.1", made.port, KEY.encode(), hello, MODULE, env={}, say=print)
         with pytest.raises(EngineDead, match="has sent nothing for 1 s: the ranks of this host were ended"):
             agent.run()
+
+
+def own_agent(made: Cluster, words: list[str], node: int = 1) -> agent_module.HostAgent:
+    """Return an agent in this process that keeps its words."""
+    hello = HostHello(node=node, name="b", versions="1")
+    return agent_module.HostAgent("127.0.0.1", made.port, KEY.encode(), hello, MODULE, env={}, say=words.append)
+
+
+def test_an_agent_tells_that_it_joins_and_leaves() -> None:
+    with cluster(nodes=()) as made:
+        words: list[str] = []
+        assert own_agent(made, words).run(lambda: "was ended by SIGINT" if words else "")
+        assert words == [f"node 1 has joined the engine on 127.0.0.1:{made.port}.",
+                         "this host was ended by SIGINT, and has left the engine with its ranks."]
+
+
+def test_an_agent_that_is_not_taken_has_not_joined() -> None:
+    with cluster(nodes=()) as made:
+        words: list[str] = []
+        with pytest.raises(ConfigError, match="does not take this host: it is node 2"):
+            own_agent(made, words, node=2).run()
+        assert words == []

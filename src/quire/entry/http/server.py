@@ -82,7 +82,8 @@ async def serve(config: ServerConfig, listener: socket.socket, console: Console,
                             number=place.number, count=place.count)
     starter = partial(start_front, FRONT_MODULE, config, listener.fileno())
     engine = ServedEngine(config, metrics=metrics, place=place, more=starter)
-    http = HttpListener(build_app(engine, config, metrics), config.http, listener, metrics)
+    http = HttpListener(build_app(engine, config, metrics), config.http, listener, metrics,
+                        shared=place.count > 1)
     with StopRequests() as stop:
         if place.number == 0:
             http.start()
