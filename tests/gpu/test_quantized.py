@@ -8,6 +8,7 @@ from quire.kernels.triton_runtime import missing_hopper
 
 from ..support.quantized_cases import (
     CALLS,
+    ODD,
     SCALED,
     WEIGHT_ONLY,
     Call,
@@ -36,7 +37,7 @@ def seeded() -> None:
     torch.manual_seed(0)
 
 
-@pytest.mark.parametrize("call", (*CALLS, *LARGE), ids=str)
+@pytest.mark.parametrize("call", (*CALLS, *ODD, *LARGE), ids=str)
 @pytest.mark.parametrize("kind", SCALED)
 def test_products_of_eight_bits(kind: str, call: Call, device: torch.device) -> None:
     if why := scaled.unsupported():
@@ -85,3 +86,15 @@ def test_experts_of_eight_bits(kind: str, tokens: int, device: torch.device) -> 
         pytest.skip(why)
     for away in ((), (1, 4)):
         compare_experts(SCALED[kind], tokens, 8, 2, 512, 384, torch.bfloat16, device, 2e-2, residual=True, away=away)
+
+
+def test_the_reference_can_be_captured(device: torch.device) -> None:
+    """A weight whose outputs are no multiple of 64 runs the reference, also in graphs."""
+    packed = scaled.pack(make_matrix(SCALED["fp8 channel token"], 72, 256, device))
+    x = torch.randn(3, 256, device=device).bfloat16()
+    expected = scaled.run(x, packed, None)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = scaled.run(x, packed, None)
+    graph.replay()
+    assert torch.equal(y, expected)

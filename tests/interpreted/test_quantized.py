@@ -25,6 +25,7 @@ from quire.kernels.quantize.triton import quantize
 
 from ..support.quantized_cases import (
     CALLS,
+    ODD,
     SCALED,
     WEIGHT_ONLY,
     Call,
@@ -48,7 +49,7 @@ def seven_multiprocessors(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
 
 
-@pytest.mark.parametrize("call", CALLS, ids=str)
+@pytest.mark.parametrize("call", (*CALLS, *ODD), ids=str)
 @pytest.mark.parametrize("kind", SCALED)
 def test_products_of_eight_bits(kind: str, call: Call) -> None:
     compare(scaled, SCALED[kind], call, torch.float16, CPU, 4e-3)
@@ -90,12 +91,17 @@ def test_the_way_of_a_product(kernel: ModuleType, kind: str, texts: dict[int, st
         assert re.search(f"^weight of (FP8|4-bit) in .* {text}", kernel.way(torch.empty(rows, 256).half(), packed))
 
 
-def test_words_compile_for_hopper() -> None:
+@pytest.mark.parametrize(("script", "kernels"), [
+    ("compile_linear.py", {"hopper._few_kernel", "hopper._some_kernel", "_unpack_kernel"}),
+    ("compile_scaled.py", {"hopper._some_kernel", "_quantize_kernel"}),
+])  # fmt: skip
+def test_products_compile_for_hopper(script: str, kernels: set[str]) -> None:
     """Every kernel of production, in a process whose kernels are not interpreted."""
-    script, environment = Path(__file__).with_name("compile_linear.py"), os.environ | {"TRITON_INTERPRET": "0"}
-    done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, check=False)
+    environment = os.environ | {"TRITON_INTERPRET": "0"}
+    done = subprocess.run([sys.executable, Path(__file__).with_name(script)], env=environment, capture_output=True,
+                          text=True, check=False)  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
-    assert set(done.stdout.split()) == {"hopper._few_kernel", "hopper._some_kernel", "_unpack_kernel"}
+    assert set(done.stdout.split()) == kernels
 
 
 @pytest.mark.parametrize("kind", SCALED)

@@ -52,6 +52,10 @@ CALLS = (
     Call(9, 256, 384, norm=True, gated=True), Call(40, 192, 256, norm=True),
     Call(70, 256, 256, bias=True, residual=True), Call(66, 256, 128, gated=True),
 )  # fmt: skip
+ODD = (  # inputs that are no multiple of 128
+    Call(1, 128, 200, norm=True), Call(9, 128, 200, residual=True), Call(20, 128, 328, norm=True, gated=True),
+    Call(70, 128, 200, bias=True),
+)  # fmt: skip
 
 
 def make_matrix(scheme: Scheme, n: int, k: int, device: torch.device) -> QuantizedMatrix:
@@ -77,10 +81,11 @@ def stands_for(x: Tensor, matrix: QuantizedMatrix) -> Tensor:
     scheme = matrix.scheme
     if not scheme.inputs:
         return x.double()
-    q, scales = quantize(x, scaled.RULES[scheme.inputs], TYPES[scheme.values], powers=scheme.ue8m0,
+    padded = F.pad(x, (0, -x.shape[1] % GROUP))
+    q, scales = quantize(padded, scaled.RULES[scheme.inputs], TYPES[scheme.values], powers=scheme.ue8m0,
                          scale=None if matrix.input_scale is None else matrix.input_scale.view(1))  # fmt: skip
     spread = scales.t().repeat_interleave(GROUP, 1) if scheme.inputs == "group" else scales.view(-1, 1)
-    return (q.double() * spread.double())[: len(x)]
+    return (q.double() * spread.double())[: len(x), : x.shape[1]]
 
 
 def exact_values(x: Tensor, matrix: QuantizedMatrix) -> Tensor:

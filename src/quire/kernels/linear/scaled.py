@@ -2,11 +2,12 @@
 
 Rows     Kernel
 1        scaled_few.py: no tensor cores; norm and quantization of x are fused
-2 to 64  scaled_some.py: tensor cores, sums of 128 products are added in float32
+2 to 64  scaled_hopper.py (Gluon) or, where Gluon is missing, scaled_some.py (Triton): tensor cores, sums of 128
+         products are added in float32
 more     FP8: cuBLASLt (`torch.nn.functional.scaled_mm`), which adds the same way. INT8: scaled_many.py
 
-Measured on an H200 for the products of an 8B model (docs/performance.md). A weight whose K is no multiple of 128 or
-whose N is no multiple of 64 runs the reference.
+Measured on an H200 for the products of an 8B model (docs/performance.md). Weights are padded with zeros to a
+multiple of 128 inputs. A weight whose N is no multiple of 64 runs the reference.
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from quire.kernels import triton_runtime
 from quire.kernels.activation.triton import silu_mul
-from quire.kernels.linear import quantized_ref, scaled_few, scaled_many, scaled_some
+from quire.kernels.linear import quantized_ref, scaled_few, scaled_hopper, scaled_many, scaled_some
 from quire.kernels.norm.triton import rms_norm
 from quire.kernels.quantize.triton import FIXED, GROUP, TOKEN, quantize
 from quire.kernels.triton_runtime import INTERPRETED, missing
@@ -33,7 +35,7 @@ RULES = {"group": GROUP, "token": TOKEN, "tensor": FIXED}
 class Scaled:
     """A packed 8-bit weight.
 
-    values     [N, K] e4m3 or int8
+    values     [N, K] e4m3 or int8; K is a multiple of 128, columns that the model lacks are zeros
     scales     float32: [ceil(N / block), K / 128] for FP8 in blocks; [N] for a scale per channel (block 0)
     block      outputs that share a scale: 128 or 1; 0: a scale per channel
     wide       the scales in cuBLASLt's layout
@@ -76,17 +78,20 @@ def unsupported() -> str:
 def pack(matrix: QuantizedMatrix) -> Packed:
     """Return the weight packed in the layout that `run` reads. See `quire.kernels.linear`."""
     (n, k), block = matrix.shape, matrix.scheme.block[0] if matrix.scheme.kind == "fp8 block" else 0
-    if k % GROUP or n % 64 or matrix.order is not None or block not in (0, 1, GROUP):
+    if n % 64 or matrix.order is not None or block not in (0, 1, GROUP):
         return matrix
+    values = matrix.values.contiguous()
+    if missing_columns := -k % GROUP:
+        values = F.pad(values.view(torch.uint8), (0, missing_columns)).view(values.dtype)
     scales = matrix.scale.float().contiguous() if block else matrix.scale.float().flatten()
     wide = scales.view(1, -1)
     if block == GROUP:  # rows of a multiple of 4 numbers
-        wide = F.pad(scales, (0, -(k // GROUP) % 4))
+        wide = F.pad(scales, (0, -scales.shape[1] % 4))
     elif block:
         wide = scales.t().contiguous()
     fixed = None if matrix.input_scale is None else matrix.input_scale.float().view(1)
     counters = torch.zeros(-(-n // 64), dtype=torch.int32, device=scales.device)
-    return Scaled(matrix.values.contiguous(), scales, wide, block, RULES[matrix.scheme.inputs], matrix.scheme.ue8m0,
+    return Scaled(values, scales, wide, block, RULES[matrix.scheme.inputs], matrix.scheme.ue8m0,
                   fixed, counters, matrix.scheme)
 
 
@@ -102,7 +107,10 @@ def way(x: Tensor, packed: Packed) -> str:
         return quantized_ref.way(x, packed)
     if len(x) <= FEW_ROWS:
         return product_words(packed.scheme, "stays packed, widened in registers", "in the kernel of the product")
-    by = "Triton's tensor cores" if len(x) <= scaled_some.MOST_ROWS or packed.most == 127 else "cuBLASLt"
+    if len(x) <= scaled_some.MOST_ROWS:
+        by = "Triton's tensor cores" if triton_runtime.missing_hopper() else "Gluon's tensor cores"
+    else:
+        by = "Triton's tensor cores" if packed.most == 127 else "cuBLASLt"
     return product_words(packed.scheme, f"stays packed, multiplied in 8 bits by {by}", "by a kernel before")
 
 
@@ -148,6 +156,10 @@ def _product(
     if isinstance(packed, QuantizedMatrix):
         return _reference(x, packed, bias, residual, norm, eps, gated)
     rows, n = x.shape[0], packed.values.shape[0] >> gated
+    if x.shape[1] < packed.values.shape[1]:
+        if norm is not None:
+            x, norm = rms_norm(x, norm, eps), None
+        x = F.pad(x, (0, packed.values.shape[1] - x.shape[1]))
     y = x.new_empty(rows, n, dtype=dtype or x.dtype)
     if residual is not None:
         y = residual = residual.contiguous()
@@ -159,6 +171,10 @@ def _product(
             given=packed.fixed, block=packed.block, residual=residual, norm=norm, eps=eps, gated=gated)
     q, scales = quantize(x, packed.rule, packed.values.dtype, scale=packed.fixed, powers=packed.powers, norm=norm,
                          eps=eps)  # fmt: skip
+    if rows <= scaled_some.MOST_ROWS and not triton_runtime.missing_hopper():
+        high = packed.wide if packed.block == 1 else packed.scales
+        return scaled_hopper.product(q, scales, packed.values, high, bias, y, counters=packed.counters,
+                                     block=packed.block, residual=residual, gated=gated)
     if rows <= scaled_some.MOST_ROWS:
         return scaled_some.product(q, scales, packed.values, packed.scales, bias, y, counters=packed.counters,
                                    block=packed.block, residual=residual, gated=gated)

@@ -57,4 +57,5 @@ def quantize_rows(x: Tensor, wire: Wire) -> QuantizedRows:
 
 def _scale(x: Tensor, largest: float) -> Tensor:
     amax = x.abs().amax(-1, keepdim=True).clamp(min=SMALLEST)
-    return amax / amax.new_tensor(largest)  # by a number, PyTorch on CUDA would multiply with the reciprocal
+    # Divided by a number, PyTorch on CUDA would multiply with the reciprocal; a copied number cannot be captured
+    return amax / amax.new_full((), largest)
