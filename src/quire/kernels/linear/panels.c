@@ -306,7 +306,7 @@ INLINE void finish_row(const PanelsJob *job, const float *sums, long row, long p
     }
 }
 
-static void finish_panel(const PanelsJob *job, const float *sums, long first, long rows, long panel) {
+static __attribute__((noinline)) void finish_panel(const PanelsJob *job, const float *sums, long first, long rows, long panel) {
     for (long i = 0; i < rows; i++, sums += 2 * W) {
         if (job->half) finish_row(job, sums, first + i, panel, 1);
         else finish_row(job, sums, first + i, panel, 0);
@@ -350,9 +350,9 @@ INLINE void direct_panels(const PanelsJob *job, int kind, int rows, int count, l
 #ifdef HAVE_QUADS
 
 /* At most DIRECT rows of QUADS. */
-INLINE void quads_panels(const PanelsJob *job, int rows, int count, long panel) {
+INLINE void quads_panels(const PanelsJob *job, int kind, int rows, int count, long panel) {
     enum { AHEAD = 2048 }; /* bytes */
-    const long steps = job->inner / STEP_IN, pitch = steps * step_bytes(QUADS);
+    const long steps = job->inner / STEP_IN, pitch = steps * step_bytes(kind);
     const int32_t *x = (const int32_t *)job->x;
     const char *w = (const char *)job->weight + panel * pitch;
     float sums[4 * 2 * W] __attribute__((aligned(64)));
@@ -437,29 +437,41 @@ static void quads_tasks(void *argument) {
     }
 }
 
-#define QUADS_CASE(job, ROWS, COUNT, panel) case QUADS: quads_panels(job, ROWS, COUNT, panel); break;
-#else
-#define QUADS_CASE(job, ROWS, COUNT, panel)
 #endif
 
-#ifdef __AVX512BF16__
-#define PAIRED_CASES(job, ROWS, COUNT, panel)                                 \
-    case PAIRED: direct_panels(job, PAIRED, ROWS, COUNT, panel); break;       \
-    case PAIRED4: direct_panels(job, PAIRED4, ROWS, COUNT, panel); break;
-#else
-#define PAIRED_CASES(job, ROWS, COUNT, panel)
-#endif
-
-#define BY_KIND(job, ROWS, COUNT, panel)                                      \
-    switch ((job)->kind) {                                                    \
-    case FLOAT32: direct_panels(job, FLOAT32, ROWS, COUNT, panel); break;     \
-    case BFLOAT16: direct_panels(job, BFLOAT16, ROWS, COUNT, panel); break;   \
-    case SIGNED8: direct_panels(job, SIGNED8, ROWS, COUNT, panel); break;     \
-    case SIGNED4: direct_panels(job, SIGNED4, ROWS, COUNT, panel); break;     \
-    case E4M3: direct_panels(job, E4M3, ROWS, COUNT, panel); break;           \
-    PAIRED_CASES(job, ROWS, COUNT, panel)                                     \
-    QUADS_CASE(job, ROWS, COUNT, panel)                                       \
+/* Functions of at most DIRECT rows. Each is a function of its own: in one, they compile for 2 seconds more. */
+#define SHAPE(panels, kind, ROWS, COUNT)                                                                               \
+    static __attribute__((noinline)) void kind##_##ROWS##_##COUNT(const PanelsJob *job, long panel) {                  \
+        panels(job, kind, ROWS, COUNT, panel);                                                                         \
     }
+#define SHAPES(panels, kind)                                                                                           \
+    SHAPE(panels, kind, 1, 4) SHAPE(panels, kind, 1, 1) SHAPE(panels, kind, 2, 1) SHAPE(panels, kind, 3, 1)            \
+    SHAPE(panels, kind, 4, 1)
+#define TABLE(kind) [kind] = {kind##_1_4, kind##_1_1, kind##_2_1, kind##_3_1, kind##_4_1}
+
+SHAPES(direct_panels, FLOAT32)
+SHAPES(direct_panels, BFLOAT16)
+SHAPES(direct_panels, SIGNED8)
+SHAPES(direct_panels, SIGNED4)
+SHAPES(direct_panels, E4M3)
+#ifdef __AVX512BF16__
+SHAPES(direct_panels, PAIRED)
+SHAPES(direct_panels, PAIRED4)
+#endif
+#ifdef HAVE_QUADS
+SHAPES(quads_panels, QUADS)
+#endif
+
+/* By kind: 4 panels of a row, then a panel of 1 to DIRECT rows. */
+static void (*const direct_functions[][1 + DIRECT])(const PanelsJob *, long) = {
+    TABLE(FLOAT32), TABLE(BFLOAT16), TABLE(SIGNED8), TABLE(SIGNED4), TABLE(E4M3),
+#ifdef __AVX512BF16__
+    TABLE(PAIRED), TABLE(PAIRED4),
+#endif
+#ifdef HAVE_QUADS
+    TABLE(QUADS),
+#endif
+};
 
 static void direct_tasks(void *argument) {
     PanelsJob *job = argument;
@@ -469,21 +481,9 @@ static void direct_tasks(void *argument) {
         long panel = task * each;
         const long end = panel + each < job->panels ? panel + each : job->panels;
         while (panel < end) {
-            const long left = end - panel;
-            if (job->rows == 1 && left >= 4) {
-                BY_KIND(job, 1, 4, panel)
-                panel += 4;
-            } else if (job->rows <= 2 && left >= 2) {
-                if (job->rows == 1) BY_KIND(job, 1, 2, panel)
-                else BY_KIND(job, 2, 2, panel)
-                panel += 2;
-            } else {
-                if (job->rows == 1) BY_KIND(job, 1, 1, panel)
-                else if (job->rows == 2) BY_KIND(job, 2, 1, panel)
-                else if (job->rows == 3) BY_KIND(job, 3, 1, panel)
-                else BY_KIND(job, 4, 1, panel)
-                panel++;
-            }
+            const int count = job->rows == 1 && end - panel >= 4 ? 4 : 1;
+            direct_functions[job->kind][count == 4 ? 0 : job->rows](job, panel);
+            panel += count;
         }
     }
 }
