@@ -16,16 +16,18 @@ import torch
 import transformers
 
 from quire import LLM, RequestOutput, SamplingParams, StructuredOutputsParams
+from quire.engine.replicas import Core, Replicas
 
 from ..support.many_ranks import SIZES, SMALL, Left
 from ..support.pairwise import Row, label, pairwise
 from ..support.quantized_checkpoints import FORMS, quantize_checkpoint
-from ..support.tiny_models import CONTEXT, VOCAB, Tiny, make_oracle, mixed_prompts
+from ..support.tiny_models import CONTEXT, VOCAB, Tiny, make_oracle, mixed_prompts, random_model
 
 NUM_TOKENS = 64
 NEAR = {"rtol": 1e-5, "atol": 1e-5}  # of a log-probability: the sums of ranks are added in another order
 CHECKED: Row = {"check_collectives": True}
 FAMILIES = ("qwen3_moe", "qwen3", "deepseek_v3")
+EXPERTS = ("qwen3_moe", "glm4_moe", "deepseek_v3")
 FACTORS: dict[str, list[Any]] = {
     "sizes": list(SIZES),
     "prefix": [True, False],
@@ -117,21 +119,27 @@ def rows() -> list[Row]:
     found = pairwise(FACTORS)
     for row in found:
         sizes = row["sizes"]
-        row["family"] = FAMILIES[turns[sizes] % len(FAMILIES)] if sizes != "tp2-ep" or turns[sizes] != 1 else "glm4_moe"
+        families = EXPERTS if sizes.endswith("-ep") else FAMILIES
+        row["family"] = families[turns[sizes] % len(families)]
         turns[sizes] += 1
     return found
+
+
+def num_preempted(core: Core) -> int:
+    return sum(one.scheduler.num_preempted for one in (core.cores if isinstance(core, Replicas) else (core,)))
 
 
 @pytest.mark.parametrize("row", rows(), ids=label)
 def test_answers_of_one_rank(row: Row, checkpoint: Callable[[str], Path], engine: Callable[..., LLM]) -> None:
     folder = checkpoint(row["family"])
     options: Row = {"enable_prefix_caching": row["prefix"], "block_size": 16, "max_num_batched_tokens": 48}
-    if row["pool"] == "small":
-        options["num_gpu_blocks_override"] = 36
+    sizes = SIZES[row["sizes"]]
     one = engine(folder, **options)
-    ranks = engine(folder, **options, **CHECKED, async_depth=row["depth"], **SIZES[row["sizes"]])
+    if row["pool"] == "small":
+        options["num_gpu_blocks_override"] = 36 // sizes.get("data_parallel_size", 1)
+    ranks = engine(folder, **options, **CHECKED, async_depth=row["depth"], **sizes)
     compare(ask(ranks, requests()), ask(one, requests()))
-    assert (ranks.engine.core.scheduler.num_preempted > 0) == (row["pool"] == "small")
+    assert (num_preempted(ranks.engine.core) > 0) == (row["pool"] == "small")
     again = ask(ranks, requests(8))
     compare(again, ask(one, requests(8)))
     if row["pool"] == "normal":
@@ -154,7 +162,7 @@ def texts() -> list[tuple[str, SamplingParams]]:
             for i, kind in enumerate(kinds)]  # fmt: skip
 
 
-@pytest.mark.parametrize(("sizes", "depth"), [("tp2", 2), ("tp4", 1), ("pp2", 2), ("tp2-pp2", 1)])
+@pytest.mark.parametrize(("sizes", "depth"), [("tp2", 2), ("tp4", 1), ("pp2", 2), ("tp2-pp2", 1), ("dp2", 2)])
 def test_texts_of_the_bundled_model(sizes: str, depth: int, engine: Callable[..., LLM]) -> None:
     expected = ask(engine(), texts())
     found = ask(engine(**CHECKED, async_depth=depth, **SIZES[sizes]), texts())
@@ -191,6 +199,14 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="module")
+def experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random checkpoint with experts, whose rows are whole groups of 128."""
+    folder = tmp_path_factory.mktemp("experts")
+    random_model(Tiny(family="qwen3_moe", heads=(16, 4)), 0).save_pretrained(folder)
+    return folder
+
+
 @pytest.mark.parametrize(("form", "sizes"), [
     ("ct-w4-group", "tp2"), ("ct-w4-group", "tp4"), ("awq", "tp2"), ("gptq-zeros", "tp2"), ("ct-int8-weights", "tp2"),
     ("awq", "tp2-pp2"), ("fp8-block", "pp2"), ("ct-int8-channel", "pp2"),
@@ -218,11 +234,12 @@ def same(engine: Callable[..., LLM], folder: Path, sizes: str, **options: Any) -
 @pytest.mark.parametrize(("form", "options", "sizes", "bound"), [
     ("fp8-block", {}, "tp2", 1e-3), ("fp8-block", {}, "tp4", 1e-3), ("fp8-static", {}, "tp2", 1e-3),
     ("", {"kv_cache_dtype": "fp8"}, "tp2", 1e-3), ("", {"quantization": "fp8"}, "tp2", 5e-2),
-    ("ct-int8-channel", {}, "tp2", 0.2),
+    ("ct-int8-channel", {}, "tp2", 0.2), ("fp8-block", {}, "dp2-ep", 1e-3),
 ], ids=str)  # fmt: skip
 def test_quantized_numbers_that_depend_on_the_cut(
-    form: str, options: Row, sizes: str, bound: float, wide: Path, tmp_path: Path, engine: Callable[..., LLM]
-) -> None:
+    form: str, options: Row, sizes: str, bound: float, wide: Path, experts: Path, tmp_path: Path,
+    engine: Callable[..., LLM],
+) -> None:  # fmt: skip
     """The mean difference of prompts' log-probabilities is within a bound. Other tokens or slices give more than 1.
 
     - 1e-3 where activations or keys and values are rounded to 8 bits by scales that every rank has alike. The sum of
@@ -231,8 +248,10 @@ def test_quantized_numbers_that_depend_on_the_cut(
       another order.
     - 0.2 where each token of the input of a row-parallel product has a scale. A rank takes the maximum of its slice,
       an engine of one rank that of the whole row, so most values are rounded to others.
+
+    Rows of replicas go to the experts in 8 bits: `tests/unit/distributed/test_wire.py` compares the bits.
     """
-    folder = wide
+    folder = wide = experts if sizes == "dp2-ep" else wide
     if form:
         folder = tmp_path / "quantized"
         quantize_checkpoint(wide, folder, FORMS[form])

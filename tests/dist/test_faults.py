@@ -22,10 +22,12 @@ import pytest
 from quire import LLM, SamplingParams
 from quire.config.bundled import bundled_model
 from quire.contracts.errors import EngineDead, WeightsError
+from quire.engine.core import EngineCore
 
-from ..e2e.serving import running_server, wait_until
+from ..e2e.serving import Answer, Server, running_server, wait_until
 from ..support.many_ranks import SIZES, SMALL, Fault, Left, is_stopped, nothing_left, until
 from ..support.pairwise import Row, label, pairwise
+from ..support.tiny_models import CONTEXT, Tiny, random_model
 
 LIMIT = 20.0  # seconds to an error and to the end of all processes
 LIMIT_STOPPED = 60.0
@@ -33,12 +35,13 @@ PLACES = ("load", "size", "prefill", "decode")
 OPTIONS: Row = SMALL | {"max_model_len": 512, "kv_cache_memory_bytes": 16 << 20}
 FLAGS = ("--dtype", "float32", "--num-threads", "1", "--max-model-len", "512", "--kv-cache-memory-bytes", "16M",
          "--device", "cpu")  # fmt: skip
-SIZE_FLAGS = {"tp2": ("-tp", "2"), "pp2": ("-pp", "2")}
-LONG = SamplingParams(max_tokens=400, ignore_eos=True, seed=1)
+SIZE_FLAGS = {"tp2": ("-tp", "2"), "pp2": ("-pp", "2"), "dp2-ep": ("-dp", "2", "-ep", "--skip-tokenizer-init")}
+LONG = SamplingParams(max_tokens=200, ignore_eos=True, seed=1)
 ENDS = {"SIGKILL": "was killed by SIGKILL", "SIGSTOP": "is stopped (SIGSTOP, or a debugger) and has sent nothing for ",
         "RuntimeError": "failed: RuntimeError: planted by a test"}  # fmt: skip
 FACTORS: dict[str, list[Any]] = {
-    "sizes": ["tp2", "pp2"], "rank": [0, 1], "place": list(PLACES), "kind": list(ENDS), "host": ["LLM", "server"],
+    "sizes": ["tp2", "pp2", "dp2-ep"], "rank": [0, 1], "place": list(PLACES), "kind": list(ENDS),
+    "host": ["LLM", "server"],
 }  # fmt: skip
 
 
@@ -57,7 +60,7 @@ def left(tmp_path: Path) -> Iterator[Left]:
 
 def told(text: str, row: Row) -> None:
     """Assert that a message names the rank and the end of it."""
-    place = {"tp2": "tp", "pp2": "stage"}[row["sizes"]]
+    place = {"tp2": "tp", "pp2": "stage", "dp2-ep": "replica"}[row["sizes"]]
     assert f"rank {row['rank']} ({place} {row['rank']}, pid " in text and ENDS[row["kind"]] in text, text
 
 
@@ -67,19 +70,34 @@ def since(moment: Path, row: Row) -> None:
     assert seconds < (LIMIT_STOPPED if row["kind"] == "SIGSTOP" else LIMIT)
 
 
+@pytest.fixture(scope="module")
+def experts(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The folder of a tiny model with experts."""
+    folder = tmp_path_factory.mktemp("experts")
+    random_model(Tiny(family="qwen3_moe"), 0).save_pretrained(folder)
+    return str(folder)
+
+
 @pytest.mark.parametrize("row", rows(), ids=label)
-def test_a_fault_of_a_rank_is_told(row: Row, tmp_path: Path, left: Left, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fault_of_a_rank_is_told(
+    row: Row, tmp_path: Path, left: Left, monkeypatch: pytest.MonkeyPatch, experts: str
+) -> None:
+    """Replicas that share experts end together, too."""
+    options, flags, prompts = OPTIONS | SIZES[row["sizes"]], (*FLAGS, *SIZE_FLAGS[row["sizes"]]), ["Once", "The"]
+    if row["sizes"] == "dp2-ep":
+        options |= {"model": experts, "max_model_len": CONTEXT, "skip_tokenizer_init": True}
+        flags, prompts = (experts, *flags, "--max-model-len", str(CONTEXT)), [[1, 2, 3], [4, 5]]
     moment = tmp_path / "moment"
     variables = Fault(row["rank"], row["place"], row["kind"]).variables(moment)
     if row["host"] == "LLM":
         for name, text in variables.items():
             monkeypatch.setenv(name, text)
         with pytest.raises(EngineDead) as caught:
-            LLM(**OPTIONS, **SIZES[row["sizes"]]).generate(["Once", "The"], LONG, use_tqdm=False)
+            LLM(**options).generate(prompts, LONG, use_tqdm=False)
         since(moment, row)
         told(str(caught.value), row)
         return
-    flags, started = (*FLAGS, *SIZE_FLAGS[row["sizes"]]), row["place"] in ("prefill", "decode")
+    started = row["place"] in ("prefill", "decode")
     with running_server(*flags, wait="/ready" if started else "", **left.variables | variables) as server:
         if not started:
             assert server.exit_code() == 1
@@ -87,11 +105,11 @@ def test_a_fault_of_a_rank_is_told(row: Row, tmp_path: Path, left: Left, monkeyp
             told(server.stderr, row)
             return
         with ThreadPoolExecutor(4) as pool:
-            asked = [pool.submit(server.complete, f"Once {i}", max_tokens=400) for i in range(4)]
+            asked = [pool.submit(server.complete, prompts[i % 2], max_tokens=200) for i in range(4)]
             answers = [one.result() for one in asked]
             since(moment, row)
             for answer in answers:
-                error = answer.error() if answer.status == 200 else answer.json()["error"]
+                error = failure(answer)
                 assert error is not None
                 told(error["message"], row)
             assert server.ask("/health").status == 503
@@ -121,6 +139,88 @@ def test_a_rank_that_dies_while_nobody_asks_is_told_to_the_next_caller(left: Lef
         until(lambda: not left.processes(), lambda: "the other rank is left")  # before anybody asks
         for _ in range(2):
             with pytest.raises(EngineDead, match=rf"rank 0 \(tp 0, pid {pid}\) was killed by SIGKILL"):
+                llm.generate("x", LONG, use_tqdm=False)
+
+
+def failure(answer: Answer) -> dict[str, Any] | None:
+    """Return the error of an answer: 503, or an event of a stream that has begun."""
+    if "text/event-stream" in answer.headers["content-type"]:
+        return answer.error()
+    error: dict[str, Any] | None = answer.json().get("error")
+    assert (answer.status == 200) == (error is None) and answer.status in (200, 503)
+    return error
+
+
+def dead(core: EngineCore) -> bool:
+    """True when the end of a replica is known in this process."""
+    try:
+        core.executor.check_alive()
+    except EngineDead:
+        return True
+    return False
+
+
+def running(server: Server) -> dict[int, float]:
+    """Return the requests that run in each replica that lives."""
+    found = server.metric("quire:num_requests_running_by_replica")
+    return {int(labels.partition('replica="')[2].partition('"')[0]): count for labels, count in found.items()}
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("replica", [0, 1])
+def test_an_independent_replica_dies_alone(replica: int, number: signal.Signals, left: Left) -> None:
+    """Its requests end with an error; those of the other one finish, and new ones are answered."""
+    with running_server(*FLAGS, "-dp", "2", **left.variables) as server, ThreadPoolExecutor(10) as pool:
+        asked = [pool.submit(server.complete, f"Once {i}", max_tokens=200, stream=i < 8) for i in range(10)]
+        wait_until(lambda: running(server) == {0: 5, 1: 5}, "running requests")
+        pids, other = left.ranks(), 1 - replica
+        os.kill(pids[replica], number)
+        killed = time.monotonic()
+        errors = [failure(one.result()) for one in asked]
+        print(f"told after {time.monotonic() - killed:.2f} s")
+        lost, name = [error for error in errors if error is not None], f"rank {replica} (replica {replica}, pid "
+        assert len(lost) == 5
+        for error in lost:
+            assert error["code"] == "replica" and f"{name}{pids[replica]}) {ENDS[number.name]}" in error["message"]
+        alone = next(i for i, error in enumerate(errors) if error is None)
+        assert asked[alone].result().text() == server.complete(f"Once {alone}", max_tokens=200).text()
+        assert server.ask("/health").status == 200
+        wait_until(lambda: running(server) == {other: 0}, "the other replica alone")
+        assert server.ask("/debug/plan").status == 200
+        os.kill(pids[other], signal.SIGKILL)
+        assert server.exit_code() == 1
+        assert f"rank {other} (replica {other}, pid {pids[other]}) was killed by SIGKILL" in server.stderr
+        assert "Traceback" not in server.stderr
+
+
+@pytest.mark.parametrize("busy", [False, True])
+def test_an_idle_replica_that_dies_gets_no_request(busy: bool, left: Left) -> None:
+    with running_server(*FLAGS, "-dp", "2", **left.variables) as server, ThreadPoolExecutor(1) as pool:
+        stream = pool.submit(server.complete, max_tokens=400) if busy else None
+        if busy:
+            wait_until(lambda: sum(running(server).values()) == 1, "a running request")
+        idle = next((number for number, count in running(server).items() if not count), 0)
+        pid = left.ranks()[idle]
+        os.kill(pid, signal.SIGKILL)
+        wait_until(lambda: is_stopped(pid), "the end of the rank")
+        wait_until(lambda: running(server).keys() == {1 - idle}, "the other replica alone")
+        assert all(server.complete(max_tokens=4).error() is None for _ in range(4))
+        assert stream is None or stream.result().error() is None
+
+
+def test_replicas_that_die_while_nobody_asks(left: Left) -> None:
+    """An `LLM` goes on with one; the end of the last one is told to every caller."""
+    with LLM(**OPTIONS, data_parallel_size=2) as llm:
+        llm.generate(["x", "y"], SamplingParams(max_tokens=1), use_tqdm=False)
+        first, second = left.ranks()
+        os.kill(first, signal.SIGKILL)
+        until(lambda: dead(llm.engine.core.cores[0]), lambda: "the first replica lives")
+        outputs = llm.generate(["x", "y", "z"], SamplingParams(max_tokens=3, ignore_eos=True), use_tqdm=False)
+        assert [output.outputs[0].finish_reason for output in outputs] == ["length"] * 3
+        os.kill(second, signal.SIGKILL)
+        until(lambda: dead(llm.engine.core.cores[1]), lambda: "the second replica lives")
+        for _ in range(2):
+            with pytest.raises(EngineDead, match=rf"rank 1 \(replica 1, pid {second}\) was killed by SIGKILL"):
                 llm.generate("x", LONG, use_tqdm=False)
 
 

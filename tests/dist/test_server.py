@@ -1,13 +1,20 @@
-"""A server whose engine has two processes: the answers of one, streams that are left, and an end in good order."""
+"""Servers of several ranks: the answers of one rank, streams that are left, and an end in good order."""
 
 import http.client
+import itertools
 import json
 import signal
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import numpy as np
 import pytest
+
+from quire import LLM
+from quire.assemble import ranks
+from quire.platforms.cpu import read_cpu_facts
 
 from ..e2e.in_process import Inside, running_inside
 from ..e2e.serving import Server, running_server, wait_until
@@ -80,10 +87,50 @@ def test_the_plan_and_the_metrics(inside: Inside) -> None:
     assert inside.server.ask("/health").status == 200
 
 
+@pytest.fixture
+def replicas(left: Left) -> Iterator[Inside]:
+    """A server of two independent replicas."""
+    with running_inside(**OPTIONS, data_parallel_size=2, max_num_seqs=16) as found:
+        yield found
+        found.check()
+
+
+def test_replicas_share_many_requests(replicas: Inside) -> None:
+    """Answers are those of one rank, and each replica computes half of them."""
+    prompts = [f"Once {i}" for i in range(32)]
+    with running_inside(**OPTIONS, max_num_seqs=16) as one, ThreadPoolExecutor(32) as pool:
+        right = list(pool.map(lambda prompt: one.server.complete(prompt, max_tokens=24).text(), prompts))
+    most = Counter[str]()
+    with ThreadPoolExecutor(33) as pool:
+        asked = [pool.submit(replicas.server.complete, prompt, max_tokens=24) for prompt in prompts]
+        while not all(one.done() for one in asked):
+            most |= Counter(replicas.server.metric("quire:num_requests_running_by_replica"))
+    assert [one.result().text() for one in asked] == right
+    assert len(most) == 2 and min(most.values()) > 0
+    assert [core.scheduler.roster._arrivals for core in replicas.core.cores] == [16, 16]
+    wait_until(lambda: sum(replicas.server.metric("quire:num_requests_running").values()) == 0, "the end")
+    assert set(replicas.server.metric("quire:num_requests_running_by_replica").values()) == {0}
+
+
+def test_replicas_have_caches_of_one_size(left: Left, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever memory the others take meanwhile: a request that fits into one replica fits into each."""
+    frees = itertools.count(400 << 20, -(20 << 20))
+    monkeypatch.setattr(ranks, "read_cpu_facts", lambda: replace(read_cpu_facts(), free_memory=next(frees)))
+    options = {name: value for name, value in OPTIONS.items() if name != "kv_cache_memory_bytes"}
+    with LLM(**options, data_parallel_size=2, use_tqdm_on_load=False) as llm:
+        facts = [core.facts for core in llm.engine.core.cores]
+        assert len({(one.num_blocks, one.max_model_len) for one in facts}) == 1
+        assert llm.engine.core.facts.num_blocks == 2 * facts[0].num_blocks
+
+
 def streams(pool: ThreadPoolExecutor, server: Server, count: int, tokens: int) -> list[Callable[[], object]]:
-    """Start streams and wait until tokens arrive."""
+    """Start streams and wait until all of them run, and tokens arrive."""
+    def total(*names: str) -> float:
+        return sum(sum(server.metric(f"quire:{name}").values()) for name in names)
+
     started = [pool.submit(server.complete, f"Once {i}", max_tokens=tokens) for i in range(count)]
-    wait_until(lambda: sum(server.metric("quire:generation_tokens_total").values()) > 0, "tokens")
+    wait_until(lambda: total("num_requests_running", "request_success_total") >= count, "streams")
+    wait_until(lambda: total("generation_tokens_total") > 0, "tokens")
     return [one.result for one in started]
 
 

@@ -14,6 +14,7 @@ from quire import LLM, assemble
 from quire.contracts.errors import PromptTooLong
 from quire.entry.cli.main import main
 from quire.explain.trace import Span, _stops, recording, render, trace
+from quire.worker.spans import PACKAGE
 
 OPTIONS: dict[str, Any] = {"num_threads": 1, "kv_cache_memory_bytes": 1 << 24, "use_tqdm_on_load": False}
 PROMPT = [11, 12, 13, 14, 15]
@@ -96,6 +97,38 @@ def test_the_kernels_that_were_chosen_are_those_that_are_called(llm: LLM) -> Non
     called = names(trace(llm, PROMPT))
     for choice in llm.engine.kernels.choices:
         assert any(name.startswith(f"{choice.op}.{choice.name}.") for name in called) or choice.op == "activation"
+
+
+def test_products_say_where_numbers_are_quantized() -> None:
+    """The text names the file and line that decide, and lies at the call that computes."""
+    with LLM(async_depth=1, quantization="fp8", **OPTIONS) as llm:
+        root = trace(llm, PROMPT, max_tokens=2)
+    products = [span for span in flat(root) if span.name.startswith("linear.") and span.way]
+    assert len(products) >= 2 * 4 * 8, "four products of each layer, in both steps"
+    for span in products:
+        assert span.way.startswith("weight of FP8 in blocks of 128 x 128 ")
+        assert "; activations quantized per token and 128 channels, " in span.way
+        found = re.search(r" \((kernels/linear/\w+\.py):(\d+)\)$", span.way)
+        assert found and (PACKAGE / found[1]).read_text().splitlines()[int(found[2]) - 1].startswith("def way(")
+    assert not any(span.way for span in flat(root) if span.name.partition(".")[0] not in ("linear", "experts"))
+    for shown, count in ((None, len(products)), (set(), 4 * 2)):  # a step in full, and a prompt's and a decode's layer
+        assert sum("weight of FP8" in line for line in render(root, shown)) == count
+
+
+@pytest.mark.parametrize("kernel", ["linear.quantized_ref", "experts.ref"])
+def test_the_kernels_of_quantized_weights_and_of_experts_are_stops(
+    kernel: str, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    """A layer has kernels of its own for its kind of weights, which are not those that the model names."""
+    op, folder = kernel.partition(".")[0], ""
+    if op == "experts":
+        folder = str(request.getfixturevalue("shared") / "models" / "quire-tiny-moe")
+    monkeypatch.setattr(assemble, "resolve_engine", partial(assemble.resolve_engine, forced={op: "ref"}))
+    with LLM(folder, async_depth=1, quantization="fp8", **OPTIONS) as llm:
+        spans = [span for span in flat(trace(llm, PROMPT, max_tokens=1)) if span.name.startswith(f"{kernel}.run")]
+    assert spans and all(span.way.startswith("weight of FP8 ") for span in spans)
+    assert all(" dequantized to float32, 1,024 rows at a time; activations quantized per token" in span.way
+               for span in spans)  # fmt: skip
 
 
 @pytest.mark.parametrize("fails", [False, True])

@@ -37,6 +37,7 @@ from quire.worker.device_state import Limits
 from ..support.compared import BLOCK, CPU, LIMITS, model_args
 from ..support.filled_models import experts_plan, sliced, stored_tensors
 
+NO_GROUPS = RankGroups()
 ROOM, PROGRAMS, SIZE = 1 << 16, 4, 2
 SIZES = Limits(**(vars(LIMITS) | {"graph_sizes": (2, 4), "graph_tokens": (48,)}))
 
@@ -60,17 +61,21 @@ class SharedFiles(SymmetricGroup):
         return super()._sum(part, residual)
 
 
-def rank_model(args: ModelArgs, rank: Rank, tp: Group | None, target: str) -> Model:
-    """The slices of a random checkpoint that a rank holds; the references without a target."""
+def rank_model(args: ModelArgs, rank: Rank, tp: Group | None, target: str, groups: RankGroups = NO_GROUPS) -> Model:
+    """The slices of a random checkpoint that a rank holds; the references without a target.
+
+    groups   of a replica in lock-step
+    """
     ops, params = operations(args), layout(args, rank)
     kernels = select_kernels(target or "cpu", "float32", ops=ops, head_dim=args.head_dim,
                              forced=None if target else dict.fromkeys(ops, "ref"))  # fmt: skip
-    whole = args.moe is None or rank.experts == (0, args.moe.routing.num_experts)
+    whole = args.moe is None or len(rank.expert_ids) == args.moe.routing.num_experts
     build = Build(
         torch.float32, CPU, kernels, {param.name: param for param in params},
-        linear_plans(args, params, kernels.choices), experts=None if whole else tuple(range(*rank.experts)), tp=tp,
+        linear_plans(args, params, kernels.choices), experts=None if whole else tuple(rank.expert_ids), tp=tp,
         moe=experts_plan(args, "float32", target or "cpu", "" if target else "ref"),
         vocabulary=None if tp is None else vocabulary_slice(args.vocab_size, tp),
+        ep=groups.ep, slots=groups.slots, owners=() if groups.ep is None else _owners(args, rank, groups.ep.size),
     )  # fmt: skip
     model = Decoder(args, params, build)
     stored = {name: tensor * 0.3 for name, tensor in stored_tensors(layout(args)).items()}
@@ -78,6 +83,13 @@ def rank_model(args: ModelArgs, rank: Rank, tp: Group | None, target: str) -> Mo
         model.take(unit.module, unit.place, {
             raw.name: torch.cat([sliced(part, stored[part.stored]) for part in raw.parts]) for raw in unit.tensors})
     return model
+
+
+def _owners(args: ModelArgs, rank: Rank, size: int) -> tuple[int, ...]:
+    """The rank of each expert among replicas of one rank."""
+    every = list(ranks(args, Parallel(dp=size, experts=True)))
+    held = {expert: one.number for one in every for expert in one.expert_ids}
+    return tuple(held[expert] for expert in range(len(held)))
 
 
 def main(number: int, kind: str, folder: Path) -> None:
@@ -92,7 +104,7 @@ def main(number: int, kind: str, folder: Path) -> None:
         patch.setattr("quire.worker.construct.Graphs", Recording)
         patch.setattr("quire.worker.graphs.NARROW", 2)
         args, parallel = model_args(kind), Parallel(tp=SIZE, experts=kind == "experts")
-        joined = join_ranks(folder / "meeting", number, parallel, CPU)
+        joined = join_ranks(str(folder / "meeting"), number, parallel, CPU)
         assert isinstance(joined.tp, ProcessGroup)
         tp = SharedFiles(joined.tp, folder)
         rank = list(ranks(args, parallel))[number]

@@ -34,7 +34,7 @@ from quire.worker.runner import StepRunner
 
 from ..support.compared import LIMITS, VOCAB, ComparedRunners, compare_requests, make_model, model_args, runner_of
 from ..support.naive_runner import NaiveRunner, agree
-from . import ranks_of_gpus
+from . import ranks_of_gpus, replicas_of_gpus
 
 
 class Event:
@@ -145,6 +145,27 @@ def test_two_ranks_give_the_tokens_of_one(tmp_path: Path, kind: str) -> None:
         expected = oracle.run(one)
         for rank in range(2):
             agree(decode((tmp_path / f"result{rank}-{one.step}").read_bytes(), StepResult), expected)
+
+
+@pytest.mark.parametrize("kind", ["experts", pytest.param("latent", marks=pytest.mark.full)])
+def test_two_replicas_that_share_experts_give_the_tokens_of_one(tmp_path: Path, kind: str) -> None:
+    """With the kernels of a GPU, padded steps, steps without tokens, and rows through shared memory."""
+    for rank in range(2):
+        size = replicas_of_gpus.layout(model_args(kind)).num_bytes
+        (tmp_path / f"buffer{rank}").write_bytes(b"\xff" * size)  # NaN
+        (tmp_path / f"signal{rank}").write_bytes(bytes(1 << 10))
+    command = [sys.executable, "-m", "tests.interpreted.replicas_of_gpus"]
+    running = [subprocess.Popen([*command, str(rank), kind, str(tmp_path)], cwd=Path(__file__).parents[2])
+               for rank in range(2)]  # fmt: skip
+    assert [process.wait(timeout=600) for process in running] == [0, 0]
+    for rank in range(2):
+        oracle = NaiveRunner(ranks_of_gpus.reference(kind))
+        for one in PLANS[:7]:
+            agree(decode((tmp_path / f"result{rank}-{one.step}").read_bytes(), StepResult), oracle.run(one))
+        kinds = (tmp_path / f"kinds{rank}").read_text().split()
+        # The second replica has no tokens in a step in which the first has more than any captured one. In its last
+        # step, of two decodes, the first one has none.
+        assert set(kinds) == {"decode", "mixed", *(["beyond"] if rank else ["join"])}
 
 
 def run_ahead(runner: StepRunner, plans: tuple[StepPlan, ...]) -> list[StepResult]:

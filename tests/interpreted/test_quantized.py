@@ -6,9 +6,12 @@ tests/gpu/test_quantized.py demands equality.
 """
 
 import os
+import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 
 os.environ.setdefault("TRITON_INTERPRET", "1")
 
@@ -16,6 +19,7 @@ import pytest
 import torch
 
 from quire.kernels import triton_runtime
+from quire.kernels.experts import scaled as experts
 from quire.kernels.linear import scaled, scaled_few, weight_only, weight_only_hopper
 from quire.kernels.quantize.triton import quantize
 
@@ -72,6 +76,21 @@ def test_words_of_inputs_that_are_no_multiple_of_a_step(kind: str) -> None:
     compare(weight_only_hopper, WEIGHT_ONLY[kind], Call(257, 40, 160), torch.float16, CPU, 4e-3)
 
 
+@pytest.mark.parametrize(("kernel", "kind", "texts"), [
+    (scaled, next(iter(SCALED)), {1: "widened in registers; activations quantized per .*, in the kernel of the product",
+                                  8: "multiplied in 8 bits by Triton's .*, by a kernel before",
+                                  300: "multiplied in 8 bits by cuBLASLt; activations .*, by a kernel before"}),
+    (weight_only, "w4 32 order", {1: "stays packed, widened in registers; activations are not quantized",
+                                  300: "dequantized to float16 by a kernel before; .*; activations are not quantized"}),
+    (weight_only_hopper, "w4 32 order", {1: "stays packed, widened in registers", 300: "dequantized to float16"}),
+])  # fmt: skip
+def test_the_way_of_a_product(kernel: ModuleType, kind: str, texts: dict[int, str]) -> None:
+    """Text for a trace, by the number of rows."""
+    packed = kernel.pack(make_matrix({**SCALED, **WEIGHT_ONLY}[kind], 128, 256, CPU))
+    for rows, text in texts.items():
+        assert re.search(f"^weight of (FP8|4-bit) in .* {text}", kernel.way(torch.empty(rows, 256).half(), packed))
+
+
 @pytest.mark.parametrize(("script", "kernels"), [
     ("compile_linear.py", {"hopper._few_kernel", "hopper._some_kernel", "_unpack_kernel"}),
     ("compile_scaled.py", {"hopper._some_kernel", "_quantize_kernel"}),
@@ -111,6 +130,29 @@ def test_normed_rows_are_rounded_before_they_are_quantized() -> None:
 @pytest.mark.parametrize("kind", SCALED)
 def test_experts_of_eight_bits(kind: str, tokens: int) -> None:
     compare_experts(SCALED[kind], tokens, 4, 2, 256, 128, torch.float16, CPU, 2e-2, residual=tokens == 2)
+
+
+@pytest.mark.parametrize("tokens", [1, 9])
+@pytest.mark.parametrize("kind", [kind for kind, scheme in SCALED.items() if scheme.wire.values])
+def test_experts_take_rows_that_were_quantized_before(kind: str, tokens: int) -> None:
+    """The bits of rows that the experts quantize, with scales in either order."""
+    scheme, (count, top_k, hidden, inner) = SCALED[kind], (3, 2, 256, 128)
+    pairs = [(make_matrix(scheme, 2 * inner, hidden, CPU), make_matrix(scheme, hidden, inner, CPU))
+             for _ in range(count)]  # fmt: skip
+    packed = experts.empty(count, *pairs[0], CPU)
+    for place, pair in enumerate(pairs):
+        experts.put(packed, place, *pair)
+    x, residual = torch.randn(tokens, hidden).half(), torch.randn(tokens, hidden).half()
+    ids = torch.stack([torch.randperm(count + 1)[:top_k] for _ in range(tokens)]).int()
+    given = torch.rand(tokens, top_k), ids, packed, torch.tensor([2, -1, 0, 1], dtype=torch.int32)
+    expected = residual.clone()
+    experts.many(x, *given, expected, expected)
+    rows = experts.quantize_rows(x, scheme.wire)
+    assert (len(rows), rows.shape, rows.dtype) == (tokens, x.shape, x.dtype)
+    for scales in (rows.scales, rows.scales.contiguous()):
+        assert torch.equal(experts.run(replace(rows, scales=scales), *given, residual.clone()), expected)
+    assert not torch.equal(experts.run(replace(rows, scales=2 * rows.scales), *given, residual.clone()), expected)
+    assert experts.run(rows[:0], given[0][:0], ids[:0], *given[2:]).shape == (0, hidden)
 
 
 def test_experts_of_other_ranks_add_nothing() -> None:

@@ -21,6 +21,9 @@ SIZES: dict[str, dict[str, Any]] = {
     "pp2": {"pipeline_parallel_size": 2},
     "tp2-pp2": {"tensor_parallel_size": 2, "pipeline_parallel_size": 2},
     "tp2-ep": {"tensor_parallel_size": 2, "enable_expert_parallel": True},
+    "dp2": {"data_parallel_size": 2},
+    "dp2-ep": {"data_parallel_size": 2, "enable_expert_parallel": True},
+    "dp2-tp2-ep": {"data_parallel_size": 2, "tensor_parallel_size": 2, "enable_expert_parallel": True},
 }  # fmt: skip
 SMALL: dict[str, Any] = {"dtype": "float32", "num_threads": 1, "use_tqdm_on_load": False}
 
@@ -29,7 +32,7 @@ SMALL: dict[str, Any] = {"dtype": "float32", "num_threads": 1, "use_tqdm_on_load
 class Fault:
     """A fault of a rank; see `planted/sitecustomize.py`.
 
-    place   load, size, prefill or decode;  kind  the name of a signal, RuntimeError or UserError
+    place   load, size, prefill, decode or mover;  kind  the name of a signal, RuntimeError, UserError or freeze
     """
 
     rank: int

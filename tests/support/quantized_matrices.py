@@ -60,18 +60,17 @@ def numbers(matrix: QuantizedMatrix) -> Tensor:
     """The weight by its formula, number by number, [N, K] float64."""
     scheme, (rows, columns) = matrix.scheme, matrix.shape
     middle = {"w4": 8, "w8": 128}.get(scheme.values, 0)
-    out = torch.empty(rows, columns, dtype=torch.float64)
-    high, wide = scheme.block
+    stored = matrix.values.tolist() if scheme.values == "w4" else matrix.values.float().tolist()
+    scale, zero = matrix.scale.tolist(), None if matrix.zero is None else matrix.zero.tolist()
+    out: list[list[float]] = []
+    high, wide = matrix.scheme.block
     for n in range(rows):
+        out.append([])
         for k in range(columns):
-            place = n // high, k // wide if wide else 0
-            if scheme.values == "w4":
-                value = float(matrix.values[n, k // 2] >> 4 * (k % 2) & 15)
-            else:
-                value = float(matrix.values[n, k])
-            zero = middle if matrix.zero is None else int(matrix.zero[place])
-            out[n, k] = (value - zero) * float(matrix.scale[place])
-    return out
+            i, j = n // high, k // wide if wide else 0
+            value = stored[n][k // 2] >> 4 * (k % 2) & 15 if scheme.values == "w4" else stored[n][k]
+            out[n].append((value - (middle if zero is None else zero[i][j])) * scale[i][j])
+    return torch.tensor(out, dtype=torch.float64)
 
 
 def rounded(x: Tensor, matrix: QuantizedMatrix) -> Tensor:
@@ -95,9 +94,9 @@ def rounded(x: Tensor, matrix: QuantizedMatrix) -> Tensor:
     return out
 
 
-def product(inputs: Inputs) -> Tensor:
-    """x @ W.T + bias in float64, on the quantized activations."""
+def product(inputs: Inputs, weight: Tensor | None = None) -> Tensor:
+    """x @ W.T + bias in float64, on the quantized activations. weight: `numbers` of the matrix, if they are known."""
     x = rounded(inputs.x, inputs.matrix)
     if inputs.matrix.order is not None:
         x = x[:, inputs.matrix.order.long()]
-    return x @ numbers(inputs.matrix).t() + inputs.bias.double()
+    return x @ (numbers(inputs.matrix) if weight is None else weight).t() + inputs.bias.double()

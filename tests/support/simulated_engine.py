@@ -3,6 +3,7 @@
 The core, the plans and the runners are those of an engine of processes; only the transport is not.
 """
 
+import threading
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -13,11 +14,11 @@ from typing import Any, TypeVar
 
 import torch
 
-from quire.assemble import assemble_core, plan_ranks, read_files
+from quire.assemble import Found, assemble_core, join_replicas, plan_ranks, read_files
 from quire.assemble.parts import Parts
 from quire.assemble.rank import load_rank
 from quire.config.engine import EngineConfig
-from quire.config.placement import pp_members, tp_members
+from quire.config.placement import ep_members, mover_members, pp_members, tp_members
 from quire.config.resolve import shared_sizes
 from quire.contracts.protocols import ExecutorFacts
 from quire.contracts.step import I32, StepPlan, StepResult
@@ -26,6 +27,7 @@ from quire.distributed.checked import CheckedGroup
 from quire.distributed.mesh import RankGroups
 from quire.distributed.simulated import SimulatedRanks
 from quire.engine.core import EngineCore
+from quire.engine.replicas import Core
 from quire.models.plan import EnginePlan, resolve_sizing
 from quire.text.grammar import GrammarCompiler
 from quire.text.grammar_trial import GrammarTrial
@@ -64,8 +66,21 @@ class SimulatedExecutor:
     def collect(self) -> StepResult:
         return [future.result(timeout=60) for future in self._steps.popleft()][self._lead]
 
+    def ready(self) -> bool:
+        return True
+
+    def check_alive(self) -> None:
+        pass
+
+    def ask(self, name: str, args: dict[str, Any]) -> Callable[[], object]:
+        return partial(self.control, name, args)
+
     def control(self, name: str, args: dict[str, Any]) -> object:
-        raise NotImplementedError(name)
+        assert name == "experts"
+        given = dict(args)
+        found = [pool.submit(partial(part.worker.balancing.control, **given))
+                 for pool, part in zip(self._threads, self.parts, strict=True)]
+        return [one.result(timeout=60) for one in found]
 
     def facts(self) -> ExecutorFacts:
         return self._facts
@@ -79,30 +94,41 @@ def make_groups(plans: list[EnginePlan], checked: bool = True) -> list[RankGroup
     """The groups of every rank, as threads that exchange tensors."""
     parallel = plans[0].mesh.parallel
     found: list[dict[str, Group]] = [{} for _ in plans]
-    for name, members in (("tp", tp_members), ("pp", pp_members), ("tokens", pp_members)):
+    for name, members in (("tp", tp_members), ("pp", pp_members), ("tokens", pp_members), ("ep", ep_members),
+                          ("movers", mover_members)):  # fmt: skip
         for numbers in members(parallel):
             if len(numbers) > 1:
                 for number, group in zip(numbers, SimulatedRanks(len(numbers)).groups, strict=True):
-                    found[number][name] = CheckedGroup(group, torch.device("cpu")) if checked else group
+                    compared = checked and name != "movers"
+                    found[number][name] = CheckedGroup(group, torch.device("cpu")) if compared else group
     return [RankGroups(**one) for one in found]
 
 
-def simulated(folder: str | Path, *, tp: int = 1, pp: int = 1, experts: bool = False,
-              **options: Any) -> tuple[EngineCore, list[Parts]]:  # fmt: skip
-    """A core over ranks that are threads, and the ranks' parts."""
+def simulated(folder: str | Path, *, tp: int = 1, pp: int = 1, dp: int = 1, experts: bool = False,
+              **options: Any) -> tuple[Core, list[Parts]]:  # fmt: skip
+    """A core over ranks that are threads, and the ranks' parts. Replicas share their experts."""
     config = EngineConfig.from_flat(model=str(folder), device="cpu", tensor_parallel_size=tp, pipeline_parallel_size=pp,
-                                    enable_expert_parallel=experts, **options)  # fmt: skip
+                                    data_parallel_size=dp, enable_expert_parallel=experts, **options)  # fmt: skip
     found = read_files(config)
     plans = plan_ranks(config, found)
+    for plan in plans:
+        plan.check_runnable()
     loaded = [load_rank(plan, one, None, on_loading=lambda done, total: None, end_phase=lambda name: None)
               for plan, one in zip(plans, make_groups(plans), strict=True)]  # fmt: skip
     sizes = shared_sizes([resolve_sizing(plan, 1 << 28) for plan in plans])
     parts = each([partial(one.finish, size) for one, size in zip(loaded, sizes, strict=True)])
-    lead = (pp - 1) * tp
-    answers = replace(parts[lead], depth=max(pp, parts[lead].depth), num_stages=pp,
-                      executor=lambda facts: SimulatedExecutor(parts, facts, lead))  # fmt: skip
+    cores = [_core(parts[first : first + tp * pp], found) for first in range(0, len(parts), tp * pp)]
+    return join_replicas(plans[0], cores, threading.Event()), parts
+
+
+def _core(parts: list[Parts], found: Found) -> EngineCore:
+    """The core of a replica."""
+    parallel = parts[0].plan.mesh.parallel
+    lead = parts[parallel.lead]
+    answers = replace(lead, depth=max(parallel.pp, lead.depth), num_stages=parallel.pp,
+                      executor=lambda facts: SimulatedExecutor(parts, facts, parallel.lead))  # fmt: skip
     compiler = GrammarCompiler(lambda: Tokenizer.load(found.tokenizer_folder), found.args.vocab_size, GrammarTrial(), 1)
-    return assemble_core(answers, compiler), parts
+    return assemble_core(answers, compiler)
 
 
 def each(work: list[Callable[[], R]]) -> list[R]:

@@ -17,6 +17,7 @@ import pytest
 
 from quire.contracts.sampling import SamplerSpec
 from quire.contracts.step import Admission, StepPlan
+from quire.procs.launchers import LocalLauncher
 from quire.procs.rank_watch import RankTimes
 from quire.procs.ranks import RankProcesses
 
@@ -27,11 +28,11 @@ HANG_SECONDS = 60
 NONE = np.zeros(0, np.int32)
 
 
-def ranks(*starts: dict[str, Any], lead: int = 0, **times: float) -> RankProcesses:
+def ranks(*starts: dict[str, Any], leads: tuple[int, ...] = (0,), **times: float) -> RankProcesses:
     """Start a rank for each of `starts`, the fields of its `FakeStart`."""
     lines = [msgspec.json.encode({"index": index, **start}) for index, start in enumerate(starts)]
     names = [f"rank {index} (tp {index})" for index in range(len(starts))]
-    return RankProcesses(MODULE, lines, names, ENV, lead=lead, times=RankTimes(**times))
+    return RankProcesses(LocalLauncher(MODULE, ENV), lines, names, leads=leads, times=RankTimes(**times))
 
 
 @contextmanager
@@ -41,6 +42,7 @@ def running(*starts: dict[str, Any], **options: Any) -> Iterator[RankProcesses]:
     try:
         processes.build(lambda done, total: None)
         processes.size([b"all"] * len(starts))
+        processes.wait_ready()
         yield processes
     finally:
         processes.close()
@@ -78,10 +80,17 @@ def nothing_left() -> Iterator[None]:
 
 
 def held() -> tuple[list[int], list[str], set[str]]:
-    """Return the children of this process, zombies included, its threads and its descriptors."""
+    """Return the children of this process, zombies included, its threads and its descriptors.
+
+    Without dummies: Python lists a thread of others once it has run Python code, and drops it at some later time.
+    """
     own = {entry: os.readlink(f"/proc/self/fd/{entry}") for entry in os.listdir("/proc/self/fd")
            if os.path.lexists(f"/proc/self/fd/{entry}")}
-    return children(os.getpid()), sorted(thread.name for thread in threading.enumerate()), set(own)
+    return children(os.getpid()), _threads(), set(own)
+
+
+def _threads() -> list[str]:
+    return sorted(thread.name for thread in threading.enumerate() if not isinstance(thread, threading._DummyThread))
 
 
 def children(parent: int) -> list[int]:

@@ -3,9 +3,11 @@
 import gc
 import json
 import logging
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,9 +16,10 @@ import torch
 
 from quire.assemble.parts import Loading, Parts
 from quire.assemble.rank import load_rank
+from quire.config.balancing import read_eplb_config
 from quire.config.checkpoint import ModelArgs
 from quire.config.engine import EngineConfig, SchedulerConfig
-from quire.config.placement import check_parallel, parallel_sizes
+from quire.config.placement import check_hosts, check_parallel, parallel_sizes
 from quire.config.pooling import PoolingPlan
 from quire.config.resolve import DTypePlan, MemoryPlan
 from quire.config.resolve_cuda import gpu_only_options
@@ -24,12 +27,16 @@ from quire.contracts.errors import ConfigError
 from quire.contracts.protocols import ExecutorFacts
 from quire.contracts.sampling import SamplingParams
 from quire.distributed.mesh import ALONE
+from quire.engine.balancer import Balancer
 from quire.engine.core import EngineCore
+from quire.engine.eplb import even_nodes, initial_map
+from quire.engine.replicas import Core, Replicas
 from quire.kernels.select import Kernels, here
 from quire.kv.allocator import KVAllocator
 from quire.kv.hashing import namespace_digest
 from quire.kv.pool import BlockPool
 from quire.models.layout import alone
+from quire.models.notes import parallel_notes
 from quire.models.obtain import obtain_weights, read_model
 from quire.models.plan import EnginePlan, Machine, resolve_engine, resolve_sizing
 from quire.models.rank_report import rank_lines
@@ -69,7 +76,7 @@ class Engine:
     dtype: DTypePlan
     memory: MemoryPlan
     kernels: Kernels
-    core: EngineCore
+    core: Core
     runner: StepRunner | None
     tokenizer: Tokenizer | None
     tokenizer_folder: Path
@@ -86,7 +93,7 @@ class Engine:
         """The model runner of an engine on one device. Raises ConfigError for an engine of several ranks."""
         if self.runner is None:
             raise ConfigError("this engine has several ranks, each in a process of its own, so no model runner is in "
-                              "this process: use one device (leave out -tp and -pp).")
+                              "this process: use one device (leave out -tp, -pp and -dp).")
         return self.runner
 
     def close(self) -> None:
@@ -147,17 +154,18 @@ def assemble(config: EngineConfig, on_loading: Loading | None = None, *, served:
     unread = () if config.load.load_format == "dummy" else unread_head(found.folder)
     with Progress("Loading weights", 0, unit="B",
                   enabled=config.load.use_tqdm_on_load and on_loading is None) as progress:  # fmt: skip
-        parts = _assembler(plans)(plans, on_loading=on_loading or progress.update, end_phase=phases.end)
-    tokenizer = text.tokenizer  # not of a core that serves another process, until it needs one
-    compiler = GrammarCompiler(lambda: tokenizer or Tokenizer.load(found.tokenizer_folder), found.args.vocab_size,
-                               GrammarTrial(), cpu.cores)  # fmt: skip
-    core = assemble_core(parts, compiler)
+        arrived = threading.Event()
+        replicas = _assemble_replicas(plans, arrived, on_loading or progress.update, phases.end)
+    parts, tokenizer = replicas[0], text.tokenizer  # not of a core that serves another process, until it needs one
+    cores = [assemble_core(one, GrammarCompiler(lambda: tokenizer or Tokenizer.load(found.tokenizer_folder),
+                                                found.args.vocab_size, GrammarTrial(), cpu.cores))
+             for one in replicas]  # fmt: skip
+    core = join_replicas(plan, cores, arrived, parts.hosts)
     phases.end("engine")
-    unused = gpu_only_options(config) if found.device.device == "cpu" else ()
     about = core.facts.plans
     ranks = (f"{about['ranks']} ({about['each rank']}).",) if len(plans) > 1 and not served else ()  # a banner has it
     notes = (*found.quantization.notes, *plan.cache.notes, *_notes(found.args, plan.dtype, parts.memory, config),
-             *unread, *parts.notes, *unused, *ranks)  # fmt: skip
+             *unread, *parts.notes, *(gpu_only_options(config) if found.device.device == "cpu" else ()), *ranks)
     for note in notes:
         LOG.warning("%s", note)
     return Engine(
@@ -195,9 +203,11 @@ def plan_ranks(config: EngineConfig, found: Found, *, served: bool = True) -> li
     """Return the `EnginePlan` of every rank, in the order of rank numbers. `served`: see `assemble`."""
     parallel, words = parallel_sizes(config.parallel), str(found.device)
     check_parallel(found.args, parallel)
+    check_hosts(config.hosts, parallel)
     total = found.cpu.total_memory
     if found.device.device == "cuda" and parallel.size > 1:  # this process computes nothing: no context on a GPU
-        check_gpus(parallel)
+        if config.hosts.distributed_executor_backend != "ray":  # which knows the GPUs of its nodes
+            check_gpus(parallel, hosts=config.hosts.nnodes)
         total = probe_driver().memory
         if config.parallel.check_collectives and not config.device.enforce_eager:
             raise ConfigError("check_collectives waits for the GPUs at each collective, and CUDA graphs cannot capture "
@@ -229,12 +239,14 @@ def assemble_rank(plans: Sequence[EnginePlan], *, on_loading: Loading, end_phase
     return loaded.finish(resolve_sizing(plan, loaded.measure()))
 
 
-def _assembler(plans: Sequence[EnginePlan]) -> Callable[..., Parts]:
+def _assemble_replicas(plans: Sequence[EnginePlan], arrived: threading.Event, on_loading: Loading,
+                       end_phase: Callable[[str], None]) -> list[Parts]:  # fmt: skip
+    """Build the engine of each replica: on this process's device, or in processes of their own."""
     if len(plans) == 1:
-        return assemble_rank
+        return [assemble_rank(plans, on_loading=on_loading, end_phase=end_phase)]
     from quire.assemble.ranks import assemble_ranks
 
-    return assemble_ranks
+    return assemble_ranks(plans, on_loading=on_loading, end_phase=end_phase, arrived=arrived)
 
 
 def assemble_core(parts: Parts, compiler: GrammarCompiler | None) -> EngineCore:
@@ -276,8 +288,24 @@ def assemble_core(parts: Parts, compiler: GrammarCompiler | None) -> EngineCore:
     )
 
 
+def join_replicas(plan: EnginePlan, cores: Sequence[EngineCore], arrived: threading.Event,
+                  hosts: tuple[int, ...] = ()) -> Core:  # fmt: skip
+    """Return the core of all replicas, which also balances experts; the only core if there is nothing to join.
+
+    hosts   index of the host of each rank
+    """
+    parallel, moe = plan.mesh.parallel, plan.args.moe
+    if parallel.redundant is None or moe is None:
+        return cores[0] if len(cores) == 1 else Replicas(cores, lockstep=parallel.lockstep, arrived=arrived)
+    experts = initial_map(len(moe.layers), moe.routing.num_experts, parallel.redundant, parallel.expert_ranks)
+    settings = read_eplb_config(plan.config.parallel.eplb_config)
+    return Replicas(cores, lockstep=True, arrived=arrived,
+                    balance=partial(Balancer, settings, experts, groups=max(1, moe.routing.num_groups),
+                                    nodes=even_nodes(hosts)))  # fmt: skip
+
+
 def _notes(args: ModelArgs, dtype: DTypePlan, memory: MemoryPlan, config: EngineConfig) -> tuple[str, ...]:
-    notes = [*args.notes, *memory.notes]
+    notes = [*args.notes, *memory.notes, *parallel_notes(args, config.parallel)]
     if dtype.dtype != args.dtype:
         notes.append(f"computing in {dtype.dtype}: {dtype.reason}.")
     if config.model.trust_remote_code:

@@ -32,7 +32,7 @@ def load_without_triton(plan: EnginePlan, groups: RankGroups, *, free_bytes: Cal
     """
     plan.check_runnable()
     scales = cache_scales(plan)
-    model = build_model(plan, groups.tp)
+    model = build_model(plan, groups)
     fill(model, plan, on_loading)
     end_phase("weights")
     return Loaded(free_bytes, lambda memory: _finish(plan, model, memory, scales, groups))

@@ -15,13 +15,14 @@ from quire.config.resolve_cuda import DeviceMemory, check_weights, no_room_for_s
 from quire.contracts.blocks import KVGeometry
 from quire.contracts.errors import ConfigError
 from quire.contracts.sampling import SamplerSpec
-from quire.contracts.step import SAMPLE, Admission, StepPlan
+from quire.contracts.step import SAMPLE, Admission, StepPlan, StepSync
 from quire.distributed.mesh import RankGroups
 from quire.kernels.cache import compiling_ahead, use_cache_folder
 from quire.kernels.triton_runtime import missing
 from quire.kvstore.arena import KVArena
 from quire.layers.stack import Model
 from quire.models.build import build_model
+from quire.models.collectives import exchange_bounds
 from quire.models.plan import EnginePlan
 from quire.models.registry import kv_views
 from quire.platforms.cuda import CudaFacts
@@ -55,7 +56,7 @@ def load_cuda(plan: EnginePlan, groups: RankGroups, facts: CudaFacts, *, on_load
         return replace(slow, finish=lambda memory: replace(slow.finish(memory), hardware=str(facts), notes=(note,)))
     cache, note = use_cache_folder()
     scales = cache_scales(plan)
-    model = build_model(plan, groups.tp)
+    model = build_model(plan, groups)
     loaded = fill(model, plan, on_loading)
     end_phase("weights")
     limits = Limits(
@@ -64,6 +65,7 @@ def load_cuda(plan: EnginePlan, groups: RankGroups, facts: CudaFacts, *, on_load
         max_model_len=config.model.max_model_len or plan.args.max_position_embeddings,
         graph_sizes=plan.graphs.sequences, graph_tokens=plan.graphs.tokens, depth=config.device.async_depth or DEPTH,
         windows=plan.geometry.windows,
+        bounds=() if groups.slots is None else exchange_bounds(config.scheduler.token_budget()),
     )  # fmt: skip
     with _room_for_steps(weights, facts.free_memory, config):
         compiled, working, per_seq, per_token = _rehearse(model, plan.geometry, limits, scales, groups,
@@ -117,7 +119,7 @@ def _rehearse(model: Model, geometry: KVGeometry, limits: Limits, scales: list[S
 
     widened   see `EnginePlan.widened_tokens`
     Returns a report of the compilation, the bytes of everything but weights and cache, and of these the bytes per slot
-    (tables) and per token (activations).
+    (tables) and per token (activations). With replicas in lock-step they include the exchange in the graphs' memory.
     """
     blocks = geometry.num_blocks(limits.max_tokens) + limits.num_slots + 2
     before = torch.cuda.memory_allocated(DEVICE) + blocks * geometry.page_bytes
@@ -140,7 +142,22 @@ def _rehearse(model: Model, geometry: KVGeometry, limits: Limits, scales: list[S
         worker.programs.stage.settle_all()  # the next runner uses the same groups
     peak = torch.cuda.max_memory_allocated(DEVICE) - before
     per_seq = (tables - 4 * WORDS) // limits.num_slots
-    return str(ahead.report()), peak, per_seq, (peak - tables) // limits.max_tokens
+    captured = _exchange_bytes(worker) if limits.bounds and limits.graph_sizes else 0
+    return str(ahead.report()), peak + captured, per_seq, (peak - tables) // limits.max_tokens
+
+
+def _exchange_bytes(worker: StepRunner) -> int:
+    """Return the bytes that the experts of the largest exchange take, measured in a step without tokens here.
+
+    Graphs have memory of their own, in which each of them may take as much. Every rank must call this.
+    """
+    limits, before = worker.limits, torch.cuda.memory_allocated(DEVICE)
+    torch.cuda.reset_peak_memory_stats(DEVICE)
+    none = np.zeros(0, np.int32)
+    worker.submit(StepPlan(step=0, slots=none, num_decodes=0, num_tokens=none, num_rows=none,
+                           outputs=none.astype(np.uint8), sync=StepSync((limits.bounds[-1],) * limits.replicas)))
+    worker.collect()
+    return torch.cuda.max_memory_allocated(DEVICE) - before
 
 
 def _largest_step(limits: Limits, num_seqs: int, past: int = 0) -> StepPlan:

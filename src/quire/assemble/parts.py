@@ -28,6 +28,7 @@ class Parts:
     hardware       description of the GPU; "" on a CPU and for several ranks
     plans          choices that were made, by name, for display
     notes          lines that the user should see
+    hosts          index of the host of each rank; (): one rank
     """
 
     plan: EnginePlan
@@ -41,6 +42,7 @@ class Parts:
     hardware: str = ""
     plans: dict[str, object] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    hosts: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

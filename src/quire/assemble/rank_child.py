@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -15,9 +14,10 @@ from quire.contracts.errors import ConfigError
 from quire.contracts.step import I32, StepPlan, StepResult
 from quire.distributed import Group
 from quire.distributed.checked import CheckedGroup
-from quire.distributed.mesh import RankGroups
-from quire.distributed.process_group import join_ranks
-from quire.models.collectives import sum_room
+from quire.distributed.mesh import ALONE, RankGroups
+from quire.distributed.process_group import ProcessGroup, join_ranks
+from quire.kernels.comm.exchange import Layout
+from quire.models.collectives import exchange_rows, sum_room
 from quire.models.plan import EnginePlan
 from quire.models.registry import ITEM_BYTES
 from quire.platforms.cuda import read_cuda_facts
@@ -25,12 +25,23 @@ from quire.worker.spans import StepTrace
 
 
 class RankTask(msgspec.Struct, frozen=True, kw_only=True):
-    """Start data of a rank's process: plan, rendezvous file of all ranks (`meeting`), CPU threads, index of its GPU."""
+    """Start data of a rank's process.
+
+    meeting   rendezvous of the ranks that exchange tensors; see `join_ranks`
+    threads   CPU threads
+    gpu       index of its GPU
+    hosts     index of the host of each rank that meets; (): one host
+    """
 
     plan: EnginePlan
     meeting: str
     threads: int
     gpu: int = 0
+    hosts: tuple[int, ...] = ()
+
+    def apart(self, group: Group | None) -> bool:
+        """True when ranks of the group are on several hosts, so that no memory is shared among them."""
+        return isinstance(group, ProcessGroup) and len({self.hosts[rank] for rank in group.ranks if self.hosts}) > 1
 
 
 class RankFacts(msgspec.Struct, frozen=True, kw_only=True):
@@ -52,12 +63,23 @@ def build_rank(start: bytes, on_loading: Loading) -> "ChildRank":
         device = torch.device("cuda", task.gpu)
         torch.cuda.set_device(device)
         gpu = read_cuda_facts()
-    groups, why = join_ranks(Path(task.meeting), mesh.rank.number, mesh.parallel, device), ""
+    together, groups, why = mesh.parallel.together, ALONE, ""
+    if together.size > 1:
+        groups = join_ranks(task.meeting, mesh.rank.number % together.size, together, device)
     if device.type == "cuda" and not task.plan.config.parallel.disable_custom_all_reduce:
         from quire.distributed.symmetric import with_symmetric_memory  # a slow import, for GPUs alone
 
-        tp, why = with_symmetric_memory(groups.tp, device, largest_message(task.plan))
+        tp, why = (groups.tp, "the ranks are on several hosts") if task.apart(groups.tp) else with_symmetric_memory(
+            groups.tp, device, largest_message(task.plan))
         groups = replace(groups, tp=tp)
+    experts = task.plan.experts
+    if experts is not None and experts.dispatcher == "pull":
+        from quire.distributed.symmetric import exchange_memory
+
+        if task.apart(groups.ep):  # Ray tells the hosts late
+            raise ConfigError("replicas that share experts are on several hosts, whose GPUs share no memory: add "
+                              "--all2all-backend allgather_reducescatter --enforce-eager, or use one host.")
+        groups = replace(groups, slots=exchange_memory(groups.ep, device, exchange_layout(task.plan), together.tp))
     if task.plan.config.parallel.check_collectives:
         groups = checked(groups, device)
     loaded = load_rank(task.plan, groups, gpu, on_loading=on_loading, end_phase=lambda name: None)
@@ -70,13 +92,23 @@ def largest_message(plan: EnginePlan) -> int:
     return sum_room(plan.mesh.parallel.tp, hidden)
 
 
+def exchange_layout(plan: EnginePlan) -> Layout:
+    """Return the layout of the memory for the exchange of rows between replicas."""
+    parallel, moe = plan.mesh.parallel, plan.args.moe
+    assert moe is not None, "a model without experts exchanges no rows"
+    return Layout(ranks=parallel.expert_ranks, rows=exchange_rows(parallel, plan.config.scheduler.token_budget()),
+                  hidden=plan.args.hidden_size, top_k=moe.routing.top_k, item_bytes=ITEM_BYTES[plan.dtype.dtype],
+                  wire=plan.wire)
+
+
 def checked(groups: RankGroups, device: torch.device) -> RankGroups:
     """Return process groups that compare each collective over the ranks before it runs (--check-collectives)."""
 
     def one(group: Group | None) -> Group | None:
         return None if group is None else CheckedGroup(group, device)
 
-    return RankGroups(tp=one(groups.tp), pp=one(groups.pp), tokens=one(groups.tokens))
+    return RankGroups(tp=one(groups.tp), pp=one(groups.pp), tokens=one(groups.tokens), ep=one(groups.ep),
+                      movers=groups.movers, slots=groups.slots)
 
 
 @dataclass(frozen=True)
@@ -141,6 +173,8 @@ class ChildRunner:
     def control(self, name: str, args: dict[str, Any]) -> object:
         """Run a named operation; see `Executor.control`."""
         controls: dict[str, Callable[..., object]] = {"describe": self._runner.describe, "trace": self._trace.control}
+        if self._runner.balancing is not None:
+            controls["experts"] = self._runner.balancing.control
         if name not in controls:
             raise ConfigError(f"unknown control {name!r}: use {' or '.join(controls)}.")
         return controls[name](**args)

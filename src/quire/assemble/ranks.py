@@ -1,54 +1,101 @@
 """An engine of several ranks: a process for each, their plans, sizes that fit all of them, and the executor."""
 
-import os
-import tempfile
+import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from pathlib import Path
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
+from itertools import chain
 
 import msgspec
 
+from quire.assemble.hosts import open_launcher, open_meeting
 from quire.assemble.parts import Loading, Parts
 from quire.assemble.rank_child import RankFacts, RankTask
-from quire.config.env import rank_variables
-from quire.config.resolve import shared_sizes
+from quire.config.placement import hosts_note
+from quire.config.resolve import MemoryPlan, shared_sizes
 from quire.config.resolve_cuda import DeviceMemory
 from quire.models.plan import EnginePlan, resolve_sizing
 from quire.models.rank_report import rank_name
 from quire.platforms.cpu import read_cpu_facts
+from quire.procs.launchers import Place
 from quire.procs.ranks import RankProcesses, RanksExecutor
 
-MODULE = "quire.assemble.rank_child"
 
+def assemble_ranks(plans: Sequence[EnginePlan], *, on_loading: Loading, end_phase: Callable[[str], None],
+                   arrived: threading.Event | None = None) -> list[Parts]:  # fmt: skip
+    """Start a process for every plan and build the engine in them. Return the parts of each replica of attention.
 
-def assemble_ranks(plans: Sequence[EnginePlan], *, on_loading: Loading, end_phase: Callable[[str], None]) -> Parts:
-    """Start a process for the plan of each rank, which loads its part of the model; raises a rank's `UserError`."""
-    parallel, cpu = plans[0].mesh.parallel, read_cpu_facts()
-    threads = max(1, (plans[0].config.device.num_threads or cpu.cores) // parallel.size)
-    lead = (parallel.pp - 1) * parallel.tp
-    with _meeting() as (meeting, inherit):
-        starts = [msgspec.json.encode(RankTask(plan=plan, meeting=meeting, threads=threads,
-                                               gpu=plan.mesh.rank.number)) for plan in plans]  # fmt: skip
-        names = [rank_name(plan.mesh.rank, parallel) for plan in plans]
-        processes = RankProcesses(MODULE, starts, names, rank_variables(), lead=lead, inherit=inherit)
-        try:
-            loading = _first_ends("processes", end_phase, on_loading)
-            measured = [msgspec.json.decode(data, type=DeviceMemory | int) for data in processes.build(loading)]
-            end_phase("weights")
-            sizes = shared_sizes([resolve_sizing(plan, _share(one, len(plans)))
-                                  for plan, one in zip(plans, measured, strict=True)])  # fmt: skip
-            ready = [msgspec.json.decode(data, type=RankFacts)
-                     for data in processes.size([msgspec.json.encode(size) for size in sizes])]  # fmt: skip
-        except BaseException:
-            processes.close()
-            raise
+    arrived   set when a result of a replica arrives
+    Raises the first `UserError` of a rank.
+    """
+    parallel, loading = plans[0].mesh.parallel, _first_ends("processes", end_phase, on_loading)
+    together = parallel.together.size  # ranks that start, end and fail together
+    with ExitStack() as meetings, ExitStack() as started:
+        launcher = open_launcher(plans[0])
+        started.callback(launcher.close)
+        places = launcher.place(len(plans))
+        made: list[RankProcesses] = []
+        for first in range(0, len(plans), together):
+            own = slice(first, first + together)
+            meeting, inherit = meetings.enter_context(open_meeting(launcher, places[own]))
+            starts = [msgspec.json.encode(task) for task in _tasks(plans, places, own, meeting)]
+            names = [rank_name(plan.mesh.rank, parallel) for plan in plans[own]]
+            made.append(RankProcesses(launcher, starts, names, first=first, inherit=inherit, arrived=arrived,
+                                      leads=range(parallel.lead, together, parallel.replica)))  # fmt: skip
+            started.callback(made[-1].close)
+        measured = chain(*(one.build(_part_of(loading, part, len(made))) for part, one in enumerate(made)))
+        end_phase("weights")
+        memory = [_share(data, place, places) for data, place in zip(measured, places, strict=True)]
+        # All replicas have equally many blocks: a request fits into each of them.
+        sizes = shared_sizes([resolve_sizing(plan, one) for plan, one in zip(plans, memory, strict=True)])
+        groups = [slice(first, first + together) for first in range(0, len(plans), together)]
+        for one, own in zip(made, groups, strict=True):
+            one.size([msgspec.json.encode(size) for size in sizes[own]])
+        parts = list(chain(*(_parts(plans[own], one, sizes[own], places)
+                             for one, own in zip(made, groups, strict=True))))  # fmt: skip
+        started.pop_all()
     end_phase("ranks")
-    facts = ready[lead]
-    return Parts(
-        plan=plans[lead], model=None, worker=None, depth=max(facts.depth, parallel.pp), num_stages=parallel.pp,
-        memory=sizes[lead], prompt_chunk=facts.prompt_chunk, plans=dict(facts.plans), notes=facts.notes,
-        executor=lambda about: RanksExecutor(processes, about),
-    )  # fmt: skip
+    return parts
+
+
+def _tasks(plans: Sequence[EnginePlan], places: Sequence[Place], own: slice, meeting: str) -> Iterator[RankTask]:
+    """Yield the task of each rank that meets the others. `own`: their part of `plans` and `places`."""
+    cores = read_cpu_facts().cores
+    for plan, place in zip(plans[own], places[own], strict=True):
+        beside = sum(other.host == place.host for other in places)
+        if not place.local:  # its host has found the model itself, and needs no token of the hub
+            load = replace(plan.config.load, hf_token=None)
+            plan = msgspec.structs.replace(plan, folder=place.folder or plan.folder,
+                                           config=replace(plan.config, load=load))  # fmt: skip
+        yield RankTask(
+            plan=plan, meeting=meeting, threads=max(1, (plan.config.device.num_threads or cores) // beside),
+            gpu=place.device, hosts=tuple(other.host for other in places[own]))  # fmt: skip
+
+
+def _parts(plans: Sequence[EnginePlan], processes: RankProcesses, sizes: Sequence[MemoryPlan],
+           places: Sequence[Place]) -> list[Parts]:  # fmt: skip
+    """Wait until ranks that start together are ready. Return the parts of each of their replicas.
+
+    places   of all ranks of the engine
+    """
+    ready = [msgspec.json.decode(data, type=RankFacts) for data in processes.wait_ready()]
+    parallel, hosts, found = plans[0].mesh.parallel, tuple(place.host for place in places), []
+    for first in range(0, len(plans), parallel.replica):
+        lead = first + parallel.lead
+        facts, own = ready[lead], range(first, first + parallel.replica)
+        found.append(Parts(
+            plan=plans[lead], model=None, worker=None, depth=max(facts.depth, parallel.pp), num_stages=parallel.pp,
+            memory=sizes[lead], prompt_chunk=facts.prompt_chunk, plans=dict(facts.plans),
+            notes=(*facts.notes, *filter(None, [hosts_note(parallel, hosts)])), hosts=hosts,
+            executor=partial(RanksExecutor, processes, ranks=own, lead=lead),
+        ))  # fmt: skip
+    return found
+
+
+def _part_of(on_loading: Loading, part: int, parts: int) -> Loading:
+    """Return `on_loading` for one of equal parts that are waited for one after the other."""
+    return lambda done, total: on_loading(part * total + done, parts * total)
 
 
 def _first_ends(phase: str, end_phase: Callable[[str], None], on_loading: Loading) -> Loading:
@@ -63,23 +110,10 @@ def _first_ends(phase: str, end_phase: Callable[[str], None], on_loading: Loadin
     return loading
 
 
-@contextmanager
-def _meeting() -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Yield the path of the file through which ranks meet, and the descriptors that they inherit for it.
-
-    On Linux the file has no name outside these processes: nothing of it is left, however they end.
-    """
-    if hasattr(os, "memfd_create"):
-        descriptor = os.memfd_create("quire-ranks")
-        try:
-            yield f"/proc/self/fd/{descriptor}", (descriptor,)
-        finally:
-            os.close(descriptor)
-    else:
-        with tempfile.TemporaryDirectory(prefix="quire-ranks-", ignore_cleanup_errors=True) as folder:
-            yield str(Path(folder, "meeting")), ()
-
-
-def _share(measured: DeviceMemory | int, ranks: int) -> DeviceMemory | int:
+def _share(measured: bytes, place: Place, places: Sequence[Place]) -> DeviceMemory | int:
     """Return the memory of a rank. The ranks of a CPU share what is free after all have loaded their weights."""
-    return read_cpu_facts().free_memory // ranks if isinstance(measured, int) else measured
+    memory = msgspec.json.decode(measured, type=DeviceMemory | int)
+    if not isinstance(memory, int):
+        return memory
+    beside = sum(other.host == place.host for other in places)
+    return (read_cpu_facts().free_memory if place.local else memory) // beside

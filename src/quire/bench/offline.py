@@ -13,7 +13,7 @@ from quire.contracts.errors import ConfigError
 from quire.contracts.output import StepOutputs
 from quire.contracts.sampling import OutputKind, SamplingParams
 from quire.contracts.step import I32
-from quire.engine.core import EngineCore
+from quire.engine.replicas import Core
 
 LATENCY_WORKLOAD = "latency_b1"
 
@@ -95,7 +95,7 @@ class OfflineBench:
 
 @contextmanager
 def watching(
-    core: EngineCore,
+    core: Core,
     advance: Callable[[int], None] = lambda count: None,
 ) -> Iterator[list[tuple[float, I32]]]:
     """Watch the steps of `core` inside the `with` block. Yield a list, which gets (time, handles) after each step.

@@ -138,11 +138,36 @@ class ParallelConfig:
     pipeline_layer_partition: tuple[int, ...] = option(
         (), "layers of each stage, as numbers that add up to the model's layers (vLLM's VLLM_PP_LAYER_PARTITION; "
         "default: equal)", least=1)
+    data_parallel_size: int = option(1, "replicas of the engine behind one port; with -ep they share the experts",
+                                     flags=("-dp",), least=1)
     enable_expert_parallel: bool = option(False, "distribute whole experts over the devices, not slices of each",
                                           flags=("-ep",))
+    expert_placement_strategy: str = option(
+        "linear", "whole experts on devices: linear = neighbours together; round_robin = in turn",
+        choices=("linear", "round_robin"))
+    enable_eplb: bool = option(False, "move experts between devices, and copy hot ones, so that all are equally busy")
+    eplb_config: dict[str, Any] | None = option(
+        None, 'settings of --enable-eplb, as JSON: {"num_redundant_experts": 32, "step_interval": 3000}')
+    all2all_backend: str = option(
+        "auto", "exchange of tokens between replicas that share experts; auto: chosen for prefill and decode")
     disable_custom_all_reduce: bool = option(False, "sum over GPUs through NCCL, not through memory that all map")
     check_collectives: bool = option(False, "compare every exchange between ranks before it runs, and name the ranks "
                                             "that differ; slow")
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostsConfig:
+    """Several hosts."""
+
+    nnodes: int = option(1, "hosts; each runs the same number of ranks", flags=("-n",), least=1)
+    node_rank: int = option(0, "number of this host; the server and the engine core run on host 0, the others start "
+                               "with --headless", flags=("-r",), least=0)
+    data_parallel_size_local: int | None = option(None, "replicas of each host: -dp divided by --nnodes (the default)",
+                                                  flags=("-dpl",), least=0)
+    master_addr: str = option("127.0.0.1", "address of host 0, by which the other hosts reach it")
+    master_port: int = option(29501, "port on host 0 for the other hosts", least=0)
+    distributed_executor_backend: str = option("mp", "way to start ranks: mp (uni) = processes of the hosts, ray = "
+                                               "on the nodes of a Ray cluster", choices=("mp", "uni", "ray"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,6 +180,7 @@ class EngineConfig:
     scheduler: SchedulerConfig = SchedulerConfig()
     device: DeviceConfig = DeviceConfig()
     parallel: ParallelConfig = ParallelConfig()
+    hosts: HostsConfig = HostsConfig()
 
     @classmethod
     def from_flat(cls, **values: Any) -> "EngineConfig":
@@ -189,7 +215,13 @@ def check_config(config: EngineConfig) -> None:
     """Raise `ConfigError` for values that can never work; the message names the option and the range."""
     for part in fields(EngineConfig):
         check_types(getattr(config, part.name))
-    s, c = config.scheduler, config.cache
+    s, c, hosts = config.scheduler, config.cache, config.hosts
+    if hosts.node_rank >= hosts.nnodes:
+        raise ConfigError(f"node_rank={hosts.node_rank}: {hosts.nnodes} hosts have the numbers 0 to "
+                          f"{hosts.nnodes - 1}: give nnodes, the number of hosts, too.")
+    if hosts.nnodes > 1 and hosts.distributed_executor_backend == "ray":
+        raise ConfigError(f"nnodes={hosts.nnodes}: Ray knows its hosts itself: leave out nnodes, or use "
+                          "distributed_executor_backend=mp.")
     if config.load.routing == "uniform" and config.load.load_format != "dummy":
         raise ConfigError("routing=uniform ignores what a model has learned: use it only with load_format=dummy.")
     if not 0.0 <= s.watermark < 1.0:

@@ -3,6 +3,7 @@
     QUIRE_<OPTION>    any option, written as in its flag: QUIRE_MAX_MODEL_LEN=32k; commas separate the items of a list
     QUIRE_CACHE_DIR   folder of compiled kernels (default: ~/.cache/quire)
     QUIRE_CPU_WITHOUT instruction sets that count as absent, by their names in /proc/cpuinfo: avx512f,amx_tile
+    QUIRE_CLUSTER_KEY key that the hosts of an engine share (default: the file cluster_key in QUIRE_CACHE_DIR)
     CC                the C compiler that Triton uses
     TRITON_CACHE_DIR  folder of compiled Triton kernels (default: triton in QUIRE_CACHE_DIR)
     HF_TOKEN          token for gated repositories on the hub
@@ -14,14 +15,19 @@ Knows names and texts; `option_parsers.py` parses the texts.
 import difflib
 import os
 import re
+import secrets
 import sys
+import tempfile
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 
+from quire.contracts.errors import ConfigError
 from quire.contracts.text_table import read_rows
 
 CACHE_DIR = "QUIRE_CACHE_DIR"
 CPU_WITHOUT = "QUIRE_CPU_WITHOUT"
+CLUSTER_KEY, LEAST_KEY = "QUIRE_CLUSTER_KEY", 16
 PREFIX, PEER_PREFIX = "QUIRE_", "VLLM_"
 OTHER_NAMES = ("QUIRE_FULL", "QUIRE_PYTHON", "QUIRE_TEST_SHARED", "QUIRE_VENV")  # read by scripts and tests
 PEER_KEY = "VLLM_API_KEY"
@@ -67,9 +73,20 @@ def with_variables(more: Mapping[str, str]) -> dict[str, str]:
     return {**os.environ, **more}
 
 
+def absent_variables(more: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables in `more` that this process does not have."""
+    return {name: text for name, text in more.items() if name not in os.environ}
+
+
+def variables_to_pass() -> dict[str, str]:
+    """Return the variables of this process for ranks that Ray starts: without the key, Ray's own and those of a GPU."""
+    return {name: text for name, text in os.environ.items()
+            if name not in (CLUSTER_KEY, "CUDA_VISIBLE_DEVICES", "LOCAL_RANK") and not name.startswith("RAY_")}
+
+
 def unknown_variables(options: Iterable[str]) -> dict[str, str | None]:
     """Return each QUIRE_ variable that is set and unknown -> the known name nearest to it, or None."""
-    known = [CACHE_DIR, CPU_WITHOUT, *map(variable, options)]
+    known = [CACHE_DIR, CPU_WITHOUT, CLUSTER_KEY, *map(variable, options)]
     found: dict[str, str | None] = {}
     for name, text in sorted(os.environ.items()):
         if not name.startswith(PREFIX) or name in OTHER_NAMES:
@@ -150,12 +167,43 @@ def hub_offline() -> bool:
                for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"))
 
 
-def rank_variables() -> dict[str, str]:
+def rank_variables(interface: str = "lo") -> dict[str, str]:
     """Return the variables to add to the environment of ranks' processes; those that the user has set are left out.
 
-    They make ranks talk through the loopback interface, and switch NVLink multicast off.
+    They switch NVLink multicast off, and make ranks talk through a network interface of this host: the loopback
+    interface while all ranks are on one host. interface   its name; "" leaves the choice to gloo and NCCL
     """
     wanted = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
-    if sys.platform == "linux":
-        wanted["GLOO_SOCKET_IFNAME"] = "lo"
+    if sys.platform == "linux" and interface:
+        wanted["GLOO_SOCKET_IFNAME"] = interface
+        if interface != "lo":
+            wanted["NCCL_SOCKET_IFNAME"] = f"={interface}"
     return {name: value for name, value in wanted.items() if name not in os.environ}
+
+
+def cluster_key() -> tuple[bytes, str]:
+    """Return the key that hosts of an engine share, and the place where it was found, for messages.
+
+    The variable QUIRE_CLUSTER_KEY wins over the file `cluster_key` in the cache folder. The first of the hosts that
+    share a home folder makes the file. Raises `ConfigError`.
+    """
+    text, path = os.environ.get(CLUSTER_KEY, ""), cache_folder() / "cluster_key"
+    where = CLUSTER_KEY
+    if not text:
+        where = str(path)
+        try:
+            if not path.exists():
+                path.parent.mkdir(parents=True, exist_ok=True)
+                with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=path.name) as file:
+                    file.write(secrets.token_hex(32))
+                    file.flush()
+                    with suppress(FileExistsError):  # of two processes, the first to link its file makes the key
+                        os.link(file.name, path)
+            text = path.read_text().strip()
+        except OSError as error:
+            raise ConfigError(f"{CLUSTER_KEY} is not set, and {path} cannot be used ({error.strerror}): hosts of an "
+                              f"engine need the same key. Set {CLUSTER_KEY} to the same text on all hosts.") from None
+    if len(text) < LEAST_KEY:
+        raise ConfigError(f"the key in {where} has {len(text)} characters: use at least {LEAST_KEY}, such as those of "
+                          "`openssl rand -hex 32`.")
+    return text.encode(), where

@@ -267,14 +267,15 @@ def add_model_argument(parser: argparse.ArgumentParser, default: str = "the bund
                         help=f"model folder or hub id (default: {default})")
 
 
-def settings_of(namespace: argparse.Namespace, *, server: bool = False) -> Settings:
+def settings_of(namespace: argparse.Namespace, *, server: bool = False, planned: bool = False) -> Settings:
     """Return the settings of the command line, the environment and the --config file. Raises `ConfigError`.
 
     server   True: environment variables of server options count; False: only those of engine options
+    planned  see `gather`
     """
     options = list(server_options())
     own = {option.name for _, option in (server_options() if server else engine_options())}
-    return gather(vars(namespace), [option for _, option in options], own)
+    return gather(vars(namespace), [option for _, option in options], own, planned)
 
 
 def given_options(namespace: argparse.Namespace) -> dict[str, Any]:

@@ -1,13 +1,10 @@
-"""Features that `quire explain` can plan and the engine cannot run yet, with the error messages of `quire serve`.
+"""Features that `quire explain` can plan and the engine cannot run yet, with the error messages of `quire serve`."""
 
-The table of flags decides; a feature leaves this list when the table accepts it.
-"""
-
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from quire.config.peer_flags import refusal
 from quire.config.placement import Parallel
+from quire.config.resolve_moe import MoEPlan
 from quire.contracts.errors import UnsupportedModel
 
 
@@ -18,11 +15,26 @@ class Missing(NamedTuple):
     reason: str
 
 
-def missing_features(parallel: Parallel) -> tuple[Missing, ...]:
-    """Return the features that this kind of parallelism needs and that Quire does not have yet."""
-    asked = (("data parallelism", "-dp", str(parallel.dp)),)
-    found = [(f"{feature} ({flag} {text})", refusal(flag, text)) for feature, flag, text in asked]
-    return tuple(Missing(feature, f"{reason.removesuffix('.')}.") for feature, reason in found if reason)
+def missing_features(parallel: Parallel, moe: Mapping[str, MoEPlan | str], device: str = "cpu") -> tuple[Missing, ...]:
+    """Return the features that an engine of these sizes needs and Quire does not have.
+
+    moe      the plan of the experts by phase, or the reason why there is none
+    device   "cpu" or "cuda"
+    """
+    names: dict[str, list[str]] = {}
+    for phase, plan in moe.items() if parallel.lockstep else ():
+        if isinstance(plan, str) or not plan.implemented:
+            name = "a dispatcher" if isinstance(plan, str) else f"dispatcher {plan.dispatcher}"
+            names.setdefault(name, []).append(phase)
+    remedy = ("use --all2all-backend allgather_reducescatter with --enforce-eager, or leave out -dp or "
+              "--enable-expert-parallel")  # fmt: skip
+    found = [Missing(f"{name} for {' and '.join(phases)} ({parallel})",
+                     f"{parallel}: {name} for {' and '.join(phases)}, which takes tokens to the experts of other "
+                     f"replicas, is not implemented yet: {remedy}.") for name, phases in names.items()]  # fmt: skip
+    if parallel.redundant is not None and device == "cuda":
+        found.append(Missing("balancing of experts on GPUs (--enable-eplb)", "--enable-eplb: the balancing of experts "
+                             "on GPUs is not implemented yet: leave out --enable-eplb."))  # fmt: skip
+    return tuple(found)
 
 
 def check_missing(missing: Sequence[Missing]) -> None:

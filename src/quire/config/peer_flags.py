@@ -153,17 +153,6 @@ def judge(given: Iterable[Given], *, besides: Iterable[Given] = ()) -> PeerOutco
     return outcome
 
 
-def refusal(spelling: str, text: str) -> str:
-    """Return why Quire refuses a vLLM flag with this value, or why the flag changes nothing; "" for an accepted value.
-
-    text   value of the flag; ON or OFF for a switch
-    """
-    flag = next((flag for flag in PEER_FLAGS if spelling in flag.names and flag.meaning in ("refused", "no-op")), None)
-    if flag is None or has_no_effect(flag, text) or _is_among(text, (*flag.neutral, *flag.idle)):
-        return ""
-    return _refusal(flag, spelling, text)
-
-
 def _refusal(flag: PeerFlag, spelling: str, text: str) -> str:
     return f"{spelling}{'' if flag.takes == 'switch' else f' {text}'}: {flag.why}"
 

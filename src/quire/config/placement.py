@@ -5,10 +5,11 @@ divided among ranks across the replicas of attention, as in DeepSeek-V3 (2024, s
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from quire.config.balancing import read_eplb_config
 from quire.config.checkpoint import ModelArgs
-from quire.config.engine import ParallelConfig
+from quire.config.engine import HostsConfig, ParallelConfig
 from quire.contracts.errors import ConfigError
 
 MOST_RANKS = 4096  # of a plan
@@ -23,6 +24,8 @@ class Parallel:
     dp        replicas of attention, each with its own requests (data parallelism)
     layers    number of layers of each stage; (): divided equally, see `stages`
     experts   True: each of the tp x dp ranks of a stage holds whole experts; False: a slice of every expert
+    round_robin   True: whole experts go to the ranks in turn; False: each rank has neighbours
+    redundant     slots of a layer for copies of hot experts; None: experts are not balanced, every one has its place
     """
 
     tp: int = 1
@@ -30,11 +33,14 @@ class Parallel:
     dp: int = 1
     experts: bool = False
     layers: tuple[int, ...] = ()
+    round_robin: bool = False
+    redundant: int | None = None
 
     def __str__(self) -> str:
         sizes = (("-tp", self.tp), ("-pp", self.pp), ("-dp", self.dp))
         words = [f"{flag} {size}" for flag, size in sizes if size != 1]
-        return " ".join(words + ["--enable-expert-parallel"] * self.experts) or "one device"
+        words += ["--enable-expert-parallel"] * self.experts
+        return " ".join(words + ["--expert-placement-strategy round_robin"] * self.round_robin) or "one device"
 
     @property
     def size(self) -> int:
@@ -46,14 +52,37 @@ class Parallel:
         """Number of ranks among which the whole experts of a layer are divided; 1 without `experts`."""
         return self.tp * self.dp if self.experts else 1
 
+    @property
+    def replica(self) -> int:
+        """Number of ranks of a replica."""
+        return self.tp * self.pp
+
+    @property
+    def lead(self) -> int:
+        """Number in its replica of the rank that sends results: the first one of the last stage."""
+        return (self.pp - 1) * self.tp
+
+    @property
+    def together(self) -> "Parallel":
+        """Sizes of the ranks that exchange tensors: of a replica that shares nothing with others, else of all."""
+        return self if self.lockstep else replace(self, dp=1)
+
+    @property
+    def lockstep(self) -> bool:
+        """True when replicas share experts, so that they take every step together."""
+        return self.dp > 1 and self.experts
+
 
 ALONE = Parallel()
 
 
 def parallel_sizes(config: ParallelConfig) -> Parallel:
     """Return the sizes of parallelism that the options of `config` ask for."""
-    return Parallel(tp=config.tensor_parallel_size, pp=config.pipeline_parallel_size,
-                    experts=config.enable_expert_parallel, layers=config.pipeline_layer_partition)  # fmt: skip
+    balancing = read_eplb_config(config.eplb_config)
+    return Parallel(tp=config.tensor_parallel_size, pp=config.pipeline_parallel_size, dp=config.data_parallel_size,
+                    experts=config.enable_expert_parallel, layers=config.pipeline_layer_partition,
+                    round_robin=config.expert_placement_strategy == "round_robin",
+                    redundant=balancing.num_redundant_experts if config.enable_eplb else None)  # fmt: skip
 
 
 def check_one_device(config: ParallelConfig, command: str) -> None:
@@ -66,7 +95,9 @@ def check_one_device(config: ParallelConfig, command: str) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Rank:
-    """The part of a model that a rank holds. Ranges are half-open.
+    """The part of a model that a rank holds. Ranges are half-open; `experts` has a start, an end and a stride.
+
+    Slot p of a layer with `num_experts` experts has expert p, or p - num_experts for a copy of a hot one.
 
     number     counts the ranks of a stage first, then stages, then replicas (of attention)
     place      index in the tensor-parallel group
@@ -80,16 +111,23 @@ class Rank:
     layers: tuple[int, int]
     heads: tuple[int, int]
     kv_heads: tuple[int, int]
-    experts: tuple[int, int]
+    experts: tuple[int, int, int]
     first: bool
     last: bool
     tp: int = 1
     whole_experts: bool = False
+    num_experts: int = 0
 
     @property
     def kind(self) -> tuple[object, ...]:
         """Key that is equal for ranks with the same layers and the same numbers of KV heads and experts."""
-        return self.layers, *(end - start for start, end in (self.kv_heads, self.experts))
+        return self.layers, self.kv_heads[1] - self.kv_heads[0], len(self.expert_ids)
+
+    @property
+    def expert_ids(self) -> Sequence[int]:
+        """Numbers of the rank's experts, in the order in which they are stacked; at the start, if they are balanced."""
+        slots = range(*self.experts)
+        return slots if max(slots, default=0) < self.num_experts else [slot % self.num_experts for slot in slots]
 
 
 def check_parallel(args: ModelArgs, parallel: Parallel) -> None:
@@ -119,6 +157,57 @@ def check_parallel(args: ModelArgs, parallel: Parallel) -> None:
     if args.moe and parallel.expert_ranks > args.moe.routing.num_experts:
         raise ConfigError(f"{parallel}: {args.moe.routing.num_experts} experts are fewer than the "
                           f"{parallel.expert_ranks} ranks (tp x dp) that share them: lower -tp or -dp.")
+    if parallel.redundant is not None:
+        _check_balancing(args, parallel, parallel.redundant)
+
+
+def _check_balancing(args: ModelArgs, parallel: Parallel, redundant: int) -> None:
+    """Raise `ConfigError` if experts cannot be balanced, or if the ranks cannot hold equally many slots."""
+    ranks, experts = parallel.expert_ranks, args.moe.routing.num_experts if args.moe else 0
+    if ranks == 1 or not experts:
+        raise ConfigError(f"--enable-eplb: {parallel} has nothing to balance, because no two ranks divide whole "
+                          "experts: add --enable-expert-parallel and -tp or -dp, or leave it out.")
+    if parallel.pp > 1 or parallel.round_robin:
+        other = "-pp" if parallel.pp > 1 else "--expert-placement-strategy"
+        raise ConfigError(f"--enable-eplb cannot be used with {other}: leave one of them out.")
+    if (experts + redundant) % ranks:
+        fitting = -experts % ranks
+        raise ConfigError(f"eplb_config: num_redundant_experts={redundant}: {experts + redundant} slots for {experts} "
+                          f"experts do not divide among {ranks} ranks: use {fitting}, {fitting + ranks} or "
+                          f"{fitting + 2 * ranks}.")
+    if redundant > experts * (ranks - 1):
+        raise ConfigError(f"eplb_config: num_redundant_experts={redundant}: a rank would have more slots than "
+                          f"there are experts ({experts}): use at most {experts * (ranks - 1)}.")
+
+
+def check_hosts(config: HostsConfig, parallel: Parallel) -> None:
+    """Raise `ConfigError` for a number of hosts by which the ranks cannot be divided, and on a host without a core."""
+    if config.node_rank:
+        raise ConfigError(f"node_rank={config.node_rank}: only host 0 has an engine core. Start this host with `quire "
+                          "serve MODEL --headless` and the same flags.")
+    if config.distributed_executor_backend == "ray" and parallel.size == 1:
+        raise ConfigError("distributed_executor_backend=ray: one rank runs on this host, without Ray: leave it out, or "
+                          "ask for several ranks (-tp, -pp, -dp).")
+    local, hosts = config.data_parallel_size_local, config.nnodes
+    if local is not None and local * hosts != parallel.dp and not local == 1 > parallel.dp // hosts:
+        fitting = max(1, parallel.dp // local) if local else hosts
+        raise ConfigError(f"data_parallel_size_local={local}: all hosts, host 0 too, have equally many of the "
+                          f"{parallel.dp} replicas (-dp): leave it out, and start each host with --nnodes {fitting}, "
+                          "--node-rank and --master-addr.")
+    if parallel.size % config.nnodes:
+        raise ConfigError(f"{parallel}: {parallel.size} ranks cannot be divided equally among {config.nnodes} hosts: "
+                          "change nnodes, or a size.")
+
+
+def hosts_note(parallel: Parallel, hosts: Sequence[int]) -> str:
+    """Return a note about slices of layers that lie on several hosts; "" when there are none.
+
+    hosts   index of the host of each rank
+    """
+    if any(len({hosts[rank] for rank in ranks}) > 1 for ranks in tp_members(parallel)):
+        return (f"-tp {parallel.tp}: slices of a layer are on several hosts, so two sums per layer cross the network: "
+                "a -tp that fits one host, and -pp or -dp across hosts, exchange less.")
+    return ""
 
 
 def _sizes(args: ModelArgs) -> str:
@@ -181,11 +270,13 @@ def ranks(args: ModelArgs, parallel: Parallel) -> Iterator[Rank]:
             layers=held[stage],
             heads=share(args.num_heads, parallel.tp, place),
             kv_heads=(0, 1) if args.latent else share(args.num_kv_heads, kv, place * kv // parallel.tp),
-            experts=share(num_experts, parallel.expert_ranks, among),
+            experts=(among, num_experts, parallel.expert_ranks) if parallel.round_robin else
+                    (*share(num_experts + (parallel.redundant or 0), parallel.expert_ranks, among), 1),
             first=stage == 0,
             last=stage == parallel.pp - 1,
             tp=parallel.tp,
             whole_experts=parallel.experts,
+            num_experts=num_experts,
         )
 
 
@@ -201,3 +292,21 @@ def pp_members(parallel: Parallel) -> Iterator[list[int]]:
     for replica in range(parallel.dp):
         for place in range(parallel.tp):
             yield [replica * each + stage * parallel.tp + place for stage in range(parallel.pp)]
+
+
+def expert_members(parallel: Parallel) -> Iterator[list[int]]:
+    """Yield the numbers of the ranks of each group that divides whole experts: those of a stage, of all replicas."""
+    each = parallel.tp * parallel.pp
+    for stage in range(parallel.pp if parallel.experts else 0):
+        yield [replica * each + stage * parallel.tp + place
+               for replica in range(parallel.dp) for place in range(parallel.tp)]  # fmt: skip
+
+
+def ep_members(parallel: Parallel) -> Iterator[list[int]]:
+    """Yield `expert_members` where replicas share experts; a single replica's tp group sums experts' results."""
+    yield from expert_members(parallel) if parallel.lockstep else ()
+
+
+def mover_members(parallel: Parallel) -> Iterator[list[int]]:
+    """Yield `expert_members` where experts move between ranks."""
+    yield from expert_members(parallel) if parallel.redundant is not None else ()

@@ -8,9 +8,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from quire.config.checkpoint import ModelArgs
-from quire.config.placement import Parallel
+from quire.config.placement import MOST_RANKS, Parallel
+from quire.contracts.decided import line_of
 from quire.contracts.errors import ConfigError
-from quire.contracts.scheme import Scheme
+from quire.contracts.scheme import Scheme, WirePlan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,6 +23,9 @@ class Dispatcher:
     numbering  expert ids of the rows: "global" (with an expert map), "local" (-1: expert of another rank), "none"
     weighs     stage that multiplies by the routing weights and sums over k: "experts" (the kernel), "combine" (later)
     sums       groups of ranks ("dp", "tp") over which the dispatcher sums partial results
+    devices    devices whose ranks can use it
+    ranks      most ranks that can use it together
+    one_host   True: the ranks share memory, so all are on one host
     """
 
     layout: str
@@ -30,6 +34,9 @@ class Dispatcher:
     sums: frozenset[str] = frozenset()
     capturable: bool = True
     implemented: bool = False
+    devices: tuple[str, ...] = ("cpu", "cuda")
+    ranks: int = MOST_RANKS
+    one_host: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,9 +55,14 @@ IDS = {"global": "global expert ids", "local": "local expert ids", "none": "rows
 WEIGHING = {"experts": "weighing by the experts kernel", "combine": "weighing in the combine step"}
 DISPATCHERS: Mapping[str, Dispatcher] = {
     "none": Dispatcher(layout="flat", numbering="global", weighs="experts", implemented=True),
-    "all-gather": Dispatcher(layout="flat", numbering="global", weighs="experts", sums=frozenset({"dp"})),
+    # Ranks read the rows that their experts need from each other's memory, and so the results: GPUs of one host.
+    "pull": Dispatcher(layout="flat", numbering="global", weighs="experts", sums=frozenset({"dp", "tp"}),
+                       devices=("cuda",), ranks=8, one_host=True, implemented=True),
+    "all-gather": Dispatcher(layout="flat", numbering="global", weighs="experts", sums=frozenset({"dp", "tp"}),
+                             capturable=False, implemented=True),
     "all-to-all": Dispatcher(layout="grouped", numbering="none", weighs="combine", sums=frozenset({"dp", "tp"})),
 }
+NOT_YET = "not implemented yet"
 KERNELS: Mapping[str, ExpertsKernel] = {
     "hopper": ExpertsKernel(),
     "triton": ExpertsKernel(),
@@ -70,11 +82,15 @@ class Hardware:
 
     kernels    (name of an experts kernel, reason why it cannot run here or with these weights, or ""), best first
     features   name of an experts kernel -> its optional features, such as "join"
+    eager      steps are not captured in CUDA graphs
+    hosts      hosts among which the ranks are divided
     """
 
     device: str
     kernels: tuple[tuple[str, str], ...]
     features: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    eager: bool = False
+    hosts: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +107,10 @@ class MoEPlan:
     partial_over  groups of ranks over which the caller must sum the result; empty: the result is complete
     shared        shared experts: "none", "added" (to the routed experts before any sum), "summed alone" (over tp)
     candidates    (dispatcher, experts, reason against the two) in order of preference. The first with reason "" is
-                  chosen. With experts "", the reason excludes the dispatcher with every kernel
+                  chosen; if there is none, the first that is only not implemented. With experts "", the reason
+                  excludes the dispatcher with every kernel
+    decided       reason for the choice, and the line of the code that made it
+    wire          form of rows on the way to experts: see `quire.models.wire`
     """
 
     phase: str
@@ -107,12 +126,19 @@ class MoEPlan:
     capturable: bool
     topology: Parallel
     candidates: tuple[tuple[str, str, str], ...]
+    decided: str
+    wire: WirePlan = WirePlan()
+
+    @property
+    def implemented(self) -> bool:
+        """False for a dispatcher that can be planned, and not run."""
+        return DISPATCHERS[self.dispatcher].implemented
 
     def __str__(self) -> str:
         result = "partial, to be summed over " + " and ".join(self.partial_over) if self.partial_over else "whole"
         return (f"{self.phase}: dispatcher {self.dispatcher} ({self.layout} rows, ids: {self.numbering}), experts "
                 f"{self.experts}; weighed by {self.weighs}, quantized {self.quantize_at}, result {result}, shared "
-                f"experts {self.shared}, {'capturable' if self.capturable else 'not capturable'}"
+                f"experts {self.shared}, {'capturable' if self.capturable else 'not capturable'}; {self.decided}"
                 + _table(self.candidates))
 
 
@@ -132,11 +158,12 @@ def resolve_moe(model: ModelArgs, scheme: Scheme | None, topology: Parallel, har
         if name not in known:
             raise ConfigError(f"{what}={name!r} does not exist (one of {', '.join(known)}).")
     candidates = tuple(_candidates(topology, hardware, phase, asked))
-    chosen = next((candidate for candidate in candidates if not candidate[2]), None)
+    chosen = _chosen(candidates)
     if chosen is None:
         wanted = "".join(f" {what}={name}" for what, name in asked.items())
         raise ConfigError(f"no way to run the experts in {phase} on {topology}{wanted}:" + _table(candidates))
     dispatcher, kernel = DISPATCHERS[chosen[0]], KERNELS[chosen[1]]
+    why = ("asked for" if "dispatcher" in asked else "first that fits") + f", {NOT_YET}" * bool(chosen[2])
     sharing = ("tp",) * (topology.tp > 1) + ("dp",) * _spread(topology)
     partial = tuple(group for group in sharing if group not in dispatcher.sums)
     shared = "added" if topology.tp == 1 or "tp" in partial else "summed alone"
@@ -145,7 +172,13 @@ def resolve_moe(model: ModelArgs, scheme: Scheme | None, topology: Parallel, har
         layout=dispatcher.layout, numbering=dispatcher.numbering, weighs=dispatcher.weighs,
         quantize_at="experts" if scheme and scheme.inputs else "nowhere",
         partial_over=partial, shared=shared if model.moe.shared_size else "none",
-        capturable=dispatcher.capturable and kernel.capturable, topology=topology, candidates=candidates)
+        capturable=dispatcher.capturable and kernel.capturable, topology=topology, candidates=candidates,
+        decided=f"{why}, decided in {line_of(_chosen)}")
+
+
+def _chosen(candidates: tuple[tuple[str, str, str], ...]) -> tuple[str, str, str] | None:
+    """Return the first candidate that fits; else the first that only is not implemented; else None."""
+    return next((one for reason in ("", NOT_YET) for one in candidates if one[2] == reason), None)
 
 
 def _table(candidates: tuple[tuple[str, str, str], ...]) -> str:
@@ -159,18 +192,27 @@ def _spread(topology: Parallel) -> bool:
 
 def _candidates(topology: Parallel, hardware: Hardware, phase: str,
                 asked: Mapping[str, str]) -> Iterator[tuple[str, str, str]]:
-    captured = phase == "decode" and hardware.device == "cuda"
+    captured = phase == "decode" and hardware.device == "cuda" and not hardware.eager
     for name, dispatcher in DISPATCHERS.items():
         if (name == "none") == _spread(topology):
             yield name, "", ("tokens of other replicas need the experts of this rank" if name == "none"
                              else "every rank already has the tokens that its experts need")  # fmt: skip
+            continue
+        if hardware.device not in dispatcher.devices:
+            yield name, "", f"{name} runs on {' or '.join(dispatcher.devices)}, not on {hardware.device}"
+            continue
+        if topology.expert_ranks > dispatcher.ranks:
+            yield name, "", f"{name} joins at most {dispatcher.ranks} ranks, those of one host"
+            continue
+        if dispatcher.one_host and hardware.hosts > 1:
+            yield name, "", f"{name} reads the memory of other ranks, and these are on {hardware.hosts} hosts"
             continue
         for kernel, cannot_run in hardware.kernels:
             reason = cannot_run or _mismatch(name, kernel, captured)
             others = [other for other in asked.values() if other not in (name, kernel)]
             if not reason and others:
                 reason = f"{' and '.join(others)} was asked for"
-            yield name, kernel, reason or ("" if dispatcher.implemented else "not implemented yet")
+            yield name, kernel, reason or ("" if dispatcher.implemented else NOT_YET)
 
 
 def _mismatch(giver: str, taker: str, captured: bool) -> str:
@@ -182,4 +224,4 @@ def _mismatch(giver: str, taker: str, captured: bool) -> str:
         if gives not in accepts:
             return f"{giver} {verb} {words[gives]}; {taker} accepts only {' or '.join(words[one] for one in accepts)}"
     slow = giver if not dispatcher.capturable else taker if not kernel.capturable else ""
-    return f"{slow} cannot be captured in a CUDA graph" if captured and slow else ""
+    return f"{slow} cannot be captured in a CUDA graph (--enforce-eager captures none)" if captured and slow else ""

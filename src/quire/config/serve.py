@@ -57,6 +57,9 @@ class ServeConfig:
     default_chat_template_kwargs: dict[str, Any] | None = option(
         None, "default variables of the chat template; a request can replace them")
     enable_force_include_usage: bool = option(False, "send usage with every stream, even if not requested")
+    api_server_count: int = option(1, "processes that speak HTTP, all on one port, in front of one engine core",
+                                   flags=("-asc",), least=1)
+    headless: bool = option(False, "serve no HTTP: run ranks of the engine whose server is on host 0 (--node-rank)")
     metrics_prefix: str = option("quire", "prefix of the metric names in /metrics; vllm suits existing dashboards")
 
 

@@ -38,6 +38,7 @@ class Settings:
     values: dict[str, Any]
     origins: dict[str, str]
     notes: list[str] = field(default_factory=list)
+    refusals: list[str] = field(default_factory=list)  # of vLLM's flags, of a command that only plans
 
     def put(self, name: str, value: Any, origin: str) -> None:
         """Set an option, or replace its value. `origin` says where the value is from, such as "flag --port"."""
@@ -59,11 +60,13 @@ class Settings:
         return "\n".join(lines)
 
 
-def gather(namespace: Mapping[str, Any], options: Sequence[Field[Any]], own: Collection[str]) -> Settings:
+def gather(namespace: Mapping[str, Any], options: Sequence[Field[Any]], own: Collection[str],
+           planned: bool = False) -> Settings:  # fmt: skip
     """Return the options set by a parsed command line, else by the environment, else by the --config file.
 
     namespace   values of the parsed command line, by name
     own         names of the options of this command; the environment sets no others
+    planned     True: keep messages about refused vLLM flags in `Settings.refusals`
     Raises `ConfigError` for a value that does not parse, an unknown name, a refused vLLM flag, or two models.
     """
     by_name = {option.name: option for option in options}
@@ -77,7 +80,8 @@ def gather(namespace: Mapping[str, Any], options: Sequence[Field[Any]], own: Col
     in_file = _read_file(Path(path), by_name, found) if path else []
     given = given_peer_flags(namespace)
     below, above = judge(in_file, besides=given), judge(given)
-    refuse(below.refusals + above.refusals)
+    found.refusals.extend(below.refusals + above.refusals)
+    refuse(() if planned else found.refusals)
     _put_aliases(found, below, by_name)
     for name, text in option_texts(own).items():
         source = f"environment variable {variable(name)}"

@@ -43,6 +43,11 @@ class StepStats(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     schedule_s           seconds to plan the step, grammar masks included
     execute_s            seconds in calls of the executor, which include the wait for the result
     finish_s             seconds to apply the result to the requests
+    balancedness         mean over maximum of the tokens that ranks compute with their experts, when last looked at; 0:
+                         experts are not balanced, or nothing is known yet
+    num_blocks           KV blocks in all
+    num_elsewhere        tokens of the step that are not in these outputs, but in those of other front ends
+    replicas             number of a replica of attention that lives -> its `num_running`; {}: there are no replicas
     """
 
     step: int = -1
@@ -61,6 +66,10 @@ class StepStats(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     schedule_s: float = 0.0
     execute_s: float = 0.0
     finish_s: float = 0.0
+    balancedness: float = 0.0
+    num_blocks: int = 0
+    num_elsewhere: int = 0
+    replicas: dict[int, int] = msgspec.field(default_factory=dict)
 
 
 class StepOutputs(msgspec.Struct, frozen=True, kw_only=True):

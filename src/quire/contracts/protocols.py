@@ -1,5 +1,6 @@
 """The protocol between the engine core and the executor that runs its plans."""
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import msgspec
@@ -50,11 +51,17 @@ class Executor(Protocol):
     def collect(self) -> StepResult:
         """Wait for the oldest uncollected step and return its result."""
 
+    def ready(self) -> bool:
+        """True when `collect` need not wait for another process. For a core that serves several executors."""
+
     def control(self, name: str, args: dict[str, Any]) -> object:
         """Run a named operation of the executor between two steps, and return its value.
 
         Raises `ConfigError` for a name that the executor does not know.
         """
+
+    def ask(self, name: str, args: dict[str, Any]) -> Callable[[], object]:
+        """Start a named operation. Return a function that waits for its value, or runs it; see `control`."""
 
     def check_alive(self) -> None:
         """Raise `EngineDead` when the executor can run no more steps. An idle core calls this: it submits no step."""

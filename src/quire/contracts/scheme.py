@@ -1,9 +1,56 @@
-"""`Scheme`: the numbers of a quantized weight, and the quantization of the activations that it multiplies. No torch."""
+"""`Scheme`: the numbers of a quantized weight, and the quantization of the activations that it multiplies. No torch.
+
+`Wire`: the form of activations on the way to experts on other ranks.
+"""
+
+from dataclasses import dataclass
 
 import msgspec
 
 KINDS = ("fp8 block", "fp8 channel", "int8", "w4", "w8")  # of `Scheme.kind`
 UNQUANTIZED = "unquantized"  # the kind of a weight without a scheme
+GROUP = 128  # columns of a row of activations that share a scale, with the inputs "group"
+
+
+@dataclass(frozen=True)
+class Wire:
+    """The form of rows of activations that travel.
+
+    values   "": as they are; "e4m3", "int8": quantized, with computed float32 scales
+    group    columns of a row that share a scale; 0: all
+    powers   True: scales are rounded up to powers of two
+    """
+
+    values: str = ""
+    group: int = 0
+    powers: bool = False
+
+    def __str__(self) -> str:
+        if not self.values:
+            return "as they are"
+        scales = f"each {self.group} columns" if self.group else "each row"
+        return f"in {self.values} with a scale for {scales}" + ", a power of two" * self.powers
+
+    def num_scales(self, columns: int) -> int:
+        """Return the number of scales of a row."""
+        if not self.values:
+            return 0
+        return -(-columns // self.group) if self.group else 1
+
+    def row_bytes(self, columns: int, item_bytes: int) -> int:
+        """Return the bytes of a row and its scales; a number of an activation has `item_bytes`."""
+        return columns + 4 * self.num_scales(columns) if self.values else columns * item_bytes
+
+
+AS_THEY_ARE = Wire()
+
+
+@dataclass(frozen=True)
+class WirePlan:
+    """Form of rows on the way to experts; reason for it, and the line of the code that chose it."""
+
+    form: Wire = AS_THEY_ARE
+    decided: str = "no row travels"
 
 
 class Scheme(msgspec.Struct, frozen=True, kw_only=True):
@@ -39,6 +86,13 @@ class Scheme(msgspec.Struct, frozen=True, kw_only=True):
     def needs(self) -> frozenset[str]:
         """All features that a kernel must have to run the matrix: `kind`, and "ue8m0" when it is set."""
         return frozenset({self.kind, "ue8m0"} if self.ue8m0 else {self.kind})
+
+    @property
+    def wire(self) -> Wire:
+        """The form that activations have once they are quantized, where a row has the same form for all matrices."""
+        if self.inputs == "group":
+            return Wire("e4m3", GROUP, self.ue8m0)
+        return Wire(self.values) if self.inputs == "token" else AS_THEY_ARE
 
     @property
     def bits(self) -> int:

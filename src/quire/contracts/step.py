@@ -53,6 +53,19 @@ class SharedPrefix(msgspec.Struct, frozen=True):
     num_blocks: int
 
 
+class StepSync(msgspec.Struct, frozen=True):
+    """The record of a step on which all replicas in lock-step agree: they take the same step at the same time.
+
+    rows     tokens that each replica computes, by replica. A replica with 0 tokens takes part in the exchanges of
+             layers with experts, and does nothing else
+    switch   number of the layer with experts (the first: 0) that has new experts in its slots from this step on; -1:
+             none
+    """
+
+    rows: tuple[int, ...]
+    switch: int = -1
+
+
 class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
     """Plan of a step. The device applies `released`, `admitted` and `appended`, then runs the model over `slots`.
 
@@ -67,6 +80,7 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
                  passed are not reported: they stay in the device's block table, and no kernel reads them
     released     [R] int32, slots that requests left since the last plan
     grammar      [G] int32, in plan order: the sampling slots whose grammar masks come with `Executor.release`
+    sync         of replicas in lock-step; None: no other replica takes part in this step. With it, `slots` may be empty
     """
 
     step: int
@@ -80,6 +94,7 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
     released: I32 = msgspec.field(default_factory=lambda: np.empty(0, np.int32))
     shared: tuple[SharedPrefix, ...] = ()
     grammar: I32 = msgspec.field(default_factory=lambda: np.empty(0, np.int32))
+    sync: StepSync | None = None
 
 
 class RowLogprobs(msgspec.Struct, frozen=True):
@@ -113,6 +128,8 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True):
     pooled           slot -> [hidden] float32, for prompts with POOL that ended in this step
     failed           slot -> code ("nan_logits", "nan_hidden", "bad_token"); other results of these slots are invalid
     num_computed     tokens that the forward pass computed, summed over slots
+    moved            layers, since the start, whose new experts have come to all ranks; see `StepSync.switch`. -1: no
+                     expert can move any more, because of a fault
     """
 
     step: int
@@ -124,4 +141,5 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True):
     pooled: dict[int, F32] = msgspec.field(default_factory=dict)
     failed: dict[int, str] = msgspec.field(default_factory=dict)
     num_computed: int = 0
+    moved: int = 0
     timings: StepTimings = StepTimings()

@@ -10,6 +10,7 @@ Every rank of a group makes the same calls, in the same order, with the same sha
 value that other ranks may not have: the plan of a step says everything. Knows kernels; knows no layers and no requests.
 """
 
+from collections.abc import Sequence
 from typing import Protocol
 
 from torch import Tensor
@@ -39,6 +40,18 @@ class Group(Protocol):
     def all_gather(self, x: Tensor) -> Tensor:
         """Return the tensors of all ranks, [size, *x.shape], in the order of ranks."""
 
+    def gather_rows(self, x: Tensor, counts: Sequence[int]) -> Tensor:
+        """Return the rows of all ranks, [sum of counts, ...], in the order of ranks.
+
+        x   [counts[rank], ...];  counts   rows of each rank, the same on all ranks; some may be 0
+        """
+
+    def scatter_sum(self, x: Tensor, counts: Sequence[int]) -> Tensor:
+        """Return this rank's rows [counts[rank], ...] of the sum over ranks; it may overwrite x.
+
+        x   [sum of counts, ...], rows of all ranks in the order of ranks
+        """
+
     def send(self, x: Tensor, to: int) -> None:
         """Send a tensor to the rank `to`, which calls `receive`. The host does not wait; x may change afterwards.
 
@@ -52,4 +65,4 @@ class Group(Protocol):
         """Wait for the tensor that rank `source` sends, with the shape and dtype of `out`; fill and return `out`."""
 
     def barrier(self) -> None:
-        """Wait until every rank has called this."""
+        """Wait until every rank has called this, and the tensors that this rank has sent are received."""

@@ -5,6 +5,7 @@ names the calls.
 """
 
 import zlib
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -43,6 +44,16 @@ class CheckedGroup:
         self._compare("all_gather", x)
         return self._group.all_gather(x)
 
+    def gather_rows(self, x: Tensor, counts: Sequence[int]) -> Tensor:
+        """Return the rows of all ranks. See `Group`."""
+        self._compare_rows("gather_rows", x, counts, counts[self.rank])
+        return self._group.gather_rows(x, counts)
+
+    def scatter_sum(self, x: Tensor, counts: Sequence[int]) -> Tensor:
+        """Return this rank's rows of the sum over ranks. See `Group`."""
+        self._compare_rows("scatter_sum", x, counts, sum(counts))
+        return self._group.scatter_sum(x, counts)
+
     def send(self, x: Tensor, to: int) -> None:
         """Send a tensor to a rank. See `Group`. Not checked: the other ranks take no part."""
         self._group.send(x, to)
@@ -59,6 +70,12 @@ class CheckedGroup:
         """Wait for all ranks. See `Group`."""
         self._compare("barrier", torch.empty(0))
         self._group.barrier()
+
+    def _compare_rows(self, name: str, x: Tensor, counts: Sequence[int], rows: int) -> None:
+        """Compare a call whose tensor has `rows` rows, by the counts of all ranks."""
+        if len(x) != rows:
+            raise EngineDead(f"rank {self.rank} gives {len(x)} rows to {name}, and has told {rows} to the other ranks.")
+        self._compare(f"{name} {list(counts)}", x[0] if len(x) else x.new_empty(x.shape[1:]))
 
     def _compare(self, name: str, x: Tensor) -> None:
         self._calls += 1

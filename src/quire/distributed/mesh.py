@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from quire.distributed import Group
+from quire.kernels.comm.exchange import Slots
 
 
 @dataclass(frozen=True)
@@ -13,11 +14,17 @@ class RankGroups:
     pp       pipeline parallelism: a rank of each stage, in the order of stages; hidden states go forward
     tokens   the ranks of `pp` in a second group: sampled tokens go from the last stage to the first. Messages of one
              group are ordered, so two stages that send to each other in one group would wait for each other
+    slots    memory of the ranks of `ep` for dispatcher "pull"
+    movers   the ranks of expert parallelism in a second group, for moves of experts beside the steps
+    ep       expert parallelism: ranks of a pipeline stage, of all replicas, that divide the experts of every layer
     """
 
     tp: Group | None = None
     pp: Group | None = None
     tokens: Group | None = None
+    ep: Group | None = None
+    movers: Group | None = None
+    slots: Slots | None = None
 
 
 ALONE = RankGroups()

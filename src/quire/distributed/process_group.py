@@ -1,18 +1,20 @@
 """Ranks as processes, over torch.distributed: gloo for tensors of a CPU, NCCL for those of GPUs.
 
-The ranks of a host meet through a file of their own: no port is chosen, and two engines never meet.
+The ranks of a host meet through a file of their own: no port is chosen, and two engines never meet. Ranks of several
+hosts meet through a store of the process that starts them.
 """
 
+import socket
 from collections import deque
 from collections.abc import Sequence
 from datetime import timedelta
-from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from quire.config.placement import Parallel, pp_members, tp_members
+from quire.config.placement import Parallel, ep_members, mover_members, pp_members, tp_members
 from quire.distributed.mesh import RankGroups
 
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
@@ -21,21 +23,38 @@ BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 TIMEOUT = timedelta(days=1)
 MOST_SENT = 64  # tensors kept for sends: more than steps in flight, so the oldest have been received
 
-_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # the second name is older
+# The second names are older.
+_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-def join_ranks(meeting: Path, number: int, parallel: Parallel, device: torch.device) -> RankGroups:
+def open_store(listener: socket.socket) -> dist.Store:
+    """Return a store for ranks of several hosts, which connect to it on the address of `listener`. Takes the listener.
+
+    The ranks use the store as long as they run. It trusts everyone who can connect to it.
+    """
+    address, port = listener.getsockname()[:2]
+    return dist.TCPStore(address, port, None, True, wait_for_workers=False, master_listen_fd=listener.detach())
+
+
+def join_ranks(meeting: str, number: int, parallel: Parallel, device: torch.device) -> RankGroups:
     """Join the ranks of an engine and return this rank's groups. Waits until all ranks have joined.
 
-    meeting   rendezvous file that no other engine uses; it is empty, or does not exist yet
+    meeting   path of a rendezvous file that no other engine uses; it is empty, or does not exist yet. Or
+              tcp://HOST:PORT of a store (`open_store`) that no other ranks use
     number    this rank's number in the engine, 0 to parallel.size - 1
     """
+    place: dict[str, Any] = {"init_method": f"file://{meeting}"}
+    if meeting.startswith("tcp://"):
+        address, _, port = meeting.removeprefix("tcp://").rpartition(":")
+        place = {"store": dist.TCPStore(address, int(port), None, False, timeout=TIMEOUT)}
     dist.init_process_group(
-        BACKENDS[device.type], init_method=f"file://{meeting}", rank=number, world_size=parallel.size, timeout=TIMEOUT,
+        BACKENDS[device.type], **place, rank=number, world_size=parallel.size, timeout=TIMEOUT,
         device_id=device if device.type == "cuda" else None)  # fmt: skip
     pipelines = list(pp_members(parallel))
     return RankGroups(tp=_make(list(tp_members(parallel)), number), pp=_make(pipelines, number),
-                      tokens=_make(pipelines, number))  # fmt: skip
+                      tokens=_make(pipelines, number), ep=_make(list(ep_members(parallel)), number),
+                      movers=_make(list(mover_members(parallel)), number))  # fmt: skip
 
 
 def leave_ranks() -> None:
@@ -89,6 +108,28 @@ class ProcessGroup:
         _all_gather(out.view(-1), x.view(-1), group=self._group)
         return out
 
+    def gather_rows(self, x: Tensor, counts: Sequence[int]) -> Tensor:
+        """Return the rows of all ranks. See `Group`. Rows are padded to the largest count on their way."""
+        most = max(counts)
+        if not most:
+            return x
+        parts = self.all_gather(_padded(x, most))
+        if min(counts) == most:
+            return parts.flatten(0, 1)
+        return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
+
+    def scatter_sum(self, x: Tensor, counts: Sequence[int]) -> Tensor:
+        """Return this rank's rows of the sum over ranks. See `Group`. Rows are padded as in `gather_rows`."""
+        most = max(counts)
+        if not most:
+            return x
+        if min(counts) < most:
+            x = torch.cat([_padded(part, most) for part in x.split(list(counts))])
+        x = x.contiguous()
+        out = torch.empty((most, *x.shape[1:]), dtype=x.dtype, device=x.device)
+        _reduce_scatter(out, x, group=self._group)
+        return out[: counts[self.rank]]
+
     def send(self, x: Tensor, to: int) -> None:
         """Send a tensor to a rank. See `Group`."""
         if x.is_cuda:  # in the order of the stream, so that a CUDA graph can hold it
@@ -114,5 +155,16 @@ class ProcessGroup:
         return out
 
     def barrier(self) -> None:
-        """Wait for all ranks. See `Group`."""
+        """Wait for all ranks, and for the tensors that this rank has sent. See `Group`."""
         dist.barrier(group=self._group)
+        while self._sent:
+            self._sent.popleft()[0].wait()
+
+
+def _padded(x: Tensor, rows: int) -> Tensor:
+    """Return x with zeros below, up to `rows` rows."""
+    if len(x) == rows:
+        return x
+    out = x.new_zeros((rows, *x.shape[1:]))
+    out[: len(x)] = x
+    return out

@@ -80,6 +80,14 @@ class SimulatedGroup:
         """Return the tensors of all ranks. See `Group`."""
         return torch.stack(self._ranks.exchange(self.rank, x))
 
+    def gather_rows(self, x: Tensor, counts: Sequence[int]) -> Tensor:
+        """Return the rows of all ranks. See `Group`."""
+        return torch.cat(self._ranks.exchange(self.rank, x))
+
+    def scatter_sum(self, x: Tensor, counts: Sequence[int]) -> Tensor:
+        """Return this rank's rows of the sum over ranks. See `Group`."""
+        return self.all_reduce(x).split(list(counts))[self.rank]
+
     def send(self, x: Tensor, to: int) -> None:
         """Send a tensor to a rank. See `Group`."""
         self._ranks.mailbox(self.rank, to).put(x.clone())
@@ -90,7 +98,9 @@ class SimulatedGroup:
 
     def receive(self, out: Tensor, source: int) -> Tensor:
         """Wait for a tensor of a rank. See `Group`."""
-        return out.copy_(self._ranks.mailbox(source, self.rank).get(timeout=WAIT_SECONDS))
+        x = self._ranks.mailbox(source, self.rank).get(timeout=WAIT_SECONDS)
+        assert x.shape == out.shape and x.dtype == out.dtype, "the sender sends other numbers"
+        return out.copy_(x)
 
     def barrier(self) -> None:
         """Wait for all ranks. See `Group`."""

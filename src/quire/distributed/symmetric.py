@@ -3,15 +3,17 @@
 NCCL does everything else, and sums of messages that exceed the buffers. NVLink multicast is never used.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed._symmetric_memory as symmetric_memory
 from torch import Tensor
 
+from quire.contracts.errors import ConfigError
 from quire.distributed import Group
 from quire.distributed.process_group import ProcessGroup
 from quire.kernels.comm import BUFFERS, Peers
+from quire.kernels.comm.exchange import PROGRAMS, Layout, Slots
 from quire.kernels.comm.triton import sum_ranks
 
 BLOCKS = 64  # programs of a sum: enough to fill NVLink, few enough to run at the same time on any GPU
@@ -55,6 +57,14 @@ class SymmetricGroup:
     def all_gather(self, x: Tensor) -> Tensor:
         """Return the tensors of all ranks. See `Group`."""
         return self._group.all_gather(x)
+
+    def gather_rows(self, x: Tensor, counts: Sequence[int]) -> Tensor:
+        """Return the rows of all ranks. See `Group`."""
+        return self._group.gather_rows(x, counts)
+
+    def scatter_sum(self, x: Tensor, counts: Sequence[int]) -> Tensor:
+        """Return this rank's rows of the sum over ranks. See `Group`."""
+        return self._group.scatter_sum(x, counts)
 
     def send(self, x: Tensor, to: int) -> None:
         """Send a tensor to a rank. See `Group`."""
@@ -110,3 +120,29 @@ def with_symmetric_memory(group: Group | None, device: torch.device, room: int) 
     why = failed(lambda: memory.append(symmetric_memory.empty(BUFFERS * room, dtype=torch.uint8, device=device)))
     why = why or failed(lambda: made.append(SymmetricGroup(group, memory[0])))
     return (group, why) if why else (made[0], "")
+
+
+def exchange_memory(group: Group | None, device: torch.device, layout: Layout, each: int) -> Slots:
+    """Return this rank's end of the exchange of rows between replicas. Every rank of the group calls this.
+
+    each   ranks of a replica
+    Raises ConfigError where GPUs cannot read each other's memory, or have no room.
+    """
+    assert isinstance(group, ProcessGroup)
+    try:
+        memory = symmetric_memory.empty(layout.num_bytes, dtype=torch.uint8, device=device)
+        handle = symmetric_memory.rendezvous(memory, group.name)
+    except torch.OutOfMemoryError as error:
+        raise ConfigError(f"{layout.num_bytes / 2**20:.0f} MiB for the exchange between replicas do not fit into this "
+                          "GPU's free memory: lower --max-num-batched-tokens.") from error
+    except RuntimeError as error:
+        why = str(error).partition("\n")[0]
+        raise ConfigError(f"these GPUs cannot read each other's memory ({why}), so no tokens reach the experts of "
+                          "other replicas: leave out -dp or --enable-expert-parallel.") from error
+    signals, processors = handle.signal_pad_size // 4 // group.size, torch.cuda.get_device_properties(device)
+    peers = Peers(
+        torch.tensor(handle.buffer_ptrs, dtype=torch.int64, device=device),
+        torch.tensor(handle.signal_pad_ptrs, dtype=torch.int64, device=device),
+        group.rank, layout.num_bytes, min(PROGRAMS, signals, processors.multi_processor_count),  # all run at once
+    )  # fmt: skip
+    return Slots(peers, layout, memory, each)

@@ -13,7 +13,7 @@ from quire.contracts.errors import EngineDead, InvalidParameter, PromptTooLong
 from quire.contracts.output import NO_TOKENS, Finish, StepOutputs
 from quire.contracts.protocols import Executor
 from quire.contracts.request import FinishReason, NewRequest, Request, RequestState
-from quire.contracts.step import I32, NO_MASKS
+from quire.contracts.step import I32, NO_MASKS, StepSync
 from quire.engine.finish import Finisher
 from quire.engine.grammar import Grammars
 from quire.engine.plan_writer import InFlight
@@ -30,6 +30,9 @@ class EngineCore:
 
     The core plans step N+1 while step N runs, as deep as the executor allows. Only `collect` waits for the device. Not
     thread-safe: one thread calls `add`, `abort` and `step`.
+
+    in_flight     steps that are submitted and not confirmed, oldest first
+    needs_masks   True: the step that was submitted last cannot sample before `send_masks`
     """
 
     def __init__(
@@ -51,7 +54,8 @@ class EngineCore:
         self._grammars = Grammars(compiler, clock)
         self._finisher = Finisher(self.scheduler, self._grammars, self.facts.vocab_size)
         self._requests: dict[int, Request] = {}
-        self._in_flight: deque[InFlight] = deque()
+        self.in_flight: deque[InFlight] = deque()
+        self.needs_masks = False
         self._finished: list[Finish] = []  # ended between steps; reported with the next outputs
         self._deadlines: list[tuple[float, int]] = []
         self._prefix_caching = prefix_caching
@@ -59,11 +63,12 @@ class EngineCore:
         self._clock = clock
         self._step = 0
         self._torn = False
+        self.moved = 0  # see `StepResult.moved`; of the last result
 
     @property
     def has_work(self) -> bool:
         """True when a request is live, a step is in flight or an ended request is not reported yet."""
-        return bool(self._requests or self._in_flight or self._finished)
+        return bool(self._requests or self.in_flight or self._finished)
 
     @property
     def handles(self) -> list[int]:
@@ -133,40 +138,70 @@ class EngineCore:
         return outputs
 
     def _advance(self) -> StepOutputs:
+        planned, outputs = self.begin_step(), None
+        if planned is not None:
+            self.submit(planned)
+            outputs = self.send_masks() if self.needs_masks else None
+        if outputs is None and self.in_flight and (planned is None or not self.has_room):
+            outputs = self.confirm()
+        return outputs or self.state(wait=planned is None)
+
+    # --- the parts of `step`, which `Replicas` calls by themselves --------------------------------------------------
+
+    @property
+    def has_room(self) -> bool:
+        """True when another step can be submitted before one is confirmed."""
+        depth = min(self.facts.depth, 2) if self._grammars else self.facts.depth  # a mask needs all tokens before it
+        return len(self.in_flight) < depth and not self.needs_masks
+
+    def begin_step(self) -> InFlight | None:
+        """End requests whose time is over, take compiled grammars, and plan a step if there is room.
+
+        Returns None when no request can run before more results arrive.
+        """
         self._expire()
         self._take_grammars()
-        planned, outputs, started = None, None, perf_counter()
-        depth = min(self.facts.depth, 2) if self._grammars else self.facts.depth  # a mask needs all tokens before it
-        if len(self._in_flight) < depth and self._requests:
-            planned = self.scheduler.plan(self._step)
-            self._report_broken()
+        if not self.has_room or not self._requests:
+            return None
+        started = perf_counter()
+        planned = self.scheduler.plan(self._step)
+        self._report_broken()
         if planned is not None:
-            self._step += 1
             planned.schedule_s = perf_counter() - started
-            outputs = self._submit(planned)
-        elif not self._in_flight and not self._finished:
-            self._grammars.wait()
-        if outputs is None and self._in_flight and (planned is None or len(self._in_flight) >= depth):
-            outputs = self._confirm()
-        return outputs or self._report(StepOutputs(handles=NO_TOKENS, tokens=NO_TOKENS, stats=self._finisher.state()))
+        return planned
 
-    def _submit(self, planned: InFlight) -> StepOutputs | None:
-        """Submit a step and let it sample.
+    def submit(self, planned: InFlight | None, sync: StepSync | None = None) -> None:
+        """Submit a step, and let it sample unless it `needs_masks`.
 
-        A step with grammar masks can sample only after the step before is confirmed. Returns the outputs of that step.
+        planned   None: submit a step without tokens, in which this replica takes part in the exchanges of the others
+        sync      of replicas in lock-step
         """
-        started, outputs, masks = perf_counter(), None, NO_MASKS
+        planned = planned or self.scheduler.plan_idle(self._step)
+        self._step += 1
+        if sync is not None:
+            planned.plan = msgspec.structs.replace(planned.plan, sync=sync)
+        started = perf_counter()
         self.executor.submit(planned.plan)
-        planned.execute_s = perf_counter() - started
-        if len(planned.plan.grammar):
-            outputs = self._confirm() if self._in_flight else None
-            started = perf_counter()
-            masks = self._masks(planned.plan.grammar)
-            planned.schedule_s += perf_counter() - started
+        self.in_flight.append(planned)
+        self.needs_masks = len(planned.plan.grammar) > 0
+        if not self.needs_masks:
+            self.executor.release(planned.plan.step, NO_MASKS)
+        planned.execute_s += perf_counter() - started
+
+    def send_masks(self) -> StepOutputs | None:
+        """Let the step that was submitted last sample, with its grammar masks.
+
+        They need all tokens before them: the step before is confirmed first. Returns the outputs of that step.
+        """
+        outputs = self.confirm() if len(self.in_flight) > 1 else None
+        (planned,) = self.in_flight
+        started = perf_counter()
+        masks = self._masks(planned.plan.grammar)
+        planned.schedule_s += perf_counter() - started
         started = perf_counter()
         self.executor.release(planned.plan.step, masks)
         planned.execute_s += perf_counter() - started
-        self._in_flight.append(planned)
+        self.needs_masks = False
         return outputs
 
     def _masks(self, slots: I32) -> I32:
@@ -197,7 +232,7 @@ class EngineCore:
 
     def shutdown(self) -> None:
         """Drop the steps in flight and stop the executor."""
-        self._in_flight.clear()
+        self.in_flight.clear()
         self._grammars.close()
         self.executor.shutdown()
 
@@ -212,9 +247,20 @@ class EngineCore:
             pool = self.scheduler.allocator.pool
             assert pool.num_free == self.facts.num_blocks, f"{self.facts.num_blocks - pool.num_free} blocks leaked"
 
-    def _confirm(self) -> StepOutputs:
-        step, started = self._in_flight.popleft(), perf_counter()
+    def state(self, *, wait: bool = False) -> StepOutputs:
+        """Return outputs without a step: the requests that ended between steps, and counters.
+
+        wait   if there is nothing else to do, wait a moment for a grammar that is being compiled
+        """
+        if wait and not self.in_flight and not self._finished:
+            self._grammars.wait()
+        return self._report(StepOutputs(handles=NO_TOKENS, tokens=NO_TOKENS, stats=self._finisher.state()))
+
+    def confirm(self) -> StepOutputs:
+        """Wait for the oldest step in flight, and apply its result. Returns its outputs."""
+        step, started = self.in_flight.popleft(), perf_counter()
         result = self.executor.collect()
+        self.moved = result.moved
         step.execute_s += perf_counter() - started
         outputs, ended = self._finisher.apply(step, result)
         for request in ended:

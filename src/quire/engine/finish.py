@@ -281,6 +281,7 @@ class Finisher:
             num_waiting=len(roster.queue) + roster.num_blocked,
             num_blocked=roster.num_blocked,
             num_preempted=s.num_preempted,
+            num_blocks=pool.num_blocks,
             num_free_blocks=pool.num_free,
             num_cached_blocks=pool.num_cached,
             prefix_queries=s.admitter.prefix_queries,

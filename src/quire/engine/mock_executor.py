@@ -9,7 +9,8 @@ import itertools
 import math
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -166,6 +167,10 @@ class MockExecutor:
         self._released.remove(result.step)
         return result
 
+    def ready(self) -> bool:
+        """True: a step is computed at once. See `Executor`."""
+        return True
+
     def check_alive(self) -> None:
         """Do nothing. See `Executor`."""
 
@@ -176,6 +181,10 @@ class MockExecutor:
     def control(self, name: str, args: dict[str, Any]) -> object:
         """Refuse every name: the mock has no operations."""
         raise ConfigError(f"unknown control {name!r}.")
+
+    def ask(self, name: str, args: dict[str, Any]) -> Callable[[], object]:
+        """Return a function that runs an operation. See `Executor.ask`."""
+        return partial(self.control, name, args)
 
     def shutdown(self) -> None:
         """Record the shutdown for tests; there is nothing to free."""

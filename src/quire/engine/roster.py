@@ -1,6 +1,7 @@
 """The live requests: waiting, blocked and running, with their slots and blocks."""
 
 import logging
+from collections import Counter
 
 from quire.contracts.request import BlockReason, NewRequest, Request, RequestState
 from quire.engine.queue import WaitingQueue
@@ -18,14 +19,19 @@ class Roster:
     num_blocked   requests that wait for their grammar or, with n > 1, for the prompt of completion 0
     released      slots that running requests gave back since the last plan
     preempted     handles of preempted requests, until the next outputs report them
+    keeps         True: the prefix cache keeps the blocks of ended requests. False (prefix caching is off): it forgets
+                  them, so that the next request writes to the same memory; only completions of one prompt and resumed
+                  requests find blocks
     """
 
-    def __init__(self, table: RunningTable, queue: WaitingQueue, allocator: KVAllocator, root_key: bytes) -> None:
+    def __init__(self, table: RunningTable, queue: WaitingQueue, allocator: KVAllocator, root_key: bytes, *,
+                 keeps: bool = True) -> None:
         self.table, self.queue, self.allocator = table, queue, allocator
         self.num_blocked = 0
         self.released: list[int] = []
         self.preempted: list[int] = []
-        self._root = root_key
+        self._root, self._keeps = root_key, keeps
+        self._completions = Counter[int]()  # handle of completion 0 -> live completions of its prompt, unless `keeps`
         self._chains: dict[int, KeyChain] = {}
         self._children: dict[int, dict[int, Request]] = {}  # parent's handle -> blocked children by handle
         self._compiling: set[int] = set()  # handles of requests whose grammar is not compiled yet
@@ -52,6 +58,8 @@ class Roster:
         else:
             self._line_up(request)
         self._chains[new.handle] = chain
+        if not self._keeps:
+            self._completions[_family(request)] += 1
         return request
 
     def remove(self, request: Request, *, distrust: bool = False) -> None:
@@ -75,7 +83,9 @@ class Roster:
                 del self._children[request.new.parent][request.new.handle]
         self._compiling.discard(request.new.handle)
         self.unblock_children(request)
-        del self._chains[request.new.handle]
+        chain = self._chains.pop(request.new.handle)
+        if not self._keeps:
+            self._forget(request, chain)
 
     def preempt(self, request: Request) -> None:
         """Send a running request back to the queue; its tokens are recomputed later."""
@@ -149,7 +159,22 @@ class Roster:
         else:
             self.queue.push(request)
 
+    def _forget(self, request: Request, chain: KeyChain) -> None:
+        """Remove the blocks of an ended request from the prefix cache; those of the prompt with its last completion."""
+        family = _family(request)
+        self._completions[family] -= 1
+        shared = request.num_prompt // self.allocator.block_size
+        if not self._completions[family]:
+            del self._completions[family]
+            shared = 0
+        self.allocator.withdraw(chain, shared)
+
     def _prompt_planned(self, parent: Request) -> bool:
         if parent.state is RequestState.RUNNING:
             return bool(self.table.planned[parent.slot] >= parent.num_prompt)
         return parent.state is RequestState.FINISHED or len(parent.tokens) > parent.num_prompt
+
+
+def _family(request: Request) -> int:
+    """Return the handle of completion 0 of the request's prompt."""
+    return request.new.handle if request.new.parent is None else request.new.parent

@@ -27,7 +27,7 @@ class Scheduler:
         self.table = RunningTable(facts.num_slots)
         self.queue = WaitingQueue(by_priority, config.max_waiting, facts.num_slots)
         self.allocator = allocator
-        self.roster = Roster(self.table, self.queue, allocator, root_key)
+        self.roster = Roster(self.table, self.queue, allocator, root_key, keeps=history.enabled)
         self.growth = Growth(self.roster)
         self.admitter = Admitter(
             self.roster, history, by_priority=by_priority, headroom=int(config.watermark * facts.num_blocks)
@@ -59,6 +59,11 @@ class Scheduler:
         if not len(slots):
             return None
         return self._writer.write(step, slots, num_tokens, admitted, appended)
+
+    def plan_idle(self, step: int) -> InFlight:
+        """Plan a step without tokens. It gives back slots, as every plan does."""
+        none = np.empty(0, np.int32)
+        return self._writer.write(step, none, none, [], np.empty((0, 3), np.int32))
 
     def _step_budget(self) -> int:
         """Return the token budget of the next step.

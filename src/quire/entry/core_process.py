@@ -10,18 +10,17 @@ import os
 import shutil
 import signal
 import sys
-import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from quire.config.engine import EngineConfig
-from quire.engine.core import EngineCore
+from quire.engine.replicas import Core
 from quire.procs.core_server import Send, run_core
 from quire.procs.messages import CoreStart, Loading, Ready
+from quire.procs.parent import end_with_parent, read_start
 from quire.weights.folder import resolve_folders
 
 PROGRESS_SECONDS = 0.1  # between two messages about the same phase
@@ -30,24 +29,26 @@ PROGRESS_SECONDS = 0.1  # between two messages about the same phase
 def main() -> int:
     """Run the process of an engine core until the server sends `Stop`. Return the exit code."""
     # The server handles signals: it lets requests finish, then sends stop. Ctrl-C does not reach this session, but a
-    # service manager sends SIGTERM to every process of a unit. If the server dies, standard input ends (_watch_parent).
+    # service manager sends SIGTERM to every process of a unit. If the server dies, standard input ends.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     logging.basicConfig(level=logging.ERROR, format="quire core: %(message)s")  # notes for users travel in `Ready`
-    start = _read_start(sys.stdin.fileno())
+    logging.getLogger("quire").getChild("hosts").setLevel(logging.WARNING)  # those about missing hosts do not wait
+    logging.getLogger("quire").getChild("balancing").setLevel(logging.INFO)  # of experts, while requests are served
+    start = read_start(CoreStart, "quire.entry.core_process")
     folder = Path(start.to_core.removeprefix("ipc://")).parent
-    threading.Thread(target=_watch_parent, args=(sys.stdin.fileno(), folder), name="quire-parent", daemon=True).start()
+    end_with_parent(partial(shutil.rmtree, folder, ignore_errors=True))
     return run_core(start, _build_to_stay)
 
 
-def _build_to_stay(config: EngineConfig, send: Send) -> tuple[EngineCore, Ready]:
+def _build_to_stay(config: EngineConfig, send: Send) -> tuple[Core, Ready]:
     built = build(config, send)
     gc.collect()
     gc.freeze()  # objects that live as long as the process are left out of every later collection
     return built
 
 
-def build(config: EngineConfig, send: Send) -> tuple[EngineCore, Ready]:
+def build(config: EngineConfig, send: Send) -> tuple[Core, Ready]:
     """Build an engine core and its `Ready` message. `send` gets messages about the progress of loading."""
     if config.device.device == "mock":
         return _build_mock(config)
@@ -64,7 +65,7 @@ def build(config: EngineConfig, send: Send) -> tuple[EngineCore, Ready]:
     return engine.core, ready
 
 
-def _build_mock(config: EngineConfig) -> tuple[EngineCore, Ready]:
+def _build_mock(config: EngineConfig) -> tuple[Core, Ready]:
     from quire.engine.mock_core import build_mock_core
 
     core = build_mock_core(config, *resolve_folders(config))
@@ -73,7 +74,7 @@ def _build_mock(config: EngineConfig) -> tuple[EngineCore, Ready]:
     return core, _ready(core, dtype="none", device="mock", weight_bytes=0, kv_bytes=0, plans=plans, notes=notes)
 
 
-def _ready(core: EngineCore, **told: Any) -> Ready:
+def _ready(core: Core, **told: Any) -> Ready:
     """Make the `Ready` message from the core's facts and `told`, its other fields."""
     facts = core.facts
     return Ready(max_model_len=facts.max_model_len, vocab_size=facts.vocab_size, num_slots=facts.num_slots,
@@ -91,24 +92,6 @@ def _progress(phase: str, send: Send) -> Callable[[int, int], None]:
             send(Loading(phase, done, total, "B"))
 
     return tell
-
-
-def _read_start(descriptor: int) -> CoreStart:
-    """Read the first line, unbuffered: a buffer could hold input that `_watch_parent` must see."""
-    line = bytearray()
-    while not line.endswith(b"\n"):
-        if not (data := os.read(descriptor, 1 << 16)):
-            sys.exit("quire.entry.core_process is started by `quire serve`, with its configuration on standard input.")
-        line += data
-    return msgspec.json.decode(line, type=CoreStart)
-
-
-def _watch_parent(descriptor: int, folder: Path) -> None:
-    """Delete the sockets' folder and end this process when the server is gone."""
-    while os.read(descriptor, 1 << 16):
-        pass
-    shutil.rmtree(folder, ignore_errors=True)
-    os._exit(1)
 
 
 if __name__ == "__main__":

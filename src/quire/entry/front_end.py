@@ -29,6 +29,7 @@ from quire.entry.core_request import (
     sampler_spec,
 )
 from quire.entry.prompts import Prompt
+from quire.procs.fronts import ALONE, FrontPlace
 from quire.procs.messages import Ready
 from quire.text.sequence import SequenceText
 from quire.text.tokenizer import Tokenizer
@@ -69,22 +70,23 @@ class FrontEnd:
     `take` updates the generations with a step's outputs, for the server. `apply` also makes the users' outputs.
     """
 
-    def __init__(self, tokenizer: Tokenizer | None, limits: FrontLimits, *, seed: int = 0) -> None:
+    def __init__(self, tokenizer: Tokenizer | None, limits: FrontLimits, *, seed: int = 0,
+                 place: FrontPlace = ALONE) -> None:
         self.tokenizer = tokenizer
         self.limits = limits
         self._eos = frozenset(i for i in limits.eos_ids if i < limits.vocab_size)
-        self._seeds = random.Random(seed)
-        self._next_handle = 0
+        self._seeds = random.Random(f"{seed} {place.number}" if place.number else seed)
+        self._place, self._next_handle = place, place.first
         self._by_handle: dict[int, tuple[Generation, Completion]] = {}
 
     @classmethod
     def of(cls, config: EngineConfig, facts: ExecutorFacts | Ready, tokenizer: Tokenizer | None,
-           eos_ids: tuple[int, ...]) -> Self:
+           eos_ids: tuple[int, ...], place: FrontPlace = ALONE) -> Self:
         """Make the front end of an engine. `facts`: limits that the executor or the core reports."""
         limits = FrontLimits(max_model_len=facts.max_model_len, vocab_size=facts.vocab_size,
                         max_logprobs=config.model.max_logprobs, eos_ids=eos_ids,
                         by_priority=config.scheduler.scheduling_policy == "priority")
-        return cls(tokenizer, limits, seed=config.model.seed)
+        return cls(tokenizer, limits, seed=config.model.seed, place=place)
 
     def __len__(self) -> int:
         return len(self._by_handle)
@@ -117,6 +119,8 @@ class FrontEnd:
         stops = tuple(sorted({*(params.stop_token_ids or ()), *(() if params.ignore_eos else self._eos)}))
         sampler = sampler_spec(params, seed, len(token_ids), stops, self.limits.vocab_size, self.tokenizer)
         check_first_token(params, sampler, self.limits.vocab_size)
+        if self._next_handle + params.n > self._place.end:
+            self._next_handle = self._place.first
         first = self._next_handle
         request_id = request_id if request_id is not None else str(first)
         generation = Generation(request_id=request_id, tenant=tenant, prompt=prompt.text, prompt_token_ids=token_ids,

@@ -12,7 +12,7 @@ import msgspec
 
 from quire.config.checkpoint import ModelArgs, parse_checkpoint_config, read_raw_config
 from quire.config.engine import EngineConfig
-from quire.config.placement import Rank, check_parallel, parallel_sizes
+from quire.config.placement import Parallel, Rank, check_parallel, parallel_sizes
 from quire.config.resolve import GIB, MemoryPlan, check_context, check_cpu_weights, resolve_dtype
 from quire.config.resolve_cuda import DeviceMemory
 from quire.contracts.errors import ConfigError, ModelNotFound, WeightsError
@@ -50,15 +50,13 @@ GPUS = {
 }
 
 
-def plan_engine(config: EngineConfig, described: str = "", *, replicas: int = 1) -> PlanReport:
+def plan_engine(config: EngineConfig, described: str = "") -> PlanReport:
     """Plan an engine for `config`, on the device named `described` (a key of GPUS) or on this machine.
-
-    replicas   data-parallel replicas; with 2 or more, `missing` of the plan says that no engine can run it yet
 
     Raises the errors that `assemble` would raise.
     """
     gpu, words = _device(config, described)
-    parallel = replace(parallel_sizes(config.parallel), dp=replicas)
+    parallel = parallel_sizes(config.parallel)
     facts, folder = read_cpu_facts(), resolve_folders(config, only=HEADERS)[0]
     device, memory = ("cuda", gpu.memory) if gpu else ("cpu", facts.total_memory)
     machine = Machine(device=device, words=words, total_memory=memory)
@@ -120,7 +118,7 @@ def _device(config: EngineConfig, described: str) -> tuple[Gpu | None, str]:
     found = resolve_device(config.device.device)
     if found.device == "cpu":
         return None, str(found)
-    check_gpus(parallel_sizes(config.parallel))
+    check_gpus(parallel_sizes(config.parallel), hosts=config.hosts.nnodes)
     driver = probe_driver()
     return Gpu("this GPU", driver.capability, driver.memory), str(found)
 
@@ -185,21 +183,27 @@ def _memory(report: PlanReport, gpu: Gpu | None, free: int, rank: Rank) -> Memor
         every = sum(held for _, held in report.held)
         check_cpu_weights(every, free, "" if plan.quantization else plan.dtype.dtype)
         return resolve_sizing(plan, (free - every) // len(report.held))
-    ours = EMPTY + plan.graphs.num_bytes + _activations(plan.args, plan.config, plan.mesh.parallel.tp)
+    ours = EMPTY + plan.graphs.num_bytes + _activations(plan.args, plan.config, plan.mesh.parallel)
     ours += plan.buffer_bytes + plan.scratch_bytes
+    if plan.graphs.bounds:  # graphs have memory of their own, for the experts' part of the largest exchange, too
+        ours += plan.mesh.parallel.dp * plan.graphs.bounds[-1] * _expert_bytes(plan.args)
     left = gpu.memory - weights - ours
     return resolve_sizing(plan, DeviceMemory(total=gpu.memory, at_start=gpu.memory, free=left, weights=weights,
                                              others=0))  # fmt: skip
 
 
-def _activations(args: ModelArgs, config: EngineConfig, tp: int) -> int:
+def _activations(args: ModelArgs, config: EngineConfig, parallel: Parallel) -> int:
     """Estimate the bytes of the largest step.
 
-    Every token has hidden states and the results of the widest layer, 2 bytes per number. Every sequence has float32
-    logits and the copies that sampling makes of them.
+    Every token has hidden states and the results of the widest layer, 2 bytes per number. Experts that replicas share
+    have room for the tokens of all replicas. Every sequence has float32 logits and the copies that sampling makes.
     """
-    inner = 3 * max(args.intermediate_size, args.num_heads * args.head_dim) // tp
-    if args.moe is not None:
-        inner = max(inner, args.moe.routing.top_k * (3 * args.moe.expert_size + args.hidden_size))
+    inner = 3 * max(args.intermediate_size, args.num_heads * args.head_dim) // parallel.tp
+    inner = max(inner, _expert_bytes(args) // 2 * (parallel.dp if parallel.lockstep else 1))
     batch = config.scheduler
     return batch.token_budget() * 2 * (4 * args.hidden_size + inner) + 3 * 4 * args.vocab_size * batch.sequences()
+
+
+def _expert_bytes(args: ModelArgs) -> int:
+    """Return the bytes that the results of a token's experts take in their layers; 0 for a model without experts."""
+    return 2 * args.moe.routing.top_k * (3 * args.moe.expert_size + args.hidden_size) if args.moe else 0

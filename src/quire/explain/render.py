@@ -10,6 +10,7 @@ from rich.text import Text
 from rich.tree import Tree
 
 from quire.config.missing import not_runnable
+from quire.contracts.scheme import Wire
 from quire.entry.cli.table import format_bytes as size
 from quire.explain.render_ranks import add_ranks, folded
 from quire.models.facts import fact_lines
@@ -133,9 +134,11 @@ def _kernels(branch: Tree, plan: Plan) -> None:
         words = "dispatcher {dispatcher} ({layout} rows, {numbering} expert ids), kernel {experts}{can}; "
         words += f"routing weights applied by the {WEIGH[one['weighs']]}, shared experts {{shared}}, result {result}"
         words = words.format(**one, can=f" ({', '.join(one['features'])})" if one["features"] else "")
-        node = _add(branch, f"experts in {phases}: {words}")
+        node = _add(branch, f"experts in {phases}: {words} ({one['decided']})")
+        if one["dispatcher"] != "none":
+            _add(node, f"rows travel to experts {Wire(**one['wire']['form'])}: {one['wire']['decided']}")
         for dispatcher, kernel, why in one["candidates"]:
-            if why:
+            if why and (dispatcher, kernel) != (one["dispatcher"], one["experts"]):
                 _add(node, f"not {dispatcher} with {kernel or 'any kernel'}: {why}")
 
 

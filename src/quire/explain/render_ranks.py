@@ -30,7 +30,8 @@ def folded(names: Iterable[str]) -> Iterator[str]:
         found = _EXPERT.search(name)
         groups.setdefault(_EXPERT.sub(".experts.{}.", name), []).append(found[1] if found else "")
     for pattern, numbers in groups.items():
-        yield pattern.replace("{}", numbers[0] if len(numbers) == 1 else f"{{{numbers[0]}-{numbers[-1]}}}")
+        words = _range("", [int(number) for number in numbers]).strip() if "{}" in pattern else ""
+        yield pattern.replace("{}", words if len(numbers) == 1 else f"{{{words}}}")
 
 
 def add_ranks(tree: Tree, plan: Plan) -> None:
@@ -41,11 +42,13 @@ def add_ranks(tree: Tree, plan: Plan) -> None:
     branch = _add(tree, f"{len(ranks):,} ranks")
     alike: dict[tuple[Any, ...], list[Plan]] = {}
     for rank in ranks:
-        each = (rank[key][1] - rank[key][0] for key in HELD)
+        each = (len(range(*rank[key])) for key in HELD)
         alike.setdefault((rank["stage"], rank["bytes"], *each), []).append(rank)
+    if ranks[-1]["replica"]:
+        _add(branch, _replicas(ranks, plan["groups"]))
     for (stage, *_), some in alike.items():
         _add(branch, f"{_numbers([rank['number'] for rank in some])} (stage {stage}): {_held(some, plan['latent'])}")
-    if plan["latent"]:
+    if plan["latent"] and ranks[0]["tp"] > 1:
         _add(branch, "KV cache: the same latents on every tp rank")
     for key in ("kv_heads", "experts"):
         if line := _shares(ranks, key) if not (plan["latent"] and key == "kv_heads") else "":
@@ -56,8 +59,11 @@ def add_ranks(tree: Tree, plan: Plan) -> None:
 
 def render_rank(rank: Plan) -> Group:
     """Return a rank as a terminal tree, with every tensor slice that its loader reads. `rank`: see `describe_one`."""
-    tree = Tree(Text(f"rank {rank['number']} of {rank['ranks']} ({rank['parallel']}): stage {rank['stage']}, place "
-                     f"{rank['place']} of its tp group; {_held([rank], rank['latent'])}"))  # fmt: skip
+    replica = f"replica {rank['replica']} of {rank['replicas']}, " * (rank["replicas"] > 1)
+    tree = Tree(Text(f"rank {rank['number']} of {rank['ranks']} ({rank['parallel']}): {replica}stage {rank['stage']}, "
+                     f"place {rank['place']} of its tp group; {_held([rank], rank['latent'])}"))  # fmt: skip
+    if rank["routing_table"]:
+        _experts(tree, rank)
     _groups(tree, [one | {"members": [one["members"]]} for one in rank["groups"]])
     if rank["collectives"]:
         _exchanges(_add(tree, "exchanges of a step in order, with bytes of this rank's buffer"), rank["collectives"])
@@ -86,16 +92,41 @@ def _held(some: Sequence[Plan], latent: object) -> str:
     """Return what ranks hold, which hold as much, in words."""
     one, held = some[0], list[str]()
     for key, word in HELD.items():
-        first, end = min(rank[key][0] for rank in some), max(rank[key][1] for rank in some)
-        width = one[key][1] - one[key][0]
-        if width and not (key == "kv_heads" and latent):
+        own = [range(*rank[key]) for rank in some]
+        every = own[0] if len(set(own)) == 1 else range(min(one.start for one in own), max(one.stop for one in own))
+        if len(own[0]) and not (key == "kv_heads" and latent):
             sliced = "a slice of " * (key == "experts" and one["tp"] > 1 and not one["whole_experts"])
-            held.append(sliced + _range(word, first, end) + f" ({width} each)" * (end - first > width))
+            held.append(sliced + _range(word, every) + f" ({len(own[0])} each)" * (len(every) > len(own[0])))
     each = " each" * (len(some) > 1)
     held += ["embedding"] * one["first"] + ["head"] * one["last"] + [f"{size(one['bytes'])} of weights{each}"]
     held += [f"{size(one[key])} of {word}{each}" for key, word in (("kv_bytes", "KV cache"), ("buffers", "buffers"))
              if one[key]]  # fmt: skip
     return ", ".join(held)
+
+
+def _replicas(ranks: Sequence[Plan], groups: Sequence[Plan]) -> str:
+    """Return the replicas and their ranks, in words."""
+    numbers: dict[int, list[int]] = {}
+    for rank in ranks:
+        numbers.setdefault(rank["replica"], []).append(rank["number"])
+    shown = [f"replica {one}: {_numbers(own)}" for one, own in numbers.items()][:MOST_GROUPS]
+    more = f"; and {len(numbers) - MOST_GROUPS:,} more" * (len(numbers) > MOST_GROUPS)
+    together = any(one["name"] == "ep" for one in groups)
+    share = "in lock-step, which share experts" if together else "that share nothing"
+    return f"{len(numbers):,} replicas {share}: {'; '.join(shown)}{more}"
+
+
+def _experts(tree: Tree, rank: Plan) -> None:
+    """Add a rank's expert map, and the routing table of its layers."""
+    own, table = range(*rank["experts"]), rank["routing_table"]
+    others = len(table) - len(own)
+    _add(tree, f"expert map: {_range('experts', own)} to {_range('slots', range(len(own)))}"
+               + f"; the {others} others to -1, because they are on other ranks" * (others > 0))  # fmt: skip
+    held: dict[int, list[int]] = {}
+    for expert, (number, _) in enumerate(table):
+        held.setdefault(number, []).append(expert)
+    places = "; ".join(f"{_range('experts', ids)} on rank {number}" for number, ids in held.items())
+    _add(tree, f"routing table: {places}")
 
 
 def _groups(branch: Tree, groups: Iterable[Plan]) -> None:
@@ -108,7 +139,8 @@ def _groups(branch: Tree, groups: Iterable[Plan]) -> None:
 def _exchanges(branch: Tree, exchanges: Sequence[Plan]) -> None:
     reasons = {one["algorithm"]: one["why"] for one in exchanges}
     for one in exchanges:
-        sent = f"{size(one['message_bytes'])} per {one['per']}" + f" x {one['times']}" * (one["times"] > 1)
+        whole = f" x {one['times']} = {size(one['times'] * one['message_bytes'])}" * (one["times"] > 1)
+        sent = f"{size(one['message_bytes'])} per {one['per']}{whole}"
         when = f" ({one['when']})" * bool(one["when"])
         _add(branch, f"{one['kind']} over {one['group']}, {one['where']}: {sent}{when}; {one['algorithm']}")
     for name, why in reasons.items():
@@ -117,14 +149,15 @@ def _exchanges(branch: Tree, exchanges: Sequence[Plan]) -> None:
 
 def _shares(ranks: Sequence[Plan], key: str) -> str:
     """Return the KV heads or experts of each rank of the first stage, in words; "" where all ranks have the same."""
-    held: dict[tuple[int, int], list[int]] = {}
+    held: dict[tuple[int, ...], list[int]] = {}
     for rank in ranks:
         if rank["stage"] == 0 and (key == "experts" or rank["replica"] == 0):
             held.setdefault(tuple(rank[key]), []).append(rank["number"] if key == "experts" else rank["place"])
     if len(held) == 1 and (key == "experts" or sum(map(len, held.values())) == 1):
         return ""
     one, where = ("experts", "ranks of the first stage") if key == "experts" else ("heads", "tp ranks")
-    words = (f"{_range(one, *some)} on {_range('ranks', places[0], places[-1] + 1)}" for some, places in held.items())
+    words = (f"{_range(one, range(*some))} on {_range('ranks', range(places[0], places[-1] + 1))}"
+             for some, places in held.items())  # fmt: skip
     return f"{HELD[key]} on {where}: {'; '.join(words)}"
 
 
@@ -157,5 +190,11 @@ def _numbers(ranks: Sequence[int]) -> str:
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(words)}"
 
 
-def _range(words: str, first: int, end: int) -> str:
-    return f"{words.removesuffix('s')} {first}" if end - first == 1 else f"{words} {first}-{end - 1}"
+def _range(words: str, numbers: Sequence[int]) -> str:
+    """Return equally spaced numbers in words: "expert 5", "experts 0-7", "experts 0, 4, ..., 252"."""
+    if len(numbers) == 1:
+        return f"{words.removesuffix('s')} {numbers[0]}"
+    if numbers[1] - numbers[0] == 1:
+        return f"{words} {numbers[0]}-{numbers[-1]}"
+    shown = [str(number) for number in numbers]
+    return f"{words} {', '.join(shown if len(shown) < 5 else [*shown[:2], '...', shown[-1]])}"

@@ -14,6 +14,7 @@ import msgspec
 import torch
 
 from quire.config.placement import parallel_sizes, ranks
+from quire.engine.replicas import Replicas
 from quire.engine.scheduler import InFlight
 from quire.entry.llm import LLM
 from quire.entry.prompts import PromptLike
@@ -34,7 +35,7 @@ def alike(span: Span) -> tuple[object, ...]:
     """
     kernel = span.where.startswith("kernels/")
     inside = frozenset(one.name for one in span.inside) if kernel else tuple(map(alike, span.inside))
-    return re.sub(r"\.\d+", "", span.name), span.takes, span.gives, span.phase.partition(":")[2], inside
+    return re.sub(r"\.\d+", "", span.name), span.takes, span.gives, span.way, span.phase.partition(":")[2], inside
 
 
 def render(span: Span, shown: Shown | None, depth: int = 0, rank: str = "") -> Iterator[str]:
@@ -50,6 +51,8 @@ def render(span: Span, shown: Shown | None, depth: int = 0, rank: str = "") -> I
         yield from ("", f"{' ' * 14}{indent}{span.phase}")
     shapes = f"  ({span.takes}){' -> ' * bool(span.gives)}{span.gives}" if span.takes or span.gives else ""
     yield f"{_ms(span)}  {indent}{span.name}  {span.where}{shapes}{'  (as before)' * bool(again)}".rstrip()
+    if span.way and not again:
+        yield f"{' ' * 14}{indent}{span.way}"
     for _, calls in groupby([] if again else span.inside, key=id if shown is None else alike):
         first, *others = calls
         yield from render(first, shown, depth + 1, rank)
@@ -70,7 +73,7 @@ def events(span: Span, origin: int, phase: str = "entry", track: int = 1) -> Ite
     if found := RANK.match(span.name):
         track = int(found[1]) + 2
         yield {"name": "thread_name", "ph": "M", "pid": 1, "tid": track, "args": {"name": span.name}}
-    told = {"function": span.name, "where": span.where, "takes": span.takes, "gives": span.gives}
+    told = {"function": span.name, "where": span.where, "takes": span.takes, "gives": span.gives, "way": span.way}
     yield {"name": span.phase or span.name, "cat": phase, "ph": "X", "ts": (span.begin - origin) / 1e3,
            "dur": (span.end - span.begin) / 1e3, "pid": 1, "tid": track, "args": told}  # fmt: skip
     for inner in span.inside:
@@ -111,9 +114,11 @@ def recording(llm: LLM, wait: Callable[[], None] = lambda: None) -> Iterator[Spa
 
     def name_step(result: Any, open_ones: list[Span]) -> None:
         nonlocal num_steps
-        if isinstance(result, InFlight):
-            kind, count = "prefill" if result.num_prefills else "decode", int(result.plan.num_tokens.sum())
+        if isinstance(result, InFlight) and (count := int(result.plan.num_tokens.sum())):
+            kind = "prefill" if result.num_prefills else "decode"
             step = next(span for span in open_ones if span.name == STEP)
+            if step.phase:  # several functions return the plan
+                return
             step.phase = f"step {num_steps}: {kind}, {count} token{'s' * (count > 1)}"
             num_steps += 1
 
@@ -127,7 +132,11 @@ def _stops(llm: LLM) -> Iterator[Stop]:
     """Yield (owner, attribute, name) of every function to record in this process."""
     core = llm.engine.core
     executor = core.executor._runner if isinstance(core.executor, InProcessExecutor) else core.executor
-    parts = [llm, llm._front, core, core.scheduler, core.scheduler.allocator, core._finisher]
+    parts = [llm, llm._front]
+    if isinstance(core, Replicas):
+        parts += [core, *(one.executor for one in core.cores)]
+    for one in core.cores if isinstance(core, Replicas) else (core,):
+        parts += [one, one.scheduler, one.scheduler.allocator, one._finisher]
     yield from methods_of([*((type(part).__name__, part) for part in parts), (type(core.executor).__name__, executor)])
     yield llm, "_step", STEP
     yield SequenceText, "push", "SequenceText.push"

@@ -54,6 +54,7 @@ _PLAIN = frozenset({UNQUANTIZED})
 _QUANTIZED = frozenset({*KINDS, "ue8m0"})
 _EIGHT_BITS = frozenset({"fp8 block", "fp8 channel", "int8", "ue8m0"})
 _INTEGERS = frozenset({"w4", "w8", "add", "exact", "gated", "out"})  # integer weights of a linear layer
+_TRAVELLING = _QUANTIZED | {"quantized rows"}  # quantized experts whose rows may be quantized before
 _STACKED = _PLAIN | {"in place"}  # unquantized experts as they are stored
 _SMALL: Mapping[str, Support] = {"triton": TRITON, "native": NATIVE, "cpu": PLAIN, "ref": REFERENCE}
 
@@ -101,13 +102,13 @@ SUPPORTS: dict[str, Mapping[str, Support]] = {
     "experts": {
         "hopper": replace(HOPPER, features=_STACKED | {"join"}),
         "triton": replace(TRITON, features=_STACKED | {"join"}),
-        "scaled": replace(TRITON, dtypes=frozenset({"bfloat16"}), features=_EIGHT_BITS | {"join"},
+        "scaled": replace(TRITON, dtypes=frozenset({"bfloat16"}), features=_EIGHT_BITS | {"join", "quantized rows"},
                           needs=("scaled products",)),
         "grouped": Support(devices=frozenset({"cuda"}), dtypes=frozenset({"bfloat16"}), features=_STACKED),
         "native": replace(PLAIN, dtypes=frozenset({"bfloat16"}), features=_PLAIN, needs=("native AMX",)),
-        "panels": replace(NATIVE, features=_PLAIN | _QUANTIZED | {"stored"}),
-        "cpu": replace(PLAIN, features=_STACKED | _QUANTIZED),
-        "ref": replace(REFERENCE, features=_STACKED | _QUANTIZED),
+        "panels": replace(NATIVE, features=_PLAIN | _TRAVELLING | {"stored"}),
+        "cpu": replace(PLAIN, features=_STACKED | _TRAVELLING),
+        "ref": replace(REFERENCE, features=_STACKED | _TRAVELLING),
     },
 }  # fmt: skip
 DENSE = ("norm", "heads", "activation", "linear", "attention")  # operations of a dense model

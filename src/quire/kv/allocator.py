@@ -187,9 +187,9 @@ class KVAllocator:
                 publish(block, key)
         self.published[slot] = num_full_blocks
 
-    def withdraw(self, chain: KeyChain) -> None:
-        """Remove the blocks of `chain` from the prefix cache. Requests that hold them keep them."""
-        keys = chain.keys(chain.num_hashed)
+    def withdraw(self, chain: KeyChain, start: int = 0) -> None:
+        """Remove the blocks of `chain`, from number `start` on, from the prefix cache. Who holds them keeps them."""
+        keys = chain.keys(chain.num_hashed, start)
         found = [self.pool.lookup(key) for group in range(len(self._groups)) for key in group_keys(keys, group)]
         self.pool.forget([block for block in found if block is not None])
 

@@ -24,7 +24,7 @@ class PrefixHistory:
     """Explains prefix cache misses of one pool. When not `enabled`, it reports every miss as `Miss.OFF`."""
 
     def __init__(self, pool: BlockPool, *, enabled: bool, clock: Callable[[], float] = time.monotonic) -> None:
-        self._enabled, self._clock = enabled, clock
+        self.enabled, self._clock = enabled, clock
         self._prompts: deque[tuple[str, KeyChain, int]] = deque()  # name, keys, length at admission
         self._held, self._first = 0, Counter[int]()  # tokens of all prompts; first token -> number of prompts
         self._dropped: OrderedDict[bytes, tuple[str, float]] = OrderedDict()
@@ -42,11 +42,11 @@ class PrefixHistory:
         at, num_blocks = match.num_blocks, num_prompt // chain.block_size
         say = partial(PrefixReport, num_reused=at, num_blocks=num_blocks, block=at, position=at * chain.block_size)
         report = None
-        if at < num_blocks and (not self._enabled or not reads):
+        if at < num_blocks and (not self.enabled or not reads):
             report = say(why=Miss.OFF)
         elif at < num_blocks:
             report = say(why=Miss.LIMIT) if match.broke_at is None else self._why(chain, at, say)
-        if self._enabled:
+        if self.enabled:
             self._remember(name, chain)
         return report
 

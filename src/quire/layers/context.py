@@ -13,6 +13,7 @@ from quire.contracts.params import Param
 from quire.distributed import Group
 from quire.distributed.vocabulary import VocabularySlice
 from quire.kernels.attention import AttentionMeta, KVView
+from quire.kernels.comm.exchange import Slots
 from quire.kernels.linear.plan import LinearPlan
 from quire.kernels.select import Kernels
 
@@ -27,6 +28,9 @@ class Build:
     linears      name of a linear layer -> plan of its kernel
     experts      numbers of the experts on this rank, in the order in which they are stacked; None: all experts
     tp           tensor-parallel group, whose ranks share every layer; None: this rank has whole layers
+    ep           expert-parallel group of several replicas; None: no other replica needs the experts of this rank
+    slots        memory of the ranks of `ep` for dispatcher "pull"; None: another dispatcher
+    owners       rank in `ep` of each expert; (): `ep` is None
     vocabulary   this rank's slice of the vocabulary; None: all of it
     layers       first layer of this rank, and the end of its range; None: it has all layers
     moe          kernel and dispatcher of the experts; None: a model without experts
@@ -40,6 +44,9 @@ class Build:
     linears: Mapping[str, LinearPlan]
     experts: tuple[int, ...] | None = None
     tp: Group | None = None
+    ep: Group | None = None
+    slots: Slots | None = None
+    owners: tuple[int, ...] = ()
     vocabulary: VocabularySlice | None = None
     layers: tuple[int, int] | None = None
     moe: MoEPlan | None = None
@@ -92,6 +99,20 @@ class LoadsInPlace(Loads, Protocol):
         """
 
 
+@dataclass(frozen=True)
+class ReplicaTokens:
+    """Tokens of replicas in lock-step in a step.
+
+    rows    tokens of each replica. A recording does not know them: it has those that were rehearsed
+    count   [1] int32 on the device: tokens of this replica, without padding
+    bound   upper bound of every replica's tokens, equal on all ranks; 0: `rows` are exact
+    """
+
+    rows: tuple[int, ...]
+    count: Tensor
+    bound: int = 0
+
+
 @dataclass
 class StepContext:
     """Inputs of a step that all layers read.
@@ -99,8 +120,10 @@ class StepContext:
     positions   [T] int64, position of each token in its sequence
     attention   metadata of attention, one for each KV group
     kv          view of the KV cache of each layer
+    replicas    tokens of the replicas in lock-step; None: there are no other replicas
     """
 
     positions: Tensor
     attention: tuple[AttentionMeta, ...]
     kv: list[KVView]
+    replicas: ReplicaTokens | None = None

@@ -43,6 +43,11 @@ class DecoderBlock(nn.Module):
         hidden = self.attention(hidden, self.attention_norm, rotation, ctx, kv)
         return self.mlp(hidden, self.mlp_norm, ctx)
 
+    def join(self, ctx: StepContext) -> None:
+        """Take part in the layer's exchange with other replicas, in a step without tokens of this one."""
+        if isinstance(self.mlp, MoE):
+            self.mlp.join(ctx)
+
 
 class Decoder(nn.Module):
     """Decoder model, the class of every family so far. It has no weights until every `LoadUnit` is loaded.

@@ -1,9 +1,10 @@
 """The feed-forward layer as a mixture of experts: router -> dispatcher -> experts -> combine.
 
-Every rank has every token (dispatcher "none" of `config/resolve_moe.py`), so nothing is dispatched. A rank's sum leaves
-out the experts of other ranks and is then partial.
+With dispatcher "none" of `config/resolve_moe.py` every rank has every token. A rank's sum leaves out the experts of
+other ranks and is then partial. With replicas of attention, `layers/dispatch.py` brings tokens to experts and back.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -12,9 +13,12 @@ from torch import Tensor, nn
 
 from quire.config.checkpoint import ModelArgs
 from quire.config.experts import Routing
+from quire.kernels.quantize.rows import QuantizedRows
 from quire.kernels.select import load_kernel
 from quire.kernels.streams import Fork, side_stream
+from quire.layers.balancing import ExpertSlots
 from quire.layers.context import Build, StepContext
+from quire.layers.dispatch import AllGatherExchange, ExpertExchange, PullExchange
 from quire.layers.linear import Linear, add_sum
 from quire.layers.mlp import GatedMLP
 from quire.layers.norm import RMSNorm
@@ -105,7 +109,7 @@ class Experts(nn.Module):
         (rows, width), scheme = self.shapes[name], self.schemes[name]
         return empty_weight(scheme, (rows // self.num_experts, width), self.dtype, "meta")
 
-    def forward(self, x: Tensor, weights: Tensor, ids: Tensor, residual: Tensor | None,
+    def forward(self, x: Tensor | QuantizedRows, weights: Tensor, ids: Tensor, residual: Tensor | None,
                 *join: Callable[[], bool]) -> Tensor:
         """Return residual + the weighted sum over this rank's experts, [T, hidden]; it may reuse the residual's memory.
 
@@ -118,6 +122,7 @@ class Experts(nn.Module):
 class MoE(nn.Module):
     """Mixture of experts: hidden + the weighted sum of routed experts + the shared experts (a gated MLP).
 
+    slots        map of experts to slots of all ranks, if experts are balanced
     choose       replaces the router where it is set (`quire.kernels.routing.uniform`)
     on_routing   called with the weights and ids of each step where it is set (tests, verification)
     """
@@ -132,7 +137,17 @@ class MoE(nn.Module):
         self.shared_gate = Linear(f"{at}.shared_gate", build) if moe.shared_gate else None
         can = build.device.type == "cuda" and "join" in build.moe.features
         self.tp = build.tp
-        self.forks = can and self.shared is not None and self.tp is None
+        self.exchange: ExpertExchange | None = None
+        if build.slots is not None:
+            self.exchange = PullExchange(build.slots, torch.tensor(build.owners, dtype=torch.int32,
+                                                                   device=build.device))  # fmt: skip
+        elif build.ep is not None:
+            wire = build.moe.wire.form
+            quantize = functools.partial(self.experts.kernel.quantize_rows, wire=wire) if wire.values else None
+            self.exchange = AllGatherExchange(build.ep, build.tp, quantize)
+        self.forks = can and self.shared is not None and self.tp is None and self.exchange is None
+        self.top_k, self.dtype, self.hidden_size = moe.routing.top_k, build.dtype, args.hidden_size
+        self.slots: ExpertSlots | None = None
         self.choose: Callable[[Tensor], Routed] | None = None
         self.on_routing: Callable[[Tensor, Tensor], None] | None = None
 
@@ -144,6 +159,14 @@ class MoE(nn.Module):
             weights, ids = (self.choose or self.router)(x)
             if self.on_routing is not None:
                 self.on_routing(weights, ids)
+            if self.slots is not None:
+                self.slots.count(ids, None if ctx.replicas is None else ctx.replicas.count)
+                ids = self.slots.choose(ids)
+            if self.exchange is not None:
+                assert ctx.replicas is not None, "a step of replicas in lock-step says how many tokens each has"
+                if self.shared is not None:
+                    hidden = self.shared.down.add(self._shared_inner(self.shared, x), hidden)
+                return self.exchange.run((x, weights, ids), hidden, self.experts, ctx.replicas)
             if self.tp is not None:  # one sum of both kinds of experts
                 partial = None if self.shared is None else self.shared.down(self._shared_inner(self.shared, x))
                 return add_sum(self.experts(x, weights, ids, partial), hidden, self.tp)
@@ -151,6 +174,27 @@ class MoE(nn.Module):
                 with fork.beside:
                     hidden = self.shared.down.add(self._shared_inner(self.shared, x), hidden)
             return self.experts(x, weights, ids, hidden, *(fork.join,) if forks else ())
+
+    def join(self, ctx: StepContext) -> None:
+        """Take part in a step in which this replica has no tokens: run this rank's experts for the other replicas."""
+        assert self.exchange is not None and ctx.replicas is not None, "no other replica needs these experts"
+        device = self.experts.device
+        x = torch.empty(0, self.hidden_size, dtype=self.dtype, device=device)
+        weights = torch.empty(0, self.top_k, device=device)
+        ids = torch.empty(0, self.top_k, dtype=torch.int32, device=device)
+        self.exchange.run((x, weights, ids), x, self.experts, ctx.replicas)
+
+    def balance(self, slots: ExpertSlots, own: range, num_slots: int) -> None:
+        """Let experts move between ranks. Called before the first step.
+
+        own   the slots of this rank, of `num_slots` of all ranks
+        """
+        self.slots = slots
+        places = torch.full((num_slots,), -1, dtype=torch.int32)
+        places[own.start : own.stop] = torch.arange(len(own), dtype=torch.int32)
+        self.experts.expert_map = places.to(self.experts.device)  # from now on of slots
+        if isinstance(self.exchange, PullExchange):
+            self.exchange.owner = (torch.arange(num_slots, dtype=torch.int32) // len(own)).to(self.experts.device)
 
     def _shared_inner(self, shared: GatedMLP, x: Tensor) -> Tensor:
         """The input of the shared experts' last projection."""

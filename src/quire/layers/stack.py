@@ -12,8 +12,9 @@ from quire.config.checkpoint import ModelArgs
 from quire.contracts.params import Param
 from quire.contracts.scheme import Scheme
 from quire.distributed.vocabulary import VocabularySlice
+from quire.kernels.attention import KVView
 from quire.kernels.select import Kernels
-from quire.layers.context import StepContext
+from quire.layers.context import ReplicaTokens, StepContext
 from quire.layers.rope import Rotary, Rotation
 
 Tap = Callable[[int | str, Tensor], None]
@@ -31,6 +32,16 @@ class LogitsHead(Protocol):
         """[R, hidden] -> [R, V] float32 of the whole vocabulary."""
 
 
+class Layer(Protocol):
+    """A layer of a decoder."""
+
+    def __call__(self, hidden: Tensor, rotation: Rotation, ctx: StepContext, kv: KVView) -> Tensor:
+        """[T, hidden] -> [T, hidden]; it may reuse the memory of `hidden`."""
+
+    def join(self, ctx: StepContext) -> None:
+        """Take part in the exchange with other replicas, in a step without tokens of this one."""
+
+
 class Model(Protocol):
     """A decoder: token ids -> embed -> layers -> norm -> head -> logits."""
 
@@ -41,7 +52,7 @@ class Model(Protocol):
     dtype: torch.dtype
     device: torch.device
     embed: Callable[[Tensor], Tensor]  # token_ids [T] -> [T, hidden]
-    layers: Sequence[Callable[..., Tensor]]  # (hidden, rotation, ctx, kv view) -> hidden
+    layers: Sequence[Layer]
     norm: Callable[[Tensor], Tensor]  # [R, hidden] -> [R, hidden], before the head
     head: LogitsHead
     first: bool  # has `embed`
@@ -83,6 +94,13 @@ def run_layers(
         if tap is not None:
             tap(index, hidden)
     return hidden
+
+
+def join_layers(model: Model, replicas: ReplicaTokens, layers: Iterable[int] | None = None) -> None:
+    """Take part in the exchanges of `layers` (default: all) in a step without tokens of this replica."""
+    ctx = StepContext(torch.empty(0, dtype=torch.int64, device=model.device), (), [], replicas)
+    for index in range(len(model.layers)) if layers is None else layers:
+        model.layers[index].join(ctx)
 
 
 def first_of_each_kind(layers: Iterable[object]) -> list[int]:

@@ -4,11 +4,13 @@ from functools import partial
 
 import torch
 
-from quire.config.placement import vocabulary_share
+from quire.config.placement import ranks, vocabulary_share
 from quire.distributed import Group
+from quire.distributed.mesh import ALONE, RankGroups
 from quire.distributed.vocabulary import VocabularySlice
 from quire.kernels import routing
 from quire.kernels.select import load_kernels
+from quire.layers.balancing import REPLICA_ROWS, ExpertSlots, initial_slots
 from quire.layers.context import Build
 from quire.layers.decoder import Decoder
 from quire.models.layout import layout, stored_names
@@ -16,28 +18,42 @@ from quire.models.plan import EnginePlan
 from quire.quantization.assign import with_formats
 
 
-def build_model(plan: EnginePlan, tp: Group | None = None) -> Decoder:
+def build_model(plan: EnginePlan, groups: RankGroups = ALONE) -> Decoder:
     """Build the model of a rank, without weights. `quire.weights` loads them into its layers, which pack them.
 
-    tp   the ranks that share every layer; None: this rank has whole layers
+    groups   of this rank: `tp` shares every layer, `ep` divides the experts
     """
-    args, rank = plan.args, plan.mesh.rank
+    args, rank, tp = plan.args, plan.mesh.rank, groups.tp
     kernels = load_kernels(plan.kernels)
-    whole = args.moe is None or rank.experts == (0, args.moe.routing.num_experts)
+    whole = args.moe is None or len(rank.expert_ids) == args.moe.routing.num_experts
     build = Build(
         dtype=getattr(torch, plan.dtype.dtype), device=torch.device(plan.machine.device), kernels=kernels,
         params={param.name: param for param in plan.params}, linears=plan.linears,
-        experts=None if whole else tuple(range(*rank.experts)), tp=tp, kv_groups=plan.geometry.groups,
+        experts=None if whole else tuple(rank.expert_ids), tp=tp, ep=groups.ep, slots=groups.slots,
+        owners=owners(plan) if groups.ep is not None else (), kv_groups=plan.geometry.groups,
         moe=plan.experts, layers=rank.layers,
         vocabulary=None if tp is None else vocabulary_slice(args.vocab_size, tp),
     )  # fmt: skip
     whole_model = with_formats(layout(args), plan.quantization) if plan.mesh.parallel.size > 1 else ()
     everything = frozenset(stored_names(whole_model))
     model = Decoder(args, plan.params, build, elsewhere=everything)
+    if plan.mesh.parallel.redundant is not None and args.moe is not None:
+        num_experts, redundant = args.moe.routing.num_experts, plan.mesh.parallel.redundant
+        for layer in args.moe.layers:
+            slots = (one.to(build.device) for one in initial_slots(num_experts, redundant))
+            model.layers[layer].mlp.balance(ExpertSlots(*slots, first_row=rank.replica * REPLICA_ROWS),
+                                            range(*rank.experts), num_experts + redundant)  # fmt: skip
     if plan.config.load.routing == "uniform" and args.moe is not None:
         for layer in args.moe.layers:
             model.layers[layer].mlp.choose = partial(routing.uniform, kernels.routing, args.moe.routing)
     return model
+
+
+def owners(plan: EnginePlan) -> tuple[int, ...]:
+    """Return the rank of each expert in the group of ranks that divide the experts of a stage."""
+    stage = [rank for rank in ranks(plan.args, plan.mesh.parallel) if rank.stage == plan.mesh.rank.stage]
+    found = {expert: place for place, rank in reversed(list(enumerate(stage))) for expert in rank.expert_ids}
+    return tuple(found[expert] for expert in range(len(found)))
 
 
 def vocabulary_slice(size: int, tp: Group) -> VocabularySlice:

@@ -4,7 +4,7 @@ Mirrors the branches of `layers/`, which depend on the features of each linear l
 compares the list with the calls of a real step.
 """
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from math import isfinite
 from typing import NamedTuple
 
@@ -69,12 +69,13 @@ def head_calls(args: ModelArgs, sliced: bool = False) -> Iterator[Call]:
 
 
 def layer_calls(args: ModelArgs, layer: int, linear: Features, routing: str = "model", *,
-                sliced: bool = False) -> Iterator[Call]:  # fmt: skip
+                sliced: bool = False, spread: Mapping[str, str] | None = None) -> Iterator[Call]:  # fmt: skip
     """Yield the kernel calls of decoder layer number `layer`, for `explain`: attention, then an MLP or experts.
 
     linear    name of a linear layer -> features of its kernel, which say what it fuses into one call
     routing   the option `routing`: "model", or "uniform", which assigns experts evenly and calls no router
     sliced    each rank has a slice of the layer: results of attention and of the MLP are summed over ranks
+    spread    phase -> name of the dispatcher that brings tokens to the experts of other replicas; None: none does
     """
     if args.latent:
         yield from _latent(args, linear)
@@ -84,7 +85,7 @@ def layer_calls(args: ModelArgs, layer: int, linear: Features, routing: str = "m
         yield Call("attention.paged_attention")
     yield from _add("attention.output", args.output_bias, linear, sliced)
     if args.moe and layer in args.moe.layers:
-        yield from _experts(args, linear, routing, sliced)
+        yield from _experts(args, linear, routing, sliced, spread or {})
     else:
         yield from _gated("mlp.", args.mlp_bias, linear, "mlp_norm.weight")
         yield from _add("mlp.down", args.mlp_bias, linear, sliced)
@@ -106,7 +107,8 @@ def _latent(args: ModelArgs, linear: Features) -> Iterator[Call]:
         yield Call("latent.expanded", up.parameters, many)
 
 
-def _experts(args: ModelArgs, linear: Features, routing: str, sliced: bool) -> Iterator[Call]:
+def _experts(args: ModelArgs, linear: Features, routing: str, sliced: bool,
+             spread: Mapping[str, str]) -> Iterator[Call]:  # fmt: skip
     moe = args.moe
     assert moe is not None
     yield Call("norm.rms_norm", ("mlp_norm.weight",))
@@ -115,14 +117,38 @@ def _experts(args: ModelArgs, linear: Features, routing: str, sliced: bool) -> I
     else:
         yield Call("linear.run_float" if moe.router_float else "linear.run", ("mlp.router.weight",))
         yield Call("routing.route", ("mlp.router.bias",) if moe.routing.bias else ())
+    run = Call("experts.run", ("mlp.experts.gate_up", "mlp.experts.down"))
+    shared = tuple(_shared(args, linear, sliced))
+    if spread:  # shared experts first: their result goes into the residual, and does not travel
+        summed = (Call(SUM),) if sliced and shared else ()
+        ways = (_way(spread, sliced, to_experts=there) for there in (True, False))
+        yield from (*shared, *summed, *next(ways), run, *next(ways))
+        return
+    yield from (*shared, run)
+    if sliced:  # once for both kinds of experts
+        yield Call(SUM)
+
+
+def _way(spread: Mapping[str, str], sliced: bool, *, to_experts: bool) -> Iterator[Call]:
+    """The exchanges between replicas on the way to experts, or back."""
+    for dispatcher in dict.fromkeys(spread.values()):
+        phases = [phase for phase, name in spread.items() if name == dispatcher]
+        there, back = ("all_gather", "reduce_scatter") if dispatcher == "all-gather" else (dispatcher, dispatcher)
+        when = phases[0] if len(phases) < len(spread) else ""
+        yield Call(f"ep.{there if to_experts else back}", when=when)
+        if dispatcher == "all-gather" and sliced and not to_experts:
+            yield Call("tp.all_gather", when=when)
+
+
+def _shared(args: ModelArgs, linear: Features, partial: bool) -> Iterator[Call]:
+    """The calls of the shared experts; `partial`: their result is summed over ranks with that of the routed ones."""
+    moe = args.moe
+    assert moe is not None
     if moe.shared_size:
         yield from _gated("mlp.shared.", False, linear)
         if moe.shared_gate:
             yield Call("linear.run", ("mlp.shared_gate.weight",))
-        yield _product("mlp.shared.down", False, () if sliced else linear("mlp.shared.down"))
-    yield Call("experts.run", ("mlp.experts.gate_up", "mlp.experts.down"))
-    if sliced:  # once for both kinds of experts
-        yield Call(SUM)
+        yield _product("mlp.shared.down", False, () if partial else linear("mlp.shared.down"))
 
 
 def _weights(name: str, bias: bool) -> tuple[str, ...]:

@@ -17,22 +17,40 @@ class GraphPlan(msgspec.Struct, frozen=True, kw_only=True):
 
     sequences   numbers of sequences of decode steps
     tokens      numbers of tokens of steps with prompts
+    bounds      bounds of the exchange between replicas in lock-step, see `captured_bounds`; (): none is captured
     """
 
     sequences: tuple[int, ...] = ()
     tokens: tuple[int, ...] = ()
+    bounds: tuple[int, ...] = ()
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that are set aside for the graphs."""
-        return (len(self.sequences) + len(self.tokens)) * GRAPH_BYTES
+        """Bytes that are set aside for the graphs: those of each size and bound, and of steps without tokens."""
+        count = sum(len(captured_bounds(self.bounds, sizes, size))
+                    for sizes in (self.sequences, self.tokens) for size in sizes)  # fmt: skip
+        return (count + len(self.bounds)) * GRAPH_BYTES
 
 
-def resolve_graphs(config: EngineConfig, args: ModelArgs) -> GraphPlan:
-    """Choose the sizes of the steps that are captured as CUDA graphs; none with `enforce_eager`."""
+def resolve_graphs(config: EngineConfig, args: ModelArgs, bounds: tuple[int, ...] = ()) -> GraphPlan:
+    """Choose the sizes of the steps that are captured as CUDA graphs; none with `enforce_eager`.
+
+    bounds   of the exchange between replicas in lock-step, if a graph can hold it
+    """
     if config.device.enforce_eager:
         return GraphPlan()
-    return GraphPlan(sequences=_decode_sizes(config), tokens=_prompt_sizes(config, args))
+    return GraphPlan(sequences=_decode_sizes(config), tokens=_prompt_sizes(config, args), bounds=bounds)
+
+
+def captured_bounds(bounds: tuple[int, ...], sizes: tuple[int, ...], size: int) -> tuple[int, ...]:
+    """Return the bounds with which a step is captured that is padded to `size` tokens, largest first; (0,): none.
+
+    bounds   upper bounds of the tokens of each replica in lock-step, ascending
+    sizes    the captured sizes, ascending
+    Such a step has more tokens than the size before, and at most as many as its bound; padding may exceed the bound.
+    """
+    before = max((one for one in sizes if one < size), default=0)
+    return tuple(bound for bound in reversed(bounds) if bound > before) if bounds else (0,)
 
 
 def _decode_sizes(config: EngineConfig) -> tuple[int, ...]:

@@ -30,10 +30,10 @@ def layout(args: ModelArgs, rank: Rank | None = None, experts: Sequence[int] | N
     """Return every parameter that `rank` holds, in the order of the layers.
 
     rank      None: the only rank of an engine on one device
-    experts   numbers of the rank's experts, in the order in which they are stacked; None: `rank.experts`
+    experts   numbers of the rank's experts, in the order in which they are stacked; None: `rank.expert_ids`
     """
     rank = rank or alone(args)
-    made = _Layout(args, rank, range(*rank.experts) if experts is None else experts)
+    made = _Layout(args, rank, rank.expert_ids if experts is None else experts)
     return tuple(made.params())
 
 

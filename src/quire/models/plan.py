@@ -28,6 +28,7 @@ from quire.config.resolve_moe import Hardware, MoEPlan, resolve_moe
 from quire.contracts.blocks import KVGeometry
 from quire.contracts.errors import ConfigError
 from quire.contracts.params import Param
+from quire.contracts.scheme import AS_THEY_ARE, GROUP, Wire
 from quire.kernels.linear.plan import LinearPlan, is_linear
 from quire.kernels.select import (
     Choice,
@@ -40,10 +41,20 @@ from quire.kernels.select import (
     objection,
 )
 from quire.kernels.supports import SUPPORTS
-from quire.models.collectives import buffer_bytes
+from quire.models.collectives import buffer_bytes, exchange_bounds
 from quire.models.graphs import GraphPlan, resolve_graphs
 from quire.models.layout import layout
-from quire.models.registry import ITEM_BYTES, check_routing, linear_plans, operations, rank_geometry, unpacked_bytes
+from quire.models.notes import BACKENDS, check_backend
+from quire.models.registry import (
+    ITEM_BYTES,
+    check_routing,
+    linear_plans,
+    mover_bytes,
+    operations,
+    rank_geometry,
+    unpacked_bytes,
+)
+from quire.models.wire import with_wire
 from quire.quantization.assign import with_formats
 from quire.quantization.cache import CacheChoice, choose_cache
 
@@ -100,12 +111,27 @@ class EnginePlan(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def experts(self) -> MoEPlan | None:
-        """The plan of experts in decode steps, or None. Prefill has the same kernel, for the same packed weights."""
+        """The plan of experts in decode steps, or None. Prefill has the same kernel, for the same packed weights.
+
+        If the dispatcher of decode is only planned, the plan of prefill.
+        """
         prefill, decode = (self.moe.get(phase) for phase in ("prefill", "decode"))
         if not isinstance(prefill, MoEPlan) or not isinstance(decode, MoEPlan):
             return None
-        assert prefill.experts == decode.experts, "two phases, two packed layouts"
-        return decode
+        runs = [one for one in (decode, prefill) if one.implemented] or [decode]
+        assert len({(one.experts, one.wire.form) for one in runs}) == 1, "steps of both phases share weights and rows"
+        return runs[0]
+
+    @property
+    def spread(self) -> dict[str, str]:
+        """Phase -> name of the dispatcher that brings tokens to the experts of other replicas; {}: none does."""
+        plans = {phase: plan.dispatcher for phase, plan in self.moe.items() if isinstance(plan, MoEPlan)}
+        return {phase: name for phase, name in plans.items() if name != "none"}
+
+    @property
+    def wire(self) -> Wire:
+        """Form of rows on the way to the experts of other replicas, in all steps: replicas may differ in phase."""
+        return self.experts.wire.form if self.experts else AS_THEY_ARE
 
     @property
     def cache(self) -> CacheChoice:
@@ -140,11 +166,12 @@ class EnginePlan(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def buffer_bytes(self) -> int:
-        """Bytes that this rank's exchanges with other ranks take in the largest step; 0 on one device."""
+        """Bytes that exchanges with other ranks take in the largest step, and moves of experts; 0 on one device."""
         batch = self.config.scheduler
         return buffer_bytes(self.args, self.mesh.rank, self.mesh.parallel, tokens=batch.token_budget(),
                             item_bytes=ITEM_BYTES[self.dtype.dtype], rows=batch.sequences(),
-                            device=self.machine.device)  # fmt: skip
+                            device=self.machine.device, spread=self.spread, wire=self.wire) + mover_bytes(
+                                self.params, self.mesh.parallel, self.dtype.dtype)  # fmt: skip
 
     def of_rank(self, rank: Rank) -> "EnginePlan":
         """Return a copy with `rank` in its mesh. `params` and `geometry` remain those of the original rank."""
@@ -190,20 +217,25 @@ def resolve_engine(
     schemes = [param.scheme for param in params if param.scheme and is_linear(param)]
     kernels += choose_linears(needs, schemes, forced.get("linear"), probe)
     needs = replace(needs, scheme=next((param.scheme for param in params if param.shard == "experts"), None))
-    moe = moe_plans(args, needs, probe, parallel=parallel, forced=experts)
+    moe = moe_plans(args, needs, probe, parallel=parallel, forced=experts, backend=config.parallel.all2all_backend,
+                    eager=config.device.enforce_eager, hosts=config.hosts.nnodes)  # fmt: skip
+    rows = {param.scheme for param in params if param.shard == "experts" and param.name.endswith("gate_up")}
+    moe = {phase: with_wire(one, rows, args.hidden_size, ITEM_BYTES[dtype.dtype]) for phase, one in moe.items()}
     if device == "cuda":
         roomy = unpacked_bytes(params, dtype.dtype) <= machine.total_memory // 2  # else wide steps would cost context
         wide = args.moe is not None and not served and roomy
         config = replace(config, scheduler=resolve_batch(config.scheduler, machine.total_memory, wide))
         check_sequences(config)
+    pulls = any(isinstance(plan, MoEPlan) and plan.dispatcher == "pull" for plan in moe.values())
+    bounds = exchange_bounds(config.scheduler.token_budget()) if pulls else ()
     dtype = _typed(dtype, kernels)
     return EnginePlan(
         config=config, folder=str(folder), args=args, machine=machine, dtype=dtype,
         mesh=Mesh(parallel=parallel, rank=rank), params=keep_stored(params, dtype, kernels, moe), kernels=kernels,
         linears=linear_plans(args, params, kernels), moe=moe,
         geometry=geometry,
-        graphs=resolve_graphs(config, args) if by_triton else GraphPlan(),
-        missing=missing_features(parallel), quantization=quantization,
+        graphs=resolve_graphs(config, args, bounds) if by_triton else GraphPlan(),
+        missing=missing_features(parallel, moe, device), quantization=quantization,
     )  # fmt: skip
 
 
@@ -253,26 +285,44 @@ def resolve_sizing(plan: EnginePlan, measured: DeviceMemory | int) -> MemoryPlan
                           free_bytes=max(0, measured - plan.buffer_bytes))  # fmt: skip
 
 
+def _odd_size(kernel: str, args: ModelArgs, parallel: Parallel) -> str:
+    """Return the reason why a kernel of experts cannot run their sizes on a rank, or ""."""
+    if kernel != "scaled" or args.moe is None:
+        return ""
+    inner = args.moe.expert_size // (1 if parallel.experts else parallel.tp)
+    odd = [size for size in (args.hidden_size, inner) if size % GROUP]
+    return f"runs experts whose sizes are multiples of {GROUP}, not of {odd[0]}" if odd else ""
+
+
 def moe_plans(args: ModelArgs, needs: KernelNeeds, probe: Probe = here, *, parallel: Parallel = ALONE, forced: str = "",
-              ) -> dict[str, MoEPlan | str]:  # fmt: skip
+              backend: str = "auto", eager: bool = False, hosts: int = 1) -> dict[str, MoEPlan | str]:  # fmt: skip
     """Return phase ("prefill", "decode") -> plan of the experts, or the reason why no kernel can run them.
 
     needs    requirements of the model, with the scheme of the experts' weights
     forced   name of the kernel to use; "": the best
-    Returns {} for a model without experts. Raises ConfigError if a forced kernel cannot run.
+    backend  value of --all2all-backend, which counts where replicas share experts
+    eager    steps are not captured in CUDA graphs;  hosts  hosts among which the ranks are divided
+    Returns {} for a model without experts. Raises ConfigError if a forced kernel or dispatcher cannot run.
     """
     supports, plans = SUPPORTS["experts"], dict[str, MoEPlan | str]()
-    asked = {"experts": forced} if forced else {}
+    unfit = "in place" if needs.scheme else "quantized rows"
     hardware = Hardware(
-        device=needs.device, kernels=tuple((name, objection(one, needs, probe)) for name, one in supports.items()),
-        features={name: tuple(word for word in features(one, probe) if word != "in place" or needs.scheme is None)
+        device=needs.device, eager=eager, hosts=hosts,
+        kernels=tuple((name, objection(one, needs, probe) or _odd_size(name, args, parallel))
+                      for name, one in supports.items()),
+        features={name: tuple(word for word in features(one, probe) if word != unfit)
                   for name, one in supports.items()},
     )  # fmt: skip
     for phase in ("prefill", "decode") if args.moe else ():
+        dispatcher = BACKENDS.get(backend, {}).get(phase, "") if parallel.lockstep else ""
+        asked = {what: name for what, name in (("experts", forced), ("dispatcher", dispatcher)) if name}
         try:
-            plans[phase] = resolve_moe(args, needs.scheme, parallel, hardware, phase, asked)
+            plans[phase] = made = resolve_moe(args, needs.scheme, parallel, hardware, phase, asked)
         except ConfigError as error:
-            if forced:
+            if asked:
                 raise
             plans[phase] = str(error)
+            continue
+        if parallel.lockstep:
+            check_backend(backend, made)
     return plans

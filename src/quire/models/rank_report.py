@@ -15,26 +15,31 @@ from quire.quantization.formats import raw_tensors
 def describe_one(report: PlanReport, number: int) -> dict[str, Any]:
     """Return rank `number` as plain values. Raises ConfigError for a rank that the plan does not have.
 
+    routing_table   of whole experts: expert -> [number of the rank that has it, its slot there]; else []. An expert's
+                    slot is its place in the stacked weights of its rank, whose expert map has -1 for other experts
     slices   each slice of a stored tensor that the loader reads: `start` to `end` (not included) along `axis`, of
              `total`. For quantized tensors these count stored elements, such as packed words and scales
     """
     if not 0 <= number < len(report.held):
         raise ConfigError(f"--rank {number} does not exist: this plan has the ranks 0 to {len(report.held) - 1}.")
     rank, held = report.held[number]
-    own = [one | {"members": members} for one in groups(report.plan.mesh.parallel)
-           for members in one["members"] if number in members]  # fmt: skip
+    parallel = report.plan.mesh.parallel
+    own = [one | {"members": members} for one in groups(parallel) for members in one["members"] if number in members]
     return {
-        "missing": [one._asdict() for one in report.plan.missing], "parallel": str(report.plan.mesh.parallel),
-        "ranks": len(report.held), **report.describe_rank(rank, held), "latent": report.plan.args.latent is not None,
+        "missing": [one._asdict() for one in report.plan.missing], "parallel": str(parallel),
+        "ranks": len(report.held), "replicas": parallel.dp, **report.describe_rank(rank, held),
+        "latent": report.plan.args.latent is not None, "routing_table": _routing_table(report, rank),
         "groups": own, "collectives": report.exchanges(rank),
         "slices": [one for param in report.params_of(rank) for one in _slices(report, param)],
     }  # fmt: skip
 
 
 def rank_name(rank: Rank, parallel: Parallel) -> str:
-    """Return the name of a rank for people: "rank 1 (tp 1)"."""
-    place = [f"tp {rank.place}"] * (parallel.tp > 1) + [f"stage {rank.stage}"] * (parallel.pp > 1)
-    return f"rank {rank.number} ({', '.join(place)})"
+    """Return the name of a rank for people: "rank 3 (replica 1, tp 1)"."""
+    places = (("replica", rank.replica, parallel.dp), ("tp", rank.place, parallel.tp),
+              ("stage", rank.stage, parallel.pp))  # fmt: skip
+    words = ", ".join(f"{name} {index}" for name, index, size in places if size > 1)
+    return f"rank {rank.number}" + f" ({words})" * bool(words)
 
 
 def rank_lines(report: PlanReport) -> dict[str, str]:
@@ -45,6 +50,8 @@ def rank_lines(report: PlanReport) -> dict[str, str]:
     parallel, every = report.plan.mesh.parallel, [report.describe_rank(rank, held) for rank, held in report.held]
     if parallel.size == 1:
         return {}
+    share = "in lock-step, which share experts" if parallel.lockstep else "which share nothing"
+    replicas = [f"{parallel.dp} replicas {share}"] * (parallel.dp > 1)
     sizes = [f"{name} {size}" for name, size in (("tp", parallel.tp), ("pp", parallel.pp)) if size > 1]
     way = algorithm("all-reduce", report.plan.machine.device)[0].removesuffix(" ring")
     lines: dict[str, list[int]] = {}
@@ -52,10 +59,19 @@ def rank_lines(report: PlanReport) -> dict[str, str]:
         parts = (("bytes", "weights"), ("kv_bytes", "KV cache"), ("buffers", "buffers"))
         words = ", ".join(f"{as_gib(rank[key])} of {what}" for key, what in parts if rank[key])
         lines.setdefault(words, []).append(rank["number"])
-    ranks = ", ".join((*sizes, *["whole experts"] * parallel.experts, way))
+    ranks = ", ".join((*replicas, *sizes, *["whole experts"] * parallel.experts, way))
     return {"ranks": f"{parallel.size} ranks: {ranks}", "each rank": "; ".join(
         f"rank{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers))}: {words}{' each' * (len(numbers) > 1)}"
         for words, numbers in lines.items())}
+
+
+def _routing_table(report: PlanReport, rank: Rank) -> list[list[int]]:
+    """Return for each expert of the rank's layers the number of the rank that has it, and its slot there."""
+    if not rank.whole_experts:
+        return []
+    places = {expert: [other.number, slot] for other, _ in report.held if other.stage == rank.stage
+              for slot, expert in enumerate(other.expert_ids)}  # fmt: skip
+    return [places[expert] for expert in sorted(places)]
 
 
 def _slices(report: PlanReport, param: Param) -> Iterator[dict[str, Any]]:

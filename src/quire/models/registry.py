@@ -5,12 +5,12 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from quire.config.checkpoint import ModelArgs
-from quire.config.placement import Rank
+from quire.config.placement import Parallel, Rank
 from quire.config.resolve import CPU_BLOCK_SIZE, resolve_geometry
 from quire.config.resolve_cuda import CUDA_BLOCK_SIZE
 from quire.contracts.blocks import KVComponent, KVGeometry
 from quire.contracts.errors import ConfigError
-from quire.contracts.params import Param
+from quire.contracts.params import Param, fused
 from quire.kernels.linear.plan import LinearPlan, plan_linears
 from quire.kernels.select import Choice
 from quire.quantization.formats import num_bytes
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from quire.kernels.attention import KVView
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+UNDER_WAY = 32  # experts, of two matrices each, that a rank sends at a time: `MOST_SENT` of distributed/process_group
 CACHE_BYTES = ITEM_BYTES | {"float8_e4m3fn": 1, "float8_e5m2": 1}
 
 
@@ -32,6 +33,22 @@ def linear_plans(args: ModelArgs, params: Iterable[Param], choices: Iterable[Cho
 def unpacked_bytes(params: Iterable[Param], dtype: str) -> int:
     """Return the size of the parameters in bytes before packing. `dtype` counts for parameters that name no dtype."""
     return sum(num_bytes(one, ITEM_BYTES[one.dtype or dtype]) for one in params)
+
+
+def mover_bytes(params: Iterable[Param], parallel: Parallel, dtype: str) -> int:
+    """Return the bytes that a rank takes while the experts of its largest layer move; 0 if experts have fixed places.
+
+    Experts for all its slots may come, and copies of experts are under way to other ranks.
+    """
+    layers: dict[str, list[Param]] = {}
+    for param in params if parallel.redundant is not None else ():
+        if param.shard == "experts":
+            layers.setdefault(param.module, []).append(param)
+    largest = max(layers.values(), key=lambda layer: unpacked_bytes(layer, dtype), default=[])
+    if not largest:
+        return 0
+    whole, slots = unpacked_bytes(largest, dtype), fused(largest[0])[0]
+    return whole + min(UNDER_WAY, slots * (parallel.expert_ranks - 1)) * (whole // slots)
 
 
 def check_routing(args: ModelArgs, routing: str) -> None:

@@ -21,6 +21,7 @@ from quire.models.calls import Call, embedding_calls, head_calls, layer_calls, p
 from quire.models.collectives import collectives, groups
 from quire.models.facts import model_facts
 from quire.models.layout import alone, layout
+from quire.models.notes import parallel_notes
 from quire.models.plan import EnginePlan, keep_stored
 from quire.models.registry import ITEM_BYTES, linear_plans, rank_geometry
 from quire.quantization.assign import decided_by, with_formats
@@ -67,7 +68,8 @@ class PlanReport:
     def describe(self) -> dict[str, Any]:
         """Return the report as plain values. Reads the headers of the weights, if the folder has weights."""
         args, config = self.plan.args, self.plan.config
-        notes = (note.removesuffix(".") for note in quantization_notes(self.plan.quantization))
+        notes = (note.removesuffix(".") for note in (*quantization_notes(self.plan.quantization),
+                                                     *parallel_notes(args, config.parallel)))  # fmt: skip
         return {
             "missing": [one._asdict() for one in self.plan.missing],
             "load_error": self.load_error,
@@ -106,9 +108,9 @@ class PlanReport:
 
     def exchanges(self, rank: Rank | None = None) -> list[dict[str, Any]]:
         """Return the exchanges of a rank in a step as plain values; None: those that a token passes in all stages."""
-        plan, experts = self.plan, self.plan.experts
+        plan = self.plan
         sent = collectives(plan.args, plan.mesh.parallel, item_bytes=ITEM_BYTES[plan.dtype.dtype],
-                           device=plan.machine.device, spread=experts.dispatcher if experts else "", rank=rank)
+                           device=plan.machine.device, spread=plan.spread, wire=plan.wire, rank=rank)
         return [asdict(one) for one in sent]
 
     def describe_rank(self, rank: Rank, held: int) -> dict[str, Any]:
@@ -208,8 +210,8 @@ class PlanReport:
             params = {param.name.removeprefix(at): param for param in group}
             first, linear = "embed.weight" in params, partial(_below, self._features, at)
             sliced = parallel.tp > 1
-            calls = list(layer_calls(args, layer, linear, self.plan.config.load.routing, sliced=sliced)
-                         if layer >= 0 else
+            calls = list(layer_calls(args, layer, linear, self.plan.config.load.routing, sliced=sliced,
+                                     spread=self.plan.spread) if layer >= 0 else
                          embedding_calls(args, linear, sliced) if first else head_calls(args, sliced))  # fmt: skip
             named = [call._asdict() | {"function": self._qualified(call.function, (at + p for p in call.parameters))}
                      for call in calls]  # fmt: skip

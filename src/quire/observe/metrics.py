@@ -105,7 +105,7 @@ class Metrics(Collector):
 
     def step(self, stats: StepStats, num_tokens: int) -> None:
         """Count the outputs of a step: the core's statistics and the number of generated tokens. Once per step."""
-        self._stats = stats
+        self._stats, self._num_blocks = stats, stats.num_blocks or self._num_blocks
         self._busy_since = time.monotonic() if stats.num_running or stats.num_waiting else None
         if stats.step < 0:  # outputs without a step: only the state is new
             return
@@ -232,12 +232,14 @@ class Metrics(Collector):
         usages = [(role, usage) for role, pid in self._pids.items() if (usage := read_usage(pid)) is not None]
         return {
             "num_requests_running": s.num_running,
+            "num_requests_running_by_replica": {str(number): count for number, count in s.replicas.items()},
             "num_requests_waiting": s.num_waiting,
             "num_requests_waiting_by_reason": {"capacity": s.num_waiting - s.num_blocked, "deferred": s.num_blocked},
             "kv_cache_usage_perc": self._kv_usage,
             "kv_blocks": {"used": used, "cached": s.num_cached_blocks,
                           "free": self._num_blocks - used - s.num_cached_blocks},
             "step_requests": {"prefill": s.num_prefills, "decode": s.num_scheduled - s.num_prefills},
+            "expert_balancedness": s.balancedness,
             "last_step_age_seconds": 0.0 if self._busy_since is None else time.monotonic() - self._busy_since,
             "process_resident_bytes": {role: usage.resident_bytes for role, usage in usages},
             "prompt_tokens": self._num_prompt_tokens,

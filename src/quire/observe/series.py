@@ -30,6 +30,13 @@ class Histogram:
         self.counts[bisect_left(self.bounds, value)] += count
         self.total += value * count
 
+    def add(self, counts: Iterable[int], total: float) -> None:
+        """Add the observations of another histogram with the same bounds, once it has the same."""
+        counts = list(counts)
+        if len(counts) == len(self.counts):
+            self.counts = [own + other for own, other in zip(self.counts, counts, strict=True)]
+            self.total += total
+
     def buckets(self) -> list[tuple[str, float]]:
         """Return (upper bound, observations at or below it) pairs; the last bound is +Inf."""
         names = [*map(repr, self.bounds), "+Inf"]

@@ -68,10 +68,18 @@ def probe_driver(load: Callable[[str], ctypes.CDLL] = ctypes.CDLL) -> DriverProb
     return DriverProbe(capability=(major.value, minor.value), memory=memory.value, count=count.value)
 
 
-def check_gpus(parallel: Parallel, probe: Callable[[], DriverProbe] = probe_driver) -> None:
-    """Raise `ConfigError` when the ranks of `parallel` need more GPUs, one each, than this process may use."""
-    if parallel.size == 1 or parallel.size <= (count := probe().count):
+def check_gpus(parallel: Parallel, probe: Callable[[], DriverProbe] = probe_driver, *, hosts: int = 1) -> None:
+    """Raise `ConfigError` when this host's ranks of `parallel` need more GPUs, one each, than this process may use.
+
+    hosts   number of hosts that share the ranks equally
+    """
+    needed = parallel.size // hosts
+    if parallel.size == 1 or needed <= (count := probe().count):
         return
+    if hosts > 1:
+        raise ConfigError(f"{parallel} on {hosts} hosts needs {needed} GPUs on each, and this process sees {count}: "
+                          "use more hosts (--nnodes), make more GPUs visible (CUDA_VISIBLE_DEVICES), or use --device "
+                          "cpu.")
     fewer = max(size for size in range(1, count + 1) if parallel.tp % size == 0) if count else 1
     words = f"-tp {fewer}" if fewer > 1 else "one device (no -tp and no -pp)"
     raise ConfigError(f"{parallel} needs {parallel.size} GPUs, and this process sees {count}: use {words}, make more "

@@ -69,6 +69,16 @@ class ChildProcess:
             return False  # gone: `ended` says so
         return state[:1] in ("T", "t")
 
+    def terminate(self) -> None:
+        """Send SIGTERM, which asks the process to end."""
+        if self._process.poll() is None:
+            self._process.terminate()
+
+    def interrupt(self) -> None:
+        """Send SIGINT, which asks an HTTP process to end without its requests."""
+        if self._process.poll() is None:
+            self._process.send_signal(signal.SIGINT)
+
     def kill(self) -> None:
         """Send SIGKILL, which also ends a stopped process; idempotent."""
         if self._process.poll() is None:

@@ -1,5 +1,6 @@
-"""The front end's client of an engine core: starts the core, carries messages on the event loop, notices its death.
+"""A front end's client of an engine core: starts the core, carries messages on the event loop, notices its death.
 
+The client of the first front end starts the core and the processes of the other front ends, and watches all of them.
 Knows sockets, messages and one running core. Decides nothing about requests.
 """
 
@@ -8,7 +9,7 @@ import logging
 import tempfile
 import time
 from collections.abc import Callable
-from pathlib import Path
+from contextlib import suppress
 
 import msgspec
 import zmq
@@ -16,7 +17,9 @@ import zmq
 from quire.config.engine import EngineConfig
 from quire.contracts.errors import EngineDead
 from quire.procs.child_process import ChildProcess
-from quire.procs.messages import CoreStart, Dropped, FromCore, Stop, ToCore
+from quire.procs.failures import failed
+from quire.procs.fronts import ALONE, FrontPlace
+from quire.procs.messages import CoreStart, Dropped, FromCore, Gone, Stop, ToCore
 from quire.procs.wire import decode_from_core, encode
 
 LOG = logging.getLogger("quire")
@@ -27,7 +30,10 @@ LAST_WORDS_SECONDS = 0.1  # to wait for the last message of a core that has ende
 STOP_SECONDS = 2.0  # to wait for a core to end by itself
 MAX_FOLDER = 80  # a socket's path may have about 100 characters
 
+LEAVE_SECONDS = 1.5  # to wait for the other front ends, which tell their clients that the server ends
+
 Launch = Callable[[CoreStart], ChildProcess]
+LaunchFront = Callable[[FrontPlace], ChildProcess]
 
 
 class CoreClient:
@@ -36,6 +42,8 @@ class CoreClient:
     on_message   gets every message of the core, in order
     on_death     called once when the core ends without being asked to
     launch       starts the core's process
+    place        place of the front end. Only the first one starts and ends processes
+    more         starts the process of another front end at its place
     """
 
     def __init__(
@@ -44,29 +52,52 @@ class CoreClient:
         on_message: Callable[[FromCore], None],
         on_death: Callable[[EngineDead], None],
         launch: Launch,
+        place: FrontPlace = ALONE,
+        more: LaunchFront | None = None,
     ) -> None:
         self.core: ChildProcess | None = None
+        self.place = place
+        self._more, self._others = more, dict[FrontPlace, ChildProcess]()
         self._on_message, self._on_death, self._launch = on_message, on_death, launch
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
-        self._connected = self._over = False
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._connected = self._over = self._draining = False
         self._num_dropped = 0
 
-    async def start(self, config: EngineConfig) -> None:
-        """Make the sockets and start the core. Its messages go to `on_message`. A failed start frees everything."""
+    async def start(self, config: EngineConfig) -> FrontPlace:
+        """Make the sockets and start the core. Return the place with their folder. A failed start frees everything."""
         try:
             self._open()
-            self.core = self._launch(CoreStart(config=config, to_core=self._address("to"),
-                                               from_core=self._address("from")))
+            if self.place.number:
+                return self.place
+            every = self.place.every()
+            self.core = self._launch(CoreStart(config=config, to_core=self.place.to_core,
+                                               from_core=tuple(place.from_core for place in every)))
+            for place in every[1:]:
+                assert self._more is not None
+                self._others[place] = self._more(place)
         except BaseException:
             self._free()
             raise
         self._watcher = asyncio.get_running_loop().create_task(self._watch(self.core))
+        return self.place
 
     def send(self, message: ToCore) -> None:
         """Queue a message to the core without waiting. Call this only after the first message from the core."""
         assert self._connected, "a message was sent before the core's first message"
         if self._context is not None:
             self._sender.send(encode(message), zmq.NOBLOCK)
+
+    def drain(self) -> None:
+        """Ask the other front ends to let their requests finish, and to end. A second call: to end now."""
+        for child in self._others.values():
+            child.interrupt() if self._draining else child.terminate()
+        self._draining = True
+
+    async def alone(self) -> None:
+        """Wait until the other front ends have ended."""
+        while any(child.ended() is None for child in self._others.values()):
+            await asyncio.sleep(0.01)
 
     async def close(self) -> None:
         """Ask the core to end, kill the core if it does not, and free everything; idempotent."""
@@ -76,6 +107,9 @@ class CoreClient:
         try:
             if self.core is not None:
                 self._watcher.cancel()
+                self.drain()
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(self.alone(), LEAVE_SECONDS)
                 if self._connected and self.core.ended() is None and not self.core.stopped():
                     self.send(Stop())
                     await self._ended(self.core)
@@ -85,22 +119,20 @@ class CoreClient:
     # --- inside -------------------------------------------------------------------------------------------------
 
     def _open(self) -> None:
-        folder = tempfile.TemporaryDirectory(prefix="quire-", ignore_cleanup_errors=True)
-        if len(folder.name) > MAX_FOLDER:
-            folder.cleanup()
-            folder = tempfile.TemporaryDirectory(prefix="quire-", dir="/tmp", ignore_cleanup_errors=True)
-        self._folder = folder
+        if not self.place.folder:
+            folder = tempfile.TemporaryDirectory(prefix="quire-", ignore_cleanup_errors=True)
+            if len(folder.name) > MAX_FOLDER:
+                folder.cleanup()
+                folder = tempfile.TemporaryDirectory(prefix="quire-", dir="/tmp", ignore_cleanup_errors=True)
+            self._folder, self.place = folder, msgspec.structs.replace(self.place, folder=folder.name)
         self._loop = asyncio.get_running_loop()
         self._context = zmq.Context(io_threads=1)
         self._receiver, self._sender = self._context.socket(zmq.PULL), self._context.socket(zmq.PUSH)
         for socket in (self._receiver, self._sender):
             socket.set_hwm(0)
             socket.linger = 0
-        self._receiver.bind(self._address("from"))
+        self._receiver.bind(self.place.from_core)
         self._loop.add_reader(self._receiver.fileno(), self._receive)
-
-    def _address(self, name: str) -> str:
-        return f"ipc://{Path(self._folder.name) / name}"
 
     def _receive(self) -> None:
         """Take the messages that have arrived, all of them, in bursts.
@@ -132,7 +164,7 @@ class CoreClient:
             self._num_dropped += 1
             return Dropped("from_core", self._num_dropped)
         if not self._connected:
-            self._sender.connect(self._address("to"))
+            self._sender.connect(self.place.to_core)
             self._connected = True
         return message
 
@@ -144,6 +176,7 @@ class CoreClient:
                 await asyncio.sleep(LAST_WORDS_SECONDS)
                 self._receive()
                 return self._die(f"the engine process {how}.")
+            self._watch_others()
             if not core.stopped():
                 stopped_at = None
             elif stopped_at is None:
@@ -151,12 +184,34 @@ class CoreClient:
             elif time.monotonic() - stopped_at >= STOPPED_SECONDS:
                 return self._die("the engine process was stopped by a signal and is killed.")
 
+    def _watch_others(self) -> None:
+        """Notice a front end that has ended. The core ends its requests; the other front ends go on."""
+        for place, child in list(self._others.items()):
+            if self._connected and (how := child.ended()) is not None:
+                del self._others[place]
+                child.release()
+                self.send(Gone(place))
+                if not self._draining:
+                    left = len(self._others) + 1
+                    LOG.error("HTTP process %d of %d (pid %d) %s: its clients have lost their connections; %d %s on. "
+                              "Start the server again to get it back.", place.number, place.count, child.pid, how, left,
+                              "goes" if left == 1 else "go")
+
     def _die(self, message: str) -> None:
         if self.core is not None:
             self.core.kill()
         if not self._over:
             self._over = True
+            self._tell_others(EngineDead(message))
             self._on_death(EngineDead(message))
+
+    def _tell_others(self, error: EngineDead) -> None:
+        """Tell the other front ends that the core is dead, in its place."""
+        for place in self._others if self._context is not None else ():
+            with self._context.socket(zmq.PUSH) as speaking:  # type: ignore[union-attr]
+                speaking.linger = 1000 * int(LEAVE_SECONDS)
+                speaking.connect(place.from_core)
+                speaking.send(encode(failed(error)), zmq.NOBLOCK)
 
     async def _ended(self, core: ChildProcess) -> None:
         deadline = time.monotonic() + STOP_SECONDS
@@ -164,13 +219,14 @@ class CoreClient:
             await asyncio.sleep(0.01)
 
     def _free(self) -> None:
-        if self.core is not None:
-            self.core.kill()
-            self.core.release()
+        for child in (*self._others.values(), *([self.core] if self.core is not None else [])):
+            child.kill()
+            child.release()
         context, self._context = self._context, None
         if context is not None:
             self._loop.remove_reader(self._receiver.fileno())
             self._receiver.close(0)
             self._sender.close(0)
             context.term()
-            self._folder.cleanup()
+            if self._folder is not None:
+                self._folder.cleanup()

@@ -11,8 +11,9 @@ import zmq
 
 from quire.config.engine import EngineConfig
 from quire.contracts.errors import EngineDead, QuireError, UserError
-from quire.engine.core import EngineCore
+from quire.engine.replicas import Core
 from quire.procs.failures import failed, rejected
+from quire.procs.fronts import owner, parts
 from quire.procs.messages import (
     Abort,
     Add,
@@ -20,9 +21,11 @@ from quire.procs.messages import (
     CoreStart,
     Dropped,
     FromCore,
+    Gone,
     Loading,
     Outputs,
     Ready,
+    Rejected,
     Reply,
     Stop,
     ToCore,
@@ -35,24 +38,28 @@ IDLE_MS = 500  # between two looks of an idle core at its executor
 
 Receive = Callable[[bool], ToCore | None]  # True: wait a moment for a message -> the next message, None without one
 Send = Callable[[FromCore], None]
-Build = Callable[[EngineConfig, Send], tuple[EngineCore, Ready]]  # may send `Loading`
+Build = Callable[[EngineConfig, Send], tuple[Core, Ready]]  # may send `Loading`
 
 
 class CoreSockets:
-    """The core's ends of two one-way ZeroMQ sockets: to the core, and from it. For one thread; queues are unbounded.
+    """The core's ends of one-way ZeroMQ sockets: to the core, and from it to each front end. For one thread; queues are
+    unbounded. A front end gets what belongs to its requests and operations, and all that is for everybody.
 
     The reader of a socket binds it and the writer connects, so no message is lost, whichever process starts first.
     """
 
     def __init__(self, start: CoreStart) -> None:
         self._context = zmq.Context(io_threads=1)
-        self._receiver, self._sender = self._context.socket(zmq.PULL), self._context.socket(zmq.PUSH)
-        for socket in (self._receiver, self._sender):
+        self._receiver = self._context.socket(zmq.PULL)
+        self._senders = {number: self._context.socket(zmq.PUSH) for number in range(len(start.from_core))}
+        self._count = len(self._senders)
+        for socket in (self._receiver, *self._senders.values()):
             socket.set_hwm(0)
         self._num_dropped = 0
         self._receiver.rcvtimeo = IDLE_MS
         self._receiver.bind(start.to_core)
-        self._sender.connect(start.from_core)
+        for number, address in enumerate(start.from_core):
+            self._senders[number].connect(address)
 
     def receive(self, wait: bool) -> ToCore | None:
         """Return the next message to the core, or None. With `wait`, wait up to `IDLE_MS` milliseconds for a message.
@@ -61,7 +68,12 @@ class CoreSockets:
         """
         while True:
             try:
-                return decode_to_core(self._receiver.recv(0 if wait else zmq.NOBLOCK))
+                message = decode_to_core(self._receiver.recv(0 if wait else zmq.NOBLOCK))
+                if isinstance(message, Gone) and (sender := self._senders.pop(message.place.number, None)) is not None:
+                    sender.close(0)
+                if isinstance(message, Add) and owner(message.requests[0].handle, self._count) not in self._senders:
+                    continue  # it waited in the socket of a process that is gone, behind the word that it is
+                return message
             except zmq.Again:
                 return None
             except msgspec.DecodeError:
@@ -69,13 +81,27 @@ class CoreSockets:
                 self.send(Dropped("to_core", self._num_dropped))
 
     def send(self, message: FromCore) -> None:
-        """Queue a message to the front end without waiting."""
-        self._sender.send(encode(message), zmq.NOBLOCK)
+        """Queue a message to the front ends that it concerns, without waiting."""
+        if isinstance(message, Outputs) and self._count > 1:
+            for number, part in enumerate(parts(message.step, self._count)):
+                self._send(number, encode(Outputs(part)))
+            return
+        data, every = encode(message), range(self._count)
+        if isinstance(message, Rejected | Reply):
+            number = owner(message.handles[0] if isinstance(message, Rejected) else message.id, self._count)
+            every = range(number, number + 1)
+        for number in every[:1] if isinstance(message, Dropped) else every:
+            self._send(number, data)
+
+    def _send(self, number: int, data: bytes) -> None:
+        if (sender := self._senders.get(number)) is not None:
+            sender.send(data, zmq.NOBLOCK)
 
     def close(self) -> None:
-        """Wait up to 2 s until the front end has taken the last message, then free the sockets."""
+        """Wait up to 2 s until the front ends have taken the last message, then free the sockets."""
         self._receiver.close(0)
-        self._sender.close(LAST_WORDS_MS)
+        for sender in self._senders.values():
+            sender.close(LAST_WORDS_MS)
         self._context.term()
 
 
@@ -102,7 +128,7 @@ def run_core(start: CoreStart, build: Build) -> int:
         sockets.close()
 
 
-def serve_core(core: EngineCore, receive: Receive, send: Send) -> int:
+def serve_core(core: Core, receive: Receive, send: Send) -> int:
     """Run the core's loop until a `Stop` message (returns 0) or a failed step (sends `Failed`, returns 1).
 
     Between two steps the loop handles all messages that have arrived. It sends the outputs of every step, even empty
@@ -130,17 +156,21 @@ def _log(words: str, error: Exception) -> None:
         LOG.error(words, exc_info=error)
 
 
-def _obey(core: EngineCore, message: ToCore, send: Send) -> None:
+def _obey(core: Core, message: ToCore, send: Send) -> None:
     if isinstance(message, Add):
         _add(core, message, send)
     elif isinstance(message, Abort):
         for handle in message.handles:
             core.abort(handle)
+    elif isinstance(message, Gone):
+        for handle in core.handles:
+            if message.place.first <= handle < message.place.end:
+                core.abort(handle)
     elif isinstance(message, Control):
         send(_control(core, message))
 
 
-def _add(core: EngineCore, message: Add, send: Send) -> None:
+def _add(core: Core, message: Add, send: Send) -> None:
     """Take the requests of one prompt, or none of them."""
     taken: list[int] = []
     try:
@@ -155,7 +185,7 @@ def _add(core: EngineCore, message: Add, send: Send) -> None:
         send(rejected(tuple(new.handle for new in message.requests), error))
 
 
-def _control(core: EngineCore, message: Control) -> Reply:
+def _control(core: Core, message: Control) -> Reply:
     try:
         if handler := HANDLERS.get(message.name):
             return Reply(message.id, handler(core, **message.args))
@@ -168,7 +198,7 @@ def _control(core: EngineCore, message: Control) -> Reply:
         return Reply(message.id, error=f"{type(error).__name__}: {error}")
 
 
-def _plan(core: EngineCore) -> str:
+def _plan(core: Core) -> str:
     """Return the plan made at the engine's start, and the state of its runner, as JSON."""
     plan = core.facts.plans.get("engine")
     if plan is None:
@@ -177,12 +207,17 @@ def _plan(core: EngineCore) -> str:
     return f'{str(plan)[:-1]},"runner":{runner}}}'
 
 
-def _check(core: EngineCore) -> bool:
+def _reset(core: Core) -> bool:
+    """Empty the prefix cache. Return True when no request was running."""
+    return core.reset_prefix_cache()
+
+
+def _check(core: Core) -> bool:
     """Check the bookkeeping, and that an idle core holds nothing. Raises AssertionError."""
     core.check()
     return True
 
 
 HANDLERS: Mapping[str, Callable[..., bool | str]] = {
-    "reset_prefix_cache": EngineCore.reset_prefix_cache, "plan": _plan, "check": _check,
+    "reset_prefix_cache": _reset, "plan": _plan, "check": _check,
 }  # fmt: skip

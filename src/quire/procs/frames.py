@@ -1,4 +1,4 @@
-"""Messages of any length over a socket pair: the length as uint32, little-endian, then the bytes.
+"""Messages of any length over a socket pair or a TCP connection: the length as uint32, little-endian, then the bytes.
 
 A receiver never waits for the rest of a message: the process that sends it may have been stopped halfway.
 """
@@ -14,12 +14,15 @@ LENGTH = struct.Struct("<I")
 
 
 class Frames:
-    """End of a socket pair that carries whole messages of any length. Any thread may send; one thread receives."""
+    """End of a connection that carries whole messages of any length. Any thread may send; one thread receives.
+
+    An end sends either by `send`, which may wait, or by `post` and `flush`, which never wait.
+    """
 
     def __init__(self, end: socket.socket) -> None:
         self._end = end
         self._sending = threading.Lock()
-        self._buffer = bytearray()
+        self._buffer, self._unsent = bytearray(), bytearray()
 
     @classmethod
     def inherited(cls, descriptor: int) -> "Frames":
@@ -42,17 +45,25 @@ class Frames:
                 self._end.sendall(length, NO_SIGNAL)
                 self._end.sendall(message, NO_SIGNAL)
 
-    def send_at_once(self, message: bytes) -> bool:
-        """Send a short message if this is possible without waiting. Returns True when the message was sent."""
-        if not self._sending.acquire(blocking=False):
-            return False
-        try:
-            data = LENGTH.pack(len(message)) + message
-            return self._end.send(data, NO_SIGNAL | socket.MSG_DONTWAIT) == len(data)
-        except OSError:
-            return False
-        finally:
-            self._sending.release()
+    @property
+    def full(self) -> bool:
+        """True while posted messages, or the rest of one, wait for room in the other end's buffer."""
+        return bool(self._unsent)
+
+    def post(self, message: bytes) -> None:
+        """Send a message without waiting. `flush` sends what finds no room. Raises `OSError` as `send` does."""
+        with self._sending:
+            self._unsent += LENGTH.pack(len(message)) + message
+        self.flush()
+
+    def flush(self) -> None:
+        """Send posted messages as far as there is room. Raises `OSError` when the other end is gone."""
+        with self._sending:
+            try:
+                while self._unsent:
+                    del self._unsent[: self._end.send(self._unsent, NO_SIGNAL | socket.MSG_DONTWAIT)]
+            except BlockingIOError:
+                pass
 
     def receive(self) -> list[bytes]:
         """Return the messages that have arrived completely, without waiting.
@@ -64,7 +75,7 @@ class Frames:
                 data = self._end.recv(CHUNK, socket.MSG_DONTWAIT)
             except BlockingIOError:
                 break
-            except ConnectionResetError:  # the other end closed and left messages unread
+            except OSError:  # the other end closed and left messages unread, or its host is gone
                 data = b""
             if not data:
                 if messages := self._whole():

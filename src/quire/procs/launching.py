@@ -1,6 +1,7 @@
 """The executor of an asynchronous device: `submit` launches a step, `collect` waits for the oldest step."""
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, Protocol
 
 from quire.contracts.errors import ConfigError, EngineDead
@@ -61,11 +62,19 @@ class LaunchingExecutor:
                 self._fault = fault
         raise EngineDead(f"the step failed: {type(self._fault).__name__}: {self._fault}") from self._fault
 
+    def ready(self) -> bool:
+        """True: this process runs the device. See `Executor`."""
+        return True
+
     def control(self, name: str, args: dict[str, Any]) -> object:
         """Call the function `name` of `controls` with `args`, and return its value."""
         if name not in self._controls:
             raise ConfigError(f"unknown control {name!r}.")
         return self._controls[name](**args)
+
+    def ask(self, name: str, args: dict[str, Any]) -> Callable[[], object]:
+        """Return a function that runs an operation. See `Executor.ask`."""
+        return partial(self.control, name, args)
 
     def check_alive(self) -> None:
         """Do nothing: this process runs the device. See `Executor`."""

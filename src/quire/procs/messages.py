@@ -1,6 +1,6 @@
 """Messages between the HTTP process and the core process. Each message is a tagged msgpack map; see `wire.py`.
 
-    to the core      Add, Abort, Control, Stop
+    to the core      Add, Abort, Control, Gone, Stop
     from the core    Loading*, then Ready or Failed; then Outputs, Rejected, Reply; at a fault Failed; Dropped
 """
 
@@ -11,17 +11,19 @@ import msgspec
 from quire.config.engine import EngineConfig
 from quire.contracts.output import StepOutputs
 from quire.contracts.request import NewRequest
+from quire.procs.fronts import FrontPlace
 
 
 class CoreStart(msgspec.Struct, frozen=True, kw_only=True):
     """Start parameters of an engine core: a line of JSON on the standard input of its process.
 
-    to_core, from_core   ZeroMQ addresses of the two one-way sockets; the reader binds a socket, the writer connects
+    to_core     ZeroMQ address of the one-way socket to the core; the reader binds a socket, the writer connects
+    from_core   addresses of the sockets from the core, one for each front end
     """
 
     config: EngineConfig
     to_core: str
-    from_core: str
+    from_core: tuple[str, ...]
 
 
 class Add(msgspec.Struct, frozen=True, tag="add"):
@@ -49,6 +51,12 @@ class Control(msgspec.Struct, frozen=True, tag="control"):
     id: int
     name: str
     args: dict[str, Any] = {}
+
+
+class Gone(msgspec.Struct, frozen=True, tag="gone"):
+    """The front end at this place has ended: end its requests, and send it nothing more."""
+
+    place: FrontPlace
 
 
 class Stop(msgspec.Struct, frozen=True, tag="stop"):
@@ -126,5 +134,5 @@ class Dropped(msgspec.Struct, frozen=True, tag="dropped"):
     num: int
 
 
-ToCore = Add | Abort | Control | Stop
+ToCore = Add | Abort | Control | Gone | Stop
 FromCore = Loading | Ready | Outputs | Rejected | Reply | Failed | Dropped

@@ -9,17 +9,20 @@ import logging
 import os
 import queue
 import select
+import socket
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TypeVar
 
 from quire.contracts.errors import EngineClosed, EngineDead, QuireError, UserError
 from quire.contracts.step import StepResult
-from quire.procs.child_process import REAP_SECONDS, ChildProcess
+from quire.procs.child_process import REAP_SECONDS
 from quire.procs.failures import KINDS, rebuilt
 from quire.procs.frames import Frames
+from quire.procs.launchers import RankProcess
 from quire.procs.messages import Failed, Loading, Stop
 from quire.procs.rank_messages import (
     FromRank,
@@ -37,6 +40,7 @@ LOG = logging.getLogger("quire")
 TICK_SECONDS = 0.1  # between two looks at the processes; messages and ends of connections are seen at once
 MOMENT_SECONDS = 0.05  # after the first sign of a fault, for the signs of other ranks: the cause may be among them
 EXIT_SECONDS = 0.2  # between the end of a rank's connection and the end of its process
+HOST_EXIT_SECONDS = 1.0  # the same for a rank of another host, whose agent reports the end
 
 Answer = Loading | RankBuilt | RankReady | RankReply
 M = TypeVar("M")
@@ -63,24 +67,30 @@ class RankTimes:
 class WatchedRank:
     """A rank's process and connection, with their state as `RankWatch` sees it.
 
+    host       name of the rank's host; "" for this host
     heard      time of the last message (`time.monotonic`)
     begun      True after the first message other than a heartbeat
+    sent       number of the step that was sent last, or is being sent; -1: none
     received   last step that the rank has acknowledged; -1: none
+    results    step results of the rank that nobody has taken yet; None among them: the ranks have ended
     failed     the message by which the rank reported its failure, or None
+    failed_at  time of its failure. The clock of another host differs: then it is the time of the message's arrival
     cut        True after the connection has ended
     """
 
-    def __init__(self, name: str, child: ChildProcess, frames: Frames) -> None:
-        self.name, self.child, self.frames = name, child, frames
+    def __init__(self, name: str, child: RankProcess, frames: Frames, host: str = "") -> None:
+        self.name, self.child, self.frames, self.host = name, child, frames, host
         self.heard = time.monotonic()
         self.begun = False
-        self.received = -1
+        self.sent = self.received = -1
+        self.results: queue.SimpleQueue[StepResult | None] = queue.SimpleQueue()
         self.failed: RankFailed | None = None
+        self.failed_at = 0.0
         self.cut = False
 
     def __str__(self) -> str:
         begin = f"{self.name[:-1]}, " if self.name.endswith(")") else f"{self.name} ("
-        return f"{begin}pid {self.child.pid})"
+        return f"{begin}pid {self.child.pid}{f' on {self.host}' if self.host else ''})"
 
     @property
     def gone(self) -> bool:
@@ -102,33 +112,44 @@ class RankWatch:
     """A thread that reads the ranks' messages and kills all ranks when one fails. Runs until all ranks have ended.
 
     After that `result`, `answer` and `check` raise the reason: the failure of a rank, or `EngineClosed`.
-    sent    number of the step that was sent last, or is being sent; -1: none
-    ready   True when all ranks can run steps
+    ready     True when all ranks can run steps
+    arrived   set when a step result arrives, and when the ranks have ended
     """
 
-    def __init__(self, ranks: Sequence[WatchedRank], times: RankTimes) -> None:
+    def __init__(self, ranks: Sequence[WatchedRank], times: RankTimes, arrived: threading.Event | None = None) -> None:
         self.ranks = tuple(ranks)
-        self.sent = -1
         self.ready = False
+        self._arrived = arrived or threading.Event()
         self._times = times
         self._process = os.getpid()
-        self._results: queue.SimpleQueue[StepResult | None] = queue.SimpleQueue()  # None: the ranks have ended
         self._answers: queue.SimpleQueue[tuple[int, Answer] | None] = queue.SimpleQueue()
         self._over: Failed | None = None  # the reason of the ranks' end
         self._told = threading.Event()  # set after `_over`
         self._abandoned: Failed | None = None
         self._kill_at: float | None = None  # set by `close`
+        self._wakes, self._woken = socket.socketpair()  # wakes the thread: a rank has no room for a message
+        for end in (self._wakes, self._woken):
+            end.setblocking(False)
         self._poller = select.poll()
+        self._poller.register(self._woken.fileno(), select.POLLIN)
         self._by_descriptor = {rank.frames.fileno(): index for index, rank in enumerate(self.ranks)}
         for descriptor in self._by_descriptor:
             self._poller.register(descriptor, select.POLLIN)
         self._thread = threading.Thread(target=self._run, name="quire-ranks", daemon=True)
         self._thread.start()
 
-    def result(self) -> StepResult:
-        """Wait for the next step result, and return it. Raises the error when the ranks have ended."""
+    def post(self, index: int, message: bytes) -> None:
+        """Send a message to a rank. The thread sends what finds no room. Raises `OSError` when the rank is gone."""
+        frames = self.ranks[index].frames
+        frames.post(message)
+        if frames.full:
+            with suppress(BlockingIOError):  # the thread is about to wake
+                self._wakes.send(b"\0")
+
+    def result(self, index: int) -> StepResult:
+        """Wait for the next step result of a rank, and return it. Raises the error when the ranks have ended."""
         self.check()
-        return self._next(self._results)
+        return self._next(self.ranks[index].results)
 
     def answer(self) -> tuple[int, Answer]:
         """Wait for the next other answer, such as `RankReady`. Return the index of its rank, and the answer."""
@@ -160,8 +181,9 @@ class RankWatch:
         if self._kill_at is None:
             self._kill_at = time.monotonic() + (self._times.stop if self.ready else 0.0)
             stop = encode(Stop())
-            for rank in self.ranks:
-                rank.frames.send_at_once(stop)  # a rank that cannot take it is killed
+            for index in range(len(self.ranks)):
+                with suppress(OSError):  # a rank that cannot take it is killed
+                    self.post(index, stop)
         if self._thread.ident != threading.get_ident():  # the garbage collector may run there
             self._thread.join()
 
@@ -187,10 +209,13 @@ class RankWatch:
             rank.child.kill()
         self._over = over
         self._told.set()
-        self._results.put(None)
         self._answers.put(None)
         for rank in self.ranks:
-            rank.frames.close()  # a caller that waits in `send` goes on
+            rank.results.put(None)
+            rank.frames.close()
+        for end in (self._wakes, self._woken):
+            end.close()
+        self._arrived.set()
         until = time.monotonic() + REAP_SECONDS
         for rank in self.ranks:
             rank.child.release(max(0.0, until - time.monotonic()))
@@ -199,8 +224,8 @@ class RankWatch:
         """Watch the ranks to their end; return its reason."""
         looked = time.monotonic()
         while True:
-            for descriptor, _ in self._poller.poll(1000 * TICK_SECONDS):
-                self._read(self._by_descriptor[descriptor])
+            for descriptor, events in self._poller.poll(1000 * TICK_SECONDS):
+                self._serve(descriptor, events)
             now = time.monotonic()
             if self._kill_at is not None:
                 if now >= self._kill_at or all(rank.gone for rank in self.ranks):
@@ -219,6 +244,24 @@ class RankWatch:
                 if (silence := self._silence(now)) is not None:
                     return silence
 
+    def _serve(self, descriptor: int, events: int) -> None:
+        """Take the messages of a rank that have arrived, and send those that have found room."""
+        if descriptor == self._woken.fileno():
+            self._woken.recv(1 << 16)
+        else:
+            rank = self.ranks[self._by_descriptor[descriptor]]
+            if events & select.POLLOUT:
+                with suppress(OSError):  # it is gone: `read` says so
+                    rank.frames.flush()
+            if events & ~select.POLLOUT and not rank.cut:
+                self._read(self._by_descriptor[descriptor])
+            if not events & select.POLLOUT:
+                return
+        for each, index in self._by_descriptor.items():
+            if not self.ranks[index].cut:
+                room = select.POLLOUT if self.ranks[index].frames.full else 0
+                self._poller.modify(each, select.POLLIN | room)
+
     def _read(self, index: int) -> None:
         rank = self.ranks[index]
         for message in rank.read():
@@ -226,9 +269,10 @@ class RankWatch:
             if isinstance(message, RankReceived):
                 rank.received = message.step
             elif isinstance(message, RankResult):
-                self._results.put(message.result)
-            elif isinstance(message, RankFailed):
-                rank.failed = rank.failed or message
+                rank.results.put(message.result)
+                self._arrived.set()
+            elif isinstance(message, RankFailed) and rank.failed is None:
+                rank.failed, rank.failed_at = message, rank.heard if rank.host else message.at
             elif isinstance(message, Answer):
                 self._answers.put((index, message))
         if rank.cut:
@@ -248,12 +292,12 @@ class RankWatch:
             if rank not in dead:
                 rank.child.kill()
         failures = sorted(((rank.failed, rank) for rank in self.ranks if rank.failed is not None),
-                          key=lambda failure: failure[0].at)
+                          key=lambda failure: failure[1].failed_at)
         for message, _ in failures:
             if issubclass(KINDS.get(message.failed.kind, EngineDead), UserError):
                 return message.failed
         if dead:
-            until = time.monotonic() + EXIT_SECONDS
+            until = time.monotonic() + (HOST_EXIT_SECONDS if any(rank.host for rank in dead) else EXIT_SECONDS)
             return Failed(EngineDead.__name__, "; ".join(f"{rank} {self._ending(rank, until)}" for rank in dead) + ".")
         message, rank = failures[0]
         if message.failed.details:
@@ -275,8 +319,8 @@ class RankWatch:
                 words = "runs, but"
             if words:
                 silence = f"{rank} {words} has sent nothing for {silent:.0f} s{self._unread(rank)}."
-                return Failed(EngineDead.__name__, f"{silence} All ranks were killed: start the engine again.")
+                return Failed(EngineDead.__name__, f"{silence} It was killed, with the ranks that need it.")
         return None
 
     def _unread(self, rank: WatchedRank) -> str:
-        return f" (step {self.sent} not acknowledged)" if rank.received < self.sent else ""
+        return f" (step {rank.sent} not acknowledged)" if rank.received < rank.sent else ""

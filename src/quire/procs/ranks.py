@@ -4,19 +4,18 @@ The engine core makes all decisions. Every rank gets the same messages in the sa
 devices; the payloads are between the engine's assembly and its ranks.
 """
 
-import socket
+import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any, TypeVar
 
-from quire.config.env import with_variables
 from quire.contracts.errors import QuireError
 from quire.contracts.protocols import ExecutorFacts
 from quire.contracts.step import I32, StepPlan, StepResult
-from quire.procs.child_process import ChildProcess
 from quire.procs.failures import rebuilt
-from quire.procs.frames import Frames
+from quire.procs.launchers import Launcher
 from quire.procs.messages import Loading
 from quire.procs.rank_messages import (
     RankBuilt,
@@ -32,7 +31,6 @@ from quire.procs.rank_messages import (
 from quire.procs.rank_watch import RankTimes, RankWatch, WatchedRank
 from quire.procs.wire import encode
 
-PROCESS = "quire.procs.rank_process"
 TIMES = RankTimes()
 P = TypeVar("P", RankBuilt, RankReady)
 
@@ -40,36 +38,42 @@ P = TypeVar("P", RankBuilt, RankReady)
 class RankProcesses:
     """The processes of an engine's ranks. One thread uses them; any thread may call `close`.
 
-    Order of calls: `build`, `size`, then `broadcast`, `collect` and `control`. When a rank fails, all ranks are killed
-    and every later call raises the error. The processes end with this object, closed or not, and with this process.
+    Order of calls: `build`, `size`, `wait_ready`, then `send`, `collect` and `control`. When a rank fails, all ranks
+    are killed and every later call raises the error. The processes end with this object, closed or not, and with this
+    process.
 
-    module   name of a Python module; its `build_rank` builds a rank (see `BuildRank` in `rank_server.py`)
+    launcher starts the processes, on this host or on several
     starts   parameters of each rank for `build_rank`, as JSON, in the order of the ranks
     names    names of the ranks in error messages: "rank 1 (tp 1)"
-    env      environment variables that the ranks have besides those of this process
-    lead     index of the only rank that sends step results
+    first    number of the first of these ranks in the engine
+    leads    indices of the ranks that send step results: one of each replica
     inherit  file descriptors that every rank inherits under the same numbers
+    arrived  set when a step result arrives, and when the ranks have ended
     """
 
     def __init__(
         self,
-        module: str,
+        launcher: Launcher,
         starts: Sequence[bytes],
         names: Sequence[str],
-        env: Mapping[str, str],
         *,
-        lead: int = 0,
+        first: int = 0,
+        leads: Sequence[int] = (0,),
         inherit: Sequence[int] = (),
         times: RankTimes = TIMES,
+        arrived: threading.Event | None = None,
     ) -> None:
-        assert 0 <= lead < len(starts) == len(names)
-        self._watch = RankWatch(_spawn(module, names, with_variables(env), inherit), times)
+        assert all(0 <= lead < len(starts) for lead in leads) and len(starts) == len(names)
+        started = launcher.start(range(first, first + len(names)), inherit)
+        ranks = [WatchedRank(name, *one) for name, one in zip(names, started, strict=True)]
+        self._watch = RankWatch(ranks, times, arrived)
         # The watch does not refer to this object, so that collecting this object as garbage ends the processes.
         weakref.finalize(self, self._watch.close)  # runs at exit, too
-        self._num_controls = 0
+        self._num_controls, self._leads = 0, tuple(leads)
+        self._replies: dict[int, dict[int, RankReply]] = {}  # number of an operation -> replies by rank
         for index, payload in enumerate(starts):
             with suppress(QuireError):  # `build` raises it
-                self._send((index,), RankStart(payload, index == lead, times.beat))
+                self._send((index,), RankStart(payload, index in leads, times.beat))
 
     @property
     def pids(self) -> tuple[int, ...]:
@@ -83,33 +87,55 @@ class RankProcesses:
         """
         return self._payloads(RankBuilt, on_loading)
 
-    def size(self, payloads: Sequence[bytes]) -> list[bytes]:
-        """Send each rank its memory sizes, as JSON. Wait until all can run steps; return their `RankReady` payloads."""
+    def size(self, payloads: Sequence[bytes]) -> None:
+        """Send each rank its memory sizes, as JSON."""
         for index, payload in enumerate(payloads):
             self._send((index,), RankSize(payload))
+
+    def wait_ready(self) -> list[bytes]:
+        """Wait until all ranks can run steps; return their `RankReady` payloads. Raises a rank's error."""
         ready = self._payloads(RankReady, lambda done, total: None)
         self._watch.ready = True
         return ready
 
-    def broadcast(self, message: ToRank) -> None:
-        """Send a message to every rank. Waits while a rank cannot take it."""
+    def send(self, message: ToRank, ranks: Sequence[int] | None = None) -> None:
+        """Send a message to these ranks (None: all). Never waits: a rank that hangs does not hold up the others."""
+        ranks = range(len(self._watch.ranks)) if ranks is None else ranks
         if isinstance(message, RankStep):
-            self._watch.sent = message.plan.step
-        self._send(range(len(self._watch.ranks)), message)
+            for index in ranks:
+                self._watch.ranks[index].sent = message.plan.step
+        self._send(ranks, message)
 
-    def collect(self) -> StepResult:
-        """Wait for the result of the oldest uncollected step, and return it."""
-        return self._watch.result()
+    def collect(self, lead: int | None = None) -> StepResult:
+        """Wait for the result of the oldest uncollected step of a lead (None: the first one), and return it."""
+        return self._watch.result(self._leads[0] if lead is None else lead)
 
-    def control(self, name: str, args: dict[str, Any]) -> list[object]:
-        """Run the operation `name` on every rank; return a value per rank. Raises the first `UserError` of a rank."""
+    def ready(self, lead: int | None = None) -> bool:
+        """True when `collect` returns or raises at once."""
+        return not self._watch.ranks[self._leads[0] if lead is None else lead].results.empty()
+
+    def control(self, name: str, args: dict[str, Any], ranks: Sequence[int] | None = None) -> list[object]:
+        """Run the operation `name` on ranks (None: all); return a value per rank. Raises a rank's first `UserError`."""
+        return self.ask(name, args, ranks)()
+
+    def ask(self, name: str, args: dict[str, Any], ranks: Sequence[int] | None = None) -> Callable[[], list[object]]:
+        """Start the operation `name` on ranks (None: all). Return a function that waits for it, as `control` does."""
         self._num_controls += 1
-        self.broadcast(RankControl(self._num_controls, name, args))
-        replies: dict[int, RankReply] = {}
-        while len(replies) < len(self._watch.ranks):
-            index, message = self._watch.answer()
-            if isinstance(message, RankReply) and message.id == self._num_controls:  # else of an interrupted call
-                replies[index] = message
+        asked = range(len(self._watch.ranks)) if ranks is None else ranks
+        self.send(RankControl(self._num_controls, name, args), asked)
+        self._replies[self._num_controls] = {}
+        return partial(self._values, self._num_controls, len(asked))
+
+    def _values(self, number: int, count: int) -> list[object]:
+        """Wait for `count` replies to an operation; return their values."""
+        replies = self._replies[number]
+        try:
+            while len(replies) < count:
+                index, message = self._watch.answer()
+                if isinstance(message, RankReply) and message.id in self._replies:  # else of an interrupted call
+                    self._replies[message.id][index] = message
+        finally:
+            del self._replies[number]
         for index in sorted(replies):
             if (error := replies[index].error) is not None:
                 raise rebuilt(error.kind, error.message)
@@ -139,12 +165,12 @@ class RankProcesses:
         return [payloads[index] for index in sorted(payloads)]
 
     def _send(self, indices: Sequence[int], message: ToRank) -> None:
-        """Send a message to some ranks. Waits while a rank cannot take it, at most until the watch ends that rank."""
+        """Send a message to some ranks, without waiting for any of them."""
         self._watch.check()
         data = encode(message)
         try:
             for index in indices:
-                self._watch.ranks[index].frames.send(data)
+                self._watch.post(index, data)
         except OSError:
             raise self._watch.wait() from None
         except BaseException:  # Ctrl-C: some ranks have the message, perhaps a half, and others do not
@@ -153,32 +179,45 @@ class RankProcesses:
 
 
 class RanksExecutor:
-    """Executor that runs steps on `processes`, whose ranks are ready. `shutdown` ends them. See `Executor`."""
+    """Executor of ranks that are ready; see `Executor`. Owns `processes`, also beside executors of other replicas.
 
-    def __init__(self, processes: RankProcesses, facts: ExecutorFacts) -> None:
-        self._processes, self._facts = processes, facts
+    ranks   indices of the ranks of this executor (None: all);  lead  the one that sends results (None: the first)
+    """
+
+    def __init__(self, processes: RankProcesses, facts: ExecutorFacts, ranks: Sequence[int] | None = None,
+                 lead: int | None = None) -> None:  # fmt: skip
+        self._processes, self._facts, self._lead = processes, facts, lead
+        self._ranks = range(len(processes.pids)) if ranks is None else ranks
 
     @property
     def pids(self) -> tuple[int, ...]:
         """Process ids, in the order of the ranks."""
-        return self._processes.pids
+        return tuple(self._processes.pids[index] for index in self._ranks)
 
     def submit(self, plan: StepPlan) -> None:
-        """Send a step plan to every rank. Raises `EngineDead` after a rank has failed."""
-        self._processes.broadcast(RankStep(plan))
+        """Send a plan to every rank. Raises `EngineDead` after a fault of a rank."""
+        self._processes.send(RankStep(plan), self._ranks)
 
     def release(self, step: int, masks: I32) -> None:
         """Send the grammar masks of `step` to every rank, if there are any. See `Executor`."""
         if len(masks):
-            self._processes.broadcast(RankMasks(step, masks))
+            self._processes.send(RankMasks(step, masks), self._ranks)
 
     def collect(self) -> StepResult:
-        """Wait for the oldest step and return its result. Raises `EngineDead` after a rank has failed."""
-        return self._processes.collect()
+        """Wait for the oldest step and return its result. Raises `EngineDead` after a fault of a rank."""
+        return self._processes.collect(self._lead)
+
+    def ready(self) -> bool:
+        """True when `collect` returns or raises at once."""
+        return self._processes.ready(self._lead)
 
     def control(self, name: str, args: dict[str, Any]) -> object:
-        """Run the operation `name` on every rank; return the list of its values, in the order of the ranks."""
-        return self._processes.control(name, args)
+        """Run an operation on every rank; return the list of its values, by rank."""
+        return self._processes.control(name, args, self._ranks)
+
+    def ask(self, name: str, args: dict[str, Any]) -> Callable[[], object]:
+        """Start an operation on every rank. See `Executor.ask`."""
+        return self._processes.ask(name, args, self._ranks)
 
     def check_alive(self) -> None:
         """Raise `EngineDead` if a rank has failed."""
@@ -191,28 +230,3 @@ class RanksExecutor:
     def shutdown(self) -> None:
         """End and reap all processes; idempotent."""
         self._processes.close()
-
-
-def _spawn(module: str, names: Sequence[str], env: Mapping[str, str], inherit: Sequence[int]) -> list[WatchedRank]:
-    """Start a process for each name, or none of them."""
-    ranks: list[WatchedRank] = []
-    try:
-        for name in names:
-            ours, theirs = socket.socketpair()
-            with theirs:
-                frames = Frames(ours)
-                try:
-                    child = ChildProcess(PROCESS, arguments=(module, str(theirs.fileno())),
-                                         descriptors=(theirs.fileno(), *inherit), env=env)
-                except BaseException:
-                    frames.close()
-                    raise
-            ranks.append(WatchedRank(name, child, frames))
-    except BaseException:
-        for rank in ranks:
-            rank.child.kill()
-            rank.frames.close()
-        for rank in ranks:
-            rank.child.release()
-        raise
-    return ranks

@@ -2,6 +2,7 @@
 
 import importlib
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 
@@ -9,7 +10,9 @@ from quire.distributed.mesh import ALONE, RankGroups
 from quire.kernels.attention import KVView
 from quire.kernels.sampling import SamplerOperations
 from quire.kernels.select import Choice, KernelNeeds, select
+from quire.layers.moe import MoE
 from quire.layers.stack import Model
+from quire.worker.balancing import RankBalancing
 from quire.worker.device_state import DeviceState, Limits
 from quire.worker.features import StepFeature
 from quire.worker.graphs import Graphs
@@ -30,7 +33,8 @@ NO_GRAPHS = "PyTorch's operations launch different work for each step's sizes"
 
 
 def choose_parts(
-    model: Model, target: str, forced: Mapping[str, str] | None = None, *, num_groups: int = 1, eager: bool = False
+    model: Model, target: str, forced: Mapping[str, str] | None = None, *, num_groups: int = 1, eager: bool = False,
+    divided: bool = False,
 ) -> tuple[Choice, ...]:
     """Choose the implementations of a model runner's four parts. Return a `Choice` for each.
 
@@ -38,15 +42,16 @@ def choose_parts(
     recorder (it records and replays launches: CUDA graphs on a GPU).
 
     target       "cpu" or "cuda": the device that the model's kernels are made for
-    forced       "step" or "sampling" -> the implementation to use; the others are chosen automatically
-    num_groups   number of KV groups of the model
-    eager        True: record nothing on a CPU (enforce_eager). On a GPU, a `Limits` without graph sizes means the same
+    forced       "step" or "sampling" -> the implementation to use
+    num_groups   KV groups of the model
+    eager        record no CPU step (enforce_eager); on a GPU `Limits` without sizes does that
+    divided      other ranks hold parts of layers
     """
     forced, dtype = forced or {}, "float32"  # the type of logits, for every type of model
     needs = KernelNeeds(device=target, dtype=dtype)
     step, sampling = (select(op, needs, forced.get(op)) for op in ("step", "sampling"))
     packs, why = step.name == "triton", EAGER if eager else not_recordable(
-        model.kernels, num_groups, divided=model.vocabulary is not None)  # fmt: skip
+        model.kernels, num_groups, divided=divided)  # fmt: skip
     upload = (
         Choice("upload", "packed", "one copy a step; a kernel writes the tables")
         if packs
@@ -77,7 +82,10 @@ def make_runner(
     target, forced, eager   see `choose_parts`
     groups                  groups of ranks (tensor parallel, pipeline) that this rank belongs to
     """
-    parts = choose_parts(model, target, forced, num_groups=len(limits.windows), eager=eager)
+    if groups.ep is not None:
+        limits = replace(limits, replicas=groups.ep.size // (groups.tp.size if groups.tp is not None else 1))
+    parts = choose_parts(model, target, forced, num_groups=len(limits.windows), eager=eager,
+                         divided=groups.tp is not None or groups.ep is not None)  # fmt: skip
     chosen = {choice.op: choice.name for choice in parts}
     step, sampling = (importlib.import_module(f"quire.kernels.{op}.{chosen[op]}") for op in ("step", "sampling"))
     state, slots = DeviceState(limits, model.args.vocab_size, device), limits.num_slots
@@ -87,7 +95,7 @@ def make_runner(
         upload = packed.PackedUpload(slots, slots, device, limits.depth, max_rows=limits.max_rows)
     recorder = LayerRecordings() if chosen["recorder"] == "recordings" else Recorder(parts[-1].reason)
     if chosen["recorder"] == "graphs":
-        recorder = Graphs(limits.graph_sizes, limits.graph_tokens, slots)
+        recorder = Graphs(limits.graph_sizes, limits.graph_tokens, slots, limits.bounds)
     buffers = state.buffers
     operations: SamplerOperations = sampling.operations(limits.max_rows, model.args.vocab_size, device)
     if model.vocabulary is not None:
@@ -103,9 +111,13 @@ def make_runner(
     if groups.pp is not None and groups.tokens is not None:
         stage = PipelineStage(groups.pp, groups.tokens, state.tables)
     programs = Programs(model, kv, state, upload=upload, operations=step, sampler=sampler, recorder=recorder,
-                        stage=stage)  # fmt: skip
+                        stage=stage, limits=limits)  # fmt: skip
     features: tuple[StepFeature, ...] = ()
     if model.last:
         scorer = PromptScorer(lambda rows: model.head.whole(model.norm(rows)), state.tables.history)
         features = scorer, Pooler(model.norm)
-    return StepRunner(programs, state, upload, features, limits=limits, parts=parts)
+    runner = StepRunner(programs, state, upload, features, limits=limits, parts=parts)
+    if groups.movers is not None:
+        layers = [layer.mlp for layer in model.layers if isinstance(getattr(layer, "mlp", None), MoE)]
+        runner.balancing = RankBalancing(layers, groups.movers)
+    return runner

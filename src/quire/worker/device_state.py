@@ -25,6 +25,9 @@ class Limits:
     graph_tokens    numbers of tokens for which the layers of steps with prompts are captured, ascending
     depth           most steps that may be launched and not collected yet
     windows         sliding window of each KV group, in tokens; None: no window
+    replicas        replicas in lock-step, this one included
+    bounds          numbers of tokens of a replica for which the exchange with other replicas is made, ascending; (): it
+                    is made for the exact numbers
     """
 
     num_slots: int
@@ -35,6 +38,8 @@ class Limits:
     graph_tokens: tuple[int, ...] = ()
     depth: int = 1
     windows: tuple[int | None, ...] = (None,)
+    replicas: int = 1
+    bounds: tuple[int, ...] = ()
 
     @property
     def max_rows(self) -> int:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from quire.models.graphs import captured_bounds
 from quire.worker.recorder import Key, Recorder, StepShape
 
 NARROW = 256  # sequences: steps with prompts are captured for at most this many, and once more for the most possible
@@ -22,13 +23,15 @@ class Graphs(Recorder):
     sizes       numbers of sequences for which decode steps are captured, ascending
     tokens      numbers of tokens for which the layers of steps with prompts are captured, ascending
     most_seqs   most sequences of any step
+    bounds      upper bounds of the tokens of each replica in lock-step, ascending; (): there are no other replicas
     """
 
     static = True
 
-    def __init__(self, sizes: tuple[int, ...] = (), tokens: tuple[int, ...] = (), most_seqs: int = 0) -> None:
+    def __init__(self, sizes: tuple[int, ...] = (), tokens: tuple[int, ...] = (), most_seqs: int = 0,
+                 bounds: tuple[int, ...] = ()) -> None:  # fmt: skip
         super().__init__("enforce_eager: no sizes are to be captured")
-        self.sizes, self.tokens, self.most_seqs = sizes, tokens, most_seqs
+        self.sizes, self.tokens, self.most_seqs, self.bounds = sizes, tokens, most_seqs, bounds
         self._graphs: dict[Key, torch.cuda.CUDAGraph] = {}
         self._pool: Any = None
 
@@ -37,14 +40,17 @@ class Graphs(Recorder):
 
         A step without such a size runs eagerly: its shape keeps its number of tokens, with `recorded` False.
         """
-        if shape.decode and (size := self._round_up(shape.seqs)):
+        if not shape.tokens:
+            return replace(shape, recorded=bool(self.sizes or self.tokens) and shape.bound in self.bounds)
+        size = self._round_up(shape.seqs)
+        if shape.decode and size and shape.bound in captured_bounds(self.bounds, self.sizes, size):
             return replace(shape, tokens=size, seqs=size, rows=size, recorded=True)
         rows = self._round_up(shape.rows) or shape.rows
         padded = next((size for size in self.tokens if size >= shape.tokens), 0)
-        if padded:
+        if padded and shape.bound in captured_bounds(self.bounds, self.tokens, padded):
             seqs = NARROW if shape.seqs <= NARROW < self.most_seqs else self.most_seqs
-            return StepShape(padded, seqs, rows, False, shape.shared, recorded=True)
-        return StepShape(shape.tokens, max(shape.seqs, rows), rows, False, shape.shared)
+            return replace(shape, tokens=padded, seqs=seqs, rows=rows, decode=False, recorded=True)
+        return replace(shape, seqs=max(shape.seqs, rows), rows=rows, decode=False)
 
     def shapes(self) -> list[StepShape]:
         """Return the shapes to capture: every recorded shape that `fit` may return. See `Recorder`."""
@@ -52,10 +58,14 @@ class Graphs(Recorder):
         for tokens in reversed(self.tokens):
             wide = [(most, False)] if narrow < min(tokens, most) else []
             for seqs, shared in (*((narrow, shared) for shared in (False, True)), *wide):
-                found.append(StepShape(tokens, seqs, 0, False, shared, recorded=True))
+                found += [StepShape(tokens, seqs, 0, False, shared, recorded=True, bound=bound)
+                          for bound in captured_bounds(self.bounds, self.tokens, tokens)]  # fmt: skip
         for size in reversed(self.sizes):
-            found += [StepShape(size, size, size, True, shared, recorded=True) for shared in (False, True)]
-        return found
+            found += [StepShape(size, size, size, True, shared, recorded=True, bound=bound)
+                      for bound in captured_bounds(self.bounds, self.sizes, size)
+                      for shared in (False, True)]  # fmt: skip
+        joins = reversed(self.bounds) if found else ()
+        return [*found, *(StepShape(0, 0, 0, True, recorded=True, bound=bound) for bound in joins)]
 
     def run(self, key: Key, work: Callable[[], None]) -> None:
         """Replay the CUDA graph of `key`; without a graph, run `work` eagerly. See `Recorder`."""

@@ -4,6 +4,7 @@ No code here reads a value that the device computed. Recorded parts get the size
 """
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from types import ModuleType
 from typing import Protocol
@@ -14,10 +15,10 @@ from torch import Tensor
 from quire.contracts.step import I32, StepPlan
 from quire.kernels.attention import AttentionMeta, KVView, Prompt, SharedBlocks
 from quire.kernels.sampling.rows import Mode
-from quire.kernels.step import StepBuffers
-from quire.layers.context import StepContext
-from quire.layers.stack import Model, Tap, run_layers
-from quire.worker.device_state import DeviceState, zeros
+from quire.kernels.step import NUM_TOKENS, StepBuffers
+from quire.layers.context import ReplicaTokens, StepContext
+from quire.layers.stack import Model, Tap, join_layers, run_layers
+from quire.worker.device_state import DeviceState, Limits, zeros
 from quire.worker.recorder import Key, Recorder, StepShape
 from quire.worker.sampler import Sampler
 from quire.worker.stage import PipelineStage
@@ -39,7 +40,8 @@ class Programs:
     on_hidden   callback for the hidden states of each layer; all steps run eagerly while it is set
     on_logits   callback for the logits of the sampled rows
     some        indices of the layers to run; None: all
-    stage       this rank's pipeline stage; None: this rank has all layers
+    replicas    tokens of the replicas in lock-step in the step that is being launched; None: there are no others
+    stage       the neighbours in a pipeline; None: this rank has all layers
     """
 
     def __init__(
@@ -53,13 +55,18 @@ class Programs:
         sampler: Sampler,
         recorder: Recorder,
         stage: PipelineStage | None = None,
+        limits: Limits,
     ) -> None:
         self.model, self.sampler, self.recorder, self.stage = model, sampler, recorder, stage
         self.on_hidden: Tap | None = None
         self.on_logits: LogitsTap | None = None
         self.some: list[int] | None = None
         self.kv, self._state, self._upload, self.operations = kv, state, upload, operations
-        self._windows = state.windows
+        self._windows, self._limits = limits.windows, limits
+        self.replicas: ReplicaTokens | None = None
+        if limits.replicas > 1:
+            count = upload.step.words[NUM_TOKENS : NUM_TOKENS + 1]
+            self.replicas = ReplicaTokens((0,) * limits.replicas, count, max(limits.bounds, default=0))
         rows, device = len(state.buffers.sample_rows), state.tables.computed.device
         self.out = zeros(2, rows, dtype=torch.int32, device=device)
         # A stage without the head writes zeros, and the first stage gets the tokens later.
@@ -76,8 +83,25 @@ class Programs:
         tokens, seqs, rows = step.num_tokens, step.num_seqs, step.num_samples
         decode = plan.num_decodes == len(plan.slots)
         assert tokens == seqs or not decode, "this runner verifies no drafts"
-        exact = StepShape(tokens, seqs, rows, decode, self._upload.shared)
+        exact = StepShape(tokens, seqs, rows, decode, self._upload.shared, bound=self._bound)
         return exact if self.on_hidden is not None else self.recorder.fit(exact)
+
+    def agree(self, plan: StepPlan) -> None:
+        """Take from a plan how many tokens each replica in lock-step has. A plan without it is the same on all of them.
+
+        Call it after `Upload.send`.
+        """
+        if self.replicas is not None:
+            own = (self._upload.step.num_tokens,) * self._limits.replicas
+            rows, bounds = own if plan.sync is None else plan.sync.rows, self._limits.bounds
+            bound = next((bound for bound in bounds if bound >= max(rows)), max(bounds, default=0))
+            self.replicas = replace(self.replicas, rows=rows, bound=bound)
+
+    @property
+    def _bound(self) -> int:
+        """Bound of the step's only exchange per layer; 0: exact numbers are used, or a layer exchanges several times.
+        """
+        return 0 if self.replicas is None or max(self.replicas.rows) > self.replicas.bound else self.replicas.bound
 
     def compute(self, shape: StepShape, plan: StepPlan) -> Tensor | None:
         """Launch everything up to the logits. Return the hidden states [>= tokens, hidden] of a step with prompts;
@@ -178,7 +202,7 @@ class Programs:
                     prompts=prompts,
                 )
             )
-        ctx = StepContext(buffers.positions, tuple(groups), self.kv)
+        ctx = StepContext(buffers.positions, tuple(groups), self.kv, self._replicas(shape))
         hidden = model.embed(buffers.token_ids) if self.stage is None else self.stage.begin(model, buffers.token_ids)
         if self.on_hidden is not None:
             hidden = run_layers(model, hidden, ctx, self.some, self.on_hidden)
@@ -187,6 +211,27 @@ class Programs:
         if self.stage is not None:
             self.stage.end(hidden)
         return hidden
+
+    def join(self) -> None:
+        """Launch this rank's part in the exchanges of a step without tokens here; nothing if no replica has any."""
+        if self.replicas is not None and any(self.replicas.rows):
+            shape = self.recorder.fit(StepShape(0, 0, 0, True, bound=self._bound))
+            self.recorder.run(shape.key, partial(self.exchange, shape))
+
+    def exchange(self, shape: StepShape) -> None:
+        """Launch the exchanges of `join`. A recorder captures these launches."""
+        if self.model.vocabulary is not None:
+            self.model.vocabulary.group.begin_step()
+        replicas = self._replicas(shape)
+        assert replicas is not None, "there is no other replica"
+        join_layers(self.model, replicas, self.some)
+
+    def _replicas(self, shape: StepShape) -> ReplicaTokens | None:
+        """Return the tokens of the replicas in lock-step; a recording knows their bound alone."""
+        if self.replicas is None or not shape.recorded:
+            return self.replicas
+        rows = () if shape.bound else (shape.tokens,) * self._limits.replicas  # exact ones only in a rehearsal
+        return replace(self.replicas, rows=rows, bound=shape.bound)
 
     def _cut(self, shape: StepShape) -> StepBuffers:
         """Return the step's buffers, cut to its sizes.
@@ -208,8 +253,11 @@ class Programs:
         After each pair of decode shapes (without and with a shared prefix) come the recordings of sampling for that
         many rows, one per sampling mode.
         """
+        sampled = set[int]()
         for shape in shapes:
-            yield shape.key, partial(self.decode if shape.decode else self.mixed, shape)
-            if shape.decode and shape.shared:
+            work = self.exchange if not shape.tokens else self.decode if shape.decode else self.mixed
+            yield shape.key, partial(work, shape)
+            if shape.decode and shape.shared and shape.rows not in sampled:
+                sampled.add(shape.rows)
                 for mode in Mode:
                     yield ("sample", shape.rows, mode), partial(self.sample, shape.rows, mode)

@@ -13,7 +13,8 @@ from torch import Tensor
 from quire.layers.context import StepContext
 from quire.layers.stack import Model, run_layers
 
-Key = tuple[str, int, int]  # kind ("decode", "mixed", "sample"), size, variant
+Key = tuple[str, int, int]  # kind ("decode", "mixed", "join", "sample"), size, variant
+MOST_SEQS = 1 << 20  # more than the sequences of any step
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,7 @@ class StepShape:
     decode     True: every sequence is a decode of one token, and every row is sampled
     shared     True: decodes share a prefix, and attention reads it only once
     recorded   True: the sizes are those of a recording (such as a CUDA graph), kept by the recorder under `key`
+    bound      upper bound of the tokens of each replica in lock-step; 0: without others, or if exact numbers are used
     """
 
     tokens: int
@@ -34,13 +36,19 @@ class StepShape:
     decode: bool
     shared: bool = False
     recorded: bool = False
+    bound: int = 0
 
     @property
     def key(self) -> Key:
-        """Key of the recording for this shape. It has the layers and, for a decode shape, also the logits."""
+        """Key of the recording for this shape. It has the layers and, for a decode shape, also the logits.
+
+        Without tokens it has this rank's part in the exchanges of other replicas.
+        """
+        if not self.tokens:
+            return "join", self.bound, 0
         if self.decode:
-            return "decode", self.tokens, int(self.shared)
-        return "mixed", self.tokens, 2 * self.seqs + self.shared
+            return "decode", self.tokens, 2 * self.bound + self.shared
+        return "mixed", self.tokens, 2 * (self.bound * MOST_SEQS + self.seqs) + self.shared
 
 
 class Recorder:

@@ -101,8 +101,7 @@ class LayerRecordings(Recorder):
 def not_recordable(kernels: Kernels, num_groups: int, *, divided: bool = False) -> str:
     """Return the reason why the layers of a model with these kernels cannot be recorded, or "".
 
-    num_groups   number of KV groups
-    divided      True: other ranks hold parts of each layer (tensor parallel)
+    divided   other ranks hold parts of layers
     """
     if divided:
         return "layers sum over ranks, and a recording holds kernels alone"

@@ -11,12 +11,14 @@ from collections.abc import Callable
 from time import perf_counter
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 import torch
 
 from quire.contracts.step import I32, NO_MASKS, SAMPLE, StepPlan, StepResult
 from quire.kernels.select import Choice
 from quire.layers.stack import first_of_each_kind
+from quire.worker.balancing import RankBalancing
 from quire.worker.device_state import DeviceState, Limits
 from quire.worker.features import Results, StepFeature
 from quire.worker.graphs import Graphs
@@ -44,6 +46,7 @@ class StepRunner:
     """The model runner: runs step plans in order. At most `limits.depth` steps may be submitted and not collected yet.
 
     parts      implementations of step operations, sampler, upload and recorder, with the reasons for the choice
+    balancing  of experts; None: every expert stays in its place
     features   step features (scoring of prompts, pooling), which each step launches in this order
     """
 
@@ -61,6 +64,7 @@ class StepRunner:
         self.model = programs.model
         self._upload, self._features = upload, features
         self._running: deque[RunningStep] = deque()
+        self.balancing: RankBalancing | None = None
         self._launched: _Launched | None = None  # the last submitted step, until its grammar masks come
 
     @torch.inference_mode()
@@ -73,8 +77,12 @@ class StepRunner:
         for feature in self._features:
             feature.apply(plan)
         self._upload.send(plan, changes)
+        self.programs.agree(plan)
+        if self.balancing is not None and plan.sync is not None and plan.sync.switch >= 0:
+            self.balancing.switch(plan.sync.switch)
         if not len(plan.slots):
             self._upload.apply()
+            self.programs.join()
             self._running.append(RunningStep(plan, plan.slots, 0, lambda: NO_ROWS))
             return
         shape = self.programs.shape(plan)
@@ -112,7 +120,8 @@ class StepRunner:
 
     def collect(self) -> StepResult:
         """Wait for the oldest submitted step and return its result."""
-        return self._running.popleft().collect()
+        result = self._running.popleft().collect()
+        return result if self.balancing is None else msgspec.structs.replace(result, moved=self.balancing.moved)
 
     def run(self, plan: StepPlan, get_masks: Callable[[], I32] = lambda: NO_MASKS) -> StepResult:
         """Submit a plan, wait for the step and return its result.
@@ -158,7 +167,7 @@ class StepRunner:
             for plan in plans:
                 self.submit(plan)
                 self._running.pop()
-            for _, work in self.programs.recordings(Graphs(sizes, prompts, slots).shapes()):
+            for _, work in self.programs.recordings(Graphs(sizes, prompts, slots, self.limits.bounds).shapes()):
                 work()
         finally:
             self.programs.some = None

@@ -28,6 +28,7 @@ from quire.worker.runner import StepRunner
 
 PACKAGE = Path(__file__).parents[1]
 WORK = re.compile(r"quire\.(kernels\.(?!native\.)\w+\.\w+|quantization\.pack\.\w+|(layers|worker)\.\w+)")
+PRODUCT = re.compile(r"run(_add|_float|(_norm)?(_gated)?)")  # functions of a kernel that multiply weights
 LAST_CALLS_SECONDS = 1.0  # for the collector's thread to note its last call
 
 Stop = tuple[Any, str, str]  # owner, attribute, and name of a function to record; see `worker_stops`
@@ -39,6 +40,7 @@ class Span:
 
     where          "file:line" of the function
     takes, gives   dtypes and shapes of the arguments and of the result, as text
+    way            of a product of quantized weights: where it dequantizes and quantizes, and where that is decided
     phase          in the call that runs an engine step: its number, kind and tokens, as text; "" in other calls
     begin, end     in nanoseconds of a clock that all processes of a machine share
     inside         calls that this call made
@@ -48,6 +50,7 @@ class Span:
     where: str
     takes: str = ""
     gives: str = ""
+    way: str = ""
     phase: str = ""
     begin: int = 0
     end: int = 0
@@ -87,10 +90,11 @@ class CallRecorder:
         setattr(owner, name, value)
 
     def _recorded(self, function: Any, name: str) -> Any:
-        place = _where(function) if name else ""
+        place, told_way = _where(function) if name else "", _way(function)
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            span = Span(name or args[0].fn.__name__, place or _where(args[0].fn), ", ".join(_shapes((args, kwargs))))
+            span = Span(name or args[0].fn.__name__, place or _where(args[0].fn), ", ".join(_shapes((args, kwargs))),
+                        way=told_way(*args, **kwargs))  # fmt: skip
             stack = self._stacks.setdefault(threading.get_ident(), [self.root])
             stack[-1].inside.append(span)
             stack.append(span)
@@ -164,24 +168,46 @@ def worker_stops(worker: StepRunner, kernels: Kernels, groups: RankGroups = ALON
     parts: list[Any] = [worker, worker.state, worker.programs, worker.sampler, worker.sampler.operations,
                         worker.model.rotary]  # fmt: skip
     parts += [worker.programs.stage] * (worker.programs.stage is not None)
-    modules_of = worker.model.named_modules()  # type: ignore[attr-defined]
+    modules_of = list(worker.model.named_modules())  # type: ignore[attr-defined]
     named = [*((type(part).__name__, part) for part in parts), *modules_of]
     named += [(name, group) for name, group in vars(groups).items() if group is not None]
     yield from (stop for stop in methods_of(named) if stop[1] != "begin_step")  # it exchanges nothing
     kinds = {kind for _, part in named for kind in type(part).__mro__ if kind.__module__.startswith("quire.")}
     modules = {sys.modules[kind.__module__] for kind in kinds} | set(filter(inspect.ismodule, vars(kernels).values()))
     modules.add(worker.programs.operations)
+    modules |= {value for _, layer in modules_of for value in vars(layer).values() if inspect.ismodule(value)}
     modules |= {value for module in modules for value in vars(module).values()
                 if inspect.ismodule(value) and WORK.fullmatch(value.__name__)}  # fmt: skip
     for module in modules:
         for name, value in vars(module).items():
-            if isinstance(value, FunctionType) and WORK.fullmatch(value.__module__) and not name.startswith("_"):
+            if not isinstance(value, FunctionType) or name.startswith(("_", "way")):
+                continue
+            if WORK.fullmatch(value.__module__):
                 yield module, name, f"{re.sub(r'^quire.(kernels.)?', '', value.__module__)}.{name}"
     if any(choice.name == "native" for choice in kernels.choices):
         yield from ((library(), name, name) for name in vars(library()) if name.startswith("quire_"))
     if triton is not None:
         run = triton.runtime
         yield run.interpreter.InterpretedFunction if INTERPRETED else run.jit.JITFunction, "run", ""
+
+
+def _way(function: Any) -> Callable[..., str]:
+    """Return a function of the same arguments: the way of a product, see `Span`. "" for any other function.
+
+    The module of a kernel that runs quantized weights has a function `way`, see `quire.kernels.linear`.
+    """
+    module = sys.modules[function.__module__] if isinstance(function, FunctionType) else None
+    way = vars(module).get("way") if module and WORK.fullmatch(module.__name__) else None
+    if way is None or not PRODUCT.fullmatch(function.__name__):
+        return lambda *args, **kwargs: ""
+    signature, place = inspect.signature(function), _where(way)
+
+    def told(*args: Any, **kwargs: Any) -> str:
+        given = signature.bind(*args, **kwargs).arguments
+        text = way(given["x"], given["packed"])
+        return text and f"{text} ({place})"
+
+    return told
 
 
 def _where(function: Any) -> str:

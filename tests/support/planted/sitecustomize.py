@@ -1,12 +1,13 @@
 """Plants a fault in one rank of an engine: Python imports this module at its start when it is on PYTHONPATH.
 
 MANY_RANKS_FAULT is "RANK:PLACE:KIND:FILE". The rank writes the time of `time.monotonic` to FILE, then it sends itself
-the signal KIND, or raises the exception KIND. Places:
+the signal KIND, or raises the exception KIND, or a thread of it waits for ever (KIND "freeze"). Places:
 
     load      the rank has loaded a part of its weights
     size      the KV cache is made
     prefill   a step with a prompt is launched
     decode    the 8th step without prompts is launched
+    mover     weights of experts are fetched, beside the steps
 """
 
 import importlib.abc
@@ -14,6 +15,7 @@ import importlib.util
 import os
 import signal
 import sys
+import threading
 import time
 
 if "quire.procs.rank_process" in sys.orig_argv and (text := os.environ.get("MANY_RANKS_FAULT")):
@@ -24,7 +26,9 @@ if "quire.procs.rank_process" in sys.orig_argv and (text := os.environ.get("MANY
     def fail():
         with open(FILE, "w") as file:
             file.write(str(time.monotonic()))
-        if KIND.startswith("SIG"):
+        if KIND == "freeze":
+            threading.Event().wait()
+        elif KIND.startswith("SIG"):
             os.kill(os.getpid(), getattr(signal, KIND))
             time.sleep(1)  # a signal to the process may end another thread first
         else:
@@ -45,6 +49,10 @@ if "quire.procs.rank_process" in sys.orig_argv and (text := os.environ.get("MANY
                 on_loading(done, total)
 
             module.ChildRank.size, module.ChildRunner.submit = sized, submitted
+            if PLACE == "mover":
+                from quire.distributed.expert_moves import ExpertMover
+
+                ExpertMover._fetch = lambda *given: fail()
             return build(start, loading)
 
         def sized(self, payload):

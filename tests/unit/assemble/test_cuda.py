@@ -5,6 +5,8 @@ import os
 os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -26,6 +28,7 @@ from quire.kernels.select import KernelNeeds, here, select
 from quire.kernels.supports import SUPPORTS
 from quire.models.plan import Machine, resolve_engine, resolve_sizing
 from quire.platforms.cuda import CudaFacts
+from quire.worker.device_state import Limits
 
 GIB = 1 << 30
 FACTS = CudaFacts(
@@ -92,6 +95,18 @@ def test_a_step_that_finds_no_memory_names_flags(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(cuda, "_rehearse", full)
     with pytest.raises(ConfigError, match=r"8192 tokens and 4 seq.* 15.00 GiB.* --max-num-seqs 1 .*-tokens 2048"):
         assemble(monkeypatch, load_format="dummy")
+
+
+def test_the_memory_of_graphs_holds_the_experts_part_of_the_largest_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is measured in a step in which this replica has no tokens, and another one has the most."""
+    plans = list[StepPlan]()
+    limits = Limits(num_slots=4, max_tokens=512, max_model_len=64, block_size=16, replicas=4, bounds=(64, 256))
+    worker: Any = SimpleNamespace(limits=limits, submit=plans.append, collect=lambda: None)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 5)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 5 + 7 * len(plans))
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
+    assert cuda._exchange_bytes(worker) == 7
+    assert not len(plans[0].slots) and plans[0].sync is not None and plans[0].sync.rows == (256,) * 4
 
 
 @pytest.mark.parametrize(("model", "served", "gib", "tokens"), [

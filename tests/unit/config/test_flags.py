@@ -34,9 +34,12 @@ FLAGS = """
 --max-num-batched-tokens --max-num-seqs --max-waiting --scheduling-policy --watermark
 --device --num-threads --async-depth --mock-step-ms
 --enforce-eager --no-enforce-eager --cudagraph-capture-sizes --cuda-graph-sizes --max-cudagraph-capture-size
---tensor-parallel-size -tp --pipeline-parallel-size -pp --pipeline-layer-partition
+--tensor-parallel-size -tp --pipeline-parallel-size -pp --pipeline-layer-partition --data-parallel-size -dp
+--enable-eplb --no-enable-eplb --eplb-config
 --enable-expert-parallel --no-enable-expert-parallel -ep
+--all2all-backend --expert-placement-strategy
 --check-collectives --no-check-collectives --disable-custom-all-reduce --no-disable-custom-all-reduce
+--nnodes -n --node-rank -r --master-addr --master-port --distributed-executor-backend --data-parallel-size-local -dpl
 """.split()
 
 
@@ -95,9 +98,11 @@ def _fields() -> list[tuple[dataclasses.Field, str]]:
 def test_every_flag_reaches_its_option(flag: str) -> None:
     """Whatever the type of a field, its flag parses to a value of that type."""
     texts = {"--dtype": "half", "--load-format": "dummy", "--load-device": "cpu", "--weights-load-device": "cpu",
-             "--routing": "uniform", "--kv-cache-dtype": "fp8", "--scheduling-policy": "priority", "--device": "cpu",
+             "--routing": "uniform", "--all2all-backend": "nixl_ep", "--expert-placement-strategy": "round_robin",
+             "--kv-cache-dtype": "fp8", "--scheduling-policy": "priority", "--device": "cpu",
              "--override-generation-config": '{"top_k": 5}', "--pooler-config": '{"pooling_type": "MEAN"}',
-             "--override-pooler-config": '{"pooling_type": "MEAN"}'}
+             "--override-pooler-config": '{"pooling_type": "MEAN"}', "--eplb-config": '{"window_size": 5}',
+             "--distributed-executor-backend": "ray"}
     boolean = f"--no-{flag[2:]}" in FLAGS or flag == "-ep"
     args = [flag] if boolean else [flag, texts.get(flag, "1")]
     (name, value), = options(args).items()

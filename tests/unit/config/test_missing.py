@@ -1,37 +1,54 @@
 """Features that are planned and cannot be run: one table tells `quire explain` and refuses in `quire serve`."""
 
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 
-from quire.config import peer_flags
+from quire.config import resolve_moe as resolve_moe_room
+from quire.config.checkpoint import read_checkpoint_config
 from quire.config.missing import check_missing, missing_features, not_runnable
-from quire.config.peer_flags import Given, judge
 from quire.config.placement import ALONE, Parallel
+from quire.config.resolve_moe import DISPATCHERS, Hardware, MoEPlan, resolve_moe
 from quire.contracts.errors import UnsupportedModel
 
-
-def test_nothing_is_missing_of_an_engine_that_runs() -> None:
-    assert missing_features(ALONE) == () and not_runnable([]) == ""
+SPREAD = Parallel(dp=2, experts=True)
 
 
-def test_reasons_are_the_refusals_of_serve() -> None:
-    found = missing_features(Parallel(tp=2, pp=3, dp=4))
-    given = [Given("--data-parallel-size", "-dp", "4")]
-    assert [one.reason for one in found] == [f"{words}." for words in judge(given).refusals]
-    assert [one.feature for one in found] == ["data parallelism (-dp 4)"]
+def plans(shared: Path, device: str, **asked: str) -> dict[str, MoEPlan | str]:
+    hardware = Hardware(device=device, kernels=(("ref", ""),))
+    args = read_checkpoint_config(shared / "hf" / "DeepSeek-V2-Lite")
+    return {phase: resolve_moe(args, None, SPREAD, hardware, phase, asked) for phase in ("prefill", "decode")}
 
 
-def test_missing_features_are_refused_in_the_words_of_the_first() -> None:
-    found = missing_features(Parallel(dp=2))
+def test_nothing_is_missing_of_an_engine_that_runs(shared: Path) -> None:
+    assert missing_features(ALONE, {}) == () and not_runnable([]) == ""
+    assert missing_features(SPREAD, plans(shared, "cpu")) == ()
+    assert missing_features(Parallel(dp=2), {"prefill": "no kernel"}) == (), "replicas with all experts send no tokens"
+
+
+def test_replicas_whose_tokens_no_dispatcher_brings_are_refused_with_the_way_out(shared: Path) -> None:
+    found = missing_features(SPREAD, plans(shared, "cpu") | {"decode": "no way to run the experts"})
+    assert [one.feature for one in found] == ["a dispatcher for decode (-dp 2 --enable-expert-parallel)"]
     with pytest.raises(UnsupportedModel) as refused:
         check_missing(found)
-    assert str(refused.value) == found[0].reason and "data" in found[0].feature
+    assert str(refused.value) == found[0].reason and "leave out -dp or --enable-expert-parallel" in found[0].reason
     check_missing(())
 
 
-def test_a_feature_leaves_with_its_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peer_flags, "PEER_FLAGS", tuple(
-        flag for flag in peer_flags.PEER_FLAGS if "-dp" not in flag.names))  # fmt: skip
-    assert missing_features(Parallel(dp=2)) == ()
+def test_a_planned_dispatcher_is_named(shared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    planned = replace(DISPATCHERS["pull"], implemented=False)
+    monkeypatch.setattr(resolve_moe_room, "DISPATCHERS", {**DISPATCHERS, "pull": planned})
+    (found,) = missing_features(SPREAD, plans(shared, "cuda", dispatcher="pull"))
+    assert found.feature == "dispatcher pull for prefill and decode (-dp 2 --enable-expert-parallel)"
+    assert "use --all2all-backend allgather_reducescatter with --enforce-eager" in found.reason
+
+
+def test_experts_are_not_balanced_on_gpus_yet(shared: Path) -> None:
+    balanced = replace(SPREAD, redundant=0)
+    assert missing_features(balanced, plans(shared, "cpu"), "cpu") == ()
+    (found,) = missing_features(balanced, plans(shared, "cuda"), "cuda")
+    assert found.feature == "balancing of experts on GPUs (--enable-eplb)" and "leave out --enable-eplb" in found.reason
 
 
 @pytest.mark.parametrize(("features", "words"), [

@@ -126,11 +126,12 @@ def test_a_note_says_why_as_a_sentence() -> None:
     (["--gpu-memory-utilization", "0.5", "--enforce-eager", "--max-cudagraph-capture-size", "256"],
      {"gpu_memory_utilization": 0.5, "enforce_eager": True, "max_cudagraph_capture_size": 256}),
     (["-O2", "-O", "3", "-cc.mode=3", "--compilation-config.mode", "0"], {}),
-    (["-dp", "1.0", "--data-parallel-size-local", "1"], {}),
+    (["-dcp", "1.0", "--data-parallel-size-local", "1", "-asc", "2"],
+     {"data_parallel_size_local": 1, "api_server_count": 2}),
     (["--tensor_parallel_size=2", "-pp", "3", "-ep"], {"tensor_parallel_size": 2, "pipeline_parallel_size": 3,
                                                       "enable_expert_parallel": True}),
     (["--speculative-config", "{}", "--hf-overrides", "{ }", "--structured-outputs-config", '{"backend":"auto"}'], {}),
-    (["-dp", "2", "-dp", "1"], {}),
+    (["-dcp", "2", "-dcp", "1"], {}),
     (["--runner", "pooling", "--convert", "embed", "--task=embed"], {}),
     (["--override-pooler-config", '{"pooling_type": "MEAN"}'], {"pooler_config": {"pooling_type": "MEAN"}}),
     (["--pooler-config.pooling_type", "CLS"], {"pooler_config": {"pooling_type": "CLS"}}),
@@ -140,7 +141,7 @@ def test_values(args: list[str], values: dict[str, object]) -> None:
 
 
 @pytest.mark.parametrize(("given", "options"), [
-    ({"data_parallel_size": 1, "quantization": None, "enable_lora": None, "rope_scaling": {}}, {}),
+    ({"decode_context_parallel_size": 1, "quantization": None, "enable_lora": None, "rope_scaling": {}}, {}),
     ({"async_scheduling": True}, {"async_depth": 2}),
     ({"allow_async_output_proc": True}, {"async_depth": 2}),
     ({"disable_async_output_proc": True}, {"async_depth": 1}),
@@ -161,7 +162,7 @@ def test_a_keyword_that_changes_nothing_is_noted_once(caplog: pytest.LogCaptureF
 
 
 @pytest.mark.parametrize(("given", "words"), [
-    ({"data_parallel_size": 2}, "^data_parallel_size 2: replicas are not implemented yet"),
+    ({"decode_context_parallel_size": 2}, "^decode_context_parallel_size 2: contexts are not divided"),
     ({"enable_lora": True, "quantization_config": {"a": 1}}, "enable_lora: adapters .*; quantization_config .*: the q"),
     ({"enable_lora": "yes"}, "enable-lora: must be true or false"),
     ({"tensor_paralel_size": 2}, "Quire has no option 'tensor_paralel_size'"),
@@ -175,9 +176,9 @@ def test_keyword_arguments_that_cannot_be_met(given: dict[str, Any], words: str)
 
 def test_everything_that_is_missing_is_named_at_once() -> None:
     with pytest.raises(ConfigError) as caught:
-        settings(["m", "-dp", "2", "--enable-lora", "--enforce-eager", "--speculative-config.method", "ngram"])
+        settings(["m", "-dcp", "2", "--enable-lora", "--enforce-eager", "--speculative-config.method", "ngram"])
     assert str(caught.value) == (
-        "-dp 2: replicas are not implemented yet: start one server per replica; "
+        "-dcp 2: contexts are not divided among devices: use -tp; "
         "--enable-lora: adapters (LoRA) are not implemented yet; "
         '--speculative-config {"method": "ngram"}: speculative decoding is not implemented yet.')
 
@@ -197,7 +198,8 @@ WORKING = [
     "serve meta-llama/Llama-3.2-1B-Instruct --max-model-len -1 --enforce-eager --no-enable-prefix-caching "
     "--uvicorn-log-level warning --disable-uvicorn-access-log",
     "serve /models/llama --load-format safetensors --download-dir /cache --revision main "
-    "--distributed-executor-backend mp --generation-config vllm --override-generation-config '{\"temperature\": 0.6}'",
+    "--distributed-executor-backend mp --nnodes 2 -r 0 --master-addr 10.0.0.1 --generation-config vllm "
+    "--override-generation-config '{\"temperature\": 0.6}'",
     "serve m --allowed-origins '[\"*\"]' --ssl-keyfile key.pem --ssl-certfile cert.pem --root-path /llm "
     "--enable-force-include-usage --shutdown-timeout 60 --stream-interval 2",
     "serve Qwen/Qwen3-8B --enable-auto-tool-choice --tool-call-parser hermes --reasoning-parser qwen3 "
@@ -215,9 +217,7 @@ NOTED = [
     ("--num-scheduler-steps 8", "--num-scheduler-steps changes nothing: a step makes one token"),
     ("--attention-backend FLASHINFER", "Quire chooses kernels itself; forcing one is not supported"),
     ("--no-enable-chunked-prefill", "--no-enable-chunked-prefill changes nothing: long prompts"),
-    ("--enable-eplb", "experts are not balanced among devices yet"),
-    ("--api-server-count 4", "one process speaks HTTP"),
-    ("--distributed-executor-backend ray", "--distributed-executor-backend ray changes nothing: each device has a"),
+    ("--data-parallel-address 10.0.0.1", "hosts meet at --master-addr and --master-port"),
     ("--long-prefill-token-threshold 512", "--max-num-batched-tokens bounds the chunks"),
     ("--model-loader-extra-config.enable_multithread_load true", "each file is read once"),
     ("--guided-decoding-backend auto:no-fallback", "--guided-decoding-backend auto:no-fallback changes nothing"),
@@ -226,8 +226,8 @@ NOTED = [
 REFUSED = [
     ("serve meta-llama/Llama-3.3-70B-Instruct --decode-context-parallel-size 2 --gpu-memory-utilization 0.95 "
      "--max-model-len 32768", "--decode-context-parallel-size 2: contexts are not divided among devices: use -tp"),
-    ("serve deepseek-ai/DeepSeek-V3 -dp 8 --enable-expert-parallel --trust-remote-code",
-     "-dp 8: replicas are not implemented yet: start one server per replica."),
+    ("serve deepseek-ai/DeepSeek-V3 -dp 8 --enable-expert-parallel --trust-remote-code -dph",
+     "-dph: all replicas are behind one port, and the engine balances them: leave it out."),
     ("serve m -tp 2 --enable-dbo", "--enable-dbo: a step is not split into two batches: leave it out"),
     ("serve Qwen/Qwen3-8B --structured-outputs-config '{\"backend\": \"xgrammar\", \"disable_any_whitespace\": true}'",
      '"disable_any_whitespace": true}: llguidance makes every mask, and its options are fixed'),
@@ -235,7 +235,6 @@ REFUSED = [
     ("serve m --guided-decoding-disable-any-whitespace", "--guided-decoding-disable-any-whitespace: llguidance makes"),
     ("serve m --guided-decoding-disable-additional-properties", "-disable-additional-properties: llguidance makes"),
     ("serve m --kv-cache-dtype-skip-layers 0 1", "0 1: all layers have a KV cache of one type"),
-    ("serve m --distributed-executor-backend external_launcher", "each device has a process on this host: use mp"),
     ("serve m --enable-lora --lora-modules sql=/a law=/b --max-lora-rank 64", "--lora-modules sql=/a law=/b: adapters"),
     ("serve m --kv-transfer-config '{\"kv_connector\": \"NixlConnector\", \"kv_role\": \"kv_both\"}'", "the KV cache"),
     ("serve m --speculative-config '{\"method\": \"ngram\", \"num_speculative_tokens\": 4}'", "speculative decoding"),
@@ -337,8 +336,8 @@ def test_an_abbreviation_gets_the_flag_with_that_short_form(command: str, flag: 
 def test_an_abbreviation_of_a_flag_that_a_command_lacks_gets_no_hint(command: list[str],
                                                                      capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        build_parser().parse_args([*command, "--dp", "2"])
-    assert "unknown flag --dp. (" in capsys.readouterr().err
+        build_parser().parse_args([*command, "--dpa", "2"])
+    assert "unknown flag --dpa. (" in capsys.readouterr().err
 
 
 def test_keywords_and_keys_of_files_get_the_same_hint(tmp_path: Path) -> None:

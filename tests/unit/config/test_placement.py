@@ -41,14 +41,24 @@ def test_ranks_of_replicas_stages_and_places() -> None:
     assert (one.replica, one.stage, one.place, one.layers, one.heads) == (1, 1, 1, (3, 6), (2, 4))
     assert one.kv_heads == (0, 1), "two ranks share each of the two KV heads"
     assert found[2].kv_heads == (1, 2)
-    assert one.experts == (7, 8), "the sixth of eight ranks of its stage, of which the first two have two experts"
-    stage = [rank.experts for rank in found if rank.stage == 0]
-    assert stage == [(0, 2), (2, 4), (4, 5), (5, 6), (6, 7), (7, 8), (8, 9), (9, 10)]
+    assert one.experts == (7, 8, 1), "the sixth of eight ranks of its stage, of which the first two have two experts"
+    stage = [[*rank.expert_ids] for rank in found if rank.stage == 0]
+    assert stage == [[0, 1], [2, 3], [4], [5], [6], [7], [8], [9]]
     assert [rank.last for rank in found] == [False] * 4 + [True] * 4 + [False] * 4 + [True] * 4
     assert len({rank.kind for rank in found}) == 4, "two stages, and ranks of one expert or two"
-    assert len({rank.kind for rank in found}) == 4, "two stages, and ranks of one expert or two"
     sliced = list(ranks(args(), Parallel(tp=2)))
-    assert [rank.experts for rank in sliced] == [(0, 10), (0, 10)]
+    assert [rank.expert_ids for rank in sliced] == [range(10)] * 2
+
+
+def test_experts_in_turn() -> None:
+    """Expert e is on rank e % 4 of its stage, in slot e // 4; ranks with as many experts are of a kind."""
+    found = list(ranks(args(), Parallel(tp=2, pp=2, dp=2, experts=True, round_robin=True)))
+    stage = [rank for rank in found if rank.stage == 1]
+    assert [[*rank.expert_ids] for rank in stage] == [[0, 4, 8], [1, 5, 9], [2, 6], [3, 7]]
+    assert all(stage[e % 4].expert_ids[e // 4] == e for e in range(10))
+    assert len({rank.kind for rank in found}) == 4 and [rank.number for rank in stage] == [2, 3, 6, 7]
+    for alone in (Parallel(round_robin=True), Parallel(tp=2, round_robin=True)):
+        assert [rank.expert_ids for rank in ranks(args(), alone)] == [range(10)] * alone.size
 
 
 @pytest.mark.parametrize(("parallel", "said"), [

@@ -17,6 +17,8 @@ from quire.kernels.supports import SUPPORTS
 GPU = Hardware(device="cuda", kernels=(("triton", ""), ("grouped", ""), ("cpu", "runs on cpu, not on cuda"),
                                        ("ref", "")))  # fmt: skip
 CPU = Hardware(device="cpu", kernels=(("triton", "runs on cuda, not on cpu"), ("cpu", ""), ("ref", "")))
+ROOT = Path(__file__).parents[3]
+LINE = module._chosen.__code__.co_firstlineno
 SPREAD = Parallel(tp=2, dp=4, experts=True)
 
 
@@ -42,11 +44,13 @@ def test_one_rank(model: ModelArgs) -> None:
     assert made.capturable
     assert str(made).splitlines() == [
         "decode: dispatcher none (flat rows, ids: global), experts triton; weighed by experts, quantized nowhere, "
-        "result whole, shared experts added, capturable",
+        "result whole, shared experts added, capturable; first that fits, decided in "
+        f"config/resolve_moe.py:{LINE}",
         "  none + triton: fits",
         "  none + grouped: fits",
         "  none + cpu: runs on cpu, not on cuda",
         "  none + ref: fits",
+        "  pull + any: every rank already has the tokens that its experts need",
         "  all-gather + any: every rank already has the tokens that its experts need",
         "  all-to-all + any: every rank already has the tokens that its experts need",
     ]
@@ -71,7 +75,8 @@ def test_a_cpu_captures_nothing_and_needs_to_capture_nothing(model: ModelArgs) -
     made = plan(model, hardware=CPU)
     assert made.experts == "cpu" and not made.capturable
     odd = Hardware(device="cuda", kernels=(("cpu", ""), ("ref", "")))
-    assert plan(model, hardware=odd).candidates[0] == ("none", "cpu", "cpu cannot be captured in a CUDA graph")
+    assert plan(model, hardware=odd).candidates[0] == ("none", "cpu", "cpu cannot be captured in a CUDA graph "
+                                                     "(--enforce-eager captures none)")
     assert plan(model, hardware=odd, phase="prefill").experts == "cpu"
 
 
@@ -81,7 +86,7 @@ def test_what_is_asked_for_is_taken_or_refused(model: ModelArgs) -> None:
     for asked, words in (
         ({"experts": "cpu"}, ["none + cpu: runs on cpu", "none + ref: cpu was asked for", "experts=cpu"]),
         ({"dispatcher": "all-to-all"}, ["none + triton: all-to-all was asked for", "all-to-all + any: every rank"]),
-        ({"dispatcher": "telepathy"}, ["'telepathy' does not exist (one of none, all-gather, all-to-all)"]),
+        ({"dispatcher": "telepathy"}, ["'telepathy' does not exist (one of none, pull, all-gather, all-to-all)"]),
         ({"experts": "magic"}, ["'magic' does not exist (one of hopper, triton, scaled,"]),
     ):
         with pytest.raises(ConfigError) as refused:
@@ -89,28 +94,54 @@ def test_what_is_asked_for_is_taken_or_refused(model: ModelArgs) -> None:
         assert all(word in str(refused.value) for word in words), refused.value
 
 
-def test_experts_of_other_replicas_need_a_dispatcher_that_is_not_there(model: ModelArgs) -> None:
-    with pytest.raises(ConfigError) as refused:
-        plan(model, SPREAD)
-    for line in (f"in decode on {SPREAD}:",
-                 "  none + any: tokens of other replicas need the experts of this rank",
-                 "  all-gather + triton: not implemented yet", "  all-gather + cpu: runs on cpu, not on cuda",
+def test_gpus_of_a_host_pull(model: ModelArgs) -> None:
+    """A CUDA graph cannot hold an all-gather of rows."""
+    for phase in ("prefill", "decode"):
+        made = plan(model, SPREAD, phase=phase)
+        assert (made.dispatcher, made.experts, made.partial_over) == ("pull", "triton", ())
+        assert made.shared == "summed alone" and made.implemented
+    assert made.decided == f"first that fits, decided in config/resolve_moe.py:{LINE}"
+    for line in ("  none + any: tokens of other replicas need the experts of this rank", "  pull + triton: fits",
+                 "  all-gather + triton: all-gather cannot be captured in a CUDA graph (--enforce-eager captures none)",
+                 "  pull + cpu: runs on cpu, not on cuda",
                  "  all-to-all + triton: all-to-all delivers grouped rows; triton accepts only flat rows",
                  "  all-to-all + grouped: not implemented yet"):  # fmt: skip
-        assert line in str(refused.value)
+        assert line in str(made)
+    assert plan(model, SPREAD, CPU).dispatcher == "all-gather"
+
+
+def test_a_dispatcher_that_is_not_there_is_planned(model: ModelArgs, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "DISPATCHERS", {**DISPATCHERS, "pull": replace(DISPATCHERS["pull"], implemented=False)})
+    made = plan(model, SPREAD)
+    assert (made.dispatcher, made.implemented) == ("pull", False)
+    assert made.decided == f"first that fits, not implemented yet, decided in config/resolve_moe.py:{LINE}"
+
+
+def test_ranks_of_several_hosts_read_no_memory_of_each_other(model: ModelArgs) -> None:
+    wide, one = Parallel(dp=32, experts=True), replace(GPU, kernels=GPU.kernels[:1])
+    with pytest.raises(ConfigError, match="pull . any: pull joins at most 8 ranks, those of one host"):
+        plan(model, wide, one)
+    with pytest.raises(ConfigError, match="pull . any: pull reads the memory of other ranks, and these are on 2 hosts"):
+        plan(model, SPREAD, replace(one, hosts=2))
+    for topology, hosts in ((wide, 1), (SPREAD, 2)):
+        assert plan(model, topology, replace(GPU, eager=True, hosts=hosts)).dispatcher == "all-gather"
+
+
+def test_the_line_that_decides_is_that_of_the_function() -> None:
+    assert (ROOT / "src/quire/config/resolve_moe.py").read_text().splitlines()[LINE - 1].startswith("def _chosen(")
 
 
 def test_when_they_are_there(model: ModelArgs, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Results that come back summed leave the shared experts' partial ones to be summed alone."""
+    """A dispatcher that sums over tp leaves the shared experts' partial results to be summed alone."""
     there = {name: replace(dispatcher, implemented=True) for name, dispatcher in DISPATCHERS.items()}
     monkeypatch.setattr(module, "DISPATCHERS", there)
     made = plan(model, SPREAD)
-    assert (made.dispatcher, made.experts, made.partial_over, made.shared) == ("all-gather", "triton", ("tp",), "added")
+    assert (made.dispatcher, made.experts, made.partial_over, made.shared) == ("pull", "triton", (), "summed alone")
     made = plan(model, SPREAD, dispatcher="all-to-all")
     assert (made.experts, made.layout, made.weighs, made.numbering) == ("grouped", "grouped", "combine", "none")
     assert made.partial_over == () and made.shared == "summed alone"
     assert plan(model, Parallel(dp=4, experts=True), dispatcher="all-to-all").shared == "added"
-    monkeypatch.setattr(module, "DISPATCHERS", {"all-gather": replace(there["all-gather"], capturable=False)})
+    monkeypatch.setattr(module, "DISPATCHERS", {"all-gather": there["all-gather"]})
     assert plan(model, SPREAD, phase="prefill").dispatcher == "all-gather"
     with pytest.raises(ConfigError, match="cannot be captured"):
         plan(model, SPREAD)
@@ -140,4 +171,4 @@ def test_every_pair_that_fits_agrees_on_everything(model: ModelArgs, monkeypatch
             fitting += 1
             chosen = there[made.dispatcher]
             assert chosen.layout in layouts and chosen.numbering in numberings and chosen.weighs in weighs
-    assert fitting == 6
+    assert fitting == 6, sorted(DISPATCHERS)

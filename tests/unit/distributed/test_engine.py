@@ -5,6 +5,8 @@ decides a token.
 """
 
 import functools
+import json
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,12 +15,19 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from quire.assemble.parts import Parts
 from quire.contracts.request import NewRequest
 from quire.contracts.sampling import SamplerSpec
+from quire.distributed.expert_moves import ExpertMover
+from quire.engine import balancer
+from quire.engine.balancer import Balancer
+from quire.engine.core import EngineCore
+from quire.engine.replicas import Core, Replicas
 
+from ...support.quantized_checkpoints import FORMS, quantize_checkpoint
 from ...support.simulated_engine import simulated
 from ...support.tiny_models import EXPERTS, FAMILIES, MARGIN, Tiny, mixed_prompts, random_model
 
@@ -26,8 +35,15 @@ SIZES: dict[str, dict[str, Any]] = {
     "tp2": {"tp": 2}, "tp4": {"tp": 4}, "pp2": {"pp": 2}, "tp2-pp2": {"tp": 2, "pp": 2}, "pp3": {"pp": 3},
     "pp2-by-hand": {"pp": 2, "pipeline_layer_partition": (2, 1)},
     "tp2-ep": {"tp": 2, "experts": True}, "tp4-ep": {"tp": 4, "experts": True},
+    "dp2-ep2": {"dp": 2, "experts": True}, "dp2-tp2-ep4": {"dp": 2, "tp": 2, "experts": True},
+    "tp2-ep-in-turn": {"tp": 2, "experts": True, "expert_placement_strategy": "round_robin"},
+    "dp2-ep2-in-turn": {"dp": 2, "experts": True, "expert_placement_strategy": "round_robin"},
+    "dp2-pp2-ep2": {"dp": 2, "pp": 2, "experts": True}, "dp4-ep4": {"dp": 4, "experts": True},
 }  # fmt: skip
 COUNT = 24
+BALANCED: dict[str, Any] = {
+    "skip_tokenizer_init": True, "experts": True, "enable_eplb": True,
+    "eplb_config": {"num_redundant_experts": 4, "step_interval": 6, "window_size": 4}}  # fmt: skip
 Folders = Callable[[str], Path]
 
 
@@ -55,32 +71,37 @@ def requests() -> list[NewRequest]:
     ]  # fmt: skip
 
 
-def run(folder: Path, **options: Any) -> Answers:
+def run(folder: Path, wait: Callable[[Core, list[Parts]], None] = lambda core, parts: None, **options: Any) -> Answers:
+    """Answer the requests; `wait` is called after every step."""
     settings: dict[str, Any] = {"max_num_batched_tokens": 48, "max_num_seqs": 8, "block_size": 16, "dtype": "float32"}
     core, parts = simulated(folder, **(settings | options))
     found = Answers()
 
-    def keep(slots: Tensor, positions: Tensor, logits: Tensor) -> None:
+    def keep(own: EngineCore, slots: Tensor, positions: Tensor, logits: Tensor) -> None:
         for slot, position, row in zip(slots.tolist(), positions.tolist(), logits, strict=True):
-            request = core.scheduler.table.requests[slot]
+            request = own.scheduler.table.requests[slot]
             if request is not None:
                 found.logits[request.new.handle, position] = row.clone()
 
-    watched: list[Parts] = [part for part in parts if part.model is not None and part.model.last]
-    for part in watched:
-        assert part.worker is not None
-        part.worker.programs.on_logits = keep if part is watched[0] else lambda slots, positions, logits: None
+    cores = core.cores if isinstance(core, Replicas) else (core,)
+    for part in parts:
+        assert part.worker is not None and part.model is not None
+        rank = part.plan.mesh.rank
+        if part.model.last:
+            own = functools.partial(keep, cores[rank.replica])
+            part.worker.programs.on_logits = own if rank.place == 0 else lambda slots, positions, logits: None
     try:
         for request in requests():
             core.add(request)
             found.tokens[request.handle] = []
         while core.has_work:
             outputs = core.step()
+            wait(core, parts)
             for handle, token in zip(outputs.handles.tolist(), outputs.tokens.tolist(), strict=True):
                 found.tokens[handle].append(token)
             for finish in outputs.finished:
                 assert finish.error is None
-        found.num_preempted = core.scheduler.num_preempted
+        found.num_preempted = sum(one.scheduler.num_preempted for one in cores)
         core.check()
     finally:
         core.shutdown()
@@ -115,6 +136,102 @@ def compare(found: Answers, expected: Answers) -> None:
     for key, row in found.logits.items():
         most = float(expected.logits[key].abs().max())
         torch.testing.assert_close(row, expected.logits[key], rtol=0, atol=1e-5 * max(most, 1.0))
+
+
+def until_moved(core: Core, parts: list[Parts]) -> None:
+    """Wait for the next map, and for the movers' next layer: how many steps they take depends on the machine."""
+    assert isinstance(core, Replicas) and core._balancer is not None
+    if core._balancer._planned is not None:
+        core._balancer._planned.result(timeout=60)
+    for part in parts:
+        assert part.worker is not None and part.worker.balancing is not None
+        mover = part.worker.balancing._mover
+        with mover._changed:
+            due = mover._before + min(len(mover._work), mover._switched + 1)
+            assert mover._changed.wait_for(lambda mover=mover, due=due: mover.told >= due, 60)  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("sizes", [{"tp": 2}, {"dp": 2}, {"dp": 2, "tp": 2}], ids=["tp2", "dp2", "dp2-tp2"])
+@pytest.mark.parametrize("family", EXPERTS)
+def test_experts_that_move_while_requests_are_served(
+    truths: Any, family: str, sizes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    switched: list[int] = []
+    real = ExpertMover.switch
+    monkeypatch.setattr(ExpertMover, "switch", lambda mover, layer: switched.append(layer) or real(mover, layer))
+    monkeypatch.setattr(balancer, "LEAST_GAIN", -1.0)
+    folder, expected = truths(family, family == "qwen3_moe")
+    raw = json.loads((folder / "config.json").read_text())
+    count = next(raw[name] for name in ("num_local_experts", "num_experts", "n_routed_experts") if raw.get(name))
+    settings = {"num_redundant_experts": -count % 4 or 4, "step_interval": 6, "window_size": 4}
+    compare(run(folder, until_moved, **BALANCED | {"eplb_config": settings}, **sizes), expected)
+    assert switched, "no layer was switched to another map"
+
+
+@pytest.fixture(scope="module")
+def quantized(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, Answers]]:
+    """Makes a checkpoint of 8-bit weights in which the scales of an expert need another type than those of others."""
+
+    @functools.cache
+    def made(form: str) -> tuple[Path, Answers]:
+        for seed in range(20):
+            plain, folder = tmp_path_factory.mktemp("plain"), tmp_path_factory.mktemp(form)
+            model = random_model(Tiny(family="qwen3_moe", tied=True), seed)
+            model.save_pretrained(plain)
+            stored = load_file(plain / "model.safetensors")
+            for name, tensor in stored.items():
+                if ".experts.5." in name:
+                    tensor *= 1e-7
+            save_file(stored, plain / "model.safetensors", {"format": "pt"})
+            quantize_checkpoint(plain, folder, FORMS[form])
+            answers = run(folder, skip_tokenizer_init=True)
+            if clear(answers):
+                return folder, answers
+        raise AssertionError(f"{form}: all seeds have close choices")
+
+    return made
+
+
+@pytest.mark.parametrize("sizes", [{"tp": 2}, {"dp": 2}], ids=["tp2", "dp2"])
+@pytest.mark.parametrize("form", ["ct-int8-weights", "ct-w8-zeros"])
+def test_quantized_experts_that_move(
+    quantized: Any, form: str, sizes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(balancer, "LEAST_GAIN", -1.0)
+    switched: list[int] = []
+    real = ExpertMover.switch
+    monkeypatch.setattr(ExpertMover, "switch", lambda mover, layer: switched.append(layer) or real(mover, layer))
+    folder, expected = quantized(form)
+    compare(run(folder, until_moved, **BALANCED, **sizes), expected)
+    assert switched, "no layer was switched to another map"
+
+
+def test_a_mover_that_is_frozen_leaves_the_old_map_in_use(
+    truths: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Every request gets its tokens, and a warning comes once."""
+    monkeypatch.setattr(balancer, "LEAST_GAIN", -1.0)
+    monkeypatch.setattr(balancer, "DEADLINE", 0.0)
+    real, frozen, seen = ExpertMover._fetch, threading.Event(), list[Balancer]()
+
+    def fetch(mover: ExpertMover, layer: int, moves: Any) -> Any:
+        if mover._group.rank == 1:
+            frozen.wait(120)
+        return real(mover, layer, moves)
+
+    def planned(core: Core, parts: list[Parts]) -> None:
+        assert isinstance(core, Replicas) and core._balancer is not None
+        seen.append(core._balancer)
+        if core._balancer._planned is not None:
+            core._balancer._planned.result(timeout=60)
+
+    monkeypatch.setattr(ExpertMover, "_fetch", fetch)
+    folder, expected = truths("qwen3_moe", True)
+    with caplog.at_level("WARNING", "quire"):
+        compare(run(folder, planned, **BALANCED, dp=2), expected)
+    frozen.set()
+    assert seen[0].moving and seen[0]._switched == 0 and np.array_equal(seen[0].experts.experts[0, :8], np.arange(8))
+    assert caplog.text.count("no expert weights have moved for") == 1 and "the old map" in caplog.text
 
 
 @pytest.mark.parametrize("sizes", SIZES)

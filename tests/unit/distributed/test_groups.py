@@ -23,7 +23,7 @@ import torch
 from quire.config.placement import Parallel
 from quire.distributed.process_group import join_ranks, leave_ranks
 number, folder = int(sys.argv[1]), Path(sys.argv[2])
-groups = join_ranks(folder / "meeting", number, Parallel(tp=2, pp=2), torch.device("cpu"))
+groups = join_ranks(str(folder / "meeting"), number, Parallel(tp=2, pp=2), torch.device("cpu"))
 tp, pp = groups.tp, groups.pp
 x = torch.tensor([1.0, 10.0]) * (number + 1)
 found = [tp.all_reduce(x.clone()).tolist(), tp.all_gather(x).tolist(), tp.rank, pp.rank, groups.tokens.rank, tp.kind]

@@ -176,12 +176,16 @@ class EngineRig:
             self.step()
             limit -= 1
             assert limit > 0, "the engine makes no progress"
+        self.assert_idle()
+        assert self.finish.keys() == self.asked.keys(), "a request was never reported as finished"
+        return self
+
+    def assert_idle(self) -> None:
+        """Assert that the core holds nothing."""
         assert self.pool.num_free == self.num_blocks and self.table.num_free == self.num_slots
         assert len(self.events) == 2 * len(self.plans), "a step was not collected"
         assert not self.core._finisher._num_stopping.any(), "stop ids of requests that are gone are watched"
         assert not self.core._grammars._compiling and not self.scheduler.roster._compiling, "grammars are waited for"
-        assert self.finish.keys() == self.asked.keys(), "a request was never reported as finished"
-        return self
 
     def _record(self, outputs: StepOutputs) -> None:
         for handle, token in zip(outputs.handles.tolist(), outputs.tokens.tolist(), strict=True):

@@ -128,12 +128,13 @@ def finish_of(Rig: Any, run: list[int], *, counts: int | None = None, **fields: 
     rig.mock.collect = scripted
     planned = core.scheduler.plan(core._step)
     planned.most = np.array([4], np.int32)
-    core._step += 1
     slot = int(planned.sampling[0])
     rig.table.planned[slot] += 3
     rig.table.upper_bound[slot] += 3
-    core._submit(planned)
-    rig.outputs = core._confirm()
+    core.submit(planned)
+    if core.needs_masks:
+        core.send_masks()
+    rig.outputs = core.confirm()
     rig._record(rig.outputs)
     return rig
 

@@ -214,6 +214,32 @@ def test_without_prefix_caching_a_resumed_request_still_finds_its_blocks(Rig: An
     rig.judge(second)
 
 
+def test_without_prefix_caching_the_next_request_gets_the_memory_of_the_last(Rig: Any, depth: int) -> None:
+    """Blocks that nobody can find must not wait behind all others until they are written again."""
+    rig = Rig(depth, caching=False)
+    used = []
+    for prompt in (PROMPT, PROMPT[::-1]):
+        handle = rig.add(prompt, 9)
+        while rig.request(handle).slot < 0:
+            rig.step()
+        used.append(set(rig.allocator.table(rig.request(handle).slot)))
+        rig.drain()
+        assert rig.allocator.pool.num_cached == 0 and not rig.allocator.pool.evictions
+    assert used[1] <= set(range(1, 9)), "31 tokens of the first took 8 blocks"
+
+
+def test_without_prefix_caching_a_prompt_is_kept_until_its_last_completion_ends(Rig: Any, depth: int) -> None:
+    rig = Rig(depth, slots=1, caching=False)
+    first = rig.add(PROMPT, 9)
+    others = [rig.add(PROMPT, 9, parent=first) for _ in range(2)]
+    rig.drain()
+    assert [rig.cached[handle] for handle in others] == [20, 20], "one slot: each began when the one before had ended"
+    assert rig.allocator.pool.num_cached == 0 and not rig.scheduler.roster._completions
+    rig.add(PROMPT[:2], 3), rig.abort(rig.add(PROMPT[:2], 3))
+    rig.drain()
+    assert rig.allocator.pool.num_cached == 0 and not rig.scheduler.roster._completions
+
+
 def test_salts_do_not_share(Rig: Any, depth: int) -> None:
     rig = Rig(depth)
     cached = []

@@ -15,6 +15,7 @@ from quire.entry.completion import Generation
 from quire.entry.core_request import FrontLimits
 from quire.entry.front_end import FrontEnd
 from quire.entry.prompts import Prompt
+from quire.procs.fronts import FrontPlace
 from quire.text.byte_tokenizer import ByteTokenizer
 
 LIMITS = FrontLimits(max_model_len=100, vocab_size=300, max_logprobs=5, eos_ids=(257,))
@@ -222,3 +223,11 @@ def test_a_request_that_forbids_every_first_token(
 ])
 def test_a_request_that_leaves_a_first_token_is_taken(front: FrontEnd, fields: dict[str, Any]) -> None:
     assert start(front, **fields)
+
+
+def test_numbers_of_requests_begin_again_before_those_of_another_front_end() -> None:
+    place = FrontPlace(number=1, count=2**29)  # four numbers
+    front = FrontEnd(None, LIMITS, place=place)
+    starts = [front.start(Prompt(token_ids=[1]), SamplingParams(n=n, max_tokens=1))[0] for n in (1, 2, 2, 1)]
+    handles = [[completion.handle - place.first for completion in generation.completions] for generation in starts]
+    assert handles == [[0], [1, 2], [0, 1], [2]]

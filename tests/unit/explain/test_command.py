@@ -67,7 +67,7 @@ def test_one_layer_as_json(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(("flags", "said"), [
     (["-tp", "3"], "-tp 3: 4 attention heads cannot be divided by 3: use -tp 1, 2 or 4."),
     (["-tp", "0"], "--tensor-parallel-size=0: must be at least 1."),
-    (["-dp", "0"], "-dp 0: a size must be at least 1"),
+    (["-dp", "0"], "--data-parallel-size=0: must be at least 1"),
     (["-ep"], "has no experts"),
     (["-dp", "1000000"], "1,000,000 ranks"),
     (["--routing", "uniform"], "use it only with --load-format=dummy"),

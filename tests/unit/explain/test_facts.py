@@ -53,12 +53,14 @@ def test_a_model_is_told_in_the_words_of_the_field(shown: Any, model: str, lines
 
 
 def test_plans_that_cannot_run_say_so_first(shown: Any) -> None:
-    plan, text = shown("DeepSeek-V3", Parallel(tp=2, dp=2))
-    assert text.startswith("Not runnable yet: data parallelism (-dp 2) is not implemented; the plan")
-    assert plan["missing"] == [{"feature": "data parallelism (-dp 2)", "reason": (
-        "-dp 2: replicas are not implemented yet: start one server per replica.")}]
-    for sizes in (ALONE, Parallel(tp=2, pp=2)):
-        plan, text = shown("Qwen3-0.6B", sizes)
+    plan, text = shown("DeepSeek-V3", Parallel(tp=2, dp=8, experts=True))
+    feature = "a dispatcher for decode (-tp 2 -dp 8 --enable-expert-parallel)"
+    assert text.startswith(f"Not runnable yet: {feature} is not implemented; the plan")
+    (missing,) = plan["missing"]
+    assert missing["feature"] == feature and "allgather_reducescatter with --enforce-eager" in missing["reason"]
+    for model, sizes in (("Qwen3-0.6B", ALONE), ("Qwen3-0.6B", Parallel(dp=2)), ("Qwen3-0.6B", Parallel(tp=2, pp=2)),
+                         ("DeepSeek-V3", Parallel(tp=2, dp=4, experts=True))):  # fmt: skip
+        plan, text = shown(model, sizes)
         assert plan["missing"] == [] and "Not runnable" not in text
 
 
@@ -124,5 +126,12 @@ def test_what_would_fit_counts_the_ranks_that_were_asked_for(
 def test_a_phase_that_differs_in_nothing_is_told_once(shown: Any) -> None:
     assert shown("Qwen3-30B-A3B")[1].count("experts in prefill and decode: dispatcher none") == 1
     text = shown("Qwen3-30B-A3B", Parallel(dp=8, experts=True))[1]
-    assert text.count("no way to run the experts in prefill and decode on -dp 8 --enable-expert-parallel:") == 1
-    assert "all-to-all + hopper: all-to-all delivers grouped rows; hopper accepts only flat rows" in text
+    for words in ("experts in prefill: dispatcher pull", "experts in decode: dispatcher pull"):
+        assert text.count(words) == 1, "captured steps exclude other candidates"
+    assert "Not runnable yet" not in text
+    wide = shown("Qwen3-30B-A3B", Parallel(tp=4, dp=4, experts=True))[1]
+    for words in ("experts in prefill: dispatcher all-gather", "experts in decode: dispatcher all-to-all"):
+        assert wide.count(words) == 1
+    assert "not pull with any kernel: pull joins at most 8 ranks" in wide
+    assert "(first that fits, not implemented yet, decided in config/resolve_moe.py:" in " ".join(wide.split())
+    assert "not all-to-all with hopper: all-to-all delivers grouped rows; hopper accepts only flat rows" in wide

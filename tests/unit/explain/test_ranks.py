@@ -4,10 +4,12 @@ import functools
 import importlib
 import json
 import os
+import re
 import threading
 from array import array
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import FunctionType
 from typing import Any
@@ -19,8 +21,8 @@ from quire.assemble import plan_ranks, read_files
 from quire.assemble.parts import Parts
 from quire.assemble.rank import load_rank
 from quire.config.bundled import bundled_model
-from quire.config.engine import EngineConfig
-from quire.config.placement import Parallel
+from quire.config.engine import EngineConfig, ParallelConfig
+from quire.config.placement import Parallel, ranks, share
 from quire.contracts.errors import ConfigError
 from quire.contracts.request import NewRequest
 from quire.contracts.sampling import SamplerSpec
@@ -28,25 +30,35 @@ from quire.contracts.step import SAMPLE, StepPlan
 from quire.distributed import Group
 from quire.distributed.mesh import RankGroups
 from quire.distributed.process_group import BACKENDS
-from quire.engine.core import EngineCore
+from quire.engine.replicas import Core
 from quire.entry.cli.main import main
 from quire.explain.describe import plan_engine
+from quire.layers.moe import Experts
+from quire.models.build import build_model
 from quire.models.collectives import algorithm, collectives, groups
-from quire.models.rank_report import describe_one
+from quire.models.notes import parallel_notes
+from quire.models.rank_report import describe_one, rank_lines, rank_name
 from quire.models.report import PlanReport
 from quire.weights.files import read_checkpoint
 
 from ...support import simulated_engine
+from ...support.quantized_checkpoints import FORMS, quantize_checkpoint
 from ...support.tiny_models import Tiny, random_model
 
 SIZES = {
     "tp2": Parallel(tp=2), "tp2-ep": Parallel(tp=2, experts=True), "pp2": Parallel(pp=2),
-    "tp2-pp2": Parallel(tp=2, pp=2),
+    "tp2-pp2": Parallel(tp=2, pp=2), "dp2-ep": Parallel(dp=2, experts=True),
+    "tp2-ep-in-turn": Parallel(tp=2, experts=True, round_robin=True),
+    "dp2-tp2-ep-in-turn": Parallel(dp=2, tp=2, experts=True, round_robin=True),
+    "dp2-tp2-ep": Parallel(dp=2, tp=2, experts=True), "dp2-pp2-ep": Parallel(dp=2, pp=2, experts=True),
 }  # fmt: skip
 CASES = [(family, size) for family in ("qwen3", "qwen3_moe", "deepseek_v3") for size in SIZES
-         if family != "qwen3" or size != "tp2-ep"]  # fmt: skip
+         if family != "qwen3" or not SIZES[size].experts]  # fmt: skip
+IN_8_BITS = "qwen3_moe in 8 bits"
 TINY = str(bundled_model())
+KINDS = {"add": "all-reduce", "post": "send", "gather_rows": "all-gather", "scatter_sum": "reduce-scatter"}
 QUESTIONS = (".missing", ".rows_only")  # functions that compute nothing
+STRATEGY = {False: "linear", True: "round_robin"}
 FOUR = 4  # bytes of a number of these checkpoints
 Folders = Callable[[str], Path]
 
@@ -56,7 +68,10 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
     @functools.cache
     def made(family: str) -> Path:
         folder: Path = tmp_path_factory.mktemp(family)
-        random_model(Tiny(family=family, tied=family == "qwen3"), 0).save_pretrained(folder)
+        if family == IN_8_BITS:
+            quantize_checkpoint(made("qwen3_moe"), folder, FORMS["ct-int8-channel"])
+        else:
+            random_model(Tiny(family=family, tied=family == "qwen3"), 0).save_pretrained(folder)
         return folder
 
     return made
@@ -65,7 +80,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
 def config(folder: Path, parallel: Parallel) -> EngineConfig:
     return EngineConfig.from_flat(
         model=str(folder), device="cpu", skip_tokenizer_init=True, max_num_seqs=2, dtype="float32",
-        tensor_parallel_size=parallel.tp, pipeline_parallel_size=parallel.pp, enable_expert_parallel=parallel.experts)
+        tensor_parallel_size=parallel.tp, pipeline_parallel_size=parallel.pp, data_parallel_size=parallel.dp,
+        enable_expert_parallel=parallel.experts, expert_placement_strategy=STRATEGY[parallel.round_robin])
 
 
 # --- slices -----------------------------------------------------------------------------------------------------------
@@ -127,6 +143,26 @@ def test_a_rank_reads_the_slices_that_are_told(
         assert sum(end - first for first, end in read) == sum(end - first for first, end in slices) == rank["bytes"]
 
 
+@pytest.mark.parametrize("size", [size for size in SIZES if SIZES[size].experts])
+def test_a_rank_reads_its_own_experts_alone(folders: Folders, size: str) -> None:
+    """The routing table of explain, the loader's slices and the map in the layers agree: in turn, or neighbours."""
+    asked, parallel = config(folders("qwen3_moe"), SIZES[size]), SIZES[size]
+    report, plans = plan_engine(asked), plan_ranks(asked, read_files(asked))
+    for plan, meshed in zip(plans, simulated_engine.make_groups(plans), strict=True):
+        rank = describe_one(report, plan.mesh.rank.number)
+        table, own = rank["routing_table"], [*plan.mesh.rank.expert_ids]
+        read = {int(found[1]) for one in rank["slices"] if (found := re.search(r"experts\.(\d+)\.", one["tensor"]))}
+        assert sorted(read) == own == [e for e, (number, _) in enumerate(table) if number == rank["number"]]
+        places = [slot if number == rank["number"] else -1 for number, slot in table]
+        model = build_model(plan, meshed)
+        maps = [one.expert_map.tolist() for one in model.modules()
+                if isinstance(one, Experts) and one.expert_map is not None]  # fmt: skip
+        assert maps and all(one == places for one in maps)
+        if parallel.round_robin:
+            assert all(e % parallel.expert_ranks == own[0] and place == e // parallel.expert_ranks
+                       for e, place in enumerate(places) if place >= 0)  # fmt: skip
+
+
 # --- steps ------------------------------------------------------------------------------------------------------------
 
 
@@ -138,7 +174,7 @@ class Watched:
         self.rank, self.size, self.kind = group.rank, group.size, group.kind
 
     def __getattr__(self, call: str) -> Any:
-        kind = {"add": "all-reduce", "post": "send"}.get(call, call.replace("_", "-"))
+        kind = KINDS.get(call, call.replace("_", "-"))
 
         def noted(x: Tensor, *more: Any) -> Any:
             self._note((self._name, kind, x.numel() * x.element_size()))
@@ -164,10 +200,11 @@ class Engine:
                     for number, own in enumerate(make(plans))]  # fmt: skip
 
         monkeypatch.setattr(simulated_engine, "make_groups", watched)
-        self.core: EngineCore
+        self.core: Core
         self.core, parts = simulated_engine.simulated(
-            folder, tp=parallel.tp, pp=parallel.pp, experts=parallel.experts, skip_tokenizer_init=True,
-            max_num_seqs=2, dtype="float32")  # fmt: skip
+            folder, tp=parallel.tp, pp=parallel.pp, dp=parallel.dp, experts=parallel.experts,
+            expert_placement_strategy=STRATEGY[parallel.round_robin], skip_tokenizer_init=True, max_num_seqs=2,
+            dtype="float32")  # fmt: skip
         for number, part in enumerate(parts):
             self._mark_steps(number, part)
 
@@ -215,37 +252,50 @@ def sampled(plan: StepPlan) -> int:
     return int(((plan.outputs & SAMPLE) != 0).sum())
 
 
-def expected(rank: dict[str, Any], steps: list[StepPlan], at: int, before: StepPlan | None, filtered: bool,
-             scored: bool) -> Counter[tuple[str, str, int]]:  # fmt: skip
-    """The exchanges that are told of a rank, in step `at`; before: the last step of the request before."""
+def replica_rows(plan: StepPlan) -> tuple[int, ...]:
+    """Tokens of each replica in a step; of one replica without others."""
+    return (int(plan.num_tokens.sum()),) if plan.sync is None else plan.sync.rows
+
+
+def expected(rank: dict[str, Any], tp: int, plan: StepPlan, owed: StepPlan | None, filtered: bool, scored: bool,
+             ) -> Counter[tuple[str, str, int]]:  # fmt: skip
+    """The exchanges that are told of a rank in a step; owed: the step whose tokens the first stage receives in it."""
     found: Counter[tuple[str, str, int]] = Counter()
     happens = {"": True, "no row": not filtered, "a row": filtered, "log-pr": scored, "before": True}
+    every = replica_rows(plan)
+    own = every[rank["replica"] if plan.sync else 0]
+    first, end = share(own, tp, rank["place"])
     for one in rank["collectives"]:
-        plan = steps[at]
-        if one["when"].startswith("before"):  # the tokens of the step before, which may be another request's last one
-            plan = steps[at - 1] if at else before
-        rows = 0 if plan is None else int(plan.num_tokens.sum()) if one["per"] == "token" else sampled(plan)
+        rows = {"token": own, "token of its share": end - first, "token of all replicas": sum(every)}.get(one["per"], 0)
+        if one["when"] == "a replica has tokens":  # those without tokens take part
+            found[one["group"], one["kind"], rows * one["message_bytes"]] += one["times"]
+            continue
+        if one["per"] != "token":
+            step = owed if one["when"].startswith("before") else plan
+            rows = 0 if step is None else sampled(step)
         if rows and next(is_so for words, is_so in reversed(happens.items()) if one["when"].startswith(words)):
             found[one["group"], one["kind"], rows * one["message_bytes"]] += one["times"]
     return found
 
 
-@pytest.mark.parametrize(("family", "size"), CASES)
+@pytest.mark.parametrize(("family", "size"), [*CASES, (IN_8_BITS, "dp2-ep"), (IN_8_BITS, "dp2-tp2-ep")])
 def test_ranks_exchange_what_is_told(folders: Folders, engine: Any, family: str, size: str) -> None:
-    report, ranks = plan_engine(config(folders(family), SIZES[size])), SIZES[size].size
-    made, before = engine(family, size), None
+    report, made = plan_engine(config(folders(family), SIZES[size])), engine(family, size)
+    owed: list[StepPlan | None] = [None] * SIZES[size].size  # the last step of each rank that sampled
     for count, sampling in ((20, {}), (21, {"temperature": 1.0}), (22, {"temperature": 1.0, "top_p": 0.9}),
                             (23, {"num_logprobs": 2}), (24, {"repetition_penalty": 1.2})):  # fmt: skip
         made.answer(count, 3, **sampling)
         filtered, scored = bool(sampling.keys() & {"top_p", "repetition_penalty"}), "num_logprobs" in sampling
-        for number in range(ranks):
+        for number, last in enumerate(owed):
             rank, steps = describe_one(report, number), [(plan, calls) for plan, calls in made.steps[number]
-                                                         if len(plan.slots)]  # fmt: skip
-            plans = [plan for plan, _ in steps]
-            assert [int(plan.num_tokens.sum()) for plan in plans] == [count, 1, 1]
-            for at, (_, calls) in enumerate(steps):
-                assert calls == expected(rank, plans, at, before, filtered, scored), (number, at, sampling)
-        before = plans[-1]
+                                                         if any(replica_rows(plan))]  # fmt: skip
+            assert [sum(replica_rows(plan)) for plan, _ in steps] == [count, 1, 1]
+            for plan, calls in steps:
+                settled = len(plan.slots) or len(plan.released)
+                told_of = expected(rank, SIZES[size].tp, plan, last if settled else None, filtered, scored)
+                assert calls == told_of, (number, plan.step, sampling)
+                last = plan if sampled(plan) else None if settled else last
+            owed[number] = last
 
 
 @pytest.mark.parametrize(("family", "size"), CASES)
@@ -268,11 +318,16 @@ def test_ranks_call_the_functions_that_are_named(
                 few = rows <= plan["latent"]["break_even"]
                 named = [call for call in named if not call["when"].startswith(("up to", "more than"))
                          or call["when"].startswith("up to") == few]  # fmt: skip
+            (step, exchanged), *_ = made.steps[rank["number"]]
+            if step.sync is not None and not step.sync.rows[rank["replica"]]:  # it runs its experts for the others
+                named = [call for call in named if call["function"].startswith(("quire.kernels.experts.", "ep."))
+                         or call["function"] == "tp.all_gather" and not call["when"]]  # fmt: skip
             found = counts[made.threads[rank["number"]]]
             assert found == Counter(call["function"] for call in named if call["function"].startswith("quire."))
-            (_, exchanged), *_ = made.steps[rank["number"]]
-            sums = sum(count for (_, kind, _), count in exchanged.items() if kind == "all-reduce")
-            assert sums == sum(call["function"] == "tp.all_reduce" for call in named)
+            seen = Counter[str]()
+            for (group, kind, _), count in exchanged.items():
+                seen[f"{group}.{kind.replace('-', '_')}"] += count * (group in ("tp", "ep"))
+            assert +seen == Counter(call["function"] for call in named if call["function"][:3] in ("tp.", "ep."))
 
 
 def count_calls(monkeypatch: pytest.MonkeyPatch, plan: dict[str, Any], counts: dict[int, Counter[str]]) -> None:
@@ -313,7 +368,8 @@ def test_groups_have_members_by_global_number() -> None:
     assert members(Parallel(tp=2, pp=2)) == {"tp": [[0, 1], [2, 3]], "pp": across, "tokens": across}
     assert members(Parallel(tp=2, experts=True)) == {"tp": [[0, 1]]}
     both = members(Parallel(tp=2, pp=2, dp=2, experts=True))
-    assert both["dp"] == [[0, 4], [1, 5], [2, 6], [3, 7]] and both["ep"] == [[0, 1, 4, 5], [2, 3, 6, 7]]
+    assert both.keys() == {"tp", "pp", "tokens", "ep"} and both["ep"] == [[0, 1, 4, 5], [2, 3, 6, 7]]
+    assert both.keys() - members(Parallel(tp=2, pp=2, dp=2)).keys() == {"ep"}, "independent replicas share nothing"
 
 
 @pytest.mark.parametrize("device", BACKENDS)
@@ -337,7 +393,7 @@ def test_a_rank_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert "rank 3 of 4 (-tp 2 -pp 2): stage 1, place 1 of its tp group; layers 4-7, query heads 2-3, KV head 1," in out
     for line in ("group tp (share every layer of a stage): ranks 2, 3", "group pp (stages in order: hidden states go",
                  "receive over pp, hidden states of the stage before: 1.0 KiB per token; gloo point to point",
-                 "all-reduce over tp, attention output: 1.0 KiB per token x 4; gloo ring", "layers 4-7, each",
+                 "all-reduce over tp, attention output: 1.0 KiB per token x 4 = 4.0 KiB; gloo ring", "layers 4-7, each",
                  "model.layers.{i}.self_attn.o_proj.weight: columns 128-255 of 256",
                  "model.embed_tokens.weight: rows 4096-8191 of 8192"):  # fmt: skip
         assert line in out
@@ -364,3 +420,50 @@ def test_buffers_are_in_the_memory_of_a_cpu(folders: Folders) -> None:
     assert cut.fullest == 2, "the last stage has larger buffers and equal pages"
     with pytest.raises(ConfigError, match="--rank -1 does not exist"):
         describe_one(cut, -1)
+
+
+def test_a_rank_is_named_by_its_replica() -> None:
+    def names(parallel: Parallel) -> list[str]:
+        args = plan_engine(EngineConfig.from_flat(model=TINY, device="cpu")).plan.args
+        return [rank_name(rank, parallel) for rank in ranks(args, parallel)]
+
+    assert names(Parallel()) == ["rank 0"]
+    assert names(Parallel(dp=2)) == ["rank 0 (replica 0)", "rank 1 (replica 1)"]
+    assert names(Parallel(dp=2, tp=2, pp=2))[7] == "rank 7 (replica 1, tp 1, stage 1)"
+
+
+def test_replicas_are_told(folders: Folders) -> None:
+    folder = folders("qwen3_moe")
+    for parallel, words in ((Parallel(dp=2, tp=2, experts=True), "2 replicas in lock-step, which share experts, tp 2,"),
+                            (Parallel(dp=2, tp=2), "2 replicas which share nothing, tp 2, gloo")):  # fmt: skip
+        assert words in rank_lines(plan_engine(config(folder, parallel)))["ranks"]
+
+
+def test_experts_in_turn_are_told(folders: Folders, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = "--device cpu --dtype float32 --skip-tokenizer-init -tp 2 -dp 2 -ep --expert-placement-strategy round_robin"
+    asked = ["explain", str(folders("qwen3_moe")), *flags.split()]
+    assert main(asked) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    for words in ("2 replicas in lock-step, which share experts: replica 0: ranks 0-1; replica 1: ranks 2-3",
+                  "round_robin: experts go to 4 ranks in turn, where vLLM is linear, because the router chooses among",
+                  "experts 0, 4 on rank 0; experts 1, 5 on rank 1; experts 2, 6 on rank 2; experts 3, 7 on rank 3"):
+        assert words in out
+    assert main([*asked, "--rank", "3"]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    for words in ("replica 1 of 2, stage 0, place 1 of its tp group", "mlp.experts.{3, 7}.gate_proj.weight: whole",
+                  "expert map: experts 3, 7 to slots 0-1; the 6 others to -1, because they are on other ranks",
+                  "routing table: experts 0, 4 on rank 0; experts 1, 5 on rank 1;"):  # fmt: skip
+        assert words in out
+
+
+@pytest.mark.parametrize(("flags", "why"), [
+    ({}, "a single rank has all experts"), ({"tensor_parallel_size": 2}, "every rank has a slice of each expert"),
+    ({"enable_expert_parallel": True}, "a single rank has all experts"),
+])  # fmt: skip
+def test_an_order_of_experts_that_changes_nothing_is_noted(folders: Folders, flags: Any, why: str) -> None:
+    asked = EngineConfig.from_flat(model=str(folders("qwen3_moe")), expert_placement_strategy="round_robin", **flags)
+    args = plan_engine(asked).plan.args
+    assert parallel_notes(args, asked.parallel) == (f"--expert-placement-strategy round_robin changes nothing: {why}.",)
+    (note,) = parallel_notes(replace(args, moe=None), asked.parallel)
+    assert note.endswith("the model has no experts.")
+    assert parallel_notes(args, ParallelConfig(**flags)) == ()

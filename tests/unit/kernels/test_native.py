@@ -59,10 +59,14 @@ def test_vectors_are_as_wide_as_the_cpu() -> None:
     assert build.units(frozenset(build.NEEDED)) == narrow
     assert build.units(FLAGS - {"avx512bw"} | {"avx512_bf16", "amx_tile", "sse2"}) == narrow
     assert build.units(FLAGS | {"amx_tile"}) == [*narrow, *build.WIDE.values(), "-mamx-tile"]
+    products = {"avx_vnni", "avx512_vnni"}  # of int8: the one of 256 bits is not for CPUs with 512
+    assert build.units(frozenset(build.NEEDED) | products) == [*narrow, "-mavxvnni"]
+    assert build.units(FLAGS | products) == [*narrow, *build.WIDE.values(), "-mavx512vnni"]
 
 
 @needs_library
-@pytest.mark.parametrize("level", ["-mavx2 -mfma -mf16c", "-march=skylake-avx512", "-march=sapphirerapids"])
+@pytest.mark.parametrize("level", ["-mavx2 -mfma -mf16c", "-march=alderlake", "-march=skylake-avx512",
+                                   "-march=icelake-server", "-march=sapphirerapids"])
 def test_the_source_compiles_for_every_level_without_a_warning(tmp_path: Path, level: str) -> None:
     compiler = next(path for name in build.COMPILERS if (path := shutil.which(name)))
     command = [compiler, *build.BASE_FLAGS, "-Wall", "-Wextra", "-Werror", "-fsyntax-only", *level.split()]
@@ -74,12 +78,15 @@ def test_the_source_compiles_for_every_level_without_a_warning(tmp_path: Path, l
 
 @needs_library
 @pytest.mark.skipif("avx512f" not in read_cpu_flags(), reason="this CPU has AVX2 only: other tests run it")
-def test_the_kernels_with_avx2_on_a_cpu_with_more() -> None:
+@pytest.mark.parametrize("without", [
+    "avx512f", *(pytest.param(more, marks=pytest.mark.full)
+                 for more in ("avx512f,avx_vnni", "avx512_vnni", "avx512_bf16,amx_tile,amx_bf16"))])  # fmt: skip
+def test_the_kernels_of_lesser_cpus_on_a_cpu_with_more(without: str) -> None:
     folder = Path(__file__).parent
-    files = [folder / name for name in ("test_small_ops.py", "test_attention.py", "test_experts.py")]
+    files = [folder / f"test_{name}.py" for name in ("small_ops", "attention", "experts", "quantized")]
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "native or panels", *files],
-        env=os.environ | {"QUIRE_CPU_WITHOUT": "avx512f"}, capture_output=True, text=True,
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "native or panels or int8", *files],
+        env=os.environ | {"QUIRE_CPU_WITHOUT": without}, capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == 0 and " passed" in done.stdout, done.stdout[-2000:]
 

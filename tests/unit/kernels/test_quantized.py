@@ -1,5 +1,10 @@
 """The references of quantized weights against float64 on the same quantized activations."""
 
+import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -7,12 +12,13 @@ from quire.contracts.scheme import Scheme
 from quire.kernels.experts import cpu, ref
 from quire.kernels.experts import panels as experts_panels
 from quire.kernels.linear import panels, quantized_ref
-from quire.kernels.native.library import missing
+from quire.kernels.native.library import loaded, missing
+from quire.kernels.native.recording import Buffers, KernelRecording
 from quire.kernels.quantize import ref as quantize
 from quire.kernels.select import KernelNeeds, choose_linears, select
-from quire.quantization.pack.matrix import dequantize, empty, empty_weight
+from quire.quantization.pack.matrix import QuantizedMatrix, dequantize, empty, empty_weight
 
-from ...support.quantized_matrices import SCHEMES, make, numbers, product
+from ...support.quantized_matrices import SCHEMES, Inputs, make, numbers, product
 
 SHAPES = ((1, 130, 192), (5, 257, 320), (4, 1040, 64))  # (M, N, K); the last has more rows than a piece
 
@@ -32,33 +38,124 @@ def test_product(name: str, shape: tuple[int, int, int]) -> None:
     assert quantized_ref.run(inputs.x.bfloat16(), packed, None).dtype == torch.bfloat16
 
 
-@pytest.mark.skipif(bool(missing()), reason=missing() or "runs")
+needs_library = pytest.mark.skipif(bool(missing()), reason=missing() or "runs")
+
+
+@contextmanager
+def instructions(way: str) -> Iterator[None]:
+    """Act as if the CPU had no int8 unit ("pairs"), or no unit for pairs of bfloat16 either ("floats")."""
+    with pytest.MonkeyPatch.context() as patch:
+        if way != "all":
+            patch.setattr(panels, "MOST_QUADS", 0)
+        if way == "floats":
+            patch.setattr(panels.Packed, "pairs", lambda self, dtype: False)
+        yield
+
+
+@needs_library
 @pytest.mark.parametrize("name", SCHEMES)
-@pytest.mark.parametrize("shape", (*SHAPES, (3, 70, 448), (2, 34, 96), (30, 48, 320)), ids=str)
+@pytest.mark.parametrize("shape", (*SHAPES, (3, 70, 448), (2, 34, 96), (30, 48, 320), (13, 33, 644)), ids=str)
 def test_panels(name: str, shape: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     """Against float64 on the same quantized activations; shapes are no whole panels, groups or blocks of rows."""
+    if SCHEMES[name].block[1] and shape[2] % SCHEMES[name].block[1] and SCHEMES[name].values != "e4m3":
+        pytest.skip("groups do not divide the inputs")
     inputs = make(SCHEMES[name], *shape)
-    x, bias = inputs.x, inputs.bias
-    packed, expected = panels.pack(inputs.matrix), product(inputs)
+    weight = numbers(inputs.matrix)
+    for dtype, way in itertools.product((torch.float32, torch.bfloat16), ("all", "pairs", "floats")):
+        with instructions(way):
+            one = replace(inputs, x=inputs.x.clone().to(dtype).float(), bias=inputs.bias.to(dtype).float())
+            check_panels(one, product(one, weight), weight, dtype, monkeypatch)
+
+
+def check_panels(inputs: Inputs, expected: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype,
+                 monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everything but `rows`; inputs are numbers that `dtype` holds."""
+    x, bias, matrix = inputs.x.to(dtype), inputs.bias.to(dtype), inputs.matrix
+    packed, coarse = panels.pack(matrix), 0.0 if dtype == torch.float32 else 2**-8
     bound = 3e-6 * expected.abs().max().item()
-    actual = panels.run(x, packed, bias)
+    actual = panels.run_float(x, packed, bias)
     assert (actual - expected).abs().max() <= bound
     for threads in (1, 2):
         monkeypatch.setattr(torch, "get_num_threads", lambda count=threads: count)
-        assert torch.equal(panels.run(x, packed, bias), actual)
-    assert torch.equal(torch.cat([panels.run(row[None], packed, bias) for row in x]), actual), "a row is its own"
-    if SCHEMES[name].inputs:  # a product that skips the quantization of activations is seen
-        assert (x.double() @ numbers(inputs.matrix).t() + bias - expected).abs().max() > 10 * bound
-    residual = torch.randn_like(actual)
-    assert (panels.run_add(x, packed, bias, residual) - residual - expected).abs().max() <= 2 * bound
-    if shape[1] % 2 == 0:
+        assert torch.equal(panels.run(x, packed, bias), actual.to(dtype))
+    assert torch.equal(torch.cat([panels.run_float(row[None], packed, bias) for row in x]), actual), "a row is its own"
+    assert torch.equal(panels.run_float(x[:3], packed, bias), actual[:3])
+    if matrix.scheme.inputs:  # a product that skips the quantization of activations is seen
+        assert (x.double() @ weight.t() + bias - expected).abs().max() > 10 * bound
+    residual = torch.randn_like(actual).to(dtype)
+    added = expected + residual
+    assert (panels.run_add(x, packed, bias, residual) - added).abs().max() <= 2 * bound + coarse * added.abs().max()
+    if packed.cols % 2 == 0:
         gate, up = expected.chunk(2, 1)
         gated = torch.nn.functional.silu(gate) * up
-        found = panels.run_gated(x, panels.pack_gated(inputs.matrix), bias)
-        assert (found - gated).abs().max() <= 2e-5 * gated.abs().max()
+        found = panels.run_gated(x, panels.pack_gated(matrix), bias)
+        assert (found - gated).abs().max() <= (2e-5 + coarse) * gated.abs().max()
     x[0] = torch.nan
-    found = panels.run(x, packed, bias)
-    assert found[0].isnan().all() and (shape[0] == 1 or torch.equal(found[1:], actual[1:]))
+    found = panels.run_float(x, packed, bias)
+    assert found[0].isnan().all() and torch.equal(found[1:], actual[1:])
+    x[0] = 0
+    x[0, -1] = torch.inf
+    found = panels.run_float(x, packed, bias)
+    assert torch.equal(found[1:], actual[1:])
+    if matrix.scheme.inputs != "tensor":  # a stored scale clamps it
+        assert not found[0].isfinite().any()
+
+
+@pytest.mark.skipif(bool(missing()) or not loaded().quire_quads(), reason="this CPU does not multiply int8")
+@pytest.mark.parametrize("rows", [1, 3, 4, 5, 12, 25])
+@pytest.mark.parametrize("inputs", [4, 130, 1027])
+def test_sums_of_int8_are_exact(rows: int, inputs: int) -> None:
+    """Integers to the last one, also where every product is the largest there is."""
+    random = torch.Generator().manual_seed(0)
+    values = torch.randint(-128, 128, (70, inputs), generator=random, dtype=torch.int8)
+    values[:3] = torch.tensor([[-128], [127], [0]], dtype=torch.int8)
+    x = torch.randint(-128, 128, (rows, inputs), generator=random)
+    x[0] = -128
+    matrix = QuantizedMatrix(SCHEMES["int8 static"], values, torch.ones(70, 1), input_scale=torch.tensor(1.0))
+    packed = panels.pack(matrix)
+    assert packed.quads
+    assert torch.equal(panels.run(x.float(), packed, None), (x @ values.long().t()).float())
+
+
+@needs_library
+@pytest.mark.parametrize("name", ["int8", "int8 static", "fp8 blocks", "w4 groups", "w8 groups"])
+@pytest.mark.parametrize("rows", [1, 3, 8])
+def test_a_recorded_product_quantizes_new_activations(name: str, rows: int) -> None:
+    inputs = make(SCHEMES[name], 2 * rows, 70, 320)
+    x = inputs.x.bfloat16()
+    packed, given = panels.pack(inputs.matrix), x[:rows].clone()
+    recording = KernelRecording(8, Buffers())
+    out = recording.record(lambda: panels.run(given, packed, None))
+    assert not recording.obstacle and len(recording) == 2
+    for some in (x[rows:], x[:rows]):
+        given.copy_(some)
+        recording.replay()
+        assert torch.equal(out, panels.run(some, packed, None))
+
+
+@needs_library
+@pytest.mark.parametrize(("name", "rows", "units", "text"), [
+    ("int8", 1, {"quads": True}, "INT8 per channel stays packed, multiplied in integers; "
+     "activations quantized per token"),
+    ("fp8 blocks", 1, {"unit": True}, "FP8 in blocks of 128 x 128 stays packed, widened in registers to float32; "
+     "activations quantized per token and 128 channels"),
+    ("w4 groups", 8, {"unit": True}, "4-bit in groups of 32 stays packed, widened in the cache, once for many rows, to "
+     "bfloat16; activations are not quantized"),
+    ("int8 static", 8, {"quads": False, "unit": False}, "INT8 per channel stays packed, widened in the cache, once for "
+     "many rows, to float32; activations quantized by a stored scale"),
+])  # fmt: skip
+def test_the_way_of_a_product(name: str, rows: int, units: dict[str, bool], text: str) -> None:
+    inputs = make(SCHEMES[name], rows, 64, 128)
+    packed = replace(panels.pack(inputs.matrix), **units)
+    end = ", by quire_linear_rows before; their scales multiply the sums" * bool(SCHEMES[name].inputs)
+    assert panels.way(inputs.x.bfloat16(), packed) == f"weight of {text}{end}"
+    assert panels.way(inputs.x, panels.pack(torch.ones(8, 8))) == ""
+
+
+@pytest.mark.skipif(bool(missing()) or not loaded().quire_quads(), reason="this CPU does not multiply int8")
+def test_more_inputs_than_an_int32_holds_are_not_added_in_one() -> None:
+    wide = [panels.empty(1, empty(SCHEMES["int8"], (1, 1 << 17 - less), "meta"), False)[0] for less in (0, 1)]
+    assert [one.quads for one in wide] == [False, True]
 
 
 @pytest.mark.parametrize("name", SCHEMES)
@@ -110,6 +207,34 @@ def test_experts(name: str) -> None:
             kernel.put(packed, place, *pair)
         actual = kernel.run(x, weights, ids, packed)
         torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4 * expected.abs().max().item())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", [name for name, scheme in SCHEMES.items() if scheme.wire.values])
+def test_experts_take_rows_that_were_quantized_before(name: str, dtype: torch.dtype) -> None:
+    """The bits of rows that the experts quantize, also where a rank has no expert of a row; another scale is seen."""
+    scheme, hidden, inner, count = SCHEMES[name], 320, 96, 3
+    pairs = [(make(scheme, 1, 2 * inner, hidden, seed).matrix, make(scheme, 1, hidden, inner, seed + 9).matrix)
+             for seed in range(count)]  # fmt: skip
+    x, residual = make(scheme, 6, 1, hidden).x.to(dtype), torch.randn(6, hidden).to(dtype)
+    ids = torch.tensor([[0, 2], [2, 1], [0, 1], [1, -1], [3, -1], [3, 2]], dtype=torch.int32)
+    expert_map, weights = torch.tensor([2, 0, 1, -1], dtype=torch.int32), torch.rand(6, 2)
+    for kernel in (ref, cpu, *(() if missing() else (experts_panels,))):
+        shapes = (empty_weight(one.scheme, one.shape, dtype, "meta") for one in pairs[0])
+        packed = kernel.empty(count, *shapes, torch.device("cpu"))
+        for place, pair in enumerate(pairs):
+            kernel.put(packed, place, *pair)
+        rows = kernel.quantize_rows(x, scheme.wire)
+        assert (len(rows), rows.shape, rows.dtype) == (6, x.shape, dtype)
+        assert rows.scales.shape[1] == scheme.wire.num_scales(hidden)
+        given = weights, ids, packed, expert_map
+        expected = kernel.run(x, *given, residual.clone())
+        assert torch.equal(kernel.run(rows, *given, residual.clone()), expected)
+        strided = replace(rows, scales=rows.scales.t().contiguous().t())
+        assert torch.equal(kernel.run(strided, *given), kernel.run(x, *given))
+        wrong = replace(rows, scales=rows.scales * 1.25)
+        assert not torch.allclose(kernel.run(wrong, *given, residual.clone()), expected, rtol=1e-2)
+        assert kernel.run(rows[:0], weights[:0], ids[:0], packed, expert_map).shape == (0, hidden)
 
 
 def test_a_kernel_is_chosen_by_the_kind_of_weights() -> None:

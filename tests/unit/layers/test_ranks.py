@@ -36,8 +36,8 @@ def block(args: ModelArgs, rank: Rank, stored: dict[str, Tensor], tp: Group | No
     layer = max(args.moe.layers) if args.moe else args.num_layers - 1
     params = [param for param in layout(args, rank) if param.name.startswith(f"layers.{layer}.")]
     kernels = select_kernels("cpu", "float32", ops=operations(args), head_dim=args.head_dim)
-    whole = args.moe is None or rank.experts == (0, args.moe.routing.num_experts)
-    own = None if whole else tuple(range(*rank.experts))
+    whole = args.moe is None or len(rank.expert_ids) == args.moe.routing.num_experts
+    own = None if whole else tuple(rank.expert_ids)
     build = Build(torch.float32, CPU, kernels, {param.name: param for param in params},
                   linear_plans(args, params, kernels.choices), own, tp, moe=experts_plan(args))  # fmt: skip
     made = DecoderBlock(args, layer, build)

@@ -91,6 +91,18 @@ def test_outputs_without_a_step_change_the_state_only() -> None:
     assert value(metrics, "steps_total") == 1 and value(metrics, "iteration_tokens_total_count") == 1
 
 
+def test_a_replica_that_died_is_left_out() -> None:
+    """Its KV blocks are neither used nor free."""
+    metrics = ready()
+    metrics.step(StepStats(step=1, num_blocks=100, num_free_blocks=80, replicas={0: 2, 1: 3}), 1)
+    for number, count in enumerate((2, 3)):
+        assert value(metrics, "num_requests_running_by_replica", replica=str(number)) == count
+    metrics.step(StepStats(num_blocks=50, num_free_blocks=40, replicas={1: 3}), 0)
+    assert value(metrics, "num_requests_running_by_replica", replica="1") == 3
+    assert 'replica="0"' not in metrics.render()[0].decode()
+    assert value(metrics, "kv_cache_usage_perc") == pytest.approx(0.2)
+
+
 def test_before_any_step_no_block_is_used() -> None:
     metrics = ready()
     assert value(metrics, "kv_cache_usage_perc") == 0 and value(metrics, "kv_blocks", state="free") == 100

@@ -96,18 +96,23 @@ def test_close_wakes_a_thread_that_waits_to_send(ends: tuple[Frames, Frames]) ->
     sender = threading.Thread(target=send)
     sender.start()
     until(ours._sending.locked, "the thread has not begun")
-    assert not ours.send_at_once(b"no place")
     ours.close()
     sender.join()
     assert len(errors) == 1 and ours.fileno() == -1
     ours.close()
 
 
-def test_sending_at_once_gives_up_when_the_buffer_is_full(ends: tuple[Frames, Frames]) -> None:
+def test_posting_never_waits_and_what_finds_no_room_is_sent_later(ends: tuple[Frames, Frames]) -> None:
     ours, theirs = ends
-    count = 0
-    while ours.send_at_once(b"stop"):
-        count += 1
-    assert received(theirs, count) == [b"stop"] * count
+    messages = [os.urandom(size) for size in (5, 3_000_000, 0, 200_000, 7)]
+    for message in messages:
+        ours.post(message)
+    assert ours.full
+    found: list[bytes] = []
+    while len(found) < len(messages):
+        found += theirs.receive()
+        ours.flush()
+    assert found == messages and not ours.full
     theirs.close()
-    assert not ours.send_at_once(b"stop")
+    with pytest.raises(OSError):
+        ours.post(b"stop")

@@ -106,7 +106,7 @@ def test_an_end_that_only_the_process_shows_is_seen() -> None:
     with watched(2) as (ranks, _):
         ranks[1].child.how = "was killed by SIGSEGV"
         watch = RankWatch(ranks, RankTimes())
-        watch.sent = 4
+        ranks[1].sent = 4
         assert str(watch.wait()) == "rank 1 (pid 1) was killed by SIGSEGV (step 4 not acknowledged)."
         watch.close()
 
@@ -132,7 +132,7 @@ def test_bytes_that_are_no_message_end_the_engine(caplog: pytest.LogCaptureFixtu
 def test_silence_is_told_with_the_step_that_is_not_acknowledged() -> None:
     with watched(2) as (ranks, ends):
         watch = RankWatch(ranks, RankTimes(silent=0.6))
-        watch.sent = 12
+        ranks[0].sent = ranks[1].sent = 12
         ends[1].send(encode(RankReceived(11)))
         ends[0].send(encode(RankReceived(12)))
         while watch._over is None:

@@ -14,6 +14,7 @@ import pytest
 from quire.contracts.errors import ConfigError, EngineClosed, EngineDead, QuireError, WeightsError
 from quire.contracts.protocols import ExecutorFacts
 from quire.contracts.step import NO_MASKS
+from quire.procs.launchers import LocalLauncher
 from quire.procs.rank_messages import RankStep
 from quire.procs.ranks import RankProcesses, RanksExecutor
 
@@ -33,7 +34,8 @@ def test_ranks_are_built_and_sized_in_step() -> None:
     built = processes.build(lambda done, total: told.append((done, total)))
     assert [msgspec.json.decode(payload) for payload in built] == [{"index": i, "bytes": 100 + i} for i in range(3)]
     assert told == sorted(told) and all(total == 8 for _, total in told)
-    assert processes.size([b"a", b"b", b"c"]) == [b"sized a", b"sized b", b"sized c"]
+    processes.size([b"a", b"b", b"c"])
+    assert processes.wait_ready() == [b"sized a", b"sized b", b"sized c"]
     processes.close()
     processes.close()
 
@@ -48,7 +50,7 @@ def test_progress_is_told_as_the_sum_of_all_ranks() -> None:
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("lead", [0, 1])
 def test_results_come_from_the_lead_in_the_order_of_the_plans(depth: int, lead: int) -> None:
-    with running({}, {}, lead=lead) as processes:
+    with running({}, {}, leads=(lead,)) as processes:
         executor, steps = RanksExecutor(processes, FACTS), []
         for step in range(20):
             executor.submit(plan(step, prompt=step))
@@ -108,7 +110,7 @@ def test_a_control_gives_the_values_of_all_ranks_and_the_caller_s_error_ends_not
             (index, [1, None], [0, 1, 2]) for index in range(3)]
         with pytest.raises(ConfigError, match="unknown control 'dance'"):
             RanksExecutor(processes, FACTS).control("dance", {})
-        processes.broadcast(RankStep(plan(7)))
+        processes.send(RankStep(plan(7)))
         assert processes.collect().step == 7
 
 
@@ -122,7 +124,7 @@ def test_ranks_have_the_environment_of_their_parent_and_more(monkeypatch: pytest
 def test_plans_larger_than_the_socket_arrive() -> None:
     with running({}, {}) as processes:
         for step in range(4):
-            processes.broadcast(RankStep(plan(step, prompt=500_000)))
+            processes.send(RankStep(plan(step, prompt=500_000)))
         assert [processes.collect().num_computed for _ in range(4)] == [500_000] * 4
 
 
@@ -130,6 +132,7 @@ def use(processes: RankProcesses) -> None:
     """Bring ranks to all places, until one fails."""
     processes.build(lambda done, total: None)
     processes.size([b"", b""])
+    processes.wait_ready()
     executor = RanksExecutor(processes, FACTS)
     for step in range(3):
         executor.submit(plan(step, grammar=1))
@@ -151,7 +154,7 @@ def test_an_exception_is_told_with_its_rank_and_its_words(place: str, caplog: py
     words = f"rank 1 (tp 1, pid {processes.pids[1]}) failed: ZeroDivisionError: no luck in {place}"
     assert str(caught.value) == words and "Traceback" in caplog.text
     for call in (processes.collect, lambda: processes.control("log", {}), lambda: processes.size([b"", b""]),
-                 lambda: processes.build(print), lambda: processes.broadcast(RankStep(plan(9)))):
+                 lambda: processes.build(print), lambda: processes.send(RankStep(plan(9)))):
         with pytest.raises(EngineDead) as again:
             call()
         assert str(again.value) == words and again.value is not caught.value
@@ -181,7 +184,7 @@ def test_a_rank_that_exits_without_a_word_is_told_with_its_code(place: str) -> N
 
 def test_a_library_that_exits_in_the_collector_ends_the_rank() -> None:
     with running({"raises": {"collect": "SystemExit"}}) as processes:
-        processes.broadcast(RankStep(plan(0)))
+        processes.send(RankStep(plan(0)))
         with pytest.raises(EngineDead, match="SystemExit: no luck in collect"):
             processes.collect()
 
@@ -199,7 +202,7 @@ def test_after_close_every_call_says_so() -> None:
 
 
 def test_a_module_that_does_not_exist_is_told() -> None:
-    processes = RankProcesses("quire.no_such_module", [b"{}", b"{}"], ["rank 0", "rank 1"], ENV)
+    processes = RankProcesses(LocalLauncher("quire.no_such_module", ENV), [b"{}", b"{}"], ["rank 0", "rank 1"])
     with pytest.raises(EngineDead, match=r"rank \d \(pid \d+\) failed: ModuleNotFoundError: .*quire.no_such_module"):
         processes.build(print)
     processes.close()

@@ -53,14 +53,15 @@ def wait_in(processes: RankProcesses, place: str) -> None:
     if place == "build":
         return
     processes.size([b"", b""])
+    processes.wait_ready()
     if place == "control":
         processes.control("log", {})
     elif place == "idle":
         while True:
             time.sleep(0.01)
-            processes.broadcast(RankStep(plan(0)))
+            processes.send(RankStep(plan(0)))
     else:
-        processes.broadcast(RankStep(plan(0)))
+        processes.send(RankStep(plan(0)))
         processes.collect()
 
 
@@ -87,7 +88,7 @@ def test_a_killed_rank_is_told_to_whoever_waits(place: str) -> None:
         with pytest.raises(ChildProcessError):  # reaped
             os.waitpid(pid, os.WNOHANG)
     with pytest.raises(EngineDead, match="SIGKILL"):
-        processes.broadcast(RankStep(plan(1)))
+        processes.send(RankStep(plan(1)))
     processes.close()
 
 
@@ -107,31 +108,66 @@ def test_a_stop_of_a_moment_is_no_fault() -> None:
         os.kill(processes.pids[1], signal.SIGSTOP)
         time.sleep(0.5)
         os.kill(processes.pids[1], signal.SIGCONT)
-        processes.broadcast(RankStep(plan(0)))
+        processes.send(RankStep(plan(0)))
         assert processes.collect().step == 0
 
 
-def test_sending_to_a_stopped_rank_whose_buffer_is_full_ends() -> None:
+def test_sending_to_a_stopped_rank_whose_buffer_is_full_does_not_wait() -> None:
+    with running({}, {}, stopped=LONG) as processes:
+        os.kill(processes.pids[1], signal.SIGSTOP)
+        for step in range(3):
+            processes.send(RankStep(plan(step, prompt=500_000)), ranks=(1,))
+        rank = processes._watch.ranks[1]
+        assert rank.frames.full and rank.received == -1
+        os.kill(processes.pids[1], signal.SIGCONT)
+        until(lambda: rank.received == 2, "the steps did not arrive")
+        assert not rank.frames.full
+
+
+def test_a_rank_that_is_stopped_while_its_buffer_is_full_is_named() -> None:
     with running({}, {}, stopped=1.0, beat=0.1) as processes:
         os.kill(processes.pids[1], signal.SIGSTOP)
         executor = RanksExecutor(processes, FACTS)
+        executor.submit(plan(0, prompt=500_000))
         with pytest.raises(EngineDead, match=r"rank 1 .* is stopped .* \(step 0 not acknowledged\)"):
-            executor.submit(plan(0, prompt=500_000))
+            while True:
+                executor.check_alive()
+                time.sleep(0.01)
+
+
+def test_a_hung_group_of_ranks_holds_up_no_other() -> None:
+    """Operations are sent to both before either is waited for; plans go on meanwhile."""
+    with running({}, stopped=LONG) as hung, running({}) as other:
+        os.kill(hung.pids[0], signal.SIGSTOP)
+        for step in range(3):
+            hung.send(RankStep(plan(step, prompt=500_000)))
+            other.send(RankStep(plan(step)))
+            assert other.collect().step == step
+        waits = [one.ask("echo", {"call": 1}) for one in (hung, other)]
+        assert waits[1]() == [{"index": 0, "call": 1}]
+        os.kill(hung.pids[0], signal.SIGCONT)
+        assert waits[0]() == [{"index": 0, "call": 1}]
+
+
+def test_answers_to_operations_are_not_mixed() -> None:
+    with running({}, {}) as processes:
+        waits = [processes.ask("echo", {"call": call}, (call % 2,)) for call in range(4)]
+        assert [wait() for wait in reversed(waits)] == [[{"index": call % 2, "call": call}] for call in (3, 2, 1, 0)]
 
 
 def test_a_long_step_is_no_fault() -> None:
     slow = {"waits": {"collect": 2.0, "submit": 2.0}}
     with running(slow, slow, beat=0.05, stopped=1.0, silent=1.0) as processes:
-        processes.broadcast(RankStep(plan(0)))
+        processes.send(RankStep(plan(0)))
         assert processes.collect().step == 0
 
 
 def test_a_rank_that_holds_python_s_lock_is_a_fault_only_after_the_longer_time() -> None:
-    with running({}, {"holds": 2.0}, beat=0.05, stopped=0.5, silent=30.0, lead=1) as processes:
-        processes.broadcast(RankStep(plan(0)))
+    with running({}, {"holds": 2.0}, beat=0.05, stopped=0.5, silent=30.0, leads=(1,)) as processes:
+        processes.send(RankStep(plan(0)))
         assert processes.collect().step == 0
-    with running({}, {"holds": LONG}, beat=0.05, stopped=0.5, silent=1.0, lead=1) as processes:
-        processes.broadcast(RankStep(plan(3)))
+    with running({}, {"holds": LONG}, beat=0.05, stopped=0.5, silent=1.0, leads=(1,)) as processes:
+        processes.send(RankStep(plan(3)))
         with pytest.raises(EngineDead, match=r"rank 1 .* runs, but has sent nothing for \d+ s"):
             processes.collect()
 
@@ -145,7 +181,7 @@ with running({{}}, {{}}, beat=0.1, stopped=1.0, silent=1.0) as processes:
     for pid in {pids}:
         os.kill(pid, signal.SIGSTOP)
     os.kill(os.getpid(), signal.SIGSTOP)
-    processes.broadcast(RankStep(plan(5)))
+    processes.send(RankStep(plan(5)))
     print(processes.collect().step, flush=True)
 """
 
@@ -177,8 +213,9 @@ from quire.procs.rank_messages import RankStep
 """
 IMPORTING = """
 from tests.support.started_ranks import ENV
+from quire.procs.launchers import LocalLauncher
 from quire.procs.ranks import RankProcesses
-processes = RankProcesses("slow_to_import", [b"", b""], ["rank 0", "rank 1"], ENV)
+processes = RankProcesses(LocalLauncher("slow_to_import", ENV), [b"", b""], ["rank 0", "rank 1"])
 print(*processes.pids, flush=True)
 processes.build(print)
 """
@@ -189,7 +226,7 @@ processes.build(print)
 """
 COMPUTING = """
 with running({"waits": {"submit": 1000.0}}, {"waits": {"collect": 1000.0}}) as processes:
-    processes.broadcast(RankStep(plan(0)))
+    processes.send(RankStep(plan(0)))
     print(*processes.pids, flush=True)
     processes.collect()
 """
@@ -241,7 +278,7 @@ def test_a_forked_child_of_the_parent_ends_nothing() -> None:
             except BaseException:
                 os._exit(1)
         assert os.waitpid(pid, 0)[1] == 0
-        processes.broadcast(RankStep(plan(1)))
+        processes.send(RankStep(plan(1)))
         assert processes.collect().step == 1
 
 
@@ -251,7 +288,7 @@ def test_interrupts_of_the_terminal_and_of_a_service_manager_do_not_end_ranks() 
             assert os.getsid(pid) != os.getsid(0)
             os.kill(pid, signal.SIGINT)
             os.kill(pid, signal.SIGTERM)
-        processes.broadcast(RankStep(plan(1)))
+        processes.send(RankStep(plan(1)))
         assert processes.collect().step == 1
 
 
@@ -285,13 +322,13 @@ def test_closing_with_a_stopped_rank_or_steps_in_flight_ends() -> None:
     with running({}, {}, stop=0.5) as processes:
         os.kill(processes.pids[0], signal.SIGSTOP)
     with running({"waits": {"collect": LONG}}, {"waits": {"submit": LONG}}, stop=0.5) as processes:
-        processes.broadcast(RankStep(plan(0)))
-        processes.broadcast(RankStep(plan(1)))
+        processes.send(RankStep(plan(0)))
+        processes.send(RankStep(plan(1)))
 
 
 def test_close_in_another_thread_ends_a_wait() -> None:
     with running({"waits": {"collect": LONG}}, stop=0.5) as processes:
-        processes.broadcast(RankStep(plan(0)))
+        processes.send(RankStep(plan(0)))
         later(processes.close)
         with pytest.raises(EngineClosed):
             processes.collect()
@@ -300,10 +337,15 @@ def test_close_in_another_thread_ends_a_wait() -> None:
 def test_an_interrupted_message_ends_the_engine() -> None:
     """Some ranks have it, and others do not: they would wait for each other."""
     with running({}, {}) as processes:
-        os.kill(processes.pids[1], signal.SIGSTOP)  # so that sending waits
-        later(lambda: os.kill(os.getpid(), signal.SIGINT))
+        frames = processes._watch.ranks[1].frames
+
+        def interrupted(message: bytes) -> None:
+            del frames.post  # type: ignore[method-assign]
+            raise KeyboardInterrupt
+
+        frames.post = interrupted  # type: ignore[method-assign]
         with pytest.raises(KeyboardInterrupt):
-            processes.broadcast(RankStep(plan(0, prompt=500_000)))
+            processes.send(RankStep(plan(0, prompt=500_000)))
         with pytest.raises(EngineDead, match="interrupted"):
             processes.collect()
 
@@ -317,7 +359,7 @@ def test_an_interrupted_wait_ends_nothing() -> None:
 
 
 def test_a_process_that_cannot_be_started_leaves_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    from quire.procs import ranks as module
+    from quire.procs import launchers as module
 
     started: list[object] = []
 
@@ -330,4 +372,4 @@ def test_a_process_that_cannot_be_started_leaves_no_other(monkeypatch: pytest.Mo
     module_start = module.ChildProcess
     monkeypatch.setattr(module, "ChildProcess", start)
     with pytest.raises(OSError, match="no more processes"):
-        RankProcesses(MODULE, [b"{}", b"{}"], ["rank 0", "rank 1"], ENV)
+        RankProcesses(module.LocalLauncher(MODULE, ENV), [b"{}", b"{}"], ["rank 0", "rank 1"])

@@ -13,7 +13,7 @@ WIDTH = 200  # characters per line where the output is not a terminal
 
 
 def configure(parser: flags.FlagParser) -> None:
-    """Add the flags of `quire explain`: those of `quire serve`, and the number of data-parallel replicas."""
+    """Add the flags of `quire explain`, which include those of `quire serve`."""
     from quire.explain.describe import GPUS
 
     flags.add_model_argument(parser)
@@ -25,8 +25,6 @@ def configure(parser: flags.FlagParser) -> None:
     parser.add_argument(
         "--device", choices=("auto", "cpu", "cuda", *GPUS), help="a device of this machine, or a GPU model to plan for"
     )
-    parser.add_argument("--data-parallel-size", "-dp", dest="dp", metavar="N", type=int, default=1,
-                        help="plan for N data-parallel replicas of attention")  # fmt: skip
     flags.add_flags(parser, ((title, option) for title, option in flags.server_options() if option.name != "device"))
     add_peer_flags(parser)
 
@@ -36,18 +34,22 @@ def run(args: argparse.Namespace) -> int:
     from quire.explain.describe import GPUS, one_layer, plan_engine
     from quire.models.rank_report import describe_one
 
-    settings = flags.settings_of(args, server=True)
+    settings = flags.settings_of(args, server=True, planned=True)
     described = args.device if args.device in GPUS else ""
     if args.device is not None and not described:
         settings.put("device", args.device, "flag --device")
     for note in settings.notes:
         print(f"quire: note: {note}", file=sys.stderr)
+    refused = [{"feature": one.split()[0].rstrip(":"), "reason": f"{one}."} for one in settings.refusals]
+    for one in refused:
+        print(f"quire: refused by quire serve: {one['reason']}", file=sys.stderr)
     config = flags.server_config(settings).engine
-    report = plan_engine(config, described, replicas=args.dp)
+    report = plan_engine(config, described)
     if args.rank is not None:
         plan = describe_one(report, args.rank)
     else:
         plan = one_layer(report.describe(), args.layer) if args.layer is not None else report.describe()
+    plan["missing"] += refused
     if args.json:
         print(json.dumps(plan, indent=1))
         return 0

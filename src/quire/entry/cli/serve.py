@@ -9,6 +9,7 @@ import sys
 from quire.config import flags
 from quire.config.env import PEER_KEY, peer_variables
 from quire.config.peer_flags import add_peer_flags
+from quire.config.placement import check_hosts, parallel_sizes
 from quire.config.serve import LEAST_WAITING, WAITING_PER_SLOT, ServerConfig, is_loopback
 from quire.config.sources import CONFIG_FILE
 from quire.contracts.errors import ConfigError
@@ -48,7 +49,13 @@ def run(args: argparse.Namespace) -> int:
         print(f"quire: note: {note}", file=sys.stderr)
     if args.print_config:
         return 0
+    if config.serve.headless:
+        from quire.procs.headless import serve_host
+
+        return serve_host(config.engine, "quire.assemble.rank_child",
+                          lambda line: print(f"quire: note: {line}", file=sys.stderr, flush=True))
     check_peer_key(config)
+    check_hosts(config.engine.hosts, parallel_sizes(config.engine.parallel))
     for warning in bind_warnings(config):
         print(f"quire: warning: {warning}", file=sys.stderr)
     from quire.entry.http.console import Console

@@ -30,8 +30,9 @@ from quire.entry.prompts import Prompt
 from quire.observe.metrics import Metrics
 from quire.procs import messages
 from quire.procs.child_process import ChildProcess
-from quire.procs.core_client import CoreClient, Launch
+from quire.procs.core_client import CoreClient, Launch, LaunchFront
 from quire.procs.failures import rebuilt
+from quire.procs.fronts import ALONE, FrontPlace
 from quire.text.load import TextSide, load_text
 from quire.text.tools import choose_styles
 
@@ -54,13 +55,15 @@ class ServedEngine:
     """An engine core and the requests that wait for it. All methods are called on the event loop of `start`.
 
     launch               function that starts the core (default: in its own process)
+    place, more          place among the front ends of the core; function that starts another front end
     config               the engine's configuration
     text, ready, front   tokenizer and chat template, the core's message, the front end; None until all is loaded
     loading              last message about the progress of loading
     failure              reason of the state DEAD: the engine could not start, died or was closed
     """
 
-    def __init__(self, config: ServerConfig, *, metrics: Metrics, launch: Launch | None = None) -> None:
+    def __init__(self, config: ServerConfig, *, metrics: Metrics, launch: Launch | None = None,
+                 place: FrontPlace = ALONE, more: LaunchFront | None = None) -> None:
         self._bound = config.max_waiting
         self.config = replace(config.engine, scheduler=replace(config.engine.scheduler, max_waiting=self._bound))
         self.state = EngineState.STARTING
@@ -70,7 +73,7 @@ class ServedEngine:
         self.failure: errors.QuireError | None = None
         self._serve, self._metrics = config.serve, metrics
         launch = launch or (lambda start: ChildProcess(CORE_MODULE, msgspec.json.encode(start)))
-        self._client = CoreClient(on_message=self._take, on_death=self._die, launch=launch)
+        self._client = CoreClient(on_message=self._take, on_death=self._die, launch=launch, place=place, more=more)
         self.loading = messages.Loading("starting")
         self._on_loading: Callable[[messages.Loading], None] = lambda message: None
         self._starting: asyncio.Future[messages.Ready] | None = None
@@ -79,7 +82,7 @@ class ServedEngine:
         self._queue_timer: asyncio.TimerHandle | None = None
         self._recent: deque[tuple[str, dict[str, object]]] = deque(maxlen=RECENT)  # (tenant, record)
         self._replies: dict[int, asyncio.Future[Any]] = {}
-        self._num_controls = 0
+        self._num_controls = place.first
         self._idle, self._dead = asyncio.Event(), asyncio.Event()
         self._idle.set()
         self._last_sign = 0.0  # monotonic time of the core's last outputs, or when an idle core got a request
@@ -114,7 +117,7 @@ class ServedEngine:
             folder, tokenizer_folder = await asyncio.to_thread(obtain_model, self.config)
             if self.failure is not None:  # closed meanwhile
                 raise self.failure
-            await self._client.start(core_config(self.config))
+            self.place = await self._client.start(core_config(self.config))
             loading = asyncio.to_thread(load_text, self.config, folder, tokenizer_folder=tokenizer_folder, apart=True)
             text, ready = await asyncio.gather(loading, starting)
             text = replace(text, parsers=(self._serve.tool_call_parser, self._serve.reasoning_parser))
@@ -127,7 +130,7 @@ class ServedEngine:
             await self._client.close()
             raise
         self.text, self.ready = text, ready
-        self.front = FrontEnd.of(self.config, ready, text.tokenizer, text.eos_ids)
+        self.front = FrontEnd.of(self.config, ready, text.tokenizer, text.eos_ids, self.place)
         self._metrics.engine_ready(num_blocks=ready.num_blocks, block_size=ready.block_size,
                                    max_model_len=ready.max_model_len,
                                    cache_dtype=(ready.plans.get("cache") or ready.dtype).partition(" ")[0],
@@ -185,13 +188,15 @@ class ServedEngine:
             del self._replies[number]
 
     def drain(self) -> None:
-        """Take no new requests. Running requests go on."""
+        """Take no new requests, here and in the other front ends. Running requests go on."""
         if self.state is EngineState.READY:
             self.state = EngineState.DRAINING
+            self._client.drain()
 
     async def wait_idle(self) -> None:
-        """Wait until no prompt is live."""
+        """Wait until no prompt is live, and the other front ends have ended."""
         await self._idle.wait()
+        await self._client.alone()
 
     async def closed(self) -> errors.QuireError:
         """Wait until the engine is dead. Return the reason."""

@@ -78,7 +78,7 @@ def http_error(error: BaseException) -> HttpError:
         return error
     answer = next((answer for kind, answer in ANSWERS if isinstance(error, kind)), INTERNAL)
     if isinstance(error, errors.RequestFailed):
-        status = {"deadline": 504, "invalid_grammar": 400, "grammar_failed": 400}.get(error.code, 500)
+        status = {"deadline": 504, "replica": 503, "invalid_grammar": 400, "grammar_failed": 400}.get(error.code, 500)
         kind = INVALID_REQUEST if status == 400 else SERVER_ERROR
         answer = answer | {"code": error.code} if status == 500 else _answer(status, kind, error.code)
     elif answer is INTERNAL:

@@ -14,7 +14,7 @@ from starlette.types import ASGIApp
 from quire.config.serve import HttpConfig
 from quire.contracts.errors import ConfigError
 from quire.entry.http.protocol import ConnectionLimits, LimitedProtocol, Traffic
-from quire.entry.http.sockets import max_connections
+from quire.entry.http.sockets import BACKLOG, max_connections
 from quire.observe.metrics import Metrics
 
 KEEP_ALIVE = 75  # seconds an idle connection is kept: longer than the usual proxy's 60, so that the proxy closes first
@@ -27,12 +27,20 @@ class _Server(uvicorn.Server):
         """Override a method of uvicorn: install no signal handlers, because Quire's server has its own."""
         yield
 
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Override a method of uvicorn: the length of a socket's queue is not the number of accepts per turn."""
+        await super().startup(sockets)
+        for each in sockets or ():
+            each.listen(BACKLOG)
+
 
 class HttpListener:
     """Accepts connections on a listening socket and gives their requests to an application.
-    Raises `ConfigError` when the certificate cannot be used."""
+    Raises `ConfigError` when the certificate cannot be used.
+    shared   other processes accept on the socket, too: take one connection per turn, so that each gets its share"""
 
-    def __init__(self, app: ASGIApp, config: HttpConfig, listener: socket.socket, metrics: Metrics) -> None:
+    def __init__(self, app: ASGIApp, config: HttpConfig, listener: socket.socket, metrics: Metrics, *,
+                 shared: bool = False) -> None:
         self.socket = listener
         limits = ConnectionLimits.of(config, max_connections=max_connections())
         traffic = Traffic(lambda status: metrics.http(BEFORE_ROUTES, status, "any"))
@@ -41,6 +49,7 @@ class HttpListener:
         settings = uvicorn.Config(
             app, http=functools.partial(LimitedProtocol, limits=limits, traffic=traffic),  # type: ignore[arg-type]
             loop="none", ws="none", lifespan="off", log_config=None, access_log=False, workers=1,
+            backlog=1 if shared else BACKLOG,
             proxy_headers=False, forwarded_allow_ips=[], server_header=False, timeout_keep_alive=KEEP_ALIVE,
             ssl_keyfile=config.ssl_keyfile, ssl_certfile=config.ssl_certfile)
         try:
@@ -49,21 +58,22 @@ class HttpListener:
             raise ConfigError(f"ssl_certfile={config.ssl_certfile!r} with ssl_keyfile={config.ssl_keyfile!r} cannot "
                               f"be used: {error}.") from None
         self._server = _Server(settings)
-        self._serving: asyncio.Task[None] | None = None
+        self._begun = False
+        self.serving: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
-    def start(self) -> "asyncio.Task[None]":
-        """Start to serve. The returned task ends when the listener stops or fails."""
-        self._serving = asyncio.create_task(self._server.serve(sockets=[self.socket]))
-        return self._serving
+    def start(self) -> None:
+        """Start to serve; idempotent. From now on `serving` ends when the listener stops or fails."""
+        if not self._begun:
+            self._begun, self.serving = True, asyncio.create_task(self._server.serve(sockets=[self.socket]))
 
     async def stop(self, grace: float) -> None:
         """Accept no more connections. Responses in progress get `grace` seconds, then they are cut off. Idempotent."""
-        if self._serving is None:
+        if not self._begun:
             return
         self._server.should_exit = True
-        done, _ = await asyncio.wait({self._serving}, timeout=grace)
+        done, _ = await asyncio.wait({self.serving}, timeout=grace)
         if not done:
             self._server.force_exit = True
             for connection in list(self._server.server_state.connections):
                 connection.transport.abort()
-            await asyncio.wait({self._serving}, timeout=grace)
+            await asyncio.wait({self.serving}, timeout=grace)

@@ -20,6 +20,8 @@ import sys
 import threading
 import time
 from collections.abc import Coroutine
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 from quire.config.flags import error_text
@@ -33,11 +35,15 @@ from quire.entry.http.listener import HttpListener
 from quire.entry.http.sockets import listen, release, url_of
 from quire.observe.metrics import Metrics
 from quire.observe.process import keep_little_memory, watch_event_loop
+from quire.observe.shared import SharedMetrics
+from quire.procs.front_process import start_front
+from quire.procs.fronts import FrontPlace
 
 LOG = logging.getLogger("quire")
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 DEATH_GRACE = 3.0  # seconds for which a server with a dead engine answers 503
 FLUSH_GRACE = 1.0  # seconds for aborted streams to send their error
+FRONT_MODULE = "quire.entry.http.another"  # of each HTTP process but the first
 STATS_INTERVAL = 10.0  # seconds
 THREAD_GRACE = 0.5  # seconds for threads to end by themselves
 # The default of 700 new objects means a collection every few streamed events; this took 4 to 6 % off their CPU time
@@ -54,7 +60,7 @@ def run(config: ServerConfig, console: Console) -> int:
     try:
         listener = listen(config.http)
         try:
-            code = _run_loop(serve(config, listener, console))
+            code = run_loop(serve(config, listener, console, FrontPlace(count=config.serve.api_server_count)))
         finally:
             release(listener, config.http)
     except QuireError as error:
@@ -69,16 +75,21 @@ def run(config: ServerConfig, console: Console) -> int:
     return code
 
 
-async def serve(config: ServerConfig, listener: socket.socket, console: Console) -> int:
-    """Serve on a listening socket until the end. Return the exit code. Raises the `QuireError` of a failed start."""
-    metrics = Metrics(config.serve.metrics_prefix, config.model_names[0])
-    engine = ServedEngine(config, metrics=metrics)
-    http = HttpListener(build_app(engine, config, metrics), config.http, listener, metrics)
-    with StopRequests() as stop:
-        serving = http.start()
-        console.note(f"Listening on {url_of(listener, config.http)} (answers 503 until the model is loaded)")
+async def serve(config: ServerConfig, listener: socket.socket, console: Console, place: FrontPlace) -> int:
+    """Serve on a listening socket until the end. Return the exit code. Raises the `QuireError` of a failed start.
+    `place`: of this HTTP process among several; only the first one listens before the model is loaded."""
+    metrics = SharedMetrics(config.serve.metrics_prefix, config.model_names[0],
+                            number=place.number, count=place.count)
+    starter = partial(start_front, FRONT_MODULE, config, listener.fileno())
+    engine = ServedEngine(config, metrics=metrics, place=place, more=starter)
+    http = HttpListener(build_app(engine, config, metrics), config.http, listener, metrics,
+                        shared=place.count > 1)
+    with StopRequests(further=place.number > 0) as stop:
+        if place.number == 0:
+            http.start()
+            console.note(f"Listening on {url_of(listener, config.http)} (answers 503 until the model is loaded)")
         try:
-            return await _Life(engine, http, config, console, stop, serving).run(metrics)
+            return await _Life(engine, http, config, console, stop).run(metrics)
         finally:
             await engine.close()
             await http.stop(FLUSH_GRACE)
@@ -86,9 +97,14 @@ async def serve(config: ServerConfig, listener: socket.socket, console: Console)
 
 class StopRequests:
     """`with` block in which SIGTERM and Ctrl-C set events: `first` means finish, `second` means end now.
-    Use it in the main thread, with a running event loop."""
+    Use it in the main thread, with a running event loop.
 
-    def __init__(self) -> None:
+    further   True: the first HTTP process decides. Then any number of SIGTERM means finish, since a service manager
+              sends it to every process, and so does the first one. SIGINT means end now
+    """
+
+    def __init__(self, *, further: bool = False) -> None:
+        self._further = further
         self.first = asyncio.Event()
         self.second = asyncio.Event()
         self._last = signal.SIGTERM
@@ -114,40 +130,45 @@ class StopRequests:
 
     def _take(self, number: signal.Signals) -> None:
         self._last = number
-        (self.second if self.first.is_set() else self.first).set()
+        again = number is signal.SIGINT if self._further else self.first.is_set()
+        self.first.set()
+        if again:
+            self.second.set()
 
 
 class _Life:
     """The life of a server from loading to the end."""
 
     def __init__(self, engine: ServedEngine, http: HttpListener, config: ServerConfig, console: Console,
-                 stop: StopRequests, serving: asyncio.Task[None]) -> None:
+                 stop: StopRequests) -> None:
         self._engine, self._http, self._config, self._console = engine, http, config, console
-        self._stop, self._serving = stop, serving
+        self._stop = stop
 
-    async def run(self, metrics: Metrics) -> int:
+    async def run(self, metrics: SharedMetrics) -> int:
         """Load the model, serve until the end, and drain. Return the exit code. Raises the error of a failed start."""
         first = asyncio.create_task(self._stop.first.wait())
         starting = asyncio.create_task(self._engine.start(self._console.loading))
-        await _first_of(starting, first, self._serving)
+        await _first_of(starting, first, self._http.serving)
         if not starting.done():
             starting.cancel()
             return self._stop.code if first.done() else self._listener_failed()
         ready = starting.result()
         settle_memory()
+        self._http.start()
         self._console.banner(ready, self._config, url_of(self._http.socket, self._config.http))
         ticking = asyncio.create_task(self._tick(metrics))
         watching = asyncio.create_task(watch_event_loop(metrics.loop_lag))
+        sharing = asyncio.create_task(metrics.share(Path(self._engine.place.folder)))
         dead = asyncio.create_task(self._engine.closed())
         try:
-            await _first_of(dead, first, self._serving)
+            await _first_of(dead, first, self._http.serving)
             if first.done() and not dead.done():
                 return await self._drain(dead)
             if dead.done():
                 return await self._die(dead.result())
             return self._listener_failed()
         finally:
-            for task in (ticking, watching, dead, first):
+            for task in (ticking, watching, dead, first, sharing):
                 task.cancel()
 
     async def _drain(self, dead: "asyncio.Task[QuireError]") -> int:
@@ -187,7 +208,7 @@ class _Life:
         return FAILED
 
     def _listener_failed(self) -> int:
-        error = self._serving.exception() if not self._serving.cancelled() else None
+        error = self._http.serving.exception() if not self._http.serving.cancelled() else None
         self._console.note(f"The HTTP server failed: {error or 'no reason given'}")
         return FAILED
 
@@ -207,11 +228,11 @@ def settle_memory() -> None:
     keep_little_memory()
 
 
-async def _first_of(*tasks: "asyncio.Task[Any]") -> None:
+async def _first_of(*tasks: "asyncio.Future[Any]") -> None:
     await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
 
 
-def _run_loop(main: Coroutine[Any, Any, int]) -> int:
+def run_loop(main: Coroutine[Any, Any, int]) -> int:
     """Run a coroutine as `asyncio.run` does, but do not wait for threads at the end."""
     loop = asyncio.new_event_loop()
     try:

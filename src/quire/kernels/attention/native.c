@@ -43,6 +43,16 @@ static inline void locate(const RowsAttention *job, const int32_t *table, const 
     }
 }
 
+/* As locate, and fetch the tokens into the first-level cache. The processor alone reads 7 GB/s: a token's 256 bytes are
+   too short for it to run ahead. */
+static inline void fetch(const RowsAttention *job, const int32_t *table, const void *base, long first, long stop,
+                         const void **tokens, int half) {
+    const long bytes = job->dim * (half ? 2 : 4), count = stop - first < W ? stop - first : W;
+    locate(job, table, base, first, stop, tokens, half);
+    for (long i = 0; i < count; i++)
+        for (long at = 0; at < bytes; at += 64) _mm_prefetch((const char *)tokens[i] + at, _MM_HINT_T0);
+}
+
 /* q . k of W tokens */
 INLINE Vec scores_of(const void *q, const void **keys, long dim, int half) {
     Vec sums[W];
@@ -114,12 +124,15 @@ INLINE void attend_part(const RowsAttention *job, const RowItem *item, long part
     const int32_t *table = job->tables + item->table * job->table_stride;
     const void *k = element(job->k, kv_head * job->head_stride, half);
     const void *v = element(job->v, kv_head * job->head_stride, half);
-    const void *q = element(job->q, item->row * job->q_stride + head * dim, half), *tokens[W];
+    const void *q = element(job->q, item->row * job->q_stride + head * dim, half), *tokens[2][W], **own;
     const Vec scale = fill(job->scale), none = fill(-INFINITY);
-    for (long t = 0; t < count; t += W) {
-        locate(job, table, k, first + t, stop, tokens, half);
+    fetch(job, table, k, first, stop, tokens[0], half);
+    for (long t = 0, next = 1; t < count; t += W, next ^= 1) {
+        own = tokens[next ^ 1];
+        if (t + W < count) fetch(job, table, k, first + t + W, stop, tokens[next], half);
+        else fetch(job, table, v, first, stop, tokens[next], half);
         for (long i = 0; i < heads; i++) {
-            const Vec dots = scores_of(element(q, i * dim, half), tokens, dim, half) * scale;
+            const Vec dots = scores_of(element(q, i * dim, half), own, dim, half) * scale;
             put(scores + i * PART + t, choose(lanes_of(count - t), dots, none));
         }
     }
@@ -128,9 +141,10 @@ INLINE void attend_part(const RowsAttention *job, const RowItem *item, long part
         soften(scores + i * PART, count, &maximum[i], &total[i]);
         for (long d = 0; d < dim; d += W) put(sums + i * MAX_DIM + d, zeros());
     }
-    for (long t = 0; t < count; t += W) {
-        locate(job, table, v, first + t, stop, tokens, half);
-        add_values(tokens, scores + t, heads, dim, sums, half);
+    for (long t = 0, next = (count + W - 1) / W % 2 ? 0 : 1; t < count; t += W, next ^= 1) {
+        own = tokens[next ^ 1];
+        if (t + W < count) fetch(job, table, v, first + t + W, stop, tokens[next], half);
+        add_values(own, scores + t, heads, dim, sums, half);
     }
     const int whole = item->length <= PART;
     for (long i = 0; i < heads; i++) {

@@ -1,6 +1,7 @@
 """Exchange of data between the GPUs of a host by memory that all of them map (symmetric memory).
 
-A rank's buffer lies at another address on each rank; `Peers` has the addresses as this rank sees them. A call:
+A rank's buffer lies at another address on each rank; `Peers` has the addresses as this rank sees them. `exchange` has
+the rows of experts; `triton` has sums. A sum:
 
     1. writes this rank's part into its own buffer,
     2. meets the same block of the other ranks: signals of int32, set and taken by compare-and-swap at system scope,
@@ -10,9 +11,13 @@ There is no end barrier: a rank may write the next part while another one still 
 use different buffers: a call that follows has met all ranks, and each of them had finished the call before.
 """
 
-from dataclasses import dataclass
+from __future__ import annotations
 
-from torch import Tensor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 BUFFERS = 3  # the first call of a step has its own; the others take turns
 
@@ -21,11 +26,11 @@ BUFFERS = 3  # the first call of a step has its own; the others take turns
 class Peers:
     """Addresses, in this rank's address space, of the memory by which all ranks exchange data.
 
-    buffers   [ranks] int64: address of each rank's buffer of BUFFERS x `room` bytes
+    buffers   [ranks] int64: address of each rank's buffer: BUFFERS x `room` bytes for sums, `exchange.Layout` for rows
     signals   [ranks] int64: address of each rank's int32 signals, which are 0 between two calls
     rank      number of this rank
-    room      largest size of a message in bytes
-    blocks    largest number of programs of a call
+    room      largest size of a message, or of the layout, in bytes
+    blocks    largest number of programs of a call, the same on all ranks. All of them must run at the same time
     """
 
     buffers: Tensor

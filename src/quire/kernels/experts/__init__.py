@@ -7,6 +7,8 @@ empty(num_experts, gate_up, down, device) -> packed
 put(packed, place, gate_up [2I, H], down [H, I])
     Packs the weights of an expert into its place, once after loading. The rows of gate come first, then those of up.
     The caller must not use the two tensors afterwards.
+way(x, packed) -> text
+    For a trace, as in `quire.kernels.linear`.
 destination(packed) -> (gate_up [E, 2I, H], down [E, H, I])
     Feature "in place", of unquantized weights: returns the memory of all experts in `packed`. Writing an expert there
     packs it.
@@ -17,4 +19,7 @@ run(x [T, H], weights [T, k] float32, ids [T, k] int32, packed, expert_map [all 
     `residual` is added; the result may overwrite its memory. An id that comes twice in a row counts twice.
     Feature "join": one more argument, the `Fork.join` of a side stream that computes the residual (contiguous). `run`
     calls it before it reads the residual.
+quantize_rows(x, wire) -> x as `QuantizedRows`
+    Feature "quantized rows", of weights whose scheme has a `wire`: `run` takes such rows as x, too, and returns the
+    bits that it returns for the x that they were made of. Rows without an expert here may hold anything.
 """

@@ -10,8 +10,11 @@ from torch import Tensor
 from quire.kernels.activation.cpu import silu_mul
 from quire.kernels.experts import stacked
 from quire.kernels.experts.quantized_ref import Pair, empty_pairs, put_pair, run_pair
+from quire.kernels.experts.quantized_ref import way as way
 from quire.kernels.experts.ref import placed
 from quire.kernels.native import memory
+from quire.kernels.quantize.ref import quantize_rows as quantize_rows
+from quire.kernels.quantize.rows import QuantizedRows
 from quire.quantization.pack.matrix import QuantizedMatrix
 
 # Each expert's weights, and the memory of all; no memory of all with quantized weights.
@@ -43,7 +46,7 @@ def destination(packed: Packed) -> stacked.Packed:
     return packed[1]
 
 
-def run(x: Tensor, weights: Tensor, ids: Tensor, packed: Packed, expert_map: Tensor | None = None,
+def run(x: Tensor | QuantizedRows, weights: Tensor, ids: Tensor, packed: Packed, expert_map: Tensor | None = None,
         residual: Tensor | None = None) -> Tensor:
     """Return residual + the weighted sum of the outputs of each token's experts. See `quire.kernels.experts`."""
     if isinstance(packed, list):
@@ -51,17 +54,17 @@ def run(x: Tensor, weights: Tensor, ids: Tensor, packed: Packed, expert_map: Ten
     return run_each(x, weights, ids, packed[0], expert_map, residual, _expert)
 
 
-def run_each(x: Tensor, weights: Tensor, ids: Tensor, packed: Sequence[Any], expert_map: Tensor | None,
+def run_each(x: Tensor | QuantizedRows, weights: Tensor, ids: Tensor, packed: Sequence[Any], expert_map: Tensor | None,
              residual: Tensor | None, expert: Callable[..., Tensor]) -> Tensor:
     """Compute `run`: call the function `expert` for each expert that some token chose.
 
     packed   packed weights of each expert of this rank
-    expert   function (rows [n, H], *weights of the expert) -> [n, H], without routing weights
+    expert   function (rows [n, H] of x, *weights of the expert) -> [n, H] in x's dtype, without routing weights
     """
     places, order = placed(ids, expert_map).flatten().sort(stable=True)
     counts = torch.bincount(places + 1, minlength=len(packed) + 1).tolist()
     end = counts[0]
-    rows, parts = x[order // ids.shape[1]], x.new_empty(ids.numel(), x.shape[1])
+    rows, parts = x[order // ids.shape[1]], torch.empty(ids.numel(), x.shape[1], dtype=x.dtype, device=x.device)
     parts[order[:end]] = 0
     for own, count in zip(packed, counts[1:], strict=True):
         if count:
@@ -75,5 +78,5 @@ def _expert(x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
     return F.linear(silu_mul(F.linear(x, gate_up)), down)
 
 
-def _quantized(x: Tensor, gate_up: QuantizedMatrix, down: QuantizedMatrix) -> Tensor:
+def _quantized(x: Tensor | QuantizedRows, gate_up: QuantizedMatrix, down: QuantizedMatrix) -> Tensor:
     return run_pair(x, gate_up, down).to(x.dtype)

@@ -5,6 +5,8 @@ from torch import Tensor
 
 from quire.kernels.experts.cpu import run_each
 from quire.kernels.linear import panels
+from quire.kernels.quantize.ref import quantize_rows as quantize_rows
+from quire.kernels.quantize.rows import QuantizedRows
 from quire.quantization.pack.matrix import Weight
 
 Packed = list[tuple[panels.Packed, panels.Packed]]
@@ -24,11 +26,16 @@ def put(packed: Packed, place: int, gate_up: Weight, down: Weight) -> None:
     packed[place] = panels.pack_into(first, gate_up), panels.pack_into(second, down)
 
 
-def run(x: Tensor, weights: Tensor, ids: Tensor, packed: Packed, expert_map: Tensor | None = None,
+def run(x: Tensor | QuantizedRows, weights: Tensor, ids: Tensor, packed: Packed, expert_map: Tensor | None = None,
         residual: Tensor | None = None) -> Tensor:
     """Return residual + the weighted sum of the outputs of each token's experts. See `quire.kernels.experts`."""
     return run_each(x, weights, ids, packed, expert_map, residual, _expert)
 
 
-def _expert(x: Tensor, gate_up: panels.Packed, down: panels.Packed) -> Tensor:
+def way(x: Tensor, packed: Packed) -> str:
+    """Return where the products dequantize weights and quantize x. See `quire.kernels.experts`."""
+    return panels.way(x, packed[0][0]) if packed else ""
+
+
+def _expert(x: Tensor | QuantizedRows, gate_up: panels.Packed, down: panels.Packed) -> Tensor:
     return panels.run(panels.run_gated(x, gate_up, None), down, None)

@@ -5,6 +5,7 @@ from torch import Tensor
 
 from quire.kernels.activation.ref import silu_mul
 from quire.kernels.linear import quantized_ref
+from quire.kernels.quantize.rows import QuantizedRows
 from quire.quantization.pack.matrix import QuantizedMatrix, empty
 
 Pair = tuple[QuantizedMatrix, QuantizedMatrix]
@@ -23,7 +24,12 @@ def put_pair(room: Pair, gate_up: QuantizedMatrix, down: QuantizedMatrix) -> Non
             tensor.copy_(source.tensors[name], non_blocking=True)
 
 
-def run_pair(x: Tensor, gate_up: QuantizedMatrix, down: QuantizedMatrix) -> Tensor:
+def way(x: Tensor, pairs: object) -> str:
+    """Return where the products dequantize weights and quantize x; "" for experts that are no `Pair`."""
+    return quantized_ref.way(x, pairs[0][0]) if isinstance(pairs, list) and pairs else ""
+
+
+def run_pair(x: Tensor | QuantizedRows, gate_up: QuantizedMatrix, down: QuantizedMatrix) -> Tensor:
     """Run rows x [n, H] through an expert; return [n, H] float32. Activations are quantized by the scheme."""
     inner = silu_mul(quantized_ref.run_float(x, gate_up, None))
     return quantized_ref.run_float(inner, down, None)

@@ -8,7 +8,10 @@ from torch import Tensor
 from quire.kernels.activation.ref import silu_mul
 from quire.kernels.experts import stacked
 from quire.kernels.experts.quantized_ref import Pair, empty_pairs, put_pair, run_pair
+from quire.kernels.experts.quantized_ref import way as way
 from quire.kernels.experts.stacked import destination as destination
+from quire.kernels.quantize.ref import quantize_rows as quantize_rows
+from quire.kernels.quantize.rows import QuantizedRows
 from quire.quantization.pack.matrix import QuantizedMatrix
 
 Packed = stacked.Packed | list[Pair]
@@ -33,20 +36,20 @@ def put(packed: Packed, place: int, gate_up: Tensor | QuantizedMatrix, down: Ten
         stacked.put(packed, place, gate_up, down)
 
 
-def run(x: Tensor, weights: Tensor, ids: Tensor, packed: Packed, expert_map: Tensor | None = None,
+def run(x: Tensor | QuantizedRows, weights: Tensor, ids: Tensor, packed: Packed, expert_map: Tensor | None = None,
         residual: Tensor | None = None) -> Tensor:
     """Return residual + the weighted sum of the outputs of each token's experts. See `quire.kernels.experts`."""
     places = placed(ids, expert_map)
-    y = torch.zeros_like(x, dtype=torch.float32) if residual is None else residual.float()
+    y = torch.zeros(x.shape, device=x.device) if residual is None else residual.float()
     for place, result in enumerate(_results(x, packed)):
         y = y + (weights * (places == place)).sum(1, keepdim=True) * result
     return y.to(x.dtype)
 
 
-def _results(x: Tensor, packed: Packed) -> Iterator[Tensor]:
+def _results(x: Tensor | QuantizedRows, packed: Packed) -> Iterator[Tensor]:
     """Yield the result of each expert for all rows, [T, H] float32."""
     if isinstance(packed, list):
-        yield from (run_pair(x.float(), *pair) for pair in packed)
+        yield from (run_pair(x, *pair) for pair in packed)
     else:
         for gate_up, down in zip(*packed, strict=True):
             yield silu_mul(x.float() @ gate_up.float().t()) @ down.float().t()

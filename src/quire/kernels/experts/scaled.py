@@ -19,9 +19,12 @@ from quire.kernels.experts import scaled_hopper
 from quire.kernels.experts.triton import _find_tile, _place, _sort, _sum_kernel
 from quire.kernels.linear.gemv import bucket
 from quire.kernels.linear.scaled import RULES
+from quire.kernels.quantize.rows import QuantizedRows
 from quire.kernels.quantize.triton import FIXED, GROUP, quantize, quantized, scale_of, sums_of_16, to_eight_bits
+from quire.kernels.quantize.triton import quantize_rows as quantize_rows
 from quire.kernels.triton_runtime import INTERPRETED, jit, tl
 from quire.quantization.pack.matrix import QuantizedMatrix
+from quire.quantization.scheme import Scheme, product_words
 
 MOST_FEW = 1  # tokens
 UP, DOWN = (4, 8, 396), (2, 8, 264)  # of few tokens: outputs at a time, warps, programs of all pairs or tokens
@@ -46,6 +49,7 @@ class Stack:
     rule: int
     powers: bool
     fixed: Tensor | None
+    scheme: Scheme
 
     @property
     def most(self) -> int:
@@ -85,7 +89,7 @@ def _empty(num_experts: int, one: QuantizedMatrix, device: torch.device) -> Stac
     return Stack(
         torch.empty((num_experts, *one.values.shape), dtype=one.values.dtype, device=device),
         torch.empty((num_experts, *scales), dtype=torch.float32, device=device), block, RULES[scheme.inputs],
-        scheme.ue8m0, torch.empty(num_experts, device=device) if scheme.inputs == "tensor" else None)
+        scheme.ue8m0, torch.empty(num_experts, device=device) if scheme.inputs == "tensor" else None, scheme)
 
 
 def put(packed: Packed, place: int, gate_up: QuantizedMatrix, down: QuantizedMatrix) -> None:
@@ -98,6 +102,14 @@ def put(packed: Packed, place: int, gate_up: QuantizedMatrix, down: QuantizedMat
             stack.fixed[place].copy_(one.input_scale, non_blocking=True)
 
 
+def way(x: Tensor, packed: Packed) -> str:
+    """Return where the products dequantize weights and quantize x. See `quire.kernels.experts`."""
+    if len(x) <= MOST_FEW:
+        return product_words(packed[0].scheme, "stays packed, widened in registers", "in the kernels of the products")
+    return product_words(packed[0].scheme, "stays packed, multiplied in 8 bits by tensor cores",
+                         "x by a kernel before, the inner rows by that of the first product or after it")
+
+
 def tiles(pairs: int, experts: int, gated: bool) -> Tiles:
     """Return the tiling of gate and up (`gated`) or of down, by the mean number of pairs (token, expert) per expert."""
     mean = pairs / experts
@@ -108,19 +120,21 @@ def tiles(pairs: int, experts: int, gated: bool) -> Tiles:
     return Tiles(64, 128, 8, 3) if gated else Tiles(64, 64, 4, 4)
 
 
-def run(x: Tensor, weights: Tensor, ids: Tensor, packed: Packed, expert_map: Tensor | None = None,
+def run(x: Tensor | QuantizedRows, weights: Tensor, ids: Tensor, packed: Packed, expert_map: Tensor | None = None,
         residual: Tensor | None = None, join: Callable[[], bool] | None = None) -> Tensor:
     """Return residual + the weighted sum of the outputs of each token's experts.
 
     See `quire.kernels.experts`. The result overwrites a contiguous `residual`.
     """
-    x = x if x.stride(1) == 1 else x.contiguous()
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device) if residual is None else residual.contiguous()
-    given = x, weights, ids, packed, expert_map, None if residual is None else y, y
-    if len(x) > MOST_FEW:
-        many(*given, join=join)
+    given = weights, ids, packed, expert_map, None if residual is None else y, y
+    if isinstance(x, Tensor) and x.stride(1) != 1:
+        x = x.contiguous()
+    if isinstance(x, Tensor) and len(x) <= MOST_FEW:
+        if len(x):
+            few(x, *given, join=join)
     elif len(x):
-        few(*given, join=join)
+        many(x, *given, join=join)
     return y
 
 
@@ -152,8 +166,9 @@ def _words(values: Tensor) -> Tensor:
     return values if INTERPRETED else values.view(torch.int32)
 
 
-def many(x: Tensor, weights: Tensor, ids: Tensor, packed: Packed, expert_map: Tensor | None, residual: Tensor | None,
-         y: Tensor, join: Callable[[], bool] | None = None, cut: tuple[Tiles, Tiles] | None = None) -> None:
+def many(x: Tensor | QuantizedRows, weights: Tensor, ids: Tensor, packed: Packed, expert_map: Tensor | None,
+         residual: Tensor | None, y: Tensor, join: Callable[[], bool] | None = None,
+         cut: tuple[Tiles, Tiles] | None = None) -> None:
     """Compute `run` for many tokens and write the result to y. Pairs (token, chosen expert) are sorted by expert.
 
     cut   tilings of the two products (gate and up; down); None: the number of pairs decides them
@@ -162,7 +177,7 @@ def many(x: Tensor, weights: Tensor, ids: Tensor, packed: Packed, expert_map: Te
     experts, hidden, inner = second.values.shape
     spread = experts if expert_map is None else len(expert_map)
     order, starts = _sort(ids, expert_map, experts)
-    given, parts = _rows(x, first), x.new_empty(pairs, hidden)
+    given, parts = _rows(x, first), torch.empty(pairs, hidden, dtype=x.dtype, device=x.device)
     if cut is None and pairs > MOST_SMALL * spread and in_gluon(packed):
         scaled_hopper.products(given, packed, order, starts, weights, parts)
     else:
@@ -198,8 +213,11 @@ def products(given: tuple[Tensor, Tensor | None], packed: Packed, order: Tensor,
     _product(rows, second, order, starts, k, weights, parts, None, False, cut[1])
 
 
-def _rows(x: Tensor, stack: Stack) -> tuple[Tensor, Tensor | None]:
+def _rows(x: Tensor | QuantizedRows, stack: Stack) -> tuple[Tensor, Tensor | None]:
     """Quantized rows and their scales. With a scale per expert, the product quantizes, and rows stay as they are."""
+    if isinstance(x, QuantizedRows):
+        scales = x.scales.t()
+        return x.values, scales if scales.stride(1) == 1 else scales.contiguous()
     if stack.rule == FIXED:
         return x, None
     return quantize(x, stack.rule, stack.values.dtype, powers=stack.powers)

@@ -6,6 +6,8 @@ pack(weight [N, K]) -> packed       called once after loading; only functions of
     the rules of `quire.kernels.quantize`
 run(x [T, K], packed, bias [N] or None) -> [T, N] in x's dtype, accumulated in float32
 run_float(x, packed, bias) -> [T, N] float32
+way(x, packed) -> text for a trace: where `run` dequantizes the weight and quantizes x; "" for an unquantized weight. A
+    function of implementations that take quantized weights
 `pack` may return the weight itself, so the caller must not use the weight afterwards.
 
 Features that an implementation may declare:

@@ -1,30 +1,42 @@
 """Linears in float32 arithmetic whose weights stay in their stored type: panels.c has the C code.
 
 A weight of bfloat16 takes half the memory and half the time to read of the same numbers in float32. It is widened in
-registers, so results have the accuracy of float32. If the inputs are bfloat16 too, a CPU with AVX512-BF16 multiplies
-them in pairs and adds in float32. Quantized weights are widened likewise, and their sums over a group are multiplied by
-the scale; activations are quantized by the scheme's rule, and multiplied as numbers of float32.
+registers, so results have the accuracy of float32. Quantized weights are widened likewise, and their sums over a group
+are multiplied by the scale. Activations are quantized by the scheme's rule, and their scales multiply the sums, too.
+
+The instructions depend on the CPU (`way` says which):
+- int8 weights with int8 activations: products and sums in integers (VNNI), which is exact
+- numbers that bfloat16 holds exactly (its own, and all quantized ones): pairs, sums in float32 (AVX512-BF16)
+- else float32
 """
 
+import math
 from dataclasses import dataclass, replace
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from quire.kernels.native import memory
 from quire.kernels.native.library import loaded
+from quire.kernels.quantize.rows import QuantizedRows
 from quire.quantization.pack.matrix import MIDDLE, QuantizedMatrix, Weight
-from quire.quantization.scheme import Scheme
+from quire.quantization.scheme import Scheme, product_words
 
 STEP = 4  # inputs: see panels.c
 MOST_CHUNK = 256  # inputs of a chain of sums: see panels.c
+SCALE_IN = 128  # inputs of a scale of the rule "group"
+FEW_ROWS = 4  # DIRECT of panels.c
+MOST_QUADS = 1 << 17  # inputs: fewer products of int8 fit in an int32
 KINDS = {torch.float32: 0, torch.bfloat16: 1}
 QUANTIZED = {"int8": 2, "w8": 2, "w4": 3, "e4m3": 4}  # Scheme.values -> kind
 INPUTS = {"": 0, "token": 1, "group": 2, "tensor": 3}  # Scheme.inputs -> inputs of quire_linear_rows
-PAIRED = 5  # the kind of bfloat16 weights for inputs of bfloat16, if the CPU multiplies pairs
+QUADS = 5  # the kind of "int8" weights if the CPU multiplies int8
 POWERS = 4  # as "group", with scales that are powers of two
 PLAIN, AS_FLOAT, GATED = range(3)  # out of quire_linear_panels
 TYPES = (torch.float32, torch.bfloat16)  # of activations
+_NO_SCALES = (None, None, None, 0, 0)
+ROWS_OF_A_BLOCK = {16: 12, 8: 6}  # lanes of a vector -> MR of panels.c
 
 
 @dataclass(frozen=True)
@@ -33,6 +45,7 @@ class Quantized:
 
     scale         scales in the order of the packed values (panels.c): float16 if that is exact, else float32
     zero          zero points, int8, minus the middle of the values' range; None: no zero points
+    offset        int32, -128 times the sum of each output's values; None: the values are not int8 for `QUADS`
     order         number of the input that each column of the weight multiplies; None: column k, input k
     input_scale   scale of all activations, if the checkpoint has it
     group         inputs that share a scale; 0: all
@@ -42,6 +55,7 @@ class Quantized:
     scheme: Scheme
     scale: Tensor
     zero: Tensor | None
+    offset: Tensor | None
     order: Tensor | None
     input_scale: Tensor | None
     group: int
@@ -60,6 +74,8 @@ class Packed:
     dtype    dtype of the weight; None: quantized
     gated    True: packed for `run_gated`; half of the outputs belong to gate, half to up
     padded   number of inputs, rounded up to whole groups (inputs that share a scale), or to a multiple of STEP (4)
+    quads    True: quantized int8 in the layout of the CPU's int8 unit
+    unit     True: the CPU multiplies pairs of bfloat16
     """
 
     data: Tensor
@@ -68,17 +84,27 @@ class Packed:
     inner: int
     gated: bool
     padded: int
+    quads: bool
+    unit: bool
     quantized: Quantized | None = None
 
     @property
     def kind(self) -> int:
         """Number of the dtype of the stored values, one of `kinds` in panels.c."""
-        return QUANTIZED[self.quantized.scheme.values] if self.quantized else KINDS[self.dtype]  # type: ignore[index]
+        if self.quantized is None:
+            return KINDS[self.dtype]  # type: ignore[index]
+        return QUADS if self.quads else QUANTIZED[self.quantized.scheme.values]
 
-    def kind_for(self, x: Tensor) -> int:
-        """Return `kind`, or PAIRED if weight and x are bfloat16 and the CPU multiplies pairs of bfloat16."""
-        paired = self.dtype == x.dtype == torch.bfloat16 and loaded().quire_pairs()
-        return PAIRED if paired else self.kind
+    @property
+    def fine(self) -> bool:
+        """True if the activations have a scale for every 128 inputs."""
+        return self.quantized is not None and self.quantized.scheme.inputs == "group"
+
+    def pairs(self, dtype: torch.dtype) -> bool:
+        """Return True if the CPU multiplies pairs of bfloat16, and weight and inputs of `dtype` are exact in it."""
+        own = self.quantized
+        exact = self.dtype == torch.bfloat16 if own is None else not self.quads
+        return self.unit and exact and (dtype == torch.bfloat16 or own is not None and own.rule > 0)
 
     def to_dense(self) -> Tensor:
         """Return the unpacked weight [cols, inner]; for unquantized weights only."""
@@ -116,9 +142,25 @@ def run_add(x: Tensor, packed: Packed, bias: Tensor | None, residual: Tensor) ->
     return _run(x, packed, bias, PLAIN, residual.contiguous())
 
 
-def run_gated(x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:
-    """Return silu(gate) * up, where (gate, up) = x @ weight.T + bias. See `quire.kernels.linear`."""
+def run_gated(x: Tensor | QuantizedRows, packed: Packed, bias: Tensor | None) -> Tensor:
+    """Return silu(gate) * up, where (gate, up) = x @ weight.T + bias. See `quire.kernels.linear`.
+
+    x may be quantized by the rule of the weight.
+    """
     return _run(x, packed, bias, GATED)
+
+
+def way(x: Tensor, packed: Packed) -> str:
+    """Return where `run` dequantizes the weight and quantizes x. See `quire.kernels.linear`."""
+    own = packed.quantized
+    if own is None:
+        return ""
+    few = len(x) <= FEW_ROWS
+    place = "in registers" if few else "in the cache, once for many rows,"
+    kind = "bfloat16" if packed.pairs(x.dtype) and (not few or own.scheme.values == "w4") else "float32"
+    how = "multiplied in integers" if packed.quads else f"widened {place} to {kind}"
+    inputs = "by quire_linear_rows before; their scales multiply the sums"
+    return product_words(own.scheme, f"stays packed, {how}", inputs)
 
 
 def rows(packed: Packed, ids: Tensor) -> Tensor:
@@ -147,18 +189,21 @@ def empty(count: int, weight: Weight, gated: bool) -> list[Packed]:
     cols, inner = weight.shape
     width = 2 * loaded().quire_lanes()
     panels = -(-cols // 2 // (width // 2)) if gated else -(-cols // width)
-    quantized = None if isinstance(weight, Tensor) else weight.scheme
-    unit = max(STEP, quantized.block[1]) if quantized else STEP
+    scheme = None if isinstance(weight, Tensor) else weight.scheme
+    unit = math.lcm(STEP, scheme.block[1] or 1, SCALE_IN if scheme.inputs == "group" else 1) if scheme else STEP
     padded = -(-inner // unit) * unit
-    if unit % STEP:
+    if scheme and scheme.block[1] % STEP:
         raise ValueError(f"panels linear: the number of inputs that share a scale must be a multiple of {STEP}; it is "
-                         f"{unit}")
+                         f"{scheme.block[1]}")
+    quads = (scheme is not None and scheme.values == "int8" and scheme.inputs in ("token", "tensor")
+             and not (scheme.block[1] or scheme.order)
+             and padded < MOST_QUADS and bool(loaded().quire_quads()))  # fmt: skip
     size = panels * width * padded
     if isinstance(weight, Tensor):
         data, dtype = memory.empty((count, size), weight.dtype), weight.dtype
     else:
         data, dtype = memory.empty((count, size // (2 if weight.scheme.values == "w4" else 1)), torch.uint8), None
-    return [Packed(own, dtype, cols, inner, gated, padded) for own in data]
+    return [Packed(own, dtype, cols, inner, gated, padded, quads, bool(loaded().quire_pairs())) for own in data]
 
 
 def pack_into(packed: Packed, weight: Weight) -> Packed:
@@ -193,28 +238,33 @@ def _numbers(packed: Packed, matrix: QuantizedMatrix) -> Quantized:
         rows = torch.arange(-(-cols // 2 // lanes) * lanes)
         rows = torch.stack((rows.where(rows < cols // 2, cols), rows + cols // 2), 1).view(-1, lanes, 2)
         rows = rows.transpose(1, 2).flatten()
-    rows = rows.clamp(max=cols - 1) // (high or cols)  # columns past the end get any scale
+    rows = rows.clamp(max=cols - 1)  # columns past the end get any scale
 
-    def ordered(numbers: Tensor) -> Tensor:
-        return numbers[rows].unflatten(0, (-1, 2 * lanes)).transpose(1, 2).contiguous()
+    def ordered(numbers: Tensor, height: int = high or cols) -> Tensor:
+        return numbers[rows // height].unflatten(0, (-1, 2 * lanes)).transpose(1, 2).contiguous()
 
-    scale, zero = ordered(matrix.scale), None
+    scale, zero, offset = ordered(matrix.scale), None, None
     if matrix.scheme.values == "e4m3":
         scale *= 256  # see panels.c
     half = scale.half()
     if matrix.zero is not None:
         zero = ordered(matrix.zero.short() - (MIDDLE[matrix.scheme.values])).to(torch.int8)
-    if zero is not None and not group:  # zero points need the sums of chunks
+    fine = matrix.scheme.inputs == "group"
+    if (zero is not None or fine) and not group:  # zero points need the sums of chunks
         group = packed.padded
-    chunk = max((n for n in range(STEP, MOST_CHUNK + 1, STEP) if group % n == 0), default=0) if group else 0
-    return Quantized(matrix.scheme, half if torch.equal(half.float(), scale) else scale, zero, matrix.order,
+    most = math.gcd(group, SCALE_IN) if fine else group
+    chunk = max((n for n in range(STEP, MOST_CHUNK + 1, STEP) if most % n == 0), default=0) if group else 0
+    if packed.quads:
+        offset = ordered(matrix.values.sum(1, dtype=torch.int32)[:, None] * -128, 1)
+    return Quantized(matrix.scheme, half if torch.equal(half.float(), scale) else scale, zero, offset, matrix.order,
                      matrix.input_scale, group, chunk)  # fmt: skip
 
 
-def _run(x: Tensor, packed: Packed, bias: Tensor | None, out: int, residual: Tensor | None = None) -> Tensor:
+def _run(x: Tensor | QuantizedRows, packed: Packed, bias: Tensor | None, out: int,
+         residual: Tensor | None = None) -> Tensor:
     num_rows, inner = x.shape
     cols = packed.cols // 2 if packed.gated else packed.cols
-    if x.dtype not in TYPES or inner != packed.inner or not x.is_cpu:
+    if x.dtype not in TYPES or inner != packed.inner or x.device.type != "cpu":
         raise ValueError(f"panels linear: x must be float32 or bfloat16 [rows, {packed.inner}] on the CPU; it is "
                          f"{x.dtype} {tuple(x.shape)} on {x.device}")
     if packed.gated != (out == GATED):
@@ -227,39 +277,54 @@ def _run(x: Tensor, packed: Packed, bias: Tensor | None, out: int, residual: Ten
     if residual is not None and not _fits(residual, x.dtype, (num_rows, cols)):
         raise ValueError(f"panels linear: the residual must be {x.dtype} {(num_rows, cols)} on the CPU; it is "
                          f"{residual.dtype} {tuple(residual.shape)}")
-    y = x.new_empty((num_rows, cols), dtype=torch.float32 if out == AS_FLOAT else x.dtype)
-    rows, sums = _rows(x, packed)
+    y = torch.empty((num_rows, cols), dtype=torch.float32 if out == AS_FLOAT else x.dtype)
+    rows, sums, scales = _rows(x, packed)
     own = packed.quantized
-    scale, zero, group, chunk = (own.scale, own.zero, own.group, own.chunk) if own else (None, None, 0, 0)
+    scale, zero, offset, group, chunk = (own.scale, own.zero, own.offset, own.group, own.chunk) if own else _NO_SCALES
     loaded().quire_linear_panels(
-        rows.data_ptr(), _address(sums), packed.data.data_ptr(), _address(scale), _address(zero), _address(bias),
-        _address(residual), y.data_ptr(), num_rows, cols, packed.padded, group, chunk, packed.kind_for(x), out,
-        x.dtype == torch.bfloat16, scale is not None and scale.dtype == torch.float32, torch.get_num_threads(),
+        rows.data_ptr(), _address(sums), _address(scales), packed.data.data_ptr(), _address(scale), _address(zero),
+        _address(offset), _address(bias), _address(residual), y.data_ptr(), num_rows, cols, packed.padded, group, chunk,
+        packed.kind, out, x.dtype == torch.bfloat16, scale is not None and scale.dtype == torch.float32,
+        packed.pairs(x.dtype), packed.fine, torch.get_num_threads(),
     )  # fmt: skip
     return y
 
 
-def _rows(x: Tensor, packed: Packed) -> tuple[Tensor, Tensor | None]:
-    """Return x in blocks of rows, quantized by the rule of the weight, and the sums of chunks that zero points need.
+def _rows(x: Tensor | QuantizedRows, packed: Packed) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Return x in blocks of rows, the sums of chunks that zero points need, and the scales of quantized inputs.
 
-    A single row is such a block already.
+    A single row is such a block already, if it is as it is stored.
     """
-    (num_rows, inner), own, sums = x.shape, packed.quantized, None
-    plain = own is None or not (own.scheme.inputs or own.order is not None or own.zero is not None)
-    if plain and num_rows == 1 and x.dtype == torch.float32 and inner == packed.padded and x.stride(1) == 1:
-        return x, None
-    if x.stride(1) != 1:
-        x = x.contiguous()
-    blocks = x.new_empty((num_rows * packed.padded,), dtype=torch.float32)
+    (num_rows, inner), own, sums, scales = x.shape, packed.quantized, None, None
+    rule, input_scale = (own.rule, own.input_scale) if own else (0, None)
+    if isinstance(x, QuantizedRows):  # divided by 1, their values stay as they are
+        given, rule, input_scale = x.values.float(), INPUTS["tensor"], x.scales.new_ones(1)
+    else:
+        given = x if x.stride(1) == 1 else x.contiguous()
+        if own is None and num_rows == 1 and x.dtype == torch.float32 and inner == packed.padded:
+            return given, None, None
+    size = num_rows * packed.padded
+    blocks = torch.empty((-(-size // 4) if packed.quads else size,), dtype=torch.float32)
     if own is not None and own.zero is not None:
-        sums = x.new_empty((num_rows * packed.padded // own.chunk,), dtype=torch.float32)
+        sums = torch.empty((size // own.chunk,), dtype=torch.float32)
+    if rule:
+        scales = torch.empty((size // SCALE_IN if packed.fine else num_rows,), dtype=torch.float32)
     loaded().quire_linear_rows(
-        x.data_ptr(), blocks.data_ptr(), _address(sums), _address(own.order if own else None),
-        _address(own.input_scale if own else None), num_rows, inner, packed.padded, x.stride(0),
-        own.chunk if own else 0, x.dtype == torch.bfloat16, own.rule if own else 0, packed.kind_for(x),
-        torch.get_num_threads(), 127.0 if own and own.scheme.values == "int8" else 448.0,
+        given.data_ptr(), blocks.data_ptr(), _address(sums), _address(scales), _address(own.order if own else None),
+        _address(input_scale), num_rows, inner, packed.padded, given.stride(0), own.chunk if own else 0,
+        given.dtype == torch.bfloat16, rule, packed.kind, packed.pairs(x.dtype), torch.get_num_threads(),
+        127.0 if own and own.scheme.values == "int8" else 448.0,
     )  # fmt: skip
-    return blocks, sums
+    if isinstance(x, QuantizedRows):
+        scales = _in_blocks(x.scales, packed.padded // SCALE_IN) if packed.fine else x.scales.contiguous().flatten()
+    return blocks, sums, scales
+
+
+def _in_blocks(scales: Tensor, groups: int) -> Tensor:
+    """Return scales [rows, G] in the order [block][groups][row of the block] of quire_linear_rows, 1 past G."""
+    scales = F.pad(scales, (0, groups - scales.shape[1]), value=1.0)
+    high = ROWS_OF_A_BLOCK[loaded().quire_lanes()]
+    return torch.cat([block.t().flatten() for block in scales.split(high)]) if len(scales) else scales.flatten()
 
 
 def _address(tensor: Tensor | None) -> int | None:

@@ -1,16 +1,17 @@
 /* The operands of quire_linear_panels in their layouts: rows of x, and weights. See panels.c. */
 
 enum { AS_IS, TOKEN, GROUPS, TENSOR, POWERS }; /* how x is quantized */
-enum { GROUP_IN = 128, PIECE = 256 };          /* inputs of a scale of GROUPS, inputs that are written at a time */
+enum { PIECE = 256 };                          /* inputs that are written at a time */
+enum { IN_ORDER, SWAPPED, IN_PAIRS, IN_QUADS }; /* form of the blocks: inputs of a pair are swapped, or words */
 
 typedef struct RowsOfX {
     Tasks tasks;
     const void *x;
     const int32_t *order;
     const float *scale;
-    float *to, *xsum;
+    float *to, *xsum, *xscale;
     long rows, inner, padded, stride;
-    int chunk, half, inputs, pieces, paired;
+    int chunk, half, inputs, pieces, form, as_is; /* as_is: pairs of x are the words */
     float limit;
 } RowsOfX;
 
@@ -37,16 +38,16 @@ INLINE float largest_magnitude(const float *x, long count) {
     return largest_of(most);
 }
 
-/* x -> the nearest value of its type times the scale. NaN stays NaN: see largest and smallest. */
+/* x -> the nearest value of its type to x / scale. NaN stays NaN: see largest and smallest. */
 INLINE void round_to_type(float *x, long count, float scale, float limit) {
     for (long i = 0; i < count; i += W) {
         const Vec bound = smallest(fill(limit), get(x + i) / fill(scale));
         const Vec value = largest(fill(limit == 127 ? -128 : -limit), bound);
         if (limit == 127) {
-            put(x + i, nearest(value) * fill(scale));
+            put(x + i, nearest(value));
         } else { /* e4m3: 3 bits after the first, or multiples of 2^-9; the sum drops what lies below */
             const Vec ones = largest(power_of(value), fill(0x1p-6f)) * fill(0x1.8p20f);
-            put(x + i, ((value + ones) - ones) * fill(scale));
+            put(x + i, (value + ones) - ones);
         }
     }
 }
@@ -59,6 +60,47 @@ INLINE void write_pair(float *to, const float *pair) {
     memcpy(to, words, 4);
 }
 
+/* Words [rows][count] with a stride between rows -> [count][rows]. */
+INLINE void interleave(const uint32_t *words, long stride, long rows, long count, uint32_t *to) {
+    for (long i = 0; i < count; i++)
+#pragma GCC unroll 12
+        for (long r = 0; r < rows; r++) to[i * rows + r] = words[r * stride + i];
+}
+
+/* Rows of x -> words of 4 inputs, each quantized to int8, plus 128. */
+INLINE void quads_of_x(const RowsOfX *job, long first, long rows, int half) {
+    uint8_t bytes[MR * PIECE] __attribute__((aligned(64)));
+    float scales[MR];
+    Vec strange[MR]; /* NaN if there is one */
+    for (long r = 0; r < rows; r++) {
+        const void *x = element(job->x, (first + r) * job->stride, half);
+        Vec most = zeros();
+        for (long k = 0; job->inputs == TOKEN && k < job->inner; k += W) {
+            const Vec value = load(x, k, lanes_of(job->inner - k), half);
+            most = largest(value, largest(negative(value), most));
+        }
+        scales[r] = job->inputs == TOKEN ? fmaxf(1e-10f, largest_of(most)) / job->limit : *job->scale;
+        strange[r] = zeros();
+    }
+    for (long k = 0; k < job->padded; k += PIECE) {
+        const long count = job->padded - k < PIECE ? job->padded - k : PIECE;
+        for (long r = 0; r < rows; r++) {
+            const void *x = element(job->x, (first + r) * job->stride, half);
+            const Vec scale = fill(scales[r]);
+            for (long i = 0; i < count; i += W) {
+                const Vec value = load(x, k + i, lanes_of(job->inner - k - i), half) / scale;
+                const Vec whole = nearest(largest(fill(-128), smallest(fill(127), value)));
+                strange[r] = strange[r] + whole * zeros();
+                put_bytes(bytes + r * PIECE + i, whole + fill(128));
+            }
+        }
+        uint32_t *to = (uint32_t *)job->to + (first * job->padded + k * rows) / 4;
+        if (rows == MR) interleave((const uint32_t *)bytes, PIECE / 4, MR, count / 4, to);
+        else interleave((const uint32_t *)bytes, PIECE / 4, rows, count / 4, to);
+    }
+    for (long r = 0; r < rows; r++) job->xscale[first + r] = scales[r] + sum_of(strange[r]);
+}
+
 static void rows_of_x_tasks(void *argument) {
     RowsOfX *job = argument;
     float piece[PIECE] __attribute__((aligned(64)));
@@ -67,6 +109,18 @@ static void rows_of_x_tasks(void *argument) {
         const long first = task / job->pieces * MR, rows = job->rows - first < MR ? job->rows - first : MR;
         const long part = job->pieces == 1 ? job->padded : PIECE, begin = task % job->pieces * part;
         const long end = begin + part < job->padded ? begin + part : job->padded;
+        if (job->form == IN_QUADS) {
+            if (job->half) quads_of_x(job, first, rows, 1);
+            else quads_of_x(job, first, rows, 0);
+            continue;
+        }
+        if (job->as_is) {
+            const uint32_t *words = (const uint32_t *)((const bf16 *)job->x + first * job->stride + begin);
+            uint32_t *to = (uint32_t *)job->to + (first * job->padded + begin * rows) / 2;
+            if (rows == MR) interleave(words, job->stride / 2, MR, (end - begin) / 2, to);
+            else interleave(words, job->stride / 2, rows, (end - begin) / 2, to);
+            continue;
+        }
         for (long r = 0; r < rows; r++) {
             float scale = job->inputs == TENSOR ? *job->scale : 0;
             if (job->inputs == TOKEN) {
@@ -82,23 +136,24 @@ static void rows_of_x_tasks(void *argument) {
                 const long left = job->inner - k, count = left < PIECE ? (left > 0 ? left : 0) : PIECE;
                 read_piece(job, first + r, k, count, piece);
                 if (job->inputs == GROUPS || job->inputs == POWERS)
-                    for (long i = 0; i < count; i += GROUP_IN) {
-                        const float most = fmaxf(1e-10f, largest_magnitude(piece + i, GROUP_IN));
+                    for (long i = 0; i < count; i += SCALE_IN) {
+                        const float most = fmaxf(1e-10f, largest_magnitude(piece + i, SCALE_IN));
                         float own = most / job->limit;
-                        if (job->inputs == POWERS) {
+                        if (job->inputs == POWERS && own <= 3.4e38f) { /* infinity stays */
                             int power;
                             const float part = frexpf(own, &power); /* in [0.5, 1) */
                             own = ldexpf(1.0f, part == 0.5f ? power - 1 : power);
                         }
-                        round_to_type(piece + i, GROUP_IN, own, job->limit);
+                        round_to_type(piece + i, SCALE_IN, own, job->limit);
+                        job->xscale[first * (job->padded / SCALE_IN) + (k + i) / SCALE_IN * rows + r] = own;
                     }
                 else if (job->inputs)
                     round_to_type(piece, PIECE, scale, job->limit);
                 const long stop = job->padded - k < PIECE ? job->padded - k : PIECE;
                 float *to = job->to + first * job->padded + k * rows + r;
-                if (!job->paired) {
+                if (job->form == IN_ORDER) {
                     for (long i = 0; i < stop; i++) to[i * rows] = piece[i];
-                } else if (job->rows <= DIRECT) {
+                } else if (job->form == SWAPPED) {
                     for (long i = 0; i < stop; i++) to[(i ^ 1) * rows] = piece[i];
                 } else {
                     to = job->to + (first * job->padded + k * rows) / 2 + r;
@@ -113,28 +168,32 @@ static void rows_of_x_tasks(void *argument) {
                     sums[chunk * rows] = sum;
                 }
             }
+            if (begin == 0 && (job->inputs == TOKEN || job->inputs == TENSOR)) job->xscale[first + r] = scale;
         }
     }
 }
 
 /* x [rows, inner] with a stride between rows -> to: blocks of at most MR rows, [padded][row of the block], zero past
-   the inputs.
+   the inputs. See panels.c for the forms of other kinds.
 
    order    [inner] int32: input k is x[:, order[k]]; or NULL
-   inputs   0: x as it is; else every value is rounded to int8 (limit 127) or e4m3 (limit 448) times a scale, which is
-            the largest magnitude / limit of the row (1) or of 128 inputs (2), or `scale` (3), or that of
-            128 inputs rounded up to a power of two (4)
+   inputs   0: x as it is; else every value is divided by a scale and rounded to int8 (limit 127) or e4m3 (limit 448).
+            The scale is the largest magnitude / limit of the row (1) or of SCALE_IN inputs (2), or `scale` (3), or
+            that of SCALE_IN inputs rounded up to a power of two (4)
+   xscale   scales: [rows], or [block][padded / SCALE_IN][row of the block] (2, 4). QUADS: a row with NaN has NaN
    xsum     [block][padded / chunk][row of the block]: sums of the inputs of a chunk; or NULL
    half     x is bfloat16, else float32
-   kind     of the weight: see PAIRED in panels.c */
-void quire_linear_rows(const void *x, float *to, float *xsum, const int32_t *order, const float *scale, long rows,
-                       long inner, long padded, long stride, int chunk, int half, int inputs, int kind,
-                       int threads, float limit) {
-    const int whole = inputs == TOKEN || xsum; /* a task has whole rows */
-    RowsOfX job = {.x = x, .order = order, .scale = scale, .to = to, .xsum = xsum, .rows = rows, .inner = inner,
-                   .padded = padded, .stride = stride, .chunk = chunk, .half = half, .inputs = inputs,
-                   .paired = kind == PAIRED,
+   kind     of the weight;  pairs  see quire_linear_panels */
+void quire_linear_rows(const void *x, float *to, float *xsum, float *xscale, const int32_t *order, const float *scale,
+                       long rows, long inner, long padded, long stride, int chunk, int half, int inputs, int kind,
+                       int pairs, int threads, float limit) {
+    const int words = pairs && (rows > DIRECT || kind == SIGNED4), swapped = pairs || kind >= SIGNED8;
+    const int whole = inputs == TOKEN || xsum || kind == QUADS; /* a task has whole rows */
+    RowsOfX job = {.x = x, .order = order, .scale = scale, .to = to, .xsum = xsum, .xscale = xscale, .rows = rows,
+                   .inner = inner, .padded = padded, .stride = stride, .chunk = chunk, .half = half, .inputs = inputs,
+                   .form = kind == QUADS ? IN_QUADS : words ? IN_PAIRS : swapped ? SWAPPED : IN_ORDER,
                    .pieces = whole ? 1 : (int)((padded + PIECE - 1) / PIECE), .limit = limit};
+    job.as_is = job.form == IN_PAIRS && half && !inputs && !order && !xsum && inner == padded && stride % 2 == 0;
     job.tasks.count = (rows + MR - 1) / MR * job.pieces;
     RUN(rows_of_x_tasks, &job, rows * padded < SMALL / 4 ? 1 : threads);
 }
@@ -173,8 +232,9 @@ INLINE void pack_panel(const PackPanels *job, int kind, long panel) {
                 const uint32_t value = stored(job, kind, columns[i], k + j);
                 if (kind == FLOAT32) ((uint32_t *)to)[j * 2 * W + i] = value;
                 else if (kind == BFLOAT16) ((bf16 *)to)[j * 2 * W + 2 * (i % W) + i / W] = (bf16)value;
-                else if (kind != SIGNED4) ((uint8_t *)to)[j * 2 * W + i] = (uint8_t)value;
-                else word |= (value | stored(job, kind, columns[W + i], k + j) << 4) << 8 * j;
+                else if (kind == QUADS) ((uint8_t *)to)[4 * i + j] = (uint8_t)value;
+                else if (kind != SIGNED4) ((uint8_t *)to)[(j ^ 1) * 2 * W + i] = (uint8_t)value;
+                else word |= (value | stored(job, kind, columns[W + i], k + j) << 4) << (16 * (j % 2) + 8 * (j / 2));
             }
             if (kind == SIGNED4) ((uint32_t *)to)[i] = word;
         }
@@ -187,6 +247,7 @@ static void pack_panels_tasks(void *argument) {
         if (job->kind == FLOAT32) pack_panel(job, FLOAT32, panel);
         else if (job->kind == BFLOAT16) pack_panel(job, BFLOAT16, panel);
         else if (job->kind == SIGNED4) pack_panel(job, SIGNED4, panel);
+        else if (job->kind == QUADS) pack_panel(job, QUADS, panel);
         else pack_panel(job, E4M3, panel);
     }
 }

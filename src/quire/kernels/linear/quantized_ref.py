@@ -8,7 +8,9 @@ import torch
 from torch import Tensor
 
 from quire.kernels.quantize import ref as quantize
+from quire.kernels.quantize.rows import QuantizedRows
 from quire.quantization.pack.matrix import QuantizedMatrix, dequantize
+from quire.quantization.scheme import product_words
 
 ROWS = 1024  # of the weight that are dequantized at once; a multiple of 128
 
@@ -23,8 +25,8 @@ def run(x: Tensor, packed: QuantizedMatrix, bias: Tensor | None) -> Tensor:
     return run_float(x, packed, bias).to(x.dtype)
 
 
-def run_float(x: Tensor, packed: QuantizedMatrix, bias: Tensor | None) -> Tensor:
-    """Return x @ weight.T + bias in float32. See `quire.kernels.linear`."""
+def run_float(x: Tensor | QuantizedRows, packed: QuantizedMatrix, bias: Tensor | None) -> Tensor:
+    """Return x @ weight.T + bias in float32. See `quire.kernels.linear`; x may be quantized by the scheme's rule."""
     inputs = rounded(x, packed)
     if packed.order is not None:
         inputs = inputs[:, packed.order]
@@ -33,17 +35,18 @@ def run_float(x: Tensor, packed: QuantizedMatrix, bias: Tensor | None) -> Tensor
     return product if bias is None else product + bias.float()
 
 
-def rounded(x: Tensor, matrix: QuantizedMatrix) -> Tensor:
+def way(x: Tensor, packed: QuantizedMatrix) -> str:
+    """Return where `run` dequantizes the weight and quantizes x. See `quire.kernels.linear`."""
+    return product_words(packed.scheme, f"dequantized to float32, {ROWS:,} rows at a time", "and dequantized before")
+
+
+def rounded(x: Tensor | QuantizedRows, matrix: QuantizedMatrix) -> Tensor:
     """Return x in float32; quantized and dequantized first, if the scheme of `matrix` quantizes activations."""
     scheme, given = matrix.scheme, matrix.input_scale
-    if not scheme.inputs:
+    if isinstance(x, QuantizedRows) or not scheme.inputs:
         return x.float()
     if scheme.inputs == "tensor":
         assert given is not None
         static = quantize.int8_static if scheme.values == "int8" else quantize.fp8_static
         return static(x, given).float() * given
-    if scheme.inputs == "group":
-        values, scale = quantize.fp8_groups(x, scheme.ue8m0)
-        return values.float() * scale.repeat_interleave(quantize.GROUP, 1)[:, : x.shape[1]]
-    values, scale = (quantize.int8_tokens if scheme.values == "int8" else quantize.fp8_tokens)(x)
-    return values.float() * scale
+    return quantize.quantize_rows(x, scheme.wire).float()

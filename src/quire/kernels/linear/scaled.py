@@ -6,8 +6,8 @@ Rows     Kernel
          products are added in float32
 more     FP8: cuBLASLt (`torch.nn.functional.scaled_mm`), which adds the same way. INT8: scaled_many.py
 
-Measured on an H200 for the products of an 8B model (docs/performance.md). Weights are padded with zeros to a multiple of
-128 inputs. A weight whose N is no multiple of 64 runs the reference.
+Measured on an H200 for the products of an 8B model (docs/performance.md). Weights are padded with zeros to a
+multiple of 128 inputs. A weight whose N is no multiple of 64 runs the reference.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from quire.kernels.norm.triton import rms_norm
 from quire.kernels.quantize.triton import FIXED, GROUP, TOKEN, quantize
 from quire.kernels.triton_runtime import INTERPRETED, missing
 from quire.quantization.pack.matrix import QuantizedMatrix
+from quire.quantization.scheme import Scheme, product_words
 
 FEW_ROWS = 1
 RULES = {"group": GROUP, "token": TOKEN, "tensor": FIXED}
@@ -42,6 +43,7 @@ class Scaled:
     powers     True: scales of activations are powers of two
     fixed      scale of all activations, one number, for the rule FIXED; None: scales are computed
     counters   int32 zeros, scratch memory of `scaled_some.product`
+    scheme     of the weight
     """
 
     values: Tensor
@@ -52,6 +54,7 @@ class Scaled:
     powers: bool
     fixed: Tensor | None
     counters: Tensor
+    scheme: Scheme
 
     @property
     def most(self) -> int:
@@ -89,13 +92,26 @@ def pack(matrix: QuantizedMatrix) -> Packed:
     fixed = None if matrix.input_scale is None else matrix.input_scale.float().view(1)
     counters = torch.zeros(-(-n // 64), dtype=torch.int32, device=scales.device)
     return Scaled(values, scales, wide, block, RULES[matrix.scheme.inputs], matrix.scheme.ue8m0,
-                  fixed, counters)
+                  fixed, counters, matrix.scheme)
 
 
 def pack_gated(matrix: QuantizedMatrix) -> Packed:
     """Return the weight (rows of gate, then of up) packed for `run_gated`. See `quire.kernels.linear`."""
     (n, _k), block = matrix.shape, matrix.scheme.block[0]
     return matrix if n % 256 and block == GROUP or n % 128 else pack(matrix)
+
+
+def way(x: Tensor, packed: Packed) -> str:
+    """Return where `run` dequantizes the weight and quantizes x. See `quire.kernels.linear`."""
+    if isinstance(packed, QuantizedMatrix):
+        return quantized_ref.way(x, packed)
+    if len(x) <= FEW_ROWS:
+        return product_words(packed.scheme, "stays packed, widened in registers", "in the kernel of the product")
+    if len(x) <= scaled_some.MOST_ROWS:
+        by = "Triton's tensor cores" if triton_runtime.missing_hopper() else "Gluon's tensor cores"
+    else:
+        by = "Triton's tensor cores" if packed.most == 127 else "cuBLASLt"
+    return product_words(packed.scheme, f"stays packed, multiplied in 8 bits by {by}", "by a kernel before")
 
 
 def run(x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:

@@ -17,6 +17,7 @@ from quire.kernels.activation.triton import silu_mul
 from quire.kernels.linear import quantized_ref
 from quire.kernels.linear import weight_only_products as products
 from quire.quantization.pack.matrix import QuantizedMatrix
+from quire.quantization.scheme import Scheme, product_words
 
 
 class WeightOnly(Protocol):
@@ -24,7 +25,12 @@ class WeightOnly(Protocol):
 
     order     [K] int64: the column of x that each column of the weight multiplies; None: columns in their order
     outputs   number of outputs N
+    scheme    of the weight
     """
+
+    @property
+    def scheme(self) -> Scheme:
+        """Scheme of the weight."""
 
     @property
     def order(self) -> Tensor | None:
@@ -62,6 +68,7 @@ class Tiled:
     counters: Tensor
     outputs: int
     bits: int
+    scheme: Scheme
 
     def product(self, x: Tensor, bias: Tensor | None, y: Tensor, **fused: Any) -> Tensor:
         """Multiply x, of few rows, by the packed weight into y; return y. See `WeightOnly`."""
@@ -88,12 +95,22 @@ def pack(matrix: QuantizedMatrix) -> Packed:
     high = -(-products.MOST_ROWS // 128)
     counters = torch.zeros(-(-n // products.ROWS) * high, dtype=torch.int32, device=matrix.values.device)
     return Tiled(products.repack(matrix.values, bits, deep), matrix.scale.t().contiguous(), zeros,
-                 None if matrix.order is None else matrix.order.long(), counters, n, bits)
+                 None if matrix.order is None else matrix.order.long(), counters, n, bits, matrix.scheme)
 
 
 def pack_gated(matrix: QuantizedMatrix) -> Packed:
     """Return the weight (rows of gate, then of up) packed for `run_gated`. See `quire.kernels.linear`."""
     return matrix if matrix.shape[0] % (2 * products.ROWS) else pack(matrix)
+
+
+def way(x: Tensor, packed: Packed) -> str:
+    """Return where `run` dequantizes the weight and quantizes x. See `quire.kernels.linear`."""
+    if isinstance(packed, QuantizedMatrix):
+        return quantized_ref.way(x, packed)
+    few = len(x) <= products.MOST_ROWS
+    own = str(x.dtype).removeprefix("torch.")
+    return product_words(packed.scheme, "stays packed, widened in registers" if few else
+                         f"dequantized to {own} by a kernel before; the copy is dropped after the product", "")
 
 
 def run(x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:

@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 
 from quire.kernels.linear import weight_only_words as words
-from quire.kernels.linear.weight_only import Packed, run, run_add, run_float, run_gated
+from quire.kernels.linear.weight_only import Packed, run, run_add, run_float, run_gated, way
 from quire.quantization.pack.matrix import QuantizedMatrix
+from quire.quantization.scheme import Scheme
 
-__all__ = ["pack", "pack_gated", "run", "run_add", "run_float", "run_gated"]
+__all__ = ["pack", "pack_gated", "run", "run_add", "run_float", "run_gated", "way"]
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,7 @@ class WeightWords:
     bits: int
     group: int
     gated: bool
+    scheme: Scheme
 
     @property
     def outputs(self) -> int:
@@ -76,4 +78,5 @@ def _pack(matrix: QuantizedMatrix, gated: bool) -> Packed:
     zeros = None if matrix.zero is None else words.repack_scales(matrix.zero, gated)
     counters = torch.zeros((n // 64 + 2) * words.MOST_ROWS // 128, dtype=torch.int32, device=matrix.values.device)
     return WeightWords(words.repack(matrix.values, bits, gated), words.repack_scales(matrix.scale, gated), zeros,
-                 None if matrix.order is None else matrix.order.long(), counters, (n, k), bits, group, gated)
+                 None if matrix.order is None else matrix.order.long(), counters, (n, k), bits, group, gated,
+                 matrix.scheme)

@@ -29,8 +29,10 @@ BASE_FLAGS = ("-O3", "-std=gnu11", "-shared", "-fPIC", "-pthread", "-ffp-contrac
 NEEDED = {"avx2": "-mavx2", "fma": "-mfma", "f16c": "-mf16c"}  # /proc/cpuinfo -> flag
 WIDE = {"avx512f": "-mavx512f", "avx512bw": "-mavx512bw", "avx512dq": "-mavx512dq", "avx512vl": "-mavx512vl"}
 USED = {"3dnowprefetch": "-mprfchw"}
-USED_WIDE = {"avx512_bf16": "-mavx512bf16", "amx_tile": "-mamx-tile", "amx_bf16": "-mamx-bf16"}
-NEW = ("-mavx512bf16", "-mamx-tile", "-mamx-bf16")  # an older compiler may lack them: the kernels do without
+USED_NARROW = {"avx_vnni": "-mavxvnni"}
+USED_WIDE = {"avx512_vnni": "-mavx512vnni", "avx512_bf16": "-mavx512bf16", "amx_tile": "-mamx-tile",
+             "amx_bf16": "-mamx-bf16"}  # fmt: skip
+NEW = ("-mavxvnni", *USED_WIDE.values())  # an older compiler may lack them: the kernels do without
 TRAILER = hashlib.sha256().digest_size  # bytes of the hash after the library; the loader does not read them
 ROOM = 1 << 20  # free bytes on the disk that a build needs; a library is much smaller
 COMPILE_SECONDS = 120  # limit of a compilation, which takes one or two; a machine may be busy
@@ -81,7 +83,7 @@ def units(cpu_flags: frozenset[str]) -> list[str]:
 
     A CPU with all flags of WIDE gets AVX-512 and its extensions, any other AVX2 (see vectors.h).
     """
-    known = NEEDED | USED | (WIDE | USED_WIDE if cpu_flags >= WIDE.keys() else {})
+    known = NEEDED | USED | (WIDE | USED_WIDE if cpu_flags >= WIDE.keys() else USED_NARROW)
     return [known[flag] for flag in known if flag in cpu_flags]
 
 

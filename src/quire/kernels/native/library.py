@@ -28,8 +28,8 @@ FUNCTIONS = {
     "quire_pack_bf16": "ppllii",
     "quire_rows_bf16": "pppllli",
     "quire_linear_bf16": "ppppp" + "llll" + "ii",
-    "quire_linear_panels": "pppppppp" + "lll" + "iiiiiii",
-    "quire_linear_rows": "ppppp" + "llll" + "iiiiif",
+    "quire_linear_panels": "pppppppppp" + "lll" + "iiiiiiiii",
+    "quire_linear_rows": "pppppp" + "llll" + "iiiiiif",
     "quire_linear_pack": "pp" + "lll" + "iii",
     "quire_linear_unpack_rows": "ppp" + "llll" + "iii",
 }

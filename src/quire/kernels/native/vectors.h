@@ -35,6 +35,14 @@ INLINE Vec scale_by_power(Vec x, Vec n) { return _mm512_scalef_ps(x, n); } /* x 
 INLINE Vec choose(Lanes lanes, Vec a, Vec b) { return _mm512_mask_mov_ps(b, lanes, a); } /* a where lanes exist */
 INLINE Vec as_floats(Words x) { return _mm512_castsi512_ps(x); }
 INLINE Words as_words(Vec x) { return _mm512_castps_si512(x); }
+INLINE Words get_words(const void *from) { return _mm512_loadu_si512(from); }
+INLINE void put_words(void *to, Words x) { _mm512_storeu_si512(to, x); }
+INLINE Words fill_words(int32_t x) { return _mm512_set1_epi32(x); }
+INLINE Vec from_words(Words x) { return _mm512_cvtepi32_ps(x); }
+/* Whole numbers in [0, 255] -> W bytes. */
+INLINE void put_bytes(uint8_t *to, Vec x) {
+    _mm_storeu_si128((__m128i *)to, _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(x)));
+}
 
 /* bfloat16 is the upper half of a float32. */
 INLINE Vec widen(Halves x) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(x), 16)); }
@@ -126,6 +134,15 @@ INLINE Vec power_of(Vec x) { return _mm256_and_ps(x, _mm256_castsi256_ps(_mm256_
 INLINE Vec nearest(Vec x) { return _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
 INLINE Vec as_floats(Words x) { return _mm256_castsi256_ps(x); }
 INLINE Words as_words(Vec x) { return _mm256_castps_si256(x); }
+INLINE Words get_words(const void *from) { return _mm256_loadu_si256((const __m256i *)from); }
+INLINE void put_words(void *to, Words x) { _mm256_storeu_si256((__m256i *)to, x); }
+INLINE Words fill_words(int32_t x) { return _mm256_set1_epi32(x); }
+INLINE Vec from_words(Words x) { return _mm256_cvtepi32_ps(x); }
+INLINE void put_bytes(uint8_t *to, Vec x) {
+    const __m256i words = _mm256_cvtps_epi32(x);
+    const __m128i halves = _mm_packus_epi32(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1));
+    _mm_storel_epi64((__m128i *)to, _mm_packus_epi16(halves, halves));
+}
 
 INLINE __m256i mask_of(Lanes lanes) {
     return _mm256_cmpgt_epi32(_mm256_set1_epi32((int)lanes), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
@@ -228,6 +245,15 @@ INLINE Vec madd_words(Vec x, Vec w, Vec sum, int pairs) {
     (void)pairs;
     return madd(x, w, sum);
 }
+
+/* sums + the products of 4 unsigned bytes of x and 4 signed ones of w, in each word; exact modulo 2^32 */
+#if defined(__AVX512F__) && defined(__AVX512VNNI__)
+#define HAVE_QUADS 1
+INLINE Words dot_quads(Words sums, Words x, Words w) { return _mm512_dpbusd_epi32(sums, x, w); }
+#elif !defined(__AVX512F__) && defined(__AVXVNNI__)
+#define HAVE_QUADS 1
+INLINE Words dot_quads(Words sums, Words x, Words w) { return _mm256_dpbusd_avx_epi32(sums, x, w); }
+#endif
 
 /* Tensors are bfloat16 where `half` says so and float32 otherwise; `half` is a constant wherever these are inlined. */
 INLINE const void *element(const void *base, long at, int half) {

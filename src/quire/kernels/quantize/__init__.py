@@ -5,6 +5,7 @@ fp8_groups(x, ue8m0=False) -> values, scale [M, ceil(K / 128)]: a scale for each
 fp8_static(x, scale) -> values: by the given scale, a float32 scalar
 int8_tokens(x) -> values [M, K] int8, scale [M, 1]
 int8_static(x, scale) -> values
+quantize_rows(x, wire) -> `QuantizedRows` of x in the form `wire` (a `Wire` of `quire.contracts.scheme`)
 
 Rules, all in float32:
 - computed scales: max(amax, 1e-10) / 448 for FP8, / 127 for INT8. A row of zeros has values 0, never NaN

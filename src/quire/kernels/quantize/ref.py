@@ -4,7 +4,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-SMALLEST, GROUP = 1e-10, 128
+from quire.contracts.scheme import GROUP, Wire
+from quire.kernels.quantize.rows import QuantizedRows
+
+SMALLEST = 1e-10
 FP8_MAX, INT8_MAX = 448.0, 127.0
 
 
@@ -23,7 +26,8 @@ def fp8_groups(x: Tensor, ue8m0: bool = False) -> tuple[Tensor, Tensor]:
     scale = _scale(groups, FP8_MAX)
     if ue8m0:
         part, power = scale.frexp()  # part in [0.5, 1)
-        scale = torch.ldexp(torch.ones_like(scale), power - (part == 0.5).int())
+        powers = torch.ldexp(torch.ones_like(scale), power - (part == 0.5).int())
+        scale = powers.where(scale.isfinite(), scale)
     return fp8_static(groups, scale).flatten(1)[:, : x.shape[1]].contiguous(), scale.squeeze(2)
 
 
@@ -41,6 +45,15 @@ def int8_tokens(x: Tensor) -> tuple[Tensor, Tensor]:
 def int8_static(x: Tensor, scale: Tensor) -> Tensor:
     """Return x / scale quantized to INT8. See `quire.kernels.quantize`."""
     return (x.float() / scale).round().clamp(-128, 127).to(torch.int8)
+
+
+def quantize_rows(x: Tensor, wire: Wire) -> QuantizedRows:
+    """Quantize x to the form of a wire. See `quire.kernels.quantize`."""
+    if wire.group:
+        values, scales = fp8_groups(x, wire.powers)
+    else:
+        values, scales = (int8_tokens if wire.values == "int8" else fp8_tokens)(x)
+    return QuantizedRows(values, scales, x.dtype)
 
 
 def _scale(x: Tensor, largest: float) -> Tensor:

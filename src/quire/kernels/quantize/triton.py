@@ -8,10 +8,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from quire.contracts.scheme import GROUP, Wire
 from quire.kernels import pdl
+from quire.kernels.quantize.rows import QuantizedRows
 from quire.kernels.triton_runtime import jit, tl
 
-GROUP = 128  # columns of a row that share a scale with the rule "group"
 TOKEN, FIXED = 0, -1  # of the kernels' constexpr RULE, besides GROUP: a scale per row; one given scale
 PART = 2048  # columns of a program, where columns are independent
 ALIGN = 4  # the scales of a group of columns have room for a multiple of so many rows (16 bytes, for cuBLASLt)
@@ -49,6 +50,13 @@ def quantize(
             448 if dtype == torch.float8_e4m3fn else 127, in_pdl, num_warps=max(1, min(16, block // 512)),
             **pdl.options(in_pdl))
     return q, scales
+
+
+def quantize_rows(x: Tensor, wire: Wire) -> QuantizedRows:
+    """Quantize x [T, K] to the form of a wire. See `quire.kernels.quantize`."""
+    dtype = torch.int8 if wire.values == "int8" else torch.float8_e4m3fn
+    q, scales = quantize(x, wire.group or TOKEN, dtype, powers=wire.powers)
+    return QuantizedRows(q[: len(x)], scales[:, : len(x)].t(), x.dtype)
 
 
 @jit

@@ -31,6 +31,7 @@ WORDS = ((r"^messages$", "input"), (r"\bmessages\[\d+\]\.", "input: "),
          (r"\breasoning_effort\b", "reasoning.effort"), (r"\bmax_completion_tokens\b", "max_output_tokens"),
          *CHAT_WORDS)
 REFERENCE = "item_reference"
+SEVERAL = "with several HTTP processes (--api-server-count) no responses are stored; send the conversation in input."
 ASKED = dict.fromkeys(("stream", "starting_after"), "retrieve the response until its status is final.") | dict.fromkeys(
     ("include", "include[]"), "a response has the data that its request included; set include there.")
 ITEMS, OUTPUT = msgspec.json.Decoder(list[Item]), msgspec.json.Decoder(dict[str, msgspec.Raw])
@@ -41,6 +42,8 @@ async def respond(context: ServerContext, exchange: Exchange) -> None:
     request = await DECODER.read(context, exchange)
     exchange.words = WORDS
     check_fields(request)
+    if context.config.serve.api_server_count > 1 and (request.background or request.previous_response_id):
+        raise not_implemented("background" if request.background else "previous_response_id", SEVERAL)
     owner, name = owner_of(exchange.scope, context.config.http), f"resp_{secrets.token_hex(16)}"
     store = context.responses
     given = request.input or []
@@ -53,7 +56,7 @@ async def respond(context: ServerContext, exchange: Exchange) -> None:
         chat = await fitting(context, exchange, chat)
 
     def keep(body: bytes) -> None:
-        if request.store is not False:
+        if request.store is not False and context.config.serve.api_server_count == 1:
             store.keep(name, Kept(owner=owner, body=body, items=ENCODE(items), previous=request.previous_response_id,
                                   background=bool(request.background)))
 

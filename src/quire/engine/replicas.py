@@ -1,0 +1,320 @@
+"""Replicas of attention behind one core: each has its own requests, blocks and ranks (data parallelism).
+
+Replicas in lock-step share the experts of a model. They take every step together, and one record (`StepSync`) says what
+each computes, so that no rank decides anything by itself. Independent replicas share nothing. One core plans for all
+replicas: it sees every queue, so requests are balanced by the loads of this moment.
+"""
+
+import logging
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import msgspec
+import numpy as np
+
+from quire.contracts.errors import EngineDead, QueueFull, UserError
+from quire.contracts.output import NO_TOKENS, Finish, StepOutputs, StepStats
+from quire.contracts.protocols import ExecutorFacts
+from quire.contracts.request import FinishReason, NewRequest
+from quire.contracts.step import StepSync
+from quire.engine.balancer import Balancer, Control
+from quire.engine.core import EngineCore
+
+LOG = logging.getLogger("quire")
+WAIT_SECONDS = 0.005  # for a result of independent replicas that compute; then new requests are looked for
+FULL = 0.5  # share of the KV cache in use, above which a replica's waiting requests count more
+WEIGHT = 6.0  # of a waiting request when the cache is full: it may wait for long
+TOTALS = ("num_preempted", "prefix_queries", "prefix_hits")  # statistics since the start
+STATES = ("num_running", "num_waiting", "num_blocked", "num_blocks", "num_free_blocks", "num_cached_blocks",
+          *TOTALS)  # statistics about the time after a step; the others are about the step
+COUNTS = ("num_tokens", "num_prefill_tokens", "num_scheduled", "num_prefills", "schedule_s", "execute_s", "finish_s")
+Advance = tuple[EngineCore, StepOutputs]  # a replica, and its outputs of a step or between two
+MakeBalancer = Callable[[Control], Balancer]
+V = TypeVar("V")
+
+
+class Replicas:
+    """Engine cores behind the interface of one; see `EngineCore`. One thread uses them.
+
+    lockstep   the cores take every step together
+    arrived    set when a result of an executor arrives; of independent replicas
+    balance    makes the balancer of experts, from a function that runs an operation on every rank
+    """
+
+    def __init__(self, cores: Sequence[EngineCore], *, lockstep: bool, arrived: threading.Event | None = None,
+                 balance: MakeBalancer | None = None) -> None:  # fmt: skip
+        self.cores, self.lockstep = tuple(cores), lockstep
+        self._turns = list(cores)  # that live; the one that got a request least recently is the first
+        self._arrived = arrived or threading.Event()
+        self._homes: dict[int, EngineCore] = {}  # of the live requests, by handle
+        self._ended: list[Finish] = []  # requests of replicas that died
+        self._early: list[Advance] = []  # outputs between two steps; reported with the next ones
+        self._died = False  # True: a replica died since the last outputs
+        self._torn = False
+        self._states = {core: core.state().stats for core in cores}
+        self.executor = ReplicaExecutors(self)
+        self._balancer = balance(self.executor.control) if balance is not None else None
+
+    @property
+    def facts(self) -> ExecutorFacts:
+        """The facts of a replica, with the slots and blocks of all."""
+        facts = [core.facts for core in self.cores]
+        return msgspec.structs.replace(facts[0], num_slots=sum(one.num_slots for one in facts),
+                                       num_blocks=sum(one.num_blocks for one in facts))
+
+    @property
+    def live(self) -> list[EngineCore]:
+        """The replicas that have not died, in their order."""
+        return [core for core in self.cores if core in self._turns]
+
+    @property
+    def has_work(self) -> bool:
+        """True when a replica has work, or a death is not reported yet."""
+        return self._died or any(core.has_work for core in self._turns)
+
+    @property
+    def handles(self) -> list[int]:
+        """Handles of the live requests."""
+        return [handle for core in self._turns for handle in core.handles]
+
+    @property
+    def torn(self) -> bool:
+        """True after a step raised. The engine cannot run another step."""
+        return self._torn
+
+    def add(self, new: NewRequest, *, places: int = 1) -> None:
+        """Give a request to the replica with the least load that has room, and a child to its parent's.
+
+        See `EngineCore.add`. Requests take turns among replicas with the same load, so that none gets more than others.
+        """
+        self.check_alive()
+        parent = self._homes.get(new.parent) if new.parent is not None else None
+        refusal: QueueFull | None = None
+        for core in [parent] if parent is not None else sorted(self._turns, key=load):
+            try:
+                core.add(new, places=places)
+            except QueueFull as error:
+                refusal = refusal or error
+                continue
+            self._homes[new.handle] = core
+            self._turns.remove(core)
+            self._turns.append(core)
+            return
+        assert refusal is not None
+        raise refusal
+
+    def abort(self, handle: int) -> None:
+        """End a request in any state; unknown handles are ignored."""
+        if (core := self._homes.pop(handle, None)) is not None:
+            core.abort(handle)
+
+    def step(self) -> StepOutputs:
+        """Advance the replicas. A step that raises is final. See `EngineCore.step`."""
+        if self._torn:
+            raise EngineDead("an earlier step of this engine failed: make a new engine.")
+        self._torn = True
+        every = self._advance_together() if self.lockstep else self._advance_each()
+        if self._balancer is not None:
+            moved = [core.moved for core in self.cores]
+            self._balancer.note(-1 if min(moved) < 0 else max(moved))
+        self._torn = False
+        outputs = self._merged(every)
+        for finish in outputs.finished:
+            self._homes.pop(finish.handle, None)
+        return outputs
+
+    def reset_prefix_cache(self) -> bool:
+        """Empty the prefix caches; running requests keep their blocks. Returns True when no request was running."""
+        self.check_alive()  # requests of a dead replica do not run
+        return all([core.reset_prefix_cache() for core in self._turns])
+
+    def shutdown(self) -> None:
+        """Drop the steps in flight and stop the executors."""
+        if self._balancer is not None:
+            self._balancer.close()
+        for core in self.cores:
+            core.shutdown()
+
+    def check_alive(self) -> None:
+        """See `ReplicaExecutors.check_alive`."""
+        for core in self.live:
+            with self._guarded(core):
+                core.executor.check_alive()
+
+    def settle(self) -> None:
+        """Send the masks that steps of independent replicas wait for, so that every submitted step is complete."""
+        for core in self.live:
+            with self._guarded(core):
+                if core.needs_masks:
+                    self._send_masks(core, self._early)
+
+    def control(self, name: str, args: dict[str, Any]) -> list[object]:
+        """Run an operation on every rank of every replica; return their values. All are asked before any is waited for.
+
+        An independent replica that dies meanwhile is left out. Raises the first `UserError` of a replica.
+        """
+        self.check_alive()
+        self.settle()
+        asked: list[tuple[EngineCore, Callable[[], object]]] = []
+        values, refusals = list[object](), list[UserError]()
+        for core in self.live:
+            with self._guarded(core):
+                asked.append((core, core.executor.ask(name, args)))
+        for core, wait in asked:
+            with self._guarded(core):
+                try:
+                    value = wait()
+                except UserError as refusal:
+                    refusals.append(refusal)
+                    continue
+                values += value if isinstance(value, list) else [value]
+        if refusals:
+            raise refusals[0]
+        return values
+
+    @contextmanager
+    def _guarded(self, core: EngineCore) -> Iterator[None]:
+        """Context manager: end a replica that fails. In lock-step, and of the last replica, the error is raised."""
+        try:
+            yield
+        except Exception as fault:
+            if self.lockstep:
+                raise
+            self._bury(core, fault)
+
+    def check(self) -> None:
+        """Assert every invariant of the bookkeeping; when idle, also that no block is held."""
+        for core in self._turns:
+            core.check()
+        assert self._homes.keys() >= set(self.handles), "a request has no replica"
+        assert self.has_work or not self._homes, "a request that ended has a replica"
+
+    def _advance_together(self) -> list[Advance]:
+        """Plan a step of every replica, agree, submit all of them, and only then wait for results.
+
+        The exchanges of a step end when every replica has it. So no result is waited for before all are submitted.
+        """
+        cores = self.cores
+        planned = [core.begin_step() for core in cores] if all(core.has_room for core in cores) else []
+        if any(planned):
+            rows = tuple(int(one.plan.num_tokens.sum()) if one is not None else 0 for one in planned)
+            sync = StepSync(rows, -1 if self._balancer is None else self._balancer.next_switch())
+            for core, one in zip(cores, planned, strict=True):
+                core.submit(one, sync)
+            found = [core.send_masks() if core.needs_masks else None for core in cores]
+            full = not all(core.has_room for core in cores)
+            return [(core, outputs or (core.confirm() if full and core.in_flight else core.state()))
+                    for core, outputs in zip(cores, found, strict=True)]  # fmt: skip
+        if any(core.in_flight for core in cores):
+            return [(core, core.confirm() if core.in_flight else core.state()) for core in cores]
+        return [(core, core.state(wait=True)) for core in cores]
+
+    def _advance_each(self) -> list[Advance]:
+        """Plan and submit a step of every replica with room; take the results that have come. Wait if none moved."""
+        moved, found, self._early = bool(self._early), self._early, []
+        self._arrived.clear()
+        for core in self.live:
+            with self._guarded(core):
+                moved |= self._advance_one(core, found)
+        if not moved and not self._died and not any(outputs.finished for _, outputs in found):
+            if any(core.in_flight for core in self._turns):
+                self._arrived.wait(WAIT_SECONDS)
+            else:
+                found += [(core, core.state(wait=True)) for core in self._turns]
+        return found
+
+    @staticmethod
+    def _advance_one(core: EngineCore, found: list[Advance]) -> bool:
+        """Advance an independent replica as far as possible without a wait. Returns True when it moved."""
+        core.executor.check_alive()
+        if moved := (planned := core.begin_step()) is not None:
+            core.submit(planned)
+        outputs = None
+        if core.needs_masks and (len(core.in_flight) == 1 or core.executor.ready()):
+            moved = True
+            Replicas._send_masks(core, found)
+        elif core.in_flight and not core.needs_masks and core.executor.ready():
+            moved, outputs = True, core.confirm()
+        found.append((core, outputs or core.state()))
+        return moved
+
+    @staticmethod
+    def _send_masks(core: EngineCore, found: list[Advance]) -> None:
+        """Send the masks of an independent replica. The outputs of the step before count, even if that raises."""
+        if len(core.in_flight) > 1:
+            found.append((core, core.confirm()))
+        core.send_masks()
+
+    def _bury(self, core: EngineCore, fault: Exception) -> None:
+        """End the requests of a replica that failed. Raises its error when it is the last one."""
+        if len(self._turns) == 1:
+            raise fault
+        number = self.cores.index(core)
+        LOG.error("replica %d of %d stopped; the others go on: %s", number, len(self.cores), fault,
+                  exc_info=None if isinstance(fault, EngineDead) else fault)
+        words = fault if isinstance(fault, EngineDead) else f"{type(fault).__name__}: {fault}."
+        self._died = True
+        self._turns.remove(core)
+        last = self._states[core]
+        self._states[core] = StepStats(**{name: getattr(last, name) for name in TOTALS})
+        self._ended += core.state().finished
+        self._ended += [Finish(handle=handle, reason=FinishReason.ERROR, error="replica",
+                               message=f"replica {number} stopped: {words} Send the request again: other replicas run.")
+                        for handle in core.handles]
+        self._homes = {handle: home for handle, home in self._homes.items() if home is not core}
+        core.shutdown()
+
+    def _merged(self, every: Sequence[Advance]) -> StepOutputs:
+        """Return the outputs of several replicas, and the requests that ended beside them, as those of one step."""
+        self._states |= {core: outputs.stats for core, outputs in every if core in self._turns}
+        found = [outputs for _, outputs in every]
+        ended, self._ended, self._died = self._ended, [], False
+        counts: dict[str, Any] = {name: sum(getattr(one.stats, name) for one in found) for name in COUNTS}
+        states: dict[str, Any] = {name: sum(getattr(one, name) for one in self._states.values()) for name in STATES}
+        states["replicas"] = {number: self._states[core].num_running
+                              for number, core in enumerate(self.cores) if core in self._turns}
+        return StepOutputs(
+            handles=np.concatenate([NO_TOKENS, *(one.handles for one in found)]),
+            tokens=np.concatenate([NO_TOKENS, *(one.tokens for one in found)]),
+            finished=(*ended, *(finish for one in found for finish in one.finished)),
+            preempted=tuple(handle for one in found for handle in one.preempted),
+            cached=_joined(one.cached for one in found),
+            prefixes=_joined(one.prefixes for one in found),
+            logprobs=_joined(one.logprobs for one in found),
+            prompt_logprobs=_joined(one.prompt_logprobs for one in found),
+            stats=StepStats(step=max((one.stats.step for one in found), default=-1), **counts, **states,
+                            balancedness=0.0 if self._balancer is None else self._balancer.balancedness),
+        )  # fmt: skip
+
+
+class ReplicaExecutors:
+    """The executors of all replicas, for operations that reach every rank."""
+
+    def __init__(self, replicas: Replicas) -> None:
+        self._replicas = replicas
+
+    def control(self, name: str, args: dict[str, Any]) -> object:
+        """Run an operation on every replica; return the values of all ranks. See `Executor.control`."""
+        return self._replicas.control(name, args)
+
+    def check_alive(self) -> None:
+        """Raise `EngineDead` when no replica can run a step; of replicas in lock-step, when one cannot."""
+        self._replicas.check_alive()
+
+
+def load(core: EngineCore) -> float:
+    """Return the load of a replica: its requests; waiting ones count more while much of its KV cache is in use."""
+    scheduler, pool = core.scheduler, core.scheduler.allocator.pool
+    waiting = len(scheduler.queue) + scheduler.roster.num_blocked
+    used = 1 - pool.num_free / core.facts.num_blocks
+    return len(scheduler.table) + waiting * (1 + WEIGHT * max(0.0, used - FULL))
+
+
+def _joined(parts: Iterable[dict[int, V]]) -> dict[int, V]:
+    """Return one dict with the entries of all, whose keys differ."""
+    return {handle: value for part in parts for handle, value in part.items()}
+
+
+Core = EngineCore | Replicas  # an engine core, whoever asks it

@@ -1,0 +1,70 @@
+"""Options of several devices in other words than Quire's: the dispatchers for vLLM's names, and notes for people.
+
+Pure functions of the options and the model. No torch.
+"""
+
+from collections.abc import Iterator, Mapping
+
+from quire.config.checkpoint import ModelArgs
+from quire.config.engine import ParallelConfig
+from quire.config.placement import parallel_sizes, ranks
+from quire.config.resolve_moe import MoEPlan
+from quire.contracts.errors import ConfigError
+
+# --all2all-backend -> phase -> dispatcher in its place; Quire chooses in other phases. "pull" takes a row once to each
+# rank with an expert of it, as DeepEP's normal form does.
+BACKENDS: Mapping[str, Mapping[str, str]] = {
+    "auto": {},
+    "allgather_reducescatter": {"prefill": "all-gather", "decode": "all-gather"},
+    "deepep_high_throughput": {"prefill": "pull"},
+    "deepep_low_latency": {"decode": "pull"},
+}
+MOST_RANKS = 4  # whose experts a note tells
+
+
+def check_backend(backend: str, plan: MoEPlan) -> None:
+    """Raise ConfigError for a value of --all2all-backend that has no dispatcher, with the candidates of `plan`."""
+    if backend not in BACKENDS:
+        raise ConfigError(f"--all2all-backend {backend}: Quire has no such exchange of tokens: use "
+                          f"{' or '.join(name for name in BACKENDS if name != 'auto')}, or leave it out. Without it:\n"
+                          f"{plan}")  # fmt: skip
+
+
+def parallel_notes(args: ModelArgs, config: ParallelConfig) -> tuple[str, ...]:
+    """Return the notes about the placement of experts, and about the exchange of tokens between replicas."""
+    return (*_placement(args, config), *_exchange(args, config))
+
+
+def _placement(args: ModelArgs, config: ParallelConfig) -> Iterator[str]:
+    parallel, moe = parallel_sizes(config), args.moe
+    if not parallel.round_robin:
+        return
+    asked = "--expert-placement-strategy round_robin"
+    if moe is None or not parallel.experts or parallel.expert_ranks == 1:
+        why = "the model has no experts" if moe is None else "every rank has a slice of each expert" if (
+            parallel.tp > 1 and not parallel.experts) else "a single rank has all experts"
+        yield f"{asked} changes nothing: {why}."
+        return
+    stage = [rank for rank in ranks(args, parallel) if rank.stage == 0]
+    held = "; ".join(f"rank {rank.number}: {_listed(rank.expert_ids)}" for rank in stage[:MOST_RANKS])
+    more = "; ..." * (len(stage) > MOST_RANKS)
+    vllm = "" if moe.routing.num_groups > 1 else ", where vLLM is linear, because the router chooses among no groups"
+    yield f"{asked}: experts go to {len(stage)} ranks in turn{vllm}: {held}{more}."
+
+
+def _exchange(args: ModelArgs, config: ParallelConfig) -> Iterator[str]:
+    backend, parallel = config.all2all_backend, parallel_sizes(config)
+    asked = f"--all2all-backend {backend}"
+    if backend == "auto":
+        return
+    if args.moe is None or not parallel.lockstep:
+        yield f"{asked} changes nothing: every rank has the tokens of its experts, because no replicas share experts."
+    elif backend.startswith("deepep") and backend in BACKENDS:
+        ((phase, name),) = BACKENDS[backend].items()
+        yield (f"{asked} is taken as Quire's dispatcher {name} in {phase}, on one host; DeepEP itself is not used. For "
+               f"{'decode' if phase == 'prefill' else 'prefill'} Quire chooses.")  # fmt: skip
+
+
+def _listed(numbers: range) -> str:
+    shown = [str(number) for number in numbers]
+    return ", ".join(shown if len(shown) < 5 else [*shown[:2], "...", shown[-1]])

@@ -1,0 +1,78 @@
+"""Several front ends of one engine core, each a process: their places, and the part of each in the core's outputs.
+
+The first front end starts the core and the others. The number of a request or an operation
+tells the front end that made it.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import TypeVar
+
+import msgspec
+
+from quire.contracts.output import StepOutputs
+
+NUMBERS = 2**31  # of requests: they travel as int32
+V = TypeVar("V")
+
+
+class FrontPlace(msgspec.Struct, frozen=True, kw_only=True):
+    """Place of a front end among the `count` front ends of a core. `folder`: of the sockets; "": not made yet."""
+
+    number: int = 0
+    count: int = 1
+    folder: str = ""
+
+    @property
+    def first(self) -> int:
+        """First number of its requests and operations."""
+        return self.number * (NUMBERS // self.count)
+
+    @property
+    def end(self) -> int:
+        """End of its numbers: they are below this one."""
+        return self.first + NUMBERS // self.count
+
+    @property
+    def to_core(self) -> str:
+        """Address of the socket to the core."""
+        return f"ipc://{self.folder}/to"
+
+    @property
+    def from_core(self) -> str:
+        """Address of the socket from the core to this front end."""
+        return f"ipc://{self.folder}/from{self.number or ''}"
+
+    def every(self) -> "list[FrontPlace]":
+        """Return the places of all front ends."""
+        return [msgspec.structs.replace(self, number=number) for number in range(self.count)]
+
+
+ALONE = FrontPlace()
+
+
+def owner(number: int, count: int) -> int:
+    """Return the number of the front end, of `count`, that made a request or an operation with this number."""
+    return number // (NUMBERS // count)
+
+
+def parts(outputs: StepOutputs, count: int) -> Iterator[StepOutputs]:
+    """Yield the outputs for each of `count` front ends. All get the engine's state; only the first counts the step."""
+    owners = outputs.handles // (NUMBERS // count)
+    for number in range(count):
+        mine, whose = owners == number, (number, count)
+        counted = {"num_elsewhere": int((~mine).sum())} if number == 0 else {"step": -1}
+        yield StepOutputs(
+            handles=outputs.handles[mine],
+            tokens=outputs.tokens[mine],
+            finished=tuple(finish for finish in outputs.finished if owner(finish.handle, count) == number),
+            preempted=tuple(handle for handle in outputs.preempted if owner(handle, count) == number),
+            cached=_part(outputs.cached, *whose),
+            prefixes=_part(outputs.prefixes, *whose),
+            logprobs=_part(outputs.logprobs, *whose),
+            prompt_logprobs=_part(outputs.prompt_logprobs, *whose),
+            stats=msgspec.structs.replace(outputs.stats, **counted),
+        )
+
+
+def _part(values: Mapping[int, V], number: int, count: int) -> dict[int, V]:
+    return {handle: value for handle, value in values.items() if owner(handle, count) == number}

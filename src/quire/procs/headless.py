@@ -1,0 +1,62 @@
+"""`quire serve --headless`: a host of an engine whose server is elsewhere. Finds the model, then runs the agent."""
+
+import hashlib
+import importlib.metadata
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+from quire import __version__
+from quire.config.engine import EngineConfig
+from quire.config.env import cluster_key
+from quire.contracts.errors import ConfigError
+from quire.platforms.detect import probe_driver, resolve_device
+from quire.procs.agent import JOIN_SECONDS, HostAgent, host_name
+from quire.procs.host_messages import HostHello
+from quire.weights.folder import fetch_weights, resolve_folders
+
+CODES = {signal.SIGTERM: 0, signal.SIGINT: 130}  # exit codes of a host that a signal has ended
+
+
+def serve_host(config: EngineConfig, module: str, say: Callable[[str], None], seconds: float = JOIN_SECONDS) -> int:
+    """Run the ranks of this host until the engine ends. Return the exit code: 1 after a rank of this host has failed.
+
+    module   builds a rank; see `HostAgent`;  say  prints a line for the user;  seconds  to find host 0
+    Raises a `QuireError` when host 0 is not found, does not take this host, or is lost.
+    """
+    hosts = config.hosts
+    if not hosts.node_rank:
+        raise ConfigError(f"headless: node_rank={hosts.node_rank} is the host of the server, which answers over HTTP: "
+                          "leave headless out, or give --nnodes and the --node-rank of this host.")
+    key, _ = cluster_key()
+    folder, digest = find_model(config)
+    gpus = probe_driver().count if resolve_device(config.device.device).device == "cuda" else 0
+    hello = HostHello(node=hosts.node_rank, name=f"{host_name()}, node {hosts.node_rank}", versions=versions(),
+                      devices=tuple(range(gpus)), folder=folder, model=digest)
+    signals: list[signal.Signals] = []
+    for number in CODES:
+        signal.signal(number, lambda received, _: signals.append(signal.Signals(received)))
+    agent = HostAgent(hosts.master_addr, hosts.master_port, key, hello, module, env={}, say=say)
+    good = agent.run(lambda: f"was ended by {signals[0].name}" if signals else "", seconds)
+    return CODES[signals[0]] if signals else int(not good)
+
+
+def find_model(config: EngineConfig) -> tuple[str, str]:
+    """Return the folder of the model on this host, downloaded if needed, and its digest."""
+    folder, _ = resolve_folders(config)
+    fetch_weights(config, folder, lambda checkpoint: None)
+    return str(folder.resolve()), model_digest(config, folder)
+
+
+def versions() -> str:
+    """Return the versions that all hosts of an engine have alike."""
+    return f"Quire {__version__}, PyTorch {importlib.metadata.version('torch')}"
+
+
+def model_digest(config: EngineConfig, folder: Path) -> str:
+    """Return a digest of a model's config.json and of the names and sizes of its weight files, if they are read."""
+    digest = hashlib.sha256((folder / "config.json").read_bytes())
+    if config.load.load_format != "dummy":
+        for path in sorted(folder.glob("*.safetensors")):
+            digest.update(f"{path.name} {path.stat().st_size}\n".encode())
+    return digest.hexdigest()

@@ -1,0 +1,70 @@
+"""This rank's part in the balancing of experts: maps and loads of its layers, and the mover of weights."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from quire.contracts.step import I32
+from quire.distributed import Group
+from quire.distributed.expert_moves import ExpertMover
+from quire.kernels.experts.expert_memory import expert_memory, let_move
+from quire.layers.moe import MoE
+
+
+class RankBalancing:
+    """Answers the engine core's messages about experts, and switches layers to new maps.
+
+    layers   the layers with experts of this rank, in order
+    group    for the mover alone: the ranks that divide the experts
+    """
+
+    def __init__(self, layers: Sequence[MoE], group: Group) -> None:
+        self._layers = layers
+        for layer in layers:
+            let_move(layer.experts.packed)
+            kinds = {tuple((one.dtype, one.shape) for one in expert_memory(layer.experts.packed, place))
+                     for place in range(layer.experts.num_experts)}  # fmt: skip
+            assert len(kinds) == 1, f"experts whose weights cannot be copied onto each other: {kinds}"
+        self._maps: list[tuple[I32, I32]] = []
+        self._mover = ExpertMover(group, self._memory, layers[0].experts.num_experts)
+
+    @property
+    def moved(self) -> int:
+        """Layers of all new maps so far to which all ranks can switch; -1 after a fault of this rank's mover."""
+        return -1 if self._mover.fault is not None else self._mover.told
+
+    def control(self, what: str, **given: Any) -> object:
+        """Do what the engine core asks for: "reset" or "load" (counts of tokens), or "move" (begin to move weights)."""
+        if what == "move":
+            return self._move(**given)
+        loads = [layer.slots.load for layer in self._layers if layer.slots is not None]
+        found = torch.stack(loads).cpu().tolist() if what == "load" else None
+        for load in loads:
+            load.zero_()
+        return found
+
+    def switch(self, layer: int) -> None:
+        """Switch a layer to its new experts and map, before the launch of a step."""
+        slots, counts = self._maps[layer]
+        self._mover.switch(layer)
+        held = self._layers[layer].slots
+        assert held is not None, "this layer has no slots"
+        held.replace(torch.from_numpy(slots), torch.from_numpy(counts))
+
+    def close(self) -> None:
+        """End the mover."""
+        self._mover.close()
+
+    def _move(self, moves: Sequence[I32], slots: I32, counts: I32) -> None:
+        """Begin to move weights.
+
+        moves    of each layer, [n, 2]: destination slot, source slot;  slots, counts  as in `engine.eplb.ExpertMap`
+        """
+        self._maps = list(zip(np.array(slots, np.int32), np.array(counts, np.int32), strict=True))
+        self._mover.begin([[(int(to), int(source)) for to, source in one] for one in moves])
+
+    def _memory(self, layer: int, place: int) -> list[Tensor]:
+        return expert_memory(self._layers[layer].experts.packed, place)

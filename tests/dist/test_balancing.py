@@ -1,0 +1,73 @@
+"""Experts that move between the processes of ranks while requests are served: tokens are those of one rank."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire import LLM
+from quire.engine import balancer
+from quire.engine.replicas import Replicas
+
+from ..support.many_ranks import SIZES, Fault, Left
+from .test_answers import ask, checkpoint, compare, engine, requests
+
+__all__ = ["checkpoint", "engine"]
+ROUNDS = 30  # of requests, in which every layer must have moved
+
+
+def balanced(folder: Path) -> dict[str, Any]:
+    """The options with which experts of this model move every few steps."""
+    raw = json.loads((folder / "config.json").read_text())
+    count = next(raw[name] for name in ("num_local_experts", "num_experts", "n_routed_experts") if raw.get(name))
+    settings = {"num_redundant_experts": -count % 4 or 4, "step_interval": 8, "window_size": 4}
+    return {"enable_eplb": True, "eplb_config": settings}
+
+
+def balancer_of(llm: LLM) -> balancer.Balancer:
+    core = llm.engine.core
+    assert isinstance(core, Replicas) and core._balancer is not None
+    return core._balancer
+
+
+@pytest.mark.parametrize(("family", "sizes"), [
+    ("qwen3_moe", "dp2-ep"), ("deepseek_v3", "dp2-tp2-ep"), ("qwen3_moe", "tp2-ep"),
+])  # fmt: skip
+def test_every_layer_moves_while_requests_are_served(
+    family: str, sizes: str, checkpoint: Callable[[str], Path], engine: Callable[..., LLM],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(balancer, "LEAST_GAIN", -1.0)
+    folder = checkpoint(family)
+    expected = ask(engine(folder), requests())
+    ranks = engine(folder, **SIZES[sizes], **balanced(folder), async_depth=2)
+    for _ in range(ROUNDS):
+        compare(ask(ranks, requests()), expected)
+        if balancer_of(ranks)._total:
+            break
+    assert balancer_of(ranks)._total, "not every layer was switched to another map"
+    assert 0 < balancer_of(ranks).balancedness <= 1
+    compare(ask(ranks, requests()), expected)
+
+
+def test_a_mover_of_a_rank_that_is_frozen_leaves_the_old_map_in_use(
+    left: Left, tmp_path: Path, checkpoint: Callable[[str], Path], engine: Callable[..., LLM],
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    """Requests get their tokens, a warning comes after the deadline, and the engine ends as always."""
+    monkeypatch.setattr(balancer, "LEAST_GAIN", -1.0)
+    monkeypatch.setattr(balancer, "DEADLINE", 0.05)
+    moment, folder = tmp_path / "moment", checkpoint("qwen3_moe")
+    expected = ask(engine(folder), requests())
+    for name, text in Fault(1, "mover", "freeze").variables(moment).items():
+        monkeypatch.setenv(name, text)
+    ranks = engine(folder, **SIZES["dp2-ep"], **balanced(folder))
+    with caplog.at_level("WARNING", "quire"):
+        for _ in range(ROUNDS):
+            compare(ask(ranks, requests()), expected)
+            if "no expert weights have moved" in caplog.text:
+                break
+    assert moment.exists() and caplog.text.count("no expert weights have moved for") == 1
+    assert balancer_of(ranks).moving and balancer_of(ranks)._switched == 0

@@ -1,0 +1,209 @@
+"""Engines on two hosts, which are two programs on the loopback: the answers of one rank, faults, and nothing left.
+
+The second host is `quire serve --headless`. It gets its flags, and its key, from its own command line and environment.
+"""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire import LLM, SamplingParams
+from quire.config.env import CLUSTER_KEY
+from quire.contracts.errors import EngineDead
+
+from ..e2e.serving import running_server
+from ..support.many_ranks import SIZES, SMALL, Left, until
+from ..support.pairwise import Row
+from ..support.tiny_models import Tiny, make_oracle, mixed_prompts
+from .test_answers import CHECKED, ask, compare, requests
+from .test_faults import FLAGS
+
+KEY = "the key of these tests"
+OPTIONS: Row = SMALL | {"device": "cpu", "max_model_len": 512, "kv_cache_memory_bytes": 16 << 20}
+LONG = SamplingParams(max_tokens=400, ignore_eos=True, seed=1)
+WAIT = 60
+
+
+@pytest.fixture(autouse=True)
+def key(monkeypatch: pytest.MonkeyPatch, left: Left) -> None:
+    monkeypatch.setenv(CLUSTER_KEY, KEY)
+
+
+@pytest.fixture
+def port() -> int:
+    """A port that was free a moment ago."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        number: int = taken.getsockname()[1]
+        return number
+
+
+class Agent:
+    """The second of two hosts as a process."""
+
+    def __init__(self, process: "subprocess.Popen[str]") -> None:
+        self.process = process
+
+    def end(self) -> tuple[int, str]:
+        """Wait for its end; return its exit code and what it has printed."""
+        out, _ = self.process.communicate(timeout=WAIT)
+        return self.process.returncode, out
+
+
+@contextmanager
+def agent(port: int, model: str = "", **environment: str) -> Iterator[Agent]:
+    words = [sys.executable, "-m", "quire", "serve", *([model] if model else []), "--headless", "--nnodes", "2",
+             "--node-rank", "1", "--master-port", str(port), "--device", "cpu"]  # fmt: skip
+    with subprocess.Popen(words, env=os.environ | environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                          text=True) as process:  # fmt: skip
+        try:
+            yield Agent(process)
+        finally:
+            process.kill()
+
+
+def hosted(port: int, **options: Any) -> LLM:
+    return LLM(**(OPTIONS | {"nnodes": 2, "master_port": port} | options))
+
+
+@pytest.fixture(scope="session")
+def experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a tiny model with experts, in which no greedy choice is close."""
+    return make_oracle(Tiny(family="qwen3_moe"), mixed_prompts(), tmp_path_factory.mktemp).folder
+
+
+@pytest.mark.parametrize("sizes", ["tp2", "pp2", "dp2", "dp2-ep"])
+def test_answers_of_one_rank(sizes: str, experts: Path, port: int) -> None:
+    options: Row = SMALL | {"max_num_seqs": 16, "max_model_len": 256, "kv_cache_memory_bytes": 16 << 20,
+                            "skip_tokenizer_init": True, "block_size": 16, "max_num_batched_tokens": 48}  # fmt: skip
+    with agent(port, str(experts)) as other:
+        with LLM(str(experts), **options, **CHECKED, **SIZES[sizes], nnodes=2, master_port=port) as llm:
+            found = ask(llm, requests(24))
+        code, out = other.end()
+        assert code == 0 and "the engine has ended" in out
+    with LLM(str(experts), **options) as llm:
+        compare(found, ask(llm, requests(24)))
+
+
+def test_slices_of_a_layer_on_several_hosts_are_noted(port: int) -> None:
+    with agent(port), hosted(port, tensor_parallel_size=2) as llm:
+        assert any(note.startswith("-tp 2: slices of a layer are on several hosts") for note in llm.engine.notes)
+
+
+def dies(llm: LLM, strike: Callable[[], object]) -> str:
+    """Generate, strike after the first token, and return the words of the error."""
+    with pytest.raises(EngineDead) as caught:
+        for number, _ in enumerate(llm.stream("Once", LONG)):
+            if number == 1:
+                strike()
+                struck = time.monotonic()
+    print(f"told after {time.monotonic() - struck:.3f} s")
+    return str(caught.value)
+
+
+def test_a_rank_of_the_other_host_is_killed(left: Left, port: int) -> None:
+    with agent(port) as other, hosted(port, tensor_parallel_size=2) as llm:
+        pid = rank_of(other, left)
+        words = dies(llm, lambda: os.kill(pid, signal.SIGKILL))
+        assert f"rank 1 (tp 1, pid {pid} on {os.uname().nodename}, node 1) was killed by SIGKILL" in words
+        code, out = other.end()
+        assert code == 1, out
+
+
+def rank_of(other: Agent, left: Left) -> int:
+    """Return the process of the agent's rank."""
+    (pid,) = [pid for pid in left.ranks()
+              if int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]) == other.process.pid]
+    return pid
+
+
+@pytest.mark.parametrize("number, how", [(signal.SIGKILL, "its agent closed the connection"),
+                                         (signal.SIGTERM, "its agent was ended by SIGTERM")])
+def test_the_agent_ends(number: signal.Signals, how: str, left: Left, port: int) -> None:
+    with agent(port) as other, hosted(port, tensor_parallel_size=2) as llm:
+        pid = rank_of(other, left)
+        words = dies(llm, lambda: other.process.send_signal(number))
+        assert f"rank 1 (tp 1, pid {pid} on {os.uname().nodename}, node 1) was lost: {how}" in words
+        until(lambda: not left.ranks(), lambda: f"left: {left.ranks()}")
+
+
+def test_an_independent_replica_goes_on_without_the_other_host(left: Left, port: int) -> None:
+    with agent(port) as other, hosted(port, data_parallel_size=2) as llm:
+        llm.generate(["Once", "The"], SamplingParams(max_tokens=4), use_tqdm=False)
+        other.process.kill()
+        until(lambda: len(left.ranks()) == 1, lambda: f"left: {left.ranks()}")
+        for _ in range(2):  # the first requests may have been those of the dead replica
+            try:
+                answers = llm.generate(["Once", "The"], SamplingParams(max_tokens=4), use_tqdm=False)
+            except EngineDead:
+                continue
+        assert len(answers) == 2
+
+
+MASTER = """
+import sys
+from quire import LLM, SamplingParams
+llm = LLM(device="cpu", dtype="float32", num_threads=1, max_model_len=4096, tensor_parallel_size=2, nnodes=2,
+          master_port=int(sys.argv[1]))
+for _ in llm.stream("Once", SamplingParams(max_tokens=4000, ignore_eos=True)):
+    print("token", flush=True)
+"""
+
+
+def test_a_killed_master_leaves_nothing(left: Left, port: int) -> None:
+    with agent(port) as other:
+        with subprocess.Popen([sys.executable, "-c", MASTER, str(port)], stdout=subprocess.PIPE, text=True) as master:
+            assert master.stdout is not None and master.stdout.readline() == "token\n"
+            master.kill()
+        code, out = other.end()
+        assert code == 1 and f"the engine on 127.0.0.1:{port} is gone: the ranks of this host were ended" in out
+        until(lambda: not left.processes(), lambda: f"left: {left.processes()}")
+
+
+def test_a_host_with_another_key_is_refused(port: int) -> None:
+    """The master waits meanwhile for the right one."""
+    with agent(port, **{CLUSTER_KEY: "the key of another cluster"}) as wrong:
+        with subprocess.Popen([sys.executable, "-c", MASTER, str(port)], stdout=subprocess.PIPE, text=True) as master:
+            code, out = wrong.end()
+            assert code == 3 and "has another key: set QUIRE_CLUSTER_KEY to the same text on all hosts" in out
+            with agent(port) as right:
+                assert master.stdout is not None and master.stdout.readline() == "token\n"
+                right.process.kill()
+            assert master.wait(WAIT) == 1
+
+
+def test_a_host_with_another_model_is_refused(experts: Path, port: int) -> None:
+    with subprocess.Popen([sys.executable, "-c", MASTER, str(port)], stdout=subprocess.PIPE, text=True) as master:
+        with agent(port, str(experts)) as other:
+            code, out = other.end()
+        assert code == 3 and "its model has other files than that of the first host" in out
+        master.kill()
+
+
+def test_a_server_on_two_hosts(left: Left, port: int) -> None:
+    with agent(port) as other, running_server(*FLAGS, "-tp", "2", "--nnodes", "2", "--master-port", str(port),
+                                              **left.variables) as server:  # fmt: skip
+        assert server.complete(max_tokens=8).status == 200
+        server.signal(signal.SIGTERM)
+        assert server.exit_code() == 0 and other.end()[0] == 0
+
+
+@pytest.mark.parametrize("flags, words", [
+    (("--headless",), "leave headless out"), (("--node-rank", "1"), "1 hosts have the numbers 0 to 0"),
+    (("--nnodes", "2", "--node-rank", "1", "-tp", "2"), "only host 0 has an engine core"),
+    (("--nnodes", "2", "-tp", "3"), "cannot be divided"), (("--nnodes", "2"), "cannot be divided"),
+    (("--nnodes", "2", "-tp", "2", "--master-addr", "0.0.0.0"), "cannot connect to this address"),
+], ids=lambda one: " ".join(one))  # fmt: skip
+def test_flags_that_do_not_fit(flags: tuple[str, ...], words: str, left: Left) -> None:
+    with running_server("--device", "cpu", *flags, wait="", **left.variables) as server:
+        assert server.exit_code() == 3
+        assert words in server.stderr.replace("-", " ").replace("_", " ") or words in server.stderr

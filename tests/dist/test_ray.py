@@ -1,0 +1,79 @@
+"""An engine on two nodes of Ray, both on this machine: the answers of one rank; a node that goes is named."""
+
+import os
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from quire import LLM, SamplingParams
+from quire.assemble.ray_hosts import in_order
+from quire.contracts.errors import ConfigError, EngineDead
+
+from ..support.many_ranks import SIZES, SMALL, is_rank, until
+from .test_answers import ask, compare, texts
+
+OPTIONS: dict[str, Any] = SMALL | {"device": "cpu", "max_model_len": 256, "kv_cache_memory_bytes": 16 << 20}
+LONG = SamplingParams(max_tokens=200, ignore_eos=True, seed=1)
+
+
+def test_the_nodes_of_ranks_begin_with_the_driver_s() -> None:
+    assert in_order({0: "b", 1: "a", 2: "b", 3: "c"}, "a") == [1, 0, 2, 3]
+    assert in_order({1: "b", 0: "c", 2: "c"}, "a") == [0, 2, 1]
+
+
+def test_without_ray_the_way_to_get_it_is_told() -> None:
+    try:
+        import ray  # noqa: F401
+    except ModuleNotFoundError:
+        with pytest.raises(ConfigError, match=r"Ray is not installed: `pip install 'quire\[ray\]'`"):
+            LLM(**OPTIONS, tensor_parallel_size=2, distributed_executor_backend="ray")
+    else:
+        pytest.skip("Ray is installed")
+
+
+@pytest.fixture
+def nodes() -> Iterator[tuple[Any, Any]]:
+    """A cluster of two nodes with a place for one rank each, and its second node."""
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    utils = pytest.importorskip("ray.cluster_utils", reason="Ray is not installed: pip install 'quire[ray]'")
+    cluster = utils.Cluster(initialize_head=True, connect=True, head_node_args={
+        "num_cpus": 2, "resources": {"quire_rank": 1}})  # fmt: skip
+    second = cluster.add_node(num_cpus=2, resources={"quire_rank": 1})
+    try:
+        yield cluster, second
+    finally:
+        import ray
+
+        ray.shutdown()
+        cluster.shutdown()
+
+
+def ranks_here() -> list[int]:
+    """The processes of ranks on this machine that are this test's: no other test runs ranks at the same time."""
+    return [int(entry) for entry in os.listdir("/proc") if entry.isdecimal() and is_rank(int(entry))]
+
+
+@pytest.mark.full
+def test_two_nodes_answer_and_one_that_goes_is_named(nodes: tuple[Any, Any]) -> None:
+    cluster, second = nodes
+    before = ranks_here()
+    with LLM(**OPTIONS) as one:
+        expected = ask(one, texts())
+    with LLM(**OPTIONS, **SIZES["tp2"], distributed_executor_backend="ray") as llm:
+        compare(ask(llm, texts()), expected)
+        assert len(ranks_here()) == len(before) + 2
+    until(lambda: ranks_here() == before, lambda: f"left: {ranks_here()}")
+
+    with LLM(**OPTIONS, **SIZES["tp2"], distributed_executor_backend="ray") as llm:
+        with pytest.raises(EngineDead) as caught:
+            for number, _ in enumerate(llm.stream("Once", LONG)):
+                if number == 1:
+                    cluster.remove_node(second)
+                    removed = time.monotonic()
+        print(f"told after {time.monotonic() - removed:.2f} s: {caught.value}")
+        assert "rank 1 (tp 1, pid " in str(caught.value) and ", Ray node " in str(caught.value)
+        until(lambda: ranks_here() == before, lambda: f"left: {ranks_here()}")
+    with pytest.raises(ConfigError, match="2 ranks need 2 of the resource quire_rank, and the Ray cluster has 1"):
+        LLM(**OPTIONS, **SIZES["tp2"], distributed_executor_backend="ray")

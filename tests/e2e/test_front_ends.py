@@ -1,0 +1,177 @@
+"""Several HTTP processes on one port in front of one engine: which of them answers makes no difference.
+
+A connection is accepted by one of the processes that run, so a test stops the others for a moment to choose it.
+"""
+
+import http.client
+import json
+import os
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from .serving import MOCK, PATIENCE, Server, children, is_running, running_server, wait_until
+
+pytestmark = pytest.mark.skipif(not Path("/proc").is_dir(), reason="processes are told apart in /proc")
+COUNT = 3
+SLOW = ("--mock-step-ms", "20")
+FOR_LONG = 4000  # tokens: longer than a test waits
+
+
+@contextmanager
+def serving(*flags: str) -> Iterator[tuple[Server, list[int], int]]:
+    """Yield a server with several HTTP processes, their ids, and that of its engine core."""
+    with running_server(*MOCK, "--api-server-count", str(COUNT), *flags) as server:
+        fronts = every(server)
+        assert len(fronts) == COUNT
+        (core,) = {*children(server.process.pid)} - {*fronts}
+        wait_until(lambda: all(map(listens, fronts)), "a process does not listen")
+        yield server, fronts, core
+
+
+def listens(pid: int) -> bool:
+    """Return True if the process waits for connections: its epoll watches a listening socket."""
+    rows = [row.split() for row in Path(f"/proc/{pid}/net/tcp").read_text().splitlines()[1:]]
+    inodes = {row[9] for row in rows if row[3] == "0A"}
+    own, watched = set[str](), set[str]()
+    for descriptor in os.listdir(f"/proc/{pid}/fd"):
+        with suppress(FileNotFoundError):  # closed meanwhile
+            if os.readlink(f"/proc/{pid}/fd/{descriptor}")[8:-1] in inodes:
+                own.add(descriptor)
+            lines = Path(f"/proc/{pid}/fdinfo/{descriptor}").read_text().splitlines()
+            watched |= {line.split()[1] for line in lines if line.startswith("tfd:")}
+    return bool(own & watched)
+
+
+@contextmanager
+def only(pid: int, fronts: list[int]) -> Iterator[None]:
+    """New connections go to the process `pid`."""
+    others = [other for other in fronts if other != pid]
+    for other in others:
+        os.kill(other, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        for other in others:
+            os.kill(other, signal.SIGCONT)
+
+
+def open_stream(server: Server, tokens: int) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:
+    """Begin a completion; return after its first event."""
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=PATIENCE)
+    body = {"prompt": "Once", "max_tokens": tokens, "temperature": 0, "ignore_eos": True, "stream": True}
+    connection.request("POST", "/v1/completions", json.dumps(body), {"content-type": "application/json"})
+    response = connection.getresponse()
+    assert response.status == 200 and response.readline().startswith(b"data: {")
+    return connection, response
+
+
+def streams_of_each(server: Server, fronts: list[int], tokens: int) -> list[Any]:
+    """Begin a completion in each process."""
+    found = []
+    for pid in fronts:
+        with only(pid, every(server)):
+            found.append(open_stream(server, tokens))
+    return found
+
+
+def every(server: Server) -> list[int]:
+    """Return the HTTP processes of a server, the first one first."""
+    others = [pid for pid in children(server.process.pid) if b"another" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    return [server.process.pid, *others]
+
+
+def test_all_processes_answer_alike_and_their_counts_are_added_up() -> None:
+    with serving() as (server, fronts, core):
+        texts, names = [], set()
+        for pid in fronts:
+            with only(pid, fronts):
+                texts.append(server.complete(max_tokens=20, seed=1).text())
+                answer = server.ask("/v1/completions", {"prompt": "Once", "max_tokens": 20, "temperature": 1,
+                                                        "ignore_eos": True}).json()
+                names.add(answer["choices"][0]["text"])
+                assert server.ask("/v1/completions", {"prompt": ""}).status == 400
+        assert len(set(texts)) == 1 and texts[0]
+        assert len(names) == COUNT, "processes draw the same seeds"
+        for pid in fronts:
+            def counted(pid: int = pid) -> bool:
+                with only(pid, fronts):
+                    success = server.metric("quire:request_success_total")
+                    roles = server.metric("quire:process_resident_bytes")
+                    tokens = server.metric("quire:generation_tokens_total")
+                sums = sum(success.values()), sum(tokens.values()), len(roles)
+                return sums == (2 * COUNT, 2 * 20 * COUNT, COUNT + 1)
+
+            wait_until(counted, "counts are missing")
+
+
+def test_a_killed_process_loses_its_clients_and_no_other() -> None:
+    with serving(*SLOW) as (server, fronts, core):
+        with only(fronts[-1], fronts):
+            lost = open_stream(server, FOR_LONG)
+        rest = streams_of_each(server, fronts[:-1], 100)
+        with only(fronts[1], fronts):
+            open_stream(server, FOR_LONG)[0].close()  # its client goes: an abort like any other
+        os.kill(fronts[-1], signal.SIGKILL)
+        with pytest.raises((http.client.IncompleteRead, ConnectionError)):
+            lost[1].read()
+            raise ConnectionError  # the end of a chunked body that has no last chunk may look like an end
+        for _, response in rest:
+            assert response.read().rstrip().endswith(b"data: [DONE]")
+        wait_until(lambda: "HTTP process 2 of 3 (pid" in server.stderr, server.stderr)
+        assert "was killed by SIGKILL: its clients have lost their connections; 2 go on" in server.stderr
+        wait_until(lambda: server.metric("quire:num_requests_running").popitem()[1] == 0, "its request runs on")
+        assert server.complete(max_tokens=4).status == 200
+        assert server.ask("/health").status == 200
+
+
+@pytest.mark.parametrize("to_all", [False, True])
+def test_sigterm_lets_the_requests_of_all_processes_finish(to_all: bool) -> None:
+    """Also when it comes to every process, as from a service manager."""
+    with serving(*SLOW) as (server, fronts, core):
+        streams = streams_of_each(server, fronts, 60)
+        for pid in reversed(fronts) if to_all else fronts[:1]:
+            os.kill(pid, signal.SIGTERM)
+            time.sleep(0.05)
+        for _, response in streams:
+            assert response.read().rstrip().endswith(b"data: [DONE]")
+        assert server.exit_code() == 0
+        assert not any(map(is_running, [*fronts, core]))
+
+
+@pytest.mark.parametrize("second", [False, True])
+def test_an_end_at_once_is_told_to_the_clients_of_all_processes(second: bool) -> None:
+    """The core is killed, or a second signal comes."""
+    with serving(*SLOW) as (server, fronts, core):
+        streams = streams_of_each(server, fronts, FOR_LONG)
+        if second:
+            server.signal(signal.SIGTERM)
+            wait_until(lambda: "no new requests" in server.stderr)
+            server.signal(signal.SIGTERM)
+        else:
+            os.kill(core, signal.SIGKILL)
+        for _, response in streams:
+            assert b'"error"' in response.read()
+        assert server.exit_code() == (0 if second else 1)
+        assert not any(map(is_running, [*fronts, core]))
+
+
+def test_nothing_outlives_the_first_process() -> None:
+    with serving() as (server, fronts, core):
+        server.signal(signal.SIGKILL)
+        wait_until(lambda: not any(map(is_running, [*fronts, core])), "a process is left")
+
+
+def test_responses_are_not_stored() -> None:
+    with serving() as (server, fronts, core):
+        body = {"input": "Once", "max_output_tokens": 4}
+        name = server.ask("/v1/responses", body).json()["id"]
+        assert server.ask(f"/v1/responses/{name}").status == 404
+        for field in ({"previous_response_id": name}, {"background": True}):
+            answer = server.ask("/v1/responses", body | field)
+            assert answer.status == 400 and "--api-server-count" in answer.json()["error"]["message"]

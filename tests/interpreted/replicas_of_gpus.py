@@ -1,0 +1,104 @@
+"""A replica of two that stand for GPUs: `python -m tests.interpreted.replicas_of_gpus RANK KIND FOLDER`.
+
+As `ranks_of_gpus.py`, for replicas in lock-step that share experts: rows go through memory that both map, and each
+replica runs the same steps, the second one a step later; so each is idle once.
+"""
+
+import os
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+os.environ["TRITON_INTERPRET"] = "1"
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+from quire.config.checkpoint import ModelArgs
+from quire.config.placement import Parallel, Rank, ranks
+from quire.contracts.step import StepPlan, StepSync
+from quire.distributed.mesh import RankGroups
+from quire.distributed.process_group import join_ranks, leave_ranks
+from quire.kernels.comm import Peers
+from quire.kernels.comm.exchange import Layout, Slots
+from quire.kvstore.arena import KVArena
+from quire.layers.stack import Model
+from quire.models.registry import kv_views, rank_geometry
+from quire.procs.wire import encode
+from quire.worker.construct import make_runner
+from quire.worker.device_state import Limits
+
+from ..support.compared import BLOCK, CPU, LIMITS, model_args
+from .ranks_of_gpus import rank_model
+
+PROGRAMS, SIZE, ROWS = 4, 2, 48
+# Steps of at most 2 tokens, and of at most 24: prompts of 30 tokens take two exchanges, which are not captured. Two
+# decodes are padded to 4 tokens: more than the bound.
+SIZES = Limits(**(vars(LIMITS) | {"graph_sizes": (4,), "graph_tokens": (24,), "bounds": (2, 24)}))
+
+
+def layout(args: ModelArgs) -> Layout:
+    """The layout of the memory of a rank."""
+    assert args.moe is not None
+    return Layout(ranks=SIZE, rows=max(SIZES.bounds), hidden=args.hidden_size, top_k=args.moe.routing.top_k,
+                  item_bytes=4)  # fmt: skip
+
+
+def shared_memory(folder: Path, rank: int, made: Layout) -> tuple[Slots, object]:
+    """The memory of both ranks, in files, and the mapped files, which must be kept."""
+    maps = [[torch.from_file(str(folder / f"{name}{other}"), shared=True, size=size, dtype=torch.uint8)
+             for other in range(SIZE)]
+            for name, size in (("buffer", made.num_bytes), ("signal", 4 * PROGRAMS * SIZE))]  # fmt: skip
+    buffers, signals = (torch.tensor([one.data_ptr() for one in some]) for some in maps)
+    return Slots(Peers(buffers, signals, rank, made.num_bytes, PROGRAMS), made, maps[0][rank]), maps
+
+
+def model_of(args: ModelArgs, rank: Rank, groups: RankGroups) -> Model:
+    """The slices of a random checkpoint that a rank holds."""
+    return rank_model(args, rank, None, "cuda", groups)
+
+
+def steps(plans: tuple[StepPlan, ...], number: int) -> list[StepPlan]:
+    """The plans of a replica, with an idle one, and the tokens of both replicas in each."""
+    empty = np.empty(0, np.int32)
+    idle = StepPlan(step=0, slots=empty, num_decodes=0, num_tokens=empty, num_rows=empty, outputs=np.empty(0, np.uint8))
+    both = [[*plans, idle], [idle, *plans]]
+    rows = [tuple(int(one.num_tokens.sum()) for one in pair) for pair in zip(*both, strict=True)]
+    return [msgspec.structs.replace(one, sync=StepSync(count)) for one, count in zip(both[number], rows, strict=True)]
+
+
+def main(number: int, kind: str, folder: Path) -> None:
+    from .test_cuda_worker import PLANS, Event, Recording
+    from .test_exchange import yielding
+
+    with pytest.MonkeyPatch.context() as patch:
+        from ..support.triton_interpreter import allow_scalar_bounds
+
+        allow_scalar_bounds(patch)
+        yielding(patch)
+        patch.setattr(torch.cuda, "Event", Event)
+        patch.setattr(torch.cuda, "synchronize", lambda: None)
+        patch.setattr("quire.worker.construct.Graphs", Recording)
+        patch.setattr("quire.worker.graphs.NARROW", 2)
+        args, parallel = model_args(kind), Parallel(dp=SIZE, experts=True)
+        slots, kept = shared_memory(folder, number, layout(args))
+        groups = replace(join_ranks(str(folder / "meeting"), number, parallel, CPU), slots=slots)
+        rank = list(ranks(args, parallel))[number]
+        model = model_of(args, rank, groups)
+        arena = KVArena(rank_geometry(args, rank, dtype="float32", device="cuda", block_size=BLOCK), 32, CPU)
+        runner = make_runner(model, kv_views(args, map(arena.views, range(args.num_layers))), SIZES, CPU, target="cuda",
+                             groups=groups)  # fmt: skip
+        for plan in steps(PLANS[:7], number):
+            (folder / f"result{number}-{plan.step}").write_bytes(encode(runner.run(plan)))
+        captured = {shape.key: shape for shape in runner.recorder.shapes()}
+        ran = [captured[key] for key in getattr(runner.recorder, "ran", ()) if key in captured]
+        kinds = {shape.key[0] for shape in ran} | {"beyond" for shape in ran if shape.tokens > shape.bound}
+        (folder / f"kinds{number}").write_text(" ".join(sorted(kinds)))
+        leave_ranks()
+        del kept
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), sys.argv[2], Path(sys.argv[3]))

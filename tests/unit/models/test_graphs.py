@@ -1,0 +1,57 @@
+"""Sizes of the steps that are captured as CUDA graphs, with replicas in lock-step, too."""
+
+from pathlib import Path
+
+import pytest
+
+from quire.config.engine import EngineConfig
+from quire.config.placement import Parallel
+from quire.models.collectives import exchange_bounds
+from quire.models.graphs import GRAPH_BYTES, GraphPlan, decode_sizes, prompt_sizes
+from quire.worker.graphs import Graphs
+from quire.worker.recorder import StepShape
+
+from ...support.explained import explained
+
+SIZES = {"chosen": (decode_sizes(256), prompt_sizes(1024)), "custom": ((100,), ()), "odd": ((1, 3, 70), (512,))}
+
+
+@pytest.mark.parametrize("budget", [128, 300, 8192])
+@pytest.mark.parametrize("sizes", SIZES)
+def test_every_step_of_replicas_up_to_the_largest_size_is_captured(sizes: str, budget: int) -> None:
+    """Another replica may have as many tokens, or more. No shape is captured that no step has."""
+    (decodes, prompts), bounds = SIZES[sizes], exchange_bounds(budget)
+    graphs, used = Graphs(decodes, prompts, 256, bounds), set[StepShape]()
+    for tokens in range(1, min(budget, max((*decodes, *prompts))) + 1):
+        for bound in (bound for bound in bounds if bound >= tokens):
+            for decode, largest in ((True, decodes[-1]), (False, max(prompts, default=0))):
+                if tokens <= largest:
+                    shape = graphs.fit(StepShape(tokens, min(tokens, 256), 0, decode, bound=bound))
+                    assert shape.recorded and shape.bound == bound and shape.tokens >= tokens, (tokens, bound, decode)
+                    used.add(shape)
+    captured = {shape.key for shape in graphs.shapes()}
+    assert {shape.key for shape in used} <= captured
+    reachable = {(shape.decode, shape.tokens, shape.bound) for shape in used}
+    made = {(shape.decode, shape.tokens, shape.bound) for shape in graphs.shapes() if shape.tokens <= budget}
+    assert {one for one in made if one[1]} <= reachable
+
+
+def test_graphs_of_every_bound_are_set_aside() -> None:
+    for sizes in SIZES.values():
+        for bounds in ((), exchange_bounds(8192)):
+            shapes = Graphs(*sizes, 256, bounds).shapes()
+            count = len({(shape.decode, shape.tokens, shape.bound) for shape in shapes})
+            assert GraphPlan(sequences=sizes[0], tokens=sizes[1], bounds=bounds).num_bytes == count * GRAPH_BYTES
+
+
+def test_plans_have_bounds_where_graphs_hold_the_exchange(shared: Path) -> None:
+    def graphs(parallel: Parallel, **options: object) -> GraphPlan:
+        config = EngineConfig.from_flat(model=str(shared / "hf" / "DeepSeek-V2-Lite"), max_num_batched_tokens=300,
+                                        max_num_seqs=128, **options)  # fmt: skip
+        return explained(config, parallel, "h200").plan.graphs
+
+    spread = Parallel(dp=2, experts=True)
+    assert graphs(spread, cudagraph_capture_sizes=(100,)) == GraphPlan(sequences=(100,), bounds=(64, 256, 300))
+    assert graphs(spread, enforce_eager=True) == GraphPlan()
+    for parallel in (Parallel(dp=2), Parallel(tp=2, experts=True)):
+        assert not graphs(parallel).bounds

@@ -1,0 +1,76 @@
+"""Metrics of several HTTP processes: any of them shows those of all, also of a process that has ended."""
+
+import asyncio
+from pathlib import Path
+
+from quire.contracts.output import StepStats
+from quire.contracts.sampling import SamplingParams
+from quire.observe.shared import SharedMetrics
+
+STATE = {"num_running": 3, "num_blocks": 10, "num_free_blocks": 4, "prefix_queries": 50, "prefix_hits": 20}
+
+
+def made(count: int = 3) -> list[SharedMetrics]:
+    return [SharedMetrics("quire", "m", number=number, count=count) for number in range(count)]
+
+
+def samples(metrics: SharedMetrics) -> dict[str, float]:
+    lines = metrics.render()[0].decode().splitlines()
+    return {name: float(value) for name, _, value in (line.rpartition(" ") for line in lines if line[0] != "#")}
+
+
+def play(every: list[SharedMetrics]) -> None:
+    """A step with a token for the request of each process; only the first counts the step."""
+    for number, metrics in enumerate(every):
+        metrics.engine_ready(num_blocks=10, block_size=16, max_model_len=64)
+        metrics.request_started(5 + number, SamplingParams(max_tokens=4))
+        metrics.step(StepStats(**STATE, step=-1 if number else 0, num_tokens=18, num_prefill_tokens=15, execute_s=0.1),
+                     1 if number else len(every))
+        metrics.tokens(1)
+        metrics.http("/v1/completions", 200)
+        metrics.aborted("disconnect")
+        metrics.request_finished("stop", num_prompt=5, num_output=1, queue_s=0.1, prefill_s=0.1, decode_s=0.1,
+                                 e2e_s=2.0)
+
+
+async def shared(every: list[SharedMetrics], folder: Path) -> None:
+    tasks = [asyncio.create_task(metrics.share(folder)) for metrics in every]
+    await asyncio.sleep(0)
+    play(every)
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def test_any_process_shows_the_counts_of_all(tmp_path: Path) -> None:
+    every = made()
+    asyncio.run(shared(every, tmp_path))
+    one = SharedMetrics("quire", "m")
+    play([one])
+    alone, whole = samples(one), [samples(metrics) for metrics in every]
+    for found in whole[1:]:
+        assert {name for name, value in found.items() if value != whole[0][name]} <= {
+            name for name in found if "last_step_age" in name or "resident" in name}
+    for name, factor in (("request_success_total", 3), ("http_requests_total", 3), ("generation_tokens_total", 3),
+                         ("request_prompt_tokens_count", 3), ("e2e_request_latency_seconds_sum", 3), ("steps_total", 1),
+                         ("delivered_tokens_total", 3), ("num_requests_running{", 1), ("kv_cache_usage_perc", 1),
+                         ("step_time_seconds_count", 1), ("prefix_cache_hits_total", 1), ("step_tokens_total", 1)):
+        keys = [key for key in alone if key.startswith(f"quire:{name}")]
+        assert keys and [whole[0][key] for key in keys] == [factor * alone[key] for key in keys], name
+    roles = [key for key in whole[0] if "resident" in key]
+    assert [any(f'"{role}"' in key for key in roles) for role in ("http", "http_1", "http_2")] == [True] * 3
+
+
+def test_a_scrape_does_not_change_the_counts(tmp_path: Path) -> None:
+    every = made(2)
+    asyncio.run(shared(every, tmp_path))
+    name = 'quire:http_requests_total{engine="0",method="POST",model_name="m",route="/v1/completions",status="200"}'
+    assert [samples(every[0])[name] for _ in range(3)] == [2.0] * 3
+
+
+def test_a_process_that_is_not_ready_adds_nothing(tmp_path: Path) -> None:
+    """Its histograms of lengths have other buckets until it knows the context length."""
+    first, second = made(2)
+    second._publish(tmp_path)
+    asyncio.run(shared([first], tmp_path))
+    assert samples(first)['quire:steps_total{engine="0",model_name="m"}'] == 1.0

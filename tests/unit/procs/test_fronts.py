@@ -1,0 +1,109 @@
+"""Front ends of one core: each gets its part of the outputs, and the core's sockets know whom a message concerns."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import zmq
+from msgspec import structs
+
+from quire.config.engine import EngineConfig
+from quire.contracts.output import Finish, StepOutputs, StepStats
+from quire.contracts.request import FinishReason, NewRequest
+from quire.contracts.sampling import SamplerSpec
+from quire.contracts.step import RowLogprobs
+from quire.procs.core_server import CoreSockets
+from quire.procs.fronts import FrontPlace, owner, parts
+from quire.procs.messages import Add, CoreStart, Dropped, FromCore, Gone, Outputs, Ready, Rejected, Reply, Stop
+from quire.procs.wire import decode_from_core, encode
+
+COUNT = 3
+PLACES = FrontPlace(count=COUNT).every()
+ROWS = RowLogprobs(ids=np.zeros((1, 1), np.int32), logprobs=np.zeros((1, 1), np.float32),
+                   ranks=np.ones((1, 1), np.int32))
+
+
+def request(handle: int) -> NewRequest:
+    return NewRequest(handle=handle, request_id=str(handle), token_ids=bytes(4), max_tokens=1,
+                      sampler=SamplerSpec(seed=0, num_prompt=1))
+
+
+def outputs(*numbers: int) -> StepOutputs:
+    """Outputs of a step in which each of these requests got a token, and each field has all of them."""
+    return StepOutputs(handles=np.array(numbers, np.int32), tokens=np.arange(len(numbers), dtype=np.int32),
+                       finished=tuple(Finish(handle=number, reason=FinishReason.LENGTH) for number in numbers),
+                       preempted=numbers, cached=dict.fromkeys(numbers, 1),
+                       logprobs=dict.fromkeys(numbers, ROWS), prompt_logprobs=dict.fromkeys(numbers, ROWS),
+                       stats=StepStats(step=7, num_running=len(numbers), num_tokens=9))
+
+
+def test_every_request_is_in_the_part_of_its_front_end() -> None:
+    numbers = [place.first + i for i in (5, 0, 5) for place in PLACES] + [PLACES[1].end - 1]
+    whole = outputs(*numbers)
+    found = list(parts(whole, COUNT))
+    for place, part in zip(PLACES, found, strict=True):
+        mine = [number for number in numbers if owner(number, COUNT) == place.number]
+        assert part.handles.tolist() == mine == list(part.preempted) == [finish.handle for finish in part.finished]
+        assert part.tokens.tolist() == [at for at, number in enumerate(numbers) if number in mine]
+        for name in ("cached", "logprobs", "prompt_logprobs"):
+            assert list(getattr(part, name)) == list(dict.fromkeys(mine))
+    assert [structs.replace(part.stats, step=0, num_elsewhere=0) for part in found] == (
+        [structs.replace(whole.stats, step=0)] * COUNT)
+    assert [(part.stats.step, part.stats.num_elsewhere) for part in found] == [(7, 7), (-1, 0), (-1, 0)]
+
+
+def test_the_numbers_of_front_ends_do_not_meet_and_are_int32() -> None:
+    for count in (1, 2, 3, 7, 64):
+        every = FrontPlace(count=count).every()
+        assert every[0].first == 0 and every[-1].end <= 2**31
+        assert all(before.end == after.first for before, after in zip(every, every[1:], strict=False))
+        assert [owner(number, count) for place in every for number in (place.first, place.end - 1)] == (
+            [place.number for place in every for _ in range(2)])
+
+
+def test_a_message_goes_to_those_whom_it_concerns(tmp_path: Path) -> None:
+    places = FrontPlace(count=COUNT, folder=str(tmp_path)).every()
+    context: Any = zmq.Context()
+    receivers, speaker = [context.socket(zmq.PULL) for _ in places], context.socket(zmq.PUSH)
+    for receiver, place in zip(receivers, places, strict=True):
+        receiver.bind(place.from_core)
+        receiver.rcvtimeo = 200
+    sockets = CoreSockets(CoreStart(config=EngineConfig(), to_core=places[0].to_core,
+                                    from_core=tuple(place.from_core for place in places)))
+    speaker.connect(places[0].to_core)
+
+    def told(message: FromCore) -> list[FromCore | None]:
+        sockets.send(message)
+        found: list[FromCore | None] = []
+        for receiver in receivers:
+            try:
+                found.append(decode_from_core(receiver.recv()))
+            except zmq.Again:
+                found.append(None)
+        return found
+
+    try:
+        ready = Ready(max_model_len=1, vocab_size=1, num_slots=1, num_blocks=1, block_size=1, depth=1, dtype="",
+                      device="", weight_bytes=0, kv_bytes=0)
+        assert told(ready) == [ready] * 3
+        reply, refusal = Reply(places[2].first + 4, True), Rejected((places[1].first,), "QueueFull", "full")
+        assert told(reply) == [None, None, reply] and told(refusal) == [None, refusal, None]
+        assert told(Dropped("to_core", 1))[1:] == [None, None]
+        heard = told(Outputs(outputs(places[1].first + 3)))
+        handles = [one.step.handles.tolist() for one in heard if isinstance(one, Outputs)]
+        assert handles == [[], [places[1].first + 3], []]
+        speaker.send(encode(Gone(places[1])))
+        assert sockets.receive(True) == Gone(places[1])
+        assert told(ready) == [ready, None, ready]
+        speaker.send(encode(Add((request(places[1].first + 5),))))  # it waited in a socket
+        speaker.send(encode(Add((request(places[2].first + 5),))))
+        taken = sockets.receive(True)
+        assert isinstance(taken, Add) and taken.requests[0].handle == places[2].first + 5
+        speaker.send(encode(Stop()))
+        assert isinstance(sockets.receive(True), Stop)
+    finally:
+        speaker.close(0)
+        for receiver in receivers:
+            receiver.close(0)
+        sockets.close()
+        context.term()
