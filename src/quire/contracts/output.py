@@ -7,7 +7,7 @@ import numpy as np
 
 from quire.contracts.prefix import PrefixReport
 from quire.contracts.request import FinishReason
-from quire.contracts.step import F32, I32, RowLogprobs
+from quire.contracts.step import F32, I32, RowLogprobs, Tier
 
 
 class Finish(msgspec.Struct, frozen=True, kw_only=True):
@@ -23,6 +23,29 @@ class Finish(msgspec.Struct, frozen=True, kw_only=True):
     error: str | None = None
     message: str | None = None
     vector: F32 | None = None
+
+
+class TierStats(msgspec.Struct, kw_only=True, array_like=True):
+    """Counters of a tier of KV blocks below the device, since the start, and its size now.
+
+    num_blocks    blocks that the tier can hold; 0: its size is counted in bytes, by the ranks
+    num_used      of these, blocks with a content
+    num_loaded, loaded_bytes, loaded_seconds   blocks that came from the tier, over all ranks
+    num_stored, stored_bytes, stored_seconds   blocks that went to the tier
+    num_failed    blocks whose copy to or from the tier failed
+    num_dropped   blocks that left the tier above without a copy here
+    """
+
+    num_blocks: int = 0
+    num_used: int = 0
+    num_loaded: int = 0
+    loaded_bytes: int = 0
+    loaded_seconds: float = 0.0
+    num_stored: int = 0
+    stored_bytes: int = 0
+    stored_seconds: float = 0.0
+    num_failed: int = 0
+    num_dropped: int = 0
 
 
 class StepStats(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
@@ -46,6 +69,7 @@ class StepStats(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     balancedness         mean over maximum of the tokens that ranks compute with their experts, when last looked at; 0:
                          experts are not balanced, or nothing is known yet
     num_blocks           KV blocks in all
+    tiers                tier of KV blocks below the device -> its counters; {}: there is none
     replicas             number of a replica of attention that lives -> its `num_running`; {}: there are no replicas
     """
 
@@ -68,6 +92,7 @@ class StepStats(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     balancedness: float = 0.0
     num_blocks: int = 0
     replicas: dict[int, int] = msgspec.field(default_factory=dict)
+    tiers: dict[Tier, TierStats] = msgspec.field(default_factory=dict)
 
 
 class StepOutputs(msgspec.Struct, frozen=True, kw_only=True):
@@ -78,6 +103,7 @@ class StepOutputs(msgspec.Struct, frozen=True, kw_only=True):
     preempted    handles of requests that were preempted since the last outputs
     cached       handle -> prompt tokens found in the prefix cache; only when a request first gets a slot
     prefixes     handle -> report on prompt blocks that were not reused, if any; only when a request first gets a slot
+    origins      handle -> {block of the prompt: tier from which it was fetched}; other reused blocks were on the device
     logprobs     handle -> log-probabilities, a row for each new token
     prompt_logprobs   handle -> log-probabilities of the prompt, a row for each token scored in this step
     """
@@ -88,6 +114,7 @@ class StepOutputs(msgspec.Struct, frozen=True, kw_only=True):
     preempted: tuple[int, ...] = ()
     cached: dict[int, int] = msgspec.field(default_factory=dict)
     prefixes: dict[int, PrefixReport] = msgspec.field(default_factory=dict)
+    origins: dict[int, dict[int, Tier]] = msgspec.field(default_factory=dict)
     logprobs: dict[int, RowLogprobs] = msgspec.field(default_factory=dict)
     prompt_logprobs: dict[int, RowLogprobs] = msgspec.field(default_factory=dict)
     stats: StepStats = StepStats()

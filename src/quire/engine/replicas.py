@@ -14,10 +14,10 @@ import msgspec
 import numpy as np
 
 from quire.contracts.errors import EngineDead, QueueFull
-from quire.contracts.output import NO_TOKENS, Finish, StepOutputs, StepStats
+from quire.contracts.output import NO_TOKENS, Finish, StepOutputs, StepStats, TierStats
 from quire.contracts.protocols import ExecutorFacts
 from quire.contracts.request import FinishReason, NewRequest
-from quire.contracts.step import StepSync
+from quire.contracts.step import StepSync, Tier
 from quire.engine.balancer import Balancer, Control
 from quire.engine.core import EngineCore
 
@@ -241,6 +241,7 @@ class Replicas:
         ended, self._ended, self._died = self._ended, [], False
         counts: dict[str, Any] = {name: sum(getattr(one.stats, name) for one in found) for name in COUNTS}
         states: dict[str, Any] = {name: sum(getattr(one, name) for one in self._states.values()) for name in STATES}
+        states["tiers"] = summed(one.tiers for one in self._states.values())
         states["replicas"] = {number: self._states[core].num_running
                               for number, core in enumerate(self.cores) if core in self._turns}
         return StepOutputs(
@@ -250,6 +251,7 @@ class Replicas:
             preempted=tuple(handle for one in found for handle in one.preempted),
             cached=_joined(one.cached for one in found),
             prefixes=_joined(one.prefixes for one in found),
+            origins=_joined(one.origins for one in found),
             logprobs=_joined(one.logprobs for one in found),
             prompt_logprobs=_joined(one.prompt_logprobs for one in found),
             stats=StepStats(step=max((one.stats.step for one in found), default=-1), **counts, **states,
@@ -284,6 +286,16 @@ def load(core: EngineCore) -> float:
     waiting = len(scheduler.queue) + scheduler.roster.num_blocked
     used = 1 - pool.num_free / core.facts.num_blocks
     return len(scheduler.table) + waiting * (1 + WEIGHT * max(0.0, used - FULL))
+
+
+def summed(parts: Iterable[dict[Tier, TierStats]]) -> dict[Tier, TierStats]:
+    """Return the sums of the counters of several replicas, by tier."""
+    found: dict[Tier, TierStats] = {}
+    for tier, stats in (entry for part in parts for entry in part.items()):
+        known = found.get(tier, TierStats())
+        found[tier] = TierStats(**{name: getattr(known, name) + getattr(stats, name)
+                                   for name in TierStats.__struct_fields__})  # fmt: skip
+    return found
 
 
 def _joined(parts: Iterable[dict[int, V]]) -> dict[int, V]:

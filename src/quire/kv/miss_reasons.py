@@ -29,7 +29,7 @@ class PrefixHistory:
         self._held, self._first = 0, Counter[int]()  # tokens of all prompts; first token -> number of prompts
         self._dropped: OrderedDict[bytes, tuple[str, float]] = OrderedDict()
         if enabled:
-            pool.on_drop = self._note_drop
+            pool.on_drop.append(self._note_drop)
 
     def admit(self, name: str, chain: KeyChain, match: PrefixMatch, num_prompt: int, *,
               reads: bool) -> PrefixReport | None:
