@@ -25,8 +25,6 @@ from quire.kv.miss_reasons import PrefixHistory
 from quire.kv.store import KVStore
 from quire.text.grammar import GrammarCompiler
 
-FLUSH_SECONDS = 10.0  # for copies to a disk, when the engine is closed
-
 
 class EngineCore:
     """The engine core: a scheduler over an executor.
@@ -254,10 +252,7 @@ class EngineCore:
         return len(self.scheduler.table) == 0
 
     def shutdown(self) -> None:
-        """Drop the steps in flight and stop the executor. Without live requests, copies under way are ended before."""
-        until = time.monotonic() + FLUSH_SECONDS
-        while self._copying and not self._requests and not self._torn and time.monotonic() < until:
-            self.step()
+        """Drop the steps in flight and stop the executor."""
         self.in_flight.clear()
         self._grammars.close()
         self.executor.shutdown()

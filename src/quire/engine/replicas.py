@@ -7,7 +7,9 @@ replicas: it sees every queue, so requests are balanced by the loads of this mom
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from typing import Any, TypeVar
 
 import msgspec
@@ -22,6 +24,7 @@ from quire.engine.balancer import Balancer, Control
 from quire.engine.core import EngineCore
 
 LOG = logging.getLogger("quire")
+FLUSH_SECONDS = 10.0  # for copies to a disk, when an engine is closed
 WAIT_SECONDS = 0.005  # for a result of independent replicas that compute; then new requests are looked for
 FULL = 0.5  # share of the KV cache in use, above which a replica's waiting requests count more
 WEIGHT = 6.0  # of a waiting request when the cache is full: it may wait for long
@@ -304,3 +307,11 @@ def _joined(parts: Iterable[dict[int, V]]) -> dict[int, V]:
 
 
 Core = EngineCore | Replicas  # an engine core, whoever asks it
+
+
+def flush(core: Core) -> None:
+    """End the copies of KV blocks that are under way, before an engine without requests is closed."""
+    until = time.monotonic() + FLUSH_SECONDS
+    with suppress(EngineDead):
+        while core.has_work and not core.handles and not core.torn and time.monotonic() < until:
+            core.step()

@@ -272,7 +272,10 @@ class KVStore:
         return self._jobs.begin(LOAD, keys, sources=sources, targets=self._pool.take(len(keys)), after=False)
 
     def _plan_stores(self) -> None:
-        """Plan a store of offered blocks and of those that the next steps may evict, if the host tier has room."""
+        """Plan a store of offered blocks and of those that the next steps may evict, if the host tier has room.
+
+        Of those, the host tier keeps the copies that it has: otherwise they would drive each other out for ever.
+        """
         pool, jobs = self._pool, self._jobs
         state = (pool.num_free, pool.generation, self.host.generation, jobs.num_begun, len(jobs.running))
         if not self._offered and state == self._seen:
@@ -280,9 +283,13 @@ class KVStore:
         blocks = [block for block, key in self._offered.items() if pool.key(block) == key]
         self._offered.clear()
         wanted: dict[bytes, int] = {}
-        for block in blocks + pool.next_evicted(self._reserve):
+        for block in blocks + pool.next_evicted(min(self._reserve, self.host.num_blocks)):
             key = pool.key(block)
-            if key is not None and jobs.find(STORE, key) is None and self.host.lookup(key) is None:
+            assert key is not None
+            if (copy := self.host.lookup(key)) is not None:
+                self.host.share((copy,))
+                self.host.release((copy,))
+            elif jobs.find(STORE, key) is None:
                 wanted[key] = block
         room = max(0, min(MOST_STORED - jobs.num_moving(STORE), self.host.num_free))
         self._seen = state if not wanted else ()
