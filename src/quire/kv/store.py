@@ -99,10 +99,10 @@ class KVStore:
         self._jobs = CopyJobs(links)
         self._offered: dict[int, bytes] = {}  # device block -> key, to be stored by write-through
         self._arrived: list[bytes] = []  # keys that came to the host tier from the device, for the tiers below
-        self._seen: tuple[int, ...] = ()  # state of the pools in which there was nothing to store
         self._fetches: dict[int, _Fetch] = {}
         self._ready: list[int] = []
         self._full: set[Tier] = set()  # tiers that take no more blocks
+        self._seen = self._state()  # the last state in which there was nothing to store
         pool.on_drop.append(self._note_drop)
         if write_through:
             pool.on_publish.append(self.offer)
@@ -180,8 +180,8 @@ class KVStore:
 
     @property
     def busy(self) -> bool:
-        """True when jobs are under way or have to be sent."""
-        return bool(self._jobs.running or self._arrived)
+        """True when jobs are under way, or there may be something to store."""
+        return bool(self._jobs.running or self._arrived or self._offered) or self._state() != self._seen
 
     def offer(self, block: int, key: bytes) -> None:
         """Store a device block that holds its content after the step that is being planned."""
@@ -276,8 +276,7 @@ class KVStore:
 
         Of those, the host tier keeps the copies that it has: otherwise they would drive each other out for ever.
         """
-        pool, jobs = self._pool, self._jobs
-        state = (pool.num_free, pool.generation, self.host.generation, jobs.num_begun, len(jobs.running))
+        pool, jobs, state = self._pool, self._jobs, self._state()
         if not self._offered and state == self._seen:
             return
         blocks = [block for block, key in self._offered.items() if pool.key(block) == key]
@@ -311,6 +310,11 @@ class KVStore:
                 blocks = [block for _, block in found]
                 self.host.share(blocks)
                 self._jobs.begin(link, [key for key, _ in found], sources=blocks, after=True)
+
+    def _state(self) -> tuple[int, ...]:
+        """Return numbers that change when another block may have to be stored."""
+        pool, jobs = self._pool, self._jobs
+        return pool.num_free, pool.generation, self.host.generation, jobs.num_begun, len(jobs.running)
 
     def _settle(self, job: CopyJob, failed: set[int], void: set[int], whole: Sequence[int]) -> None:
         """Give back the blocks of a job that has ended, and publish its targets at the indices `whole`."""
