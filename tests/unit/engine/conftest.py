@@ -20,7 +20,7 @@ from quire.contracts.output import Finish, StepOutputs
 from quire.contracts.prefix import PrefixReport
 from quire.contracts.request import FinishReason, NewRequest
 from quire.contracts.sampling import SamplerSpec
-from quire.contracts.step import MAX_VERIFY_ROWS, StepPlan, StepResult
+from quire.contracts.step import MAX_VERIFY_ROWS, StepPlan, StepResult, Tier
 from quire.engine.core import EngineCore
 from quire.engine.mock_copies import MockCopies, MockDisk
 from quire.engine.mock_executor import FIRST, MockExecutor, allowed_token, chain, mock_hidden, mock_tokens, next_token
@@ -120,6 +120,7 @@ class EngineRig:
         self.rows: dict[int, list[tuple[int, int, float]]] = {}
         self.cached: dict[int, int] = {}
         self.prefixes: dict[int, PrefixReport] = {}
+        self.origins: dict[int, dict[int, Tier]] = {}
         self.plans: list[StepPlan] = []
         self.events: list[tuple[str, int]] = []
         self.num_sampled = 0
@@ -212,6 +213,7 @@ class EngineRig:
             self.cached[handle] = num
         assert outputs.prefixes.keys() <= outputs.cached.keys()
         self.prefixes.update(outputs.prefixes)
+        self.origins.update(outputs.origins)
         for finish in outputs.finished:
             assert finish.handle not in self.finish, f"{finish.handle} finished twice"
             self.finish[finish.handle] = finish
