@@ -8,7 +8,7 @@ import pytest
 
 from quire.contracts.errors import ConfigError
 from quire.kvstore.files import HEADER, BlockFiles, DiskTier, FileSystem, block_path
-from tests.support.faulty_files import FaultyFiles
+from ...support.faulty_files import FaultyFiles
 
 SPACE, RANK, SIZE = bytes(range(32)), "layers0-8.heads0-2", 1024
 KEYS = [sha256(bytes([i])).digest() for i in range(12)]
