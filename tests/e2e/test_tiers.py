@@ -62,7 +62,7 @@ def test_tokens_are_those_without_tiers(truth: list[list[int]], options: dict[st
 
 
 def test_loads_of_zeros_are_noticed(truth: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the test above would see if copies brought nothing."""
+    """The test above turns red when copies bring nothing."""
     copy = InlineCopies.copy
 
     def zeros(self: Any, sources: Any, targets: Any, *, to_host: bool) -> Any:

@@ -42,9 +42,12 @@ def make_store(plan: EnginePlan, memory: MemoryPlan, pool: BlockPool) -> KVStore
         return None
     scheduler, size = plan.config.scheduler, memory.geometry.block_size
     a_step = len(memory.geometry.groups) * (scheduler.token_budget() + scheduler.sequences()) // size + 1
-    disk = DiskTier(Path(offload.folder), _file_namespace(plan), map(_name, ranks(plan.args, plan.mesh.parallel))) if offload.folder else None
+    below: tuple[DiskTier, ...] = ()
+    if offload.folder:
+        names = map(_name, ranks(plan.args, plan.mesh.parallel))
+        below = (DiskTier(Path(offload.folder), _file_namespace(plan), names),)
     return KVStore(pool, memory.geometry.groups, size, num_host_blocks=memory.host_blocks, reserve=2 * a_step,
-                   below=() if disk is None else (disk,), write_through=offload.write_through)
+                   below=below, write_through=offload.write_through)  # fmt: skip
 
 
 def make_mover(plan: EnginePlan, memory: MemoryPlan, arena: KVArena) -> BlockMover | None:
@@ -59,7 +62,8 @@ def make_mover(plan: EnginePlan, memory: MemoryPlan, arena: KVArena) -> BlockMov
                           f"host memory, and {free / 2**30:.1f} GiB are free: lower kv_offload_gb.")
     files = None
     if offload.folder:
-        files = BlockFiles(Path(offload.folder), _file_namespace(plan), _name(plan.mesh.rank), page_bytes=arena.page_bytes,
+        files = BlockFiles(Path(offload.folder), _file_namespace(plan), _name(plan.mesh.rank),
+                           page_bytes=arena.page_bytes,
                            most_bytes=offload.folder_bytes // plan.mesh.parallel.replica)  # fmt: skip
     return BlockMover(arena, memory.host_blocks, files)
 

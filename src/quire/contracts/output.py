@@ -156,12 +156,16 @@ class CompletionOutput(msgspec.Struct, kw_only=True):
 
 
 class RequestMetrics(msgspec.Struct, kw_only=True):
-    """Times of a request in seconds on the monotonic clock, and the report on its prefix cache misses."""
+    """Times of a request in seconds on the monotonic clock, and the report on its prefix cache misses.
+
+    origins   block of the prompt -> tier from which its KV was fetched
+    """
 
     arrival_time: float
     first_token_time: float | None = None
     finished_time: float | None = None
     prefix: PrefixReport | None = None
+    origins: dict[int, Tier] = {}
 
 
 class RequestOutput(msgspec.Struct, kw_only=True):

@@ -267,7 +267,8 @@ class EngineCore:
             assert len(self.scheduler.queue) == 0 and self._roster.num_blocked == 0
             pool = self.scheduler.allocator.pool
             held = len(set(self._store.held())) if self._store is not None else 0
-            assert pool.num_free + held == self.facts.num_blocks, f"{self.facts.num_blocks - pool.num_free} blocks leaked"
+            leaked = self.facts.num_blocks - pool.num_free - held
+            assert not leaked, f"{leaked} blocks leaked"
 
     def state(self, *, wait: bool = False) -> StepOutputs:
         """Return outputs without a step: the requests that ended between steps, and counters.

@@ -20,7 +20,7 @@ class BlockPool:
 
     evictions    number of keys dropped because their block was needed
     generation   changes whenever a key is dropped: a match made at an older generation may be stale
-    on_drop      functions to call with every dropped key and the reason: "evicted", "distrusted" (by `forget`) or "reset"
+    on_drop      functions to call with every dropped key and the reason: "evicted", "distrusted" (`forget`) or "reset"
     on_publish   functions to call with every block that gets a key, and the key
     """
 

@@ -4,9 +4,9 @@
     host     a `BlockPool` of this store        between the device and everything else
     below    `KeyedTier`s, such as a disk       find blocks by key; filled from the host tier, read into it
 
-Every movement is a `CopyJob` in a step's plan, and counts when its report comes. A store holds no device block: when the
-device pool drops the key first, the copy is worthless. A load takes device blocks of its own and publishes them when
-they are whole, so it belongs to no request; requests wait for jobs and are then admitted by the ordinary match.
+Every movement is a `CopyJob` in a step's plan, and counts when its report comes. A store holds no device block: when
+the device pool drops the key first, the copy is worthless. A load takes device blocks of its own and publishes them
+when they are whole, so it belongs to no request; requests wait for jobs, then the ordinary match admits them.
 Knows keys, blocks and jobs. Knows nothing of bytes (`kvstore/`), slots, queues and budgets (`engine/`).
 """
 
@@ -33,7 +33,7 @@ MOST_STORED = 512  # blocks on their way to the host tier; what is beyond is not
 MOST_WRITTEN = 512  # blocks on their way to the disk tier; what is beyond is not written
 FETCH_SECONDS = 10.0  # a request waits for blocks of other tiers at most this long, then it computes
 
-class Place(Enum):
+class BlockPlace(Enum):
     """State of a block, as the device sees it."""
 
     RESIDENT = "resident"  # on the device
@@ -109,15 +109,15 @@ class KVStore:
 
     # --- what a request finds -----------------------------------------------------------------------------------
 
-    def place(self, key: bytes) -> Place:
+    def place(self, key: bytes) -> BlockPlace:
         """Return the state of a block."""
         if self._pool.lookup(key) is not None:
-            return Place.RESIDENT
+            return BlockPlace.RESIDENT
         if self._on_its_way(key) is not None:
-            return Place.PENDING
+            return BlockPlace.PENDING
         if self.host.lookup(key) is not None:
-            return Place.LOADABLE
-        return Place.MISSING if self._holder(key) is None else Place.LOADABLE
+            return BlockPlace.LOADABLE
+        return BlockPlace.MISSING if self._holder(key) is None else BlockPlace.LOADABLE
 
     def fetch(self, handle: int, chain: KeyChain, max_tokens: int, match: PrefixMatch) -> dict[int, Tier]:
         """Begin to bring the blocks with which `match` becomes longer; the request waits until `take_ready` names it.
@@ -188,7 +188,7 @@ class KVStore:
         self._offered[block] = key
 
     def take_copies(self) -> StepCopies | None:
-        """Return the jobs of the step that is being planned; None: there are none. Call it when its blocks are taken."""
+        """Return the jobs of the step that is being planned, or None. Call this after the step's blocks are taken."""
         self._plan_stores()
         self._plan_writes()
         return self._jobs.take()
@@ -302,8 +302,9 @@ class KVStore:
         arrived, self._arrived = self._arrived, []
         for one in self._below:
             link = (Tier.HOST, one.tier)
-            found = [(key, block) for key in arrived if one.tier not in self._full and self._jobs.find(link, key) is None
-                     and (block := self.host.lookup(key)) is not None and not one.has(key)]  # fmt: skip
+            new = [key for key in arrived if one.tier not in self._full and self._jobs.find(link, key) is None]
+            found = [(key, block) for key in new
+                     if (block := self.host.lookup(key)) is not None and not one.has(key)]  # fmt: skip
             room = max(0, MOST_WRITTEN - self._jobs.num_moving(link))
             self.stats[one.tier].num_dropped += len(found[room:])
             if found := found[:room]:
@@ -367,4 +368,4 @@ class _Reachable:
 
     def lookup(self, key: bytes) -> int | None:
         """Return 1 for a block that some tier holds."""
-        return None if self._store.place(key) is Place.MISSING else 1
+        return None if self._store.place(key) is BlockPlace.MISSING else 1

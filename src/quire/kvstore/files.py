@@ -4,9 +4,9 @@
     header   64 bytes, little-endian: magic, version, crc32 of the page, its length, sha256 of namespace, rank and key
     page     as in the arena
 
-A file is written aside and renamed, so no reader sees half of it. A file that is truncated, foreign or corrupt is a miss
-and is deleted. The least recently used files go when the folder of the rank exceeds its size; a read renews the time of
-a file. Knows keys and bytes. Knows nothing of devices. Never imports torch.
+A file is written aside and renamed, so no reader sees half of it. A file that is truncated, foreign or corrupt is a
+miss and is deleted. The least recently used files go when the folder of the rank exceeds its size; a read renews the
+time of a file. Knows keys and bytes. Knows nothing of devices. Never imports torch.
 """
 
 import logging
@@ -83,8 +83,8 @@ class BlockFiles:
             self._folder.mkdir(parents=True, exist_ok=True)
             self._scan()
         except OSError as error:
-            raise ConfigError(f"kv_offload_dir={str(folder)!r} cannot be used: {error}. Name a folder on a disk in which "
-                              "this user may write.") from error  # fmt: skip
+            raise ConfigError(f"kv_offload_dir={str(folder)!r} cannot be used: {error}. Name a folder in which this "
+                              "user may write.") from error  # fmt: skip
 
     def read(self, key: bytes, page: memoryview) -> bool:
         """Read the block with this key into `page`. Returns False for a miss; `page` may then hold anything."""

@@ -53,11 +53,12 @@ def resolve_offload(config: EngineConfig) -> OffloadPlan:
                               "kv_offload_gb is 0: set kv_offload_gb, too, such as 8.")
         return OffloadPlan(notes=notes)
     if not cache.enable_prefix_caching:
-        raise ConfigError(f"kv_offload_gb={cache.kv_offload_gb:g}: blocks are found again by the prefix cache, which is "
-                          "off: leave out enable_prefix_caching=False, or kv_offload_gb.")
-    if cache.kv_offload_dir is not None and (config.hosts.nnodes > 1 or config.hosts.distributed_executor_backend == "ray"):
-        raise ConfigError("kv_offload_dir with ranks on several hosts: the engine core must see the files of all ranks: "
-                          "leave out kv_offload_dir, or use one host (nnodes=1, distributed_executor_backend=mp).")
+        raise ConfigError(f"kv_offload_gb={cache.kv_offload_gb:g}: blocks are found again by the prefix cache, which "
+                          "is off: leave out enable_prefix_caching=False, or kv_offload_gb.")
+    hosts = config.hosts
+    if cache.kv_offload_dir is not None and (hosts.nnodes > 1 or hosts.distributed_executor_backend == "ray"):
+        raise ConfigError("kv_offload_dir with ranks on several hosts: the engine core must see the files of all "
+                          "ranks: leave out kv_offload_dir, or use one host and distributed_executor_backend=mp.")
     folder = cache.kv_offload_dir or ""
     return OffloadPlan(
         host_bytes=int(cache.kv_offload_gb * GIB), write_through=cache.kv_offload_policy == "write_through",
@@ -69,8 +70,8 @@ def _of_connector(cache: CacheConfig, asked: Mapping[str, Any]) -> tuple[CacheCo
     """Return the options that one of vLLM's connectors stands for, and a note about them."""
     name, extra = asked.get("kv_connector"), dict(asked.get("kv_connector_extra_config") or {})
     if name not in CONNECTORS:
-        raise ConfigError(f"kv_transfer_config: kv_connector={name!r} is not implemented: sharing with other engines and "
-                          f"prefill-decode disaggregation are not there yet. Use one of {', '.join(CONNECTORS)}.")
+        raise ConfigError(f"kv_transfer_config: kv_connector={name!r} is not implemented: sharing with other engines "
+                          f"and prefill-decode disaggregation are not there yet. Use one of {', '.join(CONNECTORS)}.")
     if (role := asked.get("kv_role", "kv_both")) not in ROLES:
         raise ConfigError(f"kv_transfer_config: kv_role={role!r}: must be one of {', '.join(ROLES)}.")
     if cache.kv_offload_gb:
@@ -78,8 +79,8 @@ def _of_connector(cache: CacheConfig, asked: Mapping[str, Any]) -> tuple[CacheCo
     sizes = {key: extra.pop(key) for key in SIZES if key in extra}
     folder, most = extra.pop(FOLDERS, None), extra.pop(FOLDER_SIZES, cache.kv_offload_dir_gb)
     if unknown := sorted(set(extra) - IDLE):
-        raise ConfigError(f"kv_transfer_config: kv_connector_extra_config has {', '.join(unknown)}, which Quire does not "
-                          f"know: use {', '.join([*SIZES, FOLDERS, FOLDER_SIZES])}, as in {EXAMPLE}.")
+        raise ConfigError(f"kv_transfer_config: kv_connector_extra_config has {', '.join(unknown)}, which Quire does "
+                          f"not know: use {', '.join([*SIZES, FOLDERS, FOLDER_SIZES])}, as in {EXAMPLE}.")
     lmcache = name == "LMCacheConnectorV1"
     if not sizes and not lmcache:
         raise ConfigError(f"kv_transfer_config: {name} without cpu_bytes_to_use: say how much host memory, as in "
@@ -91,5 +92,5 @@ def _of_connector(cache: CacheConfig, asked: Mapping[str, Any]) -> tuple[CacheCo
     if folder is not None:
         cache = replace(cache, kv_offload_dir=str(folder).removeprefix("file://"), kv_offload_dir_gb=float(most))
     disk = f", --kv-offload-dir {cache.kv_offload_dir}" if cache.kv_offload_dir else ""
-    return replace(cache, kv_offload_gb=gib), (f"{name} means --kv-offload-gb {gib:g}{disk} here: Quire's own tiers, in "
-                                               "its own process and files.",)
+    return replace(cache, kv_offload_gb=gib), (f"{name} means --kv-offload-gb {gib:g}{disk} here: Quire's own tiers "
+                                               "and files.",)

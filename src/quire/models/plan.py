@@ -257,8 +257,8 @@ def host_blocks(plan: EnginePlan) -> int:
     page, ranks = plan.geometry.page_bytes, plan.mesh.parallel.size
     blocks = plan.offload.host_bytes // ranks // page
     if plan.offload.host_bytes and blocks < len(plan.geometry.groups):
-        raise ConfigError(f"kv_offload_gb={plan.offload.host_bytes / 2**30:g} for {ranks} rank{'s' * (ranks > 1)} does not "
-                          f"hold a KV block of {page / 2**20:.1f} MiB each: raise it.")
+        raise ConfigError(f"kv_offload_gb={plan.offload.host_bytes / 2**30:g} for {ranks} rank{'s' * (ranks > 1)} does "
+                          f"not hold a KV block of {page / 2**20:.1f} MiB each: raise it.")
     return blocks
 
 

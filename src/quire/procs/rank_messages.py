@@ -1,7 +1,8 @@
 """Messages between the engine core and its ranks, the processes that run each step together; see `wire.py`.
 
     to a rank     RankStart, RankSize, then RankStep, RankMasks, RankControl in the order of the calls; Stop
-    from a rank   Loading*, RankBuilt, RankReady, then RankResult or RankCopied, RankReply; always RankReceived, RankBeat, RankFailed
+    from a rank   Loading*, RankBuilt, RankReady, then RankResult or RankCopied, RankReply; always RankReceived,
+                  RankBeat, RankFailed
 
 What the payloads mean is between the engine's assembly and its ranks.
 """

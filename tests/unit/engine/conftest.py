@@ -92,8 +92,8 @@ class EngineRig:
                  disk: MockDisk | None = None, write_through: bool = False, delays: Sequence[int] = (0,),
                  faults: Sequence[str] = ("",), reserve: int = 8) -> None:
         tiers = partial(MockCopies, num_host_blocks=host_blocks, disk=disk, delays=delays, faults=faults)
-        self.mock = mock(tiers=tiers if host_blocks else None,num_slots=slots, num_blocks=blocks, block_size=block_size, vocab_size=vocab,
-                         max_model_len=max_len, depth=depth, num_drafts=drafts, accepts=accepts,
+        self.mock = mock(tiers=tiers if host_blocks else None, num_slots=slots, num_blocks=blocks,
+                         block_size=block_size, vocab_size=vocab, max_model_len=max_len, depth=depth, num_drafts=drafts, accepts=accepts,
                          windows=windows)
         self.budget = budget
         self.vocab, self.block_size, self.num_blocks, self.num_slots = vocab, block_size, blocks, slots

@@ -8,6 +8,7 @@ import pytest
 
 from quire.contracts.errors import ConfigError
 from quire.kvstore.files import HEADER, BlockFiles, DiskTier, FileSystem, block_path
+
 from ...support.faulty_files import FaultyFiles
 
 SPACE, RANK, SIZE = bytes(range(32)), "layers0-8.heads0-2", 1024
