@@ -102,7 +102,7 @@ class KVStore:
         self._fetches: dict[int, _Fetch] = {}
         self._ready: list[int] = []
         self._full: set[Tier] = set()  # tiers that take no more blocks
-        self._seen = self._state()  # the last state in which there was nothing to store
+        self._seen = self._state()  # when blocks to store were looked for last
         pool.on_drop.append(self._note_drop)
         if write_through:
             pool.on_publish.append(self.offer)
@@ -291,7 +291,7 @@ class KVStore:
             elif jobs.find(STORE, key) is None:
                 wanted[key] = block
         room = max(0, min(MOST_STORED - jobs.num_moving(STORE), self.host.num_free))
-        self._seen = state if not wanted else ()
+        self._seen = state
         if wanted and room:
             keys = list(wanted)[:room]
             jobs.begin(STORE, keys, sources=[wanted[key] for key in keys], targets=self.host.take(len(keys)),
@@ -313,9 +313,8 @@ class KVStore:
                 self._jobs.begin(link, [key for key, _ in found], sources=blocks, after=True)
 
     def _state(self) -> tuple[int, ...]:
-        """Return numbers that change when another block may have to be stored."""
-        pool, jobs = self._pool, self._jobs
-        return pool.num_free, pool.generation, self.host.generation, jobs.num_begun, len(jobs.running)
+        """Return numbers that change when another block may have to be stored; not after a store that failed."""
+        return self._pool.num_free, self._pool.generation, self.host.generation, self.stats[Tier.HOST].num_stored
 
     def _settle(self, job: CopyJob, failed: set[int], void: set[int], whole: Sequence[int]) -> None:
         """Give back the blocks of a job that has ended, and publish its targets at the indices `whole`."""

@@ -4,6 +4,7 @@
 Knows pages by number. Knows nothing of keys and jobs.
 """
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -61,7 +62,7 @@ class StreamCopies:
 
 
 def pin(memory: Tensor) -> None:
-    """Lock the pages of host memory, so that a GPU copies from and to it by itself. It stays locked until its end.
+    """Lock the pages of host memory until the tensor is freed, so that a GPU copies from and to it by itself.
 
     PyTorch's own pinned memory has a power of two as its size, which wastes up to a half.
     """
@@ -69,3 +70,4 @@ def pin(memory: Tensor) -> None:
     if int(code):
         raise ConfigError(f"{memory.numel() / 2**30:.1f} GiB of host memory cannot be locked for the GPU (CUDA error "
                           f"{int(code)}): lower kv_offload_gb, or raise the limit of locked memory (ulimit -l).")
+    weakref.finalize(memory, torch.cuda.cudart().cudaHostUnregister, memory.data_ptr()).atexit = False

@@ -103,6 +103,7 @@ def test_every_flag_reaches_its_option(flag: str) -> None:
              "--kv-cache-dtype": "fp8", "--scheduling-policy": "priority", "--device": "cpu",
              "--override-generation-config": '{"top_k": 5}', "--pooler-config": '{"pooling_type": "MEAN"}',
              "--override-pooler-config": '{"pooling_type": "MEAN"}', "--eplb-config": '{"window_size": 5}',
+             "--kv-offload-policy": "write_through", "--kv-transfer-config": '{"kv_connector": "LMCacheConnectorV1"}',
              "--distributed-executor-backend": "ray"}
     boolean = f"--no-{flag[2:]}" in FLAGS or flag == "-ep"
     args = [flag] if boolean else [flag, texts.get(flag, "1")]

@@ -174,3 +174,10 @@ def test_blocks_in_a_tier_smaller_than_the_reserve_do_not_drive_each_other_out(R
     for prompt in OTHERS:
         rig.add(prompt, 2)
     rig.drain(limit=200)
+
+
+def test_stores_that_always_fail_are_not_tried_for_ever(Rig: Any, depth: int) -> None:
+    rig = Rig(depth, **SIZES, faults=["lost"])
+    rig.add(PROMPT, 4)
+    rig.drain(limit=60)
+    assert rig.outputs.stats.tiers[Tier.HOST].num_failed
