@@ -30,7 +30,7 @@ def disk(llm: LLM) -> Any:
     return llm.engine.core.state().stats.tiers[Tier.DISK]
 
 
-@pytest.mark.parametrize("sizes", ["tp2", "pp2"])
+@pytest.mark.parametrize("sizes", ["tp2", pytest.param("pp2", marks=pytest.mark.full)])
 def test_ranks_keep_and_find_their_parts(sizes: str, tmp_path: Path) -> None:
     with LLM(**SMALL, **TIERS) as llm:
         truth = ask(llm)[0]

@@ -7,7 +7,7 @@ import numpy as np
 
 from quire.contracts.prefix import PrefixReport
 from quire.contracts.request import FinishReason
-from quire.contracts.step import F32, I32, RowLogprobs, Tier
+from quire.contracts.step import F32, I32, Fetched, RowLogprobs, Tier
 
 
 class Finish(msgspec.Struct, frozen=True, kw_only=True):
@@ -103,7 +103,7 @@ class StepOutputs(msgspec.Struct, frozen=True, kw_only=True):
     preempted    handles of requests that were preempted since the last outputs
     cached       handle -> prompt tokens found in the prefix cache; only when a request first gets a slot
     prefixes     handle -> report on prompt blocks that were not reused, if any; only when a request first gets a slot
-    origins      handle -> {block of the prompt: tier from which it was fetched}; other reused blocks were on the device
+    origins      handle -> {block of the prompt: its origin in another tier}; other reused blocks were on the device
     logprobs     handle -> log-probabilities, a row for each new token
     prompt_logprobs   handle -> log-probabilities of the prompt, a row for each token scored in this step
     """
@@ -114,7 +114,7 @@ class StepOutputs(msgspec.Struct, frozen=True, kw_only=True):
     preempted: tuple[int, ...] = ()
     cached: dict[int, int] = msgspec.field(default_factory=dict)
     prefixes: dict[int, PrefixReport] = msgspec.field(default_factory=dict)
-    origins: dict[int, dict[int, Tier]] = msgspec.field(default_factory=dict)
+    origins: dict[int, dict[int, Fetched]] = msgspec.field(default_factory=dict)
     logprobs: dict[int, RowLogprobs] = msgspec.field(default_factory=dict)
     prompt_logprobs: dict[int, RowLogprobs] = msgspec.field(default_factory=dict)
     stats: StepStats = StepStats()
@@ -158,14 +158,14 @@ class CompletionOutput(msgspec.Struct, kw_only=True):
 class RequestMetrics(msgspec.Struct, kw_only=True):
     """Times of a request in seconds on the monotonic clock, and the report on its prefix cache misses.
 
-    origins   block of the prompt -> tier from which its KV was fetched
+    origins   block of the prompt -> its origin in another tier than the device
     """
 
     arrival_time: float
     first_token_time: float | None = None
     finished_time: float | None = None
     prefix: PrefixReport | None = None
-    origins: dict[int, Tier] = {}
+    origins: dict[int, Fetched] = {}
 
 
 class RequestOutput(msgspec.Struct, kw_only=True):

@@ -10,7 +10,7 @@ import msgspec
 
 from quire.contracts.prefix import PrefixReport
 from quire.contracts.sampling import SamplerSpec
-from quire.contracts.step import Tier
+from quire.contracts.step import Fetched
 
 
 class RequestState(Enum):
@@ -117,7 +117,7 @@ class Request:
         self.prefix: PrefixReport | None = None  # report on the blocks that were not found
         self.num_preemptions = 0
         self.num_fetches = 0  # times that it waited for KV blocks of other tiers, since its last preemption
-        self.origins: dict[int, Tier] = {}  # block -> tier from which it was fetched; others were on the device
+        self.origins: dict[int, Fetched] = {}  # block -> its origin in another tier; others were on the device
         self.prompt_scored = 0  # prompt-logprob rows collected
 
     def to(self, state: RequestState, blocked_on: BlockReason | None = None) -> None:

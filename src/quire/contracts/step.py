@@ -75,6 +75,18 @@ class Tier(StrEnum):
     DISK = "disk"
 
 
+class Fetched(msgspec.Struct, frozen=True, kw_only=True):
+    """Origin of a block of a prompt that was not on the device.
+
+    why       reason why it was not: "evicted", "reset" or "distrusted" from there; "": it was not known there
+    seconds   time since it left the device
+    """
+
+    tier: Tier
+    why: str = ""
+    seconds: float | None = None
+
+
 class CopyJob(msgspec.Struct, frozen=True, kw_only=True):
     """Copies of whole blocks from one tier to another; every rank copies its part of each block.
 

@@ -3,7 +3,7 @@
 import numpy as np
 
 from quire.contracts.request import Request, RequestState
-from quire.contracts.step import I32, Admission
+from quire.contracts.step import I32, Admission, Fetched
 from quire.engine.roster import MOST_FETCHES, Roster
 from quire.kv.miss_reasons import PrefixHistory
 from quire.kv.prefix import PrefixMatch
@@ -111,7 +111,10 @@ class Admitter:
         chain = self._roster.chain(request)
         if not (found := store.fetch(request.new.handle, chain, self._most_reused(request), match)):
             return False
-        request.origins = found | request.origins  # a block from a disk comes through host memory
+        for block, tier in found.items():
+            if block not in request.origins:  # else it comes from a disk, through host memory
+                why, seconds = self._history.dropped(chain.keys(block + 1, block)[0])
+                request.origins[block] = Fetched(tier=tier, why=why, seconds=seconds)
         self._roster.await_blocks(request)
         return True
 
@@ -139,7 +142,7 @@ class Admitter:
         )
         if request.num_cached < 0:
             request.num_cached = match.num_tokens
-            request.origins = {block: tier for block, tier in request.origins.items() if block < match.num_blocks}
+            request.origins = {block: one for block, one in request.origins.items() if block < match.num_blocks}
             self.prefix_queries += request.num_prompt
             self.prefix_hits += match.num_tokens
         return admission

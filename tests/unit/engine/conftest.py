@@ -92,9 +92,9 @@ class EngineRig:
                  disk: MockDisk | None = None, write_through: bool = False, delays: Sequence[int] = (0,),
                  faults: Sequence[str] = ("",), reserve: int = 8) -> None:
         tiers = partial(MockCopies, num_host_blocks=host_blocks, disk=disk, delays=delays, faults=faults)
-        self.mock = mock(tiers=tiers if host_blocks else None, num_slots=slots, num_blocks=blocks,
-                         block_size=block_size, vocab_size=vocab, max_model_len=max_len, depth=depth, num_drafts=drafts, accepts=accepts,
-                         windows=windows)
+        self.mock = mock(num_slots=slots, num_blocks=blocks, block_size=block_size, vocab_size=vocab,
+                         max_model_len=max_len, depth=depth, num_drafts=drafts, accepts=accepts,
+                         windows=windows, tiers=tiers if host_blocks else None)
         self.budget = budget
         self.vocab, self.block_size, self.num_blocks, self.num_slots = vocab, block_size, blocks, slots
         component = KVComponent("kv", num_heads=1, head_dim=1, dtype="float32", item_bytes=4)
@@ -121,6 +121,7 @@ class EngineRig:
         self.cached: dict[int, int] = {}
         self.prefixes: dict[int, PrefixReport] = {}
         self.origins: dict[int, dict[int, Tier]] = {}
+        self.reasons: dict[int, set[str]] = {}
         self.plans: list[StepPlan] = []
         self.events: list[tuple[str, int]] = []
         self.num_sampled = 0
@@ -213,7 +214,10 @@ class EngineRig:
             self.cached[handle] = num
         assert outputs.prefixes.keys() <= outputs.cached.keys()
         self.prefixes.update(outputs.prefixes)
-        self.origins.update(outputs.origins)
+        for handle, blocks in outputs.origins.items():
+            assert all((one.seconds is None) == (not one.why) for one in blocks.values())
+            self.origins[handle] = {block: one.tier for block, one in blocks.items()}
+            self.reasons[handle] = {one.why for one in blocks.values()}
         for finish in outputs.finished:
             assert finish.handle not in self.finish, f"{finish.handle} finished twice"
             self.finish[finish.handle] = finish

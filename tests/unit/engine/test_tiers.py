@@ -44,7 +44,7 @@ def test_what_was_loaded_is_not_computed(Rig: Any, depth: int, write_through: bo
     handle = again(rig)
     assert rig.cached[handle] == len(PROMPT) - COMPUTED
     assert rig.mock.computed[str(handle)] == COMPUTED + 3, "the prompt less what was loaded, and three outputs"
-    assert rig.origins[handle] == dict.fromkeys(range(5), Tier.HOST)
+    assert rig.origins[handle] == dict.fromkeys(range(5), Tier.HOST) and rig.reasons[handle] == {"evicted"}
     stats = rig.outputs.stats.tiers[Tier.HOST]
     assert stats.num_loaded == 5 and stats.num_stored >= 5 and stats.loaded_bytes == 40
 
@@ -55,6 +55,7 @@ def test_blocks_of_a_disk_come_through_the_host(Rig: Any, depth: int) -> None:
     rig = Rig(depth, **SIZES, disk=disk)  # after a restart
     handle = again(rig)
     assert rig.cached[handle] == 20 and rig.origins[handle] == dict.fromkeys(range(5), Tier.DISK)
+    assert rig.reasons[handle] == {""}, "this engine has not had them"
     assert {tier: stats.num_loaded for tier, stats in rig.outputs.stats.tiers.items()} == {"host": 5, "disk": 5}
     assert again(rig) and rig.outputs.stats.tiers[Tier.DISK].num_loaded == 5, "now they are on the device"
 
