@@ -244,7 +244,7 @@ class Replicas:
         ended, self._ended, self._died = self._ended, [], False
         counts: dict[str, Any] = {name: sum(getattr(one.stats, name) for one in found) for name in COUNTS}
         states: dict[str, Any] = {name: sum(getattr(one, name) for one in self._states.values()) for name in STATES}
-        states["tiers"] = summed(one.tiers for one in self._states.values())
+        states["tiers"] = _summed(one.tiers for one in self._states.values())
         states["replicas"] = {number: self._states[core].num_running
                               for number, core in enumerate(self.cores) if core in self._turns}
         return StepOutputs(
@@ -291,7 +291,7 @@ def load(core: EngineCore) -> float:
     return len(scheduler.table) + waiting * (1 + WEIGHT * max(0.0, used - FULL))
 
 
-def summed(parts: Iterable[dict[Tier, TierStats]]) -> dict[Tier, TierStats]:
+def _summed(parts: Iterable[dict[Tier, TierStats]]) -> dict[Tier, TierStats]:
     """Return the sums of the counters of several replicas, by tier."""
     found: dict[Tier, TierStats] = {}
     for tier, stats in (entry for part in parts for entry in part.items()):

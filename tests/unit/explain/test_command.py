@@ -81,7 +81,8 @@ def test_what_cannot_be_is_an_error(capsys: pytest.CaptureFixture[str], flags: l
 
 
 def test_tiers_below_the_device_have_sizes(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["explain", TINY, "--kv-offloading-size", "2", "--kv-offload-dir", "/kv", "--kv-offload-dir-gb", "3"]) == 0
+    tiers = ["--kv-offloading-size", "2", "--kv-offload-dir", "/kv", "--kv-offload-dir-gb", "3"]
+    assert main(["explain", TINY, "--device", "cpu", "--dtype", "float32", *tiers]) == 0
     printed = " ".join(capsys.readouterr().out.split())
     assert "host tier, lazy: host memory, 2.00 GiB = 8,192 pages = 262,144 tokens" in printed
     assert "disk tier, lazy: files in /kv, at most 3.00 GiB = 12,288 pages = 393,216 tokens" in printed
