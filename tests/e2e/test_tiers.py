@@ -24,15 +24,19 @@ PARAMS = [SamplingParams(max_tokens=12, temperature=t, seed=7, ignore_eos=True) 
 Engine = Callable[..., LLM]
 
 
-def ask(llm: LLM, together: bool = False) -> tuple[list[list[int]], list[int]]:
-    """Return the tokens of every prompt and its cached tokens: one prompt after the other, so that each evicts others.
+def ask(llm: LLM, together: bool = False) -> tuple[list[list[int]], list[int], list[dict[int, Tier]]]:
+    """Return the tokens, the number of cached tokens and the fetched blocks of every prompt.
+
+    One prompt comes after the other, so that each evicts blocks of others, unless they come `together`.
     """
     if together:
         outputs = llm.generate(PROMPTS, PARAMS, use_tqdm=False)
     else:
         outputs = [llm.generate(*one, use_tqdm=False)[0] for one in zip(PROMPTS, PARAMS, strict=True)]
     llm.engine.core.check()
-    return [one.outputs[0].token_ids for one in outputs], [one.num_cached_tokens or 0 for one in outputs]
+    found = [{} if one.metrics is None else one.metrics.origins for one in outputs]
+    return ([one.outputs[0].token_ids for one in outputs], [one.num_cached_tokens or 0 for one in outputs],
+            [{block: origin.tier for block, origin in blocks.items()} for blocks in found])  # fmt: skip
 
 
 def stats(llm: LLM, tier: Tier) -> Any:
@@ -51,13 +55,13 @@ def truth() -> list[list[int]]:
 def test_tokens_are_those_without_tiers(truth: list[list[int]], options: dict[str, Any]) -> None:
     with LLM(**SMALL | TIERS | options) as llm:
         assert ask(llm)[0] == truth
-        tokens, cached = ask(llm)
+        tokens, cached, _ = ask(llm)
         assert tokens == truth and min(cached) >= 64, cached
         assert stats(llm, Tier.HOST).num_loaded >= 12
-        tokens, cached = ask(llm, together=True)  # three at once do not fit: some are preempted
+        tokens, cached, _ = ask(llm, together=True)  # three at once do not fit: some are preempted
         assert tokens == truth
         assert llm.reset_prefix_cache()
-        tokens, cached = ask(llm)
+        tokens, cached, _ = ask(llm)
         assert tokens == truth and not any(cached)
 
 
@@ -81,8 +85,9 @@ def test_files_outlive_the_engine(truth: list[list[int]], tmp_path: Path) -> Non
     with LLM(**options) as llm:
         assert ask(llm)[0] == truth
     with LLM(**options) as llm:
-        tokens, cached = ask(llm)
+        tokens, cached, fetched = ask(llm)
         assert tokens == truth and min(cached) >= 64, cached
+        assert fetched == [dict.fromkeys(range(count // 16), Tier.DISK) for count in cached]
         assert stats(llm, Tier.DISK).num_loaded >= 16 and stats(llm, Tier.DISK).num_failed == 0
 
 
