@@ -1,5 +1,6 @@
 """The tiers of KV blocks below the device, as options and vLLM's connectors ask for them. Never imports torch."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -47,6 +48,9 @@ def resolve_offload(config: EngineConfig) -> OffloadPlan:
     cache, notes = config.cache, tuple[str, ...]()
     if cache.kv_transfer_config:
         cache, notes = _of_connector(cache, cache.kv_transfer_config)
+    if not math.isfinite(cache.kv_offload_gb + cache.kv_offload_dir_gb):
+        raise ConfigError(f"kv_offload_gb={cache.kv_offload_gb}, kv_offload_dir_gb={cache.kv_offload_dir_gb}: sizes have "
+                          "an end: give a number of GiB.")
     if cache.kv_offload_gb == 0:
         if cache.kv_offload_dir is not None:
             raise ConfigError(f"kv_offload_dir={cache.kv_offload_dir!r}: blocks go to a disk through host memory, and "

@@ -245,7 +245,8 @@ def resolve_sizing(plan: EnginePlan, measured: DeviceMemory | int) -> MemoryPlan
     if isinstance(measured, DeviceMemory):
         sizes = resolve_cuda_memory(plan.geometry, config, measured, context=context, dtype=plan.weight_words)
     else:
-        offloaded = plan.offload.host_bytes // plan.mesh.parallel.size  # the same memory on a CPU
+        same = plan.machine.device == "cpu"  # the host's memory is the device's
+        offloaded = plan.offload.host_bytes // plan.mesh.parallel.size if same else 0
         sizes = resolve_memory(plan.geometry, config.model, config.cache, context=context,
                                max_num_seqs=config.scheduler.sequences(),
                                free_bytes=max(0, measured - plan.buffer_bytes - offloaded))  # fmt: skip

@@ -37,6 +37,8 @@ def test_connectors() -> None:
 
 @pytest.mark.parametrize(("options", "words"), [
     ({"kv_offload_dir": "/kv"}, "set kv_offload_gb, too"),
+    ({"kv_offload_gb": float("inf")}, "sizes have an end"),
+    (connector("LMCacheConnectorV1", **{"lmcache.max_local_cpu_size": float("inf")}), "sizes have an end"),
     ({"kv_offload_gb": 1.0, "enable_prefix_caching": False}, "prefix cache, which is off"),
     ({"kv_offload_gb": 1.0, "kv_offload_dir": "/kv", "nnodes": 2}, "leave out kv_offload_dir"),
     (connector("NixlConnector"), "NixlConnector.* is not implemented: sharing with other engines and prefill"),
