@@ -49,8 +49,8 @@ def resolve_offload(config: EngineConfig) -> OffloadPlan:
     if cache.kv_transfer_config:
         cache, notes = _of_connector(cache, cache.kv_transfer_config)
     if not math.isfinite(cache.kv_offload_gb + cache.kv_offload_dir_gb):
-        raise ConfigError(f"kv_offload_gb={cache.kv_offload_gb}, kv_offload_dir_gb={cache.kv_offload_dir_gb}: sizes have "
-                          "an end: give a number of GiB.")
+        raise ConfigError(f"kv_offload_gb={cache.kv_offload_gb}, kv_offload_dir_gb={cache.kv_offload_dir_gb}: sizes "
+                          "have an end: give a number of GiB.")
     if cache.kv_offload_gb == 0:
         if cache.kv_offload_dir is not None:
             raise ConfigError(f"kv_offload_dir={cache.kv_offload_dir!r}: blocks go to a disk through host memory, and "
