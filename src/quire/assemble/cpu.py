@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from quire.assemble.offload import make_mover
 from quire.assemble.parts import Loaded, Loading, Parts, cache_scales, cache_words
 from quire.config.resolve import MemoryPlan
 from quire.distributed.mesh import RankGroups
@@ -48,6 +49,7 @@ def _finish(plan: EnginePlan, model: Model, memory: MemoryPlan, scales: list[Sca
     )  # fmt: skip
     worker = make_runner(model, views, limits, device, target=plan.machine.device, groups=groups,
                          eager=plan.config.device.enforce_eager)  # fmt: skip
+    worker.mover = make_mover(plan, memory, arena)
     return Parts(
         plan=plan,
         model=model,

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from quire.assemble.cpu import fill, load_without_triton
+from quire.assemble.offload import make_mover
 from quire.assemble.parts import Loaded, Loading, Parts, cache_scales, cache_words
 from quire.config.engine import EngineConfig
 from quire.config.resolve import MemoryPlan
@@ -82,7 +83,8 @@ def load_cuda(plan: EnginePlan, groups: RankGroups, facts: CudaFacts, *, on_load
     def finish(memory: MemoryPlan) -> Parts:
         sized = replace(limits, max_model_len=memory.max_model_len)
         with _room_for_steps(weights, facts.free_memory, config):
-            worker = _worker(model, memory.geometry, memory.num_blocks + 1, sized, scales, groups)
+            worker, arena = _worker(model, memory.geometry, memory.num_blocks + 1, sized, scales, groups)
+            worker.mover = make_mover(plan, memory, arena)
             worker.warm_up()
         end_phase("graphs")
         return Parts(
@@ -106,10 +108,10 @@ def _room_for_steps(weights: int, free: int, config: EngineConfig) -> Iterator[N
 
 
 def _worker(model: Model, geometry: KVGeometry, num_blocks: int, limits: Limits, scales: list[Scales],
-            groups: RankGroups) -> StepRunner:  # fmt: skip
+            groups: RankGroups) -> tuple[StepRunner, KVArena]:  # fmt: skip
     arena = KVArena(geometry, num_blocks, DEVICE)
     views = kv_views(model.args, map(arena.views, range(len(model.layers))), scales)
-    return make_runner(model, views, limits, DEVICE, target="cuda", groups=groups)
+    return make_runner(model, views, limits, DEVICE, target="cuda", groups=groups), arena
 
 
 def _rehearse(model: Model, geometry: KVGeometry, limits: Limits,
@@ -121,7 +123,7 @@ def _rehearse(model: Model, geometry: KVGeometry, limits: Limits,
     """
     blocks = geometry.num_blocks(limits.max_tokens) + limits.num_slots + 2
     before = torch.cuda.memory_allocated(DEVICE) + blocks * geometry.page_bytes
-    worker = _worker(model, geometry, blocks, limits, scales, groups)
+    worker, _ = _worker(model, geometry, blocks, limits, scales, groups)
     tables = torch.cuda.memory_allocated(DEVICE) - before
     past = LATENT_CONTEXT if model.args.latent else 0
     plans = [_largest_step(limits, 1, past), _largest_step(limits, limits.num_slots)]

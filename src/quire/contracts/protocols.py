@@ -16,6 +16,7 @@ class ExecutorFacts(msgspec.Struct, frozen=True, kw_only=True):
     num_slots     maximum number of running requests
     num_blocks    usable KV blocks, the reserved block 0 not counted
     num_drafts    maximum number of draft tokens that a decode verifies (k); 0: every decode advances by one token
+    num_host_blocks   blocks of the host tier; 0: there is no tier below the device
     num_stages    stages of pipeline parallelism; each works on another step at the same time
     prompt_chunk  prompt tokens that about double the time of a step with few decodes. The scheduler keeps chunks beside
                   decodes this short; 0: it does not
@@ -31,6 +32,7 @@ class ExecutorFacts(msgspec.Struct, frozen=True, kw_only=True):
     vocab_size: int
     num_drafts: int = 0
     num_stages: int = 1
+    num_host_blocks: int = 0
     prompt_chunk: int = 0
     plans: dict[str, object] = msgspec.field(default_factory=dict)
 

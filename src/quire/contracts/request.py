@@ -10,6 +10,7 @@ import msgspec
 
 from quire.contracts.prefix import PrefixReport
 from quire.contracts.sampling import SamplerSpec
+from quire.contracts.step import Fetched
 
 
 class RequestState(Enum):
@@ -26,6 +27,7 @@ class BlockReason(StrEnum):
 
     PARENT = "parent"  # the first of n completions computes the prompt
     GRAMMAR = "grammar"  # the grammar of its output is being compiled
+    REMOTE_KV = "remote_kv"  # KV blocks come from another tier
 
 
 class FinishReason(StrEnum):
@@ -87,9 +89,11 @@ class Request:
         "end",
         "in_flight",
         "new",
+        "num_fetches",
         "num_cached",
         "num_preemptions",
         "num_prompt",
+        "origins",
         "prefix",
         "prompt_scored",
         "slot",
@@ -112,6 +116,8 @@ class Request:
         self.num_cached = -1  # prompt tokens found in the prefix cache at the first admission
         self.prefix: PrefixReport | None = None  # report on the blocks that were not found
         self.num_preemptions = 0
+        self.num_fetches = 0  # times that it waited for KV blocks of other tiers, since its last preemption
+        self.origins: dict[int, Fetched] = {}  # block -> its origin in another tier; others were on the device
         self.prompt_scored = 0  # prompt-logprob rows collected
 
     def to(self, state: RequestState, blocked_on: BlockReason | None = None) -> None:

@@ -86,6 +86,7 @@ class Finisher:
         assert result.step == step.plan.step and np.array_equal(result.slots, step.sampling), "results out of order"
         failed = self._failures(step, result)
         scored, (cached, prefixes) = self._score_prompts(step, result), self._reused(step)
+        origins = {r.new.handle: r.origins for r in step.admitted if r.origins and r.state is not FINISHED}
         rows = self._arrive(step, result, failed)
         endings = self._confirm(step, rows)
         going = [(request, end) for request, end in endings if request.state is not FINISHED]
@@ -107,6 +108,7 @@ class Finisher:
             preempted=preempted,
             cached=cached,
             prefixes=prefixes,
+            origins=origins,
             logprobs=self._logprobs(rows, result) if result.logprobs else {},
             prompt_logprobs=scored,
             stats=self.state(step, perf_counter() - started),
@@ -287,6 +289,7 @@ class Finisher:
             prefix_queries=s.admitter.prefix_queries,
             prefix_hits=s.admitter.prefix_hits,
             finish_s=finish_s,
+            tiers=roster.store.counters() if roster.store is not None else {},
             **did,
         )
 

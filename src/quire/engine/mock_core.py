@@ -29,6 +29,8 @@ def build_mock_core(config: EngineConfig, folder: Path, tokenizer_folder: Path |
     tokenizer_folder   folder of the tokenizer; None: `folder`
     Raises `ConfigError` when max_model_len exceeds the model's context or the given number of blocks.
     """
+    if config.cache.kv_offload_gb or config.cache.kv_transfer_config:
+        raise ConfigError("device=mock has no tiers of KV blocks: leave out kv_offload_gb and kv_transfer_config.")
     args = read_checkpoint_config(folder)
     scheduler, size = config.scheduler, config.cache.block_size or BLOCK_SIZE
     length = config.model.max_model_len or args.max_position_embeddings

@@ -14,6 +14,7 @@ from quire.engine.roster import Roster
 from quire.engine.table import RunningTable
 from quire.kv.allocator import KVAllocator
 from quire.kv.miss_reasons import PrefixHistory
+from quire.kv.store import KVStore
 
 SHORT_STEPS = 32  # steps that must be enough for all waiting prompts; else chunks are not kept short (docs/log.md)
 
@@ -22,12 +23,12 @@ class Scheduler:
     """Continuous batching over one token budget, with chunked prefill, prefix reuse and preemption by recompute."""
 
     def __init__(self, facts: ExecutorFacts, config: SchedulerConfig, allocator: KVAllocator, root_key: bytes,
-                 history: PrefixHistory) -> None:
+                 history: PrefixHistory, store: KVStore | None = None) -> None:  # fmt: skip
         by_priority = config.scheduling_policy == "priority"
         self.table = RunningTable(facts.num_slots)
         self.queue = WaitingQueue(by_priority, config.max_waiting, facts.num_slots)
         self.allocator = allocator
-        self.roster = Roster(self.table, self.queue, allocator, root_key, keeps=history.enabled)
+        self.roster = Roster(self.table, self.queue, allocator, root_key, store, keeps=history.enabled)
         self.growth = Growth(self.roster)
         self.admitter = Admitter(
             self.roster, history, by_priority=by_priority, headroom=int(config.watermark * facts.num_blocks)

@@ -231,6 +231,7 @@ class FrontEnd:
         for handle, num_cached in outputs.cached.items():
             if (found := self._by_handle.get(handle)) is not None and found[1].index == 0:
                 found[0].num_cached, found[0].metrics.prefix = num_cached, outputs.prefixes.get(handle)
+                found[0].metrics.origins = outputs.origins.get(handle, {})
         for handle in outputs.preempted:
             if (found := self._by_handle.get(handle)) is not None:
                 found[0].num_preemptions += 1

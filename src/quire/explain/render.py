@@ -176,10 +176,17 @@ def _memory(tree: Tree, memory: Plan, ranks: Sequence[Plan]) -> None:
     for line in (
         f"{memory['num_blocks']:,} pages = {memory['num_tokens']:,} tokens in {size(memory['kv_bytes'])}",
         "longest context {max_model_len:,} tokens; {full_sequences:,} such requests at once, at most {sequences:,} in "
-        "all".format(**memory), *memory["notes"], memory["budget"],
+        "all".format(**memory), *map(_tier_words, memory["tiers"]), *memory["notes"], memory["budget"],
     ):  # fmt: skip
         if line:
             _add(branch, line)
+
+
+def _tier_words(tier: Plan) -> str:
+    """Return a tier of KV blocks below the device in words."""
+    where = f"files in {tier['folder']}, at most" if tier["folder"] else "host memory,"
+    return (f"{tier['name']} tier, {tier['policy']}: {where} {size(tier['bytes'])} = {tier['blocks']:,} pages = "
+            f"{tier['tokens']:,} tokens")
 
 
 def _cache_words(memory: Plan) -> str:

@@ -34,6 +34,7 @@ from quire.kernels.select import (
     objection,
 )
 from quire.kernels.supports import SUPPORTS
+from quire.kvstore.plan import OffloadPlan, resolve_offload
 from quire.models.collectives import buffer_bytes, exchange_bounds
 from quire.models.graphs import GraphPlan, resolve_graphs
 from quire.models.layout import layout
@@ -132,6 +133,11 @@ class EnginePlan(msgspec.Struct, frozen=True, kw_only=True):
         return choose_cache(self.config.cache.kv_cache_dtype, self.dtype.dtype, self.quantization)
 
     @property
+    def offload(self) -> OffloadPlan:
+        """The tiers of KV blocks below the device."""
+        return resolve_offload(self.config)
+
+    @property
     def weight_bytes(self) -> int:
         """Bytes of the parameters as they are loaded, before they are packed."""
         return unpacked_bytes(self.params, self.dtype.dtype)
@@ -176,6 +182,7 @@ def resolve_engine(
     check_context(config.model, args.max_position_embeddings)
     check_parallel(args, parallel)
     check_routing(args, config.load.routing)
+    resolve_offload(config)
     quantization, device = dict(quantization or {}), machine.device
     rank = list(ranks(args, parallel))[number]
     params = with_formats(layout(args, rank), quantization)
@@ -256,10 +263,24 @@ def resolve_sizing(plan: EnginePlan, measured: DeviceMemory | int) -> MemoryPlan
     """
     config, context = plan.config, plan.args.max_position_embeddings
     if isinstance(measured, DeviceMemory):
-        return resolve_cuda_memory(plan.geometry, config, measured, context=context, dtype=plan.weight_words)
-    return resolve_memory(plan.geometry, config.model, config.cache, context=context,
-                          max_num_seqs=config.scheduler.sequences(),
-                          free_bytes=max(0, measured - plan.buffer_bytes))  # fmt: skip
+        sizes = resolve_cuda_memory(plan.geometry, config, measured, context=context, dtype=plan.weight_words)
+    else:
+        same = plan.machine.device == "cpu"  # the host's memory is the device's
+        offloaded = plan.offload.host_bytes // plan.mesh.parallel.size if same else 0
+        sizes = resolve_memory(plan.geometry, config.model, config.cache, context=context,
+                               max_num_seqs=config.scheduler.sequences(),
+                               free_bytes=max(0, measured - plan.buffer_bytes - offloaded))  # fmt: skip
+    return replace(sizes, host_blocks=host_blocks(plan))
+
+
+def host_blocks(plan: EnginePlan) -> int:
+    """Return the blocks of the host tier of this rank. Raises ConfigError when it does not hold one."""
+    page, ranks = plan.geometry.page_bytes, plan.mesh.parallel.size
+    blocks = plan.offload.host_bytes // ranks // page
+    if plan.offload.host_bytes and blocks < len(plan.geometry.groups):
+        raise ConfigError(f"kv_offload_gb={plan.offload.host_bytes / 2**30:g} for {ranks} rank{'s' * (ranks > 1)} does "
+                          f"not hold a KV block of {page / 2**20:.1f} MiB each: raise it.")
+    return blocks
 
 
 def moe_plans(args: ModelArgs, needs: KernelNeeds, probe: Probe = here, *, parallel: Parallel = ALONE, forced: str = "",

@@ -294,9 +294,21 @@ class PlanReport:
         return known | ({"refused": plan} if isinstance(plan, str) else {
             "num_blocks": plan.num_blocks, "kv_bytes": plan.kv_bytes, "num_tokens": plan.num_tokens,
             "max_model_len": plan.max_model_len, "notes": plan.notes,
-            "sequences": self.plan.config.scheduler.sequences(),
+            "sequences": self.plan.config.scheduler.sequences(), "tiers": self._tiers(plan),
             "full_sequences": round(plan.num_tokens / plan.max_model_len, 2), "budget": str(plan.budget or ""),
         })  # fmt: skip
+
+    def _tiers(self, memory: MemoryPlan) -> list[dict[str, Any]]:
+        """Return the tiers of KV blocks below the device, the nearest first; [] for none."""
+        offload, page = self.plan.offload, memory.geometry.page_bytes
+        if not offload.host_bytes:
+            return []
+        host = {"name": "host", "bytes": memory.host_blocks * page, "blocks": memory.host_blocks,
+                "tokens": memory.host_blocks * memory.geometry.block_size, "policy": offload.policy, "folder": ""}
+        most = offload.folder_bytes // self.plan.mesh.parallel.replica
+        disk = {"name": "disk", "bytes": most, "blocks": most // page, "policy": offload.policy,
+                "tokens": most // page * memory.geometry.block_size, "folder": offload.folder}
+        return [host, disk][: 1 + bool(offload.folder)]
 
 
 def _below(features: Callable[[str], tuple[str, ...]], at: str, name: str) -> tuple[str, ...]:

@@ -17,6 +17,7 @@ import torch
 
 from quire.contracts.step import I32, NO_MASKS, SAMPLE, StepPlan, StepResult
 from quire.kernels.select import Choice
+from quire.kvstore.mover import BlockMover
 from quire.layers.stack import first_of_each_kind
 from quire.worker.balancing import RankBalancing
 from quire.worker.device_state import DeviceState, Limits
@@ -47,6 +48,7 @@ class StepRunner:
 
     parts      implementations of step operations, sampler, upload and recorder, with the reasons for the choice
     balancing  of experts; None: every expert stays in its place
+    mover      runs the copies of KV blocks between tiers; None: there is one tier
     features   step features (scoring of prompts, pooling), which each step launches in this order
     """
 
@@ -65,6 +67,7 @@ class StepRunner:
         self._upload, self._features = upload, features
         self._running: deque[RunningStep] = deque()
         self.balancing: RankBalancing | None = None
+        self.mover: BlockMover | None = None
         self._launched: _Launched | None = None  # the last submitted step, until its grammar masks come
 
     @torch.inference_mode()
@@ -73,6 +76,8 @@ class StepRunner:
         began = perf_counter() if self._upload.timed else None
         if self.programs.stage is not None:
             self.programs.stage.settle(plan)
+        if self.mover is not None and plan.copies is not None:
+            self.mover.begin(plan.copies.before)
         changes = self.state.apply(plan)
         for feature in self._features:
             feature.apply(plan)
@@ -83,7 +88,7 @@ class StepRunner:
         if not len(plan.slots):
             self._upload.apply()
             self.programs.join()
-            self._running.append(RunningStep(plan, plan.slots, 0, lambda: NO_ROWS))
+            self._began(RunningStep(plan, plan.slots, 0, lambda: NO_ROWS))
             return
         shape = self.programs.shape(plan)
         hidden = self.programs.compute(shape, plan)
@@ -116,11 +121,22 @@ class StepRunner:
             scored = programs.sampler.logprobs(programs.whole_logits(len(slots)), slots)
             features = features if scored is None else (*features, scored)
         fetch, num_tokens = self._upload.fetch(programs.out), self._upload.step.num_tokens
-        self._running.append(RunningStep(plan, slots, num_tokens, fetch, features, began, forwarded))
+        self._began(RunningStep(plan, slots, num_tokens, fetch, features, began, forwarded))
+
+    def _began(self, step: RunningStep) -> None:
+        """Note a step whose launches are done, and begin the copies that come after it."""
+        if self.mover is not None and step.plan.copies is not None:
+            self.mover.begin(step.plan.copies.after)
+        self._running.append(step)
 
     def collect(self) -> StepResult:
         """Wait for the oldest submitted step and return its result."""
-        result = self._running.popleft().collect()
+        step = self._running.popleft()
+        result = step.collect()
+        if self.mover is not None:
+            copies = step.plan.copies
+            copied = self.mover.finished(wait=copies is not None and copies.wait)
+            result = msgspec.structs.replace(result, copied=copied)
         return result if self.balancing is None else msgspec.structs.replace(result, moved=self.balancing.moved)
 
     def run(self, plan: StepPlan, get_masks: Callable[[], I32] = lambda: NO_MASKS) -> StepResult:

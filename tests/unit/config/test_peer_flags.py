@@ -236,7 +236,7 @@ REFUSED = [
     ("serve m --guided-decoding-disable-additional-properties", "-disable-additional-properties: llguidance makes"),
     ("serve m --kv-cache-dtype-skip-layers 0 1", "0 1: all layers have a KV cache of one type"),
     ("serve m --enable-lora --lora-modules sql=/a law=/b --max-lora-rank 64", "--lora-modules sql=/a law=/b: adapters"),
-    ("serve m --kv-transfer-config '{\"kv_connector\": \"NixlConnector\", \"kv_role\": \"kv_both\"}'", "the KV cache"),
+    ("serve m --kv-events-config '{\"enable_kv_cache_events\": true}'", "nothing is shared with other servers"),
     ("serve m --speculative-config '{\"method\": \"ngram\", \"num_speculative_tokens\": 4}'", "speculative decoding"),
     ("serve BAAI/bge-reranker-v2-m3 --task classify", "--task classify: one engine generates text and embeds it"),
 ]
