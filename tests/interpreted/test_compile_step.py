@@ -36,14 +36,15 @@ def compile_production() -> None:
                         block_size=block_size)  # fmt: skip
         buffers = StepBuffers(token_ids=zeros(8192), positions=zeros(8192), kv_slots=zeros(1, 8192),
                               seq_lens=zeros(slots, dtype=torch.int32), sample_rows=zeros(slots),
-                              sample_slots=zeros(slots), sample_positions=zeros(slots))  # fmt: skip
+                              sample_slots=zeros(slots), sample_positions=zeros(slots),
+                              drafts=zeros(slots, dtype=torch.int32))  # fmt: skip
         words = StepWords.view(packed, slots)
         for size in decode_sizes(slots):
             step.build_inputs(words, tables, buffers.cut(size, size, size))
         for tokens in (256, 1000, 8192):
             step.build_inputs(words, tables, buffers.cut(tokens, slots, slots))
         step.finish_step(words, tables, buffers, zeros(slots), zeros(slots, dtype=torch.uint8),
-                         zeros(2, slots, dtype=torch.int32))  # fmt: skip
+                         zeros(3, slots, dtype=torch.int32))  # fmt: skip
 
 
 def main() -> None:

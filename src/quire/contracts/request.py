@@ -58,6 +58,7 @@ class NewRequest(msgspec.Struct, frozen=True, kw_only=True):
     tenant       owner of the request; blocks are shared only within a tenant. Callers may set the salt, never the
                  tenant. "": there is only one tenant
     grammar      the structured output, as `StructuredOutputsParams.spec` writes it
+    num_drafts   maximum number of drafts that a step verifies for the request; None: as many as the engine drafts
     pool         "mean", "last" or "cls": the request ends with a pooled hidden state (max_tokens is 0); "": with text
     """
 
@@ -75,6 +76,7 @@ class NewRequest(msgspec.Struct, frozen=True, kw_only=True):
     tenant: str = ""
     read_prefix_cache: bool = True
     grammar: str | None = None
+    num_drafts: int | None = None
     pool: str = ""
 
 

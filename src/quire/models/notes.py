@@ -7,9 +7,11 @@ from collections.abc import Iterator, Mapping
 
 from quire.config.checkpoint import ModelArgs
 from quire.config.engine import ParallelConfig
-from quire.config.placement import parallel_sizes, ranks
+from quire.config.missing import Missing
+from quire.config.placement import Parallel, parallel_sizes, ranks
 from quire.config.resolve_moe import MoEPlan
 from quire.contracts.errors import ConfigError
+from quire.contracts.speculation import METHODS, Speculation
 
 # --all2all-backend -> phase -> dispatcher in its place; Quire chooses in other phases. "pull" takes a row once to each
 # rank with an expert of it, as DeepEP's normal form does.
@@ -28,6 +30,24 @@ def check_backend(backend: str, plan: MoEPlan) -> None:
         raise ConfigError(f"--all2all-backend {backend}: Quire has no such exchange of tokens: use "
                           f"{' or '.join(name for name in BACKENDS if name != 'auto')}, or leave it out. Without it:\n"
                           f"{plan}")  # fmt: skip
+
+
+def missing_speculation(speculation: Speculation | None, parallel: Parallel, device: str) -> tuple[Missing, ...]:
+    """Return what keeps an engine of these sizes from verifying drafts on this device; () if nothing does."""
+    if speculation is None:
+        return ()
+    if speculation.method not in METHODS:
+        where, why = f"with method {speculation.method}", f"only {' and '.join(METHODS)} drafts are made"
+    elif parallel.pp > 1:
+        where, why = "with pipeline parallelism", "the stages do not tell each other which drafts were accepted"
+    elif device == "cuda":
+        where, why = "on GPUs", "steps with drafts are not captured as CUDA graphs"
+    else:
+        return ()
+    remedy = 'use "method": "ngram"' if speculation.method not in METHODS else "leave out --speculative-config"
+    return (Missing(f"speculative decoding {where} (--speculative-config)",
+                    f"--speculative-config: speculative decoding {where} is not implemented yet, because {why}: "
+                    f"{remedy}."),)  # fmt: skip
 
 
 def parallel_notes(args: ModelArgs, config: ParallelConfig) -> tuple[str, ...]:

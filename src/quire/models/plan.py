@@ -21,6 +21,8 @@ from quire.config.resolve_moe import Hardware, MoEPlan, resolve_moe
 from quire.contracts.blocks import KVGeometry
 from quire.contracts.errors import ConfigError
 from quire.contracts.params import Param
+from quire.contracts.speculation import Speculation, read_speculative_config
+from quire.contracts.step import most_drafts
 from quire.kernels.linear.plan import LinearPlan, is_linear
 from quire.kernels.select import (
     Choice,
@@ -36,7 +38,7 @@ from quire.kernels.supports import SUPPORTS
 from quire.models.collectives import buffer_bytes
 from quire.models.graphs import GraphPlan, resolve_graphs
 from quire.models.layout import layout
-from quire.models.notes import BACKENDS, check_backend
+from quire.models.notes import BACKENDS, check_backend, missing_speculation
 from quire.models.registry import ITEM_BYTES, check_routing, linear_plans, operations, rank_geometry, unpacked_bytes
 from quire.quantization.assign import with_formats
 from quire.quantization.cache import CacheChoice, choose_cache
@@ -74,6 +76,7 @@ class EnginePlan(msgspec.Struct, frozen=True, kw_only=True):
     geometry      layout of a page of this rank's KV cache
     graphs        sizes of the steps that are captured as CUDA graphs
     missing       features that are not implemented: an engine that needs them can be planned, not built
+    speculation   drafter and number of drafts; None: every decode advances by one token
     quantization  quantization of the checkpoint, as `quire.quantization.read` returns it; {}: unquantized
     """
 
@@ -90,6 +93,7 @@ class EnginePlan(msgspec.Struct, frozen=True, kw_only=True):
     geometry: KVGeometry
     graphs: GraphPlan
     missing: tuple[Missing, ...] = ()
+    speculation: Speculation | None = None
     quantization: dict[str, Any] = {}
 
     @property
@@ -130,9 +134,15 @@ class EnginePlan(msgspec.Struct, frozen=True, kw_only=True):
     def buffer_bytes(self) -> int:
         """Bytes that this rank's exchanges with other ranks take in the largest step; 0 on one device."""
         batch = self.config.scheduler
-        return buffer_bytes(self.args, self.mesh.rank, self.mesh.parallel, tokens=batch.token_budget(),
-                            item_bytes=ITEM_BYTES[self.dtype.dtype], rows=batch.sequences(),
+        drafts = most_drafts(batch.sequences(), self.num_drafts)
+        return buffer_bytes(self.args, self.mesh.rank, self.mesh.parallel, tokens=batch.token_budget() + drafts,
+                            item_bytes=ITEM_BYTES[self.dtype.dtype], rows=batch.sequences() + drafts,
                             device=self.machine.device, spread=self.spread)  # fmt: skip
+
+    @property
+    def num_drafts(self) -> int:
+        """Maximum number of drafts that a decode verifies; 0: no speculation."""
+        return self.speculation.num_drafts if self.speculation else 0
 
     def of_rank(self, rank: Rank) -> "EnginePlan":
         """Return a copy with `rank` in its mesh. `params` and `geometry` remain those of the original rank."""
@@ -160,6 +170,7 @@ def resolve_engine(
     check_context(config.model, args.max_position_embeddings)
     check_parallel(args, parallel)
     check_routing(args, config.load.routing)
+    speculation = read_speculative_config(config.scheduler.speculative_config)
     quantization, device = dict(quantization or {}), machine.device
     rank = list(ranks(args, parallel))[number]
     params = with_formats(layout(args, rank), quantization)
@@ -192,7 +203,9 @@ def resolve_engine(
         linears=linear_plans(args, params, kernels), moe=moe,
         geometry=geometry,
         graphs=resolve_graphs(config, args) if by_triton else GraphPlan(),
-        missing=missing_features(parallel, moe, device, quantized=bool(quantization)), quantization=quantization,
+        missing=(*missing_features(parallel, moe, device, quantized=bool(quantization)),
+                 *missing_speculation(speculation, parallel, device)),
+        speculation=speculation, quantization=quantization,
     )  # fmt: skip
 
 

@@ -72,7 +72,7 @@ class PackedUpload:
         self._dummy, self._fixed = dummy_slot, fixed_words(max_seqs, shared_words)
         assert words >= self._fixed + 4 + RUN_WORDS, "a buffer holds a step without changes and one run"
         self._ring = deque(_Pinned.make(words, gpu=gpu) for _ in range(depth + 2))
-        self._results = deque(_Pinned.make(2, max_rows, gpu=gpu) for _ in range(depth + 1))
+        self._results = deque(_Pinned.make(3, max_rows, gpu=gpu) for _ in range(depth + 1))
 
     def send(self, plan: StepPlan, changes: list[Change]) -> None:
         """Send a step and its table changes to the device.

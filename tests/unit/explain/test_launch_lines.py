@@ -22,11 +22,12 @@ WORK = {
     "all2all_backend": "deepep_low_latency", "expert_placement_strategy": "linear", "trust_remote_code": True,
     "gpu_memory_utilization": 0.92, "tool_call_parser": "glm47",
     "reasoning_parser": "glm45", "served_model_name": ("glm",), "max_model_len": 32_000, "async_depth": 2,
+    "speculative_config": {"method": "mtp", "num_speculative_tokens": 3},
 }  # fmt: skip
 NOTED = ["--enable-auto-tool-choice changes nothing: tool calls are always parsed when a request has tools.",
          "--api-server-count changes nothing: one process speaks HTTP.",
          "--no-enable-chunked-prefill changes nothing: long prompts are always computed in chunks."]  # fmt: skip
-REFUSED = ["--speculative-config", "--enable-dbo"]
+REFUSED = ["--enable-dbo"]
 
 
 def words(model: str, command: str = "explain") -> list[str]:
@@ -49,7 +50,7 @@ def test_every_flag_is_answered() -> None:
 def test_serve_refuses_the_same_by_name() -> None:
     with pytest.raises(ConfigError) as refused:
         settings_of(build_parser().parse_args(words("m", "serve")), server=True)
-    for name in (*REFUSED, "speculative decoding is not implemented yet"):
+    for name in REFUSED:
         assert name in str(refused.value)
 
 
@@ -58,12 +59,13 @@ def test_explain_plans_a_model_of_that_size(shared: Path, capsys: pytest.Capture
     out, err = capsys.readouterr()
     plan = json.loads(out)
     assert [one["feature"] for one in plan["missing"]] == [
-        "dispatcher pull for decode (-dp 8 --enable-expert-parallel)", *REFUSED]
+        "dispatcher pull for decode (-dp 8 --enable-expert-parallel)",
+        "speculative decoding with method mtp (--speculative-config)", *REFUSED]
     assert len(plan["ranks"]) == 8 and plan["ranks"][7]["experts"] == [140, 160, 1] and "num_blocks" in plan["memory"]
     assert plan["memory"]["block_size"] == 64 and plan["memory"]["sequences"] == 32
     assert plan["moe"]["decode"]["decided"].startswith("asked for, not implemented yet, decided in config/resolve_moe")
     assert plan["moe"]["prefill"]["decided"].startswith("first that fits, decided in")
-    for line in ("quire: refused by quire serve: --speculative-config", "quire: refused by quire serve: --enable-dbo: ",
+    for line in ("quire: refused by quire serve: --enable-dbo: ",
                  *(f"quire: note: {note}" for note in NOTED)):  # fmt: skip
         assert line in err
     assert any("--all2all-backend deepep_low_latency is taken as" in note for note in plan["model"]["notes"])
