@@ -15,6 +15,7 @@ class Finish(msgspec.Struct, frozen=True, kw_only=True):
 
     message  details of the error, for the caller
     vector   [hidden] float32, the pooled hidden state of a request with `NewRequest.pool`
+    drafts   numbers of drafts: made, accepted as first of a step, as second, ...; (): no speculation
     """
 
     handle: int
@@ -23,6 +24,7 @@ class Finish(msgspec.Struct, frozen=True, kw_only=True):
     error: str | None = None
     message: str | None = None
     vector: F32 | None = None
+    drafts: tuple[int, ...] = ()
 
 
 class StepStats(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
@@ -46,6 +48,8 @@ class StepStats(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     balancedness         mean over maximum of the tokens that ranks compute with their experts, when last looked at; 0:
                          experts are not balanced, or nothing is known yet
     num_blocks           KV blocks in all
+    drafts               numbers since the start: runs of drafts (a decode in a step), drafts, and of these accepted as
+                         the first of a run, as second, ...; (): no speculation
     replicas             number of a replica of attention that lives -> its `num_running`; {}: there are no replicas
     """
 
@@ -67,6 +71,7 @@ class StepStats(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     finish_s: float = 0.0
     balancedness: float = 0.0
     num_blocks: int = 0
+    drafts: tuple[int, ...] = ()
     replicas: dict[int, int] = msgspec.field(default_factory=dict)
 
 

@@ -86,6 +86,7 @@ class Request:
     __slots__ = (
         "arrival",
         "blocked_on",
+        "drafts",
         "end",
         "in_flight",
         "new",
@@ -110,6 +111,7 @@ class Request:
         self.end = self.num_prompt + new.max_tokens  # total length at which the request is finished
         self.stop_ids = frozenset(new.stop_ids)
         self.slot = -1
+        self.drafts: tuple[int, ...] = ()  # as in `Finish`, until the last preemption or the end
         self.in_flight = 0  # results still to come after a preemption
         self.num_cached = -1  # prompt tokens found in the prefix cache at the first admission
         self.prefix: PrefixReport | None = None  # report on the blocks that were not found

@@ -8,6 +8,7 @@ replicas: it sees every queue, so requests are balanced by the loads of this mom
 import logging
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from itertools import zip_longest
 from typing import Any, TypeVar
 
 import msgspec
@@ -25,7 +26,7 @@ LOG = logging.getLogger("quire")
 WAIT_SECONDS = 0.005  # for a result of independent replicas that compute; then new requests are looked for
 FULL = 0.5  # share of the KV cache in use, above which a replica's waiting requests count more
 WEIGHT = 6.0  # of a waiting request when the cache is full: it may wait for long
-TOTALS = ("num_preempted", "prefix_queries", "prefix_hits")  # statistics since the start
+TOTALS = ("num_preempted", "prefix_queries", "prefix_hits")  # statistics since the start; `drafts`, too
 STATES = ("num_running", "num_waiting", "num_blocked", "num_blocks", "num_free_blocks", "num_cached_blocks",
           *TOTALS)  # statistics about the time after a step; the others are about the step
 COUNTS = ("num_tokens", "num_prefill_tokens", "num_scheduled", "num_prefills", "schedule_s", "execute_s", "finish_s")
@@ -226,7 +227,7 @@ class Replicas:
         self._died = True
         self._turns.remove(core)
         last = self._states[core]
-        self._states[core] = StepStats(**{name: getattr(last, name) for name in TOTALS})
+        self._states[core] = StepStats(**{name: getattr(last, name) for name in (*TOTALS, "drafts")})
         self._ended += core.state().finished
         self._ended += [Finish(handle=handle, reason=FinishReason.ERROR, error="replica",
                                message=f"replica {number} stopped: {words} Send the request again: other replicas run.")
@@ -253,6 +254,8 @@ class Replicas:
             logprobs=_joined(one.logprobs for one in found),
             prompt_logprobs=_joined(one.prompt_logprobs for one in found),
             stats=StepStats(step=max((one.stats.step for one in found), default=-1), **counts, **states,
+                            drafts=tuple(map(sum, zip_longest(*(one.drafts for one in self._states.values()),
+                                                              fillvalue=0))),
                             balancedness=0.0 if self._balancer is None else self._balancer.balancedness),
         )  # fmt: skip
 

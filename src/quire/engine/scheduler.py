@@ -25,7 +25,7 @@ class Scheduler:
     def __init__(self, facts: ExecutorFacts, config: SchedulerConfig, allocator: KVAllocator, root_key: bytes,
                  history: PrefixHistory) -> None:
         by_priority = config.scheduling_policy == "priority"
-        self.table = RunningTable(facts.num_slots)
+        self.table = RunningTable(facts.num_slots, facts.num_drafts)
         self.queue = WaitingQueue(by_priority, config.max_waiting, facts.num_slots)
         self.allocator = allocator
         self.roster = Roster(self.table, self.queue, allocator, root_key)
