@@ -43,6 +43,18 @@ class Speculation(msgspec.Struct, frozen=True, kw_only=True):
     longest: int = LOOKUP
     by_batch: tuple[tuple[int, int], ...] = ()
 
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Numbers of drafts that a request may have in a step, ascending, without 0."""
+        return tuple(sorted({k for _, k in self.by_batch or ((1, self.num_drafts),)} - {0}))
+
+    def captured(self) -> "Speculation":
+        """Return the speculation for a device that captures steps: a number of drafts that does not fit
+        `MAX_VERIFY_ROWS` is 0, not a smaller number that is not captured."""
+        end = MAX_VERIFY_ROWS // (1 + self.num_drafts) + 1
+        ranges = self.by_batch or ((1, self.num_drafts), (end, 0))
+        return msgspec.structs.replace(self, by_batch=ranges)
+
     def __str__(self) -> str:
         words = f"{self.method}, {self.num_drafts} drafts per request"
         lookup = f", from {self.shortest} to {self.longest} tokens looked up" if self.method == "ngram" else ""

@@ -4,11 +4,13 @@ import msgspec
 
 from quire.config.checkpoint import ModelArgs
 from quire.config.engine import EngineConfig
+from quire.contracts.speculation import Speculation
 from quire.models.layout import parameters_per_token
 
 LAUNCH_SECONDS = 0.025  # of the host, to launch the kernels of a step one by one
 GRAPH_BYTES = 24 << 20  # set aside for the graphs of one size: six of them took 9 to 14 MiB (H200, docs/log.md)
 FLOPS = 600e12  # of a GPU, in a large product
+MOST_DRAFTS = 2  # numbers of drafts that are captured; others are padded to the next
 LATENT_TOKENS = 1024  # at most, of a captured step: its prompts are absorbed, which costs more the longer they are
 
 
@@ -17,22 +19,26 @@ class GraphPlan(msgspec.Struct, frozen=True, kw_only=True):
 
     sequences   numbers of sequences of decode steps
     tokens      numbers of tokens of steps with prompts
+    drafts      numbers of drafts of each sequence in decode steps, beside none
     """
 
     sequences: tuple[int, ...] = ()
     tokens: tuple[int, ...] = ()
+    drafts: tuple[int, ...] = ()
 
     @property
     def num_bytes(self) -> int:
         """Bytes that are set aside for the graphs."""
-        return (len(self.sequences) + len(self.tokens)) * GRAPH_BYTES
+        return (len(self.sequences) * (1 + len(self.drafts)) + len(self.tokens)) * GRAPH_BYTES
 
 
-def resolve_graphs(config: EngineConfig, args: ModelArgs) -> GraphPlan:
+def resolve_graphs(config: EngineConfig, args: ModelArgs, speculation: Speculation | None = None) -> GraphPlan:
     """Choose the sizes of the steps that are captured as CUDA graphs; none with `enforce_eager`."""
     if config.device.enforce_eager:
         return GraphPlan()
-    return GraphPlan(sequences=_decode_sizes(config), tokens=_prompt_sizes(config, args))
+    lengths = speculation.lengths if speculation else ()
+    drafts = lengths if len(lengths) <= MOST_DRAFTS else (lengths[0], lengths[-1])
+    return GraphPlan(sequences=_decode_sizes(config), tokens=_prompt_sizes(config, args), drafts=drafts)
 
 
 def _decode_sizes(config: EngineConfig) -> tuple[int, ...]:

@@ -32,16 +32,14 @@ def check_backend(backend: str, plan: MoEPlan) -> None:
                           f"{plan}")  # fmt: skip
 
 
-def missing_speculation(speculation: Speculation | None, parallel: Parallel, device: str) -> tuple[Missing, ...]:
-    """Return what keeps an engine of these sizes from verifying drafts on this device; () if nothing does."""
+def missing_speculation(speculation: Speculation | None, parallel: Parallel) -> tuple[Missing, ...]:
+    """Return what keeps an engine of these sizes from verifying drafts; () if nothing does."""
     if speculation is None:
         return ()
     if speculation.method not in METHODS:
         where, why = f"with method {speculation.method}", f"only {' and '.join(METHODS)} drafts are made"
     elif parallel.pp > 1:
         where, why = "with pipeline parallelism", "the stages do not tell each other which drafts were accepted"
-    elif device == "cuda":
-        where, why = "on GPUs", "steps with drafts are not captured as CUDA graphs"
     else:
         return ()
     remedy = 'use "method": "ngram"' if speculation.method not in METHODS else "leave out --speculative-config"

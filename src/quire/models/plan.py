@@ -171,6 +171,8 @@ def resolve_engine(
     check_parallel(args, parallel)
     check_routing(args, config.load.routing)
     speculation = read_speculative_config(config.scheduler.speculative_config)
+    if speculation is not None and machine.device == "cuda":
+        speculation = speculation.captured()
     quantization, device = dict(quantization or {}), machine.device
     rank = list(ranks(args, parallel))[number]
     params = with_formats(layout(args, rank), quantization)
@@ -202,9 +204,9 @@ def resolve_engine(
         mesh=Mesh(parallel=parallel, rank=rank), params=keep_stored(params, dtype, kernels, moe), kernels=kernels,
         linears=linear_plans(args, params, kernels), moe=moe,
         geometry=geometry,
-        graphs=resolve_graphs(config, args) if by_triton else GraphPlan(),
+        graphs=resolve_graphs(config, args, speculation) if by_triton else GraphPlan(),
         missing=(*missing_features(parallel, moe, device, quantized=bool(quantization)),
-                 *missing_speculation(speculation, parallel, device)),
+                 *missing_speculation(speculation, parallel)),
         speculation=speculation, quantization=quantization,
     )  # fmt: skip
 

@@ -97,10 +97,11 @@ def make_runner(
     upload: Upload = InPlaceUpload(slots, slots, device)
     if chosen["upload"] == "packed":
         packed = importlib.import_module("quire.worker.packed")
-        upload = packed.PackedUpload(slots, slots, device, limits.depth, max_rows=limits.max_rows)
+        upload = packed.PackedUpload(slots, slots, device, limits.depth, max_rows=limits.max_rows,
+                                     decode_len=1 + limits.num_drafts)  # fmt: skip
     recorder = LayerRecordings() if chosen["recorder"] == "recordings" else Recorder(parts[-1].reason)
     if chosen["recorder"] == "graphs":
-        recorder = Graphs(limits.graph_sizes, limits.graph_tokens, slots, limits.bounds)
+        recorder = Graphs(limits.graph_sizes, limits.graph_tokens, slots, limits.bounds, limits.queries)
     buffers = state.buffers
     operations: SamplerOperations = sampling.operations(limits.max_rows, model.args.vocab_size, device)
     if model.vocabulary is not None:

@@ -20,6 +20,7 @@ class Limits:
     num_slots       requests that can run at once
     max_tokens      most tokens of a step, drafts not counted
     num_drafts      most drafts that a decode verifies
+    draft_lengths   numbers of drafts of a decode for which decode steps are captured, ascending
     max_model_len   most tokens of a sequence
     block_size      tokens of a KV block
     graph_sizes     numbers of sequences for which decode steps are captured, ascending
@@ -42,6 +43,12 @@ class Limits:
     replicas: int = 1
     bounds: tuple[int, ...] = ()
     num_drafts: int = 0
+    draft_lengths: tuple[int, ...] = ()
+
+    @property
+    def queries(self) -> tuple[int, ...]:
+        """Numbers of tokens of a decode for which decode steps are captured, ascending."""
+        return 1, *(1 + length for length in self.draft_lengths)
 
     @property
     def max_drafts(self) -> int:

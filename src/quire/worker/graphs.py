@@ -3,10 +3,12 @@
 import functools
 from collections.abc import Callable
 from dataclasses import replace
+from math import prod
 from typing import Any
 
 import torch
 
+from quire.contracts.step import MAX_VERIFY_ROWS
 from quire.worker.recorder import Key, Recorder, StepShape
 
 NARROW = 256  # sequences: steps with prompts are captured for at most this many, and once more for the most possible
@@ -23,14 +25,16 @@ class Graphs(Recorder):
     tokens      numbers of tokens for which the layers of steps with prompts are captured, ascending
     most_seqs   most sequences of any step
     bounds      upper bounds of the tokens of each replica in lock-step, ascending; (): there are no other replicas
+    queries     numbers of tokens of a decode for which decode steps are captured, ascending: 1, and 1 + its drafts
     """
 
     static = True
 
     def __init__(self, sizes: tuple[int, ...] = (), tokens: tuple[int, ...] = (), most_seqs: int = 0,
-                 bounds: tuple[int, ...] = ()) -> None:  # fmt: skip
+                 bounds: tuple[int, ...] = (), queries: tuple[int, ...] = (1,)) -> None:  # fmt: skip
         super().__init__("enforce_eager: no sizes are to be captured")
         self.sizes, self.tokens, self.most_seqs, self.bounds = sizes, tokens, most_seqs, bounds
+        self.queries = queries
         self._graphs: dict[Key, torch.cuda.CUDAGraph] = {}
         self._pool: Any = None
 
@@ -41,19 +45,25 @@ class Graphs(Recorder):
         """
         if not shape.tokens:
             return replace(shape, recorded=bool(self.sizes or self.tokens) and shape.bound in self.bounds)
-        size = self._round_up(shape.seqs)
-        if shape.decode and size and shape.bound in self._bounds(size):
-            return replace(shape, tokens=size, seqs=size, rows=size, recorded=True)
+        size, query = self._round_up(shape.seqs), next((one for one in self.queries if one >= shape.query), 0)
+        if shape.decode and (size, query) in self._decodes() and shape.bound in self._bounds(size * query):
+            return replace(shape, tokens=size * query, seqs=size, rows=size * query, query=query, recorded=True)
         rows = self._round_up(shape.rows) or shape.rows
         padded = next((size for size in self.tokens if size >= shape.tokens), 0)
         if padded and shape.bound in self._bounds(padded):
             seqs = NARROW if shape.seqs <= NARROW < self.most_seqs else self.most_seqs
-            return replace(shape, tokens=padded, seqs=seqs, rows=rows, decode=False, recorded=True)
+            return replace(shape, tokens=padded, seqs=seqs, rows=rows, decode=False, recorded=True,
+                           query=self.queries[-1])  # fmt: skip
         return replace(shape, seqs=max(shape.seqs, rows), rows=rows, decode=False)
 
     def _bounds(self, tokens: int) -> tuple[int, ...]:
         """Return the bounds of the replicas' tokens for which a step of `tokens` tokens is captured, largest first."""
         return tuple(bound for bound in reversed(self.bounds) if bound >= tokens) if self.bounds else (0,)
+
+    def _decodes(self) -> list[tuple[int, int]]:
+        """Return (sequences, most tokens of each) of the decode steps that are captured."""
+        return [(size, query) for size in self.sizes for query in self.queries
+                if query == 1 or size * query <= MAX_VERIFY_ROWS]  # fmt: skip
 
     def shapes(self) -> list[StepShape]:
         """Return the shapes to capture: every recorded shape that `fit` may return. See `Recorder`."""
@@ -61,11 +71,12 @@ class Graphs(Recorder):
         for tokens in reversed(self.tokens):
             wide = [(most, False)] if narrow < min(tokens, most) else []
             for seqs, shared in (*((narrow, shared) for shared in (False, True)), *wide):
-                found += [StepShape(tokens, seqs, 0, False, shared, recorded=True, bound=bound)
+                found += [StepShape(tokens, seqs, 0, False, shared, recorded=True, bound=bound, query=self.queries[-1])
                           for bound in self._bounds(tokens)]  # fmt: skip
-        for size in reversed(self.sizes):
-            found += [StepShape(size, size, size, True, shared, recorded=True, bound=bound)
-                      for bound in self._bounds(size) for shared in (False, True)]  # fmt: skip
+        for size, query in sorted(self._decodes(), key=prod, reverse=True):
+            rows = size * query
+            found += [StepShape(rows, size, rows, True, shared, recorded=True, bound=bound, query=query)
+                      for bound in self._bounds(rows) for shared in (False, True)]  # fmt: skip
         joins = reversed(self.bounds) if found else ()
         return [*found, *(StepShape(0, 0, 0, True, recorded=True, bound=bound) for bound in joins)]
 

@@ -194,7 +194,7 @@ class Programs:
             self.drafter.draft(step, state.tables)
         self.operations.build_inputs(step, state.tables, buffers)
         shared = SharedBlocks.view(step.shared, SHARED_GROUPS, step.max_seqs, shape.seqs) if shape.shared else None
-        groups = []
+        groups, few = [], 1 + self._limits.num_drafts  # kernels are compiled for the most rows of a decode
         for group, kv_slots in enumerate(buffers.kv_slots):
             block_tables, table_rows = self.operations.gather_blocks(step, state.tables, group, shape.seqs, most)
             groups.append(
@@ -204,8 +204,8 @@ class Programs:
                     block_tables=block_tables,
                     kv_slots=kv_slots,
                     table_rows=table_rows,
-                    max_query_len=shape.query if shape.decode else longest,
-                    decode_len=1 + self._limits.num_drafts,
+                    max_query_len=shape.query if shape.decode else max(longest, few),
+                    decode_len=shape.query if shape.decode else few,
                     shared=shared if self._windows[group] is None else None,
                     prompts=prompts,
                 )
@@ -244,10 +244,10 @@ class Programs:
     def _cut(self, shape: StepShape) -> StepBuffers:
         """Return the step's buffers, cut to its sizes.
 
-        A step with prompts on static buffers gets as many rows as sequences: its recording does not know its rows.
+        A step with prompts on static buffers gets all rows: its recording does not know its rows.
         """
         if not shape.decode:
-            rows = shape.rows if self._static is None else shape.seqs
+            rows = shape.rows if self._static is None else len(self._static)
             return self._state.buffers.cut(shape.tokens, shape.seqs, rows)
         known = self._cuts.get((shape.tokens, shape.seqs))
         if known is None:

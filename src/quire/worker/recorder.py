@@ -48,8 +48,9 @@ class StepShape:
         """
         if not self.tokens:
             return "join", self.bound, 0
-        kind = "decode" if self.decode else "mixed"
-        return kind, self.tokens, 2 * (self.bound * MOST_SEQS + self.seqs) + self.shared
+        if self.decode:
+            return "decode", self.tokens, 2 * (self.bound * MOST_SEQS + self.query - 1) + self.shared
+        return "mixed", self.tokens, 2 * (self.bound * MOST_SEQS + self.seqs) + self.shared
 
 
 class Recorder:

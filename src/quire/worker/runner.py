@@ -170,7 +170,10 @@ class StepRunner:
             for plan in plans:
                 self.submit(plan)
                 self._running.pop()
-            for _, work in self.programs.recordings(Graphs(sizes, prompts, slots, self.limits.bounds).shapes()):
+            graphs = Graphs(sizes, prompts, slots, self.limits.bounds, self.limits.queries)
+            if not self.limits.graph_sizes and self.limits.num_drafts:
+                graphs.queries = 1, 1 + self.limits.num_drafts
+            for _, work in self.programs.recordings(graphs.shapes()):
                 work()
         finally:
             self.programs.some = None

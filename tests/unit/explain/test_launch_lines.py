@@ -75,3 +75,15 @@ def test_explain_plans_a_model_of_that_size(shared: Path, capsys: pytest.Capture
 def test_the_model_itself_waits_for_its_attention(shared: Path, model: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*words(str(shared / "hf" / model)), "--device", "h200"]) == 3
     assert "model_type 'glm_moe_dsa' is not implemented" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("model", "costs"), [("Qwen3-0.6B", "1.11 GiB with k = 0, 1.11 GiB with k = 1, 1.11 GiB"),
+                                              ("Qwen3-30B-A3B", "GiB with k = 3")])
+def test_explain_tells_the_drafter_and_the_cost_of_k(shared: Path, model: str, costs: str,
+                                                     capsys: pytest.CaptureFixture[str]) -> None:
+    given = ('{"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 2, '
+             '"num_speculative_tokens_per_batch_size": [[1, 8, 3], [9, 64, 1]]}')
+    assert main(["explain", str(shared / "hf" / model), "-sc", given, "--device", "h200"]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "speculation: ngram, 3 drafts per request, from 2 to 2 tokens looked up (3 from 1 requests on, 1" in text
+    assert "no weights and no part of the KV cache" in text and costs in text
