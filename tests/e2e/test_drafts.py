@@ -11,6 +11,7 @@ from quire.contracts.errors import ConfigError, InvalidParameter
 from quire.contracts.structured import StructuredOutputsParams
 
 from ..support.pairwise import label, pairwise
+from .in_process import running_inside
 
 CODE = "def add(a, b):\n    return a + b\n\ndef sub(a, b):\n    return a - b\n\ndef add(a, b):"
 PROSE = "The module provides"
@@ -169,3 +170,27 @@ def test_vllm_s_spellings_mean_the_same(drafting: Callable[..., LLM]) -> None:
         llm = LLM(**OPTIONS, speculative_config={"num_speculative_tokens": 2, **given})
         assert llm.engine.core.facts.num_drafts == 2
         llm.close()
+
+
+def test_a_server_streams_runs_and_counts_them() -> None:
+    """On the mock: 0, 1, ... and all drafts of a decode are right in turn."""
+    given = {"method": "ngram", "num_speculative_tokens": 3}
+    with running_inside(speculative_config=given, mock_step_ms=5.0) as inside:
+        server = inside.server
+        plain = server.complete(max_tokens=30, stream=False, seed=1, speculative_tokens=0).json()
+        drafted = server.complete(max_tokens=30, stream=False, seed=1).json()
+        streamed = server.complete(max_tokens=30, return_token_ids=True)
+        assert plain["choices"] == drafted["choices"]
+        tokens = [len(choice["token_ids"]) for event in streamed.events() if event != "[DONE]"
+                  for choice in event["choices"] if choice.get("token_ids")]  # fmt: skip
+        assert sum(tokens) == 30 and max(tokens) >= 4
+        refused = server.complete(speculative_tokens=4)
+        assert refused.status == 400 and b"speculative_tokens=4 exceeds this engine's 3 drafts" in refused.body
+        counted = {name: sum(server.metric(f"quire:spec_decode_num_{name}_total").values())
+                   for name in ("drafts", "draft_tokens", "accepted_tokens", "accepted_tokens_per_pos")}  # fmt: skip
+        assert counted["accepted_tokens"] == counted["accepted_tokens_per_pos"] > 20
+        assert 20 < counted["drafts"] < counted["draft_tokens"] <= 3 * counted["drafts"]
+        ended = server.ask("/debug/requests").json()
+        drafts = [one["drafts"] for one in (ended["requests"] if isinstance(ended, dict) else ended)]
+        assert [0, 0, 0, 0] in [each for some in drafts for each in some]
+        assert sum(each[0] for some in drafts for each in some) == counted["draft_tokens"]
