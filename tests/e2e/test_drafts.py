@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from quire import LLM, SamplingParams
-from quire.contracts.errors import ConfigError, InvalidParameter
+from quire.contracts.errors import ConfigError, InvalidParameter, UnsupportedModel
 from quire.contracts.structured import StructuredOutputsParams
 
 from ..support.pairwise import label, pairwise
@@ -97,6 +97,14 @@ def test_answers_are_those_of_plain_decoding(row: dict[str, Any], plain: list[An
         assert 0.3 * drafts <= sum(accepted) <= 0.9 * drafts, "a run of a drafter that guesses right and wrong"
 
 
+@pytest.mark.parametrize("depth", [1, 2])
+def test_auto_gives_the_same_answers(depth: int, plain: list[Any], drafting: Callable[..., LLM]) -> None:
+    llm = drafting(more={"num_speculative_tokens": "auto"}, async_depth=depth)
+    check(answers(llm, REQUESTS), plain)
+    facts = llm.engine.core.facts
+    assert (facts.num_drafts, facts.auto_drafts) == (7, (1, 3, 7)) and llm.engine.core.scheduler.drafts.totals[0] > 0
+
+
 def test_a_second_turn_finds_the_blocks_of_the_first(drafting: Callable[..., LLM]) -> None:
     llm = drafting()
     first = llm.generate(LONG, params(COLD), use_tqdm=False)[0]
@@ -143,7 +151,7 @@ REFUSED: list[tuple[Any, str]] = [
     ({"method": "ngram"}, "num_speculative_tokens is missing"),
     ({"num_speculative_tokens": 3}, "method is missing"),
     ({"method": "ngram", "num_speculative_tokens": 0}, "num_speculative_tokens=0 is out of range"),
-    ({"method": "ngram", "num_speculative_tokens": "auto"}, "not implemented yet: give a number"),
+    ({"method": "ngram", "num_speculative_tokens": "some"}, "from 1 to 1023, or"),
     ({"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 4, "prompt_lookup_max": 2}, "is above"),
     ({"method": "ngram", "num_speculative_tokens": 3, "tensor_parallel_size": 1}, "does not exist"),
     ({"method": "ngram", "num_speculative_tokens": 3, "synthetic_acceptance_length": 2.0}, "not implemented for"),
@@ -159,7 +167,7 @@ REFUSED: list[tuple[Any, str]] = [
 
 @pytest.mark.parametrize(("given", "words"), REFUSED)
 def test_what_cannot_be_is_refused_in_a_line(given: dict[str, Any], words: str) -> None:
-    with pytest.raises(ConfigError if "yet" not in words or "auto" in given.values() else Exception) as caught:
+    with pytest.raises(ConfigError if "yet" not in words else UnsupportedModel) as caught:
         LLM(**OPTIONS, speculative_config=given)
     assert words in str(caught.value) and "speculative" in str(caught.value) and "\n" not in str(caught.value)
 

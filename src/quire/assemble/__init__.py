@@ -266,6 +266,7 @@ def assemble_core(parts: Parts, compiler: GrammarCompiler | None) -> EngineCore:
         prompt_chunk=parts.prompt_chunk,
         num_drafts=plan.num_drafts,
         drafts_by_batch=plan.speculation.by_batch if plan.speculation else (),
+        auto_drafts=plan.speculation.auto if plan.speculation else (),
         plans={"device": plan.machine.words, "dtype": plan.dtype, "memory": memory, "kernels": plan.kernels,
                "experts": plan.experts and f"{plan.experts.experts} (dispatcher {plan.experts.dispatcher})",
                "engine": msgspec.json.encode(report.describe()).decode()} | parts.plans | rank_lines(report),

@@ -17,6 +17,7 @@ class ExecutorFacts(msgspec.Struct, frozen=True, kw_only=True):
     num_drafts    maximum number of draft tokens that a decode verifies (k); 0: every decode advances by one token
     drafts_by_batch   (decoding requests, k), ascending: from so many requests on, at most k drafts; (): always
                   `num_drafts`
+    auto_drafts   numbers of drafts, ascending, among which the scheduler chooses by measured gain; (): it does not
     num_stages    stages of pipeline parallelism; each works on another step at the same time
     prompt_chunk  prompt tokens that about double the time of a step with few decodes. The scheduler keeps chunks beside
                   decodes this short; 0: it does not
@@ -32,6 +33,7 @@ class ExecutorFacts(msgspec.Struct, frozen=True, kw_only=True):
     vocab_size: int
     num_drafts: int = 0
     drafts_by_batch: tuple[tuple[int, int], ...] = ()
+    auto_drafts: tuple[int, ...] = ()
     num_stages: int = 1
     prompt_chunk: int = 0
     plans: dict[str, object] = msgspec.field(default_factory=dict)

@@ -8,6 +8,7 @@ import msgspec
 from quire.contracts.errors import ConfigError, shown
 from quire.contracts.step import MAX_VERIFY_ROWS
 
+AUTO = (1, 3, 7)  # drafts to choose from with "auto"; of a device that captures steps, the first two
 LOOKUP = 5  # tokens of an n-gram, as in vLLM
 ALIASES = {"ngram_gpu": "ngram", "[ngram]": "ngram"}
 METHODS = ("ngram",)
@@ -34,6 +35,7 @@ class Speculation(msgspec.Struct, frozen=True, kw_only=True):
     method              the drafter; those in METHODS are implemented
     num_drafts          maximum number of drafts of a request in a step (k)
     shortest, longest   tokens of the n-grams that are looked up
+    auto                numbers of drafts, ascending, from which the engine chooses by measured gain; (): `num_drafts`
     by_batch            (decoding requests, k), ascending: from so many requests on, each has at most k drafts
     """
 
@@ -41,22 +43,26 @@ class Speculation(msgspec.Struct, frozen=True, kw_only=True):
     num_drafts: int
     shortest: int = LOOKUP
     longest: int = LOOKUP
+    auto: tuple[int, ...] = ()
     by_batch: tuple[tuple[int, int], ...] = ()
 
     @property
     def lengths(self) -> tuple[int, ...]:
         """Numbers of drafts that a request may have in a step, ascending, without 0."""
-        return tuple(sorted({k for _, k in self.by_batch or ((1, self.num_drafts),)} - {0}))
+        return self.auto or tuple(sorted({k for _, k in self.by_batch or ((1, self.num_drafts),)} - {0}))
 
     def captured(self) -> "Speculation":
         """Return the speculation for a device that captures steps: a number of drafts that does not fit
         `MAX_VERIFY_ROWS` is 0, not a smaller number that is not captured."""
-        end = MAX_VERIFY_ROWS // (1 + self.num_drafts) + 1
-        ranges = self.by_batch or ((1, self.num_drafts), (end, 0))
-        return msgspec.structs.replace(self, by_batch=ranges)
+        auto = self.auto[:2]
+        most = auto[-1] if auto else self.num_drafts
+        ranges = tuple((size, min(k, most)) for size, k in self.by_batch)
+        ranges = ranges or ((1, most), (MAX_VERIFY_ROWS // (1 + most) + 1, 0))
+        return msgspec.structs.replace(self, num_drafts=most, auto=auto, by_batch=ranges)
 
     def __str__(self) -> str:
-        words = f"{self.method}, {self.num_drafts} drafts per request"
+        number = f"0, {', '.join(map(str, self.auto))} (by measured gain)" if self.auto else str(self.num_drafts)
+        words = f"{self.method}, {number} drafts per request"
         lookup = f", from {self.shortest} to {self.longest} tokens looked up" if self.method == "ngram" else ""
         ranges = ", ".join(f"{k} from {size} requests on" for size, k in self.by_batch)
         return words + lookup + (f" ({ranges})" if ranges else "")
@@ -91,7 +97,8 @@ def read_speculative_config(given: Mapping[str, Any] | None) -> Speculation | No
     if shortest > longest:
         raise _wrong(f"prompt_lookup_min={shortest} is above prompt_lookup_max={longest}", "lower prompt_lookup_min")
     most = sizes["num_speculative_tokens"]
-    return Speculation(method=method, num_drafts=most, shortest=shortest, longest=longest,
+    auto = AUTO if given["num_speculative_tokens"] == "auto" else ()
+    return Speculation(method=method, num_drafts=most, shortest=shortest, longest=longest, auto=auto,
                        by_batch=_by_batch(given.get("num_speculative_tokens_per_batch_size", ()), most))  # fmt: skip
 
 
@@ -112,11 +119,11 @@ def _method(given: Mapping[str, Any]) -> str:
 
 def _size(name: str, value: object) -> int:
     if name == "num_speculative_tokens" and value == "auto":
-        raise _wrong('num_speculative_tokens="auto" is not implemented yet', "give a number, such as 3, or "
-                     "num_speculative_tokens_per_batch_size")  # fmt: skip
+        return AUTO[-1]
     most = MAX_VERIFY_ROWS - 1 if name == "num_speculative_tokens" else 32
     if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
-        raise _wrong(f"{name}={shown(value)} is out of range", f"give a whole number from 1 to {most}")
+        others = ', or "auto"' * (name == "num_speculative_tokens")
+        raise _wrong(f"{name}={shown(value)} is out of range", f"give a whole number from 1 to {most}{others}")
     return value
 
 

@@ -86,8 +86,8 @@ class Finisher:
         assert result.step == step.plan.step and np.array_equal(result.slots, step.sampling), "results out of order"
         failed = self._failures(step, result)
         scored, (cached, prefixes) = self._score_prompts(step, result), self._reused(step)
-        if step.most is not None and len(result.num_drafted):
-            self._count_drafts(step, result)
+        if self._scheduler.drafts.most:
+            self._learn(step, result)
         rows = self._arrive(step, result, failed)
         endings = self._confirm(step, rows)
         going = [(request, end) for request, end in endings if request.state is not FINISHED]
@@ -158,8 +158,13 @@ class Finisher:
             most=None if most is None else most[live], held=None if running[live].all() else running[live],
         )  # fmt: skip
 
-    def _count_drafts(self, step: InFlight, result: StepResult) -> None:
-        """Count the drafts of the step, in all and for each request that still runs."""
+    def _learn(self, step: InFlight, result: StepResult) -> None:
+        """Count the drafts of the step, in all and for each request that still runs; learn how many are worth while."""
+        decodes = step.plan.num_decodes
+        self._scheduler.drafts.observe(step.plan.num_tokens[:decodes], result.num_accepted[:decodes],
+                                       alone=not step.num_prefills)  # fmt: skip
+        if step.most is None or not len(result.num_drafted):
+            return
         found = self._scheduler.drafts.count(result.num_drafted, result.num_accepted)
         slots = np.array([request.slot for request in step.requests], np.int32)
         self._roster.table.drafts[slots[slots >= 0]] += found[slots >= 0]
