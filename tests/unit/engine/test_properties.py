@@ -63,7 +63,8 @@ class EngineMachine(RuleBasedStateMachine):
             max_tokens, scored, children, stops, grammar = 0, False, 0, (), None
         fields = {"stop_ids": stops, "min_tokens": min_tokens, "priority": priority, "cache_salt": salt,
                   "read_prefix_cache": reads, "deadline": None if lives is None else rig.now + lives,
-                  "pool": pool, "grammar": grammar, "num_drafts": most_drafts} | ({"read_prefix_cache": False} if pool in ("mean", "cls") else {})
+                  "num_drafts": most_drafts,
+                  "pool": pool, "grammar": grammar} | ({"read_prefix_cache": False} if pool in ("mean", "cls") else {})
         end = len(prompt) + max_tokens
         if end > MAX_LEN or rig.allocator.most_blocks(end, rig.core._most_in_flight) > rig.num_blocks:
             with pytest.raises(PromptTooLong):
