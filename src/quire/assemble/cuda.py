@@ -122,7 +122,7 @@ def _rehearse(model: Model, plan: EnginePlan, limits: Limits,
     (tables) and per token (activations).
     """
     geometry = plan.geometry
-    blocks = geometry.num_blocks(limits.max_tokens) + limits.num_slots + 2
+    blocks = geometry.num_blocks(limits.step_tokens) + limits.num_slots + 2
     before = torch.cuda.memory_allocated(DEVICE) + blocks * geometry.page_bytes
     worker = _worker(model, geometry, blocks, limits, scales, groups, speculation=plan.speculation)
     tables = torch.cuda.memory_allocated(DEVICE) - before
@@ -142,7 +142,7 @@ def _rehearse(model: Model, plan: EnginePlan, limits: Limits,
         worker.programs.stage.settle_all()  # the next runner uses the same groups
     peak = torch.cuda.max_memory_allocated(DEVICE) - before
     per_seq = (tables - 4 * WORDS) // limits.num_slots
-    return str(ahead.report()), peak, per_seq, (peak - tables) // limits.max_tokens
+    return str(ahead.report()), peak, per_seq, (peak - tables) // limits.step_tokens
 
 
 def _largest_step(limits: Limits, num_seqs: int, past: int = 0) -> StepPlan:
@@ -150,7 +150,7 @@ def _largest_step(limits: Limits, num_seqs: int, past: int = 0) -> StepPlan:
 
     past   tokens computed before, as far as the context allows; they share the blocks of the step's own tokens
     """
-    tokens = min(limits.max_tokens // num_seqs, limits.max_model_len - 1)
+    tokens = min(limits.step_tokens // num_seqs, limits.max_model_len - 1)
     blocks = -(-tokens // limits.block_size)
     past = min(past, limits.max_model_len - 1 - tokens) // limits.block_size * limits.block_size
     places = np.arange(blocks + past // limits.block_size, dtype=np.int32) % blocks

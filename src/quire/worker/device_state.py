@@ -56,6 +56,11 @@ class Limits:
         return most_drafts(self.num_slots, self.num_drafts)
 
     @property
+    def step_tokens(self) -> int:
+        """Largest number of tokens of a step, drafts included."""
+        return self.max_tokens + self.max_drafts
+
+    @property
     def max_rows(self) -> int:
         """Largest number of rows that a step samples: one per sequence, and one per draft."""
         return self.num_slots + self.max_drafts
@@ -83,7 +88,7 @@ class DeviceState:
             block_size=limits.block_size,
         )
         self.sampling = SamplingTable(slots, vocab_size, device)
-        tokens, rows = limits.max_tokens + limits.max_drafts, limits.max_rows
+        tokens, rows = limits.step_tokens, limits.max_rows
         self.buffers = StepBuffers(
             token_ids=zeros(tokens, device=device),
             positions=zeros(tokens, device=device),
