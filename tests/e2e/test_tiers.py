@@ -65,6 +65,43 @@ def test_tokens_are_those_without_tiers(truth: list[list[int]], options: dict[st
         assert tokens == truth and not any(cached)
 
 
+def talk(llm: LLM) -> list[tuple[list[int], int, set[int]]]:
+    """Return tokens, number of cached tokens and fetched blocks of two turns of every prompt.
+
+    A second turn continues the text of the first one, whose blocks the other prompts have evicted meanwhile.
+    """
+    params = [SamplingParams(max_tokens=40, temperature=t, seed=7, ignore_eos=True) for t in (0.0, 0.6, 0.0, 0.4)]
+    texts: list[Any] = list(PROMPTS)
+    found = []
+    for _ in range(2):
+        for i, (text, asked) in enumerate(zip(texts, params, strict=True)):
+            output = llm.generate(text, asked, use_tqdm=False)[0]
+            tokens, origins = output.outputs[0].token_ids, output.metrics.origins if output.metrics is not None else {}
+            found.append((tokens, output.num_cached_tokens or 0, set(origins)))
+            texts[i] = [*(output.prompt_token_ids or []), *tokens, 5]
+    llm.engine.core.check()
+    return found
+
+
+@pytest.mark.parametrize("options", [{}, {"async_depth": 2, "kv_offload_policy": "lazy"}], ids=str)
+def test_tokens_with_drafts_and_tiers_are_those_of_plain_decoding(truth: list[list[int]], options: dict[str, Any]
+                                                                  ) -> None:  # fmt: skip
+    """Blocks that runs of drafts have filled leave the device, come back, and are read by steps with drafts."""
+    with LLM(**SMALL) as llm:
+        plain = [tokens for tokens, _, _ in talk(llm)]
+    drafts = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 4}
+    with LLM(**SMALL | TIERS | options, speculative_config=drafts) as llm:
+        found = talk(llm)
+        assert [tokens for tokens, _, _ in found] == plain
+        for (_, cached, fetched), prompt in zip(found[4:], PROMPTS, strict=True):
+            said = len(llm.get_tokenizer().encode(prompt))
+            assert cached == (said + 40) // 16 * 16 and fetched and max(fetched) > said // 16, "blocks of the answer"
+        runs, made, *accepted = llm.engine.core.scheduler.drafts.totals
+        assert runs < made and 0 < accepted[-1] <= accepted[0] < runs, "drafts that are right and wrong"
+        assert llm.reset_prefix_cache()
+        assert ask(llm, together=True)[0] == truth  # three at once do not fit: some are preempted
+
+
 def test_loads_of_zeros_are_noticed(truth: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
     """The test above turns red when copies bring nothing."""
     copy = InlineCopies.copy

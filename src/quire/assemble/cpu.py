@@ -45,10 +45,10 @@ def _finish(plan: EnginePlan, model: Model, memory: MemoryPlan, scales: list[Sca
     views = kv_views(plan.args, map(arena.views, range(len(model.layers))), scales)
     limits = Limits(
         num_slots=num_slots, max_tokens=plan.config.scheduler.token_budget(), block_size=memory.geometry.block_size,
-        max_model_len=memory.max_model_len, windows=memory.geometry.windows,
+        max_model_len=memory.max_model_len, windows=memory.geometry.windows, num_drafts=plan.num_drafts,
     )  # fmt: skip
     worker = make_runner(model, views, limits, device, target=plan.machine.device, groups=groups,
-                         eager=plan.config.device.enforce_eager)  # fmt: skip
+                         eager=plan.config.device.enforce_eager, speculation=plan.speculation)  # fmt: skip
     worker.mover = make_mover(plan, memory, arena)
     return Parts(
         plan=plan,

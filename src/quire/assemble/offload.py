@@ -40,8 +40,8 @@ def make_store(plan: EnginePlan, memory: MemoryPlan, pool: BlockPool) -> KVStore
     offload = resolve_offload(plan.config)
     if not offload.host_bytes:
         return None
-    scheduler, size = plan.config.scheduler, memory.geometry.block_size
-    a_step = len(memory.geometry.groups) * (scheduler.token_budget() + scheduler.sequences()) // size + 1
+    tokens, size = plan.step_tokens + plan.config.scheduler.sequences(), memory.geometry.block_size
+    a_step = len(memory.geometry.groups) * tokens // size + 1
     below: tuple[DiskTier, ...] = ()
     if offload.folder:
         names = map(_name, ranks(plan.args, plan.mesh.parallel))

@@ -111,6 +111,9 @@ class SchedulerConfig:
     scheduling_policy: str = option("fcfs", "order of waiting requests: first come first served, or by priority",
                                     choices=("fcfs", "priority"))
     watermark: float = option(0.01, "share of the KV blocks kept free when a request is admitted while others run")
+    speculative_config: dict[str, Any] | None = option(
+        None, 'speculative decoding, as JSON: {"method": "ngram", "num_speculative_tokens": 3} guesses 3 tokens and '
+        "verifies them in one step; answers stay the same", flags=("-sc",))
 
     def sequences(self) -> int:
         """Return max_num_seqs, or its default: 256, at most max_num_batched_tokens. A GPU's default may be larger."""

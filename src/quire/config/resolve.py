@@ -8,7 +8,7 @@ from quire.contracts.blocks import KVComponent, KVGeometry, KVGroup
 from quire.contracts.errors import ConfigError
 
 GIB = 1024**3
-SLOT_BYTES = 256  # of a slot's row in the tables of scheduler, worker and sampler, without parts that grow with context
+SLOT_BYTES = 264  # of a slot's row in the tables of scheduler, worker and sampler, without parts that grow with context
 QUARTER = "a quarter"  # of the free memory is the KV cache's by default
 CPU_BLOCK_SIZE = 32  # the best size for the CPU attention kernel (docs/design.md, section 5)
 ALIASES = {"half": "float16", "float": "float32"}

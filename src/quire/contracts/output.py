@@ -15,6 +15,7 @@ class Finish(msgspec.Struct, frozen=True, kw_only=True):
 
     message  details of the error, for the caller
     vector   [hidden] float32, the pooled hidden state of a request with `NewRequest.pool`
+    drafts   numbers of drafts: made, accepted as first of a step, as second, ...; (): no speculation
     """
 
     handle: int
@@ -23,6 +24,7 @@ class Finish(msgspec.Struct, frozen=True, kw_only=True):
     error: str | None = None
     message: str | None = None
     vector: F32 | None = None
+    drafts: tuple[int, ...] = ()
 
 
 class TierStats(msgspec.Struct, kw_only=True, array_like=True):
@@ -71,6 +73,8 @@ class StepStats(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     num_blocks           KV blocks in all
     num_elsewhere        tokens of the step that are not in these outputs, but in those of other front ends
     tiers                tier of KV blocks below the device -> its counters; {}: there is none
+    drafts               numbers since the start: runs of drafts (a decode in a step), drafts, and of these accepted as
+                         the first of a run, as second, ...; (): no speculation
     replicas             number of a replica of attention that lives -> its `num_running`; {}: there are no replicas
     """
 
@@ -93,6 +97,7 @@ class StepStats(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     balancedness: float = 0.0
     num_blocks: int = 0
     num_elsewhere: int = 0
+    drafts: tuple[int, ...] = ()
     replicas: dict[int, int] = msgspec.field(default_factory=dict)
     tiers: dict[Tier, TierStats] = msgspec.field(default_factory=dict)
 

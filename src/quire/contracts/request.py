@@ -60,6 +60,7 @@ class NewRequest(msgspec.Struct, frozen=True, kw_only=True):
     tenant       owner of the request; blocks are shared only within a tenant. Callers may set the salt, never the
                  tenant. "": there is only one tenant
     grammar      the structured output, as `StructuredOutputsParams.spec` writes it
+    num_drafts   maximum number of drafts that a step verifies for the request; None: as many as the engine drafts
     pool         "mean", "last" or "cls": the request ends with a pooled hidden state (max_tokens is 0); "": with text
     """
 
@@ -77,6 +78,7 @@ class NewRequest(msgspec.Struct, frozen=True, kw_only=True):
     tenant: str = ""
     read_prefix_cache: bool = True
     grammar: str | None = None
+    num_drafts: int | None = None
     pool: str = ""
 
 
@@ -86,6 +88,7 @@ class Request:
     __slots__ = (
         "arrival",
         "blocked_on",
+        "drafts",
         "end",
         "in_flight",
         "new",
@@ -112,6 +115,7 @@ class Request:
         self.end = self.num_prompt + new.max_tokens  # total length at which the request is finished
         self.stop_ids = frozenset(new.stop_ids)
         self.slot = -1
+        self.drafts: tuple[int, ...] = ()  # as in `Finish`, until the last preemption or the end
         self.in_flight = 0  # results still to come after a preemption
         self.num_cached = -1  # prompt tokens found in the prefix cache at the first admission
         self.prefix: PrefixReport | None = None  # report on the blocks that were not found

@@ -28,6 +28,12 @@ POOL = 4  # sum hidden states instead of computing logits
 MAX_VERIFY_ROWS = 1024  # of all decodes of a step together; the number of drafts is reduced to fit
 
 
+def most_drafts(num_slots: int, num_drafts: int) -> int:
+    """Return the largest number of drafts of a step: `num_drafts` for each of `num_slots` decodes, as far as they fit.
+    """
+    return min(num_slots * num_drafts, MAX_VERIFY_ROWS)
+
+
 class Admission(msgspec.Struct, frozen=True, kw_only=True):
     """A request that takes a slot of the running batch in this step.
 
@@ -192,6 +198,7 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True):
     slots            [N] int32, the plan's slots with SAMPLE, in plan order
     tokens           [N, 1+k] int32 sampled tokens; k is the largest number of drafts of a slot
     num_accepted     [N] int32, leading tokens of a row that are valid: 1 + the number of accepted drafts
+    num_drafted      [N] int32, drafts that the drafter made, at most those planned; empty: it made none
     logprobs         slot -> log-probabilities, a row for each of its valid tokens
     prompt_logprobs  slot -> log-probabilities of the prompt, a row for each scored token of this step's chunk
     pooled           slot -> [hidden] float32, for prompts with POOL that ended in this step
@@ -206,6 +213,7 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True):
     slots: I32
     tokens: I32
     num_accepted: I32
+    num_drafted: I32 = msgspec.field(default_factory=lambda: np.empty(0, np.int32))
     logprobs: dict[int, RowLogprobs] = msgspec.field(default_factory=dict)
     prompt_logprobs: dict[int, RowLogprobs] = msgspec.field(default_factory=dict)
     pooled: dict[int, F32] = msgspec.field(default_factory=dict)

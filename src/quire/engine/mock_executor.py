@@ -79,6 +79,13 @@ def allowed_token(token: int, mask: I32 | None, vocab_size: int) -> int:
     return int(allowed[token % len(allowed)]) if len(allowed) else -1
 
 
+def _drafted(plan: StepPlan, sampling: int) -> I32:
+    """Return the number of drafts [sampling] of each slot that samples: all that were planned."""
+    drafted = np.zeros(sampling, np.int32)
+    drafted[: plan.num_decodes] = plan.num_tokens[: plan.num_decodes] - 1
+    return drafted
+
+
 class _Slot:
     """State of a slot on the mock device."""
 
@@ -235,6 +242,7 @@ class MockExecutor:
             slots=np.array(list(runs), np.int32),
             tokens=np.array([self._padded(run, width) for run in runs.values()], np.int32).reshape(-1, width),
             num_accepted=counts,
+            num_drafted=_drafted(plan, len(runs)),
             logprobs=named,
             failed=failed,
             prompt_logprobs=scored,
@@ -274,7 +282,8 @@ class MockExecutor:
             drafts = plan.num_tokens[: plan.num_decodes] - 1
             counts[: len(drafts)] += np.minimum(list(itertools.islice(self._accepts, len(drafts))), drafts)
             tokens = np.repeat(tokens, width, 1)
-        return StepResult(step=plan.step, slots=slots, tokens=tokens, num_accepted=counts)
+        return StepResult(step=plan.step, slots=slots, tokens=tokens, num_accepted=counts,
+                          num_drafted=_drafted(plan, len(slots)))
 
     def _enter(self, plan: StepPlan) -> None:
         for slot in plan.released.tolist():

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from itertools import zip_longest
 from typing import Any, TypeVar
 
 import msgspec
@@ -28,7 +29,7 @@ FLUSH_SECONDS = 10.0  # for copies to a disk, when an engine is closed
 WAIT_SECONDS = 0.005  # for a result of independent replicas that compute; then new requests are looked for
 FULL = 0.5  # share of the KV cache in use, above which a replica's waiting requests count more
 WEIGHT = 6.0  # of a waiting request when the cache is full: it may wait for long
-TOTALS = ("num_preempted", "prefix_queries", "prefix_hits")  # statistics since the start
+TOTALS = ("num_preempted", "prefix_queries", "prefix_hits")  # statistics since the start, as `drafts`
 STATES = ("num_running", "num_waiting", "num_blocked", "num_blocks", "num_free_blocks", "num_cached_blocks",
           *TOTALS)  # statistics about the time after a step; the others are about the step
 COUNTS = ("num_tokens", "num_prefill_tokens", "num_scheduled", "num_prefills", "schedule_s", "execute_s", "finish_s")
@@ -260,7 +261,8 @@ class Replicas:
         self._died = True
         self._turns.remove(core)
         last = self._states[core]
-        self._states[core] = StepStats(**{name: getattr(last, name) for name in TOTALS})
+        tiers = {tier: msgspec.structs.replace(one, num_blocks=0, num_used=0) for tier, one in last.tiers.items()}
+        self._states[core] = StepStats(**{name: getattr(last, name) for name in (*TOTALS, "drafts")}, tiers=tiers)
         self._ended += core.state().finished
         self._ended += [Finish(handle=handle, reason=FinishReason.ERROR, error="replica",
                                message=f"replica {number} stopped: {words} Send the request again: other replicas run.")
@@ -289,6 +291,8 @@ class Replicas:
             logprobs=_joined(one.logprobs for one in found),
             prompt_logprobs=_joined(one.prompt_logprobs for one in found),
             stats=StepStats(step=max((one.stats.step for one in found), default=-1), **counts, **states,
+                            drafts=tuple(map(sum, zip_longest(*(one.drafts for one in self._states.values()),
+                                                              fillvalue=0))),
                             balancedness=0.0 if self._balancer is None else self._balancer.balancedness),
         )  # fmt: skip
 

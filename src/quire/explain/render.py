@@ -9,11 +9,11 @@ from rich.console import Group
 from rich.text import Text
 from rich.tree import Tree
 
-from quire.config.missing import not_runnable
 from quire.contracts.scheme import Wire
 from quire.entry.cli.table import format_bytes as size
 from quire.explain.render_ranks import add_ranks, folded
 from quire.models.facts import fact_lines
+from quire.models.missing import not_runnable
 from quire.models.report import NEVER
 
 Plan = Mapping[str, Any]
@@ -46,6 +46,11 @@ def _tree(plan: Plan, full: bool) -> Tree:
     for _, alike in groupby(plan["layers"], key=_likeness):
         _layer(layers, list(alike))
     _memory(tree, plan["memory"], plan["ranks"])
+    if (drafts := plan["speculation"]) is not None:
+        branch = _add(tree, f"speculation: {drafts['drafter']}")
+        _add(branch, "the drafter has no weights and no part of the KV cache")
+        costs = ", ".join(f"{size(bytes_)} with k = {k}" for k, bytes_ in drafts["read"].items())
+        _add(branch, f"weights that a step of one decode reads: {costs}")
     add_ranks(tree, plan)
     left = [name + " (multi-token prediction)" * name.endswith(".*") + f"  {number:,} tensors" * (number > 1)
             for name, number in plan["not_read"].items()]  # fmt: skip

@@ -86,6 +86,7 @@ class PlanReport:
             "latent": args.latent and asdict(args.latent) | {"break_even": min(args.latent.break_even, NEVER)},
             "moe": {phase: one if isinstance(one, str) else asdict(one) for phase, one in self.plan.moe.items()},
             "layers": list(self._layers()),
+            "speculation": self._speculation(),
             "not_read": self._not_read(),
             "memory": self._memory(),
             "ranks": [self.describe_rank(rank, held) for rank, held in self.held],
@@ -105,6 +106,22 @@ class PlanReport:
         many = self.plan.mesh.parallel.size > 1
         phases = MANY if many else PHASES[device] | (DUMMY if config.load.load_format == "dummy" else {})
         return phases | (EAGER if device == "cuda" and config.device.enforce_eager and not many else {})
+
+    def _speculation(self) -> dict[str, Any] | None:
+        """Return drafter and costs as plain values; None without speculation.
+
+        `read` has the bytes of weights, of all ranks, that a step of one decode reads, by its number of drafts. Experts
+        are those that 1 + k tokens hit if routers choose at random: E (1 - (1 - top / E)^(1 + k)) of E.
+        """
+        speculation, args = self.plan.speculation, self.plan.args
+        if speculation is None:
+            return None
+        moe, whole = args.moe, [one for one in self.layout if one.name != "embed.weight" or args.tie_word_embeddings]
+        held = {divided: sum(self.num_bytes(one) for one in whole if (one.shard == "experts") is divided)
+                for divided in (False, True)}  # fmt: skip
+        spared = 0 if moe is None else 1 - moe.routing.top_k / moe.routing.num_experts
+        read = {k: held[False] + round(held[True] * (1 - spared ** (1 + k))) for k in (0, *speculation.lengths)}
+        return {"drafter": str(speculation), "weights": 0, "cache": 0, "read": read}
 
     def exchanges(self, rank: Rank | None = None) -> list[dict[str, Any]]:
         """Return the exchanges of a rank in a step as plain values; None: those that a token passes in all stages."""

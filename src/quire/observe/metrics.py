@@ -231,6 +231,7 @@ class Metrics(Collector):
     def _values(self) -> dict[str, Any]:
         """Return the values of gauges and counters: a number, or a number for each value of the label."""
         s, phases = self._stats, self._phase_tokens
+        runs, drafts, *accepted = s.drafts or (0, 0)
         used = self._num_blocks - s.num_free_blocks if self._num_steps else 0
         usages = [(role, usage) for role, pid in self._pids.items() if (usage := read_usage(pid)) is not None]
         return {
@@ -254,6 +255,10 @@ class Metrics(Collector):
             "prefix_cache_queries": s.prefix_queries,
             "prefix_cache_hits": s.prefix_hits,
             "num_preemptions": s.num_preempted,
+            "spec_decode_num_drafts": runs,
+            "spec_decode_num_draft_tokens": drafts,
+            "spec_decode_num_accepted_tokens": sum(accepted),
+            "spec_decode_num_accepted_tokens_per_pos": {str(place): count for place, count in enumerate(accepted)},
             "steps": self._num_steps,
             "step_tokens": phases,
             "request_success": self._finished.counts,

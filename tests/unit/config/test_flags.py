@@ -34,6 +34,7 @@ FLAGS = """
 --gpu-memory-utilization --num-gpu-blocks-override --num-blocks
 --enable-prefix-caching --no-enable-prefix-caching
 --max-num-batched-tokens --max-num-seqs --max-waiting --scheduling-policy --watermark
+--speculative-config -sc
 --device --num-threads --async-depth --mock-step-ms
 --enforce-eager --no-enforce-eager --cudagraph-capture-sizes --cuda-graph-sizes --max-cudagraph-capture-size
 --tensor-parallel-size -tp --pipeline-parallel-size -pp --pipeline-layer-partition --data-parallel-size -dp
@@ -103,7 +104,8 @@ def test_every_flag_reaches_its_option(flag: str) -> None:
              "--routing": "uniform", "--all2all-backend": "nixl_ep", "--expert-placement-strategy": "round_robin",
              "--kv-cache-dtype": "fp8", "--scheduling-policy": "priority", "--device": "cpu",
              "--override-generation-config": '{"top_k": 5}', "--pooler-config": '{"pooling_type": "MEAN"}',
-             "--override-pooler-config": '{"pooling_type": "MEAN"}', "--eplb-config": '{"window_size": 5}',
+             "--override-pooler-config": '{"pooling_type": "MEAN"}', "--speculative-config": '{"method": "ngram"}',
+             "-sc": '{"method": "ngram"}', "--eplb-config": '{"window_size": 5}',
              "--kv-offload-policy": "write_through", "--kv-transfer-config": '{"kv_connector": "LMCacheConnectorV1"}',
              "--distributed-executor-backend": "ray"}
     boolean = f"--no-{flag[2:]}" in FLAGS or flag == "-ep"

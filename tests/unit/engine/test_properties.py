@@ -60,15 +60,16 @@ class EngineMachine(RuleBasedStateMachine):
           reads=st.sampled_from([True, True, True, False]), lives=st.sampled_from([None] * 6 + [0, 3]),
           fail_after=st.sampled_from([None] * 8 + [0, 2, 9]), scored=st.sampled_from([False, False, True]),
           children=st.sampled_from([0, 1, 3]), pool=st.sampled_from(["", "", "", "mean", "last", "cls"]),
-          grammar=st.sampled_from([None] * 7 + GRAMMARS))
+          grammar=st.sampled_from([None] * 7 + GRAMMARS), most_drafts=st.sampled_from([None, None, 0, 1]))
     def add(self, prompt: list[int], max_tokens: int, seed: int, stops: tuple[int, ...], min_tokens: int,
             priority: int, salt: str, reads: bool, lives: float | None, fail_after: int | None, scored: bool,
-            children: int, pool: str, grammar: str | None) -> None:
+            children: int, pool: str, grammar: str | None, most_drafts: int | None) -> None:
         rig = self.rig
         if pool:
             max_tokens, scored, children, stops, grammar = 0, False, 0, (), None
         fields = {"stop_ids": stops, "min_tokens": min_tokens, "priority": priority, "cache_salt": salt,
                   "read_prefix_cache": reads, "deadline": None if lives is None else rig.now + lives,
+                  "num_drafts": most_drafts,
                   "pool": pool, "grammar": grammar} | ({"read_prefix_cache": False} if pool in ("mean", "cls") else {})
         end = len(prompt) + max_tokens
         if end > MAX_LEN or rig.allocator.most_blocks(end, rig.core._most_in_flight) > rig.num_blocks:
