@@ -393,7 +393,7 @@ def test_a_rank_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert "rank 3 of 4 (-tp 2 -pp 2): stage 1, place 1 of its tp group; layers 4-7, query heads 2-3, KV head 1," in out
     for line in ("group tp (share every layer of a stage): ranks 2, 3", "group pp (stages in order: hidden states go",
                  "receive over pp, hidden states of the stage before: 1.0 KiB per token; gloo point to point",
-                 "all-reduce over tp, attention output: 1.0 KiB per token x 4; gloo ring", "layers 4-7, each",
+                 "all-reduce over tp, attention output: 1.0 KiB per token x 4 = 4.0 KiB; gloo ring", "layers 4-7, each",
                  "model.layers.{i}.self_attn.o_proj.weight: columns 128-255 of 256",
                  "model.embed_tokens.weight: rows 4096-8191 of 8192"):  # fmt: skip
         assert line in out
