@@ -17,7 +17,8 @@ from quire.worker.recorder import StepShape
 from ...support.explained import explained
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3}
-SIZES = {"chosen": (decode_sizes(256), prompt_sizes(1024)), "custom": ((100,), ()), "odd": ((1, 3, 70), (512,))}
+SIZES = {"chosen": (decode_sizes(256), prompt_sizes(1024)), "custom": ((100,), ()), "odd": ((1, 3, 70), (512,)),
+         "near": ((63, 70), (512,))}
 
 
 @pytest.mark.parametrize("budget", [128, 300, 8192])
