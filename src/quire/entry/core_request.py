@@ -65,7 +65,7 @@ def check_request(params: SamplingParams, token_ids: list[int], limits: FrontLim
             raise InvalidParameter(f"{name}={shown(k)} exceeds this engine's max_logprobs={limits.max_logprobs}: "
                                    "ask for fewer, or start the engine with a higher max_logprobs.", param=name)
     if (params.speculative_tokens or 0) > limits.num_drafts:
-        raise InvalidParameter(f"speculative_tokens={params.speculative_tokens} exceeds this engine's "
+        raise InvalidParameter(f"speculative_tokens={shown(params.speculative_tokens)} exceeds this engine's "
                                f"{limits.num_drafts} drafts: ask for fewer, or start the engine with a "
                                "--speculative-config of more.", param="speculative_tokens")
     for name, given in (("stop", params.stop_strings), ("bad_words", params.bad_words),
