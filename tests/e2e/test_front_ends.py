@@ -7,6 +7,7 @@ import http.client
 import json
 import os
 import signal
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -129,10 +130,14 @@ def test_a_killed_process_loses_its_clients_and_no_other() -> None:
         assert server.ask("/health").status == 200
 
 
-def test_sigterm_lets_the_requests_of_all_processes_finish() -> None:
+@pytest.mark.parametrize("to_all", [False, True])
+def test_sigterm_lets_the_requests_of_all_processes_finish(to_all: bool) -> None:
+    """Also when it comes to every process, as from a service manager."""
     with serving(*SLOW) as (server, fronts, core):
         streams = streams_of_each(server, fronts, 60)
-        server.signal(signal.SIGTERM)
+        for pid in reversed(fronts) if to_all else fronts[:1]:
+            os.kill(pid, signal.SIGTERM)
+            time.sleep(0.05)
         for _, response in streams:
             assert response.read().rstrip().endswith(b"data: [DONE]")
         assert server.exit_code() == 0

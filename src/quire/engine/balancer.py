@@ -17,7 +17,7 @@ import numpy as np
 from quire.config.balancing import EplbConfig
 from quire.engine.eplb import ExpertMap, balanced_map, balancedness, expert_map, moves
 
-LOG = logging.getLogger("quire")
+LOG = logging.getLogger("quire").getChild("balancing")
 Control = Callable[[str, dict[str, Any]], object]  # runs an operation on every rank, and returns a list of its values
 LEAST_GAIN = 0.05  # part of the busiest rank's tokens for which a layer's weights move: a move takes most of them
 DEADLINE = 60.0  # seconds without a moved layer, after which a warning is due

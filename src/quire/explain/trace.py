@@ -117,6 +117,8 @@ def recording(llm: LLM, wait: Callable[[], None] = lambda: None) -> Iterator[Spa
         if isinstance(result, InFlight) and (count := int(result.plan.num_tokens.sum())):
             kind = "prefill" if result.num_prefills else "decode"
             step = next(span for span in open_ones if span.name == STEP)
+            if step.phase:  # several functions return the plan
+                return
             step.phase = f"step {num_steps}: {kind}, {count} token{'s' * (count > 1)}"
             num_steps += 1
 

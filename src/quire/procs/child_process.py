@@ -74,6 +74,11 @@ class ChildProcess:
         if self._process.poll() is None:
             self._process.terminate()
 
+    def interrupt(self) -> None:
+        """Send SIGINT, which asks an HTTP process to end without its requests."""
+        if self._process.poll() is None:
+            self._process.send_signal(signal.SIGINT)
+
     def kill(self) -> None:
         """Send SIGKILL, which also ends a stopped process; idempotent."""
         if self._process.poll() is None:

@@ -90,9 +90,9 @@ class CoreClient:
 
     def drain(self) -> None:
         """Ask the other front ends to let their requests finish, and to end. A second call: to end now."""
-        self._draining = True
         for child in self._others.values():
-            child.terminate()
+            child.interrupt() if self._draining else child.terminate()
+        self._draining = True
 
     async def alone(self) -> None:
         """Wait until the other front ends have ended."""

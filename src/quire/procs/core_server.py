@@ -71,6 +71,8 @@ class CoreSockets:
                 message = decode_to_core(self._receiver.recv(0 if wait else zmq.NOBLOCK))
                 if isinstance(message, Gone) and (sender := self._senders.pop(message.place.number, None)) is not None:
                     sender.close(0)
+                if isinstance(message, Add) and owner(message.requests[0].handle, self._count) not in self._senders:
+                    continue  # it waited in the socket of a process that is gone, behind the word that it is
                 return message
             except zmq.Again:
                 return None

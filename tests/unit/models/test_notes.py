@@ -9,6 +9,7 @@ from quire.config.engine import ParallelConfig
 from quire.config.placement import Parallel
 from quire.config.resolve_moe import MoEPlan
 from quire.contracts.errors import ConfigError
+from quire.contracts.scheme import Scheme
 from quire.kernels.select import KernelNeeds
 from quire.models.notes import parallel_notes
 from quire.models.plan import moe_plans
@@ -75,3 +76,13 @@ def test_what_cannot_be_is_refused_with_the_candidates(model: ModelArgs) -> None
 def test_notes(model: ModelArgs, backend: str, options: dict[str, int], words: str) -> None:
     notes = parallel_notes(model, ParallelConfig(all2all_backend=backend, **options))
     assert len(notes) == bool(words) and all(words in note for note in notes)
+
+
+def test_the_8_bit_kernel_refuses_experts_of_odd_sizes(shared: Path) -> None:
+    """It reads sizes in parts of 128: 768 / 4 = 192 of an expert on each of four ranks are too odd."""
+    model = read_checkpoint_config(shared / "hf" / "Qwen3-30B-A3B")
+    scheme = Scheme(values="e4m3", block=(1, 0), inputs="token")
+    needs = KernelNeeds(device="cuda", dtype="bfloat16", scheme=scheme)
+    for parallel, kernel in ((Parallel(), "scaled"), (Parallel(tp=4), "ref"), (Parallel(tp=4, experts=True), "scaled")):
+        found = moe_plans(model, needs, lambda need: "", parallel=parallel)
+        assert all(isinstance(one, MoEPlan) and one.experts == kernel for one in found.values()), found

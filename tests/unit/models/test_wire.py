@@ -57,15 +57,15 @@ def test_rules_of_a_row(model: ModelArgs, scheme: Scheme, form: Wire, size: int,
 
 
 @pytest.mark.parametrize(("schemes", "columns", "why"), [
-    ({None}, 2048, "the experts do not quantize rows"), ({INTEGERS}, 2048, "the experts do not quantize rows"),
-    ({STATIC}, 2048, "each expert has a scale of its own for its rows"),
-    ({BLOCK, None}, 2048, "layers quantize the rows of experts in different ways"),
-    ({BLOCK, CHANNEL}, 2048, "layers quantize the rows of experts in different ways"),
-    ({BLOCK}, 2880, "rows of 2880 columns do not divide into parts of 128"),
-    ({INT8}, 2888, "rows of 2888 columns do not divide into parts of 16"),
+    ((None,), 2048, "the experts do not quantize rows"), ((INTEGERS,), 2048, "the experts do not quantize rows"),
+    ((STATIC,), 2048, "each expert has a scale of its own for its rows"),
+    ((BLOCK, None), 2048, "layers quantize the rows of experts in different ways"),
+    ((BLOCK, CHANNEL), 2048, "layers quantize the rows of experts in different ways"),
+    ((BLOCK,), 2880, "rows of 2880 columns do not divide into parts of 128"),
+    ((INT8,), 2888, "rows of 2888 columns do not divide into parts of 16"),
 ], ids=str)  # fmt: skip
-def test_reasons_for_rows_as_they_are(model: ModelArgs, schemes: set[Scheme | None], columns: int, why: str) -> None:
-    made = with_wire(plan(model), schemes, columns, 2)
+def test_reasons_for_rows_as_they_are(model: ModelArgs, schemes: tuple[Scheme | None], columns: int, why: str) -> None:
+    made = with_wire(plan(model), set(schemes), columns, 2)
     assert isinstance(made, MoEPlan)
     assert made.wire == WirePlan(AS_THEY_ARE, f"{why}, decided in models/wire.py:{LINE}")
     assert made.quantize_at == "experts"

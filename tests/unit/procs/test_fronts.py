@@ -10,11 +10,12 @@ from msgspec import structs
 from quire.config.engine import EngineConfig
 from quire.contracts.output import Finish, StepOutputs, StepStats
 from quire.contracts.prefix import Miss, PrefixReport
-from quire.contracts.request import FinishReason
+from quire.contracts.request import FinishReason, NewRequest
+from quire.contracts.sampling import SamplerSpec
 from quire.contracts.step import Fetched, RowLogprobs, Tier
 from quire.procs.core_server import CoreSockets
 from quire.procs.fronts import FrontPlace, owner, parts
-from quire.procs.messages import CoreStart, Dropped, FromCore, Gone, Outputs, Ready, Rejected, Reply, Stop
+from quire.procs.messages import Add, CoreStart, Dropped, FromCore, Gone, Outputs, Ready, Rejected, Reply, Stop
 from quire.procs.wire import decode_from_core, encode
 
 COUNT = 3
@@ -23,6 +24,11 @@ ROWS = RowLogprobs(ids=np.zeros((1, 1), np.int32), logprobs=np.zeros((1, 1), np.
                    ranks=np.ones((1, 1), np.int32))
 PREFIX = PrefixReport(num_reused=0, num_blocks=1, block=0, position=0, why=Miss.DROPPED)
 FETCHED = Fetched(tier=Tier.HOST)
+
+
+def request(handle: int) -> NewRequest:
+    return NewRequest(handle=handle, request_id=str(handle), token_ids=bytes(4), max_tokens=1,
+                      sampler=SamplerSpec(seed=0, num_prompt=1))
 
 
 def outputs(*numbers: int) -> StepOutputs:
@@ -93,6 +99,10 @@ def test_a_message_goes_to_those_whom_it_concerns(tmp_path: Path) -> None:
         speaker.send(encode(Gone(places[1])))
         assert sockets.receive(True) == Gone(places[1])
         assert told(ready) == [ready, None, ready]
+        speaker.send(encode(Add((request(places[1].first + 5),))))  # it waited in a socket
+        speaker.send(encode(Add((request(places[2].first + 5),))))
+        taken = sockets.receive(True)
+        assert isinstance(taken, Add) and taken.requests[0].handle == places[2].first + 5
         speaker.send(encode(Stop()))
         assert isinstance(sockets.receive(True), Stop)
     finally:

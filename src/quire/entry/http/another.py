@@ -4,6 +4,8 @@ import logging
 import os
 import socket
 
+from quire.contracts.errors import QuireError
+from quire.entry.exit_codes import exit_code
 from quire.entry.http.console import Console
 from quire.entry.http.server import FRONT_MODULE, run_loop, serve
 from quire.procs.front_process import FrontStart
@@ -13,5 +15,10 @@ if __name__ == "__main__":
     start = read_start(FrontStart, FRONT_MODULE)
     end_with_parent(lambda: None)
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
+    logging.getLogger("quire").setLevel(logging.INFO)
     console = Console(start.config, open(os.devnull, "w"))  # the first process tells the user
-    os._exit(run_loop(serve(start.config, socket.socket(fileno=start.listener), console, start.place)))
+    try:
+        code = run_loop(serve(start.config, socket.socket(fileno=start.listener), console, start.place))
+    except QuireError as error:  # of a failed start, about which the first process tells
+        code = exit_code(error)
+    os._exit(code)

@@ -84,7 +84,7 @@ async def serve(config: ServerConfig, listener: socket.socket, console: Console,
     engine = ServedEngine(config, metrics=metrics, place=place, more=starter)
     http = HttpListener(build_app(engine, config, metrics), config.http, listener, metrics,
                         shared=place.count > 1)
-    with StopRequests() as stop:
+    with StopRequests(further=place.number > 0) as stop:
         if place.number == 0:
             http.start()
             console.note(f"Listening on {url_of(listener, config.http)} (answers 503 until the model is loaded)")
@@ -97,9 +97,14 @@ async def serve(config: ServerConfig, listener: socket.socket, console: Console,
 
 class StopRequests:
     """`with` block in which SIGTERM and Ctrl-C set events: `first` means finish, `second` means end now.
-    Use it in the main thread, with a running event loop."""
+    Use it in the main thread, with a running event loop.
 
-    def __init__(self) -> None:
+    further   True: the first HTTP process decides. Then any number of SIGTERM means finish, since a service manager
+              sends it to every process, and so does the first one. SIGINT means end now
+    """
+
+    def __init__(self, *, further: bool = False) -> None:
+        self._further = further
         self.first = asyncio.Event()
         self.second = asyncio.Event()
         self._last = signal.SIGTERM
@@ -125,7 +130,10 @@ class StopRequests:
 
     def _take(self, number: signal.Signals) -> None:
         self._last = number
-        (self.second if self.first.is_set() else self.first).set()
+        again = number is signal.SIGINT if self._further else self.first.is_set()
+        self.first.set()
+        if again:
+            self.second.set()
 
 
 class _Life:

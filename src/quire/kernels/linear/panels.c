@@ -306,7 +306,8 @@ INLINE void finish_row(const PanelsJob *job, const float *sums, long row, long p
     }
 }
 
-static __attribute__((noinline)) void finish_panel(const PanelsJob *job, const float *sums, long first, long rows, long panel) {
+static __attribute__((noinline)) void finish_panel(const PanelsJob *job, const float *sums, long first, long rows,
+                                                   long panel) {
     for (long i = 0; i < rows; i++, sums += 2 * W) {
         if (job->half) finish_row(job, sums, first + i, panel, 1);
         else finish_row(job, sums, first + i, panel, 0);

@@ -316,7 +316,7 @@ def _rows(x: Tensor | QuantizedRows, packed: Packed) -> tuple[Tensor, Tensor | N
         127.0 if own and own.scheme.values == "int8" else 448.0,
     )  # fmt: skip
     if isinstance(x, QuantizedRows):
-        scales = _in_blocks(x.scales, packed.padded // SCALE_IN) if packed.fine else x.scales.flatten()
+        scales = _in_blocks(x.scales, packed.padded // SCALE_IN) if packed.fine else x.scales.contiguous().flatten()
     return blocks, sums, scales
 
 

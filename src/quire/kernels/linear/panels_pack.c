@@ -139,7 +139,7 @@ static void rows_of_x_tasks(void *argument) {
                     for (long i = 0; i < count; i += SCALE_IN) {
                         const float most = fmaxf(1e-10f, largest_magnitude(piece + i, SCALE_IN));
                         float own = most / job->limit;
-                        if (job->inputs == POWERS) {
+                        if (job->inputs == POWERS && own <= 3.4e38f) { /* infinity stays */
                             int power;
                             const float part = frexpf(own, &power); /* in [0.5, 1) */
                             own = ldexpf(1.0f, part == 0.5f ? power - 1 : power);

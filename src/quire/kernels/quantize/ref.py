@@ -26,7 +26,8 @@ def fp8_groups(x: Tensor, ue8m0: bool = False) -> tuple[Tensor, Tensor]:
     scale = _scale(groups, FP8_MAX)
     if ue8m0:
         part, power = scale.frexp()  # part in [0.5, 1)
-        scale = torch.ldexp(torch.ones_like(scale), power - (part == 0.5).int())
+        powers = torch.ldexp(torch.ones_like(scale), power - (part == 0.5).int())
+        scale = powers.where(scale.isfinite(), scale)
     return fp8_static(groups, scale).flatten(1)[:, : x.shape[1]].contiguous(), scale.squeeze(2)
 
 
