@@ -146,6 +146,23 @@ def test_answers_of_one_rank(row: Row, checkpoint: Callable[[str], Path], engine
         assert (sum(output.num_cached_tokens for output in again) > 0) == row["prefix"]
 
 
+@pytest.mark.parametrize(("family", "sizes"), [
+    ("deepseek_v3", "tp2"), *(pytest.param(*each, marks=pytest.mark.full) for each in (
+        ("qwen3", "dp2"), ("qwen3_moe", "dp2-ep"), ("glm4_moe", "dp2-tp2-ep"))),
+])  # fmt: skip
+def test_drafts_are_accepted_by_all_ranks_alike(family: str, sizes: str, checkpoint: Callable[[str], Path],
+                                                engine: Callable[..., LLM]) -> None:  # fmt: skip
+    drafts = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
+    folder = checkpoint(family)
+    ranks = engine(folder, **CHECKED, async_depth=2, speculative_config=drafts, max_num_batched_tokens=48,
+                   **SIZES[sizes])  # fmt: skip
+    compare(ask(ranks, requests(32)), ask(engine(folder), requests(32)))
+    cores = ranks.engine.core.cores if isinstance(ranks.engine.core, Replicas) else (ranks.engine.core,)
+    for core in cores:
+        runs, made, *accepted = core.scheduler.drafts.totals
+        assert runs > 10 and 0 < sum(accepted) < made
+
+
 SCHEMA = {"type": "object", "properties": {"name": {"type": "string", "maxLength": 8}, "age": {"type": "integer"}},
           "required": ["name", "age"], "additionalProperties": False}  # fmt: skip
 

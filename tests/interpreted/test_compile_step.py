@@ -14,13 +14,14 @@ def test_compiles_for_hopper() -> None:
     environment = os.environ | {"TRITON_INTERPRET": "0"}
     done = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert set(done.stdout.split()) == {"_apply_kernel", "_inputs_kernel", "_finish_kernel"}
+    assert set(done.stdout.split()) == {"_apply_kernel", "_inputs_kernel", "_finish_kernel", "_propose_kernel"}
 
 
 def compile_production() -> None:
     """Decode steps of one sequence, of the captured sizes, and steps with prompts; for 1, 256 and 1,024 slots."""
     import torch
 
+    from quire.kernels.ngram import triton as ngram
     from quire.kernels.step import StepBuffers, StepWords, Tables
     from quire.kernels.step import triton as step
     from quire.models.graphs import decode_sizes
@@ -35,15 +36,18 @@ def compile_production() -> None:
                         computed=zeros(slots + 1), history=zeros(slots + 1, length, dtype=torch.int32),
                         block_size=block_size)  # fmt: skip
         buffers = StepBuffers(token_ids=zeros(8192), positions=zeros(8192), kv_slots=zeros(1, 8192),
-                              seq_lens=zeros(slots, dtype=torch.int32), sample_rows=zeros(slots),
-                              sample_slots=zeros(slots), sample_positions=zeros(slots))  # fmt: skip
+                              seq_lens=zeros(slots, dtype=torch.int32), sample_rows=zeros(8192),
+                              sample_slots=zeros(8192), sample_positions=zeros(8192),
+                              drafts=zeros(8192, dtype=torch.int32))  # fmt: skip
         words = StepWords.view(packed, slots)
         for size in decode_sizes(slots):
-            step.build_inputs(words, tables, buffers.cut(size, size, size))
+            for query in (1, 4):
+                step.build_inputs(words, tables, buffers.cut(query * size, size, query * size))
         for tokens in (256, 1000, 8192):
             step.build_inputs(words, tables, buffers.cut(tokens, slots, slots))
-        step.finish_step(words, tables, buffers, zeros(slots), zeros(slots, dtype=torch.uint8),
-                         zeros(2, slots, dtype=torch.int32))  # fmt: skip
+        step.finish_step(words, tables, buffers, zeros(8192), zeros(8192, dtype=torch.uint8),
+                         zeros(3, slots, dtype=torch.int32))  # fmt: skip
+        ngram.propose(words, tables, 5, 5)
 
 
 def main() -> None:

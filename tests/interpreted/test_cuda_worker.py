@@ -26,13 +26,16 @@ from ..support.triton_interpreter import allow_scalar_bounds
 if not triton_runtime.INTERPRETED:
     pytest.skip("needs Triton's interpreter", allow_module_level=True)
 
+from quire.kernels.ngram import triton as ngram
 from quire.procs.wire import decode
+from quire.spec.ngram import NgramDrafter
 from quire.worker.device_state import Limits
 from quire.worker.graphs import Graphs
 from quire.worker.recorder import Key
 from quire.worker.runner import StepRunner
 
 from ..support.compared import LIMITS, VOCAB, ComparedRunners, compare_requests, make_model, model_args, runner_of
+from ..support.drafters import KnownAnswers
 from ..support.naive_runner import NaiveRunner, agree
 from . import ranks_of_gpus, replicas_of_gpus
 
@@ -198,6 +201,33 @@ def test_every_step_of_requests_of_all_kinds(cuda_runner: Callable[..., StepRunn
     compared = ComparedRunners(runner, naive(), blocks)
     core = compare_requests(compared, 8, budget=24)
     assert compared.num_steps > 20 and (core.scheduler.num_preempted > 0) == (blocks == 5)
+
+
+@pytest.mark.parametrize(("guesses", "lengths", "model"), [
+    ("random", (1, 3), "dense"),
+    *(pytest.param(*each, marks=pytest.mark.full) for each in (
+        ("right", (), "experts"), ("random", (3,), "latent"), ("ngram", (3,), "dense"))),
+])  # fmt: skip
+def test_steps_with_drafts_draw_the_tokens_of_plain_decoding(
+    cuda_runner: Callable[..., StepRunner], guesses: str, lengths: tuple[int, ...], model: str
+) -> None:
+    """Captured for decodes with no, some and all drafts, and beside prompts; padded in sequences and in drafts."""
+    plain = ComparedRunners(runner_of(make_model(model_args(model))), naive(model))
+    number = 5
+    compare_requests(plain, number, budget=24)
+    graphs = {"graph_sizes": (2, 4), "graph_tokens": (48,), "draft_lengths": lengths} if lengths else {}
+    runner = cuda_runner(replace(LIMITS, num_drafts=3, **graphs), model)
+    known = KnownAnswers(plain.naive.texts, runner.sampler.table.rows, guesses, VOCAB)
+    runner.programs.drafter = NgramDrafter(ngram, 1, 3) if guesses == "ngram" else known
+    compared = ComparedRunners(runner, naive(model))
+    compare_requests(compared, number, budget=24)
+    runs = [rows for each, _ in compared.results if (rows := each.num_tokens[: each.num_decodes].tolist())]
+    assert sum(max(rows) > 1 for rows in runs) > 5
+    if lengths:
+        decodes = {key[1:] for key in runner.recorder.ran if key[0] == "decode"}  # type: ignore[attr-defined]
+        assert (4 * (1 + max(lengths)), 2 * max(lengths)) in decodes
+        captured = {shape.key[1:] for shape in runner.recorder.shapes() if shape.decode}
+        assert decodes <= captured
 
 
 @pytest.mark.parametrize("forced", [{"sampling": "ref"}, {"step": "ref"}], ids=str)

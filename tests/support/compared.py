@@ -103,12 +103,14 @@ class ComparedRunners:
     def __init__(self, runner: StepRunner, naive: NaiveRunner, num_blocks: int = 31) -> None:
         self.runner, self.naive = runner, naive
         self.num_steps = 0
+        self.results: list[tuple[StepPlan, StepResult]] = []
         self._plans: deque[StepPlan] = deque()
         self._masks: dict[int, I32] = {}
         limits = runner.limits
         self._facts = ExecutorFacts(
             depth=limits.depth, decode_lag=limits.depth, num_slots=limits.num_slots, num_blocks=num_blocks,
             block_size=limits.block_size, max_model_len=limits.max_model_len, vocab_size=runner.model.args.vocab_size,
+            num_drafts=limits.num_drafts,
         )  # fmt: skip
 
     def submit(self, plan: StepPlan) -> None:
@@ -125,6 +127,7 @@ class ComparedRunners:
         expected = self.naive.run(plan, lambda: self._masks.pop(plan.step, NO_MASKS), found)
         agree(found, expected)
         self.num_steps += 1
+        self.results.append((plan, found))
         return found
 
     def control(self, name: str, args: dict[str, Any]) -> object:
@@ -162,11 +165,11 @@ def compare_requests(executor: ComparedRunners, number: int, *, budget: int, kin
         random, kind = np.random.default_rng(handle), dict(kinds[handle % len(kinds)])
         prompt = random.integers(0, args.vocab_size, int(random.integers(1, 40)), dtype=np.uint32)
         prompt[: len(prompt) // 2] = 5  # prefixes that are alike
-        pool = kind.pop("pool", "")
+        pool, drafts = kind.pop("pool", ""), kind.pop("num_drafts", None)
         spec = SamplerSpec(seed=handle, num_prompt=len(prompt), **kind)
         tokens = 0 if pool else int(random.integers(1, 24))
         core.add(NewRequest(handle=handle, request_id=str(handle), token_ids=prompt.tobytes(), max_tokens=tokens,
-                            sampler=spec, pool=pool, read_prefix_cache=pool != "mean"))  # fmt: skip
+                            sampler=spec, pool=pool, read_prefix_cache=pool != "mean", num_drafts=drafts))  # fmt: skip
     while core.has_work:
         core.step()
     core.check()

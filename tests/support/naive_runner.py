@@ -29,6 +29,7 @@ from quire.kernels.sampling.logprobs import row_logprobs
 from quire.layers.context import StepContext
 from quire.layers.stack import Model, run_layers
 from quire.models.registry import kv_components, kv_views
+from quire.worker.scoring import joined
 
 
 @dataclass
@@ -50,6 +51,7 @@ class NaiveRunner:
     """Runs plans; the model's kernels are the references. `get_masks` of `run`: see `Executor.release`.
 
     num_groups   of KV; a request has its whole cache in each
+    texts   seed -> tokens of the request with this seed, prompt and output, as far as it came
     tie   a token whose logit leads by less may be another's in `given`, another runner's result, and is taken over: of
           greedy requests, in types that round
     """
@@ -57,6 +59,7 @@ class NaiveRunner:
     def __init__(self, model: Model, tie: float = 0.0, num_groups: int = 1) -> None:
         self.model, self.tie, self.num_groups = model, tie, num_groups
         self.requests: dict[int, NaiveRequest] = {}
+        self.texts: dict[int, list[int]] = {}
 
     @torch.inference_mode()
     def run(self, plan: StepPlan, get_masks: Callable[[], I32] = lambda: NO_MASKS,
@@ -65,14 +68,15 @@ class NaiveRunner:
         for slot in plan.released.tolist():
             self.requests.pop(slot, None)
         self.requests |= {a.slot: NaiveRequest.admitted(a) for a in plan.admitted}
+        self.texts |= {a.sampler.seed: self.requests[a.slot].tokens for a in plan.admitted}
         masks = dict(zip(plan.grammar.tolist(), get_masks(), strict=True))
-        slots, tokens, failed = [], [], {}
+        runs: dict[int, list[int]] = {}
+        failed: dict[int, str] = {}
         logprobs, scored, pooled = {}, {}, {}
-        for slot, count, bits in zip(plan.slots.tolist(), plan.num_tokens.tolist(), plan.outputs.tolist(), strict=True):
-            request = self.requests[slot]
-            first, request.computed = request.computed, request.computed + count
-            hidden = self.hidden(request.tokens[: request.computed])
-            logits = self.model.head(self.model.norm(hidden))
+        for i, (slot, count) in enumerate(zip(plan.slots.tolist(), plan.num_tokens.tolist(), strict=True)):
+            request, bits = self.requests[slot], int(plan.outputs[i])
+            first, request.computed = request.computed, request.computed + (1 if i < plan.num_decodes else count)
+            hidden, logits = self.logits(request)
             if bits & PROMPT_LOGPROBS and (rows := prompt_rows(request, logits, first)) is not None:
                 scored[slot] = rows
                 failed |= {slot: "nan_logits"} if np.isnan(rows.logprobs[:, 0]).any() else {}
@@ -80,20 +84,32 @@ class NaiveRunner:
                 pooled[slot] = vector(self.model.norm(hidden).float(), request.pool)
                 failed |= {} if np.isfinite(pooled[slot]).all() else {slot: "nan_hidden"}
             if bits & SAMPLE:
-                token, code = draw(logits[-1], request, masks.get(slot))
-                failed |= {slot: code} if code else {}
-                if given is not None and logits[-1, token] - logits[-1, other := given_token(given, slot)] < self.tie:
-                    token = other
-                if rows := sampled_row(logits[-1], token, request.spec):
-                    logprobs[slot] = rows
-                request.tokens.append(token)
-                slots.append(slot)
-                tokens.append(token)
+                known, runs[slot], named = len(request.tokens), [], []
+                for at in range(1 if given is None else accepted_by(given, slot)):
+                    if at:  # a draft was right: the token after it, as plain decoding would draw it
+                        request.computed += 1
+                        _, logits = self.logits(request)
+                    token, code = draw(logits[-1], request, masks.get(slot))
+                    failed |= {slot: code} if code else {}
+                    if given is not None and logits[-1, token] - logits[-1, other := given_token(given, slot, at)] < (
+                            self.tie):
+                        token = other
+                    named += [rows] if (rows := sampled_row(logits[-1], token, request.spec)) else []
+                    request.tokens.append(token)
+                runs[slot] = request.tokens[known:]
+                logprobs |= {slot: joined(named)} if named else {}
+        counts = np.array([len(run) for run in runs.values()], np.int32)
+        width = counts.max(initial=1)
+        tokens = np.array([(run + [-1] * width)[:width] for run in runs.values()], np.int32).reshape(-1, width)
         return StepResult(
-            step=plan.step, slots=np.array(slots, np.int32), tokens=np.array(tokens, np.int32)[:, None],
-            num_accepted=np.ones(len(slots), np.int32), failed=failed, logprobs=logprobs, prompt_logprobs=scored,
-            pooled=pooled, num_computed=int(plan.num_tokens.sum()),
+            step=plan.step, slots=np.array(list(runs), np.int32), tokens=tokens, num_accepted=counts, failed=failed,
+            logprobs=logprobs, prompt_logprobs=scored, pooled=pooled, num_computed=int(plan.num_tokens.sum()),
         )  # fmt: skip
+
+    def logits(self, request: NaiveRequest) -> tuple[Tensor, Tensor]:
+        """Hidden states [T, hidden] and logits [T, V] of a request's computed tokens."""
+        hidden = self.hidden(request.tokens[: request.computed])
+        return hidden, self.model.head(self.model.norm(hidden))
 
     def hidden(self, tokens: list[int]) -> Tensor:
         """The layers' hidden states [T, hidden] of a sequence."""
@@ -129,9 +145,19 @@ def sampled_row(logits: Tensor, token: int, spec: SamplerSpec) -> RowLogprobs | 
     return row_logprobs(logits[None], torch.tensor([token]), spec.num_logprobs or 0, extra)
 
 
-def given_token(result: StepResult, slot: int) -> int:
-    """A slot's token in a result."""
-    return int(result.tokens[result.slots.tolist().index(slot), 0])
+def given_token(result: StepResult, slot: int, at: int) -> int:
+    """Token number `at` of a slot's run in a result."""
+    return int(result.tokens[result.slots.tolist().index(slot), at])
+
+
+def accepted_by(result: StepResult, slot: int) -> int:
+    """Number of tokens of a slot's run in a result."""
+    return int(result.num_accepted[result.slots.tolist().index(slot)])
+
+
+def valid(result: StepResult) -> list[list[int]]:
+    """The valid tokens of each slot."""
+    return [run[:count] for run, count in zip(result.tokens.tolist(), result.num_accepted.tolist(), strict=True)]
 
 
 def prompt_rows(request: NaiveRequest, logits: Tensor, first: int) -> RowLogprobs | None:
@@ -154,7 +180,7 @@ def agree(found: StepResult, expected: StepResult, atol: float = 1e-4) -> None:
     """Fails unless two results say the same, numbers up to `atol`."""
     assert (found.step, found.num_computed) == (expected.step, expected.num_computed)
     assert found.slots.tolist() == expected.slots.tolist()
-    assert found.tokens.tolist() == expected.tokens.tolist(), found.step
+    assert valid(found) == valid(expected), found.step
     assert found.num_accepted.tolist() == expected.num_accepted.tolist()
     assert found.failed == expected.failed
     for one, other in ((found.logprobs, expected.logprobs), (found.prompt_logprobs, expected.prompt_logprobs)):

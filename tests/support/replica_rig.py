@@ -19,6 +19,17 @@ from ..unit.engine.conftest import EngineRig
 TOTALS = ("num_preempted", "prefix_queries", "prefix_hits")  # statistics since the start; they never decrease
 
 
+SIZES = ("num_blocks", "num_used")  # of a tier; its other statistics are totals, too
+
+
+def _totals(stats: StepStats) -> dict[str, float]:
+    """Return the statistics since the start, by name."""
+    tiers = {f"{tier} {name}": value for tier, one in stats.tiers.items()
+             for name, value in msgspec.structs.asdict(one).items() if name not in SIZES}  # fmt: skip
+    drafts = {f"drafts {i}": count for i, count in enumerate(stats.drafts)}
+    return {name: getattr(stats, name) for name in TOTALS} | drafts | tiers
+
+
 class Deadlock(AssertionError):
     """A caller waits for a result that cannot come before the caller goes on."""
 
@@ -190,7 +201,8 @@ class ReplicaRig(EngineRig):
             for rig in self.rigs:
                 rig.jobs.run_one()
             stats = self.outputs.stats
-            assert all(getattr(stats, name) >= getattr(self.totals, name) for name in TOTALS), "a total decreased"
+            totals, before = _totals(stats), _totals(self.totals)
+            assert all(totals.get(name, 0) >= total for name, total in before.items()), "a total decreased"
             self.totals = stats
             self.num_tokens += stats.num_tokens
         return self.outputs

@@ -1,7 +1,6 @@
 """The only composition root: configuration -> facts -> plans -> engine."""
 
 import gc
-import json
 import logging
 import threading
 import time
@@ -14,6 +13,7 @@ from typing import NamedTuple
 import msgspec
 import torch
 
+from quire.assemble.offload import make_store, root_key
 from quire.assemble.parts import Loading, Parts
 from quire.assemble.rank import load_rank
 from quire.config.balancing import read_eplb_config
@@ -30,17 +30,14 @@ from quire.distributed.mesh import ALONE
 from quire.engine.balancer import Balancer
 from quire.engine.core import EngineCore
 from quire.engine.eplb import even_nodes, initial_map
-from quire.engine.replicas import Core, Replicas
+from quire.engine.replicas import Core, Replicas, flush
 from quire.kernels.select import Kernels, here
 from quire.kv.allocator import KVAllocator
-from quire.kv.hashing import namespace_digest
 from quire.kv.pool import BlockPool
-from quire.models.layout import alone
 from quire.models.notes import parallel_notes
 from quire.models.obtain import obtain_weights, read_model
 from quire.models.plan import EnginePlan, Machine, resolve_engine, resolve_sizing
 from quire.models.rank_report import rank_lines
-from quire.models.registry import rank_geometry
 from quire.models.report import PlanReport
 from quire.observe.progress import Progress
 from quire.platforms.cpu import CpuFacts, read_cpu_facts
@@ -98,6 +95,7 @@ class Engine:
 
     def close(self) -> None:
         """Stop the worker and free its memory; a GPU's memory goes back to the driver."""
+        flush(self.core)
         self.core.shutdown()
         del self.runner, self.core
         gc.collect()  # modules that PyTorch imports late keep the frames of whoever was at work then
@@ -164,8 +162,9 @@ def assemble(config: EngineConfig, on_loading: Loading | None = None, *, served:
     phases.end("engine")
     about = core.facts.plans
     ranks = (f"{about['ranks']} ({about['each rank']}).",) if len(plans) > 1 and not served else ()  # a banner has it
-    notes = (*found.quantization.notes, *plan.cache.notes, *_notes(found.args, plan.dtype, parts.memory, config),
-             *unread, *parts.notes, *(gpu_only_options(config) if found.device.device == "cpu" else ()), *ranks)
+    notes = (*found.quantization.notes, *plan.cache.notes, *plan.offload.notes,
+             *_notes(found.args, plan.dtype, parts.memory, config), *unread, *parts.notes,
+             *(gpu_only_options(config) if found.device.device == "cpu" else ()), *ranks)
     for note in notes:
         LOG.warning("%s", note)
     return Engine(
@@ -260,31 +259,27 @@ def assemble_core(parts: Parts, compiler: GrammarCompiler | None) -> EngineCore:
         num_stages=parts.num_stages,
         num_slots=scheduler.sequences(),
         num_blocks=memory.num_blocks,
+        num_host_blocks=memory.host_blocks,
         block_size=memory.geometry.block_size,
         max_model_len=memory.max_model_len,
         vocab_size=plan.args.vocab_size,
         prompt_chunk=parts.prompt_chunk,
+        num_drafts=plan.num_drafts,
+        drafts_by_batch=plan.speculation.by_batch if plan.speculation else (),
+        auto_drafts=plan.speculation.auto if plan.speculation else (),
         plans={"device": plan.machine.words, "dtype": plan.dtype, "memory": memory, "kernels": plan.kernels,
                "experts": plan.experts and f"{plan.experts.experts} (dispatcher {plan.experts.dispatcher})",
                "engine": msgspec.json.encode(report.describe()).decode()} | parts.plans | rank_lines(report),
     )
-    root = namespace_digest(
-        model=config.model.model or "quire-tiny",
-        revision=config.model.revision or "",
-        dtype=plan.dtype.dtype,
-        block_size=memory.geometry.block_size,
-        geometry=memory.geometry if plan.mesh.parallel.size == 1 else rank_geometry(
-            plan.args, alone(plan.args), dtype=plan.cache.dtype, device=plan.machine.device,
-            block_size=memory.geometry.block_size),
-        weights=json.dumps(plan.quantization, sort_keys=True) if plan.quantization else "",
-    )
+    pool = BlockPool(memory.num_blocks)
     return EngineCore(
         parts.executor(facts),
         scheduler,
-        KVAllocator(BlockPool(memory.num_blocks), memory.geometry, num_slots=scheduler.sequences()),
-        root_key=root,
+        KVAllocator(pool, memory.geometry, num_slots=scheduler.sequences()),
+        root_key=root_key(plan),
         prefix_caching=config.cache.enable_prefix_caching,
         compiler=compiler,
+        store=make_store(plan, memory, pool),
     )
 
 

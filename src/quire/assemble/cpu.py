@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from quire.assemble.offload import make_mover
 from quire.assemble.parts import Loaded, Loading, Parts, cache_scales, cache_words
 from quire.config.resolve import MemoryPlan
 from quire.distributed.mesh import RankGroups
@@ -44,10 +45,11 @@ def _finish(plan: EnginePlan, model: Model, memory: MemoryPlan, scales: list[Sca
     views = kv_views(plan.args, map(arena.views, range(len(model.layers))), scales)
     limits = Limits(
         num_slots=num_slots, max_tokens=plan.config.scheduler.token_budget(), block_size=memory.geometry.block_size,
-        max_model_len=memory.max_model_len, windows=memory.geometry.windows,
+        max_model_len=memory.max_model_len, windows=memory.geometry.windows, num_drafts=plan.num_drafts,
     )  # fmt: skip
     worker = make_runner(model, views, limits, device, target=plan.machine.device, groups=groups,
-                         eager=plan.config.device.enforce_eager)  # fmt: skip
+                         eager=plan.config.device.enforce_eager, speculation=plan.speculation)  # fmt: skip
+    worker.mover = make_mover(plan, memory, arena)
     return Parts(
         plan=plan,
         model=model,

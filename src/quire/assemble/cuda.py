@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from quire.assemble.cpu import fill, load_without_triton
+from quire.assemble.offload import make_mover
 from quire.assemble.parts import Loaded, Loading, Parts, cache_scales, cache_words
 from quire.config.engine import EngineConfig
 from quire.config.resolve import MemoryPlan
@@ -15,6 +16,7 @@ from quire.config.resolve_cuda import DeviceMemory, check_weights, no_room_for_s
 from quire.contracts.blocks import KVGeometry
 from quire.contracts.errors import ConfigError
 from quire.contracts.sampling import SamplerSpec
+from quire.contracts.speculation import Speculation
 from quire.contracts.step import SAMPLE, Admission, StepPlan, StepSync
 from quire.distributed.mesh import RankGroups
 from quire.kernels.cache import compiling_ahead, use_cache_folder
@@ -64,12 +66,11 @@ def load_cuda(plan: EnginePlan, groups: RankGroups, facts: CudaFacts, *, on_load
         block_size=plan.geometry.block_size,
         max_model_len=config.model.max_model_len or plan.args.max_position_embeddings,
         graph_sizes=plan.graphs.sequences, graph_tokens=plan.graphs.tokens, depth=config.device.async_depth or DEPTH,
-        windows=plan.geometry.windows,
-        bounds=() if groups.slots is None else exchange_bounds(config.scheduler.token_budget()),
+        windows=plan.geometry.windows, num_drafts=plan.num_drafts, draft_lengths=plan.graphs.drafts,
+        bounds=() if groups.slots is None else exchange_bounds(plan.step_tokens),
     )  # fmt: skip
     with _room_for_steps(weights, facts.free_memory, config):
-        compiled, working, per_seq, per_token = _rehearse(model, plan.geometry, limits, scales, groups,
-                                                            plan.widened_tokens)  # fmt: skip
+        compiled, working, per_seq, per_token = _rehearse(model, plan, limits, scales, groups)
     end_phase("kernels")
     torch.cuda.empty_cache()
 
@@ -83,7 +84,9 @@ def load_cuda(plan: EnginePlan, groups: RankGroups, facts: CudaFacts, *, on_load
     def finish(memory: MemoryPlan) -> Parts:
         sized = replace(limits, max_model_len=memory.max_model_len)
         with _room_for_steps(weights, facts.free_memory, config):
-            worker = _worker(model, memory.geometry, memory.num_blocks + 1, sized, scales, groups)
+            worker, arena = _worker(model, memory.geometry, memory.num_blocks + 1, sized, scales, groups,
+                                    speculation=plan.speculation)  # fmt: skip
+            worker.mover = make_mover(plan, memory, arena)
             worker.warm_up()
         end_phase("graphs")
         return Parts(
@@ -107,26 +110,27 @@ def _room_for_steps(weights: int, free: int, config: EngineConfig) -> Iterator[N
 
 
 def _worker(model: Model, geometry: KVGeometry, num_blocks: int, limits: Limits, scales: list[Scales],
-            groups: RankGroups) -> StepRunner:  # fmt: skip
+            groups: RankGroups, *, speculation: Speculation | None) -> tuple[StepRunner, KVArena]:  # fmt: skip
     arena = KVArena(geometry, num_blocks, DEVICE)
     views = kv_views(model.args, map(arena.views, range(len(model.layers))), scales)
-    return make_runner(model, views, limits, DEVICE, target="cuda", groups=groups)
+    return make_runner(model, views, limits, DEVICE, target="cuda", groups=groups, speculation=speculation), arena
 
 
-def _rehearse(model: Model, geometry: KVGeometry, limits: Limits, scales: list[Scales], groups: RankGroups,
-              widened: int) -> tuple[str, int, int, int]:
+def _rehearse(model: Model, plan: EnginePlan, limits: Limits,
+              scales: list[Scales], groups: RankGroups) -> tuple[str, int, int, int]:
     """Compile every kernel and run the largest steps once, on a KV cache that just holds them.
 
-    widened   see `EnginePlan.widened_tokens`
     Returns a report of the compilation, the bytes of everything but weights and cache, and of these the bytes per slot
     (tables) and per token (activations). With replicas in lock-step they include the exchange in the graphs' memory.
     """
-    blocks = geometry.num_blocks(limits.max_tokens) + limits.num_slots + 2
+    geometry = plan.geometry
+    blocks = geometry.num_blocks(limits.step_tokens) + limits.num_slots + 2
     before = torch.cuda.memory_allocated(DEVICE) + blocks * geometry.page_bytes
-    worker = _worker(model, geometry, blocks, limits, scales, groups)
+    worker, _ = _worker(model, geometry, blocks, limits, scales, groups, speculation=plan.speculation)
     tables = torch.cuda.memory_allocated(DEVICE) - before
     past = LATENT_CONTEXT if model.args.latent else 0
     plans = [_largest_step(limits, 1, past), _largest_step(limits, limits.num_slots)]
+    widened = plan.widened_tokens
     compiled = [_largest_step(limits, limits.num_slots, widened // limits.num_slots)] if widened else []
     with compiling_ahead() as ahead:
         worker.rehearse([*plans, *compiled])  # also a step that reads more than the scratch holds
@@ -135,15 +139,15 @@ def _rehearse(model: Model, geometry: KVGeometry, limits: Limits, scales: list[S
         raise ConfigError(f"the kernel {name} cannot be compiled for this GPU ({why}): use the versions of PyTorch and "
                           "Triton that Quire is tested with, or --device cpu.")
     torch.cuda.reset_peak_memory_stats(DEVICE)
-    for plan in plans:
-        worker.submit(plan)
+    for step in plans:
+        worker.submit(step)
         worker.collect()
     if worker.programs.stage is not None:
         worker.programs.stage.settle_all()  # the next runner uses the same groups
     peak = torch.cuda.max_memory_allocated(DEVICE) - before
     per_seq = (tables - 4 * WORDS) // limits.num_slots
     captured = _exchange_bytes(worker) if limits.bounds and limits.graph_sizes else 0
-    return str(ahead.report()), peak + captured, per_seq, (peak - tables) // limits.max_tokens
+    return str(ahead.report()), peak + captured, per_seq, (peak - tables) // limits.step_tokens
 
 
 def _exchange_bytes(worker: StepRunner) -> int:
@@ -165,7 +169,7 @@ def _largest_step(limits: Limits, num_seqs: int, past: int = 0) -> StepPlan:
 
     past   tokens computed before, as far as the context allows; they share the blocks of the step's own tokens
     """
-    tokens = min(limits.max_tokens // num_seqs, limits.max_model_len - 1)
+    tokens = min(limits.step_tokens // num_seqs, limits.max_model_len - 1)
     blocks = -(-tokens // limits.block_size)
     past = min(past, limits.max_model_len - 1 - tokens) // limits.block_size * limits.block_size
     places = np.arange(blocks + past // limits.block_size, dtype=np.int32) % blocks

@@ -88,7 +88,7 @@ def build_rank(start: bytes, on_loading: Loading) -> "ChildRank":
 
 def largest_message(plan: EnginePlan) -> int:
     """Return the bytes of the largest all-reduce that goes through symmetric memory; larger ones go through NCCL."""
-    hidden = plan.config.scheduler.token_budget() * plan.args.hidden_size * ITEM_BYTES[plan.dtype.dtype]
+    hidden = plan.step_tokens * plan.args.hidden_size * ITEM_BYTES[plan.dtype.dtype]
     return sum_room(plan.mesh.parallel.tp, hidden)
 
 
@@ -96,7 +96,7 @@ def exchange_layout(plan: EnginePlan) -> Layout:
     """Return the layout of the memory for the exchange of rows between replicas."""
     parallel, moe = plan.mesh.parallel, plan.args.moe
     assert moe is not None, "a model without experts exchanges no rows"
-    return Layout(ranks=parallel.expert_ranks, rows=exchange_rows(parallel, plan.config.scheduler.token_budget()),
+    return Layout(ranks=parallel.expert_ranks, rows=exchange_rows(parallel, plan.step_tokens),
                   hidden=plan.args.hidden_size, top_k=moe.routing.top_k, item_bytes=ITEM_BYTES[plan.dtype.dtype],
                   wire=plan.wire)
 

@@ -301,8 +301,8 @@ def _step_pair(setup: Setup, seqs: int, new: int, context: int) -> Pair:
                     history=some(seqs + 1, context + 1).int(), block_size=size)
     buffers = StepBuffers(token_ids=some(tokens), positions=some(tokens), kv_slots=some(1, tokens),
                           seq_lens=some(seqs).int(), sample_rows=some(seqs), sample_slots=some(seqs),
-                          sample_positions=some(seqs))
-    drawn, codes, out = some(seqs), torch.zeros(seqs, dtype=torch.uint8, device=device), some(2, seqs).int()
+                          sample_positions=some(seqs), drafts=some(seqs).int())
+    drawn, codes, out = some(seqs), torch.zeros(seqs, dtype=torch.uint8, device=device), some(3, seqs).int()
     upload, ones = PackedUpload(seqs, seqs, device, 0, words=1 << 14), np.ones(seqs, np.int32)
     plan = StepPlan(step=0, slots=np.arange(seqs, dtype=np.int32), num_tokens=new * ones, num_rows=ones,
                     num_decodes=seqs if new == 1 else 0, outputs=np.full(seqs, SAMPLE, np.uint8))
@@ -314,7 +314,8 @@ def _step_pair(setup: Setup, seqs: int, new: int, context: int) -> Pair:
         upload.apply()
         step.build_inputs(upload.step, tables, buffers)
         step.finish_step(upload.step, tables, buffers, drawn, codes, out)
-        return *vars(buffers).values(), tables.computed[:seqs], tables.history[:seqs, context], out
+        made = list(vars(buffers).values())[:-1]  # no step here has drafts
+        return *made, tables.computed[:seqs], tables.history[:seqs, context], out[:2]
 
     def expected() -> Result:
         seq = torch.arange(seqs, device=device)

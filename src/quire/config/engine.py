@@ -84,6 +84,17 @@ class CacheConfig:
                                            "KV cache together; no effect on a CPU")
     num_gpu_blocks_override: int | None = option(None, "exact number of KV blocks", flags=("--num-blocks",), least=1)
     enable_prefix_caching: bool = option(True, "reuse the KV of shared prefixes across requests")
+    kv_offload_gb: float = option(0.0, "GiB of host memory, of all ranks together, for KV blocks that leave the "
+                                  "device; they come back by copy (0: none)", flags=("--kv-offloading-size",), least=0)
+    kv_offload_policy: str = option("lazy", "blocks that go to host memory: lazy = those that are about to be evicted; "
+                                    "write_through = all", choices=("lazy", "write_through"))
+    kv_offload_dir: str | None = option(None, "folder for KV blocks on a disk, through --kv-offload-gb; restarts and "
+                                        "other engines find them")
+    kv_offload_dir_gb: float = option(100.0, "GiB of files in --kv-offload-dir, of all ranks of a replica; the "
+                                      "least recently used go first", above=0)
+    kv_transfer_config: dict[str, Any] | None = option(
+        None, 'vLLM\'s connector, as JSON: {"kv_connector": "OffloadingConnector", "kv_role": "kv_both", '
+        '"kv_connector_extra_config": {"cpu_bytes_to_use": 8000000000}}; LMCacheConnectorV1 likewise')
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,6 +111,9 @@ class SchedulerConfig:
     scheduling_policy: str = option("fcfs", "order of waiting requests: first come first served, or by priority",
                                     choices=("fcfs", "priority"))
     watermark: float = option(0.01, "share of the KV blocks kept free when a request is admitted while others run")
+    speculative_config: dict[str, Any] | None = option(
+        None, 'speculative decoding, as JSON: {"method": "ngram", "num_speculative_tokens": 3} guesses 3 tokens and '
+        "verifies them in one step; answers stay the same", flags=("-sc",))
 
     def sequences(self) -> int:
         """Return max_num_seqs, or its default: 256, at most max_num_batched_tokens. A GPU's default may be larger."""

@@ -8,7 +8,7 @@ from quire.contracts.blocks import KVComponent, KVGeometry, KVGroup
 from quire.contracts.errors import ConfigError
 
 GIB = 1024**3
-SLOT_BYTES = 256  # of a slot's row in the tables of scheduler, worker and sampler, without parts that grow with context
+SLOT_BYTES = 264  # of a slot's row in the tables of scheduler, worker and sampler, without parts that grow with context
 QUARTER = "a quarter"  # of the free memory is the KV cache's by default
 CPU_BLOCK_SIZE = 32  # the best size for the CPU attention kernel (docs/design.md, section 5)
 ALIASES = {"half": "float16", "float": "float32"}
@@ -47,7 +47,10 @@ class DeviceBudget:
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryPlan:
-    """Size of the KV cache. `notes` are lines for the user; `budget` prints the shares of a GPU's memory."""
+    """Size of the KV cache. `notes` are lines for the user; `budget` prints the shares of a GPU's memory.
+
+    host_blocks   blocks of the tier in host memory; 0: there is no such tier
+    """
 
     geometry: KVGeometry
     num_blocks: int
@@ -56,6 +59,7 @@ class MemoryPlan:
     free_bytes: int
     notes: tuple[str, ...] = ()
     budget: DeviceBudget | None = None
+    host_blocks: int = 0
 
     @property
     def num_tokens(self) -> int:
@@ -139,8 +143,9 @@ def resolve_memory(
 def shared_sizes(sizes: Sequence[MemoryPlan]) -> list[MemoryPlan]:
     """Return the plans of all ranks, changed to the fewest KV blocks and the shortest context of any rank."""
     blocks, length = min(one.num_blocks for one in sizes), min(one.max_model_len for one in sizes)
-    return [replace(one, num_blocks=blocks, max_model_len=length, kv_bytes=(blocks + 1) * one.geometry.page_bytes)
-            for one in sizes]  # fmt: skip
+    host = min(one.host_blocks for one in sizes)
+    return [replace(one, num_blocks=blocks, max_model_len=length, kv_bytes=(blocks + 1) * one.geometry.page_bytes,
+                    host_blocks=host) for one in sizes]  # fmt: skip
 
 
 def check_context(model: ModelConfig, context: int) -> None:

@@ -7,7 +7,7 @@ import numpy as np
 
 from quire.contracts.prefix import PrefixReport
 from quire.contracts.request import FinishReason
-from quire.contracts.step import F32, I32, RowLogprobs
+from quire.contracts.step import F32, I32, Fetched, RowLogprobs, Tier
 
 
 class Finish(msgspec.Struct, frozen=True, kw_only=True):
@@ -15,6 +15,7 @@ class Finish(msgspec.Struct, frozen=True, kw_only=True):
 
     message  details of the error, for the caller
     vector   [hidden] float32, the pooled hidden state of a request with `NewRequest.pool`
+    drafts   numbers of drafts: made, accepted as first of a step, as second, ...; (): no speculation
     """
 
     handle: int
@@ -23,6 +24,30 @@ class Finish(msgspec.Struct, frozen=True, kw_only=True):
     error: str | None = None
     message: str | None = None
     vector: F32 | None = None
+    drafts: tuple[int, ...] = ()
+
+
+class TierStats(msgspec.Struct, kw_only=True, array_like=True):
+    """Counters of a tier of KV blocks below the device, since the start, and its size now.
+
+    num_blocks    blocks that the tier can hold; 0: its size is counted in bytes, by the ranks
+    num_used      of these, blocks with a content
+    num_loaded, loaded_bytes, loaded_seconds   blocks that came from the tier, over all ranks
+    num_stored, stored_bytes, stored_seconds   blocks that went to the tier
+    num_failed    blocks whose copy to or from the tier failed
+    num_dropped   blocks that left the tier above without a copy here
+    """
+
+    num_blocks: int = 0
+    num_used: int = 0
+    num_loaded: int = 0
+    loaded_bytes: int = 0
+    loaded_seconds: float = 0.0
+    num_stored: int = 0
+    stored_bytes: int = 0
+    stored_seconds: float = 0.0
+    num_failed: int = 0
+    num_dropped: int = 0
 
 
 class StepStats(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
@@ -47,6 +72,9 @@ class StepStats(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
                          experts are not balanced, or nothing is known yet
     num_blocks           KV blocks in all
     num_elsewhere        tokens of the step that are not in these outputs, but in those of other front ends
+    tiers                tier of KV blocks below the device -> its counters; {}: there is none
+    drafts               numbers since the start: runs of drafts (a decode in a step), drafts, and of these accepted as
+                         the first of a run, as second, ...; (): no speculation
     replicas             number of a replica of attention that lives -> its `num_running`; {}: there are no replicas
     """
 
@@ -69,7 +97,9 @@ class StepStats(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     balancedness: float = 0.0
     num_blocks: int = 0
     num_elsewhere: int = 0
+    drafts: tuple[int, ...] = ()
     replicas: dict[int, int] = msgspec.field(default_factory=dict)
+    tiers: dict[Tier, TierStats] = msgspec.field(default_factory=dict)
 
 
 class StepOutputs(msgspec.Struct, frozen=True, kw_only=True):
@@ -80,6 +110,7 @@ class StepOutputs(msgspec.Struct, frozen=True, kw_only=True):
     preempted    handles of requests that were preempted since the last outputs
     cached       handle -> prompt tokens found in the prefix cache; only when a request first gets a slot
     prefixes     handle -> report on prompt blocks that were not reused, if any; only when a request first gets a slot
+    origins      handle -> {block of the prompt: its origin in another tier}; other reused blocks were on the device
     logprobs     handle -> log-probabilities, a row for each new token
     prompt_logprobs   handle -> log-probabilities of the prompt, a row for each token scored in this step
     """
@@ -90,6 +121,7 @@ class StepOutputs(msgspec.Struct, frozen=True, kw_only=True):
     preempted: tuple[int, ...] = ()
     cached: dict[int, int] = msgspec.field(default_factory=dict)
     prefixes: dict[int, PrefixReport] = msgspec.field(default_factory=dict)
+    origins: dict[int, dict[int, Fetched]] = msgspec.field(default_factory=dict)
     logprobs: dict[int, RowLogprobs] = msgspec.field(default_factory=dict)
     prompt_logprobs: dict[int, RowLogprobs] = msgspec.field(default_factory=dict)
     stats: StepStats = StepStats()
@@ -131,12 +163,16 @@ class CompletionOutput(msgspec.Struct, kw_only=True):
 
 
 class RequestMetrics(msgspec.Struct, kw_only=True):
-    """Times of a request in seconds on the monotonic clock, and the report on its prefix cache misses."""
+    """Times of a request in seconds on the monotonic clock, and the report on its prefix cache misses.
+
+    origins   block of the prompt -> its origin in another tier than the device
+    """
 
     arrival_time: float
     first_token_time: float | None = None
     finished_time: float | None = None
     prefix: PrefixReport | None = None
+    origins: dict[int, Fetched] = {}
 
 
 class RequestOutput(msgspec.Struct, kw_only=True):

@@ -16,6 +16,10 @@ class ExecutorFacts(msgspec.Struct, frozen=True, kw_only=True):
     num_slots     maximum number of running requests
     num_blocks    usable KV blocks, the reserved block 0 not counted
     num_drafts    maximum number of draft tokens that a decode verifies (k); 0: every decode advances by one token
+    drafts_by_batch   (decoding requests, k), ascending: from so many requests on, at most k drafts; (): always
+                  `num_drafts`
+    auto_drafts   numbers of drafts, ascending, among which the scheduler chooses by measured gain; (): it does not
+    num_host_blocks   blocks of the host tier; 0: there is no tier below the device
     num_stages    stages of pipeline parallelism; each works on another step at the same time
     prompt_chunk  prompt tokens that about double the time of a step with few decodes. The scheduler keeps chunks beside
                   decodes this short; 0: it does not
@@ -30,7 +34,10 @@ class ExecutorFacts(msgspec.Struct, frozen=True, kw_only=True):
     max_model_len: int
     vocab_size: int
     num_drafts: int = 0
+    drafts_by_batch: tuple[tuple[int, int], ...] = ()
+    auto_drafts: tuple[int, ...] = ()
     num_stages: int = 1
+    num_host_blocks: int = 0
     prompt_chunk: int = 0
     plans: dict[str, object] = msgspec.field(default_factory=dict)
 

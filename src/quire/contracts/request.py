@@ -10,6 +10,7 @@ import msgspec
 
 from quire.contracts.prefix import PrefixReport
 from quire.contracts.sampling import SamplerSpec
+from quire.contracts.step import Fetched
 
 
 class RequestState(Enum):
@@ -26,6 +27,7 @@ class BlockReason(StrEnum):
 
     PARENT = "parent"  # the first of n completions computes the prompt
     GRAMMAR = "grammar"  # the grammar of its output is being compiled
+    REMOTE_KV = "remote_kv"  # KV blocks come from another tier
 
 
 class FinishReason(StrEnum):
@@ -58,6 +60,7 @@ class NewRequest(msgspec.Struct, frozen=True, kw_only=True):
     tenant       owner of the request; blocks are shared only within a tenant. Callers may set the salt, never the
                  tenant. "": there is only one tenant
     grammar      the structured output, as `StructuredOutputsParams.spec` writes it
+    num_drafts   maximum number of drafts that a step verifies for the request; None: as many as the engine drafts
     pool         "mean", "last" or "cls": the request ends with a pooled hidden state (max_tokens is 0); "": with text
     """
 
@@ -75,6 +78,7 @@ class NewRequest(msgspec.Struct, frozen=True, kw_only=True):
     tenant: str = ""
     read_prefix_cache: bool = True
     grammar: str | None = None
+    num_drafts: int | None = None
     pool: str = ""
 
 
@@ -84,12 +88,15 @@ class Request:
     __slots__ = (
         "arrival",
         "blocked_on",
+        "drafts",
         "end",
         "in_flight",
         "new",
+        "num_fetches",
         "num_cached",
         "num_preemptions",
         "num_prompt",
+        "origins",
         "prefix",
         "prompt_scored",
         "slot",
@@ -108,10 +115,13 @@ class Request:
         self.end = self.num_prompt + new.max_tokens  # total length at which the request is finished
         self.stop_ids = frozenset(new.stop_ids)
         self.slot = -1
+        self.drafts: tuple[int, ...] = ()  # as in `Finish`, until the last preemption or the end
         self.in_flight = 0  # results still to come after a preemption
         self.num_cached = -1  # prompt tokens found in the prefix cache at the first admission
         self.prefix: PrefixReport | None = None  # report on the blocks that were not found
         self.num_preemptions = 0
+        self.num_fetches = 0  # times that it waited for KV blocks of other tiers, since its last preemption
+        self.origins: dict[int, Fetched] = {}  # block -> its origin in another tier; others were on the device
         self.prompt_scored = 0  # prompt-logprob rows collected
 
     def to(self, state: RequestState, blocked_on: BlockReason | None = None) -> None:

@@ -43,6 +43,7 @@ class SamplingParams(
     logprobs, prompt_logprobs   k alternatives per token; -1 = the whole vocabulary
     shown_special_ids     special tokens that stay in the text although skip_special_tokens removes the others
     structured_outputs    the grammar of the output; generation ends when the grammar allows no further token
+    speculative_tokens    drafts that a step verifies, at most; 0 = no speculation; None = as many as the engine drafts
     """
 
     n: int = 1
@@ -74,6 +75,7 @@ class SamplingParams(
     bad_words: list[str] | None = None
     skip_reading_prefix_cache: bool = False
     structured_outputs: StructuredOutputsParams | None = None
+    speculative_tokens: int | None = None
 
     def __post_init__(self) -> None:
         self.check()
@@ -143,6 +145,7 @@ OPTIONAL: Ranges = {  # may be None
     "seed": (_is_int, -1, 2**64 - 1, "an integer in [0, 2^64), or -1 or None for a random one"),
     "max_tokens": (_is_int, 0, math.inf, "an integer >= 0, or None for the rest of the context"),
     "stream_interval": (_is_int, 1, math.inf, "an integer >= 1"),
+    "speculative_tokens": (_is_int, 0, math.inf, "an integer >= 0 (0 means no speculation)"),
     "logprobs": (_is_int, -1, math.inf, "an integer >= -1 (-1 means the whole vocabulary)"),
     "prompt_logprobs": (_is_int, -1, math.inf, "an integer >= -1 (-1 means the whole vocabulary)"),
 }

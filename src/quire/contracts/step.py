@@ -6,6 +6,7 @@ tokens; the result says by how many. A prompt advances by exactly its chunk. A r
 needed; rows are not slots.
 """
 
+from enum import StrEnum
 from typing import Any
 
 import msgspec
@@ -25,6 +26,12 @@ PROMPT_LOGPROBS = 2  # score the next prompt token at each row
 POOL = 4  # sum hidden states instead of computing logits
 
 MAX_VERIFY_ROWS = 1024  # of all decodes of a step together; the number of drafts is reduced to fit
+
+
+def most_drafts(num_slots: int, num_drafts: int) -> int:
+    """Return the largest number of drafts of a step: `num_drafts` for each of `num_slots` decodes, as far as they fit.
+    """
+    return min(num_slots * num_drafts, MAX_VERIFY_ROWS)
 
 
 class Admission(msgspec.Struct, frozen=True, kw_only=True):
@@ -66,6 +73,72 @@ class StepSync(msgspec.Struct, frozen=True):
     switch: int = -1
 
 
+class Tier(StrEnum):
+    """Memory that holds KV blocks, the nearest first. DEVICE and HOST have block numbers; DISK finds blocks by key."""
+
+    DEVICE = "device"
+    HOST = "host"
+    DISK = "disk"
+
+
+class Fetched(msgspec.Struct, frozen=True, kw_only=True):
+    """Origin of a block of a prompt that was not on the device.
+
+    why       reason why it was not: "evicted", "reset" or "distrusted" from there; "": it was not known there
+    seconds   time since it left the device
+    """
+
+    tier: Tier
+    why: str = ""
+    seconds: float | None = None
+
+
+class CopyJob(msgspec.Struct, frozen=True, kw_only=True):
+    """Copies of whole blocks from one tier to another; every rank copies its part of each block.
+
+    id        number of the job, unique among the jobs of an engine core
+    keys      [n] keys of the blocks
+    sources   [n] int32 blocks in the source tier; empty for a tier that finds blocks by key
+    targets   [n] int32 blocks in the target tier; empty likewise
+    """
+
+    id: int
+    source: Tier
+    target: Tier
+    keys: tuple[bytes, ...]
+    sources: I32
+    targets: I32
+
+
+class StepCopies(msgspec.Struct, frozen=True, kw_only=True):
+    """Jobs that begin with a step and run beside it. No step waits for them: later plans count on reported jobs only.
+
+    before   jobs that begin when all earlier steps are done: they may write blocks that an earlier step still uses
+    after    jobs that begin when this step is done, too: they may read blocks that this step computes
+    wait     True: the step has no tokens; its result may wait a moment for a job to end
+    """
+
+    before: tuple[CopyJob, ...] = ()
+    after: tuple[CopyJob, ...] = ()
+    wait: bool = False
+
+
+class FinishedCopy(msgspec.Struct, frozen=True, kw_only=True):
+    """Report of a job that has ended on every rank.
+
+    failed      indices of the blocks that were not copied; their targets may hold anything
+    num_bytes   bytes copied, over all ranks
+    seconds     time from begin to end, of the slowest rank
+    error       reason why the target tier takes no more blocks, such as a full disk; "": it does
+    """
+
+    id: int
+    failed: tuple[int, ...] = ()
+    num_bytes: int = 0
+    seconds: float = 0.0
+    error: str = ""
+
+
 class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
     """Plan of a step. The device applies `released`, `admitted` and `appended`, then runs the model over `slots`.
 
@@ -81,6 +154,7 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
     released     [R] int32, slots that requests left since the last plan
     grammar      [G] int32, in plan order: the sampling slots whose grammar masks come with `Executor.release`
     sync         of replicas in lock-step; None: no other replica takes part in this step. With it, `slots` may be empty
+    copies       jobs that copy blocks between tiers, or None. With it, too, `slots` may be empty
     """
 
     step: int
@@ -95,6 +169,7 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
     shared: tuple[SharedPrefix, ...] = ()
     grammar: I32 = msgspec.field(default_factory=lambda: np.empty(0, np.int32))
     sync: StepSync | None = None
+    copies: StepCopies | None = None
 
 
 class RowLogprobs(msgspec.Struct, frozen=True):
@@ -123,6 +198,7 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True):
     slots            [N] int32, the plan's slots with SAMPLE, in plan order
     tokens           [N, 1+k] int32 sampled tokens; k is the largest number of drafts of a slot
     num_accepted     [N] int32, leading tokens of a row that are valid: 1 + the number of accepted drafts
+    num_drafted      [N] int32, drafts that the drafter made, at most those planned; empty: it made none
     logprobs         slot -> log-probabilities, a row for each of its valid tokens
     prompt_logprobs  slot -> log-probabilities of the prompt, a row for each scored token of this step's chunk
     pooled           slot -> [hidden] float32, for prompts with POOL that ended in this step
@@ -130,16 +206,19 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True):
     num_computed     tokens that the forward pass computed, summed over slots
     moved            layers, since the start, whose new experts have come to all ranks; see `StepSync.switch`. -1: no
                      expert can move any more, because of a fault
+    copied           jobs of `StepPlan.copies` that have ended since the last result
     """
 
     step: int
     slots: I32
     tokens: I32
     num_accepted: I32
+    num_drafted: I32 = msgspec.field(default_factory=lambda: np.empty(0, np.int32))
     logprobs: dict[int, RowLogprobs] = msgspec.field(default_factory=dict)
     prompt_logprobs: dict[int, RowLogprobs] = msgspec.field(default_factory=dict)
     pooled: dict[int, F32] = msgspec.field(default_factory=dict)
     failed: dict[int, str] = msgspec.field(default_factory=dict)
     num_computed: int = 0
     moved: int = 0
+    copied: tuple[FinishedCopy, ...] = ()
     timings: StepTimings = StepTimings()

@@ -3,8 +3,8 @@
 import numpy as np
 
 from quire.contracts.request import Request, RequestState
-from quire.contracts.step import I32, Admission
-from quire.engine.roster import Roster
+from quire.contracts.step import I32, Admission, Fetched
+from quire.engine.roster import MOST_FETCHES, Roster
 from quire.kv.miss_reasons import PrefixHistory
 from quire.kv.prefix import PrefixMatch
 
@@ -34,12 +34,15 @@ class Admitter:
             if request.in_flight:
                 break  # it was preempted, and its last result is still to come
             try:
-                admission = self._enter(request, room)
+                match = self._match(request)
+                if not self._fits(request, match, room):
+                    break
+                if self._fetches(request, match):
+                    continue
+                admission = self._enter(request, match, room)
             except Exception:
                 self._roster.fail(request)
                 continue
-            if admission is None:
-                break
             self._queue.pop()
             request.to(RequestState.RUNNING)
             admitted.append(admission)
@@ -78,24 +81,49 @@ class Admitter:
         return failed
 
     def _match(self, request: Request) -> PrefixMatch:
-        """Return the blocks to reuse. The last token, and prompt rows that must still be scored, are computed."""
+        """Return the blocks to reuse."""
+        return self._allocator.match(self._roster.chain(request), self._most_reused(request))
+
+    @staticmethod
+    def _most_reused(request: Request) -> int:
+        """Return the most tokens to reuse. The last token, and prompt rows that must still be scored, are computed."""
         limit = len(request.tokens) - 1
         if request.new.sampler.num_prompt_logprobs is not None:
             limit = min(limit, request.prompt_scored)
         elif not request.new.read_prefix_cache and (request.num_preemptions == 0 or request.new.pool):
             limit = 0
-        return self._allocator.match(self._roster.chain(request), limit)
+        return limit
 
-    def _enter(self, request: Request, room: int) -> Admission | None:
-        """Give a waiting request a slot, blocks and up to `room` planned tokens; None when it does not fit.
+    def _fits(self, request: Request, match: PrefixMatch, room: int) -> bool:
+        """True when there are KV blocks for a request that computes up to `room` tokens in its first step."""
+        headroom = self._headroom if len(self._table) else 0
+        upto = min(len(request.tokens), match.num_tokens + room)
+        return self._allocator.can_admit(match, len(request.tokens), headroom, upto)
+
+    def _fetches(self, request: Request, match: PrefixMatch) -> bool:
+        """Let a request wait if other tiers have blocks that continue the match. Returns True when it waits.
+
+        It comes back to the queue and is matched again: after a failure with fewer blocks, and at last without any.
+        """
+        store = self._roster.store
+        if store is None or match.broke_at is None or request.num_fetches == MOST_FETCHES:
+            return False
+        chain = self._roster.chain(request)
+        if not (found := store.fetch(request.new.handle, chain, self._most_reused(request), match)):
+            return False
+        for block, tier in found.items():
+            if block not in request.origins:  # else it comes from a disk, through host memory
+                why, seconds = self._history.dropped(chain.keys(block + 1, block)[0])
+                request.origins[block] = Fetched(tier=tier, why=why, seconds=seconds)
+        self._roster.await_blocks(request)
+        return True
+
+    def _enter(self, request: Request, match: PrefixMatch, room: int) -> Admission:
+        """Give a waiting request a slot, blocks and up to `room` planned tokens.
 
         The request stays in the queue until the caller moves it to RUNNING, so that `Roster.fail` can undo all of this.
         """
-        new, match = request.new, self._match(request)
-        headroom = self._headroom if len(self._table) else 0
-        upto = min(len(request.tokens), match.num_tokens + room)
-        if not self._allocator.can_admit(match, len(request.tokens), headroom, upto):
-            return None
+        new, upto = request.new, min(len(request.tokens), match.num_tokens + room)
         if request.num_cached < 0 and new.parent is None:
             request.prefix = self._history.admit(
                 new.request_id, self._roster.chain(request), match, request.num_prompt, reads=new.read_prefix_cache
@@ -114,6 +142,7 @@ class Admitter:
         )
         if request.num_cached < 0:
             request.num_cached = match.num_tokens
+            request.origins = {block: one for block, one in request.origins.items() if block < match.num_blocks}
             self.prefix_queries += request.num_prompt
             self.prefix_hits += match.num_tokens
         return admission

@@ -3,16 +3,17 @@
 import numpy as np
 
 from quire.contracts.step import I32, MAX_VERIFY_ROWS
+from quire.engine.drafts import DraftLength
 from quire.engine.table import RunningTable
 
 
-def share_budget(table: RunningTable, budget: int, decode_lag: int, num_drafts: int = 0,
+def share_budget(table: RunningTable, budget: int, decode_lag: int, drafts: DraftLength,
                  num_stages: int = 1) -> tuple[I32, I32]:  # fmt: skip
     """Choose the running slots of the next step, and the most tokens that each slot computes.
 
     budget       maximum number of tokens of the step
     decode_lag   maximum number of steps in flight for a decoding slot, see `ExecutorFacts`
-    num_drafts   maximum number of draft tokens per decode, see `ExecutorFacts`
+    drafts       chooses the maximum number of drafts per decode
     Decoding slots come first, so that a long prompt never delays them; each takes one token of the budget. The rest of
     the budget goes to slots that compute prompts or recompute tokens, in order. Drafts count against `MAX_VERIFY_ROWS`.
     In a pipeline of `num_stages` the decoding slots are spread evenly over as many steps, which run at the same time.
@@ -25,7 +26,7 @@ def share_budget(table: RunningTable, budget: int, decode_lag: int, num_drafts: 
     decodes = order[unfinished & (table.in_flight[order] < decode_lag)]
     if num_stages > 1:
         decodes = decodes[: -(-int(np.count_nonzero(unfinished)) // num_stages)]
-    rows = _rows(table, decodes, num_drafts) if num_drafts else np.ones(len(decodes), np.int32)
+    rows = _rows(table, decodes, drafts.choose(len(decodes))) if drafts.most else np.ones(len(decodes), np.int32)
     if not catching_up.any():
         return decodes, rows
     pending = bound[catching_up] - planned[catching_up]
@@ -39,9 +40,7 @@ def _rows(table: RunningTable, decodes: I32, num_drafts: int) -> I32:
     """Return the number of rows of each decode: its last token and its drafts.
 
     Drafts never go past the end of a request, and are planned only as far as all rows together fit `MAX_VERIFY_ROWS`.
-    A request with a grammar has no drafts, because the mask of a draft's row is unknown before the draft is.
     """
     most = min(1 + num_drafts, max(1, MAX_VERIFY_ROWS // max(1, len(decodes))))
     rows: I32 = np.minimum(table.end[decodes] - table.upper_bound[decodes], most)
-    rows[table.masked[decodes]] = 1
-    return rows
+    return np.minimum(rows, 1 + table.most_drafts[decodes])

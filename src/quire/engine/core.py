@@ -13,7 +13,7 @@ from quire.contracts.errors import EngineDead, InvalidParameter, PromptTooLong
 from quire.contracts.output import NO_TOKENS, Finish, StepOutputs
 from quire.contracts.protocols import Executor
 from quire.contracts.request import FinishReason, NewRequest, Request, RequestState
-from quire.contracts.step import I32, NO_MASKS, StepSync
+from quire.contracts.step import I32, NO_MASKS, StepCopies, StepResult, StepSync
 from quire.engine.finish import Finisher
 from quire.engine.grammar import Grammars
 from quire.engine.plan_writer import InFlight
@@ -22,6 +22,7 @@ from quire.engine.scheduler import Scheduler
 from quire.kv.allocator import KVAllocator
 from quire.kv.hashing import TENANT, Tags
 from quire.kv.miss_reasons import PrefixHistory
+from quire.kv.store import KVStore
 from quire.text.grammar import GrammarCompiler
 
 
@@ -44,13 +45,16 @@ class EngineCore:
         root_key: bytes,
         prefix_caching: bool = True,
         compiler: GrammarCompiler | None = None,
+        store: KVStore | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.executor = executor
         self.facts = executor.facts()
         history = PrefixHistory(allocator.pool, enabled=prefix_caching, clock=clock)
-        self.scheduler = Scheduler(self.facts, config, allocator, root_key, history)
-        self._roster = self.scheduler.roster
+        self.scheduler = Scheduler(self.facts, config, allocator, root_key, history, store)
+        self._roster, self._store = self.scheduler.roster, store
+        if store is not None:
+            allocator.on_withdraw.append(store.distrust)
         self._grammars = Grammars(compiler, clock)
         self._finisher = Finisher(self.scheduler, self._grammars, self.facts.vocab_size)
         self._requests: dict[int, Request] = {}
@@ -67,8 +71,12 @@ class EngineCore:
 
     @property
     def has_work(self) -> bool:
-        """True when a request is live, a step is in flight or an ended request is not reported yet."""
-        return bool(self._requests or self.in_flight or self._finished)
+        """True when a request is live, a step or a copy is in flight, or an ended request is not reported yet."""
+        return bool(self._requests or self.in_flight or self._finished or self._copying)
+
+    @property
+    def _copying(self) -> bool:
+        return self._store is not None and self._store.busy
 
     @property
     def handles(self) -> list[int]:
@@ -161,10 +169,12 @@ class EngineCore:
         """
         self._expire()
         self._take_grammars()
-        if not self.has_room or not self._requests:
+        if not self.has_room or not (self._requests or self._copying):
             return None
         started = perf_counter()
         planned = self.scheduler.plan(self._step)
+        if planned is None and self._copying and not self.in_flight:
+            planned = self.scheduler.plan_idle(self._step)  # carries jobs, and brings reports
         self._report_broken()
         if planned is not None:
             planned.schedule_s = perf_counter() - started
@@ -180,6 +190,12 @@ class EngineCore:
         self._step += 1
         if sync is not None:
             planned.plan = msgspec.structs.replace(planned.plan, sync=sync)
+        if self._store is not None:
+            idle = not len(planned.plan.slots) and not (sync is not None and any(sync.rows))
+            copies = self._store.take_copies() or (StepCopies() if idle else None)
+            if copies is not None:
+                copies = msgspec.structs.replace(copies, wait=idle)
+                planned.plan = msgspec.structs.replace(planned.plan, copies=copies)
         started = perf_counter()
         self.executor.submit(planned.plan)
         self.in_flight.append(planned)
@@ -226,8 +242,13 @@ class EngineCore:
                 self._finished.append(self._finisher.end(request, FinishReason.ERROR, error=failure))
 
     def reset_prefix_cache(self) -> bool:
-        """Empty the prefix cache; running requests keep their blocks. Returns True when no request was running."""
+        """Empty the prefix cache, in all tiers; running requests keep their blocks.
+
+        Returns True when no request was running.
+        """
         self.scheduler.allocator.pool.reset()
+        if self._store is not None:
+            self._store.reset()
         return len(self.scheduler.table) == 0
 
     def shutdown(self) -> None:
@@ -245,7 +266,9 @@ class EngineCore:
         if not self._requests:
             assert len(self.scheduler.queue) == 0 and self._roster.num_blocked == 0
             pool = self.scheduler.allocator.pool
-            assert pool.num_free == self.facts.num_blocks, f"{self.facts.num_blocks - pool.num_free} blocks leaked"
+            held = len(set(self._store.held())) if self._store is not None else 0
+            leaked = self.facts.num_blocks - pool.num_free - held
+            assert not leaked, f"{leaked} blocks leaked"
 
     def state(self, *, wait: bool = False) -> StepOutputs:
         """Return outputs without a step: the requests that ended between steps, and counters.
@@ -262,11 +285,21 @@ class EngineCore:
         result = self.executor.collect()
         self.moved = result.moved
         step.execute_s += perf_counter() - started
+        self._note_copies(result)
         outputs, ended = self._finisher.apply(step, result)
         for request in ended:
             self._requests.pop(request.new.handle, None)
         self._report_broken()
         return self._report(outputs)
+
+    def _note_copies(self, result: StepResult) -> None:
+        """Apply the reports of copies, and queue the requests that waited for them."""
+        if self._store is None:
+            return
+        self._store.finished(result.copied)
+        came, late = self._store.take_ready()
+        for handle in came + late:
+            self._roster.blocks_came(self._requests[handle], again=handle in came)
 
     def _report_broken(self) -> None:
         """End the requests whose bookkeeping raised an exception; the others go on."""

@@ -78,7 +78,7 @@ class Finisher:
             self._roster.remove(request, distrust=distrust)
         code, message = (error.code, str(error)) if isinstance(error, RequestFailed) else (error, None)
         return Finish(handle=request.new.handle, reason=reason, stop_id=stop_id, error=code, message=message,
-                      vector=vector)  # fmt: skip
+                      vector=vector, drafts=request.drafts)  # fmt: skip
 
     def apply(self, step: InFlight, result: StepResult) -> tuple[StepOutputs, list[Request]]:
         """Confirm `step` by its result: append tokens, end requests. Returns the outputs and the ended requests."""
@@ -86,6 +86,9 @@ class Finisher:
         assert result.step == step.plan.step and np.array_equal(result.slots, step.sampling), "results out of order"
         failed = self._failures(step, result)
         scored, (cached, prefixes) = self._score_prompts(step, result), self._reused(step)
+        origins = {r.new.handle: r.origins for r in step.admitted if r.origins and r.state is not FINISHED}
+        if self._scheduler.drafts.most:
+            self._learn(step, result)
         rows = self._arrive(step, result, failed)
         endings = self._confirm(step, rows)
         going = [(request, end) for request, end in endings if request.state is not FINISHED]
@@ -107,6 +110,7 @@ class Finisher:
             preempted=preempted,
             cached=cached,
             prefixes=prefixes,
+            origins=origins,
             logprobs=self._logprobs(rows, result) if result.logprobs else {},
             prompt_logprobs=scored,
             stats=self.state(step, perf_counter() - started),
@@ -155,6 +159,17 @@ class Finisher:
             slots=slots[live], tokens=tokens[live], counts=None if counts is None else counts[live],
             most=None if most is None else most[live], held=None if running[live].all() else running[live],
         )  # fmt: skip
+
+    def _learn(self, step: InFlight, result: StepResult) -> None:
+        """Count the drafts of the step, in all and for each request that still runs; learn how many are worth while."""
+        decodes = step.plan.num_decodes
+        self._scheduler.drafts.observe(step.plan.num_tokens[:decodes], result.num_accepted[:decodes],
+                                       alone=not step.num_prefills)  # fmt: skip
+        if step.most is None or not len(result.num_drafted):
+            return
+        found = self._scheduler.drafts.count(result.num_drafted, result.num_accepted)
+        slots = np.array([request.slot for request in step.requests], np.int32)
+        self._roster.table.drafts[slots[slots >= 0]] += found[slots >= 0]
 
     def _confirm(self, step: InFlight, rows: ResultRows) -> list[Ending]:
         """Append the tokens to their requests and index completed blocks. Returns the requests that must be ended.
@@ -286,7 +301,9 @@ class Finisher:
             num_cached_blocks=pool.num_cached,
             prefix_queries=s.admitter.prefix_queries,
             prefix_hits=s.admitter.prefix_hits,
+            drafts=s.drafts.totals,
             finish_s=finish_s,
+            tiers=roster.store.counters() if roster.store is not None else {},
             **did,
         )
 

@@ -1,6 +1,7 @@
 """Engine core on the mock executor, for `--device mock`, with the sizes of a model.
 
-Every request gets the tokens of `mock_tokens`; the configuration says how long a step takes. Reads vocabulary and
+Every request gets the tokens of `mock_tokens`; the configuration says how long a step takes. With speculation 0, 1, ...
+and all drafts of a decode are right in turn. Reads vocabulary and
 context from a model's config.json, and no weights. Never imports torch.
 """
 
@@ -10,6 +11,7 @@ from quire.config.checkpoint import read_checkpoint_config
 from quire.config.engine import EngineConfig
 from quire.contracts.blocks import KVComponent, KVGeometry, KVGroup
 from quire.contracts.errors import ConfigError
+from quire.contracts.speculation import read_speculative_config
 from quire.engine.core import EngineCore
 from quire.engine.mock_executor import MockExecutor
 from quire.kv.allocator import KVAllocator
@@ -29,7 +31,10 @@ def build_mock_core(config: EngineConfig, folder: Path, tokenizer_folder: Path |
     tokenizer_folder   folder of the tokenizer; None: `folder`
     Raises `ConfigError` when max_model_len exceeds the model's context or the given number of blocks.
     """
+    if config.cache.kv_offload_gb or config.cache.kv_transfer_config:
+        raise ConfigError("device=mock has no tiers of KV blocks: leave out kv_offload_gb and kv_transfer_config.")
     args = read_checkpoint_config(folder)
+    speculation = read_speculative_config(config.scheduler.speculative_config)
     scheduler, size = config.scheduler, config.cache.block_size or BLOCK_SIZE
     length = config.model.max_model_len or args.max_position_embeddings
     if length > args.max_position_embeddings:
@@ -49,6 +54,8 @@ def build_mock_core(config: EngineConfig, folder: Path, tokenizer_folder: Path |
         vocab_size=args.vocab_size,
         max_model_len=length,
         depth=config.device.async_depth or 1,
+        num_drafts=speculation.num_drafts if speculation else 0,
+        accepts=range(speculation.num_drafts + 1) if speculation else (0,),
         verify=False,
         answers=True,
         width=args.hidden_size,

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from quire.contracts.errors import ConfigError
@@ -29,6 +30,7 @@ from quire.contracts.step import (
     StepPlan,
     StepResult,
 )
+from quire.engine.mock_copies import Memory, MockCopies
 
 MASK = 2**64 - 1
 FIRST = 0x9E3779B97F4A7C15
@@ -77,6 +79,13 @@ def allowed_token(token: int, mask: I32 | None, vocab_size: int) -> int:
     return int(allowed[token % len(allowed)]) if len(allowed) else -1
 
 
+def _drafted(plan: StepPlan, sampling: int) -> I32:
+    """Return the number of drafts [sampling] of each slot that samples: all that were planned."""
+    drafted = np.zeros(sampling, np.int32)
+    drafted[: plan.num_decodes] = plan.num_tokens[: plan.num_decodes] - 1
+    return drafted
+
+
 class _Slot:
     """State of a slot on the mock device."""
 
@@ -111,13 +120,15 @@ class MockExecutor:
               cost nothing per request, for timing the engine
     step_seconds   duration of a step; steps run one after another, as on a device, and `collect` waits for them
     width     size of a hidden state
+    tiers     makes the tiers below the device from the mock's memory; None: there are none
     fail      request id -> number of outputs after which the request fails with "nan_logits"; with 0, a pooling request
               fails with "nan_hidden"
     computed  request id -> tokens computed for it so far, over all its admissions; kept with `verify` only
     """
 
     def __init__(self, *, verify: bool = True, answers: bool = False, step_seconds: float = 0.0, width: int = 8,
-                 accepts: Sequence[int] = (0,), windows: Sequence[int | None] = (None,), **sizes: int) -> None:
+                 accepts: Sequence[int] = (0,), windows: Sequence[int | None] = (None,),
+                 tiers: Callable[[Memory], MockCopies] | None = None, **sizes: int) -> None:
         given: dict[str, Any] = SIZES | sizes
         self._facts = ExecutorFacts(decode_lag=given["depth"], **given)
         self.fail: dict[str, int] = {}
@@ -128,6 +139,7 @@ class MockExecutor:
         self._step_seconds, self._width = step_seconds, width
         self._accepts, self._windows = itertools.cycle(accepts), windows
         self._memory = np.zeros((given["num_blocks"] + 1, given["block_size"]) if verify else (0, 0), np.uint64)
+        self._copies = None if tiers is None else tiers(self._memory)
         self._slots: dict[int, _Slot] = {}
         self._results: deque[tuple[StepResult, float]] = deque()  # with the time at which the result is ready
         self._done = 0.0  # time at which the last submitted step is done
@@ -157,7 +169,12 @@ class MockExecutor:
         assert self._waiting is not None
         plan, self._waiting = self._waiting, None
         by_slot = dict(zip(plan.grammar.tolist(), masks, strict=True))
-        self._results.append(((self._run if self._answers else self._run_fast)(plan, by_slot), self._done))
+        if self._copies is not None:
+            self._copies.begin(plan.copies)
+        result = (self._run if self._answers else self._run_fast)(plan, by_slot)
+        if self._copies is not None:
+            result = msgspec.structs.replace(result, copied=self._copies.end())
+        self._results.append((result, self._done))
 
     def collect(self) -> StepResult:
         """Wait until the oldest step is done and return its result."""
@@ -225,6 +242,7 @@ class MockExecutor:
             slots=np.array(list(runs), np.int32),
             tokens=np.array([self._padded(run, width) for run in runs.values()], np.int32).reshape(-1, width),
             num_accepted=counts,
+            num_drafted=_drafted(plan, len(runs)),
             logprobs=named,
             failed=failed,
             prompt_logprobs=scored,
@@ -264,7 +282,8 @@ class MockExecutor:
             drafts = plan.num_tokens[: plan.num_decodes] - 1
             counts[: len(drafts)] += np.minimum(list(itertools.islice(self._accepts, len(drafts))), drafts)
             tokens = np.repeat(tokens, width, 1)
-        return StepResult(step=plan.step, slots=slots, tokens=tokens, num_accepted=counts)
+        return StepResult(step=plan.step, slots=slots, tokens=tokens, num_accepted=counts,
+                          num_drafted=_drafted(plan, len(slots)))
 
     def _enter(self, plan: StepPlan) -> None:
         for slot in plan.released.tolist():

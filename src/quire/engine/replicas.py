@@ -7,26 +7,29 @@ replicas: it sees every queue, so requests are balanced by the loads of this mom
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from itertools import zip_longest
 from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
 
 from quire.contracts.errors import EngineDead, QueueFull, UserError
-from quire.contracts.output import NO_TOKENS, Finish, StepOutputs, StepStats
+from quire.contracts.output import NO_TOKENS, Finish, StepOutputs, StepStats, TierStats
 from quire.contracts.protocols import ExecutorFacts
 from quire.contracts.request import FinishReason, NewRequest
-from quire.contracts.step import StepSync
+from quire.contracts.step import StepSync, Tier
 from quire.engine.balancer import Balancer, Control
 from quire.engine.core import EngineCore
 
 LOG = logging.getLogger("quire")
+FLUSH_SECONDS = 10.0  # for copies to a disk, when an engine is closed
 WAIT_SECONDS = 0.005  # for a result of independent replicas that compute; then new requests are looked for
 FULL = 0.5  # share of the KV cache in use, above which a replica's waiting requests count more
 WEIGHT = 6.0  # of a waiting request when the cache is full: it may wait for long
-TOTALS = ("num_preempted", "prefix_queries", "prefix_hits")  # statistics since the start
+TOTALS = ("num_preempted", "prefix_queries", "prefix_hits")  # statistics since the start, as `drafts`
 STATES = ("num_running", "num_waiting", "num_blocked", "num_blocks", "num_free_blocks", "num_cached_blocks",
           *TOTALS)  # statistics about the time after a step; the others are about the step
 COUNTS = ("num_tokens", "num_prefill_tokens", "num_scheduled", "num_prefills", "schedule_s", "execute_s", "finish_s")
@@ -258,7 +261,8 @@ class Replicas:
         self._died = True
         self._turns.remove(core)
         last = self._states[core]
-        self._states[core] = StepStats(**{name: getattr(last, name) for name in TOTALS})
+        tiers = {tier: msgspec.structs.replace(one, num_blocks=0, num_used=0) for tier, one in last.tiers.items()}
+        self._states[core] = StepStats(**{name: getattr(last, name) for name in (*TOTALS, "drafts")}, tiers=tiers)
         self._ended += core.state().finished
         self._ended += [Finish(handle=handle, reason=FinishReason.ERROR, error="replica",
                                message=f"replica {number} stopped: {words} Send the request again: other replicas run.")
@@ -273,6 +277,7 @@ class Replicas:
         ended, self._ended, self._died = self._ended, [], False
         counts: dict[str, Any] = {name: sum(getattr(one.stats, name) for one in found) for name in COUNTS}
         states: dict[str, Any] = {name: sum(getattr(one, name) for one in self._states.values()) for name in STATES}
+        states["tiers"] = _summed(one.tiers for one in self._states.values())
         states["replicas"] = {number: self._states[core].num_running
                               for number, core in enumerate(self.cores) if core in self._turns}
         return StepOutputs(
@@ -282,9 +287,12 @@ class Replicas:
             preempted=tuple(handle for one in found for handle in one.preempted),
             cached=_joined(one.cached for one in found),
             prefixes=_joined(one.prefixes for one in found),
+            origins=_joined(one.origins for one in found),
             logprobs=_joined(one.logprobs for one in found),
             prompt_logprobs=_joined(one.prompt_logprobs for one in found),
             stats=StepStats(step=max((one.stats.step for one in found), default=-1), **counts, **states,
+                            drafts=tuple(map(sum, zip_longest(*(one.drafts for one in self._states.values()),
+                                                              fillvalue=0))),
                             balancedness=0.0 if self._balancer is None else self._balancer.balancedness),
         )  # fmt: skip
 
@@ -312,9 +320,27 @@ def load(core: EngineCore) -> float:
     return len(scheduler.table) + waiting * (1 + WEIGHT * max(0.0, used - FULL))
 
 
+def _summed(parts: Iterable[dict[Tier, TierStats]]) -> dict[Tier, TierStats]:
+    """Return the sums of the counters of several replicas, by tier."""
+    found: dict[Tier, TierStats] = {}
+    for tier, stats in (entry for part in parts for entry in part.items()):
+        known = found.get(tier, TierStats())
+        found[tier] = TierStats(**{name: getattr(known, name) + getattr(stats, name)
+                                   for name in TierStats.__struct_fields__})  # fmt: skip
+    return found
+
+
 def _joined(parts: Iterable[dict[int, V]]) -> dict[int, V]:
     """Return one dict with the entries of all, whose keys differ."""
     return {handle: value for part in parts for handle, value in part.items()}
 
 
 Core = EngineCore | Replicas  # an engine core, whoever asks it
+
+
+def flush(core: Core) -> None:
+    """End the copies of KV blocks that are under way, before an engine without requests is closed."""
+    until = time.monotonic() + FLUSH_SECONDS
+    with suppress(EngineDead):
+        while core.has_work and not core.handles and not core.torn and time.monotonic() < until:
+            core.step()

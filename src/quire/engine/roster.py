@@ -8,15 +8,19 @@ from quire.engine.queue import WaitingQueue
 from quire.engine.table import RunningTable
 from quire.kv.allocator import KVAllocator
 from quire.kv.hashing import KeyChain, Tags
+from quire.kv.store import KVStore
 
 LOG = logging.getLogger("quire")
+MOST_FETCHES = 4  # of an admission: blocks of a disk come in two steps, and others may leave meanwhile
 
 
 class Roster:
     """The live requests of an engine core. Adds, moves and removes requests; plans nothing.
 
     table, queue, allocator   running requests, waiting requests, and the KV blocks of running requests
-    num_blocked   requests that wait for their grammar or, with n > 1, for the prompt of completion 0
+    store         the tiers of KV blocks below the device, or None
+    num_blocked   requests that wait for their grammar, for KV blocks of other tiers or, with n > 1, for the prompt of
+                  completion 0
     released      slots that running requests gave back since the last plan
     preempted     handles of preempted requests, until the next outputs report them
     keeps         True: the prefix cache keeps the blocks of ended requests. False (prefix caching is off): it forgets
@@ -24,9 +28,9 @@ class Roster:
                   requests find blocks
     """
 
-    def __init__(self, table: RunningTable, queue: WaitingQueue, allocator: KVAllocator, root_key: bytes, *,
-                 keeps: bool = True) -> None:
-        self.table, self.queue, self.allocator = table, queue, allocator
+    def __init__(self, table: RunningTable, queue: WaitingQueue, allocator: KVAllocator, root_key: bytes,
+                 store: KVStore | None = None, *, keeps: bool = True) -> None:
+        self.table, self.queue, self.allocator, self.store = table, queue, allocator, store
         self.num_blocked = 0
         self.released: list[int] = []
         self.preempted: list[int] = []
@@ -74,8 +78,11 @@ class Roster:
         request.to(RequestState.FINISHED)
         if before is RequestState.WAITING:
             self.queue.drop(request)
-            if distrust:  # it was preempted and failed in a step that was still in flight
-                self.allocator.withdraw(self._chains[request.new.handle])
+        if distrust and (before is not RequestState.RUNNING or request.origins):
+            # It was preempted and failed in a step that was still in flight, or blocks from other tiers may be wrong.
+            self.allocator.withdraw(self._chains[request.new.handle])
+        if self.store is not None and blocked_on is BlockReason.REMOTE_KV:
+            self.store.forget(request.new.handle)
         if before is RequestState.BLOCKED:
             self.num_blocked -= 1
             if blocked_on is BlockReason.PARENT:
@@ -93,6 +100,7 @@ class Roster:
         self.released.append(self.table.leave(request))
         request.to(RequestState.WAITING)
         request.num_preemptions += 1
+        request.num_fetches = 0
         self.preempted.append(request.new.handle)
         self.queue.push(request)
 
@@ -103,6 +111,20 @@ class Roster:
             self.num_blocked -= 1
             request.to(RequestState.WAITING)
             self.queue.push(request)
+
+    def await_blocks(self, request: Request) -> None:
+        """Take the first request of the queue out of it, until KV blocks of other tiers are on the device."""
+        self.queue.pop()
+        request.to(RequestState.BLOCKED, BlockReason.REMOTE_KV)
+        request.num_fetches += 1
+        self.num_blocked += 1
+
+    def blocks_came(self, request: Request, *, again: bool) -> None:
+        """Queue a request that waited for KV blocks of other tiers. `again`: it may wait for more of them."""
+        self.num_blocked -= 1
+        request.num_fetches = request.num_fetches if again else MOST_FETCHES
+        request.to(RequestState.WAITING)
+        self.queue.push(request)
 
     def unblock_children(self, parent: Request) -> None:
         """Queue the children of `parent`. Call this when the parent's whole prompt is planned, or the parent ends."""
@@ -144,7 +166,9 @@ class Roster:
     def check(self) -> None:
         """Assert every invariant of table and pool, and that only running requests hold slots and blocks."""
         self.table.check()
-        self.allocator.check()
+        self.allocator.check(tuple(self.store.held()) if self.store is not None else ())
+        if self.store is not None:
+            self.store.check()
         for request in self.table.active():
             assert request.state is RequestState.RUNNING
             assert self.allocator.capacity[request.slot] >= self.table.planned[request.slot]

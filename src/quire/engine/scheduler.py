@@ -7,6 +7,7 @@ from quire.contracts.protocols import ExecutorFacts
 from quire.contracts.step import Admission
 from quire.engine.admission import Admitter
 from quire.engine.budget import share_budget
+from quire.engine.drafts import DraftLength
 from quire.engine.growth import Growth
 from quire.engine.plan_writer import InFlight, PlanWriter
 from quire.engine.queue import WaitingQueue
@@ -14,6 +15,7 @@ from quire.engine.roster import Roster
 from quire.engine.table import RunningTable
 from quire.kv.allocator import KVAllocator
 from quire.kv.miss_reasons import PrefixHistory
+from quire.kv.store import KVStore
 
 SHORT_STEPS = 32  # steps that must be enough for all waiting prompts; else chunks are not kept short (docs/log.md)
 
@@ -22,19 +24,20 @@ class Scheduler:
     """Continuous batching over one token budget, with chunked prefill, prefix reuse and preemption by recompute."""
 
     def __init__(self, facts: ExecutorFacts, config: SchedulerConfig, allocator: KVAllocator, root_key: bytes,
-                 history: PrefixHistory) -> None:
+                 history: PrefixHistory, store: KVStore | None = None) -> None:  # fmt: skip
         by_priority = config.scheduling_policy == "priority"
-        self.table = RunningTable(facts.num_slots)
+        self.table = RunningTable(facts.num_slots, facts.num_drafts)
         self.queue = WaitingQueue(by_priority, config.max_waiting, facts.num_slots)
         self.allocator = allocator
-        self.roster = Roster(self.table, self.queue, allocator, root_key, keeps=history.enabled)
+        self.roster = Roster(self.table, self.queue, allocator, root_key, store, keeps=history.enabled)
         self.growth = Growth(self.roster)
         self.admitter = Admitter(
             self.roster, history, by_priority=by_priority, headroom=int(config.watermark * facts.num_blocks)
         )
         self._writer = PlanWriter(self.roster, facts.num_drafts)
         self._budget, self._chunk = config.token_budget(), facts.prompt_chunk
-        self._lag, self._num_drafts, self._stages = facts.decode_lag, facts.num_drafts, facts.num_stages
+        self._lag, self._stages = facts.decode_lag, facts.num_stages
+        self.drafts = DraftLength(facts.num_drafts, facts.drafts_by_batch, facts.auto_drafts)
 
     @property
     def num_preempted(self) -> int:
@@ -45,14 +48,14 @@ class Scheduler:
         """Plan step number `step` and return it; None when nothing can run before more results arrive."""
         preempted = self.growth.num_preempted
         budget = self._step_budget()
-        slots, num_tokens = share_budget(self.table, budget, self._lag, self._num_drafts, self._stages)
+        slots, num_tokens = share_budget(self.table, budget, self._lag, self.drafts, self._stages)
         slots, num_tokens, appended = self.growth.grow(slots, num_tokens)
         if self.admitter.offer_chunks(slots, num_tokens):
             slots, num_tokens, appended = self.growth.still_running(slots, num_tokens, appended)
         admitted: list[Admission] = []
         if self.growth.num_preempted == preempted and len(self.queue):
             room = budget - int(num_tokens.sum())
-            if self._num_drafts:  # drafts have a budget of their own
+            if self.drafts.most:  # drafts have a budget of their own
                 decodes = self.table.planned[slots] >= self.table.goal[slots]
                 room += int((num_tokens[decodes] - 1).sum())
             slots, num_tokens, admitted = self.admitter.admit(slots, num_tokens, room)

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 
 from quire.contracts.request import Request
-from quire.contracts.step import I32
+from quire.contracts.step import I32, MAX_VERIFY_ROWS
 
 I64 = np.ndarray[Any, np.dtype[np.int64]]
 
@@ -19,15 +19,20 @@ class RunningTable:
     in_flight    steps that sample for the slot, planned and not yet collected
     goal         length at admission; the slot computes these tokens in chunks (prefill), then it decodes
     end          length in tokens at which the request is finished
-    masked       True: the slot's rows wait for grammar masks
+    most_drafts  maximum number of drafts that a step verifies for the slot
+    drafts       [num_slots, 1 + k] drafts of the slot's request: made, and accepted as first of a run, as second, ...
+                 [num_slots, 0] without speculation
+    masked       True: the slot's rows wait for grammar masks, so it has no drafts
     """
 
-    def __init__(self, num_slots: int) -> None:
+    def __init__(self, num_slots: int, num_drafts: int = 0) -> None:
         self.num_slots = num_slots
         self.requests: list[Request | None] = [None] * num_slots
         self.planned, self.confirmed, self.upper_bound, self.in_flight, self.goal, self.end, self.handle = (
             np.zeros(num_slots, np.int32) for _ in range(7)
         )
+        self.most_drafts = np.zeros(num_slots, np.int32)
+        self.drafts = np.zeros((num_slots, 1 + num_drafts if num_drafts else 0), np.int32)
         self._priority, self._arrival = np.zeros(num_slots, np.int64), np.zeros(num_slots, np.int64)
         self.masked = np.zeros(num_slots, bool)
         self._free = list(range(num_slots - 1, -1, -1))
@@ -59,9 +64,12 @@ class RunningTable:
         self.planned[slot] = computed
         self.confirmed[slot] = self.upper_bound[slot] = self.goal[slot] = len(request.tokens)
         self.in_flight[slot] = 0
+        self.drafts[slot] = request.drafts or 0
         self.end[slot] = request.end
         self.handle[slot] = request.new.handle
-        self.masked[slot] = request.new.grammar is not None
+        self.masked[slot] = masked = request.new.grammar is not None  # a draft's mask is unknown before the draft
+        asked = MAX_VERIFY_ROWS if request.new.num_drafts is None else request.new.num_drafts
+        self.most_drafts[slot] = 0 if masked else min(asked, MAX_VERIFY_ROWS)
         self._priority[slot] = request.new.priority if by_priority else 0
         self._arrival[slot] = request.arrival
         self.requests[slot] = request  # from here on it holds the slot; nothing below fails
@@ -75,6 +83,7 @@ class RunningTable:
         slot = request.slot
         assert self.requests[slot] is request
         request.in_flight = int(self.in_flight[slot])
+        request.drafts = tuple(self.drafts[slot].tolist())
         request.slot = -1
         self.requests[slot] = None
         self._active.remove(slot)

@@ -40,6 +40,7 @@ class Completion:
     first_token_time: float | None = None
     last_token_time: float | None = None
     vector: F32 | None = None
+    drafts: tuple[int, ...] = ()  # as in `Finish`
 
     @property
     def mean_token_time(self) -> float | None:
@@ -66,7 +67,7 @@ class Completion:
         """Finish the completion with the core's finish reason, unless the completion has finished already."""
         if self.finish_reason is not None:
             return
-        self.finish_reason, self.vector = finish.reason.value, finish.vector
+        self.finish_reason, self.vector, self.drafts = finish.reason.value, finish.vector, finish.drafts
         self._read(finished=True)
         if finish.reason is FinishReason.ERROR:
             self.stop_reason, self.error = finish.error, finish.message

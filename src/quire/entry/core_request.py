@@ -23,6 +23,7 @@ class FrontLimits:
     """Limits of an engine. Requests are checked against them.
 
     by_priority   requests may have a priority (scheduling_policy="priority")
+    num_drafts    most drafts that a step verifies for a request
     """
 
     max_model_len: int
@@ -30,6 +31,7 @@ class FrontLimits:
     max_logprobs: int
     eos_ids: tuple[int, ...] = ()
     by_priority: bool = False
+    num_drafts: int = 0
 
 
 def check_options(priority: int, timeout: float | None, limits: FrontLimits) -> None:
@@ -62,6 +64,10 @@ def check_request(params: SamplingParams, token_ids: list[int], limits: FrontLim
         if k is not None and limits.max_logprobs >= 0 and (k > limits.max_logprobs or k < 0):
             raise InvalidParameter(f"{name}={shown(k)} exceeds this engine's max_logprobs={limits.max_logprobs}: "
                                    "ask for fewer, or start the engine with a higher max_logprobs.", param=name)
+    if (params.speculative_tokens or 0) > limits.num_drafts:
+        raise InvalidParameter(f"speculative_tokens={shown(params.speculative_tokens)} exceeds this engine's "
+                               f"{limits.num_drafts} drafts: ask for fewer, or start the engine with a "
+                               "--speculative-config of more.", param="speculative_tokens")
     for name, given in (("stop", params.stop_strings), ("bad_words", params.bad_words),
                         ("structured_outputs", params.structured_outputs)):
         if given and tokenizer is None:

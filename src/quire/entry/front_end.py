@@ -84,7 +84,7 @@ class FrontEnd:
            eos_ids: tuple[int, ...], place: FrontPlace = ALONE) -> Self:
         """Make the front end of an engine. `facts`: limits that the executor or the core reports."""
         limits = FrontLimits(max_model_len=facts.max_model_len, vocab_size=facts.vocab_size,
-                        max_logprobs=config.model.max_logprobs, eos_ids=eos_ids,
+                        max_logprobs=config.model.max_logprobs, eos_ids=eos_ids, num_drafts=facts.num_drafts,
                         by_priority=config.scheduler.scheduling_policy == "priority")
         return cls(tokenizer, limits, seed=config.model.seed, place=place)
 
@@ -147,6 +147,7 @@ class FrontEnd:
             read_prefix_cache=not params.skip_reading_prefix_cache and pool in ("", "last"),  # others: all rows
             pool=pool,
             grammar=grammar,
+            num_drafts=params.speculative_tokens,
         )
         requests = [parent, *(child_request(parent, i, f"{request_id}.{i}") for i in range(1, params.n))]
         self._next_handle += params.n
@@ -231,6 +232,7 @@ class FrontEnd:
         for handle, num_cached in outputs.cached.items():
             if (found := self._by_handle.get(handle)) is not None and found[1].index == 0:
                 found[0].num_cached, found[0].metrics.prefix = num_cached, outputs.prefixes.get(handle)
+                found[0].metrics.origins = outputs.origins.get(handle, {})
         for handle in outputs.preempted:
             if (found := self._by_handle.get(handle)) is not None:
                 found[0].num_preemptions += 1

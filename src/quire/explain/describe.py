@@ -12,7 +12,7 @@ import msgspec
 
 from quire.config.checkpoint import ModelArgs, parse_checkpoint_config, read_raw_config
 from quire.config.engine import EngineConfig
-from quire.config.placement import Parallel, Rank, check_parallel, parallel_sizes
+from quire.config.placement import Rank, check_parallel, parallel_sizes
 from quire.config.resolve import GIB, MemoryPlan, check_context, check_cpu_weights, resolve_dtype
 from quire.config.resolve_cuda import DeviceMemory
 from quire.contracts.errors import ConfigError, ModelNotFound, WeightsError
@@ -20,7 +20,7 @@ from quire.kernels.linear.units import missing_bf16
 from quire.kernels.native import library
 from quire.kernels.select import Probe
 from quire.models.obtain import settled_quantization
-from quire.models.plan import Machine, resolve_engine, resolve_sizing
+from quire.models.plan import EnginePlan, Machine, resolve_engine, resolve_sizing
 from quire.models.registry import check_routing
 from quire.models.report import PlanReport
 from quire.platforms.cpu import read_cpu_facts
@@ -183,7 +183,7 @@ def _memory(report: PlanReport, gpu: Gpu | None, free: int, rank: Rank) -> Memor
         every = sum(held for _, held in report.held)
         check_cpu_weights(every, free, "" if plan.quantization else plan.dtype.dtype)
         return resolve_sizing(plan, (free - every) // len(report.held))
-    ours = EMPTY + plan.graphs.num_bytes + _activations(plan.args, plan.config, plan.mesh.parallel)
+    ours = EMPTY + plan.graphs.num_bytes + _activations(plan)
     ours += plan.buffer_bytes + plan.scratch_bytes
     if plan.graphs.bounds:  # graphs have memory of their own, for the experts' part of the largest exchange, too
         ours += plan.mesh.parallel.dp * plan.graphs.bounds[-1] * _expert_bytes(plan.args)
@@ -192,16 +192,16 @@ def _memory(report: PlanReport, gpu: Gpu | None, free: int, rank: Rank) -> Memor
                                              others=0))  # fmt: skip
 
 
-def _activations(args: ModelArgs, config: EngineConfig, parallel: Parallel) -> int:
+def _activations(plan: EnginePlan) -> int:
     """Estimate the bytes of the largest step.
 
     Every token has hidden states and the results of the widest layer, 2 bytes per number. Experts that replicas share
-    have room for the tokens of all replicas. Every sequence has float32 logits and the copies that sampling makes.
+    have room for the tokens of all replicas. Every sampled row has float32 logits and the copies that sampling makes.
     """
+    args, parallel = plan.args, plan.mesh.parallel
     inner = 3 * max(args.intermediate_size, args.num_heads * args.head_dim) // parallel.tp
     inner = max(inner, _expert_bytes(args) // 2 * (parallel.dp if parallel.lockstep else 1))
-    batch = config.scheduler
-    return batch.token_budget() * 2 * (4 * args.hidden_size + inner) + 3 * 4 * args.vocab_size * batch.sequences()
+    return plan.step_tokens * 2 * (4 * args.hidden_size + inner) + 3 * 4 * args.vocab_size * plan.step_rows
 
 
 def _expert_bytes(args: ModelArgs) -> int:

@@ -9,11 +9,11 @@ from rich.console import Group
 from rich.text import Text
 from rich.tree import Tree
 
-from quire.config.missing import not_runnable
 from quire.contracts.scheme import Wire
 from quire.entry.cli.table import format_bytes as size
 from quire.explain.render_ranks import add_ranks, folded
 from quire.models.facts import fact_lines
+from quire.models.missing import not_runnable
 from quire.models.report import NEVER
 
 Plan = Mapping[str, Any]
@@ -46,6 +46,11 @@ def _tree(plan: Plan, full: bool) -> Tree:
     for _, alike in groupby(plan["layers"], key=_likeness):
         _layer(layers, list(alike))
     _memory(tree, plan["memory"], plan["ranks"])
+    if (drafts := plan["speculation"]) is not None:
+        branch = _add(tree, f"speculation: {drafts['drafter']}")
+        _add(branch, "the drafter has no weights and no part of the KV cache")
+        costs = ", ".join(f"{size(bytes_)} with k = {k}" for k, bytes_ in drafts["read"].items())
+        _add(branch, f"weights that a step of one decode reads: {costs}")
     add_ranks(tree, plan)
     left = [name + " (multi-token prediction)" * name.endswith(".*") + f"  {number:,} tensors" * (number > 1)
             for name, number in plan["not_read"].items()]  # fmt: skip
@@ -177,7 +182,7 @@ def _memory(tree: Tree, memory: Plan, ranks: Sequence[Plan]) -> None:
     for line in (
         f"{memory['num_blocks']:,} pages = {memory['num_tokens']:,} tokens in {size(memory['kv_bytes'])}",
         "longest context {max_model_len:,} tokens; {full_sequences:,} such requests at once, at most {sequences:,} in "
-        "all".format(**memory), *memory["notes"], memory["budget"],
+        "all".format(**memory), *map(_tier_words, memory["tiers"]), *memory["notes"], memory["budget"],
     ):  # fmt: skip
         if line:
             _add(branch, line)
@@ -188,6 +193,13 @@ def _scratch_words(memory: Plan) -> str:
     return (f"scratch of {size(memory['scratch'])}: keys and values that prompts read are widened to two bytes, as the "
             "hopper kernel reads no others; CUDA graphs, and steps whose prompts read more than "
             f"{memory['widened_tokens']:,} tokens or have few rows for them, run the triton kernel, which reads 8 bits")
+
+
+def _tier_words(tier: Plan) -> str:
+    """Return a tier of KV blocks below the device in words."""
+    where = f"files in {tier['folder']}, at most" if tier["folder"] else "host memory,"
+    return (f"{tier['name']} tier, {tier['policy']}: {where} {size(tier['bytes'])} = {tier['blocks']:,} pages = "
+            f"{tier['tokens']:,} tokens")
 
 
 def _cache_words(memory: Plan) -> str:

@@ -12,8 +12,8 @@ from rich.console import Group
 from rich.text import Text
 from rich.tree import Tree
 
-from quire.config.missing import not_runnable
 from quire.entry.cli.table import format_bytes as size
+from quire.models.missing import not_runnable
 
 Plan = Mapping[str, Any]
 HELD = {"layers": "layers", "heads": "query heads", "kv_heads": "KV heads", "experts": "experts"}

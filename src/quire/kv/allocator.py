@@ -9,7 +9,7 @@ A group of full attention keeps all blocks of a request and takes those of the p
 window takes blocks chunk by chunk. It keeps the blocks that later rows attend to; `trim` gives the others back.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -43,6 +43,7 @@ class KVAllocator:
         self._behind = np.zeros((len(geometry.groups), num_slots), np.int32)  # leading entries given back: NULL_BLOCK
         self._num_shared = [0] * num_slots  # leading blocks of each group that came from a match
         self._index = PrefixIndex(pool, geometry.block_size, geometry.groups)
+        self.on_withdraw: list[Callable[[list[bytes]], None]] = []  # called with the keys of every withdrawn chain
 
     def match(self, chain: KeyChain, max_tokens: int) -> PrefixMatch:
         """Return the longest prefix of `chain` in the pool, at most `max_tokens` tokens. Changes nothing."""
@@ -189,9 +190,12 @@ class KVAllocator:
 
     def withdraw(self, chain: KeyChain, start: int = 0) -> None:
         """Remove the blocks of `chain`, from number `start` on, from the prefix cache. Who holds them keeps them."""
-        keys = chain.keys(chain.num_hashed, start)
-        found = [self.pool.lookup(key) for group in range(len(self._groups)) for key in group_keys(keys, group)]
+        kept = chain.keys(chain.num_hashed, start)
+        keys = [key for group in range(len(self._groups)) for key in group_keys(kept, group)]
+        found = [self.pool.lookup(key) for key in keys]
         self.pool.forget([block for block in found if block is not None])
+        for tell in self.on_withdraw:
+            tell(keys)
 
     def free(self, slot: int) -> None:
         """Give back the slot's blocks. The prefix cache finds published blocks until other requests take them."""

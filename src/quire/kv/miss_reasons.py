@@ -29,7 +29,7 @@ class PrefixHistory:
         self._held, self._first = 0, Counter[int]()  # tokens of all prompts; first token -> number of prompts
         self._dropped: OrderedDict[bytes, tuple[str, float]] = OrderedDict()
         if enabled:
-            pool.on_drop = self._note_drop
+            pool.on_drop.append(self._note_drop)
 
     def admit(self, name: str, chain: KeyChain, match: PrefixMatch, num_prompt: int, *,
               reads: bool) -> PrefixReport | None:
@@ -50,6 +50,11 @@ class PrefixHistory:
             self._remember(name, chain)
         return report
 
+    def dropped(self, key: bytes) -> tuple[str, float | None]:
+        """Return the reason why a key was dropped, and the seconds since then; ("", None) when nothing is known."""
+        found = self._dropped.get(key)
+        return ("", None) if found is None else (found[0], self._clock() - found[1])
+
     def _remember(self, name: str, chain: KeyChain) -> None:
         prompts, count = self._prompts, len(chain.tokens)
         prompts.append((name, chain, count))
@@ -64,8 +69,9 @@ class PrefixHistory:
 
     def _why(self, chain: KeyChain, at: int, say: Callable[..., PrefixReport]) -> PrefixReport:
         """Return the report about block `at`, which is not in the pool; `say` makes the report."""
-        if (dropped := self._dropped.get(chain.keys(at + 1, at)[0])) is not None:
-            return say(why=Miss.DROPPED, detail=dropped[0], seconds=self._clock() - dropped[1])
+        detail, seconds = self.dropped(chain.keys(at + 1, at)[0])
+        if detail:
+            return say(why=Miss.DROPPED, detail=detail, seconds=seconds)
         before, first, end = chain.continues(at), at * chain.block_size, (at + 1) * chain.block_size
         mine, most = chain.tokens[first:end], -1 if at else 0  # at block 0, one token must be the same
         found = say(why=Miss.NEW)

@@ -10,6 +10,7 @@ class serves the device and every later tier.
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from itertools import islice
 
 from quire.contracts.blocks import NULL_BLOCK
 
@@ -19,17 +20,20 @@ class BlockPool:
 
     evictions    number of keys dropped because their block was needed
     generation   changes whenever a key is dropped: a match made at an older generation may be stale
-    on_drop      called with every dropped key and the reason: "evicted", "distrusted" (by `forget`) or "reset"
+    on_drop      functions to call with every dropped key and the reason: "evicted", "distrusted" (`forget`) or "reset"
+    on_publish   functions to call with every block that gets a key, and the key
     """
 
-    __slots__ = ("num_blocks", "evictions", "generation", "on_drop", "_refs", "_keys", "_index", "_blank", "_cached")
+    __slots__ = ("num_blocks", "evictions", "generation", "on_drop", "on_publish", "_refs", "_keys", "_index", "_blank",
+                 "_cached")  # fmt: skip
 
     def __init__(self, num_blocks: int) -> None:
         assert num_blocks > 0, "a pool needs a block"
         self.num_blocks = num_blocks
         self.evictions = 0
         self.generation = 0
-        self.on_drop: Callable[[bytes, str], None] | None = None
+        self.on_drop: list[Callable[[bytes, str], None]] = []
+        self.on_publish: list[Callable[[int, bytes], None]] = []
         self._refs = [0] * (num_blocks + 1)
         self._keys: list[bytes | None] = [None] * (num_blocks + 1)
         self._index: dict[bytes, int] = {}
@@ -87,8 +91,8 @@ class BlockPool:
     def _drop_key(self, block: int, why: str) -> None:
         key = self._keys[block]
         assert key is not None
-        if self.on_drop is not None:
-            self.on_drop(key, why)
+        for tell in self.on_drop:
+            tell(key, why)
         del self._index[key]
         self._keys[block] = None
         self.generation += 1
@@ -123,9 +127,16 @@ class BlockPool:
         if self._index.setdefault(key, block) != block:
             return False
         known = self._keys[block]
+        if known is None:
+            self._keys[block] = key
+            for tell in self.on_publish:
+                tell(block, key)
         assert known is None or known == key, f"block {block} is full and immutable, its key cannot change"
-        self._keys[block] = key
         return True
+
+    def next_evicted(self, num: int) -> list[int]:
+        """Return the blocks whose content `take(num)` would evict now, the first one first."""
+        return list(islice(self._cached, max(0, num - len(self._blank))))
 
     def lookup(self, key: bytes) -> int | None:
         """Return the block with this key, held or free; None when there is none."""
@@ -145,9 +156,9 @@ class BlockPool:
 
         False: all is forgotten, too, but the request that holds a block may make its content known again.
         """
-        if self.on_drop is not None:
+        for tell in self.on_drop:
             for key in self._index:
-                self.on_drop(key, "reset")
+                tell(key, "reset")
         self._index.clear()
         self._keys = [None] * (self.num_blocks + 1)
         self._blank.extend(reversed(self._cached))

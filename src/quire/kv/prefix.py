@@ -3,11 +3,12 @@
 Walks a request's key chain through a pool's index. Changes nothing: `KVAllocator.admit` takes the blocks.
 """
 
+from typing import Protocol
+
 import msgspec
 
 from quire.contracts.blocks import NULL_BLOCK, KVGroup
 from quire.kv.hashing import KeyChain, group_keys
-from quire.kv.pool import BlockPool
 
 _STRIDE = 64  # keys hashed at a time, so that a cold prompt of 128k tokens is not hashed to its end only to miss
 
@@ -32,14 +33,23 @@ class PrefixMatch(msgspec.Struct, frozen=True):
         return len(self.blocks[0])
 
 
+class Lookup(Protocol):
+    """Finds blocks by key: a `BlockPool`, or several tiers together. `generation` changes when a key is dropped."""
+
+    generation: int
+
+    def lookup(self, key: bytes) -> int | None:
+        """Return the block with this key, a number above 0; None when there is none."""
+
+
 class PrefixIndex:
-    """Longest-prefix lookup of full blocks over one pool.
+    """Longest-prefix lookup of full blocks over one pool, or over several tiers.
 
     A prefix of n blocks is found when every group has the blocks that later rows attend to: all n with full attention,
     the last ones with a window.
     """
 
-    def __init__(self, pool: BlockPool, block_size: int, groups: tuple[KVGroup, ...]) -> None:
+    def __init__(self, pool: Lookup, block_size: int, groups: tuple[KVGroup, ...]) -> None:
         self._pool, self._block_size, self._groups = pool, block_size, groups
         self._full = [g for g, group in enumerate(groups) if group.window is None]
         self._windows = [(g, group) for g, group in enumerate(groups) if group.window is not None]

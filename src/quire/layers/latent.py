@@ -50,7 +50,7 @@ def split(meta: AttentionMeta, most: float) -> tuple[AttentionMeta, tuple[Prompt
     few = replace(
         meta, query_start=meta.query_start[: count + 1], seq_lens=meta.seq_lens[:count],
         table_rows=None if meta.table_rows is None else meta.table_rows[:count],
-        max_query_len=max((last - first for first, last, *_ in known[: -len(naive)]), default=meta.decode_len),
+        max_query_len=max([meta.decode_len, *(last - first for first, last, *_ in known[: -len(naive)])]),
     )  # fmt: skip
     return few, naive
 

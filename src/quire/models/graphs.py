@@ -4,11 +4,14 @@ import msgspec
 
 from quire.config.checkpoint import ModelArgs
 from quire.config.engine import EngineConfig
+from quire.contracts.speculation import Speculation
+from quire.contracts.step import MAX_VERIFY_ROWS
 from quire.models.layout import parameters_per_token
 
 LAUNCH_SECONDS = 0.025  # of the host, to launch the kernels of a step one by one
 GRAPH_BYTES = 24 << 20  # set aside for the graphs of one size: six of them took 9 to 14 MiB (H200, docs/log.md)
 FLOPS = 600e12  # of a GPU, in a large product
+MOST_DRAFTS = 2  # numbers of drafts that are captured; others are padded to the next
 LATENT_TOKENS = 1024  # at most, of a captured step: its prompts are absorbed, which costs more the longer they are
 
 
@@ -17,39 +20,60 @@ class GraphPlan(msgspec.Struct, frozen=True, kw_only=True):
 
     sequences   numbers of sequences of decode steps
     tokens      numbers of tokens of steps with prompts
+    drafts      numbers of drafts of each sequence in decode steps, beside none
     bounds      bounds of the exchange between replicas in lock-step, see `captured_bounds`; (): none is captured
     """
 
     sequences: tuple[int, ...] = ()
     tokens: tuple[int, ...] = ()
+    drafts: tuple[int, ...] = ()
     bounds: tuple[int, ...] = ()
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that are set aside for the graphs: those of each size and bound, and of steps without tokens."""
-        count = sum(len(captured_bounds(self.bounds, sizes, size))
-                    for sizes in (self.sequences, self.tokens) for size in sizes)  # fmt: skip
-        return (count + len(self.bounds)) * GRAPH_BYTES
+        """Bytes that are set aside for the graphs: of each size, number of drafts and bound; of steps without tokens.
+        """
+        queries = 1, *(1 + length for length in self.drafts)
+        shapes = [captured_bounds(self.bounds, self.sequences, size, queries, query)
+                  for size, query in captured_decodes(self.sequences, queries)]  # fmt: skip
+        shapes += [captured_bounds(self.bounds, self.tokens, size) for size in self.tokens]
+        return (sum(map(len, shapes)) + len(self.bounds)) * GRAPH_BYTES
 
 
-def resolve_graphs(config: EngineConfig, args: ModelArgs, bounds: tuple[int, ...] = ()) -> GraphPlan:
+def resolve_graphs(config: EngineConfig, args: ModelArgs, speculation: Speculation | None = None,
+                   bounds: tuple[int, ...] = ()) -> GraphPlan:  # fmt: skip
     """Choose the sizes of the steps that are captured as CUDA graphs; none with `enforce_eager`.
 
     bounds   of the exchange between replicas in lock-step, if a graph can hold it
     """
     if config.device.enforce_eager:
         return GraphPlan()
-    return GraphPlan(sequences=_decode_sizes(config), tokens=_prompt_sizes(config, args), bounds=bounds)
+    lengths = speculation.lengths if speculation else ()
+    drafts = lengths if len(lengths) <= MOST_DRAFTS else (lengths[0], lengths[-1])
+    return GraphPlan(sequences=_decode_sizes(config), tokens=_prompt_sizes(config, args), drafts=drafts, bounds=bounds)
 
 
-def captured_bounds(bounds: tuple[int, ...], sizes: tuple[int, ...], size: int) -> tuple[int, ...]:
-    """Return the bounds with which a step is captured that is padded to `size` tokens, largest first; (0,): none.
+def captured_decodes(sizes: tuple[int, ...], queries: tuple[int, ...]) -> list[tuple[int, int]]:
+    """Return (sequences, most tokens of each) of the decode steps that are captured, ascending.
 
-    bounds   upper bounds of the tokens of each replica in lock-step, ascending
-    sizes    the captured sizes, ascending
-    Such a step has more tokens than the size before, and at most as many as its bound; padding may exceed the bound.
+    sizes     numbers of sequences, ascending
+    queries   numbers of tokens of a decode, ascending: 1, and 1 + its drafts. All rows fit `MAX_VERIFY_ROWS`
     """
-    before = max((one for one in sizes if one < size), default=0)
+    return [(size, query) for size in sizes for query in queries if query == 1 or size * query <= MAX_VERIFY_ROWS]
+
+
+def captured_bounds(bounds: tuple[int, ...], sizes: tuple[int, ...], size: int, queries: tuple[int, ...] = (1,),
+                    query: int = 1) -> tuple[int, ...]:  # fmt: skip
+    """Return the bounds with which a step of a padded size is captured, largest first; (0,): without replicas.
+
+    bounds    upper bounds of the tokens of each replica in lock-step, ascending
+    sizes     the captured sizes, ascending: of tokens, or of sequences that decode; `size` is one of them
+    queries   numbers of tokens of a decode, ascending; `query` is one of them
+    Such a step has more tokens than the size before (and a decode in it more than the query before), and at most as
+    many as its bound; padding may exceed the bound.
+    """
+    before = sum(max((one for one in captured if one < own), default=0)
+                 for captured, own in ((sizes, size), (queries, query)))  # fmt: skip
     return tuple(bound for bound in reversed(bounds) if bound > before) if bounds else (0,)
 
 

@@ -13,7 +13,6 @@ import msgspec
 
 from quire.config.checkpoint import ModelArgs
 from quire.config.engine import EngineConfig
-from quire.config.missing import Missing, check_missing, missing_features
 from quire.config.placement import ALONE, Parallel, Rank, check_parallel, ranks
 from quire.config.resolve import DTypePlan, MemoryPlan, check_context, resolve_memory
 from quire.config.resolve_cuda import (
@@ -29,6 +28,8 @@ from quire.contracts.blocks import KVGeometry
 from quire.contracts.errors import ConfigError
 from quire.contracts.params import Param
 from quire.contracts.scheme import AS_THEY_ARE, GROUP, Wire
+from quire.contracts.speculation import Speculation, read_speculative_config
+from quire.contracts.step import most_drafts
 from quire.kernels.linear.plan import LinearPlan, is_linear
 from quire.kernels.select import (
     Choice,
@@ -41,9 +42,11 @@ from quire.kernels.select import (
     objection,
 )
 from quire.kernels.supports import SUPPORTS
+from quire.kvstore.plan import OffloadPlan, resolve_offload
 from quire.models.collectives import buffer_bytes, exchange_bounds
 from quire.models.graphs import GraphPlan, resolve_graphs
 from quire.models.layout import layout
+from quire.models.missing import Missing, check_missing, missing_features, missing_speculation
 from quire.models.notes import BACKENDS, check_backend
 from quire.models.registry import (
     ITEM_BYTES,
@@ -91,6 +94,7 @@ class EnginePlan(msgspec.Struct, frozen=True, kw_only=True):
     geometry      layout of a page of this rank's KV cache
     graphs        sizes of the steps that are captured as CUDA graphs
     missing       features that are not implemented: an engine that needs them can be planned, not built
+    speculation   drafter and number of drafts; None: every decode advances by one token
     quantization  quantization of the checkpoint, as `quire.quantization.read` returns it; {}: unquantized
     """
 
@@ -107,6 +111,7 @@ class EnginePlan(msgspec.Struct, frozen=True, kw_only=True):
     geometry: KVGeometry
     graphs: GraphPlan
     missing: tuple[Missing, ...] = ()
+    speculation: Speculation | None = None
     quantization: dict[str, Any] = {}
 
     @property
@@ -155,6 +160,11 @@ class EnginePlan(msgspec.Struct, frozen=True, kw_only=True):
         return SCRATCH if self.widened_tokens else 0
 
     @property
+    def offload(self) -> OffloadPlan:
+        """The tiers of KV blocks below the device."""
+        return resolve_offload(self.config)
+
+    @property
     def weight_bytes(self) -> int:
         """Bytes of the parameters as they are loaded, before they are packed."""
         return unpacked_bytes(self.params, self.dtype.dtype)
@@ -167,11 +177,26 @@ class EnginePlan(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def buffer_bytes(self) -> int:
         """Bytes that exchanges with other ranks take in the largest step, and moves of experts; 0 on one device."""
-        batch = self.config.scheduler
-        return buffer_bytes(self.args, self.mesh.rank, self.mesh.parallel, tokens=batch.token_budget(),
-                            item_bytes=ITEM_BYTES[self.dtype.dtype], rows=batch.sequences(),
+        return buffer_bytes(self.args, self.mesh.rank, self.mesh.parallel, tokens=self.step_tokens,
+                            item_bytes=ITEM_BYTES[self.dtype.dtype], rows=self.step_rows,
                             device=self.machine.device, spread=self.spread, wire=self.wire) + mover_bytes(
                                 self.params, self.mesh.parallel, self.dtype.dtype)  # fmt: skip
+
+    @property
+    def num_drafts(self) -> int:
+        """Maximum number of drafts that a decode verifies; 0: no speculation."""
+        return self.speculation.num_drafts if self.speculation else 0
+
+    @property
+    def step_tokens(self) -> int:
+        """Most tokens of a step of a replica, drafts included."""
+        return _step_tokens(self.config, self.speculation)
+
+    @property
+    def step_rows(self) -> int:
+        """Most sampled rows of a step of a replica: one for each sequence, and one for each draft."""
+        batch = self.config.scheduler
+        return batch.sequences() + self.step_tokens - batch.token_budget()
 
     def of_rank(self, rank: Rank) -> "EnginePlan":
         """Return a copy with `rank` in its mesh. `params` and `geometry` remain those of the original rank."""
@@ -199,6 +224,10 @@ def resolve_engine(
     check_context(config.model, args.max_position_embeddings)
     check_parallel(args, parallel)
     check_routing(args, config.load.routing)
+    resolve_offload(config)
+    speculation = read_speculative_config(config.scheduler.speculative_config)
+    if speculation is not None and machine.device == "cuda":
+        speculation = speculation.captured()
     quantization, device = dict(quantization or {}), machine.device
     rank = list(ranks(args, parallel))[number]
     params = with_formats(layout(args, rank), quantization)
@@ -227,16 +256,23 @@ def resolve_engine(
         config = replace(config, scheduler=resolve_batch(config.scheduler, machine.total_memory, wide))
         check_sequences(config)
     pulls = any(isinstance(plan, MoEPlan) and plan.dispatcher == "pull" for plan in moe.values())
-    bounds = exchange_bounds(config.scheduler.token_budget()) if pulls else ()
+    bounds = exchange_bounds(_step_tokens(config, speculation)) if pulls else ()
     dtype = _typed(dtype, kernels)
     return EnginePlan(
         config=config, folder=str(folder), args=args, machine=machine, dtype=dtype,
         mesh=Mesh(parallel=parallel, rank=rank), params=keep_stored(params, dtype, kernels, moe), kernels=kernels,
         linears=linear_plans(args, params, kernels), moe=moe,
         geometry=geometry,
-        graphs=resolve_graphs(config, args, bounds) if by_triton else GraphPlan(),
-        missing=missing_features(parallel, moe, device), quantization=quantization,
+        graphs=resolve_graphs(config, args, speculation, bounds) if by_triton else GraphPlan(),
+        missing=(*missing_features(parallel, moe, device), *missing_speculation(speculation, parallel)),
+        speculation=speculation, quantization=quantization,
     )  # fmt: skip
+
+
+def _step_tokens(config: EngineConfig, speculation: Speculation | None) -> int:
+    """Return the most tokens of a step of a replica, drafts included."""
+    batch, drafts = config.scheduler, speculation.num_drafts if speculation else 0
+    return batch.token_budget() + most_drafts(batch.sequences(), drafts)
 
 
 def keep_stored(params: Iterable[Param], dtype: DTypePlan, kernels: Iterable[Choice],
@@ -279,10 +315,24 @@ def resolve_sizing(plan: EnginePlan, measured: DeviceMemory | int) -> MemoryPlan
     """
     config, context = plan.config, plan.args.max_position_embeddings
     if isinstance(measured, DeviceMemory):
-        return resolve_cuda_memory(plan.geometry, config, measured, context=context, dtype=plan.weight_words)
-    return resolve_memory(plan.geometry, config.model, config.cache, context=context,
-                          max_num_seqs=config.scheduler.sequences(),
-                          free_bytes=max(0, measured - plan.buffer_bytes))  # fmt: skip
+        sizes = resolve_cuda_memory(plan.geometry, config, measured, context=context, dtype=plan.weight_words)
+    else:
+        same = plan.machine.device == "cpu"  # the host's memory is the device's
+        offloaded = plan.offload.host_bytes // plan.mesh.parallel.size if same else 0
+        sizes = resolve_memory(plan.geometry, config.model, config.cache, context=context,
+                               max_num_seqs=config.scheduler.sequences(),
+                               free_bytes=max(0, measured - plan.buffer_bytes - offloaded))  # fmt: skip
+    return replace(sizes, host_blocks=host_blocks(plan))
+
+
+def host_blocks(plan: EnginePlan) -> int:
+    """Return the blocks of the host tier of this rank. Raises ConfigError when it does not hold one."""
+    page, ranks = plan.geometry.page_bytes, plan.mesh.parallel.size
+    blocks = plan.offload.host_bytes // ranks // page
+    if plan.offload.host_bytes and blocks < len(plan.geometry.groups):
+        raise ConfigError(f"kv_offload_gb={plan.offload.host_bytes / 2**30:g} for {ranks} rank{'s' * (ranks > 1)} does "
+                          f"not hold a KV block of {page / 2**20:.1f} MiB each: raise it.")
+    return blocks
 
 
 def _odd_size(kernel: str, args: ModelArgs, parallel: Parallel) -> str:

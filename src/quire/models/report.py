@@ -86,6 +86,7 @@ class PlanReport:
             "latent": args.latent and asdict(args.latent) | {"break_even": min(args.latent.break_even, NEVER)},
             "moe": {phase: one if isinstance(one, str) else asdict(one) for phase, one in self.plan.moe.items()},
             "layers": list(self._layers()),
+            "speculation": self._speculation(),
             "not_read": self._not_read(),
             "memory": self._memory(),
             "ranks": [self.describe_rank(rank, held) for rank, held in self.held],
@@ -105,6 +106,22 @@ class PlanReport:
         many = self.plan.mesh.parallel.size > 1
         phases = MANY if many else PHASES[device] | (DUMMY if config.load.load_format == "dummy" else {})
         return phases | (EAGER if device == "cuda" and config.device.enforce_eager and not many else {})
+
+    def _speculation(self) -> dict[str, Any] | None:
+        """Return drafter and costs as plain values; None without speculation.
+
+        `read` has the bytes of weights, of all ranks, that a step of one decode reads, by its number of drafts. Experts
+        are those that 1 + k tokens hit if routers choose at random: E (1 - (1 - top / E)^(1 + k)) of E.
+        """
+        speculation, args = self.plan.speculation, self.plan.args
+        if speculation is None:
+            return None
+        moe, whole = args.moe, [one for one in self.layout if one.name != "embed.weight" or args.tie_word_embeddings]
+        held = {divided: sum(self.num_bytes(one) for one in whole if (one.shard == "experts") is divided)
+                for divided in (False, True)}  # fmt: skip
+        spared = 0 if moe is None else 1 - moe.routing.top_k / moe.routing.num_experts
+        read = {k: held[False] + round(held[True] * (1 - spared ** (1 + k))) for k in (0, *speculation.lengths)}
+        return {"drafter": str(speculation), "weights": 0, "cache": 0, "read": read}
 
     def exchanges(self, rank: Rank | None = None) -> list[dict[str, Any]]:
         """Return the exchanges of a rank in a step as plain values; None: those that a token passes in all stages."""
@@ -295,9 +312,21 @@ class PlanReport:
         return known | ({"refused": plan} if isinstance(plan, str) else {
             "num_blocks": plan.num_blocks, "kv_bytes": plan.kv_bytes, "num_tokens": plan.num_tokens,
             "max_model_len": plan.max_model_len, "notes": plan.notes,
-            "sequences": self.plan.config.scheduler.sequences(),
+            "sequences": self.plan.config.scheduler.sequences(), "tiers": self._tiers(plan),
             "full_sequences": round(plan.num_tokens / plan.max_model_len, 2), "budget": str(plan.budget or ""),
         })  # fmt: skip
+
+    def _tiers(self, memory: MemoryPlan) -> list[dict[str, Any]]:
+        """Return the tiers of KV blocks below the device, the nearest first; [] for none."""
+        offload, page = self.plan.offload, memory.geometry.page_bytes
+        if not offload.host_bytes:
+            return []
+        host = {"name": "host", "bytes": memory.host_blocks * page, "blocks": memory.host_blocks,
+                "tokens": memory.host_blocks * memory.geometry.block_size, "policy": offload.policy, "folder": ""}
+        most = offload.folder_bytes // self.plan.mesh.parallel.replica
+        disk = {"name": "disk", "bytes": most, "blocks": most // page, "policy": offload.policy,
+                "tokens": most // page * memory.geometry.block_size, "folder": offload.folder}
+        return [host, disk][: 1 + bool(offload.folder)]
 
 
 def _below(features: Callable[[str], tuple[str, ...]], at: str, name: str) -> tuple[str, ...]:

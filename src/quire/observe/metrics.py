@@ -8,7 +8,7 @@ Knows nothing of HTTP and of the engine; the server calls the hooks.
 
 import os
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,9 +18,10 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from quire.contracts.output import StepStats
+from quire.contracts.output import StepStats, TierStats
 from quire.contracts.request import FinishReason
 from quire.contracts.sampling import SamplingParams
+from quire.contracts.step import Tier
 from quire.contracts.text_table import read_rows
 from quire.observe.process import read_usage
 from quire.observe.series import OTHER, Histogram, Tally, one_two_five
@@ -32,6 +33,8 @@ REQUEST_TIMES = tuple(f"{name}_seconds" for name in (
     "request_decode_time"))
 METHODS = ("GET", "POST", "HEAD", "OPTIONS", "PUT", "PATCH", "DELETE", "")  # "": no method was read
 ENGINE = "0"  # vLLM's label for the data-parallel rank
+COPIED = {"copied_blocks": ("num_loaded", "num_stored"), "copied_bytes": ("loaded_bytes", "stored_bytes"),
+          "copy_seconds": ("loaded_seconds", "stored_seconds")}  # metric of a tier -> fields of `TierStats`
 KINDS: dict[str, Any] = {
     "gauge": GaugeMetricFamily, "counter": CounterMetricFamily, "histogram": HistogramMetricFamily}
 
@@ -228,6 +231,7 @@ class Metrics(Collector):
     def _values(self) -> dict[str, Any]:
         """Return the values of gauges and counters: a number, or a number for each value of the label."""
         s, phases = self._stats, self._phase_tokens
+        runs, drafts, *accepted = s.drafts or (0, 0)
         used = self._num_blocks - s.num_free_blocks if self._num_steps else 0
         usages = [(role, usage) for role, pid in self._pids.items() if (usage := read_usage(pid)) is not None]
         return {
@@ -240,6 +244,7 @@ class Metrics(Collector):
                           "free": self._num_blocks - used - s.num_cached_blocks},
             "step_requests": {"prefill": s.num_prefills, "decode": s.num_scheduled - s.num_prefills},
             "expert_balancedness": s.balancedness,
+            **_tier_values(s.tiers),
             "last_step_age_seconds": 0.0 if self._busy_since is None else time.monotonic() - self._busy_since,
             "process_resident_bytes": {role: usage.resident_bytes for role, usage in usages},
             "prompt_tokens": self._num_prompt_tokens,
@@ -250,6 +255,10 @@ class Metrics(Collector):
             "prefix_cache_queries": s.prefix_queries,
             "prefix_cache_hits": s.prefix_hits,
             "num_preemptions": s.num_preempted,
+            "spec_decode_num_drafts": runs,
+            "spec_decode_num_draft_tokens": drafts,
+            "spec_decode_num_accepted_tokens": sum(accepted),
+            "spec_decode_num_accepted_tokens_per_pos": {str(place): count for place, count in enumerate(accepted)},
             "steps": self._num_steps,
             "step_tokens": phases,
             "request_success": self._finished.counts,
@@ -258,3 +267,17 @@ class Metrics(Collector):
             "http_requests": self._http.counts,
             "internal_messages_dropped": self._dropped.counts,
         }
+
+
+def _tier_values(tiers: Mapping[Tier, TierStats]) -> dict[str, dict[Any, float]]:
+    """Return the values of the metrics of tiers, by their labels."""
+    names = ("blocks", "failed_blocks", "dropped_blocks", *COPIED)
+    found: dict[str, dict[Any, float]] = {f"kv_tier_{name}": {} for name in names}
+    for tier, stats in tiers.items():
+        found["kv_tier_blocks"] |= {(tier.value, "all"): stats.num_blocks, (tier.value, "used"): stats.num_used}
+        found["kv_tier_failed_blocks"][tier.value] = stats.num_failed
+        found["kv_tier_dropped_blocks"][tier.value] = stats.num_dropped
+        for name, (loaded, stored) in COPIED.items():
+            found[f"kv_tier_{name}"] |= {(tier.value, "load"): getattr(stats, loaded),
+                                         (tier.value, "store"): getattr(stats, stored)}
+    return found

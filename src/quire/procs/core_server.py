@@ -11,7 +11,7 @@ import zmq
 
 from quire.config.engine import EngineConfig
 from quire.contracts.errors import EngineDead, QuireError, UserError
-from quire.engine.replicas import Core
+from quire.engine.replicas import Core, flush
 from quire.procs.failures import failed, rejected
 from quire.procs.fronts import owner, parts
 from quire.procs.messages import (
@@ -138,6 +138,7 @@ def serve_core(core: Core, receive: Receive, send: Send) -> int:
         while True:
             while (message := receive(not core.has_work)) is not None:
                 if isinstance(message, Stop):
+                    flush(core)
                     return 0
                 _obey(core, message, send)
             if core.has_work:

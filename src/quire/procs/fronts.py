@@ -68,6 +68,7 @@ def parts(outputs: StepOutputs, count: int) -> Iterator[StepOutputs]:
             preempted=tuple(handle for handle in outputs.preempted if owner(handle, count) == number),
             cached=_part(outputs.cached, *whose),
             prefixes=_part(outputs.prefixes, *whose),
+            origins=_part(outputs.origins, *whose),
             logprobs=_part(outputs.logprobs, *whose),
             prompt_logprobs=_part(outputs.prompt_logprobs, *whose),
             stats=msgspec.structs.replace(outputs.stats, **counted),

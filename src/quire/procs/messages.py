@@ -76,6 +76,7 @@ class Ready(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
     """The engine is loaded and takes requests.
 
     depth    maximum number of steps in flight
+    num_drafts   most drafts that a step verifies for a request
     plans    resolved choices by name (attention, linear, memory, ...), each a printable line
     phases   seconds that each phase of the start took, by name
     notes    lines to show the user
@@ -91,6 +92,7 @@ class Ready(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
     device: str
     weight_bytes: int
     kv_bytes: int
+    num_drafts: int = 0
     plans: dict[str, str] = {}
     phases: dict[str, float] = {}
     notes: tuple[str, ...] = ()

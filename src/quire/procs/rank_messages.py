@@ -1,7 +1,8 @@
 """Messages between the engine core and its ranks, the processes that run each step together; see `wire.py`.
 
     to a rank     RankStart, RankSize, then RankStep, RankMasks, RankControl in the order of the calls; Stop
-    from a rank   Loading*, RankBuilt, RankReady, then RankResult, RankReply; always RankReceived, RankBeat, RankFailed
+    from a rank   Loading*, RankBuilt, RankReady, then RankResult or RankCopied, RankReply; always RankReceived,
+                  RankBeat, RankFailed
 
 What the payloads mean is between the engine's assembly and its ranks.
 """
@@ -10,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from quire.contracts.step import I32, StepPlan, StepResult
+from quire.contracts.step import I32, FinishedCopy, StepPlan, StepResult
 from quire.procs.messages import Failed, Loading, Stop
 
 
@@ -82,6 +83,12 @@ class RankResult(msgspec.Struct, frozen=True, tag="result"):
     result: StepResult
 
 
+class RankCopied(msgspec.Struct, frozen=True, tag="copied"):
+    """Copy jobs that have ended on this rank, which does not send results. A job has ended when all ranks say so."""
+
+    copied: tuple[FinishedCopy, ...]
+
+
 class RankReply(msgspec.Struct, frozen=True, tag="reply"):
     """Answer to the `RankControl` with the same id: the value of the operation, or an error that the caller can fix."""
 
@@ -98,4 +105,4 @@ class RankFailed(msgspec.Struct, frozen=True, tag="failed"):
 
 
 ToRank = RankStart | RankSize | RankStep | RankMasks | RankControl | Stop
-FromRank = Loading | RankBuilt | RankReady | RankReceived | RankBeat | RankResult | RankReply | RankFailed
+FromRank = Loading | RankBuilt | RankReady | RankReceived | RankBeat | RankResult | RankCopied | RankReply | RankFailed

@@ -28,6 +28,7 @@ from quire.procs.rank_messages import (
     RankBeat,
     RankBuilt,
     RankControl,
+    RankCopied,
     RankFailed,
     RankMasks,
     RankReady,
@@ -173,6 +174,8 @@ def _collect(link: "_Link", running: RunningRank, lead: bool, launched: _StepsUn
             launched.room.release()
             if lead:
                 link.send(RankResult(result))
+            elif result.copied:
+                link.send(RankCopied(result.copied))
     except BaseException as error:  # also `SystemExit`, which would end only this thread
         link.fail(error)
         os._exit(1)

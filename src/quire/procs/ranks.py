@@ -4,6 +4,7 @@ The engine core makes all decisions. Every rank gets the same messages in the sa
 devices; the payloads are between the engine's assembly and its ranks.
 """
 
+import queue
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -11,9 +12,11 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, TypeVar
 
+import msgspec
+
 from quire.contracts.errors import QuireError
 from quire.contracts.protocols import ExecutorFacts
-from quire.contracts.step import I32, StepPlan, StepResult
+from quire.contracts.step import I32, FinishedCopy, StepPlan, StepResult
 from quire.procs.failures import rebuilt
 from quire.procs.launchers import Launcher
 from quire.procs.messages import Loading
@@ -110,6 +113,14 @@ class RankProcesses:
         """Wait for the result of the oldest uncollected step of a lead (None: the first one), and return it."""
         return self._watch.result(self._leads[0] if lead is None else lead)
 
+    def copied(self, rank: int) -> list[FinishedCopy]:
+        """Return the reports of copy jobs of a rank that sends no results, since the last call."""
+        reports, waiting = list[FinishedCopy](), self._watch.ranks[rank].copied
+        with suppress(queue.Empty):
+            while True:
+                reports += waiting.get_nowait()
+        return reports
+
     def ready(self, lead: int | None = None) -> bool:
         """True when `collect` returns or raises at once."""
         return not self._watch.ranks[self._leads[0] if lead is None else lead].results.empty()
@@ -178,6 +189,28 @@ class RankProcesses:
             raise
 
 
+class CopyReports:
+    """Joins the reports of the ranks: a job has ended when all ranks say so, and a block that one lacks has failed."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self._num_ranks = num_ranks
+        self._reports: dict[int, list[FinishedCopy]] = {}
+
+    def join(self, reports: Sequence[FinishedCopy]) -> tuple[FinishedCopy, ...]:
+        """Take reports of any rank. Return those of jobs that all ranks have reported now."""
+        found = []
+        for report in reports:
+            some = self._reports.setdefault(report.id, [])
+            some.append(report)
+            if len(some) == self._num_ranks:
+                del self._reports[report.id]
+                found.append(FinishedCopy(
+                    id=report.id, failed=tuple(sorted({block for one in some for block in one.failed})),
+                    num_bytes=sum(one.num_bytes for one in some), seconds=max(one.seconds for one in some),
+                    error=next((one.error for one in some if one.error), "")))  # fmt: skip
+        return tuple(found)
+
+
 class RanksExecutor:
     """Executor of ranks that are ready; see `Executor`. Owns `processes`, also beside executors of other replicas.
 
@@ -188,6 +221,7 @@ class RanksExecutor:
                  lead: int | None = None) -> None:  # fmt: skip
         self._processes, self._facts, self._lead = processes, facts, lead
         self._ranks = range(len(processes.pids)) if ranks is None else ranks
+        self._copies = CopyReports(len(self._ranks))
 
     @property
     def pids(self) -> tuple[int, ...]:
@@ -205,7 +239,11 @@ class RanksExecutor:
 
     def collect(self) -> StepResult:
         """Wait for the oldest step and return its result. Raises `EngineDead` after a fault of a rank."""
-        return self._processes.collect(self._lead)
+        result = self._processes.collect(self._lead)
+        if not self._facts.num_host_blocks:
+            return result
+        reports = [*result.copied, *(report for rank in self._ranks for report in self._processes.copied(rank))]
+        return msgspec.structs.replace(result, copied=self._copies.join(reports))
 
     def ready(self) -> bool:
         """True when `collect` returns or raises at once."""

@@ -6,12 +6,14 @@ from dataclasses import replace
 
 import torch
 
+from quire.contracts.speculation import Speculation
 from quire.distributed.mesh import ALONE, RankGroups
 from quire.kernels.attention import KVView
 from quire.kernels.sampling import SamplerOperations
 from quire.kernels.select import Choice, KernelNeeds, select
 from quire.layers.moe import MoE
 from quire.layers.stack import Model
+from quire.spec.drafter import Drafter, make_drafter
 from quire.worker.balancing import RankBalancing
 from quire.worker.device_state import DeviceState, Limits
 from quire.worker.features import StepFeature
@@ -76,11 +78,14 @@ def make_runner(
     forced: Mapping[str, str] | None = None,
     groups: RankGroups = ALONE,
     eager: bool = False,
+    speculation: Speculation | None = None,
+    drafter: Drafter | None = None,
 ) -> StepRunner:
     """Build the runner of `model` on `device` with the KV cache `kv`.
 
     target, forced, eager   see `choose_parts`
     groups                  groups of ranks (tensor parallel, pipeline) that this rank belongs to
+    speculation             names the drafter, which `drafter` replaces
     """
     if groups.ep is not None:
         limits = replace(limits, replicas=groups.ep.size // (groups.tp.size if groups.tp is not None else 1))
@@ -92,10 +97,11 @@ def make_runner(
     upload: Upload = InPlaceUpload(slots, slots, device)
     if chosen["upload"] == "packed":
         packed = importlib.import_module("quire.worker.packed")
-        upload = packed.PackedUpload(slots, slots, device, limits.depth, max_rows=limits.max_rows)
+        upload = packed.PackedUpload(slots, slots, device, limits.depth, max_rows=limits.max_rows,
+                                     decode_len=1 + limits.num_drafts)  # fmt: skip
     recorder = LayerRecordings() if chosen["recorder"] == "recordings" else Recorder(parts[-1].reason)
     if chosen["recorder"] == "graphs":
-        recorder = Graphs(limits.graph_sizes, limits.graph_tokens, slots, limits.bounds)
+        recorder = Graphs(limits.graph_sizes, limits.graph_tokens, slots, limits.bounds, limits.queries)
     buffers = state.buffers
     operations: SamplerOperations = sampling.operations(limits.max_rows, model.args.vocab_size, device)
     if model.vocabulary is not None:
@@ -111,7 +117,8 @@ def make_runner(
     if groups.pp is not None and groups.tokens is not None:
         stage = PipelineStage(groups.pp, groups.tokens, state.tables)
     programs = Programs(model, kv, state, upload=upload, operations=step, sampler=sampler, recorder=recorder,
-                        stage=stage, limits=limits)  # fmt: skip
+                        stage=stage, drafter=drafter or make_drafter(speculation, chosen["step"]),
+                        limits=limits)  # fmt: skip
     features: tuple[StepFeature, ...] = ()
     if model.last:
         scorer = PromptScorer(lambda rows: model.head.whole(model.norm(rows)), state.tables.history)

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.contracts.step import I32, StepPlan
+from quire.contracts.step import I32, StepPlan, most_drafts
 from quire.kernels.attention import Prompt
 from quire.kernels.step import StepBuffers, Tables
 from quire.worker.sampling_table import SamplingTable
@@ -18,7 +18,9 @@ class Limits:
     """Sizes that the runner's buffers are made for.
 
     num_slots       requests that can run at once
-    max_tokens      most tokens of a step
+    max_tokens      most tokens of a step, drafts not counted
+    num_drafts      most drafts that a decode verifies
+    draft_lengths   numbers of drafts of a decode for which decode steps are captured, ascending
     max_model_len   most tokens of a sequence
     block_size      tokens of a KV block
     graph_sizes     numbers of sequences for which decode steps are captured, ascending
@@ -40,11 +42,28 @@ class Limits:
     windows: tuple[int | None, ...] = (None,)
     replicas: int = 1
     bounds: tuple[int, ...] = ()
+    num_drafts: int = 0
+    draft_lengths: tuple[int, ...] = ()
+
+    @property
+    def queries(self) -> tuple[int, ...]:
+        """Numbers of tokens of a decode for which decode steps are captured, ascending."""
+        return 1, *(1 + length for length in self.draft_lengths)
+
+    @property
+    def max_drafts(self) -> int:
+        """Largest number of drafts of a step."""
+        return most_drafts(self.num_slots, self.num_drafts)
+
+    @property
+    def step_tokens(self) -> int:
+        """Largest number of tokens of a step, drafts included."""
+        return self.max_tokens + self.max_drafts
 
     @property
     def max_rows(self) -> int:
-        """Largest number of rows that a step samples: one per sequence."""
-        return self.num_slots
+        """Largest number of rows that a step samples: one per sequence, and one per draft."""
+        return self.num_slots + self.max_drafts
 
 
 class DeviceState:
@@ -69,7 +88,7 @@ class DeviceState:
             block_size=limits.block_size,
         )
         self.sampling = SamplingTable(slots, vocab_size, device)
-        tokens, rows = limits.max_tokens, limits.max_rows
+        tokens, rows = limits.step_tokens, limits.max_rows
         self.buffers = StepBuffers(
             token_ids=zeros(tokens, device=device),
             positions=zeros(tokens, device=device),
@@ -78,6 +97,7 @@ class DeviceState:
             sample_rows=zeros(rows, device=device),
             sample_slots=zeros(rows, device=device),
             sample_positions=zeros(rows, device=device),
+            drafts=zeros(rows, dtype=torch.int32, device=device),
         )
         self.lengths, self._num_blocks = np.zeros(slots, np.int64), np.zeros((groups, slots), np.int64)
 

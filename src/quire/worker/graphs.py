@@ -3,11 +3,12 @@
 import functools
 from collections.abc import Callable
 from dataclasses import replace
+from math import prod
 from typing import Any
 
 import torch
 
-from quire.models.graphs import captured_bounds
+from quire.models.graphs import captured_bounds, captured_decodes
 from quire.worker.recorder import Key, Recorder, StepShape
 
 NARROW = 256  # sequences: steps with prompts are captured for at most this many, and once more for the most possible
@@ -24,14 +25,16 @@ class Graphs(Recorder):
     tokens      numbers of tokens for which the layers of steps with prompts are captured, ascending
     most_seqs   most sequences of any step
     bounds      upper bounds of the tokens of each replica in lock-step, ascending; (): there are no other replicas
+    queries     numbers of tokens of a decode for which decode steps are captured, ascending: 1, and 1 + its drafts
     """
 
     static = True
 
     def __init__(self, sizes: tuple[int, ...] = (), tokens: tuple[int, ...] = (), most_seqs: int = 0,
-                 bounds: tuple[int, ...] = ()) -> None:  # fmt: skip
+                 bounds: tuple[int, ...] = (), queries: tuple[int, ...] = (1,)) -> None:  # fmt: skip
         super().__init__("enforce_eager: no sizes are to be captured")
         self.sizes, self.tokens, self.most_seqs, self.bounds = sizes, tokens, most_seqs, bounds
+        self.queries, self._decodes = queries, dict.fromkeys(captured_decodes(sizes, queries))
         self._graphs: dict[Key, torch.cuda.CUDAGraph] = {}
         self._pool: Any = None
 
@@ -42,15 +45,20 @@ class Graphs(Recorder):
         """
         if not shape.tokens:
             return replace(shape, recorded=bool(self.sizes or self.tokens) and shape.bound in self.bounds)
-        size = self._round_up(shape.seqs)
-        if shape.decode and size and shape.bound in captured_bounds(self.bounds, self.sizes, size):
-            return replace(shape, tokens=size, seqs=size, rows=size, recorded=True)
+        size, query = self._round_up(shape.seqs), next((one for one in self.queries if one >= shape.query), 0)
+        if shape.decode and (size, query) in self._decodes and shape.bound in self._bounds(size, query):
+            return replace(shape, tokens=size * query, seqs=size, rows=size * query, query=query, recorded=True)
         rows = self._round_up(shape.rows) or shape.rows
         padded = next((size for size in self.tokens if size >= shape.tokens), 0)
         if padded and shape.bound in captured_bounds(self.bounds, self.tokens, padded):
             seqs = NARROW if shape.seqs <= NARROW < self.most_seqs else self.most_seqs
-            return replace(shape, tokens=padded, seqs=seqs, rows=rows, decode=False, recorded=True)
+            return replace(shape, tokens=padded, seqs=seqs, rows=rows, decode=False, recorded=True,
+                           query=self.queries[-1])  # fmt: skip
         return replace(shape, seqs=max(shape.seqs, rows), rows=rows, decode=False)
+
+    def _bounds(self, size: int, query: int) -> tuple[int, ...]:
+        """Return the bounds with which a decode step of `size` sequences, of at most `query` tokens, is captured."""
+        return captured_bounds(self.bounds, self.sizes, size, self.queries, query)
 
     def shapes(self) -> list[StepShape]:
         """Return the shapes to capture: every recorded shape that `fit` may return. See `Recorder`."""
@@ -58,12 +66,12 @@ class Graphs(Recorder):
         for tokens in reversed(self.tokens):
             wide = [(most, False)] if narrow < min(tokens, most) else []
             for seqs, shared in (*((narrow, shared) for shared in (False, True)), *wide):
-                found += [StepShape(tokens, seqs, 0, False, shared, recorded=True, bound=bound)
+                found += [StepShape(tokens, seqs, 0, False, shared, recorded=True, bound=bound, query=self.queries[-1])
                           for bound in captured_bounds(self.bounds, self.tokens, tokens)]  # fmt: skip
-        for size in reversed(self.sizes):
-            found += [StepShape(size, size, size, True, shared, recorded=True, bound=bound)
-                      for bound in captured_bounds(self.bounds, self.sizes, size)
-                      for shared in (False, True)]  # fmt: skip
+        for size, query in sorted(self._decodes, key=prod, reverse=True):
+            rows = size * query
+            found += [StepShape(rows, size, rows, True, shared, recorded=True, bound=bound, query=query)
+                      for bound in self._bounds(size, query) for shared in (False, True)]  # fmt: skip
         joins = reversed(self.bounds) if found else ()
         return [*found, *(StepShape(0, 0, 0, True, recorded=True, bound=bound) for bound in joins)]
 

@@ -51,6 +51,7 @@ class PackedUpload:
     dummy_slot   slot of the padding sequences
     depth        most steps that may be launched and not collected yet
     max_rows     most rows that a step samples
+    decode_len   most tokens of a decode
     words        size of the buffer, in int32 words
     """
 
@@ -64,15 +65,17 @@ class PackedUpload:
         depth: int,
         *,
         max_rows: int = 0,
+        decode_len: int = 1,
         words: int = WORDS,
     ) -> None:
         gpu, shared_words = device.type == "cuda", SharedBlocks.words(SHARED_GROUPS, max_seqs)
         self.step = StepWords.view(torch.zeros(words, dtype=torch.int32, device=device), max_seqs, shared_words)
         self.shared = False
+        self._decode_len = decode_len
         self._dummy, self._fixed = dummy_slot, fixed_words(max_seqs, shared_words)
         assert words >= self._fixed + 4 + RUN_WORDS, "a buffer holds a step without changes and one run"
         self._ring = deque(_Pinned.make(words, gpu=gpu) for _ in range(depth + 2))
-        self._results = deque(_Pinned.make(2, max_rows, gpu=gpu) for _ in range(depth + 1))
+        self._results = deque(_Pinned.make(3, max_rows, gpu=gpu) for _ in range(depth + 1))
 
     def send(self, plan: StepPlan, changes: list[Change]) -> None:
         """Send a step and its table changes to the device.
@@ -107,7 +110,8 @@ class PackedUpload:
         if not any(members[group.slots].sum() > 1 for group in plan.shared):
             return None
         return pack_shared(
-            plan.shared, plan.slots, plan.num_tokens, num_groups=SHARED_GROUPS, most_seqs=self.step.max_seqs
+            plan.shared, plan.slots, plan.num_tokens, num_groups=SHARED_GROUPS, most_seqs=self.step.max_seqs,
+            decode_len=self._decode_len,
         )
 
     def _copy(self, plan: StepPlan | None, changes: list[Change], shared: I32 | None = None) -> list[Change]:

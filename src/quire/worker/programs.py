@@ -18,6 +18,7 @@ from quire.kernels.sampling.rows import Mode
 from quire.kernels.step import NUM_TOKENS, StepBuffers
 from quire.layers.context import ReplicaTokens, StepContext
 from quire.layers.stack import Model, Tap, join_layers, run_layers
+from quire.spec.drafter import Drafter
 from quire.worker.device_state import DeviceState, Limits, zeros
 from quire.worker.recorder import Key, Recorder, StepShape
 from quire.worker.sampler import Sampler
@@ -36,12 +37,13 @@ class Programs:
     """Launches the parts of a step: inputs, layers, head, sampling. The recorder replays parts that it has recorded.
 
     operations  implementation of the kernels in `kernels/step`, which build a step's inputs and write its tokens
-    out         [2, max_rows] int32: sampled tokens (row 0) and error codes (row 1) of the step that ran last
+    out         [3, max_rows] int32: sampled tokens, error codes and drafts of the sampled rows, of the last step
     on_hidden   callback for the hidden states of each layer; all steps run eagerly while it is set
     on_logits   callback for the logits of the sampled rows
     some        indices of the layers to run; None: all
     replicas    tokens of the replicas in lock-step in the step that is being launched; None: there are no others
     stage       the neighbours in a pipeline; None: this rank has all layers
+    drafter     guesses tokens for decodes to verify; None: no step has drafts
     """
 
     def __init__(
@@ -55,9 +57,11 @@ class Programs:
         sampler: Sampler,
         recorder: Recorder,
         stage: PipelineStage | None = None,
+        drafter: Drafter | None = None,
         limits: Limits,
     ) -> None:
         self.model, self.sampler, self.recorder, self.stage = model, sampler, recorder, stage
+        self.drafter = drafter
         self.on_hidden: Tap | None = None
         self.on_logits: LogitsTap | None = None
         self.some: list[int] | None = None
@@ -68,22 +72,23 @@ class Programs:
             count = upload.step.words[NUM_TOKENS : NUM_TOKENS + 1]
             self.replicas = ReplicaTokens((0,) * limits.replicas, count, max(limits.bounds, default=0))
         rows, device = len(state.buffers.sample_rows), state.tables.computed.device
-        self.out = zeros(2, rows, dtype=torch.int32, device=device)
+        self.out = zeros(3, rows, dtype=torch.int32, device=device)
         # A stage without the head writes zeros, and the first stage gets the tokens later.
         self._unknown = zeros(rows, device=device), zeros(rows, dtype=torch.uint8, device=device)
         vocab = model.vocabulary.count if model.vocabulary else model.args.vocab_size
         self._static = zeros(rows, vocab, dtype=torch.float32, device=device) if recorder.static else None
         self._logits: Tensor | None = None  # of the last step, unless they are static
         self._hidden: dict[Key, Tensor] = {}  # hidden states of recorded steps with prompts
-        self._cuts: dict[int, StepBuffers] = {}  # of decode steps, by the number of decodes
+        self._cuts: dict[tuple[int, int], StepBuffers] = {}  # of decode steps, by the numbers of tokens and decodes
 
     def shape(self, plan: StepPlan) -> StepShape:
         """Return the sizes that a step runs with, padded to a CUDA graph's if one fits. Call it after `Upload.send`."""
         step = self._upload.step
-        tokens, seqs, rows = step.num_tokens, step.num_seqs, step.num_samples
         decode = plan.num_decodes == len(plan.slots)
-        assert tokens == seqs or not decode, "this runner verifies no drafts"
-        exact = StepShape(tokens, seqs, rows, decode, self._upload.shared, bound=self._bound)
+        query = 1 if step.num_verified == plan.num_decodes else int(plan.num_tokens[: plan.num_decodes].max())
+        assert query <= 1 + self._limits.num_drafts, "more drafts than this runner has room for"
+        exact = StepShape(step.num_tokens, step.num_seqs, step.num_rows, decode, self._upload.shared,
+                          bound=self._bound, query=query)  # fmt: skip
         return exact if self.on_hidden is not None else self.recorder.fit(exact)
 
     def agree(self, plan: StepPlan) -> None:
@@ -121,7 +126,7 @@ class Programs:
     def end(self, shape: StepShape, slots: I32) -> None:
         """Launch the sampling from the logits of `compute`, and write the tokens to the requests' history and `out`.
 
-        slots   [N] int32: slots of the sampled rows, in order
+        slots   [R] int32: slot of each sampled row, in order
         """
         if self.on_logits is not None and len(slots) and self.model.last:
             count, buffers = len(slots), self._state.buffers
@@ -185,9 +190,11 @@ class Programs:
         if plan is not None:
             longest, most = int(plan.num_tokens.max()), state.most_blocks(plan.slots)
             prompts = state.prompts(plan)
+        if self.drafter is not None and shape.query > 1:
+            self.drafter.draft(step, state.tables)
         self.operations.build_inputs(step, state.tables, buffers)
         shared = SharedBlocks.view(step.shared, SHARED_GROUPS, step.max_seqs, shape.seqs) if shape.shared else None
-        groups = []
+        groups, few = [], 1 + self._limits.num_drafts  # kernels are compiled for the most rows of a decode
         for group, kv_slots in enumerate(buffers.kv_slots):
             block_tables, table_rows = self.operations.gather_blocks(step, state.tables, group, shape.seqs, most)
             groups.append(
@@ -197,7 +204,8 @@ class Programs:
                     block_tables=block_tables,
                     kv_slots=kv_slots,
                     table_rows=table_rows,
-                    max_query_len=1 if shape.decode else longest,
+                    max_query_len=shape.query if shape.decode else max(longest, few),
+                    decode_len=shape.query if shape.decode else few,
                     shared=shared if self._windows[group] is None else None,
                     prompts=prompts,
                 )
@@ -236,14 +244,15 @@ class Programs:
     def _cut(self, shape: StepShape) -> StepBuffers:
         """Return the step's buffers, cut to its sizes.
 
-        A step with prompts on static buffers gets as many rows as sequences: its recording does not know its rows.
+        A step with prompts on static buffers gets all rows: its recording does not know its rows.
         """
         if not shape.decode:
-            rows = shape.rows if self._static is None else shape.seqs
+            rows = shape.rows if self._static is None else len(self._static)
             return self._state.buffers.cut(shape.tokens, shape.seqs, rows)
-        known = self._cuts.get(shape.tokens)
+        known = self._cuts.get((shape.tokens, shape.seqs))
         if known is None:
-            known = self._cuts[shape.tokens] = self._state.buffers.cut(shape.tokens, shape.tokens, shape.tokens)
+            known = self._state.buffers.cut(shape.tokens, shape.seqs, shape.tokens)
+            self._cuts[shape.tokens, shape.seqs] = known
         return known
 
     def recordings(self, shapes: list[StepShape]) -> Iterator[tuple[Key, Callable[[], None]]]:

@@ -24,7 +24,8 @@ class StepShape:
     tokens     tokens of the step, or an upper bound
     seqs       sequences of the step, or an upper bound
     rows       sampled rows of the step, or an upper bound
-    decode     True: every sequence is a decode of one token, and every row is sampled
+    decode     True: every sequence is a decode, and every token is a sampled row
+    query      most tokens of a decode: 1, or 1 + its drafts; an upper bound, too
     shared     True: decodes share a prefix, and attention reads it only once
     recorded   True: the sizes are those of a recording (such as a CUDA graph), kept by the recorder under `key`
     bound      upper bound of the tokens of each replica in lock-step; 0: without others, or if exact numbers are used
@@ -37,6 +38,7 @@ class StepShape:
     shared: bool = False
     recorded: bool = False
     bound: int = 0
+    query: int = 1
 
     @property
     def key(self) -> Key:
@@ -47,7 +49,7 @@ class StepShape:
         if not self.tokens:
             return "join", self.bound, 0
         if self.decode:
-            return "decode", self.tokens, 2 * self.bound + self.shared
+            return "decode", self.tokens, 2 * (self.bound * MOST_SEQS + self.query - 1) + self.shared
         return "mixed", self.tokens, 2 * (self.bound * MOST_SEQS + self.seqs) + self.shared
 
 

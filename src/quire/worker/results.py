@@ -6,7 +6,7 @@ from time import perf_counter
 
 import numpy as np
 
-from quire.contracts.step import I32, StepPlan, StepResult, StepTimings
+from quire.contracts.step import I32, SAMPLE, RowLogprobs, StepPlan, StepResult, StepTimings
 from quire.worker.features import Found, Results
 from quire.worker.sampler import CODES
 
@@ -15,12 +15,13 @@ from quire.worker.sampler import CODES
 class RunningStep:
     """A step that is launched and not collected yet.
 
-    slots       [N] int32 slots of the sampled rows
+    slots       [N] int32 slots that sample
     num_tokens  tokens that the step computes
-    fetch       function that waits for the step; returns [2, >= N]: tokens and error codes of the sampled rows
+    fetch       function that waits for the step; returns [3, >= R]: tokens, error codes and drafts of the sampled rows
     features    functions that return the results of step features (pooling, log-probabilities)
     began       host time when the step began; None: the host's clock does not measure steps
     forwarded   host time when the logits were launched
+    counts      [N] int32 sampled rows of each slot: the last token of a decode and its drafts; None: one each
     """
 
     plan: StepPlan
@@ -30,25 +31,67 @@ class RunningStep:
     features: tuple[Results, ...] = ()
     began: float | None = None
     forwarded: float = 0.0
+    counts: I32 | None = None
 
     def collect(self) -> StepResult:
         """Wait for the step and return its result."""
         count, words = len(self.slots), self.fetch()
-        tokens, codes = words[0, :count].copy(), words[1, :count]
+        tokens, codes = words[0, :count, None].copy(), words[1, :count]
+        accepted, drafted = np.ones(count, np.int32), np.empty(0, np.int32)
+        if self.counts is not None:
+            tokens, codes, accepted, drafted = _verified(words, self.counts)
         failed = {int(self.slots[row]): CODES[int(codes[row])] for row in np.flatnonzero(codes)} if codes.any() else {}
         found: Found = {"failed": failed}
         for results in self.features:
             for name, by_slot in results().items():
                 found.setdefault(name, {}).update(by_slot)
+        if self.counts is not None and (logprobs := found.get("logprobs")):
+            valid = dict(zip(self.slots.tolist(), accepted.tolist(), strict=True))
+            found["logprobs"] = {slot: _first(rows, valid[slot]) for slot, rows in logprobs.items()}
         timings = StepTimings()
         if self.began is not None:
             timings = StepTimings(forward=self.forwarded - self.began, sample=perf_counter() - self.forwarded)
         return StepResult(
             step=self.plan.step,
             slots=self.slots,
-            tokens=tokens[:, None],
-            num_accepted=np.ones(count, np.int32),
+            tokens=tokens,
+            num_accepted=accepted,
+            num_drafted=drafted,
             num_computed=self.num_tokens,
             timings=timings,
             **found,
         )
+
+
+def sampled_slots(plan: StepPlan) -> tuple[I32, I32 | None]:
+    """Return the slots [N] of a plan that sample, and the number of sampled rows of each [N]; None: one row each."""
+    sampled = plan.num_decodes == len(plan.slots)
+    slots = plan.slots if sampled else plan.slots[(plan.outputs & SAMPLE) != 0]
+    rows = plan.num_tokens[: plan.num_decodes]
+    if not (rows > 1).any():
+        return slots, None
+    counts = np.ones(len(slots), np.int32)
+    counts[: plan.num_decodes] = rows
+    return slots, counts
+
+
+def _verified(words: I32, counts: I32) -> tuple[I32, I32, I32, I32]:
+    """Accept the drafts of a step, by the rule of `quire.kernels.step`: the device has accepted the same.
+
+    words    [3, >= R] tokens, codes and drafts of the sampled rows
+    counts   [N] rows of each slot
+    Returns tokens [N, 1+k], the code of each first row [N], and the numbers of valid tokens and of drafts made [N].
+    """
+    ends = np.cumsum(counts)
+    rows = np.arange(counts.max())
+    tokens, codes, drafts = words[:, np.minimum((ends - counts)[:, None] + rows, ends[:, None] - 1)]
+    verified = rows < counts[:, None] - 1  # rows with a draft behind them
+    equal = verified & (tokens == drafts)
+    equal[:, :-1] &= codes[:, 1:] == 0
+    accepted = 1 + np.logical_and.accumulate(equal, 1).sum(1, dtype=np.int32)
+    return tokens, codes[:, 0], accepted, (verified & (drafts >= 0)).sum(1, dtype=np.int32)
+
+
+def _first(rows: RowLogprobs, count: int) -> RowLogprobs:
+    """Return the first `count` rows."""
+    return RowLogprobs(rows.ids[:count], rows.logprobs[:count], rows.ranks[:count])

@@ -1,9 +1,9 @@
 """The model runner, one for every device.
 
-The order of a step: apply the plan, build inputs, run layers, run the head, (release) sample, accept, write the tokens
-to the history, return results. The launches of a step depend only on numbers that the host knows (slots, counts of
-tokens), never on values that the device computed, so only `collect` waits for the device. Devices differ in four parts:
-step operations, sampler operations, upload and recorder.
+The order of a step: apply the plan, draft, build inputs, run layers, run the head, (release) sample, accept, write the
+tokens to the history, return results. The launches of a step depend only on numbers that the host knows (slots, counts
+of tokens), never on values that the device computed, so only `collect` waits for the device. Devices differ in four
+parts: step operations, sampler operations, upload and recorder.
 """
 
 from collections import deque
@@ -15,8 +15,9 @@ import msgspec
 import numpy as np
 import torch
 
-from quire.contracts.step import I32, NO_MASKS, SAMPLE, StepPlan, StepResult
+from quire.contracts.step import I32, NO_MASKS, StepPlan, StepResult
 from quire.kernels.select import Choice
+from quire.kvstore.mover import BlockMover
 from quire.layers.stack import first_of_each_kind
 from quire.worker.balancing import RankBalancing
 from quire.worker.device_state import DeviceState, Limits
@@ -24,12 +25,12 @@ from quire.worker.features import Results, StepFeature
 from quire.worker.graphs import Graphs
 from quire.worker.programs import Programs
 from quire.worker.recorder import Key, Recorder, StepShape
-from quire.worker.results import RunningStep
+from quire.worker.results import RunningStep, sampled_slots
 from quire.worker.sampler import Sampler
 from quire.worker.upload import Upload
 
 EAGER_TOKENS = (64, 128, 256, 512, 1024, 2048)  # rehearsed sizes: kernels choose their tiles by the number of tokens
-NO_ROWS = np.empty((2, 0), np.int32)
+NO_ROWS = np.empty((3, 0), np.int32)
 
 
 class _Launched(NamedTuple):
@@ -47,6 +48,7 @@ class StepRunner:
 
     parts      implementations of step operations, sampler, upload and recorder, with the reasons for the choice
     balancing  of experts; None: every expert stays in its place
+    mover      runs the copies of KV blocks between tiers; None: there is one tier
     features   step features (scoring of prompts, pooling), which each step launches in this order
     """
 
@@ -65,6 +67,7 @@ class StepRunner:
         self._upload, self._features = upload, features
         self._running: deque[RunningStep] = deque()
         self.balancing: RankBalancing | None = None
+        self.mover: BlockMover | None = None
         self._launched: _Launched | None = None  # the last submitted step, until its grammar masks come
 
     @torch.inference_mode()
@@ -73,6 +76,8 @@ class StepRunner:
         began = perf_counter() if self._upload.timed else None
         if self.programs.stage is not None:
             self.programs.stage.settle(plan)
+        if self.mover is not None and plan.copies is not None:
+            self.mover.begin(plan.copies.before)
         changes = self.state.apply(plan)
         for feature in self._features:
             feature.apply(plan)
@@ -83,7 +88,7 @@ class StepRunner:
         if not len(plan.slots):
             self._upload.apply()
             self.programs.join()
-            self._running.append(RunningStep(plan, plan.slots, 0, lambda: NO_ROWS))
+            self._began(RunningStep(plan, plan.slots, 0, lambda: NO_ROWS))
             return
         shape = self.programs.shape(plan)
         hidden = self.programs.compute(shape, plan)
@@ -102,25 +107,39 @@ class StepRunner:
         assert self._launched is not None, "released twice"
         plan = self._launched.plan
         if len(masks):
-            self.programs.sampler.take_masks(plan.slots[(plan.outputs & SAMPLE) != 0], plan.grammar, masks)
+            slots, counts = sampled_slots(plan)
+            rows = slots if counts is None else np.repeat(slots, counts)
+            self.programs.sampler.take_masks(rows, plan.grammar, masks)
         self._end()
 
     def _end(self) -> None:
         """Launch the work after the logits: sampling, log-probabilities and the copy of the tokens to the host."""
         assert self._launched is not None, "submitted nothing"
         (plan, shape, features, began, forwarded), self._launched = self._launched, None
-        slots = plan.slots if shape.decode else plan.slots[(plan.outputs & SAMPLE) != 0]
+        slots, counts = sampled_slots(plan)
+        rows = slots if counts is None else np.repeat(slots, counts)
         programs = self.programs
-        programs.end(shape, slots)
-        if len(slots) and programs.sampler.table.scored and self.model.last:
-            scored = programs.sampler.logprobs(programs.whole_logits(len(slots)), slots)
+        programs.end(shape, rows)
+        if len(rows) and programs.sampler.table.scored and self.model.last:
+            scored = programs.sampler.logprobs(programs.whole_logits(len(rows)), rows)
             features = features if scored is None else (*features, scored)
         fetch, num_tokens = self._upload.fetch(programs.out), self._upload.step.num_tokens
-        self._running.append(RunningStep(plan, slots, num_tokens, fetch, features, began, forwarded))
+        self._began(RunningStep(plan, slots, num_tokens, fetch, features, began, forwarded, counts))
+
+    def _began(self, step: RunningStep) -> None:
+        """Note a step whose launches are done, and begin the copies that come after it."""
+        if self.mover is not None and step.plan.copies is not None:
+            self.mover.begin(step.plan.copies.after)
+        self._running.append(step)
 
     def collect(self) -> StepResult:
         """Wait for the oldest submitted step and return its result."""
-        result = self._running.popleft().collect()
+        step = self._running.popleft()
+        result = step.collect()
+        if self.mover is not None:
+            copies = step.plan.copies
+            copied = self.mover.finished(wait=copies is not None and copies.wait)
+            result = msgspec.structs.replace(result, copied=copied)
         return result if self.balancing is None else msgspec.structs.replace(result, moved=self.balancing.moved)
 
     def run(self, plan: StepPlan, get_masks: Callable[[], I32] = lambda: NO_MASKS) -> StepResult:
@@ -167,7 +186,11 @@ class StepRunner:
             for plan in plans:
                 self.submit(plan)
                 self._running.pop()
-            for _, work in self.programs.recordings(Graphs(sizes, prompts, slots, self.limits.bounds).shapes()):
+            queries = self.limits.queries
+            if not self.limits.graph_sizes and self.limits.num_drafts:
+                queries = 1, 1 + self.limits.num_drafts
+            graphs = Graphs(sizes, prompts, slots, self.limits.bounds, queries)
+            for _, work in self.programs.recordings(graphs.shapes()):
                 work()
         finally:
             self.programs.some = None

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from quire.contracts.step import I32, SAMPLE, StepPlan
-from quire.kernels.step import HEADER, NUM_SAMPLES, NUM_SEQS, NUM_TOKENS, StepWords, fixed_words
+from quire.kernels.step import HEADER, NUM_ROWS, NUM_SEQS, StepWords, fixed_words
 
 SHARED_GROUPS = 8  # groups of decodes with a common prefix in a step, at most
 
@@ -104,4 +104,6 @@ def write_step(words: I32, plan: StepPlan, step: StepWords, dummy: int) -> None:
     samples = words[HEADER + 2 * size + 1 :]
     samples[: len(sampled)] = sampled
     step.num_seqs, step.num_tokens, step.num_samples = count, int(starts[count]), len(sampled)
-    words[NUM_SEQS], words[NUM_TOKENS], words[NUM_SAMPLES] = count, step.num_tokens, len(sampled)
+    step.num_decodes = plan.num_decodes
+    step.num_rows = int(starts[plan.num_decodes]) + len(sampled) - plan.num_decodes
+    words[NUM_SEQS : NUM_ROWS + 1] = count, step.num_tokens, len(sampled), step.num_decodes, step.num_rows

@@ -29,9 +29,12 @@ FLAGS = """
 --pooler-config --override-pooler-config
 --load-device --weights-load-device --quantization -q
 --load-format --routing --download-dir --offline --no-offline --hf-token --use-tqdm-on-load --no-use-tqdm-on-load
---block-size --kv-cache-dtype --kv-cache-memory-bytes --gpu-memory-utilization --num-gpu-blocks-override --num-blocks
+--block-size --kv-cache-dtype --kv-offload-gb --kv-offloading-size --kv-offload-policy --kv-offload-dir
+--kv-offload-dir-gb --kv-transfer-config --kv-cache-memory-bytes
+--gpu-memory-utilization --num-gpu-blocks-override --num-blocks
 --enable-prefix-caching --no-enable-prefix-caching
 --max-num-batched-tokens --max-num-seqs --max-waiting --scheduling-policy --watermark
+--speculative-config -sc
 --device --num-threads --async-depth --mock-step-ms
 --enforce-eager --no-enforce-eager --cudagraph-capture-sizes --cuda-graph-sizes --max-cudagraph-capture-size
 --tensor-parallel-size -tp --pipeline-parallel-size -pp --pipeline-layer-partition --data-parallel-size -dp
@@ -101,7 +104,9 @@ def test_every_flag_reaches_its_option(flag: str) -> None:
              "--routing": "uniform", "--all2all-backend": "nixl_ep", "--expert-placement-strategy": "round_robin",
              "--kv-cache-dtype": "fp8", "--scheduling-policy": "priority", "--device": "cpu",
              "--override-generation-config": '{"top_k": 5}', "--pooler-config": '{"pooling_type": "MEAN"}',
-             "--override-pooler-config": '{"pooling_type": "MEAN"}', "--eplb-config": '{"window_size": 5}',
+             "--override-pooler-config": '{"pooling_type": "MEAN"}', "--speculative-config": '{"method": "ngram"}',
+             "-sc": '{"method": "ngram"}', "--eplb-config": '{"window_size": 5}',
+             "--kv-offload-policy": "write_through", "--kv-transfer-config": '{"kv_connector": "LMCacheConnectorV1"}',
              "--distributed-executor-backend": "ray"}
     boolean = f"--no-{flag[2:]}" in FLAGS or flag == "-ep"
     args = [flag] if boolean else [flag, texts.get(flag, "1")]

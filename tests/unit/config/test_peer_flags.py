@@ -130,7 +130,8 @@ def test_a_note_says_why_as_a_sentence() -> None:
      {"data_parallel_size_local": 1, "api_server_count": 2}),
     (["--tensor_parallel_size=2", "-pp", "3", "-ep"], {"tensor_parallel_size": 2, "pipeline_parallel_size": 3,
                                                       "enable_expert_parallel": True}),
-    (["--speculative-config", "{}", "--hf-overrides", "{ }", "--structured-outputs-config", '{"backend":"auto"}'], {}),
+    (["-sc", '{"method": "ngram"}'], {"speculative_config": {"method": "ngram"}}),
+    (["--hf-overrides", "{ }", "--structured-outputs-config", '{"backend":"auto"}'], {}),
     (["-dcp", "2", "-dcp", "1"], {}),
     (["--runner", "pooling", "--convert", "embed", "--task=embed"], {}),
     (["--override-pooler-config", '{"pooling_type": "MEAN"}'], {"pooler_config": {"pooling_type": "MEAN"}}),
@@ -176,11 +177,11 @@ def test_keyword_arguments_that_cannot_be_met(given: dict[str, Any], words: str)
 
 def test_everything_that_is_missing_is_named_at_once() -> None:
     with pytest.raises(ConfigError) as caught:
-        settings(["m", "-dcp", "2", "--enable-lora", "--enforce-eager", "--speculative-config.method", "ngram"])
+        settings(["m", "-dcp", "2", "--enable-lora", "--enforce-eager", "--num-speculative-tokens", "3"])
     assert str(caught.value) == (
         "-dcp 2: contexts are not divided among devices: use -tp; "
         "--enable-lora: adapters (LoRA) are not implemented yet; "
-        '--speculative-config {"method": "ngram"}: speculative decoding is not implemented yet.')
+        "--num-speculative-tokens 3: speculative decoding has one flag, --speculative-config, a JSON object.")
 
 
 # Lines as the other engine's README, documentation and examples for Kubernetes and Docker have them, in spirit.
@@ -236,8 +237,8 @@ REFUSED = [
     ("serve m --guided-decoding-disable-additional-properties", "-disable-additional-properties: llguidance makes"),
     ("serve m --kv-cache-dtype-skip-layers 0 1", "0 1: all layers have a KV cache of one type"),
     ("serve m --enable-lora --lora-modules sql=/a law=/b --max-lora-rank 64", "--lora-modules sql=/a law=/b: adapters"),
-    ("serve m --kv-transfer-config '{\"kv_connector\": \"NixlConnector\", \"kv_role\": \"kv_both\"}'", "the KV cache"),
-    ("serve m --speculative-config '{\"method\": \"ngram\", \"num_speculative_tokens\": 4}'", "speculative decoding"),
+    ("serve m --kv-events-config '{\"enable_kv_cache_events\": true}'", "nothing is shared with other servers"),
+    ("serve m --speculative-model x --num-speculative-tokens 4", "speculative decoding has one flag, --spec"),
     ("serve BAAI/bge-reranker-v2-m3 --task classify", "--task classify: one engine generates text and embeds it"),
 ]
 

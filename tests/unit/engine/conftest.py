@@ -5,6 +5,7 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,11 +20,13 @@ from quire.contracts.output import Finish, StepOutputs
 from quire.contracts.prefix import PrefixReport
 from quire.contracts.request import FinishReason, NewRequest
 from quire.contracts.sampling import SamplerSpec
-from quire.contracts.step import MAX_VERIFY_ROWS, StepPlan, StepResult
+from quire.contracts.step import MAX_VERIFY_ROWS, StepPlan, StepResult, Tier
 from quire.engine.core import EngineCore
+from quire.engine.mock_copies import MockCopies, MockDisk
 from quire.engine.mock_executor import FIRST, MockExecutor, allowed_token, chain, mock_hidden, mock_tokens, next_token
 from quire.kv.allocator import KVAllocator
 from quire.kv.pool import BlockPool
+from quire.kv.store import KVStore
 from quire.text.grammar import GrammarCompiler
 from quire.text.tokenizer import Tokenizer
 
@@ -85,10 +88,13 @@ class EngineRig:
     def __init__(self, depth: int = 1, *, slots: int = 8, blocks: int = 40, block_size: int = 4, budget: int = 16,
                  max_len: int = 128, vocab: int = 1000, policy: str = "fcfs", max_waiting: int | None = 1000,
                  watermark: float = 0.0, caching: bool = True, mock: type[MockExecutor] = MockExecutor, drafts: int = 0,
-                 accepts: Sequence[int] = (0,), windows: Sequence[int | None] = (None,)) -> None:
+                 accepts: Sequence[int] = (0,), windows: Sequence[int | None] = (None,), host_blocks: int = 0,
+                 disk: MockDisk | None = None, write_through: bool = False, delays: Sequence[int] = (0,),
+                 faults: Sequence[str] = ("",), reserve: int = 8) -> None:
+        tiers = partial(MockCopies, num_host_blocks=host_blocks, disk=disk, delays=delays, faults=faults)
         self.mock = mock(num_slots=slots, num_blocks=blocks, block_size=block_size, vocab_size=vocab,
                          max_model_len=max_len, depth=depth, num_drafts=drafts, accepts=accepts,
-                         windows=windows)
+                         windows=windows, tiers=tiers if host_blocks else None)
         self.budget = budget
         self.vocab, self.block_size, self.num_blocks, self.num_slots = vocab, block_size, blocks, slots
         component = KVComponent("kv", num_heads=1, head_dim=1, dtype="float32", item_bytes=4)
@@ -99,9 +105,12 @@ class EngineRig:
         config = SchedulerConfig(max_num_batched_tokens=budget, max_num_seqs=slots, max_waiting=max_waiting,
                                  scheduling_policy=policy, watermark=watermark)
         self.now = 0.0
+        self.store = KVStore(self.pool, groups, block_size, num_host_blocks=host_blocks, reserve=reserve,
+                             below=() if disk is None else (disk,), write_through=write_through,
+                             clock=lambda: self.now) if host_blocks else None  # fmt: skip
         self.compiler = GrammarCompiler(letters, vocab)
         self.core = EngineCore(self.mock, config, self.allocator, root_key=bytes(32), prefix_caching=caching,
-                               compiler=self.compiler, clock=lambda: self.now)
+                               compiler=self.compiler, store=self.store, clock=lambda: self.now)
         self.jobs = self.core._grammars._pool = Jobs()  # type: ignore[assignment]
         self.scheduler, self.table = self.core.scheduler, self.core.scheduler.table
         self.asked: dict[int, NewRequest] = {}
@@ -111,6 +120,8 @@ class EngineRig:
         self.rows: dict[int, list[tuple[int, int, float]]] = {}
         self.cached: dict[int, int] = {}
         self.prefixes: dict[int, PrefixReport] = {}
+        self.origins: dict[int, dict[int, Tier]] = {}
+        self.reasons: dict[int, set[str]] = {}
         self.plans: list[StepPlan] = []
         self.events: list[tuple[str, int]] = []
         self.num_sampled = 0
@@ -182,6 +193,8 @@ class EngineRig:
 
     def assert_idle(self) -> None:
         """Assert that the core holds nothing."""
+        if self.store is not None:
+            assert self.store.host.num_free == self.store.host.num_blocks and not self.store.busy
         assert self.pool.num_free == self.num_blocks and self.table.num_free == self.num_slots
         assert len(self.events) == 2 * len(self.plans), "a step was not collected"
         assert not self.core._finisher._num_stopping.any(), "stop ids of requests that are gone are watched"
@@ -201,6 +214,10 @@ class EngineRig:
             self.cached[handle] = num
         assert outputs.prefixes.keys() <= outputs.cached.keys()
         self.prefixes.update(outputs.prefixes)
+        for handle, blocks in outputs.origins.items():
+            assert all((one.seconds is None) == (not one.why) for one in blocks.values())
+            self.origins[handle] = {block: one.tier for block, one in blocks.items()}
+            self.reasons[handle] = {one.why for one in blocks.values()}
         for finish in outputs.finished:
             assert finish.handle not in self.finish, f"{finish.handle} finished twice"
             self.finish[finish.handle] = finish

@@ -61,6 +61,8 @@ def test_what_does_not_fit_is_refused() -> None:
     assert core(num_gpu_blocks_override=3, block_size=16).facts.max_model_len == 48  # a default, so it gives way
     with pytest.raises(ConfigError, match="raise num_gpu_blocks_override"):
         core(max_model_len=1000, num_gpu_blocks_override=3)
+    with pytest.raises(ConfigError, match="leave out kv_offload_gb"):
+        core(kv_offload_gb=1.0)
 
 
 def test_logprobs_are_made_up_in_the_right_form() -> None:

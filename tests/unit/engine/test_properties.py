@@ -12,6 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from quire.contracts.errors import InvalidParameter, PromptTooLong, QueueFull
 from quire.contracts.request import BlockReason, FinishReason, RequestState
 from quire.contracts.structured import StructuredOutputsParams
+from quire.engine.mock_copies import FAULTS, MockDisk
 
 VOCAB, MAX_LEN = 7, 44  # few letters: prompts collide, and answers collide with prompts
 STEMS = st.sampled_from([[], [0] * 9, [0, 1] * 6, [0] * 5 + [1] * 9])
@@ -22,6 +23,10 @@ GRAMMARS = [StructuredOutputsParams(**fields).spec() for fields in (
     {"regex": "a+b", "after": "cc", "budget": 3}, {"after": "abc", "budget": 5},
     {"grammar": 'start: t /a+b/\nt[suffix="cc"]: /(?s:.*)/', "after": "cc", "budget": 3, "inside": True},
     {"grammar": 'start: "a" start "b" | "c"'}, {"regex": "(a"})]
+TIERS = st.just({}) | st.builds(dict, host_blocks=st.integers(1, 30), write_through=st.booleans(),
+                                delays=st.lists(st.integers(0, 6), min_size=1, max_size=5),
+                                faults=st.lists(st.sampled_from(FAULTS), min_size=1, max_size=5),
+                                disk=st.none() | st.builds(MockDisk), reserve=st.integers(1, 12))
 MAYBE_STOPS = st.sampled_from([(), (), (), (3,), (1, 5)])
 
 
@@ -39,14 +44,15 @@ class EngineMachine(RuleBasedStateMachine):
     @initialize(blocks=st.integers(5, 12), slots=st.integers(1, 5), extra=st.integers(0, 20), caching=st.booleans(),
                 policy=st.sampled_from(["fcfs", "priority"]), max_waiting=st.sampled_from([2, 1000]),
                 watermark=st.sampled_from([0.0, 0.3]), accepts=st.lists(st.integers(0, 3), min_size=1, max_size=7),
-                windows=st.sampled_from([(None,), (None,), (None, 5), (9, None), (3,), (None, 16, 1)]))
+                windows=st.sampled_from([(None,), (None,), (None, 5), (9, None), (3,), (None, 16, 1)]), tiers=TIERS)
     def start(self, blocks: int, slots: int, extra: int, caching: bool, policy: str, max_waiting: int,
-              watermark: float, accepts: list[int], windows: tuple[int | None, ...]) -> None:
+              watermark: float, accepts: list[int], windows: tuple[int | None, ...], tiers: dict[str, Any]) -> None:
         event(f"windows {windows}")
+        event(f"tiers {bool(tiers) + ('disk' in tiers)}")
         self.rig = self.rig_class(self.depth, blocks=blocks * len(windows), windows=windows, slots=slots,
                                   budget=slots + extra, caching=caching, policy=policy, max_waiting=max_waiting,
                                   watermark=watermark, max_len=MAX_LEN, vocab=VOCAB, drafts=self.drafts,
-                                  accepts=accepts)
+                                  accepts=accepts, **tiers)
         self.bound, self.slots = max_waiting, slots
 
     @rule(prompt=PROMPTS, max_tokens=st.sampled_from([0, 1, 5, 16, 18, 20]), seed=st.integers(0, 3), stops=MAYBE_STOPS,
@@ -54,15 +60,16 @@ class EngineMachine(RuleBasedStateMachine):
           reads=st.sampled_from([True, True, True, False]), lives=st.sampled_from([None] * 6 + [0, 3]),
           fail_after=st.sampled_from([None] * 8 + [0, 2, 9]), scored=st.sampled_from([False, False, True]),
           children=st.sampled_from([0, 1, 3]), pool=st.sampled_from(["", "", "", "mean", "last", "cls"]),
-          grammar=st.sampled_from([None] * 7 + GRAMMARS))
+          grammar=st.sampled_from([None] * 7 + GRAMMARS), most_drafts=st.sampled_from([None, None, 0, 1]))
     def add(self, prompt: list[int], max_tokens: int, seed: int, stops: tuple[int, ...], min_tokens: int,
             priority: int, salt: str, reads: bool, lives: float | None, fail_after: int | None, scored: bool,
-            children: int, pool: str, grammar: str | None) -> None:
+            children: int, pool: str, grammar: str | None, most_drafts: int | None) -> None:
         rig = self.rig
         if pool:
             max_tokens, scored, children, stops, grammar = 0, False, 0, (), None
         fields = {"stop_ids": stops, "min_tokens": min_tokens, "priority": priority, "cache_salt": salt,
                   "read_prefix_cache": reads, "deadline": None if lives is None else rig.now + lives,
+                  "num_drafts": most_drafts,
                   "pool": pool, "grammar": grammar} | ({"read_prefix_cache": False} if pool in ("mean", "cls") else {})
         end = len(prompt) + max_tokens
         if end > MAX_LEN or rig.allocator.most_blocks(end, rig.core._most_in_flight) > rig.num_blocks:
@@ -142,12 +149,42 @@ def test_state_machine(Rig: Any, depth: int, drafts: int, full: bool) -> None:
         settings=settings(max_examples=3000 if full else 150, stateful_step_count=40, deadline=None))
 
 
-def chaos(rig: Any, rng: random.Random, seen: Counter[str], num_requests: int) -> None:
-    """Requests come, grow and go at random until all are done; `seen` counts what happened."""
+def test_tiers_through_chaos(Rig: Any) -> None:
+    """Requests over small tiers that are slow and fail: 10,000 operations, fixed seeds, every invariant after each."""
+    seen: Counter[str] = Counter()
+    for seed in range(30):
+        rng = random.Random(seed)
+        windows = (None, 6) if seed % 4 == 3 else (None,)
+        disk = MockDisk() if seed % 2 else None
+        faults = FAULTS[: 4 if seed % 5 else 5]  # a full disk is written no more
+        rig = Rig(1 + seed % 2, blocks=rng.choice([11, 14, 20]) * len(windows), windows=windows, vocab=VOCAB,
+                  slots=rng.choice([3, 6]), budget=rng.choice([7, 16]), disk=disk, host_blocks=rng.choice([4, 12, 40]),
+                  write_through=seed % 3 == 0, delays=[rng.choice([0, 0, 1, 3, 9]) for _ in range(13)],
+                  faults=[rng.choice(("", "", "", "", *faults)) for _ in range(17)], reserve=rng.choice([4, 9]))
+        chaos(rig, rng, seen, num_requests=70, stems=[[letter] * 16 for letter in range(5)])
+        rig.drain()
+        for handle in rig.asked:
+            rig.judge(handle)
+        for tier, stats in rig.outputs.stats.tiers.items():
+            for name in ("num_loaded", "num_stored", "num_failed", "num_dropped"):
+                seen[f"{tier} {name}"] += getattr(stats, name)
+        seen["preempted"] += rig.scheduler.num_preempted
+        seen["operations"] += len(rig.events) + len(rig.asked)
+    expected = {f"{tier} num_{did}": 50 for tier in ("host", "disk") for did in ("loaded", "stored", "failed")}
+    expected |= {"operations": 10_000, "preempted": 30, "host num_dropped": 50, "abort blocked": 3}
+    short = {name: (seen[name], least) for name, least in expected.items() if seen[name] < least}
+    assert not short, f"seen less often than the test is worth: {short}; all: {dict(seen)}"
+
+
+def chaos(rig: Any, rng: random.Random, seen: Counter[str], num_requests: int, stems: list[list[int]] | None = None,
+          ) -> None:  # fmt: skip
+    """Requests come, grow and go at random until all are done; `seen` counts what happened. `stems`: of prompts."""
     grammars = rng.choice([[], GRAMMARS])  # a request that has one keeps the engine at depth 2
     while len(rig.asked) < num_requests or rig.core.has_work:
         if len(rig.asked) < num_requests and rng.random() < 0.5:
             prompt = [rng.randrange(3) for _ in range(rng.randint(1, 24))]
+            if stems:
+                prompt = (rng.choice(stems) + prompt)[:24]
             max_tokens = rng.choice([0, 1, 5, 16])
             grammar = rng.choice([None] * 7 + grammars)
             fields = {"stop_ids": rng.choice([(), (), (3, 5)]), "scored": rng.random() < 0.2,

@@ -14,7 +14,7 @@ from msgspec import structs
 
 from quire.contracts.errors import ConfigError, EngineDead, InvalidParameter, PromptTooLong, QueueFull
 from quire.contracts.request import FinishReason
-from quire.contracts.step import StepSync
+from quire.contracts.step import StepSync, Tier
 from quire.contracts.structured import StructuredOutputsParams
 from quire.engine.core import EngineCore
 from quire.engine.replicas import load
@@ -449,6 +449,21 @@ def test_a_dead_replica_is_buried_once(when: str, caplog: pytest.LogCaptureFixtu
         rig.judge(handle)
     assert caplog.text.count("replica 0 of 2 stopped; the others go on: planted") == 1
     assert rig.core.handles == [] and not rig.core.has_work
+
+
+def test_counters_of_a_replica_that_died_stay() -> None:
+    """Its tier is gone; the blocks that went there are still counted, as its drafts are."""
+    rig = apart(blocks=12, drafts=3, accepts=(2, 0, 3), host_blocks=20, write_through=True)
+    for handle in [rig.add([i] * 9, 9) for i in range(2)]:
+        rig.drain().judge(handle)
+    before = rig.outputs.stats
+    rig.mocks[0].fault = "planted"
+    late = rig.add([6], 4)
+    rig.drain().judge(late)
+    found, tier = rig.outputs.stats, rig.outputs.stats.tiers[Tier.HOST]
+    assert found.replicas.keys() == {1} and found.drafts[0] > before.drafts[0] > 0
+    assert (tier.num_blocks, before.tiers[Tier.HOST].num_blocks) == (20, 40)
+    assert tier.num_stored >= before.tiers[Tier.HOST].num_stored >= 4
 
 
 def test_a_fault_of_ours_is_logged_with_its_place(caplog: pytest.LogCaptureFixture) -> None:

@@ -80,6 +80,16 @@ def test_what_cannot_be_is_an_error(capsys: pytest.CaptureFixture[str], flags: l
     assert said in capsys.readouterr().err
 
 
+def test_tiers_below_the_device_have_sizes(capsys: pytest.CaptureFixture[str]) -> None:
+    tiers = ["--kv-offloading-size", "2", "--kv-offload-dir", "/kv", "--kv-offload-dir-gb", "3"]
+    assert main(["explain", TINY, "--device", "cpu", "--dtype", "float32", *tiers]) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "host tier, lazy: host memory, 2.00 GiB = 8,192 pages = 262,144 tokens" in printed
+    assert "disk tier, lazy: files in /kv, at most 3.00 GiB = 12,288 pages = 393,216 tokens" in printed
+    assert main(["explain", TINY, "--kv-transfer-config", '{"kv_connector": "NixlConnector"}']) == REFUSED
+    assert "NixlConnector' is not implemented" in capsys.readouterr().err
+
+
 def test_names_are_folded_over_experts() -> None:
     names = [f"m.experts.{e}.{part}" for e in range(3) for part in ("up", "down")] + ["m.gate", "m.experts.7.w"]
     assert list(folded(names)) == ["m.experts.{0-2}.up", "m.experts.{0-2}.down", "m.gate", "m.experts.7.w"]

@@ -23,11 +23,11 @@ WORK = {
     "all2all_backend": "deepep_low_latency", "expert_placement_strategy": "linear", "trust_remote_code": True,
     "gpu_memory_utilization": 0.92, "tool_call_parser": "glm47",
     "reasoning_parser": "glm45", "served_model_name": ("glm",), "max_model_len": 32_000, "async_depth": 2,
-    "api_server_count": 4,
+    "api_server_count": 4, "speculative_config": {"method": "mtp", "num_speculative_tokens": 3},
 }  # fmt: skip
 NOTED = ["--enable-auto-tool-choice changes nothing: tool calls are always parsed when a request has tools.",
          "--no-enable-chunked-prefill changes nothing: long prompts are always computed in chunks."]  # fmt: skip
-REFUSED = ["--speculative-config", "--enable-dbo"]
+REFUSED = ["--enable-dbo"]
 
 
 def words(model: str, command: str = "explain") -> list[str]:
@@ -62,7 +62,7 @@ def test_the_table_of_the_documents_has_every_flag_with_its_answer() -> None:
 def test_serve_refuses_the_same_by_name() -> None:
     with pytest.raises(ConfigError) as refused:
         settings_of(build_parser().parse_args(words("m", "serve")), server=True)
-    for name in (*REFUSED, "speculative decoding is not implemented yet"):
+    for name in REFUSED:
         assert name in str(refused.value)
 
 
@@ -70,13 +70,14 @@ def test_explain_plans_a_model_of_that_size(shared: Path, capsys: pytest.Capture
     assert main([*words(str(shared / "hf" / "GLM-4.5")), "--device", "h200", "--json"]) == 0
     out, err = capsys.readouterr()
     plan = json.loads(out)
-    assert [one["feature"] for one in plan["missing"]] == REFUSED
+    assert [one["feature"] for one in plan["missing"]] == [
+        "speculative decoding with method mtp (--speculative-config)", *REFUSED]
     assert len(plan["ranks"]) == 8 and plan["ranks"][7]["experts"] == [140, 160, 1] and "num_blocks" in plan["memory"]
     assert plan["memory"]["block_size"] == 64 and plan["memory"]["sequences"] == 32
     assert plan["moe"]["decode"]["decided"].startswith("asked for, decided in config/resolve_moe")
     assert [plan["moe"][phase]["dispatcher"] for phase in ("prefill", "decode")] == ["pull", "pull"]
     assert plan["moe"]["prefill"]["decided"].startswith("first that fits, decided in")
-    for line in ("quire: refused by quire serve: --speculative-config", "quire: refused by quire serve: --enable-dbo: ",
+    for line in ("quire: refused by quire serve: --enable-dbo: ",
                  *(f"quire: note: {note}" for note in NOTED)):  # fmt: skip
         assert line in err
     assert any("--all2all-backend deepep_low_latency is taken as" in note for note in plan["model"]["notes"])
@@ -86,3 +87,15 @@ def test_explain_plans_a_model_of_that_size(shared: Path, capsys: pytest.Capture
 def test_the_model_itself_waits_for_its_attention(shared: Path, model: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*words(str(shared / "hf" / model)), "--device", "h200"]) == 3
     assert "model_type 'glm_moe_dsa' is not implemented" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("model", "costs"), [("Qwen3-0.6B", "1.11 GiB with k = 0, 1.11 GiB with k = 1, 1.11 GiB"),
+                                              ("Qwen3-30B-A3B", "GiB with k = 3")])
+def test_explain_tells_the_drafter_and_the_cost_of_k(shared: Path, model: str, costs: str,
+                                                     capsys: pytest.CaptureFixture[str]) -> None:
+    given = ('{"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 2, '
+             '"num_speculative_tokens_per_batch_size": [[1, 8, 3], [9, 64, 1]]}')
+    assert main(["explain", str(shared / "hf" / model), "-sc", given, "--device", "h200"]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "speculation: ngram, 3 drafts per request, from 2 to 2 tokens looked up (3 from 1 requests on, 1" in text
+    assert "no weights and no part of the KV cache" in text and costs in text

@@ -4,18 +4,21 @@ import os
 
 os.environ.setdefault("TRITON_INTERPRET", "1")
 
+from dataclasses import replace as replaced
 from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 
 from quire.contracts.step import SAMPLE, StepPlan
 from quire.kernels import triton_runtime
 from quire.kernels.step import NUM_SEQS, RUN_WORDS, StepBuffers, Tables, ref
 from quire.worker.packed import PackedUpload
+from quire.worker.results import _verified
 from quire.worker.upload import Change, InPlaceUpload, Upload
 
 if not triton_runtime.INTERPRETED:
@@ -46,7 +49,7 @@ def make_buffers() -> StepBuffers:
     return StepBuffers(
         token_ids=filled(MAX_TOKENS), positions=filled(MAX_TOKENS), kv_slots=filled(GROUPS, MAX_TOKENS),
         seq_lens=filled(MAX_SEQS, dtype=torch.int32), sample_rows=filled(MAX_SEQS), sample_slots=filled(MAX_SEQS),
-        sample_positions=filled(MAX_SEQS),
+        sample_positions=filled(MAX_SEQS), drafts=filled(MAX_SEQS, dtype=torch.int32),
     )  # fmt: skip
 
 
@@ -129,7 +132,7 @@ def test_finishing_advances_sequences_and_remembers_tokens(
     words = sent(step, make_plan(slots, tokens, sampled)).step
     step.build_inputs(words, tables, buffers)
     drawn, codes = torch.arange(100, 100 + MAX_SEQS), torch.arange(MAX_SEQS, dtype=torch.uint8)
-    out = torch.full((2, MAX_SEQS), -7, dtype=torch.int32)
+    out = torch.full((3, MAX_SEQS), -7, dtype=torch.int32)
     step.finish_step(words, tables, buffers, drawn, codes, out)
     count = sum(sampled)
     assert out[0].tolist() == [*range(100, 100 + count)] + [-7] * (MAX_SEQS - count)
@@ -148,7 +151,7 @@ def test_a_token_past_the_longest_context_is_remembered_nowhere() -> None:
     words = sent(triton, make_plan([2], [1], [True])).step
     before = tables.history.clone()
     triton.build_inputs(words, tables, buffers.cut(1, 1, 1))
-    out = torch.zeros((2, MAX_SEQS), dtype=torch.int32)
+    out = torch.zeros((3, MAX_SEQS), dtype=torch.int32)
     triton.finish_step(words, tables, buffers, torch.tensor([9] * MAX_SEQS), torch.zeros(MAX_SEQS, dtype=torch.uint8),
                        out)  # fmt: skip
     assert torch.equal(tables.history, before) and int(out[0, 0]) == 9 and int(tables.computed[2]) == LENGTH
@@ -184,3 +187,74 @@ def test_a_step_waits_for_changes_that_do_not_fit(monkeypatch: Any) -> None:
     assert set(sent_first) == {0} and upload.step.slots.tolist()[0] == 1
     upload.apply()
     assert target.tolist() == list(range(5000))
+
+
+# --- drafts -------------------------------------------------------------------------------------------------------
+
+ROWS = 12
+RUNS = [  # rows of each decode; how many of its drafts are right; its rows with a code; rows that are accepted
+    ([4], [3], [[]], [4]),
+    ([4, 1, 3], [0, 0, 2], [[], [], []], [1, 1, 3]),
+    ([3, 4, 2], [1, 2, 1], [[], [], []], [2, 3, 2]),
+    ([4, 4], [3, 3], [[2], [0, 3]], [2, 3]),
+    ([2, 3], [1, 2], [[1], [0]], [1, 3]),
+]
+
+
+def drafting(step: ModuleType, rows: list[int]) -> tuple[Upload, Tables, StepBuffers]:
+    """Decodes of so many rows, then a prompt of two tokens that samples and a chunk of two that does not."""
+    plan = make_plan([*range(len(rows)), 5, 6], [*rows, 2, 2], [True] * (len(rows) + 1) + [False])
+    plan = replace(plan, num_decodes=len(rows))
+    upload: Upload = InPlaceUpload(MAX_SEQS, DUMMY, CPU)
+    if step is triton:
+        upload = PackedUpload(MAX_SEQS, DUMMY, CPU, depth=1, max_rows=ROWS, words=1 << 13)
+    upload.send(plan, [])
+    buffers = replaced(make_buffers(), **{name: torch.full((ROWS,), -7, dtype=getattr(make_buffers(), name).dtype)
+                                         for name in ("sample_rows", "sample_slots", "sample_positions", "drafts")})
+    return upload, make_tables(), buffers
+
+
+@both
+@pytest.mark.parametrize("pad", [True, False])
+def test_rows_of_decodes_are_all_of_their_tokens(step: ModuleType, pad: bool) -> None:
+    upload, tables, buffers = drafting(step, [3, 1, 4])
+    tables.history[0, tables.computed[0] + 2] = -1
+    total, rows = 12, 9
+    step.build_inputs(upload.step, tables, buffers.cut(*((total + 5, MAX_SEQS, ROWS) if pad else (total, 5, rows))))
+    past = tables.computed[[0, 0, 0, 1, 2, 2, 2, 2, 5]] + torch.tensor([1, 2, 3, 1, 1, 2, 3, 4, 2])
+    slots = torch.tensor([0, 0, 0, 1, 2, 2, 2, 2, 5])
+    assert buffers.sample_rows[:rows].tolist() == [*range(8), 9] and torch.equal(buffers.sample_slots[:rows], slots)
+    assert torch.equal(buffers.sample_positions[:rows], past)
+    known = tables.history[slots[:8], past[:8]]
+    expected = [int(known[0]), -1, -1, -1, *known[4:7].tolist(), -1]
+    assert buffers.drafts[:8].tolist() == expected and int(buffers.token_ids[2]) == 0, "a draft of -1 is computed as 0"
+    if pad:
+        assert set(buffers.drafts[rows:].tolist()) == {-1} and set(buffers.sample_slots[rows:].tolist()) == {DUMMY}
+
+
+@both
+@pytest.mark.parametrize(("rows", "right", "coded", "accepted"), RUNS)
+def test_a_run_ends_at_its_first_wrong_draft_or_before_a_row_that_failed(
+    step: ModuleType, rows: list[int], right: list[int], coded: list[list[int]], accepted: list[int]
+) -> None:
+    upload, tables, buffers = drafting(step, rows)
+    step.build_inputs(upload.step, tables, buffers)
+    before, total = Tables(**{**vars(make_tables())}), sum(rows)
+    drawn, codes = torch.arange(100_000, 100_000 + ROWS), torch.zeros(ROWS, dtype=torch.uint8)
+    starts = np.cumsum([0, *rows]).tolist()
+    for start, count, marks in zip(starts, right, coded, strict=False):
+        drawn[start : start + count] = buffers.drafts[start : start + count].long()
+        codes[[start + mark for mark in marks]] = 1
+    out = torch.full((3, ROWS), -7, dtype=torch.int32)
+    step.finish_step(upload.step, tables, buffers, drawn, codes, out)
+    assert out[:2, : total + 1].tolist() == [drawn[: total + 1].tolist(), codes[: total + 1].tolist()]
+    assert out[2, :total].tolist() == buffers.drafts[:total].tolist()
+    for slot, (start, count) in enumerate(zip(starts, accepted, strict=False)):
+        at = int(before.computed[slot])
+        assert int(tables.computed[slot]) == at + count
+        before.history[slot, at + count] = drawn[start + count - 1]
+    before.history[5, before.computed[5] + 2] = drawn[total]
+    assert torch.equal(tables.history, before.history), "nothing else is written"
+    assert tables.computed[[5, 6]].tolist() == (before.computed[[5, 6]] + 2).tolist()
+    counts = np.array([*rows, 1], np.int32)
+    assert _verified(out.numpy(), counts)[2].tolist() == [*accepted, 1], "the host accepts what the device accepts"

@@ -173,7 +173,7 @@ def test_a_request_or_an_engine_that_reuses_nothing():
     off = Cache(enabled=False)
     off.admit(PROMPT)
     assert off.admit(PROMPT).why is Miss.OFF
-    assert off.pool.on_drop is None and not off.history._prompts
+    assert not off.pool.on_drop and not off.history._prompts
 
 
 def test_what_is_remembered_has_a_bound(monkeypatch):

@@ -1,11 +1,14 @@
 """Sizes of the steps that are captured as CUDA graphs, with replicas in lock-step, too."""
 
+from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import pytest
 
 from quire.config.engine import EngineConfig
 from quire.config.placement import Parallel
+from quire.contracts.step import MAX_VERIFY_ROWS
 from quire.models.collectives import exchange_bounds
 from quire.models.graphs import GRAPH_BYTES, GraphPlan, decode_sizes, prompt_sizes
 from quire.worker.graphs import Graphs
@@ -13,7 +16,9 @@ from quire.worker.recorder import StepShape
 
 from ...support.explained import explained
 
-SIZES = {"chosen": (decode_sizes(256), prompt_sizes(1024)), "custom": ((100,), ()), "odd": ((1, 3, 70), (512,))}
+NGRAM = {"method": "ngram", "num_speculative_tokens": 3}
+SIZES = {"chosen": (decode_sizes(256), prompt_sizes(1024)), "custom": ((100,), ()), "odd": ((1, 3, 70), (512,)),
+         "near": ((63, 70), (512,))}
 
 
 @pytest.mark.parametrize("budget", [128, 300, 8192])
@@ -36,12 +41,34 @@ def test_every_step_of_replicas_up_to_the_largest_size_is_captured(sizes: str, b
     assert {one for one in made if one[1]} <= reachable
 
 
-def test_graphs_of_every_bound_are_set_aside() -> None:
+@pytest.mark.parametrize("queries", [(1, 4), (1, 2, 8)])
+@pytest.mark.parametrize("sizes", SIZES)
+def test_every_decode_step_of_replicas_with_drafts_is_captured(sizes: str, queries: tuple[int, ...]) -> None:
+    """Its decodes may have fewer drafts than the graph, so its tokens fit a bound that the graph's rows exceed."""
+    decodes, bounds = SIZES[sizes][0], exchange_bounds(300)
+    graphs, used = Graphs(decodes, (), 256, bounds, queries), set[StepShape]()
+    for seqs in range(1, decodes[-1] + 1):
+        for query in range(1, queries[-1] + 1):
+            padded = min(size for size in decodes if size >= seqs) * min(one for one in queries if one >= query)
+            for tokens in {seqs + query - 1, seqs * query}:  # one decode has drafts, or all have
+                for bound in (bound for bound in bounds if bound >= tokens):
+                    shape = graphs.fit(StepShape(tokens, seqs, tokens, True, bound=bound, query=query))
+                    assert shape.recorded == (query == 1 or padded <= MAX_VERIFY_ROWS)
+                    if shape.recorded:
+                        assert (shape.tokens, shape.rows, shape.bound) == (padded, padded, bound)
+                        used |= {shape, replace(shape, shared=True)}
+    shapes = [shape for shape in graphs.shapes() if shape.tokens]
+    assert used == set(shapes), "no shape is captured that no step has"
+    assert len({shape.key for shape in shapes}) == len(shapes)
+
+
+def test_graphs_of_every_bound_and_number_of_drafts_are_set_aside() -> None:
     for sizes in SIZES.values():
-        for bounds in ((), exchange_bounds(8192)):
-            shapes = Graphs(*sizes, 256, bounds).shapes()
-            count = len({(shape.decode, shape.tokens, shape.bound) for shape in shapes})
-            assert GraphPlan(sequences=sizes[0], tokens=sizes[1], bounds=bounds).num_bytes == count * GRAPH_BYTES
+        for bounds, drafts in product(((), exchange_bounds(8192)), ((), (3,), (1, 7))):
+            shapes = Graphs(*sizes, 256, bounds, (1, *(1 + k for k in drafts))).shapes()
+            count = len({(shape.decode, shape.tokens, shape.bound, shape.query) for shape in shapes})
+            plan = GraphPlan(sequences=sizes[0], tokens=sizes[1], bounds=bounds, drafts=drafts)
+            assert plan.num_bytes == count * GRAPH_BYTES
 
 
 def test_plans_have_bounds_where_graphs_hold_the_exchange(shared: Path) -> None:
@@ -53,5 +80,7 @@ def test_plans_have_bounds_where_graphs_hold_the_exchange(shared: Path) -> None:
     spread = Parallel(dp=2, experts=True)
     assert graphs(spread, cudagraph_capture_sizes=(100,)) == GraphPlan(sequences=(100,), bounds=(64, 256, 300))
     assert graphs(spread, enforce_eager=True) == GraphPlan()
+    drafting = graphs(spread, cudagraph_capture_sizes=(100,), speculative_config=NGRAM)
+    assert drafting == GraphPlan(sequences=(100,), drafts=(3,), bounds=(64, 256, 300 + 3 * 128)), "drafts travel, too"
     for parallel in (Parallel(dp=2), Parallel(tp=2, experts=True)):
         assert not graphs(parallel).bounds

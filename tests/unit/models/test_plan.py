@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from quire.config.checkpoint import parse_checkpoint_config
-from quire.config.missing import Missing
 from quire.config.placement import Parallel
 from quire.contracts.errors import ConfigError, UnsupportedModel
 from quire.kernels.attention import AttentionMeta, KVView
 from quire.layers.context import StepContext
 from quire.layers.stack import run_layers
 from quire.models.build import build_model
+from quire.models.missing import Missing
 from quire.models.plan import EnginePlan
 from quire.models.report import PlanReport
 from quire.weights.dummy import load_dummy

@@ -2,11 +2,13 @@
 
 import time
 
+import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from quire.contracts.output import StepStats
+from quire.contracts.output import StepStats, TierStats
 from quire.contracts.sampling import SamplingParams
+from quire.contracts.step import Tier
 from quire.observe import metrics as module
 from quire.observe.metrics import Metrics
 
@@ -101,6 +103,20 @@ def test_a_replica_that_died_is_left_out() -> None:
     assert value(metrics, "num_requests_running_by_replica", replica="1") == 3
     assert 'replica="0"' not in metrics.render()[0].decode()
     assert value(metrics, "kv_cache_usage_perc") == pytest.approx(0.2)
+
+
+def test_tiers_are_counted_by_tier_and_direction() -> None:
+    metrics = ready()
+    host = TierStats(num_blocks=9, num_used=4, num_loaded=3, loaded_bytes=30, loaded_seconds=0.5, num_stored=7,
+                     stored_bytes=70, stored_seconds=2.0, num_failed=1, num_dropped=2)  # fmt: skip
+    metrics.step(msgspec.structs.replace(STEP, tiers={Tier.HOST: host, Tier.DISK: TierStats(num_stored=5)}), 2)
+    assert value(metrics, "kv_tier_blocks", tier="host", state="used") == 4
+    assert value(metrics, "kv_tier_copied_blocks_total", tier="host", direction="load") == 3
+    assert value(metrics, "kv_tier_copied_blocks_total", tier="disk", direction="store") == 5
+    assert value(metrics, "kv_tier_copied_bytes_total", tier="host", direction="store") == 70
+    assert value(metrics, "kv_tier_copy_seconds_total", tier="host", direction="load") == 0.5
+    assert value(metrics, "kv_tier_failed_blocks_total", tier="host") == 1
+    assert value(metrics, "kv_tier_dropped_blocks_total", tier="host") == 2
 
 
 def test_before_any_step_no_block_is_used() -> None:

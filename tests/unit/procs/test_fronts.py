@@ -9,9 +9,10 @@ from msgspec import structs
 
 from quire.config.engine import EngineConfig
 from quire.contracts.output import Finish, StepOutputs, StepStats
+from quire.contracts.prefix import Miss, PrefixReport
 from quire.contracts.request import FinishReason, NewRequest
 from quire.contracts.sampling import SamplerSpec
-from quire.contracts.step import RowLogprobs
+from quire.contracts.step import Fetched, RowLogprobs, Tier
 from quire.procs.core_server import CoreSockets
 from quire.procs.fronts import FrontPlace, owner, parts
 from quire.procs.messages import Add, CoreStart, Dropped, FromCore, Gone, Outputs, Ready, Rejected, Reply, Stop
@@ -21,6 +22,8 @@ COUNT = 3
 PLACES = FrontPlace(count=COUNT).every()
 ROWS = RowLogprobs(ids=np.zeros((1, 1), np.int32), logprobs=np.zeros((1, 1), np.float32),
                    ranks=np.ones((1, 1), np.int32))
+PREFIX = PrefixReport(num_reused=0, num_blocks=1, block=0, position=0, why=Miss.DROPPED)
+FETCHED = Fetched(tier=Tier.HOST)
 
 
 def request(handle: int) -> NewRequest:
@@ -33,6 +36,7 @@ def outputs(*numbers: int) -> StepOutputs:
     return StepOutputs(handles=np.array(numbers, np.int32), tokens=np.arange(len(numbers), dtype=np.int32),
                        finished=tuple(Finish(handle=number, reason=FinishReason.LENGTH) for number in numbers),
                        preempted=numbers, cached=dict.fromkeys(numbers, 1),
+                       prefixes=dict.fromkeys(numbers, PREFIX), origins=dict.fromkeys(numbers, {0: FETCHED}),
                        logprobs=dict.fromkeys(numbers, ROWS), prompt_logprobs=dict.fromkeys(numbers, ROWS),
                        stats=StepStats(step=7, num_running=len(numbers), num_tokens=9))
 
@@ -45,7 +49,7 @@ def test_every_request_is_in_the_part_of_its_front_end() -> None:
         mine = [number for number in numbers if owner(number, COUNT) == place.number]
         assert part.handles.tolist() == mine == list(part.preempted) == [finish.handle for finish in part.finished]
         assert part.tokens.tolist() == [at for at, number in enumerate(numbers) if number in mine]
-        for name in ("cached", "logprobs", "prompt_logprobs"):
+        for name in ("cached", "prefixes", "origins", "logprobs", "prompt_logprobs"):
             assert list(getattr(part, name)) == list(dict.fromkeys(mine))
     assert [structs.replace(part.stats, step=0, num_elsewhere=0) for part in found] == (
         [structs.replace(whole.stats, step=0)] * COUNT)

@@ -8,7 +8,7 @@ from quire.kernels.step import StepBuffers, StepWords, Tables
 
 def build_inputs(step: StepWords, tables: Tables, buffers: StepBuffers) -> None:
     """Fill `buffers` with the inputs of a step (token ids, positions, KV slots, ...). See `quire.kernels.step`."""
-    seqs, tokens, rows = step.num_seqs, step.num_tokens, step.num_samples
+    seqs, tokens, rows = step.num_seqs, step.num_tokens, step.num_rows
     slots, b = step.slots[:seqs].long(), buffers
     past = tables.computed.index_select(0, slots)
     if (tokens, seqs, rows) != (len(b.token_ids), len(b.seq_lens), len(b.sample_rows)):
@@ -30,15 +30,21 @@ def build_inputs(step: StepWords, tables: Tables, buffers: StepBuffers) -> None:
     inside, places = b.positions % size, b.positions // size
     for kv_slots, block_table in zip(b.kv_slots, tables.block_tables, strict=True):
         torch.add(inside, block_table[owner, places], alpha=size, out=kv_slots)
-    if rows == tokens:  # all of them are sampled
-        torch.arange(rows, out=b.sample_rows)
-        b.sample_slots.copy_(slots)
-        b.sample_positions.copy_(b.seq_lens)
-    elif rows:
-        chosen = step.samples[:rows]
-        b.sample_rows.copy_(chosen if ends is None else ends[chosen] - 1)
-        b.sample_slots.copy_(slots[chosen])
-        b.sample_positions.copy_(b.seq_lens[chosen])
+    verified = step.num_verified
+    if verified:
+        torch.arange(verified, out=b.sample_rows[:verified])
+        b.sample_slots[:verified] = owner[:verified]
+        torch.add(b.positions[:verified], 1, out=b.sample_positions[:verified])
+    if verified > step.num_decodes:
+        following = b.sample_positions[:verified].clamp(max=tables.history.shape[1] - 1)
+        b.drafts[:verified] = tables.history[owner[:verified], following]
+        b.drafts[step.starts[1 : step.num_decodes + 1].long() - 1] = -1  # the last rows of the decodes
+        b.token_ids.clamp_(min=0)
+    if rows > verified:
+        chosen = step.samples[step.num_decodes : step.num_samples]
+        b.sample_rows[verified:rows] = chosen if ends is None else ends[chosen] - 1
+        b.sample_slots[verified:rows] = slots[chosen]
+        b.sample_positions[verified:rows] = b.seq_lens[chosen]
 
 
 def _pad(buffers: StepBuffers, tokens: int, seqs: int, rows: int, *, dummy: int) -> None:
@@ -47,7 +53,7 @@ def _pad(buffers: StepBuffers, tokens: int, seqs: int, rows: int, *, dummy: int)
     for buffer, count in ((b.token_ids, tokens), (b.positions, tokens), (b.kv_slots, tokens), (b.seq_lens, seqs),
                           (b.sample_rows, rows), (b.sample_positions, rows)):  # fmt: skip
         buffer[..., count:] = 0
-    b.sample_slots[rows:] = dummy
+    b.sample_slots[rows:], b.drafts[rows:] = dummy, -1
 
 
 def gather_blocks(step: StepWords, tables: Tables, group: int, seqs: int, most: int) -> tuple[Tensor, None]:
@@ -66,10 +72,30 @@ def finish_step(
 
     See `quire.kernels.step`. The caller never samples past the end of the history.
     """
-    seqs, rows = step.num_seqs, step.num_samples
-    tables.computed.index_copy_(0, step.slots[:seqs].long(), buffers.seq_lens[:seqs].long())
-    if rows:
-        words, where = out[:, :rows], (buffers.sample_slots[:rows], buffers.sample_positions[:rows])
-        words[0].copy_(tokens[:rows])
-        words[1].copy_(codes[:rows])
-        tables.history[where] = words[0]
+    seqs, rows, decodes, verified = step.num_seqs, step.num_rows, step.num_decodes, step.num_verified
+    words, computed = out[:, :rows], buffers.seq_lens[:seqs].long()
+    where = buffers.sample_slots[:rows], buffers.sample_positions[:rows]
+    words[0].copy_(tokens[:rows])
+    words[1].copy_(codes[:rows])
+    found = words[0]
+    if verified > decodes:
+        words[2].copy_(buffers.drafts[:rows])
+        last = _last_accepted(step.starts[: decodes + 1].long(), words[:, :verified])
+        computed[:decodes] = where[1][last]
+        kept = torch.cat((last, torch.arange(verified, rows, device=last.device)))
+        found, where = found[kept], (where[0][kept], where[1][kept])
+    tables.computed.index_copy_(0, step.slots[:seqs].long(), computed)
+    tables.history[where] = found
+
+
+def _last_accepted(starts: Tensor, rows: Tensor) -> Tensor:
+    """Return the last accepted row [D] of each decode.
+
+    starts   [D + 1] first row of each decode; the number of rows past the last
+    rows     [3, R] token, code and draft of every row of the decodes
+    """
+    tokens, codes, drafts = rows
+    ends = tokens != drafts  # the draft of a decode's last row is -1
+    ends[:-1] |= codes[1:] != 0
+    stops = ends.nonzero().flatten()
+    return stops[torch.searchsorted(stops, starts[:-1])]

@@ -6,8 +6,9 @@ from torch import Tensor
 
 from quire.kernels.step import (
     HEADER,
+    NUM_DECODES,
+    NUM_ROWS,
     NUM_RUNS,
-    NUM_SAMPLES,
     NUM_SEQS,
     NUM_TOKENS,
     RUN_WORDS,
@@ -35,9 +36,10 @@ def build_inputs(step: StepWords, tables: Tables, buffers: StepBuffers) -> None:
     _inputs_kernel[(token_programs + seq_programs,)](
         step.words, tables.computed, tables.history, block_tables, buffers.token_ids, buffers.positions,
         buffers.kv_slots, buffers.seq_lens, buffers.sample_rows, buffers.sample_slots, buffers.sample_positions,
-        tables.history.stride(0), block_tables.stride(1), block_tables.stride(0), buffers.kv_slots.stride(0),
-        tables.computed.shape[0] - 1, token_programs, tokens, seqs, rows, step.max_seqs, tables.block_size,
-        step.max_seqs.bit_length(), BLOCK, HEADER, NUM_SEQS, NUM_TOKENS, NUM_SAMPLES, len(block_tables), num_warps=4,
+        buffers.drafts, tables.history.stride(0), block_tables.stride(1), block_tables.stride(0),
+        buffers.kv_slots.stride(0), tables.computed.shape[0] - 1, token_programs, tokens, seqs, rows, step.max_seqs,
+        tables.block_size, step.max_seqs.bit_length(), BLOCK, HEADER, NUM_SEQS, NUM_TOKENS, NUM_DECODES, NUM_ROWS,
+        len(block_tables), num_warps=4,
     )  # fmt: skip
 
 
@@ -59,8 +61,8 @@ def finish_step(
     """
     _finish_kernel[(-(-max(step.max_seqs, out.shape[1]) // BLOCK),)](
         step.words, tables.computed, tables.history, buffers.seq_lens, buffers.sample_slots, buffers.sample_positions,
-        tokens, codes, out, tables.history.stride(0), tables.history.shape[1], out.shape[1], BLOCK, HEADER, NUM_SEQS,
-        NUM_SAMPLES, num_warps=4,
+        buffers.drafts, tokens, codes, out, tables.history.stride(0), tables.history.shape[1], step.max_seqs,
+        out.shape[1], BLOCK, HEADER, NUM_SEQS, NUM_DECODES, NUM_ROWS, num_warps=4,
     )  # fmt: skip
 
 
@@ -88,11 +90,25 @@ def _apply_kernel(packed, PROGRAMS: tl.constexpr, WORDS: tl.constexpr, NUM_RUNS:
 
 
 @jit
+def _sequence(starts, num_seqs, token, live, STEPS: tl.constexpr):
+    """Return the sequence of each token [BLOCK]: the last one that starts at or before it."""
+    low = tl.zeros_like(token)
+    high = low + num_seqs
+    for _ in range(STEPS):
+        middle = (low + high) // 2
+        after = tl.load(starts + middle, mask=live, other=0) <= token
+        low = tl.where(after, middle, low)
+        high = tl.where(after, high, middle)
+    return low
+
+
+@jit
 def _inputs_kernel(
     packed, computed, history, block_tables, token_ids, positions, kv_slots, seq_lens, sample_rows, sample_slots,
-    sample_positions, history_stride, table_stride, group_stride, kv_stride, dummy, token_programs, tokens, seqs, rows,
-    MAX_SEQS: tl.constexpr, BLOCK_SIZE: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr, HEADER: tl.constexpr,
-    NUM_SEQS: tl.constexpr, NUM_TOKENS: tl.constexpr, NUM_SAMPLES: tl.constexpr, GROUPS: tl.constexpr,
+    sample_positions, drafts, history_stride, table_stride, group_stride, kv_stride, dummy, token_programs, tokens,
+    seqs, rows, MAX_SEQS: tl.constexpr, BLOCK_SIZE: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr,
+    HEADER: tl.constexpr, NUM_SEQS: tl.constexpr, NUM_TOKENS: tl.constexpr, NUM_DECODES: tl.constexpr,
+    NUM_ROWS: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
     """Build the inputs of a step. Grid: token_programs programs of BLOCK tokens, then programs of BLOCK sequences.
 
@@ -100,14 +116,14 @@ def _inputs_kernel(
     computed, history, block_tables        `Tables` by slot, inputs
     token_ids, positions, kv_slots         `StepBuffers` by token, outputs
     seq_lens                               `StepBuffers` by sequence, output
-    sample_rows, sample_slots, sample_positions   `StepBuffers` by sampled row, outputs
+    sample_rows, sample_slots, sample_positions, drafts   `StepBuffers` by sampled row, outputs
     history_stride, table_stride           elements from slot to slot in history and in block_tables
     group_stride, kv_stride                elements from KV group to KV group in block_tables and in kv_slots
     dummy                                  slot of padded rows
     tokens, seqs, rows                     lengths of the output buffers: at least the sizes in the header
     MAX_SEQS, STEPS                        sequences that the layout holds; iterations of a bisection over them
     BLOCK_SIZE, GROUPS                     tokens of a KV block; KV groups
-    HEADER, NUM_SEQS, NUM_TOKENS, NUM_SAMPLES   words of the header, and indices in it
+    HEADER, NUM_SEQS, NUM_TOKENS, NUM_DECODES, NUM_ROWS   words of the header, and indices in it
     """
     program = tl.program_id(0)
     lanes = tl.arange(0, BLOCK)
@@ -117,19 +133,13 @@ def _inputs_kernel(
     if program < token_programs:
         token = program * BLOCK + lanes
         live = token < tl.load(packed + NUM_TOKENS)
-        low = tl.zeros([BLOCK], tl.int32)  # the last sequence that starts at or before the token
-        high = low + num_seqs
-        for _ in range(STEPS):
-            middle = (low + high) // 2
-            after = tl.load(starts + middle, mask=live, other=0) <= token
-            low = tl.where(after, middle, low)
-            high = tl.where(after, high, middle)
-        slot = tl.load(slots + low, mask=live, other=0).to(tl.int64)
-        position = tl.load(computed + slot, mask=live, other=0) + token - tl.load(starts + low, mask=live, other=0)
+        seq = _sequence(starts, num_seqs, token, live, STEPS)
+        slot = tl.load(slots + seq, mask=live, other=0).to(tl.int64)
+        position = tl.load(computed + slot, mask=live, other=0) + token - tl.load(starts + seq, mask=live, other=0)
         position = tl.where(live, position, 0)
         word = tl.load(history + slot * history_stride + position, mask=live, other=0)
         inside = token < tokens
-        tl.store(token_ids + token, word.to(tl.int64), mask=inside)
+        tl.store(token_ids + token, tl.maximum(word, 0).to(tl.int64), mask=inside)  # a draft may be -1
         tl.store(positions + token, position, mask=inside)
         for group in tl.static_range(GROUPS):
             blocks = block_tables + group * group_stride + slot * table_stride
@@ -143,43 +153,72 @@ def _inputs_kernel(
         first = tl.load(starts + seq, mask=live, other=0)
         length = tl.load(computed + slot, mask=live, other=0) + tl.load(starts + seq + 1, mask=live, other=0) - first
         tl.store(seq_lens + seq, tl.where(live, length, 0).to(tl.int32), mask=seq < seqs)
-        sampled = seq < tl.load(packed + NUM_SAMPLES)
-        chosen = tl.load(starts + MAX_SEQS + 1 + seq, mask=sampled, other=0)
-        slot = tl.load(slots + chosen, mask=sampled, other=0).to(tl.int64)
-        first = tl.load(starts + chosen, mask=sampled, other=0)
-        end = tl.load(starts + chosen + 1, mask=sampled, other=0)
-        position = tl.load(computed + slot, mask=sampled, other=0) + end - first
-        tl.store(sample_rows + seq, tl.where(sampled, end - 1, 0).to(tl.int64), mask=seq < rows)
-        tl.store(sample_slots + seq, tl.where(sampled, slot, dummy), mask=seq < rows)
-        tl.store(sample_positions + seq, tl.where(sampled, position, 0), mask=seq < rows)
+        row = seq
+        sampled = row < tl.load(packed + NUM_ROWS)
+        decodes = tl.load(packed + NUM_DECODES)
+        verified = tl.load(starts + decodes)  # rows of decodes; row r is token r
+        decoding = row < verified
+        prompt = tl.load(starts + MAX_SEQS + 1 + decodes + row - verified, mask=sampled & (row >= verified), other=0)
+        owner = tl.where(decoding, _sequence(starts, num_seqs, row, decoding, STEPS), prompt)
+        slot = tl.load(slots + owner, mask=sampled, other=0).to(tl.int64)
+        first = tl.load(starts + owner, mask=sampled, other=0)
+        end = tl.load(starts + owner + 1, mask=sampled, other=0)
+        token = tl.where(decoding, row, end - 1)
+        position = tl.load(computed + slot, mask=sampled, other=0) + token + 1 - first
+        follows = sampled & decoding & (token + 1 < end)
+        draft = tl.load(history + slot * history_stride + position, mask=follows, other=-1)
+        tl.store(sample_rows + row, tl.where(sampled, token, 0).to(tl.int64), mask=row < rows)
+        tl.store(sample_slots + row, tl.where(sampled, slot, dummy), mask=row < rows)
+        tl.store(sample_positions + row, tl.where(sampled, position, 0), mask=row < rows)
+        tl.store(drafts + row, draft, mask=row < rows)
 
 
 @jit
 def _finish_kernel(
-    packed, computed, history, seq_lens, sample_slots, sample_positions, tokens, codes, out, history_stride,
-    history_length, MAX_ROWS: tl.constexpr, BLOCK: tl.constexpr, HEADER: tl.constexpr, NUM_SEQS: tl.constexpr,
-    NUM_SAMPLES: tl.constexpr,
+    packed, computed, history, seq_lens, sample_slots, sample_positions, drafts, tokens, codes, out, history_stride,
+    history_length, MAX_SEQS: tl.constexpr, MAX_ROWS: tl.constexpr, BLOCK: tl.constexpr, HEADER: tl.constexpr,
+    NUM_SEQS: tl.constexpr, NUM_DECODES: tl.constexpr, NUM_ROWS: tl.constexpr,
 ):  # fmt: skip
     """Write the results of a step to the tables. Grid (ceil(max(sequences, rows) / BLOCK),).
 
     packed                           [.] int32, see `quire.kernels.step`
     computed, history                `Tables` by slot, outputs
-    seq_lens                         [seqs] int32: lengths with this step, the new `computed`
+    seq_lens                         [seqs] int32: lengths with this step, the new `computed` of prompts
     sample_slots, sample_positions   [rows] int64: slot and position of each sampled token
+    drafts                           [rows] int32: draft of each sampled token
     tokens, codes                    [rows] int64 and uint8: the sampled tokens and their codes
-    out                              [2, MAX_ROWS] int32: (token, code) by row, output
+    out                              [3, MAX_ROWS] int32: (token, code, draft) by row, output
     history_stride, history_length   elements from slot to slot; tokens of a slot's history
-    HEADER, NUM_SEQS, NUM_SAMPLES    words of the header, and indices in it
+    HEADER, NUM_SEQS, NUM_DECODES, NUM_ROWS   words of the header, and indices in it
     """
     lane = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     live = lane < tl.load(packed + NUM_SEQS)
-    slot = tl.load(packed + HEADER + lane, mask=live, other=0)
-    tl.store(computed + slot, tl.load(seq_lens + lane, mask=live, other=0).to(tl.int64), mask=live)
-    sampled = lane < tl.load(packed + NUM_SAMPLES)
-    token = tl.load(tokens + lane, mask=sampled, other=0)
-    slot = tl.load(sample_slots + lane, mask=sampled, other=0)
-    position = tl.load(sample_positions + lane, mask=sampled, other=0)
-    room = sampled & (position < history_length)
-    tl.store(history + slot * history_stride + position, token.to(tl.int32), mask=room)
-    tl.store(out + lane, token.to(tl.int32), mask=sampled)
-    tl.store(out + MAX_ROWS + lane, tl.load(codes + lane, mask=sampled, other=0).to(tl.int32), mask=sampled)
+    decodes = tl.load(packed + NUM_DECODES)
+    starts = packed + HEADER + MAX_SEQS
+    slot = tl.load(packed + HEADER + lane, mask=live, other=0).to(tl.int64)
+    length = tl.load(seq_lens + lane, mask=live, other=0).to(tl.int64)
+    decoding = live & (lane < decodes)
+    last = tl.load(starts + lane, mask=decoding, other=0)  # the last accepted row of the decode
+    end = tl.load(starts + lane + 1, mask=decoding, other=0)
+    going = last + 1 < end
+    while tl.max(going.to(tl.int32), 0) > 0:
+        token = tl.load(tokens + last, mask=going, other=0).to(tl.int32)
+        draft = tl.load(drafts + last, mask=going, other=-1)
+        accepted = going & (token == draft) & (tl.load(codes + last + 1, mask=going, other=1) == 0)
+        last += accepted.to(tl.int32)
+        going = accepted & (last + 1 < end)
+    length = tl.where(decoding, tl.load(sample_positions + last, mask=decoding, other=0), length)
+    tl.store(computed + slot, length, mask=live)
+    token = tl.load(tokens + last, mask=decoding, other=0).to(tl.int32)  # the accepted rows before it are the drafts
+    tl.store(history + slot * history_stride + length, token, mask=decoding & (length < history_length))
+
+    row = lane
+    sampled = row < tl.load(packed + NUM_ROWS)
+    token = tl.load(tokens + row, mask=sampled, other=0).to(tl.int32)
+    slot = tl.load(sample_slots + row, mask=sampled, other=0)
+    position = tl.load(sample_positions + row, mask=sampled, other=0)
+    room = sampled & (row >= tl.load(starts + decodes)) & (position < history_length)
+    tl.store(history + slot * history_stride + position, token, mask=room)
+    tl.store(out + row, token, mask=sampled)
+    tl.store(out + MAX_ROWS + row, tl.load(codes + row, mask=sampled, other=0).to(tl.int32), mask=sampled)
+    tl.store(out + 2 * MAX_ROWS + row, tl.load(drafts + row, mask=sampled, other=-1), mask=sampled)

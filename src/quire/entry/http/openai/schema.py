@@ -121,6 +121,7 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     skip_reading_prefix_cache: bool | None = None
+    speculative_tokens: Count | None = None
     stream_interval: Annotated[int, Meta(ge=1)] | None = None
     add_special_tokens: bool | None = None
     truncate_prompt_tokens: Annotated[int, Meta(ge=-1)] | None = None

@@ -6,6 +6,7 @@ from typing import NamedTuple
 from quire.config.placement import Parallel
 from quire.config.resolve_moe import MoEPlan
 from quire.contracts.errors import UnsupportedModel
+from quire.contracts.speculation import METHODS, Speculation
 
 
 class Missing(NamedTuple):
@@ -35,6 +36,22 @@ def missing_features(parallel: Parallel, moe: Mapping[str, MoEPlan | str], devic
         found.append(Missing("balancing of experts on GPUs (--enable-eplb)", "--enable-eplb: the balancing of experts "
                              "on GPUs is not implemented yet: leave out --enable-eplb."))  # fmt: skip
     return tuple(found)
+
+
+def missing_speculation(speculation: Speculation | None, parallel: Parallel) -> tuple[Missing, ...]:
+    """Return what keeps an engine of these sizes from verifying drafts; () if nothing does."""
+    if speculation is None:
+        return ()
+    if speculation.method not in METHODS:
+        where, why = f"with method {speculation.method}", f"only {' and '.join(METHODS)} drafts are made"
+    elif parallel.pp > 1:
+        where, why = "with pipeline parallelism", "the stages do not tell each other which drafts were accepted"
+    else:
+        return ()
+    remedy = 'use "method": "ngram"' if speculation.method not in METHODS else "leave out --speculative-config"
+    return (Missing(f"speculative decoding {where} (--speculative-config)",
+                    f"--speculative-config: speculative decoding {where} is not implemented yet, because {why}: "
+                    f"{remedy}."),)  # fmt: skip
 
 
 def check_missing(missing: Sequence[Missing]) -> None:

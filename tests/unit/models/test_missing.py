@@ -7,10 +7,10 @@ import pytest
 
 from quire.config import resolve_moe as resolve_moe_room
 from quire.config.checkpoint import read_checkpoint_config
-from quire.config.missing import check_missing, missing_features, not_runnable
 from quire.config.placement import ALONE, Parallel
 from quire.config.resolve_moe import DISPATCHERS, Hardware, MoEPlan, resolve_moe
 from quire.contracts.errors import UnsupportedModel
+from quire.models.missing import check_missing, missing_features, not_runnable
 
 SPREAD = Parallel(dp=2, experts=True)
 

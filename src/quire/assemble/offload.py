@@ -1,0 +1,83 @@
+"""Assembly of the tiers of KV blocks below the device: the store of an engine core, and the mover of each rank."""
+
+import json
+from hashlib import sha256
+from pathlib import Path
+
+from quire.config.placement import Rank, ranks
+from quire.config.resolve import MemoryPlan
+from quire.contracts.errors import ConfigError
+from quire.kv.hashing import namespace_digest
+from quire.kv.pool import BlockPool
+from quire.kv.store import KVStore
+from quire.kvstore.arena import KVArena
+from quire.kvstore.files import BlockFiles, DiskTier
+from quire.kvstore.mover import BlockMover
+from quire.kvstore.plan import resolve_offload
+from quire.models.layout import alone
+from quire.models.plan import EnginePlan
+from quire.models.registry import rank_geometry
+from quire.platforms.cpu import read_cpu_facts
+from quire.weights.files import weight_files
+
+
+def root_key(plan: EnginePlan) -> bytes:
+    """Return the namespace of block keys, equal for all ranks of an engine."""
+    config, size = plan.config, plan.geometry.block_size
+    return namespace_digest(
+        model=config.model.model or "quire-tiny",
+        revision=config.model.revision or "",
+        dtype=plan.dtype.dtype,
+        block_size=size,
+        geometry=plan.geometry if plan.mesh.parallel.size == 1 else rank_geometry(
+            plan.args, alone(plan.args), dtype=plan.cache.dtype, device=plan.machine.device, block_size=size),
+        weights=json.dumps(plan.quantization, sort_keys=True) if plan.quantization else "",
+    )  # fmt: skip
+
+
+def make_store(plan: EnginePlan, memory: MemoryPlan, pool: BlockPool) -> KVStore | None:
+    """Return the store of an engine core; None when there is no tier below the device."""
+    offload = resolve_offload(plan.config)
+    if not offload.host_bytes:
+        return None
+    tokens, size = plan.step_tokens + plan.config.scheduler.sequences(), memory.geometry.block_size
+    a_step = len(memory.geometry.groups) * tokens // size + 1
+    below: tuple[DiskTier, ...] = ()
+    if offload.folder:
+        names = map(_name, ranks(plan.args, plan.mesh.parallel))
+        below = (DiskTier(Path(offload.folder), _file_namespace(plan), names),)
+    return KVStore(pool, memory.geometry.groups, size, num_host_blocks=memory.host_blocks, reserve=2 * a_step,
+                   below=below, write_through=offload.write_through)  # fmt: skip
+
+
+def make_mover(plan: EnginePlan, memory: MemoryPlan, arena: KVArena) -> BlockMover | None:
+    """Return the mover of a rank; None when there is no tier below the device. Raises ConfigError if memory is short.
+    """
+    offload = resolve_offload(plan.config)
+    if not offload.host_bytes:
+        return None
+    needed, free = memory.host_blocks * arena.page_bytes, read_cpu_facts().free_memory
+    if needed > free:
+        raise ConfigError(f"kv_offload_gb={offload.host_bytes / 2**30:g}: this rank needs {needed / 2**30:.1f} GiB of "
+                          f"host memory, and {free / 2**30:.1f} GiB are free: lower kv_offload_gb.")
+    files = None
+    if offload.folder:
+        files = BlockFiles(Path(offload.folder), _file_namespace(plan), _name(plan.mesh.rank),
+                           page_bytes=arena.page_bytes,
+                           most_bytes=offload.folder_bytes // plan.mesh.parallel.replica)  # fmt: skip
+    return BlockMover(arena, memory.host_blocks, files)
+
+
+def _name(rank: Rank) -> str:
+    """Return the name of a rank's part of a page. Ranks that hold the same heads of the same layers share files."""
+    return "layers{}-{}.heads{}-{}".format(*rank.layers, *rank.kv_heads)
+
+
+def _file_namespace(plan: EnginePlan) -> bytes:
+    """Return the namespace of files: that of the keys, and which weights the model's folder has now."""
+    folder = Path(plan.folder)
+    if plan.config.load.load_format == "dummy":
+        return sha256(root_key(plan) + f"dummy {plan.config.model.seed}".encode()).digest()
+    files = [folder / "config.json", *weight_files(folder)]
+    about = [(path.name, stat.st_size, stat.st_mtime_ns) for path, stat in ((path, path.stat()) for path in files)]
+    return sha256(root_key(plan) + json.dumps(about).encode()).digest()

@@ -1,0 +1,151 @@
+"""Speculative decoding as an engine is asked for it: the keys of vLLM's `speculative_config`, and their meaning."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from quire.contracts.errors import ConfigError, shown
+from quire.contracts.step import MAX_VERIFY_ROWS
+
+AUTO = (1, 3, 7)  # drafts to choose from with "auto"; of a device that captures steps, the first two
+LOOKUP = 5  # tokens of an n-gram, as in vLLM
+ALIASES = {"ngram_gpu": "ngram", "[ngram]": "ngram"}
+METHODS = ("ngram",)
+PLANNED = ("mtp", "eagle", "eagle3", "draft_model", "suffix", "medusa", "mlp_speculator", "dflash", "dspark",
+           "extract_hidden_states", "custom_class")  # fmt: skip
+SIZES = ("num_speculative_tokens", "prompt_lookup_min", "prompt_lookup_max")
+OTHERS: Mapping[str, tuple[object, ...]] = {  # vLLM's other keys -> the values that change nothing here, beside None
+    "rejection_sample_method": ("standard",), "draft_sample_method": ("greedy", "probabilistic"),
+    "enforce_eager": (False,), "disable_padded_drafter_batch": (False,), "use_local_argmax_reduction": (False,),
+    "use_heterogeneous_vocab": (False,), "parallel_drafting": (False,), "disable_eagle_block_drop": (False,),
+    "enable_adaptive_verification": (False,), "index_share_for_mtp_iteration": (False,),
+    **dict.fromkeys(("draft_tensor_parallel_size", "quantization", "moe_backend", "attention_backend",
+                     "kv_cache_dtype", "max_model_len", "revision", "code_revision", "draft_load_config",
+                     "dspark_draft_topk", "suffix_decoding_max_tree_depth", "suffix_decoding_max_cached_requests",
+                     "suffix_decoding_max_spec_factor", "suffix_decoding_min_token_prob", "synthetic_acceptance_rates",
+                     "synthetic_acceptance_length"), ()),
+}  # fmt: skip
+KEYS = ("method", "model", *SIZES, "num_speculative_tokens_per_batch_size")
+
+
+class Speculation(msgspec.Struct, frozen=True, kw_only=True):
+    """Speculative decoding of an engine.
+
+    method              the drafter; those in METHODS are implemented
+    num_drafts          maximum number of drafts of a request in a step (k)
+    shortest, longest   tokens of the n-grams that are looked up
+    auto                numbers of drafts, ascending, from which the engine chooses by measured gain; (): `num_drafts`
+    by_batch            (decoding requests, k), ascending: from so many requests on, each has at most k drafts
+    """
+
+    method: str
+    num_drafts: int
+    shortest: int = LOOKUP
+    longest: int = LOOKUP
+    auto: tuple[int, ...] = ()
+    by_batch: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Numbers of drafts that a request may have in a step, ascending, without 0."""
+        return self.auto or tuple(sorted({k for _, k in self.by_batch or ((1, self.num_drafts),)} - {0}))
+
+    def captured(self) -> "Speculation":
+        """Return the speculation for a device that captures steps: a number of drafts that does not fit
+        `MAX_VERIFY_ROWS` is 0, not a smaller number that is not captured."""
+        auto = self.auto[:2]
+        most = auto[-1] if auto else self.num_drafts
+        ranges = tuple((size, min(k, most)) for size, k in self.by_batch)
+        ranges = ranges or ((1, most), (MAX_VERIFY_ROWS // (1 + most) + 1, 0))
+        return msgspec.structs.replace(self, num_drafts=most, auto=auto, by_batch=ranges)
+
+    def __str__(self) -> str:
+        number = f"0, {', '.join(map(str, self.auto))} (by measured gain)" if self.auto else str(self.num_drafts)
+        words = f"{self.method}, {number} drafts per request"
+        lookup = f", from {self.shortest} to {self.longest} tokens looked up" if self.method == "ngram" else ""
+        ranges = ", ".join(f"{k} from {size} requests on" for size, k in self.by_batch)
+        return words + lookup + (f" ({ranges})" if ranges else "")
+
+
+def read_speculative_config(given: Mapping[str, Any] | None) -> Speculation | None:
+    """Return the speculation that `speculative_config` asks for; None without any.
+
+    Raises `ConfigError` for wrong names and values. A method that is only planned is returned, so that `explain` can
+    tell what is missing.
+    """
+    given = {name: value for name, value in (given or {}).items() if value is not None}
+    if not given:
+        return None
+    for name in given:
+        if name not in KEYS and name not in OTHERS:
+            raise _wrong(f"{shown(name)} does not exist", f"use {', '.join(KEYS)}")
+    method = _method(given)
+    if method not in METHODS:
+        return Speculation(method=method, num_drafts=0)
+    for name, value in given.items():
+        if name in OTHERS and value not in OTHERS[name]:
+            raise _wrong(f"{name}={shown(value)} is not implemented for method {method}", "leave it out")
+    if "model" in given and ALIASES.get(given["model"], given["model"]) != method:
+        raise _wrong(f"model={shown(given['model'])}: method ngram has no model", "leave model out")
+    sizes = {name: _size(name, given[name]) for name in SIZES if name in given}
+    if "num_speculative_tokens" not in sizes:
+        raise _wrong("num_speculative_tokens is missing", 'give it, as in {"method": "ngram", '
+                     '"num_speculative_tokens": 3}')  # fmt: skip
+    shortest, longest = (sizes.get(f"prompt_lookup_{name}") for name in ("min", "max"))
+    shortest, longest = shortest or longest or LOOKUP, longest or shortest or LOOKUP
+    if shortest > longest:
+        raise _wrong(f"prompt_lookup_min={shortest} is above prompt_lookup_max={longest}", "lower prompt_lookup_min")
+    most = sizes["num_speculative_tokens"]
+    auto = AUTO if given["num_speculative_tokens"] == "auto" else ()
+    return Speculation(method=method, num_drafts=most, shortest=shortest, longest=longest, auto=auto,
+                       by_batch=_by_batch(given.get("num_speculative_tokens_per_batch_size", ()), most))  # fmt: skip
+
+
+def _method(given: Mapping[str, Any]) -> str:
+    """Return the method that is named, or that the name of the model stands for, as in vLLM."""
+    if "method" not in given and "model" not in given:
+        raise _wrong("method is missing", 'give it: "ngram" is implemented')
+    named = given.get("method", given.get("model"))
+    method = str(ALIASES.get(str(named), named))
+    if "method" not in given and method not in METHODS:
+        return next((name for name in ("eagle3", "eagle", "dflash", "dspark") if name in method.lower()), "draft_model")
+    if method.endswith("_mtp"):
+        return "mtp"
+    if method not in (*METHODS, *PLANNED):
+        raise _wrong(f"method={shown(named)} does not exist", 'use "method": "ngram"')
+    return method
+
+
+def _size(name: str, value: object) -> int:
+    if name == "num_speculative_tokens" and value == "auto":
+        return AUTO[-1]
+    most = MAX_VERIFY_ROWS - 1 if name == "num_speculative_tokens" else 32
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
+        others = ', or "auto"' * (name == "num_speculative_tokens")
+        raise _wrong(f"{name}={shown(value)} is out of range", f"give a whole number from 1 to {most}{others}")
+    return value
+
+
+def _by_batch(given: Any, most: int) -> tuple[tuple[int, int], ...]:
+    """Return (first number of requests, k) of each range [first, last, k]; a gap belongs to the range before it."""
+    found = list[tuple[int, int]]()
+    end = 0
+    for entry in given:
+        numbers = entry if isinstance(entry, list | tuple) and len(entry) == 3 else ()
+        if not numbers or any(type(number) is not int for number in numbers):
+            break
+        first, last, k = numbers
+        if not (end < first <= last and 0 <= k <= most and (found or first == 1)):
+            break
+        found.append((first, k))
+        end = last
+    else:
+        return tuple(found)
+    raise _wrong(f"num_speculative_tokens_per_batch_size={shown(given)} is wrong",
+                 "give ranges [first, last, k] of batch sizes, ascending, the first from 1 on, and no k above "
+                 f"num_speculative_tokens={most}")  # fmt: skip
+
+
+def _wrong(what: str, remedy: str) -> ConfigError:
+    return ConfigError(f"speculative_config: {what}: {remedy}.")

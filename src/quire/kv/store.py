@@ -1,0 +1,370 @@
+"""KV blocks beyond the device: which tiers hold a block, which jobs bring it, and which requests wait for it.
+
+    device   the allocator's pool               where steps read and write
+    host     a `BlockPool` of this store        between the device and everything else
+    below    `KeyedTier`s, such as a disk       find blocks by key; filled from the host tier, read into it
+
+Every movement is a `CopyJob` in a step's plan, and counts when its report comes. A store holds no device block: when
+the device pool drops the key first, the copy is worthless. A load takes device blocks of its own and publishes them
+when they are whole, so it belongs to no request; requests wait for jobs, then the ordinary match admits them.
+Knows keys, blocks and jobs. Knows nothing of bytes (`kvstore/`), slots, queues and budgets (`engine/`).
+"""
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Protocol
+
+import msgspec
+
+from quire.contracts.blocks import KVGroup
+from quire.contracts.output import TierStats
+from quire.contracts.step import CopyJob, FinishedCopy, StepCopies, Tier
+from quire.kv.copy_jobs import LOAD, STORE, CopyJobs
+from quire.kv.hashing import KeyChain, group_keys
+from quire.kv.pool import BlockPool
+from quire.kv.prefix import PrefixIndex, PrefixMatch
+
+LOG = logging.getLogger("quire")
+MOST_STORED = 512  # blocks on their way to the host tier; what is beyond is not stored now
+MOST_WRITTEN = 512  # blocks on their way to the disk tier; what is beyond is not written
+FETCH_SECONDS = 10.0  # a request waits for blocks of other tiers at most this long, then it computes
+
+class BlockPlace(Enum):
+    """State of a block, as the device sees it."""
+
+    RESIDENT = "resident"  # on the device
+    LOADABLE = "loadable"  # in another tier
+    PENDING = "pending"  # a job brings it nearer
+    MISSING = "missing"
+
+
+class KeyedTier(Protocol):
+    """A tier below the host tier that finds blocks by key, such as files on a disk. Host blocks are written to it."""
+
+    tier: Tier
+
+    def has(self, key: bytes) -> bool:
+        """True when the tier seems to hold the block on every rank. A job may find that it does not."""
+
+    def discard(self, keys: Iterable[bytes]) -> None:
+        """Forget blocks whose content cannot be trusted."""
+
+    def clear(self) -> None:
+        """Forget all blocks."""
+
+
+@dataclass
+class _Fetch:
+    """The wait of a request for jobs. `leased`: device blocks that its match had found, referenced until its end."""
+
+    jobs: set[int]
+    leased: list[int]
+    deadline: float
+
+
+class KVStore:
+    """The tiers below the device's pool. One thread calls it.
+
+    host     pool of the host tier
+    stats    counters of each tier below the device, since the start
+    """
+
+    def __init__(
+        self,
+        pool: BlockPool,
+        groups: tuple[KVGroup, ...],
+        block_size: int,
+        *,
+        num_host_blocks: int,
+        below: tuple[KeyedTier, ...] = (),
+        write_through: bool = False,
+        reserve: int = 64,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Listen to `pool`, the device's.
+
+        below          tiers below the host tier, the nearest first
+        write_through  store every published block; otherwise the blocks that the next steps may evict
+        reserve        blocks that the next steps may take
+        """
+        self.host = BlockPool(num_host_blocks)
+        self.stats = {Tier.HOST: TierStats(num_blocks=num_host_blocks)} | {one.tier: TierStats() for one in below}
+        self._pool, self._below, self._reserve, self._clock = pool, below, reserve, clock
+        self._index = PrefixIndex(_Reachable(self), block_size, groups)
+        links = [STORE, LOAD, *((one.tier, Tier.HOST) for one in below), *((Tier.HOST, one.tier) for one in below)]
+        self._jobs = CopyJobs(links)
+        self._offered: dict[int, bytes] = {}  # device block -> key, to be stored by write-through
+        self._arrived: list[bytes] = []  # keys that came to the host tier from the device, for the tiers below
+        self._fetches: dict[int, _Fetch] = {}
+        self._ready: list[int] = []
+        self._full: set[Tier] = set()  # tiers that take no more blocks
+        self._seen = self._state()  # when blocks to store were looked for last
+        pool.on_drop.append(self._note_drop)
+        if write_through:
+            pool.on_publish.append(self.offer)
+
+    # --- what a request finds -----------------------------------------------------------------------------------
+
+    def place(self, key: bytes) -> BlockPlace:
+        """Return the state of a block."""
+        if self._pool.lookup(key) is not None:
+            return BlockPlace.RESIDENT
+        if self._on_its_way(key) is not None:
+            return BlockPlace.PENDING
+        if self.host.lookup(key) is not None:
+            return BlockPlace.LOADABLE
+        return BlockPlace.MISSING if self._holder(key) is None else BlockPlace.LOADABLE
+
+    def fetch(self, handle: int, chain: KeyChain, max_tokens: int, match: PrefixMatch) -> dict[int, Tier]:
+        """Begin to bring the blocks with which `match` becomes longer; the request waits until `take_ready` names it.
+
+        max_tokens   as in `PrefixIndex.match`
+        Returns the blocks, by index, with the tier that holds each; {}: there are none, and the request need not wait.
+        """
+        reach = self._index.match(chain, max_tokens)
+        if reach.num_tokens <= match.num_tokens:
+            return {}
+        keys = [group_keys(chain.keys(reach.num_blocks), group) for group in range(len(reach.blocks))]
+        jobs: set[int] = set()
+        found: dict[int, Tier] = {}
+        near, far = list[bytes](), dict[Tier, list[bytes]]()
+        leased = dict.fromkeys(block for blocks in match.blocks for block in blocks if block)
+        for index in range(reach.num_blocks):
+            for key in (keys[group][index] for group, blocks in enumerate(reach.blocks) if blocks[index]):
+                if (block := self._pool.lookup(key)) is not None:
+                    leased[block] = None
+                elif (moves := self._on_its_way(key)) is not None:
+                    found[index] = moves[0]
+                    jobs.add(moves[1])
+                elif self.host.lookup(key) is not None:
+                    found.setdefault(index, Tier.HOST)
+                    near.append(key)
+                elif (tier := self._holder(key)) is not None:
+                    found[index] = tier
+                    far.setdefault(tier, []).append(key)
+        self._pool.share([*leased])
+        if near := near[: self._pool.num_free]:
+            jobs.add(self._load(near))
+        for tier, some in far.items():
+            if some := some[: self.host.num_free]:
+                jobs.add(self._jobs.begin((tier, Tier.HOST), some, targets=self.host.take(len(some)), after=False))
+        if not jobs:
+            self._pool.release([*leased])
+            return {}
+        assert handle not in self._fetches, "a request waits twice"
+        self._fetches[handle] = _Fetch(jobs, [*leased], self._clock() + FETCH_SECONDS)
+        return found
+
+    def take_ready(self) -> tuple[list[int], list[int]]:
+        """Return the handles of requests whose jobs have ended, and of those whose time is over."""
+        ready, self._ready = self._ready, []
+        late = [handle for handle, fetch in self._fetches.items() if fetch.deadline <= self._clock()]
+        for handle in late:
+            LOG.warning("a request waited %.0f s for KV blocks of other tiers; it computes them.", FETCH_SECONDS)
+            self.forget(handle)
+        return ready, late
+
+    def forget(self, handle: int) -> None:
+        """Forget that a request waits; its jobs go on. A request that does not wait is ignored."""
+        fetch = self._fetches.pop(handle, None)
+        if fetch is not None:
+            self._pool.release(fetch.leased)
+        elif handle in self._ready:
+            self._ready.remove(handle)
+
+    # --- jobs ---------------------------------------------------------------------------------------------------
+
+    @property
+    def busy(self) -> bool:
+        """True when jobs are under way, or there may be something to store."""
+        return bool(self._jobs.running or self._arrived or self._offered) or self._state() != self._seen
+
+    def offer(self, block: int, key: bytes) -> None:
+        """Store a device block that holds its content after the step that is being planned."""
+        self._offered[block] = key
+
+    def take_copies(self) -> StepCopies | None:
+        """Return the jobs of the step that is being planned, or None. Call this after the step's blocks are taken."""
+        self._plan_stores()
+        self._plan_writes()
+        return self._jobs.take()
+
+    def finished(self, reports: Iterable[FinishedCopy]) -> None:
+        """Apply the reports of a step: publish blocks that came, forget blocks that failed, free requests that wait."""
+        for report in reports:
+            running = self._jobs.end(report)
+            job, failed = running.job, set(report.failed)
+            whole = [i for i in range(len(job.keys)) if i not in failed and i not in running.void]
+            self._settle(job, failed, running.void, whole)
+            if report.error and job.target not in self._full:
+                self._full.add(job.target)
+                LOG.warning("the %s tier takes no more blocks: %s. It still gives those that it has.", job.target,
+                            report.error)
+            self._count(job, report, len(whole))
+            for handle, fetch in list(self._fetches.items()):
+                fetch.jobs.discard(job.id)
+                if not fetch.jobs:
+                    self.forget(handle)
+                    self._ready.append(handle)
+
+    def distrust(self, keys: Iterable[bytes]) -> None:
+        """Forget blocks in every tier below the device, also those that are on their way."""
+        keys = list(keys)
+        for key in keys:
+            self._jobs.void(key)
+        self.host.forget([block for key in keys if (block := self.host.lookup(key)) is not None])
+        for one in self._below:
+            one.discard(keys)
+
+    def reset(self) -> None:
+        """Forget the content of every tier below the device. The device's pool is reset by its owner, before."""
+        self._jobs.void_all()
+        self._offered.clear()
+        self._arrived.clear()
+        self.host.reset()
+        for one in self._below:
+            one.clear()
+
+    def counters(self) -> dict[Tier, TierStats]:
+        """Return the counters of each tier."""
+        host = self.host
+        self.stats[Tier.HOST].num_used = host.num_blocks - host.num_free + host.num_cached
+        return {tier: msgspec.structs.replace(stats) for tier, stats in self.stats.items()}
+
+    def held(self) -> list[int]:
+        """Return the device blocks that this store references, once per reference."""
+        leases = [block for fetch in self._fetches.values() for block in fetch.leased]
+        return leases + [block for running in self._jobs.running.values() if running.job.target == Tier.DEVICE
+                         for block in running.job.targets.tolist()]  # fmt: skip
+
+    def check(self) -> None:
+        """Assert every invariant; O(blocks)."""
+        self.host.check()
+        self._jobs.check()
+        refs = Counter(self._jobs.blocks(Tier.HOST))
+        wrong = [block for block in range(self.host.num_blocks + 1) if refs[block] != self.host.refs(block)]
+        assert not wrong, f"references of host blocks {wrong[:8]} are not those of the jobs"
+        for fetch in self._fetches.values():
+            assert fetch.jobs and fetch.jobs <= self._jobs.running.keys(), "a request waits for no job"
+
+    # --- inside -------------------------------------------------------------------------------------------------
+
+    def _holder(self, key: bytes) -> Tier | None:
+        """Return the nearest tier below the host tier that holds a block; None when none does."""
+        return next((one.tier for one in self._below if one.has(key)), None)
+
+    def _on_its_way(self, key: bytes) -> tuple[Tier, int] | None:
+        """Return the source and the job that brings a block nearer to the device; None when no job does."""
+        for source in (Tier.HOST, *(one.tier for one in self._below)):
+            link = (source, Tier.DEVICE if source == Tier.HOST else Tier.HOST)
+            if (job := self._jobs.find(link, key)) is not None:
+                return source, job
+        return None
+
+    def _load(self, keys: Sequence[bytes]) -> int:
+        """Plan a load from the host tier to the device and return its number."""
+        sources = [block for key in keys if (block := self.host.lookup(key)) is not None]
+        self.host.share(sources)
+        return self._jobs.begin(LOAD, keys, sources=sources, targets=self._pool.take(len(keys)), after=False)
+
+    def _plan_stores(self) -> None:
+        """Plan a store of offered blocks and of those that the next steps may evict, if the host tier has room.
+
+        Of those, the host tier keeps the copies that it has: otherwise they would drive each other out for ever.
+        """
+        pool, jobs, state = self._pool, self._jobs, self._state()
+        if not self._offered and state == self._seen:
+            return
+        blocks = [block for block, key in self._offered.items() if pool.key(block) == key]
+        self._offered.clear()
+        wanted: dict[bytes, int] = {}
+        for block in blocks + pool.next_evicted(min(self._reserve, self.host.num_blocks)):
+            key = pool.key(block)
+            assert key is not None
+            if (copy := self.host.lookup(key)) is not None:
+                self.host.share((copy,))
+                self.host.release((copy,))
+            elif jobs.find(STORE, key) is None:
+                wanted[key] = block
+        room = max(0, min(MOST_STORED - jobs.num_moving(STORE), self.host.num_free))
+        self._seen = state
+        if wanted and room:
+            keys = list(wanted)[:room]
+            jobs.begin(STORE, keys, sources=[wanted[key] for key in keys], targets=self.host.take(len(keys)),
+                       after=True)  # fmt: skip
+
+    def _plan_writes(self) -> None:
+        """Plan writes of blocks that came to the host tier, to the tiers below."""
+        arrived, self._arrived = self._arrived, []
+        for one in self._below:
+            link = (Tier.HOST, one.tier)
+            new = [key for key in arrived if one.tier not in self._full and self._jobs.find(link, key) is None]
+            found = [(key, block) for key in new
+                     if (block := self.host.lookup(key)) is not None and not one.has(key)]  # fmt: skip
+            room = max(0, MOST_WRITTEN - self._jobs.num_moving(link))
+            self.stats[one.tier].num_dropped += len(found[room:])
+            if found := found[:room]:
+                blocks = [block for _, block in found]
+                self.host.share(blocks)
+                self._jobs.begin(link, [key for key, _ in found], sources=blocks, after=True)
+
+    def _state(self) -> tuple[int, ...]:
+        """Return numbers that change when another block may have to be stored; not after a store that failed."""
+        return self._pool.num_free, self._pool.generation, self.host.generation, self.stats[Tier.HOST].num_stored
+
+    def _settle(self, job: CopyJob, failed: set[int], void: set[int], whole: Sequence[int]) -> None:
+        """Give back the blocks of a job that has ended, and publish its targets at the indices `whole`."""
+        sources, targets = job.sources.tolist(), job.targets.tolist()
+        if job.target in (Tier.DEVICE, Tier.HOST):
+            pool = self._pool if job.target == Tier.DEVICE else self.host
+            new = [job.keys[i] for i in whole if pool.publish(targets[i], job.keys[i])]
+            pool.release(targets)
+            self._arrived += new if job.source == Tier.DEVICE and self._below else []
+        if job.source == Tier.HOST:
+            self.host.release(sources)
+        if job.source == Tier.HOST and job.target == Tier.DEVICE:  # a copy that cannot be read is no copy
+            self.host.forget([sources[i] for i in failed])
+        for one in self._below:
+            if one.tier == job.source:
+                one.discard([job.keys[i] for i in failed])
+            if one.tier == job.target:
+                one.discard([job.keys[i] for i in void])
+
+    def _note_drop(self, key: bytes, why: str) -> None:
+        """Make a store of a dropped key worthless: its device block may be written before it is read."""
+        self._jobs.void(key, (STORE,))
+        if why == "distrusted":
+            self.distrust([key])
+        elif why == "evicted" and self.host.lookup(key) is None:
+            self.stats[Tier.HOST].num_dropped += 1
+
+    def _count(self, job: CopyJob, report: FinishedCopy, whole: int) -> None:
+        """Count a job for the tier that is farther from the device."""
+        stored = job.source == Tier.DEVICE or (job.source == Tier.HOST and job.target != Tier.DEVICE)
+        stats = self.stats[job.target if stored else job.source]
+        stats.num_failed += len(report.failed)
+        if stored:
+            stats.num_stored += whole
+            stats.stored_bytes += report.num_bytes
+            stats.stored_seconds += report.seconds
+        else:
+            stats.num_loaded += whole
+            stats.loaded_bytes += report.num_bytes
+            stats.loaded_seconds += report.seconds
+
+
+class _Reachable:
+    """Lookup over all tiers of a store, for a `PrefixIndex`: says only that a block can be had."""
+
+    generation = 0  # nothing is taken by such a match
+
+    def __init__(self, store: KVStore) -> None:
+        self._store = store
+
+    def lookup(self, key: bytes) -> int | None:
+        """Return 1 for a block that some tier holds."""
+        return None if self._store.place(key) is BlockPlace.MISSING else 1

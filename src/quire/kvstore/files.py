@@ -1,0 +1,217 @@
+"""KV blocks as files, one per block and rank, which outlive the engine and which other engines find.
+
+    <folder>/<namespace, 16 hex digits>/<rank>/<2 hex digits>/<key, hex>.kv
+    header   64 bytes, little-endian: magic, version, crc32 of the page, its length, sha256 of namespace, rank and key
+    page     as in the arena
+
+A file is written aside and renamed, so no reader sees half of it. A file that is truncated, foreign or corrupt is a
+miss and is deleted. The least recently used files go when the folder of the rank exceeds its size; a read renews the
+time of a file. Knows keys and bytes. Knows nothing of devices. Never imports torch.
+"""
+
+import logging
+import os
+import struct
+import threading
+import time
+import zlib
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from hashlib import sha256
+from pathlib import Path
+
+from quire.contracts.errors import ConfigError
+from quire.contracts.step import Tier
+
+LOG = logging.getLogger("quire")
+MAGIC, VERSION = b"QUIREKV\0", 1
+HEADER = struct.Struct("<8sIIQ32s8x")  # magic, version, crc32, length, digest
+SUFFIX = ".kv"
+STALE_SECONDS = 600.0  # a file that was begun and not renamed for so long is of an engine that ended
+RESCAN = 8  # the folder is read again when a part of its size, 1 / RESCAN, was written: other engines write, too
+
+
+class FileSystem:
+    """The calls by which `BlockFiles` reads and writes whole files. Tests plant faults in a subclass."""
+
+    def read(self, path: str, header: bytearray, page: memoryview) -> int:
+        """Read a file into `header` and `page`; return the number of bytes, one more than fit if there are more."""
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            extra, views, total = bytearray(1), [memoryview(header), page], 0
+            views.append(memoryview(extra))
+            while views and (count := os.readv(descriptor, views)):
+                total += count
+                while views and count >= len(views[0]):
+                    count -= len(views.pop(0))
+                if views:
+                    views[0] = views[0][count:]
+            with suppress(OSError):  # another user's file
+                os.utime(descriptor)
+            return total
+        finally:
+            os.close(descriptor)
+
+    def write(self, path: str, header: bytes, page: memoryview) -> None:
+        """Write a new file."""
+        with open(path, "xb", buffering=0) as file:
+            for part in (memoryview(header), page):
+                while part:
+                    part = part[file.write(part) or 0 :]
+
+
+class BlockFiles:
+    """The files of a rank. Any thread may read and any other one write.
+
+    page_bytes    bytes of a page
+    most_bytes    size of the rank's files together, headers included
+    full          reason why no file can be written any more, such as a full disk; "": files can be written
+    num_foreign   files that were deleted because they were truncated, foreign or corrupt
+    """
+
+    def __init__(self, folder: Path, namespace: bytes, rank: str, *, page_bytes: int, most_bytes: int,
+                 system: FileSystem | None = None) -> None:  # fmt: skip
+        self.full, self.num_foreign = "", 0
+        self._digest = namespace + b"\0" + rank.encode() + b"\0"
+        self._folder, self._page_bytes, self._most = rank_folder(folder, namespace, rank), page_bytes, most_bytes
+        self._system, self._name = system or FileSystem(), os.urandom(8).hex()  # other engines write here, too
+        self._ages: OrderedDict[str, int] = OrderedDict()  # path -> bytes, least recently used first
+        self._total = self._written = self._number = 0
+        self._lock = threading.Lock()
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            self._scan()
+        except OSError as error:
+            raise ConfigError(f"kv_offload_dir={str(folder)!r} cannot be used: {error}. Name a folder in which this "
+                              "user may write.") from error  # fmt: skip
+
+    def read(self, key: bytes, page: memoryview) -> bool:
+        """Read the block with this key into `page`. Returns False for a miss; `page` may then hold anything."""
+        path, header = block_path(self._folder, key), bytearray(HEADER.size)
+        try:
+            length = self._system.read(path, header, page)
+        except FileNotFoundError:
+            return False
+        except OSError as error:
+            LOG.warning("a KV block could not be read from %s: %s", path, error)
+            return False
+        whole = length == HEADER.size + self._page_bytes
+        if not whole or bytes(header) != self._header(key, page):
+            self.num_foreign += 1
+            LOG.warning("%s is %s: deleted. The block is computed again.", path, "not a KV block of this engine, or "
+                        "corrupt" if whole else f"{length} bytes long, not {HEADER.size + self._page_bytes}")
+            self._delete(path)
+            return False
+        with self._lock:
+            if path in self._ages:
+                self._ages.move_to_end(path)
+        return True
+
+    def write(self, key: bytes, page: memoryview) -> bool:
+        """Write a block, unless its file exists. Returns False, and sets `full`, when the disk takes no more."""
+        if self.full:
+            return False
+        path, size = block_path(self._folder, key), HEADER.size + self._page_bytes
+        if os.path.exists(path):
+            return True
+        self._make_room(size)
+        self._number += 1
+        aside = f"{self._folder}/{self._name}-{self._number}.part"
+        try:
+            self._system.write(aside, self._header(key, page), page)
+            os.makedirs(os.path.dirname(path), exist_ok=True)
+            os.replace(aside, path)
+        except OSError as error:
+            with suppress(OSError):
+                os.unlink(aside)
+            self.full = f"{self._folder}: {os.strerror(error.errno) if error.errno else error}"
+            return False
+        with self._lock:
+            self._ages[path] = size
+            self._total += size
+            self._written += size
+        return True
+
+    def _header(self, key: bytes, page: memoryview) -> bytes:
+        return HEADER.pack(MAGIC, VERSION, zlib.crc32(page), self._page_bytes, sha256(self._digest + key).digest())
+
+    def _make_room(self, size: int) -> None:
+        """Delete the least recently used files until another one of `size` bytes fits."""
+        if self._written * RESCAN > self._most:
+            self._scan()
+        with self._lock:
+            while self._ages and self._total + size > self._most:
+                path, bytes_there = self._ages.popitem(last=False)
+                self._total -= bytes_there
+                with suppress(OSError):
+                    os.unlink(path)
+
+    def _scan(self) -> None:
+        """Read the names, sizes and times of the rank's files. Delete files that were begun long ago."""
+        found = []
+        for entry in _entries(self._folder):
+            with suppress(OSError):  # another engine has deleted it
+                about = entry.stat()
+                if entry.name.endswith(SUFFIX):
+                    found.append((about.st_mtime_ns, entry.path, about.st_size))
+                elif time.time() - about.st_mtime > STALE_SECONDS:
+                    os.unlink(entry.path)
+        with self._lock:
+            self._ages = OrderedDict((path, size) for _, path, size in sorted(found))
+            self._total, self._written = sum(self._ages.values()), 0
+
+    def _delete(self, path: str) -> None:
+        with suppress(OSError):
+            os.unlink(path)
+        with self._lock:
+            self._total -= self._ages.pop(path, 0)
+
+
+class DiskTier:
+    """The disk tier as the core sees it: asks the file system for the files of every rank. See `kv.store.KeyedTier`."""
+
+    tier = Tier.DISK
+
+    def __init__(self, folder: Path, namespace: bytes, ranks: Iterable[str]) -> None:
+        self._folders = [rank_folder(folder, namespace, rank) for rank in dict.fromkeys(ranks)]
+
+    def has(self, key: bytes) -> bool:
+        """True when every rank has a file for the block; its content is not read."""
+        return all(os.path.exists(block_path(folder, key)) for folder in self._folders)
+
+    def discard(self, keys: Iterable[bytes]) -> None:
+        """Delete the files of blocks."""
+        for key in keys:
+            for folder in self._folders:
+                with suppress(FileNotFoundError):
+                    os.unlink(block_path(folder, key))
+
+    def clear(self) -> None:
+        """Delete the files of all blocks of these ranks."""
+        for folder in self._folders:
+            for entry in _entries(folder):
+                with suppress(FileNotFoundError):
+                    os.unlink(entry.path)
+
+
+def rank_folder(folder: Path, namespace: bytes, rank: str) -> Path:
+    """Return the folder of a rank's files."""
+    return folder.expanduser() / namespace.hex()[:16] / rank
+
+
+def block_path(folder: Path, key: bytes) -> str:
+    """Return the path of a block in the folder of a rank."""
+    name = key.hex()
+    return f"{folder}/{name[:2]}/{name}{SUFFIX}"
+
+
+def _entries(folder: Path) -> "Iterator[os.DirEntry[str]]":
+    """Yield the files of a rank's folder and of the folders in it."""
+    with suppress(FileNotFoundError), os.scandir(folder) as entries:
+        for entry in entries:
+            if not entry.is_dir(follow_symlinks=False):
+                yield entry
+                continue
+            with suppress(FileNotFoundError), os.scandir(entry.path) as inner:
+                yield from inner

@@ -1,0 +1,204 @@
+"""Speculative decoding, end to end in float32: every answer is that of plain decoding, whatever is asked."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from quire import LLM, SamplingParams
+from quire.contracts.errors import ConfigError, InvalidParameter, UnsupportedModel
+from quire.contracts.structured import StructuredOutputsParams
+
+from ..support.pairwise import label, pairwise
+from .in_process import running_inside
+
+CODE = "def add(a, b):\n    return a + b\n\ndef sub(a, b):\n    return a - b\n\ndef add(a, b):"
+PROSE = "The module provides"
+LONG = f"{CODE}\n\n{PROSE} a class. {PROSE} a function. " * 4
+COLD, WARM = {"temperature": 0.0}, {"temperature": 0.7, "seed": 11}
+REQUESTS: list[tuple[str, dict[str, Any]]] = [
+    (CODE, COLD), (PROSE, COLD), (LONG, COLD), (LONG, WARM), (CODE, WARM | {"n": 3}),
+    (LONG, COLD | {"logprobs": 2, "prompt_logprobs": 1}), (CODE, WARM | {"presence_penalty": 0.6, "logprobs": 1}),
+    (LONG, COLD | {"repetition_penalty": 1.2, "frequency_penalty": 0.3}),
+    (LONG, COLD | {"stop": ["a function", "sub("]}),
+    (CODE, WARM | {"bad_words": [" return", "(a"]}), (PROSE, WARM | {"logit_bias": {5: 3.0, 9: -100.0}, "min_p": 0.05}),
+    (CODE, COLD | {"structured_outputs": StructuredOutputsParams(regex="[a-z ]{20}")}),
+    (LONG, WARM | {"top_k": 20, "top_p": 0.9, "speculative_tokens": 1}), (CODE, COLD | {"speculative_tokens": 0}),
+    (LONG, COLD | {"min_tokens": 12, "ignore_eos": False}), (CODE, WARM | {"allowed_token_ids": [*range(20, 300)]}),
+]  # fmt: skip
+FACTORS = {
+    "async_depth": (1, 2), "k": (1, 3, 7), "max_num_batched_tokens": (24, 2048), "num_gpu_blocks_override": (None, 24),
+    "enable_prefix_caching": (True, False), "shortest": (1, 3),
+}  # fmt: skip
+OPTIONS = {"dtype": "float32", "num_threads": 1, "max_num_seqs": 12, "use_tqdm_on_load": False, "block_size": 16,
+           "max_model_len": 384}  # fmt: skip
+
+
+def params(fields: dict[str, Any]) -> SamplingParams:
+    return SamplingParams(**({"max_tokens": 64, "ignore_eos": True} | fields))
+
+
+def answers(llm: LLM, requests: list[tuple[str, dict[str, Any]]]) -> list[Any]:
+    """Every completion in parts that must be equal, then the numbers that rounding may change."""
+    found = []
+    outputs = llm.generate([prompt for prompt, _ in requests], [params(f) for _, f in requests], use_tqdm=False)
+    for output in outputs:
+        rows = [*(output.prompt_logprobs or []), *(row for one in output.outputs for row in one.logprobs or [])]
+        exact = [(one.text, one.token_ids, one.finish_reason, one.stop_reason) for one in output.outputs]
+        numbers = [value.logprob for row in rows if row for value in row.values()]
+        ids = [(token, value.rank) for row in rows if row for token, value in row.items()]
+        found.append((exact, ids, np.array(numbers)))
+    return found
+
+
+def check(found: list[Any], expected: list[Any]) -> None:
+    for (_, fields), one, other in zip(REQUESTS, found, expected, strict=True):
+        assert one[:2] == other[:2], fields
+        np.testing.assert_allclose(one[2], other[2], atol=2e-4, err_msg=str(fields))
+
+
+@pytest.fixture(scope="module")
+def plain() -> list[Any]:
+    """The answers of plain decoding."""
+    llm = LLM(**OPTIONS)
+    asked = [(prompt, {k: v for k, v in f.items() if k != "speculative_tokens"}) for prompt, f in REQUESTS]
+    found = answers(llm, asked)
+    llm.close()
+    return found
+
+
+@pytest.fixture
+def drafting() -> Iterator[Callable[..., LLM]]:
+    """Makes engines with n-gram drafts."""
+    made: list[LLM] = []
+
+    def make(k: int = 3, shortest: int = 1, more: Any = None, **options: Any) -> LLM:
+        given = {"method": "ngram", "num_speculative_tokens": k, "prompt_lookup_min": shortest, "prompt_lookup_max": 4}
+        made.append(LLM(**OPTIONS | options, speculative_config=given | (more or {})))
+        return made[-1]
+
+    yield make
+    for llm in made:
+        llm.close()
+
+
+@pytest.mark.parametrize("row", pairwise(FACTORS), ids=label)
+def test_answers_are_those_of_plain_decoding(row: dict[str, Any], plain: list[Any],
+                                             drafting: Callable[..., LLM]) -> None:  # fmt: skip
+    llm = drafting(**row)
+    check(answers(llm, REQUESTS), plain)
+    core = llm.engine.core
+    core.check()
+    runs, drafts, *accepted = core.scheduler.drafts.totals
+    assert runs > 50 and accepted == sorted(accepted, reverse=True) and len(accepted) == row["k"]
+    assert (core.scheduler.num_preempted > 0) == (row["num_gpu_blocks_override"] is not None)
+    if row["k"] <= 3 and row["shortest"] == 3:
+        assert 0.3 * drafts <= sum(accepted) <= 0.9 * drafts, "a run of a drafter that guesses right and wrong"
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_auto_gives_the_same_answers(depth: int, plain: list[Any], drafting: Callable[..., LLM]) -> None:
+    llm = drafting(more={"num_speculative_tokens": "auto"}, async_depth=depth)
+    check(answers(llm, REQUESTS), plain)
+    facts = llm.engine.core.facts
+    assert (facts.num_drafts, facts.auto_drafts) == (7, (1, 3, 7)) and llm.engine.core.scheduler.drafts.totals[0] > 0
+
+
+def test_a_second_turn_finds_the_blocks_of_the_first(drafting: Callable[..., LLM]) -> None:
+    llm = drafting()
+    first = llm.generate(LONG, params(COLD), use_tqdm=False)[0]
+    ids = [*first.prompt_token_ids, *first.outputs[0].token_ids]
+    again = llm.generate(ids + [5], params(COLD | {"max_tokens": 4}), use_tqdm=False)[0]
+    assert again.num_cached_tokens == (len(ids) - 1) // 16 * 16
+
+
+def test_fewer_steps_are_taken(drafting: Callable[..., LLM], plain: list[Any]) -> None:
+    """Each of these answers repeats itself, so a step gives more than a token."""
+    llm = drafting(3)
+    requests = [(LONG, COLD)]
+    assert answers(llm, requests)[0][0] == plain[2][0]
+    assert llm.engine.core._step < 50
+
+
+@pytest.mark.parametrize(("ranges", "rows"), [([[1, 2, 3], [3, 8, 1]], 2), ([[1, 1, 3], [2, 9, 0]], 1)])
+def test_k_may_depend_on_the_number_of_requests(ranges: list[list[int]], rows: int,
+                                                drafting: Callable[..., LLM]) -> None:  # fmt: skip
+    llm = drafting(3, more={"num_speculative_tokens_per_batch_size": ranges})
+    seen: dict[int, int] = {}
+    submit = llm.engine.core.executor.submit
+
+    def submitted(plan: Any) -> None:
+        if plan.num_decodes:
+            most = int(plan.num_tokens[: plan.num_decodes].max())
+            seen[plan.num_decodes] = max(seen.get(plan.num_decodes, 0), most)
+        submit(plan)
+
+    llm.engine.core.executor.submit = submitted  # type: ignore[method-assign]
+    llm.generate([LONG, LONG + " ", CODE, PROSE], params(COLD | {"max_tokens": 20}), use_tqdm=False)
+    assert seen[4] == rows
+    llm.generate(LONG, params(COLD | {"max_tokens": 20}), use_tqdm=False)
+    assert seen[1] == 4
+
+
+def test_a_request_may_not_ask_for_more_drafts_than_the_engine_makes(drafting: Callable[..., LLM]) -> None:
+    llm = drafting(2)
+    with pytest.raises(InvalidParameter, match="speculative_tokens=3 exceeds this engine's 2 drafts"):
+        llm.generate(PROSE, params({"speculative_tokens": 3}), use_tqdm=False)
+
+
+REFUSED: list[tuple[Any, str]] = [
+    ({"method": "ngram"}, "num_speculative_tokens is missing"),
+    ({"num_speculative_tokens": 3}, "method is missing"),
+    ({"method": "ngram", "num_speculative_tokens": 0}, "num_speculative_tokens=0 is out of range"),
+    ({"method": "ngram", "num_speculative_tokens": "some"}, "from 1 to 1023, or"),
+    ({"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 4, "prompt_lookup_max": 2}, "is above"),
+    ({"method": "ngram", "num_speculative_tokens": 3, "tensor_parallel_size": 1}, "does not exist"),
+    ({"method": "ngram", "num_speculative_tokens": 3, "synthetic_acceptance_length": 2.0}, "not implemented for"),
+    ({"method": "ngram", "num_speculative_tokens": 3, "model": "x"}, "method ngram has no model"),
+    ({"method": "nagram", "num_speculative_tokens": 3}, "'nagram' does not exist"),
+    ({"method": "eagle3", "model": "x", "num_speculative_tokens": 3}, "method eagle3 is not implemented yet"),
+    ({"method": "deepseek_mtp", "num_speculative_tokens": 1}, "method mtp is not implemented yet"),
+    ({"model": "a/small-model", "num_speculative_tokens": 1}, "method draft_model is not implemented yet"),
+    ({"method": "ngram", "num_speculative_tokens": 2, "num_speculative_tokens_per_batch_size": [[2, 3, 1]]}, "ranges"),
+    ({"method": "ngram", "num_speculative_tokens": 2, "num_speculative_tokens_per_batch_size": [[1, 3, 4]]}, "ranges"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("given", "words"), REFUSED)
+def test_what_cannot_be_is_refused_in_a_line(given: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError if "yet" not in words else UnsupportedModel) as caught:
+        LLM(**OPTIONS, speculative_config=given)
+    assert words in str(caught.value) and "speculative" in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_vllm_s_spellings_mean_the_same(drafting: Callable[..., LLM]) -> None:
+    for given in ({"method": "ngram_gpu"}, {"model": "ngram"}, {"model": "[ngram]", "method": "ngram"},
+                  {"method": "ngram", "rejection_sample_method": "standard", "quantization": None}):  # fmt: skip
+        llm = LLM(**OPTIONS, speculative_config={"num_speculative_tokens": 2, **given})
+        assert llm.engine.core.facts.num_drafts == 2
+        llm.close()
+
+
+def test_a_server_streams_runs_and_counts_them() -> None:
+    """On the mock: 0, 1, ... and all drafts of a decode are right in turn."""
+    given = {"method": "ngram", "num_speculative_tokens": 3}
+    with running_inside(speculative_config=given, mock_step_ms=5.0) as inside:
+        server = inside.server
+        plain = server.complete(max_tokens=30, stream=False, seed=1, speculative_tokens=0).json()
+        drafted = server.complete(max_tokens=30, stream=False, seed=1).json()
+        streamed = server.complete(max_tokens=30, return_token_ids=True)
+        assert plain["choices"] == drafted["choices"]
+        tokens = [len(choice["token_ids"]) for event in streamed.events() if event != "[DONE]"
+                  for choice in event["choices"] if choice.get("token_ids")]  # fmt: skip
+        assert sum(tokens) == 30 and max(tokens) >= 4
+        refused = server.complete(speculative_tokens=4)
+        assert refused.status == 400 and b"speculative_tokens=4 exceeds this engine's 3 drafts" in refused.body
+        counted = {name: sum(server.metric(f"quire:spec_decode_num_{name}_total").values())
+                   for name in ("drafts", "draft_tokens", "accepted_tokens", "accepted_tokens_per_pos")}  # fmt: skip
+        assert counted["accepted_tokens"] == counted["accepted_tokens_per_pos"] > 20
+        assert 20 < counted["drafts"] < counted["draft_tokens"] <= 3 * counted["drafts"]
+        ended = server.ask("/debug/requests").json()
+        drafts = [one["drafts"] for one in (ended["requests"] if isinstance(ended, dict) else ended)]
+        assert [0, 0, 0, 0] in [each for some in drafts for each in some]
+        assert sum(each[0] for some in drafts for each in some) == counted["draft_tokens"]

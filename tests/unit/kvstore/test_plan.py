@@ -1,0 +1,53 @@
+"""The tiers that options and vLLM's connectors ask for, and the refusals with their fixes."""
+
+from typing import Any
+
+import pytest
+
+from quire.config.engine import EngineConfig
+from quire.contracts.errors import ConfigError
+from quire.kvstore.plan import GIB, OffloadPlan, resolve_offload
+
+
+def plan(**options: Any) -> OffloadPlan:
+    return resolve_offload(EngineConfig.from_flat(**options))
+
+
+def connector(name: str, role: str = "kv_both", **extra: Any) -> dict[str, Any]:
+    return {"kv_transfer_config": {"kv_connector": name, "kv_role": role, "kv_connector_extra_config": extra}}
+
+
+def test_options() -> None:
+    assert plan() == OffloadPlan()
+    both = plan(kv_offload_gb=1.5, kv_offload_dir="/kv", kv_offload_dir_gb=2.0, kv_offload_policy="write_through")
+    assert both == OffloadPlan(host_bytes=3 * GIB // 2, write_through=True, folder="/kv", folder_bytes=2 * GIB)
+    assert plan(kv_offload_gb=1.0).policy == "lazy" and both.policy == "write_through"
+
+
+def test_connectors() -> None:
+    offloading = plan(**connector("OffloadingConnector", cpu_bytes_to_use=3 * GIB, block_size=64))
+    assert offloading.host_bytes == 3 * GIB and not offloading.folder
+    (note,) = offloading.notes
+    assert "OffloadingConnector means --kv-offload-gb 3 here" in note
+    assert plan(**connector("LMCacheConnectorV1")).host_bytes == 5 * GIB, "LMCache's default"
+    sized = plan(**connector("LMCacheConnectorV1", **{"lmcache.max_local_cpu_size": 20, "lmcache.chunk_size": 256,
+                             "lmcache.local_disk": "file:///kv", "lmcache.max_local_disk_size": 7}))  # fmt: skip
+    assert (sized.host_bytes, sized.folder, sized.folder_bytes) == (20 * GIB, "/kv", 7 * GIB)
+
+
+@pytest.mark.parametrize(("options", "words"), [
+    ({"kv_offload_dir": "/kv"}, "set kv_offload_gb, too"),
+    ({"kv_offload_gb": float("inf")}, "sizes have an end"),
+    (connector("LMCacheConnectorV1", **{"lmcache.max_local_cpu_size": float("inf")}), "sizes have an end"),
+    ({"kv_offload_gb": 1.0, "enable_prefix_caching": False}, "prefix cache, which is off"),
+    ({"kv_offload_gb": 1.0, "kv_offload_dir": "/kv", "nnodes": 2}, "leave out kv_offload_dir"),
+    (connector("NixlConnector"), "NixlConnector.* is not implemented: sharing with other engines and prefill"),
+    (connector("OffloadingConnector"), "without cpu_bytes_to_use: say how much"),
+    (connector("OffloadingConnector", cpu_bytes_to_use=GIB) | {"kv_offload_gb": 1.0}, "leave one out"),
+    (connector("OffloadingConnector", cpu_bytes_to_use=GIB, num_cpu_blocks=3), "has num_cpu_blocks, which Quire does"),
+    (connector("OffloadingConnector", cpu_bytes_to_use="much"), "must be positive numbers"),
+    (connector("LMCacheConnectorV1", role="kv_sender"), "kv_role='kv_sender': must be one of"),
+], ids=lambda value: value if isinstance(value, str) else "")  # fmt: skip
+def test_refusals_name_the_fix(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        plan(**options)

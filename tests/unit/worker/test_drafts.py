@@ -1,0 +1,156 @@
+"""Steps with drafts: whatever a drafter guesses, every token is the one that plain decoding draws."""
+
+import functools
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from quire.contracts.sampling import SamplerSpec
+from quire.contracts.step import SAMPLE, StepPlan
+from quire.kernels.ngram import ref
+from quire.kernels.sampling import Rows
+from quire.kernels.sampling import ref as sampling
+from quire.kernels.sampling.rows import Mode, encode_row
+from quire.kernels.step import StepBuffers, Tables
+from quire.kernels.step import ref as step_operations
+from quire.spec.ngram import NgramDrafter
+from quire.worker.upload import InPlaceUpload
+
+from ...support.compared import KINDS, LIMITS, ComparedRunners, compare_requests, make_model, model_args, runner_of
+from ...support.drafters import KnownAnswers
+from ...support.naive_runner import NaiveRunner
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+SOME: Any = ({"temperature": 0.0, "num_drafts": 0}, {"temperature": 0.9, "num_drafts": 1, "num_logprobs": 1}, *KINDS)
+NUMBER = 16  # of requests
+
+
+@functools.cache
+def texts(kind: str) -> dict[int, list[int]]:
+    """The answers of plain decoding to the requests of `compare_requests`."""
+    args = model_args(kind)
+    compared = ComparedRunners(runner_of(make_model(args)), NaiveRunner(make_model(args, reference=True)))
+    compare_requests(compared, NUMBER, budget=24, kinds=SOME)
+    return compared.naive.texts
+
+
+def compared_drafts(kind: str, guesses: str, *, drafts: int, depth: int, blocks: int = 31) -> ComparedRunners:
+    """Run requests of all kinds with drafts; every token is compared with the naive runner's."""
+    args = model_args(kind)
+    runner = runner_of(make_model(args), replace(LIMITS, depth=depth, num_drafts=drafts))
+    drafter = NgramDrafter(ref, 1, 3)
+    if guesses != "ngram":
+        drafter = KnownAnswers(texts(kind), runner.sampler.table.rows, guesses, args.vocab_size)
+    runner.programs.drafter = drafter
+    compared = ComparedRunners(runner, NaiveRunner(make_model(args, reference=True)), blocks)
+    core = compare_requests(compared, NUMBER, budget=24, kinds=SOME)
+    assert (core.scheduler.num_preempted > 0) == (blocks == 5) and not runner._running
+    return compared
+
+
+def accepted(compared: ComparedRunners) -> tuple[int, int, int]:
+    """Drafts that were planned, made and accepted."""
+    planned = made = right = 0
+    for plan, result in compared.results:
+        rows = plan.num_tokens[: plan.num_decodes]
+        if (rows > 1).any():
+            planned += int((rows - 1).sum())
+            made += int(result.num_drafted.sum())
+            right += int((result.num_accepted[: plan.num_decodes] - 1).sum())
+    return planned, made, right
+
+
+def most_rows(compared: ComparedRunners) -> dict[int, int]:
+    """Most rows of a step, by the number of drafts that a request allows."""
+    owner: dict[int, int] = {}
+    seen: dict[int, int] = {}
+    for plan, _ in compared.results:
+        owner |= {a.slot: SOME[a.sampler.seed % len(SOME)].get("num_drafts", 99) for a in plan.admitted}
+        for slot, rows in zip(plan.slots[: plan.num_decodes].tolist(), plan.num_tokens.tolist(), strict=False):
+            seen[owner[slot]] = max(seen.get(owner[slot], 0), rows)
+    return seen
+
+
+# Pairwise: model, drafter, number of drafts, depth, blocks. With 5 blocks requests give way.
+CASES = [
+    ("dense", "right", 3, 1, 31), ("dense", "wrong", 3, 2, 31), ("dense", "random", 6, 2, 5),
+    ("experts", "right", 1, 2, 5), ("latent", "random", 3, 2, 31), ("experts", "ngram", 6, 1, 31),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "guesses", "drafts", "depth", "blocks"), CASES)
+def test_every_token_is_that_of_plain_decoding(kind: str, guesses: str, drafts: int, depth: int, blocks: int) -> None:
+    """Greedy, sampled, filters, penalties, edits, logprobs of both kinds, pooling, chunks, prefixes, preemption."""
+    compared = compared_drafts(kind, guesses, drafts=drafts, depth=depth, blocks=blocks)
+    planned, made, right = accepted(compared)
+    assert planned > 40
+    if guesses == "right":
+        assert right == made == planned
+    elif guesses == "wrong":
+        assert right == 0 and made == planned
+    else:
+        assert 0.1 * made < right < made < planned
+    assert most_rows(compared) == {0: 1, 1: 2, 99: 1 + drafts}
+    mixed = [plan for plan, _ in compared.results
+             if 0 < plan.num_decodes < len(plan.slots) and (plan.num_tokens[: plan.num_decodes] > 1).any()
+             and (plan.outputs[plan.num_decodes :] & SAMPLE).any()]  # fmt: skip
+    assert len(mixed) > 3, "decodes with drafts beside prompts that sample"
+
+
+def test_rows_and_tokens_of_a_step_have_room() -> None:
+    """All slots with all drafts beside a whole budget of prompts."""
+    limits = replace(LIMITS, num_drafts=3)
+    runner = runner_of(make_model(model_args()), limits)
+    assert limits.max_rows == LIMITS.num_slots * 4 == len(runner.state.buffers.sample_rows)
+    assert len(runner.state.buffers.token_ids) == LIMITS.max_tokens + 12 and runner.programs.out.shape == (3, 16)
+    assert replace(limits, num_slots=2000).max_rows == 2000 + 1024
+
+
+SYMBOLS, DRAWS = 7, 40_000
+
+
+def test_three_tokens_are_drawn_with_the_model_s_joint_probability() -> None:
+    """Of a chain with random transitions, by drafts that are often right: chi-square over all 343 triples."""
+    random = torch.Generator().manual_seed(5)
+    transitions = 0.9 * torch.randn(SYMBOLS, SYMBOLS, generator=random)
+    tables = Tables(block_tables=torch.ones(1, DRAWS + 1, 1, dtype=torch.int32), computed=torch.zeros(DRAWS + 1).long(),
+                    history=torch.zeros(DRAWS + 1, 8, dtype=torch.int32), block_size=8)
+    spec = [encode_row(SamplerSpec(seed=seed * 7919, num_prompt=1, temperature=1.0), 0) for seed in range(DRAWS)]
+    params, operations = torch.from_numpy(np.stack([*spec, spec[0]])), sampling.operations(0, 0, torch.device("cpu"))
+    upload, out = InPlaceUpload(DRAWS, DRAWS, torch.device("cpu")), torch.zeros(3, 3 * DRAWS, dtype=torch.int32)
+    for number in range(3):
+        left = (3 - tables.computed[:DRAWS]).numpy()  # tokens that are still wanted
+        slots = np.flatnonzero(left > 0).astype(np.int32)
+        counts = left[slots].astype(np.int32)
+        plan = StepPlan(step=number, slots=slots, num_decodes=len(slots), num_tokens=counts, num_rows=counts,
+                        outputs=np.full(len(slots), SAMPLE, np.uint8))
+        upload.send(plan, [])
+        total = int(counts.sum())
+        for ahead in (1, 2):  # drafts: often the likeliest token, else any
+            at = torch.from_numpy(slots[counts > ahead]).long()
+            place = tables.computed[at] + ahead
+            likely = transitions[tables.history[at, place - 1].long()].argmax(1)
+            guess = torch.where(torch.rand(len(at), generator=random) < 0.8, likely, torch.randint(
+                SYMBOLS, (len(at),), generator=random))
+            tables.history[at, place] = guess.int()
+        ints = {name: torch.zeros(total, dtype=torch.int64) for name in ("token_ids", "positions", "sample_rows",
+                                                                         "sample_slots", "sample_positions")}
+        buffers = StepBuffers(kv_slots=torch.zeros(1, total, dtype=torch.int64), drafts=torch.zeros(total).int(),
+                              seq_lens=torch.zeros(len(slots)).int(), **ints)
+        step_operations.build_inputs(upload.step, tables, buffers)
+        rows = Rows(buffers.sample_slots, buffers.sample_positions, params, tables.history, {})
+        operations.sample(transitions[buffers.token_ids], rows, Mode.UNFILTERED)
+        step_operations.finish_step(upload.step, tables, buffers, operations.tokens, operations.codes, out[:, :total])
+    assert (tables.computed[:DRAWS] == 3).all() and number == 2 and len(slots) < DRAWS
+    triples = tables.history[:DRAWS, 1:4].long() @ torch.tensor([SYMBOLS**2, SYMBOLS, 1])
+    p = transitions.double().softmax(1)
+    expected = DRAWS * (p[0][:, None, None] * p[:, :, None] * p[None]).flatten()
+    found = torch.bincount(triples, minlength=SYMBOLS**3)
+    common = expected >= 5
+    chi = float(((found - expected) ** 2 / expected)[common].sum())
+    rare = (float(found[~common].sum()), float(expected[~common].sum()))
+    freedom = int(common.sum())
+    assert freedom > 200 and chi < freedom + 4 * (2 * freedom) ** 0.5 and abs(rare[0] - rare[1]) < 4 * rare[1] ** 0.5
