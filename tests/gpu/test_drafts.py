@@ -1,0 +1,51 @@
+"""Speculative decoding on a GPU, in float32: every answer is that of plain decoding, from captured steps and others."""
+
+from typing import Any
+
+import pytest
+
+from quire import LLM, SamplingParams
+from quire.config.bundled import bundled_model
+
+from .test_engine import SURE, TEXTS, make
+
+NGRAM = {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 4}
+FIELDS: tuple[dict[str, Any], ...] = (
+    {"temperature": 0.0}, {"temperature": 0.7, "seed": 3}, {"temperature": 0.0, "repetition_penalty": 1.2},
+    {"temperature": 0.9, "seed": 5, "presence_penalty": 0.4, "min_p": 0.02, "n": 2},
+    {"temperature": 0.0, "bad_words": [" return"], "logit_bias": {5: 1.0}},
+    {"temperature": 0.0, "speculative_tokens": 1},
+)  # fmt: skip
+
+
+def answers(llm: LLM, drafts: bool = True) -> list[list[tuple[int, ...]]]:
+    """Return the tokens of every request, after a run in another order that has filled the prefix cache."""
+    texts = [*SURE, *TEXTS]
+    fields = [dict(FIELDS[i % len(FIELDS)]) for i in range(len(texts))]
+    for one in fields:
+        if not drafts:
+            one.pop("speculative_tokens", None)
+    params = [SamplingParams(max_tokens=48, ignore_eos=True, **one) for one in fields]
+    llm.generate(texts[::-1], params[::-1], use_tqdm=False)
+    outputs = llm.generate(texts, params, use_tqdm=False)
+    llm.engine.core.check()
+    return [[tuple(one.token_ids) for one in output.outputs] for output in outputs]
+
+
+@pytest.fixture(scope="module")
+def plain() -> list[list[tuple[int, ...]]]:
+    """The answers of plain decoding."""
+    with make(bundled_model()) as llm:
+        return answers(llm, drafts=False)
+
+
+@pytest.mark.parametrize("options", [
+    {"k": 3}, {"k": 1, "async_depth": 1}, {"k": 7, "enforce_eager": True}, {"k": "auto"},
+    {"k": 3, "max_num_seqs": 20}, {"k": 3, "max_num_batched_tokens": 32, "num_gpu_blocks_override": 10},
+], ids=str)  # fmt: skip
+def test_answers_are_those_of_plain_decoding(options: dict[str, Any], plain: list[list[tuple[int, ...]]]) -> None:
+    k = options.pop("k")
+    with make(bundled_model(), speculative_config=NGRAM | {"num_speculative_tokens": k}, **options) as llm:
+        assert answers(llm) == plain
+        runs, made, *accepted = llm.engine.core.scheduler.drafts.totals
+        assert 0 < sum(accepted) < made and runs > 20, "drafts that are right and wrong"

@@ -1,0 +1,55 @@
+"""Tiers of KV blocks below a GPU: copies between pinned memory, files and the device bring back what was there."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire import LLM, SamplingParams
+from quire.config.bundled import bundled_model
+from quire.contracts.step import Tier
+from quire.engine.replicas import flush
+
+from .test_engine import TEXTS, make
+
+SMALL = {"num_gpu_blocks_override": 14, "block_size": 16, "max_model_len": 192, "max_num_seqs": 3}
+HOST = {"kv_offload_gb": 0.02, "kv_offload_policy": "write_through"}
+PROMPTS = [f"{text}. " * 14 for text in TEXTS]
+PARAMS = [SamplingParams(max_tokens=12, temperature=t, seed=7, ignore_eos=True) for t in (0.0, 0.8, 0.0) * 3]
+
+
+def ask(llm: LLM, together: bool = False) -> tuple[list[list[int]], list[int]]:
+    """Return the tokens and the number of cached tokens of every prompt; each evicts blocks of others."""
+    pairs = [(PROMPTS, PARAMS)] if together else [([text], [one]) for text, one in zip(PROMPTS, PARAMS, strict=True)]
+    outputs = [output for pair in pairs for output in llm.generate(*pair, use_tqdm=False)]
+    llm.engine.core.check()
+    return [one.outputs[0].token_ids for one in outputs], [one.num_cached_tokens or 0 for one in outputs]
+
+
+@pytest.fixture(scope="module")
+def truth() -> list[list[int]]:
+    with make(bundled_model(), **SMALL) as llm:
+        return ask(llm)[0]
+
+
+@pytest.mark.parametrize("options", [
+    {}, {"async_depth": 1}, {"kv_offload_policy": "lazy"}, {"enforce_eager": True},
+    {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}},
+], ids=str)  # fmt: skip
+def test_tokens_are_those_without_tiers(truth: list[list[int]], options: dict[str, Any]) -> None:
+    with make(bundled_model(), **SMALL | HOST | options) as llm:
+        assert ask(llm)[0] == truth
+        tokens, cached = ask(llm)
+        assert tokens == truth and max(cached) >= 48, cached
+        assert ask(llm, together=True)[0] == truth
+        flush(llm.engine.core)
+        assert llm.engine.core.state().stats.tiers[Tier.HOST].num_loaded > 12
+
+
+def test_files_outlive_the_engine(truth: list[list[int]], tmp_path: Path) -> None:
+    options = SMALL | HOST | {"kv_offload_dir": str(tmp_path)}
+    with make(bundled_model(), **options) as llm:
+        assert ask(llm)[0] == truth
+    with make(bundled_model(), **options) as llm:
+        tokens, cached = ask(llm)
+        assert tokens == truth and max(cached) >= 48, cached
