@@ -94,6 +94,7 @@ def test_the_way_of_a_product(kernel: ModuleType, kind: str, texts: dict[int, st
 @pytest.mark.parametrize(("script", "kernels"), [
     ("compile_linear.py", {"hopper._few_kernel", "hopper._some_kernel", "_unpack_kernel"}),
     ("compile_scaled.py", {"hopper._some_kernel", "_quantize_kernel"}),
+    ("compile_dense.py", {"hopper._some_kernel"}),
 ])  # fmt: skip
 def test_products_compile_for_hopper(script: str, kernels: set[str]) -> None:
     """Every kernel of production, in a process whose kernels are not interpreted."""

@@ -1,6 +1,10 @@
-"""Linear layers on CUDA: cuBLAS for many rows; for few rows the kernels of gemv.py, which read the weight once.
+"""Linear layers on CUDA, by the number of rows; kernels for few rows read the weight once.
 
-A packed weight is the weight itself. The shapes alone decide which of the two runs. Without Triton cuBLAS always runs.
+1 and 2        gemv.py, with the norm in the product; up to 64 rows for the head
+3 to 64        some_hopper.py, where it can run and the weight is not small
+others         cuBLAS
+
+A packed weight is the weight itself. The shapes alone decide which of them runs. Without Triton cuBLAS always runs.
 """
 
 import torch
@@ -8,12 +12,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quire.kernels.activation.triton import silu_mul
-from quire.kernels.linear import gemv
+from quire.kernels.linear import gemv, some_hopper
 from quire.kernels.norm.triton import rms_norm
-from quire.kernels.triton_runtime import missing
+from quire.kernels.triton_runtime import missing, missing_hopper
 
 FEW_ROWS = 2  # up to so many rows gemv.py multiplies any weight
 HEAD = 65536  # from so many outputs on gemv.py multiplies up to MOST_ROWS rows
+LEAST = 1024  # outputs from which some_hopper.py has enough programs
 
 
 def few(rows: int, weight: Tensor) -> bool:
@@ -24,6 +29,13 @@ def few(rows: int, weight: Tensor) -> bool:
     if weight.dtype == torch.float32 or weight.shape[1] % 8 or not rows or weight.is_cuda and missing():
         return False
     return rows <= (gemv.MOST_ROWS if weight.shape[0] >= HEAD else FEW_ROWS)
+
+
+def some(rows: int, weight: Tensor) -> bool:
+    """Return True if some_hopper.py, not cuBLAS, multiplies x of `rows` rows, too many for gemv.py, with `weight`."""
+    if weight.dtype == torch.float32 or weight.shape[1] % 8 or weight.shape[0] < LEAST:
+        return False
+    return 0 < rows <= some_hopper.MOST_ROWS and weight.is_cuda and not missing_hopper()
 
 
 def pack(weight: Tensor) -> Tensor:
@@ -38,7 +50,12 @@ pack_gated = pack
 
 def run(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
     """Return x @ weight.T + bias. See `quire.kernels.linear`."""
-    return gemv.product(x, packed, bias) if few(x.shape[0], packed) else F.linear(x, packed, bias)
+    rows = x.shape[0]
+    if few(rows, packed):
+        return gemv.product(x, packed, bias)
+    if some(rows, packed):
+        return some_hopper.product(x, packed, bias, x.new_empty(rows, packed.shape[0]))
+    return F.linear(x, packed, bias)
 
 
 def run_float(x: Tensor, packed: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
@@ -47,6 +64,8 @@ def run_float(x: Tensor, packed: Tensor, bias: Tensor | None, out: Tensor | None
         out = x.new_empty(x.shape[0], packed.shape[0], dtype=torch.float32)
     if few(x.shape[0], packed):
         return gemv.product(x, packed, bias, out=out)
+    if some(x.shape[0], packed) and out.is_contiguous():
+        return some_hopper.product(x, packed, bias, out)
     if x.is_cuda and x.dtype != torch.float32:
         torch.mm(x, packed.t(), out_dtype=torch.float32, out=out)
     else:
@@ -58,6 +77,8 @@ def run_add(x: Tensor, packed: Tensor, bias: Tensor | None, residual: Tensor) ->
     """Return residual + x @ weight.T + bias, which overwrites `residual`. See `quire.kernels.linear`."""
     if few(x.shape[0], packed) and residual.is_contiguous():
         return gemv.product(x, packed, bias, residual=residual, out=residual)
+    if some(x.shape[0], packed) and residual.is_contiguous():
+        return some_hopper.product(x, packed, bias, residual, residual=residual)
     if bias is not None:
         residual += bias
     return residual.addmm_(x, packed.t())
@@ -67,6 +88,8 @@ def run_gated(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
     """Return silu(gate) * up, where (gate, up) = x @ weight.T + bias. See `quire.kernels.linear`."""
     if few(x.shape[0], packed):
         return gemv.product(x, packed, bias, gated=True)
+    if some(rows := x.shape[0], packed):
+        return some_hopper.product(x, packed, bias, x.new_empty(rows, packed.shape[0] >> 1), gated=True)
     return silu_mul(F.linear(x, packed, bias))
 
 
@@ -74,14 +97,14 @@ def run_norm(x: Tensor, weight: Tensor, eps: float, packed: Tensor, bias: Tensor
     """Apply an RMS norm with `weight` and `eps` to x; return `run` of the result. See `quire.kernels.linear`."""
     if few(x.shape[0], packed):
         return gemv.product(x, packed, bias, norm=weight, eps=eps)
-    return F.linear(rms_norm(x, weight, eps), packed, bias)
+    return run(rms_norm(x, weight, eps), packed, bias)
 
 
 def run_norm_gated(x: Tensor, weight: Tensor, eps: float, packed: Tensor, bias: Tensor | None) -> Tensor:
     """Apply an RMS norm with `weight` and `eps` to x; return `run_gated` of the result. See `quire.kernels.linear`."""
     if few(x.shape[0], packed):
         return gemv.product(x, packed, bias, norm=weight, eps=eps, gated=True)
-    return silu_mul(F.linear(rms_norm(x, weight, eps), packed, bias))
+    return run_gated(rms_norm(x, weight, eps), packed, bias)
 
 
 def rows(packed: Tensor, ids: Tensor) -> Tensor:
