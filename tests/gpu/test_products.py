@@ -20,9 +20,9 @@ def operands(rows: int, n: int, k: int, dtype: torch.dtype) -> tuple[Tensor, Ten
     return x.to(dtype), (weight * k**-0.5).to(dtype), bias.to(dtype)
 
 
-def near(found: Tensor, truth: Tensor) -> None:
-    """Check every element, none of which may be unwritten."""
-    bound = {torch.bfloat16: 2**-7, torch.float16: 2**-10, torch.float32: 2**-12}[found.dtype]
+def near(found: Tensor, truth: Tensor, roundings: int = 1) -> None:
+    """Check every element, none of which may be unwritten. roundings: to the type of `found`."""
+    bound = roundings * {torch.bfloat16: 2**-7, torch.float16: 2**-10, torch.float32: 2**-12}[found.dtype]
     assert ((found.double() - truth).abs() <= bound * truth.abs() + bound * 0.05 * truth.abs().max()).all()
 
 
@@ -46,7 +46,7 @@ def test_products(rows: int, n: int, k: int, dtype: torch.dtype) -> None:
         near(some_hopper.product(x, weight, bias, y, gated=True), torch.nn.functional.silu(gate) * up)
 
 
-@pytest.mark.parametrize("rows", [3, 64])
+@pytest.mark.parametrize("rows", [1, 2, 64])
 def test_all_operations_use_it(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     x, weight, bias = operands(rows, 2048, 512, torch.bfloat16)
     packed, residual, scale = cuda.pack(weight), torch.randn(rows, 2048, device="cuda").bfloat16(), torch.rand(512)
@@ -60,7 +60,7 @@ def test_all_operations_use_it(rows: int, monkeypatch: pytest.MonkeyPatch) -> No
     calls, product = [], some_hopper.product
     monkeypatch.setattr(some_hopper, "product", lambda *given, **more: calls.append(1) or product(*given, **more))
     ours = all_of_them()
-    assert len(calls) == 6
+    assert len(calls) == (6 if rows > 1 else 1)
     monkeypatch.setattr(cuda, "some", lambda rows, weight: False)
     for one, other in zip(ours, all_of_them(), strict=True):
-        near(one, other.double())
+        near(one, other.double(), 4)  # cuBLAS rounds gate and up before their product
