@@ -254,8 +254,12 @@ class KVStore:
     # --- inside -------------------------------------------------------------------------------------------------
 
     def _holder(self, key: bytes) -> Tier | None:
-        """Return the nearest tier below the host tier that holds a block; None when none does."""
-        return next((one.tier for one in self._below if one.has(key)), None)
+        """Return the nearest tier below the host tier that holds a block; None when none does.
+
+        A block that is being written does not count: the host tier has it, or it was forgotten meanwhile.
+        """
+        return next((one.tier for one in self._below
+                     if self._jobs.find((Tier.HOST, one.tier), key) is None and one.has(key)), None)  # fmt: skip
 
     def _on_its_way(self, key: bytes) -> tuple[Tier, int] | None:
         """Return the source and the job that brings a block nearer to the device; None when no job does."""
