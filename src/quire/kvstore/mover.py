@@ -54,7 +54,7 @@ class BlockMover:
                               f"({error}): lower it.") from error  # fmt: skip
         on_gpu = arena.pages.device.type == "cuda"
         if on_gpu:
-            pin(self.host)
+            pin(self.host, arena.pages.device)
         self._pages = (copies or (StreamCopies if on_gpu else InlineCopies))(arena.pages, self.host)
         self._threads = {way: ThreadPoolExecutor(1, f"quire-kv-{way}") for way in ("read", "write")} if files else {}
         self._running: list[_Running] = []
