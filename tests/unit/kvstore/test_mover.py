@@ -102,6 +102,17 @@ def test_streams_wait_for_the_steps_before_and_steps_for_none(monkeypatch: pytes
     assert host[2].tolist() == [4, 5, 6, 7] == device[0].tolist() and not stored() and not loaded() and len(events) == 2
 
 
+def test_a_fault_of_a_file_thread_fails_the_job_and_nothing_else(tmp_path: Path,
+                                                                 caplog: pytest.LogCaptureFixture) -> None:  # fmt: skip
+    device = arena()
+    files = BlockFiles(tmp_path, bytes(32), "rank", page_bytes=device.page_bytes, most_bytes=1 << 20)
+    files.read = lambda key, page: 1 // 0  # type: ignore[method-assign]
+    mover = BlockMover(device, 5, files)
+    mover.begin([job(0, Tier.DISK, Tier.HOST, [], [1, 2])])
+    report = ended(mover)
+    assert report.failed == (0, 1) and report.num_bytes == 0 and "ZeroDivisionError" in caplog.text
+
+
 class Driver:
     """The calls of CUDA that lock host memory; `most` bytes can be locked."""
 
