@@ -7,6 +7,7 @@ The host arena has the layout of the device's arena: a page is one copy, in ever
 that launches steps; another one may ask for their ends. Knows nothing of requests, pools and leases (`kv/`).
 """
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -23,6 +24,7 @@ from quire.kvstore.arena import KVArena
 from quire.kvstore.files import BlockFiles
 from quire.kvstore.page_copies import InlineCopies, PageCopies, StreamCopies, pin
 
+LOG = logging.getLogger("quire")
 MOMENT_SECONDS = 0.005  # a step without tokens waits at most this long for a job
 TICK_SECONDS = 0.0002
 
@@ -54,7 +56,7 @@ class BlockMover:
                               f"({error}): lower it.") from error  # fmt: skip
         on_gpu = arena.pages.device.type == "cuda"
         if on_gpu:
-            pin(self.host)
+            pin(self.host, arena.pages.device)
         self._pages = (copies or (StreamCopies if on_gpu else InlineCopies))(arena.pages, self.host)
         self._threads = {way: ThreadPoolExecutor(1, f"quire-kv-{way}") for way in ("read", "write")} if files else {}
         self._running: list[_Running] = []
@@ -80,7 +82,7 @@ class BlockMover:
             assert self._files is not None, "there is no disk tier"
             reads = job.source == Tier.DISK
             work = partial(self._move_files, job, self._files.read if reads else self._files.write)
-            return partial(_of_thread, self._threads["read" if reads else "write"].submit(work))
+            return partial(_of_thread, self._threads["read" if reads else "write"].submit(work), len(job.keys))
         ended = self._pages.copy(job.sources.tolist(), job.targets.tolist(), to_host=job.target == Tier.HOST)
         return lambda: () if ended() else None
 
@@ -102,5 +104,11 @@ class BlockMover:
         )  # fmt: skip
 
 
-def _of_thread(future: "Future[tuple[int, ...]]") -> tuple[int, ...] | None:
-    return future.result() if future.done() else None
+def _of_thread(future: "Future[tuple[int, ...]]", count: int) -> tuple[int, ...] | None:
+    """Return the outcome of a job of `count` blocks that a thread runs. After a fault of the thread all have failed."""
+    if not future.done():
+        return None
+    if (fault := future.exception()) is not None:
+        LOG.error("a copy of KV blocks from or to a disk failed", exc_info=fault)
+        return tuple(range(count))
+    return future.result()
