@@ -18,9 +18,12 @@ os.environ.setdefault("TRITON_INTERPRET", "1")
 import pytest
 import torch
 
+from quire.contracts.scheme import GROUP, Wire
 from quire.kernels import triton_runtime
 from quire.kernels.experts import scaled as experts
 from quire.kernels.linear import scaled, scaled_few, weight_only, weight_only_hopper
+from quire.kernels.quantize import ref
+from quire.kernels.quantize import triton as quantize_triton
 from quire.kernels.quantize.triton import quantize
 
 from ..support.quantized_cases import (
@@ -115,6 +118,19 @@ def test_activations_are_quantized_by_the_rule(kind: str) -> None:
     lost_carry = (ours * 2 - exact).abs() <= 1e-6 * exact.abs()
     assert (next_code | lost_carry if "fp8" in kind else ours == exact).all()
     assert (ours == exact).double().mean() > 0.9 and (ours[1] == 0).all()
+
+
+@pytest.mark.parametrize("wire", [Wire("e4m3", GROUP), Wire("e4m3", GROUP, True), Wire("e4m3"), Wire("int8")], ids=str)
+@pytest.mark.filterwarnings("ignore:invalid value", "ignore:overflow")
+def test_a_number_that_is_none_makes_none_of_all_that_share_its_scale(wire: Wire) -> None:
+    """As in the reference; other rows and groups are as if nothing had been there."""
+    x = torch.randn(5, 384).half()
+    x[1, 5], x[2, 200], x[3, 383] = torch.nan, torch.inf, -torch.inf
+    ours, exact, without = (of.quantize_rows(given, wire).float() for of, given in (
+        (quantize_triton, x), (ref, x), (quantize_triton, x.nan_to_num(0, 0, 0))))  # fmt: skip
+    assert torch.equal(quantize_triton.quantize_rows(x, wire).scales.isnan(), ref.quantize_rows(x, wire).scales.isnan())
+    assert torch.equal(ours.isfinite(), exact.isfinite()) and not exact.isfinite().all(1)[1:4].any()
+    assert torch.equal(ours[exact.isfinite()], without[exact.isfinite()])
 
 
 def test_normed_rows_are_rounded_before_they_are_quantized() -> None:

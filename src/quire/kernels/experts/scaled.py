@@ -20,7 +20,16 @@ from quire.kernels.experts.triton import _find_tile, _place, _sort, _sum_kernel
 from quire.kernels.linear.gemv import bucket
 from quire.kernels.linear.scaled import RULES
 from quire.kernels.quantize.rows import QuantizedRows
-from quire.kernels.quantize.triton import FIXED, GROUP, quantize, quantized, scale_of, sums_of_16, to_eight_bits
+from quire.kernels.quantize.triton import (
+    FIXED,
+    GROUP,
+    magnitude,
+    quantize,
+    quantized,
+    scale_of,
+    sums_of_16,
+    to_eight_bits,
+)
 from quire.kernels.quantize.triton import quantize_rows as quantize_rows
 from quire.kernels.triton_runtime import INTERPRETED, jit, tl
 from quire.quantization.pack.matrix import QuantizedMatrix
@@ -448,7 +457,7 @@ def _product_kernel(
     if y_scales is not None:
         acc = acc.to(tl.bfloat16).to(tl.float32)
         parts = tl.reshape(tl.trans(acc), [ROWS, BLOCK_N // 128, 128])
-        own = scale_of(tl.max(tl.abs(parts), 2), MOST, POWERS)
+        own = scale_of(tl.max(magnitude(parts), 2), MOST, POWERS)
         group = tile * (BLOCK_N // 128) + tl.arange(0, BLOCK_N // 128)
         tl.store(y_scales + group[None, :] * stride_y + (first + row)[:, None], own, mask=inside[:, None])
         narrow = tl.reshape(to_eight_bits(parts, own[:, :, None], MOST), [ROWS, BLOCK_N])
