@@ -6,6 +6,7 @@ Floor: x read once, 1 byte per number and the scales written once. 8192 x 4096 i
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from quire.contracts.scheme import GROUP, Wire
@@ -55,8 +56,9 @@ def quantize(
 def quantize_rows(x: Tensor, wire: Wire) -> QuantizedRows:
     """Quantize x [T, K] to the form of a wire. See `quire.kernels.quantize`."""
     dtype = torch.int8 if wire.values == "int8" else torch.float8_e4m3fn
-    q, scales = quantize(x, wire.group or TOKEN, dtype, powers=wire.powers)
-    return QuantizedRows(q[: len(x)], scales[:, : len(x)].t(), x.dtype)
+    given = F.pad(x, (0, -x.shape[1] % GROUP)) if x.shape[1] % GROUP else x
+    q, scales = quantize(given, wire.group or TOKEN, dtype, powers=wire.powers)
+    return QuantizedRows(q[: len(x), : x.shape[1]].contiguous(), scales[:, : len(x)].t(), x.dtype)
 
 
 @jit
