@@ -1,6 +1,7 @@
 """Experts that move between the processes of ranks while requests are served: tokens are those of one rank."""
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from quire import LLM
 from quire.engine import balancer
 from quire.engine.replicas import Replicas
 
+from ..e2e.serving import running_server
 from ..support.many_ranks import SIZES, Fault, Left
 from .test_answers import ask, checkpoint, compare, engine, requests
 
@@ -71,3 +73,16 @@ def test_a_mover_of_a_rank_that_is_frozen_leaves_the_old_map_in_use(
                 break
     assert moment.exists() and caplog.text.count("no expert weights have moved for") == 1
     assert balancer_of(ranks).moving and balancer_of(ranks)._switched == 0
+
+
+def test_a_server_tells_the_balancedness(left: Left, checkpoint: Callable[[str], Path]) -> None:
+    """The core's process logs it, and its notes come to the server's stderr."""
+    folder = checkpoint("qwen3_moe")
+    settings = json.dumps(balanced(folder)["eplb_config"] | {"log_balancedness": True})
+    flags = ("-dp", "2", "-ep", "--enable-eplb", "--eplb-config", settings, "--skip-tokenizer-init", "--device", "cpu",
+             "--dtype", "float32", "--num-threads", "1", "--kv-cache-memory-bytes", "4M")  # fmt: skip
+    with running_server(str(folder), *flags, **left.variables) as server:
+        assert server.ask("/v1/completions", {"prompt": [1, 2, 3], "max_tokens": 24, "ignore_eos": True}).status == 200
+        line = r"^quire core: balancedness of experts over the last steps: ([01]\.\d{3})$"
+        found = re.findall(line, server.stderr, re.MULTILINE)
+        assert found and all(0 < float(number) <= 1 for number in found), server.stderr

@@ -130,6 +130,19 @@ def test_a_killed_process_loses_its_clients_and_no_other() -> None:
         assert server.ask("/health").status == 200
 
 
+def test_a_stopped_process_is_told_and_so_is_that_it_goes_on() -> None:
+    """The others serve, so the server is healthy."""
+    with serving() as (server, fronts, core):
+        os.kill(fronts[1], signal.SIGSTOP)
+        words = f"HTTP process 1 of 3 (pid {fronts[1]})"
+        wait_until(lambda: f"{words} is stopped (SIGSTOP, or a debugger)" in server.stderr, server.stderr)
+        assert f"(kill -CONT {fronts[1]})" in server.stderr
+        assert server.ask("/health").status == 200 and server.complete(max_tokens=4).status == 200
+        os.kill(fronts[1], signal.SIGCONT)
+        wait_until(lambda: f"{words} goes on." in server.stderr, server.stderr)
+        assert server.stderr.count("is stopped") == 1
+
+
 @pytest.mark.parametrize("to_all", [False, True])
 def test_sigterm_lets_the_requests_of_all_processes_finish(to_all: bool) -> None:
     """Also when it comes to every process, as from a service manager."""

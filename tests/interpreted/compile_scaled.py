@@ -17,7 +17,11 @@ INTEGERS = Scheme(values="int8", block=(1, 0), inputs="tensor")
 
 
 def check(made: Made) -> None:
-    """Products run on tensor cores in the type of their operands; the copy engine reads all operands."""
+    """Products run on tensor cores in the type of their operands; the copy engine reads all operands.
+
+    Maxima and bounds of numbers do not leave NaN out.
+    """
+    assert not re.search(r"(min|max)\.(ftz\.)?f32", made.ptx) or made.name == "hopper._some_kernel", made
     if made.name == "hopper._some_kernel":
         kind = "s8.s8" if "i8" in made.signature["weight"] else "e4m3.e4m3"
         products = re.findall(r"wgmma\.mma_async\S+m64n(\d+)k32\.(?:f32|s32)\.(\S+) ", made.ptx)

@@ -5,22 +5,29 @@ rounds up to the next power of two in e4m3, which becomes half as large, and it 
 tests/gpu/test_quantized.py demands equality.
 """
 
+import math
 import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import pytest
 import torch
 
+from quire.contracts.scheme import GROUP, Wire
 from quire.kernels import triton_runtime
 from quire.kernels.experts import scaled as experts
 from quire.kernels.linear import scaled, scaled_few, weight_only, weight_only_hopper
+from quire.kernels.quantize import ref
+from quire.kernels.quantize import triton as quantize_triton
 from quire.kernels.quantize.triton import quantize
 
 from ..support.quantized_cases import (
@@ -40,6 +47,7 @@ if not triton_runtime.INTERPRETED:
     pytest.skip("needs Triton's interpreter", allow_module_level=True)
 
 CPU = torch.device("cpu")
+GUARD = 1 << 16  # bytes
 
 
 @pytest.fixture(autouse=True)
@@ -118,6 +126,19 @@ def test_activations_are_quantized_by_the_rule(kind: str) -> None:
     assert (ours == exact).double().mean() > 0.9 and (ours[1] == 0).all()
 
 
+@pytest.mark.parametrize("wire", [Wire("e4m3", GROUP), Wire("e4m3", GROUP, True), Wire("e4m3"), Wire("int8")], ids=str)
+@pytest.mark.filterwarnings("ignore:invalid value", "ignore:overflow")
+def test_a_number_that_is_none_makes_none_of_all_that_share_its_scale(wire: Wire) -> None:
+    """As in the reference; other rows and groups are as if nothing had been there."""
+    x = torch.randn(5, 384).half()
+    x[1, 5], x[2, 200], x[3, 383] = torch.nan, torch.inf, -torch.inf
+    ours, exact, without = (of.quantize_rows(given, wire).float() for of, given in (
+        (quantize_triton, x), (ref, x), (quantize_triton, x.nan_to_num(0, 0, 0))))  # fmt: skip
+    assert torch.equal(quantize_triton.quantize_rows(x, wire).scales.isnan(), ref.quantize_rows(x, wire).scales.isnan())
+    assert torch.equal(ours.isfinite(), exact.isfinite()) and not exact.isfinite().all(1)[1:4].any()
+    assert torch.equal(ours[exact.isfinite()], without[exact.isfinite()])
+
+
 def test_normed_rows_are_rounded_before_they_are_quantized() -> None:
     """The quantized rows are those of the norm's own result in 16 bits."""
     x, weight = torch.randn(3, 256).half(), torch.rand(256).half()
@@ -133,11 +154,40 @@ def test_experts_of_eight_bits(kind: str, tokens: int) -> None:
     compare_experts(SCALED[kind], tokens, 4, 2, 256, 128, torch.float16, CPU, 2e-2, residual=tokens == 2)
 
 
+@pytest.fixture
+def guarded(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Behind each tensor that the experts allocate lie 64 KiB, which no kernel may write."""
+    made = list[torch.Tensor]()
+
+    def allocate(value: int, *size: Any, dtype: torch.dtype = torch.float32, device: Any = None) -> torch.Tensor:
+        shape = tuple(size[0]) if isinstance(size[0], tuple | torch.Size) else size
+        room = torch.full((math.prod(shape) * dtype.itemsize + GUARD,), 0x5A, dtype=torch.uint8)
+        made.append(room[-GUARD:])
+        return room[:-GUARD].fill_(value).view(dtype).view(shape)
+
+    monkeypatch.setattr(torch, "empty", partial(allocate, 0x5A))
+    monkeypatch.setattr(torch, "zeros", partial(allocate, 0))
+    yield
+    assert made and all(bool((room == 0x5A).all()) for room in made), "a kernel wrote behind a tensor"
+
+
+@pytest.mark.usefixtures("guarded")
+@pytest.mark.parametrize(("hidden", "inner"), [(256, 72), (200, 200)])
 @pytest.mark.parametrize("tokens", [1, 9])
+@pytest.mark.parametrize("kind", ["fp8 block", "fp8 block of one row", "fp8 channel token", "int8 tensor"])
+def test_experts_whose_sizes_are_no_multiples_of_128(kind: str, tokens: int, hidden: int, inner: int) -> None:
+    """No column is lost, and nothing is written behind a buffer. A block has no rows of gate and up."""
+    inner = 128 if kind == "fp8 block" else inner
+    compare_experts(SCALED[kind], tokens, 4, 2, hidden, inner, torch.float16, CPU, 2e-2, residual=tokens == 9)
+
+
+@pytest.mark.parametrize(("tokens", "hidden"), [(1, 256), (9, 200)])
 @pytest.mark.parametrize("kind", [kind for kind, scheme in SCALED.items() if scheme.wire.values])
-def test_experts_take_rows_that_were_quantized_before(kind: str, tokens: int) -> None:
+def test_experts_take_rows_that_were_quantized_before(
+    kind: str, tokens: int, hidden: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The bits of rows that the experts quantize, with scales in either order."""
-    scheme, (count, top_k, hidden, inner) = SCALED[kind], (3, 2, 256, 128)
+    scheme, (count, top_k, inner) = SCALED[kind], (3, 2, 128)
     pairs = [(make_matrix(scheme, 2 * inner, hidden, CPU), make_matrix(scheme, hidden, inner, CPU))
              for _ in range(count)]  # fmt: skip
     packed = experts.empty(count, *pairs[0], CPU)
@@ -146,8 +196,8 @@ def test_experts_take_rows_that_were_quantized_before(kind: str, tokens: int) ->
     x, residual = torch.randn(tokens, hidden).half(), torch.randn(tokens, hidden).half()
     ids = torch.stack([torch.randperm(count + 1)[:top_k] for _ in range(tokens)]).int()
     given = torch.rand(tokens, top_k), ids, packed, torch.tensor([2, -1, 0, 1], dtype=torch.int32)
-    expected = residual.clone()
-    experts.many(x, *given, expected, expected)
+    monkeypatch.setattr(experts, "MOST_FEW", 0)
+    expected = experts.run(x, *given, residual.clone())
     rows = experts.quantize_rows(x, scheme.wire)
     assert (len(rows), rows.shape, rows.dtype) == (tokens, x.shape, x.dtype)
     for scales in (rows.scales, rows.scales.contiguous()):

@@ -136,7 +136,7 @@ class ComparedRunners:
     def facts(self) -> ExecutorFacts:
         return self._facts
 
-    def shutdown(self) -> None: ...
+    def shutdown(self, *, wait: bool = True) -> None: ...
 
 
 KINDS: tuple[dict[str, Any], ...] = (

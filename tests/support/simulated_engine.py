@@ -85,7 +85,7 @@ class SimulatedExecutor:
     def facts(self) -> ExecutorFacts:
         return self._facts
 
-    def shutdown(self) -> None:
+    def shutdown(self, *, wait: bool = True) -> None:
         for pool in self._threads:
             pool.shutdown()
 

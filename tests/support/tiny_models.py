@@ -317,7 +317,7 @@ class Recorder:
         self.num_computed += result.num_computed
         return result
 
-    def shutdown(self) -> None:
+    def shutdown(self, *, wait: bool = True) -> None:
         self._inner.shutdown()
 
 

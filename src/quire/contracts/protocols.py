@@ -7,6 +7,10 @@ import msgspec
 
 from quire.contracts.step import I32, StepPlan, StepResult
 
+# Waits for the value of an operation, at most so many seconds (None: for ever). Raises `TimeoutError` with the names of
+# the processes that have not answered.
+Wait = Callable[[float | None], object]
+
 
 class ExecutorFacts(msgspec.Struct, frozen=True, kw_only=True):
     """Capabilities of an executor, fixed for its life.
@@ -67,7 +71,7 @@ class Executor(Protocol):
         Raises `ConfigError` for a name that the executor does not know.
         """
 
-    def ask(self, name: str, args: dict[str, Any]) -> Callable[[], object]:
+    def ask(self, name: str, args: dict[str, Any]) -> Wait:
         """Start a named operation. Return a function that waits for its value, or runs it; see `control`."""
 
     def check_alive(self) -> None:
@@ -76,5 +80,5 @@ class Executor(Protocol):
     def facts(self) -> ExecutorFacts:
         """Return the capabilities of this executor."""
 
-    def shutdown(self) -> None:
-        """Free all resources; idempotent."""
+    def shutdown(self, *, wait: bool = True) -> None:
+        """Free all resources; idempotent. wait  False: other processes are told to end, and may end later."""

@@ -92,11 +92,12 @@ class EngineCore:
         """True after a step raised. The engine cannot run another step."""
         return self._torn
 
-    def add(self, new: NewRequest, *, places: int = 1) -> None:
+    def add(self, new: NewRequest, *, places: int = 1, beside: int = 0) -> None:
         """Accept a request. Raises a `RequestError` with the reason when the engine refuses it; nothing is kept then.
 
         places   number of completions that must fit into queue and free slots now: this one and, with n > 1, its
                  later siblings, which are then never refused. 0: accept the request even when the queue is full
+        beside   number of requests that wait elsewhere and count against the limit of this queue
         """
         num_prompt = len(new.token_ids) // 4
         end = num_prompt + new.max_tokens
@@ -115,7 +116,7 @@ class EngineCore:
             )
         assert new.handle not in self._requests, f"handle {new.handle} is live"
         parent = self._requests.get(new.parent) if new.parent is not None else None
-        request = self._roster.add(new, self._tags(new), parent, places)
+        request = self._roster.add(new, self._tags(new), parent, places, beside)
         try:
             if new.grammar is not None:
                 self._grammars.start(new, bounded=places > 0)
@@ -255,11 +256,11 @@ class EngineCore:
             self._store.reset()
         return len(self.scheduler.table) == 0
 
-    def shutdown(self) -> None:
-        """Drop the steps in flight and stop the executor."""
+    def shutdown(self, *, wait: bool = True) -> None:
+        """Drop the steps in flight and stop the executor. wait: see `Executor.shutdown`."""
         self.in_flight.clear()
         self._grammars.close()
-        self.executor.shutdown()
+        self.executor.shutdown(wait=wait)
 
     def check(self) -> None:
         """Assert every invariant of the bookkeeping; when idle, also that no block is held."""

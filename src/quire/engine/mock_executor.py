@@ -9,15 +9,14 @@ import itertools
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 import numpy as np
 
 from quire.contracts.errors import ConfigError
-from quire.contracts.protocols import ExecutorFacts
+from quire.contracts.protocols import ExecutorFacts, Wait
 from quire.contracts.step import (
     F32,
     I32,
@@ -199,11 +198,11 @@ class MockExecutor:
         """Refuse every name: the mock has no operations."""
         raise ConfigError(f"unknown control {name!r}.")
 
-    def ask(self, name: str, args: dict[str, Any]) -> Callable[[], object]:
+    def ask(self, name: str, args: dict[str, Any]) -> Wait:
         """Return a function that runs an operation. See `Executor.ask`."""
-        return partial(self.control, name, args)
+        return lambda seconds: self.control(name, args)
 
-    def shutdown(self) -> None:
+    def shutdown(self, *, wait: bool = True) -> None:
         """Record the shutdown for tests; there is nothing to free."""
         self.closed = True
 

@@ -38,7 +38,8 @@ class WaitingQueue:
     def check_room(self, places: int, num_blocked: int, num_free: int) -> None:
         """Raise `QueueFull` when `places` new requests exceed max_waiting and the free slots together.
 
-        num_blocked   requests in `RequestState.BLOCKED`; they wait outside of this queue and count against max_waiting
+        num_blocked   requests that wait outside of this queue and count against max_waiting: those in
+                      `RequestState.BLOCKED`, and those of other replicas
         num_free      free slots; each takes one request
         Raises `InvalidParameter` when `places` exceeds max_waiting and all slots: trying again cannot help.
         """

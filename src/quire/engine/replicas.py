@@ -18,7 +18,7 @@ import numpy as np
 
 from quire.contracts.errors import EngineDead, QueueFull, UserError
 from quire.contracts.output import NO_TOKENS, Finish, StepOutputs, StepStats, TierStats
-from quire.contracts.protocols import ExecutorFacts
+from quire.contracts.protocols import ExecutorFacts, Wait
 from quire.contracts.request import FinishReason, NewRequest
 from quire.contracts.step import StepSync, Tier
 from quire.engine.balancer import Balancer, Control
@@ -27,6 +27,7 @@ from quire.engine.core import EngineCore
 LOG = logging.getLogger("quire")
 FLUSH_SECONDS = 10.0  # for copies to a disk, when an engine is closed
 WAIT_SECONDS = 0.005  # for a result of independent replicas that compute; then new requests are looked for
+LIMITS = {"describe": 1.0}  # operation -> seconds for independent replicas to answer; one that hangs must not stop all
 FULL = 0.5  # share of the KV cache in use, above which a replica's waiting requests count more
 WEIGHT = 6.0  # of a waiting request when the cache is full: it may wait for long
 TOTALS = ("num_preempted", "prefix_queries", "prefix_hits")  # statistics since the start, as `drafts`
@@ -95,9 +96,11 @@ class Replicas:
         self.check_alive()
         parent = self._homes.get(new.parent) if new.parent is not None else None
         refusal: QueueFull | None = None
+        excess = {core: _excess(core) for core in self._turns}
         for core in [parent] if parent is not None else sorted(self._turns, key=load):
+            beside = max(0, sum(excess.values()) - excess[core])  # max_waiting is the limit of all replicas together
             try:
-                core.add(new, places=places)
+                core.add(new, places=places, beside=beside)
             except QueueFull as error:
                 refusal = refusal or error
                 continue
@@ -134,11 +137,12 @@ class Replicas:
         return all([core.reset_prefix_cache() for core in self._turns])
 
     def shutdown(self) -> None:
-        """Drop the steps in flight and stop the executors."""
+        """Drop the steps in flight and stop the executors: all are told before any is waited for."""
         if self._balancer is not None:
             self._balancer.close()
-        for core in self.cores:
-            core.shutdown()
+        for wait in (False, True):
+            for core in self.cores:
+                core.shutdown(wait=wait)
 
     def check_alive(self) -> None:
         """See `ReplicaExecutors.check_alive`."""
@@ -146,36 +150,50 @@ class Replicas:
             with self._guarded(core):
                 core.executor.check_alive()
 
-    def settle(self) -> None:
-        """Send the masks that steps of independent replicas wait for, so that every submitted step is complete."""
-        for core in self.live:
-            with self._guarded(core):
-                if core.needs_masks:
-                    self._send_masks(core, self._early)
-
     def control(self, name: str, args: dict[str, Any]) -> list[object]:
         """Run an operation on every rank of every replica; return their values. All are asked before any is waited for.
 
-        An independent replica that dies meanwhile is left out. Raises the first `UserError` of a replica.
+        An independent replica that dies meanwhile is left out. One that exceeds the limit of `LIMITS` for the operation
+        is told in words instead of its values. Raises the first `UserError` of a replica.
         """
         self.check_alive()
-        self.settle()
-        asked: list[tuple[EngineCore, Callable[[], object]]] = []
+        limit = None if self.lockstep else LIMITS.get(name)
+        until = None if limit is None else time.monotonic() + limit
+        asked: list[tuple[EngineCore, Wait]] = []
         values, refusals = list[object](), list[UserError]()
         for core in self.live:
             with self._guarded(core):
-                asked.append((core, core.executor.ask(name, args)))
+                settled = self._settle(core, until)
+                asked.append((core, core.executor.ask(name, args) if settled else _nobody))
         for core, wait in asked:
             with self._guarded(core):
                 try:
-                    value = wait()
+                    value = wait(None if until is None else max(0.0, until - time.monotonic()))
                 except UserError as refusal:
                     refusals.append(refusal)
                     continue
+                except TimeoutError as silent:
+                    names = f" ({silent})" * bool(str(silent))
+                    value = {"silent": f"replica {self.cores.index(core)}{names} has not answered in {limit:g} s: it "
+                                       "computes a long step, or hangs."}  # fmt: skip
                 values += value if isinstance(value, list) else [value]
         if refusals:
             raise refusals[0]
         return values
+
+    def _settle(self, core: EngineCore, until: float | None) -> bool:
+        """Send the masks that a step of an independent replica waits for, so that every submitted step is complete.
+
+        until   time until which the step before may run (None: for ever). Returns False when it runs on
+        """
+        if not core.needs_masks:
+            return True
+        while until is not None and len(core.in_flight) > 1 and not core.executor.ready():
+            if time.monotonic() >= until:
+                return False
+            time.sleep(WAIT_SECONDS)
+        self._send_masks(core, self._early)
+        return True
 
     @contextmanager
     def _guarded(self, core: EngineCore) -> Iterator[None]:
@@ -268,7 +286,7 @@ class Replicas:
                                message=f"replica {number} stopped: {words} Send the request again: other replicas run.")
                         for handle in core.handles]
         self._homes = {handle: home for handle, home in self._homes.items() if home is not core}
-        core.shutdown()
+        core.shutdown(wait=False)  # the others go on
 
     def _merged(self, every: Sequence[Advance]) -> StepOutputs:
         """Return the outputs of several replicas, and the requests that ended beside them, as those of one step."""
@@ -328,6 +346,17 @@ def _summed(parts: Iterable[dict[Tier, TierStats]]) -> dict[Tier, TierStats]:
         found[tier] = TierStats(**{name: getattr(known, name) + getattr(stats, name)
                                    for name in TierStats.__struct_fields__})  # fmt: skip
     return found
+
+
+def _excess(core: EngineCore) -> int:
+    """Return the number of a replica's waiting requests that its free slots do not take; below 0: of slots left."""
+    scheduler = core.scheduler
+    return len(scheduler.queue) + scheduler.roster.num_blocked - scheduler.table.num_free
+
+
+def _nobody(seconds: float | None) -> object:
+    """Wait for a replica that was not asked. See `Executor.ask`."""
+    raise TimeoutError
 
 
 def _joined(parts: Iterable[dict[int, V]]) -> dict[int, V]:

@@ -42,14 +42,15 @@ class Roster:
         self._broken: list[Request] = []
         self._arrivals = 0
 
-    def add(self, new: NewRequest, tags: Tags, parent: Request | None, places: int = 1) -> Request:
+    def add(self, new: NewRequest, tags: Tags, parent: Request | None, places: int = 1,
+            beside: int = 0) -> Request:  # fmt: skip
         """Queue a new request and return its record. It is blocked until the whole prompt of `parent` is planned.
 
         tags     salt, tenant and other values that its prefix-cache keys depend on, see `KeyChain`
-        places   as in `EngineCore.add`
+        places, beside   as in `EngineCore.add`
         """
         if new.parent is None:
-            self.queue.check_room(places, self.num_blocked, self.table.num_free)
+            self.queue.check_room(places, self.num_blocked + beside, self.table.num_free)
         request = Request(new, self._arrivals)
         self._arrivals += 1
         chain = KeyChain(self._root, self.allocator.block_size, request.tokens, tags)

@@ -100,12 +100,12 @@ def _with_headers(report: PlanReport, folder: Path) -> PlanReport:
         return report
     repository = absent_weights(config, folder)
     if repository is None:
-        return replace(report, load_error=load_error(folder, report.layout, args))
+        return replace(report, load_error=load_error(folder, report.params_of(), args))
     headers, refused = None, ""
     try:
         headers = repository.read_headers(folder)
         with repository.named(folder):
-            match_tensors(headers, report.layout, args)
+            match_tensors(headers, report.params_of(), args)
     except (ModelNotFound, WeightsError) as error:
         refused = str(error)
     return replace(report, headers=headers, load_error=refused)

@@ -8,6 +8,8 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from msgspec import structs
+
 from quire.config.bundled import NAME
 from quire.config.placement import Rank, ranks
 from quire.config.pooling import read_pooling
@@ -97,8 +99,8 @@ class PlanReport:
 
     @cached_property
     def layout(self) -> tuple[Param, ...]:
-        """The parameters of the whole model, not of a rank."""
-        return self.params_of()
+        """The parameters of the whole model, not of a rank; their schemes are those that the ranks pack."""
+        return self._as_packed(self.params_of())
 
     def _phases(self) -> dict[str, str]:
         """Return start-up phase -> its work, in order."""
@@ -143,13 +145,22 @@ class PlanReport:
         plan = self.plan
         return keep_stored(with_formats(layout(plan.args, rank), plan.quantization), plan.dtype, plan.kernels, plan.moe)
 
+    def _as_packed(self, params: tuple[Param, ...]) -> tuple[Param, ...]:
+        """Return whole parameters with the schemes of their slices: a slice may cut the blocks of the whole matrix."""
+        packed = {param.name: param.scheme for own in self._by_kind.values() for param in own}
+        return tuple(structs.replace(one, scheme=packed.get(one.name, one.scheme)) for one in params)
+
+    @cached_property
+    def _by_kind(self) -> dict[tuple[object, ...], tuple[Param, ...]]:
+        """Kind of ranks -> parameters of a rank of this kind."""
+        kinds = {rank.kind: rank for rank in ranks(self.plan.args, self.plan.mesh.parallel)}
+        return {kind: self.params_of(rank) for kind, rank in kinds.items()}
+
     @cached_property
     def held(self) -> list[tuple[Rank, int]]:
         """List of (rank, number of bytes of its parameters). Raises ConfigError if a slice cuts a quantized group."""
-        every = list(ranks(self.plan.args, self.plan.mesh.parallel))
-        held = {kind: sum(map(self.num_bytes, self.params_of(rank)))
-                for kind, rank in {rank.kind: rank for rank in every}.items()}  # fmt: skip
-        return [(rank, held[rank.kind]) for rank in every]
+        held = {kind: sum(map(self.num_bytes, own)) for kind, own in self._by_kind.items()}
+        return [(rank, held[rank.kind]) for rank in ranks(self.plan.args, self.plan.mesh.parallel)]
 
     def page(self, rank: Rank) -> KVGeometry:
         """Return the layout of a page of a rank's KV cache."""
@@ -198,7 +209,7 @@ class PlanReport:
         """The parameters of all stages: a tied head that lies on another stage than the embedding has its own."""
         if self.plan.mesh.parallel.pp == 1 or not self.plan.args.tie_word_embeddings:
             return self.layout
-        return self.layout[:1] + self.params_of(replace(alone(self.plan.args), first=False))
+        return self.layout[:1] + self._as_packed(self.params_of(replace(alone(self.plan.args), first=False)))
 
     def _features(self, module: str) -> tuple[str, ...]:
         """Features of the kernel of a linear layer."""

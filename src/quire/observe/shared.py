@@ -5,6 +5,7 @@ is known to all. The file of a process that has ended stays, so that no counter 
 """
 
 import asyncio
+import logging
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +16,7 @@ from prometheus_client import CollectorRegistry
 from quire.observe.metrics import Metrics
 from quire.observe.series import Histogram, Tally
 
+LOG = logging.getLogger("quire")
 INTERVAL = 1.0  # seconds between two writes
 TALLIES = ("_finished", "_aborts", "_rejections", "_http", "_dropped")
 NUMBERS = ("_num_steps", "_generated", "_delivered")
@@ -41,6 +43,7 @@ class SharedMetrics(Metrics):
         super().__init__(prefix, model_name)
         self._number, self._count = number, count
         self._folder: Path | None = None
+        self._failed = False  # the last write
         if number:
             self._pids = {f"http_{number}": os.getpid()}
 
@@ -57,10 +60,19 @@ class SharedMetrics(Metrics):
             self._publish(folder)
 
     def _publish(self, folder: Path) -> None:
+        """Write the counts. A fault is logged when it is the first in a row; the next write may succeed."""
         new = folder / f"counts{self._number}.new"
-        if folder.is_dir():  # the first process, which ends last, has not deleted it
-            new.write_bytes(msgspec.msgpack.encode(self._counts()))
-            new.replace(new.with_suffix(""))
+        try:
+            if folder.is_dir():  # the first process, which ends last, has not deleted it
+                new.write_bytes(msgspec.msgpack.encode(self._counts()))
+                new.replace(new.with_suffix(""))
+            self._failed = False
+        except OSError as fault:
+            if not self._failed:
+                LOG.warning("the counts of HTTP process %d for /metrics could not be written to %s: %s. Other "
+                            "processes show its last ones until a write succeeds: make room there.", self._number,
+                            folder, fault.strerror or fault)  # fmt: skip
+            self._failed = True
 
     def render(self) -> tuple[bytes, str]:
         """Return the body and the content type of a scrape: those of all processes, added up."""

@@ -25,9 +25,10 @@ from quire.procs.wire import decode_from_core, encode
 LOG = logging.getLogger("quire")
 BURST = 16  # messages taken before other tasks of the event loop get their turn
 WATCH_SECONDS = 0.2
-STOPPED_SECONDS = 1.0  # a core that is stopped for so long counts as dead
+STOPPED_SECONDS = 1.0  # a core that is stopped for so long counts as dead; a front end is told to the user
+TOLD = float("inf")  # for a time: the user knows
 LAST_WORDS_SECONDS = 0.1  # to wait for the last message of a core that has ended
-STOP_SECONDS = 2.0  # to wait for a core to end by itself
+STOP_SECONDS = 3.0  # to wait for a core to end by itself; its ranks have `RankTimes.stop`
 MAX_FOLDER = 80  # a socket's path may have about 100 characters
 
 LEAVE_SECONDS = 1.5  # to wait for the other front ends, which tell their clients that the server ends
@@ -61,6 +62,7 @@ class CoreClient:
         self._on_message, self._on_death, self._launch = on_message, on_death, launch
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._stopped: dict[FrontPlace, float] = {}  # front ends that are stopped, and since when
         self._connected = self._over = self._draining = False
         self._num_dropped = 0
 
@@ -187,6 +189,7 @@ class CoreClient:
     def _watch_others(self) -> None:
         """Notice a front end that has ended. The core ends its requests; the other front ends go on."""
         for place, child in list(self._others.items()):
+            self._watch_stopped(place, child)
             if self._connected and (how := child.ended()) is not None:
                 del self._others[place]
                 child.release()
@@ -196,6 +199,20 @@ class CoreClient:
                     LOG.error("HTTP process %d of %d (pid %d) %s: its clients have lost their connections; %d %s on. "
                               "Start the server again to get it back.", place.number, place.count, child.pid, how, left,
                               "goes" if left == 1 else "go")
+
+    def _watch_stopped(self, place: FrontPlace, child: ChildProcess) -> None:
+        """Log that a front end is stopped, and that it goes on. It may go on at any time, so it is not ended."""
+        since = self._stopped.get(place)
+        if not child.stopped():
+            if self._stopped.pop(place, 0.0) == TOLD:
+                LOG.warning("HTTP process %d of %d (pid %d) goes on.", place.number, place.count, child.pid)
+        elif since is None:
+            self._stopped[place] = time.monotonic()
+        elif time.monotonic() - since >= STOPPED_SECONDS:
+            self._stopped[place] = TOLD
+            LOG.error("HTTP process %d of %d (pid %d) is stopped (SIGSTOP, or a debugger): its clients wait, new "
+                      "connections go to the others. Let it go on (kill -CONT %d), or end it (kill -KILL %d).",
+                      place.number, place.count, child.pid, child.pid, child.pid)
 
     def _die(self, message: str) -> None:
         if self.core is not None:

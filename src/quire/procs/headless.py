@@ -4,11 +4,13 @@ import hashlib
 import importlib.metadata
 import signal
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from quire import __version__
 from quire.config.engine import EngineConfig
 from quire.config.env import cluster_key
+from quire.config.placement import check_hosts, parallel_sizes
 from quire.contracts.errors import ConfigError
 from quire.platforms.detect import probe_driver, resolve_device
 from quire.procs.agent import JOIN_SECONDS, HostAgent, host_name
@@ -28,6 +30,8 @@ def serve_host(config: EngineConfig, module: str, say: Callable[[str], None], se
     if not hosts.node_rank:
         raise ConfigError(f"headless: node_rank={hosts.node_rank} is the host of the server, which answers over HTTP: "
                           "leave headless out, or give --nnodes and the --node-rank of this host.")
+    if hosts.data_parallel_size_local is not None:  # host 0 says how many ranks this host has
+        check_hosts(replace(hosts, node_rank=0), parallel_sizes(config.parallel))
     key, _ = cluster_key()
     folder, digest = find_model(config)
     gpus = probe_driver().count if resolve_device(config.device.device).device == "cuda" else 0

@@ -31,7 +31,7 @@ class InProcessExecutor(LaunchingExecutor):
         self._runner = _Runner(run, threaded=facts.depth > 1)
         super().__init__(self._runner, facts, controls)
 
-    def shutdown(self) -> None:
+    def shutdown(self, *, wait: bool = True) -> None:
         """Stop the worker thread, if any; idempotent."""
         self._runner.stop()
         self._controls = {}

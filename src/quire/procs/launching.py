@@ -1,11 +1,10 @@
 """The executor of an asynchronous device: `submit` launches a step, `collect` waits for the oldest step."""
 
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any, Protocol
 
 from quire.contracts.errors import ConfigError, EngineDead
-from quire.contracts.protocols import ExecutorFacts
+from quire.contracts.protocols import ExecutorFacts, Wait
 from quire.contracts.step import I32, StepPlan, StepResult
 
 Controls = Mapping[str, Callable[..., object]]
@@ -72,9 +71,9 @@ class LaunchingExecutor:
             raise ConfigError(f"unknown control {name!r}.")
         return self._controls[name](**args)
 
-    def ask(self, name: str, args: dict[str, Any]) -> Callable[[], object]:
+    def ask(self, name: str, args: dict[str, Any]) -> Wait:
         """Return a function that runs an operation. See `Executor.ask`."""
-        return partial(self.control, name, args)
+        return lambda seconds: self.control(name, args)
 
     def check_alive(self) -> None:
         """Do nothing: this process runs the device. See `Executor`."""
@@ -83,6 +82,6 @@ class LaunchingExecutor:
         """Return the capabilities of this executor. See `Executor`."""
         return self._facts
 
-    def shutdown(self) -> None:
+    def shutdown(self, *, wait: bool = True) -> None:
         """Drop the worker, so that its device memory is freed; idempotent."""
         self._worker, self._controls = None, {}

@@ -154,10 +154,13 @@ class RankWatch:
         self.check()
         return self._next(self.ranks[index].results)
 
-    def answer(self) -> tuple[int, Answer]:
-        """Wait for the next other answer, such as `RankReady`. Return the index of its rank, and the answer."""
+    def answer(self, seconds: float | None = None) -> tuple[int, Answer]:
+        """Wait for the next other answer, such as `RankReady`. Return the index of its rank, and the answer.
+
+        Raises `queue.Empty` when none has come in so many seconds.
+        """
         self.check()
-        return self._next(self._answers)
+        return self._next(self._answers, seconds)
 
     def check(self) -> None:
         """Raise the error if the ranks have ended."""
@@ -174,9 +177,10 @@ class RankWatch:
         self._abandoned = Failed(EngineDead.__name__, message)
         self._told.wait()
 
-    def close(self) -> None:
-        """End all ranks and wait for their end. Ready ranks have `RankTimes.stop` seconds to exit, then are killed.
+    def close(self, *, wait: bool = True) -> None:
+        """End all ranks. Ready ranks have `RankTimes.stop` seconds to exit, then are killed.
 
+        wait   True: wait for their end
         Idempotent. Has no effect in a process that was forked from the one that made the ranks.
         """
         if os.getpid() != self._process:
@@ -187,11 +191,11 @@ class RankWatch:
             for index in range(len(self.ranks)):
                 with suppress(OSError):  # a rank that cannot take it is killed
                     self.post(index, stop)
-        if self._thread.ident != threading.get_ident():  # the garbage collector may run there
+        if wait and self._thread.ident != threading.get_ident():  # the garbage collector may run there
             self._thread.join()
 
-    def _next(self, waiting: "queue.SimpleQueue[M | None]") -> M:
-        message = waiting.get()
+    def _next(self, waiting: "queue.SimpleQueue[M | None]", seconds: float | None = None) -> M:
+        message = waiting.get(timeout=seconds)
         if message is None:
             raise self._error()
         return message

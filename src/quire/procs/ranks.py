@@ -6,6 +6,7 @@ devices; the payloads are between the engine's assembly and its ranks.
 
 import queue
 import threading
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -15,7 +16,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from quire.contracts.errors import QuireError
-from quire.contracts.protocols import ExecutorFacts
+from quire.contracts.protocols import ExecutorFacts, Wait
 from quire.contracts.step import I32, FinishedCopy, StepPlan, StepResult
 from quire.procs.failures import rebuilt
 from quire.procs.launchers import Launcher
@@ -127,24 +128,28 @@ class RankProcesses:
 
     def control(self, name: str, args: dict[str, Any], ranks: Sequence[int] | None = None) -> list[object]:
         """Run the operation `name` on ranks (None: all); return a value per rank. Raises a rank's first `UserError`."""
-        return self.ask(name, args, ranks)()
+        return self.ask(name, args, ranks)(None)
 
-    def ask(self, name: str, args: dict[str, Any], ranks: Sequence[int] | None = None) -> Callable[[], list[object]]:
-        """Start the operation `name` on ranks (None: all). Return a function that waits for it, as `control` does."""
+    def ask(self, name: str, args: dict[str, Any],
+            ranks: Sequence[int] | None = None) -> Callable[[float | None], list[object]]:  # fmt: skip
+        """Start the operation `name` on ranks (None: all). Return a function that waits for it; see `Executor.ask`."""
         self._num_controls += 1
         asked = range(len(self._watch.ranks)) if ranks is None else ranks
         self.send(RankControl(self._num_controls, name, args), asked)
         self._replies[self._num_controls] = {}
-        return partial(self._values, self._num_controls, len(asked))
+        return partial(self._values, self._num_controls, asked)
 
-    def _values(self, number: int, count: int) -> list[object]:
-        """Wait for `count` replies to an operation; return their values."""
-        replies = self._replies[number]
+    def _values(self, number: int, asked: Sequence[int], seconds: float | None) -> list[object]:
+        """Wait for the replies of the ranks `asked` to an operation; return their values. See `Executor.ask`."""
+        replies, until = self._replies[number], None if seconds is None else time.monotonic() + seconds
         try:
-            while len(replies) < count:
-                index, message = self._watch.answer()
+            while len(replies) < len(asked):
+                index, message = self._watch.answer(None if until is None else max(0.0, until - time.monotonic()))
                 if isinstance(message, RankReply) and message.id in self._replies:  # else of an interrupted call
                     self._replies[message.id][index] = message
+        except queue.Empty:
+            silent = [str(self._watch.ranks[index]) for index in asked if index not in replies]
+            raise TimeoutError(", ".join(silent)) from None
         finally:
             del self._replies[number]
         for index in sorted(replies):
@@ -156,9 +161,12 @@ class RankProcesses:
         """Raise the error if the ranks have ended."""
         self._watch.check()
 
-    def close(self) -> None:
-        """End and reap all processes. Ready ranks have `RankTimes.stop` seconds to exit before SIGKILL. Idempotent."""
-        self._watch.close()
+    def close(self, *, wait: bool = True) -> None:
+        """End and reap all processes. Ready ranks have `RankTimes.stop` seconds to exit before SIGKILL. Idempotent.
+
+        wait   False: return at once
+        """
+        self._watch.close(wait=wait)
 
     def _payloads(self, kind: type[P], on_loading: Callable[[int, int], None]) -> list[bytes]:
         """Wait for a message of `kind` from every rank; return their payloads, by rank."""
@@ -253,7 +261,7 @@ class RanksExecutor:
         """Run an operation on every rank; return the list of its values, by rank."""
         return self._processes.control(name, args, self._ranks)
 
-    def ask(self, name: str, args: dict[str, Any]) -> Callable[[], object]:
+    def ask(self, name: str, args: dict[str, Any]) -> Wait:
         """Start an operation on every rank. See `Executor.ask`."""
         return self._processes.ask(name, args, self._ranks)
 
@@ -265,6 +273,6 @@ class RanksExecutor:
         """Return the capabilities of this executor. See `Executor`."""
         return self._facts
 
-    def shutdown(self) -> None:
-        """End and reap all processes; idempotent."""
-        self._processes.close()
+    def shutdown(self, *, wait: bool = True) -> None:
+        """End and reap all processes; idempotent. See `Executor`."""
+        self._processes.close(wait=wait)

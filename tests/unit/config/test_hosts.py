@@ -12,6 +12,7 @@ from quire.config.engine import EngineConfig, HostsConfig
 from quire.config.env import CLUSTER_KEY, cluster_key, rank_variables, unknown_variables
 from quire.config.placement import Parallel, check_hosts, hosts_note
 from quire.contracts.errors import ConfigError
+from quire.procs.headless import serve_host
 
 
 @pytest.fixture(autouse=True)
@@ -107,3 +108,11 @@ def test_the_replicas_of_a_host(given: dict[str, int], fits: tuple[int, ...]) ->
                 check_hosts(hosts, parallel)
     with pytest.raises(ConfigError, match="leave it out, .*--nnodes 2, "):
         check_hosts(HostsConfig(data_parallel_size_local=2), Parallel(dp=4))
+
+
+def test_a_further_host_refuses_another_number_of_replicas() -> None:
+    """Before it looks for the model."""
+    config = EngineConfig.from_flat(model="none", nnodes=2, node_rank=1, master_addr="10.0.0.1", data_parallel_size=4,
+                                    data_parallel_size_local=1)
+    with pytest.raises(ConfigError, match="_local=1: all hosts, host 0 too, have equally many of the 4 replicas"):
+        serve_host(config, "", print)

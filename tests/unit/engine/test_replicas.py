@@ -13,9 +13,11 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from msgspec import structs
 
 from quire.contracts.errors import ConfigError, EngineDead, InvalidParameter, PromptTooLong, QueueFull
+from quire.contracts.protocols import Wait
 from quire.contracts.request import FinishReason
 from quire.contracts.step import StepSync, Tier
 from quire.contracts.structured import StructuredOutputsParams
+from quire.engine import replicas
 from quire.engine.core import EngineCore
 from quire.engine.replicas import load
 
@@ -81,7 +83,9 @@ class ReplicaMachine(RuleBasedStateMachine):
                 rig.add(prompt, max_tokens, **fields)
             return None
         most = self.bound + core.facts.num_slots
-        if all(most - len(rig.cores[i].handles) < places for i in rig.alive):
+        excess = {i: len(rig.cores[i].handles) - core.facts.num_slots for i in rig.alive}  # of free slots
+        total = sum(excess.values())
+        if all(self.bound - own - max(0, total - own) < places for own in excess.values()):
             with pytest.raises(QueueFull if places <= most else InvalidParameter):
                 rig.add(prompt, max_tokens, places=places, **fields)
             return None
@@ -575,10 +579,10 @@ def test_an_operation_is_sent_to_all_replicas_before_any_is_waited_for() -> None
     rig, order = apart(3), list[str]()
     handles = [rig.add([i], 30) for i in range(3)]
 
-    def ask(number: int, name: str) -> Callable[[], object]:
+    def ask(number: int, name: str) -> Wait:
         order.append(f"ask {number}")
 
-        def wait() -> object:
+        def wait(seconds: float | None) -> object:
             order.append(f"wait {number}")
             if name == "dance":
                 raise ConfigError("unknown control")
@@ -599,6 +603,73 @@ def test_an_operation_is_sent_to_all_replicas_before_any_is_waited_for() -> None
     rig.step()
     (dead,) = [handle for handle in handles if handle in rig.finish]
     assert "replica 1 stopped: rank 1 is stopped" in str(rig.finish[dead].message)
+
+
+def test_a_report_names_a_replica_that_does_not_answer() -> None:
+    """Other operations wait: their values are needed."""
+    rig, limits = apart(3), list[float | None]()
+
+    def ask(number: int) -> Wait:
+        def wait(seconds: float | None) -> object:
+            limits.append(seconds)
+            if number == 1 and seconds is not None:
+                raise TimeoutError("rank 1 (replica 1), pid 7")
+            return [number]
+
+        return wait
+
+    for number, mock in enumerate(rig.mocks):
+        mock.ask = lambda name, args, number=number: ask(number)
+    words = "replica 1 (rank 1 (replica 1), pid 7) has not answered in 1 s: it computes a long step, or hangs."
+    assert rig.core.executor.control("describe", {}) == [0, {"silent": words}, 2] and len(rig.replicas.live) == 3
+    assert all(seconds is not None and seconds <= 1.0 for seconds in limits)
+    assert rig.core.executor.control("name", {}) == [0, 1, 2] and limits[3:] == [None] * 3
+
+
+def test_a_report_does_not_wait_for_a_step_that_masks_wait_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replicas, "LIMITS", {"describe": 0.0})
+    rig = apart(depth=2, vocab=VOCAB)
+    handle = rig.add([1, 2], 9, grammar=GRAMMARS[0])
+    mock, core = rig.mocks[rig.home[0]], rig.cores[rig.home[0]]
+    rig.replicas._arrived.wait = lambda timeout=None: True  # type: ignore[method-assign]
+    while not core.needs_masks:
+        mock.held = True
+        rig.step()
+        mock.held = core.needs_masks
+    values = rig.core.executor.control("describe", {})
+    assert [isinstance(value, dict) and "silent" in value for value in values] == [mock is each for each in rig.mocks]
+    assert core.needs_masks and not mock.waited
+    mock.held = False
+    rig.drain()
+    rig.judge(handle)
+
+
+@pytest.mark.parametrize("dead", [False, True])
+def test_all_replicas_are_told_to_end_before_any_is_waited_for(dead: bool) -> None:
+    """The end of a dead replica is not waited for while the others serve."""
+    rig, order = apart(3), list[tuple[int, bool]]()
+    for number, mock in enumerate(rig.mocks):
+        mock.shutdown = lambda *, wait=True, number=number: order.append((number, wait))
+    if dead:
+        rig.mocks[1].fault = "planted"
+        rig.core.executor.check_alive()
+        assert order == [(1, False)]
+        order.clear()
+    rig.core.shutdown()
+    assert order == [(number, wait) for wait in (False, True) for number in range(3)]
+
+
+def test_the_limit_of_waiting_requests_is_that_of_all_replicas_together() -> None:
+    rig = apart(slots=1, max_waiting=2)
+    for i in range(4):
+        rig.add([i], 3)
+    with pytest.raises(QueueFull, match=r"3 requests are waiting already \(max_waiting=2\) and 1 more do not fit"):
+        rig.add([5], 3)
+    rig.step()
+    assert sorted(rig.home.values()) == [0, 0, 1, 1]
+    with pytest.raises(QueueFull, match="2 requests are waiting already"):
+        rig.add([5], 3)
+    rig.drain()
 
 
 def test_an_idle_engine_reports_a_death() -> None:

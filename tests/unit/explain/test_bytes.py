@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 
+import quire.bench
 from quire.config.engine import EngineConfig
 from quire.config.placement import ALONE, Parallel
 from quire.contracts.errors import UnsupportedModel
 from quire.explain.describe import plan_engine
-from quire.models.plan import EnginePlan
+from quire.models.plan import EnginePlan, resolve_engine
+from quire.quantization.scheme import scheme_words
 from quire.weights.files import StoredTensor, read_checkpoint
 
 from ...support.explained import explained
@@ -201,6 +203,22 @@ def test_bytes_say_on_which_device_they_are(shared: Path) -> None:
         assert (one["load_device"], one["device"]) == ({"auto": "cuda"}.get(load_device, "cpu"), "cuda")
         assert one["raw_bytes"] == 2 * 1024 * 3072 and one["bytes"] == 1024 * 3072 + 4 * 8 * 24
         assert one["decided_by"] == "--quantization" and one["dtype"].startswith("FP8 in blocks of 128 x 128")
+
+
+def test_weights_are_told_in_the_schemes_that_their_slices_have() -> None:
+    """An expert of 1,408 has slices of 704, which cut blocks of 128 x 128."""
+    parallel = Parallel(tp=2, pp=2)
+    folder = Path(quire.bench.__file__).parent / "models" / "deepseek-v2-lite"
+    config = EngineConfig.from_flat(model=str(folder), quantization="fp8")
+    report = explained(config, parallel, "h200")
+    plan = report.plan
+    told = {one["name"]: one["dtype"] for layer in report.describe()["layers"] for one in layer["weights"]}
+    for number in range(parallel.size):
+        own = resolve_engine(plan.config, Path(plan.folder), plan.args, plan.machine, plan.dtype, lambda need: "",
+                             parallel=parallel, number=number, quantization=plan.quantization)  # fmt: skip
+        packed = {param.name: scheme_words(param.scheme) for param in own.params if param.scheme}
+        assert {name: told[name] for name in packed} == packed
+        assert 2 <= len(set(packed.values())), "no slice cuts a block"
 
 
 @pytest.mark.parametrize("indexed", [False, True])

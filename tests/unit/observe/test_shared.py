@@ -3,6 +3,8 @@
 import asyncio
 from pathlib import Path
 
+import pytest
+
 from quire.contracts.output import StepStats
 from quire.contracts.sampling import SamplingParams
 from quire.observe.shared import SharedMetrics
@@ -59,6 +61,27 @@ def test_any_process_shows_the_counts_of_all(tmp_path: Path) -> None:
         assert keys and [whole[0][key] for key in keys] == [factor * alone[key] for key in keys], name
     roles = [key for key in whole[0] if "resident" in key]
     assert [any(f'"{role}"' in key for key in roles) for role in ("http", "http_1", "http_2")] == [True] * 3
+
+
+def test_counts_are_written_again_after_a_fault(tmp_path: Path, caplog: pytest.LogCaptureFixture,
+                                                monkeypatch: pytest.MonkeyPatch) -> None:
+    """A full disk, for example. One line tells it, whatever the number of faults."""
+    monkeypatch.setattr("quire.observe.shared.INTERVAL", 0.0)
+    (blocked := tmp_path / "counts1.new").mkdir()
+
+    async def life() -> None:
+        task = asyncio.create_task(made()[1].share(tmp_path))
+        for _ in range(5):
+            await asyncio.sleep(0)
+        blocked.rmdir()
+        while not (tmp_path / "counts1").exists():
+            assert not task.done(), "nothing is written any more"
+            await asyncio.sleep(0)
+        task.cancel()
+
+    asyncio.run(life())
+    (line,) = caplog.messages
+    assert line.startswith(f"the counts of HTTP process 1 for /metrics could not be written to {tmp_path}: Is a dir")
 
 
 def test_a_scrape_does_not_change_the_counts(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,11 +15,13 @@ import pytest
 from quire.contracts.errors import ConfigError, EngineClosed, EngineDead, QuireError, WeightsError
 from quire.contracts.protocols import ExecutorFacts
 from quire.contracts.step import NO_MASKS
+from quire.procs.core_client import STOP_SECONDS
 from quire.procs.launchers import LocalLauncher
 from quire.procs.rank_messages import RankStep
+from quire.procs.rank_watch import RankTimes
 from quire.procs.ranks import RankProcesses, RanksExecutor
 
-from ...support.started_ranks import ENV, nothing_left, plan, ranks, running, until
+from ...support.started_ranks import ENV, exists, nothing_left, plan, ranks, running, until
 
 FACTS = ExecutorFacts(depth=2, decode_lag=2, num_slots=1, num_blocks=1, block_size=1, max_model_len=1, vocab_size=1)
 
@@ -112,6 +115,28 @@ def test_a_control_gives_the_values_of_all_ranks_and_the_caller_s_error_ends_not
             RanksExecutor(processes, FACTS).control("dance", {})
         processes.send(RankStep(plan(7)))
         assert processes.collect().step == 7
+
+
+def test_a_control_with_a_limit_names_the_ranks_that_do_not_answer() -> None:
+    """Their late replies belong to no later operation."""
+    with running({}, {}) as processes:
+        os.kill(processes.pids[1], signal.SIGSTOP)
+        wait = RanksExecutor(processes, FACTS).ask("echo", {"a": 1})
+        assert processes.control("echo", {"a": 0}, [0]) == [{"index": 0, "a": 0}]
+        with pytest.raises(TimeoutError, match=r"^rank 1 \(tp 1, pid \d+\)$"):
+            wait(0.0)
+        os.kill(processes.pids[1], signal.SIGCONT)
+        assert processes.control("echo", {"a": 2}) == [{"index": 0, "a": 2}, {"index": 1, "a": 2}]
+        assert processes.ask("echo", {"a": 3})(60.0) == [{"index": 0, "a": 3}, {"index": 1, "a": 3}]
+
+
+def test_a_close_need_not_wait() -> None:
+    """Ranks are told to end, and end by themselves. The server gives the core more time than that."""
+    with running({"waits": {"close": 0.3}}) as processes:
+        processes.close(wait=False)
+        assert exists(processes.pids[0])
+        until(lambda: not exists(processes.pids[0]), "the end of the rank")
+    assert STOP_SECONDS > RankTimes().stop
 
 
 def test_ranks_have_the_environment_of_their_parent_and_more(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from quire.kernels.comm.exchange import MOST, PROGRAMS, Slots
 from quire.kernels.comm.triton import _meet
 from quire.kernels.quantize.rows import QuantizedRows
-from quire.kernels.quantize.triton import scale_of, to_eight_bits
+from quire.kernels.quantize.triton import magnitude, scale_of, to_eight_bits
 from quire.kernels.triton_runtime import jit, tl, triton
 
 WIDE = 2048  # columns of a tile
@@ -128,12 +128,12 @@ def _publish(
     tl.store((own + W_AT).to(tl.pointer_type(tl.float32)) + to * TOP_K + choice, given, mask=inside)
     scales = (own + S_AT).to(tl.pointer_type(tl.float32))
     if MOST > 0 and GROUP == 0:  # a scale for each row
-        amax = tl.zeros([ROWS], tl.float32)
+        largest = tl.zeros([ROWS], tl.int32)
         for start in range(0, H, COLS):
             col = start + tl.arange(0, COLS)[None, :]
             part = tl.load(x + source * H + col, mask=there[:, None] & (col < H), other=0.0).to(tl.float32)
-            amax = tl.maximum(amax, tl.max(tl.abs(part), 1))
-        scale = scale_of(amax, MOST, POWERS)
+            largest = tl.maximum(largest, tl.max(magnitude(part), 1))
+        scale = scale_of(largest, MOST, POWERS)
         tl.store(scales + row, scale, mask=there)
     if MOST == 0:
         place = tl.multiple_of((own + X_AT).to(tl.pointer_type(x.dtype.element_ty)), 16)
@@ -151,7 +151,7 @@ def _publish(
             tl.store(place + to * H + col, to_eight_bits(values.to(tl.float32), scale[:, None], MOST), mask=mask)
         else:
             parts = tl.reshape(values.to(tl.float32), [ROWS, COLS // GROUP, GROUP])
-            scale = scale_of(tl.max(tl.abs(parts), 2), MOST, POWERS)
+            scale = scale_of(tl.max(magnitude(parts), 2), MOST, POWERS)
             group = start // GROUP + tl.arange(0, COLS // GROUP)[None, :]
             tl.store(scales + to * (H // GROUP) + group, scale, mask=there[:, None] & (group < H // GROUP))
             narrow = tl.reshape(to_eight_bits(parts, scale[:, :, None], MOST), [ROWS, COLS])

@@ -3,14 +3,17 @@
 As `quire.kernels.experts.triton`, with quantized rows: for many tokens x is quantized once per token; the rows between
 the two products are quantized where they are computed (scales by 128 columns), or after the first product (scales by
 row). Sums of 128 products are multiplied by their scales and added in float32.
+
+The kernels read sizes in parts of 128: weights of other sizes are packed with zeros behind their rows and columns.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from quire.kernels import pdl, triton_runtime
@@ -20,7 +23,16 @@ from quire.kernels.experts.triton import _find_tile, _place, _sort, _sum_kernel
 from quire.kernels.linear.gemv import bucket
 from quire.kernels.linear.scaled import RULES
 from quire.kernels.quantize.rows import QuantizedRows
-from quire.kernels.quantize.triton import FIXED, GROUP, quantize, quantized, scale_of, sums_of_16, to_eight_bits
+from quire.kernels.quantize.triton import (
+    FIXED,
+    GROUP,
+    magnitude,
+    quantize,
+    quantized,
+    scale_of,
+    sums_of_16,
+    to_eight_bits,
+)
 from quire.kernels.quantize.triton import quantize_rows as quantize_rows
 from quire.kernels.triton_runtime import INTERPRETED, jit, tl
 from quire.quantization.pack.matrix import QuantizedMatrix
@@ -34,7 +46,7 @@ BAND = 8  # tiles of pairs that run side by side through the same columns of wei
 
 @dataclass(frozen=True)
 class Stack:
-    """The 8-bit gate_up or down matrices of all experts, stacked.
+    """The 8-bit gate_up or down matrices of all experts, stacked. N (of gate and of up) and K are multiples of 128.
 
     values   [E, N, K] e4m3 or int8
     scales   float32 [E, N / block, K / 128], or [E, N] for a scale per channel (block 0)
@@ -80,23 +92,35 @@ def empty(num_experts: int, gate_up: QuantizedMatrix, down: QuantizedMatrix, dev
 
     See `quire.kernels.experts`.
     """
-    return _empty(num_experts, gate_up, device), _empty(num_experts, down, device)
+    return _empty(num_experts, gate_up, device, 2), _empty(num_experts, down, device, 1)
 
 
-def _empty(num_experts: int, one: QuantizedMatrix, device: torch.device) -> Stack:
+def _empty(num_experts: int, one: QuantizedMatrix, device: torch.device, parts: int) -> Stack:
+    """Allocate the stack of matrices like `one`. parts: 2 of gate and up, each of which is padded by itself."""
     scheme, block = one.scheme, one.scheme.block[0] if one.scheme.kind == "fp8 block" else 0
-    scales = one.scale.shape if block else one.scale.shape[:1]
+    rows, columns = parts * whole_groups(one.shape[0] // parts), whole_groups(one.shape[1])
+    assert parts == 1 or one.shape[0] // parts % max(block, 1) == 0, "a block has rows of gate and of up"
+    make = torch.empty if (rows, columns) == one.shape else torch.zeros
+    scales = (rows // block, columns // GROUP) if block else (rows,)
     return Stack(
-        torch.empty((num_experts, *one.values.shape), dtype=one.values.dtype, device=device),
-        torch.empty((num_experts, *scales), dtype=torch.float32, device=device), block, RULES[scheme.inputs],
+        make((num_experts, rows, columns), dtype=one.values.dtype, device=device),
+        make((num_experts, *scales), dtype=torch.float32, device=device), block, RULES[scheme.inputs],
         scheme.ue8m0, torch.empty(num_experts, device=device) if scheme.inputs == "tensor" else None, scheme)
+
+
+def whole_groups(size: int) -> int:
+    """Return the least multiple of 128 that is not below `size`."""
+    return -(-size // GROUP) * GROUP
 
 
 def put(packed: Packed, place: int, gate_up: QuantizedMatrix, down: QuantizedMatrix) -> None:
     """Pack the weights of an expert into `packed` at the index `place`. See `quire.kernels.experts`."""
-    for stack, one in zip(packed, (gate_up, down), strict=True):
-        stack.values[place].copy_(one.values, non_blocking=True)
-        stack.scales[place].copy_(one.scale.view(stack.scales.shape[1:]), non_blocking=True)
+    for stack, one, parts in zip(packed, (gate_up, down), (2, 1), strict=True):
+        scale = one.scale if stack.block else one.scale.squeeze(1)
+        for room, given in ((stack.values[place], one.values), (stack.scales[place], scale)):
+            given = given.unflatten(0, (parts, -1))
+            room = room.unflatten(0, (parts, -1))[:, : given.shape[1]]
+            (room[..., : given.shape[2]] if given.dim() == 3 else room).copy_(given, non_blocking=True)
         if stack.fixed is not None:
             assert one.input_scale is not None
             stack.fixed[place].copy_(one.input_scale, non_blocking=True)
@@ -126,6 +150,12 @@ def run(x: Tensor | QuantizedRows, weights: Tensor, ids: Tensor, packed: Packed,
 
     See `quire.kernels.experts`. The result overwrites a contiguous `residual`.
     """
+    columns = x.shape[1]
+    if more := whole_groups(columns) - columns:  # the weights have zeros there
+        if join is not None:
+            join()
+        residual = None if residual is None else F.pad(residual, (0, more))
+        return run(_wider(x, more), weights, ids, packed, expert_map, residual)[:, :columns].contiguous()
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device) if residual is None else residual.contiguous()
     given = weights, ids, packed, expert_map, None if residual is None else y, y
     if isinstance(x, Tensor) and x.stride(1) != 1:
@@ -136,6 +166,13 @@ def run(x: Tensor | QuantizedRows, weights: Tensor, ids: Tensor, packed: Packed,
     elif len(x):
         many(x, *given, join=join)
     return y
+
+
+def _wider(x: Tensor | QuantizedRows, more: int) -> Tensor | QuantizedRows:
+    """Return x with `more` columns of zeros."""
+    if isinstance(x, Tensor):
+        return F.pad(x, (0, more))
+    return replace(x, values=F.pad(x.values.view(torch.uint8), (0, more)).view(x.values.dtype))
 
 
 def few(x: Tensor, weights: Tensor, ids: Tensor, packed: Packed, expert_map: Tensor | None, residual: Tensor | None,
@@ -191,8 +228,7 @@ def many(x: Tensor | QuantizedRows, weights: Tensor, ids: Tensor, packed: Packed
 
 def in_gluon(packed: Packed) -> bool:
     """Return True if the kernels of `scaled_hopper` can run these experts: FP8 in blocks of 128 x 128, on Hopper."""
-    fits = all(stack.block == stack.rule == GROUP and stack.values.shape[2] % GROUP == 0 for stack in packed)
-    return fits and not triton_runtime.missing_hopper()
+    return all(stack.block == stack.rule == GROUP for stack in packed) and not triton_runtime.missing_hopper()
 
 
 def products(given: tuple[Tensor, Tensor | None], packed: Packed, order: Tensor, starts: Tensor, weights: Tensor,
@@ -448,7 +484,7 @@ def _product_kernel(
     if y_scales is not None:
         acc = acc.to(tl.bfloat16).to(tl.float32)
         parts = tl.reshape(tl.trans(acc), [ROWS, BLOCK_N // 128, 128])
-        own = scale_of(tl.max(tl.abs(parts), 2), MOST, POWERS)
+        own = scale_of(tl.max(magnitude(parts), 2), MOST, POWERS)
         group = tile * (BLOCK_N // 128) + tl.arange(0, BLOCK_N // 128)
         tl.store(y_scales + group[None, :] * stride_y + (first + row)[:, None], own, mask=inside[:, None])
         narrow = tl.reshape(to_eight_bits(parts, own[:, :, None], MOST), [ROWS, BLOCK_N])

@@ -215,10 +215,11 @@ def _rounded(values):
 @gluon_jit
 def _scale_of(values, POWERS: gl.constexpr):
     """Return the scales [64] of the rows of values [64, 128]. See `quantize.triton.scale_of`."""
-    scale = gl.div_rn(gl.maximum(gl.max(gl.abs(values), 1), 1e-10), 448.0)
+    words = values.to(gl.int32, bitcast=True) & 0x7FFFFFFF  # in which NaN is the largest
+    scale = gl.div_rn(gl.maximum(gl.max(words, 1), 0x2EDBE6FF).to(gl.float32, bitcast=True), 448.0)
     if POWERS:
-        bits = scale.to(gl.int32, bitcast=True) + 0x7FFFFF
-        scale = (bits & 0x7F800000).to(gl.float32, bitcast=True)
+        bits = scale.to(gl.int32, bitcast=True)
+        scale = gl.where(bits < 0x7F800000, (bits + 0x7FFFFF) & 0x7F800000, bits).to(gl.float32, bitcast=True)
     return scale
 
 

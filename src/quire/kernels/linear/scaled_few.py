@@ -14,7 +14,7 @@ from torch import Tensor
 from quire.kernels import pdl
 from quire.kernels.attention.triton_plan import multiprocessors
 from quire.kernels.linear.gemv import _finish, bucket
-from quire.kernels.quantize.triton import quantized, scale_of, sums_of_16
+from quire.kernels.quantize.triton import magnitude, quantized, scale_of, sums_of_16
 from quire.kernels.triton_runtime import INTERPRETED, jit, tl
 
 MOST_FEW = 4  # rows
@@ -151,10 +151,11 @@ def _few_kernel(
             inverse += tl.sum(values * values, 2, keep_dims=True)
         inverse = tl.rsqrt(inverse / K + eps)
     if RULE == 0 and BLOCK_K < K:
+        largest = tl.zeros([M, 1, 1], tl.int32)
         for start in tl.static_range(0, K, BLOCK_K):
             values = _inputs(x, norm, inverse, row, rows, stride, start + lane, K)
-            own = tl.maximum(own, tl.max(tl.abs(values), 2, keep_dims=True))
-        own = scale_of(own, MOST, POWERS)
+            largest = tl.maximum(largest, tl.max(magnitude(values), 2, keep_dims=True))
+        own = scale_of(largest, MOST, POWERS)
     if RULE < 0:
         own += tl.load(fixed)
     out = tl.zeros([M, ROOM, BLOCK_N], tl.float32)

@@ -12,4 +12,6 @@ Rules, all in float32:
 - `ue8m0`: scales are rounded up to powers of two
 - FP8 values: x / scale, clamped to +-448 before the cast (a cast without saturation makes NaN), rounded to nearest even
 - INT8 values: x / scale, rounded half to even, clamped to -128 .. 127
+- NaN and infinity make a computed scale NaN or infinite, and all numbers that share the scale NaN in the products. With
+  a given scale NaN is NaN in FP8; INT8 has none
 """

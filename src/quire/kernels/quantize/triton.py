@@ -6,6 +6,7 @@ Floor: x read once, 1 byte per number and the scales written once. 8192 x 4096 i
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from quire.contracts.scheme import GROUP, Wire
@@ -55,21 +56,26 @@ def quantize(
 def quantize_rows(x: Tensor, wire: Wire) -> QuantizedRows:
     """Quantize x [T, K] to the form of a wire. See `quire.kernels.quantize`."""
     dtype = torch.int8 if wire.values == "int8" else torch.float8_e4m3fn
-    q, scales = quantize(x, wire.group or TOKEN, dtype, powers=wire.powers)
-    return QuantizedRows(q[: len(x)], scales[:, : len(x)].t(), x.dtype)
+    given = F.pad(x, (0, -x.shape[1] % GROUP)) if x.shape[1] % GROUP else x
+    q, scales = quantize(given, wire.group or TOKEN, dtype, powers=wire.powers)
+    return QuantizedRows(q[: len(x), : x.shape[1]].contiguous(), scales[:, : len(x)].t(), x.dtype)
 
 
 @jit
 def to_eight_bits(x, scale, MOST: tl.constexpr):
-    """Return x / scale in 8 bits, rounded half to even: e4m3 if MOST is 448, else int8. x, scale: float32."""
+    """Return x / scale in 8 bits, rounded half to even: e4m3 if MOST is 448, else int8. x, scale: float32.
+
+    NaN stays NaN in e4m3, and is any number in int8, which has none.
+    """
     inverse = tl.div_rn(1.0, scale)
     quotient = x * inverse  # and the error of it, which rounds it as a division does (Markstein, 1990)
     quotient = tl.fma(tl.fma(-quotient, scale, x), inverse, quotient)
     if MOST == 448:
-        narrow = tl.minimum(tl.maximum(quotient, -448.0), 448.0).to(tl.float8e4nv, fp_downcast_rounding="rtne")
+        inside = tl.clamp(quotient, -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL)
+        narrow = inside.to(tl.float8e4nv, fp_downcast_rounding="rtne")
     else:
         magic: tl.constexpr = 12582912.0  # 1.5 * 2^23: adding and subtracting it rounds to an integer, half to even
-        narrow = tl.minimum(tl.maximum(quotient + magic - magic, -128.0), 127.0).to(tl.int8)
+        narrow = tl.clamp(quotient + magic - magic, -128.0, 127.0, propagate_nan=tl.PropagateNan.ALL).to(tl.int8)
     return narrow
 
 
@@ -119,15 +125,26 @@ def sums_of_16(tile, given, J: tl.constexpr, ROWS: tl.constexpr, DEEP: tl.conste
 
 
 @jit
-def scale_of(amax, MOST: tl.constexpr, POWERS: tl.constexpr):
-    """Return the scale amax / MOST of numbers whose largest magnitude is `amax`; 1e-10 / MOST for zeros.
+def magnitude(x):
+    """Return the magnitudes of float32 numbers as int32 words of the same order, in which NaN is the largest.
+
+    Maxima of numbers leave NaN out, those of words do not.
+    """
+    return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+
+
+@jit
+def scale_of(largest, MOST: tl.constexpr, POWERS: tl.constexpr):
+    """Return the scale amax / MOST of numbers with the largest `magnitude` amax: 1e-10 / MOST for zeros, NaN for NaN.
 
     POWERS   True: the scale is rounded up to a power of two
     """
-    scale = tl.div_rn(tl.maximum(amax, 1e-10), MOST * 1.0)
+    least: tl.constexpr = 0x2EDBE6FF  # 1e-10
+    scale = tl.div_rn(tl.maximum(largest, least).to(tl.float32, bitcast=True), MOST * 1.0)
     if POWERS:  # add to the mantissa what carries into the exponent unless the mantissa is zero
-        bits = scale.to(tl.int32, bitcast=True) + 0x7FFFFF
-        scale = (bits & 0x7F800000).to(tl.float32, bitcast=True)
+        bits = scale.to(tl.int32, bitcast=True)
+        bits = tl.where(bits < 0x7F800000, (bits + 0x7FFFFF) & 0x7F800000, bits)
+        scale = bits.to(tl.float32, bitcast=True)
     return scale
 
 
@@ -143,11 +160,11 @@ def quantized(values, own, RULE: tl.constexpr, POWERS: tl.constexpr, MOST: tl.co
     """
     if RULE > 0:
         parts = tl.reshape(values, [ROWS, 1, DEEP // RULE, RULE])
-        scales = scale_of(tl.max(tl.abs(parts), 3, keep_dims=True), MOST, POWERS)
+        scales = scale_of(tl.max(magnitude(parts), 3, keep_dims=True), MOST, POWERS)
         given = tl.reshape(to_eight_bits(parts, scales, MOST).to(tl.float32) * scales, [ROWS, 1, DEEP])
     else:
         if RULE == 0:
-            own = scale_of(tl.max(tl.abs(values), 2, keep_dims=True), MOST, POWERS)
+            own = scale_of(tl.max(magnitude(values), 2, keep_dims=True), MOST, POWERS)
         given = to_eight_bits(values, own, MOST).to(tl.float32) * own
     return given
 
@@ -183,12 +200,12 @@ def _quantize_kernel(
         values = (values * factor).to(given.dtype).to(tl.float32)
     if RULE > 0:
         parts = tl.reshape(values, [BLOCK // RULE, RULE])
-        own = scale_of(tl.max(tl.abs(parts), 1), MOST, POWERS)
+        own = scale_of(tl.max(magnitude(parts), 1), MOST, POWERS)
         group = tl.program_id(1) * (BLOCK // RULE) + tl.arange(0, BLOCK // RULE)
         tl.store(scales + group * stride_s + row, own, mask=group < WIDTH // RULE)
         narrow = tl.reshape(to_eight_bits(parts, own[:, None], MOST), [BLOCK])
     elif RULE == 0:
-        own = scale_of(tl.max(tl.abs(values), 0), MOST, POWERS)
+        own = scale_of(tl.max(magnitude(values), 0), MOST, POWERS)
         tl.store(scales + row, own)
         narrow = to_eight_bits(values, own, MOST)
     else:
