@@ -51,6 +51,7 @@ def truth() -> list[list[int]]:
 
 
 @pytest.mark.parametrize("options", [{}, {"async_depth": 2}, {"kv_offload_policy": "lazy"},
+                                     {"kv_offload_policy": "lazy", "max_num_batched_tokens": 16},
                                      {"kv_cache_dtype": "float32", "enforce_eager": True}], ids=str)  # fmt: skip
 def test_tokens_are_those_without_tiers(truth: list[list[int]], options: dict[str, Any]) -> None:
     with LLM(**SMALL | TIERS | options) as llm:

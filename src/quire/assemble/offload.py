@@ -42,12 +42,12 @@ def make_store(plan: EnginePlan, memory: MemoryPlan, pool: BlockPool) -> KVStore
     if not offload.host_bytes:
         return None
     tokens, size = plan.step_tokens + plan.config.scheduler.sequences(), memory.geometry.block_size
-    a_step = len(memory.geometry.groups) * tokens // size + 1
+    taken = len(memory.geometry.groups) * (2 * tokens + memory.max_model_len) // size + 2
     below: tuple[DiskTier, ...] = ()
     if offload.folder:
         names = map(_name, ranks(plan.args, plan.mesh.parallel))
         below = (DiskTier(Path(offload.folder), _file_namespace(plan), names),)
-    return KVStore(pool, memory.geometry.groups, size, num_host_blocks=memory.host_blocks, reserve=2 * a_step,
+    return KVStore(pool, memory.geometry.groups, size, num_host_blocks=memory.host_blocks, reserve=taken,
                    below=below, write_through=offload.write_through)  # fmt: skip
 
 

@@ -89,7 +89,7 @@ class KVStore:
 
         below          tiers below the host tier, the nearest first
         write_through  store every published block; otherwise the blocks that the next steps may evict
-        reserve        blocks that the next steps may take
+        reserve        blocks that the next steps may take; a prompt takes all of its blocks at once
         """
         self.host = BlockPool(num_host_blocks)
         self.stats = {Tier.HOST: TierStats(num_blocks=num_host_blocks)} | {one.tier: TierStats() for one in below}
@@ -102,6 +102,7 @@ class KVStore:
         self._fetches: dict[int, _Fetch] = {}
         self._ready: list[int] = []
         self._full: set[Tier] = set()  # tiers that take no more blocks
+        self._few = max(1, min(reserve, pool.num_blocks) // 8)  # blocks that may be taken before others are looked for
         self._seen = self._state()  # when blocks to store were looked for last
         pool.on_drop.append(self._note_drop)
         if write_through:
@@ -326,8 +327,9 @@ class KVStore:
                 self._jobs.begin(link, [key for key, _ in found], sources=blocks, after=True)
 
     def _state(self) -> tuple[int, ...]:
-        """Return numbers that change when another block may have to be stored; not after a store that failed."""
-        return self._pool.num_free, self._pool.generation, self.host.generation, self.stats[Tier.HOST].num_stored
+        """Return numbers that change when some blocks may have to be stored; not after a store that failed."""
+        pool, few = self._pool, self._few
+        return pool.num_free // few, pool.generation // few, self.host.generation, self.stats[Tier.HOST].num_stored
 
     def _settle(self, job: CopyJob, failed: set[int], void: set[int], whole: Sequence[int]) -> None:
         """Give back the blocks of a job that has ended, and publish its targets at the indices `whole`."""
