@@ -16,6 +16,7 @@ from quire.config.keys import Keys
 from quire.config.latent import LATENT_KEYS, LatentArgs, read_latent
 from quire.config.rope import RopeArgs, read_rope, rope_settings
 from quire.contracts.errors import ModelError, ModelNotFound
+from quire.contracts.text_table import read_rows
 
 DTYPES = ("float32", "bfloat16", "float16")
 MOST_LAYERS = 4000  # thirty times those of the deepest models; a plan of more takes seconds
@@ -93,34 +94,10 @@ FAMILIES: Mapping[str, Family] = {
                                                            "num_nextn_predict_layers"})),
 }  # fmt: skip
 
-# Keys that every family reads, or that cannot change what inference computes.
-KNOWN_KEYS = frozenset(
-    "architectures attention_dropout auto_map bos_token_id dtype eos_token_id head_dim hidden_act hidden_size "
-    "initializer_range intermediate_size layer_types max_position_embeddings max_window_layers model_type "
-    "num_attention_heads num_hidden_layers num_key_value_heads original_max_position_embeddings pad_token_id "
-    "partial_rotary_factor pretraining_tp quantization_config rms_norm_eps rope_parameters rope_scaling rope_theta "
-    "sliding_window tie_word_embeddings torch_dtype transformers_version use_cache use_sliding_window vocab_size "
-    "_name_or_path _attn_implementation attn_implementation return_dict output_attentions output_hidden_states "
-    "compression_config is_decoder is_encoder_decoder chunk_size_feed_forward id2label label2id problem_type "
-    "num_nextn_predict_layers "
-    "num_mtp_layers output_router_logits router_aux_loss_coef router_jitter_noise aux_loss_alpha seq_aux "
-    "ep_size".split()
-)
-
-# Keys that change the math of some models -> the values with which they have no effect.
-MATH_KEYS: Mapping[str, tuple[Any, ...]] = {
-    key: neutral for keys, neutral in (
-        ("attn_logit_softcapping final_logit_softcapping logit_softcapping query_pre_attn_scalar attention_multiplier "
-         "clip_qkv attention_chunk_size text_config vision_config", (None,)),
-        ("residual_multiplier embedding_multiplier logits_scaling logit_scale partial_rotary_factor", (None, 1, 1.0)),
-        ("alibi use_mrope use_qk_norm qk_layernorm use_parallel_residual", (None, False)),
-        ("num_experts num_local_experts n_routed_experts", (None, 0)),
-        ("no_rope_layers", (None, [])),
-        ("is_causal", (None, True)),
-        ("use_bidirectional_attention", (None, False)),
-        ("qkv_bias", (None, True)),
-    ) for key in keys.split()
-}
+# Keys of config.json that no family reads in its own way -> the values that have no effect; None: all values.
+NEUTRAL: Mapping[str, list[Any] | None] = {
+    key: json.loads(neutral[0]) if neutral else None
+    for keys, *neutral in read_rows(Path(__file__).with_name("checkpoint_keys.txt")) for key in keys.split()}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -251,8 +228,8 @@ def _refuse_math(keys: Keys, family: Family) -> None:
     activation = keys.get("hidden_act", "silu")
     if activation != "silu":
         raise keys.unsupported(f"hidden_act={activation!r} is not implemented: use a model with 'silu'.")
-    for key, neutral in MATH_KEYS.items():
-        if key in keys and key not in family.reads and keys[key] not in neutral:
+    for key, neutral in NEUTRAL.items():
+        if key in keys and key not in family.reads and neutral is not None and keys[key] not in neutral:
             shown = repr(keys[key]) if not isinstance(keys[key], (dict, list)) else "{...}"
             raise keys.unsupported(f"{key}={shown} changes the math and is not implemented: use another model.")
 
@@ -334,5 +311,5 @@ def _notes(keys: Keys, family: Family, layers: int, extra: int) -> Iterator[str]
         last = f" to {layers + extra - 1}" if extra > 1 else ""
         yield (f"Multi-token-prediction (MTP) layers are skipped (layer {layers}{last} of the checkpoint): speculative "
                "decoding with them is not implemented yet")
-    if unknown := sorted(set(keys) - KNOWN_KEYS - family.reads - set(MATH_KEYS)):
+    if unknown := sorted(set(keys) - family.reads - NEUTRAL.keys()):
         yield f"config.json has keys that are not known and were ignored: {', '.join(unknown)}"
