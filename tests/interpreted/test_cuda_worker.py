@@ -21,8 +21,6 @@ from quire.contracts.step import I32, POOL, PROMPT_LOGPROBS, SAMPLE, Admission, 
 from quire.kernels import triton_runtime
 from quire.kernels.sampling.rows import Mode
 
-from ..support.triton_interpreter import allow_scalar_bounds
-
 if not triton_runtime.INTERPRETED:
     pytest.skip("needs Triton's interpreter", allow_module_level=True)
 
@@ -76,7 +74,6 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 @pytest.fixture
 def cuda_runner(monkeypatch: pytest.MonkeyPatch) -> Callable[..., StepRunner]:
     """Return a function that makes runners with the kernels of a GPU, interpreted."""
-    allow_scalar_bounds(monkeypatch)
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
 
