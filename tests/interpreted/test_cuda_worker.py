@@ -178,8 +178,10 @@ def run_ahead(runner: StepRunner, plans: tuple[StepPlan, ...]) -> list[StepResul
     return [*found, runner.collect()]
 
 
-@pytest.mark.parametrize("model", ["dense", "experts", "latent"])
-@pytest.mark.parametrize("sizes", [(), (2, 4)])
+@pytest.mark.parametrize(("model", "sizes"), [
+    ("dense", ()), ("experts", (2, 4)), ("latent", (2, 4)),
+    *(pytest.param(*each, marks=pytest.mark.full) for each in (("dense", (2, 4)), ("experts", ()), ("latent", ()))),
+])  # fmt: skip
 def test_the_same_tokens_as_the_naive_runner_s(
     cuda_runner: Callable[..., StepRunner], monkeypatch: pytest.MonkeyPatch, sizes: tuple[int, ...], model: str
 ) -> None:

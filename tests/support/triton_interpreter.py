@@ -41,5 +41,15 @@ def repair_interpreter() -> None:
         scope.restore = restored
         return scope
 
+    core = interpreter.tl.core
+    type_of = core._type_for_tuple_values
+    type_of_shape = functools.cache(lambda *sizes: type_of(sizes))
+
+    def tuple_type(values: Any, fields: Any = None) -> Any:
+        """Every tensor makes two tuples, of its shape."""
+        sizes = [getattr(value, "value", value) for value in values]
+        return type_of(values, fields) if fields or {*map(type, sizes)} - {int} else type_of_shape(*sizes)
+
+    core._type_for_tuple_values = tuple_type
     interpreter._patch_lang_tensor, interpreter._patch_lang = with_scalar_bounds, once
     interpreter._get_np_dtype = lambda kind: known(kind) if type(kind) is interpreter.tl.dtype else numpy_type(kind)
