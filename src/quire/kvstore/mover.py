@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 
@@ -21,7 +21,7 @@ from quire.contracts.errors import ConfigError
 from quire.contracts.step import CopyJob, FinishedCopy, Tier
 from quire.kernels.native import memory
 from quire.kvstore.arena import KVArena
-from quire.kvstore.files import BlockFiles
+from quire.kvstore.files import BlockFiles, FileThread
 from quire.kvstore.page_copies import InlineCopies, PageCopies, StreamCopies, pin
 
 LOG = logging.getLogger("quire")
@@ -58,7 +58,7 @@ class BlockMover:
         if on_gpu:
             pin(self.host, arena.pages.device)
         self._pages = (copies or (StreamCopies if on_gpu else InlineCopies))(arena.pages, self.host)
-        self._threads = {way: ThreadPoolExecutor(1, f"quire-kv-{way}") for way in ("read", "write")} if files else {}
+        self._threads = {way: FileThread(f"quire-kv-{way}") for way in ("read", "write")} if files else {}
         self._running: list[_Running] = []
         self._lock = threading.Lock()
 
@@ -82,14 +82,18 @@ class BlockMover:
             assert self._files is not None, "there is no disk tier"
             reads = job.source == Tier.DISK
             work = partial(self._move_files, job, self._files.read if reads else self._files.write)
-            return partial(_of_thread, self._threads["read" if reads else "write"].submit(work), len(job.keys))
+            return partial(_of_thread, self._threads["read" if reads else "write"].submit(work))
         ended = self._pages.copy(job.sources.tolist(), job.targets.tolist(), to_host=job.target == Tier.HOST)
         return lambda: () if ended() else None
 
     def _move_files(self, job: CopyJob, move: Callable[[bytes, memoryview], bool]) -> tuple[int, ...]:
         blocks = job.targets if job.source == Tier.DISK else job.sources
         pages = (memoryview(self.host[block].numpy()) for block in blocks.tolist())
-        return tuple(i for i, (key, page) in enumerate(zip(job.keys, pages, strict=True)) if not move(key, page))
+        try:
+            return tuple(i for i, (key, page) in enumerate(zip(job.keys, pages, strict=True)) if not move(key, page))
+        except Exception:  # a fault of one job must not end the engine
+            LOG.exception("a copy of KV blocks from or to a disk failed")
+            return tuple(range(len(job.keys)))
 
     def _ended(self) -> tuple[FinishedCopy, ...]:
         with self._lock:
@@ -104,11 +108,5 @@ class BlockMover:
         )  # fmt: skip
 
 
-def _of_thread(future: "Future[tuple[int, ...]]", count: int) -> tuple[int, ...] | None:
-    """Return the outcome of a job of `count` blocks that a thread runs. After a fault of the thread all have failed."""
-    if not future.done():
-        return None
-    if (fault := future.exception()) is not None:
-        LOG.error("a copy of KV blocks from or to a disk failed", exc_info=fault)
-        return tuple(range(count))
-    return future.result()
+def _of_thread(future: "Future[tuple[int, ...]]") -> tuple[int, ...] | None:
+    return future.result() if future.done() else None
