@@ -43,6 +43,7 @@ LOG = logging.getLogger("quire")
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 DEATH_GRACE = 3.0  # seconds for which a server with a dead engine answers 503
 FLUSH_GRACE = 1.0  # seconds for aborted streams to send their error
+BEFORE_ROUTES = "refused"  # metrics label of responses that the protocol sent before any route
 FRONT_MODULE = "quire.entry.http.another"  # of each HTTP process but the first
 STATS_INTERVAL = 10.0  # seconds
 THREAD_GRACE = 0.5  # seconds for threads to end by themselves
@@ -82,8 +83,8 @@ async def serve(config: ServerConfig, listener: socket.socket, console: Console,
                             number=place.number, count=place.count)
     starter = partial(start_front, FRONT_MODULE, config, listener.fileno())
     engine = ServedEngine(config, metrics=metrics, place=place, more=starter)
-    http = HttpListener(build_app(engine, config, metrics), config.http, listener, metrics,
-                        shared=place.count > 1)
+    http = HttpListener(build_app(engine, config, metrics), config.http, listener,
+                        partial(metrics.http, BEFORE_ROUTES, method="any"), shared=place.count > 1)
     with StopRequests(further=place.number > 0) as stop:
         if place.number == 0:
             http.start()
