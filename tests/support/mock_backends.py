@@ -12,7 +12,7 @@ import msgspec
 
 from quire.config.serve import HttpConfig
 from quire.entry.http.listener import HttpListener
-from quire.router.app import Router
+from quire.router.app import RouterApp
 from quire.router.settings import router_config
 
 BLOCK = 16  # tokens of a KV block; a token is a byte of the prompt's text
@@ -34,12 +34,15 @@ class MockBackend:
         self.refuse = 0
         self.stalls = False
         self.health = 200
+        self.replaced_by: Any = None  # an ASGI application that answers everything instead
         self.num_blocks = num_blocks
         self.cache: OrderedDict[int, None] = OrderedDict()
         self.prompt_tokens = self.cached_tokens = 0
         self.bodies: list[dict[str, Any]] = []
         self.headers: list[dict[str, str]] = []
         self.begun: set[str] = set()
+        self.step: asyncio.Semaphore | None = None  # if set, each event waits for one release
+        self.cut_after = -1  # events after which the connection breaks off; -1: never
         self.left = 0  # clients that closed the connection before the end
         self.live = 0
         self._listener: HttpListener | None = None
@@ -63,8 +66,10 @@ class MockBackend:
                 connection.transport.abort()
             await listener.stop(0.0)
 
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> Any:
         path = scope["path"]
+        if self.replaced_by is not None:
+            return await self.replaced_by(scope, receive, send)
         if path == "/health":
             return await _answer(send, self.health, b"")
         data = b""
@@ -104,6 +109,10 @@ class MockBackend:
         self.begun.add(str(body.get("user")))
         await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"text/event-stream")]})
         for number in range(body.get("max_tokens", 4)):
+            if self.step is not None:
+                await self.step.acquire()
+            if number == self.cut_after:
+                raise ConnectionAbortedError
             event = json.dumps({"i": number, "by": self.name}).encode()
             await send({"type": "http.response.body", "body": b"data: " + event + b"\n\n", "more_body": True})
             await asyncio.wait({gone}, timeout=self.event_s)
@@ -153,10 +162,10 @@ async def mock_backends(count: int, **settings: Any) -> AsyncIterator[list[MockB
 
 @asynccontextmanager
 async def routed(backends: list[MockBackend], prefills: tuple[MockBackend, ...] = (),
-                 **settings: Any) -> AsyncIterator[tuple[Router, str]]:
+                 **settings: Any) -> AsyncIterator[tuple[RouterApp, str]]:
     """A router in front of backends, and its URL, for the time of a `with`."""
-    router = Router(router_config({"backend": [b.url for b in backends], "prefill_backend": [b.url for b in prefills],
-                                   "health_interval": 0.05, "policy": "round-robin"} | settings))
+    urls = {"backend": [b.url for b in backends], "prefill_backend": [b.url for b in prefills]}
+    router = RouterApp(router_config(urls | {"health_interval": 0.05, "policy": "round-robin"} | settings))
     listening = socket.create_server(("127.0.0.1", 0))
     listener = HttpListener(router, HttpConfig(), listening, router.refused)
     await router.start()

@@ -7,6 +7,5 @@
     policy.py     the choice of a backend       backends.py    backends, their load, health checks
     metrics.py    /metrics
 
-The router keeps no state that may not be lost: a restart forgets prefixes, and requests go on. It reads no model and no
-tokenizer. It imports contracts, config and observe only.
+The router keeps no state that may not be lost: a restart forgets prefixes, and no more. It reads no tokenizer.
 """

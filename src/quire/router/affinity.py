@@ -16,9 +16,6 @@ class PrefixTable:
         self._seen: OrderedDict[int, int] = OrderedDict()
         self._num_backends, self._limit = num_backends, limit
 
-    def __len__(self) -> int:
-        return len(self._seen)
-
     def match(self, chunks: Sequence[int]) -> list[int]:
         """Return for each backend the number of leading chunks that it has seen."""
         matched = [0] * self._num_backends

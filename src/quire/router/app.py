@@ -12,6 +12,7 @@ Stored responses are refused: they are state of one backend, and a router may fo
 """
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable, Coroutine, MutableMapping
 from typing import Any
 
@@ -20,12 +21,13 @@ import msgspec
 from quire.contracts.errors import RequestError, shown
 from quire.router.backends import Backend, check, watch
 from quire.router.events import KVIndex, follow
-from quire.router.exchange import Answer, Forwarder, Send, asked_for, refusal
+from quire.router.exchange import Forwarder, Send, WholeAnswer, asked_for, refusal
 from quire.router.metrics import RouterMetrics
 from quire.router.policy import Chooser
 from quire.router.prompts import RoutedBody
 from quire.router.settings import RouterConfig
 
+LOG = logging.getLogger("quire")
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 RESPONSES = "/v1/responses"
@@ -39,14 +41,11 @@ MODEL = "/v1/models/"
 DRAIN, RESUME = "/backends/drain", "/backends/resume"
 
 
-class NamedBackend(msgspec.Struct, forbid_unknown_fields=True):
-    """Body of /backends/drain and /backends/resume."""
+class RouterApp:
+    """A router: an ASGI application. `start` checks the backends first; `drain`, `idle` and `close` end it.
 
-    backend: str
-
-
-class Router:
-    """A router: an ASGI application. `start` checks the backends first; `drain`, `idle` and `close` end it."""
+    num_live   requests that are being answered
+    """
 
     def __init__(self, config: RouterConfig) -> None:
         addresses = (*config.backend, *config.prefill_backend)
@@ -58,14 +57,8 @@ class Router:
         self._chooser = Chooser(config, self.backends, self._indexes)
         self._forwarder = Forwarder(config, own, self.backends[len(own) :], self._chooser, self.metrics)
         self._tasks: list[asyncio.Task[None]] = []
-        self._num_live = 0
-        self._idle = asyncio.Event()
+        self.num_live = 0
         self._draining = False
-
-    @property
-    def num_live(self) -> int:
-        """Requests that are being answered."""
-        return self._num_live
 
     def refused(self, status: int) -> None:
         """Count a request that was refused, here or by the server in front."""
@@ -76,20 +69,21 @@ class Router:
         faults = await asyncio.gather(*(check(backend, self._config) for backend in self.backends))
         for backend, fault in zip(self.backends, faults, strict=True):
             backend.checked(fault)
-        work: list[Coroutine[Any, Any, None]] = [
-            watch(backend, self._config, self._chooser.fell) for backend in self.backends]
+            if fault:
+                LOG.warning("backend %s is down: %s", backend.name, fault)
+            backend.fell = self._chooser.fell
+        work: list[Coroutine[Any, Any, None]] = [watch(backend, self._config) for backend in self.backends]
         work += [follow(self._indexes[number], *pair) for number, pair in enumerate(self._config.kv_events)]
         self._tasks = [asyncio.create_task(each) for each in work]
 
     def drain(self) -> None:
         """Refuse new requests; those that are being answered go on."""
         self._draining = True
-        if not self._num_live:
-            self._idle.set()
 
     async def idle(self) -> None:
         """Wait until no request is being answered, after `drain`."""
-        await self._idle.wait()
+        while self.num_live:
+            await asyncio.sleep(0.02)
 
     async def close(self) -> None:
         """End the checks and the connections."""
@@ -108,21 +102,22 @@ class Router:
                 self.refused(own.status)
             await own.send(send)
             return
-        self._num_live += 1
+        self.num_live += 1
         try:
             await self._pass(scope, receive, send)
+        except ConnectionAbortedError:
+            raise  # of an answer that broke off: the server in front cuts the connection
+        except Exception:
+            LOG.exception("internal error of the router")
+            raise
         finally:
-            self._num_live -= 1
-            if self._draining and not self._num_live:
-                self._idle.set()
+            self.num_live -= 1
 
     async def operate(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request of an operator."""
         method, path = scope["method"], scope["path"]
         if (method, path) == ("GET", "/backends"):
             answer = _json({"backends": [backend.described() for backend in self.backends]})
-        elif (method, path) == ("GET", "/metrics"):
-            answer = self._scrape()
         elif method == "POST" and path in (DRAIN, RESUME):
             answer = self._set_draining(await _read(receive) or b"", path == DRAIN)
         else:
@@ -130,9 +125,9 @@ class Router:
                                   f"{RESUME}.", "unknown_path")
         await answer.send(send)
 
-    def _set_draining(self, body: bytes, draining: bool) -> Answer:
+    def _set_draining(self, body: bytes, draining: bool) -> WholeAnswer:
         try:
-            name = msgspec.json.decode(body, type=NamedBackend).backend
+            name = msgspec.json.decode(body, type=dict[str, str]).get("backend", "")
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             return refusal(400, f'{error}: send {{"backend": "http://host:8000"}}.', "invalid_value")
         known = {backend.name: backend for backend in self.backends}
@@ -142,12 +137,7 @@ class Router:
         backend.draining = draining
         return _json(backend.described())
 
-    def _scrape(self) -> Answer:
-        self.metrics.remembered_chunks = self._chooser.num_remembered
-        body, kind = self.metrics.render()
-        return Answer(status=200, headers=[(b"content-type", kind.encode())], body=body)
-
-    def _own_answer(self, scope: Scope) -> Answer | None:
+    def _own_answer(self, scope: Scope) -> WholeAnswer | None:
         """Return the answer to what is not passed on; None for what is."""
         method, path = scope["method"], scope["path"]
         if path in ("/health", "/live", "/ready") and method == "GET":
@@ -157,7 +147,8 @@ class Router:
             return _json({"status": "draining" if self._draining else "ok", "backends": len(self._own),
                           "usable": len(able)})
         if path == "/metrics" and method == "GET":
-            return self._scrape()
+            text, kind = self.metrics.render()
+            return WholeAnswer(status=200, headers=[(b"content-type", kind.encode())], body=text)
         if path.startswith(RESPONSES + "/"):
             return refusal(404, "stored responses are not reached through a router, which does not know the backend "
                                 "that has them: send the whole conversation with every request.", "not_implemented")
@@ -225,5 +216,5 @@ async def _read(receive: Receive) -> bytes | None:
             return b"".join(pieces)
 
 
-def _json(content: object) -> Answer:
-    return Answer(status=200, headers=[(b"content-type", b"application/json")], body=msgspec.json.encode(content))
+def _json(content: object) -> WholeAnswer:
+    return WholeAnswer(status=200, headers=[(b"content-type", b"application/json")], body=msgspec.json.encode(content))

@@ -8,33 +8,35 @@ Knows nothing of policies and of the content of requests.
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 from quire.router.settings import Address, RouterConfig
-from quire.router.upstream import Pool, UpstreamError, read_all
+from quire.router.upstream import Pool, UpstreamError
 
 LOG = logging.getLogger("quire")
 FAILURES = 2  # checks in a row that must fail: one may be late on a busy machine
 
 
 class Load:
-    """The load of a request on a backend, in tokens, from its choice to its end."""
+    """`with` block of a request on a backend. Its prompt has `total` tokens, of which the backend has `cached`."""
 
     def __init__(self, backend: "Backend", total: int, cached: int) -> None:
         self._backend, self._total, self._waiting = backend, total, max(0, total - cached)
-        backend.in_flight += 1
-        backend.active += total
-        backend.waiting += self._waiting
+
+    def __enter__(self) -> "Load":
+        self._backend.in_flight += 1
+        self._backend.active += self._total
+        self._backend.waiting += self._waiting
+        return self
 
     def begun(self) -> None:
         """Count the prompt as computed: the answer has begun. Idempotent."""
         self._backend.waiting -= self._waiting
         self._waiting = 0
 
-    def end(self) -> None:
-        """Take the load away."""
+    def __exit__(self, *error: object) -> None:
         self.begun()
         self._backend.in_flight -= 1
         self._backend.active -= self._total
@@ -47,6 +49,7 @@ class Backend:
     in_flight   requests that it answers now
     active      tokens of the prompts of these
     waiting     tokens of prompts that it must compute before their answers begin
+    fell        called when it goes down
     turn        grows with every choice; the backend with the smallest was chosen longest ago
     """
 
@@ -57,6 +60,7 @@ class Backend:
         self.reason = "not checked yet"
         self.in_flight = self.active = self.waiting = self.turn = 0
         self.doubted = asyncio.Event()
+        self.fell: Callable[[Backend], None] = lambda backend: None
         self._failures = 0
 
     @property
@@ -64,20 +68,12 @@ class Backend:
         """True when new requests may go here."""
         return self.up and not self.draining
 
-    @contextmanager
-    def load(self, total: int, cached: int) -> Iterator[Load]:
-        """`with` block of a request with a prompt of `total` tokens, of which the backend has `cached`."""
-        load = Load(self, total, cached)
-        try:
-            yield load
-        finally:
-            load.end()
-
-    def refused(self, reason: str) -> None:
-        """Record that no connection was possible: the backend is down until a check finds it up."""
-        self._failures = FAILURES
+    def failed(self, error: UpstreamError) -> None:
+        """Record a failed request: the backend is checked at once. One that takes no connection is down until then."""
         self.doubted.set()
-        self._judge(reason)
+        if error.reason == "connect":
+            self._failures = FAILURES
+            self._judge(str(error))
 
     def checked(self, fault: str) -> None:
         """Record a health check; `fault` is "" for a good one."""
@@ -94,38 +90,26 @@ class Backend:
         before, self.up, self.reason = self.up, not fault, fault
         if self.up != before:
             LOG.warning("backend %s is %s", self.name, "up" if self.up else f"down: {fault}")
+            if not self.up:
+                self.fell(self)
+                self.pool.close()
 
 
-async def watch(backend: Backend, config: RouterConfig, fell: Callable[[Backend], None]) -> None:
-    """Check a backend again and again, at once when it is in doubt. `fell` is called when it has gone down."""
+async def watch(backend: Backend, config: RouterConfig) -> None:
+    """Check a backend again and again, at once when it is in doubt."""
     while True:
-        before = backend.up
-        backend.doubted.clear()
-        backend.checked(await check(backend, config))
-        if before and not backend.up:
-            fell(backend)
-            backend.pool.close()
-        try:
+        with suppress(TimeoutError):
             async with asyncio.timeout(config.health_interval):
                 await backend.doubted.wait()
-            if not backend.up:
-                fell(backend)
-                await asyncio.sleep(min(config.health_interval, 0.2))  # a refused connection is refused again at once
-        except TimeoutError:
-            pass
+        backend.doubted.clear()
+        backend.checked(await check(backend, config))
 
 
 async def check(backend: Backend, config: RouterConfig) -> str:
     """Ask a backend for its health. Return "" or the reason why it is not healthy."""
+    path = config.health_path
     try:
-        async with asyncio.timeout(config.connect_timeout):
-            connection = await backend.pool.ask(b"GET", config.health_path.encode(), [], b"")
-            try:
-                await read_all(connection)
-                return "" if connection.status == 200 else f"{config.health_path} answers {connection.status}"
-            finally:
-                backend.pool.give_back(connection)
-    except TimeoutError:
-        return f"{config.health_path} did not answer within {config.connect_timeout:g} s"
+        status, _ = await backend.pool.fetch(b"GET", path.encode(), [], b"", config.connect_timeout)
+        return "" if status == 200 else f"{path} answers {status}"
     except UpstreamError as error:
         return str(error)

@@ -7,7 +7,7 @@
     DEALER  ["", number] asks for the batches from a number on: ["", number, batch] each, at the end number -1
 
 The index knows blocks by their tokens and all tokens before them, hashed by this router: an event names the tokens, so
-no engine's hash need be computed here. Blocks that depend on more than tokens (adapters, salts, images, tenants) and
+no engine's hash need be computed here. A lower tier names only hashes, of blocks that the device had before. Blocks that depend on more than tokens (adapters, salts, images, tenants) and
 blocks of further KV groups are left out. If events are lost, the index begins anew.
 """
 
@@ -22,7 +22,7 @@ import zmq
 import zmq.asyncio
 
 LOG = logging.getLogger("quire")
-MOST_BLOCKS = 2**20  # of a backend; further ones are not indexed
+MOST_BLOCKS = 2**20  # of a backend, those it has lost included; the oldest are forgotten
 REPLAY_SECONDS = 2.0
 END = (1 << 64) - 1  # the number that ends a replay, -1
 STORED = ("block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium", "lora_name",
@@ -77,9 +77,9 @@ class KVIndex:
             self.clear()
 
     def _apply(self, event: Any) -> None:
-        kind, *values = [event.get("type"), event] if isinstance(event, dict) else event
+        kind, *values = [event["type"]] if isinstance(event, dict) else event
         names = {"BlockStored": STORED, "BlockRemoved": REMOVED}.get(kind, ())
-        fields = values[0] if isinstance(event, dict) else dict(zip(names, values, strict=False))
+        fields: dict[str, Any] = event if isinstance(event, dict) else dict(zip(names, values, strict=False))
         if kind == "AllBlocksCleared":
             self._held.clear()
             self._own.clear()
@@ -97,21 +97,23 @@ class KVIndex:
         extras = fields.get("extra_keys") or ()
         if own is None or fields.get("lora_name") or fields.get("lora_id") is not None or any(extras):
             return
-        self.block_size = size
-        for engines, block in zip(hashes, block_chain(fields["token_ids"], size, own), strict=True):
-            if len(self._held) < MOST_BLOCKS or block in self._held:
-                self._own[engines] = block
+        if fields["token_ids"]:
+            self.block_size = size
+            self._own.update(zip(hashes, block_chain(fields["token_ids"], size, own), strict=True))
+        for engines in hashes:
+            block = self._own.pop(engines, None)
+            if block is not None:
+                self._own[engines] = block  # now the newest
                 self._held.setdefault(block, set()).add(fields.get("medium") or "")
+        while len(self._own) > MOST_BLOCKS:
+            self._held.pop(self._own.pop(next(iter(self._own))), None)
 
     def _remove(self, engines: Any, medium: str) -> None:
-        block = self._own.get(engines)
-        if block is None:
-            return
-        media = self._held.get(block, set())
+        block = self._own.get(engines, 0)  # stays: a lower tier may tell of the block later, without its tokens
+        media: set[str] = self._held.get(block, set())
         media.discard(medium)
         if not media:
             self._held.pop(block, None)
-            del self._own[engines]
 
 
 def block_chain(tokens: Sequence[int], size: int, parent: int = 0) -> list[int]:

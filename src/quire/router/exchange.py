@@ -21,7 +21,7 @@ from quire.router.policy import Chooser, Sight
 from quire.router.prompts import RoutedBody, error_body
 from quire.router.settings import RouterConfig
 from quire.router.split import SPLIT_PATHS, prefilled
-from quire.router.upstream import HOP_BY_HOP, Header, NoConnection, Upstream, UpstreamError, read_all
+from quire.router.upstream import HOP_BY_HOP, Header, Upstream, UpstreamError, read_all
 
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 DIRECT_BODY = "direct-body"  # ASGI extension of `entry/http/protocol.py`: a body that is written without waiting
@@ -31,7 +31,7 @@ ENDS = (b"\n\n", b"\r\n\r\n")  # of an event
 
 
 @dataclass(frozen=True, kw_only=True)
-class Answer:
+class WholeAnswer:
     """A whole answer, which the router has in its memory."""
 
     status: int
@@ -40,7 +40,8 @@ class Answer:
 
     async def send(self, send: Send) -> None:
         """Send it to the client."""
-        headers = [*self.headers, (b"content-length", b"%d" % len(self.body))]
+        headers = [header for header in self.headers if header[0] not in OWN_HEADERS]
+        headers.append((b"content-length", b"%d" % len(self.body)))
         await send({"type": "http.response.start", "status": self.status, "headers": headers})
         await send({"type": "http.response.body", "body": self.body, "more_body": False})
 
@@ -63,16 +64,16 @@ class Fault:
 
     reason: str
     message: str
-    answer: Answer | None = None
+    answer: WholeAnswer | None = None
 
 
-def refusal(status: int, message: str, code: str) -> Answer:
+def refusal(status: int, message: str, code: str) -> WholeAnswer:
     """Return an error as an answer of the router itself."""
     kind = "invalid_request_error" if status < 500 else "server_error"
     headers = [(b"content-type", b"application/json")]
     if status == 503:
         headers.append((b"retry-after", b"1"))
-    return Answer(status=status, headers=headers, body=error_body(message, kind, code))
+    return WholeAnswer(status=status, headers=headers, body=error_body(message, kind, code))
 
 
 def asked_for(scope: MutableMapping[str, Any], body: RoutedBody) -> Asked:
@@ -96,11 +97,13 @@ class Forwarder:
 
     async def forward(self, asked: Asked, send: Send) -> None:
         """Answer a request."""
-        began, tried, data = time.perf_counter(), [], asked.body.data
+        began = time.perf_counter()
+        tried: list[Backend] = []
         fault: Fault | None = None
-        answer: Answer | None = None  # of the last backend that refused
+        answer: WholeAnswer | None = None  # of the last backend that refused
         able = self._able(tried)
-        sight = await self._chooser.look(asked.body, asked.path, asked.headers, min(able, key=_load, default=None))
+        idlest = min(able, key=lambda backend: backend.in_flight, default=None)
+        sight = await self._chooser.look(asked.body, asked.path, asked.headers, idlest)
         while able and len(tried) <= self._config.retries:
             backend = self._chooser.pick(sight, able)
             tried.append(backend)
@@ -114,7 +117,7 @@ class Forwarder:
             data = await self._prefill(asked, sight, backend) if fault is None else asked.body.data
             self._chooser.sent(asked.body, backend)
             cached = sight.of(backend) if data is asked.body.data else sight.total
-            with backend.load(sight.total, cached) as load:
+            with Load(backend, sight.total, cached) as load:
                 fault = await self._try(backend, load, asked, data, send)
             if fault is None:
                 return
@@ -127,7 +130,7 @@ class Forwarder:
     def _able(self, tried: Sequence[Backend]) -> list[Backend]:
         return [backend for backend in self._backends if backend.usable and backend not in tried]
 
-    def _hopeless(self, fault: Fault | None) -> Answer:
+    def _hopeless(self, fault: Fault | None) -> WholeAnswer:
         if fault is None:
             state = "being drained" if any(backend.up for backend in self._backends) else "down"
             return refusal(503, f"no backend takes requests: all are {state}. Try again in a moment.", "no_backend")
@@ -146,7 +149,7 @@ class Forwarder:
             return asked.body.data
         chosen = self._chooser.pick(sight, able)
         self._chooser.sent(asked.body, chosen)
-        with chosen.load(sight.total, sight.of(chosen)):
+        with Load(chosen, sight.total, sight.of(chosen)):
             data = await prefilled(chosen, asked.target, asked.headers, asked.body, self._config.first_byte_timeout)
         self._metrics.count("prefills", "failed" if data is None else "remote")
         return asked.body.data if data is None else data
@@ -160,19 +163,16 @@ class Forwarder:
                     connection = await backend.pool.ask(asked.method, asked.target, asked.headers, data)
                     first = await connection.read()
                     if connection.status in ELSEWHERE:
-                        answer = Answer(status=connection.status, headers=_kept(connection.headers),
+                        answer = WholeAnswer(status=connection.status, headers=connection.headers,
                                         body=first + await read_all(connection))
                         return Fault(reason=str(answer.status), message="all are full or ending", answer=answer)
             except TimeoutError:
                 backend.doubted.set()
                 limit = f"{self._config.first_byte_timeout:g} s"
                 return Fault(reason="timeout", message=f"the answer did not begin within {limit}")
-            except NoConnection as error:
-                backend.refused(str(error))
-                return Fault(reason="connect", message=str(error))
             except UpstreamError as error:
-                backend.doubted.set()
-                return Fault(reason="broken", message=str(error))
+                backend.failed(error)
+                return Fault(reason=error.reason, message=str(error))
             load.begun()
             self._metrics.count("requests", backend.name, str(connection.status))
             await self._pass_on(backend, connection, first, asked, send)
@@ -184,37 +184,34 @@ class Forwarder:
     async def _pass_on(self, backend: Backend, connection: Upstream, piece: bytes, asked: Asked, send: Send) -> None:
         """Pass an answer on, from its first byte. Nothing is held back: each piece is written when it comes."""
         direct, observe, clock = asked.direct, self._metrics.piece.observe, time.perf_counter
-        await send({"type": "http.response.start", "status": connection.status, "headers": _passed(connection.headers)})
         last = b"\n\n"
+
+        def write(piece: bytes) -> bool:
+            nonlocal last
+            if not direct.ready:
+                return False
+            direct.write(piece)
+            observe(clock() - connection.arrived)
+            last = piece if len(piece) > 3 else last[-3:] + piece
+            return True
+
+        connection.sink = None if direct is None else write
+        headers = [header for header in connection.headers if header[0] not in HOP_BY_HOP]
+        await send({"type": "http.response.start", "status": connection.status, "headers": headers})
         try:
             while piece:
-                if direct is not None and direct.ready:
-                    direct.write(piece)
-                else:
-                    await send({"type": "http.response.body", "body": piece, "more_body": True})
+                await send({"type": "http.response.body", "body": piece, "more_body": True})
                 observe(clock() - connection.arrived)
                 last = piece if len(piece) > 3 else last[-3:] + piece
                 piece = await connection.read()
             await send({"type": "http.response.body", "body": b"", "more_body": False})
         except UpstreamError as error:
             self._metrics.count("broken_answers", backend.name)
-            backend.doubted.set()
+            backend.failed(error)
             events = any(name == b"content-type" and b"event-stream" in value for name, value in connection.headers)
             if not events or not last.endswith(ENDS):
                 raise ConnectionAbortedError(f"{backend.name}: {error}") from None  # the server cuts the connection
             await send({"type": "http.response.body", "body": _last_event(asked.path, error), "more_body": False})
-
-
-def _load(backend: Backend) -> int:
-    return backend.in_flight
-
-
-def _kept(headers: Sequence[Header]) -> list[Header]:
-    return [header for header in headers if header[0] not in OWN_HEADERS]
-
-
-def _passed(headers: Sequence[Header]) -> list[Header]:
-    return [header for header in headers if header[0] not in HOP_BY_HOP]
 
 
 def _last_event(path: str, error: UpstreamError) -> bytes:

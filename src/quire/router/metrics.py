@@ -30,7 +30,7 @@ class RouterMetrics(Collector):
         self._counts = {name: Tally(limit=1_024) for name in COUNTS}
         self._seen = {f.name: Histogram(map(float, f.bounds.split())) for f in FAMILIES if f.bounds}
         self.choice, self.piece = self._seen["choice_seconds"], self._seen["piece_seconds"]
-        self.disconnects = self.prompt_tokens = self.prefix_hit_tokens = self.remembered_chunks = 0
+        self.disconnects = self.prompt_tokens = self.prefix_hit_tokens = 0
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(self)
         ProcessCollector(registry=self._registry)
@@ -60,13 +60,11 @@ class RouterMetrics(Collector):
         indexes = {backends[number].name: index for number, index in self._indexes.items()}
         return {
             "disconnects": self.disconnects,
-            "pieces": sum(self.piece.counts),
             "backend_up": {backend.name: int(backend.up) for backend in backends},
             "backend_draining": {backend.name: int(backend.draining) for backend in backends},
             "in_flight": {backend.name: backend.in_flight for backend in backends},
             "prompt_tokens": self.prompt_tokens,
             "prefix_hit_tokens": self.prefix_hit_tokens,
-            "remembered_chunks": self.remembered_chunks,
             "indexed_blocks": {name: len(index) for name, index in indexes.items()},
             "lost_event_batches": {name: index.lost for name, index in indexes.items()},
         }

@@ -10,7 +10,6 @@
 PREFILL is above 1 because a token costs more to compute than to attend to. Ties go to fewer requests, then in turn.
 """
 
-import asyncio
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
@@ -21,7 +20,7 @@ from quire.router.backends import Backend
 from quire.router.events import KVIndex, block_chain
 from quire.router.prompts import CHUNK, RoutedBody, TokenIds
 from quire.router.settings import EXACT, RouterConfig
-from quire.router.upstream import Header, UpstreamError, read_all
+from quire.router.upstream import Header, UpstreamError
 
 PREFILL = 4
 COSTED = ("prefix-affinity", EXACT)
@@ -29,13 +28,10 @@ JSON_BODY: Header = (b"content-type", b"application/json")
 FORWARDED = (b"authorization", b"x-api-key")  # headers of a client that /tokenize needs, too
 
 
-class Tokens(msgspec.Struct):
+class Tokenized(msgspec.Struct):
     """Answer of /tokenize."""
 
     tokens: TokenIds
-
-
-TOKENS = msgspec.json.Decoder(Tokens)
 
 
 @dataclass(kw_only=True)
@@ -61,11 +57,6 @@ class Chooser:
         self._policy, self._indexes, self._timeout = config.policy, indexes, config.connect_timeout
         self._table = PrefixTable(len(backends), config.affinity_entries)
         self._turns = 0
-
-    @property
-    def num_remembered(self) -> int:
-        """Chunks of prompts that are remembered."""
-        return len(self._table)
 
     async def look(self, body: RoutedBody, path: str, headers: Sequence[Header], asked: Backend | None) -> Sight:
         """Return what is known of a prompt. With policy exact, `asked` tokenizes it."""
@@ -118,12 +109,8 @@ class Chooser:
             return []
         kept = [header for header in headers if header[0] in FORWARDED]
         try:
-            async with asyncio.timeout(self._timeout):
-                connection = await backend.pool.ask(b"POST", b"/tokenize", [JSON_BODY, *kept], body.to_tokenize())
-                try:
-                    answer = await read_all(connection)
-                finally:
-                    backend.pool.give_back(connection)
-            return TOKENS.decode(answer).tokens if connection.status == 200 else []
-        except (UpstreamError, TimeoutError, msgspec.DecodeError):
+            status, answer = await backend.pool.fetch(b"POST", b"/tokenize", [JSON_BODY, *kept], body.to_tokenize(),
+                                                      self._timeout)
+            return msgspec.json.decode(answer, type=Tokenized).tokens if status == 200 else []
+        except (UpstreamError, msgspec.DecodeError):
             return []

@@ -5,7 +5,6 @@ nothing of tokenizers: lengths in tokens are the backend's, or estimates.
 """
 
 import functools
-import json
 from collections.abc import Sequence
 from typing import Annotated, Any
 
@@ -16,7 +15,6 @@ from quire.contracts.errors import RequestError
 CHUNK = 512  # bytes of a prompt's JSON, some 128 tokens of English: one KV block of a GPU
 MOST_CHUNKS = 4_096  # chunks of a prompt that are looked at
 BYTES_PER_TOKEN = 4  # estimate, of English text
-RAW = msgspec.Raw(b"")
 # Fields of a body that make its prompt, in the order in which templates put them.
 PARTS = ("tools", "system", "instructions", "prompt", "messages", "input")
 # Fields that /tokenize takes of a completion or a chat.
@@ -55,7 +53,7 @@ class RoutedBody:
 
     def text(self, name: str) -> bytes:
         """Return the JSON text of a field; b"" if the body lacks it."""
-        return bytes(self.fields.get(name, RAW))
+        return bytes(self.fields.get(name, b""))
 
     def given(self, name: str) -> bool:
         """True when the body has a field and its value is not null."""
@@ -97,4 +95,4 @@ class RoutedBody:
 def error_body(message: str, kind: str, code: str) -> bytes:
     """Return the JSON of an error: the keys of OpenAI's form, and the "type" by which Anthropic's clients know it."""
     error = {"message": message, "type": kind, "param": None, "code": code}
-    return json.dumps({"type": "error", "error": error}, separators=(",", ":")).encode()
+    return msgspec.json.encode({"type": "error", "error": error})

@@ -63,8 +63,10 @@ def router_config(given: Mapping[str, Any]) -> RouterConfig:
         value = values.get(name, least)
         if not least <= value < math.inf:
             raise ConfigError(f"--{name.replace('_', '-')} {value}: must be a number of at least {least}.")
-    if not str(values.get("health_path", "/")).startswith("/"):
-        raise ConfigError(f"--health-path {values['health_path']}: a path begins with a slash: /health.")
+    if not re.fullmatch(r"/[!-~]*", path := values.get("health_path", "/")):
+        raise ConfigError(f"--health-path {shown(path)}: a path begins with a slash and has no spaces: /health.")
+    if not 0 <= (values.get("admin_port") or 0) <= 65535:
+        raise ConfigError(f"--admin-port {values['admin_port']}: must be in 0..65535; 0 is any free port.")
     values["backend"] = addresses("--backend", values.get("backend", ()))
     values["prefill_backend"] = addresses("--prefill-backend", values.get("prefill_backend", ()))
     if not values["backend"]:
@@ -113,9 +115,9 @@ def _address(flag: str, text: str) -> Address:
         raise ConfigError(f"{flag} {text}: {error}: give a URL such as http://127.0.0.1:8000.") from None
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise ConfigError(f"{flag} {text}: not the URL of a server: give one such as http://127.0.0.1:8000.")
-    if parts.username is not None or parts.query or parts.fragment or not text.isprintable():
-        raise ConfigError(f"{flag} {text.rpartition('@')[2]}: a user, a query or a fragment is not taken: give scheme, "
-                          "host, port and path. Clients send API keys themselves.")
+    if parts.username is not None or parts.query or parts.fragment or not re.fullmatch(r"[!-~]+", text):
+        raise ConfigError(f"{flag} {text.rpartition('@')[2]}: no user, query, fragment or space is taken: give "
+                          "scheme, host, port and path. Clients send API keys themselves.")
     tls = parts.scheme == "https"
     base = parts.path.rstrip("/").removesuffix("/v1")
     address = Address(url="", host=parts.hostname, port=port or (443 if tls else 80), tls=tls, base=base)

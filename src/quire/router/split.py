@@ -4,14 +4,13 @@
     decode    the request with the kv_transfer_params of that answer, unread: it says where the blocks are
 """
 
-import asyncio
 from typing import Any
 
 import msgspec
 
 from quire.router.backends import Backend
 from quire.router.prompts import RoutedBody
-from quire.router.upstream import Header, NoConnection, UpstreamError, read_all
+from quire.router.upstream import Header, UpstreamError
 
 SPLIT_PATHS = ("/v1/completions", "/v1/chat/completions")
 REMOTE_DECODE: dict[str, Any] = {
@@ -35,18 +34,10 @@ async def prefilled(backend: Backend, target: bytes, headers: list[Header], body
     """
     one = ONE_TOKEN | ({"max_completion_tokens": 1} if body.given("max_completion_tokens") else {})
     try:
-        async with asyncio.timeout(timeout):
-            connection = await backend.pool.ask(b"POST", target, headers, body.with_fields(one, LEFT_OUT))
-            try:
-                answer = await read_all(connection)
-            finally:
-                backend.pool.give_back(connection)
-        params = msgspec.json.decode(answer, type=Prefilled).kv_transfer_params if connection.status == 200 else None
-    except NoConnection as error:
-        backend.refused(str(error))
-        return None
-    except (UpstreamError, TimeoutError):
-        backend.doubted.set()
+        status, answer = await backend.pool.fetch(b"POST", target, headers, body.with_fields(one, LEFT_OUT), timeout)
+        params = msgspec.json.decode(answer, type=Prefilled).kv_transfer_params if status == 200 else None
+    except UpstreamError as error:
+        backend.failed(error)
         return None
     except msgspec.DecodeError:
         return None

@@ -3,13 +3,13 @@
 The parser is httptools, which the package needs for its own server: no HTTP client is among its dependencies that hands
 over each piece of a body as it arrives. Knows bytes and connections, nothing of what requests mean.
 
-    idle --ask--> waiting for the head --> body, piece by piece --> end --release--> idle, or closed
+    idle --ask--> waiting for the head --> body, piece by piece --> end --give_back--> idle, or closed
 """
 
 import asyncio
 import ssl
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import httptools
 
@@ -24,39 +24,37 @@ HOP_BY_HOP = frozenset((b"connection", b"keep-alive", b"proxy-connection", b"pro
 
 
 class UpstreamError(Exception):
-    """A connection to a backend failed. `unheard`: no byte of an answer had come."""
+    """A connection to a backend failed. `reason`: "broken", "connect" or "timeout"; `unheard`: no byte had come."""
 
-    def __init__(self, message: str, *, unheard: bool = True) -> None:
+    def __init__(self, message: str, reason: str = "broken", *, unheard: bool = True) -> None:
         super().__init__(message)
-        self.unheard = unheard
-
-
-class NoConnection(UpstreamError):
-    """A backend took no connection."""
+        self.reason, self.unheard = reason, unheard
 
 
 class Upstream(asyncio.Protocol):
     """A connection to a backend; one request at a time.
 
     status, headers   of the answer, once `ask` has returned
+    lost              the reason why no further request can be sent; "" if one can
     arrived           `time.perf_counter` when the oldest piece came that `read` has not returned
+    sink              gets pieces of the body while `read` waits, without waking it; False: `read` returns the piece
     """
 
     def __init__(self) -> None:
-        self.status = 0
-        self.headers: list[Header] = []
-        self.arrived = 0.0
+        self.arrived = self.idle_since = 0.0
         self.reused = False
-        self.idle_since = 0.0
+        self.lost = ""
         self._transport: asyncio.Transport | None = None
         self._waiter: asyncio.Future[None] | None = None
-        self._lost = ""  # the reason why the connection can be used no more
         self._begin()
 
-    @property
-    def closed(self) -> bool:
-        """True when no further request can be sent."""
-        return bool(self._lost)
+    def _begin(self) -> None:
+        self._parser = httptools.HttpResponseParser(self)
+        self.status = self._unread = 0
+        self.headers: list[Header] = []
+        self.sink: Callable[[bytes], bool] | None = None
+        self._pieces: list[bytes] = []
+        self._heard = self._headed = self._ended = self._keep_alive = self._until_close = False
 
     async def ask(self, method: bytes, target: bytes, headers: Iterable[Header], body: bytes) -> None:
         """Send a request and wait for the head of its answer. Raises `UpstreamError`."""
@@ -64,10 +62,10 @@ class Upstream(asyncio.Protocol):
         self._begin()
         lines = [b"%s %s HTTP/1.1" % (method, target), *(name + b": " + value for name, value in headers),
                  b"content-length: %d" % len(body)]
-        self._transport.write(b"\r\n".join((*lines, b"", body)) if body else b"\r\n".join((*lines, b"", b"")))
+        self._transport.write(b"\r\n".join((*lines, b"", body)))
         while not self._headed:
-            if self._lost:
-                raise UpstreamError(self._lost, unheard=not self._heard)
+            if self.lost:
+                raise UpstreamError(self.lost, unheard=not self._heard)
             await self._wait()
 
     async def read(self) -> bytes:
@@ -75,54 +73,58 @@ class Upstream(asyncio.Protocol):
         while not self._pieces:
             if self._ended:
                 return b""
-            if self._lost:
-                raise UpstreamError(self._lost, unheard=False)
+            if self.lost:
+                raise UpstreamError(self.lost, unheard=False)
             await self._wait()
         pieces, self._pieces = self._pieces, []
-        if self._unread > MOST_UNREAD and self._transport is not None and not self._lost:
+        if self._unread > MOST_UNREAD and self._transport is not None and not self.lost:
             self._transport.resume_reading()
         self._unread = 0
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
-    def release(self) -> bool:
-        """End the use of the connection. Return True if it can be used again; else it is closed."""
-        if self._ended and self._keep_alive and not self._lost and not self._pieces:
-            self.idle_since = time.monotonic()
-            self.reused = True
-            return True
-        self.abort()
-        return False
+    def can_be_kept(self) -> bool:
+        """True when the answer has come whole and the connection can be used again."""
+        return self._ended and self._keep_alive and not self.lost and not self._pieces
 
-    def abort(self) -> None:
+    def abort(self, reason: str = "the router closed the connection") -> None:
         """Close the connection at once, so that the backend stops working for it."""
-        self._lost = self._lost or "the router closed the connection"
+        self.lost = self.lost or reason
         if self._transport is not None:
             self._transport.abort()
+        self._wake()
 
     # --- the transport ------------------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Keep the transport of a new connection."""
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
 
     def data_received(self, data: bytes) -> None:
+        """Parse what came, and wake the request that waits for it."""
         if not self._pieces:
             self.arrived = time.perf_counter()
         self._heard = True
         if self._ended:
-            return self._lose("the backend sent bytes after its answer")
+            return self.abort("the backend sent bytes after its answer")
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserUpgrade:
-            return self._lose("the backend answered with another protocol")
+            return self.abort("the backend answered with another protocol")
         except httptools.HttpParserError as error:
-            return self._lose(f"the backend's answer is no HTTP: {error}")
+            return self.abort(f"the backend's answer is no HTTP: {error}")
+        if self._pieces and self.sink is not None and self._waiter is not None and self.sink(b"".join(self._pieces)):
+            self._pieces.clear()
+            self._unread = 0
+            if not self._ended:
+                return
         self._wake()
 
     def connection_lost(self, error: Exception | None) -> None:
+        """End an answer of unknown length, or break one off."""
         if self._headed and self._until_close and error is None:
             self._ended = True
-        self._lost = self._lost or f"the connection broke off ({error or 'closed by the backend'})"
+        self.lost = self.lost or f"the connection broke off ({error or 'closed by the backend'})"
         self._wake()
 
     # --- the parser's callbacks -----------------------------------------------------------------------------------
@@ -154,19 +156,6 @@ class Upstream(asyncio.Protocol):
         self._ended = self._headed
 
     # --- inside ---------------------------------------------------------------------------------------------------
-
-    def _begin(self) -> None:
-        self._parser = httptools.HttpResponseParser(self)
-        self.status, self.headers = 0, []
-        self._pieces: list[bytes] = []
-        self._unread = 0
-        self._heard = self._headed = self._ended = self._keep_alive = self._until_close = False
-
-    def _lose(self, reason: str) -> None:
-        self._lost = reason
-        if self._transport is not None:
-            self._transport.abort()
-        self._wake()
 
     async def _wait(self) -> None:
         self._waiter = asyncio.get_running_loop().create_future()
@@ -208,12 +197,25 @@ class Pool:
                 connection.abort()
                 raise
 
+    async def fetch(self, method: bytes, target: bytes, headers: list[Header], body: bytes,
+                    timeout: float) -> tuple[int, bytes]:
+        """Send a request and return status and body of the whole answer. Raises `UpstreamError`."""
+        try:
+            async with asyncio.timeout(timeout):
+                connection = await self.ask(method, target, headers, body)
+                try:
+                    return connection.status, await read_all(connection)
+                finally:
+                    self.give_back(connection)
+        except TimeoutError:
+            raise UpstreamError(f"no answer within {timeout:g} s", "timeout") from None
+
     def give_back(self, connection: Upstream) -> None:
         """End the use of a connection; it is kept if it can be used again."""
-        if connection.release():
-            self._idle.append(connection)
-            if len(self._idle) > MOST_IDLE:
-                self._idle.pop(0).abort()
+        if not connection.can_be_kept() or len(self._idle) >= MOST_IDLE:
+            return connection.abort()
+        connection.idle_since, connection.reused = time.monotonic(), True
+        self._idle.append(connection)
 
     def close(self) -> None:
         """Close the idle connections."""
@@ -224,7 +226,7 @@ class Pool:
         oldest = time.monotonic() - IDLE_SECONDS
         while self._idle:
             connection = self._idle.pop()
-            if not connection.closed and connection.idle_since >= oldest:
+            if not connection.lost and connection.idle_since >= oldest:
                 return connection
             connection.abort()
         host, port = self._address.host, self._address.port
@@ -234,9 +236,9 @@ class Pool:
                 _, connection = await loop.create_connection(Upstream, host, port, ssl=self._tls)
                 return connection
         except TimeoutError:
-            raise NoConnection(f"no connection within {self._timeout:g} s") from None
+            raise UpstreamError(f"no connection within {self._timeout:g} s", "connect") from None
         except OSError as error:
-            raise NoConnection(f"no connection: {error.strerror or error}") from None
+            raise UpstreamError(f"no connection: {error.strerror or error}", "connect") from None
 
 
 async def read_all(connection: Upstream) -> bytes:

@@ -8,7 +8,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from ...support.mock_backends import MockBackend, mock_backends, routed
+from ...support.mock_backends import mock_backends, routed
 
 PATIENCE = 60.0
 EVENTS = 6
@@ -69,5 +69,174 @@ def test_500_streams_and_a_backend_that_is_killed(count: int) -> None:
                        for numbers, code in broken.values())
             assert router.num_live == 0 and all(b.in_flight == b.active == b.waiting == 0 for b in router.backends)
             assert not router.backends[0].up
+
+    run(work())
+
+
+def test_an_event_passes_before_the_next_one_exists() -> None:
+    async def work() -> None:
+        async with mock_backends(1) as (backend,), routed([backend]) as (_, url):
+            backend.step = asyncio.Semaphore(0)
+            async with aiohttp.ClientSession() as session:
+                backend.step.release()
+                async with session.post(f"{url}/v1/completions", json=body_of()) as answer:
+                    for number in range(EVENTS):
+                        event = await answer.content.readuntil(b"\n\n")
+                        assert json.loads(event[6:])["i"] == number
+                        backend.step.release()
+
+    run(work())
+
+
+@pytest.mark.parametrize("status", [429, 503])
+def test_a_full_backend_is_passed_by_and_the_last_refusal_is_passed_on(status: int) -> None:
+    async def work() -> None:
+        async with mock_backends(2) as backends, routed(backends) as (router, url), aiohttp.ClientSession() as session:
+            backends[0].refuse = status
+            assert all([is_whole((await stream(session, url, body_of()))[1]) for _ in range(4)])
+            backends[1].refuse = status
+            assert await stream(session, url, body_of()) == (status, [{"error": {"message": "full"}}])
+            text = router.metrics.render()[0].decode()
+            assert f'quire_router:retries_total{{reason="{status}"}} 5.0' in text
+
+    run(work())
+
+
+def test_retries_are_counted_from_the_first_try() -> None:
+    async def work() -> None:
+        async with mock_backends(4) as backends, routed(backends, retries=1) as (_, url):
+            async with aiohttp.ClientSession() as session:
+                for backend in backends[:3]:
+                    backend.refuse = 503
+                assert (await stream(session, url, body_of()))[0] == 503
+                assert [len(backend.bodies) for backend in backends] == [1, 1, 0, 0]
+
+    run(work())
+
+
+def test_a_client_that_leaves_stops_the_backend() -> None:
+    async def work() -> None:
+        async with mock_backends(1) as (backend,), routed([backend]) as (router, url):
+            backend.stalls = True
+            async with aiohttp.ClientSession() as session:
+                waits = asyncio.create_task(stream(session, url, body_of("stall")))
+                backend.step = asyncio.Semaphore(1)
+                streams = asyncio.create_task(stream(session, url, body_of()))
+                while backend.live < 2 or not backend.begun:
+                    await asyncio.sleep(0.001)
+                waits.cancel()
+                streams.cancel()
+                await asyncio.gather(waits, streams, return_exceptions=True)
+            backend.step.release()
+            while backend.left < 2 or router.num_live:
+                backend.step.release()
+                await asyncio.sleep(0.001)
+            assert router.metrics.disconnects == 2 and router.backends[0].in_flight == 0
+
+    run(work())
+
+
+def test_a_silent_backend_is_left_after_the_time_limit() -> None:
+    async def work() -> None:
+        async with mock_backends(2) as backends, routed(backends, first_byte_timeout=0.1) as (_, url):
+            backends[0].stalls = True
+            async with aiohttp.ClientSession() as session:
+                status, events = await stream(session, url, body_of("stall"))
+            assert status == 200 and is_whole(events) and events[0]["by"] == "b1"
+            assert backends[0].live == 0
+
+    run(work())
+
+
+def test_an_answer_that_is_no_stream_is_cut_and_not_ended() -> None:
+    """A client that gets half of a JSON text must see a broken connection, not a short answer."""
+
+    async def half(scope: Any, receive: Any, send: Any) -> None:
+        headers = [(b"content-type", b"application/json")]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": b'{"choices": [', "more_body": True})
+        if scope["path"] != "/health":
+            raise ConnectionAbortedError
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def work() -> None:
+        async with mock_backends(1) as (backend,):
+            backend.replaced_by = half
+            async with routed([backend]) as (_, url), aiohttp.ClientSession() as session:
+                async with session.post(f"{url}/v1/completions", json=body_of()) as answer:
+                    with pytest.raises(aiohttp.ClientPayloadError):
+                        await answer.read()
+
+    run(work())
+
+
+@pytest.mark.parametrize(("path", "first"), [("/v1/messages", b"event: error\n"), ("/v1/responses", b"event: error\n")])
+def test_a_broken_stream_ends_in_the_form_of_its_api(path: str, first: bytes) -> None:
+    async def work() -> None:
+        async with mock_backends(1) as (backend,), routed([backend]) as (_, url), aiohttp.ClientSession() as session:
+            backend.cut_after = 2
+            async with session.post(url + path, json=body_of()) as answer:
+                *pieces, last, nothing = (await answer.read()).split(b"\n\n")
+            assert len(pieces) == 2 and last.startswith(first) and nothing == b""
+            assert json.loads(last.partition(b"data: ")[2])["type"] == "error"
+
+    run(work())
+
+
+def test_a_connection_that_was_closed_while_idle_is_no_fault() -> None:
+    async def work() -> None:
+        async with mock_backends(1) as (backend,), routed([backend], retries=0, health_interval=60) as (router, url):
+            async with aiohttp.ClientSession() as session:
+                assert is_whole((await stream(session, url, body_of()))[1])
+                port = int(backend.url.rpartition(":")[2])
+                await backend.kill()
+                await backend.start(port)
+                assert is_whole((await stream(session, url, body_of()))[1])
+            assert "reason=" not in router.metrics.render()[0].decode()
+
+    run(work())
+
+
+def test_health_checks_take_a_backend_out_and_back() -> None:
+    async def work() -> None:
+        async with mock_backends(2) as backends, routed(backends) as (router, url), aiohttp.ClientSession() as session:
+            backends[0].health = 500
+            while router.backends[0].up:
+                await asyncio.sleep(0.01)
+            for _ in range(3):
+                assert is_whole((await stream(session, url, body_of()))[1])
+            assert not backends[0].bodies
+            backends[0].health = 200
+            while not router.backends[0].up:
+                await asyncio.sleep(0.01)
+            for backend in backends:
+                await backend.kill()
+            status, (error,) = await stream(session, url, body_of())
+            assert status == 502 and error["error"]["code"] == "backend_failed"
+            status, (error,) = await stream(session, url, body_of())
+            assert status == 503 and error["error"]["message"].startswith("no backend takes requests: all are down.")
+
+    run(work())
+
+
+def test_a_router_that_ends_finishes_what_runs() -> None:
+    async def work() -> None:
+        async with mock_backends(1) as (backend,), routed([backend]) as (router, url), aiohttp.ClientSession() as session:
+            backend.step = asyncio.Semaphore(1)
+            running = asyncio.create_task(stream(session, url, body_of()))
+            while not backend.begun:
+                await asyncio.sleep(0.001)
+            router.drain()
+            status, (error,) = await stream(session, url, body_of())
+            assert status == 503 and error["error"]["code"] == "router_ending"
+            async with session.get(f"{url}/ready") as ready, session.get(f"{url}/health") as health:
+                assert (ready.status, health.status) == (503, 200)
+            ending = asyncio.create_task(router.idle())
+            await asyncio.sleep(0)
+            assert not ending.done()
+            for _ in range(EVENTS):
+                backend.step.release()
+            assert is_whole((await running)[1])
+            await ending
 
     run(work())

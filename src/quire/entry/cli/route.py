@@ -6,7 +6,6 @@ Never imports torch.
 import argparse
 import asyncio
 import logging
-import sys
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -50,9 +49,9 @@ async def _route(config: RouterConfig, http: HttpConfig) -> int:
     from quire.entry.http.listener import HttpListener
     from quire.entry.http.server import FLUSH_GRACE, StopRequests
     from quire.entry.http.sockets import listen, release, url_of
-    from quire.router.app import Router
+    from quire.router.app import RouterApp
 
-    router = Router(config)
+    router = RouterApp(config)
     # A web page may reach a loopback address under a name of its own: see `OwnNames`.
     private = http.uds is None and is_loopback(http.host) and "*" not in http.allowed_hosts
     sides = [(Guard(router, OwnNames(http.host, http.allowed_hosts)) if private else router, http)]
