@@ -141,13 +141,16 @@ async def _converse(args: argparse.Namespace, url: str) -> tuple[int, int]:
         messages: list[dict[str, Any]] = []
         for _ in range(args.turns):
             messages.append({"role": "user", "content": " ".join(draw.choices(WORDS, k=args.words))})
-            body = {"messages": messages, "max_tokens": args.output, "ignore_eos": True, "temperature": 0}
+            body = {"messages": messages, "max_tokens": args.output, "ignore_eos": True, "temperature": 0,
+                    "stream": True, "stream_options": {"include_usage": True}}
             async with limit, session.post(f"{url}/v1/chat/completions", json=body) as answer:
-                found = json.loads(await answer.read())
-                assert answer.status == 200, found
-            messages.append({"role": "assistant", "content": found["choices"][0]["message"]["content"]})
-            counts[0] += found["usage"]["prompt_tokens_details"]["cached_tokens"]
-            counts[1] += found["usage"]["prompt_tokens"]
+                lines = (await answer.read()).decode().split("\n\n")
+            events = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+            pieces = [choice["delta"].get("content") or "" for event in events for choice in event["choices"]]
+            messages.append({"role": "assistant", "content": "".join(pieces)})
+            usage = events[-1]["usage"]
+            counts[0] += usage["prompt_tokens_details"]["cached_tokens"]
+            counts[1] += usage["prompt_tokens"]
             await asyncio.sleep(draw.uniform(0, args.pause))
 
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:

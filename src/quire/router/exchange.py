@@ -116,7 +116,9 @@ class Forwarder:
             # Only the first try waits for a prefill: its blocks are promised to one backend.
             data = await self._prefill(asked, sight, backend) if fault is None else asked.body.data
             self._chooser.sent(asked.body, backend)
-            cached = sight.of(backend) if data is asked.body.data else sight.total
+            # An answer that is no stream begins at its end: nobody sees when its prompt is computed.
+            computes = data is asked.body.data and asked.body.text("stream") == b"true"
+            cached = sight.of(backend) if computes else sight.total
             with Load(backend, sight.total, cached) as load:
                 fault = await self._try(backend, load, asked, data, send)
             if fault is None:

@@ -5,9 +5,12 @@
     prefix-affinity   the lowest cost, where prompts that it got before count as cached
     exact             the lowest cost, where the blocks of its KV events count as cached
 
-    cost = PREFILL * (tokens it must compute before answers begin, this prompt's included) + tokens of all its prompts
+    cost = PREFILL * (tokens that it must compute before streams begin + STAY * tokens of this prompt that it lacks)
+           + tokens of all its prompts
 
-PREFILL is above 1 because a token costs more to compute than to attend to. Ties go to fewer requests, then in turn.
+A token costs more to compute than to attend to: PREFILL. A prefix that is computed elsewhere costs the requests there,
+too, and pushes out other blocks: STAY. With STAY 1 a third of the turns of conversations changed their backend, since
+backends are never exactly even; with 4, one in 20 (docs/performance.md). Ties go to fewer requests, then in turn.
 """
 
 from collections.abc import Collection, Sequence
@@ -22,7 +25,7 @@ from quire.router.prompts import CHUNK, RoutedBody, TokenIds
 from quire.router.settings import EXACT, RouterConfig
 from quire.router.upstream import Header, UpstreamError
 
-PREFILL = 4
+PREFILL, STAY = 4, 4
 COSTED = ("prefix-affinity", EXACT)
 JSON_BODY: Header = (b"content-type", b"application/json")
 FORWARDED = (b"authorization", b"x-api-key")  # headers of a client that /tokenize needs, too
@@ -94,7 +97,7 @@ class Chooser:
             self._indexes[backend.number].clear()
 
     def _cost(self, sight: Sight, backend: Backend) -> int:
-        return PREFILL * (backend.waiting + sight.total - sight.of(backend)) + backend.active
+        return PREFILL * (backend.waiting + STAY * (sight.total - sight.of(backend))) + backend.active
 
     def _blocks(self, tokens: Sequence[int]) -> dict[int, int]:
         """Return the tokens of a prompt in the blocks of each backend."""

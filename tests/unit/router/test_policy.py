@@ -85,7 +85,9 @@ def test_affinity_returns_to_the_prefix_until_its_backend_has_more_to_compute() 
     assert sight.of(chosen) == pytest.approx(sight.total * 8 / 9, rel=0.01)
     for _ in range(3):
         assert affine.pick(sight, backends) is chosen
-    with Load(chosen, 2 * sight.total, 0):  # the wait there is longer than the prompt takes elsewhere
+    with Load(chosen, sight.total, 0):
+        assert affine.pick(sight, backends) is chosen
+    with Load(chosen, 4 * sight.total, 0):  # the wait there is longer than the prompt takes elsewhere
         assert affine.pick(sight, backends) is not chosen
     affine.fell(chosen)
     assert look(affine, longer).of(chosen) == 0

@@ -7,7 +7,6 @@ import argparse
 import asyncio
 import logging
 from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
 
 from quire.config import flags
@@ -16,6 +15,7 @@ from quire.entry.exit_codes import DONE, FAILED
 from quire.entry.keyboard_interrupt import raise_on_interrupt
 from quire.router.settings import RouterConfig, router_config
 
+LOG = logging.getLogger("quire")
 SUMMARY = "pass requests on to several servers: by load, by prompts sent before, or by their KV events"
 LISTENER = ("host", "port", "uds", "allowed_hosts", "ssl_keyfile", "ssl_certfile", "max_body_bytes", "max_header_bytes",
             "max_headers")  # options of `quire serve` that a router has, too
@@ -37,46 +37,43 @@ def run(args: argparse.Namespace) -> int:
     http = ServerConfig.from_flat(**{name: given[name] for name in LISTENER if name in given}).http
     logging.basicConfig(format="quire: %(message)s")
     if http.uds is None and not is_loopback(http.host):
-        logging.warning("warning: everyone who can reach %s:%d can use the backends, unless these check API keys: set "
-                        "--host 127.0.0.1, or keys there.", http.host, http.port)
+        LOG.warning("warning: everyone who can reach %s:%d can use the backends, unless these check API keys: set "
+                    "--host 127.0.0.1, or keys there.", http.host, http.port)
     raise_on_interrupt()
     return run_loop(_route(config, http))
 
 
 async def _route(config: RouterConfig, http: HttpConfig) -> int:
-    """Listen, pass requests on until a signal comes, let the running ones finish, and return the exit code."""
+    """Pass requests on until a signal comes, let the running ones finish, and return the exit code."""
     from quire.entry.http.auth import Guard, OwnNames, json_only
     from quire.entry.http.listener import HttpListener
-    from quire.entry.http.server import FLUSH_GRACE, StopRequests
+    from quire.entry.http.server import FLUSH_GRACE, StopRequests, first_of
     from quire.entry.http.sockets import listen, release, url_of
     from quire.router.app import RouterApp
 
-    router = RouterApp(config)
+    router, admin = RouterApp(config), HttpConfig(port=config.admin_port or 0)
     # A web page may reach a loopback address under a name of its own: see `OwnNames`.
     private = http.uds is None and is_loopback(http.host) and "*" not in http.allowed_hosts
     sides = [(Guard(router, OwnNames(http.host, http.allowed_hosts)) if private else router, http)]
     if config.admin_port is not None:
-        operators = HttpConfig(port=config.admin_port)
-        sides.append((Guard(Guard(router.operate, json_only), OwnNames(operators.host)), operators))
+        sides.append((Guard(Guard(router.operate, json_only), OwnNames(admin.host)), admin))
     with ExitStack() as stack, StopRequests() as stop:
         listeners = []
         for app, address in sides:
-            socket = listen(address)
-            stack.callback(release, socket, address)
+            stack.callback(release, socket := listen(address), address)
             listeners.append(HttpListener(app, address, socket, router.refused))
         await router.start()
-        for listener in listeners:
+        for listener, purpose in zip(listeners, (f"{len(config.backend)} backends, {config.policy}", "operators"),
+                                     strict=False):
             listener.start()
-        logging.warning("routing %s to %d backends by %s", url_of(listeners[0].socket, http), len(config.backend),
-                        config.policy)
+            LOG.warning("listening on %s (%s)", url_of(listener.socket, http), purpose)
         first, second = (asyncio.create_task(event.wait()) for event in (stop.first, stop.second))
-        first_of = partial(asyncio.wait, return_when=asyncio.FIRST_COMPLETED)
-        await first_of({first, *(listener.serving for listener in listeners)})
+        await first_of(first, *(listener.serving for listener in listeners))
         router.drain()
-        if router.num_live:
-            logging.warning("%s: no new requests; %d running ones have %g s to finish. A second signal ends at once.",
-                            stop.name, router.num_live, config.shutdown_timeout)
-        await first_of({second, asyncio.create_task(router.idle())}, timeout=config.shutdown_timeout)
+        LOG.warning("%s: no new requests; %d have %g s to finish. A second signal ends at once.", stop.name,
+                    router.num_live, config.shutdown_timeout)
+        late = asyncio.create_task(asyncio.sleep(config.shutdown_timeout))
+        await first_of(second, late, asyncio.create_task(router.idle()))
         for listener in listeners:
             await listener.stop(FLUSH_GRACE)
         await router.close()

@@ -149,7 +149,7 @@ class _Life:
         """Load the model, serve until the end, and drain. Return the exit code. Raises the error of a failed start."""
         first = asyncio.create_task(self._stop.first.wait())
         starting = asyncio.create_task(self._engine.start(self._console.loading))
-        await _first_of(starting, first, self._http.serving)
+        await first_of(starting, first, self._http.serving)
         if not starting.done():
             starting.cancel()
             return self._stop.code if first.done() else self._listener_failed()
@@ -162,7 +162,7 @@ class _Life:
         sharing = asyncio.create_task(metrics.share(Path(self._engine.place.folder)))
         dead = asyncio.create_task(self._engine.closed())
         try:
-            await _first_of(dead, first, self._http.serving)
+            await first_of(dead, first, self._http.serving)
             if first.done() and not dead.done():
                 return await self._drain(dead)
             if dead.done():
@@ -181,7 +181,7 @@ class _Life:
                                "A second signal ends at once.")
         second = asyncio.create_task(self._stop.second.wait())
         finishing = asyncio.create_task(self._finish(timeout))
-        await _first_of(finishing, second, dead)
+        await first_of(finishing, second, dead)
         for task in (finishing, second):
             task.cancel()
         if dead.done():
@@ -229,7 +229,8 @@ def settle_memory() -> None:
     keep_little_memory()
 
 
-async def _first_of(*tasks: "asyncio.Future[Any]") -> None:
+async def first_of(*tasks: "asyncio.Future[Any]") -> None:
+    """Wait until any of the tasks is done."""
     await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
 
 
