@@ -106,7 +106,7 @@ class RouterApp:
         try:
             await self._pass(scope, receive, send)
         except ConnectionAbortedError:
-            raise  # of an answer that broke off: the server in front cuts the connection
+            raise  # a client left early, or an answer broke off: the server in front closes the connection
         except Exception:
             LOG.exception("internal error of the router")
             raise
@@ -119,7 +119,7 @@ class RouterApp:
         if (method, path) == ("GET", "/backends"):
             answer = _json({"backends": [backend.described() for backend in self.backends]})
         elif method == "POST" and path in (DRAIN, RESUME):
-            answer = self._set_draining(await _read(receive) or b"", path == DRAIN)
+            answer = self._set_draining(await _read(receive), path == DRAIN)
         else:
             answer = refusal(404, f"there is no {method} {shown(path)}: use GET /backends, POST {DRAIN} or POST "
                                   f"{RESUME}.", "unknown_path")
@@ -163,16 +163,14 @@ class RouterApp:
         return None
 
     async def _pass(self, scope: Scope, receive: Receive, send: Send) -> None:
-        data = await _read(receive)
-        if data is None:
-            return
         try:
-            body = RoutedBody(data)
+            body = RoutedBody(await _read(receive))
             _check_stateless(scope["path"], body)
         except RequestError as error:
             self.refused(400)
-            await refusal(400, str(error), "invalid_value").send(send)
-            return
+            return await refusal(400, str(error), "invalid_value").send(send)
+        asked = asked_for(scope, body)
+        del body  # `asked` lets it go when the answer begins
         answering = asyncio.current_task()
         assert answering is not None
         finished = False
@@ -185,7 +183,7 @@ class RouterApp:
 
         watching = asyncio.create_task(leave_with_client())
         try:
-            await self._forwarder.forward(asked_for(scope, body), send)
+            await self._forwarder.forward(asked, send)
         except asyncio.CancelledError:
             if not watching.done():
                 raise
@@ -204,13 +202,13 @@ def _check_stateless(path: str, body: RoutedBody) -> None:
         raise RequestError("background is true, and its response could not be fetched through a router: leave it out.")
 
 
-async def _read(receive: Receive) -> bytes | None:
-    """Return the body of a request; None if the client left before its end."""
+async def _read(receive: Receive) -> bytes:
+    """Return the body of a request. Raises `ConnectionAbortedError` if it does not come whole."""
     pieces = []
     while True:
         message = await receive()
         if message["type"] == "http.disconnect":
-            return None
+            raise ConnectionAbortedError
         pieces.append(message.get("body", b""))
         if not message.get("more_body", False):
             return b"".join(pieces)

@@ -7,8 +7,9 @@
     DEALER  ["", number] asks for the batches from a number on: ["", number, batch] each, at the end number -1
 
 The index knows blocks by their tokens and all tokens before them, hashed by this router: an event names the tokens, so
-no engine's hash need be computed here. A lower tier names only hashes, of blocks that the device had before. Blocks that depend on more than tokens (adapters, salts, images, tenants) and
-blocks of further KV groups are left out. If events are lost, the index begins anew.
+no engine's hash need be computed here. A lower tier names only hashes, of blocks that the device had before. Blocks
+that depend on more than tokens (adapters, salts, images) and those of further KV groups are left out. If events are
+lost, the index begins anew.
 """
 
 import asyncio

@@ -27,6 +27,7 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 DIRECT_BODY = "direct-body"  # ASGI extension of `entry/http/protocol.py`: a body that is written without waiting
 ELSEWHERE = (429, 503)  # statuses of a backend that is full, loading or ending: another one may take the request
 OWN_HEADERS = HOP_BY_HOP | {b"host", b"content-length"}
+EMPTY = RoutedBody(b"")
 ENDS = (b"\n\n", b"\r\n\r\n")  # of an event
 
 
@@ -46,15 +47,16 @@ class WholeAnswer:
         await send({"type": "http.response.body", "body": self.body, "more_body": False})
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class Asked:
-    """A request as it goes to backends."""
+    """A request as it goes to backends. `data`: the body to send; it and `body` are let go when an answer begins."""
 
     method: bytes
     path: str
     target: bytes
     headers: list[Header]
     body: RoutedBody
+    data: bytes
     direct: Any = None
 
 
@@ -82,7 +84,7 @@ def asked_for(scope: MutableMapping[str, Any], body: RoutedBody) -> Asked:
     if not any(name == b"x-request-id" for name, _ in headers):
         headers.append((b"x-request-id", uuid.uuid4().hex.encode()))
     query = scope.get("query_string", b"")
-    return Asked(method=scope["method"].encode(), path=scope["path"], headers=headers, body=body,
+    return Asked(method=scope["method"].encode(), path=scope["path"], headers=headers, body=body, data=body.data,
                  target=scope["raw_path"] + (b"?" + query if query else b""),
                  direct=scope.get("extensions", {}).get(DIRECT_BODY))
 
@@ -114,13 +116,12 @@ class Forwarder:
                 self._metrics.prompt_tokens += sight.total
                 self._metrics.prefix_hit_tokens += sight.of(backend)
             # Only the first try waits for a prefill: its blocks are promised to one backend.
-            data = await self._prefill(asked, sight, backend) if fault is None else asked.body.data
+            asked.data = await self._prefill(asked, sight, backend) if fault is None else asked.body.data
             self._chooser.sent(asked.body, backend)
             # An answer that is no stream begins at its end: nobody sees when its prompt is computed.
-            computes = data is asked.body.data and asked.body.text("stream") == b"true"
-            cached = sight.of(backend) if computes else sight.total
-            with Load(backend, sight.total, cached) as load:
-                fault = await self._try(backend, load, asked, data, send)
+            computes = asked.data is asked.body.data and asked.body.text("stream") == b"true"
+            with Load(backend, sight.total, sight.of(backend) if computes else sight.total) as load:
+                fault = await self._try(backend, load, asked, send)
             if fault is None:
                 return
             answer, able = fault.answer or answer, self._able(tried)
@@ -156,13 +157,13 @@ class Forwarder:
         self._metrics.count("prefills", "failed" if data is None else "remote")
         return asked.body.data if data is None else data
 
-    async def _try(self, backend: Backend, load: Load, asked: Asked, data: bytes, send: Send) -> Fault | None:
+    async def _try(self, backend: Backend, load: Load, asked: Asked, send: Send) -> Fault | None:
         """Send a request to a backend and pass its answer on. Return a fault if no answer has begun."""
         connection: Upstream | None = None
         try:
             try:
                 async with asyncio.timeout(self._config.first_byte_timeout):
-                    connection = await backend.pool.ask(asked.method, asked.target, asked.headers, data)
+                    connection = await backend.pool.ask(asked.method, asked.target, asked.headers, asked.data)
                     first = await connection.read()
                     if connection.status in ELSEWHERE:
                         answer = WholeAnswer(status=connection.status, headers=connection.headers,
@@ -176,6 +177,7 @@ class Forwarder:
                 backend.failed(error)
                 return Fault(reason=error.reason, message=str(error))
             load.begun()
+            asked.body, asked.data = EMPTY, b""
             self._metrics.count("requests", backend.name, str(connection.status))
             await self._pass_on(backend, connection, first, asked, send)
             return None
@@ -210,7 +212,8 @@ class Forwarder:
         except UpstreamError as error:
             self._metrics.count("broken_answers", backend.name)
             backend.failed(error)
-            events = any(name == b"content-type" and b"event-stream" in value for name, value in connection.headers)
+            kinds = dict(connection.headers)
+            events = b"event-stream" in kinds.get(b"content-type", b"") and b"content-encoding" not in kinds
             if not events or not last.endswith(ENDS):
                 raise ConnectionAbortedError(f"{backend.name}: {error}") from None  # the server cuts the connection
             await send({"type": "http.response.body", "body": _last_event(asked.path, error), "more_body": False})

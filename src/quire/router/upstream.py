@@ -236,7 +236,7 @@ class Pool:
                 _, connection = await loop.create_connection(Upstream, host, port, ssl=self._tls)
                 return connection
         except TimeoutError:
-            raise UpstreamError(f"no connection within {self._timeout:g} s", "connect") from None
+            raise UpstreamError(f"no connection within {self._timeout:g} s", "timeout") from None
         except OSError as error:
             raise UpstreamError(f"no connection: {error.strerror or error}", "connect") from None
 
