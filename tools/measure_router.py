@@ -39,7 +39,8 @@ async def serve(reader, writer):
             if head.startswith(b"GET"):
                 writer.write(b"HTTP/1.1 200 OK\\r\\ncontent-length: 0\\r\\n\\r\\n")
                 continue
-            writer.write(b"HTTP/1.1 200 OK\\r\\ncontent-type: text/event-stream\\r\\ntransfer-encoding: chunked\\r\\n\\r\\n")
+            writer.write(b"HTTP/1.1 200 OK\\r\\ncontent-type: text/event-stream\\r\\n"
+                         b"transfer-encoding: chunked\\r\\n\\r\\n")
             event = b'data: {"id":"cmpl-0","choices":[{"index":0,"text":" token","logprobs":null}]}\\n\\n'
             for _ in range(int(sys.argv[1])):
                 writer.write(b"%x\\r\\n%b\\r\\n" % (len(event), event))

@@ -165,7 +165,8 @@ async def routed(backends: list[MockBackend], prefills: tuple[MockBackend, ...] 
                  **settings: Any) -> AsyncIterator[tuple[RouterApp, str]]:
     """A router in front of backends, and its URL, for the time of a `with`."""
     urls = {"backend": [b.url for b in backends], "prefill_backend": [b.url for b in prefills]}
-    router = RouterApp(router_config(urls | {"health_interval": 0.05, "connect_timeout": 30.0, "policy": "round-robin"} | settings))
+    patient = {"health_interval": 0.05, "connect_timeout": 30.0}
+    router = RouterApp(router_config(urls | patient | {"policy": "round-robin"} | settings))
     listening = socket.create_server(("127.0.0.1", 0))
     listener = HttpListener(router, HttpConfig(), listening, router.refused)
     await router.start()

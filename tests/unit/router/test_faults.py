@@ -1,12 +1,17 @@
 """Streams through a router while backends die, refuse, fall silent or are drained."""
 
 import asyncio
+import contextlib
 import json
 from collections.abc import Coroutine
 from typing import Any
 
 import aiohttp
 import pytest
+from aiohttp import ClientSession
+
+from quire.router.settings import Address
+from quire.router.upstream import Pool, UpstreamError
 
 from ...support.mock_backends import mock_backends, routed
 
@@ -22,7 +27,7 @@ def body_of(user: str = "u", **fields: Any) -> dict[str, Any]:
     return {"model": "m", "prompt": "Once", "stream": True, "max_tokens": EVENTS, "user": user} | fields
 
 
-async def stream(session: aiohttp.ClientSession, url: str, body: dict[str, Any]) -> tuple[int, list[Any]]:
+async def stream(session: ClientSession, url: str, body: dict[str, Any]) -> tuple[int, list[Any]]:
     """The status and the events of a completion; "cut" where the connection broke off."""
     async with session.post(f"{url}/v1/completions", json=body) as answer:
         try:
@@ -55,7 +60,7 @@ def test_500_streams_and_a_backend_that_is_killed(count: int) -> None:
             victim = backends[0]
             victim.stalls, victim.event_s = True, 0.05
             users = [f"{'stall' if i % 3 else 'go'}{i}" for i in range(500)]
-            async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
+            async with ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
                 asked = [asyncio.create_task(stream(session, url, body_of(user))) for user in users]
                 while len(victim.bodies) < 400 // count or not victim.begun:
                     await asyncio.sleep(0.001)
@@ -77,7 +82,7 @@ def test_an_event_passes_before_the_next_one_exists() -> None:
     async def work() -> None:
         async with mock_backends(1) as (backend,), routed([backend]) as (_, url):
             backend.step = asyncio.Semaphore(0)
-            async with aiohttp.ClientSession() as session:
+            async with ClientSession() as session:
                 backend.step.release()
                 async with session.post(f"{url}/v1/completions", json=body_of()) as answer:
                     for number in range(EVENTS):
@@ -91,7 +96,7 @@ def test_an_event_passes_before_the_next_one_exists() -> None:
 @pytest.mark.parametrize("status", [429, 503])
 def test_a_full_backend_is_passed_by_and_the_last_refusal_is_passed_on(status: int) -> None:
     async def work() -> None:
-        async with mock_backends(2) as backends, routed(backends) as (router, url), aiohttp.ClientSession() as session:
+        async with mock_backends(2) as backends, routed(backends) as (router, url), ClientSession() as session:
             backends[0].refuse = status
             assert all([is_whole((await stream(session, url, body_of()))[1]) for _ in range(4)])
             backends[1].refuse = status
@@ -105,7 +110,7 @@ def test_a_full_backend_is_passed_by_and_the_last_refusal_is_passed_on(status: i
 def test_retries_are_counted_from_the_first_try() -> None:
     async def work() -> None:
         async with mock_backends(4) as backends, routed(backends, retries=1) as (_, url):
-            async with aiohttp.ClientSession() as session:
+            async with ClientSession() as session:
                 for backend in backends[:3]:
                     backend.refuse = 503
                 assert (await stream(session, url, body_of()))[0] == 503
@@ -118,7 +123,7 @@ def test_a_client_that_leaves_stops_the_backend() -> None:
     async def work() -> None:
         async with mock_backends(1) as (backend,), routed([backend]) as (router, url):
             backend.stalls = True
-            async with aiohttp.ClientSession() as session:
+            async with ClientSession() as session:
                 waits = asyncio.create_task(stream(session, url, body_of("stall")))
                 backend.step = asyncio.Semaphore(1)
                 streams = asyncio.create_task(stream(session, url, body_of()))
@@ -140,7 +145,7 @@ def test_a_silent_backend_is_left_after_the_time_limit() -> None:
     async def work() -> None:
         async with mock_backends(2) as backends, routed(backends, first_byte_timeout=0.1) as (_, url):
             backends[0].stalls = True
-            async with aiohttp.ClientSession() as session:
+            async with ClientSession() as session:
                 status, events = await stream(session, url, body_of("stall"))
             assert status == 200 and is_whole(events) and events[0]["by"] == "b1"
             assert backends[0].live == 0
@@ -162,7 +167,7 @@ def test_an_answer_that_is_no_stream_is_cut_and_not_ended() -> None:
     async def work() -> None:
         async with mock_backends(1) as (backend,):
             backend.replaced_by = half
-            async with routed([backend]) as (_, url), aiohttp.ClientSession() as session:
+            async with routed([backend]) as (_, url), ClientSession() as session:
                 async with session.post(f"{url}/v1/completions", json=body_of()) as answer:
                     with pytest.raises(aiohttp.ClientPayloadError):
                         await answer.read()
@@ -173,7 +178,7 @@ def test_an_answer_that_is_no_stream_is_cut_and_not_ended() -> None:
 @pytest.mark.parametrize(("path", "first"), [("/v1/messages", b"event: error\n"), ("/v1/responses", b"event: error\n")])
 def test_a_broken_stream_ends_in_the_form_of_its_api(path: str, first: bytes) -> None:
     async def work() -> None:
-        async with mock_backends(1) as (backend,), routed([backend]) as (_, url), aiohttp.ClientSession() as session:
+        async with mock_backends(1) as (backend,), routed([backend]) as (_, url), ClientSession() as session:
             backend.cut_after = 2
             async with session.post(url + path, json=body_of()) as answer:
                 *pieces, last, nothing = (await answer.read()).split(b"\n\n")
@@ -183,23 +188,41 @@ def test_a_broken_stream_ends_in_the_form_of_its_api(path: str, first: bytes) ->
     run(work())
 
 
-def test_a_connection_that_was_closed_while_idle_is_no_fault() -> None:
+@pytest.mark.parametrize("first_too", [False, True])
+def test_a_connection_that_closes_instead_of_a_second_answer(first_too: bool) -> None:
+    """A backend that closed an idle connection as the request came is no fault; a new connection that closes is."""
+
     async def work() -> None:
-        async with mock_backends(1) as (backend,), routed([backend], retries=0, health_interval=60) as (router, url):
-            async with aiohttp.ClientSession() as session:
-                assert is_whole((await stream(session, url, body_of()))[1])
-                port = int(backend.url.rpartition(":")[2])
-                await backend.kill()
-                await backend.start(port)
-                assert is_whole((await stream(session, url, body_of()))[1])
-            assert "reason=" not in router.metrics.render()[0].decode()
+        num_connections = 0
+
+        async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            nonlocal num_connections
+            num_connections += 1
+            with contextlib.suppress(asyncio.IncompleteReadError):
+                await reader.readuntil(b"\r\n\r\n")
+                if not first_too:
+                    writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok")
+                    await reader.readuntil(b"\r\n\r\n")
+            writer.close()
+
+        server = await asyncio.start_server(serve, "127.0.0.1", 0)
+        pool = Pool(Address(url="", host="127.0.0.1", port=server.sockets[0].getsockname()[1]), 10.0)
+        for _ in range(3):
+            if first_too:
+                with pytest.raises(UpstreamError, match="broke off"):
+                    await pool.fetch(b"GET", b"/", [], b"", 10.0)
+            else:
+                assert await pool.fetch(b"GET", b"/", [], b"", 10.0) == (200, b"ok")
+        assert num_connections == 3
+        pool.close()
+        server.close()
 
     run(work())
 
 
 def test_health_checks_take_a_backend_out_and_back() -> None:
     async def work() -> None:
-        async with mock_backends(2) as backends, routed(backends) as (router, url), aiohttp.ClientSession() as session:
+        async with mock_backends(2) as backends, routed(backends) as (router, url), ClientSession() as session:
             backends[0].health = 500
             while router.backends[0].up:
                 await asyncio.sleep(0.01)
@@ -221,7 +244,7 @@ def test_health_checks_take_a_backend_out_and_back() -> None:
 
 def test_a_router_that_ends_finishes_what_runs() -> None:
     async def work() -> None:
-        async with mock_backends(1) as (backend,), routed([backend]) as (router, url), aiohttp.ClientSession() as session:
+        async with mock_backends(1) as (backend,), routed([backend]) as (router, url), ClientSession() as session:
             backend.step = asyncio.Semaphore(1)
             running = asyncio.create_task(stream(session, url, body_of()))
             while not backend.begun:

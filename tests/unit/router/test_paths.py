@@ -5,8 +5,8 @@ import json
 from collections.abc import Coroutine
 from typing import Any
 
-import aiohttp
 import pytest
+from aiohttp import ClientSession
 
 from quire.contracts.errors import ConfigError
 from quire.router.settings import router_config
@@ -30,7 +30,7 @@ def run(work: Coroutine[Any, Any, None]) -> None:
 ])
 def test_requests_that_no_backend_sees(method: str, path: str, body: bytes, status: int, words: str) -> None:
     async def work() -> None:
-        async with mock_backends(1) as (backend,), routed([backend]) as (router, url), aiohttp.ClientSession() as session:
+        async with mock_backends(1) as (backend,), routed([backend]) as (router, url), ClientSession() as session:
             async with session.request(method, url + path, data=body or None) as answer:
                 error = (await answer.json())["error"]
                 assert answer.status == status and words in error["message"] and "\n" not in error["message"]
@@ -42,7 +42,7 @@ def test_requests_that_no_backend_sees(method: str, path: str, body: bytes, stat
 
 def test_headers_pass_in_both_directions() -> None:
     async def work() -> None:
-        async with mock_backends(1) as (backend,), routed([backend]) as (_, url), aiohttp.ClientSession() as session:
+        async with mock_backends(1) as (backend,), routed([backend]) as (_, url), ClientSession() as session:
             sent = {"authorization": "Bearer k", "x-api-key": "k2", "x-request-id": "r-1", "te": "trailers"}
             body = {"prompt": "x", "stream": True}
             async with session.post(f"{url}/v1/completions?a=b", json=body, headers=sent) as answer:
@@ -61,7 +61,7 @@ def test_headers_pass_in_both_directions() -> None:
 
 def test_a_body_that_is_too_large() -> None:
     async def work() -> None:
-        async with mock_backends(1) as (backend,), routed([backend]) as (router, url), aiohttp.ClientSession() as session:
+        async with mock_backends(1) as (backend,), routed([backend]) as (router, url), ClientSession() as session:
             async with session.post(f"{url}/v1/completions", data=b"x" * (8 * 2**20 + 1)) as answer:
                 assert answer.status == 413
             assert not backend.bodies and 'refusals_total{status="413"} 1.0' in router.metrics.render()[0].decode()
@@ -71,7 +71,7 @@ def test_a_body_that_is_too_large() -> None:
 
 def test_an_operator_drains_a_backend() -> None:
     async def work() -> None:
-        async with mock_backends(2) as backends, routed(backends) as (router, url), aiohttp.ClientSession() as session:
+        async with mock_backends(2) as backends, routed(backends) as (router, url), ClientSession() as session:
 
             async def operate(method: str, path: str, body: bytes = b"") -> tuple[int, Any]:
                 sent: list[Any] = []
@@ -111,7 +111,7 @@ def test_exact_asks_a_backend_for_the_tokens() -> None:
     async def work() -> None:
         async with mock_backends(1) as (backend,):
             settings = {"policy": "exact", "kv_events": ["tcp://127.0.0.1:1"]}
-            async with routed([backend], **settings) as (router, url), aiohttp.ClientSession() as session:
+            async with routed([backend], **settings) as (router, url), ClientSession() as session:
                 for body in ({"messages": [{"role": "user", "content": "hi"}]}, {"prompt": "hi"}, {"prompt": "x",
                                                                                                   "cache_salt": "s"}):
                     path = "chat/completions" if "messages" in body else "completions"
