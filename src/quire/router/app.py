@@ -13,7 +13,7 @@ Stored responses are refused: they are state of one backend, and a router may fo
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Coroutine, MutableMapping
+from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
 import msgspec
@@ -72,9 +72,9 @@ class RouterApp:
             if fault:
                 LOG.warning("backend %s is down: %s", backend.name, fault)
             backend.fell = self._chooser.fell
-        work: list[Coroutine[Any, Any, None]] = [watch(backend, self._config) for backend in self.backends]
-        work += [follow(self._indexes[number], *pair) for number, pair in enumerate(self._config.kv_events)]
-        self._tasks = [asyncio.create_task(each) for each in work]
+            self._tasks.append(asyncio.create_task(watch(backend, self._config)))
+        for number, addresses in enumerate(self._config.kv_events):
+            self._tasks.append(asyncio.create_task(follow(self._indexes[number], *addresses)))
 
     def drain(self) -> None:
         """Refuse new requests; those that are being answered go on."""
@@ -130,8 +130,7 @@ class RouterApp:
             name = msgspec.json.decode(body, type=dict[str, str]).get("backend", "")
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             return refusal(400, f'{error}: send {{"backend": "http://host:8000"}}.', "invalid_value")
-        known = {backend.name: backend for backend in self.backends}
-        backend = known.get(name.rstrip("/"))
+        backend = next((backend for backend in self.backends if backend.name == name.rstrip("/")), None)
         if backend is None:
             return refusal(404, f"{shown(name)} is no backend: GET /backends lists them.", "unknown_backend")
         backend.draining = draining

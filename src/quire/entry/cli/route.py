@@ -47,7 +47,7 @@ async def _route(config: RouterConfig, http: HttpConfig) -> int:
     """Pass requests on until a signal comes, let the running ones finish, and return the exit code."""
     from quire.entry.http.auth import Guard, OwnNames, json_only
     from quire.entry.http.listener import HttpListener
-    from quire.entry.http.server import FLUSH_GRACE, StopRequests, first_of
+    from quire.entry.http.server import FLUSH_GRACE, StopRequests, first_of, settle_memory
     from quire.entry.http.sockets import listen, release, url_of
     from quire.router.app import RouterApp
 
@@ -63,15 +63,16 @@ async def _route(config: RouterConfig, http: HttpConfig) -> int:
             stack.callback(release, socket := listen(address), address)
             listeners.append(HttpListener(app, address, socket, router.refused))
         await router.start()
-        for listener, purpose in zip(listeners, (f"{len(config.backend)} backends, {config.policy}", "operators"),
-                                     strict=False):
+        settle_memory()
+        purposes = (f"{len(config.backend)} backends, {config.policy}", "operators")
+        for listener, (_, address), purpose in zip(listeners, sides, purposes, strict=False):
             listener.start()
-            LOG.warning("listening on %s (%s)", url_of(listener.socket, http), purpose)
+            LOG.warning("listening on %s (%s)", url_of(listener.socket, address), purpose)
         first, second = (asyncio.create_task(event.wait()) for event in (stop.first, stop.second))
         await first_of(first, *(listener.serving for listener in listeners))
         router.drain()
-        LOG.warning("%s: no new requests; %d have %g s to finish. A second signal ends at once.", stop.name,
-                    router.num_live, config.shutdown_timeout)
+        LOG.warning("%s: no new requests; running ones (%d) have %g s to finish. A second signal ends at once.",
+                    stop.name, router.num_live, config.shutdown_timeout)
         late = asyncio.create_task(asyncio.sleep(config.shutdown_timeout))
         await first_of(second, late, asyncio.create_task(router.idle()))
         for listener in listeners:
