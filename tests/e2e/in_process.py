@@ -6,6 +6,7 @@ import socket
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from quire.entry.core_process import build
 from quire.entry.http.app import build_app
 from quire.entry.http.engine import ServedEngine
 from quire.entry.http.listener import HttpListener
+from quire.entry.http.server import BEFORE_ROUTES
 from quire.observe.metrics import Metrics
 from quire.procs.messages import CoreStart
 
@@ -55,7 +57,8 @@ def running_inside(**options: Any) -> Iterator[Inside]:
 
         metrics = Metrics("quire", "mock")
         engine = ServedEngine(config, metrics=metrics, launch=launch)
-        http = HttpListener(build_app(engine, config, metrics), config.http, listener, metrics)
+        http = HttpListener(build_app(engine, config, metrics), config.http, listener,
+                            partial(metrics.http, BEFORE_ROUTES, method="any"))
         http.start()
         try:
             await engine.start(lambda loading: None)

@@ -4,6 +4,7 @@ import contextlib
 import http.client
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -128,8 +129,8 @@ def is_running(pid: int) -> bool:
 
 
 @contextlib.contextmanager
-def running_server(*flags: str, wait: str = "/ready", **environment: str) -> Iterator[Server]:
-    """`quire serve` with these flags on a free port, until the block ends.
+def running_server(*flags: str, wait: str = "/ready", command: str = "serve", **environment: str) -> Iterator[Server]:
+    """`quire serve`, or another command, with these flags on a free port, until the block ends.
 
     wait          a path that must answer 200 first; "/live": the port answers, the engine may still be loading;
                   "": nothing
@@ -139,7 +140,7 @@ def running_server(*flags: str, wait: str = "/ready", **environment: str) -> Ite
         log = Path(folder, "stderr")
         with log.open("wb") as stderr:
             process = subprocess.Popen(
-                [sys.executable, "-m", "quire", "serve", "--port", "0", *flags],
+                [sys.executable, "-m", "quire", command, "--port", "0", *flags],
                 stdin=subprocess.DEVNULL, stdout=stderr, stderr=stderr, start_new_session=True,
                 env=os.environ | {"PYTHONPATH": str(SOURCE), "TMPDIR": folder} | environment)
         server = Server(process, log)
@@ -158,7 +159,7 @@ def _await_answer(server: Server, path: str) -> None:
     def answers() -> bool:
         assert server.process.poll() is None, f"the server ended with {server.process.returncode}:\n{server.stderr}"
         if not server.url:
-            found = [word for word in server.stderr.split() if word.startswith("http://")]
+            found = re.findall(r"istening on (http://\S+)", server.stderr)
             server.url = found[0] if found else ""
         return bool(server.url) and server.ask(path).status == 200
 

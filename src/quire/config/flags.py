@@ -29,7 +29,8 @@ Options = Iterator[tuple[str, Field[Any]]]
 IDLE_OFFLINE = ("disable_log_stats", "served_model_name")  # options of a server that have no effect in `LLM`
 ARGUMENTS: dict[str, dict[str, Any]] = {  # kind of value in a table of flags -> settings for argparse
     "switch": {"action": "store_true"}, "text": {}, "int": {"type": int}, "float": {"type": float},
-    "json": {"type": json.loads}, "file": {"type": Path}, "several": {"nargs": "+"}, "again": {"action": "append"}}
+    "json": {"type": json.loads}, "file": {"type": Path}, "again": {"action": "append"},
+    "several": {"nargs": "+", "action": "extend"}}
 
 
 class FlagParser(argparse.ArgumentParser):

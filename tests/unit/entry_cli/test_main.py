@@ -21,8 +21,8 @@ SOURCE = Path(__file__).resolve().parents[3] / "src"
 
 
 def test_the_commands_are_these() -> None:
-    assert list(COMMANDS) == ["serve", "chat", "complete", "run-batch", "bench", "weights", "quantize", "explain",
-                              "verify", "trace", "doctor", "completion"]
+    assert list(COMMANDS) == ["serve", "route", "chat", "complete", "run-batch", "bench", "weights", "quantize",
+                              "explain", "verify", "trace", "doctor", "completion"]
 
 
 @pytest.mark.parametrize("flag", ["--version", "-v", "-V"])
@@ -80,6 +80,7 @@ def test_a_misuse_is_one_line_and_exit_code_2(args: list[str], message: str,
     (["serve", "-dp", "2", "--nnodes", "2", "--node-rank", "1"], "only host 0 has an engine core"),
     (["serve", "--ssl-keyfile", "k"], "--ssl-keyfile and --ssl-certfile go together"),
     (["serve", "--config", "/no/such.yaml"], "--config /no/such.yaml: No such file"),
+    (["route", "--backend", "here"], "--backend here: not the URL of a server: give one such as http://127.0.0.1"),
     (["chat", "--api-key", "k"], "--api-key and --model-name go with --url"),
 ])
 def test_what_cannot_be_served_is_one_line_and_exit_code_3(args: list[str], message: str,

@@ -42,7 +42,7 @@ _STATE = _FLOOR | {"config", "kv", "text"}
 _ENGINE = _STATE | {"engine"}
 _PROCS = _WORKER | _ENGINE | {"procs"}
 _ENTRY = _PROCS | {"assemble", "entry"}
-_ALL = _ENTRY | {"explain", "bench"}
+_ALL = _ENTRY | {"explain", "bench", "router"}
 MAY_IMPORT: dict[str, set[str]] = {
     "contracts": _FLOOR,
     **dict.fromkeys(("config", "observe", "platforms"), _BASE),
@@ -57,6 +57,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "engine": _ENGINE,
     "procs": _PROCS,
     "assemble": _PROCS | {"assemble"},
+    "router": _FLOOR | {"config", "observe", "router"},
     "entry": _ENTRY,
     "entry/cli": _ALL,
     **dict.fromkeys(("explain", "bench"), _ALL),

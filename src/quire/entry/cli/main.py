@@ -20,6 +20,7 @@ from quire.entry.cli import (
     doctor,
     explain,
     quantize,
+    route,
     run_batch,
     serve,
     trace,
@@ -29,12 +30,13 @@ from quire.entry.cli import (
 from quire.entry.exit_codes import DONE, INTERRUPTED, UNREAD, exit_code
 from quire.entry.installed import not_installed
 
-COMMANDS: dict[str, Any] = {"serve": serve, "chat": chat, "complete": complete, "run-batch": run_batch, "bench": bench,
-                            "weights": weights, "quantize": quantize, "explain": explain, "verify": verify,
-                            "trace": trace, "doctor": doctor, "completion": completion}
+COMMANDS: dict[str, Any] = {"serve": serve, "route": route, "chat": chat, "complete": complete, "run-batch": run_batch,
+                            "bench": bench, "weights": weights, "quantize": quantize, "explain": explain,
+                            "verify": verify, "trace": trace, "doctor": doctor, "completion": completion}
 LOG = logging.getLogger("quire")
 LOCAL = ("chat", "complete", "bench", "verify", "trace")  # commands whose engine runs, and logs, in this process
-ARGUMENTS = {"bench": "KIND ", "completion": "SHELL ", "doctor": "", "trace": "[MODEL] [PROMPT] "}  # instead of [MODEL]
+ARGUMENTS = {"bench": "KIND ", "completion": "SHELL ", "doctor": "", "route": "--backend URL ",
+             "trace": "[MODEL] [PROMPT] "}  # instead of [MODEL]
 SPOKEN = ("doctor", "completion")  # commands that report the environment's problems themselves, or do not need it
 SAID_OTHERWISE = {"version": "--version", "help": "--help"}  # mistaken command -> flag
 EPILOG = """\

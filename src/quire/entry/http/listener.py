@@ -6,7 +6,7 @@ import functools
 import logging
 import socket
 import ssl
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -15,10 +15,8 @@ from quire.config.serve import HttpConfig
 from quire.contracts.errors import ConfigError
 from quire.entry.http.protocol import ConnectionLimits, LimitedProtocol, Traffic
 from quire.entry.http.sockets import BACKLOG, max_connections
-from quire.observe.metrics import Metrics
 
 KEEP_ALIVE = 75  # seconds an idle connection is kept: longer than the usual proxy's 60, so that the proxy closes first
-BEFORE_ROUTES = "refused"  # metrics label of responses that the protocol sent before any route
 
 
 class _Server(uvicorn.Server):
@@ -37,13 +35,14 @@ class _Server(uvicorn.Server):
 class HttpListener:
     """Accepts connections on a listening socket and gives their requests to an application.
     Raises `ConfigError` when the certificate cannot be used.
+    refused  called with the status of each response that the protocol sends before any route
     shared   other processes accept on the socket, too: take one connection per turn, so that each gets its share"""
 
-    def __init__(self, app: ASGIApp, config: HttpConfig, listener: socket.socket, metrics: Metrics, *,
+    def __init__(self, app: ASGIApp, config: HttpConfig, listener: socket.socket, refused: Callable[[int], None], *,
                  shared: bool = False) -> None:
         self.socket = listener
         limits = ConnectionLimits.of(config, max_connections=max_connections())
-        traffic = Traffic(lambda status: metrics.http(BEFORE_ROUTES, status, "any"))
+        traffic = Traffic(refused)
         # The application and the protocol log the errors themselves; uvicorn's other messages are routine.
         logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
         settings = uvicorn.Config(

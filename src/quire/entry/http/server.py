@@ -43,6 +43,7 @@ LOG = logging.getLogger("quire")
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 DEATH_GRACE = 3.0  # seconds for which a server with a dead engine answers 503
 FLUSH_GRACE = 1.0  # seconds for aborted streams to send their error
+BEFORE_ROUTES = "refused"  # metrics label of responses that the protocol sent before any route
 FRONT_MODULE = "quire.entry.http.another"  # of each HTTP process but the first
 STATS_INTERVAL = 10.0  # seconds
 THREAD_GRACE = 0.5  # seconds for threads to end by themselves
@@ -82,8 +83,8 @@ async def serve(config: ServerConfig, listener: socket.socket, console: Console,
                             number=place.number, count=place.count)
     starter = partial(start_front, FRONT_MODULE, config, listener.fileno())
     engine = ServedEngine(config, metrics=metrics, place=place, more=starter)
-    http = HttpListener(build_app(engine, config, metrics), config.http, listener, metrics,
-                        shared=place.count > 1)
+    http = HttpListener(build_app(engine, config, metrics), config.http, listener,
+                        partial(metrics.http, BEFORE_ROUTES, method="any"), shared=place.count > 1)
     with StopRequests(further=place.number > 0) as stop:
         if place.number == 0:
             http.start()
@@ -148,7 +149,7 @@ class _Life:
         """Load the model, serve until the end, and drain. Return the exit code. Raises the error of a failed start."""
         first = asyncio.create_task(self._stop.first.wait())
         starting = asyncio.create_task(self._engine.start(self._console.loading))
-        await _first_of(starting, first, self._http.serving)
+        await first_of(starting, first, self._http.serving)
         if not starting.done():
             starting.cancel()
             return self._stop.code if first.done() else self._listener_failed()
@@ -161,7 +162,7 @@ class _Life:
         sharing = asyncio.create_task(metrics.share(Path(self._engine.place.folder)))
         dead = asyncio.create_task(self._engine.closed())
         try:
-            await _first_of(dead, first, self._http.serving)
+            await first_of(dead, first, self._http.serving)
             if first.done() and not dead.done():
                 return await self._drain(dead)
             if dead.done():
@@ -180,7 +181,7 @@ class _Life:
                                "A second signal ends at once.")
         second = asyncio.create_task(self._stop.second.wait())
         finishing = asyncio.create_task(self._finish(timeout))
-        await _first_of(finishing, second, dead)
+        await first_of(finishing, second, dead)
         for task in (finishing, second):
             task.cancel()
         if dead.done():
@@ -228,7 +229,8 @@ def settle_memory() -> None:
     keep_little_memory()
 
 
-async def _first_of(*tasks: "asyncio.Future[Any]") -> None:
+async def first_of(*tasks: "asyncio.Future[Any]") -> None:
+    """Wait until any of the tasks is done."""
     await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
 
 

@@ -8,7 +8,6 @@ import pytest
 
 from quire.config.serve import HttpConfig
 from quire.entry.http.listener import HttpListener
-from quire.observe.metrics import Metrics
 
 COUNT = 40
 
@@ -20,7 +19,7 @@ async def never(scope: object, receive: object, send: object) -> None: ...
 def test_connections_that_come_at_once(shared: bool) -> None:
     async def work() -> list[int]:
         with socket.create_server(("127.0.0.1", 0)) as listening, ExitStack() as stack:
-            listener = HttpListener(never, HttpConfig(), listening, Metrics(), shared=shared)
+            listener = HttpListener(never, HttpConfig(), listening, print, shared=shared)
             listener.start()
             while not listener._server.started:
                 await asyncio.sleep(0)

@@ -1,0 +1,81 @@
+"""`quire route`: one HTTP address in front of several servers. Puts a router behind the HTTP listener of `quire serve`.
+
+Never imports torch.
+"""
+
+import argparse
+import asyncio
+import logging
+from contextlib import ExitStack
+from pathlib import Path
+
+from quire.config import flags
+from quire.config.serve import HttpConfig, ServerConfig, is_loopback
+from quire.entry.exit_codes import DONE, FAILED
+from quire.entry.keyboard_interrupt import raise_on_interrupt
+from quire.router.settings import RouterConfig, router_config
+
+LOG = logging.getLogger("quire")
+SUMMARY = "pass requests on to several servers: by load, by prompts sent before, or by their KV events"
+LISTENER = ("host", "port", "uds", "allowed_hosts", "ssl_keyfile", "ssl_certfile", "max_body_bytes", "max_header_bytes",
+            "max_headers")  # options of `quire serve` that a router has, too
+
+
+def configure(parser: flags.FlagParser) -> None:
+    """Add the flags of `quire route`."""
+    from quire import router
+
+    flags.add_flag_table(parser, Path(router.__file__).with_name("flags.txt"))
+    flags.add_flags(parser, ((title, o) for title, o in flags.options_of(HttpConfig) if o.name in LISTENER))
+
+
+def run(args: argparse.Namespace) -> int:
+    """Route until a signal comes. Exit code 0 after a clean stop."""
+    from quire.entry.http.server import run_loop
+
+    config, given = router_config(vars(args)), flags.settings_of(args, server=True).values
+    http = ServerConfig.from_flat(**{name: given[name] for name in LISTENER if name in given}).http
+    logging.basicConfig(format="quire: %(message)s")
+    if http.uds is None and not is_loopback(http.host):
+        LOG.warning("warning: everyone who can reach %s:%d can use the backends, unless these check API keys: set "
+                    "--host 127.0.0.1, or keys there.", http.host, http.port)
+    raise_on_interrupt()
+    return run_loop(_route(config, http))
+
+
+async def _route(config: RouterConfig, http: HttpConfig) -> int:
+    """Pass requests on until a signal comes, let the running ones finish, and return the exit code."""
+    from quire.entry.http.auth import Guard, OwnNames, json_only
+    from quire.entry.http.listener import HttpListener
+    from quire.entry.http.server import FLUSH_GRACE, StopRequests, first_of, settle_memory
+    from quire.entry.http.sockets import listen, release, url_of
+    from quire.router.app import RouterApp
+
+    router, admin = RouterApp(config), HttpConfig(port=config.admin_port or 0)
+    # A web page may reach a loopback address under a name of its own: see `OwnNames`.
+    private = http.uds is None and is_loopback(http.host) and "*" not in http.allowed_hosts
+    sides = [(Guard(router, OwnNames(http.host, http.allowed_hosts)) if private else router, http)]
+    if config.admin_port is not None:
+        sides.append((Guard(Guard(router.operate, json_only), OwnNames(admin.host)), admin))
+    with ExitStack() as stack, StopRequests() as stop:
+        listeners = []
+        for app, address in sides:
+            stack.callback(release, socket := listen(address), address)
+            listeners.append(HttpListener(app, address, socket, router.refused))
+        await router.start()
+        settle_memory()
+        purposes = (f"{len(config.backend)} backends, {config.policy}", "operators")
+        for listener, (_, address), purpose in zip(listeners, sides, purposes, strict=False):
+            listener.start()
+            LOG.warning("listening on %s (%s)", url_of(listener.socket, address), purpose)
+        first, second = (asyncio.create_task(event.wait()) for event in (stop.first, stop.second))
+        await first_of(first, *(listener.serving for listener in listeners))
+        router.drain()
+        LOG.warning("%s: no new requests; running ones (%d) have %g s to finish. A second signal ends at once.",
+                    stop.name, router.num_live, config.shutdown_timeout)
+        late = asyncio.create_task(asyncio.sleep(config.shutdown_timeout))
+        await first_of(second, late, asyncio.create_task(router.idle()))
+        for listener in listeners:
+            await listener.stop(FLUSH_GRACE)
+        await router.close()
+        return (stop.code if second.done() else DONE) if first.done() else FAILED

@@ -1,0 +1,217 @@
+"""The router as an ASGI application, and the one for its operators.
+
+    passed on        the paths of ROUTES
+    /health, /live   200 while the router runs            /ready     200 when a backend takes requests
+    /metrics         Prometheus
+
+    operators, on a loopback port of their own:
+    GET  /backends           the list, with health and requests in flight
+    POST /backends/drain     {"backend": URL}: no new requests go there     POST /backends/resume   takes that back
+
+Stored responses are refused: they are state of one backend, and a router may forget which.
+"""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+
+import msgspec
+
+from quire.contracts.errors import RequestError, shown
+from quire.router.backends import Backend, check, watch
+from quire.router.events import KVIndex, follow
+from quire.router.exchange import Forwarder, Send, WholeAnswer, asked_for, refusal
+from quire.router.metrics import RouterMetrics
+from quire.router.policy import Chooser
+from quire.router.prompts import RoutedBody
+from quire.router.settings import RouterConfig
+
+LOG = logging.getLogger("quire")
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+RESPONSES = "/v1/responses"
+ROUTES = {
+    **dict.fromkeys(("/v1/completions", "/v1/chat/completions", RESPONSES, "/v1/messages", "/v1/messages/count_tokens",
+                     "/v1/embeddings", "/v1/rerank", "/v2/rerank", "/rerank", "/v1/score", "/score", "/tokenize",
+                     "/detokenize"), "POST"),
+    **dict.fromkeys(("/v1/models", "/tokenizer_info", "/version"), "GET"),
+}
+MODEL = "/v1/models/"
+DRAIN, RESUME = "/backends/drain", "/backends/resume"
+
+
+class RouterApp:
+    """A router: an ASGI application. `start` checks the backends first; `drain`, `idle` and `close` end it.
+
+    num_live   requests that are being answered
+    """
+
+    def __init__(self, config: RouterConfig) -> None:
+        addresses = (*config.backend, *config.prefill_backend)
+        self.backends = [Backend(number, address, config) for number, address in enumerate(addresses)]
+        own = self.backends[: len(config.backend)]
+        self._indexes = {number: KVIndex() for number in range(len(config.kv_events))}
+        self.metrics = RouterMetrics(self.backends, self._indexes)
+        self._config, self._own = config, own
+        self._chooser = Chooser(config, self.backends, self._indexes)
+        self._forwarder = Forwarder(config, own, self.backends[len(own) :], self._chooser, self.metrics)
+        self._tasks: list[asyncio.Task[None]] = []
+        self.num_live = 0
+        self._draining = False
+
+    def refused(self, status: int) -> None:
+        """Count a request that was refused, here or by the server in front."""
+        self.metrics.count("refusals", str(status))
+
+    async def start(self) -> None:
+        """Check every backend once, and from now on again and again; follow their KV events."""
+        faults = await asyncio.gather(*(check(backend, self._config) for backend in self.backends))
+        for backend, fault in zip(self.backends, faults, strict=True):
+            backend.checked(fault)
+            if fault:
+                LOG.warning("backend %s is down: %s", backend.name, fault)
+            backend.fell = self._chooser.fell
+            self._tasks.append(asyncio.create_task(watch(backend, self._config)))
+        for number, addresses in enumerate(self._config.kv_events):
+            self._tasks.append(asyncio.create_task(follow(self._indexes[number], *addresses)))
+
+    def drain(self) -> None:
+        """Refuse new requests; those that are being answered go on."""
+        self._draining = True
+
+    async def idle(self) -> None:
+        """Wait until no request is being answered, after `drain`."""
+        while self.num_live:
+            await asyncio.sleep(0.02)
+
+    async def close(self) -> None:
+        """End the checks and the connections."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for backend in self.backends:
+            backend.pool.close()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request."""
+        assert scope["type"] == "http", "the server in front gives HTTP requests only"
+        own = self._own_answer(scope)
+        if own is not None:
+            if own.status >= 400:
+                self.refused(own.status)
+            await own.send(send)
+            return
+        self.num_live += 1
+        try:
+            await self._pass(scope, receive, send)
+        except ConnectionAbortedError:
+            raise  # a client left early, or an answer broke off: the server in front closes the connection
+        except Exception:
+            LOG.exception("internal error of the router")
+            raise
+        finally:
+            self.num_live -= 1
+
+    async def operate(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request of an operator."""
+        method, path = scope["method"], scope["path"]
+        if (method, path) == ("GET", "/backends"):
+            answer = _json({"backends": [backend.described() for backend in self.backends]})
+        elif method == "POST" and path in (DRAIN, RESUME):
+            answer = self._set_draining(await _read(receive), path == DRAIN)
+        else:
+            answer = refusal(404, f"there is no {method} {shown(path)}: use GET /backends, POST {DRAIN} or POST "
+                                  f"{RESUME}.", "unknown_path")
+        await answer.send(send)
+
+    def _set_draining(self, body: bytes, draining: bool) -> WholeAnswer:
+        try:
+            name = msgspec.json.decode(body, type=dict[str, str]).get("backend", "")
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            return refusal(400, f'{error}: send {{"backend": "http://host:8000"}}.', "invalid_value")
+        backend = next((backend for backend in self.backends if backend.name == name.rstrip("/")), None)
+        if backend is None:
+            return refusal(404, f"{shown(name)} is no backend: GET /backends lists them.", "unknown_backend")
+        backend.draining = draining
+        return _json(backend.described())
+
+    def _own_answer(self, scope: Scope) -> WholeAnswer | None:
+        """Return the answer to what is not passed on; None for what is."""
+        method, path = scope["method"], scope["path"]
+        if path in ("/health", "/live", "/ready") and method == "GET":
+            able = [backend for backend in self._own if backend.usable]
+            if path == "/ready" and (self._draining or not able):
+                return refusal(503, "the router ends." if self._draining else "no backend takes requests.", "not_ready")
+            return _json({"status": "draining" if self._draining else "ok", "backends": len(self._own),
+                          "usable": len(able)})
+        if path == "/metrics" and method == "GET":
+            text, kind = self.metrics.render()
+            return WholeAnswer(status=200, headers=[(b"content-type", kind.encode())], body=text)
+        if path.startswith(RESPONSES + "/"):
+            return refusal(404, "stored responses are not reached through a router, which does not know the backend "
+                                "that has them: send the whole conversation with every request.", "not_implemented")
+        wanted = "GET" if path.startswith(MODEL) else ROUTES.get(path)
+        if wanted is None:
+            return refusal(404, f"this router passes on no path {shown(path)}: ask a backend itself.", "unknown_path")
+        if method != wanted:
+            return refusal(405, f"{shown(path)} does not accept the method {shown(method)}: use {wanted}.",
+                           "method_not_allowed")
+        if self._draining:
+            return refusal(503, "this router ends and takes no new requests: try again in a moment.", "router_ending")
+        return None
+
+    async def _pass(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            body = RoutedBody(await _read(receive))
+            _check_stateless(scope["path"], body)
+        except RequestError as error:
+            self.refused(400)
+            return await refusal(400, str(error), "invalid_value").send(send)
+        asked = asked_for(scope, body)
+        del body  # `asked` lets it go when the answer begins
+        answering = asyncio.current_task()
+        assert answering is not None
+        finished = False
+
+        async def leave_with_client() -> None:
+            await receive()  # after the body, the only message is that the client has gone
+            if not finished:
+                self.metrics.disconnects += 1
+                answering.cancel()
+
+        watching = asyncio.create_task(leave_with_client())
+        try:
+            await self._forwarder.forward(asked, send)
+        except asyncio.CancelledError:
+            if not watching.done():
+                raise
+            answering.uncancel()  # the client has gone, and the connection to the backend is closed
+        finally:
+            finished = True
+            watching.cancel()
+
+
+def _check_stateless(path: str, body: RoutedBody) -> None:
+    """Raise `RequestError` for a response that needs what one backend has stored."""
+    if path == RESPONSES and body.given("previous_response_id"):
+        raise RequestError("previous_response_id names a response that one backend has stored, and a router does not "
+                           "know which: send the whole conversation as input.")
+    if path == RESPONSES and body.text("background") == b"true":
+        raise RequestError("background is true, and its response could not be fetched through a router: leave it out.")
+
+
+async def _read(receive: Receive) -> bytes:
+    """Return the body of a request. Raises `ConnectionAbortedError` if it does not come whole."""
+    pieces = []
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ConnectionAbortedError
+        pieces.append(message.get("body", b""))
+        if not message.get("more_body", False):
+            return b"".join(pieces)
+
+
+def _json(content: object) -> WholeAnswer:
+    return WholeAnswer(status=200, headers=[(b"content-type", b"application/json")], body=msgspec.json.encode(content))

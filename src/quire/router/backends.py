@@ -1,0 +1,115 @@
+"""Backends: their health, and the load that this router has put on them.
+
+    down --check answers 200--> up --`FAILURES` checks fail, or a connection is refused--> down
+    a drained backend gets no new requests; those that it has go on
+
+Knows nothing of policies and of the content of requests.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+from quire.router.settings import Address, RouterConfig
+from quire.router.upstream import Pool, UpstreamError
+
+LOG = logging.getLogger("quire")
+FAILURES = 2  # checks in a row that must fail: one may be late on a busy machine
+
+
+class Load:
+    """`with` block of a request on a backend. Its prompt has `total` tokens, of which the backend has `cached`."""
+
+    def __init__(self, backend: "Backend", total: int, cached: int) -> None:
+        self._backend, self._total, self._waiting = backend, total, max(0, total - cached)
+
+    def __enter__(self) -> "Load":
+        self._backend.in_flight += 1
+        self._backend.active += self._total
+        self._backend.waiting += self._waiting
+        return self
+
+    def begun(self) -> None:
+        """Count the prompt as computed: the answer has begun. Idempotent."""
+        self._backend.waiting -= self._waiting
+        self._waiting = 0
+
+    def __exit__(self, *error: object) -> None:
+        self.begun()
+        self._backend.in_flight -= 1
+        self._backend.active -= self._total
+
+
+class Backend:
+    """A server that answers requests.
+
+    number      place among all backends, those for prefill after the others
+    in_flight   requests that it answers now
+    active      tokens of the prompts of these
+    waiting     tokens of prompts that it must compute before their answers begin
+    fell        called when it goes down
+    turn        grows with every choice; the backend with the smallest was chosen longest ago
+    """
+
+    def __init__(self, number: int, address: Address, config: RouterConfig) -> None:
+        self.number, self.name = number, address.url
+        self.pool = Pool(address, config.connect_timeout)
+        self.up = self.draining = False
+        self.reason = "not checked yet"
+        self.in_flight = self.active = self.waiting = self.turn = 0
+        self.doubted = asyncio.Event()
+        self.fell: Callable[[Backend], None] = lambda backend: None
+        self._failures = 0
+
+    @property
+    def usable(self) -> bool:
+        """True when new requests may go here."""
+        return self.up and not self.draining
+
+    def failed(self, error: UpstreamError) -> None:
+        """Record a failed request: the backend is checked at once. One that takes no connection is down until then."""
+        self.doubted.set()
+        if error.reason == "connect":
+            self._failures = FAILURES
+            self._judge(str(error))
+
+    def checked(self, fault: str) -> None:
+        """Record a health check; `fault` is "" for a good one."""
+        self._failures = self._failures + 1 if fault else 0
+        if not fault or self._failures >= FAILURES or not self.up:
+            self._judge(fault)
+
+    def described(self) -> dict[str, Any]:
+        """Return its state for the operators' list."""
+        return {"backend": self.name, "up": self.up, "draining": self.draining, "in_flight": self.in_flight,
+                "reason": self.reason}
+
+    def _judge(self, fault: str) -> None:
+        before, self.up, self.reason = self.up, not fault, fault
+        if self.up != before:
+            LOG.warning("backend %s is %s", self.name, "up" if self.up else f"down: {fault}")
+            if not self.up:
+                self.fell(self)
+                self.pool.close()
+
+
+async def watch(backend: Backend, config: RouterConfig) -> None:
+    """Check a backend again and again, at once when it is in doubt."""
+    while True:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(config.health_interval):
+                await backend.doubted.wait()
+        backend.doubted.clear()
+        backend.checked(await check(backend, config))
+
+
+async def check(backend: Backend, config: RouterConfig) -> str:
+    """Ask a backend for its health. Return "" or the reason why it is not healthy."""
+    path = config.health_path
+    try:
+        status, _ = await backend.pool.fetch(b"GET", path.encode(), [], b"", config.connect_timeout)
+        return "" if status == 200 else f"{path} answers {status}"
+    except UpstreamError as error:
+        return str(error)

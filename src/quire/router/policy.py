@@ -1,0 +1,119 @@
+"""The choice of a backend for a request.
+
+    round-robin       the one that was chosen longest ago
+    least-load        the one with the fewest requests in flight
+    prefix-affinity   the lowest cost, where prompts that it got before count as cached
+    exact             the lowest cost, where the blocks of its KV events count as cached
+
+    cost = PREFILL * (tokens that it must compute before streams begin + STAY * tokens of this prompt that it lacks)
+           + tokens of all its prompts
+
+A token costs more to compute than to attend to: PREFILL. A prefix that is computed elsewhere costs the requests there,
+too, and pushes out other blocks: STAY. With STAY 1 a third of the turns of conversations changed their backend, since
+backends are never exactly even; with 4, one in 20 (docs/performance.md). Ties go to fewer requests, then in turn.
+"""
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+
+from quire.router.affinity import PrefixTable
+from quire.router.backends import Backend
+from quire.router.events import KVIndex, block_chain
+from quire.router.prompts import CHUNK, RoutedBody, TokenIds
+from quire.router.settings import EXACT, RouterConfig
+from quire.router.upstream import Header, UpstreamError
+
+PREFILL, STAY = 4, 4
+COSTED = ("prefix-affinity", EXACT)
+JSON_BODY: Header = (b"content-type", b"application/json")
+FORWARDED = (b"authorization", b"x-api-key")  # headers of a client that /tokenize needs, too
+
+
+class Tokenized(msgspec.Struct):
+    """Answer of /tokenize."""
+
+    tokens: TokenIds
+
+
+@dataclass(kw_only=True)
+class Sight:
+    """View on a request before its backend is chosen.
+
+    total    tokens of the prompt, counted or estimated
+    cached   tokens of it that a backend has, by its number; backends that are left out have none
+    """
+
+    total: int
+    cached: dict[int, int] = field(default_factory=dict)
+
+    def of(self, backend: Backend) -> int:
+        """Return the tokens that a backend has; at least one token is always computed."""
+        return max(0, min(self.total - 1, self.cached.get(backend.number, 0)))
+
+
+class Chooser:
+    """Chooses backends by a policy, and remembers which prompts they got. `indexes`: backend number -> its blocks."""
+
+    def __init__(self, config: RouterConfig, backends: Sequence[Backend], indexes: dict[int, KVIndex]) -> None:
+        self._policy, self._indexes, self._timeout = config.policy, indexes, config.connect_timeout
+        self._table = PrefixTable(len(backends), config.affinity_entries)
+        self._turns = 0
+
+    async def look(self, body: RoutedBody, path: str, headers: Sequence[Header], asked: Backend | None) -> Sight:
+        """Return what is known of a prompt. With policy exact, `asked` tokenizes it."""
+        if self._policy not in COSTED:
+            return Sight(total=body.num_tokens)
+        total, exact = body.num_tokens, {}
+        if self._policy == EXACT and asked is not None:
+            tokens = body.token_ids() or await self._tokenize(body, path, headers, asked)
+            total, exact = len(tokens) or total, self._blocks(tokens)
+        share = total * CHUNK / max(1, body.size)  # tokens of a chunk
+        cached = {number: int(chunks * share) for number, chunks in enumerate(self._table.match(body.chunks))}
+        return Sight(total=total, cached=cached | exact if any(exact.values()) else cached)
+
+    def pick(self, sight: Sight, candidates: Collection[Backend]) -> Backend:
+        """Choose one of the candidates, of which there is at least one."""
+        self._turns += 1
+        if self._policy == "round-robin":
+            chosen = min(candidates, key=lambda b: b.turn)
+        elif self._policy == "least-load":
+            chosen = min(candidates, key=lambda b: (b.in_flight, b.turn))
+        else:
+            chosen = min(candidates, key=lambda b: (self._cost(sight, b), b.in_flight, b.turn))
+        chosen.turn = self._turns
+        return chosen
+
+    def sent(self, body: RoutedBody, backend: Backend) -> None:
+        """Remember that a backend computes the prompt of a request."""
+        if self._policy in COSTED:
+            self._table.add(body.chunks, backend.number)
+
+    def fell(self, backend: Backend) -> None:
+        """Forget a backend that went down: its cache may be gone."""
+        self._table.forget(backend.number)
+        if backend.number in self._indexes:
+            self._indexes[backend.number].clear()
+
+    def _cost(self, sight: Sight, backend: Backend) -> int:
+        return PREFILL * (backend.waiting + STAY * (sight.total - sight.of(backend))) + backend.active
+
+    def _blocks(self, tokens: Sequence[int]) -> dict[int, int]:
+        """Return the tokens of a prompt in the blocks of each backend."""
+        sizes = {index.block_size for index in self._indexes.values() if index.block_size}
+        chains = {size: block_chain(tokens, size) for size in sizes}
+        return {number: index.match(chains[index.block_size]) * index.block_size
+                for number, index in self._indexes.items() if index.block_size}
+
+    async def _tokenize(self, body: RoutedBody, path: str, headers: Sequence[Header], backend: Backend) -> list[int]:
+        """Return the tokens of a completion or a chat, from a backend; [] if it does not tell."""
+        if path not in ("/v1/completions", "/v1/chat/completions") or body.given("cache_salt"):
+            return []
+        kept = [header for header in headers if header[0] in FORWARDED]
+        try:
+            status, answer = await backend.pool.fetch(b"POST", b"/tokenize", [JSON_BODY, *kept], body.to_tokenize(),
+                                                      self._timeout)
+            return msgspec.json.decode(answer, type=Tokenized).tokens if status == 200 else []
+        except (UpstreamError, msgspec.DecodeError):
+            return []

@@ -1,0 +1,182 @@
+"""Cost and hit rate of `quire route`.
+
+    python tools/measure_router.py overhead [--streams 64] [--events 200]
+    python tools/measure_router.py turns [--backends 4] [--conversations 200] [--turns 8] [--blocks 3000]
+
+overhead: processor time of the router per streamed event, beside the time from a piece's arrival to its writing. The
+backend, the router and the client are three processes. turns: conversations whose every turn repeats the one before, on
+`quire serve --device mock` backends with prefix caches of limited size: the share of the prompts' tokens that the
+backends had, by policy.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import json
+import random
+import re
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from typing import Any
+
+import aiohttp
+
+from quire.observe.process import read_usage
+
+WORDS = "the cat sat on a mat and looked at the rain while seven small birds sang in the old tree".split()
+BACKEND = """
+import asyncio, socket, sys
+async def serve(reader, writer):
+    try:
+        while True:
+            head = await reader.readuntil(b"\\r\\n\\r\\n")
+            length = next((int(l[15:]) for l in head.lower().split(b"\\r\\n") if l.startswith(b"content-length:")), 0)
+            await reader.readexactly(length)
+            if head.startswith(b"GET"):
+                writer.write(b"HTTP/1.1 200 OK\\r\\ncontent-length: 0\\r\\n\\r\\n")
+                continue
+            writer.write(b"HTTP/1.1 200 OK\\r\\ncontent-type: text/event-stream\\r\\n"
+                         b"transfer-encoding: chunked\\r\\n\\r\\n")
+            event = b'data: {"id":"cmpl-0","choices":[{"index":0,"text":" token","logprobs":null}]}\\n\\n'
+            for _ in range(int(sys.argv[1])):
+                writer.write(b"%x\\r\\n%b\\r\\n" % (len(event), event))
+                await asyncio.sleep(float(sys.argv[2]))
+            writer.write(b"0\\r\\n\\r\\n")
+    except (asyncio.IncompleteReadError, ConnectionError):
+        writer.close()
+async def main():
+    server = await asyncio.start_server(serve, "127.0.0.1", int(sys.argv[3]))
+    await server.serve_forever()
+asyncio.run(main())
+"""
+
+
+def free_port() -> int:
+    """Return a port that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@contextlib.contextmanager
+def started(*command: str, url: str = "") -> Iterator["subprocess.Popen[bytes]"]:
+    """Run a process for the time of a `with`, and wait until it answers at `url`."""
+    process = subprocess.Popen([sys.executable, *command], stderr=subprocess.DEVNULL)
+    try:
+        deadline = time.monotonic() + 60
+        while url:
+            try:
+                urllib.request.urlopen(url, timeout=1).close()
+                break
+            except OSError:
+                assert time.monotonic() < deadline and process.poll() is None, f"{command} does not answer at {url}"
+                time.sleep(0.05)
+        yield process
+    finally:
+        process.terminate()
+        process.wait(30)
+
+
+async def overhead(args: argparse.Namespace) -> None:
+    """Measure and print the cost of an event."""
+    back, front = free_port(), free_port()
+    with (started("-c", BACKEND, str(args.events), str(args.interval), str(back), url=f"http://127.0.0.1:{back}/health"),
+          started("-m", "quire", "route", "--backend", f"http://127.0.0.1:{back}", "--port", str(front),
+                  url=f"http://127.0.0.1:{front}/ready") as router):
+        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
+
+            async def stream(url: str) -> int:
+                count = 0
+                async with session.post(f"{url}/v1/completions", json={"prompt": "x", "stream": True}) as answer:
+                    async for line in answer.content:
+                        count += line.startswith(b"data: ")
+                return count
+
+            for url in (f"http://127.0.0.1:{back}", f"http://127.0.0.1:{front}"):
+                before, began = read_usage(router.pid), time.perf_counter()
+                counts = await asyncio.gather(*(stream(url) for _ in range(args.streams)))
+                took, after = time.perf_counter() - began, read_usage(router.pid)
+                assert before is not None and after is not None and set(counts) == {args.events}
+                if url.endswith(str(front)):
+                    used = after.cpu_seconds - before.cpu_seconds
+                    print(f"{sum(counts)} events in {took:.2f} s: {used / sum(counts) * 1e6:.1f} us of the router's "
+                          "processor time per event")
+                else:
+                    print(f"{sum(counts)} events in {took:.2f} s without the router")
+            async with session.get(f"http://127.0.0.1:{front}/metrics") as scraped:
+                text = await scraped.text()
+    total, count = (float(re.search(rf"piece_seconds_{part} (\S+)", text)[1]) for part in ("sum", "count"))  # type: ignore[index]
+    print(f"{total / count * 1e6:.1f} us from a piece's arrival to its writing, mean of {count:.0f}")
+
+
+async def turns(args: argparse.Namespace) -> None:
+    """Measure and print the hit rate of each policy."""
+    for policy in args.policies:
+        ports = [free_port() for _ in range(args.backends)]
+        front = free_port()
+        with contextlib.ExitStack() as stack:
+            for port in ports:
+                stack.enter_context(started(
+                    "-m", "quire", "serve", "--device", "mock", "--port", str(port), "--num-blocks", str(args.blocks),
+                    "--mock-step-ms", str(args.step_ms), url=f"http://127.0.0.1:{port}/ready"))
+            stack.enter_context(started(
+                "-m", "quire", "route", "--policy", policy, "--port", str(front),
+                *(f"--backend=http://127.0.0.1:{port}" for port in ports), url=f"http://127.0.0.1:{front}/ready"))
+            began = time.perf_counter()
+            cached, total = await _converse(args, f"http://127.0.0.1:{front}")
+            print(f"{policy:16} {cached / total:6.1%} of {total} prompt tokens cached, "
+                  f"{time.perf_counter() - began:.1f} s", flush=True)
+
+
+async def _converse(args: argparse.Namespace, url: str) -> tuple[int, int]:
+    """Hold all conversations; return cached tokens and tokens of all prompts."""
+    counts = [0, 0]
+    limit = asyncio.Semaphore(args.concurrency)
+
+    async def talk(number: int, session: aiohttp.ClientSession) -> None:
+        draw = random.Random(number)
+        messages: list[dict[str, Any]] = []
+        for _ in range(args.turns):
+            messages.append({"role": "user", "content": " ".join(draw.choices(WORDS, k=args.words))})
+            body = {"messages": messages, "max_tokens": args.output, "ignore_eos": True, "temperature": 0,
+                    "stream": True, "stream_options": {"include_usage": True}}
+            async with limit, session.post(f"{url}/v1/chat/completions", json=body) as answer:
+                lines = (await answer.read()).decode().split("\n\n")
+            events = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+            pieces = [choice["delta"].get("content") or "" for event in events for choice in event["choices"]]
+            messages.append({"role": "assistant", "content": "".join(pieces)})
+            usage = events[-1]["usage"]
+            counts[0] += usage["prompt_tokens_details"]["cached_tokens"]
+            counts[1] += usage["prompt_tokens"]
+            await asyncio.sleep(draw.uniform(0, args.pause))
+
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
+        await asyncio.gather(*(talk(number, session) for number in range(args.conversations)))
+    return counts[0], counts[1]
+
+
+def main() -> None:
+    """Run the measurement that the command line names."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    kinds = parser.add_subparsers(dest="kind", required=True)
+    one = kinds.add_parser("overhead")
+    one.add_argument("--streams", type=int, default=64)
+    one.add_argument("--events", type=int, default=200)
+    one.add_argument("--interval", type=float, default=0.02, help="seconds between events of a stream")
+    two = kinds.add_parser("turns")
+    for name, default in {"backends": 4, "conversations": 200, "turns": 8, "blocks": 3_000, "output": 64, "words": 180,
+                          "concurrency": 64}.items():
+        two.add_argument(f"--{name}", type=int, default=default)
+    two.add_argument("--step-ms", type=float, default=2.0)
+    two.add_argument("--pause", type=float, default=0.5, help="longest pause between two turns, in seconds")
+    two.add_argument("--policies", nargs="+", default=["round-robin", "least-load", "prefix-affinity"])
+    args = parser.parse_args()
+    asyncio.run({"overhead": overhead, "turns": turns}[args.kind](args))
+
+
+if __name__ == "__main__":
+    main()
