@@ -144,8 +144,8 @@ def taking(inside: Inside, patch: pytest.MonkeyPatch) -> None:
 def admitting(inside: Inside, patch: pytest.MonkeyPatch) -> None:
     enter = inside.core.scheduler.admitter._enter
 
-    def broken(request: Any, room: int) -> Any:
-        admission = enter(request, room)
+    def broken(request: Any, match: Any, room: int) -> Any:
+        admission = enter(request, match, room)
         if is_bad(request):
             raise Planted  # with a slot and blocks
         return admission
