@@ -17,15 +17,28 @@ CODE = "def add(a, b):\n    return a + b\n\ndef sub(a, b):\n    return a - b\n\n
 PROSE = "The module provides"
 LONG = f"{CODE}\n\n{PROSE} a class. {PROSE} a function. " * 4
 COLD, WARM = {"temperature": 0.0}, {"temperature": 0.7, "seed": 11}
+SCHEMA = {"type": "object", "properties": {"function": {"enum": ["add", "sub"]}, "arguments": {"type": "array", "items":
+          {"type": "string", "maxLength": 3}, "maxItems": 3}}, "required": ["function", "arguments"],
+          "additionalProperties": {"type": "integer"}}  # fmt: skip
+
+
+def structured(**fields: Any) -> dict[str, Any]:
+    return {"structured_outputs": StructuredOutputsParams(**fields)}
+
+
 REQUESTS: list[tuple[str, dict[str, Any]]] = [
     (CODE, COLD), (PROSE, COLD), (LONG, COLD), (LONG, WARM), (CODE, WARM | {"n": 3}),
     (LONG, COLD | {"logprobs": 2, "prompt_logprobs": 1}), (CODE, WARM | {"presence_penalty": 0.6, "logprobs": 1}),
     (LONG, COLD | {"repetition_penalty": 1.2, "frequency_penalty": 0.3}),
     (LONG, COLD | {"stop": ["a function", "sub("]}),
     (CODE, WARM | {"bad_words": [" return", "(a"]}), (PROSE, WARM | {"logit_bias": {5: 3.0, 9: -100.0}, "min_p": 0.05}),
-    (CODE, COLD | {"structured_outputs": StructuredOutputsParams(regex="[a-z ]{20}")}),
+    (CODE, COLD | structured(regex="[a-z ]{20}")),
     (LONG, WARM | {"top_k": 20, "top_p": 0.9, "speculative_tokens": 1}), (CODE, COLD | {"speculative_tokens": 0}),
     (LONG, COLD | {"min_tokens": 12, "ignore_eos": False}), (CODE, WARM | {"allowed_token_ids": [*range(20, 300)]}),
+    (LONG, COLD | structured(json=SCHEMA)), (CODE, WARM | {"n": 2, "logprobs": 1} | structured(json=SCHEMA)),
+    (LONG, WARM | structured(regex="(The module provides a (class|function)\\. )+", after="sub", budget=7)),
+    (LONG, COLD | structured(regex="( The module provides a [a-z]+\\.)+")),
+    (PROSE, COLD | {"min_tokens": 9} | structured(after="\n\n", budget=5)),
 ]  # fmt: skip
 FACTORS = {
     "async_depth": (1, 2), "k": (1, 3, 7), "max_num_batched_tokens": (24, 2048), "num_gpu_blocks_override": (None, 24),

@@ -267,6 +267,7 @@ def assemble_core(parts: Parts, compiler: GrammarCompiler | None) -> EngineCore:
         num_drafts=plan.num_drafts,
         drafts_by_batch=plan.speculation.by_batch if plan.speculation else (),
         auto_drafts=plan.speculation.auto if plan.speculation else (),
+        draft_lookup=plan.speculation.lookup if plan.speculation else (0, 0),
         plans={"device": plan.machine.words, "dtype": plan.dtype, "memory": memory, "kernels": plan.kernels,
                "experts": plan.experts and f"{plan.experts.experts} (dispatcher {plan.experts.dispatcher})",
                "engine": msgspec.json.encode(report.describe()).decode()} | parts.plans | rank_lines(report),

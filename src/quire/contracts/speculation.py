@@ -51,6 +51,11 @@ class Speculation(msgspec.Struct, frozen=True, kw_only=True):
         """Numbers of drafts that a request may have in a step, ascending, without 0."""
         return self.auto or tuple(sorted({k for _, k in self.by_batch or ((1, self.num_drafts),)} - {0}))
 
+    @property
+    def lookup(self) -> tuple[int, int]:
+        """Shortest and longest n-gram that is looked up; (0, 0): another method drafts."""
+        return (self.shortest, self.longest) if self.method == "ngram" else (0, 0)
+
     def captured(self) -> "Speculation":
         """Return the speculation for a device that captures steps: a number of drafts that does not fit
         `MAX_VERIFY_ROWS` is 0, not a smaller number that is not captured."""

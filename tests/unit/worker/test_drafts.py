@@ -117,7 +117,8 @@ def test_three_tokens_are_drawn_with_the_model_s_joint_probability() -> None:
     random = torch.Generator().manual_seed(5)
     transitions = 0.9 * torch.randn(SYMBOLS, SYMBOLS, generator=random)
     tables = Tables(block_tables=torch.ones(1, DRAWS + 1, 1, dtype=torch.int32), computed=torch.zeros(DRAWS + 1).long(),
-                    history=torch.zeros(DRAWS + 1, 8, dtype=torch.int32), block_size=8)
+                    history=torch.zeros(DRAWS + 1, 8, dtype=torch.int32), block_size=8,
+                    hosted=torch.zeros(DRAWS + 1, dtype=torch.int32))
     spec = [encode_row(SamplerSpec(seed=seed * 7919, num_prompt=1, temperature=1.0), 0) for seed in range(DRAWS)]
     params, operations = torch.from_numpy(np.stack([*spec, spec[0]])), sampling.operations(0, 0, torch.device("cpu"))
     upload, out = InPlaceUpload(DRAWS, DRAWS, torch.device("cpu")), torch.zeros(3, 3 * DRAWS, dtype=torch.int32)
