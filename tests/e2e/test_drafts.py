@@ -200,8 +200,11 @@ def test_a_server_streams_runs_and_counts_them() -> None:
         server = inside.server
         plain = server.complete(max_tokens=30, stream=False, seed=1, speculative_tokens=0).json()
         drafted = server.complete(max_tokens=30, stream=False, seed=1).json()
-        streamed = server.complete(max_tokens=30, return_token_ids=True)
+        streamed = server.complete(max_tokens=30, return_token_ids=True, stream_options={"include_usage": True})
         assert plain["choices"] == drafted["choices"]
+        usages = [answer["usage"]["completion_tokens_details"] for answer in (
+            plain, drafted, next(event for event in streamed.events() if event != "[DONE]" and event.get("usage")))]
+        assert usages[0] == {"reasoning_tokens": 0, "accepted_prediction_tokens": 0, "rejected_prediction_tokens": 0}
         tokens = [len(choice["token_ids"]) for event in streamed.events() if event != "[DONE]"
                   for choice in event["choices"] if choice.get("token_ids")]  # fmt: skip
         assert sum(tokens) == 30 and max(tokens) >= 4
@@ -210,6 +213,8 @@ def test_a_server_streams_runs_and_counts_them() -> None:
         counted = {name: sum(server.metric(f"quire:spec_decode_num_{name}_total").values())
                    for name in ("drafts", "draft_tokens", "accepted_tokens", "accepted_tokens_per_pos")}  # fmt: skip
         assert counted["accepted_tokens"] == counted["accepted_tokens_per_pos"] > 20
+        right, wrong = (sum(each[f"{what}_prediction_tokens"] for each in usages) for what in ("accepted", "rejected"))
+        assert (right, right + wrong) == (counted["accepted_tokens"], counted["draft_tokens"])
         assert 20 < counted["drafts"] < counted["draft_tokens"] <= 3 * counted["drafts"]
         ended = server.ask("/debug/requests").json()
         drafts = [one["drafts"] for one in (ended["requests"] if isinstance(ended, dict) else ended)]
