@@ -175,6 +175,8 @@ REFUSED: list[tuple[Any, str]] = [
     ({"model": "a/small-model", "num_speculative_tokens": 1}, "method draft_model is not implemented yet"),
     ({"method": "ngram", "num_speculative_tokens": 2, "num_speculative_tokens_per_batch_size": [[2, 3, 1]]}, "ranges"),
     ({"method": "ngram", "num_speculative_tokens": 2, "num_speculative_tokens_per_batch_size": [[1, 3, 4]]}, "ranges"),
+    ({"method": "ngram", "num_speculative_tokens": 2, "num_speculative_tokens_per_batch_size": 3}, "=3 is wrong"),
+    ({"method": "ngram", "num_speculative_tokens": 2, "model": {"name": "ngram"}}, "method ngram has no model"),
 ]  # fmt: skip
 
 

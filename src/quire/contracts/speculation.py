@@ -91,7 +91,7 @@ def read_speculative_config(given: Mapping[str, Any] | None) -> Speculation | No
     for name, value in given.items():
         if name in OTHERS and value not in OTHERS[name]:
             raise _wrong(f"{name}={shown(value)} is not implemented for method {method}", "leave it out")
-    if "model" in given and ALIASES.get(given["model"], given["model"]) != method:
+    if "model" in given and ALIASES.get(str(given["model"]), given["model"]) != method:
         raise _wrong(f"model={shown(given['model'])}: method ngram has no model", "leave model out")
     sizes = {name: _size(name, given[name]) for name in SIZES if name in given}
     if "num_speculative_tokens" not in sizes:
@@ -136,7 +136,7 @@ def _by_batch(given: Any, most: int) -> tuple[tuple[int, int], ...]:
     """Return (first number of requests, k) of each range [first, last, k]; a gap belongs to the range before it."""
     found = list[tuple[int, int]]()
     end = 0
-    for entry in given:
+    for entry in given if isinstance(given, list | tuple) else (given,):
         numbers = entry if isinstance(entry, list | tuple) and len(entry) == 3 else ()
         if not numbers or any(type(number) is not int for number in numbers):
             break

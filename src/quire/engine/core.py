@@ -71,15 +71,19 @@ class EngineCore:
         self._step = 0
         self._torn = False
         self.moved = 0  # see `StepResult.moved`; of the last result
+        self.flushing = False  # True: the engine is being closed, and its copies are to end
 
     @property
     def has_work(self) -> bool:
-        """True when a request is live, a step or a copy is in flight, or an ended request is not reported yet."""
+        """True when a request is live, a step or a copy is in flight, or an ended request is not reported yet.
+
+        Writes of KV blocks to a disk count only while `flushing`.
+        """
         return bool(self._requests or self.in_flight or self._finished or self._copying)
 
     @property
     def _copying(self) -> bool:
-        return self._store is not None and self._store.busy
+        return self._store is not None and (self._store.copying if self.flushing else self._store.busy)
 
     @property
     def handles(self) -> list[int]:

@@ -12,7 +12,7 @@ NEWEST = 0.2  # weight of a step in the averages: of a full average 3% are left 
 GAIN = 1.02  # tokens per second that drafts must gain over none
 PROBE = 32  # steps without drafts, after which a step tries the shortest number
 RENEW = 128  # steps with drafts, after which a step without any renews their measure
-STRANGE = 4.0  # times a known step, above which a step was interrupted, and its time is not counted
+STRANGE = 4.0  # times a known step, above which a step was interrupted: its time counts only if the next is as long
 
 
 class DraftLength:
@@ -75,6 +75,7 @@ class MeasuredGain:
         self._lengths, self._clock = lengths, clock
         self._first, self._further = 0.5, 0.7  # before anything is known
         self._seconds: dict[tuple[int, int], float] = {}
+        self._strange: set[tuple[int, int]] = set()  # kinds of steps whose last time was far above the known one
         self._last: float | None = None  # when the last step was confirmed, if it had no prompts
         self._idle = self._busy = 0  # steps without and with drafts, since there were others
 
@@ -116,7 +117,11 @@ class MeasuredGain:
 
     def _time(self, kind: tuple[int, int], seconds: float) -> None:
         known = self._seconds.get(kind)
-        if known is None:
-            self._seconds[kind] = seconds
-        elif seconds < STRANGE * known:
+        if known is not None and seconds < STRANGE * known:
             self._seconds[kind] = known + NEWEST * (seconds - known)
+            self._strange.discard(kind)
+        elif known is None or kind in self._strange:  # the second long time in a row: the known one was too short
+            self._seconds[kind] = seconds
+            self._strange.discard(kind)
+        else:
+            self._strange.add(kind)

@@ -1,8 +1,8 @@
 """Engine core on the mock executor, for `--device mock`, with the sizes of a model.
 
-Every request gets the tokens of `mock_tokens`; the configuration says how long a step takes. With speculation 0, 1, ...
-and all drafts of a decode are right in turn. Reads vocabulary and
-context from a model's config.json, and no weights. Never imports torch.
+Every request gets the tokens of `mock_tokens`; the configuration says how long a step takes. With speculation
+0, 1, ... and all drafts of a decode are right in turn. Reads vocabulary and context from a model's config.json, and no
+weights. Never imports torch.
 """
 
 from pathlib import Path
@@ -11,7 +11,7 @@ from quire.config.checkpoint import read_checkpoint_config
 from quire.config.engine import EngineConfig
 from quire.contracts.blocks import KVComponent, KVGeometry, KVGroup
 from quire.contracts.errors import ConfigError
-from quire.contracts.speculation import read_speculative_config
+from quire.contracts.speculation import METHODS, read_speculative_config
 from quire.engine.core import EngineCore
 from quire.engine.mock_executor import MockExecutor
 from quire.kv.allocator import KVAllocator
@@ -31,16 +31,21 @@ def build_mock_core(config: EngineConfig, folder: Path, tokenizer_folder: Path |
     tokenizer_folder   folder of the tokenizer; None: `folder`
     Raises `ConfigError` when max_model_len exceeds the model's context or the given number of blocks.
     """
-    if config.cache.kv_offload_gb or config.cache.kv_transfer_config:
-        raise ConfigError("device=mock has no tiers of KV blocks: leave out kv_offload_gb and kv_transfer_config.")
+    cache = config.cache
+    if cache.kv_offload_gb or cache.kv_offload_dir is not None or cache.kv_transfer_config:
+        raise ConfigError("device=mock has no tiers of KV blocks: leave out kv_offload_gb, kv_offload_dir and "
+                          "kv_transfer_config.")
     args = read_checkpoint_config(folder)
     speculation = read_speculative_config(config.scheduler.speculative_config)
-    scheduler, size = config.scheduler, config.cache.block_size or BLOCK_SIZE
+    if speculation is not None and speculation.method not in METHODS:
+        raise ConfigError(f"speculative_config: method {speculation.method} is not implemented yet: use "
+                          f"{' or '.join(METHODS)}.")
+    scheduler, size = config.scheduler, cache.block_size or BLOCK_SIZE
     length = config.model.max_model_len or args.max_position_embeddings
     if length > args.max_position_embeddings:
         raise ConfigError(f"max_model_len={length} exceeds the model's context of {args.max_position_embeddings}: "
                           "lower it, or leave it out.")
-    given = config.cache.num_gpu_blocks_override
+    given = cache.num_gpu_blocks_override
     if given is not None and config.model.max_model_len is None:
         length = min(length, given * size)
     full = -(-length // size)
@@ -56,6 +61,8 @@ def build_mock_core(config: EngineConfig, folder: Path, tokenizer_folder: Path |
         depth=config.device.async_depth or 1,
         num_drafts=speculation.num_drafts if speculation else 0,
         draft_lookup=speculation.lookup if speculation else (0, 0),
+        drafts_by_batch=speculation.by_batch if speculation else (),
+        auto_drafts=speculation.auto if speculation else (),
         accepts=range(speculation.num_drafts + 1) if speculation else (0,),
         verify=False,
         answers=True,
@@ -69,7 +76,7 @@ def build_mock_core(config: EngineConfig, folder: Path, tokenizer_folder: Path |
         scheduler,
         KVAllocator(BlockPool(num_blocks), geometry, num_slots=scheduler.sequences()),
         root_key=namespace_digest(model="mock", revision="", dtype="float32", block_size=size, geometry=geometry),
-        prefix_caching=config.cache.enable_prefix_caching,
+        prefix_caching=cache.enable_prefix_caching,
         compiler=GrammarCompiler(lambda: Tokenizer.load(tokenizer_folder or folder), args.vocab_size,
                                  GrammarTrial()),
     )

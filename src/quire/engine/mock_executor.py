@@ -139,7 +139,7 @@ class MockExecutor:
 
     def __init__(self, *, verify: bool = True, answers: bool = False, step_seconds: float = 0.0, width: int = 8,
                  accepts: Sequence[int] = (0,), windows: Sequence[int | None] = (None,),
-                 tiers: Callable[[Memory], MockCopies] | None = None, **sizes: int | tuple[int, int]) -> None:
+                 tiers: Callable[[Memory], MockCopies] | None = None, **sizes: Any) -> None:
         given: dict[str, Any] = SIZES | sizes
         self._facts = ExecutorFacts(decode_lag=given["depth"], **given)
         self.fail: dict[str, int] = {}

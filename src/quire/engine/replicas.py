@@ -340,7 +340,11 @@ Core = EngineCore | Replicas  # an engine core, whoever asks it
 
 def flush(core: Core) -> None:
     """End the copies of KV blocks that are under way, before an engine without requests is closed."""
-    until = time.monotonic() + FLUSH_SECONDS
+    until, cores = time.monotonic() + FLUSH_SECONDS, core.cores if isinstance(core, Replicas) else (core,)
+    for one in cores:
+        one.flushing = True
     with suppress(EngineDead):
         while core.has_work and not core.handles and not core.torn and time.monotonic() < until:
             core.step()
+    for one in cores:
+        one.flushing = False

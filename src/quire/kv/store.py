@@ -180,8 +180,17 @@ class KVStore:
 
     @property
     def busy(self) -> bool:
-        """True when jobs are under way, or there may be something to store."""
-        return bool(self._jobs.running or self._arrived or self._offered) or self._state() != self._seen
+        """True when there may be something to plan, or a block is on its way to the device or the host tier.
+
+        Writes to the tiers below do not count: no later plan needs them, and their reports can wait for the next step.
+        """
+        unplanned = self._arrived or self._offered or self._state() != self._seen
+        return bool(unplanned) or any(one.job.target in (Tier.DEVICE, Tier.HOST) for one in self._jobs.running.values())
+
+    @property
+    def copying(self) -> bool:
+        """True when the store is busy, or writes to the tiers below are under way."""
+        return bool(self._jobs.running) or self.busy
 
     def offer(self, block: int, key: bytes) -> None:
         """Store a device block that holds its content after the step that is being planned."""
@@ -254,8 +263,12 @@ class KVStore:
     # --- inside -------------------------------------------------------------------------------------------------
 
     def _holder(self, key: bytes) -> Tier | None:
-        """Return the nearest tier below the host tier that holds a block; None when none does."""
-        return next((one.tier for one in self._below if one.has(key)), None)
+        """Return the nearest tier below the host tier that holds a block; None when none does.
+
+        A block that is being written does not count: the host tier has it, or it was forgotten meanwhile.
+        """
+        return next((one.tier for one in self._below
+                     if self._jobs.find((Tier.HOST, one.tier), key) is None and one.has(key)), None)  # fmt: skip
 
     def _on_its_way(self, key: bytes) -> tuple[Tier, int] | None:
         """Return the source and the job that brings a block nearer to the device; None when no job does."""

@@ -115,10 +115,10 @@ class BlockFiles:
         path, size = block_path(self._folder, key), HEADER.size + self._page_bytes
         if os.path.exists(path):
             return True
-        self._make_room(size)
         self._number += 1
         aside = f"{self._folder}/{self._name}-{self._number}.part"
         try:
+            self._make_room(size)
             self._system.write(aside, self._header(key, page), page)
             os.makedirs(os.path.dirname(path), exist_ok=True)
             os.replace(aside, path)
@@ -175,24 +175,38 @@ class DiskTier:
 
     def __init__(self, folder: Path, namespace: bytes, ranks: Iterable[str]) -> None:
         self._folders = [rank_folder(folder, namespace, rank) for rank in dict.fromkeys(ranks)]
+        self._left: set[str] = set()  # files that cannot be deleted, such as those of another user: not used any more
 
     def has(self, key: bytes) -> bool:
         """True when every rank has a file for the block; its content is not read."""
-        return all(os.path.exists(block_path(folder, key)) for folder in self._folders)
+        paths = [block_path(folder, key) for folder in self._folders]
+        return self._left.isdisjoint(paths) and all(map(os.path.exists, paths))
 
     def discard(self, keys: Iterable[bytes]) -> None:
         """Delete the files of blocks."""
         for key in keys:
             for folder in self._folders:
-                with suppress(FileNotFoundError):
-                    os.unlink(block_path(folder, key))
+                self._delete(block_path(folder, key))
 
     def clear(self) -> None:
-        """Delete the files of all blocks of these ranks."""
+        """Delete the files of all blocks of these ranks. Files that are being written stay."""
         for folder in self._folders:
-            for entry in _entries(folder):
-                with suppress(FileNotFoundError):
-                    os.unlink(entry.path)
+            try:
+                for entry in _entries(folder):
+                    if entry.name.endswith(SUFFIX):
+                        self._delete(entry.path)
+            except OSError as error:
+                LOG.warning("the KV blocks in %s could not be deleted: %s", folder, error)
+
+    def _delete(self, path: str) -> None:
+        try:
+            os.unlink(path)
+        except (FileNotFoundError, NotADirectoryError):
+            pass
+        except OSError as error:
+            if path not in self._left:
+                LOG.warning("a KV block could not be deleted, and is not used any more: %s", error)
+            self._left.add(path)
 
 
 def rank_folder(folder: Path, namespace: bytes, rank: str) -> Path:

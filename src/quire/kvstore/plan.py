@@ -15,8 +15,10 @@ EXAMPLE = ('{"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_co
            '{"cpu_bytes_to_use": 8000000000}}')
 SIZES = {"cpu_bytes_to_use": 1.0, "lmcache.max_local_cpu_size": GIB}  # key of a connector -> bytes of its unit
 FOLDERS, FOLDER_SIZES = "lmcache.local_disk", "lmcache.max_local_disk_size"
-IDLE = {"spec_name", "block_size", "eviction_policy", "lazy_offload", "lmcache.local_cpu", "lmcache.chunk_size",
-        "lmcache.use_layerwise", "lmcache.save_decode_cache"}  # fmt: skip
+IDLE = {"spec_name", "block_size", "eviction_policy", "lmcache.chunk_size", "lmcache.use_layerwise",
+        "lmcache.save_decode_cache"}  # fmt: skip
+KEYS = ("kv_connector", "kv_role", "kv_connector_extra_config", "kv_load_failure_policy", "engine_id", "kv_rank",
+        "kv_parallel_size", "kv_ip", "kv_port", "kv_buffer_device", "kv_buffer_size")  # the last 7 mean nothing here
 ROLES = ("kv_both", "kv_producer", "kv_consumer")
 
 
@@ -51,9 +53,17 @@ def resolve_offload(config: EngineConfig) -> OffloadPlan:
     if not math.isfinite(cache.kv_offload_gb + cache.kv_offload_dir_gb):
         raise ConfigError(f"kv_offload_gb={cache.kv_offload_gb}, kv_offload_dir_gb={cache.kv_offload_dir_gb}: sizes "
                           "have an end: give a number of GiB.")
+    if cache.kv_offload_dir == "":
+        raise ConfigError("kv_offload_dir='' names no folder: name one, or leave kv_offload_dir out.")
+    if cache.kv_offload_dir is None and cache.kv_offload_dir_gb != CacheConfig.kv_offload_dir_gb:
+        raise ConfigError(f"kv_offload_dir_gb={cache.kv_offload_dir_gb:g}: there are no files, because no folder is "
+                          "named: give kv_offload_dir, too.")
     if cache.kv_offload_gb == 0:
         if cache.kv_offload_dir is not None:
             raise ConfigError(f"kv_offload_dir={cache.kv_offload_dir!r}: blocks go to a disk through host memory, and "
+                              "kv_offload_gb is 0: set kv_offload_gb, too, such as 8.")
+        if cache.kv_offload_policy != CacheConfig.kv_offload_policy:
+            raise ConfigError(f"kv_offload_policy={cache.kv_offload_policy}: no block goes to host memory, because "
                               "kv_offload_gb is 0: set kv_offload_gb, too, such as 8.")
         return OffloadPlan(notes=notes)
     if not cache.enable_prefix_caching:
@@ -72,7 +82,13 @@ def resolve_offload(config: EngineConfig) -> OffloadPlan:
 
 def _of_connector(cache: CacheConfig, asked: Mapping[str, Any]) -> tuple[CacheConfig, tuple[str, ...]]:
     """Return the options that one of vLLM's connectors stands for, and a note about them."""
-    name, extra = asked.get("kv_connector"), dict(asked.get("kv_connector_extra_config") or {})
+    name, extra = asked.get("kv_connector"), asked.get("kv_connector_extra_config") or {}
+    if unknown := sorted(set(asked) - set(KEYS)):
+        raise ConfigError(f"kv_transfer_config has {', '.join(unknown)}, which Quire does not know: use "
+                          f"{', '.join(KEYS[:3])}, as in {EXAMPLE}.")
+    if not isinstance(extra, Mapping):
+        raise ConfigError(f"kv_transfer_config: kv_connector_extra_config={extra!r}: must be a mapping, as in "
+                          f"{EXAMPLE}.")
     if name not in CONNECTORS:
         raise ConfigError(f"kv_transfer_config: kv_connector={name!r} is not implemented: sharing with other engines "
                           f"and prefill-decode disaggregation are not there yet. Use one of {', '.join(CONNECTORS)}.")
@@ -80,6 +96,15 @@ def _of_connector(cache: CacheConfig, asked: Mapping[str, Any]) -> tuple[CacheCo
         raise ConfigError(f"kv_transfer_config: kv_role={role!r}: must be one of {', '.join(ROLES)}.")
     if cache.kv_offload_gb:
         raise ConfigError("kv_transfer_config and kv_offload_gb both size the host memory: leave one out.")
+    if (policy := asked.get("kv_load_failure_policy", "recompute")) != "recompute":
+        raise ConfigError(f"kv_transfer_config: kv_load_failure_policy={policy!r}: blocks that cannot be loaded are "
+                          "computed: use recompute, or leave it out.")
+    extra = dict(extra)
+    if extra.pop("lmcache.local_cpu", True) is not True:
+        raise ConfigError("kv_transfer_config: lmcache.local_cpu=False: blocks go to a disk through host memory: "
+                          "leave it out.")
+    if not extra.pop("lazy_offload", True):
+        cache = replace(cache, kv_offload_policy="write_through")
     sizes = {key: extra.pop(key) for key in SIZES if key in extra}
     folder, most = extra.pop(FOLDERS, None), extra.pop(FOLDER_SIZES, cache.kv_offload_dir_gb)
     if unknown := sorted(set(extra) - IDLE):

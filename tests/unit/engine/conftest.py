@@ -184,10 +184,12 @@ class EngineRig:
 
     def drain(self, limit: int = 20_000) -> "EngineRig":
         """Step until there is nothing left to do; everything must be back then."""
-        while self.core.has_work:
-            self.step()
-            limit -= 1
-            assert limit > 0, "the engine makes no progress"
+        for self.core.flushing in (False, True):
+            while self.core.has_work:
+                self.step()
+                limit -= 1
+                assert limit > 0, "the engine makes no progress"
+        self.core.flushing = False
         self.assert_idle()
         assert self.finish.keys() == self.asked.keys(), "a request was never reported as finished"
         return self
@@ -195,7 +197,7 @@ class EngineRig:
     def assert_idle(self) -> None:
         """Assert that the core holds nothing."""
         if self.store is not None:
-            assert self.store.host.num_free == self.store.host.num_blocks and not self.store.busy
+            assert self.store.host.num_free == self.store.host.num_blocks and not self.store.copying
         assert self.pool.num_free == self.num_blocks and self.table.num_free == self.num_slots
         assert len(self.events) == 2 * len(self.plans), "a step was not collected"
         assert not self.core._finisher._num_stopping.any(), "stop ids of requests that are gone are watched"

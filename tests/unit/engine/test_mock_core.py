@@ -63,6 +63,17 @@ def test_what_does_not_fit_is_refused() -> None:
         core(max_model_len=1000, num_gpu_blocks_override=3)
     with pytest.raises(ConfigError, match="leave out kv_offload_gb"):
         core(kv_offload_gb=1.0)
+    with pytest.raises(ConfigError, match="leave out kv_offload_gb, kv_offload_dir"):
+        core(kv_offload_dir="/kv")
+    with pytest.raises(ConfigError, match="method mtp is not implemented yet: use ngram"):
+        core(speculative_config={"method": "mtp", "num_speculative_tokens": 1})
+
+
+def test_drafts_are_planned_as_for_a_device() -> None:
+    ranges = {"num_speculative_tokens": 3, "num_speculative_tokens_per_batch_size": [[1, 1, 3], [2, 9, 0]]}
+    assert core(speculative_config={"method": "ngram"} | ranges).facts.drafts_by_batch == ((1, 3), (2, 0))
+    facts = core(speculative_config={"method": "ngram", "num_speculative_tokens": "auto"}).facts
+    assert facts.auto_drafts == (1, 3, 7) and facts.num_drafts == 7
 
 
 def test_logprobs_are_made_up_in_the_right_form() -> None:

@@ -8,6 +8,7 @@ import pytest
 from quire.contracts.request import BlockReason, RequestState
 from quire.contracts.step import Tier
 from quire.engine.mock_copies import MockDisk
+from quire.engine.replicas import flush
 from quire.kv.hashing import KeyChain
 from quire.kv.store import FETCH_SECONDS
 
@@ -182,3 +183,17 @@ def test_stores_that_always_fail_are_not_tried_for_ever(Rig: Any, depth: int) ->
     rig.add(PROMPT, 4)
     rig.drain(limit=60)
     assert rig.outputs.stats.tiers[Tier.HOST].num_failed
+
+
+def test_a_slow_disk_keeps_no_engine_busy(Rig: Any, depth: int) -> None:
+    """Writes end by themselves; what came of them is applied with the next step, or when the engine is closed."""
+    rig = Rig(depth, **SIZES, disk=MockDisk(), delays=[0, 0, 100, 100, 100, 100])
+    rig.add(PROMPT, 4)
+    while rig.core.has_work:
+        rig.step()
+    writes = [job for plan in rig.plans if plan.copies is not None for job in plan.copies.after
+              if job.target == Tier.DISK]  # fmt: skip
+    assert writes and len(rig.plans) < 30 and rig.store.copying
+    assert rig.finish, "the request has ended"
+    flush(rig.core)
+    assert not rig.store.copying and rig.core.state().stats.tiers[Tier.DISK].num_stored >= 6

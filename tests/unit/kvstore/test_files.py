@@ -1,6 +1,8 @@
 """Blocks in files: a second engine finds them, a damaged one is a miss and goes, and a full disk ends the writing."""
 
+import errno
 import os
+import shutil
 from hashlib import sha256
 from pathlib import Path
 
@@ -93,3 +95,45 @@ def test_a_folder_that_cannot_be_used_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="kv_offload_dir=.*cannot be used"):
         opened(tmp_path / "file")
+
+
+def test_a_reset_while_a_file_is_written_does_not_end_the_writing(tmp_path: Path) -> None:
+    tier = DiskTier(tmp_path, SPACE, [RANK])
+
+    class Reset(FileSystem):
+        def write(self, path: str, header: bytes, page: memoryview) -> None:
+            super().write(path, header, page)
+            tier.clear()
+
+    files = opened(tmp_path, Reset())
+    assert files.write(KEYS[0], page(0)) and not files.full and tier.has(KEYS[0])
+
+
+def test_a_folder_that_is_lost_is_a_miss_and_ends_the_writing(tmp_path: Path) -> None:
+    """A file in the place of the folder stands for a disk that is gone: every call raises an OSError."""
+    files, tier = opened(tmp_path, most=2 * (SIZE + HEADER.size)), DiskTier(tmp_path, SPACE, [RANK])
+    assert files.write(KEYS[0], page(0))
+    shutil.rmtree(files._folder)
+    files._folder.write_text("")
+    assert not tier.has(KEYS[0]) and not files.read(KEYS[0], page(99))
+    assert not files.write(KEYS[1], page(1)) and "Not a directory" in files.full
+    tier.discard(KEYS)
+    tier.clear()
+
+
+def test_a_file_that_cannot_be_deleted_is_not_used_any_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                                            caplog: pytest.LogCaptureFixture) -> None:  # fmt: skip
+    """As a file of another user: this one must not stop the engine, and may hold what was distrusted."""
+    files, tier = opened(tmp_path), DiskTier(tmp_path, SPACE, [RANK])
+    files.write(KEYS[0], page(0))
+    files.write(KEYS[1], page(1))
+
+    def refused(path: str) -> None:
+        raise PermissionError(errno.EACCES, "planted", path)
+
+    monkeypatch.setattr(os, "unlink", refused)
+    for _ in range(2):
+        tier.discard(KEYS[:1])
+    assert not tier.has(KEYS[0]) and tier.has(KEYS[1]) and len(caplog.records) == 1
+    tier.clear()
+    assert not tier.has(KEYS[1])

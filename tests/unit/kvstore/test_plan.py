@@ -30,6 +30,8 @@ def test_connectors() -> None:
     (note,) = offloading.notes
     assert "OffloadingConnector means --kv-offload-gb 3 here" in note
     assert plan(**connector("LMCacheConnectorV1")).host_bytes == 5 * GIB, "LMCache's default"
+    eager = connector("SimpleCPUOffloadConnector", cpu_bytes_to_use=GIB, lazy_offload=False)
+    assert plan(**eager).write_through and not offloading.write_through
     sized = plan(**connector("LMCacheConnectorV1", **{"lmcache.max_local_cpu_size": 20, "lmcache.chunk_size": 256,
                              "lmcache.local_disk": "file:///kv", "lmcache.max_local_disk_size": 7}))  # fmt: skip
     assert (sized.host_bytes, sized.folder, sized.folder_bytes) == (20 * GIB, "/kv", 7 * GIB)
@@ -47,6 +49,15 @@ def test_connectors() -> None:
     (connector("OffloadingConnector", cpu_bytes_to_use=GIB, num_cpu_blocks=3), "has num_cpu_blocks, which Quire does"),
     (connector("OffloadingConnector", cpu_bytes_to_use="much"), "must be positive numbers"),
     (connector("LMCacheConnectorV1", role="kv_sender"), "kv_role='kv_sender': must be one of"),
+    ({"kv_offload_policy": "write_through"}, "kv_offload_policy=write_through: .* set kv_offload_gb, too"),
+    ({"kv_offload_gb": 1.0, "kv_offload_dir_gb": 5.0}, "kv_offload_dir_gb=5: .* give kv_offload_dir, too"),
+    ({"kv_offload_gb": 1.0, "kv_offload_dir": ""}, "kv_offload_dir='' names no folder"),
+    ({"kv_transfer_config": {"kv_connector": "OffloadingConnector", "kv_roll": "kv_both"}}, "has kv_roll, which Quire"),
+    ({"kv_transfer_config": {"kv_connector": "OffloadingConnector", "kv_connector_extra_config": [1]}},
+     r"kv_connector_extra_config=\[1\]: must be a mapping"),
+    ({"kv_transfer_config": {"kv_connector": "LMCacheConnectorV1", "kv_load_failure_policy": "fail"}},
+     "kv_load_failure_policy='fail'"),
+    (connector("LMCacheConnectorV1", **{"lmcache.local_cpu": False}), "local_cpu=False: .* leave it out"),
 ], ids=lambda value: value if isinstance(value, str) else "")  # fmt: skip
 def test_refusals_name_the_fix(options: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
