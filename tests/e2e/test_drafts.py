@@ -1,5 +1,6 @@
 """Speculative decoding, end to end in float32: every answer is that of plain decoding, whatever is asked."""
 
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -118,6 +119,24 @@ def test_auto_gives_the_same_answers(depth: int, plain: list[Any], drafting: Cal
     assert (facts.num_drafts, facts.auto_drafts) == (7, (1, 3, 7)) and llm.engine.core.scheduler.drafts.totals[0] > 0
 
 
+@pytest.mark.parametrize(("asked", "shares"), [
+    ({"synthetic_acceptance_length": 2.6}, [1, 0.6, 0]), ({"synthetic_acceptance_rates": [0.75, 0.5, 0.25]},
+                                                          [0.75, 0.5, 0.25])])  # fmt: skip
+def test_synthetic_acceptance_is_what_was_asked_for(asked: dict[str, Any], shares: list[float],
+                                                    drafting: Callable[..., LLM]) -> None:  # fmt: skip
+    """Whatever is drafted and sampled; a grammar's drafts are not touched."""
+    llm = drafting(3, more=SYNTHETIC | asked, async_depth=2)
+    assert any("for measurements only" in note for note in llm.engine.notes)
+    llm.generate([PROSE, CODE, LONG], params(COLD | {"max_tokens": 200}), use_tqdm=False)
+    runs, made, *accepted = llm.engine.core.scheduler.drafts.totals
+    assert runs > 150 and made >= 3 * runs - 9
+    np.testing.assert_allclose(np.array(accepted) / runs, shares, atol=0.04)
+    words = "( (module|provides|class|function|a))*"
+    held = llm.generate(LONG, params(WARM | {"temperature": 2.0, "n": 4} | structured(regex=words)), use_tqdm=False)[0]
+    for output in held.outputs:
+        assert output.finish_reason == "length" and re.match(words, output.text) and 0 < sum(output.drafts[1:])
+
+
 def test_a_second_turn_finds_the_blocks_of_the_first(drafting: Callable[..., LLM]) -> None:
     llm = drafting()
     first = llm.generate(LONG, params(COLD), use_tqdm=False)[0]
@@ -160,6 +179,7 @@ def test_a_request_may_not_ask_for_more_drafts_than_the_engine_makes(drafting: C
         llm.generate(PROSE, params({"speculative_tokens": 3}), use_tqdm=False)
 
 
+SYNTHETIC = {"rejection_sample_method": "synthetic"}
 REFUSED: list[tuple[Any, str]] = [
     ({"method": "ngram"}, "num_speculative_tokens is missing"),
     ({"num_speculative_tokens": 3}, "method is missing"),
@@ -167,7 +187,13 @@ REFUSED: list[tuple[Any, str]] = [
     ({"method": "ngram", "num_speculative_tokens": "some"}, "from 1 to 1023, or"),
     ({"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 4, "prompt_lookup_max": 2}, "is above"),
     ({"method": "ngram", "num_speculative_tokens": 3, "tensor_parallel_size": 1}, "does not exist"),
-    ({"method": "ngram", "num_speculative_tokens": 3, "synthetic_acceptance_length": 2.0}, "not implemented for"),
+    ({"method": "ngram", "num_speculative_tokens": 3, "rejection_sample_method": "block"}, "not implemented for"),
+    *(({"method": "ngram", "num_speculative_tokens": 3, **odd}, "synthetic_acceptance_length, a number from 1 to 4")
+      for odd in ({"synthetic_acceptance_length": 2.0}, {"synthetic_acceptance_rates": [0.5, 0.5, 0.5]},
+                  SYNTHETIC, SYNTHETIC | {"synthetic_acceptance_length": 4.1},
+                  SYNTHETIC | {"synthetic_acceptance_length": 2, "synthetic_acceptance_rates": [1, 0.5, 0]},
+                  SYNTHETIC | {"synthetic_acceptance_rates": [0.5, 0.6, 0.1]},
+                  SYNTHETIC | {"synthetic_acceptance_rates": [0.5, 0.4]})),
     ({"method": "ngram", "num_speculative_tokens": 3, "model": "x"}, "method ngram has no model"),
     ({"method": "nagram", "num_speculative_tokens": 3}, "'nagram' does not exist"),
     ({"method": "eagle3", "model": "x", "num_speculative_tokens": 3}, "method eagle3 is not implemented yet"),

@@ -162,7 +162,8 @@ def assemble(config: EngineConfig, on_loading: Loading | None = None, *, served:
     phases.end("engine")
     about = core.facts.plans
     ranks = (f"{about['ranks']} ({about['each rank']}).",) if len(plans) > 1 and not served else ()  # a banner has it
-    notes = (*found.quantization.notes, *plan.cache.notes, *plan.offload.notes,
+    notes = (*(plan.speculation.notes if plan.speculation else ()),
+             *found.quantization.notes, *plan.cache.notes, *plan.offload.notes,
              *_notes(found.args, plan.dtype, parts.memory, config), *unread, *parts.notes,
              *(gpu_only_options(config) if found.device.device == "cpu" else ()), *ranks)
     for note in notes:
