@@ -1,5 +1,6 @@
 """Speculative decoding, end to end in float32: every answer is that of plain decoding, whatever is asked."""
 
+import itertools
 import re
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -11,6 +12,7 @@ from quire import LLM, SamplingParams
 from quire.contracts.errors import ConfigError, InvalidParameter, UnsupportedModel
 from quire.contracts.structured import StructuredOutputsParams
 
+from ..support.drafters import KnownAnswers
 from ..support.pairwise import label, pairwise
 from .in_process import running_inside
 
@@ -43,10 +45,25 @@ REQUESTS: list[tuple[str, dict[str, Any]]] = [
 ]  # fmt: skip
 FACTORS = {
     "async_depth": (1, 2), "k": (1, 3, 7), "max_num_batched_tokens": (24, 2048), "num_gpu_blocks_override": (None, 24),
-    "enable_prefix_caching": (True, False), "shortest": (1, 3),
+    "enable_prefix_caching": (True, False), "shortest": (1, 3), "guesses": ("ngram", "right", "random"),
 }  # fmt: skip
+WHOLE = FACTORS | {"guesses": ("ngram", "right", "random", "wrong")}
 OPTIONS = {"dtype": "float32", "num_threads": 1, "max_num_seqs": 12, "use_tqdm_on_load": False, "block_size": 16,
            "max_model_len": 384}  # fmt: skip
+
+
+class Truth:
+    """Answers of plain decoding, and the tokens of every request, prompt and output, by its seed."""
+
+    def __init__(self) -> None:
+        self.texts: dict[int, list[int]] = {}
+        with LLM(**OPTIONS) as llm:
+            finisher = llm.engine.core._finisher
+            end = finisher.end
+            finisher.end = lambda request, *args, **more: (
+                self.texts.update({request.new.sampler.seed: [*request.tokens]}), end(request, *args, **more))[1]
+            asked = [(prompt, {k: v for k, v in f.items() if k != "speculative_tokens"}) for prompt, f in REQUESTS]
+            self.answers = answers(llm, asked)
 
 
 def params(fields: dict[str, Any]) -> SamplingParams:
@@ -56,7 +73,8 @@ def params(fields: dict[str, Any]) -> SamplingParams:
 def answers(llm: LLM, requests: list[tuple[str, dict[str, Any]]]) -> list[Any]:
     """Every completion in parts that must be equal, then the numbers that rounding may change."""
     found = []
-    outputs = llm.generate([prompt for prompt, _ in requests], [params(f) for _, f in requests], use_tqdm=False)
+    seeded = [params(fields | {"seed": 11 + i}) for i, (_, fields) in enumerate(requests)]
+    outputs = llm.generate([prompt for prompt, _ in requests], seeded, use_tqdm=False)
     for output in outputs:
         rows = [*(output.prompt_logprobs or []), *(row for one in output.outputs for row in one.logprobs or [])]
         exact = [(one.text, one.token_ids, one.finish_reason, one.stop_reason) for one in output.outputs]
@@ -73,13 +91,15 @@ def check(found: list[Any], expected: list[Any]) -> None:
 
 
 @pytest.fixture(scope="module")
-def plain() -> list[Any]:
+def truth() -> Truth:
+    """What plain decoding answers."""
+    return Truth()
+
+
+@pytest.fixture
+def plain(truth: Truth) -> list[Any]:
     """The answers of plain decoding."""
-    llm = LLM(**OPTIONS)
-    asked = [(prompt, {k: v for k, v in f.items() if k != "speculative_tokens"}) for prompt, f in REQUESTS]
-    found = answers(llm, asked)
-    llm.close()
-    return found
+    return truth.answers
 
 
 @pytest.fixture
@@ -97,18 +117,35 @@ def drafting() -> Iterator[Callable[..., LLM]]:
         llm.close()
 
 
-@pytest.mark.parametrize("row", pairwise(FACTORS), ids=label)
-def test_answers_are_those_of_plain_decoding(row: dict[str, Any], plain: list[Any],
-                                             drafting: Callable[..., LLM]) -> None:  # fmt: skip
-    llm = drafting(**row)
-    check(answers(llm, REQUESTS), plain)
+def rows() -> list[Any]:
+    """A cover of the pairs of FACTORS; with --full the whole product of WHOLE."""
+    chosen = pairwise(FACTORS)
+    product = [dict(zip(WHOLE, values, strict=True)) for values in itertools.product(*WHOLE.values())]
+    long = [row for row in product if row not in chosen]
+    return [pytest.param(row, id=label(row), marks=pytest.mark.full if row in long else ()) for row in chosen + long]
+
+
+@pytest.mark.parametrize("row", rows())
+def test_answers_are_those_of_plain_decoding(row: dict[str, Any], truth: Truth, drafting: Callable[..., LLM]) -> None:
+    guesses = row["guesses"]
+    llm = drafting(**{name: value for name, value in row.items() if name != "guesses"})
     core = llm.engine.core
+    if guesses != "ngram":
+        runner = llm.engine.worker
+        vocab = core.facts.vocab_size
+        runner.programs.drafter = known = KnownAnswers(truth.texts, runner.sampler.table.rows, guesses, vocab)
+        core.scheduler.guess = known.guess
+    check(answers(llm, REQUESTS), truth.answers)
     core.check()
     runs, drafts, *accepted = core.scheduler.drafts.totals
     assert runs > 50 and accepted == sorted(accepted, reverse=True) and len(accepted) == row["k"]
     assert (core.scheduler.num_preempted > 0) == (row["num_gpu_blocks_override"] is not None)
-    if row["k"] <= 3 and row["shortest"] == 3:
-        assert 0.3 * drafts <= sum(accepted) <= 0.9 * drafts, "a run of a drafter that guesses right and wrong"
+    share = sum(accepted) / drafts
+    assert guesses != "right" or share > 0.9, "but for those behind the end of an answer"
+    assert guesses != "wrong" or share < 0.02
+    assert guesses != "random" or 0.1 < share < 0.9
+    if row["k"] <= 3 and row["shortest"] == 3 and guesses == "ngram":
+        assert 0.3 <= share <= 0.9, "a run of a drafter that guesses right and wrong"
 
 
 @pytest.mark.parametrize("depth", [1, 2])
