@@ -1,11 +1,12 @@
 """Assembly of the tiers of KV blocks below the device: the store of an engine core, and the mover of each rank."""
 
 import json
+from collections.abc import Iterable
 from hashlib import sha256
 from pathlib import Path
 
 from quire.config.placement import Rank, ranks
-from quire.config.resolve import MemoryPlan
+from quire.config.resolve import GIB, MemoryPlan
 from quire.contracts.errors import ConfigError
 from quire.kv.hashing import namespace_digest
 from quire.kv.pool import BlockPool
@@ -50,6 +51,14 @@ def make_store(plan: EnginePlan, memory: MemoryPlan, pool: BlockPool) -> KVStore
                    below=below, write_through=offload.write_through)  # fmt: skip
 
 
+def check_host_memory(sizes: Iterable[MemoryPlan]) -> None:
+    """Raise ConfigError when this host lacks memory for the host tiers of its ranks together. None has taken it yet."""
+    needed, free = sum(one.host_blocks * one.geometry.page_bytes for one in sizes), read_cpu_facts().free_memory
+    if needed > free:
+        raise ConfigError(f"kv_offload_gb: the ranks of this host need {needed / GIB:.1f} GiB of host memory, and "
+                          f"{free / GIB:.1f} GiB are free: lower kv_offload_gb.")
+
+
 def make_mover(plan: EnginePlan, memory: MemoryPlan, arena: KVArena) -> BlockMover | None:
     """Return the mover of a rank; None when there is no tier below the device. Raises ConfigError if memory is short.
     """
@@ -58,8 +67,8 @@ def make_mover(plan: EnginePlan, memory: MemoryPlan, arena: KVArena) -> BlockMov
         return None
     needed, free = memory.host_blocks * arena.page_bytes, read_cpu_facts().free_memory
     if needed > free:
-        raise ConfigError(f"kv_offload_gb={offload.host_bytes / 2**30:g}: this rank needs {needed / 2**30:.1f} GiB of "
-                          f"host memory, and {free / 2**30:.1f} GiB are free: lower kv_offload_gb.")
+        raise ConfigError(f"kv_offload_gb={offload.host_bytes / GIB:g}: this rank needs {needed / GIB:.1f} GiB of "
+                          f"host memory, and {free / GIB:.1f} GiB are free: lower kv_offload_gb.")
     files = None
     if offload.folder:
         files = BlockFiles(Path(offload.folder), _file_namespace(plan), _name(plan.mesh.rank),

@@ -10,6 +10,7 @@ from itertools import chain
 import msgspec
 
 from quire.assemble.hosts import open_launcher, open_meeting
+from quire.assemble.offload import check_host_memory
 from quire.assemble.parts import Loading, Parts
 from quire.assemble.rank_child import RankFacts, RankTask
 from quire.config.placement import hosts_note
@@ -49,6 +50,7 @@ def assemble_ranks(plans: Sequence[EnginePlan], *, on_loading: Loading, end_phas
         memory = [_share(data, place, places) for data, place in zip(measured, places, strict=True)]
         # All replicas have equally many blocks: a request fits into each of them.
         sizes = shared_sizes([resolve_sizing(plan, one) for plan, one in zip(plans, memory, strict=True)])
+        check_host_memory(size for size, place in zip(sizes, places, strict=True) if place.local)
         groups = [slice(first, first + together) for first in range(0, len(plans), together)]
         for one, own in zip(made, groups, strict=True):
             one.size([msgspec.json.encode(size) for size in sizes[own]])

@@ -71,8 +71,12 @@ class Speculation(msgspec.Struct, frozen=True, kw_only=True):
         `MAX_VERIFY_ROWS` is 0, not a smaller number that is not captured."""
         auto = self.auto[:2]
         most = auto[-1] if auto else self.num_drafts
-        ranges = tuple((size, min(k, most)) for size, k in self.by_batch)
-        ranges = ranges or ((1, most), (MAX_VERIFY_ROWS // (1 + most) + 1, 0))
+        asked = [(size, min(k, most)) for size, k in self.by_batch or ((1, most),)]
+        ranges = tuple[tuple[int, int], ...]()
+        for (size, k), (end, _) in zip(asked, [*asked[1:], (MAX_VERIFY_ROWS + 2, 0)], strict=True):
+            room = MAX_VERIFY_ROWS // (1 + k)  # requests whose drafts fit
+            ranges += ((size, k if size <= room else 0),)
+            ranges += ((room + 1, 0),) if k and size <= room < end - 1 else ()
         return msgspec.structs.replace(self, num_drafts=most, auto=auto, by_batch=ranges)
 
     def __str__(self) -> str:

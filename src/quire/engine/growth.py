@@ -21,7 +21,8 @@ class Growth:
         self.num_preempted = 0
 
     def grow(self, slots: I32, num_tokens: I32) -> tuple[I32, I32, I32]:
-        """Give every slot the blocks for its tokens. When the pool is short, preempt requests, the last in order first.
+        """Give every slot the blocks for its tokens. When the pool is short, leave drafts out; then preempt requests,
+        the last in order first.
 
         Returns `slots` and `num_tokens` of the requests that still run, and the rows of `StepPlan.appended`.
         """
@@ -30,6 +31,11 @@ class Growth:
             if self._allocator.has_windows:  # later rows begin at the last confirmed token, or at a chunk
                 self._allocator.trim(slots, np.minimum(self._table.planned[slots], self._table.confirmed[slots] - 1))
             rows = self._allocator.grow_many(slots, needed)
+            if rows is None and (num_tokens > 1).any():  # no request is preempted for drafts of this step
+                decodes = self._table.planned[slots] >= self._table.goal[slots]
+                num_tokens = np.where(decodes, 1, num_tokens).astype(np.int32)
+                needed = self._table.planned[slots] + num_tokens
+                rows = self._allocator.grow_many(slots, needed)
         except Exception:  # growing one by one, below, finds the request that fails
             LOG.exception("the slots could not grow together")
             rows = None

@@ -73,8 +73,9 @@ class Scheduler:
             return None
         planned = self._writer.write(step, slots, num_tokens, admitted, appended)
         if guessed:
-            decodes = planned.plan.slots[: planned.plan.num_decodes].tolist()
-            drafts = tuple(guessed[slot] for slot in decodes if slot in guessed)
+            plan = planned.plan
+            verified = plan.slots[: plan.num_decodes][plan.num_tokens[: plan.num_decodes] > 1].tolist()
+            drafts = tuple(guessed[slot] for slot in verified if slot in guessed)
             planned.plan = msgspec.structs.replace(planned.plan, drafts=drafts)
         return planned
 

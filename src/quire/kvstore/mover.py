@@ -7,6 +7,7 @@ The host arena has the layout of the device's arena: a page is one copy, in ever
 that launches steps; another one may ask for their ends. Knows nothing of requests, pools and leases (`kv/`).
 """
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -23,6 +24,7 @@ from quire.kvstore.arena import KVArena
 from quire.kvstore.files import BlockFiles
 from quire.kvstore.page_copies import InlineCopies, PageCopies, StreamCopies, pin
 
+LOG = logging.getLogger("quire")
 MOMENT_SECONDS = 0.005  # a step without tokens waits at most this long for a job
 TICK_SECONDS = 0.0002
 
@@ -54,7 +56,7 @@ class BlockMover:
                               f"({error}): lower it.") from error  # fmt: skip
         on_gpu = arena.pages.device.type == "cuda"
         if on_gpu:
-            pin(self.host)
+            pin(self.host, arena.pages.device)
         self._pages = (copies or (StreamCopies if on_gpu else InlineCopies))(arena.pages, self.host)
         self._threads = {way: ThreadPoolExecutor(1, f"quire-kv-{way}") for way in ("read", "write")} if files else {}
         self._running: list[_Running] = []
@@ -87,7 +89,11 @@ class BlockMover:
     def _move_files(self, job: CopyJob, move: Callable[[bytes, memoryview], bool]) -> tuple[int, ...]:
         blocks = job.targets if job.source == Tier.DISK else job.sources
         pages = (memoryview(self.host[block].numpy()) for block in blocks.tolist())
-        return tuple(i for i, (key, page) in enumerate(zip(job.keys, pages, strict=True)) if not move(key, page))
+        try:
+            return tuple(i for i, (key, page) in enumerate(zip(job.keys, pages, strict=True)) if not move(key, page))
+        except Exception:  # a fault of one job must not end the engine
+            LOG.exception("a copy of KV blocks from or to a disk failed")
+            return tuple(range(len(job.keys)))
 
     def _ended(self) -> tuple[FinishedCopy, ...]:
         with self._lock:

@@ -12,7 +12,10 @@ import torch
 from torch import Tensor
 
 from quire.contracts.errors import ConfigError
+from quire.kernels.native import memory
 
+PIECE_BYTES = 1 << 30
+WHOLE = 16  # pages, of a multiple of 256 bytes each, which end where a page of the system ends
 Ended = Callable[[], bool]  # returns True when a copy has ended; does not wait
 
 
@@ -45,9 +48,7 @@ class StreamCopies:
 
     def __init__(self, device: Tensor, host: Tensor) -> None:
         self._device, self._host = device, host
-        _, highest = torch.cuda.Stream.priority_range()
-        self._streams = {True: torch.cuda.Stream(device.device),
-                         False: torch.cuda.Stream(device.device, priority=highest)}
+        self._streams = {True: torch.cuda.Stream(device.device), False: torch.cuda.Stream(device.device, priority=-1)}
 
     def copy(self, sources: Sequence[int], targets: Sequence[int], *, to_host: bool) -> Ended:
         """Launch the copies of pages. See `PageCopies`."""
@@ -61,13 +62,24 @@ class StreamCopies:
         return ended.query
 
 
-def pin(memory: Tensor) -> None:
-    """Lock the pages of host memory until the tensor is freed, so that a GPU copies from and to it by itself.
+def pin(pages: Tensor, device: torch.device) -> None:
+    """Lock pages [N, page_bytes] of host memory until the tensor is freed, so that the GPU `device` copies them itself.
 
-    PyTorch's own pinned memory has a power of two as its size, which wastes up to a half.
+    PyTorch's own pinned memory has a power of two as its size, which wastes up to a half. The memory is locked in
+    pieces, because a call of the driver takes less than 512 GiB, and 2 GiB in Linux 6.11 to 6.13. A page lies in one
+    piece, because a copy must not cross two of them.
     """
-    code = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0)
-    if int(code):
-        raise ConfigError(f"{memory.numel() / 2**30:.1f} GiB of host memory cannot be locked for the GPU (CUDA error "
-                          f"{int(code)}): lower kv_offload_gb, or raise the limit of locked memory (ulimit -l).")
-    weakref.finalize(memory, torch.cuda.cudart().cudaHostUnregister, memory.data_ptr()).atexit = False
+    memory.populate(pages)
+    cudart, locked = torch.cuda.cudart(), list[int]()
+    weakref.finalize(pages, _unpin, locked, device).atexit = False
+    for piece in pages.split(WHOLE * max(1, PIECE_BYTES // (WHOLE * pages.shape[1]))):
+        if code := int(cudart.cudaHostRegister(piece.data_ptr(), piece.numel(), 0)):
+            raise ConfigError(f"{pages.numel() / 2**30:.1f} GiB of host memory cannot be locked for the GPU (CUDA "
+                              f"error {code}): lower kv_offload_gb, or raise the limit of locked memory (ulimit -l).")
+        locked.append(piece.data_ptr())
+
+
+def _unpin(locked: list[int], device: torch.device) -> None:
+    torch.cuda.synchronize(device)  # a copy may still be running
+    for pointer in locked:
+        torch.cuda.cudart().cudaHostUnregister(pointer)

@@ -14,7 +14,7 @@ import msgspec
 from quire.config.checkpoint import ModelArgs
 from quire.config.engine import EngineConfig
 from quire.config.placement import ALONE, Parallel, Rank, check_parallel, ranks
-from quire.config.resolve import DTypePlan, MemoryPlan, check_context, resolve_memory
+from quire.config.resolve import GIB, DTypePlan, MemoryPlan, check_context, resolve_memory
 from quire.config.resolve_cuda import DeviceMemory, check_sequences, resolve_batch, resolve_cuda_memory
 from quire.config.resolve_moe import Hardware, MoEPlan, resolve_moe
 from quire.contracts.blocks import KVGeometry
@@ -296,6 +296,9 @@ def resolve_sizing(plan: EnginePlan, measured: DeviceMemory | int) -> MemoryPlan
     else:
         same = plan.machine.device == "cpu"  # the host's memory is the device's
         offloaded = plan.offload.host_bytes // plan.mesh.parallel.size if same else 0
+        if offloaded > measured:
+            raise ConfigError(f"kv_offload_gb={plan.offload.host_bytes / GIB:g}: each rank needs {offloaded / GIB:.1f} "
+                              f"GiB of host memory, and {measured / GIB:.1f} GiB are free: lower kv_offload_gb.")
         sizes = resolve_memory(plan.geometry, config.model, config.cache, context=context,
                                max_num_seqs=config.scheduler.sequences(),
                                free_bytes=max(0, measured - plan.buffer_bytes - offloaded))  # fmt: skip
@@ -307,7 +310,7 @@ def host_blocks(plan: EnginePlan) -> int:
     page, ranks = plan.geometry.page_bytes, plan.mesh.parallel.size
     blocks = plan.offload.host_bytes // ranks // page
     if plan.offload.host_bytes and blocks < len(plan.geometry.groups):
-        raise ConfigError(f"kv_offload_gb={plan.offload.host_bytes / 2**30:g} for {ranks} rank{'s' * (ranks > 1)} does "
+        raise ConfigError(f"kv_offload_gb={plan.offload.host_bytes / GIB:g} for {ranks} rank{'s' * (ranks > 1)} does "
                           f"not hold a KV block of {page / 2**20:.1f} MiB each: raise it.")
     return blocks
 

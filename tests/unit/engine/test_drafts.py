@@ -231,6 +231,20 @@ def test_an_abort_forgets_the_run_in_flight(Rig: Any, depth: int) -> None:
     rig.judge(keeps)
 
 
+@pytest.mark.parametrize(("blocks", "lead"), [(5, 4), (7, 2)])
+def test_no_request_is_preempted_for_drafts(Rig: Any, blocks: int, lead: int) -> None:
+    """The pool is large enough without drafts, of which none is right. At depth 2 those in flight count, too."""
+    for drafts in (0, K):
+        rig = Rig(1, drafts=drafts, accepts=(0,), blocks=blocks, slots=2)
+        handles = [rig.add([1, 2, 3, 4], 8 if blocks == 5 else 10)]
+        rig.step(lead)
+        handles.append(rig.add([5, 6, 7, 8], 12))
+        rig.drain()
+        for handle in handles:
+            rig.judge(handle)
+        assert not rig.scheduler.num_preempted, drafts
+
+
 # --- requests with a grammar ----------------------------------------------------------------------------------------
 
 

@@ -10,7 +10,9 @@ import torch
 
 from quire.contracts.blocks import KVComponent, KVGeometry, KVGroup
 from quire.contracts.step import CopyJob, FinishedCopy, Tier
+from quire.kernels.native import memory
 from quire.kvstore import mover as module
+from quire.kvstore import page_copies
 from quire.kvstore.arena import KVArena
 from quire.kvstore.files import BlockFiles
 from quire.kvstore.mover import BlockMover
@@ -88,8 +90,6 @@ def test_streams_wait_for_the_steps_before_and_steps_for_none(monkeypatch: pytes
     monkeypatch.setattr(torch.cuda, "Event", Event)
 
     class Stream:
-        priority_range = staticmethod(lambda: (0, -1))
-
         def __new__(cls, device: Any, priority: int = 0) -> Any:
             return FakeStream("load" if priority else "store", log)
 
@@ -100,6 +100,64 @@ def test_streams_wait_for_the_steps_before_and_steps_for_none(monkeypatch: pytes
     assert log == ["store waits for main", "in store", "event on store", "out of store",
                    "load waits for main", "in load", "event on load", "out of load"]
     assert host[2].tolist() == [4, 5, 6, 7] == device[0].tolist() and not stored() and not loaded() and len(events) == 2
+
+
+def test_a_fault_of_a_file_thread_fails_the_job_and_nothing_else(tmp_path: Path,
+                                                                 caplog: pytest.LogCaptureFixture) -> None:  # fmt: skip
+    device = arena()
+    files = BlockFiles(tmp_path, bytes(32), "rank", page_bytes=device.page_bytes, most_bytes=1 << 20)
+    files.read = lambda key, page: 1 // 0  # type: ignore[method-assign]
+    mover = BlockMover(device, 5, files)
+    mover.begin([job(0, Tier.DISK, Tier.HOST, [], [1, 2])])
+    report = ended(mover)
+    assert report.failed == (0, 1) and report.num_bytes == 0 and "ZeroDivisionError" in caplog.text
+
+
+class Driver:
+    """The calls of CUDA that lock host memory; `most` bytes can be locked."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, most: int = 1 << 40) -> None:
+        self.locked: dict[int, int] = {}
+        self.most, self.log = most, list[str]()
+        monkeypatch.setattr(torch.cuda, "cudart", lambda: self)
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda device: self.log.append(f"wait for {device}"))
+
+    def cudaHostRegister(self, pointer: int, size: int, flags: int) -> int:
+        if sum(self.locked.values()) + size > self.most:
+            return 2
+        self.locked[pointer] = size
+        return 0
+
+    def cudaHostUnregister(self, pointer: int) -> None:
+        assert self.log, "a copy may still be running"
+        del self.locked[pointer]
+
+
+@pytest.mark.parametrize("page", [256, 4096 + 256, 3 * 65536])
+def test_host_memory_is_locked_in_pieces_that_no_page_crosses(monkeypatch: pytest.MonkeyPatch, page: int) -> None:
+    driver = Driver(monkeypatch)
+    monkeypatch.setattr(page_copies, "PIECE_BYTES", 1 << 20)
+    pages = memory.empty((3 * (1 << 20) // page + 7, page), torch.uint8)
+    pages[3] = 9
+    page_copies.pin(pages, torch.device("cuda", 1))
+    at = pages.data_ptr()
+    for pointer, size in driver.locked.items():
+        assert pointer == at and at % 4096 == 0 and size % page == 0 and size < 4 << 20
+        at += size
+    assert at == pages.data_ptr() + pages.nbytes and len(driver.locked) > 1 and pages[3, 0] == 9
+    del pages
+    assert driver.log == ["wait for cuda:1"] and not driver.locked
+
+
+def test_memory_that_cannot_be_locked_is_refused_and_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = Driver(monkeypatch, most=3 << 20)
+    monkeypatch.setattr(page_copies, "PIECE_BYTES", 1 << 20)
+    pages = memory.empty((64, 1 << 16), torch.uint8)
+    with pytest.raises(module.ConfigError, match="memory cannot be locked for the GPU .CUDA error 2.: lower"):
+        page_copies.pin(pages, torch.device("cuda", 0))
+    assert len(driver.locked) == 3
+    del pages
+    assert not driver.locked
 
 
 def test_a_host_tier_that_is_too_large_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,13 +5,18 @@ address translation, in a virtual machine two.
 """
 
 import contextlib
+import ctypes
 import math
 import mmap
+import os
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from torch import Tensor
 
 HUGE_PAGE = 2 << 20
+POPULATE = 23  # MADV_POPULATE_WRITE of Linux 5.14 and later, which Python does not name
+PART_BYTES = 64 << 20
 CPU = torch.device("cpu")
 
 
@@ -33,3 +38,15 @@ def empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device = CPU
     whole = torch.frombuffer(mapped, dtype=torch.uint8)  # keeps the map until its last view is gone
     start = -whole.data_ptr() % HUGE_PAGE
     return whole[start : start + size].view(dtype).view(shape)
+
+
+def populate(tensor: Tensor) -> None:
+    """Have the system give all memory of a contiguous tensor of a CPU now, to several threads at once.
+
+    Otherwise it is given where it is first touched. The content stays as it is. An older system does nothing.
+    """
+    madvise, start, size = ctypes.CDLL(None).madvise, tensor.data_ptr(), tensor.nbytes
+    madvise.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
+    with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
+        for at in range(0, size, PART_BYTES):
+            pool.submit(madvise, start + at, min(PART_BYTES, size - at), POPULATE)

@@ -1,0 +1,32 @@
+"""Host memory for KV blocks: what does not fit is refused by the option that asked for it."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+
+from quire.assemble import offload
+from quire.config.checkpoint import parse_checkpoint_config
+from quire.config.resolve import GIB
+from quire.contracts.errors import ConfigError
+from quire.models.plan import resolve_sizing
+
+from ...support.filled_models import planned
+from ...support.tiny_models import Tiny, tiny_config
+
+ARGS = parse_checkpoint_config(tiny_config(Tiny(family="qwen3")))
+
+
+def test_more_than_a_cpu_has_is_refused() -> None:
+    with pytest.raises(ConfigError, match="kv_offload_gb=3: each rank needs 3.0 GiB of host memory, and 2.0 GiB are"):
+        resolve_sizing(planned(ARGS, kv_offload_gb=3.0), 2 * GIB)
+
+
+def test_the_ranks_of_a_host_need_memory_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of them alone would find enough, until the others take theirs."""
+    monkeypatch.setattr(offload, "read_cpu_facts", lambda: SimpleNamespace(free_memory=GIB))
+    size = resolve_sizing(planned(ARGS), GIB)
+    size = replace(size, host_blocks=3 * GIB // 5 // size.geometry.page_bytes)
+    offload.check_host_memory([size])
+    with pytest.raises(ConfigError, match="the ranks of this host need 1.2 GiB of host memory, and 1.0 GiB are free"):
+        offload.check_host_memory([size, size])
