@@ -92,7 +92,7 @@ def check(found: list[Any], expected: list[Any]) -> None:
 
 @pytest.fixture(scope="module")
 def truth() -> Truth:
-    """What plain decoding answers."""
+    """Plain decoding of all requests."""
     return Truth()
 
 
