@@ -4,7 +4,6 @@ import heapq
 import time
 from collections import deque
 from collections.abc import Callable
-from functools import partial
 from time import perf_counter
 
 import msgspec
@@ -58,7 +57,7 @@ class EngineCore:
             allocator.on_withdraw.append(store.distrust)
         self._grammars = Grammars(compiler, clock)
         if self.facts.num_drafts:
-            self.scheduler.guess = partial(self._grammars.guess, lookup=self.facts.draft_lookup)
+            self.scheduler.guess = self._grammars.guess
         self._finisher = Finisher(self.scheduler, self._grammars, self.facts.vocab_size)
         self._requests: dict[int, Request] = {}
         self.in_flight: deque[InFlight] = deque()
