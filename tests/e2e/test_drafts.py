@@ -1,5 +1,7 @@
 """Speculative decoding, end to end in float32: every answer is that of plain decoding, whatever is asked."""
 
+import itertools
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -10,6 +12,7 @@ from quire import LLM, SamplingParams
 from quire.contracts.errors import ConfigError, InvalidParameter, UnsupportedModel
 from quire.contracts.structured import StructuredOutputsParams
 
+from ..support.drafters import KnownAnswers
 from ..support.pairwise import label, pairwise
 from .in_process import running_inside
 
@@ -17,22 +20,50 @@ CODE = "def add(a, b):\n    return a + b\n\ndef sub(a, b):\n    return a - b\n\n
 PROSE = "The module provides"
 LONG = f"{CODE}\n\n{PROSE} a class. {PROSE} a function. " * 4
 COLD, WARM = {"temperature": 0.0}, {"temperature": 0.7, "seed": 11}
+SCHEMA = {"type": "object", "properties": {"function": {"enum": ["add", "sub"]}, "arguments": {"type": "array", "items":
+          {"type": "string", "maxLength": 3}, "maxItems": 3}}, "required": ["function", "arguments"],
+          "additionalProperties": {"type": "integer"}}  # fmt: skip
+
+
+def structured(**fields: Any) -> dict[str, Any]:
+    return {"structured_outputs": StructuredOutputsParams(**fields)}
+
+
 REQUESTS: list[tuple[str, dict[str, Any]]] = [
     (CODE, COLD), (PROSE, COLD), (LONG, COLD), (LONG, WARM), (CODE, WARM | {"n": 3}),
     (LONG, COLD | {"logprobs": 2, "prompt_logprobs": 1}), (CODE, WARM | {"presence_penalty": 0.6, "logprobs": 1}),
     (LONG, COLD | {"repetition_penalty": 1.2, "frequency_penalty": 0.3}),
     (LONG, COLD | {"stop": ["a function", "sub("]}),
     (CODE, WARM | {"bad_words": [" return", "(a"]}), (PROSE, WARM | {"logit_bias": {5: 3.0, 9: -100.0}, "min_p": 0.05}),
-    (CODE, COLD | {"structured_outputs": StructuredOutputsParams(regex="[a-z ]{20}")}),
+    (CODE, COLD | structured(regex="[a-z ]{20}")),
     (LONG, WARM | {"top_k": 20, "top_p": 0.9, "speculative_tokens": 1}), (CODE, COLD | {"speculative_tokens": 0}),
     (LONG, COLD | {"min_tokens": 12, "ignore_eos": False}), (CODE, WARM | {"allowed_token_ids": [*range(20, 300)]}),
+    (LONG, COLD | structured(json=SCHEMA)), (CODE, WARM | {"n": 2, "logprobs": 1} | structured(json=SCHEMA)),
+    (LONG, WARM | structured(regex="(The module provides a (class|function)\\. )+", after="sub", budget=7)),
+    (LONG, COLD | structured(regex="( The module provides a [a-z]+\\.)+")),
+    (PROSE, COLD | {"min_tokens": 9} | structured(after="\n\n", budget=5)),
 ]  # fmt: skip
 FACTORS = {
     "async_depth": (1, 2), "k": (1, 3, 7), "max_num_batched_tokens": (24, 2048), "num_gpu_blocks_override": (None, 24),
-    "enable_prefix_caching": (True, False), "shortest": (1, 3),
+    "enable_prefix_caching": (True, False), "shortest": (1, 3), "guesses": ("ngram", "right", "random"),
 }  # fmt: skip
+WHOLE = FACTORS | {"guesses": ("ngram", "right", "random", "wrong")}
 OPTIONS = {"dtype": "float32", "num_threads": 1, "max_num_seqs": 12, "use_tqdm_on_load": False, "block_size": 16,
            "max_model_len": 384}  # fmt: skip
+
+
+class Truth:
+    """Answers of plain decoding, and the tokens of every request, prompt and output, by its seed."""
+
+    def __init__(self) -> None:
+        self.texts: dict[int, list[int]] = {}
+        with LLM(**OPTIONS) as llm:
+            finisher = llm.engine.core._finisher
+            end = finisher.end
+            finisher.end = lambda request, *args, **more: (
+                self.texts.update({request.new.sampler.seed: [*request.tokens]}), end(request, *args, **more))[1]
+            asked = [(prompt, {k: v for k, v in f.items() if k != "speculative_tokens"}) for prompt, f in REQUESTS]
+            self.answers = answers(llm, asked)
 
 
 def params(fields: dict[str, Any]) -> SamplingParams:
@@ -42,7 +73,8 @@ def params(fields: dict[str, Any]) -> SamplingParams:
 def answers(llm: LLM, requests: list[tuple[str, dict[str, Any]]]) -> list[Any]:
     """Every completion in parts that must be equal, then the numbers that rounding may change."""
     found = []
-    outputs = llm.generate([prompt for prompt, _ in requests], [params(f) for _, f in requests], use_tqdm=False)
+    seeded = [params(fields | {"seed": 11 + i}) for i, (_, fields) in enumerate(requests)]
+    outputs = llm.generate([prompt for prompt, _ in requests], seeded, use_tqdm=False)
     for output in outputs:
         rows = [*(output.prompt_logprobs or []), *(row for one in output.outputs for row in one.logprobs or [])]
         exact = [(one.text, one.token_ids, one.finish_reason, one.stop_reason) for one in output.outputs]
@@ -59,13 +91,15 @@ def check(found: list[Any], expected: list[Any]) -> None:
 
 
 @pytest.fixture(scope="module")
-def plain() -> list[Any]:
+def truth() -> Truth:
+    """Plain decoding of all requests."""
+    return Truth()
+
+
+@pytest.fixture
+def plain(truth: Truth) -> list[Any]:
     """The answers of plain decoding."""
-    llm = LLM(**OPTIONS)
-    asked = [(prompt, {k: v for k, v in f.items() if k != "speculative_tokens"}) for prompt, f in REQUESTS]
-    found = answers(llm, asked)
-    llm.close()
-    return found
+    return truth.answers
 
 
 @pytest.fixture
@@ -83,18 +117,35 @@ def drafting() -> Iterator[Callable[..., LLM]]:
         llm.close()
 
 
-@pytest.mark.parametrize("row", pairwise(FACTORS), ids=label)
-def test_answers_are_those_of_plain_decoding(row: dict[str, Any], plain: list[Any],
-                                             drafting: Callable[..., LLM]) -> None:  # fmt: skip
-    llm = drafting(**row)
-    check(answers(llm, REQUESTS), plain)
+def rows() -> list[Any]:
+    """A cover of the pairs of FACTORS; with --full the whole product of WHOLE."""
+    chosen = pairwise(FACTORS)
+    product = [dict(zip(WHOLE, values, strict=True)) for values in itertools.product(*WHOLE.values())]
+    long = [row for row in product if row not in chosen]
+    return [pytest.param(row, id=label(row), marks=pytest.mark.full if row in long else ()) for row in chosen + long]
+
+
+@pytest.mark.parametrize("row", rows())
+def test_answers_are_those_of_plain_decoding(row: dict[str, Any], truth: Truth, drafting: Callable[..., LLM]) -> None:
+    guesses = row["guesses"]
+    llm = drafting(**{name: value for name, value in row.items() if name != "guesses"})
     core = llm.engine.core
+    if guesses != "ngram":
+        runner = llm.engine.worker
+        vocab = core.facts.vocab_size
+        runner.programs.drafter = known = KnownAnswers(truth.texts, runner.sampler.table.rows, guesses, vocab)
+        core.scheduler.guess = known.guess
+    check(answers(llm, REQUESTS), truth.answers)
     core.check()
     runs, drafts, *accepted = core.scheduler.drafts.totals
     assert runs > 50 and accepted == sorted(accepted, reverse=True) and len(accepted) == row["k"]
     assert (core.scheduler.num_preempted > 0) == (row["num_gpu_blocks_override"] is not None)
-    if row["k"] <= 3 and row["shortest"] == 3:
-        assert 0.3 * drafts <= sum(accepted) <= 0.9 * drafts, "a run of a drafter that guesses right and wrong"
+    share = sum(accepted) / drafts
+    assert guesses != "right" or share > 0.9, "but for those behind the end of an answer"
+    assert guesses != "wrong" or share < 0.02
+    assert guesses != "random" or 0.1 < share < 0.9
+    if row["k"] <= 3 and row["shortest"] == 3 and guesses == "ngram":
+        assert 0.3 <= share <= 0.9, "a run of a drafter that guesses right and wrong"
 
 
 @pytest.mark.parametrize("depth", [1, 2])
@@ -103,6 +154,24 @@ def test_auto_gives_the_same_answers(depth: int, plain: list[Any], drafting: Cal
     check(answers(llm, REQUESTS), plain)
     facts = llm.engine.core.facts
     assert (facts.num_drafts, facts.auto_drafts) == (7, (1, 3, 7)) and llm.engine.core.scheduler.drafts.totals[0] > 0
+
+
+@pytest.mark.parametrize(("asked", "shares"), [
+    ({"synthetic_acceptance_length": 2.6}, [1, 0.6, 0]), ({"synthetic_acceptance_rates": [0.75, 0.5, 0.25]},
+                                                          [0.75, 0.5, 0.25])])  # fmt: skip
+def test_synthetic_acceptance_is_what_was_asked_for(asked: dict[str, Any], shares: list[float],
+                                                    drafting: Callable[..., LLM]) -> None:  # fmt: skip
+    """Whatever is drafted and sampled; a grammar's drafts are not touched."""
+    llm = drafting(3, more=SYNTHETIC | asked, async_depth=2)
+    assert any("for measurements only" in note for note in llm.engine.notes)
+    llm.generate([PROSE, CODE, LONG], params(COLD | {"max_tokens": 120}), use_tqdm=False)
+    runs, made, *accepted = llm.engine.core.scheduler.drafts.totals
+    assert runs > 90 and made >= 3 * runs - 9
+    np.testing.assert_allclose(np.array(accepted) / runs, shares, atol=0.04)
+    words = "( (module|provides|class|function|a))*"
+    held = llm.generate(LONG, params(WARM | {"temperature": 2.0, "n": 4} | structured(regex=words)), use_tqdm=False)[0]
+    for output in held.outputs:
+        assert output.finish_reason == "length" and re.match(words, output.text) and 0 < sum(output.drafts[1:])
 
 
 def test_a_second_turn_finds_the_blocks_of_the_first(drafting: Callable[..., LLM]) -> None:
@@ -147,6 +216,7 @@ def test_a_request_may_not_ask_for_more_drafts_than_the_engine_makes(drafting: C
         llm.generate(PROSE, params({"speculative_tokens": 3}), use_tqdm=False)
 
 
+SYNTHETIC = {"rejection_sample_method": "synthetic"}
 REFUSED: list[tuple[Any, str]] = [
     ({"method": "ngram"}, "num_speculative_tokens is missing"),
     ({"num_speculative_tokens": 3}, "method is missing"),
@@ -154,7 +224,13 @@ REFUSED: list[tuple[Any, str]] = [
     ({"method": "ngram", "num_speculative_tokens": "some"}, "from 1 to 1023, or"),
     ({"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 4, "prompt_lookup_max": 2}, "is above"),
     ({"method": "ngram", "num_speculative_tokens": 3, "tensor_parallel_size": 1}, "does not exist"),
-    ({"method": "ngram", "num_speculative_tokens": 3, "synthetic_acceptance_length": 2.0}, "not implemented for"),
+    ({"method": "ngram", "num_speculative_tokens": 3, "rejection_sample_method": "block"}, "not implemented for"),
+    *(({"method": "ngram", "num_speculative_tokens": 3, **odd}, "synthetic_acceptance_length, a number from 1 to 4")
+      for odd in ({"synthetic_acceptance_length": 2.0}, {"synthetic_acceptance_rates": [0.5, 0.5, 0.5]},
+                  SYNTHETIC, SYNTHETIC | {"synthetic_acceptance_length": 4.1},
+                  SYNTHETIC | {"synthetic_acceptance_length": 2, "synthetic_acceptance_rates": [1, 0.5, 0]},
+                  SYNTHETIC | {"synthetic_acceptance_rates": [0.5, 0.6, 0.1]},
+                  SYNTHETIC | {"synthetic_acceptance_rates": [0.5, 0.4]})),
     ({"method": "ngram", "num_speculative_tokens": 3, "model": "x"}, "method ngram has no model"),
     ({"method": "nagram", "num_speculative_tokens": 3}, "'nagram' does not exist"),
     ({"method": "eagle3", "model": "x", "num_speculative_tokens": 3}, "method eagle3 is not implemented yet"),
@@ -189,8 +265,11 @@ def test_a_server_streams_runs_and_counts_them() -> None:
         server = inside.server
         plain = server.complete(max_tokens=30, stream=False, seed=1, speculative_tokens=0).json()
         drafted = server.complete(max_tokens=30, stream=False, seed=1).json()
-        streamed = server.complete(max_tokens=30, return_token_ids=True)
+        streamed = server.complete(max_tokens=30, return_token_ids=True, stream_options={"include_usage": True})
         assert plain["choices"] == drafted["choices"]
+        usages = [answer["usage"]["completion_tokens_details"] for answer in (
+            plain, drafted, next(event for event in streamed.events() if event != "[DONE]" and event.get("usage")))]
+        assert usages[0] == {"reasoning_tokens": 0, "accepted_prediction_tokens": 0, "rejected_prediction_tokens": 0}
         tokens = [len(choice["token_ids"]) for event in streamed.events() if event != "[DONE]"
                   for choice in event["choices"] if choice.get("token_ids")]  # fmt: skip
         assert sum(tokens) == 30 and max(tokens) >= 4
@@ -199,6 +278,8 @@ def test_a_server_streams_runs_and_counts_them() -> None:
         counted = {name: sum(server.metric(f"quire:spec_decode_num_{name}_total").values())
                    for name in ("drafts", "draft_tokens", "accepted_tokens", "accepted_tokens_per_pos")}  # fmt: skip
         assert counted["accepted_tokens"] == counted["accepted_tokens_per_pos"] > 20
+        right, wrong = (sum(each[f"{what}_prediction_tokens"] for each in usages) for what in ("accepted", "rejected"))
+        assert (right, right + wrong) == (counted["accepted_tokens"], counted["draft_tokens"])
         assert 20 < counted["drafts"] < counted["draft_tokens"] <= 3 * counted["drafts"]
         ended = server.ask("/debug/requests").json()
         drafts = [one["drafts"] for one in (ended["requests"] if isinstance(ended, dict) else ended)]

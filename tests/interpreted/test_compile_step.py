@@ -34,7 +34,7 @@ def compile_production() -> None:
     for slots, block_size, length in ((1, 128, 4096), (256, 128, 40960), (1024, 16, 1000)):
         tables = Tables(block_tables=zeros(1, slots + 1, length // block_size + 1, dtype=torch.int32),
                         computed=zeros(slots + 1), history=zeros(slots + 1, length, dtype=torch.int32),
-                        block_size=block_size)  # fmt: skip
+                        hosted=zeros(slots + 1, dtype=torch.int32), block_size=block_size)  # fmt: skip
         buffers = StepBuffers(token_ids=zeros(8192), positions=zeros(8192), kv_slots=zeros(1, 8192),
                               seq_lens=zeros(slots, dtype=torch.int32), sample_rows=zeros(8192),
                               sample_slots=zeros(8192), sample_positions=zeros(8192),

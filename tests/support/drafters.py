@@ -1,4 +1,7 @@
-"""Constructed drafters for tests: they know the answers, and guess right, wrong, or as chance will have it."""
+"""Constructed drafters for tests: they know the answers, and guess right, wrong, or as chance will have it.
+
+A `Drafter` for the device, and `guess` for the drafts that the host makes under a grammar.
+"""
 
 from collections.abc import Mapping, Sequence
 
@@ -6,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from quire.contracts.request import Request
 from quire.kernels.step import StepWords, Tables
 
 NO_DRAFT = -1
@@ -28,10 +32,20 @@ class KnownAnswers:
         starts = step.starts[: step.num_decodes + 1].tolist()
         for i, slot in enumerate(step.slots[: step.num_decodes].tolist()):
             known, count = int(tables.computed[slot]) + 1, starts[i + 1] - starts[i] - 1
-            seed = int(self._params[slot].view(torch.int64)[2])
-            right = [*self._texts[seed][known : known + count], *[0] * count][:count]
-            drafts = [self._draft(token) for token in right]
-            tables.history[slot, known : known + count] = torch.tensor(drafts, dtype=torch.int32)
+            if tables.hosted[slot]:
+                continue
+            seed = int(self._params[slot].view(torch.int64)[2]) % 2**64
+            drafts = torch.tensor(self._drafts(seed, known, count), dtype=torch.int32)
+            tables.history[slot, known : known + count] = drafts
+
+    def guess(self, request: Request, skip: int, count: int, lookup: tuple[int, int]) -> list[int]:
+        """Return drafts of a request with a grammar. See `Scheduler.guess`."""
+        drafts = self._drafts(request.new.sampler.seed, len(request.tokens) + skip, count)
+        return drafts[: drafts.index(NO_DRAFT)] if NO_DRAFT in drafts else drafts
+
+    def _drafts(self, seed: int, known: int, count: int) -> list[int]:
+        right = [*self._texts[seed][known : known + count], *[0] * count][:count]
+        return [self._draft(token) for token in right]
 
     def _draft(self, token: int) -> int:
         chance = self._random.random()

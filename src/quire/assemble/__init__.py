@@ -162,7 +162,8 @@ def assemble(config: EngineConfig, on_loading: Loading | None = None, *, served:
     phases.end("engine")
     about = core.facts.plans
     ranks = (f"{about['ranks']} ({about['each rank']}).",) if len(plans) > 1 and not served else ()  # a banner has it
-    notes = (*found.quantization.notes, *plan.cache.notes, *plan.offload.notes,
+    notes = (*(plan.speculation.notes if plan.speculation else ()),
+             *found.quantization.notes, *plan.cache.notes, *plan.offload.notes,
              *_notes(found.args, plan.dtype, parts.memory, config), *unread, *parts.notes,
              *(gpu_only_options(config) if found.device.device == "cpu" else ()), *ranks)
     for note in notes:
@@ -267,6 +268,7 @@ def assemble_core(parts: Parts, compiler: GrammarCompiler | None) -> EngineCore:
         num_drafts=plan.num_drafts,
         drafts_by_batch=plan.speculation.by_batch if plan.speculation else (),
         auto_drafts=plan.speculation.auto if plan.speculation else (),
+        draft_lookup=plan.speculation.lookup if plan.speculation else (0, 0),
         plans={"device": plan.machine.words, "dtype": plan.dtype, "memory": memory, "kernels": plan.kernels,
                "experts": plan.experts and f"{plan.experts.experts} (dispatcher {plan.experts.dispatcher})",
                "engine": msgspec.json.encode(report.describe()).decode()} | parts.plans | rank_lines(report),

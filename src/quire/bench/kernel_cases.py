@@ -298,7 +298,7 @@ def _step_pair(setup: Setup, seqs: int, new: int, context: int) -> Pair:
         return torch.randint(1, 1000, shape, device=device)
 
     tables = Tables(block_tables=some(1, seqs + 1, -(-context // size)).int(), computed=some(seqs + 1),
-                    history=some(seqs + 1, context + 1).int(), block_size=size)
+                    history=some(seqs + 1, context + 1).int(), hosted=some(seqs + 1).int(), block_size=size)
     buffers = StepBuffers(token_ids=some(tokens), positions=some(tokens), kv_slots=some(1, tokens),
                           seq_lens=some(seqs).int(), sample_rows=some(seqs), sample_slots=some(seqs),
                           sample_positions=some(seqs), drafts=some(seqs).int())

@@ -146,7 +146,10 @@ LogprobsByToken = dict[int, Logprob]
 
 
 class CompletionOutput(msgspec.Struct, kw_only=True):
-    """A completion of a prompt. When `finish_reason` is "error", `stop_reason` is a code and `error` may say more."""
+    """A completion of a prompt. When `finish_reason` is "error", `stop_reason` is a code and `error` may say more.
+
+    drafts   as in `Finish`, once the core has ended the completion: (), too, for one that a stop string ended
+    """
 
     index: int
     text: str
@@ -156,6 +159,7 @@ class CompletionOutput(msgspec.Struct, kw_only=True):
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     error: str | None = None
+    drafts: tuple[int, ...] = ()
 
     def finished(self) -> bool:
         """True when this completion has ended."""

@@ -24,6 +24,7 @@ class ExecutorFacts(msgspec.Struct, frozen=True, kw_only=True):
                   `num_drafts`
     auto_drafts   numbers of drafts, ascending, among which the scheduler chooses by measured gain; (): it does not
     num_host_blocks   blocks of the host tier; 0: there is no tier below the device
+    draft_lookup  shortest and longest n-gram that is looked up for drafts; (0, 0): none is
     num_stages    stages of pipeline parallelism; each works on another step at the same time
     prompt_chunk  prompt tokens that about double the time of a step with few decodes. The scheduler keeps chunks beside
                   decodes this short; 0: it does not
@@ -40,6 +41,7 @@ class ExecutorFacts(msgspec.Struct, frozen=True, kw_only=True):
     num_drafts: int = 0
     drafts_by_batch: tuple[tuple[int, int], ...] = ()
     auto_drafts: tuple[int, ...] = ()
+    draft_lookup: tuple[int, int] = (0, 0)
     num_stages: int = 1
     num_host_blocks: int = 0
     prompt_chunk: int = 0
@@ -55,8 +57,8 @@ class Executor(Protocol):
     def release(self, step: int, masks: I32) -> None:
         """Let `step` sample, with its grammar masks. Call this before the next step is submitted.
 
-        masks   [G, ceil(V / 32)] int32, a row for each slot of `StepPlan.grammar`; empty when there is no such slot.
-                Bit i % 32 of word i // 32 is 1 when token i is allowed
+        masks   [G, ceil(V / 32)] int32, a row for each sampled row of the slots of `StepPlan.grammar`; empty when there
+                is no such slot. Bit i % 32 of word i // 32 is 1 when token i is allowed
         """
 
     def collect(self) -> StepResult:

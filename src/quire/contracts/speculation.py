@@ -16,17 +16,17 @@ PLANNED = ("mtp", "eagle", "eagle3", "draft_model", "suffix", "medusa", "mlp_spe
            "extract_hidden_states", "custom_class")  # fmt: skip
 SIZES = ("num_speculative_tokens", "prompt_lookup_min", "prompt_lookup_max")
 OTHERS: Mapping[str, tuple[object, ...]] = {  # vLLM's other keys -> the values that change nothing here, beside None
-    "rejection_sample_method": ("standard",), "draft_sample_method": ("greedy", "probabilistic"),
+    "rejection_sample_method": ("standard", "synthetic"), "draft_sample_method": ("greedy", "probabilistic"),
     "enforce_eager": (False,), "disable_padded_drafter_batch": (False,), "use_local_argmax_reduction": (False,),
     "use_heterogeneous_vocab": (False,), "parallel_drafting": (False,), "disable_eagle_block_drop": (False,),
     "enable_adaptive_verification": (False,), "index_share_for_mtp_iteration": (False,),
     **dict.fromkeys(("draft_tensor_parallel_size", "quantization", "moe_backend", "attention_backend",
                      "kv_cache_dtype", "max_model_len", "revision", "code_revision", "draft_load_config",
                      "dspark_draft_topk", "suffix_decoding_max_tree_depth", "suffix_decoding_max_cached_requests",
-                     "suffix_decoding_max_spec_factor", "suffix_decoding_min_token_prob", "synthetic_acceptance_rates",
-                     "synthetic_acceptance_length"), ()),
+                     "suffix_decoding_max_spec_factor", "suffix_decoding_min_token_prob"), ()),
 }  # fmt: skip
-KEYS = ("method", "model", *SIZES, "num_speculative_tokens_per_batch_size")
+SYNTHETIC = ("synthetic_acceptance_length", "synthetic_acceptance_rates")
+KEYS = ("method", "model", *SIZES, "num_speculative_tokens_per_batch_size", *SYNTHETIC)
 
 
 class Speculation(msgspec.Struct, frozen=True, kw_only=True):
@@ -37,6 +37,8 @@ class Speculation(msgspec.Struct, frozen=True, kw_only=True):
     shortest, longest   tokens of the n-grams that are looked up
     auto                numbers of drafts, ascending, from which the engine chooses by measured gain; (): `num_drafts`
     by_batch            (decoding requests, k), ascending: from so many requests on, each has at most k drafts
+    synthetic           for measurements: shares of the runs in which the first draft counts, the first two, ...,
+                        whatever was sampled; (): drafts count if they are right
     """
 
     method: str
@@ -45,11 +47,24 @@ class Speculation(msgspec.Struct, frozen=True, kw_only=True):
     longest: int = LOOKUP
     auto: tuple[int, ...] = ()
     by_batch: tuple[tuple[int, int], ...] = ()
+    synthetic: tuple[float, ...] = ()
 
     @property
     def lengths(self) -> tuple[int, ...]:
         """Numbers of drafts that a request may have in a step, ascending, without 0."""
         return self.auto or tuple(sorted({k for _, k in self.by_batch or ((1, self.num_drafts),)} - {0}))
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Lines that the user should see."""
+        return () if not self.synthetic else (
+            "for measurements only: rejection_sample_method=synthetic takes "
+            f"{1 + sum(self.synthetic):.2f} tokens per run of drafts, right or wrong: answers are not the model's.",)
+
+    @property
+    def lookup(self) -> tuple[int, int]:
+        """Shortest and longest n-gram that is looked up; (0, 0): another method drafts."""
+        return (self.shortest, self.longest) if self.method == "ngram" else (0, 0)
 
     def captured(self) -> "Speculation":
         """Return the speculation for a device that captures steps: a number of drafts that does not fit
@@ -69,7 +84,8 @@ class Speculation(msgspec.Struct, frozen=True, kw_only=True):
         words = f"{self.method}, {number} drafts per request"
         lookup = f", from {self.shortest} to {self.longest} tokens looked up" if self.method == "ngram" else ""
         ranges = ", ".join(f"{k} from {size} requests on" for size, k in self.by_batch)
-        return words + lookup + (f" ({ranges})" if ranges else "")
+        false = ", SYNTHETIC acceptance: answers are not the model's" if self.synthetic else ""
+        return words + lookup + (f" ({ranges})" if ranges else "") + false
 
 
 def read_speculative_config(given: Mapping[str, Any] | None) -> Speculation | None:
@@ -103,7 +119,32 @@ def read_speculative_config(given: Mapping[str, Any] | None) -> Speculation | No
     most = sizes["num_speculative_tokens"]
     auto = AUTO if given["num_speculative_tokens"] == "auto" else ()
     return Speculation(method=method, num_drafts=most, shortest=shortest, longest=longest, auto=auto,
+                       synthetic=_synthetic(given, most),
                        by_batch=_by_batch(given.get("num_speculative_tokens_per_batch_size", ()), most))  # fmt: skip
+
+
+def _synthetic(given: Mapping[str, Any], most: int) -> tuple[float, ...]:
+    """Return `Speculation.synthetic`. A length of 2.6 is met by one right draft in 40% of the runs, two in the others.
+    """
+    length, rates = given.get(SYNTHETIC[0]), given.get(SYNTHETIC[1])
+    asked = given.get("rejection_sample_method") == "synthetic"
+    if not asked and length is None and rates is None:
+        return ()
+    found = list(rates) if isinstance(rates, list | tuple) else []
+    if rates is None and length is not None and _within(length, 1, 1 + most):
+        found = [min(1.0, max(0.0, length - 1 - place)) for place in range(most)]
+    elif length is not None or len(found) != most or not all(_within(rate, 0, 1) for rate in found):
+        asked = False
+    if not asked or found != sorted(found, reverse=True):
+        raise _wrong("synthetic acceptance is asked for in a way that has no meaning",
+                     'give "rejection_sample_method": "synthetic", and either synthetic_acceptance_length, a number '
+                     f"from 1 to {1 + most}, or synthetic_acceptance_rates, {most} numbers from 1 to 0, none above the "
+                     "one before")  # fmt: skip
+    return tuple(map(float, found))
+
+
+def _within(value: Any, least: int, most: int) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and least <= value <= most
 
 
 def _method(given: Mapping[str, Any]) -> str:

@@ -139,6 +139,18 @@ class FinishedCopy(msgspec.Struct, frozen=True, kw_only=True):
     error: str = ""
 
 
+class HostDrafts(msgspec.Struct, frozen=True):
+    """Drafts of a decode that the host has chosen, because its rows wait for grammar masks.
+
+    position   position of the first draft in the slot's tokens, behind those that the slot has when the step begins
+    tokens     [k] int32, k >= 1
+    """
+
+    slot: int
+    position: int
+    tokens: I32
+
+
 class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
     """Plan of a step. The device applies `released`, `admitted` and `appended`, then runs the model over `slots`.
 
@@ -153,6 +165,8 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
                  passed are not reported: they stay in the device's block table, and no kernel reads them
     released     [R] int32, slots that requests left since the last plan
     grammar      [G] int32, in plan order: the sampling slots whose grammar masks come with `Executor.release`
+    drafts       all drafts of the decodes among `grammar`, in plan order; their masks must know them. The drafter has
+                 no drafts for these slots
     sync         of replicas in lock-step; None: no other replica takes part in this step. With it, `slots` may be empty
     copies       jobs that copy blocks between tiers, or None. With it, too, `slots` may be empty
     """
@@ -168,6 +182,7 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
     released: I32 = msgspec.field(default_factory=lambda: np.empty(0, np.int32))
     shared: tuple[SharedPrefix, ...] = ()
     grammar: I32 = msgspec.field(default_factory=lambda: np.empty(0, np.int32))
+    drafts: tuple[HostDrafts, ...] = ()
     sync: StepSync | None = None
     copies: StepCopies | None = None
 

@@ -16,6 +16,7 @@ def share_budget(table: RunningTable, budget: int, decode_lag: int, drafts: Draf
     drafts       chooses the maximum number of drafts per decode
     Decoding slots come first, so that a long prompt never delays them; each takes one token of the budget. The rest of
     the budget goes to slots that compute prompts or recompute tokens, in order. Drafts count against `MAX_VERIFY_ROWS`.
+    A slot whose drafts come from the host waits while others of them are in flight.
     In a pipeline of `num_stages` the decoding slots are spread evenly over as many steps, which run at the same time.
     Returns (slots [S], num_tokens [S]), both int32, decodes first.
     """
@@ -23,6 +24,8 @@ def share_budget(table: RunningTable, budget: int, decode_lag: int, drafts: Draf
     planned, bound = table.planned[order], table.upper_bound[order]
     catching_up = planned < table.goal[order]
     unfinished = ~catching_up & (bound < table.end[order])
+    if drafts.most:  # drafts of the host come behind tokens whose number is known
+        unfinished &= ~table.masked[order] | (bound == table.confirmed[order] + table.in_flight[order])
     decodes = order[unfinished & (table.in_flight[order] < decode_lag)]
     if num_stages > 1:
         decodes = decodes[: -(-int(np.count_nonzero(unfinished)) // num_stages)]

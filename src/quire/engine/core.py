@@ -13,7 +13,7 @@ from quire.contracts.errors import EngineDead, InvalidParameter, PromptTooLong
 from quire.contracts.output import NO_TOKENS, Finish, StepOutputs
 from quire.contracts.protocols import Executor
 from quire.contracts.request import FinishReason, NewRequest, Request, RequestState
-from quire.contracts.step import I32, NO_MASKS, StepCopies, StepResult, StepSync
+from quire.contracts.step import I32, NO_MASKS, StepCopies, StepPlan, StepResult, StepSync
 from quire.engine.finish import Finisher
 from quire.engine.grammar import Grammars
 from quire.engine.plan_writer import InFlight
@@ -56,6 +56,8 @@ class EngineCore:
         if store is not None:
             allocator.on_withdraw.append(store.distrust)
         self._grammars = Grammars(compiler, clock)
+        if self.facts.num_drafts:
+            self.scheduler.guess = self._grammars.guess
         self._finisher = Finisher(self.scheduler, self._grammars, self.facts.vocab_size)
         self._requests: dict[int, Request] = {}
         self.in_flight: deque[InFlight] = deque()
@@ -217,7 +219,7 @@ class EngineCore:
         outputs = self.confirm() if len(self.in_flight) > 1 else None
         (planned,) = self.in_flight
         started = perf_counter()
-        masks = self._masks(planned.plan.grammar)
+        masks = self._masks(planned.plan)
         planned.schedule_s += perf_counter() - started
         started = perf_counter()
         self.executor.release(planned.plan.step, masks)
@@ -225,12 +227,14 @@ class EngineCore:
         self.needs_masks = False
         return outputs
 
-    def _masks(self, slots: I32) -> I32:
-        """Return the grammar masks of these slots.
+    def _masks(self, plan: StepPlan) -> I32:
+        """Return the grammar masks of a step.
 
         A request ends here when no token can follow its output; its sampled token is dropped later.
         """
-        masks, ended = self._grammars.masks([self.scheduler.table.requests[slot] for slot in slots.tolist()])
+        drafts = {each.slot: each.tokens.tolist() for each in plan.drafts}
+        running = self.scheduler.table.requests
+        masks, ended = self._grammars.masks([(running[slot], drafts.get(slot, ())) for slot in plan.grammar.tolist()])
         for request, failure in ended:
             del self._requests[request.new.handle]
             reason = FinishReason.STOP if failure is None else FinishReason.ERROR

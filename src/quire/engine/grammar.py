@@ -9,12 +9,13 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from quire.contracts.errors import InvalidParameter, QueueFull, RequestFailed
+from quire.contracts.ngram import continuation
 from quire.contracts.request import NewRequest, Request
 from quire.contracts.step import I32
 from quire.text.grammar import MOST_COPIES, Grammar, GrammarCompiler, error_of, only, without
@@ -40,6 +41,8 @@ class _Held:
     budget   tokens of reasoning that are left;  closing  tokens that are forced when the budget is used up
     names    names in the objects of a JSON output; None: the output is not JSON
     inside, patterns   as in `quire.text.grammar.Grammar`
+    last     (number of tokens, failure or None): after so many more tokens no further one can follow, because of the
+             failure if there is one; None: no such place is known
     """
 
     spec: str
@@ -53,6 +56,48 @@ class _Held:
     inside: bool = False
     names: Names | None = None
     patterns: bool = False
+    last: tuple[int, RequestFailed | None] | None = None
+
+    @property
+    def free(self) -> bool:
+        """True in reasoning to which the grammar does not apply."""
+        return bool(self.after) and not self.inside
+
+    def copy(self) -> "_Held":
+        """Return a copy, on which tokens can be tried."""
+        matcher, names = self.matcher, self.names
+        return replace(self, matcher=matcher and matcher.deep_copy(), names=names and names.copy())
+
+    def consume(self, token: int, text: bytes) -> bool | None:
+        """Advance by a token whose bytes are `text`. Returns True when no further token can follow, and None when the
+        grammar does not allow the token."""
+        if self.after:  # bytes of this token beyond the end of the reasoning are free, too
+            self.closing = self.closing[self.budget <= 0 :]
+            self.before, self.budget = self.before + text, self.budget - 1
+            if self.after in self.before or not self.closing:
+                self.after = b""
+            self.before = self.before[-len(self.after) :]
+            if not self.inside:
+                return False
+        if self.matcher is None:
+            return False
+        if not self.matcher.consume_token(token):
+            return None
+        if self.names is not None:
+            self.names.add(text)
+        return self.matcher.is_stopped()
+
+    def forced(self) -> list[int]:
+        """Return the tokens that must come next, as far as they are known."""
+        if self.after and self.budget <= 0:
+            return list(self.closing)
+        return [] if self.matcher is None or self.free else self.matcher.compute_ff_tokens()
+
+    def allows(self, token: int) -> bool:
+        """True if the token may come next."""
+        if self.after and self.budget <= 0:
+            return token == self.closing[0]
+        return self.matcher is None or self.free or self.matcher.validate_tokens([token]) == 1
 
 
 class Grammars:
@@ -116,54 +161,85 @@ class Grammars:
         """
         held, compiler = self._held[handle], self._compiler
         assert compiler is not None
-        if held.after:  # bytes of this token beyond the end of the reasoning are free, too
-            held.closing = held.closing[held.budget <= 0 :]
-            held.before, held.budget = held.before + compiler.token_bytes(token), held.budget - 1
-            if held.after in held.before or not held.closing:
-                held.after = b""
-            held.before = held.before[-len(held.after) :]
-            if not held.inside:
-                return False
-        if held.matcher is None:
-            return False
-        if not held.matcher.consume_token(token):
+        ended = held.consume(token, compiler.token_bytes(token))
+        if ended is None:
             raise self._failure(held)
-        if held.names is not None:
-            held.names.add(compiler.token_bytes(token))
-        return held.matcher.is_stopped()
+        if held.last is None:
+            return ended
+        left, failure = held.last
+        held.last = left - 1, failure
+        if left == 1 and failure is not None:
+            raise failure
+        return ended or left == 1
 
-    def masks(self, requests: Sequence[Request | None]) -> tuple[I32, list[tuple[Request, RequestFailed | None]]]:
-        """Return bit masks [rows, words] of allowed tokens, and (request, failure or None) for requests that must end.
+    def guess(self, request: Request, skip: int, count: int, lookup: tuple[int, int]) -> list[int]:
+        """Return at most `count` drafts for a request: tokens that its grammar forces, else those of n-grams.
 
-        A request ends when no token can follow its output, or when its grammar fails. `requests` has an entry for each
-        row: None if the row's request has ended.
+        skip     number of tokens that steps in flight add; the drafts come behind them
+        lookup   shortest and longest n-gram; (0, 0): none is looked up
+        """
+        compiler, held = self._compiler, self._held[request.new.handle].copy()
+        assert compiler is not None
+        found, ahead = list[int](), list[int]()
+        while (missing := skip + count - len(found)) > 0:
+            if not ahead or not held.allows(ahead[0]):
+                ahead = held.forced() or _repeated(request, found, missing, lookup)
+            if not ahead or not held.allows(ahead[0]):
+                break
+            token = ahead.pop(0)
+            if held.consume(token, compiler.token_bytes(token)) is not False:
+                break  # the last token needs no row behind it
+            found.append(token)
+        return found[skip:]
+
+    def masks(self, rows: Sequence[tuple[Request | None, Sequence[int]]]) -> tuple[
+            I32, list[tuple[Request, RequestFailed | None]]]:  # fmt: skip
+        """Return bit masks [R, words] of allowed tokens, and (request, failure or None) for requests that must end.
+
+        A request ends when no token can follow its output, or when its grammar fails.
+
+        rows   (request, drafts) of each slot, in order: it has a mask for its next token, and one behind each draft.
+               The request is None if it has ended
         """
         assert self._compiler is not None
-        matchers: list[LLMatcher | None] = []
-        enders: list[Sequence[int]] = []
-        for request in requests:
-            held = None if request is None else self._held[request.new.handle]
-            matchers.append(None if held is None or held.after and not held.inside else held.matcher)
-            may_stop = request is not None and len(request.tokens) - request.num_prompt >= request.new.min_tokens
-            enders.append(request.new.stop_ids if request is not None and may_stop else ())
-        words, over = self._compiler.masks(matchers, enders)
-        for row, request in enumerate(requests):
-            held = None if request is None else self._held[request.new.handle]
-            if held is not None and held.names is not None and not held.after and row not in over:
-                _once(words[row], held)
-            if request is None or held is None or not held.after:
+        states = [state for request, drafts in rows for state in self._states(request, drafts)]
+        owners = [(request, i) for request, drafts in rows for i in range(1 + len(drafts))]
+        matchers = [None if held is None or held.free else held.matcher for held in states]
+        words, over = self._compiler.masks(matchers, [_enders(request, i) for request, i in owners])
+        for row, (held, (request, _)) in enumerate(zip(states, owners, strict=True)):
+            if request is None or held is None:
                 continue
-            if held.budget <= 0:
+            if held.names is not None and not held.after and row not in over:
+                _once(words[row], held)
+            if held.after and held.budget <= 0:
                 only(words[row], held.closing[0])
-            elif not held.inside:
+            elif held.free:
                 without(words[row], request.new.stop_ids)
         ended: list[tuple[Request, RequestFailed | None]] = []
-        for row in over:
-            request, matcher = requests[row], matchers[row]
+        for row in reversed(over):
+            (request, i), matcher = owners[row], matchers[row]
             assert request is not None and matcher is not None
-            failure = self._failure(self._held[request.new.handle]) if matcher.is_error() else None
-            ended.append((request, failure))
-        return words, ended
+            held = self._held[request.new.handle]
+            failure = self._failure(held, matcher) if matcher.is_error() else None
+            held.last = i, failure
+            if i == 0:
+                ended.append((request, failure))
+        return words, ended[::-1]
+
+    def _states(self, request: Request | None, drafts: Sequence[int]) -> list[_Held | None]:
+        """Return the state of a request's grammar before each row of a step; None where anything may come: behind a
+        draft that the grammar forbids, or behind the last token."""
+        if request is None or self._compiler is None:
+            return [None] * (1 + len(drafts))
+        states: list[_Held | None] = [held := self._held[request.new.handle]]
+        held.last = None
+        for token in drafts:
+            held = held.copy()
+            states.append(held)
+            if held.consume(token, self._compiler.token_bytes(token)) is not False:
+                states[-1] = None
+                break
+        return states + [None] * (1 + len(drafts) - len(states))
 
     def drop(self, handle: int) -> None:
         """Forget the grammar of a request that ends. Cancels its compilation if not begun and not needed by another."""
@@ -204,15 +280,32 @@ class Grammars:
         while len(self._cache) > 1 and sum(map(_copies, self._cache.values())) > KEPT:
             self._cache.popitem(last=False)
 
-    def _failure(self, held: _Held) -> RequestFailed:
-        """Return the failure of a matcher, and forget its grammar, so that new requests do not get it."""
+    def _failure(self, held: _Held, matcher: "LLMatcher | None" = None) -> RequestFailed:
+        """Return the failure of a matcher, by default the request's own. New requests do not get its grammar."""
         self._forget(held)
-        assert held.matcher is not None
-        return RequestFailed(f"structured_outputs: the grammar failed: {error_of(held.matcher)}", code="grammar_failed")
+        matcher = matcher or held.matcher
+        assert matcher is not None
+        return RequestFailed(f"structured_outputs: the grammar failed: {error_of(matcher)}", code="grammar_failed")
 
     def _forget(self, held: _Held) -> None:
         if self._cache.get(held.spec) is held.future:
             del self._cache[held.spec]
+
+
+def _enders(request: Request | None, ahead: int) -> Sequence[int]:
+    """Return the tokens that may end the output of a request, `ahead` tokens after those that are confirmed."""
+    if request is None or len(request.tokens) - request.num_prompt + ahead < request.new.min_tokens:
+        return ()
+    return request.new.stop_ids
+
+
+def _repeated(request: Request, more: list[int], count: int, lookup: tuple[int, int]) -> list[int]:
+    """Return `count` n-gram drafts behind the request's tokens and `more`; [] if no n-gram comes again."""
+    if not lookup[1]:
+        return []
+    tokens = np.concatenate([np.frombuffer(request.tokens, np.int32), np.array(more, np.int32)])
+    drafts: list[int] = continuation(tokens, count, *lookup).tolist()
+    return drafts if drafts[0] >= 0 else []
 
 
 def _once(mask: I32, held: _Held) -> None:

@@ -40,6 +40,9 @@ def build_mock_core(config: EngineConfig, folder: Path, tokenizer_folder: Path |
     if speculation is not None and speculation.method not in METHODS:
         raise ConfigError(f"speculative_config: method {speculation.method} is not implemented yet: use "
                           f"{' or '.join(METHODS)}.")
+    if speculation is not None and speculation.synthetic:
+        raise ConfigError("speculative_config: device=mock takes 0, 1, ... and all drafts for right in turn: leave out "
+                          "rejection_sample_method=synthetic.")
     scheduler, size = config.scheduler, cache.block_size or BLOCK_SIZE
     length = config.model.max_model_len or args.max_position_embeddings
     if length > args.max_position_embeddings:
@@ -60,6 +63,7 @@ def build_mock_core(config: EngineConfig, folder: Path, tokenizer_folder: Path |
         max_model_len=length,
         depth=config.device.async_depth or 1,
         num_drafts=speculation.num_drafts if speculation else 0,
+        draft_lookup=speculation.lookup if speculation else (0, 0),
         drafts_by_batch=speculation.by_batch if speculation else (),
         auto_drafts=speculation.auto if speculation else (),
         accepts=range(speculation.num_drafts + 1) if speculation else (0,),

@@ -25,6 +25,7 @@ from quire.contracts.step import (
     PROMPT_LOGPROBS,
     SAMPLE,
     Admission,
+    HostDrafts,
     RowLogprobs,
     StepPlan,
     StepResult,
@@ -85,6 +86,15 @@ def _drafted(plan: StepPlan, sampling: int) -> I32:
     return drafted
 
 
+def _masked(plan: StepPlan, masks: I32) -> dict[int, I32]:
+    """Return the masks of each slot with a grammar, a row for each sampled row."""
+    decodes = plan.slots[: plan.num_decodes].tolist()
+    rows = dict(zip(decodes, plan.num_tokens.tolist(), strict=False))
+    ends = np.cumsum([rows.get(slot, 1) for slot in plan.grammar.tolist()], dtype=int)
+    assert not len(ends) or ends[-1] == len(masks), "a mask for each row"
+    return dict(zip(plan.grammar.tolist(), np.split(masks, ends[:-1]), strict=False))
+
+
 class _Slot:
     """State of a slot on the mock device."""
 
@@ -113,7 +123,8 @@ class MockExecutor:
     sizes     fields of `ExecutorFacts` (num_slots, num_blocks, ...) that differ from the defaults in `SIZES`
     windows   attention window of each KV group, as in `KVGroup`; reads are checked separately for each group
     accepts   numbers of accepted drafts for one decode after another; the sequence repeats. A decode accepts no draft
-              at or after the output at which `fail` makes its request fail
+              at or after the output at which `fail` makes its request fail. Drafts of `StepPlan.drafts` are accepted
+              if they are right
     verify    check every position that a row may attend to (O(length) per step)
     answers   give every request the tokens of `mock_tokens`; without `answers` and `verify` tokens are arbitrary and
               cost nothing per request, for timing the engine
@@ -167,7 +178,7 @@ class MockExecutor:
     def _sample(self, masks: I32) -> None:
         assert self._waiting is not None
         plan, self._waiting = self._waiting, None
-        by_slot = dict(zip(plan.grammar.tolist(), masks, strict=True))
+        by_slot = _masked(plan, masks)
         if self._copies is not None:
             self._copies.begin(plan.copies)
         result = (self._run if self._answers else self._run_fast)(plan, by_slot)
@@ -207,12 +218,16 @@ class MockExecutor:
         self.closed = True
 
     def _run(self, plan: StepPlan, masks: dict[int, I32]) -> StepResult:
+        hosted = {drafts.slot: drafts for drafts in plan.drafts}
         self._enter(plan)
         assert len(set(plan.slots.tolist())) == len(plan.slots), "a slot is scheduled twice"
         for i, (slot, count) in enumerate(zip(plan.slots.tolist(), plan.num_tokens.tolist(), strict=True)):
             state = self._slots[slot]  # all KV before any row attends
             assert state.decodes == (i < plan.num_decodes), "a prompt is taken for a decode, or a decode for a prompt"
-            self._decode(state, count) if state.decodes else self._write(state, count)
+            if state.decodes:
+                self._decode(state, count, hosted.get(slot), masks.get(slot))
+            else:
+                self._write(state, count)
         runs: dict[int, list[int]] = {}
         failed: dict[int, str] = {}
         named: dict[int, RowLogprobs] = {}
@@ -249,13 +264,12 @@ class MockExecutor:
             num_computed=int(plan.num_tokens.sum()),
         )
 
-    def _sample_run(self, state: _Slot, mask: I32 | None, slot: int, failed: dict[int, str]) -> list[int]:
-        """Return the tokens of a slot's rows: its correct drafts and one more."""
+    def _sample_run(self, state: _Slot, masks: I32 | None, slot: int, failed: dict[int, str]) -> list[int]:
+        """Return the tokens of a slot's rows: its correct drafts and one more. masks: of the rows, or None."""
         run, state.decodes = list[int](), True
         for at in range(1 + state.accepted):
             assert state.computed == len(state.tokens) + state.accepted - at, "sampling before the end of the sequence"
-            vocab = self._facts.vocab_size
-            token = allowed_token(next_token(state.digests[-1], state.seed, vocab), mask, vocab)
+            token = self._token(state, state.digests[-1], None if masks is None else masks[at])
             if token < 0:
                 failed[slot], token = "no_token", 0
             if self.fail.get(state.request_id, -1) == len(state.tokens) - state.num_prompt:
@@ -266,6 +280,11 @@ class MockExecutor:
         state.accepted = 0
         return run
 
+    def _token(self, state: _Slot, digest: int, mask: I32 | None) -> int:
+        """Return the token that a slot samples behind the prefix with this digest, under a grammar mask."""
+        vocab = self._facts.vocab_size
+        return allowed_token(next_token(digest, state.seed, vocab), mask, vocab)
+
     def _padded(self, run: list[int], width: int) -> list[int]:
         """Return a row of `StepResult.tokens`. The tokens after the valid ones are meaningless."""
         others = ((run[-1] + 1) % self._facts.vocab_size, -1, self._facts.vocab_size)
@@ -274,13 +293,17 @@ class MockExecutor:
     def _run_fast(self, plan: StepPlan, masks: dict[int, I32]) -> StepResult:
         slots = plan.slots[(plan.outputs & SAMPLE) > 0]
         tokens = (slots * 31 + plan.step) % self._facts.vocab_size
-        for slot, mask in masks.items():
-            tokens[slots == slot] = allowed_token(int(tokens[slots == slot][0]), mask, self._facts.vocab_size)
         counts, tokens = np.ones(len(slots), np.int32), tokens.astype(np.int32)[:, None]
         if (width := int(plan.num_tokens[: plan.num_decodes].max(initial=1))) > 1:
             drafts = plan.num_tokens[: plan.num_decodes] - 1
             counts[: len(drafts)] += np.minimum(list(itertools.islice(self._accepts, len(drafts))), drafts)
             tokens = np.repeat(tokens, width, 1)
+        hosted = {drafts.slot: drafts.tokens.tolist() for drafts in plan.drafts}
+        for slot, rows in masks.items():
+            i, drafts = int(np.flatnonzero(slots == slot)[0]), hosted.get(slot, [])
+            run = [allowed_token(int(tokens[i, 0]), mask, self._facts.vocab_size) for mask in rows]
+            right = [token == draft for token, draft in zip(run, drafts, strict=False)]
+            tokens[i, : len(run)], counts[i] = run, 1 + (right + [False]).index(False)
         return StepResult(step=plan.step, slots=slots, tokens=tokens, num_accepted=counts,
                           num_drafted=_drafted(plan, len(slots)))
 
@@ -299,16 +322,25 @@ class MockExecutor:
         self._store(state, state.digests[state.computed : state.computed + count])
         state.computed += count
 
-    def _decode(self, state: _Slot, count: int) -> None:
-        """Compute the last token of a slot and its drafts, some of which are correct."""
+    def _decode(self, state: _Slot, count: int, hosted: HostDrafts | None, masks: I32 | None) -> None:
+        """Compute the last token of a slot and its drafts, some of which are correct.
+
+        hosted, masks   drafts that the host has chosen, and the grammar masks of all rows; None: there are none
+        """
         assert state.computed + 1 == len(state.tokens), "a decode that does not begin with the last token"
         assert count <= 1 + self._facts.num_drafts, "more drafts than are verified"
         before_failure = self.fail.get(state.request_id, MASK) - (len(state.tokens) - state.num_prompt) - 1
-        if count > 1:
-            state.accepted = max(0, min(next(self._accepts), count - 1, before_failure))
-        digests = [state.digests[-1]]
-        for _ in range(state.accepted):
-            digests.append(chain(digests[-1], next_token(digests[-1], state.seed, self._facts.vocab_size)))
+        most = 0 if count == 1 else count - 1 if hosted is not None else next(self._accepts)
+        digests, rows = [state.digests[-1]], [None] * count if masks is None else masks
+        if hosted is not None:
+            assert hosted.position == len(state.tokens) and len(hosted.tokens) == count - 1, "drafts for another place"
+        assert masks is None or len(masks) == count and (hosted is not None or count == 1), "a row without a mask"
+        for at in range(max(0, min(most, count - 1, before_failure))):
+            token = self._token(state, digests[-1], rows[at])
+            if hosted is not None and token != hosted.tokens[at]:
+                break
+            digests.append(chain(digests[-1], token))
+        state.accepted = len(digests) - 1
         self._store(state, digests + [digest ^ MASK for digest in range(count - len(digests))])
         state.computed += 1 + state.accepted
 

@@ -22,7 +22,7 @@ class RunningTable:
     most_drafts  maximum number of drafts that a step verifies for the slot
     drafts       [num_slots, 1 + k] drafts of the slot's request: made, and accepted as first of a run, as second, ...
                  [num_slots, 0] without speculation
-    masked       True: the slot's rows wait for grammar masks, so it has no drafts
+    masked       True: the slot's rows wait for grammar masks, so its drafts come from the host
     """
 
     def __init__(self, num_slots: int, num_drafts: int = 0) -> None:
@@ -67,9 +67,9 @@ class RunningTable:
         self.drafts[slot] = request.drafts or 0
         self.end[slot] = request.end
         self.handle[slot] = request.new.handle
-        self.masked[slot] = masked = request.new.grammar is not None  # a draft's mask is unknown before the draft
+        self.masked[slot] = request.new.grammar is not None
         asked = MAX_VERIFY_ROWS if request.new.num_drafts is None else request.new.num_drafts
-        self.most_drafts[slot] = 0 if masked else min(asked, MAX_VERIFY_ROWS)
+        self.most_drafts[slot] = min(asked, MAX_VERIFY_ROWS)
         self._priority[slot] = request.new.priority if by_priority else 0
         self._arrival[slot] = request.arrival
         self.requests[slot] = request  # from here on it holds the slot; nothing below fails

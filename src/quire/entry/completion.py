@@ -93,7 +93,7 @@ class Completion:
         return CompletionOutput(index=self.index, text=text, token_ids=self.token_ids[sent:],
                                 logprobs=None if logprobs is None else logprobs[sent:],
                                 cumulative_logprob=self.cumulative_logprob, finish_reason=self.finish_reason,
-                                stop_reason=self.stop_reason, error=self.error)
+                                stop_reason=self.stop_reason, error=self.error, drafts=self.drafts)
 
     def _read(self, *, finished: bool = False, by_token: bool = False) -> str | None:
         """Decode the unread tokens. Return the stop string that was found, or None."""

@@ -57,7 +57,10 @@ FAMILIES = tuple(MetricFamily(*cells) for cells in read_rows(Path(__file__).with
 
 @dataclass(frozen=True, kw_only=True)
 class StatsLine:
-    """Statistics of now, with rates since the last line. `hit_rate` of the prefix cache is None without a lookup."""
+    """Statistics of now, with rates since the last line. `hit_rate` of the prefix cache is None without a lookup.
+
+    acceptance   share of the runs of drafts whose first, second, ... draft was right; (): there were none
+    """
 
     num_running: int = 0
     num_waiting: int = 0
@@ -65,6 +68,7 @@ class StatsLine:
     hit_rate: float | None = None
     prompt_tokens_per_s: float = 0.0
     generation_tokens_per_s: float = 0.0
+    acceptance: tuple[float, ...] = ()
 
 
 class Metrics(Collector):
@@ -90,6 +94,7 @@ class Metrics(Collector):
         self._aborts, self._rejections = Tally(limit=16), Tally(limit=16)
         self._http, self._dropped = Tally(limit=256), Tally(("to_core",), ("from_core",), limit=2)
         self._last_line = (time.monotonic(), 0, 0, 0, 0)  # time, prompt and generated tokens, queries, hits
+        self._last_drafts: tuple[int, ...] = ()  # `StepStats.drafts` of that line
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(self)
         ProcessCollector(registry=self._registry)
@@ -190,9 +195,12 @@ class Metrics(Collector):
         seconds, prompt, generated, queries, hits = (a - b for a, b in zip(now, self._last_line, strict=True))
         self._last_line = now
         seconds = max(seconds, 1e-9)
+        earlier, self._last_drafts = self._last_drafts or (0,) * len(stats.drafts), stats.drafts
+        runs, _, *right = [new - old for new, old in zip(stats.drafts, earlier, strict=True)] or (0, 0)
         return StatsLine(num_running=stats.num_running, num_waiting=stats.num_waiting, kv_usage=self._kv_usage,
                          hit_rate=hits / queries if queries else None, prompt_tokens_per_s=prompt / seconds,
-                         generation_tokens_per_s=generated / seconds)
+                         generation_tokens_per_s=generated / seconds,
+                         acceptance=tuple(count / runs for count in right) if runs else ())
 
     def render(self) -> tuple[bytes, str]:
         """Return the body and the content type of a scrape."""

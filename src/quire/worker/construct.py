@@ -14,6 +14,7 @@ from quire.kernels.select import Choice, KernelNeeds, select
 from quire.layers.moe import MoE
 from quire.layers.stack import Model
 from quire.spec.drafter import Drafter, make_drafter
+from quire.spec.synthetic import SyntheticAcceptance
 from quire.worker.balancing import RankBalancing
 from quire.worker.device_state import DeviceState, Limits
 from quire.worker.features import StepFeature
@@ -106,19 +107,16 @@ def make_runner(
     operations: SamplerOperations = sampling.operations(limits.max_rows, model.args.vocab_size, device)
     if model.vocabulary is not None:
         operations = SlicedSampling(operations, model.vocabulary)
-    sampler = Sampler(
-        operations,
-        state.sampling,
-        buffers.sample_slots,
-        buffers.sample_positions,
-        state.tables.history,
-    )
+    sampler = Sampler(operations, state.sampling, buffers.sample_slots, buffers.sample_positions,
+                      state.tables.history)  # fmt: skip
     stage = None
     if groups.pp is not None and groups.tokens is not None:
         stage = PipelineStage(groups.pp, groups.tokens, state.tables)
     programs = Programs(model, kv, state, upload=upload, operations=step, sampler=sampler, recorder=recorder,
                         stage=stage, drafter=drafter or make_drafter(speculation, chosen["step"]),
                         limits=limits)  # fmt: skip
+    if speculation is not None and speculation.synthetic:
+        programs.synthetic = SyntheticAcceptance(speculation.synthetic, limits.max_rows, device)
     features: tuple[StepFeature, ...] = ()
     if model.last:
         scorer = PromptScorer(lambda rows: model.head.whole(model.norm(rows)), state.tables.history)

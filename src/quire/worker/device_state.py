@@ -85,6 +85,7 @@ class DeviceState:
             block_tables=zeros(groups, slots, self._max_blocks, dtype=torch.int32, device=device),
             computed=zeros(slots, device=device),
             history=zeros(slots, limits.max_model_len, dtype=torch.int32, device=device),
+            hosted=zeros(slots, dtype=torch.int32, device=device),
             block_size=limits.block_size,
         )
         self.sampling = SamplingTable(slots, vocab_size, device)
@@ -119,11 +120,14 @@ class DeviceState:
             changes += (
                 Change(tables.history, a.slot * tables.history.shape[1], tokens),
                 Change(tables.computed, 2 * a.slot, computed),
+                Change(tables.hosted, a.slot, np.array([a.sampler.grammar], np.int32)),
                 *self.sampling.admit(a.slot, a.sampler),
             )
         changes += [
             self._append(group, slot, np.array([block], np.int32)) for slot, group, block in plan.appended.tolist()
         ]
+        changes += [Change(tables.history, drafts.slot * tables.history.shape[1] + drafts.position,
+                           np.ascontiguousarray(drafts.tokens, np.int32)) for drafts in plan.drafts]  # fmt: skip
         self.lengths[plan.slots] += plan.num_tokens
         return changes
 

@@ -19,6 +19,7 @@ from quire.kernels.step import NUM_TOKENS, StepBuffers
 from quire.layers.context import ReplicaTokens, StepContext
 from quire.layers.stack import Model, Tap, join_layers, run_layers
 from quire.spec.drafter import Drafter
+from quire.spec.synthetic import SyntheticAcceptance
 from quire.worker.device_state import DeviceState, Limits, zeros
 from quire.worker.recorder import Key, Recorder, StepShape
 from quire.worker.sampler import Sampler
@@ -44,6 +45,7 @@ class Programs:
     replicas    tokens of the replicas in lock-step in the step that is being launched; None: there are no others
     stage       the neighbours in a pipeline; None: this rank has all layers
     drafter     guesses tokens for decodes to verify; None: no step has drafts
+    synthetic   decides which drafts count, for measurements; None: those that are right
     """
 
     def __init__(
@@ -62,6 +64,7 @@ class Programs:
     ) -> None:
         self.model, self.sampler, self.recorder, self.stage = model, sampler, recorder, stage
         self.drafter = drafter
+        self.synthetic: SyntheticAcceptance | None = None
         self.on_hidden: Tap | None = None
         self.on_logits: LogitsTap | None = None
         self.some: list[int] | None = None
@@ -173,6 +176,8 @@ class Programs:
             if rows:
                 sampler.sample(self.logits(rows), mode)
             tokens, codes = sampler.tokens, sampler.codes
+        if self.synthetic is not None and rows:
+            self.synthetic.overwrite(self._upload.step, state.tables, state.buffers, tokens, rows)
         self.operations.finish_step(self._upload.step, state.tables, state.buffers, tokens, codes, self.out)
 
     def layers(self, shape: StepShape, plan: StepPlan | None) -> Tensor:

@@ -50,11 +50,11 @@ class Sampler:
         """Set the grammar masks of the next `sample`.
 
         slots    [r] int32 slots of the sampled rows, in order
-        masked   [m] int32 slots with a mask, in plan order
+        masked   [g] int32 slots whose rows have masks
         masks    [m, ceil(V / 32)] int32, see `Executor.release`
         """
-        places = np.full(len(slots), -1, np.int32)
-        places[np.isin(slots, masked)] = np.arange(len(masked), dtype=np.int32)
+        places, found = np.full(len(slots), -1, np.int32), np.isin(slots, masked)
+        places[found] = np.arange(len(masks), dtype=np.int32)
         self.operations.take_masks(places, masks)
 
     def logprobs(self, logits: Tensor, slots: I32) -> Results | None:

@@ -94,7 +94,8 @@ class EngineRig:
         tiers = partial(MockCopies, num_host_blocks=host_blocks, disk=disk, delays=delays, faults=faults)
         self.mock = mock(num_slots=slots, num_blocks=blocks, block_size=block_size, vocab_size=vocab,
                          max_model_len=max_len, depth=depth, num_drafts=drafts, accepts=accepts,
-                         windows=windows, tiers=tiers if host_blocks else None)
+                         draft_lookup=(1, 3) if drafts else (0, 0), windows=windows,
+                         tiers=tiers if host_blocks else None)
         self.budget = budget
         self.vocab, self.block_size, self.num_blocks, self.num_slots = vocab, block_size, blocks, slots
         component = KVComponent("kv", num_heads=1, head_dim=1, dtype="float32", item_bytes=4)

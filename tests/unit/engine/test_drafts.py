@@ -1,5 +1,6 @@
 """Decodes that advance by several tokens: the plan holds upper bounds, what follows holds what was confirmed."""
 
+import re
 from typing import Any
 
 import numpy as np
@@ -242,3 +243,98 @@ def test_no_request_is_preempted_for_drafts(Rig: Any, blocks: int, lead: int) ->
         for handle in handles:
             rig.judge(handle)
         assert not rig.scheduler.num_preempted, drafts
+
+
+# --- requests with a grammar ----------------------------------------------------------------------------------------
+
+
+def test_a_grammar_s_forced_tokens_are_drafts_that_are_always_right(Rig: Any, depth: int) -> None:
+    rig = Rig(depth, vocab=7, drafts=K)
+    handle = rig.add([1, 2], 30, grammar='{"regex": "abcdefabcdef"}')
+    rig.drain()
+    rig.judge(handle)
+    assert [rows_of(p) for p in rig.plans] == [[], [4], [4], [3]]
+    assert rig.finish[handle].drafts == (8, 3, 3, 2)
+
+
+def test_drafts_under_a_grammar_are_n_grams_that_it_allows(Rig: Any, depth: int) -> None:
+    rig = Rig(depth, vocab=7, drafts=K)
+    free = rig.add([5, 5, 5], 40)
+    handle = rig.add([0, 1, 2, 0, 3, 4, 0, 1, 2], 40, grammar='{"regex": "([abcd]{3}e?)*"}')
+    rig.drain()
+    rig.judge(handle), rig.judge(free)
+    made, *right = rig.finish[handle].drafts
+    assert made > 10 and 0 < sum(right) < made
+    drafts = [each for plan in rig.plans for each in plan.drafts]
+    assert {each.slot for each in drafts} == {1} and sum(len(each.tokens) for each in drafts) >= made
+    if depth == 1:  # at depth 2 a draft may stand behind a token that came otherwise
+        text = [*rig.prompts[handle], *rig.tokens[handle]]
+        for each in drafts:
+            whole = "".join("abcdefg"[token] for token in [*text[9 : each.position], *each.tokens])
+            assert re.fullmatch("([abcd]{3}e?)*[abcd]{0,2}", whole)
+
+
+@pytest.mark.parametrize("budget", [0, 1, 2, 3, 4, 6])
+def test_reasoning_ends_at_its_budget_inside_a_run(Rig: Any, depth: int, budget: int) -> None:
+    for kind in ('"regex": "a{3}b", ', ""):
+        rig = Rig(depth, vocab=7, drafts=K)
+        handles = [rig.add([0, 1, 0, 1, 0, 1, seed % 3], 20, seed=seed, stop_ids=(0, 6),
+                           grammar=f'{{{kind}"after": "ccc", "budget": {budget}}}') for seed in range(6)]  # fmt: skip
+        rig.drain()
+        for handle in handles:
+            rig.judge(handle)
+        assert sum(sum(rig.finish[handle].drafts[1:]) for handle in handles) >= 2 * len(handles), "the end is forced"
+
+
+def test_n_grams_under_a_grammar_stop_if_they_are_not_worth_the_waiting(Rig: Any, depth: int) -> None:
+    """At depth 2 a request with drafts in flight misses a step. Forced tokens go on as drafts."""
+    rig = Rig(depth, vocab=7, drafts=K)
+    handle = rig.add([0, 1, 2, 0, 3, 2, 1], 90, grammar='{"regex": "[abcd]{50}efefefef[abcd]{20}"}')
+    rig.drain()
+    rig.judge(handle)
+    found = [each.position - 7 for plan in rig.plans for each in plan.drafts]
+    assert sum(30 < at < 48 for at in found) > 5 or depth == 2
+    assert any(50 < at < 58 for at in found) and (depth == 1 or not any(30 < at < 48 or at > 60 for at in found))
+
+
+def test_min_tokens_are_counted_inside_a_run_under_a_grammar(Rig: Any, depth: int) -> None:
+    for least in range(2, 9):
+        rig = Rig(depth, vocab=7, drafts=K)
+        handles = [rig.add([0, 1, 0, 1, 0, 1], 20, seed=seed, grammar='{"regex": "(ab)*"}', stop_ids=(4,),
+                           min_tokens=least) for seed in range(4)]  # fmt: skip
+        rig.drain()
+        for handle in handles:
+            rig.judge(handle)
+
+
+@pytest.mark.parametrize("drafts", [0, K])
+@pytest.mark.parametrize("failing", [False, True])
+def test_a_text_that_must_end_behind_a_draft_ends_there(Rig: Any, depth: int, drafts: int, failing: bool) -> None:
+    """The mask tells it, in a run as in single tokens."""
+    rig = Rig(depth, vocab=7, drafts=drafts)
+    masks = rig.compiler.masks
+
+    class Failed:
+        """A matcher whose limits are reached."""
+
+        def is_error(self) -> bool:
+            return failing
+
+        def get_error(self) -> str:
+            return "too wide"
+
+    def ending(matchers: list[Any], enders: list[Any]) -> Any:
+        words, over = masks(matchers, enders)
+        more = [row for row, each in enumerate(matchers) if each is not None and each.compute_ff_bytes() == b"ef"]
+        for row in more:
+            words[row], matchers[row] = -1, Failed()
+        return words, sorted({*over, *more})
+
+    rig.compiler.masks = ending
+    handle = rig.add([1, 2], 30, grammar='{"regex": "abcdef"}')
+    rig.drain()
+    finish = rig.finish[handle]
+    assert rig.tokens[handle] == [0, 1, 2, 3]
+    assert finish.reason is (FinishReason.ERROR if failing else FinishReason.STOP)
+    assert failing == ("the grammar failed: too wide" in str(finish.message))
+    assert max(max(rows_of(plan), default=1) for plan in rig.plans) == 1 + drafts

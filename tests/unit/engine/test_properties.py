@@ -236,7 +236,7 @@ def test_a_long_run_meets_everything(Rig: Any, depth: int, drafts: int) -> None:
         seen["hits"] += rig.scheduler.admitter.prefix_hits
         seen["dropped"] += rig.num_sampled - sum(map(len, rig.tokens.values()))
         seen["drafted"] += sum(int(p.num_tokens[: p.num_decodes].sum()) - p.num_decodes for p in rig.plans)
-    expected = {"preempted": 25, "evicted": 100, "hits": 500, "resumed": 100, "blocked": 50, "scored": 20,
+    expected = {"preempted": 20, "evicted": 100, "hits": 500, "resumed": 80, "blocked": 50, "scored": 20,
                 "shared with the parent": 20, "dropped": 20, "abort waiting": 3, "abort running": 1,
                 "compiled": 50, "masked tokens": 200, "ended by its grammar": 20,
                 **{f"finish {reason.value}": 10 for reason in FinishReason}}

@@ -131,6 +131,7 @@ def test_a_line_of_statistics_only_while_busy() -> None:
     assert out.getvalue().splitlines() == [
         "quire: 3 running, 1 waiting, KV 25.6%, prefix hits 50%, tokens/s 1,234 in 100 out"]
     assert stats_text(busy) in out.getvalue()
+    assert stats_text(StatsLine(acceptance=(0.75, 0.5))).endswith("0 out, drafts accepted 75% 50%, 2.25 tokens a run")
 
 
 def test_statistics_can_be_switched_off() -> None:

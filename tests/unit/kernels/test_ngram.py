@@ -38,15 +38,16 @@ def searched(tokens: list[int], count: int, shortest: int, longest: int) -> list
     return [-1] * count
 
 
-def drafts(ngram: ModuleType, texts: list[list[int]], counts: list[int], shortest: int,
-           longest: int) -> list[list[int]]:
+def drafts(ngram: ModuleType, texts: list[list[int]], counts: list[int], shortest: int, longest: int,
+           hosted: tuple[int, ...] = ()) -> list[list[int]]:
     """The tokens that are written behind each text, which is in a slot of its own. Nothing else may change."""
     history = torch.full((SLOTS, LENGTH), 7, dtype=torch.int32)
     for slot, text in enumerate(texts):
         history[slot, : len(text)] = torch.tensor(text, dtype=torch.int32)
     computed = torch.tensor([len(text) - 1 for text in texts] + [0] * (SLOTS - len(texts)))
+    marks = torch.tensor([int(slot in hosted) for slot in range(SLOTS)], dtype=torch.int32)
     tables = Tables(block_tables=torch.zeros(1, SLOTS, 1, dtype=torch.int32), computed=computed, history=history,
-                    block_size=16)
+                    hosted=marks, block_size=16)
     upload, number = InPlaceUpload(SLOTS - 1, SLOTS - 1, torch.device("cpu")), len(texts)
     plan = StepPlan(step=0, slots=np.arange(number, dtype=np.int32), num_decodes=number,
                     num_tokens=np.array(counts, np.int32) + 1, num_rows=np.array(counts, np.int32) + 1,
@@ -81,6 +82,11 @@ def test_a_text_that_repeats_goes_on_with_its_period(ngram: ModuleType) -> None:
 def test_without_an_occurrence_there_is_no_draft(ngram: ModuleType) -> None:
     assert drafts(ngram, [[1, 2, 3], [5], [1, 2, 1]], [2, 2, 1], 1, 3) == [[-1, -1], [-1, -1], [2]]
     assert drafts(ngram, [[1, 2, 1]], [2], 2, 3) == [[-1, -1]]
+
+
+@both
+def test_a_slot_whose_drafts_come_from_the_host_keeps_them(ngram: ModuleType) -> None:
+    assert drafts(ngram, [[4, 4], [4, 4], [4, 4]], [2, 2, 2], 1, 5, hosted=(1,)) == [[4, 4], [7, 7], [4, 4]]
 
 
 @both

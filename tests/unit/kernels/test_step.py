@@ -38,6 +38,7 @@ def make_tables(seed: int = 0) -> Tables:
                                    dtype=torch.int32),
         computed=torch.randint(0, 50, (SLOTS,), generator=random),
         history=torch.randint(0, 50_000, (SLOTS, LENGTH), generator=random, dtype=torch.int32),
+        hosted=torch.zeros(SLOTS, dtype=torch.int32),
         block_size=BLOCK_SIZE,
     )
 

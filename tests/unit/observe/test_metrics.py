@@ -212,6 +212,16 @@ def test_the_line_shows_rates_since_the_line_before(monkeypatch: pytest.MonkeyPa
     assert idle.hit_rate is None and idle.prompt_tokens_per_s == idle.generation_tokens_per_s == 0
 
 
+def test_the_line_shows_the_acceptance_of_drafts_since_the_line_before() -> None:
+    metrics = ready()
+    assert metrics.snapshot().acceptance == ()
+    found = []
+    for drafts in ((10, 30, 5, 2, 1), (10, 30, 5, 2, 1), (14, 42, 8, 4, 1)):
+        metrics.step(msgspec.structs.replace(STEP, drafts=drafts), 1)
+        found.append(metrics.snapshot().acceptance)
+    assert found == [(0.5, 0.2, 0.1), (), (0.75, 0.5, 0.0)]
+
+
 def test_two_servers_in_one_process_do_not_share_a_registry() -> None:
     first, second = ready(), ready()
     first.step(STEP, 4)

@@ -8,7 +8,7 @@ from quire.contracts.output import Finish, StepOutputs, StepStats
 from quire.contracts.prefix import Miss, PrefixReport
 from quire.contracts.request import FinishReason, NewRequest
 from quire.contracts.sampling import SamplerSpec
-from quire.contracts.step import Admission, RowLogprobs, SharedPrefix, StepPlan, StepResult, StepTimings
+from quire.contracts.step import Admission, HostDrafts, RowLogprobs, SharedPrefix, StepPlan, StepResult, StepTimings
 from quire.procs import messages as say
 from quire.procs.wire import decode, decode_from_core, decode_to_core, encode
 
@@ -42,7 +42,8 @@ PLAN = StepPlan(
     outputs=np.array([1, 0], np.uint8),
     admitted=(Admission(slot=1, request_id="ü", token_ids=np.arange(100, dtype=np.int32), block_ids=(ints(4, 5),),
                         num_computed=16, sampler=SPEC, pool="mean"),),
-    appended=ints(3, 0, 9, 3, 0, 10).reshape(2, 3), released=ints(7), shared=(SharedPrefix(ints(1, 3), 2),))
+    appended=ints(3, 0, 9, 3, 0, 10).reshape(2, 3), released=ints(7), shared=(SharedPrefix(ints(1, 3), 2),),
+    grammar=ints(3), drafts=(HostDrafts(3, 2**20, ints(5, 6)),))
 RESULT = StepResult(step=5, slots=ints(2), tokens=ints(8).reshape(1, 1), num_accepted=ints(1), logprobs={2: rows(1, 3)},
                     pooled={6: np.array([0.1, -2.0], np.float32)}, failed={4: "nan_logits"}, num_computed=65,
                     timings=StepTimings(0.25, 0.5))

@@ -91,8 +91,10 @@ def _share(message: Loading) -> str:
 def stats_text(line: StatsLine) -> str:
     """Format numbers of requests, cache use and token rates as one line."""
     hits = "-" if line.hit_rate is None else f"{100 * line.hit_rate:.0f}%"
+    places = " ".join(f"{100 * share:.0f}%" for share in line.acceptance)
+    drafts = f", drafts accepted {places}, {1 + sum(line.acceptance):.2f} tokens a run" if places else ""
     return (f"quire: {line.num_running} running, {line.num_waiting} waiting, KV {100 * line.kv_usage:.1f}%, prefix "
-            f"hits {hits}, tokens/s {line.prompt_tokens_per_s:,.0f} in {line.generation_tokens_per_s:,.0f} out")
+            f"hits {hits}, tokens/s {line.prompt_tokens_per_s:,.0f} in {line.generation_tokens_per_s:,.0f} out{drafts}")
 
 
 def banner_lines(ready: Ready, config: ServerConfig, url: str, seconds: float | None = None) -> list[str]:

@@ -11,20 +11,20 @@ BLOCK = 1024  # positions that a program compares at a time
 def propose(step: StepWords, tables: Tables, shortest: int, longest: int) -> None:
     """Write the drafts of a step's decodes to the token history. See `quire.kernels.ngram`."""
     _propose_kernel[(step.max_seqs,)](
-        step.words, tables.computed, tables.history, tables.history.stride(0), shortest, longest, step.max_seqs, BLOCK,
-        HEADER, NUM_DECODES, num_warps=4,
+        step.words, tables.computed, tables.hosted, tables.history, tables.history.stride(0), shortest, longest,
+        step.max_seqs, BLOCK, HEADER, NUM_DECODES, num_warps=4,
     )  # fmt: skip
 
 
 @jit
 def _propose_kernel(
-    packed, computed, history, history_stride, shortest, LONGEST: tl.constexpr, MAX_SEQS: tl.constexpr,
+    packed, computed, hosted, history, history_stride, shortest, LONGEST: tl.constexpr, MAX_SEQS: tl.constexpr,
     BLOCK: tl.constexpr, HEADER: tl.constexpr, NUM_DECODES: tl.constexpr,
 ):  # fmt: skip
     """Write the drafts of a decode. Grid (MAX_SEQS,).
 
     packed              [.] int32, see `quire.kernels.step`
-    computed, history   `Tables` by slot; drafts are written to `history`
+    computed, hosted, history   `Tables` by slot; drafts are written to `history`
     history_stride      elements from slot to slot in `history`
     shortest, LONGEST   numbers of tokens of an n-gram
     BLOCK               positions that are compared at a time
@@ -37,6 +37,8 @@ def _propose_kernel(
     if count <= 0:
         return
     slot = tl.load(packed + HEADER + seq).to(tl.int64)
+    if tl.load(hosted + slot) != 0:
+        return
     known = tl.load(computed + slot).to(tl.int32) + 1
     tokens = history + slot * history_stride
     best = tl.zeros([BLOCK], tl.int64)  # size of the longest match, then how early it ends

@@ -95,11 +95,13 @@ class Tables:
     block_tables   [groups, num_slots, max_blocks] int32, by KV group
     computed       [num_slots] int64: tokens whose KV is written
     history        [num_slots, max_model_len] int32: token ids by position
+    hosted         [num_slots] int32: 1 if the slot's drafts come from the host, which writes them to `history`
     """
 
     block_tables: Tensor
     computed: Tensor
     history: Tensor
+    hosted: Tensor
     block_size: int
 
 

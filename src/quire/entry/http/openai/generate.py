@@ -24,7 +24,7 @@ from quire.entry.http.openai.choice_parser import ChoiceParser, ParserPlan
 from quire.entry.http.openai.logprobs import TokenNames
 from quire.entry.http.openai.prompts import away, spell_bad_words
 from quire.entry.http.openai.sampling import grammar_error, request_timeout
-from quire.entry.http.openai.schema import CachedTokens, ReasoningTokens, SamplingFields, StreamOptions, Usage
+from quire.entry.http.openai.schema import CachedTokens, CompletionTokens, SamplingFields, StreamOptions, Usage
 from quire.entry.http.request_response import Exchange, Watch
 from quire.entry.http.request_stream import Batch, RequestStream
 from quire.entry.http.sse import DONE, EventStream
@@ -215,7 +215,8 @@ async def _whole(stream: RequestStream, job: Job, writer: Writer) -> bytes:
         outputs,
         usage(sum(len(output.prompt_token_ids) for output in outputs),
               sum(len(completion.token_ids) for output in outputs for completion in output.outputs),
-              sum(output.num_cached_tokens or 0 for output in outputs)),
+              sum(output.num_cached_tokens or 0 for output in outputs),
+              drafts=[completion.drafts for output in outputs for completion in output.outputs]),
     )
 
 
@@ -249,6 +250,7 @@ class StreamProgress:
         self._num_prompt = sum(len(prompt.token_ids or ()) for prompt in job.prompts)
         self._num_output = 0
         self._cached = [0] * len(job.prompts)
+        self._drafts: list[tuple[int, ...]] = []
 
     def events(self, batch: list[tuple[int, RequestOutput]]) -> bytes:
         """Return the server-sent events for new outputs, joined. `batch`: (prompt index, output) pairs. The
@@ -270,6 +272,7 @@ class StreamProgress:
             if piece.finish_reason is not None:
                 check_end(piece)
                 self._ended[choice] = True
+                self._drafts.append(piece.drafts)
         return b"".join(frames)
 
     def last(self) -> bytes:
@@ -280,7 +283,7 @@ class StreamProgress:
         return msgspec.json.encode(self._usage()) if self._job.running_usage else b""
 
     def _usage(self) -> Usage:
-        return usage(self._num_prompt, self._num_output, sum(self._cached), self._writer.num_thought)
+        return usage(self._num_prompt, self._num_output, sum(self._cached), self._writer.num_thought, self._drafts)
 
     def _pieces(self, batch: list[tuple[int, RequestOutput]]) -> list[Piece]:
         """Return one piece per choice with new output. Pieces of several steps are joined."""
@@ -307,14 +310,20 @@ def _append(piece: CompletionOutput, newer: CompletionOutput) -> None:
     piece.token_ids += newer.token_ids
     if newer.logprobs is not None:
         piece.logprobs = [*(piece.logprobs or ()), *newer.logprobs]
-    piece.finish_reason, piece.stop_reason = newer.finish_reason, newer.stop_reason
+    piece.finish_reason, piece.stop_reason, piece.drafts = newer.finish_reason, newer.stop_reason, newer.drafts
 
 
-def usage(num_prompt: int, num_output: int, num_cached: int, num_thought: int = 0) -> Usage:
-    """Make the `usage` object of an answer. `num_thought`: reasoning tokens among the output tokens."""
+def usage(num_prompt: int, num_output: int, num_cached: int, num_thought: int = 0,
+          drafts: Sequence[tuple[int, ...]] = ()) -> Usage:  # fmt: skip
+    """Make the `usage` object of an answer. `num_thought`: reasoning tokens among the output tokens; `drafts`: of each
+    choice, as in `Finish`."""
+    told = CompletionTokens(reasoning_tokens=num_thought)
+    if any(drafts):
+        told.accepted_prediction_tokens = accepted = sum(sum(each[1:]) for each in drafts)
+        told.rejected_prediction_tokens = sum(sum(each[:1]) for each in drafts) - accepted
     return Usage(prompt_tokens=num_prompt, completion_tokens=num_output, total_tokens=num_prompt + num_output,
                  prompt_tokens_details=CachedTokens(cached_tokens=num_cached),
-                 completion_tokens_details=ReasoningTokens(reasoning_tokens=num_thought))
+                 completion_tokens_details=told)
 
 
 def check_end(completion: CompletionOutput) -> None:

@@ -300,10 +300,12 @@ class CachedTokens(msgspec.Struct, kw_only=True):
     cached_tokens: int
 
 
-class ReasoningTokens(msgspec.Struct, kw_only=True):
-    """Tokens of the completions that were reasoning."""
+class CompletionTokens(msgspec.Struct, kw_only=True):
+    """Tokens of the completions that were reasoning; with speculative decoding also its drafts, right and wrong."""
 
     reasoning_tokens: int
+    accepted_prediction_tokens: int | msgspec.UnsetType = msgspec.UNSET
+    rejected_prediction_tokens: int | msgspec.UnsetType = msgspec.UNSET
 
 
 class Usage(msgspec.Struct, kw_only=True):
@@ -313,7 +315,7 @@ class Usage(msgspec.Struct, kw_only=True):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: CachedTokens
-    completion_tokens_details: ReasoningTokens
+    completion_tokens_details: CompletionTokens
 
 
 class LegacyLogprobs(msgspec.Struct, kw_only=True):
