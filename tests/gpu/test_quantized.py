@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from quire.kernels.experts import weight_only as weight_only_experts
 from quire.kernels.linear import scaled, weight_only, weight_only_hopper
 from quire.kernels.triton_runtime import missing_hopper
 
@@ -86,6 +87,14 @@ def test_experts_of_eight_bits(kind: str, tokens: int, device: torch.device) -> 
         pytest.skip(why)
     for away in ((), (1, 4)):
         compare_experts(SCALED[kind], tokens, 8, 2, 512, 384, torch.bfloat16, device, 2e-2, residual=True, away=away)
+
+
+@pytest.mark.parametrize("tokens", [1, 5, 40, 300])
+@pytest.mark.parametrize("kind", WEIGHT_ONLY)
+def test_experts_of_integer_weights(kind: str, tokens: int, device: torch.device) -> None:
+    for away in ((), (1, 4)):
+        compare_experts(WEIGHT_ONLY[kind], tokens, 8, 2, 512, 384, torch.bfloat16, device, 1e-2, residual=True,
+                        away=away, kernel=weight_only_experts)  # fmt: skip
 
 
 def test_the_reference_can_be_captured(device: torch.device) -> None:

@@ -9,12 +9,14 @@ from torch import Tensor
 from quire.config.experts import Routing
 from quire.contracts.scheme import Scheme
 from quire.kernels import pdl, triton_runtime
-from quire.kernels.experts import hopper, scaled, scaled_hopper, triton
+from quire.kernels.experts import hopper, scaled, scaled_hopper, triton, weight_only
+from quire.kernels.linear import weight_only as linear
 from quire.kernels.routing import triton as routing
 from quire.quantization.pack.matrix import empty as empty_matrix
 
 DEEPSEEK = Routing(num_experts=256, top_k=8, scoring="sigmoid", bias=True, num_groups=8, top_groups=4,
                    group_score="top2", normalize=True, normalize_eps=1e-20, scaling=2.5)  # fmt: skip
+INTEGERS = Scheme(values="w4", block=(1, 128), zeros=True)
 QWEN = Routing(num_experts=128, top_k=8, scoring="softmax", normalize=True)
 
 
@@ -23,8 +25,12 @@ def check(made: Made) -> None:
     given = made.constants
     if "MOST" in given or "POWERS" in given:  # a maximum that leaves NaN out would make a number of it
         assert not re.search(r"(min|max)\.(ftz\.)?f32", made.ptx), made
-    if made.name == "_product_kernel" and made.options["num_stages"] > 1:
+    if made.name == "_product_kernel" and made.options["num_stages"] > 1 and "TOP_K" in given:
         assert ("wgmma" if given.get("TALL", True) or given["ROWS"] >= 64 else "mma.sync") in made.ptx, made
+    if made.name == "_packed_kernel":
+        on_hopper = made.options["target"].arch >= 90
+        assert ("wgmma" if on_hopper else "mma.sync") in made.ptx and "cp.async" in made.ptx, made
+        assert made.stack == 0 or not on_hopper, (made.stack, made)
     if made.name == "hopper._grouped_kernel":
         ptx = made.ptx
         copies = set(re.findall(r"cp\.async\.c[ag]\.shared\.global .*, (\S+), \S+;", ptx))
@@ -39,7 +45,8 @@ def check(made: Made) -> None:
 def compile_production() -> None:
     """Decodes and prompts: Qwen3-30B-A3B with and without dependent launches, DeepSeek-V2-Lite, Mixtral 8x7B, and
     a rank of eight of DeepSeek-V3."""
-    AbsentGpu(check).describe_to(triton, hopper, scaled_hopper)
+    gpu = AbsentGpu(check)
+    gpu.describe_to(triton, hopper, scaled_hopper, weight_only)
 
     def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
@@ -58,6 +65,12 @@ def compile_production() -> None:
         x = empty(tokens, hidden)
         scaled.run(x, empty(tokens, k, dtype=torch.float32), empty(tokens, k, dtype=torch.int32), packed, None, x)
 
+    def launch_integers(tokens: int, experts: int, k: int, hidden: int, inner: int, scheme: Scheme = INTEGERS) -> None:
+        shapes = (empty_matrix(scheme, shape, "meta") for shape in ((2 * inner, hidden), (hidden, inner)))
+        packed = weight_only.empty(experts, *shapes, torch.device("meta"))
+        x = empty(tokens, hidden)
+        weight_only.run(x, empty(tokens, k, dtype=torch.float32), empty(tokens, k, dtype=torch.int32), packed, None, x)
+
     for plan in (QWEN, DEEPSEEK):
         routing.route(empty(4, plan.num_experts, dtype=torch.float32),
                       empty(plan.num_experts, dtype=torch.float32) if plan.bias else None, plan)  # fmt: skip
@@ -73,6 +86,17 @@ def compile_production() -> None:
     for tokens in (1, 64, 8192):
         launch_scaled(tokens, 128, 8, 2048, 768)
         launch_scaled(tokens, 32, 8, 7168, 2048, powers=True)
+    for tokens in (1, 128, 512, 8192):
+        launch_integers(tokens, 128, 8, 2048, 768)
+    launch_integers(64, 8, 2, 4096, 14336, Scheme(values="w4", block=(1, 32), order=True))
+    launch_integers(64, 64, 6, 2048, 1408, Scheme(values="w8", block=(1, 0)))
+    gpu.capability, gpu.room = 80, 163 << 10  # A100, whose bf16 has less arithmetic
+    setattr(pdl, "in_use", lambda: False)  # noqa: B010
+    for tokens in (1, 8192):
+        launch_integers(tokens, 128, 8, 2048, 768)
+    packed = linear.pack(empty_matrix(INTEGERS, (4096, 2048), "meta"))
+    for rows in (1, 64, 300):
+        linear.run(empty(rows, 2048), packed, None)
 
 
 if __name__ == "__main__":

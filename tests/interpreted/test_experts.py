@@ -238,4 +238,4 @@ def test_compiles_for_hopper() -> None:
     assert set(done.stdout.split()) == {"_route_kernel", "_few_up_kernel", "_few_down_kernel", "_sort_kernel",
                                         "_count_kernel", "_order_kernel", "_product_kernel", "_sum_kernel",
                                         "_tiles_kernel", "hopper._grouped_kernel", "_quantize_kernel",
-                                        "hopper._scaled_kernel"}  # fmt: skip
+                                        "hopper._scaled_kernel", "_packed_kernel", "_unpack_kernel"}  # fmt: skip

@@ -25,6 +25,7 @@ import torch
 from quire.contracts.scheme import GROUP, Wire
 from quire.kernels import triton_runtime
 from quire.kernels.experts import scaled as experts
+from quire.kernels.experts import weight_only as weight_only_experts
 from quire.kernels.linear import scaled, scaled_few, weight_only, weight_only_hopper
 from quire.kernels.quantize import ref
 from quire.kernels.quantize import triton as quantize_triton
@@ -54,6 +55,7 @@ GUARD = 1 << 16  # bytes
 def seven_multiprocessors(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernels ask for the number of a GPU's multiprocessors."""
     monkeypatch.setattr(scaled_few, "multiprocessors", lambda: 7)
+    monkeypatch.setattr(weight_only_experts, "shared_memory", lambda: 227 << 10)
     torch.manual_seed(0)
 
 
@@ -204,6 +206,23 @@ def test_experts_take_rows_that_were_quantized_before(
         assert torch.equal(experts.run(replace(rows, scales=scales), *given, residual.clone()), expected)
     assert not torch.equal(experts.run(replace(rows, scales=2 * rows.scales), *given, residual.clone()), expected)
     assert experts.run(rows[:0], given[0][:0], ids[:0], *given[2:]).shape == (0, hidden)
+
+
+@pytest.mark.usefixtures("guarded")
+@pytest.mark.parametrize(("tokens", "hidden", "inner"), [(1, 256, 128), (9, 384, 256), (70, 256, 128)])
+@pytest.mark.parametrize("kind", WEIGHT_ONLY)
+def test_experts_of_integer_weights(kind: str, tokens: int, hidden: int, inner: int) -> None:
+    """With the three tilings: scaled after the product, and before it."""
+    compare_experts(WEIGHT_ONLY[kind], tokens, 3, 2, hidden, inner, torch.float16, CPU, 4e-3, residual=tokens == 9,
+                    away=(1,) if tokens == 9 else (), kernel=weight_only_experts)
+
+
+@pytest.mark.usefixtures("guarded")
+@pytest.mark.parametrize(("kind", "hidden", "inner"), [
+    ("w4 channel", 200, 72), ("w8 channel symmetric", 72, 200), ("w4 32 order", 224, 96), ("w4 64 symmetric", 192, 64),
+])  # fmt: skip
+def test_experts_of_integer_weights_of_any_size(kind: str, hidden: int, inner: int) -> None:
+    compare_experts(WEIGHT_ONLY[kind], 5, 3, 2, hidden, inner, torch.float16, CPU, 4e-3, kernel=weight_only_experts)
 
 
 def test_experts_of_other_ranks_add_nothing() -> None:

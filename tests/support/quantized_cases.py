@@ -148,8 +148,9 @@ def compare(kernel: ModuleType, scheme: Scheme, call: Call, dtype: torch.dtype, 
 def compare_experts(
     scheme: Scheme, tokens: int, count: int, top_k: int, hidden: int, inner: int, dtype: torch.dtype,
     device: torch.device, tolerance: float, *, residual: bool = False, away: tuple[int, ...] = (),
+    kernel: ModuleType = experts,
 ) -> None:  # fmt: skip
-    """Run experts through `experts.scaled` and compare with float64 on the same quantized activations.
+    """Run experts through a kernel and compare with float64 on the same quantized activations.
 
     away   experts of another rank, which add nothing
     """
@@ -161,20 +162,25 @@ def compare_experts(
     weights = torch.rand(tokens, top_k, device=device)
     other = torch.randn(tokens, hidden).to(dtype).to(device) if residual else None
     here = [expert for expert in range(count) if expert not in away]
-    packed = experts.empty(len(here), *pairs[0], device)
+    packed = kernel.empty(len(here), *pairs[0], device)
     for place, expert in enumerate(here):
-        experts.put(packed, place, *pairs[expert])
+        kernel.put(packed, place, *pairs[expert])
     places = [here.index(expert) if expert in here else -1 for expert in range(count)]
     expert_map = torch.tensor(places, dtype=torch.int32, device=device) if away else None
     truth = torch.zeros(tokens, hidden, dtype=torch.float64, device=device)
     for expert in here:
         gate_up, down = pairs[expert]
-        product = stands_for(x, gate_up) @ dequantize(gate_up).double().t()
+        product = _in_order(stands_for(x, gate_up), gate_up) @ dequantize(gate_up).double().t()
         h = (F.silu(product[:, :inner]) * product[:, inner:]).to(dtype)
-        result = stands_for(h, down) @ dequantize(down).double().t()
+        result = _in_order(stands_for(h, down), down) @ dequantize(down).double().t()
         truth += (weights * (ids == expert)).sum(1, keepdim=True).double() * result
     if other is not None:
         truth += other.double()
-    y = experts.run(x, weights, ids, packed, expert_map, None if other is None else other.clone())
+    y = kernel.run(x, weights, ids, packed, expert_map, None if other is None else other.clone())
     error = (y.double() - truth).norm() / truth.norm()
     assert error < tolerance, f"{float(error):.2e} {scheme} {tokens} tokens"
+
+
+def _in_order(x: Tensor, matrix: QuantizedMatrix) -> Tensor:
+    """Return the columns of x in the order of the matrix."""
+    return x if matrix.order is None else x[:, matrix.order.long()]

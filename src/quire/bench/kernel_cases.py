@@ -15,9 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
-from quire.bench.kernel_cases_quantized import quantized_cases
-from quire.bench.kernel_setup import FEW_ROWS, LOGIT_ROWS, KernelCase, Pair, Result, Setup
-from quire.config.checkpoint import ModelArgs
+from quire.bench.kernel_cases_quantized import expert_cases, quantized_cases
+from quire.bench.kernel_setup import FEW_ROWS, LOGIT_ROWS, KernelCase, Pair, Result, Setup, made
 from quire.contracts.params import Param
 from quire.contracts.sampling import SamplerSpec
 from quire.contracts.step import SAMPLE, SharedPrefix, StepPlan
@@ -52,7 +51,7 @@ def norm_cases(setup: Setup) -> Iterator[KernelCase]:
 
     for rows in setup.rows:
         yield KernelCase(shape=f"{rows} x {dim}", num_bytes=(2 * rows + 1) * dim * setup.item, flops=4 * rows * dim,
-                         baseline="F.rms_norm", make=_made(pair, rows))
+                         baseline="F.rms_norm", make=made(pair, rows))
 
 
 def activation_cases(setup: Setup) -> Iterator[KernelCase]:
@@ -65,7 +64,7 @@ def activation_cases(setup: Setup) -> Iterator[KernelCase]:
 
     for rows in setup.rows:
         yield KernelCase(shape=f"{rows} x {size}", num_bytes=3 * rows * size * setup.item, flops=4 * rows * size,
-                         baseline="F.silu, mul", make=_made(pair, rows))
+                         baseline="F.silu, mul", make=made(pair, rows))
 
 
 def heads_cases(setup: Setup) -> Iterator[KernelCase]:
@@ -112,7 +111,7 @@ def heads_cases(setup: Setup) -> Iterator[KernelCase]:
 
 def linear_cases(setup: Setup) -> Iterator[KernelCase]:
     """Yield cases of all projections of a layer, and of the LM head."""
-    kernel, shapes = setup.kernels.linear, _weights(setup.args)
+    kernel, shapes = setup.kernels.linear, setup.projections
 
     def pair(name: str, rows: int) -> Pair:
         n, k = shapes[name]
@@ -128,17 +127,12 @@ def linear_cases(setup: Setup) -> Iterator[KernelCase]:
             out = 4 if name == "head" else setup.item
             yield KernelCase(shape=f"{name} {rows} x {k} -> {n}",
                              num_bytes=(n * k + rows * k) * setup.item + rows * n * out,
-                             flops=2 * rows * n * k, baseline="F.linear", make=_made(pair, name, rows))
-
-
-def quantized_linear_cases(setup: Setup) -> Iterator[KernelCase]:
-    """Yield cases of all projections of a layer with quantized weights."""
-    return quantized_cases(setup, {name: shape for name, shape in _weights(setup.args).items() if name != "head"})
+                             flops=2 * rows * n * k, baseline="F.linear", make=made(pair, name, rows))
 
 
 def layer_cases(setup: Setup) -> Iterator[KernelCase]:
     """Yield cases of projections fused with norm, gate or residual, as a decoder layer runs them for few rows."""
-    shapes = _weights(setup.args)
+    shapes = setup.projections
     build = setup.build(*(Param(f"{name}.weight", shape, ()) for name, shape in shapes.items()))
 
     def pair(name: str, rows: int) -> Pair:
@@ -161,7 +155,7 @@ def layer_cases(setup: Setup) -> Iterator[KernelCase]:
             other = {"norm": k + rows * n, "add": 2 * rows * n, "norm, gate": k + rows * n // 2}[words]
             yield KernelCase(shape=f"{name} ({words}) {rows} x {k} -> {n}",
                              num_bytes=(n * k + rows * k + other) * setup.item,
-                             flops=2 * rows * n * k, baseline=f"F.linear, {words}", make=_made(pair, name, rows))
+                             flops=2 * rows * n * k, baseline=f"F.linear, {words}", make=made(pair, name, rows))
 
 
 def embedding_cases(setup: Setup) -> Iterator[KernelCase]:
@@ -177,7 +171,7 @@ def embedding_cases(setup: Setup) -> Iterator[KernelCase]:
 
     for rows in setup.rows:
         yield KernelCase(shape=f"{rows} x {dim} of {vocab}", num_bytes=rows * (2 * dim * setup.item + 8),
-                         baseline="F.embedding", make=_made(pair, rows))
+                         baseline="F.embedding", make=made(pair, rows))
 
 
 def attention_cases(setup: Setup) -> Iterator[KernelCase]:
@@ -288,7 +282,7 @@ def step_cases(setup: Setup) -> Iterator[KernelCase]:
     """Yield cases of the work around a forward pass: update block tables, build inputs, store sampled tokens."""
     for seqs, new, context in setup.steps:
         yield KernelCase(shape=f"{seqs} x {new} of {context}", num_bytes=28 * seqs * new + 200 * seqs,
-                         make=_made(_step_pair, setup, seqs, new, context))
+                         make=made(_step_pair, setup, seqs, new, context))
 
 
 def _step_pair(setup: Setup, seqs: int, new: int, context: int) -> Pair:
@@ -329,20 +323,7 @@ def _step_pair(setup: Setup, seqs: int, new: int, context: int) -> Pair:
     return Pair(run, None, expected)
 
 
-def _weights(args: ModelArgs) -> dict[str, tuple[int, int]]:
-    """Return (outputs, inputs) of a layer's projections and of the head, by name."""
-    hidden, inner = args.hidden_size, args.intermediate_size
-    q, kv = args.num_heads * args.head_dim, args.num_kv_heads * args.head_dim
-    return {"qkv": (q + 2 * kv, hidden), "o": (hidden, q), "gate_up": (2 * inner, hidden), "down": (hidden, inner),
-            "head": (args.vocab_size, hidden)}
-
-
-def _made(pair: Callable[..., Pair], *given: Any) -> Callable[[int], list[Pair]]:
-    return lambda count: [pair(*given) for _ in range(count)]
-
-
 OPERATIONS: dict[str, Callable[[Setup], Iterator[KernelCase]]] = {
     "norm": norm_cases, "heads": heads_cases, "activation": activation_cases, "linear": linear_cases,
-    "quantized": quantized_linear_cases,
-    "layer": layer_cases, "embedding": embedding_cases, "attention": attention_cases, "shared": shared_cases,
-    "sampler": sampler_cases, "step": step_cases}
+    "quantized": quantized_cases, "experts": expert_cases, "layer": layer_cases, "embedding": embedding_cases,
+    "attention": attention_cases, "shared": shared_cases, "sampler": sampler_cases, "step": step_cases}

@@ -1,17 +1,18 @@
-"""Cases of `quire bench kernels` for quantized linear layers, beside F.linear with the dequantized weight."""
+"""Cases of `quire bench kernels` for quantized layers and experts, beside the same numbers unquantized."""
 
-from collections.abc import Iterator, Mapping
-from types import ModuleType
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
 
-import torch
 import torch.nn.functional as F
-from torch import Tensor
 
-from quire.bench.kernel_setup import KernelCase, Pair, Setup
+from quire.bench.kernel_setup import KernelCase, Pair, Setup, made
 from quire.contracts.scheme import Scheme
+from quire.kernels.experts.inputs import Case, make_quantized
 from quire.kernels.linear import quantized_ref
+from quire.kernels.linear.inputs import random_matrix
 from quire.kernels.select import KernelNeeds, load_kernel, select
-from quire.quantization.pack.matrix import QuantizedMatrix, dequantize, empty
+from quire.quantization.pack.matrix import dequantize
 
 SCHEMES = {
     "fp8 blocks": Scheme(values="e4m3", block=(128, 128), inputs="group"),
@@ -22,50 +23,56 @@ SCHEMES = {
 }
 
 
-def quantized_cases(setup: Setup, shapes: Mapping[str, tuple[int, int]]) -> Iterator[KernelCase]:
-    """Yield cases of the projections in `shapes`, for a quantization scheme of each kind.
-
-    shapes   name of a projection -> (outputs, inputs)
+def quantized_cases(setup: Setup) -> Iterator[KernelCase]:
+    """Yield cases of all projections of a layer, for a quantization scheme of each kind.
 
     Operations on 8-bit activations count half in `flops`: tensor cores do twice as many of them per second.
     """
     for words, scheme in SCHEMES.items():
-        needs = KernelNeeds(device=setup.device.type, dtype=str(setup.dtype).removeprefix("torch."), scheme=scheme)
-        kernel = load_kernel("linear", select("linear", needs).name)
-        for name, (n, k) in shapes.items():
-            for rows in setup.rows:
-
-                def pairs(count: int, n: int = n, k: int = k, rows: int = rows, scheme: Scheme = scheme,
-                          kernel: ModuleType = kernel) -> list[Pair]:  # fmt: skip
-                    return [_pair(setup, kernel, scheme, n, k, rows) for _ in range(count)]
-
+        for name, (n, k) in setup.projections.items():
+            for rows in setup.rows if name != "head" else ():
                 yield KernelCase(
                     shape=f"{words}: {name} {rows} x {k} -> {n}",
                     num_bytes=scheme.num_bytes(n, k) + rows * (k + n) * setup.item,
-                    flops=2 * rows * n * k // (2 if scheme.inputs else 1), baseline="F.linear", make=pairs)  # fmt: skip
+                    flops=2 * rows * n * k // (2 if scheme.inputs else 1), baseline="F.linear",
+                    make=made(_linear_pair, setup, scheme, n, k, rows))  # fmt: skip
 
 
-def _pair(setup: Setup, kernel: ModuleType, scheme: Scheme, n: int, k: int, rows: int) -> Pair:
-    matrix, x = _random(scheme, n, k, setup.device), setup.randn(rows, k)
-    weight = dequantize(matrix).to(setup.dtype)
-    packed = kernel.pack(matrix)
-
-    def run() -> Tensor:
-        y: Tensor = kernel.run(x, packed, None)
-        return y
-
-    return Pair(run, lambda: F.linear(x, weight), lambda: quantized_ref.run(x, matrix, None))
+def _linear_pair(setup: Setup, scheme: Scheme, n: int, k: int, rows: int) -> Pair:
+    matrix, x = random_matrix(scheme, n, k, setup.device), setup.randn(rows, k)
+    weight, kernel = dequantize(matrix).to(setup.dtype), _kernel(setup, "linear", scheme)
+    return Pair(partial(kernel.run, x, kernel.pack(matrix), None), lambda: F.linear(x, weight),
+                lambda: quantized_ref.run(x, matrix, None))
 
 
-def _random(scheme: Scheme, n: int, k: int, device: torch.device) -> QuantizedMatrix:
-    """Return a matrix of random bits whose product with normal inputs is about 1. No code of e4m3 is NaN."""
-    matrix = empty(scheme, (n, k), device)
-    bits = torch.randint(0, 256, matrix.values.shape, dtype=torch.uint8, device=device)
-    typical = {"e4m3": 150, "int8": 74, "w4": 5, "w8": 74}[scheme.values]
-    if scheme.values == "e4m3":
-        bits -= ((bits & 127) == 127).to(torch.uint8)
-    matrix.values.copy_(bits.view(matrix.values.dtype))
-    matrix.scale.uniform_(0.5, 1.5).div_(typical * k**0.5)
-    if matrix.zero is not None:
-        matrix.zero.random_(0, 16 if scheme.values == "w4" else 256)
-    return matrix
+def expert_cases(setup: Setup) -> Iterator[KernelCase]:
+    """Yield cases of experts with integer weights: those of the model, or 16 with a quarter of a dense model's MLP."""
+    moe, hidden, inner, count, k = setup.args.moe, setup.args.hidden_size, setup.args.intermediate_size // 4, 16, 4
+    if moe:
+        inner, count, k = moe.expert_size, moe.routing.num_experts, moe.routing.top_k
+    for words, scheme in SCHEMES.items():
+        expert = scheme.num_bytes(2 * inner, hidden) + scheme.num_bytes(hidden, inner)
+        for rows in () if scheme.inputs else setup.rows:
+            yield KernelCase(
+                shape=f"{words}: {rows} x {hidden} -> {inner}, {k} of {count} experts", baseline="unquantized",
+                num_bytes=min(count, rows * k) * expert + 2 * rows * hidden * setup.item,
+                flops=6 * rows * k * hidden * inner,
+                make=made(_expert_pair, setup, scheme, Case(rows, count, k, hidden, inner)))  # fmt: skip
+
+
+def _expert_pair(setup: Setup, scheme: Scheme, case: Case) -> Pair:
+    x, weights, ids, pairs = make_quantized(case, scheme, setup.dtype, setup.device)
+    plain = [tuple(dequantize(one).to(setup.dtype) for one in pair) for pair in pairs]
+    runs = []
+    for kernel, matrices in (_kernel(setup, "experts", scheme), pairs), (_kernel(setup, "experts", None), plain):
+        packed = kernel.empty(case.experts, *matrices[0], setup.device)
+        for place, pair in enumerate(matrices):
+            kernel.put(packed, place, *pair)
+        runs.append(partial(kernel.run, x, weights, ids, packed))
+    return Pair(*runs)
+
+
+def _kernel(setup: Setup, op: str, scheme: Scheme | None) -> Any:
+    """Return the implementation of an operation for weights of a scheme (None: unquantized)."""
+    needs = KernelNeeds(device=setup.device.type, dtype=str(setup.dtype).removeprefix("torch."), scheme=scheme)
+    return load_kernel(op, select(op, needs).name)

@@ -75,6 +75,14 @@ class Setup:
         """Bytes of an element of `dtype`."""
         return self.dtype.itemsize
 
+    @property
+    def projections(self) -> dict[str, tuple[int, int]]:
+        """(outputs, inputs) of a layer's projections and of the head, by name."""
+        args, hidden, inner = self.args, self.args.hidden_size, self.args.intermediate_size
+        q, kv = args.num_heads * args.head_dim, args.num_kv_heads * args.head_dim
+        return {"qkv": (q + 2 * kv, hidden), "o": (hidden, q), "gate_up": (2 * inner, hidden), "down": (hidden, inner),
+                "head": (args.vocab_size, hidden)}
+
     def randn(self, *shape: int, scale: float = 1.0) -> Tensor:
         """Return normal random numbers times `scale`, of `dtype` on `device`. Zeros would run faster than real data."""
         return torch.randn(shape, dtype=torch.float32, device=self.device).mul_(scale).to(self.dtype)
@@ -95,3 +103,8 @@ class Setup:
                 part.copy_(self.randn(1, *part.shape[1:]).expand(part.shape))
                 part.mul_(self.randn(part.shape[0], 1, 1, 1))
         return views
+
+
+def made(pair: Callable[..., Pair], *given: object) -> Callable[[int], list[Pair]]:
+    """Return a function that makes a number of pairs, each by `pair(*given)`. See `KernelCase.make`."""
+    return lambda count: [pair(*given) for _ in range(count)]

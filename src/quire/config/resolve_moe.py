@@ -67,6 +67,7 @@ KERNELS: Mapping[str, ExpertsKernel] = {
     "hopper": ExpertsKernel(),
     "triton": ExpertsKernel(),
     "scaled": ExpertsKernel(),
+    "weight_only": ExpertsKernel(),
     "grouped": ExpertsKernel(layouts=("flat", "grouped"), numberings=("global", "local", "none"),
                              weighs=("experts", "combine")),
     "native": ExpertsKernel(capturable=False),

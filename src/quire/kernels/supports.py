@@ -104,6 +104,7 @@ SUPPORTS: dict[str, Mapping[str, Support]] = {
         "triton": replace(TRITON, features=_STACKED | {"join"}),
         "scaled": replace(TRITON, dtypes=frozenset({"bfloat16"}), features=_EIGHT_BITS | {"join", "quantized rows"},
                           needs=("scaled products",)),
+        "weight_only": replace(TRITON, dtypes=_ALL - {"float32"}, features=frozenset({"w4", "w8", "join"})),
         "grouped": Support(devices=frozenset({"cuda"}), dtypes=frozenset({"bfloat16"}), features=_STACKED),
         "native": replace(PLAIN, dtypes=frozenset({"bfloat16"}), features=_PLAIN, needs=("native AMX",)),
         "panels": replace(NATIVE, features=_PLAIN | _TRAVELLING | {"stored"}),

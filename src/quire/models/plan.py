@@ -27,7 +27,7 @@ from quire.config.resolve_moe import Hardware, MoEPlan, resolve_moe
 from quire.contracts.blocks import KVGeometry
 from quire.contracts.errors import ConfigError
 from quire.contracts.params import Param
-from quire.contracts.scheme import AS_THEY_ARE, Wire
+from quire.contracts.scheme import AS_THEY_ARE, Scheme, Wire
 from quire.contracts.speculation import Speculation, read_speculative_config
 from quire.contracts.step import most_drafts
 from quire.kernels.linear.plan import LinearPlan, is_linear
@@ -338,6 +338,12 @@ def host_blocks(plan: EnginePlan) -> int:
     return blocks
 
 
+def _odd_groups(kernel: str, scheme: Scheme | None) -> str:
+    """Return the reason why a kernel of experts cannot run groups of this size, or ""."""
+    wide = scheme.block[1] if scheme is not None and kernel == "weight_only" else 0
+    return f"runs groups of multiples of 32 inputs, not of {wide}" if wide % 32 else ""
+
+
 def moe_plans(args: ModelArgs, needs: KernelNeeds, probe: Probe = here, *, parallel: Parallel = ALONE, forced: str = "",
               backend: str = "auto", eager: bool = False, hosts: int = 1) -> dict[str, MoEPlan | str]:  # fmt: skip
     """Return phase ("prefill", "decode") -> plan of the experts, or the reason why no kernel can run them.
@@ -352,7 +358,8 @@ def moe_plans(args: ModelArgs, needs: KernelNeeds, probe: Probe = here, *, paral
     unfit = "in place" if needs.scheme else "quantized rows"
     hardware = Hardware(
         device=needs.device, eager=eager, hosts=hosts,
-        kernels=tuple((name, objection(one, needs, probe)) for name, one in supports.items()),
+        kernels=tuple((name, objection(one, needs, probe) or _odd_groups(name, needs.scheme))
+                      for name, one in supports.items()),
         features={name: tuple(word for word in features(one, probe) if word != unfit)
                   for name, one in supports.items()},
     )  # fmt: skip

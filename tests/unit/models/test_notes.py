@@ -86,3 +86,13 @@ def test_the_8_bit_kernel_runs_experts_of_odd_sizes(shared: Path) -> None:
     for parallel in (Parallel(), Parallel(tp=4), Parallel(tp=4, experts=True)):
         found = moe_plans(model, needs, lambda need: "", parallel=parallel)
         assert all(isinstance(one, MoEPlan) and one.experts == "scaled" for one in found.values()), found
+
+
+@pytest.mark.parametrize(("values", "group", "kernel"), [("w4", 128, "weight_only"), ("w4", 0, "weight_only"),
+                                                         ("w8", 32, "weight_only"), ("w4", 16, "ref")])
+def test_experts_of_integer_weights_have_a_kernel_for_wide_groups(shared: Path, values: str, group: int,
+                                                                  kernel: str) -> None:
+    model = read_checkpoint_config(shared / "hf" / "Qwen3-30B-A3B")
+    needs = KernelNeeds(device="cuda", dtype="bfloat16", scheme=Scheme(values=values, block=(1, group)))
+    found = moe_plans(model, needs, lambda need: "")
+    assert all(isinstance(one, MoEPlan) and one.experts == kernel for one in found.values()), found

@@ -1,11 +1,15 @@
 """Inputs for tests and measurements of the expert kernels."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from quire.contracts.scheme import Scheme
+from quire.kernels.experts.quantized_ref import Pair
+from quire.kernels.linear.inputs import random_matrix
 
 
 @dataclass(frozen=True)
@@ -51,6 +55,15 @@ def make(case: Case, dtype: torch.dtype, device: str = "cpu") -> tuple[Tensor, T
     gate_up = (draw(e, 2 * i, h) * h**-0.5).to(dtype)
     down = (draw(e, h, i) * i**-0.5).to(dtype)
     return draw(t, h).to(dtype), weights.softmax(1) * 1.7, ids.int(), gate_up, down
+
+
+def make_quantized(case: Case, scheme: Scheme, dtype: torch.dtype,
+                   device: torch.device) -> tuple[Tensor, Tensor, Tensor, list[Pair]]:  # fmt: skip
+    """Return x [T, H], weights [T, k], ids [T, k], and the random matrices (gate_up, down) of each expert."""
+    x, weights, ids, _, _ = make(replace(case, inner=1), dtype, str(device))
+    pairs = [(random_matrix(scheme, 2 * case.inner, case.hidden, device),
+              random_matrix(scheme, case.hidden, case.inner, device)) for _ in range(case.experts)]  # fmt: skip
+    return x, weights, ids, pairs
 
 
 def packed_by(kernel: ModuleType, gate_up: Tensor, down: Tensor) -> Any:

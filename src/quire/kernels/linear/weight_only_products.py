@@ -129,30 +129,30 @@ def _numbers(packed, zero, HIGH: tl.constexpr, BITS: tl.constexpr, DTYPE: tl.con
             prmt.b32 u, $2, 0x4B000000, 0x7443; mov.b32 d, u; sub.f32 d, d, $6;
             cvt.rn.bf16x2.f32 $0, b, a; cvt.rn.bf16x2.f32 $1, d, c; }""",
             "=r,=r,r,f,f,f,f", [packed, zero + 8388608.0], dtype=tl.bfloat16, is_pure=True, pack=4)
-    offset = (zero + 128.0).to(tl.bfloat16)
+    offset = (-128.0 - zero).to(tl.bfloat16)  # is added by `fma`: before Hopper there is no other sum of bf16x2
     if HIGH:  # 128 + q in bf16: its low byte is q, its high byte 0x43
         return tl.inline_asm_elementwise(
-            """{ .reg .b32 t; shr.b32 t, $2, 4; and.b32 t, t, 0x0F0F0F0F;
+            """{ .reg .b32 t, one; shr.b32 t, $2, 4; and.b32 t, t, 0x0F0F0F0F; mov.b32 one, 0x3F803F80;
             prmt.b32 $0, t, 0x43434343, 0x4140; prmt.b32 $1, t, 0x43434343, 0x4342;
-            sub.rn.bf16x2 $0, $0, $3; sub.rn.bf16x2 $1, $1, $4; }""",
+            fma.rn.bf16x2 $0, $0, one, $3; fma.rn.bf16x2 $1, $1, one, $4; }""",
             "=&r,=&r,r,r,r", [packed, offset], dtype=tl.bfloat16, is_pure=True, pack=4)
     return tl.inline_asm_elementwise(
-        """{ .reg .b32 t; and.b32 t, $2, 0x0F0F0F0F;
+        """{ .reg .b32 t, one; and.b32 t, $2, 0x0F0F0F0F; mov.b32 one, 0x3F803F80;
         prmt.b32 $0, t, 0x43434343, 0x4140; prmt.b32 $1, t, 0x43434343, 0x4342;
-        sub.rn.bf16x2 $0, $0, $3; sub.rn.bf16x2 $1, $1, $4; }""",
+        fma.rn.bf16x2 $0, $0, one, $3; fma.rn.bf16x2 $1, $1, one, $4; }""",
         "=&r,=&r,r,r,r", [packed, offset], dtype=tl.bfloat16, is_pure=True, pack=4)
 
 
 @jit
-def _sums(tile_at, x_at, scale, zero, acc, K_STEP: tl.constexpr, BITS: tl.constexpr, FIRST: tl.constexpr,
-          ASM: tl.constexpr):
+def _sums(tile_at, low_at, high_at, scale, zero, acc, BITS: tl.constexpr, FIRST: tl.constexpr, ASM: tl.constexpr):
     """Add the products of a tile of weights and its inputs to acc [ROWS, M].
 
-    tile_at, x_at   pointers of a tile [ROWS, bytes], and of its inputs [bytes, M], from the first on
-    scale, zero     [ROWS, 1] float32
+    tile_at           pointers of a tile [ROWS, bytes]
+    low_at, high_at   pointers of the inputs [bytes, M] of the low and, with 4 bits, of the high halves of its bytes
+    scale, zero       [ROWS, 1] float32
     """
     packed = tl.load(tile_at)
-    given = tl.load(x_at)
+    given = tl.load(low_at)
     DTYPE: tl.constexpr = given.dtype
     numbers = _numbers(packed, zero, False, BITS, DTYPE, ASM)
     if FIRST:
@@ -161,7 +161,7 @@ def _sums(tile_at, x_at, scale, zero, acc, K_STEP: tl.constexpr, BITS: tl.conste
     else:
         part = tl.dot(numbers, given)
     if BITS == 4:
-        given = tl.load(x_at + K_STEP // 2)
+        given = tl.load(high_at)
         numbers = _numbers(packed, zero, True, BITS, DTYPE, ASM)
         if FIRST:
             numbers *= scale.to(DTYPE)
@@ -217,12 +217,14 @@ def _product_kernel(
         zero = tl.zeros([ROWS, 1], tl.float32) + (8.0 if BITS == 4 else 128.0)
         if zeros is not None:
             zero = tl.load(zeros + group * total + one).to(tl.float32)
-        acc = _sums(at + turn * (ROWS * BYTES), given_at + turn * DEEP, scale, zero, acc, DEEP, BITS, FIRST, ASM)
+        low_at = given_at + turn * DEEP
+        high_at = low_at + DEEP // 2
+        acc = _sums(at + turn * (ROWS * BYTES), low_at, high_at, scale, zero, acc, BITS, FIRST, ASM)
         if GATED:
             scale = tl.load(scales + group * total + n + one)
             if zeros is not None:
                 zero = tl.load(zeros + group * total + n + one).to(tl.float32)
-            up = _sums(up_at + turn * (ROWS * BYTES), given_at + turn * DEEP, scale, zero, up, DEEP, BITS, FIRST, ASM)
+            up = _sums(up_at + turn * (ROWS * BYTES), low_at, high_at, scale, zero, up, BITS, FIRST, ASM)
     if SPLIT > 1:
         SIZE: tl.constexpr = ROWS * M
         EACH: tl.constexpr = 2 * SIZE if GATED else SIZE
