@@ -175,6 +175,33 @@ def test_an_answer_that_is_no_stream_is_cut_and_not_ended() -> None:
     run(work())
 
 
+def test_a_slow_client_holds_its_backend_up_and_loses_nothing() -> None:
+    piece, count = bytes(range(256)) * 256, 600  # 39 MB, more than the buffers of all sockets together
+    sent = 0
+
+    async def large(scope: Any, receive: Any, send: Any) -> None:
+        nonlocal sent
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        for _ in range(count if scope["path"] != "/health" else 0):
+            await send({"type": "http.response.body", "body": piece, "more_body": True})
+            sent += 1
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def work() -> None:
+        async with mock_backends(1) as (backend,):
+            backend.replaced_by = large
+            async with routed([backend], health_interval=60) as (_, url), ClientSession() as session:
+                async with session.post(f"{url}/v1/completions", json=body_of()) as answer:
+                    seen = -1
+                    while seen != sent or not sent:
+                        seen = sent
+                        await asyncio.sleep(0.2)
+                    assert 0 < sent < count
+                    assert await answer.read() == piece * count
+
+    run(work())
+
+
 @pytest.mark.parametrize(("path", "first"), [("/v1/messages", b"event: error\n"), ("/v1/responses", b"event: error\n")])
 def test_a_broken_stream_ends_in_the_form_of_its_api(path: str, first: bytes) -> None:
     async def work() -> None:
