@@ -103,6 +103,7 @@ def test_a_full_backend_is_passed_by_and_the_last_refusal_is_passed_on(status: i
             assert await stream(session, url, body_of()) == (status, [{"error": {"message": "full"}}])
             text = router.metrics.render()[0].decode()
             assert f'quire_router:retries_total{{reason="{status}"}} 5.0' in text
+            assert f'quire_router:refusals_total{{status="{status}"}} 1.0' in text
 
     run(work())
 
