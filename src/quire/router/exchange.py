@@ -125,9 +125,8 @@ class Forwarder:
             if fault is None:
                 return
             answer, able = fault.answer or answer, self._able(tried)
-        if answer is None:
-            answer = self._hopeless(fault)
-            self._metrics.count("refusals", str(answer.status))
+        answer = answer or self._hopeless(fault)
+        self._metrics.count("refusals", str(answer.status))
         await answer.send(send)
 
     def _able(self, tried: Sequence[Backend]) -> list[Backend]:
@@ -167,7 +166,7 @@ class Forwarder:
                     first = await connection.read()
                     if connection.status in ELSEWHERE:
                         answer = WholeAnswer(status=connection.status, headers=connection.headers,
-                                        body=first + await read_all(connection))
+                                             body=first + await read_all(connection))
                         return Fault(reason=str(answer.status), message="all are full or ending", answer=answer)
             except TimeoutError:
                 backend.doubted.set()

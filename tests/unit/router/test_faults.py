@@ -103,6 +103,7 @@ def test_a_full_backend_is_passed_by_and_the_last_refusal_is_passed_on(status: i
             assert await stream(session, url, body_of()) == (status, [{"error": {"message": "full"}}])
             text = router.metrics.render()[0].decode()
             assert f'quire_router:retries_total{{reason="{status}"}} 5.0' in text
+            assert f'quire_router:refusals_total{{status="{status}"}} 1.0' in text
 
     run(work())
 
@@ -171,6 +172,33 @@ def test_an_answer_that_is_no_stream_is_cut_and_not_ended() -> None:
                 async with session.post(f"{url}/v1/completions", json=body_of()) as answer:
                     with pytest.raises(aiohttp.ClientPayloadError):
                         await answer.read()
+
+    run(work())
+
+
+def test_a_slow_client_holds_its_backend_up_and_loses_nothing() -> None:
+    piece, count = bytes(range(256)) * 256, 600  # 39 MB, more than the buffers of all sockets together
+    sent = 0
+
+    async def large(scope: Any, receive: Any, send: Any) -> None:
+        nonlocal sent
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        for _ in range(count if scope["path"] != "/health" else 0):
+            await send({"type": "http.response.body", "body": piece, "more_body": True})
+            sent += 1
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def work() -> None:
+        async with mock_backends(1) as (backend,):
+            backend.replaced_by = large
+            async with routed([backend], health_interval=60) as (_, url), ClientSession() as session:
+                async with session.post(f"{url}/v1/completions", json=body_of()) as answer:
+                    seen = -1
+                    while seen != sent or not sent:
+                        seen = sent
+                        await asyncio.sleep(0.2)
+                    assert 0 < sent < count
+                    assert await answer.read() == piece * count
 
     run(work())
 

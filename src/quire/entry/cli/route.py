@@ -64,7 +64,7 @@ async def _route(config: RouterConfig, http: HttpConfig) -> int:
             listeners.append(HttpListener(app, address, socket, router.refused))
         await router.start()
         settle_memory()
-        purposes = (f"{len(config.backend)} backends, {config.policy}", "operators")
+        purposes = (f"{config.policy}, backends: {len(config.backend)}", "operators")
         for listener, (_, address), purpose in zip(listeners, sides, purposes, strict=False):
             listener.start()
             LOG.warning("listening on %s (%s)", url_of(listener.socket, address), purpose)
