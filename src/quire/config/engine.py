@@ -98,6 +98,15 @@ class CacheConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ShareConfig:
+    """KV blocks and other engines."""
+
+    kv_events_config: dict[str, Any] | None = option(
+        None, "events about the blocks of the prefix cache, for routers, as JSON with vLLM's keys: "
+        '{"enable_kv_cache_events": true, "endpoint": "tcp://*:5557"} (default endpoint: port 5557 of loopback)')
+
+
+@dataclass(frozen=True, kw_only=True)
 class SchedulerConfig:
     """Scheduling and batching."""
 
@@ -191,6 +200,7 @@ class EngineConfig:
     model: ModelConfig = ModelConfig()
     load: LoadConfig = LoadConfig()
     cache: CacheConfig = CacheConfig()
+    share: ShareConfig = ShareConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
     device: DeviceConfig = DeviceConfig()
     parallel: ParallelConfig = ParallelConfig()

@@ -19,6 +19,7 @@ from typing import Any
 from quire.config.engine import EngineConfig
 from quire.engine.replicas import Core
 from quire.procs.core_server import Send, run_core
+from quire.procs.event_publisher import publish_events
 from quire.procs.messages import CoreStart, Loading, Ready
 from quire.procs.parent import end_with_parent, read_start
 from quire.weights.folder import resolve_folders
@@ -68,7 +69,7 @@ def build(config: EngineConfig, send: Send) -> tuple[Core, Ready]:
 def _build_mock(config: EngineConfig) -> tuple[Core, Ready]:
     from quire.engine.mock_core import build_mock_core
 
-    core = build_mock_core(config, *resolve_folders(config))
+    core = publish_events(build_mock_core(config, *resolve_folders(config)), config)
     plans = {"model": f"mock, {config.device.mock_step_ms:g} ms per step"}
     notes = ("device=mock: no model is loaded, and the answers are made up.",)
     return core, _ready(core, dtype="none", device="mock", weight_bytes=0, kv_bytes=0, plans=plans, notes=notes)
