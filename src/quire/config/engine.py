@@ -101,6 +101,10 @@ class CacheConfig:
 class ShareConfig:
     """KV blocks and other engines."""
 
+    kv_share: str | None = option(None, "address HOST:PORT on which other engines read the blocks in this one's host "
+                                  "memory; they need the same key (QUIRE_CLUSTER_KEY)")
+    kv_peers: tuple[str, ...] = option((), "addresses HOST:PORT of engines whose blocks this one reads, through "
+                                       "--kv-offload-gb")
     kv_events_config: dict[str, Any] | None = option(
         None, "events about the blocks of the prefix cache, for routers, as JSON with vLLM's keys: "
         '{"enable_kv_cache_events": true, "endpoint": "tcp://*:5557"} (default endpoint: port 5557 of loopback)')

@@ -262,6 +262,8 @@ class EngineCore:
         self._grammars.close()
         if self.events is not None:
             self.events.close()
+        for close in self._store.on_close if self._store is not None else ():
+            close()
         self.executor.shutdown()
 
     def check(self) -> None:

@@ -20,7 +20,7 @@ Memory = np.ndarray[Any, np.dtype[np.uint64]]
 class MockDisk(dict[bytes, Memory]):
     """Blocks by key, as the disk tier of mock executors. Two executors may share it."""
 
-    tier = Tier.DISK
+    tier, takes = Tier.DISK, True
 
     def has(self, key: bytes) -> bool:
         """See `quire.kv.store.KeyedTier`."""

@@ -31,8 +31,10 @@ def build_mock_core(config: EngineConfig, folder: Path, tokenizer_folder: Path |
     tokenizer_folder   folder of the tokenizer; None: `folder`
     Raises `ConfigError` when max_model_len exceeds the model's context or the given number of blocks.
     """
-    if config.cache.kv_offload_gb or config.cache.kv_transfer_config:
-        raise ConfigError("device=mock has no tiers of KV blocks: leave out kv_offload_gb and kv_transfer_config.")
+    cache, share = config.cache, config.share
+    if cache.kv_offload_gb or cache.kv_transfer_config or share.kv_share or share.kv_peers:
+        raise ConfigError("device=mock has no tiers of KV blocks: leave out kv_offload_gb, kv_transfer_config, "
+                          "kv_share and kv_peers.")  # fmt: skip
     args = read_checkpoint_config(folder)
     speculation = read_speculative_config(config.scheduler.speculative_config)
     scheduler, size = config.scheduler, config.cache.block_size or BLOCK_SIZE

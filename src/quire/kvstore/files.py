@@ -171,7 +171,7 @@ class BlockFiles:
 class DiskTier:
     """The disk tier as the core sees it: asks the file system for the files of every rank. See `kv.store.KeyedTier`."""
 
-    tier = Tier.DISK
+    tier, takes = Tier.DISK, True
 
     def __init__(self, folder: Path, namespace: bytes, ranks: Iterable[str]) -> None:
         self._folders = [rank_folder(folder, namespace, rank) for rank in dict.fromkeys(ranks)]

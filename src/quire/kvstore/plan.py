@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from quire.config.engine import CacheConfig, EngineConfig
+from quire.config.placement import parallel_sizes
 from quire.contracts.errors import ConfigError
 
 GIB = 1 << 30
@@ -28,6 +29,8 @@ class OffloadPlan:
     write_through   every full block goes to host memory; else those that are about to be evicted
     folder          folder of the disk tier; "": there is none
     folder_bytes    most bytes of its files, of all ranks of a replica together
+    share           host and port on which other engines read the blocks in host memory; None: nowhere
+    peers           hosts and ports of the engines whose blocks this one reads
     notes           lines for the user
     """
 
@@ -35,6 +38,8 @@ class OffloadPlan:
     write_through: bool = False
     folder: str = ""
     folder_bytes: int = 0
+    share: tuple[str, int] | None = None
+    peers: tuple[tuple[str, int], ...] = ()
     notes: tuple[str, ...] = ()
 
     @property
@@ -51,6 +56,7 @@ def resolve_offload(config: EngineConfig) -> OffloadPlan:
     if not math.isfinite(cache.kv_offload_gb + cache.kv_offload_dir_gb):
         raise ConfigError(f"kv_offload_gb={cache.kv_offload_gb}, kv_offload_dir_gb={cache.kv_offload_dir_gb}: sizes "
                           "have an end: give a number of GiB.")
+    share, peers = _sharing(config, cache)
     if cache.kv_offload_gb == 0:
         if cache.kv_offload_dir is not None:
             raise ConfigError(f"kv_offload_dir={cache.kv_offload_dir!r}: blocks go to a disk through host memory, and "
@@ -66,8 +72,37 @@ def resolve_offload(config: EngineConfig) -> OffloadPlan:
     folder = cache.kv_offload_dir or ""
     return OffloadPlan(
         host_bytes=int(cache.kv_offload_gb * GIB), write_through=cache.kv_offload_policy == "write_through",
-        folder=folder, folder_bytes=int(cache.kv_offload_dir_gb * GIB) if folder else 0, notes=notes,
+        folder=folder, folder_bytes=int(cache.kv_offload_dir_gb * GIB) if folder else 0, notes=notes, share=share,
+        peers=peers,
     )  # fmt: skip
+
+
+def _sharing(config: EngineConfig, cache: CacheConfig) -> tuple[tuple[str, int] | None, tuple[tuple[str, int], ...]]:
+    """Return the address on which blocks are shared, and those of the peers."""
+    asked = config.share
+    if asked.kv_share is None and not asked.kv_peers:
+        return None, ()
+    name = "kv_share" if asked.kv_share else "kv_peers"
+    if cache.kv_offload_gb == 0:
+        raise ConfigError(f"{name}: engines read each other's blocks through host memory, and kv_offload_gb is 0: set "
+                          "kv_offload_gb, too, such as 8.")
+    if parallel_sizes(config.parallel).size > 1:
+        raise ConfigError(f"{name} is not implemented for an engine of several ranks: leave out -tp, -pp and -dp, or "
+                          f"{name}.")
+    share = None if asked.kv_share is None else _place(asked.kv_share, "kv_share")
+    return share, tuple(_place(peer, "kv_peers") for peer in asked.kv_peers)
+
+
+def _place(text: str, option: str) -> tuple[str, int]:
+    """Return host and port of HOST:PORT; the host is loopback if only a port is given."""
+    host, _, port = text.rpartition(":")
+    host = host.strip("[]") or "127.0.0.1"
+    if not port.isdecimal() or not 0 < int(port) < 1 << 16:
+        raise ConfigError(f"{option}={text!r}: give a host and a port, such as 127.0.0.1:5700.")
+    if host in ("0.0.0.0", "::", "*"):
+        raise ConfigError(f"{option}={text!r}: other engines cannot connect to this address. Give the address by which "
+                          "they reach this host.")
+    return host, int(port)
 
 
 def _of_connector(cache: CacheConfig, asked: Mapping[str, Any]) -> tuple[CacheConfig, tuple[str, ...]]:

@@ -325,7 +325,8 @@ class PlanReport:
         most = offload.folder_bytes // self.plan.mesh.parallel.replica
         disk = {"name": "disk", "bytes": most, "blocks": most // page, "policy": offload.policy,
                 "tokens": most // page * memory.geometry.block_size, "folder": offload.folder}
-        return [host, disk][: 1 + bool(offload.folder)]
+        peers = {"name": "peer", "policy": "read", "addresses": [f"{host}:{port}" for host, port in offload.peers]}
+        return [host, *[disk] * bool(offload.folder), *[peers] * bool(offload.peers)]
 
 
 def _below(features: Callable[[str], tuple[str, ...]], at: str, name: str) -> tuple[str, ...]:

@@ -24,6 +24,13 @@ def test_options() -> None:
     assert plan(kv_offload_gb=1.0).policy == "lazy" and both.policy == "write_through"
 
 
+def test_peers() -> None:
+    shared = plan(kv_offload_gb=1.0, kv_share="5700", kv_peers=("10.0.0.2:5700", "[::1]:80"))
+    assert shared.share == ("127.0.0.1", 5700), "loopback, unless told otherwise"
+    assert shared.peers == (("10.0.0.2", 5700), ("::1", 80))
+    assert plan(**connector("LMCacheConnectorV1"), kv_share=":1").share == ("127.0.0.1", 1)
+
+
 def test_connectors() -> None:
     offloading = plan(**connector("OffloadingConnector", cpu_bytes_to_use=3 * GIB, block_size=64))
     assert offloading.host_bytes == 3 * GIB and not offloading.folder
@@ -42,6 +49,12 @@ def test_connectors() -> None:
     ({"kv_offload_gb": 1.0, "enable_prefix_caching": False}, "prefix cache, which is off"),
     ({"kv_offload_gb": 1.0, "kv_offload_dir": "/kv", "nnodes": 2}, "leave out kv_offload_dir"),
     (connector("NixlConnector"), "NixlConnector.* is not implemented: sharing with other engines and prefill"),
+    ({"kv_share": ":5700"}, "kv_share: engines read .* kv_offload_gb is 0"),
+    ({"kv_peers": ("a:1",)}, "kv_peers: engines read"),
+    ({"kv_share": ":5700", "kv_offload_gb": 1.0, "tensor_parallel_size": 2}, "kv_share is not implemented for"),
+    ({"kv_share": "5700x", "kv_offload_gb": 1.0}, "give a host and a port"),
+    ({"kv_share": "a:0", "kv_offload_gb": 1.0}, "give a host and a port"),
+    ({"kv_share": "0.0.0.0:5700", "kv_offload_gb": 1.0}, "cannot connect to this address"),
     (connector("OffloadingConnector"), "without cpu_bytes_to_use: say how much"),
     (connector("OffloadingConnector", cpu_bytes_to_use=GIB) | {"kv_offload_gb": 1.0}, "leave one out"),
     (connector("OffloadingConnector", cpu_bytes_to_use=GIB, num_cpu_blocks=3), "has num_cpu_blocks, which Quire does"),
