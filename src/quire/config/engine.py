@@ -94,7 +94,8 @@ class CacheConfig:
                                       "least recently used go first", above=0)
     kv_transfer_config: dict[str, Any] | None = option(
         None, 'vLLM\'s connector, as JSON: {"kv_connector": "OffloadingConnector", "kv_role": "kv_both", '
-        '"kv_connector_extra_config": {"cpu_bytes_to_use": 8000000000}}; LMCacheConnectorV1 likewise')
+        '"kv_connector_extra_config": {"cpu_bytes_to_use": 8000000000}}; LMCacheConnectorV1 likewise; QuireConnector: '
+        'the role says whether prompts are computed for other engines, or taken from them')
 
 
 @dataclass(frozen=True, kw_only=True)

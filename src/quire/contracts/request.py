@@ -11,6 +11,7 @@ import msgspec
 from quire.contracts.prefix import PrefixReport
 from quire.contracts.sampling import SamplerSpec
 from quire.contracts.step import Fetched
+from quire.contracts.transfer import Transfer
 
 
 class RequestState(Enum):
@@ -45,19 +46,6 @@ TRANSITIONS = {
     RequestState.RUNNING: {RequestState.WAITING, RequestState.FINISHED},
     RequestState.FINISHED: set[RequestState](),
 }
-
-
-class Transfer(msgspec.Struct, frozen=True, kw_only=True):
-    """KV blocks of a prompt that one engine computes for another one: prefill here, decode there.
-
-    name        of the lease, by which the prefill node keeps the blocks until the decode node has them
-    address     HOST:PORT of the prefill node; "": this engine is the prefill node
-    num_tokens  tokens of the prompt whose blocks the prefill node has; 0 in the prefill node itself
-    """
-
-    name: str
-    address: str = ""
-    num_tokens: int = 0
 
 
 class NewRequest(msgspec.Struct, frozen=True, kw_only=True):

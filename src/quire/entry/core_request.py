@@ -13,6 +13,7 @@ from quire.contracts.errors import InvalidParameter, PromptTooLong, listed, show
 from quire.contracts.request import NewRequest
 from quire.contracts.sampling import BIAS_LIMIT, COLDEST, SamplerSpec, SamplingParams
 from quire.contracts.seeds import child_seed
+from quire.contracts.transfer import TransferRole
 from quire.text.tokenizer import Tokenizer
 
 LONGEST = 1e9  # longest timeout of a request, in seconds
@@ -24,6 +25,7 @@ class FrontLimits:
 
     by_priority   requests may have a priority (scheduling_policy="priority")
     num_drafts    most drafts that a step verifies for a request
+    transfer      part of the engine in disaggregation
     """
 
     max_model_len: int
@@ -32,6 +34,7 @@ class FrontLimits:
     eos_ids: tuple[int, ...] = ()
     by_priority: bool = False
     num_drafts: int = 0
+    transfer: TransferRole = TransferRole()
 
 
 def check_options(priority: int, timeout: float | None, limits: FrontLimits) -> None:
@@ -138,4 +141,4 @@ def child_request(parent: NewRequest, index: int, request_id: str) -> NewRequest
     spec = msgspec.structs.replace(
         parent.sampler, seed=child_seed(parent.sampler.seed, index), num_prompt_logprobs=None)
     return msgspec.structs.replace(parent, handle=parent.handle + index, request_id=request_id, sampler=spec,
-                                   parent=parent.handle, read_prefix_cache=True)
+                                   parent=parent.handle, read_prefix_cache=True, transfer=None)

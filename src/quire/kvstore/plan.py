@@ -8,6 +8,7 @@ from typing import Any
 from quire.config.engine import CacheConfig, EngineConfig
 from quire.config.placement import parallel_sizes
 from quire.contracts.errors import ConfigError
+from quire.contracts.transfer import TransferRole
 
 GIB = 1 << 30
 LMCACHE_GIB = 5.0  # LMCache's default for host memory
@@ -18,6 +19,7 @@ SIZES = {"cpu_bytes_to_use": 1.0, "lmcache.max_local_cpu_size": GIB}  # key of a
 FOLDERS, FOLDER_SIZES = "lmcache.local_disk", "lmcache.max_local_disk_size"
 IDLE = {"spec_name", "block_size", "eviction_policy", "lazy_offload", "lmcache.local_cpu", "lmcache.chunk_size",
         "lmcache.use_layerwise", "lmcache.save_decode_cache"}  # fmt: skip
+CONNECTOR = "QuireConnector"  # prefill and decode nodes
 ROLES = ("kv_both", "kv_producer", "kv_consumer")
 
 
@@ -31,6 +33,7 @@ class OffloadPlan:
     folder_bytes    most bytes of its files, of all ranks of a replica together
     share           host and port on which other engines read the blocks in host memory; None: nowhere
     peers           hosts and ports of the engines whose blocks this one reads
+    sends, takes    it computes prompts for other engines; it goes on with prompts that others have computed
     notes           lines for the user
     """
 
@@ -40,6 +43,8 @@ class OffloadPlan:
     folder_bytes: int = 0
     share: tuple[str, int] | None = None
     peers: tuple[tuple[str, int], ...] = ()
+    sends: bool = False
+    takes: bool = False
     notes: tuple[str, ...] = ()
 
     @property
@@ -47,16 +52,23 @@ class OffloadPlan:
         """Name of the policy."""
         return "write_through" if self.write_through else "lazy"
 
+    def role(self, block_size: int) -> TransferRole:
+        """Return the part of the engine in prefill-decode disaggregation."""
+        address = "" if self.share is None else f"{self.share[0]}:{self.share[1]}"
+        return TransferRole(sends=self.sends, takes=self.takes, address=address, block_size=block_size)
+
 
 def resolve_offload(config: EngineConfig) -> OffloadPlan:
     """Return the tiers that a configuration asks for. Raises ConfigError for options that contradict each other."""
     cache, notes = config.cache, tuple[str, ...]()
-    if cache.kv_transfer_config:
+    sends, takes = _roles(config)
+    if cache.kv_transfer_config and not (sends or takes):
         cache, notes = _of_connector(cache, cache.kv_transfer_config)
     if not math.isfinite(cache.kv_offload_gb + cache.kv_offload_dir_gb):
         raise ConfigError(f"kv_offload_gb={cache.kv_offload_gb}, kv_offload_dir_gb={cache.kv_offload_dir_gb}: sizes "
                           "have an end: give a number of GiB.")
     share, peers = _sharing(config, cache)
+    write_through = sends or cache.kv_offload_policy == "write_through"  # blocks go while the prompt is computed
     if cache.kv_offload_gb == 0:
         if cache.kv_offload_dir is not None:
             raise ConfigError(f"kv_offload_dir={cache.kv_offload_dir!r}: blocks go to a disk through host memory, and "
@@ -71,10 +83,28 @@ def resolve_offload(config: EngineConfig) -> OffloadPlan:
                           "ranks: leave out kv_offload_dir, or use one host and distributed_executor_backend=mp.")
     folder = cache.kv_offload_dir or ""
     return OffloadPlan(
-        host_bytes=int(cache.kv_offload_gb * GIB), write_through=cache.kv_offload_policy == "write_through",
+        host_bytes=int(cache.kv_offload_gb * GIB), write_through=write_through,
         folder=folder, folder_bytes=int(cache.kv_offload_dir_gb * GIB) if folder else 0, notes=notes, share=share,
-        peers=peers,
+        peers=peers, sends=sends, takes=takes,
     )  # fmt: skip
+
+
+def _roles(config: EngineConfig) -> tuple[bool, bool]:
+    """Return the part of the engine in disaggregation: it computes prompts for others; it takes those of others."""
+    asked, share = config.cache.kv_transfer_config or {}, config.share
+    if asked.get("kv_connector") != CONNECTOR:
+        return False, False
+    if (role := asked.get("kv_role")) not in ROLES:
+        raise ConfigError(f"kv_transfer_config: kv_role={role!r}: must be one of {', '.join(ROLES)}.")
+    if unknown := sorted(set(asked) - {"kv_connector", "kv_role"}):
+        raise ConfigError(f"kv_transfer_config: {CONNECTOR} has no {', '.join(unknown)}: --kv-share, --kv-peers and "
+                          "--kv-offload-gb say where blocks are.")
+    sends, takes = role != "kv_consumer", role != "kv_producer"
+    missing = ["kv_share"] * (sends and not share.kv_share) + ["kv_peers"] * (takes and not share.kv_peers)
+    if missing:
+        raise ConfigError(f"kv_transfer_config: kv_role={role} without {' and '.join(missing)}: a prefill node shares "
+                          "its blocks (--kv-share HOST:PORT), a decode node reads those of prefill nodes (--kv-peers).")
+    return sends, takes
 
 
 def _sharing(config: EngineConfig, cache: CacheConfig) -> tuple[tuple[str, int] | None, tuple[tuple[str, int], ...]]:
@@ -90,7 +120,7 @@ def _sharing(config: EngineConfig, cache: CacheConfig) -> tuple[tuple[str, int] 
         raise ConfigError(f"{name} is not implemented for an engine of several ranks: leave out -tp, -pp and -dp, or "
                           f"{name}.")
     share = None if asked.kv_share is None else _place(asked.kv_share, "kv_share")
-    return share, tuple(_place(peer, "kv_peers") for peer in asked.kv_peers)
+    return share, tuple(_place(peer, "kv_peers") for some in asked.kv_peers for peer in some.split(","))
 
 
 def _place(text: str, option: str) -> tuple[str, int]:
@@ -109,8 +139,10 @@ def _of_connector(cache: CacheConfig, asked: Mapping[str, Any]) -> tuple[CacheCo
     """Return the options that one of vLLM's connectors stands for, and a note about them."""
     name, extra = asked.get("kv_connector"), dict(asked.get("kv_connector_extra_config") or {})
     if name not in CONNECTORS:
-        raise ConfigError(f"kv_transfer_config: kv_connector={name!r} is not implemented: sharing with other engines "
-                          f"and prefill-decode disaggregation are not there yet. Use one of {', '.join(CONNECTORS)}.")
+        raise ConfigError(f"kv_transfer_config: kv_connector={name!r} is not implemented: use one of "
+                          f"{', '.join(CONNECTORS)} for host memory; for prefill-decode disaggregation over TCP use "
+                          f'{{"kv_connector": "{CONNECTOR}", "kv_role": "kv_producer"}} with --kv-share on prefill '
+                          'nodes, "kv_consumer" with --kv-peers on decode nodes.')
     if (role := asked.get("kv_role", "kv_both")) not in ROLES:
         raise ConfigError(f"kv_transfer_config: kv_role={role!r}: must be one of {', '.join(ROLES)}.")
     if cache.kv_offload_gb:

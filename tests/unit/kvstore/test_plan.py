@@ -6,6 +6,7 @@ import pytest
 
 from quire.config.engine import EngineConfig
 from quire.contracts.errors import ConfigError
+from quire.contracts.transfer import TransferRole
 from quire.kvstore.plan import GIB, OffloadPlan, resolve_offload
 
 
@@ -24,10 +25,22 @@ def test_options() -> None:
     assert plan(kv_offload_gb=1.0).policy == "lazy" and both.policy == "write_through"
 
 
+def node(role: str, **more: Any) -> dict[str, Any]:
+    return {"kv_transfer_config": {"kv_connector": "QuireConnector", "kv_role": role}, **more}
+
+
+def test_prefill_and_decode_nodes() -> None:
+    given = {"kv_offload_gb": 1.0, "kv_share": ":5700", "kv_peers": ("a:1",)}
+    found = {role: plan(**node(role, **given)) for role in ("kv_producer", "kv_consumer", "kv_both")}
+    assert [(one.sends, one.takes, one.policy) for one in found.values()] == [
+        (True, False, "write_through"), (False, True, "lazy"), (True, True, "write_through")]
+    assert found["kv_both"].role(16) == TransferRole(sends=True, takes=True, address="127.0.0.1:5700", block_size=16)
+
+
 def test_peers() -> None:
-    shared = plan(kv_offload_gb=1.0, kv_share="5700", kv_peers=("10.0.0.2:5700", "[::1]:80"))
+    shared = plan(kv_offload_gb=1.0, kv_share="5700", kv_peers=("10.0.0.2:5700,a:1", "[::1]:80"))
     assert shared.share == ("127.0.0.1", 5700), "loopback, unless told otherwise"
-    assert shared.peers == (("10.0.0.2", 5700), ("::1", 80))
+    assert shared.peers == (("10.0.0.2", 5700), ("a", 1), ("::1", 80))
     assert plan(**connector("LMCacheConnectorV1"), kv_share=":1").share == ("127.0.0.1", 1)
 
 
@@ -48,7 +61,12 @@ def test_connectors() -> None:
     (connector("LMCacheConnectorV1", **{"lmcache.max_local_cpu_size": float("inf")}), "sizes have an end"),
     ({"kv_offload_gb": 1.0, "enable_prefix_caching": False}, "prefix cache, which is off"),
     ({"kv_offload_gb": 1.0, "kv_offload_dir": "/kv", "nnodes": 2}, "leave out kv_offload_dir"),
-    (connector("NixlConnector"), "NixlConnector.* is not implemented: sharing with other engines and prefill"),
+    (connector("NixlConnector"), 'NixlConnector.* is not implemented: .* "QuireConnector", "kv_role": "kv_producer"'),
+    (node("kv_producer"), "kv_role=kv_producer without kv_share: a prefill node shares"),
+    (node("kv_both", kv_share=":1", kv_offload_gb=1.0), "kv_role=kv_both without kv_peers"),
+    (node("kv_producer", kv_share=":1"), "kv_share: engines read .* kv_offload_gb is 0"),
+    (node("kv_sender"), "kv_role='kv_sender': must be one of"),
+    ({"kv_transfer_config": {"kv_connector": "QuireConnector", "kv_role": "kv_both", "kv_port": 5}}, "has no kv_port"),
     ({"kv_share": ":5700"}, "kv_share: engines read .* kv_offload_gb is 0"),
     ({"kv_peers": ("a:1",)}, "kv_peers: engines read"),
     ({"kv_share": ":5700", "kv_offload_gb": 1.0, "tensor_parallel_size": 2}, "kv_share is not implemented for"),

@@ -122,6 +122,7 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     structured_outputs: StructuredOutputs | None = None
     skip_reading_prefix_cache: bool | None = None
     speculative_tokens: Count | None = None
+    kv_transfer_params: dict[str, Any] | None = None
     stream_interval: Annotated[int, Meta(ge=1)] | None = None
     add_special_tokens: bool | None = None
     truncate_prompt_tokens: Annotated[int, Meta(ge=-1)] | None = None
@@ -341,6 +342,7 @@ class CompletionResponse(msgspec.Struct, kw_only=True):
     choices: list[CompletionChoice]
     usage: Usage | None = None
     system_fingerprint: str | None = None
+    kv_transfer_params: dict[str, Any] | UnsetType = UNSET
 
 
 class TokenLogprob(msgspec.Struct, kw_only=True):
@@ -396,6 +398,7 @@ class ChatResponse(msgspec.Struct, kw_only=True):
     choices: list[ChatChoice]
     usage: Usage | None = None
     system_fingerprint: str | None = None
+    kv_transfer_params: dict[str, Any] | UnsetType = UNSET
     prompt_logprobs: list[LogprobsByToken | None] | None | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
 
