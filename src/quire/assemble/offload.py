@@ -60,12 +60,13 @@ def make_store(plan: EnginePlan, memory: MemoryPlan, pool: BlockPool, mover: Blo
         below += (peers,)
     store = KVStore(pool, memory.geometry.groups, size, num_host_blocks=memory.host_blocks, reserve=2 * a_step,
                     below=below, promises=peers, write_through=offload.write_through)  # fmt: skip
-    if peers is not None:
-        store.on_close.append(peers.close)
     if offload.share is not None:
         assert mover is not None, "several ranks share no blocks"
         share = BlockShare(offload.share, cluster_key()[0], _peer_namespace(plan), store, mover.page)
         store.on_close.append(share.close)
+    if peers is not None:
+        peers.follow()
+        store.on_close.append(peers.close)
     return store
 
 

@@ -35,6 +35,7 @@ def main() -> int:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     logging.basicConfig(level=logging.ERROR, format="quire core: %(message)s")  # notes for users travel in `Ready`
     logging.getLogger("quire").getChild("hosts").setLevel(logging.WARNING)  # those about missing hosts do not wait
+    logging.getLogger("quire").getChild("kv").setLevel(logging.WARNING)  # so do those about tiers and peers
     logging.getLogger("quire").getChild("balancing").setLevel(logging.INFO)  # of experts, while requests are served
     start = read_start(CoreStart, "quire.entry.core_process")
     folder = Path(start.to_core.removeprefix("ipc://")).parent

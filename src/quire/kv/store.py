@@ -29,7 +29,7 @@ from quire.kv.pool import BlockPool
 from quire.kv.prefix import PrefixIndex, PrefixMatch
 from quire.kv.sharing import Promises, Sharing
 
-LOG = logging.getLogger("quire")
+LOG = logging.getLogger("quire").getChild("kv")
 MOST_STORED = 512  # blocks on their way to the host tier; what is beyond is not stored now
 MOST_WRITTEN = 512  # blocks on their way to the disk tier; what is beyond is not written
 FETCH_SECONDS = 10.0  # a request waits for blocks of other tiers at most this long, then it computes

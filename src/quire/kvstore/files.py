@@ -24,7 +24,7 @@ from pathlib import Path
 from quire.contracts.errors import ConfigError
 from quire.contracts.step import Tier
 
-LOG = logging.getLogger("quire")
+LOG = logging.getLogger("quire").getChild("kv")
 MAGIC, VERSION = b"QUIREKV\0", 1
 HEADER = struct.Struct("<8sIIQ32s8x")  # magic, version, crc32, length, digest
 SUFFIX = ".kv"

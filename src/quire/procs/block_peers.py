@@ -18,7 +18,7 @@ from quire.contracts.transfer import Transfer
 from quire.procs.block_share import BROKEN, FROM_SHARE, BlockLine, Blocks, Claims, Follow, NotShared, Read
 from quire.procs.host_link import connect
 
-LOG = logging.getLogger("quire")
+LOG = logging.getLogger("quire").getChild("kv")
 Place = tuple[str, int]
 RETRY_SECONDS, REFUSED_SECONDS = 1.0, 30.0
 HELLO_SECONDS = 2.0
@@ -41,6 +41,9 @@ class BlockPeer:
         self._place, self._key, self._namespace = place, key, namespace
         self._closing = threading.Event()
         self._line: BlockLine | None = None  # that it is followed on
+
+    def follow(self) -> None:
+        """Follow which blocks it has, in a thread."""
         threading.Thread(target=self._run, name="quire-kv-peer", daemon=True).start()
 
     def read(self, keys: Sequence[bytes], pages: Sequence[memoryview], seconds: float) -> set[int]:
@@ -55,14 +58,14 @@ class BlockPeer:
         except (ConfigError, *BROKEN) as error:
             LOG.warning("KV blocks could not be read from the peer %s: %s", self.name, error)
             if self._line is not None:
-                self._line.close()  # so it has no blocks until it is followed again
+                self._line.end()  # so it has no blocks until it is followed again
         return got
 
     def close(self) -> None:
         """Follow it no more."""
         self._closing.set()
         if self._line is not None:
-            self._line.close()
+            self._line.end()
 
     def _open(self) -> BlockLine:
         return BlockLine(connect(*self._place, self._key, self._namespace, seconds=HELLO_SECONDS))
@@ -99,6 +102,11 @@ class BlockPeers:
         self._peers = [BlockPeer(place, key, namespace) for place in dict.fromkeys(places)]
         self._promises: dict[int, tuple[BlockPeer, str, list[bytes]]] = {}  # by request
         self._promised: dict[bytes, BlockPeer] = {}
+
+    def follow(self) -> None:
+        """Follow all peers."""
+        for peer in self._peers:
+            peer.follow()
 
     def has(self, key: bytes) -> bool:
         """True when a peer seems to have the block, or has promised it."""

@@ -8,7 +8,6 @@ Messages are msgpack behind their length. A page is copied, and sent if its bloc
 for the engine's core, and the core waits for nothing here. Knows keys and pages as bytes. Never imports torch.
 """
 
-import logging
 import socket
 import struct
 import threading
@@ -24,7 +23,6 @@ from quire.contracts.errors import ConfigError
 from quire.kv.store import KVStore
 from quire.procs.host_link import NotMaster, welcome
 
-LOG = logging.getLogger("quire")
 LENGTH, PAGE = struct.Struct("<I"), struct.Struct("<IQ")
 MOST_BYTES = 1 << 26  # of a message
 MOST_LINES = 128  # connections at a time
@@ -109,10 +107,14 @@ class BlockLine:
         self._fill(page[:length], until)
         return bool(length) and crc == zlib.crc32(page, zlib.crc32(key))
 
-    def close(self) -> None:
-        """End the connection, also for a thread that waits for it."""
+    def end(self) -> None:
+        """End the connection for the thread that waits for a message, which closes it."""
         with suppress(OSError):
             self._end.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """End the connection, and close the socket."""
+        self.end()
         self._end.close()
 
     def _fill(self, view: memoryview, until: float = float("inf")) -> None:
@@ -157,7 +159,7 @@ class BlockShare:
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
         for line in list(self._lines):
-            line.close()
+            line.end()
 
     def _change(self, key: bytes, block: int | None) -> None:
         if block is None:
@@ -227,7 +229,7 @@ class BlockShare:
                     latest.update((changes.get(timeout=BEAT_SECONDS),))
                     latest.update(changes.get() for _ in range(changes.qsize()))
         except BROKEN:
-            line.close()
+            line.end()
         finally:
             with self._lock:
                 self._followers = tuple(one for one in self._followers if one is not changes)

@@ -19,7 +19,7 @@ from quire.contracts.errors import ConfigError
 from quire.engine.core import EngineCore
 from quire.kv.events import EventBatch, EventLog, EventSettings, read_events_config
 
-LOG = logging.getLogger("quire")
+LOG = logging.getLogger("quire").getChild("kv")
 LAST_WORDS_MS = 1000  # that an engine which ends waits for the thread
 INSIDE, BYTES, LAST = "inproc://batches", 8, (-1).to_bytes(8, "big", signed=True)
 

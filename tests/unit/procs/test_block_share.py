@@ -92,6 +92,7 @@ def follow(node: Node) -> Iterator[Any]:
 
     def following(*places: Any, key: bytes = KEY, namespace: bytes = NAMESPACE) -> BlockPeers:
         made.append(BlockPeers(places or (node.place,), key, namespace))
+        made[-1].follow()
         return made[-1]
 
     yield following
