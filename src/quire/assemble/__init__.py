@@ -23,6 +23,7 @@ from quire.config.placement import check_hosts, check_parallel, parallel_sizes
 from quire.config.pooling import PoolingPlan
 from quire.config.resolve import DTypePlan, MemoryPlan
 from quire.config.resolve_cuda import gpu_only_options
+from quire.config.sharing import read_events_config
 from quire.contracts.errors import ConfigError
 from quire.contracts.protocols import ExecutorFacts
 from quire.contracts.sampling import SamplingParams
@@ -33,7 +34,6 @@ from quire.engine.eplb import even_nodes, initial_map
 from quire.engine.replicas import Core, Replicas, flush
 from quire.kernels.select import Kernels, here
 from quire.kv.allocator import KVAllocator
-from quire.kv.events import read_events_config
 from quire.kv.pool import BlockPool
 from quire.models.notes import parallel_notes
 from quire.models.obtain import obtain_weights, read_model

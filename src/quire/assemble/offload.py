@@ -60,9 +60,9 @@ def make_store(plan: EnginePlan, memory: MemoryPlan, pool: BlockPool, mover: Blo
         below += (peers,)
     store = KVStore(pool, memory.geometry.groups, size, num_host_blocks=memory.host_blocks, reserve=2 * a_step,
                     below=below, promises=peers, write_through=offload.write_through)  # fmt: skip
-    if offload.share is not None:
+    if offload.sharing.place is not None:
         assert mover is not None, "several ranks share no blocks"
-        share = BlockShare(offload.share, cluster_key()[0], _peer_namespace(plan), store, mover.page)
+        share = BlockShare(offload.sharing.place, cluster_key()[0], _peer_namespace(plan), store, mover.page)
         store.on_close.append(share.close)
     if peers is not None:
         peers.follow()
@@ -85,7 +85,8 @@ def make_mover(plan: EnginePlan, memory: MemoryPlan, arena: KVArena) -> BlockMov
         files = BlockFiles(Path(offload.folder), _file_namespace(plan), _name(plan.mesh.rank),
                            page_bytes=arena.page_bytes,
                            most_bytes=offload.folder_bytes // plan.mesh.parallel.replica)  # fmt: skip
-    peers = BlockPeers(offload.peers, cluster_key()[0], _peer_namespace(plan)) if offload.peers else None
+    sharing = offload.sharing
+    peers = BlockPeers(sharing.peers, cluster_key()[0], _peer_namespace(plan)) if sharing.peers else None
     return BlockMover(arena, memory.host_blocks, files, peers=peers)
 
 

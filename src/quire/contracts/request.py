@@ -11,7 +11,6 @@ import msgspec
 from quire.contracts.prefix import PrefixReport
 from quire.contracts.sampling import SamplerSpec
 from quire.contracts.step import Fetched
-from quire.contracts.transfer import Transfer
 
 
 class RequestState(Enum):
@@ -46,6 +45,19 @@ TRANSITIONS = {
     RequestState.RUNNING: {RequestState.WAITING, RequestState.FINISHED},
     RequestState.FINISHED: set[RequestState](),
 }
+
+
+class Transfer(msgspec.Struct, frozen=True, kw_only=True):
+    """KV blocks of a prompt that one engine computes for another one.
+
+    name        of the lease, by which the prefill node keeps the blocks until the decode node has them
+    address     HOST:PORT of the prefill node; "": this engine is the prefill node
+    num_tokens  tokens of the prompt whose blocks the prefill node has; 0 in the prefill node itself
+    """
+
+    name: str
+    address: str = ""
+    num_tokens: int = 0
 
 
 class NewRequest(msgspec.Struct, frozen=True, kw_only=True):

@@ -9,11 +9,11 @@ from typing import Any
 
 import msgspec
 
+from quire.config.sharing import SharePlan
 from quire.contracts.errors import InvalidParameter, PromptTooLong, listed, shown
 from quire.contracts.request import NewRequest
 from quire.contracts.sampling import BIAS_LIMIT, COLDEST, SamplerSpec, SamplingParams
 from quire.contracts.seeds import child_seed
-from quire.contracts.transfer import TransferRole
 from quire.text.tokenizer import Tokenizer
 
 LONGEST = 1e9  # longest timeout of a request, in seconds
@@ -25,7 +25,8 @@ class FrontLimits:
 
     by_priority   requests may have a priority (scheduling_policy="priority")
     num_drafts    most drafts that a step verifies for a request
-    transfer      part of the engine in disaggregation
+    sharing       part of the engine among others
+    block_size    tokens per KV block
     """
 
     max_model_len: int
@@ -34,7 +35,8 @@ class FrontLimits:
     eos_ids: tuple[int, ...] = ()
     by_priority: bool = False
     num_drafts: int = 0
-    transfer: TransferRole = TransferRole()
+    sharing: SharePlan = SharePlan()
+    block_size: int = 1
 
 
 def check_options(priority: int, timeout: float | None, limits: FrontLimits) -> None:

@@ -19,7 +19,6 @@ from quire.contracts.output import Finish, RequestOutput, StepOutputs
 from quire.contracts.protocols import ExecutorFacts
 from quire.contracts.request import NewRequest
 from quire.contracts.sampling import OutputKind, SamplingParams
-from quire.contracts.transfer import answer_transfer, read_transfer
 from quire.entry.completion import Completion, Generation
 from quire.entry.core_request import (
     FrontLimits,
@@ -30,6 +29,7 @@ from quire.entry.core_request import (
     sampler_spec,
 )
 from quire.entry.prompts import Prompt
+from quire.entry.transfer import answer_transfer, read_transfer
 from quire.kvstore.plan import resolve_offload
 from quire.procs.fronts import ALONE, FrontPlace
 from quire.procs.messages import Ready
@@ -87,7 +87,7 @@ class FrontEnd:
         """Make the front end of an engine. `facts`: limits that the executor or the core reports."""
         limits = FrontLimits(max_model_len=facts.max_model_len, vocab_size=facts.vocab_size,
                         max_logprobs=config.model.max_logprobs, eos_ids=eos_ids, num_drafts=facts.num_drafts,
-                        transfer=resolve_offload(config).role(facts.block_size),
+                        sharing=resolve_offload(config).sharing, block_size=facts.block_size,
                         by_priority=config.scheduler.scheduling_policy == "priority")
         return cls(tokenizer, limits, seed=config.model.seed, place=place)
 
@@ -122,14 +122,15 @@ class FrontEnd:
         stops = tuple(sorted({*(params.stop_token_ids or ()), *(() if params.ignore_eos else self._eos)}))
         sampler = sampler_spec(params, seed, len(token_ids), stops, self.limits.vocab_size, self.tokenizer)
         check_first_token(params, sampler, self.limits.vocab_size)
-        transfer = read_transfer(params.kv_transfer_params, self.limits.transfer)
+        transfer = read_transfer(params.kv_transfer_params, self.limits.sharing)
         if self._next_handle + params.n > self._place.end:
             self._next_handle = self._place.first
         first = self._next_handle
         request_id = request_id if request_id is not None else str(first)
         generation = Generation(request_id=request_id, tenant=tenant, prompt=prompt.text, prompt_token_ids=token_ids,
                                 params=params, completions=[],
-                                for_decode=answer_transfer(transfer, self.limits.transfer, len(token_ids)),
+                                for_decode=answer_transfer(transfer, self.limits.sharing, len(token_ids),
+                                                           self.limits.block_size),
                                 tokenizer=self.tokenizer if params.detokenize else None,
                                 prompt_logprobs=None if params.prompt_logprobs is None else [None])
         for i in range(params.n):

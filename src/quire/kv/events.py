@@ -13,8 +13,6 @@ from typing import Any, Protocol
 
 import msgspec
 
-from quire.config.engine import EngineConfig
-from quire.contracts.errors import ConfigError
 from quire.kv.allocator import KVAllocator
 from quire.kv.hashing import DIGEST_BYTES, KeyChain, group_keys
 from quire.kv.pool import BlockPool
@@ -58,26 +56,6 @@ class EventBatch(msgspec.Struct, frozen=True, array_like=True):
     data_parallel_rank: int
 
 
-class EventSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The option kv_events_config, with vLLM's names.
-
-    endpoint          ZeroMQ address; bound when it has a wildcard, names the interface `lo`, or is ipc; else connected
-    replay_endpoint   address on which batches can be asked for again
-    buffer_steps      batches that can be asked for again
-    hwm               batches that wait for a slow subscriber; further ones are lost to it
-    max_queue_size    batches that wait to be sent; further ones are lost
-    """
-
-    enable_kv_cache_events: bool = False
-    publisher: str | None = None
-    endpoint: str = "tcp://lo:5557"
-    replay_endpoint: str | None = None
-    buffer_steps: int = 10_000
-    hwm: int = 100_000
-    max_queue_size: int = 100_000
-    topic: str = ""
-
-
 class EventSink(Protocol):
     """Takes batches, without waiting."""
 
@@ -86,25 +64,6 @@ class EventSink(Protocol):
 
     def close(self) -> None:
         """Send no more."""
-
-
-def read_events_config(config: EngineConfig) -> EventSettings | None:
-    """Return the settings of KV events; None when none are asked for. Raises ConfigError."""
-    try:
-        settings = msgspec.convert(config.share.kv_events_config or {}, EventSettings)
-        if settings.publisher not in (None, "null", "zmq"):
-            raise ValueError(f"publisher={settings.publisher!r} does not exist: use zmq")
-        if min(settings.buffer_steps, settings.hwm, settings.max_queue_size) < 1:
-            raise ValueError("buffer_steps, hwm and max_queue_size must be 1 or more")
-    except ValueError as error:  # which msgspec.ValidationError is
-        raise ConfigError(f"kv_events_config: {error}. Its keys are {', '.join(EventSettings.__struct_fields__)}, as "
-                          'in {"enable_kv_cache_events": true, "endpoint": "tcp://*:5557"}.') from None  # fmt: skip
-    if not settings.enable_kv_cache_events or settings.publisher == "null":
-        return None
-    if not config.cache.enable_prefix_caching:
-        raise ConfigError("kv_events_config tells the content of the prefix cache, which is off: leave out "
-                          "enable_prefix_caching=False, or kv_events_config.")
-    return settings
 
 
 class EventLog:

@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import Protocol
 
-from quire.contracts.request import NewRequest
-from quire.contracts.transfer import Transfer
+from quire.contracts.request import NewRequest, Transfer
 from quire.kv.hashing import KeyChain, group_keys
 from quire.kv.pool import BlockPool
 

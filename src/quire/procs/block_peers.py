@@ -13,8 +13,8 @@ from contextlib import closing
 from queue import SimpleQueue
 
 from quire.contracts.errors import ConfigError
+from quire.contracts.request import Transfer
 from quire.contracts.step import Tier
-from quire.contracts.transfer import Transfer
 from quire.procs.block_share import BROKEN, FROM_SHARE, BlockLine, Blocks, Claims, Follow, NotShared, Read
 from quire.procs.host_link import connect
 

@@ -8,9 +8,10 @@ import msgspec
 import pytest
 
 from quire.config.engine import EngineConfig
+from quire.config.sharing import read_events_config
 from quire.contracts.errors import ConfigError
 from quire.contracts.step import Tier
-from quire.kv.events import EventBatch, EventLog, read_events_config
+from quire.kv.events import EventBatch, EventLog
 from quire.kv.hashing import KeyChain
 
 PROMPT = [1, 2, 3] * 8  # six blocks of four tokens

@@ -5,9 +5,8 @@ from typing import Any
 
 import pytest
 
-from quire.contracts.request import BlockReason, RequestState
+from quire.contracts.request import BlockReason, RequestState, Transfer
 from quire.contracts.step import Tier
-from quire.contracts.transfer import Transfer
 from quire.engine.mock_copies import MockDisk
 from quire.kv.hashing import KeyChain
 from quire.kv.store import FETCH_SECONDS

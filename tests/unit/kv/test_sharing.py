@@ -6,10 +6,9 @@ from typing import Any
 import pytest
 
 from quire.contracts.blocks import KVComponent, KVGroup
-from quire.contracts.request import NewRequest
+from quire.contracts.request import NewRequest, Transfer
 from quire.contracts.sampling import SamplerSpec
 from quire.contracts.step import FinishedCopy
-from quire.contracts.transfer import Transfer
 from quire.kv.hashing import KeyChain
 from quire.kv.pool import BlockPool
 from quire.kv.sharing import LEASE_SECONDS

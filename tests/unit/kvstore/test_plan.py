@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 
 from quire.config.engine import EngineConfig
+from quire.config.sharing import SharePlan
 from quire.contracts.errors import ConfigError
-from quire.contracts.transfer import TransferRole
 from quire.kvstore.plan import GIB, OffloadPlan, resolve_offload
 
 
@@ -32,16 +32,16 @@ def node(role: str, **more: Any) -> dict[str, Any]:
 def test_prefill_and_decode_nodes() -> None:
     given = {"kv_offload_gb": 1.0, "kv_share": ":5700", "kv_peers": ("a:1",)}
     found = {role: plan(**node(role, **given)) for role in ("kv_producer", "kv_consumer", "kv_both")}
-    assert [(one.sends, one.takes, one.policy) for one in found.values()] == [
+    assert [(one.sharing.sends, one.sharing.takes, one.policy) for one in found.values()] == [
         (True, False, "write_through"), (False, True, "lazy"), (True, True, "write_through")]
-    assert found["kv_both"].role(16) == TransferRole(sends=True, takes=True, address="127.0.0.1:5700", block_size=16)
+    assert found["kv_both"].sharing == SharePlan(place=("127.0.0.1", 5700), peers=(("a", 1),), sends=True, takes=True)
 
 
 def test_peers() -> None:
     shared = plan(kv_offload_gb=1.0, kv_share="5700", kv_peers=("10.0.0.2:5700,a:1", "[::1]:80"))
-    assert shared.share == ("127.0.0.1", 5700), "loopback, unless told otherwise"
-    assert shared.peers == (("10.0.0.2", 5700), ("a", 1), ("::1", 80))
-    assert plan(**connector("LMCacheConnectorV1"), kv_share=":1").share == ("127.0.0.1", 1)
+    assert shared.sharing.place == ("127.0.0.1", 5700), "loopback, unless told otherwise"
+    assert shared.sharing.peers == (("10.0.0.2", 5700), ("a", 1), ("::1", 80))
+    assert plan(**connector("LMCacheConnectorV1"), kv_share=":1").sharing.place == ("127.0.0.1", 1)
 
 
 def test_connectors() -> None:

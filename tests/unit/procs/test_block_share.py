@@ -11,7 +11,7 @@ import pytest
 
 from quire.contracts.blocks import KVComponent, KVGroup
 from quire.contracts.errors import ConfigError
-from quire.contracts.transfer import Transfer
+from quire.contracts.request import Transfer
 from quire.kv.pool import BlockPool
 from quire.kv.store import KVStore
 from quire.procs import block_peers, block_share
