@@ -23,6 +23,7 @@ from quire.config.placement import check_hosts, check_parallel, parallel_sizes
 from quire.config.pooling import PoolingPlan
 from quire.config.resolve import DTypePlan, MemoryPlan
 from quire.config.resolve_cuda import gpu_only_options
+from quire.config.sharing import read_events_config
 from quire.contracts.errors import ConfigError
 from quire.contracts.protocols import ExecutorFacts
 from quire.contracts.sampling import SamplingParams
@@ -43,6 +44,7 @@ from quire.observe.progress import Progress
 from quire.platforms.cpu import CpuFacts, read_cpu_facts
 from quire.platforms.cuda import read_cuda_facts
 from quire.platforms.detect import DevicePlan, check_gpus, probe_driver, resolve_device
+from quire.procs.event_publisher import publish_events
 from quire.quantization.read import Quantization
 from quire.text.chat import ChatTemplate
 from quire.text.grammar import GrammarCompiler
@@ -139,6 +141,7 @@ def assemble(config: EngineConfig, on_loading: Loading | None = None, *, served:
     """
     if config.device.device == "mock":
         raise ConfigError("device=mock has no model and is for `quire serve`: choose another device here.")
+    read_events_config(config)  # an error in it is told before the model is loaded
     phases = _Phases()
     found = read_files(config)
     phases.end("config")
@@ -156,8 +159,8 @@ def assemble(config: EngineConfig, on_loading: Loading | None = None, *, served:
         replicas = _assemble_replicas(plans, arrived, on_loading or progress.update, phases.end)
     parts, tokenizer = replicas[0], text.tokenizer  # not of a core that serves another process, until it needs one
     cores = [assemble_core(one, GrammarCompiler(lambda: tokenizer or Tokenizer.load(found.tokenizer_folder),
-                                                found.args.vocab_size, GrammarTrial(), cpu.cores))
-             for one in replicas]  # fmt: skip
+                                                found.args.vocab_size, GrammarTrial(), cpu.cores), replica)
+             for replica, one in enumerate(replicas)]  # fmt: skip
     core = join_replicas(plan, cores, arrived, parts.hosts)
     phases.end("engine")
     about = core.facts.plans
@@ -249,7 +252,7 @@ def _assemble_replicas(plans: Sequence[EnginePlan], arrived: threading.Event, on
     return assemble_ranks(plans, on_loading=on_loading, end_phase=end_phase, arrived=arrived)
 
 
-def assemble_core(parts: Parts, compiler: GrammarCompiler | None) -> EngineCore:
+def assemble_core(parts: Parts, compiler: GrammarCompiler | None, replica: int = 0) -> EngineCore:
     """Make the engine core: scheduler, KV block allocator, executor. `compiler`: of structured output."""
     plan, memory, config = parts.plan, parts.memory, parts.plan.config
     scheduler = config.scheduler
@@ -274,15 +277,16 @@ def assemble_core(parts: Parts, compiler: GrammarCompiler | None) -> EngineCore:
                "engine": msgspec.json.encode(report.describe()).decode()} | parts.plans | rank_lines(report),
     )
     pool = BlockPool(memory.num_blocks)
-    return EngineCore(
+    core = EngineCore(
         parts.executor(facts),
         scheduler,
         KVAllocator(pool, memory.geometry, num_slots=scheduler.sequences()),
         root_key=root_key(plan),
         prefix_caching=config.cache.enable_prefix_caching,
         compiler=compiler,
-        store=make_store(plan, memory, pool),
+        store=make_store(plan, memory, pool, parts.worker.mover if parts.worker else None),
     )
+    return publish_events(core, config, replica)
 
 
 def join_replicas(plan: EnginePlan, cores: Sequence[EngineCore], arrived: threading.Event,

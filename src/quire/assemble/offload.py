@@ -5,12 +5,14 @@ from collections.abc import Iterable
 from hashlib import sha256
 from pathlib import Path
 
+from quire import __version__
+from quire.config.env import cluster_key
 from quire.config.placement import Rank, ranks
 from quire.config.resolve import GIB, MemoryPlan
 from quire.contracts.errors import ConfigError
 from quire.kv.hashing import namespace_digest
 from quire.kv.pool import BlockPool
-from quire.kv.store import KVStore
+from quire.kv.store import KeyedTier, KVStore
 from quire.kvstore.arena import KVArena
 from quire.kvstore.files import BlockFiles, DiskTier
 from quire.kvstore.mover import BlockMover
@@ -19,7 +21,11 @@ from quire.models.layout import alone
 from quire.models.plan import EnginePlan
 from quire.models.registry import rank_geometry
 from quire.platforms.cpu import read_cpu_facts
+from quire.procs.block_peers import BlockPeers
+from quire.procs.block_share import BlockShare
 from quire.weights.files import weight_files
+
+SAMPLES, SAMPLE_BYTES = 64, 4096  # of a weight file, by which engines know that they have the same
 
 
 def root_key(plan: EnginePlan) -> bytes:
@@ -36,19 +42,33 @@ def root_key(plan: EnginePlan) -> bytes:
     )  # fmt: skip
 
 
-def make_store(plan: EnginePlan, memory: MemoryPlan, pool: BlockPool) -> KVStore | None:
-    """Return the store of an engine core; None when there is no tier below the device."""
+def make_store(plan: EnginePlan, memory: MemoryPlan, pool: BlockPool, mover: BlockMover | None) -> KVStore | None:
+    """Return the store of an engine core; None when there is no tier below the device.
+
+    mover   of the only rank; None: each of several ranks has its own
+    """
     offload = resolve_offload(plan.config)
     if not offload.host_bytes:
         return None
     tokens, size = plan.step_tokens + plan.config.scheduler.sequences(), memory.geometry.block_size
     taken = len(memory.geometry.groups) * (2 * tokens + memory.max_model_len) // size + 2
-    below: tuple[DiskTier, ...] = ()
+    below: tuple[KeyedTier, ...] = ()
     if offload.folder:
         names = map(_name, ranks(plan.args, plan.mesh.parallel))
         below = (DiskTier(Path(offload.folder), _file_namespace(plan), names),)
-    return KVStore(pool, memory.geometry.groups, size, num_host_blocks=memory.host_blocks, reserve=taken,
-                   below=below, write_through=offload.write_through)  # fmt: skip
+    peers = mover.peers if mover is not None and isinstance(mover.peers, BlockPeers) else None
+    if peers is not None:
+        below += (peers,)
+    store = KVStore(pool, memory.geometry.groups, size, num_host_blocks=memory.host_blocks, reserve=taken,
+                    below=below, promises=peers, write_through=offload.write_through)  # fmt: skip
+    if offload.sharing.place is not None:
+        assert mover is not None, "several ranks share no blocks"
+        share = BlockShare(offload.sharing.place, cluster_key()[0], _peer_namespace(plan), store, mover.page)
+        store.on_close.append(share.close)
+    if peers is not None:
+        peers.follow()
+        store.on_close.append(peers.close)
+    return store
 
 
 def check_host_memory(sizes: Iterable[MemoryPlan]) -> None:
@@ -74,7 +94,9 @@ def make_mover(plan: EnginePlan, memory: MemoryPlan, arena: KVArena) -> BlockMov
         files = BlockFiles(Path(offload.folder), _file_namespace(plan), _name(plan.mesh.rank),
                            page_bytes=arena.page_bytes,
                            most_bytes=offload.folder_bytes // plan.mesh.parallel.replica)  # fmt: skip
-    return BlockMover(arena, memory.host_blocks, files)
+    sharing = offload.sharing
+    peers = BlockPeers(sharing.peers, cluster_key()[0], _peer_namespace(plan)) if sharing.peers else None
+    return BlockMover(arena, memory.host_blocks, files, peers=peers)
 
 
 def _name(rank: Rank) -> str:
@@ -90,3 +112,22 @@ def _file_namespace(plan: EnginePlan) -> bytes:
     files = [folder / "config.json", *weight_files(folder)]
     about = [(path.name, stat.st_size, stat.st_mtime_ns) for path, stat in ((path, path.stat()) for path in files)]
     return sha256(root_key(plan) + json.dumps(about).encode()).digest()
+
+
+def _peer_namespace(plan: EnginePlan) -> bytes:
+    """Return the namespace of blocks on other hosts: that of the keys, and samples of every weight file.
+
+    A copy of a model has the same, wherever it is; other weights of the same sizes have another one.
+    """
+    about = sha256(root_key(plan) + __version__.encode())
+    if plan.config.load.load_format == "dummy":
+        about.update(str(plan.config.model.seed).encode())
+        return about.digest()
+    for path in (Path(plan.folder) / "config.json", *weight_files(Path(plan.folder))):
+        size = path.stat().st_size
+        about.update(f"{path.name} {size}".encode())
+        with path.open("rb") as file:
+            for at in range(0, size, max(size // SAMPLES, SAMPLE_BYTES)):
+                file.seek(at)
+                about.update(file.read(SAMPLE_BYTES))
+    return about.digest()

@@ -94,7 +94,21 @@ class CacheConfig:
                                       "least recently used go first", above=0)
     kv_transfer_config: dict[str, Any] | None = option(
         None, 'vLLM\'s connector, as JSON: {"kv_connector": "OffloadingConnector", "kv_role": "kv_both", '
-        '"kv_connector_extra_config": {"cpu_bytes_to_use": 8000000000}}; LMCacheConnectorV1 likewise')
+        '"kv_connector_extra_config": {"cpu_bytes_to_use": 8000000000}}; LMCacheConnectorV1 likewise; QuireConnector: '
+        'the role says whether prompts are computed for other engines, or taken from them')
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShareConfig:
+    """KV blocks and other engines."""
+
+    kv_share: str | None = option(None, "address HOST:PORT on which other engines read the blocks in this one's host "
+                                  "memory; they need the same key (QUIRE_CLUSTER_KEY)")
+    kv_peers: tuple[str, ...] = option((), "addresses HOST:PORT of engines whose blocks this one reads, through "
+                                       "--kv-offload-gb")
+    kv_events_config: dict[str, Any] | None = option(
+        None, "events about the blocks of the prefix cache, for routers, as JSON with vLLM's keys: "
+        '{"enable_kv_cache_events": true, "endpoint": "tcp://*:5557"} (default endpoint: port 5557 of loopback)')
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,6 +205,7 @@ class EngineConfig:
     model: ModelConfig = ModelConfig()
     load: LoadConfig = LoadConfig()
     cache: CacheConfig = CacheConfig()
+    share: ShareConfig = ShareConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
     device: DeviceConfig = DeviceConfig()
     parallel: ParallelConfig = ParallelConfig()

@@ -180,7 +180,7 @@ class RequestMetrics(msgspec.Struct, kw_only=True):
 
 
 class RequestOutput(msgspec.Struct, kw_only=True):
-    """The state of one prompt: its completions so far."""
+    """The state of one prompt: its completions so far. `kv_transfer_params`: of a prefill node for the decode node."""
 
     request_id: str
     prompt: str | None
@@ -190,6 +190,7 @@ class RequestOutput(msgspec.Struct, kw_only=True):
     prompt_logprobs: list[LogprobsByToken | None] | None = None
     num_cached_tokens: int | None = None
     metrics: RequestMetrics | None = None
+    kv_transfer_params: dict[str, Any] | None = None
 
 
 class EmbeddingOutput(msgspec.Struct, kw_only=True):

@@ -47,6 +47,19 @@ TRANSITIONS = {
 }
 
 
+class Transfer(msgspec.Struct, frozen=True, kw_only=True):
+    """KV blocks of a prompt that one engine computes for another one.
+
+    name        of the lease, by which the prefill node keeps the blocks until the decode node has them
+    address     HOST:PORT of the prefill node; "": this engine is the prefill node
+    num_tokens  tokens of the prompt whose blocks the prefill node has; 0 in the prefill node itself
+    """
+
+    name: str
+    address: str = ""
+    num_tokens: int = 0
+
+
 class NewRequest(msgspec.Struct, frozen=True, kw_only=True):
     """A completion to generate, as the engine core gets it: token ids instead of text, every default resolved.
 
@@ -61,6 +74,7 @@ class NewRequest(msgspec.Struct, frozen=True, kw_only=True):
                  tenant. "": there is only one tenant
     grammar      the structured output, as `StructuredOutputsParams.spec` writes it
     num_drafts   maximum number of drafts that a step verifies for the request; None: as many as the engine drafts
+    transfer     the blocks of the prompt go to another engine, or come from one; None: neither
     pool         "mean", "last" or "cls": the request ends with a pooled hidden state (max_tokens is 0); "": with text
     """
 
@@ -79,6 +93,7 @@ class NewRequest(msgspec.Struct, frozen=True, kw_only=True):
     read_prefix_cache: bool = True
     grammar: str | None = None
     num_drafts: int | None = None
+    transfer: Transfer | None = None
     pool: str = ""
 
 

@@ -44,6 +44,7 @@ class SamplingParams(
     shown_special_ids     special tokens that stay in the text although skip_special_tokens removes the others
     structured_outputs    the grammar of the output; generation ends when the grammar allows no further token
     speculative_tokens    drafts that a step verifies, at most; 0 = no speculation; None = as many as the engine drafts
+    kv_transfer_params    disaggregation of prefill and decode, see `entry/transfer.py`
     """
 
     n: int = 1
@@ -76,6 +77,7 @@ class SamplingParams(
     skip_reading_prefix_cache: bool = False
     structured_outputs: StructuredOutputsParams | None = None
     speculative_tokens: int | None = None
+    kv_transfer_params: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
         self.check()

@@ -74,11 +74,15 @@ class StepSync(msgspec.Struct, frozen=True):
 
 
 class Tier(StrEnum):
-    """Memory that holds KV blocks, the nearest first. DEVICE and HOST have block numbers; DISK finds blocks by key."""
+    """Memory that holds KV blocks, the nearest first. PEER is the host memory of other engines.
+
+    DEVICE and HOST have block numbers; DISK and PEER find blocks by key.
+    """
 
     DEVICE = "device"
     HOST = "host"
     DISK = "disk"
+    PEER = "peer"
 
 
 class Fetched(msgspec.Struct, frozen=True, kw_only=True):

@@ -141,6 +141,8 @@ class Admitter:
             pool=new.pool,
         )
         if request.num_cached < 0:
+            if self._roster.store is not None:
+                self._roster.store.sharing.settle(new.handle)
             request.num_cached = match.num_tokens
             request.origins = {block: one for block, one in request.origins.items() if block < match.num_blocks}
             self.prefix_queries += request.num_prompt

@@ -20,6 +20,7 @@ from quire.engine.plan_writer import InFlight
 from quire.engine.queue import SLACK
 from quire.engine.scheduler import Scheduler
 from quire.kv.allocator import KVAllocator
+from quire.kv.events import EventLog
 from quire.kv.hashing import TENANT, Tags
 from quire.kv.miss_reasons import PrefixHistory
 from quire.kv.store import KVStore
@@ -34,6 +35,7 @@ class EngineCore:
 
     in_flight     steps that are submitted and not confirmed, oldest first
     needs_masks   True: the step that was submitted last cannot sample before `send_masks`
+    events        tells which blocks the prefix cache gets and loses; None: nobody wants to know
     """
 
     def __init__(
@@ -62,6 +64,7 @@ class EngineCore:
         self._requests: dict[int, Request] = {}
         self.in_flight: deque[InFlight] = deque()
         self.needs_masks = False
+        self.events: EventLog | None = None
         self._finished: list[Finish] = []  # ended between steps; reported with the next outputs
         self._deadlines: list[tuple[float, int]] = []
         self._prefix_caching = prefix_caching
@@ -258,12 +261,18 @@ class EngineCore:
         self.scheduler.allocator.pool.reset()
         if self._store is not None:
             self._store.reset()
+        if self.events is not None:
+            self.events.flush()
         return len(self.scheduler.table) == 0
 
     def shutdown(self, *, wait: bool = True) -> None:
         """Drop the steps in flight and stop the executor. wait: see `Executor.shutdown`."""
         self.in_flight.clear()
         self._grammars.close()
+        if self.events is not None:
+            self.events.close()
+        for close in self._store.on_close if self._store is not None else ():
+            close()
         self.executor.shutdown(wait=wait)
 
     def check(self) -> None:
@@ -317,6 +326,8 @@ class EngineCore:
             self._finished.append(self._finisher.end(request, FinishReason.ERROR, error="internal"))
 
     def _report(self, outputs: StepOutputs) -> StepOutputs:
+        if self.events is not None:
+            self.events.flush()
         if not self._finished:
             return outputs
         finished, self._finished = tuple(self._finished), []

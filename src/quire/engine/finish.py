@@ -75,7 +75,7 @@ class Finisher:
         if request.new.grammar is not None:
             self._grammars.drop(request.new.handle)
         if request.state is not FINISHED:  # else the roster has ended it already
-            self._roster.remove(request, distrust=distrust)
+            self._roster.remove(request, distrust=distrust, whole=reason in (FinishReason.STOP, FinishReason.LENGTH))
         code, message = (error.code, str(error)) if isinstance(error, RequestFailed) else (error, None)
         return Finish(handle=request.new.handle, reason=reason, stop_id=stop_id, error=code, message=message,
                       vector=vector, drafts=request.drafts)  # fmt: skip

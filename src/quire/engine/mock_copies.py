@@ -20,7 +20,7 @@ Memory = np.ndarray[Any, np.dtype[np.uint64]]
 class MockDisk(dict[bytes, Memory]):
     """Blocks by key, as the disk tier of mock executors. Two executors may share it."""
 
-    tier = Tier.DISK
+    tier, takes = Tier.DISK, True
 
     def has(self, key: bytes) -> bool:
         """See `quire.kv.store.KeyedTier`."""
@@ -65,16 +65,17 @@ class MockCopies:
 
     def _copy(self, job: CopyJob) -> FinishedCopy:
         fault, count = next(self._faults), len(job.keys)
-        good = {"lost": 0, "half": count // 2, "corrupt": count - (job.source == Tier.DISK),
+        far = job.source not in self._blocks
+        good = {"lost": 0, "half": count // 2, "corrupt": count - far,
                 "full": 0 if job.target == Tier.DISK else count}.get(fault, count)
         failed = set(range(good, count))
         if fault == "corrupt":
             self._disk.discard(job.keys[i] for i in failed)
         for i, key in enumerate(job.keys[:good]):
-            if job.source == Tier.DISK and key not in self._disk:
+            if far and key not in self._disk:
                 failed.add(i)
                 continue
-            content = self._disk[key] if job.source == Tier.DISK else self._blocks[job.source][job.sources[i]].copy()
+            content = self._disk[key] if far else self._blocks[job.source][job.sources[i]].copy()
             if job.target == Tier.DISK:
                 self._disk[key] = content
             else:

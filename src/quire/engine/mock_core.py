@@ -31,10 +31,11 @@ def build_mock_core(config: EngineConfig, folder: Path, tokenizer_folder: Path |
     tokenizer_folder   folder of the tokenizer; None: `folder`
     Raises `ConfigError` when max_model_len exceeds the model's context or the given number of blocks.
     """
-    cache = config.cache
-    if cache.kv_offload_gb or cache.kv_offload_dir is not None or cache.kv_transfer_config:
-        raise ConfigError("device=mock has no tiers of KV blocks: leave out kv_offload_gb, kv_offload_dir and "
-                          "kv_transfer_config.")
+    cache, share = config.cache, config.share
+    tiers = cache.kv_offload_gb or cache.kv_offload_dir is not None or cache.kv_transfer_config
+    if tiers or share.kv_share or share.kv_peers:
+        raise ConfigError("device=mock has no tiers of KV blocks: leave out kv_offload_gb, kv_offload_dir, "
+                          "kv_transfer_config, kv_share and kv_peers.")
     args = read_checkpoint_config(folder)
     speculation = read_speculative_config(config.scheduler.speculative_config)
     if speculation is not None and speculation.method not in METHODS:

@@ -65,14 +65,22 @@ class Roster:
         self._chains[new.handle] = chain
         if not self._keeps:
             self._completions[_family(request)] += 1
+        if self.store is not None and new.transfer is not None:
+            self.store.sharing.expect(new, chain)
         return request
 
-    def remove(self, request: Request, *, distrust: bool = False) -> None:
+    def remove(self, request: Request, *, distrust: bool = False, whole: bool = False) -> None:
         """End a request, whether it waits or runs, and free its slot and blocks.
 
         distrust   True: its blocks may hold wrong KV and are removed from the prefix cache
+        whole      True: it came to its end, so that another engine may go on with its blocks
         """
         before, blocked_on = request.state, request.blocked_on
+        if self.store is not None and (transfer := request.new.transfer) is not None:
+            self.store.sharing.settle(request.new.handle)
+            if whole and before is RequestState.RUNNING and not transfer.address:
+                num_blocks = int(self.allocator.published[request.slot])
+                self.store.sharing.keep(transfer.name, self._chains[request.new.handle], num_blocks)
         if before is RequestState.RUNNING:
             (self.allocator.forget if distrust else self.allocator.free)(request.slot)
             self.released.append(self.table.leave(request))

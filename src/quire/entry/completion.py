@@ -3,6 +3,7 @@
 import sys
 import time
 from dataclasses import dataclass, field
+from typing import Any
 
 from quire.contracts.output import CompletionOutput, Finish, Logprob, LogprobsByToken, RequestMetrics, RequestOutput
 from quire.contracts.request import FinishReason
@@ -112,6 +113,7 @@ class Generation:
 
     began             monotonic time when a step first scheduled the prompt, if known
     num_preemptions   preemptions of all its completions
+    for_decode        `kv_transfer_params` of a prefill node's answer
     due               tokens that a completion must have before the next output is made; 0 = an output at each token
     """
 
@@ -127,6 +129,7 @@ class Generation:
     num_preemptions: int = 0
     due: int = 0
     tenant: str = ""
+    for_decode: dict[str, Any] | None = None
     metrics: RequestMetrics = field(default_factory=lambda: RequestMetrics(arrival_time=time.monotonic()))
 
     def __post_init__(self) -> None:
@@ -171,7 +174,7 @@ class Generation:
         return RequestOutput(request_id=self.request_id, prompt=self.prompt, prompt_token_ids=self.prompt_token_ids,
                              outputs=[c.output() for c in self.completions], finished=self.finished,
                              prompt_logprobs=self.prompt_logprobs, num_cached_tokens=self.num_cached,
-                             metrics=self.metrics)
+                             metrics=self.metrics, kv_transfer_params=self.for_decode if self.finished else None)
 
     def _named(self, rows: RowLogprobs, row: int) -> LogprobsByToken:
         named: LogprobsByToken = {}

@@ -19,6 +19,7 @@ from typing import Any
 from quire.config.engine import EngineConfig
 from quire.engine.replicas import Core
 from quire.procs.core_server import Send, run_core
+from quire.procs.event_publisher import publish_events
 from quire.procs.messages import CoreStart, Loading, Ready
 from quire.procs.parent import end_with_parent, read_start
 from quire.weights.folder import resolve_folders
@@ -34,6 +35,7 @@ def main() -> int:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     logging.basicConfig(level=logging.ERROR, format="quire core: %(message)s")  # notes for users travel in `Ready`
     logging.getLogger("quire").getChild("hosts").setLevel(logging.WARNING)  # those about missing hosts do not wait
+    logging.getLogger("quire").getChild("kv").setLevel(logging.WARNING)  # so do those about tiers and peers
     logging.getLogger("quire").getChild("balancing").setLevel(logging.INFO)  # of experts, while requests are served
     start = read_start(CoreStart, "quire.entry.core_process")
     folder = Path(start.to_core.removeprefix("ipc://")).parent
@@ -68,7 +70,7 @@ def build(config: EngineConfig, send: Send) -> tuple[Core, Ready]:
 def _build_mock(config: EngineConfig) -> tuple[Core, Ready]:
     from quire.engine.mock_core import build_mock_core
 
-    core = build_mock_core(config, *resolve_folders(config))
+    core = publish_events(build_mock_core(config, *resolve_folders(config)), config)
     plans = {"model": f"mock, {config.device.mock_step_ms:g} ms per step"}
     notes = ("device=mock: no model is loaded, and the answers are made up.",)
     return core, _ready(core, dtype="none", device="mock", weight_bytes=0, kv_bytes=0, plans=plans, notes=notes)

@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from quire.config.sharing import SharePlan
 from quire.contracts.errors import InvalidParameter, PromptTooLong, listed, shown
 from quire.contracts.request import NewRequest
 from quire.contracts.sampling import BIAS_LIMIT, COLDEST, SamplerSpec, SamplingParams
@@ -24,6 +25,8 @@ class FrontLimits:
 
     by_priority   requests may have a priority (scheduling_policy="priority")
     num_drafts    most drafts that a step verifies for a request
+    sharing       part of the engine among others
+    block_size    tokens per KV block
     """
 
     max_model_len: int
@@ -32,6 +35,8 @@ class FrontLimits:
     eos_ids: tuple[int, ...] = ()
     by_priority: bool = False
     num_drafts: int = 0
+    sharing: SharePlan = SharePlan()
+    block_size: int = 1
 
 
 def check_options(priority: int, timeout: float | None, limits: FrontLimits) -> None:
@@ -138,4 +143,4 @@ def child_request(parent: NewRequest, index: int, request_id: str) -> NewRequest
     spec = msgspec.structs.replace(
         parent.sampler, seed=child_seed(parent.sampler.seed, index), num_prompt_logprobs=None)
     return msgspec.structs.replace(parent, handle=parent.handle + index, request_id=request_id, sampler=spec,
-                                   parent=parent.handle, read_prefix_cache=True)
+                                   parent=parent.handle, read_prefix_cache=True, transfer=None)

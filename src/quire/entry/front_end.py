@@ -29,6 +29,8 @@ from quire.entry.core_request import (
     sampler_spec,
 )
 from quire.entry.prompts import Prompt
+from quire.entry.transfer import answer_transfer, read_transfer
+from quire.kvstore.plan import resolve_offload
 from quire.procs.fronts import ALONE, FrontPlace
 from quire.procs.messages import Ready
 from quire.text.sequence import SequenceText
@@ -85,6 +87,7 @@ class FrontEnd:
         """Make the front end of an engine. `facts`: limits that the executor or the core reports."""
         limits = FrontLimits(max_model_len=facts.max_model_len, vocab_size=facts.vocab_size,
                         max_logprobs=config.model.max_logprobs, eos_ids=eos_ids, num_drafts=facts.num_drafts,
+                        sharing=resolve_offload(config).sharing, block_size=facts.block_size,
                         by_priority=config.scheduler.scheduling_policy == "priority")
         return cls(tokenizer, limits, seed=config.model.seed, place=place)
 
@@ -119,12 +122,15 @@ class FrontEnd:
         stops = tuple(sorted({*(params.stop_token_ids or ()), *(() if params.ignore_eos else self._eos)}))
         sampler = sampler_spec(params, seed, len(token_ids), stops, self.limits.vocab_size, self.tokenizer)
         check_first_token(params, sampler, self.limits.vocab_size)
+        transfer = read_transfer(params.kv_transfer_params, self.limits.sharing)
         if self._next_handle + params.n > self._place.end:
             self._next_handle = self._place.first
         first = self._next_handle
         request_id = request_id if request_id is not None else str(first)
         generation = Generation(request_id=request_id, tenant=tenant, prompt=prompt.text, prompt_token_ids=token_ids,
                                 params=params, completions=[],
+                                for_decode=answer_transfer(transfer, self.limits.sharing, len(token_ids),
+                                                           self.limits.block_size),
                                 tokenizer=self.tokenizer if params.detokenize else None,
                                 prompt_logprobs=None if params.prompt_logprobs is None else [None])
         for i in range(params.n):
@@ -148,6 +154,7 @@ class FrontEnd:
             pool=pool,
             grammar=grammar,
             num_drafts=params.speculative_tokens,
+            transfer=transfer,
         )
         requests = [parent, *(child_request(parent, i, f"{request_id}.{i}") for i in range(1, params.n))]
         self._next_handle += params.n

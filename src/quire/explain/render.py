@@ -197,6 +197,8 @@ def _scratch_words(memory: Plan) -> str:
 
 def _tier_words(tier: Plan) -> str:
     """Return a tier of KV blocks below the device in words."""
+    if tier["name"] == "peer":
+        return f"peer tier: blocks in host memory of {', '.join(tier['addresses'])}"
     where = f"files in {tier['folder']}, at most" if tier["folder"] else "host memory,"
     return (f"{tier['name']} tier, {tier['policy']}: {where} {size(tier['bytes'])} = {tier['blocks']:,} pages = "
             f"{tier['tokens']:,} tokens")

@@ -28,6 +28,7 @@ class KVAllocator:
 
     capacity    [num_slots] int32, tokens that a slot's blocks hold in every group (0: the slot is empty); read only
     published   [num_slots] int32, number of leading blocks of a slot that are in the prefix cache; read only
+    groups      the KV groups
     has_windows True: a KV group has a sliding window, so `trim` can give blocks back before a request ends
     """
 
@@ -36,7 +37,7 @@ class KVAllocator:
         self.block_size = geometry.block_size
         self.capacity: I32 = np.zeros(num_slots, np.int32)
         self.published: I32 = np.zeros(num_slots, np.int32)
-        self._groups = geometry.groups
+        self.groups = geometry.groups
         self._windows = [g for g, group in enumerate(geometry.groups) if group.window is not None]
         self.has_windows = bool(self._windows)
         self._tables: list[list[list[int]]] = [[[] for _ in range(num_slots)] for _ in geometry.groups]
@@ -44,6 +45,7 @@ class KVAllocator:
         self._num_shared = [0] * num_slots  # leading blocks of each group that came from a match
         self._index = PrefixIndex(pool, geometry.block_size, geometry.groups)
         self.on_withdraw: list[Callable[[list[bytes]], None]] = []  # called with the keys of every withdrawn chain
+        self.on_publish: list[Callable[[KeyChain, int, int], None]] = []  # called with a range of blocks in the cache
 
     def match(self, chain: KeyChain, max_tokens: int) -> PrefixMatch:
         """Return the longest prefix of `chain` in the pool, at most `max_tokens` tokens. Changes nothing."""
@@ -56,7 +58,7 @@ class KVAllocator:
         """
         whole = -(-num_tokens // self.block_size)
         windows = sum(min(whole, self._peak(group, chunk)) for group in self._windows) if self.has_windows else 0
-        return whole * (len(self._groups) - len(self._windows)) + windows
+        return whole * (len(self.groups) - len(self._windows)) + windows
 
     def can_admit(self, match: PrefixMatch, num_tokens: int, headroom: int = 0, upto: int | None = None) -> bool:
         """True when `admit` would succeed and leave `headroom` free blocks; num_tokens, upto as in `admit`.
@@ -65,12 +67,12 @@ class KVAllocator:
         later chunks of the prompt.
         """
         whole, held = -(-num_tokens // self.block_size), match.blocks[0]
-        missing = (whole - len(held)) * (len(self._groups) - len(self._windows))
+        missing = (whole - len(held)) * (len(self.groups) - len(self._windows))
         for group in self._windows:
             blocks = match.blocks[group]
             peak = self._peak(group, (num_tokens if upto is None else upto) - match.num_tokens)
             missing += min(whole, blocks.count(NULL_BLOCK) + peak) - len(blocks)
-        if self.has_windows or len(self._groups) > 1:
+        if self.has_windows or len(self.groups) > 1:
             held = [block for blocks in match.blocks for block in blocks if block]
         return self.pool.num_free - missing - headroom >= self.pool.num_free_among(held)
 
@@ -80,7 +82,7 @@ class KVAllocator:
 
     def _peak(self, group: int, chunk: int) -> int:
         """Return the most blocks that a group with a window holds for a chunk and the window of its first row."""
-        window = self._groups[group].window
+        window = self.groups[group].window
         assert window is not None
         return (window + chunk - 3) // self.block_size + 2
 
@@ -159,7 +161,7 @@ class KVAllocator:
         """
         for group in self._windows:
             tables, behind = self._tables[group], self._behind[group]
-            window = self._groups[group].window
+            window = self.groups[group].window
             assert window is not None
             passed = np.maximum(positions - window + 1, 0) // self.block_size  # `KVGroup.num_behind` of each
             for i in np.flatnonzero(passed > behind[slots]).tolist():
@@ -178,8 +180,7 @@ class KVAllocator:
         it. `chain` has the keys of the slot's request.
         """
         start = int(self.published[slot])
-        if num_full_blocks <= start:
-            return
+        num_full_blocks = max(start, num_full_blocks)
         publish, keys = self.pool.publish, chain.keys(num_full_blocks, start)
         for group, tables in enumerate(self._tables):
             table = tables[slot]
@@ -187,11 +188,13 @@ class KVAllocator:
             for block, key in zip(table[start:num_full_blocks], group_keys(keys, group), strict=True):
                 publish(block, key)
         self.published[slot] = num_full_blocks
+        for tell in self.on_publish:
+            tell(chain, 0 if start == self._num_shared[slot] else start, num_full_blocks)
 
     def withdraw(self, chain: KeyChain, start: int = 0) -> None:
         """Remove the blocks of `chain`, from number `start` on, from the prefix cache. Who holds them keeps them."""
         kept = chain.keys(chain.num_hashed, start)
-        keys = [key for group in range(len(self._groups)) for key in group_keys(kept, group)]
+        keys = [key for group in range(len(self.groups)) for key in group_keys(kept, group)]
         found = [self.pool.lookup(key) for key in keys]
         self.pool.forget([block for block in found if block is not None])
         for tell in self.on_withdraw:
@@ -222,9 +225,9 @@ class KVAllocator:
         save fewer than `least` token reads are left out. With several groups of full attention, the group that shares
         the fewest blocks counts: in one of them a block may have been evicted and computed again.
         """
-        if len(self._windows) == len(self._groups):
+        if len(self._windows) == len(self.groups):
             return []
-        full = [self._tables[g] for g, group in enumerate(self._groups) if group.window is None]
+        full = [self._tables[g] for g, group in enumerate(self.groups) if group.window is None]
         begun = [slot for slot in slots if full[0][slot]]
         firsts = [full[0][slot][0] for slot in begun]
         if len(set(firsts)) == len(firsts):

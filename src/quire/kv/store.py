@@ -2,7 +2,7 @@
 
     device   the allocator's pool               where steps read and write
     host     a `BlockPool` of this store        between the device and everything else
-    below    `KeyedTier`s, such as a disk       find blocks by key; filled from the host tier, read into it
+    below    `KeyedTier`s: a disk, peers        find blocks by key; filled from the host tier, read into it
 
 Every movement is a `CopyJob` in a step's plan, and counts when its report comes. A store holds no device block: when
 the device pool drops the key first, the copy is worthless. A load takes device blocks of its own and publishes them
@@ -27,8 +27,9 @@ from quire.kv.copy_jobs import LOAD, STORE, CopyJobs
 from quire.kv.hashing import KeyChain, group_keys
 from quire.kv.pool import BlockPool
 from quire.kv.prefix import PrefixIndex, PrefixMatch
+from quire.kv.sharing import Promises, Sharing
 
-LOG = logging.getLogger("quire")
+LOG = logging.getLogger("quire").getChild("kv")
 MOST_STORED = 512  # blocks on their way to the host tier; what is beyond is not stored now
 MOST_WRITTEN = 512  # blocks on their way to the disk tier; what is beyond is not written
 REPORT_SECONDS = 1.0  # an engine without other work asks for the reports of writes after so long
@@ -44,9 +45,13 @@ class BlockPlace(Enum):
 
 
 class KeyedTier(Protocol):
-    """A tier below the host tier that finds blocks by key, such as files on a disk. Host blocks are written to it."""
+    """A tier below the host tier that finds blocks by key, such as files on a disk.
+
+    takes   True: host blocks are written to it
+    """
 
     tier: Tier
+    takes: bool
 
     def has(self, key: bytes) -> bool:
         """True when the tier seems to hold the block on every rank. A job may find that it does not."""
@@ -72,6 +77,8 @@ class KVStore:
 
     host     pool of the host tier
     stats    counters of each tier below the device, since the start
+    sharing  promises to and from other engines
+    on_close   functions to call when the engine ends
     """
 
     def __init__(
@@ -82,6 +89,7 @@ class KVStore:
         *,
         num_host_blocks: int,
         below: tuple[KeyedTier, ...] = (),
+        promises: Promises | None = None,
         write_through: bool = False,
         reserve: int = 64,
         clock: Callable[[], float] = time.monotonic,
@@ -89,6 +97,7 @@ class KVStore:
         """Listen to `pool`, the device's.
 
         below          tiers below the host tier, the nearest first
+        promises       blocks of other engines that requests may count on
         write_through  store every published block; otherwise the blocks that the next steps may evict
         reserve        blocks that the next steps may take; a prompt takes all of its blocks at once
         """
@@ -96,13 +105,15 @@ class KVStore:
         self.stats = {Tier.HOST: TierStats(num_blocks=num_host_blocks)} | {one.tier: TierStats() for one in below}
         self._pool, self._below, self._reserve, self._clock = pool, below, reserve, clock
         self._index = PrefixIndex(_Reachable(self), block_size, groups)
+        self.sharing = Sharing(pool, self.host, len(groups), self.offer, promises, clock)
+        self.on_close: list[Callable[[], None]] = []
         links = [STORE, LOAD, *((one.tier, Tier.HOST) for one in below), *((Tier.HOST, one.tier) for one in below)]
         self._jobs = CopyJobs(links)
         self._offered: dict[int, bytes] = {}  # device block -> key, to be stored by write-through
         self._arrived: list[bytes] = []  # keys that came to the host tier from the device, for the tiers below
         self._fetches: dict[int, _Fetch] = {}
         self._ready: list[int] = []
-        self._full: set[Tier] = set()  # tiers that take no more blocks
+        self._full = {one.tier for one in below if not one.takes}  # tiers that take no more blocks
         self._few = max(1, min(reserve, pool.num_blocks) // 8)  # blocks that may be taken before others are looked for
         self._asked = clock()  # time of the last step, which brings reports
         self._seen = self._state()  # when blocks to store were looked for last
@@ -195,6 +206,7 @@ class KVStore:
     def take_copies(self) -> StepCopies | None:
         """Return the jobs of the step that is being planned, or None. Call this after the step's blocks are taken."""
         self._asked = self._clock()
+        self.sharing.expire()
         self._plan_stores()
         self._plan_writes()
         return self._jobs.take()
@@ -251,9 +263,9 @@ class KVStore:
         """Assert every invariant; O(blocks)."""
         self.host.check()
         self._jobs.check()
-        refs = Counter(self._jobs.blocks(Tier.HOST))
+        refs = Counter(self._jobs.blocks(Tier.HOST) + self.sharing.held())
         wrong = [block for block in range(self.host.num_blocks + 1) if refs[block] != self.host.refs(block)]
-        assert not wrong, f"references of host blocks {wrong[:8]} are not those of the jobs"
+        assert not wrong, f"references of host blocks {wrong[:8]} are not those of jobs and leases"
         for fetch in self._fetches.values():
             assert fetch.jobs and fetch.jobs <= self._jobs.running.keys(), "a request waits for no job"
 

@@ -27,7 +27,7 @@ from queue import SimpleQueue
 from quire.contracts.errors import ConfigError
 from quire.contracts.step import Tier
 
-LOG = logging.getLogger("quire")
+LOG = logging.getLogger("quire").getChild("kv")
 MAGIC, VERSION = b"QUIREKV\0", 1
 HEADER = struct.Struct("<8sIIQ32s8x")  # magic, version, crc32, length, digest
 SUFFIX = ".kv"
@@ -175,7 +175,7 @@ class BlockFiles:
 class DiskTier:
     """The disk tier as the core sees it: asks the file system for the files of every rank. See `kv.store.KeyedTier`."""
 
-    tier = Tier.DISK
+    tier, takes = Tier.DISK, True
 
     def __init__(self, folder: Path, namespace: bytes, ranks: Iterable[str]) -> None:
         self._folders = [rank_folder(folder, namespace, rank) for rank in dict.fromkeys(ranks)]

@@ -2,6 +2,7 @@
 
     device <-> host   `page_copies.py`: at once on a CPU, on streams beside the steps on a GPU
     host <-> disk     `files.py`, in two threads, one per direction
+    peers -> host     a `PageSource`, in a thread
 
 The host arena has the layout of the device's arena: a page is one copy, in every direction. Jobs begin in the thread
 that launches steps; another one may ask for their ends. Knows nothing of requests, pools and leases (`kv/`).
@@ -10,10 +11,11 @@ that launches steps; another one may ask for their ends. Knows nothing of reques
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
+from typing import Protocol
 
 import torch
 
@@ -31,6 +33,13 @@ TICK_SECONDS = 0.0002
 Outcome = Callable[[], tuple[int, ...] | None]  # returns indices of blocks that failed; None: the job still runs
 
 
+class PageSource(Protocol):
+    """Blocks of other engines."""
+
+    def fetch(self, keys: Sequence[bytes], pages: Sequence[memoryview]) -> tuple[int, ...]:
+        """Read blocks into `pages`; return the indices of those that failed. Any time, but an end of it."""
+
+
 @dataclass(frozen=True)
 class _Running:
     job: CopyJob
@@ -41,13 +50,15 @@ class _Running:
 class BlockMover:
     """Runs the copy jobs of a rank between its device, host memory and files.
 
+    peers   blocks of other engines, or None
     host    [num_host_blocks + 1, page_bytes] uint8, the host tier; page 0 is not used
     """
 
     def __init__(self, arena: KVArena, num_host_blocks: int, files: BlockFiles | None = None,
-                 copies: Callable[[torch.Tensor, torch.Tensor], PageCopies] | None = None) -> None:  # fmt: skip
+                 copies: Callable[[torch.Tensor, torch.Tensor], PageCopies] | None = None,
+                 peers: PageSource | None = None) -> None:  # fmt: skip
         """Allocate the host tier. `copies`: makes the copies between device and host; None: those of the device."""
-        self._arena, self._files = arena, files
+        self._arena, self._files, self.peers = arena, files, peers
         size = (num_host_blocks + 1, arena.page_bytes)
         try:
             self.host = memory.empty(size, torch.uint8, torch.device("cpu"))
@@ -58,9 +69,14 @@ class BlockMover:
         if on_gpu:
             pin(self.host, arena.pages.device)
         self._pages = (copies or (StreamCopies if on_gpu else InlineCopies))(arena.pages, self.host)
-        self._threads = {way: FileThread(f"quire-kv-{way}") for way in ("read", "write")} if files else {}
+        ways = ("read", "write") * (files is not None) + ("peer",) * (peers is not None)
+        self._threads = {way: FileThread(f"quire-kv-{way}") for way in ways}
         self._running: list[_Running] = []
         self._lock = threading.Lock()
+
+    def page(self, block: int) -> memoryview:
+        """Return the memory of a host block."""
+        return memoryview(self.host[block].numpy())
 
     def begin(self, jobs: Iterable[CopyJob]) -> None:
         """Begin jobs, after all work that the device has been given so far. Does not wait for a disk or a GPU."""
@@ -78,22 +94,22 @@ class BlockMover:
         return reports
 
     def _begin(self, job: CopyJob) -> Outcome:
+        if job.source == Tier.PEER:
+            assert self.peers is not None, "there is no peer tier"
+            work = partial(self.peers.fetch, job.keys, [self.page(block) for block in job.targets.tolist()])
+            return partial(_of_thread, self._threads["peer"].submit(partial(_tried, job, work)))
         if Tier.DISK in (job.source, job.target):
             assert self._files is not None, "there is no disk tier"
             reads = job.source == Tier.DISK
             work = partial(self._move_files, job, self._files.read if reads else self._files.write)
-            return partial(_of_thread, self._threads["read" if reads else "write"].submit(work))
+            return partial(_of_thread, self._threads["read" if reads else "write"].submit(partial(_tried, job, work)))
         ended = self._pages.copy(job.sources.tolist(), job.targets.tolist(), to_host=job.target == Tier.HOST)
         return lambda: () if ended() else None
 
     def _move_files(self, job: CopyJob, move: Callable[[bytes, memoryview], bool]) -> tuple[int, ...]:
         blocks = job.targets if job.source == Tier.DISK else job.sources
-        pages = (memoryview(self.host[block].numpy()) for block in blocks.tolist())
-        try:
-            return tuple(i for i, (key, page) in enumerate(zip(job.keys, pages, strict=True)) if not move(key, page))
-        except Exception:  # a fault of one job must not end the engine
-            LOG.exception("a copy of KV blocks from or to a disk failed")
-            return tuple(range(len(job.keys)))
+        pages = map(self.page, blocks.tolist())
+        return tuple(i for i, (key, page) in enumerate(zip(job.keys, pages, strict=True)) if not move(key, page))
 
     def _ended(self) -> tuple[FinishedCopy, ...]:
         with self._lock:
@@ -106,6 +122,15 @@ class BlockMover:
                          error=self._files.full if self._files and one.job.target == Tier.DISK else "")
             for one, failed in found if failed is not None
         )  # fmt: skip
+
+
+def _tried(job: CopyJob, work: Callable[[], tuple[int, ...]]) -> tuple[int, ...]:
+    """Do the work of a job in a thread; return the blocks that failed. A fault of one job must not end the engine."""
+    try:
+        return work()
+    except Exception:
+        LOG.exception("a copy of KV blocks from the %s tier to the %s tier failed", job.source, job.target)
+        return tuple(range(len(job.keys)))
 
 
 def _of_thread(future: "Future[tuple[int, ...]]") -> tuple[int, ...] | None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from quire.config.engine import CacheConfig, EngineConfig
+from quire.config.sharing import CONNECTOR, ROLES, SharePlan, resolve_share
 from quire.contracts.errors import ConfigError
 
 GIB = 1 << 30
@@ -19,7 +20,6 @@ IDLE = {"spec_name", "block_size", "eviction_policy", "lmcache.chunk_size", "lmc
         "lmcache.save_decode_cache"}  # fmt: skip
 KEYS = ("kv_connector", "kv_role", "kv_connector_extra_config", "kv_load_failure_policy", "engine_id", "kv_rank",
         "kv_parallel_size", "kv_ip", "kv_port", "kv_buffer_device", "kv_buffer_size")  # the last 7 mean nothing here
-ROLES = ("kv_both", "kv_producer", "kv_consumer")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +30,7 @@ class OffloadPlan:
     write_through   every full block goes to host memory; else those that are about to be evicted
     folder          folder of the disk tier; "": there is none
     folder_bytes    most bytes of its files, of all ranks of a replica together
+    sharing         blocks of other engines, and for them
     notes           lines for the user
     """
 
@@ -37,6 +38,7 @@ class OffloadPlan:
     write_through: bool = False
     folder: str = ""
     folder_bytes: int = 0
+    sharing: SharePlan = SharePlan()
     notes: tuple[str, ...] = ()
 
     @property
@@ -48,7 +50,7 @@ class OffloadPlan:
 def resolve_offload(config: EngineConfig) -> OffloadPlan:
     """Return the tiers that a configuration asks for. Raises ConfigError for options that contradict each other."""
     cache, notes = config.cache, tuple[str, ...]()
-    if cache.kv_transfer_config:
+    if cache.kv_transfer_config and cache.kv_transfer_config.get("kv_connector") != CONNECTOR:
         cache, notes = _of_connector(cache, cache.kv_transfer_config)
     if not math.isfinite(cache.kv_offload_gb + cache.kv_offload_dir_gb):
         raise ConfigError(f"kv_offload_gb={cache.kv_offload_gb}, kv_offload_dir_gb={cache.kv_offload_dir_gb}: sizes "
@@ -58,6 +60,8 @@ def resolve_offload(config: EngineConfig) -> OffloadPlan:
     if cache.kv_offload_dir is None and cache.kv_offload_dir_gb != CacheConfig.kv_offload_dir_gb:
         raise ConfigError(f"kv_offload_dir_gb={cache.kv_offload_dir_gb:g}: there are no files, because no folder is "
                           "named: give kv_offload_dir, too.")
+    sharing = resolve_share(config, cache.kv_offload_gb)
+    write_through = sharing.sends or cache.kv_offload_policy == "write_through"  # blocks go during the prompt
     if cache.kv_offload_gb == 0:
         if cache.kv_offload_dir is not None:
             raise ConfigError(f"kv_offload_dir={cache.kv_offload_dir!r}: blocks go to a disk through host memory, and "
@@ -75,8 +79,9 @@ def resolve_offload(config: EngineConfig) -> OffloadPlan:
                           "ranks: leave out kv_offload_dir, or use one host and distributed_executor_backend=mp.")
     folder = cache.kv_offload_dir or ""
     return OffloadPlan(
-        host_bytes=int(cache.kv_offload_gb * GIB), write_through=cache.kv_offload_policy == "write_through",
+        host_bytes=int(cache.kv_offload_gb * GIB), write_through=write_through,
         folder=folder, folder_bytes=int(cache.kv_offload_dir_gb * GIB) if folder else 0, notes=notes,
+        sharing=sharing,
     )  # fmt: skip
 
 
@@ -90,8 +95,10 @@ def _of_connector(cache: CacheConfig, asked: Mapping[str, Any]) -> tuple[CacheCo
         raise ConfigError(f"kv_transfer_config: kv_connector_extra_config={extra!r}: must be a mapping, as in "
                           f"{EXAMPLE}.")
     if name not in CONNECTORS:
-        raise ConfigError(f"kv_transfer_config: kv_connector={name!r} is not implemented: sharing with other engines "
-                          f"and prefill-decode disaggregation are not there yet. Use one of {', '.join(CONNECTORS)}.")
+        raise ConfigError(f"kv_transfer_config: kv_connector={name!r} is not implemented: use one of "
+                          f"{', '.join(CONNECTORS)} for host memory; for prefill-decode disaggregation over TCP use "
+                          f'{{"kv_connector": "{CONNECTOR}", "kv_role": "kv_producer"}} with --kv-share on prefill '
+                          'nodes, "kv_consumer" with --kv-peers on decode nodes.')
     if (role := asked.get("kv_role", "kv_both")) not in ROLES:
         raise ConfigError(f"kv_transfer_config: kv_role={role!r}: must be one of {', '.join(ROLES)}.")
     if cache.kv_offload_gb:

@@ -337,7 +337,9 @@ class PlanReport:
         most = offload.folder_bytes // self.plan.mesh.parallel.replica
         disk = {"name": "disk", "bytes": most, "blocks": most // page, "policy": offload.policy,
                 "tokens": most // page * memory.geometry.block_size, "folder": offload.folder}
-        return [host, disk][: 1 + bool(offload.folder)]
+        places = [f"{name}:{port}" for name, port in offload.sharing.peers]
+        peers = {"name": "peer", "policy": "read", "addresses": places}
+        return [host, *[disk] * bool(offload.folder), *[peers] * bool(places)]
 
 
 def _below(features: Callable[[str], tuple[str, ...]], at: str, name: str) -> tuple[str, ...]:

@@ -54,10 +54,10 @@ def listen(address: str, port: int) -> socket.socket:
     return listener
 
 
-def connect(address: str, port: int, key: bytes, hello: bytes) -> socket.socket:
+def connect(address: str, port: int, key: bytes, hello: bytes, seconds: float = HANDSHAKE_SECONDS) -> socket.socket:
     """Connect to a master and say hello. Raises `ConfigError` if it refuses the key, `OSError` and `NotMaster`."""
-    until = time.monotonic() + HANDSHAKE_SECONDS
-    connection = socket.create_connection((address, port), HANDSHAKE_SECONDS)
+    until = time.monotonic() + seconds
+    connection = socket.create_connection((address, port), seconds)
     try:
         if _read(connection, len(MAGIC), until) != MAGIC:
             raise NotMaster(f"the process that listens on {address}:{port} is no engine of Quire")

@@ -30,7 +30,7 @@ FLAGS = """
 --load-device --weights-load-device --quantization -q
 --load-format --routing --download-dir --offline --no-offline --hf-token --use-tqdm-on-load --no-use-tqdm-on-load
 --block-size --kv-cache-dtype --kv-offload-gb --kv-offloading-size --kv-offload-policy --kv-offload-dir
---kv-offload-dir-gb --kv-transfer-config --kv-cache-memory-bytes
+--kv-offload-dir-gb --kv-transfer-config --kv-events-config --kv-share --kv-peers --kv-cache-memory-bytes
 --gpu-memory-utilization --num-gpu-blocks-override --num-blocks
 --enable-prefix-caching --no-enable-prefix-caching
 --max-num-batched-tokens --max-num-seqs --max-waiting --scheduling-policy --watermark
@@ -107,7 +107,7 @@ def test_every_flag_reaches_its_option(flag: str) -> None:
              "--override-pooler-config": '{"pooling_type": "MEAN"}', "--speculative-config": '{"method": "ngram"}',
              "-sc": '{"method": "ngram"}', "--eplb-config": '{"window_size": 5}',
              "--kv-offload-policy": "write_through", "--kv-transfer-config": '{"kv_connector": "LMCacheConnectorV1"}',
-             "--distributed-executor-backend": "ray"}
+             "--kv-events-config": '{"topic": "kv"}', "--distributed-executor-backend": "ray"}
     boolean = f"--no-{flag[2:]}" in FLAGS or flag == "-ep"
     args = [flag] if boolean else [flag, texts.get(flag, "1")]
     (name, value), = options(args).items()

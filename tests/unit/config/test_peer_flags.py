@@ -208,7 +208,8 @@ WORKING = [
     "--structured-outputs-config.backend guidance --chat-template-content-format auto",
     "serve m --scheduling-policy priority --async-scheduling --optimization-level 2 --cudagraph-capture-sizes 1 2 4 8 "
     "--port 9000",
-    "serve m --kv-events-config '{\"enable_kv_cache_events\": false}' --no-guided-decoding-disable-any-whitespace",
+    "serve m --kv-events-config '{\"enable_kv_cache_events\": true, \"publisher\": \"zmq\"}' "
+    "--no-guided-decoding-disable-any-whitespace",
 ]
 # Flags that say which part does the work, or how fast: nothing that a user gets depends on them.
 NOTED = [
@@ -237,7 +238,6 @@ REFUSED = [
     ("serve m --guided-decoding-disable-additional-properties", "-disable-additional-properties: llguidance makes"),
     ("serve m --kv-cache-dtype-skip-layers 0 1", "0 1: all layers have a KV cache of one type"),
     ("serve m --enable-lora --lora-modules sql=/a law=/b --max-lora-rank 64", "--lora-modules sql=/a law=/b: adapters"),
-    ("serve m --kv-events-config '{\"enable_kv_cache_events\": true}'", "nothing is shared with other servers"),
     ("serve m --speculative-model x --num-speculative-tokens 4", "speculative decoding has one flag, --spec"),
     ("serve BAAI/bge-reranker-v2-m3 --task classify", "--task classify: one engine generates text and embeds it"),
 ]

@@ -26,10 +26,10 @@ DEFAULTS: dict[str, Any] = {
     "detokenize": True, "skip_special_tokens": True, "shown_special_ids": None, "spaces_between_special_tokens": True,
     "include_stop_str_in_output": False, "output_kind": OutputKind.CUMULATIVE, "stream_interval": None,
     "logit_bias": None, "allowed_token_ids": None, "bad_words": None, "skip_reading_prefix_cache": False,
-    "structured_outputs": None, "speculative_tokens": None,
+    "structured_outputs": None, "speculative_tokens": None, "kv_transfer_params": None,
 }
 UNBOUNDED = {"ignore_eos", "detokenize", "skip_special_tokens", "spaces_between_special_tokens",
-             "include_stop_str_in_output", "output_kind", "skip_reading_prefix_cache"}  # a choice, not a range
+             "include_stop_str_in_output", "output_kind", "skip_reading_prefix_cache", "kv_transfer_params"}  # no range
 
 NO_NUMBERS = (math.nan, math.inf, -math.inf, "1", None, True)
 PENALTY = ((-2.0, 2.0, 0, 1.5), (-2.001, 2.001, *NO_NUMBERS), "a number in [-2, 2]")

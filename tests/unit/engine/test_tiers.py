@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from quire.contracts.request import BlockReason, RequestState
+from quire.contracts.request import BlockReason, RequestState, Transfer
 from quire.contracts.step import Tier
 from quire.engine.mock_copies import MockDisk
 from quire.engine.replicas import flush
@@ -59,6 +59,43 @@ def test_blocks_of_a_disk_come_through_the_host(Rig: Any, depth: int) -> None:
     assert rig.reasons[handle] == {""}, "this engine has not had them"
     assert {tier: stats.num_loaded for tier, stats in rig.outputs.stats.tiers.items()} == {"host": 5, "disk": 5}
     assert again(rig) and rig.outputs.stats.tiers[Tier.DISK].num_loaded == 5, "now they are on the device"
+
+
+class MockPeers(MockDisk):
+    """Blocks that another engine has."""
+
+    tier, takes = Tier.PEER, False
+
+
+@pytest.mark.parametrize(("faults", "cached"), [([""], 20), (["lost"], 0), (["half", ""], 8), (["corrupt", ""], 16)])
+def test_blocks_of_a_peer_are_read_and_never_written(Rig: Any, depth: int, faults: list[str], cached: int) -> None:
+    disk = MockDisk()
+    evicted(Rig(depth, **SIZES, disk=disk))
+    peers = MockPeers(disk)
+    rig = Rig(depth, **SIZES, disk=peers, faults=faults, delays=[0, 3])
+    handle = again(rig)
+    assert rig.cached[handle] == cached and set(rig.origins.get(handle, {}).values()) <= {Tier.PEER}
+    assert rig.mock.computed[str(handle)] == len(PROMPT) - cached + 3
+    for prompt in OTHERS:
+        rig.add(prompt, 4)
+    rig.drain()
+    assert peers.keys() <= disk.keys() and rig.outputs.stats.tiers[Tier.PEER].num_stored == 0
+
+
+@pytest.mark.parametrize(("fields", "kept"), [({}, 6), ({"fail_after": 0}, 0), ({"stop_ids": tuple(range(1000))}, 6)])
+def test_blocks_for_another_engine_are_kept_when_the_prompt_is_whole(Rig: Any, depth: int, fields: dict[str, Any],
+                                                                     kept: int) -> None:  # fmt: skip
+    rig = Rig(depth, **SIZES)
+    handle = rig.add(PROMPT, 1, transfer=Transfer(name="a"), **fields)
+    aborted = rig.add(OTHERS[0], 9, transfer=Transfer(name="b"))
+    rig.step(3)
+    rig.abort(aborted)
+    rig.step(12)
+    assert rig.finish.keys() == {handle, aborted} and len(rig.store.sharing.held()) == kept
+    assert rig.store.sharing._leases.keys() == ({"a"} if kept else set())
+    rig.store.sharing.told.put(("a", False))
+    rig.add(OTHERS[1], 2)
+    rig.drain()
 
 
 @pytest.mark.parametrize(("fault", "cached"), [("lost", 0), ("half", 8)])

@@ -81,11 +81,13 @@ def test_what_cannot_be_is_an_error(capsys: pytest.CaptureFixture[str], flags: l
 
 
 def test_tiers_below_the_device_have_sizes(capsys: pytest.CaptureFixture[str]) -> None:
-    tiers = ["--kv-offloading-size", "2", "--kv-offload-dir", "/kv", "--kv-offload-dir-gb", "3"]
+    tiers = ["--kv-offloading-size", "2", "--kv-offload-dir", "/kv", "--kv-offload-dir-gb", "3",
+             "--kv-peers", "a:5700,b:5700"]
     assert main(["explain", TINY, "--device", "cpu", "--dtype", "float32", *tiers]) == 0
     printed = " ".join(capsys.readouterr().out.split())
     assert "host tier, lazy: host memory, 2.00 GiB = 8,192 pages = 262,144 tokens" in printed
     assert "disk tier, lazy: files in /kv, at most 3.00 GiB = 12,288 pages = 393,216 tokens" in printed
+    assert "peer tier: blocks in host memory of a:5700, b:5700" in printed
     assert main(["explain", TINY, "--kv-transfer-config", '{"kv_connector": "NixlConnector"}']) == REFUSED
     assert "NixlConnector' is not implemented" in capsys.readouterr().err
 

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from quire.config.engine import EngineConfig
+from quire.config.sharing import SharePlan
 from quire.contracts.errors import ConfigError
 from quire.kvstore.plan import GIB, OffloadPlan, resolve_offload
 
@@ -22,6 +23,25 @@ def test_options() -> None:
     both = plan(kv_offload_gb=1.5, kv_offload_dir="/kv", kv_offload_dir_gb=2.0, kv_offload_policy="write_through")
     assert both == OffloadPlan(host_bytes=3 * GIB // 2, write_through=True, folder="/kv", folder_bytes=2 * GIB)
     assert plan(kv_offload_gb=1.0).policy == "lazy" and both.policy == "write_through"
+
+
+def node(role: str, **more: Any) -> dict[str, Any]:
+    return {"kv_transfer_config": {"kv_connector": "QuireConnector", "kv_role": role}, **more}
+
+
+def test_prefill_and_decode_nodes() -> None:
+    given = {"kv_offload_gb": 1.0, "kv_share": ":5700", "kv_peers": ("a:1",)}
+    found = {role: plan(**node(role, **given)) for role in ("kv_producer", "kv_consumer", "kv_both")}
+    assert [(one.sharing.sends, one.sharing.takes, one.policy) for one in found.values()] == [
+        (True, False, "write_through"), (False, True, "lazy"), (True, True, "write_through")]
+    assert found["kv_both"].sharing == SharePlan(place=("127.0.0.1", 5700), peers=(("a", 1),), sends=True, takes=True)
+
+
+def test_peers() -> None:
+    shared = plan(kv_offload_gb=1.0, kv_share="5700", kv_peers=("10.0.0.2:5700,a:1", "[::1]:80"))
+    assert shared.sharing.place == ("127.0.0.1", 5700), "loopback, unless told otherwise"
+    assert shared.sharing.peers == (("10.0.0.2", 5700), ("a", 1), ("::1", 80))
+    assert plan(**connector("LMCacheConnectorV1"), kv_share=":1").sharing.place == ("127.0.0.1", 1)
 
 
 def test_connectors() -> None:
@@ -43,7 +63,18 @@ def test_connectors() -> None:
     (connector("LMCacheConnectorV1", **{"lmcache.max_local_cpu_size": float("inf")}), "sizes have an end"),
     ({"kv_offload_gb": 1.0, "enable_prefix_caching": False}, "prefix cache, which is off"),
     ({"kv_offload_gb": 1.0, "kv_offload_dir": "/kv", "nnodes": 2}, "leave out kv_offload_dir"),
-    (connector("NixlConnector"), "NixlConnector.* is not implemented: sharing with other engines and prefill"),
+    (connector("NixlConnector"), 'NixlConnector.* is not implemented: .* "QuireConnector", "kv_role": "kv_producer"'),
+    (node("kv_producer"), "kv_role=kv_producer without kv_share: a prefill node shares"),
+    (node("kv_both", kv_share=":1", kv_offload_gb=1.0), "kv_role=kv_both without kv_peers"),
+    (node("kv_producer", kv_share=":1"), "kv_share: engines read .* kv_offload_gb is 0"),
+    (node("kv_sender"), "kv_role='kv_sender': must be one of"),
+    ({"kv_transfer_config": {"kv_connector": "QuireConnector", "kv_role": "kv_both", "kv_port": 5}}, "has no kv_port"),
+    ({"kv_share": ":5700"}, "kv_share: engines read .* kv_offload_gb is 0"),
+    ({"kv_peers": ("a:1",)}, "kv_peers: engines read"),
+    ({"kv_share": ":5700", "kv_offload_gb": 1.0, "tensor_parallel_size": 2}, "kv_share is not implemented for"),
+    ({"kv_share": "5700x", "kv_offload_gb": 1.0}, "give a host and a port"),
+    ({"kv_share": "a:0", "kv_offload_gb": 1.0}, "give a host and a port"),
+    ({"kv_share": "0.0.0.0:5700", "kv_offload_gb": 1.0}, "cannot connect to this address"),
     (connector("OffloadingConnector"), "without cpu_bytes_to_use: say how much"),
     (connector("OffloadingConnector", cpu_bytes_to_use=GIB) | {"kv_offload_gb": 1.0}, "leave one out"),
     (connector("OffloadingConnector", cpu_bytes_to_use=GIB, num_cpu_blocks=3), "has num_cpu_blocks, which Quire does"),

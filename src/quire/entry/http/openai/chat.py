@@ -104,6 +104,7 @@ class ChatWriter(ChunkWriter):
         usage.completion_tokens_details.reasoning_tokens = self.num_thought
         return ENCODE(schema.ChatResponse(
             **self._shared, choices=choices, usage=usage,
+            kv_transfer_params=output.kv_transfer_params or msgspec.UNSET,
             prompt_logprobs=output.prompt_logprobs if self._with_prompt_logprobs else msgspec.UNSET,
             prompt_token_ids=output.prompt_token_ids if self._with_ids else msgspec.UNSET))
 

@@ -86,7 +86,8 @@ class CompletionWriter(ChunkWriter):
             before = self._echoed_logprobs(echoed, output)
             for completion in output.outputs:
                 choices.append(self._choice(prompt, output, completion, echoed, before))
-        return ENCODE(schema.CompletionResponse(**self._shared, choices=choices, usage=usage))
+        return ENCODE(schema.CompletionResponse(**self._shared, choices=choices, usage=usage,
+                                                 kv_transfer_params=outputs[0].kv_transfer_params or msgspec.UNSET))
 
     def _choice(self, prompt: int, output: RequestOutput, completion: CompletionOutput, echoed: str,
                 before: schema.LegacyLogprobs | None) -> schema.CompletionChoice:

@@ -56,6 +56,8 @@ def chat_request(request: ResponseRequest, earlier: Iterable[Item], items: Itera
     if not 0 < len(talk.messages) <= MAX_MESSAGES:
         raise InvalidParameter(f"input makes a conversation of {len(talk.messages)} messages: it must have 1 to "
                                f"{MAX_MESSAGES}.", param="input")
+    if request.kv_transfer_params:
+        raise InvalidParameter("kv_transfer_params: use /v1/chat/completions.", param="kv_transfer_params")
     logprobs, choice = LOGPROBS in (request.include or ()), request.tool_choice
     rest = {"type": "text"} if request.text is None else {**request.text.format}
     kind = rest.pop("type", None)

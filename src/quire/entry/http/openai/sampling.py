@@ -14,7 +14,7 @@ SAME_NAME = (  # fields that mean the same in a request and in SamplingParams
     "n temperature frequency_penalty presence_penalty stop logit_bias top_k min_p repetition_penalty min_tokens "
     "ignore_eos stop_token_ids include_stop_str_in_output skip_special_tokens spaces_between_special_tokens "
     "allowed_token_ids bad_words prompt_logprobs logprob_token_ids skip_reading_prefix_cache "
-    "speculative_tokens"
+    "speculative_tokens kv_transfer_params"
 ).split()
 MAX_LISTED = 2**18  # list entries times completions of a request, since each completion sends them to the engine
 OUR_GRAMMAR = re.compile(r"at \d+\(\d+\): (failed to compile JSON schema: )?|\n +\d+ \| .*", re.S)  # in error messages
@@ -36,6 +36,9 @@ def sampling_params(request: SamplingFields, defaults: SamplingParams, *, max_to
             raise InvalidParameter(f"seed={shown(request.seed)}: must be an integer in [-2^63, 2^64).", param="seed")
         # OpenAI's seeds are signed 64-bit numbers; ours unsigned, with -1 for a random one.
         given["seed"] = request.seed if request.seed >= -1 else request.seed + 2**64
+    if request.stream and (request.kv_transfer_params or {}).get("do_remote_decode"):
+        raise InvalidParameter("kv_transfer_params: a prefill node answers as a whole: leave out stream, and send "
+                               "max_tokens 1.", param="kv_transfer_params")  # fmt: skip
     if request.stream:
         interval = max(stream_interval, request.stream_interval or 1)
         given["stream_interval"] = interval if interval > 1 else None

@@ -135,6 +135,7 @@ class SamplingFields(PromptFields, kw_only=True):
     structured_outputs: StructuredOutputs | None = None
     skip_reading_prefix_cache: bool | None = None
     speculative_tokens: Count | None = None
+    kv_transfer_params: dict[str, Any] | None = None
     stream_interval: Annotated[int, Meta(ge=1)] | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
@@ -350,6 +351,7 @@ class CompletionResponse(msgspec.Struct, kw_only=True):
     choices: list[CompletionChoice]
     usage: Usage | None = None
     system_fingerprint: str | None = None
+    kv_transfer_params: dict[str, Any] | UnsetType = UNSET
 
 
 class TokenLogprob(msgspec.Struct, kw_only=True):
@@ -405,6 +407,7 @@ class ChatResponse(msgspec.Struct, kw_only=True):
     choices: list[ChatChoice]
     usage: Usage | None = None
     system_fingerprint: str | None = None
+    kv_transfer_params: dict[str, Any] | UnsetType = UNSET
     prompt_logprobs: list[LogprobsByToken | None] | None | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
 

@@ -1,0 +1,115 @@
+"""Sharing of KV blocks with other engines, as options ask for it: addresses, roles of prefill and decode, KV events."""
+
+from dataclasses import dataclass
+
+import msgspec
+
+from quire.config.engine import EngineConfig
+from quire.config.placement import parallel_sizes
+from quire.contracts.errors import ConfigError
+
+CONNECTOR = "QuireConnector"  # of prefill and decode nodes, in kv_transfer_config
+ROLES = ("kv_both", "kv_producer", "kv_consumer")
+Place = tuple[str, int]  # host and port
+
+
+@dataclass(frozen=True, kw_only=True)
+class SharePlan:
+    """Part of an engine among others.
+
+    place          where other engines read the blocks in its host memory; None: nowhere
+    peers          the engines whose blocks it reads
+    sends, takes   it computes prompts for other engines; it goes on with prompts that others have computed
+    """
+
+    place: Place | None = None
+    peers: tuple[Place, ...] = ()
+    sends: bool = False
+    takes: bool = False
+
+
+class EventSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The option kv_events_config, with vLLM's names.
+
+    endpoint          ZeroMQ address; bound when it has a wildcard, names the interface `lo`, or is ipc; else connected
+    replay_endpoint   address on which batches can be asked for again
+    buffer_steps      batches that can be asked for again
+    hwm               batches that wait for a slow subscriber; further ones are lost to it
+    max_queue_size    batches that wait to be sent; further ones are lost
+    """
+
+    enable_kv_cache_events: bool = False
+    publisher: str | None = None
+    endpoint: str = "tcp://lo:5557"
+    replay_endpoint: str | None = None
+    buffer_steps: int = 10_000
+    hwm: int = 100_000
+    max_queue_size: int = 100_000
+    topic: str = ""
+
+
+def resolve_share(config: EngineConfig, host_gb: float) -> SharePlan:
+    """Return the part of an engine with `host_gb` GiB of host memory for KV blocks. Raises ConfigError."""
+    asked = config.share
+    sends, takes = _roles(config)
+    if asked.kv_share is None and not asked.kv_peers:
+        return SharePlan()
+    name = "kv_share" if asked.kv_share else "kv_peers"
+    if host_gb == 0:
+        raise ConfigError(f"{name}: engines read each other's blocks through host memory, and kv_offload_gb is 0: set "
+                          "kv_offload_gb, too, such as 8.")
+    if parallel_sizes(config.parallel).size > 1:
+        raise ConfigError(f"{name} is not implemented for an engine of several ranks: leave out -tp, -pp and -dp, or "
+                          f"{name}.")
+    return SharePlan(place=None if asked.kv_share is None else _place(asked.kv_share, "kv_share"), sends=sends,
+                     peers=tuple(_place(peer, "kv_peers") for some in asked.kv_peers for peer in some.split(",")),
+                     takes=takes)  # fmt: skip
+
+
+def read_events_config(config: EngineConfig) -> EventSettings | None:
+    """Return the settings of KV events; None when none are asked for. Raises ConfigError."""
+    try:
+        settings = msgspec.convert(config.share.kv_events_config or {}, EventSettings)
+        if settings.publisher not in (None, "null", "zmq"):
+            raise ValueError(f"publisher={settings.publisher!r} does not exist: use zmq")
+        if min(settings.buffer_steps, settings.hwm, settings.max_queue_size) < 1:
+            raise ValueError("buffer_steps, hwm and max_queue_size must be 1 or more")
+    except ValueError as error:  # which msgspec.ValidationError is
+        raise ConfigError(f"kv_events_config: {error}. Its keys are {', '.join(EventSettings.__struct_fields__)}, as "
+                          'in {"enable_kv_cache_events": true, "endpoint": "tcp://*:5557"}.') from None  # fmt: skip
+    if not settings.enable_kv_cache_events or settings.publisher == "null":
+        return None
+    if not config.cache.enable_prefix_caching:
+        raise ConfigError("kv_events_config tells the content of the prefix cache, which is off: leave out "
+                          "enable_prefix_caching=False, or kv_events_config.")
+    return settings
+
+
+def _roles(config: EngineConfig) -> tuple[bool, bool]:
+    """Return `SharePlan.sends` and `takes`."""
+    asked, share = config.cache.kv_transfer_config or {}, config.share
+    if asked.get("kv_connector") != CONNECTOR:
+        return False, False
+    if (role := asked.get("kv_role")) not in ROLES:
+        raise ConfigError(f"kv_transfer_config: kv_role={role!r}: must be one of {', '.join(ROLES)}.")
+    if unknown := sorted(set(asked) - {"kv_connector", "kv_role"}):
+        raise ConfigError(f"kv_transfer_config: {CONNECTOR} has no {', '.join(unknown)}: --kv-share, --kv-peers and "
+                          "--kv-offload-gb say where blocks are.")
+    sends, takes = role != "kv_consumer", role != "kv_producer"
+    missing = ["kv_share"] * (sends and not share.kv_share) + ["kv_peers"] * (takes and not share.kv_peers)
+    if missing:
+        raise ConfigError(f"kv_transfer_config: kv_role={role} without {' and '.join(missing)}: a prefill node shares "
+                          "its blocks (--kv-share HOST:PORT), a decode node reads those of prefill nodes (--kv-peers).")
+    return sends, takes
+
+
+def _place(text: str, option: str) -> Place:
+    """Return host and port of HOST:PORT; the host is loopback if only a port is given."""
+    host, _, port = text.rpartition(":")
+    host = host.strip("[]") or "127.0.0.1"
+    if not port.isdecimal() or not 0 < int(port) < 1 << 16:
+        raise ConfigError(f"{option}={text!r}: give a host and a port, such as 127.0.0.1:5700.")
+    if host in ("0.0.0.0", "::", "*"):
+        raise ConfigError(f"{option}={text!r}: other engines cannot connect to this address. Give the address by which "
+                          "they reach this host.")
+    return host, int(port)

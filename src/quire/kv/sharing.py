@@ -1,0 +1,111 @@
+"""Promises of blocks between engines: what this one keeps for others (leases), and what others keep for its requests.
+
+A lease ends when the other engine gives it back, or has not renewed it for LEASE_SECONDS. Blocks on their way to the
+host tier join their leases when they come. Knows keys and pools; nothing of the other engines.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from queue import SimpleQueue
+from typing import Protocol
+
+from quire.contracts.request import NewRequest, Transfer
+from quire.kv.hashing import KeyChain, group_keys
+from quire.kv.pool import BlockPool
+
+LEASE_SECONDS = 30.0
+MOST_LEASED = 0.5  # of the host tier; beyond it the oldest leases end
+
+
+class Promises(Protocol):
+    """Blocks that other engines have promised to requests: they count as there, see `KeyedTier.has`."""
+
+    def expect(self, handle: int, transfer: Transfer, keys: list[bytes]) -> None:
+        """Count on blocks, and make the other engine keep them, until `settle`."""
+
+    def settle(self, handle: int) -> None:
+        """End the promise to a request, if there is one."""
+
+
+@dataclass(eq=False)
+class _Lease:
+    until: float
+    missing: set[bytes]
+    blocks: list[int] = field(default_factory=list)
+
+
+class Sharing:
+    """Leases of host blocks by name, and the promises that requests count on. One thread calls it.
+
+    told   (name, True: renew the lease, False: end it), for `expire`; any thread may put
+    """
+
+    def __init__(self, pool: BlockPool, host: BlockPool, num_groups: int, store: Callable[[int, bytes], None],
+                 promises: Promises | None, clock: Callable[[], float]) -> None:  # fmt: skip
+        self.told = SimpleQueue[tuple[str, bool]]()
+        self._pool, self._host, self._num_groups, self._store = pool, host, num_groups, store
+        self._promises, self._clock = promises, clock
+        self._leases: dict[str, _Lease] = {}  # the oldest first
+        self._num_held = 0
+        host.on_publish.append(self._came)
+
+    def expect(self, new: NewRequest, chain: KeyChain) -> None:
+        """Count on the blocks that another engine has computed for a new request."""
+        if self._promises is not None and new.transfer is not None and new.transfer.address:
+            tokens = min(new.transfer.num_tokens, len(chain.tokens))
+            self._promises.expect(new.handle, new.transfer, self._keys(chain, tokens // chain.block_size))
+
+    def settle(self, handle: int) -> None:
+        """Count on nothing more for a request, which runs or has ended."""
+        if self._promises is not None:
+            self._promises.settle(handle)
+
+    def keep(self, name: str, chain: KeyChain, num_blocks: int) -> None:
+        """Keep the first blocks of a chain in the host tier under a lease, and store those that are not there."""
+        if name in self._leases:
+            self._end(name)
+        keys = self._keys(chain, num_blocks)
+        lease = self._leases[name] = _Lease(self._clock() + LEASE_SECONDS, set(keys))
+        for key in keys:
+            if (copy := self._host.lookup(key)) is not None:
+                self._hold(lease, copy, key)
+            elif (block := self._pool.lookup(key)) is not None:
+                self._store(block, key)
+
+    def expire(self) -> None:
+        """End the leases whose time is over and those that were given back."""
+        while not self.told.empty():
+            name, renew = self.told.get()
+            if (lease := self._leases.get(name)) is not None:
+                lease.until = self._clock() + LEASE_SECONDS if renew else 0.0
+        for name in [name for name, lease in self._leases.items() if lease.until <= self._clock()]:
+            self._end(name)
+
+    def held(self) -> list[int]:
+        """Return the host blocks that leases reference, once per reference."""
+        return [block for lease in self._leases.values() for block in lease.blocks]
+
+    def _keys(self, chain: KeyChain, num_blocks: int) -> list[bytes]:
+        keys = chain.keys(num_blocks)
+        return [key for group in range(self._num_groups) for key in group_keys(keys, group)]
+
+    def _came(self, block: int, key: bytes) -> None:
+        for lease in [lease for lease in self._leases.values() if key in lease.missing]:
+            self._hold(lease, block, key)
+
+    def _hold(self, lease: _Lease, block: int, key: bytes) -> None:
+        oldest: Iterable[str] = list(self._leases)
+        for name in oldest:
+            if self._num_held < MOST_LEASED * self._host.num_blocks or self._leases[name] is lease:
+                break
+            self._end(name)
+        if self._num_held < MOST_LEASED * self._host.num_blocks:
+            self._host.share((block,))
+            self._num_held += 1
+            lease.blocks.append(block)
+        lease.missing.discard(key)
+
+    def _end(self, name: str) -> None:
+        blocks = self._leases.pop(name).blocks
+        self._num_held -= len(blocks)
+        self._host.release(blocks)

@@ -1,0 +1,134 @@
+"""Engines that read each other's blocks: tokens are those of an engine alone, whatever happens to the connection."""
+
+import socket
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from quire import LLM, SamplingParams
+from quire.contracts.step import Tier
+from quire.engine.replicas import flush
+from quire.procs import block_peers, block_share
+
+from ..support.faulty_lines import FAULTS, FaultyLine
+
+SMALL = {"dtype": "float32", "num_gpu_blocks_override": 14, "max_model_len": 192, "max_num_seqs": 3, "block_size": 16}
+TIERS = {"kv_offload_gb": 0.02, "kv_offload_policy": "write_through"}
+WORDS = ("Tomas drinks tea in the small garden. ", "The code of Lakral is 6423, and Mira knows it. ",
+         "def add(a, b): return a + b\n", "Rain fell on the hills all night long. ")  # fmt: skip
+PROMPTS = [word * 6 for word in WORDS]
+PARAMS = [SamplingParams(max_tokens=12, temperature=t, seed=7, ignore_eos=True) for t in (0.0, 1.0, 0.0, 0.8)]
+
+
+KEY = "a key that both engines know"
+
+
+@pytest.fixture(autouse=True)
+def key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QUIRE_CLUSTER_KEY", KEY)
+
+
+def free_address() -> str:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{free.getsockname()[1]}"
+
+
+def ask(llm: LLM) -> tuple[list[list[int]], list[int], list[set[Tier]]]:
+    """Return the tokens, the number of cached tokens and the tiers of every prompt, one after the other."""
+    outputs = [llm.generate(*one, use_tqdm=False)[0] for one in zip(PROMPTS, PARAMS, strict=True)]
+    llm.engine.core.check()
+    flush(llm.engine.core)
+    tiers = [{origin.tier for origin in one.metrics.origins.values()} if one.metrics else set() for one in outputs]
+    return [one.outputs[0].token_ids for one in outputs], [one.num_cached_tokens or 0 for one in outputs], tiers
+
+
+def peers_of(llm: LLM) -> Any:
+    return llm.engine.worker.mover.peers
+
+
+def stats(llm: LLM) -> Any:
+    return llm.engine.core.state().stats.tiers[Tier.PEER]
+
+
+def until(true: Callable[[], Any]) -> None:
+    end = time.monotonic() + 20
+    while not true():
+        assert time.monotonic() < end, "nothing happened"
+        time.sleep(0.005)
+
+
+def know(reader: LLM, sharer: LLM) -> None:
+    """Wait until `reader` knows all blocks of `sharer`."""
+    until(lambda: peers_of(reader)._peers[0].keys == set(sharer.engine.core.scheduler.roster.store.host._index))
+
+
+@pytest.fixture(scope="module")
+def truth() -> list[list[int]]:
+    with LLM(**SMALL) as llm:
+        return ask(llm)[0]
+
+
+@pytest.fixture(scope="module")
+def sharer(truth: list[list[int]]) -> Iterator[LLM]:
+    """An engine that has answered all prompts and shares their blocks."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("QUIRE_CLUSTER_KEY", KEY)
+        with LLM(**SMALL | TIERS, kv_share=free_address()) as llm:
+            assert ask(llm)[0] == truth
+            yield llm
+
+
+@pytest.fixture
+def read(sharer: LLM) -> Callable[..., LLM]:
+    """Makes an engine that reads the blocks of `sharer`, and knows them all."""
+
+    def reader(**options: Any) -> LLM:
+        llm = LLM(**SMALL | TIERS | options, kv_peers=(sharer.engine.config.share.kv_share,))
+        know(llm, sharer)
+        return llm
+
+    return reader
+
+
+@pytest.mark.parametrize("options", [{}, {"async_depth": 2, "kv_offload_policy": "lazy"}], ids=str)
+def test_tokens_are_those_without_peers(truth: list[list[int]], read: Any, options: dict[str, Any]) -> None:
+    with read(**options) as reader:
+        tokens, cached, tiers = ask(reader)
+        assert tokens == truth and min(cached) >= 64, cached
+        assert tiers == [{Tier.PEER}] * 4
+        assert stats(reader).num_loaded >= 16 and stats(reader).num_failed == 0
+        assert stats(reader).loaded_bytes == stats(reader).num_loaded * reader.engine.worker.mover.host.shape[1]
+        assert reader.reset_prefix_cache()
+        tokens, cached, _ = ask(reader)
+        assert tokens == truth and not any(cached), "what peers had then is forgotten"
+
+
+def test_faults_cost_no_token(truth: list[list[int]], sharer: LLM, read: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(block_share, "SILENT_SECONDS", 0.4)
+    monkeypatch.setattr(block_share, "BEAT_SECONDS", 0.1)
+    monkeypatch.setattr(block_peers, "RETRY_SECONDS", 0.02)
+    FaultyLine.plant(monkeypatch, [one for fault in FAULTS for one in (fault, "", "")])
+    with read() as reader:
+        for _ in range(3):
+            assert ask(reader)[0] == truth
+            reader.reset_prefix_cache()
+            peers_of(reader)._peers[0]._line.close()  # what it has is told again
+            know(reader, sharer)
+        assert stats(reader).num_failed and stats(reader).num_loaded
+
+
+def test_pages_of_zeros_are_noticed(truth: list[list[int]], read: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tests above turn red when loads bring nothing."""
+    receive = block_share.BlockLine.receive_page
+
+    def zeros(self: Any, key: bytes, page: memoryview, until: float) -> bool:
+        good = receive(self, key, page, until)
+        page[:] = bytes(len(page))
+        return good
+
+    monkeypatch.setattr(block_share.BlockLine, "receive_page", zeros)
+    with read() as reader:
+        assert ask(reader)[0] != truth
