@@ -76,13 +76,13 @@ class EngineCore:
     def has_work(self) -> bool:
         """True when a request is live, a step or a copy is in flight, or an ended request is not reported yet.
 
-        Writes of KV blocks to a disk count only while `flushing`.
+        Writes of KV blocks to a disk count once a second, and while `flushing`.
         """
         return bool(self._requests or self.in_flight or self._finished or self._copying)
 
     @property
     def _copying(self) -> bool:
-        return self._store is not None and (self._store.copying if self.flushing else self._store.busy)
+        return self._store is not None and self._store.busy(writes=self.flushing)
 
     @property
     def handles(self) -> list[int]:
