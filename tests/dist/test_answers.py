@@ -113,16 +113,17 @@ def engine(left: Left) -> Iterator[Callable[..., LLM]]:
         llm.close()
 
 
-def rows() -> list[Row]:
-    """Every size and way of scheduling, on the families in turn. Simulated ranks compare all sizes of all families."""
-    turns = dict.fromkeys(SIZES, 0)
-    found = pairwise(FACTORS)
-    for row in found:
-        sizes = row["sizes"]
-        families = EXPERTS if sizes.endswith("-ep") else FAMILIES
-        row["family"] = families[turns[sizes] % len(families)]
-        turns[sizes] += 1
-    return found
+def rows() -> list[Any]:
+    """Every size, each in another way of scheduling, on the families in turn; with QUIRE_FULL=1 every pair of values.
+    Simulated ranks compare all sizes of all families."""
+    sizes, *ways = FACTORS.values()
+    found = [dict(zip(FACTORS, (size, *way), strict=True))
+             for size, way in zip(sizes, itertools.product(*ways), strict=True)]  # fmt: skip
+    more = [row for row in pairwise(FACTORS) if row not in found]
+    for number, row in enumerate(found + more):
+        families = EXPERTS if row["sizes"].endswith("-ep") else FAMILIES
+        row["family"] = families[number % len(families)]
+    return found + [pytest.param(row, marks=pytest.mark.full) for row in more]
 
 
 def num_preempted(core: Core) -> int:
@@ -179,7 +180,10 @@ def texts() -> list[tuple[str, SamplingParams]]:
             for i, kind in enumerate(kinds)]  # fmt: skip
 
 
-@pytest.mark.parametrize(("sizes", "depth"), [("tp2", 2), ("tp4", 1), ("pp2", 2), ("tp2-pp2", 1), ("dp2", 2)])
+@pytest.mark.parametrize(("sizes", "depth"), [
+    ("tp2", 2), ("tp2-pp2", 1), ("dp2", 2),
+    *(pytest.param(*each, marks=pytest.mark.full) for each in (("tp4", 1), ("pp2", 2))),
+])  # fmt: skip
 def test_texts_of_the_bundled_model(sizes: str, depth: int, engine: Callable[..., LLM]) -> None:
     expected = ask(engine(), texts())
     found = ask(engine(**CHECKED, async_depth=depth, **SIZES[sizes]), texts())
@@ -188,8 +192,10 @@ def test_texts_of_the_bundled_model(sizes: str, depth: int, engine: Callable[...
     assert found[0].outputs[0].stop_reason == ".9"
 
 
-@pytest.mark.parametrize("sizes", ["tp2", "tp2-pp2"])
-@pytest.mark.parametrize("method", ["MEAN", "LAST"])
+@pytest.mark.parametrize(("sizes", "method"), [
+    ("tp2-pp2", "MEAN"), ("tp2", "LAST"),
+    *(pytest.param(*each, marks=pytest.mark.full) for each in (("tp2", "MEAN"), ("tp2-pp2", "LAST"))),
+])  # fmt: skip
 def test_embeddings(sizes: str, method: str, checkpoint: Callable[[str], Path], engine: Callable[..., LLM]) -> None:
     options = {"pooler_config": {"pooling_type": method, "normalize": True}, "max_num_batched_tokens": 16}
     folder = checkpoint("qwen3")
@@ -225,13 +231,15 @@ def experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(("form", "sizes"), [
-    ("ct-w4-group", "tp2"), ("ct-w4-group", "tp4"), ("awq", "tp2"), ("gptq-zeros", "tp2"), ("ct-int8-weights", "tp2"),
-    ("awq", "tp2-pp2"), ("fp8-block", "pp2"), ("ct-int8-channel", "pp2"),
+    ("ct-w4-group", "tp4"), ("gptq-zeros", "tp2"), ("awq", "tp2-pp2"), ("fp8-block", "pp2"),
+    *(pytest.param(*each, marks=pytest.mark.full) for each in (
+        ("ct-w4-group", "tp2"), ("awq", "tp2"), ("ct-int8-weights", "tp2"), ("ct-int8-channel", "pp2"))),
 ])  # fmt: skip
 def test_quantized_weights_whose_numbers_do_not_depend_on_the_cut(
     form: str, sizes: str, wide: Path, tmp_path: Path, engine: Callable[..., LLM]
 ) -> None:
-    """Groups of 32 divide each slice. Stages compute what one rank does, also with quantized activations."""
+    """Groups of 32 divide each slice. Stages compute what one rank does, also with quantized activations. The slices
+    of all forms are compared in `tests/unit/quantization/test_formats.py`."""
     quantize_checkpoint(wide, tmp_path / "quantized", FORMS[form])
     same(engine, tmp_path / "quantized", sizes)
 
@@ -249,9 +257,9 @@ def same(engine: Callable[..., LLM], folder: Path, sizes: str, **options: Any) -
 
 
 @pytest.mark.parametrize(("form", "options", "sizes", "bound"), [
-    ("fp8-block", {}, "tp2", 1e-3), ("fp8-block", {}, "tp4", 1e-3), ("fp8-static", {}, "tp2", 1e-3),
-    ("", {"kv_cache_dtype": "fp8"}, "tp2", 1e-3), ("", {"quantization": "fp8"}, "tp2", 5e-2),
-    ("ct-int8-channel", {}, "tp2", 0.2), ("fp8-block", {}, "dp2-ep", 1e-3),
+    ("fp8-block", {}, "tp4", 1e-3), ("", {"kv_cache_dtype": "fp8"}, "tp2", 1e-3),
+    ("", {"quantization": "fp8"}, "tp2", 5e-2), ("ct-int8-channel", {}, "tp2", 0.2), ("fp8-block", {}, "dp2-ep", 1e-3),
+    *(pytest.param(form, {}, "tp2", 1e-3, marks=pytest.mark.full) for form in ("fp8-block", "fp8-static")),
 ], ids=str)  # fmt: skip
 def test_quantized_numbers_that_depend_on_the_cut(
     form: str, options: Row, sizes: str, bound: float, wide: Path, experts: Path, tmp_path: Path,

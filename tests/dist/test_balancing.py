@@ -33,7 +33,8 @@ def balancer_of(llm: LLM) -> balancer.Balancer:
 
 
 @pytest.mark.parametrize(("family", "sizes"), [
-    ("qwen3_moe", "dp2-ep"), ("deepseek_v3", "dp2-tp2-ep"), ("qwen3_moe", "tp2-ep"),
+    ("qwen3_moe", "dp2-ep"), ("deepseek_v3", "tp2-ep"),
+    pytest.param("deepseek_v3", "dp2-tp2-ep", marks=pytest.mark.full),
 ])  # fmt: skip
 def test_every_layer_moves_while_requests_are_served(
     family: str, sizes: str, checkpoint: Callable[[str], Path], engine: Callable[..., LLM],

@@ -117,7 +117,7 @@ def test_a_fault_of_a_rank_is_told(
             assert "The engine died" in server.stderr
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.full), 1])
 def test_a_rank_that_dies_while_nobody_asks_ends_the_server(rank: int, left: Left) -> None:
     with running_server(*FLAGS, "-tp", "2", **left.variables) as server:
         assert server.ask("/health").status == 200
@@ -166,8 +166,10 @@ def running(server: Server) -> dict[int, float]:
     return {int(labels.partition('replica="')[2].partition('"')[0]): count for labels, count in found.items()}
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-@pytest.mark.parametrize("replica", [0, 1])
+@pytest.mark.parametrize(("replica", "number"), [
+    (0, signal.SIGKILL), (1, signal.SIGSTOP),
+    *(pytest.param(*each, marks=pytest.mark.full) for each in ((1, signal.SIGKILL), (0, signal.SIGSTOP))),
+])  # fmt: skip
 def test_an_independent_replica_dies_alone(replica: int, number: signal.Signals, left: Left) -> None:
     """Its requests end with an error; those of the other one finish, and new ones are answered."""
     with running_server(*FLAGS, "-dp", "2", **left.variables) as server, ThreadPoolExecutor(10) as pool:

@@ -81,7 +81,9 @@ def experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_oracle(Tiny(family="qwen3_moe"), mixed_prompts(), tmp_path_factory.mktemp).folder
 
 
-@pytest.mark.parametrize("sizes", ["tp2", "pp2", "dp2", "dp2-ep"])
+@pytest.mark.parametrize("sizes", [
+    "pp2", "dp2-ep", *(pytest.param(each, marks=pytest.mark.full) for each in ("tp2", "dp2")),
+])  # fmt: skip
 def test_answers_of_one_rank(sizes: str, experts: Path, port: int) -> None:
     options: Row = SMALL | {"max_num_seqs": 16, "max_model_len": 256, "kv_cache_memory_bytes": 16 << 20,
                             "skip_tokenizer_init": True, "block_size": 16, "max_num_batched_tokens": 48}  # fmt: skip

@@ -157,7 +157,7 @@ def test_ctrl_c_twice_ends_at_once(left: Left) -> None:
         assert any(errors) and "Traceback" not in server.stderr
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.full)])
 def test_a_signal_while_ranks_start(number: signal.Signals, left: Left) -> None:
     with running_server(*FLAGS, "-tp", "2", wait="", **left.variables) as server:
         wait_until(lambda: len(left.ranks()) == 2, "ranks")

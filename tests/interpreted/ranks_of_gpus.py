@@ -36,6 +36,7 @@ from quire.worker.device_state import Limits
 
 from ..support.compared import BLOCK, CPU, LIMITS, model_args
 from ..support.filled_models import experts_plan, sliced, stored_tensors
+from ..support.triton_interpreter import repair_interpreter
 
 NO_GROUPS = RankGroups()
 ROOM, PROGRAMS, SIZE = 1 << 16, 4, 2
@@ -95,10 +96,8 @@ def _owners(args: ModelArgs, rank: Rank, size: int) -> tuple[int, ...]:
 def main(number: int, kind: str, folder: Path) -> None:
     from .test_cuda_worker import PLANS, Event, Recording
 
+    repair_interpreter()
     with pytest.MonkeyPatch.context() as patch:
-        from ..support.triton_interpreter import allow_scalar_bounds
-
-        allow_scalar_bounds(patch)
         patch.setattr(torch.cuda, "Event", Event)
         patch.setattr(torch.cuda, "synchronize", lambda: None)
         patch.setattr("quire.worker.construct.Graphs", Recording)

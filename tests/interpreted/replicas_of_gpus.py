@@ -31,6 +31,7 @@ from quire.worker.construct import make_runner
 from quire.worker.device_state import Limits
 
 from ..support.compared import BLOCK, CPU, LIMITS, model_args
+from ..support.triton_interpreter import repair_interpreter
 from .ranks_of_gpus import rank_model
 
 PROGRAMS, SIZE, ROWS = 4, 2, 48
@@ -73,10 +74,8 @@ def main(number: int, kind: str, folder: Path) -> None:
     from .test_cuda_worker import PLANS, Event, Recording
     from .test_exchange import yielding
 
+    repair_interpreter()
     with pytest.MonkeyPatch.context() as patch:
-        from ..support.triton_interpreter import allow_scalar_bounds
-
-        allow_scalar_bounds(patch)
         yielding(patch)
         patch.setattr(torch.cuda, "Event", Event)
         patch.setattr(torch.cuda, "synchronize", lambda: None)

@@ -44,8 +44,6 @@ CASES = (
 @pytest.fixture(autouse=True)
 def poisoned(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Outputs and scratch are NaN (lists: -1) before a kernel writes them."""
-    from ..support.triton_interpreter import allow_scalar_bounds  # not at the top, since this file is a script, too
-
     empty = torch.empty
 
     def filled(*size: object, **options: object) -> Tensor:
@@ -53,7 +51,6 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         return made.fill_(float("nan") if made.is_floating_point() else -1)
 
     monkeypatch.setattr(torch, "empty", filled)
-    allow_scalar_bounds(monkeypatch)
     yield
 
 

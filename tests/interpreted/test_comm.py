@@ -12,7 +12,7 @@ os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from quire.kernels import triton_runtime
 
-from ..support.triton_interpreter import allow_scalar_bounds
+from ..support.triton_interpreter import repair_interpreter
 
 ROOM, BLOCKS, CALLS = 1 << 14, 4, 5
 ROOT = Path(__file__).parents[2]
@@ -78,6 +78,5 @@ def test_compiles_for_ampere_and_hopper() -> None:
 
 
 if __name__ == "__main__":
-    with pytest.MonkeyPatch.context() as patch:
-        allow_scalar_bounds(patch)
-        rank_main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))
+    repair_interpreter()
+    rank_main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))

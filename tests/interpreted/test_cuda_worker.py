@@ -21,8 +21,6 @@ from quire.contracts.step import I32, POOL, PROMPT_LOGPROBS, SAMPLE, Admission, 
 from quire.kernels import triton_runtime
 from quire.kernels.sampling.rows import Mode
 
-from ..support.triton_interpreter import allow_scalar_bounds
-
 if not triton_runtime.INTERPRETED:
     pytest.skip("needs Triton's interpreter", allow_module_level=True)
 
@@ -76,7 +74,6 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 @pytest.fixture
 def cuda_runner(monkeypatch: pytest.MonkeyPatch) -> Callable[..., StepRunner]:
     """Return a function that makes runners with the kernels of a GPU, interpreted."""
-    allow_scalar_bounds(monkeypatch)
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
 
@@ -181,8 +178,10 @@ def run_ahead(runner: StepRunner, plans: tuple[StepPlan, ...]) -> list[StepResul
     return [*found, runner.collect()]
 
 
-@pytest.mark.parametrize("model", ["dense", "experts", "latent"])
-@pytest.mark.parametrize("sizes", [(), (2, 4)])
+@pytest.mark.parametrize(("model", "sizes"), [
+    ("dense", ()), ("experts", (2, 4)), ("latent", (2, 4)),
+    *(pytest.param(*each, marks=pytest.mark.full) for each in (("dense", (2, 4)), ("experts", ()), ("latent", ()))),
+])  # fmt: skip
 def test_the_same_tokens_as_the_naive_runner_s(
     cuda_runner: Callable[..., StepRunner], monkeypatch: pytest.MonkeyPatch, sizes: tuple[int, ...], model: str
 ) -> None:

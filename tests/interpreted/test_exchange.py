@@ -27,7 +27,7 @@ from quire.kernels.experts import ref, scaled, triton
 from quire.kernels.quantize.rows import QuantizedRows
 
 from ..support.quantized_cases import SCALED, make_matrix
-from ..support.triton_interpreter import allow_scalar_bounds
+from ..support.triton_interpreter import repair_interpreter
 
 if not triton_runtime.INTERPRETED:
     pytest.skip("needs Triton's interpreter", allow_module_level=True)
@@ -315,7 +315,7 @@ def test_compiles_for_ampere_and_hopper() -> None:
 
 
 if __name__ == "__main__":
+    repair_interpreter()
     with pytest.MonkeyPatch.context() as patch:
-        allow_scalar_bounds(patch)
         yielding(patch)
         rank_main(int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4], Path(sys.argv[5]))

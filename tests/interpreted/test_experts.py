@@ -25,8 +25,6 @@ from quire.kernels.routing import ref as routing_ref
 from quire.kernels.routing import triton as routing
 from quire.kernels.routing.inputs import DEEPSEEK_V3, QWEN3, ROUTINGS
 
-from ..support.triton_interpreter import allow_scalar_bounds
-
 if not triton_runtime.INTERPRETED:
     pytest.skip("needs Triton's interpreter", allow_module_level=True)
 
@@ -34,9 +32,8 @@ TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}  # 
 
 
 @pytest.fixture(autouse=True)
-def poisoned(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def poisoned() -> Iterator[None]:
     """Memory is NaN until it is written."""
-    allow_scalar_bounds(monkeypatch)
     torch.use_deterministic_algorithms(True)
     assert torch.empty(3).isnan().all()
     yield

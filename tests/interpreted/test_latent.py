@@ -28,7 +28,6 @@ from quire.layers.latent import split
 
 from ..support.compared import LIMITS, make_model, runner_of
 from ..support.naive_runner import NaiveRunner, agree
-from ..support.triton_interpreter import allow_scalar_bounds
 from .test_cuda_worker import PLANS, StepRunner, cuda_runner, run_ahead
 
 __all__ = ["cuda_runner"]
@@ -54,9 +53,8 @@ CASES = (
 
 
 @pytest.fixture(autouse=True)
-def poisoned(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def poisoned() -> Iterator[None]:
     """Memory is NaN until it is written."""
-    allow_scalar_bounds(monkeypatch)
     torch.use_deterministic_algorithms(True)
     assert torch.empty(3).isnan().all()
     torch.manual_seed(4)

@@ -6,7 +6,6 @@ os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import subprocess
 import sys
-from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 
@@ -26,7 +25,6 @@ from quire.worker.sampling_table import SamplingTable
 from quire.worker.upload import InPlaceUpload
 
 from ..support.ref_sampler import CPU, RefSampler
-from ..support.triton_interpreter import allow_scalar_bounds
 
 if not triton_runtime.INTERPRETED:
     pytest.skip("needs Triton's interpreter", allow_module_level=True)
@@ -36,13 +34,6 @@ from quire.kernels.sampling.triton_rows import gumbel, near_gumbel, word_of, wor
 from quire.kernels.triton_runtime import jit, tl
 
 PROMPT = [5, 9, 5, 17, 200, 9, 3]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def scalar_bounds() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        allow_scalar_bounds(patch)
-        yield
 
 
 class Both:

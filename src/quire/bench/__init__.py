@@ -1,4 +1,5 @@
 """Benchmarks: the workloads, the model configurations and the result format that all compared engines share.
 
-Knows nothing of an engine's internals. Of the product only `entry/cli` imports it.
+`tools/peer` in the repository runs them on other engines. Knows nothing of an engine's internals. Of the product only
+`entry/cli` imports it.
 """

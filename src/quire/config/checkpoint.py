@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from quire.config.experts import MOE_KEYS, MoEArgs, read_moe
-from quire.config.keys import count, flag, names, positive, size
+from quire.config.keys import Keys
 from quire.config.latent import LATENT_KEYS, LatentArgs, read_latent
 from quire.config.rope import RopeArgs, read_rope, rope_settings
-from quire.contracts.errors import ModelError, ModelNotFound, UnsupportedModel
+from quire.contracts.errors import ModelError, ModelNotFound
+from quire.contracts.text_table import read_rows
 
 DTYPES = ("float32", "bfloat16", "float16")
 MOST_LAYERS = 4000  # thirty times those of the deepest models; a plan of more takes seconds
@@ -93,34 +94,10 @@ FAMILIES: Mapping[str, Family] = {
                                                            "num_nextn_predict_layers"})),
 }  # fmt: skip
 
-# Keys that every family reads, or that cannot change what inference computes.
-KNOWN_KEYS = frozenset(
-    "architectures attention_dropout auto_map bos_token_id dtype eos_token_id head_dim hidden_act hidden_size "
-    "initializer_range intermediate_size layer_types max_position_embeddings max_window_layers model_type "
-    "num_attention_heads num_hidden_layers num_key_value_heads original_max_position_embeddings pad_token_id "
-    "partial_rotary_factor pretraining_tp quantization_config rms_norm_eps rope_parameters rope_scaling rope_theta "
-    "sliding_window tie_word_embeddings torch_dtype transformers_version use_cache use_sliding_window vocab_size "
-    "_name_or_path _attn_implementation attn_implementation return_dict output_attentions output_hidden_states "
-    "compression_config is_decoder is_encoder_decoder chunk_size_feed_forward id2label label2id problem_type "
-    "num_nextn_predict_layers "
-    "num_mtp_layers output_router_logits router_aux_loss_coef router_jitter_noise aux_loss_alpha seq_aux "
-    "ep_size".split()
-)
-
-# Keys that change the math of some models -> the values with which they have no effect.
-MATH_KEYS: Mapping[str, tuple[Any, ...]] = {
-    key: neutral for keys, neutral in (
-        ("attn_logit_softcapping final_logit_softcapping logit_softcapping query_pre_attn_scalar attention_multiplier "
-         "clip_qkv attention_chunk_size text_config vision_config", (None,)),
-        ("residual_multiplier embedding_multiplier logits_scaling logit_scale partial_rotary_factor", (None, 1, 1.0)),
-        ("alibi use_mrope use_qk_norm qk_layernorm use_parallel_residual", (None, False)),
-        ("num_experts num_local_experts n_routed_experts", (None, 0)),
-        ("no_rope_layers", (None, [])),
-        ("is_causal", (None, True)),
-        ("use_bidirectional_attention", (None, False)),
-        ("qkv_bias", (None, True)),
-    ) for key in keys.split()
-}
+# Keys of config.json that no family reads in its own way -> the values that have no effect; None: all values.
+NEUTRAL: Mapping[str, list[Any] | None] = {
+    key: json.loads(neutral[0]) if neutral else None
+    for keys, *neutral in read_rows(Path(__file__).with_name("checkpoint_keys.txt")) for key in keys.split()}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,45 +160,45 @@ def read_raw_config(folder: Path) -> dict[str, Any]:
 
 def parse_checkpoint_config(raw: Mapping[str, Any], source: str = "config.json") -> ModelArgs:
     """Turn the decoded config.json into `ModelArgs`; `source` names the file in errors."""
-    keys = {key: value for key, value in raw.items()}
-    model_type, family, headless = _find_family(keys, source)
-    _refuse_math(keys, family, source)
-    hidden = size(keys, "hidden_size", source)
-    heads = size(keys, "num_attention_heads", source)
-    kv_heads = _kv_heads(keys, family, heads, source)
-    max_positions = size(keys, "max_position_embeddings", source)
-    layers = size(keys, "num_hidden_layers", source, most=MOST_LAYERS)
-    rope, rope_notes = read_rope(keys, max_positions, source, family.theta)
+    keys = Keys(raw, source)
+    model_type, family, headless = _find_family(keys)
+    _refuse_math(keys, family)
+    hidden = keys.size("hidden_size")
+    heads = keys.size("num_attention_heads")
+    kv_heads = _kv_heads(keys, family, heads)
+    max_positions = keys.size("max_position_embeddings")
+    layers = keys.size("num_hidden_layers", most=MOST_LAYERS)
+    rope, rope_notes = read_rope(keys, max_positions, family.theta)
     context = max(max_positions, rope.extended_positions)
-    _refuse_window(keys, family, context, layers, source)
-    latent = read_latent(keys, family.latent, rope, source)
-    head_dim = latent.nope_dim + latent.rope_dim if latent else _head_dim(keys, family, hidden, heads, source)
-    rotary_dim = latent.rope_dim if latent else _rotary_dim(keys, family, head_dim, rope, source)
+    _refuse_window(keys, family, context, layers)
+    latent = read_latent(keys, family.latent, rope)
+    head_dim = latent.nope_dim + latent.rope_dim if latent else _head_dim(keys, family, hidden, heads)
+    rotary_dim = latent.rope_dim if latent else _rotary_dim(keys, family, head_dim, rope)
     spelled = "num_mtp_layers" if "num_mtp_layers" in keys else "num_nextn_predict_layers"
-    extra = count(keys, spelled, 1, source, most=MOST_LAYERS) or 0 if "num_nextn_predict_layers" in family.keys else 0
-    bias = flag(keys, "attention_bias", source) if "attention_bias" in family.keys else False
-    dtype, dtype_notes = _dtype(keys, source)
+    extra = keys.count(spelled, 1, most=MOST_LAYERS) or 0 if "num_nextn_predict_layers" in family.keys else 0
+    bias = keys.flag("attention_bias") if "attention_bias" in family.keys else False
+    dtype, dtype_notes = _dtype(keys)
     return ModelArgs(
         model_type=model_type,
         architecture=family.architecture,
-        vocab_size=size(keys, "vocab_size", source),
+        vocab_size=keys.size("vocab_size"),
         hidden_size=hidden,
         num_layers=layers,
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=head_dim,
         rotary_dim=rotary_dim,
-        intermediate_size=size(keys, "intermediate_size", source),
-        norm_eps=positive(keys, "rms_norm_eps", family.norm_eps, source),
+        intermediate_size=keys.size("intermediate_size"),
+        norm_eps=keys.positive("rms_norm_eps", family.norm_eps),
         rope=rope,
         attention_bias=bias if family.qkv_bias is None else family.qkv_bias,
         output_bias=bias if family.output_bias is None else family.output_bias,
-        mlp_bias=flag(keys, "mlp_bias", source) if "mlp_bias" in family.keys else False,
-        qk_norm=flag(keys, "use_qk_norm", source) if family.qk_norm is None else family.qk_norm,
-        tie_word_embeddings=flag(keys, "tie_word_embeddings", source) or headless,
+        mlp_bias=keys.flag("mlp_bias") if "mlp_bias" in family.keys else False,
+        qk_norm=keys.flag("use_qk_norm") if family.qk_norm is None else family.qk_norm,
+        tie_word_embeddings=keys.flag("tie_word_embeddings") or headless,
         max_position_embeddings=context,
         dtype=dtype,
-        moe=read_moe(keys, family.experts, layers, source),
+        moe=read_moe(keys, family.experts, layers),
         latent=latent,
         extra_layers=extra,
         notes=(*_notes(keys, family, layers, extra), *rope_notes, *dtype_notes,
@@ -229,112 +206,110 @@ def parse_checkpoint_config(raw: Mapping[str, Any], source: str = "config.json")
     )
 
 
-def _find_family(keys: Mapping[str, Any], source: str) -> tuple[str, Family, bool]:
+def _find_family(keys: Keys) -> tuple[str, Family, bool]:
     """Return model_type, its family, and True when the model has no head; the embedding then takes its place."""
     ours = ", ".join(f"{name} ({family.architecture})" for name, family in FAMILIES.items())
-    architectures = names(keys, "architectures", source)
+    architectures = keys.names("architectures")
     named = {family.architecture: name for name, family in FAMILIES.items()}
     model_type = keys.get("model_type") or (named.get(architectures[0]) if architectures else None)
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         code = " Its auto_map points to code inside the repository, which is never run." if keys.get("auto_map") else ""
         shown = model_type or (architectures[0] if architectures else "nothing")
-        raise UnsupportedModel(f"{source}: model_type {shown!r} is not implemented.{code} Implemented: {ours}.")
+        raise keys.unsupported(f"model_type {shown!r} is not implemented.{code} Implemented: {ours}.")
     family = FAMILIES[model_type]
     headless = family.architecture.replace("ForCausalLM", "Model") in architectures
     if architectures and family.architecture not in architectures and not headless:
-        raise UnsupportedModel(f"{source}: architecture {architectures[0]!r} of model_type {model_type!r} is not "
-                               f"implemented. Implemented: {ours}.")
+        raise keys.unsupported(f"architecture {architectures[0]!r} of model_type {model_type!r} is not implemented. "
+                               f"Implemented: {ours}.")
     return model_type, family, headless
 
 
-def _refuse_math(keys: Mapping[str, Any], family: Family, source: str) -> None:
+def _refuse_math(keys: Keys, family: Family) -> None:
     activation = keys.get("hidden_act", "silu")
     if activation != "silu":
-        raise UnsupportedModel(f"{source}: hidden_act={activation!r} is not implemented: use a model with 'silu'.")
-    for key, neutral in MATH_KEYS.items():
-        if key in keys and key not in family.reads and keys[key] not in neutral:
+        raise keys.unsupported(f"hidden_act={activation!r} is not implemented: use a model with 'silu'.")
+    for key, neutral in NEUTRAL.items():
+        if key in keys and key not in family.reads and neutral is not None and keys[key] not in neutral:
             shown = repr(keys[key]) if not isinstance(keys[key], (dict, list)) else "{...}"
-            raise UnsupportedModel(f"{source}: {key}={shown} changes the math and is not implemented: "
-                                   "use another model.")
+            raise keys.unsupported(f"{key}={shown} changes the math and is not implemented: use another model.")
 
 
-def _refuse_window(keys: Mapping[str, Any], family: Family, context: int, layers: int, source: str) -> None:
+def _refuse_window(keys: Keys, family: Family, context: int, layers: int) -> None:
     """Refuse an active sliding window shorter than the context: only full attention is implemented."""
-    kinds = sorted(set(names(keys, "layer_types", source)) - {"full_attention"})
-    window = count(keys, "sliding_window", family.window.default, source)
+    kinds = sorted(set(keys.names("layer_types")) - {"full_attention"})
+    window = keys.count("sliding_window", family.window.default)
     active = window is not None and window < context
     if family.window.by_flag:
-        limit = count(keys, "max_window_layers", None, source)
+        limit = keys.count("max_window_layers")
         reaches = {"all": True, "from": limit is None or limit < layers, "below": limit is None or limit > 0}
         listed = family.window.layers != "all" and keys.get("layer_types")
         reached = bool(kinds) if listed else reaches[family.window.layers]
         active = active and bool(keys.get("use_sliding_window")) and reached
     if active:
         default = "" if "sliding_window" in keys else f" (missing, which means {window})"
-        raise UnsupportedModel(f"{source}: sliding_window={window}{default} is shorter than the context of {context} "
-                               "tokens; sliding window attention is not implemented: use another model.")
+        raise keys.unsupported(f"sliding_window={window}{default} is shorter than the context of {context} tokens; "
+                               "sliding window attention is not implemented: use another model.")
     if kinds and not (family.window.by_flag and kinds == ["sliding_attention"]):
-        raise UnsupportedModel(f"{source}: layer_types holds {kinds[0]!r}, which is not implemented: use another "
-                               "model.")
+        raise keys.unsupported(f"layer_types holds {kinds[0]!r}, which is not implemented: use another model.")
 
 
-def _rotary_dim(keys: Mapping[str, Any], family: Family, head_dim: int, rope: RopeArgs, source: str) -> int:
+def _rotary_dim(keys: Keys, family: Family, head_dim: int, rope: RopeArgs) -> int:
     """Return the number of rotated dimensions of a head. Their two halves come first in the checkpoint."""
-    nested = rope_settings(keys, source)
+    nested = rope_settings(keys)
     if "partial_rotary_factor" not in family.keys:
         if nested.get("partial_rotary_factor", 1) not in (None, 1, 1.0):
-            raise UnsupportedModel(f"{source}: partial_rotary_factor={nested['partial_rotary_factor']} is not "
-                                   "implemented for this family: use another model.")
+            raise keys.unsupported(f"partial_rotary_factor={nested['partial_rotary_factor']} is not implemented for "
+                                   "this family: use another model.")
         return head_dim
-    part = positive({**keys, **nested}, "partial_rotary_factor", family.rotated, source)
+    part = Keys({**keys, **nested}, keys.source).positive("partial_rotary_factor", family.rotated)
     rotated = int(head_dim * part)
     if rotated % 2 or not 0 < rotated <= head_dim or (rotated < head_dim and rope.kind == "yarn"):
-        raise UnsupportedModel(f"{source}: partial_rotary_factor={part} of {head_dim} dimensions is not implemented "
+        raise keys.unsupported(f"partial_rotary_factor={part} of {head_dim} dimensions is not implemented "
                                f"with rope type {rope.kind!r}: use another model.")
     return rotated
 
 
-def _kv_heads(keys: Mapping[str, Any], family: Family, heads: int, source: str) -> int:
+def _kv_heads(keys: Keys, family: Family, heads: int) -> int:
     if keys.get("num_key_value_heads") is None and (family.one_kv_head_each or "num_key_value_heads" in keys):
         return heads
-    kv_heads = size(keys, "num_key_value_heads", source)
+    kv_heads = keys.size("num_key_value_heads")
     if heads % kv_heads:
-        raise ModelError(f"{source}: num_attention_heads={heads} is not a multiple of num_key_value_heads={kv_heads}: "
-                         "correct the file.")
+        raise keys.wrong(
+            f"num_attention_heads={heads} is not a multiple of num_key_value_heads={kv_heads}: correct the file.")
     return kv_heads
 
 
-def _head_dim(keys: Mapping[str, Any], family: Family, hidden: int, heads: int, source: str) -> int:
+def _head_dim(keys: Keys, family: Family, hidden: int, heads: int) -> int:
     if keys.get("head_dim") is not None:
-        head_dim = size(keys, "head_dim", source)
+        head_dim = keys.size("head_dim")
     elif family.default_head_dim is not None and "head_dim" not in keys:
         head_dim = family.default_head_dim
     elif hidden % heads:
-        raise ModelError(f"{source}: hidden_size={hidden} is not a multiple of num_attention_heads={heads}, and "
+        raise keys.wrong(f"hidden_size={hidden} is not a multiple of num_attention_heads={heads}, and "
                          "head_dim is missing: correct the file.")
     else:
         head_dim = hidden // heads
     if head_dim % 2:
-        raise ModelError(f"{source}: head_dim={head_dim} is odd, and rotary positions need pairs: correct the file.")
+        raise keys.wrong(f"head_dim={head_dim} is odd, and rotary positions need pairs: correct the file.")
     return head_dim
 
 
-def _dtype(keys: Mapping[str, Any], source: str) -> tuple[str, tuple[str, ...]]:
+def _dtype(keys: Keys) -> tuple[str, tuple[str, ...]]:
     value = keys.get("dtype", keys.get("torch_dtype"))
     if value is None:
         return "float32", ("config.json names no dtype: float32 is assumed",)
     name = str(value).removeprefix("torch.")
     if name not in DTYPES:
-        raise UnsupportedModel(f"{source}: dtype={value!r} is not implemented: use a model in {', '.join(DTYPES)}.")
+        raise keys.unsupported(f"dtype={value!r} is not implemented: use a model in {', '.join(DTYPES)}.")
     return name, ()
 
 
-def _notes(keys: Mapping[str, Any], family: Family, layers: int, extra: int) -> Iterator[str]:
+def _notes(keys: Keys, family: Family, layers: int, extra: int) -> Iterator[str]:
     if keys.get("auto_map"):
         yield f"auto_map is ignored: {keys.get('model_type')} is built in, the repository's own code is never run"
     if extra:
         last = f" to {layers + extra - 1}" if extra > 1 else ""
         yield (f"Multi-token-prediction (MTP) layers are skipped (layer {layers}{last} of the checkpoint): speculative "
                "decoding with them is not implemented yet")
-    if unknown := sorted(set(keys) - KNOWN_KEYS - family.reads - set(MATH_KEYS)):
+    if unknown := sorted(set(keys) - family.reads - NEUTRAL.keys()):
         yield f"config.json has keys that are not known and were ignored: {', '.join(unknown)}"

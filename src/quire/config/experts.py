@@ -8,8 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from quire.config import keys as read
-from quire.contracts.errors import ModelError, UnsupportedModel
+from quire.config.keys import Keys
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +70,7 @@ MOE_KEYS: Mapping[str, frozenset[str]] = {
 }
 
 
-def read_moe(keys: Mapping[str, Any], kind: str, num_layers: int, source: str) -> MoEArgs | None:
+def read_moe(keys: Keys, kind: str, num_layers: int) -> MoEArgs | None:
     """Return the expert layers that config.json describes; None without experts. `kind`: see `Family.experts`.
 
     Raises ModelError or UnsupportedModel.
@@ -79,59 +78,50 @@ def read_moe(keys: Mapping[str, Any], kind: str, num_layers: int, source: str) -
     if kind not in MOE_KEYS:
         return None
     read_family = {"mixtral": _read_mixtral, "qwen2_moe": _read_qwen, "qwen3_moe": _read_qwen}
-    moe = read_family.get(kind, _read_deepseek)(keys, kind, num_layers, source)
+    moe = read_family.get(kind, _read_deepseek)(keys, kind, num_layers)
     layers, experts = len(moe.layers), moe.routing.num_experts
     if layers * experts > MOST_EXPERTS:
-        raise ModelError(f"{source}: num_hidden_layers={num_layers}, {layers} of them with {experts} experts each: "
+        raise keys.wrong(f"num_hidden_layers={num_layers}, {layers} of them with {experts} experts each: "
                          f"{layers * experts} experts in all, more than {MOST_EXPERTS}: correct the file.")
     return moe
 
 
-def _read_mixtral(keys: Mapping[str, Any], kind: str, num_layers: int, source: str) -> MoEArgs:
-    routing = _routing(keys, source, "num_local_experts", scoring="softmax", normalize=True)
-    return MoEArgs(routing=routing, expert_size=read.size(keys, "intermediate_size", source), shared_size=0,
+def _read_mixtral(keys: Keys, kind: str, num_layers: int) -> MoEArgs:
+    routing = _routing(keys, "num_local_experts", scoring="softmax", normalize=True)
+    return MoEArgs(routing=routing, expert_size=keys.size("intermediate_size"), shared_size=0,
                    shared_gate=False, router_float=False, layers=frozenset(range(num_layers)))
 
 
-def _read_qwen(keys: Mapping[str, Any], kind: str, num_layers: int, source: str) -> MoEArgs:
-    every = read.size(keys, "decoder_sparse_step", source, 1)
-    dense = (
-        read.checked(
-            keys,
-            "mlp_only_layers",
-            source,
-            lambda value: value is None or (isinstance(value, list) and all(type(layer) is int for layer in value)),
-            "a list of layers",
-        )
-        or ()
-    )
+def _read_qwen(keys: Keys, kind: str, num_layers: int) -> MoEArgs:
+    every = keys.size("decoder_sparse_step", 1)
+    dense = keys.checked("mlp_only_layers", lambda value: value is None or (
+        isinstance(value, list) and all(type(layer) is int for layer in value)), "a list of layers") or ()
     experts = "num_local_experts" if "num_local_experts" in keys and "num_experts" not in keys else "num_experts"
     shared = kind == "qwen2_moe"
     return MoEArgs(
-        routing=_routing(keys, source, experts, scoring="softmax", normalize=read.flag(keys, "norm_topk_prob", source)),
-        expert_size=read.size(keys, "moe_intermediate_size", source),
-        shared_size=read.size(keys, "shared_expert_intermediate_size", source) if shared else 0,
+        routing=_routing(keys, experts, scoring="softmax", normalize=keys.flag("norm_topk_prob")),
+        expert_size=keys.size("moe_intermediate_size"),
+        shared_size=keys.size("shared_expert_intermediate_size") if shared else 0,
         shared_gate=shared,
         router_float=False,
         layers=frozenset(i for i in range(num_layers) if (i + 1) % every == 0 and i not in dense),
     )
 
 
-def _read_deepseek(keys: Mapping[str, Any], kind: str, num_layers: int, source: str) -> MoEArgs:
+def _read_deepseek(keys: Keys, kind: str, num_layers: int) -> MoEArgs:
     old = kind == "deepseek_v2"
     methods = ("greedy", "group_limited_greedy") if old else ("noaux_tc",)
-    method = _agrees(keys, "topk_method", methods, source)
-    scoring = _agrees(keys, "scoring_func", ("softmax",) if old else ("sigmoid",), source)
-    normalize = read.flag(keys, "norm_topk_prob", source, not old)
+    method = _agrees(keys, "topk_method", methods)
+    scoring = _agrees(keys, "scoring_func", ("softmax",) if old else ("sigmoid",))
+    normalize = keys.flag("norm_topk_prob", not old)
     if old and normalize:
-        raise UnsupportedModel(f"{source}: norm_topk_prob=true in a deepseek_v2 model is not implemented: published "
+        raise keys.unsupported("norm_topk_prob=true in a deepseek_v2 model is not implemented: published "
                                "implementations disagree on what it means. Use another model.")
     groups = method != "greedy"
-    num_groups = _groups(keys, "n_group", 8 if kind == "deepseek_v3" else 1, source)
-    top_groups = _groups(keys, "topk_group", 4 if kind == "deepseek_v3" else 1, source)
+    num_groups = _groups(keys, "n_group", 8 if kind == "deepseek_v3" else 1)
+    top_groups = _groups(keys, "topk_group", 4 if kind == "deepseek_v3" else 1)
     routing = _routing(
         keys,
-        source,
         "n_routed_experts",
         scoring=scoring,
         normalize=normalize,
@@ -140,67 +130,66 @@ def _read_deepseek(keys: Mapping[str, Any], kind: str, num_layers: int, source: 
         group_score="max" if old else "top2",
         num_groups=num_groups if groups else 1,
         top_groups=top_groups if groups else 1,
-        scaling=read.positive(keys, "routed_scaling_factor", 2.5 if kind == "deepseek_v3" else 1.0, source),
+        scaling=keys.positive("routed_scaling_factor", 2.5 if kind == "deepseek_v3" else 1.0),
     )
-    width, shared = read.size(keys, "moe_intermediate_size", source), read.count(keys, "n_shared_experts", 1, source)
+    width, shared = keys.size("moe_intermediate_size"), keys.count("n_shared_experts", 1)
     return MoEArgs(
         routing=routing,
         expert_size=width,
         shared_size=width * (shared or 0),
         shared_gate=False,
         router_float=True,
-        layers=_sparse_layers(keys, kind, num_layers, source),
+        layers=_sparse_layers(keys, kind, num_layers),
     )
 
 
-def _groups(keys: Mapping[str, Any], key: str, default: int, source: str) -> int:
+def _groups(keys: Keys, key: str, default: int) -> int:
     """Return a number of groups. DeepSeek-V2 writes null when there are no groups; null gives 1."""
-    return 1 if keys.get(key, default) is None else read.size(keys, key, source, default)
+    return 1 if keys.get(key, default) is None else keys.size(key, default)
 
 
-def _sparse_layers(keys: Mapping[str, Any], kind: str, num_layers: int, source: str) -> frozenset[int]:
-    kinds = read.names(keys, "mlp_layer_types", source)
+def _sparse_layers(keys: Keys, kind: str, num_layers: int) -> frozenset[int]:
+    kinds = keys.names("mlp_layer_types")
     named = frozenset(i for i, kind in enumerate(kinds[:num_layers]) if kind == "sparse")
     if kinds and (len(kinds) < num_layers or set(kinds) - {"dense", "sparse"}):
-        raise ModelError(f"{source}: mlp_layer_types must name {num_layers} layers, each dense or sparse.")
+        raise keys.wrong(f"mlp_layer_types must name {num_layers} layers, each dense or sparse.")
     if kinds and keys.get("first_k_dense_replace") is None:
         return named
-    dense = read.count(keys, "first_k_dense_replace", {"deepseek_v3": 3, "glm4_moe": 1}.get(kind, 0), source) or 0
-    every = read.size(keys, "moe_layer_freq", source, 1)
+    dense = keys.count("first_k_dense_replace", {"deepseek_v3": 3, "glm4_moe": 1}.get(kind, 0)) or 0
+    every = keys.size("moe_layer_freq", 1)
     counted = frozenset(i for i in range(dense, num_layers) if i % every == 0)
     if kinds and counted != named:
         i = min(counted ^ named)
-        raise ModelError(f"{source}: mlp_layer_types[{i}]={kinds[i]!r} contradicts first_k_dense_replace={dense} and "
+        raise keys.wrong(f"mlp_layer_types[{i}]={kinds[i]!r} contradicts first_k_dense_replace={dense} and "
                          f"moe_layer_freq={every}: remove the one that is wrong.")
     return counted
 
 
-def _agrees(keys: Mapping[str, Any], key: str, known: tuple[str, ...], source: str) -> str:
+def _agrees(keys: Keys, key: str, known: tuple[str, ...]) -> str:
     value = known[0] if keys.get(key) is None else keys[key]
     if value not in known:
-        raise UnsupportedModel(f"{source}: {key}={value!r} is not implemented for {keys.get('model_type')} "
+        raise keys.unsupported(f"{key}={value!r} is not implemented for {keys.get('model_type')} "
                                f"(only {', '.join(known)}): use another model.")
     return str(value)
 
 
-def _routing(keys: Mapping[str, Any], source: str, experts_key: str, **rest: Any) -> Routing:
+def _routing(keys: Keys, experts_key: str, **rest: Any) -> Routing:
     """Return the routing of a config.json after checking its counts against each other."""
-    experts = read.size(keys, experts_key, source, most=MOST_EXPERTS)
-    top_k = read.size(keys, "num_experts_per_tok", source)
+    experts = keys.size(experts_key, most=MOST_EXPERTS)
+    top_k = keys.size("num_experts_per_tok")
     routing = Routing(num_experts=experts, top_k=top_k, **rest)
     groups, kept = routing.num_groups, routing.top_groups
     for other in {"num_experts", "num_local_experts", "n_routed_experts"} & keys.keys():
         if keys[other] not in (None, experts):
-            raise ModelError(f"{source}: {other}={keys[other]!r} contradicts {experts_key}={experts}: correct the "
-                             "file.")
+            raise keys.wrong(f"{other}={keys[other]!r} contradicts {experts_key}={experts}: correct the file.")
     if experts % groups:
-        raise ModelError(f"{source}: {experts_key}={experts} is not a multiple of n_group={groups}: correct the file.")
+        raise keys.wrong(f"{experts_key}={experts} is not a multiple of n_group={groups}: correct the file.")
     if routing.group_score == "top2" and groups > 1 and experts // groups < 2:
-        raise ModelError(f"{source}: n_group={groups} of {experts_key}={experts} leaves one expert to a group, and "
+        raise keys.wrong(f"n_group={groups} of {experts_key}={experts} leaves one expert to a group, and "
                          "groups are compared by their best two: correct the file.")
     if kept > groups:
-        raise ModelError(f"{source}: topk_group={kept} must be between 1 and n_group={groups}.")
+        raise keys.wrong(f"topk_group={kept} must be between 1 and n_group={groups}.")
     if top_k > kept * (experts // groups):
-        raise ModelError(f"{source}: num_experts_per_tok={top_k} exceeds the {kept * (experts // groups)} experts that "
+        raise keys.wrong(f"num_experts_per_tok={top_k} exceeds the {kept * (experts // groups)} experts that "
                          "the chosen groups have: correct the file.")
     return routing

@@ -1,13 +1,10 @@
 """Reader of multi-head latent attention (DeepSeek-V2, 2024) in config.json. No torch."""
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
-from quire.config import keys as read
+from quire.config.keys import Keys
 from quire.config.rope import RopeArgs
-from quire.contracts.errors import ModelError, UnsupportedModel
 
 LATENT_KEYS = frozenset("q_lora_rank kv_lora_rank qk_nope_head_dim qk_rope_head_dim qk_head_dim v_head_dim "
                         "rope_interleave attention_bias mlp_bias".split())
@@ -43,7 +40,7 @@ class LatentArgs:
         return self.kv_rank * (self.nope_dim + self.v_dim) / saved if saved > 0 else float("inf")
 
 
-def read_latent(keys: Mapping[str, Any], kind: str, rope: RopeArgs, source: str) -> LatentArgs | None:
+def read_latent(keys: Keys, kind: str, rope: RopeArgs) -> LatentArgs | None:
     """Return the latent attention (MLA) that config.json describes; None without it. `kind`: see `Family.latent`.
 
     Raises ModelError or UnsupportedModel.
@@ -51,25 +48,24 @@ def read_latent(keys: Mapping[str, Any], kind: str, rope: RopeArgs, source: str)
     if not kind:
         return None
     for key in ("attention_bias", "mlp_bias"):
-        if read.flag(keys, key, source):
-            raise UnsupportedModel(f"{source}: {key}=true is not implemented with latent attention: use another model.")
-    nope, rotated = read.size(keys, "qk_nope_head_dim", source), read.size(keys, "qk_rope_head_dim", source)
+        if keys.flag(key):
+            raise keys.unsupported(f"{key}=true is not implemented with latent attention: use another model.")
+    nope, rotated = keys.size("qk_nope_head_dim"), keys.size("qk_rope_head_dim")
     if rotated % 2:
-        raise ModelError(f"{source}: qk_rope_head_dim={rotated} is odd, and rotation needs pairs: correct the file.")
+        raise keys.wrong(f"qk_rope_head_dim={rotated} is odd, and rotation needs pairs: correct the file.")
     heads, kv_heads = keys.get("num_attention_heads"), keys.get("num_key_value_heads")
     if kv_heads not in (None, heads):
-        raise ModelError(f"{source}: num_key_value_heads={kv_heads} must equal num_attention_heads={heads}: every head "
+        raise keys.wrong(f"num_key_value_heads={kv_heads} must equal num_attention_heads={heads}: every head "
                          "has its own keys and values. Correct the file.")
-    if kind == "deepseek_v2" and not read.flag(keys, "rope_interleave", source, True):
-        raise UnsupportedModel(f"{source}: rope_interleave=false is not implemented for deepseek_v2: use another "
-                               "model.")
+    if kind == "deepseek_v2" and not keys.flag("rope_interleave", True):
+        raise keys.unsupported("rope_interleave=false is not implemented for deepseek_v2: use another model.")
     temperature = 0.1 * (rope.mscale_all_dim or 0.0) * math.log(rope.factor) + 1.0
     return LatentArgs(
-        q_rank=read.count(keys, "q_lora_rank", 1536, source) or 0,
-        kv_rank=read.size(keys, "kv_lora_rank", source, 512),
+        q_rank=keys.count("q_lora_rank", 1536) or 0,
+        kv_rank=keys.size("kv_lora_rank", 512),
         nope_dim=nope,
         rope_dim=rotated,
-        v_dim=read.size(keys, "v_head_dim", source, 128),
+        v_dim=keys.size("v_head_dim", 128),
         scale=(nope + rotated) ** -0.5 * temperature**2,
-        interleaved=kind == "deepseek_v2" or read.flag(keys, "rope_interleave", source, True),
+        interleaved=kind == "deepseek_v2" or keys.flag("rope_interleave", True),
     )

@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from quire.config.keys import checked, positive
-from quire.contracts.errors import ModelError, UnsupportedModel
+from quire.config.keys import Keys
 
 KINDS = ("default", "linear", "dynamic", "llama3", "yarn")
 DEFAULT_THETA = 10_000.0
@@ -44,90 +43,67 @@ class RopeArgs:
         return int(self.factor * self.original_max_position) if self.kind == "yarn" else 0
 
 
-def rope_settings(keys: Mapping[str, Any], source: str) -> dict[str, Any]:
+def rope_settings(keys: Keys) -> dict[str, Any]:
     """Return the rotary settings of config.json. `rope_scaling` wins over `rope_parameters`, as in Hugging Face.
 
     Raises ModelError for a setting that is an object, UnsupportedModel for settings that differ by layer.
     """
     found: dict[str, Any] = {}
     for key in ("rope_parameters", "rope_scaling"):
-        raw = checked(keys, key, source, lambda value: value is None or isinstance(value, dict), "an object or null")
+        raw = keys.object(key)
         for inner, value in (raw or {}).items():
             if not isinstance(value, dict):
                 continue
-            where = f"{source}: {key}.{inner}={value!r}"
+            where = f"{key}.{inner}={value!r}"
             if inner in _KNOWN:
-                raise ModelError(f"{where} is an object: it must be a number, a text, true or false. Correct the file.")
-            raise UnsupportedModel(f"{where}: rope settings that differ by layer are not implemented.")
+                raise keys.wrong(f"{where} is an object: it must be a number, a text, true or false. Correct the file.")
+            raise keys.unsupported(f"{where}: rope settings that differ by layer are not implemented.")
         found = raw or found
     return found
 
 
-def read_rope(keys: Mapping[str, Any], max_positions: int, source: str,
+def read_rope(keys: Keys, max_positions: int,
               default_theta: float = DEFAULT_THETA) -> tuple[RopeArgs, tuple[str, ...]]:
     """Return the checked rotary settings of a config.json, and notes about ignored keys.
 
     Raises UnsupportedModel for a kind or key that is not implemented, ModelError for a wrong number.
     A rope_theta inside the settings wins over the outer one.
     """
-    raw = rope_settings(keys, source)
+    outer = keys.get("rope_theta")
+    raw = Keys({"rope_theta": default_theta if outer is None else outer, **rope_settings(keys)},
+               f"{keys.source}: rope settings")
     if raw.get("mrope_section") is not None:
-        raise UnsupportedModel(f"{source}: mrope_section is not implemented.")
+        raise keys.unsupported("mrope_section is not implemented.")
     kind = raw.get("rope_type", raw.get("type", "default"))
     if kind not in KINDS:
-        raise UnsupportedModel(f"{source}: rope type {kind!r} is not implemented (one of {', '.join(KINDS)}).")
-    outer = keys.get("rope_theta")
-    theta = _number({"rope_theta": default_theta if outer is None else outer, **raw}, "rope_theta", source)
-    notes = _notes(raw, kind, max_positions)
+        raise keys.unsupported(f"rope type {kind!r} is not implemented (one of {', '.join(KINDS)}).")
+    theta, notes = raw.positive("rope_theta"), _notes(raw, kind, max_positions)
     if kind == "default":
         return RopeArgs(theta=theta), notes
-    factor = _number(raw, "factor", source)
-    if factor < 1:
-        raise ModelError(f"{source}: rope factor={factor} must be at least 1.")
-    temperature = _number(raw, "mscale_all_dim", source) if raw.get("mscale_all_dim") else None
+    if (factor := raw.positive("factor")) < 1:
+        raise keys.wrong(f"rope factor={factor} must be at least 1.")
+    temperature = raw.positive("mscale_all_dim") if raw.get("mscale_all_dim") else None
+    common = RopeArgs(theta=theta, kind=kind, factor=factor, mscale_all_dim=temperature)
     if kind in ("linear", "dynamic"):
-        return RopeArgs(theta=theta, kind=kind, factor=factor, mscale_all_dim=temperature), notes
+        return common, notes
     trained = "original_max_position_embeddings"
     original = keys.get(trained) or raw.get(trained) or max_positions
     if not isinstance(original, int) or original < 1:
-        raise ModelError(f"{source}: original_max_position_embeddings={original!r} must be a positive integer.")
-    if kind == "llama3":
-        return replace(_llama3(raw, theta, factor, original, source), mscale_all_dim=temperature), notes
-    return _yarn(raw, theta, factor, original, source), notes
+        raise keys.wrong(f"original_max_position_embeddings={original!r} must be a positive integer.")
+    return replace(common, original_max_position=original, **(_llama3 if kind == "llama3" else _yarn)(raw)), notes
 
 
-def _llama3(raw: Mapping[str, Any], theta: float, factor: float, original: int, source: str) -> RopeArgs:
-    low, high = _number(raw, "low_freq_factor", source), _number(raw, "high_freq_factor", source)
+def _llama3(raw: Keys) -> dict[str, float]:
+    low, high = raw.positive("low_freq_factor"), raw.positive("high_freq_factor")
     if high <= low:
-        raise ModelError(f"{source}: high_freq_factor={high} must be above low_freq_factor={low}.")
-    return RopeArgs(
-        theta=theta,
-        kind="llama3",
-        factor=factor,
-        low_freq_factor=low,
-        high_freq_factor=high,
-        original_max_position=original,
-    )
+        raise raw.wrong(f"high_freq_factor={high} must be above low_freq_factor={low}.")
+    return {"low_freq_factor": low, "high_freq_factor": high}
 
 
-def _yarn(raw: Mapping[str, Any], theta: float, factor: float, original: int, source: str) -> RopeArgs:
-    optional = {
-        key: _number(raw, key, source)
-        for key in ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
-        if raw.get(key) is not None and (raw[key] or "mscale" not in key)
-    }
-    return RopeArgs(
-        theta=theta,
-        kind="yarn",
-        factor=factor,
-        original_max_position=original,
-        truncate=bool(raw.get("truncate", True)),
-        **optional,
-    )
-
-
-def _number(values: Mapping[str, Any], key: str, source: str) -> float:
-    return positive(values, key, None, f"{source}: rope settings")
+def _yarn(raw: Keys) -> dict[str, Any]:
+    given = [key for key in ("attention_factor", "beta_fast", "beta_slow") if raw.get(key) is not None]
+    given += [key for key in ("mscale", "mscale_all_dim") if raw.get(key)]
+    return {"truncate": bool(raw.get("truncate", True))} | {key: raw.positive(key) for key in given}
 
 
 def _notes(raw: Mapping[str, Any], kind: str, max_positions: int) -> tuple[str, ...]:

@@ -1,20 +1,37 @@
 """Parameter records that refuse an unknown field name with a hint at the right one."""
 
 import json
-from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
 from quire.contracts.errors import InvalidParameter, shown
 from quire.contracts.text_table import read_rows
 
-# Fields of other engines that Quire refuses -> what to do instead, and the values that have no effect.
-TABLE = Path(__file__).with_name("refused_fields.txt")
-ROWS = {name: row for names, *row in read_rows(TABLE) for name in names.split()}
-REFUSED = {name: why for name, (why, *_) in ROWS.items()}
-HARMLESS: dict[str, list[Any]] = {name: json.loads(more[0]) for name, (_, *more) in ROWS.items() if more}
+
+class Refused(NamedTuple):
+    """Refusal of a name that other engines know and Quire does not implement.
+
+    reason     the end of the error message: what to do instead
+    harmless   values without effect, which are accepted, as None always is
+    """
+
+    reason: str
+    harmless: list[Any]
+
+    def accepts(self, value: object) -> bool:
+        """Return True for a value without effect: None, or a value that equals a harmless one of the same type."""
+        return value is None or any(type(value) is type(one) and value == one for one in self.harmless)
+
+
+def read_refused(path: Path) -> dict[str, Refused]:
+    """Return the refusals in a text file, by name. Rows: names | reason | harmless values, a JSON list."""
+    return {name: Refused(reason, json.loads(harmless[0]) if harmless else [])
+            for names, reason, *harmless in read_rows(path) for name in names.split()}
+
+
+REFUSED = read_refused(Path(__file__).with_name("refused_fields.txt"))
 
 
 class StrictFields(msgspec.StructMeta):
@@ -33,24 +50,20 @@ def known_fields(kind: StrictFields, values: dict[str, Any]) -> dict[str, Any]:
     """
     unknown = [name for name in values if name not in kind.__struct_fields__]
     for name in unknown:
-        if name not in REFUSED or not has_no_effect(values[name], HARMLESS.get(name, ())):
+        if name not in REFUSED or not REFUSED[name].accepts(values[name]):
             raise InvalidParameter(_unknown(kind, name), param=name)
     return {name: value for name, value in values.items() if name not in unknown} if unknown else values
-
-
-def has_no_effect(value: object, harmless: Iterable[object]) -> bool:
-    """True when the value is None, or equals a harmless value of the same type."""
-    return value is None or any(type(value) is type(one) and value == one for one in harmless)
 
 
 def _unknown(kind: StrictFields, name: str) -> str:
     import difflib
 
     if name in REFUSED:
-        return f"{kind.__name__}: {name} is not implemented: {REFUSED[name]}."
+        return f"{kind.__name__}: {name} is not implemented: {REFUSED[name].reason}."
     fields = kind.__struct_fields__
     near = difflib.get_close_matches(name, (*fields, *REFUSED), n=1)
     if near and near[0] not in fields:
-        return f"{kind.__name__} has no field {shown(name)}, and {near[0]} is not implemented: {REFUSED[near[0]]}."
+        reason = REFUSED[near[0]].reason
+        return f"{kind.__name__} has no field {shown(name)}, and {near[0]} is not implemented: {reason}."
     hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(fields)}."
     return f"{kind.__name__} has no field {shown(name)}: {hint}"

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from quire.config import keys as read
+from quire.config.keys import Keys
 from quire.contracts.errors import ConfigError, ModelError, UnsupportedModel
 from quire.quantization.rules import rules_of
 
@@ -63,9 +63,7 @@ def find_quantization(folder: Path, raw: Mapping[str, Any], asked: str | None = 
 def read_quantization(keys: Mapping[str, Any], source: str) -> dict[str, Any]:
     """Return the checked quantization_config in `keys`, the decoded config.json at `source`; {}: unquantized."""
     for key in (KEY, "compression_config"):
-        value = read.checked(keys, key, source, lambda value: value is None or isinstance(value, dict),
-                             "an object or null")  # fmt: skip
-        if value:
+        if value := Keys(keys, source).object(key):
             return _checked(value, f"{source}: {key}")
     return {}
 
@@ -81,7 +79,7 @@ def _side_file(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ModelError(f"{path} holds {type(value).__name__}, not an object: download it again.")
     if "quantization" in value:  # ModelOpt
-        inside = read.checked(value, "quantization", str(path), lambda value: isinstance(value, dict), "an object")
+        inside = Keys(value, str(path)).checked("quantization", lambda value: isinstance(value, dict), "an object")
         value = {**inside, "quant_method": "modelopt"} if (
             inside.get("quant_algo") or inside.get("kv_cache_quant_algo")) else {}
     by_name = {"quantize_config.json": "gptq", "quant_config.json": "awq"}.get(path.name, "modelopt")
@@ -97,7 +95,8 @@ def _checked(value: Mapping[str, Any], inside: str) -> dict[str, Any]:
     if "quant_method" not in config:
         raise UnsupportedModel(f"{inside} has no quant_method, so its format is not known: use the unquantized "
                                "checkpoint of this model.")
-    read.checked(config, "quant_method", inside, lambda name: isinstance(name, str) and name != "", "a name")
+    keys = Keys(config, inside)
+    keys.checked("quant_method", lambda name: isinstance(name, str) and name != "", "a name")
     method = config["quant_method"] = {"compressed_tensors": "compressed-tensors"}.get(
         config["quant_method"].lower(), config["quant_method"].lower())
     if config.get("load_in_4bit") or config.get("load_in_8bit"):
@@ -107,18 +106,18 @@ def _checked(value: Mapping[str, Any], inside: str) -> dict[str, Any]:
     if method not in METHODS:
         raise UnsupportedModel(f"{inside} asks for {method!r}, which is not implemented: {WAY_OUT}.")
     for key in ("modules_to_not_convert", "ignored_layers", "ignore", "exclude_modules"):
-        read.names(config, key, inside)
-    read.checked(config, "kv_cache_scheme", inside, lambda value: value is None or isinstance(value, dict | str),
+        keys.names(key)
+    keys.checked("kv_cache_scheme", lambda value: value is None or isinstance(value, dict | str),
                  "an object, a word or null")  # fmt: skip
-    {"compressed-tensors": _check_groups, "gptq": _check_gptq}.get(method, _check_block)(config, inside)
+    {"compressed-tensors": _check_groups, "gptq": _check_gptq}.get(method, _check_block)(keys)
     return config
 
 
-def _check_block(config: Mapping[str, Any], inside: str) -> None:
-    read.checked(config, "weight_block_size", inside, _is_block, "two positive integers, [rows, columns], or null")
+def _check_block(keys: Keys) -> None:
+    keys.checked("weight_block_size", _is_block, "two positive integers, [rows, columns], or null")
 
 
-def _check_gptq(config: Mapping[str, Any], inside: str) -> None:
+def _check_gptq(keys: Keys) -> None:
     def blocks(value: Any) -> bool:
         return value is None or isinstance(value, list) and all(
             isinstance(group, list) and all(isinstance(name, str) for name in group) for group in value)
@@ -127,26 +126,25 @@ def _check_gptq(config: Mapping[str, Any], inside: str) -> None:
         return value is None or isinstance(value, dict) and all(
             isinstance(one, dict) and _is_pattern(re.sub(r"^[+-]:", "", name)) for name, one in value.items())
 
-    read.checked(config, "modules_in_block_to_quantize", inside, blocks, "a list of lists of names")
-    read.checked(config, "dynamic", inside, rules, "an object of regular expressions and their changes")
+    keys.checked("modules_in_block_to_quantize", blocks, "a list of lists of names")
+    keys.checked("dynamic", rules, "an object of regular expressions and their changes")
 
 
-def _check_groups(config: Mapping[str, Any], inside: str) -> None:
-    groups = read.checked(config, "config_groups", inside, lambda value: isinstance(value, dict) and all(
+def _check_groups(keys: Keys) -> None:
+    groups = keys.checked("config_groups", lambda value: isinstance(value, dict) and all(
         isinstance(group, dict) for group in value.values()), "an object of groups", {})  # fmt: skip
-    for name, group in groups.items():
-        at = f"{inside}: config_groups: {name}"
-        read.names(group, "targets", at)
-        for key in ("weights", "input_activations", "output_activations"):
-            read.checked(group, key, at, lambda value: value is None or isinstance(value, dict), "an object or null")
-        weights = group.get("weights") or {}
-        read.checked(weights, "block_structure", f"{at}: weights", lambda value: value is None or _is_block(value),
-                     "two positive integers, [rows, columns], or null")  # fmt: skip
-        for pattern in (*(group.get("targets") or ()), *(config.get("ignore") or ())):
+    for name, values in groups.items():
+        group = Keys(values, f"{keys.source}: config_groups: {name}")
+        patterns = [*group.names("targets"), *(keys.get("ignore") or ())]
+        weights, _, _ = (group.object(key) for key in ("weights", "input_activations", "output_activations"))
+        Keys(weights or {}, f"{group.source}: weights").checked(
+            "block_structure", lambda value: value is None or _is_block(value),
+            "two positive integers, [rows, columns], or null")
+        for pattern in patterns:
             if pattern.startswith("re:") and not _is_pattern(pattern.removeprefix("re:")):
-                raise ModelError(f"{inside}: {pattern!r} is not a regular expression: correct it there.")
-    if not groups and not config.get("kv_cache_scheme"):
-        raise UnsupportedModel(f"{inside} has no config_groups, so its format is not known: {WAY_OUT}.")
+                raise keys.wrong(f"{pattern!r} is not a regular expression: correct it there.")
+    if not groups and not keys.get("kv_cache_scheme"):
+        raise UnsupportedModel(f"{keys.source} has no config_groups, so its format is not known: {WAY_OUT}.")
 
 
 def _is_pattern(text: str) -> bool:

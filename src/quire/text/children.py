@@ -1,13 +1,17 @@
 """Pool of child processes of one kind. A child serves one caller at a time, and is kept for the next.
 
-Children are started on demand. Knows processes and pipes, not the data in them.
+Children are started on demand. A caller sends a job and gets an answer. Each is a frame: its length in 8 bytes, then
+its bytes. Knows processes, pipes and frames, not the data in them.
 """
 
+import resource
 import subprocess
 import sys
 import threading
 import weakref
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from typing import IO
 
 from quire.config.env import child_variables
 from quire.contracts.errors import EngineClosed
@@ -70,6 +74,45 @@ class Children:
     def _check(self) -> None:
         if self._closed:
             raise EngineClosed("the engine is closed and its child processes have ended: make a new engine.")
+
+
+@contextmanager
+def limited(child: Child, seconds: float) -> Iterator[None]:
+    """`with` block at whose time limit the child is killed. The kill may come just after the block has ended."""
+    timer = threading.Timer(seconds, child.kill)
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def ask(child: Child, job: bytes, most: int = sys.maxsize) -> bytes:
+    """Send a job and return the answer, of at most `most` bytes; b"" if the answer is not complete."""
+    assert child.stdin is not None and child.stdout is not None
+    with suppress(OSError, ValueError):
+        send(child.stdin, job)
+        return receive(child.stdout, most)
+    return b""
+
+
+def send(pipe: IO[bytes], data: bytes) -> None:
+    """Write a frame."""
+    pipe.write(len(data).to_bytes(8) + data)
+    pipe.flush()
+
+
+def receive(pipe: IO[bytes], most: int = sys.maxsize) -> bytes:
+    """Read a frame; b"" at the end of the pipe, and for a frame that is cut off or has more than `most` bytes."""
+    size = int.from_bytes(pipe.read(8))
+    return data if len(data := pipe.read(min(size, most))) == size else b""
+
+
+def limit_resources(limits: Mapping[int, int]) -> None:
+    """Limit the resources of this process, such as `resource.RLIMIT_AS`. It writes no files and no core dump."""
+    for kind, limit in {resource.RLIMIT_FSIZE: 0, resource.RLIMIT_CORE: 0, **limits}.items():
+        with suppress(ValueError, OSError):  # macOS has no limit of memory
+            resource.setrlimit(kind, (limit, limit))
 
 
 def _end(child: Child) -> None:

@@ -16,10 +16,10 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
 
 from quire.contracts.errors import RequestFailed
-from quire.text.children import Child, Children
+from quire.text.children import Child, Children, ask, limit_resources, limited, receive, send
 
 if TYPE_CHECKING:
     from llguidance import LLTokenizer
@@ -43,10 +43,9 @@ class GrammarTrial:
         """Compile a grammar for llguidance in a child process and sample some tokens. Return its error; "" for none.
         Raises `RequestFailed` when the grammar ends the child or takes too long, or when no child can be started."""
         child = self._take(vocabulary)
-        began, timer = time.monotonic(), threading.Timer(self._seconds, child.kill)
-        timer.start()
-        answer = _ask(child, marshal.dumps((source, limits)))
-        timer.cancel()
+        began = time.monotonic()
+        with limited(child, self._seconds):
+            answer = ask(child, marshal.dumps((source, limits)))
         if answer and time.monotonic() - began < self._seconds:  # else the timer may kill it now
             self._children.give(child)
             return str(marshal.loads(answer))
@@ -60,10 +59,8 @@ class GrammarTrial:
         child, used = self._children.take("-c", code)
         if used:
             return child
-        timer = threading.Timer(START_SECONDS, child.kill)
-        timer.start()
-        ready = _ask(child, marshal.dumps(vocabulary))
-        timer.cancel()
+        with limited(child, START_SECONDS):
+            ready = ask(child, marshal.dumps(vocabulary))
         if not ready:
             self._children.end(child)
             raise RequestFailed("the process that tests grammars cannot be started: see the server's log.",
@@ -89,7 +86,7 @@ def main() -> None:
     from llguidance import LLTokenizer, TokenizerWrapper
 
     jobs, answers = sys.stdin.buffer, sys.stdout.buffer
-    words = _Tokens(marshal.loads(_read(jobs)))
+    words = _Tokens(marshal.loads(receive(jobs)))
     tokens = LLTokenizer(TokenizerWrapper(words), n_vocab=len(words.tokens), eos_token=words.eos_token_id)
     threading.stack_size(STACK)
     pool = ThreadPoolExecutor(1)
@@ -97,14 +94,11 @@ def main() -> None:
     used = 0
     with suppress(OSError):
         used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    for kind, limit in ((resource.RLIMIT_AS, used + MEMORY if used else resource.RLIM_INFINITY),
-                        (resource.RLIMIT_FSIZE, 0), (resource.RLIMIT_CORE, 0)):
-        with suppress(ValueError, OSError):  # macOS has no limit of memory
-            resource.setrlimit(kind, (limit, limit))
-    _write(answers, b"ready")
-    while job := _read(jobs):
+    limit_resources({resource.RLIMIT_AS: used + MEMORY if used else resource.RLIM_INFINITY})
+    send(answers, b"ready")
+    while job := receive(jobs):
         signal.alarm(2 * math.ceil(SECONDS))  # ends this process if its caller is gone
-        _write(answers, marshal.dumps(pool.submit(_try, tokens, *marshal.loads(job)).result()))
+        send(answers, marshal.dumps(pool.submit(_try, tokens, *marshal.loads(job)).result()))
         signal.alarm(0)
 
 
@@ -126,22 +120,3 @@ def _try(tokens: "LLTokenizer", source: str, limits: dict[str, Any]) -> str:
             return f"a token of it takes more than {STEP_SECONDS:g} s: make it simpler"
     error = str(matcher.get_error())
     return error if " items" in error else ""
-
-
-def _ask(child: Child, job: bytes) -> bytes:
-    """Send a job and read the answer; b"" if the answer is not complete."""
-    assert child.stdin is not None and child.stdout is not None
-    with suppress(OSError, ValueError):
-        _write(child.stdin, job)
-        return _read(child.stdout)
-    return b""
-
-
-def _read(pipe: IO[bytes]) -> bytes:
-    size = int.from_bytes(pipe.read(8))
-    return data if len(data := pipe.read(size)) == size else b""
-
-
-def _write(pipe: IO[bytes], data: bytes) -> None:
-    pipe.write(len(data).to_bytes(8) + data)
-    pipe.flush()

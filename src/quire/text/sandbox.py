@@ -10,15 +10,14 @@ import math
 import threading
 import time
 from concurrent.futures import Future
-from contextlib import suppress
 from typing import Any
 
 from quire.contracts.errors import InvalidParameter, RequestFailed
-from quire.text.children import Child, Children
+from quire.text.children import Child, Children, ask, receive
 
 MOST_TEXT = 16 * 2**20  # bytes of a rendered prompt; twice the largest request body
 CHILD = "quire.text.sandbox_child"
-READY = b"ready 0\n"
+READY = b"ready"
 
 
 class TextTooLong(InvalidParameter):
@@ -73,31 +72,19 @@ class Sandbox:
         timer = threading.Timer(self._seconds, stop)
         timer.start()
         over.add_done_callback(stop)
-        status, text = _ask(child, job)
+        answer = ask(child, job, MOST_TEXT + len("text\n"))
         answered = True
         timer.cancel()
+        status, _, text = answer.decode("utf-8", "surrogatepass").partition("\n")
         (self._children.give if status in ("text", "refused") else self._children.end)(child)
-        return status, text
+        return status or "dead", text
 
     def _take(self) -> tuple[Child, bool]:
         """Return a child, and True if it has rendered before."""
         child, used = self._children.take("-m", CHILD, str(math.ceil(self._seconds) + 1), str(self._memory))
         assert child.stdout is not None
-        if not used and child.stdout.readline() != READY:
+        if not used and receive(child.stdout, len(READY)) != READY:
             self._children.end(child)
             raise RequestFailed("the process for chat templates cannot be started: see the server's log.",
                                 code="sandbox")
         return child, used
-
-
-def _ask(child: Child, job: bytes) -> tuple[str, str]:
-    """Send a job and return (status, text). The status is "dead" if the answer is not complete."""
-    assert child.stdin is not None and child.stdout is not None
-    with suppress(OSError, ValueError):
-        child.stdin.write(len(job).to_bytes(8) + job)
-        child.stdin.flush()
-        status, size = child.stdout.readline(40).decode().split()
-        data = child.stdout.read(min(int(size), MOST_TEXT))
-        if len(data) == int(size):
-            return status, data.decode("utf-8", "surrogatepass")
-    return "dead", ""

@@ -9,13 +9,13 @@ import marshal
 import resource
 import signal
 import sys
-from contextlib import suppress
 from typing import Any
 
 import jinja2
 
 from quire.contracts.errors import InvalidParameter
 from quire.text.chat import ChatTemplate
+from quire.text.children import limit_resources, receive, send
 from quire.text.jinja import compile_template
 from quire.text.sandbox import MOST_TEXT, READY
 
@@ -27,22 +27,14 @@ def main(seconds: int, memory: int) -> None:
     """Render chat templates: jobs from stdin, texts to stdout. `seconds`: limit of a job; `memory`: limit in bytes."""
     for source in WARM_UP:
         render(marshal.dumps(({"default": source}, {})), ([{"role": "user", "content": "a"}], {}))
-    for kind, limit in ((resource.RLIMIT_AS, memory), (resource.RLIMIT_NOFILE, 3), (resource.RLIMIT_FSIZE, 0),
-                        (resource.RLIMIT_CORE, 0)):
-        with suppress(ValueError, OSError):  # macOS has no limit of memory
-            resource.setrlimit(kind, (limit, limit))
+    limit_resources({resource.RLIMIT_AS: memory, resource.RLIMIT_NOFILE: 3})
     jobs, answers = sys.stdin.buffer, sys.stdout.buffer
-    answers.write(READY)
-    answers.flush()
-    while head := jobs.read(8):
-        job = jobs.read(int.from_bytes(head))
+    send(answers, READY)
+    while job := receive(jobs):
         signal.alarm(seconds)
         status, text = render(*marshal.loads(job))
         data = text.encode("utf-8", "surrogatepass")
-        if len(data) > MOST_TEXT:
-            status, data = "long", b""
-        answers.write(b"%s %d\n%s" % (status.encode(), len(data), data))
-        answers.flush()
+        send(answers, b"%s\n%s" % (status.encode(), data) if len(data) <= MOST_TEXT else b"long\n")
         signal.alarm(0)
 
 

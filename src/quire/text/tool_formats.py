@@ -1,12 +1,14 @@
-"""The formats of reasoning and tool calls, one row per model family. Facts about single families stand only here.
+"""The formats of reasoning and tool calls, one per model family. All facts about families are in tool_formats.toml.
 
-Knows tags and their order. `tools` parses a text by a row; `tool_grammar` makes a grammar from a row.
+Knows tags and their order. `tools` parses a text by a format; `tool_grammar` makes a grammar from a format.
 """
+
+from pathlib import Path
 
 import msgspec
 
 
-class ReasoningFormat(msgspec.Struct, frozen=True, kw_only=True):
+class ReasoningFormat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A format of reasoning in a model's output.
 
     names        names for --reasoning-parser; Quire shows the first
@@ -20,7 +22,7 @@ class ReasoningFormat(msgspec.Struct, frozen=True, kw_only=True):
     end: str
 
 
-class ToolFormat(msgspec.Struct, frozen=True, kw_only=True):
+class ToolFormat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A format of tool calls in a model's output: JSON objects, or a tool's name followed by its arguments.
 
     names        names for --tool-call-parser; Quire shows the first
@@ -58,48 +60,14 @@ class ToolFormat(msgspec.Struct, frozen=True, kw_only=True):
     printed: tuple[str, str, str, str, str, str]
 
 
-TAG, TAG_END, CALL_ID, DSML = "<tool_call>", "</tool_call>", "[CALL_ID]", "｜DSML｜"
-SECTION, SECTION_END, SEPARATOR = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", "<｜tool▁sep｜>"
-CALL, CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
-NAME, ARGUMENTS = '{"name": ', ', "arguments": '
-REASONING_FORMATS = (
-    ReasoningFormat(names=("deepseek_r1", "deepseek_v3", "qwen3", "glm45", "glm47"), marks=("</think>",),
-                    start="<think>", end="</think>"),
-    ReasoningFormat(names=("mistral",), marks=("[/THINK]",), start="[THINK]", end="[/THINK]"))
-TOOL_FORMATS = (  # in the order in which a chat template is compared with the marks
-    ToolFormat(names=("deepseek_v32",), marks=(DSML,), starts=(f"<{DSML}function_calls>",), bare=True, drops=True,
-               opens=(f'<{DSML}invoke name="',), between=('">', '"/>'), key=f'<{DSML}parameter name="',
-               key_ends=('" string="true">', '" string="false">'), value_ends=(f"</{DSML}parameter>",),
-               end=f"</{DSML}invoke>", closes=(f"</{DSML}function_calls>",),
-               printed=(f"<{DSML}function_calls>", f'\n<{DSML}invoke name="', '">\n', f"</{DSML}invoke>", "",
-                        f"\n</{DSML}function_calls>")),
-    ToolFormat(names=("qwen3_coder", "qwen3_xml"), marks=("<function=", "<parameter="), starts=(TAG,), bare=True,
-               opens=("<function=",), between=(">",), key="<parameter=", key_ends=(">\n", ">"), end="</function>",
-               value_ends=("\n</parameter>", "</parameter>", "\n<parameter="), closes=(TAG_END,),
-               printed=(TAG, "\n<function=", ">\n", f"</function>\n{TAG_END}", f"\n{TAG}", "")),
-    *(ToolFormat(names=(name,), marks=(f"</arg_key>{mark}",), starts=(TAG,), opens=("",), key="<arg_key>",
-                 key_ends=("</arg_key>",), value="<arg_value>", value_ends=("</arg_value>",), end=TAG_END,
-                 printed=(TAG, "", line, TAG_END, line + TAG, ""))
-      for name, mark, line in (("glm47", "<arg_value>", ""), ("glm45", "", "\n"))),
-    ToolFormat(names=("mistral",), marks=("[TOOL_CALLS]",), starts=("[TOOL_CALLS]",), opens=("[", ""), bare=True,
-               between=("[ARGS]", CALL_ID, ""), closes=("]",), drops=True,
-               printed=("[", NAME, ARGUMENTS, "}", ", ", "]")),
-    ToolFormat(names=("deepseek_v3", "deepseek_r1"), marks=(SECTION, "```json"), starts=(SECTION,), opens=(CALL,),
-               bare=True, before=f"function{SEPARATOR}", between=("```json",), closes=("```", CALL_END, SECTION_END),
-               drops=True, printed=(SECTION, f"{CALL}function{SEPARATOR}", "\n```json\n", f"\n```{CALL_END}", "\n",
-                                    SECTION_END)),
-    ToolFormat(names=("deepseek_v31",), marks=(SECTION,), starts=(SECTION,), opens=(CALL,), bare=True, drops=True,
-               between=(SEPARATOR,), closes=(CALL_END, SECTION_END),
-               printed=(SECTION, CALL, SEPARATOR, CALL_END, "", SECTION_END)),
-    ToolFormat(names=("hermes", "qwen25"), marks=(TAG,), starts=(TAG,), opens=("{",), closes=(TAG_END,),
-               printed=(TAG, f"\n{NAME}", ARGUMENTS, f"}}\n{TAG_END}", f"\n{TAG}", "")),
-    ToolFormat(names=("pythonic", "llama4_pythonic"), marks=("[func_name1(",), starts=("<|python_start|>",),
-               opens=("[",), bare=True, python=True, closes=("]", "<|python_end|>"),
-               printed=("[", "", "(", ")", ", ", "]")),
-    ToolFormat(names=("llama3_json", "llama4_json"), marks=('{"name": function name, "parameters":',), bare=True,
-               starts=("<|python_tag|>",), opens=("{",), closes=(";",),
-               printed=("", NAME, ', "parameters": ', "}", "; ", "")),
-    ToolFormat(names=("plain",), opens=("{",), bare=True, closes=(";",), printed=("", NAME, ARGUMENTS, "}", "; ", "")))
+class _Table(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    reasoning: tuple[ReasoningFormat, ...]
+    tools: tuple[ToolFormat, ...]
+
+
+CALL_ID = "[CALL_ID]"  # Mistral's tag of a call's id
+_TABLE = msgspec.toml.decode(Path(__file__).with_suffix(".toml").read_bytes(), type=_Table)
+REASONING_FORMATS, TOOL_FORMATS = _TABLE.reasoning, _TABLE.tools
 PLAIN = TOOL_FORMATS[-1]  # for models without a format of their own
 
 

@@ -5,7 +5,6 @@ import os
 os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import json
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,7 +28,7 @@ from quire.kernels.norm import triton as norm
 from quire.kernels.select import select_kernels
 from quire.quantization.pack import linear as packed_linear
 
-from ...support.triton_interpreter import allow_scalar_bounds
+from ...support.triton_interpreter import repair_interpreter
 
 CONFIG = {
     "model_type": "qwen3", "vocab_size": 96, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
@@ -56,12 +55,8 @@ def on_gpu(dtype: str) -> Setup:
                                           attention=attention))
 
 
-@pytest.fixture(autouse=True, scope="module")
-def scalar_bounds() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        if triton_runtime.INTERPRETED:
-            allow_scalar_bounds(patch)
-        yield
+if triton_runtime.INTERPRETED:
+    repair_interpreter()
 
 
 def check(chosen: Setup, op: str) -> None:

@@ -1,16 +1,19 @@
 """The workloads are the ones that result files of other engines were made with."""
 
 import json
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from quire.bench.workload import HERE, Workload, fastest_run, load_workloads, model_folder, model_names
+from quire.bench.workload import Workload, fastest_run, load_workloads, model_folder, model_names
+
+RESULTS = Path(__file__).resolve().parents[3] / "tools" / "peer" / "results"
 
 
 def test_a_draw_is_pinned() -> None:
-    """Changing the order of draws would make results incomparable with those in peer/results."""
+    """Changing the order of draws would make results incomparable with those in tools/peer/results."""
     work, = load_workloads(["mixed_1000"], scale=0.003)
     assert [len(p) for p in work.prompts] == [928, 610, 295]
     assert work.prompts[0][:4] == [25836, 14781, 2326, 9484]
@@ -18,7 +21,7 @@ def test_a_draw_is_pinned() -> None:
 
 
 def test_counts_equal_the_peers_rows() -> None:
-    rows = json.loads((HERE / "peer/results/h200-vllm-0.26-qwen3-0.6b.json").read_text())["runs"]
+    rows = json.loads((RESULTS / "h200-vllm-0.26-qwen3-0.6b.json").read_text())["runs"]
     drawn = {work.name: work for work in load_workloads()}
     assert rows and all(
         (row["requests"], row["input_tokens"], row["output_tokens"])

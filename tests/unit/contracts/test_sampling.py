@@ -131,10 +131,10 @@ def test_fields_that_are_not_implemented_say_so() -> None:
         "best_of", "extra_args", "flat_logprobs", "guided_json", "guided_regex", "repetition_detection",
         "routed_experts_prompt_start", "structural_tag", "thinking_token_budget", "use_beam_search",
     }
-    for name, instead in REFUSED.items():
+    for name, refused in REFUSED.items():
         with pytest.raises(InvalidParameter, match=f"^SamplingParams: {name} is not implemented: ") as error:
             SamplingParams(**{name: 3})
-        assert instead in str(error.value) and error.value.param == name
+        assert refused.reason in str(error.value) and error.value.param == name
 
 
 @pytest.mark.parametrize(("name", "value", "other"), [

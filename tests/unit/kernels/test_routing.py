@@ -10,6 +10,7 @@ from torch import Tensor
 
 from quire.config.checkpoint import FAMILIES
 from quire.config.experts import Routing, read_moe
+from quire.config.keys import Keys
 from quire.kernels.routing import ref, uniform
 
 from ...support.tiny_models import EXPERTS, Tiny, experts_of, hf_config
@@ -32,7 +33,7 @@ def router(family: str, **changes: Any) -> tuple[Any, Routing]:
         made.weight.normal_(0, 0.3)
         if hasattr(made, "e_score_correction_bias"):
             made.e_score_correction_bias.normal_(0, 0.3)
-    moe = read_moe(config.to_dict(), FAMILIES[family].experts, 2, "config.json")
+    moe = read_moe(Keys(config.to_dict(), "config.json"), FAMILIES[family].experts, 2)
     assert moe is not None
     return made, moe.routing
 

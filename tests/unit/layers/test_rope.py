@@ -7,6 +7,7 @@ import torch
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from quire.config.keys import Keys
 from quire.config.rope import RopeArgs, read_rope
 from quire.layers.rope import Rotary, rope_frequencies
 
@@ -32,7 +33,7 @@ def test_as_transformers(settings: dict[str, Any], theta: float) -> None:
     sizes = {"hidden_size": 256, "num_attention_heads": 4, "max_position_embeddings": 2048}
     config = LlamaConfig(**sizes, rope_parameters=settings | {"rope_theta": theta})
     expected, factor = ROPE_INIT_FUNCTIONS[settings["rope_type"]](config, torch.device("cpu"))
-    args, _ = read_rope({"rope_theta": theta, "rope_scaling": settings}, 2048, "config.json")
+    args, _ = read_rope(Keys({"rope_theta": theta, "rope_scaling": settings}, "config.json"), 2048)
     frequencies, scale = rope_frequencies(args, 64)
     torch.testing.assert_close(frequencies, expected, rtol=1e-6, atol=0)
     assert scale == pytest.approx(factor)

@@ -13,30 +13,12 @@ from starlette.routing import Route
 from quire import __version__
 from quire.config.serve import ServerConfig
 from quire.entry.http.anthropic.errors import OWN_PATHS
-from quire.entry.http.anthropic.schema import CountAnswer, MessageAnswer, MessagesRequest
 from quire.entry.http.auth import OPEN_PATHS, WITH_BODY
-from quire.entry.http.openai import schema, schema_embeddings
-from quire.entry.http.openai.responses_schema import ResponseAnswer, ResponseRequest
+from quire.entry.http.openai import schema
+from quire.entry.http.openai.routes import HANDLERS
 from quire.entry.http.ops import ALWAYS
 
-BODIES: dict[str, tuple[type | None, type | None]] = {  # path -> request body, answer
-    "/v1/completions": (schema.CompletionRequest, schema.CompletionResponse),
-    "/v1/chat/completions": (schema.ChatRequest, schema.ChatResponse),
-    "/v1/embeddings": (schema_embeddings.EmbeddingRequest, schema_embeddings.EmbeddingResponse),
-    **dict.fromkeys(("/v1/rerank", "/rerank", "/v2/rerank"),
-                    (schema_embeddings.RerankRequest, schema_embeddings.RerankResponse)),
-    **dict.fromkeys(("/v1/score", "/score"), (schema_embeddings.ScoreRequest, schema_embeddings.ScoreResponse)),
-    "/v1/responses": (ResponseRequest, ResponseAnswer),
-    "/v1/responses/{response_id}": (None, ResponseAnswer),
-    "/v1/responses/{response_id}/cancel": (None, ResponseAnswer),
-    "/v1/messages": (MessagesRequest, MessageAnswer),
-    "/v1/messages/count_tokens": (MessagesRequest, CountAnswer),
-    "/v1/models": (None, schema.ModelList),
-    "/v1/models/{model}": (None, schema.ModelCard),
-    "/tokenize": (schema.TokenizeRequest, schema.TokenizeResponse),
-    "/detokenize": (schema.DetokenizeRequest, schema.DetokenizeResponse),
-    "/tokenizer_info": (None, schema.TokenizerInfo),
-}
+BODIES = {path: (request, answer) for _, paths, _, request, answer in HANDLERS for path in paths.split()}
 STREAMED = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages")
 TEXT_ONLY = ("/tokenize", "/detokenize", "/v1/messages/count_tokens")  # take a body, and do not use the engine
 REASONS = {
@@ -70,12 +52,12 @@ def describe_api(routes: Iterable[Route], config: ServerConfig) -> dict[str, obj
         path = re.sub(r"\{(\w+):\w+\}", r"{\1}", route.path)
         operations = document["paths"].setdefault(path, {})
         for method in sorted((route.methods or set()) - {"HEAD"}):
-            operations[method.lower()] = _operation(path, method, bool(config.http.api_key))
+            bodies = BODIES.get(route.path, (None, None))
+            operations[method.lower()] = _operation(path, method, *bodies, locked=bool(config.http.api_key))
     return document
 
 
-def _operation(path: str, method: str, locked: bool) -> dict[str, Any]:
-    request, answer = BODIES.get(path, (None, None))
+def _operation(path: str, method: str, request: type | None, answer: type | None, *, locked: bool) -> dict[str, Any]:
     answer = None if method == "DELETE" else answer
     kind = "text/plain" if path == "/metrics" else "application/json"
     content: dict[str, Any] = {kind: {} if answer is None else {"schema": _reference(answer)}}

@@ -5,20 +5,17 @@ A field of another route is refused. A field that no type and no table knows is 
 """
 
 import difflib
-import json
 import logging
 import re
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, TypeVar
 
 import msgspec
 import numpy as np
 from msgspec import inspect
 
 from quire.contracts.errors import InvalidParameter, listed, shown
-from quire.contracts.text_table import read_rows
-from quire.contracts.unknown_fields import has_no_effect
+from quire.contracts.unknown_fields import Refused, read_refused
 from quire.entry.http.anthropic.schema import MessagesRequest
 from quire.entry.http.context import ServerContext
 from quire.entry.http.errors import HttpError, json_fault, not_implemented
@@ -49,24 +46,8 @@ NO_MARKS = bytes(set(range(256)) - set(b'"[]{}'))
 NAMES = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
-class Refused(NamedTuple):
-    """Rule that refuses a request field: the field would change the answer, and this route does not implement it.
-
-    reason     the end of the error message
-    harmless   values without effect. A request with null or one of these values is accepted
-    """
-
-    reason: str
-    harmless: list[Any]
-
-
-def _refused(table: str) -> Iterator[tuple[str, Refused]]:
-    for names, reason, *harmless in read_rows(Path(__file__).parent / table):
-        for name in names.split():
-            yield name, Refused(reason, json.loads(harmless[0]) if harmless else [])
-
-
-REFUSED = dict(_refused("refused_fields.txt"))
+HERE = Path(__file__).parent
+REFUSED = read_refused(HERE / "refused_fields.txt")
 ELSEWHERE = "-"  # reason of a field that other routes read: `_foreign` makes the message
 ROUTES: dict[str, frozenset[str]] = {path: frozenset(kind.__struct_fields__) for path, kind in (
     ("/v1/chat/completions", schema.ChatRequest), ("/v1/completions", schema.CompletionRequest),
@@ -104,7 +85,7 @@ class RequestDecoder(Generic[T]):
         fields = self._fields.known
         self._refused = {name: rule for name, rule in (REFUSED | _foreign(fields)).items()
                          if name not in fields | unread}
-        self._refused |= dict(_refused(refused)) if refused else {}
+        self._refused |= read_refused(HERE / refused) if refused else {}
         self._known = fields | IGNORED | self._refused.keys()
 
     async def read(self, context: ServerContext, exchange: Exchange) -> T:
@@ -163,7 +144,7 @@ class RequestDecoder(Generic[T]):
             if (rule := self._refused.get(name)) is None:
                 continue
             value = msgspec.json.decode(given)
-            if not has_no_effect(value, rule.harmless):
+            if not rule.accepts(value):
                 if rule.reason.startswith("send "):  # another field does the same
                     raise HttpError(400, f"{name} is not read: {rule.reason}", code="unsupported_parameter", param=name)
                 raise not_implemented(name, rule.reason)

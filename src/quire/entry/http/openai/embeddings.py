@@ -18,7 +18,7 @@ from quire.entry.http.auth import owner_of, tenant_of
 from quire.entry.http.context import ServerContext
 from quire.entry.http.openai import schema_embeddings as schema
 from quire.entry.http.openai.decode import RequestDecoder
-from quire.entry.http.openai.prompts import IDS, away, encoded, fitted, several, tokenizer_of
+from quire.entry.http.openai.prompts import IDS, away, encoded, fitted, longest_prompt, several, tokenizer_of
 from quire.entry.http.openai.sampling import request_timeout
 from quire.entry.http.request_response import Exchange
 from quire.entry.http.request_stream import failure
@@ -92,7 +92,7 @@ async def vectors_of(context: ServerContext, exchange: Exchange, request: schema
 async def _prompts(context: ServerContext, exchange: Exchange, request: schema.EmbeddedFields,
                    texts: Sequence[str | list[int]], params: Sequence[str]) -> list[Prompt]:
     special = request.add_special_tokens is not False
-    longest = context.ready().max_model_len if request.truncate_prompt_tokens is None else None
+    longest = longest_prompt(context, request)
     tokenizer = tokenizer_of(context.text(), params[-1]) if any(isinstance(text, str) for text in texts) else None
     named = list(zip(texts, chain(params, repeat(params[-1])), strict=False))
 

@@ -19,10 +19,9 @@ from quire.entry.http.openai.schema import (
     CompletionRequest,
     ContentPart,
     Message,
-    SamplingFields,
+    PromptFields,
     TokenizeRequest,
 )
-from quire.entry.http.openai.schema_embeddings import EmbeddedFields
 from quire.entry.http.openai.tools import plan_parser, tool_use
 from quire.entry.http.request_response import Exchange
 from quire.entry.prompts import Prompt
@@ -76,7 +75,7 @@ async def completion_prompts(context: ServerContext, exchange: Exchange, request
     """Make the tokenized prompts of /v1/completions, truncated as asked. The plan parses the answer as plain text."""
     given = several(request.prompt)
     check_choices(len(given), request)
-    longest = _longest(context, request)
+    longest = longest_prompt(context, request)
     texts = [item for item in given if isinstance(item, str)]
     after = request.suffix or ""
     for name in ("echo", "truncate_prompt_tokens") if after else ():
@@ -98,7 +97,7 @@ async def chat_prompts(context: ServerContext, exchange: Exchange, request: Chat
                        params: SamplingParams) -> tuple[list[Prompt], ParserPlan]:
     """Make the tokenized prompt of a conversation, truncated as asked, and the plan for parsing its answer."""
     check_choices(1, request)
-    longest = _longest(context, request)
+    longest = longest_prompt(context, request)
     use = tool_use(request, hide_idle=context.config.serve.exclude_tools_when_tool_choice_none)
     text, template = context.text(), _own_template(context, request) or context.text().chat_template
     if use.callable and template is not None and (
@@ -185,7 +184,7 @@ def _own_template(context: ServerContext, request: ChatRequest | TokenizeRequest
     return model.replaced(request.chat_template)
 
 
-def _longest(context: ServerContext, request: SamplingFields) -> int | None:
+def longest_prompt(context: ServerContext, request: PromptFields) -> int | None:
     """Return the maximum number of prompt tokens; None if a longer prompt is truncated."""
     return context.ready().max_model_len if request.truncate_prompt_tokens is None else None
 
@@ -218,8 +217,8 @@ def several(prompt: str | Sequence[str | int | list[int]], param: str = "prompt"
                            "list of lists of ids.", param=param)
 
 
-def fitted(context: ServerContext, request: SamplingFields | EmbeddedFields, prompt: Prompt, asked: int | None,
-           param: str, limit: str = "max_tokens") -> Prompt:
+def fitted(context: ServerContext, request: PromptFields, prompt: Prompt, asked: int | None, param: str,
+           limit: str = "max_tokens") -> Prompt:
     """Return the prompt with the request's cache salt, truncated if the request has `truncate_prompt_tokens`.
     Raises 400 when the prompt and `asked` output tokens exceed the context; `param` and `limit` are their fields."""
     ids, longest, keep = prompt.token_ids or [], context.ready().max_model_len, request.truncate_prompt_tokens

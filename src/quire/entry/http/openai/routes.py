@@ -5,7 +5,9 @@ from collections.abc import Awaitable, Callable
 from starlette.routing import Route
 
 from quire.entry.http.anthropic.messages import count_tokens, messages
+from quire.entry.http.anthropic.schema import CountAnswer, MessageAnswer, MessagesRequest
 from quire.entry.http.context import ServerContext
+from quire.entry.http.openai import schema, schema_embeddings
 from quire.entry.http.openai.chat import chat
 from quire.entry.http.openai.completions import complete
 from quire.entry.http.openai.embeddings import embed
@@ -13,27 +15,30 @@ from quire.entry.http.openai.models import detokenize, list_models, show_model, 
 from quire.entry.http.openai.prompts import LONG
 from quire.entry.http.openai.rerank import rerank, score
 from quire.entry.http.openai.responses import cancel, respond, retrieve
+from quire.entry.http.openai.responses_schema import ResponseAnswer, ResponseRequest
 from quire.entry.http.request_response import ClientGone, Exchange, Receive, Scope
 from quire.entry.http.sse import Send
 
 Handler = Callable[[ServerContext, Exchange], Awaitable[None]]
 
-HANDLERS: tuple[tuple[str, str, Handler], ...] = (
-    ("POST", "/v1/completions", complete),
-    ("POST", "/v1/chat/completions", chat),
-    ("POST", "/v1/responses", respond),
-    ("GET DELETE", "/v1/responses/{response_id}", retrieve),
-    ("POST", "/v1/responses/{response_id}/cancel", cancel),
-    ("POST", "/v1/messages", messages),
-    ("POST", "/v1/messages/count_tokens", count_tokens),
-    ("POST", "/v1/embeddings", embed),
-    *(("POST", path, rerank) for path in ("/v1/rerank", "/rerank", "/v2/rerank")),
-    *(("POST", path, score) for path in ("/v1/score", "/score")),
-    ("GET", "/v1/models", list_models),
-    ("GET", "/v1/models/{model:path}", show_model),
-    ("POST", "/tokenize", tokenize),
-    ("POST", "/detokenize", detokenize),
-    ("GET", "/tokenizer_info", tokenizer_info),
+# Methods, paths, handler, and the types of request body and answer for the OpenAPI document.
+HANDLERS: tuple[tuple[str, str, Handler, type | None, type], ...] = (
+    ("POST", "/v1/completions", complete, schema.CompletionRequest, schema.CompletionResponse),
+    ("POST", "/v1/chat/completions", chat, schema.ChatRequest, schema.ChatResponse),
+    ("POST", "/v1/responses", respond, ResponseRequest, ResponseAnswer),
+    ("GET DELETE", "/v1/responses/{response_id}", retrieve, None, ResponseAnswer),
+    ("POST", "/v1/responses/{response_id}/cancel", cancel, None, ResponseAnswer),
+    ("POST", "/v1/messages", messages, MessagesRequest, MessageAnswer),
+    ("POST", "/v1/messages/count_tokens", count_tokens, MessagesRequest, CountAnswer),
+    ("POST", "/v1/embeddings", embed, schema_embeddings.EmbeddingRequest, schema_embeddings.EmbeddingResponse),
+    ("POST", "/v1/rerank /rerank /v2/rerank", rerank, schema_embeddings.RerankRequest,
+     schema_embeddings.RerankResponse),
+    ("POST", "/v1/score /score", score, schema_embeddings.ScoreRequest, schema_embeddings.ScoreResponse),
+    ("GET", "/v1/models", list_models, None, schema.ModelList),
+    ("GET", "/v1/models/{model:path}", show_model, None, schema.ModelCard),
+    ("POST", "/tokenize", tokenize, schema.TokenizeRequest, schema.TokenizeResponse),
+    ("POST", "/detokenize", detokenize, schema.DetokenizeRequest, schema.DetokenizeResponse),
+    ("GET", "/tokenizer_info", tokenizer_info, None, schema.TokenizerInfo),
 )
 
 
@@ -59,5 +64,5 @@ class Endpoint:
 
 def routes(context: ServerContext) -> list[Route]:
     """Return the routes of the OpenAI, Anthropic and rerank APIs, and vLLM's tokenizer routes."""
-    return [Route(path, Endpoint(context, handler), methods=method.split(), name=handler.__name__)
-            for method, path, handler in HANDLERS]
+    return [Route(path, Endpoint(context, handler), methods=methods.split(), name=handler.__name__)
+            for methods, paths, handler, *_ in HANDLERS for path in paths.split()]

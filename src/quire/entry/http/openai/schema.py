@@ -83,17 +83,30 @@ class StructuredOutputs(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
     whitespace_pattern: None = None
 
 
-class SamplingFields(msgspec.Struct, kw_only=True):
-    """Fields of every request for text. Fields that are not explained have the meaning of `SamplingParams`.
+class PromptFields(msgspec.Struct, kw_only=True):
+    """Fields of every request whose prompt or texts the engine computes.
 
-    response_format, structured_outputs   two ways to set the format of the answer
     truncate_prompt_tokens   keep this many tokens of the prompt (its end, unless truncation_side is "right"); -1: as
                              many as the context holds
     cache_salt               prompts share cached KV blocks only with prompts of the same salt
-    return_token_ids         also return the token ids of prompt and text
     """
 
     model: str | None = None
+    add_special_tokens: bool | None = None
+    truncate_prompt_tokens: Annotated[int, Meta(ge=-1)] | None = None
+    truncation_side: Literal["left", "right"] | None = None
+    cache_salt: Annotated[str, Meta(min_length=1, max_length=MAX_SALT)] | None = None
+    priority: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] | None = None
+    request_id: str | None = None
+
+
+class SamplingFields(PromptFields, kw_only=True):
+    """Fields of every request for text. Fields that are not explained have the meaning of `SamplingParams`.
+
+    response_format, structured_outputs   two ways to set the format of the answer
+    return_token_ids         also return the token ids of prompt and text
+    """
+
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = None
@@ -123,14 +136,8 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     skip_reading_prefix_cache: bool | None = None
     speculative_tokens: Count | None = None
     stream_interval: Annotated[int, Meta(ge=1)] | None = None
-    add_special_tokens: bool | None = None
-    truncate_prompt_tokens: Annotated[int, Meta(ge=-1)] | None = None
-    truncation_side: Literal["left", "right"] | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
-    cache_salt: Annotated[str, Meta(min_length=1, max_length=MAX_SALT)] | None = None
-    priority: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] | None = None
-    request_id: str | None = None
 
 
 class CompletionRequest(SamplingFields, kw_only=True):

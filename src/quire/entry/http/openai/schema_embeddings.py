@@ -6,22 +6,17 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
+from quire.entry.http.openai.schema import PromptFields
+
 MAX_INPUTS = 2_048  # texts of one request
 
 Texts = Annotated[list[str], Meta(min_length=1, max_length=MAX_INPUTS)]
 
 
-class EmbeddedFields(msgspec.Struct, kw_only=True):
-    """Fields that requests for embeddings, reranking and scores share, with the meaning of `SamplingFields`."""
+class EmbeddedFields(PromptFields, kw_only=True):
+    """Fields that requests for embeddings, reranking and scores share."""
 
-    model: str | None = None
     user: str | None = None
-    add_special_tokens: bool | None = None
-    truncate_prompt_tokens: Annotated[int, Meta(ge=-1)] | None = None
-    truncation_side: Literal["left", "right"] | None = None
-    cache_salt: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
-    priority: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] | None = None
-    request_id: str | None = None
 
 
 class EmbeddingRequest(EmbeddedFields, kw_only=True):

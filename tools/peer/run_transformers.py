@@ -1,6 +1,6 @@
 """Time transformers' `generate` on the shared workloads: random weights, greedy, ids in and out, one static batch.
 
-    python -m quire.bench.peer.run_transformers qwen3-0.6b --only latency_b1 --scale 0.125 --max-len 128
+    PYTHONPATH=src python tools/peer/run_transformers.py qwen3-0.6b --only latency_b1 --scale 0.125 --max-len 128
 
 All prompts of a workload must have the same length, and all outputs, since there is no continuous batching.
 """

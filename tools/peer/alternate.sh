@@ -3,15 +3,15 @@
 set -euo pipefail
 ours=${1:?usage: alternate.sh QUIRE_PYTHON VLLM_PYTHON} theirs=${2:?usage: alternate.sh QUIRE_PYTHON VLLM_PYTHON}
 export HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 VLLM_CPU_KVCACHE_SPACE=4
-source=$(cd "$(dirname "$0")/../../.." && pwd)  # of a checkout: both find the package there without installation
-[ ! -e "$source/../pyproject.toml" ] || export PYTHONPATH="$source${PYTHONPATH:+:$PYTHONPATH}"
+here=$(cd "$(dirname "$0")" && pwd)
+export PYTHONPATH="${here%/tools/peer}/src${PYTHONPATH:+:$PYTHONPATH}"  # both find the package without installation
 for round in 1 2 3; do
   for work in "latency_b1,decode_b64 0.125 128" "prefill_4k 0.015625 1024"; do
     read -r names scale longest <<< "$work"
     echo "round $round, $names"
     "$ours" -m quire bench throughput --model qwen3-0.6b --only "$names" --scale "$scale" --max-len "$longest" \
       --repeat 2 --max-model-len 2048 --dtype bfloat16
-    "$theirs" -m quire.bench.peer.run_vllm qwen3-0.6b --only "$names" --scale "$scale" --max-len "$longest" \
+    "$theirs" "$here/run_vllm.py" qwen3-0.6b --only "$names" --scale "$scale" --max-len "$longest" \
       --repeat 2 --engine-args '{"max_model_len": 2048, "dtype": "bfloat16"}'
   done
 done
