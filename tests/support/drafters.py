@@ -38,7 +38,7 @@ class KnownAnswers:
             drafts = torch.tensor(self._drafts(seed, known, count), dtype=torch.int32)
             tables.history[slot, known : known + count] = drafts
 
-    def guess(self, request: Request, skip: int, count: int) -> list[int]:
+    def guess(self, request: Request, skip: int, count: int, lookup: tuple[int, int]) -> list[int]:
         """Return drafts of a request with a grammar. See `Scheduler.guess`."""
         drafts = self._drafts(request.new.sampler.seed, len(request.tokens) + skip, count)
         return drafts[: drafts.index(NO_DRAFT)] if NO_DRAFT in drafts else drafts

@@ -4,7 +4,6 @@ import heapq
 import time
 from collections import deque
 from collections.abc import Callable
-from functools import partial
 from time import perf_counter
 
 import msgspec
@@ -58,7 +57,7 @@ class EngineCore:
             allocator.on_withdraw.append(store.distrust)
         self._grammars = Grammars(compiler, clock)
         if self.facts.num_drafts:
-            self.scheduler.guess = partial(self._grammars.guess, lookup=self.facts.draft_lookup)
+            self.scheduler.guess = self._grammars.guess
         self._finisher = Finisher(self.scheduler, self._grammars, self.facts.vocab_size)
         self._requests: dict[int, Request] = {}
         self.in_flight: deque[InFlight] = deque()
@@ -77,13 +76,13 @@ class EngineCore:
     def has_work(self) -> bool:
         """True when a request is live, a step or a copy is in flight, or an ended request is not reported yet.
 
-        Writes of KV blocks to a disk count only while `flushing`.
+        Writes of KV blocks to a disk count once a second, and while `flushing`.
         """
         return bool(self._requests or self.in_flight or self._finished or self._copying)
 
     @property
     def _copying(self) -> bool:
-        return self._store is not None and (self._store.copying if self.flushing else self._store.busy)
+        return self._store is not None and self._store.busy(writes=self.flushing)
 
     @property
     def handles(self) -> list[int]:

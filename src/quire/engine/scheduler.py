@@ -21,7 +21,9 @@ from quire.kv.allocator import KVAllocator
 from quire.kv.miss_reasons import PrefixHistory
 from quire.kv.store import KVStore
 
-Guess = Callable[[Request, int, int], list[int]]  # (request, tokens in flight, most drafts) -> drafts behind these
+# (request, tokens in flight, most drafts, shortest and longest n-gram) -> drafts behind these tokens
+Guess = Callable[[Request, int, int, tuple[int, int]], list[int]]
+TRIED = 8  # runs of drafts, after which n-grams under a grammar must have been worth the waiting
 SHORT_STEPS = 32  # steps that must be enough for all waiting prompts; else chunks are not kept short (docs/log.md)
 
 
@@ -47,6 +49,7 @@ class Scheduler:
         self._lag, self._stages = facts.decode_lag, facts.num_stages
         self.drafts = DraftLength(facts.num_drafts, facts.drafts_by_batch, facts.auto_drafts)
         self.guess: Guess | None = None
+        self._lookup = facts.draft_lookup
 
     @property
     def num_preempted(self) -> int:
@@ -92,7 +95,10 @@ class Scheduler:
             request = table.requests[slot]
             if request is None or self.guess is None or table.planned[slot] < table.goal[slot]:
                 continue
-            drafts = self.guess(request, int(table.in_flight[slot]), int(num_tokens[i]) - 1)
+            made, right = int(table.drafts[slot, 0]), int(table.drafts[slot, 1:].sum())
+            useless = self._lag > 1 and made >= TRIED * self.drafts.most and right * self.drafts.most < made
+            lookup = (0, 0) if useless else self._lookup  # with them a request waits for a step, which brings a token
+            drafts = self.guess(request, int(table.in_flight[slot]), int(num_tokens[i]) - 1, lookup)
             num_tokens[i] = 1 + len(drafts)
             if drafts:
                 found[slot] = HostDrafts(slot, int(table.upper_bound[slot]), np.array(drafts, np.int32))

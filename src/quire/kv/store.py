@@ -31,6 +31,7 @@ from quire.kv.prefix import PrefixIndex, PrefixMatch
 LOG = logging.getLogger("quire")
 MOST_STORED = 512  # blocks on their way to the host tier; what is beyond is not stored now
 MOST_WRITTEN = 512  # blocks on their way to the disk tier; what is beyond is not written
+REPORT_SECONDS = 1.0  # an engine without other work asks for the reports of writes after so long
 FETCH_SECONDS = 10.0  # a request waits for blocks of other tiers at most this long, then it computes
 
 class BlockPlace(Enum):
@@ -102,6 +103,7 @@ class KVStore:
         self._fetches: dict[int, _Fetch] = {}
         self._ready: list[int] = []
         self._full: set[Tier] = set()  # tiers that take no more blocks
+        self._asked = clock()  # time of the last step, which brings reports
         self._seen = self._state()  # when blocks to store were looked for last
         pool.on_drop.append(self._note_drop)
         if write_through:
@@ -178,19 +180,12 @@ class KVStore:
 
     # --- jobs ---------------------------------------------------------------------------------------------------
 
-    @property
-    def busy(self) -> bool:
-        """True when there may be something to plan, or a block is on its way to the device or the host tier.
-
-        Writes to the tiers below do not count: no later plan needs them, and their reports can wait for the next step.
-        """
-        unplanned = self._arrived or self._offered or self._state() != self._seen
-        return bool(unplanned) or any(one.job.target in (Tier.DEVICE, Tier.HOST) for one in self._jobs.running.values())
-
-    @property
-    def copying(self) -> bool:
-        """True when the store is busy, or writes to the tiers below are under way."""
-        return bool(self._jobs.running) or self.busy
+    def busy(self, *, writes: bool) -> bool:
+        """True when there may be something to plan, or jobs are under way. `writes`: count those to the tiers below.
+        Otherwise they count once in a while: no plan needs their ends, but they hold blocks of the host tier."""
+        writes = writes or self._clock() >= self._asked + REPORT_SECONDS
+        return bool(self._arrived or self._offered) or self._state() != self._seen or any(
+            writes or one.job.target in (Tier.DEVICE, Tier.HOST) for one in self._jobs.running.values())
 
     def offer(self, block: int, key: bytes) -> None:
         """Store a device block that holds its content after the step that is being planned."""
@@ -198,6 +193,7 @@ class KVStore:
 
     def take_copies(self) -> StepCopies | None:
         """Return the jobs of the step that is being planned, or None. Call this after the step's blocks are taken."""
+        self._asked = self._clock()
         self._plan_stores()
         self._plan_writes()
         return self._jobs.take()
@@ -263,10 +259,8 @@ class KVStore:
     # --- inside -------------------------------------------------------------------------------------------------
 
     def _holder(self, key: bytes) -> Tier | None:
-        """Return the nearest tier below the host tier that holds a block; None when none does.
-
-        A block that is being written does not count: the host tier has it, or it was forgotten meanwhile.
-        """
+        """Return the nearest tier below the host tier that holds a block; None when none does. A block that is being
+        written does not count: the host tier has it, or it was forgotten meanwhile."""
         return next((one.tier for one in self._below
                      if self._jobs.find((Tier.HOST, one.tier), key) is None and one.has(key)), None)  # fmt: skip
 

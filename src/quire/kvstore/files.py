@@ -14,12 +14,15 @@ import os
 import struct
 import threading
 import time
+import weakref
 import zlib
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
 from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
+from queue import SimpleQueue
 
 from quire.contracts.errors import ConfigError
 from quire.contracts.step import Tier
@@ -29,6 +32,7 @@ MAGIC, VERSION = b"QUIREKV\0", 1
 HEADER = struct.Struct("<8sIIQ32s8x")  # magic, version, crc32, length, digest
 SUFFIX = ".kv"
 STALE_SECONDS = 600.0  # a file that was begun and not renamed for so long is of an engine that ended
+Lost = tuple[int, ...]  # indices of the blocks of a job that were not copied
 RESCAN = 8  # the folder is read again when a part of its size, 1 / RESCAN, was written: other engines write, too
 
 
@@ -207,6 +211,34 @@ class DiskTier:
             if path not in self._left:
                 LOG.warning("a KV block could not be deleted, and is not used any more: %s", error)
             self._left.add(path)
+
+
+class FileThread:
+    """A thread that does one piece of work after the other, until this object is gone.
+
+    It does not keep the process from ending, as the threads of an executor would: its disk may hang for ever.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._queue: SimpleQueue[tuple[Future[Lost], Callable[[], Lost]] | None] = SimpleQueue()
+        threading.Thread(target=_work, args=(self._queue,), name=name, daemon=True).start()
+        weakref.finalize(self, self._queue.put, None)
+
+    def submit(self, work: Callable[[], Lost]) -> Future[Lost]:
+        """Queue work. Return the future of its result."""
+        future = Future[Lost]()
+        self._queue.put((future, work))
+        return future
+
+
+def _work(queue: "SimpleQueue[tuple[Future[Lost], Callable[[], Lost]] | None]") -> None:
+    while (entry := queue.get()) is not None:
+        future, work = entry
+        try:
+            future.set_result(work())
+        except BaseException as fault:  # whoever waits is told
+            future.set_exception(fault)
+        del entry, future, work  # a thread that waits keeps nothing
 
 
 def rank_folder(folder: Path, namespace: bytes, rank: str) -> Path:

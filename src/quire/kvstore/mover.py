@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 
@@ -21,7 +21,7 @@ from quire.contracts.errors import ConfigError
 from quire.contracts.step import CopyJob, FinishedCopy, Tier
 from quire.kernels.native import memory
 from quire.kvstore.arena import KVArena
-from quire.kvstore.files import BlockFiles
+from quire.kvstore.files import BlockFiles, FileThread
 from quire.kvstore.page_copies import InlineCopies, PageCopies, StreamCopies, pin
 
 LOG = logging.getLogger("quire")
@@ -58,7 +58,7 @@ class BlockMover:
         if on_gpu:
             pin(self.host, arena.pages.device)
         self._pages = (copies or (StreamCopies if on_gpu else InlineCopies))(arena.pages, self.host)
-        self._threads = {way: ThreadPoolExecutor(1, f"quire-kv-{way}") for way in ("read", "write")} if files else {}
+        self._threads = {way: FileThread(f"quire-kv-{way}") for way in ("read", "write")} if files else {}
         self._running: list[_Running] = []
         self._lock = threading.Lock()
 

@@ -197,7 +197,7 @@ class EngineRig:
     def assert_idle(self) -> None:
         """Assert that the core holds nothing."""
         if self.store is not None:
-            assert self.store.host.num_free == self.store.host.num_blocks and not self.store.copying
+            assert self.store.host.num_free == self.store.host.num_blocks and not self.store.busy(writes=True)
         assert self.pool.num_free == self.num_blocks and self.table.num_free == self.num_slots
         assert len(self.events) == 2 * len(self.plans), "a step was not collected"
         assert not self.core._finisher._num_stopping.any(), "stop ids of requests that are gone are watched"

@@ -286,6 +286,17 @@ def test_reasoning_ends_at_its_budget_inside_a_run(Rig: Any, depth: int, budget:
         assert sum(sum(rig.finish[handle].drafts[1:]) for handle in handles) >= 2 * len(handles), "the end is forced"
 
 
+def test_n_grams_under_a_grammar_stop_if_they_are_not_worth_the_waiting(Rig: Any, depth: int) -> None:
+    """At depth 2 a request with drafts in flight misses a step. Forced tokens go on as drafts."""
+    rig = Rig(depth, vocab=7, drafts=K)
+    handle = rig.add([0, 1, 2, 0, 3, 2, 1], 90, grammar='{"regex": "[abcd]{50}efefefef[abcd]{20}"}')
+    rig.drain()
+    rig.judge(handle)
+    found = [each.position - 7 for plan in rig.plans for each in plan.drafts]
+    assert sum(30 < at < 48 for at in found) > 5 or depth == 2
+    assert any(50 < at < 58 for at in found) and (depth == 1 or not any(30 < at < 48 or at > 60 for at in found))
+
+
 def test_min_tokens_are_counted_inside_a_run_under_a_grammar(Rig: Any, depth: int) -> None:
     for least in range(2, 9):
         rig = Rig(depth, vocab=7, drafts=K)

@@ -10,7 +10,7 @@ from quire.contracts.step import Tier
 from quire.engine.mock_copies import MockDisk
 from quire.engine.replicas import flush
 from quire.kv.hashing import KeyChain
-from quire.kv.store import FETCH_SECONDS
+from quire.kv.store import FETCH_SECONDS, REPORT_SECONDS
 
 PROMPT = [1, 2, 3] * 8  # six blocks of four tokens
 OTHERS = [[i] * 32 for i in range(5, 9)]
@@ -193,7 +193,13 @@ def test_a_slow_disk_keeps_no_engine_busy(Rig: Any, depth: int) -> None:
         rig.step()
     writes = [job for plan in rig.plans if plan.copies is not None for job in plan.copies.after
               if job.target == Tier.DISK]  # fmt: skip
-    assert writes and len(rig.plans) < 30 and rig.store.copying
+    assert writes and len(rig.plans) < 30 and rig.store.busy(writes=True)
     assert rig.finish, "the request has ended"
+    for _ in range(3):
+        rig.now += REPORT_SECONDS
+        assert rig.core.has_work, "the host blocks of writes that have ended come back"
+        while rig.core.has_work:
+            rig.step()
+    assert len(rig.plans) < 40
     flush(rig.core)
-    assert not rig.store.copying and rig.core.state().stats.tiers[Tier.DISK].num_stored >= 6
+    assert not rig.store.busy(writes=True) and rig.core.state().stats.tiers[Tier.DISK].num_stored >= 6

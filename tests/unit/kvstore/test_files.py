@@ -3,13 +3,15 @@
 import errno
 import os
 import shutil
+import subprocess
+import sys
 from hashlib import sha256
 from pathlib import Path
 
 import pytest
 
 from quire.contracts.errors import ConfigError
-from quire.kvstore.files import HEADER, BlockFiles, DiskTier, FileSystem, block_path
+from quire.kvstore.files import HEADER, BlockFiles, DiskTier, FileSystem, FileThread, block_path
 
 from ...support.faulty_files import FaultyFiles
 
@@ -137,3 +139,16 @@ def test_a_file_that_cannot_be_deleted_is_not_used_any_more(tmp_path: Path, monk
     assert not tier.has(KEYS[0]) and tier.has(KEYS[1]) and len(caplog.records) == 1
     tier.clear()
     assert not tier.has(KEYS[1])
+
+
+def test_a_disk_that_hangs_does_not_keep_the_process_from_ending() -> None:
+    code = ("import threading; from quire.kvstore.files import FileThread; began, never = threading.Event(), "
+            "threading.Event(); thread = FileThread('disk'); thread.submit(lambda: began.set() or never.wait()); "
+            "assert began.wait(20)")  # fmt: skip
+    subprocess.run([sys.executable, "-c", code], timeout=60, check=True)
+
+
+def test_a_fault_of_work_comes_with_its_result() -> None:
+    thread = FileThread("disk")
+    fault, right = thread.submit(lambda: (1 // 0,)), thread.submit(lambda: (7,))
+    assert right.result(20) == (7,) and isinstance(fault.exception(20), ZeroDivisionError)

@@ -1,5 +1,6 @@
 """Jobs of a rank: pages arrive whole, a disk does not hold up a step, and streams wait for the right work."""
 
+import gc
 import threading
 from pathlib import Path
 from typing import Any
@@ -171,3 +172,18 @@ def test_a_host_tier_that_is_too_large_is_refused(monkeypatch: pytest.MonkeyPatc
 
 class _Sized:
     page_bytes = 1 << 20
+
+
+def test_the_threads_of_a_mover_end_with_it(tmp_path: Path) -> None:
+    device, before = arena(), set(threading.enumerate())
+    files = BlockFiles(tmp_path, bytes(32), "rank", page_bytes=device.page_bytes, most_bytes=1 << 20)
+    mover = BlockMover(device, 5, files)
+    mover.begin([job(0, Tier.HOST, Tier.DISK, [1, 2], [])])
+    assert ended(mover).failed == ()
+    started = set(threading.enumerate()) - before
+    assert {thread.name for thread in started} >= {"quire-kv-write"}
+    del mover
+    gc.collect()
+    for thread in started:
+        thread.join(20)
+        assert not thread.is_alive()

@@ -17,6 +17,7 @@ from quire.kernels.sampling.rows import Mode, encode_row
 from quire.kernels.step import StepBuffers, Tables
 from quire.kernels.step import ref as step_operations
 from quire.spec.ngram import NgramDrafter
+from quire.spec.synthetic import SyntheticAcceptance
 from quire.worker.upload import InPlaceUpload
 
 from ...support.compared import KINDS, LIMITS, ComparedRunners, compare_requests, make_model, model_args, runner_of
@@ -155,3 +156,29 @@ def test_three_tokens_are_drawn_with_the_model_s_joint_probability() -> None:
     rare = (float(found[~common].sum()), float(expected[~common].sum()))
     freedom = int(common.sum())
     assert freedom > 200 and chi < freedom + 4 * (2 * freedom) ** 0.5 and abs(rare[0] - rare[1]) < 4 * rare[1] ** 0.5
+
+
+def test_synthetic_acceptance_changes_the_rows_with_a_draft_and_no_others() -> None:
+    """Beside a prompt, a slot whose drafts come from the host, and padding."""
+    device, slots = torch.device("cpu"), 8
+    upload, rows = InPlaceUpload(slots, slots, device), 16
+    tables = Tables(block_tables=torch.ones(1, slots + 1, 1, dtype=torch.int32), computed=torch.zeros(slots + 1).long(),
+                    history=torch.zeros(slots + 1, 8, dtype=torch.int32), block_size=8,
+                    hosted=torch.tensor([0, 0, 0, 1, 0, 0, 0, 0, 0], dtype=torch.int32))
+    counts = np.array([4, 1, 3, 4, 5], np.int32)  # the last: a chunk of a prompt, with one row
+    plan = StepPlan(step=0, slots=np.array([2, 0, 1, 3, 5], np.int32), num_decodes=4, num_tokens=counts,
+                    num_rows=np.array([4, 1, 3, 4, 1], np.int32), outputs=np.full(5, SAMPLE, np.uint8))
+    upload.send(plan, [])
+    owner = torch.tensor([2] * 4 + [0] + [1] * 3 + [3] * 4 + [5] + [slots] * 3)
+    ints = {name: torch.zeros(rows).long() for name in ("token_ids", "positions", "sample_rows", "sample_positions")}
+    buffers = StepBuffers(kv_slots=torch.zeros(1, rows).long(), seq_lens=torch.zeros(slots).int(), sample_slots=owner,
+                          drafts=torch.zeros(rows).int(), **ints)
+    synthetic, tokens = SyntheticAcceptance((1.0, 0.5, 0.0), rows, device), torch.arange(100, 100 + rows)
+    right = torch.zeros(rows)
+    for _ in range(200):
+        buffers.drafts.fill_(-1)
+        synthetic.overwrite(upload.step, tables, buffers, tokens, rows)
+        right += buffers.drafts == tokens
+    drafted = [0, 1, 2, 5, 6]
+    assert (buffers.drafts != -1).nonzero().flatten().tolist() == drafted
+    assert right[drafted].tolist() == pytest.approx([200, 100, 0, 200, 100], abs=2)
