@@ -34,13 +34,18 @@ def aborts(server: Server) -> float:
     return sum(server.metric("quire:request_aborts_total").values())
 
 
-@pytest.mark.parametrize("stream", [True, False])
-@pytest.mark.parametrize("second, wait", [
-    (GET, 0.0), (GET, 0.3), (request(stream=True), 0.0), (request(prompt="a" * 300_000), 0.3), (b"\0garbage", 0.3),
-], ids=["get", "late-get", "stream", "late-upload", "late-garbage"])
+SECONDS = {"get": (GET, 0.0), "late-get": (GET, 0.3), "stream": (request(stream=True), 0.0),
+           "late-upload": (request(prompt="a" * 300_000), 0.3), "late-garbage": (b"\0garbage", 0.3)}  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "stream"), [
+    *((name, number % 2 == 0) for number, name in enumerate(SECONDS)),
+    *(pytest.param(name, number % 2 == 1, marks=pytest.mark.full) for number, name in enumerate(SECONDS)),
+])  # fmt: skip
 def test_requests_of_clients_that_pipelined_and_left_are_aborted(
-    server: Server, stream: bool, second: bytes, wait: float
+    server: Server, stream: bool, name: str
 ) -> None:
+    second, wait = SECONDS[name]
     wait_until(lambda: "are made up" in server.stderr, "the last line of the banner")
     printed, before = server.stderr, aborts(server)
     peers = []

@@ -25,13 +25,14 @@ from quire.contracts.step import I32, StepPlan, StepResult
 from quire.distributed import Group
 from quire.distributed.checked import CheckedGroup
 from quire.distributed.mesh import RankGroups
-from quire.distributed.simulated import SimulatedRanks
 from quire.engine.core import EngineCore
 from quire.engine.replicas import Core
 from quire.models.plan import EnginePlan, resolve_sizing
 from quire.text.grammar import GrammarCompiler
 from quire.text.grammar_trial import GrammarTrial
 from quire.text.tokenizer import Tokenizer
+
+from .simulated_groups import SimulatedRanks
 
 R = TypeVar("R")
 

@@ -1,6 +1,5 @@
 """Groups of ranks and the exchange of tensors between them. A rank gets its groups as one object, `Mesh`.
 
-    simulated.py      ranks as threads of a process, for exact tests
     process_group.py  ranks as processes, over torch.distributed (gloo, NCCL)
     symmetric.py      GPUs of a host: sums through memory that all of them map
     checked.py        a group that compares each call with the other ranks' (debug mode)

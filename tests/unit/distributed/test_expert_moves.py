@@ -10,13 +10,14 @@ from torch import Tensor
 
 from quire.contracts.scheme import Scheme
 from quire.distributed.expert_moves import ExpertMover
-from quire.distributed.simulated import SimulatedGroup, SimulatedRanks
 from quire.engine.eplb import balanced_map, initial_map, moves
 from quire.kernels.experts import panels
 from quire.kernels.experts.expert_memory import expert_memory, let_move
 from quire.kernels.native import library
 from quire.layers.balancing import ExpertSlots, initial_slots
 from quire.quantization.pack.matrix import QuantizedMatrix
+
+from ...support.simulated_groups import SimulatedGroup, SimulatedRanks
 
 LAYERS, EXPERTS, REDUNDANT = 2, 6, 2
 

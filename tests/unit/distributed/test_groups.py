@@ -11,8 +11,9 @@ import torch
 from quire.contracts.errors import EngineDead
 from quire.distributed import Group
 from quire.distributed.checked import CheckedGroup
-from quire.distributed.simulated import SimulatedRanks
 from quire.distributed.symmetric import SymmetricGroup
+
+from ...support.simulated_groups import SimulatedRanks
 
 CPU = torch.device("cpu")
 # Each rank prints what it got; the test compares.

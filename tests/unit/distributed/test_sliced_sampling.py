@@ -9,7 +9,6 @@ from torch import Tensor
 
 from quire.contracts.sampling import SamplerSpec
 from quire.distributed import Group
-from quire.distributed.simulated import SimulatedRanks
 from quire.distributed.vocabulary import VocabularySlice
 from quire.kernels.sampling import Rows
 from quire.kernels.sampling.inputs import edge_rows
@@ -19,6 +18,8 @@ from quire.models.build import vocabulary_slice
 from quire.worker.sampling_table import SamplingTable
 from quire.worker.sliced_sampling import SlicedSampling
 from quire.worker.upload import Change
+
+from ...support.simulated_groups import SimulatedRanks
 
 CPU = torch.device("cpu")
 SPECS = [

@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.distributed.simulated import SimulatedGroup
 from quire.kernels.quantize.rows import QuantizedRows
 from quire.layers.dispatch import AllGatherExchange
 from quire.models import plan as plans
 
 from ...support.quantized_checkpoints import FORMS, quantize_checkpoint
+from ...support.simulated_groups import SimulatedGroup
 from ...support.tiny_models import Tiny, random_model
 from .test_engine import Answers, clear, run
 

@@ -16,7 +16,8 @@ from quire.entry.core_request import FrontLimits
 from quire.entry.front_end import FrontEnd
 from quire.entry.prompts import Prompt
 from quire.procs.fronts import FrontPlace
-from quire.text.byte_tokenizer import ByteTokenizer
+
+from ...support.byte_tokenizer import ByteTokenizer
 
 LIMITS = FrontLimits(max_model_len=100, vocab_size=300, max_logprobs=5, eos_ids=(257,))
 

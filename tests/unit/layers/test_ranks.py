@@ -9,7 +9,6 @@ from torch import Tensor
 from quire.config.checkpoint import ModelArgs, parse_checkpoint_config
 from quire.config.placement import ALONE, Parallel, Rank, ranks
 from quire.distributed import Group
-from quire.distributed.simulated import SimulatedRanks
 from quire.kernels.attention import AttentionMeta, KVView
 from quire.kernels.latent import LatentView
 from quire.kernels.select import select_kernels
@@ -21,6 +20,7 @@ from quire.models.registry import linear_plans, operations
 from quire.weights.units import load_units
 
 from ...support.filled_models import experts_plan, sliced, stored_tensors
+from ...support.simulated_groups import SimulatedRanks
 from ...support.tiny_models import FAMILIES, Tiny, tiny_config
 
 CPU, TOKENS, BLOCK = torch.device("cpu"), 11, 8

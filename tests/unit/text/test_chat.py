@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 
 from quire.contracts.errors import ConfigError, InvalidParameter, UnsupportedModel
-from quire.text.byte_tokenizer import ByteTokenizer
 from quire.text.chat import ChatTemplate, no_template
 from quire.text.tokenizer import Tokenizer
+
+from ...support.byte_tokenizer import ByteTokenizer
 
 NAMES = """chatml deepseek_r1 deepseek_r1_0528 deepseek_r1_distill_llama deepseek_r1_distill_qwen deepseek_r1_llamacpp
 deepseek_r1_tools_vllm deepseek_v2_chat deepseek_v3 deepseek_v3.1 deepseek_v3.1_tools_vllm deepseek_v3.2

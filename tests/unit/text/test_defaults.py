@@ -7,9 +7,10 @@ import pytest
 
 from quire.contracts.errors import ConfigError, InvalidParameter, UnsupportedModel
 from quire.contracts.sampling import SamplingParams
-from quire.text.byte_tokenizer import ByteTokenizer
 from quire.text.defaults import load_eos_ids, load_generation_defaults
 from quire.text.tokenizer import Tokenizer
+
+from ...support.byte_tokenizer import ByteTokenizer
 
 
 def test_eos_is_the_union_of_all_files(save: Callable[..., Path]) -> None:

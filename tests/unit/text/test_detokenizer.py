@@ -9,9 +9,10 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders
 
-from quire.text.byte_tokenizer import ByteTokenizer
 from quire.text.detokenizer import detokenizer_for
 from quire.text.tokenizer import Tokenizer
+
+from ...support.byte_tokenizer import ByteTokenizer
 
 IDS = st.lists(st.integers(0, 2**20), max_size=40)
 TEXT = st.text(st.sampled_from("ab hel中文é😀👩‍👧\u0301\ufffd.\n▁ 🏳️‍🌈"), max_size=30)

@@ -13,9 +13,10 @@ from quire.config.bundled import bundled_model
 from quire.contracts.errors import InvalidParameter
 from quire.contracts.structured import MAX_BYTES, StructuredOutputsParams
 from quire.text import grammar
-from quire.text.byte_tokenizer import ByteTokenizer
 from quire.text.grammar import GrammarCompiler, error_of
 from quire.text.tokenizer import Tokenizer
+
+from ...support.byte_tokenizer import ByteTokenizer
 
 PADDING = 100  # ids of the model that its tokenizer has not
 TOKENIZER = Tokenizer.load(bundled_model())

@@ -4,9 +4,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.contracts.sampling import SamplingParams
-from quire.text.byte_tokenizer import ByteTokenizer
 from quire.text.sequence import SequenceText
 from quire.text.tokenizer import Tokenizer
+
+from ...support.byte_tokenizer import ByteTokenizer
 
 EOS = ByteTokenizer().eos_token_id or 0
 TEXT = st.text(st.sampled_from("ab😀é"), max_size=20)

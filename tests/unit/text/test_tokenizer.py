@@ -13,8 +13,9 @@ from tokenizers import Tokenizer as Backend
 
 from quire.config.bundled import bundled_model
 from quire.contracts.errors import InvalidParameter, ModelNotFound, RequestFailed, UnsupportedModel
-from quire.text.byte_tokenizer import SPECIALS, ByteTokenizer
 from quire.text.tokenizer import Tokenizer
+
+from ...support.byte_tokenizer import SPECIALS, ByteTokenizer
 
 TEXTS = [
     "",

@@ -7,7 +7,8 @@ import pytest
 
 from quire.contracts.output import Logprob
 from quire.entry.http.openai.logprobs import LegacyColumns, TokenNames, prompt_columns
-from quire.text.byte_tokenizer import ByteTokenizer
+
+from .....support.byte_tokenizer import ByteTokenizer
 
 ENTRY = Logprob(logprob=-1.0, rank=1, decoded_token="")
 

@@ -1,4 +1,4 @@
-"""A tokenizer of 256 bytes and a few special tokens, without files: for the mock engine, demos and tests."""
+"""A tokenizer of 256 bytes and a few special tokens, without files."""
 
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers, processors
