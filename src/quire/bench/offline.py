@@ -3,6 +3,8 @@
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -30,6 +32,7 @@ class OfflineBench:
         start = time.perf_counter()
         from quire.entry.llm import LLM
 
+        self._without_tokenizer = given.get("skip_tokenizer_init", False)
         imported = time.perf_counter()
         self.llm = LLM(**({"use_tqdm_on_load": False} | given))
         self.result: dict[str, Any] = {
@@ -45,13 +48,21 @@ class OfflineBench:
     def throughput(self, works: Sequence[Workload], repeat: int) -> Iterator[dict[str, Any]]:
         """Run each workload `repeat` times as a batch, with an empty prefix cache. Yield the row of its fastest run.
 
-        The row also has percentiles of the inter-token times of all runs, in milliseconds.
+        The row also has percentiles of the inter-token times of all runs, in milliseconds; with speculative decoding
+        tokens of a request per step, the share of right drafts, and tokens per second without drafts.
         """
         works = self._fitting(works)
         for work in works:
-            with watching(self.llm.engine.core, self.advance) as steps:
+            core, before = self.llm.engine.core, self._drafts()
+            with watching(core, self.advance) as steps:
                 row = fastest_run(self.llm, SamplingParams, work, repeat)
             row |= _inter_token(steps)
+            if core.facts.num_drafts:
+                _, made, *right = self._drafts() - before
+                plain = fastest_run(self.llm, partial(SamplingParams, speculative_tokens=0), work, repeat)
+                row |= {"plain_output_tokens_per_s": plain["output_tokens_per_s"],
+                        "tokens_per_step": round(_tokens_per_step(steps), 2),
+                        "drafts_accepted": round(sum(right) / max(1, made), 3)}
             self.result["runs"].append(row)
             yield row
 
@@ -65,6 +76,10 @@ class OfflineBench:
             row = min((self._stream(one) for _ in range(repeat)), key=lambda row: float(row["seconds"]))
             self.result["runs"].append(row)
             yield row
+
+    def _drafts(self) -> np.ndarray:
+        """Return `StepStats.drafts` of now."""
+        return np.array(self.llm.engine.core.state().stats.drafts)
 
     def _stream(self, work: Workload) -> dict[str, Any]:
         params = SamplingParams(temperature=0.0, max_tokens=work.outputs[0], ignore_eos=True, detokenize=False,
@@ -88,9 +103,18 @@ class OfflineBench:
                 raise ConfigError(f"{work.name} needs a context of {longest} tokens, this engine has "
                                   f"{facts.max_model_len}: choose others with --only, shorten them with --max-len, or "
                                   "raise --max-model-len.")
-        size = facts.vocab_size
-        return [Workload(name=w.name, prompts=[[i % size for i in prompt] for prompt in w.prompts], outputs=w.outputs)
-                for w in works]
+        def ids(work: Workload) -> list[list[int]]:
+            if not work.texts or self._without_tokenizer:
+                return [[i % facts.vocab_size for i in prompt] for prompt in work.prompts]
+            encode = self.llm.get_tokenizer().encode
+            return [encode(text)[-len(prompt) :] for text, prompt in zip(work.texts, work.prompts, strict=True)]
+
+        return [replace(work, prompts=ids(work)) for work in works]
+
+
+def _tokens_per_step(steps: list[tuple[float, I32]]) -> float:
+    """Return the mean number of tokens that a request gets in a step."""
+    return sum(len(handles) for _, handles in steps) / max(1, sum(len(np.unique(handles)) for _, handles in steps))
 
 
 @contextmanager

@@ -4,9 +4,13 @@ Imports only the standard library and our errors, because vLLM's environment imp
 ids from a fixed seed; outputs have fixed lengths (greedy, end of sequence ignored). So all engines do the same work.
 """
 
+import importlib
+import inspect
 import json
 import random
+import re
 import time
+import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,16 +22,22 @@ HERE = Path(__file__).parent
 DEFAULT_MODEL = "qwen3-0.6b"
 DUMMY = {"load_format": "dummy", "skip_tokenizer_init": True}
 SECRET = ("hf_token",)
+EDITED = ("textwrap", "heapq", "calendar", "shlex", "csv", "fractions", "queue", "statistics")  # modules
+CHARACTERS = 4  # of a token of code, about
 LOW_ID, HIGH_ID = 1000, 30_000  # ids in the vocabularies of all compared models, above their special tokens
 
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """Requests of one kind. An engine continues `prompts[i]` (token ids) by exactly `outputs[i]` tokens."""
+    """Requests of one kind. An engine continues `prompts[i]` (token ids) by exactly `outputs[i]` tokens.
+
+    texts   the prompts as texts, for an engine with a tokenizer; (): there are only ids
+    """
 
     name: str
     prompts: list[list[int]]
     outputs: list[int]
+    texts: Sequence[str] = ()
 
     @property
     def num_input_tokens(self) -> int:
@@ -59,7 +69,7 @@ class Workload:
 def load_workloads(
     names: Sequence[str] | None = None, scale: float = 1.0, max_len: int | None = None
 ) -> Iterator[Workload]:
-    """Yield the workloads of `workloads.json`, all or `names`, in the file's order.
+    """Yield the workloads of `workloads.json`, `names` or all but edits, in the file's order.
 
     scale     factor on the number of requests, for a small machine; at least one request stays
     max_len   maximum of every prompt, prefix and output length, in tokens
@@ -70,7 +80,7 @@ def load_workloads(
     if unknown := set(names or ()) - set(table):
         raise ConfigError(f"unknown workload {sorted(unknown)[0]!r}: the workloads are {', '.join(table)}.")
     for name, spec in table.items():
-        if not names or name in names:
+        if name in names if names else not spec.get("edits"):
             yield _draw(name, spec, scale, max_len)
 
 
@@ -86,12 +96,28 @@ def _draw(name: str, spec: dict[str, Any], scale: float, max_len: int | None) ->
         return [rng.randrange(LOW_ID, HIGH_ID) for _ in range(length)]
 
     prefix = ids(fit(spec["prefix"])) if spec.get("prefix") else []
-    prompts, outputs = [], []
+    prompts, outputs, texts = list[list[int]](), list[int](), list[str]()
     for _ in range(count):
         num_in, num_out = fit(rng.randint(*spec["input"])), fit(rng.randint(*spec["output"]))
-        prompts.append(prefix + ids(num_in))
+        texts += [_edit(len(texts), num_in)] if spec.get("edits") else []
+        prompts.append(_word_ids(texts[-1])[-num_in:] if texts else prefix + ids(num_in))
         outputs.append(num_out)
-    return Workload(name=name, prompts=prompts, outputs=outputs)
+    return Workload(name=name, prompts=prompts, outputs=outputs, texts=texts)
+
+
+def _edit(number: int, length: int) -> str:
+    """Return a prompt of about `length` tokens that asks for a part of Python's library with a name changed."""
+    module = importlib.import_module(EDITED[number % len(EDITED)])
+    source, size = inspect.getsource(module), CHARACTERS * max(1, length - 32)
+    first = number // len(EDITED) * size % max(1, len(source) - size)
+    code = source[source.rfind("\n", 0, first) + 1 :][:size].rpartition("\n")[0]
+    old = max(names := re.findall(r"\b(?!self\b)[a-z_]{4,}\b", code), key=names.count, default="self")
+    return f"{code}\n\nThe same code, with {old} renamed to {old}_new:\n\n"
+
+
+def _word_ids(text: str) -> list[int]:
+    """Return an id for each word, sign and white space, equal for equal ones: a stand-in for a tokenizer."""
+    return [LOW_ID + zlib.crc32(word.encode()) % (HIGH_ID - LOW_ID) for word in re.findall(r"\w+|\s+|\W", text)]
 
 
 def fastest_run(llm: Any, make_params: Any, work: Workload, repeat: int) -> dict[str, Any]:

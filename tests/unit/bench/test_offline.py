@@ -51,6 +51,17 @@ def test_throughput_writes_the_shared_format(model: str, tmp_path: Path, capsys:
     assert lines[2].startswith("workload") and lines[4].startswith("decode_b64")
 
 
+def test_edits_are_measured_with_drafts_and_without(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    drafts = '{"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}'
+    assert main(["bench", "throughput", *engine_flags(model), "--only", "edits_b8", "--max-len", "48", "--repeat", "1",
+                 "--speculative-config", drafts, "--json"]) == 0
+    row, = json.loads(capsys.readouterr().out)["runs"]
+    assert row.keys() == ROW | TOKEN_TIMES | {"first_seconds", "plain_output_tokens_per_s", "tokens_per_step",
+                                              "drafts_accepted"}
+    assert row["requests"] == 8 and 1 <= row["tokens_per_step"] <= 4 and 0 <= row["drafts_accepted"] <= 1
+    assert row["plain_output_tokens_per_s"] > 0
+
+
 def test_latency_adds_token_times(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "latency", *engine_flags(model), "--max-len", "8", "--json"]) == 0
     row, = json.loads(capsys.readouterr().out)["runs"]

@@ -37,6 +37,16 @@ def test_scale_and_max_len() -> None:
     assert all(len(p) == 32 and p[:16] == shared[0][:16] for p in shared)
 
 
+def test_edits_repeat_their_prompts_code_and_are_run_only_when_they_are_named() -> None:
+    one, many = load_workloads(["edits_b1", "edits_b64"])
+    assert all(700 < len(prompt) <= 1024 for prompt in many.prompts) and len(set(many.texts)) == 64
+    assert one.texts[0] == many.texts[0] and "\n\nThe same code, with " in one.texts[0]
+    assert all(len(set(prompt)) < 400 for prompt in many.prompts), "words come again"
+    short, = load_workloads(["edits_b8"], scale=0.25, max_len=64)
+    assert all(20 < len(prompt) <= 64 for prompt in short.prompts) and len(short.texts[0]) < 300
+    assert not any(work.texts for work in load_workloads())
+
+
 def test_an_unknown_name_is_refused() -> None:
     with pytest.raises(ValueError, match="unknown workload 'x': the workloads are latency_b1"):
         list(load_workloads(["x"]))
