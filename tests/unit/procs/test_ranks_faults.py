@@ -144,15 +144,16 @@ def test_a_hung_group_of_ranks_holds_up_no_other() -> None:
             other.send(RankStep(plan(step)))
             assert other.collect().step == step
         waits = [one.ask("echo", {"call": 1}) for one in (hung, other)]
-        assert waits[1]() == [{"index": 0, "call": 1}]
+        assert waits[1](None) == [{"index": 0, "call": 1}]
         os.kill(hung.pids[0], signal.SIGCONT)
-        assert waits[0]() == [{"index": 0, "call": 1}]
+        assert waits[0](None) == [{"index": 0, "call": 1}]
 
 
 def test_answers_to_operations_are_not_mixed() -> None:
     with running({}, {}) as processes:
         waits = [processes.ask("echo", {"call": call}, (call % 2,)) for call in range(4)]
-        assert [wait() for wait in reversed(waits)] == [[{"index": call % 2, "call": call}] for call in (3, 2, 1, 0)]
+        expected = [[{"index": call % 2, "call": call}] for call in (3, 2, 1, 0)]
+        assert [wait(None) for wait in reversed(waits)] == expected
 
 
 def test_a_long_step_is_no_fault() -> None:
