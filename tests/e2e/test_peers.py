@@ -107,7 +107,7 @@ def test_tokens_are_those_without_peers(truth: list[list[int]], read: Any, optio
 
 
 def test_faults_cost_no_token(truth: list[list[int]], sharer: LLM, read: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(block_share, "SILENT_SECONDS", 0.4)
+    monkeypatch.setattr(block_share, "SILENT_SECONDS", 1.0)
     monkeypatch.setattr(block_share, "BEAT_SECONDS", 0.1)
     monkeypatch.setattr(block_peers, "RETRY_SECONDS", 0.02)
     FaultyLine.plant(monkeypatch, [one for fault in FAULTS for one in (fault, "", "")])

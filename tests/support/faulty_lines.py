@@ -22,7 +22,7 @@ class FaultyLine(BlockLine):
     """
 
     faults: Iterator[str] = itertools.cycle([""])
-    frozen_seconds = 1.0
+    frozen_seconds = 2.0
 
     @classmethod
     def plant(cls, monkeypatch: pytest.MonkeyPatch, faults: Sequence[str]) -> None:

@@ -72,7 +72,7 @@ def until(true: Callable[[], Any]) -> None:
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(block_share, "SILENT_SECONDS", 0.5)
+    monkeypatch.setattr(block_share, "SILENT_SECONDS", 1.0)
     monkeypatch.setattr(block_share, "BEAT_SECONDS", 0.05)
     monkeypatch.setattr(block_peers, "HELLO_SECONDS", 0.5)
     monkeypatch.setattr(block_peers, "RETRY_SECONDS", 0.02)
