@@ -41,14 +41,14 @@ class InlineCopies:
 
 
 class StreamCopies:
-    """Copies pages on two CUDA streams, whose priority for loads is higher: requests wait for loads.
+    """Copies pages on two CUDA streams, of no higher priority than the steps, which upload small tables meanwhile.
 
     A copy waits for the work that the current stream has been given; steps do not wait for copies. `host` is pinned.
     """
 
     def __init__(self, device: Tensor, host: Tensor) -> None:
         self._device, self._host = device, host
-        self._streams = {True: torch.cuda.Stream(device.device), False: torch.cuda.Stream(device.device, priority=-1)}
+        self._streams = {way: torch.cuda.Stream(device.device) for way in (True, False)}
 
     def copy(self, sources: Sequence[int], targets: Sequence[int], *, to_host: bool) -> Ended:
         """Launch the copies of pages. See `PageCopies`."""

@@ -16,7 +16,7 @@ GROUP = KVGroup(layers=(0,), components=(KVComponent("k", num_heads=1, head_dim=
 class Disk(set[bytes]):
     """A disk whose thread has written a file before the engine core hears of it."""
 
-    tier = Tier.DISK
+    tier, takes = Tier.DISK, True
 
     def has(self, key: bytes) -> bool:
         return key in self

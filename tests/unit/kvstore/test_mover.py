@@ -90,17 +90,24 @@ def test_streams_wait_for_the_steps_before_and_steps_for_none(monkeypatch: pytes
 
     monkeypatch.setattr(torch.cuda, "Event", Event)
 
-    class Stream:
-        def __new__(cls, device: Any, priority: int = 0) -> Any:
-            return FakeStream("load" if priority else "store", log)
-
-    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    names = iter(("store", "load"))
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: FakeStream(next(names), log))  # of the steps' priority
     device, host = torch.arange(12, dtype=torch.uint8).view(3, 4), torch.zeros(3, 4, dtype=torch.uint8)
     copies = StreamCopies(device, host)
     stored, loaded = copies.copy([1], [2], to_host=True), copies.copy([2], [0], to_host=False)
     assert log == ["store waits for main", "in store", "event on store", "out of store",
                    "load waits for main", "in load", "event on load", "out of load"]
     assert host[2].tolist() == [4, 5, 6, 7] == device[0].tolist() and not stored() and not loaded() and len(events) == 2
+
+
+def test_several_threads_read_the_blocks_of_a_job(tmp_path: Path) -> None:
+    """Each waits for the others; the blocks that failed are told in order."""
+    device, together = arena(), threading.Barrier(3, timeout=20)
+    files = BlockFiles(tmp_path, bytes(32), "rank", page_bytes=device.page_bytes, most_bytes=1 << 20)
+    files.read = lambda key, page: together.wait() < 0  # type: ignore[method-assign]
+    mover = BlockMover(device, 5, files)
+    mover.begin([job(0, Tier.DISK, Tier.HOST, [], [3, 1, 2])])
+    assert ended(mover).failed == (0, 1, 2)
 
 
 def test_a_fault_of_a_file_thread_fails_the_job_and_nothing_else(tmp_path: Path,

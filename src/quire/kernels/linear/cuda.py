@@ -1,10 +1,10 @@
 """Linear layers on CUDA, by the number of rows; kernels for few rows read the weight once.
 
-            on Hopper, from 512 outputs on                               elsewhere
-1           gemv.py, with the norm in it; some_hopper.py for some sums   gemv.py
-2           some_hopper.py                                               gemv.py
-3 to 64     some_hopper.py                                               cuBLAS, gemv.py for the head
-65 and up   cuBLAS                                                       cuBLAS
+            on Hopper, from 512 outputs on    elsewhere
+1           gemv.py, with the norm in it      gemv.py
+2           some_hopper.py                    gemv.py
+3 to 64     some_hopper.py                    cuBLAS, gemv.py for the head
+65 and up   cuBLAS                            cuBLAS
 
 A packed weight is the weight itself. The shapes alone decide which of them runs. Without Triton cuBLAS always runs.
 """
@@ -21,18 +21,17 @@ from quire.kernels.triton_runtime import missing, missing_hopper
 FEW_ROWS = 2  # up to so many rows gemv.py multiplies a weight that some_hopper.py cannot
 HEAD = 65536  # from so many outputs on gemv.py multiplies up to MOST_ROWS rows of such a weight
 LEAST = 512  # outputs from which some_hopper.py has enough programs
-SUMS = range(2048, HEAD)  # outputs of weights whose product of one row, added to a residual, it does best
 
 
-def few(rows: int, weight: Tensor, *, added: bool = False) -> bool:
-    """Return True if gemv.py multiplies x of `rows` rows with `weight`. added: to a residual.
+def few(rows: int, weight: Tensor) -> bool:
+    """Return True if gemv.py multiplies x of `rows` rows with `weight`.
 
     gemv.py takes few rows only, and a weight of a 2-byte dtype whose rows are aligned to 16 bytes.
     """
     if weight.dtype == torch.float32 or weight.shape[1] % 8 or not rows or weight.is_cuda and missing():
         return False
     if some(rows, weight):
-        return rows == 1 and not (added and weight.shape[0] in SUMS)
+        return rows == 1
     return rows <= (gemv.MOST_ROWS if weight.shape[0] >= HEAD else FEW_ROWS)
 
 
@@ -80,7 +79,7 @@ def run_float(x: Tensor, packed: Tensor, bias: Tensor | None, out: Tensor | None
 
 def run_add(x: Tensor, packed: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:
     """Return residual + x @ weight.T + bias, which overwrites `residual`. See `quire.kernels.linear`."""
-    if few(x.shape[0], packed, added=True) and residual.is_contiguous():
+    if few(x.shape[0], packed) and residual.is_contiguous():
         return gemv.product(x, packed, bias, residual=residual, out=residual)
     if some(x.shape[0], packed) and residual.is_contiguous():
         return some_hopper.product(x, packed, bias, residual, residual=residual)
