@@ -20,7 +20,7 @@ from quire.assemble.rank import load_rank
 from quire.config.engine import EngineConfig
 from quire.config.placement import ep_members, mover_members, pp_members, tp_members
 from quire.config.resolve import shared_sizes
-from quire.contracts.protocols import ExecutorFacts
+from quire.contracts.protocols import ExecutorFacts, Wait
 from quire.contracts.step import I32, StepPlan, StepResult
 from quire.distributed import Group
 from quire.distributed.checked import CheckedGroup
@@ -73,8 +73,8 @@ class SimulatedExecutor:
     def check_alive(self) -> None:
         pass
 
-    def ask(self, name: str, args: dict[str, Any]) -> Callable[[], object]:
-        return partial(self.control, name, args)
+    def ask(self, name: str, args: dict[str, Any]) -> Wait:
+        return lambda seconds: self.control(name, args)
 
     def control(self, name: str, args: dict[str, Any]) -> object:
         assert name == "experts"
