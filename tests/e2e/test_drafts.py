@@ -158,7 +158,7 @@ REFUSED: list[tuple[Any, str]] = [
     ({"method": "ngram", "num_speculative_tokens": 3, "model": "x"}, "method ngram has no model"),
     ({"method": "nagram", "num_speculative_tokens": 3}, "'nagram' does not exist"),
     ({"method": "eagle3", "model": "x", "num_speculative_tokens": 3}, "method eagle3 is not implemented yet"),
-    ({"method": "deepseek_mtp", "num_speculative_tokens": 1}, "method mtp is not implemented yet"),
+    ({"method": "deepseek_mtp", "num_speculative_tokens": 1}, "layer of the checkpoint, which has none"),
     ({"model": "a/small-model", "num_speculative_tokens": 1}, "method draft_model is not implemented yet"),
     ({"method": "ngram", "num_speculative_tokens": 2, "num_speculative_tokens_per_batch_size": [[2, 3, 1]]}, "ranges"),
     ({"method": "ngram", "num_speculative_tokens": 2, "num_speculative_tokens_per_batch_size": [[1, 3, 4]]}, "ranges"),

@@ -42,7 +42,7 @@ def load_without_triton(plan: EnginePlan, groups: RankGroups, *, free_bytes: Cal
 def _finish(plan: EnginePlan, model: Model, memory: MemoryPlan, scales: list[Scales], groups: RankGroups) -> Parts:
     device, num_slots = torch.device(plan.machine.device), plan.config.scheduler.sequences()
     arena = KVArena(memory.geometry, memory.num_blocks + 1, device)
-    views = kv_views(plan.args, map(arena.views, range(len(model.layers))), scales)
+    views = kv_views(plan.args, map(arena.views, range(len(model.layers) + len(model.drafts))), scales)
     limits = Limits(
         num_slots=num_slots, max_tokens=plan.config.scheduler.token_budget(), block_size=memory.geometry.block_size,
         max_model_len=memory.max_model_len, windows=memory.geometry.windows, num_drafts=plan.num_drafts,

@@ -112,7 +112,7 @@ def _room_for_steps(weights: int, free: int, config: EngineConfig) -> Iterator[N
 def _worker(model: Model, geometry: KVGeometry, num_blocks: int, limits: Limits, scales: list[Scales],
             groups: RankGroups, *, speculation: Speculation | None) -> tuple[StepRunner, KVArena]:  # fmt: skip
     arena = KVArena(geometry, num_blocks, DEVICE)
-    views = kv_views(model.args, map(arena.views, range(len(model.layers))), scales)
+    views = kv_views(model.args, map(arena.views, range(len(model.layers) + len(model.drafts))), scales)
     return make_runner(model, views, limits, DEVICE, target="cuda", groups=groups, speculation=speculation), arena
 
 

@@ -18,6 +18,7 @@ class ExecutorFacts(msgspec.Struct, frozen=True, kw_only=True):
     num_drafts    maximum number of draft tokens that a decode verifies (k); 0: every decode advances by one token
     drafts_by_batch   (decoding requests, k), ascending: from so many requests on, at most k drafts; (): always
                   `num_drafts`
+    drafts_cached   True: the drafter has KV in the blocks; that of a step's new tokens comes with the next step
     auto_drafts   numbers of drafts, ascending, among which the scheduler chooses by measured gain; (): it does not
     num_host_blocks   blocks of the host tier; 0: there is no tier below the device
     num_stages    stages of pipeline parallelism; each works on another step at the same time
@@ -35,6 +36,7 @@ class ExecutorFacts(msgspec.Struct, frozen=True, kw_only=True):
     vocab_size: int
     num_drafts: int = 0
     drafts_by_batch: tuple[tuple[int, int], ...] = ()
+    drafts_cached: bool = False
     auto_drafts: tuple[int, ...] = ()
     num_stages: int = 1
     num_host_blocks: int = 0

@@ -37,7 +37,8 @@ class Scheduler:
         self._writer = PlanWriter(self.roster, facts.num_drafts)
         self._budget, self._chunk = config.token_budget(), facts.prompt_chunk
         self._lag, self._stages = facts.decode_lag, facts.num_stages
-        self.drafts = DraftLength(facts.num_drafts, facts.drafts_by_batch, facts.auto_drafts)
+        self.drafts = DraftLength(facts.num_drafts, facts.drafts_by_batch, facts.auto_drafts,
+                                  cached=facts.drafts_cached)  # fmt: skip
 
     @property
     def num_preempted(self) -> int:

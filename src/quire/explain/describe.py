@@ -19,6 +19,7 @@ from quire.contracts.errors import ConfigError, ModelNotFound, WeightsError
 from quire.kernels.linear.units import missing_bf16
 from quire.kernels.native import library
 from quire.kernels.select import Probe
+from quire.models.drafts import with_draft_layers
 from quire.models.obtain import settled_quantization
 from quire.models.plan import EnginePlan, Machine, resolve_engine, resolve_sizing
 from quire.models.registry import check_routing
@@ -62,6 +63,7 @@ def plan_engine(config: EngineConfig, described: str = "") -> PlanReport:
     machine = Machine(device=device, words=words, total_memory=memory)
     raw = read_raw_config(folder)
     args = parse_checkpoint_config(raw, str(folder / "config.json"))
+    args = with_draft_layers(args, config.scheduler.speculative_config)
     check_context(config.model, args.max_position_embeddings)
     check_parallel(args, parallel)
     check_routing(args, config.load.routing)

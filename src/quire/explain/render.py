@@ -48,7 +48,8 @@ def _tree(plan: Plan, full: bool) -> Tree:
     _memory(tree, plan["memory"], plan["ranks"])
     if (drafts := plan["speculation"]) is not None:
         branch = _add(tree, f"speculation: {drafts['drafter']}")
-        _add(branch, "the drafter has no weights and no part of the KV cache")
+        held = f"{size(drafts['weights'])} of weights and {size(drafts['cache'])} of the KV cache per token"
+        _add(branch, f"the drafter has {held if drafts['weights'] else 'no weights and no part of the KV cache'}")
         costs = ", ".join(f"{size(bytes_)} with k = {k}" for k, bytes_ in drafts["read"].items())
         _add(branch, f"weights that a step of one decode reads: {costs}")
     add_ranks(tree, plan)

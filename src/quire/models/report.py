@@ -111,17 +111,31 @@ class PlanReport:
         """Return drafter and costs as plain values; None without speculation.
 
         `read` has the bytes of weights, of all ranks, that a step of one decode reads, by its number of drafts. Experts
-        are those that 1 + k tokens hit if routers choose at random: E (1 - (1 - top / E)^(1 + k)) of E.
+        are those that n tokens hit if routers choose at random: E (1 - (1 - top / E)^n) of E. Of 1 + k tokens it runs
+        the model and the first pass of draft layers; each other draft is a pass of one token. Drafts read the head.
         """
         speculation, args = self.plan.speculation, self.plan.args
         if speculation is None:
             return None
-        moe, whole = args.moe, [one for one in self.layout if one.name != "embed.weight" or args.tie_word_embeddings]
-        held = {divided: sum(self.num_bytes(one) for one in whole if (one.shard == "experts") is divided)
-                for divided in (False, True)}  # fmt: skip
-        spared = 0 if moe is None else 1 - moe.routing.top_k / moe.routing.num_experts
-        read = {k: held[False] + round(held[True] * (1 - spared ** (1 + k))) for k in (0, *speculation.lengths)}
-        return {"drafter": str(speculation), "weights": 0, "cache": 0, "read": read}
+        drafts = [one for one in self.layout if _layer(one.name) >= args.num_layers]
+        skipped = {one.name for one in drafts} | ({"embed.weight"} if not args.tie_word_embeddings else set())
+        model = [one for one in self.layout if one.name not in skipped]
+        head = self.num_bytes(model[-1] if not args.tie_word_embeddings else self.layout[0]) if drafts else 0
+
+        def read(k: int) -> int:
+            later = max(0, k - 1)
+            return self._read(model, 1 + k) + self._read(drafts, 1 + k) + later * self._read(drafts, 1) + k * head
+
+        cache = self.plan.geometry.page_bytes // len(self.plan.geometry.groups[0].layers) * args.draft_layers
+        return {"drafter": str(speculation), "weights": sum(map(self.num_bytes, drafts)),
+                "cache": cache / self.plan.geometry.block_size,
+                "read": {k: read(k) for k in (0, *speculation.lengths)}}  # fmt: skip
+
+    def _read(self, params: Iterable[Param], tokens: int) -> int:
+        """Return the bytes of weights that so many tokens read at once, of the experts as in `_speculation`."""
+        moe = self.plan.args.moe
+        hit = 1 - (1 - moe.routing.top_k / moe.routing.num_experts) ** tokens if moe else 0
+        return sum(round(self.num_bytes(one) * (hit if one.shard == "experts" else 1)) for one in params)
 
     def exchanges(self, rank: Rank | None = None) -> list[dict[str, Any]]:
         """Return the exchanges of a rank in a step as plain values; None: those that a token passes in all stages."""
@@ -236,7 +250,8 @@ class PlanReport:
             weights = [self._weight(param, run.get(name, ""), pack_function(args, name, linear, self._in_place))
                        for name, param in params.items()]  # fmt: skip
             yield {
-                "layer": str(layer) if layer >= 0 else "embed" if first else "head", "kind": _kind(calls),
+                "layer": str(layer) if layer >= 0 else "embed" if first else "head",
+                "kind": "drafts: " * (layer >= args.num_layers) + _kind(calls),
                 "parameters": sum(w["parameters"] for w in weights), "bytes": sum(w["bytes"] for w in weights),
                 "calls": named,
                 "weights": weights,
