@@ -159,7 +159,9 @@ REFUSED: list[tuple[Any, str]] = [
     ({"method": "nagram", "num_speculative_tokens": 3}, "'nagram' does not exist"),
     ({"method": "eagle3", "model": "x", "num_speculative_tokens": 3}, "method eagle3 is not implemented yet"),
     ({"method": "deepseek_mtp", "num_speculative_tokens": 1}, "layer of the checkpoint, which has none"),
-    ({"model": "a/small-model", "num_speculative_tokens": 1}, "method draft_model is not implemented yet"),
+    ({"model": "a/eagle-head", "num_speculative_tokens": 1}, "method eagle is not implemented yet"),
+    ({"method": "draft_model", "num_speculative_tokens": 1}, "method draft_model needs a model"),
+    ({"model": "quire-tiny"}, "num_speculative_tokens is missing"),
     ({"method": "ngram", "num_speculative_tokens": 2, "num_speculative_tokens_per_batch_size": [[2, 3, 1]]}, "ranges"),
     ({"method": "ngram", "num_speculative_tokens": 2, "num_speculative_tokens_per_batch_size": [[1, 3, 4]]}, "ranges"),
 ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""Drafts by the multi-token-prediction layer of a checkpoint: logits are transformers', answers plain decoding's."""
+"""Drafts by a prediction layer (MTP) or a draft model: logits are transformers', answers plain decoding's."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -196,6 +196,41 @@ def test_steps_have_more_tokens_with_more_drafts(k: int, least: float, trained: 
     prompts = [LONG, f"{LONG} The", "Return the", "def main():\n"]
     tokens = [llm.generate(prompt, params(COLD), use_tqdm=False)[0].outputs[0].token_ids for prompt in prompts]
     assert sum(map(len, tokens)) / llm.engine.core._step > least
+
+
+def test_a_model_guesses_all_its_own_tokens(drafting: Callable[..., LLM]) -> None:
+    """A draft model that is the model, after chunks, behind reused prefixes and after steps without drafts."""
+    ranges = [[1, 1, 3], [2, 2, 1], [3, 9, 0]]
+    given = {"method": "draft_model", "model": "quire-tiny", "num_speculative_tokens_per_batch_size": ranges}
+    llm = drafting("", 3, given, max_num_batched_tokens=24)
+    asked = [params(COLD | {"max_tokens": count}) for count in (10, 60, 30)]
+    llm.generate([LONG, LONG + " The", "Return the"], asked, use_tqdm=False)
+    llm.generate(LONG + " The", asked[0], use_tqdm=False)
+    runs, drafts, *accepted = llm.engine.core.scheduler.drafts.totals
+    assert drafts == sum(accepted) > 40 and accepted[2] > 8 and runs > accepted[1]
+
+
+@pytest.mark.parametrize("depth", [pytest.param(1, marks=pytest.mark.full), 2])
+def test_answers_with_a_draft_model_are_those_of_plain_decoding(depth: int, plain: list[Any], trained: str,
+                                                                drafting: Callable[..., LLM]) -> None:  # fmt: skip
+    """A model of grouped-query attention drafts for one of latent attention: layers of two kinds in a page."""
+    given = {"method": "draft_model", "model": "quire-tiny"}
+    llm = drafting(trained, 2, given, async_depth=depth, num_gpu_blocks_override=24)
+    check(answers(llm, REQUESTS), plain)
+    llm.engine.core.check()
+    runs, drafts, *accepted = llm.engine.core.scheduler.drafts.totals
+    assert 0.2 * drafts < sum(accepted) < 0.9 * drafts and llm.engine.core.scheduler.num_preempted > 0
+
+
+def test_a_draft_model_that_cannot_draft_is_refused_in_a_line(tmp_path: Path) -> None:
+    config = json.loads((Path(glm(tmp_path)) / "config.json").read_text())
+    given = {"method": "draft_model", "model": str(tmp_path), "num_speculative_tokens": 2}
+    with pytest.raises(ConfigError, match="has 300 token ids and the model has 8192: use a draft model with") as caught:
+        LLM(**OPTIONS, speculative_config=given)
+    assert "\n" not in str(caught.value)
+    (tmp_path / "config.json").write_text(json.dumps(config | {"vocab_size": 8192, "max_position_embeddings": 300}))
+    with pytest.raises(ConfigError, match="context of 300 tokens and the engine of 4096: lower max_model_len to 300"):
+        LLM(**OPTIONS | {"max_model_len": None}, speculative_config=given)
 
 
 REFUSED: list[tuple[str, Any, str]] = [

@@ -24,7 +24,7 @@ from quire.layers.context import Build
 from quire.layers.decoder import Decoder
 from quire.layers.stack import Model
 from quire.models.layout import layout
-from quire.models.registry import kv_components, kv_views, linear_plans, operations
+from quire.models.registry import kv_components, linear_plans, model_views, operations
 from quire.worker.construct import make_runner
 from quire.worker.device_state import Limits
 from quire.worker.runner import StepRunner
@@ -95,7 +95,7 @@ def runner_of(model: Model, limits: Limits = LIMITS, target: str = "cpu", num_bl
     dtype = str(model.embed(torch.zeros(1, dtype=torch.int64)).dtype).removeprefix("torch.")
     geometry = kv_geometry(model.args, dtype, limits.block_size, *limits.windows[1:])
     arena = KVArena(geometry, num_blocks, CPU)
-    views = kv_views(model.args, map(arena.views, range(model.args.num_layers + model.args.draft_layers)))
+    views = model_views(model, arena.views)
     for view in views:
         for part in (value for value in vars(view).values() if isinstance(value, torch.Tensor)):
             part.fill_(float("nan"))

@@ -11,10 +11,10 @@ from quire.contracts.step import MAX_VERIFY_ROWS
 AUTO = (1, 3, 7)  # drafts to choose from with "auto"; of a device that captures steps, the first two
 LOOKUP = 5  # tokens of an n-gram, as in vLLM
 ALIASES = {"ngram_gpu": "ngram", "[ngram]": "ngram"}
-METHODS = ("ngram", "mtp")
-LAYERED = ("mtp",)  # methods with layers, and a KV cache of their own
+METHODS = ("ngram", "mtp", "draft_model")
+LAYERED = ("mtp", "draft_model")  # methods with layers, and a KV cache of their own
 MOST_LAYERED = 15  # drafts of these: each one costs a pass of the layers
-PLANNED = ("eagle", "eagle3", "draft_model", "suffix", "medusa", "mlp_speculator", "dflash", "dspark",
+PLANNED = ("eagle", "eagle3", "suffix", "medusa", "mlp_speculator", "dflash", "dspark",
            "extract_hidden_states", "custom_class")  # fmt: skip
 SIZES = ("num_speculative_tokens", "prompt_lookup_min", "prompt_lookup_max")
 OTHERS: Mapping[str, tuple[object, ...]] = {  # vLLM's other keys -> the values that change nothing here, beside None
@@ -28,7 +28,7 @@ OTHERS: Mapping[str, tuple[object, ...]] = {  # vLLM's other keys -> the values 
                      "suffix_decoding_max_spec_factor", "suffix_decoding_min_token_prob", "synthetic_acceptance_rates",
                      "synthetic_acceptance_length"), ()),
 }  # fmt: skip
-NAMES = " and ".join(f'"{name}"' for name in METHODS)
+NAMES = "{}, {} and {}".format(*(f'"{name}"' for name in METHODS))
 KEYS = ("method", "model", *SIZES, "num_speculative_tokens_per_batch_size")
 
 
@@ -37,6 +37,7 @@ class Speculation(msgspec.Struct, frozen=True, kw_only=True):
 
     method              the drafter; those in METHODS are implemented
     num_drafts          maximum number of drafts of a request in a step (k)
+    model               folder or hub id of the draft model; "": the method needs none
     shortest, longest   tokens of the n-grams that are looked up
     auto                numbers of drafts, ascending, from which the engine chooses by measured gain; (): `num_drafts`
     by_batch            (decoding requests, k), ascending: from so many requests on, each has at most k drafts
@@ -44,6 +45,7 @@ class Speculation(msgspec.Struct, frozen=True, kw_only=True):
 
     method: str
     num_drafts: int
+    model: str = ""
     shortest: int = LOOKUP
     longest: int = LOOKUP
     auto: tuple[int, ...] = ()
@@ -70,7 +72,7 @@ class Speculation(msgspec.Struct, frozen=True, kw_only=True):
 
     def __str__(self) -> str:
         number = f"0, {', '.join(map(str, self.auto))} (by measured gain)" if self.auto else str(self.num_drafts)
-        words = f"{self.method}, {number} drafts per request"
+        words = f"{self.method}{f' {self.model}' * bool(self.model)}, {number} drafts per request"
         lookup = f", from {self.shortest} to {self.longest} tokens looked up" if self.method == "ngram" else ""
         ranges = ", ".join(f"{k} from {size} requests on" for size, k in self.by_batch)
         return words + lookup + (f" ({ranges})" if ranges else "")
@@ -95,12 +97,15 @@ def read_speculative_config(given: Mapping[str, Any] | None) -> Speculation | No
         if name in OTHERS and value not in OTHERS[name]:
             raise _wrong(f"{name}={shown(value)} is not implemented for method {method}", "leave it out")
     layered = method in LAYERED
-    if "model" in given and ALIASES.get(given["model"], given["model"]) != method:
+    if method == "draft_model":
+        if not isinstance(given.get("model"), str):
+            raise _wrong("method draft_model needs a model", "give the key model, a folder or hub id")
+    elif "model" in given and ALIASES.get(given["model"], given["model"]) != method:
         own = "drafts with the served model's own layers" if layered else "has no model"
         raise _wrong(f"method {method} {own}, and {shown(given['model'])} is given as model", "leave model out")
     if layered and (lookup := next((name for name in SIZES[1:] if name in given), "")):
         raise _wrong(f"{lookup}={shown(given[lookup])}: method {method} looks no n-grams up", f"leave {lookup} out")
-    given = {"num_speculative_tokens": 1, **given} if layered else given
+    given = {"num_speculative_tokens": 1, **given} if method == "mtp" else given
     sizes = {name: _size(name, given[name], MOST_LAYERED if layered else MAX_VERIFY_ROWS - 1)
              for name in SIZES if name in given}  # fmt: skip
     if "num_speculative_tokens" not in sizes:
@@ -112,7 +117,8 @@ def read_speculative_config(given: Mapping[str, Any] | None) -> Speculation | No
         raise _wrong(f"prompt_lookup_min={shortest} is above prompt_lookup_max={longest}", "lower prompt_lookup_min")
     most = sizes["num_speculative_tokens"]
     auto = AUTO if given["num_speculative_tokens"] == "auto" else ()
-    return Speculation(method=method, num_drafts=most, shortest=shortest, longest=longest, auto=auto,
+    model = given["model"] if method == "draft_model" else ""
+    return Speculation(method=method, num_drafts=most, model=model, shortest=shortest, longest=longest, auto=auto,
                        by_batch=_by_batch(given.get("num_speculative_tokens_per_batch_size", ()), most))  # fmt: skip
 
 

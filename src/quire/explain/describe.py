@@ -19,7 +19,7 @@ from quire.contracts.errors import ConfigError, ModelNotFound, WeightsError
 from quire.kernels.linear.units import missing_bf16
 from quire.kernels.native import library
 from quire.kernels.select import Probe
-from quire.models.drafts import with_draft_layers
+from quire.models.drafts import draft_config, with_draft_layers, with_draft_model
 from quire.models.obtain import settled_quantization
 from quire.models.plan import EnginePlan, Machine, resolve_engine, resolve_sizing
 from quire.models.registry import check_routing
@@ -70,6 +70,8 @@ def plan_engine(config: EngineConfig, described: str = "") -> PlanReport:
     dtype = resolve_dtype(config.model.dtype, args.dtype, bool(facts.bf16_units), device)
     plan = resolve_engine(config, folder, args, machine, dtype, _probe(gpu), parallel=parallel,
                           quantization=_quantization(config, folder, args))  # fmt: skip
+    if (other := draft_config(config)) is not None:
+        plan = with_draft_model(plan, plan_engine(other, described).plan)
     report = _with_headers(PlanReport(plan=plan, memory=""), folder)
     memory, fullest = _tightest(report, gpu, facts.free_memory)
     if isinstance(memory, str) and gpu is not None:

@@ -102,6 +102,7 @@ class Decoder(nn.Module):
         own = range(*(build.layers or (0, args.num_layers)))
         self.layers = nn.ModuleList(DecoderBlock(args, layer, build) for layer in own)
         drafts = range(args.num_layers, args.num_layers + args.draft_layers)
+        self.draft: Decoder | None = None
         self.drafts = nn.ModuleList(DraftLayer(args, layer, build) for layer in drafts)
         width = args.latent.rope_dim if args.latent else args.head_dim
         self.rotary = Rotary(args.rope, args.rotary_dim, build.device, width=width)

@@ -63,6 +63,7 @@ class Model(Protocol):
     embed: Callable[[Tensor], Tensor]  # token_ids [T] -> [T, hidden]
     layers: Sequence[Layer]
     drafts: Sequence[PredictionLayer]  # their KV caches follow those of `layers`
+    draft: "Model | None"  # a draft model, whose KV caches come last
     norm: Callable[[Tensor], Tensor]  # [R, hidden] -> [R, hidden], before the head
     head: LogitsHead
     first: bool  # has `embed`

@@ -1,6 +1,6 @@
 """Facts of a model that plans need: linear layers, bytes, operations, KV cache. Only `kv_views` loads torch."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from itertools import chain, repeat
 from typing import TYPE_CHECKING
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from quire.kernels.attention import KVView
+    from quire.layers.stack import Model
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 UNDER_WAY = 32  # experts, of two matrices each, that a rank sends at a time: `MOST_SENT` of distributed/process_group
@@ -78,6 +79,19 @@ def kv_views(args: ModelArgs, components: Iterable[tuple["Tensor", ...]],
     if args.latent is not None:
         return [LatentView(*parts, next(own)[0]) for parts in components]
     return [KVView(*parts, *next(own)) for parts in components]
+
+
+def model_views(model: "Model", views: "Callable[[int], tuple[Tensor, ...]]",
+                scales: Sequence[tuple[float, float]] = ()) -> "list[KVView]":
+    """Return the KV caches of a model's layers, then of its prediction layer or draft model.
+
+    views   returns the tensors of a layer's cache, as `KVArena.views`
+    """
+    own = len(model.layers) + len(model.drafts)
+    found = kv_views(model.args, map(views, range(own)), scales)
+    if model.draft is not None:
+        found += kv_views(model.draft.args, map(views, range(own, own + len(model.draft.layers))))
+    return found
 
 
 def kv_components(args: ModelArgs, dtype: str) -> tuple[KVComponent, ...]:

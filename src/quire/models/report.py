@@ -19,6 +19,7 @@ from quire.kernels.linear.plan import LinearPlan
 from quire.kernels.select import Choice
 from quire.models.calls import Call, embedding_calls, head_calls, layer_calls, pack_function
 from quire.models.collectives import collectives, groups
+from quire.models.drafts import joined
 from quire.models.facts import model_facts
 from quire.models.layout import alone, layout
 from quire.models.notes import parallel_notes
@@ -113,6 +114,7 @@ class PlanReport:
         `read` has the bytes of weights, of all ranks, that a step of one decode reads, by its number of drafts. Experts
         are those that n tokens hit if routers choose at random: E (1 - (1 - top / E)^n) of E. Of 1 + k tokens it runs
         the model and the first pass of draft layers; each other draft is a pass of one token. Drafts read the head.
+        Each pass of a draft model counts as all its weights.
         """
         speculation, args = self.plan.speculation, self.plan.args
         if speculation is None:
@@ -120,15 +122,19 @@ class PlanReport:
         drafts = [one for one in self.layout if _layer(one.name) >= args.num_layers]
         skipped = {one.name for one in drafts} | ({"embed.weight"} if not args.tie_word_embeddings else set())
         model = [one for one in self.layout if one.name not in skipped]
+        layered, other = speculation.layered, self.plan.draft.weight_bytes if self.plan.draft is not None else 0
         head = self.num_bytes(model[-1] if not args.tie_word_embeddings else self.layout[0]) if drafts else 0
 
         def read(k: int) -> int:
             later = max(0, k - 1)
-            return self._read(model, 1 + k) + self._read(drafts, 1 + k) + later * self._read(drafts, 1) + k * head
+            own = self._read(model, 1 + k) + self._read(drafts, 1 + k) + later * self._read(drafts, 1) + k * head
+            return own + max(1, k) * other
 
-        cache = self.plan.geometry.page_bytes // len(self.plan.geometry.groups[0].layers) * args.draft_layers
-        return {"drafter": str(speculation), "weights": sum(map(self.num_bytes, drafts)),
-                "cache": cache / self.plan.geometry.block_size,
+        group, size = self.plan.geometry.groups[0], self.plan.geometry.block_size
+        of_drafts = group.layers[len(group.layers) - (group.num_drafts or args.draft_layers) :] if layered else ()
+        cache = sum(part.num_bytes(size) for layer in of_drafts for part in group.of(layer))
+        return {"drafter": str(speculation), "weights": other + sum(map(self.num_bytes, drafts)),
+                "cache": cache / size,
                 "read": {k: read(k) for k in (0, *speculation.lengths)}}  # fmt: skip
 
     def _read(self, params: Iterable[Param], tokens: int) -> int:
@@ -161,14 +167,16 @@ class PlanReport:
     def held(self) -> list[tuple[Rank, int]]:
         """List of (rank, number of bytes of its parameters). Raises ConfigError if a slice cuts a quantized group."""
         every = list(ranks(self.plan.args, self.plan.mesh.parallel))
-        held = {kind: sum(map(self.num_bytes, self.params_of(rank)))
+        drafts = self.plan.draft.weight_bytes if self.plan.draft is not None else 0
+        held = {kind: drafts + sum(map(self.num_bytes, self.params_of(rank)))
                 for kind, rank in {rank.kind: rank for rank in every}.items()}  # fmt: skip
         return [(rank, held[rank.kind]) for rank in every]
 
     def page(self, rank: Rank) -> KVGeometry:
         """Return the layout of a page of a rank's KV cache."""
-        return rank_geometry(self.plan.args, rank, dtype=self.plan.cache.dtype, device=self.plan.machine.device,
-                             block_size=self.plan.geometry.block_size)  # fmt: skip
+        own = rank_geometry(self.plan.args, rank, dtype=self.plan.cache.dtype, device=self.plan.machine.device,
+                            block_size=self.plan.geometry.block_size)  # fmt: skip
+        return own if self.plan.draft is None else joined(own, self.plan.draft.geometry)
 
     def num_bytes(self, param: Param) -> int:
         """Return the bytes of a parameter of the model or of a rank, with scales, before it is packed."""

@@ -45,14 +45,17 @@ def make_drafter(speculation: Speculation | None, implementation: str, *, model:
     """Return the drafter of an engine; None without speculation.
 
     implementation   "ref" or "triton", as of the step operations, `operations`
-    model, kv        the model, and the KV caches of its layers and draft layers
+    model, kv        the model, and the KV caches of its layers, then of its prediction layer or draft model
     """
     if speculation is None:
         return None
     if speculation.layered:
         from quire.spec.layers import LayerDrafter
+        from quire.spec.passes import ModelPass, PredictionPass
 
-        return LayerDrafter(model, kv, operations, tables, most=speculation.num_drafts,
+        own = kv[len(model.layers) :]
+        passes = PredictionPass(model, own) if model.draft is None else ModelPass(model.draft, own)
+        return LayerDrafter(passes, model.dtype, operations, tables, most=speculation.num_drafts,
                             exact=implementation == "ref")  # fmt: skip
     from quire.spec.ngram import NgramDrafter
 

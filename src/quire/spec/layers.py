@@ -1,8 +1,9 @@
-"""The drafter with a layer of the model's checkpoint (multi-token prediction, MTP).
+"""The drafter with layers: a prediction layer of the model's checkpoint (MTP), or a draft model (`passes.py`).
 
-The layer has a KV cache in the page of the model's layers. Its entry at position i is made of token i and of the
-model's hidden state at i - 1, so a block depends on its own tokens alone, as the blocks of the model do. The first
-entry behind a reused prefix lacks that state, which only the step that computed the prefix had: it is made of zeros.
+The layers have a KV cache in the page of the model's layers. The entry at position i is made of token i and, by a
+prediction layer, of the model's hidden state at i - 1. So a block depends on its own tokens alone, as the blocks of the
+model do. The first entry behind a reused prefix lacks that state, which only the step that computed the prefix had: it
+is made of zeros.
 
     step N      model          rows  t5 d6 d7        hidden states h5 h6 h7 are kept
                 samples        t6 = d6 is accepted, t7 is not d7
@@ -24,7 +25,7 @@ import torch
 from torch import Tensor
 
 from quire.contracts.step import Admission
-from quire.kernels.attention import AttentionMeta, KVView
+from quire.kernels.attention import AttentionMeta
 from quire.kernels.step import (
     NUM_DECODES,
     NUM_SEQS,
@@ -35,15 +36,14 @@ from quire.kernels.step import (
     fixed_words,
 )
 from quire.layers.context import StepContext
-from quire.layers.stack import Model
 from quire.spec.drafter import Changes
+from quire.spec.passes import Pass
 
 
 class LayerDrafter:
-    """Drafts the likeliest tokens by the model's draft layer. A `Drafter`.
+    """Drafts the likeliest tokens, one with each pass. A `Drafter`.
 
-    most        maximum number of drafts of a decode. The layer drafts the first; it drafts each other one from its own
-                output before
+    most        maximum number of drafts of a decode. A prediction layer makes each but the first of its own output
     operations  step operations, which build the inputs of a pass
     exact       True: the operations are PyTorch's and take a pass's sizes from the host; else they take upper bounds
     states      [num_slots, 1 + most, hidden] hidden states of the model in each slot's last step, after the final norm:
@@ -52,13 +52,12 @@ class LayerDrafter:
     on_logits   callback for tests, called with slots [D], positions [D] and logits [D, V] of each draft of the decodes
     """
 
-    def __init__(self, model: Model, kv: list[KVView], operations: ModuleType, tables: Tables, *, most: int,
+    def __init__(self, passes: Pass, dtype: torch.dtype, operations: ModuleType, tables: Tables, *, most: int,
                  exact: bool) -> None:  # fmt: skip
-        self._model, self._layer, self._kv = model, model.drafts[0], kv[len(model.layers)]
-        self._operations, self._exact, self._width = operations, exact, 1 + most
+        self._pass, self._operations, self._exact, self._width = passes, operations, exact, 1 + most
         self.on_logits: Callable[[Tensor, Tensor, Tensor], None] | None = None
         slots, device = len(tables.computed), tables.computed.device
-        self.states = torch.zeros(slots, 1 + most, model.args.hidden_size, dtype=model.dtype, device=device)
+        self.states = torch.zeros(slots, 1 + most, passes.width, dtype=dtype, device=device)
         self.first = torch.zeros_like(tables.computed)
         self._past = torch.zeros_like(tables.computed)
         self._tables = replace(tables, computed=self._past)
@@ -92,10 +91,10 @@ class LayerDrafter:
         out = self._run(self.states.flatten(0, 1)[places], seqs, tokens, self._width)
         if not count:
             return
-        state = self._layer.norm(out[(starts[1:].long() - 1).clamp_(min=0)])
+        state = self._pass.state(out[(starts[1:].long() - 1).clamp_(min=0)])
         planned = torch.where(live, step.starts[1 : seqs + 1] - step.starts[:seqs], 0)  # tokens of each in the step
         for ahead in range(1, count + 1):
-            logits, wanted = self._model.head.whole(state), planned > ahead
+            logits, wanted = self._pass.logits(state), planned > ahead
             if self.on_logits is not None:
                 self.on_logits(slots[wanted], (known + ahead)[wanted], logits[wanted])
             tables.history[torch.where(wanted, slots, len(tables.computed) - 1),
@@ -103,11 +102,11 @@ class LayerDrafter:
             if ahead < count:
                 self._past[slots] = known + torch.minimum(planned - 1, torch.full_like(planned, ahead)).clamp_(min=0)
                 _, tokens = self._cut(step, live.long(), 1)
-                state = self._layer.norm(self._run(state, seqs, tokens, 1, wanted))
+                state = self._pass.state(self._run(state, seqs, tokens, 1, wanted))
 
     def follow(self, step: StepWords, buffers: StepBuffers, hidden: Tensor, ctx: StepContext, *, decode: bool) -> None:
         """Keep the last hidden states of each sequence; make the entries of a step with prompts. See `Drafter`."""
-        states, seqs = self._model.norm(hidden), len(buffers.seq_lens)
+        states, seqs = self._pass.keep(hidden), len(buffers.seq_lens)
         slots, bounds = step.slots[:seqs].long(), step.starts[: seqs + 1].long()
         starts, ends = bounds[:-1], bounds[1:]
         if not decode:
@@ -116,8 +115,7 @@ class LayerDrafter:
             moved = states.new_empty(len(states) + 1, states.shape[1])
             moved[1:] = states
             moved[starts] = carried
-            self._layer(self._model.embed(buffers.token_ids), moved[:-1],
-                        self._model.rotary.rows(buffers.positions, states.dtype), ctx, self._kv)  # fmt: skip
+            self._pass.run(buffers.token_ids, moved[:-1], ctx)
         begin = torch.where(self._lanes[:seqs] < step.words[NUM_DECODES], starts, ends - 1)
         rows = torch.minimum(begin[:, None] + self._lanes[: self._width], ends[:, None] - 1).clamp_(min=0)
         self.states[slots] = states[rows]
@@ -151,6 +149,4 @@ class LayerDrafter:
             query_start=self._step.starts[: seqs + 1], seq_lens=buffers.seq_lens, block_tables=table,
             kv_slots=buffers.kv_slots[group], table_rows=table_rows, max_query_len=query, decode_len=query, prompts=(),
         )  # fmt: skip
-        ctx = StepContext(buffers.positions, (meta,) * (group + 1), [])
-        rotation = self._model.rotary.rows(buffers.positions, states.dtype)
-        return self._layer(self._model.embed(buffers.token_ids), states, rotation, ctx, self._kv)
+        return self._pass.run(buffers.token_ids, states, StepContext(buffers.positions, (meta,) * (group + 1), []))
