@@ -28,7 +28,8 @@ def draft_with_layers(runner: StepRunner, num_drafts: int, build: Any = None) ->
     if build is not None:
         step, name = SimpleNamespace(build_inputs=build, gather_blocks=step.gather_blocks), "padded"  # type: ignore
     drafter = make_drafter(Speculation(method="mtp", num_drafts=num_drafts), name, model=runner.model,
-                           kv=runner.programs.kv, operations=step, tables=runner.state.tables)
+                           kv=runner.programs.kv, operations=step, tables=runner.state.tables,
+                           sampling=(runner.sampler.operations, runner.sampler.rows))  # fmt: skip
     assert isinstance(drafter, LayerDrafter)
     drafter.on_logits = lambda slots, places, logits: seen.extend(zip(places.tolist(), logits.clone(), strict=True))
     runner.programs.drafter = drafter

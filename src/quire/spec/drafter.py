@@ -9,6 +9,7 @@ from torch import Tensor
 from quire.contracts.speculation import Speculation
 from quire.contracts.step import I32, Admission
 from quire.kernels.attention import KVView
+from quire.kernels.sampling import Rows, SamplerOperations
 from quire.kernels.step import StepBuffers, StepWords, Tables
 from quire.layers.context import StepContext
 from quire.layers.stack import Model
@@ -41,11 +42,13 @@ class Drafter(Protocol):
 
 
 def make_drafter(speculation: Speculation | None, implementation: str, *, model: Model, kv: list[KVView],
-                 operations: ModuleType, tables: Tables) -> Drafter | None:  # fmt: skip
+                 operations: ModuleType, tables: Tables,
+                 sampling: tuple[SamplerOperations, Rows]) -> Drafter | None:  # fmt: skip
     """Return the drafter of an engine; None without speculation.
 
     implementation   "ref" or "triton", as of the step operations, `operations`
     model, kv        the model, and the KV caches of its layers, then of its prediction layer or draft model
+    sampling         sampler operations, and the parameters of all slots
     """
     if speculation is None:
         return None
@@ -55,7 +58,7 @@ def make_drafter(speculation: Speculation | None, implementation: str, *, model:
 
         own = kv[len(model.layers) :]
         passes = PredictionPass(model, own) if model.draft is None else ModelPass(model.draft, own)
-        return LayerDrafter(passes, model.dtype, operations, tables, most=speculation.num_drafts,
+        return LayerDrafter(passes, model.dtype, operations, tables, sampling=sampling, most=speculation.num_drafts,
                             exact=implementation == "ref")  # fmt: skip
     from quire.spec.ngram import NgramDrafter
 

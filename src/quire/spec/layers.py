@@ -26,6 +26,8 @@ from torch import Tensor
 
 from quire.contracts.step import Admission
 from quire.kernels.attention import AttentionMeta
+from quire.kernels.sampling import Rows, SamplerOperations
+from quire.kernels.sampling.rows import Mode, Needs
 from quire.kernels.step import (
     NUM_DECODES,
     NUM_SEQS,
@@ -41,8 +43,10 @@ from quire.spec.passes import Pass
 
 
 class LayerDrafter:
-    """Drafts the likeliest tokens, one with each pass. A `Drafter`.
+    """Drafts a token with each pass, drawn from the pass's logits as plain decoding draws that position's token. So the
+    model, with the same noise, most often draws the same. A `Drafter`.
 
+    sampling    sampler operations, which no mask reaches, and `rows`, the parameters of all slots
     most        maximum number of drafts of a decode. A prediction layer makes each but the first of its own output
     operations  step operations, which build the inputs of a pass
     exact       True: the operations are PyTorch's and take a pass's sizes from the host; else they take upper bounds
@@ -52,9 +56,10 @@ class LayerDrafter:
     on_logits   callback for tests, called with slots [D], positions [D] and logits [D, V] of each draft of the decodes
     """
 
-    def __init__(self, passes: Pass, dtype: torch.dtype, operations: ModuleType, tables: Tables, *, most: int,
-                 exact: bool) -> None:  # fmt: skip
+    def __init__(self, passes: Pass, dtype: torch.dtype, operations: ModuleType, tables: Tables, *,
+                 sampling: tuple[SamplerOperations, Rows], most: int, exact: bool) -> None:  # fmt: skip
         self._pass, self._operations, self._exact, self._width = passes, operations, exact, 1 + most
+        self._sampling, self._rows = sampling
         self.on_logits: Callable[[Tensor, Tensor, Tensor], None] | None = None
         slots, device = len(tables.computed), tables.computed.device
         self.states = torch.zeros(slots, 1 + most, passes.width, dtype=dtype, device=device)
@@ -93,12 +98,15 @@ class LayerDrafter:
             return
         state = self._pass.state(out[(starts[1:].long() - 1).clamp_(min=0)])
         planned = torch.where(live, step.starts[1 : seqs + 1] - step.starts[:seqs], 0)  # tokens of each in the step
+        noise = not self._exact or bool((self._rows.table[slots, 0] & Needs.NOISE).any())
         for ahead in range(1, count + 1):
             logits, wanted = self._pass.logits(state), planned > ahead
             if self.on_logits is not None:
                 self.on_logits(slots[wanted], (known + ahead)[wanted], logits[wanted])
+            drawn = replace(self._rows, slots=slots, positions=known + ahead)
+            self._sampling.sample(logits, drawn, Mode.UNFILTERED if noise else Mode.GREEDY)
             tables.history[torch.where(wanted, slots, len(tables.computed) - 1),
-                           torch.where(wanted, known + ahead, 0)] = logits.argmax(-1).int()  # fmt: skip
+                           torch.where(wanted, known + ahead, 0)] = self._sampling.tokens[:seqs].int()  # fmt: skip
             if ahead < count:
                 self._past[slots] = known + torch.minimum(planned - 1, torch.full_like(planned, ahead)).clamp_(min=0)
                 _, tokens = self._cut(step, live.long(), 1)

@@ -24,7 +24,7 @@ class Pass(Protocol):
         """Return the states [D, .] of rows of the output, which `logits` takes, and the next pass."""
 
     def logits(self, state: Tensor) -> Tensor:
-        """Return the logits [D, V] of the drafts."""
+        """Return the logits [D, V] of the drafts, of this rank's slice of the vocabulary."""
 
 
 class PredictionPass:
@@ -49,7 +49,7 @@ class PredictionPass:
 
     def logits(self, state: Tensor) -> Tensor:
         """Return the logits of the drafts. See `Pass`."""
-        return self._model.head.whole(state)
+        return self._model.head(state)
 
 
 class ModelPass:
@@ -75,4 +75,4 @@ class ModelPass:
 
     def logits(self, state: Tensor) -> Tensor:
         """Return the logits of the drafts. See `Pass`."""
-        return self._model.head.whole(state)
+        return self._model.head(state)

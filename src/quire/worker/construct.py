@@ -113,7 +113,8 @@ def make_runner(
     programs = Programs(model, kv, state, upload=upload, operations=step, sampler=sampler, recorder=recorder,
                         stage=stage, limits=limits,
                         drafter=drafter or make_drafter(speculation, chosen["step"], model=model, kv=kv,
-                                                        operations=step, tables=state.tables))  # fmt: skip
+                                                        operations=step, tables=state.tables,
+                                                        sampling=(operations, sampler.rows)))  # fmt: skip
     features: tuple[StepFeature, ...] = ()
     if model.last:
         scorer = PromptScorer(lambda rows: model.head.whole(model.norm(rows)), state.tables.history)
