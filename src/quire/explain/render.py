@@ -163,7 +163,9 @@ def _phases(moe: Plan) -> Iterator[tuple[str, Any]]:
 def _memory(tree: Tree, memory: Plan, ranks: Sequence[Plan]) -> None:
     whose = f" of rank {memory['rank']}, which has least room" if len(ranks) > 1 else ""
     branch = _add(tree, f"memory{whose}: {size(memory['weights'])} of weights")
-    parts = ", ".join(f"{name} {heads} x {dim} {dtype}" for name, heads, dim, dtype in memory["components"])
+    parts = _components(memory["components"])
+    if memory["draft_layers"]:
+        parts += f"; of the last {memory['draft_layers']}, which draft: {_components(memory['draft_components'])}"
     held = Counter((rank["device"], rank["bytes"]) for rank in ranks)
     for line in (
         "weights by device: " + ", ".join(f"{number:,} x {device} {size(count)}" + " each" * (number > 1)
@@ -186,6 +188,10 @@ def _memory(tree: Tree, memory: Plan, ranks: Sequence[Plan]) -> None:
     ):  # fmt: skip
         if line:
             _add(branch, line)
+
+
+def _components(components: Sequence[Sequence[object]]) -> str:
+    return ", ".join(f"{name} {heads} x {dim} {dtype}" for name, heads, dim, dtype in components)
 
 
 def _tier_words(tier: Plan) -> str:

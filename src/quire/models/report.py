@@ -329,6 +329,8 @@ class PlanReport:
             "kv_bytes_per_token": page / size, "block_size": size,
             "block_bytes": page // len(group.layers), "page_bytes": page, "page_layers": len(group.layers),
             "components": [[c.name, c.num_heads, c.head_dim, c.dtype] for c in group.components],
+            "draft_layers": group.num_drafts,
+            "draft_components": [[c.name, c.num_heads, c.head_dim, c.dtype] for c in group.drafts],
             "cache_reason": self.plan.cache.reason, "cache_scales": self._cache_scales,
         }  # fmt: skip
         return known | ({"refused": plan} if isinstance(plan, str) else {
