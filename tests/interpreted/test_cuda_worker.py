@@ -35,6 +35,7 @@ from quire.worker.graphs import Graphs
 from quire.worker.recorder import Key
 from quire.worker.runner import StepRunner
 
+from ..support import compared as support
 from ..support.compared import LIMITS, VOCAB, ComparedRunners, compare_requests, make_model, model_args, runner_of
 from ..support.drafters import KnownAnswers, draft_with_layers
 from ..support.naive_runner import NaiveRunner, agree
@@ -235,7 +236,8 @@ def test_steps_with_drafts_draw_the_tokens_of_plain_decoding(
 def test_a_prediction_layer_drafts_in_padded_steps_what_it_drafts_on_a_cpu(
     cuda_runner: Callable[..., StepRunner], graphs: bool
 ) -> None:
-    """Both runners plan the same steps as long as they draft the same tokens. Without graphs the layers are a CPU's."""
+    """Both runners plan the same steps as long as they draft the same tokens, which filters would change: a GPU drafts
+    without them. Without graphs the layers are a CPU's."""
     args, limits = replace(model_args("glm"), draft_layers=1), replace(LIMITS, num_drafts=2)
     runners = [runner_of(make_model(args), limits), runner_of(make_model(args), limits)]
     if graphs:
@@ -244,9 +246,10 @@ def test_a_prediction_layer_drafts_in_padded_steps_what_it_drafts_on_a_cpu(
     build = None if graphs else triton.build_inputs
     found = [draft_with_layers(runner, 2, each) for runner, each in zip(runners, (None, build), strict=True)]
     for runner in runners:
-        compare_requests(ComparedRunners(runner, NaiveRunner(make_model(args, reference=True))), 4, budget=24)
+        compare_requests(ComparedRunners(runner, NaiveRunner(make_model(args, reference=True))), 3, budget=24,
+                         kinds=support.KINDS[:2])  # fmt: skip
     assert not graphs or {key[0] for key in runner.recorder.ran} >= {"decode", "mixed"}  # type: ignore[attr-defined]
-    assert len(found[0]) > 30 and [place for place, _ in found[0]] == [place for place, _ in found[1]]
+    assert len(found[0]) > 20 and [place for place, _ in found[0]] == [place for place, _ in found[1]]
     for (_, expected), (_, logits) in zip(*found, strict=True):
         torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
 

@@ -114,3 +114,12 @@ def test_explain_tells_weights_and_cache_of_a_prediction_layer(shared: Path, mod
     assert "speculation: mtp, 3 drafts per request" in text and costs in text
     assert f"{layer}: drafts: " in text and f"{layer.split()[1]}.eh_proj.weight" in text
     assert "MTP) layers are skipped" not in text
+
+
+def test_explain_tells_a_draft_model_and_its_part_of_a_page(shared: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    given = '{"method": "draft_model", "model": "quire-tiny", "num_speculative_tokens": 2}'
+    assert main(["explain", str(shared / "models" / "quire-tiny-moe"), "-sc", given, "--device", "h200"]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "speculation: draft_model quire-tiny, 2 drafts per request" in text
+    assert "16.0 MiB of weights and 4.0 KiB of the KV cache per token" in text
+    assert "of the last 8, which draft: k" in text
