@@ -25,6 +25,7 @@ if not triton_runtime.INTERPRETED:
     pytest.skip("needs Triton's interpreter", allow_module_level=True)
 
 from quire.kernels.ngram import triton as ngram
+from quire.kernels.step import triton
 from quire.procs.wire import decode
 from quire.spec.ngram import NgramDrafter
 from quire.worker.device_state import Limits
@@ -32,8 +33,9 @@ from quire.worker.graphs import Graphs
 from quire.worker.recorder import Key
 from quire.worker.runner import StepRunner
 
+from ..support import compared as support
 from ..support.compared import LIMITS, VOCAB, ComparedRunners, compare_requests, make_model, model_args, runner_of
-from ..support.drafters import KnownAnswers
+from ..support.drafters import KnownAnswers, draft_with_layers
 from ..support.naive_runner import NaiveRunner, agree
 from . import ranks_of_gpus, replicas_of_gpus
 
@@ -227,6 +229,28 @@ def test_steps_with_drafts_draw_the_tokens_of_plain_decoding(
         assert (4 * (1 + max(lengths)), 2 * max(lengths)) in decodes
         captured = {shape.key[1:] for shape in runner.recorder.shapes() if shape.decode}
         assert decodes <= captured
+
+
+@pytest.mark.parametrize("graphs", [False, pytest.param(True, marks=pytest.mark.full)])
+def test_a_prediction_layer_drafts_in_padded_steps_what_it_drafts_on_a_cpu(
+    cuda_runner: Callable[..., StepRunner], graphs: bool
+) -> None:
+    """Both runners plan the same steps as long as they draft the same tokens, which filters would change: a GPU drafts
+    without them. Without graphs the layers are a CPU's."""
+    args, limits = replace(model_args("glm"), draft_layers=1), replace(LIMITS, num_drafts=2)
+    runners = [runner_of(make_model(args), limits), runner_of(make_model(args), limits)]
+    if graphs:
+        sizes = {"graph_sizes": (2, 4), "graph_tokens": (48,), "draft_lengths": (2,)}
+        runners[1] = runner_of(make_model(args, "cuda"), replace(limits, **sizes), "cuda")
+    build = None if graphs else triton.build_inputs
+    found = [draft_with_layers(runner, 2, each) for runner, each in zip(runners, (None, build), strict=True)]
+    for runner in runners:
+        compare_requests(ComparedRunners(runner, NaiveRunner(make_model(args, reference=True))), 3, budget=24,
+                         kinds=support.KINDS[:2])  # fmt: skip
+    assert not graphs or {key[0] for key in runner.recorder.ran} >= {"decode", "mixed"}  # type: ignore[attr-defined]
+    assert len(found[0]) > 20 and [place for place, _ in found[0]] == [place for place, _ in found[1]]
+    for (_, expected), (_, logits) in zip(*found, strict=True):
+        torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("forced", [{"sampling": "ref"}, {"step": "ref"}], ids=str)

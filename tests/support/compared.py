@@ -24,7 +24,7 @@ from quire.layers.context import Build
 from quire.layers.decoder import Decoder
 from quire.layers.stack import Model
 from quire.models.layout import layout
-from quire.models.registry import kv_components, kv_views, linear_plans, operations
+from quire.models.registry import kv_components, linear_plans, model_views, operations
 from quire.worker.construct import make_runner
 from quire.worker.device_state import Limits
 from quire.worker.runner import StepRunner
@@ -46,10 +46,15 @@ LATENT = {
     "v_head_dim": 12, "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "n_group": 4,
     "topk_group": 2, "first_k_dense_replace": 1,
 }  # fmt: skip
+GLM = {
+    "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "n_shared_experts": 1,
+    "first_k_dense_replace": 1, "partial_rotary_factor": 0.5, "use_qk_norm": True,
+}  # fmt: skip
 MODELS: dict[str, dict[str, Any]] = {
     "dense": {},
     "experts": {"model_type": "qwen3_moe", **EXPERTS, "norm_topk_prob": True},
     "latent": {"model_type": "deepseek_v3", **LATENT},
+    "glm": {"model_type": "glm4_moe", **GLM},
 }  # fmt: skip
 
 
@@ -60,7 +65,7 @@ def model_args(kind: str = "dense", **more: object) -> ModelArgs:
 
 def kv_geometry(args: ModelArgs, dtype: str, block_size: int, window: int | None = None) -> KVGeometry:
     """The pages of a model; with a `window`, every other layer has one, in a group of its own."""
-    geometry = resolve_geometry(kv_components(args, dtype), args.num_layers, block_size)
+    geometry = resolve_geometry(kv_components(args, dtype), args.num_layers + args.draft_layers, block_size)
     if window is None:
         return geometry
     ((group,), layers) = geometry.groups, range(args.num_layers)
@@ -90,7 +95,7 @@ def runner_of(model: Model, limits: Limits = LIMITS, target: str = "cpu", num_bl
     dtype = str(model.embed(torch.zeros(1, dtype=torch.int64)).dtype).removeprefix("torch.")
     geometry = kv_geometry(model.args, dtype, limits.block_size, *limits.windows[1:])
     arena = KVArena(geometry, num_blocks, CPU)
-    views = kv_views(model.args, map(arena.views, range(model.args.num_layers)))
+    views = model_views(model, arena.views)
     for view in views:
         for part in (value for value in vars(view).values() if isinstance(value, torch.Tensor)):
             part.fill_(float("nan"))
@@ -110,7 +115,7 @@ class ComparedRunners:
         self._facts = ExecutorFacts(
             depth=limits.depth, decode_lag=limits.depth, num_slots=limits.num_slots, num_blocks=num_blocks,
             block_size=limits.block_size, max_model_len=limits.max_model_len, vocab_size=runner.model.args.vocab_size,
-            num_drafts=limits.num_drafts,
+            num_drafts=limits.num_drafts, drafts_cached=bool(runner.model.args.draft_layers),
         )  # fmt: skip
 
     def submit(self, plan: StepPlan) -> None:

@@ -4,15 +4,40 @@ A `Drafter` for the device, and `guess` for the drafts that the host makes under
 """
 
 from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from quire.contracts.request import Request
-from quire.kernels.step import StepWords, Tables
+from quire.contracts.speculation import Speculation
+from quire.contracts.step import Admission
+from quire.kernels.step import StepBuffers, StepWords, Tables
+from quire.layers.context import StepContext
+from quire.spec.drafter import Changes, make_drafter
+from quire.spec.layers import LayerDrafter
+from quire.worker.runner import StepRunner
 
 NO_DRAFT = -1
+
+
+def draft_with_layers(runner: StepRunner, num_drafts: int, build: Any = None) -> list[tuple[int, Tensor]]:
+    """Let a runner draft with its model's prediction layer. Returns the (positions, logits) of drafts as they come.
+
+    build   builds the inputs of padded passes; None: the runner's operations
+    """
+    step, name, seen = runner.programs.operations, runner.parts[0].name, list[tuple[int, Tensor]]()
+    if build is not None:
+        step, name = SimpleNamespace(build_inputs=build, gather_blocks=step.gather_blocks), "padded"  # type: ignore
+    drafter = make_drafter(Speculation(method="mtp", num_drafts=num_drafts), name, model=runner.model,
+                           kv=runner.programs.kv, operations=step, tables=runner.state.tables,
+                           sampling=(runner.sampler.operations, runner.sampler.rows))  # fmt: skip
+    assert isinstance(drafter, LayerDrafter)
+    drafter.on_logits = lambda slots, places, logits: seen.extend(zip(places.tolist(), logits.clone(), strict=True))
+    runner.programs.drafter = drafter
+    return seen
 
 
 class KnownAnswers:
@@ -27,10 +52,16 @@ class KnownAnswers:
         self._texts, self._params, self._kind, self._vocab = texts, params, kind, vocab
         self._random = np.random.default_rng(0)
 
-    def draft(self, step: StepWords, tables: Tables) -> None:
+    def admit(self, admitted: tuple[Admission, ...]) -> Changes:
+        return []
+
+    def follow(self, step: StepWords, buffers: StepBuffers, hidden: Tensor, ctx: StepContext, *,
+               decode: bool) -> None: ...  # fmt: skip
+
+    def draft(self, step: StepWords, tables: Tables, seqs: int, count: int) -> None:
         """Write the drafts of a step's decodes. See `Drafter`."""
-        starts = step.starts[: step.num_decodes + 1].tolist()
-        for i, slot in enumerate(step.slots[: step.num_decodes].tolist()):
+        starts = step.starts[: (step.num_decodes if count else 0) + 1].tolist()
+        for i, slot in enumerate(step.slots[: len(starts) - 1].tolist()):
             known, count = int(tables.computed[slot]) + 1, starts[i + 1] - starts[i] - 1
             if tables.hosted[slot]:
                 continue

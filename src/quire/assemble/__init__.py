@@ -35,6 +35,7 @@ from quire.engine.replicas import Core, Replicas, flush
 from quire.kernels.select import Kernels, here
 from quire.kv.allocator import KVAllocator
 from quire.kv.pool import BlockPool
+from quire.models.drafts import draft_config, with_draft_model
 from quire.models.notes import parallel_notes
 from quire.models.obtain import obtain_weights, read_model
 from quire.models.plan import EnginePlan, Machine, resolve_engine, resolve_sizing
@@ -122,6 +123,7 @@ class Found(NamedTuple):
     """The model that a configuration names, as its files describe it, and this machine; input of `plan_ranks`.
 
     dtype   dtype in which the model computes, as the checkpoint and this CPU or GPU allow it
+    draft   the draft model; None: there is none
     """
 
     folder: Path
@@ -131,6 +133,7 @@ class Found(NamedTuple):
     quantization: Quantization
     device: DevicePlan
     cpu: CpuFacts
+    draft: "Found | None" = None
 
 
 def assemble(config: EngineConfig, on_loading: Loading | None = None, *, served: bool = True) -> Engine:
@@ -150,6 +153,9 @@ def assemble(config: EngineConfig, on_loading: Loading | None = None, *, served:
     plans = plan_ranks(config, found, served=served)
     plan, cpu = plans[0], found.cpu
     plan.check_runnable()
+    if found.draft is not None and plan.draft is not None:
+        obtain_weights(plan.draft.config, found.draft.folder, found.draft.args, plan.draft.dtype, None,
+                       quantization=plan.draft.quantization)  # fmt: skip
     obtain_weights(config, found.folder, found.args, plan.dtype, None if found.device.device == "cuda" else
                    cpu.free_memory, quantization=plan.quantization)  # fmt: skip
     unread = () if config.load.load_format == "dummy" else unread_head(found.folder)
@@ -199,7 +205,9 @@ def read_files(config: EngineConfig) -> Found:
     folder, tokenizer_folder = resolve_folders(config)
     cpu = read_cpu_facts()
     args, dtype, quantization = read_model(config, folder, device.device, cpu)
-    return Found(folder, tokenizer_folder, args, dtype, quantization, device, cpu)
+    other = draft_config(config)
+    draft = None if other is None else read_files(other)
+    return Found(folder, tokenizer_folder, args, dtype, quantization, device, cpu, draft)
 
 
 def plan_ranks(config: EngineConfig, found: Found, *, served: bool = True) -> list[EnginePlan]:
@@ -220,12 +228,14 @@ def plan_ranks(config: EngineConfig, found: Found, *, served: bool = True) -> li
         words, total = f"{words}, {gpu}", gpu.total_memory
     machine = Machine(device=found.device.device, words=words, total_memory=total)
 
-    def plans(config: EngineConfig) -> list[EnginePlan]:
+    def plans(config: EngineConfig, found: Found = found) -> list[EnginePlan]:
         return [resolve_engine(config, found.folder, found.args, machine, found.dtype, here, parallel=parallel,
                                number=number, quantization=found.quantization.config, served=served)
                 for number in range(parallel.size)]  # fmt: skip
 
-    made = plans(config)
+    made, other = plans(config), draft_config(config)
+    if found.draft is not None and other is not None:
+        made = [with_draft_model(made[0], plans(other, found.draft)[0])]
     smallest = min((plan.config.scheduler for plan in made), key=SchedulerConfig.token_budget)
     if any(plan.config.scheduler != smallest for plan in made):  # stages of unequal weight have room for other steps
         made = plans(replace(config, scheduler=smallest))
@@ -269,6 +279,7 @@ def assemble_core(parts: Parts, compiler: GrammarCompiler | None, replica: int =
         vocab_size=plan.args.vocab_size,
         prompt_chunk=parts.prompt_chunk,
         num_drafts=plan.num_drafts,
+        drafts_cached=plan.speculation is not None and plan.speculation.layered,
         drafts_by_batch=plan.speculation.by_batch if plan.speculation else (),
         auto_drafts=plan.speculation.auto if plan.speculation else (),
         draft_lookup=plan.speculation.lookup if plan.speculation else (0, 0),

@@ -16,7 +16,7 @@ from quire.kvstore.arena import KVArena
 from quire.layers.stack import Model
 from quire.models.build import build_model
 from quire.models.plan import EnginePlan
-from quire.models.registry import kv_views
+from quire.models.registry import model_views
 from quire.procs.in_process import InProcessExecutor
 from quire.weights.cache_scales import Scales
 from quire.weights.dummy import load_dummy
@@ -42,7 +42,7 @@ def load_without_triton(plan: EnginePlan, groups: RankGroups, *, free_bytes: Cal
 def _finish(plan: EnginePlan, model: Model, memory: MemoryPlan, scales: list[Scales], groups: RankGroups) -> Parts:
     device, num_slots = torch.device(plan.machine.device), plan.config.scheduler.sequences()
     arena = KVArena(memory.geometry, memory.num_blocks + 1, device)
-    views = kv_views(plan.args, map(arena.views, range(len(model.layers))), scales)
+    views = model_views(model, arena.views, scales)
     limits = Limits(
         num_slots=num_slots, max_tokens=plan.config.scheduler.token_budget(), block_size=memory.geometry.block_size,
         max_model_len=memory.max_model_len, windows=memory.geometry.windows, num_drafts=plan.num_drafts,
@@ -64,6 +64,8 @@ def _finish(plan: EnginePlan, model: Model, memory: MemoryPlan, scales: list[Sca
 def fill(model: Model, plan: EnginePlan, on_loading: Loading) -> str:
     """Load the weights of a model into its layers, which repack them for their kernels. Return a report in one line."""
     load = plan.config.load
+    if model.draft is not None and plan.draft is not None:
+        fill(model.draft, plan.draft, on_loading)
     device = torch.device("cpu") if load.load_device == "cpu" else None
     if load.load_format == "dummy":
         load_dummy(model, plan.config.model.seed, device)

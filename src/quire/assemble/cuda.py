@@ -26,7 +26,7 @@ from quire.layers.stack import Model
 from quire.models.build import build_model
 from quire.models.collectives import exchange_bounds
 from quire.models.plan import EnginePlan
-from quire.models.registry import kv_views
+from quire.models.registry import model_views
 from quire.platforms.cuda import CudaFacts
 from quire.procs.launching import LaunchingExecutor
 from quire.weights.cache_scales import Scales
@@ -112,7 +112,7 @@ def _room_for_steps(weights: int, free: int, config: EngineConfig) -> Iterator[N
 def _worker(model: Model, geometry: KVGeometry, num_blocks: int, limits: Limits, scales: list[Scales],
             groups: RankGroups, *, speculation: Speculation | None) -> tuple[StepRunner, KVArena]:  # fmt: skip
     arena = KVArena(geometry, num_blocks, DEVICE)
-    views = kv_views(model.args, map(arena.views, range(len(model.layers))), scales)
+    views = model_views(model, arena.views, scales)
     return make_runner(model, views, limits, DEVICE, target="cuda", groups=groups, speculation=speculation), arena
 
 

@@ -32,7 +32,7 @@ def root_key(plan: EnginePlan) -> bytes:
     """Return the namespace of block keys, equal for all ranks of an engine."""
     config, size = plan.config, plan.geometry.block_size
     return namespace_digest(
-        model=config.model.model or "quire-tiny",
+        model=(config.model.model or "quire-tiny") + (f" {plan.draft.config.model.model}" if plan.draft else ""),
         revision=config.model.revision or "",
         dtype=plan.dtype.dtype,
         block_size=size,

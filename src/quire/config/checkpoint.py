@@ -19,6 +19,7 @@ from quire.contracts.errors import ModelError, ModelNotFound
 from quire.contracts.text_table import read_rows
 
 DTYPES = ("float32", "bfloat16", "float16")
+SKIPPED = "Multi-token-prediction (MTP) layers are skipped"  # begin of a note
 MOST_LAYERS = 4000  # thirty times those of the deepest models; a plan of more takes seconds
 
 
@@ -109,7 +110,8 @@ class ModelArgs:
     qk_norm          RMS norm over head_dim of q and k before rotation
     moe              mixture of experts; None: feed-forward layers only
     latent           multi-head latent attention; None: grouped-query attention
-    extra_layers     multi-token-prediction (MTP) layers of the checkpoint after the last layer; they are skipped
+    extra_layers     multi-token-prediction (MTP) layers of the checkpoint after the last layer
+    draft_layers     number of these that an engine runs to draft tokens; the others are skipped
     dtype            dtype of the stored weights by config.json ("bfloat16", ...)
     notes            notes for the user about ignored and unknown keys, one sentence each
     """
@@ -136,7 +138,12 @@ class ModelArgs:
     moe: MoEArgs | None = None
     latent: LatentArgs | None = None
     extra_layers: int = 0
+    draft_layers: int = 0
     notes: tuple[str, ...] = field(default=())
+
+    def has_experts(self, layer: int) -> bool:
+        """True for a layer with experts. A draft layer is as the last layers are."""
+        return self.moe is not None and (layer in self.moe.layers or layer >= self.num_layers)
 
 
 def read_checkpoint_config(folder: Path) -> ModelArgs:
@@ -309,7 +316,7 @@ def _notes(keys: Keys, family: Family, layers: int, extra: int) -> Iterator[str]
         yield f"auto_map is ignored: {keys.get('model_type')} is built in, the repository's own code is never run"
     if extra:
         last = f" to {layers + extra - 1}" if extra > 1 else ""
-        yield (f"Multi-token-prediction (MTP) layers are skipped (layer {layers}{last} of the checkpoint): speculative "
-               "decoding with them is not implemented yet")
+        yield (f"{SKIPPED} (layer {layers}{last} of the checkpoint) without --speculative-config "
+               '\'{"method": "mtp"}\'')
     if unknown := sorted(set(keys) - family.reads - NEUTRAL.keys()):
         yield f"config.json has keys that are not known and were ignored: {', '.join(unknown)}"

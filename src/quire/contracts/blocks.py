@@ -25,11 +25,18 @@ class KVGroup(msgspec.Struct, frozen=True, kw_only=True):
     """A set of layers whose KV has the same lifetime. Each request has one block table per group.
 
     window   tokens that a query attends to, its own included; None for full attention
+    drafts   components of the last `num_drafts` layers, which are those of a draft model
     """
 
     layers: tuple[int, ...]
     components: tuple[KVComponent, ...]
     window: int | None = None
+    drafts: tuple[KVComponent, ...] = ()
+    num_drafts: int = 0
+
+    def of(self, layer: int) -> tuple[KVComponent, ...]:
+        """Return the components of a layer of the group."""
+        return self.drafts if layer in self.layers[len(self.layers) - self.num_drafts :] else self.components
 
     def num_behind(self, position: int, block_size: int) -> int:
         """Return the number of leading blocks that the window has passed for all queries from `position` on."""
@@ -46,7 +53,7 @@ class KVGeometry(msgspec.Struct, frozen=True, kw_only=True):
     def page_bytes(self) -> int:
         """Bytes of a page, the memory of a KV block; equal for all groups (checked when the geometry is resolved)."""
         group = self.groups[0]
-        return len(group.layers) * sum(c.num_bytes(self.block_size) for c in group.components)
+        return sum(c.num_bytes(self.block_size) for layer in group.layers for c in group.of(layer))
 
     def request_blocks(self, num_tokens: int) -> int:
         """Return the number of blocks, over all groups, that hold `num_tokens` tokens of a request.

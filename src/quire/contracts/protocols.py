@@ -22,6 +22,7 @@ class ExecutorFacts(msgspec.Struct, frozen=True, kw_only=True):
     num_drafts    maximum number of draft tokens that a decode verifies (k); 0: every decode advances by one token
     drafts_by_batch   (decoding requests, k), ascending: from so many requests on, at most k drafts; (): always
                   `num_drafts`
+    drafts_cached   True: the drafter has KV in the blocks; that of a step's new tokens comes with the next step
     auto_drafts   numbers of drafts, ascending, among which the scheduler chooses by measured gain; (): it does not
     num_host_blocks   blocks of the host tier; 0: there is no tier below the device
     draft_lookup  shortest and longest n-gram that is looked up for drafts; (0, 0): none is
@@ -40,6 +41,7 @@ class ExecutorFacts(msgspec.Struct, frozen=True, kw_only=True):
     vocab_size: int
     num_drafts: int = 0
     drafts_by_batch: tuple[tuple[int, int], ...] = ()
+    drafts_cached: bool = False
     auto_drafts: tuple[int, ...] = ()
     draft_lookup: tuple[int, int] = (0, 0)
     num_stages: int = 1

@@ -11,8 +11,10 @@ from quire.contracts.step import MAX_VERIFY_ROWS
 AUTO = (1, 3, 7)  # drafts to choose from with "auto"; of a device that captures steps, the first two
 LOOKUP = 5  # tokens of an n-gram, as in vLLM
 ALIASES = {"ngram_gpu": "ngram", "[ngram]": "ngram"}
-METHODS = ("ngram",)
-PLANNED = ("mtp", "eagle", "eagle3", "draft_model", "suffix", "medusa", "mlp_speculator", "dflash", "dspark",
+METHODS = ("ngram", "mtp", "draft_model")
+LAYERED = ("mtp", "draft_model")  # methods with layers, and a KV cache of their own
+MOST_LAYERED = 15  # drafts of these: each one costs a pass of the layers
+PLANNED = ("eagle", "eagle3", "suffix", "medusa", "mlp_speculator", "dflash", "dspark",
            "extract_hidden_states", "custom_class")  # fmt: skip
 SIZES = ("num_speculative_tokens", "prompt_lookup_min", "prompt_lookup_max")
 OTHERS: Mapping[str, tuple[object, ...]] = {  # vLLM's other keys -> the values that change nothing here, beside None
@@ -25,6 +27,7 @@ OTHERS: Mapping[str, tuple[object, ...]] = {  # vLLM's other keys -> the values 
                      "dspark_draft_topk", "suffix_decoding_max_tree_depth", "suffix_decoding_max_cached_requests",
                      "suffix_decoding_max_spec_factor", "suffix_decoding_min_token_prob"), ()),
 }  # fmt: skip
+NAMES = "{}, {} and {}".format(*(f'"{name}"' for name in METHODS))
 SYNTHETIC = ("synthetic_acceptance_length", "synthetic_acceptance_rates")
 KEYS = ("method", "model", *SIZES, "num_speculative_tokens_per_batch_size", *SYNTHETIC)
 
@@ -34,6 +37,7 @@ class Speculation(msgspec.Struct, frozen=True, kw_only=True):
 
     method              the drafter; those in METHODS are implemented
     num_drafts          maximum number of drafts of a request in a step (k)
+    model               folder or hub id of the draft model; "": the method needs none
     shortest, longest   tokens of the n-grams that are looked up
     auto                numbers of drafts, ascending, from which the engine chooses by measured gain; (): `num_drafts`
     by_batch            (decoding requests, k), ascending: from so many requests on, each has at most k drafts
@@ -43,11 +47,17 @@ class Speculation(msgspec.Struct, frozen=True, kw_only=True):
 
     method: str
     num_drafts: int
+    model: str = ""
     shortest: int = LOOKUP
     longest: int = LOOKUP
     auto: tuple[int, ...] = ()
     by_batch: tuple[tuple[int, int], ...] = ()
     synthetic: tuple[float, ...] = ()
+
+    @property
+    def layered(self) -> bool:
+        """True for a drafter with layers, which have a KV cache."""
+        return self.method in LAYERED
 
     @property
     def lengths(self) -> tuple[int, ...]:
@@ -81,7 +91,7 @@ class Speculation(msgspec.Struct, frozen=True, kw_only=True):
 
     def __str__(self) -> str:
         number = f"0, {', '.join(map(str, self.auto))} (by measured gain)" if self.auto else str(self.num_drafts)
-        words = f"{self.method}, {number} drafts per request"
+        words = f"{self.method}{f' {self.model}' * bool(self.model)}, {number} drafts per request"
         lookup = f", from {self.shortest} to {self.longest} tokens looked up" if self.method == "ngram" else ""
         ranges = ", ".join(f"{k} from {size} requests on" for size, k in self.by_batch)
         false = ", SYNTHETIC acceptance: answers are not the model's" if self.synthetic else ""
@@ -106,9 +116,18 @@ def read_speculative_config(given: Mapping[str, Any] | None) -> Speculation | No
     for name, value in given.items():
         if name in OTHERS and value not in OTHERS[name]:
             raise _wrong(f"{name}={shown(value)} is not implemented for method {method}", "leave it out")
-    if "model" in given and ALIASES.get(str(given["model"]), given["model"]) != method:
-        raise _wrong(f"model={shown(given['model'])}: method ngram has no model", "leave model out")
-    sizes = {name: _size(name, given[name]) for name in SIZES if name in given}
+    layered = method in LAYERED
+    if method == "draft_model":
+        if not isinstance(given.get("model"), str):
+            raise _wrong("method draft_model needs a model", "give the key model, a folder or hub id")
+    elif "model" in given and ALIASES.get(str(given["model"]), given["model"]) != method:
+        own = "drafts with the served model's own layers" if layered else "has no model"
+        raise _wrong(f"method {method} {own}, and {shown(given['model'])} is given as model", "leave model out")
+    if layered and (lookup := next((name for name in SIZES[1:] if name in given), "")):
+        raise _wrong(f"{lookup}={shown(given[lookup])}: method {method} looks no n-grams up", f"leave {lookup} out")
+    given = {"num_speculative_tokens": 1, **given} if method == "mtp" else given
+    sizes = {name: _size(name, given[name], MOST_LAYERED if layered else MAX_VERIFY_ROWS - 1)
+             for name in SIZES if name in given}  # fmt: skip
     if "num_speculative_tokens" not in sizes:
         raise _wrong("num_speculative_tokens is missing", 'give it, as in {"method": "ngram", '
                      '"num_speculative_tokens": 3}')  # fmt: skip
@@ -118,7 +137,8 @@ def read_speculative_config(given: Mapping[str, Any] | None) -> Speculation | No
         raise _wrong(f"prompt_lookup_min={shortest} is above prompt_lookup_max={longest}", "lower prompt_lookup_min")
     most = sizes["num_speculative_tokens"]
     auto = AUTO if given["num_speculative_tokens"] == "auto" else ()
-    return Speculation(method=method, num_drafts=most, shortest=shortest, longest=longest, auto=auto,
+    model = given["model"] if method == "draft_model" else ""
+    return Speculation(method=method, num_drafts=most, model=model, shortest=shortest, longest=longest, auto=auto,
                        synthetic=_synthetic(given, most),
                        by_batch=_by_batch(given.get("num_speculative_tokens_per_batch_size", ()), most))  # fmt: skip
 
@@ -150,7 +170,7 @@ def _within(value: Any, least: int, most: int) -> bool:
 def _method(given: Mapping[str, Any]) -> str:
     """Return the method that is named, or that the name of the model stands for, as in vLLM."""
     if "method" not in given and "model" not in given:
-        raise _wrong("method is missing", 'give it: "ngram" is implemented')
+        raise _wrong("method is missing", f"give it: {NAMES} are implemented")
     named = given.get("method", given.get("model"))
     method = str(ALIASES.get(str(named), named))
     if "method" not in given and method not in METHODS:
@@ -158,14 +178,14 @@ def _method(given: Mapping[str, Any]) -> str:
     if method.endswith("_mtp"):
         return "mtp"
     if method not in (*METHODS, *PLANNED):
-        raise _wrong(f"method={shown(named)} does not exist", 'use "method": "ngram"')
+        raise _wrong(f"method={shown(named)} does not exist", f"use {NAMES}")
     return method
 
 
-def _size(name: str, value: object) -> int:
+def _size(name: str, value: object, drafts: int) -> int:
     if name == "num_speculative_tokens" and value == "auto":
         return AUTO[-1]
-    most = MAX_VERIFY_ROWS - 1 if name == "num_speculative_tokens" else 32
+    most = drafts if name == "num_speculative_tokens" else 32
     if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
         others = ', or "auto"' * (name == "num_speculative_tokens")
         raise _wrong(f"{name}={shown(value)} is out of range", f"give a whole number from 1 to {most}{others}")

@@ -21,11 +21,13 @@ class DraftLength:
     most       maximum number of drafts (k); 0: no speculation
     by_batch   (decoding requests, k), ascending: from so many requests on, at most k drafts; () : always `most`
     auto       numbers of drafts to choose from by the measured gain, ascending; (): not measured
+    cached     True: the drafter has KV in the blocks, of the tokens before a step's first new token
     totals     as `StepStats.drafts`
     """
 
-    def __init__(self, most: int = 0, by_batch: tuple[tuple[int, int], ...] = (), auto: tuple[int, ...] = ()) -> None:
-        self.most = most
+    def __init__(self, most: int = 0, by_batch: tuple[tuple[int, int], ...] = (), auto: tuple[int, ...] = (), *,
+                 cached: bool = False) -> None:  # fmt: skip
+        self.most, self.cached = most, cached
         self._sizes, self._lengths = [size for size, _ in by_batch], [k for _, k in by_batch]
         self._gain = MeasuredGain(auto) if auto else None
         self.totals: tuple[int, ...] = (0,) * (2 + most) if most else ()

@@ -205,15 +205,17 @@ class Finisher:
         """Set the table to `now` [L] confirmed tokens, and index the blocks that are full."""
         table, allocator, requests, slots = self._roster.table, self._roster.allocator, rows.requests, rows.slots
         unused = None if rows.counts is None or rows.most is None else rows.most - rows.counts
+        new = 1 if rows.counts is None or not self._scheduler.drafts.cached else rows.counts
         if rows.held is not None:
             requests = list(compress(requests, rows.held.tolist()))
             slots, now = slots[rows.held], now[rows.held]
             unused = None if unused is None else unused[rows.held]
+            new = new if isinstance(new, int) else new[rows.held]
         table.confirmed[slots] = now
         if unused is not None:
             table.upper_bound[slots] -= unused
             table.planned[slots] -= unused
-        computed = now - 1  # the newest token's own KV comes with the next step
+        computed = now - new  # the newest token's own KV comes with the next step, that of drafters for all new ones
         full = computed // allocator.block_size > allocator.published[slots]
         for j in np.flatnonzero(full).tolist():
             try:

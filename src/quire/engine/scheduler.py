@@ -47,7 +47,8 @@ class Scheduler:
         self._writer = PlanWriter(self.roster, facts.num_drafts)
         self._budget, self._chunk = config.token_budget(), facts.prompt_chunk
         self._lag, self._stages = facts.decode_lag, facts.num_stages
-        self.drafts = DraftLength(facts.num_drafts, facts.drafts_by_batch, facts.auto_drafts)
+        self.drafts = DraftLength(facts.num_drafts, facts.drafts_by_batch, facts.auto_drafts,
+                                  cached=facts.drafts_cached)  # fmt: skip
         self.guess: Guess | None = None
         self._lookup = facts.draft_lookup
 

@@ -19,6 +19,7 @@ from quire.contracts.errors import ConfigError, ModelNotFound, WeightsError
 from quire.kernels.linear.units import missing_bf16
 from quire.kernels.native import library
 from quire.kernels.select import Probe
+from quire.models.drafts import draft_config, with_draft_layers, with_draft_model
 from quire.models.obtain import settled_quantization
 from quire.models.plan import EnginePlan, Machine, resolve_engine, resolve_sizing
 from quire.models.registry import check_routing
@@ -62,12 +63,15 @@ def plan_engine(config: EngineConfig, described: str = "") -> PlanReport:
     machine = Machine(device=device, words=words, total_memory=memory)
     raw = read_raw_config(folder)
     args = parse_checkpoint_config(raw, str(folder / "config.json"))
+    args = with_draft_layers(args, config.scheduler.speculative_config)
     check_context(config.model, args.max_position_embeddings)
     check_parallel(args, parallel)
     check_routing(args, config.load.routing)
     dtype = resolve_dtype(config.model.dtype, args.dtype, bool(facts.bf16_units), device)
     plan = resolve_engine(config, folder, args, machine, dtype, _probe(gpu), parallel=parallel,
                           quantization=_quantization(config, folder, args))  # fmt: skip
+    if (other := draft_config(config)) is not None:
+        plan = with_draft_model(plan, plan_engine(other, described).plan)
     report = _with_headers(PlanReport(plan=plan, memory=""), folder)
     memory, fullest = _tightest(report, gpu, facts.free_memory)
     if isinstance(memory, str) and gpu is not None:

@@ -48,7 +48,8 @@ def _tree(plan: Plan, full: bool) -> Tree:
     _memory(tree, plan["memory"], plan["ranks"])
     if (drafts := plan["speculation"]) is not None:
         branch = _add(tree, f"speculation: {drafts['drafter']}")
-        _add(branch, "the drafter has no weights and no part of the KV cache")
+        held = f"{size(drafts['weights'])} of weights and {size(drafts['cache'])} of the KV cache per token"
+        _add(branch, f"the drafter has {held if drafts['weights'] else 'no weights and no part of the KV cache'}")
         costs = ", ".join(f"{size(bytes_)} with k = {k}" for k, bytes_ in drafts["read"].items())
         _add(branch, f"weights that a step of one decode reads: {costs}")
     add_ranks(tree, plan)
@@ -162,7 +163,9 @@ def _phases(moe: Plan) -> Iterator[tuple[str, Any]]:
 def _memory(tree: Tree, memory: Plan, ranks: Sequence[Plan]) -> None:
     whose = f" of rank {memory['rank']}, which has least room" if len(ranks) > 1 else ""
     branch = _add(tree, f"memory{whose}: {size(memory['weights'])} of weights")
-    parts = ", ".join(f"{name} {heads} x {dim} {dtype}" for name, heads, dim, dtype in memory["components"])
+    parts = _components(memory["components"])
+    if memory["draft_layers"]:
+        parts += f"; of the last {memory['draft_layers']}, which draft: {_components(memory['draft_components'])}"
     held = Counter((rank["device"], rank["bytes"]) for rank in ranks)
     for line in (
         "weights by device: " + ", ".join(f"{number:,} x {device} {size(count)}" + " each" * (number > 1)
@@ -193,6 +196,10 @@ def _scratch_words(memory: Plan) -> str:
     return (f"scratch of {size(memory['scratch'])}: keys and values that prompts read are widened to two bytes, as the "
             "hopper kernel reads no others; CUDA graphs, and steps whose prompts read more than "
             f"{memory['widened_tokens']:,} tokens or have few rows for them, run the triton kernel, which reads 8 bits")
+
+
+def _components(components: Sequence[Sequence[object]]) -> str:
+    return ", ".join(f"{name} {heads} x {dim} {dtype}" for name, heads, dim, dtype in components)
 
 
 def _tier_words(tier: Plan) -> str:

@@ -38,7 +38,7 @@ def namespace_digest(*, model: str, revision: str, dtype: str, block_size: int, 
         fields.append(("weights", weights))
     for index, group in enumerate(geometry.groups):
         fields.append(("group", f"{index} window={group.window} layers={','.join(map(str, group.layers))}"))
-        for c in group.components:
+        for c in (*group.components, *group.drafts):
             fields += [("component", c.name), ("shape", f"{c.num_heads}x{c.head_dim}"), ("component_dtype", c.dtype)]
     return sha256(b"quire.kv.namespace.v1" + _pack(fields)).digest()
 

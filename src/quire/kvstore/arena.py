@@ -44,7 +44,7 @@ class KVArena:
         self.num_blocks = num_blocks
         self.page_bytes = geometry.page_bytes
         self._places = _place_layers(geometry)
-        self._layers: dict[int, tuple[KVComponent, ...]] = {i: g.components for g in geometry.groups for i in g.layers}
+        self._layers: dict[int, tuple[KVComponent, ...]] = {i: g.of(i) for g in geometry.groups for i in g.layers}
         size = num_blocks * self.page_bytes
         raw = memory.empty((size + PAGE_ALIGN,), torch.uint8, device)
         self.data = raw.narrow(0, -raw.data_ptr() % PAGE_ALIGN, size)
@@ -85,7 +85,7 @@ def _place_layers(geometry: KVGeometry) -> dict[int, list[int]]:
         for layer in group.layers:
             assert layer not in places, f"layer {layer} is in two groups"
             places[layer] = []
-            for component in group.components:
+            for component in group.of(layer):
                 _check_dtype(component)
                 places[layer].append(at)
                 at += component.num_bytes(geometry.block_size)

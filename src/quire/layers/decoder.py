@@ -13,6 +13,7 @@ from quire.layers.attention import Attention
 from quire.layers.context import Build, Loads, LoadsInPlace, StepContext
 from quire.layers.embedding import LMHead, VocabEmbedding
 from quire.layers.latent import LatentAttention
+from quire.layers.linear import Linear
 from quire.layers.mlp import GatedMLP
 from quire.layers.moe import MoE
 from quire.layers.norm import RMSNorm
@@ -33,7 +34,7 @@ class DecoderBlock(nn.Module):
         self.attention = attention(args, f"{at}.attention", build, build.group_of(layer))
         self.mlp_norm = RMSNorm(f"{at}.mlp_norm", args.norm_eps, build)
         self.mlp: MoE | GatedMLP
-        if args.moe is not None and layer in args.moe.layers:
+        if args.has_experts(layer):
             self.mlp = MoE(args, f"{at}.mlp", build)
         else:
             self.mlp = GatedMLP(f"{at}.mlp", build)
@@ -47,6 +48,29 @@ class DecoderBlock(nn.Module):
         """Take part in the layer's exchange with other replicas, in a step without tokens of this one."""
         if isinstance(self.mlp, MoE):
             self.mlp.join(ctx)
+
+
+class DraftLayer(nn.Module):
+    """A layer that predicts the token after the next (multi-token prediction, MTP), as DeepSeek-V3 and GLM-4.5 have it.
+
+    It joins the embedding of token i with the model's hidden state at i - 1, after the final norm, and runs a decoder
+    layer on it. The head of the model turns its output, after `norm`, into logits of token i + 1.
+    """
+
+    def __init__(self, args: ModelArgs, layer: int, build: Build) -> None:
+        super().__init__()
+        at = f"layers.{layer}"
+        self.token_norm = RMSNorm(f"{at}.token_norm", args.norm_eps, build)
+        self.state_norm = RMSNorm(f"{at}.state_norm", args.norm_eps, build)
+        self.join = Linear(f"{at}.join", build)
+        self.block = DecoderBlock(args, layer, build)
+        self.norm = RMSNorm(f"{at}.norm", args.norm_eps, build)
+
+    def forward(self, tokens: Tensor, states: Tensor, rotation: Rotation, ctx: StepContext, kv: KVView) -> Tensor:
+        """Run the layer on embeddings and hidden states of the tokens before, both [T, hidden] -> [T, hidden]."""
+        joined = self.join(torch.cat((self.token_norm(tokens), self.state_norm(states)), -1))
+        hidden: Tensor = self.block(joined, rotation, ctx, kv)
+        return hidden
 
 
 class Decoder(nn.Module):
@@ -77,6 +101,9 @@ class Decoder(nn.Module):
             self.embed = VocabEmbedding("embed", self.head if tied else None, build)
         own = range(*(build.layers or (0, args.num_layers)))
         self.layers = nn.ModuleList(DecoderBlock(args, layer, build) for layer in own)
+        drafts = range(args.num_layers, args.num_layers + args.draft_layers)
+        self.draft: Decoder | None = None
+        self.drafts = nn.ModuleList(DraftLayer(args, layer, build) for layer in drafts)
         width = args.latent.rope_dim if args.latent else args.head_dim
         self.rotary = Rotary(args.rope, args.rotary_dim, build.device, width=width)
         self._owners: dict[str, Loads] = {one.at: one for one in self.modules() if isinstance(one, Loads) and one.at}

@@ -42,6 +42,15 @@ class Layer(Protocol):
         """Take part in the exchange with other replicas, in a step without tokens of this one."""
 
 
+class PredictionLayer(Protocol):
+    """A layer that drafts the token after the next."""
+
+    norm: Callable[[Tensor], Tensor]  # [R, hidden] -> [R, hidden], before the model's head
+
+    def __call__(self, tokens: Tensor, states: Tensor, rotation: Rotation, ctx: StepContext, kv: KVView) -> Tensor:
+        """Embeddings of tokens, and the model's hidden states at the tokens before them, [T, hidden] -> [T, hidden]."""
+
+
 class Model(Protocol):
     """A decoder: token ids -> embed -> layers -> norm -> head -> logits."""
 
@@ -53,6 +62,8 @@ class Model(Protocol):
     device: torch.device
     embed: Callable[[Tensor], Tensor]  # token_ids [T] -> [T, hidden]
     layers: Sequence[Layer]
+    drafts: Sequence[PredictionLayer]  # their KV caches follow those of `layers`
+    draft: "Model | None"  # a draft model, whose KV caches come last
     norm: Callable[[Tensor], Tensor]  # [R, hidden] -> [R, hidden], before the head
     head: LogitsHead
     first: bool  # has `embed`

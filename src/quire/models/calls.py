@@ -77,6 +77,10 @@ def layer_calls(args: ModelArgs, layer: int, linear: Features, routing: str = "m
     sliced    each rank has a slice of the layer: results of attention and of the MLP are summed over ranks
     spread    phase -> name of the dispatcher that brings tokens to the experts of other replicas; None: none does
     """
+    drafts = layer >= args.num_layers
+    if drafts:
+        yield from (Call("norm.rms_norm", ("token_norm.weight",)), Call("norm.rms_norm", ("state_norm.weight",)))
+        yield Call("linear.run", ("join.weight",))
     if args.latent:
         yield from _latent(args, linear)
     else:
@@ -84,11 +88,13 @@ def layer_calls(args: ModelArgs, layer: int, linear: Features, routing: str = "m
         yield Call("heads.prepare", ("attention.head_norm.q", "attention.head_norm.k") if args.qk_norm else ())
         yield Call("attention.paged_attention")
     yield from _add("attention.output", args.output_bias, linear, sliced)
-    if args.moe and layer in args.moe.layers:
+    if args.has_experts(layer):
         yield from _experts(args, linear, routing, sliced, spread or {})
     else:
         yield from _gated("mlp.", args.mlp_bias, linear, "mlp_norm.weight")
         yield from _add("mlp.down", args.mlp_bias, linear, sliced)
+    if drafts:
+        yield Call("norm.rms_norm", ("norm.weight",), "before the head, in each pass that drafts")
 
 
 def _latent(args: ModelArgs, linear: Features) -> Iterator[Call]:

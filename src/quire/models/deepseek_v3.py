@@ -13,4 +13,5 @@ NAME_MAP: NameMap = (
     *names.EXPERTS,
     *names.ROUTER_BIAS,
     *names.SHARED_EXPERTS,
+    *names.PREDICTION,
 )

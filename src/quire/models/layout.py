@@ -92,6 +92,8 @@ class _Layout:
             yield from self._block(layer)
         if not rank.last:
             return
+        for layer in range(args.num_layers, args.num_layers + args.draft_layers):
+            yield from self._draft(layer)
         yield self._param("norm.weight", {"": _Rows(hidden)})
         if not args.tie_word_embeddings:
             yield self._param("head.weight", {"": vocab}, hidden, shard="rows")
@@ -129,10 +131,18 @@ class _Layout:
         yield self._param("layers.{i}.attention_norm.weight", {"": _Rows(hidden)}, layer=layer)
         yield from self._latent(layer) if args.latent else self._attention(layer)
         yield self._param("layers.{i}.mlp_norm.weight", {"": _Rows(hidden)}, layer=layer)
-        if args.moe is not None and layer in args.moe.layers:
+        if args.has_experts(layer):
             yield from self._experts(layer)
         else:
             yield from self._mlp("layers.{i}.mlp.", args.intermediate_size, layer, args.mlp_bias)
+
+    def _draft(self, layer: int) -> Iterator[Param]:
+        hidden, at = self.args.hidden_size, "layers.{i}."
+        yield self._param(at + "token_norm.weight", {"": _Rows(hidden)}, layer=layer)
+        yield self._param(at + "state_norm.weight", {"": _Rows(hidden)}, layer=layer)
+        yield self._param(at + "join.weight", {"": _Rows(hidden)}, 2 * hidden, layer=layer)
+        yield from self._block(layer)
+        yield self._param(at + "norm.weight", {"": _Rows(hidden)}, layer=layer)
 
     def _attention(self, layer: int) -> Iterator[Param]:
         args, rank, at, dim = self.args, self.rank, "layers.{i}.attention.", self.args.head_dim

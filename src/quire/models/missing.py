@@ -43,9 +43,13 @@ def missing_speculation(speculation: Speculation | None, parallel: Parallel) -> 
     if speculation is None:
         return ()
     if speculation.method not in METHODS:
-        where, why = f"with method {speculation.method}", f"only {' and '.join(METHODS)} drafts are made"
+        where = f"with method {speculation.method}"
+        why = f"drafts come by method {', '.join(METHODS[:-1])} or {METHODS[-1]} alone"
     elif parallel.pp > 1:
         where, why = "with pipeline parallelism", "the stages do not tell each other which drafts were accepted"
+    elif speculation.layered and (parallel.lockstep or parallel.redundant is not None):
+        where = f"with method {speculation.method} and experts that replicas share or that move"
+        why = "a replica without tokens takes no part in the exchanges of the draft layer"
     else:
         return ()
     remedy = 'use "method": "ngram"' if speculation.method not in METHODS else "leave out --speculative-config"

@@ -61,3 +61,9 @@ SHARED_EXPERTS: NameMap = (
     ("model.layers.{i}.mlp.shared_experts.up_proj.weight", "layers.{i}.mlp.shared.gate_up.weight", "up"),
     ("model.layers.{i}.mlp.shared_experts.down_proj.weight", "layers.{i}.mlp.shared.down.weight", ""),
 )
+PREDICTION: NameMap = (  # of the token after the next; the layer's copies of embedding and head are not read
+    ("model.layers.{i}.enorm.weight", "layers.{i}.token_norm.weight", ""),
+    ("model.layers.{i}.hnorm.weight", "layers.{i}.state_norm.weight", ""),
+    ("model.layers.{i}.eh_proj.weight", "layers.{i}.join.weight", ""),
+    ("model.layers.{i}.shared_head.norm.weight", "layers.{i}.norm.weight", ""),
+)

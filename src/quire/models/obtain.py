@@ -17,6 +17,7 @@ from quire.config.resolve import (
     resolve_geometry,
     resolve_memory,
 )
+from quire.models.drafts import with_draft_layers
 from quire.models.layout import layout
 from quire.models.registry import check_routing, kv_components, unpacked_bytes
 from quire.platforms.cpu import CpuFacts
@@ -36,7 +37,7 @@ def read_model(config: EngineConfig, folder: Path, device: str,
 
     Raises a `UserError` for a model that is not implemented, and for options that the model cannot meet.
     """
-    args = read_checkpoint_config(folder)
+    args = with_draft_layers(read_checkpoint_config(folder), config.scheduler.speculative_config)
     check_context(config.model, args.max_position_embeddings)
     check_routing(args, config.load.routing)
     dtype = resolve_dtype(config.model.dtype, args.dtype, bool(cpu.bf16_units), device)
@@ -81,7 +82,8 @@ def obtain_weights(config: EngineConfig, folder: Path, args: ModelArgs, dtype: D
             weights = unpacked_bytes(params, stored)
             check_cpu_weights(weights, free_bytes, "" if quantization else stored)
             cache = choose_cache(config.cache.kv_cache_dtype, dtype.dtype, quantization)
-            geometry = resolve_geometry(kv_components(args, cache.dtype), args.num_layers, config.cache.block_size)
+            geometry = resolve_geometry(kv_components(args, cache.dtype), args.num_layers + args.draft_layers,
+                                        config.cache.block_size)
             resolve_memory(geometry, config.model, config.cache, context=args.max_position_embeddings,
                            max_num_seqs=config.scheduler.sequences(), free_bytes=free_bytes - weights)  # fmt: skip
 

@@ -94,7 +94,7 @@ class EnginePlan(msgspec.Struct, frozen=True, kw_only=True):
     geometry      layout of a page of this rank's KV cache
     graphs        sizes of the steps that are captured as CUDA graphs
     missing       features that are not implemented: an engine that needs them can be planned, not built
-    speculation   drafter and number of drafts; None: every decode advances by one token
+    drafting      drafter, number of drafts and draft model
     quantization  quantization of the checkpoint, as `quire.quantization.read` returns it; {}: unquantized
     """
 
@@ -111,8 +111,18 @@ class EnginePlan(msgspec.Struct, frozen=True, kw_only=True):
     geometry: KVGeometry
     graphs: GraphPlan
     missing: tuple[Missing, ...] = ()
-    speculation: Speculation | None = None
+    drafting: "Drafting" = msgspec.field(default_factory=lambda: Drafting())
     quantization: dict[str, Any] = {}
+
+    @property
+    def speculation(self) -> Speculation | None:
+        """The drafter and its number of drafts; None: every decode advances by one token."""
+        return self.drafting.speculation
+
+    @property
+    def draft(self) -> "EnginePlan | None":
+        """The plan of the draft model; `geometry` has its layers, too. None: there is none."""
+        return self.drafting.model
 
     @property
     def experts(self) -> MoEPlan | None:
@@ -156,8 +166,8 @@ class EnginePlan(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def scratch_bytes(self) -> int:
-        """Bytes of that scratch."""
-        return SCRATCH if self.widened_tokens else 0
+        """Bytes of that scratch, which layers of a draft model share."""
+        return SCRATCH if self.widened_tokens or (self.draft is not None and self.draft.widened_tokens) else 0
 
     @property
     def offload(self) -> OffloadPlan:
@@ -167,7 +177,8 @@ class EnginePlan(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def weight_bytes(self) -> int:
         """Bytes of the parameters as they are loaded, before they are packed."""
-        return unpacked_bytes(self.params, self.dtype.dtype)
+        own = unpacked_bytes(self.params, self.dtype.dtype)
+        return own + (self.draft.weight_bytes if self.draft is not None else 0)
 
     @property
     def weight_words(self) -> str:
@@ -205,6 +216,13 @@ class EnginePlan(msgspec.Struct, frozen=True, kw_only=True):
     def check_runnable(self) -> None:
         """Raise UnsupportedModel, which names the first missing feature, if the plan has any."""
         check_missing(self.missing)
+
+
+class Drafting(msgspec.Struct, frozen=True, kw_only=True):
+    """Speculative decoding of an engine, and the plan of its draft model."""
+
+    speculation: Speculation | None = None
+    model: EnginePlan | None = None
 
 
 def resolve_engine(
@@ -265,7 +283,7 @@ def resolve_engine(
         geometry=geometry,
         graphs=resolve_graphs(config, args, speculation, bounds) if by_triton else GraphPlan(),
         missing=(*missing_features(parallel, moe, device), *missing_speculation(speculation, parallel)),
-        speculation=speculation, quantization=quantization,
+        drafting=Drafting(speculation=speculation), quantization=quantization,
     )  # fmt: skip
 
 

@@ -1,7 +1,8 @@
 """Facts of a model that plans need: linear layers, bytes, operations, KV cache. Only `kv_views` loads torch."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from itertools import chain, repeat
 from typing import TYPE_CHECKING
 
 from quire.config.checkpoint import ModelArgs
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from quire.kernels.attention import KVView
+    from quire.layers.stack import Model
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 UNDER_WAY = 32  # experts, of two matrices each, that a rank sends at a time: `MOST_SENT` of distributed/process_group
@@ -65,7 +67,7 @@ def operations(args: ModelArgs) -> tuple[str, ...]:
 
 def kv_views(args: ModelArgs, components: Iterable[tuple["Tensor", ...]],
              scales: Sequence[tuple[float, float]] = ()) -> "list[KVView]":
-    """Return one `KVView` (`LatentView` for latent attention) per layer.
+    """Return one `KVView` (`LatentView` for latent attention) per layer, those of draft layers last.
 
     components   per layer, the tensors of its KV cache: keys and values, or latent and rotated key
     scales       per layer, of keys and values in an 8-bit cache; (): all are 1
@@ -73,10 +75,23 @@ def kv_views(args: ModelArgs, components: Iterable[tuple["Tensor", ...]],
     from quire.kernels.attention import KVView
     from quire.kernels.latent import LatentView
 
-    own = iter(scales or [(1.0, 1.0)] * args.num_layers)
+    own = chain(scales, repeat((1.0, 1.0)))  # draft layers have none
     if args.latent is not None:
         return [LatentView(*parts, next(own)[0]) for parts in components]
     return [KVView(*parts, *next(own)) for parts in components]
+
+
+def model_views(model: "Model", views: "Callable[[int], tuple[Tensor, ...]]",
+                scales: Sequence[tuple[float, float]] = ()) -> "list[KVView]":
+    """Return the KV caches of a model's layers, then of its prediction layer or draft model.
+
+    views   returns the tensors of a layer's cache, as `KVArena.views`
+    """
+    own = len(model.layers) + len(model.drafts)
+    found = kv_views(model.args, map(views, range(own)), scales)
+    if model.draft is not None:
+        found += kv_views(model.draft.args, map(views, range(own, own + len(model.draft.layers))))
+    return found
 
 
 def kv_components(args: ModelArgs, dtype: str) -> tuple[KVComponent, ...]:
@@ -98,4 +113,5 @@ def rank_geometry(args: ModelArgs, rank: Rank, *, dtype: str, device: str, block
     """Return the layout of a page of a rank's KV cache. dtype: of the cache; block_size: None: the device's default."""
     own = args if args.latent else replace(args, num_kv_heads=rank.kv_heads[1] - rank.kv_heads[0])
     default = CUDA_BLOCK_SIZE if device == "cuda" else CPU_BLOCK_SIZE
-    return resolve_geometry(kv_components(own, dtype), rank.layers[1] - rank.layers[0], block_size, default)
+    layers = rank.layers[1] - rank.layers[0] + args.draft_layers * rank.last
+    return resolve_geometry(kv_components(own, dtype), layers, block_size, default)

@@ -21,6 +21,7 @@ from quire.kernels.linear.plan import LinearPlan
 from quire.kernels.select import Choice
 from quire.models.calls import Call, embedding_calls, head_calls, layer_calls, pack_function
 from quire.models.collectives import collectives, groups
+from quire.models.drafts import joined
 from quire.models.facts import model_facts
 from quire.models.layout import alone, layout
 from quire.models.notes import parallel_notes
@@ -113,17 +114,36 @@ class PlanReport:
         """Return drafter and costs as plain values; None without speculation.
 
         `read` has the bytes of weights, of all ranks, that a step of one decode reads, by its number of drafts. Experts
-        are those that 1 + k tokens hit if routers choose at random: E (1 - (1 - top / E)^(1 + k)) of E.
+        are those that n tokens hit if routers choose at random: E (1 - (1 - top / E)^n) of E. Of 1 + k tokens it runs
+        the model and the first pass of draft layers; each other draft is a pass of one token. Drafts read the head.
+        Each pass of a draft model counts as all its weights.
         """
         speculation, args = self.plan.speculation, self.plan.args
         if speculation is None:
             return None
-        moe, whole = args.moe, [one for one in self.layout if one.name != "embed.weight" or args.tie_word_embeddings]
-        held = {divided: sum(self.num_bytes(one) for one in whole if (one.shard == "experts") is divided)
-                for divided in (False, True)}  # fmt: skip
-        spared = 0 if moe is None else 1 - moe.routing.top_k / moe.routing.num_experts
-        read = {k: held[False] + round(held[True] * (1 - spared ** (1 + k))) for k in (0, *speculation.lengths)}
-        return {"drafter": str(speculation), "weights": 0, "cache": 0, "read": read}
+        drafts = [one for one in self.layout if _layer(one.name) >= args.num_layers]
+        skipped = {one.name for one in drafts} | ({"embed.weight"} if not args.tie_word_embeddings else set())
+        model = [one for one in self.layout if one.name not in skipped]
+        layered, other = speculation.layered, self.plan.draft.weight_bytes if self.plan.draft is not None else 0
+        head = self.num_bytes(model[-1] if not args.tie_word_embeddings else self.layout[0]) if drafts else 0
+
+        def read(k: int) -> int:
+            later = max(0, k - 1)
+            own = self._read(model, 1 + k) + self._read(drafts, 1 + k) + later * self._read(drafts, 1) + k * head
+            return own + max(1, k) * other
+
+        group, size = self.plan.geometry.groups[0], self.plan.geometry.block_size
+        of_drafts = group.layers[len(group.layers) - (group.num_drafts or args.draft_layers) :] if layered else ()
+        cache = sum(part.num_bytes(size) for layer in of_drafts for part in group.of(layer))
+        return {"drafter": str(speculation), "weights": other + sum(map(self.num_bytes, drafts)),
+                "cache": cache / size,
+                "read": {k: read(k) for k in (0, *speculation.lengths)}}  # fmt: skip
+
+    def _read(self, params: Iterable[Param], tokens: int) -> int:
+        """Return the bytes of weights that so many tokens read at once, of the experts as in `_speculation`."""
+        moe = self.plan.args.moe
+        hit = 1 - (1 - moe.routing.top_k / moe.routing.num_experts) ** tokens if moe else 0
+        return sum(round(self.num_bytes(one) * (hit if one.shard == "experts" else 1)) for one in params)
 
     def exchanges(self, rank: Rank | None = None) -> list[dict[str, Any]]:
         """Return the exchanges of a rank in a step as plain values; None: those that a token passes in all stages."""
@@ -159,13 +179,15 @@ class PlanReport:
     @cached_property
     def held(self) -> list[tuple[Rank, int]]:
         """List of (rank, number of bytes of its parameters). Raises ConfigError if a slice cuts a quantized group."""
-        held = {kind: sum(map(self.num_bytes, own)) for kind, own in self._by_kind.items()}
+        drafts = self.plan.draft.weight_bytes if self.plan.draft is not None else 0
+        held = {kind: drafts + sum(map(self.num_bytes, own)) for kind, own in self._by_kind.items()}
         return [(rank, held[rank.kind]) for rank in ranks(self.plan.args, self.plan.mesh.parallel)]
 
     def page(self, rank: Rank) -> KVGeometry:
         """Return the layout of a page of a rank's KV cache."""
-        return rank_geometry(self.plan.args, rank, dtype=self.plan.cache.dtype, device=self.plan.machine.device,
-                             block_size=self.plan.geometry.block_size)  # fmt: skip
+        own = rank_geometry(self.plan.args, rank, dtype=self.plan.cache.dtype, device=self.plan.machine.device,
+                            block_size=self.plan.geometry.block_size)  # fmt: skip
+        return own if self.plan.draft is None else joined(own, self.plan.draft.geometry)
 
     def num_bytes(self, param: Param) -> int:
         """Return the bytes of a parameter of the model or of a rank, with scales, before it is packed."""
@@ -247,7 +269,8 @@ class PlanReport:
             weights = [self._weight(param, run.get(name, ""), pack_function(args, name, linear, self._in_place))
                        for name, param in params.items()]  # fmt: skip
             yield {
-                "layer": str(layer) if layer >= 0 else "embed" if first else "head", "kind": _kind(calls),
+                "layer": str(layer) if layer >= 0 else "embed" if first else "head",
+                "kind": "drafts: " * (layer >= args.num_layers) + _kind(calls),
                 "parameters": sum(w["parameters"] for w in weights), "bytes": sum(w["bytes"] for w in weights),
                 "calls": named,
                 "weights": weights,
@@ -317,6 +340,8 @@ class PlanReport:
             "kv_bytes_per_token": page / size, "block_size": size,
             "block_bytes": page // len(group.layers), "page_bytes": page, "page_layers": len(group.layers),
             "components": [[c.name, c.num_heads, c.head_dim, c.dtype] for c in group.components],
+            "draft_layers": group.num_drafts,
+            "draft_components": [[c.name, c.num_heads, c.head_dim, c.dtype] for c in group.drafts],
             "cache_reason": self.plan.cache.reason, "cache_scales": self._cache_scales,
             "widened_tokens": self.plan.widened_tokens, "scratch": self.plan.scratch_bytes,
         }  # fmt: skip

@@ -2,7 +2,12 @@
 
 from types import ModuleType
 
-from quire.kernels.step import StepWords, Tables
+from torch import Tensor
+
+from quire.contracts.step import Admission
+from quire.kernels.step import StepBuffers, StepWords, Tables
+from quire.layers.context import StepContext
+from quire.spec.drafter import Changes
 
 
 class NgramDrafter:
@@ -15,6 +20,14 @@ class NgramDrafter:
     def __init__(self, operations: ModuleType, shortest: int, longest: int) -> None:
         self._operations, self._shortest, self._longest = operations, shortest, longest
 
-    def draft(self, step: StepWords, tables: Tables) -> None:
+    def admit(self, admitted: tuple[Admission, ...]) -> Changes:
+        """Return no changes. See `Drafter`."""
+        return []
+
+    def draft(self, step: StepWords, tables: Tables, seqs: int, count: int) -> None:
         """Launch the drafts of a step's decodes. See `Drafter`."""
-        self._operations.propose(step, tables, self._shortest, self._longest)
+        if count:
+            self._operations.propose(step, tables, self._shortest, self._longest)
+
+    def follow(self, step: StepWords, buffers: StepBuffers, hidden: Tensor, ctx: StepContext, *, decode: bool) -> None:
+        """Do nothing. See `Drafter`."""

@@ -18,6 +18,7 @@ WEIGHT_FILES = ("*.safetensors", "*.bin", "*.pt", "*.pth")
 SHOWN = 3  # names in a message before "and N more"
 CACHE_SCALES = (".k_scale", ".v_scale", ".q_scale", ".prob_scale", ".kv_scale", ".output_scale", ".k_zero_point",
                 ".v_zero_point")  # fmt: skip
+COPIES = (".embed_tokens.weight", ".shared_head.head.weight")  # of embedding and head, in an MTP layer
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 
@@ -54,12 +55,13 @@ def is_unread(name: str, args: ModelArgs) -> bool:
     """True for a checkpoint tensor that no parameter reads.
 
     These are rotary tables of older checkpoints, a head that is tied to the embedding, scales of a quantized KV cache,
-    and the layers of multi-token prediction (MTP).
+    and the layers of multi-token prediction (MTP) that draft nothing. Of the others, copies of embedding and head.
     """
     if name.endswith(("rotary_emb.inv_freq", *CACHE_SCALES)) or (name == "lm_head.weight" and args.tie_word_embeddings):
         return True
     layer = _LAYER.match(name)
-    return layer is not None and args.num_layers <= int(layer[1]) < args.num_layers + args.extra_layers
+    first = args.num_layers + args.draft_layers * (not name.endswith(COPIES))
+    return layer is not None and first <= int(layer[1]) < args.num_layers + args.extra_layers
 
 
 def load_error(folder: Path, params: Sequence[Param], args: ModelArgs) -> str:

@@ -107,14 +107,15 @@ def make_runner(
     operations: SamplerOperations = sampling.operations(limits.max_rows, model.args.vocab_size, device)
     if model.vocabulary is not None:
         operations = SlicedSampling(operations, model.vocabulary)
-    sampler = Sampler(operations, state.sampling, buffers.sample_slots, buffers.sample_positions,
-                      state.tables.history)  # fmt: skip
+    sampler = Sampler(operations, state.sampling, buffers.sample_slots, buffers.sample_positions, state.tables.history)
     stage = None
     if groups.pp is not None and groups.tokens is not None:
         stage = PipelineStage(groups.pp, groups.tokens, state.tables)
     programs = Programs(model, kv, state, upload=upload, operations=step, sampler=sampler, recorder=recorder,
-                        stage=stage, drafter=drafter or make_drafter(speculation, chosen["step"]),
-                        limits=limits)  # fmt: skip
+                        stage=stage, limits=limits,
+                        drafter=drafter or make_drafter(speculation, chosen["step"], model=model, kv=kv,
+                                                        operations=step, tables=state.tables,
+                                                        sampling=(operations, sampler.rows)))  # fmt: skip
     if speculation is not None and speculation.synthetic:
         programs.synthetic = SyntheticAcceptance(speculation.synthetic, limits.max_rows, device)
     features: tuple[StepFeature, ...] = ()

@@ -195,8 +195,8 @@ class Programs:
         if plan is not None:
             longest, most = int(plan.num_tokens.max()), state.most_blocks(plan.slots)
             prompts = state.prompts(plan)
-        if self.drafter is not None and shape.query > 1:
-            self.drafter.draft(step, state.tables)
+        if self.drafter is not None:
+            self.drafter.draft(step, state.tables, shape.seqs if shape.recorded else step.num_decodes, shape.query - 1)
         self.operations.build_inputs(step, state.tables, buffers)
         shared = SharedBlocks.view(step.shared, SHARED_GROUPS, step.max_seqs, shape.seqs) if shape.shared else None
         groups, few = [], 1 + self._limits.num_drafts  # kernels are compiled for the most rows of a decode
@@ -221,6 +221,8 @@ class Programs:
             hidden = run_layers(model, hidden, ctx, self.some, self.on_hidden)
         else:
             hidden = self.recorder.run_layers(model, hidden, ctx, self.some)
+        if self.drafter is not None:
+            self.drafter.follow(step, buffers, hidden, ctx, decode=shape.decode)
         if self.stage is not None:
             self.stage.end(hidden)
         return hidden

@@ -27,7 +27,7 @@ from quire.worker.programs import Programs
 from quire.worker.recorder import Key, Recorder, StepShape
 from quire.worker.results import RunningStep, sampled_slots
 from quire.worker.sampler import Sampler
-from quire.worker.upload import Upload
+from quire.worker.upload import Change, Upload
 
 EAGER_TOKENS = (64, 128, 256, 512, 1024, 2048)  # rehearsed sizes: kernels choose their tiles by the number of tokens
 NO_ROWS = np.empty((3, 0), np.int32)
@@ -79,6 +79,8 @@ class StepRunner:
         if self.mover is not None and plan.copies is not None:
             self.mover.begin(plan.copies.before)
         changes = self.state.apply(plan)
+        if self.programs.drafter is not None:
+            changes += [Change(*one) for one in self.programs.drafter.admit(plan.admitted)]
         for feature in self._features:
             feature.apply(plan)
         self._upload.send(plan, changes)
@@ -181,7 +183,7 @@ class StepRunner:
         # Without graph sizes: a kernel that is not rehearsed here would be compiled while requests wait.
         sizes = self.limits.graph_sizes or tuple(sorted({1, min(16, slots), slots}))
         prompts = self.limits.graph_tokens or tuple(sorted({min(count, tokens) for count in EAGER_TOKENS}))
-        self.programs.some = first_of_each_kind(zip(self.model.layers, self.programs.kv, strict=True))
+        self.programs.some = first_of_each_kind(zip(self.model.layers, self.programs.kv, strict=False))
         try:
             for plan in plans:
                 self.submit(plan)

@@ -245,6 +245,23 @@ def test_no_request_is_preempted_for_drafts(Rig: Any, blocks: int, lead: int) ->
         assert not rig.scheduler.num_preempted, drafts
 
 
+@pytest.mark.parametrize("cached", [True, False])
+def test_a_block_is_published_when_drafters_have_written_their_part(Rig: Any, cached: bool) -> None:
+    """A drafter with a cache writes its entries of a run in the next step: a block that a run fills waits for that."""
+    rig = Rig(drafts=K, accepts=(3,), block_size=4)
+    rig.core.scheduler.drafts.cached = cached
+    handle = rig.add(range(5), 30)
+    published, before = [], 0
+    for _ in range(6):
+        rig.step()
+        known = 5 + len(rig.tokens[handle])
+        run, before = known - 5 - before, known - 5
+        if run > 1:
+            published.append(int(rig.allocator.published[0]))
+            assert published[-1] == (known - (run if cached else 1)) // 4
+    assert published == ([1, 2, 3, 4, 5] if cached else [2, 3, 4, 5, 6])
+
+
 # --- requests with a grammar ----------------------------------------------------------------------------------------
 
 

@@ -71,7 +71,8 @@ def test_explain_plans_a_model_of_that_size(shared: Path, capsys: pytest.Capture
     out, err = capsys.readouterr()
     plan = json.loads(out)
     assert [one["feature"] for one in plan["missing"]] == [
-        "speculative decoding with method mtp (--speculative-config)", *REFUSED]
+        "speculative decoding with method mtp and experts that replicas share or that move (--speculative-config)",
+        *REFUSED]
     assert len(plan["ranks"]) == 8 and plan["ranks"][7]["experts"] == [140, 160, 1] and "num_blocks" in plan["memory"]
     assert plan["memory"]["block_size"] == 64 and plan["memory"]["sequences"] == 32
     assert plan["moe"]["decode"]["decided"].startswith("asked for, decided in config/resolve_moe")
@@ -99,3 +100,26 @@ def test_explain_tells_the_drafter_and_the_cost_of_k(shared: Path, model: str, c
     text = " ".join(capsys.readouterr().out.split())
     assert "speculation: ngram, 3 drafts per request, from 2 to 2 tokens looked up (3 from 1 requests on, 1" in text
     assert "no weights and no part of the KV cache" in text and costs in text
+
+
+@pytest.mark.parametrize(("model", "layer", "costs"), [
+    ("DeepSeek-V3", "layer 61", "10.83 GiB of weights and 1.1 KiB of the KV cache"),
+    ("GLM-4.5-Air", "layer 46", "4.42 GiB of weights and 512 B of the KV cache")])  # fmt: skip
+def test_explain_tells_weights_and_cache_of_a_prediction_layer(shared: Path, model: str, layer: str, costs: str,
+                                                               capsys: pytest.CaptureFixture[str]) -> None:  # fmt: skip
+    """Of the real configurations, with the names of their tensors; the layer's copies of embedding and head stay."""
+    given = '{"method": "deepseek_mtp", "num_speculative_tokens": 3}'
+    assert main(["explain", str(shared / "hf" / model), "-sc", given, "--device", "h200", "-tp", "8"]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "speculation: mtp, 3 drafts per request" in text and costs in text
+    assert f"{layer}: drafts: " in text and f"{layer.split()[1]}.eh_proj.weight" in text
+    assert "MTP) layers are skipped" not in text
+
+
+def test_explain_tells_a_draft_model_and_its_part_of_a_page(shared: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    given = '{"method": "draft_model", "model": "quire-tiny", "num_speculative_tokens": 2}'
+    assert main(["explain", str(shared / "models" / "quire-tiny-moe"), "-sc", given, "--device", "h200"]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "speculation: draft_model quire-tiny, 2 drafts per request" in text
+    assert "16.0 MiB of weights and 4.0 KiB of the KV cache per token" in text
+    assert "of the last 8, which draft: k" in text

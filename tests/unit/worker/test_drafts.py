@@ -21,7 +21,7 @@ from quire.spec.synthetic import SyntheticAcceptance
 from quire.worker.upload import InPlaceUpload
 
 from ...support.compared import KINDS, LIMITS, ComparedRunners, compare_requests, make_model, model_args, runner_of
-from ...support.drafters import KnownAnswers
+from ...support.drafters import KnownAnswers, draft_with_layers
 from ...support.naive_runner import NaiveRunner
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -40,15 +40,18 @@ def texts(kind: str) -> dict[int, list[int]]:
 
 def compared_drafts(kind: str, guesses: str, *, drafts: int, depth: int, blocks: int = 31) -> ComparedRunners:
     """Run requests of all kinds with drafts; every token is compared with the naive runner's."""
-    args = model_args(kind)
+    args = replace(model_args(kind), draft_layers=int(guesses == "layer"))
     runner = runner_of(make_model(args), replace(LIMITS, depth=depth, num_drafts=drafts))
-    drafter = NgramDrafter(ref, 1, 3)
-    if guesses != "ngram":
-        drafter = KnownAnswers(texts(kind), runner.sampler.table.rows, guesses, args.vocab_size)
-    runner.programs.drafter = drafter
+    runner.programs.drafter = NgramDrafter(ref, 1, 3)
+    if guesses == "layer":
+        seen = draft_with_layers(runner, drafts)
+    elif guesses != "ngram":
+        runner.programs.drafter = KnownAnswers(texts(kind), runner.sampler.table.rows, guesses, args.vocab_size)
     compared = ComparedRunners(runner, NaiveRunner(make_model(args, reference=True)), blocks)
     core = compare_requests(compared, NUMBER, budget=24, kinds=SOME)
     assert (core.scheduler.num_preempted > 0) == (blocks == 5) and not runner._running
+    if guesses == "layer":  # entries that were never written are no numbers
+        assert len(seen) > 40 and all(logits.isfinite().all() for _, logits in seen)
     return compared
 
 
@@ -79,6 +82,7 @@ def most_rows(compared: ComparedRunners) -> dict[int, int]:
 CASES = [
     ("dense", "right", 3, 1, 31), ("dense", "wrong", 3, 2, 31), ("dense", "random", 6, 2, 5),
     ("experts", "right", 1, 2, 5), ("latent", "random", 3, 2, 31), ("experts", "ngram", 6, 1, 31),
+    ("latent", "layer", 3, 2, 31), ("glm", "layer", 1, 1, 5),
 ]  # fmt: skip
 
 
@@ -92,6 +96,8 @@ def test_every_token_is_that_of_plain_decoding(kind: str, guesses: str, drafts: 
         assert right == made == planned
     elif guesses == "wrong":
         assert right == 0 and made == planned
+    elif guesses == "layer":
+        assert right < made == planned
     else:
         assert 0.1 * made < right < made < planned
     assert most_rows(compared) == {0: 1, 1: 2, 99: 1 + drafts}

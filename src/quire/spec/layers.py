@@ -1,0 +1,161 @@
+"""The drafter with layers: a prediction layer of the model's checkpoint (MTP), or a draft model (`passes.py`).
+
+The layers have a KV cache in the page of the model's layers. The entry at position i is made of token i and, by a
+prediction layer, of the model's hidden state at i - 1. So a block depends on its own tokens alone, as the blocks of the
+model do. The first entry behind a reused prefix lacks that state, which only the step that computed the prefix had: it
+is made of zeros.
+
+    step N      model          rows  t5 d6 d7        hidden states h5 h6 h7 are kept
+                samples        t6 = d6 is accepted, t7 is not d7
+    step N + 1  first pass     (h5, t6) (h6, t7)     entries 6 and 7; the output of the last row gives draft d8
+                second pass    (o7, d8)              entry 8, of the layer's own output; gives d9
+                model          rows  t7 d8 d9        ...
+
+The first pass of a step computes the entries of the tokens that the step before has accepted, over those that were
+made of the layer's own output. A step with prompts computes the entries of all its rows at its end.
+All sizes are the host's: nothing here waits for a GPU, and all of it can be captured.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from types import ModuleType
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from quire.contracts.step import Admission
+from quire.kernels.attention import AttentionMeta
+from quire.kernels.sampling import Rows, SamplerOperations
+from quire.kernels.sampling.rows import Mode, Needs
+from quire.kernels.step import (
+    NUM_DECODES,
+    NUM_SEQS,
+    NUM_TOKENS,
+    StepBuffers,
+    StepWords,
+    Tables,
+    fixed_words,
+)
+from quire.layers.context import StepContext
+from quire.spec.drafter import Changes
+from quire.spec.passes import Pass
+
+
+class LayerDrafter:
+    """Drafts a token with each pass, drawn from the pass's logits as plain decoding draws that position's token. So the
+    model, with the same noise, most often draws the same. A `Drafter`.
+
+    sampling    sampler operations, which no mask reaches, and `rows`, the parameters of all slots
+    most        maximum number of drafts of a decode. A prediction layer makes each but the first of its own output
+    operations  step operations, which build the inputs of a pass
+    exact       True: the operations are PyTorch's and take a pass's sizes from the host; else they take upper bounds
+    states      [num_slots, 1 + most, hidden] hidden states of the model in each slot's last step, after the final norm:
+                of a decode's rows, of a prompt's last row alone
+    first       [num_slots] int64: position of the first of these rows
+    on_logits   callback for tests, called with slots [D], positions [D] and logits [D, V] of each draft of the decodes
+    """
+
+    def __init__(self, passes: Pass, dtype: torch.dtype, operations: ModuleType, tables: Tables, *,
+                 sampling: tuple[SamplerOperations, Rows], most: int, exact: bool) -> None:  # fmt: skip
+        self._pass, self._operations, self._exact, self._width = passes, operations, exact, 1 + most
+        self._sampling, self._rows = sampling
+        self.on_logits: Callable[[Tensor, Tensor, Tensor], None] | None = None
+        slots, device = len(tables.computed), tables.computed.device
+        self.states = torch.zeros(slots, 1 + most, passes.width, dtype=dtype, device=device)
+        self.first = torch.zeros_like(tables.computed)
+        self._past = torch.zeros_like(tables.computed)
+        self._tables = replace(tables, computed=self._past)
+        self._step = StepWords.view(torch.zeros(fixed_words(slots - 1), dtype=torch.int32, device=device), slots - 1)
+        tokens, rows = (slots - 1) * (1 + most), torch.zeros(0, dtype=torch.int64, device=device)
+        self._buffers = StepBuffers(
+            token_ids=torch.zeros(tokens, dtype=torch.int64, device=device),
+            positions=torch.zeros(tokens, dtype=torch.int64, device=device),
+            kv_slots=torch.zeros(len(tables.block_tables), tokens, dtype=torch.int64, device=device),
+            seq_lens=torch.zeros(slots - 1, dtype=torch.int32, device=device),
+            sample_rows=rows, sample_slots=rows, sample_positions=rows, drafts=rows.int(),
+        )  # fmt: skip
+        self._lanes = torch.arange(max(tokens, slots), device=device)
+
+    def admit(self, admitted: tuple[Admission, ...]) -> Changes:
+        """Return the changes of `first`: the states before the first computed token are unknown. See `Drafter`."""
+        return [(self.first, 2 * one.slot, np.array([one.num_computed], np.int64).view(np.int32)) for one in admitted]
+
+    def draft(self, step: StepWords, tables: Tables, seqs: int, count: int) -> None:
+        """Launch the passes of a step's decodes. See `Drafter`."""
+        if not seqs:
+            return
+        slots, live = step.slots[:seqs].long(), self._lanes[:seqs] < step.words[NUM_DECODES]
+        known = tables.computed[slots]  # position of each decode's last token
+        rows = torch.where(live, known - self.first[slots], 0).clamp_(0, self._width)
+        self._step.slots[:seqs] = step.slots[:seqs]
+        torch.add(self.first, 1, out=self._past)
+        starts, tokens = self._cut(step, rows, self._width)
+        owner = torch.searchsorted(starts[1:].long(), self._lanes[:tokens], right=True).clamp_(max=seqs - 1)
+        places = slots[owner] * self._width + (self._lanes[:tokens] - starts[owner]).clamp_(0, self._width - 1)
+        out = self._run(self.states.flatten(0, 1)[places], seqs, tokens, self._width)
+        if not count:
+            return
+        state = self._pass.state(out[(starts[1:].long() - 1).clamp_(min=0)])
+        planned = torch.where(live, step.starts[1 : seqs + 1] - step.starts[:seqs], 0)  # tokens of each in the step
+        planned = torch.where(tables.hosted[slots] == 0, planned, planned.clamp(max=1))  # other drafts are there
+        noise = not self._exact or bool((self._rows.table[slots, 0] & Needs.NOISE).any())
+        for ahead in range(1, count + 1):
+            logits, wanted = self._pass.logits(state), planned > ahead
+            if self.on_logits is not None:
+                self.on_logits(slots[wanted], (known + ahead)[wanted], logits[wanted])
+            drawn = replace(self._rows, slots=slots, positions=known + ahead)
+            self._sampling.sample(logits, drawn, Mode.UNFILTERED if noise else Mode.GREEDY)
+            tables.history[torch.where(wanted, slots, len(tables.computed) - 1),
+                           torch.where(wanted, known + ahead, 0)] = self._sampling.tokens[:seqs].int()  # fmt: skip
+            if ahead < count:
+                self._past[slots] = known + torch.minimum(planned - 1, torch.full_like(planned, ahead)).clamp_(min=0)
+                _, tokens = self._cut(step, live.long(), 1)
+                state = self._pass.state(self._run(state, seqs, tokens, 1, wanted))
+
+    def follow(self, step: StepWords, buffers: StepBuffers, hidden: Tensor, ctx: StepContext, *, decode: bool) -> None:
+        """Keep the last hidden states of each sequence; make the entries of a step with prompts. See `Drafter`."""
+        states, seqs = self._pass.keep(hidden), len(buffers.seq_lens)
+        slots, bounds = step.slots[:seqs].long(), step.starts[: seqs + 1].long()
+        starts, ends = bounds[:-1], bounds[1:]
+        if not decode:
+            before = buffers.seq_lens - (ends - starts) - 1 - self.first[slots]  # place of the state to go on from
+            carried = self.states[slots, before.clamp(0, self._width - 1)] * (before >= 0)[:, None]
+            moved = states.new_empty(len(states) + 1, states.shape[1])
+            moved[1:] = states
+            moved[starts] = carried
+            self._pass.run(buffers.token_ids, moved[:-1], ctx)
+        begin = torch.where(self._lanes[:seqs] < step.words[NUM_DECODES], starts, ends - 1)
+        rows = torch.minimum(begin[:, None] + self._lanes[: self._width], ends[:, None] - 1).clamp_(min=0)
+        self.states[slots] = states[rows]
+        self.first[slots] = buffers.seq_lens - (ends - begin)
+
+    def _cut(self, step: StepWords, rows: Tensor, most: int) -> tuple[Tensor, int]:
+        """Give each sequence of the next pass `rows` [seqs] rows, at most `most`. Return the starts and a pass's rows.
+        """
+        own, seqs = self._step, len(rows)
+        own.words[NUM_SEQS] = step.words[NUM_DECODES]
+        starts = own.starts[: seqs + 1]
+        starts[1:] = rows.cumsum(0)
+        own.words[NUM_TOKENS] = starts[-1]
+        tokens = int(starts[-1]) if self._exact else seqs * most
+        own.num_seqs, own.num_tokens = seqs, tokens
+        return starts, tokens
+
+    def _run(self, states: Tensor, seqs: int, tokens: int, query: int, keep: Tensor | None = None) -> Tensor:
+        """Run the layer for the rows of `_cut`: states [tokens, hidden] -> [tokens, hidden].
+
+        query   most rows of a sequence
+        keep    [seqs] False: the entry of the sequence's only row is not written; None: all are
+        """
+        buffers, group = self._buffers.cut(tokens, seqs, 0), len(self._tables.block_tables) - 1
+        self._operations.build_inputs(self._step, self._tables, buffers)
+        if keep is not None:
+            buffers.kv_slots.mul_(keep)
+        blocks = self._tables.block_tables
+        table, table_rows = self._operations.gather_blocks(self._step, self._tables, group, seqs, blocks.shape[2])
+        meta = AttentionMeta(
+            query_start=self._step.starts[: seqs + 1], seq_lens=buffers.seq_lens, block_tables=table,
+            kv_slots=buffers.kv_slots[group], table_rows=table_rows, max_query_len=query, decode_len=query, prompts=(),
+        )  # fmt: skip
+        return self._pass.run(buffers.token_ids, states, StepContext(buffers.positions, (meta,) * (group + 1), []))

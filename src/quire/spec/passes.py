@@ -1,0 +1,78 @@
+"""The passes of a drafter with layers: a prediction layer of the model, or a draft model."""
+
+from typing import Protocol
+
+from torch import Tensor
+
+from quire.kernels.attention import KVView
+from quire.layers.context import StepContext
+from quire.layers.stack import Model, run_layers
+
+
+class Pass(Protocol):
+    """Layers that draft. Shapes: D decodes, T rows of a pass."""
+
+    width: int  # of the states that are kept of the model
+
+    def keep(self, hidden: Tensor) -> Tensor:
+        """Return the states [T, width] to keep of the output of the model's layers, before the final norm."""
+
+    def run(self, token_ids: Tensor, states: Tensor, ctx: StepContext) -> Tensor:
+        """Write the cache entries of tokens [T], with the states [T, width] before them. Return the output [T, .]."""
+
+    def state(self, out: Tensor) -> Tensor:
+        """Return the states [D, .] of rows of the output, which `logits` takes, and the next pass."""
+
+    def logits(self, state: Tensor) -> Tensor:
+        """Return the logits [D, V] of the drafts, of this rank's slice of the vocabulary."""
+
+
+class PredictionPass:
+    """A pass of the model's prediction layer. A `Pass`. Its states are the model's, after the final norm."""
+
+    def __init__(self, model: Model, kv: list[KVView]) -> None:
+        self._model, self._layer, self._kv = model, model.drafts[0], kv[0]
+        self.width = model.args.hidden_size
+
+    def keep(self, hidden: Tensor) -> Tensor:
+        """Return the states to keep. See `Pass`."""
+        return self._model.norm(hidden)
+
+    def run(self, token_ids: Tensor, states: Tensor, ctx: StepContext) -> Tensor:
+        """Run the layer. See `Pass`."""
+        rotation = self._model.rotary.rows(ctx.positions, states.dtype)
+        return self._layer(self._model.embed(token_ids), states, rotation, ctx, self._kv)
+
+    def state(self, out: Tensor) -> Tensor:
+        """Return the states of rows. See `Pass`."""
+        return self._layer.norm(out)
+
+    def logits(self, state: Tensor) -> Tensor:
+        """Return the logits of the drafts. See `Pass`."""
+        return self._model.head(state)
+
+
+class ModelPass:
+    """A pass of a draft model, which sees tokens alone. A `Pass`."""
+
+    width = 0
+
+    def __init__(self, model: Model, kv: list[KVView]) -> None:
+        self._model, self._kv = model, kv
+
+    def keep(self, hidden: Tensor) -> Tensor:
+        """Return states without numbers. See `Pass`."""
+        return hidden[:, :0]
+
+    def run(self, token_ids: Tensor, states: Tensor, ctx: StepContext) -> Tensor:
+        """Run all layers. See `Pass`."""
+        own = StepContext(ctx.positions, ctx.attention, self._kv)
+        return run_layers(self._model, self._model.embed(token_ids), own)
+
+    def state(self, out: Tensor) -> Tensor:
+        """Return the rows after the final norm. See `Pass`."""
+        return self._model.norm(out)
+
+    def logits(self, state: Tensor) -> Tensor:
+        """Return the logits of the drafts. See `Pass`."""
+        return self._model.head(state)

@@ -1,0 +1,279 @@
+"""Drafts by a prediction layer (MTP) or a draft model: logits are transformers', answers plain decoding's."""
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from quire import LLM, SamplingParams
+from quire.contracts.errors import ConfigError, UnsupportedModel
+from quire.spec.layers import LayerDrafter
+from quire.spec.passes import PredictionPass
+
+from ..support.pairwise import label, pairwise
+from .test_drafts import COLD, LONG, OPTIONS, PROSE, REQUESTS, SYNTHETIC, WARM, answers, check, params, structured
+
+GLM: dict[str, Any] = {
+    "vocab_size": 300, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 512, "initializer_range": 0.2,
+    "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "n_shared_experts": 1,
+    "first_k_dense_replace": 1, "partial_rotary_factor": 0.5, "use_qk_norm": True, "attention_bias": True,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def trained(shared: Path) -> str:
+    return str(shared / "models" / "quire-tiny-moe")
+
+
+def glm(folder: Path) -> str:
+    """A random GLM-4.5 of two layers and a prediction layer, with the names of the real ones."""
+    torch.manual_seed(0)
+    transformers.Glm4MoeForCausalLM(transformers.Glm4MoeConfig(**GLM)).float().save_pretrained(folder)
+    config, hidden = json.loads((folder / "config.json").read_text()), GLM["hidden_size"]
+    config |= {"num_hidden_layers": 2, "num_nextn_predict_layers": 1}
+    (folder / "config.json").write_text(json.dumps(config))
+    tensors = load_file(folder / "model.safetensors")
+    own = {name: torch.rand(hidden) + 0.5 for name in ("enorm", "hnorm", "shared_head.norm")}
+    own |= {"eh_proj": torch.randn(hidden, 2 * hidden) / 8, "shared_head.head": tensors["lm_head.weight"].clone(),
+            "embed_tokens": tensors["model.embed_tokens.weight"].clone()}
+    save_file(tensors | {f"model.layers.2.{name}.weight": value for name, value in own.items()},
+              folder / "model.safetensors", {"format": "pt"})
+    return str(folder)
+
+
+class Oracle:
+    """The formula of DeepSeek-V3 with the layers of transformers: the draft layer is one layer more of the model."""
+
+    def __init__(self, folder: str) -> None:
+        config = transformers.AutoConfig.from_pretrained(folder)
+        self.layer = config.num_hidden_layers
+        config.num_hidden_layers += 1
+        made = transformers.AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=torch.float32)
+        self.model = made.eval()
+        tensors: dict[str, Tensor] = {}
+        for file in Path(folder).glob("*.safetensors"):
+            tensors |= load_file(file)
+        at = f"model.layers.{self.layer}."
+        self.own = {name.removeprefix(at): value.float() for name, value in tensors.items() if name.startswith(at)}
+
+    def norm(self, x: Tensor, name: str) -> Tensor:
+        eps = self.model.config.rms_norm_eps
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps) * self.own[f"{name}.weight"]
+
+    @torch.inference_mode()
+    def states(self, tokens: list[int]) -> Tensor:
+        """The state before each token; that before the first is unknown."""
+        inner = self.model.model
+        states = inner.norm(inner(torch.tensor([tokens]), output_hidden_states=True).hidden_states[self.layer])[0]
+        return torch.cat((torch.zeros_like(states[:1]), states[:-1]))
+
+    @torch.inference_mode()
+    def drafts(self, tokens: list[int], states: Tensor, count: int) -> Tensor:
+        """The logits [count, V] of the likeliest drafts behind some tokens, with the `states` of these."""
+        inner, ids, found = self.model.model, torch.tensor(tokens), []
+        for _ in range(count):
+            x = torch.cat((self.norm(inner.embed_tokens(ids), "enorm"), self.norm(states, "hnorm")), -1)
+            x, places = (x @ self.own["eh_proj.weight"].T)[None], torch.arange(len(ids))[None]
+            mask = torch.full((len(ids), len(ids)), float("-inf")).triu(1)[None, None]
+            out = inner.layers[self.layer](x, attention_mask=mask, position_ids=places,
+                                           position_embeddings=inner.rotary_emb(x, places))  # fmt: skip
+            state = self.norm(out[0, -1:], "shared_head.norm")
+            found.append(self.model.lm_head(state)[0])
+            ids, states = torch.cat((ids, found[-1].argmax()[None])), torch.cat((states, state))
+        return torch.stack(found)
+
+
+@pytest.fixture
+def drafting() -> Iterator[Callable[..., LLM]]:
+    """Makes engines that draft with the prediction layer."""
+    made: list[LLM] = []
+
+    def make(model: str, k: Any = 3, more: Any = None, **options: Any) -> LLM:
+        given = {"method": "mtp", "num_speculative_tokens": k} | (more or {})
+        made.append(LLM(model, **OPTIONS | options, speculative_config=given))
+        return made[-1]
+
+    yield make
+    for llm in made:
+        llm.close()
+
+
+def drafter_of(llm: LLM) -> LayerDrafter:
+    drafter = llm.engine.worker.programs.drafter
+    assert isinstance(drafter, LayerDrafter)
+    return drafter
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe"])
+def test_logits_of_drafts_are_those_of_the_formula(family: str, trained: str, tmp_path: Path,
+                                                   drafting: Callable[..., LLM]) -> None:  # fmt: skip
+    """After chunks, after runs of which all, some or no drafts were accepted, and after steps without drafts."""
+    folder = trained if family == "deepseek_v3" else glm(tmp_path)
+    alone = {"num_speculative_tokens_per_batch_size": [[1, 1, 3], [2, 9, 0]]}
+    llm = drafting(folder, 3, alone, max_num_batched_tokens=12, enable_prefix_caching=False, skip_tokenizer_init=True)
+    runs, drafter = list[list[tuple[int, Tensor]]](), drafter_of(llm)
+    draft = drafter.draft
+    llm.engine.worker.programs.drafter.draft = lambda *given: (runs.append([]), draft(*given))  # type: ignore
+    drafter.on_logits = lambda slots, places, logits: runs[-1].extend(zip(places.tolist(), logits.clone(), strict=True))
+    prompts = [[(7 * i * i + 3) % 300 for i in range(29)], [5, 9, 14]]
+    asked = [SamplingParams(max_tokens=count, temperature=0.0, ignore_eos=True, detokenize=False) for count in (40, 12)]
+    outputs = llm.generate(prompts, asked, use_tqdm=False)
+    text = [*outputs[0].prompt_token_ids, *outputs[0].outputs[0].token_ids]
+    oracle = Oracle(folder)
+    states, made = oracle.states(text), [run for run in runs if run]
+    for run in made:
+        first = run[0][0]
+        assert [place for place, _ in run] == list(range(first, first + len(run)))
+        expected = oracle.drafts(text[:first], states[:first], len(run))
+        torch.testing.assert_close(torch.stack([logits for _, logits in run]), expected, atol=1e-4, rtol=1e-4)
+    assert len(made) > 5 and made[-1][-1][0] > 60 and len(runs) - len(made) > 8, "with and without drafts"
+
+
+def test_the_layer_guesses_as_its_card_says(trained: str, shared: Path, drafting: Callable[..., LLM]) -> None:
+    """The share of held-out positions where its likeliest token is the model's own, given true tokens: 58.7%."""
+    text = json.loads((shared / "models" / "eval.json").read_text())["perplexity_text"]
+    llm = drafting(trained, 1, max_model_len=1040, max_num_batched_tokens=2048, enable_prefix_caching=False)
+    ids, right, total = llm.get_tokenizer().encode(text, add_special_tokens=False), 0, 0
+    programs, model = llm.engine.worker.programs, llm.engine.worker.model
+    drafter, outs, hiddens = drafter_of(llm), list[Tensor](), list[Tensor]()
+    passes, norm = drafter._pass, model.norm
+    assert isinstance(passes, PredictionPass)
+    layer = passes._layer
+    passes._layer = lambda *given: outs.append(layer(*given)) or outs[-1]  # type: ignore
+    follow = drafter.follow
+    programs.drafter.follow = lambda step, buffers, hidden, ctx, *, decode: (  # type: ignore[union-attr,method-assign]
+        hiddens.append(hidden.clone()), follow(step, buffers, hidden, ctx, decode=decode))  # fmt: skip
+    for at in range(0, len(ids), 1024):
+        window = ids[at : at + 1024]
+        llm.generate([window], SamplingParams(max_tokens=1, temperature=0.0), use_tqdm=False)
+        drafts = model.head(layer.norm(outs.pop())).argmax(-1)  # row i: of token i + 1
+        likeliest = model.head(norm(hiddens.pop())).argmax(-1)
+        right += int((drafts[1:] == likeliest[1:]).sum())
+        total += len(window) - 1
+    assert total > 5300 and right / total == pytest.approx(0.587, abs=0.02)
+
+
+FACTORS = {
+    "async_depth": (1, 2), "k": (1, 3, 7), "max_num_batched_tokens": (24, 2048), "num_gpu_blocks_override": (None, 24),
+    "enable_prefix_caching": (True, False),
+}  # fmt: skip
+
+MOST = dict(zip(FACTORS, (2, 3, 24, 24, True), strict=True))
+
+
+@pytest.fixture(scope="module")
+def plain(trained: str) -> list[Any]:
+    """The answers of plain decoding."""
+    llm = LLM(trained, **OPTIONS)
+    asked = [(prompt, {k: v for k, v in f.items() if k != "speculative_tokens"}) for prompt, f in REQUESTS]
+    found = answers(llm, asked)
+    llm.close()
+    return found
+
+
+@pytest.mark.parametrize("row", [MOST, *(pytest.param(row, id=label(row), marks=pytest.mark.full)
+                                         for row in pairwise(FACTORS))])  # fmt: skip
+def test_answers_are_those_of_plain_decoding(row: dict[str, Any], plain: list[Any], trained: str,
+                                             drafting: Callable[..., LLM]) -> None:  # fmt: skip
+    llm = drafting(trained, **row)
+    check(answers(llm, REQUESTS), plain)
+    core = llm.engine.core
+    core.check()
+    runs, drafts, *accepted = core.scheduler.drafts.totals
+    assert runs > 50 and accepted == sorted(accepted, reverse=True) and len(accepted) == row["k"]
+    assert (core.scheduler.num_preempted > 0) == (row["num_gpu_blocks_override"] is not None)
+    if row["k"] <= 3:
+        assert 0.3 * drafts <= sum(accepted) <= 0.9 * drafts, "a run of a drafter that guesses right and wrong"
+
+
+@pytest.mark.parametrize(("k", "least"), [*(pytest.param(*each, marks=pytest.mark.full)
+                                            for each in ((1, 1.5), (2, 1.9))), (3, 2.2)])  # fmt: skip
+def test_steps_have_more_tokens_with_more_drafts(k: int, least: float, trained: str,
+                                                 drafting: Callable[..., LLM]) -> None:  # fmt: skip
+    """Greedy, of the model's own text; the second prompt reuses blocks of the first."""
+    llm = drafting(trained, k)
+    prompts = [LONG, f"{LONG} The", "Return the"]
+    tokens = [llm.generate(prompt, params(COLD), use_tqdm=False)[0].outputs[0].token_ids for prompt in prompts]
+    assert sum(map(len, tokens)) / llm.engine.core._step > least
+
+
+def test_a_model_guesses_all_its_own_tokens(drafting: Callable[..., LLM]) -> None:
+    """A draft model that is the model, after chunks, behind reused prefixes and after steps without drafts: of a
+    request with noise, too, because drafts are drawn with the noise of their positions."""
+    ranges = [[1, 1, 3], [2, 2, 1], [3, 9, 0]]
+    given = {"method": "draft_model", "model": "quire-tiny", "num_speculative_tokens_per_batch_size": ranges}
+    llm = drafting("", 3, given, max_num_batched_tokens=24)
+    asked = [params(COLD | {"max_tokens": count}) for count in (10, 60, 30)]
+    llm.generate([LONG, LONG + " The", "Return the"], asked, use_tqdm=False)
+    llm.generate([LONG + " The", "Return"], [asked[0], params(WARM | {"max_tokens": 20})], use_tqdm=False)
+    runs, drafts, *accepted = llm.engine.core.scheduler.drafts.totals
+    assert drafts == sum(accepted) > 40 and accepted[2] > 8 and runs > accepted[1]
+
+
+def test_drafts_under_a_grammar_are_the_host_s_and_leave_the_drafter_s_cache_whole(drafting: Callable[..., LLM]) -> None:
+    """A draft model that is the model: the tokens that a grammar forces are all right, which its own guesses are not.
+    Behind the blocks of that answer, which another request reuses, it guesses all its own tokens."""
+    llm = drafting("", 3, {"method": "draft_model", "model": "quire-tiny"})
+    forced = structured(regex="( The module provides a class, or a function){3}[a-z ]{9}")
+    first = llm.generate(LONG, params(COLD | forced | {"max_tokens": 90}), use_tqdm=False)[0]
+    made, *right = first.outputs[0].drafts
+    assert made == sum(right) > 30 and first.outputs[0].finish_reason == "stop"
+    ids = [*first.prompt_token_ids, *first.outputs[0].token_ids]
+    again = llm.generate(ids + [5], params(COLD | {"max_tokens": 40}), use_tqdm=False)[0]
+    made, *right = again.outputs[0].drafts
+    assert again.num_cached_tokens > len(first.prompt_token_ids) + 16 and made == sum(right) > 20
+
+
+def test_synthetic_acceptance_is_what_was_asked_for(trained: str, drafting: Callable[..., LLM]) -> None:
+    """Of drafts by a layer, whose entries are then made of other tokens' states."""
+    llm = drafting(trained, 3, SYNTHETIC | {"synthetic_acceptance_length": 2.6})
+    llm.generate([PROSE, LONG], params(COLD | {"max_tokens": 60}), use_tqdm=False)
+    runs, made, *accepted = llm.engine.core.scheduler.drafts.totals
+    assert runs > 30 and made >= 3 * runs - 6
+    assert [share / runs for share in accepted] == pytest.approx([1, 0.6, 0], abs=0.06)
+
+
+@pytest.mark.parametrize("depth", [pytest.param(1, marks=pytest.mark.full), 2])
+def test_answers_with_a_draft_model_are_those_of_plain_decoding(depth: int, plain: list[Any], trained: str,
+                                                                drafting: Callable[..., LLM]) -> None:  # fmt: skip
+    """A model of grouped-query attention drafts for one of latent attention: layers of two kinds in a page."""
+    given = {"method": "draft_model", "model": "quire-tiny"}
+    llm = drafting(trained, 2, given, async_depth=depth, num_gpu_blocks_override=24)
+    check(answers(llm, REQUESTS), plain)
+    llm.engine.core.check()
+    runs, drafts, *accepted = llm.engine.core.scheduler.drafts.totals
+    assert 0.2 * drafts < sum(accepted) < 0.9 * drafts and llm.engine.core.scheduler.num_preempted > 0
+
+
+def test_a_draft_model_that_cannot_draft_is_refused_in_a_line(tmp_path: Path) -> None:
+    config = json.loads((Path(glm(tmp_path)) / "config.json").read_text())
+    given = {"method": "draft_model", "model": str(tmp_path), "num_speculative_tokens": 2}
+    with pytest.raises(ConfigError, match="has 300 token ids and the model has 8192: use a draft model with") as caught:
+        LLM(**OPTIONS, speculative_config=given)
+    assert "\n" not in str(caught.value)
+    (tmp_path / "config.json").write_text(json.dumps(config | {"vocab_size": 8192, "max_position_embeddings": 300}))
+    with pytest.raises(ConfigError, match="context of 300 tokens and the engine of 4096: lower max_model_len to 300"):
+        LLM(**OPTIONS | {"max_model_len": None}, speculative_config=given)
+
+
+REFUSED: list[tuple[str, Any, str]] = [
+    ("moe", {"num_speculative_tokens": 16}, "=16 is out of range: give a whole number from 1 to 15"),
+    ("moe", {"model": "a/draft"}, "method mtp drafts with the served model's own layers, and 'a/draft' is given"),
+    ("moe", {"prompt_lookup_max": 3}, "prompt_lookup_max=3: method mtp looks no n-grams up"),
+    ("dense", {}, "drafts with the multi-token-prediction (MTP) layer of the checkpoint, which has none"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("model", "given", "words"), REFUSED)
+def test_what_cannot_be_is_refused_in_a_line(model: str, given: dict[str, Any], words: str, trained: str) -> None:
+    folder = {"model": trained} if model == "moe" else {}
+    with pytest.raises((ConfigError, UnsupportedModel)) as caught:
+        LLM(**OPTIONS, **folder, speculative_config={"method": "mtp", **given})
+    assert words in str(caught.value) and "\n" not in str(caught.value)
