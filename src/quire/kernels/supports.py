@@ -85,7 +85,7 @@ SUPPORTS: dict[str, Mapping[str, Support]] = {
     "attention": {
         "hopper": replace(HOPPER, features=_SCORES | {"rows"}, max_head_dim=128),
         "triton": replace(TRITON, features=_SCORES | {"rows"}, extra=_NEW, max_head_dim=256),
-        "native": replace(NATIVE, features=frozenset({"recording"}), max_head_dim=512),
+        "native": replace(NATIVE, features=frozenset({"recording", "rows"}), max_head_dim=512),
         "cpu": replace(PLAIN, features=_CACHES, needs=("flash attention",)),
         "ref": replace(REFERENCE, features=_SCORES | _CACHES | {"rows"}),
     },
@@ -93,6 +93,11 @@ SUPPORTS: dict[str, Mapping[str, Support]] = {
         "hopper": replace(HOPPER, dtypes=frozenset({"bfloat16"}), features=_CACHES),
         "triton": replace(TRITON, extra=_NEW),
         "cpu": replace(PLAIN, features=_CACHES, needs=("flash attention",)),
+        "ref": replace(REFERENCE, features=_CACHES),
+    },
+    "blend": {
+        "triton": replace(TRITON, extra=_NEW),
+        "cpu": replace(REFERENCE, features=_CACHES),
         "ref": replace(REFERENCE, features=_CACHES),
     },
     "step": {"triton": TRITON, "ref": REFERENCE},
