@@ -19,6 +19,7 @@ class ExecutorFacts(msgspec.Struct, frozen=True, kw_only=True):
     drafts_by_batch   (decoding requests, k), ascending: from so many requests on, at most k drafts; (): always
                   `num_drafts`
     auto_drafts   numbers of drafts, ascending, among which the scheduler chooses by measured gain; (): it does not
+    blends        True: prompts may reuse KV of other positions (CacheBlend)
     num_host_blocks   blocks of the host tier; 0: there is no tier below the device
     num_stages    stages of pipeline parallelism; each works on another step at the same time
     prompt_chunk  prompt tokens that about double the time of a step with few decodes. The scheduler keeps chunks beside
@@ -36,6 +37,7 @@ class ExecutorFacts(msgspec.Struct, frozen=True, kw_only=True):
     num_drafts: int = 0
     drafts_by_batch: tuple[tuple[int, int], ...] = ()
     auto_drafts: tuple[int, ...] = ()
+    blends: bool = False
     num_stages: int = 1
     num_host_blocks: int = 0
     prompt_chunk: int = 0

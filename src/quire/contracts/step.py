@@ -74,11 +74,15 @@ class StepSync(msgspec.Struct, frozen=True):
 
 
 class Tier(StrEnum):
-    """Memory that holds KV blocks, the nearest first. DEVICE and HOST have block numbers; DISK finds blocks by key."""
+    """Memory that holds KV blocks, the nearest first. DEVICE and HOST have block numbers; DISK finds blocks by key.
+
+    BLENDED is no memory: the origin of a block whose KV was moved from other positions on the device.
+    """
 
     DEVICE = "device"
     HOST = "host"
     DISK = "disk"
+    BLENDED = "blended"
 
 
 class Fetched(msgspec.Struct, frozen=True, kw_only=True):
@@ -139,6 +143,25 @@ class FinishedCopy(msgspec.Struct, frozen=True, kw_only=True):
     error: str = ""
 
 
+class BlendedChunk(msgspec.Struct, frozen=True, kw_only=True):
+    """Tokens of a prompt chunk that reuse KV of other positions, approximately (CacheBlend). Other tokens are new.
+
+    The first layers compute all tokens of the chunk. The last layers compute the new tokens, and `num_kept` of the
+    moved ones: the first tokens of each reused text, then those whose new KV differs most from the moved KV.
+
+    slot       slot of the chunk
+    tokens     [n] int32, the moved tokens, as ascending indices in the chunk; never the last token of a prompt
+    sources    [n] int32, place of each token's KV: block * block size + offset. An earlier step has computed it
+    shifts     [n] int32, positions from the source to the token
+    """
+
+    slot: int
+    tokens: I32
+    sources: I32
+    shifts: I32
+    num_kept: int
+
+
 class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
     """Plan of a step. The device applies `released`, `admitted` and `appended`, then runs the model over `slots`.
 
@@ -155,6 +178,7 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
     grammar      [G] int32, in plan order: the sampling slots whose grammar masks come with `Executor.release`
     sync         of replicas in lock-step; None: no other replica takes part in this step. With it, `slots` may be empty
     copies       jobs that copy blocks between tiers, or None. With it, too, `slots` may be empty
+    blended      prompt chunks of the step that reuse KV of other positions
     """
 
     step: int
@@ -170,6 +194,7 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
     grammar: I32 = msgspec.field(default_factory=lambda: np.empty(0, np.int32))
     sync: StepSync | None = None
     copies: StepCopies | None = None
+    blended: tuple[BlendedChunk, ...] = ()
 
 
 class RowLogprobs(msgspec.Struct, frozen=True):
