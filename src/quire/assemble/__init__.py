@@ -265,6 +265,7 @@ def assemble_core(parts: Parts, compiler: GrammarCompiler | None) -> EngineCore:
         vocab_size=plan.args.vocab_size,
         prompt_chunk=parts.prompt_chunk,
         num_drafts=plan.num_drafts,
+        blends=config.cache.enable_cache_blend,
         drafts_by_batch=plan.speculation.by_batch if plan.speculation else (),
         auto_drafts=plan.speculation.auto if plan.speculation else (),
         plans={"device": plan.machine.words, "dtype": plan.dtype, "memory": memory, "kernels": plan.kernels,

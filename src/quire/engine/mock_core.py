@@ -55,6 +55,7 @@ def build_mock_core(config: EngineConfig, folder: Path, tokenizer_folder: Path |
         max_model_len=length,
         depth=config.device.async_depth or 1,
         num_drafts=speculation.num_drafts if speculation else 0,
+        blends=config.cache.enable_cache_blend,
         accepts=range(speculation.num_drafts + 1) if speculation else (0,),
         verify=False,
         answers=True,

@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from quire.contracts.chunks import Chunking
 from quire.contracts.errors import InvalidParameter, PromptTooLong, listed, shown
 from quire.contracts.request import NewRequest
 from quire.contracts.sampling import BIAS_LIMIT, COLDEST, SamplerSpec, SamplingParams
@@ -32,6 +33,7 @@ class FrontLimits:
     eos_ids: tuple[int, ...] = ()
     by_priority: bool = False
     num_drafts: int = 0
+    chunking: Chunking = Chunking()
 
 
 def check_options(priority: int, timeout: float | None, limits: FrontLimits) -> None:

@@ -15,6 +15,7 @@ from quire.config.resolve import MemoryPlan
 from quire.contracts.blocks import KVGeometry
 from quire.contracts.errors import WeightsError
 from quire.contracts.params import Param, fused
+from quire.contracts.step import CHECK_LAYER, FIRST_TOKENS
 from quire.kernels.linear.plan import LinearPlan
 from quire.kernels.select import Choice
 from quire.models.calls import Call, embedding_calls, head_calls, layer_calls, pack_function
@@ -87,6 +88,7 @@ class PlanReport:
             "moe": {phase: one if isinstance(one, str) else asdict(one) for phase, one in self.plan.moe.items()},
             "layers": list(self._layers()),
             "speculation": self._speculation(),
+            "blend": self._blend(),
             "not_read": self._not_read(),
             "memory": self._memory(),
             "ranks": [self.describe_rank(rank, held) for rank, held in self.held],
@@ -122,6 +124,12 @@ class PlanReport:
         spared = 0 if moe is None else 1 - moe.routing.top_k / moe.routing.num_experts
         read = {k: held[False] + round(held[True] * (1 - spared ** (1 + k))) for k in (0, *speculation.lengths)}
         return {"drafter": str(speculation), "weights": 0, "cache": 0, "read": read}
+
+    def _blend(self) -> dict[str, Any] | None:
+        """Return the settings of CacheBlend as plain values; None without it."""
+        cache = self.plan.config.cache
+        return {"ratio": cache.blend_ratio, "separator": cache.blend_separator, "check_layer": CHECK_LAYER,
+                "first_tokens": FIRST_TOKENS} if cache.enable_cache_blend else None  # fmt: skip
 
     def exchanges(self, rank: Rank | None = None) -> list[dict[str, Any]]:
         """Return the exchanges of a rank in a step as plain values; None: those that a token passes in all stages."""

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.contracts.step import I32, StepPlan
+from quire.contracts.step import CHECK_LAYER, FIRST_TOKENS, I32, StepPlan
 from quire.kernels.attention import AttentionMeta, KVView
 from quire.kernels.blend import latent_sides
 from quire.kernels.blend.choice import Span, choose_rows
@@ -20,8 +20,6 @@ from quire.layers.context import StepContext
 from quire.layers.stack import Model, run_layers
 
 I64 = np.ndarray[Any, np.dtype[np.int64]]
-CHECK_LAYER = 1  # the first layer whose KV depends on the tokens before: layer 0 has it from the token alone
-FIRST_TOKENS = 4  # of a chunk; every later token attended to them when the chunk stood alone (EPIC, arXiv 2410.15332)
 
 
 @dataclass(frozen=True)
@@ -63,8 +61,7 @@ class Blending:
         slots, turn = ctx.attention[0].kv_slots[rows.moved], model.rotary.differences(rows.shifts)
         deviations = self._operations.deviation(self._sides[CHECK_LAYER], rows.sources, slots, *turn)
         places = ctx.positions[rows.moved] - rows.shifts  # in the chunk
-        deviations = deviations.masked_fill(places < FIRST_TOKENS, float("inf"))
-        kept = choose_rows(deviations, rows.moved, rows.spans, rows.others)
+        kept = choose_rows(deviations, places < FIRST_TOKENS, rows.moved, rows.spans, rows.others)
         later = range(CHECK_LAYER + 1, len(model.layers))
         for layer in later:
             self._operations.move(self._sides[layer], rows.sources, slots, *turn)

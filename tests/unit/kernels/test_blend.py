@@ -102,4 +102,9 @@ def test_the_rows_that_deviate_most_are_kept() -> None:
     moved, others = torch.tensor([0, 1, 2, 3, 10, 11, 12, 13]), torch.tensor([4, 14, 15])
     for counts, kept in (((0, 0), []), ((2, 1), [1, 2, 10]), ((1, 3), [1, 10, 12, 13]), ((4, 4), moved.tolist())):
         spans = [(0, 4, counts[0]), (4, 8, counts[1])]
-        assert choose_rows(deviations, moved, spans, others).tolist() == sorted(kept + others.tolist())
+        none = torch.zeros(8, dtype=torch.bool)
+        assert choose_rows(deviations, none, moved, spans, others).tolist() == sorted(kept + others.tolist())
+    before = torch.tensor([True, False, True, True, False, True, False, False])
+    for count, kept in ((1, [2]), (2, [2, 3]), (4, [0, 1, 2, 3])):
+        rows = choose_rows(deviations, before, moved, [(0, 4, count), (4, 8, 1)], others)
+        assert rows.tolist() == sorted([*kept, 11, *others.tolist()])

@@ -16,7 +16,7 @@ from quire.config.engine import SchedulerConfig
 from quire.contracts.protocols import ExecutorFacts
 from quire.contracts.request import NewRequest
 from quire.contracts.sampling import SamplerSpec
-from quire.contracts.step import StepPlan
+from quire.contracts.step import CHECK_LAYER, FIRST_TOKENS, StepPlan
 from quire.engine.core import EngineCore
 from quire.kernels.attention import AttentionMeta
 from quire.kv.allocator import KVAllocator
@@ -24,7 +24,6 @@ from quire.kv.pool import BlockPool
 from quire.layers.context import StepContext
 from quire.layers.stack import Model, run_layers
 from quire.models.registry import kv_components, kv_views
-from quire.worker.blending import CHECK_LAYER, FIRST_TOKENS
 from quire.worker.device_state import Limits
 from quire.worker.runner import StepRunner
 
@@ -161,7 +160,7 @@ def warmed(model: Model, **more: Any) -> Engine:
 
 
 @pytest.mark.parametrize("budget", [256, 48])
-@pytest.mark.parametrize("kind", ["dense", "experts"])
+@pytest.mark.parametrize("kind", ["dense", "experts", "latent"])
 def test_all_kept_is_a_full_prefill_bit_for_bit(kind: str, budget: int) -> None:
     model = model_of(kind)
     prompt, chunks = prompt_of(2, 0, 1, before=(9, 8, 7))
@@ -173,7 +172,7 @@ def test_all_kept_is_a_full_prefill_bit_for_bit(kind: str, budget: int) -> None:
 
 
 @pytest.mark.parametrize("ratio", [0.0, 0.15, 0.6])
-@pytest.mark.parametrize("kind", ["dense", "experts"])
+@pytest.mark.parametrize("kind", ["dense", "experts", "latent"])
 def test_what_is_kept_and_what_is_reused(kind: str, ratio: float) -> None:
     """0 is full reuse behind the check layer. The reference's keys are rotated to their new positions at once."""
     prompt, chunks = prompt_of(1, 2, 0, before=(9, 8, 7))

@@ -122,6 +122,8 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     structured_outputs: StructuredOutputs | None = None
     skip_reading_prefix_cache: bool | None = None
     speculative_tokens: Count | None = None
+    kv_chunks: Annotated[list[tuple[Count, Count]], Meta(max_length=MAX_LOGPROB_IDS)] | None = None
+    blend_ratio: float | None = None
     stream_interval: Annotated[int, Meta(ge=1)] | None = None
     add_special_tokens: bool | None = None
     truncate_prompt_tokens: Annotated[int, Meta(ge=-1)] | None = None
