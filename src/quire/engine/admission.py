@@ -115,11 +115,12 @@ class Admitter:
 
         It comes back to the queue and is matched again: after a failure with fewer blocks, and at last without any.
         """
-        store = self._roster.store
-        if store is None or match.broke_at is None or request.num_fetches == MOST_FETCHES:
+        store, index, most = self._roster.store, self._roster.chunks, self._most_reused(request)
+        chunks = [] if index is None or not most else index.chains(request.new.handle, match.num_tokens)
+        if store is None or request.num_fetches == MOST_FETCHES or (match.broke_at is None and not chunks):
             return False
         chain = self._roster.chain(request)
-        if not (found := store.fetch(request.new.handle, chain, self._most_reused(request), match)):
+        if (found := store.fetch(request.new.handle, chain, most, match, chunks)) is None:
             return False
         for block, tier in found.items():
             if block not in request.origins:  # else it comes from a disk, through host memory

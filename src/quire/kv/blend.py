@@ -42,6 +42,10 @@ class ChunkIndex:
         """Forget the chunks of a prompt. An unknown handle is ignored."""
         self._chains.pop(handle, None)
 
+    def chains(self, handle: int, num_exact: int) -> list[KeyChain]:
+        """Return the keys of the chunks of a prompt that end behind its first `num_exact` tokens."""
+        return [chain for first, chain in self._chains.get(handle, ()) if first + len(chain.tokens) > num_exact]
+
     def begin_step(self) -> None:
         """Note that the planning of a step begins: all published blocks are computed by earlier steps."""
         self._new.clear()

@@ -120,3 +120,16 @@ def test_a_request_that_ends_early_gives_back_what_it_borrowed(Rig: Any, depth: 
         rig.abort(handle)
     rig.drain()
     assert moved(rig) and rig.allocator.pool.num_free == rig.num_blocks
+
+
+def test_chunks_come_back_from_host_memory(Rig: Any, depth: int) -> None:
+    """All of them at once, beside what continues the prefix."""
+    rig = cached(Rig(depth, **SIZES | {"blocks": 14}, host_blocks=80, write_through=True, delays=[2]), 0, 1, 2)
+    for other in range(4):
+        rig.add([500 + other] * 40, 1)
+        rig.drain()
+    before = rig.outputs.stats.tiers[Tier.HOST].num_loaded
+    handle = ask(rig, 0, 2, 1)
+    rig.drain().judge(handle)
+    assert rig.outputs.stats.tiers[Tier.HOST].num_loaded - before == 6
+    assert moved(rig) == [(16, 4, 10)] and rig.cached[handle] == 24
