@@ -133,3 +133,31 @@ def test_chunks_come_back_from_host_memory(Rig: Any, depth: int) -> None:
     rig.drain().judge(handle)
     assert rig.outputs.stats.tiers[Tier.HOST].num_loaded - before == 6
     assert moved(rig) == [(16, 4, 10)] and rig.cached[handle] == 24
+
+
+@pytest.mark.parametrize("tiers", [{}, {"host_blocks": 30, "delays": [0, 3], "faults": ["", "lost", "", "half"]}],
+                         ids=["device", "host"])  # fmt: skip
+@pytest.mark.parametrize("seed", range(4))
+def test_random_use(Rig: Any, depth: int, seed: int, tiers: dict[str, Any]) -> None:
+    """Texts alone and in prompts of any order, aborted, preempted, in chunks, through two tiers; all are checked."""
+    random = np.random.default_rng(seed)
+    rig = Rig(depth, **SIZES | {"blocks": 26, "budget": 12, "slots": 4} | tiers)
+    for _ in range(150):
+        what = random.integers(0, 10)
+        if what == 0:
+            rig.add(NOTES[random.integers(3)], int(random.integers(1, 4)))
+        elif what < 3 and len(rig.asked) - len(rig.finish) < 6:
+            before = tuple(int(token) for token in random.integers(1, 4, random.integers(0, 6)))
+            notes = [int(note) for note in random.integers(0, 3, random.integers(1, 4))]
+            ask(rig, *notes, before=before, ratio=float(random.choice([0.0, 0.3, 1.0])))
+        elif what == 3 and rig.asked:
+            rig.abort(int(random.choice(list(rig.asked))))
+        elif what == 4 and not random.integers(8):
+            rig.core.reset_prefix_cache()
+        else:
+            rig.step()
+    rig.drain()
+    for handle, finish in rig.finish.items():
+        if finish.reason != "abort":
+            rig.judge(handle)
+    assert moved(rig)

@@ -77,16 +77,18 @@ def test_a_row_of_a_prompt_depends_on_nothing_but_itself(dtype: torch.dtype, mon
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("share", [0.02, 0.3, 1.0])
-@pytest.mark.skipif(bool(MISSING), reason=MISSING or "runs")
-def test_chosen_rows_are_those_of_the_whole_step(share: float, dtype: torch.dtype,
+@pytest.mark.parametrize("impl", FAST)
+def test_chosen_rows_are_those_of_the_whole_step(impl: ModuleType, share: float, dtype: torch.dtype,
                                                  monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a long chunk bit for bit as without AMX; all rows, of steps of any kind, as the reference."""
+    """As the reference; in C those of a long chunk bit for bit as without AMX."""
     case = inputs.Case((470, 9, 1), (470, 300, 40), heads=(6, 2), head_dim=64, block_size=16)
     q, kv, meta = inputs.make(case, dtype)
     chosen, rows = inputs.choose_rows(q, meta, share)
-    actual = native.paged_attention(q[rows], kv, chosen, scale=0.2)
+    actual = impl.paged_attention(q[rows], kv, chosen, scale=0.2)
     expected = ref.paged_attention(q, kv, meta, scale=0.2)[rows]
     torch.testing.assert_close(actual, expected, rtol=0, atol=TOLERANCE[dtype])
+    if impl is cpu:
+        return
     monkeypatch.setattr(native, "NO_TILES", "not here")
     whole = native.paged_attention(q, kv, replace(meta, plans={}), scale=0.2)
     long = rows < 470
