@@ -14,7 +14,8 @@ def test_compiles_for_hopper() -> None:
     environment = os.environ | {"TRITON_INTERPRET": "0"}
     done = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert set(done.stdout.split()) == {"_apply_kernel", "_inputs_kernel", "_finish_kernel", "_propose_kernel"}
+    assert set(done.stdout.split()) == {"_apply_kernel", "_inputs_kernel", "_finish_kernel", "_propose_kernel",
+                                        "_move_kernel", "_deviation_kernel"}  # fmt: skip
 
 
 def compile_production() -> None:
@@ -50,6 +51,23 @@ def compile_production() -> None:
         ngram.propose(words, tables, 5, 5)
 
 
+def compile_moves() -> None:
+    """Keys and values of 8B models, in a cache of each kind, and latents."""
+    import torch
+
+    from quire.kernels.attention import KVView
+    from quire.kernels.blend import triton as blend
+
+    slots, turn = torch.zeros(300, dtype=torch.int64), torch.zeros(300, 128)
+    for dtype in (torch.bfloat16, torch.float8_e4m3fn):
+        dense = KVView(*(torch.zeros(4, 3, 8, 128, 128).to(dtype)[:, at] for at in (0, 1)))
+        latent = KVView(torch.zeros(4, 1, 128, 64).to(dtype), torch.zeros(4, 1, 128, 512).to(dtype))
+        for kv in (dense, latent):
+            half = turn[:, : kv.k.shape[3]].contiguous()
+            blend.move(kv, slots, slots, half, half)
+            blend.deviation(kv, slots, slots, half, half)
+
+
 def main() -> None:
     """Print the name of every kernel that is compiled."""
     from compiling import AbsentGpu
@@ -57,6 +75,8 @@ def main() -> None:
     gpu = AbsentGpu(room=163 << 10)  # of sm_80
     for gpu.capability in (90, 80):
         compile_production()
+        if gpu.capability == 90:  # 8-bit floating-point numbers
+            compile_moves()
 
 
 if __name__ == "__main__":

@@ -17,7 +17,17 @@ import pytest
 import torch
 
 from quire.contracts.sampling import SamplerSpec
-from quire.contracts.step import I32, POOL, PROMPT_LOGPROBS, SAMPLE, Admission, SharedPrefix, StepPlan, StepResult
+from quire.contracts.step import (
+    I32,
+    POOL,
+    PROMPT_LOGPROBS,
+    SAMPLE,
+    Admission,
+    BlendedChunk,
+    SharedPrefix,
+    StepPlan,
+    StepResult,
+)
 from quire.kernels import triton_runtime
 from quire.kernels.sampling.rows import Mode
 
@@ -468,3 +478,22 @@ def test_a_row_that_is_not_a_number_fails_alone(cuda_runner: Callable[..., StepR
         view.k[2] = float("nan")
     runner.submit(plan(2, (0, 1), (1, 1), (SAMPLE, SAMPLE)))
     assert runner.collect().failed == {1: "nan_logits"}
+
+
+def test_moved_tokens_are_those_of_the_cpu(cuda_runner: Callable[..., StepRunner]) -> None:
+    """Beside a decode: attention to chosen rows, moves and deviations, and the head after them."""
+    spread = np.arange(16, dtype=np.int32)
+    moved = BlendedChunk(slot=1, tokens=5 + spread, sources=16 + spread, shifts=np.full(16, 5, np.int32), num_kept=9)
+    plans = (
+        plan(1, (0,), (17,), (SAMPLE,), admitted=(admission(0, 17, (1, 2)),)),
+        plan(2, (0, 1), (1, 24), (SAMPLE, SAMPLE), admitted=(admission(1, 24, (4, 5)),), blended=(moved,)),
+    )
+    found: dict[str, list[torch.Tensor]] = {"cpu": [], "cuda": []}
+    for target, logits in found.items():
+        model = make_model(model_args(num_hidden_layers=3), target, more=("blend",))
+        runner = runner_of(model, LIMITS, target)
+        runner.programs.on_logits = lambda slots, positions, rows, to=logits: to.append(rows.clone())
+        for one in plans:
+            runner.run(one)
+    for cpu, cuda in zip(*found.values(), strict=True):
+        torch.testing.assert_close(cuda, cpu, rtol=0, atol=1e-4)

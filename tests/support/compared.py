@@ -74,9 +74,10 @@ def kv_geometry(args: ModelArgs, dtype: str, block_size: int, window: int | None
 
 
 def make_model(args: ModelArgs, target: str = "cpu", *, reference: bool = False, dtype: str = "float32",
-               window: int | None = None) -> Model:
-    """The same random weights with the kernels of `target`, or with the references (`reference`)."""
-    ops = operations(args)
+               window: int | None = None, more: tuple[str, ...] = ()) -> Model:
+    """The same random weights with the kernels of `target`, or with the references (`reference`); with operations
+    `more` than the model needs."""
+    ops = operations(args) + more
     forced = dict.fromkeys(ops, "ref") if reference else {"attention": "ref"} if window and target == "cpu" else None
     kernels = select_kernels(target, dtype, ops=ops, head_dim=args.head_dim, forced=forced)
     params = layout(args)

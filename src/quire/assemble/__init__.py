@@ -280,6 +280,7 @@ def assemble_core(parts: Parts, compiler: GrammarCompiler | None, replica: int =
         prompt_chunk=parts.prompt_chunk,
         num_drafts=plan.num_drafts,
         drafts_cached=plan.speculation is not None and plan.speculation.layered,
+        blends=config.cache.enable_cache_blend,
         drafts_by_batch=plan.speculation.by_batch if plan.speculation else (),
         auto_drafts=plan.speculation.auto if plan.speculation else (),
         draft_lookup=plan.speculation.lookup if plan.speculation else (0, 0),

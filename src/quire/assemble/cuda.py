@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
+import msgspec
 import numpy as np
 import torch
 
@@ -17,7 +18,7 @@ from quire.contracts.blocks import KVGeometry
 from quire.contracts.errors import ConfigError
 from quire.contracts.sampling import SamplerSpec
 from quire.contracts.speculation import Speculation
-from quire.contracts.step import SAMPLE, Admission, StepPlan, StepSync
+from quire.contracts.step import SAMPLE, Admission, BlendedChunk, StepPlan, StepSync
 from quire.distributed.mesh import RankGroups
 from quire.kernels.cache import compiling_ahead, use_cache_folder
 from quire.kernels.triton_runtime import missing
@@ -132,6 +133,8 @@ def _rehearse(model: Model, plan: EnginePlan, limits: Limits,
     plans = [_largest_step(limits, 1, past), _largest_step(limits, limits.num_slots)]
     widened = plan.widened_tokens
     compiled = [_largest_step(limits, limits.num_slots, widened // limits.num_slots)] if widened else []
+    if plan.config.cache.enable_cache_blend:
+        plans.append(_blended_step(limits))
     with compiling_ahead() as ahead:
         worker.rehearse([*plans, *compiled])  # also a step that reads more than the scratch holds
     if ahead.report().failed:
@@ -162,6 +165,15 @@ def _exchange_bytes(worker: StepRunner) -> int:
                            outputs=none.astype(np.uint8), sync=StepSync((limits.bounds[-1],) * limits.replicas)))
     worker.collect()
     return torch.cuda.max_memory_allocated(DEVICE) - before
+
+
+def _blended_step(limits: Limits) -> StepPlan:
+    """Return the largest step of one sequence, all of whose tokens but the last reuse KV, and half are kept."""
+    step = _largest_step(limits, 1)
+    tokens = np.arange(int(step.num_tokens[0]) - 1, dtype=np.int32)
+    chunk = BlendedChunk(slot=0, tokens=tokens, sources=limits.block_size + tokens, shifts=tokens // 2,
+                         num_kept=len(tokens) // 2)  # fmt: skip
+    return msgspec.structs.replace(step, blended=(chunk,))
 
 
 def _largest_step(limits: Limits, num_seqs: int, past: int = 0) -> StepPlan:

@@ -92,6 +92,9 @@ class CacheConfig:
                                         "other engines find them")
     kv_offload_dir_gb: float = option(100.0, "GiB of files in --kv-offload-dir, of all ranks of a replica; the "
                                       "least recently used go first", above=0)
+    enable_cache_blend: bool = option(False, "reuse KV of texts cached alone at any position (CacheBlend, approximate)")
+    blend_ratio: float = option(0.15, "share of the tokens so reused that is computed again; 1 or more: all", least=0)
+    blend_separator: str = option(" # # ", "text between the parts of a prompt that are reused by themselves")
     kv_transfer_config: dict[str, Any] | None = option(
         None, 'vLLM\'s connector, as JSON: {"kv_connector": "OffloadingConnector", "kv_role": "kv_both", '
         '"kv_connector_extra_config": {"cpu_bytes_to_use": 8000000000}}; LMCacheConnectorV1 likewise; QuireConnector: '

@@ -24,6 +24,7 @@ class ExecutorFacts(msgspec.Struct, frozen=True, kw_only=True):
                   `num_drafts`
     drafts_cached   True: the drafter has KV in the blocks; that of a step's new tokens comes with the next step
     auto_drafts   numbers of drafts, ascending, among which the scheduler chooses by measured gain; (): it does not
+    blends        True: prompts may reuse KV of other positions (CacheBlend)
     num_host_blocks   blocks of the host tier; 0: there is no tier below the device
     draft_lookup  shortest and longest n-gram that is looked up for drafts; (0, 0): none is
     num_stages    stages of pipeline parallelism; each works on another step at the same time
@@ -44,6 +45,7 @@ class ExecutorFacts(msgspec.Struct, frozen=True, kw_only=True):
     drafts_cached: bool = False
     auto_drafts: tuple[int, ...] = ()
     draft_lookup: tuple[int, int] = (0, 0)
+    blends: bool = False
     num_stages: int = 1
     num_host_blocks: int = 0
     prompt_chunk: int = 0

@@ -60,6 +60,18 @@ class Transfer(msgspec.Struct, frozen=True, kw_only=True):
     num_tokens: int = 0
 
 
+class MovedTokens(msgspec.Struct, frozen=True):
+    """Tokens first .. last - 1 of a prompt whose KV exists `shift` positions earlier, in a text cached alone.
+
+    blocks   KV blocks of that text, from its beginning
+    """
+
+    first: int
+    last: int
+    shift: int
+    blocks: tuple[int, ...]
+
+
 class NewRequest(msgspec.Struct, frozen=True, kw_only=True):
     """A completion to generate, as the engine core gets it: token ids instead of text, every default resolved.
 
@@ -76,6 +88,8 @@ class NewRequest(msgspec.Struct, frozen=True, kw_only=True):
     num_drafts   maximum number of drafts that a step verifies for the request; None: as many as the engine drafts
     transfer     the blocks of the prompt go to another engine, or come from one; None: neither
     pool         "mean", "last" or "cls": the request ends with a pooled hidden state (max_tokens is 0); "": with text
+    chunks       (first token, end) of parts of the prompt, in order, that reuse KV of the same tokens cached alone
+    blend_ratio  share of the reused tokens that is computed again in all layers, 0 to 1
     """
 
     handle: int
@@ -95,6 +109,8 @@ class NewRequest(msgspec.Struct, frozen=True, kw_only=True):
     num_drafts: int | None = None
     transfer: Transfer | None = None
     pool: str = ""
+    chunks: tuple[tuple[int, int], ...] = ()
+    blend_ratio: float = 0.0
 
 
 class Request:
@@ -106,6 +122,7 @@ class Request:
         "drafts",
         "end",
         "in_flight",
+        "moved",
         "new",
         "num_fetches",
         "num_cached",
@@ -137,6 +154,7 @@ class Request:
         self.num_preemptions = 0
         self.num_fetches = 0  # times that it waited for KV blocks of other tiers, since its last preemption
         self.origins: dict[int, Fetched] = {}  # block -> its origin in another tier; others were on the device
+        self.moved: tuple[MovedTokens, ...] = ()  # of the last admission, in order
         self.prompt_scored = 0  # prompt-logprob rows collected
 
     def to(self, state: RequestState, blocked_on: BlockReason | None = None) -> None:

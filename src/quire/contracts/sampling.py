@@ -43,6 +43,9 @@ class SamplingParams(
     logprobs, prompt_logprobs   k alternatives per token; -1 = the whole vocabulary
     shown_special_ids     special tokens that stay in the text although skip_special_tokens removes the others
     structured_outputs    the grammar of the output; generation ends when the grammar allows no further token
+    kv_chunks             [first token, end] of parts of the prompt, which reuse KV of the same tokens cached alone;
+                          None = the parts between separators
+    blend_ratio           share of the tokens so reused that is computed again; None = the engine's
     speculative_tokens    drafts that a step verifies, at most; 0 = no speculation; None = as many as the engine drafts
     kv_transfer_params    disaggregation of prefill and decode, see `entry/transfer.py`
     """
@@ -78,6 +81,8 @@ class SamplingParams(
     structured_outputs: StructuredOutputsParams | None = None
     speculative_tokens: int | None = None
     kv_transfer_params: dict[str, Any] | None = None
+    kv_chunks: list[list[int]] | None = None
+    blend_ratio: float | None = None
 
     def __post_init__(self) -> None:
         self.check()
@@ -147,6 +152,7 @@ OPTIONAL: Ranges = {  # may be None
     "seed": (_is_int, -1, 2**64 - 1, "an integer in [0, 2^64), or -1 or None for a random one"),
     "max_tokens": (_is_int, 0, math.inf, "an integer >= 0, or None for the rest of the context"),
     "stream_interval": (_is_int, 1, math.inf, "an integer >= 1"),
+    "blend_ratio": (_is_number, 0.0, 1.0, "a number in [0, 1]"),
     "speculative_tokens": (_is_int, 0, math.inf, "an integer >= 0 (0 means no speculation)"),
     "logprobs": (_is_int, -1, math.inf, "an integer >= -1 (-1 means the whole vocabulary)"),
     "prompt_logprobs": (_is_int, -1, math.inf, "an integer >= -1 (-1 means the whole vocabulary)"),
@@ -213,6 +219,7 @@ def _check_ids(p: SamplingParams) -> None:
         if p.logprobs is not None and p.logprobs != len(p.logprob_token_ids):
             count = len(p.logprob_token_ids)
             _refuse("logprobs", p.logprobs, f"the number of logprob_token_ids ({count}) when both are set")
+    _check_chunks(p.kv_chunks)
     pairs: Any = p.logit_bias or {}  # the caller may have given any type
     words = "a map from token ids to finite numbers (clamped to [-100, 100])"
     if not isinstance(pairs, dict):
@@ -220,6 +227,19 @@ def _check_ids(p: SamplingParams) -> None:
     if wrong := [i for i, bias in pairs.items() if not _is_int(i) or i < 0 or not _is_number(bias)]:
         raise InvalidParameter(f"logit_bias at {listed(wrong)} is out of range: logit_bias must be {words}.",
                                param="logit_bias")
+
+
+def _check_chunks(chunks: Any) -> None:
+    """Raise `InvalidParameter` unless `kv_chunks` is None or a list of pairs in ascending order."""
+    end, whole = 0, isinstance(chunks, list | tuple | None)
+    for one in chunks or () if whole else ():
+        pair = tuple(one) if isinstance(one, list | tuple) else ()
+        if len(pair) != 2 or not all(map(_is_int, pair)) or not end <= pair[0] < pair[1]:
+            whole = False
+            break
+        end = pair[1]
+    if not whole:
+        _refuse("kv_chunks", chunks, "a list of pairs [first token, end] in ascending order")
 
 
 class BeamSearchParams(msgspec.Struct, metaclass=StrictFields, kw_only=True, forbid_unknown_fields=True):

@@ -25,6 +25,10 @@ SAMPLE = 1  # sample a token from the slot's last row, or from every row of a de
 PROMPT_LOGPROBS = 2  # score the next prompt token at each row
 POOL = 4  # sum hidden states instead of computing logits
 
+# Steps that reuse KV of other positions (`BlendedChunk`). The first layer whose KV depends on the tokens before is 1.
+CHECK_LAYER = 1  # the last layer that computes all rows; it shows how far moved KV is from new KV
+FIRST_TOKENS = 8  # of a reused text: they had no context when it stood alone (EPIC, arXiv 2410.15332; docs/log.md)
+
 MAX_VERIFY_ROWS = 1024  # of all decodes of a step together; the number of drafts is reduced to fit
 
 
@@ -76,13 +80,15 @@ class StepSync(msgspec.Struct, frozen=True):
 class Tier(StrEnum):
     """Memory that holds KV blocks, the nearest first. PEER is the host memory of other engines.
 
-    DEVICE and HOST have block numbers; DISK and PEER find blocks by key.
+    DEVICE and HOST have block numbers; DISK and PEER find blocks by key. BLENDED is no memory: the origin of a block
+    whose KV was moved from other positions on the device.
     """
 
     DEVICE = "device"
     HOST = "host"
     DISK = "disk"
     PEER = "peer"
+    BLENDED = "blended"
 
 
 class Fetched(msgspec.Struct, frozen=True, kw_only=True):
@@ -155,6 +161,25 @@ class HostDrafts(msgspec.Struct, frozen=True):
     tokens: I32
 
 
+class BlendedChunk(msgspec.Struct, frozen=True, kw_only=True):
+    """Tokens of a prompt chunk that reuse KV of other positions, approximately (CacheBlend). Other tokens are new.
+
+    The first layers compute all tokens of the chunk. The last layers compute the new tokens, and `num_kept` of the
+    moved ones: the first tokens of each reused text, then those whose new KV differs most from the moved KV.
+
+    slot       slot of the chunk
+    tokens     [n] int32, the moved tokens, as ascending indices in the chunk; never the last token of a prompt
+    sources    [n] int32, place of each token's KV: block * block size + offset. An earlier step has computed it
+    shifts     [n] int32, positions from the source to the token
+    """
+
+    slot: int
+    tokens: I32
+    sources: I32
+    shifts: I32
+    num_kept: int
+
+
 class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
     """Plan of a step. The device applies `released`, `admitted` and `appended`, then runs the model over `slots`.
 
@@ -173,6 +198,7 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
                  no drafts for these slots
     sync         of replicas in lock-step; None: no other replica takes part in this step. With it, `slots` may be empty
     copies       jobs that copy blocks between tiers, or None. With it, too, `slots` may be empty
+    blended      prompt chunks of the step that reuse KV of other positions
     """
 
     step: int
@@ -189,6 +215,7 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
     drafts: tuple[HostDrafts, ...] = ()
     sync: StepSync | None = None
     copies: StepCopies | None = None
+    blended: tuple[BlendedChunk, ...] = ()
 
 
 class RowLogprobs(msgspec.Struct, frozen=True):

@@ -2,9 +2,10 @@
 
 import numpy as np
 
-from quire.contracts.request import Request, RequestState
-from quire.contracts.step import I32, Admission, Fetched
+from quire.contracts.request import MovedTokens, Request, RequestState
+from quire.contracts.step import I32, Admission, Fetched, Tier
 from quire.engine.roster import MOST_FETCHES, Roster
+from quire.kv.blend import blocks_within, sources
 from quire.kv.miss_reasons import PrefixHistory
 from quire.kv.prefix import PrefixMatch
 
@@ -39,7 +40,7 @@ class Admitter:
                     break
                 if self._fetches(request, match):
                     continue
-                admission = self._enter(request, match, room)
+                admission = self._enter(request, match, self._moved(request, match, room), room)
             except Exception:
                 self._roster.fail(request)
                 continue
@@ -94,9 +95,18 @@ class Admitter:
             limit = 0
         return limit
 
-    def _fits(self, request: Request, match: PrefixMatch, room: int) -> bool:
-        """True when there are KV blocks for a request that computes up to `room` tokens in its first step."""
-        headroom = self._headroom if len(self._table) else 0
+    def _moved(self, request: Request, match: PrefixMatch, room: int) -> tuple[MovedTokens, ...]:
+        """Return the tokens behind the match whose KV is moved from other positions; () without room for both."""
+        if self._roster.chunks is None:
+            return ()
+        moved = self._roster.chunks.find(request.new.handle, match.num_tokens, self._most_reused(request))
+        more = [block for block in sources(moved) if block not in match.blocks[0]]
+        return moved if self._fits(request, match, room, self._allocator.pool.num_free_among(more)) else ()
+
+    def _fits(self, request: Request, match: PrefixMatch, room: int, more: int = 0) -> bool:
+        """True when there are KV blocks for a request that computes up to `room` tokens in its first step, and `more`.
+        """
+        headroom = more + (self._headroom if len(self._table) else 0)
         upto = min(len(request.tokens), match.num_tokens + room)
         return self._allocator.can_admit(match, len(request.tokens), headroom, upto)
 
@@ -105,11 +115,12 @@ class Admitter:
 
         It comes back to the queue and is matched again: after a failure with fewer blocks, and at last without any.
         """
-        store = self._roster.store
-        if store is None or match.broke_at is None or request.num_fetches == MOST_FETCHES:
+        store, index, most = self._roster.store, self._roster.chunks, self._most_reused(request)
+        chunks = [] if index is None or not most else index.chains(request.new.handle, match.num_tokens)
+        if store is None or request.num_fetches == MOST_FETCHES or (match.broke_at is None and not chunks):
             return False
         chain = self._roster.chain(request)
-        if not (found := store.fetch(request.new.handle, chain, self._most_reused(request), match)):
+        if (found := store.fetch(request.new.handle, chain, most, match, chunks)) is None:
             return False
         for block, tier in found.items():
             if block not in request.origins:  # else it comes from a disk, through host memory
@@ -118,17 +129,20 @@ class Admitter:
         self._roster.await_blocks(request)
         return True
 
-    def _enter(self, request: Request, match: PrefixMatch, room: int) -> Admission:
-        """Give a waiting request a slot, blocks and up to `room` planned tokens.
+    def _enter(self, request: Request, match: PrefixMatch, moved: tuple[MovedTokens, ...], room: int) -> Admission:
+        """Give a waiting request a slot, blocks and up to `room` planned tokens, of which it reuses `moved`.
 
         The request stays in the queue until the caller moves it to RUNNING, so that `Roster.fail` can undo all of this.
         """
-        new, upto = request.new, min(len(request.tokens), match.num_tokens + room)
+        new, size, upto = request.new, self._allocator.block_size, min(len(request.tokens), match.num_tokens + room)
         if request.num_cached < 0 and new.parent is None:
             request.prefix = self._history.admit(
                 new.request_id, self._roster.chain(request), match, request.num_prompt, reads=new.read_prefix_cache
             )
         slot = self._table.enter(request, match.num_tokens, self._by_priority)
+        request.moved = moved
+        if moved:
+            self._allocator.loans.begin(slot, sources(moved), moved[0].first // size)
         blocks = self._allocator.admit(slot, match, len(request.tokens), upto)
         self._publish_planned(request, upto)
         admission = Admission(
@@ -143,8 +157,9 @@ class Admitter:
         if request.num_cached < 0:
             if self._roster.store is not None:
                 self._roster.store.sharing.settle(new.handle)
-            request.num_cached = match.num_tokens
+            request.num_cached = match.num_tokens + sum(one.last - one.first for one in moved)
             request.origins = {block: one for block, one in request.origins.items() if block < match.num_blocks}
+            request.origins |= {block: Fetched(tier=Tier.BLENDED) for block in blocks_within(moved, size)}
             self.prefix_queries += request.num_prompt
             self.prefix_hits += match.num_tokens
         return admission

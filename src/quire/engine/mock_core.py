@@ -64,6 +64,7 @@ def build_mock_core(config: EngineConfig, folder: Path, tokenizer_folder: Path |
         max_model_len=length,
         depth=config.device.async_depth or 1,
         num_drafts=speculation.num_drafts if speculation else 0,
+        blends=config.cache.enable_cache_blend,
         draft_lookup=speculation.lookup if speculation else (0, 0),
         drafts_by_batch=speculation.by_batch if speculation else (),
         auto_drafts=speculation.auto if speculation else (),

@@ -11,6 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
+from zlib import crc32
 
 import msgspec
 import numpy as np
@@ -25,6 +26,7 @@ from quire.contracts.step import (
     PROMPT_LOGPROBS,
     SAMPLE,
     Admission,
+    BlendedChunk,
     HostDrafts,
     RowLogprobs,
     StepPlan,
@@ -108,6 +110,8 @@ class _Slot:
         self.accepted = 0  # correct drafts of this step
         self.seen: list[int] = []  # positions whose hidden states are pooled
         self.digests: list[int] = []
+        self.num_exact = MASK  # tokens whose KV is that of their prefix; later ones have the request's own
+        self.own = chain(FIRST, crc32(self.request_id.encode()))
         self.extend()
 
     def extend(self) -> None:
@@ -220,6 +224,8 @@ class MockExecutor:
     def _run(self, plan: StepPlan, masks: dict[int, I32]) -> StepResult:
         hosted = {drafts.slot: drafts for drafts in plan.drafts}
         self._enter(plan)
+        for moved in plan.blended:
+            self._move(moved)
         assert len(set(plan.slots.tolist())) == len(plan.slots), "a slot is scheduled twice"
         for i, (slot, count) in enumerate(zip(plan.slots.tolist(), plan.num_tokens.tolist(), strict=True)):
             state = self._slots[slot]  # all KV before any row attends
@@ -322,6 +328,19 @@ class MockExecutor:
         self._store(state, state.digests[state.computed : state.computed + count])
         state.computed += count
 
+    def _move(self, chunk: BlendedChunk) -> None:
+        """Check that the tokens of a chunk reuse KV of the same tokens alone. What follows is the request's own KV."""
+        state, memory = self._slots[chunk.slot], self._memory.reshape(-1)
+        positions = state.computed + chunk.tokens
+        assert 0 <= chunk.num_kept <= len(positions) and positions[-1] < len(state.tokens) - 1, "moved too much"
+        state.num_exact = min(state.num_exact, int(positions[0]))
+        alone = dict[int, list[int]]()
+        for position, source, shift in zip(positions.tolist(), chunk.sources, chunk.shifts.tolist(), strict=True):
+            digests = alone.setdefault(shift, [FIRST])
+            while len(digests) <= position - shift + 1:
+                digests.append(chain(digests[-1], state.tokens[shift + len(digests) - 1]))
+            assert not self._verify or memory[source] == digests[position - shift + 1], "moved KV of other tokens"
+
     def _decode(self, state: _Slot, count: int, hosted: HostDrafts | None, masks: I32 | None) -> None:
         """Compute the last token of a slot and its drafts, some of which are correct.
 
@@ -353,7 +372,8 @@ class MockExecutor:
             for position, digest in enumerate(digests, state.computed):
                 block = blocks[position // size]
                 assert block != 0, "the null block is written"
-                self._memory[block, position % size] = digest ^ group
+                own = state.own if position >= state.num_exact else 0
+                self._memory[block, position % size] = digest ^ group ^ own
         self.computed[state.request_id] = self.computed.get(state.request_id, 0) + len(digests)
 
     def _attend(self, state: _Slot) -> None:
@@ -365,6 +385,7 @@ class MockExecutor:
             blocks = state.blocks[group][first // size : -(-end // size)]
             seen = self._memory[blocks].reshape(-1)[first % size :][: end - first]
             expected = np.array(state.digests[first:end], np.uint64) ^ np.uint64(group)
+            expected[max(0, state.num_exact - first) :] ^= np.uint64(state.own)
             assert np.array_equal(seen, expected), f"{state.request_id} attends to KV that is not its own prefix"
 
     def _score(self, state: _Slot, rows: int) -> RowLogprobs:

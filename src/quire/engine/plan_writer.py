@@ -5,8 +5,18 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from quire.contracts.request import Request
-from quire.contracts.step import I32, POOL, PROMPT_LOGPROBS, SAMPLE, Admission, SharedPrefix, StepPlan
+from quire.contracts.step import (
+    I32,
+    POOL,
+    PROMPT_LOGPROBS,
+    SAMPLE,
+    Admission,
+    BlendedChunk,
+    SharedPrefix,
+    StepPlan,
+)
 from quire.engine.roster import Roster
+from quire.kv.blend import blended_chunk
 
 SHARED_TOKENS = 1024  # saved reads; with fewer, a shared prefix saves no time
 
@@ -81,6 +91,7 @@ class PlanWriter:
             released=np.array(self._roster.released, np.int32),
             shared=self._shared_prefixes(),
             grammar=sampling[table.masked[sampling]],
+            blended=self._blended(slots[prefills], before[prefills], after[prefills]),
         )
         self._roster.released.clear()
         requests, handles = self._who(sampling)
@@ -98,6 +109,21 @@ class PlanWriter:
             num_prefills=len(prefills),
             num_prefill_tokens=int(num_tokens[prefills].sum()) if len(prefills) else 0,
         )
+
+    def _blended(self, slots: I32, first: I32, last: I32) -> tuple[BlendedChunk, ...]:
+        """Return the moved tokens of prompts in `slots` [P], among tokens first .. last - 1. Ends loans after them.
+        """
+        found = []
+        for slot, begin, end in zip(slots.tolist(), first.tolist(), last.tolist(), strict=True):
+            request = self._table.requests[slot]
+            if request is None or not request.moved:
+                continue
+            ratio, size = request.new.blend_ratio, self._allocator.block_size
+            if (chunk := blended_chunk(request.moved, slot, begin, end, ratio, size)) is not None:
+                found.append(chunk)
+            if end >= request.moved[-1].last:
+                self._allocator.loans.end(slot)
+        return tuple(found)
 
     def _most(self, rows: I32, num_sampling: int) -> I32 | None:
         """Return the most tokens that each sampling slot may get: its number of rows, one after a prompt.

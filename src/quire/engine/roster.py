@@ -7,6 +7,7 @@ from quire.contracts.request import BlockReason, NewRequest, Request, RequestSta
 from quire.engine.queue import WaitingQueue
 from quire.engine.table import RunningTable
 from quire.kv.allocator import KVAllocator
+from quire.kv.blend import ChunkIndex
 from quire.kv.hashing import KeyChain, Tags
 from quire.kv.store import KVStore
 
@@ -19,6 +20,7 @@ class Roster:
 
     table, queue, allocator   running requests, waiting requests, and the KV blocks of running requests
     store         the tiers of KV blocks below the device, or None
+    chunks        finds KV of parts of prompts that were cached alone; None: no prompt reuses it
     num_blocked   requests that wait for their grammar, for KV blocks of other tiers or, with n > 1, for the prompt of
                   completion 0
     released      slots that running requests gave back since the last plan
@@ -29,8 +31,9 @@ class Roster:
     """
 
     def __init__(self, table: RunningTable, queue: WaitingQueue, allocator: KVAllocator, root_key: bytes,
-                 store: KVStore | None = None, *, keeps: bool = True) -> None:
+                 store: KVStore | None = None, *, chunks: ChunkIndex | None = None, keeps: bool = True) -> None:
         self.table, self.queue, self.allocator, self.store = table, queue, allocator, store
+        self.chunks = chunks
         self.num_blocked = 0
         self.released: list[int] = []
         self.preempted: list[int] = []
@@ -63,6 +66,8 @@ class Roster:
         else:
             self._line_up(request)
         self._chains[new.handle] = chain
+        if self.chunks is not None and new.chunks:
+            self.chunks.add(new.handle, chain, new.chunks)
         if not self._keeps:
             self._completions[_family(request)] += 1
         if self.store is not None and new.transfer is not None:
@@ -100,6 +105,8 @@ class Roster:
         self._compiling.discard(request.new.handle)
         self.unblock_children(request)
         chain = self._chains.pop(request.new.handle)
+        if self.chunks is not None:
+            self.chunks.forget(request.new.handle)
         if not self._keeps:
             self._forget(request, chain)
 
@@ -163,6 +170,7 @@ class Roster:
         if request.state is RequestState.WAITING and request.slot >= 0:  # its admission broke off; not in any plan
             if self.allocator.num_blocks(request.slot):
                 self.allocator.forget(request.slot)
+            self.allocator.loans.forget(request.slot)
             self.table.leave(request)
         self.remove(request, distrust=request.state is RequestState.RUNNING)
         self._broken.append(request)

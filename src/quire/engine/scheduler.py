@@ -18,6 +18,7 @@ from quire.engine.queue import WaitingQueue
 from quire.engine.roster import Roster
 from quire.engine.table import RunningTable
 from quire.kv.allocator import KVAllocator
+from quire.kv.blend import ChunkIndex
 from quire.kv.miss_reasons import PrefixHistory
 from quire.kv.store import KVStore
 
@@ -39,7 +40,9 @@ class Scheduler:
         self.table = RunningTable(facts.num_slots, facts.num_drafts)
         self.queue = WaitingQueue(by_priority, config.max_waiting, facts.num_slots)
         self.allocator = allocator
-        self.roster = Roster(self.table, self.queue, allocator, root_key, store, keeps=history.enabled)
+        self._chunks = ChunkIndex(allocator, root_key) if facts.blends else None
+        self.roster = Roster(self.table, self.queue, allocator, root_key, store, chunks=self._chunks,
+                             keeps=history.enabled)  # fmt: skip
         self.growth = Growth(self.roster)
         self.admitter = Admitter(
             self.roster, history, by_priority=by_priority, headroom=int(config.watermark * facts.num_blocks)
@@ -60,6 +63,8 @@ class Scheduler:
     def plan(self, step: int) -> InFlight | None:
         """Plan step number `step` and return it; None when nothing can run before more results arrive."""
         preempted = self.growth.num_preempted
+        if self._chunks is not None:
+            self._chunks.begin_step()
         budget = self._step_budget()
         slots, num_tokens = share_budget(self.table, budget, self._lag, self.drafts, self._stages)
         guessed = self._guess(slots, num_tokens) if self.guess is not None else {}

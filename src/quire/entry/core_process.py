@@ -81,7 +81,7 @@ def _ready(core: Core, **told: Any) -> Ready:
     facts = core.facts
     return Ready(max_model_len=facts.max_model_len, vocab_size=facts.vocab_size, num_slots=facts.num_slots,
                  num_blocks=facts.num_blocks, block_size=facts.block_size, depth=facts.depth,
-                 num_drafts=facts.num_drafts, **told)
+                 num_drafts=facts.num_drafts, blends=facts.blends, **told)
 
 
 def _progress(phase: str, send: Send) -> Callable[[int, int], None]:

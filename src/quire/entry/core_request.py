@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from quire.config.sharing import SharePlan
+from quire.contracts.chunks import Chunking
 from quire.contracts.errors import InvalidParameter, PromptTooLong, listed, shown
 from quire.contracts.request import NewRequest
 from quire.contracts.sampling import BIAS_LIMIT, COLDEST, SamplerSpec, SamplingParams
@@ -27,6 +28,7 @@ class FrontLimits:
     num_drafts    most drafts that a step verifies for a request
     sharing       part of the engine among others
     block_size    tokens per KV block
+    chunking      way to find parts of prompts that reuse KV of other positions
     """
 
     max_model_len: int
@@ -37,6 +39,7 @@ class FrontLimits:
     num_drafts: int = 0
     sharing: SharePlan = SharePlan()
     block_size: int = 1
+    chunking: Chunking = Chunking()
 
 
 def check_options(priority: int, timeout: float | None, limits: FrontLimits) -> None:

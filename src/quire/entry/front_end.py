@@ -14,6 +14,7 @@ from itertools import count
 from typing import Self
 
 from quire.config.engine import EngineConfig
+from quire.contracts.chunks import Chunking, read_chunks
 from quire.contracts.errors import InvalidParameter
 from quire.contracts.output import Finish, RequestOutput, StepOutputs
 from quire.contracts.protocols import ExecutorFacts
@@ -85,10 +86,14 @@ class FrontEnd:
     def of(cls, config: EngineConfig, facts: ExecutorFacts | Ready, tokenizer: Tokenizer | None,
            eos_ids: tuple[int, ...], place: FrontPlace = ALONE) -> Self:
         """Make the front end of an engine. `facts`: limits that the executor or the core reports."""
+        if facts.blends and tokenizer is not None:
+            tokenizer.separator = config.cache.blend_separator
+        between = tokenizer.encode(tokenizer.separator, add_special_tokens=False) if tokenizer is not None else ()
         limits = FrontLimits(max_model_len=facts.max_model_len, vocab_size=facts.vocab_size,
                         max_logprobs=config.model.max_logprobs, eos_ids=eos_ids, num_drafts=facts.num_drafts,
                         sharing=resolve_offload(config).sharing, block_size=facts.block_size,
-                        by_priority=config.scheduler.scheduling_policy == "priority")
+                        by_priority=config.scheduler.scheduling_policy == "priority",
+                        chunking=Chunking(facts.blends, config.cache.blend_ratio, tuple(between)))
         return cls(tokenizer, limits, seed=config.model.seed, place=place)
 
     def __len__(self) -> int:
@@ -155,6 +160,9 @@ class FrontEnd:
             grammar=grammar,
             num_drafts=params.speculative_tokens,
             transfer=transfer,
+            chunks=read_chunks(params, token_ids, self.limits.chunking, text=prompt.text is not None,
+                               transfer=transfer is not None),
+            blend_ratio=self.limits.chunking.ratio if params.blend_ratio is None else params.blend_ratio,
         )
         requests = [parent, *(child_request(parent, i, f"{request_id}.{i}") for i in range(1, params.n))]
         self._next_handle += params.n

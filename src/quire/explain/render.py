@@ -52,6 +52,10 @@ def _tree(plan: Plan, full: bool) -> Tree:
         _add(branch, f"the drafter has {held if drafts['weights'] else 'no weights and no part of the KV cache'}")
         costs = ", ".join(f"{size(bytes_)} with k = {k}" for k, bytes_ in drafts["read"].items())
         _add(branch, f"weights that a step of one decode reads: {costs}")
+    if (blend := plan["blend"]) is not None:
+        _add(tree, "CacheBlend: prompts reuse texts cached alone, between separators {separator!r} or by kv_chunks; "
+                   "{ratio:.0%} of their tokens are computed again behind layer {check_layer}, the first "
+                   "{first_tokens} of each text before those whose KV differs most".format(**blend))
     add_ranks(tree, plan)
     left = [name + " (multi-token prediction)" * name.endswith(".*") + f"  {number:,} tensors" * (number > 1)
             for name, number in plan["not_read"].items()]  # fmt: skip

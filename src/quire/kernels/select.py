@@ -86,6 +86,7 @@ class Kernels:
     attention: Any = None
     latent: Any = None
     routing: Any = None
+    blend: Any = None
 
     def features(self, op: str) -> tuple[str, ...]:
         """Return the features of the chosen implementation of `op`; () if the model does not use `op`."""
@@ -187,7 +188,8 @@ def choose_kernels(
     needs = KernelNeeds(device=device, dtype=dtype)
     cache = replace(needs, features=cache_features)
     attention = replace(needs, features=attention_features | cache_features, head_dim=head_dim)
-    own = {"heads": cache, "latent": cache, "attention": attention}
+    latent = replace(needs, features=cache_features | attention_features & {"rows"})
+    own = {"heads": cache, "latent": latent, "attention": attention, "blend": cache}
     return tuple(select(op, own.get(op, needs), forced.get(op), probe) for op in ops)
 
 

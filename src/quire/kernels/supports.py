@@ -85,14 +85,19 @@ SUPPORTS: dict[str, Mapping[str, Support]] = {
     "attention": {
         "hopper": replace(HOPPER, features=_SCORES | {"rows"}, extra=_NEW, max_head_dim=128),
         "triton": replace(TRITON, features=_SCORES | {"rows"}, extra=_NEW, max_head_dim=256),
-        "native": replace(NATIVE, features=frozenset({"recording"}), max_head_dim=512),
-        "cpu": replace(PLAIN, features=_CACHES, needs=("flash attention",)),
+        "native": replace(NATIVE, features=frozenset({"recording", "rows"}), max_head_dim=512),
+        "cpu": replace(PLAIN, features=_CACHES | {"rows"}, needs=("flash attention",)),
         "ref": replace(REFERENCE, features=_SCORES | _CACHES | {"rows"}),
     },
     "latent": {
         "hopper": replace(HOPPER, dtypes=frozenset({"bfloat16"}), features=_CACHES),
         "triton": replace(TRITON, extra=_NEW),
-        "cpu": replace(PLAIN, features=_CACHES, needs=("flash attention",)),
+        "cpu": replace(PLAIN, features=_CACHES | {"rows"}, needs=("flash attention",)),
+        "ref": replace(REFERENCE, features=_CACHES | {"rows"}),
+    },
+    "blend": {
+        "triton": replace(TRITON, extra=_NEW),
+        "cpu": replace(REFERENCE, features=_CACHES),
         "ref": replace(REFERENCE, features=_CACHES),
     },
     "step": {"triton": TRITON, "ref": REFERENCE},

@@ -17,6 +17,7 @@ import numpy as np
 from quire.contracts.blocks import NULL_BLOCK, KVGeometry
 from quire.contracts.step import I32
 from quire.kv.hashing import KeyChain, group_keys
+from quire.kv.loans import Loans
 from quire.kv.pool import BlockPool
 from quire.kv.prefix import PrefixIndex, PrefixMatch
 
@@ -29,6 +30,7 @@ class KVAllocator:
     capacity    [num_slots] int32, tokens that a slot's blocks hold in every group (0: the slot is empty); read only
     published   [num_slots] int32, number of leading blocks of a slot that are in the prefix cache; read only
     groups      the KV groups
+    loans       blocks that slots copy KV of, approximately
     has_windows True: a KV group has a sliding window, so `trim` can give blocks back before a request ends
     """
 
@@ -43,6 +45,7 @@ class KVAllocator:
         self._tables: list[list[list[int]]] = [[[] for _ in range(num_slots)] for _ in geometry.groups]
         self._behind = np.zeros((len(geometry.groups), num_slots), np.int32)  # leading entries given back: NULL_BLOCK
         self._num_shared = [0] * num_slots  # leading blocks of each group that came from a match
+        self.loans = Loans(pool)
         self._index = PrefixIndex(pool, geometry.block_size, geometry.groups)
         self.on_withdraw: list[Callable[[list[bytes]], None]] = []  # called with the keys of every withdrawn chain
         self.on_publish: list[Callable[[KeyChain, int, int], None]] = []  # called with a range of blocks in the cache
@@ -176,11 +179,13 @@ class KVAllocator:
     def publish(self, slot: int, chain: KeyChain, num_full_blocks: int) -> None:
         """Offer the slot's first `num_full_blocks` blocks to other requests. Blocks already offered are skipped.
 
+        Blocks that depend on borrowed ones (`loans`) are never offered.
+
         Call this when their KV is written already, or will be by the plan that is being made, before any row attends to
         it. `chain` has the keys of the slot's request.
         """
         start = int(self.published[slot])
-        num_full_blocks = max(start, num_full_blocks)
+        num_full_blocks = max(start, self.loans.exact(slot, num_full_blocks))
         publish, keys = self.pool.publish, chain.keys(num_full_blocks, start)
         for group, tables in enumerate(self._tables):
             table = tables[slot]
@@ -206,6 +211,7 @@ class KVAllocator:
         for tables in self._tables:
             self.pool.release(self._present(tables[slot]))
             tables[slot] = []
+        self.loans.forget(slot)
         self._behind[:, slot] = 0
         self.capacity[slot] = self.published[slot] = self._num_shared[slot] = 0
 
@@ -257,7 +263,7 @@ class KVAllocator:
         """
         self.pool.check()
         refs = [0] * (self.pool.num_blocks + 1)
-        for block in held:
+        for block in (*held, *self.loans.blocks()):
             refs[block] += 1
         for slot, capacity in enumerate(self.capacity.tolist()):
             tables = [tables[slot] for tables in self._tables]

@@ -13,7 +13,7 @@ Knows keys, blocks and jobs. Knows nothing of bytes (`kvstore/`), slots, queues 
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
@@ -129,46 +129,45 @@ class KVStore:
             return BlockPlace.RESIDENT
         if self._on_its_way(key) is not None:
             return BlockPlace.PENDING
-        if self.host.lookup(key) is not None:
-            return BlockPlace.LOADABLE
-        return BlockPlace.MISSING if self._holder(key) is None else BlockPlace.LOADABLE
+        there = self.host.lookup(key) is not None or self._holder(key) is not None
+        return BlockPlace.LOADABLE if there else BlockPlace.MISSING
 
-    def fetch(self, handle: int, chain: KeyChain, max_tokens: int, match: PrefixMatch) -> dict[int, Tier]:
+    def fetch(self, handle: int, chain: KeyChain, max_tokens: int, match: PrefixMatch,
+              chunks: Sequence[KeyChain] = ()) -> dict[int, Tier] | None:
         """Begin to bring the blocks with which `match` becomes longer; the request waits until `take_ready` names it.
 
         max_tokens   as in `PrefixIndex.match`
-        Returns the blocks, by index, with the tier that holds each; {}: there are none, and the request need not wait.
+        chunks       keys of parts of the prompt whose blocks are brought, too, for other positions
+        Returns the blocks of `chain`, by index, with the tier that holds each; None: the request need not wait.
         """
         reach = self._index.match(chain, max_tokens)
-        if reach.num_tokens <= match.num_tokens:
-            return {}
-        keys = [group_keys(chain.keys(reach.num_blocks), group) for group in range(len(reach.blocks))]
-        jobs: set[int] = set()
-        found: dict[int, Tier] = {}
-        near, far = list[bytes](), dict[Tier, list[bytes]]()
+        wanted = [(chain, reach)] if reach.num_tokens > match.num_tokens else []
+        wanted += [(chunk, self._index.match(chunk, len(chunk.tokens))) for chunk in chunks]
+        jobs, found = set[int](), dict[int, Tier]()
+        near, far = dict[bytes, None](), dict[Tier, dict[bytes, None]]()
         leased = dict.fromkeys(block for blocks in match.blocks for block in blocks if block)
-        for index in range(reach.num_blocks):
-            for key in (keys[group][index] for group, blocks in enumerate(reach.blocks) if blocks[index]):
-                if (block := self._pool.lookup(key)) is not None:
-                    leased[block] = None
-                elif (moves := self._on_its_way(key)) is not None:
-                    found[index] = moves[0]
-                    jobs.add(moves[1])
-                elif self.host.lookup(key) is not None:
-                    found.setdefault(index, Tier.HOST)
-                    near.append(key)
-                elif (tier := self._holder(key)) is not None:
-                    found[index] = tier
-                    far.setdefault(tier, []).append(key)
+        for one, index, key in _blocks(wanted):
+            mine = found if one is chain else dict[int, Tier]()
+            if (block := self._pool.lookup(key)) is not None:
+                leased[block] = None
+            elif (moves := self._on_its_way(key)) is not None:
+                mine[index] = moves[0]
+                jobs.add(moves[1])
+            elif self.host.lookup(key) is not None:
+                mine.setdefault(index, Tier.HOST)
+                near[key] = None
+            elif (tier := self._holder(key)) is not None:
+                mine[index] = tier
+                far.setdefault(tier, {})[key] = None
         self._pool.share([*leased])
-        if near := near[: self._pool.num_free]:
-            jobs.add(self._load(near))
-        for tier, some in far.items():
-            if some := some[: self.host.num_free]:
+        if now := [*near][: self._pool.num_free]:
+            jobs.add(self._load(now))
+        for tier, keys in far.items():
+            if some := [*keys][: self.host.num_free]:
                 jobs.add(self._jobs.begin((tier, Tier.HOST), some, targets=self.host.take(len(some)), after=False))
         if not jobs:
             self._pool.release([*leased])
-            return {}
+            return None
         assert handle not in self._fetches, "a request waits twice"
         self._fetches[handle] = _Fetch(jobs, [*leased], self._clock() + FETCH_SECONDS)
         return found
@@ -376,6 +375,16 @@ class KVStore:
             stats.num_loaded += whole
             stats.loaded_bytes += report.num_bytes
             stats.loaded_seconds += report.seconds
+
+
+def _blocks(wanted: Iterable[tuple[KeyChain, PrefixMatch]]) -> Iterator[tuple[KeyChain, int, bytes]]:
+    """Yield (chain, index, key) of every block of the matches, of all KV groups."""
+    for chain, reach in wanted:
+        keys = [group_keys(chain.keys(reach.num_blocks), group) for group in range(len(reach.blocks))]
+        for index in range(reach.num_blocks):
+            for group, blocks in enumerate(reach.blocks):
+                if blocks[index]:
+                    yield chain, index, keys[group][index]
 
 
 class _Reachable:

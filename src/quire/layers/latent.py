@@ -101,7 +101,6 @@ class LatentAttention(nn.Module):
         Writes the step's latents and rotated keys to `kv` before attention reads them.
         """
         sizes, meta, tokens = self.sizes, ctx.attention[self.group], len(hidden)
-        assert meta.row_positions is None, "latent attention computes the last rows of a sequence"
         up = self.kv_up.weight
         down = self.down.normed(hidden, norm)
         width = sizes.kv_rank + sizes.rope_dim

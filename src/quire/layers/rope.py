@@ -25,10 +25,17 @@ class Rotary:
 
     def rows(self, positions: Tensor, dtype: torch.dtype) -> Rotation:
         """Return cos and sin [T, D] of positions [T], from float32 angles. The first half of sin is negated."""
+        return self._rows(positions, self.scale, dtype)
+
+    def differences(self, shifts: Tensor) -> Rotation:
+        """Return cos and sin [T, D] float32 that move cached keys by `shifts` [T] positions. See `kernels/blend`."""
+        return self._rows(shifts, 1.0, torch.float32)
+
+    def _rows(self, positions: Tensor, scale: float, dtype: torch.dtype) -> Rotation:
         if self._kernel is not None:
-            return self._kernel(positions, self.frequencies, self.scale, dtype)
+            return self._kernel(positions, self.frequencies, scale, dtype)
         angles = positions[:, None].float() * self.frequencies
-        cos, sin = angles.cos() * self.scale, angles.sin() * self.scale
+        cos, sin = angles.cos() * scale, angles.sin() * scale
         return torch.cat((cos, cos), -1).to(dtype), torch.cat((-sin, sin), -1).to(dtype)
 
 

@@ -40,6 +40,7 @@ def draft_config(config: EngineConfig) -> EngineConfig | None:
         return None
     return replace(config, model=replace(config.model, model=speculation.model, tokenizer=None, revision=None),
                    scheduler=replace(config.scheduler, speculative_config=None),
+                   cache=replace(config.cache, enable_cache_blend=False),  # it computes all tokens
                    load=replace(config.load, quantization=None))  # fmt: skip
 
 

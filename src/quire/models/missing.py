@@ -3,10 +3,13 @@
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
+from quire.config.checkpoint import ModelArgs
+from quire.config.engine import CacheConfig
 from quire.config.placement import Parallel
 from quire.config.resolve_moe import MoEPlan
 from quire.contracts.errors import UnsupportedModel
 from quire.contracts.speculation import METHODS, Speculation
+from quire.contracts.step import CHECK_LAYER
 
 
 class Missing(NamedTuple):
@@ -56,6 +59,32 @@ def missing_speculation(speculation: Speculation | None, parallel: Parallel) -> 
     return (Missing(f"speculative decoding {where} (--speculative-config)",
                     f"--speculative-config: speculative decoding {where} is not implemented yet, because {why}: "
                     f"{remedy}."),)  # fmt: skip
+
+
+def missing_blend(cache: CacheConfig, args: ModelArgs, parallel: Parallel, windows: Sequence[int | None],
+                  device: str) -> tuple[Missing, ...]:  # fmt: skip
+    """Return what keeps an engine from reusing KV at other positions (CacheBlend); () if nothing does, or needs not.
+
+    windows   sliding window of each KV group
+    """
+    if not cache.enable_cache_blend:
+        return ()
+    if not cache.enable_prefix_caching:
+        where, why = "with --no-enable-prefix-caching", "texts are reused from the prefix cache"
+    elif parallel.size > 1:
+        where, why = f"with {parallel}", "ranks do not tell each other which rows they keep"
+    elif any(window is not None for window in windows):
+        where, why = "for layers with a sliding window", "they have given up the KV of most tokens of a text"
+    elif args.num_layers <= CHECK_LAYER + 1:
+        where, why = f"for {args.num_layers} layers", f"the first {CHECK_LAYER + 1} compute all tokens"
+    elif args.draft_layers:
+        where, why = "with method mtp", "a layer that drafts needs the states of all tokens"
+    elif args.latent is not None and device == "cuda":
+        where, why = "for latent attention on a GPU", "its kernels take only the last rows of a sequence"
+    else:
+        return ()
+    return (Missing(f"CacheBlend {where} (--enable-cache-blend)", f"--enable-cache-blend: CacheBlend {where} is not "
+                    f"implemented yet, because {why}: leave out --enable-cache-blend."),)  # fmt: skip
 
 
 def check_missing(missing: Sequence[Missing]) -> None:

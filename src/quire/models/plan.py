@@ -46,7 +46,7 @@ from quire.kvstore.plan import OffloadPlan, resolve_offload
 from quire.models.collectives import buffer_bytes, exchange_bounds
 from quire.models.graphs import GraphPlan, resolve_graphs
 from quire.models.layout import layout
-from quire.models.missing import Missing, check_missing, missing_features, missing_speculation
+from quire.models.missing import Missing, check_missing, missing_blend, missing_features, missing_speculation
 from quire.models.notes import BACKENDS, check_backend
 from quire.models.registry import (
     ITEM_BYTES,
@@ -230,14 +230,13 @@ def resolve_engine(
     parallel: Parallel = ALONE, number: int = 0, quantization: Mapping[str, Any] | None = None, served: bool = True,
     forced: dict[str, str] | None = None,
 ) -> EnginePlan:  # fmt: skip
-    """Plan the engine of rank `number`.
+    """Plan the engine of rank `number`. Raises ConfigError for options that contradict the model or the device.
 
     args, quantization   as read from the files in `folder`
     dtype    dtypes as resolved for this machine
     probe    function that returns the reason why the machine does not meet a need of kernels, or ""
     forced   operation -> name of the implementation to use
     served   True: clients read answers token by token, so steps stay short
-    Raises ConfigError for options that contradict the model or the device.
     """
     check_context(config.model, args.max_position_embeddings)
     check_parallel(args, parallel)
@@ -255,9 +254,11 @@ def resolve_engine(
                              block_size=config.cache.block_size)
     forced = dict(forced or {})
     experts = forced.pop("experts", "") if args.moe else ""
-    windowed = frozenset({"window"} if any(window is not None for window in geometry.windows) else ())
-    kernels = choose_kernels(device, dtype.dtype, ops=operations(args), head_dim=args.head_dim, forced=forced,
-                             attention_features=windowed, cache_features=cache.features, probe=probe)  # fmt: skip
+    blends, windowed = config.cache.enable_cache_blend, any(window is not None for window in geometry.windows)
+    unblended = missing_blend(config.cache, args, parallel, geometry.windows, device)
+    asked = frozenset(["window"] * windowed + ["rows"] * (blends and not unblended))
+    kernels = choose_kernels(device, dtype.dtype, ops=operations(args, blends), head_dim=args.head_dim, forced=forced,
+                             attention_features=asked, cache_features=cache.features, probe=probe)  # fmt: skip
     if by_triton and cache.features:
         _check_cache(config.cache.kv_cache_dtype, kernels, forced)
     needs = KernelNeeds(device=device, dtype=dtype.dtype)
@@ -279,10 +280,9 @@ def resolve_engine(
     return EnginePlan(
         config=config, folder=str(folder), args=args, machine=machine, dtype=dtype,
         mesh=Mesh(parallel=parallel, rank=rank), params=keep_stored(params, dtype, kernels, moe), kernels=kernels,
-        linears=linear_plans(args, params, kernels), moe=moe,
-        geometry=geometry,
+        linears=linear_plans(args, params, kernels), moe=moe, geometry=geometry,
         graphs=resolve_graphs(config, args, speculation, bounds) if by_triton else GraphPlan(),
-        missing=(*missing_features(parallel, moe, device), *missing_speculation(speculation, parallel)),
+        missing=(*missing_features(parallel, moe, device), *missing_speculation(speculation, parallel), *unblended),
         drafting=Drafting(speculation=speculation), quantization=quantization,
     )  # fmt: skip
 

@@ -59,10 +59,13 @@ def check_routing(args: ModelArgs, routing: str) -> None:
         raise ConfigError("routing=uniform is for models with experts, which this one has not: leave it out.")
 
 
-def operations(args: ModelArgs) -> tuple[str, ...]:
-    """Return the names of the kernel operations that a model needs, except "experts": `MoEPlan` names its kernel."""
+def operations(args: ModelArgs, blends: bool = False) -> tuple[str, ...]:
+    """Return the names of the kernel operations that a model needs, except "experts": `MoEPlan` names its kernel.
+
+    blends   True: its KV is reused at other positions, too
+    """
     attention = ("latent",) if args.latent else ("heads", "attention")
-    return ("norm", *attention, "activation", "linear", *(("routing",) if args.moe else ()))
+    return ("norm", *attention, "activation", "linear", *(("routing",) if args.moe else ()), *("blend",) * blends)
 
 
 def kv_views(args: ModelArgs, components: Iterable[tuple["Tensor", ...]],

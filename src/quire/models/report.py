@@ -17,6 +17,7 @@ from quire.config.resolve import MemoryPlan
 from quire.contracts.blocks import KVGeometry
 from quire.contracts.errors import WeightsError
 from quire.contracts.params import Param, fused
+from quire.contracts.step import CHECK_LAYER, FIRST_TOKENS
 from quire.kernels.linear.plan import LinearPlan
 from quire.kernels.select import Choice
 from quire.models.calls import Call, embedding_calls, head_calls, layer_calls, pack_function
@@ -90,6 +91,7 @@ class PlanReport:
             "moe": {phase: one if isinstance(one, str) else asdict(one) for phase, one in self.plan.moe.items()},
             "layers": list(self._layers()),
             "speculation": self._speculation(),
+            "blend": self._blend(),
             "not_read": self._not_read(),
             "memory": self._memory(),
             "ranks": [self.describe_rank(rank, held) for rank, held in self.held],
@@ -144,6 +146,12 @@ class PlanReport:
         moe = self.plan.args.moe
         hit = 1 - (1 - moe.routing.top_k / moe.routing.num_experts) ** tokens if moe else 0
         return sum(round(self.num_bytes(one) * (hit if one.shard == "experts" else 1)) for one in params)
+
+    def _blend(self) -> dict[str, Any] | None:
+        """Return the settings of CacheBlend as plain values; None without it."""
+        cache = self.plan.config.cache
+        return {"ratio": cache.blend_ratio, "separator": cache.blend_separator, "check_layer": CHECK_LAYER,
+                "first_tokens": FIRST_TOKENS} if cache.enable_cache_blend else None  # fmt: skip
 
     def exchanges(self, rank: Rank | None = None) -> list[dict[str, Any]]:
         """Return the exchanges of a rank in a step as plain values; None: those that a token passes in all stages."""

@@ -77,6 +77,7 @@ class Ready(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
 
     depth    maximum number of steps in flight
     num_drafts   most drafts that a step verifies for a request
+    blends   prompts may reuse KV of other positions
     plans    resolved choices by name (attention, linear, memory, ...), each a printable line
     phases   seconds that each phase of the start took, by name
     notes    lines to show the user
@@ -93,6 +94,7 @@ class Ready(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
     weight_bytes: int
     kv_bytes: int
     num_drafts: int = 0
+    blends: bool = False
     plans: dict[str, str] = {}
     phases: dict[str, float] = {}
     notes: tuple[str, ...] = ()

@@ -57,6 +57,7 @@ class Tokenizer:
         self.bytes_table = TokenBytes(rule, backend.id_to_token) if rule else None
         self.fewest_tokens = length_bound(backend)
         self.apart: Path | None = None
+        self.separator = ""  # of parts of a text that are encoded each by itself; "": texts are encoded whole
         self._bad_words: tuple[tuple[str, ...], tuple[tuple[int, ...], ...]] = ((), ())  # last words, ids
 
     @staticmethod
@@ -80,6 +81,10 @@ class Tokenizer:
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Return the token ids of a text. The post-processor adds special tokens if `add_special_tokens`.
         Raises `InvalidParameter` when the text has half of a surrogate pair."""
+        if self.separator and self.separator in text and text != self.separator:
+            (first, *others), between = text.split(self.separator), self.encode(self.separator, False)
+            later = [token for part in others for token in between + self.encode(part, False)]
+            return self.encode(first, add_special_tokens) + later
         if self.apart is not None and len(text) >= APART:
             return encode_apart(self.apart, text, add_special_tokens)
         try:  # a batch of one: the backend's `encode` blocks all other threads, for 8 s with a text of 8 MB
@@ -89,7 +94,7 @@ class Tokenizer:
 
     def encode_batch(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
         """Encode several texts in parallel. Return their token ids in order. Raises as `encode`."""
-        if self.apart is not None and any(len(text) >= APART for text in texts):
+        if self.separator or (self.apart is not None and any(len(text) >= APART for text in texts)):
             return [self.encode(text, add_special_tokens) for text in texts]
         try:
             encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)

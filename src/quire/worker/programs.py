@@ -20,6 +20,7 @@ from quire.layers.context import ReplicaTokens, StepContext
 from quire.layers.stack import Model, Tap, join_layers, run_layers
 from quire.spec.drafter import Drafter
 from quire.spec.synthetic import SyntheticAcceptance
+from quire.worker.blending import Blending
 from quire.worker.device_state import DeviceState, Limits, zeros
 from quire.worker.recorder import Key, Recorder, StepShape
 from quire.worker.sampler import Sampler
@@ -46,6 +47,7 @@ class Programs:
     stage       the neighbours in a pipeline; None: this rank has all layers
     drafter     guesses tokens for decodes to verify; None: no step has drafts
     synthetic   decides which drafts count, for measurements; None: those that are right
+    blending    runs the layers of steps that reuse KV of other positions; None: no step does
     """
 
     def __init__(
@@ -65,6 +67,7 @@ class Programs:
         self.model, self.sampler, self.recorder, self.stage = model, sampler, recorder, stage
         self.drafter = drafter
         self.synthetic: SyntheticAcceptance | None = None
+        self.blending = None if model.kernels.blend is None else Blending(model, kv)
         self.on_hidden: Tap | None = None
         self.on_logits: LogitsTap | None = None
         self.some: list[int] | None = None
@@ -92,7 +95,7 @@ class Programs:
         assert query <= 1 + self._limits.num_drafts, "more drafts than this runner has room for"
         exact = StepShape(step.num_tokens, step.num_seqs, step.num_rows, decode, self._upload.shared,
                           bound=self._bound, query=query)  # fmt: skip
-        return exact if self.on_hidden is not None else self.recorder.fit(exact)
+        return exact if self.on_hidden is not None or plan.blended else self.recorder.fit(exact)
 
     def agree(self, plan: StepPlan) -> None:
         """Take from a plan how many tokens each replica in lock-step has. A plan without it is the same on all of them.
@@ -217,7 +220,10 @@ class Programs:
             )
         ctx = StepContext(buffers.positions, tuple(groups), self.kv, self._replicas(shape))
         hidden = model.embed(buffers.token_ids) if self.stage is None else self.stage.begin(model, buffers.token_ids)
-        if self.on_hidden is not None:
+        if plan is not None and plan.blended:
+            assert self.blending is not None, "a plan with moved tokens for a runner without kernels to move them"
+            hidden = self.blending.run(plan, hidden, ctx)
+        elif self.on_hidden is not None:
             hidden = run_layers(model, hidden, ctx, self.some, self.on_hidden)
         else:
             hidden = self.recorder.run_layers(model, hidden, ctx, self.some)

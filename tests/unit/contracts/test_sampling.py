@@ -26,7 +26,8 @@ DEFAULTS: dict[str, Any] = {
     "detokenize": True, "skip_special_tokens": True, "shown_special_ids": None, "spaces_between_special_tokens": True,
     "include_stop_str_in_output": False, "output_kind": OutputKind.CUMULATIVE, "stream_interval": None,
     "logit_bias": None, "allowed_token_ids": None, "bad_words": None, "skip_reading_prefix_cache": False,
-    "structured_outputs": None, "speculative_tokens": None, "kv_transfer_params": None,
+    "structured_outputs": None, "speculative_tokens": None, "kv_transfer_params": None, "kv_chunks": None,
+    "blend_ratio": None,
 }
 UNBOUNDED = {"ignore_eos", "detokenize", "skip_special_tokens", "spaces_between_special_tokens",
              "include_stop_str_in_output", "output_kind", "skip_reading_prefix_cache", "kv_transfer_params"}  # no range
@@ -55,6 +56,9 @@ BOUNDS: dict[str, tuple[tuple[Any, ...], tuple[Any, ...], str]] = {
     "prompt_logprobs": LOGPROBS,
     "logprob_token_ids": ((None, [], [0, 5], list(range(MAX_LOGPROB_IDS))), ([-1], [0.5]), IDS),
     "stream_interval": ((None, 1, 100), (0, -1, 1.5, True), "an integer >= 1"),
+    "kv_chunks": ((None, [], [[0, 3], [3, 9]]), (3, [[1]], [[3, 3]], [[0, 4], [3, 9]], [[True, 3]], "ab"),
+                  "a list of pairs [first token, end] in ascending order"),
+    "blend_ratio": ((None, 0, 0.15, 1), (-0.1, 1.5, "1", True), "a number in [0, 1]"),
     "speculative_tokens": ((None, 0, 3), (-1, 1.5, "1", True), "an integer >= 0 (0 means no speculation)"),
     "logit_bias": ((None, {}, {0: 1.5, 7: -1000}), ({-1: 0.0}, {"a": 1.0}, {1: math.nan}, {1: "x"}, {True: 1.0}),
                    "a map from token ids to finite numbers (clamped to [-100, 100])"),

@@ -90,11 +90,11 @@ class EngineRig:
                  watermark: float = 0.0, caching: bool = True, mock: type[MockExecutor] = MockExecutor, drafts: int = 0,
                  accepts: Sequence[int] = (0,), windows: Sequence[int | None] = (None,), host_blocks: int = 0,
                  disk: MockDisk | None = None, write_through: bool = False, delays: Sequence[int] = (0,),
-                 faults: Sequence[str] = ("",), reserve: int = 8) -> None:
+                 faults: Sequence[str] = ("",), reserve: int = 8, blends: bool = False) -> None:
         tiers = partial(MockCopies, num_host_blocks=host_blocks, disk=disk, delays=delays, faults=faults)
         self.mock = mock(num_slots=slots, num_blocks=blocks, block_size=block_size, vocab_size=vocab,
                          max_model_len=max_len, depth=depth, num_drafts=drafts, accepts=accepts,
-                         draft_lookup=(1, 3) if drafts else (0, 0), windows=windows,
+                         draft_lookup=(1, 3) if drafts else (0, 0), windows=windows, blends=blends,
                          tiers=tiers if host_blocks else None)
         self.budget = budget
         self.vocab, self.block_size, self.num_blocks, self.num_slots = vocab, block_size, blocks, slots

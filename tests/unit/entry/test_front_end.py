@@ -1,11 +1,15 @@
 """Columns of a step become outputs; what goes wrong with the text of one request stays with that request."""
 
 import logging
+import re
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
+from quire.config.sharing import SharePlan
+from quire.contracts.chunks import Chunking
 from quire.contracts.errors import InvalidParameter
 from quire.contracts.output import Finish, StepOutputs
 from quire.contracts.request import FinishReason
@@ -232,3 +236,63 @@ def test_numbers_of_requests_begin_again_before_those_of_another_front_end() -> 
     starts = [front.start(Prompt(token_ids=[1]), SamplingParams(n=n, max_tokens=1))[0] for n in (1, 2, 2, 1)]
     handles = [[completion.handle - place.first for completion in generation.completions] for generation in starts]
     assert handles == [[0], [1, 2], [0, 1], [2]]
+
+
+BLENDING = FrontLimits(max_model_len=100, vocab_size=300, max_logprobs=5, chunking=Chunking(True, 0.15, (35, 36)))
+
+
+@pytest.mark.parametrize(("text", "chunks"), [
+    ("ab#$cde#$f", ((0, 2), (4, 7), (9, 10))),
+    ("#$ab#$#$", ((2, 4),)),
+    ("ab#c$", ()),
+    ("#", ()),
+    ("###$#", ((0, 2), (4, 5))),
+])  # fmt: skip
+def test_parts_between_separators_are_chunks(text: str, chunks: tuple[tuple[int, int], ...]) -> None:
+    front, params = FrontEnd(ByteTokenizer(), BLENDING), SamplingParams(max_tokens=1)
+    (request,) = front.start(Prompt(token_ids=list(text.encode())), params)[1]
+    assert request.chunks == chunks and request.blend_ratio == 0.15
+    scored = front.start(Prompt(token_ids=list(text.encode())), params.clone(prompt_logprobs=0))[1][0]
+    assert scored.chunks == (), "every row of the prompt is needed"
+
+
+def test_a_prompt_whose_kv_is_of_two_engines_reuses_no_texts() -> None:
+    """Another engine finds blocks by the whole prompt before them; blocks behind moved tokens are never found."""
+    front = FrontEnd(ByteTokenizer(), replace(BLENDING, sharing=SharePlan(sends=True, place=("host", 1))))
+    asked = SamplingParams(max_tokens=1, kv_transfer_params={"do_remote_decode": True})
+    (request,) = front.start(Prompt(token_ids=list(b"ab#$cde")), asked)[1]
+    assert request.transfer is not None and request.chunks == ()
+    with pytest.raises(InvalidParameter, match="kv_chunks excludes kv_transfer_params: another engine"):
+        front.start(Prompt(token_ids=list(b"ab#$cde")), asked.clone(kv_chunks=[[0, 3]]))
+
+
+def test_chunks_of_a_request_come_before_separators() -> None:
+    front, prompt = FrontEnd(ByteTokenizer(), BLENDING), Prompt(token_ids=list(b"ab#$cde"))
+    params = SamplingParams(max_tokens=1, kv_chunks=[[0, 3], [3, 6]], blend_ratio=0.5)
+    (request,) = front.start(prompt, params)[1]
+    assert request.chunks == ((0, 3), (3, 6)) and request.blend_ratio == 0.5
+    assert not front.start(prompt, SamplingParams(max_tokens=1, kv_chunks=[]))[1][0].chunks
+
+
+@pytest.mark.parametrize(("fields", "why"), [
+    ({"kv_chunks": [[0, 8]]}, "ends at token 8, and the prompt has 7 tokens"),
+    ({"kv_chunks": [[0, 3]], "prompt_logprobs": 0}, "leave one of them out"),
+    ({"kv_chunks": [[0, 3], [2, 5]]}, "ascending"), ({"kv_chunks": [[3, 3]]}, "ascending"),
+    ({"kv_chunks": 3}, "ascending"), ({"kv_chunks": [[True, 3]]}, "ascending"), ({"kv_chunks": [[1]]}, "ascending"),
+    ({"blend_ratio": 1.5}, "a number in [0, 1]"),
+])  # fmt: skip
+def test_chunks_that_cannot_be_reused_are_refused(fields: dict[str, Any], why: str) -> None:
+    front = FrontEnd(ByteTokenizer(), BLENDING)
+    with pytest.raises(InvalidParameter, match=re.escape(why)):
+        front.start(Prompt(token_ids=list(b"ab#$cde")), SamplingParams(max_tokens=1, **fields))
+
+
+@pytest.mark.parametrize("fields", [{"kv_chunks": [[0, 3]]}, {"blend_ratio": 0.5}])
+def test_an_engine_that_moves_no_kv_says_so(front: FrontEnd, fields: dict[str, Any]) -> None:
+    with pytest.raises(InvalidParameter, match="--enable-cache-blend"):
+        front.start(Prompt(token_ids=[72, 73, 74]), SamplingParams(max_tokens=1, **fields))
+
+
+def test_kv_chunks_count_tokens_not_characters() -> None:
+    with pytest.raises(InvalidParameter, match="send token ids"):
+        FrontEnd(ByteTokenizer(), BLENDING).start(Prompt(text="abcdef"), SamplingParams(kv_chunks=[[0, 3]]))

@@ -75,6 +75,26 @@ def test_a_row_of_a_prompt_depends_on_nothing_but_itself(dtype: torch.dtype, mon
         first += rows
 
 
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("share", [0.02, 0.3, 1.0])
+@pytest.mark.parametrize("impl", FAST)
+def test_chosen_rows_are_those_of_the_whole_step(impl: ModuleType, share: float, dtype: torch.dtype,
+                                                 monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the reference; in C those of a long chunk bit for bit as without AMX."""
+    case = inputs.Case((470, 9, 1), (470, 300, 40), heads=(6, 2), head_dim=64, block_size=16)
+    q, kv, meta = inputs.make(case, dtype)
+    chosen, rows = inputs.choose_rows(q, meta, share)
+    actual = impl.paged_attention(q[rows], kv, chosen, scale=0.2)
+    expected = ref.paged_attention(q, kv, meta, scale=0.2)[rows]
+    torch.testing.assert_close(actual, expected, rtol=0, atol=TOLERANCE[dtype])
+    if impl is cpu:
+        return
+    monkeypatch.setattr(native, "NO_TILES", "not here")
+    whole = native.paged_attention(q, kv, replace(meta, plans={}), scale=0.2)
+    long = rows < 470
+    assert torch.equal(actual[long], whole[rows[long]])
+
+
 @pytest.mark.parametrize("impl", [cpu, ref], ids=["cpu", "ref"])
 def test_write_then_read_back(impl: ModuleType) -> None:
     arena = torch.full((6, 2, 3, 4, 8), float("nan"))

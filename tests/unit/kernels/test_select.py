@@ -30,7 +30,7 @@ def nothing(need: str) -> str:
 
 def test_best_that_fits() -> None:
     choice = select("attention", CPU, probe=everything)
-    assert choice.name == "native" and choice.rejected == ELSEWHERE and choice.features == ("recording",)
+    assert choice.name == "native" and choice.rejected == ELSEWHERE and choice.features == ("recording", "rows")
     choice = select("attention", CPU, probe=lambda need: nothing(need) if need == "native" else "")
     assert choice.name == "cpu" and choice.rejected[2:] == (("native", "there is no native"),)
 

@@ -7,10 +7,11 @@ import pytest
 
 from quire.config import resolve_moe as resolve_moe_room
 from quire.config.checkpoint import read_checkpoint_config
+from quire.config.engine import CacheConfig
 from quire.config.placement import ALONE, Parallel
 from quire.config.resolve_moe import DISPATCHERS, Hardware, MoEPlan, resolve_moe
 from quire.contracts.errors import UnsupportedModel
-from quire.models.missing import check_missing, missing_features, not_runnable
+from quire.models.missing import check_missing, missing_blend, missing_features, not_runnable
 
 SPREAD = Parallel(dp=2, experts=True)
 
@@ -49,6 +50,29 @@ def test_experts_are_not_balanced_on_gpus_yet(shared: Path) -> None:
     assert missing_features(balanced, plans(shared, "cpu"), "cpu") == ()
     (found,) = missing_features(balanced, plans(shared, "cuda"), "cuda")
     assert found.feature == "balancing of experts on GPUs (--enable-eplb)" and "leave out --enable-eplb" in found.reason
+
+
+BLENDS = CacheConfig(enable_cache_blend=True)
+
+
+@pytest.mark.parametrize(("model", "parallel", "windows", "device", "why"), [
+    ("Qwen3-0.6B", Parallel(tp=2), (None,), "cpu", "ranks do not tell each other which rows they keep"),
+    ("Qwen3-0.6B", ALONE, (None, 512), "cpu", "given up the KV of most tokens"),
+    ("DeepSeek-V2-Lite", ALONE, (None,), "cuda", "its kernels take only the last rows"),
+])  # fmt: skip
+def test_models_whose_kv_is_not_moved_are_refused_by_reason(
+    shared: Path, model: str, parallel: Parallel, windows: tuple[int | None, ...], device: str, why: str
+) -> None:
+    args = read_checkpoint_config(shared / "hf" / model)
+    (found,) = missing_blend(BLENDS, args, parallel, windows, device)
+    assert why in found.reason and found.reason.endswith("leave out --enable-cache-blend.")
+    assert missing_blend(BLENDS, args, ALONE, (None,), "cpu") == ()
+    assert missing_blend(CacheConfig(), args, parallel, windows, device) == ()
+    (short,) = missing_blend(BLENDS, replace(args, num_layers=2), ALONE, (None,), "cpu")
+    (off,) = missing_blend(replace(BLENDS, enable_prefix_caching=False), args, ALONE, (None,), "cpu")
+    (drafts,) = missing_blend(BLENDS, replace(args, draft_layers=1), ALONE, (None,), "cpu")
+    assert "for 2 layers" in short.reason and "with --no-enable-prefix-caching" in off.reason
+    assert "with method mtp is not implemented yet, because a layer that drafts needs" in drafts.reason
 
 
 @pytest.mark.parametrize(("features", "words"), [

@@ -12,9 +12,9 @@ import math
 import torch
 from torch import Tensor
 
-from quire.kernels.attention import AttentionMeta, KVView
+from quire.kernels.attention import AttentionMeta, KVView, as_list
 from quire.kernels.attention.eight_bits import encode, is_coded
-from quire.kernels.attention.plan import ChunkPlan, Copied, DecodePlan, Merge, Run, Tail, plan_step
+from quire.kernels.attention.plan import ChunkPlan, Copied, DecodePlan, Merge, Run, Tail, plan_chunk, plan_step
 
 
 def missing() -> str:
@@ -45,8 +45,7 @@ def paged_attention(
 
     See `quire.kernels.attention`. Window, soft cap and sinks are not supported and must be None.
     """
-    undeclared = (window, soft_cap, sinks, meta.row_positions)
-    assert all(one is None for one in undeclared), "selected for features it does not declare"
+    assert all(one is None for one in (window, soft_cap, sinks)), "selected for features it does not declare"
     if not is_coded(kv.k):
         return _attention(q, kv, meta, scale)
     return _attention(q, kv, meta, scale * kv.k_scale).mul_(kv.v_scale)
@@ -54,6 +53,8 @@ def paged_attention(
 
 def _attention(q: Tensor, kv: KVView, meta: AttentionMeta, scale: float) -> Tensor:
     """Attention to the codes of an 8-bit cache, or to the numbers of another."""
+    if meta.row_positions is not None:
+        return _chosen_rows(q, kv, meta, scale)
     plan = plan_step(meta, kv.block_size)
     decode = plan.decode
     if decode is not None and decode.rows is None:
@@ -63,6 +64,18 @@ def _attention(q: Tensor, kv: KVView, meta: AttentionMeta, scale: float) -> Tens
         out[decode.rows] = _decode(q[decode.rows], kv, decode, scale)
     for chunk in plan.chunks:
         out[chunk.first : chunk.last] = attend_chunk(q[chunk.first : chunk.last], kv, chunk, scale)
+    return out
+
+
+def _chosen_rows(q: Tensor, kv: KVView, meta: AttentionMeta, scale: float) -> Tensor:
+    """Attention of rows with positions of their own, one sequence after another."""
+    out, starts = torch.empty_like(q), as_list(meta.query_start)
+    assert meta.row_positions is not None
+    for s, length in enumerate(as_list(meta.seq_lens)):
+        if starts[s] < starts[s + 1]:
+            chunk = plan_chunk(meta, s, starts[s], starts[s + 1], length, kv.block_size)
+            rows = slice(chunk.first, chunk.last)
+            out[rows] = attend_chunk(q[rows], kv, chunk, scale, meta.row_positions[rows])
     return out
 
 
@@ -140,8 +153,12 @@ def _merge(output: Tensor, lse: Tensor, merge: Merge) -> Tensor:
     return torch.mul(output, weights).sum(1).to(output.dtype)
 
 
-def attend_chunk(q: Tensor, kv: KVView, chunk: ChunkPlan, scale: float) -> Tensor:
-    """Return the attention [M, Hq, D] of a prompt chunk: M query rows at consecutive positions of a sequence."""
+def attend_chunk(q: Tensor, kv: KVView, chunk: ChunkPlan, scale: float, positions: Tensor | None = None) -> Tensor:
+    """Return the attention [M, Hq, D] of a prompt chunk: M query rows of a sequence, the last ones of its context.
+
+    positions   [M] ascending positions of the rows, if they may be others. A value that is not finite then shows in
+                earlier rows of the sequence, too
+    """
     rows, heads, dim = q.shape
     kv_heads = kv.k.shape[1]
     group = heads // kv_heads
@@ -151,6 +168,11 @@ def attend_chunk(q: Tensor, kv: KVView, chunk: ChunkPlan, scale: float) -> Tenso
         for side in (kv.k, kv.v)
     )
     grouped = q.view(rows, kv_heads, group, dim).permute(1, 2, 0, 3)
+    if positions is not None and int(positions[0]) != chunk.past:
+        unseen = torch.arange(chunk.total) > positions[:, None]
+        mask = torch.zeros(unseen.shape, dtype=q.dtype).masked_fill_(unseen, float("-inf"))
+        output, _ = _flash(grouped, k[:, :, : chunk.total], v[:, :, : chunk.total], scale, mask=mask)
+        return output.permute(2, 0, 1, 3).reshape(rows, heads, dim)
     now = slice(chunk.past, chunk.total)
     output, lse = _flash(grouped, k[:, :, now], v[:, :, now], scale, causal=True)
     sound = _num_sound(v[:, 0, now])

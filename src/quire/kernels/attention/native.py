@@ -1,7 +1,7 @@
 """Paged attention in C.
 
 Rows of decodes and of short chunks read the context in place, one by one (native.c). Longer chunks of prompts use AMX
-tiles (native_chunks.c), or vectors in float32 or without AMX (native_prompts.c).
+tiles (native_chunks.c), or vectors in float32, without AMX or with `row_positions` (native_prompts.c).
 """
 
 from dataclasses import dataclass, field
@@ -74,6 +74,7 @@ class NativePlan:
     chunks: tuple[ChunkPlan, ...]
     num_rows: int
     prompts: Tensor
+    positions: Tensor | None = None
     passes: dict[tuple[int, int], list[ChunkPass]] = field(default_factory=dict)
     scratch: Tensor | None = None
     partial: np.ndarray | None = None
@@ -92,8 +93,7 @@ def paged_attention(
 
     See `quire.kernels.attention`. Window, soft cap and sinks are not supported and must be None.
     """
-    undeclared = (window, soft_cap, sinks, meta.row_positions)
-    assert all(one is None for one in undeclared), "selected for features it does not declare"
+    assert all(one is None for one in (window, soft_cap, sinks)), "selected for features it does not declare"
     plan = _plan(meta, kv.block_size)
     if plan.num_rows > len(q):
         raise ValueError(f"native attention: q must have a row for each of the step's {plan.num_rows} tokens; it has "
@@ -101,7 +101,8 @@ def paged_attention(
     out = q.new_empty(q.shape)
     for rows in plan.rows:
         _attend_rows(q, kv, meta.block_tables, plan, rows, scale, out)
-    if plan.chunks and q.dtype == torch.bfloat16 and q.shape[2] <= WIDEST and not NO_TILES:
+    tiles = q.dtype == torch.bfloat16 and q.shape[2] <= WIDEST and not NO_TILES and plan.positions is None
+    if plan.chunks and tiles:
         _attend_chunks(q, kv, meta.block_tables, plan, scale, out)
     elif plan.chunks:
         _attend_prompts(q, kv, meta.block_tables, plan, scale, out)
@@ -149,17 +150,20 @@ def _make_plan(meta: AttentionMeta, block_size: int) -> NativePlan:
     if len(lengths) > tables[0] or max(lengths, default=0) > tables[1] * block_size:
         raise ValueError(f"native attention: block tables {tuple(tables)}, with {block_size} tokens per block, are too "
                          f"small for the contexts {lengths}: give each sequence ceil(length / {block_size}) blocks")
+    positions = None if meta.row_positions is None else meta.row_positions.long().contiguous()
     rows: list[tuple[int, int, int]] = []  # row, tokens it sees, sequence
     chunks = []
     for s, length in enumerate(lengths):
         first, last = starts[s], starts[s + 1]
         if last - first > FEW:
             chunks.append(plan_chunk(meta, s, first, last, length, block_size))
-        else:
+        elif positions is None:
             rows += [(row, length - last + row + 1, s) for row in range(first, last)]
+        else:
+            rows += [(row, position + 1, s) for row, position in enumerate(positions[first:last].tolist(), first)]
     prompts = [(chunk.first, chunk.last - chunk.first, chunk.total, chunk.sequence) for chunk in chunks]
     return NativePlan(_plan_rows(rows) if rows else (), tuple(chunks), starts[-1],
-                      torch.tensor(prompts, dtype=torch.int64))  # fmt: skip
+                      torch.tensor(prompts, dtype=torch.int64), positions)  # fmt: skip
 
 
 def _plan_rows(rows: list[tuple[int, int, int]]) -> tuple[RowPlan, ...]:
@@ -182,8 +186,9 @@ def _attend_prompts(q: Tensor, kv: KVView, tables: Tensor, plan: NativePlan, sca
     _check(q, kv, tables)
     loaded().quire_attend_prompts(
         q.data_ptr(), out.data_ptr(), k.data_ptr(), kv.v.data_ptr(), tables.data_ptr(), plan.prompts.data_ptr(),
-        len(plan.prompts), num_heads, k.shape[1], dim, q.stride(0), kv.block_size, k.stride(0), k.stride(1),
-        tables.stride(0), scale, q.dtype == torch.bfloat16, torch.get_num_threads(),
+        None if plan.positions is None else plan.positions.data_ptr(), len(plan.prompts), num_heads, k.shape[1], dim,
+        q.stride(0), kv.block_size, k.stride(0), k.stride(1), tables.stride(0), scale, q.dtype == torch.bfloat16,
+        torch.get_num_threads(),
     )  # fmt: skip
 
 

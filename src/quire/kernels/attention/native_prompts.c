@@ -1,4 +1,4 @@
-/* Attention of many consecutive rows of a sequence (a chunk of a prompt) without AMX.
+/* Attention of many rows of a sequence (a chunk of a prompt, or chosen rows of it) without AMX.
 
    A task computes the query heads of one KV head for a block of rows, a span of the context at a time: it packs
    its keys and values into buffers of its own, then goes through the rows in tiles: scores, softmax with a running
@@ -34,6 +34,7 @@ typedef struct PromptsJob {
     void *out;
     const int32_t *tables;
     const PromptItem *items;
+    const int64_t *positions; /* of every row of q, ascending in a chunk; NULL: the rows are the last of their context */
     long num_heads, num_kv_heads, dim, block_rows, span, q_stride, block_size, block_stride, head_stride, table_stride;
     float scale;
     int half;
@@ -225,13 +226,19 @@ INLINE void attend_tile(const PromptsJob *job, PromptBlock *block, long tile, lo
     }
 }
 
+/* Tokens that row `row` of a KV head's pairs (position, query head) sees. */
+INLINE long seen_by(const PromptsJob *job, const PromptItem *item, long row) {
+    const long token = row / (job->num_heads / job->num_kv_heads);
+    return job->positions ? job->positions[item->first + token] + 1 : item->length - item->rows + token + 1;
+}
+
 /* Rows first .. first + rows - 1 of a KV head's pairs (position, query head). */
 INLINE void attend_rows(const PromptsJob *job, PromptBlock *block, const PromptItem *item, long kv_head, long first,
                         long rows, int form) {
     const int half = form != FLOATS;
     const long dim = job->dim, width = rounded_up(dim, 2 * W), words = form == PAIRS ? (dim + 1) / 2 : dim;
     const long group = job->num_heads / job->num_kv_heads, tiles = (rows + TILE_ROWS - 1) / TILE_ROWS;
-    const long past = item->length - item->rows, context = past + (first + rows - 1) / group + 1;
+    const long context = seen_by(job, item, first + rows - 1);
     const int32_t *table = job->tables + item->table * job->table_stride;
     const void *k = element(job->k, kv_head * job->head_stride, half);
     const void *v = element(job->v, kv_head * job->head_stride, half);
@@ -239,7 +246,7 @@ INLINE void attend_rows(const PromptsJob *job, PromptBlock *block, const PromptI
         const void *from[TILE_ROWS];
         for (long r = 0; r < TILE_ROWS; r++) { /* the last tile repeats the last row */
             const long own = tile * TILE_ROWS + r, row = first + (own < rows ? own : rows - 1);
-            block->seen[own] = past + row / group + 1;
+            block->seen[own] = seen_by(job, item, row);
             from[r] = element(job->q, (item->first + row / group) * job->q_stride +
                                           (kv_head * group + row % group) * dim, half);
         }
@@ -302,13 +309,13 @@ static void attend_prompt_tasks(void *argument) {
 }
 
 /* Chunks `items` [num_items] of q [*, num_heads, dim] with a stride between rows -> the same rows of out. k, v, tables
-   and half as for quire_attend_rows; dim <= MAX_DIM */
+   and half as for quire_attend_rows; positions: see PromptsJob; dim <= MAX_DIM */
 void quire_attend_prompts(const void *q, void *out, const void *k, const void *v, const int32_t *tables,
-                          const PromptItem *items, long num_items, long num_heads, long num_kv_heads, long dim,
+                          const PromptItem *items, const int64_t *positions, long num_items, long num_heads, long num_kv_heads, long dim,
                           long q_stride, long block_size, long block_stride, long head_stride, long table_stride,
                           float scale, int half, int threads) {
-    PromptsJob job = {.q = q, .k = k, .v = v, .out = out, .tables = tables, .items = items, .num_heads = num_heads,
-                      .num_kv_heads = num_kv_heads, .dim = dim, .q_stride = q_stride, .block_size = block_size,
+    PromptsJob job = {.q = q, .k = k, .v = v, .out = out, .tables = tables, .items = items,
+                      .positions = positions, .num_heads = num_heads, .num_kv_heads = num_kv_heads, .dim = dim, .q_stride = q_stride, .block_size = block_size,
                       .block_stride = block_stride, .head_stride = head_stride, .table_stride = table_stride,
                       .scale = scale, .half = half, .span = KEYS};
     while (job.span * rounded_up(dim, 2 * W) > SPAN_WORDS) job.span /= 2;

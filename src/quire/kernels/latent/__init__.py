@@ -16,7 +16,8 @@ expanded(q [T, H, P + R], kv_up [H, P + V, L], cache, meta, scale, out [T, H, V]
     The same attention, for the rows of `meta.prompts` alone: it first makes keys and values of every head from the
     latents. It costs more arithmetic per token of context, and less per pair of row and token.
 
-`AttentionMeta` and the contract of the cache are those of `quire.kernels.attention`.
+`AttentionMeta` and the contract of the cache are those of `quire.kernels.attention`. Feature "rows": the implementation
+takes `row_positions`.
 """
 
 from __future__ import annotations

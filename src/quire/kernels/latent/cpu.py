@@ -26,7 +26,7 @@ def absorbed(q_latent: Tensor, q_rope: Tensor, cache: LatentView, meta: Attentio
     scale = scale * cache.scale
     for chunk in _chunks(cache, meta, sequences(meta)):
         both = torch.cat([side[chunk.blocks] for side in (cache.latent, cache.rope)], 3).view(1, 1, -1, q.shape[2])
-        attended = _attend(q[chunk.first : chunk.last], both, both, chunk, scale)
+        attended = _attend(q[chunk.first : chunk.last], both, both, chunk, meta, scale)
         out[chunk.first : chunk.last] = attended[..., : out.shape[2]] * cache.scale
     return out
 
@@ -45,7 +45,7 @@ def expanded(q: Tensor, kv_up: Tensor, cache: LatentView, meta: AttentionMeta, s
         keys = torch.cat((made[..., :-value], rope.expand(len(made), -1, -1)), 2)
         queries, keys, values = (F.pad(side, (0, width - side.shape[2]))
                                  for side in (q[chunk.first : chunk.last], keys, made[..., -value:]))  # fmt: skip
-        attended = _attend(queries, keys[None], values[None], chunk, scale)
+        attended = _attend(queries, keys[None], values[None], chunk, meta, scale)
         out[chunk.first : chunk.last] = attended[..., :value] * cache.scale
     return out
 
@@ -54,10 +54,11 @@ def _chunks(cache: LatentView, meta: AttentionMeta, prompts: tuple[Prompt, ...])
     return (plan_chunk(meta, s, first, last, past + last - first, cache.block_size) for first, last, s, past in prompts)
 
 
-def _attend(q: Tensor, keys: Tensor, values: Tensor, chunk: ChunkPlan, scale: float) -> Tensor:
+def _attend(q: Tensor, keys: Tensor, values: Tensor, chunk: ChunkPlan, meta: AttentionMeta, scale: float) -> Tensor:
     """Compute attention of a sequence's rows q [M, H, D] over its context.
 
     keys, values   [1, 1 or H, tokens or more, D]: the whole context as one block
     """
     whole = replace(chunk, blocks=chunk.blocks.new_zeros(1))
-    return attend_chunk(q.contiguous(), KVView(keys, values), whole, scale)
+    positions = None if meta.row_positions is None else meta.row_positions[chunk.first : chunk.last]
+    return attend_chunk(q.contiguous(), KVView(keys, values), whole, scale, positions)

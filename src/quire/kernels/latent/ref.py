@@ -39,7 +39,7 @@ def absorbed(q_latent: Tensor, q_rope: Tensor, cache: LatentView, meta: Attentio
     for first, last, latent, rope in _contexts(cache, meta, sequences(meta)):
         scores = torch.einsum("mhl,nl->hmn", q_latent[first:last].float(), latent)
         scores += torch.einsum("mhr,nr->hmn", q_rope[first:last].float(), rope)
-        out[first:last] = torch.einsum("hmn,nl->mhl", _weights(scores * scale), latent).to(out.dtype)
+        out[first:last] = torch.einsum("hmn,nl->mhl", _weights(scores * scale, meta, first), latent).to(out.dtype)
     return out
 
 
@@ -53,7 +53,7 @@ def expanded(q: Tensor, kv_up: Tensor, cache: LatentView, meta: AttentionMeta, s
         keys, values = torch.einsum("hpl,nl->hnp", kv_up.float(), latent).split([plain, out.shape[2]], dim=2)
         keys = torch.cat((keys, rope.expand(len(keys), -1, -1)), 2)
         scores = torch.einsum("mhp,hnp->hmn", q[first:last].float(), keys)
-        out[first:last] = torch.einsum("hmn,hnv->mhv", _weights(scores * scale), values).to(out.dtype)
+        out[first:last] = torch.einsum("hmn,hnv->mhv", _weights(scores * scale, meta, first), values).to(out.dtype)
     return out
 
 
@@ -69,8 +69,11 @@ def _contexts(
         yield first, last, latent, rope
 
 
-def _weights(scores: Tensor) -> Tensor:
-    """Return the causal softmax of scores [H, M, n]; the last row sees all n tokens."""
+def _weights(scores: Tensor, meta: AttentionMeta, first: int) -> Tensor:
+    """Return the causal softmax of scores [H, M, n] of the rows from `first` on, the last of their context of n tokens
+    unless `meta` has their positions."""
     rows, length = scores.shape[1:]
-    unseen = torch.ones(rows, length, dtype=torch.bool, device=scores.device).triu(length - rows + 1)
+    at = torch.arange(length, device=scores.device)
+    last = at[length - rows :] if meta.row_positions is None else meta.row_positions[first : first + rows]
+    unseen = at > last[:, None]
     return scores.masked_fill(unseen, float("-inf")).softmax(-1)

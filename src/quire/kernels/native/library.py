@@ -17,7 +17,7 @@ _LETTERS = {"p": _POINTER, "l": _LONG, "i": _INT, "f": _FLOAT}
 # Function -> its parameters: p pointer, l long, i int, f float. The C function documents their order and meaning.
 FUNCTIONS = {
     "quire_attend_rows": "pppppppp" + "llllllllll" + "fii",
-    "quire_attend_prompts": "pppppp" + "lllllllll" + "fii",
+    "quire_attend_prompts": "ppppppp" + "lllllllll" + "fii",
     "quire_attend_chunks": "ppppppp" + "llllllllll" + "fi",
     "quire_retarget_rows": "ppppp" + "lll",
     "quire_record": "p",

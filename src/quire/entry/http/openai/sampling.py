@@ -14,7 +14,7 @@ SAME_NAME = (  # fields that mean the same in a request and in SamplingParams
     "n temperature frequency_penalty presence_penalty stop logit_bias top_k min_p repetition_penalty min_tokens "
     "ignore_eos stop_token_ids include_stop_str_in_output skip_special_tokens spaces_between_special_tokens "
     "allowed_token_ids bad_words prompt_logprobs logprob_token_ids skip_reading_prefix_cache "
-    "speculative_tokens kv_transfer_params"
+    "speculative_tokens kv_transfer_params kv_chunks blend_ratio"
 ).split()
 MAX_LISTED = 2**18  # list entries times completions of a request, since each completion sends them to the engine
 OUR_GRAMMAR = re.compile(r"at \d+\(\d+\): (failed to compile JSON schema: )?|\n +\d+ \| .*", re.S)  # in error messages

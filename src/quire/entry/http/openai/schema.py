@@ -136,6 +136,8 @@ class SamplingFields(PromptFields, kw_only=True):
     skip_reading_prefix_cache: bool | None = None
     speculative_tokens: Count | None = None
     kv_transfer_params: dict[str, Any] | None = None
+    kv_chunks: Annotated[list[tuple[Count, Count]], Meta(max_length=MAX_LOGPROB_IDS)] | None = None
+    blend_ratio: float | None = None
     stream_interval: Annotated[int, Meta(ge=1)] | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None

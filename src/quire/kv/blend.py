@@ -1,0 +1,99 @@
+"""Reuse of KV at other positions (CacheBlend): the tokens of a prompt that it serves, and their record in a plan.
+
+A chunk is a part of a prompt whose tokens were cached alone, as a prompt of their own. Its keys are an ordinary key
+chain that starts anew at the chunk, so the ordinary pool holds its blocks.
+Tokens at its end that fill no block are computed.
+Knows tokens, keys and blocks. Knows nothing of slots and of the choice of rows (`worker/blending.py`).
+"""
+
+import math
+from array import array
+from collections.abc import Sequence
+from itertools import takewhile
+
+import numpy as np
+
+from quire.contracts.request import MovedTokens
+from quire.contracts.step import BlendedChunk
+from quire.kv.allocator import KVAllocator
+from quire.kv.hashing import KeyChain
+
+
+class ChunkIndex:
+    """Finds the blocks of chunks in the allocator's pool. The cache has one group of full attention.
+
+    Blocks that the step being planned computes do not count: the step would read them before they are written.
+    """
+
+    def __init__(self, allocator: KVAllocator, root_key: bytes) -> None:
+        self._allocator, self._size, self._root = allocator, allocator.block_size, root_key
+        self._chains: dict[int, list[tuple[int, KeyChain]]] = {}  # handle -> first token and keys of each chunk
+        self._new: set[int] = set()  # blocks published since the step's planning began
+        allocator.pool.on_publish.append(lambda block, key: self._new.add(block))
+
+    def add(self, handle: int, whole: KeyChain, chunks: Sequence[tuple[int, int]]) -> None:
+        """Remember the chunks of a prompt. `whole`: keys of the prompt, whose tokens and tags the chunks have."""
+        self._chains[handle] = [
+            (first, KeyChain(self._root, self._size, array("I", whole.tokens[first:last]), whole.tags))
+            for first, last in chunks
+        ]
+
+    def forget(self, handle: int) -> None:
+        """Forget the chunks of a prompt. An unknown handle is ignored."""
+        self._chains.pop(handle, None)
+
+    def chains(self, handle: int, num_exact: int) -> list[KeyChain]:
+        """Return the keys of the chunks of a prompt that end behind its first `num_exact` tokens."""
+        return [chain for first, chain in self._chains.get(handle, ()) if first + len(chain.tokens) > num_exact]
+
+    def begin_step(self) -> None:
+        """Note that the planning of a step begins: all published blocks are computed by earlier steps."""
+        self._new.clear()
+
+    def find(self, handle: int, num_exact: int, end: int) -> tuple[MovedTokens, ...]:
+        """Return the tokens of a prompt from `num_exact` on, and before `end`, whose KV can be moved. Changes nothing.
+
+        num_exact   tokens at the front whose KV is found exactly
+        end         at most the last token, because that token's logits must be computed
+        """
+        found = []
+        for start, chain in self._chains.get(handle, ()):
+            blocks = self._allocator.match(chain, len(chain.tokens)).blocks[0]
+            blocks = list(takewhile(lambda block: block not in self._new, blocks))
+            first, last = max(start, num_exact), min(start + len(blocks) * self._size, end)
+            if first < last:
+                found.append(MovedTokens(first, last, start, tuple(blocks)))
+        return tuple(found)
+
+
+def sources(moved: Sequence[MovedTokens]) -> list[int]:
+    """Return the blocks that moved tokens read, each once."""
+    return list(dict.fromkeys(block for one in moved for block in one.blocks))
+
+
+def blocks_within(moved: Sequence[MovedTokens], block_size: int) -> list[int]:
+    """Return the numbers of a prompt's blocks of which at least half the tokens are moved."""
+    if not moved:
+        return []
+    positions = np.concatenate([np.arange(one.first, one.last) for one in moved])
+    return np.flatnonzero(2 * np.bincount(positions // block_size) >= block_size).tolist()
+
+
+def blended_chunk(moved: Sequence[MovedTokens], slot: int, first: int, last: int, ratio: float,
+                  block_size: int) -> BlendedChunk | None:  # fmt: skip
+    """Return the moved tokens among the tokens first .. last - 1 of a prompt, for a step's plan; None: there are none.
+
+    ratio   share of the moved tokens that is computed in all layers
+    """
+    positions, places, shifts = [], [], []
+    for one in moved:
+        here = np.arange(max(one.first, first), min(one.last, last), dtype=np.int32)
+        inside = here - one.shift
+        positions.append(here - first)
+        places.append(np.array(one.blocks, np.int32)[inside // block_size] * block_size + inside % block_size)
+        shifts.append(np.full(len(here), one.shift, np.int32))
+    if not any(len(here) for here in positions):
+        return None
+    tokens = np.concatenate(positions)
+    return BlendedChunk(slot=slot, tokens=tokens, sources=np.concatenate(places), shifts=np.concatenate(shifts),
+                        num_kept=min(len(tokens), math.ceil(ratio * len(tokens) - 1e-6)))

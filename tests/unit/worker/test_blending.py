@@ -1,0 +1,209 @@
+"""Steps that reuse KV of other positions: all kept is a full prefill bit for bit, none kept is full reuse.
+
+The reference computes a prompt in one piece, without pages. It takes the KV of moved tokens, in the layers behind the
+check layer, from their text alone, computed at the positions that the text has in the prompt.
+"""
+
+from array import array
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from quire.config.engine import SchedulerConfig
+from quire.contracts.protocols import ExecutorFacts
+from quire.contracts.request import NewRequest
+from quire.contracts.sampling import SamplerSpec
+from quire.contracts.step import CHECK_LAYER, FIRST_TOKENS, StepPlan
+from quire.engine.core import EngineCore
+from quire.kernels.attention import AttentionMeta
+from quire.kv.allocator import KVAllocator
+from quire.kv.pool import BlockPool
+from quire.layers.context import StepContext
+from quire.layers.stack import Model, run_layers
+from quire.models.registry import kv_components, kv_views
+from quire.worker.device_state import Limits
+from quire.worker.runner import StepRunner
+
+from ...support.compared import BLOCK, VOCAB, kv_geometry, make_model, model_args, runner_of
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+LIMITS = Limits(num_slots=4, max_tokens=256, max_model_len=256, block_size=BLOCK, depth=2)
+RANDOM = np.random.default_rng(5)
+NOTES = [RANDOM.integers(0, VOCAB, count, dtype=np.uint32).tolist() for count in (40, 33, 64)]
+SIZES = {"num_hidden_layers": 6, "max_position_embeddings": 512}
+QUESTION = [1, 2, 3, 4, 5]
+
+
+class Engine:
+    """A core over a runner. `logits`: of the first token of each request, by slot and position."""
+
+    def __init__(self, model: Model, *, budget: int = 256, depth: int = 1, num_blocks: int = 60) -> None:
+        self.runner = runner_of(model, LIMITS, num_blocks=num_blocks + 1)
+        self.plans: list[StepPlan] = []
+        self.logits: dict[int, Tensor] = {}  # position of the new token -> [V]
+        self.runner.programs.on_logits = self._note
+        facts = ExecutorFacts(depth=depth, decode_lag=depth, num_slots=4, num_blocks=num_blocks, block_size=BLOCK,
+                              max_model_len=256, vocab_size=VOCAB, blends=True)  # fmt: skip
+        geometry = kv_geometry(model.args, "float32", BLOCK)
+        self.core = EngineCore(_Executor(self.runner, facts, self.plans),
+                               SchedulerConfig(max_num_batched_tokens=budget, max_num_seqs=4, watermark=0.0),
+                               KVAllocator(BlockPool(num_blocks), geometry, num_slots=4),
+                               root_key=bytes(32))  # fmt: skip
+        self._handle = 0
+
+    def _note(self, slots: Tensor, positions: Tensor, logits: Tensor) -> None:
+        for position, row in zip(positions.tolist(), logits, strict=True):
+            self.logits[position] = row.clone()
+
+    def add(self, prompt: list[int], max_tokens: int = 1, **fields: Any) -> None:
+        self._handle += 1
+        spec = SamplerSpec(seed=0, num_prompt=len(prompt), temperature=0.0)
+        self.core.add(NewRequest(handle=self._handle, request_id=str(self._handle), sampler=spec,
+                                 token_ids=array("I", prompt).tobytes(), max_tokens=max_tokens, **fields))
+
+    def drain(self) -> "Engine":
+        while self.core.has_work:
+            self.core.step()
+        self.core.check()
+        return self
+
+    def ask(self, prompt: list[int], **fields: Any) -> Tensor:
+        """Return the logits of the prompt's last token."""
+        self.logits.clear()
+        self.add(prompt, **fields)
+        self.drain()
+        return self.logits[len(prompt)]
+
+
+class _Executor:
+    def __init__(self, runner: StepRunner, facts: ExecutorFacts, plans: list[StepPlan]) -> None:
+        self._runner, self._facts, self._plans = runner, facts, plans
+
+    def submit(self, plan: StepPlan) -> None:
+        self._plans.append(plan)
+        self._runner.submit(plan)
+
+    def release(self, step: int, masks: Any) -> None: ...
+
+    def collect(self) -> Any:
+        return self._runner.collect()
+
+    def facts(self) -> ExecutorFacts:
+        return self._facts
+
+
+def model_of(kind: str) -> Model:
+    """A model of six layers with kernels for moved tokens."""
+    return make_model(model_args(kind, **SIZES), more=("blend",))
+
+
+def prompt_of(*order: int, before: tuple[int, ...] = ()) -> tuple[list[int], tuple[tuple[int, int], ...]]:
+    tokens, chunks = list(before), []
+    for note in order:
+        chunks.append((len(tokens), len(tokens) + len(NOTES[note])))
+        tokens = tokens + NOTES[note]
+    return tokens + QUESTION, tuple(chunks)
+
+
+def computed(model: Model, hidden: Tensor, first: int, caches: list[Any], layers: range, rows: Tensor) -> Tensor:
+    """Run layers on the rows `rows` of a sequence that has a cache of one block; its position 0 is turned to `first`.
+    """
+    length = caches[0][0].shape[2]
+    meta = AttentionMeta([0, len(rows)], [length], torch.zeros(1, 1, dtype=torch.int32), rows, row_positions=rows,
+                         decode_len=0)  # fmt: skip
+    ctx = StepContext(rows + first, (meta,), kv_views(model.args, caches))
+    return run_layers(model, hidden, ctx, layers)
+
+
+def empty_caches(model: Model, length: int) -> list[tuple[Tensor, ...]]:
+    return [tuple(torch.zeros(1, c.num_heads, length, c.head_dim) for c in kv_components(model.args, "float32"))
+            for _ in model.layers]  # fmt: skip
+
+
+@torch.inference_mode()
+def blended(model: Model, prompt: list[int], chunks: tuple[tuple[int, int], ...], ratio: float) -> Tensor:
+    """Return the logits of the last token of a prompt, none of whose chunks is an exact prefix."""
+    everything, length = range(len(model.layers)), len(prompt)
+    caches, moved, places = empty_caches(model, length), [], []
+    old = empty_caches(model, length)
+    for first, last in chunks:
+        text, own = prompt[first:last], empty_caches(model, last - first)
+        computed(model, model.embed(torch.tensor(text)), first, own, everything, torch.arange(len(text)))
+        whole = len(text) // BLOCK * BLOCK
+        moved += range(first, first + whole)
+        places += range(whole)
+        for layer in everything:
+            for to, side in zip(old[layer], own[layer], strict=True):
+                to[:, :, first : first + whole] = side[:, :, :whole]
+    early = range(CHECK_LAYER + 1)
+    hidden = computed(model, model.embed(torch.tensor(prompt)), 0, caches, early, torch.arange(length))
+    sides = zip(caches[CHECK_LAYER], old[CHECK_LAYER], strict=True)
+    far = sum((new - was).square().sum((0, 1, 3)) for new, was in sides)
+    ranked = sorted(zip(moved, places, strict=True), key=lambda one: (one[1] >= FIRST_TOKENS, -float(far[one[0]])))
+    kept = {row for row, _ in ranked[: int(np.ceil(ratio * len(moved) - 1e-6))]}
+    rows = torch.tensor([row for row in range(length) if row in kept or row not in moved])
+    for layer in everything[CHECK_LAYER + 1 :]:
+        for to, side in zip(caches[layer], old[layer], strict=True):
+            to[:, :, moved] = side[:, :, moved]
+    hidden = computed(model, hidden[rows], 0, caches, everything[CHECK_LAYER + 1 :], rows)
+    return model.head(model.norm(hidden[-1:]))[0]
+
+
+def warmed(model: Model, **more: Any) -> Engine:
+    engine = Engine(model, **more)
+    for note in NOTES:
+        engine.ask(note)
+    return engine
+
+
+@pytest.mark.parametrize("budget", [256, 48])
+@pytest.mark.parametrize("kind", ["dense", "experts", "latent"])
+def test_all_kept_is_a_full_prefill_bit_for_bit(kind: str, budget: int) -> None:
+    model = model_of(kind)
+    prompt, chunks = prompt_of(2, 0, 1, before=(9, 8, 7))
+    expected = Engine(model, budget=budget).ask(prompt)
+    engine = warmed(model, budget=budget)
+    actual = engine.ask(prompt, chunks=chunks, blend_ratio=1.0)
+    moved = sum(len(one.tokens) for plan in engine.plans for one in plan.blended)
+    assert moved == 32 + 32 + 64 and torch.equal(actual, expected)
+
+
+@pytest.mark.parametrize("ratio", [0.0, 0.15, 0.6])
+@pytest.mark.parametrize("kind", ["dense", "experts", "latent"])
+def test_what_is_kept_and_what_is_reused(kind: str, ratio: float) -> None:
+    """0 is full reuse behind the check layer. The reference's keys are rotated to their new positions at once."""
+    prompt, chunks = prompt_of(1, 2, 0, before=(9, 8, 7))
+    reference = make_model(model_args(kind, **SIZES), reference=True)
+    expected = blended(reference, prompt, chunks, ratio)
+    actual = warmed(model_of(kind)).ask(prompt, chunks=chunks, blend_ratio=ratio)
+    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-3)
+    exact = Engine(model_of(kind)).ask(prompt)
+    assert (exact - expected).abs().max() > 0.05, "the case tells nothing"
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_other_requests_of_the_step_are_as_ever(depth: int) -> None:
+    """A decode and a prompt beside it, whose rows are all kept."""
+    model = model_of("dense")
+    prompt, chunks = prompt_of(1, 2, 0, before=(9, 8, 7))
+    texts = []
+    for ratio in (None, 0.2):
+        engine = warmed(model, depth=depth)
+        engine.add([3] * 20, max_tokens=12)
+        for _ in range(4):
+            engine.core.step()
+        tokens = dict[int, list[int]]()
+        engine.add(prompt, 2, **({} if ratio is None else {"chunks": chunks, "blend_ratio": ratio}))
+        engine.add([6] * 45, max_tokens=3)
+        while engine.core.has_work:
+            out = engine.core.step()
+            for handle, token in zip(out.handles.tolist(), out.tokens.tolist(), strict=True):
+                tokens.setdefault(handle, []).append(token)
+        engine.core.check()
+        assert any(len(plan.slots) == 3 and plan.num_decodes == 1 for plan in engine.plans)
+        assert (ratio is not None) == any(plan.blended for plan in engine.plans)
+        texts.append([tokens[handle] for handle in (4, 6)])
+    assert texts[0] == texts[1]
