@@ -27,6 +27,7 @@ from quire.distributed.checked import CheckedGroup
 from quire.distributed.mesh import RankGroups
 from quire.engine.core import EngineCore
 from quire.engine.replicas import Core
+from quire.models.missing import check_missing
 from quire.models.plan import EnginePlan, resolve_sizing
 from quire.text.grammar import GrammarCompiler
 from quire.text.grammar_trial import GrammarTrial
@@ -113,7 +114,7 @@ def simulated(folder: str | Path, *, tp: int = 1, pp: int = 1, dp: int = 1, expe
     found = read_files(config)
     plans = plan_ranks(config, found)
     for plan in plans:
-        plan.check_runnable()
+        check_missing(plan.missing)
     loaded = [load_rank(plan, one, None, on_loading=lambda done, total: None, end_phase=lambda name: None)
               for plan, one in zip(plans, make_groups(plans), strict=True)]  # fmt: skip
     sizes = shared_sizes([resolve_sizing(plan, 1 << 28) for plan in plans])

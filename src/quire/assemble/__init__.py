@@ -36,6 +36,7 @@ from quire.kernels.select import Kernels, here
 from quire.kv.allocator import KVAllocator
 from quire.kv.pool import BlockPool
 from quire.models.drafts import draft_config, with_draft_model
+from quire.models.missing import check_missing
 from quire.models.notes import parallel_notes
 from quire.models.obtain import obtain_weights, read_model
 from quire.models.plan import EnginePlan, Machine, resolve_engine, resolve_sizing
@@ -152,7 +153,7 @@ def assemble(config: EngineConfig, on_loading: Loading | None = None, *, served:
     phases.end("tokenizer")
     plans = plan_ranks(config, found, served=served)
     plan, cpu = plans[0], found.cpu
-    plan.check_runnable()
+    check_missing(plan.missing)
     if found.draft is not None and plan.draft is not None:
         obtain_weights(plan.draft.config, found.draft.folder, found.draft.args, plan.draft.dtype, None,
                        quantization=plan.draft.quantization)  # fmt: skip
@@ -169,8 +170,7 @@ def assemble(config: EngineConfig, on_loading: Loading | None = None, *, served:
              for replica, one in enumerate(replicas)]  # fmt: skip
     core = join_replicas(plan, cores, arrived, parts.hosts)
     phases.end("engine")
-    about = core.facts.plans
-    ranks = (f"{about['ranks']} ({about['each rank']}).",) if len(plans) > 1 and not served else ()  # a banner has it
+    ranks = ("{ranks} ({each rank}).".format(**core.facts.plans),) if len(plans) > 1 and not served else ()  # no banner
     notes = (*(plan.speculation.notes if plan.speculation else ()),
              *found.quantization.notes, *plan.cache.notes, *plan.offload.notes,
              *_notes(found.args, plan.dtype, parts.memory, config), *unread, *parts.notes,
@@ -278,7 +278,7 @@ def assemble_core(parts: Parts, compiler: GrammarCompiler | None, replica: int =
         max_model_len=memory.max_model_len,
         vocab_size=plan.args.vocab_size,
         prompt_chunk=parts.prompt_chunk,
-        num_drafts=plan.num_drafts,
+        num_drafts=plan.drafting.num_drafts,
         drafts_cached=plan.speculation is not None and plan.speculation.layered,
         blends=config.cache.enable_cache_blend,
         drafts_by_batch=plan.speculation.by_batch if plan.speculation else (),

@@ -15,6 +15,7 @@ from quire.distributed.mesh import RankGroups
 from quire.kvstore.arena import KVArena
 from quire.layers.stack import Model
 from quire.models.build import build_model
+from quire.models.missing import check_missing
 from quire.models.plan import EnginePlan
 from quire.models.registry import model_views
 from quire.procs.in_process import InProcessExecutor
@@ -31,7 +32,7 @@ def load_without_triton(plan: EnginePlan, groups: RankGroups, *, free_bytes: Cal
 
     free_bytes   returns the free bytes of the device's memory. For the other parameters see `load_rank`
     """
-    plan.check_runnable()
+    check_missing(plan.missing)
     scales = cache_scales(plan)
     model = build_model(plan, groups)
     fill(model, plan, on_loading)
@@ -45,7 +46,7 @@ def _finish(plan: EnginePlan, model: Model, memory: MemoryPlan, scales: list[Sca
     views = model_views(model, arena.views, scales)
     limits = Limits(
         num_slots=num_slots, max_tokens=plan.config.scheduler.token_budget(), block_size=memory.geometry.block_size,
-        max_model_len=memory.max_model_len, windows=memory.geometry.windows, num_drafts=plan.num_drafts,
+        max_model_len=memory.max_model_len, windows=memory.geometry.windows, num_drafts=plan.drafting.num_drafts,
     )  # fmt: skip
     worker = make_runner(model, views, limits, device, target=plan.machine.device, groups=groups,
                          eager=plan.config.device.enforce_eager, speculation=plan.speculation)  # fmt: skip

@@ -26,6 +26,7 @@ from quire.kvstore.arena import KVArena
 from quire.layers.stack import Model
 from quire.models.build import build_model
 from quire.models.collectives import exchange_bounds
+from quire.models.missing import check_missing
 from quire.models.plan import EnginePlan
 from quire.models.registry import model_views
 from quire.platforms.cuda import CudaFacts
@@ -48,7 +49,7 @@ def load_cuda(plan: EnginePlan, groups: RankGroups, facts: CudaFacts, *, on_load
 
     facts   name and memory of the GPU. For the other parameters see `load_rank`
     """
-    plan.check_runnable()
+    check_missing(plan.missing)
     config, weights = plan.config, plan.weight_bytes
     check_weights(weights, facts.total_memory, facts.free_memory, config, dtype=plan.weight_words)
     end_phase("device")
@@ -67,7 +68,7 @@ def load_cuda(plan: EnginePlan, groups: RankGroups, facts: CudaFacts, *, on_load
         block_size=plan.geometry.block_size,
         max_model_len=config.model.max_model_len or plan.args.max_position_embeddings,
         graph_sizes=plan.graphs.sequences, graph_tokens=plan.graphs.tokens, depth=config.device.async_depth or DEPTH,
-        windows=plan.geometry.windows, num_drafts=plan.num_drafts, draft_lengths=plan.graphs.drafts,
+        windows=plan.geometry.windows, num_drafts=plan.drafting.num_drafts, draft_lengths=plan.graphs.drafts,
         bounds=() if groups.slots is None else exchange_bounds(plan.step_tokens),
     )  # fmt: skip
     with _room_for_steps(weights, facts.free_memory, config):

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import msgspec
 
 from quire.contracts.errors import InvalidParameter
+from quire.contracts.request import Transfer
 from quire.contracts.sampling import SamplingParams
 
 
@@ -31,12 +32,12 @@ class Chunking(msgspec.Struct, frozen=True):
 
 
 def read_chunks(params: SamplingParams, token_ids: list[int], chunking: Chunking, *, text: bool = False,
-                transfer: bool = False) -> tuple[tuple[int, int], ...]:  # fmt: skip
+                transfer: Transfer | None = None) -> tuple[tuple[int, int], ...]:  # fmt: skip
     """Return (first token, end) of a prompt's chunks: `kv_chunks`, or the parts between separators.
 
     A request that needs every row of the prompt, or shares the prompt's KV with another engine, has none.
     text       True: the prompt was given as a text, whose tokens the caller does not count
-    transfer   True: the prompt's KV goes to another engine, or comes from one
+    transfer   of the prompt's KV to another engine, or from one
     Raises `InvalidParameter` for parameters that do not fit the prompt, the request or the engine.
     """
     given = params.kv_chunks
@@ -47,7 +48,7 @@ def read_chunks(params: SamplingParams, token_ids: list[int], chunking: Chunking
     if given and text:
         raise InvalidParameter("kv_chunks counts tokens, and the prompt is a text: send token ids, or put the engine's "
                                "--blend-separator between the parts of the text.", param="kv_chunks")
-    others = ("kv_transfer_params: another engine finds KV by the whole prompt before it" if transfer else
+    others = ("kv_transfer_params: another engine finds KV by the whole prompt before it" if transfer is not None else
               "prompt_logprobs and echo with logprobs, which need every row of the prompt"
               if params.prompt_logprobs is not None else "")  # fmt: skip
     if given and others:

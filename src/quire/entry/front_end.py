@@ -116,33 +116,32 @@ class FrontEnd:
         Raises a `RequestError` when the prompt cannot be served. Then the front end has not changed.
         """
         if not isinstance(params, SamplingParams):
-            raise InvalidParameter(
-                f"sampling_params must be SamplingParams, not {type(params).__name__}.", param="sampling_params")
+            raise InvalidParameter(f"sampling_params must be SamplingParams, not {type(params).__name__}.",
+                                   param="sampling_params")
+        limits = self.limits
         params.check()
-        check_options(priority, timeout, self.limits)
+        check_options(priority, timeout, limits)
         token_ids = self.encode(prompt)
-        check_request(params, token_ids, self.limits, self.tokenizer)
+        check_request(params, token_ids, limits, self.tokenizer)
         grammar = params.structured_outputs.spec() if params.structured_outputs is not None else None
         seed = params.seed if params.seed is not None and params.seed >= 0 else self._seeds.getrandbits(64)
         stops = tuple(sorted({*(params.stop_token_ids or ()), *(() if params.ignore_eos else self._eos)}))
-        sampler = sampler_spec(params, seed, len(token_ids), stops, self.limits.vocab_size, self.tokenizer)
-        check_first_token(params, sampler, self.limits.vocab_size)
-        transfer = read_transfer(params.kv_transfer_params, self.limits.sharing)
-        if self._next_handle + params.n > self._place.end:
-            self._next_handle = self._place.first
-        first = self._next_handle
+        sampler = sampler_spec(params, seed, len(token_ids), stops, limits.vocab_size, self.tokenizer)
+        check_first_token(params, sampler, limits.vocab_size)
+        transfer = read_transfer(params.kv_transfer_params, limits.sharing)
+        chunks = read_chunks(params, token_ids, limits.chunking, text=prompt.text is not None, transfer=transfer)
+        first = self._next_handle if self._next_handle + params.n <= self._place.end else self._place.first
         request_id = request_id if request_id is not None else str(first)
         generation = Generation(request_id=request_id, tenant=tenant, prompt=prompt.text, prompt_token_ids=token_ids,
                                 params=params, completions=[],
-                                for_decode=answer_transfer(transfer, self.limits.sharing, len(token_ids),
-                                                           self.limits.block_size),
+                                for_decode=answer_transfer(transfer, limits.sharing, len(token_ids), limits.block_size),
                                 tokenizer=self.tokenizer if params.detokenize else None,
                                 prompt_logprobs=None if params.prompt_logprobs is None else [None])
         for i in range(params.n):
             text, streamed = self._text(token_ids, params), params.output_kind == OutputKind.DELTA
             generation.completions.append(
                 Completion(handle=first + i, index=i, text=text, eos_ids=self._eos, streamed=streamed))
-        room = self.limits.max_model_len - len(token_ids)
+        room = limits.max_model_len - len(token_ids)
         parent = NewRequest(
             handle=first,
             request_id=request_id if params.n == 1 else f"{request_id}.0",
@@ -160,12 +159,11 @@ class FrontEnd:
             grammar=grammar,
             num_drafts=params.speculative_tokens,
             transfer=transfer,
-            chunks=read_chunks(params, token_ids, self.limits.chunking, text=prompt.text is not None,
-                               transfer=transfer is not None),
-            blend_ratio=self.limits.chunking.ratio if params.blend_ratio is None else params.blend_ratio,
+            chunks=chunks,
+            blend_ratio=limits.chunking.ratio if params.blend_ratio is None else params.blend_ratio,
         )
         requests = [parent, *(child_request(parent, i, f"{request_id}.{i}") for i in range(1, params.n))]
-        self._next_handle += params.n
+        self._next_handle = first + params.n
         self._by_handle.update((c.handle, (generation, c)) for c in generation.completions)
         return generation, requests
 

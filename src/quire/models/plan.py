@@ -46,7 +46,7 @@ from quire.kvstore.plan import OffloadPlan, resolve_offload
 from quire.models.collectives import buffer_bytes, exchange_bounds
 from quire.models.graphs import GraphPlan, resolve_graphs
 from quire.models.layout import layout
-from quire.models.missing import Missing, check_missing, missing_blend, missing_features, missing_speculation
+from quire.models.missing import Missing, missing_blend, missing_features, missing_speculation
 from quire.models.notes import BACKENDS, check_backend
 from quire.models.registry import (
     ITEM_BYTES,
@@ -194,11 +194,6 @@ class EnginePlan(msgspec.Struct, frozen=True, kw_only=True):
                                 self.params, self.mesh.parallel, self.dtype.dtype)  # fmt: skip
 
     @property
-    def num_drafts(self) -> int:
-        """Maximum number of drafts that a decode verifies; 0: no speculation."""
-        return self.speculation.num_drafts if self.speculation else 0
-
-    @property
     def step_tokens(self) -> int:
         """Most tokens of a step of a replica, drafts included."""
         return _step_tokens(self.config, self.speculation)
@@ -213,16 +208,17 @@ class EnginePlan(msgspec.Struct, frozen=True, kw_only=True):
         """Return a copy with `rank` in its mesh. `params` and `geometry` remain those of the original rank."""
         return msgspec.structs.replace(self, mesh=Mesh(parallel=self.mesh.parallel, rank=rank))
 
-    def check_runnable(self) -> None:
-        """Raise UnsupportedModel, which names the first missing feature, if the plan has any."""
-        check_missing(self.missing)
-
 
 class Drafting(msgspec.Struct, frozen=True, kw_only=True):
     """Speculative decoding of an engine, and the plan of its draft model."""
 
     speculation: Speculation | None = None
     model: EnginePlan | None = None
+
+    @property
+    def num_drafts(self) -> int:
+        """Maximum number of drafts that a decode verifies; 0: no speculation."""
+        return self.speculation.num_drafts if self.speculation else 0
 
 
 def resolve_engine(

@@ -17,7 +17,7 @@ from quire.kernels.attention import AttentionMeta, KVView
 from quire.layers.context import StepContext
 from quire.layers.stack import run_layers
 from quire.models.build import build_model
-from quire.models.missing import Missing
+from quire.models.missing import Missing, check_missing
 from quire.models.plan import EnginePlan
 from quire.models.report import PlanReport
 from quire.weights.dummy import load_dummy
@@ -76,10 +76,10 @@ def test_a_plan_that_was_read_back_builds_the_same_model(family: str) -> None:
 
 def test_what_cannot_run_is_planned_all_the_same_and_refused_by_its_value() -> None:
     args = parse_checkpoint_config(tiny_config(Tiny(family="qwen3")))
-    planned(args).check_runnable()
+    check_missing(planned(args).missing)
     other = msgspec.structs.replace(planned(args), missing=(Missing("wings", "wings are not implemented yet."),))
     with pytest.raises(UnsupportedModel, match="wings are not implemented yet"):
-        other.check_runnable()
+        check_missing(other.missing)
 
 
 @torch.inference_mode()
