@@ -156,18 +156,19 @@ class EnginePlan(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def widened_tokens(self) -> int:
         """Most tokens of context that a step's prompts read through the scratch for an 8-bit KV cache; 0: no scratch.
+        Those that a draft model reads, if only this one needs the scratch.
 
         Hopper's prefill kernel multiplies two-byte numbers; see `kernels/attention/triton_widen.py`.
         """
         if not self.cache.features or ("attention", "hopper") not in [(one.op, one.name) for one in self.kernels]:
-            return 0
+            return self.draft.widened_tokens if self.draft is not None else 0
         size, keys = self.geometry.block_size, self.geometry.groups[0].components[0]
         return size * widened_blocks(keys.num_heads, keys.head_dim, size)
 
     @property
     def scratch_bytes(self) -> int:
-        """Bytes of that scratch, which layers of a draft model share."""
-        return SCRATCH if self.widened_tokens or (self.draft is not None and self.draft.widened_tokens) else 0
+        """Bytes of that scratch."""
+        return SCRATCH if self.widened_tokens else 0
 
     @property
     def offload(self) -> OffloadPlan:
