@@ -11,7 +11,7 @@ from quire.config.checkpoint import read_checkpoint_config
 from quire.config.engine import EngineConfig
 from quire.contracts.blocks import KVComponent, KVGeometry, KVGroup
 from quire.contracts.errors import ConfigError
-from quire.contracts.speculation import METHODS, read_speculative_config
+from quire.contracts.speculation import read_speculative_config
 from quire.engine.core import EngineCore
 from quire.engine.mock_executor import MockExecutor
 from quire.kv.allocator import KVAllocator
@@ -38,9 +38,8 @@ def build_mock_core(config: EngineConfig, folder: Path, tokenizer_folder: Path |
                           "kv_transfer_config, kv_share and kv_peers.")
     args = read_checkpoint_config(folder)
     speculation = read_speculative_config(config.scheduler.speculative_config)
-    if speculation is not None and speculation.method not in METHODS:
-        raise ConfigError(f"speculative_config: method {speculation.method} is not implemented yet: use "
-                          f"{' or '.join(METHODS)}.")
+    if speculation is not None and speculation.method != "ngram":
+        raise ConfigError(f"speculative_config: device=mock has no layers for method {speculation.method}: use ngram.")
     if speculation is not None and speculation.synthetic:
         raise ConfigError("speculative_config: device=mock takes 0, 1, ... and all drafts for right in turn: leave out "
                           "rejection_sample_method=synthetic.")

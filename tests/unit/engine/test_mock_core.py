@@ -65,7 +65,7 @@ def test_what_does_not_fit_is_refused() -> None:
         core(kv_offload_gb=1.0)
     with pytest.raises(ConfigError, match="leave out kv_offload_gb, kv_offload_dir"):
         core(kv_offload_dir="/kv")
-    with pytest.raises(ConfigError, match="method mtp is not implemented yet: use ngram"):
+    with pytest.raises(ConfigError, match="no layers for method mtp: use ngram"):
         core(speculative_config={"method": "mtp", "num_speculative_tokens": 1})
 
 
