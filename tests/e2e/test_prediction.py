@@ -221,10 +221,10 @@ def test_drafts_under_a_grammar_are_the_host_s_and_the_cache_stays_whole(draftin
     """A draft model that is the model: the tokens that a grammar forces are all right, which its own guesses are not.
     Behind the blocks of that answer, which another request reuses, it guesses all its own tokens."""
     llm = drafting("", 3, {"method": "draft_model", "model": "quire-tiny"})
-    forced = structured(regex="( The module provides a class, or a function){3}[a-z ]{9}")
+    forced = structured(regex="( The module provides a class, or a function){5}[a-z ]{9}")
     first = llm.generate(LONG, params(COLD | forced | {"max_tokens": 90}), use_tqdm=False)[0]
     made, *right = first.outputs[0].drafts
-    assert made == sum(right) > 30 and first.outputs[0].finish_reason == "stop"
+    assert made == sum(right) > 25 and first.outputs[0].finish_reason == "stop"
     ids = [*first.prompt_token_ids, *first.outputs[0].token_ids]
     again = llm.generate(ids + [5], params(COLD | {"max_tokens": 40}), use_tqdm=False)[0]
     made, *right = again.outputs[0].drafts
