@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from quire.config.checkpoint import ModelArgs
 from quire.config.experts import Routing
+from quire.kernels.pack.matrix import Weight, empty_weight
 from quire.kernels.quantize.rows import QuantizedRows
 from quire.kernels.select import load_kernel
 from quire.kernels.streams import Fork, side_stream
@@ -22,7 +23,6 @@ from quire.layers.dispatch import AllGatherExchange, ExpertExchange, PullExchang
 from quire.layers.linear import Linear, PackedLinear, add_sum, pack_linear
 from quire.layers.mlp import GatedMLP
 from quire.layers.norm import RMSNorm
-from quire.quantization.pack.matrix import Weight, empty_weight
 
 # Numbers of tokens with which the shared experts run on a side stream of a GPU, beside the routed experts. With fewer,
 # each kernel starts while the one before it ends, which a fork would prevent; with more, each product fills the device.

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from quire.contracts.errors import WeightsError
-from quire.quantization.pack.matrix import QuantizedMatrix, dequantize
-from quire.quantization.pack.nearest import quantized
-from quire.quantization.pack.store import stored_tensors
+from quire.kernels.pack.matrix import QuantizedMatrix, dequantize
+from quire.kernels.pack.nearest import quantized
+from quire.kernels.pack.store import stored_tensors
 from quire.quantization.rules import Rule
 from quire.quantization.schemes import Stored, scale_type
 from quire.weights.files import INDEX, StoredTensor
