@@ -16,12 +16,14 @@ from dataclasses import dataclass, field
 from time import perf_counter_ns
 from typing import Any
 
+import numpy as np
+
 from quire.config.engine import SchedulerConfig
 from quire.contracts.blocks import KVComponent, KVGeometry, KVGroup
 from quire.contracts.output import StepOutputs
 from quire.contracts.request import NewRequest
 from quire.contracts.sampling import OutputKind, SamplingParams
-from quire.contracts.step import I32, NO_MASKS, StepPlan, StepResult
+from quire.contracts.step import I32, NO_MASKS, SAMPLE, StepPlan, StepResult
 from quire.engine.core import EngineCore
 from quire.engine.mock_executor import MockExecutor
 from quire.entry.cli.table import format_table
@@ -123,6 +125,13 @@ class _TimedExecutor(MockExecutor):
     def release(self, step: int, masks: I32) -> None:
         pass  # done in submit, where the clock runs
 
+    def _run(self, plan: StepPlan, masks: dict[int, I32]) -> StepResult:
+        """Return arbitrary tokens, which cost nothing per request."""
+        slots = plan.slots[(plan.outputs & SAMPLE) > 0]
+        tokens = (slots * 31 + plan.step) % VOCAB_SIZE
+        return StepResult(step=plan.step, slots=slots, tokens=tokens.astype(np.int32)[:, None],
+                          num_accepted=np.ones(len(slots), np.int32))
+
     def collect(self) -> StepResult:
         start = perf_counter_ns()
         result = super().collect()
@@ -141,7 +150,7 @@ class _Load:
         config = SchedulerConfig(max_num_seqs=case.num_running)
         self.executor = _TimedExecutor(
             num_slots=case.num_running, num_blocks=num_blocks, block_size=BLOCK_SIZE, vocab_size=VOCAB_SIZE,
-            max_model_len=length, depth=case.depth, verify=False)
+            max_model_len=length, depth=case.depth)
         component = KVComponent("k", 8, 128, "bfloat16", 2)
         geometry = KVGeometry(block_size=BLOCK_SIZE, groups=(KVGroup(layers=(0,), components=(component,)),))
         root = namespace_digest(model="bench", revision="", dtype="bfloat16", block_size=BLOCK_SIZE, geometry=geometry)

@@ -11,8 +11,8 @@ from quire.contracts.scheme import Scheme
 from quire.kernels import pdl, triton_runtime
 from quire.kernels.experts import hopper, scaled, scaled_hopper, triton, weight_only
 from quire.kernels.linear import weight_only as linear
+from quire.kernels.pack.matrix import empty as empty_matrix
 from quire.kernels.routing import triton as routing
-from quire.quantization.pack.matrix import empty as empty_matrix
 
 DEEPSEEK = Routing(num_experts=256, top_k=8, scoring="sigmoid", bias=True, num_groups=8, top_groups=4,
                    group_score="top2", normalize=True, normalize_eps=1e-20, scaling=2.5)  # fmt: skip

@@ -8,7 +8,7 @@ from compiling import AbsentGpu, Made
 from quire.contracts.scheme import Scheme
 from quire.kernels import pdl, triton_runtime
 from quire.kernels.linear import scaled
-from quire.quantization.pack.matrix import empty as empty_matrix
+from quire.kernels.pack.matrix import empty as empty_matrix
 
 BLOCKS = Scheme(values="e4m3", block=(128, 128), inputs="group")
 ROWS = Scheme(values="e4m3", block=(1, 128), inputs="group")

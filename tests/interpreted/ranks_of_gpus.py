@@ -18,7 +18,7 @@ from quire.config.checkpoint import ModelArgs
 from quire.config.placement import ALONE, Parallel, Rank, ranks
 from quire.distributed import Group
 from quire.distributed.mesh import RankGroups
-from quire.distributed.process_group import ProcessGroup, join_ranks, leave_ranks
+from quire.distributed.process_group import ProcessGroup, join_ranks
 from quire.distributed.symmetric import SymmetricGroup
 from quire.kernels.comm import BUFFERS, Peers
 from quire.kernels.select import select_kernels
@@ -53,7 +53,8 @@ class SharedFiles(SymmetricGroup):
 
         self._maps = mapped("buffer", BUFFERS * ROOM), mapped("signal", 4 * PROGRAMS * SIZE)
         buffers, signals = (torch.tensor([one.data_ptr() for one in some]) for some in self._maps)
-        self._group, self.rank, self.size, self.kind, self._calls = group, group.rank, SIZE, "files", 0
+        ProcessGroup.__init__(self, group.group, group.rank, group.ranks)
+        self.kind, self._calls = "files", 0
         self._peers = Peers(buffers, signals, group.rank, ROOM, PROGRAMS)
         self.num_sums = 0
 
@@ -114,7 +115,7 @@ def main(number: int, kind: str, folder: Path) -> None:
         for plan in PLANS:
             (folder / f"result{number}-{plan.step}").write_bytes(encode(runner.run(plan)))
         assert tp.num_sums == len(PLANS) * (1 + 2 * args.num_layers)
-        leave_ranks()
+        torch.distributed.destroy_process_group()
 
 
 def reference(kind: str) -> Model:

@@ -20,7 +20,7 @@ from quire.config.checkpoint import ModelArgs
 from quire.config.placement import Parallel, Rank, ranks
 from quire.contracts.step import StepPlan, StepSync
 from quire.distributed.mesh import RankGroups
-from quire.distributed.process_group import join_ranks, leave_ranks
+from quire.distributed.process_group import join_ranks
 from quire.kernels.comm import Peers
 from quire.kernels.comm.exchange import Layout, Slots
 from quire.kvstore.arena import KVArena
@@ -95,7 +95,7 @@ def main(number: int, kind: str, folder: Path) -> None:
         ran = [captured[key] for key in getattr(runner.recorder, "ran", ()) if key in captured]
         kinds = {shape.key[0] for shape in ran} | {"beyond" for shape in ran if shape.tokens > shape.bound}
         (folder / f"kinds{number}").write_text(" ".join(sorted(kinds)))
-        leave_ranks()
+        torch.distributed.destroy_process_group()
         del kept
 
 

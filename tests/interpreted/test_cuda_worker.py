@@ -36,7 +36,7 @@ if not triton_runtime.INTERPRETED:
 
 from quire.kernels.ngram import triton as ngram
 from quire.kernels.step import triton
-from quire.procs.wire import decode
+from quire.procs.wire import Messages
 from quire.spec.ngram import NgramDrafter
 from quire.worker.device_state import Limits
 from quire.worker.graphs import Graphs
@@ -156,7 +156,7 @@ def test_two_ranks_give_the_tokens_of_one(tmp_path: Path, kind: str) -> None:
     for one in PLANS:
         expected = oracle.run(one)
         for rank in range(2):
-            agree(decode((tmp_path / f"result{rank}-{one.step}").read_bytes(), StepResult), expected)
+            agree(Messages(StepResult).decode((tmp_path / f"result{rank}-{one.step}").read_bytes()), expected)
 
 
 @pytest.mark.parametrize("kind", ["experts", pytest.param("latent", marks=pytest.mark.full)])
@@ -173,7 +173,7 @@ def test_two_replicas_that_share_experts_give_the_tokens_of_one(tmp_path: Path, 
     for rank in range(2):
         oracle = NaiveRunner(ranks_of_gpus.reference(kind))
         for one in PLANS[:7]:
-            agree(decode((tmp_path / f"result{rank}-{one.step}").read_bytes(), StepResult), oracle.run(one))
+            agree(Messages(StepResult).decode((tmp_path / f"result{rank}-{one.step}").read_bytes()), oracle.run(one))
         kinds = (tmp_path / f"kinds{rank}").read_text().split()
         # The second replica has no tokens in a step in which the first has more than any captured one. In its last
         # step, of two decodes, the first one has none.

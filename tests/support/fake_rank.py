@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 
 from quire.contracts import errors
-from quire.contracts.step import I32, NO_MASKS, StepPlan, StepResult, StepTimings
+from quire.contracts.step import I32, NO_MASKS, StepPlan, StepResult
 
 C_LIBRARY = ctypes.PyDLL(None)  # its functions keep Python's lock
 
@@ -77,7 +77,7 @@ class FakeRank:
         self.log.append(f"collect {plan.step}")
         computed = sum(len(admission.token_ids) for admission in plan.admitted)
         return StepResult(step=plan.step, slots=plan.slots, tokens=masks, num_accepted=np.ones(len(masks), np.int32),
-                          num_computed=computed, timings=StepTimings(forward=self.start.index))
+                          num_computed=computed, moved=self.start.index)
 
     def control(self, name: str, args: dict[str, Any]) -> object:
         self.go_to("control")

@@ -10,9 +10,9 @@ from torch import Tensor
 from quire.contracts.scheme import Scheme
 from quire.kernels.experts import scaled as experts
 from quire.kernels.linear import scaled
+from quire.kernels.pack.matrix import TYPES, QuantizedMatrix, dequantize
 from quire.kernels.quantize import ref
 from quire.kernels.quantize.triton import GROUP, quantize
-from quire.quantization.pack.matrix import TYPES, QuantizedMatrix, dequantize
 
 SCALED = {
     "fp8 block": Scheme(values="e4m3", block=(128, 128), inputs="group"),

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from quire.contracts.scheme import Scheme
-from quire.quantization.pack.matrix import QuantizedMatrix
+from quire.kernels.pack.matrix import QuantizedMatrix
 
 SCHEMES = {
     "fp8 blocks": Scheme(values="e4m3", block=(128, 128), inputs="group"),

@@ -11,10 +11,10 @@ from quire.contracts.errors import EngineDead
 from quire.contracts.output import StepOutputs, StepStats
 from quire.contracts.step import I32, StepPlan, StepResult
 from quire.engine.core import EngineCore
-from quire.engine.mock_executor import MockExecutor
 from quire.engine.replicas import STATES, Replicas
 
 from ..unit.engine.conftest import EngineRig
+from .checked_executor import CheckedExecutor
 
 TOTALS = ("num_preempted", "prefix_queries", "prefix_hits")  # statistics since the start; they never decrease
 
@@ -71,7 +71,7 @@ class Meeting:
                 raise Deadlock(f"replica {replica} waits for step {step}; replica {number} has not sampled before it")
 
 
-class RepeatableMock(MockExecutor):
+class RepeatableMock(CheckedExecutor):
     """A mock with any lag of decodes and any number of stages."""
 
     def __init__(self, lag: int, stages: int, **options: Any) -> None:

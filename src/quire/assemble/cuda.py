@@ -57,7 +57,7 @@ def load_cuda(plan: EnginePlan, groups: RankGroups, facts: CudaFacts, *, on_load
         slow = load_without_triton(plan, groups, on_loading=on_loading, end_phase=end_phase,
                                    free_bytes=lambda: torch.cuda.mem_get_info(DEVICE)[0])  # fmt: skip
         note = f"no Triton kernel can run ({why}): PyTorch's own operations do the work, without graphs, much slower."
-        return replace(slow, finish=lambda memory: replace(slow.finish(memory), hardware=str(facts), notes=(note,)))
+        return replace(slow, finish=lambda memory: replace(slow.finish(memory), notes=(note,)))
     cache, note = use_cache_folder()
     scales = cache_scales(plan)
     model = build_model(plan, groups)
@@ -94,7 +94,7 @@ def load_cuda(plan: EnginePlan, groups: RankGroups, facts: CudaFacts, *, on_load
         return Parts(
             plan=plan, model=model, worker=worker, depth=sized.depth, memory=memory, prompt_chunk=PROMPT_CHUNK,
             executor=lambda facts: LaunchingExecutor(worker, facts, {"describe": worker.describe}),
-            hardware=str(facts), notes=(note,) if note else (),
+            notes=(note,) if note else (),
             plans={"compiled kernels": f"{compiled} in {cache}", "weights": loaded, "memory": str(memory.budget),
                    "graphs": f"{len(worker.recorder)}", "cache": cache_words(plan, scales)},
         )  # fmt: skip

@@ -25,7 +25,6 @@ class Parts:
     memory         size of this rank's KV cache, and the context length
     executor       makes the executor from `ExecutorFacts`
     depth, prompt_chunk, num_stages   see `ExecutorFacts`
-    hardware       description of the GPU; "" on a CPU and for several ranks
     plans          choices that were made, by name, for display
     notes          lines that the user should see
     hosts          index of the host of each rank; (): one rank
@@ -39,7 +38,6 @@ class Parts:
     memory: MemoryPlan
     prompt_chunk: int = 0
     num_stages: int = 1
-    hardware: str = ""
     plans: dict[str, object] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     hosts: tuple[int, ...] = ()

@@ -21,6 +21,7 @@ from quire.models.collectives import exchange_rows, sum_room
 from quire.models.plan import EnginePlan
 from quire.models.registry import ITEM_BYTES
 from quire.platforms.cuda import read_cuda_facts
+from quire.procs.rank_server import LoadedRank, RunningRank
 from quire.worker.spans import StepTrace
 
 
@@ -112,8 +113,8 @@ def checked(groups: RankGroups, device: torch.device) -> RankGroups:
 
 
 @dataclass(frozen=True)
-class ChildRank:
-    """A rank in its process, its weights loaded, its KV cache not sized; see `quire.procs.rank_server.LoadedRank`.
+class ChildRank(LoadedRank):
+    """A rank in its process, its weights loaded, its KV cache not sized.
 
     note   line for the user; "" for none
     """
@@ -134,8 +135,8 @@ class ChildRank:
         return ChildRunner(parts, self.groups, self.device, self.note)
 
 
-class ChildRunner:
-    """A rank in its process that runs steps; see `quire.procs.rank_server.RunningRank`."""
+class ChildRunner(RunningRank):
+    """A rank in its process that runs steps."""
 
     def __init__(self, parts: Parts, groups: RankGroups, device: torch.device, note: str) -> None:
         assert parts.worker is not None
@@ -152,26 +153,21 @@ class ChildRunner:
 
     @property
     def depth(self) -> int:
-        """Maximum number of steps that are submitted and not collected."""
         return self._parts.depth
 
     def submit(self, plan: StepPlan) -> None:
-        """Launch a step."""
         self._runner.submit(plan)
 
     def release(self, masks: I32) -> None:
-        """Launch the sampling of the last step with its grammar masks."""
         self._runner.release(masks)
 
     def collect(self) -> StepResult:
-        """Wait for the oldest launched step and return its result. Runs in a thread of its own."""
         if not self._collecting and self._device.type == "cuda":
             torch.cuda.set_device(self._device)  # belongs to the thread
         self._collecting = True
         return self._runner.collect()
 
     def control(self, name: str, args: dict[str, Any]) -> object:
-        """Run a named operation; see `Executor.control`."""
         controls: dict[str, Callable[..., object]] = {"describe": self._runner.describe, "trace": self._trace.control}
         if self._runner.balancing is not None:
             controls["experts"] = self._runner.balancing.control

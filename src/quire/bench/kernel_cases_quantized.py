@@ -11,8 +11,8 @@ from quire.contracts.scheme import Scheme
 from quire.kernels.experts.inputs import Case, make_quantized
 from quire.kernels.linear import quantized_ref
 from quire.kernels.linear.inputs import random_matrix
+from quire.kernels.pack.matrix import dequantize
 from quire.kernels.select import KernelNeeds, load_kernel, select
-from quire.quantization.pack.matrix import dequantize
 
 SCHEMES = {
     "fp8 blocks": Scheme(values="e4m3", block=(128, 128), inputs="group"),

@@ -53,7 +53,10 @@ class ExecutorFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Executor(Protocol):
-    """Runs step plans in order, on a device or on its simulation (`MockExecutor`)."""
+    """Runs step plans in order, on a device or on its simulation (`MockExecutor`).
+
+    `ready`, `ask` and `check_alive` are those of an executor in this process; others override them.
+    """
 
     def submit(self, plan: StepPlan) -> None:
         """Queue a step. At most `facts().depth` steps may be uncollected."""
@@ -70,6 +73,7 @@ class Executor(Protocol):
 
     def ready(self) -> bool:
         """True when `collect` need not wait for another process. For a core that serves several executors."""
+        return True
 
     def control(self, name: str, args: dict[str, Any]) -> object:
         """Run a named operation of the executor between two steps, and return its value.
@@ -79,9 +83,11 @@ class Executor(Protocol):
 
     def ask(self, name: str, args: dict[str, Any]) -> Wait:
         """Start a named operation. Return a function that waits for its value, or runs it; see `control`."""
+        return lambda seconds: self.control(name, args)
 
     def check_alive(self) -> None:
         """Raise `EngineDead` when the executor can run no more steps. An idle core calls this: it submits no step."""
+        return
 
     def facts(self) -> ExecutorFacts:
         """Return the capabilities of this executor."""

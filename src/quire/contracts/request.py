@@ -116,27 +116,6 @@ class NewRequest(msgspec.Struct, frozen=True, kw_only=True):
 class Request:
     """The engine's record of a sequence. Counters of a running request are in `RunningTable`, by slot."""
 
-    __slots__ = (
-        "arrival",
-        "blocked_on",
-        "drafts",
-        "end",
-        "in_flight",
-        "moved",
-        "new",
-        "num_fetches",
-        "num_cached",
-        "num_preemptions",
-        "num_prompt",
-        "origins",
-        "prefix",
-        "prompt_scored",
-        "slot",
-        "state",
-        "stop_ids",
-        "tokens",
-    )
-
     def __init__(self, new: NewRequest, arrival: int) -> None:
         self.new = new
         self.arrival = arrival

@@ -231,13 +231,6 @@ class RowLogprobs(msgspec.Struct, frozen=True):
     ranks: I32
 
 
-class StepTimings(msgspec.Struct, frozen=True):
-    """Seconds that a step took in the worker."""
-
-    forward: float = 0.0
-    sample: float = 0.0
-
-
 class StepResult(msgspec.Struct, frozen=True, kw_only=True):
     """Result of a step.
 
@@ -267,4 +260,3 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True):
     num_computed: int = 0
     moved: int = 0
     copied: tuple[FinishedCopy, ...] = ()
-    timings: StepTimings = StepTimings()

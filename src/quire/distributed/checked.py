@@ -14,7 +14,7 @@ from quire.contracts.errors import EngineDead
 from quire.distributed import Group
 
 
-class CheckedGroup:
+class CheckedGroup(Group):
     """A `Group` that checks before each collective that all ranks make the same call.
 
     The ranks compare the number of the call, its name, and the shape and dtype of its tensor.
@@ -26,48 +26,39 @@ class CheckedGroup:
         self.rank, self.size, self.kind = group.rank, group.size, f"{group.kind}, checked"
 
     def begin_step(self) -> None:
-        """Begin the launches of a step. See `Group`."""
         self._group.begin_step()
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """Return the sum over ranks. See `Group`."""
         self._compare("all_reduce", x)
         return self._group.all_reduce(x)
 
     def add(self, part: Tensor, residual: Tensor) -> Tensor:
-        """Return residual + the sum of the parts. See `Group`."""
         self._compare("add", part)
         return self._group.add(part, residual)
 
     def all_gather(self, x: Tensor) -> Tensor:
-        """Return the tensors of all ranks. See `Group`."""
         self._compare("all_gather", x)
         return self._group.all_gather(x)
 
     def gather_rows(self, x: Tensor, counts: Sequence[int]) -> Tensor:
-        """Return the rows of all ranks. See `Group`."""
         self._compare_rows("gather_rows", x, counts, counts[self.rank])
         return self._group.gather_rows(x, counts)
 
     def scatter_sum(self, x: Tensor, counts: Sequence[int]) -> Tensor:
-        """Return this rank's rows of the sum over ranks. See `Group`."""
         self._compare_rows("scatter_sum", x, counts, sum(counts))
         return self._group.scatter_sum(x, counts)
 
     def send(self, x: Tensor, to: int) -> None:
-        """Send a tensor to a rank. See `Group`. Not checked: the other ranks take no part."""
+        """Send a tensor without a check: the other ranks take no part."""
         self._group.send(x, to)
 
     def post(self, x: Tensor, to: int) -> None:
-        """Send a tensor to a rank. See `Group`."""
         self._group.post(x, to)
 
     def receive(self, out: Tensor, source: int) -> Tensor:
-        """Wait for a tensor of a rank. See `Group`. Not checked."""
         return self._group.receive(out, source)
 
     def barrier(self) -> None:
-        """Wait for all ranks. See `Group`."""
         self._compare("barrier", torch.empty(0))
         self._group.barrier()
 

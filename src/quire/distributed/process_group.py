@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from quire.config.placement import Parallel, ep_members, mover_members, pp_members, tp_members
+from quire.distributed import Group
 from quire.distributed.mesh import RankGroups
 
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
@@ -57,11 +58,6 @@ def join_ranks(meeting: str, number: int, parallel: Parallel, device: torch.devi
                       movers=_make(list(mover_members(parallel)), number))  # fmt: skip
 
 
-def leave_ranks() -> None:
-    """Close this rank's connections to the other ranks."""
-    dist.destroy_process_group()
-
-
 def _make(members: Sequence[Sequence[int]], number: int) -> "ProcessGroup | None":
     """Make groups of ranks, and return the one with rank `number`; None if it would be alone.
 
@@ -76,40 +72,38 @@ def _make(members: Sequence[Sequence[int]], number: int) -> "ProcessGroup | None
     return own
 
 
-class ProcessGroup:
-    """A `quire.distributed.Group` of processes, over a process group of torch.distributed.
+class ProcessGroup(Group):
+    """Ranks as processes, over a process group of torch.distributed.
 
+    group   that process group
     rank    number of this rank in the group
     ranks   global ranks of the members, in order
     """
 
     def __init__(self, group: dist.ProcessGroup, rank: int, ranks: tuple[int, ...]) -> None:
-        self._group, self.rank, self.ranks, self.size = group, rank, ranks, len(ranks)
+        self.group, self.rank, self.ranks, self.size = group, rank, ranks, len(ranks)
         self._sent: deque[tuple[dist.Work, Tensor]] = deque()  # under way: gloo reads the tensor until its end
         self.kind, self.name = str(dist.get_backend(group)), str(group.group_name)
 
     def begin_step(self) -> None:
-        """Do nothing. See `Group`."""
+        """Do nothing: no exchange needs it."""
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """Return the sum over ranks, in the memory of x if x is contiguous. See `Group`."""
         x = x.contiguous()
-        dist.all_reduce(x, group=self._group)
+        dist.all_reduce(x, group=self.group)
         return x
 
     def add(self, part: Tensor, residual: Tensor) -> Tensor:
-        """Return residual + the sum of the parts. See `Group`."""
         return residual + self.all_reduce(part)
 
     def all_gather(self, x: Tensor) -> Tensor:
-        """Return the tensors of all ranks. See `Group`."""
         x = x.contiguous()
         out = torch.empty((self.size, *x.shape), dtype=x.dtype, device=x.device)
-        _all_gather(out.view(-1), x.view(-1), group=self._group)
+        _all_gather(out.view(-1), x.view(-1), group=self.group)
         return out
 
     def gather_rows(self, x: Tensor, counts: Sequence[int]) -> Tensor:
-        """Return the rows of all ranks. See `Group`. Rows are padded to the largest count on their way."""
+        """Return the rows of all ranks, which are padded to the largest count on their way."""
         most = max(counts)
         if not most:
             return x
@@ -119,7 +113,7 @@ class ProcessGroup:
         return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
 
     def scatter_sum(self, x: Tensor, counts: Sequence[int]) -> Tensor:
-        """Return this rank's rows of the sum over ranks. See `Group`. Rows are padded as in `gather_rows`."""
+        """Return this rank's rows of the sum over ranks. Rows are padded as in `gather_rows`."""
         most = max(counts)
         if not most:
             return x
@@ -127,36 +121,32 @@ class ProcessGroup:
             x = torch.cat([_padded(part, most) for part in x.split(list(counts))])
         x = x.contiguous()
         out = torch.empty((most, *x.shape[1:]), dtype=x.dtype, device=x.device)
-        _reduce_scatter(out, x, group=self._group)
+        _reduce_scatter(out, x, group=self.group)
         return out[: counts[self.rank]]
 
     def send(self, x: Tensor, to: int) -> None:
-        """Send a tensor to a rank. See `Group`."""
         if x.is_cuda:  # in the order of the stream, so that a CUDA graph can hold it
-            dist.send(x.contiguous(), self.ranks[to], group=self._group)
+            dist.send(x.contiguous(), self.ranks[to], group=self.group)
         else:
             self._send_beside(x, to)
 
     def post(self, x: Tensor, to: int) -> None:
-        """Send a tensor to a rank; later kernel launches do not wait for it. See `Group`."""
         self._send_beside(x, to)
 
     def _send_beside(self, x: Tensor, to: int) -> None:
         x = x.clone(memory_format=torch.contiguous_format)
-        work = dist.isend(x, self.ranks[to], group=self._group)
+        work = dist.isend(x, self.ranks[to], group=self.group)
         assert work is not None, "this rank is in the group"
         self._sent.append((work, x))
         if len(self._sent) > MOST_SENT:  # received long ago; gloo's work is not complete before someone waits for it
             self._sent.popleft()[0].wait()
 
     def receive(self, out: Tensor, source: int) -> Tensor:
-        """Wait for a tensor of a rank. See `Group`."""
-        dist.recv(out, self.ranks[source], group=self._group)
+        dist.recv(out, self.ranks[source], group=self.group)
         return out
 
     def barrier(self) -> None:
-        """Wait for all ranks, and for the tensors that this rank has sent. See `Group`."""
-        dist.barrier(group=self._group)
+        dist.barrier(group=self.group)
         while self._sent:
             self._sent.popleft()[0].wait()
 

@@ -3,7 +3,7 @@
 NCCL does everything else, and sums of messages that exceed the buffers. NVLink multicast is never used.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 import torch.distributed._symmetric_memory as symmetric_memory
@@ -19,15 +19,15 @@ from quire.kernels.comm.triton import sum_ranks
 BLOCKS = 64  # programs of a sum: enough to fill NVLink, few enough to run at the same time on any GPU
 
 
-class SymmetricGroup:
-    """A `Group` of GPUs that sums through symmetric memory. `group` (NCCL) does the rest, and sums larger messages.
+class SymmetricGroup(ProcessGroup):
+    """A group of GPUs that sums through symmetric memory. NCCL does the rest, and sums larger messages.
 
     memory   [BUFFERS x room] uint8, made by `symmetric_memory.empty`; messages of up to `room` bytes are summed in it
     """
 
     def __init__(self, group: ProcessGroup, memory: Tensor) -> None:
-        self._group, self.rank, self.size, self._memory = group, group.rank, group.size, memory
-        self.kind = f"symmetric memory, else {group.kind}"
+        super().__init__(group.group, group.rank, group.ranks)
+        self.kind, self._memory = f"symmetric memory, else {group.kind}", memory
         handle = symmetric_memory.rendezvous(memory, group.name)
         signals = handle.signal_pad_size // 4 // self.size
         self._peers = Peers(
@@ -37,50 +37,14 @@ class SymmetricGroup:
         )  # fmt: skip
         self._calls = 0  # sums of the step that is being launched
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the communication buffers on this GPU."""
-        return self._memory.nbytes
-
     def begin_step(self) -> None:
-        """Begin the launches of a step. See `Group`."""
         self._calls = 0
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """Return the sum over ranks. See `Group`."""
-        return self._sum(x, None) if self._fits(x) else self._group.all_reduce(x)
+        return self._sum(x, None) if self._fits(x) else super().all_reduce(x)
 
     def add(self, part: Tensor, residual: Tensor) -> Tensor:
-        """Return residual + the sum of the parts. See `Group`."""
-        return self._sum(part, residual) if self._fits(part) else self._group.add(part, residual)
-
-    def all_gather(self, x: Tensor) -> Tensor:
-        """Return the tensors of all ranks. See `Group`."""
-        return self._group.all_gather(x)
-
-    def gather_rows(self, x: Tensor, counts: Sequence[int]) -> Tensor:
-        """Return the rows of all ranks. See `Group`."""
-        return self._group.gather_rows(x, counts)
-
-    def scatter_sum(self, x: Tensor, counts: Sequence[int]) -> Tensor:
-        """Return this rank's rows of the sum over ranks. See `Group`."""
-        return self._group.scatter_sum(x, counts)
-
-    def send(self, x: Tensor, to: int) -> None:
-        """Send a tensor to a rank. See `Group`."""
-        self._group.send(x, to)
-
-    def post(self, x: Tensor, to: int) -> None:
-        """Send a tensor to a rank. See `Group`."""
-        self._group.post(x, to)
-
-    def receive(self, out: Tensor, source: int) -> Tensor:
-        """Wait for a tensor of a rank. See `Group`."""
-        return self._group.receive(out, source)
-
-    def barrier(self) -> None:
-        """Wait for all ranks. See `Group`."""
-        self._group.barrier()
+        return self._sum(part, residual) if self._fits(part) else super().add(part, residual)
 
     def _fits(self, x: Tensor) -> bool:
         return 0 < x.nbytes <= self._peers.room

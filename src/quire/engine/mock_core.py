@@ -68,8 +68,6 @@ def build_mock_core(config: EngineConfig, folder: Path, tokenizer_folder: Path |
         drafts_by_batch=speculation.by_batch if speculation else (),
         auto_drafts=speculation.auto if speculation else (),
         accepts=range(speculation.num_drafts + 1) if speculation else (0,),
-        verify=False,
-        answers=True,
         width=args.hidden_size,
         step_seconds=config.device.mock_step_ms / 1000,
     )

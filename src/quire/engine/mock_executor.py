@@ -1,23 +1,20 @@
 """Executor without a model, part of the package: scheduler, server and front end are tested and timed with it.
 
-Its "KV" at a position is a digest of all tokens up to there. So it notices at once when a request reads a block that is
-not of its own prefix, or was overwritten. The next token is a pure function of prefix and seed (`mock_tokens`), so each
-answer is known beforehand. Like a device, the mock samples from its own state and returns tokens only at `collect`.
+The next token is a pure function of prefix and seed (`mock_tokens`), so each answer is known beforehand. Like a device,
+the mock samples from its own state and returns tokens only at `collect`. It has no KV memory; the tests add one.
 """
 
 import itertools
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
-from zlib import crc32
 
-import msgspec
 import numpy as np
 
 from quire.contracts.errors import ConfigError
-from quire.contracts.protocols import ExecutorFacts, Wait
+from quire.contracts.protocols import Executor, ExecutorFacts
 from quire.contracts.step import (
     F32,
     I32,
@@ -26,13 +23,11 @@ from quire.contracts.step import (
     PROMPT_LOGPROBS,
     SAMPLE,
     Admission,
-    BlendedChunk,
     HostDrafts,
     RowLogprobs,
     StepPlan,
     StepResult,
 )
-from quire.engine.mock_copies import Memory, MockCopies
 
 MASK = 2**64 - 1
 FIRST = 0x9E3779B97F4A7C15
@@ -103,15 +98,12 @@ class _Slot:
     def __init__(self, admission: Admission) -> None:
         self.request_id, self.sampler = admission.request_id, admission.sampler
         self.seed, self.num_prompt = admission.sampler.seed, admission.sampler.num_prompt
-        self.tokens, self.blocks = admission.token_ids.tolist(), [ids.tolist() for ids in admission.block_ids]
-        self.computed = self.began = admission.num_computed  # `began`: the first position of this step
+        self.tokens, self.computed = admission.token_ids.tolist(), admission.num_computed
         self.pool = admission.pool
         self.decodes = False  # True: a token was sampled since the admission
         self.accepted = 0  # correct drafts of this step
         self.seen: list[int] = []  # positions whose hidden states are pooled
         self.digests: list[int] = []
-        self.num_exact = MASK  # tokens whose KV is that of their prefix; later ones have the request's own
-        self.own = chain(FIRST, crc32(self.request_id.encode()))
         self.extend()
 
     def extend(self) -> None:
@@ -121,39 +113,28 @@ class _Slot:
             self.digests.append(digest)
 
 
-class MockExecutor:
-    """Runs plans on a simulated KV memory.
+class MockExecutor(Executor):
+    """An `Executor` without a device.
 
     sizes     fields of `ExecutorFacts` (num_slots, num_blocks, ...) that differ from the defaults in `SIZES`
-    windows   attention window of each KV group, as in `KVGroup`; reads are checked separately for each group
     accepts   numbers of accepted drafts for one decode after another; the sequence repeats. A decode accepts no draft
               at or after the output at which `fail` makes its request fail. Drafts of `StepPlan.drafts` are accepted
               if they are right
-    verify    check every position that a row may attend to (O(length) per step)
-    answers   give every request the tokens of `mock_tokens`; without `answers` and `verify` tokens are arbitrary and
-              cost nothing per request, for timing the engine
     step_seconds   duration of a step; steps run one after another, as on a device, and `collect` waits for them
     width     size of a hidden state
-    tiers     makes the tiers below the device from the mock's memory; None: there are none
     fail      request id -> number of outputs after which the request fails with "nan_logits"; with 0, a pooling request
               fails with "nan_hidden"
-    computed  request id -> tokens computed for it so far, over all its admissions; kept with `verify` only
     """
 
-    def __init__(self, *, verify: bool = True, answers: bool = False, step_seconds: float = 0.0, width: int = 8,
-                 accepts: Sequence[int] = (0,), windows: Sequence[int | None] = (None,),
-                 tiers: Callable[[Memory], MockCopies] | None = None, **sizes: Any) -> None:
+    def __init__(self, *, step_seconds: float = 0.0, width: int = 8, accepts: Sequence[int] = (0,),
+                 **sizes: Any) -> None:
         given: dict[str, Any] = SIZES | sizes
         self._facts = ExecutorFacts(decode_lag=given["depth"], **given)
         self.fail: dict[str, int] = {}
-        self.computed: dict[str, int] = {}
         self.num_steps = 0
         self.closed = False
-        self._verify, self._answers = verify, verify or answers
         self._step_seconds, self._width = step_seconds, width
-        self._accepts, self._windows = itertools.cycle(accepts), windows
-        self._memory = np.zeros((given["num_blocks"] + 1, given["block_size"]) if verify else (0, 0), np.uint64)
-        self._copies = None if tiers is None else tiers(self._memory)
+        self._accepts = itertools.cycle(accepts)
         self._slots: dict[int, _Slot] = {}
         self._results: deque[tuple[StepResult, float]] = deque()  # with the time at which the result is ready
         self._done = 0.0  # time at which the last submitted step is done
@@ -173,7 +154,6 @@ class MockExecutor:
             self._sample(NO_MASKS)
 
     def release(self, step: int, masks: I32) -> None:
-        """Let the step sample under its grammar masks. See `Executor.release`."""
         self._released.add(step)
         if self._waiting is not None:
             assert step == self._waiting.step, "a step is released that does not wait"
@@ -182,13 +162,7 @@ class MockExecutor:
     def _sample(self, masks: I32) -> None:
         assert self._waiting is not None
         plan, self._waiting = self._waiting, None
-        by_slot = _masked(plan, masks)
-        if self._copies is not None:
-            self._copies.begin(plan.copies)
-        result = (self._run if self._answers else self._run_fast)(plan, by_slot)
-        if self._copies is not None:
-            result = msgspec.structs.replace(result, copied=self._copies.end())
-        self._results.append((result, self._done))
+        self._results.append((self._run(plan, _masked(plan, masks)), self._done))
 
     def collect(self) -> StepResult:
         """Wait until the oldest step is done and return its result."""
@@ -198,24 +172,12 @@ class MockExecutor:
         self._released.remove(result.step)
         return result
 
-    def ready(self) -> bool:
-        """True: a step is computed at once. See `Executor`."""
-        return True
-
-    def check_alive(self) -> None:
-        """Do nothing. See `Executor`."""
-
     def facts(self) -> ExecutorFacts:
-        """Return the sizes of the mock. See `Executor`."""
         return self._facts
 
     def control(self, name: str, args: dict[str, Any]) -> object:
         """Refuse every name: the mock has no operations."""
         raise ConfigError(f"unknown control {name!r}.")
-
-    def ask(self, name: str, args: dict[str, Any]) -> Wait:
-        """Return a function that runs an operation. See `Executor.ask`."""
-        return lambda seconds: self.control(name, args)
 
     def shutdown(self, *, wait: bool = True) -> None:
         """Record the shutdown for tests; there is nothing to free."""
@@ -224,8 +186,6 @@ class MockExecutor:
     def _run(self, plan: StepPlan, masks: dict[int, I32]) -> StepResult:
         hosted = {drafts.slot: drafts for drafts in plan.drafts}
         self._enter(plan)
-        for moved in plan.blended:
-            self._move(moved)
         assert len(set(plan.slots.tolist())) == len(plan.slots), "a slot is scheduled twice"
         for i, (slot, count) in enumerate(zip(plan.slots.tolist(), plan.num_tokens.tolist(), strict=True)):
             state = self._slots[slot]  # all KV before any row attends
@@ -296,50 +256,17 @@ class MockExecutor:
         others = ((run[-1] + 1) % self._facts.vocab_size, -1, self._facts.vocab_size)
         return (run + list(others) * width)[:width]
 
-    def _run_fast(self, plan: StepPlan, masks: dict[int, I32]) -> StepResult:
-        slots = plan.slots[(plan.outputs & SAMPLE) > 0]
-        tokens = (slots * 31 + plan.step) % self._facts.vocab_size
-        counts, tokens = np.ones(len(slots), np.int32), tokens.astype(np.int32)[:, None]
-        if (width := int(plan.num_tokens[: plan.num_decodes].max(initial=1))) > 1:
-            drafts = plan.num_tokens[: plan.num_decodes] - 1
-            counts[: len(drafts)] += np.minimum(list(itertools.islice(self._accepts, len(drafts))), drafts)
-            tokens = np.repeat(tokens, width, 1)
-        hosted = {drafts.slot: drafts.tokens.tolist() for drafts in plan.drafts}
-        for slot, rows in masks.items():
-            i, drafts = int(np.flatnonzero(slots == slot)[0]), hosted.get(slot, [])
-            run = [allowed_token(int(tokens[i, 0]), mask, self._facts.vocab_size) for mask in rows]
-            right = [token == draft for token, draft in zip(run, drafts, strict=False)]
-            tokens[i, : len(run)], counts[i] = run, 1 + (right + [False]).index(False)
-        return StepResult(step=plan.step, slots=slots, tokens=tokens, num_accepted=counts,
-                          num_drafted=_drafted(plan, len(slots)))
-
     def _enter(self, plan: StepPlan) -> None:
         for slot in plan.released.tolist():
             del self._slots[slot]
         for a in plan.admitted:
             assert a.slot not in self._slots, "the slot is taken"
             self._slots[a.slot] = _Slot(a)
-        for slot, group, block in plan.appended.tolist():
-            self._slots[slot].blocks[group].append(block)
 
     def _write(self, state: _Slot, count: int) -> None:
         """Compute a chunk of a prompt."""
         assert state.computed + count <= len(state.tokens), "computing a token that does not exist yet"
-        self._store(state, state.digests[state.computed : state.computed + count])
-        state.computed += count
-
-    def _move(self, chunk: BlendedChunk) -> None:
-        """Check that the tokens of a chunk reuse KV of the same tokens alone. What follows is the request's own KV."""
-        state, memory = self._slots[chunk.slot], self._memory.reshape(-1)
-        positions = state.computed + chunk.tokens
-        assert 0 <= chunk.num_kept <= len(positions) and positions[-1] < len(state.tokens) - 1, "moved too much"
-        state.num_exact = min(state.num_exact, int(positions[0]))
-        alone = dict[int, list[int]]()
-        for position, source, shift in zip(positions.tolist(), chunk.sources, chunk.shifts.tolist(), strict=True):
-            digests = alone.setdefault(shift, [FIRST])
-            while len(digests) <= position - shift + 1:
-                digests.append(chain(digests[-1], state.tokens[shift + len(digests) - 1]))
-            assert not self._verify or memory[source] == digests[position - shift + 1], "moved KV of other tokens"
+        self._compute(state, state.digests[state.computed : state.computed + count], count)
 
     def _decode(self, state: _Slot, count: int, hosted: HostDrafts | None, masks: I32 | None) -> None:
         """Compute the last token of a slot and its drafts, some of which are correct.
@@ -360,33 +287,14 @@ class MockExecutor:
                 break
             digests.append(chain(digests[-1], token))
         state.accepted = len(digests) - 1
-        self._store(state, digests + [digest ^ MASK for digest in range(count - len(digests))])
-        state.computed += 1 + state.accepted
+        self._compute(state, digests + [digest ^ MASK for digest in range(count - len(digests))], len(digests))
 
-    def _store(self, state: _Slot, digests: list[int]) -> None:
-        """Write KV, beginning at the first position that is not computed."""
-        if not self._verify:
-            return
-        size, state.began = self._facts.block_size, state.computed
-        for group, blocks in enumerate(state.blocks):
-            for position, digest in enumerate(digests, state.computed):
-                block = blocks[position // size]
-                assert block != 0, "the null block is written"
-                own = state.own if position >= state.num_exact else 0
-                self._memory[block, position % size] = digest ^ group ^ own
-        self.computed[state.request_id] = self.computed.get(state.request_id, 0) + len(digests)
+    def _compute(self, state: _Slot, digests: list[int], num_valid: int) -> None:
+        """Compute the KV of the next positions, of which the first `num_valid` count."""
+        state.computed += num_valid
 
     def _attend(self, state: _Slot) -> None:
-        if not self._verify:
-            return
-        size, end = self._facts.block_size, state.computed
-        for group, window in enumerate(self._windows):
-            first = 0 if window is None else max(0, state.began - window + 1)  # what the first row sees
-            blocks = state.blocks[group][first // size : -(-end // size)]
-            seen = self._memory[blocks].reshape(-1)[first % size :][: end - first]
-            expected = np.array(state.digests[first:end], np.uint64) ^ np.uint64(group)
-            expected[max(0, state.num_exact - first) :] ^= np.uint64(state.own)
-            assert np.array_equal(seen, expected), f"{state.request_id} attends to KV that is not its own prefix"
+        """Do nothing: without KV memory there is nothing to read."""
 
     def _score(self, state: _Slot, rows: int) -> RowLogprobs:
         """Return rows for the known next tokens. The log-probability of a row is minus its position."""

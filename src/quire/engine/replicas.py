@@ -58,8 +58,7 @@ class Replicas:
         self._died = False  # True: a replica died since the last outputs
         self._torn = False
         self._states = {core: core.state().stats for core in cores}
-        self.executor = ReplicaExecutors(self)
-        self._balancer = balance(self.executor.control) if balance is not None else None
+        self._balancer = balance(self.control) if balance is not None else None
 
     @property
     def facts(self) -> ExecutorFacts:
@@ -67,6 +66,11 @@ class Replicas:
         facts = [core.facts for core in self.cores]
         return msgspec.structs.replace(facts[0], num_slots=sum(one.num_slots for one in facts),
                                        num_blocks=sum(one.num_blocks for one in facts))
+
+    @property
+    def executor(self) -> "Replicas":
+        """This object: `control` and `check_alive` reach the executors of all replicas."""
+        return self
 
     @property
     def live(self) -> list[EngineCore]:
@@ -145,7 +149,7 @@ class Replicas:
                 core.shutdown(wait=wait)
 
     def check_alive(self) -> None:
-        """See `ReplicaExecutors.check_alive`."""
+        """Raise `EngineDead` when no replica can run a step; of replicas in lock-step, when one cannot."""
         for core in self.live:
             with self._guarded(core):
                 core.executor.check_alive()
@@ -313,21 +317,6 @@ class Replicas:
                                                               fillvalue=0))),
                             balancedness=0.0 if self._balancer is None else self._balancer.balancedness),
         )  # fmt: skip
-
-
-class ReplicaExecutors:
-    """The executors of all replicas, for operations that reach every rank."""
-
-    def __init__(self, replicas: Replicas) -> None:
-        self._replicas = replicas
-
-    def control(self, name: str, args: dict[str, Any]) -> object:
-        """Run an operation on every replica; return the values of all ranks. See `Executor.control`."""
-        return self._replicas.control(name, args)
-
-    def check_alive(self) -> None:
-        """Raise `EngineDead` when no replica can run a step; of replicas in lock-step, when one cannot."""
-        self._replicas.check_alive()
 
 
 def load(core: EngineCore) -> float:

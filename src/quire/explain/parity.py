@@ -25,7 +25,7 @@ from quire.explain.parameters import Changed, changed_parameters, reference_layo
 from quire.explain.quantized import QuantizedInputs, describe, is_quantized, write_dequantized
 from quire.explain.steps import FEED_FORWARD, Recording, stage_name, watch
 from quire.explain.verdict import Report, Stage, Step
-from quire.quantization.pack.matrix import QuantizedMatrix
+from quire.kernels.pack.matrix import QuantizedMatrix
 from quire.text.tokenizer import TOKENIZER_FILE
 
 NUM_TOKENS = 32  # greedy tokens compared

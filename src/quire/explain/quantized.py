@@ -19,8 +19,8 @@ from quire.config.checkpoint import read_raw_config
 from quire.contracts.params import Param, fused, of_expert
 from quire.explain.parameters import unordered
 from quire.kernels.linear.quantized_ref import rounded
+from quire.kernels.pack.matrix import QuantizedMatrix, Weight, dequantize, empty
 from quire.layers.decoder import Decoder
-from quire.quantization.pack.matrix import QuantizedMatrix, Weight, dequantize, empty
 from quire.quantization.scheme import scheme_words
 from quire.weights.load import load_weights
 

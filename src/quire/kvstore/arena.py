@@ -16,16 +16,6 @@ from quire.contracts.blocks import NULL_BLOCK, PAGE_ALIGN, KVComponent, KVGeomet
 from quire.contracts.errors import ConfigError
 from quire.kernels.native import memory
 
-_DTYPES = {
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-    "float8_e4m3fn": torch.float8_e4m3fn,
-    "float8_e5m2": torch.float8_e5m2,
-    "uint8": torch.uint8,
-    "int8": torch.int8,
-}
-
 
 class KVArena:
     """KV cache memory of a device: `num_blocks` pages, page 0 included. A page holds a block for the layers of a group.
@@ -35,7 +25,7 @@ class KVArena:
     data    [num_blocks * page_bytes] uint8, contiguous, starting at a multiple of 256 bytes
     pages   [num_blocks, page_bytes] uint8, a view of `data`
 
-    Raises `ConfigError` if a component has an unknown dtype, or if pages of groups differ in size.
+    Raises `ConfigError` if pages of groups differ in size.
     """
 
     def __init__(self, geometry: KVGeometry, num_blocks: int, device: torch.device) -> None:
@@ -52,15 +42,6 @@ class KVArena:
         # A GPU's kernels read whole blocks: unwritten values must be finite. On a CPU zeroing would allocate all pages.
         (self.pages if device.type == "cuda" else self.pages[NULL_BLOCK]).zero_()
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of all pages."""
-        return self.num_blocks * self.page_bytes
-
-    def offset(self, layer: int, component: int) -> int:
-        """Return the byte offset in a page of component number `component` (of K and V: 0 and 1) of `layer`."""
-        return self._places[layer][component]
-
     def views(self, layer: int) -> tuple[Tensor, ...]:
         """Return a view of each component of a layer, [num_blocks, num_heads, block_size, head_dim] in its own dtype.
 
@@ -69,7 +50,7 @@ class KVArena:
         return tuple(self._view(c, at) for c, at in zip(self._layers[layer], self._places[layer], strict=True))
 
     def _view(self, component: KVComponent, offset: int) -> Tensor:
-        typed = self.data.view(_DTYPES[component.dtype])
+        typed = self.data.view(getattr(torch, component.dtype))
         tokens, dim, item = self.geometry.block_size, component.head_dim, component.item_bytes
         size = (self.num_blocks, component.num_heads, tokens, dim)
         stride = (self.page_bytes // item, tokens * dim, dim, 1)
@@ -86,18 +67,9 @@ def _place_layers(geometry: KVGeometry) -> dict[int, list[int]]:
             assert layer not in places, f"layer {layer} is in two groups"
             places[layer] = []
             for component in group.of(layer):
-                _check_dtype(component)
                 places[layer].append(at)
                 at += component.num_bytes(geometry.block_size)
         sizes.append(at)
     if len(set(sizes)) != 1:
         raise ConfigError(f"KV groups need pages of equal size, not {sizes} bytes: use groups of equally many layers.")
     return places
-
-
-def _check_dtype(component: KVComponent) -> None:
-    dtype = _DTYPES.get(component.dtype)
-    if dtype is None:
-        known = ", ".join(_DTYPES)
-        raise ConfigError(f"KV component {component.name!r} has dtype {component.dtype!r}: use one of {known}.")
-    assert dtype.itemsize == component.item_bytes, f"{component.name}: {component.dtype} is {dtype.itemsize} bytes"

@@ -26,21 +26,20 @@ class PageCopies(Protocol):
         """Begin to copy pages, after all work that the device has been given so far. Return a function to ask."""
 
 
-class InlineCopies:
+class InlineCopies(PageCopies):
     """Copies pages in the caller's thread, on a CPU."""
 
     def __init__(self, device: Tensor, host: Tensor) -> None:
         self._device, self._host = device, host
 
     def copy(self, sources: Sequence[int], targets: Sequence[int], *, to_host: bool) -> Ended:
-        """Copy pages. See `PageCopies`."""
         read, written = (self._device, self._host) if to_host else (self._host, self._device)
         for source, target in zip(sources, targets, strict=True):
             written[target].copy_(read[source])
         return lambda: True
 
 
-class StreamCopies:
+class StreamCopies(PageCopies):
     """Copies pages on two CUDA streams, of no higher priority than the steps, which upload small tables meanwhile.
 
     A copy waits for the work that the current stream has been given; steps do not wait for copies. `host` is pinned.
@@ -51,7 +50,6 @@ class StreamCopies:
         self._streams = {way: torch.cuda.Stream(device.device) for way in (True, False)}
 
     def copy(self, sources: Sequence[int], targets: Sequence[int], *, to_host: bool) -> Ended:
-        """Launch the copies of pages. See `PageCopies`."""
         read, written = (self._device, self._host) if to_host else (self._host, self._device)
         stream, ended = self._streams[to_host], torch.cuda.Event()
         stream.wait_stream(torch.cuda.current_stream(self._device.device))

@@ -44,7 +44,7 @@ class ExpertExchange(Protocol):
         """
 
 
-class AllGatherExchange:
+class AllGatherExchange(ExpertExchange):
     """Exchange by an all-gather of rows and a reduce-scatter of results; see `ExpertExchange`.
 
     ep   ranks that divide the experts: those of a replica are neighbours
@@ -58,7 +58,6 @@ class AllGatherExchange:
         self._replica, self._place = divmod(ep.rank, self._each)
 
     def run(self, routed: Rows, hidden: Tensor, experts: Experts, replicas: ReplicaTokens) -> Tensor:
-        """Return hidden + the weighted sum of the experts of all ranks. See `ExpertExchange`."""
         rows = replicas.rows
         return hidden + self.combine(experts(*self.dispatch(routed, rows), None), rows)
 
@@ -94,7 +93,7 @@ class AllGatherExchange:
         return [_share(count, self._each, place) for count in rows for place in range(self._each)]
 
 
-class PullExchange:
+class PullExchange(ExpertExchange):
     """Exchange through symmetric memory; see `ExpertExchange`. It can be captured in a CUDA graph.
 
     slots   the memory of all ranks, with the form in which rows travel
@@ -107,10 +106,7 @@ class PullExchange:
         self.slots, self.owner, self._kernels = slots, owner, triton_exchange
 
     def run(self, routed: Rows, hidden: Tensor, experts: Experts, replicas: ReplicaTokens) -> Tensor:
-        """Return hidden + the weighted sum of the experts of all ranks. See `ExpertExchange`.
-
-        With more tokens than `bound` in some replica, the rows travel in several exchanges, as many on every rank.
-        """
+        # With more tokens than `bound` in some replica, the rows travel in several exchanges, as many on every rank.
         (x, weights, ids), each, most = routed, self.slots.each, replicas.bound
         hidden, bound = hidden.contiguous(), -(-most // each)
         for first in range(0, max(replicas.rows, default=1), bound * each):

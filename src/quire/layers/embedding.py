@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from quire.distributed.vocabulary import VocabularySlice
 from quire.layers.context import Build
-from quire.quantization.pack import linear as packed_linear
+from quire.layers.linear import PackedLinear, pack_linear
 
 
 class VocabEmbedding(nn.Module):
@@ -26,10 +26,9 @@ class VocabEmbedding(nn.Module):
         self.kernel, self.features = plan.load(), plan.features
         self.tied = (tied,)  # in a tuple, so that the head stays a child of the model alone
         self.weight: Tensor | None = None
-        self.packed: packed_linear.PackedLinear | None = None
+        self.packed: PackedLinear | None = None
 
     def take(self, tensors: dict[str, Tensor], place: int) -> None:
-        """Pack the parameters; the layer owns them from now on. See `Loads`."""
         weight, (head,) = tensors["weight"].to(self.device), self.tied
         shared = head is not None and "rows" in self.features
         if head is not None:
@@ -38,7 +37,7 @@ class VocabEmbedding(nn.Module):
             assert head is not None
             self.packed = head.packed
         elif "plain" in self.features:
-            self.packed = packed_linear.PackedLinear(weight, None)
+            self.packed = PackedLinear(weight, None)
         else:
             self.weight = weight
 
@@ -51,7 +50,8 @@ class VocabEmbedding(nn.Module):
 
     def _rows(self, token_ids: Tensor) -> Tensor:
         if self.packed is not None:
-            return packed_linear.rows(self.kernel, self.packed, token_ids).to(self.dtype)
+            rows: Tensor = self.kernel.rows(self.packed.weight, token_ids)
+            return rows.to(self.dtype)
         assert self.weight is not None, "run before its weights were taken"
         return F.embedding(token_ids, self.weight).to(self.dtype)
 
@@ -59,7 +59,7 @@ class VocabEmbedding(nn.Module):
 class LMHead(nn.Module):
     """The projection from hidden states to logits. A tied head loads nothing: the embedding gives it the weight."""
 
-    packed: packed_linear.PackedLinear
+    packed: PackedLinear
 
     def __init__(self, at: str, build: Build) -> None:
         super().__init__()
@@ -67,12 +67,12 @@ class LMHead(nn.Module):
         self.slice: VocabularySlice | None = build.vocabulary
 
     def take(self, tensors: dict[str, Any], place: int) -> None:
-        """Pack the parameters; the layer owns them from now on. See `Loads`."""
-        self.packed = packed_linear.pack(self.kernel, tensors, self.device)
+        self.packed = pack_linear(self.kernel.pack, tensors, self.device)
 
     def forward(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         """[R, hidden] -> [R, V] float32 logits of this rank's ids, written to `out` if it is given."""
-        return packed_linear.run_float(self.kernel, hidden, self.packed, out)
+        logits: Tensor = self.kernel.run_float(hidden, *self.packed, *(() if out is None else (out,)))
+        return logits
 
     def whole(self, hidden: Tensor) -> Tensor:
         """[R, hidden] -> [R, V] float32 logits of the whole vocabulary."""

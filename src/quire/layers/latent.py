@@ -7,14 +7,12 @@ Naive: every latent is expanded to keys and values. Absorbed costs less for few 
 from __future__ import annotations
 
 import itertools
-import math
 from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
 from quire.config.checkpoint import ModelArgs
-from quire.config.latent import LatentArgs
 from quire.kernels.attention import AttentionMeta, Prompt, sequences
 from quire.kernels.latent import LatentView
 from quire.layers.context import Build, StepContext
@@ -23,22 +21,10 @@ from quire.layers.norm import RMSNorm
 from quire.layers.rope import Rotation
 
 
-def choose_form(args: LatentArgs, form: str = "auto") -> tuple[float, str]:
-    """Choose between absorbed MLA (attention reads the cached latents) and naive MLA (latents are expanded to K and V).
-
-    form   "absorbed" or "naive": the same for all sequences; "auto": the one with less arithmetic for a sequence
-
-    Return (most, the choice as text): sequences with at most `most` query rows are absorbed, others naive.
-    """
-    most = {"absorbed": math.inf, "naive": 0.0}.get(form, args.break_even)
-    some = f"absorbed up to {most:.0f} query tokens per sequence, else naive"
-    what = {math.inf: "absorbed", 0.0: "naive"}.get(most, some)
-    return most, f"{what} ({'least arithmetic' if form == 'auto' else 'asked for'})"
-
-
 def split(meta: AttentionMeta, most: float) -> tuple[AttentionMeta, tuple[Prompt, ...]]:
-    """Return the metadata of a step's absorbed part, and the sequences of its naive part (see `choose_form`).
+    """Return the metadata of a step's absorbed part, and the sequences of its naive part.
 
+    most   query rows of a sequence up to which it is absorbed
     The first sequence with more than `most` rows is naive, and so are all sequences after it: decodes come first, and
     the rows of each part must be contiguous. A step in a CUDA graph has no `meta.prompts` and is absorbed as a whole.
     """
@@ -73,19 +59,19 @@ class Expansion(nn.Module):
 
 
 class LatentAttention(nn.Module):
-    """Multi-head latent attention of one layer, absorbed or naive (see `choose_form`).
+    """Multi-head latent attention of one layer, absorbed for sequences of few query rows, else naive.
 
     Its steps: projection to queries and latents, rotation, write to the KV cache, attention, output projection. `down`
     projects the hidden state to the compressed queries (or to the queries) and to the latent at once.
     """
 
-    def __init__(self, args: ModelArgs, at: str, build: Build, group: int = 0, form: str = "auto") -> None:
+    def __init__(self, args: ModelArgs, at: str, build: Build, group: int = 0) -> None:
         super().__init__()
         sizes = args.latent
         assert sizes is not None and build.window(group) is None, "latent attention sees everything"
         self.group = group
         self.sizes, self.kernel = sizes, build.kernels.latent
-        self.most_absorbed, self.reason = choose_form(sizes, form)
+        self.most_absorbed = sizes.break_even  # query rows of a sequence
         expanded = sizes.nope_dim + sizes.v_dim
         self.num_heads = build.shape(f"{at}.kv_up.weight")[0] // expanded
         self.down = Linear(f"{at}.down", build)

@@ -1,13 +1,43 @@
 """Projections, fused over their checkpoint parts."""
 
-from typing import Any
+from collections.abc import Callable
+from dataclasses import fields, is_dataclass, replace
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from quire.distributed import Group
 from quire.layers.context import Build
 from quire.layers.norm import RMSNorm
-from quire.quantization.pack import linear as packed_linear
+
+
+class PackedLinear(NamedTuple):
+    """A weight in the kernel's own layout, which only the kernel understands, and the bias [N] or None."""
+
+    weight: object
+    bias: Tensor | None
+
+
+def pack_linear(pack: Callable[[Any], object], tensors: dict[str, Any], device: torch.device) -> PackedLinear:
+    """Pack a linear layer's weight by `pack`, a function of its kernel.
+
+    tensors   "weight", a Tensor or QuantizedMatrix [N, K], and "bias" [N] if there is one. Do not use them afterwards
+    device    device of the packed weight; packing runs on the device of the loaded weight
+    """
+    bias = tensors.get("bias")
+    return PackedLinear(moved(pack(tensors["weight"]), device), None if bias is None else bias.to(device))
+
+
+def moved(packed: object, device: torch.device) -> object:
+    """Return a packed weight with all its tensors on `device`, also those inside tuples and dataclasses."""
+    if isinstance(packed, tuple):
+        return tuple(moved(part, device) for part in packed)
+    if is_dataclass(packed) and not isinstance(packed, type):
+        own = {field.name: getattr(packed, field.name) for field in fields(packed) if field.init}
+        parts = {name: moved(part, device) for name, part in own.items()}
+        return packed if all(part is own[name] for name, part in parts.items()) else replace(packed, **parts)
+    return packed.to(device) if isinstance(packed, Tensor) and packed.device != device else packed
 
 
 def add_sum(partial: Tensor, residual: Tensor, tp: Group) -> Tensor:
@@ -25,7 +55,7 @@ class Linear(nn.Module):
     inputs and its results are partial: `add` sums them over the ranks.
     """
 
-    packed: packed_linear.PackedLinear
+    packed: PackedLinear
 
     def __init__(self, at: str, build: Build) -> None:
         super().__init__()
@@ -36,25 +66,27 @@ class Linear(nn.Module):
         self.tp = build.tp if build.params[f"{at}.weight"].shard == "columns" else None
 
     def take(self, tensors: dict[str, Any], place: int) -> None:
-        """Pack the parameters; the layer owns them from now on. See `Loads`."""
-        self.packed = packed_linear.pack(self.kernel, tensors, self.device)
+        self.packed = pack_linear(self.kernel.pack, tensors, self.device)
 
     def forward(self, x: Tensor) -> Tensor:
         """[T, in_features] -> [T, out_features]."""
-        return packed_linear.run(self.kernel, x, self.packed)
+        y: Tensor = self.kernel.run(x, *self.packed)
+        return y
 
     def normed(self, x: Tensor, norm: RMSNorm) -> Tensor:
         """Return the projection of norm(x), [T, out_features]. Kernels with the feature "norm" fuse both."""
         if "norm" not in self.features:
             return self(norm(x))
-        return packed_linear.run_norm(self.kernel, x, norm.weight, norm.eps, self.packed)
+        y: Tensor = self.kernel.run_norm(x, norm.weight, norm.eps, *self.packed)
+        return y
 
     def add(self, x: Tensor, residual: Tensor) -> Tensor:
         """Return residual [T, out_features] + the projection of x; it may reuse the memory of `residual`."""
         if self.tp is not None:
             return add_sum(self(x), residual, self.tp)
         if "add" in self.features:
-            return packed_linear.run_add(self.kernel, x, self.packed, residual)
+            y: Tensor = self.kernel.run_add(x, *self.packed, residual)
+            return y
         return residual + self(x)
 
 
@@ -70,19 +102,19 @@ class GatedLinear(Linear):
         self.fused = "gated" in self.features
 
     def take(self, tensors: dict[str, Any], place: int) -> None:
-        """Pack the parameters; the layer owns them from now on. See `Loads`."""
-        pack = packed_linear.pack_gated if self.fused else packed_linear.pack
-        self.packed = pack(self.kernel, tensors, self.device)
+        self.packed = pack_linear(self.kernel.pack_gated if self.fused else self.kernel.pack, tensors, self.device)
 
     def forward(self, x: Tensor) -> Tensor:
         """[T, in_features] -> [T, out_features / 2]."""
         if not self.fused:
             gated: Tensor = self.activation.silu_mul(super().forward(x))
             return gated
-        return packed_linear.run_gated(self.kernel, x, self.packed)
+        y: Tensor = self.kernel.run_gated(x, *self.packed)
+        return y
 
     def normed(self, x: Tensor, norm: RMSNorm) -> Tensor:
         """Return `forward` of norm(x). See `Linear`."""
         if not self.fused or "norm" not in self.features:
             return self(norm(x))
-        return packed_linear.run_norm_gated(self.kernel, x, norm.weight, norm.eps, self.packed)
+        y: Tensor = self.kernel.run_norm_gated(x, norm.weight, norm.eps, *self.packed)
+        return y

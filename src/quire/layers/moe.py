@@ -13,17 +13,16 @@ from torch import Tensor, nn
 
 from quire.config.checkpoint import ModelArgs
 from quire.config.experts import Routing
+from quire.kernels.pack.matrix import Weight, empty_weight
 from quire.kernels.quantize.rows import QuantizedRows
 from quire.kernels.select import load_kernel
 from quire.kernels.streams import Fork, side_stream
 from quire.layers.balancing import ExpertSlots
 from quire.layers.context import Build, StepContext
 from quire.layers.dispatch import AllGatherExchange, ExpertExchange, PullExchange
-from quire.layers.linear import Linear, add_sum
+from quire.layers.linear import Linear, PackedLinear, add_sum, pack_linear
 from quire.layers.mlp import GatedMLP
 from quire.layers.norm import RMSNorm
-from quire.quantization.pack import linear as packed_linear
-from quire.quantization.pack.matrix import Weight, empty_weight
 
 # Numbers of tokens with which the shared experts run on a side stream of a GPU, beside the routed experts. With fewer,
 # each kernel starts while the one before it ends, which a fork would prevent; with more, each product fills the device.
@@ -34,7 +33,7 @@ Routed = tuple[Tensor, Tensor]  # weights [T, k] float32, ids [T, k] int32
 class Router(nn.Module):
     """Scores all experts for each token; the kernel `kernels/routing` then chooses experts by the scores."""
 
-    packed: packed_linear.PackedLinear
+    packed: PackedLinear
 
     def __init__(self, at: str, routing: Routing, exact: bool, build: Build) -> None:
         super().__init__()
@@ -49,14 +48,14 @@ class Router(nn.Module):
         """
         bias = tensors.pop("bias", None)
         self.bias = None if bias is None else bias.to(self.device)
-        self.packed = packed_linear.pack(self.linear, tensors, self.device)
+        self.packed = pack_linear(self.linear.pack, tensors, self.device)
 
     def forward(self, x: Tensor) -> Routed:
         """Return (weights, ids) of the experts chosen for each token of x [T, hidden], both [T, top_k].
 
         The scores stay float32 if the model's `router_float` is set; else they have the model's dtype.
         """
-        logits = (packed_linear.run_float if self.exact else packed_linear.run)(self.linear, x, self.packed)
+        logits = (self.linear.run_float if self.exact else self.linear.run)(x, *self.packed)
         weights, ids = self.kernel.route(logits, self.bias, self.routing)
         return weights, ids
 

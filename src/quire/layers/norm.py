@@ -16,7 +16,6 @@ class RMSNorm(nn.Module):
         self.at, self.kernel, self.eps, self.device = at, build.kernels.norm, eps, build.device
 
     def take(self, tensors: dict[str, Tensor], place: int) -> None:
-        """Keep the weight, on the layer's device. See `Loads`."""
         self.weight = tensors["weight"].to(self.device)
 
     def forward(self, x: Tensor) -> Tensor:

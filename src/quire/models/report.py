@@ -287,7 +287,7 @@ class PlanReport:
     def _weight(self, param: Param, run: str, pack: str) -> dict[str, Any]:
         loader = "dummy.load_dummy" if self.plan.config.load.load_format == "dummy" else "load.load_weights"
         converted = param.stored is not None or param.scheme is not None
-        steps = {"load": f"quire.weights.{loader}", "convert": "quire.quantization.pack.convert.convert" * converted,
+        steps = {"load": f"quire.weights.{loader}", "convert": "quire.kernels.pack.convert.convert" * converted,
                  "pack": self._qualified(pack, [param.name]), "run": run}  # fmt: skip
         experts, parts = fused(param)
         rule = scheme_words(param.scheme) if param.scheme else ""

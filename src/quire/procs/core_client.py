@@ -20,7 +20,7 @@ from quire.procs.child_process import ChildProcess
 from quire.procs.failures import failed
 from quire.procs.fronts import ALONE, FrontPlace
 from quire.procs.messages import CoreStart, Dropped, FromCore, Gone, Stop, ToCore
-from quire.procs.wire import decode_from_core, encode
+from quire.procs.wire import FROM_CORE, encode
 
 LOG = logging.getLogger("quire")
 BURST = 16  # messages taken before other tasks of the event loop get their turn
@@ -161,7 +161,7 @@ class CoreClient:
     def _decoded(self, data: bytes) -> FromCore:
         """Return the message in `data`, or `Dropped` when there is none. The first message connects to the core."""
         try:
-            message = decode_from_core(data)
+            message = FROM_CORE.decode(data)
         except msgspec.DecodeError:
             self._num_dropped += 1
             return Dropped("from_core", self._num_dropped)

@@ -30,7 +30,7 @@ from quire.procs.messages import (
     Stop,
     ToCore,
 )
-from quire.procs.wire import decode_to_core, encode
+from quire.procs.wire import TO_CORE, encode
 
 LOG = logging.getLogger("quire")
 LAST_WORDS_MS = 2000  # a core that ends waits so long for its last message to be taken
@@ -68,7 +68,7 @@ class CoreSockets:
         """
         while True:
             try:
-                message = decode_to_core(self._receiver.recv(0 if wait else zmq.NOBLOCK))
+                message = TO_CORE.decode(self._receiver.recv(0 if wait else zmq.NOBLOCK))
                 if isinstance(message, Gone) and (sender := self._senders.pop(message.place.number, None)) is not None:
                     sender.close(0)
                 if isinstance(message, Add) and owner(message.requests[0].handle, self._count) not in self._senders:

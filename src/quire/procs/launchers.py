@@ -71,10 +71,11 @@ class Launcher(Protocol):
         """
 
     def close(self) -> None:
-        """Free what the launcher holds, after its ranks have ended; idempotent."""
+        """Free what the launcher holds, after its ranks have ended; idempotent. Does nothing unless overridden."""
+        return
 
 
-class LocalLauncher:
+class LocalLauncher(Launcher):
     """Launcher of ranks that are children of this process, each with a socket pair.
 
     module   name of a Python module; its `build_rank` builds a rank (see `BuildRank` in `rank_server.py`)
@@ -85,11 +86,9 @@ class LocalLauncher:
         self._module, self._env = module, with_variables(env)
 
     def place(self, world: int) -> list[Place]:
-        """Return this host and one device for each rank."""
         return [Place(0, number) for number in range(world)]
 
     def start(self, numbers: Sequence[int], inherit: Sequence[int] = ()) -> list[StartedRank]:
-        """Start a process for each rank, or none of them."""
         started: list[StartedRank] = []
         with ExitStack() as failed:
             for _ in numbers:
@@ -108,6 +107,3 @@ class LocalLauncher:
         """Start the process of a rank that talks through the socket `end`. The caller closes its own copy."""
         return ChildProcess(PROCESS, arguments=(self._module, str(end.fileno())),
                             descriptors=(end.fileno(), *inherit), env=self._env)  # fmt: skip
-
-    def close(self) -> None:
-        """Do nothing."""

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from quire.contracts.errors import ConfigError, EngineDead
-from quire.contracts.protocols import ExecutorFacts, Wait
+from quire.contracts.protocols import Executor, ExecutorFacts
 from quire.contracts.step import I32, StepPlan, StepResult
 
 Controls = Mapping[str, Callable[..., object]]
@@ -20,10 +20,10 @@ class Launches(Protocol):
         """Launch the sampling of the last step with its grammar masks; see `Executor.release`."""
 
     def collect(self) -> StepResult:
-        """Wait for the oldest launched step and return its result."""
+        """Wait for the oldest launched step and return its result. Called once for each step, after `release`."""
 
 
-class LaunchingExecutor:
+class LaunchingExecutor(Executor):
     """Executor that launches steps in the caller's thread; the device runs them later. After a fault every step fails.
 
     controls   functions that `control` calls, by name
@@ -61,25 +61,13 @@ class LaunchingExecutor:
                 self._fault = fault
         raise EngineDead(f"the step failed: {type(self._fault).__name__}: {self._fault}") from self._fault
 
-    def ready(self) -> bool:
-        """True: this process runs the device. See `Executor`."""
-        return True
-
     def control(self, name: str, args: dict[str, Any]) -> object:
         """Call the function `name` of `controls` with `args`, and return its value."""
         if name not in self._controls:
             raise ConfigError(f"unknown control {name!r}.")
         return self._controls[name](**args)
 
-    def ask(self, name: str, args: dict[str, Any]) -> Wait:
-        """Return a function that runs an operation. See `Executor.ask`."""
-        return lambda seconds: self.control(name, args)
-
-    def check_alive(self) -> None:
-        """Do nothing: this process runs the device. See `Executor`."""
-
     def facts(self) -> ExecutorFacts:
-        """Return the capabilities of this executor. See `Executor`."""
         return self._facts
 
     def shutdown(self, *, wait: bool = True) -> None:

@@ -19,9 +19,9 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, NoReturn, Protocol
 
 from quire.contracts.errors import UserError
-from quire.contracts.step import I32, StepPlan, StepResult
 from quire.procs.failures import failed
 from quire.procs.frames import Frames
+from quire.procs.launching import Launches
 from quire.procs.messages import Loading, Stop
 from quire.procs.rank_messages import (
     FromRank,
@@ -40,12 +40,12 @@ from quire.procs.rank_messages import (
     RankStep,
     ToRank,
 )
-from quire.procs.wire import decode_to_rank, encode
+from quire.procs.wire import TO_RANK, encode
 
 FIRST_BEAT_SECONDS = 1.0  # until `RankStart` has told the time between two beats
 
 
-class RunningRank(Protocol):
+class RunningRank(Launches, Protocol):
     """A rank that is ready to run steps, in its own process.
 
     `collect` runs in a thread of its own, beside `submit`, `release` and `control`. Make a setting of a thread, such
@@ -59,15 +59,6 @@ class RunningRank(Protocol):
     @property
     def depth(self) -> int:
         """Maximum number of steps that are submitted and not collected; see `ExecutorFacts`."""
-
-    def submit(self, plan: StepPlan) -> None:
-        """Launch a step. If it needs grammar masks, launch everything but the sampling."""
-
-    def release(self, masks: I32) -> None:
-        """Launch the sampling of the last step with its grammar masks; see `Executor.release`."""
-
-    def collect(self) -> StepResult:
-        """Wait for the oldest launched step and return its result. Called once for each step, after `release`."""
 
     def control(self, name: str, args: dict[str, Any]) -> object:
         """Run a named operation; see `Executor.control`. A `UserError` goes to the caller; others end the rank."""
@@ -223,7 +214,7 @@ class _Link:
                     self._next_beat, wait = time.monotonic() + self._beat, self._beat
                 if poller.poll(1000 * wait):
                     for data in self._frames.receive():
-                        self._take(decode_to_rank(data))
+                        self._take(TO_RANK.decode(data))
         except EOFError:
             pass  # the engine core is gone
         except BaseException as error:

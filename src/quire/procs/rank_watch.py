@@ -35,7 +35,7 @@ from quire.procs.rank_messages import (
     RankReply,
     RankResult,
 )
-from quire.procs.wire import decode_from_rank, encode
+from quire.procs.wire import FROM_RANK, encode
 
 LOG = logging.getLogger("quire")
 TICK_SECONDS = 0.1  # between two looks at the processes; messages and ends of connections are seen at once
@@ -105,7 +105,7 @@ class WatchedRank:
         messages: list[FromRank] = []
         try:
             while found := self.frames.receive():
-                messages += map(decode_from_rank, found)
+                messages += map(FROM_RANK.decode, found)
         except EOFError:
             self.cut = True
         return messages

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from quire.contracts.errors import QuireError
-from quire.contracts.protocols import ExecutorFacts, Wait
+from quire.contracts.protocols import Executor, ExecutorFacts, Wait
 from quire.contracts.step import I32, FinishedCopy, StepPlan, StepResult
 from quire.procs.failures import rebuilt
 from quire.procs.launchers import Launcher
@@ -126,13 +126,12 @@ class RankProcesses:
         """True when `collect` returns or raises at once."""
         return not self._watch.ranks[self._leads[0] if lead is None else lead].results.empty()
 
-    def control(self, name: str, args: dict[str, Any], ranks: Sequence[int] | None = None) -> list[object]:
-        """Run the operation `name` on ranks (None: all); return a value per rank. Raises a rank's first `UserError`."""
-        return self.ask(name, args, ranks)(None)
-
     def ask(self, name: str, args: dict[str, Any],
             ranks: Sequence[int] | None = None) -> Callable[[float | None], list[object]]:  # fmt: skip
-        """Start the operation `name` on ranks (None: all). Return a function that waits for it; see `Executor.ask`."""
+        """Start the operation `name` on ranks (None: all). Return a function that waits for a value per rank.
+
+        It raises the first `UserError` of a rank. See `Executor.ask`.
+        """
         self._num_controls += 1
         asked = range(len(self._watch.ranks)) if ranks is None else ranks
         self.send(RankControl(self._num_controls, name, args), asked)
@@ -219,8 +218,8 @@ class CopyReports:
         return tuple(found)
 
 
-class RanksExecutor:
-    """Executor of ranks that are ready; see `Executor`. Owns `processes`, also beside executors of other replicas.
+class RanksExecutor(Executor):
+    """Executor of ranks that are ready. Owns `processes`, also beside executors of other replicas.
 
     ranks   indices of the ranks of this executor (None: all);  lead  the one that sends results (None: the first)
     """
@@ -237,16 +236,13 @@ class RanksExecutor:
         return tuple(self._processes.pids[index] for index in self._ranks)
 
     def submit(self, plan: StepPlan) -> None:
-        """Send a plan to every rank. Raises `EngineDead` after a fault of a rank."""
         self._processes.send(RankStep(plan), self._ranks)
 
     def release(self, step: int, masks: I32) -> None:
-        """Send the grammar masks of `step` to every rank, if there are any. See `Executor`."""
         if len(masks):
             self._processes.send(RankMasks(step, masks), self._ranks)
 
     def collect(self) -> StepResult:
-        """Wait for the oldest step and return its result. Raises `EngineDead` after a fault of a rank."""
         result = self._processes.collect(self._lead)
         if not self._facts.num_host_blocks:
             return result
@@ -254,25 +250,20 @@ class RanksExecutor:
         return msgspec.structs.replace(result, copied=self._copies.join(reports))
 
     def ready(self) -> bool:
-        """True when `collect` returns or raises at once."""
         return self._processes.ready(self._lead)
 
     def control(self, name: str, args: dict[str, Any]) -> object:
         """Run an operation on every rank; return the list of its values, by rank."""
-        return self._processes.control(name, args, self._ranks)
+        return self.ask(name, args)(None)
 
     def ask(self, name: str, args: dict[str, Any]) -> Wait:
-        """Start an operation on every rank. See `Executor.ask`."""
         return self._processes.ask(name, args, self._ranks)
 
     def check_alive(self) -> None:
-        """Raise `EngineDead` if a rank has failed."""
         self._processes.check_alive()
 
     def facts(self) -> ExecutorFacts:
-        """Return the capabilities of this executor. See `Executor`."""
         return self._facts
 
     def shutdown(self, *, wait: bool = True) -> None:
-        """End and reap all processes; idempotent. See `Executor`."""
         self._processes.close(wait=wait)

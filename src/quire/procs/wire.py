@@ -15,7 +15,7 @@ import functools
 import math
 import struct
 import sys
-from typing import Any, TypeVar, get_args
+from typing import Any, Generic, TypeVar, get_args
 
 import msgspec
 import numpy as np
@@ -32,7 +32,6 @@ _INDEX = {dtype: index for index, dtype in enumerate(ELEMENT_TYPES)}
 
 Record = StepPlan | StepResult | StepOutputs | NewRequest
 D = TypeVar("D")
-M = TypeVar("M", StepPlan, StepResult, StepOutputs, NewRequest)
 
 
 def _to_extension(value: object) -> msgspec.msgpack.Ext:
@@ -76,52 +75,29 @@ def _decoder(kind: Any) -> msgspec.msgpack.Decoder[Any]:
     return msgspec.msgpack.Decoder(kind, dec_hook=_check_array, ext_hook=_from_extension)
 
 
-_DECODERS = {kind: _decoder(kind) for kind in get_args(Record)}
-_TO_CORE: msgspec.msgpack.Decoder[ToCore] = _decoder(ToCore)
-_FROM_CORE: msgspec.msgpack.Decoder[FromCore] = _decoder(FromCore)
-_TO_RANK: msgspec.msgpack.Decoder[ToRank] = _decoder(ToRank)
-_FROM_RANK: msgspec.msgpack.Decoder[FromRank] = _decoder(FromRank)
-
-
 def encode(message: Record | ToCore | FromCore | ToRank | FromRank) -> bytes:
-    """Return the message or record as msgpack bytes. `decode` and its siblings are the inverse."""
+    """Return the message or record as msgpack bytes."""
     assert sys.byteorder == "little", "arrays travel little-endian"
     return _ENCODER.encode(message)
 
 
-def decode(data: bytes | memoryview, kind: type[M]) -> M:
-    """Return the message of type `kind` in `data`. Its arrays own their memory.
+class Messages(Generic[D]):
+    """The messages of one direction, as `encode` writes them. Their arrays own their memory."""
 
-    Raises `msgspec.DecodeError` (of which `msgspec.ValidationError` is one) when the bytes hold anything else.
-    """
-    decoded: M = _DECODERS[kind].decode(data)
-    return decoded
+    def __init__(self, kind: Any) -> None:
+        self._decoder: msgspec.msgpack.Decoder[D] = _decoder(kind)
 
-
-def decode_to_core(data: bytes | memoryview) -> ToCore:
-    """Return the message to the core in `data`. Raises `msgspec.DecodeError` when the bytes hold anything else."""
-    return _decoded(_TO_CORE, data)
-
-
-def decode_from_core(data: bytes | memoryview) -> FromCore:
-    """Return the message from the core in `data`. Raises `msgspec.DecodeError` when the bytes hold anything else."""
-    return _decoded(_FROM_CORE, data)
+    def decode(self, data: bytes | memoryview) -> D:
+        """Return the message in `data`. Raises `msgspec.DecodeError` when the bytes hold anything else."""
+        try:
+            return self._decoder.decode(data)
+        except msgspec.DecodeError:
+            raise
+        except (ValueError, OverflowError, RecursionError, MemoryError) as error:  # wrong text, shape, depth, length
+            raise msgspec.DecodeError(f"{type(error).__name__}: {error}") from error
 
 
-def decode_to_rank(data: bytes | memoryview) -> ToRank:
-    """Return the message to a rank in `data`. Raises `msgspec.DecodeError` when the bytes hold anything else."""
-    return _decoded(_TO_RANK, data)
-
-
-def decode_from_rank(data: bytes | memoryview) -> FromRank:
-    """Return the message from a rank in `data`. Raises `msgspec.DecodeError` when the bytes hold anything else."""
-    return _decoded(_FROM_RANK, data)
-
-
-def _decoded(decoder: msgspec.msgpack.Decoder[D], data: bytes | memoryview) -> D:
-    try:
-        return decoder.decode(data)
-    except msgspec.DecodeError:
-        raise
-    except (ValueError, OverflowError, RecursionError, MemoryError) as error:  # wrong text, shape, depth, length
-        raise msgspec.DecodeError(f"{type(error).__name__}: {error}") from error
+TO_CORE = Messages[ToCore](ToCore)
+FROM_CORE = Messages[FromCore](FromCore)
+TO_RANK = Messages[ToRank](ToRank)
+FROM_RANK = Messages[FromRank](FromRank)

@@ -1,6 +1,5 @@
-"""Weight formats: the tensors that a checkpoint stores for a parameter, and their packing for a kernel.
+"""Weight formats: the tensors that a checkpoint stores for a parameter, their bytes, and the rules of its config.
 
-A format has two halves. The half here is torch-free: stored tensors, bytes, and `objection`, the reason why a slice
-cannot be read. The half in `pack/` turns loaded tensors into a kernel's layout. Neither takes a layer.
-Knows kernels, not models.
+A format has two halves. The half here is torch-free; `objection` is the reason why a slice cannot be read. The half in
+`kernels/pack/` turns loaded tensors into the form that kernels pack. Neither takes a layer. Knows no models.
 """

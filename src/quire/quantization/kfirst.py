@@ -1,6 +1,6 @@
 """AWQ and GPTQ, which store the transposed matrix [K, N] in int32 words. No torch.
 
-Values and zero points of a word: `quire.quantization.pack.words`.
+Values and zero points of a word: `quire.kernels.pack.words`.
 """
 
 from collections.abc import Iterator

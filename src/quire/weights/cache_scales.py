@@ -61,9 +61,7 @@ def _number(stored: StoredTensor) -> float:
     if stored.dtype not in NUMBERS:
         raise WeightsError(f"{what} is stored as {stored.dtype}, a scale must be {' or '.join(NUMBERS)}: download it "
                            "again.")
-    with stored.file.open("rb") as file:
-        file.seek(stored.offset)
-        raw = np.frombuffer(file.read(stored.num_bytes), NUMBERS[stored.dtype])
+    raw = np.frombuffer(stored.read(), NUMBERS[stored.dtype])
     if stored.dtype == "BF16":
         raw = (raw.astype("<u4") << 16).view("<f4")
     scale = float(raw[0])

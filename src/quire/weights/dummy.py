@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
+from quire.kernels.pack.dummy import DummyTensors, repeat
 from quire.layers.stack import Model
-from quire.quantization.pack.dummy import DummyTensors, repeat
 from quire.weights.unpacked import Unpacked
 
 TILE = 1 << 20  # elements; small enough to stay in the cache, so that filling is bound by writing

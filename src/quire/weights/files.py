@@ -41,6 +41,15 @@ class StoredTensor:
     offset: int
     num_bytes: int
 
+    def read(self) -> bytearray:
+        """Return the bytes of the tensor. Raises WeightsError for a file that ends within it."""
+        with self.file.open("rb") as file:
+            file.seek(self.offset)
+            raw = bytearray(self.num_bytes)
+            if file.readinto(raw) != len(raw):
+                raise WeightsError(f"{self.file} ends within {self.name}: {AGAIN}")
+        return raw
+
 
 @dataclass(frozen=True)
 class Checkpoint:

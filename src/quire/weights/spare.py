@@ -34,9 +34,7 @@ def _meaning(stored: StoredTensor, kind: str, param: Param, part: Part) -> str:
     """Return what a spare tensor means after all; "" for nothing."""
     if kind not in ("bias", "g_idx", "weight_shape"):
         return ""
-    with stored.file.open("rb") as file:
-        file.seek(stored.offset)
-        raw = file.read(stored.num_bytes)
+    raw = stored.read()
     if kind == "bias":
         return "is a bias that is not zero, and the model has none" if any(raw) else ""
     if stored.dtype not in INTEGERS:

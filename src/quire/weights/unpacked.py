@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from quire.kernels.native import memory
+from quire.kernels.pack.convert import Findings, convert
+from quire.kernels.pack.matrix import Weight
 from quire.layers.stack import Model
-from quire.quantization.pack.convert import Findings, convert
-from quire.quantization.pack.matrix import Weight
 from quire.weights.units import LoadUnit, load_units
 
 

@@ -14,15 +14,14 @@ import torch
 from torch import Tensor
 
 from quire.contracts.errors import WeightsError
-from quire.quantization.pack.matrix import QuantizedMatrix, dequantize
-from quire.quantization.pack.nearest import quantized
-from quire.quantization.pack.store import stored_tensors
+from quire.kernels.pack.matrix import QuantizedMatrix, dequantize
+from quire.kernels.pack.nearest import quantized
+from quire.kernels.pack.store import stored_tensors
 from quire.quantization.rules import Rule
 from quire.quantization.schemes import Stored, scale_type
 from quire.weights.files import INDEX, StoredTensor
 from quire.weights.load import DTYPES
 
-CHUNK = 8 << 20  # bytes that are copied at once
 ROWS = 1024  # of a matrix that are compared at once; a multiple of 128
 
 
@@ -73,7 +72,8 @@ def write_checkpoint(items: Sequence[WriteItem], out: Path, limit: int,
             places = _write_header(file, [stored for item in shard for stored in item.stored])
             for item in shard:
                 if item.rule is None:
-                    _copy(item.source, file, places[item.stored[0].name])
+                    file.seek(places[item.stored[0].name])
+                    file.write(item.source.read())
                 else:
                     errors[item.source.name] = _write_quantized(item, item.rule, file, places)
                 done += item.source.num_bytes
@@ -117,23 +117,11 @@ def _write_header(file: BinaryIO, stored: Sequence[Stored]) -> dict[str, int]:
     return {name: place + 8 + len(raw) for name, place in places.items()}
 
 
-def _copy(source: StoredTensor, file: BinaryIO, place: int) -> None:
-    file.seek(place)
-    with source.file.open("rb") as given:
-        given.seek(source.offset)
-        left = source.num_bytes
-        while left:
-            chunk = given.read(min(left, CHUNK))
-            if not chunk:
-                raise WeightsError(f"{source.file} ends within {source.name}: download it again.")
-            file.write(chunk)
-            left -= len(chunk)
-
-
 def _write_quantized(item: WriteItem, rule: Rule, file: BinaryIO, places: dict[str, int]) -> float:
     """Quantize a matrix and write its tensors. Return its relative error."""
     scales = DTYPES[scale_type(rule, item.source.dtype)]
-    weight = _read(item.source)
+    source = item.source
+    weight = torch.frombuffer(source.read(), dtype=DTYPES[source.dtype]).view(source.shape)
     matrix = quantized(weight, rule.scheme, scales=scales)
     if not matrix.scale.isfinite().all():
         raise WeightsError(f"{item.source.file.name}: {item.source.name} has numbers that are not finite, or too "
@@ -145,15 +133,6 @@ def _write_quantized(item: WriteItem, rule: Rule, file: BinaryIO, places: dict[s
         file.seek(places[stored.name])
         file.write(tensor.view(torch.uint8).numpy().data)
     return _error(weight, matrix)
-
-
-def _read(source: StoredTensor) -> Tensor:
-    with source.file.open("rb") as file:
-        file.seek(source.offset)
-        raw = bytearray(source.num_bytes)
-        if file.readinto(raw) != len(raw):
-            raise WeightsError(f"{source.file} ends within {source.name}: download it again.")
-    return torch.frombuffer(raw, dtype=DTYPES[source.dtype]).view(source.shape)
 
 
 def _error(weight: Tensor, matrix: QuantizedMatrix) -> float:

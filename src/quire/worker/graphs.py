@@ -76,7 +76,6 @@ class Graphs(Recorder):
         return [*found, *(StepShape(0, 0, 0, True, recorded=True, bound=bound) for bound in joins)]
 
     def run(self, key: Key, work: Callable[[], None]) -> None:
-        """Replay the CUDA graph of `key`; without a graph, run `work` eagerly. See `Recorder`."""
         graph = self._graphs.get(key)
         if graph is None:
             self.counts["run"] += 1
@@ -101,7 +100,6 @@ class Graphs(Recorder):
         self.counts["recorded"] += 1
 
     def unrecorded(self) -> dict[str, str]:
-        """Return a dict for display: kind of steps that have no CUDA graph -> the reason. See `Recorder`."""
         if not self.sizes:
             return super().unrecorded()
         largest = self.tokens[-1] if self.tokens else 0

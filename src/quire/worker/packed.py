@@ -17,7 +17,7 @@ from quire.kernels.attention import SharedBlocks
 from quire.kernels.attention.triton_plan import pack_shared
 from quire.kernels.step import HEADER, NUM_RUNS, RUN_WORDS, RUNS_AT, StepWords, fixed_words
 from quire.kernels.step import triton as operations
-from quire.worker.upload import SHARED_GROUPS, Change, write_step
+from quire.worker.upload import SHARED_GROUPS, Change, Upload, write_step
 
 WORDS = 4 << 20  # int32 words of a buffer: 16 MiB
 
@@ -42,8 +42,8 @@ class _Pinned:
         return self.words
 
 
-class PackedUpload:
-    """The upload of a GPU with Triton: sends a step and its table changes in one copy. See `Upload`.
+class PackedUpload(Upload):
+    """The upload of a GPU with Triton: sends a step and its table changes in one copy.
 
     The copy goes to the device buffer `step.words`; a kernel writes the table changes to the tables.
 
@@ -54,8 +54,6 @@ class PackedUpload:
     decode_len   most tokens of a decode
     words        size of the buffer, in int32 words
     """
-
-    timed = False
 
     def __init__(
         self,
@@ -78,10 +76,7 @@ class PackedUpload:
         self._results = deque(_Pinned.make(3, max_rows, gpu=gpu) for _ in range(depth + 1))
 
     def send(self, plan: StepPlan, changes: list[Change]) -> None:
-        """Send a step and its table changes to the device.
-
-        See `Upload`. It takes one copy, or more copies if the changes do not fit into one buffer.
-        """
+        """Send a step and its table changes in one copy, or in more if the changes do not fit into one buffer."""
         shared = self._pack_shared(plan)
         self.shared = shared is not None
         while left := self._copy(plan, changes, shared):
@@ -89,11 +84,9 @@ class PackedUpload:
             self.apply()
 
     def apply(self) -> None:
-        """Launch the kernel that writes the sent table changes to the tables. See `Upload`."""
         operations.apply_runs(self.step.words)
 
     def fetch(self, out: Tensor) -> Callable[[], I32]:
-        """Start the copy of `out` to the host; return a function that waits for it and returns it. See `Upload`."""
         pinned = self._results[0]
         self._results.rotate(-1)
         pinned.buffer.copy_(out, non_blocking=True)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from quire.contracts.step import F32, POOL, StepPlan
-from quire.worker.features import Found, Results
+from quire.worker.features import Found, Results, StepFeature
 from quire.worker.scoring import back, sent
 
 
@@ -47,8 +47,8 @@ class _Prompt:
         return self.computed == self.length
 
 
-class Pooler:
-    """Pools the hidden states of each embedding request's prompt into one vector. A `StepFeature`.
+class Pooler(StepFeature):
+    """Pools the hidden states of each embedding request's prompt into one vector.
 
     norm   the model's final norm, [R, hidden] -> [R, hidden]; it is applied before pooling
     """
@@ -58,7 +58,6 @@ class Pooler:
         self._prompts: dict[int, _Prompt] = {}
 
     def apply(self, plan: StepPlan) -> None:
-        """Forget released requests; remember admitted requests that ask for pooling. See `StepFeature`."""
         if self._prompts:
             for slot in plan.released.tolist():
                 self._prompts.pop(slot, None)
@@ -67,7 +66,7 @@ class Pooler:
                 self._prompts[a.slot] = _Prompt(a.pool, a.sampler.num_prompt, a.num_computed)
 
     def run(self, plan: StepPlan, hidden: Tensor) -> Results | None:
-        """Launch the sums of this step's hidden states, one sum per embedding request. See `StepFeature`.
+        """Launch the sums of this step's hidden states, one sum per embedding request.
 
         Returns a function that gives the vectors of the prompts that end in this step; None if no prompt ends.
         """

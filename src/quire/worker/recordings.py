@@ -87,7 +87,6 @@ class LayerRecordings(Recorder):
         return out
 
     def unrecorded(self) -> dict[str, str]:
-        """Return a dict for display: kind of steps that are not recorded -> the reason. See `Recorder`."""
         always = {
             f"more than {MOST_ROWS} rows": "Python's time between two kernels is small beside the kernels'",
             "long chunks of prompts": "their attention is divided anew in every step",

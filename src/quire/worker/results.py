@@ -2,11 +2,10 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from time import perf_counter
 
 import numpy as np
 
-from quire.contracts.step import I32, SAMPLE, RowLogprobs, StepPlan, StepResult, StepTimings
+from quire.contracts.step import I32, SAMPLE, RowLogprobs, StepPlan, StepResult
 from quire.worker.features import Found, Results
 from quire.worker.sampler import CODES
 
@@ -19,8 +18,6 @@ class RunningStep:
     num_tokens  tokens that the step computes
     fetch       function that waits for the step; returns [3, >= R]: tokens, error codes and drafts of the sampled rows
     features    functions that return the results of step features (pooling, log-probabilities)
-    began       host time when the step began; None: the host's clock does not measure steps
-    forwarded   host time when the logits were launched
     counts      [N] int32 sampled rows of each slot: the last token of a decode and its drafts; None: one each
     """
 
@@ -29,8 +26,6 @@ class RunningStep:
     num_tokens: int
     fetch: Callable[[], I32]
     features: tuple[Results, ...] = ()
-    began: float | None = None
-    forwarded: float = 0.0
     counts: I32 | None = None
 
     def collect(self) -> StepResult:
@@ -48,9 +43,6 @@ class RunningStep:
         if self.counts is not None and (logprobs := found.get("logprobs")):
             valid = dict(zip(self.slots.tolist(), accepted.tolist(), strict=True))
             found["logprobs"] = {slot: _first(rows, valid[slot]) for slot, rows in logprobs.items()}
-        timings = StepTimings()
-        if self.began is not None:
-            timings = StepTimings(forward=self.forwarded - self.began, sample=perf_counter() - self.forwarded)
         return StepResult(
             step=self.plan.step,
             slots=self.slots,
@@ -58,7 +50,6 @@ class RunningStep:
             num_accepted=accepted,
             num_drafted=drafted,
             num_computed=self.num_tokens,
-            timings=timings,
             **found,
         )
 

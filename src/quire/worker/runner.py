@@ -8,7 +8,6 @@ parts: step operations, sampler operations, upload and recorder.
 
 from collections import deque
 from collections.abc import Callable
-from time import perf_counter
 from typing import NamedTuple
 
 import msgspec
@@ -34,13 +33,11 @@ NO_ROWS = np.empty((3, 0), np.int32)
 
 
 class _Launched(NamedTuple):
-    """A step whose logits are launched and whose sampling is not; `began` is None if the upload is not `timed`."""
+    """A step whose logits are launched and whose sampling is not."""
 
     plan: StepPlan
     shape: StepShape
     features: tuple[Results, ...]
-    began: float | None
-    forwarded: float
 
 
 class StepRunner:
@@ -73,7 +70,6 @@ class StepRunner:
     @torch.inference_mode()
     def submit(self, plan: StepPlan) -> None:
         """Launch a step, without waiting for the device. A step with grammar masks samples only after `release`."""
-        began = perf_counter() if self._upload.timed else None
         if self.programs.stage is not None:
             self.programs.stage.settle(plan)
         if self.mover is not None and plan.copies is not None:
@@ -96,7 +92,7 @@ class StepRunner:
         hidden = self.programs.compute(shape, plan)
         found = () if hidden is None else [each.run(plan, hidden) for each in self._features]
         features = tuple(results for results in found if results is not None)
-        self._launched = _Launched(plan, shape, features, began, perf_counter())
+        self._launched = _Launched(plan, shape, features)
         if not len(plan.grammar):
             self._end()
 
@@ -117,7 +113,7 @@ class StepRunner:
     def _end(self) -> None:
         """Launch the work after the logits: sampling, log-probabilities and the copy of the tokens to the host."""
         assert self._launched is not None, "submitted nothing"
-        (plan, shape, features, began, forwarded), self._launched = self._launched, None
+        (plan, shape, features), self._launched = self._launched, None
         slots, counts = sampled_slots(plan)
         rows = slots if counts is None else np.repeat(slots, counts)
         programs = self.programs
@@ -126,7 +122,7 @@ class StepRunner:
             scored = programs.sampler.logprobs(programs.whole_logits(len(rows)), rows)
             features = features if scored is None else (*features, scored)
         fetch, num_tokens = self._upload.fetch(programs.out), self._upload.step.num_tokens
-        self._began(RunningStep(plan, slots, num_tokens, fetch, features, began, forwarded, counts))
+        self._began(RunningStep(plan, slots, num_tokens, fetch, features, counts))
 
     def _began(self, step: RunningStep) -> None:
         """Note a step whose launches are done, and begin the copies that come after it."""

@@ -10,7 +10,7 @@ from torch import Tensor
 from quire.contracts.sampling import SamplerSpec
 from quire.contracts.step import PROMPT_LOGPROBS, RowLogprobs, StepPlan
 from quire.kernels.sampling.logprobs import WHOLE_VOCABULARY, score_rows
-from quire.worker.features import Found, Results
+from quire.worker.features import Found, Results, StepFeature
 
 SCORE_ROWS = 64  # prompt rows whose logits exist at once: 64 x 152k x 4 bytes = 39 MB
 PINNED = 1 << 20  # values of a copy to pinned memory, at most: pinned memory stays allocated. Larger copies wait
@@ -24,8 +24,8 @@ class _Scored:
     computed: int
 
 
-class PromptScorer:
-    """Computes log-probabilities of prompt tokens. A `StepFeature`.
+class PromptScorer(StepFeature):
+    """Computes log-probabilities of prompt tokens.
 
     The hidden state of a token scores the next token of the prompt. That of the prompt's last token scores nothing.
 
@@ -38,7 +38,6 @@ class PromptScorer:
         self._prompts: dict[int, _Scored] = {}
 
     def apply(self, plan: StepPlan) -> None:
-        """Forget released requests; remember admitted requests that ask for prompt logprobs. See `StepFeature`."""
         if self._prompts:
             for slot in plan.released.tolist():
                 self._prompts.pop(slot, None)
@@ -47,10 +46,6 @@ class PromptScorer:
                 self._prompts[a.slot] = _Scored(a.sampler, a.num_computed)
 
     def run(self, plan: StepPlan, hidden: Tensor) -> Results | None:
-        """Launch the log-probabilities of this step's prompt tokens. See `StepFeature`.
-
-        Returns a function that gives slot -> log-probabilities; None if no request asks for them.
-        """
         asked = np.flatnonzero(plan.outputs & PROMPT_LOGPROBS).tolist() if self._prompts else ()
         if not asked:
             return None

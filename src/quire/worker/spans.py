@@ -27,7 +27,7 @@ from quire.kernels.triton_runtime import INTERPRETED, triton
 from quire.worker.runner import StepRunner
 
 PACKAGE = Path(__file__).parents[1]
-WORK = re.compile(r"quire\.(kernels\.(?!native\.)\w+\.\w+|quantization\.pack\.\w+|(layers|worker)\.\w+)")
+WORK = re.compile(r"quire\.(kernels\.(?!native\.)\w+\.\w+|(layers|worker)\.\w+)")
 PRODUCT = re.compile(r"run(_add|_float|(_norm)?(_gated)?)")  # functions of a kernel that multiply weights
 LAST_CALLS_SECONDS = 1.0  # for the collector's thread to note its last call
 

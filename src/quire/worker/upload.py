@@ -30,12 +30,10 @@ class Upload(Protocol):
 
     step     inputs of the step sent last, as int32 words on the device
     shared   True: decodes of this step share a prefix, and attention reads it only once; see `step.shared`
-    timed    True: the host waits for each step, so the host's clock measures steps
     """
 
     step: StepWords
     shared: bool
-    timed: bool
 
     def send(self, plan: StepPlan, changes: list[Change]) -> None:
         """Send a step, and the table changes that come before its forward pass, to the device."""
@@ -50,13 +48,13 @@ class Upload(Protocol):
         """
 
 
-class InPlaceUpload:
+class InPlaceUpload(Upload):
     """The upload of a CPU, or of a GPU without Triton: copies each input and table change to its tensor directly.
 
     Each step ends before the next one is sent.
     """
 
-    shared, timed = False, True
+    shared = False
 
     def __init__(self, max_seqs: int, dummy_slot: int, device: torch.device) -> None:
         host = torch.zeros(fixed_words(max_seqs), dtype=torch.int32)
@@ -64,7 +62,6 @@ class InPlaceUpload:
         self.step = StepWords.view(host if device.type == "cpu" else host.to(device), max_seqs)
 
     def send(self, plan: StepPlan, changes: list[Change]) -> None:
-        """Send a step and its table changes to the device. See `Upload`."""
         write_step(self._words, plan, self.step, self._dummy)
         if self.step.words is not self._host:
             self.step.words.copy_(self._host)
@@ -83,7 +80,6 @@ class InPlaceUpload:
         """Do nothing: `send` has written the changes."""
 
     def fetch(self, out: Tensor) -> Callable[[], I32]:
-        """Wait for the device and copy `out` to the host. Return a function that returns this copy. See `Upload`."""
         found: I32 = out.cpu().numpy().copy()
         return lambda: found
 

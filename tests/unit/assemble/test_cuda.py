@@ -52,7 +52,7 @@ def assemble(monkeypatch: pytest.MonkeyPatch, facts: CudaFacts = FACTS, why: str
 
 def test_without_triton_a_gpu_runs_pytorch_s_operations_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     parts = assemble(monkeypatch, why="there is no abacus")
-    assert parts.hardware.startswith("NVIDIA T, sm_90") and "graphs" not in parts.plans
+    assert "graphs" not in parts.plans
     (note,) = parts.notes
     assert "no Triton kernel can run (there is no abacus)" in note and "slower" in note
     facts = ExecutorFacts(depth=1, decode_lag=1, num_slots=4, num_blocks=8, block_size=32, max_model_len=64,

@@ -26,7 +26,7 @@ from quire.kernels.heads import triton as heads
 from quire.kernels.linear import cuda as linear
 from quire.kernels.norm import triton as norm
 from quire.kernels.select import select_kernels
-from quire.quantization.pack import linear as packed_linear
+from quire.layers.linear import GatedLinear, Linear
 
 from ...support.triton_interpreter import repair_interpreter
 
@@ -140,9 +140,9 @@ def test_a_wrong_layer_has_no_speed(op: str, monkeypatch: pytest.MonkeyPatch) ->
         right = VocabEmbedding.forward
         monkeypatch.setattr(VocabEmbedding, "forward", lambda self, ids: right(self, ids + 1 - 2 * (ids == 95)))
     else:
-        for name in ("run", "run_add", "run_gated"):
-            product = getattr(packed_linear, name)
-            monkeypatch.setattr(packed_linear, name, lambda *given, product=product: product(*given) * 1.1)
+        for kind, name in ((Linear, "forward"), (Linear, "add"), (GatedLinear, "forward")):
+            product = getattr(kind, name)
+            monkeypatch.setattr(kind, name, lambda *given, product=product: product(*given) * 1.1)
     assert all("differs by" in said for said in wrong(chosen, op))
 
 

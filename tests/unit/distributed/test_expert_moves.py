@@ -14,8 +14,8 @@ from quire.engine.eplb import balanced_map, initial_map, moves
 from quire.kernels.experts import panels
 from quire.kernels.experts.expert_memory import expert_memory, let_move
 from quire.kernels.native import library
+from quire.kernels.pack.matrix import QuantizedMatrix
 from quire.layers.balancing import ExpertSlots, initial_slots
-from quire.quantization.pack.matrix import QuantizedMatrix
 
 from ...support.simulated_groups import SimulatedGroup, SimulatedRanks
 

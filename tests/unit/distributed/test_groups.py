@@ -22,7 +22,7 @@ import sys
 from pathlib import Path
 import torch
 from quire.config.placement import Parallel
-from quire.distributed.process_group import join_ranks, leave_ranks
+from quire.distributed.process_group import join_ranks
 number, folder = int(sys.argv[1]), Path(sys.argv[2])
 groups = join_ranks(str(folder / "meeting"), number, Parallel(tp=2, pp=2), torch.device("cpu"))
 tp, pp = groups.tp, groups.pp
@@ -39,7 +39,7 @@ else:
     found.append(got[0])
 tp.barrier()
 print(found)
-leave_ranks()
+torch.distributed.destroy_process_group()
 """
 
 

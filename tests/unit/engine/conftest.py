@@ -22,13 +22,15 @@ from quire.contracts.request import FinishReason, NewRequest
 from quire.contracts.sampling import SamplerSpec
 from quire.contracts.step import MAX_VERIFY_ROWS, StepPlan, StepResult, Tier
 from quire.engine.core import EngineCore
-from quire.engine.mock_copies import MockCopies, MockDisk
-from quire.engine.mock_executor import FIRST, MockExecutor, allowed_token, chain, mock_hidden, mock_tokens, next_token
+from quire.engine.mock_executor import FIRST, allowed_token, chain, mock_hidden, mock_tokens, next_token
 from quire.kv.allocator import KVAllocator
 from quire.kv.pool import BlockPool
 from quire.kv.store import KVStore
 from quire.text.grammar import GrammarCompiler
 from quire.text.tokenizer import Tokenizer
+
+from ...support.checked_executor import CheckedExecutor
+from ...support.mock_copies import MockCopies, MockDisk
 
 LETTERS = "abcdefg"  # ids 0 to 6; llguidance takes the last one for the end of a text
 
@@ -87,10 +89,11 @@ class EngineRig:
 
     def __init__(self, depth: int = 1, *, slots: int = 8, blocks: int = 40, block_size: int = 4, budget: int = 16,
                  max_len: int = 128, vocab: int = 1000, policy: str = "fcfs", max_waiting: int | None = 1000,
-                 watermark: float = 0.0, caching: bool = True, mock: type[MockExecutor] = MockExecutor, drafts: int = 0,
-                 accepts: Sequence[int] = (0,), windows: Sequence[int | None] = (None,), host_blocks: int = 0,
-                 disk: MockDisk | None = None, write_through: bool = False, delays: Sequence[int] = (0,),
-                 faults: Sequence[str] = ("",), reserve: int = 8, blends: bool = False) -> None:
+                 watermark: float = 0.0, caching: bool = True, mock: type[CheckedExecutor] = CheckedExecutor,
+                 drafts: int = 0, accepts: Sequence[int] = (0,), windows: Sequence[int | None] = (None,),
+                 host_blocks: int = 0, disk: MockDisk | None = None, write_through: bool = False,
+                 delays: Sequence[int] = (0,), faults: Sequence[str] = ("",), reserve: int = 8,
+                 blends: bool = False) -> None:
         tiers = partial(MockCopies, num_host_blocks=host_blocks, disk=disk, delays=delays, faults=faults)
         self.mock = mock(num_slots=slots, num_blocks=blocks, block_size=block_size, vocab_size=vocab,
                          max_model_len=max_len, depth=depth, num_drafts=drafts, accepts=accepts,

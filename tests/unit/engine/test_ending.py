@@ -7,7 +7,9 @@ import pytest
 from quire.contracts.request import TRANSITIONS, BlockReason, FinishReason, NewRequest, Request, RequestState
 from quire.contracts.sampling import SamplerSpec
 from quire.contracts.step import I32, StepPlan, StepResult
-from quire.engine.mock_executor import MockExecutor, mock_tokens
+from quire.engine.mock_executor import mock_tokens
+
+from ...support.checked_executor import CheckedExecutor
 
 PROMPT = list(range(22))
 
@@ -174,7 +176,7 @@ def test_blocks_of_a_request_that_failed_after_giving_way_are_not_reused(Rig: An
     rig.judge(again), rig.judge(1)
 
 
-class WildTokens(MockExecutor):
+class WildTokens(CheckedExecutor):
     """Returns a token outside the vocabulary for the requests in `wild`, at their second output."""
 
     wild = {"1": 1000, "2": -5}

@@ -7,8 +7,10 @@ import pytest
 
 from quire.contracts.sampling import SamplerSpec
 from quire.contracts.step import NO_MASKS, SAMPLE, Admission, StepPlan
-from quire.engine.mock_executor import MockExecutor, mock_tokens
+from quire.engine.mock_executor import mock_tokens
 from quire.kv.pool import BlockPool
+
+from ...support.checked_executor import CheckedExecutor
 
 
 def admission(slot: int, tokens: list[int], blocks: list[int], computed: int = 0) -> Admission:
@@ -30,14 +32,14 @@ def plan(step: int, slots: dict[int, int], *, decodes: int | None = None, admitt
                     released=np.array(released or [], np.int32))
 
 
-def started(depth: int = 1) -> MockExecutor:
+def started(depth: int = 1) -> CheckedExecutor:
     """Return a mock with a request of 6 tokens in blocks 1 and 2, its prompt computed."""
-    mock = MockExecutor(depth=depth)
+    mock = CheckedExecutor(depth=depth)
     run(mock, plan(0, {0: 6}, admitted=(admission(0, [5, 6, 7, 8, 9, 10], [1, 2]),)))
     return mock
 
 
-def run(mock: MockExecutor, step: StepPlan) -> list[int]:
+def run(mock: CheckedExecutor, step: StepPlan) -> list[int]:
     mock.submit(step)
     mock.release(step.step, NO_MASKS)
     return [int(t) for t in mock.collect().tokens[:, 0]]
@@ -47,7 +49,7 @@ OTHERS = "attends to KV that is not its own prefix"
 
 
 def test_right_plans_give_the_tokens_known_beforehand() -> None:
-    mock = MockExecutor()
+    mock = CheckedExecutor()
     tokens = run(mock, plan(0, {0: 6}, admitted=(admission(0, [5, 6, 7, 8, 9, 10], [1, 2]),)))
     tokens += run(mock, plan(1, {0: 1})) + run(mock, plan(2, {0: 1})) + run(mock, plan(3, {0: 1}, appended=[(0, 0, 3)]))
     assert tokens == mock_tokens([5, 6, 7, 8, 9, 10], 0, 4, 1000)
@@ -94,7 +96,7 @@ def test_it_notices_a_block_taken_for_computed_that_nobody_wrote() -> None:
 
 
 def test_a_block_written_in_the_same_step_counts_as_computed() -> None:
-    mock = MockExecutor()
+    mock = CheckedExecutor()
     tokens = run(mock, plan(0, {1: 2, 0: 6}, admitted=(
         admission(0, [5, 6, 7, 8, 9, 10], [1, 2]), admission(1, [5, 6, 7, 8, 1, 2], [1, 3], computed=4))))
     assert tokens == mock_tokens([5, 6, 7, 8, 1, 2], 1, 1, 1000) + mock_tokens([5, 6, 7, 8, 9, 10], 0, 1, 1000)

@@ -90,7 +90,7 @@ def test_logprobs_are_made_up_in_the_right_form() -> None:
 
 
 def test_steps_take_their_time_one_after_the_other() -> None:
-    mock = MockExecutor(depth=2, step_seconds=0.02, verify=False)
+    mock = MockExecutor(depth=2, step_seconds=0.02)
     engine = core(mock_step_ms=20.0, async_depth=2)
     assert mock.facts().depth == engine.facts.depth
     engine.add(new(0, [1], 5))

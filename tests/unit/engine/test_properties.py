@@ -12,7 +12,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from quire.contracts.errors import InvalidParameter, PromptTooLong, QueueFull
 from quire.contracts.request import BlockReason, FinishReason, RequestState
 from quire.contracts.structured import StructuredOutputsParams
-from quire.engine.mock_copies import FAULTS, MockDisk
+
+from ...support.mock_copies import FAULTS, MockDisk
 
 VOCAB, MAX_LEN = 7, 44  # few letters: prompts collide, and answers collide with prompts
 STEMS = st.sampled_from([[], [0] * 9, [0, 1] * 6, [0] * 5 + [1] * 9])

@@ -8,7 +8,9 @@ from quire.contracts.errors import InvalidParameter, PromptTooLong, QueueFull
 from quire.contracts.protocols import ExecutorFacts
 from quire.contracts.request import FinishReason, RequestState
 from quire.contracts.step import SAMPLE, StepResult
-from quire.engine.mock_executor import MockExecutor, mock_tokens
+from quire.engine.mock_executor import mock_tokens
+
+from ...support.checked_executor import CheckedExecutor
 
 
 def slot(rig: Any, handle: int) -> int:
@@ -165,7 +167,7 @@ def test_next_plan_is_submitted_before_the_last_result_is_collected(Rig: Any, de
     assert rig.events == (order if depth == 2 else sorted(order, key=lambda e: (e[1], e[0] == "collect")))
 
 
-class OneTokenAtATime(MockExecutor):
+class OneTokenAtATime(CheckedExecutor):
     """Two steps in flight, but a slot decodes only from a token that has been collected."""
 
     def facts(self) -> ExecutorFacts:
@@ -437,7 +439,7 @@ def test_a_preempted_request_returns_to_a_full_queue(Rig: Any, depth: int) -> No
         rig.judge(handle)
 
 
-class NewestFirst(MockExecutor):
+class NewestFirst(CheckedExecutor):
     """Hands over the wrong step."""
 
     def collect(self) -> StepResult:
@@ -445,7 +447,7 @@ class NewestFirst(MockExecutor):
         return super().collect()
 
 
-class MixesSlots(MockExecutor):
+class MixesSlots(CheckedExecutor):
     """Hands over the right step with its rows in another order."""
 
     def collect(self) -> StepResult:
@@ -454,7 +456,7 @@ class MixesSlots(MockExecutor):
 
 
 @pytest.mark.parametrize("mock", [NewestFirst, MixesSlots])
-def test_results_out_of_order_break_an_invariant(Rig: Any, mock: type[MockExecutor]) -> None:
+def test_results_out_of_order_break_an_invariant(Rig: Any, mock: type[CheckedExecutor]) -> None:
     rig = Rig(2, mock=mock)
     rig.add([1, 2], 5), rig.add([3, 4], 5)
     rig.step()

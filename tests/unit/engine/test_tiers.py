@@ -7,10 +7,11 @@ import pytest
 
 from quire.contracts.request import BlockReason, RequestState, Transfer
 from quire.contracts.step import Tier
-from quire.engine.mock_copies import MockDisk
 from quire.engine.replicas import flush
 from quire.kv.hashing import KeyChain
 from quire.kv.store import FETCH_SECONDS, REPORT_SECONDS
+
+from ...support.mock_copies import MockDisk
 
 PROMPT = [1, 2, 3] * 8  # six blocks of four tokens
 OTHERS = [[i] * 32 for i in range(5, 9)]

@@ -25,7 +25,7 @@ MAX_LINES = {"engine": 26_000, "skin": 20_500, "kernels": 20_000, "router": 1_50
 PARTS = {**dict.fromkeys(("entry", "text", "config", "bench"), "skin"), "kernels": "kernels", "router": "router"}
 VAGUE_NAMES = {"util", "utils", "common", "helper", "helpers", "misc", "manager"}
 NOT_FIRST = frozenset("What Whether How One Where Who Which Whose That Those".split())  # of docstrings
-TORCH_FREE_ROOMS = ("contracts", "config", "kv", "text", "engine")
+TORCH_FREE_ROOMS = ("contracts", "config", "quantization", "kv", "text", "engine")
 BRINGS_TORCH = {"torch", "torchvision", "triton", "transformers", "accelerate", "flash_attn", "safetensors.torch"}
 
 # Who may import whom, level by level. A room may import its own level's other rooms only one way round (no cycles).

@@ -14,9 +14,9 @@ from quire.kernels.experts import panels as experts_panels
 from quire.kernels.linear import panels, quantized_ref
 from quire.kernels.native.library import loaded, missing
 from quire.kernels.native.recording import Buffers, KernelRecording
+from quire.kernels.pack.matrix import QuantizedMatrix, dequantize, empty, empty_weight
 from quire.kernels.quantize import ref as quantize
 from quire.kernels.select import KernelNeeds, choose_linears, select
-from quire.quantization.pack.matrix import QuantizedMatrix, dequantize, empty, empty_weight
 
 from ...support.quantized_matrices import SCHEMES, Inputs, make, numbers, product
 

@@ -26,14 +26,14 @@ def arena(num_blocks: int = 5, block_size: int = 3, **changes) -> KVArena:
 @pytest.mark.parametrize("dtype, item", [("bfloat16", 2), ("float32", 4), ("float8_e4m3fn", 1)])
 def test_shapes_and_addresses(dtype, item):
     cache = arena(dtype=dtype, item=item)
-    assert cache.num_bytes == 5 * cache.page_bytes == cache.data.numel() and cache.pages.shape == (5, cache.page_bytes)
+    assert 5 * cache.page_bytes == cache.data.numel() and cache.pages.shape == (5, cache.page_bytes)
     for layer in (0, 1, 2):
         k, v, s = cache.views(layer)
         assert k.shape == v.shape == (5, 2, 3, 24) and s.shape == (5, 2, 3, 1)
         assert k.dtype == getattr(torch, dtype) and s.dtype == torch.float32
         for part, view in enumerate((k, v, s)):
             assert view.stride() == (cache.page_bytes // view.element_size(), 3 * view.shape[3], view.shape[3], 1)
-            assert view.data_ptr() == cache.data.data_ptr() + cache.offset(layer, part)
+            assert view.data_ptr() == cache.data.data_ptr() + cache._places[layer][part]
             for block in range(5):
                 assert view[block].data_ptr() % 256 == 0
 
@@ -57,7 +57,7 @@ def test_views_share_the_memory_of_the_pages():
     cache.data.zero_()
     k, v, _ = cache.views(1)
     k[3, 1, 2] = torch.arange(24.0).bfloat16()
-    at = cache.offset(1, 0) + (1 * 3 + 2) * 24 * 2
+    at = cache._places[1][0] + (1 * 3 + 2) * 24 * 2
     assert torch.equal(cache.pages[3, at : at + 48].view(torch.bfloat16).float(), torch.arange(24.0))
     assert int(cache.pages[3].count_nonzero()) == int(cache.data.count_nonzero())
 
@@ -77,13 +77,13 @@ def test_offsets_beyond_32_bits():
     view = cache.views(3)[1]
     assert view.stride(0) * 2599 > 2**31
     view[2599, 1, 1023, 49] = 7
-    last = cache.page_bytes * 2599 + cache.offset(3, 1) + view[0].numel() - 1
+    last = cache.page_bytes * 2599 + cache._places[3][1] + view[0].numel() - 1
     assert int(cache.data[last]) == 7
 
 
 def test_layers_are_named_by_the_model_not_by_position():
     cache = arena(layers=(7, 4))
-    assert cache.offset(7, 0) == 0 < cache.offset(4, 0)
+    assert cache._places[7][0] == 0 < cache._places[4][0]
     with pytest.raises(KeyError):
         cache.views(0)
 
@@ -91,14 +91,9 @@ def test_layers_are_named_by_the_model_not_by_position():
 def test_groups_of_equal_pages_share_the_arena():
     geometry = KVGeometry(block_size=4, groups=(group((0, 2)), group((1, 3))))
     cache = KVArena(geometry, 3, CPU)
-    assert cache.offset(0, 0) == cache.offset(1, 0) == 0 and cache.offset(2, 0) == cache.offset(3, 0) > 0
+    assert cache._places[0][0] == cache._places[1][0] == 0 and cache._places[2][0] == cache._places[3][0] > 0
 
 
 def test_groups_of_unequal_pages_are_refused_with_the_numbers():
     with pytest.raises(ConfigError, match=r"\[2560, 1280\]"):
         KVArena(KVGeometry(block_size=4, groups=(group((0, 1)), group((2,)))), 3, CPU)
-
-
-def test_unknown_types_are_refused():
-    with pytest.raises(ConfigError, match="'k' has dtype 'int3'"):
-        arena(dtype="int3")

@@ -1,5 +1,6 @@
 """Latent attention as a layer against the modules of transformers, over a paged cache, in steps of every kind."""
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +17,7 @@ from quire.kernels.attention import AttentionMeta
 from quire.kernels.latent import LatentView, cpu, ref
 from quire.kernels.select import Kernels, select_kernels
 from quire.layers.context import Build, Loads, StepContext
-from quire.layers.latent import LatentAttention, choose_form, split
+from quire.layers.latent import LatentAttention, split
 from quire.layers.norm import RMSNorm
 from quire.layers.rope import Rotary
 from quire.models.layout import layout
@@ -60,7 +61,8 @@ class Case:
         params = [param for param in layout(args) if param.name.startswith(AT)]
         build = Build(torch.float32, torch.device("cpu"), kernels, {param.name: param for param in params},
                       linear_plans(args, params, small.choices))  # fmt: skip
-        self.layer = LatentAttention(args, AT[:-1], build, form=form)
+        self.layer = LatentAttention(args, AT[:-1], build)
+        self.layer.most_absorbed = {"absorbed": math.inf, "naive": 0.0}.get(form, self.layer.most_absorbed)
         self.norm = RMSNorm("norm", 1e-5, build)
         self.norm.take({"weight": torch.empty(HIDDEN).uniform_(0.5, 1.5)}, 0)
         load(self.layer, self.theirs, params)
@@ -153,11 +155,7 @@ def test_the_form_follows_the_break_even() -> None:
     sizes = args_of().latent
     assert sizes is not None
     large = replace(sizes, kv_rank=512, nope_dim=128, rope_dim=64, v_dim=128)
-    most, why = choose_form(large)
-    assert 170 < most < 171 and why == "absorbed up to 171 query tokens per sequence, else naive (least arithmetic)"
-    assert choose_form(large, "naive") == (0.0, "naive (asked for)")
-    assert choose_form(large, "absorbed")[1] == "absorbed (asked for)"
-    assert choose_form(replace(sizes, kv_rank=4))[1] == "absorbed (least arithmetic)"
+    assert 170 < large.break_even < 171 and replace(sizes, kv_rank=4).break_even == math.inf
 
 
 def test_a_step_is_split_at_the_first_long_prompt() -> None:

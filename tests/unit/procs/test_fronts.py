@@ -16,7 +16,7 @@ from quire.contracts.step import Fetched, RowLogprobs, Tier
 from quire.procs.core_server import CoreSockets
 from quire.procs.fronts import FrontPlace, owner, parts
 from quire.procs.messages import Add, CoreStart, Dropped, FromCore, Gone, Outputs, Ready, Rejected, Reply, Stop
-from quire.procs.wire import decode_from_core, encode
+from quire.procs.wire import FROM_CORE, encode
 
 COUNT = 3
 PLACES = FrontPlace(count=COUNT).every()
@@ -81,7 +81,7 @@ def test_a_message_goes_to_those_whom_it_concerns(tmp_path: Path) -> None:
         found: list[FromCore | None] = []
         for receiver in receivers:
             try:
-                found.append(decode_from_core(receiver.recv()))
+                found.append(FROM_CORE.decode(receiver.recv()))
             except zmq.Again:
                 found.append(None)
         return found

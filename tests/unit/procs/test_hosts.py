@@ -99,7 +99,7 @@ def running(*starts: dict[str, Any], count: int = 2, **times: float) -> Iterator
 def test_steps_run_on_all_hosts_and_the_end_of_the_engine_ends_the_agents() -> None:
     with running({}, {}, {}, {}, {}, {}, count=3) as (made, processes):
         assert [place.host for place in made.hosts.place(6)] == [0, 0, 1, 1, 2, 2]
-        values: list[Any] = processes.control("echo", {"table": np.arange(3, dtype=np.int32)})
+        values: list[Any] = processes.ask("echo", {"table": np.arange(3, dtype=np.int32)})(None)
         assert [value["index"] for value in values] == list(range(6))
         for step in range(20):
             processes.send(RankStep(plan(step, prompt=50_000 if step == 7 else 1)))
@@ -141,7 +141,7 @@ def test_a_host_that_goes_is_named(number: signal.Signals, words: str) -> None:
         made.agents[1].send_signal(number)
         with pytest.raises(EngineDead, match=rf"rank 1 \(tp 1, pid {pid} on host1\) was lost: its agent {words}"):
             while True:
-                processes.control("log", {})
+                processes.ask("log", {})(None)
         until(lambda: not exists(pid), "the rank is left")
 
 

@@ -62,7 +62,7 @@ def test_results_come_from_the_lead_in_the_order_of_the_plans(depth: int, lead: 
                 steps.append(executor.collect())
         steps += [executor.collect() for _ in range(depth - 1)]
         assert [result.step for result in steps] == [result.num_computed for result in steps] == list(range(20))
-        assert {result.timings.forward for result in steps} == {lead}
+        assert {result.moved for result in steps} == {lead}
         until(lambda: all("collect 19" in log for log in executor.control("log", {})), "a rank dropped a step")
         assert [rank.received for rank in processes._watch.ranks] == [19, 19]
         executor.shutdown()
@@ -74,9 +74,9 @@ def test_a_rank_launches_a_step_while_another_one_runs() -> None:
         for step in (0, 1):
             executor.submit(plan(step))
         assert [executor.collect().step for _ in range(2)] == [0, 1]
-        until(lambda: all(len(log) == 4 for log in processes.control("log", {})), "a rank dropped a step")
+        until(lambda: all(len(log) == 4 for log in processes.ask("log", {})(None)), "a rank dropped a step")
         expected = ["submit 0", "submit 1", "collect 0", "collect 1"]
-        assert processes.control("log", {}) == [expected, expected]
+        assert processes.ask("log", {})(None) == [expected, expected]
 
 
 def test_a_rank_that_is_slower_than_the_lead_keeps_its_depth() -> None:
@@ -85,8 +85,8 @@ def test_a_rank_that_is_slower_than_the_lead_keeps_its_depth() -> None:
         for step in range(6):
             executor.submit(plan(step))
             assert executor.collect().step == step
-        until(lambda: len(processes.control("log", {})[1]) == 12, "a rank dropped a step")
-        (_, log) = processes.control("log", {})
+        until(lambda: len(processes.ask("log", {})(None)[1]) == 12, "a rank dropped a step")
+        (_, log) = processes.ask("log", {})(None)
         assert isinstance(log, list)
         in_flight = [sum({"submit": 1, "collect": -1}[entry.split()[0]] for entry in log[:end]) for end in range(12)]
         assert max(in_flight) == 2
@@ -99,7 +99,7 @@ def test_a_step_with_a_grammar_is_collected_after_its_release() -> None:
         executor.submit(plan(0))
         executor.submit(plan(1, grammar=2))
         assert executor.collect().step == 0
-        assert not processes.control("log", {})[0].count("collect 1")
+        assert not processes.ask("log", {})(None)[0].count("collect 1")
         executor.release(1, masks)
         result = executor.collect()
         assert result.step == 1 and result.tokens.tolist() == masks.tolist()
@@ -108,7 +108,7 @@ def test_a_step_with_a_grammar_is_collected_after_its_release() -> None:
 def test_a_control_gives_the_values_of_all_ranks_and_the_caller_s_error_ends_nothing() -> None:
     with running({}, {}, {}) as processes:
         table = np.arange(3, dtype=np.int32)
-        values: list[Any] = processes.control("echo", {"a": [1, None], "table": table})
+        values: list[Any] = processes.ask("echo", {"a": [1, None], "table": table})(None)
         assert [(value["index"], value["a"], value["table"].tolist()) for value in values] == [
             (index, [1, None], [0, 1, 2]) for index in range(3)]
         with pytest.raises(ConfigError, match="unknown control 'dance'"):
@@ -122,11 +122,11 @@ def test_a_control_with_a_limit_names_the_ranks_that_do_not_answer() -> None:
     with running({}, {}) as processes:
         os.kill(processes.pids[1], signal.SIGSTOP)
         wait = RanksExecutor(processes, FACTS).ask("echo", {"a": 1})
-        assert processes.control("echo", {"a": 0}, [0]) == [{"index": 0, "a": 0}]
+        assert processes.ask("echo", {"a": 0}, [0])(None) == [{"index": 0, "a": 0}]
         with pytest.raises(TimeoutError, match=r"^rank 1 \(tp 1, pid \d+\)$"):
             wait(0.0)
         os.kill(processes.pids[1], signal.SIGCONT)
-        assert processes.control("echo", {"a": 2}) == [{"index": 0, "a": 2}, {"index": 1, "a": 2}]
+        assert processes.ask("echo", {"a": 2})(None) == [{"index": 0, "a": 2}, {"index": 1, "a": 2}]
         assert processes.ask("echo", {"a": 3})(60.0) == [{"index": 0, "a": 3}, {"index": 1, "a": 3}]
 
 
@@ -142,8 +142,8 @@ def test_a_close_need_not_wait() -> None:
 def test_ranks_have_the_environment_of_their_parent_and_more(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OF_THE_PARENT", "1")
     with running({}, {}) as processes:
-        assert processes.control("variable", {"name": "OF_THE_PARENT"}) == ["1", "1"]
-        assert processes.control("variable", {"name": "PYTHONPATH"}) == [ENV["PYTHONPATH"]] * 2
+        assert processes.ask("variable", {"name": "OF_THE_PARENT"})(None) == ["1", "1"]
+        assert processes.ask("variable", {"name": "PYTHONPATH"})(None) == [ENV["PYTHONPATH"]] * 2
 
 
 def test_plans_larger_than_the_socket_arrive() -> None:
@@ -178,7 +178,7 @@ def test_an_exception_is_told_with_its_rank_and_its_words(place: str, caplog: py
         use(processes)
     words = f"rank 1 (tp 1, pid {processes.pids[1]}) failed: ZeroDivisionError: no luck in {place}"
     assert str(caught.value) == words and "Traceback" in caplog.text
-    for call in (processes.collect, lambda: processes.control("log", {}), lambda: processes.size([b"", b""]),
+    for call in (processes.collect, lambda: processes.ask("log", {})(None), lambda: processes.size([b"", b""]),
                  lambda: processes.build(print), lambda: processes.send(RankStep(plan(9)))):
         with pytest.raises(EngineDead) as again:
             call()

@@ -55,7 +55,7 @@ def wait_in(processes: RankProcesses, place: str) -> None:
     processes.size([b"", b""])
     processes.wait_ready()
     if place == "control":
-        processes.control("log", {})
+        processes.ask("log", {})(None)
     elif place == "idle":
         while True:
             time.sleep(0.01)
@@ -355,8 +355,8 @@ def test_an_interrupted_wait_ends_nothing() -> None:
     with running({"waits": {"control": 1.0}}, {}) as processes:
         later(lambda: os.kill(os.getpid(), signal.SIGINT))
         with pytest.raises(KeyboardInterrupt):
-            processes.control("echo", {"call": 1})
-        assert processes.control("echo", {"call": 2}) == [{"index": 0, "call": 2}, {"index": 1, "call": 2}]
+            processes.ask("echo", {"call": 1})(None)
+        assert processes.ask("echo", {"call": 2})(None) == [{"index": 0, "call": 2}, {"index": 1, "call": 2}]
 
 
 def test_a_process_that_cannot_be_started_leaves_no_other(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,9 +8,10 @@ from quire.contracts.output import Finish, StepOutputs, StepStats
 from quire.contracts.prefix import Miss, PrefixReport
 from quire.contracts.request import FinishReason, NewRequest
 from quire.contracts.sampling import SamplerSpec
-from quire.contracts.step import Admission, HostDrafts, RowLogprobs, SharedPrefix, StepPlan, StepResult, StepTimings
+from quire.contracts.step import Admission, HostDrafts, RowLogprobs, SharedPrefix, StepPlan, StepResult
 from quire.procs import messages as say
-from quire.procs.wire import decode, decode_from_core, decode_to_core, encode
+from quire.procs import wire
+from quire.procs.wire import Messages, encode
 
 SPEC = SamplerSpec(seed=2**64 - 1, num_prompt=3, temperature=0.5, stop_ids=(7, 9), logit_bias=((4, -1.5),),
                    bad_words=((1, 2), (3,)), num_logprobs=-1)
@@ -45,8 +46,7 @@ PLAN = StepPlan(
     appended=ints(3, 0, 9, 3, 0, 10).reshape(2, 3), released=ints(7), shared=(SharedPrefix(ints(1, 3), 2),),
     grammar=ints(3), drafts=(HostDrafts(3, 2**20, ints(5, 6)),))
 RESULT = StepResult(step=5, slots=ints(2), tokens=ints(8).reshape(1, 1), num_accepted=ints(1), logprobs={2: rows(1, 3)},
-                    pooled={6: np.array([0.1, -2.0], np.float32)}, failed={4: "nan_logits"}, num_computed=65,
-                    timings=StepTimings(0.25, 0.5))
+                    pooled={6: np.array([0.1, -2.0], np.float32)}, failed={4: "nan_logits"}, num_computed=65, moved=3)
 OUTPUTS = StepOutputs(
     handles=ints(10, 2**31 - 1), tokens=ints(5, 6), cached={10: 32},
     prefixes={10: PrefixReport(num_reused=2, num_blocks=4, block=2, position=32, why=Miss.TOKENS, differs_at=40)},
@@ -66,13 +66,13 @@ EMPTY_OUTPUTS = StepOutputs(handles=ints(), tokens=ints())
 @pytest.mark.parametrize("message", [PLAN, RESULT, OUTPUTS, REQUEST, EMPTY_PLAN, EMPTY_OUTPUTS])
 def test_a_message_comes_out_as_it_went_in(message) -> None:
     data = encode(message)
-    assert same(message, decode(data, type(message)))
-    assert same(message, decode(memoryview(b"x" + data)[1:], type(message)))  # unaligned
+    assert same(message, Messages(type(message)).decode(data))
+    assert same(message, Messages(type(message)).decode(memoryview(b"x" + data)[1:]))  # unaligned
 
 
 def test_arrays_can_be_written_after_decoding() -> None:
     data = bytearray(encode(PLAN))
-    plan = decode(data, StepPlan)
+    plan = Messages(StepPlan).decode(data)
     plan.slots[0] = 99
     plan.appended[1] = 0
     data[:] = bytes(len(data))
@@ -82,7 +82,7 @@ def test_arrays_can_be_written_after_decoding() -> None:
 def test_an_array_that_is_not_contiguous_is_sent_by_value() -> None:
     table = np.arange(12, dtype=np.int32).reshape(3, 4)
     outputs = StepOutputs(handles=table[:, 1], tokens=table.T[2])
-    back = decode(encode(outputs), StepOutputs)
+    back = Messages(StepOutputs).decode(encode(outputs))
     assert back.handles.tolist() == [1, 5, 9] and back.tokens.tolist() == [2, 6, 10]
 
 
@@ -98,7 +98,7 @@ def test_what_is_no_array_of_ours_is_not_sent() -> None:
 def test_an_element_type_that_the_field_does_not_have_is_refused() -> None:
     floats = StepOutputs(handles=np.zeros(2, np.float32), tokens=ints(1, 2))
     with pytest.raises(msgspec.ValidationError, match="int32"):
-        decode(encode(floats), StepOutputs)
+        Messages(StepOutputs).decode(encode(floats))
 
 
 @pytest.mark.parametrize("data", [
@@ -112,7 +112,7 @@ def test_an_element_type_that_the_field_does_not_have_is_refused() -> None:
 ])
 def test_bytes_that_are_something_else_are_refused(data: bytes) -> None:
     with pytest.raises(msgspec.DecodeError):
-        decode(data, StepOutputs)
+        Messages(StepOutputs).decode(data)
 
 
 TO_CORE = [say.Add((REQUEST, REQUEST)), say.Abort((1, 2**31 - 1)), say.Control(7, "reset_prefix_cache"), say.Stop()]
@@ -128,20 +128,20 @@ FROM_CORE = [
 
 def test_messages_come_out_as_what_they_are() -> None:
     for message in TO_CORE:
-        assert same(message, decode_to_core(encode(message)))
+        assert same(message, wire.TO_CORE.decode(encode(message)))
     for message in FROM_CORE:
-        assert same(message, decode_from_core(encode(message)))
+        assert same(message, wire.FROM_CORE.decode(encode(message)))
 
 
 def test_a_message_in_the_wrong_direction_is_refused() -> None:
     for message in TO_CORE:
         with pytest.raises(msgspec.DecodeError):
-            decode_from_core(encode(message))
+            wire.FROM_CORE.decode(encode(message))
     for message in FROM_CORE:
         with pytest.raises(msgspec.DecodeError):
-            decode_to_core(encode(message))
+            wire.TO_CORE.decode(encode(message))
     with pytest.raises(msgspec.DecodeError):
-        decode_to_core(b"\xc1")
+        wire.TO_CORE.decode(b"\xc1")
     floats = say.Outputs(StepOutputs(handles=np.zeros(2, np.float32), tokens=ints(1, 2)))
     with pytest.raises(msgspec.ValidationError, match="int32"):
-        decode_from_core(encode(floats))
+        wire.FROM_CORE.decode(encode(floats))

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from quire.config.checkpoint import parse_checkpoint_config
+from quire.kernels.pack.matrix import QuantizedMatrix, dequantize, unpacked
 from quire.models.layout import layout
 from quire.quantization.assign import with_formats
-from quire.quantization.pack.matrix import QuantizedMatrix, dequantize, unpacked
 from quire.quantization.read import find_quantization
 from quire.weights.dummy import SCALE, load_dummy
 

@@ -15,9 +15,9 @@ from quire.config.checkpoint import ModelArgs, read_checkpoint_config
 from quire.config.placement import ALONE, Parallel, ranks
 from quire.contracts.errors import ConfigError
 from quire.contracts.params import Param
+from quire.kernels.pack.matrix import QuantizedMatrix, dequantize
 from quire.models.layout import layout, stored_names
 from quire.quantization.assign import settled, with_formats
-from quire.quantization.pack.matrix import QuantizedMatrix, dequantize
 from quire.quantization.read import find_quantization
 from quire.weights.files import read_checkpoint
 from quire.weights.load import load_weights

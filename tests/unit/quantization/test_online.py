@@ -16,9 +16,9 @@ from quire.contracts.errors import ConfigError, WeightsError
 from quire.contracts.scheme import Scheme
 from quire.explain.parity import verify
 from quire.kernels.linear import quantized_ref
-from quire.quantization.pack.linear import moved
-from quire.quantization.pack.matrix import QuantizedMatrix
-from quire.quantization.pack.nearest import quantized
+from quire.kernels.pack.matrix import QuantizedMatrix
+from quire.kernels.pack.nearest import quantized
+from quire.layers.linear import moved
 
 from ...support.filled_models import sliced
 from ...support.tiny_models import Tiny, random_model

@@ -10,10 +10,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from quire.config.checkpoint import parse_checkpoint_config
+from quire.kernels.pack.matrix import QuantizedMatrix
 from quire.models.layout import layout
 from quire.quantization.assign import with_formats
 from quire.quantization.formats import num_bytes, raw_tensors
-from quire.quantization.pack.matrix import QuantizedMatrix
 from quire.quantization.read import find_quantization
 from quire.weights import unpacked
 from quire.weights.load import load_weights

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from quire.contracts.errors import UserError
 from quire.entry.cli.main import main
+from quire.kernels.pack.matrix import QuantizedMatrix
 from quire.models.quantize import Recipe, quantize_checkpoint
-from quire.quantization.pack.matrix import QuantizedMatrix
 from quire.weights import write
 from quire.weights.files import ITEM_BYTES, read_header
 

@@ -13,9 +13,9 @@ from quire.kernels.experts.quantized_ref import Pair, empty_pairs, put_pair, run
 from quire.kernels.experts.quantized_ref import way as way
 from quire.kernels.experts.ref import placed
 from quire.kernels.native import memory
+from quire.kernels.pack.matrix import QuantizedMatrix
 from quire.kernels.quantize.ref import quantize_rows as quantize_rows
 from quire.kernels.quantize.rows import QuantizedRows
-from quire.quantization.pack.matrix import QuantizedMatrix
 
 # Each expert's weights, and the memory of all; no memory of all with quantized weights.
 Packed = tuple[list[tuple[Tensor, Tensor]], stacked.Packed] | list[Pair]

@@ -5,9 +5,9 @@ from torch import Tensor
 
 from quire.kernels.experts.cpu import run_each
 from quire.kernels.linear import panels
+from quire.kernels.pack.matrix import Weight
 from quire.kernels.quantize.ref import quantize_rows as quantize_rows
 from quire.kernels.quantize.rows import QuantizedRows
-from quire.quantization.pack.matrix import Weight
 
 Packed = list[tuple[panels.Packed, panels.Packed]]
 

@@ -5,8 +5,8 @@ from torch import Tensor
 
 from quire.kernels.activation.ref import silu_mul
 from quire.kernels.linear import quantized_ref
+from quire.kernels.pack.matrix import QuantizedMatrix, empty
 from quire.kernels.quantize.rows import QuantizedRows
-from quire.quantization.pack.matrix import QuantizedMatrix, empty
 
 Pair = tuple[QuantizedMatrix, QuantizedMatrix]
 

@@ -10,9 +10,9 @@ from quire.kernels.experts import stacked
 from quire.kernels.experts.quantized_ref import Pair, empty_pairs, put_pair, run_pair
 from quire.kernels.experts.quantized_ref import way as way
 from quire.kernels.experts.stacked import destination as destination
+from quire.kernels.pack.matrix import QuantizedMatrix
 from quire.kernels.quantize.ref import quantize_rows as quantize_rows
 from quire.kernels.quantize.rows import QuantizedRows
-from quire.quantization.pack.matrix import QuantizedMatrix
 
 Packed = stacked.Packed | list[Pair]
 

@@ -22,6 +22,7 @@ from quire.kernels.experts import scaled_hopper
 from quire.kernels.experts.triton import _find_tile, _place, _sort, _sum_kernel
 from quire.kernels.linear.gemv import bucket
 from quire.kernels.linear.scaled import RULES
+from quire.kernels.pack.matrix import QuantizedMatrix
 from quire.kernels.quantize.rows import QuantizedRows
 from quire.kernels.quantize.triton import (
     FIXED,
@@ -35,7 +36,6 @@ from quire.kernels.quantize.triton import (
 )
 from quire.kernels.quantize.triton import quantize_rows as quantize_rows
 from quire.kernels.triton_runtime import INTERPRETED, jit, tl
-from quire.quantization.pack.matrix import QuantizedMatrix
 from quire.quantization.scheme import Scheme, product_words
 
 MOST_FEW = 1  # tokens

@@ -20,8 +20,8 @@ from quire.kernels.attention.triton_plan import shared_memory
 from quire.kernels.experts.triton import _find_tile, _sort, _sum_kernel
 from quire.kernels.linear.gemv import bucket
 from quire.kernels.linear.weight_only_products import ROWS, _sums, repack
+from quire.kernels.pack.matrix import QuantizedMatrix
 from quire.kernels.triton_runtime import INTERPRETED, jit, tl
-from quire.quantization.pack.matrix import QuantizedMatrix
 from quire.quantization.scheme import Scheme, product_words
 
 DEEP = (128, 64, 32)  # inputs of an iteration: the first that divides the groups

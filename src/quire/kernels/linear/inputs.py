@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from quire.contracts.scheme import Scheme
-from quire.quantization.pack.matrix import QuantizedMatrix, empty
+from quire.kernels.pack.matrix import QuantizedMatrix, empty
 
 SHAPES = ((1, 8, 8), (3, 40, 24), (8, 96, 256), (65, 129, 64), (33, 64, 320), (700, 48, 1056))  # (T, N, K)
 

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from quire.kernels.native import memory
 from quire.kernels.native.library import loaded
+from quire.kernels.pack.matrix import MIDDLE, QuantizedMatrix, Weight
 from quire.kernels.quantize.rows import QuantizedRows
-from quire.quantization.pack.matrix import MIDDLE, QuantizedMatrix, Weight
 from quire.quantization.scheme import Scheme, product_words
 
 STEP = 4  # inputs: see panels.c

@@ -7,9 +7,9 @@ time.
 import torch
 from torch import Tensor
 
+from quire.kernels.pack.matrix import QuantizedMatrix, dequantize
 from quire.kernels.quantize import ref as quantize
 from quire.kernels.quantize.rows import QuantizedRows
-from quire.quantization.pack.matrix import QuantizedMatrix, dequantize
 from quire.quantization.scheme import product_words
 
 ROWS = 1024  # of the weight that are dequantized at once; a multiple of 128

@@ -22,9 +22,9 @@ from quire.kernels import triton_runtime
 from quire.kernels.activation.triton import silu_mul
 from quire.kernels.linear import quantized_ref, scaled_few, scaled_hopper, scaled_many, scaled_some
 from quire.kernels.norm.triton import rms_norm
+from quire.kernels.pack.matrix import QuantizedMatrix
 from quire.kernels.quantize.triton import FIXED, GROUP, TOKEN, quantize
 from quire.kernels.triton_runtime import INTERPRETED, missing
-from quire.quantization.pack.matrix import QuantizedMatrix
 from quire.quantization.scheme import Scheme, product_words
 
 FEW_ROWS = 1

@@ -16,7 +16,7 @@ from torch import Tensor
 from quire.kernels.activation.triton import silu_mul
 from quire.kernels.linear import quantized_ref
 from quire.kernels.linear import weight_only_products as products
-from quire.quantization.pack.matrix import QuantizedMatrix
+from quire.kernels.pack.matrix import QuantizedMatrix
 from quire.quantization.scheme import Scheme, product_words
 
 

@@ -1,4 +1,4 @@
-"""Tiers of the mock executor: copies that end late, fail in part, or find nothing.
+"""Tiers of the checked executor: copies that end late, fail in part, or find nothing.
 
 A copy happens as late as it may: when its job is reported. A block to be written holds garbage until then. So the mock
 notices a request that reads a block too early, and a store whose device block was written meanwhile.

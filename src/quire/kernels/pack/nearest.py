@@ -5,8 +5,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quire.contracts.scheme import Scheme
-from quire.quantization.pack.matrix import MIDDLE, QuantizedMatrix, Room, empty, torch_room
-from quire.quantization.pack.words import join_nibbles
+from quire.kernels.pack.matrix import MIDDLE, QuantizedMatrix, Room, empty, torch_room
+from quire.kernels.pack.words import join_nibbles
 
 SIDE, FP8_MAX, SMALLEST = 128, 448.0, 1e-10
 # Largest magnitude of a symmetric value. Unsigned integers reach one more below zero than above: a scale between both

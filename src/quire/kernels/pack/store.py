@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor
 
+from quire.kernels.pack.matrix import QuantizedMatrix, unpacked
+from quire.kernels.pack.words import join_nibbles
 from quire.quantization.kfirst import AWQ
-from quire.quantization.pack.matrix import QuantizedMatrix, unpacked
-from quire.quantization.pack.words import join_nibbles
 from quire.quantization.rows import PACKED
 
 

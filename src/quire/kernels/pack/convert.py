@@ -11,11 +11,11 @@ from torch import Tensor
 
 from quire.contracts.errors import WeightsError
 from quire.contracts.params import Param, Part
+from quire.kernels.pack.matrix import MIDDLE, QuantizedMatrix, Room, Weight, dequantize, torch_room
+from quire.kernels.pack.nearest import quantized
+from quire.kernels.pack.words import WORD, fill_awq, fill_rows, permute, spread
 from quire.quantization.formats import FORMATS
 from quire.quantization.kfirst import AWQ, GPTQ, GPTQ_V2
-from quire.quantization.pack.matrix import MIDDLE, QuantizedMatrix, Room, Weight, dequantize, torch_room
-from quire.quantization.pack.nearest import quantized
-from quire.quantization.pack.words import WORD, fill_awq, fill_rows, permute, spread
 from quire.quantization.rows import PACKED
 from quire.quantization.slices import packed_scheme
 from quire.quantization.unquantized import ONLINE

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from quire.contracts.params import Param
 from quire.contracts.scheme import Scheme
+from quire.kernels.pack.matrix import MIDDLE
 from quire.quantization.kfirst import GPTQ, GPTQ_V2
-from quire.quantization.pack.matrix import MIDDLE
 
 LARGEST = {"e4m3": 448.0, "int8": 127.0, "w4": 8.0, "w8": 128.0}  # of the values, counted from their zero
 NAN = 127  # of float8_e4m3fn, without the sign

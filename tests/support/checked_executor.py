@@ -1,0 +1,101 @@
+"""The mock executor with KV memory: it notices at once when a request reads a block that is not of its own prefix.
+
+The "KV" at a position is a digest of all tokens up to there, so it also notices a block that was overwritten.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+from zlib import crc32
+
+import msgspec
+import numpy as np
+
+from quire.contracts.step import I32, BlendedChunk, StepPlan, StepResult
+from quire.engine.mock_executor import FIRST, MASK, MockExecutor, _Slot, chain
+
+from .mock_copies import Memory, MockCopies
+
+
+@dataclass
+class _Table:
+    """The block table of a request, by group.
+
+    began       the first position of this step
+    num_exact   tokens whose KV is that of their prefix; later ones have the request's own
+    own         what distinguishes that
+    """
+
+    blocks: list[list[int]]
+    own: int
+    began: int = 0
+    num_exact: int = MASK
+
+
+class CheckedExecutor(MockExecutor):
+    """Runs plans on a simulated KV memory, and checks every position that a row may attend to (O(length) per step).
+
+    windows   attention window of each KV group, as in `KVGroup`; reads are checked separately for each group
+    tiers     makes the tiers below the device from the mock's memory; None: there are none
+    computed  request id -> tokens computed for it so far, over all its admissions
+    """
+
+    def __init__(self, *, windows: Sequence[int | None] = (None,),
+                 tiers: Callable[[Memory], MockCopies] | None = None, **options: Any) -> None:
+        super().__init__(**options)
+        self.computed: dict[str, int] = {}
+        self._windows, facts = windows, self.facts()
+        self._memory = np.zeros((facts.num_blocks + 1, facts.block_size), np.uint64)
+        self._copies = None if tiers is None else tiers(self._memory)
+        self._tables: dict[str, _Table] = {}
+
+    def _run(self, plan: StepPlan, masks: dict[int, I32]) -> StepResult:
+        if self._copies is None:
+            return super()._run(plan, masks)
+        self._copies.begin(plan.copies)
+        return msgspec.structs.replace(super()._run(plan, masks), copied=self._copies.end())
+
+    def _enter(self, plan: StepPlan) -> None:
+        super()._enter(plan)
+        for a in plan.admitted:
+            own = chain(FIRST, crc32(a.request_id.encode()))
+            self._tables[a.request_id] = _Table([ids.tolist() for ids in a.block_ids], own)
+        for slot, group, block in plan.appended.tolist():
+            self._tables[self._slots[slot].request_id].blocks[group].append(block)
+        for moved in plan.blended:
+            self._move(moved)
+
+    def _move(self, chunk: BlendedChunk) -> None:
+        """Check that the tokens of a chunk reuse KV of the same tokens alone. What follows is the request's own KV."""
+        state, memory = self._slots[chunk.slot], self._memory.reshape(-1)
+        table, positions = self._tables[state.request_id], state.computed + chunk.tokens
+        assert 0 <= chunk.num_kept <= len(positions) and positions[-1] < len(state.tokens) - 1, "moved too much"
+        table.num_exact = min(table.num_exact, int(positions[0]))
+        alone = dict[int, list[int]]()
+        for position, source, shift in zip(positions.tolist(), chunk.sources, chunk.shifts.tolist(), strict=True):
+            digests = alone.setdefault(shift, [FIRST])
+            while len(digests) <= position - shift + 1:
+                digests.append(chain(digests[-1], state.tokens[shift + len(digests) - 1]))
+            assert memory[source] == digests[position - shift + 1], "moved KV of other tokens"
+
+    def _compute(self, state: _Slot, digests: list[int], num_valid: int) -> None:
+        size, table = self.facts().block_size, self._tables[state.request_id]
+        table.began = state.computed
+        for group, blocks in enumerate(table.blocks):
+            for position, digest in enumerate(digests, state.computed):
+                block = blocks[position // size]
+                assert block != 0, "the null block is written"
+                own = table.own if position >= table.num_exact else 0
+                self._memory[block, position % size] = digest ^ group ^ own
+        self.computed[state.request_id] = self.computed.get(state.request_id, 0) + len(digests)
+        super()._compute(state, digests, num_valid)
+
+    def _attend(self, state: _Slot) -> None:
+        size, end, table = self.facts().block_size, state.computed, self._tables[state.request_id]
+        for group, window in enumerate(self._windows):
+            first = 0 if window is None else max(0, table.began - window + 1)  # what the first row sees
+            blocks = table.blocks[group][first // size : -(-end // size)]
+            seen = self._memory[blocks].reshape(-1)[first % size :][: end - first]
+            expected = np.array(state.digests[first:end], np.uint64) ^ np.uint64(group)
+            expected[max(0, table.num_exact - first) :] ^= np.uint64(table.own)
+            assert np.array_equal(seen, expected), f"{state.request_id} attends to KV that is not its own prefix"
