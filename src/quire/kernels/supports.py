@@ -97,7 +97,7 @@ SUPPORTS: dict[str, Mapping[str, Support]] = {
     },
     "blend": {
         "triton": replace(TRITON, extra=_NEW),
-        "cpu": replace(REFERENCE, features=_CACHES),
+        "cpu": replace(PLAIN, features=_CACHES),
         "ref": replace(REFERENCE, features=_CACHES),
     },
     "step": {"triton": TRITON, "ref": REFERENCE},
