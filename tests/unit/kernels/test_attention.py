@@ -357,12 +357,3 @@ def test_chosen_rows_see_what_they_see_among_all_rows(case: inputs.Case, window:
     assert 0 < len(rows) < len(q)
     expected = ref.paged_attention(q, kv, meta, 0.3, window)[rows]
     assert torch.equal(ref.paged_attention(q[rows], kv, chosen, 0.3, window), expected)
-
-
-@pytest.mark.parametrize("impl", FAST)
-def test_rows_that_are_not_the_last_ones_are_refused_by_who_cannot(impl: ModuleType) -> None:
-    q, kv, meta = inputs.make(inputs.CASES[12], torch.float32)
-    chosen, rows = inputs.choose_rows(q, meta, 0.3)
-    assert "rows" not in SUPPORTS["attention"][impl.__name__.rpartition(".")[2]].features
-    with pytest.raises(AssertionError):
-        impl.paged_attention(q[rows], kv, chosen, 0.3)
