@@ -138,8 +138,7 @@ def test_faults_cost_no_token(prefiller: LLM, decoder: LLM, monkeypatch: pytest.
     seed = 20 + FAULTS.index(fault)
     transfer = prefill(prefiller, prompt(49, seed))
     tokens, cached, _ = decode(decoder, 49, transfer, seed)
-    again = (16, 48) if fault in ("short", "killed", "frozen", "longer") else ()  # the peer may be heard again by then
-    assert cached == (48 if fault == "slow" else 16) or cached in again
+    assert cached == 48 or (cached == 16 and fault != "slow")  # a peer may be heard again before the request gives up
     (alone,) = prefiller.generate(prompt(49, seed), params(49), use_tqdm=False)
     assert tokens == alone.outputs[0].token_ids
 

@@ -29,7 +29,7 @@ ON_TEXT = (
     "stop detokenize skip_special_tokens shown_special_ids spaces_between_special_tokens include_stop_str_in_output "
     "output_kind stream_interval bad_words structured_outputs"
 )
-ON_DRAFTS = "speculative_tokens"  # tested in test_drafts.py
+ON_OTHERS = "speculative_tokens kv_transfer_params"  # tested in test_drafts.py and test_disaggregation.py
 COLD: dict[str, Any] = {"temperature": 0.0}
 # name -> fields; `ignore_eos` is on unless a case is about ends, so that all run to COUNT
 CASES: dict[str, dict[str, Any]] = {
@@ -63,7 +63,7 @@ def params_of(fields: dict[str, Any], **more: Any) -> SamplingParams:
 
 
 def test_every_field_is_tested() -> None:
-    assert set(SamplingParams.__struct_fields__) == set(HERE.split()) | set(ON_TEXT.split()) | {ON_DRAFTS}
+    assert set(SamplingParams.__struct_fields__) == set(HERE.split()) | set(ON_TEXT.split()) | set(ON_OTHERS.split())
 
 
 def expected(oracle: Any, prompt: Sequence[int], params: SamplingParams, child: int = 0) -> tuple[list[int], str]:

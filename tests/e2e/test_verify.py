@@ -21,6 +21,7 @@ import quire.config.checkpoint as checkpoint_reader
 from quire import EngineConfig
 from quire.config.checkpoint import FAMILIES as CONFIGURED
 from quire.config.checkpoint import ModelArgs, read_checkpoint_config
+from quire.config.keys import Keys
 from quire.contracts.errors import ConfigError, ModelError, RequestFailed
 from quire.explain import parity
 from quire.explain.parity import NUM_TOKENS, verify
@@ -420,7 +421,8 @@ def test_without_transformers_the_fix_is_named(monkeypatch: pytest.MonkeyPatch, 
 def renamed(tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]:
     """A checkpoint of a family that transformers lacks, with a key and a tensor of its own; and its peer's files."""
     def kv_heads(keys: Any, *given: Any) -> int:
-        return read({**keys, "num_key_value_heads": keys.get("num_kv_groups", keys.get("num_key_value_heads"))}, *given)
+        known = {**keys, "num_key_value_heads": keys.get("num_kv_groups", keys.get("num_key_value_heads"))}
+        return read(Keys(known, keys.source), *given)
 
     row = replace(CONFIGURED["qwen2"], architecture="Qwen2NewForCausalLM", keys=frozenset({"num_kv_groups"}))
     case = replace(FAMILIES["qwen2"], peer="qwen2", keys={"num_key_value_heads": "num_kv_groups"},

@@ -197,7 +197,7 @@ class Slots:
         changes = len(plan.appended)
         for a in plan.admitted:
             self.specs[a.slot], self.computed[a.slot] = a.sampler, a.num_computed
-            changes += 4 + bool(a.sampler.bad_words)  # blocks, tokens, length, parameters; edits
+            changes += 5 + bool(a.sampler.bad_words)  # blocks, tokens, length, who drafts, parameters; edits
             self.undecoded = self.undecoded | {a.slot} if a.sampler.bad_words else self.undecoded - {a.slot}
         slots = plan.slots.tolist()
         scored = 0

@@ -31,6 +31,7 @@ SAMPLES, SAMPLE_BYTES = 64, 4096  # of a weight file, by which engines know that
 def root_key(plan: EnginePlan) -> bytes:
     """Return the namespace of block keys, equal for all ranks of an engine."""
     config, size = plan.config, plan.geometry.block_size
+    synthetic = plan.speculation is not None and bool(plan.speculation.synthetic)  # blocks belong to other tokens
     return namespace_digest(
         model=(config.model.model or "quire-tiny") + (f" {plan.draft.config.model.model}" if plan.draft else ""),
         revision=config.model.revision or "",
@@ -38,7 +39,7 @@ def root_key(plan: EnginePlan) -> bytes:
         block_size=size,
         geometry=plan.geometry if plan.mesh.parallel.size == 1 else rank_geometry(
             plan.args, alone(plan.args), dtype=plan.cache.dtype, device=plan.machine.device, block_size=size),
-        weights=json.dumps(plan.quantization, sort_keys=True) if plan.quantization else "",
+        weights=(json.dumps(plan.quantization, sort_keys=True) if plan.quantization else "") + "synthetic" * synthetic,
     )  # fmt: skip
 
 

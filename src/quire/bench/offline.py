@@ -78,8 +78,9 @@ class OfflineBench:
             yield row
 
     def _drafts(self) -> np.ndarray:
-        """Return `StepStats.drafts` of now."""
-        return np.array(self.llm.engine.core.state().stats.drafts)
+        """Return `StepStats.drafts` of now, the sum over all replicas."""
+        core = self.llm.engine.core
+        return np.sum([one.state().stats.drafts for one in getattr(core, "cores", (core,))], 0)
 
     def _stream(self, work: Workload) -> dict[str, Any]:
         params = SamplingParams(temperature=0.0, max_tokens=work.outputs[0], ignore_eos=True, detokenize=False,

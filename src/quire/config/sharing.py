@@ -1,6 +1,9 @@
 """Sharing of KV blocks with other engines, as options ask for it: addresses, roles of prefill and decode, KV events."""
 
+from contextlib import suppress
 from dataclasses import dataclass
+from ipaddress import ip_address
+from socket import AI_NUMERICHOST, getaddrinfo
 
 import msgspec
 
@@ -109,7 +112,9 @@ def _place(text: str, option: str) -> Place:
     host = host.strip("[]") or "127.0.0.1"
     if not port.isdecimal() or not 0 < int(port) < 1 << 16:
         raise ConfigError(f"{option}={text!r}: give a host and a port, such as 127.0.0.1:5700.")
-    if host in ("0.0.0.0", "::", "*"):
+    with suppress(OSError):  # a name is not a number
+        host = "*" if ip_address(getaddrinfo(host, 0, flags=AI_NUMERICHOST)[0][4][0]).is_unspecified else host
+    if host == "*":
         raise ConfigError(f"{option}={text!r}: other engines cannot connect to this address. Give the address by which "
                           "they reach this host.")
     return host, int(port)

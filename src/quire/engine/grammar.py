@@ -41,7 +41,7 @@ class _Held:
     budget   tokens of reasoning that are left;  closing  tokens that are forced when the budget is used up
     names    names in the objects of a JSON output; None: the output is not JSON
     inside, patterns   as in `quire.text.grammar.Grammar`
-    last     (number of tokens, failure or None): after so many more tokens no further one can follow, because of the
+    last     (drafts, failure or None): if the next tokens are these drafts, no further one can follow, because of the
              failure if there is one; None: no such place is known
     """
 
@@ -56,7 +56,7 @@ class _Held:
     inside: bool = False
     names: Names | None = None
     patterns: bool = False
-    last: tuple[int, RequestFailed | None] | None = None
+    last: tuple[tuple[int, ...], RequestFailed | None] | None = None
 
     @property
     def free(self) -> bool:
@@ -166,11 +166,13 @@ class Grammars:
             raise self._failure(held)
         if held.last is None:
             return ended
-        left, failure = held.last
-        held.last = left - 1, failure
-        if left == 1 and failure is not None:
+        path, failure = held.last
+        held.last = (path[1:], failure) if path[:1] == (token,) else None
+        if held.last is None or held.last[0]:  # the run is not that of the drafts, or goes on
+            return ended
+        if failure is not None:
             raise failure
-        return ended or left == 1
+        return True
 
     def guess(self, request: Request, skip: int, count: int, lookup: tuple[int, int]) -> list[int]:
         """Return at most `count` drafts for a request: tokens that its grammar forces, else those of n-grams.
@@ -203,9 +205,9 @@ class Grammars:
         """
         assert self._compiler is not None
         states = [state for request, drafts in rows for state in self._states(request, drafts)]
-        owners = [(request, i) for request, drafts in rows for i in range(1 + len(drafts))]
+        owners = [(request, tuple(drafts[:i])) for request, drafts in rows for i in range(1 + len(drafts))]
         matchers = [None if held is None or held.free else held.matcher for held in states]
-        words, over = self._compiler.masks(matchers, [_enders(request, i) for request, i in owners])
+        words, over = self._compiler.masks(matchers, [_enders(request, len(path)) for request, path in owners])
         for row, (held, (request, _)) in enumerate(zip(states, owners, strict=True)):
             if request is None or held is None:
                 continue
@@ -217,12 +219,12 @@ class Grammars:
                 without(words[row], request.new.stop_ids)
         ended: list[tuple[Request, RequestFailed | None]] = []
         for row in reversed(over):
-            (request, i), matcher = owners[row], matchers[row]
+            (request, path), matcher = owners[row], matchers[row]
             assert request is not None and matcher is not None
             held = self._held[request.new.handle]
             failure = self._failure(held, matcher) if matcher.is_error() else None
-            held.last = i, failure
-            if i == 0:
+            held.last = path, failure
+            if not path:
                 ended.append((request, failure))
         return words, ended[::-1]
 

@@ -113,6 +113,7 @@ class KVStore:
         self._arrived: list[bytes] = []  # keys that came to the host tier from the device, for the tiers below
         self._fetches: dict[int, _Fetch] = {}
         self._ready: list[int] = []
+        self._late: set[int] = set()  # jobs that a request has waited for in vain; they may hang for ever
         self._full = {one.tier for one in below if not one.takes}  # tiers that take no more blocks
         self._few = max(1, min(reserve, pool.num_blocks) // 8)  # blocks that may be taken before others are looked for
         self._asked = clock()  # time of the last step, which brings reports
@@ -127,8 +128,8 @@ class KVStore:
         """Return the state of a block."""
         if self._pool.lookup(key) is not None:
             return BlockPlace.RESIDENT
-        if self._on_its_way(key) is not None:
-            return BlockPlace.PENDING
+        if (moves := self._on_its_way(key)) is not None:
+            return BlockPlace.MISSING if moves[1] in self._late else BlockPlace.PENDING
         there = self.host.lookup(key) is not None or self._holder(key) is not None
         return BlockPlace.LOADABLE if there else BlockPlace.MISSING
 
@@ -178,6 +179,7 @@ class KVStore:
         late = [handle for handle, fetch in self._fetches.items() if fetch.deadline <= self._clock()]
         for handle in late:
             LOG.warning("a request waited %.0f s for KV blocks of other tiers; it computes them.", FETCH_SECONDS)
+            self._late |= self._fetches[handle].jobs
             self.forget(handle)
         return ready, late
 
@@ -192,11 +194,13 @@ class KVStore:
     # --- jobs ---------------------------------------------------------------------------------------------------
 
     def busy(self, *, writes: bool) -> bool:
-        """True when there may be something to plan, or jobs are under way. `writes`: count those to the tiers below.
-        Otherwise they count once in a while: no plan needs their ends, but they hold blocks of the host tier."""
+        """True when there may be something to plan, or jobs are under way. `writes`: count also those with the tiers
+        below that no request waits for. Otherwise these count once in a while: they hold blocks of the host tier."""
         writes = writes or self._clock() >= self._asked + REPORT_SECONDS
+        waited = {job for fetch in self._fetches.values() for job in fetch.jobs}
         return bool(self._arrived or self._offered) or self._state() != self._seen or any(
-            writes or one.job.target in (Tier.DEVICE, Tier.HOST) for one in self._jobs.running.values())
+            writes or number in waited or Tier.DEVICE in (one.job.source, one.job.target)
+            for number, one in self._jobs.running.items())
 
     def offer(self, block: int, key: bytes) -> None:
         """Store a device block that holds its content after the step that is being planned."""
@@ -214,6 +218,7 @@ class KVStore:
         """Apply the reports of a step: publish blocks that came, forget blocks that failed, free requests that wait."""
         for report in reports:
             running = self._jobs.end(report)
+            self._late.discard(report.id)
             job, failed = running.job, set(report.failed)
             whole = [i for i in range(len(job.keys)) if i not in failed and i not in running.void]
             self._settle(job, failed, running.void, whole)
@@ -301,7 +306,7 @@ class KVStore:
         blocks = [block for block, key in self._offered.items() if pool.key(block) == key]
         self._offered.clear()
         wanted: dict[bytes, int] = {}
-        for block in blocks + pool.next_evicted(min(self._reserve, self.host.num_blocks)):
+        for block in blocks + pool.next_evicted(min(self._reserve, self.host.num_free)):
             key = pool.key(block)
             assert key is not None
             if (copy := self.host.lookup(key)) is not None:

@@ -29,7 +29,7 @@ from quire.kvstore.page_copies import InlineCopies, PageCopies, StreamCopies, pi
 LOG = logging.getLogger("quire")
 MOMENT_SECONDS = 0.005  # a step without tokens waits at most this long for a job
 TICK_SECONDS = 0.0002
-THREADS = {"read": 8, "write": 1, "peer": 1}  # one reads and checks about 2.3 GB/s from the system's page cache
+THREADS = {"read": 8, "write": 1, "peer": 4}  # one reads and checks about 2.3 GB/s from the system's page cache
 
 Outcome = Callable[[], tuple[int, ...] | None]  # returns indices of blocks that failed; None: the job still runs
 Move = Callable[[CopyJob, Sequence[int]], tuple[int, ...]]  # moves some blocks of a job; returns those that failed
@@ -98,7 +98,7 @@ class BlockMover:
     def _begin(self, job: CopyJob) -> Outcome:
         if job.source == Tier.PEER:
             assert self.peers is not None, "there is no peer tier"
-            return self._in_threads("peer", job, self._move_pages)
+            return self._in_threads("peer", job, self._move_pages, whole=True)
         if Tier.DISK in (job.source, job.target):
             assert self._files is not None, "there is no disk tier"
             reads = job.source == Tier.DISK
@@ -106,9 +106,11 @@ class BlockMover:
         ended = self._pages.copy(job.sources.tolist(), job.targets.tolist(), to_host=job.target == Tier.HOST)
         return lambda: () if ended() else None
 
-    def _in_threads(self, way: str, job: CopyJob, move: Move) -> Outcome:
-        """Divide the blocks of a job among the threads of a way."""
+    def _in_threads(self, way: str, job: CopyJob, move: Move, *, whole: bool = False) -> Outcome:
+        """Divide the blocks of a job among the threads of a way. `whole`: one thread gets all of them."""
         threads = self._threads[way][: len(job.keys)]
+        if whole:
+            threads = [self._threads[way][job.id % len(self._threads[way])]]
         parts = (range(i, len(job.keys), len(threads)) for i in range(len(threads)))
         futures = [thread.submit(partial(_tried, move, job, part)) for thread, part in zip(threads, parts, strict=True)]
         return partial(_of_threads, futures)

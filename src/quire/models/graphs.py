@@ -50,7 +50,10 @@ def resolve_graphs(config: EngineConfig, args: ModelArgs, speculation: Speculati
         return GraphPlan()
     lengths = speculation.lengths if speculation else ()
     drafts = lengths if len(lengths) <= MOST_DRAFTS else (lengths[0], lengths[-1])
-    return GraphPlan(sequences=_decode_sizes(config), tokens=_prompt_sizes(config, args), drafts=drafts, bounds=bounds)
+    sizes = _decode_sizes(config)
+    if not config.device.cudagraph_capture_sizes:  # the most decodes whose drafts fit have a step of their own
+        sizes = tuple(sorted({*sizes, *(most for k in drafts if (most := MAX_VERIFY_ROWS // (1 + k)) < sizes[-1])}))
+    return GraphPlan(sequences=sizes, tokens=_prompt_sizes(config, args), drafts=drafts, bounds=bounds)
 
 
 def captured_decodes(sizes: tuple[int, ...], queries: tuple[int, ...]) -> list[tuple[int, int]]:

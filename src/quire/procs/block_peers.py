@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import closing
 from queue import SimpleQueue
 
-from quire.contracts.errors import ConfigError
+from quire.contracts.errors import ConfigError, shown
 from quire.contracts.request import Transfer
 from quire.contracts.step import Tier
 from quire.procs.block_share import BROKEN, FROM_SHARE, BlockLine, Blocks, Claims, Follow, NotShared, Read
@@ -130,7 +130,7 @@ class BlockPeers:
         peer = next((peer for peer in self._peers if peer.name == transfer.address), None)
         if peer is None:
             LOG.warning("a request names blocks at %s, which is no peer of this engine: it computes them. Add the "
-                        "address to kv_peers.", transfer.address)  # fmt: skip
+                        "address to kv_peers.", shown(transfer.address))  # fmt: skip
             return
         self._promises[handle] = peer, transfer.name, keys
         self._promised.update(dict.fromkeys(keys, peer))

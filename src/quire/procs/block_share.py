@@ -171,12 +171,15 @@ class BlockShare:
 
     def _accept(self) -> None:
         while not self._closed:
-            with suppress(OSError):
+            try:
                 end, _ = self._listener.accept()
-                if len(self._lines) < MOST_LINES:
-                    threading.Thread(target=self._serve, args=(end,), name="quire-kv-line", daemon=True).start()
-                else:
-                    end.close()
+            except OSError:  # too many open files, or closed
+                time.sleep(0.05)
+                continue
+            if len(self._lines) < MOST_LINES:
+                threading.Thread(target=self._serve, args=(end,), name="quire-kv-line", daemon=True).start()
+            else:
+                end.close()
 
     def _serve(self, end: socket.socket) -> None:
         """Serve a connection to its end."""

@@ -151,7 +151,7 @@ class RouterApp:
         if path.startswith(RESPONSES + "/"):
             return refusal(404, "stored responses are not reached through a router, which does not know the backend "
                                 "that has them: send the whole conversation with every request.", "not_implemented")
-        wanted = "GET" if path.startswith(MODEL) else ROUTES.get(path)
+        wanted = "GET" if path.startswith(MODEL) and "/.." not in path else ROUTES.get(path)
         if wanted is None:
             return refusal(404, f"this router passes on no path {shown(path)}: ask a backend itself.", "unknown_path")
         if method != wanted:

@@ -7,6 +7,7 @@ over each piece of a body as it arrives. Knows bytes and connections, nothing of
 """
 
 import asyncio
+import errno
 import ssl
 import time
 from collections.abc import Callable, Iterable
@@ -24,7 +25,7 @@ HOP_BY_HOP = frozenset((b"connection", b"keep-alive", b"proxy-connection", b"pro
 
 
 class UpstreamError(Exception):
-    """A connection to a backend failed. `reason`: "broken", "connect" or "timeout"; `unheard`: no byte had come."""
+    """A connection to a backend failed. `reason`: broken, connect, files or timeout; `unheard`: no byte had come."""
 
     def __init__(self, message: str, reason: str = "broken", *, unheard: bool = True) -> None:
         super().__init__(message)
@@ -238,7 +239,8 @@ class Pool:
         except TimeoutError:
             raise UpstreamError(f"no connection within {self._timeout:g} s", "timeout") from None
         except OSError as error:
-            raise UpstreamError(f"no connection: {error.strerror or error}", "connect") from None
+            reason = "files" if error.errno in (errno.EMFILE, errno.ENFILE) else "connect"
+            raise UpstreamError(f"no connection: {error.strerror or error}", reason) from None
 
 
 async def read_all(connection: Upstream) -> bytes:

@@ -30,3 +30,12 @@ def test_the_ranks_of_a_host_need_memory_together(monkeypatch: pytest.MonkeyPatc
     offload.check_host_memory([size])
     with pytest.raises(ConfigError, match="the ranks of this host need 1.2 GiB of host memory, and 1.0 GiB are free"):
         offload.check_host_memory([size, size])
+
+
+def test_blocks_of_synthetic_acceptance_are_found_by_no_other_engine() -> None:
+    """They hold the keys and values of drafts that were wrong."""
+    ngrams = {"method": "ngram", "num_speculative_tokens": 2}
+    false = ngrams | {"rejection_sample_method": "synthetic", "synthetic_acceptance_length": 2.0}
+    plain, drafting, synthetic = (offload.root_key(planned(ARGS, speculative_config=given))
+                                  for given in (None, ngrams, false))  # fmt: skip
+    assert plain == drafting != synthetic

@@ -2,6 +2,8 @@
 
 import re
 import time
+from array import array
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,7 +15,11 @@ from quire.contracts.request import BlockReason, FinishReason, RequestState
 from quire.contracts.structured import StructuredOutputsParams
 from quire.engine import grammar as engine_grammar
 from quire.engine.core import EngineCore
+from quire.engine.grammar import Grammars
 from quire.text import grammar as text_grammar
+from quire.text.grammar import GrammarCompiler
+
+from ...support.byte_tokenizer import ByteTokenizer
 
 LETTERS, VOCAB = "abcdefg", 7
 
@@ -372,3 +378,20 @@ def test_masks_reach_the_device_in_the_order_of_the_plan(Rig: Any, depth: int) -
     masks = next(masks for masks in seen if len(masks) == 3)
     assert masks.dtype == np.int32 and masks[:, 0].tolist() == [1 << 5, 1 << 1, 1 << 3]
     assert [text(rig, handle) for handle in handles] == ["ff", "bb", "dd"]
+
+
+@pytest.mark.parametrize("sampled", ["ab", "aX"])
+def test_a_text_ends_behind_a_draft_only_if_the_draft_came(sampled: str) -> None:
+    """Behind the drafts "aX" the reasoning has ended, and the output with it."""
+    compiler = GrammarCompiler(ByteTokenizer, ByteTokenizer().vocab_size)
+    grammars = Grammars(compiler)
+    spec = StructuredOutputsParams(choice=[""], after="X").spec()
+    new: Any = SimpleNamespace(grammar=spec, handle=1, min_tokens=0, stop_ids=(257,))
+    grammars.start(new, bounded=True)
+    while not list(grammars.settled()):
+        grammars.wait()
+    request: Any = SimpleNamespace(new=new, tokens=array("i", [1]), num_prompt=1)
+    assert not grammars.masks([(request, [*b"aX"])])[1]
+    ended = [grammars.advance(1, token) for token in sampled.encode()]
+    assert ended == [False, sampled == "aX"]
+    grammars.close()

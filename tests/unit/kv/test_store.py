@@ -1,12 +1,15 @@
 """Blocks that several tiers know by key: no tier gives a block that has been forgotten while it was written."""
 
+from array import array
 from collections.abc import Iterable
 
 import pytest
 
 from quire.contracts.blocks import KVComponent, KVGroup
 from quire.contracts.step import CopyJob, FinishedCopy, Tier
+from quire.kv.hashing import KeyChain
 from quire.kv.pool import BlockPool
+from quire.kv.prefix import PrefixIndex
 from quire.kv.store import BlockPlace, KVStore
 
 KEY = bytes(32)
@@ -54,4 +57,55 @@ def test_a_file_is_not_found_that_was_written_after_its_block_was_forgotten(how:
     assert store.place(KEY) is BlockPlace.MISSING
     store.finished([FinishedCopy(id=job.id)])
     assert KEY not in disk and store.place(KEY) is BlockPlace.MISSING
+    store.check()
+
+
+def test_a_read_that_hangs_is_waited_for_once() -> None:
+    """By a request, for a time; then the engine is idle, and the next request computes at once."""
+    now, pool, disk = [0.0], BlockPool(8), Disk()
+    store = KVStore(pool, (GROUP,), 4, num_host_blocks=8, below=(disk,), clock=lambda: now[0])
+    chain = KeyChain(bytes(32), 4, array("I", [1] * 12))
+    disk.update(chain.keys(3))
+    index = PrefixIndex(pool, 4, (GROUP,))
+    assert store.fetch(1, chain, 11, index.match(chain, 11)) == {0: Tier.DISK, 1: Tier.DISK}
+    copies = store.take_copies()
+    assert copies is not None and store.busy(writes=False)
+    now[0] = 11.0
+    assert store.take_ready() == ([], [1])
+    store.take_copies()
+    assert not store.busy(writes=False) and not store.fetch(2, chain, 11, index.match(chain, 11))
+    store.finished([FinishedCopy(id=copies.before[0].id)])  # after all
+    assert store.place(chain.keys(1)[0]) is BlockPlace.LOADABLE
+    store.check()
+
+
+@pytest.mark.parametrize("write_through", [False, True])
+@pytest.mark.parametrize("leases", [0, 2, 8])
+def test_an_idle_engine_copies_nothing_whatever_is_leased(leases: int, write_through: bool) -> None:
+    """Leased blocks leave less room for those that the next steps may evict."""
+    pool = BlockPool(32)
+    store = KVStore(pool, (GROUP,), 4, num_host_blocks=16, reserve=12, write_through=write_through)
+
+    def step() -> int:
+        copies = store.take_copies()
+        jobs = () if copies is None else copies.before + copies.after
+        store.finished([FinishedCopy(id=job.id) for job in jobs])
+        return sum(len(job.keys) for job in jobs)
+
+    for number in range(16):
+        chain = KeyChain(bytes(32), 4, array("I", [number] * 8))
+        blocks = pool.take(2)
+        for block, key in zip(blocks, chain.keys(2), strict=True):
+            pool.publish(block, key)
+        step()
+        if number >= 16 - leases:
+            store.sharing.keep(f"lease {number}", chain, 2)
+        pool.release(blocks)
+        for _ in range(3):
+            step()
+    steps = 0
+    while store.busy(writes=False) and steps < 20:
+        step()
+        steps += 1
+    assert steps < 20
     store.check()

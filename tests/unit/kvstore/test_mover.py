@@ -110,6 +110,20 @@ def test_several_threads_read_the_blocks_of_a_job(tmp_path: Path) -> None:
     assert ended(mover).failed == (0, 1, 2)
 
 
+def test_a_peer_that_is_silent_holds_up_no_other_job() -> None:
+    silent = threading.Event()
+
+    class Peers:
+        def fetch(self, keys: Any, pages: Any) -> tuple[int, ...]:
+            return () if len(keys) > 1 else (0,) if silent.wait(20) else (1,)
+
+    mover = BlockMover(arena(), 5, peers=Peers())
+    mover.begin([job(0, Tier.PEER, Tier.HOST, [], [1]), job(1, Tier.PEER, Tier.HOST, [], [2, 3])])
+    assert ended(mover).id == 1
+    silent.set()
+    assert ended(mover).failed == (0,)
+
+
 def test_a_fault_of_a_file_thread_fails_the_job_and_nothing_else(tmp_path: Path,
                                                                  caplog: pytest.LogCaptureFixture) -> None:  # fmt: skip
     device = arena()

@@ -6,15 +6,18 @@ from pathlib import Path
 
 import pytest
 
+from quire.config.checkpoint import parse_checkpoint_config
 from quire.config.engine import EngineConfig
 from quire.config.placement import Parallel
+from quire.contracts.speculation import Speculation
 from quire.contracts.step import MAX_VERIFY_ROWS
 from quire.models.collectives import exchange_bounds
-from quire.models.graphs import GRAPH_BYTES, GraphPlan, decode_sizes, prompt_sizes
+from quire.models.graphs import GRAPH_BYTES, GraphPlan, captured_decodes, decode_sizes, prompt_sizes, resolve_graphs
 from quire.worker.graphs import Graphs
 from quire.worker.recorder import StepShape
 
 from ...support.explained import explained
+from ...support.tiny_models import Tiny, tiny_config
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3}
 SIZES = {"chosen": (decode_sizes(256), prompt_sizes(1024)), "custom": ((100,), ()), "odd": ((1, 3, 70), (512,)),
@@ -84,3 +87,13 @@ def test_plans_have_bounds_where_graphs_hold_the_exchange(shared: Path) -> None:
     assert drafting == GraphPlan(sequences=(100,), drafts=(3,), bounds=(64, 256, 300 + 3 * 128)), "drafts travel, too"
     for parallel in (Parallel(dp=2), Parallel(tp=2, experts=True)):
         assert not graphs(parallel).bounds
+
+
+@pytest.mark.parametrize("k", [1, 2, 4, 5, 8])
+def test_every_decode_with_drafts_that_fit_is_captured(k: int) -> None:
+    """A number of requests is padded to a size whose rows fit, too."""
+    args = parse_checkpoint_config(tiny_config(Tiny(family="qwen3")))
+    plan = resolve_graphs(EngineConfig.from_flat(max_num_seqs=1024), args, Speculation(method="ngram", num_drafts=k))
+    most = MAX_VERIFY_ROWS // (1 + k)
+    captured = [size for size, query in captured_decodes(plan.sequences, (1, 1 + k)) if query > 1]
+    assert max(captured) == most

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from aiohttp import ClientSession
+from yarl import URL
 
 from quire.contracts.errors import ConfigError
 from quire.router.settings import router_config
@@ -26,12 +27,13 @@ def run(work: Coroutine[Any, Any, None]) -> None:
     ("GET", "/v1/responses/r", b"", 404, "stored responses are not reached"),
     ("GET", "/debug/plan", b"", 404, "passes on no path '/debug/plan'"),
     ("POST", "/v1/load_lora_adapter", b"{}", 404, "passes on no path"),
+    ("GET", "/v1/models/%2e%2e/%2e%2e/metrics", b"", 404, "passes on no path"),
     ("GET", "/v1/completions", b"", 405, "use POST"),
 ])
 def test_requests_that_no_backend_sees(method: str, path: str, body: bytes, status: int, words: str) -> None:
     async def work() -> None:
         async with mock_backends(1) as (backend,), routed([backend]) as (router, url), ClientSession() as session:
-            async with session.request(method, url + path, data=body or None) as answer:
+            async with session.request(method, URL(url + path, encoded=True), data=body or None) as answer:
                 error = (await answer.json())["error"]
                 assert answer.status == status and words in error["message"] and "\n" not in error["message"]
             assert not backend.bodies

@@ -61,7 +61,7 @@ async def _route(config: RouterConfig, http: HttpConfig) -> int:
         listeners = []
         for app, address in sides:
             stack.callback(release, socket := listen(address), address)
-            listeners.append(HttpListener(app, address, socket, router.refused))
+            listeners.append(HttpListener(app, address, socket, router.refused, files=2))
         await router.start()
         settle_memory()
         purposes = (f"{config.policy}, backends: {len(config.backend)}", "operators")

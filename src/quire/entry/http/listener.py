@@ -36,12 +36,13 @@ class HttpListener:
     """Accepts connections on a listening socket and gives their requests to an application.
     Raises `ConfigError` when the certificate cannot be used.
     refused  called with the status of each response that the protocol sends before any route
-    shared   other processes accept on the socket, too: take one connection per turn, so that each gets its share"""
+    shared   other processes accept on the socket, too: take one connection per turn, so that each gets its share
+    files    open files that a connection may need"""
 
     def __init__(self, app: ASGIApp, config: HttpConfig, listener: socket.socket, refused: Callable[[int], None], *,
-                 shared: bool = False) -> None:
+                 shared: bool = False, files: int = 1) -> None:
         self.socket = listener
-        limits = ConnectionLimits.of(config, max_connections=max_connections())
+        limits = ConnectionLimits.of(config, max_connections=max_connections(files))
         traffic = Traffic(refused)
         # The application and the protocol log the errors themselves; uvicorn's other messages are routine.
         logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)

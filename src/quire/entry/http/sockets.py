@@ -61,16 +61,18 @@ def release(listener: socket.socket, config: HttpConfig) -> None:
             os.unlink(config.uds)
 
 
-def max_connections() -> int:
-    """Raise this process's limit of open files if needed. Return the number of connections that the limit allows."""
+def max_connections(files: int = 1) -> int:
+    """Raise this process's limit of open files if needed. Return the number of connections that the limit allows, each
+    of which needs `files`."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = MAX_CONNECTIONS + RESERVED_FILES
+    wanted = files * MAX_CONNECTIONS + RESERVED_FILES
     if soft != resource.RLIM_INFINITY and soft < wanted:
         raised = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
         with contextlib.suppress(OSError, ValueError):  # some systems cap below their own hard limit
             resource.setrlimit(resource.RLIMIT_NOFILE, (raised, hard))
             soft = raised
-    return MAX_CONNECTIONS if soft == resource.RLIM_INFINITY else max(16, min(MAX_CONNECTIONS, soft - RESERVED_FILES))
+    allowed = MAX_CONNECTIONS if soft == resource.RLIM_INFINITY else (soft - RESERVED_FILES) // files
+    return max(16, min(MAX_CONNECTIONS, allowed))
 
 
 def port_holder(port: int) -> str | None:
