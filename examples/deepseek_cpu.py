@@ -26,7 +26,6 @@ from quire.kernels.select import here
 from quire.kvstore.arena import KVArena
 from quire.layers.context import StepContext
 from quire.layers.decoder import Decoder
-from quire.layers.latent import choose_form
 from quire.layers.stack import run_layers
 from quire.models.build import build_model
 from quire.models.plan import Machine, resolve_engine
@@ -154,9 +153,9 @@ def main(*folders: str) -> None:
     print(f"logits: {list(whole.shape)}, of the last position {list(whole[:, -1].shape)}")
 
     found = {}
-    for form in ("naive", "absorbed"):
+    for form, most in (("naive", 0.0), ("absorbed", float("inf"))):
         for layer in model.layers:
-            layer.attention.most_absorbed, _ = choose_form(args.latent, form)
+            layer.attention.most_absorbed = most
         found[form] = logits(model, token_ids)
     print(f"naive and absorbed attention: logits differ by {(found['naive'] - found['absorbed']).abs().max():.1e} "
           f"at a spread of {found['naive'].std():.2f}")

@@ -20,8 +20,7 @@ from quire.contracts.errors import UserError
 from quire.entry.cli.main import main
 from quire.kernels.pack.matrix import QuantizedMatrix
 from quire.models.quantize import Recipe, quantize_checkpoint
-from quire.weights import write
-from quire.weights.files import ITEM_BYTES, read_header
+from quire.weights.files import ITEM_BYTES, StoredTensor, read_header
 
 from ...support.quantized_checkpoints import AWQ_PLACES, QUANTIZED
 from .test_formats import MODELS, check, loaded, written
@@ -261,11 +260,14 @@ def test_files_and_shards(plain: Callable[[str], Path], tmp_path: Path) -> None:
 
 
 def test_one_tensor_at_a_time(plain: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    live, most, real = 0, 0, write._read
+    live, most, real = 0, 0, StoredTensor.read
 
-    def read(source: Any) -> Tensor:
+    class Bytes(bytearray):
+        """Bytes with weak references."""
+
+    def read(source: StoredTensor) -> bytearray:
         nonlocal live, most
-        made = real(source)
+        made = Bytes(real(source))
         live, most = live + 1, max(most, live + 1)
         weakref.finalize(made, freed)
         return made
@@ -274,7 +276,7 @@ def test_one_tensor_at_a_time(plain: Callable[[str], Path], tmp_path: Path, monk
         nonlocal live
         live -= 1
 
-    monkeypatch.setattr(write, "_read", read)
+    monkeypatch.setattr(StoredTensor, "read", read)
     quantize_checkpoint(plain("qwen3"), tmp_path / "out", recipe("fp8-block"))
     assert (most, live) == (1, 0)
 
