@@ -3,6 +3,7 @@
 Walks a request's key chain through a pool's index. Changes nothing: `KVAllocator.admit` takes the blocks.
 """
 
+from collections.abc import Iterable, Iterator
 from typing import Protocol
 
 import msgspec
@@ -100,3 +101,13 @@ class PrefixIndex:
                         num = at
                     at -= 1
         return num
+
+
+def matched_blocks(wanted: Iterable[tuple[KeyChain, PrefixMatch]]) -> Iterator[tuple[KeyChain, int, bytes]]:
+    """Yield (chain, index, key) of every block of the matches, of all KV groups."""
+    for chain, reach in wanted:
+        keys = [group_keys(chain.keys(reach.num_blocks), group) for group in range(len(reach.blocks))]
+        for index in range(reach.num_blocks):
+            for group, blocks in enumerate(reach.blocks):
+                if blocks[index]:
+                    yield chain, index, keys[group][index]

@@ -13,7 +13,7 @@ Knows keys, blocks and jobs. Knows nothing of bytes (`kvstore/`), slots, queues 
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
@@ -24,9 +24,9 @@ from quire.contracts.blocks import KVGroup
 from quire.contracts.output import TierStats
 from quire.contracts.step import CopyJob, FinishedCopy, StepCopies, Tier
 from quire.kv.copy_jobs import LOAD, STORE, CopyJobs
-from quire.kv.hashing import KeyChain, group_keys
+from quire.kv.hashing import KeyChain
 from quire.kv.pool import BlockPool
-from quire.kv.prefix import PrefixIndex, PrefixMatch
+from quire.kv.prefix import PrefixIndex, PrefixMatch, matched_blocks
 from quire.kv.sharing import Promises, Sharing
 
 LOG = logging.getLogger("quire").getChild("kv")
@@ -147,7 +147,7 @@ class KVStore:
         jobs, found = set[int](), dict[int, Tier]()
         near, far = dict[bytes, None](), dict[Tier, dict[bytes, None]]()
         leased = dict.fromkeys(block for blocks in match.blocks for block in blocks if block)
-        for one, index, key in _blocks(wanted):
+        for one, index, key in matched_blocks(wanted):
             mine = found if one is chain else dict[int, Tier]()
             if (block := self._pool.lookup(key)) is not None:
                 leased[block] = None
@@ -380,16 +380,6 @@ class KVStore:
             stats.num_loaded += whole
             stats.loaded_bytes += report.num_bytes
             stats.loaded_seconds += report.seconds
-
-
-def _blocks(wanted: Iterable[tuple[KeyChain, PrefixMatch]]) -> Iterator[tuple[KeyChain, int, bytes]]:
-    """Yield (chain, index, key) of every block of the matches, of all KV groups."""
-    for chain, reach in wanted:
-        keys = [group_keys(chain.keys(reach.num_blocks), group) for group in range(len(reach.blocks))]
-        for index in range(reach.num_blocks):
-            for group, blocks in enumerate(reach.blocks):
-                if blocks[index]:
-                    yield chain, index, keys[group][index]
 
 
 class _Reachable:
