@@ -7,20 +7,13 @@ from typing import Any
 
 import pytest
 
-from quire import LLM, SamplingParams
+from quire import LLM
 from quire.contracts.step import Tier
 from quire.engine.replicas import flush
 from quire.procs import block_peers, block_share
 
 from ..support.faulty_lines import FAULTS, FaultyLine
-
-SMALL = {"dtype": "float32", "num_gpu_blocks_override": 14, "max_model_len": 192, "max_num_seqs": 3, "block_size": 16}
-TIERS = {"kv_offload_gb": 0.02, "kv_offload_policy": "write_through"}
-WORDS = ("Tomas drinks tea in the small garden. ", "The code of Lakral is 6423, and Mira knows it. ",
-         "def add(a, b): return a + b\n", "Rain fell on the hills all night long. ")  # fmt: skip
-PROMPTS = [word * 6 for word in WORDS]
-PARAMS = [SamplingParams(max_tokens=12, temperature=t, seed=7, ignore_eos=True) for t in (0.0, 1.0, 0.0, 0.8)]
-
+from .test_tiers import PARAMS, PROMPTS, SMALL, TIERS
 
 KEY = "a key that both engines know"
 

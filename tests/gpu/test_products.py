@@ -40,6 +40,8 @@ def test_products(rows: int, n: int, k: int, dtype: torch.dtype) -> None:
     residual = torch.randn_like(exact).to(dtype)
     expected = exact + bias.double() + residual.double()
     near(some_hopper.product(wide[:, 3 : k + 3], weight, bias, residual, residual=residual), expected)
+    columns = x.t().contiguous().t()  # stored by column
+    near(some_hopper.product(columns, weight, None, torch.empty_like(residual)), exact)
     if n % 2 == 0:
         gate, up = (exact + bias.double()).chunk(2, 1)
         y = torch.full((rows, n // 2), float("nan"), dtype=dtype, device="cuda")

@@ -556,8 +556,8 @@ def test_a_step_notices_the_death_of_an_idle_replica() -> None:
     assert rig.step().stats.replicas == {1 - idle: 1}
 
 
-def test_an_operation_finds_every_step_complete() -> None:
-    """Masks of a step wait for the step before. An operation runs between two steps, so that it waits for both."""
+def waiting_for_masks() -> tuple[Any, int, Any]:
+    """A rig, a request with a grammar, and the mock that has a step which waits for masks, behind a step that runs."""
     rig = apart(depth=2, vocab=VOCAB)
     handle = rig.add([1, 2], 9, grammar=GRAMMARS[0])
     mock, core = rig.mocks[rig.home[0]], rig.cores[rig.home[0]]
@@ -566,10 +566,16 @@ def test_an_operation_finds_every_step_complete() -> None:
         mock.held = True
         rig.step()
         mock.held = core.needs_masks
+    return rig, handle, mock
+
+
+def test_an_operation_finds_every_step_complete() -> None:
+    """Masks of a step wait for the step before. An operation runs between two steps, so that it waits for both."""
+    rig, handle, mock = waiting_for_masks()
     mock.held = False
     before = len(rig.tokens[handle])
     assert rig.core.executor.control("name", {}) == ["name of 0", "name of 1"]  # the mock looks at its step
-    assert not core.needs_masks and not rig.tokens[handle][before:]
+    assert not rig.cores[rig.home[0]].needs_masks and not rig.tokens[handle][before:]
     rig.drain()
     rig.judge(handle)
 
@@ -628,17 +634,10 @@ def test_a_report_names_a_replica_that_does_not_answer() -> None:
 
 def test_a_report_does_not_wait_for_a_step_that_masks_wait_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replicas, "LIMITS", {"describe": 0.0})
-    rig = apart(depth=2, vocab=VOCAB)
-    handle = rig.add([1, 2], 9, grammar=GRAMMARS[0])
-    mock, core = rig.mocks[rig.home[0]], rig.cores[rig.home[0]]
-    rig.replicas._arrived.wait = lambda timeout=None: True  # type: ignore[method-assign]
-    while not core.needs_masks:
-        mock.held = True
-        rig.step()
-        mock.held = core.needs_masks
+    rig, handle, mock = waiting_for_masks()
     values = rig.core.executor.control("describe", {})
     assert [isinstance(value, dict) and "silent" in value for value in values] == [mock is each for each in rig.mocks]
-    assert core.needs_masks and not mock.waited
+    assert rig.cores[rig.home[0]].needs_masks and not mock.waited
     mock.held = False
     rig.drain()
     rig.judge(handle)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from quire.kernels import pdl
@@ -63,7 +64,7 @@ def product(
     """
     rows, n, k = y.shape[0], weight.shape[0] >> gated, weight.shape[1]
     if x.stride(1) != 1 or x.stride(0) % 8 or x.data_ptr() % 16:  # not for the copy engine
-        x = x.clone()
+        x = x.clone(memory_format=torch.contiguous_format)
     tiles = tiles or tiles_of(rows, k, gated)
     in_pdl = pdl.in_use()
     _some_kernel[(-(-n // COLS),)](

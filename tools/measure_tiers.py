@@ -1,0 +1,92 @@
+"""Time to the first token of long prompts: computed, and from the tiers of the KV cache; decodes beside loads.
+
+    python tools/measure_tiers.py [MODEL] [--device cuda] [--prompt 32000] [--blocks 640] [--gb 40] [--folder DIR]
+                                  [--loads 6] [--decodes 64]
+
+MODEL is a name of `quire bench`, with dummy weights. The device holds --blocks blocks of 128 tokens, less than the four
+prompts that come in turn, so each evicts the others. --folder: also a new engine that finds the blocks in files.
+"""
+
+import argparse
+import random
+import time
+from typing import Any
+
+from quire import LLM, RequestOutput, SamplingParams
+from quire.bench.workload import model_folder
+from quire.contracts.step import Tier
+from quire.engine.replicas import flush
+
+ONE = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
+DRAW = random.Random(1)
+
+
+def main() -> None:
+    """Print a line for each measurement."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", nargs="?", default="qwen3-8b")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--folder")
+    for name, number in (("--prompt", 32000), ("--blocks", 640), ("--gb", 40), ("--loads", 6), ("--decodes", 64)):
+        parser.add_argument(name, type=int, default=number)
+    asked = parser.parse_args()
+    with engine(asked, kv_offload_policy="write_through") as llm:
+        prompts = [random_prompt(llm, asked.prompt) for _ in range(4)]
+        for say in ("computed", "again"):
+            for prompt in prompts:
+                first_token(llm, prompt, say, Tier.HOST)
+        first_token(llm, prompts[-1], "on the device", Tier.HOST)
+        decodes_beside_loads(llm, prompts, asked)
+    if asked.folder:
+        for say in ("computed", "from files, in a new engine"):
+            with engine(asked, kv_offload_policy="write_through", kv_offload_dir=asked.folder) as llm:
+                for prompt in prompts[:2]:
+                    first_token(llm, prompt, say, Tier.DISK)
+                flush(llm.engine.core)
+
+
+def engine(asked: argparse.Namespace, **options: Any) -> LLM:
+    """Return an engine with a small cache on the device and tiers below it."""
+    return LLM(str(model_folder(asked.model)), load_format="dummy", dtype="bfloat16", device=asked.device,
+               block_size=128, skip_tokenizer_init=True, use_tqdm_on_load=False,
+               max_model_len=max(asked.prompt, 640) + 128, num_gpu_blocks_override=asked.blocks,
+               max_num_seqs=128, kv_offload_gb=asked.gb, **options)  # fmt: skip
+
+
+def random_prompt(llm: LLM, length: int) -> list[int]:
+    """Return random tokens."""
+    return [DRAW.randrange(llm.engine.args.vocab_size) for _ in range(length)]
+
+
+def first_token(llm: LLM, prompt: list[int], say: str, tier: Tier) -> None:
+    """Print the time of a request of one token, and the rate of its loads from `tier`."""
+    before, start = llm.engine.core.state().stats.tiers[tier], time.perf_counter()
+    output = llm.generate(prompt, ONE, use_tqdm=False)[0]
+    seconds, after = time.perf_counter() - start, llm.engine.core.state().stats.tiers[tier]
+    loaded, took = after.loaded_bytes - before.loaded_bytes, after.loaded_seconds - before.loaded_seconds
+    rate = f", {loaded / 1e9:.2f} GB from {tier} at {loaded / took / 1e9:.1f} GB/s" if took else ""
+    print(f"{say}: {1000 * seconds:.1f} ms, {output.num_cached_tokens} tokens cached{rate}", flush=True)
+
+
+def decodes_beside_loads(llm: LLM, prompts: list[list[int]], asked: argparse.Namespace) -> None:
+    """Print the seconds of decoding, from the last first token to the last end, alone and beside loads."""
+    short = [random_prompt(llm, 256) for _ in range(asked.decodes)]
+    params = [SamplingParams(max_tokens=384, temperature=0.0, ignore_eos=True)] * len(short)
+    llm.generate(short, params, use_tqdm=False)
+    alone = _seconds(llm.generate(short, params, use_tqdm=False))
+    loads = [prompts[i % 3] for i in range(asked.loads)]
+    outputs = llm.generate(short + loads, params + [ONE] * len(loads), use_tqdm=False)
+    beside = _seconds(outputs[: len(short)])
+    cached = [one.num_cached_tokens for one in outputs[len(short):]]
+    print(f"{len(short)} decodes: {alone:.3f} s, beside {len(loads)} loads {beside:.3f} s ({alone / beside:.3f}); "
+          f"tokens cached {cached}", flush=True)
+
+
+
+def _seconds(outputs: list[RequestOutput]) -> float:
+    times = [one.metrics for one in outputs if one.metrics is not None]
+    return max(one.finished_time or 0.0 for one in times) - max(one.first_token_time or 0.0 for one in times)
+
+
+if __name__ == "__main__":
+    main()
