@@ -39,6 +39,8 @@ def main() -> None:
             seconds = min(run(llm, params, count, asked) for _ in range(3))
             print(f"{asked.engine} {asked.model}, {length:g} tokens a step, {count} requests: "
                   f"{count * asked.tokens / seconds:.1f} tokens/s", flush=True)
+        if asked.engine == "quire":
+            llm.close()
         del llm
         gc.collect()
 
