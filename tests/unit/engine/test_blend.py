@@ -122,6 +122,15 @@ def test_a_request_that_ends_early_gives_back_what_it_borrowed(Rig: Any, depth: 
     assert moved(rig) and rig.allocator.pool.num_free == rig.num_blocks
 
 
+def test_chunks_without_a_full_block_cost_nothing(Rig: Any, depth: int) -> None:
+    """A prompt of many separators has as many chunks. None of them can be in the pool, so none has keys."""
+    rig = Rig(depth, **SIZES | {"max_len": 512, "blocks": 128})
+    prompt = [1, 2, 3, 9] * 100
+    handle = rig.add(prompt, 1, chunks=[(at, at + 3) for at in range(0, 400, 4)], blend_ratio=0.5)
+    assert rig.scheduler.roster.chunks.chains(handle, 0) == []
+    rig.drain().judge(handle)
+
+
 def test_chunks_come_back_from_host_memory(Rig: Any, depth: int) -> None:
     """All of them at once, beside what continues the prefix."""
     rig = cached(Rig(depth, **SIZES | {"blocks": 14}, host_blocks=80, write_through=True, delays=[2]), 0, 1, 2)
