@@ -170,3 +170,27 @@ def test_random_use(Rig: Any, depth: int, seed: int, tiers: dict[str, Any]) -> N
         if finish.reason != "abort":
             rig.judge(handle)
     assert moved(rig)
+
+
+def test_borrowed_blocks_stay_until_the_last_of_them_is_read(Rig: Any, depth: int) -> None:
+    """A decode needs a block meanwhile, and the oldest that nobody else holds is one of them. So the prompt gives way.
+    """
+    rig = cached(Rig(depth, **SIZES | {"budget": 8, "blocks": 12}), 0, 1)
+    other = rig.add([1, 2, 3], 24)
+    rig.step(5)
+    handle = ask(rig, 1, 0, before=(4,), ratio=0.0)
+    rig.drain()
+    rig.judge(other)
+    rig.judge(handle)
+    assert moved(rig) and rig.scheduler.num_preempted
+
+
+def test_an_admission_that_breaks_off_gives_back_what_it_borrowed(
+    Rig: Any, depth: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`drain` asserts that every block is free."""
+    rig = cached(Rig(depth, **SIZES), 1)
+    monkeypatch.setattr(rig.allocator, "admit", lambda *given: 1 / 0)
+    handle = ask(rig, 0, 1)
+    rig.drain()
+    assert rig.finish[handle].error == "internal" and not moved(rig)
