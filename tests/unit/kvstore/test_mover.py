@@ -114,7 +114,7 @@ def test_a_peer_that_is_silent_holds_up_no_other_job() -> None:
     silent = threading.Event()
 
     class Peers:
-        def fetch(self, keys: Any, pages: Any) -> tuple[int, ...]:
+        def fetch(self, keys: Any, sources: Any, pages: Any) -> tuple[int, ...]:
             return () if len(keys) > 1 else (0,) if silent.wait(20) else (1,)
 
     mover = BlockMover(arena(), 5, peers=Peers())
