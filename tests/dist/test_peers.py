@@ -15,6 +15,7 @@ from quire.engine.replicas import flush
 from quire.procs import block_share
 
 from ..support.addresses import free_address
+from ..support.faulty_lines import FaultyLine
 from ..support.many_ranks import SIZES, SMALL, nothing_left, until
 
 OPTIONS = SMALL | {"num_gpu_blocks_override": 40, "max_model_len": 192, "max_num_seqs": 3, "block_size": 16,
@@ -67,7 +68,8 @@ def leases(llm: LLM) -> int:
 
 @pytest.mark.parametrize("sizes", ["tp2", pytest.param("pp2", marks=pytest.mark.full),
                                    pytest.param("tp2-pp2", marks=pytest.mark.full)])  # fmt: skip
-def test_prefill_and_decode_on_other_numbers_of_ranks(sizes: str, tmp_path: Path) -> None:
+def test_prefill_and_decode_on_other_numbers_of_ranks(sizes: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+                                                      ) -> None:  # fmt: skip
     with nothing_left(tmp_path / "temporary") as left:
         one, many = free_address(), free_address()
         with node("", one, many) as single, node(sizes, many, one) as several:
@@ -78,6 +80,12 @@ def test_prefill_and_decode_on_other_numbers_of_ranks(sizes: str, tmp_path: Path
                 assert rest == [48, {Tier.PEER}] and stats(second).num_loaded == 3 and stats(second).num_failed == 0
                 first.reset_prefix_cache()
                 assert tokens(first, seed) == (found, 0, set())
+            FaultyLine.plant(monkeypatch, ["lost", *[""] * 99])
+            transfer = prefill(single, 3)
+            found, cached, _ = tokens(several, 3, transfer)
+            assert cached == 0 and stats(several).num_failed == 1, "a rank lacks the first block"
+            single.reset_prefix_cache()
+            assert tokens(single, 3) == (found, 0, set())
             until(lambda: not leases(single) + leases(several), lambda: "a lease is left")
             truth = tokens(single, 5)[0]
             single.reset_prefix_cache()
