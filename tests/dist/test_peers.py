@@ -92,5 +92,5 @@ def test_prefill_and_decode_on_other_numbers_of_ranks(sizes: str, tmp_path: Path
             transfer = prefill(several, 5)
             os.kill(left.ranks()[-1], signal.SIGKILL)
             assert tokens(single, 5, transfer)[0] == truth, "a rank of the prefill node is gone"
-            with pytest.raises(QuireError, match="rank 1"):
+            with pytest.raises(QuireError, match="rank .* was killed by SIGKILL"):
                 tokens(several, 6, prefill(single, 6))
