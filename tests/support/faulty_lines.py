@@ -30,7 +30,7 @@ class FaultyLine(BlockLine):
         monkeypatch.setattr(cls, "faults", itertools.cycle(faults))
         monkeypatch.setattr(block_share, "BlockLine", cls)
 
-    def send_page(self, key: bytes, data: bytes, block: int = 0, *, bare: bool = False) -> None:
+    def send_page(self, key: bytes, data: bytes | memoryview, block: int = 0, *, bare: bool = False) -> None:
         """See `BlockLine`."""
         fault = next(type(self).faults)
         if fault == "slow":

@@ -71,10 +71,9 @@ def cut(mine: Shard, theirs: tuple[Shard, ...]) -> tuple[Range, ...]:
     for rank, shard in enumerate(theirs):
         if (shard.geometry, shard.layer, shard.head) == (mine.geometry, mine.layer, mine.head):
             return (Range(rank, 0, mine.geometry.page_bytes, 0),)
-    cuts = [tuple(_joined(_ranges(mine, theirs, index))) for index in range(len(mine.geometry.groups))]
+    cuts = [_joined(_ranges(mine, theirs, index)) for index in range(len(mine.geometry.groups))]
     if any(one != cuts[0] for one in cuts):
-        raise ConfigError("its ranks divide the layers of KV groups in another way: use the same -tp and -pp on both "
-                          "sides.")  # fmt: skip
+        raise ConfigError("its KV groups are divided in another way: use the same -tp and -pp on both sides.")
     return cuts[0]
 
 
@@ -114,12 +113,8 @@ class PageFiles(ExitStack):
                 raise OSError(f"{shards[rank].file} is another file")
         self._parts = [(one, files[one.rank], sizes[one.rank]) for one in ranges]
 
-    def read(self, block: int) -> bytes:
-        """Return the ranges of a block, one behind the other."""
-        return b"".join([os.pread(file, one.length, block * size + one.start) for one, file, size in self._parts])
-
-    def read_into(self, block: int, page: memoryview) -> None:
-        """Read the ranges of a block into the reader's page."""
+    def read(self, block: int, page: memoryview) -> None:
+        """Read the ranges of a block into `page`."""
         for one, file, size in self._parts:
             os.preadv(file, [one.of(page)], block * size + one.start)
 
@@ -146,8 +141,8 @@ def _ranges(mine: Shard, theirs: Sequence[Shard], index: int) -> Iterator[Range]
             found = next((one for one in held.get(piece.name, ())
                           if one[1].first <= head < one[1].end and one[1].size == piece.size), None)  # fmt: skip
             if found is None:
-                raise ConfigError(f"none of its ranks holds {piece.name[1]} of layer {piece.name[0]}, head {head}: use "
-                                  "the same -tp and -pp on both sides.")  # fmt: skip
+                name, layer = piece.name[1], piece.name[0]
+                raise ConfigError(f"none of its ranks has head {head} of {name} in layer {layer}: use the same -tp.")
             rank, other = found
             end = min(piece.end, other.end)
             yield Range(rank, other.start + (head - other.first) * piece.size, (end - head) * piece.size,
@@ -155,14 +150,13 @@ def _ranges(mine: Shard, theirs: Sequence[Shard], index: int) -> Iterator[Range]
             head = end
 
 
-def _joined(ranges: Iterator[Range]) -> Iterator[Range]:
+def _joined(ranges: Iterator[Range]) -> tuple[Range, ...]:
     """Join ranges that are neighbours on both sides."""
-    last = next(ranges)
+    joined = [next(ranges)]
     for one in ranges:
-        ends = last.rank, last.start + last.length, last.target + last.length
-        if (one.rank, one.start, one.target) == ends:
-            last = Range(last.rank, last.start, last.length + one.length, last.target)
+        last = joined[-1]
+        if (one.rank, one.start, one.target) == (last.rank, last.start + last.length, last.target + last.length):
+            joined[-1] = Range(last.rank, last.start, last.length + one.length, last.target)
         else:
-            yield last
-            last = one
-    yield last
+            joined.append(one)
+    return tuple(joined)

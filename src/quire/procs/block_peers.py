@@ -160,15 +160,15 @@ class PeerPages:
         for place, some in by_peer.items():
             seconds = PROMISED_SECONDS if any(sources[index] < 0 for index in some) else 0.0
             try:
-                for index in self._read(place, [keys[index] for index in some], [pages[index] for index in some],
-                                        seconds):  # fmt: skip
-                    failed.discard(some[index])
+                for index in self._read(place, some, keys, pages, seconds):
+                    failed.discard(index)
             except (ConfigError, *BROKEN) as error:
                 LOG.warning("KV blocks could not be read from the peer %s:%s: %s", *place, str(error))
         return tuple(sorted(failed))
 
-    def _read(self, place: Place, keys: list[bytes], pages: Sequence[memoryview], seconds: float) -> Iterator[int]:
-        """Read blocks into `pages`; yield the index of each that was read. `seconds`: see `Read`."""
+    def _read(self, place: Place, some: list[int], keys: Sequence[bytes], pages: Sequence[memoryview],
+              seconds: float) -> Iterator[int]:  # fmt: skip
+        """Read the blocks with the indices `some`; yield the index of each that was read. `seconds`: see `Read`."""
         until = time.monotonic() + READ_SECONDS
         line, shards = self._open(place)
         with closing(line), PageFiles() as files:
@@ -181,10 +181,10 @@ class PeerPages:
                     self._far.add(place)
                     LOG.warning("the memory of the peer %s:%s, on this host, cannot be opened (%s): its KV blocks come "
                                 "over TCP.", *place, str(error))  # fmt: skip
-            line.send(Read(keys, ranges, seconds, bare=near))
-            for index, (key, page) in enumerate(zip(keys, pages, strict=True)):
-                read = partial(files.read_into, page=page) if near else None
-                if line.receive_page(key, [one.of(page) for one in ranges], until, read):
+            line.send(Read([keys[index] for index in some], ranges, seconds, bare=near))
+            for index in some:
+                read = partial(files.read, page=pages[index]) if near else None
+                if line.receive_page(keys[index], [one.of(pages[index]) for one in ranges], until, read):
                     yield index
 
 

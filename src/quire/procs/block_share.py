@@ -18,6 +18,7 @@ import time
 import zlib
 from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
+from itertools import accumulate
 from queue import Empty, SimpleQueue
 
 import msgspec
@@ -111,7 +112,7 @@ class BlockLine:
         self._fill(memoryview(data))
         return decoder.decode(data)
 
-    def send_page(self, key: bytes, data: bytes, block: int = 0, *, bare: bool = False) -> None:
+    def send_page(self, key: bytes, data: bytes | memoryview, block: int = 0, *, bare: bool = False) -> None:
         """Send the bytes of a block, or b"" when there is none. `bare`: only their header."""
         self._end.sendall(PAGE.pack(zlib.crc32(data, zlib.crc32(key)), len(data), block))
         if not bare:
@@ -245,15 +246,18 @@ class BlockShare:
 
     def _send(self, line: BlockLine, asked: Read) -> None:
         until = time.monotonic() + min(asked.seconds, MOST_WAIT)
+        starts = [*accumulate((one.length for one in asked.ranges), initial=0)]  # the bytes lie one behind the other
+        ranges = [msgspec.structs.replace(one, target=at) for one, at in zip(asked.ranges, starts, strict=False)]
         with PageFiles() as files:
-            files.open(self._shards, asked.ranges)
+            files.open(self._shards, ranges)
+            page = memoryview(bytearray(starts[-1]))
             for key in asked.keys:
                 while (found := self._blocks.get(key)) is None and time.monotonic() < until:
                     time.sleep(TICK_SECONDS)
-                data = b"" if found is None else files.read(found[0])
-                if found is None or self._blocks.get(key) is not found:  # it was overwritten meanwhile
-                    found, data = (0,), b""
-                line.send_page(key, data, found[0], bare=asked.bare)
+                if found is not None:
+                    files.read(found[0], page)
+                whole = found is not None and self._blocks.get(key) is found  # else it was overwritten meanwhile
+                line.send_page(key, page if whole else b"", found[0] if found else 0, bare=asked.bare)
 
     def _tell(self, line: BlockLine) -> None:
         """Send the keys of all blocks, and then their changes."""

@@ -68,14 +68,12 @@ def test_every_layout_reads_every_other(model: str) -> None:
     for (name, (mine, _)), (other, (theirs, _)) in product(engines.items(), engines.items()):
         for shard in mine:
             ranges = cut(shard, tuple(theirs))
-            page, sent = bytearray(shard.geometry.page_bytes), bytearray()
+            page = bytearray(shard.geometry.page_bytes)
             with PageFiles() as files:
                 files.open(theirs, ranges)
-                files.read_into(2, memoryview(page))
-                sent += files.read(2)
+                files.read(2, memoryview(page))
             for start, data in pieces(shard, 2):
                 assert page[start : start + len(data)] == data, f"{name} from {other}"
-            assert b"".join(one.of(memoryview(page)) for one in ranges) == sent
             assert name != other or len(ranges) == 1
 
 
@@ -97,12 +95,12 @@ def test_a_quantized_cache_is_cut_like_another_one() -> None:
 
 def test_what_no_rank_holds_is_refused() -> None:
     shards, _ = engine("heads", "tp2")
-    with pytest.raises(ConfigError, match="none of its ranks holds k of layer 0, head 2: use the same -tp and -pp"):
+    with pytest.raises(ConfigError, match="none of its ranks has head 2 of k in layer 0: use the same -tp"):
         cut(engine("heads", "tp1")[0][0], (shards[0],))
     parts = KVComponent("k", 2, 8, "float32", 4), KVComponent("k", 1, 8, "float32", 4)
     both, halves = ([KVGroup(layers=(0, 1), components=(part,)), KVGroup(layers=layers, components=(part,))]
                     for part, layers in zip(parts, ((2, 3), (3, 2)), strict=True))  # fmt: skip
-    with pytest.raises(ConfigError, match="divide the layers of KV groups in another way"):
+    with pytest.raises(ConfigError, match="KV groups are divided in another way"):
         cut(Shard(geometry=KVGeometry(block_size=4, groups=tuple(halves))),
             (Shard(geometry=KVGeometry(block_size=4, groups=tuple(both))),))  # fmt: skip
 

@@ -150,6 +150,16 @@ def test_a_follower_knows_the_blocks_and_reads_them(node: Node, follow: Any) -> 
     until(lambda: not peers._peers[0].keys)
 
 
+@pytest.mark.parametrize("head", [0, 1])
+def test_a_rank_with_half_of_the_heads_gets_these(node: Node, follow: Any, head: int) -> None:
+    node.put(1, 2)
+    follow()
+    page = bytearray(SIZE // 2)
+    pages = PeerPages([node.place], KEY, NAMESPACE, shard(1, head))
+    assert pages.fetch([name(9), name(2)], [0, 0], [memoryview(bytearray(SIZE // 2)), memoryview(page)]) == (0,)
+    assert page == content(2)[head * SIZE // 2 :][: SIZE // 2]
+
+
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_costs_blocks_and_nothing_else(node: Node, follow: Any, monkeypatch: pytest.MonkeyPatch, fault: str
                                                ) -> None:  # fmt: skip
@@ -170,11 +180,11 @@ def test_a_block_overwritten_while_it_is_copied_is_not_sent(node: Node, follow: 
     until(lambda: peers.has(name(2)))
     read = PageFiles.read
 
-    def overwritten(self: PageFiles, block: int) -> bytes:
+    def overwritten(self: PageFiles, block: int, page: memoryview) -> None:
         if node.store.host.key(block) == name(1):
             node.store.host.forget([block])
             node.write(block, bytes(SIZE // 2), 1)
-        return read(self, block)
+        read(self, block, page)
 
     monkeypatch.setattr(PageFiles, "read", overwritten)
     assert fetch(peers, 1, 2) == {1}
@@ -186,7 +196,7 @@ def test_a_block_overwritten_after_its_header_is_not_taken(node: Node, follow: A
     peers, send = follow(), block_share.BlockLine.send_page
     until(lambda: peers.has(name(2)))
 
-    def late(self: Any, key: bytes, data: bytes, block: int, *, bare: bool) -> None:
+    def late(self: Any, key: bytes, data: Any, block: int, *, bare: bool) -> None:
         if key == name(1):
             node.write(block, bytes(9), 0)
         send(self, key, data, block, bare=bare)
