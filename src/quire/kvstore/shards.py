@@ -141,8 +141,7 @@ def _ranges(mine: Shard, theirs: Sequence[Shard], index: int) -> Iterator[Range]
             found = next((one for one in held.get(piece.name, ())
                           if one[1].first <= head < one[1].end and one[1].size == piece.size), None)  # fmt: skip
             if found is None:
-                name, layer = piece.name[1], piece.name[0]
-                raise ConfigError(f"none of its ranks has head {head} of {name} in layer {layer}: use the same -tp.")
+                raise ConfigError(f"none of its ranks has head {head} of layer {piece.name[0]}: use the same -tp.")
             rank, other = found
             end = min(piece.end, other.end)
             yield Range(rank, other.start + (head - other.first) * piece.size, (end - head) * piece.size,

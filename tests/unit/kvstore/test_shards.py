@@ -95,7 +95,7 @@ def test_a_quantized_cache_is_cut_like_another_one() -> None:
 
 def test_what_no_rank_holds_is_refused() -> None:
     shards, _ = engine("heads", "tp2")
-    with pytest.raises(ConfigError, match="none of its ranks has head 2 of k in layer 0: use the same -tp"):
+    with pytest.raises(ConfigError, match="none of its ranks has head 2 of layer 0: use the same -tp"):
         cut(engine("heads", "tp1")[0][0], (shards[0],))
     parts = KVComponent("k", 2, 8, "float32", 4), KVComponent("k", 1, 8, "float32", 4)
     both, halves = ([KVGroup(layers=(0, 1), components=(part,)), KVGroup(layers=layers, components=(part,))]
