@@ -107,7 +107,7 @@ class PageFiles(ExitStack):
             raise ValueError("ranges outside of a page")
         files: dict[int, int] = {}
         for rank in sorted({one.rank for one in ranges}):
-            files[rank] = os.open(shards[rank].file, os.O_RDONLY | os.O_CLOEXEC)
+            files[rank] = os.open(shards[rank].file, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
             self.callback(os.close, files[rank])
             if os.pread(files[rank], len(shards[rank].token), 0) != shards[rank].token:
                 raise OSError(f"{shards[rank].file} is another file")

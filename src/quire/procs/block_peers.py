@@ -150,7 +150,7 @@ class PeerPages:
     def __init__(self, places: Iterable[Place], key: bytes, namespace: bytes, shard: Shard) -> None:
         self._places, self._shard = list(dict.fromkeys(places)), shard
         self._open = partial(_open, key=key, namespace=namespace)
-        self._far = set[Place]()  # places on this host whose memory cannot be opened
+        self._far = set[tuple[Shard, ...]]()  # of peers on this host whose memory cannot be opened
 
     def fetch(self, keys: Sequence[bytes], sources: Sequence[int], pages: Sequence[memoryview]) -> tuple[int, ...]:
         """Read blocks; return the indices of those that failed. `sources`: see `CopyJob`."""
@@ -172,13 +172,13 @@ class PeerPages:
         until = time.monotonic() + READ_SECONDS
         line, shards = self._open(place)
         with closing(line), PageFiles() as files:
-            ranges, near = cut(self._shard, shards), line.near and place not in self._far
+            ranges, near = cut(self._shard, shards), line.near and shards not in self._far
             if near:
                 try:
                     files.open(shards, ranges)
                 except OSError as error:
                     near = False
-                    self._far.add(place)
+                    self._far.add(shards)
                     LOG.warning("the memory of the peer %s:%s, on this host, cannot be opened (%s): its KV blocks come "
                                 "over TCP.", *place, str(error))  # fmt: skip
             line.send(Read([keys[index] for index in some], ranges, seconds, bare=near))

@@ -275,7 +275,13 @@ def test_memory_that_cannot_be_opened(node: Node, follow: Any, caplog: pytest.Lo
     for _ in range(2):
         assert fetch(peers, 1, 2) == set()
     words = "on this host, cannot be opened (not for you): its KV blocks come over TCP"
-    assert caplog.text.count(words) == (block_share.BlockLine.near is not False)
+    near = block_share.BlockLine.near is not False
+    assert caplog.text.count(words) == near
+    node.share._shards = tuple(msgspec.structs.replace(one, token=bytes([rank, 98]))
+                               for rank, one in enumerate(node.share._shards))  # fmt: skip
+    for rank, one in enumerate(node.share._shards):
+        node.write(0, one.token, rank)
+    assert fetch(peers, 1, 2) == set() and caplog.text.count(words) == 2 * near, "a peer that was started again"
 
 
 def test_promises_are_waited_for_and_leases_renewed(node: Node, follow: Any) -> None:
