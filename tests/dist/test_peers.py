@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from quire import LLM, SamplingParams
@@ -66,13 +67,22 @@ def leases(llm: LLM) -> int:
     return len(sharing._leases)
 
 
-@pytest.mark.parametrize("sizes", ["tp2", pytest.param("pp2", marks=pytest.mark.full),
-                                   pytest.param("tp2-pp2", marks=pytest.mark.full)])  # fmt: skip
-def test_prefill_and_decode_on_other_numbers_of_ranks(sizes: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-                                                      ) -> None:  # fmt: skip
+@pytest.mark.parametrize(("sizes", "way", "options"), [
+    ("tp2", "memory", {}),
+    *(pytest.param(*case, marks=pytest.mark.full) for case in [
+        ("tp2", "tcp", {}), ("pp2", "memory", {}), ("tp2-pp2", "memory", {}), ("tp2-pp2", "tcp", {}),
+        ("tp2", "memory", {"kv_cache_dtype": "fp8"}),
+    ]),
+], ids=str)  # fmt: skip
+def test_prefill_and_decode_on_other_numbers_of_ranks(sizes: str, way: str, options: dict[str, Any], tmp_path: Path,
+                                                      monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+    if way == "tcp":  # a share that names another file is read over TCP
+        shared = block_share.Shared
+        monkeypatch.setattr(block_share, "Shared", lambda shards: shared(tuple(
+            msgspec.structs.replace(shard, token=b"of another file") for shard in shards)))  # fmt: skip
     with nothing_left(tmp_path / "temporary") as left:
         one, many = free_address(), free_address()
-        with node("", one, many) as single, node(sizes, many, one) as several:
+        with node("", one, many, **options) as single, node(sizes, many, one, **options) as several:
             for seed, (first, second) in enumerate([(single, several), (several, single)]):
                 transfer = prefill(first, seed)
                 assert transfer["tp_size"] == (2 if first is several and "tp2" in sizes else 1)
