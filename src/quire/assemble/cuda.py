@@ -96,7 +96,7 @@ def load_cuda(plan: EnginePlan, groups: RankGroups, facts: CudaFacts, *, on_load
         return Parts(
             plan=plan, model=model, worker=worker, depth=sized.depth, memory=memory, prompt_chunk=PROMPT_CHUNK,
             executor=lambda facts: LaunchingExecutor(worker, facts, {"describe": worker.describe}),
-            notes=(note,) if note else (),
+            notes=(note,) if note else (), shards=worker.mover.shards if worker.mover else (),
             plans={"compiled kernels": f"{compiled} in {cache}", "weights": loaded, "memory": str(memory.budget),
                    "graphs": f"{len(worker.recorder)}", "cache": cache_words(plan, scales)},
         )  # fmt: skip
