@@ -280,16 +280,23 @@ def test_a_server_streams_runs_and_counts_them() -> None:
     given = {"method": "ngram", "num_speculative_tokens": 3}
     with running_inside(speculative_config=given, mock_step_ms=5.0) as inside:
         server = inside.server
-        plain = server.complete(max_tokens=30, stream=False, seed=1, speculative_tokens=0).json()
-        drafted = server.complete(max_tokens=30, stream=False, seed=1).json()
-        streamed = server.complete(max_tokens=30, return_token_ids=True, stream_options={"include_usage": True})
+        asked: dict[str, Any] = {"max_tokens": 30, "logprobs": 1, "seed": 1}
+        plain = server.complete(**asked, stream=False, speculative_tokens=0).json()
+        drafted = server.complete(**asked, stream=False).json()
+        streamed = server.complete(**asked, return_token_ids=True, stream_options={"include_usage": True})
         assert plain["choices"] == drafted["choices"]
         usages = [answer["usage"]["completion_tokens_details"] for answer in (
             plain, drafted, next(event for event in streamed.events() if event != "[DONE]" and event.get("usage")))]
-        assert usages[0] == {"reasoning_tokens": 0, "accepted_prediction_tokens": 0, "rejected_prediction_tokens": 0}
-        tokens = [len(choice["token_ids"]) for event in streamed.events() if event != "[DONE]"
-                  for choice in event["choices"] if choice.get("token_ids")]  # fmt: skip
+        assert usages[0] == {"reasoning_tokens": 0, "accepted_prediction_tokens": 0, "rejected_prediction_tokens": 0,
+                             "accepted_prediction_tokens_per_pos": [0, 0, 0]}  # fmt: skip
+        pieces = [choice for event in streamed.events() if event != "[DONE]" for choice in event["choices"]]
+        tokens = [len(choice["token_ids"]) for choice in pieces if choice.get("token_ids")]
         assert sum(tokens) == 30 and max(tokens) >= 4
+        (whole,) = plain["choices"]
+        assert "".join(piece["text"] for piece in pieces) == whole["text"]
+        scored = [piece["logprobs"] for piece in pieces if piece["logprobs"]]
+        for name in ("tokens", "token_logprobs", "text_offset"):
+            assert [value for one in scored for value in one[name]] == whole["logprobs"][name]
         refused = server.complete(speculative_tokens=4)
         assert refused.status == 400 and b"speculative_tokens=4 exceeds this engine's 3 drafts" in refused.body
         counted = {name: sum(server.metric(f"quire:spec_decode_num_{name}_total").values())
@@ -297,6 +304,8 @@ def test_a_server_streams_runs_and_counts_them() -> None:
         assert counted["accepted_tokens"] == counted["accepted_tokens_per_pos"] > 20
         right, wrong = (sum(each[f"{what}_prediction_tokens"] for each in usages) for what in ("accepted", "rejected"))
         assert (right, right + wrong) == (counted["accepted_tokens"], counted["draft_tokens"])
+        places = zip(*(usage["accepted_prediction_tokens_per_pos"] for usage in usages), strict=True)
+        assert [*map(sum, places)] == [*server.metric("quire:spec_decode_num_accepted_tokens_per_pos_total").values()]
         assert 20 < counted["drafts"] < counted["draft_tokens"] <= 3 * counted["drafts"]
         ended = server.ask("/debug/requests").json()
         drafts = [one["drafts"] for one in (ended["requests"] if isinstance(ended, dict) else ended)]
