@@ -3,6 +3,7 @@
 import itertools
 import json
 import random
+import shutil
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from quire import LLM, SamplingParams
 from quire.config.bundled import bundled_model
-from quire.contracts.errors import ConfigError, UnsupportedModel
+from quire.contracts.errors import ConfigError, UnsupportedModel, WeightsError
 from quire.models.quantize import Recipe, quantize_checkpoint
 from quire.spec.layers import LayerDrafter
 from quire.spec.passes import PredictionPass
@@ -319,12 +320,21 @@ REFUSED: list[tuple[str, Any, str]] = [
     ("moe", {"model": "a/draft"}, "method mtp drafts with the served model's own layers, and 'a/draft' is given"),
     ("moe", {"prompt_lookup_max": 3}, "prompt_lookup_max=3: method mtp looks no n-grams up"),
     ("dense", {}, "drafts with the multi-token-prediction (MTP) layer of the checkpoint, which has none"),
+    ("lacking", {}, "layers.6.mlp.gate.weight: the checkpoint is incomplete, or not of this config.json; download it "
+     "again. Without --speculative-config the layer that drafts is not needed."),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("model", "given", "words"), REFUSED)
-def test_what_cannot_be_is_refused_in_a_line(model: str, given: dict[str, Any], words: str, trained: str) -> None:
-    folder = {"model": trained} if model == "moe" else {}
-    with pytest.raises((ConfigError, UnsupportedModel)) as caught:
+def test_what_cannot_be_is_refused_in_a_line(model: str, given: dict[str, Any], words: str, trained: str,
+                                             tmp_path: Path) -> None:  # fmt: skip
+    if model == "lacking":
+        shutil.copytree(trained, tmp_path, dirs_exist_ok=True)
+        (tmp_path / "model.safetensors.index.json").unlink()
+        for file in tmp_path.glob("*.safetensors"):
+            kept = {name: one for name, one in load_file(file).items() if name != "model.layers.6.mlp.gate.weight"}
+            save_file(kept, file, {"format": "pt"})
+    folder = {"moe": {"model": trained}, "lacking": {"model": str(tmp_path)}}.get(model, {})
+    with pytest.raises((ConfigError, UnsupportedModel, WeightsError)) as caught:
         LLM(**OPTIONS, **folder, speculative_config={"method": "mtp", **given})
     assert words in str(caught.value) and "\n" not in str(caught.value)
