@@ -148,13 +148,17 @@ def test_answers_of_one_rank(row: Row, checkpoint: Callable[[str], Path], engine
 
 
 @pytest.mark.parametrize(("family", "sizes"), [
-    ("deepseek_v3", "tp2"), *(pytest.param(*each, marks=pytest.mark.full) for each in (
-        ("qwen3", "dp2"), ("qwen3_moe", "dp2-ep"), ("glm4_moe", "dp2-tp2-ep"))),
+    ("trained", "tp2"), *(pytest.param(*each, marks=pytest.mark.full) for each in (
+        ("deepseek_v3", "tp2"), ("qwen3", "dp2"), ("qwen3_moe", "dp2-ep"), ("glm4_moe", "dp2-tp2-ep"),
+        ("trained", "tp2-ep"), ("trained", "dp2"))),
 ])  # fmt: skip
 def test_drafts_are_accepted_by_all_ranks_alike(family: str, sizes: str, checkpoint: Callable[[str], Path],
-                                                engine: Callable[..., LLM]) -> None:  # fmt: skip
+                                                engine: Callable[..., LLM], shared: Path) -> None:  # fmt: skip
+    """The trained model drafts with its own layer, the others look n-grams up."""
     drafts = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
-    folder = checkpoint(family)
+    if family == "trained":
+        drafts = {"method": "mtp", "num_speculative_tokens": 2}
+    folder = shared / "models" / "quire-tiny-moe" if family == "trained" else checkpoint(family)
     ranks = engine(folder, **CHECKED, async_depth=2, speculative_config=drafts, max_num_batched_tokens=48,
                    **SIZES[sizes])  # fmt: skip
     compare(ask(ranks, requests(32)), ask(engine(folder), requests(32)))

@@ -1,6 +1,7 @@
 """Speculative decoding, end to end in float32: every answer is that of plain decoding, whatever is asked."""
 
 import itertools
+import random
 import re
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -42,10 +43,13 @@ REQUESTS: list[tuple[str, dict[str, Any]]] = [
     (LONG, WARM | structured(regex="(The module provides a (class|function)\\. )+", after="sub", budget=7)),
     (LONG, COLD | structured(regex="( The module provides a [a-z]+\\.)+")),
     (PROSE, COLD | {"min_tokens": 9} | structured(after="\n\n", budget=5)),
+    (LONG, COLD | {"stop_token_ids": [297]}), (LONG, COLD | {"max_tokens": 18}), (CODE, WARM | {"max_tokens": 7}),
+    (LONG, WARM | {"prompt_logprobs": 1, "top_p": 0.8}),
 ]  # fmt: skip
 FACTORS = {
     "async_depth": (1, 2), "k": (1, 3, 7), "max_num_batched_tokens": (24, 2048), "num_gpu_blocks_override": (None, 24),
     "enable_prefix_caching": (True, False), "shortest": (1, 3), "guesses": ("ngram", "right", "random"),
+    "kv_offload_gb": (0.0, 0.02), "scheduling_policy": ("fcfs", "priority"),
 }  # fmt: skip
 WHOLE = FACTORS | {"guesses": ("ngram", "right", "random", "wrong")}
 OPTIONS = {"dtype": "float32", "num_threads": 1, "max_num_seqs": 12, "use_tqdm_on_load": False, "block_size": 16,
@@ -70,11 +74,13 @@ def params(fields: dict[str, Any]) -> SamplingParams:
     return SamplingParams(**({"max_tokens": 64, "ignore_eos": True} | fields))
 
 
-def answers(llm: LLM, requests: list[tuple[str, dict[str, Any]]]) -> list[Any]:
+def answers(llm: LLM, requests: list[tuple[str, dict[str, Any]]], place: slice = slice(None)) -> list[Any]:
     """Every completion in parts that must be equal, then the numbers that rounding may change."""
     found = []
-    seeded = [params(fields | {"seed": 11 + i}) for i, (_, fields) in enumerate(requests)]
-    outputs = llm.generate([prompt for prompt, _ in requests], seeded, use_tqdm=False)
+    seeded = [params(fields | {"seed": 11 + i}) for i, (_, fields) in enumerate(requests)][place]
+    by_priority = llm.engine.config.scheduler.scheduling_policy == "priority"
+    priority = [i * 7 % 3 for i in range(len(seeded))] if by_priority else None
+    outputs = llm.generate([prompt for prompt, _ in requests][place], seeded, use_tqdm=False, priority=priority)
     for output in outputs:
         rows = [*(output.prompt_logprobs or []), *(row for one in output.outputs for row in one.logprobs or [])]
         exact = [(one.text, one.token_ids, one.finish_reason, one.stop_reason) for one in output.outputs]
@@ -84,8 +90,8 @@ def answers(llm: LLM, requests: list[tuple[str, dict[str, Any]]]) -> list[Any]:
     return found
 
 
-def check(found: list[Any], expected: list[Any]) -> None:
-    for (_, fields), one, other in zip(REQUESTS, found, expected, strict=True):
+def check(found: list[Any], expected: list[Any], place: slice = slice(None)) -> None:
+    for (_, fields), one, other in zip(REQUESTS[place], found, expected, strict=True):
         assert one[:2] == other[:2], fields
         np.testing.assert_allclose(one[2], other[2], atol=2e-4, err_msg=str(fields))
 
@@ -117,12 +123,21 @@ def drafting() -> Iterator[Callable[..., LLM]]:
         llm.close()
 
 
+def possible(row: dict[str, Any]) -> bool:
+    """False with tiers and without the prefix cache, which finds their blocks."""
+    return bool(row.get("enable_prefix_caching", True) or not row.get("kv_offload_gb"))
+
+
 def rows() -> list[Any]:
-    """A cover of the pairs of FACTORS; with --full the whole product of WHOLE."""
-    chosen = pairwise(FACTORS)
-    product = [dict(zip(WHOLE, values, strict=True)) for values in itertools.product(*WHOLE.values())]
-    long = [row for row in product if row not in chosen]
-    return [pytest.param(row, id=label(row), marks=pytest.mark.full if row in long else ()) for row in chosen + long]
+    """A cover of the pairs of FACTORS; with --full the whole product of WHOLE, with tiers and priorities at random."""
+    chosen, chance = pairwise(FACTORS, possible), random.Random(0)
+    varied = WHOLE | {name: (None,) for name in ("kv_offload_gb", "scheduling_policy")}
+    long = [dict(zip(WHOLE, values, strict=True)) for values in itertools.product(*varied.values())]
+    for row in long:
+        row["kv_offload_gb"] = chance.choice((0.0, 0.02 * row["enable_prefix_caching"]))
+        row["scheduling_policy"] = chance.choice(FACTORS["scheduling_policy"])
+    return [*(pytest.param(row, id=label(row)) for row in chosen),
+            *(pytest.param(row, id=label(row), marks=pytest.mark.full) for row in long if row not in chosen)]
 
 
 @pytest.mark.parametrize("row", rows())
@@ -265,16 +280,23 @@ def test_a_server_streams_runs_and_counts_them() -> None:
     given = {"method": "ngram", "num_speculative_tokens": 3}
     with running_inside(speculative_config=given, mock_step_ms=5.0) as inside:
         server = inside.server
-        plain = server.complete(max_tokens=30, stream=False, seed=1, speculative_tokens=0).json()
-        drafted = server.complete(max_tokens=30, stream=False, seed=1).json()
-        streamed = server.complete(max_tokens=30, return_token_ids=True, stream_options={"include_usage": True})
+        asked: dict[str, Any] = {"max_tokens": 30, "logprobs": 1, "seed": 1}
+        plain = server.complete(**asked, stream=False, speculative_tokens=0).json()
+        drafted = server.complete(**asked, stream=False).json()
+        streamed = server.complete(**asked, return_token_ids=True, stream_options={"include_usage": True})
         assert plain["choices"] == drafted["choices"]
         usages = [answer["usage"]["completion_tokens_details"] for answer in (
             plain, drafted, next(event for event in streamed.events() if event != "[DONE]" and event.get("usage")))]
-        assert usages[0] == {"reasoning_tokens": 0, "accepted_prediction_tokens": 0, "rejected_prediction_tokens": 0}
-        tokens = [len(choice["token_ids"]) for event in streamed.events() if event != "[DONE]"
-                  for choice in event["choices"] if choice.get("token_ids")]  # fmt: skip
+        assert usages[0] == {"reasoning_tokens": 0, "accepted_prediction_tokens": 0, "rejected_prediction_tokens": 0,
+                             "accepted_prediction_tokens_per_pos": [0, 0, 0]}  # fmt: skip
+        pieces = [choice for event in streamed.events() if event != "[DONE]" for choice in event["choices"]]
+        tokens = [len(choice["token_ids"]) for choice in pieces if choice.get("token_ids")]
         assert sum(tokens) == 30 and max(tokens) >= 4
+        (whole,) = plain["choices"]
+        assert "".join(piece["text"] for piece in pieces) == whole["text"]
+        scored = [piece["logprobs"] for piece in pieces if piece["logprobs"]]
+        for name in ("tokens", "token_logprobs", "text_offset"):
+            assert [value for one in scored for value in one[name]] == whole["logprobs"][name]
         refused = server.complete(speculative_tokens=4)
         assert refused.status == 400 and b"speculative_tokens=4 exceeds this engine's 3 drafts" in refused.body
         counted = {name: sum(server.metric(f"quire:spec_decode_num_{name}_total").values())
@@ -282,6 +304,8 @@ def test_a_server_streams_runs_and_counts_them() -> None:
         assert counted["accepted_tokens"] == counted["accepted_tokens_per_pos"] > 20
         right, wrong = (sum(each[f"{what}_prediction_tokens"] for each in usages) for what in ("accepted", "rejected"))
         assert (right, right + wrong) == (counted["accepted_tokens"], counted["draft_tokens"])
+        places = zip(*(usage["accepted_prediction_tokens_per_pos"] for usage in usages), strict=True)
+        assert [*map(sum, places)] == [*server.metric("quire:spec_decode_num_accepted_tokens_per_pos_total").values()]
         assert 20 < counted["drafts"] < counted["draft_tokens"] <= 3 * counted["drafts"]
         ended = server.ask("/debug/requests").json()
         drafts = [one["drafts"] for one in (ended["requests"] if isinstance(ended, dict) else ended)]

@@ -9,6 +9,7 @@ import numpy as np
 from quire.contracts.step import I32
 
 NEWEST = 0.2  # weight of a step in the averages: of a full average 3% are left after 16 steps
+DRY = 12  # steps in a row without a right draft, after which none is expected
 GAIN = 1.02  # tokens per second that drafts must gain over none
 PROBE = 32  # steps without drafts, after which a step tries the shortest number
 RENEW = 128  # steps with drafts, after which a step without any renews their measure
@@ -80,6 +81,7 @@ class MeasuredGain:
         self._strange: set[tuple[int, int]] = set()  # kinds of steps whose last time was far above the known one
         self._last: float | None = None  # when the last step was confirmed, if it had no prompts
         self._idle = self._busy = 0  # steps without and with drafts, since there were others
+        self._dry = 0  # steps with drafts since one was right
 
     def observe(self, planned: I32, accepted: I32, *, alone: bool) -> None:
         """Learn from a confirmed step; see `DraftLength.observe`."""
@@ -90,7 +92,9 @@ class MeasuredGain:
         runs = accepted[planned > 1] - 1  # right drafts
         if not len(runs):
             return
-        self._first += NEWEST * (float((runs > 0).mean()) - self._first)
+        share = float((runs > 0).mean())
+        self._dry = 0 if share else self._dry + 1
+        self._first = 0.0 if self._dry >= DRY else self._first + NEWEST * (share - self._first)
         tried = int(np.minimum(runs, planned[planned > 1] - 2).sum())  # right drafts with another draft behind them
         if tried:
             right = int(np.maximum(runs - 1, 0).sum())

@@ -55,7 +55,7 @@ def missing_speculation(speculation: Speculation | None, parallel: Parallel) -> 
         why = "a replica without tokens takes no part in the exchanges of the draft layer"
     else:
         return ()
-    remedy = 'use "method": "ngram"' if speculation.method not in METHODS else "leave out --speculative-config"
+    remedy = "leave out --speculative-config" if parallel.pp > 1 else 'use "method": "ngram"'
     return (Missing(f"speculative decoding {where} (--speculative-config)",
                     f"--speculative-config: speculative decoding {where} is not implemented yet, because {why}: "
                     f"{remedy}."),)  # fmt: skip

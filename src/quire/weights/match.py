@@ -43,7 +43,7 @@ def match_tensors(checkpoint: Checkpoint, params: Sequence[Param], args: ModelAr
     if missing := sorted(parts.keys() - found.keys()):
         raise WeightsError(
             f"{checkpoint.folder} lacks {_some(missing)}: the checkpoint is incomplete, or not of this config.json; "
-            "download it again." + _tied_hint(missing) + (f" No parameter reads {_some(unknown)}." if unknown else "")
+            "download it again." + _hint(missing, args) + (f" No parameter reads {_some(unknown)}." if unknown else "")
         )
     if unknown:
         raise WeightsError(f"{_some(unknown)} {'has' if len(unknown) == 1 else 'have'} no place in a {args.model_type} "
@@ -92,10 +92,12 @@ def _trimmed(shape: tuple[int, ...], param: Param) -> tuple[int, ...]:
     return shape
 
 
-def _tied_hint(names: list[str]) -> str:
-    if names != ["lm_head.weight"]:
-        return ""
-    return " If the model shares its head with the embedding, set tie_word_embeddings to true in config.json."
+def _hint(names: list[str], args: ModelArgs) -> str:
+    if names == ["lm_head.weight"]:
+        return " If the model shares its head with the embedding, set tie_word_embeddings to true in config.json."
+    if all((layer := _LAYER.match(name)) and int(layer[1]) >= args.num_layers for name in names):
+        return " Without --speculative-config the layer that drafts is not needed."
+    return ""
 
 
 def _some(names: list[str]) -> str:

@@ -38,8 +38,9 @@ def test_the_number_with_the_most_tokens_per_second_is_found(cost: float, right:
 
 
 @pytest.mark.parametrize("decodes", [1, 4, 64])
-def test_it_falls_to_none_within_16_steps_and_recovers(decodes: int) -> None:
-    device = Device(right=0.8)
+@pytest.mark.parametrize(("cost", "right"), [(0.05, 0.8), (0.0, 1.0)])
+def test_it_falls_to_none_within_16_steps_and_recovers(cost: float, right: float, decodes: int) -> None:
+    device = Device(cost, right)
     before = device.steps(100, decodes)
     assert set(before[-50:]) <= {0, 1, 3, 7} and before[-50:].count(0) < 10
     device.right = 0.0

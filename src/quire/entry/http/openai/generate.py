@@ -319,8 +319,9 @@ def usage(num_prompt: int, num_output: int, num_cached: int, num_thought: int = 
     choice, as in `Finish`."""
     told = CompletionTokens(reasoning_tokens=num_thought)
     if any(drafts):
-        told.accepted_prediction_tokens = accepted = sum(sum(each[1:]) for each in drafts)
-        told.rejected_prediction_tokens = sum(sum(each[:1]) for each in drafts) - accepted
+        made, *accepted = map(sum, zip(*filter(None, drafts), strict=True))
+        told.accepted_prediction_tokens, told.accepted_prediction_tokens_per_pos = sum(accepted), accepted
+        told.rejected_prediction_tokens = made - sum(accepted)
     return Usage(prompt_tokens=num_prompt, completion_tokens=num_output, total_tokens=num_prompt + num_output,
                  prompt_tokens_details=CachedTokens(cached_tokens=num_cached),
                  completion_tokens_details=told)

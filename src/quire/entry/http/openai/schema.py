@@ -309,6 +309,7 @@ class CompletionTokens(msgspec.Struct, kw_only=True):
     reasoning_tokens: int
     accepted_prediction_tokens: int | msgspec.UnsetType = msgspec.UNSET
     rejected_prediction_tokens: int | msgspec.UnsetType = msgspec.UNSET
+    accepted_prediction_tokens_per_pos: list[int] | msgspec.UnsetType = msgspec.UNSET  # first of a run, second, ...
 
 
 class Usage(msgspec.Struct, kw_only=True):
