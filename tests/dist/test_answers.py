@@ -18,7 +18,7 @@ import transformers
 from quire import LLM, RequestOutput, SamplingParams, StructuredOutputsParams
 from quire.engine.replicas import Core, Replicas
 
-from ..support.many_ranks import SIZES, SMALL, Left
+from ..support.many_ranks import LARGER, SIZES, SMALL, Left
 from ..support.pairwise import Row, label, pairwise
 from ..support.quantized_checkpoints import FORMS, quantize_checkpoint
 from ..support.tiny_models import CONTEXT, VOCAB, Tiny, make_oracle, mixed_prompts, random_model
@@ -149,14 +149,15 @@ def test_answers_of_one_rank(row: Row, checkpoint: Callable[[str], Path], engine
 
 @pytest.mark.parametrize(("family", "sizes"), [
     ("deepseek_v3", "tp2"), *(pytest.param(*each, marks=pytest.mark.full) for each in (
-        ("qwen3", "dp2"), ("qwen3_moe", "dp2-ep"), ("glm4_moe", "dp2-tp2-ep"))),
+        ("qwen3", "dp2"), ("qwen3_moe", "dp2-ep"), ("glm4_moe", "dp2-tp2-ep"), ("deepseek_v3", "tp4"),
+        ("qwen3_moe", "dp4-ep"))),
 ])  # fmt: skip
 def test_drafts_are_accepted_by_all_ranks_alike(family: str, sizes: str, checkpoint: Callable[[str], Path],
                                                 engine: Callable[..., LLM]) -> None:  # fmt: skip
     drafts = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
     folder = checkpoint(family)
     ranks = engine(folder, **CHECKED, async_depth=2, speculative_config=drafts, max_num_batched_tokens=48,
-                   **SIZES[sizes])  # fmt: skip
+                   **(LARGER | SIZES)[sizes])  # fmt: skip
     compare(ask(ranks, requests(32)), ask(engine(folder), requests(32)))
     cores = ranks.engine.core.cores if isinstance(ranks.engine.core, Replicas) else (ranks.engine.core,)
     for core in cores:
@@ -182,11 +183,11 @@ def texts() -> list[tuple[str, SamplingParams]]:
 
 @pytest.mark.parametrize(("sizes", "depth"), [
     ("tp2", 2), ("tp2-pp2", 1), ("dp2", 2),
-    *(pytest.param(*each, marks=pytest.mark.full) for each in (("tp4", 1), ("pp2", 2))),
+    *(pytest.param(*each, marks=pytest.mark.full) for each in (("tp4", 1), ("pp2", 2), ("dp4", 2))),
 ])  # fmt: skip
 def test_texts_of_the_bundled_model(sizes: str, depth: int, engine: Callable[..., LLM]) -> None:
     expected = ask(engine(), texts())
-    found = ask(engine(**CHECKED, async_depth=depth, **SIZES[sizes]), texts())
+    found = ask(engine(**CHECKED, async_depth=depth, **(LARGER | SIZES)[sizes]), texts())
     compare(found, expected)
     assert {"name", "age"} == set(json.loads(found[2].outputs[0].text))
     assert found[0].outputs[0].stop_reason == ".9"

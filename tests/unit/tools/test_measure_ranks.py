@@ -11,6 +11,8 @@ from measure_ranks import EPLB, LINES, Results, folder_of, peer_options, read_ce
 from quire.config.checkpoint import parse_checkpoint_config, read_raw_config
 from quire.config.placement import Parallel, check_parallel
 
+from ...support.many_ranks import is_stopped, until
+
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_every_line_divides_its_model(ranks: int, tmp_path: Path) -> None:
@@ -43,8 +45,12 @@ def test_results_are_appended(tmp_path: Path) -> None:
     assert len((tmp_path / "ranks.md").read_text().splitlines()) == 4
 
 
-def test_a_process_is_ended_with_its_children(capfd: pytest.CaptureFixture[str]) -> None:
-    forks = "import os, time; os.fork(); print('begun', flush=True); time.sleep(60)"
-    assert run([sys.executable, "-c", forks], argparse.Namespace(limit=0.5)) == "stopped after 0.5 s: begun"
+def test_a_process_is_ended_with_its_children(tmp_path: Path) -> None:
+    pids = tmp_path / "pids"
+    forks = f"import os, time; os.fork(); open({str(pids)!r}, 'a').write(f'{{os.getpid()}} '); time.sleep(60)"
+    assert run([sys.executable, "-c", forks], argparse.Namespace(limit=1.0)) == "stopped after 1.0 s: no output"
+    both = [int(pid) for pid in pids.read_text().split()]
+    assert len(both) == 2
+    until(lambda: all(map(is_stopped, both)), lambda: f"of {both} one is left", 10)
     assert run([sys.executable, "-c", "raise SystemExit('no room')"], argparse.Namespace(limit=20)) == (
         "exit code 1: no room")  # fmt: skip
