@@ -47,10 +47,10 @@ def test_answers_of_one_rank(sizes: str, model: str, folder_of: Callable[[str], 
                              engine: Callable[..., LLM]) -> None:  # fmt: skip
     """The prompts come twice, the second time with cached prefixes."""
     folder = folder_of(model)
-    expected = ask(engine(folder), requests(12))
+    expected = ask(engine(folder), requests(8))
     ranks = engine(folder, **CHECKED, **LARGER[sizes], async_depth=2, max_num_batched_tokens=48)
     for _ in range(2):
-        compare(ask(ranks, requests(12)), expected)
+        compare(ask(ranks, requests(8)), expected)
 
 
 @pytest.mark.full
