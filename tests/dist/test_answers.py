@@ -18,7 +18,7 @@ import transformers
 from quire import LLM, RequestOutput, SamplingParams, StructuredOutputsParams
 from quire.engine.replicas import Core, Replicas
 
-from ..support.many_ranks import SIZES, SMALL, Left
+from ..support.many_ranks import LARGER, SIZES, SMALL, Left
 from ..support.pairwise import Row, label, pairwise
 from ..support.quantized_checkpoints import FORMS, quantize_checkpoint
 from ..support.tiny_models import CONTEXT, VOCAB, Tiny, make_oracle, mixed_prompts, random_model
@@ -150,7 +150,7 @@ def test_answers_of_one_rank(row: Row, checkpoint: Callable[[str], Path], engine
 @pytest.mark.parametrize(("family", "sizes"), [
     ("trained", "tp2"), *(pytest.param(*each, marks=pytest.mark.full) for each in (
         ("deepseek_v3", "tp2"), ("qwen3", "dp2"), ("qwen3_moe", "dp2-ep"), ("glm4_moe", "dp2-tp2-ep"),
-        ("trained", "tp2-ep"), ("trained", "dp2"))),
+        ("trained", "tp2-ep"), ("trained", "dp2"), ("deepseek_v3", "tp4"), ("qwen3_moe", "dp4-ep"))),
 ])  # fmt: skip
 def test_drafts_are_accepted_by_all_ranks_alike(family: str, sizes: str, checkpoint: Callable[[str], Path],
                                                 engine: Callable[..., LLM], shared: Path) -> None:  # fmt: skip
@@ -160,7 +160,7 @@ def test_drafts_are_accepted_by_all_ranks_alike(family: str, sizes: str, checkpo
         drafts = {"method": "mtp", "num_speculative_tokens": 2}
     folder = shared / "models" / "quire-tiny-moe" if family == "trained" else checkpoint(family)
     ranks = engine(folder, **CHECKED, async_depth=2, speculative_config=drafts, max_num_batched_tokens=48,
-                   **SIZES[sizes])  # fmt: skip
+                   **(LARGER | SIZES)[sizes])  # fmt: skip
     compare(ask(ranks, requests(32)), ask(engine(folder), requests(32)))
     cores = ranks.engine.core.cores if isinstance(ranks.engine.core, Replicas) else (ranks.engine.core,)
     for core in cores:
@@ -186,11 +186,11 @@ def texts() -> list[tuple[str, SamplingParams]]:
 
 @pytest.mark.parametrize(("sizes", "depth"), [
     ("tp2", 2), ("tp2-pp2", 1), ("dp2", 2),
-    *(pytest.param(*each, marks=pytest.mark.full) for each in (("tp4", 1), ("pp2", 2))),
+    *(pytest.param(*each, marks=pytest.mark.full) for each in (("tp4", 1), ("pp2", 2), ("dp4", 2))),
 ])  # fmt: skip
 def test_texts_of_the_bundled_model(sizes: str, depth: int, engine: Callable[..., LLM]) -> None:
     expected = ask(engine(), texts())
-    found = ask(engine(**CHECKED, async_depth=depth, **SIZES[sizes]), texts())
+    found = ask(engine(**CHECKED, async_depth=depth, **(LARGER | SIZES)[sizes]), texts())
     compare(found, expected)
     assert {"name", "age"} == set(json.loads(found[2].outputs[0].text))
     assert found[0].outputs[0].stop_reason == ".9"

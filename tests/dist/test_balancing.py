@@ -20,11 +20,11 @@ __all__ = ["checkpoint", "engine"]
 ROUNDS = 30  # of requests, in which every layer must have moved
 
 
-def balanced(folder: Path) -> dict[str, Any]:
-    """The options with which experts of this model move every few steps."""
+def balanced(folder: Path, ranks: int = 4) -> dict[str, Any]:
+    """The options with which experts of this model move between `ranks`, or fewer of 4, every few steps."""
     raw = json.loads((folder / "config.json").read_text())
     count = next(raw[name] for name in ("num_local_experts", "num_experts", "n_routed_experts") if raw.get(name))
-    settings = {"num_redundant_experts": -count % 4 or 4, "step_interval": 8, "window_size": 4}
+    settings = {"num_redundant_experts": -count % ranks or ranks, "step_interval": 8, "window_size": 4}
     return {"enable_eplb": True, "eplb_config": settings}
 
 

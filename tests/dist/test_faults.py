@@ -25,7 +25,7 @@ from quire.contracts.errors import EngineDead, WeightsError
 from quire.engine.core import EngineCore
 
 from ..e2e.serving import Answer, Server, running_server, wait_until
-from ..support.many_ranks import SIZES, SMALL, Fault, Left, is_stopped, nothing_left, until
+from ..support.many_ranks import LARGER, SIZES, SMALL, Fault, Left, is_stopped, nothing_left, until
 from ..support.pairwise import Row, label, pairwise
 from ..support.tiny_models import CONTEXT, Tiny, random_model
 
@@ -35,7 +35,11 @@ PLACES = ("load", "size", "prefill", "decode")
 OPTIONS: Row = SMALL | {"max_model_len": 512, "kv_cache_memory_bytes": 16 << 20}
 FLAGS = ("--dtype", "float32", "--num-threads", "1", "--max-model-len", "512", "--kv-cache-memory-bytes", "16M",
          "--device", "cpu")  # fmt: skip
-SIZE_FLAGS = {"tp2": ("-tp", "2"), "pp2": ("-pp", "2"), "dp2-ep": ("-dp", "2", "-ep", "--skip-tokenizer-init")}
+SIZE_FLAGS = {"tp2": ("-tp", "2"), "pp2": ("-pp", "2"), "dp2-ep": ("-dp", "2", "-ep", "--skip-tokenizer-init"),
+              "tp4": ("-tp", "4"), "tp2-pp2": ("-tp", "2", "-pp", "2"),
+              "dp4-ep": ("-dp", "4", "-ep", "--skip-tokenizer-init")}  # fmt: skip
+NAMES = {"tp2": "tp {0}", "tp4": "tp {0}", "pp2": "stage {0}", "dp2-ep": "replica {0}", "dp4-ep": "replica {0}",
+         "tp2-pp2": "tp 0, stage 1"}  # of a rank; of rank 2 in the last layout
 LONG = SamplingParams(max_tokens=200, ignore_eos=True, seed=1)
 ENDS = {"SIGKILL": "was killed by SIGKILL", "SIGSTOP": "is stopped (SIGSTOP, or a debugger) and has sent nothing for ",
         "RuntimeError": "failed: RuntimeError: planted by a test"}  # fmt: skip
@@ -46,10 +50,15 @@ FACTORS: dict[str, list[Any]] = {
 
 
 def rows() -> list[Any]:
-    """Every pair of values; all of the product with QUIRE_FULL=1."""
+    """Every pair of values, and four ranks; all of the product with QUIRE_FULL=1."""
     cover = pairwise(FACTORS)
     every = [dict(zip(FACTORS, values, strict=True)) for values in itertools.product(*FACTORS.values())]
-    return cover + [pytest.param(row, marks=pytest.mark.full) for row in every if row not in cover]
+    many = [dict(zip(FACTORS, values, strict=True)) for values in (
+        ("dp4-ep", 2, "decode", "SIGKILL", "LLM"), ("tp4", 3, "decode", "RuntimeError", "LLM"),
+        ("tp2-pp2", 2, "prefill", "SIGKILL", "LLM"), ("tp4", 1, "load", "SIGKILL", "server"),
+        ("dp4-ep", 3, "prefill", "RuntimeError", "server"), ("dp4-ep", 0, "decode", "SIGSTOP", "LLM"))]  # fmt: skip
+    rare = [row for row in every if row not in cover] + many[1:]
+    return [*cover, many[0], *(pytest.param(row, marks=pytest.mark.full) for row in rare)]
 
 
 @pytest.fixture
@@ -60,8 +69,8 @@ def left(tmp_path: Path) -> Iterator[Left]:
 
 def told(text: str, row: Row) -> None:
     """Assert that a message names the rank and the end of it."""
-    place = {"tp2": "tp", "pp2": "stage", "dp2-ep": "replica"}[row["sizes"]]
-    assert f"rank {row['rank']} ({place} {row['rank']}, pid " in text and ENDS[row["kind"]] in text, text
+    place = NAMES[row["sizes"]].format(row["rank"])
+    assert f"rank {row['rank']} ({place}, pid " in text and ENDS[row["kind"]] in text, text
 
 
 def since(moment: Path, row: Row) -> None:
@@ -83,10 +92,10 @@ def test_a_fault_of_a_rank_is_told(
     row: Row, tmp_path: Path, left: Left, monkeypatch: pytest.MonkeyPatch, experts: str
 ) -> None:
     """Replicas that share experts end together, too."""
-    options, flags, prompts = OPTIONS | SIZES[row["sizes"]], (*FLAGS, *SIZE_FLAGS[row["sizes"]]), ["Once", "The"]
-    if row["sizes"] == "dp2-ep":
+    options, flags, prompts = OPTIONS | (LARGER | SIZES)[row["sizes"]], (*FLAGS, *SIZE_FLAGS[row["sizes"]]), ["Once", "The"]
+    if row["sizes"].endswith("-ep"):
         options |= {"model": experts, "max_model_len": CONTEXT, "skip_tokenizer_init": True}
-        flags, prompts = (experts, *flags, "--max-model-len", str(CONTEXT)), [[1, 2, 3], [4, 5]]
+        flags, prompts = (experts, *flags, "--max-model-len", str(CONTEXT)), [[1, 2, 3], [4, 5], [6], [7, 8]]
     moment = tmp_path / "moment"
     variables = Fault(row["rank"], row["place"], row["kind"]).variables(moment)
     if row["host"] == "LLM":
@@ -105,7 +114,7 @@ def test_a_fault_of_a_rank_is_told(
             told(server.stderr, row)
             return
         with ThreadPoolExecutor(4) as pool:
-            asked = [pool.submit(server.complete, prompts[i % 2], max_tokens=200) for i in range(4)]
+            asked = [pool.submit(server.complete, prompts[i % len(prompts)], max_tokens=200) for i in range(4)]
             answers = [one.result() for one in asked]
             since(moment, row)
             for answer in answers:

@@ -21,7 +21,7 @@ from quire.config.env import CLUSTER_KEY
 from quire.contracts.errors import EngineDead
 
 from ..e2e.serving import running_server
-from ..support.many_ranks import SIZES, SMALL, Left, until
+from ..support.many_ranks import LARGER, SIZES, SMALL, Left, until
 from ..support.pairwise import Row
 from ..support.tiny_models import Tiny, make_oracle, mixed_prompts
 from .test_answers import CHECKED, ask, compare, requests
@@ -82,13 +82,13 @@ def experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("sizes", [
-    "pp2", "dp2-ep", *(pytest.param(each, marks=pytest.mark.full) for each in ("tp2", "dp2")),
+    "pp2", "dp2-ep", *(pytest.param(each, marks=pytest.mark.full) for each in ("tp2", "dp2", "tp2-pp2", "dp4-ep")),
 ])  # fmt: skip
 def test_answers_of_one_rank(sizes: str, experts: Path, port: int) -> None:
     options: Row = SMALL | {"max_num_seqs": 16, "max_model_len": 256, "kv_cache_memory_bytes": 16 << 20,
                             "skip_tokenizer_init": True, "block_size": 16, "max_num_batched_tokens": 48}  # fmt: skip
     with agent(port, str(experts)) as other:
-        with LLM(str(experts), **options, **CHECKED, **SIZES[sizes], nnodes=2, master_port=port) as llm:
+        with LLM(str(experts), **options, **CHECKED, **(LARGER | SIZES)[sizes], nnodes=2, master_port=port) as llm:
             found = ask(llm, requests(24))
         code, out = other.end()
         assert code == 0 and "the engine has ended" in out

@@ -1,9 +1,13 @@
-"""Engines of two GPUs: the tokens of one GPU in float32, sums through symmetric memory and through NCCL, and faults."""
+"""Engines of 2, 4 and 8 GPUs: the tokens of one GPU in float32, sums through symmetric memory and NCCL, and faults.
 
+A layout that needs more GPUs than there are is skipped."""
+
+import math
 import os
 import signal
 import time
-from pathlib import Path
+from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import pytest
@@ -11,11 +15,10 @@ import torch
 
 from quire import LLM, SamplingParams
 from quire.contracts.errors import EngineDead
+from quire.engine.replicas import Replicas
 
+from ..support.many_ranks import LARGER
 from ..support.tiny_models import Tiny, random_model
-
-if torch.cuda.device_count() < 2:
-    pytest.skip("needs two GPUs", allow_module_level=True)
 
 TEXTS = ("To create a new file you", "def main(", "Once upon a time", "1, 2, 3, 5, 8, 13, 21, 34; " * 8)
 PARAMS = [
@@ -27,7 +30,34 @@ PARAMS = [
 SIZES: dict[str, dict[str, Any]] = {
     "tp2": {"tensor_parallel_size": 2}, "tp2-nccl": {"tensor_parallel_size": 2, "disable_custom_all_reduce": True},
     "tp2-eager": {"tensor_parallel_size": 2, "enforce_eager": True}, "pp2": {"pipeline_parallel_size": 2},
+    "tp4": LARGER["tp4"], "tp4-nccl": LARGER["tp4"] | {"disable_custom_all_reduce": True}, "dp4": LARGER["dp4"],
+    "tp2-pp2": {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}, "tp4-pp2": LARGER["tp4-pp2"],
+    "dp8": LARGER["dp8"],
 }  # fmt: skip
+PROMPTS: Any = [{"prompt_token_ids": list(range(5, 5 + n))} for n in (3, 17, 40)]
+OPTIONS: dict[str, Any] = {"device": "cuda", "dtype": "float32", "skip_tokenizer_init": True, "max_model_len": 256,
+                           "gpu_memory_utilization": 0.3}  # fmt: skip
+EAGER = {"all2all_backend": "allgather_reducescatter", "enforce_eager": True}
+OF_EXPERTS: dict[str, dict[str, Any]] = {
+    "tp2": {"tensor_parallel_size": 2}, "tp2-ep": {"tensor_parallel_size": 2, "enable_expert_parallel": True},
+    "dp2-ep": {"data_parallel_size": 2, "enable_expert_parallel": True}, "tp4": LARGER["tp4"],
+    "tp4-ep": LARGER["tp4-ep"], "dp4-ep": LARGER["dp4-ep"], "dp4-ep-gather": LARGER["dp4-ep"] | EAGER,
+    "tp8": LARGER["tp8"], "tp8-ep": LARGER["tp8-ep"], "dp8-ep": LARGER["dp8-ep"], "dp4-tp2-ep": LARGER["dp4-tp2-ep"],
+    "tp4-pp2": LARGER["tp4-pp2"],
+}  # fmt: skip
+
+
+def num_ranks(sizes: dict[str, Any]) -> int:
+    """The number of GPUs that an engine of these sizes takes."""
+    return math.prod(count for name, count in sizes.items() if name.endswith("_size"))
+
+
+def layouts(every: dict[str, dict[str, Any]]) -> list[Any]:
+    """Cases of a test, which are skipped where there are too few GPUs."""
+    there = torch.cuda.device_count()
+    return [pytest.param(sizes, id=name, marks=pytest.mark.skipif(
+        there < num_ranks(sizes), reason=f"needs {num_ranks(sizes)} GPUs, and PyTorch sees {there}"))
+        for name, sizes in every.items()]  # fmt: skip
 
 
 def answers(model: str, **options: Any) -> list[tuple[list[int], Any]]:
@@ -45,9 +75,9 @@ def alone() -> list[tuple[list[int], Any]]:
     return answers("")
 
 
-@pytest.mark.parametrize("sizes", SIZES)
-def test_the_tokens_of_one_gpu(alone: Any, sizes: str) -> None:
-    found = answers("", **SIZES[sizes])
+@pytest.mark.parametrize("sizes", layouts(SIZES))
+def test_the_tokens_of_one_gpu(alone: Any, sizes: dict[str, Any]) -> None:
+    found = answers("", **sizes)
     assert [tokens for tokens, _ in found] == [tokens for tokens, _ in alone]
     for (_, mine), (_, theirs) in zip(found, alone, strict=True):
         for one, other in zip(mine or (), theirs or (), strict=True):
@@ -55,32 +85,50 @@ def test_the_tokens_of_one_gpu(alone: Any, sizes: str) -> None:
             assert all(abs(one[token].logprob - other[token].logprob) < 1e-3 for token in one)
 
 
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
+    """The folder of a random model of a family; 2 KV heads, or latents, are copied to ranks."""
+
+    @cache
+    def made(family: str) -> str:
+        where, widths = tmp_path_factory.mktemp(family), (("moe_intermediate_size", 128), ("intermediate_size", 256))
+        random_model(Tiny(family=family, heads=(8, 2), changes=widths), 0).save_pretrained(where)
+        return str(where)
+
+    return made
+
+
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
-@pytest.mark.parametrize("experts", [False, True])
-def test_experts_of_two_gpus(tmp_path: Path, family: str, experts: bool) -> None:
-    """Random models in float32: whole experts on each GPU, or a slice of each."""
-    random_model(Tiny(family=family, heads=(4, 4)), 0).save_pretrained(tmp_path)
-    prompts = [list(range(5, 5 + n)) for n in (3, 17, 40)]
-    params = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
+@pytest.mark.parametrize("sizes", layouts(OF_EXPERTS))
+def test_experts_of_many_gpus(folder: Callable[[str], str], family: str, sizes: dict[str, Any]) -> None:
+    """Whole experts on each GPU, or a slice of each."""
     found = []
-    for sizes in ({}, {"tensor_parallel_size": 2, "enable_expert_parallel": experts}):
-        with LLM(str(tmp_path), device="cuda", dtype="float32", skip_tokenizer_init=True, max_model_len=256,
-                 gpu_memory_utilization=0.3, **sizes) as llm:  # type: ignore[arg-type]  # fmt: skip
-            outputs = llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
+    for given in ({}, sizes):
+        with LLM(folder(family), **OPTIONS | given) as llm:
+            params = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
+            outputs = llm.generate(PROMPTS, params, use_tqdm=False)
             found.append([list(one.outputs[0].token_ids) for one in outputs])
     assert found[0] == found[1]
 
 
-@pytest.mark.parametrize("number", [0, 1])
-def test_a_killed_rank_ends_the_engine(number: int) -> None:
-    """Within seconds, though the other GPU waits in a kernel; and its memory is free again."""
-    before = [torch.cuda.mem_get_info(gpu)[0] for gpu in range(2)]
-    with LLM("", device="cuda", tensor_parallel_size=2, max_model_len=512, gpu_memory_utilization=0.3) as llm:
-        executor: Any = llm.engine.core.executor
-        pid, began = executor.pids[number], time.monotonic()
+def pids(llm: LLM) -> list[int]:
+    """The process of each rank."""
+    core: Any = llm.engine.core
+    return [pid for one in (core.cores if isinstance(core, Replicas) else (core,)) for pid in one.executor.pids]
+
+
+@pytest.mark.parametrize("number", [0, -1])
+@pytest.mark.parametrize("sizes", layouts({name: OF_EXPERTS[name] for name in ("tp2", "tp4", "dp4-ep", "tp8",
+                                                                               "dp8-ep")}))  # fmt: skip
+def test_a_killed_rank_ends_the_engine(folder: Callable[[str], str], sizes: dict[str, Any], number: int) -> None:
+    """Within seconds, though the other GPUs wait in a kernel; and their memory is free again."""
+    before = [torch.cuda.mem_get_info(gpu)[0] for gpu in range(num_ranks(sizes))]
+    number %= num_ranks(sizes)
+    with LLM(folder("qwen3_moe"), **OPTIONS | sizes) as llm:
+        pid, began = pids(llm)[number], time.monotonic()
         os.kill(pid, signal.SIGKILL)
         with pytest.raises(EngineDead, match=f"rank {number} .*SIGKILL"):
-            llm.generate(list(TEXTS), PARAMS, use_tqdm=False)
+            llm.generate(PROMPTS * 4, SamplingParams(max_tokens=200, ignore_eos=True), use_tqdm=False)
         assert time.monotonic() - began < 20
     deadline = time.monotonic() + 20
     while any(torch.cuda.mem_get_info(gpu)[0] < was - (64 << 20) for gpu, was in enumerate(before)):

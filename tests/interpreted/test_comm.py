@@ -1,4 +1,4 @@
-"""Kernels that exchange data between ranks: two and three processes whose memory is a shared file stand for GPUs."""
+"""Kernels that exchange data between ranks: two to eight processes whose memory is a shared file stand for GPUs."""
 
 import os
 import subprocess
@@ -46,7 +46,7 @@ def inputs(call: int, rank: int) -> tuple[torch.Tensor, torch.Tensor | None]:
     return part, None if call == 2 else residual
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [2, 3, *(pytest.param(each, marks=pytest.mark.full) for each in (4, 8))])
 def test_every_rank_gets_the_sum(tmp_path: Path, ranks: int) -> None:
     if not triton_runtime.INTERPRETED:
         pytest.skip("needs Triton's interpreter")

@@ -60,13 +60,13 @@ def parts(ranks: int, each: int) -> list[Part]:
     """The layouts and steps of a test with `ranks` ranks, `each` of a replica."""
     spread = ranks // each
     full = ((9, 0, 17), (0, 0, 0), (17, 17, 17), (0, 17, 1), (1, 0, 0), (5, 16, 2), (0, 3, 17))
-    steps = tuple((-(-17 // each), counts[:spread]) for counts in full)
+    steps = tuple((-(-17 // each), (counts * 3)[:spread]) for counts in full)
     layout = Layout(ranks=ranks, rows=ROWS, hidden=160, top_k=3, item_bytes=4)
-    few = ((1, (1, 0, 1)[:spread]), (2, (2 * each, 1, 0)[:spread]))
-    whole = ((ROWS, (ROWS * each, 2, ROWS)[:spread]),)
+    few = ((1, ((1, 0, 1) * 3)[:spread]), (2, ((2 * each, 1, 0) * 3)[:spread]))
+    whole = ((ROWS, ((ROWS * each, 2, ROWS) * 3)[:spread]),)
     made = [Part(layout, torch.float32, steps + few + whole),
             Part(replace(layout, item_bytes=2), torch.bfloat16, steps[:2]),
-            Part(layout, torch.float32, ((2, (9, 5, 0)[:spread]),), first=4)]
+            Part(layout, torch.float32, ((2, ((9, 5, 0) * 3)[:spread]),), first=4)]
     made += [Part(replace(layout, hidden=32, top_k=k), torch.float32, few)
              for k in (range(1, 9) if ranks == 2 else (1, 8))]
     made += [Part(replace(layout, hidden=384, wire=wire), torch.float32, (steps[1], few[1]))
@@ -281,7 +281,9 @@ def run_ranks(folder: Path, ranks: int, each: int, fault: str = "") -> tuple[lis
     return codes, (folder / "said").read_text()
 
 
-@pytest.mark.parametrize(("ranks", "each"), [(2, 1), (3, 1), (2, 2), (4, 2)])
+@pytest.mark.parametrize(("ranks", "each"), [
+    (2, 1), (3, 1), (2, 2), (4, 2), *(pytest.param(*each, marks=pytest.mark.full) for each in ((4, 1), (8, 1), (8, 2))),
+])  # fmt: skip
 def test_rows_reach_their_experts_and_come_back(tmp_path: Path, ranks: int, each: int) -> None:
     codes, said = run_ranks(tmp_path, ranks, each)
     assert codes == [0] * ranks, said

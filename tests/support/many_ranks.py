@@ -25,6 +25,19 @@ SIZES: dict[str, dict[str, Any]] = {
     "dp2-ep": {"data_parallel_size": 2, "enable_expert_parallel": True},
     "dp2-tp2-ep": {"data_parallel_size": 2, "tensor_parallel_size": 2, "enable_expert_parallel": True},
 }  # fmt: skip
+LARGER: dict[str, dict[str, Any]] = {  # four ranks and more
+    "tp4": {"tensor_parallel_size": 4},
+    "tp4-ep": {"tensor_parallel_size": 4, "enable_expert_parallel": True},
+    "dp4": {"data_parallel_size": 4},
+    "dp4-ep": {"data_parallel_size": 4, "enable_expert_parallel": True},
+    "dp2-pp2-ep": {"data_parallel_size": 2, "pipeline_parallel_size": 2, "enable_expert_parallel": True},
+    "tp8": {"tensor_parallel_size": 8},
+    "tp8-ep": {"tensor_parallel_size": 8, "enable_expert_parallel": True},
+    "dp8": {"data_parallel_size": 8},
+    "dp8-ep": {"data_parallel_size": 8, "enable_expert_parallel": True},
+    "dp4-tp2-ep": {"data_parallel_size": 4, "tensor_parallel_size": 2, "enable_expert_parallel": True},
+    "tp4-pp2": {"tensor_parallel_size": 4, "pipeline_parallel_size": 2},
+}  # fmt: skip
 SMALL: dict[str, Any] = {"dtype": "float32", "num_threads": 1, "use_tqdm_on_load": False}
 
 

@@ -100,7 +100,7 @@ DENSE = tuple(family for family in FAMILIES if family not in EXPERTS)
 
 @dataclass(frozen=True)
 class Tiny:
-    """Options of a random checkpoint. `heads`: query and KV heads."""
+    """Options of a random checkpoint. `heads`: query and KV heads; `changes`: (key, value) of the peer's config."""
 
     family: str = "qwen3"
     tied: bool = False
@@ -109,6 +109,7 @@ class Tiny:
     bias: bool = False
     eos: tuple[int, ...] = ()
     head_dim: int = 16
+    changes: tuple[tuple[str, Any], ...] = ()
 
 
 @dataclass
@@ -187,7 +188,7 @@ def hf_config(spec: Tiny) -> Any:
         attn_implementation="eager",
         dtype="float32",
     )
-    options |= dict.fromkeys(family.biases, spec.bias) | family.options
+    options |= dict.fromkeys(family.biases, spec.bias) | family.options | dict(spec.changes)
     if spec.family in EXPERTS:
         options["experts_implementation"] = "eager"
     if CONFIGURED[spec.family].latent:

@@ -57,8 +57,9 @@ class LoadConfig:
     load_format: str = option(
         "auto", "auto = safetensors (so are fastsafetensors and runai_streamer); dummy = random weights",
         choices=("auto", "safetensors", "dummy"))
-    routing: str = option("model", "choice of experts: model = by the routers; uniform = at random, so that "
-                          "timings with dummy weights are like those of trained ones", choices=("model", "uniform"))
+    routing: str = option("model", "choice of experts: model = by the routers; uniform = at random, so that timings "
+                          "with dummy weights are like those of trained ones; zipf = at random, some experts far "
+                          "more often than others", choices=("model", "uniform", "zipf"))
     quantization: str | None = option(
         None, "format of the weights; fp8 quantizes an unquantized checkpoint while it is loaded (default: as the "
         "checkpoint says)", flags=("-q",))
@@ -254,8 +255,9 @@ def check_config(config: EngineConfig) -> None:
     if hosts.nnodes > 1 and hosts.distributed_executor_backend == "ray":
         raise ConfigError(f"nnodes={hosts.nnodes}: Ray knows its hosts itself: leave out nnodes, or use "
                           "distributed_executor_backend=mp.")
-    if config.load.routing == "uniform" and config.load.load_format != "dummy":
-        raise ConfigError("routing=uniform ignores what a model has learned: use it only with load_format=dummy.")
+    if config.load.routing != "model" and config.load.load_format != "dummy":
+        raise ConfigError(f"routing={config.load.routing} ignores what a model has learned: use it only with "
+                          "load_format=dummy.")
     if not 0.0 <= s.watermark < 1.0:
         raise ConfigError(f"watermark={s.watermark}: must be in [0, 1).")
     if not 0.0 < c.gpu_memory_utilization <= 1.0:

@@ -190,7 +190,7 @@ def _memory(report: PlanReport, gpu: Gpu | None, free: int, rank: Rank) -> Memor
     ours = EMPTY + plan.graphs.num_bytes + _activations(plan)
     ours += plan.buffer_bytes + plan.scratch_bytes
     if plan.graphs.bounds:  # graphs have memory of their own, for the experts' part of the largest exchange, too
-        ours += plan.mesh.parallel.dp * plan.graphs.bounds[-1] * _expert_bytes(plan.args)
+        ours += plan.mesh.parallel.dp * plan.graphs.bounds[-1] * _expert_bytes(plan)
     left = gpu.memory - weights - ours
     return resolve_sizing(plan, DeviceMemory(total=gpu.memory, at_start=gpu.memory, free=left, weights=weights,
                                              others=0))  # fmt: skip
@@ -200,14 +200,20 @@ def _activations(plan: EnginePlan) -> int:
     """Estimate the bytes of the largest step.
 
     Every token has hidden states and the results of the widest layer, 2 bytes per number. Experts that replicas share
-    have room for the tokens of all replicas. Every sampled row has float32 logits and the copies that sampling makes.
+    have room for the tokens of all replicas in one exchange; more travel in several. Every sampled row has float32
+    logits and the copies that sampling makes.
     """
-    args, parallel = plan.args, plan.mesh.parallel
-    inner = 3 * max(args.intermediate_size, args.num_heads * args.head_dim) // parallel.tp
-    inner = max(inner, _expert_bytes(args) // 2 * (parallel.dp if parallel.lockstep else 1))
-    return plan.step_tokens * 2 * (4 * args.hidden_size + inner) + 3 * 4 * args.vocab_size * plan.step_rows
+    args, parallel, tokens = plan.args, plan.mesh.parallel, plan.step_tokens
+    inner = tokens * 2 * 3 * max(args.intermediate_size, args.num_heads * args.head_dim) // parallel.tp
+    rows = parallel.dp * min((tokens, *plan.graphs.bounds[-1:])) if parallel.lockstep else tokens
+    inner = max(inner, rows * _expert_bytes(plan))
+    return tokens * 2 * 4 * args.hidden_size + inner + 3 * 4 * args.vocab_size * plan.step_rows
 
 
-def _expert_bytes(args: ModelArgs) -> int:
+def _expert_bytes(plan: EnginePlan) -> int:
     """Return the bytes that the results of a token's experts take in their layers; 0 for a model without experts."""
-    return 2 * args.moe.routing.top_k * (3 * args.moe.expert_size + args.hidden_size) if args.moe else 0
+    moe, parallel = plan.args.moe, plan.mesh.parallel
+    if moe is None:
+        return 0
+    return 2 * moe.routing.top_k * (3 * moe.expert_size // (1 if parallel.experts else parallel.tp) +
+                                    plan.args.hidden_size)

@@ -122,7 +122,7 @@ class MoE(nn.Module):
     """Mixture of experts: hidden + the weighted sum of routed experts + the shared experts (a gated MLP).
 
     slots        map of experts to slots of all ranks, if experts are balanced
-    choose       replaces the router where it is set (`quire.kernels.routing.uniform`)
+    choose       replaces the router where it is set (`quire.kernels.routing.drawing`)
     on_routing   called with the weights and ids of each step where it is set (tests, verification)
     """
 

@@ -44,9 +44,10 @@ def build_model(plan: EnginePlan, groups: RankGroups = ALONE) -> Decoder:
             slots = (one.to(build.device) for one in initial_slots(num_experts, redundant))
             model.layers[layer].mlp.balance(ExpertSlots(*slots, first_row=rank.replica * REPLICA_ROWS),
                                             range(*rank.experts), num_experts + redundant)  # fmt: skip
-    if plan.config.load.routing == "uniform" and args.moe is not None:
+    if plan.config.load.routing != "model" and args.moe is not None:
         for layer in args.moe.layers:
-            model.layers[layer].mlp.choose = partial(routing.uniform, kernels.routing, args.moe.routing)
+            draw = routing.drawing(plan.config.load.routing, layer, args.moe.routing.num_experts, build.device)
+            model.layers[layer].mlp.choose = partial(draw, kernels.routing, args.moe.routing)
     return model
 
 

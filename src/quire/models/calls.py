@@ -73,7 +73,7 @@ def layer_calls(args: ModelArgs, layer: int, linear: Features, routing: str = "m
     """Yield the kernel calls of decoder layer number `layer`, for `explain`: attention, then an MLP or experts.
 
     linear    name of a linear layer -> features of its kernel, which say what it fuses into one call
-    routing   the option `routing`: "model", or "uniform", which assigns experts evenly and calls no router
+    routing   the option `routing`: "model", or "uniform" and "zipf", which draw experts and call no router
     sliced    each rank has a slice of the layer: results of attention and of the MLP are summed over ranks
     spread    phase -> name of the dispatcher that brings tokens to the experts of other replicas; None: none does
     """
@@ -118,8 +118,8 @@ def _experts(args: ModelArgs, linear: Features, routing: str, sliced: bool,
     moe = args.moe
     assert moe is not None
     yield Call("norm.rms_norm", ("mlp_norm.weight",))
-    if routing == "uniform":
-        yield Call("quire.kernels.routing.uniform")
+    if routing != "model":
+        yield Call(f"quire.kernels.routing.{routing}")
     else:
         yield Call("linear.run_float" if moe.router_float else "linear.run", ("mlp.router.weight",))
         yield Call("routing.route", ("mlp.router.bias",) if moe.routing.bias else ())

@@ -54,9 +54,9 @@ def mover_bytes(params: Iterable[Param], parallel: Parallel, dtype: str) -> int:
 
 
 def check_routing(args: ModelArgs, routing: str) -> None:
-    """Raise ConfigError for routing "uniform" and a model without experts."""
-    if routing == "uniform" and args.moe is None:
-        raise ConfigError("routing=uniform is for models with experts, which this one has not: leave it out.")
+    """Raise ConfigError for a routing that draws experts, and a model without experts."""
+    if routing != "model" and args.moe is None:
+        raise ConfigError(f"routing={routing} is for models with experts, which this one has not: leave it out.")
 
 
 def operations(args: ModelArgs, blends: bool = False) -> tuple[str, ...]:

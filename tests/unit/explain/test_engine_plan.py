@@ -108,14 +108,14 @@ def test_the_functions_that_are_named_are_called(
         assert counts == Counter(call["function"] for call in named)
 
 
-@pytest.mark.parametrize("options", [{}, {"load_format": "dummy"}, {"load_format": "dummy", "routing": "uniform"}])
+@pytest.mark.parametrize("options", [{}, {"load_format": "dummy"}, {"load_format": "dummy", "routing": "zipf"}])
 def test_what_loads_and_routes_is_named(
     folders: Folders, engines: Any, options: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = config(folders("deepseek_v3"), dtype="bfloat16", **options)
     plan, counts, inside = plan_engine(asked).describe(), Counter[str](), list[str]()
     for owner, name in (("assemble.cpu", "load_weights"), ("assemble.cpu", "load_dummy"),
-                        ("kernels.routing", "uniform")):  # fmt: skip
+                        ("kernels.routing", "zipf")):  # fmt: skip
         module = importlib.import_module(f"quire.{owner}")
         function = getattr(module, name)
         monkeypatch.setattr(module, name, counting(function, f"{function.__module__}.{name}", counts, inside))
@@ -124,11 +124,11 @@ def test_what_loads_and_routes_is_named(
     counts.clear()
     step(engine, 20)
     called = [call["function"] for layer in plan["layers"] for call in layer["calls"]]
-    assert counts["quire.kernels.routing.uniform"] == called.count("quire.kernels.routing.uniform")
+    assert counts["quire.kernels.routing.zipf"] == called.count("quire.kernels.routing.zipf")
     routers = [one for layer in plan["layers"] for one in layer["weights"] if ".router." in one["name"]]
-    uniform = "routing" in options
-    assert bool(counts) == uniform and {bool(one["run"]) for one in routers} == {not uniform}
-    assert any(call.endswith(".route") for call in called) != uniform
+    drawn = "routing" in options
+    assert bool(counts) == drawn and {bool(one["run"]) for one in routers} == {not drawn}
+    assert any(call.endswith(".route") for call in called) != drawn
     assert json.loads(engine.core.facts.plans["engine"]) == plain(plan)
 
 

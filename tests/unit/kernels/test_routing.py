@@ -11,7 +11,7 @@ from torch import Tensor
 from quire.config.checkpoint import FAMILIES
 from quire.config.experts import Routing, read_moe
 from quire.config.keys import Keys
-from quire.kernels.routing import ref, uniform
+from quire.kernels.routing import drawing, ref, uniform
 
 from ...support.tiny_models import EXPERTS, Tiny, experts_of, hf_config
 
@@ -128,3 +128,24 @@ def test_uniform_draws_are_even_and_without_repetition() -> None:
     assert not torch.equal(draw(torch.empty(5000, 3))[1], ids)
     together: Tensor = (ids.sort(1).values == torch.arange(4)).all(1)
     assert int(together.sum()) < 20, "four neighbours come once in 1,820 draws"
+
+
+def test_draws_by_zipfs_law_are_uneven_alike_on_all_ranks() -> None:
+    """5,000 draws of 1 of 16: the experts' counts follow 1 / rank^0.7, in another order on each layer."""
+    routing = Routing(num_experts=16, top_k=1, scoring="sigmoid", bias=True)
+    expected = torch.arange(1.0, 17) ** -0.7
+    hottest = []
+    for layer in (3, 4):
+        counts = []
+        for seed in (1, 2):  # of ranks
+            torch.manual_seed(seed)
+            ids = drawing("zipf", layer, 16, torch.device("cpu"))(ref, routing, torch.empty(5000, 3))[1]
+            counts.append(torch.bincount(ids.flatten(), minlength=16))
+        shares = [one.sort(descending=True).values / 5000 for one in counts]
+        assert all(bool(((one - expected / expected.sum()).abs() < 0.02).all()) for one in shares)
+        assert counts[0].argmax() == counts[1].argmax() and not torch.equal(*counts)
+        hottest.append(counts[0].argsort().tolist())
+    assert hottest[0] != hottest[1]
+    uneven = drawing("zipf", 0, 16, torch.device("cpu"))(ref, Routing(num_experts=16, top_k=4, scoring="softmax"),
+                                                         torch.empty(500, 3))[1]  # fmt: skip
+    assert all(len(set(row)) == 4 for row in uneven.tolist())

@@ -5,12 +5,16 @@ route(logits [T, E], bias [E] float32 or None, routing) -> weights [T, k] float3
     its logits are NaN. Does not wait for the device.
 """
 
+from collections.abc import Callable
+from functools import partial
 from types import ModuleType
 
 import torch
 from torch import Tensor
 
 from quire.config.experts import Routing
+
+ZIPF = 0.7  # exponent of popularities: the middle one of the simulations in docs/many.md
 
 
 def uniform(kernel: ModuleType, routing: Routing, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -21,7 +25,28 @@ def uniform(kernel: ModuleType, routing: Routing, x: Tensor) -> tuple[Tensor, Te
 
     kernel   an implementation of `route`
     """
-    scores = torch.empty(x.shape[0], routing.num_experts, device=x.device).uniform_(0, 0.01)
+    return _chosen(kernel, routing, torch.empty(x.shape[0], routing.num_experts, device=x.device).uniform_(0, 0.01))
+
+
+def zipf(kernel: ModuleType, routing: Routing, x: Tensor, logs: Tensor) -> tuple[Tensor, Tensor]:
+    """As `uniform`, with experts drawn by their popularities. Weights differ.
+
+    logs   [E] float32, the logarithms of the popularities
+    """
+    noise = torch.empty(x.shape[0], routing.num_experts, device=x.device).exponential_()
+    return _chosen(kernel, routing, logs - noise.log())  # the largest k are draws without repetition
+
+
+def drawing(name: str, layer: int, num_experts: int, device: torch.device) -> Callable[..., tuple[Tensor, Tensor]]:
+    """Return `uniform`, or `zipf` with popularities of Zipf's law, in another order for each layer, alike on all ranks.
+    """
+    if name == "uniform":
+        return uniform
+    places = torch.randperm(num_experts, generator=torch.Generator().manual_seed(layer))
+    return partial(zipf, logs=(-ZIPF * (1.0 + places).log()).to(device))
+
+
+def _chosen(kernel: ModuleType, routing: Routing, scores: Tensor) -> tuple[Tensor, Tensor]:
     plain = Routing(num_experts=routing.num_experts, top_k=routing.top_k, scoring="softmax", normalize=True)
     weights, ids = kernel.route(scores, None, plain)
     return weights, ids
