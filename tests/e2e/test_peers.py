@@ -12,7 +12,7 @@ from quire.contracts.step import Tier
 from quire.engine.replicas import flush
 from quire.procs import block_peers, block_share
 
-from ..support.faulty_lines import FAULTS, FaultyLine
+from ..support.planted_lines import PAGE_FAULTS, plant
 from .test_tiers import PARAMS, PROMPTS, SMALL, TIERS
 
 KEY = "a key that both engines know"
@@ -103,7 +103,7 @@ def test_faults_cost_no_token(truth: list[list[int]], sharer: LLM, read: Any, mo
     monkeypatch.setattr(block_share, "SILENT_SECONDS", 1.0)
     monkeypatch.setattr(block_share, "BEAT_SECONDS", 0.1)
     monkeypatch.setattr(block_peers, "RETRY_SECONDS", 0.02)
-    FaultyLine.plant(monkeypatch, [one for fault in FAULTS for one in (fault, "", "")])
+    plant(monkeypatch, "page=" + "/".join(f"{fault}/ok/ok" for fault in PAGE_FAULTS))
     with read() as reader:
         for _ in range(3):
             assert ask(reader)[0] == truth

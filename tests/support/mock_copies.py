@@ -26,6 +26,9 @@ class MockDisk(dict[bytes, Memory]):
         """See `quire.kv.store.KeyedTier`."""
         return key in self
 
+    def note_written(self, keys: Iterable[bytes]) -> None:
+        """See `quire.kv.store.KeyedTier`."""
+
     def discard(self, keys: Iterable[bytes]) -> None:
         """See `quire.kv.store.KeyedTier`."""
         for key in keys:

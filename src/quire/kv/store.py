@@ -56,6 +56,9 @@ class KeyedTier(Protocol):
     def has(self, key: bytes) -> bool:
         """True when the tier seems to hold the block on every rank. A job may find that it does not."""
 
+    def note_written(self, keys: Iterable[bytes]) -> None:
+        """Hold blocks that a job has written on every rank."""
+
     def discard(self, keys: Iterable[bytes]) -> None:
         """Forget blocks whose content cannot be trusted."""
 
@@ -357,6 +360,7 @@ class KVStore:
             if one.tier == job.source:
                 one.discard([job.keys[i] for i in failed])
             if one.tier == job.target:
+                one.note_written([job.keys[i] for i in whole])
                 one.discard([job.keys[i] for i in void])
 
     def _note_drop(self, key: bytes, why: str) -> None:

@@ -132,7 +132,10 @@ class BlockShare:
     place       host and port to listen on;  key  that the others must know
     namespace   what the others must have, too
     page        returns the memory of a host block
+    line        makes a connection from its socket
     """
+
+    line: Callable[[socket.socket], BlockLine] = BlockLine
 
     def __init__(self, place: tuple[str, int], key: bytes, namespace: bytes, store: KVStore,
                  page: Callable[[int], memoryview]) -> None:  # fmt: skip
@@ -183,7 +186,7 @@ class BlockShare:
 
     def _serve(self, end: socket.socket) -> None:
         """Serve a connection to its end."""
-        line = BlockLine(end)
+        line = self.line(end)
         with closing(line), suppress(*BROKEN):
             with self._lock:
                 self._lines.add(line)

@@ -18,7 +18,7 @@ from quire.procs import block_peers, block_share
 from quire.procs.block_peers import BlockPeers
 from quire.procs.block_share import BlockShare
 
-from ...support.faulty_lines import FAULTS, FaultyLine
+from ...support.planted_lines import PAGE_FAULTS, PHASES, plant
 
 KEY, NAMESPACE, SIZE = b"a key of both ends", b"the same model", 5_000
 GROUP = KVGroup(layers=(0,), components=(KVComponent("kv", num_heads=1, head_dim=1, dtype="float32", item_bytes=4),))
@@ -124,10 +124,10 @@ def test_a_follower_knows_the_blocks_and_reads_them(node: Node, follow: Any) -> 
     until(lambda: not peers._peers[0].keys)
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("fault", PAGE_FAULTS)
 def test_a_fault_costs_blocks_and_nothing_else(node: Node, follow: Any, monkeypatch: pytest.MonkeyPatch, fault: str
                                                ) -> None:  # fmt: skip
-    FaultyLine.plant(monkeypatch, ["", fault, *[""] * 50])
+    plant(monkeypatch, f"page=ok/{fault}" + "/ok" * 50)
     node.put(1, 2, 3)
     peers = follow()
     until(lambda: peers.has(name(3)))
@@ -137,10 +137,36 @@ def test_a_fault_costs_blocks_and_nothing_else(node: Node, follow: Any, monkeypa
     assert fetch(peers, 1, 2, 3) == set(), "it is heard again"
 
 
+@pytest.mark.parametrize("phase", PHASES)
+def test_a_share_that_is_lost_in_any_phase_costs_blocks_and_nothing_else(
+        node: Node, follow: Any, monkeypatch: pytest.MonkeyPatch, phase: str) -> None:
+    plant(monkeypatch, phase.replace("=", "=ok/ok/") + "/ok" * 50)
+    node.put(1, 2, 3)
+    peers = follow()
+    for _ in range(3):
+        fetch(peers, 1, 2, 3)
+    until(lambda: peers.has(name(3)) and fetch(peers, 1, 2, 3) == set())
+    until(lambda: len(node.share._lines) == 1)
+
+
+def test_readers_that_are_lost_in_any_phase_harm_nobody(node: Node, follow: Any) -> None:
+    node.put(1, 2)
+    for length in (0, 3, 40, SIZE + 40):  # bytes that they read
+        line = block_share.BlockLine(block_peers.connect(*node.place, KEY, NAMESPACE))
+        if length:
+            line.send(block_share.Read([name(1), name(2)]))
+            line._fill(memoryview(bytearray(length)))
+        line.close()
+    peers = follow()
+    until(lambda: peers.has(name(2)))
+    assert fetch(peers, 1, 2) == set()
+    until(lambda: len(node.share._lines) == 1)
+
+
 def test_a_peer_that_fails_has_no_blocks_until_it_is_heard(node: Node, follow: Any, monkeypatch: pytest.MonkeyPatch
                                                            ) -> None:  # fmt: skip
     monkeypatch.setattr(block_peers, "RETRY_SECONDS", 60.0)
-    FaultyLine.plant(monkeypatch, ["short"])
+    plant(monkeypatch, "page=short")
     node.put(1, 2)
     peers = follow()
     until(lambda: peers.has(name(2)))
