@@ -97,11 +97,12 @@ def test_a_block_that_is_written_while_the_folders_are_read_is_found(tmp_path: P
 def test_the_core_waits_for_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As of a network disk that is lost: calls hang, and all files count as gone when they were to be deleted."""
     opened(tmp_path).write(KEYS[0], page(0))
-    tier, back = opened_tier(tmp_path), threading.Event()
-    monkeypatch.setattr(tier, "_listed", lambda: back.wait(20) and [{block_name(KEYS[0])}])
+    tier, gone, back = opened_tier(tmp_path), threading.Event(), threading.Event()
+    monkeypatch.setattr(tier, "_listed", lambda: gone.set() or back.wait(20) and [{block_name(KEYS[0])}])
     monkeypatch.setattr(module, "CLOSE_SECONDS", 0.01)
     tier._due = 0.0
     assert tier.has(KEYS[0]), "it is being read again"
+    assert gone.wait(20)
     tier.discard(KEYS[:1])
     assert not tier.has(KEYS[0]) and not tier.has(KEYS[1])
     tier.clear()
