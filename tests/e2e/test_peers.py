@@ -113,6 +113,15 @@ def test_faults_cost_no_token(truth: list[list[int]], sharer: LLM, read: Any, mo
         assert stats(reader).num_failed and stats(reader).num_loaded
 
 
+def test_an_engine_plants_faults_in_itself(truth: list[list[int]]) -> None:
+    faults = ("page=ok/corrupt/ok/killed", "hear=" + "ok/" * 9 + "killed", "copy=ok/slow")
+    with LLM(**SMALL | TIERS, kv_share=(place := free_address()), kv_faults=faults) as sharer:
+        assert ask(sharer)[0] == truth
+        with LLM(**SMALL | TIERS, kv_peers=(place,)) as reader:
+            know(reader, sharer)
+            assert ask(reader)[0] == truth and stats(reader).num_failed
+
+
 def test_pages_of_zeros_are_noticed(truth: list[list[int]], read: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The tests above turn red when loads bring nothing."""
     receive = block_share.BlockLine.receive_page
