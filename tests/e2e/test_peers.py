@@ -114,7 +114,7 @@ def test_faults_cost_no_token(truth: list[list[int]], sharer: LLM, read: Any, mo
 
 
 def test_an_engine_plants_faults_in_itself(truth: list[list[int]]) -> None:
-    faults = ("page=ok/corrupt/ok/killed", "hear=" + "ok/" * 9 + "killed", "copy=ok/slow")
+    faults = ("page=ok/corrupt/ok/killed", "hear=" + "ok/" * 9 + "killed")
     with LLM(**SMALL | TIERS, kv_share=(place := free_address()), kv_faults=faults) as sharer:
         assert ask(sharer)[0] == truth
         with LLM(**SMALL | TIERS, kv_peers=(place,)) as reader:

@@ -128,8 +128,8 @@ def test_files_outlive_the_engine(truth: list[list[int]], tmp_path: Path) -> Non
 
 
 def test_a_disk_that_fails_costs_no_token(truth: list[list[int]], tmp_path: Path) -> None:
-    faults = [one for one in FAULTS["read"] if one != "frozen"]
-    plans = ("read=ok/" + "/".join(faults), "write=" + "ok/slow/" * 30 + "half", "copy=ok/slow")
+    faults = [one for one in FAULTS["read"].split() if one != "frozen"]
+    plans = ("read=ok/" + "/".join(faults), "write=" + "ok/slow/" * 30 + "half")
     options = SMALL | TIERS | {"kv_offload_dir": str(tmp_path), "kv_faults": plans}
     for _ in range(3):
         with LLM(**options) as llm:

@@ -24,7 +24,7 @@ from quire.models.registry import rank_geometry
 from quire.platforms.cpu import read_cpu_facts
 from quire.procs.block_peers import BlockPeers
 from quire.procs.block_share import BlockShare
-from quire.procs.kv_faults import Faults, FaultyCopies, FaultyFiles, FaultyLine
+from quire.procs.kv_faults import Faults, FaultyFiles, FaultyLine
 from quire.weights.files import weight_files
 
 SAMPLES, SAMPLE_BYTES = 64, 4096  # of a weight file, by which engines know that they have the same
@@ -58,7 +58,7 @@ def make_store(plan: EnginePlan, memory: MemoryPlan, pool: BlockPool, mover: Blo
     below: tuple[KeyedTier, ...] = ()
     if offload.folder:
         names = map(_name, ranks(plan.args, plan.mesh.parallel))
-        below = (disk := DiskTier(Path(offload.folder), _file_namespace(plan), names),)
+        below = (disk := DiskTier(Path(offload.folder), _namespace(plan, times=True), names),)
     peers = mover.peers if mover is not None and isinstance(mover.peers, BlockPeers) else None
     if peers is not None:
         below += (peers,)
@@ -68,7 +68,7 @@ def make_store(plan: EnginePlan, memory: MemoryPlan, pool: BlockPool, mover: Blo
         store.on_close.append(disk.close)
     if offload.sharing.place is not None:
         assert mover is not None, "several ranks share no blocks"
-        share = BlockShare(offload.sharing.place, cluster_key()[0], _peer_namespace(plan), store, mover.page)
+        share = BlockShare(offload.sharing.place, cluster_key()[0], _namespace(plan, times=False), store, mover.page)
         if faults := _faults(plan):
             share.line = partial(FaultyLine, faults=faults)
         store.on_close.append(share.close)
@@ -98,16 +98,13 @@ def make_mover(plan: EnginePlan, memory: MemoryPlan, arena: KVArena) -> BlockMov
                           f"host memory, and {free / GIB:.1f} GiB are free: lower kv_offload_gb.")
     files, faults = None, _faults(plan)
     if offload.folder:
-        files = BlockFiles(Path(offload.folder), _file_namespace(plan), _name(plan.mesh.rank),
+        files = BlockFiles(Path(offload.folder), _namespace(plan, times=True), _name(plan.mesh.rank),
                            page_bytes=arena.page_bytes,
                            most_bytes=offload.folder_bytes // plan.mesh.parallel.replica,
                            system=FaultyFiles(faults) if faults else FileSystem())
     sharing = offload.sharing
-    peers = BlockPeers(sharing.peers, cluster_key()[0], _peer_namespace(plan)) if sharing.peers else None
-    mover = BlockMover(arena, memory.host_blocks, files, peers=peers)
-    if faults:
-        mover.copies = FaultyCopies(mover.copies, faults)
-    return mover
+    peers = BlockPeers(sharing.peers, cluster_key()[0], _namespace(plan, times=False)) if sharing.peers else None
+    return BlockMover(arena, memory.host_blocks, files, peers=peers)
 
 
 def _faults(plan: EnginePlan) -> Faults | None:
@@ -126,26 +123,12 @@ def _name(rank: Rank) -> str:
     return "layers{}-{}.heads{}-{}".format(*rank.layers, *rank.kv_heads)
 
 
-def _file_namespace(plan: EnginePlan) -> bytes:
-    """Return the namespace of files: that of the keys, this version, and which weights the model's folder has now.
+def _namespace(plan: EnginePlan, *, times: bool) -> bytes:
+    """Return the namespace of files (`times`) or of blocks on other hosts: that of the keys, this version, the weights.
 
-    A new version computes anew: its kernels may round otherwise, and no check tells old numbers from its own. Files of
-    an old version stay until somebody deletes their folder, because that version may still run.
-    """
-    about = sha256(root_key(plan) + __version__.encode())
-    if plan.config.load.load_format == "dummy":
-        about.update(str(plan.config.model.seed).encode())
-        return about.digest()
-    for path in (Path(plan.folder) / "config.json", *weight_files(Path(plan.folder))):
-        stat = path.stat()
-        about.update(f"{path.name} {stat.st_size} {stat.st_mtime_ns}".encode())
-    return about.digest()
-
-
-def _peer_namespace(plan: EnginePlan) -> bytes:
-    """Return the namespace of blocks on other hosts: that of the keys, and samples of every weight file.
-
-    A copy of a model has the same, wherever it is; other weights of the same sizes have another one.
+    Other hosts have copies of a model, whose times differ: samples of every weight file stand for its content. A new
+    version computes anew: its kernels may round otherwise, and no check tells old numbers from its own. Files of an old
+    version stay until somebody deletes their folder, because that version may still run.
     """
     about = sha256(root_key(plan) + __version__.encode())
     if plan.config.load.load_format == "dummy":
@@ -154,6 +137,9 @@ def _peer_namespace(plan: EnginePlan) -> bytes:
     for path in (Path(plan.folder) / "config.json", *weight_files(Path(plan.folder))):
         size = path.stat().st_size
         about.update(f"{path.name} {size}".encode())
+        if times:
+            about.update(f" {path.stat().st_mtime_ns}".encode())
+            continue
         with path.open("rb") as file:
             for at in range(0, size, max(size // SAMPLES, SAMPLE_BYTES)):
                 file.seek(at)

@@ -54,7 +54,6 @@ class BlockMover:
 
     peers   blocks of other engines, or None
     host    [num_host_blocks + 1, page_bytes] uint8, the host tier; page 0 is not used
-    copies  those between device and host
     """
 
     def __init__(self, arena: KVArena, num_host_blocks: int, files: BlockFiles | None = None,
@@ -70,7 +69,7 @@ class BlockMover:
         on_gpu = arena.pages.device.type == "cuda"
         if on_gpu:
             pin(self.host, arena.pages.device)
-        self.copies: PageCopies = (StreamCopies if on_gpu else InlineCopies)(arena.pages, self.host)
+        self._pages: PageCopies = (StreamCopies if on_gpu else InlineCopies)(arena.pages, self.host)
         ways = ("read", "write") * (files is not None) + ("peer",) * (peers is not None)
         self._threads = {way: [FileThread(f"quire-kv-{way}") for _ in range(THREADS[way])] for way in ways}
         self._running: list[_Running] = []
@@ -103,7 +102,7 @@ class BlockMover:
             assert self._files is not None, "there is no disk tier"
             reads = job.source == Tier.DISK
             return self._in_threads("read" if reads else "write", job, self._move_files)
-        ended = self.copies.copy(job.sources.tolist(), job.targets.tolist(), to_host=job.target == Tier.HOST)
+        ended = self._pages.copy(job.sources.tolist(), job.targets.tolist(), to_host=job.target == Tier.HOST)
         return lambda: () if ended() else None
 
     def _in_threads(self, way: str, job: CopyJob, move: Move, *, whole: bool = False) -> Outcome:

@@ -1,7 +1,6 @@
 """Faults planted in the tiers of KV blocks, to see an engine survive: by tests, and by the hidden flag --kv-faults.
 
     read, write               a file of the disk tier
-    copy                      a job between device and host
     hello, hear, tell, page   a connection of a share: before it knows the reader, when it has received a message, when
                               it names its blocks, when it sends one
 
@@ -21,45 +20,33 @@ import msgspec
 
 from quire.contracts.errors import ConfigError
 from quire.kvstore.files import FileSystem
-from quire.kvstore.page_copies import Ended, PageCopies
 from quire.procs.block_share import PAGE, BlockLine
 
 LOG = logging.getLogger("quire").getChild("kv")
-WAITS = ("ok", "slow", "frozen")
 FAULTS = {
-    "read": (*WAITS, "lost", "error", "short", "long", "corrupt", "foreign"),
-    "write": (*WAITS, "full", "half"),
-    "copy": WAITS,
-    **dict.fromkeys(("hello", "hear", "tell"), (*WAITS, "killed")),
-    "page": (*WAITS, "killed", "lost", "corrupt", "foreign", "short", "longer"),
+    "read": "ok slow frozen lost error short long corrupt foreign",
+    "write": "ok slow frozen full half",
+    **dict.fromkeys(("hello", "hear", "tell"), "ok slow frozen killed"),
+    "page": "ok slow frozen killed lost corrupt foreign short longer",
 }
 
 
 class Faults:
-    """Faults by place, as `plans` say, in calls of any thread. Raises ConfigError for an unknown one.
+    """Faults by place, in calls of any thread. `frozen`: seconds. Raises ConfigError for an unknown fault."""
 
-    slow, frozen   seconds that a call waits
-    """
-
-    def __init__(self, plans: Sequence[str], slow: float = 0.05, frozen: float = 20.0) -> None:
-        self._seconds, self._places = {"slow": slow, "frozen": frozen}, dict[str, Iterator[str]]()
-        for place, _, names in (plan.partition("=") for plan in plans):
-            if not set(faults := names.split("/")) <= set(FAULTS.get(place, ())):
-                known = "; ".join(f"{place}: {', '.join(names)}" for place, names in FAULTS.items())
-                raise ConfigError(f"kv_faults: {place}={names} is unknown: give a place and its faults, such as "
-                                  f"read=ok/corrupt, of {known}.")  # fmt: skip
-            self._places[place] = itertools.cycle(faults)
+    def __init__(self, plans: Sequence[str], frozen: float = 20.0) -> None:
+        self._seconds, self._places = {"slow": 0.02, "frozen": frozen}, dict[str, Iterator[str]]()
+        for place, _, faults in (plan.partition("=") for plan in plans):
+            if not set(faults.split("/")) <= set(FAULTS.get(place, "").split()):
+                raise ConfigError(f"kv_faults: {place}={faults} is unknown: give a place and its faults, such as "
+                                  f"read=ok/corrupt, of {FAULTS}.")  # fmt: skip
+            self._places[place] = itertools.cycle(faults.split("/"))
         LOG.warning("Faults are planted in the tiers of KV blocks: %s.", ", ".join(plans))
-
-    def draw(self, place: str) -> tuple[str, float]:
-        """Return the fault of the next call at a place, and how long the call waits."""
-        fault = next(self._places.get(place, iter(WAITS)))
-        return fault, self._seconds.get(fault, 0)
 
     def strike(self, place: str) -> str:
         """Return the fault of the next call at a place, after its wait."""
-        fault, seconds = self.draw(place)
-        time.sleep(seconds)
+        fault = next(self._places[place]) if place in self._places else "ok"
+        time.sleep(self._seconds.get(fault, 0))
         return fault
 
 
@@ -87,19 +74,6 @@ class FaultyFiles(FileSystem):
         super().write(path, header, page[: {"full": 0, "half": len(page) // 2}.get(fault, len(page))])
         if fault in ("full", "half"):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-
-class FaultyCopies(PageCopies):
-    """Copies between device and host that end late. Nothing checks their bytes, so none is damaged."""
-
-    def __init__(self, copies: PageCopies, faults: Faults) -> None:
-        self._copies, self._faults = copies, faults
-
-    def copy(self, sources: Sequence[int], targets: Sequence[int], *, to_host: bool) -> Ended:
-        """See `PageCopies`."""
-        ended, until = self._copies.copy(sources, targets, to_host=to_host), time.monotonic()
-        until += self._faults.draw("copy")[1]
-        return lambda: time.monotonic() >= until and ended()
 
 
 class FaultyLine(BlockLine):

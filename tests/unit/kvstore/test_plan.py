@@ -71,7 +71,7 @@ def test_connectors() -> None:
     ({"kv_transfer_config": {"kv_connector": "QuireConnector", "kv_role": "kv_both", "kv_port": 5}}, "has no kv_port"),
     ({"kv_share": ":5700"}, "kv_share: engines read .* kv_offload_gb is 0"),
     ({"kv_peers": ("a:1",)}, "kv_peers: engines read"),
-    ({"kv_faults": ("copy=slow",)}, "kv_faults: there is no tier to plant faults in: set kv_offload_gb"),
+    ({"kv_faults": ("read=slow",)}, "kv_faults: there is no tier to plant faults in: set kv_offload_gb"),
     ({"kv_share": ":5700", "kv_offload_gb": 1.0, "tensor_parallel_size": 2}, "kv_share is not implemented for"),
     ({"kv_share": "5700x", "kv_offload_gb": 1.0}, "give a host and a port"),
     ({"kv_share": "a:0", "kv_offload_gb": 1.0}, "give a host and a port"),
