@@ -218,7 +218,7 @@ class DiskTier:
         """Delete the files of all blocks of these ranks. Files that are being written stay."""
         with self._lock:
             self._num_clears += 1
-        self._thread.submit(self._clear)
+        self._thread.submit(partial(self._delete, None))
 
     def close(self) -> None:
         """Wait until files are deleted, some seconds at most."""
@@ -236,14 +236,9 @@ class DiskTier:
         self._due = now + max(READ_SECONDS, 50 * (now - began))
         return ()
 
-    def _clear(self) -> Lost:
-        self._delete(set.union(*self._listed()))
-        with self._lock:
-            self._num_clears -= 1
-        return ()
-
-    def _delete(self, names: set[str]) -> Lost:
-        left = dict[str, OSError]()
+    def _delete(self, some: set[str] | None) -> Lost:
+        """Delete the files of some blocks, or (None) of all, for `clear`."""
+        names, left = set.union(*self._listed()) if some is None else some, dict[str, OSError]()
         for path in [f"{folder}/{name[:2]}/{name}" for folder in self._folders for name in names]:
             try:
                 os.unlink(path)
@@ -257,6 +252,7 @@ class DiskTier:
         with self._lock:
             self._names -= names
             self._barred = self._barred - names | left.keys()
+            self._num_clears -= some is None
         return ()
 
     def _listed(self) -> list[set[str]]:

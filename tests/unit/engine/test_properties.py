@@ -183,7 +183,7 @@ def tiered_rig(rig_class: Any, seed: int, rng: random.Random) -> Any:
 
 
 class TierEvents:
-    """What happens to tiers at random between the operations of `chaos`, and what its requests ask of tiers."""
+    """Random events of tiers between the operations of `chaos`, and random fields of its requests that concern tiers."""
 
     def __init__(self, rig: Any, rng: random.Random, seen: Counter[str]) -> None:
         self._rig, self._rng, self._seen, self._ledger = rig, rng, seen, TierLedger(rig)
