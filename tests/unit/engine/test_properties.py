@@ -183,7 +183,7 @@ def tiered_rig(rig_class: Any, seed: int, rng: random.Random) -> Any:
 
 
 class TierEvents:
-    """Random events of tiers between the operations of `chaos`, and random fields of its requests that concern tiers."""
+    """Random events of tiers between the operations of `chaos`, and random fields of its requests about tiers."""
 
     def __init__(self, rig: Any, rng: random.Random, seen: Counter[str]) -> None:
         self._rig, self._rng, self._seen, self._ledger = rig, rng, seen, TierLedger(rig)
