@@ -188,7 +188,7 @@ class DiskTier:
         self._folders = [rank_folder(folder, namespace, rank) for rank in dict.fromkeys(ranks)]
         self._names, self._written = set[str](), set[str]()  # the second: since the folders were last read
         self._barred = set[str]()  # files to delete, and those that cannot be, such as those of another user
-        self._num_clears = 0  # that are still to come
+        self._num_clears, self._due = 0, 0.0  # clears still to come; time of the next reading
         self._thread, self._lock = FileThread("quire-kv-names"), threading.Lock()
         self._read()
 

@@ -15,6 +15,7 @@ import socket
 import time
 import zlib
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import msgspec
 
@@ -84,7 +85,7 @@ class FaultyLine(BlockLine):
         self._faults = faults
         self._strike("hello")
 
-    def send(self, message: msgspec.Struct) -> None:
+    def send(self, message: Any) -> None:
         """See `BlockLine`."""
         self._strike("tell")
         super().send(message)
