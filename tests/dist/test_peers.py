@@ -16,7 +16,7 @@ from quire.engine.replicas import flush
 from quire.procs import block_share
 
 from ..support.addresses import free_address
-from ..support.faulty_lines import FaultyLine
+from ..support.planted_lines import plant
 from ..support.many_ranks import SIZES, SMALL, nothing_left, until
 
 OPTIONS = SMALL | {"num_gpu_blocks_override": 40, "max_model_len": 192, "max_num_seqs": 3, "block_size": 16,
@@ -90,7 +90,7 @@ def test_prefill_and_decode_on_other_numbers_of_ranks(sizes: str, way: str, opti
                 assert rest == [48, {Tier.PEER}] and stats(second).num_loaded == 3 and stats(second).num_failed == 0
                 first.reset_prefix_cache()
                 assert tokens(first, seed) == (found, 0, set())
-            FaultyLine.plant(monkeypatch, ["lost", *[""] * 99])
+            plant(monkeypatch, "page=lost" + "/ok" * 99)
             transfer = prefill(single, 3)
             found, cached, _ = tokens(several, 3, transfer)
             assert cached == 0 and stats(several).num_failed == 1, "a rank lacks the first block"

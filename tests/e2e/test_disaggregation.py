@@ -14,7 +14,7 @@ from quire.entry.prompts import Prompt
 from quire.procs import block_peers, block_share
 
 from ..support.addresses import free_address
-from ..support.faulty_lines import FAULTS, FaultyLine
+from ..support.planted_lines import PAGE_FAULTS, PHASES, plant
 from .in_process import running_inside
 
 SMALL = {"dtype": "float32", "num_gpu_blocks_override": 40, "max_model_len": 192, "max_num_seqs": 3, "block_size": 16,
@@ -124,15 +124,16 @@ def test_an_abort_before_the_blocks_came_ends_the_lease(prefiller: LLM, decoder:
     until(lambda: not leases(prefiller))
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("fault", [*PAGE_FAULTS, *PHASES])
 def test_faults_cost_no_token(prefiller: LLM, decoder: LLM, monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
     monkeypatch.setattr(block_share, "SILENT_SECONDS", 1.0)
     monkeypatch.setattr(block_peers, "RETRY_SECONDS", 0.02)
-    FaultyLine.plant(monkeypatch, ["", fault, *[""] * 20])
-    seed = 20 + FAULTS.index(fault)
+    phase = fault in PHASES
+    plant(monkeypatch, (fault if phase else f"page=ok/{fault}") + "/ok" * 20)
+    seed = 20 + [*PAGE_FAULTS, *PHASES].index(fault)
     transfer = prefill(prefiller, prompt(49, seed))
     tokens, cached, _ = decode(decoder, 49, transfer, seed)
-    assert cached == 48 or (cached == 16 and fault != "slow")  # a peer may be heard again before the request gives up
+    assert cached == 48 or phase or (cached == 16 and fault != "slow")  # heard again before the request gives up
     (alone,) = prefiller.generate(prompt(49, seed), params(49), use_tqdm=False)
     assert tokens == alone.outputs[0].token_ids
 

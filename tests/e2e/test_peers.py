@@ -12,7 +12,7 @@ from quire.engine.replicas import flush
 from quire.procs import block_peers, block_share
 
 from ..support.addresses import free_address
-from ..support.faulty_lines import FAULTS, FaultyLine
+from ..support.planted_lines import PAGE_FAULTS, plant
 from .test_tiers import PARAMS, PROMPTS, SMALL, TIERS
 
 KEY = "a key that both engines know"
@@ -100,7 +100,7 @@ def test_faults_cost_no_token(truth: list[list[int]], sharer: LLM, read: Any, mo
     monkeypatch.setattr(block_share, "SILENT_SECONDS", 1.0)
     monkeypatch.setattr(block_share, "BEAT_SECONDS", 0.1)
     monkeypatch.setattr(block_peers, "RETRY_SECONDS", 0.02)
-    FaultyLine.plant(monkeypatch, [one for fault in FAULTS for one in (fault, "", "")])
+    plant(monkeypatch, "page=" + "/".join(f"{fault}/ok/ok" for fault in PAGE_FAULTS))
     with read() as reader:
         for _ in range(3):
             assert ask(reader)[0] == truth
@@ -108,6 +108,15 @@ def test_faults_cost_no_token(truth: list[list[int]], sharer: LLM, read: Any, mo
             peers_of(reader)._peers[0]._line.close()  # what it has is told again
             know(reader, sharer)
         assert stats(reader).num_failed and stats(reader).num_loaded
+
+
+def test_an_engine_plants_faults_in_itself(truth: list[list[int]]) -> None:
+    faults = ("page=ok/corrupt/ok/killed", "hear=" + "ok/" * 9 + "killed")
+    with LLM(**SMALL | TIERS, kv_share=(place := free_address()), kv_faults=faults) as sharer:
+        assert ask(sharer)[0] == truth
+        with LLM(**SMALL | TIERS, kv_peers=(place,)) as reader:
+            know(reader, sharer)
+            assert ask(reader)[0] == truth and stats(reader).num_failed
 
 
 def test_pages_of_zeros_are_noticed(truth: list[list[int]], read: Any, monkeypatch: pytest.MonkeyPatch) -> None:

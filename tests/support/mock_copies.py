@@ -5,11 +5,12 @@ notices a request that reads a block too early, and a store whose device block w
 """
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from quire.contracts.request import Transfer
 from quire.contracts.step import CopyJob, FinishedCopy, StepCopies, Tier
 from quire.procs.ranks import CopyReports
 
@@ -27,6 +28,9 @@ class MockDisk(dict[bytes, Memory]):
         """See `quire.kv.store.KeyedTier`."""
         return key in self
 
+    def note_written(self, keys: Iterable[bytes]) -> None:
+        """See `quire.kv.store.KeyedTier`."""
+
     def discard(self, keys: Iterable[bytes]) -> None:
         """See `quire.kv.store.KeyedTier`."""
         for key in keys:
@@ -43,6 +47,9 @@ class MockRanksDisk:
         """See `quire.kv.store.KeyedTier`."""
         return all(key in part for part in self.parts)
 
+    def note_written(self, keys: Iterable[bytes]) -> None:
+        """See `quire.kv.store.KeyedTier`."""
+
     def discard(self, keys: Iterable[bytes]) -> None:
         """See `quire.kv.store.KeyedTier`."""
         for part in self.parts:
@@ -54,23 +61,71 @@ class MockRanksDisk:
             part.clear()
 
 
+class MockPeers(MockDisk):
+    """Blocks of other engines, and the promises of these to requests, by handle."""
+
+    tier, takes = Tier.PEER, False
+
+    def __init__(self, blocks: Mapping[bytes, Memory] | None = None) -> None:
+        super().__init__(blocks or {})
+        self.promised: dict[int, set[bytes]] = {}
+
+    def has(self, key: bytes) -> bool:
+        """See `quire.kv.store.KeyedTier`."""
+        return key in self or any(key in keys for keys in self.promised.values())
+
+    def discard(self, keys: Iterable[bytes]) -> None:
+        """See `quire.kv.store.KeyedTier`."""
+        keys = set(keys)
+        super().discard(keys)
+        for promise in self.promised.values():
+            promise -= keys
+
+    def clear(self) -> None:
+        """See `quire.kv.store.KeyedTier`."""
+        super().clear()
+        for promise in self.promised.values():
+            promise.clear()
+
+    def holders(self, keys: Iterable[bytes]) -> list[int]:
+        """See `quire.kv.sharing.Promises`."""
+        return [0 for _ in keys]
+
+    def expect(self, handle: int, transfer: Transfer, keys: list[bytes]) -> None:
+        """See `quire.kv.sharing.Promises`."""
+        self.promised[handle] = set(keys)
+
+    def settle(self, handle: int) -> None:
+        """See `quire.kv.sharing.Promises`."""
+        self.promised.pop(handle, None)
+
+
 class MockCopies:
     """Runs the copy jobs of plans on the mock's memory.
 
     memory   [num_blocks + 1, ...] the device's blocks
     delays   number of steps after which a job ends, for one job after another; the sequence repeats
+    below    the tiers below the host
     faults   fault of one job after another; the sequence repeats. "lost": no block comes; "half": the first ones come;
-             "corrupt": blocks of a disk are found to be wrong; "full": a disk takes no block
+             "corrupt": blocks of a disk or peer are found to be wrong; "full": a disk takes no block
     """
 
-    def __init__(self, memory: Memory, num_host_blocks: int, disk: MockDisk | None = None, *,
+    def __init__(self, memory: Memory, num_host_blocks: int, below: Mapping[Tier, MockDisk] | None = None, *,
                  delays: Sequence[int] = (0,), faults: Sequence[str] = ("",)) -> None:
         assert set(faults) <= set(FAULTS), f"unknown faults: {faults}"
         host = np.full((num_host_blocks + 1, *memory.shape[1:]), GARBAGE, np.uint64)
         self._blocks = {Tier.DEVICE: memory, Tier.HOST: host}
-        self._disk = MockDisk() if disk is None else disk
+        self._below = dict(below or {})
         self._delays, self._faults = itertools.cycle(delays), itertools.cycle(faults)
         self._running: list[tuple[CopyJob, int]] = []
+
+    def teach(self, host: Mapping[bytes, int], peers: MockPeers) -> None:
+        """Give peers all blocks of the host tier: other engines have computed the same. `host`: key -> block."""
+        peers.update({key: self._blocks[Tier.HOST][block].copy() for key, block in host.items()})
+
+    def host_block(self, block: int) -> bytes:
+        """Return the content of a host block."""
+        return self._blocks[Tier.HOST][block].tobytes()
 
     def begin(self, copies: StepCopies | None) -> None:
         """Begin the jobs of a plan, before its step writes anything."""
@@ -91,15 +146,15 @@ class MockCopies:
         good = {"lost": 0, "half": count // 2, "corrupt": count - far,
                 "full": 0 if job.target == Tier.DISK else count}.get(fault, count)
         failed = set(range(good, count))
-        if fault == "corrupt":
-            self._disk.discard(job.keys[i] for i in failed)
+        if fault == "corrupt" and far:
+            self._below[job.source].discard(job.keys[i] for i in failed)
         for i, key in enumerate(job.keys[:good]):
-            if far and key not in self._disk:
+            if far and key not in self._below[job.source]:
                 failed.add(i)
                 continue
-            content = self._disk[key] if far else self._blocks[job.source][job.sources[i]].copy()
+            content = self._below[job.source][key] if far else self._blocks[job.source][job.sources[i]].copy()
             if job.target == Tier.DISK:
-                self._disk[key] = content
+                self._below[job.target][key] = content
             else:
                 self._blocks[job.target][job.targets[i]] = content
         error = "no space left" if fault == "full" and job.target == Tier.DISK else ""
@@ -109,10 +164,11 @@ class MockCopies:
 class MockRanks:
     """Two ranks that each copy a half of every block, late and with faults of their own. See `MockCopies`."""
 
-    def __init__(self, memory: Memory, num_host_blocks: int, disk: MockRanksDisk, *, delays: Sequence[int],
-                 faults: Sequence[str]) -> None:  # fmt: skip
+    def __init__(self, memory: Memory, num_host_blocks: int, below: Mapping[Tier, MockRanksDisk], *,
+                 delays: Sequence[int], faults: Sequence[str]) -> None:  # fmt: skip
         half, self._reports = memory.shape[1] // 2, CopyReports(2)
-        self._ranks = [MockCopies(memory[:, rank * half : (rank + 1) * half], num_host_blocks, disk.parts[rank],
+        self._ranks = [MockCopies(memory[:, rank * half : (rank + 1) * half], num_host_blocks,
+                                  {tier: one.parts[rank] for tier, one in below.items()},
                                   delays=[*delays[3 * rank :], *delays], faults=[*faults[5 * rank :], *faults])
                        for rank in range(2)]  # fmt: skip
 

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterable, Sequence
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from quire.kv.hashing import namespace_digest
 from quire.kv.pool import BlockPool
 from quire.kv.store import KeyedTier, KVStore
 from quire.kvstore.arena import KVArena
-from quire.kvstore.files import BlockFiles, DiskTier
+from quire.kvstore.files import BlockFiles, DiskTier, FileSystem
 from quire.kvstore.mover import BlockMover
 from quire.kvstore.plan import resolve_offload
 from quire.kvstore.shards import Shard
@@ -24,6 +25,7 @@ from quire.models.registry import rank_geometry
 from quire.platforms.cpu import read_cpu_facts
 from quire.procs.block_peers import BlockPeers, PeerPages
 from quire.procs.block_share import BlockShare
+from quire.procs.kv_faults import Faults, FaultyFiles, FaultyLine
 from quire.weights.files import weight_files
 
 SAMPLES, SAMPLE_BYTES = 64, 4096  # of a weight file, by which engines know that they have the same
@@ -57,15 +59,19 @@ def make_store(plan: EnginePlan, memory: MemoryPlan, pool: BlockPool, shards: Se
     below: tuple[KeyedTier, ...] = ()
     if offload.folder:
         names = map(_name, ranks(plan.args, plan.mesh.parallel))
-        below = (DiskTier(Path(offload.folder), _file_namespace(plan), names),)
+        below = (disk := DiskTier(Path(offload.folder), _namespace(plan, times=True), names),)
     sharing, peers = offload.sharing, None
     if sharing.peers:
-        peers = BlockPeers(sharing.peers, cluster_key()[0], _peer_namespace(plan))
+        peers = BlockPeers(sharing.peers, cluster_key()[0], _namespace(plan, times=False))
         below += (peers,)
     store = KVStore(pool, memory.geometry.groups, size, num_host_blocks=memory.host_blocks, reserve=taken,
                     below=below, promises=peers, write_through=offload.write_through)  # fmt: skip
+    if offload.folder:
+        store.on_close.append(disk.close)
     if sharing.place is not None:
-        share = BlockShare(sharing.place, cluster_key()[0], _peer_namespace(plan), store, shards)
+        share = BlockShare(sharing.place, cluster_key()[0], _namespace(plan, times=False), store, shards)
+        if faults := _faults(plan):
+            share.line = partial(FaultyLine, faults=faults)
         store.on_close.append(share.close)
     if peers is not None:
         peers.follow()
@@ -91,15 +97,28 @@ def make_mover(plan: EnginePlan, memory: MemoryPlan, arena: KVArena) -> BlockMov
     if needed > free:
         raise ConfigError(f"kv_offload_gb={offload.host_bytes / GIB:g}: this rank needs {needed / GIB:.1f} GiB of "
                           f"host memory, and {free / GIB:.1f} GiB are free: lower kv_offload_gb.")
-    files = None
+    files, faults = None, _faults(plan)
     if offload.folder:
-        files = BlockFiles(Path(offload.folder), _file_namespace(plan), _name(plan.mesh.rank),
+        files = BlockFiles(Path(offload.folder), _namespace(plan, times=True), _name(plan.mesh.rank),
                            page_bytes=arena.page_bytes,
-                           most_bytes=offload.folder_bytes // plan.mesh.parallel.replica)  # fmt: skip
-    sharing, rank = offload.sharing, plan.mesh.rank
+                           most_bytes=offload.folder_bytes // plan.mesh.parallel.replica,
+                           system=FaultyFiles(faults) if faults else FileSystem())
+    sharing, rank, peers = offload.sharing, plan.mesh.rank, None
     shard = Shard(geometry=memory.geometry, layer=rank.layers[0], head=rank.kv_heads[0])
-    peers = PeerPages(sharing.peers, cluster_key()[0], _peer_namespace(plan), shard) if sharing.peers else None
+    if sharing.peers:
+        peers = PeerPages(sharing.peers, cluster_key()[0], _namespace(plan, times=False), shard)
     return BlockMover(arena, memory.host_blocks, files, peers=peers, shared=shard if sharing.place else None)
+
+
+def _faults(plan: EnginePlan) -> Faults | None:
+    """Return the faults to plant, or None. Raises ConfigError if the engine lacks the tier of one."""
+    offload, given = resolve_offload(plan.config), plan.config.share.kv_faults
+    lacks = ("read=", "write=") * (not offload.folder) + ("hello=", "hear=", "tell=", "page=") * (
+        offload.sharing.place is None)  # fmt: skip
+    if wrong := [one for one in given if one.startswith(lacks)]:
+        raise ConfigError(f"kv_faults: this engine has no place for {', '.join(wrong)}: read and write need "
+                          "kv_offload_dir, faults of connections need kv_share.")  # fmt: skip
+    return Faults(given) if given else None
 
 
 def _name(rank: Rank) -> str:
@@ -107,20 +126,12 @@ def _name(rank: Rank) -> str:
     return "layers{}-{}.heads{}-{}".format(*rank.layers, *rank.kv_heads)
 
 
-def _file_namespace(plan: EnginePlan) -> bytes:
-    """Return the namespace of files: that of the keys, and which weights the model's folder has now."""
-    folder = Path(plan.folder)
-    if plan.config.load.load_format == "dummy":
-        return sha256(root_key(plan) + f"dummy {plan.config.model.seed}".encode()).digest()
-    files = [folder / "config.json", *weight_files(folder)]
-    about = [(path.name, stat.st_size, stat.st_mtime_ns) for path, stat in ((path, path.stat()) for path in files)]
-    return sha256(root_key(plan) + json.dumps(about).encode()).digest()
+def _namespace(plan: EnginePlan, *, times: bool) -> bytes:
+    """Return the namespace of files (`times`) or of blocks on other hosts: that of the keys, this version, the weights.
 
-
-def _peer_namespace(plan: EnginePlan) -> bytes:
-    """Return the namespace of blocks on other hosts: that of the keys, and samples of every weight file.
-
-    A copy of a model has the same, wherever it is; other weights of the same sizes have another one.
+    Other hosts have copies of a model, whose times differ: samples of every weight file stand for its content. A new
+    version computes anew: its kernels may round otherwise, and no check tells old numbers from its own. Files of an old
+    version stay until somebody deletes their folder, because that version may still run.
     """
     about = sha256(root_key(plan) + __version__.encode())
     if plan.config.load.load_format == "dummy":
@@ -129,6 +140,9 @@ def _peer_namespace(plan: EnginePlan) -> bytes:
     for path in (Path(plan.folder) / "config.json", *weight_files(Path(plan.folder))):
         size = path.stat().st_size
         about.update(f"{path.name} {size}".encode())
+        if times:
+            about.update(f" {path.stat().st_mtime_ns}".encode())
+            continue
         with path.open("rb") as file:
             for at in range(0, size, max(size // SAMPLES, SAMPLE_BYTES)):
                 file.seek(at)

@@ -11,6 +11,7 @@ def option(default: Any, help: str, *, flags: tuple[str, ...] = (), choices: tup
            least: float | None = None, above: float | None = None) -> Any:
     """Make a dataclass field that becomes a command-line flag `--field-name` with the default and the help text.
 
+    help           "": --help and docs/flags.md do not show the flag
     flags          further spellings of the flag
     choices        allowed values; (): every value
     least, above   a number, or each number of a tuple, must be at least `least` and larger than `above`
@@ -113,6 +114,7 @@ class ShareConfig:
     kv_events_config: dict[str, Any] | None = option(
         None, "events about the blocks of the prefix cache, for routers, as JSON with vLLM's keys: "
         '{"enable_kv_cache_events": true, "endpoint": "tcp://*:5557"} (default endpoint: port 5557 of loopback)')
+    kv_faults: tuple[str, ...] = option((), "")  # planted for demonstrations, see procs/kv_faults.py
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -335,7 +335,7 @@ def option_warnings() -> list[str]:
 
 
 def _help(option: Field[Any]) -> str:
-    text: str = option.metadata["help"].replace("%", "%%")
+    text: str = option.metadata["help"].replace("%", "%%") or argparse.SUPPRESS
     if option.default in (None, "", ()) or "(default" in text:
         return text
     default: Any = option.default

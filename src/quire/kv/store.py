@@ -30,7 +30,7 @@ from quire.kv.prefix import PrefixIndex, PrefixMatch, matched_blocks
 from quire.kv.sharing import Promises, Sharing
 
 LOG = logging.getLogger("quire").getChild("kv")
-MOST_STORED = 512  # blocks on their way to the host tier; what is beyond is not stored now
+MOST_STORED = 512  # blocks on their way to the host tier
 MOST_WRITTEN = 512  # blocks on their way to the disk tier; what is beyond is not written
 REPORT_SECONDS = 1.0  # an engine without other work asks for the reports of writes after so long
 FETCH_SECONDS = 10.0  # a request waits for blocks of other tiers at most this long, then it computes
@@ -55,6 +55,9 @@ class KeyedTier(Protocol):
 
     def has(self, key: bytes) -> bool:
         """True when the tier seems to hold the block on every rank. A job may find that it does not."""
+
+    def note_written(self, keys: Iterable[bytes]) -> None:
+        """Hold blocks that a job has written on every rank."""
 
     def discard(self, keys: Iterable[bytes]) -> None:
         """Forget blocks whose content cannot be trusted."""
@@ -299,15 +302,15 @@ class KVStore:
     def _plan_stores(self) -> None:
         """Plan a store of offered blocks and of those that the next steps may evict, if the host tier has room.
 
-        Of those, the host tier keeps the copies that it has: otherwise they would drive each other out for ever.
+        Offered ones wait for a later step while too many are on their way, unless they are evicted meanwhile. Of the
+        others, the host tier keeps the copies that it has: otherwise they would drive each other out for ever.
         """
         pool, jobs, state = self._pool, self._jobs, self._state()
         if not self._offered and state == self._seen:
             return
-        blocks = [block for block, key in self._offered.items() if pool.key(block) == key]
-        self._offered.clear()
+        blocks = {block: None for block, key in self._offered.items() if pool.key(block) == key}
         wanted: dict[bytes, int] = {}
-        for block in blocks + pool.next_evicted(min(self._reserve, self.host.num_free)):
+        for block in [*blocks, *pool.next_evicted(min(self._reserve, self.host.num_free))]:
             key = pool.key(block)
             assert key is not None
             if (copy := self.host.lookup(key)) is not None:
@@ -315,10 +318,11 @@ class KVStore:
                 self.host.release((copy,))
             elif jobs.find(STORE, key) is None:
                 wanted[key] = block
-        room = max(0, min(MOST_STORED - jobs.num_moving(STORE), self.host.num_free))
+        keys, most = [*wanted], self.host.num_free
+        room = max(0, min(MOST_STORED - jobs.num_moving(STORE), most))
+        self._offered = {wanted[key]: key for key in keys[room:most] if wanted[key] in blocks}
         self._seen = state
-        if wanted and room:
-            keys = list(wanted)[:room]
+        if keys := keys[:room]:
             jobs.begin(STORE, keys, sources=[wanted[key] for key in keys], targets=self.host.take(len(keys)),
                        after=True)  # fmt: skip
 
@@ -358,6 +362,7 @@ class KVStore:
             if one.tier == job.source:
                 one.discard([job.keys[i] for i in failed])
             if one.tier == job.target:
+                one.note_written([job.keys[i] for i in whole])
                 one.discard([job.keys[i] for i in void])
 
     def _note_drop(self, key: bytes, why: str) -> None:

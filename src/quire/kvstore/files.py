@@ -20,6 +20,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import suppress
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from queue import SimpleQueue
@@ -33,6 +34,8 @@ HEADER = struct.Struct("<8sIIQ32s8x")  # magic, version, crc32, length, digest
 SUFFIX = ".kv"
 STALE_SECONDS = 600.0  # a file that was begun and not renamed for so long is of an engine that ended
 Lost = tuple[int, ...]  # indices of the blocks of a job that were not copied
+READ_SECONDS = 5.0  # names that other engines have written are found after so long
+CLOSE_SECONDS = 10.0
 RESCAN = 8  # the folder is read again when a part of its size, 1 / RESCAN, was written: other engines write, too
 
 
@@ -173,44 +176,92 @@ class BlockFiles:
 
 
 class DiskTier:
-    """The disk tier as the core sees it: asks the file system for the files of every rank. See `kv.store.KeyedTier`."""
+    """The disk tier as the core sees it: the names of the files that all ranks have. See `kv.store.KeyedTier`.
+
+    A thread reads the folders again from time to time, and deletes files; the core waits for neither. So a file of
+    another engine is found a little later, and a file that is gone is a miss when it is read.
+    """
 
     tier, takes = Tier.DISK, True
 
     def __init__(self, folder: Path, namespace: bytes, ranks: Iterable[str]) -> None:
         self._folders = [rank_folder(folder, namespace, rank) for rank in dict.fromkeys(ranks)]
-        self._left: set[str] = set()  # files that cannot be deleted, such as those of another user: not used any more
+        self._names, self._written = set[str](), set[str]()  # the second: since the folders were last read
+        self._barred = set[str]()  # files to delete, and those that cannot be, such as those of another user
+        self._num_clears, self._due = 0, 0.0  # clears still to come; time of the next reading
+        self._thread, self._lock = FileThread("quire-kv-names"), threading.Lock()
+        self._read()
 
     def has(self, key: bytes) -> bool:
-        """True when every rank has a file for the block; its content is not read."""
-        paths = [block_path(folder, key) for folder in self._folders]
-        return self._left.isdisjoint(paths) and all(map(os.path.exists, paths))
+        """True when every rank seems to have a file for the block."""
+        if time.monotonic() > self._due:
+            self._due = float("inf")
+            self._thread.submit(self._read)
+        name = block_name(key)
+        return name in self._names and name not in self._barred and not self._num_clears
+
+    def note_written(self, keys: Iterable[bytes]) -> None:
+        """Count on files that every rank has written."""
+        names = set(map(block_name, keys))
+        with self._lock:
+            self._names |= names
+            self._written |= names
 
     def discard(self, keys: Iterable[bytes]) -> None:
-        """Delete the files of blocks."""
-        for key in keys:
-            for folder in self._folders:
-                self._delete(block_path(folder, key))
+        """Delete the files of blocks. They count as gone from now on."""
+        if names := set(map(block_name, keys)):
+            with self._lock:
+                self._barred |= names
+            self._thread.submit(partial(self._delete, names))
 
     def clear(self) -> None:
         """Delete the files of all blocks of these ranks. Files that are being written stay."""
-        for folder in self._folders:
-            try:
-                for entry in _entries(folder):
-                    if entry.name.endswith(SUFFIX):
-                        self._delete(entry.path)
-            except OSError as error:
-                LOG.warning("the KV blocks in %s could not be deleted: %s", folder, error)
+        with self._lock:
+            self._num_clears += 1
+        self._thread.submit(partial(self._delete, None))
 
-    def _delete(self, path: str) -> None:
-        try:
-            os.unlink(path)
-        except (FileNotFoundError, NotADirectoryError):
-            pass
-        except OSError as error:
-            if path not in self._left:
-                LOG.warning("a KV block could not be deleted, and is not used any more: %s", error)
-            self._left.add(path)
+    def close(self) -> None:
+        """Wait until files are deleted, some seconds at most."""
+        with suppress(TimeoutError):
+            self._thread.submit(tuple).result(CLOSE_SECONDS)
+
+    def _read(self) -> Lost:
+        began = time.monotonic()
+        with self._lock:
+            self._written = set()
+        found = set.intersection(*self._listed())
+        with self._lock:
+            self._names = found | self._written
+        now = time.monotonic()
+        self._due = now + max(READ_SECONDS, 50 * (now - began))
+        return ()
+
+    def _delete(self, some: set[str] | None) -> Lost:
+        """Delete the files of some blocks, or (None) of all, for `clear`."""
+        names, left = set.union(*self._listed()) if some is None else some, dict[str, OSError]()
+        for path in [f"{folder}/{name[:2]}/{name}" for folder in self._folders for name in names]:
+            try:
+                os.unlink(path)
+            except (FileNotFoundError, NotADirectoryError):
+                pass
+            except OSError as error:
+                left[os.path.basename(path)] = error
+        if left:
+            LOG.warning("%d KV blocks could not be deleted, and are not used any more: %s", len(left),
+                        next(iter(left.values())))  # fmt: skip
+        with self._lock:
+            self._names -= names
+            self._barred = self._barred - names | left.keys()
+            self._num_clears -= some is None
+        return ()
+
+    def _listed(self) -> list[set[str]]:
+        """Return the names of the files of every rank."""
+        found = [set[str]() for _ in self._folders]
+        for folder, names in zip(self._folders, found, strict=True):
+            with suppress(OSError):  # a disk that is lost
+                names.update(entry.name for entry in _entries(folder) if entry.name.endswith(SUFFIX))
+        return found
 
 
 class FileThread:
@@ -246,10 +297,15 @@ def rank_folder(folder: Path, namespace: bytes, rank: str) -> Path:
     return folder.expanduser() / namespace.hex()[:16] / rank
 
 
+def block_name(key: bytes) -> str:
+    """Return the name of a block's file."""
+    return key.hex() + SUFFIX
+
+
 def block_path(folder: Path, key: bytes) -> str:
     """Return the path of a block in the folder of a rank."""
-    name = key.hex()
-    return f"{folder}/{name[:2]}/{name}{SUFFIX}"
+    name = block_name(key)
+    return f"{folder}/{name[:2]}/{name}"
 
 
 def _entries(folder: Path) -> "Iterator[os.DirEntry[str]]":

@@ -65,11 +65,9 @@ class BlockMover:
     """
 
     def __init__(self, arena: KVArena, num_host_blocks: int, files: BlockFiles | None = None,
-                 copies: Callable[[torch.Tensor, torch.Tensor], PageCopies] | None = None,
-                 peers: PageSource | None = None, *, shared: Shard | None = None) -> None:  # fmt: skip
+                 peers: PageSource | None = None, *, shared: Shard | None = None) -> None:
         """Allocate the host tier.
 
-        copies   makes the copies between device and host; None: those of the device
         shared   this rank's part of each block, to put the host tier into memory that other processes can open
         """
         self._arena, self._files, self._peers = arena, files, peers
@@ -88,7 +86,7 @@ class BlockMover:
         on_gpu = arena.pages.device.type == "cuda"
         if on_gpu:
             pin(self.host, arena.pages.device)
-        self._pages = (copies or (StreamCopies if on_gpu else InlineCopies))(arena.pages, self.host)
+        self._pages: PageCopies = (StreamCopies if on_gpu else InlineCopies)(arena.pages, self.host)
         ways = ("read", "write") * (files is not None) + ("peer",) * (peers is not None)
         self._threads = {way: [FileThread(f"quire-kv-{way}") for _ in range(THREADS[way])] for way in ways}
         self._running: list[_Running] = []

@@ -63,6 +63,8 @@ def resolve_offload(config: EngineConfig) -> OffloadPlan:
     sharing = resolve_share(config, cache.kv_offload_gb)
     write_through = sharing.sends or cache.kv_offload_policy == "write_through"  # blocks go during the prompt
     if cache.kv_offload_gb == 0:
+        if config.share.kv_faults:
+            raise ConfigError("kv_faults: there is no tier to plant faults in: set kv_offload_gb, too, such as 8.")
         if cache.kv_offload_dir is not None:
             raise ConfigError(f"kv_offload_dir={cache.kv_offload_dir!r}: blocks go to a disk through host memory, and "
                               "kv_offload_gb is 0: set kv_offload_gb, too, such as 8.")

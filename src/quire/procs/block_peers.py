@@ -95,6 +95,9 @@ class BlockPeers:
         """True when a peer seems to have the block, or has promised it."""
         return key in self._promised or any(key in peer.keys for peer in self._peers)
 
+    def note_written(self, keys: Iterable[bytes]) -> None:
+        """See `KeyedTier`. No job writes to a peer."""
+
     def discard(self, keys: Iterable[bytes]) -> None:
         """Forget that peers have these blocks."""
         for key in keys:

@@ -166,7 +166,10 @@ class BlockShare:
     place       host and port to listen on;  key  that the others must know
     namespace   what the others must have, too
     shards      the parts of a block that the ranks hold, in the order of the ranks
+    line        makes a connection from its socket
     """
+
+    line: Callable[[socket.socket], BlockLine] = BlockLine
 
     def __init__(self, place: tuple[str, int], key: bytes, namespace: bytes, store: KVStore,
                  shards: Sequence[Shard]) -> None:  # fmt: skip
@@ -217,7 +220,7 @@ class BlockShare:
 
     def _serve(self, end: socket.socket) -> None:
         """Serve a connection to its end."""
-        line = BlockLine(end)
+        line = self.line(end)
         with closing(line), suppress(*BROKEN):
             with self._lock:
                 self._lines.add(line)

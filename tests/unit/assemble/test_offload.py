@@ -39,3 +39,24 @@ def test_blocks_of_synthetic_acceptance_are_found_by_no_other_engine() -> None:
     plain, drafting, synthetic = (offload.root_key(planned(ARGS, speculative_config=given))
                                   for given in (None, ngrams, false))  # fmt: skip
     assert plain == drafting != synthetic
+
+
+def test_files_are_of_one_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A new version may round otherwise, and could not tell the numbers of an old one from its own."""
+    plan = planned(ARGS, load_format="dummy")
+    same = [offload._namespace(plan, times=times) for times in (True, True, False)]
+    monkeypatch.setattr(offload, "__version__", "another")
+    assert same[0] == same[1] != offload._namespace(plan, times=True)
+    assert same[2] != offload._namespace(plan, times=False)
+
+
+@pytest.mark.parametrize(("faults", "words"), [
+    ("read=ok/short", "no place for read=ok/short: read and write need kv_offload_dir"),
+    ("page=killed", "no place for page=killed: .* faults of connections need kv_share"),
+    ("tell=lost", "tell=lost is unknown: give a place and its faults, .*'tell': 'ok slow frozen killed"),
+    ("nowhere=slow", "nowhere=slow is unknown"), ("tell", "tell= is unknown")])
+def test_faults_that_cannot_be_planted_are_refused(faults: str, words: str) -> None:
+    assert offload._faults(planned(ARGS)) is None
+    share = {"kv_share": ":5700"} if "unknown" in words else {}
+    with pytest.raises(ConfigError, match=words):
+        offload._faults(planned(ARGS, kv_offload_gb=1.0, kv_faults=(faults,), **share))

@@ -30,7 +30,7 @@ from quire.text.grammar import GrammarCompiler
 from quire.text.tokenizer import Tokenizer
 
 from ...support.checked_executor import CheckedExecutor
-from ...support.mock_copies import MockCopies, MockDisk, MockRanks, MockRanksDisk
+from ...support.mock_copies import MockCopies, MockDisk, MockPeers, MockRanks, MockRanksDisk
 
 LETTERS = "abcdefg"  # ids 0 to 6; llguidance takes the last one for the end of a text
 
@@ -91,11 +91,13 @@ class EngineRig:
                  max_len: int = 128, vocab: int = 1000, policy: str = "fcfs", max_waiting: int | None = 1000,
                  watermark: float = 0.0, caching: bool = True, mock: type[CheckedExecutor] = CheckedExecutor,
                  drafts: int = 0, accepts: Sequence[int] = (0,), windows: Sequence[int | None] = (None,),
-                 host_blocks: int = 0, disk: MockDisk | MockRanksDisk | None = None, write_through: bool = False,
-                 delays: Sequence[int] = (0,), faults: Sequence[str] = ("",), reserve: int = 8,
-                 blends: bool = False) -> None:
-        copies = MockRanks if isinstance(disk, MockRanksDisk) else MockCopies
-        tiers = partial(copies, num_host_blocks=host_blocks, disk=disk, delays=delays, faults=faults)
+                 host_blocks: int = 0, disk: MockDisk | MockRanksDisk | None = None, peers: MockPeers | None = None,
+                 write_through: bool = False, delays: Sequence[int] = (0,), faults: Sequence[str] = ("",),
+                 reserve: int = 8, blends: bool = False) -> None:
+        self.peers, below = peers, tuple(one for one in (disk, peers) if one is not None)
+        copies: Any = MockRanks if isinstance(disk, MockRanksDisk) else MockCopies
+        tiers = partial(copies, num_host_blocks=host_blocks, below={one.tier: one for one in below}, delays=delays,
+                        faults=faults)
         self.mock = mock(num_slots=slots, num_blocks=blocks, block_size=block_size, vocab_size=vocab,
                          max_model_len=max_len, depth=depth, num_drafts=drafts, accepts=accepts,
                          draft_lookup=(1, 3) if drafts else (0, 0), windows=windows, blends=blends,
@@ -111,7 +113,7 @@ class EngineRig:
                                  scheduling_policy=policy, watermark=watermark)
         self.now = 0.0
         self.store = KVStore(self.pool, groups, block_size, num_host_blocks=host_blocks, reserve=reserve,
-                             below=() if disk is None else (disk,), write_through=write_through,
+                             below=below, promises=peers, write_through=write_through,
                              clock=lambda: self.now) if host_blocks else None  # fmt: skip
         self.compiler = GrammarCompiler(letters, vocab)
         self.core = EngineCore(self.mock, config, self.allocator, root_key=bytes(32), prefix_caching=caching,

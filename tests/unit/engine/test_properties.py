@@ -4,17 +4,22 @@ import random
 from collections import Counter
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import event, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 
 from quire.contracts.errors import InvalidParameter, PromptTooLong, QueueFull
-from quire.contracts.request import BlockReason, FinishReason, RequestState
+from quire.contracts.request import BlockReason, FinishReason, RequestState, Transfer
 from quire.contracts.step import Tier
 from quire.contracts.structured import StructuredOutputsParams
+from quire.kv.copy_jobs import CopyJobs
+from quire.kv.sharing import LEASE_SECONDS, Sharing
+from quire.kv.store import KVStore
 
-from ...support.mock_copies import FAULTS, MockDisk, MockRanksDisk
+from ...support.mock_copies import FAULTS, MockDisk, MockPeers, MockRanksDisk
+from ...support.tier_ledger import TierLedger
 
 VOCAB, MAX_LEN = 7, 44  # few letters: prompts collide, and answers collide with prompts
 STEMS = st.sampled_from([[], [0] * 9, [0, 1] * 6, [0] * 5 + [1] * 9])
@@ -28,7 +33,9 @@ GRAMMARS = [StructuredOutputsParams(**fields).spec() for fields in (
 TIERS = st.just({}) | st.builds(dict, host_blocks=st.integers(1, 30), write_through=st.booleans(),
                                 delays=st.lists(st.integers(0, 6), min_size=1, max_size=5),
                                 faults=st.lists(st.sampled_from(FAULTS), min_size=1, max_size=5),
-                                disk=st.none() | st.builds(MockDisk), reserve=st.integers(1, 12))
+                                disk=st.none() | st.builds(MockDisk), peers=st.none() | st.builds(MockPeers),
+                                reserve=st.integers(1, 12))
+TRANSFERS = [Transfer(name="mine"), Transfer(name="mine, too"), Transfer(name="theirs", address="a:1", num_tokens=12)]
 MAYBE_STOPS = st.sampled_from([(), (), (), (3,), (1, 5)])
 
 
@@ -50,28 +57,31 @@ class EngineMachine(RuleBasedStateMachine):
     def start(self, blocks: int, slots: int, extra: int, caching: bool, policy: str, max_waiting: int,
               watermark: float, accepts: list[int], windows: tuple[int | None, ...], tiers: dict[str, Any]) -> None:
         event(f"windows {windows}")
-        event(f"tiers {bool(tiers) + ('disk' in tiers)}")
+        event(f"tiers {bool(tiers)}, disk {bool(tiers.get('disk'))}, peers {bool(tiers.get('peers'))}")
         self.rig = self.rig_class(self.depth, blocks=blocks * len(windows), windows=windows, slots=slots,
                                   budget=slots + extra, caching=caching, policy=policy, max_waiting=max_waiting,
                                   watermark=watermark, max_len=MAX_LEN, vocab=VOCAB, drafts=self.drafts,
                                   accepts=accepts, **tiers)
         self.bound, self.slots = max_waiting, slots
+        self.ledger = TierLedger(self.rig) if tiers else None
 
     @rule(prompt=PROMPTS, max_tokens=st.sampled_from([0, 1, 5, 16, 18, 20]), seed=st.integers(0, 3), stops=MAYBE_STOPS,
           min_tokens=st.integers(0, 5), priority=st.integers(-1, 1), salt=st.sampled_from(["", "", "", "a"]),
           reads=st.sampled_from([True, True, True, False]), lives=st.sampled_from([None] * 6 + [0, 3]),
           fail_after=st.sampled_from([None] * 8 + [0, 2, 9]), scored=st.sampled_from([False, False, True]),
           children=st.sampled_from([0, 1, 3]), pool=st.sampled_from(["", "", "", "mean", "last", "cls"]),
-          grammar=st.sampled_from([None] * 7 + GRAMMARS), most_drafts=st.sampled_from([None, None, 0, 1]))
+          grammar=st.sampled_from([None] * 7 + GRAMMARS), most_drafts=st.sampled_from([None, None, 0, 1]),
+          transfer=st.sampled_from([None] * 6 + TRANSFERS))
     def add(self, prompt: list[int], max_tokens: int, seed: int, stops: tuple[int, ...], min_tokens: int,
             priority: int, salt: str, reads: bool, lives: float | None, fail_after: int | None, scored: bool,
-            children: int, pool: str, grammar: str | None, most_drafts: int | None) -> None:
+            children: int, pool: str, grammar: str | None, most_drafts: int | None,
+            transfer: Transfer | None) -> None:
         rig = self.rig
         if pool:
             max_tokens, scored, children, stops, grammar = 0, False, 0, (), None
         fields = {"stop_ids": stops, "min_tokens": min_tokens, "priority": priority, "cache_salt": salt,
                   "read_prefix_cache": reads, "deadline": None if lives is None else rig.now + lives,
-                  "num_drafts": most_drafts,
+                  "num_drafts": most_drafts, "transfer": transfer if self.ledger and not pool else None,
                   "pool": pool, "grammar": grammar} | ({"read_prefix_cache": False} if pool in ("mean", "cls") else {})
         end = len(prompt) + max_tokens
         if end > MAX_LEN or rig.allocator.most_blocks(end, rig.core._most_in_flight) > rig.num_blocks:
@@ -112,7 +122,10 @@ class EngineMachine(RuleBasedStateMachine):
     def step(self, times: int) -> None:
         rig = self.rig
         before = rig.scheduler.num_preempted
-        rig.step(times)
+        for _ in range(times):
+            rig.step()
+            if self.ledger is not None:
+                self.ledger.check()
         if rig.scheduler.num_preempted > before:
             event("preempted")
         late = [h for h, new in rig.asked.items()
@@ -131,6 +144,12 @@ class EngineMachine(RuleBasedStateMachine):
         handle = data.draw(st.sampled_from(sorted(rig.requests)))
         rig.mock.fail.setdefault(str(handle), len(rig.tokens[handle]) + self.depth * (1 + self.drafts) + after)
 
+    @precondition(lambda self: self.rig.peers is not None)
+    @rule()
+    def peers_learn(self) -> None:
+        """Other engines have computed the same."""
+        self.rig.mock._copies.teach(self.rig.store.host._index, self.rig.peers)
+
     @rule()
     def reset_prefix_cache(self) -> None:
         assert self.rig.core.reset_prefix_cache() == (len(self.rig.table) == 0)
@@ -139,6 +158,7 @@ class EngineMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         if not hasattr(self, "rig"):
             return
+        self.rig.now += LEASE_SECONDS
         self.rig.drain()
         for handle in self.rig.asked:
             self.rig.judge(handle)
@@ -151,28 +171,62 @@ def test_state_machine(Rig: Any, depth: int, drafts: int, full: bool) -> None:
         settings=settings(max_examples=3000 if full else 150, stateful_step_count=40, deadline=None))
 
 
+def tiered_rig(rig_class: Any, seed: int, rng: random.Random) -> Any:
+    """A core over small tiers that are slow and fail: host memory, and also a disk, or peers, or both."""
+    windows = (None, 6) if seed % 4 == 3 else (None,)
+    faults = FAULTS[: 4 if seed % 5 else 5]  # a full disk is written no more
+    return rig_class(1 + seed % 2, blocks=rng.choice([11, 14, 20]) * len(windows), windows=windows, vocab=VOCAB,
+                     slots=rng.choice([3, 6]), budget=rng.choice([7, 16]), host_blocks=rng.choice([4, 12, 40]),
+                     disk=MockDisk() if seed % 2 else None, peers=MockPeers() if seed % 3 else None,
+                     write_through=seed % 3 == 0, delays=[rng.choice([0, 0, 1, 3, 9]) for _ in range(13)],
+                     faults=[rng.choice(("", "", "", "", *faults)) for _ in range(17)], reserve=rng.choice([4, 9]))
+
+
+class TierEvents:
+    """Random events of tiers between the operations of `chaos`, and random fields of its requests about tiers."""
+
+    def __init__(self, rig: Any, rng: random.Random, seen: Counter[str]) -> None:
+        self._rig, self._rng, self._seen, self._ledger = rig, rng, seen, TierLedger(rig)
+        self._num_leases = 0
+
+    def fields(self) -> dict[str, Any]:
+        """Return fields of a request: some are computed for another engine, some by one."""
+        if (kind := self._rng.random()) < 0.15:
+            self._num_leases += 1
+            return {"transfer": Transfer(name=f"lease {self._num_leases}")}
+        return {"transfer": Transfer(name="theirs", address="a:1", num_tokens=12)} if kind < 0.25 else {}
+
+    def happen(self) -> None:
+        """Do something or nothing, and check all invariants."""
+        rig, rng, sharing = self._rig, self._rng, self._rig.store.sharing
+        if rng.random() < 0.01:
+            self._seen["reset"] += 1
+            rig.core.reset_prefix_cache()
+            rig.core.check()
+            assert not rig.store.host._index and not any(rig.mock._copies._below.values()), "a reset forgot a block"
+        if rng.random() < 0.05:
+            leases = [*sharing._leases]
+            rig.now += rng.choice([1, 4, 31])
+            for name in leases[: rng.randrange(3)]:
+                sharing.told.put((name, rng.random() < 0.5))
+            self._seen["expired"] += sum(lease.until <= rig.now for lease in sharing._leases.values())
+        if rig.peers is not None and rng.random() < 0.3:
+            rig.mock._copies.teach(rig.store.host._index, rig.peers)
+            for key in rng.sample([*rig.peers], len(rig.peers) // 9):
+                del rig.peers[key]
+        self._seen["leased"] += len(sharing._leases)
+        self._ledger.check()
+
+
 def test_tiers_through_chaos(Rig: Any) -> None:
-    """Requests over small tiers that are slow and fail: 10,000 operations, fixed seeds, every invariant after each."""
+    """10,000 operations, fixed seeds: requests come, are aborted, preempted and fail, blocks are stored, evicted and
+    loaded, copies fail, leases and promises come and end, caches are reset. Every invariant holds after each."""
     seen: Counter[str] = Counter()
-    for seed in range(30):
+    for seed in range(22):
         rng = random.Random(seed)
-        windows = (None, 6) if seed % 4 == 3 else (None,)
-        disk = MockDisk() if seed % 2 else None
-        faults = FAULTS[: 4 if seed % 5 else 5]  # a full disk is written no more
-        rig = Rig(1 + seed % 2, blocks=rng.choice([11, 14, 20]) * len(windows), windows=windows, vocab=VOCAB,
-                  slots=rng.choice([3, 6]), budget=rng.choice([7, 16]), disk=disk, host_blocks=rng.choice([4, 12, 40]),
-                  write_through=seed % 3 == 0, delays=[rng.choice([0, 0, 1, 3, 9]) for _ in range(13)],
-                  faults=[rng.choice(("", "", "", "", *faults)) for _ in range(17)], reserve=rng.choice([4, 9]))
-        chaos(rig, rng, seen, num_requests=70, stems=[[letter] * 16 for letter in range(5)])
-        rig.drain()
-        for handle in rig.asked:
-            rig.judge(handle)
-        for tier, stats in rig.outputs.stats.tiers.items():
-            for name in ("num_loaded", "num_stored", "num_failed", "num_dropped"):
-                seen[f"{tier} {name}"] += getattr(stats, name)
-        seen["preempted"] += rig.scheduler.num_preempted
-        seen["operations"] += len(rig.events) + len(rig.asked)
+        tier_chaos(tiered_rig(Rig, seed, rng), rng, seen)
     expected = {f"{tier} num_{did}": 50 for tier in ("host", "disk") for did in ("loaded", "stored", "failed")}
+    expected |= {"peer num_loaded": 20, "peer num_failed": 50, "reset": 20, "leased": 500, "expired": 30}
     expected |= {"operations": 10_000, "preempted": 30, "host num_dropped": 50, "abort blocked": 3}
     short = {name: (seen[name], least) for name, least in expected.items() if seen[name] < least}
     assert not short, f"seen less often than the test is worth: {short}; all: {dict(seen)}"
@@ -181,7 +235,7 @@ def test_tiers_through_chaos(Rig: Any) -> None:
 def test_tiers_of_two_ranks_through_chaos(Rig: Any) -> None:
     """Each rank copies a half of every block, and fails on its own; then another engine reads what these have."""
     seen: Counter[str] = Counter()
-    for seed in range(4):
+    for seed in range(10):
         rng, disk = random.Random(seed), MockRanksDisk()
         for tier in (Tier.DISK, Tier.PEER):
             faults = [rng.choice(("", "", "", "", *FAULTS[:4])) for _ in range(17)]
@@ -199,9 +253,93 @@ def test_tiers_of_two_ranks_through_chaos(Rig: Any) -> None:
     assert min(seen[f"{tier} {did}"] for tier in ("disk", "peer") for did in ("loaded", "failed")) > 10, dict(seen)
 
 
+def unfailed(store: Any, reports: Any) -> Any:
+    """A store that publishes blocks that failed."""
+    return KVStore_finished(store, [msgspec.structs.replace(report, failed=()) for report in reports])
+
+
+def early(store: Any, keys: Any) -> int:
+    """A store that publishes blocks before they are loaded."""
+    number = KVStore_load(store, keys)
+    job = store._jobs.running[number].job
+    store._pool.publish(int(job.targets[0]), job.keys[0])
+    return int(number)
+
+
+def unreleased(store: Any, job: Any, *ended: Any) -> None:
+    """A store that keeps the sources of jobs."""
+    store.host.share(job.sources.tolist() if job.source == Tier.HOST else ())
+    KVStore_settle(store, job, *ended)
+
+
+def lost(jobs: Any) -> None:
+    """Jobs that no step gets."""
+    jobs._before, jobs._after = [], []
+
+
+def kept(store: Any, handle: int) -> None:
+    """A store that keeps the blocks of requests that wait no more."""
+    if (fetch := store._fetches.get(handle)) is not None:
+        store._pool.share(fetch.leased[:1])
+    KVStore_forget(store, handle)
+
+
+def ended_lease(sharing: Any, name: str) -> None:
+    """Leases that end and keep a block."""
+    sharing._host.share(sharing._leases[name].blocks[:1])
+    Sharing_end(sharing, name)
+
+
+KVStore_finished, KVStore_load, KVStore_settle = KVStore.finished, KVStore._load, KVStore._settle
+KVStore_forget, Sharing_end = KVStore.forget, Sharing._end
+BUGS = {
+    "a failed block is published": (KVStore, "finished", unfailed, "does not add up|two contents of one key"),
+    "void copies are published": (CopyJobs, "void", lambda *_: None, "two contents of one key|not its own prefix"),
+    "blocks are published early": (KVStore, "_load", early, "written in two states|not its own prefix"),
+    "sources are not released": (KVStore, "_settle", unreleased, "references of host blocks"),
+    "matched blocks are not released": (KVStore, "forget", kept, "reference counts of blocks"),
+    "jobs are lost": (CopyJobs, "take", lost, "a job is lost"),
+    "waits are not forgotten": (KVStore, "forget", lambda *_: None, "a request waits for no"),
+    "failures are not counted": (KVStore, "_count", lambda *_: None, "does not add up"),
+    "leases do not expire": (Sharing, "expire", lambda *_: None, "outlived their time"),
+    "leases leak": (Sharing, "_end", ended_lease, "references of host blocks"),
+    "promises are not settled": (Sharing, "settle", lambda *_: None, "a promise has outlived"),
+    "a reset forgets a tier": (KVStore, "reset", lambda *_: None, "a reset forgot a block"),
+}
+
+
+@pytest.mark.parametrize("bug", BUGS)
+def test_every_invariant_of_tiers_can_fail(Rig: Any, monkeypatch: pytest.MonkeyPatch, bug: str) -> None:
+    room, name, wrong, words = BUGS[bug]
+    monkeypatch.setattr(room, name, wrong)
+    with pytest.raises(AssertionError, match=words):
+        for seed in range(30):
+            rng = random.Random(seed)
+            tier_chaos(tiered_rig(Rig, seed, rng), rng, Counter())
+
+
+def tier_chaos(rig: Any, rng: random.Random, seen: Counter[str]) -> None:
+    """Run requests over the tiers of a rig, until all have ended and no block is held."""
+    chaos(rig, rng, seen, num_requests=70, stems=[[letter] * 16 for letter in range(5)],
+          tiers=TierEvents(rig, rng, seen))  # fmt: skip
+    rig.now += LEASE_SECONDS
+    rig.store.sharing.expire()
+    rig.drain()
+    for handle in rig.asked:
+        rig.judge(handle)
+    for tier, stats in rig.outputs.stats.tiers.items():
+        for name in ("num_loaded", "num_stored", "num_failed", "num_dropped"):
+            seen[f"{tier} {name}"] += getattr(stats, name)
+    seen["preempted"] += rig.scheduler.num_preempted
+    seen["operations"] += len(rig.events) + len(rig.asked)
+
+
 def chaos(rig: Any, rng: random.Random, seen: Counter[str], num_requests: int, stems: list[list[int]] | None = None,
-          ) -> None:  # fmt: skip
-    """Requests come, grow and go at random until all are done; `seen` counts what happened. `stems`: of prompts."""
+          tiers: Any = None) -> None:
+    """Requests come, grow and go at random until all are done; `seen` counts what happened.
+
+    stems   beginnings of prompts;  tiers   `TierEvents`, or None
+    """
     grammars = rng.choice([[], GRAMMARS])  # a request that has one keeps the engine at depth 2
     while len(rig.asked) < num_requests or rig.core.has_work:
         if len(rig.asked) < num_requests and rng.random() < 0.5:
@@ -212,6 +350,7 @@ def chaos(rig: Any, rng: random.Random, seen: Counter[str], num_requests: int, s
             grammar = rng.choice([None] * 7 + grammars)
             fields = {"stop_ids": rng.choice([(), (), (3, 5)]), "scored": rng.random() < 0.2,
                       "fail_after": rng.choice([None] * 5 + [3]), "grammar": grammar}
+            fields |= tiers.fields() if tiers else {}
             parent = rig.add(prompt, max_tokens, **fields)
             seen["compiled"] += rig.request(parent).blocked_on is BlockReason.GRAMMAR
             for _ in range(rng.choice([0, 0, 0, 2])):
@@ -223,6 +362,8 @@ def chaos(rig: Any, rng: random.Random, seen: Counter[str], num_requests: int, s
             in_flight = victim.in_flight or (victim.slot >= 0 and rig.table.in_flight[victim.slot])
             seen[f"abort {victim.state.value}{' in flight' if in_flight else ''}"] += 1
             rig.abort(victim.new.handle)
+        if tiers:
+            tiers.happen()
         seen["waits for its own token"] += any(
             r.in_flight and r.state is RequestState.WAITING for r in rig.requests.values())
         got = rig.step()

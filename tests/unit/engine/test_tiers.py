@@ -9,9 +9,9 @@ from quire.contracts.request import BlockReason, RequestState, Transfer
 from quire.contracts.step import Tier
 from quire.engine.replicas import flush
 from quire.kv.hashing import KeyChain
-from quire.kv.store import FETCH_SECONDS, REPORT_SECONDS
+from quire.kv.store import FETCH_SECONDS, MOST_STORED, REPORT_SECONDS
 
-from ...support.mock_copies import MockDisk
+from ...support.mock_copies import MockDisk, MockPeers
 
 PROMPT = [1, 2, 3] * 8  # six blocks of four tokens
 OTHERS = [[i] * 32 for i in range(5, 9)]
@@ -51,6 +51,18 @@ def test_what_was_loaded_is_not_computed(Rig: Any, depth: int, write_through: bo
     assert stats.num_loaded == 5 and stats.num_stored >= 5 and stats.loaded_bytes == 40
 
 
+@pytest.mark.parametrize("delays", [[0], [2]])
+def test_a_long_prompt_is_stored_whole(Rig: Any, depth: int, delays: list[int]) -> None:
+    """It has more blocks than may move at a time, and all of them are computed in one step."""
+    rig = Rig(depth, blocks=1300, block_size=1, budget=1300, max_len=1300, host_blocks=1300, write_through=True,
+              delays=delays)  # fmt: skip
+    prompt = list(range(2 * MOST_STORED + 100))
+    rig.add(prompt, 1)
+    rig.drain()
+    keys = KeyChain(bytes(32), 1, array("I", prompt)).keys(len(prompt))
+    assert len(rig.plans) < 20 and sum(rig.store.host.lookup(key) is None for key in keys) == 0
+
+
 def test_blocks_of_a_disk_come_through_the_host(Rig: Any, depth: int) -> None:
     disk = MockDisk()
     evicted(Rig(depth, **SIZES, disk=disk))
@@ -62,18 +74,12 @@ def test_blocks_of_a_disk_come_through_the_host(Rig: Any, depth: int) -> None:
     assert again(rig) and rig.outputs.stats.tiers[Tier.DISK].num_loaded == 5, "now they are on the device"
 
 
-class MockPeers(MockDisk):
-    """Blocks that another engine has."""
-
-    tier, takes = Tier.PEER, False
-
-
 @pytest.mark.parametrize(("faults", "cached"), [([""], 20), (["lost"], 0), (["half", ""], 8), (["corrupt", ""], 16)])
 def test_blocks_of_a_peer_are_read_and_never_written(Rig: Any, depth: int, faults: list[str], cached: int) -> None:
     disk = MockDisk()
     evicted(Rig(depth, **SIZES, disk=disk))
     peers = MockPeers(disk)
-    rig = Rig(depth, **SIZES, disk=peers, faults=faults, delays=[0, 3])
+    rig = Rig(depth, **SIZES, peers=peers, faults=faults, delays=[0, 3])
     handle = again(rig)
     assert rig.cached[handle] == cached and set(rig.origins.get(handle, {}).values()) <= {Tier.PEER}
     assert rig.mock.computed[str(handle)] == len(PROMPT) - cached + 3

@@ -24,6 +24,9 @@ class Disk(set[bytes]):
     def has(self, key: bytes) -> bool:
         return key in self
 
+    def note_written(self, keys: Iterable[bytes]) -> None:
+        assert set(keys) <= self
+
     def discard(self, keys: Iterable[bytes]) -> None:  # type: ignore[override]
         self.difference_update(keys)
 

@@ -71,6 +71,7 @@ def test_connectors() -> None:
     ({"kv_transfer_config": {"kv_connector": "QuireConnector", "kv_role": "kv_both", "kv_port": 5}}, "has no kv_port"),
     ({"kv_share": ":5700"}, "kv_share: engines read .* kv_offload_gb is 0"),
     ({"kv_peers": ("a:1",)}, "kv_peers: engines read"),
+    ({"kv_faults": ("read=slow",)}, "kv_faults: there is no tier to plant faults in: set kv_offload_gb"),
     ({"kv_share": ":5700", "kv_offload_gb": 1.0, "data_parallel_size": 2}, "kv_share is not implemented for replicas"),
     ({"kv_peers": ("a:1",), "kv_offload_gb": 1.0, "tensor_parallel_size": 2, "nnodes": 2, "master_addr": "10.0.0.1"},
      "kv_peers is not implemented for ranks on several hosts"),

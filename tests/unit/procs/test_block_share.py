@@ -22,7 +22,7 @@ from quire.procs import block_peers, block_share
 from quire.procs.block_peers import BlockPeers, PeerPages
 from quire.procs.block_share import BlockShare
 
-from ...support.faulty_lines import FAULTS, FaultyLine
+from ...support.planted_lines import PAGE_FAULTS, PHASES, plant
 
 KEY, NAMESPACE, SIZE, RANKS = b"a key of both ends", b"the same model", 5_120, 2
 
@@ -160,10 +160,10 @@ def test_a_rank_with_half_of_the_heads_gets_these(node: Node, follow: Any, head:
     assert page == content(2)[head * SIZE // 2 :][: SIZE // 2]
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("fault", PAGE_FAULTS)
 def test_a_fault_costs_blocks_and_nothing_else(node: Node, follow: Any, monkeypatch: pytest.MonkeyPatch, fault: str
                                                ) -> None:  # fmt: skip
-    FaultyLine.plant(monkeypatch, ["", fault, *[""] * 50])
+    plant(monkeypatch, f"page=ok/{fault}" + "/ok" * 50)
     node.put(1, 2, 3)
     peers = follow()
     until(lambda: peers.has(name(3)))
@@ -171,6 +171,33 @@ def test_a_fault_costs_blocks_and_nothing_else(node: Node, follow: Any, monkeypa
     assert failed == {"slow": set(), "lost": {2}, "corrupt": {2}, "foreign": {2}}.get(fault, {2, 3})
     until(lambda: peers.has(name(3)))
     assert fetch(peers, 1, 2, 3) == set(), "it is heard again"
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_a_share_that_is_lost_in_any_phase_costs_blocks_and_nothing_else(
+        node: Node, follow: Any, monkeypatch: pytest.MonkeyPatch, phase: str) -> None:
+    plant(monkeypatch, phase.replace("=", "=ok/ok/") + "/ok" * 50)
+    node.put(1, 2, 3)
+    peers = follow()
+    for _ in range(3):
+        fetch(peers, 1, 2, 3)
+    until(lambda: peers.has(name(3)) and fetch(peers, 1, 2, 3) == set())
+    until(lambda: len(node.share._lines) == 1)
+
+
+def test_readers_that_are_lost_in_any_phase_harm_nobody(node: Node, follow: Any) -> None:
+    node.put(1, 2)
+    for length in (0, 3, 40, SIZE + 40):  # bytes that they read
+        line = block_share.BlockLine(block_peers.connect(*node.place, KEY, NAMESPACE))
+        if length:
+            parts = Range(0, 0, SIZE // 2, 0), Range(1, 0, SIZE // 2, SIZE // 2)
+            line.send(block_share.Read([name(1), name(2)], parts))
+            line._fill(memoryview(bytearray(length)))
+        line.close()
+    peers = follow()
+    until(lambda: peers.has(name(2)))
+    assert fetch(peers, 1, 2) == set()
+    until(lambda: len(node.share._lines) == 1)
 
 
 def test_a_block_overwritten_while_it_is_copied_is_not_sent(node: Node, follow: Any, monkeypatch: pytest.MonkeyPatch
