@@ -30,10 +30,10 @@ from quire.kv.prefix import PrefixIndex, PrefixMatch, matched_blocks
 from quire.kv.sharing import Promises, Sharing
 
 LOG = logging.getLogger("quire").getChild("kv")
-MOST_STORED = 512  # blocks on their way to the host tier
-MOST_WRITTEN = 512  # blocks on their way to the disk tier; what is beyond is not written
+MOST_MOVING = 512  # blocks on their way to the host tier; and to the disk tier: what is beyond is not written
 REPORT_SECONDS = 1.0  # an engine without other work asks for the reports of writes after so long
 FETCH_SECONDS = 10.0  # a request waits for blocks of other tiers at most this long, then it computes
+
 
 class BlockPlace(Enum):
     """State of a block, as the device sees it."""
@@ -257,8 +257,7 @@ class KVStore:
 
     def counters(self) -> dict[Tier, TierStats]:
         """Return the counters of each tier."""
-        host = self.host
-        self.stats[Tier.HOST].num_used = host.num_blocks - host.num_free + host.num_cached
+        self.stats[Tier.HOST].num_used = self.host.num_blocks - self.host.num_free + self.host.num_cached
         return {tier: msgspec.structs.replace(stats) for tier, stats in self.stats.items()}
 
     def held(self) -> list[int]:
@@ -319,7 +318,7 @@ class KVStore:
             elif jobs.find(STORE, key) is None:
                 wanted[key] = block
         keys, most = [*wanted], self.host.num_free
-        room = max(0, min(MOST_STORED - jobs.num_moving(STORE), most))
+        room = max(0, min(MOST_MOVING - jobs.num_moving(STORE), most))
         self._offered = {wanted[key]: key for key in keys[room:most] if wanted[key] in blocks}
         self._seen = state
         if keys := keys[:room]:
@@ -334,7 +333,7 @@ class KVStore:
             new = [key for key in arrived if one.tier not in self._full and self._jobs.find(link, key) is None]
             found = [(key, block) for key in new
                      if (block := self.host.lookup(key)) is not None and not one.has(key)]  # fmt: skip
-            room = max(0, MOST_WRITTEN - self._jobs.num_moving(link))
+            room = max(0, MOST_MOVING - self._jobs.num_moving(link))
             self.stats[one.tier].num_dropped += len(found[room:])
             if found := found[:room]:
                 blocks = [block for _, block in found]

@@ -9,7 +9,7 @@ from quire.contracts.request import BlockReason, RequestState, Transfer
 from quire.contracts.step import Tier
 from quire.engine.replicas import flush
 from quire.kv.hashing import KeyChain
-from quire.kv.store import FETCH_SECONDS, MOST_STORED, REPORT_SECONDS
+from quire.kv.store import FETCH_SECONDS, MOST_MOVING, REPORT_SECONDS
 
 from ...support.mock_copies import MockDisk, MockPeers
 
@@ -56,7 +56,7 @@ def test_a_long_prompt_is_stored_whole(Rig: Any, depth: int, delays: list[int]) 
     """It has more blocks than may move at a time, and all of them are computed in one step."""
     rig = Rig(depth, blocks=1300, block_size=1, budget=1300, max_len=1300, host_blocks=1300, write_through=True,
               delays=delays)  # fmt: skip
-    prompt = list(range(2 * MOST_STORED + 100))
+    prompt = list(range(2 * MOST_MOVING + 100))
     rig.add(prompt, 1)
     rig.drain()
     keys = KeyChain(bytes(32), 1, array("I", prompt)).keys(len(prompt))
