@@ -4,10 +4,10 @@ from torch import Tensor, nn
 
 from quire.config.checkpoint import ModelArgs
 from quire.kernels.attention import KVView
+from quire.kernels.rope.rotary import Rotation
 from quire.layers.context import Build, StepContext
 from quire.layers.linear import Linear
 from quire.layers.norm import HeadNorm, RMSNorm
-from quire.layers.rope import Rotation
 
 
 class Attention(nn.Module):

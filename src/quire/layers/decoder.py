@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from quire.config.checkpoint import ModelArgs
 from quire.contracts.params import Param
 from quire.kernels.attention import KVView
+from quire.kernels.rope.rotary import Rotary, Rotation
 from quire.layers.attention import Attention
 from quire.layers.context import Build, Loads, LoadsInPlace, StepContext
 from quire.layers.embedding import LMHead, VocabEmbedding
@@ -17,7 +18,6 @@ from quire.layers.linear import Linear
 from quire.layers.mlp import GatedMLP
 from quire.layers.moe import MoE
 from quire.layers.norm import RMSNorm
-from quire.layers.rope import Rotary, Rotation
 
 
 class DecoderBlock(nn.Module):

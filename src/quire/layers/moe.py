@@ -13,11 +13,11 @@ from torch import Tensor, nn
 
 from quire.config.checkpoint import ModelArgs
 from quire.config.experts import Routing
+from quire.kernels.experts.slots import ExpertSlots
 from quire.kernels.pack.matrix import Weight, empty_weight
 from quire.kernels.quantize.rows import QuantizedRows
 from quire.kernels.select import load_kernel
 from quire.kernels.streams import Fork, side_stream
-from quire.layers.balancing import ExpertSlots
 from quire.layers.context import Build, StepContext
 from quire.layers.dispatch import AllGatherExchange, ExpertExchange, PullExchange
 from quire.layers.linear import Linear, PackedLinear, add_sum, pack_linear

@@ -13,9 +13,9 @@ from quire.contracts.params import Param
 from quire.contracts.scheme import Scheme
 from quire.distributed.vocabulary import VocabularySlice
 from quire.kernels.attention import KVView
+from quire.kernels.rope.rotary import Rotary, Rotation
 from quire.kernels.select import Kernels
 from quire.layers.context import ReplicaTokens, StepContext
-from quire.layers.rope import Rotary, Rotation
 
 Tap = Callable[[int | str, Tensor], None]
 # Types whose equal values print alike. A module has a set of the names of some buffers.

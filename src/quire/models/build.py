@@ -9,8 +9,8 @@ from quire.distributed import Group
 from quire.distributed.mesh import ALONE, RankGroups
 from quire.distributed.vocabulary import VocabularySlice
 from quire.kernels import routing
+from quire.kernels.experts.slots import REPLICA_ROWS, ExpertSlots, initial_slots
 from quire.kernels.select import load_kernels
-from quire.layers.balancing import REPLICA_ROWS, ExpertSlots, initial_slots
 from quire.layers.context import Build
 from quire.layers.decoder import Decoder
 from quire.models.layout import layout, stored_names

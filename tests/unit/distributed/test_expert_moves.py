@@ -13,9 +13,9 @@ from quire.distributed.expert_moves import ExpertMover
 from quire.engine.eplb import balanced_map, initial_map, moves
 from quire.kernels.experts import panels
 from quire.kernels.experts.expert_memory import expert_memory, let_move
+from quire.kernels.experts.slots import ExpertSlots, initial_slots
 from quire.kernels.native import library
 from quire.kernels.pack.matrix import QuantizedMatrix
-from quire.layers.balancing import ExpertSlots, initial_slots
 
 from ...support.simulated_groups import SimulatedGroup, SimulatedRanks
 
