@@ -44,6 +44,8 @@ GATED_MLP: NameMap = (
     ("model.layers.{i}.mlp.up_proj.weight", "layers.{i}.mlp.gate_up.weight", "up"),
     ("model.layers.{i}.mlp.down_proj.weight", "layers.{i}.mlp.down.weight", ""),
 )
+DENSE: NameMap = (*EMBEDDING_AND_HEAD, *BLOCK_NORMS, *ATTENTION, *GATED_MLP)  # of every decoder with ordinary attention
+LATENT: NameMap = (*EMBEDDING_AND_HEAD, *BLOCK_NORMS, *LATENT_ATTENTION, *DIRECT_QUERY, *COMPRESSED_QUERY, *GATED_MLP)
 MLP_BIAS: NameMap = (
     ("model.layers.{i}.mlp.gate_proj.bias", "layers.{i}.mlp.gate_up.bias", "gate"),
     ("model.layers.{i}.mlp.up_proj.bias", "layers.{i}.mlp.gate_up.bias", "up"),
