@@ -45,6 +45,7 @@ class Replicas:
     lockstep   the cores take every step together
     arrived    set when a result of an executor arrives; of independent replicas
     balance    makes the balancer of experts, from a function that runs an operation on every rank
+    torn       see `EngineCore`
     """
 
     def __init__(self, cores: Sequence[EngineCore], *, lockstep: bool, arrived: threading.Event | None = None,
@@ -56,7 +57,7 @@ class Replicas:
         self._ended: list[Finish] = []  # requests of replicas that died
         self._early: list[Advance] = []  # outputs between two steps; reported with the next ones
         self._died = False  # True: a replica died since the last outputs
-        self._torn = False
+        self.torn = False
         self._states = {core: core.state().stats for core in cores}
         self._balancer = balance(self.control) if balance is not None else None
 
@@ -86,11 +87,6 @@ class Replicas:
     def handles(self) -> list[int]:
         """Handles of the live requests."""
         return [handle for core in self._turns for handle in core.handles]
-
-    @property
-    def torn(self) -> bool:
-        """True after a step raised. The engine cannot run another step."""
-        return self._torn
 
     def add(self, new: NewRequest, *, places: int = 1) -> None:
         """Give a request to the replica with the least load that has room, and a child to its parent's.
@@ -122,14 +118,14 @@ class Replicas:
 
     def step(self) -> StepOutputs:
         """Advance the replicas. A step that raises is final. See `EngineCore.step`."""
-        if self._torn:
+        if self.torn:
             raise EngineDead("an earlier step of this engine failed: make a new engine.")
-        self._torn = True
+        self.torn = True
         every = self._advance_together() if self.lockstep else self._advance_each()
         if self._balancer is not None:
             moved = [core.moved for core in self.cores]
             self._balancer.note(-1 if min(moved) < 0 else max(moved))
-        self._torn = False
+        self.torn = False
         outputs = self._merged(every)
         for finish in outputs.finished:
             self._homes.pop(finish.handle, None)

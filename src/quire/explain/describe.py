@@ -13,7 +13,7 @@ import msgspec
 from quire.config.checkpoint import ModelArgs, parse_checkpoint_config, read_raw_config
 from quire.config.engine import EngineConfig
 from quire.config.placement import Rank, check_parallel, parallel_sizes
-from quire.config.resolve import GIB, MemoryPlan, check_context, check_cpu_weights, resolve_dtype
+from quire.config.resolve import GIB, MemoryPlan, check_cpu_weights, resolve_dtype
 from quire.config.resolve_cuda import DeviceMemory
 from quire.contracts.errors import ConfigError, ModelNotFound, WeightsError
 from quire.kernels.linear.units import missing_bf16
@@ -22,7 +22,6 @@ from quire.kernels.select import Probe
 from quire.models.drafts import draft_config, with_draft_layers, with_draft_model
 from quire.models.obtain import settled_quantization
 from quire.models.plan import EnginePlan, Machine, resolve_engine, resolve_sizing
-from quire.models.registry import check_routing
 from quire.models.report import PlanReport
 from quire.platforms.cpu import read_cpu_facts
 from quire.platforms.detect import check_gpus, probe_driver, resolve_device
@@ -31,8 +30,6 @@ from quire.weights.folder import HEADERS, absent_weights, resolve_folders
 from quire.weights.match import load_error, match_tensors
 
 EMPTY = 600 << 20  # bytes on a GPU: an empty process
-
-
 HOST_GPUS = 8  # of one machine: the most ranks of tensor parallelism that are proposed
 
 
@@ -64,9 +61,6 @@ def plan_engine(config: EngineConfig, described: str = "") -> PlanReport:
     raw = read_raw_config(folder)
     args = parse_checkpoint_config(raw, str(folder / "config.json"))
     args = with_draft_layers(args, config.scheduler.speculative_config)
-    check_context(config.model, args.max_position_embeddings)
-    check_parallel(args, parallel)
-    check_routing(args, config.load.routing)
     dtype = resolve_dtype(config.model.dtype, args.dtype, bool(facts.bf16_units), device)
     plan = resolve_engine(config, folder, args, machine, dtype, _probe(gpu), parallel=parallel,
                           quantization=_quantization(config, folder, args))  # fmt: skip

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from quire.distributed import Group
 from quire.layers.context import Build
 from quire.layers.norm import RMSNorm
 
@@ -38,14 +37,6 @@ def moved(packed: object, device: torch.device) -> object:
         parts = {name: moved(part, device) for name, part in own.items()}
         return packed if all(part is own[name] for name, part in parts.items()) else replace(packed, **parts)
     return packed.to(device) if isinstance(packed, Tensor) and packed.device != device else packed
-
-
-def add_sum(partial: Tensor, residual: Tensor, tp: Group) -> Tensor:
-    """Return residual + the sum of the ranks' partial results.
-
-    Every product whose weight is divided among ranks by columns ends here, so the residual is added once.
-    """
-    return tp.add(partial, residual)
 
 
 class Linear(nn.Module):
@@ -83,7 +74,7 @@ class Linear(nn.Module):
     def add(self, x: Tensor, residual: Tensor) -> Tensor:
         """Return residual [T, out_features] + the projection of x; it may reuse the memory of `residual`."""
         if self.tp is not None:
-            return add_sum(self(x), residual, self.tp)
+            return self.tp.add(self(x), residual)
         if "add" in self.features:
             y: Tensor = self.kernel.run_add(x, *self.packed, residual)
             return y

@@ -3,8 +3,6 @@
 The class lies in `contracts`, because every `Param` has one.
 """
 
-from quire.contracts.scheme import KINDS as KINDS
-from quire.contracts.scheme import UNQUANTIZED as UNQUANTIZED
 from quire.contracts.scheme import Scheme as Scheme
 
 NAMES = {"e4m3": "FP8", "int8": "INT8", "w4": "4-bit", "w8": "8-bit"}
