@@ -1,6 +1,6 @@
 """Engine core on the mock executor, for `--device mock`, with the sizes of a model.
 
-Every request gets the tokens of `mock_tokens`; the configuration says how long a step takes. With speculation
+Every request gets the tokens of `mock_executor`; the configuration says how long a step takes. With speculation
 0, 1, ... and all drafts of a decode are right in turn. Reads vocabulary and context from a model's config.json, and no
 weights. Never imports torch.
 """

@@ -16,9 +16,7 @@ from quire.config.placement import Rank, check_parallel, parallel_sizes
 from quire.config.resolve import GIB, MemoryPlan, check_cpu_weights, resolve_dtype
 from quire.config.resolve_cuda import DeviceMemory
 from quire.contracts.errors import ConfigError, ModelNotFound, WeightsError
-from quire.kernels.linear.units import missing_bf16
-from quire.kernels.native import library
-from quire.kernels.select import Probe
+from quire.kernels.select import probe_of
 from quire.models.drafts import draft_config, with_draft_layers, with_draft_model
 from quire.models.obtain import settled_quantization
 from quire.models.plan import EnginePlan, Machine, resolve_engine, resolve_sizing
@@ -62,8 +60,8 @@ def plan_engine(config: EngineConfig, described: str = "") -> PlanReport:
     args = parse_checkpoint_config(raw, str(folder / "config.json"))
     args = with_draft_layers(args, config.scheduler.speculative_config)
     dtype = resolve_dtype(config.model.dtype, args.dtype, bool(facts.bf16_units), device)
-    plan = resolve_engine(config, folder, args, machine, dtype, _probe(gpu), parallel=parallel,
-                          quantization=_quantization(config, folder, args))  # fmt: skip
+    plan = resolve_engine(config, folder, args, machine, dtype, probe_of(gpu.capability if gpu else None),
+                          parallel=parallel, quantization=_quantization(config, folder, args))  # fmt: skip
     if (other := draft_config(config)) is not None:
         plan = with_draft_model(plan, plan_engine(other, described).plan)
     report = _with_headers(PlanReport(plan=plan, memory=""), folder)
@@ -119,26 +117,6 @@ def _device(config: EngineConfig, described: str) -> tuple[Gpu | None, str]:
     check_gpus(parallel_sizes(config.parallel), hosts=config.hosts.nnodes)
     driver = probe_driver()
     return Gpu("this GPU", driver.capability, driver.memory), str(found)
-
-
-def _probe(gpu: Gpu | None) -> Probe:
-    """Return a probe that tells the reason why a kernel cannot run, as far as that is known without PyTorch.
-
-    The software of a GPU and PyTorch's own kernels count as present. CPU kernels depend on processor and compiler.
-    """
-
-    def probe(need: str) -> str:
-        if need == "hopper" and gpu and gpu.capability[0] != 9:
-            return "needs compute capability 9.0, this GPU has {}.{}".format(*gpu.capability)
-        if need == "8-bit numbers" and gpu and gpu.capability < (8, 9):
-            return "8-bit numbers need compute capability 8.9, this GPU has {}.{}".format(*gpu.capability)
-        if need == "packed bfloat16":
-            return missing_bf16()
-        if need == "native":
-            return library.missing()
-        return library.missing_amx() if need == "native AMX" else ""
-
-    return probe
 
 
 def _tightest(report: PlanReport, gpu: Gpu | None, free: int) -> tuple[MemoryPlan | str, int]:

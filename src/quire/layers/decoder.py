@@ -76,11 +76,14 @@ class DraftLayer(nn.Module):
 class Decoder(nn.Module):
     """Decoder model, the class of every family so far. It has no weights until every `LoadUnit` is loaded.
 
+    layers          layers of this rank;  drafts  layers that draft, whose KV caches follow those of `layers`
+    draft           draft model, whose KV caches come last; None: there is none
     layout          parameters of this rank
     dtype, device   of activations
     elsewhere       tensors of the checkpoint that other ranks read
     first           True: this rank has the embedding (first stage of a pipeline)
     last            True: this rank has norm and head (last stage of a pipeline)
+    vocabulary      slice of the vocabulary that `embed` and `head` hold; None: the whole vocabulary
     """
 
     embed: VocabEmbedding
@@ -111,7 +114,10 @@ class Decoder(nn.Module):
         assert not lost, f"layers and parameters differ: {sorted(lost)}"
 
     def take(self, module: str, place: int, tensors: dict[str, Any]) -> None:
-        """Give the layer named `module` the parameters of a `LoadUnit`; the layer packs them. See `Model`."""
+        """Give the layer named `module` the parameters of a `LoadUnit`; the layer packs them.
+
+        Called once for each unit, before the first step. place: index of the expert on this rank; 0 for other layers
+        """
         with torch.no_grad():
             self._owners[module].take(tensors, place)
 

@@ -1,12 +1,12 @@
 """Projections, fused over their checkpoint parts."""
 
 from collections.abc import Callable
-from dataclasses import fields, is_dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from quire.kernels.pack.matrix import moved
 from quire.layers.context import Build
 from quire.layers.norm import RMSNorm
 
@@ -26,17 +26,6 @@ def pack_linear(pack: Callable[[Any], object], tensors: dict[str, Any], device: 
     """
     bias = tensors.get("bias")
     return PackedLinear(moved(pack(tensors["weight"]), device), None if bias is None else bias.to(device))
-
-
-def moved(packed: object, device: torch.device) -> object:
-    """Return a packed weight with all its tensors on `device`, also those inside tuples and dataclasses."""
-    if isinstance(packed, tuple):
-        return tuple(moved(part, device) for part in packed)
-    if is_dataclass(packed) and not isinstance(packed, type):
-        own = {field.name: getattr(packed, field.name) for field in fields(packed) if field.init}
-        parts = {name: moved(part, device) for name, part in own.items()}
-        return packed if all(part is own[name] for name, part in parts.items()) else replace(packed, **parts)
-    return packed.to(device) if isinstance(packed, Tensor) and packed.device != device else packed
 
 
 class Linear(nn.Module):

@@ -4,15 +4,13 @@ The first front end starts the core and the others. The number of a request or a
 tells the front end that made it.
 """
 
-from collections.abc import Iterator, Mapping
-from typing import TypeVar
+from collections.abc import Iterator
 
 import msgspec
 
-from quire.contracts.output import StepOutputs
+from quire.contracts.output import BY_HANDLE, StepOutputs
 
 NUMBERS = 2**31  # of requests: they travel as int32
-V = TypeVar("V")
 
 
 class FrontPlace(msgspec.Struct, frozen=True, kw_only=True):
@@ -59,21 +57,14 @@ def parts(outputs: StepOutputs, count: int) -> Iterator[StepOutputs]:
     """Yield the outputs for each of `count` front ends. All get the engine's state; only the first counts the step."""
     owners = outputs.handles // (NUMBERS // count)
     for number in range(count):
-        mine, whose = owners == number, (number, count)
+        mine = owners == number
         counted = {"num_elsewhere": int((~mine).sum())} if number == 0 else {"step": -1}
         yield StepOutputs(
             handles=outputs.handles[mine],
             tokens=outputs.tokens[mine],
             finished=tuple(finish for finish in outputs.finished if owner(finish.handle, count) == number),
             preempted=tuple(handle for handle in outputs.preempted if owner(handle, count) == number),
-            cached=_part(outputs.cached, *whose),
-            prefixes=_part(outputs.prefixes, *whose),
-            origins=_part(outputs.origins, *whose),
-            logprobs=_part(outputs.logprobs, *whose),
-            prompt_logprobs=_part(outputs.prompt_logprobs, *whose),
             stats=msgspec.structs.replace(outputs.stats, **counted),
-        )
-
-
-def _part(values: Mapping[int, V], number: int, count: int) -> dict[int, V]:
-    return {handle: value for handle, value in values.items() if owner(handle, count) == number}
+            **{name: {handle: value for handle, value in getattr(outputs, name).items()
+                      if owner(handle, count) == number} for name in BY_HANDLE},
+        )  # fmt: skip

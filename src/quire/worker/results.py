@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from quire.contracts.step import I32, SAMPLE, RowLogprobs, StepPlan, StepResult
+from quire.contracts.step import I32, SAMPLE, StepPlan, StepResult
 from quire.worker.features import Found, Results
 from quire.worker.sampler import CODES
 
@@ -42,7 +42,7 @@ class RunningStep:
                 found.setdefault(name, {}).update(by_slot)
         if self.counts is not None and (logprobs := found.get("logprobs")):
             valid = dict(zip(self.slots.tolist(), accepted.tolist(), strict=True))
-            found["logprobs"] = {slot: _first(rows, valid[slot]) for slot, rows in logprobs.items()}
+            found["logprobs"] = {slot: rows.part(slice(valid[slot])) for slot, rows in logprobs.items()}
         return StepResult(
             step=self.plan.step,
             slots=self.slots,
@@ -81,8 +81,3 @@ def _verified(words: I32, counts: I32) -> tuple[I32, I32, I32, I32]:
     equal[:, :-1] &= codes[:, 1:] == 0
     accepted = 1 + np.logical_and.accumulate(equal, 1).sum(1, dtype=np.int32)
     return tokens, codes[:, 0], accepted, (verified & (drafts >= 0)).sum(1, dtype=np.int32)
-
-
-def _first(rows: RowLogprobs, count: int) -> RowLogprobs:
-    """Return the first `count` rows."""
-    return RowLogprobs(rows.ids[:count], rows.logprobs[:count], rows.ranks[:count])
