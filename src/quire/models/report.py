@@ -1,6 +1,6 @@
 """An engine's plan as plain values: layers, bytes, kernel calls in order, and reasons. No torch."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
 from itertools import groupby
@@ -241,9 +241,9 @@ class PlanReport:
             return self.layout
         return self.layout[:1] + self._as_packed(self.params_of(replace(alone(self.plan.args), first=False)))
 
-    def _features(self, module: str) -> tuple[str, ...]:
-        """Features of the kernel of a linear layer."""
-        return self._linears[module].features
+    def _features(self, at: str, name: str) -> tuple[str, ...]:
+        """Features of the kernel of a linear layer; `name` is its name below the decoder layer `at`."""
+        return self._linears[at + name].features
 
     @cached_property
     def _in_place(self) -> bool:
@@ -266,7 +266,7 @@ class PlanReport:
         for layer, group in groupby(self._listed, key=lambda param: _layer(param.name)):
             at = f"layers.{layer}." if layer >= 0 else ""
             params = {param.name.removeprefix(at): param for param in group}
-            first, linear = "embed.weight" in params, partial(_below, self._features, at)
+            first, linear = "embed.weight" in params, partial(self._features, at)
             sliced = parallel.tp > 1
             calls = list(layer_calls(args, layer, linear, self.plan.config.load.routing, sliced=sliced,
                                      spread=self.plan.spread) if layer >= 0 else
@@ -373,11 +373,6 @@ class PlanReport:
         places = [f"{name}:{port}" for name, port in offload.sharing.peers]
         peers = {"name": "peer", "policy": "read", "addresses": places}
         return [host, *[disk] * bool(offload.folder), *[peers] * bool(places)]
-
-
-def _below(features: Callable[[str], tuple[str, ...]], at: str, name: str) -> tuple[str, ...]:
-    """Return the features of a linear layer by its name below a decoder layer."""
-    return features(at + name)
 
 
 def _layer(name: str) -> int:

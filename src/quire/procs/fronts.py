@@ -8,7 +8,9 @@ from collections.abc import Iterator
 
 import msgspec
 
+from quire.config.serve import ServerConfig
 from quire.contracts.output import BY_HANDLE, StepOutputs
+from quire.procs.child_process import ChildProcess
 
 NUMBERS = 2**31  # of requests: they travel as int32
 
@@ -46,6 +48,20 @@ class FrontPlace(msgspec.Struct, frozen=True, kw_only=True):
 
 
 ALONE = FrontPlace()
+
+
+class FrontStart(msgspec.Struct, frozen=True, kw_only=True):
+    """Start parameters of a front end. `listener`: descriptor of the socket on which all of them accept connections."""
+
+    config: ServerConfig
+    place: FrontPlace
+    listener: int
+
+
+def start_front(module: str, config: ServerConfig, listener: int, place: FrontPlace) -> ChildProcess:
+    """Start the process of a front end, the Python module `module`. See `FrontStart`."""
+    start = FrontStart(config=config, place=place, listener=listener)
+    return ChildProcess(module, msgspec.json.encode(start), descriptors=(listener,))
 
 
 def owner(number: int, count: int) -> int:

@@ -50,15 +50,14 @@ class RunningRank(Launches, Protocol):
 
     `collect` runs in a thread of its own, beside `submit`, `release` and `control`. Make a setting of a thread, such
     as the current CUDA device, in both threads.
+    depth   maximum number of steps that are submitted and not collected; see `ExecutorFacts`
     """
+
+    depth: int
 
     @property
     def payload(self) -> bytes:
         """JSON for the engine core, in `RankReady`: `depth`, the chosen implementations, and lines for the user."""
-
-    @property
-    def depth(self) -> int:
-        """Maximum number of steps that are submitted and not collected; see `ExecutorFacts`."""
 
     def control(self, name: str, args: dict[str, Any]) -> object:
         """Run a named operation; see `Executor.control`. A `UserError` goes to the caller; others end the rank."""

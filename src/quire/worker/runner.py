@@ -23,9 +23,8 @@ from quire.worker.device_state import DeviceState, Limits
 from quire.worker.features import Results, StepFeature
 from quire.worker.graphs import Graphs
 from quire.worker.programs import Programs
-from quire.worker.recorder import Key, Recorder, StepShape
+from quire.worker.recorder import Key, StepShape
 from quire.worker.results import RunningStep, sampled_slots
-from quire.worker.sampler import Sampler
 from quire.worker.upload import Change, Upload
 
 EAGER_TOKENS = (64, 128, 256, 512, 1024, 2048)  # rehearsed sizes: kernels choose their tiles by the number of tokens
@@ -60,7 +59,7 @@ class StepRunner:
         parts: tuple[Choice, ...],
     ) -> None:
         self.programs, self.state, self.limits, self.parts = programs, state, limits, parts
-        self.model = programs.model
+        self.model, self.sampler, self.recorder = programs.model, programs.sampler, programs.recorder
         self._upload, self._features = upload, features
         self._running: deque[RunningStep] = deque()
         self.balancing: RankBalancing | None = None
@@ -149,16 +148,6 @@ class StepRunner:
         if len(plan.grammar):
             self.release(get_masks())
         return self.collect()
-
-    @property
-    def sampler(self) -> Sampler:
-        """The sampler, which draws the tokens of every step."""
-        return self.programs.sampler
-
-    @property
-    def recorder(self) -> Recorder:
-        """The recorder, which replays recorded launches (CUDA graphs on a GPU)."""
-        return self.programs.recorder
 
     def describe(self) -> dict[str, object]:
         """Return a dict for display: the chosen `parts`, counts of recordings, and the steps that are not recorded."""
