@@ -14,6 +14,7 @@ from rich.tree import Tree
 
 from quire.entry.cli.table import format_bytes as size
 from quire.models.missing import not_runnable
+from quire.models.notes import listed
 
 Plan = Mapping[str, Any]
 HELD = {"layers": "layers", "heads": "query heads", "kv_heads": "KV heads", "experts": "experts"}
@@ -197,5 +198,4 @@ def _range(words: str, numbers: Sequence[int]) -> str:
         return f"{words.removesuffix('s')} {numbers[0]}"
     if numbers[1] - numbers[0] == 1:
         return f"{words} {numbers[0]}-{numbers[-1]}"
-    shown = [str(number) for number in numbers]
-    return f"{words} {', '.join(shown if len(shown) < 5 else [*shown[:2], '...', shown[-1]])}"
+    return f"{words} {listed(numbers)}"

@@ -24,12 +24,12 @@ from quire.models.calls import Call, embedding_calls, head_calls, layer_calls, p
 from quire.models.collectives import collectives, groups
 from quire.models.drafts import joined
 from quire.models.facts import model_facts
-from quire.models.layout import alone, layout
+from quire.models.layout import alone, layout, stored_names
 from quire.models.notes import parallel_notes
 from quire.models.plan import EnginePlan, keep_stored
 from quire.models.registry import ITEM_BYTES, linear_plans, rank_geometry
 from quire.quantization.assign import decided_by, with_formats
-from quire.quantization.formats import num_bytes, raw_tensors, spare_names
+from quire.quantization.formats import num_bytes, raw_tensors
 from quire.quantization.read import format_words, quantization_notes
 from quire.quantization.scheme import scheme_words
 from quire.weights.cache_scales import scale_names
@@ -329,9 +329,7 @@ class PlanReport:
 
     def _not_read(self) -> dict[str, int]:
         """Checkpoint tensors that no parameter reads -> their number; a layer behind the last one is one entry."""
-        read = {part.stored for param in self.layout for raw in raw_tensors(param) for part in raw.parts}
-        read |= {name for param in self.layout for name in spare_names(param)}
-        read.update(*self._cache_scales)
+        read = set(stored_names(self.layout)).union(*self._cache_scales)
         layers = [f"model.layers.{self.plan.args.num_layers + i}." for i in range(self.plan.args.extra_layers)]
         found = {f"{layer}*": 0 for layer in layers}
         for name in sorted(self.files.keys() - read):

@@ -54,16 +54,18 @@ class RunningStep:
         )
 
 
-def sampled_slots(plan: StepPlan) -> tuple[I32, I32 | None]:
-    """Return the slots [N] of a plan that sample, and the number of sampled rows of each [N]; None: one row each."""
+def sampled_slots(plan: StepPlan) -> tuple[I32, I32 | None, I32]:
+    """Return the slots [N] of a plan that sample, the number of sampled rows of each [N] (None: one row each), and the
+    slot of each row [R].
+    """
     sampled = plan.num_decodes == len(plan.slots)
     slots = plan.slots if sampled else plan.slots[(plan.outputs & SAMPLE) != 0]
     rows = plan.num_tokens[: plan.num_decodes]
     if not (rows > 1).any():
-        return slots, None
+        return slots, None, slots
     counts = np.ones(len(slots), np.int32)
     counts[: plan.num_decodes] = rows
-    return slots, counts
+    return slots, counts, np.repeat(slots, counts)
 
 
 def _verified(words: I32, counts: I32) -> tuple[I32, I32, I32, I32]:

@@ -104,17 +104,14 @@ class StepRunner:
         assert self._launched is not None, "released twice"
         plan = self._launched.plan
         if len(masks):
-            slots, counts = sampled_slots(plan)
-            rows = slots if counts is None else np.repeat(slots, counts)
-            self.programs.sampler.take_masks(rows, plan.grammar, masks)
+            self.programs.sampler.take_masks(sampled_slots(plan)[2], plan.grammar, masks)
         self._end()
 
     def _end(self) -> None:
         """Launch the work after the logits: sampling, log-probabilities and the copy of the tokens to the host."""
         assert self._launched is not None, "submitted nothing"
         (plan, shape, features), self._launched = self._launched, None
-        slots, counts = sampled_slots(plan)
-        rows = slots if counts is None else np.repeat(slots, counts)
+        slots, counts, rows = sampled_slots(plan)
         programs = self.programs
         programs.end(shape, rows)
         if len(rows) and programs.sampler.table.scored and self.model.last:
