@@ -127,7 +127,7 @@ def rows() -> list[Any]:
 
 
 def num_preempted(core: Core) -> int:
-    return sum(one.scheduler.growth.num_preempted for one in (core.cores if isinstance(core, Replicas) else (core,)))
+    return sum(one.scheduler.num_preempted for one in (core.cores if isinstance(core, Replicas) else (core,)))
 
 
 @pytest.mark.parametrize("row", rows(), ids=label)

@@ -113,7 +113,7 @@ def check_run(llm: LLM, oracle: Any, prompts: list[list[int]], run: Row, greedy:
     sampled = SampledLogits(llm)
     outputs = llm.generate(mine, greedy(NUM_TOKENS), use_tqdm=False)
     assert [o.outputs[0].token_ids for o in outputs] == expected
-    assert (llm.engine.core.scheduler.growth.num_preempted > 0) == (run["pool"] == "small")
+    assert (llm.engine.core.scheduler.num_preempted > 0) == (run["pool"] == "small")
     whole = [p + e for p, e in zip(mine, expected, strict=True)]
     truth = {tuple(ids[: n + 1]): row for ids in whole for n, row in enumerate(oracle.logits(ids))}
     assert len(sampled.rows) == NUM_TOKENS * len(mine)
@@ -260,7 +260,7 @@ def test_a_resumed_request_finds_its_blocks(
     seen = record(llm)
     outputs = llm.generate(pair, greedy(count), use_tqdm=False)
     assert [o.outputs[0].token_ids for o in outputs] == oracle().greedy(pair, 64)
-    assert llm.engine.core.scheduler.growth.num_preempted == 1
+    assert llm.engine.core.scheduler.num_preempted == 1
     *first, resumed = [a for plan in seen.plans for a in plan.admitted]
     assert [a.num_computed for a in first] == [0, 0]
     # When it gave way the pool was empty; what was not its own was the first's, which then grew to its end: first over

@@ -114,7 +114,7 @@ def make_engine(request: pytest.FixtureRequest, checkpoint: Any, engine: Any) ->
         return made[-1]
 
     yield build
-    assert [llm.engine.core.scheduler.growth.num_preempted > 0 for llm in made] == [pool == "small"] * len(made)
+    assert [llm.engine.core.scheduler.num_preempted > 0 for llm in made] == [pool == "small"] * len(made)
 
 
 def test_all_cases_in_one_batch(make_engine: Callable[..., LLM], answers: Any) -> None:

@@ -179,7 +179,7 @@ def crowded_engine(request: pytest.FixtureRequest, talker_options: dict[str, Any
     }
     with LLM(**options) as llm:
         yield llm
-        assert llm.engine.core.scheduler.growth.num_preempted > 0
+        assert llm.engine.core.scheduler.num_preempted > 0
         llm.engine.core.check()
 
 

@@ -59,9 +59,9 @@ def test_every_output_is_one_of_its_schema(depth: int, full: bool) -> None:
         formed = constrained(llm, schemas)
         free = [SamplingParams(temperature=i % 2, seed=i, max_tokens=84, ignore_eos=True) for i in range(6)]
         alone = ask(llm, prompts[:6], free)
-        before = llm.engine.core.scheduler.growth.num_preempted
+        before = llm.engine.core.scheduler.num_preempted
         outputs = ask(llm, prompts[:6] + prompts, free + formed)
-        assert llm.engine.core.scheduler.growth.num_preempted > before
+        assert llm.engine.core.scheduler.num_preempted > before
         assert [o.outputs[0].token_ids[:12] for o in outputs[:6]] == [o.outputs[0].token_ids[:12] for o in alone]
         answers = [(answer, schema) for output, schema in zip(outputs[6:], schemas, strict=True)
                    for answer in output.outputs]  # fmt: skip

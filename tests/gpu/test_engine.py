@@ -267,7 +267,7 @@ def test_preempted_requests_go_on_where_they_were(oracle: Any) -> None:
         with make(checkpoint.folder, block_size=16, num_gpu_blocks_override=18, max_num_batched_tokens=16,
                   enable_prefix_caching=caching) as llm:  # fmt: skip
             assert tokens(run(llm, mixed_prompts(), greedy())) == expected
-            assert llm.engine.core.scheduler.growth.num_preempted > 0
+            assert llm.engine.core.scheduler.num_preempted > 0
             llm.engine.core.check()
 
 
@@ -344,7 +344,7 @@ def test_structured_outputs_are_the_cpu_s_and_change_nobody_else(options: dict[s
         llm = stack.enter_context(make(bundled_model(), max_num_seqs=16, **options)) if options else bundled
         found = run(llm, prompts, params)
         assert tokens(found) == tokens(expected)
-        assert "num_gpu_blocks_override" not in options or llm.engine.core.scheduler.growth.num_preempted > 0
+        assert "num_gpu_blocks_override" not in options or llm.engine.core.scheduler.num_preempted > 0
     ended = [c.finish_reason for o, p in zip(found, params, strict=True) for c in o.outputs if p.structured_outputs]
     assert set(ended) == {"stop"} and len(ended) > 16
     assert all("</think>" in c.text for o, p in zip(found, params, strict=True) for c in o.outputs

@@ -211,7 +211,7 @@ def test_every_step_of_requests_of_all_kinds(cuda_runner: Callable[..., StepRunn
     runner = cuda_runner(replace(LIMITS, graph_sizes=(2, 4), graph_tokens=(48,)))
     compared = ComparedRunners(runner, naive(), blocks)
     core = compare_requests(compared, 8, budget=24)
-    assert compared.num_steps > 20 and (core.scheduler.growth.num_preempted > 0) == (blocks == 5)
+    assert compared.num_steps > 20 and (core.scheduler.num_preempted > 0) == (blocks == 5)
 
 
 @pytest.mark.parametrize(("guesses", "lengths", "model"), [

@@ -292,7 +292,7 @@ class Finisher:
             num_running=len(roster.table),
             num_waiting=len(roster.queue) + roster.num_blocked,
             num_blocked=roster.num_blocked,
-            num_preempted=s.growth.num_preempted,
+            num_preempted=s.num_preempted,
             num_blocks=pool.num_blocks,
             num_free_blocks=pool.num_free,
             num_cached_blocks=pool.num_cached,

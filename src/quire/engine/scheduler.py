@@ -55,6 +55,11 @@ class Scheduler:
         self.guess: Guess | None = None
         self._lookup = facts.draft_lookup
 
+    @property
+    def num_preempted(self) -> int:
+        """Preemptions since the start."""
+        return self.growth.num_preempted
+
     def plan(self, step: int) -> InFlight | None:
         """Plan step number `step` and return it; None when nothing can run before more results arrive."""
         preempted = self.growth.num_preempted

@@ -101,7 +101,7 @@ def run(folder: Path, wait: Callable[[Core, list[Parts]], None] = lambda core, p
                 found.tokens[handle].append(token)
             for finish in outputs.finished:
                 assert finish.error is None
-        found.num_preempted = sum(one.scheduler.growth.num_preempted for one in cores)
+        found.num_preempted = sum(one.scheduler.num_preempted for one in cores)
         core.check()
     finally:
         core.shutdown()

@@ -97,7 +97,7 @@ def test_preempted_requests_blend_again(Rig: Any, depth: int) -> None:
     rig.drain()
     for handle in handles:
         rig.judge(handle)
-    assert rig.scheduler.growth.num_preempted and len(moved(rig)) > 3
+    assert rig.scheduler.num_preempted and len(moved(rig)) > 3
 
 
 def test_who_does_not_read_the_cache_reuses_nothing(Rig: Any, depth: int) -> None:

@@ -201,7 +201,7 @@ def test_drafts_that_were_wrong_are_in_no_block_that_is_found(Rig: Any, depth: i
 def test_a_request_that_gives_way_keeps_its_run_in_flight(Rig: Any, accepts: tuple[int, ...]) -> None:
     rig = Rig(2, blocks=9, budget=32, drafts=K, accepts=accepts)
     first, second = rig.add(range(12), 16), rig.add(range(50, 62), 16)
-    while rig.scheduler.growth.num_preempted == 0:
+    while rig.scheduler.num_preempted == 0:
         before = len(rig.tokens[second])
         rig.step()
     request = rig.request(second)
@@ -243,7 +243,7 @@ def test_no_request_is_preempted_for_drafts(Rig: Any, blocks: int, lead: int) ->
         rig.drain()
         for handle in handles:
             rig.judge(handle)
-        assert not rig.scheduler.growth.num_preempted, drafts
+        assert not rig.scheduler.num_preempted, drafts
 
 
 @pytest.mark.parametrize("cached", [True, False])

@@ -54,7 +54,7 @@ def test_abort_while_running_frees_at_once_and_drops_what_is_in_flight(Rig: Any,
 def test_abort_after_a_preemption(Rig: Any, depth: int) -> None:
     rig = Rig(depth, blocks=9, budget=32)
     first, second = rig.add(range(12), 16), rig.add(range(50, 62), 16)
-    while rig.scheduler.growth.num_preempted == 0:
+    while rig.scheduler.num_preempted == 0:
         rig.step()
     rig.abort(second)
     rig.drain().judge(first)
@@ -162,13 +162,13 @@ def test_blocks_of_a_request_that_failed_after_giving_way_are_not_reused(Rig: An
     """Its failure was in flight when it was preempted: what it had published is withdrawn all the same."""
     probe = Rig(2, blocks=9, budget=32)
     probe.add(range(12), 16), probe.add(range(50, 62), 16)
-    while probe.scheduler.growth.num_preempted == 0:
+    while probe.scheduler.num_preempted == 0:
         probe.step()
     rig = Rig(2, blocks=9, budget=32)
     rig.add(range(12), 16), rig.add(range(50, 62), 16, fail_after=len(probe.tokens[1]) - 1)
     while 1 not in rig.finish:
         rig.step()
-    assert rig.scheduler.growth.num_preempted == 1 and rig.finish[1].error == "nan_logits"
+    assert rig.scheduler.num_preempted == 1 and rig.finish[1].error == "nan_logits"
     rig.abort(0)
     again = rig.add(range(50, 62), 2)
     rig.drain()
@@ -231,7 +231,7 @@ def test_max_tokens_zero_that_gives_way_in_flight_still_ends(Rig: Any) -> None:
         rig.step()
     handle = rig.add(range(50, 58), 0)
     rig.drain()
-    assert rig.scheduler.growth.num_preempted == 1
+    assert rig.scheduler.num_preempted == 1
     assert len([a for p in rig.plans for a in p.admitted if a.request_id == str(handle)]) == 1
     rig.judge(first), rig.judge(handle)
 

@@ -236,7 +236,7 @@ def test_a_preempted_request_goes_on_in_its_grammar(Rig: Any, depth: int) -> Non
     rig = small(Rig, depth, blocks=12, slots=4)
     handles = [rig.add([i % 3] * 5, 25, seed=i, grammar=spec_of(regex="([ab]c){30}|[efd]{30}")) for i in range(4)]
     rig.drain()
-    assert rig.scheduler.growth.num_preempted > 0
+    assert rig.scheduler.num_preempted > 0
     for handle in handles:
         rig.judge(handle)
         assert re.fullmatch(r"([ab]c){12}[ab]|[efd]{25}", text(rig, handle))

@@ -110,9 +110,9 @@ class EngineMachine(RuleBasedStateMachine):
     @rule(times=st.integers(1, 12))
     def step(self, times: int) -> None:
         rig = self.rig
-        before = rig.scheduler.growth.num_preempted
+        before = rig.scheduler.num_preempted
         rig.step(times)
-        if rig.scheduler.growth.num_preempted > before:
+        if rig.scheduler.num_preempted > before:
             event("preempted")
         late = [h for h, new in rig.asked.items()
                 if h not in rig.finish and new.deadline is not None and new.deadline <= rig.now]
@@ -169,7 +169,7 @@ def test_tiers_through_chaos(Rig: Any) -> None:
         for tier, stats in rig.outputs.stats.tiers.items():
             for name in ("num_loaded", "num_stored", "num_failed", "num_dropped"):
                 seen[f"{tier} {name}"] += getattr(stats, name)
-        seen["preempted"] += rig.scheduler.growth.num_preempted
+        seen["preempted"] += rig.scheduler.num_preempted
         seen["operations"] += len(rig.events) + len(rig.asked)
     expected = {f"{tier} num_{did}": 50 for tier in ("host", "disk") for did in ("loaded", "stored", "failed")}
     expected |= {"operations": 10_000, "preempted": 30, "host num_dropped": 50, "abort blocked": 3}
@@ -232,7 +232,7 @@ def test_a_long_run_meets_everything(Rig: Any, depth: int, drafts: int) -> None:
             seen["ended by its grammar"] += (ended.reason is FinishReason.STOP) > (ended.stop_id is not None)
             parent = rig.asked[handle].parent
             seen["shared with the parent"] += parent is not None and rig.cached.get(handle, 0) > 0
-        seen["preempted"] += rig.scheduler.growth.num_preempted
+        seen["preempted"] += rig.scheduler.num_preempted
         seen["evicted"] += rig.pool.evictions
         seen["hits"] += rig.scheduler.admitter.prefix_hits
         seen["dropped"] += rig.num_sampled - sum(map(len, rig.tokens.values()))

@@ -143,7 +143,7 @@ def test_a_resumed_request_finds_its_own_blocks(Rig: Any, depth: int, reads: boo
     """It gave way; what nobody needed since is still there, and only the rest is computed again."""
     rig = Rig(depth, blocks=9, budget=32)
     first, second = rig.add(range(50, 62), 16), rig.add(PROMPT[:12], 16, read_prefix_cache=reads)
-    while rig.scheduler.growth.num_preempted == 0:
+    while rig.scheduler.num_preempted == 0:
         confirmed = 12 + len(rig.tokens[second])
         rig.step()
     before = computed(rig, second)
@@ -172,7 +172,7 @@ def test_reused_tokens_are_reported_once_and_survive_an_early_preemption(Rig: An
         rig.step()
     second = rig.add(PROMPT[:16], 4)
     rig.drain()
-    assert rig.scheduler.growth.num_preempted >= 1
+    assert rig.scheduler.num_preempted >= 1
     assert rig.cached[second] == 12
     rig.judge(second)
 
@@ -204,7 +204,7 @@ def test_without_prefix_caching_an_identical_prompt_computes_everything(Rig: Any
 def test_without_prefix_caching_a_resumed_request_still_finds_its_blocks(Rig: Any, depth: int) -> None:
     rig = Rig(depth, blocks=9, budget=32, caching=False)
     first, second = rig.add(range(50, 62), 16), rig.add(PROMPT[:12], 16)
-    while rig.scheduler.growth.num_preempted == 0:
+    while rig.scheduler.num_preempted == 0:
         rig.step()
     rig.abort(first)
     while rig.request(second).state is not RequestState.RUNNING:
@@ -296,7 +296,7 @@ def test_prompt_rows_survive_a_preemption_in_the_middle_of_the_prompt(Rig: Any, 
     while first not in rig.cached or len(rig.tokens[first]) < 2:
         rig.step()
     scored = rig.add(range(100, 132), 2, scored=True)
-    while rig.scheduler.growth.num_preempted == 0:
+    while rig.scheduler.num_preempted == 0:
         rig.step()
     delivered = len(rig.rows[scored])
     assert 0 < delivered < 31

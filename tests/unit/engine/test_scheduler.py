@@ -238,7 +238,7 @@ def test_the_last_in_order_gives_way_keeps_its_token_in_flight_and_resumes(Rig: 
     """Two requests of 7 blocks each at their end in a pool of 9: the second is sent back, the first never."""
     rig = Rig(depth, blocks=9, budget=32)
     first, second = rig.add(range(12), 16), rig.add(range(50, 62), 16)
-    while rig.scheduler.growth.num_preempted == 0:
+    while rig.scheduler.num_preempted == 0:
         before = len(rig.tokens[second])
         in_flight = int(rig.table.in_flight[slot(rig, second)]) if rig.plans else 0
         rig.step()
@@ -258,7 +258,7 @@ def test_a_step_that_takes_blocks_away_admits_nobody(Rig: Any, depth: int) -> No
     rig.add(range(12), 16), rig.add(range(50, 62), 16)
     rig.step()
     urgent = rig.add([1], 3, priority=-1)
-    while rig.scheduler.growth.num_preempted == 0:
+    while rig.scheduler.num_preempted == 0:
         rig.step()
     assert rig.request(urgent).state is RequestState.WAITING
     rig.step()
@@ -272,7 +272,7 @@ def test_a_preempted_request_is_readmitted_only_after_its_token(Rig: Any) -> Non
     """With three steps in flight there is a plan in between: it must leave the request out."""
     rig = Rig(3, blocks=9, budget=32)
     first, second = rig.add(range(12), 16), rig.add(range(50, 62), 16)
-    while rig.scheduler.growth.num_preempted == 0:
+    while rig.scheduler.num_preempted == 0:
         rig.step()
     request = rig.request(second)
     assert request.in_flight == 1
@@ -290,13 +290,13 @@ def test_a_preempted_request_can_end_by_its_token_in_flight(Rig: Any) -> None:
     answer = mock_tokens(prompt, 1, 16, 1000)
     probe = Rig(2, blocks=9, budget=32)
     probe.add(range(12), 16), probe.add(prompt, 16)
-    while probe.scheduler.growth.num_preempted == 0:
+    while probe.scheduler.num_preempted == 0:
         probe.step()
     last = answer[len(probe.tokens[1]) - 1]
     rig = Rig(2, blocks=9, budget=32)
     rig.add(range(12), 16), rig.add(prompt, 16, stop_ids=(last,))
     rig.drain()
-    assert rig.scheduler.growth.num_preempted == 1 and rig.finish[1].stop_id == last
+    assert rig.scheduler.num_preempted == 1 and rig.finish[1].stop_id == last
     assert len([a for p in rig.plans for a in p.admitted if a.request_id == "1"]) == 1
     rig.judge(1)
 
@@ -306,7 +306,7 @@ def test_a_preempted_request_can_end_by_its_length(Rig: Any) -> None:
     def two(max_tokens: int) -> Any:
         rig = Rig(2, blocks=8, slots=2, budget=32)
         rig.add(range(13), 16), rig.add(range(50, 62), max_tokens)
-        while rig.scheduler.growth.num_preempted == 0:
+        while rig.scheduler.num_preempted == 0:
             rig.step()
         return rig
     rig = two(max_tokens=len(two(max_tokens=16).tokens[1]))
@@ -429,7 +429,7 @@ def test_a_preempted_request_returns_to_a_full_queue(Rig: Any, depth: int) -> No
     rig.add(range(12), 16), rig.add(range(50, 62), 16)
     rig.step()
     rig.add(range(70, 100), 2), rig.add(range(70, 100), 2)
-    while rig.scheduler.growth.num_preempted == 0:
+    while rig.scheduler.num_preempted == 0:
         rig.step()
     assert len(rig.scheduler.queue) == 3
     with pytest.raises(QueueFull):

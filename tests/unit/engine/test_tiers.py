@@ -196,7 +196,7 @@ def test_a_preempted_request_loads_what_it_had(Rig: Any, depth: int) -> None:
     rig = Rig(depth, **SIZES | {"blocks": 10, "slots": 3, "host_blocks": 90})
     handles = [rig.add([i] * 12, 20) for i in range(3)]
     rig.drain()
-    assert rig.scheduler.growth.num_preempted
+    assert rig.scheduler.num_preempted
     for handle in handles:
         rig.judge(handle)
     assert rig.outputs.stats.tiers[Tier.HOST].num_loaded > 0

@@ -49,7 +49,7 @@ def compared_drafts(kind: str, guesses: str, *, drafts: int, depth: int, blocks:
         runner.programs.drafter = KnownAnswers(texts(kind), runner.sampler.table.rows, guesses, args.vocab_size)
     compared = ComparedRunners(runner, NaiveRunner(make_model(args, reference=True)), blocks)
     core = compare_requests(compared, NUMBER, budget=24, kinds=SOME)
-    assert (core.scheduler.growth.num_preempted > 0) == (blocks == 5) and not runner._running
+    assert (core.scheduler.num_preempted > 0) == (blocks == 5) and not runner._running
     if guesses == "layer":  # entries that were never written are no numbers
         assert len(seen) > 40 and all(logits.isfinite().all() for _, logits in seen)
     return compared

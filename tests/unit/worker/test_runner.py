@@ -36,7 +36,7 @@ def test_every_step_is_the_naive_one_s(kind: str, blocks: int, depth: int) -> No
     runner = runner_of(make_model(args), replace(LIMITS, depth=depth))
     compared = ComparedRunners(runner, NaiveRunner(make_model(args, reference=True)), blocks)
     core = compare_requests(compared, 20, budget=24)
-    assert compared.num_steps > 60 and (core.scheduler.growth.num_preempted > 0) == (blocks == 5)
+    assert compared.num_steps > 60 and (core.scheduler.num_preempted > 0) == (blocks == 5)
     assert not runner._running
 
 
@@ -50,7 +50,7 @@ def test_two_groups_of_layers_keep_what_their_windows_see(blocks: int, depth: in
     naive = NaiveRunner(make_model(args, reference=True, window=window), num_groups=2)
     compared = ComparedRunners(runner, naive, blocks)
     core = compare_requests(compared, 20, budget=24)
-    assert compared.num_steps > 60 and (core.scheduler.growth.num_preempted > 0) == (blocks == 12)
+    assert compared.num_steps > 60 and (core.scheduler.num_preempted > 0) == (blocks == 12)
     assert runner.parts[-1].name == "none" and "2 KV groups" in runner.parts[-1].reason
 
 
