@@ -69,18 +69,22 @@ def first_token(llm: LLM, prompt: list[int], say: str, tier: Tier) -> None:
 
 
 def decodes_beside_loads(llm: LLM, prompts: list[list[int]], asked: argparse.Namespace) -> None:
-    """Print the seconds of decoding, from the last first token to the last end, alone and beside loads."""
+    """Print the seconds of decoding, from the last first token to the last end: alone, and beside other requests.
+
+    The others come from host memory; or, for comparison, are all one prompt whose blocks are on the device.
+    """
     short = [random_prompt(llm, 256) for _ in range(asked.decodes)]
     params = [SamplingParams(max_tokens=384, temperature=0.0, ignore_eos=True)] * len(short)
     llm.generate(short, params, use_tqdm=False)
     alone = _seconds(llm.generate(short, params, use_tqdm=False))
-    loads = [prompts[i % 3] for i in range(asked.loads)]
-    outputs = llm.generate(short + loads, params + [ONE] * len(loads), use_tqdm=False)
-    beside = _seconds(outputs[: len(short)])
-    cached = [one.num_cached_tokens for one in outputs[len(short):]]
-    print(f"{len(short)} decodes: {alone:.3f} s, beside {len(loads)} loads {beside:.3f} s ({alone / beside:.3f}); "
-          f"tokens cached {cached}", flush=True)
-
+    for say, count in (("on the device", 1), ("in host memory", 3)):
+        llm.generate(prompts[0], ONE, use_tqdm=False)
+        others = [prompts[i % count] for i in range(asked.loads)]
+        outputs = llm.generate(short + others, params + [ONE] * len(others), use_tqdm=False)
+        beside = _seconds(outputs[: len(short)])
+        cached = {one.num_cached_tokens for one in outputs[len(short):]}
+        print(f"{len(short)} decodes: {alone:.3f} s, beside {len(others)} prompts {say} {beside:.3f} s "
+              f"({alone / beside:.3f}); tokens cached {cached}", flush=True)
 
 
 def _seconds(outputs: list[RequestOutput]) -> float:

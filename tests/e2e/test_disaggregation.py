@@ -1,6 +1,5 @@
 """Prefill in one engine and decode in another: tokens are those of one engine, also when the prefill node is lost."""
 
-import socket
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -14,6 +13,7 @@ from quire.engine.replicas import flush
 from quire.entry.prompts import Prompt
 from quire.procs import block_peers, block_share
 
+from ..support.addresses import free_address
 from ..support.faulty_lines import FAULTS, FaultyLine
 from .in_process import running_inside
 
@@ -35,12 +35,6 @@ def prompt(length: int, seed: int = 0) -> dict[str, list[int]]:
 def params(length: int, transfer: Any = None) -> SamplingParams:
     return SamplingParams(max_tokens=9, temperature=0.7 * (length % 2), seed=length, ignore_eos=True,
                           kv_transfer_params=transfer)  # fmt: skip
-
-
-def free_address() -> str:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return f"127.0.0.1:{free.getsockname()[1]}"
 
 
 def until(true: Callable[[], Any]) -> None:

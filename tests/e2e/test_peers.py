@@ -1,6 +1,5 @@
 """Engines that read each other's blocks: tokens are those of an engine alone, whatever happens to the connection."""
 
-import socket
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -12,21 +11,18 @@ from quire.contracts.step import Tier
 from quire.engine.replicas import flush
 from quire.procs import block_peers, block_share
 
+from ..support.addresses import free_address
 from ..support.faulty_lines import FAULTS, FaultyLine
 from .test_tiers import PARAMS, PROMPTS, SMALL, TIERS
 
 KEY = "a key that both engines know"
 
 
-@pytest.fixture(autouse=True)
-def key(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(autouse=True, params=["memory"])
+def key(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
     monkeypatch.setenv("QUIRE_CLUSTER_KEY", KEY)
-
-
-def free_address() -> str:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return f"127.0.0.1:{free.getsockname()[1]}"
+    if request.param == "tcp":
+        monkeypatch.setattr(block_share.BlockLine, "near", False)
 
 
 def ask(llm: LLM) -> tuple[list[list[int]], list[int], list[set[Tier]]]:
@@ -39,7 +35,7 @@ def ask(llm: LLM) -> tuple[list[list[int]], list[int], list[set[Tier]]]:
 
 
 def peers_of(llm: LLM) -> Any:
-    return llm.engine.worker.mover.peers
+    return llm.engine.core.scheduler.roster.store.sharing._promises
 
 
 def stats(llm: LLM) -> Any:
@@ -86,6 +82,7 @@ def read(sharer: LLM) -> Callable[..., LLM]:
     return reader
 
 
+@pytest.mark.parametrize("key", ["tcp", "memory"], indirect=True)
 @pytest.mark.parametrize("options", [{}, {"async_depth": 2, "kv_offload_policy": "lazy"}], ids=str)
 def test_tokens_are_those_without_peers(truth: list[list[int]], read: Any, options: dict[str, Any]) -> None:
     with read(**options) as reader:
@@ -117,9 +114,10 @@ def test_pages_of_zeros_are_noticed(truth: list[list[int]], read: Any, monkeypat
     """The tests above turn red when loads bring nothing."""
     receive = block_share.BlockLine.receive_page
 
-    def zeros(self: Any, key: bytes, page: memoryview, until: float) -> bool:
-        good = receive(self, key, page, until)
-        page[:] = bytes(len(page))
+    def zeros(self: Any, key: bytes, parts: Any, *rest: Any) -> bool:
+        good = receive(self, key, parts, *rest)
+        for part in parts:
+            part[:] = bytes(len(part))
         return good
 
     monkeypatch.setattr(block_share.BlockLine, "receive_page", zeros)

@@ -270,8 +270,10 @@ def test_a_draft_model_that_cannot_draft_is_refused_in_a_line(tmp_path: Path) ->
         LLM(**OPTIONS, speculative_config=given)
     assert "\n" not in str(caught.value)
     (tmp_path / "config.json").write_text(json.dumps(config | {"vocab_size": 8192, "max_position_embeddings": 300}))
-    with pytest.raises(ConfigError, match="context of 300 tokens and the engine of 4096: lower max_model_len to 300"):
-        LLM(**OPTIONS | {"max_model_len": None}, speculative_config=given)
+    for asked, length in ((None, 4096), (384, 384)):
+        words = f"draft model .* has a context of 300 tokens and the engine of {length}: lower max_model_len to 300"
+        with pytest.raises(ConfigError, match=words):
+            LLM(**OPTIONS | {"max_model_len": asked}, speculative_config=given)
 
 
 REFUSED: list[tuple[str, Any, str]] = [

@@ -110,7 +110,7 @@ def test_products(device: torch.device, rows: int, n: int, k: int) -> None:
     normed = norm_ref.rms_norm(x.float(), scale.float(), EPS).double()
     exact, after = x.double() @ weight.double().t(), normed @ weight.double().t() + bias.double()
     close(cuda.run(x, packed, None), exact)
-    close(cuda.run_float(x, packed, None), exact, 1e-5)
+    close(cuda.run_float(x, packed, None), exact, max(1e-5, 2e-9 * k))  # Hopper's sums drop bits at each addition
     close(cuda.run_norm(x, scale, EPS, packed, bias), after)
     gate, up = after.chunk(2, -1)
     close(cuda.run_norm_gated(x, scale, EPS, packed, bias), gate * torch.sigmoid(gate) * up, 2e-2)

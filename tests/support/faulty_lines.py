@@ -18,7 +18,7 @@ class FaultyLine(BlockLine):
 
     "slow" waits; "lost" says that there is no block; "corrupt" flips a bit; "foreign" sends another block's page;
     "short" ends the connection in the middle of a page; "killed" ends it before; "frozen" says nothing for long;
-    "longer" announces more bytes than a page has
+    "longer" announces more bytes than a page has. A reader on this host gets the header of a page alone.
     """
 
     faults: Iterator[str] = itertools.cycle([""])
@@ -30,7 +30,7 @@ class FaultyLine(BlockLine):
         monkeypatch.setattr(cls, "faults", itertools.cycle(faults))
         monkeypatch.setattr(block_share, "BlockLine", cls)
 
-    def send_page(self, key: bytes, page: bytes) -> None:
+    def send_page(self, key: bytes, data: bytes | memoryview, block: int = 0, *, bare: bool = False) -> None:
         """See `BlockLine`."""
         fault = next(type(self).faults)
         if fault == "slow":
@@ -39,15 +39,14 @@ class FaultyLine(BlockLine):
             time.sleep(self.frozen_seconds)
         if fault == "killed":
             self.close()
-        if fault in ("corrupt", "short", "longer") and page:
-            head = bytearray(PAGE.pack(zlib.crc32(page, zlib.crc32(key)), len(page)))
+        if fault in ("corrupt", "short", "longer") and data:
+            wrong = bytes([data[0] ^ 4]) + data[1:]
+            head = bytearray(PAGE.pack(zlib.crc32(wrong if bare else data, zlib.crc32(key)), len(data), block))
             if fault == "longer":
                 head[4:6] = b"\xff\xff"
-            self._end.sendall(head)
+            sent = bytes(head) + wrong * (not bare)
+            self._end.sendall(sent[: len(sent) // 2] if fault == "short" else sent)
             if fault == "short":
-                self._end.sendall(page[: len(page) // 2])
                 self.close()
-            self._end.sendall(bytes([page[0] ^ 4]) + page[1:])
             return
-        page = b"" if fault == "lost" else page
-        super().send_page(key[::-1] if fault == "foreign" else key, page)
+        super().send_page(key[::-1] if fault == "foreign" else key, b"" if fault == "lost" else data, block, bare=bare)

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from quire.contracts.step import CopyJob, FinishedCopy, StepCopies, Tier
+from quire.procs.ranks import CopyReports
 
 GARBAGE = 0x5A5A5A5A5A5A5A5A
 FAULTS = ("", "lost", "half", "corrupt", "full")
@@ -30,6 +31,27 @@ class MockDisk(dict[bytes, Memory]):
         """See `quire.kv.store.KeyedTier`."""
         for key in keys:
             self.pop(key, None)
+
+
+class MockRanksDisk:
+    """Blocks by key, of which each of two ranks has a part. `tier`: PEER is never written to."""
+
+    def __init__(self, tier: Tier = Tier.DISK, parts: Sequence[MockDisk] = ()) -> None:
+        self.tier, self.takes, self.parts = tier, tier == Tier.DISK, parts or (MockDisk(), MockDisk())
+
+    def has(self, key: bytes) -> bool:
+        """See `quire.kv.store.KeyedTier`."""
+        return all(key in part for part in self.parts)
+
+    def discard(self, keys: Iterable[bytes]) -> None:
+        """See `quire.kv.store.KeyedTier`."""
+        for part in self.parts:
+            part.discard(keys)
+
+    def clear(self) -> None:
+        """See `quire.kv.store.KeyedTier`."""
+        for part in self.parts:
+            part.clear()
 
 
 class MockCopies:
@@ -82,3 +104,23 @@ class MockCopies:
                 self._blocks[job.target][job.targets[i]] = content
         error = "no space left" if fault == "full" and job.target == Tier.DISK else ""
         return FinishedCopy(id=job.id, failed=tuple(sorted(failed)), num_bytes=8 * (count - len(failed)), error=error)
+
+
+class MockRanks:
+    """Two ranks that each copy a half of every block, late and with faults of their own. See `MockCopies`."""
+
+    def __init__(self, memory: Memory, num_host_blocks: int, disk: MockRanksDisk, *, delays: Sequence[int],
+                 faults: Sequence[str]) -> None:  # fmt: skip
+        half, self._reports = memory.shape[1] // 2, CopyReports(2)
+        self._ranks = [MockCopies(memory[:, rank * half : (rank + 1) * half], num_host_blocks, disk.parts[rank],
+                                  delays=[*delays[3 * rank :], *delays], faults=[*faults[5 * rank :], *faults])
+                       for rank in range(2)]  # fmt: skip
+
+    def begin(self, copies: StepCopies | None) -> None:
+        """See `MockCopies`."""
+        for rank in self._ranks:
+            rank.begin(copies)
+
+    def end(self) -> tuple[FinishedCopy, ...]:
+        """See `MockCopies`."""
+        return self._reports.join([report for rank in self._ranks for report in rank.end()])

@@ -296,7 +296,7 @@ def assemble_core(parts: Parts, compiler: GrammarCompiler | None, replica: int =
         root_key=root_key(plan),
         prefix_caching=config.cache.enable_prefix_caching,
         compiler=compiler,
-        store=make_store(plan, memory, pool, parts.worker.mover if parts.worker else None),
+        store=make_store(plan, memory, pool, parts.shards),
     )
     return publish_events(core, config, replica)
 

@@ -59,6 +59,7 @@ def _finish(plan: EnginePlan, model: Model, memory: MemoryPlan, scales: list[Sca
         depth=plan.config.device.async_depth or 1,
         memory=memory,
         plans={"cache": cache_words(plan, scales)},
+        shards=worker.mover.shards if worker.mover else (),
     )
 
 

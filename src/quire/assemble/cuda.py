@@ -23,6 +23,7 @@ from quire.distributed.mesh import RankGroups
 from quire.kernels.cache import compiling_ahead, use_cache_folder
 from quire.kernels.triton_runtime import missing
 from quire.kvstore.arena import KVArena
+from quire.kvstore.plan import resolve_offload
 from quire.layers.stack import Model
 from quire.models.build import build_model
 from quire.models.collectives import exchange_bounds
@@ -70,6 +71,7 @@ def load_cuda(plan: EnginePlan, groups: RankGroups, facts: CudaFacts, *, on_load
         graph_sizes=plan.graphs.sequences, graph_tokens=plan.graphs.tokens, depth=config.device.async_depth or DEPTH,
         windows=plan.geometry.windows, num_drafts=plan.drafting.num_drafts, draft_lengths=plan.graphs.drafts,
         bounds=() if groups.slots is None else exchange_bounds(plan.step_tokens),
+        tiers=resolve_offload(config).host_bytes > 0,
     )  # fmt: skip
     with _room_for_steps(weights, facts.free_memory, config):
         compiled, working, per_seq, per_token = _rehearse(model, plan, limits, scales, groups)
@@ -94,7 +96,7 @@ def load_cuda(plan: EnginePlan, groups: RankGroups, facts: CudaFacts, *, on_load
         return Parts(
             plan=plan, model=model, worker=worker, depth=sized.depth, memory=memory, prompt_chunk=PROMPT_CHUNK,
             executor=lambda facts: LaunchingExecutor(worker, facts, {"describe": worker.describe}),
-            notes=(note,) if note else (),
+            notes=(note,) if note else (), shards=worker.mover.shards if worker.mover else (),
             plans={"compiled kernels": f"{compiled} in {cache}", "weights": loaded, "memory": str(memory.budget),
                    "graphs": f"{len(worker.recorder)}", "cache": cache_words(plan, scales)},
         )  # fmt: skip

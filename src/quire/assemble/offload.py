@@ -1,7 +1,7 @@
 """Assembly of the tiers of KV blocks below the device: the store of an engine core, and the mover of each rank."""
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from hashlib import sha256
 from pathlib import Path
 
@@ -17,11 +17,12 @@ from quire.kvstore.arena import KVArena
 from quire.kvstore.files import BlockFiles, DiskTier
 from quire.kvstore.mover import BlockMover
 from quire.kvstore.plan import resolve_offload
+from quire.kvstore.shards import Shard
 from quire.models.layout import alone
 from quire.models.plan import EnginePlan
 from quire.models.registry import rank_geometry
 from quire.platforms.cpu import read_cpu_facts
-from quire.procs.block_peers import BlockPeers
+from quire.procs.block_peers import BlockPeers, PeerPages
 from quire.procs.block_share import BlockShare
 from quire.weights.files import weight_files
 
@@ -43,10 +44,10 @@ def root_key(plan: EnginePlan) -> bytes:
     )  # fmt: skip
 
 
-def make_store(plan: EnginePlan, memory: MemoryPlan, pool: BlockPool, mover: BlockMover | None) -> KVStore | None:
+def make_store(plan: EnginePlan, memory: MemoryPlan, pool: BlockPool, shards: Sequence[Shard]) -> KVStore | None:
     """Return the store of an engine core; None when there is no tier below the device.
 
-    mover   of the only rank; None: each of several ranks has its own
+    shards   the parts of each block that other engines may read, in the order of the ranks
     """
     offload = resolve_offload(plan.config)
     if not offload.host_bytes:
@@ -57,14 +58,14 @@ def make_store(plan: EnginePlan, memory: MemoryPlan, pool: BlockPool, mover: Blo
     if offload.folder:
         names = map(_name, ranks(plan.args, plan.mesh.parallel))
         below = (DiskTier(Path(offload.folder), _file_namespace(plan), names),)
-    peers = mover.peers if mover is not None and isinstance(mover.peers, BlockPeers) else None
-    if peers is not None:
+    sharing, peers = offload.sharing, None
+    if sharing.peers:
+        peers = BlockPeers(sharing.peers, cluster_key()[0], _peer_namespace(plan))
         below += (peers,)
     store = KVStore(pool, memory.geometry.groups, size, num_host_blocks=memory.host_blocks, reserve=taken,
                     below=below, promises=peers, write_through=offload.write_through)  # fmt: skip
-    if offload.sharing.place is not None:
-        assert mover is not None, "several ranks share no blocks"
-        share = BlockShare(offload.sharing.place, cluster_key()[0], _peer_namespace(plan), store, mover.page)
+    if sharing.place is not None:
+        share = BlockShare(sharing.place, cluster_key()[0], _peer_namespace(plan), store, shards)
         store.on_close.append(share.close)
     if peers is not None:
         peers.follow()
@@ -95,9 +96,10 @@ def make_mover(plan: EnginePlan, memory: MemoryPlan, arena: KVArena) -> BlockMov
         files = BlockFiles(Path(offload.folder), _file_namespace(plan), _name(plan.mesh.rank),
                            page_bytes=arena.page_bytes,
                            most_bytes=offload.folder_bytes // plan.mesh.parallel.replica)  # fmt: skip
-    sharing = offload.sharing
-    peers = BlockPeers(sharing.peers, cluster_key()[0], _peer_namespace(plan)) if sharing.peers else None
-    return BlockMover(arena, memory.host_blocks, files, peers=peers)
+    sharing, rank = offload.sharing, plan.mesh.rank
+    shard = Shard(geometry=memory.geometry, layer=rank.layers[0], head=rank.kv_heads[0])
+    peers = PeerPages(sharing.peers, cluster_key()[0], _peer_namespace(plan), shard) if sharing.peers else None
+    return BlockMover(arena, memory.host_blocks, files, peers=peers, shared=shard if sharing.place else None)
 
 
 def _name(rank: Rank) -> str:

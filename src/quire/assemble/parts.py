@@ -7,6 +7,7 @@ from pathlib import Path
 from quire.config.resolve import MemoryPlan
 from quire.config.resolve_cuda import DeviceMemory
 from quire.contracts.protocols import Executor, ExecutorFacts
+from quire.kvstore.shards import Shard
 from quire.layers.stack import Model
 from quire.models.plan import EnginePlan
 from quire.weights.cache_scales import Scales, read_scales
@@ -28,6 +29,7 @@ class Parts:
     plans          choices that were made, by name, for display
     notes          lines that the user should see
     hosts          index of the host of each rank; (): one rank
+    shards         parts of KV blocks that other engines may read, of each rank
     """
 
     plan: EnginePlan
@@ -41,6 +43,7 @@ class Parts:
     plans: dict[str, object] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     hosts: tuple[int, ...] = ()
+    shards: tuple[Shard, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from quire.distributed.checked import CheckedGroup
 from quire.distributed.mesh import ALONE, RankGroups
 from quire.distributed.process_group import ProcessGroup, join_ranks
 from quire.kernels.comm.exchange import Layout
+from quire.kvstore.shards import Shard
 from quire.models.collectives import exchange_rows, sum_room
 from quire.models.plan import EnginePlan
 from quire.models.registry import ITEM_BYTES
@@ -52,6 +53,7 @@ class RankFacts(msgspec.Struct, frozen=True, kw_only=True):
     prompt_chunk: int = 0
     plans: dict[str, str] = {}
     notes: tuple[str, ...] = ()
+    shards: tuple[Shard, ...] = ()
 
 
 def build_rank(start: bytes, on_loading: Loading) -> "ChildRank":
@@ -146,7 +148,7 @@ class ChildRunner(RunningRank):
         parts = self._parts
         return msgspec.json.encode(RankFacts(
             depth=parts.depth, prompt_chunk=parts.prompt_chunk, notes=tuple(filter(None, (*parts.notes, self._note))),
-            plans={name: str(plan) for name, plan in parts.plans.items()}))  # fmt: skip
+            plans={name: str(plan) for name, plan in parts.plans.items()}, shards=parts.shards))  # fmt: skip
 
     def submit(self, plan: StepPlan) -> None:
         self._runner.submit(plan)

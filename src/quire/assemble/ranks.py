@@ -90,6 +90,7 @@ def _parts(plans: Sequence[EnginePlan], processes: RankProcesses, sizes: Sequenc
             plan=plans[lead], model=None, worker=None, depth=max(facts.depth, parallel.pp), num_stages=parallel.pp,
             memory=sizes[lead], prompt_chunk=facts.prompt_chunk, plans=dict(facts.plans),
             notes=(*facts.notes, *filter(None, [hosts_note(parallel, hosts)])), hosts=hosts,
+            shards=tuple(shard for rank in own for shard in ready[rank].shards),
             executor=partial(RanksExecutor, processes, ranks=own, lead=lead),
         ))  # fmt: skip
     return found

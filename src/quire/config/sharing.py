@@ -1,5 +1,6 @@
 """Sharing of KV blocks with other engines, as options ask for it: addresses, roles of prefill and decode, KV events."""
 
+import sys
 from contextlib import suppress
 from dataclasses import dataclass
 from ipaddress import ip_address
@@ -23,12 +24,14 @@ class SharePlan:
     place          where other engines read the blocks in its host memory; None: nowhere
     peers          the engines whose blocks it reads
     sends, takes   it computes prompts for other engines; it goes on with prompts that others have computed
+    tp             its tensor-parallel size
     """
 
     place: Place | None = None
     peers: tuple[Place, ...] = ()
     sends: bool = False
     takes: bool = False
+    tp: int = 1
 
 
 class EventSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -61,12 +64,19 @@ def resolve_share(config: EngineConfig, host_gb: float) -> SharePlan:
     if host_gb == 0:
         raise ConfigError(f"{name}: engines read each other's blocks through host memory, and kv_offload_gb is 0: set "
                           "kv_offload_gb, too, such as 8.")
-    if parallel_sizes(config.parallel).size > 1:
-        raise ConfigError(f"{name} is not implemented for an engine of several ranks: leave out -tp, -pp and -dp, or "
-                          f"{name}.")
+    parallel, hosts = parallel_sizes(config.parallel), config.hosts
+    if parallel.dp > 1:
+        raise ConfigError(f"{name} is not implemented for replicas (-dp), which have a cache each: start one server "
+                          f"for each, or leave out {name}.")
+    if hosts.nnodes > 1 or hosts.distributed_executor_backend == "ray":
+        raise ConfigError(f"{name} is not implemented for ranks on several hosts: use one host and "
+                          f"distributed_executor_backend=mp, or leave out {name}.")
+    if asked.kv_share and sys.platform != "linux":
+        raise ConfigError("kv_share needs memory that processes share, which is implemented for Linux alone: leave it "
+                          "out.")
     return SharePlan(place=None if asked.kv_share is None else _place(asked.kv_share, "kv_share"), sends=sends,
                      peers=tuple(_place(peer, "kv_peers") for some in asked.kv_peers for peer in some.split(",")),
-                     takes=takes)  # fmt: skip
+                     takes=takes, tp=parallel.tp)  # fmt: skip
 
 
 def read_events_config(config: EngineConfig) -> EventSettings | None:

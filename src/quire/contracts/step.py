@@ -108,7 +108,8 @@ class CopyJob(msgspec.Struct, frozen=True, kw_only=True):
 
     id        number of the job, unique among the jobs of an engine core
     keys      [n] keys of the blocks
-    sources   [n] int32 blocks in the source tier; empty for a tier that finds blocks by key
+    sources   [n] int32 blocks in the source tier; empty for a tier that finds blocks by key. Of the peer tier: the
+              number of the peer that has the block, or ~number if it has promised the block and may not have it yet
     targets   [n] int32 blocks in the target tier; empty likewise
     """
 

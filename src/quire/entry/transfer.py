@@ -64,5 +64,5 @@ def answer_transfer(transfer: Transfer | None, plan: SharePlan, num_tokens: int,
         return None
     host, port = plan.place
     return {"do_remote_prefill": True, "do_remote_decode": False, "remote_engine_id": f"{host}:{port}",
-            "remote_request_id": transfer.name, "remote_host": host, "remote_port": port, "tp_size": 1,
+            "remote_request_id": transfer.name, "remote_host": host, "remote_port": port, "tp_size": plan.tp,
             "remote_block_ids": list(range(num_tokens // size)), "remote_num_tokens": num_tokens}

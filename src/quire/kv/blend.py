@@ -32,11 +32,11 @@ class ChunkIndex:
         allocator.pool.on_publish.append(lambda block, key: self._new.add(block))
 
     def add(self, handle: int, whole: KeyChain, chunks: Sequence[tuple[int, int]]) -> None:
-        """Remember the chunks of a prompt. `whole`: keys of the prompt, whose tokens and tags the chunks have."""
+        """Remember the chunks of a prompt that fill a block. `whole`: keys of the prompt, whose tags they have."""
         self._chains[handle] = [
             (first, KeyChain(self._root, self._size, array("I", whole.tokens[first:last]), whole.tags))
-            for first, last in chunks
-        ]
+            for first, last in chunks if last - first >= self._size
+        ]  # fmt: skip
 
     def forget(self, handle: int) -> None:
         """Forget the chunks of a prompt. An unknown handle is ignored."""

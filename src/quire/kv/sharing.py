@@ -4,12 +4,13 @@ A lease ends when the other engine gives it back, or has not renewed it for LEAS
 host tier join their leases when they come. Knows keys and pools; nothing of the other engines.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import Protocol
 
 from quire.contracts.request import NewRequest, Transfer
+from quire.contracts.step import Tier
 from quire.kv.hashing import KeyChain, group_keys
 from quire.kv.pool import BlockPool
 
@@ -18,7 +19,10 @@ MOST_LEASED = 0.5  # of the host tier; beyond it the oldest leases end
 
 
 class Promises(Protocol):
-    """Blocks that other engines have promised to requests: they count as there, see `KeyedTier.has`."""
+    """Blocks that other engines have, or have promised to requests: both count as there, see `KeyedTier.has`."""
+
+    def holders(self, keys: Iterable[bytes]) -> list[int]:
+        """Return the engine that each block is read from; see `CopyJob.sources`."""
 
     def expect(self, handle: int, transfer: Transfer, keys: list[bytes]) -> None:
         """Count on blocks, and make the other engine keep them, until `settle`."""
@@ -59,6 +63,10 @@ class Sharing:
         """Count on nothing more for a request, which runs or has ended."""
         if self._promises is not None:
             self._promises.settle(handle)
+
+    def holders(self, tier: Tier, keys: Iterable[bytes]) -> Sequence[int]:
+        """Return `CopyJob.sources` of blocks that come from a tier which finds blocks by key."""
+        return self._promises.holders(keys) if tier == Tier.PEER and self._promises is not None else ()
 
     def keep(self, name: str, chain: KeyChain, num_blocks: int) -> None:
         """Keep the first blocks of a chain in the host tier under a lease, and store those that are not there."""

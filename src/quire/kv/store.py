@@ -165,7 +165,8 @@ class KVStore:
             jobs.add(self._load(now))
         for tier, keys in far.items():
             if some := [*keys][: self.host.num_free]:
-                jobs.add(self._jobs.begin((tier, Tier.HOST), some, targets=self.host.take(len(some)), after=False))
+                jobs.add(self._jobs.begin((tier, Tier.HOST), some, sources=self.sharing.holders(tier, some),
+                                          targets=self.host.take(len(some)), after=False))  # fmt: skip
         if not jobs:
             self._pool.release([*leased])
             return None

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from quire.contracts.blocks import NULL_BLOCK, PAGE_ALIGN, KVComponent, KVGeometry
-from quire.contracts.errors import ConfigError
 from quire.kernels.native import memory
+from quire.kvstore.shards import place_layers
 
 
 class KVArena:
@@ -33,7 +33,7 @@ class KVArena:
         self.geometry = geometry
         self.num_blocks = num_blocks
         self.page_bytes = geometry.page_bytes
-        self._places = _place_layers(geometry)
+        self._places = place_layers(geometry)
         self._layers: dict[int, tuple[KVComponent, ...]] = {i: g.of(i) for g in geometry.groups for i in g.layers}
         size = num_blocks * self.page_bytes
         raw = memory.empty((size + PAGE_ALIGN,), torch.uint8, device)
@@ -55,21 +55,3 @@ class KVArena:
         size = (self.num_blocks, component.num_heads, tokens, dim)
         stride = (self.page_bytes // item, tokens * dim, dim, 1)
         return typed.as_strided(size, stride, typed.storage_offset() + offset // item)
-
-
-def _place_layers(geometry: KVGeometry) -> dict[int, list[int]]:
-    """Return layer -> byte offset of each of its components in the page."""
-    places: dict[int, list[int]] = {}
-    sizes: list[int] = []
-    for group in geometry.groups:
-        at = 0
-        for layer in group.layers:
-            assert layer not in places, f"layer {layer} is in two groups"
-            places[layer] = []
-            for component in group.of(layer):
-                places[layer].append(at)
-                at += component.num_bytes(geometry.block_size)
-        sizes.append(at)
-    if len(set(sizes)) != 1:
-        raise ConfigError(f"KV groups need pages of equal size, not {sizes} bytes: use groups of equally many layers.")
-    return places

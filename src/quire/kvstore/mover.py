@@ -9,6 +9,7 @@ that launches steps; another one may ask for their ends. Knows nothing of reques
 """
 
 import logging
+import secrets
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -17,6 +18,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
+import msgspec
 import torch
 
 from quire.contracts.errors import ConfigError
@@ -25,10 +27,12 @@ from quire.kernels.native import memory
 from quire.kvstore.arena import KVArena
 from quire.kvstore.files import BlockFiles, FileThread
 from quire.kvstore.page_copies import InlineCopies, PageCopies, StreamCopies, pin
+from quire.kvstore.shards import Shard
 
 LOG = logging.getLogger("quire")
 MOMENT_SECONDS = 0.005  # a step without tokens waits at most this long for a job
 TICK_SECONDS = 0.0002
+TOKEN_BYTES = 32
 THREADS = {"read": 8, "write": 1, "peer": 4}  # one reads and checks about 2.3 GB/s from the system's page cache
 
 Outcome = Callable[[], tuple[int, ...] | None]  # returns indices of blocks that failed; None: the job still runs
@@ -38,8 +42,11 @@ Move = Callable[[CopyJob, Sequence[int]], tuple[int, ...]]  # moves some blocks 
 class PageSource(Protocol):
     """Blocks of other engines."""
 
-    def fetch(self, keys: Sequence[bytes], pages: Sequence[memoryview]) -> tuple[int, ...]:
-        """Read blocks into `pages`; return the indices of those that failed. Any time, but an end of it."""
+    def fetch(self, keys: Sequence[bytes], sources: Sequence[int], pages: Sequence[memoryview]) -> tuple[int, ...]:
+        """Read blocks into `pages`; return the indices of those that failed. Any time, but an end of it.
+
+        sources   see `CopyJob`
+        """
 
 
 @dataclass(frozen=True)
@@ -53,17 +60,28 @@ class BlockMover:
     """Runs the copy jobs of a rank between its device, host memory and files.
 
     peers   blocks of other engines, or None
-    host    [num_host_blocks + 1, page_bytes] uint8, the host tier; page 0 is not used
+    host    [num_host_blocks + 1, page_bytes] uint8, the host tier; page 0 has the token of a shard that is shared
+    shards  this rank's part of each block, if other engines may read it in the host tier; (): they may not
     """
 
     def __init__(self, arena: KVArena, num_host_blocks: int, files: BlockFiles | None = None,
                  copies: Callable[[torch.Tensor, torch.Tensor], PageCopies] | None = None,
-                 peers: PageSource | None = None) -> None:  # fmt: skip
-        """Allocate the host tier. `copies`: makes the copies between device and host; None: those of the device."""
-        self._arena, self._files, self.peers = arena, files, peers
+                 peers: PageSource | None = None, *, shared: Shard | None = None) -> None:  # fmt: skip
+        """Allocate the host tier.
+
+        copies   makes the copies between device and host; None: those of the device
+        shared   this rank's part of each block, to put the host tier into memory that other processes can open
+        """
+        self._arena, self._files, self._peers = arena, files, peers
+        self.shards: tuple[Shard, ...] = ()
         size = (num_host_blocks + 1, arena.page_bytes)
         try:
-            self.host = memory.empty(size, torch.uint8, torch.device("cpu"))
+            if shared is None:
+                self.host = memory.empty(size, torch.uint8, torch.device("cpu"))
+            else:
+                self.host, file = memory.shared(size, torch.uint8)
+                self.shards = (msgspec.structs.replace(shared, file=file, token=secrets.token_bytes(TOKEN_BYTES)),)
+                self.page(0)[:TOKEN_BYTES] = self.shards[0].token
         except RuntimeError as error:
             raise ConfigError(f"kv_offload_gb: {size[0] * size[1] / 2**30:.1f} GiB of host memory cannot be had "
                               f"({error}): lower it.") from error  # fmt: skip
@@ -97,7 +115,7 @@ class BlockMover:
 
     def _begin(self, job: CopyJob) -> Outcome:
         if job.source == Tier.PEER:
-            assert self.peers is not None, "there is no peer tier"
+            assert self._peers is not None, "there is no peer tier"
             return self._in_threads("peer", job, self._move_pages, whole=True)
         if Tier.DISK in (job.source, job.target):
             assert self._files is not None, "there is no disk tier"
@@ -116,8 +134,8 @@ class BlockMover:
         return partial(_of_threads, futures)
 
     def _move_pages(self, job: CopyJob, part: Sequence[int]) -> tuple[int, ...]:
-        assert self.peers is not None and len(part) == len(job.keys)
-        return self.peers.fetch(job.keys, [self.page(block) for block in job.targets.tolist()])
+        assert self._peers is not None and len(part) == len(job.keys)
+        return self._peers.fetch(job.keys, job.sources.tolist(), [self.page(block) for block in job.targets.tolist()])
 
     def _move_files(self, job: CopyJob, part: Sequence[int]) -> tuple[int, ...]:
         assert self._files is not None

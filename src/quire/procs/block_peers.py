@@ -1,22 +1,27 @@
-"""Blocks of other engines, as a tier below host memory: known ahead, and read over TCP; see `block_share.py`.
+"""Blocks of other engines, as a tier below host memory: known ahead, and read by each rank; see `block_share.py`.
 
-A thread per peer follows which blocks the peer has, so a lookup asks nobody. A block that is gone, late or corrupt is a
-failed copy. A peer that fails or is silent has no blocks until it is heard again. A promise names blocks that a peer is
-about to have: they count as there until the request runs, and the peer keeps them until then.
+    BlockPeers   of the engine core: a thread per peer follows which blocks the peer has, so a lookup asks nobody
+    PeerPages    of each rank: reads this rank's part of blocks
+
+A block that is gone, late or corrupt is a failed copy. A peer that is silent has no blocks until it is heard again. A
+promise names blocks that a peer is about to have: they count as there until the request runs, and the peer keeps them
+until then. A peer on this host is read through its memory, or over TCP where this process may not open that.
 """
 
 import logging
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
+from functools import partial
 from queue import SimpleQueue
 
 from quire.contracts.errors import ConfigError, shown
 from quire.contracts.request import Transfer
 from quire.contracts.step import Tier
-from quire.procs.block_share import BROKEN, FROM_SHARE, BlockLine, Blocks, Claims, Follow, NotShared, Read
-from quire.procs.host_link import connect
+from quire.kvstore.shards import PageFiles, Shard, cut
+from quire.procs.block_share import BROKEN, FROM_SHARE, BlockLine, Blocks, Claims, Follow, NotShared, Read, Shared
+from quire.procs.host_link import NotMaster, connect
 
 LOG = logging.getLogger("quire").getChild("kv")
 Place = tuple[str, int]
@@ -38,28 +43,9 @@ class BlockPeer:
         self.keys = set[bytes]()
         self.held: dict[str, None] = {}
         self.ended = SimpleQueue[str]()
-        self._place, self._key, self._namespace = place, key, namespace
+        self._open = partial(_open, place, key, namespace)
         self._closing = threading.Event()
         self._line: BlockLine | None = None  # that it is followed on
-
-    def follow(self) -> None:
-        """Follow which blocks it has, in a thread."""
-        threading.Thread(target=self._run, name="quire-kv-peer", daemon=True).start()
-
-    def read(self, keys: Sequence[bytes], pages: Sequence[memoryview], seconds: float) -> set[int]:
-        """Read blocks into `pages`; return the indices of those that were read. `seconds`: see `Read`."""
-        got, until = set[int](), time.monotonic() + READ_SECONDS
-        try:
-            with closing(self._open()) as line:
-                line.send(Read(list(keys), seconds))
-                for index, (key, page) in enumerate(zip(keys, pages, strict=True)):
-                    if line.receive_page(key, page, until):
-                        got.add(index)
-        except (ConfigError, *BROKEN) as error:
-            LOG.warning("KV blocks could not be read from the peer %s: %s", self.name, error)
-            if self._line is not None:
-                self._line.end()  # so it has no blocks until it is followed again
-        return got
 
     def close(self) -> None:
         """Follow it no more."""
@@ -67,15 +53,13 @@ class BlockPeer:
         if self._line is not None:
             self._line.end()
 
-    def _open(self) -> BlockLine:
-        return BlockLine(connect(*self._place, self._key, self._namespace, seconds=HELLO_SECONDS))
-
-    def _run(self) -> None:
+    def follow(self) -> None:
+        """Follow which blocks it has, until `close`."""
         pause, said = 0.0, ""
         while not self._closing.wait(pause):
             pause = RETRY_SECONDS
             try:
-                with closing(self._open()) as line:
+                with closing(self._open()[0]) as line:
                     self._line = line
                     line.send(Follow())
                     while isinstance(message := line.receive(FROM_SHARE), Blocks):
@@ -83,8 +67,7 @@ class BlockPeer:
                         self.keys.update(message.came)
                         line.send(Claims(list(self.held), [self.ended.get() for _ in range(self.ended.qsize())]))
                         said = ""
-                    assert isinstance(message, NotShared)
-                    raise ConfigError(f"the peer {self.name} refuses to share its KV blocks: {message.why}.")
+                    raise NotMaster("it does not say which blocks it has")
             except (ConfigError, *BROKEN) as error:
                 if str(error) != said and not self._closing.is_set():
                     LOG.warning("the peer %s shares no KV blocks: %s", self.name, error)
@@ -94,7 +77,7 @@ class BlockPeer:
 
 
 class BlockPeers:
-    """The peer tier: the core asks and promises, a thread of the mover reads. See `kv.store.KeyedTier`."""
+    """The peer tier of an engine core. See `kv.store.KeyedTier` and `kv.sharing.Promises`."""
 
     tier, takes = Tier.PEER, False
 
@@ -104,9 +87,9 @@ class BlockPeers:
         self._promised: dict[bytes, BlockPeer] = {}
 
     def follow(self) -> None:
-        """Follow all peers."""
+        """Follow all peers, in threads."""
         for peer in self._peers:
-            peer.follow()
+            threading.Thread(target=peer.follow, name="quire-kv-peer", daemon=True).start()
 
     def has(self, key: bytes) -> bool:
         """True when a peer seems to have the block, or has promised it."""
@@ -145,21 +128,74 @@ class BlockPeers:
             peer.held.pop(name, None)
             peer.ended.put(name)
 
-    def fetch(self, keys: Sequence[bytes], pages: Sequence[memoryview]) -> tuple[int, ...]:
-        """Read blocks; return the indices of those that failed."""
-        failed, by_peer = set(range(len(keys))), dict[BlockPeer, list[int]]()
-        for index, key in enumerate(keys):
-            peer = self._promised.get(key) or next((one for one in self._peers if key in one.keys), None)
-            if peer is not None:
-                by_peer.setdefault(peer, []).append(index)
-        for peer, some in by_peer.items():
-            late = any(keys[index] in self._promised for index in some)
-            got = peer.read([keys[index] for index in some], [pages[index] for index in some],
-                            PROMISED_SECONDS if late else 0.0)  # fmt: skip
-            failed -= {some[index] for index in got}
-        return tuple(sorted(failed))
+    def holders(self, keys: Iterable[bytes]) -> list[int]:
+        """Return the number of the peer that has, or has promised (~number), each block."""
+        numbers = {peer: number for number, peer in enumerate(self._peers)}
+        return [~numbers[self._promised[key]] if key in self._promised else
+                next((number for peer, number in numbers.items() if key in peer.keys), 0) for key in keys]  # fmt: skip
 
     def close(self) -> None:
         """Follow the peers no more."""
         for peer in self._peers:
             peer.close()
+
+
+class PeerPages:
+    """Reads a rank's part of the blocks of peers. Threads of a mover call it.
+
+    places   in the order of `BlockPeers`
+    shard    the part of each block that this rank holds
+    """
+
+    def __init__(self, places: Iterable[Place], key: bytes, namespace: bytes, shard: Shard) -> None:
+        self._places, self._shard = list(dict.fromkeys(places)), shard
+        self._open = partial(_open, key=key, namespace=namespace)
+        self._far = set[tuple[Shard, ...]]()  # of peers on this host whose memory cannot be opened
+
+    def fetch(self, keys: Sequence[bytes], sources: Sequence[int], pages: Sequence[memoryview]) -> tuple[int, ...]:
+        """Read blocks; return the indices of those that failed. `sources`: see `CopyJob`."""
+        failed, by_peer = set(range(len(keys))), dict[Place, list[int]]()
+        for index, source in enumerate(sources):
+            by_peer.setdefault(self._places[max(source, ~source)], []).append(index)
+        for place, some in by_peer.items():
+            seconds = PROMISED_SECONDS if any(sources[index] < 0 for index in some) else 0.0
+            try:
+                for index in self._read(place, some, keys, pages, seconds):
+                    failed.discard(index)
+            except (ConfigError, *BROKEN) as error:
+                LOG.warning("KV blocks could not be read from the peer %s:%s: %s", *place, str(error))
+        return tuple(sorted(failed))
+
+    def _read(self, place: Place, some: list[int], keys: Sequence[bytes], pages: Sequence[memoryview],
+              seconds: float) -> Iterator[int]:  # fmt: skip
+        """Read the blocks with the indices `some`; yield the index of each that was read. `seconds`: see `Read`."""
+        until = time.monotonic() + READ_SECONDS
+        line, shards = self._open(place)
+        with closing(line), PageFiles() as files:
+            ranges, near = cut(self._shard, shards), line.near and shards not in self._far
+            if near:
+                try:
+                    files.open(shards, ranges)
+                except OSError as error:
+                    near = False
+                    self._far.add(shards)
+                    LOG.warning("the memory of the peer %s:%s, on this host, cannot be opened (%s): its KV blocks come "
+                                "over TCP.", *place, str(error))  # fmt: skip
+            line.send(Read([keys[index] for index in some], ranges, seconds, bare=near))
+            for index in some:
+                read = partial(files.read, page=pages[index]) if near else None
+                if line.receive_page(keys[index], [one.of(pages[index]) for one in ranges], until, read):
+                    yield index
+
+
+def _open(place: Place, key: bytes, namespace: bytes) -> tuple[BlockLine, tuple[Shard, ...]]:
+    """Connect to a peer. Return the connection and the parts of a block that its ranks hold."""
+    line = BlockLine(connect(*place, key, namespace, seconds=HELLO_SECONDS))
+    try:
+        if isinstance(message := line.receive(FROM_SHARE), Shared):
+            return line, message.shards
+        why = message.why if isinstance(message, NotShared) else "it speaks another protocol"
+        raise ConfigError(f"the peer {place[0]}:{place[1]} refuses to share its KV blocks: {why}.")
+    except BaseException:
+        line.close()
+        raise

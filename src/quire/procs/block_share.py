@@ -1,11 +1,14 @@
 """Blocks of the host tier for other engines, over TCP: they hear which blocks there are, and read them by key.
 
     hello        proof of the cluster's key (`host_link.py`), and a namespace: engines with another one are refused
+    welcome      Shared, the layout of the pages of all ranks; or NotShared
     follow       Follow; then Blocks at once, at changes and each second; the other side answers each with Claims
-    read         Read; then for each key a page header (crc32 of key and page, length; 0: no such block) and the page
+    read         Read; then for each key a page header (crc32 of key and bytes, length; 0: no such block; number of the
+                 block) and the bytes; without these where the reader takes them from memory that both hosts share
 
-Messages are msgpack behind their length. A page is copied, and sent if its block still has the key then: nothing waits
-for the engine's core, and the core waits for nothing here. Knows keys and pages as bytes. Never imports torch.
+Messages are msgpack behind their length. Bytes are copied, and sent if the block still has the key then: nothing waits
+for the engine's core, and the core waits for nothing here. A reader on this host copies them later: a block that was
+overwritten meanwhile has another checksum. Knows keys and ranges of pages. Never imports torch.
 """
 
 import socket
@@ -13,17 +16,19 @@ import struct
 import threading
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
+from itertools import accumulate
 from queue import Empty, SimpleQueue
 
 import msgspec
 
 from quire.contracts.errors import ConfigError
 from quire.kv.store import KVStore
+from quire.kvstore.shards import PageFiles, Range, Shard
 from quire.procs.host_link import NotMaster, welcome
 
-LENGTH, PAGE = struct.Struct("<I"), struct.Struct("<IQ")
+LENGTH, PAGE = struct.Struct("<I"), struct.Struct("<IQI")
 MOST_BYTES = 1 << 26  # of a message
 MOST_LINES = 128  # connections at a time
 BEAT_SECONDS, SILENT_SECONDS = 1.0, 5.0
@@ -36,10 +41,23 @@ class Follow(msgspec.Struct, frozen=True, tag="follow"):
 
 
 class Read(msgspec.Struct, frozen=True, tag="read"):
-    """Send me these blocks. `seconds`: to wait for blocks that are still to come."""
+    """Send me these blocks.
+
+    ranges    bytes of the pages of each block
+    seconds   to wait for blocks that are still to come
+    bare      leave the bytes out: I read them from memory
+    """
 
     keys: list[bytes]
+    ranges: tuple[Range, ...]
     seconds: float = 0.0
+    bare: bool = False
+
+
+class Shared(msgspec.Struct, frozen=True, tag="shared"):
+    """The part of each block that each rank holds."""
+
+    shards: tuple[Shard, ...]
 
 
 class Claims(msgspec.Struct, frozen=True, tag="claims"):
@@ -63,8 +81,8 @@ class NotShared(msgspec.Struct, frozen=True, tag="not_shared"):
 
 
 TO_SHARE = msgspec.msgpack.Decoder(Follow | Read | Claims)
-FROM_SHARE = msgspec.msgpack.Decoder(Blocks | NotShared)
-BROKEN = (OSError, NotMaster, msgspec.DecodeError)  # errors of a connection
+FROM_SHARE = msgspec.msgpack.Decoder(Shared | Blocks | NotShared)
+BROKEN = (OSError, NotMaster, ValueError)  # errors of a connection; a ValueError is a message that cannot be read
 
 
 class BlockLine:
@@ -74,7 +92,12 @@ class BlockLine:
         end.settimeout(SILENT_SECONDS)
         self._end = end
 
-    def send(self, message: Follow | Read | Claims | Blocks | NotShared) -> None:
+    @property
+    def near(self) -> bool:
+        """True when both ends are on this host."""
+        return bool(self._end.getpeername()[0] == self._end.getsockname()[0])
+
+    def send(self, message: Follow | Read | Shared | Claims | Blocks | NotShared) -> None:
         """Send a message."""
         data = msgspec.msgpack.encode(message)
         self._end.sendall(LENGTH.pack(len(data)) + data)
@@ -89,23 +112,34 @@ class BlockLine:
         self._fill(memoryview(data))
         return decoder.decode(data)
 
-    def send_page(self, key: bytes, page: bytes) -> None:
-        """Send a block, or b"" when there is none."""
-        self._end.sendall(PAGE.pack(zlib.crc32(page, zlib.crc32(key)), len(page)))
-        self._end.sendall(page)
+    def send_page(self, key: bytes, data: bytes | memoryview, block: int = 0, *, bare: bool = False) -> None:
+        """Send the bytes of a block, or b"" when there is none. `bare`: only their header."""
+        self._end.sendall(PAGE.pack(zlib.crc32(data, zlib.crc32(key)), len(data), block))
+        if not bare:
+            self._end.sendall(data)
 
-    def receive_page(self, key: bytes, page: memoryview, until: float) -> bool:
-        """Receive a block into `page`. Returns False when there is none, or when it is corrupt.
+    def receive_page(self, key: bytes, parts: Sequence[memoryview], until: float,
+                     read: Callable[[int], None] | None = None) -> bool:  # fmt: skip
+        """Receive a block into `parts`. Returns False when there is none, or when it is corrupt.
 
         until   latest time of its end, by time.monotonic
+        read    fills `parts` with the bytes of a block by its number; None: they come over the connection
         """
         head = bytearray(PAGE.size)
         self._fill(memoryview(head), until)
-        crc, length = PAGE.unpack(head)
-        if length not in (0, len(page)):
-            raise msgspec.DecodeError(f"a page of {length} bytes, not {len(page)}")
-        self._fill(page[:length], until)
-        return bool(length) and crc == zlib.crc32(page, zlib.crc32(key))
+        crc, length, block = PAGE.unpack(head)
+        if length == 0:
+            return False
+        if length != (size := sum(map(len, parts))):
+            raise msgspec.DecodeError(f"{length} bytes of a page, not {size}")
+        if read is not None:
+            read(block)
+        found = zlib.crc32(key)
+        for part in parts:
+            if read is None:
+                self._fill(part, until)
+            found = zlib.crc32(part, found)
+        return bool(crc == found)
 
     def end(self) -> None:
         """End the connection for the thread that waits for a message, which closes it."""
@@ -131,12 +165,12 @@ class BlockShare:
 
     place       host and port to listen on;  key  that the others must know
     namespace   what the others must have, too
-    page        returns the memory of a host block
+    shards      the parts of a block that the ranks hold, in the order of the ranks
     """
 
     def __init__(self, place: tuple[str, int], key: bytes, namespace: bytes, store: KVStore,
-                 page: Callable[[int], memoryview]) -> None:  # fmt: skip
-        self._key, self._namespace, self._page = key, namespace, page
+                 shards: Sequence[Shard]) -> None:  # fmt: skip
+        self._key, self._namespace, self._shards = key, namespace, tuple(shards)
         self._told = store.sharing.told
         self._blocks: dict[bytes, tuple[int]] = {}  # a tuple of its own for each time that the block came
         self._followers: tuple[SimpleQueue[tuple[bytes, bool]], ...] = ()  # not changed in place
@@ -193,6 +227,7 @@ class BlockShare:
                 if not same:
                     line.send(NotShared("it has another model, other weights, or another layout of its KV cache"))
                     return
+                line.send(Shared(self._shards))
                 while not self._closed:
                     message = line.receive(TO_SHARE)
                     if isinstance(message, Read):
@@ -211,11 +246,18 @@ class BlockShare:
 
     def _send(self, line: BlockLine, asked: Read) -> None:
         until = time.monotonic() + min(asked.seconds, MOST_WAIT)
-        for key in asked.keys:
-            while (found := self._blocks.get(key)) is None and time.monotonic() < until:
-                time.sleep(TICK_SECONDS)
-            page = b"" if found is None else bytes(self._page(found[0]))
-            line.send_page(key, page if self._blocks.get(key) is found else b"")  # else it was overwritten meanwhile
+        starts = [*accumulate((one.length for one in asked.ranges), initial=0)]  # the bytes lie one behind the other
+        ranges = [msgspec.structs.replace(one, target=at) for one, at in zip(asked.ranges, starts, strict=False)]
+        with PageFiles() as files:
+            files.open(self._shards, ranges)
+            page = memoryview(bytearray(starts[-1]))
+            for key in asked.keys:
+                while (found := self._blocks.get(key)) is None and time.monotonic() < until:
+                    time.sleep(TICK_SECONDS)
+                if found is not None:
+                    files.read(found[0], page)
+                whole = found is not None and self._blocks.get(key) is found  # else it was overwritten meanwhile
+                line.send_page(key, page if whole else b"", found[0] if found else 0, bare=asked.bare)
 
     def _tell(self, line: BlockLine) -> None:
         """Send the keys of all blocks, and then their changes."""

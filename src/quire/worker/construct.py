@@ -99,7 +99,7 @@ def make_runner(
     if chosen["upload"] == "packed":
         packed = importlib.import_module("quire.worker.packed")
         upload = packed.PackedUpload(slots, slots, device, limits.depth, max_rows=limits.max_rows,
-                                     decode_len=1 + limits.num_drafts)  # fmt: skip
+                                     decode_len=1 + limits.num_drafts, by_kernel=limits.tiers)  # fmt: skip
     recorder = LayerRecordings() if chosen["recorder"] == "recordings" else Recorder(parts[-1].reason)
     if chosen["recorder"] == "graphs":
         recorder = Graphs(limits.graph_sizes, limits.graph_tokens, slots, limits.bounds, limits.queries)

@@ -30,6 +30,7 @@ class Limits:
     replicas        replicas in lock-step, this one included
     bounds          numbers of tokens of a replica for which the exchange with other replicas is made, ascending; (): it
                     is made for the exact numbers
+    tiers           blocks of the KV cache are copied beside the steps
     """
 
     num_slots: int
@@ -44,6 +45,7 @@ class Limits:
     bounds: tuple[int, ...] = ()
     num_drafts: int = 0
     draft_lengths: tuple[int, ...] = ()
+    tiers: bool = False
 
     @property
     def queries(self) -> tuple[int, ...]:

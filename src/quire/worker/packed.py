@@ -53,6 +53,7 @@ class PackedUpload(Upload):
     max_rows     most rows that a step samples
     decode_len   most tokens of a decode
     words        size of the buffer, in int32 words
+    by_kernel    kernels make the copies, which then do not wait for the driver's copies on other streams; slower alone
     """
 
     def __init__(
@@ -65,10 +66,12 @@ class PackedUpload(Upload):
         max_rows: int = 0,
         decode_len: int = 1,
         words: int = WORDS,
+        by_kernel: bool = False,
     ) -> None:
         gpu, shared_words = device.type == "cuda", SharedBlocks.words(SHARED_GROUPS, max_seqs)
         self.step = StepWords.view(torch.zeros(words, dtype=torch.int32, device=device), max_seqs, shared_words)
         self.shared = False
+        self._move = operations.copy_words if by_kernel else _copy_words
         self._decode_len = decode_len
         self._dummy, self._fixed = dummy_slot, fixed_words(max_seqs, shared_words)
         assert words >= self._fixed + 4 + RUN_WORDS, "a buffer holds a step without changes and one run"
@@ -89,7 +92,7 @@ class PackedUpload(Upload):
     def fetch(self, out: Tensor) -> Callable[[], I32]:
         pinned = self._results[0]
         self._results.rotate(-1)
-        pinned.buffer.copy_(out, non_blocking=True)
+        self._move(out, pinned.buffer)
         if pinned.copied is not None:
             pinned.copied.record()
         return pinned.wait
@@ -134,7 +137,7 @@ class PackedUpload(Upload):
                 row[2:] = len(data), at
                 words[at : at + len(data)] = data
                 at += len(data)
-        self.step.words[:at].copy_(staging.buffer[:at], non_blocking=True)
+        self._move(staging.buffer[:at], self.step.words[:at])
         if staging.copied is not None:
             staging.copied.record()
         return left
@@ -156,3 +159,7 @@ class PackedUpload(Upload):
             runs += [change] if size <= RUN_WORDS else [
                 Change(table, offset + at, data[at : at + RUN_WORDS]) for at in range(0, size, RUN_WORDS)]
         return runs, []
+
+
+def _copy_words(source: Tensor, target: Tensor) -> None:
+    target.copy_(source, non_blocking=True)

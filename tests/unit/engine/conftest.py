@@ -30,7 +30,7 @@ from quire.text.grammar import GrammarCompiler
 from quire.text.tokenizer import Tokenizer
 
 from ...support.checked_executor import CheckedExecutor
-from ...support.mock_copies import MockCopies, MockDisk
+from ...support.mock_copies import MockCopies, MockDisk, MockRanks, MockRanksDisk
 from ...support.mock_tokens import mock_tokens
 
 LETTERS = "abcdefg"  # ids 0 to 6; llguidance takes the last one for the end of a text
@@ -92,10 +92,11 @@ class EngineRig:
                  max_len: int = 128, vocab: int = 1000, policy: str = "fcfs", max_waiting: int | None = 1000,
                  watermark: float = 0.0, caching: bool = True, mock: type[CheckedExecutor] = CheckedExecutor,
                  drafts: int = 0, accepts: Sequence[int] = (0,), windows: Sequence[int | None] = (None,),
-                 host_blocks: int = 0, disk: MockDisk | None = None, write_through: bool = False,
+                 host_blocks: int = 0, disk: MockDisk | MockRanksDisk | None = None, write_through: bool = False,
                  delays: Sequence[int] = (0,), faults: Sequence[str] = ("",), reserve: int = 8,
                  blends: bool = False) -> None:
-        tiers = partial(MockCopies, num_host_blocks=host_blocks, disk=disk, delays=delays, faults=faults)
+        copies = MockRanks if isinstance(disk, MockRanksDisk) else MockCopies
+        tiers = partial(copies, num_host_blocks=host_blocks, disk=disk, delays=delays, faults=faults)
         self.mock = mock(num_slots=slots, num_blocks=blocks, block_size=block_size, vocab_size=vocab,
                          max_model_len=max_len, depth=depth, num_drafts=drafts, accepts=accepts,
                          draft_lookup=(1, 3) if drafts else (0, 0), windows=windows, blends=blends,

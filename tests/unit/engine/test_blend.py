@@ -122,6 +122,15 @@ def test_a_request_that_ends_early_gives_back_what_it_borrowed(Rig: Any, depth: 
     assert moved(rig) and rig.allocator.pool.num_free == rig.num_blocks
 
 
+def test_chunks_without_a_full_block_cost_nothing(Rig: Any, depth: int) -> None:
+    """A prompt of many separators has as many chunks. None of them can be in the pool, so none has keys."""
+    rig = Rig(depth, **SIZES | {"max_len": 512, "blocks": 128})
+    prompt = [1, 2, 3, 9] * 100
+    handle = rig.add(prompt, 1, chunks=[(at, at + 3) for at in range(0, 400, 4)], blend_ratio=0.5)
+    assert rig.scheduler.roster.chunks.chains(handle, 0) == []
+    rig.drain().judge(handle)
+
+
 def test_chunks_come_back_from_host_memory(Rig: Any, depth: int) -> None:
     """All of them at once, beside what continues the prefix."""
     rig = cached(Rig(depth, **SIZES | {"blocks": 14}, host_blocks=80, write_through=True, delays=[2]), 0, 1, 2)
@@ -161,3 +170,27 @@ def test_random_use(Rig: Any, depth: int, seed: int, tiers: dict[str, Any]) -> N
         if finish.reason != "abort":
             rig.judge(handle)
     assert moved(rig)
+
+
+def test_borrowed_blocks_stay_until_the_last_of_them_is_read(Rig: Any, depth: int) -> None:
+    """A decode needs a block meanwhile, and the oldest that nobody else holds is one of them. So the prompt gives way.
+    """
+    rig = cached(Rig(depth, **SIZES | {"budget": 8, "blocks": 12}), 0, 1)
+    other = rig.add([1, 2, 3], 24)
+    rig.step(5)
+    handle = ask(rig, 1, 0, before=(4,), ratio=0.0)
+    rig.drain()
+    rig.judge(other)
+    rig.judge(handle)
+    assert moved(rig) and rig.scheduler.num_preempted
+
+
+def test_an_admission_that_breaks_off_gives_back_what_it_borrowed(
+    Rig: Any, depth: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`drain` asserts that every block is free."""
+    rig = cached(Rig(depth, **SIZES), 1)
+    monkeypatch.setattr(rig.allocator, "admit", lambda *given: 1 / 0)
+    handle = ask(rig, 0, 1)
+    rig.drain()
+    assert rig.finish[handle].error == "internal" and not moved(rig)

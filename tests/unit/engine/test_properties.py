@@ -11,9 +11,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from quire.contracts.errors import InvalidParameter, PromptTooLong, QueueFull
 from quire.contracts.request import BlockReason, FinishReason, RequestState
+from quire.contracts.step import Tier
 from quire.contracts.structured import StructuredOutputsParams
 
-from ...support.mock_copies import FAULTS, MockDisk
+from ...support.mock_copies import FAULTS, MockDisk, MockRanksDisk
 
 VOCAB, MAX_LEN = 7, 44  # few letters: prompts collide, and answers collide with prompts
 STEMS = st.sampled_from([[], [0] * 9, [0, 1] * 6, [0] * 5 + [1] * 9])
@@ -175,6 +176,27 @@ def test_tiers_through_chaos(Rig: Any) -> None:
     expected |= {"operations": 10_000, "preempted": 30, "host num_dropped": 50, "abort blocked": 3}
     short = {name: (seen[name], least) for name, least in expected.items() if seen[name] < least}
     assert not short, f"seen less often than the test is worth: {short}; all: {dict(seen)}"
+
+
+def test_tiers_of_two_ranks_through_chaos(Rig: Any) -> None:
+    """Each rank copies a half of every block, and fails on its own; then another engine reads what these have."""
+    seen: Counter[str] = Counter()
+    for seed in range(4):
+        rng, disk = random.Random(seed), MockRanksDisk()
+        for tier in (Tier.DISK, Tier.PEER):
+            faults = [rng.choice(("", "", "", "", *FAULTS[:4])) for _ in range(17)]
+            rig = Rig(1 + seed % 2, blocks=rng.choice([11, 20]), vocab=VOCAB, slots=4, budget=rng.choice([7, 16]),
+                      disk=MockRanksDisk(tier, disk.parts), host_blocks=rng.choice([4, 12, 40]), faults=faults,
+                      write_through=seed % 3 == 0, delays=[rng.choice([0, 0, 1, 3, 9]) for _ in range(13)],
+                      reserve=rng.choice([4, 9]))  # fmt: skip
+            chaos(rig, rng, seen, num_requests=40, stems=[[letter] * 16 for letter in range(5)])
+            rig.drain()
+            for handle in rig.asked:
+                rig.judge(handle)
+            stats = rig.outputs.stats.tiers[tier]
+            seen[f"{tier} loaded"] += stats.num_loaded
+            seen[f"{tier} failed"] += stats.num_failed
+    assert min(seen[f"{tier} {did}"] for tier in ("disk", "peer") for did in ("loaded", "failed")) > 10, dict(seen)
 
 
 def chaos(rig: Any, rng: random.Random, seen: Counter[str], num_requests: int, stems: list[list[int]] | None = None,

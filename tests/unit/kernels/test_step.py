@@ -72,6 +72,19 @@ def sent(step: ModuleType, plan: StepPlan) -> Upload:
     return upload
 
 
+@pytest.mark.parametrize("by_kernel", [True, False])
+def test_words_reach_the_device_and_come_back(by_kernel: bool) -> None:
+    upload = PackedUpload(MAX_SEQS, DUMMY, CPU, depth=1, max_rows=700, words=1 << 13, by_kernel=by_kernel)
+    table = torch.zeros(3000, dtype=torch.int32)
+    upload.send(make_plan([7, 0, 2], [1, 1, 1], [True] * 3), [Change(table, 5, np.arange(2900, dtype=np.int32))])
+    upload.apply()
+    assert upload.step.slots.tolist() == [7, 0, 2] + [DUMMY] * (MAX_SEQS - 3)
+    assert table[5:2905].tolist() == [*range(2900)] and not table[:5].any() and not table[2905:].any()
+    for start in (0, 9):
+        out = torch.arange(start, start + 2100, dtype=torch.int32).view(3, 700)
+        assert np.array_equal(upload.fetch(out)(), out.numpy())
+
+
 both = pytest.mark.parametrize("step", [triton, ref], ids=["triton", "ref"])
 STEPS = [
     ([3], [1], [True]),

@@ -18,6 +18,7 @@ from quire.kvstore.arena import KVArena
 from quire.kvstore.files import BlockFiles
 from quire.kvstore.mover import BlockMover
 from quire.kvstore.page_copies import StreamCopies
+from quire.kvstore.shards import PageFiles, Range, Shard
 
 from ...support.fake_streams import FakeStream, fake_streams
 
@@ -110,11 +111,24 @@ def test_several_threads_read_the_blocks_of_a_job(tmp_path: Path) -> None:
     assert ended(mover).failed == (0, 1, 2)
 
 
+def test_host_memory_is_shared_under_a_token() -> None:
+    shared = Shard(geometry=arena().geometry, layer=5)
+    mover = BlockMover(arena(), 5, shared=shared)
+    (shard,) = mover.shards
+    mover.host[2] = 7
+    with PageFiles() as files:
+        files.open(mover.shards, (Range(0, 0, 3, 0),))
+        for block, expected in ((2, b"\7\7\7"), (0, shard.token[:3])):
+            files.read(block, memoryview(found := bytearray(3)))
+            assert found == expected
+    assert shard.layer == 5 and len(shard.token) == 32 and not BlockMover(arena(), 5).shards
+
+
 def test_a_peer_that_is_silent_holds_up_no_other_job() -> None:
     silent = threading.Event()
 
     class Peers:
-        def fetch(self, keys: Any, pages: Any) -> tuple[int, ...]:
+        def fetch(self, keys: Any, sources: Any, pages: Any) -> tuple[int, ...]:
             return () if len(keys) > 1 else (0,) if silent.wait(20) else (1,)
 
     mover = BlockMover(arena(), 5, peers=Peers())
@@ -155,11 +169,14 @@ class Driver:
         del self.locked[pointer]
 
 
+@pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("page", [256, 4096 + 256, 3 * 65536])
-def test_host_memory_is_locked_in_pieces_that_no_page_crosses(monkeypatch: pytest.MonkeyPatch, page: int) -> None:
+def test_host_memory_is_locked_in_pieces_that_no_page_crosses(monkeypatch: pytest.MonkeyPatch, page: int, shared: bool
+                                                              ) -> None:  # fmt: skip
     driver = Driver(monkeypatch)
     monkeypatch.setattr(page_copies, "PIECE_BYTES", 1 << 20)
-    pages = memory.empty((3 * (1 << 20) // page + 7, page), torch.uint8)
+    size = (3 * (1 << 20) // page + 7, page)
+    pages = memory.shared(size, torch.uint8)[0] if shared else memory.empty(size, torch.uint8)
     pages[3] = 9
     page_copies.pin(pages, torch.device("cuda", 1))
     at = pages.data_ptr()

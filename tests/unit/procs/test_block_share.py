@@ -1,4 +1,4 @@
-"""Blocks over TCP: who reads gets the right page or none, and no fault of an end harms the other one."""
+"""Blocks over TCP and through memory: a reader gets the right page or none, and no fault of an end harms the other."""
 
 import socket
 import threading
@@ -7,21 +7,30 @@ from collections.abc import Callable, Iterator
 from contextlib import closing
 from typing import Any
 
+import msgspec
 import pytest
+import torch
 
-from quire.contracts.blocks import KVComponent, KVGroup
+from quire.contracts.blocks import KVComponent, KVGeometry, KVGroup
 from quire.contracts.errors import ConfigError
 from quire.contracts.request import Transfer
+from quire.kernels.native import memory
 from quire.kv.pool import BlockPool
 from quire.kv.store import KVStore
+from quire.kvstore.shards import PageFiles, Range, Shard
 from quire.procs import block_peers, block_share
-from quire.procs.block_peers import BlockPeers
+from quire.procs.block_peers import BlockPeers, PeerPages
 from quire.procs.block_share import BlockShare
 
 from ...support.faulty_lines import FAULTS, FaultyLine
 
-KEY, NAMESPACE, SIZE = b"a key of both ends", b"the same model", 5_000
-GROUP = KVGroup(layers=(0,), components=(KVComponent("kv", num_heads=1, head_dim=1, dtype="float32", item_bytes=4),))
+KEY, NAMESPACE, SIZE, RANKS = b"a key of both ends", b"the same model", 5_120, 2
+
+
+def shard(heads: int, first: int = 0) -> Shard:
+    """A part of a block of SIZE bytes with two heads."""
+    part = KVComponent("kv", num_heads=heads, head_dim=SIZE // 16, dtype="float16", item_bytes=2)
+    return Shard(geometry=KVGeometry(block_size=4, groups=(KVGroup(layers=(0,), components=(part,)),)), head=first)
 
 
 def name(number: int) -> bytes:
@@ -29,26 +38,40 @@ def name(number: int) -> bytes:
 
 
 def content(number: int) -> bytes:
-    return bytes([number, 255 - number]) * (SIZE // 2)
+    return bytes([number, 255 - number]) * (SIZE // 4) + bytes([number, 7]) * (SIZE // 4)
+
+
+class Reader(BlockPeers):
+    """The core's and the only rank's part of an engine that reads blocks."""
+
+    def __init__(self, places: Any, key: bytes, namespace: bytes) -> None:
+        super().__init__(places, key, namespace)
+        self.pages = PeerPages(places, key, namespace, shard(2))
 
 
 class Node:
-    """A share over a host tier of eight blocks, and the memory of these."""
+    """A share over a host tier of eight blocks, of which each of two ranks holds a half."""
 
     def __init__(self, port: int = 0) -> None:
-        self.store = KVStore(BlockPool(4), (GROUP,), 4, num_host_blocks=8)
-        self.memory = [bytearray(SIZE) for _ in range(9)]
-        self.share = BlockShare(("127.0.0.1", port or free_port()), KEY, NAMESPACE, self.store, self.page)
-        self.place = self.share._listener.getsockname()
+        self.store = KVStore(BlockPool(4), shard(2).geometry.groups, 4, num_host_blocks=8)
+        self.memory, shards = list[Any](), list[Shard]()
+        for rank in range(RANKS):
+            pages, file = memory.shared((9, SIZE // RANKS), torch.uint8)
+            shards.append(msgspec.structs.replace(shard(1, rank), file=file, token=bytes([rank, 99])))
+            self.memory.append(pages)
+            self.write(0, shards[-1].token, rank)
+        self.share = BlockShare(("127.0.0.1", port or free_port()), KEY, NAMESPACE, self.store, shards)
+        self.place = self.share._listener.getsockname()[:2]
 
-    def page(self, block: int) -> memoryview:
-        return memoryview(self.memory[block])
+    def write(self, block: int, data: bytes, rank: int) -> None:
+        memoryview(self.memory[rank][block].numpy())[: len(data)] = data
 
     def put(self, *numbers: int) -> None:
         """Bring blocks to the host tier."""
         for number in numbers:
             (block,) = self.store.host.take(1)
-            self.memory[block][:] = content(number)
+            for rank in range(RANKS):
+                self.write(block, content(number)[rank * SIZE // RANKS :][: SIZE // RANKS], rank)
             self.store.host.publish(block, name(number))
             self.store.host.release([block])
 
@@ -70,8 +93,10 @@ def until(true: Callable[[], Any]) -> None:
         time.sleep(0.002)
 
 
-@pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(autouse=True, params=["tcp", "memory"])
+def quick(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+    if request.param == "tcp":
+        monkeypatch.setattr(block_share.BlockLine, "near", False)
     monkeypatch.setattr(block_share, "SILENT_SECONDS", 1.0)
     monkeypatch.setattr(block_share, "BEAT_SECONDS", 0.05)
     monkeypatch.setattr(block_peers, "HELLO_SECONDS", 0.5)
@@ -90,8 +115,8 @@ def node() -> Iterator[Node]:
 def follow(node: Node) -> Iterator[Any]:
     made = []
 
-    def following(*places: Any, key: bytes = KEY, namespace: bytes = NAMESPACE) -> BlockPeers:
-        made.append(BlockPeers(places or (node.place,), key, namespace))
+    def following(*places: Any, key: bytes = KEY, namespace: bytes = NAMESPACE) -> Reader:
+        made.append(Reader(places or (node.place,), key, namespace))
         made[-1].follow()
         return made[-1]
 
@@ -100,10 +125,11 @@ def follow(node: Node) -> Iterator[Any]:
         peers.close()
 
 
-def fetch(peers: BlockPeers, *numbers: int) -> set[int]:
+def fetch(peers: Reader, *numbers: int) -> set[int]:
     """Read blocks, check the pages of those that came, and return the numbers of those that did not."""
     pages = [bytearray(SIZE) for _ in numbers]
-    failed = peers.fetch([name(number) for number in numbers], [memoryview(page) for page in pages])
+    keys = [name(number) for number in numbers]
+    failed = peers.pages.fetch(keys, peers.holders(keys), [memoryview(page) for page in pages])
     for index, number in enumerate(numbers):
         assert index in failed or bytes(pages[index]) == content(number), f"a wrong page of {number}"
     return {numbers[index] for index in failed}
@@ -124,6 +150,16 @@ def test_a_follower_knows_the_blocks_and_reads_them(node: Node, follow: Any) -> 
     until(lambda: not peers._peers[0].keys)
 
 
+@pytest.mark.parametrize("head", [0, 1])
+def test_a_rank_with_half_of_the_heads_gets_these(node: Node, follow: Any, head: int) -> None:
+    node.put(1, 2)
+    follow()
+    page = bytearray(SIZE // 2)
+    pages = PeerPages([node.place], KEY, NAMESPACE, shard(1, head))
+    assert pages.fetch([name(9), name(2)], [0, 0], [memoryview(bytearray(SIZE // 2)), memoryview(page)]) == (0,)
+    assert page == content(2)[head * SIZE // 2 :][: SIZE // 2]
+
+
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_costs_blocks_and_nothing_else(node: Node, follow: Any, monkeypatch: pytest.MonkeyPatch, fault: str
                                                ) -> None:  # fmt: skip
@@ -137,31 +173,36 @@ def test_a_fault_costs_blocks_and_nothing_else(node: Node, follow: Any, monkeypa
     assert fetch(peers, 1, 2, 3) == set(), "it is heard again"
 
 
-def test_a_peer_that_fails_has_no_blocks_until_it_is_heard(node: Node, follow: Any, monkeypatch: pytest.MonkeyPatch
-                                                           ) -> None:  # fmt: skip
-    monkeypatch.setattr(block_peers, "RETRY_SECONDS", 60.0)
-    FaultyLine.plant(monkeypatch, ["short"])
+def test_a_block_overwritten_while_it_is_copied_is_not_sent(node: Node, follow: Any, monkeypatch: pytest.MonkeyPatch
+                                                            ) -> None:  # fmt: skip
     node.put(1, 2)
     peers = follow()
     until(lambda: peers.has(name(2)))
-    assert fetch(peers, 1) == {1}
-    until(lambda: not peers.has(name(2)))
+    read = PageFiles.read
 
-
-def test_a_block_that_is_overwritten_while_it_is_copied_is_not_sent(node: Node, follow: Any) -> None:
-    node.put(1, 2)
-    peers = follow()
-    until(lambda: peers.has(name(2)))
-    copy = node.page
-
-    def page(block: int) -> memoryview:
+    def overwritten(self: PageFiles, block: int, page: memoryview) -> None:
         if node.store.host.key(block) == name(1):
             node.store.host.forget([block])
-            node.memory[block][SIZE // 2 :] = bytes(SIZE - SIZE // 2)
-        return copy(block)
+            node.write(block, bytes(SIZE // 2), 1)
+        read(self, block, page)
 
-    node.share._page = page
+    monkeypatch.setattr(PageFiles, "read", overwritten)
     assert fetch(peers, 1, 2) == {1}
+
+
+def test_a_block_overwritten_after_its_header_is_not_taken(node: Node, follow: Any, monkeypatch: pytest.MonkeyPatch
+                                                           ) -> None:  # fmt: skip
+    node.put(1, 2)
+    peers, send = follow(), block_share.BlockLine.send_page
+    until(lambda: peers.has(name(2)))
+
+    def late(self: Any, key: bytes, data: Any, block: int, *, bare: bool) -> None:
+        if key == name(1):
+            node.write(block, bytes(9), 0)
+        send(self, key, data, block, bare=bare)
+
+    monkeypatch.setattr(block_share.BlockLine, "send_page", late)
+    assert fetch(peers, 1, 2) == ({1} if block_share.BlockLine.near else set())
 
 
 def test_a_share_that_dies_and_one_that_comes_back(node: Node, follow: Any) -> None:
@@ -182,7 +223,8 @@ def test_a_share_that_is_frozen(follow: Any) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:  # connections wait in its queue for ever
         peers = follow(listener.getsockname())
         peers._promised[name(1)] = peers._peers[0]
-        assert fetch(peers, 1) == {1} and not peers._peers[0].keys
+        assert fetch(peers, 1) == {1}
+        until(lambda: not peers._peers[0].keys)
 
 
 @pytest.mark.parametrize(("other", "words"), [({"key": b"another key, as long"}, "has another key"),
@@ -203,12 +245,43 @@ def test_nonsense_harms_nobody(node: Node, follow: Any) -> None:
     for words in (b"", b"GET / HTTP/1.1\r\n\r\n" * 30, bytes(200)):
         with socket.create_connection(node.place) as stranger:
             stranger.sendall(words)
-    line = block_share.BlockLine(block_peers.connect(*node.place, KEY, NAMESPACE))
-    line._end.sendall(b"\xff\xff\xff\x7f" + bytes(50))
+    lines = [block_share.BlockLine(block_peers.connect(*node.place, KEY, NAMESPACE)) for _ in range(2)]
+    lines[0]._end.sendall(b"\xff\xff\xff\x7f" + bytes(50))
+    lines[1].send(block_share.Read([name(1)], (Range(0, SIZE, SIZE, 0),)))
+    lines[1].receive(block_share.FROM_SHARE)
+    with pytest.raises(ConnectionError):
+        lines[1].receive(block_share.FROM_SHARE)
     peers = follow()
     until(lambda: peers.has(name(1)))
     assert fetch(peers, 1) == set()
-    line.close()
+    for line in lines:
+        line.close()
+
+
+def test_memory_that_cannot_be_opened(node: Node, follow: Any, caplog: pytest.LogCaptureFixture,
+                                      monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+    """Blocks come over TCP then, and a line says so."""
+    node.put(1, 2)
+    peers = follow()
+    until(lambda: peers.has(name(2)))
+
+    def refused(*_: Any) -> None:
+        raise PermissionError("not for you")
+
+    class Closed(PageFiles):
+        open = refused  # type: ignore[assignment]
+
+    monkeypatch.setattr(block_peers, "PageFiles", Closed)
+    for _ in range(2):
+        assert fetch(peers, 1, 2) == set()
+    words = "on this host, cannot be opened (not for you): its KV blocks come over TCP"
+    near = block_share.BlockLine.near is not False
+    assert caplog.text.count(words) == near
+    node.share._shards = tuple(msgspec.structs.replace(one, token=bytes([rank, 98]))
+                               for rank, one in enumerate(node.share._shards))  # fmt: skip
+    for rank, one in enumerate(node.share._shards):
+        node.write(0, one.token, rank)
+    assert fetch(peers, 1, 2) == set() and caplog.text.count(words) == 2 * near, "a peer that was started again"
 
 
 def test_promises_are_waited_for_and_leases_renewed(node: Node, follow: Any) -> None:

@@ -34,7 +34,7 @@ typedef struct PromptsJob {
     void *out;
     const int32_t *tables;
     const PromptItem *items;
-    const int64_t *positions; /* of every row of q, ascending in a chunk; NULL: the rows are the last of their context */
+    const int64_t *positions; /* of each row of q, ascending in a chunk; NULL: the rows are the last of the context */
     long num_heads, num_kv_heads, dim, block_rows, span, q_stride, block_size, block_stride, head_stride, table_stride;
     float scale;
     int half;
@@ -311,13 +311,14 @@ static void attend_prompt_tasks(void *argument) {
 /* Chunks `items` [num_items] of q [*, num_heads, dim] with a stride between rows -> the same rows of out. k, v, tables
    and half as for quire_attend_rows; positions: see PromptsJob; dim <= MAX_DIM */
 void quire_attend_prompts(const void *q, void *out, const void *k, const void *v, const int32_t *tables,
-                          const PromptItem *items, const int64_t *positions, long num_items, long num_heads, long num_kv_heads, long dim,
-                          long q_stride, long block_size, long block_stride, long head_stride, long table_stride,
-                          float scale, int half, int threads) {
+                          const PromptItem *items, const int64_t *positions, long num_items, long num_heads,
+                          long num_kv_heads, long dim, long q_stride, long block_size, long block_stride,
+                          long head_stride, long table_stride, float scale, int half, int threads) {
     PromptsJob job = {.q = q, .k = k, .v = v, .out = out, .tables = tables, .items = items,
-                      .positions = positions, .num_heads = num_heads, .num_kv_heads = num_kv_heads, .dim = dim, .q_stride = q_stride, .block_size = block_size,
-                      .block_stride = block_stride, .head_stride = head_stride, .table_stride = table_stride,
-                      .scale = scale, .half = half, .span = KEYS};
+                      .positions = positions, .num_heads = num_heads, .num_kv_heads = num_kv_heads, .dim = dim,
+                      .q_stride = q_stride, .block_size = block_size, .block_stride = block_stride,
+                      .head_stride = head_stride, .table_stride = table_stride, .scale = scale,
+                      .half = half, .span = KEYS};
     while (job.span * rounded_up(dim, 2 * W) > SPAN_WORDS) job.span /= 2;
     const long most = BLOCK_WORDS / rounded_up(dim, 2 * W) / TILE_ROWS * TILE_ROWS;
     for (job.block_rows = most < BLOCK_ROWS ? most : BLOCK_ROWS;;) {

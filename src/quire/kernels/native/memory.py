@@ -9,6 +9,7 @@ import ctypes
 import math
 import mmap
 import os
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
@@ -38,6 +39,26 @@ def empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device = CPU
     whole = torch.frombuffer(mapped, dtype=torch.uint8)  # keeps the map until its last view is gone
     start = -whole.data_ptr() % HUGE_PAGE
     return whole[start : start + size].view(dtype).view(shape)
+
+
+def shared(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, str]:
+    """Return a tensor of zeros of a CPU, and the path of its memory, a file that other processes can open. Linux only.
+
+    The file has no name outside of /proc, and no limit of /dev/shm: it ends with its last process, however that ends.
+    """
+    size = math.prod(shape) * dtype.itemsize
+    file = os.memfd_create("quire-kv")
+    try:
+        os.ftruncate(file, size)
+        mapped = mmap.mmap(file, size)
+    except OSError as error:  # as `empty` raises it
+        os.close(file)
+        raise RuntimeError(error.strerror) from error
+    with contextlib.suppress(OSError):
+        mapped.madvise(mmap.MADV_HUGEPAGE)
+    tensor = torch.frombuffer(mapped, dtype=torch.uint8).view(dtype).view(shape)
+    weakref.finalize(tensor, os.close, file).atexit = False
+    return tensor, f"/proc/{os.getpid()}/fd/{file}"
 
 
 def populate(tensor: Tensor) -> None:

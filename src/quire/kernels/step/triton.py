@@ -21,11 +21,22 @@ from quire.kernels.triton_runtime import jit, tl
 
 PROGRAMS = 128  # programs of `_apply_kernel`, which share the runs
 BLOCK = 128
+COPIED = 1024  # words that a program of `_copy_kernel` copies
 
 
 def apply_runs(words: Tensor) -> None:
     """Copy the words of every run (table change) in `words` to the run's device address."""
     _apply_kernel[(PROGRAMS,)](words, PROGRAMS, RUN_WORDS, NUM_RUNS, RUNS_AT, num_warps=4)
+
+
+def copy_words(source: Tensor, target: Tensor) -> None:
+    """Copy int32 words [N] between the device and pinned host memory, in the order of the stream.
+
+    A kernel reads or writes the host's memory. A copy of the driver waits for all earlier copies of its direction, also
+    for those of other streams: a step would wait until blocks of the KV cache have come from host memory.
+    """
+    count = source.numel()
+    _copy_kernel[(-(-count // COPIED),)](source, target, count, COPIED, num_warps=4)
 
 
 def build_inputs(step: StepWords, tables: Tables, buffers: StepBuffers) -> None:
@@ -87,6 +98,13 @@ def _apply_kernel(packed, PROGRAMS: tl.constexpr, WORDS: tl.constexpr, NUM_RUNS:
         words = tl.load(source + lanes, mask=lanes < length)
         tl.store(target + lanes, words, mask=lanes < length)
         run += PROGRAMS
+
+
+@jit
+def _copy_kernel(source, target, count, COPIED: tl.constexpr):
+    """Copy `count` int32 words. Grid (ceil(count / COPIED),)."""
+    words = tl.program_id(0) * COPIED + tl.arange(0, COPIED)
+    tl.store(target + words, tl.load(source + words, mask=words < count, volatile=True), mask=words < count)
 
 
 @jit

@@ -1,0 +1,161 @@
+"""Shards of KV blocks: the layers and heads of each block that a rank holds, and where they lie in its pages.
+
+Engines that divide a model differently give a block the same key. Their pages differ: a rank reads the byte ranges of
+its own layers and heads from the pages of the ranks that hold them, and puts them together. Latents are the same on all
+ranks of a stage: each rank reads a whole one. A page holds no scales, so a quantized cache is cut like another one.
+Knows layouts and files of host memory. Knows nothing of keys, connections and devices.
+"""
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from functools import lru_cache
+from typing import NamedTuple
+
+import msgspec
+
+from quire.contracts.blocks import KVGeometry, KVGroup
+from quire.contracts.errors import ConfigError
+
+
+class Shard(msgspec.Struct, frozen=True, kw_only=True):
+    """The part of each block that a rank holds.
+
+    geometry   layout of its pages
+    layer      number in the model of its first layer
+    head       number in the model of its first KV head
+    file       path of its host memory [num_pages, page_bytes], for processes of this host; "": it is not shared
+    token      first bytes of that memory, by which the right file is known
+    """
+
+    geometry: KVGeometry
+    layer: int = 0
+    head: int = 0
+    file: str = ""
+    token: bytes = b""
+
+
+class Range(msgspec.Struct, frozen=True, array_like=True):
+    """Bytes of a rank's page.
+
+    rank, start, length   where they are read
+    target                where they are put in the reader's page
+    """
+
+    rank: int
+    start: int
+    length: int
+    target: int
+
+    def of(self, page: memoryview) -> memoryview:
+        """Return the part of the reader's page that these bytes fill."""
+        return page[self.target : self.target + self.length]
+
+
+class _Piece(NamedTuple):
+    """Heads [first, end) of a component of a layer, `size` bytes each, from byte `start` of a page on."""
+
+    name: tuple[int, str]
+    first: int
+    end: int
+    start: int
+    size: int
+
+
+@lru_cache(maxsize=64)
+def cut(mine: Shard, theirs: tuple[Shard, ...]) -> tuple[Range, ...]:
+    """Return the ranges of the pages of `theirs`, all ranks of an engine, that make up a page of `mine`.
+
+    Raises ConfigError if there are none.
+    """
+    for rank, shard in enumerate(theirs):
+        if (shard.geometry, shard.layer, shard.head) == (mine.geometry, mine.layer, mine.head):
+            return (Range(rank, 0, mine.geometry.page_bytes, 0),)
+    cuts = [_joined(_ranges(mine, theirs, index)) for index in range(len(mine.geometry.groups))]
+    if any(one != cuts[0] for one in cuts):
+        raise ConfigError("its KV groups are divided in another way: use the same -tp and -pp on both sides.")
+    return cuts[0]
+
+
+def place_layers(geometry: KVGeometry) -> dict[int, list[int]]:
+    """Return layer -> byte offset of each of its components in the page."""
+    places: dict[int, list[int]] = {}
+    sizes: list[int] = []
+    for group in geometry.groups:
+        at = 0
+        for layer in group.layers:
+            assert layer not in places, f"layer {layer} is in two groups"
+            places[layer] = []
+            for component in group.of(layer):
+                places[layer].append(at)
+                at += component.num_bytes(geometry.block_size)
+        sizes.append(at)
+    if len(set(sizes)) != 1:
+        raise ConfigError(f"KV groups need pages of equal size, not {sizes} bytes: use groups of equally many layers.")
+    return places
+
+
+class PageFiles(ExitStack):
+    """Host memory of ranks on this host, to be read until the end of a `with` block."""
+
+    def open(self, shards: Sequence[Shard], ranges: Sequence[Range]) -> None:
+        """Open the memory of the ranks in `ranges`, which are read. Raises OSError, and ValueError for wrong ranges."""
+        sizes = [shard.geometry.page_bytes for shard in shards]
+        inside = all(0 <= one.rank < len(sizes) and 0 <= one.start < one.start + one.length <= sizes[one.rank]
+                     for one in ranges)  # fmt: skip
+        if not inside or sum(one.length for one in ranges) > sum(sizes):
+            raise ValueError("ranges outside of a page")
+        files: dict[int, int] = {}
+        for rank in sorted({one.rank for one in ranges}):
+            files[rank] = os.open(shards[rank].file, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+            self.callback(os.close, files[rank])
+            if os.pread(files[rank], len(shards[rank].token), 0) != shards[rank].token:
+                raise OSError(f"{shards[rank].file} is another file")
+        self._parts = [(one, files[one.rank], sizes[one.rank]) for one in ranges]
+
+    def read(self, block: int, page: memoryview) -> None:
+        """Read the ranges of a block into `page`."""
+        for one, file, size in self._parts:
+            os.preadv(file, [one.of(page)], block * size + one.start)
+
+
+def _pieces(shard: Shard, group: KVGroup) -> Iterator[_Piece]:
+    geometry, places = shard.geometry, place_layers(shard.geometry)
+    for layer in group.layers:
+        own = group.of(layer)
+        first = shard.head if own == group.components else 0
+        for part, start in zip(own, places[layer], strict=True):
+            size = geometry.block_size * part.head_dim * part.item_bytes
+            yield _Piece((shard.layer + layer, part.name), first, first + part.num_heads, start, size)
+
+
+def _ranges(mine: Shard, theirs: Sequence[Shard], index: int) -> Iterator[Range]:
+    """Yield the ranges of a page of group `index`, in the order of its bytes."""
+    held: dict[tuple[int, str], list[tuple[int, _Piece]]] = {}
+    for rank, shard in enumerate(theirs):
+        for piece in _pieces(shard, shard.geometry.groups[index]):
+            held.setdefault(piece.name, []).append((rank, piece))
+    for piece in _pieces(mine, mine.geometry.groups[index]):
+        head = piece.first
+        while head < piece.end:
+            found = next((one for one in held.get(piece.name, ())
+                          if one[1].first <= head < one[1].end and one[1].size == piece.size), None)  # fmt: skip
+            if found is None:
+                raise ConfigError(f"none of its ranks has head {head} of layer {piece.name[0]}: use the same -tp.")
+            rank, other = found
+            end = min(piece.end, other.end)
+            yield Range(rank, other.start + (head - other.first) * piece.size, (end - head) * piece.size,
+                        piece.start + (head - piece.first) * piece.size)  # fmt: skip
+            head = end
+
+
+def _joined(ranges: Iterator[Range]) -> tuple[Range, ...]:
+    """Join ranges that are neighbours on both sides."""
+    joined = [next(ranges)]
+    for one in ranges:
+        last = joined[-1]
+        if (one.rank, one.start, one.target) == (last.rank, last.start + last.length, last.target + last.length):
+            joined[-1] = Range(last.rank, last.start, last.length + one.length, last.target)
+        else:
+            joined.append(one)
+    return tuple(joined)
