@@ -29,6 +29,7 @@ def model(folder: Path, tokenizer: Path, scale: float = 0.02, qwen: bool = False
     for name, value in made.named_parameters():
         if name.endswith(("o_proj.weight", "down_proj.weight")):
             value.data *= scale
+    made.lm_head.weight.data /= 4
     made.save_pretrained(folder)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(tokenizer / name, folder)
@@ -44,7 +45,8 @@ def tensors(kind: str, known: int, seed: int) -> dict[str, Tensor]:
     shapes |= {f"{at}self_attn.{x}_proj.weight": (HIDDEN, wide) for x in "qkv"}
     shapes |= {f"{at}self_attn.o_proj.weight": (HIDDEN, HIDDEN), f"{at}mlp.gate_proj.weight": (96, HIDDEN),
                f"{at}mlp.up_proj.weight": (96, HIDDEN), f"{at}mlp.down_proj.weight": (HIDDEN, 96)}
-    found = {name: torch.randn(shape) / shape[1] ** 0.5 for name, shape in shapes.items()}
+    small = 0.5 if kind == "eagle" else 1.0  # no norm bounds what it makes of its own output
+    found = {name: small * torch.randn(shape) / shape[1] ** 0.5 for name, shape in shapes.items()}
     found |= {f"{at}self_attn.{x}_proj.bias": torch.randn(HIDDEN) / 4 for x in "qkvo"}
     norms = [f"{at}post_attention_layernorm"]
     if kind == "eagle3":
@@ -74,7 +76,7 @@ def write(folder: Path, kind: str, own: dict[str, Tensor], *, library: bool = Fa
                 {"proposal_type": "greedy", "speculative_tokens": 3}], "verifier": {"name_or_path": verifier}},
         }  # fmt: skip
     (folder / "config.json").write_text(json.dumps(config | keys))
-    save_file({name: value.contiguous() for name, value in own.items()}, folder / "model.safetensors")
+    save_file({name: value.contiguous().clone() for name, value in own.items()}, folder / "model.safetensors")
     return folder
 
 
@@ -100,6 +102,44 @@ def knowing(kind: str, target: Path, known: int = VOCAB) -> dict[str, Tensor]:
         own |= {name: drawn[name] for name in ("d2t", "t2d")}
     own["lm_head.weight"] = given["lm_head.weight"][torch.arange(known) + own.get("d2t", torch.zeros(known).long())]
     return own
+
+
+def fitted(kind: str, folder: Path, texts: list[list[int]]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Tensors and keys of a head whose first draft is a linear fit to a model's states in these texts.
+
+    As in `knowing`, attention sees its own token alone, and the MLP is zero.
+    """
+    made = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    config, norm = made.config, made.model.norm
+    hidden, layers, rows, wanted = config.hidden_size, config.num_hidden_layers, [], []
+    held = norm.register_forward_pre_hook(lambda module, given: wanted.append(given[0][0, 1:]))
+    with torch.inference_mode():
+        for text in texts:
+            found = made.model(torch.tensor([text]), output_hidden_states=True).hidden_states
+            tokens = found[0][0, 1:]
+            if kind == "eagle":
+                wanted[-1] = found[-1][0, 1:]
+                rows.append(torch.cat((tokens, found[-1][0, :-1]), -1))
+            else:
+                own = tokens * torch.rsqrt(tokens.pow(2).mean(-1, keepdim=True) + config.rms_norm_eps)
+                rows.append(torch.cat((own, *(found[i][0, :-1] for i in (2, layers // 2, layers - 3))), -1))
+        fit = torch.linalg.lstsq(torch.cat(rows), torch.cat(wanted)).solution.T
+    held.remove()
+    at, wide = ("midlayer", 2 * hidden) if kind == "eagle3" else ("layers.0", hidden)
+    shapes = {f"self_attn.{x}_proj.weight": (hidden, wide) for x in "qkv"} | {
+        "self_attn.o_proj.weight": (hidden, hidden), "mlp.gate_proj.weight": (96, hidden),
+        "mlp.up_proj.weight": (96, hidden), "mlp.down_proj.weight": (hidden, 96)}  # fmt: skip
+    own = {f"{at}.{name}": torch.zeros(shape) for name, shape in shapes.items()}
+    own |= {f"{at}.self_attn.{x}_proj.bias": torch.full((hidden,), 30.0 * (x in "qk")) for x in "qkvo"}
+    own |= {f"{at}.post_attention_layernorm.weight": torch.ones(hidden), "fc.weight": fit[:, -(wide + hidden) :]}
+    if kind == "eagle3":
+        own |= {f"{at}.{name}.weight": torch.ones(hidden) for name in ("input_layernorm", "hidden_norm")}
+        own["fc.weight"], own[f"{at}.self_attn.o_proj.weight"] = fit[:, hidden:], fit[:, :hidden]
+        own[f"{at}.self_attn.v_proj.weight"] = torch.eye(hidden, wide)
+        own |= {"norm.weight": norm.weight.detach(), "lm_head.weight": made.lm_head.weight.detach()}
+    heads = hidden // DIM
+    return own, {"hidden_size": hidden, "num_attention_heads": heads, "num_key_value_heads": heads,
+                 "vocab_size": config.vocab_size, "rms_norm_eps": config.rms_norm_eps}  # fmt: skip
 
 
 class Oracle:
