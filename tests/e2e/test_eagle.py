@@ -1,5 +1,6 @@
 """Drafts by EAGLE heads: logits are those of the formulas, answers plain decoding's, for both published forms."""
 
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from quire import LLM, SamplingParams
 from quire.config.bundled import bundled_model
-from quire.contracts.errors import UserError
+from quire.contracts.errors import ConfigError, UserError, WeightsError
 
 from ..support import eagle
 from .test_drafts import COLD, LONG, OPTIONS, REQUESTS, WARM, Truth, answers, check, params
@@ -106,3 +107,69 @@ def test_answers_are_those_of_plain_decoding(kind: str, depth: int, truth: Truth
     llm.close()
     assert runs > 50 and accepted == sorted(accepted, reverse=True) and core.scheduler.num_preempted > 0
     assert 0.2 * drafts <= sum(accepted) <= 0.9 * drafts, "a run of a drafter that guesses right and wrong"
+
+
+def test_a_speculators_repository_is_served_with_its_model(tmp_path: Path) -> None:
+    target = eagle.model(tmp_path / "target", bundled_model(), 0.0, qwen=True)
+    own = eagle.knowing("eagle3", target, eagle.KNOWN)
+    head = eagle.write(tmp_path / "head", "eagle3", own, library=True, verifier=str(target), norm_before_residual=False)
+    with LLM(str(head), **OPTIONS) as llm:
+        output = llm.generate(LONG, params(COLD), use_tqdm=False)[0].outputs[0]
+        assert str(llm.engine.folder) == str(target) and llm.engine.core.facts.num_drafts == 3
+        assert output.drafts[0] > 20
+    (head / "config.json").write_text(json.dumps(json.loads((head / "config.json").read_text()) | {
+        "speculators_config": {"verifier": {"name_or_path": str(target)}}}))
+    with pytest.raises(ConfigError, match="names no verifier or no speculative_tokens: serve the model of the head"):
+        LLM(str(head), **OPTIONS)
+
+
+DRAFT = {"num_speculative_tokens": 2}
+REFUSED: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any], str]] = [
+    ({}, {"method": "eagle"}, {}, "this is a head of method eagle3, which drafts for another model: serve that model"),
+    ({}, {"method": "draft_model"}, {}, "this is a head of method eagle3"),
+    ({}, {"method": "eagle3", "model": None}, {}, "method eagle3 needs a model: give the key model"),
+    ({}, {}, {"max_model_len": 8192}, "max_model_len=8192 exceeds the model's context of 4096"),
+    ({}, {}, {"enable_cache_blend": True}, "needs the states of all tokens, which enable_cache_blend does not compute"),
+    ({"vocab_size": 9000}, {}, {}, "has 9000 token ids and the model has 8192: use a draft model with the model's"),
+    ({"hidden_size": 128, "head_dim": 64}, {}, {}, "reads states of 128 numbers and the model's have 64: use the head"),
+    ({"target_hidden_size": 32}, {}, {}, "target_hidden_size=32 beside hidden_size=64 is not implemented"),
+    ({"eagle_aux_hidden_state_layer_ids": [1, 3, 6]}, {}, {}, "reads the states before layer 6, and the model has the"),
+    ({"eagle_aux_hidden_state_layer_ids": "all"}, {}, {}, "must be a list of layer numbers"),
+    ({"num_hidden_layers": 2}, {}, {}, "an EAGLE head of 2 layers of model_type 'llama' is not implemented"),
+    ({"model_type": "qwen3"}, {}, {}, "of model_type 'qwen3' is not implemented: use a head of one layer of llama"),
+    ({"norm_before_fc": True}, {}, {}, "norm_before_fc=true of an EAGLE head is not implemented"),
+    ({"eagle_config": {"use_aux_hidden_state": False}}, {}, {}, "use_aux_hidden_state=false of an EAGLE head"),
+    ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, {}, {}, "has rope type dynamic, which is not implemented"),
+    ({"sliding_window": 4096}, {}, {}, "sliding window attention is not implemented"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("keys", "given", "options", "words"), REFUSED)
+def test_what_cannot_be_is_refused_in_a_line(keys: dict[str, Any], given: dict[str, Any], options: dict[str, Any],
+                                             words: str, target: Path, tmp_path: Path) -> None:  # fmt: skip
+    head = eagle.write(tmp_path, "eagle3", eagle.tensors("eagle3", eagle.KNOWN, 0), **keys)
+    with pytest.raises(UserError) as caught:
+        LLM(str(target), **OPTIONS | options, speculative_config=DRAFT | {"method": "eagle3", "model": str(head)} | given)
+    assert words in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("lost", "words"), [("d2t", "lacks d2t"), ("lm_head.weight", "lacks lm_head.weight"),
+                                             ("fc.weight", "lacks fc.weight")])  # fmt: skip
+def test_a_head_without_all_its_tensors_is_refused_in_a_line(lost: str, words: str, target: Path,
+                                                             tmp_path: Path) -> None:  # fmt: skip
+    own = eagle.tensors("eagle3", eagle.KNOWN, 0)
+    del own[lost]
+    given = DRAFT | {"method": "eagle3", "model": str(eagle.write(tmp_path, "eagle3", own))}
+    with pytest.raises(WeightsError, match=words) as caught:
+        LLM(str(target), **OPTIONS, speculative_config=given)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_map_to_ids_that_the_model_lacks_and_pickles_are_refused(target: Path, tmp_path: Path) -> None:
+    own = eagle.tensors("eagle3", eagle.KNOWN, 0)
+    given = DRAFT | {"method": "eagle3", "model": str(eagle.write(tmp_path, "eagle3", own | {"d2t": own["d2t"] + 9000}))}
+    with pytest.raises(WeightsError, match="d2t of the EAGLE head maps to ids outside of the 8192 of the model"):
+        LLM(str(target), **OPTIONS, speculative_config=given)
+    (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
+    with pytest.raises(WeightsError, match="of an EAGLE head, safetensors.torch.save_file"):
+        LLM(str(target), **OPTIONS, speculative_config=given)

@@ -65,7 +65,7 @@ def write(folder: Path, kind: str, own: dict[str, Tensor], *, library: bool = Fa
     folder.mkdir(parents=True, exist_ok=True)
     config: dict[str, Any] = HEAD | {"architectures": [f"LlamaForCausalLM{kind.capitalize()}"]}
     if kind == "eagle3":
-        config["draft_vocab_size"] = len(own["lm_head.weight"])
+        config["draft_vocab_size"] = len(own.get("lm_head.weight", own.get("d2t", ())))
     if library:
         own = {name.replace("midlayer.", "layers.0."): value for name, value in own.items()}
         own["embed_tokens.weight"] = torch.zeros(VOCAB, HIDDEN)  # a copy, which is not read

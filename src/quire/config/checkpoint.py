@@ -183,7 +183,7 @@ def parse_checkpoint_config(raw: Mapping[str, Any], source: str = "config.json",
     layers = keys.size("num_hidden_layers", most=MOST_LAYERS)
     rope, rope_notes = read_rope(keys, max_positions, family.theta)
     context = max(max_positions, rope.extended_positions)
-    _refuse_window(keys, family, context, layers)
+    _refuse_window(keys, family, UNBOUNDED if eagle else context, layers)
     latent = read_latent(keys, family.latent, rope)
     head_dim = latent.nope_dim + latent.rope_dim if latent else _head_dim(keys, family, hidden, heads)
     rotary_dim = latent.rope_dim if latent else _rotary_dim(keys, family, head_dim, rope)
