@@ -11,6 +11,7 @@ from quire.config.keys import Keys
 
 UNBOUNDED = 1 << 30  # positions: rotations are computed, so a head drafts behind those it was trained for, too
 IDS = "eagle_aux_hidden_state_layer_ids"
+LAYER = {"model_type": "llama", "num_hidden_layers": 1, "max_position_embeddings": 2048}  # where the file has none
 OPTIONS = ("layernorms", "norm_before_fc", "fc_norm", "norm_output", "embed_requires_grad", "parallel_drafting")
 
 
@@ -60,7 +61,7 @@ def read_head(raw: Mapping[str, Any], source: str, method: str) -> tuple[Keys, E
     if own.get("use_aux_hidden_state", True) is not True:
         raise keys.unsupported("use_aux_hidden_state=false of an EAGLE head is not implemented: use another head.")
     found = (keys.object("transformer_layer_config") or {}) if library else raw
-    layer = Keys({"model_type": "llama"} | dict(found) | {"architectures": ["LlamaForCausalLM"]}, source)
+    layer = Keys(LAYER | dict(found) | {"architectures": ["LlamaForCausalLM"]}, source)
     if layer["model_type"] != "llama" or layer.get("num_hidden_layers") != 1:
         raise keys.unsupported(f"an EAGLE head of {layer.get('num_hidden_layers')} layers of model_type "
                                f"{layer['model_type']!r} is not implemented: use a head of one layer of llama.")
