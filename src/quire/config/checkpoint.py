@@ -169,10 +169,7 @@ def read_raw_config(folder: Path) -> dict[str, Any]:
 
 
 def parse_checkpoint_config(raw: Mapping[str, Any], source: str = "config.json", head: str = "") -> ModelArgs:
-    """Turn the decoded config.json into `ModelArgs`; `source` names the file in errors.
-
-    head   method of the EAGLE head whose file it is; "": a model's
-    """
+    """Turn the decoded config.json into `ModelArgs`; `source` names the file in errors, `head` is as in `read_head`."""
     keys, eagle = read_head(raw, source, head)
     model_type, family, headless = _find_family(keys)
     _refuse_math(keys, family)

@@ -12,14 +12,15 @@ from quire.config.keys import Keys
 UNBOUNDED = 1 << 30  # positions: rotations are computed, so a head drafts behind those it was trained for, too
 IDS = "eagle_aux_hidden_state_layer_ids"
 LAYER = {"model_type": "llama", "num_hidden_layers": 1, "max_position_embeddings": 2048}  # where the file has none
-OPTIONS = ("layernorms", "norm_before_fc", "fc_norm", "norm_output", "embed_requires_grad", "parallel_drafting")
+ONLY = {"model_type": "llama", "num_hidden_layers": 1, "use_aux_hidden_state": True, **dict.fromkeys(
+    ("layernorms", "norm_before_fc", "fc_norm", "norm_output", "embed_requires_grad", "parallel_drafting"), False)}
 
 
 @dataclass(frozen=True, kw_only=True)
 class EagleArgs:
     """Arguments of an EAGLE head beside those of its layer.
 
-    method       "eagle": reads the last hidden states; "eagle3": states between layers, with a vocabulary of its own
+    method       "eagle": reads the last hidden states; "eagle3": states between layers
     vocab_size   token ids of the model that it drafts for; `ModelArgs.vocab_size` has those of the head
     context      positions that the head was trained for
     layer_ids    layers of the model whose inputs an EAGLE-3 head reads; (): a low, a middle and a high one
@@ -54,26 +55,16 @@ def read_head(raw: Mapping[str, Any], source: str, method: str) -> tuple[Keys, E
                                f'with --speculative-config \'{{"method": "{kind}", "model": ...}}\'.')  # fmt: skip
     if not method:
         return keys, None
-    own = Keys(keys.object("eagle_config") or {}, source)
-    for key in OPTIONS:
-        if keys.get(key) or own.get(key):
-            raise keys.unsupported(f"{key}=true of an EAGLE head is not implemented: use another head.")
-    if own.get("use_aux_hidden_state", True) is not True:
-        raise keys.unsupported("use_aux_hidden_state=false of an EAGLE head is not implemented: use another head.")
-    found = (keys.object("transformer_layer_config") or {}) if library else raw
-    layer = Keys(LAYER | dict(found) | {"architectures": ["LlamaForCausalLM"]}, source)
-    if layer["model_type"] != "llama" or layer.get("num_hidden_layers") != 1:
-        raise keys.unsupported(f"an EAGLE head of {layer.get('num_hidden_layers')} layers of model_type "
-                               f"{layer['model_type']!r} is not implemented: use a head of one layer of llama.")
-    width = keys.get("target_hidden_size") or layer.get("hidden_size")
-    if width != layer.get("hidden_size"):
-        raise keys.unsupported(f"target_hidden_size={width} beside hidden_size={layer.get('hidden_size')} is not "
-                               "implemented: use a head of the model's hidden size.")
-    ids = keys.get(IDS) or own.get(IDS) or []
+    layer = LAYER | dict((keys.object("transformer_layer_config") or {}) if library else raw)
+    every = Keys({**raw, **(keys.object("eagle_config") or {}), **layer}, source)
+    for key, value in (ONLY | {"target_hidden_size": layer.get("hidden_size")}).items():
+        if every.get(key) not in (None, value):
+            raise keys.unsupported(f"{key}={every[key]!r} of an EAGLE head is not implemented: use one with {value!r}.")
+    ids = every.get(IDS) or []
     if not isinstance(ids, list) or any(type(one) is not int for one in ids):
         raise keys.wrong(f"{IDS}={ids!r} must be a list of layer numbers.")
-    return layer, EagleArgs(
-        method=method, vocab_size=layer.size("vocab_size"), context=layer.size("max_position_embeddings"),
+    return Keys(layer | {"architectures": ["LlamaForCausalLM"]}, source), EagleArgs(
+        method=method, vocab_size=every.size("vocab_size"), context=every.size("max_position_embeddings"),
         layer_ids=tuple(ids), norm_residual=keys.flag("norm_before_residual", method == "eagle3" and bool(library)),
         at="layers.0" if library or method == "eagle" else "midlayer", bias=keys.flag("fusion_bias"),
     )  # fmt: skip
