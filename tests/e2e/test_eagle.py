@@ -117,10 +117,28 @@ def test_a_speculators_repository_is_served_with_its_model(tmp_path: Path) -> No
         output = llm.generate(LONG, params(COLD), use_tqdm=False)[0].outputs[0]
         assert str(llm.engine.folder) == str(target) and llm.engine.core.facts.num_drafts == 3
         assert output.drafts[0] > 20
+        plan = json.loads(llm.engine.core.facts.plans["engine"])
+    assert plan["speculation"]["drafter"] == f"eagle3 {head}, 3 drafts per request"
+    assert plan["speculation"]["weights"] > 900_000 and plan["speculation"]["cache"] == 512
+    assert plan["memory"]["draft_layers"] == 1 and plan["memory"]["draft_components"][0][1:3] == [2, 32]
     (head / "config.json").write_text(json.dumps(json.loads((head / "config.json").read_text()) | {
         "speculators_config": {"verifier": {"name_or_path": str(target)}}}))
     with pytest.raises(ConfigError, match="names no verifier or no speculative_tokens: serve the model of the head"):
         LLM(str(head), **OPTIONS)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("kind", "known"), [("eagle", 0), ("eagle3", eagle.VOCAB), ("eagle3", eagle.KNOWN)])
+def test_ranks_draft_alike(kind: str, known: int, tmp_path: Path) -> None:
+    """Each rank has its heads of the head's attention, and its part of both vocabularies."""
+    target = eagle.model(tmp_path / "target", bundled_model(), 0.0)
+    head = eagle.write(tmp_path / "head", kind, eagle.knowing(kind, target, known))
+    given, found = DRAFT | {"method": kind, "model": str(head)}, list[Any]()
+    for size in (1, 2):
+        with LLM(str(target), **OPTIONS, tensor_parallel_size=size, speculative_config=given) as llm:
+            outputs = llm.generate([LONG, "Return"], [params(COLD), params(WARM)], use_tqdm=False)
+            found.append([(output.outputs[0].token_ids, output.outputs[0].drafts) for output in outputs])
+    assert found[0] == found[1] and sum(found[0][0][1][1:]) > 10
 
 
 DRAFT = {"num_speculative_tokens": 2}
@@ -148,8 +166,9 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any], str]] = [
 def test_what_cannot_be_is_refused_in_a_line(keys: dict[str, Any], given: dict[str, Any], options: dict[str, Any],
                                              words: str, target: Path, tmp_path: Path) -> None:  # fmt: skip
     head = eagle.write(tmp_path, "eagle3", eagle.tensors("eagle3", eagle.KNOWN, 0), **keys)
+    given = DRAFT | {"method": "eagle3", "model": str(head)} | given
     with pytest.raises(UserError) as caught:
-        LLM(str(target), **OPTIONS | options, speculative_config=DRAFT | {"method": "eagle3", "model": str(head)} | given)
+        LLM(str(target), **OPTIONS | options, speculative_config=given)
     assert words in str(caught.value) and "\n" not in str(caught.value)
 
 
@@ -167,7 +186,8 @@ def test_a_head_without_all_its_tensors_is_refused_in_a_line(lost: str, words: s
 
 def test_a_map_to_ids_that_the_model_lacks_and_pickles_are_refused(target: Path, tmp_path: Path) -> None:
     own = eagle.tensors("eagle3", eagle.KNOWN, 0)
-    given = DRAFT | {"method": "eagle3", "model": str(eagle.write(tmp_path, "eagle3", own | {"d2t": own["d2t"] + 9000}))}
+    own["d2t"] += 9000
+    given = DRAFT | {"method": "eagle3", "model": str(eagle.write(tmp_path, "eagle3", own))}
     with pytest.raises(WeightsError, match="d2t of the EAGLE head maps to ids outside of the 8192 of the model"):
         LLM(str(target), **OPTIONS, speculative_config=given)
     (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
