@@ -113,7 +113,8 @@ def test_a_speculators_repository_is_served_with_its_model(tmp_path: Path) -> No
     target = eagle.model(tmp_path / "target", bundled_model(), 0.0, qwen=True)
     own = eagle.knowing("eagle3", target, eagle.KNOWN)
     head = eagle.write(tmp_path / "head", "eagle3", own, library=True, verifier=str(target), norm_before_residual=False)
-    with LLM(str(head), **OPTIONS) as llm:
+    with LLM(str(head), **OPTIONS | {"max_model_len": 2100}) as llm:
+        assert any("trained for 2048 positions, and the engine has 2100" in note for note in llm.engine.notes)
         output = llm.generate(LONG, params(COLD), use_tqdm=False)[0].outputs[0]
         assert str(llm.engine.folder) == str(target) and llm.engine.core.facts.num_drafts == 3
         assert output.drafts[0] > 20
