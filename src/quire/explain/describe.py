@@ -10,15 +10,15 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from quire.config.checkpoint import ModelArgs, parse_checkpoint_config, read_raw_config
+from quire.config.checkpoint import ModelArgs, read_raw_config
 from quire.config.engine import EngineConfig
 from quire.config.placement import Rank, check_parallel, parallel_sizes
 from quire.config.resolve import GIB, MemoryPlan, check_cpu_weights, resolve_dtype
 from quire.config.resolve_cuda import DeviceMemory
 from quire.contracts.errors import ConfigError, ModelNotFound, WeightsError
 from quire.kernels.select import probe_of
-from quire.models.drafts import draft_config, with_draft_layers, with_draft_model
-from quire.models.obtain import settled_quantization
+from quire.models.drafts import draft_config, head_method, resolve_speculators, with_draft_model
+from quire.models.obtain import read_args, settled_quantization
 from quire.models.plan import EnginePlan, Machine, resolve_engine, resolve_sizing
 from quire.models.report import PlanReport
 from quire.platforms.cpu import read_cpu_facts
@@ -46,25 +46,30 @@ GPUS = {
 }
 
 
-def plan_engine(config: EngineConfig, described: str = "") -> PlanReport:
+def plan_engine(config: EngineConfig, described: str = "", head: str = "") -> PlanReport:
     """Plan an engine for `config`, on the device named `described` (a key of GPUS) or on this machine.
 
+    head   method of the EAGLE head that is planned; "": a model
     Raises the errors that `assemble` would raise.
     """
+    if not head:
+        config = resolve_speculators(config, resolve_folders(config, only=HEADERS)[0])
     gpu, words = _device(config, described)
     parallel = parallel_sizes(config.parallel)
     facts, folder = read_cpu_facts(), resolve_folders(config, only=HEADERS)[0]
     device, memory = ("cuda", gpu.memory) if gpu else ("cpu", facts.total_memory)
     machine = Machine(device=device, words=words, total_memory=memory)
-    raw = read_raw_config(folder)
-    args = parse_checkpoint_config(raw, str(folder / "config.json"))
-    args = with_draft_layers(args, config.scheduler.speculative_config)
+    args = read_args(config, folder, head)
     dtype = resolve_dtype(config.model.dtype, args.dtype, bool(facts.bf16_units), device)
     plan = resolve_engine(config, folder, args, machine, dtype, probe_of(gpu.capability if gpu else None),
                           parallel=parallel, quantization=_quantization(config, folder, args))  # fmt: skip
-    if (other := draft_config(config)) is not None:
-        plan = with_draft_model(plan, plan_engine(other, described).plan)
+    draft = None
+    if (other := draft_config(config, dtype.dtype)) is not None and not plan.missing:
+        draft = plan_engine(other, described, head_method(config))
+        plan = with_draft_model(plan, draft.plan)
     report = _with_headers(PlanReport(plan=plan, memory=""), folder)
+    if draft is not None and draft.load_error:
+        report = replace(report, load_error=report.load_error or draft.load_error)
     memory, fullest = _tightest(report, gpu, facts.free_memory)
     if isinstance(memory, str) and gpu is not None:
         memory += _larger(report, gpu)

@@ -12,6 +12,7 @@ from quire.kernels.attention import KVView
 from quire.kernels.rope.rotary import Rotary, Rotation
 from quire.layers.attention import Attention
 from quire.layers.context import Build, Loads, LoadsInPlace, StepContext
+from quire.layers.eagle import DraftIds, EagleLayer
 from quire.layers.embedding import LMHead, VocabEmbedding
 from quire.layers.latent import LatentAttention
 from quire.layers.linear import Linear
@@ -74,7 +75,8 @@ class DraftLayer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Decoder model, the class of every family so far. It has no weights until every `LoadUnit` is loaded.
+    """Decoder model, the class of every family so far, and of EAGLE heads. It has no weights until every `LoadUnit` is
+    loaded.
 
     layers          layers of this rank;  drafts  layers that draft, whose KV caches follow those of `layers`
     draft           draft model, whose KV caches come last; None: there is none
@@ -103,7 +105,10 @@ class Decoder(nn.Module):
         if self.first:
             self.embed = VocabEmbedding("embed", self.head if tied else None, build)
         own = range(*(build.layers or (0, args.num_layers)))
-        self.layers = nn.ModuleList(DecoderBlock(args, layer, build) for layer in own)
+        self.layers = nn.ModuleList((EagleLayer if args.eagle else DecoderBlock)(args, layer, build) for layer in own)
+        self.ids: DraftIds | None = None
+        if args.eagle is not None and "ids.offsets" in build.params:
+            self.ids = DraftIds("ids", args.eagle.vocab_size, build)
         drafts = range(args.num_layers, args.num_layers + args.draft_layers)
         self.draft: Decoder | None = None
         self.drafts = nn.ModuleList(DraftLayer(args, layer, build) for layer in drafts)

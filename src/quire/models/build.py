@@ -37,7 +37,10 @@ def build_model(plan: EnginePlan, groups: RankGroups = ALONE) -> Decoder:
     whole_model = with_formats(layout(args), plan.quantization) if plan.mesh.parallel.size > 1 else ()
     everything = frozenset(stored_names(whole_model))
     model = Decoder(args, plan.params, build, elsewhere=everything)
-    model.draft = build_model(plan.draft) if plan.draft is not None else None
+    if plan.draft is not None:
+        model.draft = build_model(plan.draft, groups)
+        if plan.draft.args.eagle is not None:
+            model.draft.layers[0].watch(model.layers)
     if plan.mesh.parallel.redundant is not None and args.moe is not None:
         num_experts, redundant = args.moe.routing.num_experts, plan.mesh.parallel.redundant
         for layer in args.moe.layers:

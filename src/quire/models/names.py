@@ -2,6 +2,13 @@
 
 NameMap = tuple[tuple[str, str, str], ...]  # (checkpoint name, parameter, part); {i}: a layer's index, {e}: an expert's
 
+
+def renamed(at: str, *maps: NameMap) -> NameMap:
+    """Return rows of a layer whose tensors begin with `at` in the checkpoint."""
+    return tuple((row[0].replace("model.layers.{i}.", at), *row[1:]) for rows in maps for row in rows)
+
+
+
 EMBEDDING_AND_HEAD: NameMap = (
     ("model.embed_tokens.weight", "embed.weight", ""),
     ("model.norm.weight", "norm.weight", ""),

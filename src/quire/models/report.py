@@ -118,7 +118,7 @@ class PlanReport:
         `read` has the bytes of weights, of all ranks, that a step of one decode reads, by its number of drafts. Experts
         are those that n tokens hit if routers choose at random: E (1 - (1 - top / E)^n) of E. Of 1 + k tokens it runs
         the model and the first pass of draft layers; each other draft is a pass of one token. Drafts read the head.
-        Each pass of a draft model counts as all its weights.
+        Each pass of a draft model or EAGLE head counts as all its weights.
         """
         speculation, args = self.plan.speculation, self.plan.args
         if speculation is None:
@@ -126,8 +126,12 @@ class PlanReport:
         drafts = [one for one in self.layout if _layer(one.name) >= args.num_layers]
         skipped = {one.name for one in drafts} | ({"embed.weight"} if not args.tie_word_embeddings else set())
         model = [one for one in self.layout if one.name not in skipped]
-        layered, other = speculation.layered, self.plan.draft.weight_bytes if self.plan.draft is not None else 0
-        head = self.num_bytes(model[-1] if not args.tie_word_embeddings else self.layout[0]) if drafts else 0
+        other, layered = 0, speculation.layered
+        if self.plan.draft is not None:
+            report = PlanReport(plan=self.plan.draft, memory="")
+            other = sum(map(report.num_bytes, report.layout))
+        shared = drafts or speculation.method == "eagle"
+        head = self.num_bytes(model[-1] if not args.tie_word_embeddings else self.layout[0]) if shared else 0
 
         def read(k: int) -> int:
             later = max(0, k - 1)
