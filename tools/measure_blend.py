@@ -3,9 +3,9 @@
     python tools/measure_blend.py [MODEL] [--device cuda] [--texts 8] [--tokens 2000] [--question 64]
                                   [--ratios none,0,0.15,0.3,1] [--gb 0] [--runs 3]
 
-MODEL is a folder, or a name of `quire bench`, with dummy weights. The texts come in a new order in every run. "none"
-reuses nothing. --gb: GiB of host memory; the texts are then evicted from the device before each run, and come from
-there.
+MODEL is a folder, or a name of `quire bench`, with dummy weights. The texts come in a new order in every
+run. "none" reuses nothing.
+--gb: GiB of host memory; the texts are then evicted from the device before each run, and come from there.
 """
 
 import argparse

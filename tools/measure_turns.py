@@ -55,8 +55,8 @@ def main() -> None:
         waits, whole = waits + firsts, whole + took
     made = asked.talks * asked.turns * asked.output
     print(f"{asked.engine}: first tokens after {1000 * statistics.mean(waits):.1f} ms in the mean, "
-          f"{1000 * statistics.median(waits):.1f} in the median; {made / whole:.0f} tokens/s, {whole:.2f} s",
-          flush=True)
+          f"{1000 * statistics.median(waits):.1f} in the median; {made / whole:.0f} tokens/s, "
+          f"{whole:.2f} s", flush=True)
 
 
 def engine(module: Any, asked: argparse.Namespace) -> Any:

@@ -19,8 +19,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from quire.engine.eplb import ExpertMap, balanced_map, balancedness, expert_map, initial_map, moves
+from quire.kernels.experts.slots import ExpertSlots
 
 EXPERTS, GROUPS, KEPT, TOP_K, HIDDEN = 256, 8, 4, 8, 7168
 SIMULATED, INTERVALS, WINDOW, NEW = 12, 4, 4096, 0.3  # layers; intervals; tokens of a load; new part of popularities
@@ -61,7 +63,9 @@ def in_a_step(experts: ExpertMap, ids: Array) -> float:
     """Tokens of the busiest rank over the mean, in the mean over layers, if these rows are a step."""
     ratios = []
     for layer, routed in enumerate(ids):
-        tokens = np.bincount(experts.choose(layer, routed).ravel() // experts.each, minlength=experts.ranks)
+        slots = ExpertSlots(torch.from_numpy(experts.slots[layer]), torch.from_numpy(experts.counts[layer]))
+        chosen = slots.choose(torch.from_numpy(routed)).numpy().ravel()
+        tokens = np.bincount(chosen // experts.each, minlength=experts.ranks)
         ratios.append(tokens.max() / tokens.mean())
     return float(np.mean(ratios))
 

@@ -19,10 +19,11 @@ from quire.config.bundled import bundled_model
 from quire.config.serve import ServerConfig
 from quire.contracts.errors import ConfigError, EngineDead, WeightsError
 from quire.contracts.sampling import OutputKind, SamplingParams
-from quire.engine.mock_executor import mock_tokens
 from quire.entry.http.engine import CORE_MODULE, EngineState, ServedEngine
 from quire.entry.prompts import Prompt
 from quire.observe.metrics import Metrics
+
+from ..support.mock_tokens import mock_tokens
 
 PATIENCE = 120.0
 SOURCE = str(Path(__file__).resolve().parents[2] / "src")

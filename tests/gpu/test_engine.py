@@ -226,7 +226,8 @@ def test_graphs_give_what_the_same_sizes_give_launch_by_launch(name: str, oracle
         llm.reset_prefix_cache()
         recorder = worker.recorder
         assert recorder.counts["replayed"] > recorder.counts["run"]
-        worker.programs.recorder = Graphs(recorder.sizes, recorder.tokens, recorder.most_seqs)  # nothing is captured
+        worker.recorder = Graphs(recorder.sizes, recorder.tokens, recorder.most_seqs)  # nothing is captured
+        worker.programs.recorder = worker.recorder
         launched = run(llm, prompts, params)
     assert tokens(replayed) == tokens(launched)
     for one, other in zip(replayed, launched, strict=True):

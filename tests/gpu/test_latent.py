@@ -15,11 +15,11 @@ from quire.kernels import triton_runtime
 from quire.kernels.attention import AttentionMeta, SharedBlocks, sequences
 from quire.kernels.attention.triton_plan import pack_shared
 from quire.kernels.latent import LatentView, hopper, ref, triton
+from quire.kernels.rope.rotary import Rotary
 from quire.kernels.select import Kernels, select_kernels
 from quire.layers.context import Build, StepContext
 from quire.layers.latent import LatentAttention
 from quire.layers.norm import RMSNorm
-from quire.layers.rope import Rotary
 from quire.models.layout import layout
 from quire.models.registry import linear_plans
 

@@ -13,7 +13,7 @@ from quire.kernels.attention import KVView
 from quire.kernels.heads import ref as heads_ref
 from quire.kernels.linear import gemv
 from quire.kernels.norm import ref as norm_ref
-from quire.layers.rope import Rotary
+from quire.kernels.rope.rotary import Rotary
 
 if triton_runtime.missing() or triton_runtime.INTERPRETED:
     pytest.skip(triton_runtime.missing() or "kernels are interpreted", allow_module_level=True)

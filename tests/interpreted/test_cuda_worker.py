@@ -44,7 +44,16 @@ from quire.worker.recorder import Key
 from quire.worker.runner import StepRunner
 
 from ..support import compared as support
-from ..support.compared import LIMITS, VOCAB, ComparedRunners, compare_requests, make_model, model_args, runner_of
+from ..support.compared import (
+    LIMITS,
+    VOCAB,
+    ComparedRunners,
+    compare_requests,
+    make_headed,
+    make_model,
+    model_args,
+    runner_of,
+)
 from ..support.drafters import KnownAnswers, draft_with_layers
 from ..support.naive_runner import NaiveRunner, agree
 from . import ranks_of_gpus, replicas_of_gpus
@@ -241,17 +250,21 @@ def test_steps_with_drafts_draw_the_tokens_of_plain_decoding(
         assert decodes <= captured
 
 
-@pytest.mark.parametrize("graphs", [False, pytest.param(True, marks=pytest.mark.full)])
-def test_a_prediction_layer_drafts_in_padded_steps_what_it_drafts_on_a_cpu(
-    cuda_runner: Callable[..., StepRunner], graphs: bool
+@pytest.mark.parametrize(("graphs", "head"), [
+    (False, False), *(pytest.param(*each, marks=pytest.mark.full) for each in ((True, False), (True, True))),
+    (False, True)])  # fmt: skip
+def test_layers_draft_in_padded_steps_what_they_draft_on_a_cpu(
+    cuda_runner: Callable[..., StepRunner], graphs: bool, head: bool
 ) -> None:
     """Both runners plan the same steps as long as they draft the same tokens, which filters would change: a GPU drafts
-    without them. Without graphs the layers are a CPU's."""
-    args, limits = replace(model_args("glm"), draft_layers=1), replace(LIMITS, num_drafts=2)
-    runners = [runner_of(make_model(args), limits), runner_of(make_model(args), limits)]
+    without them. Without graphs the layers are a CPU's. A prediction layer, or a head that knows some ids."""
+    args = replace(model_args("dense"), tie_word_embeddings=False) if head else model_args("glm")
+    args, limits = replace(args, draft_layers=0 if head else 1), replace(LIMITS, num_drafts=2)
+    make = make_headed if head else make_model
+    runners = [runner_of(make(args), limits), runner_of(make(args), limits)]
     if graphs:
         sizes = {"graph_sizes": (2, 4), "graph_tokens": (48,), "draft_lengths": (2,)}
-        runners[1] = runner_of(make_model(args, "cuda"), replace(limits, **sizes), "cuda")
+        runners[1] = runner_of(make(args, "cuda"), replace(limits, **sizes), "cuda")
     build = None if graphs else triton.build_inputs
     found = [draft_with_layers(runner, 2, each) for runner, each in zip(runners, (None, build), strict=True)]
     for runner in runners:

@@ -28,7 +28,7 @@ from quire.kernels.norm import inputs as norm_inputs
 from quire.kernels.norm import ref as norm_ref
 from quire.kernels.norm import triton as norm
 from quire.kernels.rope import triton as rope
-from quire.layers.rope import Rotary
+from quire.kernels.rope.rotary import Rotary
 
 if not triton_runtime.INTERPRETED and __name__ != "__main__":
     pytest.skip("needs Triton's interpreter", allow_module_level=True)

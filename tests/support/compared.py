@@ -1,5 +1,6 @@
 """A step runner beside the naive one: the same plans for both, each result compared; and requests that make plans."""
 
+import dataclasses
 from collections import deque
 from typing import Any
 
@@ -8,6 +9,7 @@ import torch
 from msgspec.structs import replace
 
 from quire.config.checkpoint import ModelArgs, parse_checkpoint_config
+from quire.config.eagle import EagleArgs
 from quire.config.engine import SchedulerConfig
 from quire.config.resolve import resolve_geometry
 from quire.contracts.blocks import KVGeometry
@@ -90,11 +92,30 @@ def make_model(args: ModelArgs, target: str = "cpu", *, reference: bool = False,
     return model
 
 
+def num_draft_layers(model: Model) -> int:
+    """The number of layers that draft: of the model, or of an EAGLE head of the model's KV heads."""
+    return model.args.draft_layers if model.draft is None else len(model.draft.layers)
+
+
+def make_headed(args: ModelArgs, target: str = "cpu") -> Model:
+    """A random model with a random EAGLE-3 head, which knows half of its ids."""
+    size = args.vocab_size // 2
+    head = EagleArgs(method="eagle3", vocab_size=args.vocab_size, context=64, layer_ids=(0, args.num_layers - 1))
+    model = make_model(args, target)
+    own = make_model(dataclasses.replace(args, model_type="eagle3", vocab_size=size, num_layers=1, qk_norm=False,
+                                         eagle=head), target)  # fmt: skip
+    own.ids.take({"offsets": torch.arange(size).float()}, 0)
+    own.layers[0].watch(model.layers)
+    model.draft = own
+    return model
+
+
 def runner_of(model: Model, limits: Limits = LIMITS, target: str = "cpu", num_blocks: int = 32,
               **forced: str) -> StepRunner:  # fmt: skip
     """A runner with a cache that is full of what is no number."""
     dtype = str(model.embed(torch.zeros(1, dtype=torch.int64)).dtype).removeprefix("torch.")
-    geometry = kv_geometry(model.args, dtype, limits.block_size, *limits.windows[1:])
+    args = dataclasses.replace(model.args, draft_layers=num_draft_layers(model))
+    geometry = kv_geometry(args, dtype, limits.block_size, *limits.windows[1:])
     arena = KVArena(geometry, num_blocks, CPU)
     views = model_views(model, arena.views)
     for view in views:
@@ -116,7 +137,7 @@ class ComparedRunners:
         self._facts = ExecutorFacts(
             depth=limits.depth, decode_lag=limits.depth, num_slots=limits.num_slots, num_blocks=num_blocks,
             block_size=limits.block_size, max_model_len=limits.max_model_len, vocab_size=runner.model.args.vocab_size,
-            num_drafts=limits.num_drafts, drafts_cached=bool(runner.model.args.draft_layers),
+            num_drafts=limits.num_drafts, drafts_cached=num_draft_layers(runner.model) > 0,
         )  # fmt: skip
 
     def submit(self, plan: StepPlan) -> None:

@@ -35,7 +35,7 @@ from quire.engine.replicas import Core, Replicas, flush
 from quire.kernels.select import Kernels, here
 from quire.kv.allocator import KVAllocator
 from quire.kv.pool import BlockPool
-from quire.models.drafts import draft_config, with_draft_model
+from quire.models.drafts import draft_config, draft_notes, head_method, resolve_speculators, with_draft_model
 from quire.models.missing import check_missing
 from quire.models.notes import parallel_notes
 from quire.models.obtain import obtain_weights, read_model
@@ -123,10 +123,12 @@ class _Phases:
 class Found(NamedTuple):
     """The model that a configuration names, as its files describe it, and this machine; input of `plan_ranks`.
 
+    config  options; of a speculators repository those of the model that it drafts for
     dtype   dtype in which the model computes, as the checkpoint and this CPU or GPU allow it
-    draft   the draft model; None: there is none
+    draft   the draft model or EAGLE head; None: there is none
     """
 
+    config: EngineConfig
     folder: Path
     tokenizer_folder: Path
     args: ModelArgs
@@ -148,6 +150,7 @@ def assemble(config: EngineConfig, on_loading: Loading | None = None, *, served:
     read_events_config(config)  # an error in it is told before the model is loaded
     phases = _Phases()
     found = read_files(config)
+    config = found.config
     phases.end("config")
     text = load_text(config, found.folder, tokenizer_folder=found.tokenizer_folder)
     phases.end("tokenizer")
@@ -171,8 +174,7 @@ def assemble(config: EngineConfig, on_loading: Loading | None = None, *, served:
     core = join_replicas(plan, cores, arrived, parts.hosts)
     phases.end("engine")
     ranks = ("{ranks} ({each rank}).".format(**core.facts.plans),) if len(plans) > 1 and not served else ()  # no banner
-    notes = (*(plan.speculation.notes if plan.speculation else ()),
-             *found.quantization.notes, *plan.cache.notes, *plan.offload.notes,
+    notes = (*draft_notes(plan), *found.quantization.notes, *plan.cache.notes, *plan.offload.notes,
              *_notes(found.args, plan.dtype, parts.memory, config), *unread, *parts.notes,
              *(gpu_only_options(config) if found.device.device == "cpu" else ()), *ranks)
     for note in notes:
@@ -199,15 +201,20 @@ def assemble(config: EngineConfig, on_loading: Loading | None = None, *, served:
     )
 
 
-def read_files(config: EngineConfig) -> Found:
-    """Find the model and read its config.json; its weights may be missing. Raises a `UserError` that names the fix."""
+def read_files(config: EngineConfig, head: str = "") -> Found:
+    """Find the model and read its config.json; its weights may be missing. Raises a `UserError` that names the fix.
+
+    head   method of the EAGLE head that is read; "": a model
+    """
     device = resolve_device(config.device.device)
+    if not head:
+        config = resolve_speculators(config, resolve_folders(config)[0])
     folder, tokenizer_folder = resolve_folders(config)
     cpu = read_cpu_facts()
-    args, dtype, quantization = read_model(config, folder, device.device, cpu)
-    other = draft_config(config)
-    draft = None if other is None else read_files(other)
-    return Found(folder, tokenizer_folder, args, dtype, quantization, device, cpu, draft)
+    args, dtype, quantization = read_model(config, folder, device.device, cpu, head)
+    other = draft_config(config, dtype.dtype)
+    draft = None if other is None else read_files(other, head_method(config))
+    return Found(config, folder, tokenizer_folder, args, dtype, quantization, device, cpu, draft)
 
 
 def plan_ranks(config: EngineConfig, found: Found, *, served: bool = True) -> list[EnginePlan]:
@@ -229,13 +236,15 @@ def plan_ranks(config: EngineConfig, found: Found, *, served: bool = True) -> li
     machine = Machine(device=found.device.device, words=words, total_memory=total)
 
     def plans(config: EngineConfig, found: Found = found) -> list[EnginePlan]:
-        return [resolve_engine(config, found.folder, found.args, machine, found.dtype, here, parallel=parallel,
+        made = [resolve_engine(config, found.folder, found.args, machine, found.dtype, here, parallel=parallel,
                                number=number, quantization=found.quantization.config, served=served)
                 for number in range(parallel.size)]  # fmt: skip
+        other = draft_config(config, found.dtype.dtype)
+        if found.draft is None or other is None or made[0].missing:
+            return made
+        return [with_draft_model(*both) for both in zip(made, plans(other, found.draft), strict=True)]
 
-    made, other = plans(config), draft_config(config)
-    if found.draft is not None and other is not None:
-        made = [with_draft_model(made[0], plans(other, found.draft)[0])]
+    made = plans(config)
     smallest = min((plan.config.scheduler for plan in made), key=SchedulerConfig.token_budget)
     if any(plan.config.scheduler != smallest for plan in made):  # stages of unequal weight have room for other steps
         made = plans(replace(config, scheduler=smallest))

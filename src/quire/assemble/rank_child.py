@@ -106,12 +106,8 @@ def exchange_layout(plan: EnginePlan) -> Layout:
 
 def checked(groups: RankGroups, device: torch.device) -> RankGroups:
     """Return process groups that compare each collective over the ranks before it runs (--check-collectives)."""
-
-    def one(group: Group | None) -> Group | None:
-        return None if group is None else CheckedGroup(group, device)
-
-    return RankGroups(tp=one(groups.tp), pp=one(groups.pp), tokens=one(groups.tokens), ep=one(groups.ep),
-                      movers=groups.movers, slots=groups.slots)
+    own = {name: getattr(groups, name) for name in ("tp", "pp", "tokens", "ep")}
+    return replace(groups, **{name: CheckedGroup(group, device) for name, group in own.items() if group is not None})
 
 
 @dataclass(frozen=True)
@@ -144,6 +140,7 @@ class ChildRunner(RunningRank):
         assert parts.worker is not None
         self._parts, self._runner, self._device, self._note = parts, parts.worker, device, note
         self._trace, self._collecting = StepTrace(parts.worker, groups), False
+        self.depth = parts.depth
 
     @property
     def payload(self) -> bytes:
@@ -152,10 +149,6 @@ class ChildRunner(RunningRank):
         return msgspec.json.encode(RankFacts(
             depth=parts.depth, prompt_chunk=parts.prompt_chunk, notes=tuple(filter(None, (*parts.notes, self._note))),
             plans={name: str(plan) for name, plan in parts.plans.items()}, shards=parts.shards))  # fmt: skip
-
-    @property
-    def depth(self) -> int:
-        return self._parts.depth
 
     def submit(self, plan: StepPlan) -> None:
         self._runner.submit(plan)

@@ -15,6 +15,7 @@ from typing import Any
 
 import msgspec
 
+from quire.assemble.hosts import MODULE
 from quire.config.env import rank_variables, variables_to_pass
 from quire.contracts.errors import ConfigError
 from quire.models.plan import EnginePlan
@@ -24,7 +25,6 @@ from quire.procs.hosts import Hosts, Members
 from quire.procs.launchers import LocalLauncher
 from quire.procs.ray_rank import JOIN_SECONDS, RayRank
 
-MODULE = "quire.assemble.rank_child"
 CPU_RESOURCE = "quire_rank"  # a node without GPUs that offers it takes so many ranks; without it ranks take CPUs
 PLACE_SECONDS = 120.0  # for Ray to reserve a place for each rank
 

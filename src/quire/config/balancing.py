@@ -6,7 +6,7 @@ from typing import Any
 
 from quire.contracts.errors import ConfigError, shown
 
-# Of `engine.eplb.choose_copy`: 2^32 / golden ratio (Knuth, volume 3, section 6.4), and any other odd number.
+# Of `ExpertSlots.choose`: 2^32 / golden ratio (Knuth, volume 3, section 6.4), and any other odd number.
 GOLDEN, SPREAD = 0x9E3779B9, 0x85EBCA6B
 FIXED = {  # vLLM's other settings: the only value that is taken, and the reason
     "communicator": (None, "a rank copies weights from the memory of another rank"),

@@ -7,10 +7,11 @@ devices or flags. No torch.
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from quire.config.eagle import UNBOUNDED, EagleArgs, read_head
 from quire.config.experts import MOE_KEYS, MoEArgs, read_moe
 from quire.config.keys import Keys
 from quire.config.latent import LATENT_KEYS, LatentArgs, read_latent
@@ -112,6 +113,7 @@ class ModelArgs:
     latent           multi-head latent attention; None: grouped-query attention
     extra_layers     multi-token-prediction (MTP) layers of the checkpoint after the last layer
     draft_layers     number of these that an engine runs to draft tokens; the others are skipped
+    eagle            an EAGLE head, not a model
     dtype            dtype of the stored weights by config.json ("bfloat16", ...)
     notes            notes for the user about ignored and unknown keys, one sentence each
     """
@@ -139,6 +141,7 @@ class ModelArgs:
     latent: LatentArgs | None = None
     extra_layers: int = 0
     draft_layers: int = 0
+    eagle: EagleArgs | None = None
     notes: tuple[str, ...] = field(default=())
 
     def has_experts(self, layer: int) -> bool:
@@ -146,9 +149,9 @@ class ModelArgs:
         return self.moe is not None and (layer in self.moe.layers or layer >= self.num_layers)
 
 
-def read_checkpoint_config(folder: Path) -> ModelArgs:
+def read_checkpoint_config(folder: Path, head: str = "") -> ModelArgs:
     """Read `folder/config.json`. Raises ModelNotFound, ModelError (damaged) or UnsupportedModel, one line each."""
-    return parse_checkpoint_config(read_raw_config(folder), str(Path(folder) / "config.json"))
+    return parse_checkpoint_config(read_raw_config(folder), str(Path(folder) / "config.json"), head)
 
 
 def read_raw_config(folder: Path) -> dict[str, Any]:
@@ -165,9 +168,9 @@ def read_raw_config(folder: Path) -> dict[str, Any]:
     return raw
 
 
-def parse_checkpoint_config(raw: Mapping[str, Any], source: str = "config.json") -> ModelArgs:
-    """Turn the decoded config.json into `ModelArgs`; `source` names the file in errors."""
-    keys = Keys(raw, source)
+def parse_checkpoint_config(raw: Mapping[str, Any], source: str = "config.json", head: str = "") -> ModelArgs:
+    """Turn the decoded config.json into `ModelArgs`; `source` names the file in errors, `head` is as in `read_head`."""
+    keys, eagle = read_head(raw, source, head)
     model_type, family, headless = _find_family(keys)
     _refuse_math(keys, family)
     hidden = keys.size("hidden_size")
@@ -177,7 +180,7 @@ def parse_checkpoint_config(raw: Mapping[str, Any], source: str = "config.json")
     layers = keys.size("num_hidden_layers", most=MOST_LAYERS)
     rope, rope_notes = read_rope(keys, max_positions, family.theta)
     context = max(max_positions, rope.extended_positions)
-    _refuse_window(keys, family, context, layers)
+    _refuse_window(keys, family, UNBOUNDED if eagle else context, layers)
     latent = read_latent(keys, family.latent, rope)
     head_dim = latent.nope_dim + latent.rope_dim if latent else _head_dim(keys, family, hidden, heads)
     rotary_dim = latent.rope_dim if latent else _rotary_dim(keys, family, head_dim, rope)
@@ -185,7 +188,7 @@ def parse_checkpoint_config(raw: Mapping[str, Any], source: str = "config.json")
     extra = keys.count(spelled, 1, most=MOST_LAYERS) or 0 if "num_nextn_predict_layers" in family.keys else 0
     bias = keys.flag("attention_bias") if "attention_bias" in family.keys else False
     dtype, dtype_notes = _dtype(keys)
-    return ModelArgs(
+    args = ModelArgs(
         model_type=model_type,
         architecture=family.architecture,
         vocab_size=keys.size("vocab_size"),
@@ -211,6 +214,11 @@ def parse_checkpoint_config(raw: Mapping[str, Any], source: str = "config.json")
         notes=(*_notes(keys, family, layers, extra), *rope_notes, *dtype_notes,
                *(["this model has no head: use it for embeddings, its generated text is noise."] if headless else ())),
     )
+    if eagle is None:
+        return args
+    vocab = Keys(raw, source).size("draft_vocab_size", eagle.vocab_size, most=eagle.vocab_size)
+    return replace(args, model_type=head, vocab_size=vocab, max_position_embeddings=UNBOUNDED,
+                   tie_word_embeddings=False, eagle=eagle)  # fmt: skip
 
 
 def _find_family(keys: Keys) -> tuple[str, Family, bool]:

@@ -131,6 +131,7 @@ class StepOutputs(msgspec.Struct, frozen=True, kw_only=True):
             raise ValueError(f"handles {self.handles.shape} and tokens {self.tokens.shape} must have the same shape")
 
 
+BY_HANDLE = ("cached", "prefixes", "origins", "logprobs", "prompt_logprobs")  # fields of `StepOutputs` by handle
 NO_TOKENS: I32 = np.empty(0, np.int32)
 
 

@@ -11,11 +11,12 @@ from quire.contracts.step import MAX_VERIFY_ROWS
 AUTO = (1, 3, 7)  # drafts to choose from with "auto"; of a device that captures steps, the first two
 LOOKUP = 5  # tokens of an n-gram, as in vLLM
 ALIASES = {"ngram_gpu": "ngram", "[ngram]": "ngram"}
-METHODS = ("ngram", "mtp", "draft_model")
-LAYERED = ("mtp", "draft_model")  # methods with layers, and a KV cache of their own
+METHODS = ("ngram", "mtp", "draft_model", "eagle", "eagle3")
+HEADS = ("eagle", "eagle3")  # methods with a layer of another checkpoint, which reads the model's hidden states
+MODELS = ("draft_model", *HEADS)  # methods with another checkpoint
+LAYERED = ("mtp", *MODELS)  # methods with layers, and a KV cache of their own
 MOST_LAYERED = 15  # drafts of these: each one costs a pass of the layers
-PLANNED = ("eagle", "eagle3", "suffix", "medusa", "mlp_speculator", "dflash", "dspark",
-           "extract_hidden_states", "custom_class")  # fmt: skip
+PLANNED = ("suffix", "medusa", "mlp_speculator", "dflash", "dspark", "extract_hidden_states", "custom_class")
 SIZES = ("num_speculative_tokens", "prompt_lookup_min", "prompt_lookup_max")
 OTHERS: Mapping[str, tuple[object, ...]] = {  # vLLM's other keys -> the values that change nothing here, beside None
     "rejection_sample_method": ("standard", "synthetic"), "draft_sample_method": ("greedy", "probabilistic"),
@@ -27,7 +28,7 @@ OTHERS: Mapping[str, tuple[object, ...]] = {  # vLLM's other keys -> the values 
                      "dspark_draft_topk", "suffix_decoding_max_tree_depth", "suffix_decoding_max_cached_requests",
                      "suffix_decoding_max_spec_factor", "suffix_decoding_min_token_prob"), ()),
 }  # fmt: skip
-NAMES = "{}, {} and {}".format(*(f'"{name}"' for name in METHODS))
+NAMES = "{}, {}, {}, {} and {}".format(*(f'"{name}"' for name in METHODS))
 SYNTHETIC = ("synthetic_acceptance_length", "synthetic_acceptance_rates")
 KEYS = ("method", "model", *SIZES, "num_speculative_tokens_per_batch_size", *SYNTHETIC)
 
@@ -37,7 +38,7 @@ class Speculation(msgspec.Struct, frozen=True, kw_only=True):
 
     method              the drafter; those in METHODS are implemented
     num_drafts          maximum number of drafts of a request in a step (k)
-    model               folder or hub id of the draft model; "": the method needs none
+    model               folder or hub id of the draft model or EAGLE head; "": the method needs none
     shortest, longest   tokens of the n-grams that are looked up
     auto                numbers of drafts, ascending, from which the engine chooses by measured gain; (): `num_drafts`
     by_batch            (decoding requests, k), ascending: from so many requests on, each has at most k drafts
@@ -58,6 +59,11 @@ class Speculation(msgspec.Struct, frozen=True, kw_only=True):
     def layered(self) -> bool:
         """True for a drafter with layers, which have a KV cache."""
         return self.method in LAYERED
+
+    @property
+    def head(self) -> str:
+        """Method of the EAGLE head that drafts; "": there is none."""
+        return self.method if self.method in HEADS else ""
 
     @property
     def lengths(self) -> tuple[int, ...]:
@@ -117,9 +123,9 @@ def read_speculative_config(given: Mapping[str, Any] | None) -> Speculation | No
         if name in OTHERS and value not in OTHERS[name]:
             raise _wrong(f"{name}={shown(value)} is not implemented for method {method}", "leave it out")
     layered = method in LAYERED
-    if method == "draft_model":
+    if method in MODELS:
         if not isinstance(given.get("model"), str):
-            raise _wrong("method draft_model needs a model", "give the key model, a folder or hub id")
+            raise _wrong(f"method {method} needs a model", "give the key model, a folder or hub id")
     elif "model" in given and ALIASES.get(str(given["model"]), given["model"]) != method:
         own = "drafts with the served model's own layers" if layered else "has no model"
         raise _wrong(f"method {method} {own}, and {shown(given['model'])} is given as model", "leave model out")
@@ -137,7 +143,7 @@ def read_speculative_config(given: Mapping[str, Any] | None) -> Speculation | No
         raise _wrong(f"prompt_lookup_min={shortest} is above prompt_lookup_max={longest}", "lower prompt_lookup_min")
     most = sizes["num_speculative_tokens"]
     auto = AUTO if given["num_speculative_tokens"] == "auto" else ()
-    model = given["model"] if method == "draft_model" else ""
+    model = given["model"] if method in MODELS else ""
     return Speculation(method=method, num_drafts=most, model=model, shortest=shortest, longest=longest, auto=auto,
                        synthetic=_synthetic(given, most),
                        by_batch=_by_batch(given.get("num_speculative_tokens_per_batch_size", ()), most))  # fmt: skip

@@ -231,6 +231,10 @@ class RowLogprobs(msgspec.Struct, frozen=True):
     logprobs: F32
     ranks: I32
 
+    def part(self, rows: slice) -> "RowLogprobs":
+        """Return some of the rows."""
+        return RowLogprobs(self.ids[rows], self.logprobs[rows], self.ranks[rows])
+
 
 class StepResult(msgspec.Struct, frozen=True, kw_only=True):
     """Result of a step.

@@ -24,11 +24,6 @@ class VocabularySlice:
         """Number of ids of this rank."""
         return self.counts[self.group.rank]
 
-    @property
-    def size(self) -> int:
-        """Number of ids of the whole vocabulary."""
-        return sum(self.counts)
-
     def local(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         """Return (rows of this rank's slice [T], mask [T] bool). An id of another rank has row 0 and mask False."""
         rows = ids - self.first

@@ -36,6 +36,7 @@ class EngineCore:
     in_flight     steps that are submitted and not confirmed, oldest first
     needs_masks   True: the step that was submitted last cannot sample before `send_masks`
     events        tells which blocks the prefix cache gets and loses; None: nobody wants to know
+    torn          True after a step raised: the engine cannot run another step
     """
 
     def __init__(
@@ -71,7 +72,7 @@ class EngineCore:
         self._most_in_flight = max(config.token_budget(), 1 + self.facts.decode_lag * (1 + self.facts.num_drafts))
         self._clock = clock
         self._step = 0
-        self._torn = False
+        self.torn = False
         self.moved = 0  # see `StepResult.moved`; of the last result
         self.flushing = False  # True: the engine is being closed, and its copies are to end
 
@@ -91,11 +92,6 @@ class EngineCore:
     def handles(self) -> list[int]:
         """Handles (`NewRequest.handle`) of the live requests."""
         return list(self._requests)
-
-    @property
-    def torn(self) -> bool:
-        """True after a step raised. The engine cannot run another step."""
-        return self._torn
 
     def add(self, new: NewRequest, *, places: int = 1, beside: int = 0) -> None:
         """Accept a request. Raises a `RequestError` with the reason when the engine refuses it; nothing is kept then.
@@ -148,11 +144,11 @@ class EngineCore:
 
         A step that raises is final: plan and computation may differ, so every later call raises `EngineDead`.
         """
-        if self._torn:
+        if self.torn:
             raise EngineDead("an earlier step of this engine failed: make a new engine.")
-        self._torn = True
+        self.torn = True
         outputs = self._advance()
-        self._torn = False
+        self.torn = False
         return outputs
 
     def _advance(self) -> StepOutputs:

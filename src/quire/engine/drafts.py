@@ -105,9 +105,7 @@ class MeasuredGain:
         size = num_decodes.bit_length()
         lengths = [k for k in self._lengths if 0 < k <= most]
         plain = self._seconds.get((0, size))
-        if not lengths or not num_decodes:
-            return 0
-        if plain is None:  # one step without drafts tells what they must be compared with
+        if not lengths or not num_decodes or plain is None:  # a step without drafts tells what to compare with
             return 0
         best = max(lengths, key=lambda k: self._rate(k, size, plain))
         if self._rate(best, size, plain) > GAIN / plain:

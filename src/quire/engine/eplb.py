@@ -1,4 +1,4 @@
-"""Balancing of experts (EPLB): where the copies of each expert lie, and which copy computes a token.
+"""Balancing of experts (EPLB): where the copies of each expert lie. `kernels/experts/slots.py` chooses among them.
 
 The policy is the algorithm of DeepSeek's EPLB (2025): hot experts get more slots, and slots are packed onto ranks so
 that every rank has about equally many tokens. Pure numpy: nothing here knows weights, processes or devices.
@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 
-from quire.config.balancing import GOLDEN, SPREAD
 from quire.contracts.step import I32
 
 I64 = np.ndarray[Any, np.dtype[np.int64]]
@@ -41,15 +40,6 @@ class ExpertMap:
     def each(self) -> int:
         """Number of slots of a rank."""
         return int(self.experts.shape[1]) // self.ranks
-
-    def choose(self, layer: int, ids: I32, first_row: int = 0) -> I32:
-        """Return the slot that computes each routed expert: [T, k], from the expert ids [T, k] of consecutive rows.
-
-        first_row   number of the first row, counted over the rows of all replicas in the step
-        """
-        rows = first_row + np.arange(len(ids))[:, None]
-        slots: I32 = self.slots[layer][ids, choose_copy(rows, ids, self.counts[layer][ids])]
-        return slots
 
     def rank_load(self, load: Numbers) -> F64:
         """Return the tokens of each rank, [L, ranks], if the tokens of each expert, [L, E], divide among its slots."""
@@ -79,21 +69,6 @@ def initial_map(num_layers: int, num_experts: int, num_redundant: int, ranks: in
     """Return the map before any load is known: experts 0 to E - 1, then the first ones again."""
     held = np.arange(num_experts + num_redundant) % num_experts
     return expert_map(np.tile(held, (num_layers, 1)), num_experts, ranks)
-
-
-def choose_copy(rows: Numbers, experts: Numbers, counts: Numbers) -> I32:
-    """Return which of an expert's `counts` copies computes a row: a number in [0, counts), elementwise.
-
-    rows   number of the row, counted over the rows of all replicas in the step
-
-    Every rank that sees a row chooses the same copy, because the arguments do not depend on the rank. Multiples of the
-    golden ratio, modulo 1, are spread evenly over [0, 1) for any run of consecutive rows, so the rows of every rank
-    are divided among all copies. Experts begin at different places. A kernel computes this in unsigned 32-bit integers:
-
-        umulhi(row * GOLDEN + expert * SPREAD, count)
-    """
-    place = (rows.astype(np.uint64) * GOLDEN + experts.astype(np.uint64) * SPREAD) & 0xFFFFFFFF
-    return (place * counts.astype(np.uint64) >> 32).astype(np.int32)
 
 
 def even_nodes(hosts: Sequence[int]) -> int:

@@ -254,7 +254,7 @@ class Finisher:
             if rows is None or request.state is FINISHED:
                 continue
             try:
-                new = self._new_rows(request, rows, start)
+                new = rows.part(slice(request.prompt_scored - start, request.num_prompt - 1 - start))
             except Exception:
                 self._roster.fail(request)
                 continue
@@ -264,11 +264,6 @@ class Finisher:
         return scored
 
     @staticmethod
-    def _new_rows(request: Request, rows: RowLogprobs, start: int) -> RowLogprobs:
-        new = slice(request.prompt_scored - start, request.num_prompt - 1 - start)
-        return RowLogprobs(rows.ids[new], rows.logprobs[new], rows.ranks[new])
-
-    @staticmethod
     def _logprobs(rows: ResultRows, result: StepResult) -> dict[int, RowLogprobs]:
         """Return the log-probabilities of the valid tokens, by handle."""
         named, counts = {}, rows.counts
@@ -276,7 +271,7 @@ class Finisher:
             if (found := result.logprobs.get(slot)) is None:
                 continue
             if counts is not None and counts[j] < len(found.ranks):
-                found = RowLogprobs(found.ids[: counts[j]], found.logprobs[: counts[j]], found.ranks[: counts[j]])
+                found = found.part(slice(counts[j]))
             named[request.new.handle] = found
         return named
 

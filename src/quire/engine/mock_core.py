@@ -1,6 +1,6 @@
 """Engine core on the mock executor, for `--device mock`, with the sizes of a model.
 
-Every request gets the tokens of `mock_tokens`; the configuration says how long a step takes. With speculation
+Every request gets the tokens of `mock_executor`; the configuration says how long a step takes. With speculation
 0, 1, ... and all drafts of a decode are right in turn. Reads vocabulary and context from a model's config.json, and no
 weights. Never imports torch.
 """
@@ -9,6 +9,7 @@ from pathlib import Path
 
 from quire.config.checkpoint import read_checkpoint_config
 from quire.config.engine import EngineConfig
+from quire.config.resolve import check_context
 from quire.contracts.blocks import KVComponent, KVGeometry, KVGroup
 from quire.contracts.errors import ConfigError
 from quire.contracts.speculation import read_speculative_config
@@ -45,9 +46,7 @@ def build_mock_core(config: EngineConfig, folder: Path, tokenizer_folder: Path |
                           "rejection_sample_method=synthetic.")
     scheduler, size = config.scheduler, cache.block_size or BLOCK_SIZE
     length = config.model.max_model_len or args.max_position_embeddings
-    if length > args.max_position_embeddings:
-        raise ConfigError(f"max_model_len={length} exceeds the model's context of {args.max_position_embeddings}: "
-                          "lower it, or leave it out.")
+    check_context(config.model, args.max_position_embeddings)
     given = cache.num_gpu_blocks_override
     if given is not None and config.model.max_model_len is None:
         length = min(length, given * size)

@@ -1,6 +1,6 @@
 """Executor without a model, part of the package: scheduler, server and front end are tested and timed with it.
 
-The next token is a pure function of prefix and seed (`mock_tokens`), so each answer is known beforehand. Like a device,
+The next token is a pure function of prefix and seed (`next_token`), so each answer is known beforehand. Like a device,
 the mock samples from its own state and returns tokens only at `collect`. It has no KV memory; the tests add one.
 """
 
@@ -47,17 +47,6 @@ def chain(previous: int, token: int) -> int:
 def next_token(digest: int, seed: int, vocab_size: int) -> int:
     """Return the token that the mock generates after a prefix with this digest, for a request with this seed."""
     return chain(digest, seed & 0xFFFFFFFF) % vocab_size
-
-
-def mock_tokens(prompt: Sequence[int], seed: int, count: int, vocab_size: int) -> list[int]:
-    """Return the first `count` tokens that the mock generates for a prompt."""
-    digest, tokens = FIRST, []
-    for token in prompt:
-        digest = chain(digest, token)
-    for _ in range(count):
-        tokens.append(next_token(digest, seed, vocab_size))
-        digest = chain(digest, tokens[-1])
-    return tokens
 
 
 def mock_hidden(digest: int, width: int) -> F32:

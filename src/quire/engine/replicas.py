@@ -11,13 +11,13 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from itertools import zip_longest
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 import numpy as np
 
 from quire.contracts.errors import EngineDead, QueueFull, UserError
-from quire.contracts.output import NO_TOKENS, Finish, StepOutputs, StepStats, TierStats
+from quire.contracts.output import BY_HANDLE, NO_TOKENS, Finish, StepOutputs, StepStats, TierStats
 from quire.contracts.protocols import ExecutorFacts, Wait
 from quire.contracts.request import FinishReason, NewRequest
 from quire.contracts.step import StepSync, Tier
@@ -36,7 +36,6 @@ STATES = ("num_running", "num_waiting", "num_blocked", "num_blocks", "num_free_b
 COUNTS = ("num_tokens", "num_prefill_tokens", "num_scheduled", "num_prefills", "schedule_s", "execute_s", "finish_s")
 Advance = tuple[EngineCore, StepOutputs]  # a replica, and its outputs of a step or between two
 MakeBalancer = Callable[[Control], Balancer]
-V = TypeVar("V")
 
 
 class Replicas:
@@ -45,6 +44,7 @@ class Replicas:
     lockstep   the cores take every step together
     arrived    set when a result of an executor arrives; of independent replicas
     balance    makes the balancer of experts, from a function that runs an operation on every rank
+    torn       see `EngineCore`
     """
 
     def __init__(self, cores: Sequence[EngineCore], *, lockstep: bool, arrived: threading.Event | None = None,
@@ -56,7 +56,7 @@ class Replicas:
         self._ended: list[Finish] = []  # requests of replicas that died
         self._early: list[Advance] = []  # outputs between two steps; reported with the next ones
         self._died = False  # True: a replica died since the last outputs
-        self._torn = False
+        self.torn = False
         self._states = {core: core.state().stats for core in cores}
         self._balancer = balance(self.control) if balance is not None else None
 
@@ -86,11 +86,6 @@ class Replicas:
     def handles(self) -> list[int]:
         """Handles of the live requests."""
         return [handle for core in self._turns for handle in core.handles]
-
-    @property
-    def torn(self) -> bool:
-        """True after a step raised. The engine cannot run another step."""
-        return self._torn
 
     def add(self, new: NewRequest, *, places: int = 1) -> None:
         """Give a request to the replica with the least load that has room, and a child to its parent's.
@@ -122,14 +117,14 @@ class Replicas:
 
     def step(self) -> StepOutputs:
         """Advance the replicas. A step that raises is final. See `EngineCore.step`."""
-        if self._torn:
+        if self.torn:
             raise EngineDead("an earlier step of this engine failed: make a new engine.")
-        self._torn = True
+        self.torn = True
         every = self._advance_together() if self.lockstep else self._advance_each()
         if self._balancer is not None:
             moved = [core.moved for core in self.cores]
             self._balancer.note(-1 if min(moved) < 0 else max(moved))
-        self._torn = False
+        self.torn = False
         outputs = self._merged(every)
         for finish in outputs.finished:
             self._homes.pop(finish.handle, None)
@@ -302,16 +297,14 @@ class Replicas:
         states["tiers"] = _summed(one.tiers for one in self._states.values())
         states["replicas"] = {number: self._states[core].num_running
                               for number, core in enumerate(self.cores) if core in self._turns}
+        joined: dict[str, Any] = {name: {handle: value for one in found for handle, value in getattr(one, name).items()}
+                                  for name in BY_HANDLE}  # fmt: skip
         return StepOutputs(
             handles=np.concatenate([NO_TOKENS, *(one.handles for one in found)]),
             tokens=np.concatenate([NO_TOKENS, *(one.tokens for one in found)]),
             finished=(*ended, *(finish for one in found for finish in one.finished)),
             preempted=tuple(handle for one in found for handle in one.preempted),
-            cached=_joined(one.cached for one in found),
-            prefixes=_joined(one.prefixes for one in found),
-            origins=_joined(one.origins for one in found),
-            logprobs=_joined(one.logprobs for one in found),
-            prompt_logprobs=_joined(one.prompt_logprobs for one in found),
+            **joined,
             stats=StepStats(step=max((one.stats.step for one in found), default=-1), **counts, **states,
                             drafts=tuple(map(sum, zip_longest(*(one.drafts for one in self._states.values()),
                                                               fillvalue=0))),
@@ -346,11 +339,6 @@ def _excess(core: EngineCore) -> int:
 def _nobody(seconds: float | None) -> object:
     """Wait for a replica that was not asked. See `Executor.ask`."""
     raise TimeoutError
-
-
-def _joined(parts: Iterable[dict[int, V]]) -> dict[int, V]:
-    """Return one dict with the entries of all, whose keys differ."""
-    return {handle: value for part in parts for handle, value in part.items()}
 
 
 Core = EngineCore | Replicas  # an engine core, whoever asks it

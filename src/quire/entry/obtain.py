@@ -4,6 +4,7 @@ from pathlib import Path
 
 from quire.config.engine import EngineConfig
 from quire.entry.installed import check_torch
+from quire.models.drafts import resolve_speculators
 from quire.models.obtain import obtain_weights, read_model
 from quire.platforms.cpu import read_cpu_facts
 from quire.platforms.detect import resolve_device
@@ -16,6 +17,7 @@ def obtain_model(config: EngineConfig) -> tuple[Path, Path]:
     Raises a `UserError`; those that small files or headers of weights show, before the download of weights."""
     if config.device.device != "mock":
         check_torch()
+    config = resolve_speculators(config, resolve_folders(config)[0])
     folder, tokenizer_folder = resolve_folders(config)
     if absent_weights(config, folder) is not None:
         device, cpu = resolve_device(config.device.device).device, read_cpu_facts()

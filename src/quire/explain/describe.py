@@ -10,19 +10,16 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from quire.config.checkpoint import ModelArgs, parse_checkpoint_config, read_raw_config
+from quire.config.checkpoint import ModelArgs, read_raw_config
 from quire.config.engine import EngineConfig
 from quire.config.placement import Rank, check_parallel, parallel_sizes
-from quire.config.resolve import GIB, MemoryPlan, check_context, check_cpu_weights, resolve_dtype
+from quire.config.resolve import GIB, MemoryPlan, check_cpu_weights, resolve_dtype
 from quire.config.resolve_cuda import DeviceMemory
 from quire.contracts.errors import ConfigError, ModelNotFound, WeightsError
-from quire.kernels.linear.units import missing_bf16
-from quire.kernels.native import library
-from quire.kernels.select import Probe
-from quire.models.drafts import draft_config, with_draft_layers, with_draft_model
-from quire.models.obtain import settled_quantization
+from quire.kernels.select import probe_of
+from quire.models.drafts import draft_config, head_method, resolve_speculators, with_draft_model
+from quire.models.obtain import read_args, settled_quantization
 from quire.models.plan import EnginePlan, Machine, resolve_engine, resolve_sizing
-from quire.models.registry import check_routing
 from quire.models.report import PlanReport
 from quire.platforms.cpu import read_cpu_facts
 from quire.platforms.detect import check_gpus, probe_driver, resolve_device
@@ -31,8 +28,6 @@ from quire.weights.folder import HEADERS, absent_weights, resolve_folders
 from quire.weights.match import load_error, match_tensors
 
 EMPTY = 600 << 20  # bytes on a GPU: an empty process
-
-
 HOST_GPUS = 8  # of one machine: the most ranks of tensor parallelism that are proposed
 
 
@@ -51,28 +46,30 @@ GPUS = {
 }
 
 
-def plan_engine(config: EngineConfig, described: str = "") -> PlanReport:
+def plan_engine(config: EngineConfig, described: str = "", head: str = "") -> PlanReport:
     """Plan an engine for `config`, on the device named `described` (a key of GPUS) or on this machine.
 
+    head   method of the EAGLE head that is planned; "": a model
     Raises the errors that `assemble` would raise.
     """
+    if not head:
+        config = resolve_speculators(config, resolve_folders(config, only=HEADERS)[0])
     gpu, words = _device(config, described)
     parallel = parallel_sizes(config.parallel)
     facts, folder = read_cpu_facts(), resolve_folders(config, only=HEADERS)[0]
     device, memory = ("cuda", gpu.memory) if gpu else ("cpu", facts.total_memory)
     machine = Machine(device=device, words=words, total_memory=memory)
-    raw = read_raw_config(folder)
-    args = parse_checkpoint_config(raw, str(folder / "config.json"))
-    args = with_draft_layers(args, config.scheduler.speculative_config)
-    check_context(config.model, args.max_position_embeddings)
-    check_parallel(args, parallel)
-    check_routing(args, config.load.routing)
+    args = read_args(config, folder, head)
     dtype = resolve_dtype(config.model.dtype, args.dtype, bool(facts.bf16_units), device)
-    plan = resolve_engine(config, folder, args, machine, dtype, _probe(gpu), parallel=parallel,
-                          quantization=_quantization(config, folder, args))  # fmt: skip
-    if (other := draft_config(config)) is not None:
-        plan = with_draft_model(plan, plan_engine(other, described).plan)
+    plan = resolve_engine(config, folder, args, machine, dtype, probe_of(gpu.capability if gpu else None),
+                          parallel=parallel, quantization=_quantization(config, folder, args))  # fmt: skip
+    draft = None
+    if (other := draft_config(config, dtype.dtype)) is not None and not plan.missing:
+        draft = plan_engine(other, described, head_method(config))
+        plan = with_draft_model(plan, draft.plan)
     report = _with_headers(PlanReport(plan=plan, memory=""), folder)
+    if draft is not None and draft.load_error:
+        report = replace(report, load_error=report.load_error or draft.load_error)
     memory, fullest = _tightest(report, gpu, facts.free_memory)
     if isinstance(memory, str) and gpu is not None:
         memory += _larger(report, gpu)
@@ -125,26 +122,6 @@ def _device(config: EngineConfig, described: str) -> tuple[Gpu | None, str]:
     check_gpus(parallel_sizes(config.parallel), hosts=config.hosts.nnodes)
     driver = probe_driver()
     return Gpu("this GPU", driver.capability, driver.memory), str(found)
-
-
-def _probe(gpu: Gpu | None) -> Probe:
-    """Return a probe that tells the reason why a kernel cannot run, as far as that is known without PyTorch.
-
-    The software of a GPU and PyTorch's own kernels count as present. CPU kernels depend on processor and compiler.
-    """
-
-    def probe(need: str) -> str:
-        if need == "hopper" and gpu and gpu.capability[0] != 9:
-            return "needs compute capability 9.0, this GPU has {}.{}".format(*gpu.capability)
-        if need == "8-bit numbers" and gpu and gpu.capability < (8, 9):
-            return "8-bit numbers need compute capability 8.9, this GPU has {}.{}".format(*gpu.capability)
-        if need == "packed bfloat16":
-            return missing_bf16()
-        if need == "native":
-            return library.missing()
-        return library.missing_amx() if need == "native AMX" else ""
-
-    return probe
 
 
 def _tightest(report: PlanReport, gpu: Gpu | None, free: int) -> tuple[MemoryPlan | str, int]:

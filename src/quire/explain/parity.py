@@ -22,7 +22,7 @@ from quire.entry.local import front_end
 from quire.entry.prompts import Prompt
 from quire.explain import reference as peer
 from quire.explain.parameters import Changed, changed_parameters, reference_layout
-from quire.explain.quantized import QuantizedInputs, describe, is_quantized, write_dequantized
+from quire.explain.quantized import QuantizedInputs, describe, write_dequantized
 from quire.explain.steps import FEED_FORWARD, Recording, stage_name, watch
 from quire.explain.verdict import Report, Stage, Step
 from quire.kernels.pack.matrix import QuantizedMatrix
@@ -77,7 +77,7 @@ def _compared(engine: Engine, name: str, prompt: str | None, reference: Path | N
     with ExitStack() as stack:
         folder, rules = reference or engine.folder, dict[str, QuantizedMatrix]()
         layout = reference_layout(model.layout, reference) if reference else model.layout
-        if is_quantized(model):
+        if any(param.stored or param.scheme for param in model.layout):
             read, folder = folder, Path(stack.enter_context(TemporaryDirectory(prefix="quire-verify-")))
             rules |= write_dequantized(model, layout, read, folder)
         changed = changed_parameters(model, layout, folder)

@@ -44,11 +44,6 @@ class _Kept:
         """Return None, so that the loader calls `take` for the module instead of loading it in place."""
 
 
-def is_quantized(model: Decoder) -> bool:
-    """True for a model with a matrix that is stored or packed quantized."""
-    return any(param.stored or param.scheme for param in model.layout)
-
-
 def describe(model: Decoder) -> tuple[str, bool]:
     """Return (quantization schemes of a model's matrices in words, True if any scheme quantizes activations)."""
     schemes = dict.fromkeys(param.scheme for param in model.layout if param.scheme)

@@ -1,7 +1,7 @@
 """A described plan as a tree for a terminal. Equal layers are shown once, the experts of a layer as a single name."""
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import Any
 
@@ -11,12 +11,11 @@ from rich.tree import Tree
 
 from quire.contracts.scheme import Wire
 from quire.entry.cli.table import format_bytes as size
-from quire.explain.render_ranks import add_ranks, folded
+from quire.explain.render_ranks import Plan, add, add_ranks, folded
 from quire.models.facts import fact_lines
 from quire.models.missing import not_runnable
 from quire.models.report import NEVER
 
-Plan = Mapping[str, Any]
 WEIGH = {"experts": "experts kernel", "combine": "combine step"}
 
 
@@ -40,34 +39,30 @@ def _tree(plan: Plan, full: bool) -> Tree:
     for line in (*(f"note: {note}" for note in model["notes"]),
                  *fact_lines(model["attention"], model["rope"], model["router"]), f"embeddings: {model['embedding']}",
                  f"device: {plan['machine']}"):  # fmt: skip
-        _add(tree, line)
-    _kernels(_add(tree, "kernels, and why not others"), plan)
-    layers = _add(tree, "layers: weights from the checkpoint, then the calls of a step in order")
+        add(tree, line)
+    _kernels(add(tree, "kernels, and why not others"), plan)
+    layers = add(tree, "layers: weights from the checkpoint, then the calls of a step in order")
     for _, alike in groupby(plan["layers"], key=_likeness):
         _layer(layers, list(alike))
     _memory(tree, plan["memory"], plan["ranks"])
     if (drafts := plan["speculation"]) is not None:
-        branch = _add(tree, f"speculation: {drafts['drafter']}")
+        branch = add(tree, f"speculation: {drafts['drafter']}")
         held = f"{size(drafts['weights'])} of weights and {size(drafts['cache'])} of the KV cache per token"
-        _add(branch, f"the drafter has {held if drafts['weights'] else 'no weights and no part of the KV cache'}")
+        add(branch, f"the drafter has {held if drafts['weights'] else 'no weights and no part of the KV cache'}")
         costs = ", ".join(f"{size(bytes_)} with k = {k}" for k, bytes_ in drafts["read"].items())
-        _add(branch, f"weights that a step of one decode reads: {costs}")
+        add(branch, f"weights that a step of one decode reads: {costs}")
     if (blend := plan["blend"]) is not None:
-        _add(tree, "CacheBlend: prompts reuse texts cached alone, between separators {separator!r} or by kv_chunks; "
+        add(tree, "CacheBlend: prompts reuse texts cached alone, between separators {separator!r} or by kv_chunks; "
                    "{ratio:.0%} of their tokens are computed again behind layer {check_layer}, the first "
                    "{first_tokens} of each text before those whose KV differs most".format(**blend))
     add_ranks(tree, plan)
     left = [name + " (multi-token prediction)" * name.endswith(".*") + f"  {number:,} tensors" * (number > 1)
             for name, number in plan["not_read"].items()]  # fmt: skip
     for title, lines in (("not read", left), ("start-up, in order", list(map(": ".join, plan["phases"].items())))):
-        branch = _add(tree, title) if lines else tree
+        branch = add(tree, title) if lines else tree
         for line in lines:
-            _add(branch, line)
+            add(branch, line)
     return tree
-
-
-def _add(tree: Tree, line: str) -> Tree:
-    return tree.add(Text(line))
 
 
 def _likeness(layer: Plan) -> tuple[Any, ...]:
@@ -78,21 +73,21 @@ def _likeness(layer: Plan) -> tuple[Any, ...]:
 def _layer(tree: Tree, alike: Sequence[Plan], full: bool = False) -> None:
     layer, more = alike[0], len(alike) > 1
     name = f"layers {layer['layer']}-{alike[-1]['layer']}" if more else layer["layer"]
-    branch = _add(tree, f"{'layer ' * name.isdecimal()}{name}: {layer['kind']}; {layer['parameters']:,} parameters, "
+    branch = add(tree, f"{'layer ' * name.isdecimal()}{name}: {layer['kind']}; {layer['parameters']:,} parameters, "
                         f"{size(layer['bytes'])}{' each' * more}")  # fmt: skip
     for one in layer["weights"]:
         name = one["name"].split(".", 2)[-1] if one["name"].startswith("layers.") else one["name"]
         cut = f", cut by {one['shard']}" if one["shard"] else ""
-        node = _add(branch, f"{name}  {_shape(one)}{_parts(one)} {one['dtype']}, {size(one['bytes'])}{cut}")
+        node = add(branch, f"{name}  {_shape(one)}{_parts(one)} {one['dtype']}, {size(one['bytes'])}{cut}")
         if one["stored_as"] or one["decided_by"]:
             stored = f", stored as {one['stored_as']}" if one["stored_as"] not in ("", one["dtype"]) else ""
-            _add(node, f"format {one['format']}{stored}; decided by {one['decided_by']}; {size(one['raw_bytes'])} are "
+            add(node, f"format {one['format']}{stored}; decided by {one['decided_by']}; {size(one['raw_bytes'])} are "
                        f"loaded on {one['load_device']}, {size(one['bytes'])} kept on {one['device']}")  # fmt: skip
         for line in _origin(one, layer["layer"] if more else "", full):
-            _add(node, f"<- {line}")
+            add(node, f"<- {line}")
         steps = (_short(one[step]) for step in ("load", "convert", "pack", "run") if one[step])
-        _add(node, " -> ".join(dict.fromkeys(steps)))
-    _add(branch, f"calls {', '.join(map(_call, layer['calls']))}")
+        add(node, " -> ".join(dict.fromkeys(steps)))
+    add(branch, f"calls {', '.join(map(_call, layer['calls']))}")
 
 
 def _call(call: Plan) -> str:
@@ -129,27 +124,27 @@ def _kernels(branch: Tree, plan: Plan) -> None:
     for choice in plan["kernels"]:
         features = f"; features: {', '.join(choice['features'])}" if choice["features"] else ""
         weights = f" of {' '.join(choice['weights'])} weights" if choice["weights"] else ""
-        node = _add(branch, f"{choice['op']}{weights}: {choice['name']} ({choice['reason']}{features})")
+        node = add(branch, f"{choice['op']}{weights}: {choice['name']} ({choice['reason']}{features})")
         for name, why in choice["rejected"]:
-            _add(node, f"not {name}: {why}")
+            add(node, f"not {name}: {why}")
     if plan["latent"]:
         latent, most = plan["latent"], plan["latent"]["break_even"]
         when = f"for up to {most:.0f} query tokens per sequence, expanded K/V above" if most < NEVER else "always"
-        _add(branch, f"MLA cache: {latent['kv_rank']} + {latent['rope_dim']} values per token; absorbed {when}")
+        add(branch, f"MLA cache: {latent['kv_rank']} + {latent['rope_dim']} values per token; absorbed {when}")
     for phases, one in _phases(plan["moe"]):
         if isinstance(one, str):
-            _add(branch, one)
+            add(branch, one)
             continue
         result = f"to be summed over {' and '.join(one['partial_over'])}" if one["partial_over"] else "whole"
         words = "dispatcher {dispatcher} ({layout} rows, {numbering} expert ids), kernel {experts}{can}; "
         words += f"routing weights applied by the {WEIGH[one['weighs']]}, shared experts {{shared}}, result {result}"
         words = words.format(**one, can=f" ({', '.join(one['features'])})" if one["features"] else "")
-        node = _add(branch, f"experts in {phases}: {words} ({one['decided']})")
+        node = add(branch, f"experts in {phases}: {words} ({one['decided']})")
         if one["dispatcher"] != "none":
-            _add(node, f"rows travel to experts {Wire(**one['wire']['form'])}: {one['wire']['decided']}")
+            add(node, f"rows travel to experts {Wire(**one['wire']['form'])}: {one['wire']['decided']}")
         for dispatcher, kernel, why in one["candidates"]:
             if why and (dispatcher, kernel) != (one["dispatcher"], one["experts"]):
-                _add(node, f"not {dispatcher} with {kernel or 'any kernel'}: {why}")
+                add(node, f"not {dispatcher} with {kernel or 'any kernel'}: {why}")
 
 
 def _phases(moe: Plan) -> Iterator[tuple[str, Any]]:
@@ -166,7 +161,7 @@ def _phases(moe: Plan) -> Iterator[tuple[str, Any]]:
 
 def _memory(tree: Tree, memory: Plan, ranks: Sequence[Plan]) -> None:
     whose = f" of rank {memory['rank']}, which has least room" if len(ranks) > 1 else ""
-    branch = _add(tree, f"memory{whose}: {size(memory['weights'])} of weights")
+    branch = add(tree, f"memory{whose}: {size(memory['weights'])} of weights")
     parts = _components(memory["components"])
     if memory["draft_layers"]:
         parts += f"; of the last {memory['draft_layers']}, which draft: {_components(memory['draft_components'])}"
@@ -182,9 +177,9 @@ def _memory(tree: Tree, memory: Plan, ranks: Sequence[Plan]) -> None:
           + "; NCCL's own come on top" * (ranks[0]["device"] == "cuda")] * (len(ranks) > 1),
         *[_scratch_words(memory)] * (memory["scratch"] > 0),
     ):  # fmt: skip
-        _add(branch, line)
+        add(branch, line)
     if "refused" in memory:
-        _add(branch, memory["refused"])
+        add(branch, memory["refused"])
         return
     for line in (
         f"{memory['num_blocks']:,} pages = {memory['num_tokens']:,} tokens in {size(memory['kv_bytes'])}",
@@ -192,7 +187,7 @@ def _memory(tree: Tree, memory: Plan, ranks: Sequence[Plan]) -> None:
         "all".format(**memory), *map(_tier_words, memory["tiers"]), *memory["notes"], memory["budget"],
     ):  # fmt: skip
         if line:
-            _add(branch, line)
+            add(branch, line)
 
 
 def _scratch_words(memory: Plan) -> str:

@@ -14,6 +14,7 @@ from rich.tree import Tree
 
 from quire.entry.cli.table import format_bytes as size
 from quire.models.missing import not_runnable
+from quire.models.notes import listed
 
 Plan = Mapping[str, Any]
 HELD = {"layers": "layers", "heads": "query heads", "kv_heads": "KV heads", "experts": "experts"}
@@ -39,22 +40,22 @@ def add_ranks(tree: Tree, plan: Plan) -> None:
     ranks = plan["ranks"]
     if len(ranks) == 1:
         return
-    branch = _add(tree, f"{len(ranks):,} ranks")
+    branch = add(tree, f"{len(ranks):,} ranks")
     alike: dict[tuple[Any, ...], list[Plan]] = {}
     for rank in ranks:
         each = (len(range(*rank[key])) for key in HELD)
         alike.setdefault((rank["stage"], rank["bytes"], *each), []).append(rank)
     if ranks[-1]["replica"]:
-        _add(branch, _replicas(ranks, plan["groups"]))
+        add(branch, _replicas(ranks, plan["groups"]))
     for (stage, *_), some in alike.items():
-        _add(branch, f"{_numbers([rank['number'] for rank in some])} (stage {stage}): {_held(some, plan['latent'])}")
+        add(branch, f"{_numbers([rank['number'] for rank in some])} (stage {stage}): {_held(some, plan['latent'])}")
     if plan["latent"] and ranks[0]["tp"] > 1:
-        _add(branch, "KV cache: the same latents on every tp rank")
+        add(branch, "KV cache: the same latents on every tp rank")
     for key in ("kv_heads", "experts"):
         if line := _shares(ranks, key) if not (plan["latent"] and key == "kv_heads") else "":
-            _add(branch, line)
+            add(branch, line)
     _groups(branch, plan["groups"])
-    _exchanges(_add(branch, "exchanges of a step in order, with bytes of a rank's buffer"), plan["collectives"])
+    _exchanges(add(branch, "exchanges of a step in order, with bytes of a rank's buffer"), plan["collectives"])
 
 
 def render_rank(rank: Plan) -> Group:
@@ -66,25 +67,26 @@ def render_rank(rank: Plan) -> Group:
         _experts(tree, rank)
     _groups(tree, [one | {"members": [one["members"]]} for one in rank["groups"]])
     if rank["collectives"]:
-        _exchanges(_add(tree, "exchanges of a step in order, with bytes of this rank's buffer"), rank["collectives"])
-    branch = _add(tree, "slices of stored tensors that this rank reads")
+        _exchanges(add(tree, "exchanges of a step in order, with bytes of this rank's buffer"), rank["collectives"])
+    branch = add(tree, "slices of stored tensors that this rank reads")
     layers = [(name, dict(_cut(some))) for name, some in groupby(rank["slices"], key=_layer_of)]
     for _, equal in groupby(layers, key=lambda layer: (layer[0] if layer[0] is None else "", list(layer[1].items()))):
         first, *others = equal
         number, slices = first
         if number is None:
             for name, cut in slices.items():
-                _add(branch, f"{name}: {cut}")
+                add(branch, f"{name}: {cut}")
             continue
         title = f"layers {number}-{others[-1][0]}, each" if others else f"layer {number}"
-        node = _add(branch, title)
+        node = add(branch, title)
         for name, cut in slices.items():
-            _add(node, f"{name}: {cut}")
+            add(node, f"{name}: {cut}")
     missing = not_runnable([one["feature"] for one in rank["missing"]])
     return Group(*[Text(missing)] * bool(missing), tree)
 
 
-def _add(tree: Tree, line: str) -> Tree:
+def add(tree: Tree, line: str) -> Tree:
+    """Add a line below a node of a tree; return its node."""
     return tree.add(Text(line))
 
 
@@ -120,20 +122,20 @@ def _experts(tree: Tree, rank: Plan) -> None:
     """Add a rank's expert map, and the routing table of its layers."""
     own, table = range(*rank["experts"]), rank["routing_table"]
     others = len(table) - len(own)
-    _add(tree, f"expert map: {_range('experts', own)} to {_range('slots', range(len(own)))}"
+    add(tree, f"expert map: {_range('experts', own)} to {_range('slots', range(len(own)))}"
                + f"; the {others} others to -1, because they are on other ranks" * (others > 0))  # fmt: skip
     held: dict[int, list[int]] = {}
     for expert, (number, _) in enumerate(table):
         held.setdefault(number, []).append(expert)
     places = "; ".join(f"{_range('experts', ids)} on rank {number}" for number, ids in held.items())
-    _add(tree, f"routing table: {places}")
+    add(tree, f"routing table: {places}")
 
 
 def _groups(branch: Tree, groups: Iterable[Plan]) -> None:
     for one in groups:
         members = [f"ranks {', '.join(map(str, ranks))}" for ranks in one["members"][:MOST_GROUPS]]
         more = f"; and {len(one['members']) - MOST_GROUPS:,} more" * (len(one["members"]) > MOST_GROUPS)
-        _add(branch, f"group {one['name']} ({one['purpose']}): {'; '.join(members)}{more}")
+        add(branch, f"group {one['name']} ({one['purpose']}): {'; '.join(members)}{more}")
 
 
 def _exchanges(branch: Tree, exchanges: Sequence[Plan]) -> None:
@@ -142,9 +144,9 @@ def _exchanges(branch: Tree, exchanges: Sequence[Plan]) -> None:
         whole = f" x {one['times']} = {size(one['times'] * one['message_bytes'])}" * (one["times"] > 1)
         sent = f"{size(one['message_bytes'])} per {one['per']}{whole}"
         when = f" ({one['when']})" * bool(one["when"])
-        _add(branch, f"{one['kind']} over {one['group']}, {one['where']}: {sent}{when}; {one['algorithm']}")
+        add(branch, f"{one['kind']} over {one['group']}, {one['where']}: {sent}{when}; {one['algorithm']}")
     for name, why in reasons.items():
-        _add(branch, f"{name}: {why}")
+        add(branch, f"{name}: {why}")
 
 
 def _shares(ranks: Sequence[Plan], key: str) -> str:
@@ -196,5 +198,4 @@ def _range(words: str, numbers: Sequence[int]) -> str:
         return f"{words.removesuffix('s')} {numbers[0]}"
     if numbers[1] - numbers[0] == 1:
         return f"{words} {numbers[0]}-{numbers[-1]}"
-    shown = [str(number) for number in numbers]
-    return f"{words} {', '.join(shown if len(shown) < 5 else [*shown[:2], '...', shown[-1]])}"
+    return f"{words} {listed(numbers)}"

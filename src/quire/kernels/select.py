@@ -100,6 +100,22 @@ def here(need: str) -> str:
     return why
 
 
+def probe_of(capability: tuple[int, int] | None) -> Probe:
+    """Return a probe like `here` for a described GPU (None: this CPU), as far as that is known without PyTorch.
+
+    The software of a GPU and PyTorch's own kernels count as present. CPU kernels depend on processor and compiler.
+    """
+
+    def probe(need: str) -> str:
+        if need == "hopper" and capability and capability[0] != 9:
+            return "needs compute capability 9.0, this GPU has {}.{}".format(*capability)
+        if need == "8-bit numbers" and capability and capability < (8, 9):
+            return "8-bit numbers need compute capability 8.9, this GPU has {}.{}".format(*capability)
+        return here(need) if need in ("packed bfloat16", "native", "native AMX") else ""
+
+    return probe
+
+
 def objection(support: Support, needs: KernelNeeds, probe: Probe = here) -> str:
     """Return the reason why an implementation cannot serve `needs`, or "".
 

@@ -4,10 +4,10 @@ from torch import Tensor, nn
 
 from quire.config.checkpoint import ModelArgs
 from quire.kernels.attention import KVView
+from quire.kernels.rope.rotary import Rotation
 from quire.layers.context import Build, StepContext
 from quire.layers.linear import Linear
 from quire.layers.norm import HeadNorm, RMSNorm
-from quire.layers.rope import Rotation
 
 
 class Attention(nn.Module):
@@ -35,10 +35,14 @@ class Attention(nn.Module):
 
         Writes the step's keys and values to `kv` before attention reads them.
         """
-        tokens = hidden.shape[0]
-        qkv = self.qkv.normed(hidden, norm).view(tokens, self.num_heads + 2 * self.num_kv_heads, self.head_dim)
+        return self.attend(self.qkv.normed(hidden, norm), hidden, rotation, ctx, kv)
+
+    def attend(self, qkv: Tensor, residual: Tensor, rotation: Rotation, ctx: StepContext, kv: KVView) -> Tensor:
+        """Return residual [T, hidden] + the attention of queries, keys and values [T, .]. See `forward`."""
+        tokens = residual.shape[0]
+        qkv = qkv.view(tokens, self.num_heads + 2 * self.num_kv_heads, self.head_dim)
         head_norm = None if self.head_norm is None else self.head_norm.weight
         meta = ctx.attention[self.group]
         q = self.kernels.heads.prepare(qkv, head_norm, self.eps, *rotation, kv, meta.kv_slots)
         attended = self.kernels.attention.paged_attention(q, kv, meta, self.scale, self.window)
-        return self.output.add(attended.view(tokens, self.num_heads * self.head_dim), hidden)
+        return self.output.add(attended.view(tokens, self.num_heads * self.head_dim), residual)

@@ -9,15 +9,16 @@ from torch import Tensor, nn
 from quire.config.checkpoint import ModelArgs
 from quire.contracts.params import Param
 from quire.kernels.attention import KVView
+from quire.kernels.rope.rotary import Rotary, Rotation
 from quire.layers.attention import Attention
 from quire.layers.context import Build, Loads, LoadsInPlace, StepContext
+from quire.layers.eagle import DraftIds, EagleLayer
 from quire.layers.embedding import LMHead, VocabEmbedding
 from quire.layers.latent import LatentAttention
 from quire.layers.linear import Linear
 from quire.layers.mlp import GatedMLP
 from quire.layers.moe import MoE
 from quire.layers.norm import RMSNorm
-from quire.layers.rope import Rotary, Rotation
 
 
 class DecoderBlock(nn.Module):
@@ -74,13 +75,17 @@ class DraftLayer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Decoder model, the class of every family so far. It has no weights until every `LoadUnit` is loaded.
+    """Decoder model, the class of every family so far, and of EAGLE heads. It has no weights until every `LoadUnit` is
+    loaded.
 
+    layers          layers of this rank;  drafts  layers that draft, whose KV caches follow those of `layers`
+    draft           draft model, whose KV caches come last; None: there is none
     layout          parameters of this rank
     dtype, device   of activations
     elsewhere       tensors of the checkpoint that other ranks read
     first           True: this rank has the embedding (first stage of a pipeline)
     last            True: this rank has norm and head (last stage of a pipeline)
+    vocabulary      slice of the vocabulary that `embed` and `head` hold; None: the whole vocabulary
     """
 
     embed: VocabEmbedding
@@ -100,7 +105,10 @@ class Decoder(nn.Module):
         if self.first:
             self.embed = VocabEmbedding("embed", self.head if tied else None, build)
         own = range(*(build.layers or (0, args.num_layers)))
-        self.layers = nn.ModuleList(DecoderBlock(args, layer, build) for layer in own)
+        self.layers = nn.ModuleList((EagleLayer if args.eagle else DecoderBlock)(args, layer, build) for layer in own)
+        self.ids: DraftIds | None = None
+        if args.eagle is not None and "ids.offsets" in build.params:
+            self.ids = DraftIds("ids", args.eagle.vocab_size, build)
         drafts = range(args.num_layers, args.num_layers + args.draft_layers)
         self.draft: Decoder | None = None
         self.drafts = nn.ModuleList(DraftLayer(args, layer, build) for layer in drafts)
@@ -111,7 +119,10 @@ class Decoder(nn.Module):
         assert not lost, f"layers and parameters differ: {sorted(lost)}"
 
     def take(self, module: str, place: int, tensors: dict[str, Any]) -> None:
-        """Give the layer named `module` the parameters of a `LoadUnit`; the layer packs them. See `Model`."""
+        """Give the layer named `module` the parameters of a `LoadUnit`; the layer packs them.
+
+        Called once for each unit, before the first step. place: index of the expert on this rank; 0 for other layers
+        """
         with torch.no_grad():
             self._owners[module].take(tensors, place)
 

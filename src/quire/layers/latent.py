@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from quire.config.checkpoint import ModelArgs
 from quire.kernels.attention import AttentionMeta, Prompt, sequences
 from quire.kernels.latent import LatentView
+from quire.kernels.rope.rotary import Rotation
 from quire.layers.context import Build, StepContext
 from quire.layers.linear import Linear
 from quire.layers.norm import RMSNorm
-from quire.layers.rope import Rotation
 
 
 def split(meta: AttentionMeta, most: float) -> tuple[AttentionMeta, tuple[Prompt, ...]]:

@@ -1,13 +1,12 @@
 """Projections, fused over their checkpoint parts."""
 
 from collections.abc import Callable
-from dataclasses import fields, is_dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from quire.distributed import Group
+from quire.kernels.pack.matrix import moved
 from quire.layers.context import Build
 from quire.layers.norm import RMSNorm
 
@@ -27,25 +26,6 @@ def pack_linear(pack: Callable[[Any], object], tensors: dict[str, Any], device: 
     """
     bias = tensors.get("bias")
     return PackedLinear(moved(pack(tensors["weight"]), device), None if bias is None else bias.to(device))
-
-
-def moved(packed: object, device: torch.device) -> object:
-    """Return a packed weight with all its tensors on `device`, also those inside tuples and dataclasses."""
-    if isinstance(packed, tuple):
-        return tuple(moved(part, device) for part in packed)
-    if is_dataclass(packed) and not isinstance(packed, type):
-        own = {field.name: getattr(packed, field.name) for field in fields(packed) if field.init}
-        parts = {name: moved(part, device) for name, part in own.items()}
-        return packed if all(part is own[name] for name, part in parts.items()) else replace(packed, **parts)
-    return packed.to(device) if isinstance(packed, Tensor) and packed.device != device else packed
-
-
-def add_sum(partial: Tensor, residual: Tensor, tp: Group) -> Tensor:
-    """Return residual + the sum of the ranks' partial results.
-
-    Every product whose weight is divided among ranks by columns ends here, so the residual is added once.
-    """
-    return tp.add(partial, residual)
 
 
 class Linear(nn.Module):
@@ -83,7 +63,7 @@ class Linear(nn.Module):
     def add(self, x: Tensor, residual: Tensor) -> Tensor:
         """Return residual [T, out_features] + the projection of x; it may reuse the memory of `residual`."""
         if self.tp is not None:
-            return add_sum(self(x), residual, self.tp)
+            return self.tp.add(self(x), residual)
         if "add" in self.features:
             y: Tensor = self.kernel.run_add(x, *self.packed, residual)
             return y

@@ -13,14 +13,14 @@ from torch import Tensor, nn
 
 from quire.config.checkpoint import ModelArgs
 from quire.config.experts import Routing
+from quire.kernels.experts.slots import ExpertSlots
 from quire.kernels.pack.matrix import Weight, empty_weight
 from quire.kernels.quantize.rows import QuantizedRows
 from quire.kernels.select import load_kernel
 from quire.kernels.streams import Fork, side_stream
-from quire.layers.balancing import ExpertSlots
 from quire.layers.context import Build, StepContext
 from quire.layers.dispatch import AllGatherExchange, ExpertExchange, PullExchange
-from quire.layers.linear import Linear, PackedLinear, add_sum, pack_linear
+from quire.layers.linear import Linear, PackedLinear, pack_linear
 from quire.layers.mlp import GatedMLP
 from quire.layers.norm import RMSNorm
 
@@ -168,7 +168,7 @@ class MoE(nn.Module):
                 return self.exchange.run((x, weights, ids), hidden, self.experts, ctx.replicas)
             if self.tp is not None:  # one sum of both kinds of experts
                 partial = None if self.shared is None else self.shared.down(self._shared_inner(self.shared, x))
-                return add_sum(self.experts(x, weights, ids, partial), hidden, self.tp)
+                return self.tp.add(self.experts(x, weights, ids, partial), hidden)
             if self.shared is not None:
                 with fork.beside:
                     hidden = self.shared.down.add(self._shared_inner(self.shared, x), hidden)

@@ -1,84 +1,20 @@
-"""`run_layers`, the only loop over layers, and `Model`, the protocol of the models that it runs."""
+"""`run_layers`, the only loop over layers. `Model` is the decoder of every family."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields, is_dataclass
 from functools import partial
-from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from quire.config.checkpoint import ModelArgs
-from quire.contracts.params import Param
 from quire.contracts.scheme import Scheme
-from quire.distributed.vocabulary import VocabularySlice
-from quire.kernels.attention import KVView
-from quire.kernels.select import Kernels
+from quire.kernels.rope.rotary import Rotation
 from quire.layers.context import ReplicaTokens, StepContext
-from quire.layers.rope import Rotary, Rotation
+from quire.layers.decoder import Decoder as Model
 
 Tap = Callable[[int | str, Tensor], None]
 # Types whose equal values print alike. A module has a set of the names of some buffers.
 PLAIN = (int, float, str, bytes, set, torch.dtype, torch.device, type(None), Scheme)
-
-
-class LogitsHead(Protocol):
-    """The projection from hidden states to logits."""
-
-    def __call__(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
-        """[R, hidden] -> [R, V] float32 of this rank's slice of the vocabulary, in `out` where that is given."""
-
-    def whole(self, hidden: Tensor) -> Tensor:
-        """[R, hidden] -> [R, V] float32 of the whole vocabulary."""
-
-
-class Layer(Protocol):
-    """A layer of a decoder."""
-
-    def __call__(self, hidden: Tensor, rotation: Rotation, ctx: StepContext, kv: KVView) -> Tensor:
-        """[T, hidden] -> [T, hidden]; it may reuse the memory of `hidden`."""
-
-    def join(self, ctx: StepContext) -> None:
-        """Take part in the exchange with other replicas, in a step without tokens of this one."""
-
-
-class PredictionLayer(Protocol):
-    """A layer that drafts the token after the next."""
-
-    norm: Callable[[Tensor], Tensor]  # [R, hidden] -> [R, hidden], before the model's head
-
-    def __call__(self, tokens: Tensor, states: Tensor, rotation: Rotation, ctx: StepContext, kv: KVView) -> Tensor:
-        """Embeddings of tokens, and the model's hidden states at the tokens before them, [T, hidden] -> [T, hidden]."""
-
-
-class Model(Protocol):
-    """A decoder: token ids -> embed -> layers -> norm -> head -> logits."""
-
-    args: ModelArgs
-    kernels: Kernels
-    layout: Sequence[Param]  # of this rank
-    elsewhere: frozenset[str]  # tensors of the checkpoint that other ranks read
-    dtype: torch.dtype
-    device: torch.device
-    embed: Callable[[Tensor], Tensor]  # token_ids [T] -> [T, hidden]
-    layers: Sequence[Layer]
-    drafts: Sequence[PredictionLayer]  # their KV caches follow those of `layers`
-    draft: "Model | None"  # a draft model, whose KV caches come last
-    norm: Callable[[Tensor], Tensor]  # [R, hidden] -> [R, hidden], before the head
-    head: LogitsHead
-    first: bool  # has `embed`
-    last: bool  # has `norm` and `head`
-    vocabulary: VocabularySlice | None  # that `embed` and `head` hold; None: the whole vocabulary
-    rotary: Rotary
-
-    def take(self, module: str, place: int, tensors: dict[str, Any]) -> None:
-        """Give the layer named `module` the parameters of a `LoadUnit`; the layer packs them.
-
-        Called once for each unit, before the first step. place: index of the expert on this rank; 0 for other layers
-        """
-
-    def destination(self, module: str) -> dict[str, Tensor] | None:
-        """Return the parameter memory of the layer named `module` for a loader to fill; None: call `take` instead."""
 
 
 def run_layers(

@@ -9,8 +9,8 @@ from quire.distributed import Group
 from quire.distributed.mesh import ALONE, RankGroups
 from quire.distributed.vocabulary import VocabularySlice
 from quire.kernels import routing
+from quire.kernels.experts.slots import REPLICA_ROWS, ExpertSlots, initial_slots
 from quire.kernels.select import load_kernels
-from quire.layers.balancing import REPLICA_ROWS, ExpertSlots, initial_slots
 from quire.layers.context import Build
 from quire.layers.decoder import Decoder
 from quire.models.layout import layout, stored_names
@@ -37,7 +37,10 @@ def build_model(plan: EnginePlan, groups: RankGroups = ALONE) -> Decoder:
     whole_model = with_formats(layout(args), plan.quantization) if plan.mesh.parallel.size > 1 else ()
     everything = frozenset(stored_names(whole_model))
     model = Decoder(args, plan.params, build, elsewhere=everything)
-    model.draft = build_model(plan.draft) if plan.draft is not None else None
+    if plan.draft is not None:
+        model.draft = build_model(plan.draft, groups)
+        if plan.draft.args.eagle is not None:
+            model.draft.layers[0].watch(model.layers)
     if plan.mesh.parallel.redundant is not None and args.moe is not None:
         num_experts, redundant = args.moe.routing.num_experts, plan.mesh.parallel.redundant
         for layer in args.moe.layers:

@@ -1,17 +1,5 @@
 """DeepSeek-V3 and R1: as V2, routed by sigmoid scores with a bias that balances the experts."""
 
-from quire.models import names
-from quire.models.names import NameMap
+from quire.models.names import EXPERTS, LATENT, PREDICTION, ROUTER_BIAS, SHARED_EXPERTS, NameMap
 
-NAME_MAP: NameMap = (
-    *names.EMBEDDING_AND_HEAD,
-    *names.BLOCK_NORMS,
-    *names.LATENT_ATTENTION,
-    *names.DIRECT_QUERY,
-    *names.COMPRESSED_QUERY,
-    *names.GATED_MLP,
-    *names.EXPERTS,
-    *names.ROUTER_BIAS,
-    *names.SHARED_EXPERTS,
-    *names.PREDICTION,
-)
+NAME_MAP: NameMap = (*LATENT, *EXPERTS, *ROUTER_BIAS, *SHARED_EXPERTS, *PREDICTION)

@@ -10,6 +10,7 @@ from math import prod
 from typing import NamedTuple
 
 from quire.config.checkpoint import ModelArgs
+from quire.config.eagle import EagleArgs
 from quire.config.placement import ALONE, Rank, ranks, share, vocabulary_share
 from quire.contracts.errors import UnsupportedModel
 from quire.contracts.params import Param, Part
@@ -79,6 +80,9 @@ class _Layout:
 
     def __init__(self, args: ModelArgs, rank: Rank, experts: Sequence[int]) -> None:
         self.names = checkpoint_names(args.model_type)
+        if args.eagle is not None:
+            at, fc = args.eagle.at, args.eagle.fc
+            self.names = {key: one.replace("{at}", at).replace("{fc}", fc) for key, one in self.names.items()}
         self.args, self.rank, self.owned = args, rank, experts
 
     def params(self) -> Iterator[Param]:
@@ -86,6 +90,9 @@ class _Layout:
         args, rank, hidden = self.args, self.rank, self.args.hidden_size
         first, end = vocabulary_share(args.vocab_size, rank.tp, rank.place)
         vocab = _Rows(args.vocab_size, first, end - first)
+        if args.eagle is not None:
+            yield from self._eagle(args.eagle, vocab)
+            return
         if rank.first:
             yield self._param("embed.weight", {"": vocab}, hidden, shard="rows")
         for layer in range(*rank.layers):
@@ -129,7 +136,7 @@ class _Layout:
     def _block(self, layer: int) -> Iterator[Param]:
         args, hidden = self.args, self.args.hidden_size
         yield self._param("layers.{i}.attention_norm.weight", {"": _Rows(hidden)}, layer=layer)
-        yield from self._latent(layer) if args.latent else self._attention(layer)
+        yield from self._latent(layer) if args.latent else self._attention(layer, hidden)
         yield self._param("layers.{i}.mlp_norm.weight", {"": _Rows(hidden)}, layer=layer)
         if args.has_experts(layer):
             yield from self._experts(layer)
@@ -144,7 +151,24 @@ class _Layout:
         yield from self._block(layer)
         yield self._param(at + "norm.weight", {"": _Rows(hidden)}, layer=layer)
 
-    def _attention(self, layer: int) -> Iterator[Param]:
+    def _eagle(self, eagle: EagleArgs, vocab: _Rows) -> Iterator[Param]:
+        args, hidden, at = self.args, self.args.hidden_size, "layers.{i}."
+        reads = len(eagle.reads(args.num_layers))
+        yield self._param(at + "join.weight", {"": _Rows(hidden)}, (reads or 2) * hidden, layer=0)
+        if eagle.bias:
+            yield self._param(at + "join.bias", {"": _Rows(hidden)}, layer=0)
+        for norm in ("token_norm", "state_norm") if reads else ():
+            yield self._param(f"{at}{norm}.weight", {"": _Rows(hidden)}, layer=0)
+        yield from self._attention(0, 2 * hidden if reads else hidden)
+        yield self._param(at + "mlp_norm.weight", {"": _Rows(hidden)}, layer=0)
+        yield from self._mlp(at + "mlp.", args.intermediate_size, 0, args.mlp_bias)
+        if reads:
+            yield self._param("norm.weight", {"": _Rows(hidden)})
+            yield self._param("head.weight", {"": vocab}, hidden, shard="rows")
+        if reads and args.vocab_size != eagle.vocab_size:
+            yield self._param("ids.offsets", {"": _Rows(args.vocab_size)}, dtype="float32")
+
+    def _attention(self, layer: int, width: int) -> Iterator[Param]:
         args, rank, at, dim = self.args, self.rank, "layers.{i}.attention.", self.args.head_dim
         order = head_order(args.rotary_dim, dim)
 
@@ -155,7 +179,7 @@ class _Layout:
             "q": rows(args.num_heads, rank.heads, order), "k": rows(args.num_kv_heads, rank.kv_heads, order),
             "v": rows(args.num_kv_heads, rank.kv_heads, ()),
         }  # fmt: skip
-        yield self._param(at + "qkv.weight", parts, args.hidden_size, shard="rows", layer=layer)
+        yield self._param(at + "qkv.weight", parts, width, shard="rows", layer=layer)
         if args.attention_bias:
             yield self._param(at + "qkv.bias", parts, shard="rows", layer=layer)
         if args.qk_norm:

@@ -2,6 +2,13 @@
 
 NameMap = tuple[tuple[str, str, str], ...]  # (checkpoint name, parameter, part); {i}: a layer's index, {e}: an expert's
 
+
+def renamed(at: str, *maps: NameMap) -> NameMap:
+    """Return rows of a layer whose tensors begin with `at` in the checkpoint."""
+    return tuple((row[0].replace("model.layers.{i}.", at), *row[1:]) for rows in maps for row in rows)
+
+
+
 EMBEDDING_AND_HEAD: NameMap = (
     ("model.embed_tokens.weight", "embed.weight", ""),
     ("model.norm.weight", "norm.weight", ""),
@@ -44,6 +51,8 @@ GATED_MLP: NameMap = (
     ("model.layers.{i}.mlp.up_proj.weight", "layers.{i}.mlp.gate_up.weight", "up"),
     ("model.layers.{i}.mlp.down_proj.weight", "layers.{i}.mlp.down.weight", ""),
 )
+DENSE: NameMap = (*EMBEDDING_AND_HEAD, *BLOCK_NORMS, *ATTENTION, *GATED_MLP)  # of every decoder with ordinary attention
+LATENT: NameMap = (*EMBEDDING_AND_HEAD, *BLOCK_NORMS, *LATENT_ATTENTION, *DIRECT_QUERY, *COMPRESSED_QUERY, *GATED_MLP)
 MLP_BIAS: NameMap = (
     ("model.layers.{i}.mlp.gate_proj.bias", "layers.{i}.mlp.gate_up.bias", "gate"),
     ("model.layers.{i}.mlp.up_proj.bias", "layers.{i}.mlp.gate_up.bias", "up"),

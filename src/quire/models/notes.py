@@ -3,7 +3,7 @@
 Pure functions of the options and the model. No torch.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from quire.config.checkpoint import ModelArgs
 from quire.config.engine import ParallelConfig
@@ -46,7 +46,7 @@ def _placement(args: ModelArgs, config: ParallelConfig) -> Iterator[str]:
         yield f"{asked} changes nothing: {why}."
         return
     stage = [rank for rank in ranks(args, parallel) if rank.stage == 0]
-    held = "; ".join(f"rank {rank.number}: {_listed(rank.expert_ids)}" for rank in stage[:MOST_RANKS])
+    held = "; ".join(f"rank {rank.number}: {listed(rank.expert_ids)}" for rank in stage[:MOST_RANKS])
     more = "; ..." * (len(stage) > MOST_RANKS)
     vllm = "" if moe.routing.num_groups > 1 else ", where vLLM is linear, because the router chooses among no groups"
     yield f"{asked}: experts go to {len(stage)} ranks in turn{vllm}: {held}{more}."
@@ -65,6 +65,7 @@ def _exchange(args: ModelArgs, config: ParallelConfig) -> Iterator[str]:
                f"{'decode' if phase == 'prefill' else 'prefill'} Quire chooses.")  # fmt: skip
 
 
-def _listed(numbers: range) -> str:
-    shown = [str(number) for number in numbers]
+def listed(numbers: Sequence[int]) -> str:
+    """Return numbers in words, of more than four the first two and the last: "0, 4, ..., 252"."""
+    shown = list(map(str, numbers))
     return ", ".join(shown if len(shown) < 5 else [*shown[:2], "...", shown[-1]])

@@ -17,7 +17,8 @@ from quire.config.resolve import (
     resolve_geometry,
     resolve_memory,
 )
-from quire.models.drafts import with_draft_layers
+from quire.contracts.errors import ModelNotFound, WeightsError
+from quire.models.drafts import with_draft_layers, with_spelling
 from quire.models.layout import layout
 from quire.models.registry import check_routing, kv_components, unpacked_bytes
 from quire.platforms.cpu import CpuFacts
@@ -29,15 +30,30 @@ from quire.weights.folder import absent_weights, fetch_weights
 from quire.weights.match import match_tensors
 
 
-def read_model(config: EngineConfig, folder: Path, device: str,
-               cpu: CpuFacts) -> tuple[ModelArgs, DTypePlan, Quantization]:
+def read_args(config: EngineConfig, folder: Path, head: str = "") -> ModelArgs:
+    """Return the arguments of the model in `folder`, with the layers that draft.
+
+    head   method of the EAGLE head that the folder must hold; "": a model. Its tensors have several spellings
+    """
+    args = with_draft_layers(read_checkpoint_config(folder, head), config.scheduler.speculative_config)
+    if args.eagle is None:
+        return args
+    try:
+        stored = _stored_types(config, folder)
+    except (ModelNotFound, WeightsError):  # the loader tells
+        return args
+    return with_spelling(args, stored)
+
+
+def read_model(config: EngineConfig, folder: Path, device: str, cpu: CpuFacts,
+               head: str = "") -> tuple[ModelArgs, DTypePlan, Quantization]:
     """Return the model arguments, the dtype of the computation and the quantization of the model in `folder`.
 
     If the weights are not in the folder, the headers of quantized weights are read from the Hub.
 
     Raises a `UserError` for a model that is not implemented, and for options that the model cannot meet.
     """
-    args = with_draft_layers(read_checkpoint_config(folder), config.scheduler.speculative_config)
+    args = read_args(config, folder, head)
     check_context(config.model, args.max_position_embeddings)
     check_routing(args, config.load.routing)
     dtype = resolve_dtype(config.model.dtype, args.dtype, bool(cpu.bf16_units), device)

@@ -1,12 +1,5 @@
 """Qwen2 and Qwen2.5 (Alibaba): biases on q, k and v, none on the output."""
 
-from quire.models import names
-from quire.models.names import NameMap
+from quire.models.names import DENSE, QKV_BIAS, NameMap
 
-NAME_MAP: NameMap = (
-    *names.EMBEDDING_AND_HEAD,
-    *names.BLOCK_NORMS,
-    *names.ATTENTION,
-    *names.QKV_BIAS,
-    *names.GATED_MLP,
-)
+NAME_MAP: NameMap = (*DENSE, *QKV_BIAS)

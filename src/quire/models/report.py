@@ -1,6 +1,6 @@
 """An engine's plan as plain values: layers, bytes, kernel calls in order, and reasons. No torch."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
 from itertools import groupby
@@ -24,12 +24,12 @@ from quire.models.calls import Call, embedding_calls, head_calls, layer_calls, p
 from quire.models.collectives import collectives, groups
 from quire.models.drafts import joined
 from quire.models.facts import model_facts
-from quire.models.layout import alone, layout
+from quire.models.layout import alone, layout, stored_names
 from quire.models.notes import parallel_notes
 from quire.models.plan import EnginePlan, keep_stored
 from quire.models.registry import ITEM_BYTES, linear_plans, rank_geometry
 from quire.quantization.assign import decided_by, with_formats
-from quire.quantization.formats import num_bytes, raw_tensors, spare_names
+from quire.quantization.formats import num_bytes, raw_tensors
 from quire.quantization.read import format_words, quantization_notes
 from quire.quantization.scheme import scheme_words
 from quire.weights.cache_scales import scale_names
@@ -118,7 +118,7 @@ class PlanReport:
         `read` has the bytes of weights, of all ranks, that a step of one decode reads, by its number of drafts. Experts
         are those that n tokens hit if routers choose at random: E (1 - (1 - top / E)^n) of E. Of 1 + k tokens it runs
         the model and the first pass of draft layers; each other draft is a pass of one token. Drafts read the head.
-        Each pass of a draft model counts as all its weights.
+        Each pass of a draft model or EAGLE head counts as all its weights.
         """
         speculation, args = self.plan.speculation, self.plan.args
         if speculation is None:
@@ -126,8 +126,12 @@ class PlanReport:
         drafts = [one for one in self.layout if _layer(one.name) >= args.num_layers]
         skipped = {one.name for one in drafts} | ({"embed.weight"} if not args.tie_word_embeddings else set())
         model = [one for one in self.layout if one.name not in skipped]
-        layered, other = speculation.layered, self.plan.draft.weight_bytes if self.plan.draft is not None else 0
-        head = self.num_bytes(model[-1] if not args.tie_word_embeddings else self.layout[0]) if drafts else 0
+        other, layered = 0, speculation.layered
+        if self.plan.draft is not None:
+            report = PlanReport(plan=self.plan.draft, memory="")
+            other = sum(map(report.num_bytes, report.layout))
+        shared = drafts or speculation.method == "eagle"
+        head = self.num_bytes(model[-1] if not args.tie_word_embeddings else self.layout[0]) if shared else 0
 
         def read(k: int) -> int:
             later = max(0, k - 1)
@@ -241,9 +245,9 @@ class PlanReport:
             return self.layout
         return self.layout[:1] + self._as_packed(self.params_of(replace(alone(self.plan.args), first=False)))
 
-    def _features(self, module: str) -> tuple[str, ...]:
-        """Features of the kernel of a linear layer."""
-        return self._linears[module].features
+    def _features(self, at: str, name: str) -> tuple[str, ...]:
+        """Features of the kernel of a linear layer; `name` is its name below the decoder layer `at`."""
+        return self._linears[at + name].features
 
     @cached_property
     def _in_place(self) -> bool:
@@ -266,7 +270,7 @@ class PlanReport:
         for layer, group in groupby(self._listed, key=lambda param: _layer(param.name)):
             at = f"layers.{layer}." if layer >= 0 else ""
             params = {param.name.removeprefix(at): param for param in group}
-            first, linear = "embed.weight" in params, partial(_below, self._features, at)
+            first, linear = "embed.weight" in params, partial(self._features, at)
             sliced = parallel.tp > 1
             calls = list(layer_calls(args, layer, linear, self.plan.config.load.routing, sliced=sliced,
                                      spread=self.plan.spread) if layer >= 0 else
@@ -329,9 +333,7 @@ class PlanReport:
 
     def _not_read(self) -> dict[str, int]:
         """Checkpoint tensors that no parameter reads -> their number; a layer behind the last one is one entry."""
-        read = {part.stored for param in self.layout for raw in raw_tensors(param) for part in raw.parts}
-        read |= {name for param in self.layout for name in spare_names(param)}
-        read.update(*self._cache_scales)
+        read = set(stored_names(self.layout)).union(*self._cache_scales)
         layers = [f"model.layers.{self.plan.args.num_layers + i}." for i in range(self.plan.args.extra_layers)]
         found = {f"{layer}*": 0 for layer in layers}
         for name in sorted(self.files.keys() - read):
@@ -373,11 +375,6 @@ class PlanReport:
         places = [f"{name}:{port}" for name, port in offload.sharing.peers]
         peers = {"name": "peer", "policy": "read", "addresses": places}
         return [host, *[disk] * bool(offload.folder), *[peers] * bool(places)]
-
-
-def _below(features: Callable[[str], tuple[str, ...]], at: str, name: str) -> tuple[str, ...]:
-    """Return the features of a linear layer by its name below a decoder layer."""
-    return features(at + name)
 
 
 def _layer(name: str) -> int:

@@ -23,7 +23,7 @@ from quire.contracts.request import FinishReason
 from quire.contracts.sampling import SamplingParams
 from quire.contracts.step import Tier
 from quire.contracts.text_table import read_rows
-from quire.observe.process import read_usage
+from quire.observe.process import resident_bytes
 from quire.observe.series import OTHER, Histogram, Tally, one_two_five
 
 DEFAULT_CONTEXT = 131_072  # for bucket bounds, until the engine reports its context length
@@ -133,8 +133,8 @@ class Metrics(Collector):
         """Count tokens that were delivered to clients (without tokens generated after a stop string)."""
         self._delivered += count
 
-    def request_started(self, num_prompt: int, params: SamplingParams) -> None:
-        """Count a prompt of `num_prompt` tokens that was sent to the core."""
+    def request_started(self, params: SamplingParams) -> None:
+        """Count a prompt that was sent to the core."""
         if self._busy_since is None:
             self._busy_since = time.monotonic()
         self._seen["request_params_n"].observe(params.n)
@@ -241,7 +241,6 @@ class Metrics(Collector):
         s, phases = self._stats, self._phase_tokens
         runs, drafts, *accepted = s.drafts or (0, 0)
         used = self._num_blocks - s.num_free_blocks if self._num_steps else 0
-        usages = [(role, usage) for role, pid in self._pids.items() if (usage := read_usage(pid)) is not None]
         return {
             "num_requests_running": s.num_running,
             "num_requests_running_by_replica": {str(number): count for number, count in s.replicas.items()},
@@ -254,7 +253,8 @@ class Metrics(Collector):
             "expert_balancedness": s.balancedness,
             **_tier_values(s.tiers),
             "last_step_age_seconds": 0.0 if self._busy_since is None else time.monotonic() - self._busy_since,
-            "process_resident_bytes": {role: usage.resident_bytes for role, usage in usages},
+            "process_resident_bytes": {role: held for role, pid in self._pids.items()
+                                       if (held := resident_bytes(pid)) is not None},
             "prompt_tokens": self._num_prompt_tokens,
             "prompt_tokens_by_source": {"local_compute": phases["prefill"], "local_cache_hit": s.prefix_hits},
             "prompt_tokens_cached": s.prefix_hits,

@@ -8,30 +8,17 @@ import ctypes
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of malloc.h
 
 
-@dataclass(frozen=True)
-class ProcessUsage:
-    """Usage of a process: resident bytes, and user plus system seconds of all its threads."""
-
-    resident_bytes: int
-    cpu_seconds: float
-
-
-def read_usage(pid: int) -> ProcessUsage | None:
-    """Return the usage of a process; None when the process is gone or the system has no /proc."""
-    folder = Path(f"/proc/{pid}")
+def resident_bytes(pid: int) -> int | None:
+    """Return the resident memory of a process; None when the process is gone or the system has no /proc."""
     try:
-        after_name = (folder / "stat").read_text().rpartition(")")[2].split()
-        resident_pages = int((folder / "statm").read_text().split()[1])
+        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except (OSError, IndexError, ValueError):
         return None
-    ticks = int(after_name[11]) + int(after_name[12])  # utime and stime, fields 14 and 15 of proc(5)
-    return ProcessUsage(resident_pages * os.sysconf("SC_PAGE_SIZE"), ticks / os.sysconf("SC_CLK_TCK"))
 
 
 def age() -> float | None:

@@ -28,7 +28,6 @@ class CpuFacts:
     free_memory: int
     total_memory: int
     bf16_units: tuple[str, ...]
-    device: str = "cpu"
 
 
 def read_cpu_flags() -> frozenset[str]:

@@ -37,7 +37,6 @@ class CudaFacts:
     driver_version: str
     runtime_version: str
     torch_version: str
-    device: str = "cuda"
 
     def __str__(self) -> str:
         versions = f"driver {self.driver_version}, CUDA {self.runtime_version}, PyTorch {self.torch_version}"

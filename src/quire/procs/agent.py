@@ -3,7 +3,6 @@
 It ends its ranks when the first host ends, or is silent for too long. Knows sockets and processes, nothing of models.
 """
 
-import os
 import select
 import socket
 import time
@@ -189,8 +188,3 @@ class HostAgent:
             frames.send(encode_for_host(message))
         except OSError:
             pass  # the next `receive` says that the first host is gone
-
-
-def host_name() -> str:
-    """Return the name of this host for messages."""
-    return os.uname().nodename

@@ -208,11 +208,6 @@ def _plan(core: Core) -> str:
     return f'{str(plan)[:-1]},"runner":{runner}}}'
 
 
-def _reset(core: Core) -> bool:
-    """Empty the prefix cache. Return True when no request was running."""
-    return core.reset_prefix_cache()
-
-
 def _check(core: Core) -> bool:
     """Check the bookkeeping, and that an idle core holds nothing. Raises AssertionError."""
     core.check()
@@ -220,5 +215,5 @@ def _check(core: Core) -> bool:
 
 
 HANDLERS: Mapping[str, Callable[..., bool | str]] = {
-    "reset_prefix_cache": _reset, "plan": _plan, "check": _check,
+    "reset_prefix_cache": lambda core: core.reset_prefix_cache(), "plan": _plan, "check": _check,
 }  # fmt: skip

@@ -4,15 +4,15 @@ The first front end starts the core and the others. The number of a request or a
 tells the front end that made it.
 """
 
-from collections.abc import Iterator, Mapping
-from typing import TypeVar
+from collections.abc import Iterator
 
 import msgspec
 
-from quire.contracts.output import StepOutputs
+from quire.config.serve import ServerConfig
+from quire.contracts.output import BY_HANDLE, StepOutputs
+from quire.procs.child_process import ChildProcess
 
 NUMBERS = 2**31  # of requests: they travel as int32
-V = TypeVar("V")
 
 
 class FrontPlace(msgspec.Struct, frozen=True, kw_only=True):
@@ -50,6 +50,20 @@ class FrontPlace(msgspec.Struct, frozen=True, kw_only=True):
 ALONE = FrontPlace()
 
 
+class FrontStart(msgspec.Struct, frozen=True, kw_only=True):
+    """Start parameters of a front end. `listener`: descriptor of the socket on which all of them accept connections."""
+
+    config: ServerConfig
+    place: FrontPlace
+    listener: int
+
+
+def start_front(module: str, config: ServerConfig, listener: int, place: FrontPlace) -> ChildProcess:
+    """Start the process of a front end, the Python module `module`. See `FrontStart`."""
+    start = FrontStart(config=config, place=place, listener=listener)
+    return ChildProcess(module, msgspec.json.encode(start), descriptors=(listener,))
+
+
 def owner(number: int, count: int) -> int:
     """Return the number of the front end, of `count`, that made a request or an operation with this number."""
     return number // (NUMBERS // count)
@@ -59,21 +73,14 @@ def parts(outputs: StepOutputs, count: int) -> Iterator[StepOutputs]:
     """Yield the outputs for each of `count` front ends. All get the engine's state; only the first counts the step."""
     owners = outputs.handles // (NUMBERS // count)
     for number in range(count):
-        mine, whose = owners == number, (number, count)
+        mine = owners == number
         counted = {"num_elsewhere": int((~mine).sum())} if number == 0 else {"step": -1}
         yield StepOutputs(
             handles=outputs.handles[mine],
             tokens=outputs.tokens[mine],
             finished=tuple(finish for finish in outputs.finished if owner(finish.handle, count) == number),
             preempted=tuple(handle for handle in outputs.preempted if owner(handle, count) == number),
-            cached=_part(outputs.cached, *whose),
-            prefixes=_part(outputs.prefixes, *whose),
-            origins=_part(outputs.origins, *whose),
-            logprobs=_part(outputs.logprobs, *whose),
-            prompt_logprobs=_part(outputs.prompt_logprobs, *whose),
             stats=msgspec.structs.replace(outputs.stats, **counted),
-        )
-
-
-def _part(values: Mapping[int, V], number: int, count: int) -> dict[int, V]:
-    return {handle: value for handle, value in values.items() if owner(handle, count) == number}
+            **{name: {handle: value for handle, value in getattr(outputs, name).items()
+                      if owner(handle, count) == number} for name in BY_HANDLE},
+        )  # fmt: skip

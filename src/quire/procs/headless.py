@@ -3,6 +3,7 @@
 import hashlib
 import importlib.metadata
 import signal
+import socket
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +14,7 @@ from quire.config.env import cluster_key
 from quire.config.placement import check_hosts, parallel_sizes
 from quire.contracts.errors import ConfigError
 from quire.platforms.detect import probe_driver, resolve_device
-from quire.procs.agent import JOIN_SECONDS, HostAgent, host_name
+from quire.procs.agent import JOIN_SECONDS, HostAgent
 from quire.procs.host_messages import HostHello
 from quire.weights.folder import fetch_weights, resolve_folders
 
@@ -35,7 +36,7 @@ def serve_host(config: EngineConfig, module: str, say: Callable[[str], None], se
     key, _ = cluster_key()
     folder, digest = find_model(config)
     gpus = probe_driver().count if resolve_device(config.device.device).device == "cuda" else 0
-    hello = HostHello(node=hosts.node_rank, name=f"{host_name()}, node {hosts.node_rank}", versions=versions(),
+    hello = HostHello(node=hosts.node_rank, name=f"{socket.gethostname()}, node {hosts.node_rank}", versions=versions(),
                       devices=tuple(range(gpus)), folder=folder, model=digest)
     signals: list[signal.Signals] = []
     for number in CODES:

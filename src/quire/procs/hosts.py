@@ -73,11 +73,12 @@ class Hosts:
     local      starts the ranks of this host
     listener   socket on which agents connect;  key  that they must know
     members    the hosts to wait for
+    address    of this host, by which the other hosts reach it
     """
 
     def __init__(self, local: LocalLauncher, listener: socket.socket, key: bytes, members: Members) -> None:
         self._local, self._listener, self._key, self._members = local, listener, key, members
-        self._address: str = listener.getsockname()[0]
+        self.address: str = listener.getsockname()[0]
         self._changed = threading.Condition()  # guards the fields below
         self._agents: dict[int, _Agent] = {}
         self._placed = False  # True: the ranks have their places, and no host can be replaced
@@ -91,11 +92,6 @@ class Hosts:
         self._new: dict[socket.socket, str] = {}  # connections that are proving their key -> address; oldest first
         self._thread = threading.Thread(target=self._run, name="quire-hosts", daemon=True)
         self._thread.start()
-
-    @property
-    def address(self) -> str:
-        """The address of this host by which the other hosts reach it."""
-        return self._address
 
     def keep(self, thing: object) -> None:
         """Hold an object until the ranks have ended."""

@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple, NoReturn, Protocol
+from typing import Any, NoReturn, Protocol
 
 from quire.contracts.errors import UserError
 from quire.procs.failures import failed
@@ -50,15 +50,14 @@ class RunningRank(Launches, Protocol):
 
     `collect` runs in a thread of its own, beside `submit`, `release` and `control`. Make a setting of a thread, such
     as the current CUDA device, in both threads.
+    depth   maximum number of steps that are submitted and not collected; see `ExecutorFacts`
     """
+
+    depth: int
 
     @property
     def payload(self) -> bytes:
         """JSON for the engine core, in `RankReady`: `depth`, the chosen implementations, and lines for the user."""
-
-    @property
-    def depth(self) -> int:
-        """Maximum number of steps that are submitted and not collected; see `ExecutorFacts`."""
 
     def control(self, name: str, args: dict[str, Any]) -> object:
         """Run a named operation; see `Executor.control`. A `UserError` goes to the caller; others end the rank."""
@@ -78,18 +77,7 @@ class LoadedRank(Protocol):
         """Finish by the memory sizes in `payload` (JSON), such as the KV cache's. Return the rank, ready to run."""
 
 
-class _StepsUnderWay(NamedTuple):
-    """Steps on their way from the main thread to the collector.
-
-    room    places for steps that are not collected. The engine core counts the steps of the rank that leads; another
-            rank may be slower
-    steps   True for each step that can be collected, then False
-    """
-
-    room: threading.Semaphore
-    steps: "queue.SimpleQueue[bool]"
-
-
+Steps = queue.SimpleQueue[bool]  # True for each step that can be collected, then False
 BuildRank = Callable[[bytes, Callable[[int, int], None]], LoadedRank]  # (start, loading(done, total) in bytes)
 
 
@@ -138,31 +126,32 @@ def serve_rank(frames: Frames, build: BuildRank) -> int:
 
 
 def _serve(link: "_Link", running: RunningRank, lead: bool) -> None:
-    launched = _StepsUnderWay(threading.Semaphore(running.depth), queue.SimpleQueue())
-    collector = threading.Thread(target=_collect, args=(link, running, lead, launched), name="quire-rank-collect",
+    room = threading.Semaphore(running.depth)  # the core counts the steps of the leading rank; another may be slower
+    steps: Steps = queue.SimpleQueue()
+    collector = threading.Thread(target=_collect, args=(link, running, lead, room, steps), name="quire-rank-collect",
                                  daemon=True)
     collector.start()
     while not isinstance(message := link.messages.get(), Stop):
         if isinstance(message, RankStep):
-            launched.room.acquire()
+            room.acquire()
             running.submit(message.plan)
             if not len(message.plan.grammar):
-                launched.steps.put(True)
+                steps.put(True)
         elif isinstance(message, RankMasks):
             running.release(message.masks)
-            launched.steps.put(True)
+            steps.put(True)
         elif isinstance(message, RankControl):
             link.send(_control(running, message))
-    launched.steps.put(False)
+    steps.put(False)
     collector.join()
     running.close()
 
 
-def _collect(link: "_Link", running: RunningRank, lead: bool, launched: _StepsUnderWay) -> None:
+def _collect(link: "_Link", running: RunningRank, lead: bool, room: threading.Semaphore, steps: Steps) -> None:
     try:
-        while launched.steps.get():
+        while steps.get():
             result = running.collect()
-            launched.room.release()
+            room.release()
             if lead:
                 link.send(RankResult(result))
             elif result.copied:

@@ -53,6 +53,7 @@ class RankProcesses:
     leads    indices of the ranks that send step results: one of each replica
     inherit  file descriptors that every rank inherits under the same numbers
     arrived  set when a step result arrives, and when the ranks have ended
+    pids     process ids, in the order of the ranks
     """
 
     def __init__(
@@ -73,16 +74,12 @@ class RankProcesses:
         self._watch = RankWatch(ranks, times, arrived)
         # The watch does not refer to this object, so that collecting this object as garbage ends the processes.
         weakref.finalize(self, self._watch.close)  # runs at exit, too
+        self.pids = tuple(rank.child.pid for rank in ranks)
         self._num_controls, self._leads = 0, tuple(leads)
         self._replies: dict[int, dict[int, RankReply]] = {}  # number of an operation -> replies by rank
         for index, payload in enumerate(starts):
             with suppress(QuireError):  # `build` raises it
                 self._send((index,), RankStart(payload, index in leads, times.beat))
-
-    @property
-    def pids(self) -> tuple[int, ...]:
-        """Process ids, in the order of the ranks."""
-        return tuple(rank.child.pid for rank in self._watch.ranks)
 
     def build(self, on_loading: Callable[[int, int], None]) -> list[bytes]:
         """Wait until all ranks have loaded their weights; return their `RankBuilt` payloads. Raises a rank's error.
@@ -229,11 +226,7 @@ class RanksExecutor(Executor):
         self._processes, self._facts, self._lead = processes, facts, lead
         self._ranks = range(len(processes.pids)) if ranks is None else ranks
         self._copies = CopyReports(len(self._ranks))
-
-    @property
-    def pids(self) -> tuple[int, ...]:
-        """Process ids, in the order of the ranks."""
-        return tuple(self._processes.pids[index] for index in self._ranks)
+        self.pids = tuple(processes.pids[index] for index in self._ranks)
 
     def submit(self, plan: StepPlan) -> None:
         self._processes.send(RankStep(plan), self._ranks)

@@ -1,5 +1,6 @@
 """The actor of a rank on a Ray node: it runs the agent of that rank. It needs Ray only in its own process."""
 
+import socket
 from collections.abc import Mapping
 
 import msgspec
@@ -7,7 +8,7 @@ import msgspec
 from quire.config.engine import EngineConfig
 from quire.config.env import absent_variables
 from quire.contracts.errors import QuireError
-from quire.procs.agent import HostAgent, host_name
+from quire.procs.agent import HostAgent
 from quire.procs.headless import find_model, versions
 from quire.procs.host_messages import HostHello
 
@@ -32,7 +33,7 @@ class RayRank:
         import ray
 
         context = ray.get_runtime_context()
-        node = f"{host_name()}, Ray node {context.get_node_id()[:8]}"
+        node = f"{socket.gethostname()}, Ray node {context.get_node_id()[:8]}"
         gpus = tuple(int(index) for index in context.get_accelerator_ids().get("GPU", ()))
         try:
             folder, digest = find_model(msgspec.json.decode(config, type=EngineConfig))

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from quire.config.keys import Keys
 from quire.contracts.errors import ConfigError, ModelError, UnsupportedModel
-from quire.quantization.rules import rules_of
+from quire.quantization.rules import PLAIN, rules_of
 
 KEY = "quantization_config"
 SIDE_FILES = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")  # ModelOpt, GPTQ, AWQ
@@ -29,7 +29,6 @@ REFUSED = (
     "auto-round auto_round inc experts_int8 moe_wna16 tpu_int8 rtn bitblas aqlm quip eetq higgs vptq spqr fp_quant "
     "exl2 exl3 deepspeedfp cpu_awq ipex fpgemm_fp8"
 ).split()
-WAY_OUT = "use the unquantized checkpoint of this model, or one in FP8, INT8, AWQ, GPTQ or compressed-tensors"
 
 
 class Quantization(NamedTuple):
@@ -104,7 +103,7 @@ def _checked(value: Mapping[str, Any], inside: str) -> dict[str, Any]:
     if method == "modelopt" and "FP4" in str(config.get("quant_algo", "")).upper():
         method = "nvfp4"
     if method not in METHODS:
-        raise UnsupportedModel(f"{inside} asks for {method!r}, which is not implemented: {WAY_OUT}.")
+        raise UnsupportedModel(f"{inside} asks for {method!r}, which is not implemented: {PLAIN}.")
     for key in ("modules_to_not_convert", "ignored_layers", "ignore", "exclude_modules"):
         keys.names(key)
     keys.checked("kv_cache_scheme", lambda value: value is None or isinstance(value, dict | str),
@@ -144,7 +143,7 @@ def _check_groups(keys: Keys) -> None:
             if pattern.startswith("re:") and not _is_pattern(pattern.removeprefix("re:")):
                 raise keys.wrong(f"{pattern!r} is not a regular expression: correct it there.")
     if not groups and not keys.get("kv_cache_scheme"):
-        raise UnsupportedModel(f"{keys.source} has no config_groups, so its format is not known: {WAY_OUT}.")
+        raise UnsupportedModel(f"{keys.source} has no config_groups, so its format is not known: {PLAIN}.")
 
 
 def _is_pattern(text: str) -> bool:
@@ -167,7 +166,7 @@ def check_flag(asked: str) -> str:
     """Return `asked`, the option `quantization`, in lower case. Raises ConfigError for an unimplemented name."""
     name = asked.lower().replace("compressed_tensors", "compressed-tensors")
     if name in REFUSED:
-        raise ConfigError(f"--quantization {asked} is not implemented: {WAY_OUT}.")
+        raise ConfigError(f"--quantization {asked} is not implemented: {PLAIN}.")
     if name not in FLAGS:
         raise ConfigError(f"--quantization {asked} does not exist (one of {', '.join(FLAGS)}).")
     return name

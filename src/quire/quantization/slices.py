@@ -2,6 +2,8 @@
 
 from typing import NamedTuple
 
+from msgspec.structs import replace
+
 from quire.contracts.params import Part
 from quire.contracts.scheme import Scheme
 
@@ -71,15 +73,10 @@ def packed_scheme(parts: tuple[Part, ...], stored: Scheme) -> Scheme:
     """
     high, wide = stored.block
     if not high:
-        return _with_block(stored, (1, wide))
+        return replace(stored, block=(1, wide))
     whole = high > 1 and all(part.start % high == 0 and _stays(part, high) for part in parts)
     joined = all(part.rows % high == 0 for part in parts[:-1])
-    return stored if whole and joined or high == 1 else _with_block(stored, (1, wide))
-
-
-def _with_block(scheme: Scheme, block: tuple[int, int]) -> Scheme:
-    return Scheme(values=scheme.values, block=block, zeros=scheme.zeros, order=scheme.order, inputs=scheme.inputs,
-                  ue8m0=scheme.ue8m0)  # fmt: skip
+    return stored if whole and joined or high == 1 else replace(stored, block=(1, wide))
 
 
 def _stays(part: Part, high: int) -> bool:

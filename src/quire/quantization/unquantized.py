@@ -5,7 +5,7 @@ A fused projection stacks the output rows of several checkpoint tensors (q, k, v
 
 from collections.abc import Iterator
 
-from quire.contracts.params import Param, RawTensor
+from quire.contracts.params import FLOATS, Param, RawTensor
 
 
 class Unquantized:
@@ -16,7 +16,8 @@ class Unquantized:
 
     def tensors(self, param: Param) -> tuple[RawTensor, ...]:
         """Return one tensor: the parameter itself. See `WeightFormat`."""
-        return (RawTensor(param.name.rpartition(".")[2], param.shape, param.parts, param.dtype),)
+        readable = (*FLOATS, "I64") if param.name == "ids.offsets" else FLOATS
+        return (RawTensor(param.name.rpartition(".")[2], param.shape, param.parts, param.dtype, readable),)
 
     def spare(self, param: Param) -> Iterator[str]:
         """Yield nothing: no tensor is stored beside an unquantized one."""

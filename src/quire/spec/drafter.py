@@ -47,17 +47,19 @@ def make_drafter(speculation: Speculation | None, implementation: str, *, model:
     """Return the drafter of an engine; None without speculation.
 
     implementation   "ref" or "triton", as of the step operations, `operations`
-    model, kv        the model, and the KV caches of its layers, then of its prediction layer or draft model
+    model, kv        the model, and the KV caches of its layers, then of its prediction layer, draft model or EAGLE head
     sampling         sampler operations, and the parameters of all slots
     """
     if speculation is None:
         return None
     if speculation.layered:
         from quire.spec.layers import LayerDrafter
-        from quire.spec.passes import ModelPass, PredictionPass
+        from quire.spec.passes import HeadPass, ModelPass, Pass, PredictionPass
 
-        own = kv[len(model.layers) :]
-        passes = PredictionPass(model, own) if model.draft is None else ModelPass(model.draft, own)
+        own, draft = kv[len(model.layers) :], model.draft
+        passes: Pass = PredictionPass(model, own) if draft is None else ModelPass(draft, own)
+        if draft is not None and speculation.head:
+            passes = HeadPass(model, draft, own)
         return LayerDrafter(passes, model.dtype, operations, tables, sampling=sampling, most=speculation.num_drafts,
                             exact=implementation == "ref")  # fmt: skip
     from quire.spec.ngram import NgramDrafter

@@ -1,4 +1,4 @@
-"""The passes of a drafter with layers: a prediction layer of the model, or a draft model."""
+"""The passes of a drafter with layers: a prediction layer of the model, a draft model, or an EAGLE head."""
 
 from typing import Protocol
 
@@ -6,6 +6,7 @@ from torch import Tensor
 
 from quire.kernels.attention import KVView
 from quire.layers.context import StepContext
+from quire.layers.decoder import Decoder
 from quire.layers.stack import Model, run_layers
 
 
@@ -50,6 +51,37 @@ class PredictionPass:
     def logits(self, state: Tensor) -> Tensor:
         """Return the logits of the drafts. See `Pass`."""
         return self._model.head(state)
+
+
+class HeadPass:
+    """A pass of an EAGLE head. A `Pass`. Its states are the model's: after the final norm, or between several layers,
+    joined (EAGLE-3)."""
+
+    def __init__(self, model: Model, head: Decoder, kv: list[KVView]) -> None:
+        self._model, self._head, self._kv = model, head, kv[0]
+        (self._layer,) = head.layers
+        self.width = model.args.hidden_size
+
+    def keep(self, hidden: Tensor) -> Tensor:
+        """Return the states to keep. See `Pass`."""
+        return self._layer.joined() if self._head.last else self._model.norm(hidden)
+
+    def run(self, token_ids: Tensor, states: Tensor, ctx: StepContext) -> Tensor:
+        """Run the layer. See `Pass`."""
+        rotation = self._head.rotary.rows(ctx.positions, states.dtype)
+        return self._layer(self._model.embed(token_ids), states, rotation, ctx, self._kv)
+
+    def state(self, out: Tensor) -> Tensor:
+        """Return the rows as they are. See `Pass`."""
+        return out
+
+    def logits(self, state: Tensor) -> Tensor:
+        """Return the logits of the drafts: of the model's head, or of an EAGLE-3 head's own. See `Pass`."""
+        if not self._head.last:
+            return self._model.head(state)
+        normed, ids = self._head.norm(state), self._head.ids
+        return self._head.head(normed) if ids is None else ids.spread(self._head.head.whole(normed),
+                                                                      self._model.vocabulary)  # fmt: skip
 
 
 class ModelPass:

@@ -119,9 +119,10 @@ def stored_in(folder: Path) -> dict[str, str]:
 def full_names(stored: Collection[str]) -> dict[str, str]:
     """Return a dict: tensor name as stored -> the name with the prefix "model." that a causal LM's checkpoint has.
 
-    Checkpoints of embedding models lack the prefix. If `stored` has it, each name maps to itself.
+    Checkpoints of embedding models lack the prefix. If `stored` has it, or is an EAGLE head, each name maps to itself.
     """
-    return {name: f"model.{name}" if "embed_tokens.weight" in stored else name for name in stored}
+    lacks = "embed_tokens.weight" in stored and not {"fc.weight", "fusion_fc.weight"} & {*stored}
+    return {name: f"model.{name}" if lacks else name for name in stored}
 
 
 def read_header(path: Path) -> list[StoredTensor]:
@@ -219,6 +220,7 @@ def _no_files(folder: Path, names: Collection[str]) -> str:
     if pickles:
         return (
             f"{folder} has only {pickles[0]}: .bin and .pt files can run code when opened and are not read. "
-            "Load it once with transformers and call save_pretrained(folder), which writes safetensors."
+            "Load it once with transformers and call save_pretrained(folder), which writes safetensors; of an EAGLE "
+            "head, safetensors.torch.save_file(torch.load(file, weights_only=True), 'model.safetensors')."
         )
     return f"{folder} has no .safetensors file: give a folder with the weights, or use load_format=dummy."

@@ -5,6 +5,7 @@ A model of the hub is downloaded in two parts: first its small files, then its w
 
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from quire.config.bundled import NAME, bundled_model
@@ -47,7 +48,7 @@ def fetch_weights(config: EngineConfig, folder: Path, check: Callable[[Checkpoin
         checkpoint = repository.read_headers(folder)
         with repository.named(folder):
             check(checkpoint)
-        repository.at(folder.name).download(WEIGHTS)
+        replace(repository, revision=folder.name).download(WEIGHTS)
 
 
 def read_headers(config: EngineConfig, folder: Path) -> Checkpoint:

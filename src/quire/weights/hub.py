@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from quire.config.engine import LoadConfig
@@ -49,10 +49,6 @@ class Repository:
             return Path(snapshot_download(
                 self.name, revision=self.revision, cache_dir=self.load.download_dir, token=self.load.hf_token,
                 local_files_only=self.load.offline, allow_patterns=list(patterns), ignore_patterns=list(IGNORED)))
-
-    def at(self, commit: str) -> "Repository":
-        """Return the same repository with a commit as its revision."""
-        return replace(self, revision=commit)
 
     def read_headers(self, folder: Path) -> Checkpoint:
         """Read the safetensors headers of the repository on the hub; nothing else is downloaded.

@@ -55,9 +55,12 @@ def is_unread(name: str, args: ModelArgs) -> bool:
     """True for a checkpoint tensor that no parameter reads.
 
     These are rotary tables of older checkpoints, a head that is tied to the embedding, scales of a quantized KV cache,
-    and the layers of multi-token prediction (MTP) that draft nothing. Of the others, copies of embedding and head.
+    and the layers of multi-token prediction (MTP) that draft nothing. Of the others, and of EAGLE heads, copies of
+    embedding and head.
     """
     if name.endswith(("rotary_emb.inv_freq", *CACHE_SCALES)) or (name == "lm_head.weight" and args.tie_word_embeddings):
+        return True
+    if args.eagle is not None and name.rpartition("embed_tokens.")[2] in ("weight", "lm_head.weight", "d2t", "t2d"):
         return True
     layer = _LAYER.match(name)
     first = args.num_layers + args.draft_layers * (not name.endswith(COPIES))

@@ -11,18 +11,14 @@ from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 import torch
-from torch import Tensor
 
 from quire.contracts.errors import WeightsError
-from quire.kernels.pack.matrix import QuantizedMatrix, dequantize
-from quire.kernels.pack.nearest import quantized
+from quire.kernels.pack.nearest import quantized, relative_error
 from quire.kernels.pack.store import stored_tensors
 from quire.quantization.rules import Rule
 from quire.quantization.schemes import Stored, scale_type
 from quire.weights.files import INDEX, StoredTensor
 from quire.weights.load import DTYPES
-
-ROWS = 1024  # of a matrix that are compared at once; a multiple of 128
 
 
 class WriteItem(NamedTuple):
@@ -132,17 +128,7 @@ def _write_quantized(item: WriteItem, rule: Rule, file: BinaryIO, places: dict[s
         assert tuple(tensor.shape) == stored.shape and tensor.dtype == DTYPES[stored.dtype], stored.name
         file.seek(places[stored.name])
         file.write(tensor.view(torch.uint8).numpy().data)
-    return _error(weight, matrix)
-
-
-def _error(weight: Tensor, matrix: QuantizedMatrix) -> float:
-    """Return the norm of the change over the norm of the weight; 0 for a weight of zeros."""
-    changed = whole = 0.0
-    for i in range(0, len(weight), ROWS):
-        part = weight[i : i + ROWS].float()
-        changed += float((dequantize(matrix, i, i + ROWS) - part).square().sum(dtype=torch.float64))
-        whole += float(part.square().sum(dtype=torch.float64))
-    return (changed / whole) ** 0.5 if whole else 0.0
+    return relative_error(weight, matrix)
 
 
 def copy_files(source: Path, out: Path) -> None:

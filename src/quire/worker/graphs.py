@@ -21,11 +21,8 @@ class Graphs(Recorder):
     share their memory: a graph overwrites the intermediate results of the graph that ran before it. Results that must
     stay are written to buffers that exist before the capture.
 
-    sizes       numbers of sequences for which decode steps are captured, ascending
-    tokens      numbers of tokens for which the layers of steps with prompts are captured, ascending
-    most_seqs   most sequences of any step
-    bounds      upper bounds of the tokens of each replica in lock-step, ascending; (): there are no other replicas
-    queries     numbers of tokens of a decode for which decode steps are captured, ascending: 1, and 1 + its drafts
+    sizes, tokens, bounds, queries   `graph_sizes`, `graph_tokens`, `bounds` and `queries` of `Limits`
+    most_seqs                        most sequences of any step
     """
 
     static = True

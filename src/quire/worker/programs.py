@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from types import ModuleType
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -27,12 +26,7 @@ from quire.worker.sampler import Sampler
 from quire.worker.stage import PipelineStage
 from quire.worker.upload import SHARED_GROUPS, Upload
 
-
-class LogitsTap(Protocol):
-    """A callback for tests, called with the slots [N], positions [N] and logits [N, V] of the sampled rows."""
-
-    def __call__(self, slots: Tensor, positions: Tensor, logits: Tensor) -> None:
-        """Receive the logits of a step. `Programs.end` calls it once per step that samples."""
+LogitsTap = Callable[[Tensor, Tensor, Tensor], None]  # for tests: slots [N], positions [N] and logits [N, V] of a step
 
 
 class Programs:
@@ -41,7 +35,7 @@ class Programs:
     operations  implementation of the kernels in `kernels/step`, which build a step's inputs and write its tokens
     out         [3, max_rows] int32: sampled tokens, error codes and drafts of the sampled rows, of the last step
     on_hidden   callback for the hidden states of each layer; all steps run eagerly while it is set
-    on_logits   callback for the logits of the sampled rows
+    on_logits   callback for the logits of the sampled rows, once per step that samples
     some        indices of the layers to run; None: all
     replicas    tokens of the replicas in lock-step in the step that is being launched; None: there are no others
     stage       the neighbours in a pipeline; None: this rank has all layers

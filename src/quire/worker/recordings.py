@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from quire.kernels.native.recording import Buffers, KernelRecording
+from quire.kernels.rope.rotary import Rotation
 from quire.kernels.select import Kernels
 from quire.layers.context import StepContext
-from quire.layers.rope import Rotation
 from quire.layers.stack import Model, run_layers
 from quire.worker.recorder import Recorder
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from quire.contracts.step import I32, SAMPLE, RowLogprobs, StepPlan, StepResult
+from quire.contracts.step import I32, SAMPLE, StepPlan, StepResult
 from quire.worker.features import Found, Results
 from quire.worker.sampler import CODES
 
@@ -42,7 +42,7 @@ class RunningStep:
                 found.setdefault(name, {}).update(by_slot)
         if self.counts is not None and (logprobs := found.get("logprobs")):
             valid = dict(zip(self.slots.tolist(), accepted.tolist(), strict=True))
-            found["logprobs"] = {slot: _first(rows, valid[slot]) for slot, rows in logprobs.items()}
+            found["logprobs"] = {slot: rows.part(slice(valid[slot])) for slot, rows in logprobs.items()}
         return StepResult(
             step=self.plan.step,
             slots=self.slots,
@@ -54,16 +54,18 @@ class RunningStep:
         )
 
 
-def sampled_slots(plan: StepPlan) -> tuple[I32, I32 | None]:
-    """Return the slots [N] of a plan that sample, and the number of sampled rows of each [N]; None: one row each."""
+def sampled_slots(plan: StepPlan) -> tuple[I32, I32 | None, I32]:
+    """Return the slots [N] of a plan that sample, the number of sampled rows of each [N] (None: one row each), and the
+    slot of each row [R].
+    """
     sampled = plan.num_decodes == len(plan.slots)
     slots = plan.slots if sampled else plan.slots[(plan.outputs & SAMPLE) != 0]
     rows = plan.num_tokens[: plan.num_decodes]
     if not (rows > 1).any():
-        return slots, None
+        return slots, None, slots
     counts = np.ones(len(slots), np.int32)
     counts[: plan.num_decodes] = rows
-    return slots, counts
+    return slots, counts, np.repeat(slots, counts)
 
 
 def _verified(words: I32, counts: I32) -> tuple[I32, I32, I32, I32]:
@@ -81,8 +83,3 @@ def _verified(words: I32, counts: I32) -> tuple[I32, I32, I32, I32]:
     equal[:, :-1] &= codes[:, 1:] == 0
     accepted = 1 + np.logical_and.accumulate(equal, 1).sum(1, dtype=np.int32)
     return tokens, codes[:, 0], accepted, (verified & (drafts >= 0)).sum(1, dtype=np.int32)
-
-
-def _first(rows: RowLogprobs, count: int) -> RowLogprobs:
-    """Return the first `count` rows."""
-    return RowLogprobs(rows.ids[:count], rows.logprobs[:count], rows.ranks[:count])

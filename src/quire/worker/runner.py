@@ -23,9 +23,8 @@ from quire.worker.device_state import DeviceState, Limits
 from quire.worker.features import Results, StepFeature
 from quire.worker.graphs import Graphs
 from quire.worker.programs import Programs
-from quire.worker.recorder import Key, Recorder, StepShape
+from quire.worker.recorder import Key, StepShape
 from quire.worker.results import RunningStep, sampled_slots
-from quire.worker.sampler import Sampler
 from quire.worker.upload import Change, Upload
 
 EAGER_TOKENS = (64, 128, 256, 512, 1024, 2048)  # rehearsed sizes: kernels choose their tiles by the number of tokens
@@ -60,7 +59,7 @@ class StepRunner:
         parts: tuple[Choice, ...],
     ) -> None:
         self.programs, self.state, self.limits, self.parts = programs, state, limits, parts
-        self.model = programs.model
+        self.model, self.sampler, self.recorder = programs.model, programs.sampler, programs.recorder
         self._upload, self._features = upload, features
         self._running: deque[RunningStep] = deque()
         self.balancing: RankBalancing | None = None
@@ -105,17 +104,14 @@ class StepRunner:
         assert self._launched is not None, "released twice"
         plan = self._launched.plan
         if len(masks):
-            slots, counts = sampled_slots(plan)
-            rows = slots if counts is None else np.repeat(slots, counts)
-            self.programs.sampler.take_masks(rows, plan.grammar, masks)
+            self.programs.sampler.take_masks(sampled_slots(plan)[2], plan.grammar, masks)
         self._end()
 
     def _end(self) -> None:
         """Launch the work after the logits: sampling, log-probabilities and the copy of the tokens to the host."""
         assert self._launched is not None, "submitted nothing"
         (plan, shape, features), self._launched = self._launched, None
-        slots, counts = sampled_slots(plan)
-        rows = slots if counts is None else np.repeat(slots, counts)
+        slots, counts, rows = sampled_slots(plan)
         programs = self.programs
         programs.end(shape, rows)
         if len(rows) and programs.sampler.table.scored and self.model.last:
@@ -149,16 +145,6 @@ class StepRunner:
         if len(plan.grammar):
             self.release(get_masks())
         return self.collect()
-
-    @property
-    def sampler(self) -> Sampler:
-        """The sampler, which draws the tokens of every step."""
-        return self.programs.sampler
-
-    @property
-    def recorder(self) -> Recorder:
-        """The recorder, which replays recorded launches (CUDA graphs on a GPU)."""
-        return self.programs.recorder
 
     def describe(self) -> dict[str, object]:
         """Return a dict for display: the chosen `parts`, counts of recordings, and the steps that are not recorded."""

@@ -31,21 +31,13 @@ class PipelineStage:
     forward   group of the pipeline's ranks that sends hidden states to the next stage
     back      group of the same ranks that sends sampled tokens from the last stage to the first
     tables    device tables of this rank; the first stage writes the tokens to their token history
+    first     True on the first stage, which has the embedding;  last  True on the last stage, which has the LM head
     """
 
     def __init__(self, forward: Group, back: Group, tables: Tables) -> None:
         self._forward, self._back, self._tables = forward, back, tables
         self._owed: deque[_Owed] = deque()
-
-    @property
-    def first(self) -> bool:
-        """True on the first stage, which has the embedding."""
-        return self._forward.rank == 0
-
-    @property
-    def last(self) -> bool:
-        """True on the last stage, which has the LM head."""
-        return self._forward.rank == self._forward.size - 1
+        self.first, self.last = forward.rank == 0, forward.rank == forward.size - 1
 
     def begin(self, model: Model, token_ids: Tensor) -> Tensor:
         """Return the input [T, hidden] of this stage's layers: embedded tokens, or received from the stage before."""

@@ -33,7 +33,7 @@ from quire.worker.device_state import Limits
 GIB = 1 << 30
 FACTS = CudaFacts(
     name="NVIDIA T", capability=(9, 0), num_sms=2, total_memory=16 * GIB, free_memory=15 * GIB, others_memory=0,
-    driver_version="1", runtime_version="2", torch_version="3", device="cpu",
+    driver_version="1", runtime_version="2", torch_version="3",
 )  # fmt: skip
 
 

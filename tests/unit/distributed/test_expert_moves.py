@@ -13,10 +13,11 @@ from quire.distributed.expert_moves import ExpertMover
 from quire.engine.eplb import balanced_map, initial_map, moves
 from quire.kernels.experts import panels
 from quire.kernels.experts.expert_memory import expert_memory, let_move
+from quire.kernels.experts.slots import ExpertSlots, initial_slots
 from quire.kernels.native import library
 from quire.kernels.pack.matrix import QuantizedMatrix
-from quire.layers.balancing import ExpertSlots, initial_slots
 
+from ...support.expert_copies import choose
 from ...support.simulated_groups import SimulatedGroup, SimulatedRanks
 
 LAYERS, EXPERTS, REDUNDANT = 2, 6, 2
@@ -158,7 +159,7 @@ def test_slots_on_the_device_are_those_of_the_map(first_row: int) -> None:
     layer = ExpertSlots(*initial_slots(EXPERTS, REDUNDANT), first_row=first_row)
     for one in (old, new):
         layer.replace(torch.from_numpy(one.slots[0]), torch.from_numpy(one.counts[0]))
-        assert layer.choose(ids).tolist() == one.choose(0, ids.numpy(), first_row).tolist()
+        assert layer.choose(ids).tolist() == choose(one, 0, ids.numpy(), first_row).tolist()
 
 
 def test_tokens_are_counted_without_padding() -> None:

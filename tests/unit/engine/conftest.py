@@ -22,7 +22,7 @@ from quire.contracts.request import FinishReason, NewRequest
 from quire.contracts.sampling import SamplerSpec
 from quire.contracts.step import MAX_VERIFY_ROWS, StepPlan, StepResult, Tier
 from quire.engine.core import EngineCore
-from quire.engine.mock_executor import FIRST, allowed_token, chain, mock_hidden, mock_tokens, next_token
+from quire.engine.mock_executor import FIRST, allowed_token, chain, mock_hidden, next_token
 from quire.kv.allocator import KVAllocator
 from quire.kv.pool import BlockPool
 from quire.kv.store import KVStore
@@ -31,6 +31,7 @@ from quire.text.tokenizer import Tokenizer
 
 from ...support.checked_executor import CheckedExecutor
 from ...support.mock_copies import MockCopies, MockDisk, MockPeers, MockRanks, MockRanksDisk
+from ...support.mock_tokens import mock_tokens
 
 LETTERS = "abcdefg"  # ids 0 to 6; llguidance takes the last one for the end of a text
 

@@ -8,7 +8,8 @@ import pytest
 
 from quire.contracts.request import FinishReason, RequestState
 from quire.contracts.step import MAX_VERIFY_ROWS, SAMPLE, RowLogprobs, StepPlan, StepResult
-from quire.engine.mock_executor import mock_tokens
+
+from ...support.mock_tokens import mock_tokens
 
 K = 3
 

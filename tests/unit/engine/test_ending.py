@@ -7,9 +7,9 @@ import pytest
 from quire.contracts.request import TRANSITIONS, BlockReason, FinishReason, NewRequest, Request, RequestState
 from quire.contracts.sampling import SamplerSpec
 from quire.contracts.step import I32, StepPlan, StepResult
-from quire.engine.mock_executor import mock_tokens
 
 from ...support.checked_executor import CheckedExecutor
+from ...support.mock_tokens import mock_tokens
 
 PROMPT = list(range(22))
 

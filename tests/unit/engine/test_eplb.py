@@ -11,18 +11,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
+from quire.config.balancing import GOLDEN, SPREAD
 from quire.engine.eplb import (
-    GOLDEN,
-    SPREAD,
     ExpertMap,
     balanced_map,
     balancedness,
-    choose_copy,
     even_nodes,
     expert_map,
     initial_map,
     moves,
 )
+
+from ...support.expert_copies import choose, choose_copy
 
 # -- the algorithm from its description ------------------------------------------------------------
 
@@ -220,11 +220,11 @@ def test_every_rank_chooses_the_same_slot_and_no_token_is_lost(case: Case, seed:
     ids = np.random.default_rng(seed).integers(0, num_experts, (sum(rows), 2)).astype(np.int32)
     load, tokens = np.zeros((layers, num_experts), np.int64), np.zeros(experts.experts.shape, np.int64)
     for layer in range(layers):
-        chosen = experts.choose(layer, ids)
+        chosen = choose(experts, layer, ids)
         assert (experts.experts[layer][chosen] == ids).all(), "the slot holds another expert"
         first = 0
         for count in rows:  # a rank that has only its own rows
-            assert (experts.choose(layer, ids[first : first + count], first) == chosen[first : first + count]).all()
+            assert (choose(experts, layer, ids[first : first + count], first) == chosen[first : first + count]).all()
             first += count
         np.add.at(tokens[layer], chosen, 1)
         np.add.at(load[layer], ids, 1)

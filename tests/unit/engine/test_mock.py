@@ -7,10 +7,10 @@ import pytest
 
 from quire.contracts.sampling import SamplerSpec
 from quire.contracts.step import NO_MASKS, SAMPLE, Admission, StepPlan
-from quire.engine.mock_executor import mock_tokens
 from quire.kv.pool import BlockPool
 
 from ...support.checked_executor import CheckedExecutor
+from ...support.mock_tokens import mock_tokens
 
 
 def admission(slot: int, tokens: list[int], blocks: list[int], computed: int = 0) -> Admission:

@@ -14,7 +14,9 @@ from quire.contracts.request import NewRequest
 from quire.contracts.sampling import SamplerSpec
 from quire.engine.core import EngineCore
 from quire.engine.mock_core import build_mock_core
-from quire.engine.mock_executor import MockExecutor, mock_tokens
+from quire.engine.mock_executor import MockExecutor
+
+from ...support.mock_tokens import mock_tokens
 
 
 def core(**options: Any) -> EngineCore:

@@ -8,9 +8,9 @@ from quire.contracts.errors import InvalidParameter, PromptTooLong, QueueFull
 from quire.contracts.protocols import ExecutorFacts
 from quire.contracts.request import FinishReason, RequestState
 from quire.contracts.step import SAMPLE, StepResult
-from quire.engine.mock_executor import mock_tokens
 
 from ...support.checked_executor import CheckedExecutor
+from ...support.mock_tokens import mock_tokens
 
 
 def slot(rig: Any, handle: int) -> int:

@@ -17,6 +17,8 @@ from quire.entry.exit_codes import REFUSED
 from quire.explain import describe
 from quire.explain.describe import plan_engine
 from quire.explain.render_ranks import folded
+from quire.kernels.linear import units
+from quire.kernels.native import library
 
 from ...support.explained import explained
 
@@ -40,9 +42,9 @@ def test_json_is_the_whole_plan(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_cpu_that_packs_no_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(describe, "missing_bf16", lambda: "this CPU has no avx512bw")
-    monkeypatch.setattr(describe.library, "missing_amx", lambda: "this CPU has no amx_tile")
-    monkeypatch.setattr(describe.library, "missing", lambda: "this CPU has no avx2")
+    monkeypatch.setattr(units, "missing_bf16", lambda: "this CPU has no avx512bw")
+    monkeypatch.setattr(library, "missing_amx", lambda: "this CPU has no amx_tile")
+    monkeypatch.setattr(library, "missing", lambda: "this CPU has no avx2")
     plan = plan_engine(EngineConfig.from_flat(model=TINY, dtype="bfloat16"), described="cpu")
     linear = next(choice for choice in plan.plan.kernels if choice.op == "linear")
     assert linear.name == "ref" and ("cpu", "this CPU has no avx512bw") in linear.rejected

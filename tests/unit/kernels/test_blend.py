@@ -19,7 +19,7 @@ from quire.kernels.blend import cpu, latent_sides, ref
 from quire.kernels.blend.choice import choose_rows
 from quire.kernels.latent import LatentView
 from quire.kernels.rope.cpu import apply_rope
-from quire.layers.rope import Rotary
+from quire.kernels.rope.rotary import Rotary
 
 IMPLS: list[ModuleType] = [cpu]
 if triton_runtime.INTERPRETED:

@@ -15,11 +15,11 @@ from quire.config.checkpoint import ModelArgs, parse_checkpoint_config
 from quire.contracts.params import Param
 from quire.kernels.attention import AttentionMeta
 from quire.kernels.latent import LatentView, cpu, ref
+from quire.kernels.rope.rotary import Rotary
 from quire.kernels.select import Kernels, select_kernels
 from quire.layers.context import Build, Loads, StepContext
 from quire.layers.latent import LatentAttention, split
 from quire.layers.norm import RMSNorm
-from quire.layers.rope import Rotary
 from quire.models.layout import layout
 from quire.models.registry import linear_plans
 from quire.weights.units import load_units

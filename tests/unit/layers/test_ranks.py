@@ -11,10 +11,10 @@ from quire.config.placement import ALONE, Parallel, Rank, ranks
 from quire.distributed import Group
 from quire.kernels.attention import AttentionMeta, KVView
 from quire.kernels.latent import LatentView
+from quire.kernels.rope.rotary import Rotary
 from quire.kernels.select import select_kernels
 from quire.layers.context import Build, Loads, StepContext
 from quire.layers.decoder import DecoderBlock
-from quire.layers.rope import Rotary
 from quire.models.layout import layout
 from quire.models.registry import linear_plans, operations
 from quire.weights.units import load_units

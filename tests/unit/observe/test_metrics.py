@@ -126,7 +126,7 @@ def test_before_any_step_no_block_is_used() -> None:
 
 def test_a_request_from_start_to_end() -> None:
     metrics = ready()
-    metrics.request_started(30, SamplingParams(max_tokens=64, n=2))
+    metrics.request_started(SamplingParams(max_tokens=64, n=2))
     metrics.first_token(0.03)
     metrics.inter_token(0.015, 4)
     metrics.tokens(5)
@@ -189,7 +189,7 @@ def test_the_age_of_the_last_step_counts_only_while_there_is_work(monkeypatch: p
         return value(metrics, "last_step_age_seconds")
 
     assert age_after(50) == 0
-    metrics.request_started(3, SamplingParams())
+    metrics.request_started(SamplingParams())
     assert age_after(5) == 5  # the core has not answered yet
     metrics.step(STEP, 1)
     assert age_after(2) == 2

@@ -9,17 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from quire.observe.process import age, read_usage, watch_event_loop
+from quire.observe.process import age, resident_bytes, watch_event_loop
 
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="no /proc")
-def test_a_process_has_memory_and_time() -> None:
-    before = read_usage(os.getpid())
-    assert before is not None and before.resident_bytes > 1_000_000
-    while time.process_time() < 0.05:
-        pass
-    after = read_usage(os.getpid())
-    assert after is not None and after.cpu_seconds >= max(before.cpu_seconds, 0.01)
+def test_a_process_has_memory() -> None:
+    held = resident_bytes(os.getpid())
+    assert held is not None and held > 1_000_000
 
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="no /proc")
@@ -38,7 +34,7 @@ def test_the_age_of_this_process() -> None:
 def test_a_process_that_is_gone_has_no_usage() -> None:
     child = subprocess.Popen([sys.executable, "-c", ""])
     child.wait()
-    assert read_usage(child.pid) is None
+    assert resident_bytes(child.pid) is None
 
 
 def test_a_loop_that_is_kept_is_noticed() -> None:

@@ -14,9 +14,10 @@ from quire.contracts.request import FinishReason, NewRequest
 from quire.contracts.sampling import SamplerSpec
 from quire.engine.core import EngineCore
 from quire.engine.mock_core import build_mock_core
-from quire.engine.mock_executor import mock_tokens
 from quire.procs.core_server import serve_core
 from quire.procs.messages import Abort, Add, Control, Failed, FromCore, Outputs, Rejected, Reply, Stop, ToCore
+
+from ...support.mock_tokens import mock_tokens
 
 
 def make_core(**options: Any) -> EngineCore:

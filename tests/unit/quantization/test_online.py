@@ -16,9 +16,8 @@ from quire.contracts.errors import ConfigError, WeightsError
 from quire.contracts.scheme import Scheme
 from quire.explain.parity import verify
 from quire.kernels.linear import quantized_ref
-from quire.kernels.pack.matrix import QuantizedMatrix
+from quire.kernels.pack.matrix import QuantizedMatrix, moved
 from quire.kernels.pack.nearest import quantized
-from quire.layers.linear import moved
 
 from ...support.filled_models import sliced
 from ...support.tiny_models import Tiny, random_model

@@ -241,7 +241,7 @@ class ServedEngine:
         stream.num_open = len(stream.generations)
         for i, generation in enumerate(stream.generations):
             self._live[generation.completions[0].handle] = (stream, i)
-            self._metrics.request_started(len(generation.prompt_token_ids), generation.params)
+            self._metrics.request_started(generation.params)
         if adds:
             self._idle.clear()
             self._queued[stream] = now + self._serve.queue_timeout

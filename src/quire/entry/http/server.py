@@ -36,8 +36,7 @@ from quire.entry.http.sockets import listen, release, url_of
 from quire.observe.metrics import Metrics
 from quire.observe.process import keep_little_memory, watch_event_loop
 from quire.observe.shared import SharedMetrics
-from quire.procs.front_process import start_front
-from quire.procs.fronts import FrontPlace
+from quire.procs.fronts import FrontPlace, start_front
 
 LOG = logging.getLogger("quire")
 SIGNALS = (signal.SIGTERM, signal.SIGINT)

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from quire.contracts.scheme import Scheme
 from quire.kernels import pdl, triton_runtime
 from quire.kernels.activation.triton import silu
 from quire.kernels.experts import scaled_hopper
@@ -36,7 +37,7 @@ from quire.kernels.quantize.triton import (
 )
 from quire.kernels.quantize.triton import quantize_rows as quantize_rows
 from quire.kernels.triton_runtime import INTERPRETED, jit, tl
-from quire.quantization.scheme import Scheme, product_words
+from quire.kernels.words import product_words
 
 MOST_FEW = 1  # tokens
 UP, DOWN = (4, 8, 396), (2, 8, 264)  # of few tokens: outputs at a time, warps, programs of all pairs or tokens

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from quire.contracts.scheme import Scheme
 from quire.kernels import pdl
 from quire.kernels.activation.triton import silu
 from quire.kernels.attention.triton_plan import shared_memory
@@ -22,7 +23,7 @@ from quire.kernels.linear.gemv import bucket
 from quire.kernels.linear.weight_only_products import ROWS, _sums, repack
 from quire.kernels.pack.matrix import QuantizedMatrix
 from quire.kernels.triton_runtime import INTERPRETED, jit, tl
-from quire.quantization.scheme import Scheme, product_words
+from quire.kernels.words import product_words
 
 DEEP = (128, 64, 32)  # inputs of an iteration: the first that divides the groups
 BAND = 8  # tiles of pairs that run side by side through the same columns of weights, which are then read once

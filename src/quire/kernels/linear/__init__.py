@@ -2,7 +2,7 @@
 
 pack(weight [N, K]) -> packed       called once after loading; only functions of the same module can read `packed`
     The features of an implementation name the weights that it takes: "unquantized" (a Tensor), or words of
-    `quire.quantization.scheme.KINDS` (a QuantizedMatrix). Kernels of kinds with `inputs` quantize the activations by
+    `quire.contracts.scheme.KINDS` (a QuantizedMatrix). Kernels of kinds with `inputs` quantize the activations by
     the rules of `quire.kernels.quantize`
 run(x [T, K], packed, bias [N] or None) -> [T, N] in x's dtype, accumulated in float32
 run_float(x, packed, bias) -> [T, N] float32

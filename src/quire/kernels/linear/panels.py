@@ -17,11 +17,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from quire.contracts.scheme import Scheme
 from quire.kernels.native import memory
 from quire.kernels.native.library import loaded
 from quire.kernels.pack.matrix import MIDDLE, QuantizedMatrix, Weight
 from quire.kernels.quantize.rows import QuantizedRows
-from quire.quantization.scheme import Scheme, product_words
+from quire.kernels.words import product_words
 
 STEP = 4  # inputs: see panels.c
 MOST_CHUNK = 256  # inputs of a chain of sums: see panels.c

@@ -10,7 +10,7 @@ from torch import Tensor
 from quire.kernels.pack.matrix import QuantizedMatrix, dequantize
 from quire.kernels.quantize import ref as quantize
 from quire.kernels.quantize.rows import QuantizedRows
-from quire.quantization.scheme import product_words
+from quire.kernels.words import product_words
 
 ROWS = 1024  # of the weight that are dequantized at once; a multiple of 128
 

@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from quire.contracts.scheme import Scheme
 from quire.kernels import triton_runtime
 from quire.kernels.activation.triton import silu_mul
 from quire.kernels.linear import quantized_ref, scaled_few, scaled_hopper, scaled_many, scaled_some
@@ -25,7 +26,7 @@ from quire.kernels.norm.triton import rms_norm
 from quire.kernels.pack.matrix import QuantizedMatrix
 from quire.kernels.quantize.triton import FIXED, GROUP, TOKEN, quantize
 from quire.kernels.triton_runtime import INTERPRETED, missing
-from quire.quantization.scheme import Scheme, product_words
+from quire.kernels.words import product_words
 
 FEW_ROWS = 1
 RULES = {"group": GROUP, "token": TOKEN, "tensor": FIXED}

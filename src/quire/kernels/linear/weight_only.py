@@ -13,11 +13,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from quire.contracts.scheme import Scheme
 from quire.kernels.activation.triton import silu_mul
 from quire.kernels.linear import quantized_ref
 from quire.kernels.linear import weight_only_products as products
 from quire.kernels.pack.matrix import QuantizedMatrix
-from quire.quantization.scheme import Scheme, product_words
+from quire.kernels.words import product_words
 
 
 class WeightOnly(Protocol):

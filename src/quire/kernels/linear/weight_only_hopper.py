@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quire.contracts.scheme import Scheme
 from quire.kernels.linear import weight_only_words as words
 from quire.kernels.linear.weight_only import Packed, run, run_add, run_float, run_gated, way
 from quire.kernels.pack.matrix import QuantizedMatrix
-from quire.quantization.scheme import Scheme
 
 __all__ = ["pack", "pack_gated", "run", "run_add", "run_float", "run_gated", "way"]
 

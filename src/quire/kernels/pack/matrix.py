@@ -4,7 +4,7 @@ N: rows (outputs), K: columns (inputs).
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 
 import torch
 from torch import Tensor
@@ -137,3 +137,14 @@ def _spread(matrix: QuantizedMatrix, blocks: Tensor, start: int, end: int) -> Te
     if high > 1:
         spread = spread.repeat_interleave(high, 0)[: end - start]
     return spread.repeat_interleave(wide, 1)[:, : matrix.shape[1]] if wide else spread
+
+
+def moved(packed: object, device: torch.device) -> object:
+    """Return a packed weight with all its tensors on `device`, also those inside tuples and dataclasses."""
+    if isinstance(packed, tuple):
+        return tuple(moved(part, device) for part in packed)
+    if is_dataclass(packed) and not isinstance(packed, type):
+        own = {field.name: getattr(packed, field.name) for field in fields(packed) if field.init}
+        parts = {name: moved(part, device) for name, part in own.items()}
+        return packed if all(part is own[name] for name, part in parts.items()) else replace(packed, **parts)
+    return packed.to(device) if isinstance(packed, Tensor) and packed.device != device else packed

@@ -5,13 +5,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quire.contracts.scheme import Scheme
-from quire.kernels.pack.matrix import MIDDLE, QuantizedMatrix, Room, empty, torch_room
+from quire.kernels.pack.matrix import MIDDLE, QuantizedMatrix, Room, dequantize, empty, torch_room
 from quire.kernels.pack.words import join_nibbles
 
 SIDE, FP8_MAX, SMALLEST = 128, 448.0, 1e-10
 # Largest magnitude of a symmetric value. Unsigned integers reach one more below zero than above: a scale between both
 # halves the largest error of the positive side.
 MOST = {"e4m3": FP8_MAX, "int8": 127.0, "w4": 7.5, "w8": 127.5}
+ROWS = 1024  # of a matrix that are compared at once; a multiple of 128
 NUMBERS = 1 << 20  # of the weight that are quantized at once
 
 
@@ -41,6 +42,16 @@ def quantized(weight: Tensor, scheme: Scheme, room: Room = torch_room,
         if made.zero is not None and zero is not None:
             made.zero[at] = zero.squeeze(3).squeeze(1).to(torch.uint8)
     return made
+
+
+def relative_error(weight: Tensor, matrix: QuantizedMatrix) -> float:
+    """Return the norm of the change over the norm of the weight [N, K]; 0 for a weight of zeros."""
+    changed = whole = 0.0
+    for i in range(0, len(weight), ROWS):
+        part = weight[i : i + ROWS].float()
+        changed += float((dequantize(matrix, i, i + ROWS) - part).square().sum(dtype=torch.float64))
+        whole += float(part.square().sum(dtype=torch.float64))
+    return (changed / whole) ** 0.5 if whole else 0.0
 
 
 def _scales(blocks: Tensor, scheme: Scheme, scales: torch.dtype) -> tuple[Tensor, Tensor | None]:

@@ -30,7 +30,6 @@ from quire.contracts.errors import (
 from quire.contracts.output import RequestOutput
 from quire.contracts.prefix import Miss
 from quire.contracts.sampling import OutputKind, SamplingParams
-from quire.engine.mock_executor import mock_tokens
 from quire.entry import front_end
 from quire.entry.core_process import build
 from quire.entry.http import engine as module
@@ -41,6 +40,7 @@ from quire.observe.metrics import Metrics
 from quire.procs.core_client import CoreClient
 
 from ....support.core_thread import CoreThread
+from ....support.mock_tokens import mock_tokens
 
 PATIENCE = 60.0
 PROMPT = [5, 6, 7]

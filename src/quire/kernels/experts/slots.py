@@ -1,7 +1,6 @@
 """The slots of a layer's experts on all ranks, when hot experts have copies (EPLB; see `engine/eplb.py`).
 
-`engine.eplb.choose_copy` says which copy computes a row; this is the same choice on the device. A map is replaced in
-place, between two steps, so that recorded launches read the new one.
+A map is replaced in place, between two steps, so that recorded launches read the new one.
 """
 
 import torch
@@ -44,7 +43,9 @@ class ExpertSlots:
     def choose(self, ids: Tensor) -> Tensor:
         """Return the slot [T, k] int32 that computes each of the experts `ids` [T, k] of a replica's rows.
 
-        The ranks of a replica have the same rows and choose the same slots; no other rank chooses for them.
+        The ranks of a replica have the same rows and choose the same slots; no other rank chooses for them. Multiples
+        of the golden ratio, modulo 1, are spread evenly over [0, 1) for any run of consecutive rows, so the rows of
+        every rank are divided among all copies. Experts begin at different places.
         """
         rows = self._first_row + torch.arange(len(ids), device=ids.device, dtype=torch.int64)[:, None]
         experts = ids.long()

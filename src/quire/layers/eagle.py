@@ -1,0 +1,102 @@
+"""The layer of an EAGLE head, and its map of token ids."""
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from quire.config.checkpoint import ModelArgs
+from quire.contracts.errors import WeightsError
+from quire.distributed.vocabulary import VocabularySlice
+from quire.kernels.attention import KVView
+from quire.kernels.rope.rotary import Rotation
+from quire.layers.attention import Attention
+from quire.layers.context import Build, StepContext
+from quire.layers.linear import Linear
+from quire.layers.mlp import GatedMLP
+from quire.layers.norm import RMSNorm
+
+
+class EagleLayer(nn.Module):
+    """A layer that predicts the token after the next from the model's hidden states.
+
+    EAGLE      x = join(embedding, state); attention reads x, without a norm
+    EAGLE-3    state = join(states entering several layers of the model); attention reads (norm(embedding),
+               norm(state)), twice as wide, and its output is added to the state
+
+    In both the output is the next state.
+    """
+
+    def __init__(self, args: ModelArgs, layer: int, build: Build) -> None:
+        super().__init__()
+        assert args.eagle is not None
+        at, self.eagle = f"layers.{layer}", args.eagle
+        self.join = Linear(f"{at}.join", build)
+        self.attention = Attention(args, f"{at}.attention", build)
+        self.mlp_norm = RMSNorm(f"{at}.mlp_norm", args.norm_eps, build)
+        self.mlp = GatedMLP(f"{at}.mlp", build)
+        self.token_norm: RMSNorm | None = None
+        if args.eagle.method == "eagle3":
+            self.token_norm = RMSNorm(f"{at}.token_norm", args.norm_eps, build)
+            self.state_norm = RMSNorm(f"{at}.state_norm", args.norm_eps, build)
+        self._seen: list[Tensor | None] = []
+
+    def forward(self, tokens: Tensor, states: Tensor, rotation: Rotation, ctx: StepContext, kv: KVView) -> Tensor:
+        """Run the layer on embeddings and the states of the tokens before, both [T, hidden] -> [T, hidden].
+
+        It may reuse the memory of `states`.
+        """
+        if self.token_norm is None:
+            joined = residual = self.join(torch.cat((tokens, states), -1))
+        else:
+            normed = self.state_norm(states)
+            joined = torch.cat((self.token_norm(tokens), normed), -1)
+            residual = normed if self.eagle.norm_residual else states
+        hidden = self.attention.attend(self.attention.qkv(joined), residual, rotation, ctx, kv)
+        return self.mlp(hidden, self.mlp_norm, ctx)
+
+    def watch(self, layers: Sequence[nn.Module]) -> None:
+        """Keep the inputs of the layers of the model that the head reads, in each step, until `joined`."""
+        reads = self.eagle.reads(len(layers))
+        self._seen = [None] * len(reads)
+        for place, layer in enumerate(reads):
+            layers[layer].register_forward_pre_hook(partial(self._keep, place))
+
+    def joined(self) -> Tensor:
+        """Return the states [T, hidden] of the step's tokens, of an EAGLE-3 head."""
+        seen = [state for state in self._seen if state is not None]
+        self._seen = [None] * len(seen)
+        states: Tensor = self.join(torch.cat(seen, -1))
+        return states
+
+    def _keep(self, place: int, module: nn.Module, given: tuple[Tensor, ...]) -> None:
+        self._seen[place] = given[0].clone()  # the layer may write over it
+
+
+class DraftIds(nn.Module):
+    """Token ids of the model for the ids of a head with a smaller vocabulary: id i stands for i + offsets[i]."""
+
+    def __init__(self, at: str, vocab_size: int, build: Build) -> None:
+        super().__init__()
+        self.at, self.device, self._vocab_size = at, build.device, vocab_size
+
+    def take(self, tensors: dict[str, Tensor], place: int) -> None:
+        """Invert the map: `self.sources` [V] has the head's id of each id of the model, or one behind the last."""
+        offsets = tensors["offsets"].round().long().to(self.device)
+        ids = torch.arange(len(offsets), device=self.device)
+        targets = ids + offsets
+        if not 0 <= int(targets.min()) <= int(targets.max()) < self._vocab_size:
+            raise WeightsError(f"d2t of the EAGLE head maps to ids outside of the {self._vocab_size} of the model: use "
+                               "a head that was made for this model.")
+        self.sources = torch.full((self._vocab_size,), len(offsets), device=self.device)
+        self.sources[targets] = ids
+
+    def spread(self, logits: Tensor, own: VocabularySlice | None) -> Tensor:
+        """Return logits [D, V] of the model's ids, or of a rank's slice `own`, from those [D, .] of all of the head's.
+
+        Ids that the head does not know get -inf.
+        """
+        sources = self.sources if own is None else self.sources[own.first : own.first + own.count]
+        return F.pad(logits, (0, 1), value=float("-inf")).index_select(1, sources)

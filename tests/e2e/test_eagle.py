@@ -1,0 +1,196 @@
+"""Drafts by EAGLE heads: logits are those of the formulas, answers plain decoding's, for both published forms."""
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from quire import LLM, SamplingParams
+from quire.config.bundled import bundled_model
+from quire.contracts.errors import ConfigError, UserError, WeightsError
+
+from ..support import eagle
+from .test_drafts import COLD, LONG, OPTIONS, REQUESTS, WARM, Truth, answers, check, params
+from .test_prediction import drafter_of
+
+HEADS = [("eagle", {}), ("eagle3", {}), ("eagle3", {"library": True}),
+         ("eagle3", {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 4, 5]}, "norm_before_residual": True}),
+         ("eagle3", {"norm_before_residual": False, "known": eagle.VOCAB})]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model whose next token most often depends on its last token alone."""
+    return eagle.model(tmp_path_factory.mktemp("target"), bundled_model(), 0.04)
+
+
+@pytest.fixture
+def drafting(target: Path, tmp_path: Path) -> Iterator[Callable[..., LLM]]:
+    """Makes engines that draft with a head of these tensors."""
+    made: list[LLM] = []
+
+    def make(kind: str, own: dict[str, Tensor], keys: Any = None, more: Any = None, **options: Any) -> LLM:
+        head = eagle.write(tmp_path / f"head{len(made)}", kind, own, **(keys or {}))
+        given = {"method": kind, "model": str(head), "num_speculative_tokens": 3} | (more or {})
+        made.append(LLM(str(target), **OPTIONS | options, speculative_config=given))
+        return made[-1]
+
+    yield make
+    for llm in made:
+        llm.close()
+
+
+@pytest.mark.parametrize(("kind", "keys"), HEADS)
+def test_logits_of_drafts_are_those_of_the_formula(kind: str, keys: dict[str, Any], target: Path,
+                                                   drafting: Callable[..., LLM]) -> None:  # fmt: skip
+    """After chunks, after runs of which all, some or no drafts were accepted, and after steps without drafts."""
+    keys = dict(keys)
+    own = eagle.tensors(kind, keys.pop("known", eagle.KNOWN), 1)
+    alone = {"num_speculative_tokens_per_batch_size": [[1, 1, 3], [2, 9, 0]]}
+    llm = drafting(kind, own, keys, alone, max_num_batched_tokens=12, enable_prefix_caching=False)
+    runs, drafter = list[list[tuple[int, Tensor]]](), drafter_of(llm)
+    draft = drafter.draft
+    llm.engine.worker.programs.drafter.draft = lambda *given: (runs.append([]), draft(*given))  # type: ignore
+    drafter.on_logits = lambda slots, places, logits: runs[-1].extend(zip(places.tolist(), logits.clone(), strict=True))
+    prompts = [[(7 * i * i + 3) % 300 for i in range(29)], [5, 9, 14]]
+    asked = [SamplingParams(max_tokens=count, temperature=0.0, ignore_eos=True, detokenize=False) for count in (30, 12)]
+    outputs = llm.generate(prompts, asked, use_tqdm=False)
+    text = [*outputs[0].prompt_token_ids, *outputs[0].outputs[0].token_ids]
+    layers = tuple(keys.get("eagle_config", {}).get("eagle_aux_hidden_state_layer_ids", (2, 3, 3)))
+    oracle = eagle.Oracle(target, kind, own, layers, keys.get("norm_before_residual", "library" in keys))
+    states, made = oracle.states(text), [run for run in runs if run]
+    for run in made:
+        first = run[0][0]
+        expected = oracle.drafts(text[:first], states[:first], len(run))
+        torch.testing.assert_close(torch.stack([logits for _, logits in run]), expected, atol=1e-4, rtol=1e-4)
+    assert len(made) > 5 and made[-1][-1][0] > 50 and len(runs) - len(made) > 8, "with and without drafts"
+
+
+@pytest.mark.parametrize("kind", ["eagle", "eagle3"])
+def test_a_head_that_knows_the_model_is_always_right(kind: str, tmp_path: Path) -> None:
+    """After chunks, behind reused prefixes and after steps without drafts; EAGLE-3 with noise, too."""
+    target = eagle.model(tmp_path / "target", bundled_model(), 0.0)
+    head = eagle.write(tmp_path / "head", kind, eagle.knowing(kind, target))
+    ranges = [[1, 1, 3], [2, 2, 1], [3, 9, 0]]
+    given = {"method": kind, "model": str(head), "num_speculative_tokens": 3,
+             "num_speculative_tokens_per_batch_size": ranges}  # fmt: skip
+    with LLM(str(target), **OPTIONS, max_num_batched_tokens=24, speculative_config=given) as llm:
+        asked = [params(COLD | {"max_tokens": count}) for count in (10, 60, 30)]
+        llm.generate([LONG, LONG + " The", "Return the"], asked, use_tqdm=False)
+        warm = params((WARM if kind == "eagle3" else COLD) | {"max_tokens": 20})
+        outputs = llm.generate([LONG + " The", "Return"], [asked[0], warm], use_tqdm=False)
+        runs, drafts, *accepted = llm.engine.core.scheduler.drafts.totals
+    assert drafts == sum(accepted) > 40 and accepted[2] > 8 and runs > accepted[1] and outputs[0].num_cached_tokens > 30
+
+
+@pytest.fixture(scope="module")
+def truth() -> Truth:
+    """Plain decoding of the bundled model."""
+    return Truth()
+
+
+@pytest.mark.parametrize(("kind", "depth"), [("eagle", 1), ("eagle3", 2), pytest.param(
+    "eagle", 2, marks=pytest.mark.full), pytest.param("eagle3", 1, marks=pytest.mark.full)])  # fmt: skip
+def test_answers_are_those_of_plain_decoding(kind: str, depth: int, truth: Truth, tmp_path: Path) -> None:
+    own, keys = eagle.fitted(kind, bundled_model(), [text for text in truth.texts.values() if len(text) > 8])
+    given = {"method": kind, "model": str(eagle.write(tmp_path, kind, own, **keys)), "num_speculative_tokens": 2}
+    llm = LLM(**OPTIONS, async_depth=depth, max_num_batched_tokens=24, num_gpu_blocks_override=24,
+              speculative_config=given)  # fmt: skip
+    check(answers(llm, REQUESTS), truth.answers)
+    core = llm.engine.core
+    core.check()
+    runs, drafts, *accepted = core.scheduler.drafts.totals
+    llm.close()
+    assert runs > 50 and accepted == sorted(accepted, reverse=True) and core.scheduler.num_preempted > 0
+    assert 0.2 * drafts <= sum(accepted) <= 0.9 * drafts, "a run of a drafter that guesses right and wrong"
+
+
+def test_a_speculators_repository_is_served_with_its_model(tmp_path: Path) -> None:
+    target = eagle.model(tmp_path / "target", bundled_model(), 0.0, qwen=True)
+    own = eagle.knowing("eagle3", target, eagle.KNOWN)
+    head = eagle.write(tmp_path / "head", "eagle3", own, library=True, verifier=str(target), norm_before_residual=False)
+    with LLM(str(head), **OPTIONS | {"max_model_len": 2100}) as llm:
+        assert any("trained for 2048 positions, and the engine has 2100" in note for note in llm.engine.notes)
+        output = llm.generate(LONG, params(COLD), use_tqdm=False)[0].outputs[0]
+        assert str(llm.engine.folder) == str(target) and llm.engine.core.facts.num_drafts == 3
+        assert output.drafts[0] > 20
+        plan = json.loads(llm.engine.core.facts.plans["engine"])
+    assert plan["speculation"]["drafter"] == f"eagle3 {head}, 3 drafts per request"
+    assert plan["speculation"]["weights"] > 900_000 and plan["speculation"]["cache"] == 512
+    assert plan["memory"]["draft_layers"] == 1 and plan["memory"]["draft_components"][0][1:3] == [2, 32]
+    (head / "config.json").write_text(json.dumps(json.loads((head / "config.json").read_text()) | {
+        "speculators_config": {"verifier": {"name_or_path": str(target)}}}))
+    with pytest.raises(ConfigError, match="names no verifier or no speculative_tokens: serve the model of the head"):
+        LLM(str(head), **OPTIONS)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("kind", "known"), [("eagle", 0), ("eagle3", eagle.VOCAB), ("eagle3", eagle.KNOWN)])
+def test_ranks_draft_alike(kind: str, known: int, tmp_path: Path) -> None:
+    """Each rank has its heads of the head's attention, and its part of both vocabularies."""
+    target = eagle.model(tmp_path / "target", bundled_model(), 0.0)
+    head = eagle.write(tmp_path / "head", kind, eagle.knowing(kind, target, known))
+    given, found = DRAFT | {"method": kind, "model": str(head)}, list[Any]()
+    for size in (1, 2):
+        with LLM(str(target), **OPTIONS, tensor_parallel_size=size, speculative_config=given) as llm:
+            outputs = llm.generate([LONG, "Return"], [params(COLD), params(WARM)], use_tqdm=False)
+            found.append([(output.outputs[0].token_ids, output.outputs[0].drafts) for output in outputs])
+    assert found[0] == found[1] and sum(found[0][0][1][1:]) > 10
+
+
+DRAFT = {"num_speculative_tokens": 2}
+REFUSED: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any], str]] = [
+    ({}, {"method": "eagle"}, {}, "this is a head of method eagle3, which drafts for another model: serve that model"),
+    ({}, {"method": "draft_model"}, {}, "this is a head of method eagle3"),
+    ({}, {"method": "eagle3", "model": None}, {}, "method eagle3 needs a model: give the key model"),
+    ({}, {}, {"max_model_len": 8192}, "max_model_len=8192 exceeds the model's context of 4096"),
+    ({}, {}, {"enable_cache_blend": True}, "needs the states of all tokens, which enable_cache_blend does not compute"),
+    ({"vocab_size": 9000}, {}, {}, "has 9000 token ids and the model has 8192: use a draft model with the model's"),
+    ({"hidden_size": 128, "head_dim": 64}, {}, {}, "reads states of 128 numbers and the model's have 64: use the head"),
+    ({"target_hidden_size": 32}, {}, {}, "target_hidden_size=32 of an EAGLE head is not implemented: use one with 64"),
+    ({"eagle_aux_hidden_state_layer_ids": [1, 3, 6]}, {}, {}, "reads the states before layer 6, and the model has the"),
+    ({"eagle_aux_hidden_state_layer_ids": "all"}, {}, {}, "must be a list of layer numbers"),
+    ({"num_hidden_layers": 2}, {}, {}, "num_hidden_layers=2 of an EAGLE head is not implemented: use one with 1"),
+    ({"model_type": "qwen3"}, {}, {}, "model_type='qwen3' of an EAGLE head is not implemented: use one with"),
+    ({"norm_before_fc": True}, {}, {}, "norm_before_fc=True of an EAGLE head is not implemented"),
+    ({"eagle_config": {"use_aux_hidden_state": False}}, {}, {}, "use_aux_hidden_state=False of an EAGLE head"),
+    ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, {}, {}, "has rope type dynamic, which is not implemented"),
+    ({"sliding_window": 4096}, {}, {}, "sliding window attention is not implemented"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("keys", "given", "options", "words"), REFUSED)
+def test_what_cannot_be_is_refused_in_a_line(keys: dict[str, Any], given: dict[str, Any], options: dict[str, Any],
+                                             words: str, target: Path, tmp_path: Path) -> None:  # fmt: skip
+    head = eagle.write(tmp_path, "eagle3", eagle.tensors("eagle3", eagle.KNOWN, 0), **keys)
+    given = DRAFT | {"method": "eagle3", "model": str(head)} | given
+    with pytest.raises(UserError) as caught:
+        LLM(str(target), **OPTIONS | options, speculative_config=given)
+    assert words in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("lost", "words"), [("d2t", "lacks d2t"), ("lm_head.weight", "lacks lm_head.weight"),
+                                             ("fc.weight", "lacks fc.weight")])  # fmt: skip
+def test_a_head_without_all_its_tensors_is_refused_in_a_line(lost: str, words: str, target: Path,
+                                                             tmp_path: Path) -> None:  # fmt: skip
+    own = eagle.tensors("eagle3", eagle.KNOWN, 0)
+    del own[lost]
+    given = DRAFT | {"method": "eagle3", "model": str(eagle.write(tmp_path, "eagle3", own))}
+    with pytest.raises(WeightsError, match=words) as caught:
+        LLM(str(target), **OPTIONS, speculative_config=given)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_map_to_ids_that_the_model_lacks_and_pickles_are_refused(target: Path, tmp_path: Path) -> None:
+    own = eagle.tensors("eagle3", eagle.KNOWN, 0)
+    own["d2t"] += 9000
+    given = DRAFT | {"method": "eagle3", "model": str(eagle.write(tmp_path, "eagle3", own))}
+    with pytest.raises(WeightsError, match="d2t of the EAGLE head maps to ids outside of the 8192 of the model"):
+        LLM(str(target), **OPTIONS, speculative_config=given)
+    (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
+    with pytest.raises(WeightsError, match="of an EAGLE head, safetensors.torch.save_file"):
+        LLM(str(target), **OPTIONS, speculative_config=given)
