@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from process_time import cpu_seconds
 from quire.config.bundled import bundled_model
 from quire.config.engine import EngineConfig
 from quire.contracts.errors import EngineDead
@@ -30,7 +31,6 @@ from quire.engine.mock_core import build_mock_core
 from quire.entry.cli.table import format_table
 from quire.entry.front_end import FrontEnd
 from quire.entry.prompts import Prompt
-from quire.observe.process import read_usage
 from quire.text.load import load_text
 
 PROMPT = "The cat sat on the mat and looked at the rain. " * 4
@@ -189,10 +189,10 @@ def _drive(server: Server, *, streams: int, repeat: int, num_tokens: int) -> dic
 
 
 def _cpu_seconds(server: Server) -> float:
-    usage = read_usage(server.pid)
-    if usage is None:
+    used = cpu_seconds(server.pid)
+    if used is None:
         raise EngineDead("processor time of another process is known only where there is /proc.")
-    return usage.cpu_seconds
+    return used
 
 
 def _ms(seconds: float) -> float:

@@ -13,7 +13,7 @@ import sys
 from time import perf_counter
 from typing import Any
 
-from quire.observe.process import read_usage
+from process_time import cpu_seconds
 
 GOOD, EVENT, END = b"HTTP/1.1 200", b"\ndata: ", b"0\r\n\r\n"
 USAGE = re.compile(rb'"completion_tokens": ?(\d+)')
@@ -113,10 +113,10 @@ def drive(task: dict[str, Any]) -> dict[str, Any]:
 
 def _standing(pid: int, streams: list[Stream]) -> tuple[float, int]:
     """(CPU seconds of a process so far, events so far)."""
-    usage = read_usage(pid)
-    if usage is None:
+    used = cpu_seconds(pid)
+    if used is None:
         raise OSError("processor time of another process is known only where there is /proc, while it runs")
-    return usage.cpu_seconds, sum(stream.num_events for stream in streams)
+    return used, sum(stream.num_events for stream in streams)
 
 
 def main() -> None:

@@ -25,7 +25,7 @@ from typing import Any
 
 import aiohttp
 
-from quire.observe.process import read_usage
+from process_time import cpu_seconds
 
 WORDS = "the cat sat on a mat and looked at the rain while seven small birds sang in the old tree".split()
 BACKEND = """
@@ -97,12 +97,12 @@ async def overhead(args: argparse.Namespace) -> None:
                 return count
 
             for url in (f"http://127.0.0.1:{back}", f"http://127.0.0.1:{front}"):
-                before, began = read_usage(router.pid), time.perf_counter()
+                before, began = cpu_seconds(router.pid), time.perf_counter()
                 counts = await asyncio.gather(*(stream(url) for _ in range(args.streams)))
-                took, after = time.perf_counter() - began, read_usage(router.pid)
+                took, after = time.perf_counter() - began, cpu_seconds(router.pid)
                 assert before is not None and after is not None and set(counts) == {args.events}
                 if url.endswith(str(front)):
-                    used = after.cpu_seconds - before.cpu_seconds
+                    used = after - before
                     print(f"{sum(counts)} events in {took:.2f} s: {used / sum(counts) * 1e6:.1f} us of the router's "
                           "processor time per event")
                 else:

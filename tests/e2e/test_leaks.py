@@ -19,7 +19,7 @@ from quire.contracts.sampling import OutputKind, SamplingParams
 from quire.entry.http.engine import ServedEngine
 from quire.entry.prompts import Prompt
 from quire.observe.metrics import Metrics
-from quire.observe.process import read_usage
+from quire.observe.process import resident_bytes
 
 AT_ONCE = 100
 PATIENCE = 600.0
@@ -100,8 +100,8 @@ def test_nothing_is_left_of_thousands_of_requests(full: bool, monkeypatch: pytes
             await engine.wait_idle()
             assert await engine.control("check") is True  # all blocks and slots of the core are free
             gc.collect()
-            usages = [read_usage(pid) for pid in (os.getpid(), core.pid)]
-            memory.append(tuple(0 if u is None else u.resident_bytes for u in usages))  # type: ignore[arg-type]
+            usages = [resident_bytes(pid) for pid in (os.getpid(), core.pid)]
+            memory.append(tuple(used or 0 for used in usages))  # type: ignore[arg-type]
         assert engine.front is not None and len(engine.front) == 0 and engine.num_live == 0
         assert not engine._queued and not engine._live and not engine._replies
         assert (len(asyncio.all_tasks()), threading.active_count()) == (tasks, threads)
