@@ -10,7 +10,7 @@ import torch
 from quire import LLM, SamplingParams
 from quire.contracts.step import Tier
 from quire.engine.replicas import flush
-from quire.kvstore.page_copies import InlineCopies
+from quire.kernels.page_copies import InlineCopies
 from quire.procs.kv_faults import FAULTS
 
 SMALL = {"dtype": "float32", "num_gpu_blocks_override": 14, "max_model_len": 192, "max_num_seqs": 3, "block_size": 16}

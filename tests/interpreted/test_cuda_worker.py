@@ -37,7 +37,7 @@ if not triton_runtime.INTERPRETED:
 from quire.kernels.ngram import triton as ngram
 from quire.kernels.step import triton
 from quire.procs.wire import Messages
-from quire.spec.ngram import NgramDrafter
+from quire.spec.drafter import NgramDrafter
 from quire.worker.device_state import Limits
 from quire.worker.graphs import Graphs
 from quire.worker.recorder import Key

@@ -1,6 +1,6 @@
 """Copy jobs of a rank: runs those of each step, and reports those that have ended.
 
-    device <-> host   `page_copies.py`: at once on a CPU, on streams beside the steps on a GPU
+    device <-> host   `kernels/page_copies.py`: at once on a CPU, on streams beside the steps on a GPU
     host <-> disk     `files.py`, in threads of each direction
     peers -> host     a `PageSource`, in a thread
 
@@ -24,9 +24,9 @@ import torch
 from quire.contracts.errors import ConfigError
 from quire.contracts.step import CopyJob, FinishedCopy, Tier
 from quire.kernels.native import memory
+from quire.kernels.page_copies import InlineCopies, PageCopies, StreamCopies, pin
 from quire.kvstore.arena import KVArena
 from quire.kvstore.files import BlockFiles, FileThread
-from quire.kvstore.page_copies import InlineCopies, PageCopies, StreamCopies, pin
 from quire.kvstore.shards import Shard
 
 LOG = logging.getLogger("quire")

@@ -1,4 +1,4 @@
-"""The interface of drafters, and the choice of one."""
+"""The interface of drafters, the n-gram drafter, and the choice of a drafter."""
 
 import importlib
 from types import ModuleType
@@ -22,6 +22,7 @@ class Drafter(Protocol):
 
     def admit(self, admitted: tuple[Admission, ...]) -> Changes:
         """Return the table changes to write before the step that admits these requests."""
+        return []
 
     def draft(self, step: StepWords, tables: Tables, seqs: int, count: int) -> None:
         """Launch the drafts of a step's decodes. The runner calls this before `build_inputs`, in every step.
@@ -39,6 +40,21 @@ class Drafter(Protocol):
         buffers   inputs of the step; `hidden` [T, hidden] is the output of the layers for them, before the final norm
         decode    True: all sequences are decodes
         """
+
+
+class NgramDrafter(Drafter):
+    """Guesses that a text goes on as it did where its last tokens came before. It has no weights and no state.
+
+    operations          an implementation of `quire.kernels.ngram`
+    shortest, longest   numbers of tokens that must occur before
+    """
+
+    def __init__(self, operations: ModuleType, shortest: int, longest: int) -> None:
+        self._operations, self._shortest, self._longest = operations, shortest, longest
+
+    def draft(self, step: StepWords, tables: Tables, seqs: int, count: int) -> None:
+        if count:
+            self._operations.propose(step, tables, self._shortest, self._longest)
 
 
 def make_drafter(speculation: Speculation | None, implementation: str, *, model: Model, kv: list[KVView],
@@ -62,7 +78,5 @@ def make_drafter(speculation: Speculation | None, implementation: str, *, model:
             passes = HeadPass(model, draft, own)
         return LayerDrafter(passes, model.dtype, operations, tables, sampling=sampling, most=speculation.num_drafts,
                             exact=implementation == "ref")  # fmt: skip
-    from quire.spec.ngram import NgramDrafter
-
     ngram = importlib.import_module(f"quire.kernels.ngram.{implementation}")
     return NgramDrafter(ngram, speculation.shortest, speculation.longest)

@@ -11,10 +11,10 @@ from quire.distributed.mesh import ALONE, RankGroups
 from quire.kernels.attention import KVView
 from quire.kernels.sampling import SamplerOperations
 from quire.kernels.select import Choice, KernelNeeds, select
+from quire.kernels.step.synthetic import SyntheticAcceptance
 from quire.layers.moe import MoE
 from quire.layers.stack import Model
 from quire.spec.drafter import Drafter, make_drafter
-from quire.spec.synthetic import SyntheticAcceptance
 from quire.worker.balancing import RankBalancing
 from quire.worker.device_state import DeviceState, Limits
 from quire.worker.features import StepFeature

@@ -11,13 +11,13 @@ import torch
 
 from quire.contracts.blocks import KVComponent, KVGeometry, KVGroup
 from quire.contracts.step import CopyJob, FinishedCopy, Tier
+from quire.kernels import page_copies
 from quire.kernels.native import memory
+from quire.kernels.page_copies import StreamCopies
 from quire.kvstore import mover as module
-from quire.kvstore import page_copies
 from quire.kvstore.arena import KVArena
 from quire.kvstore.files import BlockFiles
 from quire.kvstore.mover import BlockMover
-from quire.kvstore.page_copies import StreamCopies
 from quire.kvstore.shards import PageFiles, Range, Shard
 
 from ...support.fake_streams import FakeStream, fake_streams

@@ -9,8 +9,8 @@ from quire.config.serve import ServerConfig
 from quire.contracts.errors import EngineStarting, QueueTimeout, shown
 from quire.entry.http.engine import ServedEngine
 from quire.entry.http.errors import HttpError
+from quire.entry.http.freed_memory import FreedMemory
 from quire.entry.http.openai.responses_store import ResponseStore
-from quire.observe.memory import FreedMemory
 from quire.observe.metrics import Metrics
 from quire.procs.messages import Ready
 from quire.text.load import TextSide
