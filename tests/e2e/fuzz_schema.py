@@ -83,6 +83,8 @@ class Maker:
         return made
 
     def _array(self, schema: dict[str, Any], depth: int) -> Any:
+        if "prefixItems" in schema:
+            return [self.make(kind, depth + 1) for kind in schema["prefixItems"]]
         low = schema.get("minItems", 0)
         most = min(schema.get("maxItems", low + 3), low + self._rng.choice((0, 1, 1, 3)) if depth < DEPTH else low)
         return [self.make(schema.get("items", {}), depth + 1) for _ in range(self._rng.randint(low, max(low, most)))]

@@ -144,8 +144,8 @@ def taking(inside: Inside, patch: pytest.MonkeyPatch) -> None:
 def admitting(inside: Inside, patch: pytest.MonkeyPatch) -> None:
     enter = inside.core.scheduler.admitter._enter
 
-    def broken(request: Any, match: Any, room: int) -> Any:
-        admission = enter(request, match, room)
+    def broken(request: Any, *given: Any) -> Any:
+        admission = enter(request, *given)
         if is_bad(request):
             raise Planted  # with a slot and blocks
         return admission

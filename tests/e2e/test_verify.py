@@ -116,7 +116,7 @@ def planted(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Report]:
         with monkeypatch.context() as patch:
             patch.setattr(quire.assemble.cpu, "load_weights", loaded)
             read = obtain.read_checkpoint_config
-            patch.setattr(obtain, "read_checkpoint_config", lambda folder: config(read(folder)))
+            patch.setattr(obtain, "read_checkpoint_config", lambda *given: config(read(*given)))
             return verify(str(folder), CONFIG, reference=peer_of(folder))
 
     return run
