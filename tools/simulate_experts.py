@@ -59,12 +59,17 @@ def counted(ids: Array, num_experts: int) -> Array:
     return np.stack([np.bincount(layer.ravel(), minlength=num_experts) for layer in ids])
 
 
+def choose(experts: ExpertMap, layer: int, ids: Array) -> Array:
+    """Slots [T, k] of the experts `ids` [T, k] of consecutive rows."""
+    slots = ExpertSlots(torch.from_numpy(experts.slots[layer]), torch.from_numpy(experts.counts[layer]))
+    return slots.choose(torch.from_numpy(ids)).numpy()
+
+
 def in_a_step(experts: ExpertMap, ids: Array) -> float:
     """Tokens of the busiest rank over the mean, in the mean over layers, if these rows are a step."""
     ratios = []
     for layer, routed in enumerate(ids):
-        slots = ExpertSlots(torch.from_numpy(experts.slots[layer]), torch.from_numpy(experts.counts[layer]))
-        chosen = slots.choose(torch.from_numpy(routed)).numpy().ravel()
+        chosen = choose(experts, layer, routed).ravel()
         tokens = np.bincount(chosen // experts.each, minlength=experts.ranks)
         ratios.append(tokens.max() / tokens.mean())
     return float(np.mean(ratios))
@@ -169,7 +174,7 @@ def crossing(experts: ExpertMap, ids: Array) -> tuple[float, float, float]:
     line = np.arange(ids.shape[1])
     own = line * experts.ranks // len(line)
     for layer, routed in enumerate(ids):
-        to = experts.choose(layer, routed) // experts.each
+        to = choose(experts, layer, routed) // experts.each
         for place, ranks in enumerate((1, NODE)):
             hit = np.zeros((len(line), experts.ranks // ranks), bool)
             np.put_along_axis(hit, to // ranks, True, axis=1)
