@@ -254,7 +254,7 @@ class Finisher:
             if rows is None or request.state is FINISHED:
                 continue
             try:
-                new = rows.part(slice(request.prompt_scored - start, request.num_prompt - 1 - start))
+                new = self._new_rows(request, rows, start)
             except Exception:
                 self._roster.fail(request)
                 continue
@@ -262,6 +262,10 @@ class Finisher:
                 scored[request.new.handle] = new
                 request.prompt_scored += len(new.ranks)
         return scored
+
+    @staticmethod
+    def _new_rows(request: Request, rows: RowLogprobs, start: int) -> RowLogprobs:
+        return rows.part(slice(request.prompt_scored - start, request.num_prompt - 1 - start))
 
     @staticmethod
     def _logprobs(rows: ResultRows, result: StepResult) -> dict[int, RowLogprobs]:
