@@ -81,6 +81,8 @@ def resolve_speculators(config: EngineConfig, folder: Path) -> EngineConfig:
         name, (first, *_) = library["verifier"]["name_or_path"], library["proposal_methods"]
         given = {"method": raw["speculators_model_type"], "model": config.model.model,
                  "num_speculative_tokens": first["speculative_tokens"]}  # fmt: skip
+        if not (name and isinstance(name, str)):  # None would be the bundled model
+            raise TypeError
     except (KeyError, TypeError, ValueError):
         raise ConfigError(f"{folder / 'config.json'}: speculators_config names no verifier or no speculative_tokens: "
                           "serve the model of the head, with --speculative-config.") from None

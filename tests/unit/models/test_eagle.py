@@ -1,13 +1,16 @@
 """Published EAGLE heads: their config.json in both forms gives the names and shapes of their tensors."""
 
+import json
 from math import prod
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from quire.config.checkpoint import parse_checkpoint_config
-from quire.contracts.errors import UnsupportedModel
-from quire.models.drafts import with_spelling
+from quire.config.engine import EngineConfig
+from quire.contracts.errors import ConfigError, UnsupportedModel
+from quire.models.drafts import resolve_speculators, with_spelling
 from quire.models.layout import layout
 
 LLAMA: dict[str, Any] = {  # yuhuili/EAGLE3-LLaMA3.1-Instruct-8B
@@ -74,3 +77,11 @@ def test_eagle_heads() -> None:
 def test_a_head_is_not_a_model_nor_another_head(raw: dict[str, Any], method: str) -> None:
     with pytest.raises(UnsupportedModel, match="this is a head of method (eagle3|dflash), which drafts for another"):
         parse_checkpoint_config(raw, head=method)
+
+
+@pytest.mark.parametrize("name", [None, "", 5])
+def test_a_head_that_names_no_model_is_not_served_with_the_bundled_one(name: Any, tmp_path: Path) -> None:
+    library = QWEN["speculators_config"] | {"verifier": {"name_or_path": name}}
+    (tmp_path / "config.json").write_text(json.dumps(QWEN | {"speculators_config": library}))
+    with pytest.raises(ConfigError, match="speculators_config names no verifier"):
+        resolve_speculators(EngineConfig(), tmp_path)
