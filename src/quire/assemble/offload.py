@@ -104,7 +104,8 @@ def make_mover(plan: EnginePlan, memory: MemoryPlan, arena: KVArena) -> BlockMov
                            most_bytes=offload.folder_bytes // plan.mesh.parallel.replica,
                            system=FaultyFiles(faults) if faults else FileSystem())
     sharing, rank, peers = offload.sharing, plan.mesh.rank, None
-    shard = Shard(geometry=memory.geometry, layer=rank.layers[0], head=rank.kv_heads[0])
+    shard = Shard(geometry=memory.geometry, layer=rank.layers[0], head=rank.kv_heads[0],
+                  draft_head=plan.draft.mesh.rank.kv_heads[0] if plan.draft else 0)
     if sharing.peers:
         peers = PeerPages(sharing.peers, cluster_key()[0], _namespace(plan, times=False), shard)
     return BlockMover(arena, memory.host_blocks, files, peers=peers, shared=shard if sharing.place else None)

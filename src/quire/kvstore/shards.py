@@ -23,7 +23,7 @@ class Shard(msgspec.Struct, frozen=True, kw_only=True):
 
     geometry   layout of its pages
     layer      number in the model of its first layer
-    head       number in the model of its first KV head
+    head       number in the model of its first KV head;  draft_head  in the draft model or EAGLE head
     file       path of its host memory [num_pages, page_bytes], for processes of this host; "": it is not shared
     token      first bytes of that memory, by which the right file is known
     """
@@ -31,6 +31,7 @@ class Shard(msgspec.Struct, frozen=True, kw_only=True):
     geometry: KVGeometry
     layer: int = 0
     head: int = 0
+    draft_head: int = 0
     file: str = ""
     token: bytes = b""
 
@@ -69,7 +70,7 @@ def cut(mine: Shard, theirs: tuple[Shard, ...]) -> tuple[Range, ...]:
     Raises ConfigError if there are none.
     """
     for rank, shard in enumerate(theirs):
-        if (shard.geometry, shard.layer, shard.head) == (mine.geometry, mine.layer, mine.head):
+        if msgspec.structs.replace(shard, file=mine.file, token=mine.token) == mine:
             return (Range(rank, 0, mine.geometry.page_bytes, 0),)
     cuts = [_joined(_ranges(mine, theirs, index)) for index in range(len(mine.geometry.groups))]
     if any(one != cuts[0] for one in cuts):
@@ -123,7 +124,7 @@ def _pieces(shard: Shard, group: KVGroup) -> Iterator[_Piece]:
     geometry, places = shard.geometry, place_layers(shard.geometry)
     for layer in group.layers:
         own = group.of(layer)
-        first = shard.head if own == group.components else 0
+        first = shard.head if own is group.components else shard.draft_head
         for part, start in zip(own, places[layer], strict=True):
             size = geometry.block_size * part.head_dim * part.item_bytes
             yield _Piece((shard.layer + layer, part.name), first, first + part.num_heads, start, size)

@@ -131,3 +131,21 @@ def test_shared_memory_ends_with_its_tensor() -> None:
     assert not tensor.any() and os.path.exists(file)
     del tensor
     assert not os.path.exists(file)
+
+
+def test_heads_of_drafts_are_found_by_their_own_numbers() -> None:
+    """An EAGLE head has other KV heads than its model: 4 beside 8, on 2 ranks and on 8, of which two have the same."""
+
+    def shard(heads: int, head: int, drafts: int, draft_head: int) -> Shard:
+        own, other = (tuple(KVComponent(name, count, dim, "float32", 4) for name in "kv")
+                      for count, dim in ((heads, 16), (drafts, 32)))  # fmt: skip
+        group = KVGroup(layers=(0, 1), components=own, drafts=other, num_drafts=1)
+        return Shard(geometry=KVGeometry(block_size=16, groups=(group,)), head=head, draft_head=draft_head)
+
+    two = tuple(shard(4, 4 * rank, 2, 2 * rank) for rank in range(2))
+    for rank in range(8):
+        *_, key, value = cut(shard(1, rank, 1, rank // 2), two)
+        assert (key.rank, key.start) == (rank // 4, 8192 + 2048 * (rank // 2 % 2)), "behind 2 x 4 heads of the model"
+        assert (value.rank, value.start) == (rank // 4, 12288 + 2048 * (rank // 2 % 2))
+    few = tuple(shard(1, 0, 1, rank) for rank in range(2))  # the model has 1 head, which both ranks hold
+    assert [{one.rank for one in cut(mine, few)} for mine in few] == [{0}, {1}]
