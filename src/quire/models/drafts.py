@@ -43,9 +43,8 @@ def draft_config(config: EngineConfig, dtype: str) -> EngineConfig | None:
     speculation = read_speculative_config(config.scheduler.speculative_config)
     if speculation is None or not speculation.model:
         return None
-    own = {"dtype": dtype} if speculation.head else {}
     return replace(config, model=replace(config.model, model=speculation.model, tokenizer=None, revision=None,
-                                         max_model_len=None, **own),
+                                         max_model_len=None, dtype=dtype if speculation.head else config.model.dtype),
                    scheduler=replace(config.scheduler, speculative_config=None),
                    cache=replace(config.cache, enable_cache_blend=False),  # it computes all tokens
                    load=replace(config.load, quantization=None))  # fmt: skip
