@@ -26,10 +26,10 @@ from quire.contracts.step import (
 from quire.kernels.attention import AttentionMeta
 from quire.kernels.sampling import specification
 from quire.kernels.sampling.logprobs import row_logprobs
+from quire.kernels.sampling.sampled import joined
 from quire.layers.context import StepContext
 from quire.layers.stack import Model, run_layers
 from quire.models.registry import kv_components, kv_views
-from quire.worker.scoring import joined
 
 
 @dataclass

@@ -21,6 +21,7 @@ from quire.contracts.speculation import Speculation
 from quire.contracts.step import SAMPLE, Admission, BlendedChunk, StepPlan, StepSync
 from quire.distributed.mesh import RankGroups
 from quire.kernels.cache import compiling_ahead, use_cache_folder
+from quire.kernels.step.packed import WORDS
 from quire.kernels.triton_runtime import missing
 from quire.kvstore.arena import KVArena
 from quire.kvstore.plan import resolve_offload
@@ -35,7 +36,6 @@ from quire.procs.launching import LaunchingExecutor
 from quire.weights.cache_scales import Scales
 from quire.worker.construct import make_runner
 from quire.worker.device_state import Limits
-from quire.worker.packed import WORDS
 from quire.worker.runner import StepRunner
 
 DEPTH = 2

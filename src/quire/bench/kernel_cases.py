@@ -23,15 +23,15 @@ from quire.contracts.step import SAMPLE, SharedPrefix, StepPlan
 from quire.kernels.attention import AttentionMeta, KVView, SharedBlocks
 from quire.kernels.attention.triton_plan import pack_shared
 from quire.kernels.sampling import ref, triton
+from quire.kernels.sampling.table import SamplingTable
 from quire.kernels.step import StepBuffers, Tables
 from quire.kernels.step import triton as step
+from quire.kernels.step.packed import PackedUpload
+from quire.kernels.step.upload import Change
 from quire.layers.embedding import VocabEmbedding
 from quire.layers.linear import GatedLinear, Linear
 from quire.layers.norm import RMSNorm
-from quire.worker.packed import PackedUpload
 from quire.worker.sampler import Sampler
-from quire.worker.sampling_table import SamplingTable
-from quire.worker.upload import Change
 
 # kind -> (sampling parameters, the PyTorch operations of the baseline)
 SAMPLING: dict[str, tuple[dict[str, Any], str]] = {

@@ -14,7 +14,7 @@ from quire.kernels.step import StepBuffers, StepWords, Tables
 from quire.layers.context import StepContext
 from quire.layers.stack import Model
 
-Changes = list[tuple[Tensor, int, I32]]  # table, offset, words; see `quire.worker.upload.Change`
+Changes = list[tuple[Tensor, int, I32]]  # table, offset, words; see `quire.kernels.step.upload.Change`
 
 
 class Drafter(Protocol):

@@ -12,6 +12,7 @@ from quire.kernels.attention import KVView
 from quire.kernels.sampling import SamplerOperations
 from quire.kernels.select import Choice, KernelNeeds, select
 from quire.kernels.step.synthetic import SyntheticAcceptance
+from quire.kernels.step.upload import InPlaceUpload, Upload
 from quire.layers.moe import MoE
 from quire.layers.stack import Model
 from quire.spec.drafter import Drafter, make_drafter
@@ -28,7 +29,6 @@ from quire.worker.sampler import Sampler
 from quire.worker.scoring import PromptScorer
 from quire.worker.sliced_sampling import SlicedSampling
 from quire.worker.stage import PipelineStage
-from quire.worker.upload import InPlaceUpload, Upload
 
 NOT_PACKED = "the step operations are PyTorch's, which cannot read packed changes"
 EAGER = "enforce_eager"
@@ -97,7 +97,7 @@ def make_runner(
     state, slots = DeviceState(limits, model.args.vocab_size, device), limits.num_slots
     upload: Upload = InPlaceUpload(slots, slots, device)
     if chosen["upload"] == "packed":
-        packed = importlib.import_module("quire.worker.packed")
+        packed = importlib.import_module("quire.kernels.step.packed")
         upload = packed.PackedUpload(slots, slots, device, limits.depth, max_rows=limits.max_rows,
                                      decode_len=1 + limits.num_drafts, by_kernel=limits.tiers)  # fmt: skip
     recorder = LayerRecordings() if chosen["recorder"] == "recordings" else Recorder(parts[-1].reason)

@@ -8,9 +8,9 @@ from torch import Tensor
 
 from quire.contracts.step import I32, StepPlan, most_drafts
 from quire.kernels.attention import Prompt
+from quire.kernels.sampling.table import SamplingTable
 from quire.kernels.step import StepBuffers, Tables
-from quire.worker.sampling_table import SamplingTable
-from quire.worker.upload import Change
+from quire.kernels.step.upload import Change
 
 
 @dataclass(frozen=True, kw_only=True)

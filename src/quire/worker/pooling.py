@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from quire.contracts.step import F32, POOL, StepPlan
+from quire.kernels.host_copies import back, sent
 from quire.worker.features import Found, Results, StepFeature
-from quire.worker.scoring import back, sent
 
 
 @dataclass

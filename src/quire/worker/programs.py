@@ -16,6 +16,7 @@ from quire.kernels.attention import AttentionMeta, KVView, Prompt, SharedBlocks
 from quire.kernels.sampling.rows import Mode
 from quire.kernels.step import NUM_TOKENS, StepBuffers
 from quire.kernels.step.synthetic import SyntheticAcceptance
+from quire.kernels.step.upload import SHARED_GROUPS, Upload
 from quire.layers.context import ReplicaTokens, StepContext
 from quire.layers.stack import Model, Tap, join_layers, run_layers
 from quire.spec.drafter import Drafter
@@ -24,7 +25,6 @@ from quire.worker.device_state import DeviceState, Limits, zeros
 from quire.worker.recorder import Key, Recorder, StepShape
 from quire.worker.sampler import Sampler
 from quire.worker.stage import PipelineStage
-from quire.worker.upload import SHARED_GROUPS, Upload
 
 LogitsTap = Callable[[Tensor, Tensor, Tensor], None]  # for tests: slots [N], positions [N] and logits [N, V] of a step
 

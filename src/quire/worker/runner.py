@@ -16,6 +16,7 @@ import torch
 
 from quire.contracts.step import I32, NO_MASKS, StepPlan, StepResult
 from quire.kernels.select import Choice
+from quire.kernels.step.upload import Change, Upload
 from quire.kvstore.mover import BlockMover
 from quire.layers.stack import first_of_each_kind
 from quire.worker.balancing import RankBalancing
@@ -25,7 +26,6 @@ from quire.worker.graphs import Graphs
 from quire.worker.programs import Programs
 from quire.worker.recorder import Key, StepShape
 from quire.worker.results import RunningStep, sampled_slots
-from quire.worker.upload import Change, Upload
 
 EAGER_TOKENS = (64, 128, 256, 512, 1024, 2048)  # rehearsed sizes: kernels choose their tiles by the number of tokens
 NO_ROWS = np.empty((3, 0), np.int32)

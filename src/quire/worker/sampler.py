@@ -12,9 +12,9 @@ from torch import Tensor
 from quire.contracts.step import I32
 from quire.kernels.sampling import Rows, SamplerOperations
 from quire.kernels.sampling.rows import Mode
+from quire.kernels.sampling.sampled import score_samples
+from quire.kernels.sampling.table import SamplingTable
 from quire.worker.features import Results
-from quire.worker.sampling_table import SamplingTable
-from quire.worker.scoring import score_samples
 
 CODES: Mapping[int, str] = {1: "nan_logits", 2: "no_token"}  # see `SamplerOperations`
 

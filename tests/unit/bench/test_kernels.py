@@ -111,7 +111,8 @@ def test_a_wrong_cache_has_no_speed(part: str, monkeypatch: pytest.MonkeyPatch) 
 @needs_interpreter
 @pytest.mark.parametrize(("op", "owner", "name"), [
     ("sampler", "quire.kernels.sampling.triton.TritonSampling", "sample"),
-    ("step", "quire.worker.packed.operations", "apply_runs"), ("step", "quire.bench.kernel_cases.step", "build_inputs"),
+    ("step", "quire.kernels.step.packed.operations", "apply_runs"),
+    ("step", "quire.bench.kernel_cases.step", "build_inputs"),
     ("step", "quire.bench.kernel_cases.step", "finish_step"),
 ])
 def test_what_does_nothing_has_no_speed(op: str, owner: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,10 +14,10 @@ from quire.kernels.sampling import Rows
 from quire.kernels.sampling.inputs import edge_rows
 from quire.kernels.sampling.ref import operations
 from quire.kernels.sampling.rows import Mode
+from quire.kernels.sampling.table import SamplingTable
+from quire.kernels.step.upload import Change
 from quire.models.build import vocabulary_slice
-from quire.worker.sampling_table import SamplingTable
 from quire.worker.sliced_sampling import SlicedSampling
-from quire.worker.upload import Change
 
 from ...support.simulated_groups import SimulatedRanks
 

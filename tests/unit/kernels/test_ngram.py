@@ -14,7 +14,7 @@ from quire.contracts.step import SAMPLE, StepPlan
 from quire.kernels import triton_runtime
 from quire.kernels.ngram import ref
 from quire.kernels.step import Tables
-from quire.worker.upload import InPlaceUpload
+from quire.kernels.step.upload import InPlaceUpload
 
 if not triton_runtime.INTERPRETED:
     pytest.skip("needs Triton's interpreter", allow_module_level=True)

@@ -17,9 +17,9 @@ from torch import Tensor
 from quire.contracts.step import SAMPLE, StepPlan
 from quire.kernels import triton_runtime
 from quire.kernels.step import NUM_SEQS, RUN_WORDS, StepBuffers, Tables, ref
-from quire.worker.packed import PackedUpload
+from quire.kernels.step.packed import PackedUpload
+from quire.kernels.step.upload import Change, InPlaceUpload, Upload
 from quire.worker.results import _verified
-from quire.worker.upload import Change, InPlaceUpload, Upload
 
 if not triton_runtime.INTERPRETED:
     pytest.skip("needs Triton's interpreter", allow_module_level=True)

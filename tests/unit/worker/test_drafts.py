@@ -17,8 +17,8 @@ from quire.kernels.sampling.rows import Mode, encode_row
 from quire.kernels.step import StepBuffers, Tables
 from quire.kernels.step import ref as step_operations
 from quire.kernels.step.synthetic import SyntheticAcceptance
+from quire.kernels.step.upload import InPlaceUpload
 from quire.spec.drafter import NgramDrafter
-from quire.worker.upload import InPlaceUpload
 
 from ...support.compared import KINDS, LIMITS, ComparedRunners, compare_requests, make_model, model_args, runner_of
 from ...support.drafters import KnownAnswers, draft_with_layers

@@ -1,6 +1,6 @@
 """Step operations: build the inputs of a forward pass from plan and slot tables, and write its results to the tables.
 
-A step reaches the device as int32 words (`worker/upload.py` writes them):
+A step reaches the device as int32 words (`upload.py` writes them):
 
     header    [HEADER] num_runs, index of the first run, num_seqs, num_tokens, num_samples, num_decodes, num_rows
     slots     [max_seqs]      slot of each sequence, in order; the dummy slot past the last

@@ -10,7 +10,7 @@ from torch import Tensor
 from quire.contracts.sampling import SamplerSpec
 from quire.contracts.step import I32
 from quire.kernels.sampling.rows import ROW_WORDS, Mode, Needs, encode_edits, encode_row, mode_of, needs_of
-from quire.worker.upload import Change
+from quire.kernels.step.upload import Change
 
 
 class SamplingTable:

@@ -17,7 +17,7 @@ from quire.kernels.attention import SharedBlocks
 from quire.kernels.attention.triton_plan import pack_shared
 from quire.kernels.step import HEADER, NUM_RUNS, RUN_WORDS, RUNS_AT, StepWords, fixed_words
 from quire.kernels.step import triton as operations
-from quire.worker.upload import SHARED_GROUPS, Change, Upload, write_step
+from quire.kernels.step.upload import SHARED_GROUPS, Change, Upload, write_step
 
 WORDS = 4 << 20  # int32 words of a buffer: 16 MiB
 
