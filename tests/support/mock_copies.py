@@ -91,6 +91,10 @@ class MockPeers(MockDisk):
         """See `quire.kv.sharing.Promises`."""
         return [0 for _ in keys]
 
+    def holder(self, key: bytes) -> str:
+        """See `quire.kv.sharing.Promises`."""
+        return "a peer" if self.has(key) else ""
+
     def expect(self, handle: int, transfer: Transfer, keys: list[bytes]) -> None:
         """See `quire.kv.sharing.Promises`."""
         self.promised[handle] = set(keys)
