@@ -12,7 +12,9 @@ from typing import Any
 import pytest
 
 from quire import LLM, SamplingParams
+from quire.contracts.errors import EngineDead
 from quire.contracts.step import Tier
+from quire.engine.core import EngineCore
 from quire.engine.replicas import Replicas, flush
 from quire.procs import block_share
 
@@ -20,6 +22,7 @@ from ..e2e.in_process import Inside, running_inside
 from ..support.addresses import free_address
 from ..support.many_ranks import SIZES, Left, until
 from ..support.tiny_models import Tiny, make_oracle, mixed_prompts
+from .test_hosts import agent
 
 OPTIONS = {"dtype": "float32", "num_threads": 1, "num_gpu_blocks_override": 40, "max_model_len": 192,
            "max_num_seqs": 3, "block_size": 16, "kv_offload_gb": 0.04,
@@ -67,6 +70,14 @@ def know(core: Replicas, least: int) -> None:
     until(known, lambda: "a replica does not hear of the other's blocks")
 
 
+def is_dead(core: EngineCore) -> bool:
+    try:
+        core.executor.check_alive()
+    except EngineDead:
+        return True
+    return False
+
+
 def ask(inside: Inside, seed: int) -> tuple[str, int, set[tuple[str, str]]]:
     """Return the text, the number of cached tokens, and tier and peer of blocks that came from other tiers."""
     asked = {"prompt": tokens_of(seed), "max_tokens": 9, "temperature": 0, "ignore_eos": True}
@@ -81,11 +92,11 @@ def ask(inside: Inside, seed: int) -> tuple[str, int, set[tuple[str, str]]]:
         (block["tier"], block.get("peer", "")) for block in record["fetched"].values()}  # fmt: skip
 
 
-def test_a_prompt_of_a_replica_is_read_by_the_other(left: Left) -> None:
+def test_a_prompt_of_a_replica_is_read_by_the_other(left: Left, caplog: pytest.LogCaptureFixture) -> None:
     share = free_address(2)
     with running_inside(device="cpu", **OPTIONS, **SIZES["dp2"], kv_share=share) as inside:
         core = inside.core
-        assert isinstance(core, Replicas)
+        assert isinstance(core, Replicas) and "shares no KV blocks" not in caplog.text
         for seed, holder in ((0, share), (1, next_to(share))):
             text, cached, came = ask(inside, seed)
             assert (cached, came) == (0, set())
@@ -97,7 +108,8 @@ def test_a_prompt_of_a_replica_is_read_by_the_other(left: Left) -> None:
         os.kill(left.ranks()[0], signal.SIGKILL)
         until(lambda: len(left.ranks()) == 1, lambda: "the rank runs on")
         assert ask(inside, 2)[0] == text, "whatever of its blocks could still be read"
-        assert core.live == [core.cores[1]]
+        until(lambda: is_dead(core.cores[0]), lambda: "nobody notices")
+        assert ask(inside, 2)[0] == ask(inside, 2)[0] == text and core.live == [core.cores[1]]
 
 
 def generate(llm: LLM, seed: int, transfer: Any = None) -> tuple[list[int], int, set[tuple[Tier, str]]]:
@@ -128,7 +140,7 @@ def role(name: str) -> dict[str, Any]:
     return {"kv_transfer_config": {"kv_connector": "QuireConnector", "kv_role": name}}
 
 
-@pytest.mark.parametrize("sizes", ["dp2", "dp2-ep"])
+@pytest.mark.parametrize("sizes", ["dp2-ep", pytest.param("dp2", marks=pytest.mark.full)])
 def test_prefill_and_decode_nodes_of_replicas(sizes: str, experts: Path, left: Left) -> None:
     """Every prompt is computed once, by either replica of the prefill node, and goes on in either of the other."""
     share, model = free_address(2), {"model": str(experts)} | NODE | SIZES[sizes]
@@ -143,3 +155,17 @@ def test_prefill_and_decode_nodes_of_replicas(sizes: str, experts: Path, left: L
             assert found[0] == generate(first, seed)[0]
             prefill(first, 90 + seed)  # so that the replica's turn is the other's
         until(lambda: not leases(first), lambda: "a lease is left")
+
+
+def test_ranks_on_two_hosts_read_their_parts(left: Left) -> None:
+    """The hosts are two programs on the loopback; each rank connects to the peer from its own."""
+    share, port = free_address(), int(free_address().rpartition(":")[2])
+    with LLM(**OPTIONS, use_tqdm_on_load=False, kv_share=share) as alone, agent(port):
+        found = generate(alone, 0)
+        with LLM(**OPTIONS, use_tqdm_on_load=False, tensor_parallel_size=2, nnodes=2, master_port=port,
+                 kv_peers=(share,)) as two:  # fmt: skip
+            keys = stores(alone.engine.core)[0].host._index.keys()
+            (store,) = stores(two.engine.core)
+            until(lambda: store.sharing._promises._peers[0].keys == set(keys), lambda: "no block is heard of")
+            assert generate(two, 0) == (found[0], 48, {(Tier.PEER, share)})
+            assert two.engine.core.state().stats.tiers[Tier.PEER].num_failed == 0

@@ -70,6 +70,9 @@ class MockPeers(MockDisk):
         super().__init__(blocks or {})
         self.promised: dict[int, set[bytes]] = {}
 
+    def follow(self) -> None:
+        """See `quire.kv.sharing.Promises`."""
+
     def has(self, key: bytes) -> bool:
         """See `quire.kv.store.KeyedTier`."""
         return key in self or any(key in keys for keys in self.promised.values())

@@ -74,7 +74,6 @@ def make_store(plan: EnginePlan, memory: MemoryPlan, pool: BlockPool, shards: Se
             share.line = partial(FaultyLine, faults=faults)
         store.on_close.append(share.close)
     if peers is not None:
-        peers.follow()
         store.on_close.append(peers.close)
     return store
 

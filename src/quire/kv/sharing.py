@@ -21,6 +21,9 @@ MOST_LEASED = 0.5  # of the host tier; beyond it the oldest leases end
 class Promises(Protocol):
     """Blocks that other engines have, or have promised to requests: both count as there, see `KeyedTier.has`."""
 
+    def follow(self) -> None:
+        """Follow which blocks other engines have, from now on."""
+
     def holders(self, keys: Iterable[bytes]) -> list[int]:
         """Return the engine that each block is read from; see `CopyJob.sources`."""
 
@@ -55,6 +58,11 @@ class Sharing:
         self._leases: dict[str, _Lease] = {}  # the oldest first
         self._num_held = 0
         host.on_publish.append(self._came)
+
+    def follow(self) -> None:
+        """Follow other engines, now that all replicas of this one can be read."""
+        if self._promises is not None:
+            self._promises.follow()
 
     def expect(self, new: NewRequest, chain: KeyChain) -> None:
         """Count on the blocks that another engine has computed for a new request."""
