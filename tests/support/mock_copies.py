@@ -70,6 +70,9 @@ class MockPeers(MockDisk):
         super().__init__(blocks or {})
         self.promised: dict[int, set[bytes]] = {}
 
+    def follow(self) -> None:
+        """See `quire.kv.sharing.Promises`."""
+
     def has(self, key: bytes) -> bool:
         """See `quire.kv.store.KeyedTier`."""
         return key in self or any(key in keys for keys in self.promised.values())
@@ -90,6 +93,10 @@ class MockPeers(MockDisk):
     def holders(self, keys: Iterable[bytes]) -> list[int]:
         """See `quire.kv.sharing.Promises`."""
         return [0 for _ in keys]
+
+    def holder(self, key: bytes) -> str:
+        """See `quire.kv.sharing.Promises`."""
+        return "a peer" if self.has(key) else ""
 
     def expect(self, handle: int, transfer: Transfer, keys: list[bytes]) -> None:
         """See `quire.kv.sharing.Promises`."""

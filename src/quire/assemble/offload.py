@@ -60,7 +60,7 @@ def make_store(plan: EnginePlan, memory: MemoryPlan, pool: BlockPool, shards: Se
     if offload.folder:
         names = map(_name, ranks(plan.args, plan.mesh.parallel))
         below = (disk := DiskTier(Path(offload.folder), _namespace(plan, times=True), names),)
-    sharing, peers = offload.sharing, None
+    sharing, peers = offload.sharing.of(plan.mesh.rank.replica), None
     if sharing.peers:
         peers = BlockPeers(sharing.peers, cluster_key()[0], _namespace(plan, times=False))
         below += (peers,)
@@ -74,7 +74,6 @@ def make_store(plan: EnginePlan, memory: MemoryPlan, pool: BlockPool, shards: Se
             share.line = partial(FaultyLine, faults=faults)
         store.on_close.append(share.close)
     if peers is not None:
-        peers.follow()
         store.on_close.append(peers.close)
     return store
 
@@ -103,7 +102,8 @@ def make_mover(plan: EnginePlan, memory: MemoryPlan, arena: KVArena) -> BlockMov
                            page_bytes=arena.page_bytes,
                            most_bytes=offload.folder_bytes // plan.mesh.parallel.replica,
                            system=FaultyFiles(faults) if faults else FileSystem())
-    sharing, rank, peers = offload.sharing, plan.mesh.rank, None
+    rank, peers = plan.mesh.rank, None
+    sharing = offload.sharing.of(rank.replica)
     shard = Shard(geometry=memory.geometry, layer=rank.layers[0], head=rank.kv_heads[0],
                   draft_head=plan.draft.mesh.rank.kv_heads[0] if plan.draft else 0)
     if sharing.peers:

@@ -108,7 +108,7 @@ class ShareConfig:
     """KV blocks and other engines."""
 
     kv_share: str | None = option(None, "address HOST:PORT on which other engines read the blocks in this one's host "
-                                  "memory; they need the same key (QUIRE_CLUSTER_KEY)")
+                                  "memory, those of replica i at PORT + i; they need the same key (QUIRE_CLUSTER_KEY)")
     kv_peers: tuple[str, ...] = option((), "addresses HOST:PORT of engines whose blocks this one reads, through "
                                        "--kv-offload-gb")
     kv_events_config: dict[str, Any] | None = option(

@@ -2,7 +2,7 @@
 
 import sys
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from ipaddress import ip_address
 from socket import AI_NUMERICHOST, getaddrinfo
 
@@ -25,6 +25,7 @@ class SharePlan:
     peers          the engines whose blocks it reads
     sends, takes   it computes prompts for other engines; it goes on with prompts that others have computed
     tp             its tensor-parallel size
+    replicas       its replicas: each is an engine of its own for others, see `of`
     """
 
     place: Place | None = None
@@ -32,6 +33,16 @@ class SharePlan:
     sends: bool = False
     takes: bool = False
     tp: int = 1
+    replicas: int = 1
+
+    def of(self, replica: int) -> "SharePlan":
+        """Return the part of a replica: it is read at the port plus its number, and reads the other replicas, too."""
+        if self.place is None:
+            return self
+        host, port = self.place
+        places = [(host, port + number) for number in range(self.replicas)]
+        peers = tuple(one for one in dict.fromkeys((*places, *self.peers)) if one != places[replica])
+        return replace(self, place=places[replica], peers=peers, replicas=1)
 
 
 class EventSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -65,18 +76,19 @@ def resolve_share(config: EngineConfig, host_gb: float) -> SharePlan:
         raise ConfigError(f"{name}: engines read each other's blocks through host memory, and kv_offload_gb is 0: set "
                           "kv_offload_gb, too, such as 8.")
     parallel, hosts = parallel_sizes(config.parallel), config.hosts
-    if parallel.dp > 1:
-        raise ConfigError(f"{name} is not implemented for replicas (-dp), which have a cache each: start one server "
-                          f"for each, or leave out {name}.")
-    if hosts.nnodes > 1 or hosts.distributed_executor_backend == "ray":
-        raise ConfigError(f"{name} is not implemented for ranks on several hosts: use one host and "
-                          f"distributed_executor_backend=mp, or leave out {name}.")
+    if hosts.distributed_executor_backend == "ray" or (hosts.nnodes > 1 and asked.kv_share):
+        raise ConfigError(f"{name} is not implemented for ranks on several hosts, whose memory the engine core cannot "
+                          f"read (kv_peers works with nnodes): use one host and distributed_executor_backend=mp, or "
+                          f"leave out {name}.")
     if asked.kv_share and sys.platform != "linux":
         raise ConfigError("kv_share needs memory that processes share, which is implemented for Linux alone: leave it "
                           "out.")
-    return SharePlan(place=None if asked.kv_share is None else _place(asked.kv_share, "kv_share"), sends=sends,
-                     peers=tuple(_place(peer, "kv_peers") for some in asked.kv_peers for peer in some.split(",")),
-                     takes=takes, tp=parallel.tp)  # fmt: skip
+    place = None if asked.kv_share is None else _place(asked.kv_share, "kv_share")
+    if place is not None and place[1] + parallel.dp > 1 << 16:
+        raise ConfigError(f"kv_share={asked.kv_share!r}: replica i is read at the port plus i, and -dp {parallel.dp} "
+                          f"goes beyond port 65535: give a port of at most {(1 << 16) - parallel.dp}.")
+    return SharePlan(place=place, sends=sends, takes=takes, tp=parallel.tp, replicas=parallel.dp,
+                     peers=tuple(_place(peer, "kv_peers") for some in asked.kv_peers for peer in some.split(",")))
 
 
 def read_events_config(config: EngineConfig) -> EventSettings | None:

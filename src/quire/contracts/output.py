@@ -111,6 +111,7 @@ class StepOutputs(msgspec.Struct, frozen=True, kw_only=True):
     cached       handle -> prompt tokens found in the prefix cache; only when a request first gets a slot
     prefixes     handle -> report on prompt blocks that were not reused, if any; only when a request first gets a slot
     origins      handle -> {block of the prompt: its origin in another tier}; other reused blocks were on the device
+    homes        handle -> number of its replica, if there are several; only when a request first gets a slot
     logprobs     handle -> log-probabilities, a row for each new token
     prompt_logprobs   handle -> log-probabilities of the prompt, a row for each token scored in this step
     """
@@ -122,6 +123,7 @@ class StepOutputs(msgspec.Struct, frozen=True, kw_only=True):
     cached: dict[int, int] = msgspec.field(default_factory=dict)
     prefixes: dict[int, PrefixReport] = msgspec.field(default_factory=dict)
     origins: dict[int, dict[int, Fetched]] = msgspec.field(default_factory=dict)
+    homes: dict[int, int] = msgspec.field(default_factory=dict)
     logprobs: dict[int, RowLogprobs] = msgspec.field(default_factory=dict)
     prompt_logprobs: dict[int, RowLogprobs] = msgspec.field(default_factory=dict)
     stats: StepStats = StepStats()
@@ -131,7 +133,8 @@ class StepOutputs(msgspec.Struct, frozen=True, kw_only=True):
             raise ValueError(f"handles {self.handles.shape} and tokens {self.tokens.shape} must have the same shape")
 
 
-BY_HANDLE = ("cached", "prefixes", "origins", "logprobs", "prompt_logprobs")  # fields of `StepOutputs` by handle
+# fields of `StepOutputs` by handle
+BY_HANDLE = ("cached", "prefixes", "origins", "homes", "logprobs", "prompt_logprobs")
 NO_TOKENS: I32 = np.empty(0, np.int32)
 
 

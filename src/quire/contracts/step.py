@@ -96,11 +96,13 @@ class Fetched(msgspec.Struct, frozen=True, kw_only=True):
 
     why       reason why it was not: "evicted", "reset" or "distrusted" from there; "": it was not known there
     seconds   time since it left the device
+    peer      HOST:PORT of the engine that has it; "": of another tier
     """
 
     tier: Tier
     why: str = ""
     seconds: float | None = None
+    peer: str = ""
 
 
 class CopyJob(msgspec.Struct, frozen=True, kw_only=True):

@@ -124,8 +124,10 @@ class Admitter:
             return False
         for block, tier in found.items():
             if block not in request.origins:  # else it comes from a disk, through host memory
-                why, seconds = self._history.dropped(chain.keys(block + 1, block)[0])
-                request.origins[block] = Fetched(tier=tier, why=why, seconds=seconds)
+                key = chain.keys(block + 1, block)[0]
+                why, seconds = self._history.dropped(key)
+                peer = store.sharing.holder(key) if tier == Tier.PEER else ""
+                request.origins[block] = Fetched(tier=tier, why=why, seconds=seconds, peer=peer)
         self._roster.await_blocks(request)
         return True
 

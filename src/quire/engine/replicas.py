@@ -299,6 +299,7 @@ class Replicas:
                               for number, core in enumerate(self.cores) if core in self._turns}
         joined: dict[str, Any] = {name: {handle: value for one in found for handle, value in getattr(one, name).items()}
                                   for name in BY_HANDLE}  # fmt: skip
+        joined["homes"] = {handle: self.cores.index(core) for core, one in every for handle in one.cached}
         return StepOutputs(
             handles=np.concatenate([NO_TOKENS, *(one.handles for one in found)]),
             tokens=np.concatenate([NO_TOKENS, *(one.tokens for one in found)]),

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from quire.contracts.output import CompletionOutput, Finish, Logprob, LogprobsByToken, RequestMetrics, RequestOutput
-from quire.contracts.request import FinishReason
+from quire.contracts.request import FinishReason, Transfer
 from quire.contracts.sampling import OutputKind, SamplingParams
 from quire.contracts.step import F32, RowLogprobs
 from quire.text.sequence import SequenceText
@@ -113,6 +113,7 @@ class Generation:
 
     began             monotonic time when a step first scheduled the prompt, if known
     num_preemptions   preemptions of all its completions
+    transfer          blocks for another engine, or from one
     for_decode        `kv_transfer_params` of a prefill node's answer
     due               tokens that a completion must have before the next output is made; 0 = an output at each token
     """
@@ -129,6 +130,7 @@ class Generation:
     num_preemptions: int = 0
     due: int = 0
     tenant: str = ""
+    transfer: Transfer | None = None
     for_decode: dict[str, Any] | None = None
     metrics: RequestMetrics = field(default_factory=lambda: RequestMetrics(arrival_time=time.monotonic()))
 

@@ -134,7 +134,7 @@ class FrontEnd:
         request_id = request_id if request_id is not None else str(first)
         generation = Generation(request_id=request_id, tenant=tenant, prompt=prompt.text, prompt_token_ids=token_ids,
                                 params=params, completions=[],
-                                for_decode=answer_transfer(transfer, limits.sharing, len(token_ids), limits.block_size),
+                                transfer=transfer,
                                 tokenizer=self.tokenizer if params.detokenize else None,
                                 prompt_logprobs=None if params.prompt_logprobs is None else [None])
         for i in range(params.n):
@@ -246,6 +246,9 @@ class FrontEnd:
             if (found := self._by_handle.get(handle)) is not None and found[1].index == 0:
                 found[0].num_cached, found[0].metrics.prefix = num_cached, outputs.prefixes.get(handle)
                 found[0].metrics.origins = outputs.origins.get(handle, {})
+                found[0].for_decode = answer_transfer(
+                    found[0].transfer, self.limits.sharing.of(outputs.homes.get(handle, 0)),
+                    len(found[0].prompt_token_ids), self.limits.block_size)  # fmt: skip
         for handle in outputs.preempted:
             if (found := self._by_handle.get(handle)) is not None:
                 found[0].num_preemptions += 1

@@ -21,8 +21,14 @@ MOST_LEASED = 0.5  # of the host tier; beyond it the oldest leases end
 class Promises(Protocol):
     """Blocks that other engines have, or have promised to requests: both count as there, see `KeyedTier.has`."""
 
+    def follow(self) -> None:
+        """Follow which blocks other engines have, from now on."""
+
     def holders(self, keys: Iterable[bytes]) -> list[int]:
         """Return the engine that each block is read from; see `CopyJob.sources`."""
+
+    def holder(self, key: bytes) -> str:
+        """Return the address of the engine that has, or has promised, a block; "" for none."""
 
     def expect(self, handle: int, transfer: Transfer, keys: list[bytes]) -> None:
         """Count on blocks, and make the other engine keep them, until `settle`."""
@@ -53,9 +59,17 @@ class Sharing:
         self._num_held = 0
         host.on_publish.append(self._came)
 
+    def follow(self) -> None:
+        """Follow other engines, now that all replicas of this one can be read."""
+        if self._promises is not None:
+            self._promises.follow()
+
     def expect(self, new: NewRequest, chain: KeyChain) -> None:
         """Count on the blocks that another engine has computed for a new request."""
         if self._promises is not None and new.transfer is not None and new.transfer.address:
+            if new.transfer.name in self._leases:  # the prefill node is this engine, which has the blocks
+                self.told.put((new.transfer.name, False))
+                return
             tokens = min(new.transfer.num_tokens, len(chain.tokens))
             self._promises.expect(new.handle, new.transfer, self._keys(chain, tokens // chain.block_size))
 
@@ -67,6 +81,10 @@ class Sharing:
     def holders(self, tier: Tier, keys: Iterable[bytes]) -> Sequence[int]:
         """Return `CopyJob.sources` of blocks that come from a tier which finds blocks by key."""
         return self._promises.holders(keys) if tier == Tier.PEER and self._promises is not None else ()
+
+    def holder(self, key: bytes) -> str:
+        """See `Promises`."""
+        return "" if self._promises is None else self._promises.holder(key)
 
     def keep(self, name: str, chain: KeyChain, num_blocks: int) -> None:
         """Keep the first blocks of a chain in the host tier under a lease, and store those that are not there."""

@@ -372,7 +372,7 @@ class PlanReport:
         most = offload.folder_bytes // self.plan.mesh.parallel.replica
         disk = {"name": "disk", "bytes": most, "blocks": most // page, "policy": offload.policy,
                 "tokens": most // page * memory.geometry.block_size, "folder": offload.folder}
-        places = [f"{name}:{port}" for name, port in offload.sharing.peers]
+        places = [f"{name}:{port}" for name, port in offload.sharing.of(self.plan.mesh.rank.replica).peers]
         peers = {"name": "peer", "policy": "read", "addresses": places}
         return [host, *[disk] * bool(offload.folder), *[peers] * bool(places)]
 

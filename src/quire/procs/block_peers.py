@@ -137,6 +137,11 @@ class BlockPeers:
         return [~numbers[self._promised[key]] if key in self._promised else
                 next((number for peer, number in numbers.items() if key in peer.keys), 0) for key in keys]  # fmt: skip
 
+    def holder(self, key: bytes) -> str:
+        """Return the address of the peer that has, or has promised, a block; "" for none."""
+        peer = self._promised.get(key) or next((peer for peer in self._peers if key in peer.keys), None)
+        return "" if peer is None else peer.name
+
     def close(self) -> None:
         """Follow the peers no more."""
         for peer in self._peers:

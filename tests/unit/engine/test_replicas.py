@@ -411,7 +411,7 @@ def test_outputs_of_all_replicas_are_those_of_one_step() -> None:
     stats = outputs.stats
     assert (stats.step, stats.num_tokens, stats.num_prefill_tokens) == (0, 5, 5)
     assert (stats.num_scheduled, stats.num_prefills, stats.num_running, stats.num_waiting) == (2, 2, 2, 0)
-    assert stats.replicas == {0: 1, 1: 1} and stats.num_blocks == 80
+    assert stats.replicas == {0: 1, 1: 1} and stats.num_blocks == 80 and outputs.homes == {first: 0, second: 1}
     assert stats.num_free_blocks == 2 * 40 - 2 and rig.core.facts.num_blocks == 80 and rig.core.facts.num_slots == 16
     assert stats.prefix_queries == 5
     rig.step()

@@ -266,6 +266,19 @@ def test_a_prompt_whose_kv_is_of_two_engines_reuses_no_texts() -> None:
         front.start(Prompt(token_ids=list(b"ab#$cde")), asked.clone(kv_chunks=[[0, 3]]))
 
 
+@pytest.mark.parametrize(("homes", "port"), [({}, 5700), ({0: 0}, 5700), ({0: 2}, 5702)])
+def test_a_prefill_node_names_the_replica_that_computed_the_prompt(homes: dict[int, int], port: int) -> None:
+    share = SharePlan(sends=True, place=("host", 5700), replicas=3 if homes else 1)
+    front = FrontEnd(ByteTokenizer(), replace(LIMITS, sharing=share, block_size=4))
+    generation = start(front, max_tokens=1, kv_transfer_params={"do_remote_decode": True})
+    front.take(step({}, cached={0: 0}, homes=homes))
+    front.take(step({0: 65}, Finish(handle=0, reason=FinishReason.LENGTH)))
+    transfer = generation.output().kv_transfer_params
+    assert transfer is not None and transfer["do_remote_prefill"] is True
+    assert (transfer["remote_host"], transfer["remote_port"]) == ("host", port)
+    assert transfer["remote_engine_id"] == f"host:{port}"
+
+
 def test_chunks_of_a_request_come_before_separators() -> None:
     front, prompt = FrontEnd(ByteTokenizer(), BLENDING), Prompt(token_ids=list(b"ab#$cde"))
     params = SamplingParams(max_tokens=1, kv_chunks=[[0, 3], [3, 6]], blend_ratio=0.5)

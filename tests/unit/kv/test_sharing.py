@@ -126,3 +126,17 @@ def test_a_promise_is_of_the_blocks_that_the_other_engine_computed() -> None:
         assert promised.calls.pop() == (5, transfer, chain.keys(blocks))
     rig.sharing.settle(5)
     assert promised.calls == [5]
+
+
+def test_a_request_that_comes_home_ends_its_lease() -> None:
+    """Another replica of the prefill node may get it, or the one that has the blocks."""
+    promised, spec = Promised(), SamplerSpec(seed=0, num_prompt=9)
+    rig = Rig(promises=promised)
+    chain = rig.prompt(1)
+    rig.sharing.keep("a", chain, 2)
+    rig.copy()
+    home = Transfer(name="a", address="this:1", num_tokens=8)
+    rig.sharing.expect(NewRequest(handle=5, request_id="", token_ids=b"", max_tokens=1, sampler=spec, transfer=home),
+                       chain)  # fmt: skip
+    rig.copy()
+    assert not promised.calls and rig.held() == 0 and all(rig.host.lookup(key) for key in chain.keys(2))

@@ -14,6 +14,11 @@ def plan(**options: Any) -> OffloadPlan:
     return resolve_offload(EngineConfig.from_flat(**options))
 
 
+def test_ranks_on_several_hosts_read_the_blocks_of_peers() -> None:
+    """Each reads its part over TCP."""
+    assert plan(kv_offload_gb=1.0, kv_peers=("a:1",), nnodes=2, data_parallel_size=2).sharing.peers == (("a", 1),)
+
+
 def connector(name: str, role: str = "kv_both", **extra: Any) -> dict[str, Any]:
     return {"kv_transfer_config": {"kv_connector": name, "kv_role": role, "kv_connector_extra_config": extra}}
 
@@ -44,6 +49,22 @@ def test_peers() -> None:
     assert plan(**connector("LMCacheConnectorV1"), kv_share=":1").sharing.place == ("127.0.0.1", 1)
 
 
+def test_replicas_are_peers_of_each_other() -> None:
+    """Replica i is read at the port plus i. It reads the other replicas first, and never itself."""
+    whole = plan(kv_offload_gb=1.0, kv_share="10.0.0.1:5700", kv_peers=("a:1", "10.0.0.1:5701"), data_parallel_size=3)
+    for expert_parallel in (False, True):
+        same = plan(kv_offload_gb=1.0, kv_share="10.0.0.1:5700", kv_peers=("a:1", "10.0.0.1:5701"),
+                    data_parallel_size=3, enable_expert_parallel=expert_parallel)  # fmt: skip
+        assert same == whole and whole.sharing.place == ("10.0.0.1", 5700)
+    parts = [whole.sharing.of(replica) for replica in range(3)]
+    assert [one.place for one in parts] == [("10.0.0.1", port) for port in (5700, 5701, 5702)]
+    assert [[port for _, port in one.peers] for one in parts] == [[5701, 5702, 1], [5700, 5702, 1], [5700, 5701, 1]]
+    alone = plan(kv_offload_gb=1.0, kv_share=":5700", kv_peers=("a:1",)).sharing
+    assert alone.of(0) == alone
+    hidden = plan(kv_offload_gb=1.0, kv_peers=("a:1",), data_parallel_size=2).sharing
+    assert hidden.of(1).place is None and hidden.of(1).peers == (("a", 1),), "not read, so not by each other"
+
+
 def test_connectors() -> None:
     offloading = plan(**connector("OffloadingConnector", cpu_bytes_to_use=3 * GIB, block_size=64))
     assert offloading.host_bytes == 3 * GIB and not offloading.folder
@@ -72,8 +93,12 @@ def test_connectors() -> None:
     ({"kv_share": ":5700"}, "kv_share: engines read .* kv_offload_gb is 0"),
     ({"kv_peers": ("a:1",)}, "kv_peers: engines read"),
     ({"kv_faults": ("read=slow",)}, "kv_faults: there is no tier to plant faults in: set kv_offload_gb"),
-    ({"kv_share": ":5700", "kv_offload_gb": 1.0, "data_parallel_size": 2}, "kv_share is not implemented for replicas"),
-    ({"kv_peers": ("a:1",), "kv_offload_gb": 1.0, "tensor_parallel_size": 2, "nnodes": 2, "master_addr": "10.0.0.1"},
+    ({"kv_share": ":65530", "kv_offload_gb": 1.0, "data_parallel_size": 7},
+     "replica i is read at the port plus i, and -dp 7 goes beyond port 65535: give a port of at most 65529"),
+    ({"kv_share": ":5700-5701", "kv_offload_gb": 1.0, "data_parallel_size": 2}, "give a host and a port"),
+    ({"kv_share": ":1", "kv_offload_gb": 1.0, "tensor_parallel_size": 2, "nnodes": 2, "master_addr": "10.0.0.1"},
+     r"kv_share is not implemented for ranks on several hosts, .* \(kv_peers works with nnodes\): use one host"),
+    ({"kv_peers": ("a:1",), "kv_offload_gb": 1.0, "distributed_executor_backend": "ray"},
      "kv_peers is not implemented for ranks on several hosts"),
     ({"kv_share": "5700x", "kv_offload_gb": 1.0}, "give a host and a port"),
     ({"kv_share": "a:0", "kv_offload_gb": 1.0}, "give a host and a port"),

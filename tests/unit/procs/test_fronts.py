@@ -37,6 +37,7 @@ def outputs(*numbers: int) -> StepOutputs:
                        finished=tuple(Finish(handle=number, reason=FinishReason.LENGTH) for number in numbers),
                        preempted=numbers, cached=dict.fromkeys(numbers, 1),
                        prefixes=dict.fromkeys(numbers, PREFIX), origins=dict.fromkeys(numbers, {0: FETCHED}),
+                       homes=dict.fromkeys(numbers, 1),
                        logprobs=dict.fromkeys(numbers, ROWS), prompt_logprobs=dict.fromkeys(numbers, ROWS),
                        stats=StepStats(step=7, num_running=len(numbers), num_tokens=9))
 
@@ -49,7 +50,7 @@ def test_every_request_is_in_the_part_of_its_front_end() -> None:
         mine = [number for number in numbers if owner(number, COUNT) == place.number]
         assert part.handles.tolist() == mine == list(part.preempted) == [finish.handle for finish in part.finished]
         assert part.tokens.tolist() == [at for at, number in enumerate(numbers) if number in mine]
-        for name in ("cached", "prefixes", "origins", "logprobs", "prompt_logprobs"):
+        for name in ("cached", "prefixes", "origins", "homes", "logprobs", "prompt_logprobs"):
             assert list(getattr(part, name)) == list(dict.fromkeys(mine))
     assert [structs.replace(part.stats, step=0, num_elsewhere=0) for part in found] == (
         [structs.replace(whole.stats, step=0)] * COUNT)

@@ -1,0 +1,171 @@
+"""Replicas of a server read each other's blocks, and those of other engines: each is an engine of its own for sharing.
+
+Replica i is read at the port of --kv-share plus i. Requests of equal load take turns, the first one gets replica 0.
+"""
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire import LLM, SamplingParams
+from quire.contracts.errors import EngineDead
+from quire.contracts.step import Tier
+from quire.engine.core import EngineCore
+from quire.engine.replicas import Replicas, flush
+from quire.procs import block_share
+
+from ..e2e.in_process import Inside, running_inside
+from ..support.addresses import free_address
+from ..support.many_ranks import SIZES, Left, until
+from ..support.tiny_models import Tiny, make_oracle, mixed_prompts
+from .test_hosts import agent
+
+OPTIONS = {"dtype": "float32", "num_threads": 1, "num_gpu_blocks_override": 40, "max_model_len": 192,
+           "max_num_seqs": 3, "block_size": 16, "kv_offload_gb": 0.04,
+           "kv_offload_policy": "write_through"}  # fmt: skip
+NODE = OPTIONS | {"skip_tokenizer_init": True, "use_tqdm_on_load": False}
+FIRST = SamplingParams(max_tokens=1, temperature=0.0, kv_transfer_params={"do_remote_decode": True})
+
+
+@pytest.fixture(scope="module", autouse=True)
+def key() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("QUIRE_CLUSTER_KEY", "a key that all engines know")
+        patch.setattr(block_share, "BEAT_SECONDS", 0.1)
+        yield
+
+
+@pytest.fixture(scope="session")
+def experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a tiny model with experts, in which no greedy choice is close."""
+    return make_oracle(Tiny(family="qwen3_moe"), mixed_prompts(), tmp_path_factory.mktemp).folder
+
+
+def next_to(address: str) -> str:
+    """Return the address of replica 1."""
+    host, _, port = address.rpartition(":")
+    return f"{host}:{int(port) + 1}"
+
+
+def tokens_of(seed: int) -> list[int]:
+    return [(7 * i + seed) % 47 + 3 for i in range(49)]
+
+
+def stores(core: Any) -> list[Any]:
+    return [one.scheduler.roster.store for one in (core.cores if isinstance(core, Replicas) else [core])]
+
+
+def know(core: Replicas, least: int) -> None:
+    """Wait until both replicas know which blocks the other one has, of at least so many together."""
+
+    def known() -> bool:
+        held = [set(store.host._index) for store in stores(core)]
+        told = [store.sharing._promises._peers[0].keys for store in stores(core)]
+        return sum(map(len, held)) >= least and told == held[::-1]
+
+    until(known, lambda: "a replica does not hear of the other's blocks")
+
+
+def is_dead(core: EngineCore) -> bool:
+    try:
+        core.executor.check_alive()
+    except EngineDead:
+        return True
+    return False
+
+
+def ask(inside: Inside, seed: int) -> tuple[str, int, set[tuple[str, str]]]:
+    """Return the text, the number of cached tokens, and tier and peer of blocks that came from other tiers."""
+    asked = {"prompt": tokens_of(seed), "max_tokens": 9, "temperature": 0, "ignore_eos": True}
+    answer = inside.server.ask("/v1/completions", asked)
+    assert answer.status == 200, answer.body
+    found = answer.json()
+    records = inside.server.ask("/debug/requests").json()
+    records = records["requests"] if isinstance(records, dict) else records
+    (record,) = [one for one in records if found["id"].endswith(one["request_id"]) or one["request_id"] == found["id"]]
+    details = found["usage"]["prompt_tokens_details"] or {}
+    return found["choices"][0]["text"], details.get("cached_tokens", 0), {
+        (block["tier"], block.get("peer", "")) for block in record["fetched"].values()}  # fmt: skip
+
+
+def test_a_prompt_of_a_replica_is_read_by_the_other(left: Left, caplog: pytest.LogCaptureFixture) -> None:
+    share = free_address(2)
+    with running_inside(device="cpu", **OPTIONS, **SIZES["dp2"], kv_share=share) as inside:
+        core = inside.core
+        assert isinstance(core, Replicas) and "shares no KV blocks" not in caplog.text
+        for seed, holder in ((0, share), (1, next_to(share))):
+            text, cached, came = ask(inside, seed)
+            assert (cached, came) == (0, set())
+            know(core, 3 + 6 * seed)
+            assert ask(inside, seed) == (text, 48, {("peer", holder)})
+            assert ask(inside, seed) == (text, 48, set()), "the first one has them on its device"
+        text = ask(inside, 2)[0]
+        know(core, 15)
+        os.kill(left.ranks()[0], signal.SIGKILL)
+        until(lambda: len(left.ranks()) == 1, lambda: "the rank runs on")
+        assert ask(inside, 2)[0] == text, "whatever of its blocks could still be read"
+        until(lambda: is_dead(core.cores[0]), lambda: "nobody notices")
+        assert ask(inside, 2)[0] == ask(inside, 2)[0] == text and core.live == [core.cores[1]]
+
+
+def generate(llm: LLM, seed: int, transfer: Any = None) -> tuple[list[int], int, set[tuple[Tier, str]]]:
+    """Return the tokens, the number of cached tokens, and tier and peer of blocks that came from other tiers."""
+    params = SamplingParams(max_tokens=9, temperature=0.0, ignore_eos=True, kv_transfer_params=transfer)
+    (output,) = llm.generate({"prompt_token_ids": tokens_of(seed)}, params, use_tqdm=False)
+    flush(llm.engine.core)
+    llm.engine.core.check()
+    assert output.metrics is not None
+    return output.outputs[0].token_ids, output.num_cached_tokens or 0, {
+        (origin.tier, origin.peer) for origin in output.metrics.origins.values()}  # fmt: skip
+
+
+def prefill(llm: LLM, seed: int) -> dict[str, Any]:
+    """Return what a prefill node answers for the decode node."""
+    (output,) = llm.generate({"prompt_token_ids": tokens_of(seed)}, FIRST, use_tqdm=False)
+    assert output.kv_transfer_params is not None
+    return output.kv_transfer_params
+
+
+def leases(llm: LLM) -> int:
+    for store in stores(llm.engine.core):
+        store.sharing.expire()
+    return sum(len(store.sharing._leases) for store in stores(llm.engine.core))
+
+
+def role(name: str) -> dict[str, Any]:
+    return {"kv_transfer_config": {"kv_connector": "QuireConnector", "kv_role": name}}
+
+
+@pytest.mark.parametrize("sizes", ["dp2-ep", pytest.param("dp2", marks=pytest.mark.full)])
+def test_prefill_and_decode_nodes_of_replicas(sizes: str, experts: Path, left: Left) -> None:
+    """Every prompt is computed once, by either replica of the prefill node, and goes on in either of the other."""
+    share, model = free_address(2), {"model": str(experts)} | NODE | SIZES[sizes]
+    with (LLM(**model, **role("kv_producer"), kv_share=share) as first,
+          LLM(**model, **role("kv_consumer"), kv_peers=(share, next_to(share))) as second):
+        for seed in range(4):
+            place = share if seed % 2 == 0 else next_to(share)
+            transfer = prefill(first, seed)
+            assert f"{transfer['remote_host']}:{transfer['remote_port']}" == place == transfer["remote_engine_id"]
+            found = generate(second, seed, transfer)
+            assert found[1:] == (48, {(Tier.PEER, place)})
+            assert found[0] == generate(first, seed)[0]
+            prefill(first, 90 + seed)  # so that the replica's turn is the other's
+        until(lambda: not leases(first), lambda: "a lease is left")
+
+
+def test_ranks_on_two_hosts_read_their_parts(left: Left) -> None:
+    """The hosts are two programs on the loopback; each rank connects to the peer from its own."""
+    share, port = free_address(), int(free_address().rpartition(":")[2])
+    with LLM(**OPTIONS, use_tqdm_on_load=False, kv_share=share) as alone, agent(port):
+        found = generate(alone, 0)
+        with LLM(**OPTIONS, use_tqdm_on_load=False, tensor_parallel_size=2, nnodes=2, master_port=port,
+                 kv_peers=(share,)) as two:  # fmt: skip
+            keys = stores(alone.engine.core)[0].host._index.keys()
+            (store,) = stores(two.engine.core)
+            until(lambda: store.sharing._promises._peers[0].keys == set(keys), lambda: "no block is heard of")
+            assert generate(two, 0) == (found[0], 48, {(Tier.PEER, share)})
+            assert two.engine.core.state().stats.tiers[Tier.PEER].num_failed == 0
