@@ -59,7 +59,7 @@ def first_token(llm: LLM, texts: list[list[int]], ratio: str, asked: argparse.Na
     params, prompt, chunks = ONE, draw(llm, 16), []
     if ratio != "none":
         llm.generate(texts, ONE, use_tqdm=False)
-    if asked.gb:
+    if asked.gb and ratio != "none":
         length = asked.texts * asked.tokens
         llm.generate([draw(llm, length) for _ in range(6)], ONE, use_tqdm=False)
     for text in DRAW.sample(texts, len(texts)):

@@ -1,16 +1,17 @@
 """Tokens per second with n-gram drafts and without, of random texts and of texts that repeat themselves.
 
     python tools/measure_drafts.py [MODEL] [--device cuda] [--drafts 0,3,auto] [--requests 1,8,64] [--prompt 512]
-                                   [--tokens 256]
+                                   [--tokens 256] [--texts random,repeating]
 
-MODEL is a name of `quire bench`, with dummy weights. Random: random tokens at temperature 1, so that a guess is hardly
-ever made. Repeating: a prompt with a period of 48 tokens, and a greedy answer, which falls into a loop. The faster of
-two runs counts, prompts included.
+MODEL is a name of `quire bench`, or a folder, with dummy weights. Random: random tokens at temperature 1, so that a
+guess is hardly ever made. Repeating: a prompt with a period of 48 tokens, and a greedy answer, which falls into a loop.
+The faster of two runs counts, prompts included.
 """
 
 import argparse
 import random
 import time
+from pathlib import Path
 
 from quire import LLM, SamplingParams
 from quire.bench.workload import model_folder
@@ -23,19 +24,21 @@ def main() -> None:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--drafts", default="0,3,auto")
     parser.add_argument("--requests", default="1,8,64")
+    parser.add_argument("--texts", default="random,repeating")
     parser.add_argument("--prompt", type=int, default=512)
     parser.add_argument("--tokens", type=int, default=256)
     asked = parser.parse_args()
     for drafts in asked.drafts.split(","):
         number = drafts if drafts == "auto" else int(drafts)
         given = {"method": "ngram", "num_speculative_tokens": number, "prompt_lookup_min": 1, "prompt_lookup_max": 4}
-        with LLM(str(model_folder(asked.model)), load_format="dummy", dtype="bfloat16", device=asked.device,
+        folder = asked.model if Path(asked.model).is_dir() else str(model_folder(asked.model))
+        with LLM(folder, load_format="dummy", dtype="bfloat16", device=asked.device,
                  skip_tokenizer_init=True, use_tqdm_on_load=False, max_model_len=asked.prompt + asked.tokens,
                  speculative_config=given if number else None) as llm:  # fmt: skip
-            for repeating in (False, True):
+            for text in asked.texts.split(","):
                 for count in map(int, asked.requests.split(",")):
-                    seconds, steps = measure(llm, count, asked, repeating=repeating)
-                    made, text = count * asked.tokens, "repeating" if repeating else "random"
+                    seconds, steps = measure(llm, count, asked, repeating=text == "repeating")
+                    made = count * asked.tokens
                     print(f"{asked.model}, drafts {drafts}, {text}, {count} requests: "
                           f"{made / seconds:.1f} tokens/s, {1000 * seconds / steps:.3f} ms a step, "
                           f"{made / steps:.2f} tokens a step", flush=True)

@@ -1,0 +1,43 @@
+"""Tiny models with a prediction layer (MTP) that knows them: random checkpoints in the form of the published ones."""
+
+import json
+import shutil
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from .tiny_models import Tiny, random_model, write_model
+
+VOCAB, CONTEXT, LAYERS = 8192, 1024, 4
+FAMILIES = ("glm4_moe", "deepseek_v3")  # with prediction layers: grouped-query attention, and latent attention
+
+
+@torch.no_grad()
+def predicting(folder: Path, family: str, tokenizer: Path, scale: float, seed: int = 0) -> Path:
+    """Write a model of four layers whose next token depends, with scale 0, on its last token alone.
+
+    The prediction layer behind them gives a token the embedding that the model's head sees. Attention and experts of
+    all five layers are scaled alike. So with scale 0 every draft is the model's own token, and with more some are.
+    """
+    changes = {"vocab_size": VOCAB, "num_hidden_layers": LAYERS + 1, "max_position_embeddings": CONTEXT}
+    model = random_model(Tiny(family=family, changes=tuple(changes.items())), seed)
+    model.model.embed_tokens.weight.copy_(torch.randn_like(model.model.embed_tokens.weight))
+    model.lm_head.weight.copy_(torch.randn_like(model.lm_head.weight) / 4)
+    for name, value in model.named_parameters():
+        if name.endswith(("o_proj.weight", "down_proj", "down_proj.weight")):
+            value.mul_(scale)
+    write_model(model, folder, family)
+    raw, hidden = json.loads((folder / "config.json").read_text()), model.config.hidden_size
+    spelled = "num_mtp_layers" if "num_mtp_layers" in raw else "num_nextn_predict_layers"
+    (folder / "config.json").write_text(json.dumps(raw | {"num_hidden_layers": LAYERS, spelled: 1}))
+    own = {"enorm": torch.ones(hidden), "hnorm": torch.rand(hidden) + 0.5,
+           "eh_proj": torch.cat((torch.eye(hidden), torch.zeros(hidden, hidden)), 1),
+           "shared_head.norm": model.model.norm.weight, "shared_head.head": model.lm_head.weight,
+           "embed_tokens": model.model.embed_tokens.weight}  # fmt: skip
+    given = load_file(folder / "model.safetensors")
+    given |= {f"model.layers.{LAYERS}.{name}.weight": value.detach().clone() for name, value in own.items()}
+    save_file(given, folder / "model.safetensors", {"format": "pt"})
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(tokenizer / name, folder)
+    return folder
