@@ -29,11 +29,11 @@ from quire.kernels.cases.operations import (
 )
 from quire.kernels.cases.quantized import expert_cases, quantized_cases
 from quire.kernels.sampling import ref, triton
+from quire.kernels.sampling.sampler import Sampler
 from quire.kernels.sampling.table import SamplingTable
 from quire.layers.embedding import VocabEmbedding
 from quire.layers.linear import GatedLinear, Linear
 from quire.layers.norm import RMSNorm
-from quire.worker.sampler import Sampler
 
 # kind -> (sampling parameters, the PyTorch operations of the baseline)
 SAMPLING: dict[str, tuple[dict[str, Any], str]] = {
