@@ -52,7 +52,7 @@ STOPS = {
     "kernels/heads": "head norm, rotation, KV write",
     "kernels/attention:paged_attention": "paged attention",
     "layers/mlp.py": "feed-forward",
-    "worker/sampler.py": "penalties, masks, temperature, top-k, top-p",
+    "kernels/sampling/sampler.py": "penalties, masks, temperature, top-k, top-p",
     "kernels/sampling:TorchSampling.sample": "draws the tokens",
     "engine/finish.py:Finisher.apply": "stop tokens, lengths, finished requests",
     "procs/core_client.py:CoreClient._receive": "back in the HTTP process, once per step",

@@ -11,12 +11,12 @@ from quire.contracts.sampling import SamplerSpec
 from quire.kernels.sampling import noise
 from quire.kernels.sampling.inputs import edge_rows, model_like
 from quire.kernels.sampling.rows import Mode
+from quire.kernels.sampling.sampler import Sampler
 from quire.kernels.sampling.table import SamplingTable
 from quire.kernels.sampling.triton import operations
 from quire.kernels.sampling.triton_rows import gumbel, near_gumbel
 from quire.kernels.step.upload import InPlaceUpload
 from quire.kernels.triton_runtime import jit, tl
-from quire.worker.sampler import Sampler
 
 from ..support.ref_sampler import RefSampler
 

@@ -20,9 +20,9 @@ from quire.kernels import triton_runtime
 from quire.kernels.sampling import noise
 from quire.kernels.sampling.inputs import edge_rows, model_like
 from quire.kernels.sampling.rows import Mode, encode_edits, encode_row
+from quire.kernels.sampling.sampler import Sampler
 from quire.kernels.sampling.table import SamplingTable
 from quire.kernels.step.upload import InPlaceUpload
-from quire.worker.sampler import Sampler
 
 from ..support.ref_sampler import CPU, RefSampler
 

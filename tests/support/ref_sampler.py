@@ -10,9 +10,9 @@ from torch import Tensor
 from quire.contracts.sampling import SamplerSpec
 from quire.contracts.step import I32, RowLogprobs
 from quire.kernels.sampling import ref
+from quire.kernels.sampling.sampler import CODES, Sampler
 from quire.kernels.sampling.table import SamplingTable
 from quire.kernels.step.upload import InPlaceUpload
-from quire.worker.sampler import CODES, Sampler
 
 CPU = torch.device("cpu")
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -10,8 +11,13 @@ PINNED = 1 << 20  # values of a copy to pinned memory, at most: pinned memory st
 
 def sent(numbers: Sequence[int], device: torch.device) -> Tensor:
     """Copy `numbers` to an int64 tensor on the device, without waiting for the device."""
-    host = torch.tensor(numbers, dtype=torch.int64, pin_memory=device.type == "cuda")
-    return host.to(device, non_blocking=True)
+    return sent_array(np.array(numbers, np.int64), device)
+
+
+def sent_array(values: np.ndarray, device: torch.device) -> Tensor:
+    """Copy an array to the device, without waiting for it. On a CPU the tensor has the memory of the array."""
+    host = torch.from_numpy(values)
+    return host if device.type == "cpu" else host.pin_memory().to(device, non_blocking=True)
 
 
 def back(values: Tensor) -> Tensor:

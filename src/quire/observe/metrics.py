@@ -55,6 +55,23 @@ class MetricFamily(NamedTuple):
 FAMILIES = tuple(MetricFamily(*cells) for cells in read_rows(Path(__file__).with_suffix(".txt")))
 
 
+def filled(families: Iterable[MetricFamily], values: Mapping[str, Any], prefix: str,
+           given: Mapping[str, str]) -> Iterator[Metric]:  # fmt: skip
+    """Yield every family with its values, in the form of Prometheus' client.
+
+    values   by name of the family: a number or a histogram; with labels, a dict of these by the values of the labels
+    given    labels of every family, before its own
+    """
+    for family in families:
+        value = values[family.name]
+        kind, *labels = family.kind.split()
+        metric = KINDS[kind](f"{prefix}:{family.name}", family.help, labels=[*given, *labels])
+        for key, each in (value if isinstance(value, dict) else {(): value}).items():
+            numbers = (each.buckets(), each.total) if isinstance(each, Histogram) else (each,)
+            metric.add_metric([*given.values(), *((key,) if isinstance(key, str) else key)], *numbers)
+        yield metric
+
+
 @dataclass(frozen=True, kw_only=True)
 class StatsLine:
     """Statistics of now, with rates since the last line. `hit_rate` of the prefix cache is None without a lookup.
@@ -209,14 +226,7 @@ class Metrics(Collector):
     def collect(self) -> Iterator[Metric]:
         """Yield every family with its current values."""
         values = self._values() | self._seen | {"step_time_seconds": self._parts}
-        for family in FAMILIES:
-            value = values[family.name]
-            kind, *labels = family.kind.split()
-            metric = KINDS[kind](f"{self._prefix}:{family.name}", family.help, labels=[*self._labels, *labels])
-            for key, each in (value if isinstance(value, dict) else {(): value}).items():
-                numbers = (each.buckets(), each.total) if isinstance(each, Histogram) else (each,)
-                metric.add_metric([*self._labels.values(), *((key,) if isinstance(key, str) else key)], *numbers)
-            yield metric
+        yield from filled(FAMILIES, values, self._prefix, self._labels)
         if self._cache_info:
             info = {"engine": ENGINE, **self._cache_info}
             metric = GaugeMetricFamily(f"{self._prefix}:cache_config_info", "The KV cache, as labels.", labels=[*info])

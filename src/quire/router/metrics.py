@@ -9,7 +9,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from quire.contracts.text_table import read_rows
-from quire.observe.metrics import KINDS, MetricFamily
+from quire.observe.metrics import MetricFamily, filled
 from quire.observe.series import Histogram, Tally
 from quire.router.backends import Backend
 from quire.router.events import KVIndex
@@ -44,16 +44,9 @@ class RouterMetrics(Collector):
         return generate_latest(self._registry), CONTENT_TYPE_LATEST
 
     def collect(self) -> Iterator[Metric]:
-        """Yield every family with its current values."""
+        """Return every family with its current values."""
         values = self._values() | {name: tally.counts for name, tally in self._counts.items()} | self._seen
-        for family in FAMILIES:
-            kind, *labels = family.kind.split()
-            value = values[family.name]
-            metric = KINDS[kind](f"{PREFIX}:{family.name}", family.help, labels=labels)
-            for key, each in (value if isinstance(value, dict) else {(): value}).items():
-                numbers = (each.buckets(), each.total) if isinstance(each, Histogram) else (each,)
-                metric.add_metric([key] if isinstance(key, str) else list(key), *numbers)
-            yield metric
+        return filled(FAMILIES, values, PREFIX, {})
 
     def _values(self) -> dict[str, Any]:
         backends = self._backends

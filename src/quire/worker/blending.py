@@ -15,6 +15,7 @@ from quire.contracts.step import CHECK_LAYER, FIRST_TOKENS, I32, StepPlan
 from quire.kernels.attention import AttentionMeta, KVView
 from quire.kernels.blend import latent_sides
 from quire.kernels.blend.choice import Span, choose_rows
+from quire.kernels.host_copies import sent_array
 from quire.kernels.latent import LatentView
 from quire.layers.context import StepContext
 from quire.layers.stack import Model, run_layers
@@ -71,7 +72,7 @@ class Blending:
 
 def _context(ctx: StepContext, kept: Tensor, counts: I32) -> StepContext:
     """Return the context of the rows `kept`. counts: [S] rows of each sequence."""
-    starts = _on_device(np.concatenate(([0], np.cumsum(counts))).astype(np.int32), kept.device)
+    starts = sent_array(np.concatenate(([0], np.cumsum(counts))).astype(np.int32), kept.device)
     positions = ctx.positions[kept]
 
     def chosen(meta: AttentionMeta) -> AttentionMeta:
@@ -94,11 +95,5 @@ def _rows(plan: StepPlan, device: torch.device) -> _StepRows:
     moved = np.concatenate([starts[at[chunk.slot]] + chunk.tokens for chunk in chunks]).astype(np.int64)
     others = np.setdiff1d(np.arange(plan.num_tokens.sum()), moved, assume_unique=True)
     tables = moved, *(np.concatenate([getattr(chunk, name) for chunk in chunks]) for name in ("sources", "shifts"))
-    sent = [_on_device(table.astype(np.int64), device) for table in (*tables, others)]
+    sent = [sent_array(table.astype(np.int64), device) for table in (*tables, others)]
     return _StepRows(*sent, spans=spans, counts=counts)
-
-
-def _on_device(values: I32 | I64, device: torch.device) -> Tensor:
-    """Copy an array to the device. The host does not wait for the copy."""
-    tensor = torch.from_numpy(values)
-    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)

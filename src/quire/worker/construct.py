@@ -10,6 +10,7 @@ from quire.contracts.speculation import Speculation
 from quire.distributed.mesh import ALONE, RankGroups
 from quire.kernels.attention import KVView
 from quire.kernels.sampling import SamplerOperations
+from quire.kernels.sampling.sampler import Sampler
 from quire.kernels.select import Choice, KernelNeeds, select
 from quire.kernels.step.synthetic import SyntheticAcceptance
 from quire.kernels.step.upload import InPlaceUpload, Upload
@@ -25,7 +26,6 @@ from quire.worker.programs import Programs
 from quire.worker.recorder import Recorder
 from quire.worker.recordings import LayerRecordings, not_recordable
 from quire.worker.runner import StepRunner
-from quire.worker.sampler import Sampler
 from quire.worker.scoring import PromptScorer
 from quire.worker.sliced_sampling import SlicedSampling
 from quire.worker.stage import PipelineStage

@@ -14,6 +14,7 @@ from torch import Tensor
 from quire.contracts.step import I32, StepPlan
 from quire.kernels.attention import AttentionMeta, KVView, Prompt, SharedBlocks
 from quire.kernels.sampling.rows import Mode
+from quire.kernels.sampling.sampler import Sampler
 from quire.kernels.step import NUM_TOKENS, StepBuffers
 from quire.kernels.step.synthetic import SyntheticAcceptance
 from quire.kernels.step.upload import SHARED_GROUPS, Upload
@@ -23,7 +24,6 @@ from quire.spec.drafter import Drafter
 from quire.worker.blending import Blending
 from quire.worker.device_state import DeviceState, Limits, zeros
 from quire.worker.recorder import Key, Recorder, StepShape
-from quire.worker.sampler import Sampler
 from quire.worker.stage import PipelineStage
 
 LogitsTap = Callable[[Tensor, Tensor, Tensor], None]  # for tests: slots [N], positions [N] and logits [N, V] of a step

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from quire.contracts.step import I32, SAMPLE, StepPlan, StepResult
+from quire.kernels.sampling.sampler import CODES
 from quire.worker.features import Found, Results
-from quire.worker.sampler import CODES
 
 
 @dataclass(frozen=True)

@@ -15,13 +15,15 @@ import torch
 from quire.bench import kernels as bench
 from quire.bench.kernel_cases import OPERATIONS
 from quire.bench.kernel_setup import Setup
-from quire.bench.kernels import Rates, measure_kernels, measure_rates, relative_error
+from quire.bench.kernels import measure_kernels, relative_error
 from quire.config.checkpoint import parse_checkpoint_config
 from quire.contracts.errors import ConfigError
 from quire.entry.cli.main import main
 from quire.kernels import triton_runtime
 from quire.kernels.activation import triton as activation
 from quire.kernels.attention import triton as attention
+from quire.kernels.cases import timing
+from quire.kernels.cases.timing import Rates, measure_rates
 from quire.kernels.heads import triton as heads
 from quire.kernels.linear import cuda as linear
 from quire.kernels.norm import triton as norm
@@ -77,7 +79,7 @@ def test_every_case_computes_what_the_library_computes(op: str) -> None:
 @pytest.mark.parametrize(("op", "dtype"), [*((op, "float32") for op in OPERATIONS), ("linear", "bfloat16"),
                                           ("layer", "bfloat16"), ("embedding", "bfloat16")])
 def test_every_case_of_a_gpu(op: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench, "SAMPLES", 1)
+    monkeypatch.setattr(timing, "SAMPLES", 1)
     check(on_gpu(dtype), op)
 
 
@@ -112,8 +114,8 @@ def test_a_wrong_cache_has_no_speed(part: str, monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize(("op", "owner", "name"), [
     ("sampler", "quire.kernels.sampling.triton.TritonSampling", "sample"),
     ("step", "quire.kernels.step.packed.operations", "apply_runs"),
-    ("step", "quire.bench.kernel_cases.step", "build_inputs"),
-    ("step", "quire.bench.kernel_cases.step", "finish_step"),
+    ("step", "quire.kernels.cases.operations.step", "build_inputs"),
+    ("step", "quire.kernels.cases.operations.step", "finish_step"),
 ])
 def test_what_does_nothing_has_no_speed(op: str, owner: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)  # one row's right token may be 0, which is what a sampler that does nothing leaves
@@ -183,7 +185,7 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     monkeypatch.setenv("QUIRE_CACHE_DIR", str(tmp_path))
     monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
     monkeypatch.setattr(bench, "make_setup", lambda model, device: setup())
-    monkeypatch.setattr(bench, "measure_rates", lambda device, dtype: RATES)
+    monkeypatch.setattr(timing, "measure_rates", lambda device, dtype: RATES)
     args = ["bench", "kernels", "--models", "qwen3-8b", "--only", "norm", "--rows", "3", "--device", "cpu"]
     assert main([*args, "--json", "--out", str(tmp_path / "out.json")]) == 0
     printed = json.loads(capsys.readouterr().out)

@@ -45,11 +45,12 @@ def _measure(bench: Any, models: list[str], operations: list[str], rows: tuple[i
     import torch
 
     from quire.kernels.cache import use_cache_folder
+    from quire.kernels.cases.timing import measure_rates
 
     use_cache_folder()
     result: dict[str, Any] = {"device": device, "rows": []}
     with torch.inference_mode():
-        rates = bench.measure_rates(torch.device(device), torch.bfloat16)
+        rates = measure_rates(torch.device(device), torch.bfloat16)
         result |= {"memory_gb_per_s": round(rates.memory / 1e9, 1), "matrix_tflop_per_s": round(rates.matrix / 1e12, 1)}
         for model in models:
             setup = bench.make_setup(model, device)

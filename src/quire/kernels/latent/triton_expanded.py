@@ -18,6 +18,7 @@ from quire.kernels.attention import AttentionMeta
 from quire.kernels.attention.eight_bits import is_coded
 from quire.kernels.attention.triton_plan import TILE_WORDS
 from quire.kernels.attention.triton_tiles import LOWEST, accumulate, finite, load_queries, load_tile, rescore
+from quire.kernels.host_copies import sent_array
 from quire.kernels.latent import LatentView
 from quire.kernels.triton_runtime import jit, tl
 
@@ -63,8 +64,7 @@ def cut_prompts(meta: AttentionMeta, block_size: int, rows: int, most: int) -> l
         tokens = np.pad(tokens, ((0, 0), (0, STEP + tokens.shape[1] % 2)), "edge")  # whole 16 bytes
         lists += [np.array(tiles, np.int32), tokens.astype(np.int32)]
         lists[-2][:, 6] = len(tiles)
-    packed, device = torch.from_numpy(np.concatenate([words.ravel() for words in lists])), meta.block_tables.device
-    packed = (packed.pin_memory() if device.type == "cuda" else packed).to(device, non_blocking=True)
+    packed = sent_array(np.concatenate([words.ravel() for words in lists]), meta.block_tables.device)
     views = packed.split([words.size for words in lists])
     pieces: list[Piece] = []
     for tiles, tokens in zip(views[::2], views[1::2], strict=True):

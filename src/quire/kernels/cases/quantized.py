@@ -6,8 +6,8 @@ from typing import Any
 
 import torch.nn.functional as F
 
-from quire.bench.kernel_setup import KernelCase, Pair, Setup, made
 from quire.contracts.scheme import Scheme
+from quire.kernels.cases import KernelCase, KernelSetup, Pair, made
 from quire.kernels.experts.inputs import Case, make_quantized
 from quire.kernels.linear import quantized_ref
 from quire.kernels.linear.inputs import random_matrix
@@ -23,7 +23,7 @@ SCHEMES = {
 }
 
 
-def quantized_cases(setup: Setup) -> Iterator[KernelCase]:
+def quantized_cases(setup: KernelSetup) -> Iterator[KernelCase]:
     """Yield cases of all projections of a layer, for a quantization scheme of each kind.
 
     Operations on 8-bit activations count half in `flops`: tensor cores do twice as many of them per second.
@@ -38,14 +38,14 @@ def quantized_cases(setup: Setup) -> Iterator[KernelCase]:
                     make=made(_linear_pair, setup, scheme, n, k, rows))  # fmt: skip
 
 
-def _linear_pair(setup: Setup, scheme: Scheme, n: int, k: int, rows: int) -> Pair:
+def _linear_pair(setup: KernelSetup, scheme: Scheme, n: int, k: int, rows: int) -> Pair:
     matrix, x = random_matrix(scheme, n, k, setup.device), setup.randn(rows, k)
     weight, kernel = dequantize(matrix).to(setup.dtype), _kernel(setup, "linear", scheme)
     return Pair(partial(kernel.run, x, kernel.pack(matrix), None), lambda: F.linear(x, weight),
                 lambda: quantized_ref.run(x, matrix, None))
 
 
-def expert_cases(setup: Setup) -> Iterator[KernelCase]:
+def expert_cases(setup: KernelSetup) -> Iterator[KernelCase]:
     """Yield cases of experts with integer weights: those of the model, or 16 with a quarter of a dense model's MLP."""
     moe, hidden, inner, count, k = setup.args.moe, setup.args.hidden_size, setup.args.intermediate_size // 4, 16, 4
     if moe:
@@ -60,7 +60,7 @@ def expert_cases(setup: Setup) -> Iterator[KernelCase]:
                 make=made(_expert_pair, setup, scheme, Case(rows, count, k, hidden, inner)))  # fmt: skip
 
 
-def _expert_pair(setup: Setup, scheme: Scheme, case: Case) -> Pair:
+def _expert_pair(setup: KernelSetup, scheme: Scheme, case: Case) -> Pair:
     x, weights, ids, pairs = make_quantized(case, scheme, setup.dtype, setup.device)
     plain = [tuple(dequantize(one).to(setup.dtype) for one in pair) for pair in pairs]
     runs = []
@@ -72,7 +72,7 @@ def _expert_pair(setup: Setup, scheme: Scheme, case: Case) -> Pair:
     return Pair(*runs)
 
 
-def _kernel(setup: Setup, op: str, scheme: Scheme | None) -> Any:
+def _kernel(setup: KernelSetup, op: str, scheme: Scheme | None) -> Any:
     """Return the implementation of an operation for weights of a scheme (None: unquantized)."""
     needs = KernelNeeds(device=setup.device.type, dtype=str(setup.dtype).removeprefix("torch."), scheme=scheme)
     return load_kernel(op, select(op, needs).name)

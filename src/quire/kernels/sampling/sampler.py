@@ -4,7 +4,7 @@ A batch may mix every kind of request; the token of a row depends on that row al
 batch needs; `kernels/sampling` implements them. Knows slots and rows; knows nothing of plans or the model.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import numpy as np
 from torch import Tensor
@@ -12,9 +12,8 @@ from torch import Tensor
 from quire.contracts.step import I32
 from quire.kernels.sampling import Rows, SamplerOperations
 from quire.kernels.sampling.rows import Mode
-from quire.kernels.sampling.sampled import score_samples
+from quire.kernels.sampling.sampled import Scores, score_samples
 from quire.kernels.sampling.table import SamplingTable
-from quire.worker.features import Results
 
 CODES: Mapping[int, str] = {1: "nan_logits", 2: "no_token"}  # see `SamplerOperations`
 
@@ -57,7 +56,7 @@ class Sampler:
         places[found] = np.arange(len(masks), dtype=np.int32)
         self.operations.take_masks(places, masks)
 
-    def logprobs(self, logits: Tensor, slots: I32) -> Results | None:
+    def logprobs(self, logits: Tensor, slots: I32) -> Callable[[], Scores] | None:
         """Launch the log-probabilities of the tokens that `sample` drew, from raw logits [R, V].
 
         slots   [R] int32 slots of the rows

@@ -1,0 +1,97 @@
+"""Cases in which kernels are measured: an operation with the shapes of a model, beside a library's version.
+
+`operations.py` and `quantized.py` have the cases of each operation, `timing.py` takes the times.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from quire.config.checkpoint import ModelArgs
+from quire.kernels.attention import KVView
+from quire.kernels.select import Kernels
+
+ROWS = (1, 64, 256, 8192)
+FEW_ROWS, LOGIT_ROWS = 64, 512  # most rows of the cases of fused layer kernels, and of logits
+# (sequences, new tokens of each, context of each with them)
+STEPS = ((1, 1, 768), (64, 1, 768), (256, 1, 512), (16, 1, 16384), (1, 4096, 4096), (4, 2048, 2048), (1, 2048, 32768))
+SHARED = ((64, 4288, 4096), (256, 4288, 4096))  # (sequences, context of each, its shared prefix)
+EPS = 1e-6  # of norms
+Result = Tensor | tuple[Tensor, ...]
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Quire's operation `run` and a library's operation, on the same inputs. Both return the results to compare.
+
+    baseline   the library's operation, which is timed; None: no library has this operation
+    expected   reference whose result is compared with that of `run`; it is not timed. None: `baseline` is compared
+    """
+
+    run: Callable[[], Result]
+    baseline: Callable[[], Result] | None
+    expected: Callable[[], Result] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class KernelCase:
+    """An operation at one shape.
+
+    shape, baseline    names of the shape and of the library's operation, for display
+    num_bytes, flops   bytes moved and operations done by one call
+    make               `make(n)` returns n pairs, each with its own inputs
+    """
+
+    shape: str
+    num_bytes: int
+    flops: int = 0
+    baseline: str = ""
+    make: Callable[[int], list[Pair]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class KernelSetup:
+    """A model's arguments with device, dtype and the kernels chosen for it, and the shapes to measure.
+
+    rows     numbers of rows (tokens)
+    steps    (sequences, new tokens of each, context of each including the new tokens)
+    shared   (sequences, context of each, its shared prefix), in tokens
+    """
+
+    args: ModelArgs
+    device: torch.device
+    dtype: torch.dtype
+    kernels: Kernels
+    block_size: int
+    rows: tuple[int, ...] = ROWS
+    steps: tuple[tuple[int, int, int], ...] = STEPS
+    shared: tuple[tuple[int, int, int], ...] = SHARED
+
+    @property
+    def item(self) -> int:
+        """Bytes of an element of `dtype`."""
+        return self.dtype.itemsize
+
+    @property
+    def projections(self) -> dict[str, tuple[int, int]]:
+        """(outputs, inputs) of a layer's projections and of the head, by name."""
+        args, hidden, inner = self.args, self.args.hidden_size, self.args.intermediate_size
+        q, kv = args.num_heads * args.head_dim, args.num_kv_heads * args.head_dim
+        return {"qkv": (q + 2 * kv, hidden), "o": (hidden, q), "gate_up": (2 * inner, hidden), "down": (hidden, inner),
+                "head": (args.vocab_size, hidden)}
+
+    def randn(self, *shape: int, scale: float = 1.0) -> Tensor:
+        """Return normal random numbers times `scale`, of `dtype` on `device`. Zeros would run faster than real data."""
+        return torch.randn(shape, dtype=torch.float32, device=self.device).mul_(scale).to(self.dtype)
+
+
+    def arena(self, num_layers: int, num_blocks: int) -> list[KVView]:
+        """Return the KV caches of `num_layers` layers in one allocation, as in a model, filled with random values."""
+        raise NotImplementedError
+
+
+def made(pair: Callable[..., Pair], *given: object) -> Callable[[int], list[Pair]]:
+    """Return a function that makes a number of pairs, each by `pair(*given)`. See `KernelCase.make`."""
+    return lambda count: [pair(*given) for _ in range(count)]
