@@ -42,6 +42,8 @@ STEPS = {
     "verify": Step((4,) * 32, tuple(range(100, 2020, 60))),
     "prefill": Step((4096, 4096), (4096, 4096)),
     "chunk": Step((2048,), (16_384,)),
+    "tail": Step((128,), (32_000,)),
+    "tails": Step((1,) * 64 + (200, 37, 300, 9, 64), tuple(range(577, 641)) + (20_000, 9_000, 300, 40_000, 2_100)),
     "prompts": Step((512,) * 8, (512,) * 8),
     "mixed": Step((1,) * 100 + (1500, 7), tuple(range(500, 600)) + (3000, 900)),
     "shared": Step((1,) * 64, tuple(range(4096, 4224, 2)), prefix=4096),
@@ -173,8 +175,10 @@ def test_matches_reference(op: ModuleType, name: str, heads: tuple[int, int], di
 
 
 @every_op
-@pytest.mark.parametrize("name", ["decode-64", "verify", "mixed", "shared", "chunk"])
-@pytest.mark.parametrize("window, soft_cap, sunk", [(100, None, True), (None, 20.0, False), (1000, 5.0, True)])
+@pytest.mark.parametrize("name", ["decode-64", "verify", "mixed", "shared", "chunk", "tails"])
+@pytest.mark.parametrize("window, soft_cap, sunk", [
+    (100, None, True), (None, 20.0, False), (1000, 5.0, True), (4000, None, True)
+])  # fmt: skip
 def test_variants(op: ModuleType, name: str, window: int | None, soft_cap: float | None, sunk: bool) -> None:
     q, kv, meta = build(STEPS[name], (16, 8), 128, 64)
     sinks = torch.linspace(-3, 4, 16, device=DEVICE) if sunk else None
@@ -182,13 +186,32 @@ def test_variants(op: ModuleType, name: str, window: int | None, soft_cap: float
     check(op.paged_attention(q, kv, meta, 0.3, window, soft_cap, sinks), expected, sum(STEPS[name].query_lens))
 
 
-@pytest.mark.parametrize("name", ["verify", "mixed", "shared-mixed"])
+@pytest.mark.parametrize("name", ["verify", "mixed", "shared-mixed", "tails"])
 @pytest.mark.parametrize(
     "dtype, dim", [(torch.float16, 128), (torch.float32, 64), (torch.bfloat16, 80), (torch.bfloat16, 256)]
 )
 def test_other_types_and_widths(name: str, dtype: torch.dtype, dim: int) -> None:
     q, kv, meta = build(STEPS[name], (12, 4), dim, 32, dtype)
     check(triton.paged_attention(q, kv, meta, 0.1), reference(q, kv, meta, 0.1), sum(STEPS[name].query_lens))
+
+
+@pytest.mark.parametrize("new, past", [
+    (2, 2047), (3, 40_000), (16, 4096), (17, 4095), (31, 8192), (32, 8191), (33, 8193), (64, 2100), (100, 0),
+    (128, 32_000), (129, 1023), (200, 9000), (255, 1500), (300, 40_000),
+])  # fmt: skip
+@every_op
+def test_few_rows_behind_a_long_context(op: ModuleType, new: int, past: int) -> None:
+    """Contexts of 2,048 keys and more are divided; every run gives the same bits."""
+    q, kv, meta = build(Step((new,), (past + new,)), (32, 8), 128, 128)
+    meta = replace(meta, decode_len=1)
+    found = op.paged_attention(q, kv, meta, 128**-0.5)
+    check(found, reference(q, kv, meta, 128**-0.5), new)
+    (plan,) = meta.plans[128].values()  # type: ignore[attr-defined]
+    assert (plan.divided >= 0).any().item() == (past + new >= 2048)
+    differ = torch.zeros((), dtype=torch.int64, device=DEVICE)
+    for _ in range(50):
+        differ += (op.paged_attention(q, kv, meta, 128**-0.5)[:new] != found[:new]).sum()
+    assert differ.item() == 0
 
 
 @every_op
@@ -215,7 +238,7 @@ def test_few_and_many_heads_share_keys(
 
 
 @every_op
-@pytest.mark.parametrize("name", ["decode-64", "verify", "mixed", "shared", "chunk"])
+@pytest.mark.parametrize("name", ["decode-64", "verify", "mixed", "shared", "chunk", "tails"])
 def test_a_captured_step_serves_other_lengths(op: ModuleType, name: str) -> None:
     """Only lengths change between replays; grids were chosen from upper bounds. Two layers share one plan."""
     q, kv, meta = build(STEPS[name], (16, 8), 128, 64)

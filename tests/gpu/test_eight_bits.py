@@ -54,6 +54,7 @@ def step_there(meta: AttentionMeta) -> AttentionMeta:
     Case((1,) * 33, tuple(range(100, 1000, 28)), heads=(32, 8), head_dim=128, block_size=128),
     Case((700, 1), (1300, 90), heads=(8, 2), head_dim=128, block_size=128),
     Case((70, 1), (130, 90), heads=(4, 2), head_dim=32, block_size=48),
+    Case((100, 1), (5000, 90), heads=(8, 2), head_dim=128, block_size=128),
 ], ids=str)  # fmt: skip
 def test_attention(case: Case, dtype: torch.dtype, cache: torch.dtype) -> None:
     q, kv, meta = inputs.make(case, dtype)
@@ -70,6 +71,7 @@ def test_attention(case: Case, dtype: torch.dtype, cache: torch.dtype) -> None:
 @pytest.mark.parametrize("case", [
     Case((700, 1), (1300, 90), heads=(32, 8), head_dim=128, block_size=128),
     Case((1, 300, 1, 500), (90, 300, 700, 1111), heads=(32, 8), head_dim=64, block_size=64),
+    Case((600, 1), (4000, 90), heads=(32, 8), head_dim=128, block_size=128),  # a divided context
 ], ids=str)  # fmt: skip
 def test_prompts_on_hopper(case: Case, window: int | None, dtype: torch.dtype, cache: torch.dtype) -> None:
     """Its kernel reads the scratch: the truth of the codes, and the bits of an unquantized cache of the same values.

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -22,9 +23,10 @@ from quire.kernels.attention import AttentionMeta, KVView, SharedBlocks, inputs,
 if not triton_runtime.INTERPRETED and __name__ != "__main__":
     pytest.skip("needs Triton's interpreter", allow_module_level=True)
 
-from quire.kernels.attention import hopper, triton, triton_plan
+from quire.kernels.attention import hopper, hopper_prefill, triton, triton_plan
 from quire.kernels.attention.inputs import Case
-from quire.kernels.attention.triton_plan import pack_shared
+from quire.kernels.attention.triton_plan import Plan, pack_shared
+from quire.kernels.attention.triton_tiles import LOG2E
 from quire.kernels.heads import triton as heads
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3}
@@ -228,6 +230,172 @@ def test_tiles_that_see_most_come_first() -> None:
     assert tiles[: len(live)] == live and {record[5] for record in live} == {len(live)}
 
 
+# Few rows behind long contexts, beside a decode, a short prompt, and a context with its last key at a border of tiles.
+TAILS = Case((33, 1, 20, 3, 9), (1733, 90, 20, 1344, 1024), heads=(4, 2), head_dim=64, block_size=64)
+
+
+def plan_of(meta: AttentionMeta) -> Plan:
+    """Return the only plan of a step."""
+    ((plan,),) = (plans.values() for plans in meta.plans.values())  # type: ignore[attr-defined]
+    assert isinstance(plan, Plan)
+    return plan
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.float16, marks=pytest.mark.full)], ids=str)
+@pytest.mark.parametrize("case, window, soft_cap, sunk", [
+    (TAILS, None, None, True), (TAILS, 400, 3.0, False),
+    (Case((20, 7), (1500, 1400), heads=(3, 1), head_dim=40, block_size=48), 1000, None, True),
+], ids=str)  # fmt: skip
+def test_divided_contexts(case: Case, window: int | None, soft_cap: float | None, sunk: bool, dtype: torch.dtype,
+                          monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+    """Several programs compute a tile of queries, each for a part of the keys."""
+    monkeypatch.setattr(triton_plan, "LEAST_KEYS", 64)
+    q, kv, meta = inputs.make(case, dtype)
+    sinks = torch.linspace(-2, 6, case.heads[0]) if sunk else None
+    device = on_device(meta, decode_len=1)
+    expected = ref.paged_attention(q, kv, meta, 0.2, window, soft_cap, sinks)
+    check(triton.paged_attention(q, kv, device, 0.2, window, soft_cap, sinks), expected)
+    assert (plan_of(device).divided >= 0).sum() > 8
+
+
+def test_parts_of_tiles() -> None:
+    """Every part of every tile once, in order; only contexts of at least twice the least number of keys are divided."""
+    case = Case((33, 1, 20, 40, 50), (9000, 90, 20, 2047, 8000), heads=(4, 2), head_dim=64, block_size=64)
+    starts = np.cumsum((0, *case.query_lens))
+    counts = torch.tensor([-(-length // 64) for length in case.seq_lens])
+    meta = AttentionMeta(
+        torch.from_numpy(starts).int(), torch.tensor(case.seq_lens, dtype=torch.int32),
+        torch.zeros(5, int(counts.max()), dtype=torch.int32), torch.zeros(1, dtype=torch.int64), None, 50,
+    )  # fmt: skip
+    shape = triton_plan.Shape(4, 2, 64, 64, 0, 64, 64, dividing=2)
+    plan = triton_plan.plan_step(meta, shape, sum(case.query_lens))
+    records = [record for record in plan.tiles.tolist() if record[0] >= 0]
+    assert {record[5] for record in records} == {len(records)} and plan.tiles[: len(records)].tolist() == records
+    found: dict[int, list[tuple[int, int]]] = {}
+    for index, (row, *_, part, parts, place) in enumerate((*r[:2], *r[6:9]) for r in records):
+        found.setdefault(row, []).append((part, parts))
+        assert (place >= 0) == (parts > 1) and (place < 0 or plan.divided[place] == index)
+        assert part == 0 or records[index - 1][0] == row
+    assert [len(found[row]) for row in (34, 54, 86)] == [1, 1, 1] and len(found) == 7
+    assert len(found[0]) == len(found[32]) > 1 and len(found[94]) == len(found[126]) > 1
+    assert all(parts == [(part, len(parts)) for part in range(len(parts))] for parts in found.values())
+    assert (plan.divided >= 0).sum() == sum(len(parts) for parts in found.values() if len(parts) > 1)
+    other = replace(meta, plans={}, seq_lens=meta.seq_lens - 1)  # type: ignore[operator]
+    again = triton_plan.plan_step(other, replace(shape, dividing=0), sum(case.query_lens))
+    assert not len(again.divided) and not len(again.tile_sums)
+
+
+@pytest.mark.parametrize("rows, programs", [(128, 132), (1024, 132), (64, 16)])
+def test_parts_fill_the_programs_and_the_scratch_holds_them(rows: int, programs: int,
+                                                            monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+    """A long context is divided so that a round of programs is used well; never into more parts than there is room."""
+    monkeypatch.setattr(triton_plan, "multiprocessors", lambda: programs)
+    starts, lengths = torch.tensor([0, rows], dtype=torch.int32), torch.tensor([32_000], dtype=torch.int32)
+    blocks, slots = torch.zeros(1, 1, dtype=torch.int32), torch.zeros(1, dtype=torch.int64)
+    meta = AttentionMeta(starts, lengths, blocks, slots, None, rows)
+    plan = triton_plan.plan_step(meta, triton_plan.Shape(32, 4, 128, 128, 0, 64, 128, dividing=1), rows)
+    parts = int(plan.tiles[0, 7])
+    tiles = -(-rows // 32) * 8
+    rounds = -(-tiles * parts // programs)
+    assert tiles / programs / (rounds / parts) > 0.85, "share of the programs' time that is used"
+    assert (plan.divided >= 0).sum() == tiles // 8 * parts * (parts > 1) <= len(plan.divided)
+
+
+class Whole:
+    """`gl`, for functions that compute with whole numbers alone. A pointer is a list and an index."""
+
+    minimum, maximum, cdiv = min, max, staticmethod(lambda a, b: -(-a // b))
+
+    @staticmethod
+    def load(pointer: "At") -> int:
+        return pointer.words[pointer.index]
+
+
+class At(SimpleNamespace):
+    """A pointer into a list."""
+
+    words: list[int]
+    index: int
+
+    def __add__(self, offset: int) -> "At":
+        return At(words=self.words, index=self.index + offset)
+
+
+@pytest.mark.parametrize("window", [0, 700, 5000])
+@pytest.mark.parametrize("tile", [64, 128])
+def test_parts_on_hopper_cover_every_tile_of_keys(tile: int, window: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parts are the tiles of the whole context, in order, and each tile is masked unless every row sees it whole."""
+    monkeypatch.setattr(hopper_prefill, "gl", Whole)
+    random = np.random.default_rng(tile + window)
+    for _ in range(300):
+        rows, position = int(random.integers(1, 33)), int(random.integers(0, 9000))
+        record = [0, rows, position, 0, 0, 1, 0, 1, -1]
+        *_, first, whole, whole_end, last = hopper_prefill._span(At(words=record, index=0), tile, window, False)
+        assert first <= whole <= whole_end <= last
+        parts, end = int(random.integers(1, last - first + 2)), first
+        for part in range(parts):
+            record[6:8] = part, parts
+            row, count, at, *span = hopper_prefill._span(At(words=record, index=0), tile, window, True)
+            begin, seen, seen_end, stop = span
+            assert (row, count, at, begin) == (0, rows, position, end) and begin <= seen <= seen_end <= stop
+            assert all(whole <= one < whole_end for one in range(seen, seen_end))
+            end = stop + 1
+        assert end == last + 1
+
+
+class Divided:
+    """Hopper's prefill kernel, in PyTorch: the parts that the plan and the other arguments make it compute."""
+
+    def __init__(self) -> None:
+        self.parts = 0
+
+    def __getitem__(self, grid: tuple[int]) -> Any:
+        return self
+
+    def __call__(self, out: Tensor, q: Tensor, k: Tensor, v: Tensor, table: Tensor, tiles: Tensor, sinks: Tensor | None,
+                 stride_out: int, block: int, head: int, stride: int, scale: float, cap: float, v_scale: None,
+                 **given: Any) -> None:  # fmt: skip
+        size, tile, group = given["SIZE"], given["TILE"], given["GROUP"]
+        for record in tiles.tolist():
+            if record[0] < 0:
+                continue
+            row, rows, position, first, *_, last = hopper_prefill._span(
+                At(words=record, index=0), tile, given["WINDOW"], given["DIVIDED"])  # fmt: skip
+            places = torch.arange(first * tile, min((last + 1) * tile, position + rows))
+            blocks = table[record[given["ROW"]], places // size].long()
+            for h in range(q.shape[1]):
+                keys, values = (side[blocks, h // group, places % size].double() for side in (k, v))
+                scores = q[row : row + rows, h].double() @ keys.T * scale
+                at = position + torch.arange(rows)[:, None]
+                hidden = (places > at) | (places <= at - (given["WINDOW"] or 2**30))
+                scores.masked_fill_(hidden, float("-inf"))
+                top = scores.amax(1).clamp_min(-1e30)
+                weights = torch.exp2(scores - top[:, None])
+                if record[7] == 1:
+                    sink = 0 if sinks is None else torch.exp2(sinks[h] * LOG2E - top)
+                    out[row : row + rows, h] = (weights @ values / (weights.sum(1) + sink)[:, None]).to(out.dtype)
+                    continue
+                self.parts += 1
+                lanes = torch.arange(rows) * group + h % group
+                given["sums_at"][record[8], h // group, lanes] = (weights @ values).float()
+                given["stats_at"][record[8], h // group, lanes] = torch.stack((top, weights.sum(1)), 1).float()
+
+
+@pytest.mark.parametrize("window", [None, 1000])
+def test_the_parts_of_hopper_are_added(window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The parts that its kernel writes, at the places of the plan, are added by Triton's; sinks count once."""
+    monkeypatch.setattr(hopper_prefill, "gl", Whole)
+    monkeypatch.setattr(triton_plan, "LEAST_KEYS", 128)
+    monkeypatch.setattr(hopper, "describe", lambda base, *_: base)
+    kernel = Divided()
+    monkeypatch.setattr(hopper, "prefill_kernel", kernel)
+    q, kv, meta = inputs.make(TAILS, torch.float16)
+    sinks = torch.linspace(-2, 6, 4)
+    expected = ref.paged_attention(q, kv, meta, 0.2, window, None, sinks)
+    check(hopper.paged_attention(q, kv, on_device(meta, decode_len=1), 0.2, window, None, sinks), expected)
+    assert kernel.parts > 8
+
+
 @pytest.mark.parametrize("rows, bad", [(1, "nan"), (1, "inf"), (3, "-inf"), (40, "nan"), (40, "-inf")])
 def test_what_is_not_finite_in_a_key_is_not_hidden(rows: int, bad: str) -> None:
     """NaN in the same rows and heads as the reference; the other sequence as if nothing had been there."""
@@ -262,7 +430,7 @@ def test_compiles_for_hopper(full: bool) -> None:
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert set(done.stdout.split()) == {"decode_kernel", "prefill_kernel", "prefix_kernel", "_plan_kernel",
-                                        "hopper.prefill_kernel"}  # fmt: skip
+                                        "merge_kernel", "hopper.prefill_kernel"}  # fmt: skip
 
 
 def launch_production(block_size: int, heads: tuple[int, int], dim: int, **options: Any) -> None:

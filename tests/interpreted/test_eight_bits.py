@@ -70,6 +70,7 @@ def on_device(meta: AttentionMeta, **changes: object) -> AttentionMeta:
 @pytest.mark.parametrize("case", [
     Case((1, 1, 1), (63, 64, 130), heads=(4, 2), head_dim=64, block_size=64), inputs.CASES[12],
     Case((70, 1), (130, 90), heads=(4, 2), head_dim=64, block_size=48),  # float32: values in words in two parts
+    Case((9,), (2090,), heads=(4, 2), head_dim=64, block_size=64),  # a divided context
 ], ids=str)  # fmt: skip
 def test_decode_and_prefill(case: Case, cache: torch.dtype, dtype: torch.dtype, window: int | None,
                             soft_cap: float | None) -> None:
@@ -259,5 +260,5 @@ def test_compiles_for_hopper() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     assert set(done.stdout.split()) == {
         "_heads_kernel", "_plan_kernel", "decode_kernel", "prefill_kernel", "prefix_kernel", "_prepare_kernel",
-        "_widen_kernel", "hopper.prefill_kernel",
+        "_widen_kernel", "hopper.prefill_kernel",  # "merge_kernel": of prefill attention, and of latents
         "absorbed_kernel", "shared_kernel", "merge_kernel", "hopper._expanded_kernel"}  # fmt: skip

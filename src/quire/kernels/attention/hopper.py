@@ -38,18 +38,32 @@ class _Call(triton.AttentionCall):
     each sequence. The pages of an 8-bit cache are copied to a scratch before, see `triton_widen.find_pages`.
     """
 
+    @property
+    def _fits(self) -> bool:
+        q, kv = self.q, self.kv
+        dim, size, group = q.shape[2], kv.block_size, q.shape[1] // kv.k.shape[1]
+        strange = self.meta.row_positions is not None or q.element_size() != 2 or q.stride(1) != dim
+        return not strange and dim in PREFILL_DIMS and ROWS // 2 % group == 0 and size % PREFILL_TILE == 0
+
+    def prefill_config(self, padded: int) -> triton.Config:
+        """Return the tiling of the prefill kernel: tiles of ROWS rows, however few, if Hopper's kernel can run.
+
+        Of a step with few rows, the pages of an 8-bit cache are not copied.
+        """
+        known = self._fits and not is_coded(self.kv.k)
+        return triton.PREFILL[padded] if known else super().prefill_config(padded)
+
     def prefill(self, plan: Plan, out: Tensor, config: triton.Config) -> None:
         """Launch attention of sequences with more rows than a decode, into `out`. See `triton.AttentionCall`."""
-        q, kv = self.q, self.kv
-        dim, kv_heads, size = q.shape[2], kv.k.shape[1], kv.block_size
-        group = q.shape[1] // kv_heads
-        strange = self.meta.row_positions is not None or q.stride(1) != dim
-        if strange or config.rows != ROWS or dim not in PREFILL_DIMS or ROWS // 2 % group or size % PREFILL_TILE:
+        kv = self.kv
+        kv_heads, dim, size = kv.k.shape[1], self.q.shape[2], kv.block_size
+        group = self.q.shape[1] // kv_heads
+        if not self._fits or config.rows != ROWS:
             super().prefill(plan, out, config)
         elif not is_coded(kv.k):
             self._launch(plan, out, TABLE_ROW, None)
         elif found := find_pages(self.meta, size, self.window, group, widened_blocks(kv_heads, dim, size)):
-            wide = widen(kv, found, self.meta, q.dtype)
+            wide = widen(kv, found, self.meta, self.q.dtype)
             own = replace(self, kv=wide, meta=replace(self.meta, block_tables=found.table))
             own._launch(plan, out, SEQUENCE, kv.v_scale)
         else:
@@ -65,8 +79,8 @@ class _Call(triton.AttentionCall):
         prefill_kernel[(min(multiprocessors(), len(plan.tiles) * kv_heads),)](
             out, describe(q, [ROWS // group, group, dim]), *(_rows(side, tile) for side in (kv.k, kv.v)),
             self.meta.block_tables, plan.tiles, self.sinks, out.stride(0), block // dim, head // dim, table, scale, cap,
-            v_scale, HEADS=kv_heads, GROUP=group, SIZE=size, TILE=tile, D=dim, STAGES=STAGES, WINDOW=self.window or 0,
-            CAPPED=self.soft_cap is not None, WORDS=TILE_WORDS, ROW=row, num_warps=4, maxnreg=168,
+            v_scale, GROUP=group, SIZE=size, TILE=tile, D=dim, STAGES=STAGES, WINDOW=self.window or 0,
+            CAPPED=self.soft_cap is not None, WORDS=TILE_WORDS, ROW=row, **self.parts(plan), num_warps=4, maxnreg=168,
         )  # fmt: skip
 
 

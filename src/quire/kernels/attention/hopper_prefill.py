@@ -29,8 +29,8 @@ def nth_work(turn, programs):
 
 
 @gluon_jit
-def _span(record, TILE: gl.constexpr, WINDOW: gl.constexpr):
-    """Read the record of a tile of queries.
+def _span(record, TILE: gl.constexpr, WINDOW: gl.constexpr, DIVIDED: gl.constexpr):
+    """Read the record of a tile of queries, or of a part of its context if DIVIDED.
 
     Returns row, rows, position    first row; rows; position of the first row
     first, last                    first and last tile of keys
@@ -43,6 +43,12 @@ def _span(record, TILE: gl.constexpr, WINDOW: gl.constexpr):
     if WINDOW > 0:
         first = gl.maximum(position - WINDOW + 1, 0) // TILE
         whole = gl.minimum(gl.cdiv(gl.maximum(position + rows - WINDOW, 0), TILE), whole_end)
+    if DIVIDED:
+        part, parts, count = gl.load(record + 6), gl.load(record + 7), last - first + 1
+        last = first + (part + 1) * count // parts - 1
+        first += part * count // parts
+        whole_end = gl.maximum(gl.minimum(whole_end, last), first)
+        whole = gl.maximum(gl.minimum(whole, whole_end), first)
     return row, rows, position, first, whole, whole_end, last
 
 
@@ -50,7 +56,7 @@ def _span(record, TILE: gl.constexpr, WINDOW: gl.constexpr):
 def _read(
     q_rows, k_rows, v_rows, table, tiles, queries, keys, values, bars, num_work, programs, block_rows, head_rows,
     stride_table, HEADS: gl.constexpr, GROUP: gl.constexpr, SIZE: gl.constexpr, TILE: gl.constexpr,
-    STAGES: gl.constexpr, WINDOW: gl.constexpr, WORDS: gl.constexpr, ROW: gl.constexpr,
+    STAGES: gl.constexpr, WINDOW: gl.constexpr, WORDS: gl.constexpr, ROW: gl.constexpr, DIVIDED: gl.constexpr,
 ):  # fmt: skip
     """The reading warp. Keys come first: the queries of a tile wait until both groups are done with the last tile's.
 
@@ -62,7 +68,7 @@ def _read(
         work = nth_work(turn, programs)
         if work < num_work:
             record = tiles + work // HEADS * WORDS
-            row, _rows, _position, first, _whole, _whole_end, last = _span(record, TILE, WINDOW)
+            row, _rows, _position, first, _whole, _whole_end, last = _span(record, TILE, WINDOW, DIVIDED)
             blocks = table + gl.load(record + ROW).to(gl.int64) * stride_table
             head = work % HEADS
             block = gl.load(blocks + last * TILE // SIZE)
@@ -202,9 +208,9 @@ def make_bars(STAGES: gl.constexpr):
 
 @gluon_jit
 def _attend(
-    out, tiles, sinks, queries, keys, values, bars, num_work, programs, stride_out, scale, cap, v_scale,
-    HALF: gl.constexpr, HEADS: gl.constexpr, GROUP: gl.constexpr, TILE: gl.constexpr, D: gl.constexpr,
-    STAGES: gl.constexpr, WINDOW: gl.constexpr, CAPPED: gl.constexpr, WORDS: gl.constexpr,
+    out, tiles, sinks, queries, keys, values, bars, num_work, programs, stride_out, scale, cap, v_scale, sums_at,
+    stats_at, HALF: gl.constexpr, HEADS: gl.constexpr, GROUP: gl.constexpr, TILE: gl.constexpr, D: gl.constexpr,
+    STAGES: gl.constexpr, WINDOW: gl.constexpr, CAPPED: gl.constexpr, WORDS: gl.constexpr, DIVIDED: gl.constexpr,
 ):  # fmt: skip
     """A computing group of four warps: the first (HALF 0) or second 64 rows of every tile.
 
@@ -223,7 +229,8 @@ def _attend(
         work = nth_work(turn, programs)
         if work < num_work:
             head = work % HEADS
-            row, rows, position, first, whole, whole_end, last = _span(tiles + work // HEADS * WORDS, TILE, WINDOW)
+            record = tiles + work // HEADS * WORDS
+            row, rows, position, first, whole, whole_end, last = _span(record, TILE, WINDOW, DIVIDED)
             positions = position + (HALF * 64 + gl.arange(0, 64, gl.SliceLayout(1, SCORES))) // GROUP
             mbarrier.wait(q_ready, turn & 1)
             mbarrier.wait(k_ready.index(count % STAGES), (count // STAGES) & 1)
@@ -263,24 +270,67 @@ def _attend(
             sums = warpgroup_mma(weights, values.index(before), sums)
             mbarrier.arrive(v_free.index(before))
             weight = gl.convert_layout(weight, gl.SliceLayout(1, SUMS))
-            heads = head * GROUP + lane % GROUP
-            if sinks is not None:
-                sink = gl.load(sinks + heads).to(gl.float32) * 1.4426950408889634
-                weight += gl.exp2(sink - gl.convert_layout(top, gl.SliceLayout(1, SUMS)))
-            if v_scale is not None:
-                weight = weight / v_scale
-            place = (row + lane // GROUP).to(gl.int64) * stride_out + heads * D
-            gl.store(out + place[:, None] + dims[None, :], (sums / weight[:, None]).to(out.dtype.element_ty),
-                     mask=(lane < rows * GROUP)[:, None])  # fmt: skip
+            top = gl.convert_layout(top, gl.SliceLayout(1, SUMS))
+            parts = gl.load(record + 7) if DIVIDED else 1
+            if parts == 1:
+                _store(out, sinks, row, rows, sums, top, weight, head, lane, dims, v_scale, stride_out, GROUP, D)
+            elif DIVIDED:
+                _store_part(sums_at, stats_at, record, sums, top, weight, head, lane, dims, v_scale, rows * GROUP,
+                            HEADS, D)  # fmt: skip
+
+
+@gluon_jit
+def _store(
+    out, sinks, row, rows, sums, top, weight, head, lane, dims, v_scale, stride_out, GROUP: gl.constexpr,
+    D: gl.constexpr,
+):  # fmt: skip
+    """Store the attention of 64 lanes of a tile: the weighted sums by the sums of weights, that of sinks included.
+
+    lane, dims   [64] lanes of the tile, and [D] columns, in the layout of sums
+    others       as in `_attend`
+    """
+    heads = head * GROUP + lane % GROUP
+    if sinks is not None:
+        sink = gl.load(sinks + heads).to(gl.float32) * 1.4426950408889634
+        weight += gl.exp2(sink - top)
+    if v_scale is not None:
+        weight = weight / v_scale
+    place = (row + lane // GROUP).to(gl.int64) * stride_out + heads * D
+    gl.store(out + place[:, None] + dims[None, :], (sums / weight[:, None]).to(out.dtype.element_ty),
+             mask=(lane < rows * GROUP)[:, None])  # fmt: skip
+
+
+@gluon_jit
+def _store_part(
+    sums_at, stats_at, record, sums, top, weight, head, lane, dims, v_scale, lanes, HEADS: gl.constexpr,
+    D: gl.constexpr,
+):  # fmt: skip
+    """Store the softmax state of 64 lanes of a tile of 128, after a part of the context, for `triton_prefill`'s merge.
+
+    sums_at, stats_at   `Plan.tile_sums`, `Plan.tile_stats`
+    record              record of the tile and part, in `Plan.tiles`
+    lane, lanes         [64] lanes; those from `lanes` on are not stored
+    others              as in `_attend`
+    """
+    at = (gl.load(record + 8).to(gl.int64) * HEADS + head) * 128 + lane
+    if v_scale is not None:
+        sums = sums * v_scale
+    live = lane < lanes
+    gl.store(stats_at + 2 * at, top, mask=live)
+    gl.store(stats_at + 2 * at + 1, weight, mask=live)
+    gl.store(sums_at + (at * D)[:, None] + dims[None, :], sums, mask=live[:, None])
 
 
 @gluon_jit
 def prefill_kernel(
     out, q_rows, k_rows, v_rows, table, tiles, sinks, stride_out, block_rows, head_rows, stride_table, scale, cap,
-    v_scale, HEADS: gl.constexpr, GROUP: gl.constexpr, SIZE: gl.constexpr, TILE: gl.constexpr, D: gl.constexpr,
-    STAGES: gl.constexpr, WINDOW: gl.constexpr, CAPPED: gl.constexpr, WORDS: gl.constexpr, ROW: gl.constexpr,
+    v_scale, sums_at, stats_at, HEADS: gl.constexpr, GROUP: gl.constexpr, SIZE: gl.constexpr, TILE: gl.constexpr,
+    D: gl.constexpr, STAGES: gl.constexpr, WINDOW: gl.constexpr, CAPPED: gl.constexpr, WORDS: gl.constexpr,
+    ROW: gl.constexpr, DIVIDED: gl.constexpr,
 ):  # fmt: skip
-    """Compute attention of all tiles of query rows. Grid: at most as many programs as multiprocessors.
+    """Compute attention of all tiles of query rows, or of parts of their contexts.
+
+    Grid: at most as many programs as multiprocessors.
 
     A program has 4 warps with 168 registers per thread, which it redistributes.
 
@@ -296,6 +346,8 @@ def prefill_kernel(
     sinks                    [H], or None
     scale, cap, CAPPED       see `triton_tiles.rescore`
     v_scale                  number that multiplies the result, or None
+    DIVIDED                  True: contexts may be divided; their parts are written to sums_at, stats_at
+    sums_at, stats_at        `Plan.tile_sums`, `Plan.tile_stats`, outputs
     WINDOW                   number of tokens that a row sees; 0: all
     HEADS                    number of KV heads
     GROUP                    number of query heads of a KV head
@@ -310,11 +362,13 @@ def prefill_kernel(
     gl.warp_specialize(
         [
             (_attend, (out, tiles, sinks, queries, keys, values, bars, num_work, programs, stride_out, scale, cap,
-                       v_scale, 0, HEADS, GROUP, TILE, D, STAGES, WINDOW, CAPPED, WORDS)),
+                       v_scale, sums_at, stats_at, 0, HEADS, GROUP, TILE, D, STAGES, WINDOW, CAPPED, WORDS,
+                       DIVIDED)),
             (_attend, (out, tiles, sinks, queries, keys, values, bars, num_work, programs, stride_out, scale, cap,
-                       v_scale, 1, HEADS, GROUP, TILE, D, STAGES, WINDOW, CAPPED, WORDS)),
+                       v_scale, sums_at, stats_at, 1, HEADS, GROUP, TILE, D, STAGES, WINDOW, CAPPED, WORDS,
+                       DIVIDED)),
             (_read, (q_rows, k_rows, v_rows, table, tiles, queries, keys, values, bars, num_work, programs, block_rows,
-                     head_rows, stride_table, HEADS, GROUP, SIZE, TILE, STAGES, WINDOW, WORDS, ROW)),
+                     head_rows, stride_table, HEADS, GROUP, SIZE, TILE, STAGES, WINDOW, WORDS, ROW, DIVIDED)),
         ],
         [4, 1],
         [240, 24],

@@ -1,7 +1,7 @@
 """Paged attention on NVIDIA GPUs: the launches of three kernels over work lists (triton_plan), made once per step.
 
     triton_decode    sequences of few rows
-    triton_prefill   sequences of many rows
+    triton_prefill   sequences of many rows, and the sum of their parts
     triton_prefix    decodes that share the beginning of their context
 
 Tuned for heads of 64 and 128; correct up to 256. The host reads nothing from the device, so a step can be captured.
@@ -28,7 +28,7 @@ from quire.kernels.attention.triton_plan import (
     plan_step,
     shared_memory,
 )
-from quire.kernels.attention.triton_prefill import prefill_kernel
+from quire.kernels.attention.triton_prefill import merge_kernel, prefill_kernel
 from quire.kernels.attention.triton_prefix import prefix_kernel
 from quire.kernels.attention.triton_tiles import LOG2E
 
@@ -40,7 +40,7 @@ class Config:
     rows       query rows of a tile (tokens times query heads of a KV head)
     keys       keys of an iteration
     stages     iterations in flight (num_stages of Triton)
-    programs   programs of the decode kernel that run on a multiprocessor at the same time
+    programs   programs that run on a multiprocessor at the same time
     """
 
     rows: int
@@ -56,8 +56,9 @@ DECODE = {64: Config(16, 64, 4, 4), 128: Config(16, 64, 4, 3, programs=3), 256: 
 DECODE_FEW = Config(16, 128, 4, 2)  # heads of 128, if sequences * KV heads <= two programs per multiprocessor
 DECODE_MANY, MANY = Config(16, 64, 4, 2, programs=4), 1024  # heads of 128, if sequences * KV heads <= MANY
 DECODE_OWN = Config(16, 32, 2, 3, programs=6)  # heads of 128, in steps with shared prefixes: the rest is short
-PREFILL = {64: Config(128, 64, 8, 3), 128: Config(128, 64, 8, 3), 256: Config(64, 64, 8, 2)}
+PREFILL = {64: Config(128, 64, 8, 3, 1), 128: Config(128, 64, 8, 3, 1), 256: Config(64, 64, 8, 2, 1)}
 PREFILL_FEW = Config(64, 64, 4, 2)  # when larger tiles would leave multiprocessors idle
+MERGED, SHARES = 16, 2  # lanes that a program of `merge_kernel` adds at a time; programs for each part
 PREFIX = {64: Config(PREFIX_ROWS, 64, 4, 3), 128: Config(PREFIX_ROWS, 64, 4, 3), 256: Config(PREFIX_ROWS, 32, 8, 2)}
 
 
@@ -95,8 +96,9 @@ class AttentionCall:
         assert q.stride()[1:] == (dim, 1) and k.stride(-1) == 1 and k.stride() == self.kv.v.stride()
         group = heads // k.shape[1]
         padded = max(16, _power(dim))
-        decode, prefill = (self._fit(c) for c in (self._decode_config(padded), self._prefill_config(padded)))
-        shape = Shape(heads, group, dim, size, self.window or 0, decode.keys, prefill.rows, decode.programs)
+        decode, prefill = (self._fit(c) for c in (self._decode_config(padded), self.prefill_config(padded)))
+        shape = Shape(heads, group, dim, size, self.window or 0, decode.keys, prefill.rows, decode.programs,
+                      dividing=prefill.programs if self._divides(prefill) else 0)  # fmt: skip
         out = torch.empty((tokens, heads, dim), dtype=q.dtype, device=q.device)
         if not tokens:
             return out
@@ -107,6 +109,8 @@ class AttentionCall:
             self._decode(plan, out, decode)
         if len(plan.tiles):
             self.prefill(plan, out, prefill)
+            if len(plan.divided):
+                self._merge(plan, out, prefill)
         return out
 
     def _decode_config(self, padded: int) -> Config:
@@ -117,10 +121,20 @@ class AttentionCall:
             return DECODE_FEW if programs <= DECODE_FEW.programs * multiprocessors() else DECODE_MANY
         return DECODE[max(64, padded)]
 
-    def _prefill_config(self, padded: int) -> Config:
+    def prefill_config(self, padded: int) -> Config:
+        """Return the tiling of the prefill kernel. padded: head size padded to a power of two."""
         config = PREFILL[max(64, padded)]
         tiles = len(self.q) * self.q.shape[1] // config.rows
         return config if tiles >= multiprocessors() or config.rows <= PREFILL_FEW.rows else PREFILL_FEW
+
+    def _divides(self, config: Config) -> bool:
+        """Return True if tiles of queries are so few that their contexts may be divided among programs.
+
+        The answer depends on the number of the step's rows alone, as the choice of the tiling: a CUDA graph does not
+        know contexts, and every kernel is compiled before requests come. The plan's kernel knows the contexts.
+        """
+        tiles = len(self.q) * self.q.shape[1] // config.rows
+        return self.meta.row_positions is None and tiles < 2 * config.programs * multiprocessors()
 
     def _fit(self, config: Config) -> Config:
         """Fit a tiling to this dtype, block size and GPU.
@@ -179,7 +193,23 @@ class AttentionCall:
         prefill_kernel[(len(plan.tiles), kv.k.shape[1])](
             self.q, out, kv.k, kv.v, self.meta.block_tables, plan.tiles, self.sinks, self.meta.row_positions,
             self.q.stride(0), out.stride(0), *self.numbers(), self._v_scale, WINDOW=self.window or 0, M=config.rows,
-            TILE_WORDS=TILE_WORDS, **self._options(config),
+            TILE_WORDS=TILE_WORDS, **self.parts(plan), **self._options(config),
+        )  # fmt: skip
+
+    def parts(self, plan: Plan) -> dict[str, object]:
+        """Return the arguments of a prefill kernel for the parts of divided contexts."""
+        divided = bool(len(plan.divided))
+        return {
+            "sums_at": plan.tile_sums if divided else None, "stats_at": plan.tile_stats if divided else None,
+            "HEADS": self.kv.k.shape[1], "DIVIDED": divided,
+        }  # fmt: skip
+
+    def _merge(self, plan: Plan, out: Tensor, config: Config) -> None:
+        dim, kv_heads = self.q.shape[2], self.kv.k.shape[1]
+        merge_kernel[(len(plan.divided), kv_heads, SHARES)](
+            out, plan.tiles, plan.divided, plan.tile_sums, plan.tile_stats, self.sinks, out.stride(0), D=dim,
+            DP=max(16, _power(dim)), GROUP=self.q.shape[1] // kv_heads, M=config.rows, HEADS=kv_heads, PARTS=MAX_PARTS,
+            TILE_WORDS=TILE_WORDS, LANES=MERGED, SHARES=SHARES, num_warps=4,
         )  # fmt: skip
 
     def _prefix(self, plan: Plan, config: Config) -> None:

@@ -4,8 +4,9 @@ A kernel writes the lists once per step, from lengths that only the device knows
 All layers with the same heads and window share a plan.
 
 Sequences with at most `limit` rows are decodes: their context is cut into items, small enough to fill the GPU and to
-balance sequences of different lengths. Other sequences are cut into tiles of query rows, the longest contexts first.
-The plan also owns the scratch for parts of sequences. Knows nothing of keys and values.
+balance sequences of different lengths. Other sequences are cut into tiles of query rows, the longest contexts first. If
+a step has few tiles, the long contexts before them are divided: several programs compute a tile, each for a part of the
+keys. The plan also owns the scratch for parts. Knows nothing of keys and values.
 
 A plan belongs to its AttentionMeta: a new step, a warm-up or a captured graph needs a new AttentionMeta, since a plan
 found in `AttentionMeta.plans` is used without launching the plan's kernel again.
@@ -28,10 +29,12 @@ from quire.kernels.attention import AttentionMeta, SharedBlocks, as_list, padded
 from quire.kernels.triton_runtime import INTERPRETED, jit, tl
 
 MAX_PARTS = 32  # most items of a sequence, by default
-ITEM_WORDS, TILE_WORDS = 16, 8
+ITEM_WORDS, TILE_WORDS = 16, 12
 TABLE_ROW, SEQUENCE = 3, 4  # words of a tile, see `Plan.tiles`
 WIDTHS = (64, 256, 1024, MOST_SEQUENCES)  # the plan's kernel is compiled for steps of at most so many sequences
 PREFIX_ROWS = 64  # rows of a tile over a shared prefix
+LEAST_KEYS = 1024  # of a part of a divided context: its start and its sums cost about as much as 500 keys
+DIVIDED_WAVES = 3  # parts of divided contexts: at most so many times the programs that run at the same time
 
 
 def pack_shared(
@@ -77,6 +80,8 @@ class Shape:
     programs       programs of the decode kernel that run on a multiprocessor at the same time
     parts          largest number of parts (items) into which a sequence's context is cut
     prefix         for shared prefixes: (rows of a tile, programs on a multiprocessor at the same time, most parts)
+    dividing       programs of the prefill kernel that run on a multiprocessor at the same time, if they may divide the
+                   contexts of tiles of query rows; 0: each tile is computed by one program
     """
 
     heads: int
@@ -89,6 +94,7 @@ class Shape:
     programs: int = 2
     parts: int = MAX_PARTS
     prefix: tuple[int, int, int] = (PREFIX_ROWS, 2, 16)
+    dividing: int = 0
 
 
 @dataclass(frozen=True)
@@ -103,13 +109,19 @@ class Plan:
                    10 for sequence i (not item i): its first part if several parts are to be added, else -1
     tiles          [J, TILE_WORDS] int32, tiles of rows of other sequences, longest contexts first; words of a tile:
                    0 first row (-1: no work), 1 rows, 2 position of the first row, 3 row of the block tables,
-                   4 sequence of the step, 5 number of tiles
+                   4 sequence of the step, 5 number of tiles, and if contexts may be divided:
+                   6 part of the context, 7 number of parts, 8 index of the part in `divided` (-1: there is one part).
+                   The parts of a tile follow each other, here and in `divided`
     counters       [I, Hkv] int32: number of finished parts of a sequence, at its first part's index; 0 between launches
     sums           [P, Hkv, rows, D] float32: weighted sums of values of each part
     stats          [P, Hkv, rows, 2] float32: maximum score (base 2) and sum of weights of each part
     shared         groups of decodes with a common prefix that are read once; None: no groups
     prefix_parts   number of parts of a shared prefix. Parts 0 .. I - 1 are the items; after them, each member of a
                    group has prefix_parts parts
+    divided        [N] int32: the index in `tiles` of each part of a divided context, -1 after the last; [0]: the shape
+                   forbids divisions
+    tile_sums      [N, Hkv, tile rows, D] float32: weighted sums of values of each of these parts
+    tile_stats     [N, Hkv, tile rows, 2] float32: maximum score (base 2) and sum of weights of each of these parts
     """
 
     limit: int
@@ -120,6 +132,9 @@ class Plan:
     stats: Tensor
     shared: SharedBlocks | None
     prefix_parts: int
+    divided: Tensor
+    tile_sums: Tensor
+    tile_stats: Tensor
 
 
 def plan_step(meta: AttentionMeta, shape: Shape, num_rows: int) -> Plan:
@@ -139,14 +154,18 @@ def _make(meta: AttentionMeta, shape: Shape, num_rows: int) -> Plan:
     waves = -(-shape.programs * multiprocessors() // kv_heads)
     num_items = min(shape.parts * num_seqs, num_seqs + 2 * waves) if limit else 0
     tile_tokens = shape.tile_rows // shape.group
-    num_tiles = num_rows // tile_tokens + num_seqs if mixed else 0
+    tile_waves = shape.dividing * multiprocessors()
+    num_divided = -(-DIVIDED_WAVES * tile_waves // kv_heads) if mixed else 0
+    num_tiles = num_rows // tile_tokens + num_seqs + num_divided if mixed else 0
     shared = meta.shared if limit and not shape.window else None
     prefix_parts = _prefix_parts(shared, limit, shape) if shared is not None else 0
     num_parts = num_items + (len(shared.members) * prefix_parts if shared is not None else 0)
     words = num_items * ITEM_WORDS + num_tiles * TILE_WORDS
-    lists = torch.empty(words + num_items * kv_heads, dtype=torch.int32, device=device)
-    items, tiles, counters = lists.split([num_items * ITEM_WORDS, num_tiles * TILE_WORDS, num_items * kv_heads])
-    partial = (num_parts, kv_heads, limit * shape.group)
+    lists = torch.empty(words + num_items * kv_heads + num_divided, dtype=torch.int32, device=device)
+    items, tiles, counters, divided = lists.split(
+        [num_items * ITEM_WORDS, num_tiles * TILE_WORDS, num_items * kv_heads, num_divided]
+    )
+    partial, of_tiles = (num_parts, kv_heads, limit * shape.group), (num_divided, kv_heads, shape.tile_rows)
     plan = Plan(
         limit=limit,
         items=items.view(num_items, ITEM_WORDS),
@@ -156,6 +175,9 @@ def _make(meta: AttentionMeta, shape: Shape, num_rows: int) -> Plan:
         stats=torch.empty(*partial, 2, dtype=torch.float32, device=device),
         shared=shared,
         prefix_parts=prefix_parts,
+        divided=divided,
+        tile_sums=torch.empty(*of_tiles, shape.head_dim, dtype=torch.float32, device=device),
+        tile_stats=torch.empty(*of_tiles, 2, dtype=torch.float32, device=device),
     )
     _fill(plan, meta, shape, tile_tokens, waves)
     return plan
@@ -187,10 +209,12 @@ def _fill(plan: Plan, meta: AttentionMeta, shape: Shape, tile_tokens: int, waves
     _plan_kernel[(item_programs + -(-num_tiles // block),)](
         meta.query_start, meta.seq_lens, meta.table_rows, None if shared is None else shared.place,
         None if shared is None else shared.blocks, plan.items, plan.tiles, plan.counters, num_seqs, num_items,
-        num_tiles, item_programs, waves, plan.limit, tile_tokens, plan.prefix_parts, TILE=shape.tile,
-        WINDOW=shape.window, SIZE=shape.block_size, PARTS=min(shape.parts, max(2, 128 * shape.parts // width)),
+        num_tiles, item_programs, waves, plan.limit, tile_tokens, plan.prefix_parts,
+        plan.divided if len(plan.divided) else None, len(plan.divided), shape.dividing * multiprocessors(),
+        TILE=shape.tile, WINDOW=shape.window, SIZE=shape.block_size,
+        PARTS=min(shape.parts, max(2, 128 * shape.parts // width)),
         SHARED=shared is not None, HEADS=shape.heads // shape.group, WIDTH=width, BLOCK=block,
-        ITEM_WORDS=ITEM_WORDS, TILE_WORDS=TILE_WORDS,
+        ITEM_WORDS=ITEM_WORDS, TILE_WORDS=TILE_WORDS, LEAST=LEAST_KEYS,
         num_warps=4 if width <= 256 else 8,
     )  # fmt: skip
 
@@ -234,12 +258,13 @@ def _span(length, rows, tokens, limit, WINDOW: tl.constexpr, TILE: tl.constexpr)
 
 
 # Integers of a step: a value of 1 or a multiple of 16 must not make Triton compile the kernel again.
-@unspecialized("num_seqs", "num_items", "num_tiles", "item_programs", "waves", "limit", "tile_tokens", "prefix_parts")
+@unspecialized("num_seqs", "num_items", "num_tiles", "item_programs", "waves", "limit", "tile_tokens", "prefix_parts",
+               "num_divided", "tile_waves")  # fmt: skip
 def _plan_kernel(
     query_start, seq_lens, table_rows, place, blocks, items, tiles, counters, num_seqs, num_items, num_tiles,
-    item_programs, waves, limit, tile_tokens, prefix_parts, TILE: tl.constexpr, WINDOW: tl.constexpr,
-    SIZE: tl.constexpr, PARTS: tl.constexpr, SHARED: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr, ITEM_WORDS: tl.constexpr, TILE_WORDS: tl.constexpr,
+    item_programs, waves, limit, tile_tokens, prefix_parts, divided, num_divided, tile_waves, TILE: tl.constexpr,
+    WINDOW: tl.constexpr, SIZE: tl.constexpr, PARTS: tl.constexpr, SHARED: tl.constexpr, HEADS: tl.constexpr,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, ITEM_WORDS: tl.constexpr, TILE_WORDS: tl.constexpr, LEAST: tl.constexpr,
 ):  # fmt: skip
     """Write the work lists of a step. Grid: item_programs programs of BLOCK items, then programs of BLOCK tiles.
 
@@ -251,7 +276,11 @@ def _plan_kernel(
     limit                                most rows of a decode
     tile_tokens                          tokens of a tile of query rows
     prefix_parts                         parts of a shared prefix
-    TILE, PARTS                          keys of an iteration of a decode; most items of a sequence
+    divided, num_divided                 of `Plan`, output, and its length; None: contexts are not divided among tiles
+    tile_waves                           programs of the prefill kernel that run at the same time
+    TILE                                 keys of an iteration of a decode
+    PARTS                                most items of a sequence, and most parts of a tile
+    LEAST                                fewest keys of a part of a tile's context
     WINDOW, SIZE, HEADS                  tokens that a row sees (0: all); tokens of a block; KV heads
     ITEM_WORDS, TILE_WORDS               words of an item; of a tile
     """
@@ -283,20 +312,30 @@ def _plan_kernel(
             tl.store(counters + entry * HEADS + head, 0, mask=entry < num_items)
     else:
         entry = (program - item_programs) * BLOCK + tl.arange(0, BLOCK)
-        parts = tl.where(rows > limit, tl.cdiv(rows, tile_tokens), 0)
-        seq, base, total = _locate(parts, entry)
+        length = tl.load(seq_lens + seqs, mask=real, other=0)
+        counts = tl.where(rows > limit, tl.cdiv(rows, tile_tokens), 0)
+        parts, keys = tl.full([WIDTH], 1, tl.int32), 0
+        if divided is not None:
+            sees = _fewest_keys(length, rows, tile_tokens, WINDOW)
+            keys = _choose_keys(counts, sees, num_divided, tile_waves, HEADS, LEAST, PARTS)
+            parts = _count_parts(sees, keys, LEAST)
+        seq, base, total = _locate(counts * parts, entry)
         live = entry < total
         seq = tl.where(live, seq, 0)
         start = tl.load(query_start + seq)
         count = tl.load(query_start + seq + 1) - start
         past = tl.load(seq_lens + seq) - count
-        offset = (entry - base) * tile_tokens
+        num_parts = tl.full([BLOCK], 1, tl.int32)
+        if divided is not None:
+            num_parts = _count_parts(_fewest_keys(past + count, count, tile_tokens, WINDOW), keys, LEAST)
+        part = (entry - base) % num_parts
+        offset = (entry - base) // num_parts * tile_tokens
         row = seq
         if table_rows is not None:
             row = tl.load(table_rows + seq)
-        length = tl.load(seq_lens + seqs, mask=real, other=0)
         end = past + tl.minimum(offset + tile_tokens, count)
-        rank = tl.where(live, _later_tiles(seqs, parts, length, length - rows, seq, end, tile_tokens), entry)
+        later = _later_tiles(seqs, counts, parts, length, length - rows, seq, end, tile_tokens)
+        rank = tl.where(live, later + part, entry)
         record = tiles + rank * TILE_WORDS
         inside = entry < num_tiles
         tl.store(record, tl.where(live, start + offset, -1), mask=inside)
@@ -305,21 +344,79 @@ def _plan_kernel(
         tl.store(record + 3, row, mask=inside)
         tl.store(record + 4, seq, mask=inside)
         tl.store(record + 5, total, mask=inside)
+        if divided is not None:
+            several = tl.where(parts > 1, counts * parts, 0)
+            before = tl.sum(tl.where(seqs[None, :] < seq[:, None], several[None, :], 0), 1)
+            place_of = tl.where(num_parts > 1, before + entry - base, -1)
+            tl.store(record + 6, part, mask=inside)
+            tl.store(record + 7, num_parts, mask=inside)
+            tl.store(record + 8, place_of, mask=inside)
+            tl.store(divided + place_of, rank, mask=live & (place_of >= 0))
+            tl.store(divided + entry, -1, mask=(entry >= tl.sum(several, 0)) & (entry < num_divided))
 
 
 @jit
-def _later_tiles(seqs, parts, length, past, seq, end, tile_tokens):
-    """Return the rank of tiles: the number of tiles of the step that end later in their context than at `end`.
+def _fewest_keys(length, rows, tile_tokens, WINDOW: tl.constexpr):
+    """Return the number of keys that the first tile of a sequence sees; its other tiles see at least as many."""
+    sees = length - rows + tl.minimum(rows, tile_tokens)
+    if WINDOW > 0:
+        sees = tl.minimum(sees, WINDOW)
+    return sees
+
+
+@jit
+def _count_parts(sees, keys, LEAST: tl.constexpr):
+    """Return the number of parts of the contexts of a sequence's tiles: each has about `keys`, and at least LEAST keys.
+
+    sees   result of `_fewest_keys`
+    """
+    return tl.maximum(tl.minimum(tl.cdiv(sees, keys), sees // LEAST), 1)
+
+
+@jit
+def _choose_keys(counts, sees, num_divided, programs, HEADS: tl.constexpr, LEAST: tl.constexpr, PARTS: tl.constexpr):
+    """Return the best number of keys of a part of a context.
+
+    counts, sees    [WIDTH] tiles of each sequence, and the result of `_fewest_keys`
+    num_divided     most parts of divided contexts
+    programs        programs that run at the same time
+    HEADS, PARTS    KV heads; most parts of a context
+
+    The time has two upper bounds; the lower counts. Parts that are more than half as large as the largest take
+    rounds of `programs`, and smaller ones fill gaps. Or all programs have equal work, and the largest part more.
+    The start of a part costs as much as a quarter of LEAST keys; adding up parts, if there are any, as much as a half.
+    """
+    sees = tl.where(counts > 0, sees, 0)
+    longest = tl.maximum(tl.max(sees, 0), 1)
+    keys = tl.maximum(tl.cdiv(longest, 1 + tl.arange(0, PARTS)), LEAST)
+    parts = _count_parts(sees[:, None], keys[None, :], LEAST)
+    size, pieces = tl.cdiv(sees[:, None], parts), counts[:, None] * parts
+    largest = tl.max(tl.where(counts[:, None] > 0, size, 0), 0)
+    large = 2 * size > largest[None, :]
+    rounds = tl.cdiv(tl.sum(tl.where(large, pieces, 0), 0) * HEADS, programs)
+    work = pieces.to(tl.float32) * (size + LEAST // 4) * HEADS / programs
+    several = tl.sum(tl.where(parts > 1, pieces, 0), 0)
+    cost = rounds * (largest + LEAST / 4) + tl.sum(tl.where(large, 0.0, work), 0)
+    cost = tl.minimum(cost, tl.sum(work, 0) + largest) + tl.where(several > 0, LEAST / 2, 0.0)
+    cost = tl.where(several <= num_divided, cost, float("inf"))
+    return tl.max(tl.where(cost == tl.min(cost, 0), keys, 1), 0)
+
+
+@jit
+def _later_tiles(seqs, counts, parts, length, past, seq, end, tile_tokens):
+    """Return the rank of tiles: the number of parts of tiles of the step that end later in their context than at `end`.
 
     Such tiles see more keys, so they come first. Among equal ends the tile of the earlier sequence comes first.
 
-    seqs, parts, length, past   [WIDTH] of all sequences: number, tiles, context length, tokens before this step
-    seq, end                    [BLOCK] of the tiles to rank: sequence, end in its context
+    seqs, counts, parts, length, past   [WIDTH] of all sequences: number, tiles, parts of each tile's context, context
+                                        length, tokens before this step
+    seq, end                            [BLOCK] of the tiles to rank: sequence, end in its context
     """
     above = end[:, None] - (seqs[None, :] < seq[:, None]) - past[None, :]
-    whole = parts[None, :] - 1  # tiles before a sequence's last one, which may be short
+    whole = counts[None, :] - 1  # tiles before a sequence's last one, which may be short
     full = tl.maximum(whole - tl.maximum(above, 0) // tile_tokens, 0)
-    return tl.sum(full + ((parts > 0)[None, :] & ((length - past)[None, :] > above)).to(tl.int32), 1)
+    last = ((counts > 0)[None, :] & ((length - past)[None, :] > above)).to(tl.int32)
+    return tl.sum((full + last) * parts[None, :], 1)
 
 
 @jit

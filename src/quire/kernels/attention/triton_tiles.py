@@ -272,3 +272,49 @@ def store_part(sums_at, stats_at, sums, top, weight, at, live, D: tl.constexpr, 
     tl.store(stats_at + 2 * at, top, mask=live)
     tl.store(stats_at + 2 * at + 1, weight, mask=live)
     tl.store(sums_at + at[:, None] * D + dims[None, :], sums, mask=live[:, None] & (dims < D)[None, :])
+
+
+@jit
+def merge_parts(
+    out, sums_at, stats_at, sinks, row, head, begin, end, first, parts, prefix_first, prefix_parts, stride_out,
+    D: tl.constexpr, DP: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, M: tl.constexpr, HEADS: tl.constexpr,
+    PARTS: tl.constexpr,
+):  # fmt: skip
+    """Add up the parts of the softmax of a sequence, or of a tile of its rows, for a KV head; store the result.
+
+    row, begin, end               first row; the lanes begin .. end - 1 are added, at most M
+    first, parts                  own parts: index of the first, number
+    prefix_first, prefix_parts    parts of a shared prefix: index of the first, number
+    head                          KV head
+    ROWS                          lanes of a part in sums_at and stats_at, see `store_part`
+    PARTS                         upper bound of the number of parts
+
+    Other arguments as in `decode_kernel`. All lanes are added side by side, parts one after the other; AT_ONCE of them
+    are read at the same time.
+    """
+    AT_ONCE: tl.constexpr = 4 if M * DP <= 2048 else 1
+    part, lane, dims = tl.arange(0, PARTS), begin + tl.arange(0, M), tl.arange(0, DP)
+    live, total = lane < end, parts + prefix_parts
+    place = tl.where(part < parts, first + part, prefix_first + part - parts).to(tl.int64) * HEADS + head
+    at, known = stats_at + 2 * (place[:, None] * ROWS + lane[None, :]), (part < total)[:, None] & live[None, :]
+    tops = tl.load(at, mask=known, other=LOWEST, cache_modifier=".cg")
+    weights = tl.load(at + 1, mask=known, other=0.0, cache_modifier=".cg")
+    top = tl.max(tops, 0)
+    weight = tl.sum(weights * tl.exp2(tops - top[None, :]), 0)
+    query_head = head * GROUP + lane % GROUP
+    if sinks is not None:
+        sink = tl.load(sinks + query_head, mask=live, other=0.0)
+        weight += tl.exp2(sink.to(tl.float32) * 1.4426950408889634 - top)
+    sums = tl.zeros([M, DP], tl.float32)
+    inside = live[:, None] & (dims < D)[None, :]
+    for start in range(0, total, AT_ONCE):
+        for step in tl.static_range(AT_ONCE):
+            turn = start + step
+            which = tl.where(turn < parts, first + turn, prefix_first + turn - parts).to(tl.int64) * HEADS + head
+            lanes, there = which * ROWS + lane, live & (turn < total)
+            share = tl.exp2(tl.load(stats_at + 2 * lanes, mask=there, other=LOWEST, cache_modifier=".cg") - top)
+            part_sums = tl.load(sums_at + lanes[:, None] * D + dims[None, :], mask=inside & (turn < total), other=0.0,
+                                cache_modifier=".cg")  # fmt: skip
+            sums += part_sums * share[:, None]
+    pointers = out + ((row + lane // GROUP).to(tl.int64) * stride_out + query_head * D)[:, None] + dims[None, :]
+    tl.store(pointers, (sums / weight[:, None]).to(out.dtype.element_ty), mask=inside)

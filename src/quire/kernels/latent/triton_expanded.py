@@ -52,7 +52,8 @@ def cut_prompts(meta: AttentionMeta, block_size: int, rows: int, most: int) -> l
                 cuts.append(([], []))
                 place = 0
             end = min(length, start + (most - place) // STEP * STEP)
-            cuts[-1][0].extend([row, min(rows, last - row), past + row - first, place, start, end - start, 0, 0]
+            cuts[-1][0].extend([row, min(rows, last - row), past + row - first, place, start, end - start,
+                                *[0] * (TILE_WORDS - 6)]
                                for row in range(first, last, rows)
                                if past + min(row + rows, last) - first > start)  # fmt: skip
             cuts[-1][1].append(np.stack((np.full(end - start, sequence, np.int32), np.arange(start, end))))
