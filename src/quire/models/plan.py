@@ -68,11 +68,13 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
     device         "cpu" or "cuda"
     words          description of the device, for people
     total_memory   bytes
+    shared         all ranks have the same GPU, and exchange tensors through host memory (tests alone)
     """
 
     device: str
     words: str
     total_memory: int
+    shared: bool = False
 
 
 class Mesh(msgspec.Struct, frozen=True, kw_only=True):
