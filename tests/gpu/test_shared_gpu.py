@@ -1,7 +1,7 @@
 """Engines whose ranks share one GPU (QUIRE_TEST_RANKS_SHARE_GPU): the tokens of one rank in float32, and faults.
 
 Tensors go through host memory from rank to rank. Everything else is the code of many GPUs: slices of weights, kernels
-on them, copied KV heads, the divided vocabulary, stages, experts of other ranks. An engine takes long
+on them, copied KV heads, the divided vocabulary, stages, experts of other ranks, moves of experts. An engine takes long
 to start, so each layout has one test, which ends with the death of a rank.
 """
 
@@ -19,6 +19,7 @@ import torch
 
 from quire import LLM, SamplingParams, StructuredOutputsParams
 from quire.contracts.errors import ConfigError, EngineDead
+from quire.engine import balancer
 from quire.engine.replicas import Replicas
 
 from ..support.many_ranks import SIZES
@@ -41,6 +42,7 @@ NO_TEXT = OPTIONS | {"skip_tokenizer_init": True}
 PROMPTS: list[Any] = [{"prompt_token_ids": ids} for ids in IDS]
 GATHER = {"all2all_backend": "allgather_reducescatter"}
 SMALL_POOL = 18  # blocks: the texts need 27, so a request is preempted
+ROUNDS = 30  # of requests, in which every layer of experts must have moved
 
 
 @pytest.fixture(autouse=True)
@@ -156,6 +158,23 @@ def test_whole_experts_on_each_rank(folder: Callable[[str], Path], one_rank: Cal
             compare(ask(llm, PROMPTS, params(False)), expected)
         llm.engine.core.check()
         check_death(llm, killed, PROMPTS, before)
+
+
+def test_experts_move_while_requests_are_served(folder: Callable[[str], Path], one_rank: Callable[[str], list[Any]],
+                                                monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+    """Every layer switches to another map, with copies of two experts, and no token changes."""
+    monkeypatch.setattr(balancer, "LEAST_GAIN", -1.0)
+    settings = {"num_redundant_experts": 2, "step_interval": 8, "window_size": 4}
+    with LLM(str(folder("qwen3_moe")), **NO_TEXT, **GATHER, **SIZES["dp2-ep"], enable_eplb=True,
+             eplb_config=settings) as llm:  # fmt: skip
+        core = llm.engine.core
+        assert isinstance(core, Replicas) and core._balancer is not None
+        for _ in range(ROUNDS):
+            compare(ask(llm, PROMPTS, params(False)), one_rank("qwen3_moe"))
+            if core._balancer._total:
+                break
+        assert core._balancer._total, "not every layer was switched to another map"
+        compare(ask(llm, PROMPTS, params(False)), one_rank("qwen3_moe"))
 
 
 @pytest.mark.parametrize(("form", "dtype", "sizes", "bound"), [

@@ -281,7 +281,7 @@ def resolve_engine(
         mesh=Mesh(parallel=parallel, rank=rank), params=keep_stored(params, dtype, kernels, moe), kernels=kernels,
         linears=linear_plans(args, params, kernels), moe=moe, geometry=geometry,
         graphs=resolve_graphs(config, args, speculation, bounds) if by_triton else GraphPlan(),
-        missing=(*missing_features(parallel, moe, device), *missing_speculation(speculation, parallel), *unblended),
+        missing=(*missing_features(parallel, moe), *missing_speculation(speculation, parallel), *unblended),
         drafting=Drafting(speculation=speculation), quantization=quantization,
     )  # fmt: skip
 
