@@ -1,6 +1,6 @@
 """Engines of 2, 4 and 8 GPUs: the tokens of one GPU in float32, sums through symmetric memory and NCCL, and faults.
 
-A layout that needs more GPUs than there are is skipped."""
+A layout that needs more GPUs than there are is skipped. `tests/gpu/test_shared_gpu.py` has layouts on one GPU."""
 
 import math
 import os

@@ -19,6 +19,10 @@ class FakeStream:
         """Later launches on this stream wait for the launches on `other`."""
         self.log.append(f"{self.name} waits for {other.name}")
 
+    def synchronize(self) -> None:
+        """The host waits for the launches on this stream."""
+        self.log.append(f"the host waits for {self.name}")
+
 
 def fake_streams(monkeypatch: pytest.MonkeyPatch) -> tuple[FakeStream, list[str]]:
     """A stream "side" beside the current one, "main", and what will be asked of both; who enters another is in it."""

@@ -19,7 +19,8 @@ from quire.assemble.rank import load_rank
 from quire.config.balancing import read_eplb_config
 from quire.config.checkpoint import ModelArgs
 from quire.config.engine import EngineConfig, SchedulerConfig
-from quire.config.placement import check_hosts, check_parallel, parallel_sizes
+from quire.config.env import ranks_share_gpu
+from quire.config.placement import Parallel, check_hosts, check_parallel, parallel_sizes
 from quire.config.pooling import PoolingPlan
 from quire.config.resolve import DTypePlan, MemoryPlan
 from quire.config.resolve_cuda import gpu_only_options
@@ -222,9 +223,11 @@ def plan_ranks(config: EngineConfig, found: Found, *, served: bool = True) -> li
     parallel, words = parallel_sizes(config.parallel), str(found.device)
     check_parallel(found.args, parallel)
     check_hosts(config.hosts, parallel)
-    total = found.cpu.total_memory
+    total, shared = found.cpu.total_memory, False
     if found.device.device == "cuda" and parallel.size > 1:  # this process computes nothing: no context on a GPU
-        if config.hosts.distributed_executor_backend != "ray":  # which knows the GPUs of its nodes
+        if shared := ranks_share_gpu():
+            config = _on_one_gpu(config, parallel)
+        elif config.hosts.distributed_executor_backend != "ray":  # which knows the GPUs of its nodes
             check_gpus(parallel, hosts=config.hosts.nnodes)
         total = probe_driver().memory
         if config.parallel.check_collectives and not config.device.enforce_eager:
@@ -233,7 +236,7 @@ def plan_ranks(config: EngineConfig, found: Found, *, served: bool = True) -> li
     elif found.device.device == "cuda":
         gpu = read_cuda_facts()
         words, total = f"{words}, {gpu}", gpu.total_memory
-    machine = Machine(device=found.device.device, words=words, total_memory=total)
+    machine = Machine(device=found.device.device, words=words, total_memory=total, shared=shared)
 
     def plans(config: EngineConfig, found: Found = found) -> list[EnginePlan]:
         made = [resolve_engine(config, found.folder, found.args, machine, found.dtype, here, parallel=parallel,
@@ -250,6 +253,21 @@ def plan_ranks(config: EngineConfig, found: Found, *, served: bool = True) -> li
         made = plans(replace(config, scheduler=smallest))
     assert all(plan.config == made[0].config and plan.graphs == made[0].graphs for plan in made), "ranks differ"
     return made
+
+
+def _on_one_gpu(config: EngineConfig, parallel: Parallel) -> EngineConfig:
+    """Return the configuration of ranks that share a GPU, for tests: each has an equal part of its memory.
+
+    Raises `ConfigError` for exchanges that cannot go through host memory.
+    """
+    pulls = parallel.lockstep and config.parallel.all2all_backend != "allgather_reducescatter"
+    apart = config.hosts.nnodes > 1 or config.hosts.distributed_executor_backend == "ray"
+    if pulls or apart or not config.device.enforce_eager:
+        raise ConfigError("QUIRE_TEST_RANKS_SHARE_GPU: ranks that share a GPU exchange tensors through host memory: "
+                          "add --enforce-eager, and with -dp and --enable-expert-parallel --all2all-backend "
+                          "allgather_reducescatter; leave out --nnodes and Ray.")
+    part = config.cache.gpu_memory_utilization / parallel.size
+    return replace(config, cache=replace(config.cache, gpu_memory_utilization=part))
 
 
 def assemble_rank(plans: Sequence[EnginePlan], *, on_loading: Loading, end_phase: Callable[[str], None]) -> Parts:

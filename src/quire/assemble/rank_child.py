@@ -66,15 +66,18 @@ def build_rank(start: bytes, on_loading: Loading) -> "ChildRank":
         device = torch.device("cuda", task.gpu)
         torch.cuda.set_device(device)
         gpu = read_cuda_facts()
-    together, groups, why = mesh.parallel.together, ALONE, ""
+    together, groups, note, shared = mesh.parallel.together, ALONE, "", task.plan.machine.shared
     if together.size > 1:
-        groups = join_ranks(task.meeting, mesh.rank.number % together.size, together, device)
-    if device.type == "cuda" and not task.plan.config.parallel.disable_custom_all_reduce:
+        groups = join_ranks(task.meeting, mesh.rank.number % together.size, together, device, shared)
+    if shared:
+        note = "ranks share a GPU, and exchange tensors through host memory: for tests alone."
+    elif device.type == "cuda" and not task.plan.config.parallel.disable_custom_all_reduce:
         from quire.distributed.symmetric import with_symmetric_memory  # a slow import, for GPUs alone
 
         tp, why = (groups.tp, "the ranks are on several hosts") if task.apart(groups.tp) else with_symmetric_memory(
             groups.tp, device, largest_message(task.plan))
         groups = replace(groups, tp=tp)
+        note = f"sums over ranks go through NCCL: {why}" if why else ""
     experts = task.plan.experts
     if experts is not None and experts.dispatcher == "pull":
         from quire.distributed.symmetric import exchange_memory
@@ -86,7 +89,7 @@ def build_rank(start: bytes, on_loading: Loading) -> "ChildRank":
     if task.plan.config.parallel.check_collectives:
         groups = checked(groups, device)
     loaded = load_rank(task.plan, groups, gpu, on_loading=on_loading, end_phase=lambda name: None)
-    return ChildRank(loaded, groups, device, f"sums over ranks go through NCCL: {why}" if why else "")
+    return ChildRank(loaded, groups, device, note)
 
 
 def largest_message(plan: EnginePlan) -> int:

@@ -72,7 +72,8 @@ def _tasks(plans: Sequence[EnginePlan], places: Sequence[Place], own: slice, mee
                                            config=replace(plan.config, load=load))  # fmt: skip
         yield RankTask(
             plan=plan, meeting=meeting, threads=max(1, (plan.config.device.num_threads or cores) // beside),
-            gpu=place.device, hosts=tuple(other.host for other in places[own]))  # fmt: skip
+            gpu=0 if plan.machine.shared else place.device,
+            hosts=tuple(other.host for other in places[own]))  # fmt: skip
 
 
 def _parts(plans: Sequence[EnginePlan], processes: RankProcesses, sizes: Sequence[MemoryPlan],

@@ -3,6 +3,9 @@
 A thread of each rank fetches the weights of one layer's new slots into spare memory. All movers meet; then every rank
 has the layer, and the plan of a step says that all ranks switch to it before this step. So a rank's weights are not
 overwritten while another rank reads them, and the spare memory holds the moved experts of one layer.
+
+On a GPU the thread copies on a stream of its own, beside the steps, and through host memory to other ranks. It follows
+the main stream after each switch, so it reads weights that are in their places, and reuses spare memory that was read.
 """
 
 import threading
@@ -24,13 +27,14 @@ class ExpertMover:
     group    ranks that divide the experts; the thread alone uses it, so no other exchange may
     memory   the tensors of the expert in a place of a layer
     each     slots of a rank
+    stream   stream of a GPU on which the thread copies; None: on a CPU
     ready    layers, counted over all calls of `begin`, whose weights all ranks have fetched
     told     of these, the layers of which all ranks know it: only they may be switched
     fault    error that ended the thread; None while it works
     """
 
-    def __init__(self, group: Group, memory: Memory, each: int) -> None:
-        self._group, self._memory, self._each = group, memory, each
+    def __init__(self, group: Group, memory: Memory, each: int, stream: torch.cuda.Stream | None = None) -> None:
+        self._group, self._memory, self._each, self._stream = group, memory, each, stream
         self._work: list[Moves] = []
         self._spare: list[tuple[int, list[Tensor]]] = []  # (place, weights) of the layer that was fetched last
         self.told = 0
@@ -54,6 +58,8 @@ class ExpertMover:
         for place, fetched in self._spare:
             for to, source in zip(self._memory(layer, place), fetched, strict=True):
                 to.copy_(source)
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
         self._spare = []
         with self._changed:
             self._switched += 1
@@ -67,13 +73,15 @@ class ExpertMover:
 
     def _run(self) -> None:
         try:
-            with torch.inference_mode():
+            with torch.inference_mode(), torch.cuda.stream(self._stream):
                 for layer, moves in enumerate(self._work):
                     with self._changed:
                         self._changed.wait_for(partial(self._may_fetch, layer))
                         if self._closed:
                             return
                     self._spare = self._fetch(layer, moves)
+                    if self._stream is not None:
+                        self._stream.synchronize()
                     self._group.barrier()
                     with self._changed:
                         self.ready += 1

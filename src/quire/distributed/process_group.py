@@ -1,4 +1,4 @@
-"""Ranks as processes, over torch.distributed: gloo for tensors of a CPU, NCCL for those of GPUs.
+"""Ranks as processes, over torch.distributed: gloo for tensors in host memory, NCCL between GPUs.
 
 The ranks of a host meet through a file of their own: no port is chosen, and two engines never meet. Ranks of several
 hosts meet through a store of the process that starts them.
@@ -8,6 +8,7 @@ import socket
 from collections import deque
 from collections.abc import Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +19,6 @@ from quire.config.placement import Parallel, ep_members, mover_members, pp_membe
 from quire.distributed import Group
 from quire.distributed.mesh import RankGroups
 
-BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 # A dead or stopped rank is noticed by the process that started the ranks, which ends the others within seconds. A step
 # may take long, so the limit of a collective is longer than any step.
 TIMEOUT = timedelta(days=1)
@@ -38,37 +38,42 @@ def open_store(listener: socket.socket) -> dist.Store:
     return dist.TCPStore(address, port, None, True, wait_for_workers=False, master_listen_fd=listener.detach())
 
 
-def join_ranks(meeting: str, number: int, parallel: Parallel, device: torch.device) -> RankGroups:
+def join_ranks(meeting: str, number: int, parallel: Parallel, device: torch.device, shared: bool = False) -> RankGroups:
     """Join the ranks of an engine and return this rank's groups. Waits until all ranks have joined.
 
     meeting   path of a rendezvous file that no other engine uses; it is empty, or does not exist yet. Or
               tcp://HOST:PORT of a store (`open_store`) that no other ranks use
     number    this rank's number in the engine, 0 to parallel.size - 1
+    shared    other ranks have the same GPU, which NCCL does not allow: tensors go through host memory (tests)
     """
     place: dict[str, Any] = {"init_method": f"file://{meeting}"}
     if meeting.startswith("tcp://"):
         address, _, port = meeting.removeprefix("tcp://").rpartition(":")
         place = {"store": dist.TCPStore(address, int(port), None, False, timeout=TIMEOUT)}
+    gpus = device.type == "cuda"
     dist.init_process_group(
-        BACKENDS[device.type], **place, rank=number, world_size=parallel.size, timeout=TIMEOUT,
-        device_id=device if device.type == "cuda" else None)  # fmt: skip
-    pipelines = list(pp_members(parallel))
-    return RankGroups(tp=_make(list(tp_members(parallel)), number), pp=_make(pipelines, number),
-                      tokens=_make(pipelines, number), ep=_make(list(ep_members(parallel)), number),
-                      movers=_make(list(mover_members(parallel)), number))  # fmt: skip
+        "nccl" if gpus and not shared else "gloo", **place, rank=number, world_size=parallel.size, timeout=TIMEOUT,
+        device_id=device if gpus and not shared else None)  # fmt: skip
+    make, pipelines = partial(_make, number=number, hosted=gpus and shared), list(pp_members(parallel))
+    return RankGroups(tp=make(list(tp_members(parallel))), pp=make(pipelines), tokens=make(pipelines),
+                      ep=make(list(ep_members(parallel))),
+                      movers=_make(list(mover_members(parallel)), number, hosted=gpus))  # fmt: skip
 
 
-def _make(members: Sequence[Sequence[int]], number: int) -> "ProcessGroup | None":
+def _make(members: Sequence[Sequence[int]], number: int, hosted: bool) -> "ProcessGroup | None":
     """Make groups of ranks, and return the one with rank `number`; None if it would be alone.
 
     members   ranks of each group. Every rank of the engine calls this with the same groups, in the same order
+    hosted    True: tensors of GPUs go through host memory. Beside the steps of an engine they must: NCCL's kernels of
+              two streams could wait for each other
     """
+    backend, kind = ("gloo", HostGroup) if hosted else (None, ProcessGroup)
     own: ProcessGroup | None = None
     for ranks in members:
         if len(ranks) > 1:
-            made = dist.new_group(list(ranks), timeout=TIMEOUT)
+            made = dist.new_group(list(ranks), timeout=TIMEOUT, backend=backend)
             if number in ranks:
-                own = ProcessGroup(made, list(ranks).index(number), tuple(ranks))
+                own = kind(made, list(ranks).index(number), tuple(ranks))
     return own
 
 
@@ -149,6 +154,47 @@ class ProcessGroup(Group):
         dist.barrier(group=self.group)
         while self._sent:
             self._sent.popleft()[0].wait()
+
+
+class HostGroup(ProcessGroup):
+    """A `ProcessGroup` over gloo for tensors of GPUs, which travel through host memory. The host waits for each call.
+
+    A copy to or from the host runs on the current stream. No CUDA graph can hold these calls.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, rank: int, ranks: tuple[int, ...]) -> None:
+        super().__init__(group, rank, ranks)
+        self.kind = f"{self.kind} through host memory"
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        return super().all_reduce(_on_host(x)).to(x.device)
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        return super().all_gather(_on_host(x)).to(x.device)
+
+    def scatter_sum(self, x: Tensor, counts: Sequence[int]) -> Tensor:
+        return super().scatter_sum(_on_host(x), counts).to(x.device)
+
+    def send(self, x: Tensor, to: int) -> None:
+        self._send_beside(_bytes(_on_host(x)), to)
+
+    def post(self, x: Tensor, to: int) -> None:
+        self.send(x, to)
+
+    def receive(self, out: Tensor, source: int) -> Tensor:
+        host = torch.empty(out.shape, dtype=out.dtype, pin_memory=out.is_cuda)
+        super().receive(_bytes(host), source)
+        return out.copy_(host)
+
+
+def _on_host(x: Tensor) -> Tensor:
+    """Return a copy of x in host memory. It is pinned: other threads can launch kernels during the copy."""
+    return torch.empty(x.shape, dtype=x.dtype, pin_memory=x.is_cuda).copy_(x)
+
+
+def _bytes(x: Tensor) -> Tensor:
+    """Return a contiguous tensor as bytes, since gloo does not know every dtype."""
+    return x.view(-1).view(torch.uint8)
 
 
 def _padded(x: Tensor, rows: int) -> Tensor:

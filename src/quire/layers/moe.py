@@ -159,8 +159,7 @@ class MoE(nn.Module):
             if self.on_routing is not None:
                 self.on_routing(weights, ids)
             if self.slots is not None:
-                self.slots.count(ids, None if ctx.replicas is None else ctx.replicas.count)
-                ids = self.slots.choose(ids)
+                ids = self.slots.take(ids, ctx.count)
             if self.exchange is not None:
                 assert ctx.replicas is not None, "a step of replicas in lock-step says how many tokens each has"
                 if self.shared is not None:

@@ -19,11 +19,10 @@ class Missing(NamedTuple):
     reason: str
 
 
-def missing_features(parallel: Parallel, moe: Mapping[str, MoEPlan | str], device: str = "cpu") -> tuple[Missing, ...]:
+def missing_features(parallel: Parallel, moe: Mapping[str, MoEPlan | str]) -> tuple[Missing, ...]:
     """Return the features that an engine of these sizes needs and Quire does not have.
 
-    moe      the plan of the experts by phase, or the reason why there is none
-    device   "cpu" or "cuda"
+    moe   the plan of the experts by phase, or the reason why there is none
     """
     names: dict[str, list[str]] = {}
     for phase, plan in moe.items() if parallel.lockstep else ():
@@ -32,13 +31,10 @@ def missing_features(parallel: Parallel, moe: Mapping[str, MoEPlan | str], devic
             names.setdefault(name, []).append(phase)
     remedy = ("use --all2all-backend allgather_reducescatter with --enforce-eager, or leave out -dp or "
               "--enable-expert-parallel")  # fmt: skip
-    found = [Missing(f"{name} for {' and '.join(phases)} ({parallel})",
-                     f"{parallel}: {name} for {' and '.join(phases)}, which takes tokens to the experts of other "
-                     f"replicas, is not implemented yet: {remedy}.") for name, phases in names.items()]  # fmt: skip
-    if parallel.redundant is not None and device == "cuda":
-        found.append(Missing("balancing of experts on GPUs (--enable-eplb)", "--enable-eplb: the balancing of experts "
-                             "on GPUs is not implemented yet: leave out --enable-eplb."))  # fmt: skip
-    return tuple(found)
+    return tuple(
+        Missing(f"{name} for {' and '.join(phases)} ({parallel})",
+                f"{parallel}: {name} for {' and '.join(phases)}, which takes tokens to the experts of other "
+                f"replicas, is not implemented yet: {remedy}.") for name, phases in names.items())  # fmt: skip
 
 
 def missing_speculation(speculation: Speculation | None, parallel: Parallel) -> tuple[Missing, ...]:

@@ -68,11 +68,13 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
     device         "cpu" or "cuda"
     words          description of the device, for people
     total_memory   bytes
+    shared         all ranks have the same GPU, and exchange tensors through host memory (tests alone)
     """
 
     device: str
     words: str
     total_memory: int
+    shared: bool = False
 
 
 class Mesh(msgspec.Struct, frozen=True, kw_only=True):
@@ -279,7 +281,7 @@ def resolve_engine(
         mesh=Mesh(parallel=parallel, rank=rank), params=keep_stored(params, dtype, kernels, moe), kernels=kernels,
         linears=linear_plans(args, params, kernels), moe=moe, geometry=geometry,
         graphs=resolve_graphs(config, args, speculation, bounds) if by_triton else GraphPlan(),
-        missing=(*missing_features(parallel, moe, device), *missing_speculation(speculation, parallel), *unblended),
+        missing=(*missing_features(parallel, moe), *missing_speculation(speculation, parallel), *unblended),
         drafting=Drafting(speculation=speculation), quantization=quantization,
     )  # fmt: skip
 

@@ -22,14 +22,15 @@ class RankBalancing:
     """
 
     def __init__(self, layers: Sequence[MoE], group: Group) -> None:
-        self._layers = layers
+        self._layers, self._device = layers, layers[0].experts.device
         for layer in layers:
             let_move(layer.experts.packed)
             kinds = {tuple((one.dtype, one.shape) for one in expert_memory(layer.experts.packed, place))
                      for place in range(layer.experts.num_experts)}  # fmt: skip
             assert len(kinds) == 1, f"experts whose weights cannot be copied onto each other: {kinds}"
-        self._maps: list[tuple[I32, I32]] = []
-        self._mover = ExpertMover(group, self._memory, layers[0].experts.num_experts)
+        self._maps: list[tuple[Tensor, Tensor]] = []  # on the device: a switch copies them without waiting for it
+        stream = torch.cuda.Stream() if self._device.type == "cuda" else None
+        self._mover = ExpertMover(group, self._memory, layers[0].experts.num_experts, stream)
 
     @property
     def moved(self) -> int:
@@ -52,7 +53,7 @@ class RankBalancing:
         self._mover.switch(layer)
         held = self._layers[layer].slots
         assert held is not None, "this layer has no slots"
-        held.replace(torch.from_numpy(slots), torch.from_numpy(counts))
+        held.replace(slots, counts)
 
     def close(self) -> None:
         """End the mover."""
@@ -63,7 +64,8 @@ class RankBalancing:
 
         moves    of each layer, [n, 2]: destination slot, source slot;  slots, counts  as in `engine.eplb.ExpertMap`
         """
-        self._maps = list(zip(np.array(slots, np.int32), np.array(counts, np.int32), strict=True))
+        made = (torch.from_numpy(np.array(one, np.int32)).to(self._device) for one in (slots, counts))
+        self._maps = list(zip(*made, strict=True))
         self._mover.begin([[(int(to), int(source)) for to, source in one] for one in moves])
 
     def _memory(self, layer: int, place: int) -> list[Tensor]:

@@ -18,6 +18,7 @@ from quire.kernels.native import library
 from quire.kernels.pack.matrix import QuantizedMatrix
 
 from ...support.expert_copies import choose
+from ...support.fake_streams import fake_streams
 from ...support.simulated_groups import SimulatedGroup, SimulatedRanks
 
 LAYERS, EXPERTS, REDUNDANT = 2, 6, 2
@@ -118,6 +119,26 @@ def test_a_layer_is_fetched_only_after_the_one_before_is_switched() -> None:
         return seen
 
     assert SimulatedRanks(2).run(work) == [[1, 2], [1, 2]]
+
+
+def test_on_a_gpu_weights_are_fetched_after_the_last_switch_and_switched_after_they_have_come(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """So no copy reads weights, or reuses memory, that the main stream is still to write or read."""
+    side, log = fake_streams(monkeypatch)
+    held = [[torch.tensor([place]) for place in range(4)] for _ in range(LAYERS)]
+    mover = ExpertMover(SimulatedRanks(1).groups[0], lambda layer, place: held[layer][place], 4, side)  # type: ignore[arg-type]
+    mover.begin([[(0, 1)]] * LAYERS)
+    for layer in range(LAYERS):
+        while mover.told <= layer:
+            time.sleep(0.001)
+            assert mover.fault is None
+        mover.switch(layer)
+    assert mover._thread is not None
+    mover._thread.join(60)
+    assert [words for words in log if words != "out of side"] == [
+        "in side", *("the host waits for side", "side waits for main") * LAYERS]  # fmt: skip
+    assert all(layer[0] == 1 for layer in held)
 
 
 def test_a_fault_of_a_mover_is_kept_and_nothing_is_ready() -> None:

@@ -45,11 +45,9 @@ def test_a_planned_dispatcher_is_named(shared: Path, monkeypatch: pytest.MonkeyP
     assert "use --all2all-backend allgather_reducescatter with --enforce-eager" in found.reason
 
 
-def test_experts_are_not_balanced_on_gpus_yet(shared: Path) -> None:
-    balanced = replace(SPREAD, redundant=0)
-    assert missing_features(balanced, plans(shared, "cpu"), "cpu") == ()
-    (found,) = missing_features(balanced, plans(shared, "cuda"), "cuda")
-    assert found.feature == "balancing of experts on GPUs (--enable-eplb)" and "leave out --enable-eplb" in found.reason
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_experts_are_balanced_on_all_devices(shared: Path, device: str) -> None:
+    assert missing_features(replace(SPREAD, redundant=0), plans(shared, device)) == ()
 
 
 BLENDS = CacheConfig(enable_cache_blend=True)

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from quire.config.balancing import GOLDEN, SPREAD
+from quire.kernels import triton_runtime
 
 LOW = 0xFFFFFFFF
 REPLICA_ROWS = 100_003  # between the numbers of the first rows of two replicas; a prime
@@ -29,6 +30,15 @@ class ExpertSlots:
         """Take a new map, in the order of the device's work."""
         self.slots.copy_(slots)
         self.counts.copy_(counts)
+
+    def take(self, ids: Tensor, rows: Tensor | None) -> Tensor:
+        """Count the experts `ids` [T, k] of tokens, and return their slots; see `count` and `choose`."""
+        if ids.is_cuda and not triton_runtime.missing():
+            from quire.kernels.experts import triton_slots
+
+            return triton_slots.take(ids, rows, self.slots, self.counts, self.load, self._first_row)
+        self.count(ids, rows)
+        return self.choose(ids)
 
     def count(self, ids: Tensor, rows: Tensor | None = None) -> None:
         """Count the experts `ids` [T, k] of tokens.

@@ -1,0 +1,34 @@
+"""Compiles the choice of experts' copies for GPUs that are not there, in a process of its own; prints the kernel."""
+
+import re
+import tempfile
+
+import torch
+import triton
+from compiling import AbsentGpu, Made
+
+from quire.kernels.experts.triton_slots import take
+
+
+def check(made: Made) -> None:
+    """Tokens are counted without a wait for their sum; an addition waits for no other memory."""
+    assert re.search(r"(red|atom)\.global\.\S*relaxed\S*add", made.ptx), made.ptx
+    assert made.stack == 0
+
+
+def main() -> None:
+    """Few tokens and many, with and without padding, for DeepSeek-V3 and a small model."""
+    gpu = AbsentGpu(check)
+    for gpu.capability in (90, 80):
+        for tokens, top_k, experts, redundant in ((1, 8, 256, 32), (4096, 8, 128, 16), (64, 2, 8, 0)):
+            slots = torch.zeros(experts, 1 + redundant, dtype=torch.int32)
+            counts, load = torch.zeros(experts, dtype=torch.int32), torch.zeros(experts, dtype=torch.int64)
+            ids = torch.zeros(tokens, top_k, dtype=torch.int32)
+            for rows in (None, torch.zeros(1, dtype=torch.int32)):
+                take(ids, rows, slots, counts, load, 100_003)
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as folder, triton.knobs.cache.scope():
+        triton.knobs.cache.dir = folder
+        main()

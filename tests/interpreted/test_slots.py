@@ -1,0 +1,53 @@
+"""Copies of experts: the kernel chooses and counts as PyTorch's operations do, which the other tests compare."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+os.environ.setdefault("TRITON_INTERPRET", "1")
+
+from quire.kernels import triton_runtime
+from quire.kernels.experts import triton_slots
+from quire.kernels.experts.slots import ExpertSlots, initial_slots
+
+from ..support.triton_interpreter import repair_interpreter
+
+if not triton_runtime.INTERPRETED:
+    pytest.skip("needs Triton's interpreter", allow_module_level=True)
+
+EXPERTS = 7
+
+
+@pytest.mark.parametrize(("tokens", "k"), [(1, 1), (5, 3), (200, 3)])
+@pytest.mark.parametrize("first_row", [0, 100_003])
+def test_slots_and_counts(tokens: int, k: int, first_row: int) -> None:
+    repair_interpreter()
+    ids = torch.randint(0, EXPERTS, (tokens, k), dtype=torch.int32, generator=torch.Generator().manual_seed(tokens))
+    found, expected = (ExpertSlots(*initial_slots(EXPERTS, 5), first_row=first_row) for _ in range(2))
+    for rows in (None, torch.tensor([tokens // 2], dtype=torch.int32)):
+        chosen = triton_slots.take(ids, rows, found.slots, found.counts, found.load, first_row)
+        assert torch.equal(chosen, expected.take(ids, rows))
+        assert torch.equal(found.load, expected.load)
+
+
+def test_padding_without_an_expert() -> None:
+    repair_interpreter()
+    layer = ExpertSlots(*initial_slots(EXPERTS, 5))
+    ids = torch.tensor([[3], [-1], [1 << 30]], dtype=torch.int32)
+    chosen = triton_slots.take(ids, torch.tensor([1], dtype=torch.int32), layer.slots, layer.counts, layer.load, 0)
+    assert chosen.flatten().tolist() == [3 if layer.choose(ids[:1]) == 3 else 10, -1, -1]
+    assert layer.load.tolist() == [0, 0, 0, 1, 0, 0, 0]
+    assert not len(triton_slots.take(ids[:0], None, layer.slots, layer.counts, layer.load, 0))
+
+
+def test_compiles_for_ampere_and_hopper() -> None:
+    """In a process whose kernels are not interpreted."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    script = Path(__file__).with_name("compile_slots.py")
+    done = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert set(done.stdout.split()) == {"_take_kernel"}
