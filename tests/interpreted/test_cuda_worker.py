@@ -289,7 +289,7 @@ def test_layers_draft_in_padded_steps_what_they_draft_on_a_cpu(
 @pytest.mark.parametrize("drafter", ["eagle3", *(pytest.param(each, marks=pytest.mark.full) for each in (
     "latent", "model"))])  # fmt: skip
 def test_layers_that_draft_run_in_a_rehearsal(cuda_runner: Callable[..., StepRunner], drafter: str) -> None:
-    """One layer of each kind of the model runs, and all layers that an EAGLE-3 head reads. Nothing is written where a
+    """Only one layer of each kind of the model runs, and all that an EAGLE-3 head reads. Nothing is written where a
     request could see it: afterwards the drafts are those of a runner that has rehearsed nothing."""
     args, make = drafting_model(drafter)
     sizes = {"graph_sizes": (1,), "graph_tokens": (16,), "draft_lengths": (1,), "num_drafts": 1}
