@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 
+from quire.config.checkpoint import ModelArgs
 from quire.contracts.sampling import SamplerSpec
 from quire.contracts.step import (
     I32,
@@ -36,6 +37,7 @@ if not triton_runtime.INTERPRETED:
 
 from quire.kernels.ngram import triton as ngram
 from quire.kernels.step import triton
+from quire.layers.stack import Model
 from quire.procs.wire import Messages
 from quire.spec.drafter import NgramDrafter
 from quire.worker.device_state import Limits
@@ -49,6 +51,7 @@ from ..support.compared import (
     VOCAB,
     ComparedRunners,
     compare_requests,
+    make_drafted,
     make_headed,
     make_model,
     model_args,
@@ -250,17 +253,24 @@ def test_steps_with_drafts_draw_the_tokens_of_plain_decoding(
         assert decodes <= captured
 
 
-@pytest.mark.parametrize(("graphs", "head"), [
-    (False, False), *(pytest.param(*each, marks=pytest.mark.full) for each in ((True, False), (True, True))),
-    (False, True)])  # fmt: skip
+def drafting_model(drafter: str) -> tuple[ModelArgs, Callable[..., Model]]:
+    """The arguments of a model, and a function that makes it with its drafter: a prediction layer ("glm", "latent"), an
+    EAGLE-3 head that knows some ids ("eagle3"), or a draft model ("model")."""
+    if drafter in ("eagle3", "model"):
+        args = replace(model_args("dense"), tie_word_embeddings=False)
+        return args, make_headed if drafter == "eagle3" else make_drafted
+    return replace(model_args(drafter), draft_layers=1), make_model
+
+
+@pytest.mark.parametrize(("graphs", "drafter"), [
+    (False, "glm"), (False, "eagle3"),
+    *(pytest.param(True, each, marks=pytest.mark.full) for each in ("glm", "eagle3", "latent", "model"))])  # fmt: skip
 def test_layers_draft_in_padded_steps_what_they_draft_on_a_cpu(
-    cuda_runner: Callable[..., StepRunner], graphs: bool, head: bool
+    cuda_runner: Callable[..., StepRunner], graphs: bool, drafter: str
 ) -> None:
     """Both runners plan the same steps as long as they draft the same tokens, which filters would change: a GPU drafts
-    without them. Without graphs the layers are a CPU's. A prediction layer, or a head that knows some ids."""
-    args = replace(model_args("dense"), tie_word_embeddings=False) if head else model_args("glm")
-    args, limits = replace(args, draft_layers=0 if head else 1), replace(LIMITS, num_drafts=2)
-    make = make_headed if head else make_model
+    without them. Without graphs the layers are a CPU's."""
+    (args, make), limits = drafting_model(drafter), replace(LIMITS, num_drafts=2)
     runners = [runner_of(make(args), limits), runner_of(make(args), limits)]
     if graphs:
         sizes = {"graph_sizes": (2, 4), "graph_tokens": (48,), "draft_lengths": (2,)}
@@ -274,6 +284,33 @@ def test_layers_draft_in_padded_steps_what_they_draft_on_a_cpu(
     assert len(found[0]) > 20 and [place for place, _ in found[0]] == [place for place, _ in found[1]]
     for (_, expected), (_, logits) in zip(*found, strict=True):
         torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("drafter", ["eagle3", *(pytest.param(each, marks=pytest.mark.full) for each in (
+    "latent", "model"))])  # fmt: skip
+def test_layers_that_draft_run_in_a_rehearsal(cuda_runner: Callable[..., StepRunner], drafter: str) -> None:
+    """Only one layer of each kind of the model runs, and all that an EAGLE-3 head reads. Nothing is written where a
+    request could see it: afterwards the drafts are those of a runner that has rehearsed nothing."""
+    args, make = drafting_model(drafter)
+    sizes = {"graph_sizes": (1,), "graph_tokens": (16,), "draft_lengths": (1,), "num_drafts": 1}
+    limits, found = replace(LIMITS, num_slots=2, **sizes), []
+    for rehearsed in (True, False):
+        runner = runner_of(make(args, "cuda"), limits, "cuda")
+        seen = draft_with_layers(runner, 1)
+        if rehearsed:
+            first = plan(0, (0,), (7,), (SAMPLE,), admitted=(admission(0, 7, (1,)),), released=i32(0))
+            runner.rehearse([first])
+            runner.warm_up()
+            seen.clear()
+        runner.run(plan(1, (0,), (6,), (SAMPLE,), admitted=(admission(0, 6, (1,)),)))
+        for step in (2, 3):
+            decode = StepPlan(step=step, slots=i32(0), num_decodes=1, num_tokens=i32(2), num_rows=i32(2),
+                              outputs=np.array([SAMPLE], np.uint8))  # fmt: skip
+            runner.run(decode)
+        found.append(list(seen))
+    assert len(found[1]) == 2 and [place for place, _ in found[0]] == [place for place, _ in found[1]]
+    for (_, logits), (_, expected) in zip(*found, strict=True):
+        assert torch.equal(logits, expected)
 
 
 @pytest.mark.parametrize("forced", [{"sampling": "ref"}, {"step": "ref"}], ids=str)
@@ -493,20 +530,32 @@ def test_a_row_that_is_not_a_number_fails_alone(cuda_runner: Callable[..., StepR
     assert runner.collect().failed == {1: "nan_logits"}
 
 
-def test_moved_tokens_are_those_of_the_cpu(cuda_runner: Callable[..., StepRunner]) -> None:
-    """Beside a decode: attention to chosen rows, moves and deviations, and the head after them."""
+@pytest.mark.parametrize(("model", "drafts"), [
+    ("dense", 2), *(pytest.param(*each, marks=pytest.mark.full) for each in (("dense", 0), ("experts", 0)))])
+def test_moved_tokens_are_those_of_the_cpu(cuda_runner: Callable[..., StepRunner], model: str, drafts: int) -> None:
+    """Beside a decode, with captured sizes: attention to chosen rows, moves and deviations, and the head after them.
+    With drafts, those of a draft model are equal too; it computes all tokens."""
     spread = np.arange(16, dtype=np.int32)
     moved = BlendedChunk(slot=1, tokens=5 + spread, sources=16 + spread, shifts=np.full(16, 5, np.int32), num_kept=9)
+    both = {"num_decodes": 2, "num_tokens": i32(1 + drafts, 1 + drafts), "num_rows": i32(1 + drafts, 1 + drafts)}
     plans = (
         plan(1, (0,), (17,), (SAMPLE,), admitted=(admission(0, 17, (1, 2)),)),
         plan(2, (0, 1), (1, 24), (SAMPLE, SAMPLE), admitted=(admission(1, 24, (4, 5)),), blended=(moved,)),
+        msgspec.structs.replace(plan(3, (0, 1), (1, 1), (SAMPLE, SAMPLE)), **both),
     )
     found: dict[str, list[torch.Tensor]] = {"cpu": [], "cuda": []}
+    sizes = {"graph_sizes": (2,), "graph_tokens": (48,), "draft_lengths": (drafts,) * (drafts > 0)}
     for target, logits in found.items():
-        model = make_model(model_args(num_hidden_layers=3), target, more=("blend",))
-        runner = runner_of(model, LIMITS, target)
+        args = model_args(model, num_hidden_layers=3)
+        made = make_model(args, target, more=("blend",))
+        made.draft = make_model(replace(args, num_layers=1), target) if drafts else None
+        runner = runner_of(made, replace(LIMITS, num_drafts=drafts, **(sizes if target == "cuda" else {})), target)
+        if drafts:
+            seen = draft_with_layers(runner, drafts)
         runner.programs.on_logits = lambda slots, positions, rows, to=logits: to.append(rows.clone())
         for one in plans:
             runner.run(one)
+        logits += [logits_of_draft for _, logits_of_draft in seen] if drafts else []
+    assert len(found["cpu"]) == len(found["cuda"]) == 3 + 2 * drafts
     for cpu, cuda in zip(*found.values(), strict=True):
         torch.testing.assert_close(cuda, cpu, rtol=0, atol=1e-4)

@@ -93,7 +93,7 @@ def make_model(args: ModelArgs, target: str = "cpu", *, reference: bool = False,
 
 
 def num_draft_layers(model: Model) -> int:
-    """The number of layers that draft: of the model, or of an EAGLE head of the model's KV heads."""
+    """The number of layers that draft: of the model, or of a draft model or EAGLE head of the model's KV heads."""
     return model.args.draft_layers if model.draft is None else len(model.draft.layers)
 
 
@@ -107,6 +107,13 @@ def make_headed(args: ModelArgs, target: str = "cpu") -> Model:
     own.ids.take({"offsets": torch.arange(size).float()}, 0)
     own.layers[0].watch(model.layers)
     model.draft = own
+    return model
+
+
+def make_drafted(args: ModelArgs, target: str = "cpu") -> Model:
+    """A random model with a draft model of one layer, which has the model's embedding and first layer."""
+    model = make_model(args, target)
+    model.draft = make_model(dataclasses.replace(args, num_layers=1), target)
     return model
 
 

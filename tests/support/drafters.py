@@ -24,15 +24,16 @@ NO_DRAFT = -1
 
 
 def draft_with_layers(runner: StepRunner, num_drafts: int, build: Any = None) -> list[tuple[int, Tensor]]:
-    """Let a runner draft with its model's prediction layer or EAGLE head. Returns the (positions, logits) of drafts as
-    they come.
+    """Let a runner draft with its model's prediction layer, EAGLE head or draft model. Returns the (positions, logits)
+    of drafts as they come.
 
     build   builds the inputs of padded passes; None: the runner's operations
     """
     step, name, seen = runner.programs.operations, runner.parts[0].name, list[tuple[int, Tensor]]()
     if build is not None:
         step, name = SimpleNamespace(build_inputs=build, gather_blocks=step.gather_blocks), "padded"  # type: ignore
-    method = "mtp" if runner.model.draft is None else "eagle3"
+    draft = runner.model.draft
+    method = "mtp" if draft is None else "draft_model" if draft.args.eagle is None else draft.args.eagle.method
     drafter = make_drafter(Speculation(method=method, num_drafts=num_drafts), name, model=runner.model,
                            kv=runner.programs.kv, operations=step, tables=runner.state.tables,
                            sampling=(runner.sampler.operations, runner.sampler.rows))  # fmt: skip

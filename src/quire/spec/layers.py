@@ -116,7 +116,8 @@ class LayerDrafter:
     def follow(self, step: StepWords, buffers: StepBuffers, hidden: Tensor, ctx: StepContext, *, decode: bool) -> None:
         """Keep the last hidden states of each sequence; make the entries of a step with prompts. See `Drafter`."""
         states, seqs = self._pass.keep(hidden), len(buffers.seq_lens)
-        slots, bounds = step.slots[:seqs].long(), step.starts[: seqs + 1].long()
+        slots = step.slots[:seqs].long()
+        bounds = step.starts[: seqs + 1].long().clamp(max=len(states))  # a rehearsal finds those of a larger step
         starts, ends = bounds[:-1], bounds[1:]
         if not decode:
             before = buffers.seq_lens - (ends - starts) - 1 - self.first[slots]  # place of the state to go on from
