@@ -1,4 +1,5 @@
 """CacheBlend on the bundled model: eight texts, each cached alone, reused in any order; recall and time by ratio.
+Then a chat with marked content parts, as a client of the server would send it.
 
 Two cases. "whole": every text has whole notes, which the model understands one by one. "cut": a border between two
 texts goes through the note that the question is about, so neither text has the answer alone. There reuse without
@@ -57,6 +58,19 @@ def ask(llm: LLM, texts: list[list[int]], question: list[int], ratio: float | No
     return output.outputs[0].text, output.metrics.first_token_time - asked, output.num_cached_tokens or 0
 
 
+def chat(llm: LLM, order: list[int]) -> tuple[str, int]:
+    """Return the answer to a chat over texts in this order, and the tokens of its prompt that were reused."""
+    texts = [f"The code of {name} is {code}. {name} likes tea and lives in Mumbai." for name, code in
+             (("Tomas", 6423), ("Lakral", 5411), ("Nils", 9034))]  # fmt: skip
+    llm.reset_prefix_cache()
+    llm.generate(texts, SamplingParams(max_tokens=1), use_tqdm=False)
+    parts = [{"type": "text", "text": texts[number], "kv_chunk": True} for number in order]
+    question = {"type": "text", "text": "What is the code of Lakral?"}
+    messages = [{"role": "user", "content": [*parts, question]}]
+    (output,) = llm.chat(messages, SamplingParams(temperature=0.0, max_tokens=24), use_tqdm=False)
+    return output.outputs[0].text, output.num_cached_tokens or 0
+
+
 def main() -> None:
     """Print recall and mean time to the first token, by case and ratio."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -74,6 +88,10 @@ def main() -> None:
                 name = "all computed" if ratio is None else f"ratio {ratio:g}"
                 print(f"  {name:12}  {right:3} of {len(cases)} right, first token after {1000 * seconds:.0f} ms, "
                       f"{reused} tokens reused")
+        print("a chat with marked parts")
+        for order in ([0, 1, 2], [2, 1, 0]):
+            text, reused = chat(llm, order)
+            print(f"  texts in order {order}: {text.strip()!r}, {reused} tokens reused")
 
 
 if __name__ == "__main__":

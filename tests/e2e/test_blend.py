@@ -87,6 +87,70 @@ def test_over_http() -> None:
         assert refused.status == 400 and "--enable-cache-blend" in refused.json()["error"]["message"]
 
 
+NOTES = ["The code of Tomas is 6423.\nTomas lives in Mumbai", "The code of Lakral is 5411.\nLakral likes tea",
+         "The code of Nils is 9034.\nNils lives in Vakton"]
+
+
+def asked(order: tuple[int, ...], **mark: bool) -> list[dict[str, Any]]:
+    """A chat over notes in this order."""
+    texts = [{"type": "text", "text": NOTES[at], **mark} for at in order]
+    question = {"type": "text", "text": "What is the code of Lakral?"}
+    return [{"role": "system", "content": "Read."}, {"role": "user", "content": [*texts, question]}]
+
+
+def test_marked_parts_of_chats_are_reused_at_any_place(llm: LLM) -> None:
+    llm.reset_prefix_cache()
+    params = SamplingParams(temperature=0.0, max_tokens=12)
+    for note in NOTES:
+        answer(llm, note)
+    for order in ((2, 0, 1), (1, 2, 0)):
+        (output,) = llm.chat(asked(order, kv_chunk=True), params, use_tqdm=False)
+        assert "5411" in output.outputs[0].text and (output.num_cached_tokens or 0) >= 3 * 16
+        llm.reset_prefix_cache()
+        (unmarked,) = llm.chat(asked(order), params, use_tqdm=False)
+        assert unmarked.prompt_token_ids == output.prompt_token_ids, "the borders of these notes are borders of tokens"
+        for note in NOTES:
+            answer(llm, note)
+        (output,) = llm.chat(asked(order, kv_chunk=True), params.clone(blend_ratio=1.0), use_tqdm=False)
+        assert (output.num_cached_tokens or 0) >= 3 * 16, "each note, at another place"
+        assert output.outputs[0].token_ids == unmarked.outputs[0].token_ids
+
+
+def test_marked_parts_over_http() -> None:
+    fields = {"max_tokens": 2, "temperature": 0}
+    alone = {"prompt": NOTES[1] * 2, "add_special_tokens": False, **fields}
+    note = {"type": "text", "text": NOTES[1] * 2, "kv_chunk": True}
+    chats = [[{"role": "user", "content": [{"type": "text", "text": before}, note]}]
+             for before in ("Read.", "Here is a note. Read it all!")]
+    with running_inside(enable_cache_blend=True, block_size=8) as inside:
+        ask = inside.server.ask
+        tokens = ask("/tokenize", {"prompt": alone["prompt"], "add_special_tokens": False}).json()["tokens"]
+        whole = len(tokens) // 8 * 8
+        assert ask("/v1/completions", alone).status == 200 and whole >= 32
+        for messages in chats:
+            given = ask("/v1/chat/completions", {"messages": messages, **fields}).json()
+            assert given["usage"]["prompt_tokens_details"]["cached_tokens"] >= whole
+            prompt = ask("/tokenize", {"messages": messages}).json()["tokens"]
+            assert any(prompt[at : at + len(tokens)] == tokens for at in range(len(prompt)))
+            items = [{"role": "user", "content": [{**part, "type": "input_text"} for part in messages[0]["content"]]}]
+            told = ask("/v1/responses", {"input": items, "max_output_tokens": 2, "temperature": 0, "store": False})
+            assert told.json()["usage"]["input_tokens_details"]["cached_tokens"] >= whole
+        cut = {"messages": chats[1], "truncate_prompt_tokens": len(tokens) + 8, **fields}
+        given = ask("/v1/chat/completions", cut).json()
+        assert given["usage"]["prompt_tokens_details"]["cached_tokens"] >= whole, "the part stands elsewhere now"
+        for more, param in (({"kv_chunks": [[0, 9]]}, "kv_chunks"), ({"kv_chunk": True}, "kv_chunk"),
+                            ({"prompt_logprobs": 0}, "messages"), ({"blend_separator": "#"}, "blend_separator"),
+                            ({"kv_chunks": [[0, 9]], "truncate_prompt_tokens": 9}, "kv_chunks")):
+            refused = ask("/v1/chat/completions", {"messages": chats[0], **fields, **more})
+            assert refused.status == 400 and refused.json()["error"]["param"] == param, refused.text
+        inside.check()
+    with running_inside() as inside:
+        for path in ("/v1/chat/completions", "/tokenize"):
+            refused = inside.server.ask(path, {"messages": chats[0]})
+            assert refused.status == 400 and refused.json()["error"]["param"] == "messages"
+            assert "--enable-cache-blend" in refused.json()["error"]["message"]
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("name", ["quire-tiny", "quire-tiny-moe"])
 def test_recall_by_ratio(name: str, shared: Path, example: Any) -> None:

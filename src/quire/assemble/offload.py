@@ -8,8 +8,9 @@ from pathlib import Path
 
 from quire import __version__
 from quire.config.env import cluster_key
-from quire.config.placement import Rank, ranks
+from quire.config.placement import ranks
 from quire.config.resolve import GIB, MemoryPlan
+from quire.contracts.blocks import KVGeometry
 from quire.contracts.errors import ConfigError
 from quire.kv.hashing import namespace_digest
 from quire.kv.pool import BlockPool
@@ -19,6 +20,7 @@ from quire.kvstore.files import BlockFiles, DiskTier, FileSystem
 from quire.kvstore.mover import BlockMover
 from quire.kvstore.plan import resolve_offload
 from quire.kvstore.shards import Shard
+from quire.models.drafts import joined
 from quire.models.layout import alone
 from quire.models.plan import EnginePlan
 from quire.models.registry import rank_geometry
@@ -33,17 +35,23 @@ SAMPLES, SAMPLE_BYTES = 64, 4096  # of a weight file, by which engines know that
 
 def root_key(plan: EnginePlan) -> bytes:
     """Return the namespace of block keys, equal for all ranks of an engine."""
-    config, size = plan.config, plan.geometry.block_size
+    config = plan.config
     synthetic = plan.speculation is not None and bool(plan.speculation.synthetic)  # blocks belong to other tokens
     return namespace_digest(
         model=(config.model.model or "quire-tiny") + (f" {plan.draft.config.model.model}" if plan.draft else ""),
         revision=config.model.revision or "",
         dtype=plan.dtype.dtype,
-        block_size=size,
-        geometry=plan.geometry if plan.mesh.parallel.size == 1 else rank_geometry(
-            plan.args, alone(plan.args), dtype=plan.cache.dtype, device=plan.machine.device, block_size=size),
+        block_size=plan.geometry.block_size,
+        geometry=_whole(plan),
         weights=(json.dumps(plan.quantization, sort_keys=True) if plan.quantization else "") + "synthetic" * synthetic,
     )  # fmt: skip
+
+
+def _whole(plan: EnginePlan) -> KVGeometry:
+    """Return the layout of a page of the whole model, with its draft model or EAGLE head."""
+    own = rank_geometry(plan.args, alone(plan.args), dtype=plan.cache.dtype, device=plan.machine.device,
+                        block_size=plan.geometry.block_size)  # fmt: skip
+    return joined(own, _whole(plan.draft)) if plan.draft else own
 
 
 def make_store(plan: EnginePlan, memory: MemoryPlan, pool: BlockPool, shards: Sequence[Shard]) -> KVStore | None:
@@ -58,8 +66,7 @@ def make_store(plan: EnginePlan, memory: MemoryPlan, pool: BlockPool, shards: Se
     taken = len(memory.geometry.groups) * (2 * tokens + memory.max_model_len) // size + 2
     below: tuple[KeyedTier, ...] = ()
     if offload.folder:
-        names = map(_name, ranks(plan.args, plan.mesh.parallel))
-        below = (disk := DiskTier(Path(offload.folder), _namespace(plan, times=True), names),)
+        below = (disk := DiskTier(Path(offload.folder), _namespace(plan, times=True), _names(plan)),)
     sharing, peers = offload.sharing.of(plan.mesh.rank.replica), None
     if sharing.peers:
         peers = BlockPeers(sharing.peers, cluster_key()[0], _namespace(plan, times=False))
@@ -98,7 +105,7 @@ def make_mover(plan: EnginePlan, memory: MemoryPlan, arena: KVArena) -> BlockMov
                           f"host memory, and {free / GIB:.1f} GiB are free: lower kv_offload_gb.")
     files, faults = None, _faults(plan)
     if offload.folder:
-        files = BlockFiles(Path(offload.folder), _namespace(plan, times=True), _name(plan.mesh.rank),
+        files = BlockFiles(Path(offload.folder), _namespace(plan, times=True), _names(plan)[plan.mesh.rank.number],
                            page_bytes=arena.page_bytes,
                            most_bytes=offload.folder_bytes // plan.mesh.parallel.replica,
                            system=FaultyFiles(faults) if faults else FileSystem())
@@ -122,13 +129,18 @@ def _faults(plan: EnginePlan) -> Faults | None:
     return Faults(given) if given else None
 
 
-def _name(rank: Rank) -> str:
-    """Return the name of a rank's part of a page. Ranks that hold the same heads of the same layers share files."""
-    return "layers{}-{}.heads{}-{}".format(*rank.layers, *rank.kv_heads)
+def _names(plan: EnginePlan) -> list[str]:
+    """Return the name of each rank's part of a page. Ranks that hold the same heads of the same layers share files."""
+    names = ["layers{}-{}.heads{}-{}".format(*rank.layers, *rank.kv_heads)
+             for rank in ranks(plan.args, plan.mesh.parallel)]  # fmt: skip
+    if plan.draft is None:
+        return names
+    return [f"{own}.drafts.{other}" for own, other in zip(names, _names(plan.draft), strict=True)]
 
 
 def _namespace(plan: EnginePlan, *, times: bool) -> bytes:
-    """Return the namespace of files (`times`) or of blocks on other hosts: that of the keys, this version, the weights.
+    """Return the namespace of files (`times`) or of blocks on other hosts: that of the keys, this version, the weights
+    of the model and of its draft model or EAGLE head.
 
     Other hosts have copies of a model, whose times differ: samples of every weight file stand for its content. A new
     version computes anew: its kernels may round otherwise, and no check tells old numbers from its own. Files of an old
@@ -138,7 +150,8 @@ def _namespace(plan: EnginePlan, *, times: bool) -> bytes:
     if plan.config.load.load_format == "dummy":
         about.update(str(plan.config.model.seed).encode())
         return about.digest()
-    for path in (Path(plan.folder) / "config.json", *weight_files(Path(plan.folder))):
+    folders = (Path(one.folder) for one in (plan, plan.draft) if one is not None)
+    for path in (path for folder in folders for path in (folder / "config.json", *weight_files(folder))):
         size = path.stat().st_size
         about.update(f"{path.name} {size}".encode())
         if times:

@@ -231,15 +231,17 @@ def _check_ids(p: SamplingParams) -> None:
 
 def _check_chunks(chunks: Any) -> None:
     """Raise `InvalidParameter` unless `kv_chunks` is None or a list of pairs in ascending order."""
-    end, whole = 0, isinstance(chunks, list | tuple | None)
-    for one in chunks or () if whole else ():
+    words = "a list of pairs [first token, end] in ascending order"
+    if not isinstance(chunks, list | tuple | None):
+        _refuse("kv_chunks", chunks, words)
+    end = 0
+    for at, one in enumerate(chunks or ()):
         pair = tuple(one) if isinstance(one, list | tuple) else ()
         if len(pair) != 2 or not all(map(_is_int, pair)) or not end <= pair[0] < pair[1]:
-            whole = False
-            break
+            given = shown([*one] if isinstance(one, tuple) else one)
+            raise InvalidParameter(f"kv_chunks at {at} is {given}: kv_chunks must be {words}, here with {end} <= first "
+                                   "token < end.", param="kv_chunks")
         end = pair[1]
-    if not whole:
-        _refuse("kv_chunks", chunks, "a list of pairs [first token, end] in ascending order")
 
 
 class BeamSearchParams(msgspec.Struct, metaclass=StrictFields, kw_only=True, forbid_unknown_fields=True):

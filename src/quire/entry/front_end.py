@@ -129,7 +129,7 @@ class FrontEnd:
         sampler = sampler_spec(params, seed, len(token_ids), stops, limits.vocab_size, self.tokenizer)
         check_first_token(params, sampler, limits.vocab_size)
         transfer = read_transfer(params.kv_transfer_params, limits.sharing)
-        chunks = read_chunks(params, token_ids, limits.chunking, text=prompt.text is not None, transfer=transfer)
+        chunks = read_chunks(params, token_ids, limits.chunking, prompt.text is not None, transfer, prompt.chunks)
         first = self._next_handle if self._next_handle + params.n <= self._place.end else self._place.first
         request_id = request_id if request_id is not None else str(first)
         generation = Generation(request_id=request_id, tenant=tenant, prompt=prompt.text, prompt_token_ids=token_ids,

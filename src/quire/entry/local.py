@@ -6,8 +6,9 @@ from typing import Any
 from quire.assemble import Engine
 from quire.contracts.errors import InvalidParameter
 from quire.entry.front_end import FrontEnd
-from quire.entry.prompts import Prompt
+from quire.entry.prompts import Prompt, piece_prompt
 from quire.text.chat import ARGUMENTS, SWITCHES, ChatTemplate, no_template
+from quire.text.marked import MarkedParts
 from quire.text.tokenizer import Tokenizer
 
 Messages = Sequence[dict[str, Any]]
@@ -41,10 +42,11 @@ def render_chat(engine: Engine, messages: Messages, /, *, chat_template: str | N
         template = ChatTemplate.load(engine.tokenizer_folder, override=chat_template)
     if template is None:
         raise no_template(engine.config.model.model)
-    text = template.render(messages, tools=tools, add_generation_prompt=add_generation_prompt,
+    marked = MarkedParts(engine.core.facts.blends)
+    text = template.render(marked.mark(messages), tools=tools, add_generation_prompt=add_generation_prompt,
                            continue_final_message=continue_final_message,
                            **{**variables, **_checked_variables(chat_template_kwargs)})
-    return Prompt(text=text, token_ids=tokenizer.encode(text, add_special_tokens=False))
+    return piece_prompt(tokenizer, marked.pieces(text), special=False)
 
 
 def _checked_variables(given: Any) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import TypeGuard
 
 from quire.contracts.errors import InvalidParameter, shown
+from quire.text.tokenizer import Tokenizer
 
 PROMPT_KEYS = {"prompt", "prompt_token_ids", "cache_salt"}
 MAX_SALT = 256
@@ -13,14 +14,29 @@ MAX_SALT = 256
 @dataclass(frozen=True, kw_only=True)
 class Prompt:
     """A prompt as `text`, as `token_ids`, or as both. With both, the engine uses the ids.
-    `cache_salt`: KV blocks are shared only among prompts with the same salt."""
+    `cache_salt`: KV blocks are shared only among prompts with the same salt. `chunks`: (first token, end) of marked
+    content parts, see `text/marked.py`."""
 
     text: str | None = None
     token_ids: list[int] | None = None
     cache_salt: str = ""
+    chunks: tuple[tuple[int, int], ...] = ()
 
 
 PromptLike = str | Sequence[int] | Mapping[str, object] | Prompt
+
+
+def piece_prompt(tokenizer: Tokenizer, pieces: Sequence[str], special: bool) -> Prompt:
+    """Return the prompt of a text in pieces that are tokenized each by itself: every second one is a chunk.
+
+    special   add special tokens such as BOS
+    """
+    ids, ends = list[int](), [0]
+    for piece in pieces:
+        ids += tokenizer.encode(piece, special and not ids)
+        ends.append(len(ids))
+    chunks = tuple((first, end) for first, end in zip(ends[1::2], ends[2::2], strict=False) if first < end)
+    return Prompt(text="".join(pieces), token_ids=ids, chunks=chunks)
 
 
 def parse_prompts(prompts: PromptLike | Sequence[PromptLike]) -> list[Prompt]:

@@ -110,7 +110,7 @@ class PageFiles(ExitStack):
         for rank in sorted({one.rank for one in ranges}):
             files[rank] = os.open(shards[rank].file, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
             self.callback(os.close, files[rank])
-            if os.pread(files[rank], len(shards[rank].token), 0) != shards[rank].token:
+            if not (token := shards[rank].token) or os.pread(files[rank], len(token), 0) != token:
                 raise OSError(f"{shards[rank].file} is another file")
         self._parts = [(one, files[one.rank], sizes[one.rank]) for one in ranges]
 

@@ -14,11 +14,13 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
 from functools import partial
+from itertools import chain
 from queue import SimpleQueue
 
 from quire.contracts.errors import ConfigError, shown
 from quire.contracts.request import Transfer
 from quire.contracts.step import Tier
+from quire.kvstore.files import FileThread
 from quire.kvstore.shards import PageFiles, Shard, cut
 from quire.procs.block_share import BROKEN, FROM_SHARE, BlockLine, Blocks, Claims, Follow, NotShared, Read, Shared
 from quire.procs.host_link import NotMaster, connect
@@ -28,6 +30,7 @@ Place = tuple[str, int]
 RETRY_SECONDS, REFUSED_SECONDS = 1.0, 30.0
 HELLO_SECONDS = 2.0
 READ_SECONDS = 8.0  # for all blocks of a job from a peer; those that are not there by then have failed
+AVOID_SECONDS = 5.0  # by then its silence is known, and it has no blocks until it is heard again
 PROMISED_SECONDS = 2.0  # to wait for a promised block
 
 
@@ -159,20 +162,32 @@ class PeerPages:
         self._places, self._shard = list(dict.fromkeys(places)), shard
         self._open = partial(_open, key=key, namespace=namespace)
         self._far = set[tuple[Shard, ...]]()  # of peers on this host whose memory cannot be opened
+        self._avoided = dict[Place, float]()  # peers that did not answer in time -> time until which none is asked
 
     def fetch(self, keys: Sequence[bytes], sources: Sequence[int], pages: Sequence[memoryview]) -> tuple[int, ...]:
-        """Read blocks; return the indices of those that failed. `sources`: see `CopyJob`."""
-        failed, by_peer = set(range(len(keys))), dict[Place, list[int]]()
+        """Read blocks from all peers at once; return the indices of those that failed. `sources`: see `CopyJob`."""
+        by_peer = dict[Place, list[int]]()
         for index, source in enumerate(sources):
             by_peer.setdefault(self._places[max(source, ~source)], []).append(index)
-        for place, some in by_peer.items():
-            seconds = PROMISED_SECONDS if any(sources[index] < 0 for index in some) else 0.0
-            try:
-                for index in self._read(place, some, keys, pages, seconds):
-                    failed.discard(index)
-            except (ConfigError, *BROKEN) as error:
-                LOG.warning("KV blocks could not be read from the peer %s:%s: %s", *place, str(error))
-        return tuple(sorted(failed))
+        asks = [partial(self._ask, place, some, keys, sources, pages) for place, some in by_peer.items()]
+        others = [FileThread("quire-kv-ask").submit(ask) for ask in asks[1:]]
+        failed = [ask() for ask in asks[:1]] + [one.result() for one in others]
+        return tuple(sorted(chain.from_iterable(failed)))
+
+    def _ask(self, place: Place, some: list[int], keys: Sequence[bytes], sources: Sequence[int],
+             pages: Sequence[memoryview]) -> tuple[int, ...]:  # fmt: skip
+        """Read the blocks with the indices `some` from a peer; return the indices of those that failed."""
+        failed, seconds = set(some), PROMISED_SECONDS if any(sources[index] < 0 for index in some) else 0.0
+        if self._avoided.get(place, 0.0) > time.monotonic():
+            return tuple(failed)
+        try:
+            for index in self._read(place, some, keys, pages, seconds):
+                failed.discard(index)
+        except (ConfigError, *BROKEN) as error:
+            LOG.warning("KV blocks could not be read from the peer %s:%s: %s", *place, str(error))
+            if isinstance(error, TimeoutError):
+                self._avoided[place] = time.monotonic() + AVOID_SECONDS
+        return tuple(failed)
 
     def _read(self, place: Place, some: list[int], keys: Sequence[bytes], pages: Sequence[memoryview],
               seconds: float) -> Iterator[int]:  # fmt: skip

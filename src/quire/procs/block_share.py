@@ -11,6 +11,7 @@ for the engine's core, and the core waits for nothing here. A reader on this hos
 overwritten meanwhile has another checksum. Knows keys and ranges of pages. Never imports torch.
 """
 
+import logging
 import socket
 import struct
 import threading
@@ -28,6 +29,7 @@ from quire.kv.store import KVStore
 from quire.kvstore.shards import PageFiles, Range, Shard
 from quire.procs.host_link import NotMaster, welcome
 
+LOG = logging.getLogger("quire").getChild("kv")
 LENGTH, PAGE = struct.Struct("<I"), struct.Struct("<IQI")
 MOST_BYTES = 1 << 26  # of a message
 MOST_LINES = 128  # connections at a time
@@ -179,7 +181,7 @@ class BlockShare:
         self._followers: tuple[SimpleQueue[tuple[bytes, bool]], ...] = ()  # not changed in place
         self._lines: set[BlockLine] = set()
         self._lock = threading.Lock()  # guards the two fields above
-        self._closed = False
+        self._closed, self._said = False, ""  # the second: the last error of a read
         try:
             self._listener = socket.create_server(place, family=socket.AF_INET6 if ":" in place[0] else socket.AF_INET)
         except OSError as error:
@@ -234,7 +236,12 @@ class BlockShare:
                 while not self._closed:
                     message = line.receive(TO_SHARE)
                     if isinstance(message, Read):
-                        self._send(line, message)
+                        try:
+                            self._send(line, message)
+                        except BROKEN as error:
+                            if str(error) != self._said:
+                                LOG.warning("KV blocks could not be sent to another engine: %s", error)
+                            self._said = str(error)
                         return
                     if isinstance(message, Claims):
                         for name in message.held:

@@ -1,15 +1,21 @@
 """Host memory for KV blocks: what does not fit is refused by the option that asked for it."""
 
+import os
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
+import msgspec
 import pytest
 
 from quire.assemble import offload
-from quire.config.checkpoint import parse_checkpoint_config
+from quire.config.checkpoint import ModelArgs, parse_checkpoint_config
+from quire.config.placement import Parallel
 from quire.config.resolve import GIB
 from quire.contracts.errors import ConfigError
-from quire.models.plan import resolve_sizing
+from quire.models.drafts import joined
+from quire.models.plan import Drafting, EnginePlan, resolve_sizing
 
 from ...support.filled_models import planned
 from ...support.tiny_models import Tiny, tiny_config
@@ -39,6 +45,51 @@ def test_blocks_of_synthetic_acceptance_are_found_by_no_other_engine() -> None:
     plain, drafting, synthetic = (offload.root_key(planned(ARGS, speculative_config=given))
                                   for given in (None, ngrams, false))  # fmt: skip
     assert plain == drafting != synthetic
+
+
+HEADS = {size: parse_checkpoint_config(tiny_config(Tiny(family="qwen3", heads=(8, size)))) for size in (2, 4, 8)}
+
+
+def drafting(tp: int, draft: ModelArgs = HEADS[4], folders: tuple[str, str] = ("a", "b"), **options: Any
+             ) -> list[EnginePlan]:  # fmt: skip
+    """Plans of all ranks of an engine whose model has 2 KV heads, and whose head has others."""
+    ranks = []
+    for number in range(tp):
+        both = (planned(args, parallel=Parallel(tp=tp), number=number, **options) for args in (HEADS[2], draft))
+        own, other = (msgspec.structs.replace(plan, folder=folder) for plan, folder in zip(both, folders, strict=True))
+        ranks.append(msgspec.structs.replace(own, drafting=Drafting(model=other),
+                                             geometry=joined(own.geometry, other.geometry)))  # fmt: skip
+    return ranks
+
+
+def test_keys_of_blocks_with_a_head_are_alike_for_all_numbers_of_ranks() -> None:
+    keys = {offload.root_key(plan) for tp in (1, 2, 4) for plan in drafting(tp)}
+    assert len(keys) == 1
+    assert keys.isdisjoint(offload.root_key(plan) for tp in (1, 2) for plan in drafting(tp, HEADS[8]))
+
+
+def test_files_of_ranks_with_other_heads_of_the_draft_have_other_names() -> None:
+    """Four ranks, by twos with the same head of the model, and each with a head of its own of the EAGLE head."""
+    plans = drafting(4)
+    names = offload._names(plans[0])
+    assert len(set(names)) == 4 and names == offload._names(plans[3])
+    assert names[1] == "layers0-3.heads0-1.drafts.layers0-3.heads1-2"
+    assert len(set(offload._names(planned(HEADS[2], parallel=Parallel(tp=4))))) == 2
+
+
+@pytest.mark.parametrize("times", [True, False])
+def test_a_head_that_is_trained_again_has_other_blocks(tmp_path: Path, times: bool) -> None:
+    folders = tmp_path / "model", tmp_path / "head"
+    for folder in folders:
+        folder.mkdir()
+        (folder / "config.json").write_text("{}")
+        (folder / "model.safetensors").write_bytes(bytes(9))
+    (plan,) = drafting(1, folders=(str(folders[0]), str(folders[1])))
+    before = offload._namespace(plan, times=times)
+    assert offload._namespace(plan, times=times) == before
+    (folders[1] / "model.safetensors").write_bytes(bytes(8) + b"1")
+    os.utime(folders[1] / "model.safetensors", (1, 1))
+    assert offload._namespace(plan, times=times) != before
 
 
 def test_files_are_of_one_version(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,7 @@
 """Columns of a step become outputs; what goes wrong with the text of one request stays with that request."""
 
 import logging
+import random
 import re
 from dataclasses import replace
 from typing import Any
@@ -279,6 +280,34 @@ def test_a_prefill_node_names_the_replica_that_computed_the_prompt(homes: dict[i
     assert transfer["remote_engine_id"] == f"host:{port}"
 
 
+@pytest.mark.parametrize("separator", [(1,), (1, 2), (1, 1, 2), (2, 1, 2), (0,), (55296, 1)])
+def test_separators_are_found_from_the_left(separator: tuple[int, ...]) -> None:
+    """As by a loop over the tokens."""
+    draw = random.Random(1)
+    for _ in range(200):
+        ids = draw.choices([*separator, 3], k=draw.randrange(12))
+        borders, at = [0], 0
+        while at <= len(ids) - len(separator):
+            hit = tuple(ids[at : at + len(separator)]) == separator
+            borders += [at, at + len(separator)] * hit
+            at += len(separator) if hit else 1
+        pairs = zip(borders[::2], [*borders[1::2], len(ids)], strict=True)
+        expected = tuple(pair for pair in pairs if pair[0] < pair[1]) if len(borders) > 1 else ()
+        assert Chunking(True, 0.15, separator).between(ids) == expected
+
+
+def test_marked_parts_come_before_separators_and_exclude_what_needs_all_rows() -> None:
+    front = FrontEnd(ByteTokenizer(), replace(BLENDING, sharing=SharePlan(sends=True, place=("host", 1))))
+    prompt, params = Prompt(text="ab#$cde", token_ids=list(b"ab#$cde"), chunks=((0, 5),)), SamplingParams(max_tokens=1)
+    assert front.start(prompt, params)[1][0].chunks == ((0, 5),)
+    for fields, words in (({"prompt_logprobs": 0}, "excludes prompt_logprobs"),
+                          ({"kv_chunks": [[0, 2]]}, "counts tokens"),
+                          ({"kv_transfer_params": {"do_remote_decode": True}}, "excludes kv_transfer_params")):
+        with pytest.raises(InvalidParameter, match=words) as caught:
+            front.start(prompt, params.clone(**fields))
+        assert caught.value.param == ("kv_chunks" if "kv_chunks" in fields else "messages")
+
+
 def test_chunks_of_a_request_come_before_separators() -> None:
     front, prompt = FrontEnd(ByteTokenizer(), BLENDING), Prompt(token_ids=list(b"ab#$cde"))
     params = SamplingParams(max_tokens=1, kv_chunks=[[0, 3], [3, 6]], blend_ratio=0.5)
@@ -290,7 +319,9 @@ def test_chunks_of_a_request_come_before_separators() -> None:
 @pytest.mark.parametrize(("fields", "why"), [
     ({"kv_chunks": [[0, 8]]}, "ends at token 8, and the prompt has 7 tokens"),
     ({"kv_chunks": [[0, 3]], "prompt_logprobs": 0}, "leave one of them out"),
-    ({"kv_chunks": [[0, 3], [2, 5]]}, "ascending"), ({"kv_chunks": [[3, 3]]}, "ascending"),
+    ({"kv_chunks": [[0, 3], [2, 5]]}, "kv_chunks at 1 is [2, 5]: kv_chunks must be a list of pairs [first token, end]"),
+    ({"kv_chunks": [[0, 3], [2, 5]]}, "in ascending order, here with 3 <= first token < end."),
+    ({"kv_chunks": [[3, 3]]}, "ascending"),
     ({"kv_chunks": 3}, "ascending"), ({"kv_chunks": [[True, 3]]}, "ascending"), ({"kv_chunks": [[1]]}, "ascending"),
     ({"blend_ratio": 1.5}, "a number in [0, 1]"),
 ])  # fmt: skip

@@ -108,7 +108,7 @@ def test_what_no_rank_holds_is_refused() -> None:
 def test_another_file_is_not_read() -> None:
     shards, _ = engine("heads", "tp2")
     ranges, before = (Range(1, 0, 8, 0),), len(os.listdir("/proc/self/fd"))
-    for changes in ({"token": b"wrong"}, {"file": "/proc/1"}):
+    for changes in ({"token": b"wrong"}, {"token": b""}, {"file": "/proc/1"}):
         wrong = msgspec.structs.replace(shards[1], **changes)
         with pytest.raises(OSError, match="is another file|Permission|directory"), PageFiles() as files:
             files.open([shards[0], wrong], ranges)

@@ -102,6 +102,7 @@ def quick(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> No
     monkeypatch.setattr(block_peers, "HELLO_SECONDS", 0.5)
     monkeypatch.setattr(block_peers, "RETRY_SECONDS", 0.02)
     monkeypatch.setattr(block_peers, "REFUSED_SECONDS", 0.02)
+    monkeypatch.setattr(block_peers, "AVOID_SECONDS", 0.05)
 
 
 @pytest.fixture
@@ -169,8 +170,7 @@ def test_a_fault_costs_blocks_and_nothing_else(node: Node, follow: Any, monkeypa
     until(lambda: peers.has(name(3)))
     failed = fetch(peers, 1, 2, 3)
     assert failed == {"slow": set(), "lost": {2}, "corrupt": {2}, "foreign": {2}}.get(fault, {2, 3})
-    until(lambda: peers.has(name(3)))
-    assert fetch(peers, 1, 2, 3) == set(), "it is heard again"
+    until(lambda: peers.has(name(3)) and fetch(peers, 1, 2, 3) == set())  # it is heard again
 
 
 @pytest.mark.parametrize("phase", PHASES)
@@ -252,6 +252,44 @@ def test_a_share_that_is_frozen(follow: Any) -> None:
         peers._promised[name(1)] = peers._peers[0]
         assert fetch(peers, 1) == {1}
         until(lambda: not peers._peers[0].keys)
+
+
+def test_frozen_peers_are_asked_together_and_only_once(node: Node, follow: Any, monkeypatch: pytest.MonkeyPatch
+                                                       ) -> None:  # fmt: skip
+    monkeypatch.setattr(block_peers, "AVOID_SECONDS", 60.0)
+    together, opened = threading.Barrier(2, timeout=20), list[Any]()
+
+    def frozen(place: Any, **_: Any) -> Any:
+        opened.append(place)
+        together.wait()
+        raise TimeoutError("timed out")
+
+    node.put(3)
+    places = [("10.0.0.1", 1), ("10.0.0.2", 1), node.place]
+    pages = PeerPages(places, KEY, NAMESPACE, shard(2))
+    answering, pages._open = pages._open, lambda place: (frozen if place[1] == 1 else answering)(place)  # type: ignore
+    keys, room = [name(1), name(3), name(2)], [memoryview(bytearray(SIZE)) for _ in range(3)]
+    for _ in range(2):
+        assert pages.fetch(keys, [0, 2, 1], room) == (0, 2) and bytes(room[1]) == content(3)
+    assert sorted(opened) == places[:2], "a peer that was silent is not asked again at once"
+
+
+def test_a_read_that_ends_early_is_told_once(node: Node, follow: Any, caplog: pytest.LogCaptureFixture) -> None:
+    def read(*ranges: Range) -> None:
+        with closing(block_share.BlockLine(block_peers.connect(*node.place, KEY, NAMESPACE))) as line:
+            line.receive(block_share.FROM_SHARE)
+            line.send(block_share.Read([name(1)], ranges))
+            with pytest.raises(ConnectionError):
+                line.receive(block_share.FROM_SHARE)
+
+    node.put(1)
+    words = "KV blocks could not be sent to another engine: "
+    for _ in range(2):
+        read(Range(0, SIZE, SIZE, 0))
+    assert caplog.text.count(f"{words}ranges outside of a page") == 1
+    node.share._shards = tuple(msgspec.structs.replace(one, token=b"") for one in node.share._shards)
+    read(Range(0, 0, SIZE // 2, 0))
+    assert f"{words}{node.share._shards[0].file} is another file" in caplog.text
 
 
 @pytest.mark.parametrize(("other", "words"), [({"key": b"another key, as long"}, "has another key"),

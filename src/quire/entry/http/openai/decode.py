@@ -235,6 +235,8 @@ def _inside(kind: inspect.Type, step: str) -> list[inspect.Type]:
         return [field.type for field in kind.fields if field.encode_name == step]
     if isinstance(kind, inspect.ListType) and step.startswith("["):
         return [kind.item_type]
+    if isinstance(kind, inspect.TupleType) and step.startswith("["):
+        return [*kind.item_types]
     if isinstance(kind, inspect.DictType) and step.startswith("["):
         return [kind.value_type]
     return []
@@ -254,6 +256,8 @@ def words(kind: inspect.Type) -> str:
         return "true or false"
     if isinstance(kind, inspect.ListType):
         return "a list" + _length(kind, "entries") + _each(kind.item_type)
+    if isinstance(kind, inspect.TupleType):  # all of its entries are alike
+        return f"a list of {len(kind.item_types)} entries" + _each(kind.item_types[0])
     if isinstance(kind, inspect.DictType):
         return "an object" + _length(kind, "entries") + _each(kind.value_type)
     if isinstance(kind, inspect.LiteralType):

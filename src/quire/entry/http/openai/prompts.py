@@ -24,10 +24,11 @@ from quire.entry.http.openai.schema import (
 )
 from quire.entry.http.openai.tools import plan_parser, tool_use
 from quire.entry.http.request_response import Exchange
-from quire.entry.prompts import Prompt
+from quire.entry.prompts import Prompt, piece_prompt
 from quire.text.chat import ARGUMENTS, SWITCHES, TEXT_PARTS, ChatTemplate
 from quire.text.fill_in_middle import around_gap
 from quire.text.load import TextSide
+from quire.text.marked import MarkedParts
 from quire.text.sandbox_meter import TooCostly
 from quire.text.special import SpecialTokens
 from quire.text.tokenizer import Tokenizer
@@ -84,7 +85,7 @@ async def completion_prompts(context: ServerContext, exchange: Exchange, request
     if texts:
         tokenizer, special = tokenizer_of(context.text(), "prompt"), request.add_special_tokens is not False
         prompts = await away(context, exchange.size, lambda: [
-            encoded(tokenizer, text, special, longest, "prompt", after=after) for text in texts])
+            encoded(tokenizer, [text], special, longest, "prompt", after=after) for text in texts])
     elif after:
         raise InvalidParameter("suffix needs a prompt that is a text: with token ids, write the model's "
                                "fill-in-the-middle tokens yourself.", param="suffix")
@@ -137,17 +138,19 @@ async def conversation_prompt(
     variables = _variables(exchange, template, request, context.config.serve.default_chat_template_kwargs)
     special, open_end = bool(request.add_special_tokens), bool(request.continue_final_message)
     generation = not open_end if request.add_generation_prompt is None else request.add_generation_prompt
+    marked = MarkedParts(context.ready().blends)
 
     def render(how: Callable[..., str]) -> str:
         def once(**more: Any) -> str:
-            return how(_plain_messages(messages, template), tools=tools, add_generation_prompt=generation,
+            plain = marked.mark(_plain_messages(messages, template))
+            return how(plain, tools=tools, add_generation_prompt=generation,
                        continue_final_message=open_end, **variables | more)
 
         rendered = once()
         return rendered if opens is None else rendered + _opening(rendered, once(enable_thinking=False), opens)
 
     def encode(rendered: str) -> Prompt:
-        return encoded(tokenizer, rendered, special, longest, "messages")
+        return encoded(tokenizer, marked.pieces(rendered), special, longest, "messages")
 
     try:
         return await away(context, exchange.size, lambda: encode(render(template.render_here)))
@@ -189,17 +192,18 @@ def longest_prompt(context: ServerContext, request: PromptFields) -> int | None:
     return context.ready().max_model_len if request.truncate_prompt_tokens is None else None
 
 
-def encoded(tokenizer: Tokenizer, text: str, special: bool, longest: int | None, param: str, *,
+def encoded(tokenizer: Tokenizer, pieces: list[str], special: bool, longest: int | None, param: str, *,
             after: str = "") -> Prompt:
-    """Tokenize a text; with `after`, make the fill-in-the-middle prompt for the gap between `text` and `after`.
+    """Tokenize a text in pieces, see `MarkedParts`; with `after`, fill the gap between the text and it.
     `special`: add special tokens such as BOS. Raises 400 for the field `param`, before it tokenizes, when the text
     certainly has more than `longest` tokens."""
+    text = "".join(pieces)
     if longest is not None and (fewest := tokenizer.fewest_tokens(text + after)) > longest:
         raise HttpError(400, f"this model's maximum context length is {longest} tokens, and the prompt is too long "
                         f"with at least {fewest}: shorten the prompt.", code="context_length_exceeded", param=param)
     if after:
         return Prompt(token_ids=around_gap(tokenizer, text, after, special))
-    return Prompt(text=text, token_ids=tokenizer.encode(text, special))
+    return piece_prompt(tokenizer, pieces, special)
 
 
 def several(prompt: str | Sequence[str | int | list[int]], param: str = "prompt") -> list[str | list[int]]:
@@ -222,16 +226,19 @@ def fitted(context: ServerContext, request: PromptFields, prompt: Prompt, asked:
     """Return the prompt with the request's cache salt, truncated if the request has `truncate_prompt_tokens`.
     Raises 400 when the prompt and `asked` output tokens exceed the context; `param` and `limit` are their fields."""
     ids, longest, keep = prompt.token_ids or [], context.ready().max_model_len, request.truncate_prompt_tokens
-    text = prompt.text
+    text, chunks = prompt.text, prompt.chunks
     if keep is not None:
         keep = keep if keep >= 0 else max(longest - (1 if asked is None else asked), 1)
         if len(ids) > keep:
-            ids, text = ids[:keep] if request.truncation_side == "right" else ids[len(ids) - keep :], None
+            cut = 0 if request.truncation_side == "right" else len(ids) - keep  # tokens that go before the others
+            ids, text = ids[cut : cut + keep], None
+            chunks = tuple((max(first - cut, 0), min(end - cut, keep)) for first, end in chunks
+                           if cut < end and first < cut + keep)  # fmt: skip
     if not ids:
         raise InvalidParameter("the prompt is empty: give at least one token.", param=param)
     if len(ids) + (1 if asked is None else asked) > longest:
         raise too_long(len(ids), longest, asked, param, limit)
-    return replace(prompt, text=text, token_ids=ids, cache_salt=request.cache_salt or "")
+    return replace(prompt, text=text, token_ids=ids, cache_salt=request.cache_salt or "", chunks=chunks)
 
 
 def _variables(exchange: Exchange, template: ChatTemplate, request: ChatRequest | TokenizeRequest,

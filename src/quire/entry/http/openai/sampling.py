@@ -39,6 +39,9 @@ def sampling_params(request: SamplingFields, defaults: SamplingParams, *, max_to
     if request.stream and (request.kv_transfer_params or {}).get("do_remote_decode"):
         raise InvalidParameter("kv_transfer_params: a prefill node answers as a whole: leave out stream, and send "
                                "max_tokens 1.", param="kv_transfer_params")  # fmt: skip
+    if request.kv_chunks and request.truncate_prompt_tokens is not None:
+        raise InvalidParameter("kv_chunks excludes truncate_prompt_tokens, which moves the tokens of the prompt: leave "
+                               "one of them out.", param="kv_chunks")
     if request.stream:
         interval = max(stream_interval, request.stream_interval or 1)
         given["stream_interval"] = interval if interval > 1 else None

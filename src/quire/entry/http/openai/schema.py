@@ -137,7 +137,7 @@ class SamplingFields(PromptFields, kw_only=True):
     speculative_tokens: Count | None = None
     kv_transfer_params: dict[str, Any] | None = None
     kv_chunks: Annotated[list[tuple[Count, Count]], Meta(max_length=MAX_LOGPROB_IDS)] | None = None
-    blend_ratio: float | None = None
+    blend_ratio: Share | None = None
     stream_interval: Annotated[int, Meta(ge=1)] | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
@@ -157,11 +157,12 @@ class CompletionRequest(SamplingFields, kw_only=True):
 
 
 class ContentPart(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """A part of a message. Only text is read; a refusal of the assistant counts as text."""
+    """A part of a message. Only text is read; a refusal of the assistant counts as text. kv_chunk: for CacheBlend."""
 
     type: str
     text: str | None = None
     refusal: str | None = None
+    kv_chunk: bool | None = None
 
 
 class FunctionCall(msgspec.Struct, kw_only=True):

@@ -50,6 +50,14 @@ def completion(**fields: Any) -> tuple[CompletionRequest, list[str]]:
         ("cache_salt", "s" * 257, "1 to 256"),
         ("priority", 2**31, "an integer in"),
         ("stop_token_ids", [-1], ">= 0"),
+        ("kv_chunks", 3, "a list of at most 128 entries (each a list of 2 entries (each an integer >= 0)), not an int"),
+        ("kv_chunks", [3, 9], "kv_chunks[0] must be a list of 2 entries (each an integer >= 0), not an integer"),
+        ("kv_chunks", [[1, 2], [3]], "kv_chunks[1] must be a list of 2 entries (each an integer >= 0)"),
+        ("kv_chunks", [{"start": 1}], "kv_chunks[0] must be a list of 2 entries (each an integer >= 0), not an object"),
+        ("kv_chunks", [[3, "a"]], "kv_chunks[0][1] must be an integer >= 0, not a string"),
+        ("kv_chunks", [[-1, 4]], "kv_chunks[0][0] must be an integer >= 0"),
+        ("blend_ratio", "0.5", "a number in [0, 1], not a string"),
+        ("blend_ratio", 1.5, "a number in [0, 1]"),
     ],
 )
 def test_bad_values_name_field_and_range(field: str, bad: Any, words: str) -> None:
