@@ -35,8 +35,7 @@ UNUSED = {  # vLLM's keys that change nothing here -> why; a value other than Fa
 }
 NAMES = "{}, {}, {}, {} and {}".format(*(f'"{name}"' for name in METHODS))
 SYNTHETIC = ("synthetic_acceptance_length", "synthetic_acceptance_rates")
-# Keys that are fields of `Speculation`, too -> type of the value, methods.
-FIELDS: Mapping[str, tuple[type, tuple[str, ...]]] = {
+FIELDS: Mapping[str, tuple[type, tuple[str, ...]]] = {  # keys that are fields of `Speculation` -> type, methods
     "draft_tensor_parallel_size": (int, METHODS), "max_model_len": (int, MODELS), "revision": (str, MODELS),
     "quantization": (str, ("draft_model",)),
 }  # fmt: skip

@@ -141,7 +141,7 @@ def test_what_is_routed_can_be_seen_and_replaced() -> None:
     changed = layer(hidden.clone(), norm, CTX)
     weights, ids = seen.pop()
     assert not torch.equal(changed, plain)
-    layer.choose, layer.on_routing = lambda x: (weights, ids), None
+    layer.choose, layer.on_routing = lambda x, live: (weights, ids), None
     assert torch.equal(layer(hidden.clone(), norm, CTX), changed)
 
 
