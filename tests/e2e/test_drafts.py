@@ -247,6 +247,13 @@ REFUSED: list[tuple[Any, str]] = [
                   SYNTHETIC | {"synthetic_acceptance_rates": [0.5, 0.6, 0.1]},
                   SYNTHETIC | {"synthetic_acceptance_rates": [0.5, 0.4]})),
     ({"method": "ngram", "num_speculative_tokens": 3, "model": "x"}, "method ngram has no model"),
+    ({"method": "ngram", "num_speculative_tokens": 3, "draft_tensor_parallel_size": 0}, "a whole number from 1 on"),
+    ({"method": "ngram", "num_speculative_tokens": 3, "revision": "main"}, "revision='main' is not implemented for"),
+    ({"method": "ngram", "num_speculative_tokens": 3, "kv_cache_dtype": "fp8"}, "not implemented for method ngram"),
+    ({"method": "draft_model", "model": "quire-tiny", "num_speculative_tokens": 3, "max_model_len": 383},
+     "max_model_len=383 is below the engine's 384"),
+    ({"method": "draft_model", "model": "quire-tiny", "num_speculative_tokens": 3, "quantization": 8},
+     "quantization=8 has no meaning: give a name"),
     ({"method": "nagram", "num_speculative_tokens": 3}, "'nagram' does not exist"),
     ({"method": "medusa", "model": "x", "num_speculative_tokens": 3}, "method medusa is not implemented yet"),
     ({"method": "deepseek_mtp", "num_speculative_tokens": 1}, "layer of the checkpoint, which has none"),
@@ -270,10 +277,20 @@ def test_what_cannot_be_is_refused_in_a_line(given: dict[str, Any], words: str) 
 
 def test_vllm_s_spellings_mean_the_same(drafting: Callable[..., LLM]) -> None:
     for given in ({"method": "ngram_gpu"}, {"model": "ngram"}, {"model": "[ngram]", "method": "ngram"},
-                  {"method": "ngram", "rejection_sample_method": "standard", "quantization": None}):  # fmt: skip
+                  {"method": "ngram", "rejection_sample_method": "standard", "quantization": None},
+                  {"method": "ngram", "draft_tensor_parallel_size": 1, "disable_eagle_block_drop": True,
+                   "enforce_eager": False}):  # fmt: skip
         llm = LLM(**OPTIONS, speculative_config={"num_speculative_tokens": 2, **given})
-        assert llm.engine.core.facts.num_drafts == 2
+        assert llm.engine.core.facts.num_drafts == 2 and not any("speculative" in note for note in llm.engine.notes)
         llm.close()
+
+
+def test_keys_that_change_nothing_are_told(drafting: Callable[..., LLM]) -> None:
+    asked = {"draft_tensor_parallel_size": 2, "enforce_eager": True, "moe_backend": "triton", "code_revision": "main"}
+    notes = [note for note in drafting(more=asked).engine.notes if "speculative_config" in note]
+    assert [note.split(": ")[1] for note in notes] == [
+        "enforce_eager changes nothing", "code_revision changes nothing", "moe_backend changes nothing",
+        "draft_tensor_parallel_size=2 changes nothing"]  # fmt: skip
 
 
 def test_a_server_streams_runs_and_counts_them() -> None:

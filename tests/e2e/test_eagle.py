@@ -14,6 +14,7 @@ from quire.config.bundled import bundled_model
 from quire.contracts.errors import ConfigError, UserError, WeightsError
 
 from ..support import eagle
+from ..support.quantized_checkpoints import FORMS, quantize_checkpoint
 from .test_drafts import COLD, LONG, OPTIONS, REQUESTS, WARM, Truth, answers, check, params
 from .test_prediction import drafter_of
 
@@ -107,6 +108,29 @@ def test_answers_are_those_of_plain_decoding(kind: str, depth: int, truth: Truth
     llm.close()
     assert runs > 50 and accepted == sorted(accepted, reverse=True) and core.scheduler.num_preempted > 0
     assert 0.2 * drafts <= sum(accepted) <= 0.9 * drafts, "a run of a drafter that guesses right and wrong"
+
+
+@pytest.mark.parametrize(("form", "kind"), [("fp8-block", "eagle3"), ("awq", "eagle"), *(
+    pytest.param(*each, marks=pytest.mark.full) for each in (("fp8-tensor", "eagle"), ("awq", "eagle3"), (
+        "gptq", "eagle3")))])  # fmt: skip
+def test_a_head_drafts_for_a_quantized_model(form: str, kind: str, truth: Truth, tmp_path: Path) -> None:
+    """Its states are those of the quantized layers; the head itself is not quantized."""
+    folder, place = tmp_path / "target", slice(0, None, 3)
+    quantize_checkpoint(bundled_model(), folder, FORMS[form])
+    own, keys = eagle.fitted(kind, bundled_model(), [text for text in truth.texts.values() if len(text) > 8])
+    given = {"method": kind, "model": str(eagle.write(tmp_path / "head", kind, own, **keys)),
+             "num_speculative_tokens": 2}  # fmt: skip
+    asked = [(prompt, {k: v for k, v in f.items() if k != "speculative_tokens"}) for prompt, f in REQUESTS]
+    options = OPTIONS | {"tokenizer": str(bundled_model())}
+    with LLM(str(folder), **options) as plain, LLM(str(folder), **options, async_depth=2,
+                                                   speculative_config=given) as llm:  # fmt: skip
+        found, expected = answers(llm, REQUESTS, place), answers(plain, asked, place)
+        runs, drafts, *accepted = llm.engine.core.scheduler.drafts.totals
+    assert runs > 50 and 0.1 * drafts <= sum(accepted) <= 0.9 * drafts
+    if form == "awq" or form == "gptq":
+        check(found, expected, place)
+    else:  # activations of 8 bits make steps of last bits: there one text may be another
+        assert sum(one[:2] != other[:2] for one, other in zip(found, expected, strict=True)) <= 1
 
 
 def test_a_speculators_repository_is_served_with_its_model(tmp_path: Path) -> None:

@@ -235,6 +235,90 @@ def test_answers_are_those_of_plain_decoding(row: dict[str, Any], plain: Plain, 
         assert 0.3 * drafts <= sum(accepted) <= 0.9 * drafts, "a run of a drafter that guesses right and wrong"
 
 
+def record(llm: LLM) -> list[dict[int, list[tuple[int, Tensor]]]]:
+    """Note the drafts of every step that has some: (position, logits) of each, by slot."""
+    drafter, runs = drafter_of(llm), list[dict[int, list[tuple[int, Tensor]]]]()
+    draft = drafter.draft
+
+    def made(*given: Any) -> None:
+        runs.append({})
+        draft(*given)
+        if not runs[-1]:
+            runs.pop()
+
+    def seen(slots: Tensor, places: Tensor, logits: Tensor) -> None:
+        for slot, place, one in zip(slots.tolist(), places.tolist(), logits.clone(), strict=True):
+            runs[-1].setdefault(slot, []).append((place, one))
+
+    llm.engine.worker.programs.drafter.draft = made  # type: ignore[union-attr,method-assign]
+    drafter.on_logits = seen
+    return runs
+
+
+def compare_drafts(oracle: Oracle, text: list[int], states: Tensor, drafts: list[tuple[int, Tensor]]) -> None:
+    """The logits of consecutive drafts are those of the formula, with these states of a text."""
+    first = drafts[0][0]
+    assert [place for place, _ in drafts] == list(range(first, first + len(drafts)))
+    expected = oracle.drafts(text[:first], states[:first], len(drafts))
+    torch.testing.assert_close(torch.stack([logits for _, logits in drafts]), expected, atol=1e-4, rtol=1e-4)
+
+
+def test_requests_of_a_step_may_have_other_numbers_of_drafts(trained: str, drafting: Callable[..., LLM]) -> None:
+    """Each gets its own from the passes of the step with the most, after runs of all lengths."""
+    llm = drafting(trained, 3, enable_prefix_caching=False, skip_tokenizer_init=True)
+    runs, lengths = record(llm), (1, 3, 2, 0)
+    prompts = [[(7 * i * i + 3 + count) % 300 for i in range(9 + count)] for count in lengths]
+    asked = [SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True, detokenize=False, speculative_tokens=count)
+             for count in lengths]  # fmt: skip
+    outputs = llm.generate(prompts, asked, use_tqdm=False)
+    oracle, owner, seen = Oracle(trained), dict[int, int](), set[tuple[int, ...]]()
+    texts = [[*output.prompt_token_ids, *output.outputs[0].token_ids] for output in outputs]
+    states = [oracle.states(text) for text in texts]
+    for run in runs:
+        for slot, drafts in run.items():
+            if slot not in owner:  # the first draft is behind a prompt of 9 + k tokens and one more
+                owner[slot] = lengths.index(drafts[0][0] - 10)
+            number = owner[slot]
+            assert len(drafts) <= lengths[number]
+            compare_drafts(oracle, texts[number], states[number], drafts)
+        seen.add(tuple(sorted(map(len, run.values()))))
+    assert len(owner) == 3 and (1, 2, 3) in seen
+
+
+def test_a_slot_behind_a_reused_prefix_lacks_one_draft_entry(trained: str, drafting: Callable[..., LLM]) -> None:
+    """The layer's cache has nothing of the request that had the slot before, and of each prefix all but the entry
+    behind it, also in blocks that a request behind a prefix has added."""
+    llm = drafting(trained, 3, max_num_seqs=1, skip_tokenizer_init=True)
+    runs, oracle, lost = record(llm), Oracle(trained), list[int]()
+    asked = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True, detokenize=False)
+    other, text = [(11 * i + 5) % 290 for i in range(50)], [(7 * i * i + 3) % 300 for i in range(37)]
+    for turn in range(3):
+        llm.generate([other], asked, use_tqdm=False)  # leaves its states in the only slot
+        runs.clear()
+        output = llm.generate([text], asked, use_tqdm=False)[0]
+        assert (output.num_cached_tokens > 32 * turn) if turn else output.num_cached_tokens == 0
+        lost += [output.num_cached_tokens] * (turn > 0)
+        text = [*text, *output.outputs[0].token_ids]
+        states = oracle.states(text).clone()
+        states[lost] = 0.0
+        assert len(runs) > 5
+        for run in runs:
+            ((_, drafts),) = run.items()
+            compare_drafts(oracle, text, states, drafts)
+        text = [*text, 7 + turn, 9]
+        other = other[::-1]
+    assert len(set(lost)) == 2
+
+
+def test_the_served_model_may_be_named_as_its_own_drafter(trained: str, drafting: Callable[..., LLM]) -> None:
+    for method in ("mtp", "deepseek_mtp", "glm4_moe_mtp"):
+        llm = drafting(trained, 1, {"method": method, "model": trained, "draft_tensor_parallel_size": 1})
+        assert llm.engine.core.facts.num_drafts == 1 and drafter_of(llm)
+        llm.close()
+    link = drafting(trained, 1, {"model": f"{trained}/../{Path(trained).name}"})
+    assert drafter_of(link)
+
+
 @pytest.mark.parametrize(("k", "least"), [*(pytest.param(*each, marks=pytest.mark.full)
                                             for each in ((1, 1.5), (2, 1.9))), (3, 2.2)])  # fmt: skip
 def test_steps_have_more_tokens_with_more_drafts(k: int, least: float, trained: str,

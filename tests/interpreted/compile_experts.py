@@ -72,8 +72,9 @@ def compile_production() -> None:
         weight_only.run(x, empty(tokens, k, dtype=torch.float32), empty(tokens, k, dtype=torch.int32), packed, None, x)
 
     for plan in (QWEN, DEEPSEEK):
-        routing.route(empty(4, plan.num_experts, dtype=torch.float32),
-                      empty(plan.num_experts, dtype=torch.float32) if plan.bias else None, plan)  # fmt: skip
+        for live in (None, empty(4, dtype=torch.bool)):
+            routing.route(empty(4, plan.num_experts, dtype=torch.float32),
+                          empty(plan.num_experts, dtype=torch.float32) if plan.bias else None, plan, live)  # fmt: skip
     for dependent in (False, True):
         setattr(pdl, "in_use", lambda dependent=dependent: dependent)  # noqa: B010
         for tokens in (1, 16, 256, 512, 8192):

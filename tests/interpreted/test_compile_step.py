@@ -37,6 +37,7 @@ def compile_production() -> None:
                         computed=zeros(slots + 1), history=zeros(slots + 1, length, dtype=torch.int32),
                         hosted=zeros(slots + 1, dtype=torch.int32), block_size=block_size)  # fmt: skip
         buffers = StepBuffers(token_ids=zeros(8192), positions=zeros(8192), kv_slots=zeros(1, 8192),
+                              live=zeros(8192, dtype=torch.bool),
                               seq_lens=zeros(slots, dtype=torch.int32), sample_rows=zeros(8192),
                               sample_slots=zeros(8192), sample_positions=zeros(8192),
                               drafts=zeros(8192, dtype=torch.int32))  # fmt: skip

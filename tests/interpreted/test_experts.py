@@ -54,6 +54,9 @@ def test_routing(plan: Routing, kind: str) -> None:
     for actual, wanted in zip(routing.route(logits, bias, plan), expected, strict=True):
         assert actual.dtype == wanted.dtype and actual.is_contiguous()
         torch.testing.assert_close(actual, wanted, rtol=1e-6, atol=1e-6)
+    live = torch.tensor([True, False, True, True, False])
+    found, wanted = routing.route(logits, bias, plan, live), routing_ref.route(logits, bias, plan, live)
+    assert torch.equal(found[1], wanted[1]) and (found[1] < 0).all(1).tolist() == (~live).tolist()
     wide = torch.cat((logits, logits), 1).bfloat16()[:, plan.num_experts :]
     assert torch.equal(routing.route(wide, bias, plan)[1], routing_ref.route(wide, bias, plan)[1])
 
@@ -115,6 +118,22 @@ def test_few_and_many_tokens_are_one_operation() -> None:
         found.append(torch.empty_like(x))
         function(x, weights, ids, (gate_up, down), None, None, found[-1])
     close(found[0], found[1])
+
+
+def test_rows_without_experts_have_the_residual_alone() -> None:
+    """No weights are read for them: those of the only expert that they chose are not numbers."""
+    x, weights, ids, gate_up, down = make(Case(6, 4, 2, 72, 40), torch.float32)
+    ids[:], residual = torch.tensor([0, 1]), torch.randn_like(x)
+    ids[[0, 3]] = -1
+    expected = ref.run(x, weights, ids, (gate_up, down), None, residual)
+    gate_up[2:], down[2:] = torch.nan, torch.nan
+    for function in (triton.few, triton.many):
+        y = torch.empty_like(x)
+        function(x, weights, ids, (gate_up, down), None, residual.clone(), y)
+        close(y, expected)
+        assert torch.equal(y[[0, 3]], residual[[0, 3]])
+        function(x, weights, torch.full_like(ids, -1), (gate_up, down), None, residual.clone(), y)
+        assert torch.equal(y, residual)
 
 
 PLACES = torch.tensor([3, -1, 0, 4, -1, 1, 2, -1], dtype=torch.int32)

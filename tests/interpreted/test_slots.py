@@ -28,20 +28,20 @@ def test_slots_and_counts(tokens: int, k: int, first_row: int) -> None:
     repair_interpreter()
     ids = torch.randint(0, EXPERTS, (tokens, k), dtype=torch.int32, generator=torch.Generator().manual_seed(tokens))
     found, expected = (ExpertSlots(*initial_slots(EXPERTS, 5), first_row=first_row) for _ in range(2))
-    for rows in (None, torch.tensor([tokens // 2], dtype=torch.int32)):
-        chosen = triton_slots.take(ids, rows, found.slots, found.counts, found.load, first_row)
-        assert torch.equal(chosen, expected.take(ids, rows))
-        assert torch.equal(found.load, expected.load)
+    ids[tokens // 2 + 1 :] = -1
+    chosen = triton_slots.take(ids, found.slots, found.counts, found.load, first_row)
+    assert torch.equal(chosen, expected.take(ids))
+    assert torch.equal(found.load, expected.load)
 
 
-def test_padding_without_an_expert() -> None:
+def test_rows_without_an_expert() -> None:
     repair_interpreter()
     layer = ExpertSlots(*initial_slots(EXPERTS, 5))
     ids = torch.tensor([[3], [-1], [1 << 30]], dtype=torch.int32)
-    chosen = triton_slots.take(ids, torch.tensor([1], dtype=torch.int32), layer.slots, layer.counts, layer.load, 0)
+    chosen = triton_slots.take(ids, layer.slots, layer.counts, layer.load, 0)
     assert chosen.flatten().tolist() == [3 if layer.choose(ids[:1]) == 3 else 10, -1, -1]
     assert layer.load.tolist() == [0, 0, 0, 1, 0, 0, 0]
-    assert not len(triton_slots.take(ids[:0], None, layer.slots, layer.counts, layer.load, 0))
+    assert not len(triton_slots.take(ids[:0], layer.slots, layer.counts, layer.load, 0))
 
 
 def test_compiles_for_ampere_and_hopper() -> None:

@@ -20,17 +20,26 @@ PLANNED = ("suffix", "medusa", "mlp_speculator", "dflash", "dspark", "extract_hi
 SIZES = ("num_speculative_tokens", "prompt_lookup_min", "prompt_lookup_max")
 OTHERS: Mapping[str, tuple[object, ...]] = {  # vLLM's other keys -> the values that change nothing here, beside None
     "rejection_sample_method": ("standard", "synthetic"), "draft_sample_method": ("greedy", "probabilistic"),
-    "enforce_eager": (False,), "disable_padded_drafter_batch": (False,), "use_local_argmax_reduction": (False,),
-    "use_heterogeneous_vocab": (False,), "parallel_drafting": (False,), "disable_eagle_block_drop": (False,),
-    "enable_adaptive_verification": (False,), "index_share_for_mtp_iteration": (False,),
-    **dict.fromkeys(("draft_tensor_parallel_size", "quantization", "moe_backend", "attention_backend",
-                     "kv_cache_dtype", "max_model_len", "revision", "code_revision", "draft_load_config",
-                     "dspark_draft_topk", "suffix_decoding_max_tree_depth", "suffix_decoding_max_cached_requests",
-                     "suffix_decoding_max_spec_factor", "suffix_decoding_min_token_prob"), ()),
+    "use_heterogeneous_vocab": (False,), "parallel_drafting": (False,), "enable_adaptive_verification": (False,),
+    "index_share_for_mtp_iteration": (False,), "disable_eagle_block_drop": (False, True),  # no block is dropped
+    **dict.fromkeys(("kv_cache_dtype", "draft_load_config", "dspark_draft_topk", "suffix_decoding_max_tree_depth",
+                     "suffix_decoding_max_cached_requests", "suffix_decoding_max_spec_factor",
+                     "suffix_decoding_min_token_prob"), ()),
 }  # fmt: skip
+UNUSED = {  # vLLM's keys that change nothing here -> why; a value other than False is answered by a note
+    "enforce_eager": "drafts are made in the steps of the model, which enforce_eager of the engine runs eagerly",
+    "disable_padded_drafter_batch": "a drafter's passes are padded as the steps of the model are",
+    "use_local_argmax_reduction": "ranks never gather the logits of drafts",
+    "code_revision": "no code of a checkpoint runs",
+    **dict.fromkeys(("moe_backend", "attention_backend"), "a drafter's kernels are chosen as the model's are"),
+}
 NAMES = "{}, {}, {}, {} and {}".format(*(f'"{name}"' for name in METHODS))
 SYNTHETIC = ("synthetic_acceptance_length", "synthetic_acceptance_rates")
-KEYS = ("method", "model", *SIZES, "num_speculative_tokens_per_batch_size", *SYNTHETIC)
+FIELDS: Mapping[str, tuple[type, tuple[str, ...]]] = {  # keys that are fields of `Speculation` -> type, methods
+    "draft_tensor_parallel_size": (int, METHODS), "max_model_len": (int, MODELS), "revision": (str, MODELS),
+    "quantization": (str, ("draft_model",)),
+}  # fmt: skip
+KEYS = ("method", "model", *SIZES, "num_speculative_tokens_per_batch_size", *SYNTHETIC, *FIELDS)
 
 
 class Speculation(msgspec.Struct, frozen=True, kw_only=True):
@@ -44,6 +53,10 @@ class Speculation(msgspec.Struct, frozen=True, kw_only=True):
     by_batch            (decoding requests, k), ascending: from so many requests on, each has at most k drafts
     synthetic           for measurements: shares of the runs in which the first draft counts, the first two, ...,
                         whatever was sampled; (): drafts count if they are right
+    draft_tensor_parallel_size   ranks that were asked for; 0: as many as the model has, which it always gets
+    revision, quantization       of the draft model or EAGLE head; None: the default
+    max_model_len       context of the draft model or EAGLE head that was asked for; 0: its own
+    unused              keys that were given and change nothing
     """
 
     method: str
@@ -54,6 +67,11 @@ class Speculation(msgspec.Struct, frozen=True, kw_only=True):
     auto: tuple[int, ...] = ()
     by_batch: tuple[tuple[int, int], ...] = ()
     synthetic: tuple[float, ...] = ()
+    draft_tensor_parallel_size: int = 0
+    revision: str | None = None
+    quantization: str | None = None
+    max_model_len: int = 0
+    unused: tuple[str, ...] = ()
 
     @property
     def layered(self) -> bool:
@@ -73,9 +91,10 @@ class Speculation(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def notes(self) -> tuple[str, ...]:
         """Lines that the user should see."""
-        return () if not self.synthetic else (
+        unused = tuple(f"speculative_config: {name} changes nothing: {UNUSED[name]}." for name in self.unused)
+        return unused if not self.synthetic else (*unused,
             "for measurements only: rejection_sample_method=synthetic takes "
-            f"{1 + sum(self.synthetic):.2f} tokens per run of drafts, right or wrong: answers are not the model's.",)
+            f"{1 + sum(self.synthetic):.2f} tokens per run of drafts, right or wrong: answers are not the model's.")
 
     @property
     def lookup(self) -> tuple[int, int]:
@@ -114,7 +133,7 @@ def read_speculative_config(given: Mapping[str, Any] | None) -> Speculation | No
     if not given:
         return None
     for name in given:
-        if name not in KEYS and name not in OTHERS:
+        if name not in KEYS and name not in OTHERS and name not in UNUSED:
             raise _wrong(f"{shown(name)} does not exist", f"use {', '.join(KEYS)}")
     method = _method(given)
     if method not in METHODS:
@@ -145,8 +164,23 @@ def read_speculative_config(given: Mapping[str, Any] | None) -> Speculation | No
     auto = AUTO if given["num_speculative_tokens"] == "auto" else ()
     model = given["model"] if method in MODELS else ""
     return Speculation(method=method, num_drafts=most, model=model, shortest=shortest, longest=longest, auto=auto,
-                       synthetic=_synthetic(given, most),
+                       synthetic=_synthetic(given, most), **_fields(given, method),
                        by_batch=_by_batch(given.get("num_speculative_tokens_per_batch_size", ()), most))  # fmt: skip
+
+
+def _fields(given: Mapping[str, Any], method: str) -> dict[str, Any]:
+    """Return the fields of `Speculation` that keys are named after, and the keys that change nothing."""
+    found: dict[str, Any] = {"unused": tuple(name for name in UNUSED if given.get(name, False) is not False)}
+    for name, (kind, methods) in FIELDS.items():
+        if name not in given:
+            continue
+        if method not in methods:
+            raise _wrong(f"{name}={shown(given[name])} is not implemented for method {method}", "leave it out")
+        if type(given[name]) is not kind or not given[name] or (kind is int and given[name] < 1):
+            raise _wrong(f"{name}={shown(given[name])} has no meaning",
+                         "give a whole number from 1 on" if kind is int else "give a name")
+        found[name] = given[name]
+    return found
 
 
 def _synthetic(given: Mapping[str, Any], most: int) -> tuple[float, ...]:

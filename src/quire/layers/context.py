@@ -121,11 +121,11 @@ class StepContext:
     attention   metadata of attention, one for each KV group
     kv          view of the KV cache of each layer
     replicas    tokens of the replicas in lock-step; None: there are no other replicas
-    count       [1] int32 on the device: tokens of this step, without padding; None: there is no padding
+    live        [T] bool, False: no expert computes the row, whose result is not used; None: all rows are live
     """
 
     positions: Tensor
     attention: tuple[AttentionMeta, ...]
     kv: list[KVView]
     replicas: ReplicaTokens | None = None
-    count: Tensor | None = None
+    live: Tensor | None = None

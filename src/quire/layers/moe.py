@@ -50,13 +50,15 @@ class Router(nn.Module):
         self.bias = None if bias is None else bias.to(self.device)
         self.packed = pack_linear(self.linear.pack, tensors, self.device)
 
-    def forward(self, x: Tensor) -> Routed:
+    def forward(self, x: Tensor, live: Tensor | None = None) -> Routed:
         """Return (weights, ids) of the experts chosen for each token of x [T, hidden], both [T, top_k].
+
+        Rows that are not `live` [T] choose none: their ids are -1.
 
         The scores stay float32 if the model's `router_float` is set; else they have the model's dtype.
         """
         logits = (self.linear.run_float if self.exact else self.linear.run)(x, *self.packed)
-        weights, ids = self.kernel.route(logits, self.bias, self.routing)
+        weights, ids = self.kernel.route(logits, self.bias, self.routing, live)
         return weights, ids
 
 
@@ -147,7 +149,7 @@ class MoE(nn.Module):
         self.forks = can and self.shared is not None and self.tp is None and self.exchange is None
         self.top_k, self.dtype, self.hidden_size = moe.routing.top_k, build.dtype, args.hidden_size
         self.slots: ExpertSlots | None = None
-        self.choose: Callable[[Tensor], Routed] | None = None
+        self.choose: Callable[[Tensor, Tensor | None], Routed] | None = None
         self.on_routing: Callable[[Tensor, Tensor], None] | None = None
 
     def forward(self, hidden: Tensor, norm: RMSNorm, ctx: StepContext) -> Tensor:
@@ -155,11 +157,11 @@ class MoE(nn.Module):
         x = norm(hidden)
         forks = self.forks and len(x) in BESIDE and hidden.is_contiguous()
         with Fork(side_stream(x.device) if forks else None) as fork:  # from here on the main stream reads x, not hidden
-            weights, ids = (self.choose or self.router)(x)
+            weights, ids = (self.choose or self.router)(x, ctx.live)
             if self.on_routing is not None:
                 self.on_routing(weights, ids)
             if self.slots is not None:
-                ids = self.slots.take(ids, ctx.count)
+                ids = self.slots.take(ids)
             if self.exchange is not None:
                 assert ctx.replicas is not None, "a step of replicas in lock-step says how many tokens each has"
                 if self.shared is not None:

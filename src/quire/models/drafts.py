@@ -43,11 +43,12 @@ def draft_config(config: EngineConfig, dtype: str) -> EngineConfig | None:
     speculation = read_speculative_config(config.scheduler.speculative_config)
     if speculation is None or not speculation.model:
         return None
-    return replace(config, model=replace(config.model, model=speculation.model, tokenizer=None, revision=None,
+    return replace(config, model=replace(config.model, model=speculation.model, tokenizer=None,
+                                         revision=speculation.revision,
                                          max_model_len=None, dtype=dtype if speculation.head else config.model.dtype),
                    scheduler=replace(config.scheduler, speculative_config=None),
                    cache=replace(config.cache, enable_cache_blend=False),  # it computes all tokens
-                   load=replace(config.load, quantization=None))  # fmt: skip
+                   load=replace(config.load, quantization=speculation.quantization))  # fmt: skip
 
 
 def head_method(config: EngineConfig) -> str:
@@ -68,13 +69,20 @@ def with_spelling(args: ModelArgs, stored: Collection[str]) -> ModelArgs:
 
 def resolve_speculators(config: EngineConfig, folder: Path) -> EngineConfig:
     """Return the options of an engine. Those for a repository of the speculators library become the options for the
-    model that its head drafts for, with the head.
+    model that its head drafts for, with the head. A model that drafts with its own layers need not be named.
 
     folder   folder of the model that the options name
     """
+    if asked := config.scheduler.speculative_config:
+        named = asked.get("model")
+        itself = isinstance(named, str) and (named == config.model.model or Path(named).resolve() == folder.resolve())
+        if not (itself and str(asked.get("method")).endswith("mtp")):
+            return config
+        kept = {name: value for name, value in asked.items() if name != "model"}
+        return replace(config, scheduler=replace(config.scheduler, speculative_config=kept))
     raw = read_raw_config(folder)
     library = raw.get("speculators_config")
-    if not isinstance(library, dict) or config.scheduler.speculative_config:
+    if not isinstance(library, dict):
         return config
     try:
         name, (first, *_) = library["verifier"]["name_or_path"], library["proposal_methods"]
@@ -113,6 +121,10 @@ def with_draft_model(plan: EnginePlan, draft: EnginePlan) -> EnginePlan:
         raise ConfigError(f"speculative_config: the draft model {name} has a context of "
                           f"{draft.args.max_position_embeddings} tokens and the engine of {length}: lower "
                           f"max_model_len to {draft.args.max_position_embeddings}, or use another draft model.")
+    asked = plan.speculation.max_model_len if plan.speculation else 0
+    if asked and asked < length:
+        raise ConfigError(f"speculative_config: max_model_len={asked} is below the engine's {length}, and requests "
+                          "have drafts in all of their context: raise it, or leave it out.")
     drafting = msgspec.structs.replace(plan.drafting, model=draft)
     return msgspec.structs.replace(plan, drafting=drafting, geometry=joined(plan.geometry, draft.geometry))
 
@@ -140,9 +152,12 @@ def draft_notes(plan: EnginePlan) -> tuple[str, ...]:
     """Return lines about the drafter that the user should see."""
     head = plan.draft.args.eagle if plan.draft is not None else None
     length = plan.config.model.max_model_len or plan.args.max_position_embeddings
+    ranks, asked = plan.mesh.parallel.tp, plan.speculation.draft_tensor_parallel_size if plan.speculation else 0
+    spread = (f"speculative_config: draft_tensor_parallel_size={asked} changes nothing: drafts are made by all ranks "
+              f"of the model (tensor_parallel_size={ranks}).",) if asked not in (0, ranks) else ()  # fmt: skip
     long = (f"the EAGLE head was trained for {head.context} positions, and the engine has {length}: behind those, "
             "fewer drafts may be right.",) if head is not None and head.context < length else ()  # fmt: skip
-    return (*(plan.speculation.notes if plan.speculation else ()), *long)
+    return (*(plan.speculation.notes if plan.speculation else ()), *spread, *long)
 
 
 def joined(geometry: KVGeometry, draft: KVGeometry) -> KVGeometry:

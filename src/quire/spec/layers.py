@@ -72,6 +72,7 @@ class LayerDrafter:
             token_ids=torch.zeros(tokens, dtype=torch.int64, device=device),
             positions=torch.zeros(tokens, dtype=torch.int64, device=device),
             kv_slots=torch.zeros(len(tables.block_tables), tokens, dtype=torch.int64, device=device),
+            live=torch.zeros(tokens, dtype=torch.bool, device=device),
             seq_lens=torch.zeros(slots - 1, dtype=torch.int32, device=device),
             sample_rows=rows, sample_slots=rows, sample_positions=rows, drafts=rows.int(),
         )  # fmt: skip
@@ -147,16 +148,18 @@ class LayerDrafter:
         """Run the layer for the rows of `_cut`: states [tokens, hidden] -> [tokens, hidden].
 
         query   most rows of a sequence
-        keep    [seqs] False: the entry of the sequence's only row is not written; None: all are
+        keep    [seqs] False: the entry of the sequence's only row is not written, and no expert computes it; None: all
         """
         buffers, group = self._buffers.cut(tokens, seqs, 0), len(self._tables.block_tables) - 1
         self._operations.build_inputs(self._step, self._tables, buffers)
         if keep is not None:
             buffers.kv_slots.mul_(keep)
+            buffers.live.logical_and_(keep)
         blocks = self._tables.block_tables
         table, table_rows = self._operations.gather_blocks(self._step, self._tables, group, seqs, blocks.shape[2])
         meta = AttentionMeta(
             query_start=self._step.starts[: seqs + 1], seq_lens=buffers.seq_lens, block_tables=table,
             kv_slots=buffers.kv_slots[group], table_rows=table_rows, max_query_len=query, decode_len=query, prompts=(),
         )  # fmt: skip
-        return self._pass.run(buffers.token_ids, states, StepContext(buffers.positions, (meta,) * (group + 1), []))
+        ctx = StepContext(buffers.positions, (meta,) * (group + 1), [], live=buffers.live)
+        return self._pass.run(buffers.token_ids, states, ctx)

@@ -1,5 +1,6 @@
 """The passes of a drafter with layers: a prediction layer of the model, a draft model, or an EAGLE head."""
 
+from dataclasses import replace
 from typing import Protocol
 
 from torch import Tensor
@@ -98,7 +99,7 @@ class ModelPass:
 
     def run(self, token_ids: Tensor, states: Tensor, ctx: StepContext) -> Tensor:
         """Run all layers. See `Pass`."""
-        own = StepContext(ctx.positions, ctx.attention, self._kv)
+        own = replace(ctx, kv=self._kv)
         return run_layers(self._model, self._model.embed(token_ids), own)
 
     def state(self, out: Tensor) -> Tensor:

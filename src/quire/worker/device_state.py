@@ -96,6 +96,7 @@ class DeviceState:
             token_ids=zeros(tokens, device=device),
             positions=zeros(tokens, device=device),
             kv_slots=zeros(groups, tokens, device=device),
+            live=zeros(tokens, dtype=torch.bool, device=device),
             seq_lens=zeros(limits.num_slots, dtype=torch.int32, device=device),
             sample_rows=zeros(rows, device=device),
             sample_slots=zeros(rows, device=device),

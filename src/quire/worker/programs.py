@@ -212,8 +212,8 @@ class Programs:
                     prompts=prompts,
                 )
             )
-        ctx = StepContext(buffers.positions, tuple(groups), self.kv, self._replicas(shape),
-                          step.words[NUM_TOKENS : NUM_TOKENS + 1])  # fmt: skip
+        live = buffers.live if shape.recorded or shape.query > 1 else None  # else there is neither padding nor draft
+        ctx = StepContext(buffers.positions, tuple(groups), self.kv, self._replicas(shape), live)
         hidden = model.embed(buffers.token_ids) if self.stage is None else self.stage.begin(model, buffers.token_ids)
         if plan is not None and plan.blended:
             assert self.blending is not None, "a plan with moved tokens for a runner without kernels to move them"

@@ -183,8 +183,10 @@ def test_slots_on_the_device_are_those_of_the_map(first_row: int) -> None:
         assert layer.choose(ids).tolist() == choose(one, 0, ids.numpy(), first_row).tolist()
 
 
-def test_tokens_are_counted_without_padding() -> None:
+def test_rows_without_experts_are_not_counted_and_have_no_slot() -> None:
     layer = ExpertSlots(*initial_slots(EXPERTS, REDUNDANT))
     layer.count(torch.tensor([[0, 1], [1, 5], [5, 5]]))
-    layer.count(torch.tensor([[2, 2], [0, 0]]), torch.tensor([1]))
+    layer.count(torch.tensor([[2, 2], [-1, -1]]))
     assert layer.load.tolist() == [1, 2, 2, 0, 0, 3]
+    chosen = layer.choose(torch.tensor([[-1, -1], [4, -1]], dtype=torch.int32))
+    assert chosen.dtype == torch.int32 and (chosen < 0).tolist() == [[True, True], [False, True]]

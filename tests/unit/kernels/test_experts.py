@@ -54,6 +54,18 @@ def test_the_reference_is_the_formula() -> None:
     assert torch.equal(residual, before)
 
 
+@pytest.mark.parametrize("implementation", [ref, cpu, grouped], ids=lambda module: module.__name__.rpartition(".")[2])
+def test_rows_without_experts_have_the_residual_alone(implementation: ModuleType) -> None:
+    x, weights, ids, gate_up, down = make(Case(6, 4, 2, 16, 12), torch.float32)
+    packed, residual = packed_by(implementation, gate_up, down), torch.randn_like(x)
+    expected = implementation.run(x, weights, ids, packed, None, residual.clone())
+    ids[[0, 3]] = -1
+    expected[[0, 3]] = residual[[0, 3]]
+    close(implementation.run(x, weights, ids, packed, None, residual.clone()), expected)
+    ids[:] = -1
+    close(implementation.run(x, weights, ids, packed, None, residual.clone()), residual)
+
+
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize("implementation", [cpu, grouped], ids=lambda module: module.__name__.rpartition(".")[2])

@@ -101,6 +101,15 @@ def test_of_equal_scores_the_lower_number_wins() -> None:
     assert ref.route(logits, None, grouped)[1].tolist() == [[0, 1, 2], [3, 4, 2], [4, 0, 1]]
 
 
+def test_a_token_that_is_not_live_has_no_experts() -> None:
+    routing = Routing(num_experts=4, top_k=2, scoring="softmax")
+    logits = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
+    weights, ids = ref.route(logits, None, routing)
+    found = ref.route(logits, None, routing, torch.tensor([True, False, True]))
+    assert torch.equal(found[0], weights) and found[1].dtype == torch.int32
+    assert found[1].tolist() == [ids[0].tolist(), [-1, -1], ids[2].tolist()]
+
+
 def test_the_bias_chooses_and_never_weighs() -> None:
     routing = Routing(num_experts=4, top_k=1, scoring="sigmoid", bias=True)
     weights, ids = ref.route(torch.zeros(1, 4), torch.tensor([0.0, 0, 7, 0]), routing)

@@ -49,6 +49,7 @@ def make_buffers() -> StepBuffers:
 
     return StepBuffers(
         token_ids=filled(MAX_TOKENS), positions=filled(MAX_TOKENS), kv_slots=filled(GROUPS, MAX_TOKENS),
+        live=filled(MAX_TOKENS, dtype=torch.bool),
         seq_lens=filled(MAX_SEQS, dtype=torch.int32), sample_rows=filled(MAX_SEQS), sample_slots=filled(MAX_SEQS),
         sample_positions=filled(MAX_SEQS), drafts=filled(MAX_SEQS, dtype=torch.int32),
     )  # fmt: skip
@@ -115,6 +116,7 @@ def test_inputs_are_what_the_tables_and_the_plan_say(
     found = torch.stack((buffers.token_ids, buffers.positions, *buffers.kv_slots), 1)
     assert found[:total].tolist() == [list(row) for row in expected]
     assert not found[total:padded].any() and (found[padded:] == -7).all()
+    assert buffers.live[:total].all() and not buffers.live[total:padded].any()
     lengths = [int(tables.computed[slot]) + count for slot, count in zip(slots, tokens, strict=True)]
     empty = 0 if pad else -7
     assert buffers.seq_lens.tolist() == lengths + [empty] * (MAX_SEQS - len(slots))
@@ -242,6 +244,7 @@ def test_rows_of_decodes_are_all_of_their_tokens(step: ModuleType, pad: bool) ->
     known = tables.history[slots[:8], past[:8]]
     expected = [int(known[0]), -1, -1, -1, *known[4:7].tolist(), -1]
     assert buffers.drafts[:8].tolist() == expected and int(buffers.token_ids[2]) == 0, "a draft of -1 is computed as 0"
+    assert (~buffers.live[: total + 5 * pad]).nonzero().flatten().tolist() == [2, *range(total, total + 5 * pad)]
     if pad:
         assert set(buffers.drafts[rows:].tolist()) == {-1} and set(buffers.sample_slots[rows:].tolist()) == {DUMMY}
 

@@ -22,7 +22,7 @@ from quire.kernels.linear.units import missing_bf16
 from quire.kernels.routing import uniform
 from quire.kernels.select import select_kernels
 from quire.layers import moe
-from quire.layers.context import Build, Loads
+from quire.layers.context import Build, Loads, StepContext
 from quire.layers.moe import BESIDE, MoE
 from quire.layers.norm import RMSNorm
 from quire.models.layout import layout
@@ -34,7 +34,7 @@ from ...support.filled_models import experts_plan
 from ...support.simulated_ranks import SIMULATED, owned
 from ...support.tiny_models import EXPERTS, Tiny, as_family, experts_of, hf_config, tiny_config
 
-CTX: Any = None  # the feed-forward layers read nothing of the step so far
+CTX = StepContext(torch.arange(0), (), [])  # of the step, the feed-forward layers read which rows are live
 
 
 @pytest.fixture(autouse=True)
@@ -141,7 +141,7 @@ def test_what_is_routed_can_be_seen_and_replaced() -> None:
     changed = layer(hidden.clone(), norm, CTX)
     weights, ids = seen.pop()
     assert not torch.equal(changed, plain)
-    layer.choose, layer.on_routing = lambda x: (weights, ids), None
+    layer.choose, layer.on_routing = lambda x, live: (weights, ids), None
     assert torch.equal(layer(hidden.clone(), norm, CTX), changed)
 
 

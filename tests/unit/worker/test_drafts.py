@@ -107,6 +107,24 @@ def test_every_token_is_that_of_plain_decoding(kind: str, guesses: str, drafts: 
     assert len(mixed) > 3, "decodes with drafts beside prompts that sample"
 
 
+@pytest.mark.parametrize(("kind", "guesses"), [("experts", "none"), ("latent", "random")])
+def test_no_expert_computes_a_row_without_a_guess(kind: str, guesses: str) -> None:
+    args = model_args(kind)
+    runner = runner_of(make_model(args), replace(LIMITS, num_drafts=3))
+    known = KnownAnswers(texts(kind), runner.sampler.table.rows, guesses, args.vocab_size)
+    runner.programs.drafter = NgramDrafter(ref, LIMITS.max_model_len, LIMITS.max_model_len)  # looks for whole texts
+    if guesses != "none":
+        runner.programs.drafter = known
+    live = list[int]()
+    runner.model.layers[-1].mlp.on_routing = lambda weights, ids: live.append(int((ids >= 0).all(1).sum()))
+    compared = ComparedRunners(runner, NaiveRunner(make_model(args, reference=True)))
+    compare_requests(compared, NUMBER, budget=24, kinds=SOME)
+    steps = [(plan, result) for plan, result in compared.results if len(plan.slots)]
+    lost = [int((plan.num_tokens[: plan.num_decodes] - 1).sum() - result.num_drafted.sum()) for plan, result in steps]
+    assert live == [int(plan.num_tokens.sum()) - rows for (plan, _), rows in zip(steps, lost, strict=True)]
+    assert sum(map(bool, lost)) > 10 and (guesses == "none") == (accepted(compared)[1] == 0)
+
+
 def test_rows_and_tokens_of_a_step_have_room() -> None:
     """All slots with all drafts beside a whole budget of prompts."""
     limits = replace(LIMITS, num_drafts=3)
@@ -147,7 +165,7 @@ def test_three_tokens_are_drawn_with_the_model_s_joint_probability() -> None:
         ints = {name: torch.zeros(total, dtype=torch.int64) for name in ("token_ids", "positions", "sample_rows",
                                                                          "sample_slots", "sample_positions")}
         buffers = StepBuffers(kv_slots=torch.zeros(1, total, dtype=torch.int64), drafts=torch.zeros(total).int(),
-                              seq_lens=torch.zeros(len(slots)).int(), **ints)
+                              live=torch.zeros(total).bool(), seq_lens=torch.zeros(len(slots)).int(), **ints)
         step_operations.build_inputs(upload.step, tables, buffers)
         rows = Rows(buffers.sample_slots, buffers.sample_positions, params, tables.history, {})
         operations.sample(transitions[buffers.token_ids], rows, Mode.UNFILTERED)
@@ -178,7 +196,7 @@ def test_synthetic_acceptance_changes_the_rows_with_a_draft_and_no_others() -> N
     owner = torch.tensor([2] * 4 + [0] + [1] * 3 + [3] * 4 + [5] + [slots] * 3)
     ints = {name: torch.zeros(rows).long() for name in ("token_ids", "positions", "sample_rows", "sample_positions")}
     buffers = StepBuffers(kv_slots=torch.zeros(1, rows).long(), seq_lens=torch.zeros(slots).int(), sample_slots=owner,
-                          drafts=torch.zeros(rows).int(), **ints)
+                          live=torch.zeros(rows).bool(), drafts=torch.zeros(rows).int(), **ints)
     synthetic, tokens = SyntheticAcceptance((1.0, 0.5, 0.0), rows, device), torch.arange(100, 100 + rows)
     right = torch.zeros(rows)
     for _ in range(200):

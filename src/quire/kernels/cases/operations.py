@@ -183,8 +183,8 @@ def _step_pair(setup: KernelSetup, seqs: int, new: int, context: int) -> Pair:
     tables = Tables(block_tables=some(1, seqs + 1, -(-context // size)).int(), computed=some(seqs + 1),
                     history=some(seqs + 1, context + 1).int(), hosted=some(seqs + 1).int(), block_size=size)
     buffers = StepBuffers(token_ids=some(tokens), positions=some(tokens), kv_slots=some(1, tokens),
-                          seq_lens=some(seqs).int(), sample_rows=some(seqs), sample_slots=some(seqs),
-                          sample_positions=some(seqs), drafts=some(seqs).int())
+                          live=some(tokens).bool(), seq_lens=some(seqs).int(), sample_rows=some(seqs),
+                          sample_slots=some(seqs), sample_positions=some(seqs), drafts=some(seqs).int())
     drawn, codes, out = some(seqs), torch.zeros(seqs, dtype=torch.uint8, device=device), some(3, seqs).int()
     upload, ones = PackedUpload(seqs, seqs, device, 0, words=1 << 14), np.ones(seqs, np.int32)
     plan = StepPlan(step=0, slots=np.arange(seqs, dtype=np.int32), num_tokens=new * ones, num_rows=ones,
@@ -206,7 +206,8 @@ def _step_pair(setup: KernelSetup, seqs: int, new: int, context: int) -> Pair:
         block, whole = tables.block_tables[0].long(), torch.full_like(seq, context)
         block[:, -1] = 7
         kv_slots = block[row, at // size] * size + at % size
-        return (tables.history[row, at], at, kv_slots[None], whole, seq * new + new - 1, seq, whole, whole, drawn,
+        live = torch.ones_like(row, dtype=torch.bool)
+        return (tables.history[row, at], at, kv_slots[None], live, whole, seq * new + new - 1, seq, whole, whole, drawn,
                 torch.stack((drawn, codes)))
 
     return Pair(run, None, expected)

@@ -16,6 +16,7 @@ run(x [T, H], weights [T, k] float32, ids [T, k] int32, packed, expert_map [all 
     residual [T, H] or None) -> [T, H] in x's dtype, accumulated in float32
     `ids` are numbers of all experts. `expert_map` gives the place of each in `packed`; without a map ids are places.
     Place -1: another rank has the expert. This rank adds nothing for it, so that the results of all ranks sum to y.
+    An id of -1 is no expert: it adds nothing, and no weights are read for it.
     `residual` is added; the result may overwrite its memory. An id that comes twice in a row counts twice.
     Feature "join": one more argument, the `Fork.join` of a side stream that computes the residual (contiguous). `run`
     calls it before it reads the residual.

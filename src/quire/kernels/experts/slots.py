@@ -31,36 +31,30 @@ class ExpertSlots:
         self.slots.copy_(slots)
         self.counts.copy_(counts)
 
-    def take(self, ids: Tensor, rows: Tensor | None) -> Tensor:
+    def take(self, ids: Tensor) -> Tensor:
         """Count the experts `ids` [T, k] of tokens, and return their slots; see `count` and `choose`."""
         if ids.is_cuda and not triton_runtime.missing():
             from quire.kernels.experts import triton_slots
 
-            return triton_slots.take(ids, rows, self.slots, self.counts, self.load, self._first_row)
-        self.count(ids, rows)
+            return triton_slots.take(ids, self.slots, self.counts, self.load, self._first_row)
+        self.count(ids)
         return self.choose(ids)
 
-    def count(self, ids: Tensor, rows: Tensor | None = None) -> None:
-        """Count the experts `ids` [T, k] of tokens.
-
-        rows   [1] number of tokens, without the padding that follows; None: there is none
-        """
-        one = torch.ones_like(ids, dtype=torch.int64)
-        if rows is not None:
-            one *= (torch.arange(len(ids), device=ids.device) < rows)[:, None]
-        self.load.index_add_(0, ids.flatten(), one.flatten())
+    def count(self, ids: Tensor) -> None:
+        """Count the experts `ids` [T, k] of tokens; -1: none."""
+        self.load.index_add_(0, ids.flatten().clamp(min=0), (ids.flatten() >= 0).long())
 
     def choose(self, ids: Tensor) -> Tensor:
-        """Return the slot [T, k] int32 that computes each of the experts `ids` [T, k] of a replica's rows.
+        """Return the slot [T, k] int32 that computes each of the experts `ids` [T, k] of a replica's rows; of -1: -1.
 
         The ranks of a replica have the same rows and choose the same slots; no other rank chooses for them. Multiples
         of the golden ratio, modulo 1, are spread evenly over [0, 1) for any run of consecutive rows, so the rows of
         every rank are divided among all copies. Experts begin at different places.
         """
         rows = self._first_row + torch.arange(len(ids), device=ids.device, dtype=torch.int64)[:, None]
-        experts = ids.long()
+        experts = ids.long().clamp(min=0)
         copy = ((rows * GOLDEN + experts * SPREAD) & LOW) * self.counts[experts] >> 32
-        return self.slots[experts, copy]
+        return torch.where(ids < 0, ids, self.slots[experts, copy])
 
 
 def initial_slots(num_experts: int, redundant: int) -> tuple[Tensor, Tensor]:

@@ -11,30 +11,28 @@ from quire.kernels.triton_runtime import jit, tl, triton
 BLOCK = 256  # pairs (token, chosen expert) of a program
 
 
-def take(ids: Tensor, rows: Tensor | None, slots: Tensor, counts: Tensor, load: Tensor, first_row: int) -> Tensor:
+def take(ids: Tensor, slots: Tensor, counts: Tensor, load: Tensor, first_row: int) -> Tensor:
     """Return the slot [T, k] int32 that computes each expert of `ids` [T, k] int32, and add the tokens to `load`.
 
-    rows   [1] int32: number of tokens, without the padding that follows; None: there is none
-    For the other parameters see `ExpertSlots`.
+    See `ExpertSlots` for the other parameters. An id that is no expert has slot -1, and is not counted.
     """
     out, pairs = torch.empty(ids.shape, dtype=torch.int32, device=ids.device), ids.numel()
     if pairs:
         _take_kernel[(triton.cdiv(pairs, BLOCK),)](
-            ids.contiguous(), rows, slots, counts, load, out, pairs, first_row, ids.shape[1], *slots.shape, GOLDEN,
+            ids.contiguous(), slots, counts, load, out, pairs, first_row, ids.shape[1], *slots.shape, GOLDEN,
             SPREAD, BLOCK, num_warps=4)
     return out
 
 
 @jit(do_not_specialize=["pairs"])
 def _take_kernel(
-    ids, rows, slots, counts, load, out, pairs, first_row, TOP_K: tl.constexpr, EXPERTS: tl.constexpr,
+    ids, slots, counts, load, out, pairs, first_row, TOP_K: tl.constexpr, EXPERTS: tl.constexpr,
     COPIES: tl.constexpr, GOLDEN: tl.constexpr, SPREAD: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Choose the slot of BLOCK pairs, and count those of tokens. Grid (ceil(pairs / BLOCK),).
+    """Choose the slot of BLOCK pairs, and count the experts. Grid (ceil(pairs / BLOCK),).
 
-    ids, out   [pairs] int32;  rows  [1] int32 or None;  first_row  number of the first token
+    ids, out   [pairs] int32, -1: no expert;  first_row  number of the first token
     slots      [EXPERTS, COPIES] int32;  counts  [EXPERTS] int32;  load  [EXPERTS] int64, by atomic additions
-    Padding may have any id: it is not counted, and an id that is no expert has slot -1.
     """
     pair = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     row = pair // TOP_K
@@ -44,7 +42,4 @@ def _take_kernel(
     copy = (number & 0xFFFFFFFF) * tl.load(counts + expert, mask=known, other=1).to(tl.int64) >> 32
     slot = tl.load(slots + expert.to(tl.int64) * COPIES + copy, mask=known, other=-1)
     tl.store(out + pair, slot, mask=pair < pairs)
-    counted = known
-    if rows is not None:
-        counted = known & (row < tl.load(rows))
-    tl.atomic_add(load + expert, tl.full([BLOCK], 1, tl.int64), mask=counted, sem="relaxed")
+    tl.atomic_add(load + expert, tl.full([BLOCK], 1, tl.int64), mask=known, sem="relaxed")

@@ -1,8 +1,9 @@
 """Routing of tokens to experts: choice and weight of each token's k experts (formulas: `quire.config.experts.Routing`).
 
-route(logits [T, E], bias [E] float32 or None, routing) -> weights [T, k] float32, ids [T, k] int32
+route(logits [T, E], bias [E] float32 or None, routing, live [T] bool or None) -> weights [T, k] float32, ids [T, k]
+    int32
     All arithmetic is float32, for logits of any dtype. The ids of a token are k different numbers in [0, E), even if
-    its logits are NaN. Does not wait for the device.
+    its logits are NaN; those of a token that is not live are -1. Does not wait for the device.
 """
 
 from collections.abc import Callable
@@ -17,24 +18,26 @@ from quire.config.experts import Routing
 ZIPF = 0.7  # exponent of popularities: the middle one of the simulations in docs/many.md
 
 
-def uniform(kernel: ModuleType, routing: Routing, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return weights and ids of k experts that are drawn at random, without repetition, for each row of x [T, .].
+def uniform(kernel: ModuleType, routing: Routing, x: Tensor, live: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Return weights and ids of k experts that are drawn at random, without repetition, for each live row of x [T, .].
 
     It replaces the router's choice. It uses the default generator of x's device, so a replayed CUDA graph draws anew.
     Weights are 1/k to within 1%.
 
     kernel   an implementation of `route`
     """
-    return _chosen(kernel, routing, torch.empty(x.shape[0], routing.num_experts, device=x.device).uniform_(0, 0.01))
+    scores = torch.empty(x.shape[0], routing.num_experts, device=x.device).uniform_(0, 0.01)
+    return _chosen(kernel, routing, scores, live)
 
 
-def zipf(kernel: ModuleType, routing: Routing, x: Tensor, logs: Tensor) -> tuple[Tensor, Tensor]:
+def zipf(kernel: ModuleType, routing: Routing, x: Tensor, live: Tensor | None = None, *,
+         logs: Tensor) -> tuple[Tensor, Tensor]:  # fmt: skip
     """As `uniform`, with experts drawn by their popularities. Weights differ.
 
     logs   [E] float32, the logarithms of the popularities
     """
     noise = torch.empty(x.shape[0], routing.num_experts, device=x.device).exponential_()
-    return _chosen(kernel, routing, logs - noise.log())  # the largest k are draws without repetition
+    return _chosen(kernel, routing, logs - noise.log(), live)  # the largest k are draws without repetition
 
 
 def drawing(name: str, layer: int, num_experts: int, device: torch.device) -> Callable[..., tuple[Tensor, Tensor]]:
@@ -46,7 +49,7 @@ def drawing(name: str, layer: int, num_experts: int, device: torch.device) -> Ca
     return partial(zipf, logs=(-ZIPF * (1.0 + places).log()).to(device))
 
 
-def _chosen(kernel: ModuleType, routing: Routing, scores: Tensor) -> tuple[Tensor, Tensor]:
+def _chosen(kernel: ModuleType, routing: Routing, scores: Tensor, live: Tensor | None) -> tuple[Tensor, Tensor]:
     plain = Routing(num_experts=routing.num_experts, top_k=routing.top_k, scoring="softmax", normalize=True)
-    weights, ids = kernel.route(scores, None, plain)
+    weights, ids = kernel.route(scores, None, plain, live)
     return weights, ids

@@ -6,7 +6,8 @@ from torch import Tensor
 from quire.config.experts import Routing
 
 
-def route(logits: Tensor, bias: Tensor | None, routing: Routing) -> tuple[Tensor, Tensor]:
+def route(logits: Tensor, bias: Tensor | None, routing: Routing,
+          live: Tensor | None = None) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Choose each token's experts from router logits; return weights and ids. See `quire.kernels.routing`."""
     logits = logits.float()
     scores = logits.softmax(1) if routing.scoring == "softmax" else logits.sigmoid()
@@ -20,7 +21,8 @@ def route(logits: Tensor, bias: Tensor | None, routing: Routing) -> tuple[Tensor
     weights = scores.gather(1, ids)
     if routing.normalize:
         weights = weights / (weights.sum(1, keepdim=True) + routing.normalize_eps)
-    return weights * routing.scaling, ids.int()
+    ids = ids.int()
+    return weights * routing.scaling, ids if live is None else ids.masked_fill(~live[:, None], -1)
 
 
 def _largest(values: Tensor, count: int) -> Tensor:

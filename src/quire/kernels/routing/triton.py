@@ -16,7 +16,8 @@ from quire.kernels.linear.gemv import bucket
 from quire.kernels.triton_runtime import jit, tl
 
 
-def route(logits: Tensor, bias: Tensor | None, routing: Routing) -> tuple[Tensor, Tensor]:
+def route(logits: Tensor, bias: Tensor | None, routing: Routing,
+          live: Tensor | None = None) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Choose each token's experts from router logits; return weights and ids. See `quire.kernels.routing`."""
     rows, k = logits.shape[0], routing.top_k
     weights = torch.empty(rows, k, dtype=torch.float32, device=logits.device)
@@ -25,7 +26,7 @@ def route(logits: Tensor, bias: Tensor | None, routing: Routing) -> tuple[Tensor
         in_pdl = pdl.in_use()
         size = routing.num_experts // routing.num_groups
         _route_kernel[(rows,)](
-            logits, bias, weights, ids, logits.stride(0), routing.normalize_eps, routing.scaling, k, bucket(k),
+            logits, bias, live, weights, ids, logits.stride(0), routing.normalize_eps, routing.scaling, k, bucket(k),
             routing.num_experts, size, bucket(size), routing.num_groups, bucket(routing.num_groups),
             routing.top_groups, routing.scoring == "softmax", routing.group_score == "top2", routing.normalize,
             in_pdl, num_warps=1, **pdl.options(in_pdl))
@@ -52,13 +53,14 @@ def _score(key):
 
 @jit
 def _route_kernel(
-    logits, bias, weights, ids, stride, eps, scaling, K: tl.constexpr, WIDTH: tl.constexpr, EXPERTS: tl.constexpr,
+    logits, bias, live, weights, ids, stride, eps, scaling, K: tl.constexpr, WIDTH: tl.constexpr, EXPERTS: tl.constexpr,
     SIZE: tl.constexpr, S: tl.constexpr, GROUPS: tl.constexpr, G: tl.constexpr, TOP_GROUPS: tl.constexpr,
     SOFTMAX: tl.constexpr, TOP2: tl.constexpr, NORMALIZE: tl.constexpr, PDL: tl.constexpr):
     """Choose the K experts of a token and their weights. Grid (tokens,).
 
     logits               [T, EXPERTS], any float type; stride  elements from token to token
     bias                 [EXPERTS] float32, added to scores for the choice alone; or None
+    live                 [T] bool, False: the token's ids are -1; or None
     weights, ids         [T, K] float32 and int32, contiguous, outputs
     eps, scaling         added to the sum of weights before dividing by it; factor of the weights
     K, WIDTH             experts of a token; padded to a power of two
@@ -114,4 +116,6 @@ def _route_kernel(
     if NORMALIZE:
         weight = weight / (tl.sum(weight, 0) + eps)
     tl.store(weights + row * K + col, weight * scaling, mask=col < K)
+    if live is not None:
+        name = tl.where(tl.load(live + row), name, -1)
     tl.store(ids + row * K + col, name, mask=col < K)

@@ -12,11 +12,12 @@ A step reaches the device as int32 words (`upload.py` writes them):
 
 Sampled rows: first every token of every decode (its last token and its drafts), then the last token of each prompt that
 samples. Drafts are in the token history, behind the last token of their sequence, before `build_inputs`. A draft of -1
-stands for no draft: it is computed as token 0, and no sampled token is equal to it.
+stands for no draft: it is computed as token 0 without experts, and no sampled token is equal to it.
 
 build_inputs(step, tables, buffers)
     Fills `buffers`, each as long as the step needs it or longer. Padding past the last token: id 0, position 0, KV slot
-    0 (in block 0). Past the last sequence: length 0. Past the last row: row 0, the dummy slot, position 0, draft -1.
+    0 (in block 0), not live. Past the last sequence: length 0. Past the last row: row 0, the dummy slot, position 0,
+    draft -1.
 gather_blocks(step, tables, group, seqs, most) -> (block_tables [., blocks] int32, table_rows [seqs] int32 or None)
     Returns these fields of `AttentionMeta` for a KV group and the first `seqs` sequences. No sequence has more than
     `most` blocks.
@@ -111,6 +112,7 @@ class StepBuffers:
 
     token_ids, positions   [tokens] int64
     kv_slots               [groups, tokens] int64: block * block_size + offset
+    live                   [tokens] bool: False for padding and for drafts of -1, which need no experts
     seq_lens               [seqs] int32: context length, this step included
     sample_rows            [rows] int64: index of the token whose logits are sampled
     sample_slots           [rows] int64: slot of the request that the row belongs to
@@ -121,6 +123,7 @@ class StepBuffers:
     token_ids: Tensor
     positions: Tensor
     kv_slots: Tensor
+    live: Tensor
     seq_lens: Tensor
     sample_rows: Tensor
     sample_slots: Tensor
@@ -131,6 +134,7 @@ class StepBuffers:
         """Return views of the first elements of all buffers, for a step of these sizes."""
         return StepBuffers(
             token_ids=self.token_ids[:tokens], positions=self.positions[:tokens], kv_slots=self.kv_slots[:, :tokens],
-            seq_lens=self.seq_lens[:seqs], sample_rows=self.sample_rows[:rows], sample_slots=self.sample_slots[:rows],
-            sample_positions=self.sample_positions[:rows], drafts=self.drafts[:rows],
+            live=self.live[:tokens], seq_lens=self.seq_lens[:seqs], sample_rows=self.sample_rows[:rows],
+            sample_slots=self.sample_slots[:rows], sample_positions=self.sample_positions[:rows],
+            drafts=self.drafts[:rows],
         )  # fmt: skip

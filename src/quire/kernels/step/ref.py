@@ -27,6 +27,7 @@ def build_inputs(step: StepWords, tables: Tables, buffers: StepBuffers) -> None:
         owner = slots[seq]
     size = tables.block_size
     b.token_ids.copy_(tables.history[owner, b.positions])
+    torch.ge(b.token_ids, 0, out=b.live)
     inside, places = b.positions % size, b.positions // size
     for kv_slots, block_table in zip(b.kv_slots, tables.block_tables, strict=True):
         torch.add(inside, block_table[owner, places], alpha=size, out=kv_slots)
@@ -53,6 +54,7 @@ def _pad(buffers: StepBuffers, tokens: int, seqs: int, rows: int, *, dummy: int)
     for buffer, count in ((b.token_ids, tokens), (b.positions, tokens), (b.kv_slots, tokens), (b.seq_lens, seqs),
                           (b.sample_rows, rows), (b.sample_positions, rows)):  # fmt: skip
         buffer[..., count:] = 0
+    b.live[tokens:] = False
     b.sample_slots[rows:], b.drafts[rows:] = dummy, -1
 
 

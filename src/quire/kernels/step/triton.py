@@ -46,11 +46,11 @@ def build_inputs(step: StepWords, tables: Tables, buffers: StepBuffers) -> None:
     block_tables = tables.block_tables
     _inputs_kernel[(token_programs + seq_programs,)](
         step.words, tables.computed, tables.history, block_tables, buffers.token_ids, buffers.positions,
-        buffers.kv_slots, buffers.seq_lens, buffers.sample_rows, buffers.sample_slots, buffers.sample_positions,
-        buffers.drafts, tables.history.stride(0), block_tables.stride(1), block_tables.stride(0),
-        buffers.kv_slots.stride(0), tables.computed.shape[0] - 1, token_programs, tokens, seqs, rows, step.max_seqs,
-        tables.block_size, step.max_seqs.bit_length(), BLOCK, HEADER, NUM_SEQS, NUM_TOKENS, NUM_DECODES, NUM_ROWS,
-        len(block_tables), num_warps=4,
+        buffers.kv_slots, buffers.live, buffers.seq_lens, buffers.sample_rows, buffers.sample_slots,
+        buffers.sample_positions, buffers.drafts, tables.history.stride(0), block_tables.stride(1),
+        block_tables.stride(0), buffers.kv_slots.stride(0), tables.computed.shape[0] - 1, token_programs, tokens,
+        seqs, rows, step.max_seqs, tables.block_size, step.max_seqs.bit_length(), BLOCK, HEADER, NUM_SEQS, NUM_TOKENS,
+        NUM_DECODES, NUM_ROWS, len(block_tables), num_warps=4,
     )  # fmt: skip
 
 
@@ -122,17 +122,17 @@ def _sequence(starts, num_seqs, token, live, STEPS: tl.constexpr):
 
 @jit
 def _inputs_kernel(
-    packed, computed, history, block_tables, token_ids, positions, kv_slots, seq_lens, sample_rows, sample_slots,
-    sample_positions, drafts, history_stride, table_stride, group_stride, kv_stride, dummy, token_programs, tokens,
-    seqs, rows, MAX_SEQS: tl.constexpr, BLOCK_SIZE: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr,
-    HEADER: tl.constexpr, NUM_SEQS: tl.constexpr, NUM_TOKENS: tl.constexpr, NUM_DECODES: tl.constexpr,
-    NUM_ROWS: tl.constexpr, GROUPS: tl.constexpr,
+    packed, computed, history, block_tables, token_ids, positions, kv_slots, alive, seq_lens, sample_rows,
+    sample_slots, sample_positions, drafts, history_stride, table_stride, group_stride, kv_stride, dummy,
+    token_programs, tokens, seqs, rows, MAX_SEQS: tl.constexpr, BLOCK_SIZE: tl.constexpr, STEPS: tl.constexpr,
+    BLOCK: tl.constexpr, HEADER: tl.constexpr, NUM_SEQS: tl.constexpr, NUM_TOKENS: tl.constexpr,
+    NUM_DECODES: tl.constexpr, NUM_ROWS: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
     """Build the inputs of a step. Grid: token_programs programs of BLOCK tokens, then programs of BLOCK sequences.
 
     packed                                 [.] int32: header, slots, starts, samples, see `quire.kernels.step`
     computed, history, block_tables        `Tables` by slot, inputs
-    token_ids, positions, kv_slots         `StepBuffers` by token, outputs
+    token_ids, positions, kv_slots, alive  `StepBuffers` by token, outputs; `alive` is its `live`
     seq_lens                               `StepBuffers` by sequence, output
     sample_rows, sample_slots, sample_positions, drafts   `StepBuffers` by sampled row, outputs
     history_stride, table_stride           elements from slot to slot in history and in block_tables
@@ -158,6 +158,7 @@ def _inputs_kernel(
         word = tl.load(history + slot * history_stride + position, mask=live, other=0)
         inside = token < tokens
         tl.store(token_ids + token, tl.maximum(word, 0).to(tl.int64), mask=inside)  # a draft may be -1
+        tl.store(alive + token, live & (word >= 0), mask=inside)
         tl.store(positions + token, position, mask=inside)
         for group in tl.static_range(GROUPS):
             blocks = block_tables + group * group_stride + slot * table_stride
