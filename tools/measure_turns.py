@@ -1,11 +1,11 @@
 """Conversations of several turns, whose KV cache does not fit on the device: times to first tokens, and throughput.
 
     python tools/measure_turns.py [MODEL] [--engine quire|vllm] [--device cuda] [--talks 200] [--together 50]
-                                  [--turns 8] [--new 200] [--output 64] [--cache 20] [--host 80]
+                                  [--turns 8] [--new 200] [--output 64] [--cache 20] [--host 80] [--policy lazy]
 
 MODEL is a name of `quire bench`, with dummy weights. --together conversations are answered at a time, all conversations
 once before any of them goes on: the cache of the others leaves the device meanwhile. --cache, --host: GB of KV cache on
-the device and in host memory (vLLM: its own offloading); --host 0 turns the host tier off.
+the device and in host memory (vLLM: its own offloading); --host 0 turns the host tier off. --policy is Quire's.
 """
 
 import argparse
@@ -24,6 +24,7 @@ def main() -> None:
     parser.add_argument("model", nargs="?", default="qwen3-8b")
     parser.add_argument("--engine", default="quire", choices=("quire", "vllm"))
     parser.add_argument("--device", default="cuda")
+    parser.add_argument("--policy", default="lazy", choices=("lazy", "write_through"))
     for name, number in (("--talks", 200), ("--together", 50), ("--turns", 8), ("--new", 200), ("--output", 64),
                          ("--cache", 20), ("--host", 80)):  # fmt: skip
         parser.add_argument(name, type=int, default=number)
@@ -65,7 +66,8 @@ def engine(module: Any, asked: argparse.Namespace) -> Any:
                "max_model_len": asked.turns * (asked.new + asked.output) + 64,
                "kv_cache_memory_bytes": asked.cache * 10**9}  # fmt: skip
     if asked.engine == "quire":
-        options |= {"device": asked.device, "kv_offload_gb": asked.host * 1e9 / 2**30, "use_tqdm_on_load": False}
+        options |= {"device": asked.device, "kv_offload_gb": asked.host * 1e9 / 2**30,
+                    "kv_offload_policy": asked.policy, "use_tqdm_on_load": False}  # fmt: skip
     else:
         options |= {"disable_log_stats": False, "seed": 0}
         options |= {"kv_offloading_size": asked.host * 1e9 / 2**30} if asked.host else {}

@@ -64,6 +64,20 @@ def test_tokens_are_those_without_tiers(truth: list[list[int]], options: dict[st
         assert tokens == truth and not any(cached)
 
 
+def test_blocks_that_prompts_evict_together_were_stored_before() -> None:
+    """Conversations that go on together load their blocks at once, and evict those of the others at once."""
+    sizes = {"num_gpu_blocks_override": 160, "max_num_seqs": 8, "max_num_batched_tokens": 64}
+    talks = [[(37 * number + 11 * at) % 250 for at in range(32)] for number in range(32)]
+    params = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True, detokenize=False)
+    with LLM(**SMALL | sizes, kv_offload_gb=0.1, skip_tokenizer_init=True) as llm:
+        for turn in range(4):
+            for first in range(0, 32, 8):
+                outputs = llm.generate(talks[first : first + 8], params, use_tqdm=False)
+                for number, output in enumerate(outputs, first):
+                    assert (output.num_cached_tokens or 0) >= (len(talks[number]) - 32 - 1) // 16 * 16
+                    talks[number] += [*output.outputs[0].token_ids, *range(turn, turn + 24)]
+
+
 def talk(llm: LLM) -> list[tuple[list[int], int, set[int]]]:
     """Return tokens, number of cached tokens and fetched blocks of two turns of every prompt.
 

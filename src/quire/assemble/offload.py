@@ -30,6 +30,7 @@ from quire.procs.block_share import BlockShare
 from quire.procs.kv_faults import Faults, FaultyFiles, FaultyLine
 from quire.weights.files import weight_files
 
+MOST_AHEAD = 4096  # blocks that are copied to the host tier before a step needs their room
 SAMPLES, SAMPLE_BYTES = 64, 4096  # of a weight file, by which engines know that they have the same
 
 
@@ -64,6 +65,8 @@ def make_store(plan: EnginePlan, memory: MemoryPlan, pool: BlockPool, shards: Se
         return None
     tokens, size = plan.step_tokens + plan.config.scheduler.sequences(), memory.geometry.block_size
     taken = len(memory.geometry.groups) * (2 * tokens + memory.max_model_len) // size + 2
+    # Prompts that come together load all their blocks at once, and evict as many that no store has copied yet.
+    ahead = min(pool.num_blocks // 2, memory.host_blocks // 4, MOST_AHEAD)
     below: tuple[KeyedTier, ...] = ()
     if offload.folder:
         below = (disk := DiskTier(Path(offload.folder), _namespace(plan, times=True), _names(plan)),)
@@ -71,7 +74,7 @@ def make_store(plan: EnginePlan, memory: MemoryPlan, pool: BlockPool, shards: Se
     if sharing.peers:
         peers = BlockPeers(sharing.peers, cluster_key()[0], _namespace(plan, times=False))
         below += (peers,)
-    store = KVStore(pool, memory.geometry.groups, size, num_host_blocks=memory.host_blocks, reserve=taken,
+    store = KVStore(pool, memory.geometry.groups, size, num_host_blocks=memory.host_blocks, reserve=max(taken, ahead),
                     below=below, promises=peers, write_through=offload.write_through)  # fmt: skip
     if offload.folder:
         store.on_close.append(disk.close)
