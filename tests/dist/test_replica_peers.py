@@ -5,6 +5,7 @@ Replica i is read at the port of --kv-share plus i. Requests of equal load take 
 
 import os
 import signal
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 
 from quire import LLM, SamplingParams
-from quire.contracts.errors import EngineDead
+from quire.contracts.errors import ConfigError, EngineDead
 from quire.contracts.step import Tier
 from quire.engine.core import EngineCore
 from quire.engine.replicas import Replicas, flush
@@ -155,6 +156,15 @@ def test_prefill_and_decode_nodes_of_replicas(sizes: str, experts: Path, left: L
             assert found[0] == generate(first, seed)[0]
             prefill(first, 90 + seed)  # so that the replica's turn is the other's
         until(lambda: not leases(first), lambda: "a lease is left")
+
+
+def test_a_replica_that_cannot_share_ends_those_before_it(left: Left) -> None:
+    address = free_address(2)
+    host, _, port = next_to(address).partition(":")
+    with socket.create_server((host, int(port))), pytest.raises(ConfigError, match=f"{host}:{port}"):
+        LLM(**NODE, data_parallel_size=2, kv_share=address)
+    with socket.create_server((host, int(port) - 1)):
+        pass
 
 
 def test_ranks_on_two_hosts_read_their_parts(left: Left) -> None:

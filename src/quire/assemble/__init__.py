@@ -5,6 +5,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -169,9 +170,8 @@ def assemble(config: EngineConfig, on_loading: Loading | None = None, *, served:
         arrived = threading.Event()
         replicas = _assemble_replicas(plans, arrived, on_loading or progress.update, phases.end)
     parts, tokenizer = replicas[0], text.tokenizer  # not of a core that serves another process, until it needs one
-    cores = [assemble_core(one, GrammarCompiler(lambda: tokenizer or Tokenizer.load(found.tokenizer_folder),
-                                                found.args.vocab_size, GrammarTrial(), cpu.cores), replica)
-             for replica, one in enumerate(replicas)]  # fmt: skip
+    cores = _assemble_cores(replicas, lambda: GrammarCompiler(
+        lambda: tokenizer or Tokenizer.load(found.tokenizer_folder), found.args.vocab_size, GrammarTrial(), cpu.cores))
     core = join_replicas(plan, cores, arrived, parts.hosts)
     phases.end("engine")
     ranks = ("{ranks} ({each rank}).".format(**core.facts.plans),) if len(plans) > 1 and not served else ()  # no banner
@@ -277,6 +277,17 @@ def assemble_rank(plans: Sequence[EnginePlan], *, on_loading: Loading, end_phase
     gpu = read_cuda_facts() if plan.machine.device == "cuda" else None
     loaded = load_rank(plan, ALONE, gpu, on_loading=on_loading, end_phase=end_phase)
     return loaded.finish(resolve_sizing(plan, loaded.measure()))
+
+
+def _assemble_cores(replicas: Sequence[Parts], compiler: Callable[[], GrammarCompiler]) -> list[EngineCore]:
+    """Return the core of each replica. When one cannot be made, those before it end."""
+    cores = list[EngineCore]()
+    with ExitStack() as made:
+        for replica, parts in enumerate(replicas):
+            cores.append(assemble_core(parts, compiler(), replica))
+            made.callback(cores[-1].shutdown, wait=False)
+        made.pop_all()
+    return cores
 
 
 def _assemble_replicas(plans: Sequence[EnginePlan], arrived: threading.Event, on_loading: Loading,

@@ -66,7 +66,7 @@ def make_store(plan: EnginePlan, memory: MemoryPlan, pool: BlockPool, shards: Se
     tokens, size = plan.step_tokens + plan.config.scheduler.sequences(), memory.geometry.block_size
     taken = len(memory.geometry.groups) * (2 * tokens + memory.max_model_len) // size + 2
     # Prompts that come together load all their blocks at once, and evict as many that no store has copied yet.
-    ahead = min(pool.num_blocks // 2, memory.host_blocks // 4, MOST_AHEAD)
+    ahead = 0 if offload.write_through else min(pool.num_blocks // 2, memory.host_blocks // 4, MOST_AHEAD)
     below: tuple[KeyedTier, ...] = ()
     if offload.folder:
         below = (disk := DiskTier(Path(offload.folder), _namespace(plan, times=True), _names(plan)),)

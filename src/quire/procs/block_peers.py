@@ -12,6 +12,7 @@ import logging
 import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, wait
 from contextlib import closing
 from functools import partial
 from itertools import chain
@@ -64,6 +65,8 @@ class BlockPeer:
             try:
                 with closing(self._open()[0]) as line:
                     self._line = line
+                    if self._closing.is_set():
+                        return
                     line.send(Follow())
                     while isinstance(message := line.receive(FROM_SHARE), Blocks):
                         self.keys.difference_update(message.went)
@@ -170,9 +173,14 @@ class PeerPages:
         for index, source in enumerate(sources):
             by_peer.setdefault(self._places[max(source, ~source)], []).append(index)
         asks = [partial(self._ask, place, some, keys, sources, pages) for place, some in by_peer.items()]
-        others = [FileThread("quire-kv-ask").submit(ask) for ask in asks[1:]]
-        failed = [ask() for ask in asks[:1]] + [one.result() for one in others]
-        return tuple(sorted(chain.from_iterable(failed)))
+        others = list[Future[tuple[int, ...]]]()
+        try:
+            for ask in asks[1:]:
+                others.append(FileThread("quire-kv-ask").submit(ask))
+            failed = [ask() for ask in asks[:1]]
+        finally:  # no thread writes into pages that the caller has given back
+            wait(others)
+        return tuple(sorted(chain.from_iterable([*failed, *(one.result() for one in others)])))
 
     def _ask(self, place: Place, some: list[int], keys: Sequence[bytes], sources: Sequence[int],
              pages: Sequence[memoryview]) -> tuple[int, ...]:  # fmt: skip

@@ -156,7 +156,7 @@ class BlockLine:
     def _fill(self, view: memoryview, until: float = float("inf")) -> None:
         while view:
             if time.monotonic() > until:
-                raise TimeoutError("too slow")
+                raise ConnectionError("too slow")  # it answers: only silence is a `TimeoutError`
             if not (count := self._end.recv_into(view)):
                 raise ConnectionError("the connection has ended")
             view = view[count:]

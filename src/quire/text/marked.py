@@ -34,9 +34,10 @@ class MarkedParts:
         """Return a rendered prompt in pieces without marks: every second one is a marked part. Raises
         `InvalidParameter` if the template has changed a part."""
         split = re.split(f"{self._word}([0-9]+)[|]", rendered)  # text, number, part, number, text, number, part, ...
-        pieces, numbers = split[::2], [*map(int, split[1::2])]
-        same = pieces[1::2] == [self._texts[number] for number in numbers[::2]] and numbers[::2] == numbers[1::2]
-        if not same or sorted(numbers[::2]) != [*range(len(self._texts))]:
+        pieces, numbers = split[::2], split[1::2]
+        texts = {str(number): text for number, text in enumerate(self._texts)}
+        same = pieces[1::2] == [texts.get(number) for number in numbers[::2]] and numbers[::2] == numbers[1::2]
+        if not same or sorted(numbers[::2]) != sorted(texts):
             raise InvalidParameter("messages: the chat template drops, repeats or changes a part with kv_chunk: leave "
                                    "the field out of this part.", param="messages")
         return pieces

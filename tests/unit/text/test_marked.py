@@ -68,7 +68,8 @@ def test_a_template_may_change_the_order_and_the_end_may_be_open() -> None:
 
 @pytest.mark.parametrize("source", [
     "{{ messages[0].content | upper }}", "{{ messages[0].content * 2 }}", "nothing", "{{ messages[0].content[:-20] }}",
-    "{{ messages[0].content | replace('tea', 'tee') }}", "{{ messages[0].content | replace('7', '') }}"])
+    "{{ messages[0].content | replace('tea', 'tee') }}", "{{ messages[0].content | replace('7', '') }}",
+    "{{ messages[0].content | replace('0|', '7|') }}"])
 def test_a_part_that_the_template_changes_is_refused(source: str) -> None:
     with pytest.raises(InvalidParameter, match="drops, repeats or changes a part with kv_chunk") as caught:
         pieces(ChatTemplate({"default": source}), talk("tea", "7", kv_chunk=True))
