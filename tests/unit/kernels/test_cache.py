@@ -118,7 +118,7 @@ def caused(*words: str) -> Exception:
     (["PTXAS error: Internal Triton PTX codegen error\n`ptxas` stderr:\nptxas /a.ptx, line 7; error   : no\n"
       "ptxas fatal   : Ptx assembly aborted due to errors\n\nRepro command: ptxas -v /a.ptx\n"],
      "ptxas /a.ptx, line 7; error   : no"),
-    (["a.py:3:4: error: 'tt.dot' op wants more\n    acc = dot(x)\n          ^"], "a.py:3:4: error: 'tt.dot' op wants more"),
+    (["a.py:3:4: error: 'tt.dot' wants more\n    acc = dot(x)\n          ^"], "a.py:3:4: error: 'tt.dot' wants more"),
     (["PassManager::run failed"], "PassManager::run failed"), (["  ^\n"], "Exception"), ([""], "Exception"),
 ])  # fmt: skip
 def test_the_line_of_an_error_that_names_the_fault(words: list[str], line: str) -> None:
