@@ -47,29 +47,31 @@ class Mapped:
         self.__cuda_array_interface__ = {"shape": (size,), "typestr": "|u1", "data": (address, False), "version": 3}
 
 
-def checked(code: int, words: str) -> None:
-    """End the rank where the driver answers with an error."""
+def checked(code: int, words: str, end: int = 1) -> None:
+    """End the rank with the exit code `end` where the driver answers with an error."""
     if code:
         print(f"{words}: CUDA error {code}", flush=True)
-        sys.exit(NO_IPC)
+        sys.exit(end)
 
 
 def mapped(rank: int, ranks: int, folder: Path, size: int) -> list[Tensor]:
     """Return the memory of every rank, [size] uint8 zeros each. Waits for the other ranks."""
+    torch.zeros(1, device=DEVICE)  # makes the device's context, without which the driver takes no call
     driver = ctypes.CDLL("libcuda.so.1")
     own, handle = ctypes.c_uint64(), Handle()
     checked(driver.cuMemAlloc_v2(ctypes.byref(own), ctypes.c_size_t(size)), "cuMemAlloc")
     memory = torch.as_tensor(Mapped(own.value, size), device=DEVICE)
     memory.zero_()
     torch.cuda.synchronize()
-    checked(driver.cuIpcGetMemHandle(ctypes.byref(handle), own), "cuIpcGetMemHandle")
+    checked(driver.cuIpcGetMemHandle(ctypes.byref(handle), own), "cuIpcGetMemHandle", NO_IPC)
     publish(folder, f"handle{rank}", bytes(handle))
     found = []
     for other in range(ranks):
         address = own
         if other != rank:
             theirs, address = Handle.from_buffer_copy(awaited(folder, f"handle{other}")), ctypes.c_uint64()
-            checked(driver.cuIpcOpenMemHandle_v2(ctypes.byref(address), theirs, 1), "cuIpcOpenMemHandle")
+            code = driver.cuIpcOpenMemHandle_v2(ctypes.byref(address), theirs, ctypes.c_uint(1))
+            checked(code, "cuIpcOpenMemHandle", NO_IPC)
         found.append(torch.as_tensor(Mapped(address.value or 0, size), device=DEVICE))
     return found
 

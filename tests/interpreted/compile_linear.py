@@ -6,8 +6,11 @@ import torch
 from compiling import AbsentGpu, Made
 from torch import Tensor
 
+from quire.contracts.scheme import Scheme
 from quire.kernels import pdl
+from quire.kernels.linear import weight_only
 from quire.kernels.linear import weight_only_words as words
+from quire.kernels.pack.matrix import empty as empty_matrix
 
 
 def check(made: Made) -> None:
@@ -23,7 +26,10 @@ def check(made: Made) -> None:
 
 
 def compile_production() -> None:
-    """The products of Qwen3 8B and 0.6B, and of an MLP of Llama 3 70B in eight parts, by all kernels."""
+    """The products of Qwen3 8B and 0.6B, and of an MLP of Llama 3 70B in eight parts, by all kernels.
+
+    The kernels for Hopper take bfloat16 alone: float16 goes to those of all GPUs.
+    """
     AbsentGpu(check)
 
     def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -54,6 +60,12 @@ def compile_production() -> None:
         launch(rows, 3072, 1024, 64, gated=True)
         launch(rows, 3584, 8192, 8192, bits=8, gated=True, zeros=False)
         launch(rows, 8192, 3584, 32, bits=8)
+    for values, n, k, group in (("w4", 512, 64, 32), ("w4", 6144, 4096, 128), ("w8", 192, 1024, 0)):
+        packed = weight_only.pack(empty_matrix(Scheme(values=values, block=(1, group), zeros=True), (n, k), "meta"))
+        for rows in (1, 64, 300):
+            weight_only.run(empty(rows, k, dtype=torch.float16), packed, None)
+    gate_up = weight_only.pack_gated(empty_matrix(Scheme(values="w4", block=(1, 32)), (1024, 64), "meta"))
+    weight_only.run_gated(empty(5, 64, dtype=torch.float16), gate_up, None)
 
 
 if __name__ == "__main__":

@@ -102,7 +102,7 @@ def test_the_way_of_a_product(kernel: ModuleType, kind: str, texts: dict[int, st
 
 
 @pytest.mark.parametrize(("script", "kernels"), [
-    ("compile_linear.py", {"hopper._few_kernel", "hopper._some_kernel", "_unpack_kernel"}),
+    ("compile_linear.py", {"hopper._few_kernel", "hopper._some_kernel", "_product_kernel", "_unpack_kernel"}),
     ("compile_scaled.py", {"hopper._some_kernel", "_quantize_kernel"}),
     ("compile_dense.py", {"hopper._some_kernel"}),
 ])  # fmt: skip

@@ -17,6 +17,7 @@ Knows Triton's runtime as of 3.6 (`JITFunction.run`, its asynchronous mode); kno
 
 import functools
 import os
+import re
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
@@ -42,7 +43,7 @@ class CompileReport:
     num_kernels    number of different kernels that were launched
     num_compiled   number of kernels that were compiled, because the cache on disk did not have them
     seconds        time of the whole compilation
-    failed         (kernel, error) of each kernel that could not be compiled
+    failed         (kernel, error, see `reason`) of each kernel that could not be compiled
     """
 
     num_kernels: int
@@ -95,10 +96,22 @@ class Ahead:
 
     def report(self) -> CompileReport:
         """Return the counts and failures of the compilation. Call it after the end of the `with` block."""
-        failed = [(name, (str(error).strip().splitlines() or [type(error).__name__])[-1])
-                  for name, future in self.kernels if (error := future.exception())]
+        failed = [(name, reason(error)) for name, future in self.kernels if (error := future.exception())]
         return CompileReport(num_kernels=len(self.kernels), num_compiled=self.on_disk.count(False),
                              seconds=self.seconds, failed=tuple(failed))
+
+
+def reason(error: BaseException) -> str:
+    """Return the line of a compilation's error that names the fault.
+
+    Triton raises an error for each function on the way to the fault, the innermost as the cause of the others. Each one
+    quotes the source up to the place of the call, with "^" below it. ptxas and MLIR write "error" before the fault.
+    """
+    while error.__cause__ is not None:
+        error = error.__cause__
+    lines = [line.strip() for line in str(error).splitlines() if line.strip(" ^~")]
+    named = [line for line in lines if re.search(r"\b(error|fatal) +:|: error:", line)]
+    return (named[:1] or lines[-1:] or [type(error).__name__])[0]
 
 
 @contextmanager

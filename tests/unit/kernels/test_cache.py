@@ -43,8 +43,12 @@ def scale(x, y, n, stride, factor: tl.constexpr, BLOCK: tl.constexpr):
     tl.store(y + at * stride, tl.load(x + at, mask=at < n) * factor, mask=at < n)
 
 @jit
-def broken(x, BLOCK: tl.constexpr):
+def broken_inside(x, BLOCK: tl.constexpr):
     tl.store(x + tl.arange(0, BLOCK), x_is_not_there)
+
+@jit
+def broken(x, BLOCK: tl.constexpr):
+    broken_inside(x, BLOCK)
 
 x, y = torch.zeros(4096), torch.empty(4096)
 compiled = []
@@ -99,6 +103,26 @@ def test_what_cannot_be_compiled_is_named_and_the_rest_goes_on(tmp_path: Path) -
     assert counts == [5, 4, 0, 6]
     (name, why), = failed  # type: ignore[misc]
     assert name == "broken" and "x_is_not_there" in why
+
+
+def caused(*words: str) -> Exception:
+    """Return an error of each text, the next one as its cause."""
+    error = Exception(words[0])
+    error.__cause__ = caused(*words[1:]) if words[1:] else None
+    return error
+
+
+@pytest.mark.parametrize(("words", "line"), [
+    (["at 46:14:\n    acc = inner(x)\n          ^", 'at 3:4:\n    return y\n    ^\nTypeError("no type")'],
+     'TypeError("no type")'),
+    (["PTXAS error: Internal Triton PTX codegen error\n`ptxas` stderr:\nptxas /a.ptx, line 7; error   : no\n"
+      "ptxas fatal   : Ptx assembly aborted due to errors\n\nRepro command: ptxas -v /a.ptx\n"],
+     "ptxas /a.ptx, line 7; error   : no"),
+    (["a.py:3:4: error: 'tt.dot' wants more\n    acc = dot(x)\n          ^"], "a.py:3:4: error: 'tt.dot' wants more"),
+    (["PassManager::run failed"], "PassManager::run failed"), (["  ^\n"], "Exception"), ([""], "Exception"),
+])  # fmt: skip
+def test_the_line_of_an_error_that_names_the_fault(words: list[str], line: str) -> None:
+    assert cache.reason(caused(*words)) == line
 
 
 def test_a_folder_that_cannot_be_written_gives_way(tmp_path: Path) -> None:

@@ -114,14 +114,16 @@ def _numbers(packed, zero, HIGH: tl.constexpr, BITS: tl.constexpr, DTYPE: tl.con
     zero     float32, broadcasts to packed's shape
     ASM      False: by Triton's conversions, for the interpreter
     """
+    # A `return` inside an `if` would not end the function for the compiler, which wants one type of all of them.
+    offset = (-128.0 - zero).to(tl.bfloat16)  # is added by `fma`: before Hopper there is no other sum of bf16x2
     if not ASM or DTYPE != tl.bfloat16:
         if BITS == 8:
             raw = packed
         else:
             raw = (packed >> 4) if HIGH else (packed & 15)
-        return (raw.to(tl.float32) - zero).to(DTYPE)
-    if BITS == 8:  # 2^23 + q in float32, byte by byte
-        return tl.inline_asm_elementwise(
+        numbers = (raw.to(tl.float32) - zero).to(DTYPE)
+    elif BITS == 8:  # 2^23 + q in float32, byte by byte
+        numbers = tl.inline_asm_elementwise(
             """{ .reg .f32 a, b, c, d; .reg .b32 u;
             prmt.b32 u, $2, 0x4B000000, 0x7440; mov.b32 a, u; sub.f32 a, a, $3;
             prmt.b32 u, $2, 0x4B000000, 0x7441; mov.b32 b, u; sub.f32 b, b, $4;
@@ -129,18 +131,19 @@ def _numbers(packed, zero, HIGH: tl.constexpr, BITS: tl.constexpr, DTYPE: tl.con
             prmt.b32 u, $2, 0x4B000000, 0x7443; mov.b32 d, u; sub.f32 d, d, $6;
             cvt.rn.bf16x2.f32 $0, b, a; cvt.rn.bf16x2.f32 $1, d, c; }""",
             "=r,=r,r,f,f,f,f", [packed, zero + 8388608.0], dtype=tl.bfloat16, is_pure=True, pack=4)
-    offset = (-128.0 - zero).to(tl.bfloat16)  # is added by `fma`: before Hopper there is no other sum of bf16x2
-    if HIGH:  # 128 + q in bf16: its low byte is q, its high byte 0x43
-        return tl.inline_asm_elementwise(
+    elif HIGH:  # 128 + q in bf16: its low byte is q, its high byte 0x43
+        numbers = tl.inline_asm_elementwise(
             """{ .reg .b32 t, one; shr.b32 t, $2, 4; and.b32 t, t, 0x0F0F0F0F; mov.b32 one, 0x3F803F80;
             prmt.b32 $0, t, 0x43434343, 0x4140; prmt.b32 $1, t, 0x43434343, 0x4342;
             fma.rn.bf16x2 $0, $0, one, $3; fma.rn.bf16x2 $1, $1, one, $4; }""",
             "=&r,=&r,r,r,r", [packed, offset], dtype=tl.bfloat16, is_pure=True, pack=4)
-    return tl.inline_asm_elementwise(
-        """{ .reg .b32 t, one; and.b32 t, $2, 0x0F0F0F0F; mov.b32 one, 0x3F803F80;
-        prmt.b32 $0, t, 0x43434343, 0x4140; prmt.b32 $1, t, 0x43434343, 0x4342;
-        fma.rn.bf16x2 $0, $0, one, $3; fma.rn.bf16x2 $1, $1, one, $4; }""",
-        "=&r,=&r,r,r,r", [packed, offset], dtype=tl.bfloat16, is_pure=True, pack=4)
+    else:
+        numbers = tl.inline_asm_elementwise(
+            """{ .reg .b32 t, one; and.b32 t, $2, 0x0F0F0F0F; mov.b32 one, 0x3F803F80;
+            prmt.b32 $0, t, 0x43434343, 0x4140; prmt.b32 $1, t, 0x43434343, 0x4342;
+            fma.rn.bf16x2 $0, $0, one, $3; fma.rn.bf16x2 $1, $1, one, $4; }""",
+            "=&r,=&r,r,r,r", [packed, offset], dtype=tl.bfloat16, is_pure=True, pack=4)
+    return numbers
 
 
 @jit
