@@ -11,9 +11,13 @@ from quire.config.env import cluster_key
 from quire.config.placement import Rank, ranks
 from quire.config.resolve import GIB, MemoryPlan
 from quire.contracts.errors import ConfigError
+from quire.contracts.step import Tier
+from quire.kernels.ipc import IMPLEMENTATIONS
+from quire.kernels.mapped import export, mappable
 from quire.kv.hashing import namespace_digest
 from quire.kv.pool import BlockPool
-from quire.kv.store import KeyedTier, KVStore
+from quire.kv.sharing import KeyedTier
+from quire.kv.store import KVStore
 from quire.kvstore.arena import KVArena
 from quire.kvstore.files import BlockFiles, DiskTier, FileSystem
 from quire.kvstore.mover import BlockMover
@@ -25,6 +29,7 @@ from quire.models.registry import rank_geometry
 from quire.platforms.cpu import read_cpu_facts
 from quire.procs.block_peers import BlockPeers, PeerPages
 from quire.procs.block_share import BlockShare
+from quire.procs.device_peers import PeerDevices
 from quire.procs.kv_faults import Faults, FaultyFiles, FaultyLine
 from quire.weights.files import weight_files
 
@@ -60,8 +65,11 @@ def make_store(plan: EnginePlan, memory: MemoryPlan, pool: BlockPool, shards: Se
     if offload.folder:
         names = map(_name, ranks(plan.args, plan.mesh.parallel))
         below = (disk := DiskTier(Path(offload.folder), _namespace(plan, times=True), names),)
-    sharing, peers = offload.sharing, None
+    sharing, peers, devices = offload.sharing, None, None
     if sharing.peers:
+        if plan.machine.device in IMPLEMENTATIONS:
+            devices = BlockPeers(sharing.peers, cluster_key()[0], _namespace(plan, times=False), Tier.CUDA_IPC)
+            below = (devices, *below)
         peers = BlockPeers(sharing.peers, cluster_key()[0], _namespace(plan, times=False))
         below += (peers,)
     store = KVStore(pool, memory.geometry.groups, size, num_host_blocks=memory.host_blocks, reserve=taken,
@@ -69,13 +77,14 @@ def make_store(plan: EnginePlan, memory: MemoryPlan, pool: BlockPool, shards: Se
     if offload.folder:
         store.on_close.append(disk.close)
     if sharing.place is not None:
-        share = BlockShare(sharing.place, cluster_key()[0], _namespace(plan, times=False), store, shards)
+        share = BlockShare(sharing.place, cluster_key()[0], _namespace(plan, times=False), store, shards,
+                           device=pool if mappable(one.memory for one in shards) else None)  # fmt: skip
         if faults := _faults(plan):
             share.line = partial(FaultyLine, faults=faults)
         store.on_close.append(share.close)
-    if peers is not None:
-        peers.follow()
-        store.on_close.append(peers.close)
+    for one in filter(None, (devices, peers)):
+        one.follow()
+        store.on_close.append(one.close)
     return store
 
 
@@ -103,12 +112,19 @@ def make_mover(plan: EnginePlan, memory: MemoryPlan, arena: KVArena) -> BlockMov
                            page_bytes=arena.page_bytes,
                            most_bytes=offload.folder_bytes // plan.mesh.parallel.replica,
                            system=FaultyFiles(faults) if faults else FileSystem())
-    sharing, rank, peers = offload.sharing, plan.mesh.rank, None
+    sharing, rank, peers, mapping = offload.sharing, plan.mesh.rank, None, None
+    if arena.pages.device.type in IMPLEMENTATIONS and (sharing.place or sharing.peers):
+        mapping = IMPLEMENTATIONS[arena.pages.device.type](arena.pages.device)
     shard = Shard(geometry=memory.geometry, layer=rank.layers[0], head=rank.kv_heads[0],
-                  draft_head=plan.draft.mesh.rank.kv_heads[0] if plan.draft else 0)
+                  draft_head=plan.draft.mesh.rank.kv_heads[0] if plan.draft else 0,
+                  memory=export(mapping, arena.pages) if mapping is not None and sharing.place else None)
     if sharing.peers:
         peers = PeerPages(sharing.peers, cluster_key()[0], _namespace(plan, times=False), shard)
-    return BlockMover(arena, memory.host_blocks, files, peers=peers, shared=shard if sharing.place else None)
+    mover = BlockMover(arena, memory.host_blocks, files, peers=peers, shared=shard if sharing.place else None)
+    if mapping is not None and sharing.peers:
+        mover.devices = PeerDevices(sharing.peers, cluster_key()[0], _namespace(plan, times=False), shard, mapping,
+                                    arena.pages.data_ptr())  # fmt: skip
+    return mover
 
 
 def _faults(plan: EnginePlan) -> Faults | None:

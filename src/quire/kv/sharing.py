@@ -18,11 +18,33 @@ LEASE_SECONDS = 30.0
 MOST_LEASED = 0.5  # of the host tier; beyond it the oldest leases end
 
 
+class KeyedTier(Protocol):
+    """A tier below the host tier that finds blocks by key, such as files on a disk.
+
+    takes   True: host blocks are written to it
+    """
+
+    tier: Tier
+    takes: bool
+
+    def has(self, key: bytes) -> bool:
+        """True when the tier seems to hold the block on every rank. A job may find that it does not."""
+
+    def holders(self, keys: Iterable[bytes]) -> Sequence[int]:
+        """Return `CopyJob.sources` of blocks that come from this tier."""
+
+    def note_written(self, keys: Iterable[bytes]) -> None:
+        """Hold blocks that a job has written on every rank."""
+
+    def discard(self, keys: Iterable[bytes]) -> None:
+        """Forget blocks whose content cannot be trusted."""
+
+    def clear(self) -> None:
+        """Forget all blocks."""
+
+
 class Promises(Protocol):
     """Blocks that other engines have, or have promised to requests: both count as there, see `KeyedTier.has`."""
-
-    def holders(self, keys: Iterable[bytes]) -> list[int]:
-        """Return the engine that each block is read from; see `CopyJob.sources`."""
 
     def expect(self, handle: int, transfer: Transfer, keys: list[bytes]) -> None:
         """Count on blocks, and make the other engine keep them, until `settle`."""
@@ -63,10 +85,6 @@ class Sharing:
         """Count on nothing more for a request, which runs or has ended."""
         if self._promises is not None:
             self._promises.settle(handle)
-
-    def holders(self, tier: Tier, keys: Iterable[bytes]) -> Sequence[int]:
-        """Return `CopyJob.sources` of blocks that come from a tier which finds blocks by key."""
-        return self._promises.holders(keys) if tier == Tier.PEER and self._promises is not None else ()
 
     def keep(self, name: str, chain: KeyChain, num_blocks: int) -> None:
         """Keep the first blocks of a chain in the host tier under a lease, and store those that are not there."""

@@ -374,7 +374,8 @@ class PlanReport:
                 "tokens": most // page * memory.geometry.block_size, "folder": offload.folder}
         places = [f"{name}:{port}" for name, port in offload.sharing.peers]
         peers = {"name": "peer", "policy": "read", "addresses": places}
-        return [host, *[disk] * bool(offload.folder), *[peers] * bool(places)]
+        devices = [peers | {"name": "cuda_ipc"}] * bool(places and self.plan.machine.device == "cuda")
+        return [host, *devices, *[disk] * bool(offload.folder), *[peers] * bool(places)]
 
 
 def _layer(name: str) -> int:

@@ -5,7 +5,8 @@
 
 A block that is gone, late or corrupt is a failed copy. A peer that is silent has no blocks until it is heard again. A
 promise names blocks that a peer is about to have: they count as there until the request runs, and the peer keeps them
-until then. A peer on this host is read through its memory, or over TCP where this process may not open that.
+until then. A peer on this host is read through its memory, or over TCP where this process may not open that. Blocks on
+GPUs of peers on this machine are a tier of their own, which `device_peers.py` reads.
 """
 
 import logging
@@ -19,6 +20,7 @@ from queue import SimpleQueue
 from quire.contracts.errors import ConfigError, shown
 from quire.contracts.request import Transfer
 from quire.contracts.step import Tier
+from quire.kernels.mapped import mappable
 from quire.kvstore.shards import PageFiles, Shard, cut
 from quire.procs.block_share import BROKEN, FROM_SHARE, BlockLine, Blocks, Claims, Follow, NotShared, Read, Shared
 from quire.procs.host_link import NotMaster, connect
@@ -38,12 +40,12 @@ class BlockPeer:
     held   names of its promises that are still needed
     """
 
-    def __init__(self, place: Place, key: bytes, namespace: bytes) -> None:
-        self.name = f"{place[0]}:{place[1]}"
+    def __init__(self, place: Place, key: bytes, namespace: bytes, tier: Tier) -> None:
+        self.name, self._tier = f"{place[0]}:{place[1]}", tier
         self.keys = set[bytes]()
         self.held: dict[str, None] = {}
         self.ended = SimpleQueue[str]()
-        self._open = partial(_open, place, key, namespace)
+        self._open = partial(open_peer, place, key, namespace)
         self._closing = threading.Event()
         self._line: BlockLine | None = None  # that it is followed on
 
@@ -59,9 +61,13 @@ class BlockPeer:
         while not self._closing.wait(pause):
             pause = RETRY_SECONDS
             try:
-                with closing(self._open()[0]) as line:
+                line, shards = self._open()
+                with closing(line):
                     self._line = line
-                    line.send(Follow())
+                    if (device := self._tier == Tier.CUDA_IPC) and not mappable(one.memory for one in shards):
+                        pause = REFUSED_SECONDS
+                        continue
+                    line.send(Follow(device))
                     while isinstance(message := line.receive(FROM_SHARE), Blocks):
                         self.keys.difference_update(message.went)
                         self.keys.update(message.came)
@@ -69,7 +75,7 @@ class BlockPeer:
                         said = ""
                     raise NotMaster("it does not say which blocks it has")
             except (ConfigError, *BROKEN) as error:
-                if str(error) != said and not self._closing.is_set():
+                if str(error) != said and self._tier == Tier.PEER and not self._closing.is_set():
                     LOG.warning("the peer %s shares no KV blocks: %s", self.name, error)
                 said, pause = str(error), REFUSED_SECONDS if isinstance(error, ConfigError) else RETRY_SECONDS
             finally:
@@ -77,12 +83,13 @@ class BlockPeer:
 
 
 class BlockPeers:
-    """The peer tier of an engine core. See `kv.store.KeyedTier` and `kv.sharing.Promises`."""
+    """Peers of an engine core: the tier of their host memory, or of their GPUs. See `KeyedTier` and `Promises`."""
 
-    tier, takes = Tier.PEER, False
+    takes = False
 
-    def __init__(self, places: Iterable[Place], key: bytes, namespace: bytes) -> None:
-        self._peers = [BlockPeer(place, key, namespace) for place in dict.fromkeys(places)]
+    def __init__(self, places: Iterable[Place], key: bytes, namespace: bytes, tier: Tier = Tier.PEER) -> None:
+        self.tier = tier
+        self._peers = [BlockPeer(place, key, namespace, tier) for place in dict.fromkeys(places)]
         self._promises: dict[int, tuple[BlockPeer, str, list[bytes]]] = {}  # by request
         self._promised: dict[bytes, BlockPeer] = {}
 
@@ -152,7 +159,7 @@ class PeerPages:
 
     def __init__(self, places: Iterable[Place], key: bytes, namespace: bytes, shard: Shard) -> None:
         self._places, self._shard = list(dict.fromkeys(places)), shard
-        self._open = partial(_open, key=key, namespace=namespace)
+        self._open = partial(open_peer, key=key, namespace=namespace)
         self._far = set[tuple[Shard, ...]]()  # of peers on this host whose memory cannot be opened
 
     def fetch(self, keys: Sequence[bytes], sources: Sequence[int], pages: Sequence[memoryview]) -> tuple[int, ...]:
@@ -191,7 +198,7 @@ class PeerPages:
                     yield index
 
 
-def _open(place: Place, key: bytes, namespace: bytes) -> tuple[BlockLine, tuple[Shard, ...]]:
+def open_peer(place: Place, key: bytes, namespace: bytes) -> tuple[BlockLine, tuple[Shard, ...]]:
     """Connect to a peer. Return the connection and the parts of a block that its ranks hold."""
     line = BlockLine(connect(*place, key, namespace, seconds=HELLO_SECONDS))
     try:
