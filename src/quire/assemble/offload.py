@@ -77,7 +77,7 @@ def make_store(plan: EnginePlan, memory: MemoryPlan, pool: BlockPool, shards: Se
                     below=(*peers[:-1], *disks, *peers[-1:]), promises=peers[-1] if peers else None,
                     write_through=offload.write_through)  # fmt: skip
     store.on_start += [one.follow for one in peers]
-    store.on_close += [one.close for one in (*disks, *peers)]
+    store.on_close += [one.close for one in disks] + [one.close for one in peers]
     if sharing.place is not None:
         share = BlockShare(sharing.place, *common, store, shards,
                            device=pool if mappable(one.memory for one in shards) else None)  # fmt: skip

@@ -10,7 +10,7 @@ stays readable when its owner dies, and is not free before it is closed. Knows a
 """
 
 import ctypes
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import lru_cache
 from typing import Any, Protocol
 
@@ -97,7 +97,7 @@ class CudaIpc(DeviceIpc):
         _call("cuCtxSetCurrent", self._context)
 
 
-IMPLEMENTATIONS: dict[str, type[DeviceIpc]] = {"cuda": CudaIpc}  # by the device's type
+IMPLEMENTATIONS: dict[str, Callable[[torch.device], DeviceIpc]] = {"cuda": CudaIpc}  # by the device's type
 
 
 class _Handle(ctypes.Structure):

@@ -151,10 +151,10 @@ class KVStore:
         self._pool.share([*leased])
         if now := [*near][: self._pool.num_free]:
             jobs.add(self._load(now))
-        for one in self._below:
-            pool = self._pool if (link := link_from(one.tier))[1] == Tier.DEVICE else self.host
-            if some := [*far.get(one.tier, ())][: pool.num_free]:
-                jobs.add(self._jobs.begin(link, some, sources=one.holders(some), targets=pool.take(len(some)),
+        for below in self._below:
+            pool = self._pool if (link := link_from(below.tier))[1] == Tier.DEVICE else self.host
+            if some := [*far.get(below.tier, ())][: pool.num_free]:
+                jobs.add(self._jobs.begin(link, some, sources=below.holders(some), targets=pool.take(len(some)),
                                           after=False))  # fmt: skip
         if not jobs:
             self._pool.release([*leased])

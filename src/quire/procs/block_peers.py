@@ -182,11 +182,11 @@ class PeerReads:
                  for number, some in by_peer.items()]  # fmt: skip
         return tuple(sorted(index for one in asked for index in one.result()))
 
-    def _ask(self, number: int, some: list[int], read: Callable[[int, list[int]], Iterable[int]]) -> Iterable[int]:
+    def _ask(self, number: int, some: list[int], read: Callable[[int, list[int]], Iterable[int]]) -> tuple[int, ...]:
         """Read the blocks with the indices `some` from a peer; return the indices of those that failed."""
         failed = set(some)
         if self._avoided.get(number, 0.0) > time.monotonic():
-            return failed
+            return tuple(failed)
         try:
             for index in read(number, some):
                 failed.discard(index)
@@ -195,7 +195,7 @@ class PeerReads:
                         *self.places[number], str(error))  # fmt: skip
             if isinstance(error, TimeoutError):
                 self._avoided[number] = time.monotonic() + AVOID_SECONDS
-        return failed
+        return tuple(failed)
 
 
 class PeerPages:

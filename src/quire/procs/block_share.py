@@ -284,7 +284,7 @@ class BlockShare:
                             self._told.put((name, True))
                         for name in message.ended:
                             self._told.put((name, False))
-                    else:
+                    elif isinstance(message, Follow):
                         known = self._device if message.device else self._host
                         threading.Thread(target=self._tell, args=(line, known), name="quire-kv-tell",
                                          daemon=True).start()  # fmt: skip

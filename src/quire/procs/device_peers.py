@@ -111,8 +111,10 @@ class _Link:
 
     def close(self) -> None:
         """End the connection and the mapping; the next job begins anew."""
-        for one in filter(None, (self._line, self._pages)):
-            one.close()
+        if self._line is not None:
+            self._line.close()
+        if self._pages is not None:
+            self._pages.close()
         self._line = self._pages = None
 
     def _watch(self, line: BlockLine) -> None:
