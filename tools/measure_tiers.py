@@ -1,14 +1,19 @@
 """Time to the first token of long prompts: computed, and from the tiers of the KV cache; decodes beside loads.
 
     python tools/measure_tiers.py [MODEL] [--device cuda] [--prompt 32000] [--blocks 640] [--gb 40] [--folder DIR]
-                                  [--loads 6] [--decodes 64]
+                                  [--loads 6] [--decodes 64] [--peer]
 
 MODEL is a name of `quire bench`, with dummy weights. The device holds --blocks blocks of 128 tokens, less than the four
 prompts that come in turn, so each evicts the others. --folder: also a new engine that finds the blocks in files.
+--peer: instead, from another process on the same GPU, which has the prompts on the device: by each transport.
 """
 
 import argparse
+import os
 import random
+import socket
+import subprocess
+import sys
 import time
 from typing import Any
 
@@ -16,6 +21,7 @@ from quire import LLM, RequestOutput, SamplingParams
 from quire.bench.workload import model_folder
 from quire.contracts.step import Tier
 from quire.engine.replicas import flush
+from quire.procs import block_peers, block_share
 
 ONE = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
 DRAW = random.Random(1)
@@ -27,9 +33,17 @@ def main() -> None:
     parser.add_argument("model", nargs="?", default="qwen3-8b")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--folder")
+    parser.add_argument("--peer", action="store_true")
+    parser.add_argument("--share", help=argparse.SUPPRESS)
     for name, number in (("--prompt", 32000), ("--blocks", 640), ("--gb", 40), ("--loads", 6), ("--decodes", 64)):
         parser.add_argument(name, type=int, default=number)
     asked = parser.parse_args()
+    if asked.share:
+        share(asked)
+        return
+    if asked.peer:
+        from_peer(asked)
+        return
     with engine(asked, kv_offload_policy="write_through") as llm:
         prompts = [random_prompt(llm, asked.prompt) for _ in range(4)]
         for say in ("computed", "again"):
@@ -66,6 +80,54 @@ def first_token(llm: LLM, prompt: list[int], say: str, tier: Tier) -> None:
     loaded, took = after.loaded_bytes - before.loaded_bytes, after.loaded_seconds - before.loaded_seconds
     rate = f", {loaded / 1e9:.2f} GB from {tier} at {loaded / took / 1e9:.1f} GB/s" if took else ""
     print(f"{say}: {1000 * seconds:.1f} ms, {output.num_cached_tokens} tokens cached{rate}", flush=True)
+
+
+def share(asked: argparse.Namespace) -> None:
+    """Compute two prompts and share their blocks, until standard input ends."""
+    with engine(asked, kv_offload_policy="write_through", kv_share=asked.share) as llm:
+        llm.generate([random_prompt(llm, asked.prompt) for _ in range(2)], ONE, use_tqdm=False)
+        flush(llm.engine.core)
+        print("shared", file=sys.stderr, flush=True)
+        sys.stdin.read()
+
+
+def from_peer(asked: argparse.Namespace) -> None:
+    """Print the times of two prompts whose blocks another process on this GPU has, by each transport.
+
+    The first prompt of a transport also opens its connection, and maps memory.
+    """
+    os.environ.setdefault("QUIRE_CLUSTER_KEY", "of this measurement")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        place = f"127.0.0.1:{free.getsockname()[1]}"
+    mappable, near = block_peers.mappable, block_share.BlockLine.near
+    with subprocess.Popen([sys.executable, *sys.argv, "--share", place], stdin=subprocess.PIPE,
+                          stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as sharer:  # fmt: skip
+        assert sharer.stdin is not None and sharer.stderr is not None
+        try:
+            for line in sharer.stderr:
+                sys.stderr.write(line)
+                if line == "shared\n":
+                    break
+            else:
+                raise SystemExit("the other process has ended")
+            prompts: list[list[int]] = []
+            ways = (("CUDA IPC", Tier.CUDA_IPC), ("shared memory", Tier.PEER), ("TCP", Tier.PEER))
+            for say, tier in ways[asked.device != "cuda":]:
+                block_peers.mappable = mappable if say == "CUDA IPC" else lambda memories: False
+                block_share.BlockLine.near = False if say == "TCP" else near
+                with engine(asked, kv_peers=(place,)) as llm:
+                    prompts = prompts or [random_prompt(llm, asked.prompt) for _ in range(4)]
+                    for prompt in prompts[2:]:
+                        first_token(llm, prompt, "computed", tier)
+                    known = next(one for one in llm.engine.core.scheduler.roster.store._below if one.tier == tier)
+                    until = time.monotonic() + 60
+                    while len(known._peers[0].keys) < 2 * (asked.prompt // 128) and time.monotonic() < until:
+                        time.sleep(0.01)
+                    for prompt in prompts[:2]:
+                        first_token(llm, prompt, f"by {say}", tier)
+        finally:
+            sharer.stdin.close()
 
 
 def decodes_beside_loads(llm: LLM, prompts: list[list[int]], asked: argparse.Namespace) -> None:

@@ -25,14 +25,22 @@ class MockDisk(dict[bytes, Memory]):
     tier, takes = Tier.DISK, True
 
     def has(self, key: bytes) -> bool:
-        """See `quire.kv.store.KeyedTier`."""
+        """See `quire.kv.sharing.KeyedTier`."""
         return key in self
 
+    def holders(self, keys: Iterable[bytes]) -> list[int]:
+        """See `quire.kv.sharing.KeyedTier`."""
+        return [0 for _ in keys] if self.tier == Tier.PEER else []
+
+    def holder(self, key: bytes) -> str:
+        """See `quire.kv.sharing.KeyedTier`."""
+        return "a peer" if self.tier == Tier.PEER else ""
+
     def note_written(self, keys: Iterable[bytes]) -> None:
-        """See `quire.kv.store.KeyedTier`."""
+        """See `quire.kv.sharing.KeyedTier`."""
 
     def discard(self, keys: Iterable[bytes]) -> None:
-        """See `quire.kv.store.KeyedTier`."""
+        """See `quire.kv.sharing.KeyedTier`."""
         for key in keys:
             self.pop(key, None)
 
@@ -44,19 +52,27 @@ class MockRanksDisk:
         self.tier, self.takes, self.parts = tier, tier == Tier.DISK, parts or (MockDisk(), MockDisk())
 
     def has(self, key: bytes) -> bool:
-        """See `quire.kv.store.KeyedTier`."""
+        """See `quire.kv.sharing.KeyedTier`."""
         return all(key in part for part in self.parts)
 
+    def holders(self, keys: Iterable[bytes]) -> list[int]:
+        """See `quire.kv.sharing.KeyedTier`."""
+        return [0 for _ in keys] if self.tier == Tier.PEER else []
+
+    def holder(self, key: bytes) -> str:
+        """See `quire.kv.sharing.KeyedTier`."""
+        return "a peer" if self.tier == Tier.PEER else ""
+
     def note_written(self, keys: Iterable[bytes]) -> None:
-        """See `quire.kv.store.KeyedTier`."""
+        """See `quire.kv.sharing.KeyedTier`."""
 
     def discard(self, keys: Iterable[bytes]) -> None:
-        """See `quire.kv.store.KeyedTier`."""
+        """See `quire.kv.sharing.KeyedTier`."""
         for part in self.parts:
             part.discard(keys)
 
     def clear(self) -> None:
-        """See `quire.kv.store.KeyedTier`."""
+        """See `quire.kv.sharing.KeyedTier`."""
         for part in self.parts:
             part.clear()
 
@@ -70,33 +86,22 @@ class MockPeers(MockDisk):
         super().__init__(blocks or {})
         self.promised: dict[int, set[bytes]] = {}
 
-    def follow(self) -> None:
-        """See `quire.kv.sharing.Promises`."""
-
     def has(self, key: bytes) -> bool:
-        """See `quire.kv.store.KeyedTier`."""
+        """See `quire.kv.sharing.KeyedTier`."""
         return key in self or any(key in keys for keys in self.promised.values())
 
     def discard(self, keys: Iterable[bytes]) -> None:
-        """See `quire.kv.store.KeyedTier`."""
+        """See `quire.kv.sharing.KeyedTier`."""
         keys = set(keys)
         super().discard(keys)
         for promise in self.promised.values():
             promise -= keys
 
     def clear(self) -> None:
-        """See `quire.kv.store.KeyedTier`."""
+        """See `quire.kv.sharing.KeyedTier`."""
         super().clear()
         for promise in self.promised.values():
             promise.clear()
-
-    def holders(self, keys: Iterable[bytes]) -> list[int]:
-        """See `quire.kv.sharing.Promises`."""
-        return [0 for _ in keys]
-
-    def holder(self, key: bytes) -> str:
-        """See `quire.kv.sharing.Promises`."""
-        return "a peer" if self.has(key) else ""
 
     def expect(self, handle: int, transfer: Transfer, keys: list[bytes]) -> None:
         """See `quire.kv.sharing.Promises`."""

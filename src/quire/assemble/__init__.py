@@ -346,7 +346,8 @@ def join_replicas(plan: EnginePlan, cores: Sequence[EngineCore], arrived: thread
     hosts   index of the host of each rank
     """
     for store in filter(None, (core.scheduler.roster.store for core in cores)):
-        store.sharing.follow()
+        for start in store.on_start:
+            start()
     parallel, moe = plan.mesh.parallel, plan.args.moe
     if parallel.redundant is None or moe is None:
         return cores[0] if len(cores) == 1 else Replicas(cores, lockstep=parallel.lockstep, arrived=arrived)

@@ -12,9 +12,12 @@ from quire.config.placement import ranks
 from quire.config.resolve import GIB, MemoryPlan
 from quire.contracts.blocks import KVGeometry
 from quire.contracts.errors import ConfigError
+from quire.contracts.step import Tier
+from quire.kernels.ipc import IMPLEMENTATIONS
+from quire.kernels.mapped import export, mappable
 from quire.kv.hashing import namespace_digest
 from quire.kv.pool import BlockPool
-from quire.kv.store import KeyedTier, KVStore
+from quire.kv.store import KVStore
 from quire.kvstore.arena import KVArena
 from quire.kvstore.files import BlockFiles, DiskTier, FileSystem
 from quire.kvstore.mover import BlockMover
@@ -27,6 +30,7 @@ from quire.models.registry import rank_geometry
 from quire.platforms.cpu import read_cpu_facts
 from quire.procs.block_peers import BlockPeers, PeerPages
 from quire.procs.block_share import BlockShare
+from quire.procs.device_peers import PeerDevices
 from quire.procs.kv_faults import Faults, FaultyFiles, FaultyLine
 from quire.weights.files import weight_files
 
@@ -67,24 +71,22 @@ def make_store(plan: EnginePlan, memory: MemoryPlan, pool: BlockPool, shards: Se
     taken = len(memory.geometry.groups) * (2 * tokens + memory.max_model_len) // size + 2
     # Prompts that come together load all their blocks at once, and evict as many that no store has copied yet.
     ahead = 0 if offload.write_through else min(pool.num_blocks // 2, memory.host_blocks // 4, MOST_AHEAD)
-    below: tuple[KeyedTier, ...] = ()
-    if offload.folder:
-        below = (disk := DiskTier(Path(offload.folder), _namespace(plan, times=True), _names(plan)),)
-    sharing, peers = offload.sharing.of(plan.mesh.rank.replica), None
-    if sharing.peers:
-        peers = BlockPeers(sharing.peers, cluster_key()[0], _namespace(plan, times=False))
-        below += (peers,)
+    sharing = offload.sharing.of(plan.mesh.rank.replica)
+    common = (cluster_key()[0], _namespace(plan, times=False)) if sharing.place or sharing.peers else (b"", b"")
+    disks = [DiskTier(Path(offload.folder), _namespace(plan, times=True), _names(plan))] if offload.folder else []
+    near = [Tier.CUDA_IPC] if plan.machine.device in IMPLEMENTATIONS and plan.config.hosts.nnodes == 1 else []
+    peers = [BlockPeers(sharing.peers, *common, tier) for tier in (*near, Tier.PEER) if sharing.peers]
     store = KVStore(pool, memory.geometry.groups, size, num_host_blocks=memory.host_blocks, reserve=max(taken, ahead),
-                    below=below, promises=peers, write_through=offload.write_through)  # fmt: skip
-    if offload.folder:
-        store.on_close.append(disk.close)
+                    below=(*peers[:-1], *disks, *peers[-1:]), promises=peers[-1] if peers else None,
+                    write_through=offload.write_through)  # fmt: skip
+    store.on_start += [one.follow for one in peers]
+    store.on_close += [one.close for one in disks] + [one.close for one in peers]
     if sharing.place is not None:
-        share = BlockShare(sharing.place, cluster_key()[0], _namespace(plan, times=False), store, shards)
+        share = BlockShare(sharing.place, *common, store, shards,
+                           device=pool if mappable(one.memory for one in shards) else None)  # fmt: skip
         if faults := _faults(plan):
             share.line = partial(FaultyLine, faults=faults)
         store.on_close.append(share.close)
-    if peers is not None:
-        store.on_close.append(peers.close)
     return store
 
 
@@ -112,13 +114,20 @@ def make_mover(plan: EnginePlan, memory: MemoryPlan, arena: KVArena) -> BlockMov
                            page_bytes=arena.page_bytes,
                            most_bytes=offload.folder_bytes // plan.mesh.parallel.replica,
                            system=FaultyFiles(faults) if faults else FileSystem())
-    rank, peers = plan.mesh.rank, None
+    rank, peers, devices, mapping = plan.mesh.rank, None, None, None
     sharing = offload.sharing.of(rank.replica)
+    if arena.pages.device.type in IMPLEMENTATIONS and (sharing.place or sharing.peers):
+        mapping = IMPLEMENTATIONS[arena.pages.device.type](arena.pages.device)
     shard = Shard(geometry=memory.geometry, layer=rank.layers[0], head=rank.kv_heads[0],
-                  draft_head=plan.draft.mesh.rank.kv_heads[0] if plan.draft else 0)
+                  draft_head=plan.draft.mesh.rank.kv_heads[0] if plan.draft else 0,
+                  memory=export(mapping, arena.pages) if mapping is not None and sharing.place else None)
     if sharing.peers:
-        peers = PeerPages(sharing.peers, cluster_key()[0], _namespace(plan, times=False), shard)
-    return BlockMover(arena, memory.host_blocks, files, peers=peers, shared=shard if sharing.place else None)
+        common = cluster_key()[0], _namespace(plan, times=False)
+        peers = PeerPages(sharing.peers, *common, shard)
+        if mapping is not None:
+            devices = PeerDevices(sharing.peers, *common, shard, mapping, arena.pages.data_ptr())
+    return BlockMover(arena, memory.host_blocks, files, peers=peers, devices=devices,
+                      shared=shard if sharing.place else None)  # fmt: skip
 
 
 def _faults(plan: EnginePlan) -> Faults | None:

@@ -78,14 +78,15 @@ class StepSync(msgspec.Struct, frozen=True):
 
 
 class Tier(StrEnum):
-    """Memory that holds KV blocks, the nearest first. PEER is the host memory of other engines.
+    """Memory that holds KV blocks, the nearest first. PEER is the host memory of other engines, CUDA_IPC their GPUs'.
 
-    DEVICE and HOST have block numbers; DISK and PEER find blocks by key. BLENDED is no memory: the origin of a block
+    DEVICE and HOST have block numbers; the others find blocks by key. BLENDED is no memory: the origin of a block
     whose KV was moved from other positions on the device.
     """
 
     DEVICE = "device"
     HOST = "host"
+    CUDA_IPC = "cuda_ipc"
     DISK = "disk"
     PEER = "peer"
     BLENDED = "blended"
@@ -110,8 +111,8 @@ class CopyJob(msgspec.Struct, frozen=True, kw_only=True):
 
     id        number of the job, unique among the jobs of an engine core
     keys      [n] keys of the blocks
-    sources   [n] int32 blocks in the source tier; empty for a tier that finds blocks by key. Of the peer tier: the
-              number of the peer that has the block, or ~number if it has promised the block and may not have it yet
+    sources   [n] int32 blocks in the source tier; empty for a tier that finds blocks by key. Of peers: the number
+              of the peer that has the block, or ~number if it has promised the block and may not have it yet
     targets   [n] int32 blocks in the target tier; empty likewise
     """
 

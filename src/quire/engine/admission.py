@@ -126,8 +126,7 @@ class Admitter:
             if block not in request.origins:  # else it comes from a disk, through host memory
                 key = chain.keys(block + 1, block)[0]
                 why, seconds = self._history.dropped(key)
-                peer = store.sharing.holder(key) if tier == Tier.PEER else ""
-                request.origins[block] = Fetched(tier=tier, why=why, seconds=seconds, peer=peer)
+                request.origins[block] = Fetched(tier=tier, why=why, seconds=seconds, peer=store.holder(tier, key))
         self._roster.await_blocks(request)
         return True
 

@@ -203,8 +203,9 @@ def _components(components: Sequence[Sequence[object]]) -> str:
 
 def _tier_words(tier: Plan) -> str:
     """Return a tier of KV blocks below the device in words."""
-    if tier["name"] == "peer":
-        return f"peer tier: blocks in host memory of {', '.join(tier['addresses'])}"
+    if tier["policy"] == "read":
+        place = "host memory of" if tier["name"] == "peer" else "GPUs of this machine, of"
+        return f"{tier['name']} tier: blocks in {place} {', '.join(tier['addresses'])}"
     where = f"files in {tier['folder']}, at most" if tier["folder"] else "host memory,"
     return (f"{tier['name']} tier, {tier['policy']}: {where} {size(tier['bytes'])} = {tier['blocks']:,} pages = "
             f"{tier['tokens']:,} tokens")

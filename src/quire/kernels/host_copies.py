@@ -17,7 +17,7 @@ def sent(numbers: Sequence[int], device: torch.device) -> Tensor:
 def sent_array(values: np.ndarray, device: torch.device) -> Tensor:
     """Copy an array to the device, without waiting for it. On a CPU the tensor has the memory of the array."""
     host = torch.from_numpy(values)
-    return host if device.type == "cpu" else host.pin_memory().to(device, non_blocking=True)
+    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)
 
 
 def back(values: Tensor) -> Tensor:

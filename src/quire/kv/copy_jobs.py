@@ -14,6 +14,11 @@ Link = tuple[Tier, Tier]  # source, target
 STORE, LOAD = (Tier.DEVICE, Tier.HOST), (Tier.HOST, Tier.DEVICE)
 
 
+def link_from(tier: Tier) -> Link:
+    """Return the link by which blocks of a tier come nearer to the device."""
+    return tier, Tier.DEVICE if tier in (Tier.HOST, Tier.CUDA_IPC) else Tier.HOST
+
+
 @dataclass
 class RunningJob:
     """A job between its planning and its report. `void`: indices of blocks whose keys were dropped meanwhile."""

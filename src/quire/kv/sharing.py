@@ -18,17 +18,36 @@ LEASE_SECONDS = 30.0
 MOST_LEASED = 0.5  # of the host tier; beyond it the oldest leases end
 
 
-class Promises(Protocol):
-    """Blocks that other engines have, or have promised to requests: both count as there, see `KeyedTier.has`."""
+class KeyedTier(Protocol):
+    """A tier below the host tier that finds blocks by key, such as files on a disk.
 
-    def follow(self) -> None:
-        """Follow which blocks other engines have, from now on."""
+    takes   True: host blocks are written to it
+    """
 
-    def holders(self, keys: Iterable[bytes]) -> list[int]:
-        """Return the engine that each block is read from; see `CopyJob.sources`."""
+    tier: Tier
+    takes: bool
+
+    def has(self, key: bytes) -> bool:
+        """True when the tier seems to hold the block on every rank. A job may find that it does not."""
+
+    def holders(self, keys: Iterable[bytes]) -> Sequence[int]:
+        """Return `CopyJob.sources` of blocks that come from this tier."""
 
     def holder(self, key: bytes) -> str:
-        """Return the address of the engine that has, or has promised, a block; "" for none."""
+        """Return the address of the engine that a block comes from; "" for a tier of this engine."""
+
+    def note_written(self, keys: Iterable[bytes]) -> None:
+        """Hold blocks that a job has written on every rank."""
+
+    def discard(self, keys: Iterable[bytes]) -> None:
+        """Forget blocks whose content cannot be trusted."""
+
+    def clear(self) -> None:
+        """Forget all blocks."""
+
+
+class Promises(Protocol):
+    """Blocks that other engines have, or have promised to requests: both count as there, see `KeyedTier.has`."""
 
     def expect(self, handle: int, transfer: Transfer, keys: list[bytes]) -> None:
         """Count on blocks, and make the other engine keep them, until `settle`."""
@@ -59,11 +78,6 @@ class Sharing:
         self._num_held = 0
         host.on_publish.append(self._came)
 
-    def follow(self) -> None:
-        """Follow other engines, now that all replicas of this one can be read."""
-        if self._promises is not None:
-            self._promises.follow()
-
     def expect(self, new: NewRequest, chain: KeyChain) -> None:
         """Count on the blocks that another engine has computed for a new request."""
         if self._promises is not None and new.transfer is not None and new.transfer.address:
@@ -77,14 +91,6 @@ class Sharing:
         """Count on nothing more for a request, which runs or has ended."""
         if self._promises is not None:
             self._promises.settle(handle)
-
-    def holders(self, tier: Tier, keys: Iterable[bytes]) -> Sequence[int]:
-        """Return `CopyJob.sources` of blocks that come from a tier which finds blocks by key."""
-        return self._promises.holders(keys) if tier == Tier.PEER and self._promises is not None else ()
-
-    def holder(self, key: bytes) -> str:
-        """See `Promises`."""
-        return "" if self._promises is None else self._promises.holder(key)
 
     def keep(self, name: str, chain: KeyChain, num_blocks: int) -> None:
         """Keep the first blocks of a chain in the host tier under a lease, and store those that are not there."""

@@ -2,7 +2,8 @@
 
     device   the allocator's pool               where steps read and write
     host     a `BlockPool` of this store        between the device and everything else
-    below    `KeyedTier`s: a disk, peers        find blocks by key; filled from the host tier, read into it
+    below    `KeyedTier`s: a disk, peers        find blocks by key; filled from the host tier, read into it; GPUs of
+                                                peers into the device
 
 Every movement is a `CopyJob` in a step's plan, and counts when its report comes. A store holds no device block: when
 the device pool drops the key first, the copy is worthless. A load takes device blocks of its own and publishes them
@@ -16,18 +17,17 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Protocol
 
 import msgspec
 
 from quire.contracts.blocks import KVGroup
 from quire.contracts.output import TierStats
 from quire.contracts.step import CopyJob, FinishedCopy, StepCopies, Tier
-from quire.kv.copy_jobs import LOAD, STORE, CopyJobs
+from quire.kv.copy_jobs import LOAD, STORE, CopyJobs, link_from
 from quire.kv.hashing import KeyChain
 from quire.kv.pool import BlockPool
 from quire.kv.prefix import PrefixIndex, PrefixMatch, matched_blocks
-from quire.kv.sharing import Promises, Sharing
+from quire.kv.sharing import KeyedTier, Promises, Sharing
 
 LOG = logging.getLogger("quire").getChild("kv")
 MOST_MOVING = 512  # blocks on their way to the host tier; and to the disk tier: what is beyond is not written
@@ -42,28 +42,6 @@ class BlockPlace(Enum):
     LOADABLE = "loadable"  # in another tier
     PENDING = "pending"  # a job brings it nearer
     MISSING = "missing"
-
-
-class KeyedTier(Protocol):
-    """A tier below the host tier that finds blocks by key, such as files on a disk.
-
-    takes   True: host blocks are written to it
-    """
-
-    tier: Tier
-    takes: bool
-
-    def has(self, key: bytes) -> bool:
-        """True when the tier seems to hold the block on every rank. A job may find that it does not."""
-
-    def note_written(self, keys: Iterable[bytes]) -> None:
-        """Hold blocks that a job has written on every rank."""
-
-    def discard(self, keys: Iterable[bytes]) -> None:
-        """Forget blocks whose content cannot be trusted."""
-
-    def clear(self) -> None:
-        """Forget all blocks."""
 
 
 @dataclass
@@ -81,7 +59,8 @@ class KVStore:
     host     pool of the host tier
     stats    counters of each tier below the device, since the start
     sharing  promises to and from other engines
-    on_close   functions to call when the engine ends
+    on_start   functions to call when all replicas of the engine are there;  on_close  when it ends
+    on_whole   functions to call with device blocks whose content a job has read or written, and their keys
     """
 
     def __init__(
@@ -109,8 +88,10 @@ class KVStore:
         self._pool, self._below, self._reserve, self._clock = pool, below, reserve, clock
         self._index = PrefixIndex(_Reachable(self), block_size, groups)
         self.sharing = Sharing(pool, self.host, len(groups), self.offer, promises, clock)
+        self.on_start: list[Callable[[], None]] = []
         self.on_close: list[Callable[[], None]] = []
-        links = [STORE, LOAD, *((one.tier, Tier.HOST) for one in below), *((Tier.HOST, one.tier) for one in below)]
+        self.on_whole: list[Callable[[int, bytes], None]] = []
+        links = [STORE, LOAD, *(link_from(one.tier) for one in below), *((Tier.HOST, one.tier) for one in below)]
         self._jobs = CopyJobs(links)
         self._offered: dict[int, bytes] = {}  # device block -> key, to be stored by write-through
         self._arrived: list[bytes] = []  # keys that came to the host tier from the device, for the tiers below
@@ -135,6 +116,10 @@ class KVStore:
             return BlockPlace.MISSING if moves[1] in self._late else BlockPlace.PENDING
         there = self.host.lookup(key) is not None or self._holder(key) is not None
         return BlockPlace.LOADABLE if there else BlockPlace.MISSING
+
+    def holder(self, tier: Tier, key: bytes) -> str:
+        """Return the address of the engine from which a tier has a block; "" for tiers of this engine."""
+        return next((one.holder(key) for one in self._below if one.tier == tier), "")
 
     def fetch(self, handle: int, chain: KeyChain, max_tokens: int, match: PrefixMatch,
               chunks: Sequence[KeyChain] = ()) -> dict[int, Tier] | None:
@@ -166,10 +151,11 @@ class KVStore:
         self._pool.share([*leased])
         if now := [*near][: self._pool.num_free]:
             jobs.add(self._load(now))
-        for tier, keys in far.items():
-            if some := [*keys][: self.host.num_free]:
-                jobs.add(self._jobs.begin((tier, Tier.HOST), some, sources=self.sharing.holders(tier, some),
-                                          targets=self.host.take(len(some)), after=False))  # fmt: skip
+        for below in self._below:
+            pool = self._pool if (link := link_from(below.tier))[1] == Tier.DEVICE else self.host
+            if some := [*far.get(below.tier, ())][: pool.num_free]:
+                jobs.add(self._jobs.begin(link, some, sources=below.holders(some), targets=pool.take(len(some)),
+                                          after=False))  # fmt: skip
         if not jobs:
             self._pool.release([*leased])
             return None
@@ -287,8 +273,7 @@ class KVStore:
     def _on_its_way(self, key: bytes) -> tuple[Tier, int] | None:
         """Return the source and the job that brings a block nearer to the device; None when no job does."""
         for source in (Tier.HOST, *(one.tier for one in self._below)):
-            link = (source, Tier.DEVICE if source == Tier.HOST else Tier.HOST)
-            if (job := self._jobs.find(link, key)) is not None:
+            if (job := self._jobs.find(link_from(source), key)) is not None:
                 return source, job
         return None
 
@@ -350,9 +335,14 @@ class KVStore:
         sources, targets = job.sources.tolist(), job.targets.tolist()
         if job.target in (Tier.DEVICE, Tier.HOST):
             pool = self._pool if job.target == Tier.DEVICE else self.host
-            new = [job.keys[i] for i in whole if pool.publish(targets[i], job.keys[i])]
+            new = [i for i in whole if pool.publish(targets[i], job.keys[i])]
             pool.release(targets)
-            self._arrived += new if job.source == Tier.DEVICE and self._below else []
+            self._arrived += [job.keys[i] for i in new] if job.source == Tier.DEVICE and self._below else []
+            if Tier.DEVICE in (job.source, job.target):
+                known, blocks = (whole, sources) if job.source == Tier.DEVICE else (new, targets)
+                for tell in self.on_whole:
+                    for i in known:
+                        tell(blocks[i], job.keys[i])
         if job.source == Tier.HOST:
             self.host.release(sources)
         if job.source == Tier.HOST and job.target == Tier.DEVICE:  # a copy that cannot be read is no copy

@@ -176,7 +176,7 @@ class BlockFiles:
 
 
 class DiskTier:
-    """The disk tier as the core sees it: the names of the files that all ranks have. See `kv.store.KeyedTier`.
+    """The disk tier as the core sees it: the names of the files that all ranks have. See `kv.sharing.KeyedTier`.
 
     A thread reads the folders again from time to time, and deletes files; the core waits for neither. So a file of
     another engine is found a little later, and a file that is gone is a miss when it is read.
@@ -199,6 +199,14 @@ class DiskTier:
             self._thread.submit(self._read)
         name = block_name(key)
         return name in self._names and name not in self._barred and not self._num_clears
+
+    def holders(self, keys: Iterable[bytes]) -> tuple[int, ...]:
+        """Return (): files are found by key."""
+        return ()
+
+    def holder(self, key: bytes) -> str:
+        """Return "": files are this engine's."""
+        return ""
 
     def note_written(self, keys: Iterable[bytes]) -> None:
         """Count on files that every rank has written."""

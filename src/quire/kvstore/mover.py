@@ -3,6 +3,7 @@
     device <-> host   `kernels/page_copies.py`: at once on a CPU, on streams beside the steps on a GPU
     host <-> disk     `files.py`, in threads of each direction
     peers -> host     a `PageSource`, in a thread
+    peers -> device   a `DeviceSource`, in a thread
 
 The host arena has the layout of the device's arena: a page is one copy, in every direction. Jobs begin in the thread
 that launches steps; another one may ask for their ends. Knows nothing of requests, pools and leases (`kv/`).
@@ -33,7 +34,7 @@ LOG = logging.getLogger("quire")
 MOMENT_SECONDS = 0.005  # a step without tokens waits at most this long for a job
 TICK_SECONDS = 0.0002
 TOKEN_BYTES = 32
-THREADS = {"read": 8, "write": 1, "peer": 4}  # one reads and checks about 2.3 GB/s from the system's page cache
+THREADS = {"read": 8, "write": 1, "peer": 4, "ipc": 4}  # one reads and checks about 2.3 GB/s of cached files
 
 Outcome = Callable[[], tuple[int, ...] | None]  # returns indices of blocks that failed; None: the job still runs
 Move = Callable[[CopyJob, Sequence[int]], tuple[int, ...]]  # moves some blocks of a job; returns those that failed
@@ -49,6 +50,14 @@ class PageSource(Protocol):
         """
 
 
+class DeviceSource(Protocol):
+    """Blocks on devices of other engines."""
+
+    def begin(self) -> Move:
+        """Return a function that copies blocks of a job into the device's pages, when the device has done what it has
+        been given so far. Any time, but an end of it."""
+
+
 @dataclass(frozen=True)
 class _Running:
     job: CopyJob
@@ -59,18 +68,19 @@ class _Running:
 class BlockMover:
     """Runs the copy jobs of a rank between its device, host memory and files.
 
-    peers   blocks of other engines, or None
+    peers   blocks of other engines, or None;  devices  of their GPUs
     host    [num_host_blocks + 1, page_bytes] uint8, the host tier; page 0 has the token of a shard that is shared
     shards  this rank's part of each block, if other engines may read it in the host tier; (): they may not
     """
 
     def __init__(self, arena: KVArena, num_host_blocks: int, files: BlockFiles | None = None,
-                 peers: PageSource | None = None, *, shared: Shard | None = None) -> None:
+                 peers: PageSource | None = None, *, devices: DeviceSource | None = None,
+                 shared: Shard | None = None) -> None:  # fmt: skip
         """Allocate the host tier.
 
         shared   this rank's part of each block, to put the host tier into memory that other processes can open
         """
-        self._arena, self._files, self._peers = arena, files, peers
+        self._arena, self._files, self._peers, self._devices = arena, files, peers, devices
         self.shards: tuple[Shard, ...] = ()
         size = (num_host_blocks + 1, arena.page_bytes)
         try:
@@ -87,7 +97,7 @@ class BlockMover:
         if on_gpu:
             pin(self.host, arena.pages.device)
         self._pages: PageCopies = (StreamCopies if on_gpu else InlineCopies)(arena.pages, self.host)
-        ways = ("read", "write") * (files is not None) + ("peer",) * (peers is not None)
+        ways = ("read", "write") * (files is not None) + ("peer", "ipc") * (peers is not None)
         self._threads = {way: [FileThread(f"quire-kv-{way}") for _ in range(THREADS[way])] for way in ways}
         self._running: list[_Running] = []
         self._lock = threading.Lock()
@@ -115,6 +125,9 @@ class BlockMover:
         if job.source == Tier.PEER:
             assert self._peers is not None, "there is no peer tier"
             return self._in_threads("peer", job, self._move_pages, whole=True)
+        if job.source == Tier.CUDA_IPC:
+            assert self._devices is not None, "there is no tier of GPUs"
+            return self._in_threads("ipc", job, self._devices.begin(), whole=True)
         if Tier.DISK in (job.source, job.target):
             assert self._files is not None, "there is no disk tier"
             reads = job.source == Tier.DISK

@@ -16,6 +16,7 @@ import msgspec
 
 from quire.contracts.blocks import KVGeometry, KVGroup
 from quire.contracts.errors import ConfigError
+from quire.kernels.mapped import ExportedPages
 
 
 class Shard(msgspec.Struct, frozen=True, kw_only=True):
@@ -26,6 +27,7 @@ class Shard(msgspec.Struct, frozen=True, kw_only=True):
     head       number in the model of its first KV head;  draft_head  in the draft model or EAGLE head
     file       path of its host memory [num_pages, page_bytes], for processes of this host; "": it is not shared
     token      first bytes of that memory, by which the right file is known
+    memory     its KV cache on the device, for processes of this machine; None: it is not shared
     """
 
     geometry: KVGeometry
@@ -34,6 +36,7 @@ class Shard(msgspec.Struct, frozen=True, kw_only=True):
     draft_head: int = 0
     file: str = ""
     token: bytes = b""
+    memory: ExportedPages | None = None
 
 
 class Range(msgspec.Struct, frozen=True, array_like=True):
@@ -70,7 +73,7 @@ def cut(mine: Shard, theirs: tuple[Shard, ...]) -> tuple[Range, ...]:
     Raises ConfigError if there are none.
     """
     for rank, shard in enumerate(theirs):
-        if msgspec.structs.replace(shard, file=mine.file, token=mine.token) == mine:
+        if msgspec.structs.replace(shard, file=mine.file, token=mine.token, memory=mine.memory) == mine:
             return (Range(rank, 0, mine.geometry.page_bytes, 0),)
     cuts = [_joined(_ranges(mine, theirs, index)) for index in range(len(mine.geometry.groups))]
     if any(one != cuts[0] for one in cuts):

@@ -374,7 +374,9 @@ class PlanReport:
                 "tokens": most // page * memory.geometry.block_size, "folder": offload.folder}
         places = [f"{name}:{port}" for name, port in offload.sharing.of(self.plan.mesh.rank.replica).peers]
         peers = {"name": "peer", "policy": "read", "addresses": places}
-        return [host, *[disk] * bool(offload.folder), *[peers] * bool(places)]
+        mapped = places and self.plan.machine.device == "cuda" and self.plan.config.hosts.nnodes == 1
+        devices = [peers | {"name": "cuda_ipc"}] * bool(mapped)
+        return [host, *devices, *[disk] * bool(offload.folder), *[peers] * bool(places)]
 
 
 def _layer(name: str) -> int:

@@ -5,22 +5,23 @@
 
 A block that is gone, late or corrupt is a failed copy. A peer that is silent has no blocks until it is heard again. A
 promise names blocks that a peer is about to have: they count as there until the request runs, and the peer keeps them
-until then. A peer on this host is read through its memory, or over TCP where this process may not open that.
+until then. A peer on this host is read through its memory, or over TCP where this process may not open that. Blocks on
+GPUs of peers on this machine are a tier of their own, which `device_peers.py` reads.
 """
 
 import logging
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from contextlib import closing
 from functools import partial
-from itertools import chain
 from queue import SimpleQueue
 
 from quire.contracts.errors import ConfigError, shown
 from quire.contracts.request import Transfer
 from quire.contracts.step import Tier
+from quire.kernels.mapped import mappable
 from quire.kvstore.files import FileThread
 from quire.kvstore.shards import PageFiles, Shard, cut
 from quire.procs.block_share import BROKEN, FROM_SHARE, BlockLine, Blocks, Claims, Follow, NotShared, Read, Shared
@@ -42,12 +43,12 @@ class BlockPeer:
     held   names of its promises that are still needed
     """
 
-    def __init__(self, place: Place, key: bytes, namespace: bytes) -> None:
-        self.name = f"{place[0]}:{place[1]}"
+    def __init__(self, place: Place, key: bytes, namespace: bytes, tier: Tier) -> None:
+        self.name, self._tier = f"{place[0]}:{place[1]}", tier
         self.keys = set[bytes]()
         self.held: dict[str, None] = {}
         self.ended = SimpleQueue[str]()
-        self._open = partial(_open, place, key, namespace)
+        self._open = partial(open_peer, place, key, namespace)
         self._closing = threading.Event()
         self._line: BlockLine | None = None  # that it is followed on
 
@@ -63,11 +64,15 @@ class BlockPeer:
         while not self._closing.wait(pause):
             pause = RETRY_SECONDS
             try:
-                with closing(self._open()[0]) as line:
+                line, shards = self._open()
+                with closing(line):
                     self._line = line
                     if self._closing.is_set():
                         return
-                    line.send(Follow())
+                    if (device := self._tier == Tier.CUDA_IPC) and not mappable(one.memory for one in shards):
+                        pause = REFUSED_SECONDS
+                        continue
+                    line.send(Follow(device))
                     while isinstance(message := line.receive(FROM_SHARE), Blocks):
                         self.keys.difference_update(message.went)
                         self.keys.update(message.came)
@@ -75,7 +80,7 @@ class BlockPeer:
                         said = ""
                     raise NotMaster("it does not say which blocks it has")
             except (ConfigError, *BROKEN) as error:
-                if str(error) != said and not self._closing.is_set():
+                if str(error) != said and self._tier == Tier.PEER and not self._closing.is_set():
                     LOG.warning("the peer %s shares no KV blocks: %s", self.name, error)
                 said, pause = str(error), REFUSED_SECONDS if isinstance(error, ConfigError) else RETRY_SECONDS
             finally:
@@ -83,12 +88,13 @@ class BlockPeer:
 
 
 class BlockPeers:
-    """The peer tier of an engine core. See `kv.store.KeyedTier` and `kv.sharing.Promises`."""
+    """Peers of an engine core: the tier of their host memory, or of their GPUs. See `KeyedTier` and `Promises`."""
 
-    tier, takes = Tier.PEER, False
+    takes = False
 
-    def __init__(self, places: Iterable[Place], key: bytes, namespace: bytes) -> None:
-        self._peers = [BlockPeer(place, key, namespace) for place in dict.fromkeys(places)]
+    def __init__(self, places: Iterable[Place], key: bytes, namespace: bytes, tier: Tier = Tier.PEER) -> None:
+        self.tier = tier
+        self._peers = [BlockPeer(place, key, namespace, tier) for place in dict.fromkeys(places)]
         self._promises: dict[int, tuple[BlockPeer, str, list[bytes]]] = {}  # by request
         self._promised: dict[bytes, BlockPeer] = {}
 
@@ -99,7 +105,7 @@ class BlockPeers:
 
     def has(self, key: bytes) -> bool:
         """True when a peer seems to have the block, or has promised it."""
-        return key in self._promised or any(key in peer.keys for peer in self._peers)
+        return self._peer(key) is not None
 
     def note_written(self, keys: Iterable[bytes]) -> None:
         """See `KeyedTier`. No job writes to a peer."""
@@ -139,19 +145,64 @@ class BlockPeers:
 
     def holders(self, keys: Iterable[bytes]) -> list[int]:
         """Return the number of the peer that has, or has promised (~number), each block."""
-        numbers = {peer: number for number, peer in enumerate(self._peers)}
-        return [~numbers[self._promised[key]] if key in self._promised else
-                next((number for peer, number in numbers.items() if key in peer.keys), 0) for key in keys]  # fmt: skip
+        numbers: dict[BlockPeer | None, int] = {peer: number for number, peer in enumerate(self._peers)}
+        found = ((key in self._promised, numbers.get(self._peer(key), 0)) for key in keys)
+        return [~number if promised else number for promised, number in found]
 
     def holder(self, key: bytes) -> str:
         """Return the address of the peer that has, or has promised, a block; "" for none."""
-        peer = self._promised.get(key) or next((peer for peer in self._peers if key in peer.keys), None)
-        return "" if peer is None else peer.name
+        return "" if (peer := self._peer(key)) is None else peer.name
 
     def close(self) -> None:
         """Follow the peers no more."""
         for peer in self._peers:
             peer.close()
+
+    def _peer(self, key: bytes) -> BlockPeer | None:
+        return self._promised.get(key) or next((peer for peer in self._peers if key in peer.keys), None)
+
+
+class PeerReads:
+    """Reads blocks of peers from all of them at once, but not from one that was silent a moment ago. Any thread calls.
+
+    places   in the order of `BlockPeers`;  memory  of the peers, in words
+    """
+
+    def __init__(self, places: Iterable[Place], memory: str) -> None:
+        self.places, self._memory = list(dict.fromkeys(places)), memory
+        self._avoided = dict[int, float]()  # peers that did not answer in time -> time until which none is asked
+
+    def read(self, sources: Sequence[int], read: Callable[[int, list[int]], Iterable[int]]) -> tuple[int, ...]:
+        """Read blocks; return the indices of those that failed.
+
+        sources   see `CopyJob`
+        read      reads blocks from a peer by its number, and yields the indices of those that it has read
+        """
+        by_peer = dict[int, list[int]]()
+        for index, source in enumerate(sources):
+            by_peer.setdefault(max(source, ~source), []).append(index)
+        asked = list[Future[tuple[int, ...]]]()
+        try:
+            for number, some in by_peer.items():
+                asked.append(FileThread("quire-kv-ask").submit(partial(self._ask, number, some, read)))
+        finally:
+            wait(asked)  # no thread writes into pages that the caller has given back
+        return tuple(sorted(index for one in asked for index in one.result()))
+
+    def _ask(self, number: int, some: list[int], read: Callable[[int, list[int]], Iterable[int]]) -> tuple[int, ...]:
+        """Read the blocks with the indices `some` from a peer; return the indices of those that failed."""
+        failed = set(some)
+        if self._avoided.get(number, 0.0) > time.monotonic():
+            return tuple(failed)
+        try:
+            for index in read(number, some):
+                failed.discard(index)
+        except (ConfigError, *BROKEN) as error:
+            LOG.warning("KV blocks could not be read from %s of the peer %s:%s: %s", self._memory,
+                        *self.places[number], str(error))  # fmt: skip
+            if isinstance(error, TimeoutError):
+                self._avoided[number] = time.monotonic() + AVOID_SECONDS
+        return tuple(failed)
 
 
 class PeerPages:
@@ -162,45 +213,19 @@ class PeerPages:
     """
 
     def __init__(self, places: Iterable[Place], key: bytes, namespace: bytes, shard: Shard) -> None:
-        self._places, self._shard = list(dict.fromkeys(places)), shard
-        self._open = partial(_open, key=key, namespace=namespace)
+        self._reads, self._shard = PeerReads(places, "host memory"), shard
+        self._open = partial(open_peer, key=key, namespace=namespace)
         self._far = set[tuple[Shard, ...]]()  # of peers on this host whose memory cannot be opened
-        self._avoided = dict[Place, float]()  # peers that did not answer in time -> time until which none is asked
 
     def fetch(self, keys: Sequence[bytes], sources: Sequence[int], pages: Sequence[memoryview]) -> tuple[int, ...]:
-        """Read blocks from all peers at once; return the indices of those that failed. `sources`: see `CopyJob`."""
-        by_peer = dict[Place, list[int]]()
-        for index, source in enumerate(sources):
-            by_peer.setdefault(self._places[max(source, ~source)], []).append(index)
-        asks = [partial(self._ask, place, some, keys, sources, pages) for place, some in by_peer.items()]
-        others = list[Future[tuple[int, ...]]]()
-        try:
-            for ask in asks[1:]:
-                others.append(FileThread("quire-kv-ask").submit(ask))
-            failed = [ask() for ask in asks[:1]]
-        finally:  # no thread writes into pages that the caller has given back
-            wait(others)
-        return tuple(sorted(chain.from_iterable([*failed, *(one.result() for one in others)])))
+        """Read blocks; return the indices of those that failed. `sources`: see `CopyJob`."""
+        return self._reads.read(sources, partial(self._read, keys, sources, pages))
 
-    def _ask(self, place: Place, some: list[int], keys: Sequence[bytes], sources: Sequence[int],
-             pages: Sequence[memoryview]) -> tuple[int, ...]:  # fmt: skip
-        """Read the blocks with the indices `some` from a peer; return the indices of those that failed."""
-        failed, seconds = set(some), PROMISED_SECONDS if any(sources[index] < 0 for index in some) else 0.0
-        if self._avoided.get(place, 0.0) > time.monotonic():
-            return tuple(failed)
-        try:
-            for index in self._read(place, some, keys, pages, seconds):
-                failed.discard(index)
-        except (ConfigError, *BROKEN) as error:
-            LOG.warning("KV blocks could not be read from the peer %s:%s: %s", *place, str(error))
-            if isinstance(error, TimeoutError):
-                self._avoided[place] = time.monotonic() + AVOID_SECONDS
-        return tuple(failed)
-
-    def _read(self, place: Place, some: list[int], keys: Sequence[bytes], pages: Sequence[memoryview],
-              seconds: float) -> Iterator[int]:  # fmt: skip
-        """Read the blocks with the indices `some`; yield the index of each that was read. `seconds`: see `Read`."""
-        until = time.monotonic() + READ_SECONDS
+    def _read(self, keys: Sequence[bytes], sources: Sequence[int], pages: Sequence[memoryview], number: int,
+              some: list[int]) -> Iterator[int]:  # fmt: skip
+        """Read the blocks with the indices `some`; yield the index of each that was read."""
+        place, until = self._reads.places[number], time.monotonic() + READ_SECONDS
+        seconds = PROMISED_SECONDS if any(sources[index] < 0 for index in some) else 0.0
         line, shards = self._open(place)
         with closing(line), PageFiles() as files:
             ranges, near = cut(self._shard, shards), line.near and shards not in self._far
@@ -219,7 +244,7 @@ class PeerPages:
                     yield index
 
 
-def _open(place: Place, key: bytes, namespace: bytes) -> tuple[BlockLine, tuple[Shard, ...]]:
+def open_peer(place: Place, key: bytes, namespace: bytes) -> tuple[BlockLine, tuple[Shard, ...]]:
     """Connect to a peer. Return the connection and the parts of a block that its ranks hold."""
     line = BlockLine(connect(*place, key, namespace, seconds=HELLO_SECONDS))
     try:

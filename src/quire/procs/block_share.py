@@ -1,14 +1,17 @@
-"""Blocks of the host tier for other engines, over TCP: they hear which blocks there are, and read them by key.
+"""Blocks for other engines, over TCP: they hear which blocks there are, and read those of the host tier by key.
 
     hello        proof of the cluster's key (`host_link.py`), and a namespace: engines with another one are refused
     welcome      Shared, the layout of the pages of all ranks; or NotShared
     follow       Follow; then Blocks at once, at changes and each second; the other side answers each with Claims
     read         Read; then for each key a page header (crc32 of key and bytes, length; 0: no such block; number of the
                  block) and the bytes; without these where the reader takes them from memory that both hosts share
+    locate       Locate; then Located: the reader copies blocks from the device itself, and asks again when it has them
 
 Messages are msgpack behind their length. Bytes are copied, and sent if the block still has the key then: nothing waits
 for the engine's core, and the core waits for nothing here. A reader on this host copies them later: a block that was
-overwritten meanwhile has another checksum. Knows keys and ranges of pages. Never imports torch.
+overwritten meanwhile has another checksum. A block of the device has a number for each time that it comes. Where a
+reader finds the same number before and after its copy, the block was there all the time: it loses its key before any
+step may write it. Knows keys and ranges of pages. Never imports torch.
 """
 
 import logging
@@ -19,12 +22,13 @@ import time
 import zlib
 from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
-from itertools import accumulate
+from itertools import accumulate, count
 from queue import Empty, SimpleQueue
 
 import msgspec
 
 from quire.contracts.errors import ConfigError
+from quire.kv.pool import BlockPool
 from quire.kv.store import KVStore
 from quire.kvstore.shards import PageFiles, Range, Shard
 from quire.procs.host_link import NotMaster, welcome
@@ -39,7 +43,21 @@ MOST_WAIT = 5.0  # for blocks that are on their way to the host tier
 
 
 class Follow(msgspec.Struct, frozen=True, tag="follow"):
-    """Tell me of your blocks, from now on."""
+    """Tell me of your blocks in host memory, from now on; or of those on the `device`."""
+
+    device: bool = False
+
+
+class Locate(msgspec.Struct, frozen=True, tag="locate"):
+    """Tell me where these blocks are on the device."""
+
+    keys: list[bytes]
+
+
+class Located(msgspec.Struct, frozen=True, tag="located"):
+    """(number of the block, number of its coming) for each key; (0, 0): there is none."""
+
+    places: list[tuple[int, int]]
 
 
 class Read(msgspec.Struct, frozen=True, tag="read"):
@@ -82,8 +100,8 @@ class NotShared(msgspec.Struct, frozen=True, tag="not_shared"):
     why: str
 
 
-TO_SHARE = msgspec.msgpack.Decoder(Follow | Read | Claims)
-FROM_SHARE = msgspec.msgpack.Decoder(Shared | Blocks | NotShared)
+TO_SHARE = msgspec.msgpack.Decoder(Follow | Read | Locate | Claims)
+FROM_SHARE = msgspec.msgpack.Decoder(Shared | Blocks | Located | NotShared)
 BROKEN = (OSError, NotMaster, ValueError)  # errors of a connection; a ValueError is a message that cannot be read
 
 
@@ -99,7 +117,7 @@ class BlockLine:
         """True when both ends are on this host."""
         return bool(self._end.getpeername()[0] == self._end.getsockname()[0])
 
-    def send(self, message: Follow | Read | Shared | Claims | Blocks | NotShared) -> None:
+    def send(self, message: msgspec.Struct) -> None:
         """Send a message."""
         data = msgspec.msgpack.encode(message)
         self._end.sendall(LENGTH.pack(len(data)) + data)
@@ -162,33 +180,57 @@ class BlockLine:
             view = view[count:]
 
 
+class _ShownBlocks:
+    """The blocks of a tier that others may read, and those who hear of their changes. The core calls it."""
+
+    def __init__(self) -> None:
+        self.places: dict[bytes, tuple[int, int]] = {}  # number of the block, and of its coming
+        self.followers: tuple[SimpleQueue[tuple[bytes, bool]], ...] = ()  # not changed in place
+        self._numbers = count(1)
+
+    def came(self, block: int, key: bytes) -> None:
+        """Hear of a block."""
+        self.places[key] = block, next(self._numbers)
+        for follower in self.followers:
+            follower.put((key, True))
+
+    def went(self, key: bytes, why: str) -> None:
+        """Hear of the end of a block, before anything overwrites it."""
+        if self.places.pop(key, None) is not None:
+            for follower in self.followers:
+                follower.put((key, False))
+
+
 class BlockShare:
-    """Serves the blocks of a store's host tier.
+    """Serves the blocks of a store's host tier, and says where those of the device are.
 
     place       host and port to listen on;  key  that the others must know
     namespace   what the others must have, too
     shards      the parts of a block that the ranks hold, in the order of the ranks
+    device      pool of the device, if other processes can map its pages
     line        makes a connection from its socket
     """
 
     line: Callable[[socket.socket], BlockLine] = BlockLine
 
     def __init__(self, place: tuple[str, int], key: bytes, namespace: bytes, store: KVStore,
-                 shards: Sequence[Shard]) -> None:  # fmt: skip
+                 shards: Sequence[Shard], *, device: BlockPool | None = None) -> None:  # fmt: skip
         self._key, self._namespace, self._shards = key, namespace, tuple(shards)
         self._told = store.sharing.told
-        self._blocks: dict[bytes, tuple[int]] = {}  # a tuple of its own for each time that the block came
-        self._followers: tuple[SimpleQueue[tuple[bytes, bool]], ...] = ()  # not changed in place
+        self._host, self._device = _ShownBlocks(), _ShownBlocks()
         self._lines: set[BlockLine] = set()
-        self._lock = threading.Lock()  # guards the two fields above
+        self._lock = threading.Lock()  # guards the field above, and followers
         self._closed, self._said = False, ""  # the second: the last error of a read
         try:
             self._listener = socket.create_server(place, family=socket.AF_INET6 if ":" in place[0] else socket.AF_INET)
         except OSError as error:
             raise ConfigError(f"kv_share={place[0]}:{place[1]}: this host cannot listen there: {error.strerror}. Give "
                               "an address of this host and a free port.") from None  # fmt: skip
-        store.host.on_publish.append(lambda block, key: self._change(key, block))
-        store.host.on_drop.append(lambda key, why: self._change(key, None))
+        store.host.on_publish.append(self._host.came)
+        store.host.on_drop.append(self._host.went)
+        if device is not None:
+            store.on_whole.append(self._device.came)
+            device.on_drop.append(self._device.went)
         threading.Thread(target=self._accept, name="quire-kv-share", daemon=True).start()
 
     def close(self) -> None:
@@ -199,14 +241,6 @@ class BlockShare:
         self._listener.close()
         for line in list(self._lines):
             line.end()
-
-    def _change(self, key: bytes, block: int | None) -> None:
-        if block is None:
-            self._blocks.pop(key, None)
-        else:
-            self._blocks[key] = (block,)
-        for follower in self._followers:
-            follower.put((key, block is not None))
 
     def _accept(self) -> None:
         while not self._closed:
@@ -243,13 +277,17 @@ class BlockShare:
                                 LOG.warning("KV blocks could not be sent to another engine: %s", error)
                             self._said = str(error)
                         return
-                    if isinstance(message, Claims):
+                    if isinstance(message, Locate):
+                        line.send(Located([self._device.places.get(key, (0, 0)) for key in message.keys]))
+                    elif isinstance(message, Claims):
                         for name in message.held:
                             self._told.put((name, True))
                         for name in message.ended:
                             self._told.put((name, False))
-                    else:
-                        threading.Thread(target=self._tell, args=(line,), name="quire-kv-tell", daemon=True).start()
+                    elif isinstance(message, Follow):
+                        known = self._device if message.device else self._host
+                        threading.Thread(target=self._tell, args=(line, known), name="quire-kv-tell",
+                                         daemon=True).start()  # fmt: skip
             finally:
                 with self._lock:
                     self._lines.discard(line)
@@ -262,19 +300,19 @@ class BlockShare:
             files.open(self._shards, ranges)
             page = memoryview(bytearray(starts[-1]))
             for key in asked.keys:
-                while (found := self._blocks.get(key)) is None and time.monotonic() < until:
+                while (found := self._host.places.get(key)) is None and time.monotonic() < until:
                     time.sleep(TICK_SECONDS)
                 if found is not None:
                     files.read(found[0], page)
-                whole = found is not None and self._blocks.get(key) is found  # else it was overwritten meanwhile
+                whole = found is not None and self._host.places.get(key) is found  # else it was overwritten meanwhile
                 line.send_page(key, page if whole else b"", found[0] if found else 0, bare=asked.bare)
 
-    def _tell(self, line: BlockLine) -> None:
-        """Send the keys of all blocks, and then their changes."""
+    def _tell(self, line: BlockLine, known: _ShownBlocks) -> None:
+        """Send the keys of all blocks of a tier, and then their changes."""
         changes = SimpleQueue[tuple[bytes, bool]]()
         with self._lock:
-            self._followers += (changes,)
-        latest = dict.fromkeys(list(self._blocks), True)  # after it is told of changes, so that none is missed
+            known.followers += (changes,)
+        latest = dict.fromkeys(list(known.places), True)  # after it is told of changes, so that none is missed
         try:
             while not self._closed:
                 line.send(Blocks([key for key, came in latest.items() if came],
@@ -287,4 +325,4 @@ class BlockShare:
             line.end()
         finally:
             with self._lock:
-                self._followers = tuple(one for one in self._followers if one is not changes)
+                known.followers = tuple(one for one in known.followers if one is not changes)

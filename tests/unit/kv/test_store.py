@@ -24,6 +24,12 @@ class Disk(set[bytes]):
     def has(self, key: bytes) -> bool:
         return key in self
 
+    def holders(self, keys: Iterable[bytes]) -> tuple[int, ...]:
+        return ()
+
+    def holder(self, key: bytes) -> str:
+        return ""
+
     def note_written(self, keys: Iterable[bytes]) -> None:
         assert set(keys) <= self
 
@@ -111,4 +117,49 @@ def test_an_idle_engine_copies_nothing_whatever_is_leased(leases: int, write_thr
         step()
         steps += 1
     assert steps < 20
+    store.check()
+
+
+def test_device_blocks_are_told_when_a_job_has_read_or_written_them() -> None:
+    """Not before: a block is published when the step that computes it is planned."""
+    pool, told = BlockPool(3), list[tuple[int, bytes]]()
+    store = KVStore(pool, (GROUP,), 4, num_host_blocks=3, write_through=True)
+    store.on_whole.append(lambda block, key: told.append((block, key)))
+    blocks, keys = pool.take(3), [bytes([i]) * 32 for i in range(3)]
+    for block, key in zip(blocks, keys, strict=True):
+        pool.publish(block, key)
+    copies = store.take_copies()
+    assert copies is not None and not told
+    pool.forget(blocks[:1])
+    store.finished([FinishedCopy(id=copies.after[0].id, failed=(1,))])
+    assert told == [(blocks[2], keys[2])], "the first was dropped, the second could not be copied"
+
+
+def test_a_block_of_another_gpu_comes_to_the_device_at_once() -> None:
+    class Devices(Disk):
+        tier, takes = Tier.CUDA_IPC, False
+
+        def holders(self, keys: Iterable[bytes]) -> tuple[int, ...]:
+            return tuple(5 for _ in keys)
+
+        def holder(self, key: bytes) -> str:
+            return "a peer"
+
+    pool, devices, told = BlockPool(2), Devices(), list[bytes]()
+    store = KVStore(pool, (GROUP,), 4, num_host_blocks=2, below=(Disk(), devices))
+    store.on_whole.append(lambda block, key: told.append(key))
+    chain = KeyChain(bytes(32), 4, array("I", range(5)))
+    (key,) = chain.keys(1)
+    devices.add(key)
+    match = PrefixIndex(pool, 4, (GROUP,)).match(chain, 4)
+    assert store.fetch(7, chain, 4, match) == {0: Tier.CUDA_IPC}
+    assert [store.holder(tier, key) for tier in (Tier.CUDA_IPC, Tier.DISK, Tier.HOST)] == ["a peer", "", ""]
+    copies = store.take_copies()
+    assert copies is not None
+    (job,) = copies.before
+    assert (job.source, job.target, job.sources.tolist()) == (Tier.CUDA_IPC, Tier.DEVICE, [5])
+    assert store.place(key) is BlockPlace.PENDING and store.held() == job.targets.tolist()
+    store.finished([FinishedCopy(id=job.id, num_bytes=9)])
+    assert store.place(key) is BlockPlace.RESIDENT and store.take_ready() == ([7], []) and told == [key]
+    assert store.counters()[Tier.CUDA_IPC].loaded_bytes == 9 and store.host.num_free == 2
     store.check()

@@ -13,6 +13,7 @@ from quire.contracts.blocks import KVComponent
 from quire.contracts.errors import ConfigError
 from quire.kernels.linear.plan import RowRange
 from quire.kernels.select import Choice
+from quire.layers.context import StepContext
 from quire.layers.linear import Linear
 from quire.models.build import build_model
 from quire.models.layout import checkpoint_names, layout
@@ -77,7 +78,7 @@ def test_uniform_routing_takes_the_routers_place() -> None:
         seen: list[torch.Tensor] = []
         layer = model.layers[1].mlp
         layer.on_routing = lambda weights, ids: seen.append(ids)
-        layer(torch.zeros(64, 16), model.norm, None)
+        layer(torch.zeros(64, 16), model.norm, StepContext(torch.zeros(64, dtype=torch.int64), (), []))
         return set(seen[0].flatten().tolist())
 
     assert hits("model") == {0, 1} and hits("uniform") == set(range(8))
