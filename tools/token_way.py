@@ -40,7 +40,7 @@ STOPS = {
     "kv/allocator.py:KVAllocator.match": "KV blocks, prefix cache",
     "procs/in_process.py": "the executor on a CPU; on a GPU procs/launching.py",
     "worker/runner.py": "the model runner: runs one StepPlan",
-    "worker/device_state.py": "block tables, token history, sampling parameters",
+    "kernels/step/state.py": "block tables, token history, sampling parameters",
     "worker/programs.py": "launches inputs, layers, head and sampling",
     "kernels/step:build_inputs": "token ids, positions, KV slots",
     "layers/embedding.py": "embedding, LM head",

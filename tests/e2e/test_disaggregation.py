@@ -128,6 +128,7 @@ def test_an_abort_before_the_blocks_came_ends_the_lease(prefiller: LLM, decoder:
 def test_faults_cost_no_token(prefiller: LLM, decoder: LLM, monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
     monkeypatch.setattr(block_share, "SILENT_SECONDS", 1.0)
     monkeypatch.setattr(block_peers, "RETRY_SECONDS", 0.02)
+    monkeypatch.setattr(block_peers, "AVOID_SECONDS", 0.0)  # a silent peer would share nothing with the next test
     phase = fault in PHASES
     plant(monkeypatch, (fault if phase else f"page=ok/{fault}") + "/ok" * 20)
     seed = 20 + [*PAGE_FAULTS, *PHASES].index(fault)

@@ -22,6 +22,7 @@ from quire.distributed.process_group import ProcessGroup, join_ranks
 from quire.distributed.symmetric import SymmetricGroup
 from quire.kernels.comm import BUFFERS, Peers
 from quire.kernels.select import select_kernels
+from quire.kernels.step.state import Limits
 from quire.kvstore.arena import KVArena
 from quire.layers.context import Build
 from quire.layers.decoder import Decoder
@@ -32,7 +33,6 @@ from quire.models.registry import kv_views, linear_plans, operations, rank_geome
 from quire.procs.wire import encode
 from quire.weights.units import load_units
 from quire.worker.construct import make_runner
-from quire.worker.device_state import Limits
 
 from ..support.compared import BLOCK, CPU, LIMITS, model_args
 from ..support.filled_models import experts_plan, sliced, stored_tensors

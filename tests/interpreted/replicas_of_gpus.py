@@ -23,12 +23,12 @@ from quire.distributed.mesh import RankGroups
 from quire.distributed.process_group import join_ranks
 from quire.kernels.comm import Peers
 from quire.kernels.comm.exchange import Layout, Slots
+from quire.kernels.step.state import Limits
 from quire.kvstore.arena import KVArena
 from quire.layers.stack import Model
 from quire.models.registry import kv_views, rank_geometry
 from quire.procs.wire import encode
 from quire.worker.construct import make_runner
-from quire.worker.device_state import Limits
 
 from ..support.compared import BLOCK, CPU, LIMITS, model_args
 from ..support.triton_interpreter import repair_interpreter

@@ -37,10 +37,10 @@ if not triton_runtime.INTERPRETED:
 
 from quire.kernels.ngram import triton as ngram
 from quire.kernels.step import triton
+from quire.kernels.step.state import Limits
 from quire.layers.stack import Model
 from quire.procs.wire import Messages
 from quire.spec.drafter import NgramDrafter
-from quire.worker.device_state import Limits
 from quire.worker.graphs import Graphs
 from quire.worker.recorder import Key
 from quire.worker.runner import StepRunner

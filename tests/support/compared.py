@@ -19,6 +19,7 @@ from quire.contracts.sampling import SamplerSpec
 from quire.contracts.step import I32, NO_MASKS, StepPlan, StepResult
 from quire.engine.core import EngineCore
 from quire.kernels.select import select_kernels
+from quire.kernels.step.state import Limits
 from quire.kv.allocator import KVAllocator
 from quire.kv.pool import BlockPool
 from quire.kvstore.arena import KVArena
@@ -28,7 +29,6 @@ from quire.layers.stack import Model
 from quire.models.layout import layout
 from quire.models.registry import kv_components, linear_plans, model_views, operations
 from quire.worker.construct import make_runner
-from quire.worker.device_state import Limits
 from quire.worker.runner import StepRunner
 
 from .filled_models import experts_plan, fill, normal

@@ -12,6 +12,7 @@ from quire.assemble.offload import make_mover
 from quire.assemble.parts import Loaded, Loading, Parts, cache_scales, cache_words
 from quire.config.resolve import MemoryPlan
 from quire.distributed.mesh import RankGroups
+from quire.kernels.step.state import Limits
 from quire.kvstore.arena import KVArena
 from quire.layers.stack import Model
 from quire.models.build import build_model
@@ -23,7 +24,6 @@ from quire.weights.cache_scales import Scales
 from quire.weights.dummy import load_dummy
 from quire.weights.load import load_weights
 from quire.worker.construct import make_runner
-from quire.worker.device_state import Limits
 
 
 def load_without_triton(plan: EnginePlan, groups: RankGroups, *, free_bytes: Callable[[], int], on_loading: Loading,

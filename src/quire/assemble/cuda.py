@@ -22,6 +22,7 @@ from quire.contracts.step import SAMPLE, Admission, BlendedChunk, StepPlan, Step
 from quire.distributed.mesh import RankGroups
 from quire.kernels.cache import compiling_ahead, use_cache_folder
 from quire.kernels.step.packed import WORDS
+from quire.kernels.step.state import Limits
 from quire.kernels.triton_runtime import missing
 from quire.kvstore.arena import KVArena
 from quire.kvstore.plan import resolve_offload
@@ -35,7 +36,6 @@ from quire.platforms.cuda import CudaFacts
 from quire.procs.launching import LaunchingExecutor
 from quire.weights.cache_scales import Scales
 from quire.worker.construct import make_runner
-from quire.worker.device_state import Limits
 from quire.worker.runner import StepRunner
 
 DEPTH = 2

@@ -12,13 +12,13 @@ from quire.kernels.attention import KVView
 from quire.kernels.sampling import SamplerOperations
 from quire.kernels.sampling.sampler import Sampler
 from quire.kernels.select import Choice, KernelNeeds, select
+from quire.kernels.step.state import DeviceState, Limits
 from quire.kernels.step.synthetic import SyntheticAcceptance
 from quire.kernels.step.upload import InPlaceUpload, Upload
 from quire.layers.moe import MoE
 from quire.layers.stack import Model
 from quire.spec.drafter import Drafter, make_drafter
 from quire.worker.balancing import RankBalancing
-from quire.worker.device_state import DeviceState, Limits
 from quire.worker.features import StepFeature
 from quire.worker.graphs import Graphs
 from quire.worker.pooling import Pooler

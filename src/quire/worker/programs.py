@@ -16,13 +16,13 @@ from quire.kernels.attention import AttentionMeta, KVView, Prompt, SharedBlocks
 from quire.kernels.sampling.rows import Mode
 from quire.kernels.sampling.sampler import Sampler
 from quire.kernels.step import NUM_TOKENS, StepBuffers
+from quire.kernels.step.state import DeviceState, Limits, zeros
 from quire.kernels.step.synthetic import SyntheticAcceptance
 from quire.kernels.step.upload import SHARED_GROUPS, Upload
 from quire.layers.context import ReplicaTokens, StepContext
 from quire.layers.stack import Model, Tap, join_layers, run_layers
 from quire.spec.drafter import Drafter
 from quire.worker.blending import Blending
-from quire.worker.device_state import DeviceState, Limits, zeros
 from quire.worker.recorder import Key, Recorder, StepShape
 from quire.worker.stage import PipelineStage
 

@@ -16,11 +16,11 @@ import torch
 
 from quire.contracts.step import I32, NO_MASKS, StepPlan, StepResult
 from quire.kernels.select import Choice
+from quire.kernels.step.state import DeviceState, Limits
 from quire.kernels.step.upload import Change, Upload
 from quire.kvstore.mover import BlockMover
 from quire.layers.stack import first_of_each_kind
 from quire.worker.balancing import RankBalancing
-from quire.worker.device_state import DeviceState, Limits
 from quire.worker.features import Results, StepFeature
 from quire.worker.graphs import Graphs
 from quire.worker.programs import Programs

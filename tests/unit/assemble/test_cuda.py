@@ -25,10 +25,10 @@ from quire.contracts.sampling import SamplerSpec
 from quire.contracts.step import SAMPLE, Admission, StepPlan
 from quire.distributed.mesh import ALONE
 from quire.kernels.select import KernelNeeds, here, select
+from quire.kernels.step.state import Limits
 from quire.kernels.supports import SUPPORTS
 from quire.models.plan import Machine, resolve_engine, resolve_sizing
 from quire.platforms.cuda import CudaFacts
-from quire.worker.device_state import Limits
 
 GIB = 1 << 30
 FACTS = CudaFacts(

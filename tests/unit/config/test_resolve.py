@@ -99,7 +99,7 @@ def test_the_tables_of_a_slot_are_all_counted() -> None:
     import torch
 
     from quire.engine.table import RunningTable
-    from quire.worker.device_state import DeviceState, Limits
+    from quire.kernels.step.state import DeviceState, Limits
 
     num_slots, length = 64, 1024
     limits = Limits(num_slots=num_slots, max_tokens=0, max_model_len=length, block_size=32)

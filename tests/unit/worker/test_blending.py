@@ -19,12 +19,12 @@ from quire.contracts.sampling import SamplerSpec
 from quire.contracts.step import CHECK_LAYER, FIRST_TOKENS, StepPlan
 from quire.engine.core import EngineCore
 from quire.kernels.attention import AttentionMeta
+from quire.kernels.step.state import Limits
 from quire.kv.allocator import KVAllocator
 from quire.kv.pool import BlockPool
 from quire.layers.context import StepContext
 from quire.layers.stack import Model, run_layers
 from quire.models.registry import kv_components, kv_views
-from quire.worker.device_state import Limits
 from quire.worker.runner import StepRunner
 
 from ...support.compared import BLOCK, VOCAB, kv_geometry, make_model, model_args, runner_of
