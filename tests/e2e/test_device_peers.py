@@ -86,7 +86,7 @@ def test_the_peer_of_each_block_is_named(sharer: LLM, read: Any) -> None:
 
 def test_copies_of_zeros_are_noticed(truth: list[list[int]], read: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The test above turns red when copies bring nothing."""
-    monkeypatch.setattr(SharedIpc, "copy", lambda self, moves, after: [*moves])
+    monkeypatch.setattr(SharedIpc, "copy", lambda self, moves: [*moves])
     with read() as reader:
         assert ask(reader)[0] != truth
 

@@ -27,7 +27,7 @@ PREDICTING = {"mtp": "glm4_moe", "mtp latent": "deepseek_v3"}
 DRAFTERS = (*PREDICTING, "eagle", "eagle3", "draft model")
 OPTIONS: tuple[dict[str, Any], ...] = (
     {"k": 2}, {"k": 3, "async_depth": 1}, {"k": 1, "enforce_eager": True},
-    {"k": 3, "max_num_batched_tokens": 32, "num_gpu_blocks_override": 40},
+    {"k": 3, "max_num_batched_tokens": 32, "num_gpu_blocks_override": 30},
 )  # fmt: skip
 MORE: tuple[tuple[str, dict[str, Any]], ...] = (
     ("mtp latent", {"k": "auto"}), ("eagle3", {"k": 3, "max_num_seqs": 20}),
@@ -166,7 +166,7 @@ def test_drafts_by_who_knows_the_model_are_right(name: str, dtype: str, least: f
     assert (outputs[0].num_cached_tokens or 0) > 30
 
 
-@pytest.mark.parametrize("scheme", ["w4a16", "fp8"])
+@pytest.mark.parametrize("scheme", ["w4a16", "fp8-channel"])
 def test_a_head_of_a_quantized_model(scheme: str, pair: Callable[[str], Pair], tmp_path: Path) -> None:
     """Its own weights are not quantized. In bfloat16, the type of the kernels for quantized weights."""
     quantize_checkpoint(bundled_model(), tmp_path / scheme, Recipe(scheme=scheme))
@@ -175,7 +175,7 @@ def test_a_head_of_a_quantized_model(scheme: str, pair: Callable[[str], Pair], t
         llm.generate([*SURE, *TEXTS], SamplingParams(max_tokens=48, temperature=0.0, ignore_eos=True), use_tqdm=False)
         made, right = drafted(llm)
         llm.engine.core.check()
-    assert 0.1 * made < right < 0.9 * made
+    assert 0.05 * made < right < 0.9 * made
 
 
 def test_the_trained_layer_of_quire_tiny_moe(shared: Path) -> None:

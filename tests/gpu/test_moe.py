@@ -14,7 +14,7 @@ from quire.config.checkpoint import ModelArgs, parse_checkpoint_config
 from quire.kernels import pdl, triton_runtime
 from quire.kernels.select import select_kernels
 from quire.layers import moe
-from quire.layers.context import Build
+from quire.layers.context import Build, StepContext
 from quire.layers.moe import MoE
 from quire.layers.norm import RMSNorm
 from quire.models.layout import layout
@@ -30,6 +30,7 @@ if triton_runtime.missing() or triton_runtime.INTERPRETED:
 LAYERS = 8
 LITE = Path(quire.bench.__file__).with_name("models") / "deepseek-v2-lite" / "config.json"
 Layers = list[tuple[MoE, RMSNorm]]
+CONTEXT = StepContext(torch.zeros(0, dtype=torch.int64), (), [])  # of one replica, without padding
 
 
 @pytest.fixture(autouse=True, params=[False, True], ids=["alone", "dependent"])
@@ -68,7 +69,7 @@ def chain(layers: Layers, given: Tensor, forks: bool) -> Tensor:
     hidden = given.clone()
     for layer, norm in layers:
         layer.forks = forks
-        hidden = layer(hidden, norm, None)
+        hidden = layer(hidden, norm, CONTEXT)
     return hidden
 
 
@@ -140,6 +141,6 @@ def test_only_some_steps_fork(device: torch.device, monkeypatch: pytest.MonkeyPa
     side = moe.side_stream
     monkeypatch.setattr(moe, "side_stream", lambda device: taken.append(device) or side(device))
     for tokens in (1, moe.BESIDE.start - 1, moe.BESIDE.start, moe.BESIDE.stop - 1, moe.BESIDE.stop):
-        layer(torch.zeros(tokens, norm.weight.shape[0], dtype=torch.bfloat16, device=device), norm, None)
+        layer(torch.zeros(tokens, norm.weight.shape[0], dtype=torch.bfloat16, device=device), norm, CONTEXT)
     assert taken == [device] * 2
     assert side(device).priority < torch.cuda.Stream().priority

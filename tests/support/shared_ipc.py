@@ -62,9 +62,12 @@ class SharedIpc(ipc.DeviceIpc):
         """See `DeviceIpc`."""
         return "mark"
 
-    def copy(self, moves: Iterable[ipc.Move], after: Any) -> None:
+    def wait(self, after: Any) -> None:
         """See `DeviceIpc`."""
         assert after == "mark"
+
+    def copy(self, moves: Iterable[ipc.Move]) -> None:
+        """See `DeviceIpc`."""
         for target, source, size in moves:
             assert any(start <= source and source + size <= start + found.numel()
                        for start, found in self.mapped.items()), "a copy from memory that is not mapped"  # fmt: skip

@@ -336,7 +336,11 @@ def assemble_core(parts: Parts, compiler: GrammarCompiler | None, replica: int =
         compiler=compiler,
         store=make_store(plan, memory, pool, parts.shards),
     )
-    return publish_events(core, config, replica)
+    try:
+        return publish_events(core, config, replica)
+    except ConfigError:
+        core.shutdown(wait=False)
+        raise
 
 
 def join_replicas(plan: EnginePlan, cores: Sequence[EngineCore], arrived: threading.Event,

@@ -125,7 +125,7 @@ def make_mover(plan: EnginePlan, memory: MemoryPlan, arena: KVArena) -> BlockMov
         common = cluster_key()[0], _namespace(plan, times=False)
         peers = PeerPages(sharing.peers, *common, shard)
         if mapping is not None:
-            devices = PeerDevices(sharing.peers, *common, shard, mapping, arena.pages.data_ptr())
+            devices = PeerDevices(sharing.peers, *common, shard, mapping, arena.pages)
     return BlockMover(arena, memory.host_blocks, files, peers=peers, devices=devices,
                       shared=shard if sharing.place else None)  # fmt: skip
 

@@ -170,7 +170,7 @@ def read_speculative_config(given: Mapping[str, Any] | None) -> Speculation | No
 
 def _fields(given: Mapping[str, Any], method: str) -> dict[str, Any]:
     """Return the fields of `Speculation` that keys are named after, and the keys that change nothing."""
-    found: dict[str, Any] = {"unused": tuple(name for name in UNUSED if given.get(name, False) is not False)}
+    found: dict[str, Any] = {"unused": tuple(name for name in UNUSED if given.get(name) not in (None, False))}
     for name, (kind, methods) in FIELDS.items():
         if name not in given:
             continue

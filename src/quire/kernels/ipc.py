@@ -2,7 +2,7 @@
 
     owner    export(pages)              a handle, for the other process
     reader   open(handle) ... close()   the same memory, at an address of this process
-             mark(), copy(moves)        copies between addresses, on a stream beside the steps
+             mark(), wait(mark), copy(moves)   copies between addresses, on a stream beside the steps
 
 A handle is that of a whole allocation of the driver, which PyTorch's allocator divides: an offset goes with it. Memory
 of expandable segments has no handle. The reader need not see the owner's GPU, which may also be its own. Mapped memory
@@ -38,8 +38,11 @@ class DeviceIpc(Protocol):
     def mark(self) -> Any:
         """Return a mark behind all work that the device has been given so far by the calling thread."""
 
-    def copy(self, moves: Iterable[Move], after: Any) -> None:
-        """Copy when the work before the mark `after` is done. Returns when the last copy has ended."""
+    def wait(self, after: Any) -> None:
+        """Wait until the work before the mark `after` is done."""
+
+    def copy(self, moves: Iterable[Move]) -> None:
+        """Copy. Returns when the last copy has ended."""
 
 
 class CudaIpc(DeviceIpc):
@@ -80,9 +83,12 @@ class CudaIpc(DeviceIpc):
         event.record(torch.cuda.current_stream(self._device))
         return event
 
-    def copy(self, moves: Iterable[Move], after: torch.cuda.Event) -> None:
+    def wait(self, after: torch.cuda.Event) -> None:
+        """See `DeviceIpc`. Not by the stream: behind a long step its queue would fill, and hold Python's lock."""
+        after.synchronize()
+
+    def copy(self, moves: Iterable[Move]) -> None:
         """See `DeviceIpc`."""
-        after.synchronize()  # not by the stream: behind a long step its queue would fill, and hold Python's lock
         self._enter()
         stream = torch.cuda.Stream(self._device)
         try:

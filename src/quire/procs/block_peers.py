@@ -39,18 +39,29 @@ PROMISED_SECONDS = 2.0  # to wait for a promised block
 class BlockPeer:
     """An engine that shares its blocks.
 
-    keys   blocks that it has, as far as it has said
-    held   names of its promises that are still needed
+    keys      blocks that it has, as far as it has said
+    failed    blocks that could not be read from it -> time until which it counts as having none of them
+    held      names of its promises that are still needed
     """
 
     def __init__(self, place: Place, key: bytes, namespace: bytes, tier: Tier) -> None:
         self.name, self._tier = f"{place[0]}:{place[1]}", tier
-        self.keys = set[bytes]()
+        self.keys, self.failed = set[bytes](), dict[bytes, float]()
         self.held: dict[str, None] = {}
         self.ended = SimpleQueue[str]()
         self._open = partial(open_peer, place, key, namespace)
         self._closing = threading.Event()
         self._line: BlockLine | None = None  # that it is followed on
+
+    def has(self, key: bytes) -> bool:
+        """True when it seems to have the block."""
+        return key in self.keys and self.failed.get(key, 0.0) <= time.monotonic()
+
+    def fail(self, keys: Iterable[bytes]) -> None:
+        """Count blocks as gone for a while. It tells what it drops: blocks that it then still has count again."""
+        now = time.monotonic()
+        self.failed = {key: until for key, until in self.failed.items() if until > now}
+        self.failed.update((key, now + REFUSED_SECONDS) for key in keys if key in self.keys)
 
     def close(self) -> None:
         """Follow it no more."""
@@ -111,11 +122,12 @@ class BlockPeers:
         """See `KeyedTier`. No job writes to a peer."""
 
     def discard(self, keys: Iterable[bytes]) -> None:
-        """Forget that peers have these blocks."""
-        for key in keys:
+        """Forget that peers have these blocks, until a peer could be read again."""
+        gone = list(keys)
+        for key in gone:
             self._promised.pop(key, None)
-            for peer in self._peers:
-                peer.keys.discard(key)
+        for peer in self._peers:
+            peer.fail(gone)
 
     def clear(self) -> None:
         """Forget all blocks that peers have now."""
@@ -159,7 +171,7 @@ class BlockPeers:
             peer.close()
 
     def _peer(self, key: bytes) -> BlockPeer | None:
-        return self._promised.get(key) or next((peer for peer in self._peers if key in peer.keys), None)
+        return self._promised.get(key) or next((peer for peer in self._peers if peer.has(key)), None)
 
 
 class PeerReads:
@@ -192,7 +204,7 @@ class PeerReads:
     def _ask(self, number: int, some: list[int], read: Callable[[int, list[int]], Iterable[int]]) -> tuple[int, ...]:
         """Read the blocks with the indices `some` from a peer; return the indices of those that failed."""
         failed = set(some)
-        if self._avoided.get(number, 0.0) > time.monotonic():
+        if self.avoids(number):
             return tuple(failed)
         try:
             for index in read(number, some):
@@ -201,8 +213,16 @@ class PeerReads:
             LOG.warning("KV blocks could not be read from %s of the peer %s:%s: %s", self._memory,
                         *self.places[number], str(error))  # fmt: skip
             if isinstance(error, TimeoutError):
-                self._avoided[number] = time.monotonic() + AVOID_SECONDS
+                self.avoid(number)
         return tuple(failed)
+
+    def avoid(self, number: int) -> None:
+        """Ask a peer nothing for a while, by its number: it has not answered in time."""
+        self._avoided[number] = time.monotonic() + AVOID_SECONDS
+
+    def avoids(self, number: int) -> bool:
+        """True when a peer is to be asked nothing, by its number."""
+        return self._avoided.get(number, 0.0) > time.monotonic()
 
 
 class PeerPages:

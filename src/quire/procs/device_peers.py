@@ -12,9 +12,11 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
+from queue import Empty, SimpleQueue
 from typing import Any
 
 import msgspec
+from torch import Tensor
 
 from quire.contracts.errors import ConfigError
 from quire.contracts.step import CopyJob
@@ -31,17 +33,18 @@ class PeerDevices:
     """Copies a rank's part of blocks from GPUs of peers. Threads of a mover call what `begin` returns.
 
     places    in the order of `BlockPeers`
-    shard     the part of each block that this rank holds;  pages  address of its page 0
+    shard     the part of each block that this rank holds
+    pages     its pages on the device. A copy that has begun keeps their memory, also when the engine has ended
     """
 
     def __init__(self, places: Iterable[Place], key: bytes, namespace: bytes, shard: Shard, ipc: DeviceIpc,
-                 pages: int) -> None:  # fmt: skip
+                 pages: Tensor) -> None:  # fmt: skip
         self._ipc, self._pages, self._page_bytes = ipc, pages, shard.geometry.page_bytes
         self._reads = PeerReads(places, "the GPU")
         self._links = [_Link(f"{place[0]}:{place[1]}", partial(open_peer, place, key, namespace), shard, ipc)
                        for place in self._reads.places]  # fmt: skip
         for link in self._links:
-            weakref.finalize(self, link.ending.set).atexit = False
+            weakref.finalize(self, link.ending.put, None).atexit = False
 
     def begin(self) -> Callable[[CopyJob, Sequence[int]], tuple[int, ...]]:
         """Return a function for a thread: it reads blocks of a job, after all work that the device has been given so
@@ -50,31 +53,37 @@ class PeerDevices:
 
     def _fetch(self, after: Any, job: CopyJob, part: Sequence[int]) -> tuple[int, ...]:
         assert len(part) == len(job.keys)
-        return self._reads.read(job.sources.tolist(), partial(self._read, after, job))
+        self._ipc.wait(after)
+        return self._reads.read(job.sources.tolist(), partial(self._read, job))
 
-    def _read(self, after: Any, job: CopyJob, number: int, some: Sequence[int]) -> Iterator[int]:
+    def _read(self, job: CopyJob, number: int, some: Sequence[int]) -> Iterator[int]:
         """Yield the indices of the blocks that were there before and after the copy."""
-        link, keys = self._links[number], [job.keys[i] for i in some]
+        link, keys, pages = self._links[number], [job.keys[i] for i in some], self._pages.data_ptr()
         with link.lock:
+            if self._reads.avoids(number):  # silent while this job waited for its turn
+                return
             try:
                 if (theirs := link.opened()) is None:
                     return
                 before = link.locate(keys)
                 self._ipc.copy((move for i, (block, _) in zip(some, before, strict=True) if block for move in
-                                theirs.moves(block, self._pages + int(job.targets[i]) * self._page_bytes)), after)
+                                theirs.moves(block, pages + int(job.targets[i]) * self._page_bytes)))
                 again = link.locate(keys)
-            except (ConfigError, *BROKEN):
+            except (ConfigError, *BROKEN) as error:
                 link.close()
+                if isinstance(error, TimeoutError):
+                    self._reads.avoid(number)  # before the next job has its turn
                 raise
         yield from (i for i, found, now in zip(some, before, again, strict=True) if found[0] and found == now)
 
 
 class _Link:
-    """A connection to a peer, and its mapped pages. `lock` is held by its user. `ending`: no job comes any more."""
+    """A connection to a peer, and its mapped pages. `lock` is held by its user. `ending` has an entry when no
+    job comes any more."""
 
     def __init__(self, name: str, connect: Callable[[], tuple[BlockLine, tuple[Shard, ...]]], shard: Shard,
                  ipc: DeviceIpc) -> None:  # fmt: skip
-        self.lock, self.ending = threading.Lock(), threading.Event()
+        self.lock, self.ending = threading.Lock(), SimpleQueue[None]()  # a finalizer may put in at any time
         self._name, self._connect, self._shard, self._ipc = name, connect, shard, ipc
         self._line: BlockLine | None = None
         self._pages: MappedPages | None = None
@@ -120,7 +129,11 @@ class _Link:
     def _watch(self, line: BlockLine) -> None:
         """Close what is mapped when the peer is gone, or when this rank's mover is. Keep the connection alive."""
         while True:
-            ending = self.ending.wait(BEAT_SECONDS)
+            try:
+                self.ending.get(timeout=BEAT_SECONDS)
+                ending = True
+            except Empty:
+                ending = False
             with self.lock:
                 if self._line is not line:
                     return

@@ -122,7 +122,8 @@ class LayerDrafter:
         starts, ends = bounds[:-1], bounds[1:]
         if not decode:
             before = buffers.seq_lens - (ends - starts) - 1 - self.first[slots]  # place of the state to go on from
-            carried = self.states[slots, before.clamp(0, self._width - 1)] * (before >= 0)[:, None]
+            carried = self.states[slots, before.clamp(0, self._width - 1)]
+            carried = torch.where((before >= 0)[:, None], carried, 0)  # a former request's may be NaN
             moved = states.new_empty(len(states) + 1, states.shape[1])
             moved[1:] = states
             moved[starts] = carried

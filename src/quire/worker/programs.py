@@ -212,7 +212,8 @@ class Programs:
                     prompts=prompts,
                 )
             )
-        live = buffers.live if shape.recorded or shape.query > 1 else None  # else there is neither padding nor draft
+        guessed = self.synthetic is None and (shape.recorded or shape.query > 1)  # else all rows count
+        live = buffers.live if guessed else None
         ctx = StepContext(buffers.positions, tuple(groups), self.kv, self._replicas(shape), live)
         hidden = model.embed(buffers.token_ids) if self.stage is None else self.stage.begin(model, buffers.token_ids)
         if plan is not None and plan.blended:

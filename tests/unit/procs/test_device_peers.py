@@ -1,17 +1,23 @@
 """Blocks copied from the device of a peer: a block that was not there before and after the copy is not used."""
 
+import gc
+import os
+import signal as signals
 import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
+import torch
 
 from quire.contracts.blocks import KVComponent, KVGeometry, KVGroup
 from quire.contracts.step import CopyJob, Tier
@@ -55,7 +61,7 @@ class Node:
         self.store = KVStore(self.pool, shard(2).geometry.groups, 4, num_host_blocks=2)
         self.memory, shards = list[Any](), list[Shard]()
         for rank in range(RANKS):
-            self.memory.append(pages := shared_ipc.pages((BLOCKS + 1, SIZE // RANKS), shared_ipc.torch.uint8))
+            self.memory.append(pages := shared_ipc.pages((BLOCKS + 1, SIZE // RANKS), torch.uint8))
             shards.append(msgspec.structs.replace(shard(1, rank), memory=export(SharedIpc(pages.device), pages)))
         self.place = ("127.0.0.1", port or int(free_address().rpartition(":")[2]))
         self.share = BlockShare(self.place, KEY, NAMESPACE, self.store, shards, device=self.pool)
@@ -79,9 +85,10 @@ class Reader:
     def __init__(self, place: Any, key: bytes = KEY, namespace: bytes = NAMESPACE, part: Shard | None = None) -> None:
         self.part = part or shard(2)
         self.peers = BlockPeers([place], key, namespace, Tier.CUDA_IPC)
-        self.pages = np.zeros((BLOCKS + 1, self.part.geometry.page_bytes), np.uint8)
-        ipc = SharedIpc(shared_ipc.torch.device("cpu"))
-        self.devices = PeerDevices([place], key, namespace, self.part, ipc, self.pages.ctypes.data)
+        memory = torch.zeros(BLOCKS + 1, self.part.geometry.page_bytes, dtype=torch.uint8)
+        self.pages = memory.numpy()
+        ipc = SharedIpc(torch.device("cpu"))
+        self.devices = PeerDevices([place], key, namespace, self.part, ipc, memory)
         self.peers.follow()
 
     def fetch(self, *numbers: int) -> set[int]:
@@ -100,7 +107,7 @@ class Reader:
     def close(self) -> None:
         self.peers.close()
         for link in self.devices._links:
-            link.ending.set()
+            link.ending.put(None)
 
 
 def until(true: Callable[[], Any]) -> None:
@@ -292,6 +299,12 @@ sys.stdin.read()
 """
 
 
+def lose(process: subprocess.Popen[str], signal: int) -> None:
+    """Kill or stop a process, and wait until it has ended or stands."""
+    process.send_signal(signal)
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WSTOPPED | os.WNOWAIT)
+
+
 @pytest.mark.parametrize("signal", ["KILL", "STOP"])
 def test_a_process_that_is_lost_between_the_copy_and_its_confirmation(signal: str) -> None:
     with subprocess.Popen([sys.executable, "-c", OWNER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
@@ -301,7 +314,7 @@ def test_a_process_that_is_lost_between_the_copy_and_its_confirmation(signal: st
             with closing(Reader(("127.0.0.1", int(owner.stdout.readline())))) as reader:
                 until(lambda: reader.peers.has(name(2)))
                 assert reader.fetch(1) == set()
-                once(lambda: owner.send_signal(getattr(__import__("signal"), f"SIG{signal}")))
+                once(partial(lose, owner, getattr(signals, f"SIG{signal}")))
                 assert reader.fetch(1, 2) == {1, 2} and not SharedIpc.mapped
         finally:
             owner.kill()
@@ -317,3 +330,31 @@ def test_jobs_of_one_peer_take_turns(node: Node, reader: Reader) -> None:
     for one in others:
         one.join(20)
     assert [bytes(reader.pages[i]) == content(i) for i in (1, 2, 3, 4, 5)] == [True] * 5
+
+
+def test_memory_stays_until_a_copy_into_it_has_ended(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine may end while a copy waits for its peer."""
+    node.put(1)
+    begun, may, copy = threading.Event(), threading.Event(), SharedIpc.copy
+
+    def gated(self: SharedIpc, moves: Any) -> None:
+        begun.set()
+        assert may.wait(20)
+        copy(self, moves)
+
+    monkeypatch.setattr(SharedIpc, "copy", gated)
+    reader = Reader(node.place)
+    memory = weakref.ref(reader.devices._pages)
+    job = CopyJob(id=1, source=Tier.CUDA_IPC, target=Tier.DEVICE, keys=(name(1),), targets=np.array([1], np.int32),
+                  sources=np.zeros(1, np.int32))  # fmt: skip
+    found = list[Any]()
+    thread = threading.Thread(target=lambda read: found.append(read(job, (0,))), args=(reader.devices.begin(),))
+    thread.start()
+    assert begun.wait(20)
+    reader.close()
+    del reader
+    gc.collect()
+    assert memory() is not None
+    may.set()
+    thread.join(20)
+    assert found == [()]

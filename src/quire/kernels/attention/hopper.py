@@ -53,6 +53,11 @@ class _Call(triton.AttentionCall):
         known = self._fits and not is_coded(self.kv.k)
         return triton.PREFILL[padded] if known else super().prefill_config(padded)
 
+    def _divides(self, config: triton.Config) -> bool:
+        """Return False for copied pages: no rehearsal runs a step between those that divide and those that are copied.
+        """
+        return not (self._fits and is_coded(self.kv.k) and config.rows == ROWS) and super()._divides(config)
+
     def prefill(self, plan: Plan, out: Tensor, config: triton.Config) -> None:
         """Launch attention of sequences with more rows than a decode, into `out`. See `triton.AttentionCall`."""
         kv = self.kv

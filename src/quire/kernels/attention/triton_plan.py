@@ -155,15 +155,15 @@ def _make(meta: AttentionMeta, shape: Shape, num_rows: int) -> Plan:
     num_items = min(shape.parts * num_seqs, num_seqs + 2 * waves) if limit else 0
     tile_tokens = shape.tile_rows // shape.group
     tile_waves = shape.dividing * multiprocessors()
-    num_divided = -(-DIVIDED_WAVES * tile_waves // kv_heads) if mixed else 0
+    num_divided = -(-DIVIDED_WAVES * tile_waves // (4 * kv_heads)) * 4 if mixed else 0  # all lists begin at 16 bytes
     num_tiles = num_rows // tile_tokens + num_seqs + num_divided if mixed else 0
     shared = meta.shared if limit and not shape.window else None
     prefix_parts = _prefix_parts(shared, limit, shape) if shared is not None else 0
     num_parts = num_items + (len(shared.members) * prefix_parts if shared is not None else 0)
     words = num_items * ITEM_WORDS + num_tiles * TILE_WORDS
     lists = torch.empty(words + num_items * kv_heads + num_divided, dtype=torch.int32, device=device)
-    items, tiles, counters, divided = lists.split(
-        [num_items * ITEM_WORDS, num_tiles * TILE_WORDS, num_items * kv_heads, num_divided]
+    items, tiles, divided, counters = lists.split(
+        [num_items * ITEM_WORDS, num_tiles * TILE_WORDS, num_divided, num_items * kv_heads]
     )
     partial, of_tiles = (num_parts, kv_heads, limit * shape.group), (num_divided, kv_heads, shape.tile_rows)
     plan = Plan(
