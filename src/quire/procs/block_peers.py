@@ -34,6 +34,8 @@ HELLO_SECONDS = 2.0
 READ_SECONDS = 8.0  # for all blocks of a job from a peer; those that are not there by then have failed
 AVOID_SECONDS = 5.0  # by then its silence is known, and it has no blocks until it is heard again
 PROMISED_SECONDS = 2.0  # to wait for a promised block
+WAYS, LEAST_BLOCKS = 4, 8  # a job divides its blocks among so many connections to a peer, at least so many blocks each:
+# a page's copy and checksum keep a core busy, which makes 2 GB/s through shared memory
 
 
 class BlockPeer:
@@ -178,10 +180,11 @@ class PeerReads:
     """Reads blocks of peers from all of them at once, but not from one that was silent a moment ago. Any thread calls.
 
     places   in the order of `BlockPeers`;  memory  of the peers, in words
+    ways     most threads that read from a peer for a job
     """
 
-    def __init__(self, places: Iterable[Place], memory: str) -> None:
-        self.places, self._memory = list(dict.fromkeys(places)), memory
+    def __init__(self, places: Iterable[Place], memory: str, ways: int = 1) -> None:
+        self.places, self._memory, self._ways = list(dict.fromkeys(places)), memory, ways
         self._avoided = dict[int, float]()  # peers that did not answer in time -> time until which none is asked
 
     def read(self, sources: Sequence[int], read: Callable[[int, list[int]], Iterable[int]]) -> tuple[int, ...]:
@@ -196,7 +199,9 @@ class PeerReads:
         asked = list[Future[tuple[int, ...]]]()
         try:
             for number, some in by_peer.items():
-                asked.append(FileThread("quire-kv-ask").submit(partial(self._ask, number, some, read)))
+                ways = max(1, min(self._ways, len(some) // LEAST_BLOCKS))
+                for way in range(ways):
+                    asked.append(FileThread("quire-kv-ask").submit(partial(self._ask, number, some[way::ways], read)))
         finally:
             wait(asked)  # no thread writes into pages that the caller has given back
         return tuple(sorted(index for one in asked for index in one.result()))
@@ -233,7 +238,7 @@ class PeerPages:
     """
 
     def __init__(self, places: Iterable[Place], key: bytes, namespace: bytes, shard: Shard) -> None:
-        self._reads, self._shard = PeerReads(places, "host memory"), shard
+        self._reads, self._shard = PeerReads(places, "host memory", WAYS), shard
         self._open = partial(open_peer, key=key, namespace=namespace)
         self._far = set[tuple[Shard, ...]]()  # of peers on this host whose memory cannot be opened
 

@@ -136,6 +136,17 @@ def fetch(peers: Reader, *numbers: int) -> set[int]:
     return {numbers[index] for index in failed}
 
 
+def test_blocks_of_a_job_come_in_several_ways(node: Node, follow: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(block_peers, "LEAST_BLOCKS", 2)
+    node.put(1, 2, 3, 4, 5, 6, 7)
+    peers, opened = follow(), []
+    until(lambda: peers.has(name(7)))
+    connect = peers.pages._open
+    peers.pages._open = lambda place: opened.append(place) or connect(place)
+    assert fetch(peers, 1, 2, 3, 9, 4, 5, 6, 7) == {9} and opened == [node.place] * block_peers.WAYS
+    assert fetch(peers, 1, 2, 3) == set() and len(opened) == block_peers.WAYS + 1
+
+
 def test_a_follower_knows_the_blocks_and_reads_them(node: Node, follow: Any) -> None:
     node.put(1, 2)
     peers = follow()
