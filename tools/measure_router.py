@@ -13,6 +13,7 @@ import argparse
 import asyncio
 import contextlib
 import json
+import os
 import random
 import re
 import socket
@@ -20,7 +21,8 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import aiohttp
@@ -63,11 +65,12 @@ def free_port() -> int:
 
 
 @contextlib.contextmanager
-def started(*command: str, url: str = "") -> Iterator["subprocess.Popen[bytes]"]:
-    """Run a process for the time of a `with`, and wait until it answers at `url`."""
-    process = subprocess.Popen([sys.executable, *command], stderr=subprocess.DEVNULL)
+def started(*command: str, url: str = "", seconds: float = 60,
+            environment: Mapping[str, str] = MappingProxyType({})) -> Iterator["subprocess.Popen[bytes]"]:  # fmt: skip
+    """Run a process for the time of a `with`, and wait until it answers at `url`, at most `seconds`."""
+    process = subprocess.Popen([sys.executable, *command], stderr=subprocess.DEVNULL, env={**os.environ, **environment})
     try:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + seconds
         while url:
             try:
                 urllib.request.urlopen(url, timeout=1).close()
