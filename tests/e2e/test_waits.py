@@ -70,8 +70,8 @@ HOT_READS = (
     ("_pick", "item", 1, "filtering", "noise is drawn for the kept candidates only"),
     ("_pick", "item", 1, "sorting", "noise is drawn for the kept candidates only"),
     ("sorted_by_id", "numpy", 1, "sorting", "numpy sorts faster; the branch is for tensors on a CPU"),
-    ("sent", "to", 1, "scoring", "which rows are scored; does not wait for a GPU"),
-    ("sent", "to", 1, "scoring ids", "which ids; does not wait for a GPU"),
+    ("sent_array", "to", 1, "scoring", "which rows are scored; does not wait for a GPU"),
+    ("sent_array", "to", 1, "scoring ids", "which ids; does not wait for a GPU"),
     ("top_by_id", "nonzero", 1, "ranking", "ties at the last alternative; a GPU has another way"),
 )
 
