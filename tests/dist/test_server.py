@@ -128,8 +128,10 @@ def streams(pool: ThreadPoolExecutor, server: Server, count: int, tokens: int) -
     def total(*names: str) -> float:
         return sum(sum(server.metric(f"quire:{name}").values()) for name in names)
 
+    known = ("num_requests_running", "request_success_total")
+    before = total(*known)
     started = [pool.submit(server.complete, f"Once {i}", max_tokens=tokens) for i in range(count)]
-    wait_until(lambda: total("num_requests_running", "request_success_total") >= count, "streams")
+    wait_until(lambda: total(*known) >= before + count, "streams")
     wait_until(lambda: total("generation_tokens_total") > 0, "tokens")
     return [one.result for one in started]
 
