@@ -4,7 +4,9 @@
                                   [--loads 6] [--decodes 64] [--peer]
 
 MODEL is a name of `quire bench`, with dummy weights. The device holds --blocks blocks of 128 tokens, less than the four
-prompts that come in turn, so each evicts the others. --folder: also a new engine that finds the blocks in files.
+prompts that come in turn, so each evicts the others. --folder: also new engines that find the blocks in files, in the
+system's page cache and dropped from it. Before the latter the files are read twice, dropped each time, and once from
+the page cache: a second read as fast as memory did not come from the disk.
 --peer: instead, from another process on the same GPU, which has the prompts on the device: by each transport.
 """
 
@@ -15,6 +17,8 @@ import socket
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 from quire import LLM, RequestOutput, SamplingParams
@@ -52,7 +56,9 @@ def main() -> None:
         first_token(llm, prompts[-1], "on the device", Tier.HOST)
         decodes_beside_loads(llm, prompts, asked)
     if asked.folder:
-        for say in ("computed", "from files, in a new engine"):
+        for say in ("computed", "from files, in a new engine", "from files, dropped from the page cache"):
+            if "dropped" in say:
+                files_read(asked.folder)
             with engine(asked, kv_offload_policy="write_through", kv_offload_dir=asked.folder) as llm:
                 for prompt in prompts[:2]:
                     first_token(llm, prompt, say, Tier.DISK)
@@ -65,6 +71,42 @@ def engine(asked: argparse.Namespace, **options: Any) -> LLM:
                block_size=128, skip_tokenizer_init=True, use_tqdm_on_load=False,
                max_model_len=max(asked.prompt, 640) + 128, num_gpu_blocks_override=asked.blocks,
                max_num_seqs=128, kv_offload_gb=asked.gb, **options)  # fmt: skip
+
+
+def files_read(folder: str) -> None:
+    """Print how fast eight threads read at most 4 GB of the files under `folder`, and drop all from the page cache."""
+    for words in ("dropped from the page cache", "dropped again", "in the page cache"):
+        if "dropped" in words:
+            _drop(folder)
+        paths, total = [], 0
+        for path in _files(folder):
+            if total < 4e9:
+                paths.append(path)
+                total += path.stat().st_size
+        start = time.perf_counter()
+        with ThreadPoolExecutor(8) as threads:
+            list(threads.map(_read, paths))
+        seconds = time.perf_counter() - start
+        print(f"{total / 1e9:.2f} GB of files, {words}: {total / seconds / 1e9:.2f} GB/s", flush=True)
+    _drop(folder)
+
+
+def _drop(folder: str) -> None:
+    os.sync()  # a page that waits to be written is not dropped
+    for path in _files(folder):
+        with path.open("rb") as file:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def _files(folder: str) -> list[Path]:
+    return sorted(path for path in Path(folder).rglob("*") if path.is_file())
+
+
+def _read(path: Path) -> None:
+    buffer = bytearray(1 << 20)
+    with path.open("rb", buffering=0) as file:
+        while file.readinto(buffer):
+            pass
 
 
 def random_prompt(llm: LLM, length: int) -> list[int]:
