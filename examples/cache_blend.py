@@ -60,8 +60,10 @@ def ask(llm: LLM, texts: list[list[int]], question: list[int], ratio: float | No
 
 def chat(llm: LLM, order: list[int]) -> tuple[str, int]:
     """Return the answer to a chat over texts in this order, and the tokens of its prompt that were reused."""
-    texts = [f"The code of {name} is {code}. {name} likes tea and lives in Mumbai." for name, code in
-             (("Tomas", 6423), ("Lakral", 5411), ("Nils", 9034))]  # fmt: skip
+    texts = [
+        f"The code of {name} is {code}. {name} likes tea and lives in Mumbai."
+        for name, code in (("Tomas", 6423), ("Lakral", 5411), ("Nils", 9034))
+    ]
     llm.reset_prefix_cache()
     llm.generate(texts, SamplingParams(max_tokens=1), use_tqdm=False)
     parts = [{"type": "text", "text": texts[number], "kv_chunk": True} for number in order]
@@ -86,8 +88,10 @@ def main() -> None:
                 seconds = sum(second for _, second, _ in found) / len(found)
                 reused = sum(count for _, _, count in found) // len(found)
                 name = "all computed" if ratio is None else f"ratio {ratio:g}"
-                print(f"  {name:12}  {right:3} of {len(cases)} right, first token after {1000 * seconds:.0f} ms, "
-                      f"{reused} tokens reused")
+                print(
+                    f"  {name:12}  {right:3} of {len(cases)} right, first token after {1000 * seconds:.0f} ms, "
+                    f"{reused} tokens reused"
+                )
         print("a chat with marked parts")
         for order in ([0, 1, 2], [2, 1, 0]):
             text, reused = chat(llm, order)

@@ -49,8 +49,11 @@ KEPT = ("vocab_size", "max_position_embeddings")  # sizes that cost no time here
 
 def reduced(raw: dict[str, Any]) -> dict[str, Any]:
     """The configuration with no size above that of CONFIG; says what became smaller."""
-    small = {key: CONFIG[key] for key, value in raw.items()
-             if key in CONFIG and key not in KEPT and isinstance(value, int) and value > CONFIG[key]}  # fmt: skip
+    small = {
+        key: CONFIG[key]
+        for key, value in raw.items()
+        if key in CONFIG and key not in KEPT and isinstance(value, int) and value > CONFIG[key]
+    }
     if small:
         print("reduced: " + ", ".join(f"{key} {raw[key]} -> {value}" for key, value in small.items()))
     return {key: value for key, value in (raw | small).items() if key != "quantization_config"}  # weights are random
@@ -61,14 +64,18 @@ def read(folder: Path) -> ModelArgs:
     try:
         raw = read_raw_config(folder)
         if raw.get("model_type") not in ("deepseek_v2", "deepseek_v3"):
-            sys.exit(f"{folder}: model_type is {raw.get('model_type')!r}, and this example follows latent attention "
-                     "and experts: give a folder with the config.json of a DeepSeek-V2 or V3.")  # fmt: skip
+            sys.exit(
+                f"{folder}: model_type is {raw.get('model_type')!r}, and this example follows latent attention "
+                "and experts: give a folder with the config.json of a DeepSeek-V2 or V3."
+            )
         args = parse_checkpoint_config(reduced(raw), str(folder / "config.json"))
     except UserError as error:
         sys.exit(str(error))
     if args.moe is None or not args.moe.layers or not args.moe.shared_size:
-        sys.exit(f"{folder}: the first {args.num_layers} layers have no experts, or no shared ones: there is nothing "
-                 "to follow; give the config.json of a released DeepSeek-V2 or V3.")  # fmt: skip
+        sys.exit(
+            f"{folder}: the first {args.num_layers} layers have no experts, or no shared ones: there is nothing "
+            "to follow; give the config.json of a released DeepSeek-V2 or V3."
+        )
     return args
 
 
@@ -79,9 +86,14 @@ def build(args: ModelArgs) -> Decoder:
     model = build_model(resolve_engine(EngineConfig(), Path(), args, machine, dtype, here))
     torch.manual_seed(0)
     for unit in load_units(model.layout):  # what a loader does, without files
-        model.take(unit.module, unit.place, {
-            raw.name: torch.ones(raw.shape) if "norm" in unit.module else torch.randn(raw.shape) * 0.05
-            for raw in unit.tensors})  # fmt: skip
+        model.take(
+            unit.module,
+            unit.place,
+            {
+                raw.name: torch.ones(raw.shape) if "norm" in unit.module else torch.randn(raw.shape) * 0.05
+                for raw in unit.tensors
+            },
+        )
     return model
 
 
@@ -96,9 +108,11 @@ def logits(model: Decoder, token_ids: Tensor) -> Tensor:
     positions = torch.arange(length).repeat(batch)
     pages = tables.long().repeat_interleave(BLOCK, dim=1)[:, :length].flatten()
     meta = AttentionMeta(
-        query_start=[length * i for i in range(batch + 1)], seq_lens=[length] * batch, block_tables=tables,
+        query_start=[length * i for i in range(batch + 1)],
+        seq_lens=[length] * batch,
+        block_tables=tables,
         kv_slots=pages * BLOCK + positions % BLOCK,
-    )  # fmt: skip
+    )
     ctx = StepContext(positions, (meta,), kv_views(model.args, map(arena.views, range(model.args.num_layers))))
     hidden = run_layers(model, model.embed(token_ids.flatten()), ctx)
     return model.head(model.norm(hidden)).view(batch, length, -1)
@@ -157,8 +171,10 @@ def main(*folders: str) -> None:
         for layer in model.layers:
             layer.attention.most_absorbed = most
         found[form] = logits(model, token_ids)
-    print(f"naive and absorbed attention: logits differ by {(found['naive'] - found['absorbed']).abs().max():.1e} "
-          f"at a spread of {found['naive'].std():.2f}")
+    print(
+        f"naive and absorbed attention: logits differ by {(found['naive'] - found['absorbed']).abs().max():.1e} "
+        f"at a spread of {found['naive'].std():.2f}"
+    )
     print(f"left alone, this model expands sequences of more than {args.latent.break_even:.0f} rows in a step")
 
     layer = min(args.moe.layers)

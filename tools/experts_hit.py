@@ -21,8 +21,15 @@ PROMPT, STEPS = 32, 16
 def main() -> None:
     """Print a line: batch, experts hit per layer in the mean, and experts that uniform routing would hit."""
     name, batch = sys.argv[1], int(sys.argv[2])
-    llm = LLM(str(model_folder(name)), load_format="dummy", skip_tokenizer_init=True, enforce_eager=True,
-              max_num_seqs=batch, max_model_len=4 * PROMPT, use_tqdm_on_load=False)  # fmt: skip
+    llm = LLM(
+        str(model_folder(name)),
+        load_format="dummy",
+        skip_tokenizer_init=True,
+        enforce_eager=True,
+        max_num_seqs=batch,
+        max_model_len=4 * PROMPT,
+        use_tqdm_on_load=False,
+    )
     moe = llm.engine.args.moe
     assert moe is not None, f"{name} has no experts"
     hit: dict[int, list[int]] = {}
@@ -40,8 +47,10 @@ def main() -> None:
     means = [float(np.mean(counts)) for counts in hit.values()]
     routing = moe.routing
     even = routing.num_experts * (1 - (1 - routing.top_k / routing.num_experts) ** batch)
-    print(f"{name}, {batch} decodes: {np.mean(means):.1f} of {routing.num_experts} experts hit per layer "
-          f"({min(means):.1f} to {max(means):.1f}); {even:.1f} with uniform routing")
+    print(
+        f"{name}, {batch} decodes: {np.mean(means):.1f} of {routing.num_experts} experts hit per layer "
+        f"({min(means):.1f} to {max(means):.1f}); {even:.1f} with uniform routing"
+    )
     llm.close()
 
 

@@ -1,6 +1,6 @@
 """docs/flags.md: every flag of ours, and what each flag of vLLM means here; never imports torch.
 
-    PYTHONPATH=src python tools/flags_page.py > docs/flags.md
+PYTHONPATH=src python tools/flags_page.py > docs/flags.md
 """
 
 from collections import Counter
@@ -36,8 +36,10 @@ def _counts() -> str:
 
 
 def _peers() -> str:
-    return "".join(f"| {', '.join(f'`{name}`' for name in flag.names)} | {flag.meaning} | {_cell(_why(flag))} |\n"
-                   for flag in PEER_FLAGS)
+    return "".join(
+        f"| {', '.join(f'`{name}`' for name in flag.names)} | {flag.meaning} | {_cell(_why(flag))} |\n"
+        for flag in PEER_FLAGS
+    )
 
 
 def _why(flag: PeerFlag) -> str:

@@ -38,15 +38,24 @@ GRAMMARS: list[dict[str, Any]] = [
     {"json": long_array({"type": "object"})},
     {"json": long_array({"type": "string", "pattern": "^[A-Z]{3}-[0-9]{4}( [a-z]+)*$"})},
     {"regex": "([a-z]{1,12}[ ,.]){3000}"},
-]  # fmt: skip
+]
 
 
 def params_of(kind: str, batch: int, tokens: int) -> list[SamplingParams]:
     """Greedy, of exactly so many tokens; which requests have a grammar: none, one or all."""
     held = {"none": 0, "one": 1, "all": batch}[kind]
     drawn = [StructuredOutputsParams(**GRAMMARS[i % len(GRAMMARS)]) if i < held else None for i in range(batch)]
-    return [SamplingParams(temperature=0.0, max_tokens=tokens, min_tokens=0, ignore_eos=True, detokenize=False,
-                           structured_outputs=grammar) for grammar in drawn]  # fmt: skip
+    return [
+        SamplingParams(
+            temperature=0.0,
+            max_tokens=tokens,
+            min_tokens=0,
+            ignore_eos=True,
+            detokenize=False,
+            structured_outputs=grammar,
+        )
+        for grammar in drawn
+    ]
 
 
 def run(llm: LLM, kind: str, batch: int, tokens: int) -> tuple[float, float, float]:
@@ -82,8 +91,10 @@ def main() -> None:
     best = {kind: max(turn[kind] for turn in found) for kind in kinds}
     for kind, (speed, median, worst) in best.items():
         every = ", ".join(f"{turn[kind][0]:.0f}" for turn in found)
-        print(f"{args.model or 'bundled'}, {args.batch} decodes, grammar for {kind}: {speed:.0f} tok/s ({every}), a "
-              f"step {median:.2f} ms, p99 {worst:.2f}; {100 * (1 - speed / best['none'][0]):.1f}% less than without")
+        print(
+            f"{args.model or 'bundled'}, {args.batch} decodes, grammar for {kind}: {speed:.0f} tok/s ({every}), a "
+            f"step {median:.2f} ms, p99 {worst:.2f}; {100 * (1 - speed / best['none'][0]):.1f}% less than without"
+        )
 
 
 if __name__ == "__main__":

@@ -57,8 +57,11 @@ def main(arguments: list[str]) -> int:
         return int(bool(complaints))
     if arguments == ["--versions"]:
         found = LINE.findall(REST.read_text() + TORCH.read_text())
-        print("\n".join(f"{name}=={version}" for name, version in found
-                        if name == "torch" or not OF_TORCH.match(f"{name}==")))  # fmt: skip
+        print(
+            "\n".join(
+                f"{name}=={version}" for name, version in found if name == "torch" or not OF_TORCH.match(f"{name}==")
+            )
+        )
         return 0
     pins = resolve(wanted)
     for file, lines in zip((REST, TORCH), split(pins), strict=True):
@@ -94,10 +97,27 @@ def report(requirements: Iterable[str], python: str) -> Any:
     own = {name: value for name, value in os.environ.items() if name not in ("PIP_FIND_LINKS", "PIP_EXTRA_INDEX_URL")}
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder, "report.json")
-        command = [sys.executable, "-m", "pip", "install", "--quiet", "--dry-run", "--ignore-installed",
-                   "--report", out, "--target", folder, "--only-binary=:all:", "--python-version", python]  # fmt: skip
-        subprocess.run([*command, *(f"--platform={name}" for name in PLATFORMS), *requirements], check=True,
-                       env=own | {"PIP_CONFIG_FILE": os.devnull})  # fmt: skip
+        command = [
+            sys.executable,
+            "-m",
+            "pip",
+            "install",
+            "--quiet",
+            "--dry-run",
+            "--ignore-installed",
+            "--report",
+            out,
+            "--target",
+            folder,
+            "--only-binary=:all:",
+            "--python-version",
+            python,
+        ]
+        subprocess.run(
+            [*command, *(f"--platform={name}" for name in PLATFORMS), *requirements],
+            check=True,
+            env=own | {"PIP_CONFIG_FILE": os.devnull},
+        )
         return json.loads(out.read_text())
 
 

@@ -45,8 +45,12 @@ def main() -> None:
     module = importlib.import_module(asked.engine)
     lengths = sorted(map(float, asked.lengths.split(",")))
     cases = [(0, 0.0)] if 0 in lengths else []
-    cases += [(drafts, length) for drafts in map(int, asked.drafts.split(",")) for length in lengths
-              if 0 < length <= 1 + drafts]  # fmt: skip
+    cases += [
+        (drafts, length)
+        for drafts in map(int, asked.drafts.split(","))
+        for length in lengths
+        if 0 < length <= 1 + drafts
+    ]
     loaded = asked.engine == "quire" and asked.method != "ngram"
     with tempfile.TemporaryDirectory() as folder:
         model, head = write_model(Path(folder), asked)
@@ -70,19 +74,35 @@ def measure(llm: Any, params: Any, words: str, asked: argparse.Namespace) -> Non
     for count in map(int, asked.requests.split(",")):
         seconds, steps = min(run(llm, params, count, asked) for _ in range(3))
         each = f", {1000 * seconds / steps:.3f} ms a step, prompts included" if steps else ""
-        print(f"{asked.engine} {asked.model} {asked.method}, {words}, {count} requests: "
-              f"{count * asked.tokens / seconds:.1f} tokens/s{each}", flush=True)
+        print(
+            f"{asked.engine} {asked.model} {asked.method}, {words}, {count} requests: "
+            f"{count * asked.tokens / seconds:.1f} tokens/s{each}",
+            flush=True,
+        )
 
 
 def write_model(folder: Path, asked: argparse.Namespace) -> tuple[str, str]:
     """Write the config.json of the model, and of its EAGLE head. Return both folders; "": there is no head."""
     given = Path(asked.model) if Path(asked.model).is_dir() else model_folder(asked.model)
     raw = json.loads((given / "config.json").read_text()) | asked.changes
-    sizes = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "rope_theta",
-             "max_position_embeddings", "rms_norm_eps", "vocab_size", "torch_dtype")  # fmt: skip
+    sizes = (
+        "hidden_size",
+        "intermediate_size",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "head_dim",
+        "rope_theta",
+        "max_position_embeddings",
+        "rms_norm_eps",
+        "vocab_size",
+        "torch_dtype",
+    )
     head = {name: raw[name] for name in sizes if name in raw}
-    head |= {"model_type": "llama", "num_hidden_layers": 1,
-             "architectures": [f"LlamaForCausalLM{asked.method.capitalize()}"]}  # fmt: skip
+    head |= {
+        "model_type": "llama",
+        "num_hidden_layers": 1,
+        "architectures": [f"LlamaForCausalLM{asked.method.capitalize()}"],
+    }
     if asked.method == "eagle3":
         head["draft_vocab_size"] = min(asked.head_vocab, raw["vocab_size"])
     heads = {"head": head} if asked.method in HEADS else {}
@@ -94,12 +114,23 @@ def write_model(folder: Path, asked: argparse.Namespace) -> tuple[str, str]:
 
 def engine(module: Any, asked: argparse.Namespace, model: str, head: str, *, drafts: int, length: float) -> Any:
     """Return an engine of which so many tokens come out of a step."""
-    given = {"method": asked.method, "num_speculative_tokens": drafts, "rejection_sample_method": "synthetic",
-             "synthetic_acceptance_length": length}  # fmt: skip
+    given = {
+        "method": asked.method,
+        "num_speculative_tokens": drafts,
+        "rejection_sample_method": "synthetic",
+        "synthetic_acceptance_length": length,
+    }
     given |= {"model": head} if head else {}
     given |= {"prompt_lookup_min": 1, "prompt_lookup_max": 4} if asked.method == "ngram" else {}
-    options = {"load_format": "dummy", "skip_tokenizer_init": True, "dtype": "bfloat16", "seed": 0, "max_num_seqs": 64,
-               "max_model_len": asked.prompt + asked.tokens + 16, "speculative_config": given if drafts else None}
+    options = {
+        "load_format": "dummy",
+        "skip_tokenizer_init": True,
+        "dtype": "bfloat16",
+        "seed": 0,
+        "max_num_seqs": 64,
+        "max_model_len": asked.prompt + asked.tokens + 16,
+        "speculative_config": given if drafts else None,
+    }
     if asked.engine == "quire":
         options |= {"device": asked.device, "use_tqdm_on_load": False}
     return module.LLM(model=model, **options)

@@ -38,8 +38,14 @@ def main() -> None:
     parser.add_argument("--ways", default="both,apart")
     parser.add_argument("--goodput", action="append", default=[])
     parser.add_argument("--serve", default="", help="more flags of `quire serve`")
-    for name, number in (("--seconds", 60), ("--talks", 8), ("--prompt", 8_000), ("--long", 1_024),
-                         ("--output", 256), ("--host", 30)):  # fmt: skip
+    for name, number in (
+        ("--seconds", 60),
+        ("--talks", 8),
+        ("--prompt", 8_000),
+        ("--long", 1_024),
+        ("--output", 256),
+        ("--host", 30),
+    ):
         parser.add_argument(name, type=int, default=number)
     asked = parser.parse_args()
     os.environ.setdefault("QUIRE_CLUSTER_KEY", "of this measurement")
@@ -52,8 +58,14 @@ async def measure(way: str, asked: argparse.Namespace) -> None:
     bounds = parse_goodput(asked.goodput or ["ttft:2000", "tpot:30"])
     with contextlib.ExitStack() as stack:
         url = serve(way, asked, stack)
-        target = Target(base_url=url, endpoint="/v1/completions", model="measured", chat=False, headers={},
-                        extra={"ignore_eos": True, "temperature": 0.0})  # fmt: skip
+        target = Target(
+            base_url=url,
+            endpoint="/v1/completions",
+            model="measured",
+            chat=False,
+            headers={},
+            extra={"ignore_eos": True, "temperature": 0.0},
+        )
         async with Client(target) as client:
             await load(client, 1.0, 3.0, 99, asked)  # connections, and what a server does first
             for seed, rate in enumerate(map(float, asked.rates.split(","))):
@@ -71,12 +83,27 @@ def serve(way: str, asked: argparse.Namespace, stack: contextlib.ExitStack) -> s
     own: list[list[str]] = [[], []]
     if way == "apart":
         kept = ["--kv-offload-policy", "write_through", "--kv-transfer-config"]
-        own = [[*kept, '{"kv_connector": "QuireConnector", "kv_role": "kv_producer"}', "--kv-share", share],
-               [*kept, '{"kv_connector": "QuireConnector", "kv_role": "kv_consumer"}', "--kv-peers", share]]
+        own = [
+            [*kept, '{"kv_connector": "QuireConnector", "kv_role": "kv_producer"}', "--kv-share", share],
+            [*kept, '{"kv_connector": "QuireConnector", "kv_role": "kv_consumer"}', "--kv-peers", share],
+        ]
     for port, device, more in zip(ports, asked.devices.split(","), own, strict=True):
-        stack.enter_context(started("-m", "quire", "serve", *model, *flags, "--port", str(port), *more,
-                                    *asked.serve.split(), url=f"http://127.0.0.1:{port}/ready", seconds=READY_SECONDS,
-                                    environment={"CUDA_VISIBLE_DEVICES": device}))  # fmt: skip
+        stack.enter_context(
+            started(
+                "-m",
+                "quire",
+                "serve",
+                *model,
+                *flags,
+                "--port",
+                str(port),
+                *more,
+                *asked.serve.split(),
+                url=f"http://127.0.0.1:{port}/ready",
+                seconds=READY_SECONDS,
+                environment={"CUDA_VISIBLE_DEVICES": device},
+            )
+        )
     first, second = (f"http://127.0.0.1:{port}" for port in ports)
     backends = ["--policy", "least-load", "--backend", first, "--backend", second]
     if way == "apart":
@@ -86,13 +113,15 @@ def serve(way: str, asked: argparse.Namespace, stack: contextlib.ExitStack) -> s
     return url
 
 
-async def load(client: Client, rate: float, seconds: float, seed: int,
-               asked: argparse.Namespace) -> tuple[LoadRun, LoadRun]:  # fmt: skip
+async def load(
+    client: Client, rate: float, seconds: float, seed: int, asked: argparse.Namespace
+) -> tuple[LoadRun, LoadRun]:
     """Send the short and the long requests; return their records."""
     short = RandomLoad(input_len=128, output_len=asked.output).draw(max(1, int(asked.talks * seconds)), seed)
     long = RandomLoad(input_len=asked.prompt, output_len=32).draw(max(1, int(rate * seconds)), seed + 1000)
-    runs = await asyncio.gather(drive(client, short, Pace(rate=asked.talks, seed=seed)),
-                                drive(client, long, Pace(rate=rate, seed=seed + 1)))  # fmt: skip
+    runs = await asyncio.gather(
+        drive(client, short, Pace(rate=asked.talks, seed=seed)), drive(client, long, Pace(rate=rate, seed=seed + 1))
+    )
     return runs[0], runs[1]
 
 
@@ -105,10 +134,12 @@ def line(way: str, rate: float, short: LoadRun, long: LoadRun, bounds: dict[str,
     times = max(short.seconds, long.seconds)
     good = sum(one["request_goodput"] * one["duration"] for one in found)
     tokens = sum(one["total_output_tokens"] for one in found) / times
-    return (f"{way:5} {rate:g} long/s: between tokens median {found[0]['p50_itl_ms']:.1f} ms, p99 "
-            f"{found[0]['p99_itl_ms']:.1f}; first tokens p50, p99: short {found[0]['p50_ttft_ms']:.0f}, "
-            f"{found[0]['p99_ttft_ms']:.0f}, long {found[1]['p50_ttft_ms']:.0f}, {found[1]['p99_ttft_ms']:.0f}; "
-            f"{tokens:.0f} output tokens/s; {good:.0f} of {sum(counts) + failed} kept {bounds}")  # fmt: skip
+    return (
+        f"{way:5} {rate:g} long/s: between tokens median {found[0]['p50_itl_ms']:.1f} ms, p99 "
+        f"{found[0]['p99_itl_ms']:.1f}; first tokens p50, p99: short {found[0]['p50_ttft_ms']:.0f}, "
+        f"{found[0]['p99_ttft_ms']:.0f}, long {found[1]['p50_ttft_ms']:.0f}, {found[1]['p99_ttft_ms']:.0f}; "
+        f"{tokens:.0f} output tokens/s; {good:.0f} of {sum(counts) + failed} kept {bounds}"
+    )
 
 
 if __name__ == "__main__":

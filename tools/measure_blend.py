@@ -31,16 +31,28 @@ def main() -> None:
     asked = parser.parse_args()
     whole = asked.texts * asked.tokens + asked.question
     tiers = {"kv_offload_gb": asked.gb, "kv_offload_policy": "write_through"} if asked.gb else {}
-    with LLM(folder(asked.model), load_format="dummy", dtype="bfloat16", device=asked.device,
-             skip_tokenizer_init=True, use_tqdm_on_load=False, max_model_len=whole + 128, block_size=16,
-             enable_cache_blend=True, num_gpu_blocks_override=5 * whole // 16, **tiers) as llm:  # fmt: skip
+    with LLM(
+        folder(asked.model),
+        load_format="dummy",
+        dtype="bfloat16",
+        device=asked.device,
+        skip_tokenizer_init=True,
+        use_tqdm_on_load=False,
+        max_model_len=whole + 128,
+        block_size=16,
+        enable_cache_blend=True,
+        num_gpu_blocks_override=5 * whole // 16,
+        **tiers,
+    ) as llm:
         texts = [draw(llm, asked.tokens) for _ in range(asked.texts)]
         for ratio in asked.ratios.split(","):
             found = [first_token(llm, texts, ratio, asked) for _ in range(asked.runs + 1)][1:]
             seconds, cached = min(found)
-            print(f"{asked.model}, {asked.texts} texts of {asked.tokens} tokens, ratio {ratio}"
-                  f"{', from host memory' if asked.gb else ''}: {1000 * seconds:.1f} ms, {cached} tokens reused",
-                  flush=True)
+            print(
+                f"{asked.model}, {asked.texts} texts of {asked.tokens} tokens, ratio {ratio}"
+                f"{', from host memory' if asked.gb else ''}: {1000 * seconds:.1f} ms, {cached} tokens reused",
+                flush=True,
+            )
 
 
 def folder(model: str) -> str:

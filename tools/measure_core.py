@@ -74,8 +74,9 @@ class CoreTimes:
     num_finished: int = 0
 
 
-CASES = tuple(Case(num_running=n, depth=depth, churn=churn) for n in (256, 1) for depth in (1, 2)
-              for churn in (False, True))
+CASES = tuple(
+    Case(num_running=n, depth=depth, churn=churn) for n in (256, 1) for depth in (1, 2) for churn in (False, True)
+)
 
 
 def measure_core(case: Case, num_steps: int = MAX_STEPS) -> CoreTimes:
@@ -129,8 +130,12 @@ class _TimedExecutor(MockExecutor):
         """Return arbitrary tokens, which cost nothing per request."""
         slots = plan.slots[(plan.outputs & SAMPLE) > 0]
         tokens = (slots * 31 + plan.step) % VOCAB_SIZE
-        return StepResult(step=plan.step, slots=slots, tokens=tokens.astype(np.int32)[:, None],
-                          num_accepted=np.ones(len(slots), np.int32))
+        return StepResult(
+            step=plan.step,
+            slots=slots,
+            tokens=tokens.astype(np.int32)[:, None],
+            num_accepted=np.ones(len(slots), np.int32),
+        )
 
     def collect(self) -> StepResult:
         start = perf_counter_ns()
@@ -149,8 +154,13 @@ class _Load:
         num_blocks = (case.num_running + 8) * (-(-length // BLOCK_SIZE) + 1)
         config = SchedulerConfig(max_num_seqs=case.num_running)
         self.executor = _TimedExecutor(
-            num_slots=case.num_running, num_blocks=num_blocks, block_size=BLOCK_SIZE, vocab_size=VOCAB_SIZE,
-            max_model_len=length, depth=case.depth)
+            num_slots=case.num_running,
+            num_blocks=num_blocks,
+            block_size=BLOCK_SIZE,
+            vocab_size=VOCAB_SIZE,
+            max_model_len=length,
+            depth=case.depth,
+        )
         component = KVComponent("k", 8, 128, "bfloat16", 2)
         geometry = KVGeometry(block_size=BLOCK_SIZE, groups=(KVGroup(layers=(0,), components=(component,)),))
         root = namespace_digest(model="bench", revision="", dtype="bfloat16", block_size=BLOCK_SIZE, geometry=geometry)
@@ -230,10 +240,16 @@ def _measure_parts(times: CoreTimes, num_steps: int) -> None:
 def row(times: CoreTimes) -> dict[str, Any]:
     """Return a line of the table."""
     case = times.case
-    return {"running": case.num_running, "depth": case.depth, "churn": "yes" if case.churn else "no",
-            "p50": round(statistics.median(times.core), 1), "mean": _mean(times.core),
-            **{name: round(value, 1) for name, value in times.parts.items()},
-            "front_end": _mean(times.front_end), "plan_encoding": _mean(times.plan_encoding)}
+    return {
+        "running": case.num_running,
+        "depth": case.depth,
+        "churn": "yes" if case.churn else "no",
+        "p50": round(statistics.median(times.core), 1),
+        "mean": _mean(times.core),
+        **{name: round(value, 1) for name, value in times.parts.items()},
+        "front_end": _mean(times.front_end),
+        "plan_encoding": _mean(times.plan_encoding),
+    }
 
 
 def _mean(values: Iterable[float]) -> float:
@@ -243,8 +259,14 @@ def _mean(values: Iterable[float]) -> float:
 def main() -> None:
     """Measure every case, and print a table or JSON."""
     parser = argparse.ArgumentParser(description=ABOUT)
-    parser.add_argument("--steps", type=int, default=MAX_STEPS, choices=range(1, MAX_STEPS + 1), metavar="N",
-                        help="steps to measure, at most %(default)s, because then requests would end")
+    parser.add_argument(
+        "--steps",
+        type=int,
+        default=MAX_STEPS,
+        choices=range(1, MAX_STEPS + 1),
+        metavar="N",
+        help="steps to measure, at most %(default)s, because then requests would end",
+    )
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     args = parser.parse_args()
     rows = [row(measure_core(case, args.steps)) for case in CASES]

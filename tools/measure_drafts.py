@@ -32,16 +32,26 @@ def main() -> None:
         number = drafts if drafts == "auto" else int(drafts)
         given = {"method": "ngram", "num_speculative_tokens": number, "prompt_lookup_min": 1, "prompt_lookup_max": 4}
         folder = asked.model if Path(asked.model).is_dir() else str(model_folder(asked.model))
-        with LLM(folder, load_format="dummy", dtype="bfloat16", device=asked.device,
-                 skip_tokenizer_init=True, use_tqdm_on_load=False, max_model_len=asked.prompt + asked.tokens,
-                 speculative_config=given if number else None) as llm:  # fmt: skip
+        with LLM(
+            folder,
+            load_format="dummy",
+            dtype="bfloat16",
+            device=asked.device,
+            skip_tokenizer_init=True,
+            use_tqdm_on_load=False,
+            max_model_len=asked.prompt + asked.tokens,
+            speculative_config=given if number else None,
+        ) as llm:
             for text in asked.texts.split(","):
                 for count in map(int, asked.requests.split(",")):
                     seconds, steps = measure(llm, count, asked, repeating=text == "repeating")
                     made = count * asked.tokens
-                    print(f"{asked.model}, drafts {drafts}, {text}, {count} requests: "
-                          f"{made / seconds:.1f} tokens/s, {1000 * seconds / steps:.3f} ms a step, "
-                          f"{made / steps:.2f} tokens a step", flush=True)
+                    print(
+                        f"{asked.model}, drafts {drafts}, {text}, {count} requests: "
+                        f"{made / seconds:.1f} tokens/s, {1000 * seconds / steps:.3f} ms a step, "
+                        f"{made / steps:.2f} tokens a step",
+                        flush=True,
+                    )
 
 
 def measure(llm: LLM, count: int, asked: argparse.Namespace, *, repeating: bool) -> tuple[float, int]:

@@ -47,8 +47,9 @@ def brought(rank: int, rows: int, hidden: int) -> Replica:
     """The rows of a rank, the same numbers in every process."""
     draw = torch.Generator().manual_seed(rank)
     ids = torch.rand(rows, EXPERTS, generator=draw).topk(TOP_K).indices.int()
-    return Replica(torch.randn(rows, hidden, generator=draw).bfloat16(), ids, torch.rand(rows, TOP_K, generator=draw),
-                   rows)  # fmt: skip
+    return Replica(
+        torch.randn(rows, hidden, generator=draw).bfloat16(), ids, torch.rand(rows, TOP_K, generator=draw), rows
+    )
 
 
 def results(x: Tensor | QuantizedRows, rank: int) -> Tensor:
@@ -80,8 +81,10 @@ class Exchange:
 
         x, ids, weights, count = self.given()
         residual, y = torch.zeros_like(x), self.slots.y(self.bound, x.dtype)
-        return (lambda: dispatch(x, ids, weights, count, self.owner, self.slots, self.bound),
-                lambda: combine(residual, y, ids, count, self.owner, self.slots, self.bound))  # fmt: skip
+        return (
+            lambda: dispatch(x, ids, weights, count, self.owner, self.slots, self.bound),
+            lambda: combine(residual, y, ids, count, self.owner, self.slots, self.bound),
+        )
 
     def check(self) -> None:
         """Run once, and assert that rows and results are those of the reference."""
@@ -177,6 +180,7 @@ def sums(group: ProcessGroup, device: torch.device, sizes: Sequence[int]) -> Ite
         x, residual = (torch.randn(size // 2, device=device).bfloat16() for _ in range(2))
         row: dict[str, Any] = {"bytes": size, "nccl": timed(lambda x=x: dist.all_reduce(x, group=group.group))}
         if size <= room:
+
             def add(x: Tensor = x, residual: Tensor = residual) -> Tensor:
                 return ours.add(x, residual)
 
@@ -207,12 +211,14 @@ def check_sums(ours: Any, group: ProcessGroup, device: torch.device) -> None:
     torch.testing.assert_close(ours.add(x.clone(), residual.clone()), expected, rtol=1e-2, atol=1e-2)
 
 
-def rows(group: ProcessGroup, device: torch.device, hidden: int, bounds: Sequence[int],
-         wires: Sequence[str]) -> Iterator[dict[str, Any]]:  # fmt: skip
+def rows(
+    group: ProcessGroup, device: torch.device, hidden: int, bounds: Sequence[int], wires: Sequence[str]
+) -> Iterator[dict[str, Any]]:
     """Yield the times of the experts' exchange for each form of rows and each number of rows."""
     for bound in bounds:
         yield {"rows": bound, "hidden": hidden, "wire": "plain", "way": "all-gather"} | gathered(
-            group, brought(group.rank, bound, hidden), device)  # fmt: skip
+            group, brought(group.rank, bound, hidden), device
+        )
     if device.type == "cpu":
         return
     from quire.distributed.symmetric import exchange_memory
@@ -228,8 +234,16 @@ def rows(group: ProcessGroup, device: torch.device, hidden: int, bounds: Sequenc
                 made.check()
             first, second = made.parts()
             there, back, both = timed(first), timed(second), timed(lambda: (first(), second()))  # noqa: B023
-            yield {"rows": bound, "hidden": hidden, "wire": name, "way": "pull", "dispatch": there, "combine": back,
-                   "both": both, "GB/s": round(made.crossing() / both / 1e3, 1)}  # fmt: skip
+            yield {
+                "rows": bound,
+                "hidden": hidden,
+                "wire": name,
+                "way": "pull",
+                "dispatch": there,
+                "combine": back,
+                "both": both,
+                "GB/s": round(made.crossing() / both / 1e3, 1),
+            }
         settle()
 
 
@@ -238,8 +252,11 @@ def gathered(group: ProcessGroup, own: Replica, device: torch.device) -> dict[st
     exchange, counts = AllGatherExchange(group, None), [own.count] * group.size
     routed = own.x.to(device), own.weights.to(device), own.ids.to(device)
     y = torch.zeros(own.count * group.size, own.x.shape[1], dtype=own.x.dtype, device=device)
-    ways = {"dispatch": lambda: exchange.dispatch(routed, counts), "combine": lambda: exchange.combine(y, counts),
-            "both": lambda: (exchange.dispatch(routed, counts), exchange.combine(y, counts))}  # fmt: skip
+    ways = {
+        "dispatch": lambda: exchange.dispatch(routed, counts),
+        "combine": lambda: exchange.combine(y, counts),
+        "both": lambda: (exchange.dispatch(routed, counts), exchange.combine(y, counts)),
+    }
     return {name: timed_eagerly(call) for name, call in ways.items()}
 
 
@@ -254,8 +271,9 @@ def main() -> None:
     parser.add_argument("--wires", default="plain,fp8,int8")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    device = torch.device(options.device, int(os.environ["LOCAL_RANK"])) if options.device == "cuda" else \
-        torch.device("cpu")  # fmt: skip
+    device = (
+        torch.device(options.device, int(os.environ["LOCAL_RANK"])) if options.device == "cuda" else torch.device("cpu")
+    )
     if device.type == "cuda":
         torch.cuda.set_device(device)
     dist.init_process_group(BACKENDS[device.type], device_id=device if device.type == "cuda" else None)
@@ -263,8 +281,10 @@ def main() -> None:
     assert world is not None
     group = ProcessGroup(world, dist.get_rank(), tuple(range(dist.get_world_size())))
     sizes, bounds = ([int(one) for one in text.split(",")] for text in (options.sizes, options.bounds))
-    ways = {"sums": lambda: sums(group, device, sizes),
-            "rows": lambda: rows(group, device, options.hidden, bounds, options.wires.split(","))}  # fmt: skip
+    ways = {
+        "sums": lambda: sums(group, device, sizes),
+        "rows": lambda: rows(group, device, options.hidden, bounds, options.wires.split(",")),
+    }
     with torch.inference_mode():
         for what in options.what.split(","):
             for row in ways[what]():

@@ -44,9 +44,16 @@ a core in this process.
 
 """
 COLUMNS = {
-    "streams": "streams", "stream_interval": "tokens/event", "step_ms": "step, ms", "events": "events",
-    "events_per_s": "events/s", "http_cpu_us_per_event": "us/event", "http_cpu_us_per_token": "us/token",
-    "client_cpu_us_per_event": "client us/event", "ttft_median_ms": "TTFT p50, ms", "ttft_max_ms": "max, ms",
+    "streams": "streams",
+    "stream_interval": "tokens/event",
+    "step_ms": "step, ms",
+    "events": "events",
+    "events_per_s": "events/s",
+    "http_cpu_us_per_event": "us/event",
+    "http_cpu_us_per_token": "us/token",
+    "client_cpu_us_per_event": "client us/event",
+    "ttft_median_ms": "TTFT p50, ms",
+    "ttft_max_ms": "max, ms",
 }
 
 
@@ -60,8 +67,11 @@ class Case:
 
 
 # Steps as long as leave the HTTP process idle most of the time: what counts is time per event, not how many fit.
-CASES = tuple(Case(streams=streams, interval=interval, step_ms=step_ms)
-              for interval in (1, 8) for streams, step_ms in ((1, 2.0), (64, 10.0), (256, 25.0)))
+CASES = tuple(
+    Case(streams=streams, interval=interval, step_ms=step_ms)
+    for interval in (1, 8)
+    for streams, step_ms in ((1, 2.0), (64, 10.0), (256, 25.0))
+)
 
 
 @dataclass(kw_only=True)
@@ -78,8 +88,23 @@ def mock_server(step_ms: float, interval: int, *flags: str) -> Iterator[Server]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = int(probe.getsockname()[1])
-    command = [sys.executable, "-P", "-m", "quire", "serve", "--device", "mock", "--mock-step-ms", str(step_ms),
-               "--stream-interval", str(interval), "--port", str(port), "--disable-log-stats", *flags]
+    command = [
+        sys.executable,
+        "-P",
+        "-m",
+        "quire",
+        "serve",
+        "--device",
+        "mock",
+        "--mock-step-ms",
+        str(step_ms),
+        "--stream-interval",
+        str(interval),
+        "--port",
+        str(port),
+        "--disable-log-stats",
+        *flags,
+    ]
     with tempfile.TemporaryFile("w+") as output:
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=output)
         try:
@@ -128,8 +153,11 @@ def measure_case(case: Case, seconds: float) -> dict[str, Any]:
         raise EngineDead(f"{done['tokens']} tokens came instead of {expected}: this run measures nothing.")
     per_event = 1e6 * done["steady_server_cpu_s"] / max(1, done["steady_events"])
     return {
-        "streams": case.streams, "stream_interval": case.interval, "step_ms": case.step_ms,
-        "tokens": done["tokens"], "events": done["events"],
+        "streams": case.streams,
+        "stream_interval": case.interval,
+        "step_ms": case.step_ms,
+        "tokens": done["tokens"],
+        "events": done["events"],
         "http_cpu_us_per_event": round(per_event, 1),
         "http_cpu_us_per_token": round(per_event * done["events"] / done["tokens"], 1),
         "client_cpu_us_per_event": round(1e6 * done["cpu_s"] / done["events"], 1),
@@ -176,12 +204,24 @@ def _direct_first_tokens(repeat: int) -> list[float]:
 
 
 def _drive(server: Server, *, streams: int, repeat: int, num_tokens: int) -> dict[str, Any]:
-    body = {"prompt": PROMPT, "max_tokens": num_tokens, "ignore_eos": True, "stream": True,
-            "stream_options": {"include_usage": True}}
-    task = {"port": server.port, "path": "/v1/completions", "body": body, "streams": streams, "repeat": repeat,
-            "pid": server.pid}
-    done = subprocess.run([sys.executable, str(CLIENT)], input=json.dumps(task), text=True,
-                          stdout=subprocess.PIPE, check=True)
+    body = {
+        "prompt": PROMPT,
+        "max_tokens": num_tokens,
+        "ignore_eos": True,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    task = {
+        "port": server.port,
+        "path": "/v1/completions",
+        "body": body,
+        "streams": streams,
+        "repeat": repeat,
+        "pid": server.pid,
+    }
+    done = subprocess.run(
+        [sys.executable, str(CLIENT)], input=json.dumps(task), text=True, stdout=subprocess.PIPE, check=True
+    )
     result: dict[str, Any] = json.loads(done.stdout)
     if "error" in result:
         raise EngineDead(f"the measured server failed: {result['error']}")

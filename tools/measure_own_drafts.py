@@ -15,8 +15,11 @@ from contextlib import ExitStack
 
 from quire import LLM, SamplingParams
 
-PROMPTS = {"prose": "The json module provides functions", "code": "import os\n\n\ndef walk(path):\n    ",
-           "json": '[{"name": "Tomas", "age": 31, "city": "Lima"}, {"name": "Mira", "age": 28, '}  # fmt: skip
+PROMPTS = {
+    "prose": "The json module provides functions",
+    "code": "import os\n\n\ndef walk(path):\n    ",
+    "json": '[{"name": "Tomas", "age": 31, "city": "Lima"}, {"name": "Mira", "age": 28, ',
+}
 
 
 def main() -> None:
@@ -36,9 +39,18 @@ def main() -> None:
         for drafts in map(int, asked.drafts.split(",")):
             given = {"method": "mtp", "num_speculative_tokens": drafts} if drafts else None
             engines[drafts] = stack.enter_context(
-                LLM(asked.model, device=asked.device, dtype=asked.dtype, num_threads=asked.threads, max_model_len=1024,
-                    max_num_seqs=1, use_tqdm_on_load=False, enable_prefix_caching=False,
-                    speculative_config=given))  # fmt: skip
+                LLM(
+                    asked.model,
+                    device=asked.device,
+                    dtype=asked.dtype,
+                    num_threads=asked.threads,
+                    max_model_len=1024,
+                    max_num_seqs=1,
+                    use_tqdm_on_load=False,
+                    enable_prefix_caching=False,
+                    speculative_config=given,
+                )
+            )
         for text, prompt in PROMPTS.items():
             seconds: dict[int, list[tuple[float, float]]] = {drafts: [] for drafts in engines}
             steps = dict[int, int]()
@@ -48,13 +60,15 @@ def main() -> None:
                     llm.generate(prompt, params, use_tqdm=False)
                     seconds[drafts].append((time.perf_counter() - start, time.process_time() - used))
                     steps[drafts] = llm.engine.core._step - first
-            took = {drafts: [min(each) for each in zip(*found, strict=True)]
-                    for drafts, found in seconds.items()}  # fmt: skip
+            took = {drafts: [min(each) for each in zip(*found, strict=True)] for drafts, found in seconds.items()}
             for drafts, (clock, used) in took.items():
                 plain = took.get(0, [0.0, 0.0])
-                print(f"{text}, k = {drafts}: {asked.tokens / steps[drafts]:.2f} tokens a step, "
-                      f"{asked.tokens / clock:.1f} tokens/s ({plain[0] / clock:.2f}x), {asked.tokens / used:.1f} per "
-                      f"CPU second ({plain[1] / used:.2f}x), load {os.getloadavg()[0]:.1f}", flush=True)  # fmt: skip
+                print(
+                    f"{text}, k = {drafts}: {asked.tokens / steps[drafts]:.2f} tokens a step, "
+                    f"{asked.tokens / clock:.1f} tokens/s ({plain[0] / clock:.2f}x), {asked.tokens / used:.1f} per "
+                    f"CPU second ({plain[1] / used:.2f}x), load {os.getloadavg()[0]:.1f}",
+                    flush=True,
+                )
 
 
 if __name__ == "__main__":

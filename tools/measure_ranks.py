@@ -51,11 +51,21 @@ LINES = {
 }
 EPLB = Line("deepseek-v3", f"-dp {{n}} -ep {FEW}", True)
 REDUNDANT, ROUNDS = 32, 6
-PEER_NAMES = {"-tp": "tensor_parallel_size", "-ep": "enable_expert_parallel",
-              "--max-num-batched-tokens": "max_num_batched_tokens", "--max-num-seqs": "max_num_seqs"}  # fmt: skip
+PEER_NAMES = {
+    "-tp": "tensor_parallel_size",
+    "-ep": "enable_expert_parallel",
+    "--max-num-batched-tokens": "max_num_batched_tokens",
+    "--max-num-seqs": "max_num_seqs",
+}
 # No NVLink multicast: neither engine needs it, and on shared hosts it can put GPUs out of service.
-ENVIRONMENT = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",
-               "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "VLLM_USE_FLASHINFER_SAMPLER": "0"}  # fmt: skip
+ENVIRONMENT = {
+    "NCCL_NVLS_ENABLE": "0",
+    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
+    "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",
+}
 UNIFORM = {"VLLM_MOE_ROUTING_SIMULATION_STRATEGY": "uniform_random"}
 TINY = {  # of a dry run: sizes that 8 ranks divide, also in blocks of 128
     "hidden_size": 256, "intermediate_size": 1024, "moe_intermediate_size": 1024, "num_hidden_layers": 2,
@@ -73,8 +83,12 @@ class Results:
 
     def add(self, part: str, row: Row) -> None:
         """Append a row to both files, and print it."""
-        row = {"when": time.strftime("%Y-%m-%d %H:%M"), "part": part, "ranks": self._asked.ranks,
-               "dry": self._asked.dry} | row  # fmt: skip
+        row = {
+            "when": time.strftime("%Y-%m-%d %H:%M"),
+            "part": part,
+            "ranks": self._asked.ranks,
+            "dry": self._asked.dry,
+        } | row
         cells = [f"{name} {value}" for name, value in row.items() if name not in ("when", "part", "ranks", "dry")]
         line = f"| {row['when']}{' dry' * row['dry']} | {part} x {row['ranks']} | {' | '.join(cells)} |"
         for path, text in ((self.lines, json.dumps(row)), (self.table, line)):
@@ -89,8 +103,9 @@ def run(command: list[str], asked: argparse.Namespace, **environment: str) -> st
     paths = [str(HERE.parent / "src"), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))} | ENVIRONMENT | environment
     with tempfile.TemporaryFile("w+") as said:
-        process = subprocess.Popen(command, env=environment, stdout=said, stderr=subprocess.STDOUT,
-                                   start_new_session=True)  # fmt: skip
+        process = subprocess.Popen(
+            command, env=environment, stdout=said, stderr=subprocess.STDOUT, start_new_session=True
+        )
         try:
             code = process.wait(asked.limit)
             why = f"exit code {code}" if code else ""
@@ -127,8 +142,21 @@ def exchanges(what: str, asked: argparse.Namespace, results: Results) -> None:
         out = Path(folder) / "rows"
         small = ["--device", "cpu", "--sizes", "4096,1048576", "--bounds", "1,64"] if asked.dry else []
         launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(asked.ranks)]
-        why = run([sys.executable, *launch, str(HERE / "measure_exchange.py"), "--what", what, "--hidden",
-                   str(asked.hidden), "--out", str(out), *small], asked)
+        why = run(
+            [
+                sys.executable,
+                *launch,
+                str(HERE / "measure_exchange.py"),
+                "--what",
+                what,
+                "--hidden",
+                str(asked.hidden),
+                "--out",
+                str(out),
+                *small,
+            ],
+            asked,
+        )
         for line in out.read_text().splitlines() if out.exists() else ():
             row = json.loads(line)
             results.add(row.pop("part"), row)
@@ -145,8 +173,17 @@ def serve(name: str, engine: str, asked: argparse.Namespace, results: Results) -
         cells = ["--only", asked.cells, "--repeat", str(asked.repeat), "--out", str(out)]
         cells += ["--scale", "0.05", "--max-len", "8"] if asked.dry else []
         if engine == "quire":
-            fixed = ["--load-format", "dummy", "--skip-tokenizer-init", "--dtype", "bfloat16", "--device",
-                     "cpu" if asked.dry else "cuda", "--max-model-len", "64" if asked.dry else "8192"]  # fmt: skip
+            fixed = [
+                "--load-format",
+                "dummy",
+                "--skip-tokenizer-init",
+                "--dtype",
+                "bfloat16",
+                "--device",
+                "cpu" if asked.dry else "cuda",
+                "--max-model-len",
+                "64" if asked.dry else "8192",
+            ]
             fixed += ["--routing", "uniform"] if line.experts else []
             fixed += ["--num-threads", "1", "--kv-cache-memory-bytes", "8M"] if asked.dry else []
             why = run([sys.executable, "-m", "quire", "bench", "throughput", str(model), *fixed, *flags, *cells], asked)
@@ -154,8 +191,12 @@ def serve(name: str, engine: str, asked: argparse.Namespace, results: Results) -
             replicas, options = peer_options(flags)
             options |= {"dtype": "bfloat16", "max_model_len": 8192}
             command = [str(HERE / "peer" / "run_vllm.py"), str(model), *cells, "--replicas", str(replicas)]
-            why = run([sys.executable, *command, "--engine-args", json.dumps(options)], asked,
-                      **UNIFORM if line.experts else {}, PYTHONPATH=f"{asked.vllm}{os.pathsep}{HERE.parent / 'src'}")
+            why = run(
+                [sys.executable, *command, "--engine-args", json.dumps(options)],
+                asked,
+                **UNIFORM if line.experts else {},
+                PYTHONPATH=f"{asked.vllm}{os.pathsep}{HERE.parent / 'src'}",
+            )
         for row in read_cells(out):
             results.add(name, {"engine": engine} | row)
     if why:
@@ -199,9 +240,19 @@ def rounds(task: Row) -> None:
     from quire import LLM, SamplingParams
 
     dry, redundant = task["dry"], 8 if task["dry"] else REDUNDANT
-    options: Row = {"load_format": "dummy", "routing": "zipf", "skip_tokenizer_init": True, "use_tqdm_on_load": False,
-                    "data_parallel_size": task["ranks"], "enable_expert_parallel": True, "dtype": "bfloat16",
-                    "max_num_batched_tokens": 2048, "max_num_seqs": 256, "max_model_len": 8192, "device": "cuda"}
+    options: Row = {
+        "load_format": "dummy",
+        "routing": "zipf",
+        "skip_tokenizer_init": True,
+        "use_tqdm_on_load": False,
+        "data_parallel_size": task["ranks"],
+        "enable_expert_parallel": True,
+        "dtype": "bfloat16",
+        "max_num_batched_tokens": 2048,
+        "max_num_seqs": 256,
+        "max_model_len": 8192,
+        "device": "cuda",
+    }
     if dry:
         options |= {"device": "cpu", "max_model_len": 64, "kv_cache_memory_bytes": 8 << 20, "num_threads": 1}
     if task["balanced"]:
@@ -222,8 +273,11 @@ def rounds(task: Row) -> None:
             found = {"balanced": task["balanced"], "round": number, "tok/s": row["output_tokens_per_s"]}
             if task["balanced"]:  # the first look is at the experts as they were at the start
                 looks = [one for one in seen if one]
-                found |= {"redundant": redundant, "balancedness at first": round(looks[0], 3) if looks else "",
-                          "balancedness": round(seen[-1], 3)}  # fmt: skip
+                found |= {
+                    "redundant": redundant,
+                    "balancedness at first": round(looks[0], 3) if looks else "",
+                    "balancedness": round(seen[-1], 3),
+                }
             with open(task["out"], "a") as file:
                 file.write(json.dumps(found) + "\n")
 
@@ -251,8 +305,12 @@ def main() -> None:
     parser.add_argument("--list", action="store_true", help="print the parts")
     parser.add_argument("--task", help=argparse.SUPPRESS)
     asked = parser.parse_args()
-    parts = {"sums": "", "rows": "", **{name: f"{one.model} {one.flags}" for name, one in LINES.items()},
-             "eplb": f"{EPLB.model} {EPLB.flags}"}  # fmt: skip
+    parts = {
+        "sums": "",
+        "rows": "",
+        **{name: f"{one.model} {one.flags}" for name, one in LINES.items()},
+        "eplb": f"{EPLB.model} {EPLB.flags}",
+    }
     if asked.list:
         print("\n".join(f"{name:8s} {words.format(n=asked.ranks)}" for name, words in parts.items()))
         return

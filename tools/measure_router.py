@@ -65,8 +65,9 @@ def free_port() -> int:
 
 
 @contextlib.contextmanager
-def started(*command: str, url: str = "", seconds: float = 60,
-            environment: Mapping[str, str] = MappingProxyType({})) -> Iterator["subprocess.Popen[bytes]"]:  # fmt: skip
+def started(
+    *command: str, url: str = "", seconds: float = 60, environment: Mapping[str, str] = MappingProxyType({})
+) -> Iterator["subprocess.Popen[bytes]"]:
     """Run a process for the time of a `with`, and wait until it answers at `url`, at most `seconds`."""
     process = subprocess.Popen([sys.executable, *command], stderr=subprocess.DEVNULL, env={**os.environ, **environment})
     try:
@@ -87,9 +88,19 @@ def started(*command: str, url: str = "", seconds: float = 60,
 async def overhead(args: argparse.Namespace) -> None:
     """Measure and print the cost of an event."""
     back, front = free_port(), free_port()
-    with (started("-c", BACKEND, str(args.events), str(args.interval), str(back), url=f"http://127.0.0.1:{back}/health"),
-          started("-m", "quire", "route", "--backend", f"http://127.0.0.1:{back}", "--port", str(front),
-                  url=f"http://127.0.0.1:{front}/ready") as router):
+    with (
+        started("-c", BACKEND, str(args.events), str(args.interval), str(back), url=f"http://127.0.0.1:{back}/health"),
+        started(
+            "-m",
+            "quire",
+            "route",
+            "--backend",
+            f"http://127.0.0.1:{back}",
+            "--port",
+            str(front),
+            url=f"http://127.0.0.1:{front}/ready",
+        ) as router,
+    ):
         async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
 
             async def stream(url: str) -> int:
@@ -106,8 +117,10 @@ async def overhead(args: argparse.Namespace) -> None:
                 assert before is not None and after is not None and set(counts) == {args.events}
                 if url.endswith(str(front)):
                     used = after - before
-                    print(f"{sum(counts)} events in {took:.2f} s: {used / sum(counts) * 1e6:.1f} us of the router's "
-                          "processor time per event")
+                    print(
+                        f"{sum(counts)} events in {took:.2f} s: {used / sum(counts) * 1e6:.1f} us of the router's "
+                        "processor time per event"
+                    )
                 else:
                     print(f"{sum(counts)} events in {took:.2f} s without the router")
             async with session.get(f"http://127.0.0.1:{front}/metrics") as scraped:
@@ -123,16 +136,42 @@ async def turns(args: argparse.Namespace) -> None:
         front = free_port()
         with contextlib.ExitStack() as stack:
             for port in ports:
-                stack.enter_context(started(
-                    "-m", "quire", "serve", "--device", "mock", "--port", str(port), "--num-blocks", str(args.blocks),
-                    "--mock-step-ms", str(args.step_ms), url=f"http://127.0.0.1:{port}/ready"))
-            stack.enter_context(started(
-                "-m", "quire", "route", "--policy", policy, "--port", str(front),
-                *(f"--backend=http://127.0.0.1:{port}" for port in ports), url=f"http://127.0.0.1:{front}/ready"))
+                stack.enter_context(
+                    started(
+                        "-m",
+                        "quire",
+                        "serve",
+                        "--device",
+                        "mock",
+                        "--port",
+                        str(port),
+                        "--num-blocks",
+                        str(args.blocks),
+                        "--mock-step-ms",
+                        str(args.step_ms),
+                        url=f"http://127.0.0.1:{port}/ready",
+                    )
+                )
+            stack.enter_context(
+                started(
+                    "-m",
+                    "quire",
+                    "route",
+                    "--policy",
+                    policy,
+                    "--port",
+                    str(front),
+                    *(f"--backend=http://127.0.0.1:{port}" for port in ports),
+                    url=f"http://127.0.0.1:{front}/ready",
+                )
+            )
             began = time.perf_counter()
             cached, total = await _converse(args, f"http://127.0.0.1:{front}")
-            print(f"{policy:16} {cached / total:6.1%} of {total} prompt tokens cached, "
-                  f"{time.perf_counter() - began:.1f} s", flush=True)
+            print(
+                f"{policy:16} {cached / total:6.1%} of {total} prompt tokens cached, "
+                f"{time.perf_counter() - began:.1f} s",
+                flush=True,
+            )
 
 
 async def _converse(args: argparse.Namespace, url: str) -> tuple[int, int]:
@@ -145,8 +184,14 @@ async def _converse(args: argparse.Namespace, url: str) -> tuple[int, int]:
         messages: list[dict[str, Any]] = []
         for _ in range(args.turns):
             messages.append({"role": "user", "content": " ".join(draw.choices(WORDS, k=args.words))})
-            body = {"messages": messages, "max_tokens": args.output, "ignore_eos": True, "temperature": 0,
-                    "stream": True, "stream_options": {"include_usage": True}}
+            body = {
+                "messages": messages,
+                "max_tokens": args.output,
+                "ignore_eos": True,
+                "temperature": 0,
+                "stream": True,
+                "stream_options": {"include_usage": True},
+            }
             async with limit, session.post(f"{url}/v1/chat/completions", json=body) as answer:
                 lines = (await answer.read()).decode().split("\n\n")
             events = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
@@ -171,8 +216,15 @@ def main() -> None:
     one.add_argument("--events", type=int, default=200)
     one.add_argument("--interval", type=float, default=0.02, help="seconds between events of a stream")
     two = kinds.add_parser("turns")
-    for name, default in {"backends": 4, "conversations": 200, "turns": 8, "blocks": 3_000, "output": 64, "words": 180,
-                          "concurrency": 64}.items():
+    for name, default in {
+        "backends": 4,
+        "conversations": 200,
+        "turns": 8,
+        "blocks": 3_000,
+        "output": 64,
+        "words": 180,
+        "concurrency": 64,
+    }.items():
         two.add_argument(f"--{name}", type=int, default=default)
     two.add_argument("--step-ms", type=float, default=2.0)
     two.add_argument("--pause", type=float, default=0.5, help="longest pause between two turns, in seconds")

@@ -67,10 +67,20 @@ def main() -> None:
 
 def engine(asked: argparse.Namespace, **options: Any) -> LLM:
     """Return an engine with a small cache on the device and tiers below it."""
-    return LLM(str(model_folder(asked.model)), load_format="dummy", dtype="bfloat16", device=asked.device,
-               block_size=128, skip_tokenizer_init=True, use_tqdm_on_load=False,
-               max_model_len=max(asked.prompt, 640) + 128, num_gpu_blocks_override=asked.blocks,
-               max_num_seqs=128, kv_offload_gb=asked.gb, **options)  # fmt: skip
+    return LLM(
+        str(model_folder(asked.model)),
+        load_format="dummy",
+        dtype="bfloat16",
+        device=asked.device,
+        block_size=128,
+        skip_tokenizer_init=True,
+        use_tqdm_on_load=False,
+        max_model_len=max(asked.prompt, 640) + 128,
+        num_gpu_blocks_override=asked.blocks,
+        max_num_seqs=128,
+        kv_offload_gb=asked.gb,
+        **options,
+    )
 
 
 def files_read(folder: str) -> None:
@@ -143,8 +153,13 @@ def from_peer(asked: argparse.Namespace) -> None:
         free.bind(("127.0.0.1", 0))
         place = f"127.0.0.1:{free.getsockname()[1]}"
     mappable, near = block_peers.mappable, block_share.BlockLine.near
-    with subprocess.Popen([sys.executable, *sys.argv, "--share", place], stdin=subprocess.PIPE,
-                          stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as sharer:  # fmt: skip
+    with subprocess.Popen(
+        [sys.executable, *sys.argv, "--share", place],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as sharer:
         assert sharer.stdin is not None and sharer.stderr is not None
         try:
             for line in sharer.stderr:
@@ -155,7 +170,7 @@ def from_peer(asked: argparse.Namespace) -> None:
                 raise SystemExit("the other process has ended")
             prompts: list[list[int]] = []
             ways = (("CUDA IPC", Tier.CUDA_IPC), ("shared memory", Tier.PEER), ("TCP", Tier.PEER))
-            for say, tier in ways[asked.device != "cuda":]:
+            for say, tier in ways[asked.device != "cuda" :]:
                 block_peers.mappable = mappable if say == "CUDA IPC" else lambda memories: False
                 block_share.BlockLine.near = False if say == "TCP" else near
                 with engine(asked, kv_peers=(place,)) as llm:
@@ -186,9 +201,12 @@ def decodes_beside_loads(llm: LLM, prompts: list[list[int]], asked: argparse.Nam
         others = [prompts[i % count] for i in range(asked.loads)]
         outputs = llm.generate(short + others, params + [ONE] * len(others), use_tqdm=False)
         beside = _seconds(outputs[: len(short)])
-        cached = {one.num_cached_tokens for one in outputs[len(short):]}
-        print(f"{len(short)} decodes: {alone:.3f} s, beside {len(others)} prompts {say} {beside:.3f} s "
-              f"({alone / beside:.3f}); tokens cached {cached}", flush=True)
+        cached = {one.num_cached_tokens for one in outputs[len(short) :]}
+        print(
+            f"{len(short)} decodes: {alone:.3f} s, beside {len(others)} prompts {say} {beside:.3f} s "
+            f"({alone / beside:.3f}); tokens cached {cached}",
+            flush=True,
+        )
 
 
 def _seconds(outputs: list[RequestOutput]) -> float:

@@ -25,8 +25,15 @@ def main() -> None:
     parser.add_argument("--engine", default="quire", choices=("quire", "vllm"))
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--policy", default="lazy", choices=("lazy", "write_through"))
-    for name, number in (("--talks", 200), ("--together", 50), ("--turns", 8), ("--new", 200), ("--output", 64),
-                         ("--cache", 20), ("--host", 80)):  # fmt: skip
+    for name, number in (
+        ("--talks", 200),
+        ("--together", 50),
+        ("--turns", 8),
+        ("--new", 200),
+        ("--output", 64),
+        ("--cache", 20),
+        ("--host", 80),
+    ):
         parser.add_argument(name, type=int, default=number)
     asked = parser.parse_args()
     module = importlib.import_module(asked.engine)
@@ -50,24 +57,39 @@ def main() -> None:
                 firsts.append(wait(output.metrics))
                 cached += output.num_cached_tokens or 0
         length = sum(map(len, talks)) / len(talks) - asked.output
-        print(f"turn {turn}: prompts of {length:.0f} tokens, {cached / len(talks):.0f} of them cached; first tokens "
-              f"after {1000 * statistics.mean(firsts):.0f} ms (median {1000 * statistics.median(firsts):.0f}); "
-              f"{took:.2f} s", flush=True)
+        print(
+            f"turn {turn}: prompts of {length:.0f} tokens, {cached / len(talks):.0f} of them cached; first tokens "
+            f"after {1000 * statistics.mean(firsts):.0f} ms (median {1000 * statistics.median(firsts):.0f}); "
+            f"{took:.2f} s",
+            flush=True,
+        )
         waits, whole = waits + firsts, whole + took
     made = asked.talks * asked.turns * asked.output
-    print(f"{asked.engine}: first tokens after {1000 * statistics.mean(waits):.1f} ms in the mean, "
-          f"{1000 * statistics.median(waits):.1f} in the median; {made / whole:.0f} tokens/s, "
-          f"{whole:.2f} s", flush=True)
+    print(
+        f"{asked.engine}: first tokens after {1000 * statistics.mean(waits):.1f} ms in the mean, "
+        f"{1000 * statistics.median(waits):.1f} in the median; {made / whole:.0f} tokens/s, "
+        f"{whole:.2f} s",
+        flush=True,
+    )
 
 
 def engine(module: Any, asked: argparse.Namespace) -> Any:
     """Return an engine whose KV cache has its limits."""
-    options = {"load_format": "dummy", "skip_tokenizer_init": True, "dtype": "bfloat16", "max_num_seqs": 256,
-               "max_model_len": asked.turns * (asked.new + asked.output) + 64,
-               "kv_cache_memory_bytes": asked.cache * 10**9}  # fmt: skip
+    options = {
+        "load_format": "dummy",
+        "skip_tokenizer_init": True,
+        "dtype": "bfloat16",
+        "max_num_seqs": 256,
+        "max_model_len": asked.turns * (asked.new + asked.output) + 64,
+        "kv_cache_memory_bytes": asked.cache * 10**9,
+    }
     if asked.engine == "quire":
-        options |= {"device": asked.device, "kv_offload_gb": asked.host * 1e9 / 2**30,
-                    "kv_offload_policy": asked.policy, "use_tqdm_on_load": False}  # fmt: skip
+        options |= {
+            "device": asked.device,
+            "kv_offload_gb": asked.host * 1e9 / 2**30,
+            "kv_offload_policy": asked.policy,
+            "use_tqdm_on_load": False,
+        }
     else:
         options |= {"disable_log_stats": False, "seed": 0}
         options |= {"kv_offloading_size": asked.host * 1e9 / 2**30} if asked.host else {}

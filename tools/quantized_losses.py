@@ -17,8 +17,12 @@ from quire.models.quantize import Recipe, quantize_checkpoint
 from quire.quantization.schemes import SCHEMES, has_groups
 
 WINDOW, LENGTH = 1024, 24  # tokens
-OPTIONS: dict[str, Any] = {"dtype": "float32", "use_tqdm_on_load": False, "kv_cache_memory_bytes": 300 << 20,
-                           "max_num_seqs": 32}  # fmt: skip
+OPTIONS: dict[str, Any] = {
+    "dtype": "float32",
+    "use_tqdm_on_load": False,
+    "kv_cache_memory_bytes": 300 << 20,
+    "max_num_seqs": 32,
+}
 
 
 def loss(llm: LLM, text: str) -> float:
@@ -26,18 +30,26 @@ def loss(llm: LLM, text: str) -> float:
     ids = llm.get_tokenizer().encode(text, add_special_tokens=False)
     windows = [ids[at : at + WINDOW + 1] for at in range(0, len(ids) - 1, WINDOW)]
     outputs = llm.generate(windows, SamplingParams(max_tokens=0, prompt_logprobs=0), use_tqdm=False)
-    scored = [row[token].logprob for out in outputs
-              for token, row in zip(out.prompt_token_ids, out.prompt_logprobs or (), strict=True) if row is not None]
+    scored = [
+        row[token].logprob
+        for out in outputs
+        for token, row in zip(out.prompt_token_ids, out.prompt_logprobs or (), strict=True)
+        if row is not None
+    ]
     return -sum(scored) / len(scored)
 
 
 def num_right(llm: LLM, items: list[dict[str, Any]]) -> int:
     """Number of questions about the notes that are answered exactly."""
-    prompts = ["<|im_start|>user\n" + "\n".join(item["notes"]) + f"\n\n{item['question']}<|im_end|>\n"
-               "<|im_start|>assistant\n" for item in items]  # fmt: skip
+    prompts = [
+        "<|im_start|>user\n" + "\n".join(item["notes"]) + f"\n\n{item['question']}<|im_end|>\n<|im_start|>assistant\n"
+        for item in items
+    ]
     outputs = llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=LENGTH), use_tqdm=False)
-    return sum(output.outputs[0].text.strip() in (item["answer_sentence"], item["answer"], item["answer"] + ".")
-               for item, output in zip(items, outputs, strict=True))  # fmt: skip
+    return sum(
+        output.outputs[0].text.strip() in (item["answer_sentence"], item["answer"], item["answer"] + ".")
+        for item, output in zip(items, outputs, strict=True)
+    )
 
 
 def main() -> None:
@@ -64,8 +76,11 @@ def main() -> None:
                 with LLM(str(folder), **OPTIONS) as llm:
                     found, right = loss(llm, evaluation["perplexity_text"]), num_right(llm, evaluation["recall"])
             plain = plain or found
-            print(f"| {model.name} | {scheme or 'plain'} | {told}| {found:.4f} | {found / plain - 1:+.2%} | {right} of "
-                  f"{len(evaluation['recall'])} |", flush=True)  # fmt: skip
+            print(
+                f"| {model.name} | {scheme or 'plain'} | {told}| {found:.4f} | {found / plain - 1:+.2%} | {right} of "
+                f"{len(evaluation['recall'])} |",
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

@@ -75,8 +75,11 @@ def licence(dist: Distribution) -> list[dict[str, Any]]:
     meta = dist.metadata
     if expression := meta.get("License-Expression"):
         return [{"expression": expression}]
-    classifiers = [line.rpartition(" :: ")[2] for line in meta.get_all("Classifier") or ()
-                   if line.startswith("License :: ") and line.count(" :: ") > 1]  # fmt: skip
+    classifiers = [
+        line.rpartition(" :: ")[2]
+        for line in meta.get_all("Classifier") or ()
+        if line.startswith("License :: ") and line.count(" :: ") > 1
+    ]
     text = (meta.get("License") or "").strip().splitlines()
     named = classifiers or [line for line in text[:1] if line != "UNKNOWN"]
     return [{"license": {"name": name}} for name in named]
@@ -94,9 +97,10 @@ def bill(installed: Mapping[str, Distribution], extras: Iterable[str], locked: M
         "version": 1,
         "metadata": {"component": parts.pop("quire") | {"type": "application"}},
         "components": list(parts.values()),
-        "dependencies": [{"ref": refs[name], "dependsOn": [refs[one] for one in needs]}
-                         for name, needs in graph.items()],
-    }  # fmt: skip
+        "dependencies": [
+            {"ref": refs[name], "dependsOn": [refs[one] for one in needs]} for name, needs in graph.items()
+        ],
+    }
 
 
 if __name__ == "__main__":

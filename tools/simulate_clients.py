@@ -61,8 +61,10 @@ def main() -> None:
         long = np.mean([np.mean(np.array(gaps) > 12.5) for gaps, _ in runs])
         served = np.mean([256 * ANSWER / ms * 1000 for _, ms in runs])
         offline = 64 * ANSWER / run(steps, 64, 64, 0, 0.0)[1] * 1000
-        print(f"{steps:5} {p50.mean():6.2f} {p99.mean():9.1f} {p99.max():8.1f} {long:13.2%} {served:12.0f} "
-              f"{offline:15.0f}")
+        print(
+            f"{steps:5} {p50.mean():6.2f} {p99.mean():9.1f} {p99.max():8.1f} {long:13.2%} {served:12.0f} "
+            f"{offline:15.0f}"
+        )
 
 
 if __name__ == "__main__":

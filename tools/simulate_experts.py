@@ -107,8 +107,14 @@ def placements(ranks: int) -> Iterator[Placement]:
     for redundant in (0, 32, 64):
         yield Placement(name="global", ranks=ranks, num_experts=EXPERTS, redundant=redundant)
         if ranks > NODE:
-            yield Placement(name="hierarchical", ranks=ranks, num_experts=EXPERTS, redundant=redundant, groups=GROUPS,
-                            nodes=ranks // NODE)
+            yield Placement(
+                name="hierarchical",
+                ranks=ranks,
+                num_experts=EXPERTS,
+                redundant=redundant,
+                groups=GROUPS,
+                nodes=ranks // NODE,
+            )
 
 
 def judged(placement: Placement, loads: list[Array], steps: list[Array]) -> tuple[float, float, float]:
@@ -128,8 +134,13 @@ def print_balance() -> None:
     """Print the table of balance."""
     print(f"{SIMULATED} layers, {INTERVALS} intervals, {WINDOW} tokens each; steps of {ROWS} rows per rank.\n")
     skews = (0.4, 0.7, 1.0)
-    print("| ranks | placement | redundant |" + "".join(f" s = {s}: balancedness | max/mean |" for s in skews)
-          + " moved |\n" + "|---" * (4 + 2 * len(skews)) + "|")
+    print(
+        "| ranks | placement | redundant |"
+        + "".join(f" s = {s}: balancedness | max/mean |" for s in skews)
+        + " moved |\n"
+        + "|---" * (4 + 2 * len(skews))
+        + "|"
+    )
     for ranks in (8, 32):
         windows = {}
         for s in skews:
@@ -150,10 +161,15 @@ def print_bytes(s: float) -> None:
     """
     draw = np.random.default_rng(1)
     popularity = next(intervals(s, draw))
-    print(f"\nMB that a rank receives per layer, out and back, in a step of {ROWS} rows per rank; bf16 / fp8 wire. "
-          f"Zipf({s}).\n")
-    print("| ranks | placement | redundant | other ranks of a row | other hosts | all-gather | pull | copies |\n"
-          + "|---" * 8 + "|")  # fmt: skip
+    print(
+        f"\nMB that a rank receives per layer, out and back, in a step of {ROWS} rows per rank; bf16 / fp8 wire. "
+        f"Zipf({s}).\n"
+    )
+    print(
+        "| ranks | placement | redundant | other ranks of a row | other hosts | all-gather | pull | copies |\n"
+        + "|---" * 8
+        + "|"
+    )
     for ranks in (8, 32):
         ids = route(popularity, ranks * ROWS, draw)
         load = counted(ids, EXPERTS)
@@ -219,8 +235,10 @@ def print_recorded(model: Path, evaluation: Path, ranks: int = 8) -> None:
     ids, num_experts = recorded(model, texts)
     loads = [counted(one, num_experts) for one in ids]
     pairs = {"itself": (1, 1), "same kind": (0, 1), "other kind": (2, 1)}
-    print(f"\n{model.name}: {num_experts} experts on {ranks} ranks; loads of {[one.shape[1] for one in ids]} tokens. "
-          "Balancedness on documentation, by the load that made the map.\n")
+    print(
+        f"\n{model.name}: {num_experts} experts on {ranks} ranks; loads of {[one.shape[1] for one in ids]} tokens. "
+        "Balancedness on documentation, by the load that made the map.\n"
+    )
     print("| placement | redundant | " + " | ".join(pairs) + " |\n" + "|---" * (2 + len(pairs)) + "|")
     for name, redundant in (("linear", 0), ("global", 0), ("global", ranks), ("global", 2 * ranks)):
         placement = Placement(name=name, ranks=ranks, num_experts=num_experts, redundant=redundant)

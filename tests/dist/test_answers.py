@@ -49,7 +49,7 @@ def requests(count: int = NUM_TOKENS) -> list[tuple[list[int], SamplingParams]]:
     """Prompts of mixed lengths with every kind of parameters; two begin alike."""
     prompts = itertools.cycle(mixed_prompts())
     return [(next(prompts), SamplingParams(**({"max_tokens": count, "seed": i, "ignore_eos": True} | kind)))
-            for i, kind in enumerate(KINDS)]  # fmt: skip
+            for i, kind in enumerate(KINDS)]
 
 
 def ask(llm: LLM, asked: list[tuple[Any, SamplingParams]]) -> list[RequestOutput]:
@@ -62,7 +62,7 @@ def compare(found: list[RequestOutput], expected: list[RequestOutput]) -> None:
         assert [c.token_ids for c in mine.outputs] == [c.token_ids for c in other.outputs]
         assert [c.text for c in mine.outputs] == [c.text for c in other.outputs]
         assert [(c.finish_reason, c.stop_reason) for c in mine.outputs] == [
-            (c.finish_reason, c.stop_reason) for c in other.outputs]  # fmt: skip
+            (c.finish_reason, c.stop_reason) for c in other.outputs]
         near(mine.prompt_logprobs, other.prompt_logprobs)
         for one, right in zip(mine.outputs, other.outputs, strict=True):
             near(one.logprobs, right.logprobs)
@@ -118,7 +118,7 @@ def rows() -> list[Any]:
     Simulated ranks compare all sizes of all families."""
     sizes, *ways = FACTORS.values()
     found = [dict(zip(FACTORS, (size, *way), strict=True))
-             for size, way in zip(sizes, itertools.product(*ways), strict=True)]  # fmt: skip
+             for size, way in zip(sizes, itertools.product(*ways), strict=True)]
     more = [row for row in pairwise(FACTORS) if row not in found]
     for number, row in enumerate(found + more):
         families = EXPERTS if row["sizes"].endswith("-ep") else FAMILIES
@@ -151,16 +151,16 @@ def test_answers_of_one_rank(row: Row, checkpoint: Callable[[str], Path], engine
     ("trained", "tp2"), *(pytest.param(*each, marks=pytest.mark.full) for each in (
         ("deepseek_v3", "tp2"), ("qwen3", "dp2"), ("qwen3_moe", "dp2-ep"), ("glm4_moe", "dp2-tp2-ep"),
         ("trained", "tp2-ep"), ("trained", "dp2"), ("deepseek_v3", "tp4"), ("qwen3_moe", "dp4-ep"))),
-])  # fmt: skip
+])
 def test_drafts_are_accepted_by_all_ranks_alike(family: str, sizes: str, checkpoint: Callable[[str], Path],
-                                                engine: Callable[..., LLM], shared: Path) -> None:  # fmt: skip
+                                                engine: Callable[..., LLM], shared: Path) -> None:
     """The trained model drafts with its own layer, the others look n-grams up."""
     drafts = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
     if family == "trained":
         drafts = {"method": "mtp", "num_speculative_tokens": 2}
     folder = shared / "models" / "quire-tiny-moe" if family == "trained" else checkpoint(family)
     ranks = engine(folder, **CHECKED, async_depth=2, speculative_config=drafts, max_num_batched_tokens=48,
-                   **(LARGER | SIZES)[sizes])  # fmt: skip
+                   **(LARGER | SIZES)[sizes])
     compare(ask(ranks, requests(32)), ask(engine(folder), requests(32)))
     cores = ranks.engine.core.cores if isinstance(ranks.engine.core, Replicas) else (ranks.engine.core,)
     for core in cores:
@@ -169,7 +169,7 @@ def test_drafts_are_accepted_by_all_ranks_alike(family: str, sizes: str, checkpo
 
 
 SCHEMA = {"type": "object", "properties": {"name": {"type": "string", "maxLength": 8}, "age": {"type": "integer"}},
-          "required": ["name", "age"], "additionalProperties": False}  # fmt: skip
+          "required": ["name", "age"], "additionalProperties": False}
 
 
 def texts() -> list[tuple[str, SamplingParams]]:
@@ -179,15 +179,15 @@ def texts() -> list[tuple[str, SamplingParams]]:
         {"stop": [".9", "json"]}, {"stop": ["\n"], "include_stop_str_in_output": True, "temperature": 1.0},
         {"structured_outputs": schema}, {"structured_outputs": schema, "temperature": 1.0, "n": 2, "logprobs": 1},
         {"structured_outputs": StructuredOutputsParams(choice=["yes", "no"])}, {"bad_words": ["the", " is"]}, {},
-    ]  # fmt: skip
+    ]
     return [(f"The json module {i}", SamplingParams(**({"temperature": 0.0, "max_tokens": 40, "seed": i} | kind)))
-            for i, kind in enumerate(kinds)]  # fmt: skip
+            for i, kind in enumerate(kinds)]
 
 
 @pytest.mark.parametrize(("sizes", "depth"), [
     ("tp2", 2), ("tp2-pp2", 1), ("dp2", 2),
     *(pytest.param(*each, marks=pytest.mark.full) for each in (("tp4", 1), ("pp2", 2), ("dp4", 2))),
-])  # fmt: skip
+])
 def test_texts_of_the_bundled_model(sizes: str, depth: int, engine: Callable[..., LLM]) -> None:
     expected = ask(engine(), texts())
     found = ask(engine(**CHECKED, async_depth=depth, **(LARGER | SIZES)[sizes]), texts())
@@ -199,7 +199,7 @@ def test_texts_of_the_bundled_model(sizes: str, depth: int, engine: Callable[...
 @pytest.mark.parametrize(("sizes", "method"), [
     ("tp2-pp2", "MEAN"), ("tp2", "LAST"),
     *(pytest.param(*each, marks=pytest.mark.full) for each in (("tp2", "MEAN"), ("tp2-pp2", "LAST"))),
-])  # fmt: skip
+])
 def test_embeddings(sizes: str, method: str, checkpoint: Callable[[str], Path], engine: Callable[..., LLM]) -> None:
     options = {"pooler_config": {"pooling_type": method, "normalize": True}, "max_num_batched_tokens": 16}
     folder = checkpoint("qwen3")
@@ -238,7 +238,7 @@ def experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("ct-w4-group", "tp4"), ("gptq-zeros", "tp2"), ("awq", "tp2-pp2"), ("fp8-block", "pp2"),
     *(pytest.param(*each, marks=pytest.mark.full) for each in (
         ("ct-w4-group", "tp2"), ("awq", "tp2"), ("ct-int8-weights", "tp2"), ("ct-int8-channel", "pp2"))),
-])  # fmt: skip
+])
 def test_quantized_weights_whose_numbers_do_not_depend_on_the_cut(
     form: str, sizes: str, wide: Path, tmp_path: Path, engine: Callable[..., LLM]
 ) -> None:
@@ -264,11 +264,11 @@ def same(engine: Callable[..., LLM], folder: Path, sizes: str, **options: Any) -
     ("fp8-block", {}, "tp4", 1e-3), ("", {"kv_cache_dtype": "fp8"}, "tp2", 1e-3),
     ("", {"quantization": "fp8"}, "tp2", 5e-2), ("ct-int8-channel", {}, "tp2", 0.2), ("fp8-block", {}, "dp2-ep", 1e-3),
     *(pytest.param(form, {}, "tp2", 1e-3, marks=pytest.mark.full) for form in ("fp8-block", "fp8-static")),
-], ids=str)  # fmt: skip
+], ids=str)
 def test_quantized_numbers_that_depend_on_the_cut(
     form: str, options: Row, sizes: str, bound: float, wide: Path, experts: Path, tmp_path: Path,
     engine: Callable[..., LLM],
-) -> None:  # fmt: skip
+) -> None:
     """The mean difference of prompts' log-probabilities is within a bound. Other tokens or slices give more than 1.
 
     - 1e-3 where activations or keys and values are rounded to 8 bits by scales that every rank has alike. The sum of
@@ -288,6 +288,6 @@ def test_quantized_numbers_that_depend_on_the_cut(
     one, many = engine(folder, **options), engine(folder, **options, **CHECKED, **SIZES[sizes])
     right, found = (np.array([entry[token].logprob for output in ask(llm, asked)
                               for token, entry in zip(output.prompt_token_ids[1:], output.prompt_logprobs[1:],
-                                                      strict=True)]) for llm in (one, many))  # fmt: skip
+                                                      strict=True)]) for llm in (one, many))
     print(f"{form} {options} {sizes}: mean {np.abs(found - right).mean():.1e}, most {np.abs(found - right).max():.1e}")
     assert np.abs(found - right).mean() < bound

@@ -37,11 +37,11 @@ def balancer_of(llm: LLM) -> balancer.Balancer:
 @pytest.mark.parametrize(("family", "sizes"), [
     ("qwen3_moe", "dp2-ep"), ("deepseek_v3", "tp2-ep"),
     pytest.param("deepseek_v3", "dp2-tp2-ep", marks=pytest.mark.full),
-])  # fmt: skip
+])
 def test_every_layer_moves_while_requests_are_served(
     family: str, sizes: str, checkpoint: Callable[[str], Path], engine: Callable[..., LLM],
     monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+) -> None:
     monkeypatch.setattr(balancer, "LEAST_GAIN", -1.0)
     folder = checkpoint(family)
     expected = ask(engine(folder), requests())
@@ -58,7 +58,7 @@ def test_every_layer_moves_while_requests_are_served(
 def test_a_mover_of_a_rank_that_is_frozen_leaves_the_old_map_in_use(
     left: Left, tmp_path: Path, checkpoint: Callable[[str], Path], engine: Callable[..., LLM],
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
-) -> None:  # fmt: skip
+) -> None:
     """Requests get their tokens, a warning comes after the deadline, and the engine ends as always."""
     monkeypatch.setattr(balancer, "LEAST_GAIN", -1.0)
     monkeypatch.setattr(balancer, "DEADLINE", 0.05)
@@ -81,7 +81,7 @@ def test_a_server_tells_the_balancedness(left: Left, checkpoint: Callable[[str],
     folder = checkpoint("qwen3_moe")
     settings = json.dumps(balanced(folder)["eplb_config"] | {"log_balancedness": True})
     flags = ("-dp", "2", "-ep", "--enable-eplb", "--eplb-config", settings, "--skip-tokenizer-init", "--device", "cpu",
-             "--dtype", "float32", "--num-threads", "1", "--kv-cache-memory-bytes", "4M")  # fmt: skip
+             "--dtype", "float32", "--num-threads", "1", "--kv-cache-memory-bytes", "4M")
     with running_server(str(folder), *flags, **left.variables) as server:
         assert server.ask("/v1/completions", {"prompt": [1, 2, 3], "max_tokens": 24, "ignore_eos": True}).status == 200
         line = r"^quire core: balancedness of experts over the last steps: ([01]\.\d{3})$"

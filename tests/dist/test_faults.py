@@ -34,15 +34,15 @@ LIMIT_STOPPED = 60.0
 PLACES = ("load", "size", "prefill", "decode")
 OPTIONS: Row = SMALL | {"max_model_len": 512, "kv_cache_memory_bytes": 16 << 20}
 FLAGS = ("--dtype", "float32", "--num-threads", "1", "--max-model-len", "512", "--kv-cache-memory-bytes", "16M",
-         "--device", "cpu")  # fmt: skip
+         "--device", "cpu")
 SIZE_FLAGS = {"tp2": ("-tp", "2"), "pp2": ("-pp", "2"), "dp2-ep": ("-dp", "2", "-ep", "--skip-tokenizer-init"),
               "tp4": ("-tp", "4"), "tp2-pp2": ("-tp", "2", "-pp", "2"),
-              "dp4-ep": ("-dp", "4", "-ep", "--skip-tokenizer-init")}  # fmt: skip
+              "dp4-ep": ("-dp", "4", "-ep", "--skip-tokenizer-init")}
 NAMES = {"tp2": "tp {0}", "tp4": "tp {0}", "pp2": "stage {0}", "dp2-ep": "replica {0}", "dp4-ep": "replica {0}",
          "tp2-pp2": "tp 0, stage 1"}  # of a rank; of rank 2 in the last layout
 LONG = SamplingParams(max_tokens=200, ignore_eos=True, seed=1)
 ENDS = {"SIGKILL": "was killed by SIGKILL", "SIGSTOP": "is stopped (SIGSTOP, or a debugger) and has sent nothing for ",
-        "RuntimeError": "failed: RuntimeError: planted by a test"}  # fmt: skip
+        "RuntimeError": "failed: RuntimeError: planted by a test"}
 FACTORS: dict[str, list[Any]] = {
     "sizes": ["tp2", "pp2", "dp2-ep"], "rank": [0, 1], "place": list(PLACES), "kind": list(ENDS),
     "host": ["LLM", "server"],
@@ -56,7 +56,7 @@ def rows() -> list[Any]:
     many = [dict(zip(FACTORS, values, strict=True)) for values in (
         ("dp4-ep", 2, "decode", "SIGKILL", "LLM"), ("tp4", 3, "decode", "RuntimeError", "LLM"),
         ("tp2-pp2", 2, "prefill", "SIGKILL", "LLM"), ("tp4", 1, "load", "SIGKILL", "server"),
-        ("dp4-ep", 3, "prefill", "RuntimeError", "server"), ("dp4-ep", 0, "decode", "SIGSTOP", "LLM"))]  # fmt: skip
+        ("dp4-ep", 3, "prefill", "RuntimeError", "server"), ("dp4-ep", 0, "decode", "SIGSTOP", "LLM"))]
     rare = [row for row in every if row not in cover] + many[1:]
     return [*cover, many[0], *(pytest.param(row, marks=pytest.mark.full) for row in rare)]
 
@@ -178,7 +178,7 @@ def running(server: Server) -> dict[int, float]:
 @pytest.mark.parametrize(("replica", "number"), [
     (0, signal.SIGKILL), (1, signal.SIGSTOP),
     *(pytest.param(*each, marks=pytest.mark.full) for each in ((1, signal.SIGKILL), (0, signal.SIGSTOP))),
-])  # fmt: skip
+])
 def test_an_independent_replica_dies_alone(replica: int, number: signal.Signals, left: Left) -> None:
     """Its requests end with an error; those of the other one finish, and new ones are answered."""
     with running_server(*FLAGS, "-dp", "2", **left.variables) as server, ThreadPoolExecutor(10) as pool:
@@ -248,7 +248,7 @@ for _ in llm.stream("Once", SamplingParams(max_tokens=4000, ignore_eos=True)):
 def test_ranks_do_not_outlive_a_killed_script(place: str, left: Left, tmp_path: Path) -> None:
     variables = Fault(0, "load", "SIGSTOP").variables(tmp_path / "moment") if place == "load" else {}
     with subprocess.Popen([sys.executable, "-c", PARENT], env=os.environ | left.variables | variables,
-                          stdout=subprocess.PIPE, text=True) as script:  # fmt: skip
+                          stdout=subprocess.PIPE, text=True) as script:
         assert script.stdout is not None
         if place == "import":
             until(lambda: len(left.ranks()) == 2, lambda: "no ranks")

@@ -62,9 +62,9 @@ class Agent:
 @contextmanager
 def agent(port: int, model: str = "", **environment: str) -> Iterator[Agent]:
     words = [sys.executable, "-m", "quire", "serve", *([model] if model else []), "--headless", "--nnodes", "2",
-             "--node-rank", "1", "--master-port", str(port), "--device", "cpu"]  # fmt: skip
+             "--node-rank", "1", "--master-port", str(port), "--device", "cpu"]
     with subprocess.Popen(words, env=os.environ | environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-                          text=True) as process:  # fmt: skip
+                          text=True) as process:
         try:
             yield Agent(process)
         finally:
@@ -83,10 +83,10 @@ def experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("sizes", [
     "pp2", "dp2-ep", *(pytest.param(each, marks=pytest.mark.full) for each in ("tp2", "dp2", "tp2-pp2", "dp4-ep")),
-])  # fmt: skip
+])
 def test_answers_of_one_rank(sizes: str, experts: Path, port: int) -> None:
     options: Row = SMALL | {"max_num_seqs": 16, "max_model_len": 256, "kv_cache_memory_bytes": 16 << 20,
-                            "skip_tokenizer_init": True, "block_size": 16, "max_num_batched_tokens": 48}  # fmt: skip
+                            "skip_tokenizer_init": True, "block_size": 16, "max_num_batched_tokens": 48}
     with agent(port, str(experts)) as other:
         with LLM(str(experts), **options, **CHECKED, **(LARGER | SIZES)[sizes], nnodes=2, master_port=port) as llm:
             found = ask(llm, requests(24))
@@ -193,7 +193,7 @@ def test_a_host_with_another_model_is_refused(experts: Path, port: int) -> None:
 
 def test_a_server_on_two_hosts(left: Left, port: int) -> None:
     with agent(port) as other, running_server(*FLAGS, "-tp", "2", "--nnodes", "2", "--master-port", str(port),
-                                              **left.variables) as server:  # fmt: skip
+                                              **left.variables) as server:
         assert server.complete(max_tokens=8).status == 200
         server.signal(signal.SIGTERM)
         assert server.exit_code() == 0 and other.end()[0] == 0
@@ -204,7 +204,7 @@ def test_a_server_on_two_hosts(left: Left, port: int) -> None:
     (("--nnodes", "2", "--node-rank", "1", "-tp", "2"), "only host 0 has an engine core"),
     (("--nnodes", "2", "-tp", "3"), "cannot be divided"), (("--nnodes", "2"), "cannot be divided"),
     (("--nnodes", "2", "-tp", "2", "--master-addr", "0.0.0.0"), "cannot connect to this address"),
-], ids=lambda one: " ".join(one))  # fmt: skip
+], ids=lambda one: " ".join(one))
 def test_flags_that_do_not_fit(flags: tuple[str, ...], words: str, left: Left) -> None:
     with running_server("--device", "cpu", *flags, wait="", **left.variables) as server:
         assert server.exit_code() == 3

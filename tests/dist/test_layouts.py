@@ -33,7 +33,7 @@ CASES = [("dp4-ep", "6 experts"), *(pytest.param(*case, marks=pytest.mark.full) 
     ("tp8-ep", "13 experts"), ("dp8", "kv heads on every rank"), ("dp8-ep", "8 experts"), ("dp8-ep", "13 experts"),
     ("dp8-ep", "latents"), ("dp4-tp2-ep", "latents"), ("dp4-tp2-ep", "13 experts"),
     ("tp4-pp2", "kv heads on every rank"), ("tp4-pp2", "latents"),
-))]  # fmt: skip
+))]
 
 
 @pytest.fixture(scope="session")
@@ -44,7 +44,7 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]
 
 @pytest.mark.parametrize(("sizes", "model"), CASES)
 def test_answers_of_one_rank(sizes: str, model: str, folder_of: Callable[[str], Path],
-                             engine: Callable[..., LLM]) -> None:  # fmt: skip
+                             engine: Callable[..., LLM]) -> None:
     """The prompts come twice, the second time with cached prefixes."""
     folder = folder_of(model)
     expected = ask(engine(folder), requests(8))
@@ -77,9 +77,9 @@ def ranks_of(sizes: str) -> int:
     ("tp4", Tiny(heads=(6, 2)), "-tp 4: 6 attention heads cannot be divided by 4: use -tp 1, 2 or 6"),
     ("tp4", Tiny(heads=(12, 6)), "-tp 4: 6 KV heads can be neither divided nor copied evenly among 4 ranks"),
     ("dp8-ep", SPARSE, "6 experts are fewer than the 8 ranks"),
-])  # fmt: skip
+])
 def test_sizes_that_do_not_fit_are_refused_in_one_line(sizes: str, model: Tiny, words: str, left: Left, tmp_path: Path,
-                                                       engine: Callable[..., LLM]) -> None:  # fmt: skip
+                                                       engine: Callable[..., LLM]) -> None:
     """Before a rank is started."""
     hf_config(model).save_pretrained(tmp_path)
     with pytest.raises(ConfigError) as caught:

@@ -79,7 +79,7 @@ kept = asyncio.run(main())
 def one_rank() -> Iterator[None]:
     """The answer of one rank, in the environment of the programs."""
     with LLM(device="cpu", dtype="float32", num_threads=1, max_model_len=1024, use_tqdm_on_load=False,
-             kv_cache_memory_bytes=16 << 20) as llm, pytest.MonkeyPatch.context() as patch:  # fmt: skip
+             kv_cache_memory_bytes=16 << 20) as llm, pytest.MonkeyPatch.context() as patch:
         (out,) = llm.generate("The json module", SamplingParams(max_tokens=8, temperature=0), use_tqdm=False)
         patch.setenv("ONE_RANK", " ".join(map(str, out.outputs[0].token_ids)))
         yield
@@ -158,7 +158,7 @@ def test_ctrl_c_ends_a_script(moment: str, left: Left, tmp_path: Path) -> None:
 
 def test_the_benchmark(left: Left) -> None:
     flags = (str(bundled_model()), "--device", "cpu", "--num-threads", "1", "--max-model-len", "64", "--max-len", "8",
-             "--kv-cache-memory-bytes", "16M", "--repeat", "1", "--json")  # fmt: skip
+             "--kv-cache-memory-bytes", "16M", "--repeat", "1", "--json")
     code, out, err = ended(started(left, "-m", "quire", "bench", "latency", "-tp", "2", *flags))
     assert code == 0 and json.loads(out)["runs"][0]["output_tokens"] == 8, err
     assert "Traceback" not in err

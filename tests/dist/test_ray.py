@@ -39,7 +39,7 @@ def nodes() -> Iterator[tuple[Any, Any]]:
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     utils = pytest.importorskip("ray.cluster_utils", reason="Ray is not installed: pip install 'quire[ray]'")
     cluster = utils.Cluster(initialize_head=True, connect=True, head_node_args={
-        "num_cpus": 2, "resources": {"quire_rank": 1}})  # fmt: skip
+        "num_cpus": 2, "resources": {"quire_rank": 1}})
     second = cluster.add_node(num_cpus=2, resources={"quire_rank": 1})
     try:
         yield cluster, second

@@ -27,7 +27,7 @@ from .test_hosts import agent
 
 OPTIONS = {"dtype": "float32", "num_threads": 1, "num_gpu_blocks_override": 40, "max_model_len": 192,
            "max_num_seqs": 3, "block_size": 16, "kv_offload_gb": 0.04,
-           "kv_offload_policy": "write_through"}  # fmt: skip
+           "kv_offload_policy": "write_through"}
 NODE = OPTIONS | {"skip_tokenizer_init": True, "use_tqdm_on_load": False}
 FIRST = SamplingParams(max_tokens=1, temperature=0.0, kv_transfer_params={"do_remote_decode": True})
 
@@ -90,7 +90,7 @@ def ask(inside: Inside, seed: int) -> tuple[str, int, set[tuple[str, str]]]:
     (record,) = [one for one in records if found["id"].endswith(one["request_id"]) or one["request_id"] == found["id"]]
     details = found["usage"]["prompt_tokens_details"] or {}
     return found["choices"][0]["text"], details.get("cached_tokens", 0), {
-        (block["tier"], block.get("peer", "")) for block in record["fetched"].values()}  # fmt: skip
+        (block["tier"], block.get("peer", "")) for block in record["fetched"].values()}
 
 
 def test_a_prompt_of_a_replica_is_read_by_the_other(left: Left, caplog: pytest.LogCaptureFixture) -> None:
@@ -121,7 +121,7 @@ def generate(llm: LLM, seed: int, transfer: Any = None) -> tuple[list[int], int,
     llm.engine.core.check()
     assert output.metrics is not None
     return output.outputs[0].token_ids, output.num_cached_tokens or 0, {
-        (origin.tier, origin.peer) for origin in output.metrics.origins.values()}  # fmt: skip
+        (origin.tier, origin.peer) for origin in output.metrics.origins.values()}
 
 
 def prefill(llm: LLM, seed: int) -> dict[str, Any]:
@@ -173,7 +173,7 @@ def test_ranks_on_two_hosts_read_their_parts(left: Left) -> None:
     with LLM(**OPTIONS, use_tqdm_on_load=False, kv_share=share) as alone, agent(port):
         found = generate(alone, 0)
         with LLM(**OPTIONS, use_tqdm_on_load=False, tensor_parallel_size=2, nnodes=2, master_port=port,
-                 kv_peers=(share,)) as two:  # fmt: skip
+                 kv_peers=(share,)) as two:
             keys = stores(alone.engine.core)[0].host._index.keys()
             (store,) = stores(two.engine.core)
             until(lambda: store.sharing._promises._peers[0].keys == set(keys), lambda: "no block is heard of")

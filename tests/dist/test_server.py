@@ -21,9 +21,9 @@ from ..e2e.serving import Answer, Server, running_server, wait_until
 from ..support.many_ranks import Left
 
 OPTIONS = {"device": "cpu", "dtype": "float32", "num_threads": 1, "max_model_len": 1024,
-           "kv_cache_memory_bytes": 16 << 20}  # fmt: skip
+           "kv_cache_memory_bytes": 16 << 20}
 FLAGS = ("--device", "cpu", "--dtype", "float32", "--num-threads", "1", "--max-model-len", "1024",
-         "--kv-cache-memory-bytes", "16M")  # fmt: skip
+         "--kv-cache-memory-bytes", "16M")
 LONG = 900
 
 
@@ -40,9 +40,9 @@ def answers(server: Server) -> list[object]:
     chat = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 16, "temperature": 0}
     sampled = {"prompt": ["The json module", "Once"], "max_tokens": 24, "seed": 3, "logprobs": 2, "n": 2}
     schema = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "object", "properties": {
-        "a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}}}  # fmt: skip
+        "a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}}}
     whole = [server.ask("/v1/chat/completions", chat).json(), server.ask("/v1/completions", sampled).json(),
-             server.ask("/v1/chat/completions", chat | {"response_format": schema}).json()]  # fmt: skip
+             server.ask("/v1/chat/completions", chat | {"response_format": schema}).json()]
     found = [(one["usage"]["completion_tokens"], one["choices"]) for one in whole]
     return [*found, server.complete("The json module").text()]
 

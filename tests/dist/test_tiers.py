@@ -12,9 +12,9 @@ from quire.engine.replicas import flush
 from ..support.many_ranks import SIZES, SMALL
 
 TIERS = {"num_gpu_blocks_override": 14, "max_model_len": 192, "block_size": 16, "kv_offload_gb": 0.02,
-         "kv_offload_policy": "write_through"}  # fmt: skip
+         "kv_offload_policy": "write_through"}
 PROMPTS = [word * 6 for word in ("Tomas drinks tea in the garden. ", "The code of Lakral is 6423, Mira says. ",
-                                 "def add(a, b): return a + b\n")]  # fmt: skip
+                                 "def add(a, b): return a + b\n")]
 
 
 def ask(llm: LLM) -> tuple[list[list[int]], list[int]]:

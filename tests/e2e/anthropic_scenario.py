@@ -18,9 +18,16 @@ import anthropic
 
 MODEL = "quire-tiny"
 GREEDY: dict[str, Any] = {"model": MODEL, "max_tokens": 60, "extra_body": {"temperature": 0}}
-TOOL = {"name": "weather", "description": "The weather of a town.", "input_schema": {
-    "type": "object", "properties": {"town": {"enum": ["Faro", "Oslo"]}, "days": {"enum": [1, 2]}},
-    "required": ["town", "days"], "additionalProperties": False}}
+TOOL = {
+    "name": "weather",
+    "description": "The weather of a town.",
+    "input_schema": {
+        "type": "object",
+        "properties": {"town": {"enum": ["Faro", "Oslo"]}, "days": {"enum": [1, 2]}},
+        "required": ["town", "days"],
+        "additionalProperties": False,
+    },
+}
 
 
 class Facts:
@@ -45,8 +52,11 @@ def asked(question: str) -> list[Any]:
 def shown(message: Any) -> dict[str, Any]:
     """Return a message without the fields that differ for every request."""
     content = [block.model_dump(exclude={"id", "parsed_output"}, exclude_none=True) for block in message.content]
-    return {"content": content, "stop": (message.stop_reason, message.stop_sequence),
-            "tokens": message.usage.output_tokens}
+    return {
+        "content": content,
+        "stop": (message.stop_reason, message.stop_sequence),
+        "tokens": message.usage.output_tokens,
+    }
 
 
 def refusal(kind: type[anthropic.APIStatusError], call: Callable[[], object]) -> Any:
@@ -64,7 +74,11 @@ def whole_answers(facts: Facts) -> None:
         message = client.messages.create(messages=asked(question), **GREEDY)
         assert [block.type for block in message.content] == ["text"] and message.content[0].text == text
         assert (message.role, message.type, message.model, message.stop_reason) == (
-            "assistant", "message", MODEL, "end_turn")
+            "assistant",
+            "message",
+            MODEL,
+            "end_turn",
+        )
         assert message.id == f"msg_{message._request_id}"
         counted = client.messages.count_tokens(model=MODEL, messages=asked(question))
         assert counted.input_tokens == message.usage.input_tokens + (message.usage.cache_read_input_tokens or 0) > 0
@@ -91,8 +105,7 @@ def how_it_ends(facts: Facts) -> None:
         assert stopped.content[0].text == text[: text.index(word)]
     short = client.messages.create(messages=asked(facts.question), **GREEDY | {"max_tokens": 3})
     assert short.stop_reason == "max_tokens" and short.usage.output_tokens == 3
-    everything = client.messages.create(
-        messages=asked(facts.question), **GREEDY | {"max_tokens": 10**6}, timeout=60)
+    everything = client.messages.create(messages=asked(facts.question), **GREEDY | {"max_tokens": 10**6}, timeout=60)
     assert everything.stop_reason == "end_turn" and everything.content[0].text == text
 
 
@@ -116,15 +129,22 @@ def calls(facts: Facts) -> None:
             assert shown(stream.get_final_message()) == shown(whole)
         result = {"type": "tool_result", "tool_use_id": call.id, "content": "sun"}
         then = client.messages.create(
-            messages=[*asked("Faro?"), {"role": "assistant", "content": whole.content},
-                      {"role": "user", "content": [result]}], tools=[TOOL], **GREEDY)
+            messages=[
+                *asked("Faro?"),
+                {"role": "assistant", "content": whole.content},
+                {"role": "user", "content": [result]},
+            ],
+            tools=[TOOL],
+            **GREEDY,
+        )
         assert then.usage.output_tokens > 0
 
 
 def structured_outputs(facts: Facts) -> None:
     schema = TOOL["input_schema"]
     message = facts.client().messages.create(
-        messages=asked("Faro?"), output_config={"format": {"type": "json_schema", "schema": schema}}, **GREEDY)
+        messages=asked("Faro?"), output_config={"format": {"type": "json_schema", "schema": schema}}, **GREEDY
+    )
     assert message.stop_reason == "end_turn" and set(json.loads(message.content[0].text)) == {"town", "days"}
 
 
@@ -147,8 +167,9 @@ def errors(facts: Facts) -> None:
     assert bad.type == "invalid_request_error" and "'image' is not implemented" in bad.body["error"]["message"]
     long = asked("word " * 5000)
     assert client.messages.count_tokens(model=MODEL, messages=long).input_tokens > 5000
-    assert "context" in str(refusal(anthropic.BadRequestError, lambda: client.messages.create(
-        **right | {"messages": long})))
+    assert "context" in str(
+        refusal(anthropic.BadRequestError, lambda: client.messages.create(**right | {"messages": long}))
+    )
     for options in ({"api_key": "wrong"}, {"api_key": None, "auth_token": "wrong"}):
         keyed = facts.client(base_url=facts.keyed_url, **options)
         error = refusal(anthropic.AuthenticationError, lambda keyed=keyed: keyed.messages.create(**right))
@@ -160,6 +181,7 @@ def errors(facts: Facts) -> None:
 def many_at_once(facts: Facts) -> None:
     async def run() -> None:
         async with anthropic.AsyncAnthropic(base_url=facts.url, api_key="none", max_retries=0) as client:
+
             async def one(question: str) -> str:
                 async with client.messages.stream(messages=asked(question), **GREEDY) as stream:
                     return "".join([text async for text in stream.text_stream])

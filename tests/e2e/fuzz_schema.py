@@ -10,9 +10,28 @@ from typing import Any
 
 from .fuzz_bodies import HEADERS, LARGE, ODD, Raw, Shot, dump
 
-WORDS = ["", "a", "hi", "once upon a time", "user", "assistant", "system", "tool", "text", "function", "auto",
-         "\u00e9\U0001f642", "<|im_end|>", "{{ 7 * 7 }}", "{\"a\": 1}", "[a-z]+",
-         "root: \"a\"", "quire-tiny", "input_text", "message"]
+WORDS = [
+    "",
+    "a",
+    "hi",
+    "once upon a time",
+    "user",
+    "assistant",
+    "system",
+    "tool",
+    "text",
+    "function",
+    "auto",
+    "\u00e9\U0001f642",
+    "<|im_end|>",
+    "{{ 7 * 7 }}",
+    '{"a": 1}',
+    "[a-z]+",
+    'root: "a"',
+    "quire-tiny",
+    "input_text",
+    "message",
+]
 NUMBERS = [0, 1, 2, 3, 7, 8, 100, 255, 8191, 2**31 - 1, 2**53, -1, 0.5, 1.5, -0.0, 1e-9, 1e308]
 NAMES = ["a", "enable_thinking", "type", "properties", "5", "name", "__class__"]
 DEPTH = 6  # below which everything is as small as it may be
@@ -34,8 +53,13 @@ def shot(document: dict[str, Any], seed: int, index: int) -> Shot:
     if rng.random() < 0.05:
         name = rng.choice(sorted(HEADERS))
         headers[name] = rng.choice(HEADERS[name])
-    return Shot(path, dump(value).encode("utf-8", "surrogatepass"), headers, chunked=rng.random() < 0.05,
-                leaves=rng.random() < 0.01)
+    return Shot(
+        path,
+        dump(value).encode("utf-8", "surrogatepass"),
+        headers,
+        chunked=rng.random() < 0.05,
+        leaves=rng.random() < 0.01,
+    )
 
 
 def operations(document: dict[str, Any]) -> Iterator[str]:
@@ -74,8 +98,11 @@ class Maker:
     def _object(self, schema: dict[str, Any], depth: int) -> Any:
         rng, required = self._rng, schema.get("required", ())
         share = rng.choice((0.05, 0.15, 0.4)) if depth < DEPTH else 0.0
-        made = {name: self.make(kind, depth + 1) for name, kind in schema.get("properties", {}).items()
-                if name in required or rng.random() < share}
+        made = {
+            name: self.make(kind, depth + 1)
+            for name, kind in schema.get("properties", {}).items()
+            if name in required or rng.random() < share
+        }
         extra = schema.get("additionalProperties")
         if isinstance(extra, dict):
             names = [str(rng.randrange(9000)) for _ in range(3)] if "propertyNames" in schema else NAMES
@@ -90,8 +117,12 @@ class Maker:
         return [self.make(schema.get("items", {}), depth + 1) for _ in range(self._rng.randint(low, max(low, most)))]
 
     def _string(self, schema: dict[str, Any], depth: int) -> Any:
-        fitting = [word for word in WORDS if schema.get("minLength", 0) <= len(word) <= schema.get("maxLength", 10**9)
-                   and re.search(schema.get("pattern", ""), word)]
+        fitting = [
+            word
+            for word in WORDS
+            if schema.get("minLength", 0) <= len(word) <= schema.get("maxLength", 10**9)
+            and re.search(schema.get("pattern", ""), word)
+        ]
         return self._rng.choice(fitting or WORDS)
 
     def _number(self, schema: dict[str, Any], depth: int) -> Any:

@@ -57,8 +57,12 @@ def running_inside(**options: Any) -> Iterator[Inside]:
 
         metrics = Metrics("quire", "mock")
         engine = ServedEngine(config, metrics=metrics, launch=launch)
-        http = HttpListener(build_app(engine, config, metrics), config.http, listener,
-                            partial(metrics.http, BEFORE_ROUTES, method="any"))
+        http = HttpListener(
+            build_app(engine, config, metrics),
+            config.http,
+            listener,
+            partial(metrics.http, BEFORE_ROUTES, method="any"),
+        )
         http.start()
         try:
             await engine.start(lambda loading: None)

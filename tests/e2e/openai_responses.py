@@ -23,12 +23,28 @@ GREEDY: dict[str, Any] = {"model": MODEL, "temperature": 0}
 QUESTION = "What is bytearray.decode?"
 EVENTS: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 WEATHER: Any = {
-    "type": "function", "name": "get_weather", "description": "The weather in a city", "strict": True,
-    "parameters": {"type": "object", "properties": {"city": {"type": "string", "enum": ["Paris", "Oslo"]}},
-                   "required": ["city"], "additionalProperties": False}}
-ORDER = ["response.created", "response.in_progress", "response.output_item.added", "response.content_part.added",
-         "response.output_text.delta", "response.output_text.done", "response.content_part.done",
-         "response.output_item.done", "response.completed"]
+    "type": "function",
+    "name": "get_weather",
+    "description": "The weather in a city",
+    "strict": True,
+    "parameters": {
+        "type": "object",
+        "properties": {"city": {"type": "string", "enum": ["Paris", "Oslo"]}},
+        "required": ["city"],
+        "additionalProperties": False,
+    },
+}
+ORDER = [
+    "response.created",
+    "response.in_progress",
+    "response.output_item.added",
+    "response.content_part.added",
+    "response.output_text.delta",
+    "response.output_text.done",
+    "response.content_part.done",
+    "response.output_item.done",
+    "response.completed",
+]
 
 
 class Step(BaseModel):
@@ -164,8 +180,15 @@ def errors(facts: Facts) -> None:
     error = refusal(openai.NotFoundError, lambda: facts.client.responses.retrieve("resp_unknown"))
     assert "resp_unknown" in error.message and error.request_id
     assert refusal(openai.NotFoundError, lambda: ask(model="gpt-5")).code == "model_not_found"
-    for field, value in (("temperature", 3), ("input", []), ("tools", [{"type": "web_search"}]), ("top_logprobs", 3),
-                         ("conversation", "conv_1"), ("metadata", {"k": 1}), ("include", ["file_search_call.results"])):
+    for field, value in (
+        ("temperature", 3),
+        ("input", []),
+        ("tools", [{"type": "web_search"}]),
+        ("top_logprobs", 3),
+        ("conversation", "conv_1"),
+        ("metadata", {"k": 1}),
+        ("include", ["file_search_call.results"]),
+    ):
         error = refusal(openai.BadRequestError, lambda field=field, value=value: ask(**{field: value}))
         assert error.param == field and error.type == "invalid_request_error" and field in error.message, error
     error = refusal(openai.BadRequestError, lambda: ask(input="word " * 5000))

@@ -59,8 +59,10 @@ def refusal(kind: type[openai.APIStatusError], call: Callable[[], object]) -> An
 
 def close(found: Iterable[float | None], right: Iterable[float | None]) -> bool:
     """Return True if two columns of log-probabilities are the same up to rounding."""
-    return all(a is b if a is None or b is None else math.isclose(a, b, abs_tol=NEARLY)
-               for a, b in zip(found, right, strict=True))
+    return all(
+        a is b if a is None or b is None else math.isclose(a, b, abs_tol=NEARLY)
+        for a, b in zip(found, right, strict=True)
+    )
 
 
 def models(facts: Facts) -> None:
@@ -110,8 +112,15 @@ def streams(facts: Facts) -> None:
         assert [event.choices[0].finish_reason for event in events][-1] == "length"
         assert {event.usage for event in events} == {None}
     for question, text in facts.chats.items():
-        events = list(client.chat.completions.create(messages=messages(question), max_tokens=60, stream=True,
-                                                     stream_options={"include_usage": True}, **GREEDY))
+        events = list(
+            client.chat.completions.create(
+                messages=messages(question),
+                max_tokens=60,
+                stream=True,
+                stream_options={"include_usage": True},
+                **GREEDY,
+            )
+        )
         *pieces, last = events
         assert pieces[0].choices[0].delta.role == "assistant"
         assert "".join(piece.choices[0].delta.content or "" for piece in pieces) == text
@@ -126,8 +135,14 @@ def streams(facts: Facts) -> None:
 
 def several_choices(facts: Facts) -> None:
     client, drawn = facts.client(), facts.drawn
-    asked = {"model": MODEL, "prompt": drawn["prompt"], "n": 2, "max_tokens": 16, "temperature": 1.0,
-             "seed": drawn["seed"]}
+    asked = {
+        "model": MODEL,
+        "prompt": drawn["prompt"],
+        "n": 2,
+        "max_tokens": 16,
+        "temperature": 1.0,
+        "seed": drawn["seed"],
+    }
     whole = client.completions.create(**asked)
     assert [choice.text for choice in whole.choices] == drawn["texts"] and drawn["texts"][0] != drawn["texts"][1]
     assert [choice.index for choice in whole.choices] == [0, 1] and whole.usage.completion_tokens == 32
@@ -156,16 +171,18 @@ def logprobs(facts: Facts) -> None:
     both = client.completions.create(prompt=numbers["prompt"], max_tokens=24, echo=True, logprobs=1, **GREEDY)
     assert both.choices[0].text == numbers["prompt"] + answer.text
     assert close(both.choices[0].logprobs.token_logprobs, [None, *numbers["echo"], *numbers["answer"]])
-    chat = client.chat.completions.create(messages=messages(facts.question), max_tokens=60, logprobs=True,
-                                          top_logprobs=3, **GREEDY).choices[0]
+    chat = client.chat.completions.create(
+        messages=messages(facts.question), max_tokens=60, logprobs=True, top_logprobs=3, **GREEDY
+    ).choices[0]
     content = chat.logprobs.content
     spelled = b"".join(bytes(entry.bytes) for entry in content)
     assert spelled.decode().startswith(chat.message.content)
     for entry in content:
         assert len(entry.top_logprobs) == 3 and entry.top_logprobs[0].token == entry.token
         assert entry.logprob == entry.top_logprobs[0].logprob >= entry.top_logprobs[1].logprob
-    streamed = client.chat.completions.create(messages=messages(facts.question), max_tokens=60, logprobs=True,
-                                              top_logprobs=3, stream=True, **GREEDY)
+    streamed = client.chat.completions.create(
+        messages=messages(facts.question), max_tokens=60, logprobs=True, top_logprobs=3, stream=True, **GREEDY
+    )
     pieces = [entry for event in streamed for c in event.choices if c.logprobs for entry in c.logprobs.content]
     assert [entry.token for entry in pieces] == [entry.token for entry in content]
     assert close([entry.logprob for entry in pieces], [entry.logprob for entry in content])
@@ -197,19 +214,31 @@ def errors(facts: Facts) -> None:
     for field, value in (("temperature", 3), ("n", 0), ("top_p", "high"), ("prompt", []), ("logit_bias", {"x": 1})):
         error = refusal(openai.BadRequestError, lambda field=field, value=value: ask(**{field: value}))
         assert (error.status_code, error.param, error.type) == (400, field, "invalid_request_error"), field
-        assert error.request_id and field in error.body["message"] and error.body.keys() == {
-            "message", "type", "param", "code"}
+        assert (
+            error.request_id
+            and field in error.body["message"]
+            and error.body.keys() == {"message", "type", "param", "code"}
+        )
     error = refusal(openai.BadRequestError, lambda: ask(prompt="word " * 3000))
     assert error.code == "context_length_exceeded"
-    error = refusal(openai.BadRequestError, lambda: client.chat.completions.create(
-        messages=messages("Hi"), modalities=["text", "audio"], **GREEDY))
+    error = refusal(
+        openai.BadRequestError,
+        lambda: client.chat.completions.create(messages=messages("Hi"), modalities=["text", "audio"], **GREEDY),
+    )
     assert (error.param, error.code) == ("modalities", "unsupported_parameter")
-    error = refusal(openai.BadRequestError, lambda: client.chat.completions.create(
-        messages=messages("Hi"), response_format={"type": "json_schema", "json_schema": {
-            "name": "a", "schema": {"type": "strange"}}}, **GREEDY))
+    error = refusal(
+        openai.BadRequestError,
+        lambda: client.chat.completions.create(
+            messages=messages("Hi"),
+            response_format={"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "strange"}}},
+            **GREEDY,
+        ),
+    )
     assert error.code == "invalid_grammar" and "strange" in error.body["message"]
-    error = refusal(openai.BadRequestError, lambda: client.chat.completions.create(
-        messages=[{"role": "pirate", "content": "Hi"}], **GREEDY))  # type: ignore[typeddict-item]
+    error = refusal(
+        openai.BadRequestError,
+        lambda: client.chat.completions.create(messages=[{"role": "pirate", "content": "Hi"}], **GREEDY),
+    )  # type: ignore[typeddict-item]
     assert error.param == "messages"
     other = facts.client(base_url=facts.keyed_url + "/v1")
     error = refusal(openai.AuthenticationError, lambda: other.models.list())
@@ -251,8 +280,14 @@ def tools(facts: Facts) -> None:
     client, tool = facts.client(), openai.pydantic_function_tool(Forecast, name="forecast")
     named = {"type": "function", "function": {"name": "forecast"}}
     for choice, reason in (("required", "tool_calls"), (named, "stop")):
-        asked: Any = {"messages": messages(facts.question), "max_tokens": 200, "tools": [tool], "tool_choice": choice,
-                      "parallel_tool_calls": False, **GREEDY}
+        asked: Any = {
+            "messages": messages(facts.question),
+            "max_tokens": 200,
+            "tools": [tool],
+            "tool_choice": choice,
+            "parallel_tool_calls": False,
+            **GREEDY,
+        }
         answer = client.chat.completions.parse(**asked).choices[0]
         (call,) = answer.message.tool_calls
         assert call.function.name == "forecast" and isinstance(call.function.parsed_arguments, Forecast)
@@ -260,8 +295,11 @@ def tools(facts: Facts) -> None:
         with client.chat.completions.stream(**asked) as stream:
             (streamed,) = stream.get_final_completion().choices[0].message.tool_calls
         assert streamed.function.arguments == call.function.arguments and streamed.id
-    turns = [*messages(facts.question), answer.message.to_dict(),
-             {"role": "tool", "tool_call_id": call.id, "content": "Rain."}]
+    turns = [
+        *messages(facts.question),
+        answer.message.to_dict(),
+        {"role": "tool", "tool_call_id": call.id, "content": "Rain."},
+    ]
     asked |= {"messages": turns, "tool_choice": "none", "max_tokens": 8}
     assert client.chat.completions.create(**asked).choices[0].message.tool_calls is None
 
@@ -273,14 +311,16 @@ def ids_and_raw_answers(facts: Facts) -> None:
     assert (answer._request_id, answer.id) == ("mine-1", "cmpl-mine-1")
     drawn = {client.completions.create(prompt="Once", max_tokens=2, **GREEDY)._request_id for _ in range(3)}
     assert len(drawn) == 3 and None not in drawn
-    error = refusal(openai.BadRequestError,
-                    lambda: client.completions.create(prompt="Once", max_tokens=-1, **named, **GREEDY))
+    error = refusal(
+        openai.BadRequestError, lambda: client.completions.create(prompt="Once", max_tokens=-1, **named, **GREEDY)
+    )
     assert error.request_id == "mine-1" and error.param == "max_tokens"
     raw = client.chat.completions.with_raw_response.create(messages=messages(facts.question), max_tokens=60, **GREEDY)
     assert raw.headers["content-type"] == "application/json" and raw.headers["x-request-id"]
     assert raw.parse().choices[0].message.content == facts.chats[facts.question]
     with client.completions.with_streaming_response.create(
-            prompt="Once", max_tokens=4, stream=True, **GREEDY) as response:
+        prompt="Once", max_tokens=4, stream=True, **GREEDY
+    ) as response:
         assert response.headers["content-type"].startswith("text/event-stream")
         lines = [line for line in response.iter_lines() if line]
     assert lines[-1] == "data: [DONE]" and all(line.startswith("data: ") for line in lines)
@@ -290,8 +330,9 @@ def extensions(facts: Facts) -> None:
     client, text = facts.client(), facts.texts[facts.prompt]
 
     def ask(**extra: Any) -> Any:
-        return client.completions.create(model=MODEL, prompt=facts.prompt, max_tokens=24, temperature=1.0,
-                                         extra_body=extra).choices[0]
+        return client.completions.create(
+            model=MODEL, prompt=facts.prompt, max_tokens=24, temperature=1.0, extra_body=extra
+        ).choices[0]
 
     assert ask(top_k=1).text == ask(min_p=1.0).text == text
     ids = ask(top_k=1, return_token_ids=True).token_ids
@@ -305,8 +346,9 @@ def extensions(facts: Facts) -> None:
     assert 40 <= least.usage.completion_tokens <= 60
     penalized = ask(top_k=1, repetition_penalty=1.5).text
     assert penalized != text
-    raw = client.completions.with_raw_response.create(prompt="Once", max_tokens=2, extra_body={"frobnicate": 1},
-                                                      **GREEDY)
+    raw = client.completions.with_raw_response.create(
+        prompt="Once", max_tokens=2, extra_body={"frobnicate": 1}, **GREEDY
+    )
     assert "frobnicate" in raw.headers["x-quire-warning"]
 
 
@@ -334,8 +376,9 @@ def many_at_once(facts: Facts) -> None:
 def leaving_early(facts: Facts) -> None:
     client = facts.client()
     aborted = metric(facts, "request_aborts_total")
-    stream = client.completions.create(prompt=facts.prompt, max_tokens=1000, stream=True,
-                                       extra_body={"ignore_eos": True}, **GREEDY)
+    stream = client.completions.create(
+        prompt=facts.prompt, max_tokens=1000, stream=True, extra_body={"ignore_eos": True}, **GREEDY
+    )
     assert [next(iter(stream)).choices[0].finish_reason for _ in range(3)] == [None] * 3
     stream.close()
     deadline = time.monotonic() + 30
@@ -345,8 +388,22 @@ def leaving_early(facts: Facts) -> None:
     assert metric(facts, "request_aborts_total") == aborted + 1
 
 
-SCENARIOS = (models, vectors, whole_answers, streams, several_choices, logprobs, stops_and_echo, errors,
-             structured_outputs, tools, ids_and_raw_answers, extensions, many_at_once, leaving_early)
+SCENARIOS = (
+    models,
+    vectors,
+    whole_answers,
+    streams,
+    several_choices,
+    logprobs,
+    stops_and_echo,
+    errors,
+    structured_outputs,
+    tools,
+    ids_and_raw_answers,
+    extensions,
+    many_at_once,
+    leaving_early,
+)
 
 
 def main(path: str) -> None:

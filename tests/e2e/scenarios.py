@@ -22,8 +22,13 @@ def run_scenarios(program: str, facts: Path, version: str, folder: Path | None) 
         pytest.skip(f"{folder} is not there; scripts/test makes it")
     path = Path(__file__).with_name(program)
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("OPENAI_", "ANTHROPIC_"))}
-    run = subprocess.run([sys.executable, str(path), str(facts)], env=environment | {"PYTHONPATH": str(folder or "")},
-                         capture_output=True, text=True, timeout=PATIENCE)
+    run = subprocess.run(
+        [sys.executable, str(path), str(facts)],
+        env=environment | {"PYTHONPATH": str(folder or "")},
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+    )
     printed, *done = run.stdout.splitlines() or ["nothing"]
     assert run.returncode == 0, f"{printed}, after {done}:\n{run.stderr}"
     assert printed.startswith(version) and done == SCENARIO.findall(path.read_text())

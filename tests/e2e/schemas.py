@@ -13,9 +13,20 @@ from llguidance import LLMatcher, LLTokenizer
 Schema = dict[str, Any]
 NAMES = ("a", "name", "名前", "naïve", "x y", 'q"uo\\te', "😀", "id", "", "a/b~c", "Ключ", "\n", "$ref", "enum")
 WORDS = ("red", "über", "日本", "a\\b", 'say "no"', "tab\t", "😀😀", "", "null", "1", "e\u0301")
-PATTERNS = ("^[a-z]{1,6}$", "^[A-Z]{2}-[0-9]{2,4}$", "^(yes|no|maybe)$", "^[а-я]{2}[0-9]?$", '^[^"]{1,3}$', "^.{0,2}$",
-            "ok$", r"^\d{3}\.\d{1,2}$", "^(ab|cd){1,3}$", "^a|b$", r"^[^\\\"]{2}$",
-            r"^\w+@\w+\.(com|org)$")  # fmt: skip
+PATTERNS = (
+    "^[a-z]{1,6}$",
+    "^[A-Z]{2}-[0-9]{2,4}$",
+    "^(yes|no|maybe)$",
+    "^[а-я]{2}[0-9]?$",
+    '^[^"]{1,3}$',
+    "^.{0,2}$",
+    "ok$",
+    r"^\d{3}\.\d{1,2}$",
+    "^(ab|cd){1,3}$",
+    "^a|b$",
+    r"^[^\\\"]{2}$",
+    r"^\w+@\w+\.(com|org)$",
+)
 FORMATS = ("date", "time", "date-time", "ipv4", "ipv6", "uuid")
 CHECKER = jsonschema.Draft202012Validator.FORMAT_CHECKER
 TIME = r"([01]\d|2[0-3]):[0-5]\d:([0-5]\d|60)(\.\d+)?([zZ]|[+-]([01]\d|2[0-3]):[0-5]\d)"
@@ -65,10 +76,29 @@ class Maker:
         return made | {"$defs": self._defs} if self._defs else made
 
     def _any(self, depth: int) -> Schema:
-        leaves: list[Callable[[], Schema]] = [self._integer, self._multiple, self._number, self._string, self._pattern,
-                                              self._format, self._enum, self._const, self._plain, self._types]
-        nodes: list[Callable[[int], Schema]] = [self._object, self._object, self._map, self._array, self._tuple,
-                                                self._any_of, self._one_of, self._all_of, self._ref]
+        leaves: list[Callable[[], Schema]] = [
+            self._integer,
+            self._multiple,
+            self._number,
+            self._string,
+            self._pattern,
+            self._format,
+            self._enum,
+            self._const,
+            self._plain,
+            self._types,
+        ]
+        nodes: list[Callable[[int], Schema]] = [
+            self._object,
+            self._object,
+            self._map,
+            self._array,
+            self._tuple,
+            self._any_of,
+            self._one_of,
+            self._all_of,
+            self._ref,
+        ]
         return self._rng.choice(nodes)(depth - 1) if depth else self._rng.choice(leaves)()
 
     def _integer(self) -> Schema:
@@ -82,7 +112,8 @@ class Maker:
     def _number(self) -> Schema:
         low = self._rng.choice((-2.5, 0, 0.001, 99.75))
         return {"type": "number", "minimum": low, "maximum": low + 1.5} | self._rng.choice(
-            ({}, {"multipleOf": 0.25}, {"multipleOf": 0.1}, {"exclusiveMinimum": low}))
+            ({}, {"multipleOf": 0.25}, {"multipleOf": 0.1}, {"exclusiveMinimum": low})
+        )
 
     def _string(self) -> Schema:
         low = self._rng.randint(0, 4)
@@ -112,13 +143,21 @@ class Maker:
     def _object(self, depth: int) -> Schema:
         names = self._rng.sample(NAMES, self._rng.randint(1, 4))
         required = [name for name in names if self._rng.random() < 0.7]
-        return {"type": "object", "properties": {name: self._any(depth) for name in names}, "required": required,
-                "additionalProperties": False, "description": "so"}  # fmt: skip
+        return {
+            "type": "object",
+            "properties": {name: self._any(depth) for name in names},
+            "required": required,
+            "additionalProperties": False,
+            "description": "so",
+        }
 
     def _map(self, depth: int) -> Schema:
         value, closed = self._any(depth), {"type": "object", "maxProperties": self._rng.randint(1, 2)}
-        return closed | ({"patternProperties": {"^k[0-9]$": value}, "additionalProperties": False}
-                         if self._rng.random() < 0.5 else {"additionalProperties": value, "minProperties": 1})
+        return closed | (
+            {"patternProperties": {"^k[0-9]$": value}, "additionalProperties": False}
+            if self._rng.random() < 0.5
+            else {"additionalProperties": value, "minProperties": 1}
+        )
 
     def _array(self, depth: int) -> Schema:
         low = self._rng.randint(0, 2)
@@ -126,8 +165,12 @@ class Maker:
 
     def _tuple(self, depth: int) -> Schema:
         count = self._rng.randint(1, 3)
-        return {"type": "array", "prefixItems": [self._any(depth) for _ in range(count)], "minItems": count,
-                "items": False}  # fmt: skip
+        return {
+            "type": "array",
+            "prefixItems": [self._any(depth) for _ in range(count)],
+            "minItems": count,
+            "items": False,
+        }
 
     def _any_of(self, depth: int) -> Schema:
         return {"anyOf": [self._any(depth) for _ in range(self._rng.randint(1, 3))]}
@@ -137,8 +180,12 @@ class Maker:
 
     def _all_of(self, depth: int) -> Schema:
         open_object = {"type": "object", "properties": {"p": self._any(depth)}, "required": ["p"]}
-        return {"allOf": [open_object, {"properties": {"p": True, "q": {"type": "boolean"}}, "required": ["q"],
-                                        "additionalProperties": False}]}  # fmt: skip
+        return {
+            "allOf": [
+                open_object,
+                {"properties": {"p": True, "q": {"type": "boolean"}}, "required": ["q"], "additionalProperties": False},
+            ]
+        }
 
     def _ref(self, depth: int) -> Schema:
         if not self._defs or self._rng.random() < 0.5:
@@ -158,25 +205,47 @@ def nested(depth: int, inside: Any) -> Schema:
     return closed(a=nested(depth - 1, inside)) if depth else inside
 
 
-TREE = {"$ref": "#/$defs/n", "$defs": {"n": {"type": "object", "properties": {
-    "v": {"enum": [1, 2]}, "c": {"type": "array", "items": {"$ref": "#/$defs/n"}, "maxItems": 2}}, "required": ["v"],
-    "additionalProperties": False}}}  # fmt: skip
-CHAIN = {"$ref": "#/$defs/0", "$defs": {**{str(i): {"$ref": f"#/$defs/{i + 1}"} for i in range(30)},
-                                       "30": closed(end={"$ref": "#/definitions/word"})},
-         "definitions": {"word": {"type": "string", "maxLength": 5}}}  # fmt: skip
+TREE = {
+    "$ref": "#/$defs/n",
+    "$defs": {
+        "n": {
+            "type": "object",
+            "properties": {
+                "v": {"enum": [1, 2]},
+                "c": {"type": "array", "items": {"$ref": "#/$defs/n"}, "maxItems": 2},
+            },
+            "required": ["v"],
+            "additionalProperties": False,
+        }
+    },
+}
+CHAIN = {
+    "$ref": "#/$defs/0",
+    "$defs": {
+        **{str(i): {"$ref": f"#/$defs/{i + 1}"} for i in range(30)},
+        "30": closed(end={"$ref": "#/definitions/word"}),
+    },
+    "definitions": {"word": {"type": "string", "maxLength": 5}},
+}
 TRICKY: dict[str, Schema] = {
-    "a tree": TREE, "a chain of references": CHAIN, "40 deep": nested(40, {"type": "boolean"}),
-    "arrays 20 deep": json.loads('{"type":"array","minItems":1,"maxItems":1,"items":' * 20 + '{"type":"boolean"}'
-                                 + "}" * 20),
+    "a tree": TREE,
+    "a chain of references": CHAIN,
+    "40 deep": nested(40, {"type": "boolean"}),
+    "arrays 20 deep": json.loads(
+        '{"type":"array","minItems":1,"maxItems":1,"items":' * 20 + '{"type":"boolean"}' + "}" * 20
+    ),
     "enum of 10,000": {"enum": [f"value {i}" for i in range(10_000)]},
     "enum of 10,000 numbers": closed(n={"enum": [*range(0, 70_000, 7)]}),
     "40 properties": closed(**{f"p{i}": {"enum": [i, None]} for i in range(40)}),
-    "20 optional": {"type": "object", "properties": {f"p{i}": {"enum": [i]} for i in range(20)},
-                    "additionalProperties": False},
+    "20 optional": {
+        "type": "object",
+        "properties": {f"p{i}": {"enum": [i]} for i in range(20)},
+        "additionalProperties": False,
+    },
     "a narrow interval": {"type": "number", "exclusiveMinimum": 0.99, "exclusiveMaximum": 1.01, "multipleOf": 0.001},
     "negative": {"type": "integer", "exclusiveMinimum": -1000, "maximum": -998},
     "up to 2**53": {"type": "integer", "minimum": 2**53 - 2, "maximum": 2**53},
     "emoji": {"type": "string", "minLength": 4, "maxLength": 4, "pattern": "^[😀-😂]*$"},
     "a quote": {"type": "array", "items": {"type": "string", "pattern": '^[^"]{3}$'}, "minItems": 3, "maxItems": 3},
     "20 variants": {"anyOf": [closed(kind={"const": i}, **{f"f{i}": {"type": "null"}}) for i in range(20)]},
-}  # fmt: skip
+}

@@ -39,8 +39,9 @@ class Answer:
 
     def text(self) -> str:
         """Return the joined text of the events of a completion stream."""
-        return "".join(choice["text"] for event in self.events() if isinstance(event, dict)
-                       for choice in event.get("choices", ()))
+        return "".join(
+            choice["text"] for event in self.events() if isinstance(event, dict) for choice in event.get("choices", ())
+        )
 
     def error(self) -> dict[str, Any] | None:
         """The error event of a stream, which must be the last but [DONE]; None without one."""
@@ -141,8 +142,12 @@ def running_server(*flags: str, wait: str = "/ready", command: str = "serve", **
         with log.open("wb") as stderr:
             process = subprocess.Popen(
                 [sys.executable, "-m", "quire", command, "--port", "0", *flags],
-                stdin=subprocess.DEVNULL, stdout=stderr, stderr=stderr, start_new_session=True,
-                env=os.environ | {"PYTHONPATH": str(SOURCE), "TMPDIR": folder} | environment)
+                stdin=subprocess.DEVNULL,
+                stdout=stderr,
+                stderr=stderr,
+                start_new_session=True,
+                env=os.environ | {"PYTHONPATH": str(SOURCE), "TMPDIR": folder} | environment,
+            )
         server = Server(process, log)
         try:
             if wait:

@@ -145,9 +145,12 @@ def test_a_cancelled_task_frees_its_request_and_those_of_n(oracle: Any, make_eng
 def test_a_bad_request_fails_alone(oracle: Any, make_engine: Make, greedy: Greedy) -> None:
     llm = make_engine(oracle().folder)
     bad: list[tuple[Any, Any, type[Exception]]] = [
-        ([96], greedy(1), InvalidParameter), ([], greedy(1), InvalidParameter), ([1] * 256, greedy(1), PromptTooLong),
-        ("text", greedy(1), InvalidParameter), ([1], {"temperature": 0.0}, InvalidParameter),
-    ]  # fmt: skip
+        ([96], greedy(1), InvalidParameter),
+        ([], greedy(1), InvalidParameter),
+        ([1] * 256, greedy(1), PromptTooLong),
+        ("text", greedy(1), InvalidParameter),
+        ([1], {"temperature": 0.0}, InvalidParameter),
+    ]
 
     async def run() -> None:
         good = asyncio.create_task(last(llm.generate([4, 5], greedy(30))))

@@ -15,8 +15,14 @@ from quire.contracts.step import Tier
 from .in_process import running_inside
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "cache_blend.py"
-OPTIONS: dict[str, Any] = {"enable_cache_blend": True, "block_size": 8, "max_model_len": 1024, "num_threads": 1,
-                           "use_tqdm_on_load": False, "dtype": "float32"}  # fmt: skip
+OPTIONS: dict[str, Any] = {
+    "enable_cache_blend": True,
+    "block_size": 8,
+    "max_model_len": 1024,
+    "num_threads": 1,
+    "use_tqdm_on_load": False,
+    "dtype": "float32",
+}
 
 
 @pytest.fixture(scope="module")
@@ -52,8 +58,11 @@ def answer(llm: LLM, prompt: str) -> RequestOutput:
 
 def test_texts_between_separators_are_reused_in_any_order(llm: LLM) -> None:
     llm.reset_prefix_cache()
-    notes = ["The code of Tomas is 6423.\nTomas lives in Mumbai.\n", "Lakral likes tea.\nThe code of Lakral is 5411.\n",
-             "The code of Nils is 9034.\nNils lives in Vakton.\n"]
+    notes = [
+        "The code of Tomas is 6423.\nTomas lives in Mumbai.\n",
+        "Lakral likes tea.\nThe code of Lakral is 5411.\n",
+        "The code of Nils is 9034.\nNils lives in Vakton.\n",
+    ]
     for note in notes:
         answer(llm, note)
     question = "<|im_end|>\n<|im_start|>assistant\n"
@@ -87,8 +96,11 @@ def test_over_http() -> None:
         assert refused.status == 400 and "--enable-cache-blend" in refused.json()["error"]["message"]
 
 
-NOTES = ["The code of Tomas is 6423.\nTomas lives in Mumbai", "The code of Lakral is 5411.\nLakral likes tea",
-         "The code of Nils is 9034.\nNils lives in Vakton"]
+NOTES = [
+    "The code of Tomas is 6423.\nTomas lives in Mumbai",
+    "The code of Lakral is 5411.\nLakral likes tea",
+    "The code of Nils is 9034.\nNils lives in Vakton",
+]
 
 
 def asked(order: tuple[int, ...], **mark: bool) -> list[dict[str, Any]]:
@@ -120,8 +132,10 @@ def test_marked_parts_over_http() -> None:
     fields = {"max_tokens": 2, "temperature": 0}
     alone = {"prompt": NOTES[1] * 2, "add_special_tokens": False, **fields}
     note = {"type": "text", "text": NOTES[1] * 2, "kv_chunk": True}
-    chats = [[{"role": "user", "content": [{"type": "text", "text": before}, note]}]
-             for before in ("Read.", "Here is a note. Read it all!")]
+    chats = [
+        [{"role": "user", "content": [{"type": "text", "text": before}, note]}]
+        for before in ("Read.", "Here is a note. Read it all!")
+    ]
     with running_inside(enable_cache_blend=True, block_size=8) as inside:
         ask = inside.server.ask
         tokens = ask("/tokenize", {"prompt": alone["prompt"], "add_special_tokens": False}).json()["tokens"]
@@ -138,9 +152,13 @@ def test_marked_parts_over_http() -> None:
         cut = {"messages": chats[1], "truncate_prompt_tokens": len(tokens) + 8, **fields}
         given = ask("/v1/chat/completions", cut).json()
         assert given["usage"]["prompt_tokens_details"]["cached_tokens"] >= whole, "the part stands elsewhere now"
-        for more, param in (({"kv_chunks": [[0, 9]]}, "kv_chunks"), ({"kv_chunk": True}, "kv_chunk"),
-                            ({"prompt_logprobs": 0}, "messages"), ({"blend_separator": "#"}, "blend_separator"),
-                            ({"kv_chunks": [[0, 9]], "truncate_prompt_tokens": 9}, "kv_chunks")):
+        for more, param in (
+            ({"kv_chunks": [[0, 9]]}, "kv_chunks"),
+            ({"kv_chunk": True}, "kv_chunk"),
+            ({"prompt_logprobs": 0}, "messages"),
+            ({"blend_separator": "#"}, "blend_separator"),
+            ({"kv_chunks": [[0, 9]], "truncate_prompt_tokens": 9}, "kv_chunks"),
+        ):
             refused = ask("/v1/chat/completions", {"messages": chats[0], **fields, **more})
             assert refused.status == 400 and refused.json()["error"]["param"] == param, refused.text
         inside.check()

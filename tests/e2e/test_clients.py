@@ -23,11 +23,14 @@ def right_answers(llm: LLM, base: SamplingParams) -> dict[str, Any]:
     """Return the answers for the scenario; `base`: the model's own defaults, which the server uses, too."""
     greedy = SamplingParams(temperature=0.0, max_tokens=24)
     texts = llm.generate(list(PROMPTS), greedy, use_tqdm=False)
-    chats = [llm.chat([{"role": "user", "content": q}], SamplingParams(temperature=0.0, max_tokens=60),
-                      use_tqdm=False)[0] for q in QUESTIONS]
-    scored, = llm.generate([PROMPTS[0]], greedy.clone(logprobs=0, prompt_logprobs=0), use_tqdm=False)
-    drawn, = llm.generate([DRAWN["prompt"]], base.clone(temperature=1.0, n=2, max_tokens=16, seed=DRAWN["seed"]),
-                          use_tqdm=False)
+    chats = [
+        llm.chat([{"role": "user", "content": q}], SamplingParams(temperature=0.0, max_tokens=60), use_tqdm=False)[0]
+        for q in QUESTIONS
+    ]
+    (scored,) = llm.generate([PROMPTS[0]], greedy.clone(logprobs=0, prompt_logprobs=0), use_tqdm=False)
+    (drawn,) = llm.generate(
+        [DRAWN["prompt"]], base.clone(temperature=1.0, n=2, max_tokens=16, seed=DRAWN["seed"]), use_tqdm=False
+    )
     answer, before = scored.outputs[0], scored.prompt_logprobs
     assert answer.logprobs is not None and before is not None
     return {

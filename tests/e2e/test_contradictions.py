@@ -16,13 +16,17 @@ WORDS = ("a", "b", "{", '"', "1", " a")
 def test_no_contradiction_is_a_fault_of_the_server(full: bool) -> None:
     count = 20_000 if full else COUNT
     with running_server("--max-model-len", "256", "--num-threads", "1") as server:
-        tokens = {word: server.ask("/tokenize", {"prompt": word, "add_special_tokens": False}).json()["tokens"]
-                  for word in WORDS}
+        tokens = {
+            word: server.ask("/tokenize", {"prompt": word, "add_special_tokens": False}).json()["tokens"]
+            for word in WORDS
+        }
         words = {word: ids[0] for word, ids in tokens.items() if len(ids) == 1}
         assert len(words) > 3
         statuses, complaints = Counter[int](), list[str]()
-        clients = [threading.Thread(target=ask, args=(server, numbers, words, statuses, complaints))
-                   for numbers in (range(first, count, CLIENTS) for first in range(CLIENTS))]
+        clients = [
+            threading.Thread(target=ask, args=(server, numbers, words, statuses, complaints))
+            for numbers in (range(first, count, CLIENTS) for first in range(CLIENTS))
+        ]
         for client in clients:
             client.start()
         for client in clients:

@@ -72,8 +72,12 @@ def pid_of(engine: ServedEngine) -> int:
 
 
 async def ask(engine: ServedEngine, prompt: list[int], tokens: int, **fields: Any) -> list[int]:
-    params = SamplingParams(**({"temperature": 0.0, "seed": 0, "max_tokens": tokens, "ignore_eos": True,
-                                "output_kind": OutputKind.DELTA} | fields))
+    params = SamplingParams(
+        **(
+            {"temperature": 0.0, "seed": 0, "max_tokens": tokens, "ignore_eos": True, "output_kind": OutputKind.DELTA}
+            | fields
+        )
+    )
     stream = engine.open([Prompt(token_ids=prompt)], params, request_id=f"r{prompt[0]}")
     try:
         return [token async for changed in stream for _, o in changed for token in o.outputs[0].token_ids]

@@ -92,7 +92,8 @@ def test_copies_of_zeros_are_noticed(truth: list[list[int]], read: Any, monkeypa
 
 
 def test_memory_that_cannot_be_mapped_is_read_through_the_host(
-        truth: list[list[int]], read: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    truth: list[list[int]], read: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr(SharedIpc, "refused", "another container")
     with read() as reader:
         tokens, cached, _ = ask(reader)
@@ -102,7 +103,8 @@ def test_memory_that_cannot_be_mapped_is_read_through_the_host(
 
 
 def test_memory_that_cannot_be_exported_is_read_through_the_host(
-        truth: list[list[int]], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    truth: list[list[int]], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     def refused(*_: Any) -> None:
         raise OSError("expandable")
 
@@ -127,8 +129,9 @@ def test_faults_cost_no_token(truth: list[list[int]], monkeypatch: pytest.Monkey
                 reader.reset_prefix_cache()
 
 
-def test_blocks_that_leave_during_the_copy_cost_no_token(truth: list[list[int]],
-                                                         monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+def test_blocks_that_leave_during_the_copy_cost_no_token(
+    truth: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     with LLM(**SPACE | TIERS, kv_share=(place := free_address())) as sharer:
         assert ask(sharer)[0] == truth
         theirs = sharer.engine.core.scheduler.roster.store

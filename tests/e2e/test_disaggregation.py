@@ -17,8 +17,14 @@ from ..support.addresses import free_address
 from ..support.planted_lines import PAGE_FAULTS, PHASES, plant
 from .in_process import running_inside
 
-SMALL = {"dtype": "float32", "num_gpu_blocks_override": 40, "max_model_len": 192, "max_num_seqs": 3, "block_size": 16,
-         "kv_offload_gb": 0.02}  # fmt: skip
+SMALL = {
+    "dtype": "float32",
+    "num_gpu_blocks_override": 40,
+    "max_model_len": 192,
+    "max_num_seqs": 3,
+    "block_size": 16,
+    "kv_offload_gb": 0.02,
+}
 KEY = "a key that both engines know"
 LENGTHS = (1, 16, 17, 49)
 FIRST = SamplingParams(max_tokens=1, temperature=0.0, kv_transfer_params={"do_remote_decode": True})
@@ -33,8 +39,9 @@ def prompt(length: int, seed: int = 0) -> dict[str, list[int]]:
 
 
 def params(length: int, transfer: Any = None) -> SamplingParams:
-    return SamplingParams(max_tokens=9, temperature=0.7 * (length % 2), seed=length, ignore_eos=True,
-                          kv_transfer_params=transfer)  # fmt: skip
+    return SamplingParams(
+        max_tokens=9, temperature=0.7 * (length % 2), seed=length, ignore_eos=True, kv_transfer_params=transfer
+    )
 
 
 def until(true: Callable[[], Any]) -> None:
@@ -77,8 +84,11 @@ def decode(llm: LLM, length: int, transfer: Any, seed: int = 0) -> tuple[list[in
     flush(llm.engine.core)
     llm.engine.core.check()
     assert output.kv_transfer_params is None and output.metrics is not None
-    return (output.outputs[0].token_ids, output.num_cached_tokens or 0,
-            {origin.tier for origin in output.metrics.origins.values()})  # fmt: skip
+    return (
+        output.outputs[0].token_ids,
+        output.num_cached_tokens or 0,
+        {origin.tier for origin in output.metrics.origins.values()},
+    )
 
 
 def leases(llm: LLM) -> int:
@@ -107,12 +117,14 @@ def test_tokens_are_those_of_one_engine(prefiller: LLM, decoder: LLM) -> None:
     until(lambda: not leases(prefiller))
 
 
-def test_an_abort_before_the_blocks_came_ends_the_lease(prefiller: LLM, decoder: LLM, monkeypatch: pytest.MonkeyPatch
-                                                        ) -> None:  # fmt: skip
+def test_an_abort_before_the_blocks_came_ends_the_lease(
+    prefiller: LLM, decoder: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
     transfer = prefill(prefiller, prompt(48, 5))
     core, front, told = decoder.engine.core, decoder._front, set[tuple[str, bool]]()
-    generation, (request,) = front.start(Prompt(text=None, token_ids=prompt(48, 5)["prompt_token_ids"]),
-                                         params(48, transfer))  # fmt: skip
+    generation, (request,) = front.start(
+        Prompt(text=None, token_ids=prompt(48, 5)["prompt_token_ids"]), params(48, transfer)
+    )
     core.add(request)
     sharing = prefiller.engine.core.scheduler.roster.store.sharing
     while (transfer["remote_request_id"], True) not in told:  # a request that waits renews its lease
@@ -172,14 +184,27 @@ def test_a_proxy_of_vllm_finds_its_fields() -> None:
     share = free_address()
     body = {"temperature": 0, "max_tokens": 12, "ignore_eos": True}
     text = "The garden of Tomas lies between two hills, and rain falls on it all night long. " * 2
-    with (running_inside(**small, **role("kv_producer"), kv_share=share) as first,
-          running_inside(**small, **role("kv_consumer"), kv_peers=(share,)) as second):  # fmt: skip
-        for path, asked in (("/v1/completions", {"prompt": text}),
-                            ("/v1/chat/completions", {"messages": [{"role": "user", "content": text}]})):
+    with (
+        running_inside(**small, **role("kv_producer"), kv_share=share) as first,
+        running_inside(**small, **role("kv_consumer"), kv_peers=(share,)) as second,
+    ):
+        for path, asked in (
+            ("/v1/completions", {"prompt": text}),
+            ("/v1/chat/completions", {"messages": [{"role": "user", "content": text}]}),
+        ):
             question = body | asked
-            to_first = question | {"max_tokens": 1, "stream": False, "kv_transfer_params": {
-                "do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None,
-                "remote_block_ids": None, "remote_host": None, "remote_port": None}}  # fmt: skip
+            to_first = question | {
+                "max_tokens": 1,
+                "stream": False,
+                "kv_transfer_params": {
+                    "do_remote_decode": True,
+                    "do_remote_prefill": False,
+                    "remote_engine_id": None,
+                    "remote_block_ids": None,
+                    "remote_host": None,
+                    "remote_port": None,
+                },
+            }
             answer = first.server.ask(path, to_first).json()
             transfer = answer["kv_transfer_params"]
             assert transfer["do_remote_prefill"] and f"{transfer['remote_host']}:{transfer['remote_port']}" == share

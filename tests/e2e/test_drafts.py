@@ -21,9 +21,15 @@ CODE = "def add(a, b):\n    return a + b\n\ndef sub(a, b):\n    return a - b\n\n
 PROSE = "The module provides"
 LONG = f"{CODE}\n\n{PROSE} a class. {PROSE} a function. " * 4
 COLD, WARM = {"temperature": 0.0}, {"temperature": 0.7, "seed": 11}
-SCHEMA = {"type": "object", "properties": {"function": {"enum": ["add", "sub"]}, "arguments": {"type": "array", "items":
-          {"type": "string", "maxLength": 3}, "maxItems": 3}}, "required": ["function", "arguments"],
-          "additionalProperties": {"type": "integer"}}  # fmt: skip
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "function": {"enum": ["add", "sub"]},
+        "arguments": {"type": "array", "items": {"type": "string", "maxLength": 3}, "maxItems": 3},
+    },
+    "required": ["function", "arguments"],
+    "additionalProperties": {"type": "integer"},
+}
 
 
 def structured(**fields: Any) -> dict[str, Any]:
@@ -52,8 +58,14 @@ FACTORS = {
     "kv_offload_gb": (0.0, 0.02), "scheduling_policy": ("fcfs", "priority"),
 }  # fmt: skip
 WHOLE = FACTORS | {"guesses": ("ngram", "right", "random", "wrong")}
-OPTIONS = {"dtype": "float32", "num_threads": 1, "max_num_seqs": 12, "use_tqdm_on_load": False, "block_size": 16,
-           "max_model_len": 384}  # fmt: skip
+OPTIONS = {
+    "dtype": "float32",
+    "num_threads": 1,
+    "max_num_seqs": 12,
+    "use_tqdm_on_load": False,
+    "block_size": 16,
+    "max_model_len": 384,
+}
 
 
 class Truth:
@@ -65,7 +77,9 @@ class Truth:
             finisher = llm.engine.core._finisher
             end = finisher.end
             finisher.end = lambda request, *args, **more: (
-                self.texts.update({request.new.sampler.seed: [*request.tokens]}), end(request, *args, **more))[1]
+                self.texts.update({request.new.sampler.seed: [*request.tokens]}),
+                end(request, *args, **more),
+            )[1]
             asked = [(prompt, {k: v for k, v in f.items() if k != "speculative_tokens"}) for prompt, f in REQUESTS]
             self.answers = answers(llm, asked)
 
@@ -136,8 +150,10 @@ def rows() -> list[Any]:
     for row in long:
         row["kv_offload_gb"] = chance.choice((0.0, 0.02 * row["enable_prefix_caching"]))
         row["scheduling_policy"] = chance.choice(FACTORS["scheduling_policy"])
-    return [*(pytest.param(row, id=label(row)) for row in chosen),
-            *(pytest.param(row, id=label(row), marks=pytest.mark.full) for row in long if row not in chosen)]
+    return [
+        *(pytest.param(row, id=label(row)) for row in chosen),
+        *(pytest.param(row, id=label(row), marks=pytest.mark.full) for row in long if row not in chosen),
+    ]
 
 
 @pytest.mark.parametrize("row", rows())
@@ -171,11 +187,16 @@ def test_auto_gives_the_same_answers(depth: int, plain: list[Any], drafting: Cal
     assert (facts.num_drafts, facts.auto_drafts) == (7, (1, 3, 7)) and llm.engine.core.scheduler.drafts.totals[0] > 0
 
 
-@pytest.mark.parametrize(("asked", "shares"), [
-    ({"synthetic_acceptance_length": 2.6}, [1, 0.6, 0]), ({"synthetic_acceptance_rates": [0.75, 0.5, 0.25]},
-                                                          [0.75, 0.5, 0.25])])  # fmt: skip
-def test_synthetic_acceptance_is_what_was_asked_for(asked: dict[str, Any], shares: list[float],
-                                                    drafting: Callable[..., LLM]) -> None:  # fmt: skip
+@pytest.mark.parametrize(
+    ("asked", "shares"),
+    [
+        ({"synthetic_acceptance_length": 2.6}, [1, 0.6, 0]),
+        ({"synthetic_acceptance_rates": [0.75, 0.5, 0.25]}, [0.75, 0.5, 0.25]),
+    ],
+)
+def test_synthetic_acceptance_is_what_was_asked_for(
+    asked: dict[str, Any], shares: list[float], drafting: Callable[..., LLM]
+) -> None:
     """Whatever is drafted and sampled; a grammar's drafts are not touched."""
     llm = drafting(3, more=SYNTHETIC | asked, async_depth=2)
     assert any("for measurements only" in note for note in llm.engine.notes)
@@ -206,8 +227,9 @@ def test_fewer_steps_are_taken(drafting: Callable[..., LLM], plain: list[Any]) -
 
 
 @pytest.mark.parametrize(("ranges", "rows"), [([[1, 2, 3], [3, 8, 1]], 2), ([[1, 1, 3], [2, 9, 0]], 1)])
-def test_k_may_depend_on_the_number_of_requests(ranges: list[list[int]], rows: int,
-                                                drafting: Callable[..., LLM]) -> None:  # fmt: skip
+def test_k_may_depend_on_the_number_of_requests(
+    ranges: list[list[int]], rows: int, drafting: Callable[..., LLM]
+) -> None:
     llm = drafting(3, more={"num_speculative_tokens_per_batch_size": ranges})
     seen: dict[int, int] = {}
     submit = llm.engine.core.executor.submit
@@ -240,20 +262,30 @@ REFUSED: list[tuple[Any, str]] = [
     ({"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 4, "prompt_lookup_max": 2}, "is above"),
     ({"method": "ngram", "num_speculative_tokens": 3, "tensor_parallel_size": 1}, "does not exist"),
     ({"method": "ngram", "num_speculative_tokens": 3, "rejection_sample_method": "block"}, "not implemented for"),
-    *(({"method": "ngram", "num_speculative_tokens": 3, **odd}, "synthetic_acceptance_length, a number from 1 to 4")
-      for odd in ({"synthetic_acceptance_length": 2.0}, {"synthetic_acceptance_rates": [0.5, 0.5, 0.5]},
-                  SYNTHETIC, SYNTHETIC | {"synthetic_acceptance_length": 4.1},
-                  SYNTHETIC | {"synthetic_acceptance_length": 2, "synthetic_acceptance_rates": [1, 0.5, 0]},
-                  SYNTHETIC | {"synthetic_acceptance_rates": [0.5, 0.6, 0.1]},
-                  SYNTHETIC | {"synthetic_acceptance_rates": [0.5, 0.4]})),
+    *(
+        ({"method": "ngram", "num_speculative_tokens": 3, **odd}, "synthetic_acceptance_length, a number from 1 to 4")
+        for odd in (
+            {"synthetic_acceptance_length": 2.0},
+            {"synthetic_acceptance_rates": [0.5, 0.5, 0.5]},
+            SYNTHETIC,
+            SYNTHETIC | {"synthetic_acceptance_length": 4.1},
+            SYNTHETIC | {"synthetic_acceptance_length": 2, "synthetic_acceptance_rates": [1, 0.5, 0]},
+            SYNTHETIC | {"synthetic_acceptance_rates": [0.5, 0.6, 0.1]},
+            SYNTHETIC | {"synthetic_acceptance_rates": [0.5, 0.4]},
+        )
+    ),
     ({"method": "ngram", "num_speculative_tokens": 3, "model": "x"}, "method ngram has no model"),
     ({"method": "ngram", "num_speculative_tokens": 3, "draft_tensor_parallel_size": 0}, "a whole number from 1 on"),
     ({"method": "ngram", "num_speculative_tokens": 3, "revision": "main"}, "revision='main' is not implemented for"),
     ({"method": "ngram", "num_speculative_tokens": 3, "kv_cache_dtype": "fp8"}, "not implemented for method ngram"),
-    ({"method": "draft_model", "model": "quire-tiny", "num_speculative_tokens": 3, "max_model_len": 383},
-     "max_model_len=383 is below the engine's 384"),
-    ({"method": "draft_model", "model": "quire-tiny", "num_speculative_tokens": 3, "quantization": 8},
-     "quantization=8 has no meaning: give a name"),
+    (
+        {"method": "draft_model", "model": "quire-tiny", "num_speculative_tokens": 3, "max_model_len": 383},
+        "max_model_len=383 is below the engine's 384",
+    ),
+    (
+        {"method": "draft_model", "model": "quire-tiny", "num_speculative_tokens": 3, "quantization": 8},
+        "quantization=8 has no meaning: give a name",
+    ),
     ({"method": "nagram", "num_speculative_tokens": 3}, "'nagram' does not exist"),
     ({"method": "medusa", "model": "x", "num_speculative_tokens": 3}, "method medusa is not implemented yet"),
     ({"method": "deepseek_mtp", "num_speculative_tokens": 1}, "layer of the checkpoint, which has none"),
@@ -265,7 +297,7 @@ REFUSED: list[tuple[Any, str]] = [
     ({"method": "ngram", "num_speculative_tokens": 2, "num_speculative_tokens_per_batch_size": [[1, 3, 4]]}, "ranges"),
     ({"method": "ngram", "num_speculative_tokens": 2, "num_speculative_tokens_per_batch_size": 3}, "=3 is wrong"),
     ({"method": "ngram", "num_speculative_tokens": 2, "model": {"name": "ngram"}}, "method ngram has no model"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("given", "words"), REFUSED)
@@ -276,10 +308,13 @@ def test_what_cannot_be_is_refused_in_a_line(given: dict[str, Any], words: str) 
 
 
 def test_vllm_s_spellings_mean_the_same(drafting: Callable[..., LLM]) -> None:
-    for given in ({"method": "ngram_gpu"}, {"model": "ngram"}, {"model": "[ngram]", "method": "ngram"},
-                  {"method": "ngram", "rejection_sample_method": "standard", "quantization": None},
-                  {"method": "ngram", "draft_tensor_parallel_size": 1, "disable_eagle_block_drop": True,
-                   "enforce_eager": False}):  # fmt: skip
+    for given in (
+        {"method": "ngram_gpu"},
+        {"model": "ngram"},
+        {"model": "[ngram]", "method": "ngram"},
+        {"method": "ngram", "rejection_sample_method": "standard", "quantization": None},
+        {"method": "ngram", "draft_tensor_parallel_size": 1, "disable_eagle_block_drop": True, "enforce_eager": False},
+    ):
         llm = LLM(**OPTIONS, speculative_config={"num_speculative_tokens": 2, **given})
         assert llm.engine.core.facts.num_drafts == 2 and not any("speculative" in note for note in llm.engine.notes)
         llm.close()
@@ -289,8 +324,11 @@ def test_keys_that_change_nothing_are_told(drafting: Callable[..., LLM]) -> None
     asked = {"draft_tensor_parallel_size": 2, "enforce_eager": True, "moe_backend": "triton", "code_revision": "main"}
     notes = [note for note in drafting(more=asked).engine.notes if "speculative_config" in note]
     assert [note.split(": ")[1] for note in notes] == [
-        "enforce_eager changes nothing", "code_revision changes nothing", "moe_backend changes nothing",
-        "draft_tensor_parallel_size=2 changes nothing"]  # fmt: skip
+        "enforce_eager changes nothing",
+        "code_revision changes nothing",
+        "moe_backend changes nothing",
+        "draft_tensor_parallel_size=2 changes nothing",
+    ]
 
 
 def test_a_server_streams_runs_and_counts_them() -> None:
@@ -303,10 +341,20 @@ def test_a_server_streams_runs_and_counts_them() -> None:
         drafted = server.complete(**asked, stream=False).json()
         streamed = server.complete(**asked, return_token_ids=True, stream_options={"include_usage": True})
         assert plain["choices"] == drafted["choices"]
-        usages = [answer["usage"]["completion_tokens_details"] for answer in (
-            plain, drafted, next(event for event in streamed.events() if event != "[DONE]" and event.get("usage")))]
-        assert usages[0] == {"reasoning_tokens": 0, "accepted_prediction_tokens": 0, "rejected_prediction_tokens": 0,
-                             "accepted_prediction_tokens_per_pos": [0, 0, 0]}  # fmt: skip
+        usages = [
+            answer["usage"]["completion_tokens_details"]
+            for answer in (
+                plain,
+                drafted,
+                next(event for event in streamed.events() if event != "[DONE]" and event.get("usage")),
+            )
+        ]
+        assert usages[0] == {
+            "reasoning_tokens": 0,
+            "accepted_prediction_tokens": 0,
+            "rejected_prediction_tokens": 0,
+            "accepted_prediction_tokens_per_pos": [0, 0, 0],
+        }
         pieces = [choice for event in streamed.events() if event != "[DONE]" for choice in event["choices"]]
         tokens = [len(choice["token_ids"]) for choice in pieces if choice.get("token_ids")]
         assert sum(tokens) == 30 and max(tokens) >= 4
@@ -317,8 +365,10 @@ def test_a_server_streams_runs_and_counts_them() -> None:
             assert [value for one in scored for value in one[name]] == whole["logprobs"][name]
         refused = server.complete(speculative_tokens=4)
         assert refused.status == 400 and b"speculative_tokens=4 exceeds this engine's 3 drafts" in refused.body
-        counted = {name: sum(server.metric(f"quire:spec_decode_num_{name}_total").values())
-                   for name in ("drafts", "draft_tokens", "accepted_tokens", "accepted_tokens_per_pos")}  # fmt: skip
+        counted = {
+            name: sum(server.metric(f"quire:spec_decode_num_{name}_total").values())
+            for name in ("drafts", "draft_tokens", "accepted_tokens", "accepted_tokens_per_pos")
+        }
         assert counted["accepted_tokens"] == counted["accepted_tokens_per_pos"] > 20
         right, wrong = (sum(each[f"{what}_prediction_tokens"] for each in usages) for what in ("accepted", "rejected"))
         assert (right, right + wrong) == (counted["accepted_tokens"], counted["draft_tokens"])

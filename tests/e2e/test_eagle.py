@@ -18,9 +18,13 @@ from ..support.quantized_checkpoints import FORMS, quantize_checkpoint
 from .test_drafts import COLD, LONG, OPTIONS, REQUESTS, WARM, Truth, answers, check, params
 from .test_prediction import drafter_of
 
-HEADS = [("eagle", {}), ("eagle3", {}), ("eagle3", {"library": True}),
-         ("eagle3", {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 4, 5]}, "norm_before_residual": True}),
-         ("eagle3", {"norm_before_residual": False, "known": eagle.VOCAB})]  # fmt: skip
+HEADS = [
+    ("eagle", {}),
+    ("eagle3", {}),
+    ("eagle3", {"library": True}),
+    ("eagle3", {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 4, 5]}, "norm_before_residual": True}),
+    ("eagle3", {"norm_before_residual": False, "known": eagle.VOCAB}),
+]
 
 
 @pytest.fixture(scope="module")
@@ -46,8 +50,9 @@ def drafting(target: Path, tmp_path: Path) -> Iterator[Callable[..., LLM]]:
 
 
 @pytest.mark.parametrize(("kind", "keys"), HEADS)
-def test_logits_of_drafts_are_those_of_the_formula(kind: str, keys: dict[str, Any], target: Path,
-                                                   drafting: Callable[..., LLM]) -> None:  # fmt: skip
+def test_logits_of_drafts_are_those_of_the_formula(
+    kind: str, keys: dict[str, Any], target: Path, drafting: Callable[..., LLM]
+) -> None:
     """After chunks, after runs of which all, some or no drafts were accepted, and after steps without drafts."""
     keys = dict(keys)
     own = eagle.tensors(kind, keys.pop("known", eagle.KNOWN), 1)
@@ -77,8 +82,12 @@ def test_a_head_that_knows_the_model_is_always_right(kind: str, tmp_path: Path) 
     target = eagle.model(tmp_path / "target", bundled_model(), 0.0)
     head = eagle.write(tmp_path / "head", kind, eagle.knowing(kind, target))
     ranges = [[1, 1, 3], [2, 2, 1], [3, 9, 0]]
-    given = {"method": kind, "model": str(head), "num_speculative_tokens": 3,
-             "num_speculative_tokens_per_batch_size": ranges}  # fmt: skip
+    given = {
+        "method": kind,
+        "model": str(head),
+        "num_speculative_tokens": 3,
+        "num_speculative_tokens_per_batch_size": ranges,
+    }
     with LLM(str(target), **OPTIONS, max_num_batched_tokens=24, speculative_config=given) as llm:
         llm.engine.worker.programs.drafter.states.fill_(float("nan"))  # a former request may leave such states
         asked = [params(COLD | {"max_tokens": count}) for count in (10, 60, 30)]
@@ -95,13 +104,19 @@ def truth() -> Truth:
     return Truth()
 
 
-@pytest.mark.parametrize(("kind", "depth"), [("eagle3", 2), *(
-    pytest.param(*each, marks=pytest.mark.full) for each in (("eagle", 1), ("eagle", 2), ("eagle3", 1)))])  # fmt: skip
+@pytest.mark.parametrize(
+    ("kind", "depth"),
+    [
+        ("eagle3", 2),
+        *(pytest.param(*each, marks=pytest.mark.full) for each in (("eagle", 1), ("eagle", 2), ("eagle3", 1))),
+    ],
+)
 def test_answers_are_those_of_plain_decoding(kind: str, depth: int, truth: Truth, tmp_path: Path) -> None:
     own, keys = eagle.fitted(kind, bundled_model(), [text for text in truth.texts.values() if len(text) > 8])
     given = {"method": kind, "model": str(eagle.write(tmp_path, kind, own, **keys)), "num_speculative_tokens": 2}
-    llm = LLM(**OPTIONS, async_depth=depth, max_num_batched_tokens=24, num_gpu_blocks_override=24,
-              speculative_config=given)  # fmt: skip
+    llm = LLM(
+        **OPTIONS, async_depth=depth, max_num_batched_tokens=24, num_gpu_blocks_override=24, speculative_config=given
+    )
     check(answers(llm, REQUESTS), truth.answers)
     core = llm.engine.core
     core.check()
@@ -111,20 +126,32 @@ def test_answers_are_those_of_plain_decoding(kind: str, depth: int, truth: Truth
     assert 0.2 * drafts <= sum(accepted) <= 0.9 * drafts, "a run of a drafter that guesses right and wrong"
 
 
-@pytest.mark.parametrize(("form", "kind"), [("awq", "eagle"), *(
-    pytest.param(*each, marks=pytest.mark.full) for each in (
-        ("fp8-block", "eagle3"), ("fp8-tensor", "eagle"), ("awq", "eagle3"), ("gptq", "eagle3")))])  # fmt: skip
+@pytest.mark.parametrize(
+    ("form", "kind"),
+    [
+        ("awq", "eagle"),
+        *(
+            pytest.param(*each, marks=pytest.mark.full)
+            for each in (("fp8-block", "eagle3"), ("fp8-tensor", "eagle"), ("awq", "eagle3"), ("gptq", "eagle3"))
+        ),
+    ],
+)
 def test_a_head_drafts_for_a_quantized_model(form: str, kind: str, truth: Truth, tmp_path: Path) -> None:
     """Its states are those of the quantized layers; the head itself is not quantized."""
     folder, place = tmp_path / "target", slice(0, None, 3)
     quantize_checkpoint(bundled_model(), folder, FORMS[form])
     own, keys = eagle.fitted(kind, bundled_model(), [text for text in truth.texts.values() if len(text) > 8])
-    given = {"method": kind, "model": str(eagle.write(tmp_path / "head", kind, own, **keys)),
-             "num_speculative_tokens": 2}  # fmt: skip
+    given = {
+        "method": kind,
+        "model": str(eagle.write(tmp_path / "head", kind, own, **keys)),
+        "num_speculative_tokens": 2,
+    }
     asked = [(prompt, {k: v for k, v in f.items() if k != "speculative_tokens"}) for prompt, f in REQUESTS]
     options = OPTIONS | {"tokenizer": str(bundled_model())}
-    with LLM(str(folder), **options) as plain, LLM(str(folder), **options, async_depth=2,
-                                                   speculative_config=given) as llm:  # fmt: skip
+    with (
+        LLM(str(folder), **options) as plain,
+        LLM(str(folder), **options, async_depth=2, speculative_config=given) as llm,
+    ):
         found, expected = answers(llm, REQUESTS, place), answers(plain, asked, place)
         runs, drafts, *accepted = llm.engine.core.scheduler.drafts.totals
     assert runs > 50 and 0.1 * drafts <= sum(accepted) <= 0.9 * drafts
@@ -147,8 +174,12 @@ def test_a_speculators_repository_is_served_with_its_model(tmp_path: Path) -> No
     assert plan["speculation"]["drafter"] == f"eagle3 {head}, 3 drafts per request"
     assert plan["speculation"]["weights"] > 900_000 and plan["speculation"]["cache"] == 512
     assert plan["memory"]["draft_layers"] == 1 and plan["memory"]["draft_components"][0][1:3] == [2, 32]
-    (head / "config.json").write_text(json.dumps(json.loads((head / "config.json").read_text()) | {
-        "speculators_config": {"verifier": {"name_or_path": str(target)}}}))
+    (head / "config.json").write_text(
+        json.dumps(
+            json.loads((head / "config.json").read_text())
+            | {"speculators_config": {"verifier": {"name_or_path": str(target)}}}
+        )
+    )
     with pytest.raises(ConfigError, match="names no verifier or no speculative_tokens: serve the model of the head"):
         LLM(str(head), **OPTIONS)
 
@@ -189,8 +220,9 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("keys", "given", "options", "words"), REFUSED)
-def test_what_cannot_be_is_refused_in_a_line(keys: dict[str, Any], given: dict[str, Any], options: dict[str, Any],
-                                             words: str, target: Path, tmp_path: Path) -> None:  # fmt: skip
+def test_what_cannot_be_is_refused_in_a_line(
+    keys: dict[str, Any], given: dict[str, Any], options: dict[str, Any], words: str, target: Path, tmp_path: Path
+) -> None:
     head = eagle.write(tmp_path, "eagle3", eagle.tensors("eagle3", eagle.KNOWN, 0), **keys)
     given = DRAFT | {"method": "eagle3", "model": str(head)} | given
     with pytest.raises(UserError) as caught:
@@ -198,10 +230,13 @@ def test_what_cannot_be_is_refused_in_a_line(keys: dict[str, Any], given: dict[s
     assert words in str(caught.value) and "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(("lost", "words"), [("d2t", "lacks d2t"), ("lm_head.weight", "lacks lm_head.weight"),
-                                             ("fc.weight", "lacks fc.weight")])  # fmt: skip
-def test_a_head_without_all_its_tensors_is_refused_in_a_line(lost: str, words: str, target: Path,
-                                                             tmp_path: Path) -> None:  # fmt: skip
+@pytest.mark.parametrize(
+    ("lost", "words"),
+    [("d2t", "lacks d2t"), ("lm_head.weight", "lacks lm_head.weight"), ("fc.weight", "lacks fc.weight")],
+)
+def test_a_head_without_all_its_tensors_is_refused_in_a_line(
+    lost: str, words: str, target: Path, tmp_path: Path
+) -> None:
     own = eagle.tensors("eagle3", eagle.KNOWN, 0)
     del own[lost]
     given = DRAFT | {"method": "eagle3", "model": str(eagle.write(tmp_path, "eagle3", own))}

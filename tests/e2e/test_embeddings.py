@@ -58,8 +58,13 @@ def test_vectors_in_one_step_and_in_chunks_with_a_cold_and_a_warm_cache(
     oracle: Any, engine: Engine, prompts: list[list[int]], expected_vector: Any, method: str, depth: int
 ) -> None:
     for chunk in (512, 7):
-        llm = engine(oracle().folder, async_depth=depth, max_num_batched_tokens=chunk, block_size=8,
-                     **pooler(method, normalize=chunk == 7))  # fmt: skip
+        llm = engine(
+            oracle().folder,
+            async_depth=depth,
+            max_num_batched_tokens=chunk,
+            block_size=8,
+            **pooler(method, normalize=chunk == 7),
+        )
         for _ in range(2):
             for ids, vector in zip(prompts, embed(llm, prompts), strict=True):
                 assert_same(vector, expected_vector(ids, method, chunk == 7))
@@ -80,8 +85,16 @@ def test_vectors_beside_text_in_one_batch_with_preemption(
     depth: int,
 ) -> None:
     """Answers grow until the pool is full and the vectors' prompts, which came last, have to give way."""
-    llm = engine(oracle().folder, async_depth=depth, max_num_batched_tokens=7, block_size=8, num_gpu_blocks_override=23,
-                 watermark=0.0, enable_prefix_caching=False, **pooler(method))  # fmt: skip
+    llm = engine(
+        oracle().folder,
+        async_depth=depth,
+        max_num_batched_tokens=7,
+        block_size=8,
+        num_gpu_blocks_override=23,
+        watermark=0.0,
+        enable_prefix_caching=False,
+        **pooler(method),
+    )
     recorder, right = record(llm), oracle().greedy(prompts, 64)
     long = [(ids * 9)[:100] for ids in prompts[2:5]]
     streams = [llm.stream(prompts[i], greedy(64)) for i in (1, 2, 3)]
@@ -118,9 +131,14 @@ def embedding_folder(oracle: Any, tmp_path_factory: pytest.TempPathFactory) -> P
     folder = tmp_path_factory.mktemp("embedding") / "model"
     oracle().model.model.save_pretrained(folder)
     kinds = {"": "Transformer", "1_Pooling": "Pooling", "2_Normalize": "Normalize"}
-    (folder / "modules.json").write_text(json.dumps([
-        {"idx": i, "name": str(i), "path": path, "type": f"sentence_transformers.models.{kind}"}
-        for i, (path, kind) in enumerate(kinds.items())]))  # fmt: skip
+    (folder / "modules.json").write_text(
+        json.dumps(
+            [
+                {"idx": i, "name": str(i), "path": path, "type": f"sentence_transformers.models.{kind}"}
+                for i, (path, kind) in enumerate(kinds.items())
+            ]
+        )
+    )
     (folder / "1_Pooling").mkdir()
     (folder / "1_Pooling" / "config.json").write_text(json.dumps({"pooling_mode_mean_tokens": True}))
     return folder
@@ -195,8 +213,17 @@ def test_a_caller_that_leaves_midway_leaves_nothing(
     embedding_folder: Path, prompts: list[list[int]], expected_vector: Any, depth: int
 ) -> None:
     long = [i % 90 + 1 for i in range(250)]
-    llm = AsyncLLM(embedding_folder, dtype="float32", num_threads=1, skip_tokenizer_init=True, max_num_seqs=4,
-                   kv_cache_memory_bytes=1 << 22, max_num_batched_tokens=4, async_depth=depth, use_tqdm_on_load=False)
+    llm = AsyncLLM(
+        embedding_folder,
+        dtype="float32",
+        num_threads=1,
+        skip_tokenizer_init=True,
+        max_num_seqs=4,
+        kv_cache_memory_bytes=1 << 22,
+        max_num_batched_tokens=4,
+        async_depth=depth,
+        use_tqdm_on_load=False,
+    )
     core = llm.engine.core
 
     async def run() -> None:
@@ -210,8 +237,9 @@ def test_a_caller_that_leaves_midway_leaves_nothing(
             await asyncio.gather(*leaving, staying)
         for task in leaving:
             task.cancel()
-        assert all(isinstance(one, asyncio.CancelledError) for one in await asyncio.gather(
-            *leaving, return_exceptions=True))
+        assert all(
+            isinstance(one, asyncio.CancelledError) for one in await asyncio.gather(*leaving, return_exceptions=True)
+        )
         assert_same((await staying).outputs.embedding, expected_vector(prompts[4], "mean", True))
         assert_same((await llm.embed(prompts[1])).outputs.embedding, expected_vector(prompts[1], "mean", True))
         with pytest.raises(InvalidParameter):
@@ -231,8 +259,16 @@ def test_a_caller_that_leaves_midway_leaves_nothing(
 
 @pytest.fixture(scope="module")
 def server(embedding_folder: Path) -> Iterator[Any]:
-    with running_inside(model=str(embedding_folder), device="cpu", dtype="float32", num_threads=1, max_num_seqs=4,
-                        skip_tokenizer_init=True, kv_cache_memory_bytes=1 << 22, max_num_batched_tokens=16) as inside:
+    with running_inside(
+        model=str(embedding_folder),
+        device="cpu",
+        dtype="float32",
+        num_threads=1,
+        max_num_seqs=4,
+        skip_tokenizer_init=True,
+        kv_cache_memory_bytes=1 << 22,
+        max_num_batched_tokens=16,
+    ) as inside:
         yield inside
 
 

@@ -49,10 +49,13 @@ def test_deepseek_of_a_folder_is_reduced(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("config", "said"),
-    [({"model_type": "qwen3"}, "give a folder with the config.json of a DeepSeek-V2 or V3"), (None, "does not exist"),
-     (LITE | {"first_k_dense_replace": 27, "num_hidden_layers": 1}, "nothing to follow"),
-     (LITE | {"vocab_size": "many"}, "vocab_size")],
-)  # fmt: skip
+    [
+        ({"model_type": "qwen3"}, "give a folder with the config.json of a DeepSeek-V2 or V3"),
+        (None, "does not exist"),
+        (LITE | {"first_k_dense_replace": 27, "num_hidden_layers": 1}, "nothing to follow"),
+        (LITE | {"vocab_size": "many"}, "vocab_size"),
+    ],
+)
 def test_deepseek_refuses_a_folder_in_one_line(config: Any, said: str, tmp_path: Path) -> None:
     if config is not None:
         (tmp_path / "config.json").write_text(json.dumps(config))

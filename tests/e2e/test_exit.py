@@ -48,8 +48,13 @@ for _ in llm.stream("hi", params):
 
 @pytest.mark.parametrize("program", PROGRAMS.values(), ids=PROGRAMS.keys())
 def test_ending_without_closing(program: str) -> None:
-    done = subprocess.run([sys.executable, "-c", START + program], env={"PYTHONPATH": str(SOURCE)}, capture_output=True,
-                          text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", START + program],
+        env={"PYTHONPATH": str(SOURCE)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
     assert done.returncode == 0, done.stderr
     assert "Exception ignored" not in done.stderr and "terminate" not in done.stderr
 

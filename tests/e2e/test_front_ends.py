@@ -92,13 +92,15 @@ def test_all_processes_answer_alike_and_their_counts_are_added_up() -> None:
         for pid in fronts:
             with only(pid, fronts):
                 texts.append(server.complete(max_tokens=20, seed=1).text())
-                answer = server.ask("/v1/completions", {"prompt": "Once", "max_tokens": 20, "temperature": 1,
-                                                        "ignore_eos": True}).json()
+                answer = server.ask(
+                    "/v1/completions", {"prompt": "Once", "max_tokens": 20, "temperature": 1, "ignore_eos": True}
+                ).json()
                 names.add(answer["choices"][0]["text"])
                 assert server.ask("/v1/completions", {"prompt": ""}).status == 400
         assert len(set(texts)) == 1 and texts[0]
         assert len(names) == COUNT, "processes draw the same seeds"
         for pid in fronts:
+
             def counted(pid: int = pid) -> bool:
                 with only(pid, fronts):
                     success = server.metric("quire:request_success_total")

@@ -88,14 +88,24 @@ def test_no_body_harms_the_server(kind: str, full: bool) -> None:
         document = server.ask("/openapi.json").json()
         before, began = rss(server), time.monotonic()
         damaged = kind == "damaged"
-        clients = [Client(server, lambda number: body(SEED, number) if damaged else
-                          fuzz_schema.shot(document, SEED, number), document, first, count) for first in range(CLIENTS)]
+        clients = [
+            Client(
+                server,
+                lambda number: body(SEED, number) if damaged else fuzz_schema.shot(document, SEED, number),
+                document,
+                first,
+                count,
+            )
+            for first in range(CLIENTS)
+        ]
         for client in clients:
             client.thread.join()
         seconds = time.monotonic() - began
         statuses = sum((client.statuses for client in clients), Counter())
-        print(f"{count} requests in {seconds:.1f} s; {dict(statuses.most_common())}; "
-              f"RSS {before / 2**20:.0f} + {(rss(server) - before) / 2**20:.1f} MiB")
+        print(
+            f"{count} requests in {seconds:.1f} s; {dict(statuses.most_common())}; "
+            f"RSS {before / 2**20:.0f} + {(rss(server) - before) / 2**20:.1f} MiB"
+        )
         assert not (complaints := [line for client in clients for line in client.complaints]), "\n".join(complaints)
         assert sum(statuses.values()) == count and statuses[200] > count // 50 and statuses[400] > count // 4
         assert damaged or statuses[200] > count // 10

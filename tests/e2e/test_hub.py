@@ -40,8 +40,10 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
         monkeypatch.setenv("HF_ENDPOINT", found.url)
         monkeypatch.setenv("PYTHONPATH", str(SOURCE))
         monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", found.url)
-        monkeypatch.setattr("huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE",
-                            found.url + "/{repo_id}/resolve/{revision}/{filename}")
+        monkeypatch.setattr(
+            "huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE",
+            found.url + "/{repo_id}/resolve/{revision}/{filename}",
+        )
         monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
         yield found
 
@@ -102,19 +104,23 @@ REFUSALS: dict[str, tuple[Callable[[Path], object], dict[str, Any], str]] = {
     "missing tensor": (lambda f: without_index(f, drop_one), {}, "quire/tiny lacks model.embed_tokens.weight"),
     "surplus tensor": (lambda f: without_index(f, add_one), {}, "surplus.weight"),
     "stored type": (lambda f: edit_header(f / SHARDS[0], retype), {}, "is stored as I16"),
-    "damaged header": (lambda f: (f / SHARDS[0]).write_bytes(b"\x20" + bytes(7) + b"nothing here" * 999), {},
-                       "has a damaged header"),
+    "damaged header": (
+        lambda f: (f / SHARDS[0]).write_bytes(b"\x20" + bytes(7) + b"nothing here" * 999),
+        {},
+        "has a damaged header",
+    ),
     "cut short": (lambda f: (f / SHARDS[1]).write_bytes((f / SHARDS[1]).read_bytes()[:99_999]), {}, "is truncated"),
     "last bytes": (lambda f: (f / SHARDS[1]).write_bytes((f / SHARDS[1]).read_bytes()[:-9]), {}, "is truncated"),
     "few blocks": (lambda repo: None, {"num_blocks": 2, "max_model_len": 4096}, "max_model_len=4096 needs"),
     "large cache": (lambda repo: None, {"kv_cache_memory_bytes": 9 << 40}, "asks for 9216.00 GiB of KV cache"),
     "memory": (lambda f: None, {"device": "cpu"}, "of weights in"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", REFUSALS)
 def test_what_can_be_refused_is_refused_before_the_weights(
-        hub: FakeHub, name: str, monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+    hub: FakeHub, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     prepare, options, said = REFUSALS[name]
     prepare(hub.repos[NAME])
     if name == "memory":
@@ -127,19 +133,33 @@ def test_what_can_be_refused_is_refused_before_the_weights(
     assert hub.weight_bytes() <= 2 * HEADER_BYTES
 
 
-@pytest.mark.parametrize("command", [("serve",), ("complete", "-p", "a"), ("chat", "-q", "a"), ("trace", "-p", "a"),
-                                     ("verify",), ("bench", "latency"), ("bench", "throughput"), ("bench", "startup"),
-                                     ("run-batch",)])  # fmt: skip
-def test_every_command_refuses_before_the_weights(hub: FakeHub, tmp_path: Path, command: tuple[str, ...],
-                                                  capsys: pytest.CaptureFixture[str]) -> None:  # fmt: skip
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("serve",),
+        ("complete", "-p", "a"),
+        ("chat", "-q", "a"),
+        ("trace", "-p", "a"),
+        ("verify",),
+        ("bench", "latency"),
+        ("bench", "throughput"),
+        ("bench", "startup"),
+        ("run-batch",),
+    ],
+)
+def test_every_command_refuses_before_the_weights(
+    hub: FakeHub, tmp_path: Path, command: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
     edit(hub.repos[NAME], intermediate_size=96)
-    (tmp_path / "in.jsonl").write_text('{"custom_id": "a", "method": "POST", "url": "/v1/completions", '
-                                       '"body": {"prompt": "a"}}\n')  # fmt: skip
+    (tmp_path / "in.jsonl").write_text(
+        '{"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "a"}}\n'
+    )
     files = ("-i", str(tmp_path / "in.jsonl"), "-o", str(tmp_path / "out.jsonl")) if command == ("run-batch",) else ()
     words = [*command, *files, "--model", NAME, "--device", "cpu"]
     if command[0] in ("serve", "run-batch") or "startup" in command:  # with processes of their own
-        told = subprocess.run([sys.executable, "-m", "quire", *words], capture_output=True, text=True, env=os.environ,
-                              timeout=120)  # fmt: skip
+        told = subprocess.run(
+            [sys.executable, "-m", "quire", *words], capture_output=True, text=True, env=os.environ, timeout=120
+        )
         code, said = told.returncode, told.stderr
     else:
         code, said = main(words), capsys.readouterr().err
@@ -153,8 +173,10 @@ def test_a_model_of_the_hub_answers(hub: FakeHub, monkeypatch: pytest.MonkeyPatc
     """The small files come first, every file once; then nothing more is asked, online or offline."""
     asked = SamplingParams(max_tokens=4, temperature=0.0)
     with LLM(NAME, device="cpu") as llm, LLM(device="cpu") as bundled:
-        assert llm.generate(["The json"], asked)[0].outputs[0].text == \
-            bundled.generate(["The json"], asked)[0].outputs[0].text
+        assert (
+            llm.generate(["The json"], asked)[0].outputs[0].text
+            == bundled.generate(["The json"], asked)[0].outputs[0].text
+        )
     names = [name for name, count in hub.sent if count > HEADER_BYTES and name.endswith(".safetensors")]
     assert sorted(names) == list(SHARDS)
     first = next(i for i, (name, _) in enumerate(hub.sent) if name.endswith(".safetensors"))
@@ -194,19 +216,27 @@ def test_a_tokenizer_comes_without_weights(hub: FakeHub) -> None:
         assert not hub.weight_bytes()
 
 
-@pytest.mark.parametrize(("command", "said"), [
-    (("weights", NAME), "model.embed_tokens.weight"), (("explain", NAME, "--json"), SHARDS[1]),
-    (("explain", NAME, "--device", "h200", "-tp", "2"), "cuda (described")])
-def test_weights_and_explain_read_headers(hub: FakeHub, command: tuple[str, ...], said: str,
-                                          capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        (("weights", NAME), "model.embed_tokens.weight"),
+        (("explain", NAME, "--json"), SHARDS[1]),
+        (("explain", NAME, "--device", "h200", "-tp", "2"), "cuda (described"),
+    ],
+)
+def test_weights_and_explain_read_headers(
+    hub: FakeHub, command: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     (hub.repos[NAME] / INDEX).unlink()
     assert main(list(command)) == 0
     assert said in capsys.readouterr().out
     assert 0 < hub.weight_bytes() <= 2 * HEADER_BYTES
 
 
-@pytest.mark.parametrize("name", ["pickles", "shard", "shape", "missing tensor", "surplus tensor", "stored type",
-                                  "damaged header", "cut short"])  # fmt: skip
+@pytest.mark.parametrize(
+    "name",
+    ["pickles", "shard", "shape", "missing tensor", "surplus tensor", "stored type", "damaged header", "cut short"],
+)
 def test_explain_says_what_would_not_load(hub: FakeHub, name: str, capsys: pytest.CaptureFixture[str]) -> None:
     REFUSALS[name][0](hub.repos[NAME])
     with pytest.raises(UserError) as error:
@@ -248,16 +278,25 @@ def close(hub: FakeHub) -> None:
     hub.closed = True
 
 
-@pytest.mark.parametrize(("prepare", "options", "said"), [
-    (gate, {}, "is gated: accept its terms at https://huggingface.co/quire/tiny and log in"),
-    (close, {}, "log in with `hf auth login`"),
-    (lambda hub: hub.repos.clear(), {}, "is neither a folder here nor a repository on the hub"),
-    (lambda hub: None, {"revision": "v9"}, "has no revision 'v9'"),
-    (lambda hub: None, {"offline": True}, "was not downloaded before: run it once without --offline"),
-])
+@pytest.mark.parametrize(
+    ("prepare", "options", "said"),
+    [
+        (gate, {}, "is gated: accept its terms at https://huggingface.co/quire/tiny and log in"),
+        (close, {}, "log in with `hf auth login`"),
+        (lambda hub: hub.repos.clear(), {}, "is neither a folder here nor a repository on the hub"),
+        (lambda hub: None, {"revision": "v9"}, "has no revision 'v9'"),
+        (lambda hub: None, {"offline": True}, "was not downloaded before: run it once without --offline"),
+    ],
+)
 @pytest.mark.parametrize("command", ["weights", "explain", "complete"])
-def test_hub_refusals_are_one_line(hub: FakeHub, prepare: Callable[[FakeHub], object], options: dict[str, Any],
-                                   said: str, command: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_hub_refusals_are_one_line(
+    hub: FakeHub,
+    prepare: Callable[[FakeHub], object],
+    options: dict[str, Any],
+    said: str,
+    command: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     prepare(hub)
     given = [f"--{name}" if value is True else f"--{name}={value}" for name, value in options.items()]
     assert main([command, NAME, *given, *(("-p", "a") if command == "complete" else ())]) == 3
@@ -266,6 +305,11 @@ def test_hub_refusals_are_one_line(hub: FakeHub, prepare: Callable[[FakeHub], ob
 
 
 def test_the_switch_in_the_environment_is_named(hub: FakeHub) -> None:
-    told = subprocess.run([sys.executable, "-m", "quire", "weights", NAME], capture_output=True, text=True,
-                          env=os.environ | {"HF_HUB_OFFLINE": "1"}, timeout=60)
+    told = subprocess.run(
+        [sys.executable, "-m", "quire", "weights", NAME],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"HF_HUB_OFFLINE": "1"},
+        timeout=60,
+    )
     assert told.returncode == 3 and "run it once without HF_HUB_OFFLINE" in told.stderr

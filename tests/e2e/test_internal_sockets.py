@@ -14,14 +14,36 @@ from .serving import MOCK, running_server, wait_until
 EMPTY_ROWS = msgspec.msgpack.Ext(1, bytes([0, 255]) + bytes(4 * 255))  # an array of 255 dimensions, without elements
 ONE, TWO = (msgspec.msgpack.Ext(1, bytes([0, 1, n, 0, 0, 0]) + bytes(4 * n)) for n in (1, 2))
 JUNK = [
-    b"", b"junk", b"\xc1", b"\x00" * 32 * 2**20, b"\x91" * 100_000, b"\x81\xa4type", *(
-        msgspec.msgpack.encode(value) for value in (
-            None, 7, "stop", [], {}, {"type": "shout"}, {"type": 5}, {"type": "abort", "handles": "all"},
-            {"type": "abort"}, {"type": "add", "requests": [{}]}, {"type": "add", "requests": []}, {"type": "control"},
+    b"",
+    b"junk",
+    b"\xc1",
+    b"\x00" * 32 * 2**20,
+    b"\x91" * 100_000,
+    b"\x81\xa4type",
+    *(
+        msgspec.msgpack.encode(value)
+        for value in (
+            None,
+            7,
+            "stop",
+            [],
+            {},
+            {"type": "shout"},
+            {"type": 5},
+            {"type": "abort", "handles": "all"},
+            {"type": "abort"},
+            {"type": "add", "requests": [{}]},
+            {"type": "add", "requests": []},
+            {"type": "control"},
             {"type": "outputs", "step": {"handles": EMPTY_ROWS, "tokens": EMPTY_ROWS}},
             {"type": "outputs", "step": {"handles": ONE, "tokens": TWO}},
-            {"type": "rejected", "handles": [], "kind": "QueueFull", "message": "m"}, {"type": "reply", "id": "1"})),
-    b"\x81\xa4type\xa5\xff\xfe\xfd\xfc\xfb", encode(Abort((1, 2)))[:-1], encode(Abort((1, 2))) + b"\x00",
+            {"type": "rejected", "handles": [], "kind": "QueueFull", "message": "m"},
+            {"type": "reply", "id": "1"},
+        )
+    ),
+    b"\x81\xa4type\xa5\xff\xfe\xfd\xfc\xfb",
+    encode(Abort((1, 2)))[:-1],
+    encode(Abort((1, 2))) + b"\x00",
 ]
 
 
@@ -39,8 +61,11 @@ def test_junk_is_dropped_counted_and_told_once(name: str, foreign: Loading | Abo
             direction = {"to": "to_core", "from": "from_core"}[name]
 
             def counted() -> float:
-                return sum(value for labels, value in server.metric("quire:internal_messages_dropped_total").items()
-                           if f'direction="{direction}"' in labels)
+                return sum(
+                    value
+                    for labels, value in server.metric("quire:internal_messages_dropped_total").items()
+                    if f'direction="{direction}"' in labels
+                )
 
             wait_until(lambda: counted() >= len(JUNK) + 3, f"{len(JUNK) + 3} dropped")
             assert counted() == len(JUNK) + 3
@@ -49,7 +74,10 @@ def test_junk_is_dropped_counted_and_told_once(name: str, foreign: Loading | Abo
 
 
 def test_no_message_lacks_what_is_read_of_it() -> None:
-    for kind, fields in ((Add, {"requests": []}), (Rejected, {"handles": [], "kind": "k", "message": "m"}),
-                         (Outputs, {"step": {"handles": ONE, "tokens": TWO}})):
+    for kind, fields in (
+        (Add, {"requests": []}),
+        (Rejected, {"handles": [], "kind": "k", "message": "m"}),
+        (Outputs, {"step": {"handles": ONE, "tokens": TWO}}),
+    ):
         with pytest.raises((msgspec.ValidationError, TypeError)):
             msgspec.convert(fields, kind)

@@ -31,20 +31,36 @@ runpy.run_module("quire", run_name="__main__", alter_sys=True)
 
 def started(at: str, *args: str, **more: str) -> "subprocess.Popen[str]":
     variables = os.environ | {"PYTHONPATH": str(SOURCE)} | more
-    return subprocess.Popen([sys.executable, "-c", START, at, *args], env=variables,
-                            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(
+        [sys.executable, "-c", START, at, *args],
+        env=variables,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
 
 
-@pytest.mark.parametrize(("module", "args"), [
-    ("quire.entry.cli.main", ("--help",)),
-    ("numpy.linalg._umath_linalg", COMPLETE),
-    ("torch.autograd", COMPLETE),
-    ("quire.models.registry", ("chat", *COMPLETE[3:])),
-    ("uvicorn", ("serve", "--port", "0")),
-    *(pytest.param(*each, marks=pytest.mark.full) for each in (
-        ("argparse", ("weights",)), ("numpy", COMPLETE), ("torch", COMPLETE), ("tokenizers", COMPLETE),
-        ("zmq", ("serve", "--port", "0")))),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("module", "args"),
+    [
+        ("quire.entry.cli.main", ("--help",)),
+        ("numpy.linalg._umath_linalg", COMPLETE),
+        ("torch.autograd", COMPLETE),
+        ("quire.models.registry", ("chat", *COMPLETE[3:])),
+        ("uvicorn", ("serve", "--port", "0")),
+        *(
+            pytest.param(*each, marks=pytest.mark.full)
+            for each in (
+                ("argparse", ("weights",)),
+                ("numpy", COMPLETE),
+                ("torch", COMPLETE),
+                ("tokenizers", COMPLETE),
+                ("zmq", ("serve", "--port", "0")),
+            )
+        ),
+    ],
+)
 def test_within_an_import(module: str, args: tuple[str, ...]) -> None:
     with started(module, *args) as process:
         out, err = process.communicate(timeout=120)

@@ -30,8 +30,12 @@ async def one_request(engine: ServedEngine, rng: random.Random, number: int, end
     shared = list(range(1, 1 + rng.randrange(0, 120)))
     prompts = [Prompt(token_ids=[*shared, 200 + number % 50, i + 1]) for i in range(rng.choice((1, 1, 1, 3)))]
     params = SamplingParams(
-        n=rng.choice((1, 1, 1, 2)), max_tokens=rng.randrange(1, 60), temperature=1.0, seed=number,
-        stop=rng.choice((None, None, ["e", " t"])), logprobs=rng.choice((None, None, 2)),
+        n=rng.choice((1, 1, 1, 2)),
+        max_tokens=rng.randrange(1, 60),
+        temperature=1.0,
+        seed=number,
+        stop=rng.choice((None, None, ["e", " t"])),
+        logprobs=rng.choice((None, None, 2)),
         output_kind=rng.choice((OutputKind.DELTA, OutputKind.FINAL_ONLY)),
     )
     timeout = rng.choice((None, None, None, rng.random() / 20))
@@ -85,8 +89,16 @@ def test_nothing_is_left_of_thousands_of_requests(full: bool, monkeypatch: pytes
     count = 10_000 if full else 1_000
     rng, ends, memory = random.Random(7), dict[str, int](), list[tuple[int, int]]()
     # Few blocks, few slots and little room in the queue: requests are preempted, wait, and are refused.
-    options = dict(device="mock", max_model_len=256, num_gpu_blocks_override=150, block_size=8, max_num_seqs=24,
-                   max_num_batched_tokens=256, max_waiting=150, async_depth=2)
+    options = dict(
+        device="mock",
+        max_model_len=256,
+        num_gpu_blocks_override=150,
+        block_size=8,
+        max_num_seqs=24,
+        max_num_batched_tokens=256,
+        max_waiting=150,
+        async_depth=2,
+    )
 
     async def main() -> None:
         engine = ServedEngine(ServerConfig.from_flat(**options), metrics=Metrics("quire", "mock"))

@@ -67,8 +67,9 @@ def test_scores(server: Server, talker: LLM, recorded: dict[str, Any]) -> None:
     asked, answer = json.loads(recorded["body"]), replay(server, recorded)
     assert (asked["echo"], asked["logprobs"], asked["max_tokens"]) == (True, 1, 1)
     assert [choice["index"] for choice in answer["choices"]] == list(range(len(asked["prompt"])))
-    for ids, choice, (context, score, greedy) in zip(asked["prompt"], answer["choices"], recorded["scores"],
-                                                     strict=True):
+    for ids, choice, (context, score, greedy) in zip(
+        asked["prompt"], answer["choices"], recorded["scores"], strict=True
+    ):
         columns = choice["logprobs"]
         assert {len(column) for column in columns.values()} == {len(ids) + 1}
         assert columns["token_logprobs"][0] is None and columns["top_logprobs"][0] is None

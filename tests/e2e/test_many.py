@@ -16,8 +16,14 @@ from quire.explain.describe import plan_engine
 from .in_process import running_inside
 
 TINY = str(bundled_model())
-OPTIONS: dict[str, Any] = {"device": "cpu", "dtype": "float32", "kv_cache_memory_bytes": 1 << 24, "max_num_seqs": 4,
-                           "max_num_batched_tokens": 64, "use_tqdm_on_load": False}  # fmt: skip
+OPTIONS: dict[str, Any] = {
+    "device": "cpu",
+    "dtype": "float32",
+    "kv_cache_memory_bytes": 1 << 24,
+    "max_num_seqs": 4,
+    "max_num_batched_tokens": 64,
+    "use_tqdm_on_load": False,
+}
 CUT = {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}
 
 
@@ -54,11 +60,15 @@ def test_a_server_shows_the_plan_and_every_rank() -> None:
     assert "4 ranks: tp 2, pp 2, gloo" in json.dumps(version)
 
 
-@pytest.mark.parametrize(("args", "code", "said"), [
-    (["verify", TINY], 3, "-tp 2: `quire verify` cannot run with several ranks, because"),
-    (["bench", "profile"], 3, "-tp 2: `quire bench profile` cannot run with several ranks"),
-    (["bench", "kernels"], 2, "-tp"), (["weights", TINY], 2, "-tp"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("args", "code", "said"),
+    [
+        (["verify", TINY], 3, "-tp 2: `quire verify` cannot run with several ranks, because"),
+        (["bench", "profile"], 3, "-tp 2: `quire bench profile` cannot run with several ranks"),
+        (["bench", "kernels"], 2, "-tp"),
+        (["weights", TINY], 2, "-tp"),
+    ],
+)
 def test_commands_that_look_into_the_model(
     capsys: pytest.CaptureFixture[str], args: list[str], code: int, said: str
 ) -> None:

@@ -24,14 +24,30 @@ NAMES = sorted(path.name.partition(".")[0] for path in CLIENTS.glob("*.txt") if 
 PAGE = Path(__file__).parents[2] / "docs" / "clients.md"
 PIN = re.compile(r"^([\w-]+)(?:\[[\w,]+\])?==(\S+)", re.MULTILINE)
 PATIENCE = 600.0  # seconds: some of them take long to import, and some generate what they ask
-KEYED = ("--api-key", KEY, "--max-model-len", "128", "--pooler-config", '{"pooling_type": "MEAN"}',
-         "--trust-request-chat-template")
+KEYED = (
+    "--api-key",
+    KEY,
+    "--max-model-len",
+    "128",
+    "--pooler-config",
+    '{"pooling_type": "MEAN"}',
+    "--trust-request-chat-template",
+)
 GREEDY = SamplingParams(temperature=0.0, max_tokens=60)
-WEATHER = {"type": "function", "function": {
-    "name": "get_weather", "description": "Current weather of a city",
-    "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}}}
-TRIP = {"type": "object", "properties": {"town": {"enum": ["Faro", "Oslo"]}, "days": {"enum": [1, 2]}},
-        "required": ["town", "days"], "additionalProperties": False}
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "Current weather of a city",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+    },
+}
+TRIP = {
+    "type": "object",
+    "properties": {"town": {"enum": ["Faro", "Oslo"]}, "days": {"enum": [1, 2]}},
+    "required": ["town", "days"],
+    "additionalProperties": False,
+}
 SCORED = ((PROMPTS[3], " France is Paris."), (PROMPTS[1], ", the function returns"), ("import", " os"))
 
 
@@ -68,16 +84,23 @@ def right_answers(llm: LLM) -> dict[str, Any]:
     """Return the answers for the programs."""
     texts = llm.generate(list(PROMPTS), GREEDY.clone(max_tokens=24), use_tqdm=False)
     greedy_trip = GREEDY.clone(structured_outputs=StructuredOutputsParams(json=TRIP))
-    thinks = said(llm, asked("Think about Faro."), params=GREEDY.clone(skip_special_tokens=False),
-                  chat_template_kwargs={"enable_thinking": True})
+    thinks = said(
+        llm,
+        asked("Think about Faro."),
+        params=GREEDY.clone(skip_special_tokens=False),
+        chat_template_kwargs={"enable_thinking": True},
+    )
     reasoning, _, answer = thinks.removesuffix("<|im_end|>").partition("</think>")
     return {
         "chats": {question: said(llm, asked(question)) for question in QUESTIONS},
         "texts": {prompt: output.outputs[0].text for prompt, output in zip(PROMPTS, texts, strict=True)},
         "embeddings": {one.prompt: one.outputs.embedding for one in llm.embed(list(PROMPTS), use_tqdm=False)},
         "call": call(llm),
-        "structured": {"question": "Faro?", "schema": TRIP,
-                       "value": json.loads(said(llm, asked("Faro?"), params=greedy_trip))},
+        "structured": {
+            "question": "Faro?",
+            "schema": TRIP,
+            "value": json.loads(said(llm, asked("Faro?"), params=greedy_trip)),
+        },
         "thought": {"question": "Think about Faro.", "reasoning": reasoning.strip(), "answer": answer.strip()},
         "scores": [score(llm, *pair) for pair in SCORED],
     }
@@ -87,8 +110,10 @@ def right_answers(llm: LLM) -> dict[str, Any]:
 def facts_file(talker_model: LLM, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """Two running servers, and a file that says where they are and what is right."""
     right = right_answers(talker_model)
-    with (running_server(*FLAGS, "--reasoning-parser", "qwen3") as server,
-          running_server(*MOCK, *KEYED, wait="/ready") as keyed):
+    with (
+        running_server(*FLAGS, "--reasoning-parser", "qwen3") as server,
+        running_server(*MOCK, *KEYED, wait="/ready") as keyed,
+    ):
         path = tmp_path_factory.mktemp("clients") / "facts.json"
         path.write_text(json.dumps(right | {"url": server.url, "keyed_url": keyed.url, "key": KEY}))
         yield path
@@ -104,14 +129,21 @@ def test_every_scenario(facts_file: Path, name: str) -> None:
     foreign = ("OPENAI_", "ANTHROPIC_", "LITELLM_", "PYTHONPATH")
     environment = {key: value for key, value in os.environ.items() if not key.startswith(foreign)}
     program = CLIENTS / f"run_{name}.py"
-    run = subprocess.run([str(folder / "bin" / "python"), str(program), str(facts_file)], env=environment, text=True,
-                         cwd=facts_file.parent, capture_output=True, timeout=PATIENCE)
+    run = subprocess.run(
+        [str(folder / "bin" / "python"), str(program), str(facts_file)],
+        env=environment,
+        text=True,
+        cwd=facts_file.parent,
+        capture_output=True,
+        timeout=PATIENCE,
+    )
     version, *done = run.stdout.splitlines() or ["nothing"]
     assert run.returncode == 0, f"{version}, after {done}:\n{run.stdout[-3000:]}\n{run.stderr[-6000:]}"
     pins, scenarios = PIN.findall((CLIENTS / f"{name}.txt").read_text()), program.read_text()
     assert version == " ".join(pins[0])
     assert [line for line in done if line] == re.findall(
-        r"^def (\w+)\(facts: Facts\) -> None:", scenarios, re.MULTILINE)
+        r"^def (\w+)\(facts: Facts\) -> None:", scenarios, re.MULTILINE
+    )
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -133,7 +133,8 @@ def check_run(llm: LLM, oracle: Any, prompts: list[list[int]], run: Row, greedy:
 
 
 @pytest.mark.parametrize(
-    "row", pairwise(CHECKPOINTS | RUNS, possible) + pairwise(WITH_EXPERTS | RUNS, possible), ids=label)
+    "row", pairwise(CHECKPOINTS | RUNS, possible) + pairwise(WITH_EXPERTS | RUNS, possible), ids=label
+)
 def test_logits_and_tokens(
     row: Row, oracle: Any, tiny: Any, engine: Any, prompts: list[list[int]], greedy: Greedy
 ) -> None:

@@ -48,10 +48,16 @@ def glm(folder: Path) -> str:
     (folder / "config.json").write_text(json.dumps(config))
     tensors = load_file(folder / "model.safetensors")
     own = {name: torch.rand(hidden) + 0.5 for name in ("enorm", "hnorm", "shared_head.norm")}
-    own |= {"eh_proj": torch.randn(hidden, 2 * hidden) / 8, "shared_head.head": tensors["lm_head.weight"].clone(),
-            "embed_tokens": tensors["model.embed_tokens.weight"].clone()}
-    save_file(tensors | {f"model.layers.2.{name}.weight": value for name, value in own.items()},
-              folder / "model.safetensors", {"format": "pt"})
+    own |= {
+        "eh_proj": torch.randn(hidden, 2 * hidden) / 8,
+        "shared_head.head": tensors["lm_head.weight"].clone(),
+        "embed_tokens": tensors["model.embed_tokens.weight"].clone(),
+    }
+    save_file(
+        tensors | {f"model.layers.2.{name}.weight": value for name, value in own.items()},
+        folder / "model.safetensors",
+        {"format": "pt"},
+    )
     return str(folder)
 
 
@@ -89,8 +95,9 @@ class Oracle:
             x = torch.cat((self.norm(inner.embed_tokens(ids), "enorm"), self.norm(states, "hnorm")), -1)
             x, places = (x @ self.own["eh_proj.weight"].T)[None], torch.arange(len(ids))[None]
             mask = torch.full((len(ids), len(ids)), float("-inf")).triu(1)[None, None]
-            out = inner.layers[self.layer](x, attention_mask=mask, position_ids=places,
-                                           position_embeddings=inner.rotary_emb(x, places))  # fmt: skip
+            out = inner.layers[self.layer](
+                x, attention_mask=mask, position_ids=places, position_embeddings=inner.rotary_emb(x, places)
+            )
             state = self.norm(out[0, -1:], "shared_head.norm")
             found.append(self.model.lm_head(state)[0])
             ids, states = torch.cat((ids, found[-1].argmax()[None])), torch.cat((states, state))
@@ -119,8 +126,9 @@ def drafter_of(llm: LLM) -> LayerDrafter:
 
 
 @pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe"])
-def test_logits_of_drafts_are_those_of_the_formula(family: str, trained: str, tmp_path: Path,
-                                                   drafting: Callable[..., LLM]) -> None:  # fmt: skip
+def test_logits_of_drafts_are_those_of_the_formula(
+    family: str, trained: str, tmp_path: Path, drafting: Callable[..., LLM]
+) -> None:
     """After chunks, after runs of which all, some or no drafts were accepted, and after steps without drafts."""
     folder = trained if family == "deepseek_v3" else glm(tmp_path)
     alone = {"num_speculative_tokens_per_batch_size": [[1, 1, 3], [2, 9, 0]]}
@@ -156,7 +164,9 @@ def test_the_layer_guesses_as_its_card_says(trained: str, shared: Path, drafting
     passes._layer = lambda *given: outs.append(layer(*given)) or outs[-1]  # type: ignore
     follow = drafter.follow
     programs.drafter.follow = lambda step, buffers, hidden, ctx, *, decode: (  # type: ignore[union-attr,method-assign]
-        hiddens.append(hidden.clone()), follow(step, buffers, hidden, ctx, decode=decode))  # fmt: skip
+        hiddens.append(hidden.clone()),
+        follow(step, buffers, hidden, ctx, decode=decode),
+    )
     for at in range(0, len(ids), 1024):
         window = ids[at : at + 1024]
         llm.generate([window], SamplingParams(max_tokens=1, temperature=0.0), use_tqdm=False)
@@ -186,8 +196,10 @@ def rows() -> list[Any]:
     chance = random.Random(0)
     whole = FACTORS | {"k": (1, 2, 3, 7, "auto")}
     more = [{name: chance.choice(values) for name, values in whole.items()} for _ in range(30)]
-    return [*(pytest.param(row, id=label(row)) for row in cover),
-            *(pytest.param(row, id=label(row), marks=pytest.mark.full) for row in more)]
+    return [
+        *(pytest.param(row, id=label(row)) for row in cover),
+        *(pytest.param(row, id=label(row), marks=pytest.mark.full) for row in more),
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -212,8 +224,9 @@ def plain(targets: dict[str, str]) -> Plain:
 
 
 @pytest.mark.parametrize("row", rows())
-def test_answers_are_those_of_plain_decoding(row: dict[str, Any], plain: Plain, targets: dict[str, str],
-                                             drafting: Callable[..., LLM]) -> None:  # fmt: skip
+def test_answers_are_those_of_plain_decoding(
+    row: dict[str, Any], plain: Plain, targets: dict[str, str], drafting: Callable[..., LLM]
+) -> None:
     """Every second request in a row. An 8-bit cache makes steps of last bits: there one text may be another, which is
     the answer of several requests."""
     drafter, place = row["drafter"], slice(row["half"], None, 2)
@@ -268,8 +281,10 @@ def test_requests_of_a_step_may_have_other_numbers_of_drafts(trained: str, draft
     llm = drafting(trained, 3, enable_prefix_caching=False, skip_tokenizer_init=True)
     runs, lengths = record(llm), (1, 3, 2, 0)
     prompts = [[(7 * i * i + 3 + count) % 300 for i in range(9 + count)] for count in lengths]
-    asked = [SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True, detokenize=False, speculative_tokens=count)
-             for count in lengths]  # fmt: skip
+    asked = [
+        SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True, detokenize=False, speculative_tokens=count)
+        for count in lengths
+    ]
     outputs = llm.generate(prompts, asked, use_tqdm=False)
     oracle, owner, seen = Oracle(trained), dict[int, int](), set[tuple[int, ...]]()
     texts = [[*output.prompt_token_ids, *output.outputs[0].token_ids] for output in outputs]
@@ -319,10 +334,12 @@ def test_the_served_model_may_be_named_as_its_own_drafter(trained: str, drafting
     assert drafter_of(link)
 
 
-@pytest.mark.parametrize(("k", "least"), [*(pytest.param(*each, marks=pytest.mark.full)
-                                            for each in ((1, 1.5), (2, 1.9))), (3, 2.2)])  # fmt: skip
-def test_steps_have_more_tokens_with_more_drafts(k: int, least: float, trained: str,
-                                                 drafting: Callable[..., LLM]) -> None:  # fmt: skip
+@pytest.mark.parametrize(
+    ("k", "least"), [*(pytest.param(*each, marks=pytest.mark.full) for each in ((1, 1.5), (2, 1.9))), (3, 2.2)]
+)
+def test_steps_have_more_tokens_with_more_drafts(
+    k: int, least: float, trained: str, drafting: Callable[..., LLM]
+) -> None:
     """Greedy, of the model's own text; the second prompt reuses blocks of the first."""
     llm = drafting(trained, k)
     prompts = [LONG, f"{LONG} The", "Return the"]
@@ -338,10 +355,15 @@ def test_the_number_falls_to_none_and_recovers(trained: str, drafting: Callable[
     core, passes = llm.engine.core, drafter_of(llm)._pass
     logits, submit, trace = passes.logits, core.executor.submit, list[int]()
     core.scheduler.drafts._gain = MeasuredGain((1, 3, 7), clock=itertools.count(0.0).__next__)
-    core.executor.submit = lambda plan: (  # type: ignore[method-assign]
-        trace.extend((plan.num_tokens[: plan.num_decodes] - 1).tolist()), submit(plan))[1]
+    core.executor.submit = (
+        lambda plan: (  # type: ignore[method-assign]
+            trace.extend((plan.num_tokens[: plan.num_decodes] - 1).tolist()),
+            submit(plan),
+        )[1]
+    )
     passes.logits = lambda state: logits(state).roll(  # type: ignore[method-assign]
-        int(wrong.start <= len(trace) < wrong.stop), -1)
+        int(wrong.start <= len(trace) < wrong.stop), -1
+    )
     wrong = range(20, 80)
     llm.generate(LONG, params(COLD | {"max_tokens": 270}), use_tqdm=False)
     fallen = trace.index(0, wrong.start)
@@ -398,8 +420,9 @@ def test_synthetic_acceptance_is_what_was_asked_for(trained: str, drafting: Call
 
 
 @pytest.mark.parametrize("depth", [pytest.param(1, marks=pytest.mark.full), 2])
-def test_answers_with_a_draft_model_are_those_of_plain_decoding(depth: int, plain: Plain, trained: str,
-                                                                drafting: Callable[..., LLM]) -> None:  # fmt: skip
+def test_answers_with_a_draft_model_are_those_of_plain_decoding(
+    depth: int, plain: Plain, trained: str, drafting: Callable[..., LLM]
+) -> None:
     """A model of grouped-query attention drafts for one of latent attention: layers of two kinds in a page."""
     given = {"method": "draft_model", "model": "quire-tiny"}
     llm = drafting(trained, 2, given, async_depth=depth)
@@ -434,8 +457,9 @@ REFUSED: list[tuple[str, Any, str]] = [
 
 
 @pytest.mark.parametrize(("model", "given", "words"), REFUSED)
-def test_what_cannot_be_is_refused_in_a_line(model: str, given: dict[str, Any], words: str, trained: str,
-                                             tmp_path: Path) -> None:  # fmt: skip
+def test_what_cannot_be_is_refused_in_a_line(
+    model: str, given: dict[str, Any], words: str, trained: str, tmp_path: Path
+) -> None:
     if model == "lacking":
         shutil.copytree(trained, tmp_path, dirs_exist_ok=True)
         (tmp_path / "model.safetensors.index.json").unlink()

@@ -27,8 +27,9 @@ def test_a_router_in_front_of_two_servers() -> None:
 
             operators = router.stderr.split("listening on ")[2].split()[0].removeprefix("http://")
             connection = http.client.HTTPConnection(operators, timeout=10)
-            connection.request("POST", "/backends/drain", json.dumps({"backend": two.url}),
-                               {"content-type": "application/json"})
+            connection.request(
+                "POST", "/backends/drain", json.dumps({"backend": two.url}), {"content-type": "application/json"}
+            )
             assert json.load(connection.getresponse())["draining"] is True
             assert router.complete().status == 503 and router.ask("/ready").status == 503
             assert router.ask("/v1/models", None, "GET", host="evil.example").status == 403

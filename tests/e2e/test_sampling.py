@@ -71,11 +71,20 @@ def expected(oracle: Any, prompt: Sequence[int], params: SamplingParams, child: 
     stops = set(params.stop_token_ids or ()) | (set() if params.ignore_eos else set(EOS))
     bias = {i: max(-100.0, min(100.0, b)) for i, b in (params.logit_bias or {}).items()}
     spec = SamplerSpec(
-        seed=child_seed(params.seed or 0, child), num_prompt=len(prompt), temperature=params.temperature,
-        top_k=params.top_k, top_p=params.top_p, min_p=params.min_p, presence_penalty=params.presence_penalty,
-        frequency_penalty=params.frequency_penalty, repetition_penalty=params.repetition_penalty,
-        min_length=len(prompt) + params.min_tokens, stop_ids=tuple(stops), logit_bias=tuple(bias.items()),
-        allowed_ids=tuple(params.allowed_token_ids or ()))  # fmt: skip
+        seed=child_seed(params.seed or 0, child),
+        num_prompt=len(prompt),
+        temperature=params.temperature,
+        top_k=params.top_k,
+        top_p=params.top_p,
+        min_p=params.min_p,
+        presence_penalty=params.presence_penalty,
+        frequency_penalty=params.frequency_penalty,
+        repetition_penalty=params.repetition_penalty,
+        min_length=len(prompt) + params.min_tokens,
+        stop_ids=tuple(stops),
+        logit_bias=tuple(bias.items()),
+        allowed_ids=tuple(params.allowed_token_ids or ()),
+    )
     tokens = list(prompt)
     assert params.max_tokens is not None
     for _ in range(params.max_tokens):

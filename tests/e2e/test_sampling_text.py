@@ -189,10 +189,13 @@ def test_text_fields_hold_in_a_preempted_batch(
     stops = stops_of(unstopped.text)[:8]
     params = [greedy(COUNT, stop=s) for s in stops]
     params += [
-        greedy(COUNT), greedy(COUNT, stop=" ", min_tokens=20), greedy(COUNT, bad_words=["object", "module"]),
-        greedy(COUNT, skip_special_tokens=False), SamplingParams(seed=1, n=3, max_tokens=COUNT, ignore_eos=True),
+        greedy(COUNT),
+        greedy(COUNT, stop=" ", min_tokens=20),
+        greedy(COUNT, bad_words=["object", "module"]),
+        greedy(COUNT, skip_special_tokens=False),
+        SamplingParams(seed=1, n=3, max_tokens=COUNT, ignore_eos=True),
         SamplingParams(seed=2, temperature=1.4, top_p=0.9, frequency_penalty=0.5, max_tokens=COUNT, stop=["."]),
-    ]  # fmt: skip
+    ]
     alone = [talker.generate(PROSE, p, use_tqdm=False)[0].outputs for p in params]
     together = [o.outputs for o in crowded_engine.generate([PROSE] * len(params), params, use_tqdm=False)]
     assert together == alone

@@ -25,20 +25,26 @@ SETTINGS: list[dict[str, Any]] = [
 
 
 def enders(llm: LLM) -> dict[int, float]:
-    """A bias towards what ends values and against digits, which a small model at this temperature writes without end.
-    """
+    """A bias towards what ends values and against digits, which a small model here writes without end."""
     tokenizer, closing = llm.get_tokenizer(), (b'"', b"}", b"]")
     texts = {i: tokenizer.token_bytes(i) for i in range(tokenizer.vocab_size)}
-    return {tokenizer.eos_token_id or 0: 6.0, **{i: 6.0 for i, text in texts.items() if text[:1] in closing},
-            **{i: -6.0 for i, text in texts.items() if text.isdigit()}}  # fmt: skip
+    return {
+        tokenizer.eos_token_id or 0: 6.0,
+        **{i: 6.0 for i, text in texts.items() if text[:1] in closing},
+        **{i: -6.0 for i, text in texts.items() if text.isdigit()},
+    }
 
 
 def constrained(llm: LLM, schemas: list[Schema]) -> list[SamplingParams]:
     bias = enders(llm)
-    return [SamplingParams(**{"temperature": 1.0, "seed": i, "max_tokens": MOST, "logit_bias": bias}
-                           | {k: v for k, v in SETTINGS[i % len(SETTINGS)].items() if k != "priority"},
-                           structured_outputs=StructuredOutputsParams(json=schema, disable_any_whitespace=True))
-            for i, schema in enumerate(schemas)]  # fmt: skip
+    return [
+        SamplingParams(
+            **{"temperature": 1.0, "seed": i, "max_tokens": MOST, "logit_bias": bias}
+            | {k: v for k, v in SETTINGS[i % len(SETTINGS)].items() if k != "priority"},
+            structured_outputs=StructuredOutputsParams(json=schema, disable_any_whitespace=True),
+        )
+        for i, schema in enumerate(schemas)
+    ]
 
 
 def ask(llm: LLM, prompts: list[str], params: list[SamplingParams]) -> list[RequestOutput]:
@@ -63,8 +69,9 @@ def test_every_output_is_one_of_its_schema(depth: int, full: bool) -> None:
         outputs = ask(llm, prompts[:6] + prompts, free + formed)
         assert llm.engine.core.scheduler.num_preempted > before
         assert [o.outputs[0].token_ids[:12] for o in outputs[:6]] == [o.outputs[0].token_ids[:12] for o in alone]
-        answers = [(answer, schema) for output, schema in zip(outputs[6:], schemas, strict=True)
-                   for answer in output.outputs]  # fmt: skip
+        answers = [
+            (answer, schema) for output, schema in zip(outputs[6:], schemas, strict=True) for answer in output.outputs
+        ]
         whole = [(a, schema) for a, schema in answers if a.finish_reason == "stop"]
         cut = [(a, schema) for a, schema in answers if a.finish_reason == "length"]  # names of properties have no end
         assert [(a.finish_reason, a.error, s) for a, s in answers if a.finish_reason not in ("stop", "length")] == []
@@ -73,8 +80,9 @@ def test_every_output_is_one_of_its_schema(depth: int, full: bool) -> None:
         assert [(a.text, schema) for a, schema in cut if not begins(a.text, schema)] == []
         assert len(cut) <= len(answers) // 50
         without = ask(llm, prompts, [p.clone(structured_outputs=None, max_tokens=40) for p in formed])
-        lucky = [a.text for o, schema in zip(without, schemas, strict=True) for a in o.outputs
-                 if not fault(a.text, schema)]  # fmt: skip
+        lucky = [
+            a.text for o, schema in zip(without, schemas, strict=True) for a in o.outputs if not fault(a.text, schema)
+        ]
         print(f"without the schema {len(lucky)} of {len(answers)} are valid: {lucky[:5]}")
         assert len(lucky) <= len(answers) // 50
 
@@ -92,8 +100,7 @@ def test_every_output_is_one_of_its_pydantic_model() -> None:
     whole = [(name, answer.text) for name, answer in answers if answer.finish_reason == "stop"]
     assert {name for name, _ in whole} == set(shapes)
     loose = re.compile(r', "uniqueItems": true|"propertyNames": {"format": "uuid"}, ')
-    judged = {name: json.loads(loose.sub("", json.dumps(one)))
-              for name, one in schemas.items()}  # fmt: skip
+    judged = {name: json.loads(loose.sub("", json.dumps(one))) for name, one in schemas.items()}
     assert [(name, text, wrong) for name, text in whole if (wrong := fault(text, judged[name]))] == []
     for name, text in whole:
         if name in HELD:
@@ -110,46 +117,77 @@ def test_no_object_has_a_name_twice(depth: int) -> None:
         return found
 
     def few(most: int, value: Schema, pattern: str = "^[ab]{1,2}$") -> Schema:
-        return {"type": "object", "patternProperties": {pattern: value}, "additionalProperties": False,
-                "minProperties": 1, "maxProperties": most}  # fmt: skip
+        return {
+            "type": "object",
+            "patternProperties": {pattern: value},
+            "additionalProperties": False,
+            "minProperties": 1,
+            "maxProperties": most,
+        }
 
     listed = {"type": "array", "items": few(2, {"const": 1}), "maxItems": 2}
-    schemas = [few(5, {"enum": [1]}), few(2, few(3, {"enum": [1]})), few(4, listed),
-               few(5, {"const": 1}) | {"properties": {"b": {"const": 1}}, "required": ["b"]}] * 6
+    schemas = [
+        few(5, {"enum": [1]}),
+        few(2, few(3, {"enum": [1]})),
+        few(4, listed),
+        few(5, {"const": 1}) | {"properties": {"b": {"const": 1}}, "required": ["b"]},
+    ] * 6
     with LLM(async_depth=depth, max_num_seqs=32, max_model_len=256) as llm:
         tokenizer = llm.get_tokenizer()
         bias = {i: -20.0 for i in range(tokenizer.vocab_size) if b"}" in tokenizer.token_bytes(i)}
-        params = [SamplingParams(temperature=1.5, seed=seed, max_tokens=150, logit_bias=bias, structured_outputs=(
-            StructuredOutputsParams(json=schema, disable_any_whitespace=True))) for seed, schema in enumerate(schemas)]
+        params = [
+            SamplingParams(
+                temperature=1.5,
+                seed=seed,
+                max_tokens=150,
+                logit_bias=bias,
+                structured_outputs=(StructuredOutputsParams(json=schema, disable_any_whitespace=True)),
+            )
+            for seed, schema in enumerate(schemas)
+        ]
         outputs = ask(llm, ["names: "] * len(schemas), params)
         scarce = params[0].clone(structured_outputs=StructuredOutputsParams(json=few(3, {"const": 1}, "^[ab]$")))
         ended = [output.outputs[0].finish_reason for output in ask(llm, ["names: "] * 4, [scarce] * 4)]
-    sizes = [len(json.loads(output.outputs[0].text, object_pairs_hook=names)) for output in outputs
-             if output.outputs[0].finish_reason == "stop"]  # fmt: skip
+    sizes = [
+        len(json.loads(output.outputs[0].text, object_pairs_hook=names))
+        for output in outputs
+        if output.outputs[0].finish_reason == "stop"
+    ]
     assert len(sizes) > 12 and max(sizes) >= 4 and {*ended} <= {"stop", "length"}
 
 
 HOSTILE: dict[str, dict[str, Any]] = {  # the last two take minutes or gigabytes, the others the process
     "rules": {"grammar": "\n".join(["start: r0", *(f'r{i}: "a" r{i + 1}' for i in range(20_000)), 'r20000: "b"'])},
-    "references": {"json": {"$ref": "#/$defs/0", "$defs": {"3000": {"type": "null"}, **{
-        str(i): {"anyOf": [{"$ref": f"#/$defs/{i + 1}"}, {"const": i}]} for i in range(3_000)}}}},
+    "references": {
+        "json": {
+            "$ref": "#/$defs/0",
+            "$defs": {
+                "3000": {"type": "null"},
+                **{str(i): {"anyOf": [{"$ref": f"#/$defs/{i + 1}"}, {"const": i}]} for i in range(3_000)},
+            },
+        }
+    },
     "the least integer": {"grammar": 'start: %json {"x-guidance": {"lenient": true}, "const": -9223372036854775808}'},
     "enum of 100,000": {"json": {"enum": [f"{i:x}" for i in range(100_000)]}},
     "10,000 deep": {"json": '{"type":"object","properties":{"a":' * 10_000 + "{}" + "}}" * 10_000},
-    "without an end": {"json": {"$ref": "#"}}, "left recursion": {"grammar": 'start: start start "a"'},
+    "without an end": {"json": {"$ref": "#"}},
+    "left recursion": {"grammar": 'start: start start "a"'},
     "intersections": {"grammar": "start: A\nA: " + " & ".join(f"/[^a]*[a-z]{{{i}}}/" for i in range(300))},
     "a divisor": {"json": {"type": "integer", "multipleOf": 123_456_789}},
-}  # fmt: skip
+}
 
 
 def test_hostile_grammars_fail_alone_while_a_neighbour_goes_on() -> None:
     """The neighbours, one of them with a schema of its own, are done before the slow ones are given up."""
-    params = [SamplingParams(temperature=0.0, max_tokens=60),
-              SamplingParams(max_tokens=60, structured_outputs=StructuredOutputsParams(choice=["fine"]))]  # fmt: skip
+    params = [
+        SamplingParams(temperature=0.0, max_tokens=60),
+        SamplingParams(max_tokens=60, structured_outputs=StructuredOutputsParams(choice=["fine"])),
+    ]
     ended: list[str] = []
 
     async def run() -> tuple[dict[str, str], list[str]]:
         async with AsyncLLM(max_model_len=128, async_depth=2) as served:
+
             async def one(name: str, params: SamplingParams) -> str:
                 text = ""
                 try:
@@ -161,8 +199,10 @@ def test_hostile_grammars_fail_alone_while_a_neighbour_goes_on() -> None:
                 return text
 
             alone = [await one("alone", each) for each in params]
-            hostile = {name: SamplingParams(max_tokens=60, structured_outputs=StructuredOutputsParams(**structured))
-                       for name, structured in HOSTILE.items()}  # fmt: skip
+            hostile = {
+                name: SamplingParams(max_tokens=60, structured_outputs=StructuredOutputsParams(**structured))
+                for name, structured in HOSTILE.items()
+            }
             tasks = {name: asyncio.create_task(one(name, each)) for name, each in hostile.items()}
             beside = await asyncio.gather(*(one("beside", each) for each in params))
             found = {name: await task for name, task in tasks.items()}

@@ -69,11 +69,14 @@ def test_a_busy_port_is_said_in_one_line() -> None:
                 assert f"process {os.getpid()} (" in line
 
 
-@pytest.mark.parametrize("flags, words", [
-    (("/no/such/model",), "/no/such/model"),
-    ((*MOCK, "--ssl-certfile", "/no/cert", "--ssl-keyfile", "/no/key"), "/no/cert"),
-    (("--max-model-len", "1000000000"), "error: --max-model-len=1000000000 exceeds"),
-])
+@pytest.mark.parametrize(
+    "flags, words",
+    [
+        (("/no/such/model",), "/no/such/model"),
+        ((*MOCK, "--ssl-certfile", "/no/cert", "--ssl-keyfile", "/no/key"), "/no/cert"),
+        (("--max-model-len", "1000000000"), "error: --max-model-len=1000000000 exceeds"),
+    ],
+)
 def test_a_start_that_fails_says_why_in_one_line(flags: tuple[str, ...], words: str) -> None:
     with running_server(*flags, wait="") as server:
         assert server.exit_code() == 3
@@ -82,8 +85,19 @@ def test_a_start_that_fails_says_why_in_one_line(flags: tuple[str, ...], words: 
 
 
 def test_flags_of_limits_and_keys_reach_the_connection() -> None:
-    flags = ("--max-body-bytes", "2000", "--max-header-bytes", "2000", "--max-headers", "20", "--api-key", "sk-1",
-             "--access-log", "--served-model-name", "m")
+    flags = (
+        "--max-body-bytes",
+        "2000",
+        "--max-header-bytes",
+        "2000",
+        "--max-headers",
+        "20",
+        "--api-key",
+        "sk-1",
+        "--access-log",
+        "--served-model-name",
+        "m",
+    )
     with running_server(*MOCK, *flags) as server:
         key = {"authorization": "Bearer sk-1"}
         assert server.ask("/v1/models").status == 401
@@ -113,8 +127,24 @@ def test_a_unix_socket_is_served_and_removed(tmp_path: Path) -> None:
 
 def test_https(tmp_path: Path) -> None:
     key, certificate = str(tmp_path / "key.pem"), str(tmp_path / "cert.pem")
-    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-keyout", key, "-out", certificate,
-               "-days", "1", "-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1"]
+    command = [
+        "openssl",
+        "req",
+        "-x509",
+        "-newkey",
+        "rsa:2048",
+        "-nodes",
+        "-keyout",
+        key,
+        "-out",
+        certificate,
+        "-days",
+        "1",
+        "-subj",
+        "/CN=localhost",
+        "-addext",
+        "subjectAltName=IP:127.0.0.1",
+    ]
     if shutil.which("openssl") is None or subprocess.run(command, capture_output=True).returncode:
         pytest.skip("no openssl to make a certificate with")
     trusted = ssl.create_default_context(cafile=certificate)
@@ -122,8 +152,10 @@ def test_https(tmp_path: Path) -> None:
         wait_until(lambda: "  address " in server.stderr, "a ready server")
         port = int(server.stderr.partition("https://127.0.0.1:")[2].split()[0])
         for size, status in ((100, 200), (9_000_000, 413)):
-            with (socket.create_connection(("127.0.0.1", port), timeout=30) as plain,
-                  trusted.wrap_socket(plain, server_hostname="127.0.0.1") as peer):
+            with (
+                socket.create_connection(("127.0.0.1", port), timeout=30) as plain,
+                trusted.wrap_socket(plain, server_hostname="127.0.0.1") as peer,
+            ):
                 head = b"POST /ping HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % size
                 peer.sendall(head + b"x" * 100)
                 assert peer.recv(65536).startswith(b"HTTP/1.1 %d " % status)

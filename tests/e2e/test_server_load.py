@@ -21,8 +21,10 @@ def begin(server: Server, prompt: str = "Once", path: str = "/v1/completions", *
     asked = {"prompt": prompt, "max_tokens": 4000, "temperature": 0, "ignore_eos": True, "stream": True} | fields
     body = json.dumps(asked).encode()
     peer = socket.create_connection(("127.0.0.1", server.port), timeout=30)
-    peer.sendall(b"POST %s HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-                 b"Content-Length: %d\r\n\r\n%s" % (path.encode(), len(body), body))
+    peer.sendall(
+        b"POST %s HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        b"Content-Length: %d\r\n\r\n%s" % (path.encode(), len(body), body)
+    )
     return peer
 
 
@@ -33,8 +35,10 @@ def gauge(server: Server, name: str, label: str = "") -> float:
 def nothing_is_held(server: Server) -> bool:
     """After one more request, whose last step brings the numbers up to date."""
     server.complete("probe", max_tokens=2)
-    return (gauge(server, "num_requests_running") == gauge(server, "num_requests_waiting") == 0
-            and gauge(server, "kv_blocks", 'state="used"') == 0)
+    return (
+        gauge(server, "num_requests_running") == gauge(server, "num_requests_waiting") == 0
+        and gauge(server, "kv_blocks", 'state="used"') == 0
+    )
 
 
 @pytest.mark.parametrize("stream", [True, False])

@@ -63,8 +63,13 @@ def poisoned_server(poisoned: tuple[Path, int]) -> Iterator[Server]:
 
 def token_ids(answer: Answer) -> list[int]:
     """All of a stream."""
-    return [token for event in answer.events() if isinstance(event, dict)
-            for choice in event.get("choices", ()) for token in choice["token_ids"]]
+    return [
+        token
+        for event in answer.events()
+        if isinstance(event, dict)
+        for choice in event.get("choices", ())
+        for token in choice["token_ids"]
+    ]
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -249,7 +254,15 @@ def writing(inside: Inside, patch: pytest.MonkeyPatch) -> None:
 
 
 PLACES: tuple[Callable[[Inside, pytest.MonkeyPatch], None], ...] = (
-    taking, admitting, growing, indexing, making, detokenizing, handing_out, writing)
+    taking,
+    admitting,
+    growing,
+    indexing,
+    making,
+    detokenizing,
+    handing_out,
+    writing,
+)
 
 
 @pytest.fixture(scope="module")
@@ -266,8 +279,12 @@ def undisturbed(inside: Inside) -> list[tuple[str, object]]:
 @pytest.mark.parametrize(("stream", "n"), [(True, 3), (False, 1)])
 @pytest.mark.parametrize("plant", PLACES, ids=lambda plant: plant.__name__)
 def test_an_exception_over_one_request_fails_it_alone(
-    inside: Inside, undisturbed: list[tuple[str, object]], monkeypatch: pytest.MonkeyPatch,
-    plant: Callable[[Inside, pytest.MonkeyPatch], None], stream: bool, n: int,
+    inside: Inside,
+    undisturbed: list[tuple[str, object]],
+    monkeypatch: pytest.MonkeyPatch,
+    plant: Callable[[Inside, pytest.MonkeyPatch], None],
+    stream: bool,
+    n: int,
 ) -> None:
     server = inside.server
     plant(inside, monkeypatch)

@@ -21,8 +21,12 @@ def server() -> Iterator[Server]:
 
 def request(**fields: object) -> bytes:
     body = json.dumps({"prompt": "hi", "max_tokens": 4000, "ignore_eos": True} | fields).encode()
-    lines = (b"POST /v1/completions HTTP/1.1", b"Host: localhost", b"Content-Type: application/json",
-             b"Content-Length: %d" % len(body))
+    lines = (
+        b"POST /v1/completions HTTP/1.1",
+        b"Host: localhost",
+        b"Content-Type: application/json",
+        b"Content-Length: %d" % len(body),
+    )
     return b"\r\n".join((*lines, b"", body))
 
 
@@ -34,17 +38,23 @@ def aborts(server: Server) -> float:
     return sum(server.metric("quire:request_aborts_total").values())
 
 
-SECONDS = {"get": (GET, 0.0), "late-get": (GET, 0.3), "stream": (request(stream=True), 0.0),
-           "late-upload": (request(prompt="a" * 300_000), 0.3), "late-garbage": (b"\0garbage", 0.3)}  # fmt: skip
+SECONDS = {
+    "get": (GET, 0.0),
+    "late-get": (GET, 0.3),
+    "stream": (request(stream=True), 0.0),
+    "late-upload": (request(prompt="a" * 300_000), 0.3),
+    "late-garbage": (b"\0garbage", 0.3),
+}
 
 
-@pytest.mark.parametrize(("name", "stream"), [
-    *((name, number % 2 == 0) for number, name in enumerate(SECONDS)),
-    *(pytest.param(name, number % 2 == 1, marks=pytest.mark.full) for number, name in enumerate(SECONDS)),
-])  # fmt: skip
-def test_requests_of_clients_that_pipelined_and_left_are_aborted(
-    server: Server, stream: bool, name: str
-) -> None:
+@pytest.mark.parametrize(
+    ("name", "stream"),
+    [
+        *((name, number % 2 == 0) for number, name in enumerate(SECONDS)),
+        *(pytest.param(name, number % 2 == 1, marks=pytest.mark.full) for number, name in enumerate(SECONDS)),
+    ],
+)
+def test_requests_of_clients_that_pipelined_and_left_are_aborted(server: Server, stream: bool, name: str) -> None:
     second, wait = SECONDS[name]
     wait_until(lambda: "are made up" in server.stderr, "the last line of the banner")
     printed, before = server.stderr, aborts(server)

@@ -34,12 +34,21 @@ def outcome(answer: Answer) -> tuple[str, object]:
 def test_each_request_is_a_line_when_that_is_asked_for() -> None:
     with running_server(*MOCK, "--enable-log-requests") as server, running_server(*MOCK) as quiet:
         for number in range(3):
-            assert server.ask("/v1/completions", {"prompt": "Secret", "max_tokens": 5, "ignore_eos": True},
-                              **{"x-request-id": f"r-{number}"}).status == 200
+            assert (
+                server.ask(
+                    "/v1/completions",
+                    {"prompt": "Secret", "max_tokens": 5, "ignore_eos": True},
+                    **{"x-request-id": f"r-{number}"},
+                ).status
+                == 200
+            )
         quiet.complete()
         lines = [line for line in server.stderr.splitlines() if line.startswith("request ")]
         assert [line.partition(" prompt tokens, 5 generated, length, ")[0].split(":")[0] for line in lines] == [
-            "request r-0", "request r-1", "request r-2"]
+            "request r-0",
+            "request r-1",
+            "request r-2",
+        ]
         assert "Secret" not in server.stderr and "request " not in quiet.stderr
 
 
@@ -77,8 +86,10 @@ def test_a_second_signal_ends_at_once_with_an_error_frame(second: signal.Signals
 
 
 def test_streams_that_take_too_long_end_with_an_error_frame() -> None:
-    with (running_server(*MOCK, "--mock-step-ms", "20", "--shutdown-timeout", "0.3") as server,
-          ThreadPoolExecutor(4) as pool):
+    with (
+        running_server(*MOCK, "--mock-step-ms", "20", "--shutdown-timeout", "0.3") as server,
+        ThreadPoolExecutor(4) as pool,
+    ):
         streams = start_streams(pool, server, 4, **FOREVER)
         server.signal(signal.SIGTERM)
         assert server.exit_code() == 0

@@ -24,8 +24,12 @@ TREE: dict[str, Any] = {
 
 
 def thing(*required: str, **properties: Any) -> dict[str, Any]:
-    return {"type": "object", "properties": properties, "required": [*(required or properties)],
-            "additionalProperties": False}  # fmt: skip
+    return {
+        "type": "object",
+        "properties": properties,
+        "required": [*(required or properties)],
+        "additionalProperties": False,
+    }
 
 
 def nested(depth: int) -> dict[str, Any]:
@@ -33,31 +37,59 @@ def nested(depth: int) -> dict[str, Any]:
 
 
 SCHEMAS: list[dict[str, Any]] = [
-    thing(name=S, age=N), thing("a", a=WORD, b=N, c=S), thing("x", x=N, y={"type": "null"}),
+    thing(name=S, age=N),
+    thing("a", a=WORD, b=N, c=S),
+    thing("x", x=N, y={"type": "null"}),
     thing(n={"type": "boolean"}),
-    thing(deep=thing(deeper=thing(deepest=WORD))), nested(12), TREE, {"type": "array", "items": N, "maxItems": 4},
-    {"type": "array", "items": WORD, "minItems": 2, "maxItems": 2}, {"type": "array", "prefixItems": [N, WORD],
-                                                                    "items": False, "minItems": 2},
-    {"enum": ["red", "green", "blue"]}, {"enum": [1, "one", None, True, [1], {"one": 1}]}, {"const": {"k": [1, "ü"]}},
-    {"enum": [f"item number {i}" for i in range(2_000)]}, {"type": "integer", "minimum": 0, "maximum": 9},
+    thing(deep=thing(deeper=thing(deepest=WORD))),
+    nested(12),
+    TREE,
+    {"type": "array", "items": N, "maxItems": 4},
+    {"type": "array", "items": WORD, "minItems": 2, "maxItems": 2},
+    {"type": "array", "prefixItems": [N, WORD], "items": False, "minItems": 2},
+    {"enum": ["red", "green", "blue"]},
+    {"enum": [1, "one", None, True, [1], {"one": 1}]},
+    {"const": {"k": [1, "ü"]}},
+    {"enum": [f"item number {i}" for i in range(2_000)]},
+    {"type": "integer", "minimum": 0, "maximum": 9},
     {"type": "integer", "multipleOf": 7, "minimum": 0, "maximum": 700},
-    {"type": ["integer", "null"], "minimum": 3, "maximum": 5}, {"type": "string", "pattern": "^[A-Z]{2}[0-9]{4}$"},
+    {"type": ["integer", "null"], "minimum": 3, "maximum": 5},
+    {"type": "string", "pattern": "^[A-Z]{2}[0-9]{4}$"},
     {"type": "string", "minLength": 3, "maxLength": 5},
-    {"type": "string", "format": "date"}, {"type": "string", "format": "uuid"}, {"type": "string", "format": "ipv4"},
+    {"type": "string", "format": "date"},
+    {"type": "string", "format": "uuid"},
+    {"type": "string", "format": "ipv4"},
     {"anyOf": [thing(kind={"const": "a"}, a=N), thing(kind={"const": "b"}, b=WORD)]},
     {"oneOf": [{"type": "integer", "minimum": 0, "maximum": 3}, {"type": "boolean"}]},
-    {"allOf": [thing(a=N) | {"additionalProperties": True}, {"required": ["b"], "properties": {"b": WORD}},
-               {"maxProperties": 2, "required": ["a", "b"], "properties": {"a": True, "b": True}}]},
+    {
+        "allOf": [
+            thing(a=N) | {"additionalProperties": True},
+            {"required": ["b"], "properties": {"b": WORD}},
+            {"maxProperties": 2, "required": ["a", "b"], "properties": {"a": True, "b": True}},
+        ]
+    },
     thing(**{"ключ": WORD, "naïve": N, "😀": {"type": "boolean"}, 'q"uo\\te': N}),
     {"type": "object", "additionalProperties": N, "minProperties": 1, "maxProperties": 2},
     {"type": "object", "patternProperties": {"^k[0-9]$": N}, "additionalProperties": False, "maxProperties": 2},
     thing(email={"type": "string", "format": "email", "maxLength": 30}, ok={"type": "boolean"}),
-    thing(items={"type": "array", "items": thing(id=N, tags={"type": "array", "items": WORD, "maxItems": 2}),
-                 "minItems": 1, "maxItems": 2}),
-    thing(m={"type": "array", "items": {"type": "array", "items": {"enum": [0, 1]}, "minItems": 2, "maxItems": 2},
-             "minItems": 2, "maxItems": 2}),
+    thing(
+        items={
+            "type": "array",
+            "items": thing(id=N, tags={"type": "array", "items": WORD, "maxItems": 2}),
+            "minItems": 1,
+            "maxItems": 2,
+        }
+    ),
+    thing(
+        m={
+            "type": "array",
+            "items": {"type": "array", "items": {"enum": [0, 1]}, "minItems": 2, "maxItems": 2},
+            "minItems": 2,
+            "maxItems": 2,
+        }
+    ),
     thing(**{f"p{i}": {"enum": [i, -i]} for i in range(25)}),
-]  # fmt: skip
+]
 
 
 @pytest.fixture(scope="module", params=[1, 2], ids=["depth1", "depth2"])
@@ -93,12 +125,21 @@ def valid(text: str, schema: dict[str, Any]) -> bool:
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_every_output_is_valid_and_without_the_form_none_is(llm: LLM, temperature: float) -> None:
-    params = [SamplingParams(temperature=temperature, seed=i, max_tokens=350,
-                             structured_outputs=structured(json=schema, disable_any_whitespace=True))
-              for i, schema in enumerate(SCHEMAS)]  # fmt: skip
+    params = [
+        SamplingParams(
+            temperature=temperature,
+            seed=i,
+            max_tokens=350,
+            structured_outputs=structured(json=schema, disable_any_whitespace=True),
+        )
+        for i, schema in enumerate(SCHEMAS)
+    ]
     outputs = ask(llm, params)
-    wrong = [(said(o), o.outputs[0].finish_reason, schema) for o, schema in zip(outputs, SCHEMAS, strict=True)
-             if o.outputs[0].finish_reason != "stop" or not valid(said(o), schema)]  # fmt: skip
+    wrong = [
+        (said(o), o.outputs[0].finish_reason, schema)
+        for o, schema in zip(outputs, SCHEMAS, strict=True)
+        if o.outputs[0].finish_reason != "stop" or not valid(said(o), schema)
+    ]
     assert wrong == []
     free = ask(llm, [p.clone(structured_outputs=None, max_tokens=40) for p in params])
     assert sum(valid(said(o), schema) for o, schema in zip(free, SCHEMAS, strict=True)) == 0
@@ -106,8 +147,10 @@ def test_every_output_is_valid_and_without_the_form_none_is(llm: LLM, temperatur
 
 def test_the_same_at_both_depths_alone_and_in_a_batch(llm: LLM) -> None:
     """Noise and masks depend on nothing but the request, so each request has the same answer in every run."""
-    params = [SamplingParams(temperature=0.8, seed=i, max_tokens=120, structured_outputs=structured(json=schema))
-              for i, schema in enumerate(SCHEMAS[:6])]  # fmt: skip
+    params = [
+        SamplingParams(temperature=0.8, seed=i, max_tokens=120, structured_outputs=structured(json=schema))
+        for i, schema in enumerate(SCHEMAS[:6])
+    ]
     together = [said(o) for o in ask(llm, params)]
     alone = [said(ask(llm, p, [f"Example {i}: "])[0]) for i, p in enumerate(params)]
     assert together == alone
@@ -118,13 +161,16 @@ def test_the_same_at_both_depths_alone_and_in_a_batch(llm: LLM) -> None:
 KNOWN: dict[str, list[str]] = {}
 
 
-@pytest.mark.parametrize(("fields", "pattern"), [
-    ({"regex": r"[A-Z][a-z]{2,8} [0-9]{4}"}, r"[A-Z][a-z]{2,8} [0-9]{4}"),
-    ({"choice": ["yes", "no", "not sure"]}, "yes|no|not sure"),
-    ({"grammar": 'start: "[" INT ("," INT)~3 "]"\nINT: /[0-9]{1,3}/'}, r"\[\d{1,3}(,\d{1,3}){3}\]"),
-    ({"grammar": 'root ::= "<" [a-z]+ ">" [0-9] [0-9]'}, r"<[a-z]+>\d\d"),
-    ({"json_object": True, "disable_any_whitespace": True}, r"\{.*"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("fields", "pattern"),
+    [
+        ({"regex": r"[A-Z][a-z]{2,8} [0-9]{4}"}, r"[A-Z][a-z]{2,8} [0-9]{4}"),
+        ({"choice": ["yes", "no", "not sure"]}, "yes|no|not sure"),
+        ({"grammar": 'start: "[" INT ("," INT)~3 "]"\nINT: /[0-9]{1,3}/'}, r"\[\d{1,3}(,\d{1,3}){3}\]"),
+        ({"grammar": 'root ::= "<" [a-z]+ ">" [0-9] [0-9]'}, r"<[a-z]+>\d\d"),
+        ({"json_object": True, "disable_any_whitespace": True}, r"\{.*"),
+    ],
+)
 def test_every_kind_of_grammar(llm: LLM, fields: dict[str, Any], pattern: str) -> None:
     params = SamplingParams(temperature=1.0, max_tokens=60, structured_outputs=structured(**fields))
     for output in ask(llm, [params.clone(seed=i) for i in range(4)]):
@@ -136,17 +182,39 @@ def test_with_everything_else_that_sampling_can_do(llm: LLM) -> None:
     tokenizer, digits = llm.get_tokenizer(), structured(regex="[0-9]{12}")
     nine = tokenizer.token_id("9")
     settings: list[dict[str, Any]] = [
-        {"repetition_penalty": 1.5, "frequency_penalty": 1.0, "presence_penalty": 1.0}, {"top_k": 5, "top_p": 0.5},
-        {"min_p": 0.2}, {"logit_bias": {nine: 50.0}}, {"bad_words": ["7"]}, {"logprobs": 3}, {"stop": ["3"]},
-        {"n": 3}, {"min_tokens": 30}, {"ignore_eos": True}, {"stop_token_ids": [nine]}, {"max_tokens": 5},
-        {"temperature": 0.0}, {"allowed_token_ids": [tokenizer.token_id(d) for d in "012"]},
-    ]  # fmt: skip
-    params = [SamplingParams(**{"temperature": 1.0, "seed": i, "max_tokens": 40} | fields, structured_outputs=digits)
-              for i, fields in enumerate(settings)]  # fmt: skip
+        {"repetition_penalty": 1.5, "frequency_penalty": 1.0, "presence_penalty": 1.0},
+        {"top_k": 5, "top_p": 0.5},
+        {"min_p": 0.2},
+        {"logit_bias": {nine: 50.0}},
+        {"bad_words": ["7"]},
+        {"logprobs": 3},
+        {"stop": ["3"]},
+        {"n": 3},
+        {"min_tokens": 30},
+        {"ignore_eos": True},
+        {"stop_token_ids": [nine]},
+        {"max_tokens": 5},
+        {"temperature": 0.0},
+        {"allowed_token_ids": [tokenizer.token_id(d) for d in "012"]},
+    ]
+    params = [
+        SamplingParams(**{"temperature": 1.0, "seed": i, "max_tokens": 40} | fields, structured_outputs=digits)
+        for i, fields in enumerate(settings)
+    ]
     outputs = ask(llm, [*params, SamplingParams(temperature=0.0, max_tokens=8)])
     found = {next(iter(fields)): output for fields, output in zip(settings, outputs[:-1], strict=True)}
-    for name in ("repetition_penalty", "top_k", "min_p", "logit_bias", "bad_words", "logprobs", "min_tokens",
-                 "ignore_eos", "temperature", "allowed_token_ids"):  # fmt: skip
+    for name in (
+        "repetition_penalty",
+        "top_k",
+        "min_p",
+        "logit_bias",
+        "bad_words",
+        "logprobs",
+        "min_tokens",
+        "ignore_eos",
+        "temperature",
+        "allowed_token_ids",
+    ):
         assert re.fullmatch("[0-9]{12}", said(found[name])) and found[name].outputs[0].finish_reason == "stop", name
     assert said(found["logit_bias"]) == "9" * 12 and "7" not in said(found["bad_words"])
     assert set(said(found["allowed_token_ids"])) <= set("012") and re.fullmatch("[0-9]{5}", said(found["max_tokens"]))
@@ -164,8 +232,12 @@ def test_with_everything_else_that_sampling_can_do(llm: LLM) -> None:
 def test_special_tokens_inside_a_form_are_shown(llm: LLM) -> None:
     """A tag of reasoning may be a special token, and stands in a text like any other."""
     tag = llm.get_tokenizer().token_id("<think>")
-    params = SamplingParams(max_tokens=40, temperature=0.0, logit_bias={tag: 80.0},
-                            structured_outputs=StructuredOutputsParams(regex="a(<think>|b)c"))
+    params = SamplingParams(
+        max_tokens=40,
+        temperature=0.0,
+        logit_bias={tag: 80.0},
+        structured_outputs=StructuredOutputsParams(regex="a(<think>|b)c"),
+    )
     (output,) = llm.generate(["So "], params, use_tqdm=False)
     assert output.outputs[0].text == "a<think>c" and tag in output.outputs[0].token_ids
 
@@ -173,10 +245,17 @@ def test_special_tokens_inside_a_form_are_shown(llm: LLM) -> None:
 def test_what_is_asked_of_the_text_after_the_reasoning(llm: LLM) -> None:
     """The mask is off until the model closes its thoughts, which a bias makes it do soon."""
     closing = llm.get_tokenizer().token_id("</think>")
-    params = [SamplingParams(temperature=1.0, seed=i, max_tokens=80, skip_special_tokens=False,
-                             logit_bias={closing: 18.0},
-                             structured_outputs=structured(json=thing(a=N), after="</think>"))
-              for i in range(6)]  # fmt: skip
+    params = [
+        SamplingParams(
+            temperature=1.0,
+            seed=i,
+            max_tokens=80,
+            skip_special_tokens=False,
+            logit_bias={closing: 18.0},
+            structured_outputs=structured(json=thing(a=N), after="</think>"),
+        )
+        for i in range(6)
+    ]
     answers = [said(o).partition("</think>") for o in ask(llm, params)]
     assert sum(bool(mark) for _, mark, _ in answers) >= 3 and any(thought for thought, _, _ in answers)
     assert all(valid(answer, thing(a=N)) for _, mark, answer in answers if mark)

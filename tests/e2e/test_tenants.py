@@ -21,8 +21,16 @@ ROUTES: dict[str, dict[str, Any]] = {
     "/v1/embeddings": {"input": TEXT},
     "/v1/score": {"text_1": TEXT, "text_2": [TEXT[5:]]},
 }
-FLAGS = (*MOCK, "--block-size", "16", "--api-key", ONE, TWO, "--pooler-config",
-         '{"pooling_type": "LAST", "normalize": true}')
+FLAGS = (
+    *MOCK,
+    "--block-size",
+    "16",
+    "--api-key",
+    ONE,
+    TWO,
+    "--pooler-config",
+    '{"pooling_type": "LAST", "normalize": true}',
+)
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +62,8 @@ def test_a_key_reuses_its_own_prompts_only(server: Server, path: str) -> None:
 def test_a_salt_is_beside_the_key_and_never_in_its_place(server: Server) -> None:
     def count(key: str, **fields: str) -> int:
         details = ask(server, key, "/v1/completions", {"prompt": [*range(99)], "max_tokens": 1} | fields).json()[
-            "usage"]["prompt_tokens_details"]
+            "usage"
+        ]["prompt_tokens_details"]
         return int(details["cached_tokens"])
 
     assert count(ONE) == 0 and count(ONE) > 0

@@ -15,8 +15,12 @@ from quire.procs.kv_faults import FAULTS
 
 SMALL = {"dtype": "float32", "num_gpu_blocks_override": 14, "max_model_len": 192, "max_num_seqs": 3, "block_size": 16}
 TIERS = {"kv_offload_gb": 0.02, "kv_offload_policy": "write_through"}
-WORDS = ("Tomas drinks tea in the small garden. ", "The code of Lakral is 6423, and Mira knows it. ",
-         "def add(a, b): return a + b\n", "Rain fell on the hills all night long. ")  # fmt: skip
+WORDS = (
+    "Tomas drinks tea in the small garden. ",
+    "The code of Lakral is 6423, and Mira knows it. ",
+    "def add(a, b): return a + b\n",
+    "Rain fell on the hills all night long. ",
+)
 PROMPTS = [word * 6 for word in WORDS]
 PARAMS = [SamplingParams(max_tokens=12, temperature=t, seed=7, ignore_eos=True) for t in (0.0, 1.0, 0.0, 0.8)]
 Engine = Callable[..., LLM]
@@ -33,8 +37,11 @@ def ask(llm: LLM, together: bool = False) -> tuple[list[list[int]], list[int], l
         outputs = [llm.generate(*one, use_tqdm=False)[0] for one in zip(PROMPTS, PARAMS, strict=True)]
     llm.engine.core.check()
     found = [{} if one.metrics is None else one.metrics.origins for one in outputs]
-    return ([one.outputs[0].token_ids for one in outputs], [one.num_cached_tokens or 0 for one in outputs],
-            [{block: origin.tier for block, origin in blocks.items()} for blocks in found])  # fmt: skip
+    return (
+        [one.outputs[0].token_ids for one in outputs],
+        [one.num_cached_tokens or 0 for one in outputs],
+        [{block: origin.tier for block, origin in blocks.items()} for blocks in found],
+    )
 
 
 def stats(llm: LLM, tier: Tier) -> Any:
@@ -48,9 +55,17 @@ def truth() -> list[list[int]]:
         return ask(llm)[0]
 
 
-@pytest.mark.parametrize("options", [{}, {"async_depth": 2}, {"kv_offload_policy": "lazy"},
-                                     {"kv_offload_policy": "lazy", "max_num_batched_tokens": 16},
-                                     {"kv_cache_dtype": "float32", "enforce_eager": True}], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"async_depth": 2},
+        {"kv_offload_policy": "lazy"},
+        {"kv_offload_policy": "lazy", "max_num_batched_tokens": 16},
+        {"kv_cache_dtype": "float32", "enforce_eager": True},
+    ],
+    ids=str,
+)
 def test_tokens_are_those_without_tiers(truth: list[list[int]], options: dict[str, Any]) -> None:
     with LLM(**SMALL | TIERS | options) as llm:
         assert ask(llm)[0] == truth
@@ -97,8 +112,9 @@ def talk(llm: LLM) -> list[tuple[list[int], int, set[int]]]:
 
 
 @pytest.mark.parametrize("options", [{}, {"async_depth": 2, "kv_offload_policy": "lazy"}], ids=str)
-def test_tokens_with_drafts_and_tiers_are_those_of_plain_decoding(truth: list[list[int]], options: dict[str, Any]
-                                                                  ) -> None:  # fmt: skip
+def test_tokens_with_drafts_and_tiers_are_those_of_plain_decoding(
+    truth: list[list[int]], options: dict[str, Any]
+) -> None:
     """Blocks that runs of drafts have filled leave the device, come back, and are read by steps with drafts."""
     with LLM(**SMALL) as llm:
         plain = [tokens for tokens, _, _ in talk(llm)]

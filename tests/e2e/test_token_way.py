@@ -13,8 +13,15 @@ from token_way import Way, request
 
 ROOT = Path(__file__).resolve().parents[2]
 # Files of the table that a streamed chat on a CPU does not call: another route's, a GPU's, and those of the start.
-ELSEWHERE = {"entry/http/openai/completions.py", "worker/graphs.py", "layers/moe.py", "layers/latent.py",
-             "entry/http/app.py", "entry/core_process.py", "kernels/select.py"}  # fmt: skip
+ELSEWHERE = {
+    "entry/http/openai/completions.py",
+    "worker/graphs.py",
+    "layers/moe.py",
+    "layers/latent.py",
+    "entry/http/app.py",
+    "entry/core_process.py",
+    "kernels/select.py",
+}
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +44,8 @@ def rows() -> Iterator[list[str]]:
 
 def test_the_drawing_of_the_readme_is_a_request(way: Way) -> None:
     assert f"```\n{way.drawing()}\n```" in (ROOT / "README.md").read_text(), (
-        "README.md, A token's way: put what `PYTHONPATH=src python tools/token_way.py` prints there")
+        "README.md, A token's way: put what `PYTHONPATH=src python tools/token_way.py` prints there"
+    )
 
 
 def test_the_table_of_contributing_is_a_request(way: Way) -> None:
@@ -55,7 +63,8 @@ def test_every_stop_is_passed(way: Way) -> None:
 
 @pytest.mark.parametrize("eager", [False, True])
 def test_a_debugger_sees_every_layer_of_every_step_with_enforce_eager(
-        eager: bool, monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+    eager: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Otherwise recorded steps are replayed without Python."""
     calls, forward = list[int](), DecoderBlock.forward
 

@@ -42,12 +42,40 @@ def steps(root: Span) -> list[Span]:
 
 def test_every_room_is_passed_in_the_order_of_the_design(llm: LLM) -> None:
     passed = names(trace(llm, "The quire is folded.", max_tokens=3))
-    way = ["LLM.generate", "FrontEnd.start", "FrontEnd.encode", "EngineCore.add", "LLM._step", "EngineCore.step",
-           "Scheduler.plan", "KVAllocator.match", "KVAllocator.admit", "InProcessExecutor.submit", "StepRunner.run",
-           "StepRunner.submit", "DeviceState.apply", "Programs.compute", "step.ref.build_inputs", "embed",
-           "Rotary.rows", "layers.0", "layers.0.attention", "layers.0.mlp", "layers.7", "norm", "head",
-           "Sampler.sample", "step.ref.finish_step", "StepRunner.collect", "InProcessExecutor.collect",
-           "Finisher.apply", "FrontEnd.apply", "Finisher.end", "KVAllocator.free", "SequenceText.push"]
+    way = [
+        "LLM.generate",
+        "FrontEnd.start",
+        "FrontEnd.encode",
+        "EngineCore.add",
+        "LLM._step",
+        "EngineCore.step",
+        "Scheduler.plan",
+        "KVAllocator.match",
+        "KVAllocator.admit",
+        "InProcessExecutor.submit",
+        "StepRunner.run",
+        "StepRunner.submit",
+        "DeviceState.apply",
+        "Programs.compute",
+        "step.ref.build_inputs",
+        "embed",
+        "Rotary.rows",
+        "layers.0",
+        "layers.0.attention",
+        "layers.0.mlp",
+        "layers.7",
+        "norm",
+        "head",
+        "Sampler.sample",
+        "step.ref.finish_step",
+        "StepRunner.collect",
+        "InProcessExecutor.collect",
+        "Finisher.apply",
+        "FrontEnd.apply",
+        "Finisher.end",
+        "KVAllocator.free",
+        "SequenceText.push",
+    ]
     at = [passed.index(name) for name in way]
     assert at == sorted(at)
 
@@ -55,8 +83,10 @@ def test_every_room_is_passed_in_the_order_of_the_design(llm: LLM) -> None:
 def test_prefill_and_decode_steps_are_apart_with_their_shapes(llm: LLM) -> None:
     root = trace(llm, PROMPT, max_tokens=4)
     found = steps(root)
-    assert [step.phase for step in found] == ["step 0: prefill, 5 tokens", *(f"step {i}: decode, 1 token"
-                                                                            for i in (1, 2, 3))]
+    assert [step.phase for step in found] == [
+        "step 0: prefill, 5 tokens",
+        *(f"step {i}: decode, 1 token" for i in (1, 2, 3)),
+    ]
     for step, rows in zip(found, (5, 1, 1, 1), strict=True):
         (layer,) = (span for span in flat(step) if span.name == "layers.3")
         assert layer.gives == f"bf16[{rows},256]" or layer.gives == f"f32[{rows},256]"
@@ -67,15 +97,20 @@ def test_prefill_and_decode_steps_are_apart_with_their_shapes(llm: LLM) -> None:
         assert sampled.takes == "f32[1,8192]"
     assert all(a.end <= b.begin for a, b in zip(found[:-1], found[1:], strict=True))
     for span in flat(root):
-        assert span.begin <= span.end and all(span.begin <= inner.begin <= inner.end <= span.end
-                                              for inner in span.inside)
+        assert span.begin <= span.end and all(
+            span.begin <= inner.begin <= inner.end <= span.end for inner in span.inside
+        )
 
 
 def test_a_prompt_in_chunks_has_several_prefill_steps() -> None:
     with LLM(async_depth=1, max_num_batched_tokens=16, max_num_seqs=4, **OPTIONS) as llm:
         found = [step.phase for step in steps(trace(llm, list(range(40)), max_tokens=2))]
-    assert found == ["step 0: prefill, 16 tokens", "step 1: prefill, 16 tokens", "step 2: prefill, 8 tokens",
-                     "step 3: decode, 1 token"]
+    assert found == [
+        "step 0: prefill, 16 tokens",
+        "step 1: prefill, 16 tokens",
+        "step 2: prefill, 8 tokens",
+        "step 3: decode, 1 token",
+    ]
 
 
 def test_another_kernel_is_another_trace(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,8 +162,9 @@ def test_the_kernels_of_quantized_weights_and_of_experts_are_stops(
     with LLM(folder, async_depth=1, quantization="fp8", **OPTIONS) as llm:
         spans = [span for span in flat(trace(llm, PROMPT, max_tokens=1)) if span.name.startswith(f"{kernel}.run")]
     assert spans and all(span.way.startswith("weight of FP8 ") for span in spans)
-    assert all(" dequantized to float32, 1,024 rows at a time; activations quantized per token" in span.way
-               for span in spans)  # fmt: skip
+    assert all(
+        " dequantized to float32, 1,024 rows at a time; activations quantized per token" in span.way for span in spans
+    )
 
 
 @pytest.mark.parametrize("fails", [False, True])

@@ -11,8 +11,14 @@ from quire import LLM, SamplingParams
 from quire.entry.cli.main import main
 from quire.explain.trace import Span, trace
 
-OPTIONS: dict[str, Any] = {"device": "cpu", "kv_cache_memory_bytes": 1 << 24, "use_tqdm_on_load": False,
-                           "async_depth": 1, "dtype": "float32", "max_num_seqs": 4}  # fmt: skip
+OPTIONS: dict[str, Any] = {
+    "device": "cpu",
+    "kv_cache_memory_bytes": 1 << 24,
+    "use_tqdm_on_load": False,
+    "async_depth": 1,
+    "dtype": "float32",
+    "max_num_seqs": 4,
+}
 PROMPT = [11, 12, 13, 14, 15]
 
 
@@ -26,8 +32,11 @@ def calls(llm: LLM) -> list[dict[str, list[Span]]]:
     """For each step, the calls of each rank."""
     root = trace(llm, PROMPT, max_tokens=3)
     steps = [span for span in flat(root) if span.phase]
-    assert [step.phase for step in steps] == ["step 0: prefill, 5 tokens", "step 1: decode, 1 token",
-                                              "step 2: decode, 1 token"]  # fmt: skip
+    assert [step.phase for step in steps] == [
+        "step 0: prefill, 5 tokens",
+        "step 1: decode, 1 token",
+        "step 2: decode, 1 token",
+    ]
     return [{one.name: list(flat(one)) for one in step.inside if one.name.startswith("rank ")} for step in steps]
 
 
@@ -44,8 +53,18 @@ def test_every_rank_of_a_layer_is_followed() -> None:
             assert list(step) == ["rank 0 (tp 0)", "rank 1 (tp 1)"]
             for spans in step.values():
                 names = [span.name for span in spans]
-                way = ["StepRunner.submit", "DeviceState.apply", "Programs.compute", "embed", "layers.0",
-                       "layers.0.attention", "layers.7", "head", "Sampler.sample", "StepRunner.collect"]
+                way = [
+                    "StepRunner.submit",
+                    "DeviceState.apply",
+                    "Programs.compute",
+                    "embed",
+                    "layers.0",
+                    "layers.0.attention",
+                    "layers.7",
+                    "head",
+                    "Sampler.sample",
+                    "StepRunner.collect",
+                ]
                 assert [names.index(name) for name in way] == sorted(names.index(name) for name in way)
                 found = exchanged(spans)
                 assert found[:-1] == [("tp.all_reduce", f"f32[{rows},256]")] * (1 + 2 * 8)

@@ -91,8 +91,11 @@ def test_the_model_with_experts_answers_as_transformers_does(shared: Path, evalu
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     items, options = evaluation["recall"][::8], {"num_threads": 1, "use_tqdm_on_load": False}
     with LLM(str(folder), dtype="float32", kv_cache_memory_bytes=100 << 20, **options) as llm:
-        outputs = llm.generate([question(item, "chat") for item in items],
-                               SamplingParams(temperature=0.0, max_tokens=LENGTHS["chat"]), use_tqdm=False)
+        outputs = llm.generate(
+            [question(item, "chat") for item in items],
+            SamplingParams(temperature=0.0, max_tokens=LENGTHS["chat"]),
+            use_tqdm=False,
+        )
     assert all(is_right(item, "chat", out) for item, out in zip(items, outputs, strict=True))
     expected = transformers_answers(model, [o.prompt_token_ids for o in outputs], LENGTHS["chat"])
     assert [o.outputs[0].token_ids for o in outputs] == expected

@@ -39,8 +39,10 @@ OPTIONS: dict[str, Any] = {"num_threads": 1, "use_tqdm_on_load": False, "kv_cach
 CONFIG = EngineConfig.from_flat(**OPTIONS)
 HALVES = [f"layer {layer} {half}" for layer in range(3) for half in ("attention", "feed-forward")]
 # Every structure of a layer is in one of the first three; the others are in the long run.
-PLANTED = [family if family in ("qwen3", "qwen2_moe", "deepseek_v3") else pytest.param(family, marks=pytest.mark.full)
-           for family in FAMILIES]  # fmt: skip
+PLANTED = [
+    family if family in ("qwen3", "qwen2_moe", "deepseek_v3") else pytest.param(family, marks=pytest.mark.full)
+    for family in FAMILIES
+]
 # Name of a parameter without its layer and kind, with the name of its part -> the step that reads it.
 STEPS = {
     "embed": "embed_tokens", "norm": "norm", "head": "lm_head", "attention_norm": "input_layernorm",
@@ -87,13 +89,15 @@ def checkpoint(tiny: Any, tmp_path_factory: pytest.TempPathFactory) -> Callable[
 def planted(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Report]:
     """`verify` of a checkpoint with an error on Quire's side: in loaded weights, or in what the config was read to."""
 
-    def run(folder: Path, change: Change | None = None,
-            config: Callable[[ModelArgs], ModelArgs] = lambda args: args) -> Report:
+    def run(
+        folder: Path, change: Change | None = None, config: Callable[[ModelArgs], ModelArgs] = lambda args: args
+    ) -> Report:
         def loaded(model: Any, folder: Path, progress: Any = None, **options: Any) -> None:
             kept: list[tuple[str, int, dict[str, Tensor]]] = []
             given = {name: getattr(model, name) for name in ("args", "layout", "elsewhere", "dtype", "device")}
-            stand_in: Any = SimpleNamespace(**given, take=lambda *unit: kept.append(unit),
-                                            destination=lambda module: None)
+            stand_in: Any = SimpleNamespace(
+                **given, take=lambda *unit: kept.append(unit), destination=lambda module: None
+            )
             load_weights(stand_in, folder, progress, **options)
 
             def rows(stored: str) -> Tensor:
@@ -195,8 +199,9 @@ def test_routing_and_experts_are_named(checkpoint: Any, planted: Any, family: st
     report = planted(folder, config=scaled)
     assert report.first_divergent == (f"layer {first} feed-forward", "router") and not report.changed
     assert "routed_scaling_factor" in report.render()
-    named = {(param.name, part.name): part.stored for param in layout(read_checkpoint_config(folder))
-             for part in param.parts}  # fmt: skip
+    named = {
+        (param.name, part.name): part.stored for param in layout(read_checkpoint_config(folder)) for part in param.parts
+    }
     one, other = (named["layers.1.mlp.experts.gate_up", f"{expert}.gate"] for expert in (1, 2))
 
     def swap(rows: Callable[[str], Tensor]) -> None:
@@ -287,7 +292,8 @@ def test_a_wrong_sum_is_named_once(checkpoint: Any, planted: Any, monkeypatch: p
 
 
 def test_what_the_reference_does_after_its_head_counts(
-        checkpoint: Any, planted: Any, monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+    checkpoint: Any, planted: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A scale of the logits changes no greedy token."""
     from transformers.models.llama.modeling_llama import LlamaForCausalLM
 
@@ -305,10 +311,20 @@ def test_what_the_reference_does_after_its_head_counts(
 
 def test_a_sum_that_is_wrong_in_every_layer_is_counted_by_layers() -> None:
     steps = (Step("sum", 1e-3, 3e-5),)
-    stages = tuple(Stage(f"layer {layer} {half}", steps, 0.0) for layer in range(3)
-                   for half in ("attention", "feed-forward"))  # fmt: skip
-    report = Report(model="m", reference="m", num_prompt=3, stages=stages, changed=(), ours=(5,), theirs=(5,),
-                    margin=0.0, scale=12.0)  # fmt: skip
+    stages = tuple(
+        Stage(f"layer {layer} {half}", steps, 0.0) for layer in range(3) for half in ("attention", "feed-forward")
+    )
+    report = Report(
+        model="m",
+        reference="m",
+        num_prompt=3,
+        stages=stages,
+        changed=(),
+        ours=(5,),
+        theirs=(5,),
+        margin=0.0,
+        scale=12.0,
+    )
     assert "differs in 3 of 3 layers" in report.render()
 
 
@@ -322,6 +338,7 @@ def stored(folder: Path, change: Callable[[dict[str, Tensor]], dict[str, Tensor]
 
 def test_the_files_that_are_loaded_are_those_compared(checkpoint: Any, tmp_path: Path) -> None:
     """Names of a model without a head, and beside them a second copy of other weights."""
+
     def headless(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         return {name.removeprefix("model."): tensor for name, tensor in tensors.items() if name != "lm_head.weight"}
 
@@ -364,16 +381,26 @@ def test_another_folder_can_be_the_reference(oracle: Any, tmp_path: Path) -> Non
     assert report.first_divergent == ("layer 0 attention", "o_proj")
     assert report.first_token is not None and report.margin > 0
     at = report.first_token
-    assert re.search(rf"first difference at token {at}: Quire {report.ours[at]}, transformers {report.theirs[at]} "
-                     r"\(margin [\d.e-]+\)", report.render())  # fmt: skip
+    assert re.search(
+        rf"first difference at token {at}: Quire {report.ours[at]}, transformers {report.theirs[at]} "
+        r"\(margin [\d.e-]+\)",
+        report.render(),
+    )
 
 
 @pytest.mark.parametrize(("margin", "ok"), [(1e-4, True), (0.5, False)])
 def test_a_tie_is_no_error(margin: float, ok: bool) -> None:
     report = Report(
-        model="m", reference="m", num_prompt=3, stages=(Stage("embed", (Step("embed_tokens", 0.0, 3e-5),), 0.0),),
-        changed=(), ours=(5, 27), theirs=(5, 29), margin=margin, scale=12.0,
-    )  # fmt: skip
+        model="m",
+        reference="m",
+        num_prompt=3,
+        stages=(Stage("embed", (Step("embed_tokens", 0.0, 3e-5),), 0.0),),
+        changed=(),
+        ours=(5, 27),
+        theirs=(5, 29),
+        margin=margin,
+        scale=12.0,
+    )
     assert report.ok is ok
     shown = "0.0001; a tie, not an error" if ok else "0.5"
     assert f"greedy tokens: first difference at token 1: Quire 27, transformers 29 (margin {shown})" in report.render()
@@ -383,9 +410,13 @@ def test_a_tie_is_no_error(margin: float, ok: bool) -> None:
 @pytest.mark.parametrize(("chunk", "depth"), [(7, 1), (16, 2)])
 def test_chunks_and_depth_are_verified_as_they_run(oracle: Any, chunk: int, depth: int) -> None:
     config = EngineConfig.from_flat(
-        num_threads=1, max_num_batched_tokens=chunk, max_num_seqs=2, async_depth=depth, block_size=8,
+        num_threads=1,
+        max_num_batched_tokens=chunk,
+        max_num_seqs=2,
+        async_depth=depth,
+        block_size=8,
         kv_cache_memory_bytes=1 << 22,
-    )  # fmt: skip
+    )
     assert verify(str(oracle().folder), config).ok
 
 
@@ -420,13 +451,18 @@ def test_without_transformers_the_fix_is_named(monkeypatch: pytest.MonkeyPatch, 
 @pytest.fixture
 def renamed(tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]:
     """A checkpoint of a family that transformers lacks, with a key and a tensor of its own; and its peer's files."""
+
     def kv_heads(keys: Any, *given: Any) -> int:
         known = {**keys, "num_key_value_heads": keys.get("num_kv_groups", keys.get("num_key_value_heads"))}
         return read(Keys(known, keys.source), *given)
 
     row = replace(CONFIGURED["qwen2"], architecture="Qwen2NewForCausalLM", keys=frozenset({"num_kv_groups"}))
-    case = replace(FAMILIES["qwen2"], peer="qwen2", keys={"num_key_value_heads": "num_kv_groups"},
-                   tensors={"self_attn.o_proj": "self_attn.out_proj"})  # fmt: skip
+    case = replace(
+        FAMILIES["qwen2"],
+        peer="qwen2",
+        keys={"num_key_value_heads": "num_kv_groups"},
+        tensors={"self_attn.o_proj": "self_attn.out_proj"},
+    )
     names = tuple((stored.replace("o_proj", "out_proj"), *rest) for stored, *rest in qwen2.NAME_MAP)
     read = checkpoint_reader._kv_heads
     monkeypatch.setattr(checkpoint_reader, "_kv_heads", kv_heads)
@@ -439,7 +475,8 @@ def renamed(tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple
 
 @pytest.mark.parametrize("quantization", [None, "fp8"])
 def test_a_family_that_transformers_does_not_have_is_compared_with_its_nearest(
-        renamed: tuple[Path, Path], quantization: str | None) -> None:  # fmt: skip
+    renamed: tuple[Path, Path], quantization: str | None
+) -> None:
     """Its own names are those of the file, of the index and of the report; the reference has the peer's."""
     folder, peer = renamed
     assert read_checkpoint_config(folder).architecture == "Qwen2NewForCausalLM" and peer != folder
@@ -460,7 +497,8 @@ def test_a_changed_parameter_has_the_name_of_the_model(renamed: tuple[Path, Path
 
 @pytest.mark.parametrize("quantization", [None, "fp8"])
 def test_a_tensor_that_the_reference_lacks_is_an_error(
-        renamed: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, quantization: str | None) -> None:  # fmt: skip
+    renamed: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, quantization: str | None
+) -> None:
     """Quire does not have the reference's family, so that it cannot know its names."""
     folder, peer = renamed
     raw = json.loads((peer / "config.json").read_text())

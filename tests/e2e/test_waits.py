@@ -162,8 +162,21 @@ class _Methods(TorchFunctionMode):
 class _Operations(TorchDispatchMode):
     """Operations whose result, or whose result's size, the host has to wait for."""
 
-    NAMES = ("item", "_local_scalar_dense", "is_nonzero", "equal", "allclose", "nonzero", "masked_select", "argwhere",
-             "_unique", "_unique2", "unique_dim", "unique_consecutive", "bincount")  # fmt: skip
+    NAMES = (
+        "item",
+        "_local_scalar_dense",
+        "is_nonzero",
+        "equal",
+        "allclose",
+        "nonzero",
+        "masked_select",
+        "argwhere",
+        "_unique",
+        "_unique2",
+        "unique_dim",
+        "unique_consecutive",
+        "bincount",
+    )
 
     def __init__(self, reads: Reads) -> None:
         super().__init__()
@@ -209,8 +222,14 @@ class Slots:
         decoded = self.undecoded & set(sampled)
         self.undecoded -= decoded
         chunks = int((plan.num_tokens > 1).sum()) if self.cuts else 0
-        return Step([self.specs[s] for s in sampled], scored, self.cuts and bool((plan.num_tokens == 1).any()), chunks,
-                    changes, len(decoded))  # fmt: skip
+        return Step(
+            [self.specs[s] for s in sampled],
+            scored,
+            self.cuts and bool((plan.num_tokens == 1).any()),
+            chunks,
+            changes,
+            len(decoded),
+        )
 
 
 @dataclass(frozen=True)
@@ -395,13 +414,32 @@ def test_waits_of_a_step(small_engine: Callable[[], Engine], monkeypatch: pytest
 
 
 ONE_READ: tuple[Callable[[torch.Tensor], Any], ...] = (
-    lambda x: x[0].item(), lambda x: x.tolist(), lambda x: x.numpy(), lambda x: np.asarray(x), lambda x: x.cpu(),
-    lambda x: x.to("cpu"), lambda x: x.to(device=torch.device("cpu")), lambda x: bool(x[0]), lambda x: int(x[0]),
-    lambda x: float(x[0]), lambda x: range(x[0]), lambda x: [1, 2, 3][x[0]], lambda x: x[: x[1]], lambda x: x[x > 0],
-    lambda x: x.nonzero(), lambda x: torch.where(x > 0), lambda x: x.masked_select(x > 0), lambda x: torch.equal(x, x),
-    lambda x: x.unique(), lambda x: torch.repeat_interleave(x), lambda x: x.clone().index_put_((x > 1,), x[2]),
-    lambda x: x[0] if x.any() else x, lambda x: 1 in x, lambda x: f"{x[0]:d}", lambda x: x.bincount(),
-)  # fmt: skip
+    lambda x: x[0].item(),
+    lambda x: x.tolist(),
+    lambda x: x.numpy(),
+    lambda x: np.asarray(x),
+    lambda x: x.cpu(),
+    lambda x: x.to("cpu"),
+    lambda x: x.to(device=torch.device("cpu")),
+    lambda x: bool(x[0]),
+    lambda x: int(x[0]),
+    lambda x: float(x[0]),
+    lambda x: range(x[0]),
+    lambda x: [1, 2, 3][x[0]],
+    lambda x: x[: x[1]],
+    lambda x: x[x > 0],
+    lambda x: x.nonzero(),
+    lambda x: torch.where(x > 0),
+    lambda x: x.masked_select(x > 0),
+    lambda x: torch.equal(x, x),
+    lambda x: x.unique(),
+    lambda x: torch.repeat_interleave(x),
+    lambda x: x.clone().index_put_((x > 1,), x[2]),
+    lambda x: x[0] if x.any() else x,
+    lambda x: 1 in x,
+    lambda x: f"{x[0]:d}",
+    lambda x: x.bincount(),
+)
 
 
 @pytest.mark.parametrize("inference", [False, True])
@@ -428,9 +466,13 @@ def test_the_counter_of_waits_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     future.set_result(1)
     lock = threading.Lock()
     ways: list[Callable[[], Any]] = [
-        lambda: time.sleep(0), lambda: threading.Event().wait(1e-4), lambda: lock.acquire(timeout=0.1),
-        lambda: full.get(), lambda: future.result(), lambda: threading.Thread(target=len, args=("",)).start(),
-    ]  # fmt: skip
+        lambda: time.sleep(0),
+        lambda: threading.Event().wait(1e-4),
+        lambda: lock.acquire(timeout=0.1),
+        lambda: full.get(),
+        lambda: future.result(),
+        lambda: threading.Thread(target=len, args=("",)).start(),
+    ]
     for i, way in enumerate(ways):
         found: list[tuple[str, bool]] = []
         with watched_waits(found):

@@ -110,9 +110,14 @@ def build(
 
 
 def reference(
-    q: Tensor, kv: KVView, meta: AttentionMeta, scale: float,
-    window: int | None = None, soft_cap: float | None = None, sinks: Tensor | None = None,
-) -> Tensor:  # fmt: skip
+    q: Tensor,
+    kv: KVView,
+    meta: AttentionMeta,
+    scale: float,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
     """The contract in float32, a thousand rows at a time."""
     assert isinstance(meta.query_start, Tensor) and isinstance(meta.seq_lens, Tensor) and meta.table_rows is not None
     group = q.shape[1] // kv.k.shape[1]
@@ -176,9 +181,9 @@ def test_matches_reference(op: ModuleType, name: str, heads: tuple[int, int], di
 
 @every_op
 @pytest.mark.parametrize("name", ["decode-64", "verify", "mixed", "shared", "chunk", "tails"])
-@pytest.mark.parametrize("window, soft_cap, sunk", [
-    (100, None, True), (None, 20.0, False), (1000, 5.0, True), (4000, None, True)
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "window, soft_cap, sunk", [(100, None, True), (None, 20.0, False), (1000, 5.0, True), (4000, None, True)]
+)
 def test_variants(op: ModuleType, name: str, window: int | None, soft_cap: float | None, sunk: bool) -> None:
     q, kv, meta = build(STEPS[name], (16, 8), 128, 64)
     sinks = torch.linspace(-3, 4, 16, device=DEVICE) if sunk else None
@@ -195,10 +200,25 @@ def test_other_types_and_widths(name: str, dtype: torch.dtype, dim: int) -> None
     check(triton.paged_attention(q, kv, meta, 0.1), reference(q, kv, meta, 0.1), sum(STEPS[name].query_lens))
 
 
-@pytest.mark.parametrize("new, past", [
-    (2, 2047), (3, 40_000), (16, 4096), (17, 4095), (31, 8192), (32, 8191), (33, 8193), (64, 2100), (100, 0),
-    (128, 32_000), (129, 1023), (200, 9000), (255, 1500), (300, 40_000),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "new, past",
+    [
+        (2, 2047),
+        (3, 40_000),
+        (16, 4096),
+        (17, 4095),
+        (31, 8192),
+        (32, 8191),
+        (33, 8193),
+        (64, 2100),
+        (100, 0),
+        (128, 32_000),
+        (129, 1023),
+        (200, 9000),
+        (255, 1500),
+        (300, 40_000),
+    ],
+)
 @every_op
 def test_few_rows_behind_a_long_context(op: ModuleType, new: int, past: int) -> None:
     """Contexts of 2,048 keys and more are divided; every run gives the same bits."""
@@ -215,10 +235,18 @@ def test_few_rows_behind_a_long_context(op: ModuleType, new: int, past: int) -> 
 
 
 @every_op
-@pytest.mark.parametrize("heads, dim, size, dtype", [
-    ((8, 8), 128, 64, torch.bfloat16), ((64, 8), 128, 128, torch.bfloat16), ((64, 1), 64, 192, torch.bfloat16),
-    ((32, 2), 128, 128, torch.float16), ((12, 4), 128, 128, torch.bfloat16), ((16, 8), 128, 96, torch.bfloat16),
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "heads, dim, size, dtype",
+    [
+        ((8, 8), 128, 64, torch.bfloat16),
+        ((64, 8), 128, 128, torch.bfloat16),
+        ((64, 1), 64, 192, torch.bfloat16),
+        ((32, 2), 128, 128, torch.float16),
+        ((12, 4), 128, 128, torch.bfloat16),
+        ((16, 8), 128, 96, torch.bfloat16),
+    ],
+    ids=str,
+)
 def test_few_and_many_heads_share_keys(
     op: ModuleType, heads: tuple[int, int], dim: int, size: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:

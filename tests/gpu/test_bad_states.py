@@ -20,8 +20,14 @@ from ..e2e.serving import PATIENCE, SOURCE, running_server, wait_until
 from ..e2e.test_server_signals import FOREVER, start_streams
 
 DEVICE = "cuda"
-SMALL: dict[str, Any] = {"device": DEVICE, "dtype": "float32", "max_num_seqs": 4, "max_num_batched_tokens": 256,
-                         "use_tqdm_on_load": False, "kv_cache_memory_bytes": 64 << 20}  # fmt: skip
+SMALL: dict[str, Any] = {
+    "device": DEVICE,
+    "dtype": "float32",
+    "max_num_seqs": 4,
+    "max_num_batched_tokens": 256,
+    "use_tqdm_on_load": False,
+    "kv_cache_memory_bytes": 64 << 20,
+}
 PROMPTS = ["To create a new file you", "The module provides a", "def main("]
 HUGE = {
     "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 200_000, "hidden_size": 16_384,
@@ -40,21 +46,35 @@ def python(program: str, *args: str, **environment: str | None) -> "subprocess.C
     """Run a program in a process of its own; variables that are None are taken away."""
     env = {name: value for name, value in (dict(os.environ) | environment).items() if value is not None}
     path = os.pathsep.join([str(SOURCE), *filter(None, [env.get("PYTHONPATH")])])
-    return subprocess.run([sys.executable, "-c", program, *args], env=env | {"PYTHONPATH": path}, capture_output=True,
-                          text=True, timeout=3 * PATIENCE)  # fmt: skip
+    return subprocess.run(
+        [sys.executable, "-c", program, *args],
+        env=env | {"PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=3 * PATIENCE,
+    )
 
 
 # --- no room ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("options, words", [
-    ({"kv_cache_memory_bytes": None, "gpu_memory_utilization": 0.001},
-     ("the weights need", "gpu_memory_utilization=0.001 allows", "are missing", "--gpu-memory-utilization 0.0")),
-    ({"kv_cache_memory_bytes": 3 << 20, "max_model_len": 4096},
-     ("max_model_len=4096 needs", "are missing", "--max-model-len", "kv_cache_memory_bytes")),
-    ({"kv_cache_memory_bytes": None, "num_gpu_blocks_override": 10**8},
-     ("num_gpu_blocks_override asks for", "are free", "lower it to")),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        (
+            {"kv_cache_memory_bytes": None, "gpu_memory_utilization": 0.001},
+            ("the weights need", "gpu_memory_utilization=0.001 allows", "are missing", "--gpu-memory-utilization 0.0"),
+        ),
+        (
+            {"kv_cache_memory_bytes": 3 << 20, "max_model_len": 4096},
+            ("max_model_len=4096 needs", "are missing", "--max-model-len", "kv_cache_memory_bytes"),
+        ),
+        (
+            {"kv_cache_memory_bytes": None, "num_gpu_blocks_override": 10**8},
+            ("num_gpu_blocks_override asks for", "are free", "lower it to"),
+        ),
+    ],
+)
 def test_what_does_not_fit_says_how_much_is_missing(options: dict[str, Any], words: tuple[str, ...]) -> None:
     with pytest.raises(ConfigError) as refused:
         LLM(**(SMALL | options))
@@ -133,10 +153,19 @@ def test_a_cuda_error_ends_the_engine_and_every_stream_hears_of_it(tmp_path: Pat
     (tmp_path / "sitecustomize.py").write_text(HOOK)
     trigger = tmp_path / "now"
     path = os.pathsep.join([str(tmp_path), str(SOURCE), *filter(None, [os.environ.get("PYTHONPATH")])])
-    flags = ("--device", DEVICE, "--dtype", "float32", "--max-num-seqs", "16", "--max-num-batched-tokens", "512",
-             "--kv-cache-memory-bytes", "1G")  # fmt: skip
-    with (running_server(*flags, PYTHONPATH=path, FAULT_TRIGGER=str(trigger)) as server,
-          ThreadPoolExecutor(16) as pool):  # fmt: skip
+    flags = (
+        "--device",
+        DEVICE,
+        "--dtype",
+        "float32",
+        "--max-num-seqs",
+        "16",
+        "--max-num-batched-tokens",
+        "512",
+        "--kv-cache-memory-bytes",
+        "1G",
+    )
+    with running_server(*flags, PYTHONPATH=path, FAULT_TRIGGER=str(trigger)) as server, ThreadPoolExecutor(16) as pool:
         engine = int(Path(f"{trigger}.pid").read_text())
         streams = start_streams(pool, server, 16, **FOREVER)
         assert server.ask("/health").status == 200

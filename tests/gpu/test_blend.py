@@ -108,8 +108,9 @@ def expected(folder: Callable[[str], Path]) -> Callable[..., list[Any]]:
 
 @pytest.mark.parametrize("options", [{}, {"enforce_eager": True}, {"async_depth": 1}], ids=str)
 @pytest.mark.parametrize("kind", MODELS)
-def test_tokens_are_the_cpu_s_for_every_ratio(kind: str, options: dict[str, Any], folder: Callable[[str], Path],
-                                              expected: Callable[..., list[Any]]) -> None:  # fmt: skip
+def test_tokens_are_the_cpu_s_for_every_ratio(
+    kind: str, options: dict[str, Any], folder: Callable[[str], Path], expected: Callable[..., list[Any]]
+) -> None:
     with engine(folder(kind), **options) as llm:
         found = answers(llm)
     wanted = expected(kind, "auto")
@@ -126,8 +127,9 @@ def test_tokens_are_the_cpu_s_for_every_ratio(kind: str, options: dict[str, Any]
 
 
 @pytest.mark.parametrize("kind", ["dense", "experts"])
-def test_codes_of_an_8_bit_cache_are_moved(kind: str, folder: Callable[[str], Path],
-                                           expected: Callable[..., list[Any]]) -> None:  # fmt: skip
+def test_codes_of_an_8_bit_cache_are_moved(
+    kind: str, folder: Callable[[str], Path], expected: Callable[..., list[Any]]
+) -> None:
     """The first token's log-probability; later ones may follow another code."""
     with engine(folder(kind), kv_cache_dtype="fp8") as llm:
         found = answers(llm)
@@ -135,13 +137,15 @@ def test_codes_of_an_8_bit_cache_are_moved(kind: str, folder: Callable[[str], Pa
         assert cached == known and numbers[0] == pytest.approx(logprobs[0], abs=0.1)
 
 
-@pytest.mark.parametrize("options", [{}, {"async_depth": 1, "max_num_batched_tokens": 64}, {"enforce_eager": True}],
-                         ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "options", [{}, {"async_depth": 1, "max_num_batched_tokens": 64}, {"enforce_eager": True}], ids=str
+)
 def test_beside_other_requests(options: dict[str, Any]) -> None:
     """Decodes and prompts of the same steps have the tokens that they have without, whatever is moved beside them; so
     has a prompt that is computed again."""
-    params = [SamplingParams(temperature=0.7 * (i % 2), seed=i, max_tokens=24, ignore_eos=True)
-              for i in range(len(TEXTS))]  # fmt: skip
+    params = [
+        SamplingParams(temperature=0.7 * (i % 2), seed=i, max_tokens=24, ignore_eos=True) for i in range(len(TEXTS))
+    ]
     found = []
     with engine(bundled_model(), max_num_seqs=12, **options) as llm:
         for ratios in ((None, None), (1.0, 0.15), (1.0, 0.0)):
@@ -223,9 +227,14 @@ def test_a_few_computed_tokens_join_texts_in_bfloat16(example: Any, coarse: LLM)
     assert found[None] == found[1.0] >= 5 and found[0.3] >= found[None] - 1 and found[0.0] <= found[None] - 2
 
 
-@pytest.mark.parametrize("given", [
-    {"method": "draft_model", "model": "quire-tiny"}, {"method": "ngram", "prompt_lookup_min": 1},
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"method": "draft_model", "model": "quire-tiny"},
+        {"method": "ngram", "prompt_lookup_min": 1},
+    ],
+    ids=str,
+)
 def test_drafts_behind_moved_tokens(given: dict[str, Any], expected: Callable[..., list[Any]]) -> None:
     """Tokens do not depend on drafts. With all tokens computed again, a draft model that is the model is right."""
     wanted = expected("dense", "auto")

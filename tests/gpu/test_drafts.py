@@ -39,10 +39,18 @@ def plain() -> list[list[tuple[int, ...]]]:
         return answers(llm, drafts=False)
 
 
-@pytest.mark.parametrize("options", [
-    {"k": 3}, {"k": 1, "async_depth": 1}, {"k": 7, "enforce_eager": True}, {"k": "auto"},
-    {"k": 3, "max_num_seqs": 20}, {"k": 3, "max_num_batched_tokens": 32, "num_gpu_blocks_override": 10},
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"k": 3},
+        {"k": 1, "async_depth": 1},
+        {"k": 7, "enforce_eager": True},
+        {"k": "auto"},
+        {"k": 3, "max_num_seqs": 20},
+        {"k": 3, "max_num_batched_tokens": 32, "num_gpu_blocks_override": 10},
+    ],
+    ids=str,
+)
 def test_answers_are_those_of_plain_decoding(options: dict[str, Any], plain: list[list[tuple[int, ...]]]) -> None:
     k = options.pop("k")
     with make(bundled_model(), speculative_config=NGRAM | {"num_speculative_tokens": k}, **options) as llm:

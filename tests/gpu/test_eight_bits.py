@@ -49,13 +49,17 @@ def step_there(meta: AttentionMeta) -> AttentionMeta:
 
 @pytest.mark.parametrize("cache", DTYPES, ids=str)
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
-@pytest.mark.parametrize("case", [
-    Case((1, 1, 1), (63, 64, 130), heads=(4, 2), head_dim=64, block_size=64),
-    Case((1,) * 33, tuple(range(100, 1000, 28)), heads=(32, 8), head_dim=128, block_size=128),
-    Case((700, 1), (1300, 90), heads=(8, 2), head_dim=128, block_size=128),
-    Case((70, 1), (130, 90), heads=(4, 2), head_dim=32, block_size=48),
-    Case((100, 1), (5000, 90), heads=(8, 2), head_dim=128, block_size=128),
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case((1, 1, 1), (63, 64, 130), heads=(4, 2), head_dim=64, block_size=64),
+        Case((1,) * 33, tuple(range(100, 1000, 28)), heads=(32, 8), head_dim=128, block_size=128),
+        Case((700, 1), (1300, 90), heads=(8, 2), head_dim=128, block_size=128),
+        Case((70, 1), (130, 90), heads=(4, 2), head_dim=32, block_size=48),
+        Case((100, 1), (5000, 90), heads=(8, 2), head_dim=128, block_size=128),
+    ],
+    ids=str,
+)
 def test_attention(case: Case, dtype: torch.dtype, cache: torch.dtype) -> None:
     q, kv, meta = inputs.make(case, dtype)
     kv = truth.coded(kv, cache)
@@ -68,11 +72,15 @@ def test_attention(case: Case, dtype: torch.dtype, cache: torch.dtype) -> None:
 @pytest.mark.parametrize("cache", DTYPES, ids=str)
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 @pytest.mark.parametrize("window", [None, 200])
-@pytest.mark.parametrize("case", [
-    Case((700, 1), (1300, 90), heads=(32, 8), head_dim=128, block_size=128),
-    Case((1, 300, 1, 500), (90, 300, 700, 1111), heads=(32, 8), head_dim=64, block_size=64),
-    Case((600, 1), (4000, 90), heads=(32, 8), head_dim=128, block_size=128),  # a divided context
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case((700, 1), (1300, 90), heads=(32, 8), head_dim=128, block_size=128),
+        Case((1, 300, 1, 500), (90, 300, 700, 1111), heads=(32, 8), head_dim=64, block_size=64),
+        Case((600, 1), (4000, 90), heads=(32, 8), head_dim=128, block_size=128),  # a divided context
+    ],
+    ids=str,
+)
 def test_prompts_on_hopper(case: Case, window: int | None, dtype: torch.dtype, cache: torch.dtype) -> None:
     """Its kernel reads the scratch: the truth of the codes, and the bits of an unquantized cache of the same values.
 
@@ -81,8 +89,9 @@ def test_prompts_on_hopper(case: Case, window: int | None, dtype: torch.dtype, c
     q, kv, meta = inputs.make(case, dtype)
     kv.v.nan_to_num_(nan=90.0)
     kv = replace(truth.coded(kv, cache), k_scale=0.5, v_scale=2.0)
-    plain = KVView(*(truth.values(side, scale).to(dtype).nan_to_num()
-                     for side, scale in ((kv.k, kv.k_scale), (kv.v, kv.v_scale))))  # fmt: skip
+    plain = KVView(
+        *(truth.values(side, scale).to(dtype).nan_to_num() for side, scale in ((kv.k, kv.k_scale), (kv.v, kv.v_scale)))
+    )
     given = step_there(meta)
     found = hopper.paged_attention(q.to(DEVICE), there(kv), given, 0.1, window)
     assert any(isinstance(one, Pages) for one in given.plans.values())
@@ -95,8 +104,9 @@ def test_prompts_on_hopper(case: Case, window: int | None, dtype: torch.dtype, c
 @pytest.mark.parametrize("cache", DTYPES, ids=str)
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 def test_latents(dtype: torch.dtype, cache: torch.dtype) -> None:
-    for case in steps(Case((1, 1, 1), (70, 90, 40), heads=(6, 1), block_size=32),
-                      Case((20, 1), (70, 33), heads=(3, 1), block_size=16)):  # fmt: skip
+    for case in steps(
+        Case((1, 1, 1), (70, 90, 40), heads=(6, 1), block_size=32), Case((20, 1), (70, 33), heads=(3, 1), block_size=16)
+    ):
         q_latent, q_rope, kept, meta = make(case, 8, dtype)
         kept = truth.coded_latents(kept, cache)
         expected = truth.absorbed(q_latent, q_rope, kept, meta, 0.1)
@@ -110,8 +120,10 @@ def test_latents(dtype: torch.dtype, cache: torch.dtype) -> None:
 def test_heads_write_codes(case: heads_inputs.Case, cache: torch.dtype) -> None:
     """The codes of the reference, but where rounding in another order crosses a border."""
     qkv, norm, cos, sin, kv, slots = heads_inputs.make(case, torch.float32)
-    made, wanted = (KVView(torch.zeros_like(kv.k, dtype=cache), torch.zeros_like(kv.v, dtype=cache), K_SCALE, V_SCALE)
-                    for _ in range(2))  # fmt: skip
+    made, wanted = (
+        KVView(torch.zeros_like(kv.k, dtype=cache), torch.zeros_like(kv.v, dtype=cache), K_SCALE, V_SCALE)
+        for _ in range(2)
+    )
     on_gpu: KVView = there(made)
     given = [one.to(DEVICE) if isinstance(one, Tensor) else one for one in (qkv, norm, cos, sin, slots)]
     heads.prepare(given[0], given[1], 1e-6, given[2], given[3], on_gpu, given[4])
@@ -123,8 +135,10 @@ def test_heads_write_codes(case: heads_inputs.Case, cache: torch.dtype) -> None:
 def test_an_engine_with_such_a_cache_knows_what_it_learned() -> None:
     """The bundled model answers recall questions with an 8-bit cache as it does without."""
     notes = "Tomas lives in Mumbai.\nThe code of Tomas is 6423.\nThe code of Lakral is 5411.\nLakral likes tea.\n\n"
-    prompts = [f"{notes}Question: {asked}\nAnswer:" for asked in (
-        "What is the code of Tomas?", "What is the code of Lakral?", "Where does Tomas live?")]  # fmt: skip
+    prompts = [
+        f"{notes}Question: {asked}\nAnswer:"
+        for asked in ("What is the code of Tomas?", "What is the code of Lakral?", "Where does Tomas live?")
+    ]
     params = SamplingParams(max_tokens=6, temperature=0.0)
     found = []
     for cache in ("auto", "fp8"):

@@ -37,15 +37,28 @@ DEVICE = "cuda"
 NUM_TOKENS = 64
 TIE = 0.05  # in bfloat16 the order of logits of about 1 that are closer than this is a matter of rounding
 ATOL = 2e-4
-TEXTS = ("To create a new file you", "The module provides a", "def main(", "Once upon a time", "import os\n\n",
-         "The quick brown fox", "A list is a", "In Python, a class", "Return the number of")  # fmt: skip
+TEXTS = (
+    "To create a new file you",
+    "The module provides a",
+    "def main(",
+    "Once upon a time",
+    "import os\n\n",
+    "The quick brown fox",
+    "A list is a",
+    "In Python, a class",
+    "Return the number of",
+)
 NOTES = "Tomas lives in Mumbai.\nThe code of Tomas is 6423.\nThe code of Lakral is 5411.\nLakral likes tea.\n\n"
 SURE = (  # what the trained model knows well how to go on with
-    *(f"{NOTES}Question: {asked}\nAnswer:" for asked in (
-        "What is the code of Tomas?", "What is the code of Lakral?", "Where does Tomas live?")),
+    *(
+        f"{NOTES}Question: {asked}\nAnswer:"
+        for asked in ("What is the code of Tomas?", "What is the code of Lakral?", "Where does Tomas live?")
+    ),
     f"<|im_start|>user\n{NOTES}What does Lakral like?<|im_end|>\n<|im_start|>assistant\n",
-    *(f"def {name}(a, b):\n    return a {sign} b\n\n\n" * 4
-      for name, sign in zip(("add", "sub", "mul"), "+-*", strict=True)),
+    *(
+        f"def {name}(a, b):\n    return a {sign} b\n\n\n" * 4
+        for name, sign in zip(("add", "sub", "mul"), "+-*", strict=True)
+    ),
     "1, 2, 3, 5, 8, 13, 21, 34; " * 4,
 )
 SHAPES: dict[str, dict[str, Any]] = {  # of families; others have those of `Tiny`
@@ -55,8 +68,9 @@ SHAPES: dict[str, dict[str, Any]] = {  # of families; others have those of `Tiny
 TINY = {family: Tiny(family=family, **SHAPES.get(family, {})) for family in DENSE}
 # In bfloat16 the routers of random models choose other experts: there is no truth to compare with.
 COMPARED = ("quire-tiny", *TINY)
-TINY |= {family: Tiny(family=family, rope="yarn" if "yarn" in FAMILIES[family].ropes else "default")
-         for family in EXPERTS}  # fmt: skip
+TINY |= {
+    family: Tiny(family=family, rope="yarn" if "yarn" in FAMILIES[family].ropes else "default") for family in EXPERTS
+}
 SAMPLED = (
     {"temperature": 0.8, "top_p": 0.9},
     {"temperature": 1.0},
@@ -69,8 +83,14 @@ SAMPLED = (
 
 def make(folder: Path, **options: Any) -> LLM:
     """An engine that takes little of the GPU, so that several can be there at once."""
-    defaults: dict[str, Any] = dict(device=DEVICE, dtype="float32", max_num_seqs=8, max_num_batched_tokens=512,
-                                    use_tqdm_on_load=False, max_logprobs=-1)  # fmt: skip
+    defaults: dict[str, Any] = dict(
+        device=DEVICE,
+        dtype="float32",
+        max_num_seqs=8,
+        max_num_batched_tokens=512,
+        use_tqdm_on_load=False,
+        max_logprobs=-1,
+    )
     if "num_gpu_blocks_override" not in options:
         defaults["kv_cache_memory_bytes"] = 128 << 20
     if folder != bundled_model():
@@ -178,8 +198,7 @@ def test_tokens_and_logprobs_in_float32(name: str, oracle: Any, bundled: LLM) ->
 
 @pytest.mark.parametrize("name", COMPARED)
 def test_tokens_in_bfloat16_up_to_the_first_tie(name: str, oracle: Any, bundled: LLM, tmp_path: Path) -> None:
-    """Logits are made about as large as 1: transformers rounds them to 8 bits, which is more than 0.05 for those of 10.
-    """
+    """Logits are made about as large as 1: transformers rounds them to 8 bits, over 0.05 for those of 10."""
     model, tokenizer, draw = copy.deepcopy(oracle(name).model), bundled.get_tokenizer(), np.random.default_rng(5)
     if name == "quire-tiny":
         quieten(model, 0.125)
@@ -201,10 +220,11 @@ def test_tokens_in_bfloat16_up_to_the_first_tie(name: str, oracle: Any, bundled:
 
 def test_a_long_prompt_in_chunks_and_its_long_context(oracle: Any, bundled: LLM) -> None:
     """1,500 tokens: several tiles of queries, blocks of 128, decodes whose context is cut into parts."""
-    ids = bundled.get_tokenizer().encode("".join(f"Note {n}: box {n * 37 % 91} holds {n * 53 % 97} nails.\n"
-                                                 for n in range(200)))[:1500]  # fmt: skip
+    ids = bundled.get_tokenizer().encode(
+        "".join(f"Note {n}: box {n * 37 % 91} holds {n * 53 % 97} nails.\n" for n in range(200))
+    )[:1500]
     assert len(ids) == 1500
-    (expected, leads), = generate(oracle("quire-tiny").model, [ids], 32)
+    ((expected, leads),) = generate(oracle("quire-tiny").model, [ids], 32)
     assert min(leads) > 1e-4, "the text is a matter of rounding: choose another"
     assert tokens(run(bundled, [ids], greedy(32))) == [expected]
 
@@ -217,8 +237,12 @@ def test_graphs_give_what_the_same_sizes_give_launch_by_launch(name: str, oracle
     """Twenty requests that end one by one, so that many sizes of steps come: greedy and sampled ones, all with
     log-probabilities."""
     prompts = [*mixed_prompts(), *mixed_prompts(), *mixed_prompts()[1:]]
-    params = [SamplingParams(temperature=0.9 * (i % 3 == 0), top_p=0.95, seed=i, max_tokens=5 + 4 * i, ignore_eos=True,
-                             logprobs=5) for i in range(len(prompts))]  # fmt: skip
+    params = [
+        SamplingParams(
+            temperature=0.9 * (i % 3 == 0), top_p=0.95, seed=i, max_tokens=5 + 4 * i, ignore_eos=True, logprobs=5
+        )
+        for i in range(len(prompts))
+    ]
     with make(oracle(name).folder, max_num_seqs=32) as llm:
         worker: Any = llm.engine.worker
         assert DEVICE != "cuda" or len(worker.recorder) > 20
@@ -235,10 +259,16 @@ def test_graphs_give_what_the_same_sizes_give_launch_by_launch(name: str, oracle
             assert a.keys() == b.keys() and all(abs(a[i].logprob - b[i].logprob) <= 1e-5 for i in a)
 
 
-@pytest.mark.parametrize("options", [
-    {"enforce_eager": True}, {"async_depth": 1}, {"max_num_batched_tokens": 16, "block_size": 32},
-    {"cudagraph_capture_sizes": (2, 8)},
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"enforce_eager": True},
+        {"async_depth": 1},
+        {"max_num_batched_tokens": 16, "block_size": 32},
+        {"cudagraph_capture_sizes": (2, 8)},
+    ],
+    ids=str,
+)
 def test_without_graphs_or_ahead_of_time_or_whole_prompts(options: dict[str, Any], oracle: Any) -> None:
     checkpoint = oracle("qwen3")
     with make(checkpoint.folder, **options) as llm:
@@ -264,8 +294,13 @@ def test_preempted_requests_go_on_where_they_were(oracle: Any) -> None:
     checkpoint = oracle("qwen3")
     expected = checkpoint.greedy(mixed_prompts(), NUM_TOKENS)
     for caching in (True, False):
-        with make(checkpoint.folder, block_size=16, num_gpu_blocks_override=18, max_num_batched_tokens=16,
-                  enable_prefix_caching=caching) as llm:  # fmt: skip
+        with make(
+            checkpoint.folder,
+            block_size=16,
+            num_gpu_blocks_override=18,
+            max_num_batched_tokens=16,
+            enable_prefix_caching=caching,
+        ) as llm:
             assert tokens(run(llm, mixed_prompts(), greedy())) == expected
             assert llm.engine.core.scheduler.num_preempted > 0
             llm.engine.core.check()
@@ -289,8 +324,9 @@ def test_a_prefix_that_decodes_share_is_read_once_and_right(
 ) -> None:
     """Two groups of six, with prefixes of 384 and 256 tokens, and a request that belongs to neither."""
     tokenizer, core = bundled.get_tokenizer(), bundled.engine.core
-    first, second = (tokenizer.encode("".join(f"{word} {n} is at {n * n % 89}.\n" for n in range(60)))
-                     for word in ("Box", "Ship"))  # fmt: skip
+    first, second = (
+        tokenizer.encode("".join(f"{word} {n} is at {n * n % 89}.\n" for n in range(60))) for word in ("Box", "Ship")
+    )
     prompts = [first[:384] + tokenizer.encode(text) for text in TEXTS[:6]]
     prompts += [second[:256] + tokenizer.encode(text) for text in TEXTS[:6]]
     prompts.append(tokenizer.encode(TEXTS[0]))
@@ -307,18 +343,27 @@ def test_a_prefix_that_decodes_share_is_read_once_and_right(
     groups = [plan.shared for plan in recorder.plans if plan.num_decodes == len(plan.slots)]
     assert sum(len(shared) == 2 for shared in groups) > 10
     assert [t[:n] for t, n in zip(tokens(outputs), until, strict=True)] == [
-        e[:n] for (e, _), n in zip(expected, until, strict=True)]  # fmt: skip
+        e[:n] for (e, _), n in zip(expected, until, strict=True)
+    ]
 
 
 # --- sampling ---------------------------------------------------------------------------------------------------------
 
 
 def test_seeded_tokens_are_the_cpu_s(bundled: LLM) -> None:
-    params = [SamplingParams(seed=seed, max_tokens=40, ignore_eos=True, **fields)
-              for seed, fields in product((3, 2**40 + 1), SAMPLED)]  # fmt: skip
+    params = [
+        SamplingParams(seed=seed, max_tokens=40, ignore_eos=True, **fields)
+        for seed, fields in product((3, 2**40 + 1), SAMPLED)
+    ]
     prompts = [TEXTS[i % len(TEXTS)] for i in range(len(params))]
-    with LLM(device="cpu", dtype="float32", use_tqdm_on_load=False, max_num_seqs=16, max_model_len=512,
-             kv_cache_memory_bytes=64 << 20) as cpu:  # fmt: skip
+    with LLM(
+        device="cpu",
+        dtype="float32",
+        use_tqdm_on_load=False,
+        max_num_seqs=16,
+        max_model_len=512,
+        kv_cache_memory_bytes=64 << 20,
+    ) as cpu:
         expected = tokens(run(cpu, prompts, params))
     assert len(set(map(tuple, expected))) > len(SAMPLED)
     assert tokens(run(bundled, prompts, params)) == expected
@@ -326,19 +371,38 @@ def test_seeded_tokens_are_the_cpu_s(bundled: LLM) -> None:
     assert alone == expected
 
 
-@pytest.mark.parametrize("options", [{}, {"async_depth": 1}, {"num_gpu_blocks_override": 24, "block_size": 16}],
-                         ids=["graphs", "one at a time", "preempted"])  # fmt: skip
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"async_depth": 1}, {"num_gpu_blocks_override": 24, "block_size": 16}],
+    ids=["graphs", "one at a time", "preempted"],
+)
 def test_structured_outputs_are_the_cpu_s_and_change_nobody_else(options: dict[str, Any], bundled: LLM) -> None:
     """Of every sampler, beside requests without one; a budget of reasoning forces its end."""
-    constrained = [{"regex": "[a-c]{3}( [0-9]{2}){4}"}, {"choice": ["red", "green", "a long blue thing"]},
-                   {"json": {"type": "array", "items": {"enum": [1, 22, "x"]}, "minItems": 6, "maxItems": 6}},
-                   {"regex": "(yes|no)!", "after": "</think>", "budget": 9}]  # fmt: skip
-    params = [SamplingParams(seed=i, max_tokens=60, skip_special_tokens=False,
-                             structured_outputs=StructuredOutputsParams(**constrained[i % 4])
-                             if i % 3 else None, **SAMPLED[i % 5]) for i in range(24)]  # fmt: skip
+    constrained = [
+        {"regex": "[a-c]{3}( [0-9]{2}){4}"},
+        {"choice": ["red", "green", "a long blue thing"]},
+        {"json": {"type": "array", "items": {"enum": [1, 22, "x"]}, "minItems": 6, "maxItems": 6}},
+        {"regex": "(yes|no)!", "after": "</think>", "budget": 9},
+    ]
+    params = [
+        SamplingParams(
+            seed=i,
+            max_tokens=60,
+            skip_special_tokens=False,
+            structured_outputs=StructuredOutputsParams(**constrained[i % 4]) if i % 3 else None,
+            **SAMPLED[i % 5],
+        )
+        for i in range(24)
+    ]
     prompts = [TEXTS[i % len(TEXTS)] for i in range(len(params))]
-    with LLM(device="cpu", dtype="float32", use_tqdm_on_load=False, max_num_seqs=16, max_model_len=512,
-             kv_cache_memory_bytes=64 << 20) as cpu:  # fmt: skip
+    with LLM(
+        device="cpu",
+        dtype="float32",
+        use_tqdm_on_load=False,
+        max_num_seqs=16,
+        max_model_len=512,
+        kv_cache_memory_bytes=64 << 20,
+    ) as cpu:
         expected = run(cpu, prompts, params)
     with contextlib.ExitStack() as stack:
         llm = stack.enter_context(make(bundled_model(), max_num_seqs=16, **options)) if options else bundled
@@ -347,8 +411,12 @@ def test_structured_outputs_are_the_cpu_s_and_change_nobody_else(options: dict[s
         assert "num_gpu_blocks_override" not in options or llm.engine.core.scheduler.num_preempted > 0
     ended = [c.finish_reason for o, p in zip(found, params, strict=True) for c in o.outputs if p.structured_outputs]
     assert set(ended) == {"stop"} and len(ended) > 16
-    assert all("</think>" in c.text for o, p in zip(found, params, strict=True) for c in o.outputs
-               if p.structured_outputs and p.structured_outputs.after)  # fmt: skip
+    assert all(
+        "</think>" in c.text
+        for o, p in zip(found, params, strict=True)
+        for c in o.outputs
+        if p.structured_outputs and p.structured_outputs.after
+    )
 
 
 def test_vectors_are_the_cpu_s(bundled: LLM) -> None:
@@ -372,8 +440,11 @@ class Waits:
         self._submit, self._release, self._launching = worker.submit, getattr(worker, "release", None), False
         patch.setattr(worker, "submit", self.submit)
         patch.setattr(worker, "release", self.release, raising=False)
-        for owner, name in ((torch.cuda.Event, "synchronize"), (torch.cuda.Stream, "synchronize"),
-                            (torch.cuda, "synchronize")):  # fmt: skip
+        for owner, name in (
+            (torch.cuda.Event, "synchronize"),
+            (torch.cuda.Stream, "synchronize"),
+            (torch.cuda, "synchronize"),
+        ):
             patch.setattr(owner, name, self._watching(getattr(owner, name), f"{owner.__name__}.{name}"))
 
     def submit(self, plan: Any) -> None:
@@ -418,10 +489,16 @@ class Calls:
 
 
 @pytest.mark.skipif(DEVICE != "cuda", reason="counts CUDA calls")
-@pytest.mark.parametrize("wait", [
-    lambda: torch.ones(1, device=DEVICE).item(), lambda: torch.ones(1, device=DEVICE).cpu(),
-    lambda: torch.cuda.synchronize(), lambda: torch.cuda.current_stream().synchronize(),
-], ids=["item", "cpu", "device", "stream"])  # fmt: skip
+@pytest.mark.parametrize(
+    "wait",
+    [
+        lambda: torch.ones(1, device=DEVICE).item(),
+        lambda: torch.ones(1, device=DEVICE).cpu(),
+        lambda: torch.cuda.synchronize(),
+        lambda: torch.cuda.current_stream().synchronize(),
+    ],
+    ids=["item", "cpu", "device", "stream"],
+)
 def test_the_watch_notices_a_wait(wait: Callable[[], object], monkeypatch: pytest.MonkeyPatch) -> None:
     worker = Calls()
     waits = Waits(worker, monkeypatch)
@@ -439,10 +516,16 @@ def test_no_step_waits_for_the_device(mixed: bool, bundled: LLM, monkeypatch: py
     params: Any = greedy(100)
     if mixed:
         structured = StructuredOutputsParams(regex="([a-z]+ )*")
-        fields = (*SAMPLED, {"temperature": 0.0}, {"temperature": 1.0, "logprobs": 5},
-                  {"structured_outputs": structured})
-        params = [SamplingParams(seed=i, max_tokens=20 + 7 * i % 50, ignore_eos=True, **fields[i % len(fields)])
-                  for i in range(len(prompts))]  # fmt: skip
+        fields = (
+            *SAMPLED,
+            {"temperature": 0.0},
+            {"temperature": 1.0, "logprobs": 5},
+            {"structured_outputs": structured},
+        )
+        params = [
+            SamplingParams(seed=i, max_tokens=20 + 7 * i % 50, ignore_eos=True, **fields[i % len(fields)])
+            for i in range(len(prompts))
+        ]
     expected = tokens(run(bundled, prompts, params))  # warms up
     bundled.reset_prefix_cache()
     waits = Waits(bundled.engine.worker, monkeypatch)

@@ -80,9 +80,19 @@ def test_experts(device: torch.device, shape: tuple[int, int, int, int], tokens:
 
 
 @pytest.mark.parametrize("spread", ["even", "one", "few", "none"])
-@pytest.mark.parametrize(("pairs", "experts"), [
-    (1000, 8), (4096, 128), (4097, 1), (5001, 256), (16400, 60), (65536, 128), (131072, 256), (300001, 20),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("pairs", "experts"),
+    [
+        (1000, 8),
+        (4096, 128),
+        (4097, 1),
+        (5001, 256),
+        (16400, 60),
+        (65536, 128),
+        (131072, 256),
+        (300001, 20),
+    ],
+)
 def test_sorted_pairs(device: torch.device, pairs: int, experts: int, spread: str) -> None:
     """By one kernel or two, exactly; with a map that drops the odd ones, and with all experts."""
     torch.manual_seed(pairs)

@@ -24,8 +24,14 @@ from .test_engine import TEXTS, make
 
 ROOT = Path(__file__).resolve().parents[2]
 KEY = "a key that both engines know"
-SMALL = {"num_gpu_blocks_override": 60, "block_size": 16, "max_model_len": 192, "max_num_seqs": 3,
-         "kv_offload_gb": 0.02, "kv_offload_policy": "write_through"}  # fmt: skip
+SMALL = {
+    "num_gpu_blocks_override": 60,
+    "block_size": 16,
+    "max_model_len": 192,
+    "max_num_seqs": 3,
+    "kv_offload_gb": 0.02,
+    "kv_offload_policy": "write_through",
+}
 PROMPTS = [f"{text}. " * 14 for text in TEXTS]
 SECONDS = 180
 
@@ -77,8 +83,13 @@ class Child:
     def __init__(self, script: str, argument: str = "", **environment: str) -> None:
         path = os.pathsep.join(filter(None, (str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH", ""))))
         self.process = subprocess.Popen(
-            [sys.executable, "-c", CHILD + script, argument], cwd=ROOT, text=True, stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE, env=os.environ | {"PYTHONPATH": path, "QUIRE_CLUSTER_KEY": KEY} | environment)
+            [sys.executable, "-c", CHILD + script, argument],
+            cwd=ROOT,
+            text=True,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=os.environ | {"PYTHONPATH": path, "QUIRE_CLUSTER_KEY": KEY} | environment,
+        )
 
     def answer(self) -> Any:
         """Return the next answer."""

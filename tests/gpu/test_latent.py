@@ -79,8 +79,14 @@ def build(step: Step, heads: int, size: int) -> tuple[Tensor, LatentView, Attent
     shared = None
     if step.prefix:
         slots = np.arange(len(counts), dtype=np.int32)
-        packed = pack_shared([SharedPrefix(slots, step.prefix // size)], slots, np.array(step.query_lens, np.int32),
-                             num_groups=4, most_seqs=400, decode_len=min(step.query_lens))  # fmt: skip
+        packed = pack_shared(
+            [SharedPrefix(slots, step.prefix // size)],
+            slots,
+            np.array(step.query_lens, np.int32),
+            num_groups=4,
+            most_seqs=400,
+            decode_len=min(step.query_lens),
+        )
         shared = SharedBlocks.view(torch.from_numpy(packed).to(DEVICE), 4, 400, len(counts) + 2)
     longest = max(step.query_lens)
     meta = AttentionMeta(
@@ -223,25 +229,45 @@ def test_expanded_waits_for_nothing() -> None:
 def test_a_layer_can_be_captured(name: str) -> None:
     """A graph gives the layer's results; absorbed and expanded attention agree; one projection gives all queries."""
     config = {
-        "model_type": "deepseek_v2", "q_lora_rank": None, "kv_lora_rank": L, "qk_nope_head_dim": P,
-        "qk_rope_head_dim": R, "v_head_dim": V, "hidden_size": 2048, "num_attention_heads": 16,
-        "num_key_value_heads": 16, "num_hidden_layers": 1, "vocab_size": 8, "intermediate_size": 8,
-        "max_position_embeddings": 40_000, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8,
+        "model_type": "deepseek_v2",
+        "q_lora_rank": None,
+        "kv_lora_rank": L,
+        "qk_nope_head_dim": P,
+        "qk_rope_head_dim": R,
+        "v_head_dim": V,
+        "hidden_size": 2048,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 16,
+        "num_hidden_layers": 1,
+        "vocab_size": 8,
+        "intermediate_size": 8,
+        "max_position_embeddings": 40_000,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 8,
         "first_k_dense_replace": 1,
-    }  # fmt: skip
+    }
     args = parse_checkpoint_config(config)
     small = select_kernels("cuda", "bfloat16")
     kernels = Kernels(choices=small.choices, norm=small.norm, linear=small.linear, latent=triton)
     params = layout(args)
-    build_of = Build(torch.bfloat16, DEVICE, kernels, {param.name: param for param in params},
-                     linear_plans(args, params, small.choices))  # fmt: skip
+    build_of = Build(
+        torch.bfloat16,
+        DEVICE,
+        kernels,
+        {param.name: param for param in params},
+        linear_plans(args, params, small.choices),
+    )
     layer, norm = LatentAttention(args, "layers.0.attention", build_of), RMSNorm("norm", 1e-6, build_of)
     fill_layer(layer, build_of, lambda raw: torch.randn(raw.shape) * (0.03 if len(raw.shape) > 1 else 1))
     norm.take({"weight": torch.randn(2048).to(DEVICE, torch.bfloat16)}, 0)
     _, cache, meta = build(STEPS[name], 16, 64)
     prompts, tokens = sequences(meta), sum(STEPS[name].query_lens)
-    ends = [(int(meta.block_tables[meta.table_rows[s]][at // 64]) * 64 + at % 64, at)  # type: ignore[index]
-            for first, last, s, past in prompts for at in range(past, past + last - first)]  # fmt: skip
+    ends = [
+        (int(meta.block_tables[meta.table_rows[s]][at // 64]) * 64 + at % 64, at)  # type: ignore[index]
+        for first, last, s, past in prompts
+        for at in range(past, past + last - first)
+    ]
     slots, positions = torch.tensor(ends, device=DEVICE).unbind(1)
     meta = replace(meta, kv_slots=slots.contiguous(), prompts=())
     hidden = torch.randn(tokens, 2048, device=DEVICE, dtype=torch.bfloat16)

@@ -89,10 +89,12 @@ def drafted(llm: LLM) -> tuple[int, int]:
     return made, sum(accepted)
 
 
-@pytest.mark.parametrize(("name", "options"), [
-    *((name, options) for name in DRAFTERS for options in OPTIONS), *MORE], ids=str)
-def test_answers_are_those_of_plain_decoding(name: str, options: dict[str, Any], pair: Callable[[str], Pair],
-                                             plain: Callable[..., Answers]) -> None:  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "options"), [*((name, options) for name in DRAFTERS for options in OPTIONS), *MORE], ids=str
+)
+def test_answers_are_those_of_plain_decoding(
+    name: str, options: dict[str, Any], pair: Callable[[str], Pair], plain: Callable[..., Answers]
+) -> None:
     """Greedy and sampled, of several answers to a prompt, with penalties, and behind reused prefixes."""
     with pair(name).run(**options) as llm:
         assert answers(llm) == plain(name)
@@ -105,8 +107,9 @@ def test_answers_are_those_of_plain_decoding(name: str, options: dict[str, Any],
 
 
 @pytest.mark.parametrize("name", DRAFTERS)
-def test_an_8_bit_cache_for_the_drafter_too(name: str, pair: Callable[[str], Pair],
-                                            plain: Callable[..., Answers]) -> None:  # fmt: skip
+def test_an_8_bit_cache_for_the_drafter_too(
+    name: str, pair: Callable[[str], Pair], plain: Callable[..., Answers]
+) -> None:
     """The number of rows changes last bits, and then a code: few texts go on otherwise."""
     with pair(name).run(k=2, kv_cache_dtype="fp8") as llm:
         found, expected = answers(llm), plain(name, kv_cache_dtype="fp8")
@@ -120,8 +123,12 @@ def test_a_grammar_s_answers_are_those_of_plain_decoding(name: str, pair: Callab
     """Forced tokens are drafts of the host; the layers make the entries of what was accepted, and draft for others."""
     grammar = {"regex": "( The module provides a class, or a function){2}[a-z ]{9}"}
     structured = StructuredOutputsParams(**grammar)
-    params = [SamplingParams(max_tokens=60, ignore_eos=True, structured_outputs=structured if i % 2 else None,
-                             **FIELDS[i % 4]) for i in range(len(TEXTS))]  # fmt: skip
+    params = [
+        SamplingParams(
+            max_tokens=60, ignore_eos=True, structured_outputs=structured if i % 2 else None, **FIELDS[i % 4]
+        )
+        for i in range(len(TEXTS))
+    ]
     found = []
     for k in (0, 3):
         with pair(name).run(k=k) as llm:
@@ -133,10 +140,12 @@ def test_a_grammar_s_answers_are_those_of_plain_decoding(name: str, pair: Callab
 
 
 @pytest.mark.parametrize("name", ["mtp latent", "eagle3", "draft model"])
-def test_entries_of_drafters_come_back_from_the_host(name: str, pair: Callable[[str], Pair],
-                                                     plain: Callable[..., Answers]) -> None:  # fmt: skip
-    with pair(name).run(k=2, num_gpu_blocks_override=30, max_num_seqs=3, kv_offload_gb=0.05,
-                        kv_offload_policy="write_through") as llm:  # fmt: skip
+def test_entries_of_drafters_come_back_from_the_host(
+    name: str, pair: Callable[[str], Pair], plain: Callable[..., Answers]
+) -> None:
+    with pair(name).run(
+        k=2, num_gpu_blocks_override=30, max_num_seqs=3, kv_offload_gb=0.05, kv_offload_policy="write_through"
+    ) as llm:
         assert answers(llm) == plain(name)
         drafted(llm)
         flush(llm.engine.core)
@@ -155,8 +164,12 @@ def test_drafts_by_who_knows_the_model_are_right(name: str, dtype: str, least: f
         head = eagle.write(tmp_path / "head", name, eagle.knowing(name, target))
         own = Pair(target, {"method": name, "model": str(head)})
     long = f"{SURE[4]}{SURE[-1]}"
-    with own.run(k=3, dtype=dtype, max_num_batched_tokens=32,
-                 num_speculative_tokens_per_batch_size=[[1, 1, 3], [2, 2, 1], [3, 9, 0]]) as llm:  # fmt: skip
+    with own.run(
+        k=3,
+        dtype=dtype,
+        max_num_batched_tokens=32,
+        num_speculative_tokens_per_batch_size=[[1, 1, 3], [2, 2, 1], [3, 9, 0]],
+    ) as llm:
         params = [SamplingParams(max_tokens=count, temperature=0.0, ignore_eos=True) for count in (10, 60, 30)]
         llm.generate([long, f"{long} The", TEXTS[-1]], params, use_tqdm=False)
         outputs = llm.generate([f"{long} The", TEXTS[0]], params[:2], use_tqdm=False)

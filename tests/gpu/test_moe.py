@@ -53,9 +53,14 @@ def build(args: ModelArgs, device: torch.device) -> Layers:
     torch.manual_seed(0)
     kernels = select_kernels("cuda", "bfloat16", ops=operations(args), head_dim=args.head_dim)
     params, first = layout(args), min(args.moe.layers)
-    built = Build(torch.bfloat16, device, kernels, {param.name: param for param in params},
-                  linear_plans(args, params, kernels.choices),
-                  moe=experts_plan(args, "bfloat16", "cuda"))  # fmt: skip
+    built = Build(
+        torch.bfloat16,
+        device,
+        kernels,
+        {param.name: param for param in params},
+        linear_plans(args, params, kernels.choices),
+        moe=experts_plan(args, "bfloat16", "cuda"),
+    )
     layers = [(MoE(args, f"layers.{first}.mlp", built), RMSNorm("norm", args.norm_eps, built)) for _ in range(LAYERS)]
     for layer, norm in layers:
         fill_layer(layer, built, lambda raw: torch.randn(raw.shape) * raw.shape[-1] ** -0.5)

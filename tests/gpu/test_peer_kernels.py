@@ -230,8 +230,10 @@ def test_ranks_that_share_a_gpu(tmp_path: Path, ranks: int) -> None:
     for one in running:
         one.kill()
         one.wait()
-    words = "\n".join(f"rank {rank}, exit code {code}:\n{file.read_text()}"
-                      for rank, (code, file) in enumerate(zip(ended, files, strict=True)))  # fmt: skip
+    words = "\n".join(
+        f"rank {rank}, exit code {code}:\n{file.read_text()}"
+        for rank, (code, file) in enumerate(zip(ended, files, strict=True))
+    )
     if NO_IPC in ended:
         pytest.skip(f"processes cannot map each other's memory of this GPU: {words}")
     assert ended == [0] * ranks, words

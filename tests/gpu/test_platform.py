@@ -83,13 +83,22 @@ def test_loaded_weights_are_the_cpu_s(tmp_path: Path, dtype: str, chunk: int, th
 
 def test_the_rate_from_the_page_cache(tmp_path: Path) -> None:
     big = {"hidden_size": 4096, "intermediate_size": 12288, "num_attention_heads": 32, "head_dim": 128}
-    stored = {part.stored: torch.zeros(part.shape, dtype=torch.bfloat16)
-              for param in build("cuda", "bfloat16", big).layout for part in param.parts}  # fmt: skip
+    stored = {
+        part.stored: torch.zeros(part.shape, dtype=torch.bfloat16)
+        for param in build("cuda", "bfloat16", big).layout
+        for part in param.parts
+    }
     save_file(stored, tmp_path / "model.safetensors")
     for threads in (1, 2, 4, 8, 16):
         models = [build("cuda", "bfloat16", big) for _ in range(2)]
-        print(threads, "threads:", min((load_weights(model, tmp_path, num_threads=threads) for model in models),
-                                       key=lambda report: report.seconds))  # fmt: skip
+        print(
+            threads,
+            "threads:",
+            min(
+                (load_weights(model, tmp_path, num_threads=threads) for model in models),
+                key=lambda report: report.seconds,
+            ),
+        )
         assert not any(tensor.any() for model in models for tensor in model.tensors.values())
 
 

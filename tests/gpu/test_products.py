@@ -55,9 +55,14 @@ def test_all_operations_use_it(rows: int, monkeypatch: pytest.MonkeyPatch) -> No
     scale = scale.to(x)
 
     def all_of_them() -> list[Tensor]:
-        return [cuda.run(x, packed, bias), cuda.run_float(x, packed, None), cuda.run_gated(x, packed, bias),
-                cuda.run_add(x, packed, bias, residual.clone()), cuda.run_norm(x, scale, 1e-6, packed, bias),
-                cuda.run_norm_gated(x, scale, 1e-6, packed, bias)]  # fmt: skip
+        return [
+            cuda.run(x, packed, bias),
+            cuda.run_float(x, packed, None),
+            cuda.run_gated(x, packed, bias),
+            cuda.run_add(x, packed, bias, residual.clone()),
+            cuda.run_norm(x, scale, 1e-6, packed, bias),
+            cuda.run_norm_gated(x, scale, 1e-6, packed, bias),
+        ]
 
     calls, product = [], some_hopper.product
     monkeypatch.setattr(some_hopper, "product", lambda *given, **more: calls.append(1) or product(*given, **more))

@@ -18,7 +18,7 @@ from ..support.quantized_cases import (
     exact_values,
     make_matrix,
     stands_for,
-)  # fmt: skip
+)
 
 LARGE = (
     Call(1, 1024, 4096, norm=True), Call(1, 1024, 12288, residual=True), Call(2, 2048, 2048, norm=True, gated=True),
@@ -93,8 +93,20 @@ def test_experts_of_eight_bits(kind: str, tokens: int, device: torch.device) -> 
 @pytest.mark.parametrize("kind", WEIGHT_ONLY)
 def test_experts_of_integer_weights(kind: str, tokens: int, device: torch.device) -> None:
     for away in ((), (1, 4)):
-        compare_experts(WEIGHT_ONLY[kind], tokens, 8, 2, 512, 384, torch.bfloat16, device, 1e-2, residual=True,
-                        away=away, kernel=weight_only_experts)  # fmt: skip
+        compare_experts(
+            WEIGHT_ONLY[kind],
+            tokens,
+            8,
+            2,
+            512,
+            384,
+            torch.bfloat16,
+            device,
+            1e-2,
+            residual=True,
+            away=away,
+            kernel=weight_only_experts,
+        )
 
 
 def test_the_reference_can_be_captured(device: torch.device) -> None:

@@ -35,8 +35,13 @@ SIZES: dict[str, dict[str, Any]] = {
     "dp8": LARGER["dp8"],
 }  # fmt: skip
 PROMPTS: Any = [{"prompt_token_ids": list(range(5, 5 + n))} for n in (3, 17, 40)]
-OPTIONS: dict[str, Any] = {"device": "cuda", "dtype": "float32", "skip_tokenizer_init": True, "max_model_len": 256,
-                           "gpu_memory_utilization": 0.3}  # fmt: skip
+OPTIONS: dict[str, Any] = {
+    "device": "cuda",
+    "dtype": "float32",
+    "skip_tokenizer_init": True,
+    "max_model_len": 256,
+    "gpu_memory_utilization": 0.3,
+}
 EAGER = {"all2all_backend": "allgather_reducescatter", "enforce_eager": True}
 OF_EXPERTS: dict[str, dict[str, Any]] = {
     "tp2": {"tensor_parallel_size": 2}, "tp2-ep": {"tensor_parallel_size": 2, "enable_expert_parallel": True},
@@ -55,9 +60,16 @@ def num_ranks(sizes: dict[str, Any]) -> int:
 def layouts(every: dict[str, dict[str, Any]]) -> list[Any]:
     """Cases of a test, which are skipped where there are too few GPUs."""
     there = torch.cuda.device_count()
-    return [pytest.param(sizes, id=name, marks=pytest.mark.skipif(
-        there < num_ranks(sizes), reason=f"needs {num_ranks(sizes)} GPUs, and PyTorch sees {there}"))
-        for name, sizes in every.items()]  # fmt: skip
+    return [
+        pytest.param(
+            sizes,
+            id=name,
+            marks=pytest.mark.skipif(
+                there < num_ranks(sizes), reason=f"needs {num_ranks(sizes)} GPUs, and PyTorch sees {there}"
+            ),
+        )
+        for name, sizes in every.items()
+    ]
 
 
 def answers(model: str, **options: Any) -> list[tuple[list[int], Any]]:
@@ -118,8 +130,9 @@ def pids(llm: LLM) -> list[int]:
 
 
 @pytest.mark.parametrize("number", [0, -1])
-@pytest.mark.parametrize("sizes", layouts({name: OF_EXPERTS[name] for name in ("tp2", "tp4", "dp4-ep", "tp8",
-                                                                               "dp8-ep")}))  # fmt: skip
+@pytest.mark.parametrize(
+    "sizes", layouts({name: OF_EXPERTS[name] for name in ("tp2", "tp4", "dp4-ep", "tp8", "dp8-ep")})
+)
 def test_a_killed_rank_ends_the_engine(folder: Callable[[str], str], sizes: dict[str, Any], number: int) -> None:
     """Within seconds, though the other GPUs wait in a kernel; and their memory is free again."""
     before = [torch.cuda.mem_get_info(gpu)[0] for gpu in range(num_ranks(sizes))]

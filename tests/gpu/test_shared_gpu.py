@@ -26,8 +26,12 @@ from ..support.many_ranks import SIZES
 from ..support.quantized_checkpoints import FORMS, quantize_checkpoint
 from ..support.tiny_models import Tiny, random_model
 
-SCHEMA = {"type": "object", "properties": {"age": {"type": "integer"}}, "required": ["age"],
-          "additionalProperties": False}  # fmt: skip
+SCHEMA = {
+    "type": "object",
+    "properties": {"age": {"type": "integer"}},
+    "required": ["age"],
+    "additionalProperties": False,
+}
 TEXTS = ["To create a new file you", "def main(", "Once upon a time", "1, 2, 3, 5, 8, 13, 21, 34; " * 4, "The json"]
 IDS = [list(range(5, 5 + count)) for count in (3, 17, 40, 33, 8)]
 KINDS: list[dict[str, Any]] = [
@@ -128,8 +132,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
     @cache
     def made(family: str) -> Path:
-        spec = Tiny(family=family, heads=(8, 2), head_dim=64,
-                    changes=(("moe_intermediate_size", 128), ("intermediate_size", 512)))  # fmt: skip
+        spec = Tiny(
+            family=family,
+            heads=(8, 2),
+            head_dim=64,
+            changes=(("moe_intermediate_size", 128), ("intermediate_size", 512)),
+        )
         where = tmp_path_factory.mktemp(family)
         random_model(spec, 0).save_pretrained(where)
         return where
@@ -150,8 +158,9 @@ def one_rank(folder: Callable[[str], Path]) -> Callable[[str], list[Any]]:
 
 
 @pytest.mark.parametrize(("family", "sizes", "killed"), [("deepseek_v3", "tp2-ep", 0), ("qwen3_moe", "dp2-ep", 1)])
-def test_whole_experts_on_each_rank(folder: Callable[[str], Path], one_rank: Callable[[str], list[Any]], family: str,
-                                    sizes: str, killed: int) -> None:  # fmt: skip
+def test_whole_experts_on_each_rank(
+    folder: Callable[[str], Path], one_rank: Callable[[str], list[Any]], family: str, sizes: str, killed: int
+) -> None:
     expected, before = one_rank(family), free()
     with LLM(str(folder(family)), **NO_TEXT, **GATHER, **SIZES[sizes]) as llm:
         for _ in range(2):
@@ -160,13 +169,15 @@ def test_whole_experts_on_each_rank(folder: Callable[[str], Path], one_rank: Cal
         check_death(llm, killed, PROMPTS, before)
 
 
-def test_experts_move_while_requests_are_served(folder: Callable[[str], Path], one_rank: Callable[[str], list[Any]],
-                                                monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+def test_experts_move_while_requests_are_served(
+    folder: Callable[[str], Path], one_rank: Callable[[str], list[Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Every layer switches to another map, with copies of two experts, and no token changes."""
     monkeypatch.setattr(balancer, "LEAST_GAIN", -1.0)
     settings = {"num_redundant_experts": 2, "step_interval": 8, "window_size": 4}
-    with LLM(str(folder("qwen3_moe")), **NO_TEXT, **GATHER, **SIZES["dp2-ep"], enable_eplb=True,
-             eplb_config=settings) as llm:  # fmt: skip
+    with LLM(
+        str(folder("qwen3_moe")), **NO_TEXT, **GATHER, **SIZES["dp2-ep"], enable_eplb=True, eplb_config=settings
+    ) as llm:
         core = llm.engine.core
         assert isinstance(core, Replicas) and core._balancer is not None
         for _ in range(ROUNDS):
@@ -177,11 +188,16 @@ def test_experts_move_while_requests_are_served(folder: Callable[[str], Path], o
         compare(ask(llm, PROMPTS, params(False)), one_rank("qwen3_moe"))
 
 
-@pytest.mark.parametrize(("form", "dtype", "sizes", "bound"), [
-    ("fp8-block", "bfloat16", "pp2", 1e-6), ("awq", "float16", "tp2", 0.2),
-])  # fmt: skip
-def test_quantized_weights(folder: Callable[[str], Path], tmp_path: Path, form: str, dtype: str, sizes: str,
-                           bound: float) -> None:  # fmt: skip
+@pytest.mark.parametrize(
+    ("form", "dtype", "sizes", "bound"),
+    [
+        ("fp8-block", "bfloat16", "pp2", 1e-6),
+        ("awq", "float16", "tp2", 0.2),
+    ],
+)
+def test_quantized_weights(
+    folder: Callable[[str], Path], tmp_path: Path, form: str, dtype: str, sizes: str, bound: float
+) -> None:
     """The mean difference of log-probabilities is within a bound; other slices give more than 1.
 
     A stage computes what one rank does. Two parts of a sum are rounded to float16, one sum is not. Prompts come one by
@@ -191,11 +207,17 @@ def test_quantized_weights(folder: Callable[[str], Path], tmp_path: Path, form: 
     found = []
     for given in ({}, SIZES[sizes]):
         with LLM(str(tmp_path / "quantized"), **NO_TEXT | {"dtype": dtype}, **given) as llm:
-            outputs = [llm.generate([prompt], SamplingParams(max_tokens=1, prompt_logprobs=0), use_tqdm=False)[0]
-                       for prompt in PROMPTS]  # fmt: skip
-        found.append([entry[token].logprob for one in outputs
-                      for token, entry in zip(one.prompt_token_ids[1:], one.prompt_logprobs[1:],
-                                              strict=True)])  # fmt: skip
+            outputs = [
+                llm.generate([prompt], SamplingParams(max_tokens=1, prompt_logprobs=0), use_tqdm=False)[0]
+                for prompt in PROMPTS
+            ]
+        found.append(
+            [
+                entry[token].logprob
+                for one in outputs
+                for token, entry in zip(one.prompt_token_ids[1:], one.prompt_logprobs[1:], strict=True)
+            ]
+        )
     assert np.abs(np.subtract(*found)).mean() < bound
 
 

@@ -66,8 +66,10 @@ def test_heads(device: torch.device, tokens: int, q_heads: int, kv_heads: int, d
     rotary = Rotary(RopeArgs(theta=1e6), dim, device, width=dim)
     cos, sin = rotary.rows(torch.arange(tokens, device=device), torch.bfloat16)
     slots = torch.randperm((tokens // 64 + 1) * 64, device=device)[:tokens] + 64
-    views = [KVView(*torch.full((2, tokens // 64 + 2, kv_heads, 64, dim), torch.nan, device=device).bfloat16())
-             for _ in range(2)]  # fmt: skip
+    views = [
+        KVView(*torch.full((2, tokens // 64 + 2, kv_heads, 64, dim), torch.nan, device=device).bfloat16())
+        for _ in range(2)
+    ]
     q = heads.prepare(qkv, weight, EPS, cos, sin, views[0], slots)
     close(q, heads_ref.prepare(qkv, weight, EPS, cos, sin, views[1], slots))
     for actual, expected in ((views[0].k, views[1].k), (views[0].v, views[1].v)):

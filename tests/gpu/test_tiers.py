@@ -32,10 +32,17 @@ def truth() -> list[list[int]]:
         return ask(llm)[0]
 
 
-@pytest.mark.parametrize("options", [
-    {}, {"async_depth": 1}, {"kv_offload_policy": "lazy"}, {"enforce_eager": True},
-    {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}},
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"async_depth": 1},
+        {"kv_offload_policy": "lazy"},
+        {"enforce_eager": True},
+        {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}},
+    ],
+    ids=str,
+)
 def test_tokens_are_those_without_tiers(truth: list[list[int]], options: dict[str, Any]) -> None:
     with make(bundled_model(), **SMALL | HOST | options) as llm:
         assert ask(llm)[0] == truth

@@ -22,10 +22,11 @@ def compile_production() -> None:
     """The four products of a layer of Qwen3 8B, with and without dependent launches, and shapes that divide badly."""
     AbsentGpu(check)
 
-    def launch(rows: int, n: int, k: int, *, gated: bool = False, residual: bool = False,
-               bias: bool = False) -> None:  # fmt: skip
-        x, y, weight, added = (torch.empty(shape, dtype=torch.bfloat16, device="meta") for shape in (
-            (rows, k), (rows, n), (n << gated, k), (n << gated,)))  # fmt: skip
+    def launch(rows: int, n: int, k: int, *, gated: bool = False, residual: bool = False, bias: bool = False) -> None:
+        x, y, weight, added = (
+            torch.empty(shape, dtype=torch.bfloat16, device="meta")
+            for shape in ((rows, k), (rows, n), (n << gated, k), (n << gated,))
+        )
         some_hopper.product(x, weight, added if bias else None, y, residual=y if residual else None, gated=gated)
 
     for rows, dependent in (4, True), (64, False):

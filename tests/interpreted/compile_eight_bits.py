@@ -29,7 +29,7 @@ def check(made: Made) -> None:
     """
     many = made.name in ("prefill_kernel", "prefix_kernel") or (
         made.constants.get("M", 0) >= 64 and made.name != "merge_kernel"
-    )  # fmt: skip
+    )
     assert not many or made.options["target"].arch < 90 or "wgmma" in made.ptx, made
     assert made.name not in ("decode_kernel", "prefix_kernel") or made.stack == 0, (made.stack, made)
     assert made.stack <= 64, (made.stack, made)
@@ -39,8 +39,15 @@ def check(made: Made) -> None:
 def launch_heads(cache: torch.dtype, tokens: int) -> None:
     arena = empty(9, 28, 2, 8, 128, 128, dtype=cache)
     kv = KVView(arena[:, 3, 0], arena[:, 3, 1], 0.5, 0.25)
-    heads.prepare(empty(tokens, 48, 128), empty(40, 128), 1e-6, empty(tokens, 128), empty(tokens, 128), kv,
-                  empty(tokens, dtype=torch.int64))  # fmt: skip
+    heads.prepare(
+        empty(tokens, 48, 128),
+        empty(40, 128),
+        1e-6,
+        empty(tokens, 128),
+        empty(tokens, 128),
+        kv,
+        empty(tokens, dtype=torch.int64),
+    )
     for longest, shared in ((1, None), (1, SharedBlocks(ints(9), ints(64), ints(64), ints(64))), (tokens, None)):
         meta = AttentionMeta(ints(65), ints(64), ints(99, 512), ints(9), ints(64), longest, 1, shared)
         triton.paged_attention(empty(tokens, 32, 128), kv, meta, 0.1)
@@ -54,8 +61,9 @@ def launch_latents(cache: torch.dtype, tokens: int) -> None:
     pages = empty(9, 27, 576 * 128, dtype=cache)[:, 3]
     kept = LatentView(pages[:, : 512 * 128].view(9, 1, 128, 512), pages[:, 512 * 128 :].view(9, 1, 128, 64), 0.5)
     q, down = empty(tokens, 16, 192), empty(tokens, 576)
-    latent.prepare(q, down, empty(512), 1e-6, empty(tokens, 64), empty(tokens, 64), kept,
-                   empty(tokens, dtype=torch.int64))  # fmt: skip
+    latent.prepare(
+        q, down, empty(512), 1e-6, empty(tokens, 64), empty(tokens, 64), kept, empty(tokens, dtype=torch.int64)
+    )
     shared = SharedBlocks(ints(9), ints(64), ints(64), ints(64))
     prompts = ((0, tokens, 0, 4096),)
     for longest, given in ((1, None), (1, shared), (tokens, None)):

@@ -36,10 +36,14 @@ def exchange(ranks: int, bound: int, hidden: int, top_k: int, **changes: Any) ->
     each = changes.pop("each", 1)
     layout = Layout(ranks=ranks, rows=4096, hidden=hidden, top_k=top_k, item_bytes=2, **changes)
     addresses = empty(ranks, dtype=torch.int64)
-    slots = Slots(Peers(addresses, addresses, 1, layout.num_bytes, 64), layout,
-                  empty(layout.num_bytes, dtype=torch.uint8), each)  # fmt: skip
-    ints = (empty(bound * each, top_k, dtype=torch.int32), empty(1, dtype=torch.int32),
-            empty(EXPERTS, dtype=torch.int32))  # fmt: skip
+    slots = Slots(
+        Peers(addresses, addresses, 1, layout.num_bytes, 64), layout, empty(layout.num_bytes, dtype=torch.uint8), each
+    )
+    ints = (
+        empty(bound * each, top_k, dtype=torch.int32),
+        empty(1, dtype=torch.int32),
+        empty(EXPERTS, dtype=torch.int32),
+    )
     ids, count, owner = ints
     x, weights = empty(bound * each, hidden), empty(bound * each, top_k, dtype=torch.float32)
     *_, y = dispatch(x, ids, weights, count, owner, slots, bound)

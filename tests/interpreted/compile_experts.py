@@ -14,8 +14,18 @@ from quire.kernels.linear import weight_only as linear
 from quire.kernels.pack.matrix import empty as empty_matrix
 from quire.kernels.routing import triton as routing
 
-DEEPSEEK = Routing(num_experts=256, top_k=8, scoring="sigmoid", bias=True, num_groups=8, top_groups=4,
-                   group_score="top2", normalize=True, normalize_eps=1e-20, scaling=2.5)  # fmt: skip
+DEEPSEEK = Routing(
+    num_experts=256,
+    top_k=8,
+    scoring="sigmoid",
+    bias=True,
+    num_groups=8,
+    top_groups=4,
+    group_score="top2",
+    normalize=True,
+    normalize_eps=1e-20,
+    scaling=2.5,
+)
 INTEGERS = Scheme(values="w4", block=(1, 128), zeros=True)
 QWEN = Routing(num_experts=128, top_k=8, scoring="softmax", normalize=True)
 
@@ -73,8 +83,12 @@ def compile_production() -> None:
 
     for plan in (QWEN, DEEPSEEK):
         for live in (None, empty(4, dtype=torch.bool)):
-            routing.route(empty(4, plan.num_experts, dtype=torch.float32),
-                          empty(plan.num_experts, dtype=torch.float32) if plan.bias else None, plan, live)  # fmt: skip
+            routing.route(
+                empty(4, plan.num_experts, dtype=torch.float32),
+                empty(plan.num_experts, dtype=torch.float32) if plan.bias else None,
+                plan,
+                live,
+            )
     for dependent in (False, True):
         setattr(pdl, "in_use", lambda dependent=dependent: dependent)  # noqa: B010
         for tokens in (1, 16, 256, 512, 8192):

@@ -18,9 +18,11 @@ def check(made: Made) -> None:
     assert made.name != "shared_kernel" or made.stack == 0, (made.stack, made)
 
 
-def launch(tokens: int, longest: int, heads: int, size: int, dtype: torch.dtype = torch.bfloat16, few: int = 1,
-           seqs: int = 64) -> None:
+def launch(
+    tokens: int, longest: int, heads: int, size: int, dtype: torch.dtype = torch.bfloat16, few: int = 1, seqs: int = 64
+) -> None:
     """Launch a layer of a step, in the middle of an arena, on tensors without storage."""
+
     def empty(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
 

@@ -35,8 +35,16 @@ def compile_production() -> None:
     def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
 
-    def launch(rows: int, n: int, k: int, group: int = 128, bits: int = 4, gated: bool = False, zeros: bool = True,
-               residual: bool = False) -> None:  # fmt: skip
+    def launch(
+        rows: int,
+        n: int,
+        k: int,
+        group: int = 128,
+        bits: int = 4,
+        gated: bool = False,
+        zeros: bool = True,
+        residual: bool = False,
+    ) -> None:
         units, steps = -(-(n << gated) // 64) * 4, -(-k // 128)
         packed = empty(units, steps * 128 * bits // 256, 32, 4, dtype=torch.int32)
         scales = empty(units, k // group, 16, dtype=torch.float32)
@@ -45,8 +53,19 @@ def compile_production() -> None:
             shape = (n << gated, k)
             words.unpack(packed, scales, none, shape, torch.bfloat16, bits=bits, group=group, gated=gated)
         else:
-            words.product(empty(rows, k), packed, scales, none, None, y, bits=bits, group=group, gated=gated,
-                          counters=empty(9999, dtype=torch.int32), residual=y if residual else None)
+            words.product(
+                empty(rows, k),
+                packed,
+                scales,
+                none,
+                None,
+                y,
+                bits=bits,
+                group=group,
+                gated=gated,
+                counters=empty(9999, dtype=torch.int32),
+                residual=y if residual else None,
+            )
 
     for dependent in (False, True):
         setattr(pdl, "in_use", lambda dependent=dependent: dependent)  # noqa: B010

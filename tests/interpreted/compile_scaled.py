@@ -35,8 +35,9 @@ def compile_production() -> None:
     AbsentGpu(check)
     setattr(triton_runtime, "missing_hopper", lambda: "")  # noqa: B010
 
-    def launch(scheme: Scheme, rows: int, n: int, k: int, *, gated: bool = False, residual: bool = False,
-               bias: bool = False) -> None:  # fmt: skip
+    def launch(
+        scheme: Scheme, rows: int, n: int, k: int, *, gated: bool = False, residual: bool = False, bias: bool = False
+    ) -> None:
         matrix = empty_matrix(scheme, (n << gated, k), "meta")
         packed = (scaled.pack_gated if gated else scaled.pack)(matrix)
         assert isinstance(packed, scaled.Scaled)

@@ -78,8 +78,14 @@ class AbsentGpu:
         """Called by Triton with everything that is compiled, or found in its cache."""
         names, in_gluon = src.fn.arg_names, src.fn.is_gluon()
         constants = {names[path[0]]: value for path, value in src.constants.items()}
-        made = Made("hopper." * in_gluon + src.fn.__name__, constants, src.signature, metadata, metadata["shared"],
-                    metadata_group)  # fmt: skip
+        made = Made(
+            "hopper." * in_gluon + src.fn.__name__,
+            constants,
+            src.signature,
+            metadata,
+            metadata["shared"],
+            metadata_group,
+        )
         print(made.name)
         assert made.shared <= (self.HOPPER if in_gluon else self.room), made
         assert not in_gluon or (made.stack == 0 and made.waits < 0.5), (made.stack, made.waits, made)

@@ -48,8 +48,10 @@ class SharedFiles(SymmetricGroup):
 
     def __init__(self, group: ProcessGroup, folder: Path) -> None:
         def mapped(name: str, size: int) -> list[Tensor]:
-            return [torch.from_file(str(folder / f"{name}{rank}"), shared=True, size=size, dtype=torch.uint8)
-                    for rank in range(SIZE)]  # fmt: skip
+            return [
+                torch.from_file(str(folder / f"{name}{rank}"), shared=True, size=size, dtype=torch.uint8)
+                for rank in range(SIZE)
+            ]
 
         self._maps = mapped("buffer", BUFFERS * ROOM), mapped("signal", 4 * PROGRAMS * SIZE)
         buffers, signals = (torch.tensor([one.data_ptr() for one in some]) for some in self._maps)
@@ -69,21 +71,36 @@ def rank_model(args: ModelArgs, rank: Rank, tp: Group | None, target: str, group
     groups   of a replica in lock-step
     """
     ops, params = operations(args), layout(args, rank)
-    kernels = select_kernels(target or "cpu", "float32", ops=ops, head_dim=args.head_dim,
-                             forced=None if target else dict.fromkeys(ops, "ref"))  # fmt: skip
+    kernels = select_kernels(
+        target or "cpu",
+        "float32",
+        ops=ops,
+        head_dim=args.head_dim,
+        forced=None if target else dict.fromkeys(ops, "ref"),
+    )
     whole = args.moe is None or len(rank.expert_ids) == args.moe.routing.num_experts
     build = Build(
-        torch.float32, CPU, kernels, {param.name: param for param in params},
-        linear_plans(args, params, kernels.choices), experts=None if whole else tuple(rank.expert_ids), tp=tp,
+        torch.float32,
+        CPU,
+        kernels,
+        {param.name: param for param in params},
+        linear_plans(args, params, kernels.choices),
+        experts=None if whole else tuple(rank.expert_ids),
+        tp=tp,
         moe=experts_plan(args, "float32", target or "cpu", "" if target else "ref"),
         vocabulary=None if tp is None else vocabulary_slice(args.vocab_size, tp),
-        ep=groups.ep, slots=groups.slots, owners=() if groups.ep is None else _owners(args, rank, groups.ep.size),
-    )  # fmt: skip
+        ep=groups.ep,
+        slots=groups.slots,
+        owners=() if groups.ep is None else _owners(args, rank, groups.ep.size),
+    )
     model = Decoder(args, params, build)
     stored = {name: tensor * 0.3 for name, tensor in stored_tensors(layout(args)).items()}
     for unit in load_units(params):
-        model.take(unit.module, unit.place, {
-            raw.name: torch.cat([sliced(part, stored[part.stored]) for part in raw.parts]) for raw in unit.tensors})
+        model.take(
+            unit.module,
+            unit.place,
+            {raw.name: torch.cat([sliced(part, stored[part.stored]) for part in raw.parts]) for raw in unit.tensors},
+        )
     return model
 
 
@@ -110,8 +127,14 @@ def main(number: int, kind: str, folder: Path) -> None:
         rank = list(ranks(args, parallel))[number]
         model = rank_model(args, rank, tp, "cuda")
         arena = KVArena(rank_geometry(args, rank, dtype="float32", device="cuda", block_size=BLOCK), 32, CPU)
-        runner = make_runner(model, kv_views(args, map(arena.views, range(args.num_layers))), SIZES, CPU, target="cuda",
-                             groups=RankGroups(tp=tp))  # fmt: skip
+        runner = make_runner(
+            model,
+            kv_views(args, map(arena.views, range(args.num_layers))),
+            SIZES,
+            CPU,
+            target="cuda",
+            groups=RankGroups(tp=tp),
+        )
         for plan in PLANS:
             (folder / f"result{number}-{plan.step}").write_bytes(encode(runner.run(plan)))
         assert tp.num_sums == len(PLANS) * (1 + 2 * args.num_layers)

@@ -43,15 +43,20 @@ SIZES = Limits(**(vars(LIMITS) | {"graph_sizes": (4,), "graph_tokens": (24,), "b
 def layout(args: ModelArgs) -> Layout:
     """The layout of the memory of a rank."""
     assert args.moe is not None
-    return Layout(ranks=SIZE, rows=max(SIZES.bounds), hidden=args.hidden_size, top_k=args.moe.routing.top_k,
-                  item_bytes=4)  # fmt: skip
+    return Layout(
+        ranks=SIZE, rows=max(SIZES.bounds), hidden=args.hidden_size, top_k=args.moe.routing.top_k, item_bytes=4
+    )
 
 
 def shared_memory(folder: Path, rank: int, made: Layout) -> tuple[Slots, object]:
     """The memory of both ranks, in files, and the mapped files, which must be kept."""
-    maps = [[torch.from_file(str(folder / f"{name}{other}"), shared=True, size=size, dtype=torch.uint8)
-             for other in range(SIZE)]
-            for name, size in (("buffer", made.num_bytes), ("signal", 4 * PROGRAMS * SIZE))]  # fmt: skip
+    maps = [
+        [
+            torch.from_file(str(folder / f"{name}{other}"), shared=True, size=size, dtype=torch.uint8)
+            for other in range(SIZE)
+        ]
+        for name, size in (("buffer", made.num_bytes), ("signal", 4 * PROGRAMS * SIZE))
+    ]
     buffers, signals = (torch.tensor([one.data_ptr() for one in some]) for some in maps)
     return Slots(Peers(buffers, signals, rank, made.num_bytes, PROGRAMS), made, maps[0][rank]), maps
 
@@ -87,8 +92,9 @@ def main(number: int, kind: str, folder: Path) -> None:
         rank = list(ranks(args, parallel))[number]
         model = model_of(args, rank, groups)
         arena = KVArena(rank_geometry(args, rank, dtype="float32", device="cuda", block_size=BLOCK), 32, CPU)
-        runner = make_runner(model, kv_views(args, map(arena.views, range(args.num_layers))), SIZES, CPU, target="cuda",
-                             groups=groups)  # fmt: skip
+        runner = make_runner(
+            model, kv_views(args, map(arena.views, range(args.num_layers))), SIZES, CPU, target="cuda", groups=groups
+        )
         for plan in steps(PLANS[:7], number):
             (folder / f"result{number}-{plan.step}").write_bytes(encode(runner.run(plan)))
         captured = {shape.key: shape for shape in runner.recorder.shapes()}

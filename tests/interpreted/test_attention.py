@@ -154,9 +154,13 @@ def test_items_cover_every_context_once(num_seqs: int) -> None:
     lens = torch.randint(0, 3000, (num_seqs,), generator=random, dtype=torch.int32)
     rows = (lens > 0).int()
     meta = AttentionMeta(
-        torch.cat((torch.zeros(1, dtype=torch.int32), rows.cumsum(0).int())), lens,
-        torch.zeros(num_seqs, 9, dtype=torch.int32), torch.zeros(1, dtype=torch.int64), None, 1,
-    )  # fmt: skip
+        torch.cat((torch.zeros(1, dtype=torch.int32), rows.cumsum(0).int())),
+        lens,
+        torch.zeros(num_seqs, 9, dtype=torch.int32),
+        torch.zeros(1, dtype=torch.int64),
+        None,
+        1,
+    )
     shape = triton_plan.Shape(4, 2, 64, 64, 0, 64, 64)
     items = triton_plan.plan_step(meta, shape, int(rows.sum())).items
     spans: dict[int, list[tuple[int, int, int, int]]] = {}
@@ -220,9 +224,10 @@ def test_tiles_that_see_most_come_first() -> None:
     starts = [0, *np.cumsum(query_lens).tolist()]
     expected = [
         (min(at + 32, rows) + length - rows, s, starts[s] + at, min(rows - at, 32))
-        for s, (rows, length) in enumerate(zip(query_lens, seq_lens, strict=True)) if rows > 1
+        for s, (rows, length) in enumerate(zip(query_lens, seq_lens, strict=True))
+        if rows > 1
         for at in range(0, rows, 32)
-    ]  # fmt: skip
+    ]
     live = [record for record in tiles if record[0] >= 0]
     assert [(record[2] + record[1], record[0], record[1]) for record in live] == [
         (end, row, rows) for end, _, row, rows in sorted(expected, key=lambda tile: (-tile[0], tile[1]))
@@ -242,12 +247,23 @@ def plan_of(meta: AttentionMeta) -> Plan:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.float16, marks=pytest.mark.full)], ids=str)
-@pytest.mark.parametrize("case, window, soft_cap, sunk", [
-    (TAILS, None, None, True), (TAILS, 400, 3.0, False),
-    (Case((20, 7), (1500, 1400), heads=(3, 1), head_dim=40, block_size=48), 1000, None, True),
-], ids=str)  # fmt: skip
-def test_divided_contexts(case: Case, window: int | None, soft_cap: float | None, sunk: bool, dtype: torch.dtype,
-                          monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+@pytest.mark.parametrize(
+    "case, window, soft_cap, sunk",
+    [
+        (TAILS, None, None, True),
+        (TAILS, 400, 3.0, False),
+        (Case((20, 7), (1500, 1400), heads=(3, 1), head_dim=40, block_size=48), 1000, None, True),
+    ],
+    ids=str,
+)
+def test_divided_contexts(
+    case: Case,
+    window: int | None,
+    soft_cap: float | None,
+    sunk: bool,
+    dtype: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Several programs compute a tile of queries, each for a part of the keys."""
     monkeypatch.setattr(triton_plan, "LEAST_KEYS", 64)
     q, kv, meta = inputs.make(case, dtype)
@@ -264,9 +280,13 @@ def test_parts_of_tiles() -> None:
     starts = np.cumsum((0, *case.query_lens))
     counts = torch.tensor([-(-length // 64) for length in case.seq_lens])
     meta = AttentionMeta(
-        torch.from_numpy(starts).int(), torch.tensor(case.seq_lens, dtype=torch.int32),
-        torch.zeros(5, int(counts.max()), dtype=torch.int32), torch.zeros(1, dtype=torch.int64), None, 50,
-    )  # fmt: skip
+        torch.from_numpy(starts).int(),
+        torch.tensor(case.seq_lens, dtype=torch.int32),
+        torch.zeros(5, int(counts.max()), dtype=torch.int32),
+        torch.zeros(1, dtype=torch.int64),
+        None,
+        50,
+    )
     shape = triton_plan.Shape(4, 2, 64, 64, 0, 64, 64, dividing=2)
     plan = triton_plan.plan_step(meta, shape, sum(case.query_lens))
     records = [record for record in plan.tiles.tolist() if record[0] >= 0]
@@ -286,8 +306,9 @@ def test_parts_of_tiles() -> None:
 
 
 @pytest.mark.parametrize("rows, programs", [(128, 132), (1024, 132), (64, 16)])
-def test_parts_fill_the_programs_and_the_scratch_holds_them(rows: int, programs: int,
-                                                            monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+def test_parts_fill_the_programs_and_the_scratch_holds_them(
+    rows: int, programs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A long context is divided so that a round of programs is used well; never into more parts than there is room."""
     monkeypatch.setattr(triton_plan, "multiprocessors", lambda: programs)
     starts, lengths = torch.tensor([0, rows], dtype=torch.int32), torch.tensor([32_000], dtype=torch.int32)
@@ -352,15 +373,31 @@ class Divided:
     def __getitem__(self, grid: tuple[int]) -> Any:
         return self
 
-    def __call__(self, out: Tensor, q: Tensor, k: Tensor, v: Tensor, table: Tensor, tiles: Tensor, sinks: Tensor | None,
-                 stride_out: int, block: int, head: int, stride: int, scale: float, cap: float, v_scale: None,
-                 **given: Any) -> None:  # fmt: skip
+    def __call__(
+        self,
+        out: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        table: Tensor,
+        tiles: Tensor,
+        sinks: Tensor | None,
+        stride_out: int,
+        block: int,
+        head: int,
+        stride: int,
+        scale: float,
+        cap: float,
+        v_scale: None,
+        **given: Any,
+    ) -> None:
         size, tile, group = given["SIZE"], given["TILE"], given["GROUP"]
         for record in tiles.tolist():
             if record[0] < 0:
                 continue
             row, rows, position, first, *_, last = hopper_prefill._span(
-                At(words=record, index=0), tile, given["WINDOW"], given["DIVIDED"])  # fmt: skip
+                At(words=record, index=0), tile, given["WINDOW"], given["DIVIDED"]
+            )
             places = torch.arange(first * tile, min((last + 1) * tile, position + rows))
             blocks = table[record[given["ROW"]], places // size].long()
             for h in range(q.shape[1]):
@@ -429,8 +466,14 @@ def test_compiles_for_hopper(full: bool) -> None:
     environment, command = os.environ | {"TRITON_INTERPRET": "0"}, [sys.executable, __file__, *(["full"] * full)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert set(done.stdout.split()) == {"decode_kernel", "prefill_kernel", "prefix_kernel", "_plan_kernel",
-                                        "merge_kernel", "hopper.prefill_kernel"}  # fmt: skip
+    assert set(done.stdout.split()) == {
+        "decode_kernel",
+        "prefill_kernel",
+        "prefix_kernel",
+        "_plan_kernel",
+        "merge_kernel",
+        "hopper.prefill_kernel",
+    }
 
 
 def launch_production(block_size: int, heads: tuple[int, int], dim: int, **options: Any) -> None:

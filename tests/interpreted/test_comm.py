@@ -24,12 +24,19 @@ def rank_main(number: int, ranks: int, folder: Path) -> None:
     from quire.kernels.comm.triton import sum_ranks
 
     def shared(name: str, size: int) -> list[torch.Tensor]:
-        return [torch.from_file(str(folder / f"{name}{rank}"), shared=True, size=size, dtype=torch.uint8)
-                for rank in range(ranks)]  # fmt: skip
+        return [
+            torch.from_file(str(folder / f"{name}{rank}"), shared=True, size=size, dtype=torch.uint8)
+            for rank in range(ranks)
+        ]
 
     buffers, signals = shared("buffer", BUFFERS * ROOM), shared("signal", 4 * BLOCKS * ranks)
-    peers = Peers(torch.tensor([one.data_ptr() for one in buffers]), torch.tensor([one.data_ptr() for one in signals]),
-                  number, ROOM, BLOCKS)  # fmt: skip
+    peers = Peers(
+        torch.tensor([one.data_ptr() for one in buffers]),
+        torch.tensor([one.data_ptr() for one in signals]),
+        number,
+        ROOM,
+        BLOCKS,
+    )
     found = []
     for call in range(CALLS):
         part, residual = inputs(call, number)

@@ -14,8 +14,14 @@ def test_compiles_for_hopper() -> None:
     environment = os.environ | {"TRITON_INTERPRET": "0"}
     done = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert set(done.stdout.split()) == {"_apply_kernel", "_inputs_kernel", "_finish_kernel", "_propose_kernel",
-                                        "_move_kernel", "_deviation_kernel"}  # fmt: skip
+    assert set(done.stdout.split()) == {
+        "_apply_kernel",
+        "_inputs_kernel",
+        "_finish_kernel",
+        "_propose_kernel",
+        "_move_kernel",
+        "_deviation_kernel",
+    }
 
 
 def compile_production() -> None:
@@ -33,22 +39,33 @@ def compile_production() -> None:
     packed = zeros(1 << 16, dtype=torch.int32)
     step.apply_runs(packed)
     for slots, block_size, length in ((1, 128, 4096), (256, 128, 40960), (1024, 16, 1000)):
-        tables = Tables(block_tables=zeros(1, slots + 1, length // block_size + 1, dtype=torch.int32),
-                        computed=zeros(slots + 1), history=zeros(slots + 1, length, dtype=torch.int32),
-                        hosted=zeros(slots + 1, dtype=torch.int32), block_size=block_size)  # fmt: skip
-        buffers = StepBuffers(token_ids=zeros(8192), positions=zeros(8192), kv_slots=zeros(1, 8192),
-                              live=zeros(8192, dtype=torch.bool),
-                              seq_lens=zeros(slots, dtype=torch.int32), sample_rows=zeros(8192),
-                              sample_slots=zeros(8192), sample_positions=zeros(8192),
-                              drafts=zeros(8192, dtype=torch.int32))  # fmt: skip
+        tables = Tables(
+            block_tables=zeros(1, slots + 1, length // block_size + 1, dtype=torch.int32),
+            computed=zeros(slots + 1),
+            history=zeros(slots + 1, length, dtype=torch.int32),
+            hosted=zeros(slots + 1, dtype=torch.int32),
+            block_size=block_size,
+        )
+        buffers = StepBuffers(
+            token_ids=zeros(8192),
+            positions=zeros(8192),
+            kv_slots=zeros(1, 8192),
+            live=zeros(8192, dtype=torch.bool),
+            seq_lens=zeros(slots, dtype=torch.int32),
+            sample_rows=zeros(8192),
+            sample_slots=zeros(8192),
+            sample_positions=zeros(8192),
+            drafts=zeros(8192, dtype=torch.int32),
+        )
         words = StepWords.view(packed, slots)
         for size in decode_sizes(slots):
             for query in (1, 4):
                 step.build_inputs(words, tables, buffers.cut(query * size, size, query * size))
         for tokens in (256, 1000, 8192):
             step.build_inputs(words, tables, buffers.cut(tokens, slots, slots))
-        step.finish_step(words, tables, buffers, zeros(8192), zeros(8192, dtype=torch.uint8),
-                         zeros(3, slots, dtype=torch.int32))  # fmt: skip
+        step.finish_step(
+            words, tables, buffers, zeros(8192), zeros(8192, dtype=torch.uint8), zeros(3, slots, dtype=torch.int32)
+        )
         ngram.propose(words, tables, 5, 5)
 
 

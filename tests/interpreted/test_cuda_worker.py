@@ -119,21 +119,34 @@ def i32(*values: int) -> I32:
 
 def admission(slot: int, num_tokens: int, blocks: tuple[int, ...], **spec: object) -> Admission:
     ids = np.arange(7, 7 + num_tokens, dtype=np.int32) % VOCAB
-    return Admission(slot=slot, request_id=str(slot), token_ids=ids, block_ids=(i32(*blocks),), num_computed=0,
-                     sampler=SamplerSpec(num_prompt=num_tokens, **{"seed": 0, "temperature": 0.0} | spec))  # type: ignore[arg-type]
+    return Admission(
+        slot=slot,
+        request_id=str(slot),
+        token_ids=ids,
+        block_ids=(i32(*blocks),),
+        num_computed=0,
+        sampler=SamplerSpec(num_prompt=num_tokens, **{"seed": 0, "temperature": 0.0} | spec),
+    )  # type: ignore[arg-type]
 
 
-def plan(
-    step: int, slots: tuple[int, ...], tokens: tuple[int, ...], outputs: tuple[int, ...], **more: Any
-) -> StepPlan:
+def plan(step: int, slots: tuple[int, ...], tokens: tuple[int, ...], outputs: tuple[int, ...], **more: Any) -> StepPlan:
     """Slots of one token decode, but those that are admitted, or pool."""
     fresh = {a.slot for a in more.get("admitted", ())}
-    decodes = [count == 1 and out == SAMPLE and slot not in fresh
-               for slot, count, out in zip(slots, tokens, outputs, strict=True)]  # fmt: skip
+    decodes = [
+        count == 1 and out == SAMPLE and slot not in fresh
+        for slot, count, out in zip(slots, tokens, outputs, strict=True)
+    ]
     assert decodes == sorted(decodes, reverse=True), "decodes come first"
     rows = [count if out & PROMPT_LOGPROBS else 1 for count, out in zip(tokens, outputs, strict=True)]
-    return StepPlan(step=step, slots=i32(*slots), num_decodes=sum(decodes), num_tokens=i32(*tokens),
-                    num_rows=i32(*rows), outputs=np.array(outputs, np.uint8), **more)
+    return StepPlan(
+        step=step,
+        slots=i32(*slots),
+        num_decodes=sum(decodes),
+        num_tokens=i32(*tokens),
+        num_rows=i32(*rows),
+        outputs=np.array(outputs, np.uint8),
+        **more,
+    )
 
 
 # Chunks, decodes beside a chunk, sampling of every mode, logprobs of both kinds, a slot that is given to another.
@@ -161,8 +174,9 @@ def test_two_ranks_give_the_tokens_of_one(tmp_path: Path, kind: str) -> None:
         (tmp_path / f"buffer{rank}").write_bytes(bytes(ranks_of_gpus.ROOM * 3))
         (tmp_path / f"signal{rank}").write_bytes(bytes(1 << 10))
     command = [sys.executable, "-m", "tests.interpreted.ranks_of_gpus"]
-    running = [subprocess.Popen([*command, str(rank), kind, str(tmp_path)], cwd=Path(__file__).parents[2])
-               for rank in range(2)]  # fmt: skip
+    running = [
+        subprocess.Popen([*command, str(rank), kind, str(tmp_path)], cwd=Path(__file__).parents[2]) for rank in range(2)
+    ]
     assert [process.wait(timeout=600) for process in running] == [0, 0]
     oracle = NaiveRunner(ranks_of_gpus.reference(kind))
     for one in PLANS:
@@ -179,8 +193,9 @@ def test_two_replicas_that_share_experts_give_the_tokens_of_one(tmp_path: Path, 
         (tmp_path / f"buffer{rank}").write_bytes(b"\xff" * size)  # NaN
         (tmp_path / f"signal{rank}").write_bytes(bytes(1 << 10))
     command = [sys.executable, "-m", "tests.interpreted.replicas_of_gpus"]
-    running = [subprocess.Popen([*command, str(rank), kind, str(tmp_path)], cwd=Path(__file__).parents[2])
-               for rank in range(2)]  # fmt: skip
+    running = [
+        subprocess.Popen([*command, str(rank), kind, str(tmp_path)], cwd=Path(__file__).parents[2]) for rank in range(2)
+    ]
     assert [process.wait(timeout=600) for process in running] == [0, 0]
     for rank in range(2):
         oracle = NaiveRunner(ranks_of_gpus.reference(kind))
@@ -202,10 +217,15 @@ def run_ahead(runner: StepRunner, plans: tuple[StepPlan, ...]) -> list[StepResul
     return [*found, runner.collect()]
 
 
-@pytest.mark.parametrize(("model", "sizes"), [
-    ("dense", ()), ("experts", (2, 4)), ("latent", (2, 4)),
-    *(pytest.param(*each, marks=pytest.mark.full) for each in (("dense", (2, 4)), ("experts", ()), ("latent", ()))),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("model", "sizes"),
+    [
+        ("dense", ()),
+        ("experts", (2, 4)),
+        ("latent", (2, 4)),
+        *(pytest.param(*each, marks=pytest.mark.full) for each in (("dense", (2, 4)), ("experts", ()), ("latent", ()))),
+    ],
+)
 def test_the_same_tokens_as_the_naive_runner_s(
     cuda_runner: Callable[..., StepRunner], monkeypatch: pytest.MonkeyPatch, sizes: tuple[int, ...], model: str
 ) -> None:
@@ -226,11 +246,16 @@ def test_every_step_of_requests_of_all_kinds(cuda_runner: Callable[..., StepRunn
     assert compared.num_steps > 20 and (core.scheduler.num_preempted > 0) == (blocks == 5)
 
 
-@pytest.mark.parametrize(("guesses", "lengths", "model"), [
-    ("random", (1, 3), "dense"),
-    *(pytest.param(*each, marks=pytest.mark.full) for each in (
-        ("right", (), "experts"), ("random", (3,), "latent"), ("ngram", (3,), "dense"))),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("guesses", "lengths", "model"),
+    [
+        ("random", (1, 3), "dense"),
+        *(
+            pytest.param(*each, marks=pytest.mark.full)
+            for each in (("right", (), "experts"), ("random", (3,), "latent"), ("ngram", (3,), "dense"))
+        ),
+    ],
+)
 def test_steps_with_drafts_draw_the_tokens_of_plain_decoding(
     cuda_runner: Callable[..., StepRunner], guesses: str, lengths: tuple[int, ...], model: str
 ) -> None:
@@ -262,9 +287,14 @@ def drafting_model(drafter: str) -> tuple[ModelArgs, Callable[..., Model]]:
     return replace(model_args(drafter), draft_layers=1), make_model
 
 
-@pytest.mark.parametrize(("graphs", "drafter"), [
-    (False, "glm"), (False, "eagle3"),
-    *(pytest.param(True, each, marks=pytest.mark.full) for each in ("glm", "eagle3", "latent", "model"))])  # fmt: skip
+@pytest.mark.parametrize(
+    ("graphs", "drafter"),
+    [
+        (False, "glm"),
+        (False, "eagle3"),
+        *(pytest.param(True, each, marks=pytest.mark.full) for each in ("glm", "eagle3", "latent", "model")),
+    ],
+)
 def test_layers_draft_in_padded_steps_what_they_draft_on_a_cpu(
     cuda_runner: Callable[..., StepRunner], graphs: bool, drafter: str
 ) -> None:
@@ -278,16 +308,21 @@ def test_layers_draft_in_padded_steps_what_they_draft_on_a_cpu(
     build = None if graphs else triton.build_inputs
     found = [draft_with_layers(runner, 2, each) for runner, each in zip(runners, (None, build), strict=True)]
     for runner in runners:
-        compare_requests(ComparedRunners(runner, NaiveRunner(make_model(args, reference=True))), 3, budget=24,
-                         kinds=support.KINDS[:2])  # fmt: skip
+        compare_requests(
+            ComparedRunners(runner, NaiveRunner(make_model(args, reference=True))),
+            3,
+            budget=24,
+            kinds=support.KINDS[:2],
+        )
     assert not graphs or {key[0] for key in runner.recorder.ran} >= {"decode", "mixed"}  # type: ignore[attr-defined]
     assert len(found[0]) > 20 and [place for place, _ in found[0]] == [place for place, _ in found[1]]
     for (_, expected), (_, logits) in zip(*found, strict=True):
         torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("drafter", ["eagle3", *(pytest.param(each, marks=pytest.mark.full) for each in (
-    "latent", "model"))])  # fmt: skip
+@pytest.mark.parametrize(
+    "drafter", ["eagle3", *(pytest.param(each, marks=pytest.mark.full) for each in ("latent", "model"))]
+)
 def test_layers_that_draft_run_in_a_rehearsal(cuda_runner: Callable[..., StepRunner], drafter: str) -> None:
     """Only one layer of each kind of the model runs, and all that an EAGLE-3 head reads. Nothing is written where a
     request could see it: afterwards the drafts are those of a runner that has rehearsed nothing."""
@@ -304,8 +339,14 @@ def test_layers_that_draft_run_in_a_rehearsal(cuda_runner: Callable[..., StepRun
             seen.clear()
         runner.run(plan(1, (0,), (6,), (SAMPLE,), admitted=(admission(0, 6, (1,)),)))
         for step in (2, 3):
-            decode = StepPlan(step=step, slots=i32(0), num_decodes=1, num_tokens=i32(2), num_rows=i32(2),
-                              outputs=np.array([SAMPLE], np.uint8))  # fmt: skip
+            decode = StepPlan(
+                step=step,
+                slots=i32(0),
+                num_decodes=1,
+                num_tokens=i32(2),
+                num_rows=i32(2),
+                outputs=np.array([SAMPLE], np.uint8),
+            )
             runner.run(decode)
         found.append(list(seen))
     assert len(found[1]) == 2 and [place for place, _ in found[0]] == [place for place, _ in found[1]]
@@ -327,8 +368,12 @@ def test_a_step_without_rows(cuda_runner: Callable[..., StepRunner]) -> None:
     """The next step sees the requests that such a step admits."""
     runner, oracle = cuda_runner(replace(LIMITS, graph_sizes=(2, 4), graph_tokens=(48,))), naive()
     admitted = (admission(2, 12, (3,)),)
-    plans = (plan(1, (), (), ()), plan(2, (), (), (), admitted=admitted), plan(3, (2,), (12,), (SAMPLE,)),
-             plan(4, (), (), (), released=i32(2)))  # fmt: skip
+    plans = (
+        plan(1, (), (), ()),
+        plan(2, (), (), (), admitted=admitted),
+        plan(3, (2,), (12,), (SAMPLE,)),
+        plan(4, (), (), (), released=i32(2)),
+    )
     for found, expected in zip(run_ahead(runner, plans), map(oracle.run, plans), strict=True):
         agree(found, expected)
 
@@ -419,16 +464,24 @@ def test_a_shared_prefix_changes_no_token(cuda_runner: Callable[..., StepRunner]
         plan(2, (1,), (8,), (SAMPLE,), admitted=(msgspec.structs.replace(prompts[1], num_computed=32),)),
         *(plan(n, (0, 1), (1, 1), (SAMPLE, SAMPLE)) for n in (3, 4)),
     )
-    together = tuple(each if each.step < 3 else plan(each.step, (0, 1), (1, 1), (SAMPLE, SAMPLE),
-                                                     shared=(SharedPrefix(i32(0, 1), 2),)) for each in plans)
+    together = tuple(
+        each
+        if each.step < 3
+        else plan(each.step, (0, 1), (1, 1), (SAMPLE, SAMPLE), shared=(SharedPrefix(i32(0, 1), 2),))
+        for each in plans
+    )
     alone, shared = run_ahead(cuda_runner(kind=model), plans), run_ahead(cuda_runner(kind=model), together)
     assert [each.tokens.tolist() for each in alone] == [each.tokens.tolist() for each in shared]
 
 
 @pytest.mark.parametrize("model", ["dense", "latent"])
-@pytest.mark.parametrize("sizes, tokens", [
-    ((4, 16), (48,)), *(pytest.param(*each, marks=pytest.mark.full) for each in (((4, 16), ()), ((), ()))),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "sizes, tokens",
+    [
+        ((4, 16), (48,)),
+        *(pytest.param(*each, marks=pytest.mark.full) for each in (((4, 16), ()), ((), ()))),
+    ],
+)
 def test_a_shared_prefix_beside_prompts_changes_no_logit(
     cuda_runner: Callable[..., StepRunner], sizes: tuple[int, ...], tokens: tuple[int, ...], model: str
 ) -> None:
@@ -443,14 +496,17 @@ def test_a_shared_prefix_beside_prompts_changes_no_logit(
         def together(*slots: int) -> dict[str, object]:
             return {"shared": (SharedPrefix(i32(*slots), 2),)} if shared else {}
 
-        admitted = [plan(n, (each.slot,), (len(each.token_ids) - each.num_computed,), (SAMPLE,), admitted=(each,))
-                    for n, each in enumerate([*members, outsider])]
+        admitted = [
+            plan(n, (each.slot,), (len(each.token_ids) - each.num_computed,), (SAMPLE,), admitted=(each,))
+            for n, each in enumerate([*members, outsider])
+        ]
         return [
             *admitted,
             plan(6, (0, 1, 2, 3, 4), (1,) * 5, (SAMPLE,) * 5, **together(0, 1, 2, 3, 4)),
             *(plan(n, (13,), (1,), (SAMPLE,)) for n in (7, 8, 9)),
-            plan(10, (13, 4, 2, 12), (1, 1, 1, 5), (SAMPLE,) * 4, admitted=(admission(12, 5, (20,)),),
-                 **together(4, 2)),
+            plan(
+                10, (13, 4, 2, 12), (1, 1, 1, 5), (SAMPLE,) * 4, admitted=(admission(12, 5, (20,)),), **together(4, 2)
+            ),
         ]
 
     def logits(shared: bool) -> torch.Tensor:
@@ -482,18 +538,22 @@ def test_a_step_with_a_grammar_samples_when_its_masks_are_there(
     """The layers run when it is submitted, and the step before is collected in between; beside a row that is free."""
     oracle = naive()
     runner = cuda_runner(replace(LIMITS, graph_sizes=sizes, graph_tokens=(48,) if sizes else ()))
-    admitted = (admission(2, 33, (1, 2, 3), grammar=True), admission(0, 5, (4,), seed=6, temperature=0.7),
-                admission(1, 5, (5,), seed=7, temperature=0.9, top_k=20, grammar=True))  # fmt: skip
+    admitted = (
+        admission(2, 33, (1, 2, 3), grammar=True),
+        admission(0, 5, (4,), seed=6, temperature=0.7),
+        admission(1, 5, (5,), seed=7, temperature=0.9, top_k=20, grammar=True),
+    )
     plans = (
         plan(1, (2, 0, 1), (30, 5, 5), (0, SAMPLE, SAMPLE), admitted=admitted, grammar=i32(1)),
         plan(2, (0, 1, 2), (1, 1, 3), (SAMPLE, SAMPLE, SAMPLE), grammar=i32(1, 2)),
         plan(3, (0, 1), (1, 1), (SAMPLE, SAMPLE), grammar=i32(1)),
         plan(4, (0,), (1,), (SAMPLE,), released=i32(1)),
         plan(5, (0, 2), (1, 1), (SAMPLE, SAMPLE), grammar=i32(2)),
-    )  # fmt: skip
+    )
     bits = np.random.default_rng(0).random((5, 3, VOCAB)) < 0.1
-    masks_of_plans = [np.packbits(bits[i, : len(p.grammar)], axis=1, bitorder="little").view(np.int32)
-                      for i, p in enumerate(plans)]  # fmt: skip
+    masks_of_plans = [
+        np.packbits(bits[i, : len(p.grammar)], axis=1, bitorder="little").view(np.int32) for i, p in enumerate(plans)
+    ]
     found: list[StepResult] = []
     for number, (each, masks) in enumerate(zip(plans, masks_of_plans, strict=True)):
         runner.submit(each)
@@ -530,8 +590,10 @@ def test_a_row_that_is_not_a_number_fails_alone(cuda_runner: Callable[..., StepR
     assert runner.collect().failed == {1: "nan_logits"}
 
 
-@pytest.mark.parametrize(("model", "drafts"), [
-    ("dense", 2), *(pytest.param(*each, marks=pytest.mark.full) for each in (("dense", 0), ("experts", 0)))])
+@pytest.mark.parametrize(
+    ("model", "drafts"),
+    [("dense", 2), *(pytest.param(*each, marks=pytest.mark.full) for each in (("dense", 0), ("experts", 0)))],
+)
 def test_moved_tokens_are_those_of_the_cpu(cuda_runner: Callable[..., StepRunner], model: str, drafts: int) -> None:
     """Beside a decode, with captured sizes: attention to chosen rows, moves and deviations, and the head after them.
     With drafts, those of a draft model are equal too; it computes all tokens."""

@@ -67,13 +67,19 @@ def on_device(meta: AttentionMeta, **changes: object) -> AttentionMeta:
 
 @pytest.mark.parametrize(("window", "soft_cap"), [(None, None), (40, None), (None, 2.0)])
 @pytest.mark.parametrize(("cache", "dtype"), EVERY, ids=str)
-@pytest.mark.parametrize("case", [
-    Case((1, 1, 1), (63, 64, 130), heads=(4, 2), head_dim=64, block_size=64), inputs.CASES[12],
-    Case((70, 1), (130, 90), heads=(4, 2), head_dim=64, block_size=48),  # float32: values in words in two parts
-    Case((9,), (2090,), heads=(4, 2), head_dim=64, block_size=64),  # a divided context
-], ids=str)  # fmt: skip
-def test_decode_and_prefill(case: Case, cache: torch.dtype, dtype: torch.dtype, window: int | None,
-                            soft_cap: float | None) -> None:
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case((1, 1, 1), (63, 64, 130), heads=(4, 2), head_dim=64, block_size=64),
+        inputs.CASES[12],
+        Case((70, 1), (130, 90), heads=(4, 2), head_dim=64, block_size=48),  # float32: values in words in two parts
+        Case((9,), (2090,), heads=(4, 2), head_dim=64, block_size=64),  # a divided context
+    ],
+    ids=str,
+)
+def test_decode_and_prefill(
+    case: Case, cache: torch.dtype, dtype: torch.dtype, window: int | None, soft_cap: float | None
+) -> None:
     q, kv, meta = inputs.make(case, dtype)
     kv = truth.coded(kv, cache)
     expected = truth.attention(q, kv, meta, 0.1, window, soft_cap)
@@ -92,9 +98,13 @@ def by_slot(meta: AttentionMeta, **changes: object) -> AttentionMeta:
     rows = torch.arange(count, 0, -1, dtype=torch.int32)
     slots[rows.long()] = meta.block_tables
     given = on_device(meta, prompts=sequences(meta)[1:], **changes)
-    return replace(given, block_tables=slots, table_rows=torch.cat((rows, rows[:1] * 0)),
-                   query_start=torch.cat((meta.query_start, meta.query_start[-1:])),
-                   seq_lens=torch.cat((meta.seq_lens, torch.zeros(1, dtype=torch.int32))))  # fmt: skip
+    return replace(
+        given,
+        block_tables=slots,
+        table_rows=torch.cat((rows, rows[:1] * 0)),
+        query_start=torch.cat((meta.query_start, meta.query_start[-1:])),
+        seq_lens=torch.cat((meta.seq_lens, torch.zeros(1, dtype=torch.int32))),
+    )
 
 
 @pytest.mark.parametrize("cache", DTYPES, ids=str)
@@ -137,9 +147,24 @@ class Emulated:
     def __getitem__(self, grid: tuple[int]) -> Any:
         return self
 
-    def __call__(self, out: Tensor, q: Tensor, k: Tensor, v: Tensor, table: Tensor, tiles: Tensor, sinks: None,
-                 stride_out: int, block: int, head: int, stride: int, scale: float, cap: float, v_scale: float | None,
-                 **sizes: Any) -> None:  # fmt: skip
+    def __call__(
+        self,
+        out: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        table: Tensor,
+        tiles: Tensor,
+        sinks: None,
+        stride_out: int,
+        block: int,
+        head: int,
+        stride: int,
+        scale: float,
+        cap: float,
+        v_scale: float | None,
+        **sizes: Any,
+    ) -> None:
         self.launched += 1
         assert k.dtype == v.dtype == q.dtype and (block, stride) == (k.stride(0) // q.shape[2], table.stride(0))
         kv, window = KVView(k, v, 1.0, 1.0 if v_scale is None else v_scale), sizes["WINDOW"]
@@ -154,16 +179,20 @@ class Emulated:
 
 @pytest.mark.parametrize("dtype", [torch.float16, *DTYPES], ids=str)
 @pytest.mark.parametrize("window", [None, 100])
-def test_the_prefill_of_hopper_reads_the_scratch(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype,
-                                                 window: int | None) -> None:
+def test_the_prefill_of_hopper_reads_the_scratch(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, window: int | None
+) -> None:
     """It gets two-byte numbers of every cache, the rows of the right block table, and both scales.
 
     In a CUDA graph, Triton's kernel reads the codes.
     """
     q, kv, meta = inputs.make(WIDENED, torch.float16)
     kv = truth.coded(kv, dtype) if dtype in DTYPES else KVView(kv.k.nan_to_num(), kv.v.nan_to_num())
-    expected = truth.attention(q, kv, meta, 0.1, window) if dtype in DTYPES else ref.paged_attention(
-        q, kv, meta, 0.1, window).double()
+    expected = (
+        truth.attention(q, kv, meta, 0.1, window)
+        if dtype in DTYPES
+        else ref.paged_attention(q, kv, meta, 0.1, window).double()
+    )
     kernel = Emulated()
     monkeypatch.setattr(hopper, "prefill_kernel", kernel)
     monkeypatch.setattr(hopper, "describe", lambda base, *_: base)
@@ -197,8 +226,9 @@ def test_shared_prefix(cache: torch.dtype, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(("cache", "dtype"), EVERY, ids=str)
 def test_latents(cache: torch.dtype, dtype: torch.dtype) -> None:
     """Decodes, decodes with a shared prefix, and rows of a prompt, absorbed and expanded."""
-    for case in steps(Case((1, 1, 1), (70, 90, 40), heads=(6, 1), block_size=32),
-                      Case((20, 1), (70, 33), heads=(3, 1), block_size=16)):  # fmt: skip
+    for case in steps(
+        Case((1, 1, 1), (70, 90, 40), heads=(6, 1), block_size=32), Case((20, 1), (70, 33), heads=(3, 1), block_size=16)
+    ):
         q_latent, q_rope, kept, meta = make(case, 8, dtype)
         kept = truth.coded_latents(kept, cache)
         shared = shared_by(meta, (0, 1), 1) if len(meta.seq_lens) == 3 else on_device(meta)
@@ -217,8 +247,10 @@ def test_latents(cache: torch.dtype, dtype: torch.dtype) -> None:
 def test_heads_write_codes(case: heads_inputs.Case, cache: torch.dtype) -> None:
     """The codes of the reference."""
     qkv, norm, cos, sin, kv, slots = heads_inputs.make(case, torch.float32)
-    made, wanted = (KVView(torch.zeros_like(kv.k, dtype=cache), torch.zeros_like(kv.v, dtype=cache), K_SCALE, V_SCALE)
-                    for _ in range(2))  # fmt: skip
+    made, wanted = (
+        KVView(torch.zeros_like(kv.k, dtype=cache), torch.zeros_like(kv.v, dtype=cache), K_SCALE, V_SCALE)
+        for _ in range(2)
+    )
     heads.prepare(qkv, norm, 1e-6, cos, sin, made, slots)
     heads_ref.prepare(qkv, norm, 1e-6, cos, sin, wanted, slots)
     written(made.k, wanted.k)
@@ -244,8 +276,9 @@ def test_latents_are_written_as_codes(cache: torch.dtype) -> None:
     q, kv, norm, slots = torch.randn(5, 3, 24), torch.randn(5, 32), torch.rand(24) + 0.5, torch.tensor([4, 9, 6, 7, 10])
     angles = torch.rand(5, 4)
     cos, sin = torch.cat((angles.cos(),) * 2, 1), torch.cat((-angles.sin(), angles.sin()), 1)
-    made, wanted = (LatentView(torch.zeros(3, 1, 4, 24).to(cache), torch.zeros(3, 1, 4, 8).to(cache), K_SCALE)
-                    for _ in range(2))  # fmt: skip
+    made, wanted = (
+        LatentView(torch.zeros(3, 1, 4, 24).to(cache), torch.zeros(3, 1, 4, 8).to(cache), K_SCALE) for _ in range(2)
+    )
     for module, view in ((latent, made), (latent_ref, wanted)):
         module.prepare(q.clone(), kv, norm, 1e-6, cos, sin, view, slots)
     written(made.latent, wanted.latent)
@@ -255,10 +288,25 @@ def test_latents_are_written_as_codes(cache: torch.dtype) -> None:
 def test_compiles_for_hopper() -> None:
     """With the sizes of production, in a process whose kernels are not interpreted."""
     program = os.path.join(os.path.dirname(__file__), "compile_eight_bits.py")
-    done = subprocess.run([sys.executable, program], env=os.environ | {"TRITON_INTERPRET": "0"}, capture_output=True,
-                          text=True, check=False)  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, program],
+        env=os.environ | {"TRITON_INTERPRET": "0"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert set(done.stdout.split()) == {
-        "_heads_kernel", "_plan_kernel", "decode_kernel", "prefill_kernel", "prefix_kernel", "_prepare_kernel",
-        "_widen_kernel", "hopper.prefill_kernel",  # "merge_kernel": of prefill attention, and of latents
-        "absorbed_kernel", "shared_kernel", "merge_kernel", "hopper._expanded_kernel"}  # fmt: skip
+        "_heads_kernel",
+        "_plan_kernel",
+        "decode_kernel",
+        "prefill_kernel",
+        "prefix_kernel",
+        "_prepare_kernel",
+        "_widen_kernel",
+        "hopper.prefill_kernel",  # "merge_kernel": of prefill attention, and of latents
+        "absorbed_kernel",
+        "shared_kernel",
+        "merge_kernel",
+        "hopper._expanded_kernel",
+    }

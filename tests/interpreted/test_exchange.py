@@ -64,13 +64,18 @@ def parts(ranks: int, each: int) -> list[Part]:
     layout = Layout(ranks=ranks, rows=ROWS, hidden=160, top_k=3, item_bytes=4)
     few = ((1, ((1, 0, 1) * 3)[:spread]), (2, ((2 * each, 1, 0) * 3)[:spread]))
     whole = ((ROWS, ((ROWS * each, 2, ROWS) * 3)[:spread]),)
-    made = [Part(layout, torch.float32, steps + few + whole),
-            Part(replace(layout, item_bytes=2), torch.bfloat16, steps[:2]),
-            Part(layout, torch.float32, ((2, ((9, 5, 0) * 3)[:spread]),), first=4)]
-    made += [Part(replace(layout, hidden=32, top_k=k), torch.float32, few)
-             for k in (range(1, 9) if ranks == 2 else (1, 8))]
-    made += [Part(replace(layout, hidden=384, wire=wire), torch.float32, (steps[1], few[1]))
-             for wire in (WIRES if ranks == 2 else WIRES[::2])]  # fmt: skip
+    made = [
+        Part(layout, torch.float32, steps + few + whole),
+        Part(replace(layout, item_bytes=2), torch.bfloat16, steps[:2]),
+        Part(layout, torch.float32, ((2, ((9, 5, 0) * 3)[:spread]),), first=4),
+    ]
+    made += [
+        Part(replace(layout, hidden=32, top_k=k), torch.float32, few) for k in (range(1, 9) if ranks == 2 else (1, 8))
+    ]
+    made += [
+        Part(replace(layout, hidden=384, wire=wire), torch.float32, (steps[1], few[1]))
+        for wire in (WIRES if ranks == 2 else WIRES[::2])
+    ]
     return made
 
 
@@ -95,14 +100,18 @@ def replica(part: Part, number: int, seed: int, count: int, rows: int) -> Replic
 def packed(hidden: int, dtype: torch.dtype) -> ref.Packed:
     """The weights of all experts."""
     random_ = torch.Generator().manual_seed(hidden)
-    return (torch.randn(EXPERTS, 2 * INNER, hidden, generator=random_).mul(0.1).to(dtype),
-            torch.randn(EXPERTS, hidden, INNER, generator=random_).mul(0.3).to(dtype))
+    return (
+        torch.randn(EXPERTS, 2 * INNER, hidden, generator=random_).mul(0.1).to(dtype),
+        torch.randn(EXPERTS, hidden, INNER, generator=random_).mul(0.3).to(dtype),
+    )
 
 
 def addresses(folder: Path, name: str, size: int, ranks: int) -> list[Tensor]:
     """The memory of all ranks, mapped."""
-    return [torch.from_file(str(folder / f"{name}{rank}"), shared=True, size=size, dtype=torch.uint8)
-            for rank in range(ranks)]  # fmt: skip
+    return [
+        torch.from_file(str(folder / f"{name}{rank}"), shared=True, size=size, dtype=torch.uint8)
+        for rank in range(ranks)
+    ]
 
 
 Sent = tuple[Tensor | QuantizedRows, Tensor, Tensor]  # x, weights, ids
@@ -132,8 +141,10 @@ def check_quantized_experts(got: Sent, expected: Sent, mapping: Tensor, wire: Wi
     """Experts with 8-bit weights take the rows as they came, and write into symmetric memory."""
     scheme = next(one for one in SCALED.values() if one.wire == wire)
     torch.manual_seed(0)
-    pairs = [(make_matrix(scheme, 256, room.shape[1], CPU), make_matrix(scheme, room.shape[1], 128, CPU))
-             for _ in range(max(1, int(mapping.max()) + 1))]  # fmt: skip
+    pairs = [
+        (make_matrix(scheme, 256, room.shape[1], CPU), make_matrix(scheme, room.shape[1], 128, CPU))
+        for _ in range(max(1, int(mapping.max()) + 1))
+    ]
     local = scaled.empty(len(pairs), *pairs[0], CPU)
     for place, pair in enumerate(pairs):
         scaled.put(local, place, *pair)
@@ -150,8 +161,9 @@ def run_step(part: Part, slots: Slots, bound: int, counts: tuple[int, ...], seed
     (rank, each), layout = (slots.peers.rank, slots.each), part.layout
     rows = part.first + max(bound * each, *counts)
     everyone = [replica(part, number, seed, count, rows) for number, count in enumerate(counts)]
-    owner = torch.randint(0, layout.ranks, (EXPERTS,), generator=torch.Generator().manual_seed(seed // 2),
-                          dtype=torch.int32)  # fmt: skip
+    owner = torch.randint(
+        0, layout.ranks, (EXPERTS,), generator=torch.Generator().manual_seed(seed // 2), dtype=torch.int32
+    )
     weights, number = packed(layout.hidden, part.dtype), rank // each
     own = everyone[number]
     given = dict(owner=owner, bound=bound, each=each, first=part.first)
@@ -190,8 +202,9 @@ def run_step(part: Part, slots: Slots, bound: int, counts: tuple[int, ...], seed
     taken = slice(part.first, min(own.count, part.first + bound * each))
     assert torch.equal(got[taken.stop :], residual[taken.stop :]), "rows behind stay"
     if not layout.wire.values:
-        alone = ref.run(own.x[taken], own.weights[taken], own.ids[taken].clone(), weights, torch.arange(EXPERTS),
-                        residual[taken])  # fmt: skip
+        alone = ref.run(
+            own.x[taken], own.weights[taken], own.ids[taken].clone(), weights, torch.arange(EXPERTS), residual[taken]
+        )
         torch.testing.assert_close(got[taken], alone, rtol=3 * far, atol=3 * far, msg=lambda text: f"alone: {text}")
 
 
@@ -249,8 +262,13 @@ def rank_main(rank: int, ranks: int, each: int, fault: str, folder: Path) -> Non
     at, seed = 0, 0
     for part in parts(ranks, each):
         size = part.layout.num_bytes
-        peers = Peers(torch.tensor([one.data_ptr() + at for one in buffers]),
-                      torch.tensor([one.data_ptr() for one in signals]), rank, size, BLOCKS)  # fmt: skip
+        peers = Peers(
+            torch.tensor([one.data_ptr() + at for one in buffers]),
+            torch.tensor([one.data_ptr() for one in signals]),
+            rank,
+            size,
+            BLOCKS,
+        )
         slots = Slots(peers, part.layout, buffers[rank][at : at + size], each)
         for bound, counts in part.steps if fault != "wrong scale" or part.layout.wire.values else ():
             run_step(part, slots, bound, counts, seed)
@@ -267,8 +285,10 @@ def run_ranks(folder: Path, ranks: int, each: int, fault: str = "") -> tuple[lis
     command = [sys.executable, "-m", "tests.interpreted.test_exchange"]
     arguments = [str(ranks), str(each), fault, str(folder)]
     with (folder / "said").open("w") as said:
-        running = [subprocess.Popen([*command, str(rank), *arguments], cwd=ROOT, stdout=said, stderr=said)
-                   for rank in range(ranks)]  # fmt: skip
+        running = [
+            subprocess.Popen([*command, str(rank), *arguments], cwd=ROOT, stdout=said, stderr=said)
+            for rank in range(ranks)
+        ]
         end = time.monotonic() + 300
         while any(one.poll() is None for one in running) and not any(one.poll() for one in running):
             if time.monotonic() > end:
@@ -281,10 +301,14 @@ def run_ranks(folder: Path, ranks: int, each: int, fault: str = "") -> tuple[lis
     return codes, (folder / "said").read_text()
 
 
-@pytest.mark.parametrize(("ranks", "each"), [
-    (3, 1), (4, 2), *(pytest.param(*each, marks=pytest.mark.full) for each in (
-        (2, 1), (2, 2), (4, 1), (8, 1), (8, 2))),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("ranks", "each"),
+    [
+        (3, 1),
+        (4, 2),
+        *(pytest.param(*each, marks=pytest.mark.full) for each in ((2, 1), (2, 2), (4, 1), (8, 1), (8, 2))),
+    ],
+)
 def test_rows_reach_their_experts_and_come_back(tmp_path: Path, ranks: int, each: int) -> None:
     codes, said = run_ranks(tmp_path, ranks, each)
     assert codes == [0] * ranks, said

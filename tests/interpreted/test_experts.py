@@ -100,11 +100,15 @@ def test_few_tokens_of_two_bytes(case: Case, dtype: torch.dtype) -> None:
     check(case, dtype)
 
 
-@pytest.mark.parametrize("cut", [
-    (Tiles(16, 64, 128, 4, 3, True), Tiles(32, 32, 32, 4, 3, True)),
-    (Tiles(32, 16, 64, 4, 3, True), Tiles(16, 16, 16, 4, 2)),
-    (Tiles(64, 32, 64, 4, 4), Tiles(128, 64, 32, 8, 3)),
-], ids=["tall", "mixed", "wide"])  # fmt: skip
+@pytest.mark.parametrize(
+    "cut",
+    [
+        (Tiles(16, 64, 128, 4, 3, True), Tiles(32, 32, 32, 4, 3, True)),
+        (Tiles(32, 16, 64, 4, 3, True), Tiles(16, 16, 16, 4, 2)),
+        (Tiles(64, 32, 64, 4, 4), Tiles(128, 64, 32, 8, 3)),
+    ],
+    ids=["tall", "mixed", "wide"],
+)
 @pytest.mark.parametrize("case", [Case(9, 5, 2, 48, 40), Case(40, 3, 2, 40, 24, "one")], ids=str)
 def test_every_way_to_cut(case: Case, cut: tuple[Tiles, Tiles]) -> None:
     """In float16: the interpreter multiplies matrices of bfloat16 by their bits."""
@@ -139,11 +143,23 @@ def test_rows_without_experts_have_the_residual_alone() -> None:
 PLACES = torch.tensor([3, -1, 0, 4, -1, 1, 2, -1], dtype=torch.int32)
 
 
-@pytest.mark.parametrize(("tokens", "k", "experts", "spread", "mapped"), [
-    (1, 3, 5, "even", False), (341, 3, 5, "even", True), (1366, 3, 5, "lacking", False), (1365, 3, 33, "even", False),
-    (1366, 3, 256, "even", False), (4097, 1, 40, "one", False), (2060, 2, 5, "even", True), (2060, 2, 5, "none", True),
-    (2731, 6, 64, "lacking", False), (13108, 5, 300, "some", False), (513, 8, 1, "even", False),
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    ("tokens", "k", "experts", "spread", "mapped"),
+    [
+        (1, 3, 5, "even", False),
+        (341, 3, 5, "even", True),
+        (1366, 3, 5, "lacking", False),
+        (1365, 3, 33, "even", False),
+        (1366, 3, 256, "even", False),
+        (4097, 1, 40, "one", False),
+        (2060, 2, 5, "even", True),
+        (2060, 2, 5, "none", True),
+        (2731, 6, 64, "lacking", False),
+        (13108, 5, 300, "some", False),
+        (513, 8, 1, "even", False),
+    ],
+    ids=str,
+)
 def test_sorted_pairs(tokens: int, k: int, experts: int, spread: str, mapped: bool) -> None:
     """By expert and stable: by one kernel or two, a share of one chunk or of more, the last one full or not, whatever
     is dropped and however uneven it is."""
@@ -197,10 +213,22 @@ def test_the_residual_may_come_late(tokens: int, waits: bool, monkeypatch: pytes
 
 
 @pytest.mark.parametrize("elsewhere", [0, 1, 300])
-@pytest.mark.parametrize("counts", [
-    (1,), (0,), (0, 0, 1), (128,), (129, 0, 127), (0, 5, 0, 0, 256, 257, 1, 0), (1,) * 40, (3, 700, 0) * 20,
-    (*range(0, 600, 3), 0), (5000, *(0,) * 255),
-], ids=lambda counts: f"{sum(counts)}-to-{len(counts)}")  # fmt: skip
+@pytest.mark.parametrize(
+    "counts",
+    [
+        (1,),
+        (0,),
+        (0, 0, 1),
+        (128,),
+        (129, 0, 127),
+        (0, 5, 0, 0, 256, 257, 1, 0),
+        (1,) * 40,
+        (3, 700, 0) * 20,
+        (*range(0, 600, 3), 0),
+        (5000, *(0,) * 255),
+    ],
+    ids=lambda counts: f"{sum(counts)}-to-{len(counts)}",
+)
 def test_tiles_of_hopper(monkeypatch: pytest.MonkeyPatch, counts: tuple[int, ...], elsewhere: int) -> None:
     """(expert, first pair, pairs left, number of tiles) in the order of experts, and room for all, for both products;
     some pairs have no expert here."""
@@ -211,12 +239,16 @@ def test_tiles_of_hopper(monkeypatch: pytest.MonkeyPatch, counts: tuple[int, ...
     pairs, some = sum(counts) + elsewhere, torch.empty(len(counts), 8, 8)
     order = torch.empty(pairs, dtype=torch.int32)
     hopper.products(some[0], (some, some), some[0], some[0], order, starts, torch.empty(1, 1), ())  # type: ignore[arg-type]
-    expected = [(e, first, end - first) for e, (start, end) in enumerate(pairwise(starts.tolist()))
-                for first in range(start, end, hopper.ROWS)]  # fmt: skip
+    expected = [
+        (e, first, end - first)
+        for e, (start, end) in enumerate(pairwise(starts.tolist()))
+        for first in range(start, end, hopper.ROWS)
+    ]
     for tiles, most in found:
         records = tiles.view(most, hopper.WORDS).tolist()
         assert records == [[*record, len(expected)] for record in expected] + [[0, 0, 0, len(expected)]] * (
-            most - len(expected))  # fmt: skip
+            most - len(expected)
+        )
     assert len(found) == 2
 
 
@@ -254,7 +286,19 @@ def test_compiles_for_hopper() -> None:
     script, environment = Path(__file__).with_name("compile_experts.py"), os.environ | {"TRITON_INTERPRET": "0"}
     done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert set(done.stdout.split()) == {"_route_kernel", "_few_up_kernel", "_few_down_kernel", "_sort_kernel",
-                                        "_count_kernel", "_order_kernel", "_product_kernel", "_sum_kernel",
-                                        "_tiles_kernel", "hopper._grouped_kernel", "_quantize_kernel",
-                                        "hopper._scaled_kernel", "_packed_kernel", "_unpack_kernel"}  # fmt: skip
+    assert set(done.stdout.split()) == {
+        "_route_kernel",
+        "_few_up_kernel",
+        "_few_down_kernel",
+        "_sort_kernel",
+        "_count_kernel",
+        "_order_kernel",
+        "_product_kernel",
+        "_sum_kernel",
+        "_tiles_kernel",
+        "hopper._grouped_kernel",
+        "_quantize_kernel",
+        "hopper._scaled_kernel",
+        "_packed_kernel",
+        "_unpack_kernel",
+    }

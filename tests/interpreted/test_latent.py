@@ -103,11 +103,20 @@ def test_absorbed(case: Case, dtype: torch.dtype) -> None:
     check(triton.absorbed(q_latent, q_rope, cache, given, 0.2), expected)
 
 
-@pytest.mark.parametrize(("rows", "heads", "deep", "width", "dtype"), [
-    (1, 16, 128, 512, torch.float16), (1, 3, 12, 20, torch.float32), (2, 3, 20, 12, torch.float32),
-    (3, 2, 96, 40, torch.float32), (4, 2, 512, 128, torch.float16), (5, 3, 12, 20, torch.float32),
-    (70, 2, 130, 70, torch.float32), (256, 1, 16, 24, torch.float32), (257, 1, 16, 24, torch.float32),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("rows", "heads", "deep", "width", "dtype"),
+    [
+        (1, 16, 128, 512, torch.float16),
+        (1, 3, 12, 20, torch.float32),
+        (2, 3, 20, 12, torch.float32),
+        (3, 2, 96, 40, torch.float32),
+        (4, 2, 512, 128, torch.float16),
+        (5, 3, 12, 20, torch.float32),
+        (70, 2, 130, 70, torch.float32),
+        (256, 1, 16, 24, torch.float32),
+        (257, 1, 16, 24, torch.float32),
+    ],
+)
 @pytest.mark.parametrize("across", [True, False])
 def test_project(rows: int, heads: int, deep: int, width: int, dtype: torch.dtype, across: bool) -> None:
     """Heads are parts of longer rows, matrices parts of larger ones; inputs or outputs are neighbours in memory."""
@@ -137,18 +146,29 @@ def share(meta: AttentionMeta, *groups: tuple[tuple[int, ...], int]) -> Attentio
     for members, blocks in groups:
         tables[list(members), :blocks] = tables[members[0], :blocks]
     device = on_device(replace(meta, block_tables=tables))
-    packed = pack_shared([SharedPrefix(np.array(members, np.int32), blocks) for members, blocks in groups],
-                         np.arange(num_seqs, dtype=np.int32), meta.query_start.diff().numpy(), num_groups=3,
-                         most_seqs=21, decode_len=device.decode_len)  # fmt: skip
+    packed = pack_shared(
+        [SharedPrefix(np.array(members, np.int32), blocks) for members, blocks in groups],
+        np.arange(num_seqs, dtype=np.int32),
+        meta.query_start.diff().numpy(),
+        num_groups=3,
+        most_seqs=21,
+        decode_len=device.decode_len,
+    )
     meta.block_tables.copy_(tables)
     return replace(device, shared=SharedBlocks.view(torch.from_numpy(packed), 3, 21, num_seqs + 2))
 
 
-@pytest.mark.parametrize(("query_lens", "heads", "size", "dtype", "cuts"), [
-    ((1, 1, 1, 1, 1, 1), 16, 64, torch.float32, 2), ((1, 1, 1, 1, 1, 1), 16, 16, torch.float16, 4),
-    ((1, 1, 1, 1, 1, 1), 128, 16, torch.float32, 1), ((1, 3, 2, 2, 1, 1), 6, 48, torch.float32, 1),
-    ((1, 3, 2, 2, 1, 1), 40, 16, torch.float32, 1), ((1, 20, 1, 1, 9, 1), 4, 64, torch.float32, 8),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("query_lens", "heads", "size", "dtype", "cuts"),
+    [
+        ((1, 1, 1, 1, 1, 1), 16, 64, torch.float32, 2),
+        ((1, 1, 1, 1, 1, 1), 16, 16, torch.float16, 4),
+        ((1, 1, 1, 1, 1, 1), 128, 16, torch.float32, 1),
+        ((1, 3, 2, 2, 1, 1), 6, 48, torch.float32, 1),
+        ((1, 3, 2, 2, 1, 1), 40, 16, torch.float32, 1),
+        ((1, 20, 1, 1, 9, 1), 4, 64, torch.float32, 8),
+    ],
+)
 def test_shared_prefixes(query_lens: tuple[int, ...], heads: int, size: int, dtype: torch.dtype, cuts: int) -> None:
     """Two groups, members that end with the prefix or whose first row is before its end, a sequence of no group; tiles
     that are not full and cuts in which there is nothing. A prompt is no member."""
@@ -296,14 +316,32 @@ def test_any_number_of_parts_is_added_up(lanes: int) -> None:
             expected[2 * s : 2 * s + rows] = whole.view(heads, 2, group, width).transpose(0, 1).flatten(1, 2)[:rows]
         sums[mine, :, rows * group :], stats[mine, :, rows * group :] = float("nan"), float("nan")
         first += count
-    merge_kernel[(3,)](out, items, sums, stats, len(counts), out.stride(0), L=width, LP=32, GROUP=group, ROWS=6,
-                       LANES=lanes, HEADS=heads, PARTS=128, WORDS=16, SHARED=False, PDL=False)  # fmt: skip
+    merge_kernel[(3,)](
+        out,
+        items,
+        sums,
+        stats,
+        len(counts),
+        out.stride(0),
+        L=width,
+        LP=32,
+        GROUP=group,
+        ROWS=6,
+        LANES=lanes,
+        HEADS=heads,
+        PARTS=128,
+        WORDS=16,
+        SHARED=False,
+        PDL=False,
+    )
     torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5, equal_nan=True)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("tokens, heads, plain, latent, rope, size",
-                         [(2, 16, 128, 512, 64, 64), (5, 3, 16, 24, 8, 8), (9, 20, 20, 40, 20, 48)])  # fmt: skip
+@pytest.mark.parametrize(
+    "tokens, heads, plain, latent, rope, size",
+    [(2, 16, 128, 512, 64, 64), (5, 3, 16, 24, 8, 8), (9, 20, 20, 40, 20, 48)],
+)
 def test_prepare(tokens: int, heads: int, plain: int, latent: int, rope: int, size: int, dtype: torch.dtype) -> None:
     """q, and the whole cache: what was not written is NaN as before. A latent that is no number is a large one."""
     wide = torch.randn(tokens, heads * (plain + rope) + latent + rope).mul_(2).to(dtype)
@@ -334,8 +372,16 @@ def test_prepare(tokens: int, heads: int, plain: int, latent: int, rope: int, si
 def test_prepare_takes_no_strange_strides() -> None:
     cache = LatentView(torch.zeros(2, 1, 8, 16), torch.zeros(2, 1, 8, 16).transpose(2, 3).contiguous().transpose(2, 3))
     with pytest.raises(ValueError, match="strides"):
-        triton.prepare(torch.zeros(1, 2, 24), torch.zeros(1, 32), torch.ones(16), 1e-6, torch.zeros(1, 16),
-                       torch.zeros(1, 16), cache, torch.zeros(1, dtype=torch.int64))  # fmt: skip
+        triton.prepare(
+            torch.zeros(1, 2, 24),
+            torch.zeros(1, 32),
+            torch.ones(16),
+            1e-6,
+            torch.zeros(1, 16),
+            torch.zeros(1, 16),
+            cache,
+            torch.zeros(1, dtype=torch.int64),
+        )
 
 
 @pytest.mark.parametrize("most", [0, 4, 100])
@@ -362,6 +408,14 @@ def test_compiles_for_hopper() -> None:
     script, environment = Path(__file__).with_name("compile_latent.py"), os.environ | {"TRITON_INTERPRET": "0"}
     done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert set(done.stdout.split()) == {"_prepare_kernel", "_plan_kernel", "absorbed_kernel", "shared_kernel",
-                                        "merge_kernel", "_few_kernel", "_some_kernel", "expanded_kernel",
-                                        "hopper._expanded_kernel"}  # fmt: skip
+    assert set(done.stdout.split()) == {
+        "_prepare_kernel",
+        "_plan_kernel",
+        "absorbed_kernel",
+        "shared_kernel",
+        "merge_kernel",
+        "_few_kernel",
+        "_some_kernel",
+        "expanded_kernel",
+        "hopper._expanded_kernel",
+    }

@@ -42,7 +42,7 @@ from ..support.quantized_cases import (
     exact_values,
     make_matrix,
     stands_for,
-)  # fmt: skip
+)
 
 if not triton_runtime.INTERPRETED:
     pytest.skip("needs Triton's interpreter", allow_module_level=True)
@@ -86,14 +86,29 @@ def test_words_of_inputs_that_are_no_multiple_of_a_step(kind: str) -> None:
     compare(weight_only_hopper, WEIGHT_ONLY[kind], Call(257, 40, 160), torch.float16, CPU, 4e-3)
 
 
-@pytest.mark.parametrize(("kernel", "kind", "texts"), [
-    (scaled, next(iter(SCALED)), {1: "widened in registers; activations quantized per .*, in the kernel of the product",
-                                  8: "multiplied in 8 bits by Triton's .*, by a kernel before",
-                                  300: "multiplied in 8 bits by cuBLASLt; activations .*, by a kernel before"}),
-    (weight_only, "w4 32 order", {1: "stays packed, widened in registers; activations are not quantized",
-                                  300: "dequantized to float16 by a kernel before; .*; activations are not quantized"}),
-    (weight_only_hopper, "w4 32 order", {1: "stays packed, widened in registers", 300: "dequantized to float16"}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("kernel", "kind", "texts"),
+    [
+        (
+            scaled,
+            next(iter(SCALED)),
+            {
+                1: "widened in registers; activations quantized per .*, in the kernel of the product",
+                8: "multiplied in 8 bits by Triton's .*, by a kernel before",
+                300: "multiplied in 8 bits by cuBLASLt; activations .*, by a kernel before",
+            },
+        ),
+        (
+            weight_only,
+            "w4 32 order",
+            {
+                1: "stays packed, widened in registers; activations are not quantized",
+                300: "dequantized to float16 by a kernel before; .*; activations are not quantized",
+            },
+        ),
+        (weight_only_hopper, "w4 32 order", {1: "stays packed, widened in registers", 300: "dequantized to float16"}),
+    ],
+)
 def test_the_way_of_a_product(kernel: ModuleType, kind: str, texts: dict[int, str]) -> None:
     """Text for a trace, by the number of rows."""
     packed = kernel.pack(make_matrix({**SCALED, **WEIGHT_ONLY}[kind], 128, 256, CPU))
@@ -101,16 +116,20 @@ def test_the_way_of_a_product(kernel: ModuleType, kind: str, texts: dict[int, st
         assert re.search(f"^weight of (FP8|4-bit) in .* {text}", kernel.way(torch.empty(rows, 256).half(), packed))
 
 
-@pytest.mark.parametrize(("script", "kernels"), [
-    ("compile_linear.py", {"hopper._few_kernel", "hopper._some_kernel", "_product_kernel", "_unpack_kernel"}),
-    ("compile_scaled.py", {"hopper._some_kernel", "_quantize_kernel"}),
-    ("compile_dense.py", {"hopper._some_kernel"}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("script", "kernels"),
+    [
+        ("compile_linear.py", {"hopper._few_kernel", "hopper._some_kernel", "_product_kernel", "_unpack_kernel"}),
+        ("compile_scaled.py", {"hopper._some_kernel", "_quantize_kernel"}),
+        ("compile_dense.py", {"hopper._some_kernel"}),
+    ],
+)
 def test_products_compile_for_hopper(script: str, kernels: set[str]) -> None:
     """Every kernel of production, in a process whose kernels are not interpreted."""
     environment = os.environ | {"TRITON_INTERPRET": "0"}
-    done = subprocess.run([sys.executable, Path(__file__).with_name(script)], env=environment, capture_output=True,
-                          text=True, check=False)  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, Path(__file__).with_name(script)], env=environment, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert set(done.stdout.split()) == kernels
 
@@ -134,8 +153,10 @@ def test_a_number_that_is_none_makes_none_of_all_that_share_its_scale(wire: Wire
     """As in the reference; other rows and groups are as if nothing had been there."""
     x = torch.randn(5, 384).half()
     x[1, 5], x[2, 200], x[3, 383] = torch.nan, torch.inf, -torch.inf
-    ours, exact, without = (of.quantize_rows(given, wire).float() for of, given in (
-        (quantize_triton, x), (ref, x), (quantize_triton, x.nan_to_num(0, 0, 0))))  # fmt: skip
+    ours, exact, without = (
+        of.quantize_rows(given, wire).float()
+        for of, given in ((quantize_triton, x), (ref, x), (quantize_triton, x.nan_to_num(0, 0, 0)))
+    )
     assert torch.equal(quantize_triton.quantize_rows(x, wire).scales.isnan(), ref.quantize_rows(x, wire).scales.isnan())
     assert torch.equal(ours.isfinite(), exact.isfinite()) and not exact.isfinite().all(1)[1:4].any()
     assert torch.equal(ours[exact.isfinite()], without[exact.isfinite()])
@@ -190,8 +211,9 @@ def test_experts_take_rows_that_were_quantized_before(
 ) -> None:
     """The bits of rows that the experts quantize, with scales in either order."""
     scheme, (count, top_k, inner) = SCALED[kind], (3, 2, 128)
-    pairs = [(make_matrix(scheme, 2 * inner, hidden, CPU), make_matrix(scheme, hidden, inner, CPU))
-             for _ in range(count)]  # fmt: skip
+    pairs = [
+        (make_matrix(scheme, 2 * inner, hidden, CPU), make_matrix(scheme, hidden, inner, CPU)) for _ in range(count)
+    ]
     packed = experts.empty(count, *pairs[0], CPU)
     for place, pair in enumerate(pairs):
         experts.put(packed, place, *pair)
@@ -213,14 +235,32 @@ def test_experts_take_rows_that_were_quantized_before(
 @pytest.mark.parametrize("kind", WEIGHT_ONLY)
 def test_experts_of_integer_weights(kind: str, tokens: int, hidden: int, inner: int) -> None:
     """With the three tilings: scaled after the product, and before it."""
-    compare_experts(WEIGHT_ONLY[kind], tokens, 3, 2, hidden, inner, torch.float16, CPU, 4e-3, residual=tokens == 9,
-                    away=(1,) if tokens == 9 else (), kernel=weight_only_experts)
+    compare_experts(
+        WEIGHT_ONLY[kind],
+        tokens,
+        3,
+        2,
+        hidden,
+        inner,
+        torch.float16,
+        CPU,
+        4e-3,
+        residual=tokens == 9,
+        away=(1,) if tokens == 9 else (),
+        kernel=weight_only_experts,
+    )
 
 
 @pytest.mark.usefixtures("guarded")
-@pytest.mark.parametrize(("kind", "hidden", "inner"), [
-    ("w4 channel", 200, 72), ("w8 channel symmetric", 72, 200), ("w4 32 order", 224, 96), ("w4 64 symmetric", 192, 64),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("kind", "hidden", "inner"),
+    [
+        ("w4 channel", 200, 72),
+        ("w8 channel symmetric", 72, 200),
+        ("w4 32 order", 224, 96),
+        ("w4 64 symmetric", 192, 64),
+    ],
+)
 def test_experts_of_integer_weights_of_any_size(kind: str, hidden: int, inner: int) -> None:
     compare_experts(WEIGHT_ONLY[kind], 5, 3, 2, hidden, inner, torch.float16, CPU, 4e-3, kernel=weight_only_experts)
 

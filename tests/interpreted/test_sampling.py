@@ -210,8 +210,7 @@ def test_the_largest_key_of_all_slices_is_the_token(mode, cuts):
     both = Both(specs, [PROMPT] * len(specs), 300)
     _, expected = both.run(logits, mode)
     sampler, rows = both.gpu.operations, both.gpu.rows
-    keys = [sampler.keys(logits[:, first:end].contiguous(), rows, mode, first).clone()
-            for first, end in pairwise(cuts)]
+    keys = [sampler.keys(logits[:, first:end].contiguous(), rows, mode, first).clone() for first, end in pairwise(cuts)]
     sampler.settle(torch.stack(keys).amax(0))
     assert (sampler.tokens.tolist(), sampler.codes.tolist()) == expected
     assert set(expected[1]) == {0, 1, 2}
@@ -229,8 +228,13 @@ def test_the_mode_is_the_least_that_serves_all_rows():
     both = Both(specs, [PROMPT] * 5, vocab)
     slots = np.arange(6, dtype=np.int32)
     assert [both.table.mode(slots[: i + 1]) for i in range(6)] == [
-        Mode.GREEDY, Mode.GREEDY, Mode.UNFILTERED, Mode.FILTERED, Mode.FULL, Mode.FULL
-    ]  # fmt: skip
+        Mode.GREEDY,
+        Mode.GREEDY,
+        Mode.UNFILTERED,
+        Mode.FILTERED,
+        Mode.FULL,
+        Mode.FULL,
+    ]
     logits = model_like(5, vocab)
     for count, least in ((1, Mode.GREEDY), (2, Mode.UNFILTERED), (3, Mode.FILTERED), (4, Mode.FULL)):
         for mode in Mode:
@@ -300,13 +304,17 @@ def random_masks(slots, vocab, share, seed=0):
 
 @pytest.mark.parametrize("vocab", [300, 2080])
 def test_only_what_a_mask_allows_is_drawn(vocab):
-    """Masked rows of every kind stand beside rows without a mask; indices of masks differ from those of rows and slots.
-    """
+    """Masked rows of every kind stand beside rows without a mask; masks have indices other than rows and slots."""
     fields = [
-        {"temperature": 0.0}, {}, {"top_k": 5}, {"top_p": 0.9, "min_p": 0.01}, {"allowed_ids": tuple(range(40, 60))},
-        {"repetition_penalty": 1.7, "logit_bias": ((7, 9.0), (8, 9.0), (9, 9.0))}, {"bad_words": ((3, 8), (17,))},
+        {"temperature": 0.0},
+        {},
+        {"top_k": 5},
+        {"top_p": 0.9, "min_p": 0.01},
+        {"allowed_ids": tuple(range(40, 60))},
+        {"repetition_penalty": 1.7, "logit_bias": ((7, 9.0), (8, 9.0), (9, 9.0))},
+        {"bad_words": ((3, 8), (17,))},
         {"stop_ids": (4, 5), "min_length": 99, "temperature": 0.0},
-    ]  # fmt: skip
+    ]
     specs = [SamplerSpec(seed=i, num_prompt=2, grammar=i % 4 != 1, **field) for i, field in enumerate(fields * 3)]
     both = Both(specs, [PROMPT] * len(specs), vocab)
     slots = [i + 1 for i, spec in enumerate(specs) if spec.grammar]
@@ -342,9 +350,14 @@ def test_masks_are_read_only_where_a_slot_may_have_one_and_fail_rows_alone():
 
 def test_ids_outside_the_vocabulary_are_left_out():
     spec = SamplerSpec(
-        seed=0, num_prompt=0, allowed_ids=(300,), stop_ids=(5, 300), min_length=9,
-        logit_bias=((2, 1.0), (300, 9.0), (2, 4.0)), bad_words=((1, 300), (), (2**40, 7)),
-    )  # fmt: skip
+        seed=0,
+        num_prompt=0,
+        allowed_ids=(300,),
+        stop_ids=(5, 300),
+        min_length=9,
+        logit_bias=((2, 1.0), (300, 9.0), (2, 4.0)),
+        bad_words=((1, 300), (), (2**40, 7)),
+    )
     words = encode_edits(spec, 300)
     assert words[:5].tolist() == [0, 1, 1, 1, 2]
     assert words[8:10].tolist() == [5, 2]

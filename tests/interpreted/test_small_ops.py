@@ -119,8 +119,14 @@ def test_rotation(kind: str, dim: int) -> None:
 
 
 # The interpreter multiplies matrices of bfloat16 by their bits: there are none in the kernel for more than 4 rows here.
-ROWS = [(1, torch.bfloat16), (3, torch.float16), (4, torch.bfloat16), (5, torch.float16), (13, torch.float16),
-        (40, torch.float16)]  # fmt: skip
+ROWS = [
+    (1, torch.bfloat16),
+    (3, torch.float16),
+    (4, torch.bfloat16),
+    (5, torch.float16),
+    (13, torch.float16),
+    (40, torch.float16),
+]
 SHAPES = [(8, 8), (34, 272), (16, 1056)]  # N, K
 
 
@@ -177,8 +183,10 @@ def test_both_ways_are_one_operation(rows: int) -> None:
     close(out.half(), exact.half())
     close(cuda.run_gated(x, packed, bias), activation_ref.silu_mul(exact).half())
     close(cuda.run_norm(x, scale, EPS, packed, bias), linear_ref.run(normed, weight, bias))
-    close(cuda.run_norm_gated(x, scale, EPS, packed, bias),
-          activation_ref.silu_mul(linear_ref.run_float(normed, weight, bias)).half())  # fmt: skip
+    close(
+        cuda.run_norm_gated(x, scale, EPS, packed, bias),
+        activation_ref.silu_mul(linear_ref.run_float(normed, weight, bias)).half(),
+    )
     for added in (bias, None):
         residual = torch.randn(rows, 40).half()
         expected = (linear_ref.run_float(x, weight, added) + residual.float()).half()
@@ -201,13 +209,21 @@ def test_compiles_for_hopper() -> None:
     environment = os.environ | {"TRITON_INTERPRET": "0"}
     done = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    names = {"_few_kernel", "_some_kernel", "_gather_kernel", "_norm_kernel", "_heads_kernel", "_silu_kernel",
-             "_rotation_kernel"}  # fmt: skip
+    names = {
+        "_few_kernel",
+        "_some_kernel",
+        "_gather_kernel",
+        "_norm_kernel",
+        "_heads_kernel",
+        "_silu_kernel",
+        "_rotation_kernel",
+    }
     assert names == set(done.stdout.split())
 
 
 def launch_production(rows: int, hidden: int, heads_of: tuple[int, int], inner: int, vocab: int, normed: bool) -> None:
     """A step's small kernels, on tensors without storage."""
+
     def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
 

@@ -35,10 +35,23 @@ def test_a_step_of_a_gpus_runner(cuda_runner: Callable[..., StepRunner]) -> None
             worker.submit(PLANS[0])
             worker.collect()
     called = list(names(root))
-    way = ["StepRunner.submit", "DeviceState.apply", "step.triton.apply_runs", "_apply_kernel",
-           "step.triton.build_inputs", "_inputs_kernel", "layers.stack.run_layers", "layers.0", "layers.0.attention",
-           "norm.triton.rms_norm", "_norm_kernel", "layers.1", "step.triton.finish_step", "_finish_kernel",
-           "StepRunner.collect"]
+    way = [
+        "StepRunner.submit",
+        "DeviceState.apply",
+        "step.triton.apply_runs",
+        "_apply_kernel",
+        "step.triton.build_inputs",
+        "_inputs_kernel",
+        "layers.stack.run_layers",
+        "layers.0",
+        "layers.0.attention",
+        "norm.triton.rms_norm",
+        "_norm_kernel",
+        "layers.1",
+        "step.triton.finish_step",
+        "_finish_kernel",
+        "StepRunner.collect",
+    ]
     at = [called.index(name) for name in way]
     assert at == sorted(at), called
 

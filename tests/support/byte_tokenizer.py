@@ -20,7 +20,9 @@ class ByteTokenizer(Tokenizer):
         backend.decoder = decoders.ByteLevel()
         if add_bos:
             backend.post_processor = processors.TemplateProcessing(
-                single=f"{SPECIALS[0]} $A", special_tokens=[(SPECIALS[0], 256)])
+                single=f"{SPECIALS[0]} $A", special_tokens=[(SPECIALS[0], 256)]
+            )
         bos, eos, pad, *_ = SPECIALS
-        super().__init__(backend, SpecialTokens(named={"bos_token": bos, "eos_token": eos, "pad_token": pad},
-                                                extra=SPECIALS))
+        super().__init__(
+            backend, SpecialTokens(named={"bos_token": bos, "eos_token": eos, "pad_token": pad}, extra=SPECIALS)
+        )

@@ -40,8 +40,13 @@ class CheckedExecutor(MockExecutor):
     computed  request id -> tokens computed for it so far, over all its admissions
     """
 
-    def __init__(self, *, windows: Sequence[int | None] = (None,),
-                 tiers: Callable[[Memory], MockCopies] | None = None, **options: Any) -> None:
+    def __init__(
+        self,
+        *,
+        windows: Sequence[int | None] = (None,),
+        tiers: Callable[[Memory], MockCopies] | None = None,
+        **options: Any,
+    ) -> None:
         super().__init__(**options)
         self.computed: dict[str, int] = {}
         self._windows, facts = windows, self.facts()

@@ -75,18 +75,30 @@ def kv_geometry(args: ModelArgs, dtype: str, block_size: int, window: int | None
     return replace(geometry, groups=groups)
 
 
-def make_model(args: ModelArgs, target: str = "cpu", *, reference: bool = False, dtype: str = "float32",
-               window: int | None = None, more: tuple[str, ...] = ()) -> Model:
+def make_model(
+    args: ModelArgs,
+    target: str = "cpu",
+    *,
+    reference: bool = False,
+    dtype: str = "float32",
+    window: int | None = None,
+    more: tuple[str, ...] = (),
+) -> Model:
     """The same random weights with the kernels of `target`, or with the references (`reference`); with operations
     `more` than the model needs."""
     ops = operations(args) + more
     forced = dict.fromkeys(ops, "ref") if reference else {"attention": "ref"} if window and target == "cpu" else None
     kernels = select_kernels(target, dtype, ops=ops, head_dim=args.head_dim, forced=forced)
     params = layout(args)
-    build = Build(getattr(torch, dtype), CPU, kernels, {param.name: param for param in params},
-                  linear_plans(args, params, kernels.choices),
-                  moe=experts_plan(args, dtype, target, "ref" if reference else ""),
-                  kv_groups=kv_geometry(args, dtype, BLOCK, window).groups)  # fmt: skip
+    build = Build(
+        getattr(torch, dtype),
+        CPU,
+        kernels,
+        {param.name: param for param in params},
+        linear_plans(args, params, kernels.choices),
+        moe=experts_plan(args, dtype, target, "ref" if reference else ""),
+        kv_groups=kv_geometry(args, dtype, BLOCK, window).groups,
+    )
     model = Decoder(args, params, build)
     fill(model, normal(0.3))
     return model
@@ -102,8 +114,9 @@ def make_headed(args: ModelArgs, target: str = "cpu") -> Model:
     size = args.vocab_size // 2
     head = EagleArgs(method="eagle3", vocab_size=args.vocab_size, context=64, layer_ids=(0, args.num_layers - 1))
     model = make_model(args, target)
-    own = make_model(dataclasses.replace(args, model_type="eagle3", vocab_size=size, num_layers=1, qk_norm=False,
-                                         eagle=head), target)  # fmt: skip
+    own = make_model(
+        dataclasses.replace(args, model_type="eagle3", vocab_size=size, num_layers=1, qk_norm=False, eagle=head), target
+    )
     own.ids.take({"offsets": torch.arange(size).float()}, 0)
     own.layers[0].watch(model.layers)
     model.draft = own
@@ -117,8 +130,9 @@ def make_drafted(args: ModelArgs, target: str = "cpu") -> Model:
     return model
 
 
-def runner_of(model: Model, limits: Limits = LIMITS, target: str = "cpu", num_blocks: int = 32,
-              **forced: str) -> StepRunner:  # fmt: skip
+def runner_of(
+    model: Model, limits: Limits = LIMITS, target: str = "cpu", num_blocks: int = 32, **forced: str
+) -> StepRunner:
     """A runner with a cache that is full of what is no number."""
     dtype = str(model.embed(torch.zeros(1, dtype=torch.int64)).dtype).removeprefix("torch.")
     args = dataclasses.replace(model.args, draft_layers=num_draft_layers(model))
@@ -142,10 +156,16 @@ class ComparedRunners:
         self._masks: dict[int, I32] = {}
         limits = runner.limits
         self._facts = ExecutorFacts(
-            depth=limits.depth, decode_lag=limits.depth, num_slots=limits.num_slots, num_blocks=num_blocks,
-            block_size=limits.block_size, max_model_len=limits.max_model_len, vocab_size=runner.model.args.vocab_size,
-            num_drafts=limits.num_drafts, drafts_cached=num_draft_layers(runner.model) > 0,
-        )  # fmt: skip
+            depth=limits.depth,
+            decode_lag=limits.depth,
+            num_slots=limits.num_slots,
+            num_blocks=num_blocks,
+            block_size=limits.block_size,
+            max_model_len=limits.max_model_len,
+            vocab_size=runner.model.args.vocab_size,
+            num_drafts=limits.num_drafts,
+            drafts_cached=num_draft_layers(runner.model) > 0,
+        )
 
     def submit(self, plan: StepPlan) -> None:
         self._plans.append(plan)
@@ -191,10 +211,15 @@ def compare_requests(executor: ComparedRunners, number: int, *, budget: int, kin
     """Run requests of all kinds to their ends through the engine; what they get is compared step by step."""
     facts, args = executor.facts(), executor.runner.model.args
     geometry = kv_geometry(args, "float32", facts.block_size, *executor.runner.limits.windows[1:])
-    config = SchedulerConfig(max_num_batched_tokens=budget, max_num_seqs=facts.num_slots, max_waiting=1000,
-                             watermark=0.0)  # fmt: skip
-    core = EngineCore(executor, config, KVAllocator(BlockPool(facts.num_blocks), geometry, num_slots=facts.num_slots),
-                      root_key=bytes(32))  # fmt: skip
+    config = SchedulerConfig(
+        max_num_batched_tokens=budget, max_num_seqs=facts.num_slots, max_waiting=1000, watermark=0.0
+    )
+    core = EngineCore(
+        executor,
+        config,
+        KVAllocator(BlockPool(facts.num_blocks), geometry, num_slots=facts.num_slots),
+        root_key=bytes(32),
+    )
     for handle in range(number):
         random, kind = np.random.default_rng(handle), dict(kinds[handle % len(kinds)])
         prompt = random.integers(0, args.vocab_size, int(random.integers(1, 40)), dtype=np.uint32)
@@ -202,8 +227,18 @@ def compare_requests(executor: ComparedRunners, number: int, *, budget: int, kin
         pool, drafts = kind.pop("pool", ""), kind.pop("num_drafts", None)
         spec = SamplerSpec(seed=handle, num_prompt=len(prompt), **kind)
         tokens = 0 if pool else int(random.integers(1, 24))
-        core.add(NewRequest(handle=handle, request_id=str(handle), token_ids=prompt.tobytes(), max_tokens=tokens,
-                            sampler=spec, pool=pool, read_prefix_cache=pool != "mean", num_drafts=drafts))  # fmt: skip
+        core.add(
+            NewRequest(
+                handle=handle,
+                request_id=str(handle),
+                token_ids=prompt.tobytes(),
+                max_tokens=tokens,
+                sampler=spec,
+                pool=pool,
+                read_prefix_cache=pool != "mean",
+                num_drafts=drafts,
+            )
+        )
     while core.has_work:
         core.step()
     core.check()

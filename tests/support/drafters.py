@@ -34,9 +34,15 @@ def draft_with_layers(runner: StepRunner, num_drafts: int, build: Any = None) ->
         step, name = SimpleNamespace(build_inputs=build, gather_blocks=step.gather_blocks), "padded"  # type: ignore
     draft = runner.model.draft
     method = "mtp" if draft is None else "draft_model" if draft.args.eagle is None else draft.args.eagle.method
-    drafter = make_drafter(Speculation(method=method, num_drafts=num_drafts), name, model=runner.model,
-                           kv=runner.programs.kv, operations=step, tables=runner.state.tables,
-                           sampling=(runner.sampler.operations, runner.sampler.rows))  # fmt: skip
+    drafter = make_drafter(
+        Speculation(method=method, num_drafts=num_drafts),
+        name,
+        model=runner.model,
+        kv=runner.programs.kv,
+        operations=step,
+        tables=runner.state.tables,
+        sampling=(runner.sampler.operations, runner.sampler.rows),
+    )
     assert isinstance(drafter, LayerDrafter)
     drafter.on_logits = lambda slots, places, logits: seen.extend(zip(places.tolist(), logits.clone(), strict=True))
     runner.programs.drafter = drafter
@@ -58,8 +64,9 @@ class KnownAnswers:
     def admit(self, admitted: tuple[Admission, ...]) -> Changes:
         return []
 
-    def follow(self, step: StepWords, buffers: StepBuffers, hidden: Tensor, ctx: StepContext, *,
-               decode: bool) -> None: ...  # fmt: skip
+    def follow(
+        self, step: StepWords, buffers: StepBuffers, hidden: Tensor, ctx: StepContext, *, decode: bool
+    ) -> None: ...
 
     def draft(self, step: StepWords, tables: Tables, seqs: int, count: int) -> None:
         """Write the drafts of a step's decodes. See `Drafter`."""

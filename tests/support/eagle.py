@@ -16,9 +16,17 @@ LLAMA: dict[str, Any] = {
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 4096,
     "rms_norm_eps": 1e-5, "tie_word_embeddings": False, "attention_bias": False, "mlp_bias": False,
 }  # fmt: skip
-HEAD = LLAMA | {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": DIM,
-                "max_position_embeddings": 2048, "attention_bias": True, "model_type": "llama", "rope_theta": 10000.0,
-                "torch_dtype": "float32"}  # fmt: skip
+HEAD = LLAMA | {
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": DIM,
+    "max_position_embeddings": 2048,
+    "attention_bias": True,
+    "model_type": "llama",
+    "rope_theta": 10000.0,
+    "torch_dtype": "float32",
+}
 
 
 def model(folder: Path, tokenizer: Path, scale: float = 0.02, qwen: bool = False) -> Path:
@@ -43,8 +51,12 @@ def tensors(kind: str, known: int, seed: int) -> dict[str, Tensor]:
     at = "midlayer." if kind == "eagle3" else "layers.0."
     shapes = {"fc.weight": (HIDDEN, (3 if kind == "eagle3" else 2) * HIDDEN)}
     shapes |= {f"{at}self_attn.{x}_proj.weight": (HIDDEN, wide) for x in "qkv"}
-    shapes |= {f"{at}self_attn.o_proj.weight": (HIDDEN, HIDDEN), f"{at}mlp.gate_proj.weight": (96, HIDDEN),
-               f"{at}mlp.up_proj.weight": (96, HIDDEN), f"{at}mlp.down_proj.weight": (HIDDEN, 96)}
+    shapes |= {
+        f"{at}self_attn.o_proj.weight": (HIDDEN, HIDDEN),
+        f"{at}mlp.gate_proj.weight": (96, HIDDEN),
+        f"{at}mlp.up_proj.weight": (96, HIDDEN),
+        f"{at}mlp.down_proj.weight": (HIDDEN, 96),
+    }
     small = 0.5 if kind == "eagle" else 1.0  # no norm bounds what it makes of its own output
     found = {name: small * torch.randn(shape) / shape[1] ** 0.5 for name, shape in shapes.items()}
     found |= {f"{at}self_attn.{x}_proj.bias": torch.randn(HIDDEN) / 4 for x in "qkvo"}
@@ -59,8 +71,9 @@ def tensors(kind: str, known: int, seed: int) -> dict[str, Tensor]:
     return found | {f"{name}.weight": torch.rand(HIDDEN) + 0.5 for name in norms}
 
 
-def write(folder: Path, kind: str, own: dict[str, Tensor], *, library: bool = False, verifier: str = "",
-          **keys: Any) -> Path:  # fmt: skip
+def write(
+    folder: Path, kind: str, own: dict[str, Tensor], *, library: bool = False, verifier: str = "", **keys: Any
+) -> Path:
     """Write a head: flat, or in the form of the speculators library."""
     folder.mkdir(parents=True, exist_ok=True)
     config: dict[str, Any] = HEAD | {"architectures": [f"LlamaForCausalLM{kind.capitalize()}"]}
@@ -70,11 +83,18 @@ def write(folder: Path, kind: str, own: dict[str, Tensor], *, library: bool = Fa
         own = {name.replace("midlayer.", "layers.0."): value for name, value in own.items()}
         own["embed_tokens.weight"] = torch.zeros(VOCAB, HIDDEN)  # a copy, which is not read
         config = {
-            "architectures": ["Eagle3Speculator"], "draft_vocab_size": len(own["lm_head.weight"]),
-            "speculators_model_type": kind, "target_hidden_size": None, "transformer_layer_config": HEAD,
-            "speculators_config": {"algorithm": kind, "default_proposal_method": "greedy", "proposal_methods": [
-                {"proposal_type": "greedy", "speculative_tokens": 3}], "verifier": {"name_or_path": verifier}},
-        }  # fmt: skip
+            "architectures": ["Eagle3Speculator"],
+            "draft_vocab_size": len(own["lm_head.weight"]),
+            "speculators_model_type": kind,
+            "target_hidden_size": None,
+            "transformer_layer_config": HEAD,
+            "speculators_config": {
+                "algorithm": kind,
+                "default_proposal_method": "greedy",
+                "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": 3}],
+                "verifier": {"name_or_path": verifier},
+            },
+        }
     (folder / "config.json").write_text(json.dumps(config | keys))
     save_file({name: value.contiguous().clone() for name, value in own.items()}, folder / "model.safetensors")
     return folder
@@ -86,8 +106,10 @@ def knowing(kind: str, target: Path, known: int = VOCAB) -> dict[str, Tensor]:
     Attention sees its own token alone, because queries and keys are large and equal at all positions. Of EAGLE-3 the
     values are the embedding less the state, to which they are added; an EAGLE head's output is the embedding.
     """
-    own = {name: value if "layernorm" in name or "norm" in name else torch.zeros_like(value)
-           for name, value in tensors(kind, known, 0).items()}  # fmt: skip
+    own = {
+        name: value if "layernorm" in name or "norm" in name else torch.zeros_like(value)
+        for name, value in tensors(kind, known, 0).items()
+    }
     given = load_file(target / "model.safetensors")
     if kind == "eagle":
         own["fc.weight"][:, :HIDDEN] = torch.eye(HIDDEN)
@@ -127,8 +149,11 @@ def fitted(kind: str, folder: Path, texts: list[list[int]]) -> tuple[dict[str, T
     held.remove()
     at, wide = ("midlayer", 2 * hidden) if kind == "eagle3" else ("layers.0", hidden)
     shapes = {f"self_attn.{x}_proj.weight": (hidden, wide) for x in "qkv"} | {
-        "self_attn.o_proj.weight": (hidden, hidden), "mlp.gate_proj.weight": (96, hidden),
-        "mlp.up_proj.weight": (96, hidden), "mlp.down_proj.weight": (hidden, 96)}  # fmt: skip
+        "self_attn.o_proj.weight": (hidden, hidden),
+        "mlp.gate_proj.weight": (96, hidden),
+        "mlp.up_proj.weight": (96, hidden),
+        "mlp.down_proj.weight": (hidden, 96),
+    }
     own = {f"{at}.{name}": torch.zeros(shape) for name, shape in shapes.items()}
     own |= {f"{at}.self_attn.{x}_proj.bias": torch.full((hidden,), 30.0 * (x in "qk")) for x in "qkvo"}
     own |= {f"{at}.post_attention_layernorm.weight": torch.ones(hidden), "fc.weight": fit[:, -(wide + hidden) :]}
@@ -138,15 +163,26 @@ def fitted(kind: str, folder: Path, texts: list[list[int]]) -> tuple[dict[str, T
         own[f"{at}.self_attn.v_proj.weight"] = torch.eye(hidden, wide)
         own |= {"norm.weight": norm.weight.detach(), "lm_head.weight": made.lm_head.weight.detach()}
     heads = hidden // DIM
-    return own, {"hidden_size": hidden, "num_attention_heads": heads, "num_key_value_heads": heads,
-                 "vocab_size": config.vocab_size, "rms_norm_eps": config.rms_norm_eps}  # fmt: skip
+    return own, {
+        "hidden_size": hidden,
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads,
+        "vocab_size": config.vocab_size,
+        "rms_norm_eps": config.rms_norm_eps,
+    }
 
 
 class Oracle:
     """The formulas of EAGLE and EAGLE-3, of a model in transformers and the tensors of a head."""
 
-    def __init__(self, target: Path, kind: str, own: dict[str, Tensor], layers: tuple[int, ...] = (2, 3, 3),
-                 norm_residual: bool = False) -> None:  # fmt: skip
+    def __init__(
+        self,
+        target: Path,
+        kind: str,
+        own: dict[str, Tensor],
+        layers: tuple[int, ...] = (2, 3, 3),
+        norm_residual: bool = False,
+    ) -> None:
         self.model = transformers.AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
         self.kind, self.layers, self.norm_residual = kind, layers, norm_residual
         self.own = {name.replace("midlayer.", "").replace("layers.0.", ""): value for name, value in own.items()}

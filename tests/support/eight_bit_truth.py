@@ -28,15 +28,18 @@ def values(side: Tensor, scale: float) -> Tensor:
     return table[side.view(torch.uint8).int()] * scale
 
 
-def attention(q: Tensor, kv: KVView, meta: AttentionMeta, scale: float, window: int | None = None,
-              soft_cap: float | None = None) -> Tensor:
+def attention(
+    q: Tensor, kv: KVView, meta: AttentionMeta, scale: float, window: int | None = None, soft_cap: float | None = None
+) -> Tensor:
     """Attention in float64 to the values of the cache."""
     out, starts = torch.zeros(q.shape, dtype=torch.float64), as_list(meta.query_start)
     keys, kept = values(kv.k, kv.k_scale), values(kv.v, kv.v_scale)
     for s, length in enumerate(as_list(meta.seq_lens)):
         blocks, rows = meta.block_tables[s, : -(-length // kv.block_size)].long(), starts[s + 1] - starts[s]
-        k, v = (side[blocks].transpose(1, 2).flatten(0, 1)[:length].repeat_interleave(q.shape[1] // side.shape[1], 1)
-                for side in (keys, kept))  # fmt: skip
+        k, v = (
+            side[blocks].transpose(1, 2).flatten(0, 1)[:length].repeat_interleave(q.shape[1] // side.shape[1], 1)
+            for side in (keys, kept)
+        )
         scores = torch.einsum("mhd,nhd->hmn", q[starts[s] : starts[s + 1]].double(), k) * scale
         if soft_cap is not None:
             scores = soft_cap * torch.tanh(scores / soft_cap)
@@ -48,8 +51,7 @@ def attention(q: Tensor, kv: KVView, meta: AttentionMeta, scale: float, window: 
 
 
 def absorbed(q_latent: Tensor, q_rope: Tensor, cache: LatentView, meta: AttentionMeta, scale: float) -> Tensor:
-    """The absorbed form: the latent and the rotated key of a token are the key of all heads, the latent is the value.
-    """
+    """The absorbed form: the latent and the rotated key of a token are all heads' key, the latent is the value."""
     both = torch.cat((cache.latent.view(torch.uint8), cache.rope.view(torch.uint8)), 3).view(cache.latent.dtype)
     one = KVView(both, both, cache.scale, cache.scale)
     return attention(torch.cat((q_latent, q_rope), 2), one, meta, scale)[..., : q_latent.shape[2]]

@@ -87,8 +87,9 @@ class _Handler(BaseHTTPRequestHandler):
         if what == "revision":
             siblings = [{"rfilename": file.name} for file in files]
             return json.dumps({"id": repo, "modelId": repo, "sha": COMMIT, "siblings": siblings}).encode()
-        return json.dumps([{"type": "file", "path": file.name, "size": file.stat().st_size, "oid": _etag(file)}
-                           for file in files]).encode()  # fmt: skip
+        return json.dumps(
+            [{"type": "file", "path": file.name, "size": file.stat().st_size, "oid": _etag(file)} for file in files]
+        ).encode()
 
     def _send_file(self, file: Path, body: bool) -> None:
         data, status = file.read_bytes(), 200

@@ -76,8 +76,14 @@ class FakeRank:
         self.running.popleft()
         self.log.append(f"collect {plan.step}")
         computed = sum(len(admission.token_ids) for admission in plan.admitted)
-        return StepResult(step=plan.step, slots=plan.slots, tokens=masks, num_accepted=np.ones(len(masks), np.int32),
-                          num_computed=computed, moved=self.start.index)
+        return StepResult(
+            step=plan.step,
+            slots=plan.slots,
+            tokens=masks,
+            num_accepted=np.ones(len(masks), np.int32),
+            num_computed=computed,
+            moved=self.start.index,
+        )
 
     def control(self, name: str, args: dict[str, Any]) -> object:
         self.go_to("control")

@@ -22,15 +22,34 @@ from quire.models.plan import EnginePlan, Machine, moe_plans, resolve_engine
 from quire.weights.units import load_units
 
 
-def planned(args: ModelArgs, dtype: str = "float32", *, forced: dict[str, str] | None = None,
-            parallel: Parallel = ALONE, number: int = 0, quantization: dict[str, Any] | None = None, weights: str = "",
-            probe: Probe = here, **options: object) -> EnginePlan:  # fmt: skip
+def planned(
+    args: ModelArgs,
+    dtype: str = "float32",
+    *,
+    forced: dict[str, str] | None = None,
+    parallel: Parallel = ALONE,
+    number: int = 0,
+    quantization: dict[str, Any] | None = None,
+    weights: str = "",
+    probe: Probe = here,
+    **options: object,
+) -> EnginePlan:
     """The plan of a rank of an engine on this CPU, of a model that lies nowhere. weights: type of the matrices."""
     config = EngineConfig.from_flat(**options)
     machine = Machine(device="cpu", words="a CPU", total_memory=1 << 34)
     types = DTypePlan(dtype=dtype, reason="as asked", weights=weights)
-    return resolve_engine(config, Path("nowhere"), args, machine, types, probe,
-                          parallel=parallel, number=number, forced=forced, quantization=quantization)  # fmt: skip
+    return resolve_engine(
+        config,
+        Path("nowhere"),
+        args,
+        machine,
+        types,
+        probe,
+        parallel=parallel,
+        number=number,
+        forced=forced,
+        quantization=quantization,
+    )
 
 
 def built(args: ModelArgs, dtype: str = "float32", **asked: Any) -> Decoder:
@@ -38,8 +57,9 @@ def built(args: ModelArgs, dtype: str = "float32", **asked: Any) -> Decoder:
     return build_model(planned(args, dtype, **asked))
 
 
-def experts_plan(args: ModelArgs, dtype: str = "float32", device: str = "cpu", forced: str = "",
-                 probe: Probe = here) -> MoEPlan | None:  # fmt: skip
+def experts_plan(
+    args: ModelArgs, dtype: str = "float32", device: str = "cpu", forced: str = "", probe: Probe = here
+) -> MoEPlan | None:
     """The plan of the layers with experts, if there are any, on one rank."""
     plan = moe_plans(args, KernelNeeds(device=device, dtype=dtype), probe, forced=forced).get("decode")
     assert not isinstance(plan, str), plan
@@ -74,8 +94,15 @@ class Taken:
     """A model as a loader sees it, which keeps the loaded tensors: "layers.0.mlp.down.weight" of modules,
     "layers.0.mlp.experts.down" of experts, with those of all places stacked. in_place: experts have a destination."""
 
-    def __init__(self, args: ModelArgs, layout: Sequence[Param], dtype: torch.dtype = torch.float32,
-                 device: str = "cpu", elsewhere: frozenset[str] = frozenset(), in_place: bool = False) -> None:
+    def __init__(
+        self,
+        args: ModelArgs,
+        layout: Sequence[Param],
+        dtype: torch.dtype = torch.float32,
+        device: str = "cpu",
+        elsewhere: frozenset[str] = frozenset(),
+        in_place: bool = False,
+    ) -> None:
         self.args, self.layout, self.elsewhere, self.in_place = args, layout, elsewhere, in_place
         self.dtype, self.device = dtype, torch.device(device)
         self._taken: dict[str, list[Tensor]] = {}
@@ -91,8 +118,11 @@ class Taken:
         """See `Model`: NaN until it is written."""
         if not self.in_place or not module.endswith(".experts"):
             return None
-        made = {param.name: torch.full(param.shape, torch.nan, dtype=self.dtype, device=self.device)
-                for param in self.layout if param.module == module}  # fmt: skip
+        made = {
+            param.name: torch.full(param.shape, torch.nan, dtype=self.dtype, device=self.device)
+            for param in self.layout
+            if param.module == module
+        }
         self._taken |= {name: [tensor] for name, tensor in made.items()}
         return {name.rpartition(".")[2]: tensor for name, tensor in made.items()}
 

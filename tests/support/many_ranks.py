@@ -115,8 +115,10 @@ def nothing_left(folder: Path, seconds: float = WAIT_SECONDS) -> Iterator[Left]:
     folder    for temporary files, also those of this process;  seconds  after the block until all must be gone
     """
     folder.mkdir(exist_ok=True)
-    left = Left(folder, {OWNER: uuid.uuid4().hex, "TMPDIR": str(folder), "PYTHONPATH": str(ROOT / "src"),
-                         "OMP_NUM_THREADS": "1"})  # fmt: skip
+    left = Left(
+        folder,
+        {OWNER: uuid.uuid4().hex, "TMPDIR": str(folder), "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"},
+    )
     before, default = {name: os.environ.get(name) for name in left.variables}, tempfile.tempdir
     memory, descriptors = shared_memory(), open_files()
     os.environ.update(left.variables)

@@ -161,8 +161,9 @@ async def mock_backends(count: int, **settings: Any) -> AsyncIterator[list[MockB
 
 
 @asynccontextmanager
-async def routed(backends: list[MockBackend], prefills: tuple[MockBackend, ...] = (),
-                 **settings: Any) -> AsyncIterator[tuple[RouterApp, str]]:
+async def routed(
+    backends: list[MockBackend], prefills: tuple[MockBackend, ...] = (), **settings: Any
+) -> AsyncIterator[tuple[RouterApp, str]]:
     """A router in front of backends, and its URL, for the time of a `with`."""
     urls = {"backend": [b.url for b in backends], "prefill_backend": [b.url for b in prefills]}
     patient = {"health_interval": 0.05, "connect_timeout": 30.0}

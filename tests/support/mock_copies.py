@@ -122,8 +122,15 @@ class MockCopies:
              "corrupt": blocks of a disk or peer are found to be wrong; "full": a disk takes no block
     """
 
-    def __init__(self, memory: Memory, num_host_blocks: int, below: Mapping[Tier, MockDisk] | None = None, *,
-                 delays: Sequence[int] = (0,), faults: Sequence[str] = ("",)) -> None:
+    def __init__(
+        self,
+        memory: Memory,
+        num_host_blocks: int,
+        below: Mapping[Tier, MockDisk] | None = None,
+        *,
+        delays: Sequence[int] = (0,),
+        faults: Sequence[str] = ("",),
+    ) -> None:
         assert set(faults) <= set(FAULTS), f"unknown faults: {faults}"
         host = np.full((num_host_blocks + 1, *memory.shape[1:]), GARBAGE, np.uint64)
         self._blocks = {Tier.DEVICE: memory, Tier.HOST: host}
@@ -155,8 +162,12 @@ class MockCopies:
     def _copy(self, job: CopyJob) -> FinishedCopy:
         fault, count = next(self._faults), len(job.keys)
         far = job.source not in self._blocks
-        good = {"lost": 0, "half": count // 2, "corrupt": count - far,
-                "full": 0 if job.target == Tier.DISK else count}.get(fault, count)
+        good = {
+            "lost": 0,
+            "half": count // 2,
+            "corrupt": count - far,
+            "full": 0 if job.target == Tier.DISK else count,
+        }.get(fault, count)
         failed = set(range(good, count))
         if fault == "corrupt" and far:
             self._below[job.source].discard(job.keys[i] for i in failed)
@@ -176,13 +187,26 @@ class MockCopies:
 class MockRanks:
     """Two ranks that each copy a half of every block, late and with faults of their own. See `MockCopies`."""
 
-    def __init__(self, memory: Memory, num_host_blocks: int, below: Mapping[Tier, MockRanksDisk], *,
-                 delays: Sequence[int], faults: Sequence[str]) -> None:  # fmt: skip
+    def __init__(
+        self,
+        memory: Memory,
+        num_host_blocks: int,
+        below: Mapping[Tier, MockRanksDisk],
+        *,
+        delays: Sequence[int],
+        faults: Sequence[str],
+    ) -> None:
         half, self._reports = memory.shape[1] // 2, CopyReports(2)
-        self._ranks = [MockCopies(memory[:, rank * half : (rank + 1) * half], num_host_blocks,
-                                  {tier: one.parts[rank] for tier, one in below.items()},
-                                  delays=[*delays[3 * rank :], *delays], faults=[*faults[5 * rank :], *faults])
-                       for rank in range(2)]  # fmt: skip
+        self._ranks = [
+            MockCopies(
+                memory[:, rank * half : (rank + 1) * half],
+                num_host_blocks,
+                {tier: one.parts[rank] for tier, one in below.items()},
+                delays=[*delays[3 * rank :], *delays],
+                faults=[*faults[5 * rank :], *faults],
+            )
+            for rank in range(2)
+        ]
 
     def begin(self, copies: StepCopies | None) -> None:
         """See `MockCopies`."""

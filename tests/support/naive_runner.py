@@ -62,8 +62,9 @@ class NaiveRunner:
         self.texts: dict[int, list[int]] = {}
 
     @torch.inference_mode()
-    def run(self, plan: StepPlan, get_masks: Callable[[], I32] = lambda: NO_MASKS,
-            given: StepResult | None = None) -> StepResult:  # fmt: skip
+    def run(
+        self, plan: StepPlan, get_masks: Callable[[], I32] = lambda: NO_MASKS, given: StepResult | None = None
+    ) -> StepResult:
         """Run a step to its end, and return its result."""
         for slot in plan.released.tolist():
             self.requests.pop(slot, None)
@@ -92,7 +93,8 @@ class NaiveRunner:
                     token, code = draw(logits[-1], request, masks.get(slot))
                     failed |= {slot: code} if code else {}
                     if given is not None and logits[-1, token] - logits[-1, other := given_token(given, slot, at)] < (
-                            self.tie):
+                        self.tie
+                    ):
                         token = other
                     named += [rows] if (rows := sampled_row(logits[-1], token, request.spec)) else []
                     request.tokens.append(token)
@@ -102,9 +104,16 @@ class NaiveRunner:
         width = counts.max(initial=1)
         tokens = np.array([(run + [-1] * width)[:width] for run in runs.values()], np.int32).reshape(-1, width)
         return StepResult(
-            step=plan.step, slots=np.array(list(runs), np.int32), tokens=tokens, num_accepted=counts, failed=failed,
-            logprobs=logprobs, prompt_logprobs=scored, pooled=pooled, num_computed=int(plan.num_tokens.sum()),
-        )  # fmt: skip
+            step=plan.step,
+            slots=np.array(list(runs), np.int32),
+            tokens=tokens,
+            num_accepted=counts,
+            failed=failed,
+            logprobs=logprobs,
+            prompt_logprobs=scored,
+            pooled=pooled,
+            num_computed=int(plan.num_tokens.sum()),
+        )
 
     def logits(self, request: NaiveRequest) -> tuple[Tensor, Tensor]:
         """Hidden states [T, hidden] and logits [T, V] of a request's computed tokens."""
@@ -117,10 +126,16 @@ class NaiveRunner:
         ids, positions = torch.tensor(tokens), torch.arange(length)
         dtype = model.embed(ids[:1]).dtype
         components = kv_components(model.args, str(dtype).removeprefix("torch."))
-        caches = (tuple(torch.zeros(1, c.num_heads, length, c.head_dim, dtype=dtype) for c in components)
-                  for _ in model.layers)  # fmt: skip
-        meta = AttentionMeta(query_start=[0, length], seq_lens=[length], kv_slots=positions,
-                             block_tables=torch.zeros(1, 1, dtype=torch.int32))  # fmt: skip
+        caches = (
+            tuple(torch.zeros(1, c.num_heads, length, c.head_dim, dtype=dtype) for c in components)
+            for _ in model.layers
+        )
+        meta = AttentionMeta(
+            query_start=[0, length],
+            seq_lens=[length],
+            kv_slots=positions,
+            block_tables=torch.zeros(1, 1, dtype=torch.int32),
+        )
         ctx = StepContext(positions, (meta,) * self.num_groups, kv_views(model.args, caches))
         return run_layers(model, model.embed(ids), ctx)
 

@@ -7,8 +7,7 @@ from typing import Any
 Row = dict[str, Any]
 
 
-def pairwise(factors: Mapping[str, Sequence[Any]],
-             possible: Callable[[Row], bool] = lambda row: True) -> list[Row]:  # fmt: skip
+def pairwise(factors: Mapping[str, Sequence[Any]], possible: Callable[[Row], bool] = lambda row: True) -> list[Row]:
     """Rows in which every possible pair of values of two factors occurs; greedy, and the same every time.
 
     possible   False for a row, or for a part of one, that cannot be

@@ -31,10 +31,14 @@ def predicting(folder: Path, family: str, tokenizer: Path, scale: float, seed: i
     raw, hidden = json.loads((folder / "config.json").read_text()), model.config.hidden_size
     spelled = "num_mtp_layers" if "num_mtp_layers" in raw else "num_nextn_predict_layers"
     (folder / "config.json").write_text(json.dumps(raw | {"num_hidden_layers": LAYERS, spelled: 1}))
-    own = {"enorm": torch.ones(hidden), "hnorm": torch.rand(hidden) + 0.5,
-           "eh_proj": torch.cat((torch.eye(hidden), torch.zeros(hidden, hidden)), 1),
-           "shared_head.norm": model.model.norm.weight, "shared_head.head": model.lm_head.weight,
-           "embed_tokens": model.model.embed_tokens.weight}  # fmt: skip
+    own = {
+        "enorm": torch.ones(hidden),
+        "hnorm": torch.rand(hidden) + 0.5,
+        "eh_proj": torch.cat((torch.eye(hidden), torch.zeros(hidden, hidden)), 1),
+        "shared_head.norm": model.model.norm.weight,
+        "shared_head.head": model.lm_head.weight,
+        "embed_tokens": model.model.embed_tokens.weight,
+    }
     given = load_file(folder / "model.safetensors")
     given |= {f"model.layers.{LAYERS}.{name}.weight": value.detach().clone() for name, value in own.items()}
     save_file(given, folder / "model.safetensors", {"format": "pt"})

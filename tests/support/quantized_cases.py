@@ -68,12 +68,18 @@ def make_matrix(scheme: Scheme, n: int, k: int, device: torch.device) -> Quantiz
         values = torch.randint(0, 256, (n, k // 2 if scheme.values == "w4" else k), dtype=torch.uint8)
     shape = scheme.scales(n, k)
     middle, typical = {"e4m3": (0, 60), "int8": (0, 74), "w4": (16, 5), "w8": (256, 74)}[scheme.values]
-    return QuantizedMatrix(
-        scheme, values.to(TYPES[scheme.values]), (torch.rand(shape) + 0.1) / (typical * k**0.5),
-        torch.randint(0, middle, shape, dtype=torch.uint8) if scheme.zeros else None,
-        torch.randperm(k).int() if scheme.order else None,
-        torch.tensor(0.05) if scheme.inputs == "tensor" else None,
-    ).check().to(device)  # fmt: skip
+    return (
+        QuantizedMatrix(
+            scheme,
+            values.to(TYPES[scheme.values]),
+            (torch.rand(shape) + 0.1) / (typical * k**0.5),
+            torch.randint(0, middle, shape, dtype=torch.uint8) if scheme.zeros else None,
+            torch.randperm(k).int() if scheme.order else None,
+            torch.tensor(0.05) if scheme.inputs == "tensor" else None,
+        )
+        .check()
+        .to(device)
+    )
 
 
 def stands_for(x: Tensor, matrix: QuantizedMatrix) -> Tensor:
@@ -82,8 +88,13 @@ def stands_for(x: Tensor, matrix: QuantizedMatrix) -> Tensor:
     if not scheme.inputs:
         return x.double()
     padded = F.pad(x, (0, -x.shape[1] % GROUP))
-    q, scales = quantize(padded, scaled.RULES[scheme.inputs], TYPES[scheme.values], powers=scheme.ue8m0,
-                         scale=None if matrix.input_scale is None else matrix.input_scale.view(1))  # fmt: skip
+    q, scales = quantize(
+        padded,
+        scaled.RULES[scheme.inputs],
+        TYPES[scheme.values],
+        powers=scheme.ue8m0,
+        scale=None if matrix.input_scale is None else matrix.input_scale.view(1),
+    )
     spread = scales.t().repeat_interleave(GROUP, 1) if scheme.inputs == "group" else scales.view(-1, 1)
     return (q.double() * spread.double())[: len(x), : x.shape[1]]
 
@@ -101,8 +112,9 @@ def exact_values(x: Tensor, matrix: QuantizedMatrix) -> Tensor:
     return q.double() * scales.double()
 
 
-def compare(kernel: ModuleType, scheme: Scheme, call: Call, dtype: torch.dtype, device: torch.device,
-            tolerance: float) -> None:
+def compare(
+    kernel: ModuleType, scheme: Scheme, call: Call, dtype: torch.dtype, device: torch.device, tolerance: float
+) -> None:
     """Run the call through `kernel` and compare with float64 on the same quantized activations.
 
     Four inputs of 128 are 30 or 100 times as large as others (the largest alone would be exact in e4m3), some rows are
@@ -146,16 +158,28 @@ def compare(kernel: ModuleType, scheme: Scheme, call: Call, dtype: torch.dtype, 
 
 
 def compare_experts(
-    scheme: Scheme, tokens: int, count: int, top_k: int, hidden: int, inner: int, dtype: torch.dtype,
-    device: torch.device, tolerance: float, *, residual: bool = False, away: tuple[int, ...] = (),
+    scheme: Scheme,
+    tokens: int,
+    count: int,
+    top_k: int,
+    hidden: int,
+    inner: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    tolerance: float,
+    *,
+    residual: bool = False,
+    away: tuple[int, ...] = (),
     kernel: ModuleType = experts,
-) -> None:  # fmt: skip
+) -> None:
     """Run experts through a kernel and compare with float64 on the same quantized activations.
 
     away   experts of another rank, which add nothing
     """
-    pairs = [(make_matrix(scheme, 2 * inner, hidden, device), make_matrix(scheme, hidden, inner, device))
-             for _ in range(count)]  # fmt: skip
+    pairs = [
+        (make_matrix(scheme, 2 * inner, hidden, device), make_matrix(scheme, hidden, inner, device))
+        for _ in range(count)
+    ]
     x = torch.randn(tokens, hidden).to(dtype).to(device)
     x[:, 5] *= 30
     ids = torch.stack([torch.randperm(count)[:top_k] for _ in range(tokens)]).int().to(device)

@@ -124,8 +124,11 @@ def awq(size: int) -> Callable[..., Any]:
 
     def encode(weight: Tensor, random: torch.Generator) -> tuple[Stored, Tensor]:
         q, scale, zero, means = integers(weight, 4, natural(weight.shape[1], size), True, torch.float16)
-        return {"qweight": words(q.t().numpy(), 1, 4, AWQ_PLACES), "qzeros": words(zero.t().numpy(), 1, 4, AWQ_PLACES),
-                "scales": scale.t().contiguous()}, means  # fmt: skip
+        return {
+            "qweight": words(q.t().numpy(), 1, 4, AWQ_PLACES),
+            "qzeros": words(zero.t().numpy(), 1, 4, AWQ_PLACES),
+            "scales": scale.t().contiguous(),
+        }, means
 
     return encode
 
@@ -137,8 +140,12 @@ def gptq(bits: int, size: int, *, version: int = 1, sym: bool = True, order: boo
         groups = (shuffled if order else natural)(weight.shape[1], size)
         q, scale, zero, means = integers(weight, bits, groups, not sym, torch.float16)
         stored = (zero - 1) % (1 << bits) if version == 1 else zero
-        return {"qweight": words(q.t().numpy(), 0, bits), "qzeros": words(stored.t().numpy(), 1, bits),
-                "scales": scale.t().contiguous(), "g_idx": groups.int()}, means  # fmt: skip
+        return {
+            "qweight": words(q.t().numpy(), 0, bits),
+            "qzeros": words(stored.t().numpy(), 1, bits),
+            "scales": scale.t().contiguous(),
+            "g_idx": groups.int(),
+        }, means
 
     return encode
 
@@ -149,8 +156,11 @@ def packed(bits: int, size: int, *, sym: bool = True, order: bool = False) -> Ca
     def encode(weight: Tensor, random: torch.Generator) -> tuple[Stored, Tensor]:
         groups = (shuffled if order else natural)(weight.shape[1], size)
         q, scale, zero, means = integers(weight, bits, groups, not sym, torch.bfloat16)
-        made = {"weight_packed": words(q.numpy(), 1, bits), "weight_scale": scale,
-                "weight_shape": torch.tensor(weight.shape)}  # fmt: skip
+        made = {
+            "weight_packed": words(q.numpy(), 1, bits),
+            "weight_scale": scale,
+            "weight_shape": torch.tensor(weight.shape),
+        }
         if not sym:
             made["weight_zero_point"] = words(zero.numpy(), 0, bits)
         return made | ({"weight_g_idx": groups.int()} if order else {}), means
@@ -164,8 +174,13 @@ def packed(bits: int, size: int, *, sym: bool = True, order: bool = False) -> Ca
 def compressed(form: str, weights: dict[str, Any], inputs: dict[str, Any] | None = None) -> dict[str, Any]:
     """The quantization_config of compressed-tensors."""
     group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs, "output_activations": None}
-    return {"quant_method": "compressed-tensors", "format": form, "config_groups": {"group_0": group},
-            "ignore": ["lm_head", "re:.*mlp.gate$", "re:.*shared_expert_gate$"], "kv_cache_scheme": None}  # fmt: skip
+    return {
+        "quant_method": "compressed-tensors",
+        "format": form,
+        "config_groups": {"group_0": group},
+        "ignore": ["lm_head", "re:.*mlp.gate$", "re:.*shared_expert_gate$"],
+        "kv_cache_scheme": None,
+    }
 
 
 def numbers(bits: int, kind: str, strategy: str, **more: Any) -> dict[str, Any]:
@@ -222,8 +237,9 @@ FORMS: dict[str, Form] = {
 }  # fmt: skip
 
 
-def quantize_checkpoint(plain: Path, folder: Path, form: Form, seed: int = 0,
-                        which: Callable[[str], bool] = lambda name: True) -> dict[str, Tensor]:
+def quantize_checkpoint(
+    plain: Path, folder: Path, form: Form, seed: int = 0, which: Callable[[str], bool] = lambda name: True
+) -> dict[str, Tensor]:
     """Write the quantized checkpoint of a plain one to `folder`, and return the numbers of all its tensors.
 
     which   names of the matrices that are quantized, among those that may be

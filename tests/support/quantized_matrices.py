@@ -40,8 +40,9 @@ def make(scheme: Scheme, rows: int, outputs: int, inputs: int, seed: int = 0) ->
     x[:, torch.randperm(inputs, generator=random)[:3]] *= 100
     if rows > 1:
         x[rows // 2] = 0
-    values = torch.randint(0, 256, (outputs, inputs // 2 if scheme.values == "w4" else inputs), generator=random,
-                           dtype=torch.uint8)  # fmt: skip
+    values = torch.randint(
+        0, 256, (outputs, inputs // 2 if scheme.values == "w4" else inputs), generator=random, dtype=torch.uint8
+    )
     if scheme.values == "e4m3":
         values[(values & 127) == 127] = 8
         values = values.view(torch.float8_e4m3fn)

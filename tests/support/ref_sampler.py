@@ -60,8 +60,9 @@ class RefSampler:
         """Draw one token for each row; masks  slot -> words."""
         sampler = self._sampler(slots, positions)
         if masks:
-            sampler.take_masks(slots.numpy().astype(np.int32), np.array(list(masks), np.int32),
-                               np.stack(list(masks.values())))  # fmt: skip
+            sampler.take_masks(
+                slots.numpy().astype(np.int32), np.array(list(masks), np.int32), np.stack(list(masks.values()))
+            )
         sampler.sample(logits, self.table.mode(slots.numpy().astype(np.int32)))
         return Sampled(sampler.tokens, sampler.codes)
 

@@ -24,8 +24,12 @@ SIZES = ("num_blocks", "num_used")  # of a tier; its other statistics are totals
 
 def _totals(stats: StepStats) -> dict[str, float]:
     """Return the statistics since the start, by name."""
-    tiers = {f"{tier} {name}": value for tier, one in stats.tiers.items()
-             for name, value in msgspec.structs.asdict(one).items() if name not in SIZES}  # fmt: skip
+    tiers = {
+        f"{tier} {name}": value
+        for tier, one in stats.tiers.items()
+        for name, value in msgspec.structs.asdict(one).items()
+        if name not in SIZES
+    }
     drafts = {f"drafts {i}": count for i, count in enumerate(stats.drafts)}
     return {name: getattr(stats, name) for name in TOTALS} | drafts | tiers
 
@@ -155,12 +159,15 @@ class ReplicaRig(EngineRig):
     home   handle -> number of the replica that got the request
     """
 
-    def __init__(self, count: int, *, lockstep: bool, depth: int = 1, lag: int = 0, stages: int = 1,
-                 **sizes: Any) -> None:
+    def __init__(
+        self, count: int, *, lockstep: bool, depth: int = 1, lag: int = 0, stages: int = 1, **sizes: Any
+    ) -> None:
         super().__init__(depth, **sizes)
         self.lockstep, self.meeting, shape = lockstep, Meeting(count), (lag or depth, stages)
-        kinds: list[Any] = [partial(MeetingMock, self.meeting, i, *shape) if lockstep else
-                            partial(LonelyMock, i, *shape) for i in range(count)]
+        kinds: list[Any] = [
+            partial(MeetingMock, self.meeting, i, *shape) if lockstep else partial(LonelyMock, i, *shape)
+            for i in range(count)
+        ]
         self.rigs = [EngineRig(depth, **sizes | {"mock": kind}) for kind in kinds]
         self.mocks: list[Any] = [rig.mock for rig in self.rigs]
         self.cores: list[EngineCore] = [rig.core for rig in self.rigs]
@@ -228,4 +235,3 @@ class ReplicaRig(EngineRig):
         assert finish.message.startswith(f"replica {self.home[handle]} stopped: {fault} Send the request again")
         assert not got or got == self.answer(handle)[0][: len(got)]
         self._judge_rows(handle, complete=False)
-

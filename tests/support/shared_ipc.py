@@ -69,8 +69,9 @@ class SharedIpc(ipc.DeviceIpc):
     def copy(self, moves: Iterable[ipc.Move]) -> None:
         """See `DeviceIpc`."""
         for target, source, size in moves:
-            assert any(start <= source and source + size <= start + found.numel()
-                       for start, found in self.mapped.items()), "a copy from memory that is not mapped"  # fmt: skip
+            assert any(
+                start <= source and source + size <= start + found.numel() for start, found in self.mapped.items()
+            ), "a copy from memory that is not mapped"
             ctypes.memmove(target, source, size)
             SharedIpc.num_copied += 1
         for one in list(self.on_copy):

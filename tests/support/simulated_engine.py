@@ -80,8 +80,10 @@ class SimulatedExecutor:
     def control(self, name: str, args: dict[str, Any]) -> object:
         assert name == "experts"
         given = dict(args)
-        found = [pool.submit(partial(part.worker.balancing.control, **given))
-                 for pool, part in zip(self._threads, self.parts, strict=True)]
+        found = [
+            pool.submit(partial(part.worker.balancing.control, **given))
+            for pool, part in zip(self._threads, self.parts, strict=True)
+        ]
         return [one.result(timeout=60) for one in found]
 
     def facts(self) -> ExecutorFacts:
@@ -96,8 +98,13 @@ def make_groups(plans: list[EnginePlan], checked: bool = True) -> list[RankGroup
     """The groups of every rank, as threads that exchange tensors."""
     parallel = plans[0].mesh.parallel
     found: list[dict[str, Group]] = [{} for _ in plans]
-    for name, members in (("tp", tp_members), ("pp", pp_members), ("tokens", pp_members), ("ep", ep_members),
-                          ("movers", mover_members)):  # fmt: skip
+    for name, members in (
+        ("tp", tp_members),
+        ("pp", pp_members),
+        ("tokens", pp_members),
+        ("ep", ep_members),
+        ("movers", mover_members),
+    ):
         for numbers in members(parallel):
             if len(numbers) > 1:
                 for number, group in zip(numbers, SimulatedRanks(len(numbers)).groups, strict=True):
@@ -106,17 +113,27 @@ def make_groups(plans: list[EnginePlan], checked: bool = True) -> list[RankGroup
     return [RankGroups(**one) for one in found]
 
 
-def simulated(folder: str | Path, *, tp: int = 1, pp: int = 1, dp: int = 1, experts: bool = False,
-              **options: Any) -> tuple[Core, list[Parts]]:  # fmt: skip
+def simulated(
+    folder: str | Path, *, tp: int = 1, pp: int = 1, dp: int = 1, experts: bool = False, **options: Any
+) -> tuple[Core, list[Parts]]:
     """A core over ranks that are threads, and the ranks' parts. Replicas share their experts."""
-    config = EngineConfig.from_flat(model=str(folder), device="cpu", tensor_parallel_size=tp, pipeline_parallel_size=pp,
-                                    data_parallel_size=dp, enable_expert_parallel=experts, **options)  # fmt: skip
+    config = EngineConfig.from_flat(
+        model=str(folder),
+        device="cpu",
+        tensor_parallel_size=tp,
+        pipeline_parallel_size=pp,
+        data_parallel_size=dp,
+        enable_expert_parallel=experts,
+        **options,
+    )
     found = read_files(config)
     plans = plan_ranks(config, found)
     for plan in plans:
         check_missing(plan.missing)
-    loaded = [load_rank(plan, one, None, on_loading=lambda done, total: None, end_phase=lambda name: None)
-              for plan, one in zip(plans, make_groups(plans), strict=True)]  # fmt: skip
+    loaded = [
+        load_rank(plan, one, None, on_loading=lambda done, total: None, end_phase=lambda name: None)
+        for plan, one in zip(plans, make_groups(plans), strict=True)
+    ]
     sizes = shared_sizes([resolve_sizing(plan, 1 << 28) for plan in plans])
     parts = each([partial(one.finish, size) for one, size in zip(loaded, sizes, strict=True)])
     cores = [_core(parts[first : first + tp * pp], found) for first in range(0, len(parts), tp * pp)]
@@ -127,8 +144,12 @@ def _core(parts: list[Parts], found: Found) -> EngineCore:
     """The core of a replica."""
     parallel = parts[0].plan.mesh.parallel
     lead = parts[parallel.lead]
-    answers = replace(lead, depth=max(parallel.pp, lead.depth), num_stages=parallel.pp,
-                      executor=lambda facts: SimulatedExecutor(parts, facts, parallel.lead))  # fmt: skip
+    answers = replace(
+        lead,
+        depth=max(parallel.pp, lead.depth),
+        num_stages=parallel.pp,
+        executor=lambda facts: SimulatedExecutor(parts, facts, parallel.lead),
+    )
     compiler = GrammarCompiler(lambda: Tokenizer.load(found.tokenizer_folder), found.args.vocab_size, GrammarTrial(), 1)
     return assemble_core(answers, compiler)
 

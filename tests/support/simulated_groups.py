@@ -20,7 +20,8 @@ class SimulatedRanks:
         self._barrier = Barrier(size, timeout=WAIT_SECONDS)
         self._given: list[Tensor] = [torch.empty(0)] * size
         self._mail: dict[tuple[int, int], SimpleQueue[Tensor]] = {
-            (source, to): SimpleQueue() for source in range(size) for to in range(size)}  # fmt: skip
+            (source, to): SimpleQueue() for source in range(size) for to in range(size)
+        }
         self.groups = tuple(SimulatedGroup(self, rank, size) for rank in range(size))
 
     def run(self, work: Callable[["SimulatedGroup"], R]) -> list[R]:

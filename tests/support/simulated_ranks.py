@@ -46,8 +46,12 @@ def all_to_all(tokens: Tokens, packed: list[object], owners: list[list[int]], ke
     summed over k by who sent it."""
     results = [torch.zeros(len(x), ids.shape[1], x.shape[1]) for x, _, ids in tokens]
     for one, own in zip(packed, owners, strict=True):
-        sent = [(sender, *pair, expert) for expert in own for sender, (*_, ids) in enumerate(tokens)
-                for pair in (ids == expert).nonzero().tolist()]  # fmt: skip
+        sent = [
+            (sender, *pair, expert)
+            for expert in own
+            for sender, (*_, ids) in enumerate(tokens)
+            for pair in (ids == expert).nonzero().tolist()
+        ]
         rows = torch.stack([tokens[sender][0][t] for sender, t, *_ in sent] or [tokens[0][0].new_empty(0)])
         rows = rows.view(len(sent), tokens[0][0].shape[1])
         ends = torch.tensor([sum(row[3] <= expert for row in sent) for expert in own], dtype=torch.int32)
@@ -66,5 +70,7 @@ def _partial(
 
 
 SIMULATED: dict[str, Callable[[Tokens, list[object], list[list[int]], ModuleType], list[Tensor]]] = {
-    "none": no_dispatch, "all-gather": all_gather, "all-to-all": all_to_all,
-}  # fmt: skip
+    "none": no_dispatch,
+    "all-gather": all_gather,
+    "all-to-all": all_to_all,
+}

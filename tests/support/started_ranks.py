@@ -53,15 +53,32 @@ def plan(step: int, prompt: int = 0, grammar: int = 0) -> StepPlan:
     """Return a plan with a prompt of so many tokens, and so many slots with a grammar."""
     admitted = ()
     if prompt:
-        admitted = (Admission(slot=0, request_id="r", token_ids=np.arange(prompt, dtype=np.int32), block_ids=(NONE,),
-                              num_computed=0, sampler=SamplerSpec(seed=0, num_prompt=prompt)),)
-    return StepPlan(step=step, slots=NONE, num_decodes=0, num_tokens=NONE, num_rows=NONE, outputs=NONE.astype(np.uint8),
-                    admitted=admitted, grammar=np.arange(grammar, dtype=np.int32))
+        admitted = (
+            Admission(
+                slot=0,
+                request_id="r",
+                token_ids=np.arange(prompt, dtype=np.int32),
+                block_ids=(NONE,),
+                num_computed=0,
+                sampler=SamplerSpec(seed=0, num_prompt=prompt),
+            ),
+        )
+    return StepPlan(
+        step=step,
+        slots=NONE,
+        num_decodes=0,
+        num_tokens=NONE,
+        num_rows=NONE,
+        outputs=NONE.astype(np.uint8),
+        admitted=admitted,
+        grammar=np.arange(grammar, dtype=np.int32),
+    )
 
 
 @contextmanager
 def nothing_left() -> Iterator[None]:
     """Assert that the block leaves no process, no zombie, no thread and no descriptor, and that it ends."""
+
     def hang(number: int, frame: FrameType | None) -> None:
         raise TimeoutError(f"nothing happened in {HANG_SECONDS} s")
 
@@ -85,8 +102,11 @@ def held() -> tuple[list[int], list[str], set[str]]:
 
     Without dummies: Python lists a thread of others once it has run Python code, and drops it at some later time.
     """
-    own = {entry: os.readlink(f"/proc/self/fd/{entry}") for entry in os.listdir("/proc/self/fd")
-           if os.path.lexists(f"/proc/self/fd/{entry}")}
+    own = {
+        entry: os.readlink(f"/proc/self/fd/{entry}")
+        for entry in os.listdir("/proc/self/fd")
+        if os.path.lexists(f"/proc/self/fd/{entry}")
+    }
     return children(os.getpid()), _threads(), set(own)
 
 

@@ -78,8 +78,11 @@ class TierLedger:
             assert self._rig.peers.promised.keys() <= live, "a promise has outlived its request"
 
     def _check_waits(self) -> None:
-        waiting = {handle for handle, request in self._rig.requests.items() if
-                   request.state is RequestState.BLOCKED and request.blocked_on is BlockReason.REMOTE_KV}
+        waiting = {
+            handle
+            for handle, request in self._rig.requests.items()
+            if request.state is RequestState.BLOCKED and request.blocked_on is BlockReason.REMOTE_KV
+        }
         assert self._store._fetches.keys() | set(self._store._ready) == waiting, "a request waits for no tier"
 
     def _check_contents(self) -> None:

@@ -1,6 +1,6 @@
 """Tiny random checkpoints made by transformers, with its answers on any device; and an executor that records.
 
-    python -m tests.support.tiny_models FAMILY FOLDER     writes a checkpoint
+python -m tests.support.tiny_models FAMILY FOLDER     writes a checkpoint
 """
 
 import itertools
@@ -45,8 +45,12 @@ _DEEPSEEK: dict[str, Any] = {
     "first_k_dense_replace": 1, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 1.7,
 }  # fmt: skip
 _LATENT: dict[str, Any] = {
-    "q_lora_rank": 20, "kv_lora_rank": 24, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 12,
-}  # fmt: skip
+    "q_lora_rank": 20,
+    "kv_lora_rank": 24,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+}
 _SIGMOID = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "num_mtp_layers": 0}
 
 
@@ -84,16 +88,21 @@ FAMILIES: Mapping[str, FamilyCase] = {
     "qwen3": FamilyCase(biases=("attention_bias",)),
     "mixtral": FamilyCase(options={"num_local_experts": 5, "num_experts_per_tok": 2}),
     "qwen2_moe": FamilyCase(options=_QWEN | {"shared_expert_intermediate_size": 40, "decoder_sparse_step": 2}),
-    "qwen3_moe": FamilyCase(options=_QWEN | {"norm_topk_prob": True, "mlp_only_layers": [0]},
-                              biases=("attention_bias",)),
-    "deepseek_v2": FamilyCase(options=_DEEPSEEK | _LATENT | {"topk_method": "group_limited_greedy",
-                                                               "q_lora_rank": None}),
+    "qwen3_moe": FamilyCase(
+        options=_QWEN | {"norm_topk_prob": True, "mlp_only_layers": [0]}, biases=("attention_bias",)
+    ),
+    "deepseek_v2": FamilyCase(
+        options=_DEEPSEEK | _LATENT | {"topk_method": "group_limited_greedy", "q_lora_rank": None}
+    ),
     "deepseek_v3": FamilyCase(options=_DEEPSEEK | _LATENT | _SIGMOID),
     "glm4_moe": FamilyCase(
-        options=_DEEPSEEK | _SIGMOID | {"n_group": 1, "topk_group": 1, "use_qk_norm": True,
-                                        "partial_rotary_factor": 0.5},
-        biases=("attention_bias",), ropes=tuple(rope for rope in ROPES if rope != "yarn")),
-}  # fmt: skip
+        options=_DEEPSEEK
+        | _SIGMOID
+        | {"n_group": 1, "topk_group": 1, "use_qk_norm": True, "partial_rotary_factor": 0.5},
+        biases=("attention_bias",),
+        ropes=tuple(rope for rope in ROPES if rope != "yarn"),
+    ),
+}
 EXPERTS = tuple(family for family in FAMILIES if CONFIGURED[family].experts)  # families with experts
 DENSE = tuple(family for family in FAMILIES if family not in EXPERTS)
 
@@ -231,6 +240,7 @@ def write_model(model: Any, folder: Path, family: str, **options: Any) -> Path:
 
 def _rename_tensors(folder: Path, renamed: Mapping[str, str]) -> None:
     """Rename the tensors in the files and in the index of a checkpoint."""
+
     def own(name: str) -> str:
         for theirs, ours in renamed.items():
             name = name.replace(theirs, ours)
@@ -325,6 +335,8 @@ class Recorder:
 if __name__ == "__main__":
     name, target = sys.argv[1:]
     if name not in FAMILIES:
-        sys.exit(f"{name} has no row in FAMILIES of tests/support/tiny_models.py, which describes the model to write: "
-                 f"add one. Rows: {', '.join(FAMILIES)}.")
+        sys.exit(
+            f"{name} has no row in FAMILIES of tests/support/tiny_models.py, which describes the model to write: "
+            f"add one. Rows: {', '.join(FAMILIES)}."
+        )
     write_model(random_model(Tiny(family=name), 0), Path(target), name)

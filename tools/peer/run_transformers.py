@@ -31,8 +31,14 @@ def main() -> None:
         for _ in range(args.repeat):
             start = time.perf_counter()
             count = work.outputs[0]
-            out = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, min_new_tokens=count,
-                                 max_new_tokens=count, pad_token_id=0)
+            out = model.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                do_sample=False,
+                min_new_tokens=count,
+                max_new_tokens=count,
+                pad_token_id=0,
+            )
             seconds = time.perf_counter() - start
             rows.append(work.summary(seconds, (out.shape[1] - ids.shape[1]) * out.shape[0]))
         best = min(rows, key=lambda row: row["seconds"])

@@ -103,8 +103,11 @@ class Judge:
         self.model.eval()
         maker = Synth(5, self.fillers, reserved=True)
         items = [maker.eval_item(12) for _ in range(50)]
-        out = {"val_loss": self.val_loss(), "recall12_chat": self.recall(items, "chat"),
-               "recall12_plain": self.recall(items, "plain")}  # fmt: skip
+        out = {
+            "val_loss": self.val_loss(),
+            "recall12_chat": self.recall(items, "chat"),
+            "recall12_plain": self.recall(items, "plain"),
+        }
         self.model.train()
         return {k: round(v, 4) for k, v in out.items()}
 

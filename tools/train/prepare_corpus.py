@@ -192,8 +192,20 @@ def extract_page(path: Path, key: str) -> Page | None:
 
 def read_docs(root: Path) -> list[Page]:
     pages: list[Page] = []
-    folders = ("library", "tutorial", "howto", "reference", "c-api", "faq", "using", "whatsnew", "extending",
-               "installing", "distributing", "distutils")  # fmt: skip
+    folders = (
+        "library",
+        "tutorial",
+        "howto",
+        "reference",
+        "c-api",
+        "faq",
+        "using",
+        "whatsnew",
+        "extending",
+        "installing",
+        "distributing",
+        "distutils",
+    )
     paths = [p for folder in folders for p in sorted((root / folder).glob("*.html"))] + [root / "glossary.html"]
     for path in paths:
         key = str(path.relative_to(root).with_suffix(""))
@@ -251,8 +263,11 @@ def build_questions(pages: list[Page]) -> list[Question]:
         if module and "\u2014" in page.title:
             short = squeeze(page.title.split("\u2014")[1])
             lead = sentences(page.sections[1][1] if len(page.sections) > 1 else short)
-            for ask in (f"What is the {module} module for?", f"What does the module {module} do?",
-                        f"Tell me about the {module} module."):  # fmt: skip
+            for ask in (
+                f"What is the {module} module for?",
+                f"What does the module {module} do?",
+                f"Tell me about the {module} module.",
+            ):
                 out.append(Question(ask, f"{module}: {short}. {lead}", module, f"{page.title}\n{lead}"))
         for entry in page.entries:
             described = [p for p in entry.paragraphs if len(p) > 20 and not p.startswith(("Changed in", "New in"))]
@@ -269,8 +284,9 @@ def build_questions(pages: list[Page]) -> list[Question]:
             for ask in (f"What does {entry.name} do?", f"Explain {entry.name}.", f"What is {entry.name}?"):
                 out.append(Question(ask, text, topic, context))
             if "(" in entry.signature and len(entry.signature) < 200:
-                out.append(Question(f"What is the signature of {entry.name}?",
-                                    f"```\n{entry.signature}\n```", topic, context))  # fmt: skip
+                out.append(
+                    Question(f"What is the signature of {entry.name}?", f"```\n{entry.signature}\n```", topic, context)
+                )
             if entry.example:
                 shown = f"```python\n{entry.example}\n```"
                 for ask in (f"Show an example of {entry.name}.", f"How do I use {entry.name}?"):
@@ -286,8 +302,14 @@ def build_questions(pages: list[Page]) -> list[Question]:
             long = [t for t in texts if len(t) > 80]
             if long and heading != page.title:
                 where = page.title.split("\u2014")[0].strip()
-                out.append(Question(f"What does the section {heading!r} of {where} say?",
-                                    sentences(long[0], 420), page.key, f"{heading}\n{long[0]}"))  # fmt: skip
+                out.append(
+                    Question(
+                        f"What does the section {heading!r} of {where} say?",
+                        sentences(long[0], 420),
+                        page.key,
+                        f"{heading}\n{long[0]}",
+                    )
+                )
     unique: dict[str, Question] = {}
     for question in out:
         unique.setdefault(question.ask, question)

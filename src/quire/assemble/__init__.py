@@ -95,8 +95,10 @@ class Engine:
     def worker(self) -> StepRunner:
         """The model runner of an engine on one device. Raises ConfigError for an engine of several ranks."""
         if self.runner is None:
-            raise ConfigError("this engine has several ranks, each in a process of its own, so no model runner is in "
-                              "this process: use one device (leave out -tp, -pp and -dp).")
+            raise ConfigError(
+                "this engine has several ranks, each in a process of its own, so no model runner is in "
+                "this process: use one device (leave out -tp, -pp and -dp)."
+            )
         return self.runner
 
     def close(self) -> None:
@@ -160,24 +162,52 @@ def assemble(config: EngineConfig, on_loading: Loading | None = None, *, served:
     plan, cpu = plans[0], found.cpu
     check_missing(plan.missing)
     if found.draft is not None and plan.draft is not None:
-        obtain_weights(plan.draft.config, found.draft.folder, found.draft.args, plan.draft.dtype, None,
-                       quantization=plan.draft.quantization)  # fmt: skip
-    obtain_weights(config, found.folder, found.args, plan.dtype, None if found.device.device == "cuda" else
-                   cpu.free_memory, quantization=plan.quantization)  # fmt: skip
+        obtain_weights(
+            plan.draft.config,
+            found.draft.folder,
+            found.draft.args,
+            plan.draft.dtype,
+            None,
+            quantization=plan.draft.quantization,
+        )
+    obtain_weights(
+        config,
+        found.folder,
+        found.args,
+        plan.dtype,
+        None if found.device.device == "cuda" else cpu.free_memory,
+        quantization=plan.quantization,
+    )
     unread = () if config.load.load_format == "dummy" else unread_head(found.folder)
-    with Progress("Loading weights", 0, unit="B",
-                  enabled=config.load.use_tqdm_on_load and on_loading is None) as progress:  # fmt: skip
+    with Progress(
+        "Loading weights", 0, unit="B", enabled=config.load.use_tqdm_on_load and on_loading is None
+    ) as progress:
         arrived = threading.Event()
         replicas = _assemble_replicas(plans, arrived, on_loading or progress.update, phases.end)
     parts, tokenizer = replicas[0], text.tokenizer  # not of a core that serves another process, until it needs one
-    cores = _assemble_cores(replicas, lambda: GrammarCompiler(
-        lambda: tokenizer or Tokenizer.load(found.tokenizer_folder), found.args.vocab_size, GrammarTrial(), cpu.cores))
+    cores = _assemble_cores(
+        replicas,
+        lambda: GrammarCompiler(
+            lambda: tokenizer or Tokenizer.load(found.tokenizer_folder),
+            found.args.vocab_size,
+            GrammarTrial(),
+            cpu.cores,
+        ),
+    )
     core = join_replicas(plan, cores, arrived, parts.hosts)
     phases.end("engine")
     ranks = ("{ranks} ({each rank}).".format(**core.facts.plans),) if len(plans) > 1 and not served else ()  # no banner
-    notes = (*draft_notes(plan), *found.quantization.notes, *plan.cache.notes, *plan.offload.notes,
-             *_notes(found.args, plan.dtype, parts.memory, config), *unread, *parts.notes,
-             *(gpu_only_options(config) if found.device.device == "cpu" else ()), *ranks)
+    notes = (
+        *draft_notes(plan),
+        *found.quantization.notes,
+        *plan.cache.notes,
+        *plan.offload.notes,
+        *_notes(found.args, plan.dtype, parts.memory, config),
+        *unread,
+        *parts.notes,
+        *(gpu_only_options(config) if found.device.device == "cpu" else ()),
+        *ranks,
+    )
     for note in notes:
         LOG.warning("%s", note)
     return Engine(
@@ -231,17 +261,31 @@ def plan_ranks(config: EngineConfig, found: Found, *, served: bool = True) -> li
             check_gpus(parallel, hosts=config.hosts.nnodes)
         total = probe_driver().memory
         if config.parallel.check_collectives and not config.device.enforce_eager:
-            raise ConfigError("check_collectives waits for the GPUs at each collective, and CUDA graphs cannot capture "
-                              "that: add enforce_eager (--enforce-eager), or leave check_collectives out.")
+            raise ConfigError(
+                "check_collectives waits for the GPUs at each collective, and CUDA graphs cannot capture "
+                "that: add enforce_eager (--enforce-eager), or leave check_collectives out."
+            )
     elif found.device.device == "cuda":
         gpu = read_cuda_facts()
         words, total = f"{words}, {gpu}", gpu.total_memory
     machine = Machine(device=found.device.device, words=words, total_memory=total, shared=shared)
 
     def plans(config: EngineConfig, found: Found = found) -> list[EnginePlan]:
-        made = [resolve_engine(config, found.folder, found.args, machine, found.dtype, here, parallel=parallel,
-                               number=number, quantization=found.quantization.config, served=served)
-                for number in range(parallel.size)]  # fmt: skip
+        made = [
+            resolve_engine(
+                config,
+                found.folder,
+                found.args,
+                machine,
+                found.dtype,
+                here,
+                parallel=parallel,
+                number=number,
+                quantization=found.quantization.config,
+                served=served,
+            )
+            for number in range(parallel.size)
+        ]
         other = draft_config(config, found.dtype.dtype)
         if found.draft is None or other is None or made[0].missing:
             return made
@@ -263,9 +307,11 @@ def _on_one_gpu(config: EngineConfig, parallel: Parallel) -> EngineConfig:
     pulls = parallel.lockstep and config.parallel.all2all_backend != "allgather_reducescatter"
     apart = config.hosts.nnodes > 1 or config.hosts.distributed_executor_backend == "ray"
     if pulls or apart or not config.device.enforce_eager:
-        raise ConfigError("QUIRE_TEST_RANKS_SHARE_GPU: ranks that share a GPU exchange tensors through host memory: "
-                          "add --enforce-eager, and with -dp and --enable-expert-parallel --all2all-backend "
-                          "allgather_reducescatter; leave out --nnodes and Ray.")
+        raise ConfigError(
+            "QUIRE_TEST_RANKS_SHARE_GPU: ranks that share a GPU exchange tensors through host memory: "
+            "add --enforce-eager, and with -dp and --enable-expert-parallel --all2all-backend "
+            "allgather_reducescatter; leave out --nnodes and Ray."
+        )
     part = config.cache.gpu_memory_utilization / parallel.size
     return replace(config, cache=replace(config.cache, gpu_memory_utilization=part))
 
@@ -290,8 +336,9 @@ def _assemble_cores(replicas: Sequence[Parts], compiler: Callable[[], GrammarCom
     return cores
 
 
-def _assemble_replicas(plans: Sequence[EnginePlan], arrived: threading.Event, on_loading: Loading,
-                       end_phase: Callable[[str], None]) -> list[Parts]:  # fmt: skip
+def _assemble_replicas(
+    plans: Sequence[EnginePlan], arrived: threading.Event, on_loading: Loading, end_phase: Callable[[str], None]
+) -> list[Parts]:
     """Build the engine of each replica: on this process's device, or in processes of their own."""
     if len(plans) == 1:
         return [assemble_rank(plans, on_loading=on_loading, end_phase=end_phase)]
@@ -322,9 +369,16 @@ def assemble_core(parts: Parts, compiler: GrammarCompiler | None, replica: int =
         drafts_by_batch=plan.speculation.by_batch if plan.speculation else (),
         auto_drafts=plan.speculation.auto if plan.speculation else (),
         draft_lookup=plan.speculation.lookup if plan.speculation else (0, 0),
-        plans={"device": plan.machine.words, "dtype": plan.dtype, "memory": memory, "kernels": plan.kernels,
-               "experts": plan.experts and f"{plan.experts.experts} (dispatcher {plan.experts.dispatcher})",
-               "engine": msgspec.json.encode(report.describe()).decode()} | parts.plans | rank_lines(report),
+        plans={
+            "device": plan.machine.words,
+            "dtype": plan.dtype,
+            "memory": memory,
+            "kernels": plan.kernels,
+            "experts": plan.experts and f"{plan.experts.experts} (dispatcher {plan.experts.dispatcher})",
+            "engine": msgspec.json.encode(report.describe()).decode(),
+        }
+        | parts.plans
+        | rank_lines(report),
     )
     pool = BlockPool(memory.num_blocks)
     core = EngineCore(
@@ -343,8 +397,9 @@ def assemble_core(parts: Parts, compiler: GrammarCompiler | None, replica: int =
         raise
 
 
-def join_replicas(plan: EnginePlan, cores: Sequence[EngineCore], arrived: threading.Event,
-                  hosts: tuple[int, ...] = ()) -> Core:  # fmt: skip
+def join_replicas(
+    plan: EnginePlan, cores: Sequence[EngineCore], arrived: threading.Event, hosts: tuple[int, ...] = ()
+) -> Core:
     """Return the core of all replicas, which also balances experts; the only core if there is nothing to join.
 
     hosts   index of the host of each rank
@@ -357,9 +412,12 @@ def join_replicas(plan: EnginePlan, cores: Sequence[EngineCore], arrived: thread
         return cores[0] if len(cores) == 1 else Replicas(cores, lockstep=parallel.lockstep, arrived=arrived)
     experts = initial_map(len(moe.layers), moe.routing.num_experts, parallel.redundant, parallel.expert_ranks)
     settings = read_eplb_config(plan.config.parallel.eplb_config)
-    return Replicas(cores, lockstep=True, arrived=arrived,
-                    balance=partial(Balancer, settings, experts, groups=max(1, moe.routing.num_groups),
-                                    nodes=even_nodes(hosts)))  # fmt: skip
+    return Replicas(
+        cores,
+        lockstep=True,
+        arrived=arrived,
+        balance=partial(Balancer, settings, experts, groups=max(1, moe.routing.num_groups), nodes=even_nodes(hosts)),
+    )
 
 
 def _notes(args: ModelArgs, dtype: DTypePlan, memory: MemoryPlan, config: EngineConfig) -> tuple[str, ...]:

@@ -26,8 +26,14 @@ from quire.weights.load import load_weights
 from quire.worker.construct import make_runner
 
 
-def load_without_triton(plan: EnginePlan, groups: RankGroups, *, free_bytes: Callable[[], int], on_loading: Loading,
-                        end_phase: Callable[[str], None]) -> Loaded:  # fmt: skip
+def load_without_triton(
+    plan: EnginePlan,
+    groups: RankGroups,
+    *,
+    free_bytes: Callable[[], int],
+    on_loading: Loading,
+    end_phase: Callable[[str], None],
+) -> Loaded:
     """Load the model of a rank's plan for a device without Triton kernels: a CPU, or a GPU that cannot run them.
 
     free_bytes   returns the free bytes of the device's memory. For the other parameters see `load_rank`
@@ -45,11 +51,23 @@ def _finish(plan: EnginePlan, model: Model, memory: MemoryPlan, scales: list[Sca
     arena = KVArena(memory.geometry, memory.num_blocks + 1, device)
     views = model_views(model, arena.views, scales)
     limits = Limits(
-        num_slots=num_slots, max_tokens=plan.config.scheduler.token_budget(), block_size=memory.geometry.block_size,
-        max_model_len=memory.max_model_len, windows=memory.geometry.windows, num_drafts=plan.drafting.num_drafts,
-    )  # fmt: skip
-    worker = make_runner(model, views, limits, device, target=plan.machine.device, groups=groups,
-                         eager=plan.config.device.enforce_eager, speculation=plan.speculation)  # fmt: skip
+        num_slots=num_slots,
+        max_tokens=plan.config.scheduler.token_budget(),
+        block_size=memory.geometry.block_size,
+        max_model_len=memory.max_model_len,
+        windows=memory.geometry.windows,
+        num_drafts=plan.drafting.num_drafts,
+    )
+    worker = make_runner(
+        model,
+        views,
+        limits,
+        device,
+        target=plan.machine.device,
+        groups=groups,
+        eager=plan.config.device.enforce_eager,
+        speculation=plan.speculation,
+    )
     worker.mover = make_mover(plan, memory, arena)
     return Parts(
         plan=plan,

@@ -44,8 +44,9 @@ LATENT_CONTEXT = 32768  # tokens of context before the largest step: their expan
 DEVICE = torch.device("cuda")  # the current device of the thread
 
 
-def load_cuda(plan: EnginePlan, groups: RankGroups, facts: CudaFacts, *, on_loading: Loading,
-              end_phase: Callable[[str], None]) -> Loaded:  # fmt: skip
+def load_cuda(
+    plan: EnginePlan, groups: RankGroups, facts: CudaFacts, *, on_loading: Loading, end_phase: Callable[[str], None]
+) -> Loaded:
     """Load the model of a rank's plan on a GPU; raises a `UserError` that names options with which the model fits.
 
     facts   name and memory of the GPU. For the other parameters see `load_rank`
@@ -55,8 +56,13 @@ def load_cuda(plan: EnginePlan, groups: RankGroups, facts: CudaFacts, *, on_load
     check_weights(weights, facts.total_memory, facts.free_memory, config, dtype=plan.weight_words)
     end_phase("device")
     if why := missing():
-        slow = load_without_triton(plan, groups, on_loading=on_loading, end_phase=end_phase,
-                                   free_bytes=lambda: torch.cuda.mem_get_info(DEVICE)[0])  # fmt: skip
+        slow = load_without_triton(
+            plan,
+            groups,
+            on_loading=on_loading,
+            end_phase=end_phase,
+            free_bytes=lambda: torch.cuda.mem_get_info(DEVICE)[0],
+        )
         note = f"no Triton kernel can run ({why}): PyTorch's own operations do the work, without graphs, much slower."
         return replace(slow, finish=lambda memory: replace(slow.finish(memory), notes=(note,)))
     cache, note = use_cache_folder()
@@ -65,14 +71,19 @@ def load_cuda(plan: EnginePlan, groups: RankGroups, facts: CudaFacts, *, on_load
     loaded = fill(model, plan, on_loading)
     end_phase("weights")
     limits = Limits(
-        num_slots=config.scheduler.sequences(), max_tokens=config.scheduler.token_budget(),
+        num_slots=config.scheduler.sequences(),
+        max_tokens=config.scheduler.token_budget(),
         block_size=plan.geometry.block_size,
         max_model_len=config.model.max_model_len or plan.args.max_position_embeddings,
-        graph_sizes=plan.graphs.sequences, graph_tokens=plan.graphs.tokens, depth=config.device.async_depth or DEPTH,
-        windows=plan.geometry.windows, num_drafts=plan.drafting.num_drafts, draft_lengths=plan.graphs.drafts,
+        graph_sizes=plan.graphs.sequences,
+        graph_tokens=plan.graphs.tokens,
+        depth=config.device.async_depth or DEPTH,
+        windows=plan.geometry.windows,
+        num_drafts=plan.drafting.num_drafts,
+        draft_lengths=plan.graphs.drafts,
         bounds=() if groups.slots is None else exchange_bounds(plan.step_tokens),
         tiers=resolve_offload(config).host_bytes > 0,
-    )  # fmt: skip
+    )
     with _room_for_steps(weights, facts.free_memory, config):
         compiled, working, per_seq, per_token = _rehearse(model, plan, limits, scales, groups)
     end_phase("kernels")
@@ -80,26 +91,43 @@ def load_cuda(plan: EnginePlan, groups: RankGroups, facts: CudaFacts, *, on_load
 
     def measure() -> DeviceMemory:
         return DeviceMemory(
-            total=facts.total_memory, at_start=facts.free_memory, free=torch.cuda.mem_get_info(DEVICE)[0],
-            weights=weights, later=working + plan.graphs.num_bytes + plan.scratch_bytes,
-            others=facts.others_memory, per_seq=per_seq, per_token=per_token,
-        )  # fmt: skip
+            total=facts.total_memory,
+            at_start=facts.free_memory,
+            free=torch.cuda.mem_get_info(DEVICE)[0],
+            weights=weights,
+            later=working + plan.graphs.num_bytes + plan.scratch_bytes,
+            others=facts.others_memory,
+            per_seq=per_seq,
+            per_token=per_token,
+        )
 
     def finish(memory: MemoryPlan) -> Parts:
         sized = replace(limits, max_model_len=memory.max_model_len)
         with _room_for_steps(weights, facts.free_memory, config):
-            worker, arena = _worker(model, memory.geometry, memory.num_blocks + 1, sized, scales, groups,
-                                    speculation=plan.speculation)  # fmt: skip
+            worker, arena = _worker(
+                model, memory.geometry, memory.num_blocks + 1, sized, scales, groups, speculation=plan.speculation
+            )
             worker.mover = make_mover(plan, memory, arena)
             worker.warm_up()
         end_phase("graphs")
         return Parts(
-            plan=plan, model=model, worker=worker, depth=sized.depth, memory=memory, prompt_chunk=PROMPT_CHUNK,
+            plan=plan,
+            model=model,
+            worker=worker,
+            depth=sized.depth,
+            memory=memory,
+            prompt_chunk=PROMPT_CHUNK,
             executor=lambda facts: LaunchingExecutor(worker, facts, {"describe": worker.describe}),
-            notes=(note,) if note else (), shards=worker.mover.shards if worker.mover else (),
-            plans={"compiled kernels": f"{compiled} in {cache}", "weights": loaded, "memory": str(memory.budget),
-                   "graphs": f"{len(worker.recorder)}", "cache": cache_words(plan, scales)},
-        )  # fmt: skip
+            notes=(note,) if note else (),
+            shards=worker.mover.shards if worker.mover else (),
+            plans={
+                "compiled kernels": f"{compiled} in {cache}",
+                "weights": loaded,
+                "memory": str(memory.budget),
+                "graphs": f"{len(worker.recorder)}",
+                "cache": cache_words(plan, scales),
+            },
+        )
 
     return Loaded(measure, finish)
 
@@ -113,15 +141,24 @@ def _room_for_steps(weights: int, free: int, config: EngineConfig) -> Iterator[N
         raise ConfigError(no_room_for_steps(weights, free, config)) from error
 
 
-def _worker(model: Model, geometry: KVGeometry, num_blocks: int, limits: Limits, scales: list[Scales],
-            groups: RankGroups, *, speculation: Speculation | None) -> tuple[StepRunner, KVArena]:  # fmt: skip
+def _worker(
+    model: Model,
+    geometry: KVGeometry,
+    num_blocks: int,
+    limits: Limits,
+    scales: list[Scales],
+    groups: RankGroups,
+    *,
+    speculation: Speculation | None,
+) -> tuple[StepRunner, KVArena]:
     arena = KVArena(geometry, num_blocks, DEVICE)
     views = model_views(model, arena.views, scales)
     return make_runner(model, views, limits, DEVICE, target="cuda", groups=groups, speculation=speculation), arena
 
 
-def _rehearse(model: Model, plan: EnginePlan, limits: Limits,
-              scales: list[Scales], groups: RankGroups) -> tuple[str, int, int, int]:
+def _rehearse(
+    model: Model, plan: EnginePlan, limits: Limits, scales: list[Scales], groups: RankGroups
+) -> tuple[str, int, int, int]:
     """Compile every kernel and run the largest steps once, on a KV cache that just holds them.
 
     Returns a report of the compilation, the bytes of everything but weights and cache, and of these the bytes per slot
@@ -142,8 +179,10 @@ def _rehearse(model: Model, plan: EnginePlan, limits: Limits,
         worker.rehearse([*plans, *compiled])  # also a step that reads more than the scratch holds
     if ahead.report().failed:
         name, why = ahead.report().failed[0]
-        raise ConfigError(f"the kernel {name} cannot be compiled for this GPU ({why}): use the versions of PyTorch and "
-                          "Triton that Quire is tested with, or --device cpu.")
+        raise ConfigError(
+            f"the kernel {name} cannot be compiled for this GPU ({why}): use the versions of PyTorch and "
+            "Triton that Quire is tested with, or --device cpu."
+        )
     torch.cuda.reset_peak_memory_stats(DEVICE)
     for step in plans:
         worker.submit(step)
@@ -164,8 +203,17 @@ def _exchange_bytes(worker: StepRunner) -> int:
     limits, before = worker.limits, torch.cuda.memory_allocated(DEVICE)
     torch.cuda.reset_peak_memory_stats(DEVICE)
     none = np.zeros(0, np.int32)
-    worker.submit(StepPlan(step=0, slots=none, num_decodes=0, num_tokens=none, num_rows=none,
-                           outputs=none.astype(np.uint8), sync=StepSync((limits.bounds[-1],) * limits.replicas)))
+    worker.submit(
+        StepPlan(
+            step=0,
+            slots=none,
+            num_decodes=0,
+            num_tokens=none,
+            num_rows=none,
+            outputs=none.astype(np.uint8),
+            sync=StepSync((limits.bounds[-1],) * limits.replicas),
+        )
+    )
     worker.collect()
     return torch.cuda.max_memory_allocated(DEVICE) - before
 
@@ -174,8 +222,9 @@ def _blended_step(limits: Limits) -> StepPlan:
     """Return the largest step of one sequence, all of whose tokens but the last reuse KV, and half are kept."""
     step = _largest_step(limits, 1)
     tokens = np.arange(int(step.num_tokens[0]) - 1, dtype=np.int32)
-    chunk = BlendedChunk(slot=0, tokens=tokens, sources=limits.block_size + tokens, shifts=tokens // 2,
-                         num_kept=len(tokens) // 2)  # fmt: skip
+    chunk = BlendedChunk(
+        slot=0, tokens=tokens, sources=limits.block_size + tokens, shifts=tokens // 2, num_kept=len(tokens) // 2
+    )
     return msgspec.structs.replace(step, blended=(chunk,))
 
 
@@ -192,13 +241,22 @@ def _largest_step(limits: Limits, num_seqs: int, past: int = 0) -> StepPlan:
     spec = SamplerSpec(temperature=0.8, top_p=0.9, seed=0, num_prompt=past + tokens)
     admitted = tuple(
         Admission(
-            slot=slot, request_id="", token_ids=np.zeros(past + tokens, np.int32), num_computed=past, sampler=spec,
+            slot=slot,
+            request_id="",
+            token_ids=np.zeros(past + tokens, np.int32),
+            num_computed=past,
+            sampler=spec,
             block_ids=(1 + slot * blocks + places,) * len(limits.windows),
         )
         for slot in range(num_seqs)
-    )  # fmt: skip
+    )
     return StepPlan(
-        step=0, slots=slots, num_decodes=0, num_tokens=np.full(num_seqs, tokens, np.int32),
-        num_rows=np.ones(num_seqs, np.int32), outputs=np.full(num_seqs, SAMPLE, np.uint8), admitted=admitted,
+        step=0,
+        slots=slots,
+        num_decodes=0,
+        num_tokens=np.full(num_seqs, tokens, np.int32),
+        num_rows=np.ones(num_seqs, np.int32),
+        outputs=np.full(num_seqs, SAMPLE, np.uint8),
+        admitted=admitted,
         released=slots,
-    )  # fmt: skip
+    )

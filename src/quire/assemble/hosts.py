@@ -32,8 +32,9 @@ def open_launcher(plan: EnginePlan) -> Launcher:
     listener = listen(hosts.master_addr, hosts.master_port)
     address, port = listener.getsockname()[:2]
     LOG.info("listening on %s:%d for %d more hosts; they need the key in %s.", address, port, hosts.nnodes - 1, where)
-    members = Members(first=1, total=hosts.nnodes, versions=versions(), gpus=gpus,
-                      model=model_digest(config, Path(plan.folder)))  # fmt: skip
+    members = Members(
+        first=1, total=hosts.nnodes, versions=versions(), gpus=gpus, model=model_digest(config, Path(plan.folder))
+    )
     return Hosts(LocalLauncher(MODULE, rank_variables(interface_of(address))), listener, key, members)
 
 

@@ -49,13 +49,18 @@ def root_key(plan: EnginePlan) -> bytes:
         block_size=plan.geometry.block_size,
         geometry=_whole(plan),
         weights=(json.dumps(plan.quantization, sort_keys=True) if plan.quantization else "") + "synthetic" * synthetic,
-    )  # fmt: skip
+    )
 
 
 def _whole(plan: EnginePlan) -> KVGeometry:
     """Return the layout of a page of the whole model, with its draft model or EAGLE head."""
-    own = rank_geometry(plan.args, alone(plan.args), dtype=plan.cache.dtype, device=plan.machine.device,
-                        block_size=plan.geometry.block_size)  # fmt: skip
+    own = rank_geometry(
+        plan.args,
+        alone(plan.args),
+        dtype=plan.cache.dtype,
+        device=plan.machine.device,
+        block_size=plan.geometry.block_size,
+    )
     return joined(own, _whole(plan.draft)) if plan.draft else own
 
 
@@ -76,14 +81,22 @@ def make_store(plan: EnginePlan, memory: MemoryPlan, pool: BlockPool, shards: Se
     disks = [DiskTier(Path(offload.folder), _namespace(plan, times=True), _names(plan))] if offload.folder else []
     near = [Tier.CUDA_IPC] if plan.machine.device in IMPLEMENTATIONS and plan.config.hosts.nnodes == 1 else []
     peers = [BlockPeers(sharing.peers, *common, tier) for tier in (*near, Tier.PEER) if sharing.peers]
-    store = KVStore(pool, memory.geometry.groups, size, num_host_blocks=memory.host_blocks, reserve=max(taken, ahead),
-                    below=(*peers[:-1], *disks, *peers[-1:]), promises=peers[-1] if peers else None,
-                    write_through=offload.write_through)  # fmt: skip
+    store = KVStore(
+        pool,
+        memory.geometry.groups,
+        size,
+        num_host_blocks=memory.host_blocks,
+        reserve=max(taken, ahead),
+        below=(*peers[:-1], *disks, *peers[-1:]),
+        promises=peers[-1] if peers else None,
+        write_through=offload.write_through,
+    )
     store.on_start += [one.follow for one in peers]
     store.on_close += [one.close for one in disks] + [one.close for one in peers]
     if sharing.place is not None:
-        share = BlockShare(sharing.place, *common, store, shards,
-                           device=pool if mappable(one.memory for one in shards) else None)  # fmt: skip
+        share = BlockShare(
+            sharing.place, *common, store, shards, device=pool if mappable(one.memory for one in shards) else None
+        )
         if faults := _faults(plan):
             share.line = partial(FaultyLine, faults=faults)
         store.on_close.append(share.close)
@@ -94,57 +107,73 @@ def check_host_memory(sizes: Iterable[MemoryPlan]) -> None:
     """Raise ConfigError when this host lacks memory for the host tiers of its ranks together. None has taken it yet."""
     needed, free = sum(one.host_blocks * one.geometry.page_bytes for one in sizes), read_cpu_facts().free_memory
     if needed > free:
-        raise ConfigError(f"kv_offload_gb: the ranks of this host need {needed / GIB:.1f} GiB of host memory, and "
-                          f"{free / GIB:.1f} GiB are free: lower kv_offload_gb.")
+        raise ConfigError(
+            f"kv_offload_gb: the ranks of this host need {needed / GIB:.1f} GiB of host memory, and "
+            f"{free / GIB:.1f} GiB are free: lower kv_offload_gb."
+        )
 
 
 def make_mover(plan: EnginePlan, memory: MemoryPlan, arena: KVArena) -> BlockMover | None:
-    """Return the mover of a rank; None when there is no tier below the device. Raises ConfigError if memory is short.
-    """
+    """Return the mover of a rank; None when there is no tier below the device. ConfigError if memory is short."""
     offload = resolve_offload(plan.config)
     if not offload.host_bytes:
         return None
     needed, free = memory.host_blocks * arena.page_bytes, read_cpu_facts().free_memory
     if needed > free:
-        raise ConfigError(f"kv_offload_gb={offload.host_bytes / GIB:g}: this rank needs {needed / GIB:.1f} GiB of "
-                          f"host memory, and {free / GIB:.1f} GiB are free: lower kv_offload_gb.")
+        raise ConfigError(
+            f"kv_offload_gb={offload.host_bytes / GIB:g}: this rank needs {needed / GIB:.1f} GiB of "
+            f"host memory, and {free / GIB:.1f} GiB are free: lower kv_offload_gb."
+        )
     files, faults = None, _faults(plan)
     if offload.folder:
-        files = BlockFiles(Path(offload.folder), _namespace(plan, times=True), _names(plan)[plan.mesh.rank.number],
-                           page_bytes=arena.page_bytes,
-                           most_bytes=offload.folder_bytes // plan.mesh.parallel.replica,
-                           system=FaultyFiles(faults) if faults else FileSystem())
+        files = BlockFiles(
+            Path(offload.folder),
+            _namespace(plan, times=True),
+            _names(plan)[plan.mesh.rank.number],
+            page_bytes=arena.page_bytes,
+            most_bytes=offload.folder_bytes // plan.mesh.parallel.replica,
+            system=FaultyFiles(faults) if faults else FileSystem(),
+        )
     rank, peers, devices, mapping = plan.mesh.rank, None, None, None
     sharing = offload.sharing.of(rank.replica)
     if arena.pages.device.type in IMPLEMENTATIONS and (sharing.place or sharing.peers):
         mapping = IMPLEMENTATIONS[arena.pages.device.type](arena.pages.device)
-    shard = Shard(geometry=memory.geometry, layer=rank.layers[0], head=rank.kv_heads[0],
-                  draft_head=plan.draft.mesh.rank.kv_heads[0] if plan.draft else 0,
-                  memory=export(mapping, arena.pages) if mapping is not None and sharing.place else None)
+    shard = Shard(
+        geometry=memory.geometry,
+        layer=rank.layers[0],
+        head=rank.kv_heads[0],
+        draft_head=plan.draft.mesh.rank.kv_heads[0] if plan.draft else 0,
+        memory=export(mapping, arena.pages) if mapping is not None and sharing.place else None,
+    )
     if sharing.peers:
         common = cluster_key()[0], _namespace(plan, times=False)
         peers = PeerPages(sharing.peers, *common, shard)
         if mapping is not None:
             devices = PeerDevices(sharing.peers, *common, shard, mapping, arena.pages)
-    return BlockMover(arena, memory.host_blocks, files, peers=peers, devices=devices,
-                      shared=shard if sharing.place else None)  # fmt: skip
+    return BlockMover(
+        arena, memory.host_blocks, files, peers=peers, devices=devices, shared=shard if sharing.place else None
+    )
 
 
 def _faults(plan: EnginePlan) -> Faults | None:
     """Return the faults to plant, or None. Raises ConfigError if the engine lacks the tier of one."""
     offload, given = resolve_offload(plan.config), plan.config.share.kv_faults
     lacks = ("read=", "write=") * (not offload.folder) + ("hello=", "hear=", "tell=", "page=") * (
-        offload.sharing.place is None)  # fmt: skip
+        offload.sharing.place is None
+    )
     if wrong := [one for one in given if one.startswith(lacks)]:
-        raise ConfigError(f"kv_faults: this engine has no place for {', '.join(wrong)}: read and write need "
-                          "kv_offload_dir, faults of connections need kv_share.")  # fmt: skip
+        raise ConfigError(
+            f"kv_faults: this engine has no place for {', '.join(wrong)}: read and write need "
+            "kv_offload_dir, faults of connections need kv_share."
+        )
     return Faults(given) if given else None
 
 
 def _names(plan: EnginePlan) -> list[str]:
     """Return the name of each rank's part of a page. Ranks that hold the same heads of the same layers share files."""
-    names = ["layers{}-{}.heads{}-{}".format(*rank.layers, *rank.kv_heads)
-             for rank in ranks(plan.args, plan.mesh.parallel)]  # fmt: skip
+    names = [
+        "layers{}-{}.heads{}-{}".format(*rank.layers, *rank.kv_heads) for rank in ranks(plan.args, plan.mesh.parallel)
+    ]
     if plan.draft is None:
         return names
     return [f"{own}.drafts.{other}" for own, other in zip(names, _names(plan.draft), strict=True)]

@@ -10,8 +10,14 @@ from quire.platforms.cpu import read_cpu_facts
 from quire.platforms.cuda import CudaFacts
 
 
-def load_rank(plan: EnginePlan, groups: RankGroups, gpu: CudaFacts | None, *, on_loading: Loading,
-              end_phase: Callable[[str], None]) -> Loaded:  # fmt: skip
+def load_rank(
+    plan: EnginePlan,
+    groups: RankGroups,
+    gpu: CudaFacts | None,
+    *,
+    on_loading: Loading,
+    end_phase: Callable[[str], None],
+) -> Loaded:
     """Load the model of a rank's plan on its device; raises a `UserError` that names the fix.
 
     groups       process groups of this rank (tensor and pipeline parallelism)
@@ -23,5 +29,6 @@ def load_rank(plan: EnginePlan, groups: RankGroups, gpu: CudaFacts | None, *, on
         from quire.assemble.cuda import load_cuda
 
         return load_cuda(plan, groups, gpu, on_loading=on_loading, end_phase=end_phase)
-    return load_without_triton(plan, groups, on_loading=on_loading, end_phase=end_phase,
-                               free_bytes=lambda: read_cpu_facts().free_memory)  # fmt: skip
+    return load_without_triton(
+        plan, groups, on_loading=on_loading, end_phase=end_phase, free_bytes=lambda: read_cpu_facts().free_memory
+    )

@@ -74,8 +74,11 @@ def build_rank(start: bytes, on_loading: Loading) -> "ChildRank":
     elif device.type == "cuda" and not task.plan.config.parallel.disable_custom_all_reduce:
         from quire.distributed.symmetric import with_symmetric_memory  # a slow import, for GPUs alone
 
-        tp, why = (groups.tp, "the ranks are on several hosts") if task.apart(groups.tp) else with_symmetric_memory(
-            groups.tp, device, largest_message(task.plan))
+        tp, why = (
+            (groups.tp, "the ranks are on several hosts")
+            if task.apart(groups.tp)
+            else with_symmetric_memory(groups.tp, device, largest_message(task.plan))
+        )
         groups = replace(groups, tp=tp)
         note = f"sums over ranks go through NCCL: {why}" if why else ""
     experts = task.plan.experts
@@ -83,8 +86,10 @@ def build_rank(start: bytes, on_loading: Loading) -> "ChildRank":
         from quire.distributed.symmetric import exchange_memory
 
         if task.apart(groups.ep):  # Ray tells the hosts late
-            raise ConfigError("replicas that share experts are on several hosts, whose GPUs share no memory: add "
-                              "--all2all-backend allgather_reducescatter --enforce-eager, or use one host.")
+            raise ConfigError(
+                "replicas that share experts are on several hosts, whose GPUs share no memory: add "
+                "--all2all-backend allgather_reducescatter --enforce-eager, or use one host."
+            )
         groups = replace(groups, slots=exchange_memory(groups.ep, device, exchange_layout(task.plan), together.tp))
     if task.plan.config.parallel.check_collectives:
         groups = checked(groups, device)
@@ -102,9 +107,14 @@ def exchange_layout(plan: EnginePlan) -> Layout:
     """Return the layout of the memory for the exchange of rows between replicas."""
     parallel, moe = plan.mesh.parallel, plan.args.moe
     assert moe is not None, "a model without experts exchanges no rows"
-    return Layout(ranks=parallel.expert_ranks, rows=exchange_rows(parallel, plan.step_tokens),
-                  hidden=plan.args.hidden_size, top_k=moe.routing.top_k, item_bytes=ITEM_BYTES[plan.dtype.dtype],
-                  wire=plan.wire)
+    return Layout(
+        ranks=parallel.expert_ranks,
+        rows=exchange_rows(parallel, plan.step_tokens),
+        hidden=plan.args.hidden_size,
+        top_k=moe.routing.top_k,
+        item_bytes=ITEM_BYTES[plan.dtype.dtype],
+        wire=plan.wire,
+    )
 
 
 def checked(groups: RankGroups, device: torch.device) -> RankGroups:
@@ -149,9 +159,15 @@ class ChildRunner(RunningRank):
     def payload(self) -> bytes:
         """The `RankFacts` of this rank as JSON."""
         parts = self._parts
-        return msgspec.json.encode(RankFacts(
-            depth=parts.depth, prompt_chunk=parts.prompt_chunk, notes=tuple(filter(None, (*parts.notes, self._note))),
-            plans={name: str(plan) for name, plan in parts.plans.items()}, shards=parts.shards))  # fmt: skip
+        return msgspec.json.encode(
+            RankFacts(
+                depth=parts.depth,
+                prompt_chunk=parts.prompt_chunk,
+                notes=tuple(filter(None, (*parts.notes, self._note))),
+                plans={name: str(plan) for name, plan in parts.plans.items()},
+                shards=parts.shards,
+            )
+        )
 
     def submit(self, plan: StepPlan) -> None:
         self._runner.submit(plan)

@@ -23,8 +23,13 @@ from quire.procs.launchers import Place
 from quire.procs.ranks import RankProcesses, RanksExecutor
 
 
-def assemble_ranks(plans: Sequence[EnginePlan], *, on_loading: Loading, end_phase: Callable[[str], None],
-                   arrived: threading.Event | None = None) -> list[Parts]:  # fmt: skip
+def assemble_ranks(
+    plans: Sequence[EnginePlan],
+    *,
+    on_loading: Loading,
+    end_phase: Callable[[str], None],
+    arrived: threading.Event | None = None,
+) -> list[Parts]:
     """Start a process for every plan and build the engine in them. Return the parts of each replica of attention.
 
     arrived   set when a result of a replica arrives
@@ -42,8 +47,17 @@ def assemble_ranks(plans: Sequence[EnginePlan], *, on_loading: Loading, end_phas
             meeting, inherit = meetings.enter_context(open_meeting(launcher, places[own]))
             starts = [msgspec.json.encode(task) for task in _tasks(plans, places, own, meeting)]
             names = [rank_name(plan.mesh.rank, parallel) for plan in plans[own]]
-            made.append(RankProcesses(launcher, starts, names, first=first, inherit=inherit, arrived=arrived,
-                                      leads=range(parallel.lead, together, parallel.replica)))  # fmt: skip
+            made.append(
+                RankProcesses(
+                    launcher,
+                    starts,
+                    names,
+                    first=first,
+                    inherit=inherit,
+                    arrived=arrived,
+                    leads=range(parallel.lead, together, parallel.replica),
+                )
+            )
             started.callback(made[-1].close)
         measured = chain(*(one.build(_part_of(loading, part, len(made))) for part, one in enumerate(made)))
         end_phase("weights")
@@ -54,8 +68,9 @@ def assemble_ranks(plans: Sequence[EnginePlan], *, on_loading: Loading, end_phas
         groups = [slice(first, first + together) for first in range(0, len(plans), together)]
         for one, own in zip(made, groups, strict=True):
             one.size([msgspec.json.encode(size) for size in sizes[own]])
-        parts = list(chain(*(_parts(plans[own], one, sizes[own], places)
-                             for one, own in zip(made, groups, strict=True))))  # fmt: skip
+        parts = list(
+            chain(*(_parts(plans[own], one, sizes[own], places) for one, own in zip(made, groups, strict=True)))
+        )
         started.pop_all()
     end_phase("ranks")
     return parts
@@ -68,16 +83,21 @@ def _tasks(plans: Sequence[EnginePlan], places: Sequence[Place], own: slice, mee
         beside = sum(other.host == place.host for other in places)
         if not place.local:  # its host has found the model itself, and needs no token of the hub
             load = replace(plan.config.load, hf_token=None)
-            plan = msgspec.structs.replace(plan, folder=place.folder or plan.folder,
-                                           config=replace(plan.config, load=load))  # fmt: skip
+            plan = msgspec.structs.replace(
+                plan, folder=place.folder or plan.folder, config=replace(plan.config, load=load)
+            )
         yield RankTask(
-            plan=plan, meeting=meeting, threads=max(1, (plan.config.device.num_threads or cores) // beside),
+            plan=plan,
+            meeting=meeting,
+            threads=max(1, (plan.config.device.num_threads or cores) // beside),
             gpu=0 if plan.machine.shared else place.device,
-            hosts=tuple(other.host for other in places[own]))  # fmt: skip
+            hosts=tuple(other.host for other in places[own]),
+        )
 
 
-def _parts(plans: Sequence[EnginePlan], processes: RankProcesses, sizes: Sequence[MemoryPlan],
-           places: Sequence[Place]) -> list[Parts]:  # fmt: skip
+def _parts(
+    plans: Sequence[EnginePlan], processes: RankProcesses, sizes: Sequence[MemoryPlan], places: Sequence[Place]
+) -> list[Parts]:
     """Wait until ranks that start together are ready. Return the parts of each of their replicas.
 
     places   of all ranks of the engine
@@ -87,13 +107,22 @@ def _parts(plans: Sequence[EnginePlan], processes: RankProcesses, sizes: Sequenc
     for first in range(0, len(plans), parallel.replica):
         lead = first + parallel.lead
         facts, own = ready[lead], range(first, first + parallel.replica)
-        found.append(Parts(
-            plan=plans[lead], model=None, worker=None, depth=max(facts.depth, parallel.pp), num_stages=parallel.pp,
-            memory=sizes[lead], prompt_chunk=facts.prompt_chunk, plans=dict(facts.plans),
-            notes=(*facts.notes, *filter(None, [hosts_note(parallel, hosts)])), hosts=hosts,
-            shards=tuple(shard for rank in own for shard in ready[rank].shards),
-            executor=partial(RanksExecutor, processes, ranks=own, lead=lead),
-        ))  # fmt: skip
+        found.append(
+            Parts(
+                plan=plans[lead],
+                model=None,
+                worker=None,
+                depth=max(facts.depth, parallel.pp),
+                num_stages=parallel.pp,
+                memory=sizes[lead],
+                prompt_chunk=facts.prompt_chunk,
+                plans=dict(facts.plans),
+                notes=(*facts.notes, *filter(None, [hosts_note(parallel, hosts)])),
+                hosts=hosts,
+                shards=tuple(shard for rank in own for shard in ready[rank].shards),
+                executor=partial(RanksExecutor, processes, ranks=own, lead=lead),
+            )
+        )
     return found
 
 

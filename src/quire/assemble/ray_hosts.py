@@ -34,8 +34,10 @@ def open_ray_hosts(plan: EnginePlan) -> Hosts:
     try:
         import ray
     except ModuleNotFoundError:
-        raise ConfigError("distributed_executor_backend=ray: Ray is not installed: `pip install 'quire[ray]'`, or "
-                          "start `quire serve --headless` on each host with --nnodes instead.") from None
+        raise ConfigError(
+            "distributed_executor_backend=ray: Ray is not installed: `pip install 'quire[ray]'`, or "
+            "start `quire serve --headless` on each host with --nnodes instead."
+        ) from None
     world, gpus = plan.mesh.parallel.size, plan.machine.device == "cuda"
     with ExitStack() as failed:
         if not ray.is_initialized():
@@ -45,8 +47,10 @@ def open_ray_hosts(plan: EnginePlan) -> Hosts:
         group = ray.util.placement_group([{kind: 1}] * world, strategy="PACK")
         failed.callback(_quietly, ray.util.remove_placement_group, group)
         if not group.wait(PLACE_SECONDS):
-            raise ConfigError(f"Ray has not reserved {world} of the resource {kind} in {PLACE_SECONDS:.0f} s: others "
-                              "use them. `ray status` shows who.")
+            raise ConfigError(
+                f"Ray has not reserved {world} of the resource {kind} in {PLACE_SECONDS:.0f} s: others "
+                "use them. `ray status` shows who."
+            )
         actors = _start_actors(ray, group, kind)
         for actor in actors:
             failed.callback(_quietly, ray.kill, actor)
@@ -60,8 +64,15 @@ def open_ray_hosts(plan: EnginePlan) -> Hosts:
             done, _ = ray.wait(runs, timeout=0)
             return str(ray.get(done[0])) if done else ""
 
-        members = Members(first=0, total=world, versions=versions(), gpus=gpus, seconds=JOIN_SECONDS, fault=ended,
-                          model=model_digest(plan.config, Path(plan.folder)))  # fmt: skip
+        members = Members(
+            first=0,
+            total=world,
+            versions=versions(),
+            gpus=gpus,
+            seconds=JOIN_SECONDS,
+            fault=ended,
+            model=model_digest(plan.config, Path(plan.folder)),
+        )
         hosts = Hosts(LocalLauncher(MODULE, rank_variables()), listener, key, members)
         hosts.on_close(failed.pop_all().close)
     return hosts
@@ -81,8 +92,10 @@ def _resource(ray: Any, world: int, gpus: bool) -> str:
     have = ray.cluster_resources()
     kind = "GPU" if gpus else CPU_RESOURCE if CPU_RESOURCE in have else "CPU"
     if have.get(kind, 0) < world:
-        raise ConfigError(f"{world} ranks need {world} of the resource {kind}, and the Ray cluster has "
-                          f"{have.get(kind, 0):g}: add nodes, or lower -tp, -pp or -dp.")
+        raise ConfigError(
+            f"{world} ranks need {world} of the resource {kind}, and the Ray cluster has "
+            f"{have.get(kind, 0):g}: add nodes, or lower -tp, -pp or -dp."
+        )
     return kind
 
 
@@ -93,9 +106,12 @@ def _start_actors(ray: Any, group: Any, kind: str) -> list[Any]:
     nodes = ray.util.placement_group_table(group)["bundles_to_node_id"]
     own = ray.get_runtime_context().get_node_id()
     takes: dict[str, Any] = {
-        "num_cpus": int(kind == "CPU"), "num_gpus": int(kind == "GPU"), "max_restarts": 0,
+        "num_cpus": int(kind == "CPU"),
+        "num_gpus": int(kind == "GPU"),
+        "max_restarts": 0,
         "resources": {CPU_RESOURCE: 1} if kind == CPU_RESOURCE else None,
-        "runtime_env": {"env_vars": {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}}}  # fmt: skip
+        "runtime_env": {"env_vars": {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}},
+    }
     actor, env = ray.remote(RayRank), variables_to_pass()
     places = [PlacementGroupSchedulingStrategy(group, index) for index in in_order(nodes, own)]
     return [actor.options(**takes, scheduling_strategy=place).remote(MODULE, env) for place in places]

@@ -37,8 +37,10 @@ def read_stored(path: Path) -> dict[str, Any]:
     except ValueError:
         stored = None
     if not isinstance(stored, dict) or "model" not in stored or not stored.keys() & {"runs", "totals"}:
-        raise ConfigError(f"--against {path} is not a result of `quire bench latency|throughput|startup`: give a file "
-                          "that --out wrote.")
+        raise ConfigError(
+            f"--against {path} is not a result of `quire bench latency|throughput|startup`: give a file "
+            "that --out wrote."
+        )
     return stored
 
 
@@ -49,13 +51,17 @@ def compare_results(result: dict[str, Any], stored: dict[str, Any]) -> list[Comp
     """
     for key in ("model", "device"):
         if result.get(key) != stored.get(key):
-            raise ConfigError(f"--against: the stored result is of {key} {stored.get(key)!r}, and this one of "
-                              f"{result.get(key)!r}: compare results of the same {key}.")
+            raise ConfigError(
+                f"--against: the stored result is of {key} {stored.get(key)!r}, and this one of "
+                f"{result.get(key)!r}: compare results of the same {key}."
+            )
     before, now = _seconds(stored), _seconds(result)
     found = [Comparison(str(key[0]), before[key], seconds) for key, seconds in now.items() if key in before]
     if not found:
-        raise ConfigError("--against: no workload of the stored result was measured with the same number of requests "
-                          "and tokens: give the flags of the stored run (--only, --scale, --max-len).")
+        raise ConfigError(
+            "--against: no workload of the stored result was measured with the same number of requests "
+            "and tokens: give the flags of the stored run (--only, --scale, --max-len)."
+        )
     return found
 
 

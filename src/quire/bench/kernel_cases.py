@@ -37,9 +37,11 @@ from quire.layers.norm import RMSNorm
 
 # kind -> (sampling parameters, the PyTorch operations of the baseline)
 SAMPLING: dict[str, tuple[dict[str, Any], str]] = {
-    "greedy": ({"temperature": 0.0}, "argmax"), "unfiltered": ({}, "softmax, noise, argmax"),
+    "greedy": ({"temperature": 0.0}, "argmax"),
+    "unfiltered": ({}, "softmax, noise, argmax"),
     "top-p": ({"top_p": 0.9}, "sort, cumsum, noise"),
-    "top-k, top-p": ({"temperature": 0.6, "top_k": 20, "top_p": 0.95}, "topk, cumsum, noise")}
+    "top-k, top-p": ({"temperature": 0.6, "top_k": 20, "top_p": 0.95}, "topk, cumsum, noise"),
+}
 
 
 def layer_cases(setup: Setup) -> Iterator[KernelCase]:
@@ -65,9 +67,13 @@ def layer_cases(setup: Setup) -> Iterator[KernelCase]:
         n, k = shapes[name]
         for rows in (rows for rows in setup.rows if rows <= FEW_ROWS):
             other = {"norm": k + rows * n, "add": 2 * rows * n, "norm, gate": k + rows * n // 2}[words]
-            yield KernelCase(shape=f"{name} ({words}) {rows} x {k} -> {n}",
-                             num_bytes=(n * k + rows * k + other) * setup.item,
-                             flops=2 * rows * n * k, baseline=f"F.linear, {words}", make=made(pair, name, rows))
+            yield KernelCase(
+                shape=f"{name} ({words}) {rows} x {k} -> {n}",
+                num_bytes=(n * k + rows * k + other) * setup.item,
+                flops=2 * rows * n * k,
+                baseline=f"F.linear, {words}",
+                make=made(pair, name, rows),
+            )
 
 
 def embedding_cases(setup: Setup) -> Iterator[KernelCase]:
@@ -82,8 +88,12 @@ def embedding_cases(setup: Setup) -> Iterator[KernelCase]:
         return Pair(lambda: layer(ids), lambda: F.embedding(ids, weight))
 
     for rows in setup.rows:
-        yield KernelCase(shape=f"{rows} x {dim} of {vocab}", num_bytes=rows * (2 * dim * setup.item + 8),
-                         baseline="F.embedding", make=made(pair, rows))
+        yield KernelCase(
+            shape=f"{rows} x {dim} of {vocab}",
+            num_bytes=rows * (2 * dim * setup.item + 8),
+            baseline="F.embedding",
+            make=made(pair, rows),
+        )
 
 
 def sampler_cases(setup: Setup) -> Iterator[KernelCase]:
@@ -113,8 +123,12 @@ def sampler_cases(setup: Setup) -> Iterator[KernelCase]:
 
     for kind, (_, library) in SAMPLING.items():
         for rows in (rows for rows in setup.rows if rows <= LOGIT_ROWS):
-            yield KernelCase(shape=f"{kind} {rows} x {vocab}", num_bytes=rows * (4 * vocab + 8), baseline=library,
-                             make=partial(pairs, kind, rows))
+            yield KernelCase(
+                shape=f"{kind} {rows} x {vocab}",
+                num_bytes=rows * (4 * vocab + 8),
+                baseline=library,
+                make=partial(pairs, kind, rows),
+            )
 
 
 def _drawn(logits: Tensor, spec: SamplerSpec) -> Tensor:
@@ -134,6 +148,16 @@ def _drawn(logits: Tensor, spec: SamplerSpec) -> Tensor:
 
 
 OPERATIONS: dict[str, Callable[[Setup], Iterator[KernelCase]]] = {
-    "norm": norm_cases, "heads": heads_cases, "activation": activation_cases, "linear": linear_cases,
-    "quantized": quantized_cases, "experts": expert_cases, "layer": layer_cases, "embedding": embedding_cases,
-    "attention": attention_cases, "shared": shared_cases, "sampler": sampler_cases, "step": step_cases}
+    "norm": norm_cases,
+    "heads": heads_cases,
+    "activation": activation_cases,
+    "linear": linear_cases,
+    "quantized": quantized_cases,
+    "experts": expert_cases,
+    "layer": layer_cases,
+    "embedding": embedding_cases,
+    "attention": attention_cases,
+    "shared": shared_cases,
+    "sampler": sampler_cases,
+    "step": step_cases,
+}

@@ -21,8 +21,9 @@ class Setup(KernelSetup):
         return Build(self.dtype, self.device, self.kernels, {param.name: param for param in params}, linears)
 
     def arena(self, num_layers: int, num_blocks: int) -> list[KVView]:
-        geometry = resolve_geometry(kv_components(self.args, str(self.dtype).removeprefix("torch.")), num_layers, None,
-                                    self.block_size)
+        geometry = resolve_geometry(
+            kv_components(self.args, str(self.dtype).removeprefix("torch.")), num_layers, None, self.block_size
+        )
         arena = KVArena(geometry, num_blocks, self.device)
         views = [KVView(*arena.views(layer)) for layer in range(num_layers)]
         for view in views:

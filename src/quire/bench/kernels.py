@@ -36,9 +36,13 @@ CHOSEN_AS = {"layer": "linear", "embedding": "linear", "shared": "attention"}  #
 def make_setup(model: str, device: str, dtype: str = "bfloat16") -> Setup:
     """Return the `Setup` of a bundled model configuration, with the kernels that an engine would choose for it."""
     args = read_checkpoint_config(model_folder(model))
-    return Setup(args=args, device=torch.device(device), dtype=getattr(torch, dtype),
-                 kernels=select_kernels(device, dtype, head_dim=args.head_dim),
-                 block_size=CUDA_BLOCK_SIZE if device == "cuda" else CPU_BLOCK_SIZE)
+    return Setup(
+        args=args,
+        device=torch.device(device),
+        dtype=getattr(torch, dtype),
+        kernels=select_kernels(device, dtype, head_dim=args.head_dim),
+        block_size=CUDA_BLOCK_SIZE if device == "cuda" else CPU_BLOCK_SIZE,
+    )
 
 
 def choose_operations(names: Sequence[str]) -> list[str]:
@@ -62,9 +66,18 @@ def measure_kernels(setup: Setup, rates: Rates, operations: Sequence[str]) -> It
         kernel = chosen.get(CHOSEN_AS.get(op, op), "triton")
         untimed = _untimed(setup, op, kernel)
         for case in OPERATIONS[op](setup):
-            row: dict[str, Any] = {"op": op, "kernel": kernel, "shape": case.shape, "us": None,
-                                   "floor_us": _micro(rates.floor(case)), "floor_percent": None,
-                                   "library": case.baseline, "library_us": None, "x_library": None, "wrong": untimed}
+            row: dict[str, Any] = {
+                "op": op,
+                "kernel": kernel,
+                "shape": case.shape,
+                "us": None,
+                "floor_us": _micro(rates.floor(case)),
+                "floor_percent": None,
+                "library": case.baseline,
+                "library_us": None,
+                "x_library": None,
+                "wrong": untimed,
+            }
             yield row if untimed else row | _measure(setup, case, rates)
 
 

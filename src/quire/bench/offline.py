@@ -60,9 +60,11 @@ class OfflineBench:
             if core.facts.num_drafts:
                 _, made, *right = self._drafts() - before
                 plain = fastest_run(self.llm, partial(SamplingParams, speculative_tokens=0), work, repeat)
-                row |= {"plain_output_tokens_per_s": plain["output_tokens_per_s"],
-                        "tokens_per_step": round(_tokens_per_step(steps), 2),
-                        "drafts_accepted": round(sum(right) / max(1, made), 3)}
+                row |= {
+                    "plain_output_tokens_per_s": plain["output_tokens_per_s"],
+                    "tokens_per_step": round(_tokens_per_step(steps), 2),
+                    "drafts_accepted": round(sum(right) / max(1, made), 3),
+                }
             self.result["runs"].append(row)
             yield row
 
@@ -83,8 +85,9 @@ class OfflineBench:
         return np.sum([one.state().stats.drafts for one in getattr(core, "cores", (core,))], 0)
 
     def _stream(self, work: Workload) -> dict[str, Any]:
-        params = SamplingParams(temperature=0.0, max_tokens=work.outputs[0], ignore_eos=True, detokenize=False,
-                                output_kind=OutputKind.DELTA)
+        params = SamplingParams(
+            temperature=0.0, max_tokens=work.outputs[0], ignore_eos=True, detokenize=False, output_kind=OutputKind.DELTA
+        )
         self.llm.reset_prefix_cache()
         start = time.perf_counter()
         times, produced = [], 0
@@ -92,8 +95,11 @@ class OfflineBench:
             produced += len(piece.outputs[0].token_ids)
             self.advance(len(piece.outputs[0].token_ids))
             times.append(time.perf_counter() - start)
-        return work.summary(times[-1], produced) | {"first_token_ms": round(1000 * times[0], 2)} \
+        return (
+            work.summary(times[-1], produced)
+            | {"first_token_ms": round(1000 * times[0], 2)}
             | _percentiles(np.diff(times))
+        )
 
     def _fitting(self, works: Sequence[Workload]) -> list[Workload]:
         """Return the workloads with token ids of the model. Raises `ConfigError` for a workload beyond the context."""
@@ -101,9 +107,12 @@ class OfflineBench:
         for work in works:
             longest = max(len(p) + n for p, n in zip(work.prompts, work.outputs, strict=True))
             if longest > facts.max_model_len:
-                raise ConfigError(f"{work.name} needs a context of {longest} tokens, this engine has "
-                                  f"{facts.max_model_len}: choose others with --only, shorten them with --max-len, or "
-                                  "raise --max-model-len.")
+                raise ConfigError(
+                    f"{work.name} needs a context of {longest} tokens, this engine has "
+                    f"{facts.max_model_len}: choose others with --only, shorten them with --max-len, or "
+                    "raise --max-model-len."
+                )
+
         def ids(work: Workload) -> list[list[int]]:
             if not work.texts or self._without_tokenizer:
                 return [[i % facts.vocab_size for i in prompt] for prompt in work.prompts]

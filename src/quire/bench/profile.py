@@ -69,8 +69,11 @@ def where_time_goes(events: Iterable[Event]) -> dict[str, Any]:
         }
         for name, spent in times.most_common()
     ]
-    return {"kernels": kernels, "idle": {"total_ms": round(idle / 1e6, 3), "share": round(idle / span, 4)},
-            "steps": _steps(ordered)}
+    return {
+        "kernels": kernels,
+        "idle": {"total_ms": round(idle / 1e6, 3), "share": round(idle / span, 4)},
+        "steps": _steps(ordered),
+    }
 
 
 def _steps(ordered: list[Event]) -> dict[str, Any] | None:
@@ -87,5 +90,10 @@ def _steps(ordered: list[Event]) -> dict[str, Any] | None:
             gaps.append(max(0, first.start - ended))
             times.append(ordered[b].start + ordered[b].duration - ended)
     gaps.sort()
-    return {"count": count, "launches": usual, "us_p50": round(sorted(times)[count // 2] / 1e3, 2),
-            "gap_us_p50": round(gaps[count // 2] / 1e3, 2), "gap_us_p99": round(gaps[count * 99 // 100] / 1e3, 2)}
+    return {
+        "count": count,
+        "launches": usual,
+        "us_p50": round(sorted(times)[count // 2] / 1e3, 2),
+        "gap_us_p50": round(gaps[count // 2] / 1e3, 2),
+        "gap_us_p99": round(gaps[count * 99 // 100] / 1e3, 2),
+    }

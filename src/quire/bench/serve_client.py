@@ -111,16 +111,20 @@ class Client:
         try:
             import aiohttp
         except ImportError:
-            raise ConfigError("`quire bench serve` needs aiohttp: run "
-                              "`pip install '.[bench]'` in Quire's folder, or `pip install aiohttp`.") from None
+            raise ConfigError(
+                "`quire bench serve` needs aiohttp: run "
+                "`pip install '.[bench]'` in Quire's folder, or `pip install aiohttp`."
+            ) from None
         self.target = target
         self._library, self._errors = aiohttp, aiohttp.ClientError
 
     async def __aenter__(self) -> "Client":
         target, library = self.target, self._library
-        self._session = library.ClientSession(headers={"Content-Type": "application/json", **target.headers},
-                                              connector=library.TCPConnector(limit=0, ssl=not target.insecure),
-                                              timeout=library.ClientTimeout(total=target.timeout, sock_connect=30))
+        self._session = library.ClientSession(
+            headers={"Content-Type": "application/json", **target.headers},
+            connector=library.TCPConnector(limit=0, ssl=not target.insecure),
+            timeout=library.ClientTimeout(total=target.timeout, sock_connect=30),
+        )
         return self
 
     async def __aexit__(self, *exception: object) -> None:

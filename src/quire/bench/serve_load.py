@@ -15,11 +15,13 @@ from typing import Any
 from quire.contracts.errors import ConfigError
 
 LOW_ID, HIGH_ID = 1000, 8000  # ids in nearly every vocabulary, above its special tokens
-WORDS = ("time year people way day man thing woman life child world school state family student group country problem "
-         "hand part place case week company system program question work night point home water room mother area "
-         "money story fact month lot right study book eye job word business issue side kind head house service friend "
-         "father power hour game line end member law car city name team minute idea body back face level office door "
-         "health art war history party result change morning reason research girl moment air force").split()
+WORDS = (
+    "time year people way day man thing woman life child world school state family student group country problem "
+    "hand part place case week company system program question work night point home water room mother area "
+    "money story fact month lot right study book eye job word business issue side kind head house service friend "
+    "father power hour game line end member law car city name team minute idea body back face level office door "
+    "health art war history party result change morning reason research girl moment air force"
+).split()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,8 +89,9 @@ def _parse(line: str, where: str, output_len: int, chat: bool) -> Ask:
         prompt = row.get("messages") if chat and "messages" in row else row["prompt"]
         bound = int(row.get("max_tokens") or row.get("output_tokens") or output_len)
     except (ValueError, KeyError, AttributeError, TypeError):
-        raise ConfigError(f'{where}: not a JSON object with "prompt"{" or messages" if chat else ""}: '
-                          "correct the line.") from None
+        raise ConfigError(
+            f'{where}: not a JSON object with "prompt"{" or messages" if chat else ""}: correct the line.'
+        ) from None
     if chat and isinstance(prompt, list) and not all(isinstance(message, dict) for message in prompt):
         raise ConfigError(f"{where}: token ids cannot be chat messages; use --backend openai.")
     return Ask(prompt=prompt, max_tokens=bound)

@@ -129,7 +129,8 @@ def fastest_run(llm: Any, make_params: Any, work: Workload, repeat: int) -> dict
     make_params   the engine's class of sampling parameters
     """
     params = [
-        make_params(temperature=0.0, max_tokens=count, ignore_eos=True, detokenize=False) for count in work.outputs]
+        make_params(temperature=0.0, max_tokens=count, ignore_eos=True, detokenize=False) for count in work.outputs
+    ]
     inputs = [{"prompt_token_ids": prompt} for prompt in work.prompts]
     rows = []
     for _ in range(repeat):

@@ -41,8 +41,9 @@ def read_eplb_config(given: Mapping[str, Any] | None) -> EplbConfig:
         if name in FIXED:
             only, reason = FIXED[name]
             if value != only:
-                raise ConfigError(f"eplb_config: {name}={shown(value)} is not implemented, because {reason}: leave it "
-                                  "out.")
+                raise ConfigError(
+                    f"eplb_config: {name}={shown(value)} is not implemented, because {reason}: leave it out."
+                )
             continue
         if name not in defaults:
             raise ConfigError(f"eplb_config: {shown(name)} does not exist: use {', '.join(defaults)}.")
@@ -56,6 +57,8 @@ def read_eplb_config(given: Mapping[str, Any] | None) -> EplbConfig:
         values[name] = value
     made = EplbConfig(**values)
     if made.window_size > made.step_interval:
-        raise ConfigError(f"eplb_config: window_size={made.window_size} is longer than step_interval="
-                          f"{made.step_interval}: lower window_size, or raise step_interval.")
+        raise ConfigError(
+            f"eplb_config: window_size={made.window_size} is longer than step_interval="
+            f"{made.step_interval}: lower window_size, or raise step_interval."
+        )
     return made

@@ -99,7 +99,9 @@ FAMILIES: Mapping[str, Family] = {
 # Keys of config.json that no family reads in its own way -> the values that have no effect; None: all values.
 NEUTRAL: Mapping[str, list[Any] | None] = {
     key: json.loads(neutral[0]) if neutral else None
-    for keys, *neutral in read_rows(Path(__file__).with_name("checkpoint_keys.txt")) for key in keys.split()}
+    for keys, *neutral in read_rows(Path(__file__).with_name("checkpoint_keys.txt"))
+    for key in keys.split()
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -211,14 +213,24 @@ def parse_checkpoint_config(raw: Mapping[str, Any], source: str = "config.json",
         moe=read_moe(keys, family.experts, layers),
         latent=latent,
         extra_layers=extra,
-        notes=(*_notes(keys, family, layers, extra), *rope_notes, *dtype_notes,
-               *(["this model has no head: use it for embeddings, its generated text is noise."] if headless else ())),
+        notes=(
+            *_notes(keys, family, layers, extra),
+            *rope_notes,
+            *dtype_notes,
+            *(["this model has no head: use it for embeddings, its generated text is noise."] if headless else ()),
+        ),
     )
     if eagle is None:
         return args
     vocab = Keys(raw, source).size("draft_vocab_size", eagle.vocab_size, most=eagle.vocab_size)
-    return replace(args, model_type=head, vocab_size=vocab, max_position_embeddings=UNBOUNDED,
-                   tie_word_embeddings=False, eagle=eagle)  # fmt: skip
+    return replace(
+        args,
+        model_type=head,
+        vocab_size=vocab,
+        max_position_embeddings=UNBOUNDED,
+        tie_word_embeddings=False,
+        eagle=eagle,
+    )
 
 
 def _find_family(keys: Keys) -> tuple[str, Family, bool]:
@@ -234,8 +246,9 @@ def _find_family(keys: Keys) -> tuple[str, Family, bool]:
     family = FAMILIES[model_type]
     headless = family.architecture.replace("ForCausalLM", "Model") in architectures
     if architectures and family.architecture not in architectures and not headless:
-        raise keys.unsupported(f"architecture {architectures[0]!r} of model_type {model_type!r} is not implemented. "
-                               f"Implemented: {ours}.")
+        raise keys.unsupported(
+            f"architecture {architectures[0]!r} of model_type {model_type!r} is not implemented. Implemented: {ours}."
+        )
     return model_type, family, headless
 
 
@@ -262,8 +275,10 @@ def _refuse_window(keys: Keys, family: Family, context: int, layers: int) -> Non
         active = active and bool(keys.get("use_sliding_window")) and reached
     if active:
         default = "" if "sliding_window" in keys else f" (missing, which means {window})"
-        raise keys.unsupported(f"sliding_window={window}{default} is shorter than the context of {context} tokens; "
-                               "sliding window attention is not implemented: use another model.")
+        raise keys.unsupported(
+            f"sliding_window={window}{default} is shorter than the context of {context} tokens; "
+            "sliding window attention is not implemented: use another model."
+        )
     if kinds and not (family.window.by_flag and kinds == ["sliding_attention"]):
         raise keys.unsupported(f"layer_types holds {kinds[0]!r}, which is not implemented: use another model.")
 
@@ -273,14 +288,18 @@ def _rotary_dim(keys: Keys, family: Family, head_dim: int, rope: RopeArgs) -> in
     nested = rope_settings(keys)
     if "partial_rotary_factor" not in family.keys:
         if nested.get("partial_rotary_factor", 1) not in (None, 1, 1.0):
-            raise keys.unsupported(f"partial_rotary_factor={nested['partial_rotary_factor']} is not implemented for "
-                                   "this family: use another model.")
+            raise keys.unsupported(
+                f"partial_rotary_factor={nested['partial_rotary_factor']} is not implemented for "
+                "this family: use another model."
+            )
         return head_dim
     part = Keys({**keys, **nested}, keys.source).positive("partial_rotary_factor", family.rotated)
     rotated = int(head_dim * part)
     if rotated % 2 or not 0 < rotated <= head_dim or (rotated < head_dim and rope.kind == "yarn"):
-        raise keys.unsupported(f"partial_rotary_factor={part} of {head_dim} dimensions is not implemented "
-                               f"with rope type {rope.kind!r}: use another model.")
+        raise keys.unsupported(
+            f"partial_rotary_factor={part} of {head_dim} dimensions is not implemented "
+            f"with rope type {rope.kind!r}: use another model."
+        )
     return rotated
 
 
@@ -290,7 +309,8 @@ def _kv_heads(keys: Keys, family: Family, heads: int) -> int:
     kv_heads = keys.size("num_key_value_heads")
     if heads % kv_heads:
         raise keys.wrong(
-            f"num_attention_heads={heads} is not a multiple of num_key_value_heads={kv_heads}: correct the file.")
+            f"num_attention_heads={heads} is not a multiple of num_key_value_heads={kv_heads}: correct the file."
+        )
     return kv_heads
 
 
@@ -300,8 +320,10 @@ def _head_dim(keys: Keys, family: Family, hidden: int, heads: int) -> int:
     elif family.default_head_dim is not None and "head_dim" not in keys:
         head_dim = family.default_head_dim
     elif hidden % heads:
-        raise keys.wrong(f"hidden_size={hidden} is not a multiple of num_attention_heads={heads}, and "
-                         "head_dim is missing: correct the file.")
+        raise keys.wrong(
+            f"hidden_size={hidden} is not a multiple of num_attention_heads={heads}, and "
+            "head_dim is missing: correct the file."
+        )
     else:
         head_dim = hidden // heads
     if head_dim % 2:
@@ -324,7 +346,8 @@ def _notes(keys: Keys, family: Family, layers: int, extra: int) -> Iterator[str]
         yield f"auto_map is ignored: {keys.get('model_type')} is built in, the repository's own code is never run"
     if extra:
         last = f" to {layers + extra - 1}" if extra > 1 else ""
-        yield (f"{SKIPPED} (layer {layers}{last} of the checkpoint) without --speculative-config "
-               '\'{"method": "mtp"}\'')
+        yield (
+            f'{SKIPPED} (layer {layers}{last} of the checkpoint) without --speculative-config \'{{"method": "mtp"}}\''
+        )
     if unknown := sorted(set(keys) - family.reads - NEUTRAL.keys()):
         yield f"config.json has keys that are not known and were ignored: {', '.join(unknown)}"

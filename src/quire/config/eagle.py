@@ -12,8 +12,14 @@ from quire.config.keys import Keys
 UNBOUNDED = 1 << 30  # positions: rotations are computed, so a head drafts behind those it was trained for, too
 IDS = "eagle_aux_hidden_state_layer_ids"
 LAYER = {"model_type": "llama", "num_hidden_layers": 1, "max_position_embeddings": 2048}  # where the file has none
-ONLY = {"model_type": "llama", "num_hidden_layers": 1, "use_aux_hidden_state": True, **dict.fromkeys(
-    ("layernorms", "norm_before_fc", "fc_norm", "norm_output", "embed_requires_grad", "parallel_drafting"), False)}
+ONLY = {
+    "model_type": "llama",
+    "num_hidden_layers": 1,
+    "use_aux_hidden_state": True,
+    **dict.fromkeys(
+        ("layernorms", "norm_before_fc", "fc_norm", "norm_output", "embed_requires_grad", "parallel_drafting"), False
+    ),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,8 +57,10 @@ def read_head(raw: Mapping[str, Any], source: str, method: str) -> tuple[Keys, E
     named, library = "".join(keys.names("architectures")), raw.get("speculators_model_type")
     kind = library or ("eagle3" if "Eagle3" in named else "eagle" if "Eagle" in named else method)
     if kind != method:
-        raise keys.unsupported(f"this is a head of method {kind}, which drafts for another model: serve that model "
-                               f'with --speculative-config \'{{"method": "{kind}", "model": ...}}\'.')  # fmt: skip
+        raise keys.unsupported(
+            f"this is a head of method {kind}, which drafts for another model: serve that model "
+            f'with --speculative-config \'{{"method": "{kind}", "model": ...}}\'.'
+        )
     if not method:
         return keys, None
     layer = LAYER | dict((keys.object("transformer_layer_config") or {}) if library else raw)
@@ -64,7 +72,11 @@ def read_head(raw: Mapping[str, Any], source: str, method: str) -> tuple[Keys, E
     if not isinstance(ids, list) or any(type(one) is not int for one in ids):
         raise keys.wrong(f"{IDS}={ids!r} must be a list of layer numbers.")
     return Keys(layer | {"architectures": ["LlamaForCausalLM"]}, source), EagleArgs(
-        method=method, vocab_size=every.size("vocab_size"), context=every.size("max_position_embeddings"),
-        layer_ids=tuple(ids), norm_residual=keys.flag("norm_before_residual", method == "eagle3" and bool(library)),
-        at="layers.0" if library or method == "eagle" else "midlayer", bias=keys.flag("fusion_bias"),
-    )  # fmt: skip
+        method=method,
+        vocab_size=every.size("vocab_size"),
+        context=every.size("max_position_embeddings"),
+        layer_ids=tuple(ids),
+        norm_residual=keys.flag("norm_before_residual", method == "eagle3" and bool(library)),
+        at="layers.0" if library or method == "eagle" else "midlayer",
+        bias=keys.flag("fusion_bias"),
+    )

@@ -7,8 +7,15 @@ from typing import Any, get_args, get_origin, get_type_hints
 from quire.contracts.errors import ConfigError
 
 
-def option(default: Any, help: str, *, flags: tuple[str, ...] = (), choices: tuple[str, ...] = (),
-           least: float | None = None, above: float | None = None) -> Any:
+def option(
+    default: Any,
+    help: str,
+    *,
+    flags: tuple[str, ...] = (),
+    choices: tuple[str, ...] = (),
+    least: float | None = None,
+    above: float | None = None,
+) -> Any:
     """Make a dataclass field that becomes a command-line flag `--field-name` with the default and the help text.
 
     help           "": --help and docs/flags.md do not show the flag
@@ -16,8 +23,9 @@ def option(default: Any, help: str, *, flags: tuple[str, ...] = (), choices: tup
     choices        allowed values; (): every value
     least, above   a number, or each number of a tuple, must be at least `least` and larger than `above`
     """
-    return field(default=default, metadata={
-        "help": help, "flags": flags, "choices": choices, "least": least, "above": above})
+    return field(
+        default=default, metadata={"help": help, "flags": flags, "choices": choices, "least": least, "above": above}
+    )
 
 
 CPU_TOKENS = 2048  # token budget of a step
@@ -36,19 +44,24 @@ class ModelConfig:
     trust_remote_code: bool = option(False, "accepted for compatibility; remote code is never run")
     revision: str | None = option(None, "branch, tag or commit, used for every file")
     dtype: str = option("auto", "dtype of weights and activations", choices=DTYPES)
-    max_model_len: int | None = option(None, "context length in tokens (default: what the model and memory allow)",
-                                       least=1)
-    generation_config: str = option("auto", "auto: sampling defaults from the model's generation_config.json; none: "
-                                            "no such defaults")
+    max_model_len: int | None = option(
+        None, "context length in tokens (default: what the model and memory allow)", least=1
+    )
+    generation_config: str = option(
+        "auto", "auto: sampling defaults from the model's generation_config.json; none: no such defaults"
+    )
     override_generation_config: dict[str, Any] | None = option(
-        None, 'sampling defaults that replace the model\'s, as JSON: {"temperature": 0.5}')
+        None, 'sampling defaults that replace the model\'s, as JSON: {"temperature": 0.5}'
+    )
     seed: int = option(0, "seed of the engine: requests without a seed draw theirs from it")
     max_logprobs: int = option(20, "maximum logprobs per token that a request may ask for; -1: the whole vocabulary")
     chat_template: str | None = option(None, "chat template: a file, or the template itself")
     pooler_config: dict[str, Any] | None = option(
-        None, 'pooling of embeddings, as JSON: {"pooling_type": "MEAN", "normalize": true}; MEAN, LAST or CLS '
+        None,
+        'pooling of embeddings, as JSON: {"pooling_type": "MEAN", "normalize": true}; MEAN, LAST or CLS '
         "(default: as in the model's files, else the last token's hidden state, normalized)",
-        flags=("--override-pooler-config",))
+        flags=("--override-pooler-config",),
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,17 +69,30 @@ class LoadConfig:
     """Loading of weights."""
 
     load_format: str = option(
-        "auto", "auto = safetensors (so are fastsafetensors and runai_streamer); dummy = random weights",
-        choices=("auto", "safetensors", "dummy"))
-    routing: str = option("model", "choice of experts: model = by the routers; uniform = at random, so that timings "
-                          "with dummy weights are like those of trained ones; zipf = at random, some experts far "
-                          "more often than others", choices=("model", "uniform", "zipf"))
+        "auto",
+        "auto = safetensors (so are fastsafetensors and runai_streamer); dummy = random weights",
+        choices=("auto", "safetensors", "dummy"),
+    )
+    routing: str = option(
+        "model",
+        "choice of experts: model = by the routers; uniform = at random, so that timings "
+        "with dummy weights are like those of trained ones; zipf = at random, some experts far "
+        "more often than others",
+        choices=("model", "uniform", "zipf"),
+    )
     quantization: str | None = option(
-        None, "format of the weights; fp8 quantizes an unquantized checkpoint while it is loaded (default: as the "
-        "checkpoint says)", flags=("-q",))
+        None,
+        "format of the weights; fp8 quantizes an unquantized checkpoint while it is loaded (default: as the "
+        "checkpoint says)",
+        flags=("-q",),
+    )
     load_device: str = option(
-        "auto", "device that loads and packs weights: auto = the engine's device; cpu = the CPU, and packed weights "
-        "then move to the engine's device", choices=("auto", "cpu"), flags=("--weights-load-device",))
+        "auto",
+        "device that loads and packs weights: auto = the engine's device; cpu = the CPU, and packed weights "
+        "then move to the engine's device",
+        choices=("auto", "cpu"),
+        flags=("--weights-load-device",),
+    )
     download_dir: str | None = option(None, "folder for downloaded models (default: the hub's cache)")
     offline: bool = option(False, "make no network call; the model must be in the cache")
     hf_token: str | None = option(None, "token for gated repositories")
@@ -79,41 +105,64 @@ class CacheConfig:
 
     block_size: int | None = option(None, "tokens per KV block (default: 32 on a CPU, 128 on a GPU)", least=1)
     kv_cache_memory_bytes: int | None = option(None, "exact size of the KV cache in bytes", least=1)
-    kv_cache_dtype: str = option("auto", "type of the KV cache; auto: of the computation, or FP8 if the checkpoint "
-                                 "says so; fp8 (fp8_e4m3) and fp8_e5m2 hold twice the tokens in the same memory",
-                                 choices=("auto", "fp8", "fp8_e4m3", "fp8_e5m2", *DTYPES[1:]))
-    gpu_memory_utilization: float = option(0.92, "share of the GPU's memory for weights, activations, CUDA graphs and "
-                                           "KV cache together; no effect on a CPU")
+    kv_cache_dtype: str = option(
+        "auto",
+        "type of the KV cache; auto: of the computation, or FP8 if the checkpoint "
+        "says so; fp8 (fp8_e4m3) and fp8_e5m2 hold twice the tokens in the same memory",
+        choices=("auto", "fp8", "fp8_e4m3", "fp8_e5m2", *DTYPES[1:]),
+    )
+    gpu_memory_utilization: float = option(
+        0.92,
+        "share of the GPU's memory for weights, activations, CUDA graphs and KV cache together; no effect on a CPU",
+    )
     num_gpu_blocks_override: int | None = option(None, "exact number of KV blocks", flags=("--num-blocks",), least=1)
     enable_prefix_caching: bool = option(True, "reuse the KV of shared prefixes across requests")
-    kv_offload_gb: float = option(0.0, "GiB of host memory, of all ranks together, for KV blocks that leave the "
-                                  "device; they come back by copy (0: none)", flags=("--kv-offloading-size",), least=0)
-    kv_offload_policy: str = option("lazy", "blocks that go to host memory: lazy = those that are about to be evicted; "
-                                    "write_through = all", choices=("lazy", "write_through"))
-    kv_offload_dir: str | None = option(None, "folder for KV blocks on a disk, through --kv-offload-gb; restarts and "
-                                        "other engines find them")
-    kv_offload_dir_gb: float = option(100.0, "GiB of files in --kv-offload-dir, of all ranks of a replica; the "
-                                      "least recently used go first", above=0)
+    kv_offload_gb: float = option(
+        0.0,
+        "GiB of host memory, of all ranks together, for KV blocks that leave the "
+        "device; they come back by copy (0: none)",
+        flags=("--kv-offloading-size",),
+        least=0,
+    )
+    kv_offload_policy: str = option(
+        "lazy",
+        "blocks that go to host memory: lazy = those that are about to be evicted; write_through = all",
+        choices=("lazy", "write_through"),
+    )
+    kv_offload_dir: str | None = option(
+        None, "folder for KV blocks on a disk, through --kv-offload-gb; restarts and other engines find them"
+    )
+    kv_offload_dir_gb: float = option(
+        100.0, "GiB of files in --kv-offload-dir, of all ranks of a replica; the least recently used go first", above=0
+    )
     enable_cache_blend: bool = option(False, "reuse KV of texts cached alone at any position (CacheBlend, approximate)")
     blend_ratio: float = option(0.15, "share of the tokens so reused that is computed again; 1 or more: all", least=0)
     blend_separator: str = option(" # # ", "text between the parts of a prompt that are reused by themselves")
     kv_transfer_config: dict[str, Any] | None = option(
-        None, 'vLLM\'s connector, as JSON: {"kv_connector": "OffloadingConnector", "kv_role": "kv_both", '
+        None,
+        'vLLM\'s connector, as JSON: {"kv_connector": "OffloadingConnector", "kv_role": "kv_both", '
         '"kv_connector_extra_config": {"cpu_bytes_to_use": 8000000000}}; LMCacheConnectorV1 likewise; QuireConnector: '
-        'the role says whether prompts are computed for other engines, or taken from them')
+        "the role says whether prompts are computed for other engines, or taken from them",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class ShareConfig:
     """KV blocks and other engines."""
 
-    kv_share: str | None = option(None, "address HOST:PORT on which other engines read the blocks in this one's host "
-                                  "memory, those of replica i at PORT + i; they need the same key (QUIRE_CLUSTER_KEY)")
-    kv_peers: tuple[str, ...] = option((), "addresses HOST:PORT of engines whose blocks this one reads, through "
-                                       "--kv-offload-gb")
+    kv_share: str | None = option(
+        None,
+        "address HOST:PORT on which other engines read the blocks in this one's host "
+        "memory, those of replica i at PORT + i; they need the same key (QUIRE_CLUSTER_KEY)",
+    )
+    kv_peers: tuple[str, ...] = option(
+        (), "addresses HOST:PORT of engines whose blocks this one reads, through --kv-offload-gb"
+    )
     kv_events_config: dict[str, Any] | None = option(
-        None, "events about the blocks of the prefix cache, for routers, as JSON with vLLM's keys: "
-        '{"enable_kv_cache_events": true, "endpoint": "tcp://*:5557"} (default endpoint: port 5557 of loopback)')
+        None,
+        "events about the blocks of the prefix cache, for routers, as JSON with vLLM's keys: "
+        '{"enable_kv_cache_events": true, "endpoint": "tcp://*:5557"} (default endpoint: port 5557 of loopback)',
+    )
     kv_faults: tuple[str, ...] = option((), "")  # planted for demonstrations, see procs/kv_faults.py
 
 
@@ -121,19 +170,34 @@ class ShareConfig:
 class SchedulerConfig:
     """Scheduling and batching."""
 
-    max_num_batched_tokens: int | None = option(None, "token budget of a step (default: 2048 on a CPU, 8192 on a "
-                                                      "GPU; in LLM 16384 for experts on a large GPU)", least=1)
-    max_num_seqs: int | None = option(None, "requests running at once (default: 256, on a GPU of 70 GiB or more 1024, "
-                                            "and no more than max_num_batched_tokens)", least=1)
-    max_waiting: int | None = option(None, "requests that may wait, not counting those that free slots can take; more "
-                                     "are answered 429 (default: 8 x max_num_seqs, at least 1,024, in a server; no "
-                                     "limit offline)", least=1)
-    scheduling_policy: str = option("fcfs", "order of waiting requests: first come first served, or by priority",
-                                    choices=("fcfs", "priority"))
+    max_num_batched_tokens: int | None = option(
+        None,
+        "token budget of a step (default: 2048 on a CPU, 8192 on a GPU; in LLM 16384 for experts on a large GPU)",
+        least=1,
+    )
+    max_num_seqs: int | None = option(
+        None,
+        "requests running at once (default: 256, on a GPU of 70 GiB or more 1024, "
+        "and no more than max_num_batched_tokens)",
+        least=1,
+    )
+    max_waiting: int | None = option(
+        None,
+        "requests that may wait, not counting those that free slots can take; more "
+        "are answered 429 (default: 8 x max_num_seqs, at least 1,024, in a server; no "
+        "limit offline)",
+        least=1,
+    )
+    scheduling_policy: str = option(
+        "fcfs", "order of waiting requests: first come first served, or by priority", choices=("fcfs", "priority")
+    )
     watermark: float = option(0.01, "share of the KV blocks kept free when a request is admitted while others run")
     speculative_config: dict[str, Any] | None = option(
-        None, 'speculative decoding, as JSON: {"method": "ngram", "num_speculative_tokens": 3} guesses 3 tokens and '
-        "verifies them in one step; answers stay the same", flags=("-sc",))
+        None,
+        'speculative decoding, as JSON: {"method": "ngram", "num_speculative_tokens": 3} guesses 3 tokens and '
+        "verifies them in one step; answers stay the same",
+        flags=("-sc",),
+    )
 
     def sequences(self) -> int:
         """Return max_num_seqs, or its default: 256, at most max_num_batched_tokens. A GPU's default may be larger."""
@@ -148,17 +212,25 @@ class SchedulerConfig:
 class DeviceConfig:
     """Device and CUDA graphs."""
 
-    device: str = option("auto", "device; auto: a GPU if there is one; mock: no model, made-up tokens, for testing "
-                                 "servers", choices=DEVICES)
+    device: str = option(
+        "auto",
+        "device; auto: a GPU if there is one; mock: no model, made-up tokens, for testing servers",
+        choices=DEVICES,
+    )
     num_threads: int | None = option(None, "CPU threads (default: all cores)", least=1)
     async_depth: int | None = option(None, "steps in flight; 2 plans one step ahead (default: 1 on a CPU, 2 on a GPU)")
-    enforce_eager: bool = option(False, "run every step in Python: no CUDA graphs, no recorded CPU steps; less memory "
-                                        "and a faster start, but slower steps")
+    enforce_eager: bool = option(
+        False,
+        "run every step in Python: no CUDA graphs, no recorded CPU steps; less memory "
+        "and a faster start, but slower steps",
+    )
     cudagraph_capture_sizes: tuple[int, ...] = option(
-        (), "numbers of tokens of a step for which CUDA graphs are captured (default: chosen by --max-num-seqs)",
-        flags=("--cuda-graph-sizes",), least=1)
-    max_cudagraph_capture_size: int | None = option(None, "largest number of tokens of a captured CUDA graph",
-                                                    least=1)
+        (),
+        "numbers of tokens of a step for which CUDA graphs are captured (default: chosen by --max-num-seqs)",
+        flags=("--cuda-graph-sizes",),
+        least=1,
+    )
+    max_cudagraph_capture_size: int | None = option(None, "largest number of tokens of a captured CUDA graph", least=1)
     mock_step_ms: float = option(0.0, "duration of a step with device=mock, in milliseconds")
 
 
@@ -167,26 +239,37 @@ class ParallelConfig:
     """Several devices."""
 
     tensor_parallel_size: int = option(1, "devices that each hold a slice of every layer", flags=("-tp",), least=1)
-    pipeline_parallel_size: int = option(1, "stages of devices that each hold a range of layers", flags=("-pp",),
-                                         least=1)
+    pipeline_parallel_size: int = option(
+        1, "stages of devices that each hold a range of layers", flags=("-pp",), least=1
+    )
     pipeline_layer_partition: tuple[int, ...] = option(
-        (), "layers of each stage, as numbers that add up to the model's layers (vLLM's VLLM_PP_LAYER_PARTITION; "
-        "default: equal)", least=1)
-    data_parallel_size: int = option(1, "replicas of the engine behind one port; with -ep they share the experts",
-                                     flags=("-dp",), least=1)
-    enable_expert_parallel: bool = option(False, "distribute whole experts over the devices, not slices of each",
-                                          flags=("-ep",))
+        (),
+        "layers of each stage, as numbers that add up to the model's layers (vLLM's VLLM_PP_LAYER_PARTITION; "
+        "default: equal)",
+        least=1,
+    )
+    data_parallel_size: int = option(
+        1, "replicas of the engine behind one port; with -ep they share the experts", flags=("-dp",), least=1
+    )
+    enable_expert_parallel: bool = option(
+        False, "distribute whole experts over the devices, not slices of each", flags=("-ep",)
+    )
     expert_placement_strategy: str = option(
-        "linear", "whole experts on devices: linear = neighbours together; round_robin = in turn",
-        choices=("linear", "round_robin"))
+        "linear",
+        "whole experts on devices: linear = neighbours together; round_robin = in turn",
+        choices=("linear", "round_robin"),
+    )
     enable_eplb: bool = option(False, "move experts between devices, and copy hot ones, so that all are equally busy")
     eplb_config: dict[str, Any] | None = option(
-        None, 'settings of --enable-eplb, as JSON: {"num_redundant_experts": 32, "step_interval": 3000}')
+        None, 'settings of --enable-eplb, as JSON: {"num_redundant_experts": 32, "step_interval": 3000}'
+    )
     all2all_backend: str = option(
-        "auto", "exchange of tokens between replicas that share experts; auto: chosen for prefill and decode")
+        "auto", "exchange of tokens between replicas that share experts; auto: chosen for prefill and decode"
+    )
     disable_custom_all_reduce: bool = option(False, "sum over GPUs through NCCL, not through memory that all map")
-    check_collectives: bool = option(False, "compare every exchange between ranks before it runs, and name the ranks "
-                                            "that differ; slow")
+    check_collectives: bool = option(
+        False, "compare every exchange between ranks before it runs, and name the ranks that differ; slow"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -194,14 +277,22 @@ class HostsConfig:
     """Several hosts."""
 
     nnodes: int = option(1, "hosts; each runs the same number of ranks", flags=("-n",), least=1)
-    node_rank: int = option(0, "number of this host; the server and the engine core run on host 0, the others start "
-                               "with --headless", flags=("-r",), least=0)
-    data_parallel_size_local: int | None = option(None, "replicas of each host: -dp divided by --nnodes (the default)",
-                                                  flags=("-dpl",), least=0)
+    node_rank: int = option(
+        0,
+        "number of this host; the server and the engine core run on host 0, the others start with --headless",
+        flags=("-r",),
+        least=0,
+    )
+    data_parallel_size_local: int | None = option(
+        None, "replicas of each host: -dp divided by --nnodes (the default)", flags=("-dpl",), least=0
+    )
     master_addr: str = option("127.0.0.1", "address of host 0, by which the other hosts reach it")
     master_port: int = option(29501, "port on host 0 for the other hosts", least=0)
-    distributed_executor_backend: str = option("mp", "way to start ranks: mp (uni) = processes of the hosts, ray = "
-                                               "on the nodes of a Ray cluster", choices=("mp", "uni", "ray"))
+    distributed_executor_backend: str = option(
+        "mp",
+        "way to start ranks: mp (uni) = processes of the hosts, ray = on the nodes of a Ray cluster",
+        choices=("mp", "uni", "ray"),
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -252,14 +343,19 @@ def check_config(config: EngineConfig) -> None:
         check_types(getattr(config, part.name))
     s, c, hosts = config.scheduler, config.cache, config.hosts
     if hosts.node_rank >= hosts.nnodes:
-        raise ConfigError(f"node_rank={hosts.node_rank}: {hosts.nnodes} hosts have the numbers 0 to "
-                          f"{hosts.nnodes - 1}: give nnodes, the number of hosts, too.")
+        raise ConfigError(
+            f"node_rank={hosts.node_rank}: {hosts.nnodes} hosts have the numbers 0 to "
+            f"{hosts.nnodes - 1}: give nnodes, the number of hosts, too."
+        )
     if hosts.nnodes > 1 and hosts.distributed_executor_backend == "ray":
-        raise ConfigError(f"nnodes={hosts.nnodes}: Ray knows its hosts itself: leave out nnodes, or use "
-                          "distributed_executor_backend=mp.")
+        raise ConfigError(
+            f"nnodes={hosts.nnodes}: Ray knows its hosts itself: leave out nnodes, or use "
+            "distributed_executor_backend=mp."
+        )
     if config.load.routing != "model" and config.load.load_format != "dummy":
-        raise ConfigError(f"routing={config.load.routing} ignores what a model has learned: use it only with "
-                          "load_format=dummy.")
+        raise ConfigError(
+            f"routing={config.load.routing} ignores what a model has learned: use it only with load_format=dummy."
+        )
     if not 0.0 <= s.watermark < 1.0:
         raise ConfigError(f"watermark={s.watermark}: must be in [0, 1).")
     if not 0.0 < c.gpu_memory_utilization <= 1.0:
@@ -271,7 +367,8 @@ def check_config(config: EngineConfig) -> None:
     if s.max_num_batched_tokens is not None and s.max_num_batched_tokens < s.sequences():  # both were given
         raise ConfigError(
             f"max_num_batched_tokens={s.max_num_batched_tokens} is below max_num_seqs={s.sequences()}: a step could "
-            f"not advance every running request. Lower max_num_seqs or raise max_num_batched_tokens.")
+            f"not advance every running request. Lower max_num_seqs or raise max_num_batched_tokens."
+        )
 
 
 def check_types(component: Any) -> None:

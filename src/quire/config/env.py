@@ -65,8 +65,11 @@ def child_variables() -> dict[str, str]:
 
     API keys and other secrets are left out.
     """
-    return {name: text for name, text in os.environ.items()
-            if name in ("PATH", "TZ", "LD_LIBRARY_PATH") or name.startswith(("PYTHON", "LC_", "LANG"))}
+    return {
+        name: text
+        for name, text in os.environ.items()
+        if name in ("PATH", "TZ", "LD_LIBRARY_PATH") or name.startswith(("PYTHON", "LC_", "LANG"))
+    }
 
 
 def with_variables(more: Mapping[str, str]) -> dict[str, str]:
@@ -81,8 +84,11 @@ def absent_variables(more: Mapping[str, str]) -> dict[str, str]:
 
 def variables_to_pass() -> dict[str, str]:
     """Return the variables of this process for ranks that Ray starts: without the key, Ray's own and those of a GPU."""
-    return {name: text for name, text in os.environ.items()
-            if name not in (CLUSTER_KEY, "CUDA_VISIBLE_DEVICES", "LOCAL_RANK") and not name.startswith("RAY_")}
+    return {
+        name: text
+        for name, text in os.environ.items()
+        if name not in (CLUSTER_KEY, "CUDA_VISIBLE_DEVICES", "LOCAL_RANK") and not name.startswith("RAY_")
+    }
 
 
 def unknown_variables(options: Iterable[str]) -> dict[str, str | None]:
@@ -132,8 +138,11 @@ def environment_warnings(options: Iterable[str]) -> list[str]:
     """Return warnings about variables that Quire does not read, though their names look like its own or vLLM's."""
     known = list(options)
     lines = [f"{name} is not read by Quire." for name, near in unknown_variables(known).items() if near is None]
-    lines += [f"{variable(option)} holds {text}, which Kubernetes sets for a service of this name: ignored."
-              for option in known if SERVICE_ADDRESS.fullmatch(text := os.environ.get(variable(option), ""))]
+    lines += [
+        f"{variable(option)} holds {text}, which Kubernetes sets for a service of this name: ignored."
+        for option in known
+        if SERVICE_ADDRESS.fullmatch(text := os.environ.get(variable(option), ""))
+    ]
     peer = peer_variables()
     if peer:
         hints = [f"{name}: {PEER_NAMES[name]}" for name in peer if name in PEER_NAMES]
@@ -144,8 +153,11 @@ def environment_warnings(options: Iterable[str]) -> list[str]:
 
 def peer_variables() -> list[str]:
     """Return the names of vLLM's variables that are set, except those that Kubernetes sets."""
-    return [name for name, text in sorted(os.environ.items()) if name.startswith(PEER_PREFIX)
-            and not SERVICE_NAME.fullmatch(name) and not SERVICE_ADDRESS.fullmatch(text)]
+    return [
+        name
+        for name, text in sorted(os.environ.items())
+        if name.startswith(PEER_PREFIX) and not SERVICE_NAME.fullmatch(name) and not SERVICE_ADDRESS.fullmatch(text)
+    ]
 
 
 def proxies() -> dict[str, str]:
@@ -169,8 +181,10 @@ def hub_cache() -> Path:
 
 def hub_offline() -> bool:
     """True when HF_HUB_OFFLINE or TRANSFORMERS_OFFLINE forbids network calls to the Hugging Face hub."""
-    return any(os.environ.get(name, "").upper() in ("1", "TRUE", "YES", "ON")
-               for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"))
+    return any(
+        os.environ.get(name, "").upper() in ("1", "TRUE", "YES", "ON")
+        for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
+    )
 
 
 def rank_variables(interface: str = "lo") -> dict[str, str]:
@@ -206,9 +220,13 @@ def cluster_key() -> tuple[bytes, str]:
                         os.link(file.name, path)
             text = path.read_text().strip()
         except OSError as error:
-            raise ConfigError(f"{CLUSTER_KEY} is not set, and {path} cannot be used ({error.strerror}): hosts of an "
-                              f"engine need the same key. Set {CLUSTER_KEY} to the same text on all hosts.") from None
+            raise ConfigError(
+                f"{CLUSTER_KEY} is not set, and {path} cannot be used ({error.strerror}): hosts of an "
+                f"engine need the same key. Set {CLUSTER_KEY} to the same text on all hosts."
+            ) from None
     if len(text) < LEAST_KEY:
-        raise ConfigError(f"the key in {where} has {len(text)} characters: use at least {LEAST_KEY}, such as those of "
-                          "`openssl rand -hex 32`.")
+        raise ConfigError(
+            f"the key in {where} has {len(text)} characters: use at least {LEAST_KEY}, such as those of "
+            "`openssl rand -hex 32`."
+        )
     return text.encode(), where

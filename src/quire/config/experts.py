@@ -15,12 +15,12 @@ from quire.config.keys import Keys
 class Routing:
     """Routing of a token: `top_k` experts and their weights, computed in float32.
 
-        scores   = softmax or sigmoid of the router's logits (`scoring`)
-        chosen   = scores + bias, when `bias`: the bias changes the choice of experts, never their weights
-        groups   : the `top_groups` best of `num_groups` equal groups stay (`group_score`: the group's largest chosen
-                   score, or the sum of its two largest); experts of other groups get -inf. Skipped with one group.
-        ids      = top_k of chosen, best first; of equal scores the expert with the lower number
-        weights  = scores[ids]; divided by their sum when `normalize` (plus `normalize_eps`); times `scaling`
+    scores   = softmax or sigmoid of the router's logits (`scoring`)
+    chosen   = scores + bias, when `bias`: the bias changes the choice of experts, never their weights
+    groups   : the `top_groups` best of `num_groups` equal groups stay (`group_score`: the group's largest chosen
+               score, or the sum of its two largest); experts of other groups get -inf. Skipped with one group.
+    ids      = top_k of chosen, best first; of equal scores the expert with the lower number
+    weights  = scores[ids]; divided by their sum when `normalize` (plus `normalize_eps`); times `scaling`
     """
 
     num_experts: int
@@ -54,8 +54,10 @@ class MoEArgs:
 
 
 MOST_EXPERTS = 100_000  # in all layers together, four times those of the largest models; a plan of more takes seconds
-QWEN_KEYS = frozenset("num_experts num_local_experts num_experts_per_tok moe_intermediate_size norm_topk_prob "
-                      "decoder_sparse_step mlp_only_layers".split())
+QWEN_KEYS = frozenset(
+    "num_experts num_local_experts num_experts_per_tok moe_intermediate_size norm_topk_prob "
+    "decoder_sparse_step mlp_only_layers".split()
+)
 DEEPSEEK_KEYS = frozenset(
     "n_routed_experts num_local_experts num_experts_per_tok moe_intermediate_size n_shared_experts n_group topk_group "
     "norm_topk_prob routed_scaling_factor first_k_dense_replace moe_layer_freq mlp_layer_types scoring_func "
@@ -81,21 +83,35 @@ def read_moe(keys: Keys, kind: str, num_layers: int) -> MoEArgs | None:
     moe = read_family.get(kind, _read_deepseek)(keys, kind, num_layers)
     layers, experts = len(moe.layers), moe.routing.num_experts
     if layers * experts > MOST_EXPERTS:
-        raise keys.wrong(f"num_hidden_layers={num_layers}, {layers} of them with {experts} experts each: "
-                         f"{layers * experts} experts in all, more than {MOST_EXPERTS}: correct the file.")
+        raise keys.wrong(
+            f"num_hidden_layers={num_layers}, {layers} of them with {experts} experts each: "
+            f"{layers * experts} experts in all, more than {MOST_EXPERTS}: correct the file."
+        )
     return moe
 
 
 def _read_mixtral(keys: Keys, kind: str, num_layers: int) -> MoEArgs:
     routing = _routing(keys, "num_local_experts", scoring="softmax", normalize=True)
-    return MoEArgs(routing=routing, expert_size=keys.size("intermediate_size"), shared_size=0,
-                   shared_gate=False, router_float=False, layers=frozenset(range(num_layers)))
+    return MoEArgs(
+        routing=routing,
+        expert_size=keys.size("intermediate_size"),
+        shared_size=0,
+        shared_gate=False,
+        router_float=False,
+        layers=frozenset(range(num_layers)),
+    )
 
 
 def _read_qwen(keys: Keys, kind: str, num_layers: int) -> MoEArgs:
     every = keys.size("decoder_sparse_step", 1)
-    dense = keys.checked("mlp_only_layers", lambda value: value is None or (
-        isinstance(value, list) and all(type(layer) is int for layer in value)), "a list of layers") or ()
+    dense = (
+        keys.checked(
+            "mlp_only_layers",
+            lambda value: value is None or (isinstance(value, list) and all(type(layer) is int for layer in value)),
+            "a list of layers",
+        )
+        or ()
+    )
     experts = "num_local_experts" if "num_local_experts" in keys and "num_experts" not in keys else "num_experts"
     shared = kind == "qwen2_moe"
     return MoEArgs(
@@ -115,8 +131,10 @@ def _read_deepseek(keys: Keys, kind: str, num_layers: int) -> MoEArgs:
     scoring = _agrees(keys, "scoring_func", ("softmax",) if old else ("sigmoid",))
     normalize = keys.flag("norm_topk_prob", not old)
     if old and normalize:
-        raise keys.unsupported("norm_topk_prob=true in a deepseek_v2 model is not implemented: published "
-                               "implementations disagree on what it means. Use another model.")
+        raise keys.unsupported(
+            "norm_topk_prob=true in a deepseek_v2 model is not implemented: published "
+            "implementations disagree on what it means. Use another model."
+        )
     groups = method != "greedy"
     num_groups = _groups(keys, "n_group", 8 if kind == "deepseek_v3" else 1)
     top_groups = _groups(keys, "topk_group", 4 if kind == "deepseek_v3" else 1)
@@ -160,16 +178,20 @@ def _sparse_layers(keys: Keys, kind: str, num_layers: int) -> frozenset[int]:
     counted = frozenset(i for i in range(dense, num_layers) if i % every == 0)
     if kinds and counted != named:
         i = min(counted ^ named)
-        raise keys.wrong(f"mlp_layer_types[{i}]={kinds[i]!r} contradicts first_k_dense_replace={dense} and "
-                         f"moe_layer_freq={every}: remove the one that is wrong.")
+        raise keys.wrong(
+            f"mlp_layer_types[{i}]={kinds[i]!r} contradicts first_k_dense_replace={dense} and "
+            f"moe_layer_freq={every}: remove the one that is wrong."
+        )
     return counted
 
 
 def _agrees(keys: Keys, key: str, known: tuple[str, ...]) -> str:
     value = known[0] if keys.get(key) is None else keys[key]
     if value not in known:
-        raise keys.unsupported(f"{key}={value!r} is not implemented for {keys.get('model_type')} "
-                               f"(only {', '.join(known)}): use another model.")
+        raise keys.unsupported(
+            f"{key}={value!r} is not implemented for {keys.get('model_type')} "
+            f"(only {', '.join(known)}): use another model."
+        )
     return str(value)
 
 
@@ -185,11 +207,15 @@ def _routing(keys: Keys, experts_key: str, **rest: Any) -> Routing:
     if experts % groups:
         raise keys.wrong(f"{experts_key}={experts} is not a multiple of n_group={groups}: correct the file.")
     if routing.group_score == "top2" and groups > 1 and experts // groups < 2:
-        raise keys.wrong(f"n_group={groups} of {experts_key}={experts} leaves one expert to a group, and "
-                         "groups are compared by their best two: correct the file.")
+        raise keys.wrong(
+            f"n_group={groups} of {experts_key}={experts} leaves one expert to a group, and "
+            "groups are compared by their best two: correct the file."
+        )
     if kept > groups:
         raise keys.wrong(f"topk_group={kept} must be between 1 and n_group={groups}.")
     if top_k > kept * (experts // groups):
-        raise keys.wrong(f"num_experts_per_tok={top_k} exceeds the {kept * (experts // groups)} experts that "
-                         "the chosen groups have: correct the file.")
+        raise keys.wrong(
+            f"num_experts_per_tok={top_k} exceeds the {kept * (experts // groups)} experts that "
+            "the chosen groups have: correct the file."
+        )
     return routing

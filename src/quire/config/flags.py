@@ -28,9 +28,15 @@ LOG = logging.getLogger("quire")
 Options = Iterator[tuple[str, Field[Any]]]
 IDLE_OFFLINE = ("disable_log_stats", "served_model_name")  # options of a server that have no effect in `LLM`
 ARGUMENTS: dict[str, dict[str, Any]] = {  # kind of value in a table of flags -> settings for argparse
-    "switch": {"action": "store_true"}, "text": {}, "int": {"type": int}, "float": {"type": float},
-    "json": {"type": json.loads}, "file": {"type": Path}, "again": {"action": "append"},
-    "several": {"nargs": "+", "action": "extend"}}
+    "switch": {"action": "store_true"},
+    "text": {},
+    "int": {"type": int},
+    "float": {"type": float},
+    "json": {"type": json.loads},
+    "file": {"type": Path},
+    "again": {"action": "append"},
+    "several": {"nargs": "+", "action": "extend"},
+}
 
 
 class FlagParser(argparse.ArgumentParser):
@@ -40,14 +46,23 @@ class FlagParser(argparse.ArgumentParser):
     `--help=TEXT` shows only the flags that mention the text. Flags like `--name.key value` become one JSON object.
     """
 
-    def __init__(self, *, configure: Callable[["FlagParser"], None] | None = None, add_help: bool = True,
-                 **settings: Any) -> None:
-        super().__init__(allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, add_help=False,
-                         **settings)
+    def __init__(
+        self, *, configure: Callable[["FlagParser"], None] | None = None, add_help: bool = True, **settings: Any
+    ) -> None:
+        super().__init__(
+            allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, add_help=False, **settings
+        )
         self._configure = configure
         if add_help:
-            self.add_argument("-h", "--help", action=_Help, nargs="?", metavar="TEXT", default=argparse.SUPPRESS,
-                              help="show this, or with --help=TEXT the flags that mention the text")
+            self.add_argument(
+                "-h",
+                "--help",
+                action=_Help,
+                nargs="?",
+                metavar="TEXT",
+                default=argparse.SUPPRESS,
+                help="show this, or with --help=TEXT the flags that mention the text",
+            )
 
     def complete(self) -> "FlagParser":
         """Add all arguments and return the parser itself."""
@@ -108,7 +123,7 @@ def with_dashes(args: Sequence[str]) -> list[str]:
         if arg == "--":
             return changed + list(args[i:])
         name = re.split(r"[=.]", arg, maxsplit=1)[0] if arg.startswith("--") else ""
-        changed.append(name.replace("_", "-") + arg[len(name):])
+        changed.append(name.replace("_", "-") + arg[len(name) :])
     return changed
 
 
@@ -170,8 +185,9 @@ def flag_names(option: Field[Any]) -> tuple[str, ...]:
     return (f"--{option.name.replace('_', '-')}", *option.metadata["flags"])
 
 
-def add_engine_flags(parser: argparse.ArgumentParser, *, only: Collection[str] = (),
-                     skip: Collection[str] = ()) -> None:
+def add_engine_flags(
+    parser: argparse.ArgumentParser, *, only: Collection[str] = (), skip: Collection[str] = ()
+) -> None:
     """Add a flag per option (`only` some, or all but `skip`). Flags that are not given stay out of the namespace."""
     add_flags(parser, ((t, o) for t, o in engine_options() if o.name not in skip and (not only or o.name in only)))
 
@@ -218,8 +234,11 @@ def flag_settings(option: Field[Any]) -> dict[str, Any]:
         parse = reporting(parse_item if option.type == LIST else parse_counts)
         return settings | {"action": _Extend, "type": parse, "nargs": "+", "metavar": METAVARS[option.type]}
     if option.metadata["choices"]:
-        return settings | {"action": _Keep, "type": reporting(option_parser(option)),
-                           "choices": option.metadata["choices"]}
+        return settings | {
+            "action": _Keep,
+            "type": reporting(option_parser(option)),
+            "choices": option.metadata["choices"],
+        }
     settings |= {"action": _Keep, "type": reporting(option_parser(option)), "metavar": METAVARS[option.type]}
     return settings | {"action": _KeepToken, "nargs": "?"} if option.name == "hf_token" else settings
 
@@ -264,8 +283,9 @@ def add_model_argument(parser: argparse.ArgumentParser, default: str = "the bund
 
     default   words for the model that is used when none is named
     """
-    parser.add_argument("model_argument", metavar="MODEL", nargs="?", default=None,
-                        help=f"model folder or hub id (default: {default})")
+    parser.add_argument(
+        "model_argument", metavar="MODEL", nargs="?", default=None, help=f"model folder or hub id (default: {default})"
+    )
 
 
 def settings_of(namespace: argparse.Namespace, *, server: bool = False, planned: bool = False) -> Settings:
@@ -302,12 +322,16 @@ def keyword_config(model: str, given: Mapping[str, Any]) -> EngineConfig:
         if option.name in IDLE_OFFLINE:
             settings.notes.append(f"{option.name} changes nothing here: only a server uses it.")
         else:
-            raise ConfigError(f"Quire has no option {option.name!r} here: it belongs to the server. Use `quire serve`, "
-                              "or leave it out.")
+            raise ConfigError(
+                f"Quire has no option {option.name!r} here: it belongs to the server. Use `quire serve`, "
+                "or leave it out."
+            )
     for name in settings.values.keys() - server_names().keys():
         near = nearest(name.replace("_", "-"), (key.replace("_", "-") for key in server_names())).replace("-", "_")
-        raise ConfigError(f"Quire has no option {name!r}. " + (
-            f"Did you mean {near!r}?" if near else "`quire serve --help` lists what there is."))
+        raise ConfigError(
+            f"Quire has no option {name!r}. "
+            + (f"Did you mean {near!r}?" if near else "`quire serve --help` lists what there is.")
+        )
     for note in settings.notes:
         LOG.warning("%s", note)
     return EngineConfig.from_flat(model=model, **settings.values)

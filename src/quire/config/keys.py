@@ -43,7 +43,8 @@ class Keys(Mapping[str, Any]):
     def object(self, key: str, default: Any = None) -> dict[str, Any] | None:
         """Return the value of `key`, or `default`: an object or null."""
         value: dict[str, Any] | None = self.checked(
-            key, lambda value: value is None or isinstance(value, dict), "an object or null", default)
+            key, lambda value: value is None or isinstance(value, dict), "an object or null", default
+        )
         return value
 
     def size(self, key: str, default: int | None = None, *, most: int | None = None) -> int:
@@ -55,6 +56,7 @@ class Keys(Mapping[str, Any]):
 
     def count(self, key: str, default: int | None = None, *, most: int | None = None) -> int | None:
         """Return the value of `key`, or `default`: an integer from 0 to `most`; None for null or false."""
+
         def fits(value: Any) -> bool:
             return value is None or value is False or (type(value) is int and 0 <= value <= (most or MAX_SIZE))
 
@@ -72,6 +74,7 @@ class Keys(Mapping[str, Any]):
 
     def names(self, key: str) -> list[str]:
         """Return the value of `key`, a list of strings; an empty one when the key is missing or null."""
+
         def fits(value: Any) -> bool:
             return not value or (isinstance(value, list) and all(isinstance(name, str) for name in value))
 

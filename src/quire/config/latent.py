@@ -6,8 +6,10 @@ from dataclasses import dataclass
 from quire.config.keys import Keys
 from quire.config.rope import RopeArgs
 
-LATENT_KEYS = frozenset("q_lora_rank kv_lora_rank qk_nope_head_dim qk_rope_head_dim qk_head_dim v_head_dim "
-                        "rope_interleave attention_bias mlp_bias".split())
+LATENT_KEYS = frozenset(
+    "q_lora_rank kv_lora_rank qk_nope_head_dim qk_rope_head_dim qk_head_dim v_head_dim "
+    "rope_interleave attention_bias mlp_bias".split()
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,8 +57,10 @@ def read_latent(keys: Keys, kind: str, rope: RopeArgs) -> LatentArgs | None:
         raise keys.wrong(f"qk_rope_head_dim={rotated} is odd, and rotation needs pairs: correct the file.")
     heads, kv_heads = keys.get("num_attention_heads"), keys.get("num_key_value_heads")
     if kv_heads not in (None, heads):
-        raise keys.wrong(f"num_key_value_heads={kv_heads} must equal num_attention_heads={heads}: every head "
-                         "has its own keys and values. Correct the file.")
+        raise keys.wrong(
+            f"num_key_value_heads={kv_heads} must equal num_attention_heads={heads}: every head "
+            "has its own keys and values. Correct the file."
+        )
     if kind == "deepseek_v2" and not keys.flag("rope_interleave", True):
         raise keys.unsupported("rope_interleave=false is not implemented for deepseek_v2: use another model.")
     temperature = 0.1 * (rope.mscale_all_dim or 0.0) * math.log(rope.factor) + 1.0

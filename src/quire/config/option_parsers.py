@@ -57,7 +57,7 @@ def parse_object(text: str) -> dict[str, Any]:
     """Parse a JSON object. Raises ValueError."""
     value = _parse_json(text)
     if not isinstance(value, dict):
-        raise ValueError(f"{text!r} is not a JSON object such as {{\"temperature\": 0.5}}")
+        raise ValueError(f'{text!r} is not a JSON object such as {{"temperature": 0.5}}')
     return value
 
 
@@ -123,12 +123,34 @@ def parse_load_format(text: str) -> str:
 
 # Parsers by option, where the type is not enough.
 OWN_PARSERS: dict[str, Callable[[str], Any]] = {
-    "max_model_len": parse_length, "port": parse_port, "device": parse_device, "load_format": parse_load_format}
+    "max_model_len": parse_length,
+    "port": parse_port,
+    "device": parse_device,
+    "load_format": parse_load_format,
+}
 PARSERS: dict[Any, Callable[[str], Any]] = {
-    bool: parse_bool, str: str, str | None: str, int: parse_size, int | None: parse_size, float: parse_number,
-    float | None: parse_number, OBJECT: parse_object, LIST: parse_list, COUNTS: parse_counts}
-METAVARS: dict[Any, str] = {str: "TEXT", str | None: "TEXT", int: "N", int | None: "N", float: "X", float | None: "X",
-                            OBJECT: "JSON", LIST: "TEXT", COUNTS: "N"}
+    bool: parse_bool,
+    str: str,
+    str | None: str,
+    int: parse_size,
+    int | None: parse_size,
+    float: parse_number,
+    float | None: parse_number,
+    OBJECT: parse_object,
+    LIST: parse_list,
+    COUNTS: parse_counts,
+}
+METAVARS: dict[Any, str] = {
+    str: "TEXT",
+    str | None: "TEXT",
+    int: "N",
+    int | None: "N",
+    float: "X",
+    float | None: "X",
+    OBJECT: "JSON",
+    LIST: "TEXT",
+    COUNTS: "N",
+}
 
 
 def option_parser(option: Field[Any]) -> Callable[[str], Any]:

@@ -94,8 +94,14 @@ def add_peer_flags(parser: argparse.ArgumentParser) -> None:
             continue
         if flag.takes == "switch":
             names += [f"--no-{name[2:]}" for name in names if name.startswith("--") and f"--no-{name[2:]}" not in known]
-        parser.add_argument(*names, action=_Note, nargs=NARGS[flag.takes], dest=PEER + flag.name,
-                            default=argparse.SUPPRESS, help=argparse.SUPPRESS)
+        parser.add_argument(
+            *names,
+            action=_Note,
+            nargs=NARGS[flag.takes],
+            dest=PEER + flag.name,
+            default=argparse.SUPPRESS,
+            help=argparse.SUPPRESS,
+        )
 
 
 class _Note(argparse.Action):
@@ -182,8 +188,9 @@ def _is_among(text: str, values: Sequence[str]) -> bool:
     if not isinstance(value, dict):
         return text.lower() in values or value in known
     objects = [one for one in known if isinstance(one, dict)]
-    return bool(objects) and all(any(one.get(key, ...) in (item, "*") for one in objects)
-                                 for key, item in value.items())
+    return bool(objects) and all(
+        any(one.get(key, ...) in (item, "*") for one in objects) for key, item in value.items()
+    )
 
 
 def _plain(text: str) -> Any:

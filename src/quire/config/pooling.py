@@ -20,8 +20,11 @@ MODULES = "modules.json"
 # Names of a method in vLLM's pooler_config and in 1_Pooling/config.json (old and new) -> our name.
 METHODS = {"mean": "mean", "mean_tokens": "mean", "last": "last", "lasttoken": "last", "cls": "cls", "cls_token": "cls"}
 SETTINGS = ("pooling_type", "seq_pooling_type", "normalize", "use_activation")  # of pooler_config: two names each
-WORDS = {"mean": "the mean of all hidden states", "last": "the last token's hidden state",
-         "cls": "the first token's hidden state"}
+WORDS = {
+    "mean": "the mean of all hidden states",
+    "last": "the last token's hidden state",
+    "cls": "the first token's hidden state",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,15 +50,20 @@ class PoolingPlan:
         """Raise `InvalidParameter` when `dimensions` is neither None nor an integer in [1, width]."""
         given: Any = dimensions  # the caller may have given any type
         if given is not None and not (type(given) is int and 1 <= given <= self.width):
-            raise InvalidParameter(f"dimensions={shown(given)}: must be an integer in [1, {self.width}], the size of "
-                                   "this model's embeddings.", param="dimensions")
+            raise InvalidParameter(
+                f"dimensions={shown(given)}: must be an integer in [1, {self.width}], the size of "
+                "this model's embeddings.",
+                param="dimensions",
+            )
 
     def check_scores(self) -> None:
         """Refuse to compare texts: raise `InvalidParameter` if model and pooler_config define no pooling."""
         if not self.source:
             raise InvalidParameter(
                 f"this model was not made to compare texts: it has no {MODULES} of sentence-transformers. Serve an "
-                "embedding model, or set pooler_config for this one.", param="model")
+                "embedding model, or set pooler_config for this one.",
+                param="model",
+            )
 
     def finish(self, pooled: F32, dimensions: int | None) -> F32:
         """Return the first `dimensions` numbers (None: all) of `pooled` [width], scaled to length 1 if `normalize`."""
@@ -98,8 +106,10 @@ def _of_modules(plan: PoolingPlan, path: Path) -> PoolingPlan:
         if kind == "Pooling":
             method = _method(path.parent / place)
         elif kind not in ("Transformer", "Normalize"):
-            raise UnsupportedModel(f"{path}: embeddings of this model go through {place or kind} ({kind}), which is "
-                                   f"not implemented: use another model, or remove {MODULES} and generate text.")
+            raise UnsupportedModel(
+                f"{path}: embeddings of this model go through {place or kind} ({kind}), which is "
+                f"not implemented: use another model, or remove {MODULES} and generate text."
+            )
     normalize = any(kind == "Normalize" for kind, _ in modules)
     return replace(plan, method=method, normalize=normalize, source=MODULES) if method else plan
 
@@ -110,6 +120,8 @@ def _method(folder: Path) -> str:
     names = [key.removeprefix("pooling_mode_") for key, on in config.items() if key[:13] == "pooling_mode_" and on]
     names = names if named is None else [str(named)]
     if len(names) != 1 or names[0] not in METHODS:
-        raise UnsupportedModel(f"{folder / 'config.json'}: pooling by {' and '.join(names) or 'nothing'} is not "
-                               f"implemented (only mean, last token and cls): use another model, or remove {MODULES}.")
+        raise UnsupportedModel(
+            f"{folder / 'config.json'}: pooling by {' and '.join(names) or 'nothing'} is not "
+            f"implemented (only mean, last token and cls): use another model, or remove {MODULES}."
+        )
     return METHODS[names[0]]

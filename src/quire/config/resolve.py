@@ -40,9 +40,12 @@ class DeviceBudget:
     def __str__(self) -> str:
         free = self.total - self.weights - self.working - self.kv - self.outside
         total, weights, working, kv, outside, free_gib = (
-            f"{count / GIB:.1f}" for count in (self.total, self.weights, self.working, self.kv, self.outside, free))
-        return (f"{total} GiB: weights {weights}, activations and graphs {working}, KV cache {kv}, other processes "
-                f"{outside}, free {free_gib} (gpu_memory_utilization {self.utilization:g})")
+            f"{count / GIB:.1f}" for count in (self.total, self.weights, self.working, self.kv, self.outside, free)
+        )
+        return (
+            f"{total} GiB: weights {weights}, activations and graphs {working}, KV cache {kv}, other processes "
+            f"{outside}, free {free_gib} (gpu_memory_utilization {self.utilization:g})"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,8 +77,11 @@ def resolve_dtype(requested: str, checkpoint: str, has_bf16_units: bool, device:
     """
     requested = ALIASES.get(requested, requested)
     if device == "cuda":
-        return DTypePlan(dtype=checkpoint, reason="as in the checkpoint") if requested == "auto" else DTypePlan(
-            dtype=requested, reason="as asked")
+        return (
+            DTypePlan(dtype=checkpoint, reason="as in the checkpoint")
+            if requested == "auto"
+            else DTypePlan(dtype=requested, reason="as asked")
+        )
     if requested == "float16" or (requested == "auto" and checkpoint == "float16"):
         if requested == "float16":
             raise ConfigError("dtype=float16 is not implemented on a CPU: use dtype=bfloat16 or dtype=float32.")
@@ -84,8 +90,11 @@ def resolve_dtype(requested: str, checkpoint: str, has_bf16_units: bool, device:
     if requested != "auto":
         return DTypePlan(dtype=requested, reason="as asked")
     if checkpoint == "bfloat16" and not has_bf16_units:
-        return DTypePlan(dtype="float32", weights="bfloat16",
-                         reason="float32 arithmetic, weights stay bfloat16: this CPU has no fast bf16 units")
+        return DTypePlan(
+            dtype="float32",
+            weights="bfloat16",
+            reason="float32 arithmetic, weights stay bfloat16: this CPU has no fast bf16 units",
+        )
     return DTypePlan(dtype=checkpoint, reason="as in the checkpoint")
 
 
@@ -101,8 +110,10 @@ def check_cpu_weights(weights: int, free_bytes: int, dtype: str) -> None:
     """Raise `ConfigError` when `weights` bytes exceed `free_bytes`. `dtype` of the weights; "": quantized."""
     if weights >= free_bytes:
         less = "use dtype=bfloat16 (--dtype bfloat16), which halves them, or " if dtype == "float32" else ""
-        raise ConfigError(f"{as_gib(weights)} of weights{' in ' * bool(dtype)}{dtype} exceed the {as_gib(free_bytes)} "
-                          f"of free memory: {less}choose a smaller model, or end other programs.")
+        raise ConfigError(
+            f"{as_gib(weights)} of weights{' in ' * bool(dtype)}{dtype} exceed the {as_gib(free_bytes)} "
+            f"of free memory: {less}choose a smaller model, or end other programs."
+        )
 
 
 def resolve_memory(
@@ -124,36 +135,56 @@ def resolve_memory(
         if (most := min(geometry.request_blocks(asked), room // geometry.page_bytes - 1)) > num_blocks:
             num_blocks, source, remedy = most, f"the {as_gib(free_bytes)} of free memory", "end other programs"
     if num_blocks < len(geometry.groups):
-        raise ConfigError(f"the KV cache ({source}) does not hold one block of {as_gib(geometry.page_bytes)}: "
-                          f"{remedy}, or choose a smaller model.")
+        raise ConfigError(
+            f"the KV cache ({source}) does not hold one block of {as_gib(geometry.page_bytes)}: "
+            f"{remedy}, or choose a smaller model."
+        )
     notes: tuple[str, ...] = ()
     if geometry.most_tokens(num_blocks) < length:
         if asked is not None:
             needed, given = (as_gib(n * geometry.page_bytes) for n in (geometry.request_blocks(length), num_blocks))
-            raise ConfigError(f"max_model_len={asked} needs {needed} of KV cache, and {source} gives {given}: lower "
-                              f"max_model_len to {geometry.most_tokens(num_blocks)}, or {remedy}.")
+            raise ConfigError(
+                f"max_model_len={asked} needs {needed} of KV cache, and {source} gives {given}: lower "
+                f"max_model_len to {geometry.most_tokens(num_blocks)}, or {remedy}."
+            )
         length = geometry.most_tokens(num_blocks)
         notes = (f"context shortened from {context} to {length} tokens: the KV cache ({source}) holds no more.",)
     kv_bytes = (num_blocks + 1) * geometry.page_bytes
     _check_free(source, kv_bytes, max_num_seqs, slot_bytes(length, geometry), free_bytes)
-    return MemoryPlan(geometry=geometry, num_blocks=num_blocks, max_model_len=length, kv_bytes=kv_bytes,
-                      free_bytes=free_bytes, notes=notes)
+    return MemoryPlan(
+        geometry=geometry,
+        num_blocks=num_blocks,
+        max_model_len=length,
+        kv_bytes=kv_bytes,
+        free_bytes=free_bytes,
+        notes=notes,
+    )
 
 
 def shared_sizes(sizes: Sequence[MemoryPlan]) -> list[MemoryPlan]:
     """Return the plans of all ranks, changed to the fewest KV blocks and the shortest context of any rank."""
     blocks, length = min(one.num_blocks for one in sizes), min(one.max_model_len for one in sizes)
     host = min(one.host_blocks for one in sizes)
-    return [replace(one, num_blocks=blocks, max_model_len=length, kv_bytes=(blocks + 1) * one.geometry.page_bytes,
-                    host_blocks=host) for one in sizes]  # fmt: skip
+    return [
+        replace(
+            one,
+            num_blocks=blocks,
+            max_model_len=length,
+            kv_bytes=(blocks + 1) * one.geometry.page_bytes,
+            host_blocks=host,
+        )
+        for one in sizes
+    ]
 
 
 def check_context(model: ModelConfig, context: int) -> None:
     """Raise `ConfigError` when max_model_len exceeds the model's longest sequence, `context` tokens."""
     asked = model.max_model_len
     if asked is not None and asked > context:
-        raise ConfigError(f"max_model_len={asked} exceeds the model's context of {context} tokens: lower it "
-                          f"(--max-model-len {context}), or leave it out.")
+        raise ConfigError(
+            f"max_model_len={asked} exceeds the model's context of {context} tokens: lower it "
+            f"(--max-model-len {context}), or leave it out."
+        )
 
 
 def slot_bytes(max_model_len: int, geometry: KVGeometry) -> int:
@@ -163,12 +194,16 @@ def slot_bytes(max_model_len: int, geometry: KVGeometry) -> int:
 
 def _check_free(source: str, kv_bytes: int, num_slots: int, bytes_per_slot: int, free_bytes: int) -> None:
     if kv_bytes > free_bytes:
-        raise ConfigError(f"{source} asks for {as_gib(kv_bytes)} of KV cache, and {as_gib(free_bytes)} of memory are "
-                          f"free: lower {source}.")
+        raise ConfigError(
+            f"{source} asks for {as_gib(kv_bytes)} of KV cache, and {as_gib(free_bytes)} of memory are "
+            f"free: lower {source}."
+        )
     tables = num_slots * bytes_per_slot
     if kv_bytes + tables > free_bytes:
-        raise ConfigError(f"max_num_seqs={num_slots} needs {as_gib(tables)} of tables beside {as_gib(kv_bytes)} of KV "
-                          f"cache, and {as_gib(free_bytes)} of memory are free: lower max_num_seqs or max_model_len.")
+        raise ConfigError(
+            f"max_num_seqs={num_slots} needs {as_gib(tables)} of tables beside {as_gib(kv_bytes)} of KV "
+            f"cache, and {as_gib(free_bytes)} of memory are free: lower max_num_seqs or max_model_len."
+        )
 
 
 def _budget(geometry: KVGeometry, cache: CacheConfig, useful: int, free_bytes: int) -> tuple[int, str, str]:

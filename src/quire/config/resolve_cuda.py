@@ -73,8 +73,10 @@ def resolve_batch(scheduler: SchedulerConfig, total: int, wide: bool = False) ->
 def check_sequences(config: EngineConfig) -> None:
     """Raise `ConfigError` when max_num_seqs exceeds MOST_SEQUENCES, the limit of the GPU kernels for one step."""
     if config.scheduler.sequences() > MOST_SEQUENCES:
-        raise ConfigError(f"max_num_seqs={config.scheduler.max_num_seqs}: a step on a GPU has at most {MOST_SEQUENCES} "
-                          "sequences, the others wait: lower max_num_seqs.")
+        raise ConfigError(
+            f"max_num_seqs={config.scheduler.max_num_seqs}: a step on a GPU has at most {MOST_SEQUENCES} "
+            "sequences, the others wait: lower max_num_seqs."
+        )
 
 
 def check_weights(weights: int, total: int, free: int, config: EngineConfig, *, dtype: str) -> None:
@@ -82,21 +84,26 @@ def check_weights(weights: int, total: int, free: int, config: EngineConfig, *, 
     memory = DeviceMemory(total=total, at_start=free, free=free - weights, weights=weights)
     missing = memory.ours + SPARE - _limit(memory, config)
     if missing > 0:
-        raise ConfigError(f"the weights need {_size(weights)} in {dtype}, and {_room(memory, config)}: "
-                          f"{_size(missing)} are missing. Try {_advice(memory, config, dtype, SPARE)}")
+        raise ConfigError(
+            f"the weights need {_size(weights)} in {dtype}, and {_room(memory, config)}: "
+            f"{_size(missing)} are missing. Try {_advice(memory, config, dtype, SPARE)}"
+        )
 
 
 def no_room_for_steps(weights: int, free: int, config: EngineConfig) -> str:
     """Return an error text: in `free` bytes, the largest step does not fit beside `weights` bytes of parameters."""
     seqs, tokens = config.scheduler.sequences(), config.scheduler.token_budget(CUDA_TOKENS)
     fewer = max(1, seqs // 4)
-    return (f"buffers and activations of a step of {tokens} tokens and {seqs} sequences do not fit beside "
-            f"{_size(weights)} of weights in {_size(free)} of free GPU memory. Try --max-num-seqs {fewer} "
-            f"--max-num-batched-tokens {max(fewer, tokens // 4)}, or a smaller model.")
+    return (
+        f"buffers and activations of a step of {tokens} tokens and {seqs} sequences do not fit beside "
+        f"{_size(weights)} of weights in {_size(free)} of free GPU memory. Try --max-num-seqs {fewer} "
+        f"--max-num-batched-tokens {max(fewer, tokens // 4)}, or a smaller model."
+    )
 
 
-def resolve_cuda_memory(geometry: KVGeometry, config: EngineConfig, memory: DeviceMemory, *, context: int,
-                        dtype: str) -> MemoryPlan:
+def resolve_cuda_memory(
+    geometry: KVGeometry, config: EngineConfig, memory: DeviceMemory, *, context: int, dtype: str
+) -> MemoryPlan:
     """Return the size of the KV cache and the context length on a GPU.
 
     context, dtype   the model's longest sequence in tokens, and the weights' dtype for messages
@@ -113,32 +120,52 @@ def resolve_cuda_memory(geometry: KVGeometry, config: EngineConfig, memory: Devi
     room = max(0, memory.free - memory.later - SPARE)
     if forced and given > room:
         most = room // page - 1 if source == "num_gpu_blocks_override" else room
-        raise ConfigError(f"{source} asks for {_size(given)} of KV cache, and {_size(room)} of the GPU's memory are "
-                          f"free: lower it to {most}, or leave it out.")
+        raise ConfigError(
+            f"{source} asks for {_size(given)} of KV cache, and {_size(room)} of the GPU's memory are "
+            f"free: lower it to {most}, or leave it out."
+        )
     if given < wanted:
         shorter = geometry.most_tokens(num_blocks) if asked else 0
         there_is = f"{source} gives {_size(given)}" if forced else _room(memory, config)
         more = f"a larger {source}." if forced else _advice(memory, config, dtype, wanted)
-        cause = f"max_model_len={asked} needs {_size(wanted)} of KV cache" if asked else (
-            f"the smallest KV cache, of a page and one for padding, needs {_size(wanted)}")
+        cause = (
+            f"max_model_len={asked} needs {_size(wanted)} of KV cache"
+            if asked
+            else (f"the smallest KV cache, of a page and one for padding, needs {_size(wanted)}")
+        )
         missing = wanted - given if forced else memory.ours + wanted - _limit(memory, config)
         held = "" if forced else f" beside {_size(memory.ours)} of weights, activations and graphs"
         cut = f"--max-model-len {shorter}, or " if shorter > 0 else ""
-        raise ConfigError(f"{cause}{held}, and {there_is}: {_size(missing)} are missing. "
-                          f"Try {cut}{more}")
+        raise ConfigError(f"{cause}{held}, and {there_is}: {_size(missing)} are missing. Try {cut}{more}")
     notes: tuple[str, ...] = ()
     if geometry.most_tokens(num_blocks) < length:
         length = geometry.most_tokens(num_blocks)
-        notes = (f"context shortened from {context} to {length} tokens: the KV cache of {_size(given)} ({source}) "
-                 "holds no more.",)
+        notes = (
+            f"context shortened from {context} to {length} tokens: the KV cache of {_size(given)} ({source}) "
+            "holds no more.",
+        )
     if not forced and _limit(memory, config) < int(config.cache.gpu_memory_utilization * memory.total):
-        notes += (f"other processes hold {_size(memory.outside)} of the GPU's memory: less than "
-                  f"gpu_memory_utilization={config.cache.gpu_memory_utilization:g} is left.",)
+        notes += (
+            f"other processes hold {_size(memory.outside)} of the GPU's memory: less than "
+            f"gpu_memory_utilization={config.cache.gpu_memory_utilization:g} is left.",
+        )
     budget = DeviceBudget(
-        total=memory.total, utilization=config.cache.gpu_memory_utilization,
-        weights=memory.weights, working=memory.working, outside=memory.outside, kv=given)
-    return MemoryPlan(geometry=geometry, num_blocks=num_blocks, max_model_len=length, kv_bytes=given,
-                      free_bytes=memory.free, notes=notes, budget=budget)
+        total=memory.total,
+        utilization=config.cache.gpu_memory_utilization,
+        weights=memory.weights,
+        working=memory.working,
+        outside=memory.outside,
+        kv=given,
+    )
+    return MemoryPlan(
+        geometry=geometry,
+        num_blocks=num_blocks,
+        max_model_len=length,
+        kv_bytes=given,
+        free_bytes=memory.free,
+        notes=notes,
+        budget=budget,
+    )
 
 
 def widened_blocks(kv_heads: int, head_dim: int, block_size: int) -> int:
@@ -153,8 +180,11 @@ def widened_blocks(kv_heads: int, head_dim: int, block_size: int) -> int:
 def gpu_only_options(config: EngineConfig) -> tuple[str, ...]:
     """Return a message for each option that the user set and that has no effect on a CPU."""
     default = EngineConfig()
-    set_ones = [name for name in ("cudagraph_capture_sizes", "max_cudagraph_capture_size")
-                if vars(config.device)[name] != vars(default.device)[name]]
+    set_ones = [
+        name
+        for name in ("cudagraph_capture_sizes", "max_cudagraph_capture_size")
+        if vars(config.device)[name] != vars(default.device)[name]
+    ]
     if config.cache.gpu_memory_utilization != default.cache.gpu_memory_utilization:
         set_ones.append("gpu_memory_utilization")
     return tuple(f"{name} changes nothing on a CPU." for name in set_ones)
@@ -180,8 +210,10 @@ def _room(memory: DeviceMemory, config: EngineConfig) -> str:
     """Return the available memory, in words."""
     share = config.cache.gpu_memory_utilization
     if _limit(memory, config) < int(share * memory.total):
-        return (f"{_size(max(0, _limit(memory, config)))} of the GPU's {_size(memory.total)} can be had (other "
-                f"processes hold {_size(memory.outside)})")
+        return (
+            f"{_size(max(0, _limit(memory, config)))} of the GPU's {_size(memory.total)} can be had (other "
+            f"processes hold {_size(memory.outside)})"
+        )
     return f"gpu_memory_utilization={share:g} allows {_size(int(share * memory.total))} of {_size(memory.total)}"
 
 

@@ -56,10 +56,24 @@ WEIGHING = {"experts": "weighing by the experts kernel", "combine": "weighing in
 DISPATCHERS: Mapping[str, Dispatcher] = {
     "none": Dispatcher(layout="flat", numbering="global", weighs="experts", implemented=True),
     # Ranks read the rows that their experts need from each other's memory, and so the results: GPUs of one host.
-    "pull": Dispatcher(layout="flat", numbering="global", weighs="experts", sums=frozenset({"dp", "tp"}),
-                       devices=("cuda",), ranks=8, one_host=True, implemented=True),
-    "all-gather": Dispatcher(layout="flat", numbering="global", weighs="experts", sums=frozenset({"dp", "tp"}),
-                             capturable=False, implemented=True),
+    "pull": Dispatcher(
+        layout="flat",
+        numbering="global",
+        weighs="experts",
+        sums=frozenset({"dp", "tp"}),
+        devices=("cuda",),
+        ranks=8,
+        one_host=True,
+        implemented=True,
+    ),
+    "all-gather": Dispatcher(
+        layout="flat",
+        numbering="global",
+        weighs="experts",
+        sums=frozenset({"dp", "tp"}),
+        capturable=False,
+        implemented=True,
+    ),
     "all-to-all": Dispatcher(layout="grouped", numbering="none", weighs="combine", sums=frozenset({"dp", "tp"})),
 }
 NOT_YET = "not implemented yet"
@@ -68,8 +82,9 @@ KERNELS: Mapping[str, ExpertsKernel] = {
     "triton": ExpertsKernel(),
     "scaled": ExpertsKernel(),
     "weight_only": ExpertsKernel(),
-    "grouped": ExpertsKernel(layouts=("flat", "grouped"), numberings=("global", "local", "none"),
-                             weighs=("experts", "combine")),
+    "grouped": ExpertsKernel(
+        layouts=("flat", "grouped"), numberings=("global", "local", "none"), weighs=("experts", "combine")
+    ),
     "native": ExpertsKernel(capturable=False),
     "panels": ExpertsKernel(capturable=False),
     "cpu": ExpertsKernel(capturable=False),
@@ -137,14 +152,22 @@ class MoEPlan:
 
     def __str__(self) -> str:
         result = "partial, to be summed over " + " and ".join(self.partial_over) if self.partial_over else "whole"
-        return (f"{self.phase}: dispatcher {self.dispatcher} ({self.layout} rows, ids: {self.numbering}), experts "
-                f"{self.experts}; weighed by {self.weighs}, quantized {self.quantize_at}, result {result}, shared "
-                f"experts {self.shared}, {'capturable' if self.capturable else 'not capturable'}; {self.decided}"
-                + _table(self.candidates))
+        return (
+            f"{self.phase}: dispatcher {self.dispatcher} ({self.layout} rows, ids: {self.numbering}), experts "
+            f"{self.experts}; weighed by {self.weighs}, quantized {self.quantize_at}, result {result}, shared "
+            f"experts {self.shared}, {'capturable' if self.capturable else 'not capturable'}; {self.decided}"
+            + _table(self.candidates)
+        )
 
 
-def resolve_moe(model: ModelArgs, scheme: Scheme | None, topology: Parallel, hardware: Hardware, phase: str,
-                overrides: Mapping[str, str] | None = None) -> MoEPlan:
+def resolve_moe(
+    model: ModelArgs,
+    scheme: Scheme | None,
+    topology: Parallel,
+    hardware: Hardware,
+    phase: str,
+    overrides: Mapping[str, str] | None = None,
+) -> MoEPlan:
     """Return the plan with the first dispatcher and experts kernel that fit together, in order of preference.
 
     scheme      quantization of the experts' weights; None: unquantized
@@ -169,12 +192,21 @@ def resolve_moe(model: ModelArgs, scheme: Scheme | None, topology: Parallel, har
     partial = tuple(group for group in sharing if group not in dispatcher.sums)
     shared = "added" if topology.tp == 1 or "tp" in partial else "summed alone"
     return MoEPlan(
-        phase=phase, dispatcher=chosen[0], experts=chosen[1], features=hardware.features.get(chosen[1], ()),
-        layout=dispatcher.layout, numbering=dispatcher.numbering, weighs=dispatcher.weighs,
+        phase=phase,
+        dispatcher=chosen[0],
+        experts=chosen[1],
+        features=hardware.features.get(chosen[1], ()),
+        layout=dispatcher.layout,
+        numbering=dispatcher.numbering,
+        weighs=dispatcher.weighs,
         quantize_at="experts" if scheme and scheme.inputs else "nowhere",
-        partial_over=partial, shared=shared if model.moe.shared_size else "none",
-        capturable=dispatcher.capturable and kernel.capturable, topology=topology, candidates=candidates,
-        decided=f"{why}, decided in {line_of(_chosen)}")
+        partial_over=partial,
+        shared=shared if model.moe.shared_size else "none",
+        capturable=dispatcher.capturable and kernel.capturable,
+        topology=topology,
+        candidates=candidates,
+        decided=f"{why}, decided in {line_of(_chosen)}",
+    )
 
 
 def _chosen(candidates: tuple[tuple[str, str, str], ...]) -> tuple[str, str, str] | None:
@@ -191,13 +223,21 @@ def _spread(topology: Parallel) -> bool:
     return topology.experts and topology.dp > 1
 
 
-def _candidates(topology: Parallel, hardware: Hardware, phase: str,
-                asked: Mapping[str, str]) -> Iterator[tuple[str, str, str]]:
+def _candidates(
+    topology: Parallel, hardware: Hardware, phase: str, asked: Mapping[str, str]
+) -> Iterator[tuple[str, str, str]]:
     captured = phase == "decode" and hardware.device == "cuda" and not hardware.eager
     for name, dispatcher in DISPATCHERS.items():
         if (name == "none") == _spread(topology):
-            yield name, "", ("tokens of other replicas need the experts of this rank" if name == "none"
-                             else "every rank already has the tokens that its experts need")  # fmt: skip
+            yield (
+                name,
+                "",
+                (
+                    "tokens of other replicas need the experts of this rank"
+                    if name == "none"
+                    else "every rank already has the tokens that its experts need"
+                ),
+            )
             continue
         if hardware.device not in dispatcher.devices:
             yield name, "", f"{name} runs on {' or '.join(dispatcher.devices)}, not on {hardware.device}"
@@ -219,9 +259,11 @@ def _candidates(topology: Parallel, hardware: Hardware, phase: str,
 def _mismatch(giver: str, taker: str, captured: bool) -> str:
     """Return why the dispatcher `giver` and the kernel `taker` cannot work together; "" when they can."""
     dispatcher, kernel = DISPATCHERS[giver], KERNELS[taker]
-    for verb, words, gives, accepts in (("delivers", ROWS, dispatcher.layout, kernel.layouts),
-                                        ("delivers", IDS, dispatcher.numbering, kernel.numberings),
-                                        ("requires", WEIGHING, dispatcher.weighs, kernel.weighs)):  # fmt: skip
+    for verb, words, gives, accepts in (
+        ("delivers", ROWS, dispatcher.layout, kernel.layouts),
+        ("delivers", IDS, dispatcher.numbering, kernel.numberings),
+        ("requires", WEIGHING, dispatcher.weighs, kernel.weighs),
+    ):
         if gives not in accepts:
             return f"{giver} {verb} {words[gives]}; {taker} accepts only {' or '.join(words[one] for one in accepts)}"
     slow = giver if not dispatcher.capturable else taker if not kernel.capturable else ""

@@ -11,8 +11,10 @@ from quire.config.keys import Keys
 
 KINDS = ("default", "linear", "dynamic", "llama3", "yarn")
 DEFAULT_THETA = 10_000.0
-_KNOWN = frozenset("type rope_type rope_theta factor low_freq_factor high_freq_factor original_max_position_embeddings "
-                   "attention_factor beta_fast beta_slow mscale mscale_all_dim truncate partial_rotary_factor".split())
+_KNOWN = frozenset(
+    "type rope_type rope_theta factor low_freq_factor high_freq_factor original_max_position_embeddings "
+    "attention_factor beta_fast beta_slow mscale mscale_all_dim truncate partial_rotary_factor".split()
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,16 +64,17 @@ def rope_settings(keys: Keys) -> dict[str, Any]:
     return found
 
 
-def read_rope(keys: Keys, max_positions: int,
-              default_theta: float = DEFAULT_THETA) -> tuple[RopeArgs, tuple[str, ...]]:
+def read_rope(keys: Keys, max_positions: int, default_theta: float = DEFAULT_THETA) -> tuple[RopeArgs, tuple[str, ...]]:
     """Return the checked rotary settings of a config.json, and notes about ignored keys.
 
     Raises UnsupportedModel for a kind or key that is not implemented, ModelError for a wrong number.
     A rope_theta inside the settings wins over the outer one.
     """
     outer = keys.get("rope_theta")
-    raw = Keys({"rope_theta": default_theta if outer is None else outer, **rope_settings(keys)},
-               f"{keys.source}: rope settings")
+    raw = Keys(
+        {"rope_theta": default_theta if outer is None else outer, **rope_settings(keys)},
+        f"{keys.source}: rope settings",
+    )
     if raw.get("mrope_section") is not None:
         raise keys.unsupported("mrope_section is not implemented.")
     kind = raw.get("rope_type", raw.get("type", "default"))

@@ -24,18 +24,27 @@ class HttpConfig:
     uds: str | None = option(None, "listen on this Unix domain socket instead of a port")
     root_path: str = option("", "path under which a proxy serves this server")
     api_key: tuple[str, ...] = option((), "API keys; every request must send one of them as a bearer token")
-    share_prefix_cache_across_keys: bool = option(False, "share the prefix cache between API keys; a key can then find "
-                                                         "out which prompts another key has sent")
+    share_prefix_cache_across_keys: bool = option(
+        False, "share the prefix cache between API keys; a key can then find out which prompts another key has sent"
+    )
     allowed_origins: tuple[str, ...] = option((), "origins whose web pages may call this server (CORS); * for all")
-    allowed_hosts: tuple[str, ...] = option((), "names, beside localhost, that are allowed in Host headers when the "
-                                                "server has no keys and listens on localhost; * for all")
+    allowed_hosts: tuple[str, ...] = option(
+        (),
+        "names, beside localhost, that are allowed in Host headers when the "
+        "server has no keys and listens on localhost; * for all",
+    )
     ssl_keyfile: str | None = option(None, "private key file for HTTPS")
     ssl_certfile: str | None = option(None, "certificate file for HTTPS")
     max_body_bytes: int = option(8 * 2**20, "largest request body in bytes; more is answered 413", least=1)
-    max_header_bytes: int = option(64 * 2**10, "largest request line and headers in bytes; more is answered 431",
-                                   flags=("--h11-max-incomplete-event-size",), least=1)
-    max_headers: int = option(100, "maximum number of headers of a request; more are answered 431",
-                              flags=("--h11-max-header-count",), least=1)
+    max_header_bytes: int = option(
+        64 * 2**10,
+        "largest request line and headers in bytes; more is answered 431",
+        flags=("--h11-max-incomplete-event-size",),
+        least=1,
+    )
+    max_headers: int = option(
+        100, "maximum number of headers of a request; more are answered 431", flags=("--h11-max-header-count",), least=1
+    )
     trust_request_chat_template: bool = option(False, "accept chat templates in requests, rendered in a child process")
 
 
@@ -46,8 +55,12 @@ class ServeConfig:
     served_model_name: tuple[str, ...] = option((), "names under which the model is served (default: the model's)")
     queue_timeout: float = option(60.0, "seconds a request may wait to start; then it is answered 408", above=0)
     request_timeout: float | None = option(None, "seconds a request may take in all; then it is answered 504", above=0)
-    keep_alive_interval: float = option(15.0, "seconds of silence on a stream after which a comment is sent; 0: never",
-                                        flags=("--sse-keep-alive-interval",), least=0)
+    keep_alive_interval: float = option(
+        15.0,
+        "seconds of silence on a stream after which a comment is sent; 0: never",
+        flags=("--sse-keep-alive-interval",),
+        least=0,
+    )
     shutdown_timeout: float = option(30.0, "seconds that SIGTERM gives running requests", least=0)
     hang_timeout: float = option(60.0, "seconds after which a step counts as hung and /ready says so", above=0)
     stream_interval: int = option(1, "tokens per streamed event", least=1)
@@ -55,10 +68,12 @@ class ServeConfig:
     reasoning_parser: str | None = option(None, "format of reasoning; none: it is text (default: the chat template's)")
     exclude_tools_when_tool_choice_none: bool = option(False, "leave tools out of the prompt when tool_choice is none")
     default_chat_template_kwargs: dict[str, Any] | None = option(
-        None, "default variables of the chat template; a request can replace them")
+        None, "default variables of the chat template; a request can replace them"
+    )
     enable_force_include_usage: bool = option(False, "send usage with every stream, even if not requested")
-    api_server_count: int = option(1, "processes that speak HTTP, all on one port, in front of one engine core",
-                                   flags=("-asc",), least=1)
+    api_server_count: int = option(
+        1, "processes that speak HTTP, all on one port, in front of one engine core", flags=("-asc",), least=1
+    )
     headless: bool = option(False, "serve no HTTP: run ranks of the engine whose server is on host 0 (--node-rank)")
     metrics_prefix: str = option("quire", "prefix of the metric names in /metrics; vllm suits existing dashboards")
 
@@ -147,10 +162,14 @@ def check_server(config: ServerConfig) -> None:
             raise ConfigError(f"allowed_origins={origin!r}: must be * or like https://example.org, without a path.")
     for name in http.allowed_hosts:
         if not HOST_NAME.fullmatch(name):
-            raise ConfigError(f"allowed_hosts={name!r}: must be * or a name like host.docker.internal, without a port; "
-                              "give several as several values.")
+            raise ConfigError(
+                f"allowed_hosts={name!r}: must be * or a name like host.docker.internal, without a port; "
+                "give several as several values."
+            )
     if not all(serve.served_model_name):
         raise ConfigError("served_model_name: a name must not be empty: give a name, or leave the option out.")
     if not re.fullmatch(r"[a-zA-Z_][a-zA-Z0-9_]*", serve.metrics_prefix):
-        raise ConfigError(f"metrics_prefix={serve.metrics_prefix!r}: must be letters, digits and underscores, "
-                          "and not begin with a digit.")
+        raise ConfigError(
+            f"metrics_prefix={serve.metrics_prefix!r}: must be letters, digits and underscores, "
+            "and not begin with a digit."
+        )

@@ -73,22 +73,35 @@ def resolve_share(config: EngineConfig, host_gb: float) -> SharePlan:
         return SharePlan()
     name = "kv_share" if asked.kv_share else "kv_peers"
     if host_gb == 0:
-        raise ConfigError(f"{name}: engines read each other's blocks through host memory, and kv_offload_gb is 0: set "
-                          "kv_offload_gb, too, such as 8.")
+        raise ConfigError(
+            f"{name}: engines read each other's blocks through host memory, and kv_offload_gb is 0: set "
+            "kv_offload_gb, too, such as 8."
+        )
     parallel, hosts = parallel_sizes(config.parallel), config.hosts
     if hosts.distributed_executor_backend == "ray" or (hosts.nnodes > 1 and asked.kv_share):
-        raise ConfigError(f"{name} is not implemented for ranks on several hosts, whose memory the engine core cannot "
-                          f"read (kv_peers works with nnodes): use one host and distributed_executor_backend=mp, or "
-                          f"leave out {name}.")
+        raise ConfigError(
+            f"{name} is not implemented for ranks on several hosts, whose memory the engine core cannot "
+            f"read (kv_peers works with nnodes): use one host and distributed_executor_backend=mp, or "
+            f"leave out {name}."
+        )
     if asked.kv_share and sys.platform != "linux":
-        raise ConfigError("kv_share needs memory that processes share, which is implemented for Linux alone: leave it "
-                          "out.")
+        raise ConfigError(
+            "kv_share needs memory that processes share, which is implemented for Linux alone: leave it out."
+        )
     place = None if asked.kv_share is None else _place(asked.kv_share, "kv_share")
     if place is not None and place[1] + parallel.dp > 1 << 16:
-        raise ConfigError(f"kv_share={asked.kv_share!r}: replica i is read at the port plus i, and -dp {parallel.dp} "
-                          f"goes beyond port 65535: give a port of at most {(1 << 16) - parallel.dp}.")
-    return SharePlan(place=place, sends=sends, takes=takes, tp=parallel.tp, replicas=parallel.dp,
-                     peers=tuple(_place(peer, "kv_peers") for some in asked.kv_peers for peer in some.split(",")))
+        raise ConfigError(
+            f"kv_share={asked.kv_share!r}: replica i is read at the port plus i, and -dp {parallel.dp} "
+            f"goes beyond port 65535: give a port of at most {(1 << 16) - parallel.dp}."
+        )
+    return SharePlan(
+        place=place,
+        sends=sends,
+        takes=takes,
+        tp=parallel.tp,
+        replicas=parallel.dp,
+        peers=tuple(_place(peer, "kv_peers") for some in asked.kv_peers for peer in some.split(",")),
+    )
 
 
 def read_events_config(config: EngineConfig) -> EventSettings | None:
@@ -100,13 +113,17 @@ def read_events_config(config: EngineConfig) -> EventSettings | None:
         if min(settings.buffer_steps, settings.hwm, settings.max_queue_size) < 1:
             raise ValueError("buffer_steps, hwm and max_queue_size must be 1 or more")
     except ValueError as error:  # which msgspec.ValidationError is
-        raise ConfigError(f"kv_events_config: {error}. Its keys are {', '.join(EventSettings.__struct_fields__)}, as "
-                          'in {"enable_kv_cache_events": true, "endpoint": "tcp://*:5557"}.') from None  # fmt: skip
+        raise ConfigError(
+            f"kv_events_config: {error}. Its keys are {', '.join(EventSettings.__struct_fields__)}, as "
+            'in {"enable_kv_cache_events": true, "endpoint": "tcp://*:5557"}.'
+        ) from None
     if not settings.enable_kv_cache_events or settings.publisher == "null":
         return None
     if not config.cache.enable_prefix_caching:
-        raise ConfigError("kv_events_config tells the content of the prefix cache, which is off: leave out "
-                          "enable_prefix_caching=False, or kv_events_config.")
+        raise ConfigError(
+            "kv_events_config tells the content of the prefix cache, which is off: leave out "
+            "enable_prefix_caching=False, or kv_events_config."
+        )
     return settings
 
 
@@ -118,13 +135,17 @@ def _roles(config: EngineConfig) -> tuple[bool, bool]:
     if (role := asked.get("kv_role")) not in ROLES:
         raise ConfigError(f"kv_transfer_config: kv_role={role!r}: must be one of {', '.join(ROLES)}.")
     if unknown := sorted(set(asked) - {"kv_connector", "kv_role"}):
-        raise ConfigError(f"kv_transfer_config: {CONNECTOR} has no {', '.join(unknown)}: --kv-share, --kv-peers and "
-                          "--kv-offload-gb say where blocks are.")
+        raise ConfigError(
+            f"kv_transfer_config: {CONNECTOR} has no {', '.join(unknown)}: --kv-share, --kv-peers and "
+            "--kv-offload-gb say where blocks are."
+        )
     sends, takes = role != "kv_consumer", role != "kv_producer"
     missing = ["kv_share"] * (sends and not share.kv_share) + ["kv_peers"] * (takes and not share.kv_peers)
     if missing:
-        raise ConfigError(f"kv_transfer_config: kv_role={role} without {' and '.join(missing)}: a prefill node shares "
-                          "its blocks (--kv-share HOST:PORT), a decode node reads those of prefill nodes (--kv-peers).")
+        raise ConfigError(
+            f"kv_transfer_config: kv_role={role} without {' and '.join(missing)}: a prefill node shares "
+            "its blocks (--kv-share HOST:PORT), a decode node reads those of prefill nodes (--kv-peers)."
+        )
     return sends, takes
 
 
@@ -137,6 +158,8 @@ def _place(text: str, option: str) -> Place:
     with suppress(OSError):  # a name is not a number
         host = "*" if ip_address(getaddrinfo(host, 0, flags=AI_NUMERICHOST)[0][4][0]).is_unspecified else host
     if host == "*":
-        raise ConfigError(f"{option}={text!r}: other engines cannot connect to this address. Give the address by which "
-                          "they reach this host.")
+        raise ConfigError(
+            f"{option}={text!r}: other engines cannot connect to this address. Give the address by which "
+            "they reach this host."
+        )
     return host, int(port)

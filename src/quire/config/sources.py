@@ -60,8 +60,9 @@ class Settings:
         return "\n".join(lines)
 
 
-def gather(namespace: Mapping[str, Any], options: Sequence[Field[Any]], own: Collection[str],
-           planned: bool = False) -> Settings:  # fmt: skip
+def gather(
+    namespace: Mapping[str, Any], options: Sequence[Field[Any]], own: Collection[str], planned: bool = False
+) -> Settings:
     """Return the options set by a parsed command line, else by the environment, else by the --config file.
 
     namespace   values of the parsed command line, by name
@@ -130,8 +131,10 @@ def _refuse_masks(found: Settings) -> None:
     for name, elsewhere in SECRETS.items():
         if found.values.get(name) in (MASK, (MASK,)):
             key = name.replace("_", "-")
-            raise ConfigError(f"{found.origins[name]}: {key}: {MASK} stands for a secret that is not shown: set "
-                              f"{elsewhere}, or delete the line.")
+            raise ConfigError(
+                f"{found.origins[name]}: {key}: {MASK} stands for a secret that is not shown: set "
+                f"{elsewhere}, or delete the line."
+            )
 
 
 def _put_aliases(found: Settings, outcome: PeerOutcome, options: Mapping[str, Field[Any]]) -> None:
@@ -170,8 +173,10 @@ def _read_file(path: Path, options: Mapping[str, Field[Any]], found: Settings) -
         theirs = file_peer_flag(key, value)
         if theirs is None:
             near = nearest(key, spellings)
-            raise ConfigError(f"--config {path}: {key} is not known."
-                              + (f" Did you mean {near}?" if near else " `quire serve --help` lists the options."))
+            raise ConfigError(
+                f"--config {path}: {key} is not known."
+                + (f" Did you mean {near}?" if near else " `quire serve --help` lists the options.")
+            )
         peer.append(Given(theirs.flag, f"{path}: {theirs.spelling}", theirs.text))
     return peer
 
@@ -200,8 +205,10 @@ def _name_model(namespace: Mapping[str, Any], found: Settings) -> None:
     for name in ("served_model_name", "api_key"):
         taken = namespace.get(FLAG + name, ())
         if "model" not in found.values and len(taken) > 1 and "/" in taken[-1]:
-            raise ConfigError(f"--{name.replace('_', '-')} takes every text that follows, and no model is named: put "
-                              f"the model first, or give it with --model.")
+            raise ConfigError(
+                f"--{name.replace('_', '-')} takes every text that follows, and no model is named: put "
+                f"the model first, or give it with --model."
+            )
 
 
 def _file_items(path: Path) -> dict[str, Any]:

@@ -6,8 +6,7 @@ from quire.contracts.step import I32
 
 
 def continuation(tokens: I32, count: int, shortest: int, longest: int) -> I32:
-    """Return `count` drafts [count] that follow `tokens` [L]; -1 for all of them if no n-gram of its end occurs before.
-    """
+    """Return `count` drafts [count] that follow `tokens` [L]; all -1 if no n-gram of its end occurs before."""
     known = len(tokens)
     ends = np.flatnonzero(tokens[:-1] == tokens[-1]) + 1  # of earlier occurrences of the last `size` tokens
     size, found = 1, 0

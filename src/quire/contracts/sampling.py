@@ -161,9 +161,13 @@ BEAM_RANGES: Ranges = {
     "beam_width": (_is_int, 1, math.inf, "an integer >= 1"),
     "max_tokens": (_is_int, 1, math.inf, "an integer >= 1"),
     "temperature": (_is_number, 0.0, 0.0, "0, because a beam search does not sample"),
-    "length_penalty": (_is_number, -LENGTH_PENALTY_LIMIT, LENGTH_PENALTY_LIMIT,
-                       f"a number in [-{LENGTH_PENALTY_LIMIT}, {LENGTH_PENALTY_LIMIT}]"),
-}  # fmt: skip
+    "length_penalty": (
+        _is_number,
+        -LENGTH_PENALTY_LIMIT,
+        LENGTH_PENALTY_LIMIT,
+        f"a number in [-{LENGTH_PENALTY_LIMIT}, {LENGTH_PENALTY_LIMIT}]",
+    ),
+}
 
 
 def _check_ranges(record: msgspec.Struct, ranges: Ranges, optional: bool = False) -> None:
@@ -225,8 +229,9 @@ def _check_ids(p: SamplingParams) -> None:
     if not isinstance(pairs, dict):
         _refuse("logit_bias", pairs, words)
     if wrong := [i for i, bias in pairs.items() if not _is_int(i) or i < 0 or not _is_number(bias)]:
-        raise InvalidParameter(f"logit_bias at {listed(wrong)} is out of range: logit_bias must be {words}.",
-                               param="logit_bias")
+        raise InvalidParameter(
+            f"logit_bias at {listed(wrong)} is out of range: logit_bias must be {words}.", param="logit_bias"
+        )
 
 
 def _check_chunks(chunks: Any) -> None:
@@ -239,8 +244,10 @@ def _check_chunks(chunks: Any) -> None:
         pair = tuple(one) if isinstance(one, list | tuple) else ()
         if len(pair) != 2 or not all(map(_is_int, pair)) or not end <= pair[0] < pair[1]:
             given = shown([*one] if isinstance(one, tuple) else one)
-            raise InvalidParameter(f"kv_chunks at {at} is {given}: kv_chunks must be {words}, here with {end} <= first "
-                                   "token < end.", param="kv_chunks")
+            raise InvalidParameter(
+                f"kv_chunks at {at} is {given}: kv_chunks must be {words}, here with {end} <= first token < end.",
+                param="kv_chunks",
+            )
         end = pair[1]
 
 

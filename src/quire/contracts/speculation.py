@@ -92,9 +92,15 @@ class Speculation(msgspec.Struct, frozen=True, kw_only=True):
     def notes(self) -> tuple[str, ...]:
         """Lines that the user should see."""
         unused = tuple(f"speculative_config: {name} changes nothing: {UNUSED[name]}." for name in self.unused)
-        return unused if not self.synthetic else (*unused,
-            "for measurements only: rejection_sample_method=synthetic takes "
-            f"{1 + sum(self.synthetic):.2f} tokens per run of drafts, right or wrong: answers are not the model's.")
+        return (
+            unused
+            if not self.synthetic
+            else (
+                *unused,
+                "for measurements only: rejection_sample_method=synthetic takes "
+                f"{1 + sum(self.synthetic):.2f} tokens per run of drafts, right or wrong: answers are not the model's.",
+            )
+        )
 
     @property
     def lookup(self) -> tuple[int, int]:
@@ -151,11 +157,15 @@ def read_speculative_config(given: Mapping[str, Any] | None) -> Speculation | No
     if layered and (lookup := next((name for name in SIZES[1:] if name in given), "")):
         raise _wrong(f"{lookup}={shown(given[lookup])}: method {method} looks no n-grams up", f"leave {lookup} out")
     given = {"num_speculative_tokens": 1, **given} if method == "mtp" else given
-    sizes = {name: _size(name, given[name], MOST_LAYERED if layered else MAX_VERIFY_ROWS - 1)
-             for name in SIZES if name in given}  # fmt: skip
+    sizes = {
+        name: _size(name, given[name], MOST_LAYERED if layered else MAX_VERIFY_ROWS - 1)
+        for name in SIZES
+        if name in given
+    }
     if "num_speculative_tokens" not in sizes:
-        raise _wrong("num_speculative_tokens is missing", 'give it, as in {"method": "ngram", '
-                     '"num_speculative_tokens": 3}')  # fmt: skip
+        raise _wrong(
+            "num_speculative_tokens is missing", 'give it, as in {"method": "ngram", "num_speculative_tokens": 3}'
+        )
     shortest, longest = (sizes.get(f"prompt_lookup_{name}") for name in ("min", "max"))
     shortest, longest = shortest or longest or LOOKUP, longest or shortest or LOOKUP
     if shortest > longest:
@@ -163,9 +173,17 @@ def read_speculative_config(given: Mapping[str, Any] | None) -> Speculation | No
     most = sizes["num_speculative_tokens"]
     auto = AUTO if given["num_speculative_tokens"] == "auto" else ()
     model = given["model"] if method in MODELS else ""
-    return Speculation(method=method, num_drafts=most, model=model, shortest=shortest, longest=longest, auto=auto,
-                       synthetic=_synthetic(given, most), **_fields(given, method),
-                       by_batch=_by_batch(given.get("num_speculative_tokens_per_batch_size", ()), most))  # fmt: skip
+    return Speculation(
+        method=method,
+        num_drafts=most,
+        model=model,
+        shortest=shortest,
+        longest=longest,
+        auto=auto,
+        synthetic=_synthetic(given, most),
+        **_fields(given, method),
+        by_batch=_by_batch(given.get("num_speculative_tokens_per_batch_size", ()), most),
+    )
 
 
 def _fields(given: Mapping[str, Any], method: str) -> dict[str, Any]:
@@ -177,15 +195,16 @@ def _fields(given: Mapping[str, Any], method: str) -> dict[str, Any]:
         if method not in methods:
             raise _wrong(f"{name}={shown(given[name])} is not implemented for method {method}", "leave it out")
         if type(given[name]) is not kind or not given[name] or (kind is int and given[name] < 1):
-            raise _wrong(f"{name}={shown(given[name])} has no meaning",
-                         "give a whole number from 1 on" if kind is int else "give a name")
+            raise _wrong(
+                f"{name}={shown(given[name])} has no meaning",
+                "give a whole number from 1 on" if kind is int else "give a name",
+            )
         found[name] = given[name]
     return found
 
 
 def _synthetic(given: Mapping[str, Any], most: int) -> tuple[float, ...]:
-    """Return `Speculation.synthetic`. A length of 2.6 is met by one right draft in 40% of the runs, two in the others.
-    """
+    """Return `Speculation.synthetic`. A length of 2.6 is one right draft in 40% of the runs, two in the others."""
     length, rates = given.get(SYNTHETIC[0]), given.get(SYNTHETIC[1])
     asked = given.get("rejection_sample_method") == "synthetic"
     if not asked and length is None and rates is None:
@@ -196,10 +215,12 @@ def _synthetic(given: Mapping[str, Any], most: int) -> tuple[float, ...]:
     elif length is not None or len(found) != most or not all(_within(rate, 0, 1) for rate in found):
         asked = False
     if not asked or found != sorted(found, reverse=True):
-        raise _wrong("synthetic acceptance is asked for in a way that has no meaning",
-                     'give "rejection_sample_method": "synthetic", and either synthetic_acceptance_length, a number '
-                     f"from 1 to {1 + most}, or synthetic_acceptance_rates, {most} numbers from 1 to 0, none above the "
-                     "one before")  # fmt: skip
+        raise _wrong(
+            "synthetic acceptance is asked for in a way that has no meaning",
+            'give "rejection_sample_method": "synthetic", and either synthetic_acceptance_length, a number '
+            f"from 1 to {1 + most}, or synthetic_acceptance_rates, {most} numbers from 1 to 0, none above the "
+            "one before",
+        )
     return tuple(map(float, found))
 
 
@@ -247,9 +268,11 @@ def _by_batch(given: Any, most: int) -> tuple[tuple[int, int], ...]:
         end = last
     else:
         return tuple(found)
-    raise _wrong(f"num_speculative_tokens_per_batch_size={shown(given)} is wrong",
-                 "give ranges [first, last, k] of batch sizes, ascending, the first from 1 on, and no k above "
-                 f"num_speculative_tokens={most}")  # fmt: skip
+    raise _wrong(
+        f"num_speculative_tokens_per_batch_size={shown(given)} is wrong",
+        "give ranges [first, last, k] of batch sizes, ascending, the first from 1 on, and no k above "
+        f"num_speculative_tokens={most}",
+    )
 
 
 def _wrong(what: str, remedy: str) -> ConfigError:

@@ -33,8 +33,7 @@ MAX_VERIFY_ROWS = 1024  # of all decodes of a step together; the number of draft
 
 
 def most_drafts(num_slots: int, num_drafts: int) -> int:
-    """Return the largest number of drafts of a step: `num_drafts` for each of `num_slots` decodes, as far as they fit.
-    """
+    """Return the largest number of drafts of a step: `num_drafts` for each of `num_slots` decodes, if they fit."""
     return min(num_slots * num_drafts, MAX_VERIFY_ROWS)
 
 

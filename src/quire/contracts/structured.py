@@ -44,8 +44,9 @@ class StructuredOutputsParams(
         given = self.given
         if len(given) > 1 or not given and self.budget is None:
             what = " and ".join(given) or ("none" if self.json_object is None else "json_object=False alone")
-            raise InvalidParameter(f"structured_outputs needs exactly one of {', '.join(KINDS)}, not {what}.",
-                                   param="structured_outputs")
+            raise InvalidParameter(
+                f"structured_outputs needs exactly one of {', '.join(KINDS)}, not {what}.", param="structured_outputs"
+            )
 
     @property
     def given(self) -> list[str]:

@@ -27,8 +27,11 @@ class Refused(NamedTuple):
 
 def read_refused(path: Path) -> dict[str, Refused]:
     """Return the refusals in a text file, by name. Rows: names | reason | harmless values, a JSON list."""
-    return {name: Refused(reason, json.loads(harmless[0]) if harmless else [])
-            for names, reason, *harmless in read_rows(path) for name in names.split()}
+    return {
+        name: Refused(reason, json.loads(harmless[0]) if harmless else [])
+        for names, reason, *harmless in read_rows(path)
+        for name in names.split()
+    }
 
 
 REFUSED = read_refused(Path(__file__).with_name("refused_fields.txt"))

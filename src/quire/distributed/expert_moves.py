@@ -110,6 +110,7 @@ class ExpertMover:
                 for one in self._memory(layer, held):
                     self._group.send(one, taker)
             elif taker == own:
-                found.append((place, [self._group.receive(torch.empty_like(one), giver)
-                                      for one in self._memory(layer, place)]))  # fmt: skip
+                found.append(
+                    (place, [self._group.receive(torch.empty_like(one), giver) for one in self._memory(layer, place)])
+                )
         return found

@@ -52,12 +52,21 @@ def join_ranks(meeting: str, number: int, parallel: Parallel, device: torch.devi
         place = {"store": dist.TCPStore(address, int(port), None, False, timeout=TIMEOUT)}
     gpus = device.type == "cuda"
     dist.init_process_group(
-        "nccl" if gpus and not shared else "gloo", **place, rank=number, world_size=parallel.size, timeout=TIMEOUT,
-        device_id=device if gpus and not shared else None)  # fmt: skip
+        "nccl" if gpus and not shared else "gloo",
+        **place,
+        rank=number,
+        world_size=parallel.size,
+        timeout=TIMEOUT,
+        device_id=device if gpus and not shared else None,
+    )
     make, pipelines = partial(_make, number=number, hosted=gpus and shared), list(pp_members(parallel))
-    return RankGroups(tp=make(list(tp_members(parallel))), pp=make(pipelines), tokens=make(pipelines),
-                      ep=make(list(ep_members(parallel))),
-                      movers=_make(list(mover_members(parallel)), number, hosted=gpus))  # fmt: skip
+    return RankGroups(
+        tp=make(list(tp_members(parallel))),
+        pp=make(pipelines),
+        tokens=make(pipelines),
+        ep=make(list(ep_members(parallel))),
+        movers=_make(list(mover_members(parallel)), number, hosted=gpus),
+    )
 
 
 def _make(members: Sequence[Sequence[int]], number: int, hosted: bool) -> "ProcessGroup | None":

@@ -33,8 +33,10 @@ class SymmetricGroup(ProcessGroup):
         self._peers = Peers(
             torch.tensor(handle.buffer_ptrs, dtype=torch.int64, device=memory.device),
             torch.tensor(handle.signal_pad_ptrs, dtype=torch.int64, device=memory.device),
-            self.rank, len(memory) // BUFFERS, min(BLOCKS, signals),
-        )  # fmt: skip
+            self.rank,
+            len(memory) // BUFFERS,
+            min(BLOCKS, signals),
+        )
         self._calls = 0  # sums of the step that is being launched
 
     def begin_step(self) -> None:
@@ -97,16 +99,22 @@ def exchange_memory(group: Group | None, device: torch.device, layout: Layout, e
         memory = symmetric_memory.empty(layout.num_bytes, dtype=torch.uint8, device=device)
         handle = symmetric_memory.rendezvous(memory, group.name)
     except torch.OutOfMemoryError as error:
-        raise ConfigError(f"{layout.num_bytes / 2**20:.0f} MiB for the exchange between replicas do not fit into this "
-                          "GPU's free memory: lower --max-num-batched-tokens.") from error
+        raise ConfigError(
+            f"{layout.num_bytes / 2**20:.0f} MiB for the exchange between replicas do not fit into this "
+            "GPU's free memory: lower --max-num-batched-tokens."
+        ) from error
     except RuntimeError as error:
         why = str(error).partition("\n")[0]
-        raise ConfigError(f"these GPUs cannot read each other's memory ({why}), so no tokens reach the experts of "
-                          "other replicas: leave out -dp or --enable-expert-parallel.") from error
+        raise ConfigError(
+            f"these GPUs cannot read each other's memory ({why}), so no tokens reach the experts of "
+            "other replicas: leave out -dp or --enable-expert-parallel."
+        ) from error
     signals, processors = handle.signal_pad_size // 4 // group.size, torch.cuda.get_device_properties(device)
     peers = Peers(
         torch.tensor(handle.buffer_ptrs, dtype=torch.int64, device=device),
         torch.tensor(handle.signal_pad_ptrs, dtype=torch.int64, device=device),
-        group.rank, layout.num_bytes, min(PROGRAMS, signals, processors.multi_processor_count),  # all run at once
-    )  # fmt: skip
+        group.rank,
+        layout.num_bytes,
+        min(PROGRAMS, signals, processors.multi_processor_count),  # all run at once
+    )
     return Slots(peers, layout, memory, each)

@@ -104,8 +104,7 @@ class Admitter:
         return moved if self._fits(request, match, room, self._allocator.pool.num_free_among(more)) else ()
 
     def _fits(self, request: Request, match: PrefixMatch, room: int, more: int = 0) -> bool:
-        """True when there are KV blocks for a request that computes up to `room` tokens in its first step, and `more`.
-        """
+        """True when KV blocks are free for a request of up to `room` tokens in its first step, plus `more` blocks."""
         headroom = more + (self._headroom if len(self._table) else 0)
         upto = min(len(request.tokens), match.num_tokens + room)
         return self._allocator.can_admit(match, len(request.tokens), headroom, upto)

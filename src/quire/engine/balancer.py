@@ -1,9 +1,9 @@
 """Balancing of experts while requests are served: when to look at loads, which map comes next, when a layer switches.
 
-    count    ranks count the tokens of each expert, on the device
-    plan     every `step_interval` steps the counts of the last `window_size` steps make a new map, in a thread
-    move     ranks fetch the new weights of one layer at a time, beside the steps; results tell how far all of them are
-    switch   the plan of the next step says that a layer has its new map: all ranks switch to it before that step
+count    ranks count the tokens of each expert, on the device
+plan     every `step_interval` steps the counts of the last `window_size` steps make a new map, in a thread
+move     ranks fetch the new weights of one layer at a time, beside the steps; results tell how far all of them are
+switch   the plan of the next step says that a layer has its new map: all ranks switch to it before that step
 """
 
 import logging
@@ -32,8 +32,16 @@ class Balancer:
     balancedness   of the last counts, with the map that was in use; 0 before the first
     """
 
-    def __init__(self, settings: EplbConfig, experts: ExpertMap, control: Control, *, groups: int = 1, nodes: int = 1,
-                 clock: Callable[[], float] = time.monotonic) -> None:  # fmt: skip
+    def __init__(
+        self,
+        settings: EplbConfig,
+        experts: ExpertMap,
+        control: Control,
+        *,
+        groups: int = 1,
+        nodes: int = 1,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.experts, self.balancedness = experts, 0.0
         self._settings, self._control, self._clock = settings, control, clock
         self._groups, self._nodes = groups, nodes
@@ -81,8 +89,12 @@ class Balancer:
     def _stop(self, why: str, fault: BaseException | None = None) -> None:
         """Balance no more."""
         if not self._stopped:
-            LOG.error("experts are not balanced any more, because %s: requests are served with the experts as they "
-                      "are. Start the engine again to balance them.", why, exc_info=fault)  # fmt: skip
+            LOG.error(
+                "experts are not balanced any more, because %s: requests are served with the experts as they "
+                "are. Start the engine again to balance them.",
+                why,
+                exc_info=fault,
+            )
         self._stopped = True
 
     def _look(self) -> None:
@@ -97,11 +109,11 @@ class Balancer:
         self._planned = self._thread.submit(self._plan, load)
 
     def _plan(self, load: Any) -> tuple[ExpertMap, list[list[tuple[int, int]]]]:
-        """Return the next map and the moves of weights to it. Layers whose busiest rank gains little stay as they are.
-        """
+        """Return the next map and the moves of weights. Layers whose busiest rank gains little stay as they are."""
         old = self.experts
-        new = balanced_map(load, self._settings.num_redundant_experts, old.ranks, groups=self._groups,
-                           nodes=self._nodes, old=old)  # fmt: skip
+        new = balanced_map(
+            load, self._settings.num_redundant_experts, old.ranks, groups=self._groups, nodes=self._nodes, old=old
+        )
         before, after = (one.rank_load(load).max(axis=1) for one in (old, new))
         held = np.where((after < (1 - LEAST_GAIN) * before)[:, None], new.experts, old.experts)
         new = expert_map(held, load.shape[1], old.ranks)
@@ -125,8 +137,13 @@ class Balancer:
         if self._moved <= self._switched:
             if not self._warned and self._clock() - self._progress > DEADLINE:
                 self._warned = True
-                LOG.warning("no expert weights have moved for %.0f s (%d of %d layers have moved): requests are served "
-                            "with the old map.", DEADLINE, self._switched - self._total, len(self._next.experts))
+                LOG.warning(
+                    "no expert weights have moved for %.0f s (%d of %d layers have moved): requests are served "
+                    "with the old map.",
+                    DEADLINE,
+                    self._switched - self._total,
+                    len(self._next.experts),
+                )
             return -1
         layer = self._switched - self._total
         self._switched += 1

@@ -7,8 +7,9 @@ from quire.engine.drafts import DraftLength
 from quire.engine.table import RunningTable
 
 
-def share_budget(table: RunningTable, budget: int, decode_lag: int, drafts: DraftLength,
-                 num_stages: int = 1) -> tuple[I32, I32]:  # fmt: skip
+def share_budget(
+    table: RunningTable, budget: int, decode_lag: int, drafts: DraftLength, num_stages: int = 1
+) -> tuple[I32, I32]:
     """Choose the running slots of the next step, and the most tokens that each slot computes.
 
     budget       maximum number of tokens of the step

@@ -26,8 +26,14 @@ class DraftLength:
     totals     as `StepStats.drafts`
     """
 
-    def __init__(self, most: int = 0, by_batch: tuple[tuple[int, int], ...] = (), auto: tuple[int, ...] = (), *,
-                 cached: bool = False) -> None:  # fmt: skip
+    def __init__(
+        self,
+        most: int = 0,
+        by_batch: tuple[tuple[int, int], ...] = (),
+        auto: tuple[int, ...] = (),
+        *,
+        cached: bool = False,
+    ) -> None:
         self.most, self.cached = most, cached
         self._sizes, self._lengths = [size for size, _ in by_batch], [k for _, k in by_batch]
         self._gain = MeasuredGain(auto) if auto else None

@@ -72,20 +72,21 @@ def initial_map(num_layers: int, num_experts: int, num_redundant: int, ranks: in
 
 
 def even_nodes(hosts: Sequence[int]) -> int:
-    """Return the number of hosts if each has equally many neighbouring ranks, else 1. `hosts`: the host of each rank.
-    """
+    """Return the number of hosts if each has as many neighbouring ranks, else 1. `hosts`: the host of each rank."""
     count = max(1, len(set(hosts)))
     each = len(hosts) // count
     even = each * count == len(hosts) and all(
-        len(set(hosts[first : first + each])) == 1 for first in range(0, len(hosts), max(1, each)))  # fmt: skip
+        len(set(hosts[first : first + each])) == 1 for first in range(0, len(hosts), max(1, each))
+    )
     return count if even else 1
 
 
 # -- policy ----------------------------------------------------------------------------------------
 
 
-def balanced_map(load: Numbers, num_redundant: int, ranks: int, *, groups: int = 1, nodes: int = 1,
-                 old: ExpertMap | None = None) -> ExpertMap:
+def balanced_map(
+    load: Numbers, num_redundant: int, ranks: int, *, groups: int = 1, nodes: int = 1, old: ExpertMap | None = None
+) -> ExpertMap:
     """Return the map that balances the tokens of ranks for a load [L, E], the tokens of each expert.
 
     groups   groups of neighbouring experts among which a token's router chooses first
@@ -186,8 +187,9 @@ def moves(old: ExpertMap, new: ExpertMap) -> list[list[tuple[int, int]]]:
         for slot in np.flatnonzero(before != after).tolist():
             home, expert = slot // each, after[slot]
             sources = old.slots[layer, expert, : old.counts[layer, expert]].tolist()
-            _, _, _, source = min((one // each != home, sent[one // each], (one // each - home) % ranks, one)
-                                  for one in sources)  # fmt: skip
+            _, _, _, source = min(
+                (one // each != home, sent[one // each], (one // each - home) % ranks, one) for one in sources
+            )
             sent[source // each] += source // each != home
             steps.append((slot, source))
         found.append(steps)

@@ -77,8 +77,15 @@ class Finisher:
         if request.state is not FINISHED:  # else the roster has ended it already
             self._roster.remove(request, distrust=distrust, whole=reason in (FinishReason.STOP, FinishReason.LENGTH))
         code, message = (error.code, str(error)) if isinstance(error, RequestFailed) else (error, None)
-        return Finish(handle=request.new.handle, reason=reason, stop_id=stop_id, error=code, message=message,
-                      vector=vector, drafts=request.drafts)  # fmt: skip
+        return Finish(
+            handle=request.new.handle,
+            reason=reason,
+            stop_id=stop_id,
+            error=code,
+            message=message,
+            vector=vector,
+            drafts=request.drafts,
+        )
 
     def apply(self, step: InFlight, result: StepResult) -> tuple[StepOutputs, list[Request]]:
         """Confirm `step` by its result: append tokens, end requests. Returns the outputs and the ended requests."""
@@ -143,8 +150,15 @@ class Finisher:
         counts = None if most is None else result.num_accepted.copy()
         if step.version == table.version and not failed:
             table.in_flight[planned] -= 1
-            return ResultRows(requests=requests, handles=handles, planned=planned, slots=planned, tokens=tokens,
-                        counts=counts, most=most)  # fmt: skip
+            return ResultRows(
+                requests=requests,
+                handles=handles,
+                planned=planned,
+                slots=planned,
+                tokens=tokens,
+                counts=counts,
+                most=most,
+            )
         slots = np.array([request.slot for request in requests], np.int32)
         running = slots >= 0
         table.in_flight[slots[running]] -= 1
@@ -155,16 +169,22 @@ class Finisher:
         if failed:
             live &= np.array([request not in failed for request in requests], bool)
         return ResultRows(
-            requests=list(compress(requests, live.tolist())), handles=handles[live], planned=planned[live],
-            slots=slots[live], tokens=tokens[live], counts=None if counts is None else counts[live],
-            most=None if most is None else most[live], held=None if running[live].all() else running[live],
-        )  # fmt: skip
+            requests=list(compress(requests, live.tolist())),
+            handles=handles[live],
+            planned=planned[live],
+            slots=slots[live],
+            tokens=tokens[live],
+            counts=None if counts is None else counts[live],
+            most=None if most is None else most[live],
+            held=None if running[live].all() else running[live],
+        )
 
     def _learn(self, step: InFlight, result: StepResult) -> None:
         """Count the drafts of the step, in all and for each request that still runs; learn how many are worth while."""
         decodes = step.plan.num_decodes
-        self._scheduler.drafts.observe(step.plan.num_tokens[:decodes], result.num_accepted[:decodes],
-                                       alone=not step.num_prefills)  # fmt: skip
+        self._scheduler.drafts.observe(
+            step.plan.num_tokens[:decodes], result.num_accepted[:decodes], alone=not step.num_prefills
+        )
         if step.most is None or not len(result.num_drafted):
             return
         found = self._scheduler.drafts.count(result.num_drafted, result.num_accepted)
@@ -288,10 +308,19 @@ class Finisher:
     def state(self, step: InFlight | None = None, finish_s: float = 0.0) -> StepStats:
         """Return the engine's state and, after a step, the counters of the step."""
         s, roster, pool = self._scheduler, self._roster, self._roster.allocator.pool
-        did: dict[str, Any] = {} if step is None else {
-            "step": step.plan.step, "num_tokens": int(step.plan.num_tokens.sum()),
-            "num_prefill_tokens": step.num_prefill_tokens, "num_scheduled": len(step.plan.slots),
-            "num_prefills": step.num_prefills, "schedule_s": step.schedule_s, "execute_s": step.execute_s}
+        did: dict[str, Any] = (
+            {}
+            if step is None
+            else {
+                "step": step.plan.step,
+                "num_tokens": int(step.plan.num_tokens.sum()),
+                "num_prefill_tokens": step.num_prefill_tokens,
+                "num_scheduled": len(step.plan.slots),
+                "num_prefills": step.num_prefills,
+                "schedule_s": step.schedule_s,
+                "execute_s": step.execute_s,
+            }
+        )
         return StepStats(
             num_running=len(roster.table),
             num_waiting=len(roster.queue) + roster.num_blocked,

@@ -120,9 +120,11 @@ class Grammars:
         grammars wait already.
         """
         if self._compiler is None:
-            raise InvalidParameter("structured_outputs needs a tokenizer, and this engine has none: start the engine "
-                                   "without skip_tokenizer_init.",
-                                   param="structured_outputs")
+            raise InvalidParameter(
+                "structured_outputs needs a tokenizer, and this engine has none: start the engine "
+                "without skip_tokenizer_init.",
+                param="structured_outputs",
+            )
         assert new.grammar is not None
         if bounded and len(self._compiling) >= MOST_WAITING and new.grammar not in self._cache:
             raise QueueFull(f"{MOST_WAITING} requests wait for grammars to be compiled: try again later.")
@@ -194,8 +196,9 @@ class Grammars:
             found.append(token)
         return found[skip:]
 
-    def masks(self, rows: Sequence[tuple[Request | None, Sequence[int]]]) -> tuple[
-            I32, list[tuple[Request, RequestFailed | None]]]:  # fmt: skip
+    def masks(
+        self, rows: Sequence[tuple[Request | None, Sequence[int]]]
+    ) -> tuple[I32, list[tuple[Request, RequestFailed | None]]]:
         """Return bit masks [R, words] of allowed tokens, and (request, failure or None) for requests that must end.
 
         A request ends when no token can follow its output, or when its grammar fails.
@@ -263,14 +266,18 @@ class Grammars:
         if not held.future.done() or error is not None:
             self._forget(held)  # the next request tries again
         if not held.future.done():
-            return RequestFailed(f"structured_outputs: the grammar was not compiled within {COMPILE_SECONDS:g} s: make "
-                                 "it smaller, or try again when fewer are compiled.", code="invalid_grammar")
+            return RequestFailed(
+                f"structured_outputs: the grammar was not compiled within {COMPILE_SECONDS:g} s: make "
+                "it smaller, or try again when fewer are compiled.",
+                code="invalid_grammar",
+            )
         if isinstance(error, RequestFailed):
             return RequestFailed(str(error), code=error.code)
         if error is not None:
             LOG.error("a grammar could not be compiled", exc_info=error)
-            return RequestFailed("structured_outputs: the grammar could not be compiled: an internal error.",
-                                 code="internal")
+            return RequestFailed(
+                "structured_outputs: the grammar could not be compiled: an internal error.", code="internal"
+            )
         grammar = held.future.result()
         held.matcher, held.after = grammar.fork(), grammar.after
         held.budget, held.closing, held.inside = grammar.budget, grammar.closing, grammar.inside

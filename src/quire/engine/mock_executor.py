@@ -32,8 +32,15 @@ from quire.contracts.step import (
 MASK = 2**64 - 1
 FIRST = 0x9E3779B97F4A7C15
 HALVING = math.log(2)
-SIZES = {"num_slots": 8, "num_blocks": 64, "block_size": 4, "vocab_size": 1000, "max_model_len": 128, "depth": 1,
-         "num_drafts": 0}
+SIZES = {
+    "num_slots": 8,
+    "num_blocks": 64,
+    "block_size": 4,
+    "vocab_size": 1000,
+    "max_model_len": 128,
+    "depth": 1,
+    "num_drafts": 0,
+}
 
 
 def chain(previous: int, token: int) -> int:
@@ -115,8 +122,9 @@ class MockExecutor(Executor):
               fails with "nan_hidden"
     """
 
-    def __init__(self, *, step_seconds: float = 0.0, width: int = 8, accepts: Sequence[int] = (0,),
-                 **sizes: Any) -> None:
+    def __init__(
+        self, *, step_seconds: float = 0.0, width: int = 8, accepts: Sequence[int] = (0,), **sizes: Any
+    ) -> None:
         given: dict[str, Any] = SIZES | sizes
         self._facts = ExecutorFacts(decode_lag=given["depth"], **given)
         self.fail: dict[str, int] = {}
@@ -201,8 +209,9 @@ class MockExecutor(Executor):
                 assert rows >= 1 and not state.decodes or rows == plan.num_tokens[i], "a row's logits are not asked for"
                 runs[slot] = self._sample_run(state, masks.get(slot), slot, failed)
                 if state.sampler.num_logprobs is not None:
-                    named[slot] = self._alternatives(state, runs[slot], [-HALVING] * len(runs[slot]),
-                                                     state.sampler.num_logprobs)
+                    named[slot] = self._alternatives(
+                        state, runs[slot], [-HALVING] * len(runs[slot]), state.sampler.num_logprobs
+                    )
             self._attend(state)  # also with the correct drafts
         counts = np.array([len(run) for run in runs.values()], np.int32)
         width = int(plan.num_tokens[: plan.num_decodes].max(initial=1))

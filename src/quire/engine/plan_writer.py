@@ -111,8 +111,7 @@ class PlanWriter:
         )
 
     def _blended(self, slots: I32, first: I32, last: I32) -> tuple[BlendedChunk, ...]:
-        """Return the moved tokens of prompts in `slots` [P], among tokens first .. last - 1. Ends loans after them.
-        """
+        """Return the moved tokens of prompts in `slots` [P], among tokens first .. last - 1. Ends loans after them."""
         found = []
         for slot, begin, end in zip(slots.tolist(), first.tolist(), last.tolist(), strict=True):
             request = self._table.requests[slot]

@@ -31,8 +31,15 @@ LIMITS = {"describe": 1.0}  # operation -> seconds for independent replicas to a
 FULL = 0.5  # share of the KV cache in use, above which a replica's waiting requests count more
 WEIGHT = 6.0  # of a waiting request when the cache is full: it may wait for long
 TOTALS = ("num_preempted", "prefix_queries", "prefix_hits")  # statistics since the start, as `drafts`
-STATES = ("num_running", "num_waiting", "num_blocked", "num_blocks", "num_free_blocks", "num_cached_blocks",
-          *TOTALS)  # statistics about the time after a step; the others are about the step
+STATES = (
+    "num_running",
+    "num_waiting",
+    "num_blocked",
+    "num_blocks",
+    "num_free_blocks",
+    "num_cached_blocks",
+    *TOTALS,
+)  # statistics about the time after a step; the others are about the step
 COUNTS = ("num_tokens", "num_prefill_tokens", "num_scheduled", "num_prefills", "schedule_s", "execute_s", "finish_s")
 Advance = tuple[EngineCore, StepOutputs]  # a replica, and its outputs of a step or between two
 MakeBalancer = Callable[[Control], Balancer]
@@ -47,8 +54,14 @@ class Replicas:
     torn       see `EngineCore`
     """
 
-    def __init__(self, cores: Sequence[EngineCore], *, lockstep: bool, arrived: threading.Event | None = None,
-                 balance: MakeBalancer | None = None) -> None:  # fmt: skip
+    def __init__(
+        self,
+        cores: Sequence[EngineCore],
+        *,
+        lockstep: bool,
+        arrived: threading.Event | None = None,
+        balance: MakeBalancer | None = None,
+    ) -> None:
         self.cores, self.lockstep = tuple(cores), lockstep
         self._turns = list(cores)  # that live; the one that got a request least recently is the first
         self._arrived = arrived or threading.Event()
@@ -64,8 +77,9 @@ class Replicas:
     def facts(self) -> ExecutorFacts:
         """The facts of a replica, with the slots and blocks of all."""
         facts = [core.facts for core in self.cores]
-        return msgspec.structs.replace(facts[0], num_slots=sum(one.num_slots for one in facts),
-                                       num_blocks=sum(one.num_blocks for one in facts))
+        return msgspec.structs.replace(
+            facts[0], num_slots=sum(one.num_slots for one in facts), num_blocks=sum(one.num_blocks for one in facts)
+        )
 
     @property
     def executor(self) -> "Replicas":
@@ -173,8 +187,10 @@ class Replicas:
                     continue
                 except TimeoutError as silent:
                     names = f" ({silent})" * bool(str(silent))
-                    value = {"silent": f"replica {self.cores.index(core)}{names} has not answered in {limit:g} s: it "
-                                       "computes a long step, or hangs."}  # fmt: skip
+                    value = {
+                        "silent": f"replica {self.cores.index(core)}{names} has not answered in {limit:g} s: it "
+                        "computes a long step, or hangs."
+                    }
                 values += value if isinstance(value, list) else [value]
         if refusals:
             raise refusals[0]
@@ -225,8 +241,10 @@ class Replicas:
                 core.submit(one, sync)
             found = [core.send_masks() if core.needs_masks else None for core in cores]
             full = not all(core.has_room for core in cores)
-            return [(core, outputs or (core.confirm() if full and core.in_flight else core.state()))
-                    for core, outputs in zip(cores, found, strict=True)]  # fmt: skip
+            return [
+                (core, outputs or (core.confirm() if full and core.in_flight else core.state()))
+                for core, outputs in zip(cores, found, strict=True)
+            ]
         if any(core.in_flight for core in cores):
             return [(core, core.confirm() if core.in_flight else core.state()) for core in cores]
         return [(core, core.state(wait=True)) for core in cores]
@@ -272,8 +290,13 @@ class Replicas:
         if len(self._turns) == 1:
             raise fault
         number = self.cores.index(core)
-        LOG.error("replica %d of %d stopped; the others go on: %s", number, len(self.cores), fault,
-                  exc_info=None if isinstance(fault, EngineDead) else fault)
+        LOG.error(
+            "replica %d of %d stopped; the others go on: %s",
+            number,
+            len(self.cores),
+            fault,
+            exc_info=None if isinstance(fault, EngineDead) else fault,
+        )
         words = fault if isinstance(fault, EngineDead) else f"{type(fault).__name__}: {fault}."
         self._died = True
         self._turns.remove(core)
@@ -281,9 +304,15 @@ class Replicas:
         tiers = {tier: msgspec.structs.replace(one, num_blocks=0, num_used=0) for tier, one in last.tiers.items()}
         self._states[core] = StepStats(**{name: getattr(last, name) for name in (*TOTALS, "drafts")}, tiers=tiers)
         self._ended += core.state().finished
-        self._ended += [Finish(handle=handle, reason=FinishReason.ERROR, error="replica",
-                               message=f"replica {number} stopped: {words} Send the request again: other replicas run.")
-                        for handle in core.handles]
+        self._ended += [
+            Finish(
+                handle=handle,
+                reason=FinishReason.ERROR,
+                error="replica",
+                message=f"replica {number} stopped: {words} Send the request again: other replicas run.",
+            )
+            for handle in core.handles
+        ]
         self._homes = {handle: home for handle, home in self._homes.items() if home is not core}
         core.shutdown(wait=False)  # the others go on
 
@@ -295,10 +324,12 @@ class Replicas:
         counts: dict[str, Any] = {name: sum(getattr(one.stats, name) for one in found) for name in COUNTS}
         states: dict[str, Any] = {name: sum(getattr(one, name) for one in self._states.values()) for name in STATES}
         states["tiers"] = _summed(one.tiers for one in self._states.values())
-        states["replicas"] = {number: self._states[core].num_running
-                              for number, core in enumerate(self.cores) if core in self._turns}
-        joined: dict[str, Any] = {name: {handle: value for one in found for handle, value in getattr(one, name).items()}
-                                  for name in BY_HANDLE}  # fmt: skip
+        states["replicas"] = {
+            number: self._states[core].num_running for number, core in enumerate(self.cores) if core in self._turns
+        }
+        joined: dict[str, Any] = {
+            name: {handle: value for one in found for handle, value in getattr(one, name).items()} for name in BY_HANDLE
+        }
         joined["homes"] = {handle: self.cores.index(core) for core, one in every for handle in one.cached}
         return StepOutputs(
             handles=np.concatenate([NO_TOKENS, *(one.handles for one in found)]),
@@ -306,11 +337,14 @@ class Replicas:
             finished=(*ended, *(finish for one in found for finish in one.finished)),
             preempted=tuple(handle for one in found for handle in one.preempted),
             **joined,
-            stats=StepStats(step=max((one.stats.step for one in found), default=-1), **counts, **states,
-                            drafts=tuple(map(sum, zip_longest(*(one.drafts for one in self._states.values()),
-                                                              fillvalue=0))),
-                            balancedness=0.0 if self._balancer is None else self._balancer.balancedness),
-        )  # fmt: skip
+            stats=StepStats(
+                step=max((one.stats.step for one in found), default=-1),
+                **counts,
+                **states,
+                drafts=tuple(map(sum, zip_longest(*(one.drafts for one in self._states.values()), fillvalue=0))),
+                balancedness=0.0 if self._balancer is None else self._balancer.balancedness,
+            ),
+        )
 
 
 def load(core: EngineCore) -> float:
@@ -326,8 +360,9 @@ def _summed(parts: Iterable[dict[Tier, TierStats]]) -> dict[Tier, TierStats]:
     found: dict[Tier, TierStats] = {}
     for tier, stats in (entry for part in parts for entry in part.items()):
         known = found.get(tier, TierStats())
-        found[tier] = TierStats(**{name: getattr(known, name) + getattr(stats, name)
-                                   for name in TierStats.__struct_fields__})  # fmt: skip
+        found[tier] = TierStats(
+            **{name: getattr(known, name) + getattr(stats, name) for name in TierStats.__struct_fields__}
+        )
     return found
 
 

@@ -30,8 +30,17 @@ class Roster:
                   requests find blocks
     """
 
-    def __init__(self, table: RunningTable, queue: WaitingQueue, allocator: KVAllocator, root_key: bytes,
-                 store: KVStore | None = None, *, chunks: ChunkIndex | None = None, keeps: bool = True) -> None:
+    def __init__(
+        self,
+        table: RunningTable,
+        queue: WaitingQueue,
+        allocator: KVAllocator,
+        root_key: bytes,
+        store: KVStore | None = None,
+        *,
+        chunks: ChunkIndex | None = None,
+        keeps: bool = True,
+    ) -> None:
         self.table, self.queue, self.allocator, self.store = table, queue, allocator, store
         self.chunks = chunks
         self.num_blocked = 0
@@ -45,8 +54,7 @@ class Roster:
         self._broken: list[Request] = []
         self._arrivals = 0
 
-    def add(self, new: NewRequest, tags: Tags, parent: Request | None, places: int = 1,
-            beside: int = 0) -> Request:  # fmt: skip
+    def add(self, new: NewRequest, tags: Tags, parent: Request | None, places: int = 1, beside: int = 0) -> Request:
         """Queue a new request and return its record. It is blocked until the whole prompt of `parent` is planned.
 
         tags     salt, tenant and other values that its prefix-cache keys depend on, see `KeyChain`

@@ -34,15 +34,23 @@ class Scheduler:
     guess   makes drafts for requests with a grammar; None: they have none
     """
 
-    def __init__(self, facts: ExecutorFacts, config: SchedulerConfig, allocator: KVAllocator, root_key: bytes,
-                 history: PrefixHistory, store: KVStore | None = None) -> None:  # fmt: skip
+    def __init__(
+        self,
+        facts: ExecutorFacts,
+        config: SchedulerConfig,
+        allocator: KVAllocator,
+        root_key: bytes,
+        history: PrefixHistory,
+        store: KVStore | None = None,
+    ) -> None:
         by_priority = config.scheduling_policy == "priority"
         self.table = RunningTable(facts.num_slots, facts.num_drafts)
         self.queue = WaitingQueue(by_priority, config.max_waiting, facts.num_slots)
         self.allocator = allocator
         self._chunks = ChunkIndex(allocator, root_key) if facts.blends else None
-        self.roster = Roster(self.table, self.queue, allocator, root_key, store, chunks=self._chunks,
-                             keeps=history.enabled)  # fmt: skip
+        self.roster = Roster(
+            self.table, self.queue, allocator, root_key, store, chunks=self._chunks, keeps=history.enabled
+        )
         self.growth = Growth(self.roster)
         self.admitter = Admitter(
             self.roster, history, by_priority=by_priority, headroom=int(config.watermark * facts.num_blocks)
@@ -50,8 +58,9 @@ class Scheduler:
         self._writer = PlanWriter(self.roster, facts.num_drafts)
         self._budget, self._chunk = config.token_budget(), facts.prompt_chunk
         self._lag, self._stages = facts.decode_lag, facts.num_stages
-        self.drafts = DraftLength(facts.num_drafts, facts.drafts_by_batch, facts.auto_drafts,
-                                  cached=facts.drafts_cached)  # fmt: skip
+        self.drafts = DraftLength(
+            facts.num_drafts, facts.drafts_by_batch, facts.auto_drafts, cached=facts.drafts_cached
+        )
         self.guess: Guess | None = None
         self._lookup = facts.draft_lookup
 

@@ -104,7 +104,8 @@ class RunningTable:
             bound = self.upper_bound[slot]
             assert self.confirmed[slot] == len(request.tokens) and bound <= request.end
             assert bound >= self.confirmed[slot] + self.in_flight[slot] and (bound == self.confirmed[slot]) == (
-                self.in_flight[slot] == 0), "the bound is not that of the steps in flight"
+                self.in_flight[slot] == 0
+            ), "the bound is not that of the steps in flight"
             assert 0 <= self.planned[slot] <= bound
             assert self.planned[slot] < self.goal[slot] or self.planned[slot] == max(self.goal[slot], bound - 1)
         assert all(self.requests[slot] is None for slot in self._free)

@@ -39,9 +39,15 @@ class AsyncLLM:
         """The engine: its configuration, plans and core. Raises `EngineClosed` after `close`."""
         return self._served.engine
 
-    def generate(self, prompt: PromptLike, sampling_params: SamplingParams | None = None, *,
-                 request_id: str | None = None, priority: int = 0,
-                 timeout: float | None = None) -> AsyncIterator[RequestOutput]:
+    def generate(
+        self,
+        prompt: PromptLike,
+        sampling_params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        timeout: float | None = None,
+    ) -> AsyncIterator[RequestOutput]:
         """Complete one prompt. Yield an output whenever there are new tokens; the last output has `finished` set.
 
         timeout   seconds after which the request fails; None = no limit
@@ -49,18 +55,27 @@ class AsyncLLM:
         """
         return self._outputs(prompt, sampling_params, [], request_id=request_id, priority=priority, timeout=timeout)
 
-    async def embed(self, prompt: PromptLike, *, dimensions: int | None = None, request_id: str | None = None,
-                    priority: int = 0, timeout: float | None = None) -> EmbeddingRequestOutput:
+    async def embed(
+        self,
+        prompt: PromptLike,
+        *,
+        dimensions: int | None = None,
+        request_id: str | None = None,
+        priority: int = 0,
+        timeout: float | None = None,
+    ) -> EmbeddingRequestOutput:
         """Return the embedding of one prompt. `dimensions`: as for `LLM.embed`. The rest is as for `generate`."""
         plan, started = self.engine.pooling, list[Generation]()
         plan.check(dimensions)
-        async for _ in self._outputs(prompt, embed_params(), started, request_id=request_id, priority=priority,
-                                     timeout=timeout, pool=plan.method):
+        async for _ in self._outputs(
+            prompt, embed_params(), started, request_id=request_id, priority=priority, timeout=timeout, pool=plan.method
+        ):
             pass
         return embedding_output(started[0], plan, dimensions)
 
-    async def _outputs(self, prompt: PromptLike, sampling_params: SamplingParams | None, started: list[Generation],
-                       **options: Any) -> AsyncIterator[RequestOutput]:
+    async def _outputs(
+        self, prompt: PromptLike, sampling_params: SamplingParams | None, started: list[Generation], **options: Any
+    ) -> AsyncIterator[RequestOutput]:
         default, served = self.engine.default_params, self._served
         params = default if sampling_params is None else sampling_params
         loop, inbox = asyncio.get_running_loop(), asyncio.Queue[RequestOutput | Exception]()

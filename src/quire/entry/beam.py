@@ -38,13 +38,18 @@ def beam_search(
     # At most len(eos) candidates of a hypothesis end it: its `width` best open ones are in the best width + len(eos).
     alternatives = min(width + len(eos), front.limits.vocab_size)
     if 0 <= front.limits.max_logprobs < alternatives:
-        raise InvalidParameter(f"beam_width={width} needs {alternatives} logprobs per step, and this engine's "
-                               f"max_logprobs is {front.limits.max_logprobs}: lower beam_width, or start the engine "
-                               "with a higher max_logprobs.", param="beam_width")
+        raise InvalidParameter(
+            f"beam_width={width} needs {alternatives} logprobs per step, and this engine's "
+            f"max_logprobs is {front.limits.max_logprobs}: lower beam_width, or start the engine "
+            "with a higher max_logprobs.",
+            param="beam_width",
+        )
     rooms = [min(params.max_tokens, front.limits.max_model_len - len(start)) for start in starts]
     if min(rooms, default=1) < 1:
-        raise PromptTooLong(f"a prompt has {max(map(len, starts))} tokens and the context "
-                            f"{front.limits.max_model_len}: shorten it, or raise max_model_len.")
+        raise PromptTooLong(
+            f"a prompt has {max(map(len, starts))} tokens and the context "
+            f"{front.limits.max_model_len}: shorten it, or raise max_model_len."
+        )
     step = SamplingParams(temperature=0.0, max_tokens=1, logprobs=alternatives, ignore_eos=True, detokenize=False)
     for round_ in range(1, max(rooms, default=0) + 1):
         flat = [(i, beam) for i, beams in enumerate(open_beams) for beam in beams]
@@ -68,7 +73,8 @@ def _grown(beam: _Beam, output: RequestOutput, eos: frozenset[int]) -> list[_Bea
     assert logprobs is not None
     return [
         _Beam(tokens=(*beam.tokens, token), salt=beam.salt, logprob=beam.logprob + entry.logprob, finished=token in eos)
-        for token, entry in logprobs[0].items()]
+        for token, entry in logprobs[0].items()
+    ]
 
 
 def _best(front: FrontEnd, beams: list[_Beam], num_prompt: int, params: BeamSearchParams) -> BeamSearchOutput:
@@ -83,7 +89,11 @@ def _best(front: FrontEnd, beams: list[_Beam], num_prompt: int, params: BeamSear
         shown = beam.tokens[num_prompt : len(beam.tokens) - (beam.finished and not params.include_stop_str_in_output)]
         text = None if tokenizer is None else tokenizer.decode(list(shown))
         sequences.append(
-            BeamSearchSequence(tokens=list(beam.tokens), cum_logprob=beam.logprob, text=text,
-                               finish_reason="stop" if beam.finished else "length")
+            BeamSearchSequence(
+                tokens=list(beam.tokens),
+                cum_logprob=beam.logprob,
+                text=text,
+                finish_reason="stop" if beam.finished else "length",
+            )
         )
     return BeamSearchOutput(sequences=sequences)

@@ -91,10 +91,17 @@ class Completion:
             sent, self.num_sent = self.num_sent, len(self.token_ids)
         else:
             text = "" if self.text is None else self.text.text
-        return CompletionOutput(index=self.index, text=text, token_ids=self.token_ids[sent:],
-                                logprobs=None if logprobs is None else logprobs[sent:],
-                                cumulative_logprob=self.cumulative_logprob, finish_reason=self.finish_reason,
-                                stop_reason=self.stop_reason, error=self.error, drafts=self.drafts)
+        return CompletionOutput(
+            index=self.index,
+            text=text,
+            token_ids=self.token_ids[sent:],
+            logprobs=None if logprobs is None else logprobs[sent:],
+            cumulative_logprob=self.cumulative_logprob,
+            finish_reason=self.finish_reason,
+            stop_reason=self.stop_reason,
+            error=self.error,
+            drafts=self.drafts,
+        )
 
     def _read(self, *, finished: bool = False, by_token: bool = False) -> str | None:
         """Decode the unread tokens. Return the stop string that was found, or None."""
@@ -173,10 +180,17 @@ class Generation:
 
     def output(self) -> RequestOutput:
         """Return the output for the user: each completion so far or, when streamed, its new part."""
-        return RequestOutput(request_id=self.request_id, prompt=self.prompt, prompt_token_ids=self.prompt_token_ids,
-                             outputs=[c.output() for c in self.completions], finished=self.finished,
-                             prompt_logprobs=self.prompt_logprobs, num_cached_tokens=self.num_cached,
-                             metrics=self.metrics, kv_transfer_params=self.for_decode if self.finished else None)
+        return RequestOutput(
+            request_id=self.request_id,
+            prompt=self.prompt,
+            prompt_token_ids=self.prompt_token_ids,
+            outputs=[c.output() for c in self.completions],
+            finished=self.finished,
+            prompt_logprobs=self.prompt_logprobs,
+            num_cached_tokens=self.num_cached,
+            metrics=self.metrics,
+            kv_transfer_params=self.for_decode if self.finished else None,
+        )
 
     def _named(self, rows: RowLogprobs, row: int) -> LogprobsByToken:
         named: LogprobsByToken = {}

@@ -62,8 +62,16 @@ def build(config: EngineConfig, send: Send) -> tuple[Core, Ready]:
     plans |= {name: str(engine.core.facts.plans.get(name, "")) for name in ("cache", "ranks", "each rank")}
     if experts := engine.core.facts.plans["experts"]:
         plans["experts"] = str(experts)
-    ready = _ready(engine.core, dtype=engine.dtype.dtype, device=engine.device.device, weight_bytes=engine.weight_bytes,
-                   kv_bytes=engine.memory.kv_bytes, plans=plans, phases=engine.phases, notes=engine.notes)
+    ready = _ready(
+        engine.core,
+        dtype=engine.dtype.dtype,
+        device=engine.device.device,
+        weight_bytes=engine.weight_bytes,
+        kv_bytes=engine.memory.kv_bytes,
+        plans=plans,
+        phases=engine.phases,
+        notes=engine.notes,
+    )
     return engine.core, ready
 
 
@@ -79,9 +87,17 @@ def _build_mock(config: EngineConfig) -> tuple[Core, Ready]:
 def _ready(core: Core, **told: Any) -> Ready:
     """Make the `Ready` message from the core's facts and `told`, its other fields."""
     facts = core.facts
-    return Ready(max_model_len=facts.max_model_len, vocab_size=facts.vocab_size, num_slots=facts.num_slots,
-                 num_blocks=facts.num_blocks, block_size=facts.block_size, depth=facts.depth,
-                 num_drafts=facts.num_drafts, blends=facts.blends, **told)
+    return Ready(
+        max_model_len=facts.max_model_len,
+        vocab_size=facts.vocab_size,
+        num_slots=facts.num_slots,
+        num_blocks=facts.num_blocks,
+        block_size=facts.block_size,
+        depth=facts.depth,
+        num_drafts=facts.num_drafts,
+        blends=facts.blends,
+        **told,
+    )
 
 
 def _progress(phase: str, send: Send) -> Callable[[int, int], None]:

@@ -48,48 +48,69 @@ def check_options(priority: int, timeout: float | None, limits: FrontLimits) -> 
     if not isinstance(given, int) or isinstance(given, bool) or not -(2**31) <= given < 2**31:
         raise InvalidParameter(f"priority={shown(given)}: must be a 32-bit integer.", param="priority")
     if given and not limits.by_priority:
-        raise InvalidParameter(f"priority={given} needs scheduling_policy='priority'; this engine serves first "
-                               "come, first served.", param="priority")
+        raise InvalidParameter(
+            f"priority={given} needs scheduling_policy='priority'; this engine serves first come, first served.",
+            param="priority",
+        )
     seconds: Any = 1.0 if timeout is None else timeout
     if not isinstance(seconds, (int, float)) or isinstance(seconds, bool) or not 0 < seconds <= LONGEST:
-        raise InvalidParameter(f"timeout={shown(timeout)}: must be seconds, above 0 and at most 1e9.",
-                               param="timeout")
+        raise InvalidParameter(f"timeout={shown(timeout)}: must be seconds, above 0 and at most 1e9.", param="timeout")
 
 
-def check_request(params: SamplingParams, token_ids: list[int], limits: FrontLimits,
-                  tokenizer: Tokenizer | None) -> None:
+def check_request(
+    params: SamplingParams, token_ids: list[int], limits: FrontLimits, tokenizer: Tokenizer | None
+) -> None:
     """Raise a `RequestError` for a prompt or for parameters that an engine with these limits cannot serve."""
     if not token_ids:
         raise InvalidParameter("the prompt is empty: give at least one token.", param="prompt")
     if len(token_ids) + (params.max_tokens != 0) > limits.max_model_len:
-        raise PromptTooLong(f"the prompt has {len(token_ids)} tokens and the context {limits.max_model_len}: "
-                            "shorten the prompt, or raise max_model_len.")
-    for name, values in (("prompt_token_ids", token_ids), ("stop_token_ids", params.stop_token_ids),
-                         ("allowed_token_ids", params.allowed_token_ids), ("logit_bias", params.logit_bias),
-                         ("logprob_token_ids", params.logprob_token_ids)):
+        raise PromptTooLong(
+            f"the prompt has {len(token_ids)} tokens and the context {limits.max_model_len}: "
+            "shorten the prompt, or raise max_model_len."
+        )
+    for name, values in (
+        ("prompt_token_ids", token_ids),
+        ("stop_token_ids", params.stop_token_ids),
+        ("allowed_token_ids", params.allowed_token_ids),
+        ("logit_bias", params.logit_bias),
+        ("logprob_token_ids", params.logprob_token_ids),
+    ):
         check_ids(name, values or (), limits.vocab_size)
     for name, k in (("logprobs", params.logprobs), ("prompt_logprobs", params.prompt_logprobs)):
         if k is not None and limits.max_logprobs >= 0 and (k > limits.max_logprobs or k < 0):
-            raise InvalidParameter(f"{name}={shown(k)} exceeds this engine's max_logprobs={limits.max_logprobs}: "
-                                   "ask for fewer, or start the engine with a higher max_logprobs.", param=name)
+            raise InvalidParameter(
+                f"{name}={shown(k)} exceeds this engine's max_logprobs={limits.max_logprobs}: "
+                "ask for fewer, or start the engine with a higher max_logprobs.",
+                param=name,
+            )
     if (params.speculative_tokens or 0) > limits.num_drafts:
-        raise InvalidParameter(f"speculative_tokens={shown(params.speculative_tokens)} exceeds this engine's "
-                               f"{limits.num_drafts} drafts: ask for fewer, or start the engine with a "
-                               "--speculative-config of more.", param="speculative_tokens")
-    for name, given in (("stop", params.stop_strings), ("bad_words", params.bad_words),
-                        ("structured_outputs", params.structured_outputs)):
+        raise InvalidParameter(
+            f"speculative_tokens={shown(params.speculative_tokens)} exceeds this engine's "
+            f"{limits.num_drafts} drafts: ask for fewer, or start the engine with a "
+            "--speculative-config of more.",
+            param="speculative_tokens",
+        )
+    for name, given in (
+        ("stop", params.stop_strings),
+        ("bad_words", params.bad_words),
+        ("structured_outputs", params.structured_outputs),
+    ):
         if given and tokenizer is None:
             raise InvalidParameter(
                 f"{name} needs a tokenizer, and this engine has none (skip_tokenizer_init): leave {name} out.",
-                param=name)
+                param=name,
+            )
 
 
 def check_ids(name: str, ids: Collection[int], size: int) -> None:
     """Raise `InvalidParameter` for ids, in the field `name`, outside a vocabulary of `size` tokens."""
     if ids and not (0 <= min(ids) and max(ids) < size):
         wrong = [token for token in ids if not 0 <= token < size]
-        raise InvalidParameter(f"{name} holds {listed(wrong)}, outside the vocabulary of {size} tokens (0 to "
-                               f"{size - 1}): send ids of this model.", param=name)
+        raise InvalidParameter(
+            f"{name} holds {listed(wrong)}, outside the vocabulary of {size} tokens (0 to "
+            f"{size - 1}): send ids of this model.",
+            param=name,
+        )
 
 
 def check_first_token(params: SamplingParams, spec: SamplerSpec, vocab_size: int) -> None:
@@ -102,12 +123,21 @@ def check_first_token(params: SamplingParams, spec: SamplerSpec, vocab_size: int
     names = ["allowed_token_ids"] * bool(allowed) + ["bad_words"] * bool(words & allowed if allowed else words)
     names += ["min_tokens"] * bool(ends & allowed if allowed else ends)
     why = f" (stop_token_ids and end tokens cannot come before {params.min_tokens} others)" * ("min_tokens" in names)
-    raise InvalidParameter(f"{' and '.join(names)}{why}: no token is left that the answer could begin with. Allow "
-                           "another token, or leave one of these fields out.", param=names[0])
+    raise InvalidParameter(
+        f"{' and '.join(names)}{why}: no token is left that the answer could begin with. Allow "
+        "another token, or leave one of these fields out.",
+        param=names[0],
+    )
 
 
-def sampler_spec(params: SamplingParams, seed: int, num_prompt: int, stop_ids: tuple[int, ...], vocab_size: int,
-                 tokenizer: Tokenizer | None) -> SamplerSpec:
+def sampler_spec(
+    params: SamplingParams,
+    seed: int,
+    num_prompt: int,
+    stop_ids: tuple[int, ...],
+    vocab_size: int,
+    tokenizer: Tokenizer | None,
+) -> SamplerSpec:
     """Return the parameters of a checked request as the sampler reads them.
 
     num_prompt   number of prompt tokens
@@ -144,6 +174,14 @@ def sampler_spec(params: SamplingParams, seed: int, num_prompt: int, stop_ids: t
 def child_request(parent: NewRequest, index: int, request_id: str) -> NewRequest:
     """Return the core's request of completion `index` of n. It shares the KV blocks of the prompt; its seed differs."""
     spec = msgspec.structs.replace(
-        parent.sampler, seed=child_seed(parent.sampler.seed, index), num_prompt_logprobs=None)
-    return msgspec.structs.replace(parent, handle=parent.handle + index, request_id=request_id, sampler=spec,
-                                   parent=parent.handle, read_prefix_cache=True, transfer=None)
+        parent.sampler, seed=child_seed(parent.sampler.seed, index), num_prompt_logprobs=None
+    )
+    return msgspec.structs.replace(
+        parent,
+        handle=parent.handle + index,
+        request_id=request_id,
+        sampler=spec,
+        parent=parent.handle,
+        read_prefix_cache=True,
+        transfer=None,
+    )

@@ -39,19 +39,28 @@ def embedding_output(generation: Generation, plan: PoolingPlan, dimensions: int 
     """Make the output of `LLM.embed`. A failed request has an empty embedding and the code of its error."""
     ended = generation.completions[0]
     failed = ended.finish_reason == "error"
-    outputs = EmbeddingOutput(embedding=[] if failed else vector_of(generation, plan, dimensions).tolist(),
-                              error=str(ended.stop_reason) if failed else None)
+    outputs = EmbeddingOutput(
+        embedding=[] if failed else vector_of(generation, plan, dimensions).tolist(),
+        error=str(ended.stop_reason) if failed else None,
+    )
     return EmbeddingRequestOutput(
-        request_id=generation.request_id, prompt=generation.prompt, prompt_token_ids=generation.prompt_token_ids,
-        outputs=outputs, num_cached_tokens=generation.num_cached)
+        request_id=generation.request_id,
+        prompt=generation.prompt,
+        prompt_token_ids=generation.prompt_token_ids,
+        outputs=outputs,
+        num_cached_tokens=generation.num_cached,
+    )
 
 
 def paired(first: Sequence[First], second: Sequence[Second]) -> list[tuple[int, int]]:
     """Return the pairs of texts to compare, as (index in `first`, index in `second`). Texts with the same index are a
     pair; a single text in `first` makes a pair with each of `second`. Raises `InvalidParameter` for other lengths."""
     if len(first) not in (1, len(second)) or not first:
-        raise InvalidParameter(f"{len(first)} texts cannot be compared with {len(second)}: give one text and a list, "
-                               "or two lists of the same length.", param="text_2")
+        raise InvalidParameter(
+            f"{len(first)} texts cannot be compared with {len(second)}: give one text and a list, "
+            "or two lists of the same length.",
+            param="text_2",
+        )
     return [(0 if len(first) == 1 else i, i) for i in range(len(second))]
 
 

@@ -1,8 +1,8 @@
 """Exit codes of Quire's processes, and the code of each error. No torch.
 
-    0   done, or stopped by request         3     a configuration or a model that cannot be served
-    1   any other error                     4     out of memory
-    2   invalid command line                130   Ctrl-C        141   the reader of the output is gone (SIGPIPE)
+0   done, or stopped by request         3     a configuration or a model that cannot be served
+1   any other error                     4     out of memory
+2   invalid command line                130   Ctrl-C        141   the reader of the output is gone (SIGPIPE)
 """
 
 from quire.contracts.errors import ConfigError, InvalidParameter, ModelError

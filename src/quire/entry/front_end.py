@@ -73,8 +73,9 @@ class FrontEnd:
     `take` updates the generations with a step's outputs, for the server. `apply` also makes the users' outputs.
     """
 
-    def __init__(self, tokenizer: Tokenizer | None, limits: FrontLimits, *, seed: int = 0,
-                 place: FrontPlace = ALONE) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer | None, limits: FrontLimits, *, seed: int = 0, place: FrontPlace = ALONE
+    ) -> None:
         self.tokenizer = tokenizer
         self.limits = limits
         self._eos = frozenset(i for i in limits.eos_ids if i < limits.vocab_size)
@@ -83,17 +84,29 @@ class FrontEnd:
         self._by_handle: dict[int, tuple[Generation, Completion]] = {}
 
     @classmethod
-    def of(cls, config: EngineConfig, facts: ExecutorFacts | Ready, tokenizer: Tokenizer | None,
-           eos_ids: tuple[int, ...], place: FrontPlace = ALONE) -> Self:
+    def of(
+        cls,
+        config: EngineConfig,
+        facts: ExecutorFacts | Ready,
+        tokenizer: Tokenizer | None,
+        eos_ids: tuple[int, ...],
+        place: FrontPlace = ALONE,
+    ) -> Self:
         """Make the front end of an engine. `facts`: limits that the executor or the core reports."""
         if facts.blends and tokenizer is not None:
             tokenizer.separator = config.cache.blend_separator
         between = tokenizer.encode(tokenizer.separator, add_special_tokens=False) if tokenizer is not None else ()
-        limits = FrontLimits(max_model_len=facts.max_model_len, vocab_size=facts.vocab_size,
-                        max_logprobs=config.model.max_logprobs, eos_ids=eos_ids, num_drafts=facts.num_drafts,
-                        sharing=resolve_offload(config).sharing, block_size=facts.block_size,
-                        by_priority=config.scheduler.scheduling_policy == "priority",
-                        chunking=Chunking(facts.blends, config.cache.blend_ratio, tuple(between)))
+        limits = FrontLimits(
+            max_model_len=facts.max_model_len,
+            vocab_size=facts.vocab_size,
+            max_logprobs=config.model.max_logprobs,
+            eos_ids=eos_ids,
+            num_drafts=facts.num_drafts,
+            sharing=resolve_offload(config).sharing,
+            block_size=facts.block_size,
+            by_priority=config.scheduler.scheduling_policy == "priority",
+            chunking=Chunking(facts.blends, config.cache.blend_ratio, tuple(between)),
+        )
         return cls(tokenizer, limits, seed=config.model.seed, place=place)
 
     def __len__(self) -> int:
@@ -106,8 +119,17 @@ class FrontEnd:
         """Return the generations that have not finished."""
         return list({g.completions[0].handle: g for g, _ in self._by_handle.values()}.values())
 
-    def start(self, prompt: Prompt, params: SamplingParams, *, request_id: str | None = None, priority: int = 0,
-              timeout: float | None = None, pool: str = "", tenant: str = "") -> tuple[Generation, list[NewRequest]]:
+    def start(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        timeout: float | None = None,
+        pool: str = "",
+        tenant: str = "",
+    ) -> tuple[Generation, list[NewRequest]]:
         """Return the generation of one prompt, and the core's requests: one per completion.
 
         timeout   seconds after which the request fails
@@ -116,8 +138,9 @@ class FrontEnd:
         Raises a `RequestError` when the prompt cannot be served. Then the front end has not changed.
         """
         if not isinstance(params, SamplingParams):
-            raise InvalidParameter(f"sampling_params must be SamplingParams, not {type(params).__name__}.",
-                                   param="sampling_params")
+            raise InvalidParameter(
+                f"sampling_params must be SamplingParams, not {type(params).__name__}.", param="sampling_params"
+            )
         limits = self.limits
         params.check()
         check_options(priority, timeout, limits)
@@ -132,15 +155,22 @@ class FrontEnd:
         chunks = read_chunks(params, token_ids, limits.chunking, prompt.text is not None, transfer, prompt.chunks)
         first = self._next_handle if self._next_handle + params.n <= self._place.end else self._place.first
         request_id = request_id if request_id is not None else str(first)
-        generation = Generation(request_id=request_id, tenant=tenant, prompt=prompt.text, prompt_token_ids=token_ids,
-                                params=params, completions=[],
-                                transfer=transfer,
-                                tokenizer=self.tokenizer if params.detokenize else None,
-                                prompt_logprobs=None if params.prompt_logprobs is None else [None])
+        generation = Generation(
+            request_id=request_id,
+            tenant=tenant,
+            prompt=prompt.text,
+            prompt_token_ids=token_ids,
+            params=params,
+            completions=[],
+            transfer=transfer,
+            tokenizer=self.tokenizer if params.detokenize else None,
+            prompt_logprobs=None if params.prompt_logprobs is None else [None],
+        )
         for i in range(params.n):
             text, streamed = self._text(token_ids, params), params.output_kind == OutputKind.DELTA
             generation.completions.append(
-                Completion(handle=first + i, index=i, text=text, eos_ids=self._eos, streamed=streamed))
+                Completion(handle=first + i, index=i, text=text, eos_ids=self._eos, streamed=streamed)
+            )
         room = limits.max_model_len - len(token_ids)
         parent = NewRequest(
             handle=first,
@@ -247,8 +277,11 @@ class FrontEnd:
                 found[0].num_cached, found[0].metrics.prefix = num_cached, outputs.prefixes.get(handle)
                 found[0].metrics.origins = outputs.origins.get(handle, {})
                 found[0].for_decode = answer_transfer(
-                    found[0].transfer, self.limits.sharing.of(outputs.homes.get(handle, 0)),
-                    len(found[0].prompt_token_ids), self.limits.block_size)  # fmt: skip
+                    found[0].transfer,
+                    self.limits.sharing.of(outputs.homes.get(handle, 0)),
+                    len(found[0].prompt_token_ids),
+                    self.limits.block_size,
+                )
         for handle in outputs.preempted:
             if (found := self._by_handle.get(handle)) is not None:
                 found[0].num_preemptions += 1
@@ -296,7 +329,8 @@ class FrontEnd:
         assert prompt.text is not None
         if self.tokenizer is None:
             raise InvalidParameter(
-                "this engine has no tokenizer (skip_tokenizer_init): give prompt_token_ids.", param="prompt")
+                "this engine has no tokenizer (skip_tokenizer_init): give prompt_token_ids.", param="prompt"
+            )
         return self.tokenizer.encode(prompt.text)
 
     def tokenized(self, prompt: Prompt) -> Prompt:

@@ -59,8 +59,15 @@ class LLM:
             raise EngineClosed("this LLM is closed: make a new one.")
         return self._engine
 
-    def generate(self, prompts: PromptLike | Sequence[PromptLike], sampling_params: ParamsLike = None, *,
-                 use_tqdm: bool = True, priority: Sequence[int] | None = None, **others: Any) -> list[RequestOutput]:
+    def generate(
+        self,
+        prompts: PromptLike | Sequence[PromptLike],
+        sampling_params: ParamsLike = None,
+        *,
+        use_tqdm: bool = True,
+        priority: Sequence[int] | None = None,
+        **others: Any,
+    ) -> list[RequestOutput]:
         """Complete every prompt. Return the outputs in the order of the prompts.
 
         prompts           a string, token ids, {"prompt": ...}, {"prompt_token_ids": ...}, or a list of these
@@ -77,19 +84,32 @@ class LLM:
         final = [p.clone(output_kind=OutputKind.FINAL_ONLY) for p in params]
         started: list[Generation] = []
         done: dict[int, RequestOutput] = {}
-        with (Progress("Generating", len(parsed), enabled=use_tqdm, unit="prompt") as progress,
-              closing(self._run(parsed, final, priority, started)) as outputs):
+        with (
+            Progress("Generating", len(parsed), enabled=use_tqdm, unit="prompt") as progress,
+            closing(self._run(parsed, final, priority, started)) as outputs,
+        ):
             for output, first_handle in outputs:
                 done[first_handle] = output
                 progress.advance(1)
-        failed = Counter(c.error or str(c.stop_reason) for output in done.values() for c in output.outputs
-                         if c.finish_reason == "error")
+        failed = Counter(
+            c.error or str(c.stop_reason)
+            for output in done.values()
+            for c in output.outputs
+            if c.finish_reason == "error"
+        )
         for cause, count in failed.items():
             LOG.error("%d of %d completions failed: %s", count, sum(p.n for p in params), cause)
         return [done[g.completions[0].handle] for g in started]
 
-    def embed(self, prompts: PromptLike | Sequence[PromptLike], *, dimensions: int | None = None, use_tqdm: bool = True,
-              priority: Sequence[int] | None = None, **others: Any) -> list[EmbeddingRequestOutput]:
+    def embed(
+        self,
+        prompts: PromptLike | Sequence[PromptLike],
+        *,
+        dimensions: int | None = None,
+        use_tqdm: bool = True,
+        priority: Sequence[int] | None = None,
+        **others: Any,
+    ) -> list[EmbeddingRequestOutput]:
         """Embed every prompt by the model's pooling method. Return the outputs in the order of the prompts.
 
         dimensions   keep this many numbers of each vector, the first ones, normalized to length 1; None = all
@@ -101,8 +121,14 @@ class LLM:
         plan.check(dimensions)
         return [embedding_output(g, plan, dimensions) for g in self._pool(parse_prompts(prompts), use_tqdm, priority)]
 
-    def score(self, text_1: PromptLike | Sequence[PromptLike], text_2: PromptLike | Sequence[PromptLike], *,
-              use_tqdm: bool = True, **others: Any) -> list[ScoringRequestOutput]:
+    def score(
+        self,
+        text_1: PromptLike | Sequence[PromptLike],
+        text_2: PromptLike | Sequence[PromptLike],
+        *,
+        use_tqdm: bool = True,
+        **others: Any,
+    ) -> list[ScoringRequestOutput]:
         """Return the cosine similarity of text pairs: one text with each of several, or two lists pair by pair.
 
         Raises `InvalidParameter` when the model does not declare a pooling method, `RequestFailed` when a prompt fails.
@@ -114,21 +140,42 @@ class LLM:
         pairs = [(one, len(first) + other) for one, other in paired(first, second)]
         done = self._pool([*first, *second], use_tqdm)
         vectors, ids = [vector_of(g, plan) for g in done], [g.prompt_token_ids for g in done]
-        return [ScoringRequestOutput(request_id=done[b].request_id, prompt_token_ids=ids[a] + ids[b],
-                                     outputs=ScoringOutput(score=likeness(vectors[a], vectors[b]))) for a, b in pairs]
+        return [
+            ScoringRequestOutput(
+                request_id=done[b].request_id,
+                prompt_token_ids=ids[a] + ids[b],
+                outputs=ScoringOutput(score=likeness(vectors[a], vectors[b])),
+            )
+            for a, b in pairs
+        ]
 
-    def chat(self, messages: Messages | Sequence[Messages], sampling_params: ParamsLike = None, *,
-             use_tqdm: bool = True, chat_template: str | None = None, add_generation_prompt: bool = True,
-             continue_final_message: bool = False, tools: list[dict[str, Any]] | None = None,
-             chat_template_kwargs: dict[str, Any] | None = None, **others: Any) -> list[RequestOutput]:
+    def chat(
+        self,
+        messages: Messages | Sequence[Messages],
+        sampling_params: ParamsLike = None,
+        *,
+        use_tqdm: bool = True,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: list[dict[str, Any]] | None = None,
+        chat_template_kwargs: dict[str, Any] | None = None,
+        **others: Any,
+    ) -> list[RequestOutput]:
         """Answer one conversation or several: lists of {"role": ..., "content": ...}. See `generate`, `render_chat`."""
         check_arguments(LLM.chat, others)
         several = bool(messages) and not isinstance(messages[0], dict)
         conversations: Sequence[Any] = messages if several else [messages]
         prompts = [
-            render_chat(self.engine, m, chat_template=chat_template, tools=tools,
-                        add_generation_prompt=add_generation_prompt, continue_final_message=continue_final_message,
-                        chat_template_kwargs=chat_template_kwargs)
+            render_chat(
+                self.engine,
+                m,
+                chat_template=chat_template,
+                tools=tools,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                chat_template_kwargs=chat_template_kwargs,
+            )
             for m in conversations
         ]
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
@@ -147,7 +194,11 @@ class LLM:
         return self.stream(render_chat(self.engine, messages, **template_kwargs), sampling_params)
 
     def beam_search(
-        self, prompts: PromptLike | Sequence[PromptLike], params: BeamSearchParams, *, use_tqdm: bool = False,
+        self,
+        prompts: PromptLike | Sequence[PromptLike],
+        params: BeamSearchParams,
+        *,
+        use_tqdm: bool = False,
         **others: Any,
     ) -> list[BeamSearchOutput]:
         """Return the `beam_width` most likely completions of every prompt, best first."""
@@ -194,26 +245,33 @@ class LLM:
             return [given] * count
         wrong = [type(p).__name__ for p in given if not isinstance(p, SamplingParams)]
         if isinstance(given, Mapping) or wrong:
-            raise InvalidParameter(f"sampling_params must be SamplingParams, or a list of them, not "
-                                   f"{wrong[0] if isinstance(given, list) else type(given).__name__}.",
-                                   param="sampling_params")
+            raise InvalidParameter(
+                f"sampling_params must be SamplingParams, or a list of them, not "
+                f"{wrong[0] if isinstance(given, list) else type(given).__name__}.",
+                param="sampling_params",
+            )
         if len(given) != count:
-            raise InvalidParameter(f"{count} prompts and {len(given)} sampling params: give one for all, or one each.",
-                                   param="sampling_params")
+            raise InvalidParameter(
+                f"{count} prompts and {len(given)} sampling params: give one for all, or one each.",
+                param="sampling_params",
+            )
         return list(given)
 
     def _pool(self, prompts: list[Prompt], use_tqdm: bool, priority: Sequence[int] | None = None) -> list[Generation]:
         """Compute the vectors of all prompts; each `Generation` returned holds its own."""
         started: list[Generation] = []
         params = [embed_params()] * len(prompts)
-        with (Progress("Embedding", len(prompts), enabled=use_tqdm, unit="prompt") as progress,
-              closing(self._run(prompts, params, priority, started, self.engine.pooling.method)) as outputs):
+        with (
+            Progress("Embedding", len(prompts), enabled=use_tqdm, unit="prompt") as progress,
+            closing(self._run(prompts, params, priority, started, self.engine.pooling.method)) as outputs,
+        ):
             for _ in outputs:
                 progress.advance(1)
         return started
 
-    def _start(self, prompt: Prompt, params: SamplingParams, started: list[Generation], mail: Mail,
-               **options: Any) -> None:
+    def _start(
+        self, prompt: Prompt, params: SamplingParams, started: list[Generation], mail: Mail, **options: Any
+    ) -> None:
         """Queue one prompt with all of its completions. If one is refused, the owner of `started` aborts the others."""
         generation, requests = self._front.start(prompt, params, **options)
         self._mail[generation.completions[0].handle] = mail
@@ -221,8 +279,14 @@ class LLM:
         for request in requests:
             self.engine.core.add(request, places=0)  # past the queue's limit, which protects a server from its clients
 
-    def _run(self, prompts: list[Prompt], params: list[SamplingParams], priority: Sequence[int] | None,
-             started: list[Generation], pool: str = "") -> Generator[tuple[RequestOutput, int], None, None]:
+    def _run(
+        self,
+        prompts: list[Prompt],
+        params: list[SamplingParams],
+        priority: Sequence[int] | None,
+        started: list[Generation],
+        pool: str = "",
+    ) -> Generator[tuple[RequestOutput, int], None, None]:
         """Queue all prompts, or none, and step the engine until they have finished.
 
         Yields (output, handle of the prompt's first completion) and fills `started`. Closing the generator aborts the
@@ -232,7 +296,8 @@ class LLM:
             raise self._dead
         if priority is not None and len(priority) != len(prompts):
             raise InvalidParameter(
-                f"{len(prompts)} prompts and {len(priority)} priorities: give one each.", param="priority")
+                f"{len(prompts)} prompts and {len(priority)} priorities: give one each.", param="priority"
+            )
         ready: Mail = deque()
         try:
             with uninterrupted():

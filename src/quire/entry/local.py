@@ -26,26 +26,39 @@ def tokenizer_of(front: FrontEnd) -> Tokenizer:
     return front.tokenizer
 
 
-def render_chat(engine: Engine, messages: Messages, /, *, chat_template: str | None = None,
-                tools: list[dict[str, Any]] | None = None, add_generation_prompt: bool = True,
-                continue_final_message: bool = False, chat_template_kwargs: dict[str, Any] | None = None,
-                **variables: Any) -> Prompt:
+def render_chat(
+    engine: Engine,
+    messages: Messages,
+    /,
+    *,
+    chat_template: str | None = None,
+    tools: list[dict[str, Any]] | None = None,
+    add_generation_prompt: bool = True,
+    continue_final_message: bool = False,
+    chat_template_kwargs: dict[str, Any] | None = None,
+    **variables: Any,
+) -> Prompt:
     """Render one conversation. Return a prompt with its text and token ids; BOS is not added twice.
     `chat_template_kwargs`, `variables`: further variables of the template. Raises `InvalidParameter` if
     `chat_template_kwargs` has a parameter of this function, such as `tools` or `add_generation_prompt`."""
     tokenizer = engine.tokenizer
     if tokenizer is None:
         raise InvalidParameter(
-            "chat needs a tokenizer: make this engine without skip_tokenizer_init=True.", param="messages")
+            "chat needs a tokenizer: make this engine without skip_tokenizer_init=True.", param="messages"
+        )
     template = engine.chat_template
     if chat_template is not None:
         template = ChatTemplate.load(engine.tokenizer_folder, override=chat_template)
     if template is None:
         raise no_template(engine.config.model.model)
     marked = MarkedParts(engine.core.facts.blends)
-    text = template.render(marked.mark(messages), tools=tools, add_generation_prompt=add_generation_prompt,
-                           continue_final_message=continue_final_message,
-                           **{**variables, **_checked_variables(chat_template_kwargs)})
+    text = template.render(
+        marked.mark(messages),
+        tools=tools,
+        add_generation_prompt=add_generation_prompt,
+        continue_final_message=continue_final_message,
+        **{**variables, **_checked_variables(chat_template_kwargs)},
+    )
     return piece_prompt(tokenizer, marked.pieces(text), special=False)
 
 
@@ -55,6 +68,9 @@ def _checked_variables(given: Any) -> dict[str, Any]:
         raise InvalidParameter("chat_template_kwargs must be a dict with string keys.", param="chat_template_kwargs")
     for name in (*ARGUMENTS, *SWITCHES):
         if name in variables:
-            raise InvalidParameter(f"chat_template_kwargs may not hold {name}, which is not a variable of the "
-                                   "template: pass it as an argument.", param="chat_template_kwargs")
+            raise InvalidParameter(
+                f"chat_template_kwargs may not hold {name}, which is not a variable of the "
+                "template: pass it as an argument.",
+                param="chat_template_kwargs",
+            )
     return variables

@@ -23,6 +23,7 @@ def obtain_model(config: EngineConfig) -> tuple[Path, Path]:
         device, cpu = resolve_device(config.device.device).device, read_cpu_facts()
         args, dtype, quantization = read_model(config, folder, device, cpu)
         load_text(config, folder, tokenizer_folder=tokenizer_folder)
-        obtain_weights(config, folder, args, dtype, cpu.free_memory if device == "cpu" else None,
-                       quantization=quantization.config)  # fmt: skip
+        obtain_weights(
+            config, folder, args, dtype, cpu.free_memory if device == "cpu" else None, quantization=quantization.config
+        )
     return folder, tokenizer_folder

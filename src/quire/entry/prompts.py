@@ -44,8 +44,10 @@ def parse_prompts(prompts: PromptLike | Sequence[PromptLike]) -> list[Prompt]:
     if isinstance(prompts, (str, Mapping, Prompt)) or _is_ids(prompts):
         return [parse_prompt(prompts)]
     if not isinstance(prompts, Sequence) or isinstance(prompts, bytes):
-        raise InvalidParameter("prompts must be a string, token ids, a dict or a list of these, not "
-                               f"{type(prompts).__name__}.", param="prompts")
+        raise InvalidParameter(
+            f"prompts must be a string, token ids, a dict or a list of these, not {type(prompts).__name__}.",
+            param="prompts",
+        )
     return [parse_prompt(p) for p in prompts]
 
 
@@ -59,8 +61,11 @@ def parse_prompt(prompt: object) -> Prompt:
         return _parse_mapping(prompt)
     if _is_ids(prompt):
         return Prompt(token_ids=list(prompt))
-    raise InvalidParameter(f"a prompt must be a string, a list of token ids, {{'prompt': text}} or "
-                           f"{{'prompt_token_ids': ids}}, not {type(prompt).__name__}.", param="prompt")
+    raise InvalidParameter(
+        f"a prompt must be a string, a list of token ids, {{'prompt': text}} or "
+        f"{{'prompt_token_ids': ids}}, not {type(prompt).__name__}.",
+        param="prompt",
+    )
 
 
 def _parse_mapping(prompt: Mapping[str, object]) -> Prompt:
@@ -68,7 +73,8 @@ def _parse_mapping(prompt: Mapping[str, object]) -> Prompt:
     if unknown:
         raise InvalidParameter(
             f"prompt key {shown(unknown[0])} is not implemented: use {', '.join(sorted(PROMPT_KEYS))}.",
-            param=unknown[0])
+            param=unknown[0],
+        )
     text, ids, salt = prompt.get("prompt"), prompt.get("prompt_token_ids"), prompt.get("cache_salt") or ""
     if text is None and ids is None:
         raise InvalidParameter("a prompt dict needs 'prompt' or 'prompt_token_ids'.", param="prompt")
@@ -82,5 +88,9 @@ def _parse_mapping(prompt: Mapping[str, object]) -> Prompt:
 
 
 def _is_ids(value: object) -> TypeGuard[Sequence[int]]:
-    return (isinstance(value, Sequence) and not isinstance(value, (str, bytes)) and len(value) > 0
-            and all(issubclass(kind, int) and kind is not bool for kind in set(map(type, value))))
+    return (
+        isinstance(value, Sequence)
+        and not isinstance(value, (str, bytes))
+        and len(value) > 0
+        and all(issubclass(kind, int) and kind is not bool for kind in set(map(type, value)))
+    )

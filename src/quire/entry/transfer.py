@@ -40,19 +40,30 @@ def read_transfer(params: dict[str, Any] | None, plan: SharePlan) -> Transfer | 
     if not first and not second:
         return None
     if first and second:
-        raise InvalidParameter(f"{PARAM}: a node either prefills or decodes: set one of do_remote_decode and "
-                               "do_remote_prefill.", param=PARAM)  # fmt: skip
+        raise InvalidParameter(
+            f"{PARAM}: a node either prefills or decodes: set one of do_remote_decode and do_remote_prefill.",
+            param=PARAM,
+        )
     if (first and not plan.sends) or (second and not plan.takes):
         asked, role = ("do_remote_decode", "kv_producer") if first else ("do_remote_prefill", "kv_consumer")
-        raise InvalidParameter(f"{PARAM}: {asked} needs an engine that was started with --kv-transfer-config "
-                               f'\'{{"kv_connector": "{CONNECTOR}", "kv_role": "{role}"}}\' or "kv_both".', param=PARAM)
+        raise InvalidParameter(
+            f"{PARAM}: {asked} needs an engine that was started with --kv-transfer-config "
+            f'\'{{"kv_connector": "{CONNECTOR}", "kv_role": "{role}"}}\' or "kv_both".',
+            param=PARAM,
+        )
     if first:
         return Transfer(name=secrets.token_hex(16))
     if given.remote_host is None or given.remote_port is None or given.remote_request_id is None:
-        raise InvalidParameter(f"{PARAM}: do_remote_prefill without remote_host, remote_port and remote_request_id: "
-                               "pass on what the prefill node has answered.", param=PARAM)  # fmt: skip
-    return Transfer(name=given.remote_request_id, address=f"{given.remote_host}:{given.remote_port}",
-                    num_tokens=given.remote_num_tokens or 0)
+        raise InvalidParameter(
+            f"{PARAM}: do_remote_prefill without remote_host, remote_port and remote_request_id: "
+            "pass on what the prefill node has answered.",
+            param=PARAM,
+        )
+    return Transfer(
+        name=given.remote_request_id,
+        address=f"{given.remote_host}:{given.remote_port}",
+        num_tokens=given.remote_num_tokens or 0,
+    )
 
 
 def answer_transfer(transfer: Transfer | None, plan: SharePlan, num_tokens: int, size: int) -> dict[str, Any] | None:
@@ -63,6 +74,14 @@ def answer_transfer(transfer: Transfer | None, plan: SharePlan, num_tokens: int,
     if transfer is None or transfer.address or plan.place is None:
         return None
     host, port = plan.place
-    return {"do_remote_prefill": True, "do_remote_decode": False, "remote_engine_id": f"{host}:{port}",
-            "remote_request_id": transfer.name, "remote_host": host, "remote_port": port, "tp_size": plan.tp,
-            "remote_block_ids": list(range(num_tokens // size)), "remote_num_tokens": num_tokens}
+    return {
+        "do_remote_prefill": True,
+        "do_remote_decode": False,
+        "remote_engine_id": f"{host}:{port}",
+        "remote_request_id": transfer.name,
+        "remote_host": host,
+        "remote_port": port,
+        "tp_size": plan.tp,
+        "remote_block_ids": list(range(num_tokens // size)),
+        "remote_num_tokens": num_tokens,
+    }

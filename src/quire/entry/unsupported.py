@@ -1,5 +1,4 @@
-"""Methods and arguments of vLLM's `LLM` that Quire's does not have. Each is refused by name, with what to use instead.
-"""
+"""Methods and arguments of vLLM's `LLM` that Quire's does not have. Each is refused by name, with its replacement."""
 
 import difflib
 from collections.abc import Callable, Mapping

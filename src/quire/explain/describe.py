@@ -61,8 +61,16 @@ def plan_engine(config: EngineConfig, described: str = "", head: str = "") -> Pl
     machine = Machine(device=device, words=words, total_memory=memory)
     args = read_args(config, folder, head)
     dtype = resolve_dtype(config.model.dtype, args.dtype, bool(facts.bf16_units), device)
-    plan = resolve_engine(config, folder, args, machine, dtype, probe_of(gpu.capability if gpu else None),
-                          parallel=parallel, quantization=_quantization(config, folder, args))  # fmt: skip
+    plan = resolve_engine(
+        config,
+        folder,
+        args,
+        machine,
+        dtype,
+        probe_of(gpu.capability if gpu else None),
+        parallel=parallel,
+        quantization=_quantization(config, folder, args),
+    )
     draft = None
     if (other := draft_config(config, dtype.dtype)) is not None and not plan.missing:
         draft = plan_engine(other, described, head_method(config))
@@ -142,8 +150,12 @@ def _larger(report: PlanReport, gpu: Gpu) -> str:
     """
     plan = report.plan
     asked, layers = plan.mesh.parallel, plan.args.num_layers
-    doubled = [replace(asked, tp=asked.tp << i, pp=asked.pp << j) for j in range(layers.bit_length())
-               for i in range(4) if i == 0 or asked.tp << i <= HOST_GPUS]  # fmt: skip
+    doubled = [
+        replace(asked, tp=asked.tp << i, pp=asked.pp << j)
+        for j in range(layers.bit_length())
+        for i in range(4)
+        if i == 0 or asked.tp << i <= HOST_GPUS
+    ]
     for sizes in sorted(doubled, key=lambda sizes: sizes.size):
         other = msgspec.structs.replace(plan, mesh=msgspec.structs.replace(plan.mesh, parallel=sizes))
         try:
@@ -169,8 +181,9 @@ def _memory(report: PlanReport, gpu: Gpu | None, free: int, rank: Rank) -> Memor
     if plan.graphs.bounds:  # graphs have memory of their own, for the experts' part of the largest exchange, too
         ours += plan.mesh.parallel.dp * plan.graphs.bounds[-1] * _expert_bytes(plan)
     left = gpu.memory - weights - ours
-    return resolve_sizing(plan, DeviceMemory(total=gpu.memory, at_start=gpu.memory, free=left, weights=weights,
-                                             others=0))  # fmt: skip
+    return resolve_sizing(
+        plan, DeviceMemory(total=gpu.memory, at_start=gpu.memory, free=left, weights=weights, others=0)
+    )
 
 
 def _activations(plan: EnginePlan) -> int:
@@ -192,5 +205,8 @@ def _expert_bytes(plan: EnginePlan) -> int:
     moe, parallel = plan.args.moe, plan.mesh.parallel
     if moe is None:
         return 0
-    return 2 * moe.routing.top_k * (3 * moe.expert_size // (1 if parallel.experts else parallel.tp) +
-                                    plan.args.hidden_size)
+    return (
+        2
+        * moe.routing.top_k
+        * (3 * moe.expert_size // (1 if parallel.experts else parallel.tp) + plan.args.hidden_size)
+    )

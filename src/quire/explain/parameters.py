@@ -56,12 +56,19 @@ def reference_layout(params: tuple[Param, ...], folder: Path) -> tuple[Param, ..
     except UnsupportedModel:
         theirs = params
     names = {(param.name, part.name): part.stored for param in theirs for part in param.parts}
-    named = tuple(replace(param, parts=tuple(replace(part, stored=names.get((param.name, part.name), part.stored))
-                                             for part in param.parts)) for param in params)  # fmt: skip
+    named = tuple(
+        replace(
+            param,
+            parts=tuple(replace(part, stored=names.get((param.name, part.name), part.stored)) for part in param.parts),
+        )
+        for param in params
+    )
     wanted = {part.stored for param in named for raw in raw_tensors(param) for part in raw.parts}
     if missing := sorted(wanted - stored_in(folder).keys()):
-        raise ModelError(f"the reference {folder} has no tensor {missing[0]}: rename the reference's tensors so that "
-                         "they are named as in the model that is verified.")
+        raise ModelError(
+            f"the reference {folder} has no tensor {missing[0]}: rename the reference's tensors so that "
+            "they are named as in the model that is verified."
+        )
     return named
 
 
@@ -73,14 +80,20 @@ def changed_parameters(model: Decoder, params: tuple[Param, ...], folder: Path) 
     """
     from safetensors import safe_open
 
-    names = {part.stored: other.stored for param, named in zip(model.layout, params, strict=True)
-             for part, other in zip(param.parts, named.parts, strict=True)}  # fmt: skip
+    names = {
+        part.stored: other.stored
+        for param, named in zip(model.layout, params, strict=True)
+        for part, other in zip(param.parts, named.parts, strict=True)
+    }
     with ExitStack() as stack:
         files = [stack.enter_context(safe_open(path, "pt")) for path in weight_files(folder)]
         holders = {name: file for file in files for name in file.keys()}  # noqa: SIM118  not a dict
         stored = {full: partial(holders[name].get_tensor, name) for name, full in full_names(holders).items()}
-        return tuple(found for name, ours in parameters(model)
-                     if (found := _compare(name, ours, stored[names[name]]().float())) is not None)  # fmt: skip
+        return tuple(
+            found
+            for name, ours in parameters(model)
+            if (found := _compare(name, ours, stored[names[name]]().float())) is not None
+        )
 
 
 def _compare(name: str, ours: Tensor, theirs: Tensor) -> Changed | None:

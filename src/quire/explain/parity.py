@@ -61,9 +61,12 @@ def verify(
     config = config or EngineConfig()
     if config.device.device not in ("auto", "cpu"):
         raise ConfigError(f"verify compares step by step on the CPU: leave out device={config.device.device}.")
-    config = replace(config, model=replace(config.model, model=model, dtype="float32"),
-                     cache=replace(config.cache, kv_cache_dtype="float32"),
-                     device=replace(config.device, device="cpu"))  # fmt: skip
+    config = replace(
+        config,
+        model=replace(config.model, model=model, dtype="float32"),
+        cache=replace(config.cache, kv_cache_dtype="float32"),
+        device=replace(config.device, device="cpu"),
+    )
     engine = assemble(_without_missing_tokenizer(config, model))
     try:
         return _compared(engine, model or "quire-tiny", prompt, reference)
@@ -91,8 +94,16 @@ def _compared(engine: Engine, name: str, prompt: str | None, reference: Path | N
     return _report(name, reference or engine.folder, tokens, alone, found, changed, quantized=describe(model))
 
 
-def _report(model: str, folder: Path, tokens: list[int], alone: dict[str, Tensor], found: peer.Differences,
-            changed: tuple[Changed, ...], *, quantized: tuple[str, bool]) -> Report:
+def _report(
+    model: str,
+    folder: Path,
+    tokens: list[int],
+    alone: dict[str, Tensor],
+    found: peer.Differences,
+    changed: tuple[Changed, ...],
+    *,
+    quantized: tuple[str, bool],
+) -> Report:
     """quantized: schemes in words, and True where activations are quantized."""
     ours = found.ours
     chosen = alone["logits"][-len(tokens) :]
@@ -100,16 +111,24 @@ def _report(model: str, folder: Path, tokens: list[int], alone: dict[str, Tensor
     at = next((i for i, (a, b) in enumerate(zip(tokens, wanted, strict=True)) if a != b), None)
     num_rows, stages, (words, rounds) = len(alone["logits"]), [], quantized
     for name, steps in ours.pieces.items():
-        parts = tuple(Step(step, found.found.get((name, step), float("inf")), _bound(step, num_rows, rounds))
-                      for step in steps)  # fmt: skip
+        parts = tuple(
+            Step(step, found.found.get((name, step), float("inf")), _bound(step, num_rows, rounds)) for step in steps
+        )
         total = ours.result(name, parts[-1].name)
         stages.append(Stage(name, parts, peer.relative_difference(total.flatten(1), alone[name])))
     return Report(
-        model=model, reference=str(folder), num_prompt=num_rows - len(tokens) + 1, stages=tuple(stages),
-        changed=changed, ours=tuple(tokens), theirs=tuple(wanted),
+        model=model,
+        reference=str(folder),
+        num_prompt=num_rows - len(tokens) + 1,
+        stages=tuple(stages),
+        changed=changed,
+        ours=tuple(tokens),
+        theirs=tuple(wanted),
         margin=0.0 if at is None else float(chosen[at, wanted[at]] - chosen[at, tokens[at]]),
-        scale=float(chosen.abs().max()), quantized=words, rounds=rounds,
-    )  # fmt: skip
+        scale=float(chosen.abs().max()),
+        quantized=words,
+        rounds=rounds,
+    )
 
 
 def _bound(step: str, num_rows: int, rounds: bool) -> float:
@@ -128,8 +147,10 @@ def _need_transformers() -> None:
     try:
         import transformers
     except ImportError:
-        raise ConfigError("verify compares with transformers: run `pip install '.[verify]'` in Quire's folder, or "
-                          "`pip install transformers`.") from None
+        raise ConfigError(
+            "verify compares with transformers: run `pip install '.[verify]'` in Quire's folder, or "
+            "`pip install transformers`."
+        ) from None
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()  # it lists tensors that it does not read, as of extra layers
 
@@ -187,5 +208,7 @@ def _run_quire(engine: Engine, prompt_ids: list[int]) -> tuple[list[int], Record
 def _not_finite(recording: Recording) -> str:
     """Return the name of the first step with NaN or infinity."""
     steps = ((stage, step) for stage, pieces in recording.pieces.items() for step in pieces)
-    return next((f"{step} of {stage}" for stage, step in steps if not recording.result(stage, step).isfinite().all()),
-                "lm_head of logits")  # fmt: skip
+    return next(
+        (f"{step} of {stage}" for stage, step in steps if not recording.result(stage, step).isfinite().all()),
+        "lm_head of logits",
+    )

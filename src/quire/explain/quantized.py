@@ -66,15 +66,22 @@ def write_dequantized(model: Decoder, layout: tuple[Param, ...], folder: Path, o
         for place, weight in weights.items():  # in the order in which they were read
             one = of_expert(param, place, len(weights))
             for part, rows in _parts(one, _numbers(weight)):
-                at = (slice(part.start, part.start + part.count),) if part.axis == 0 else (
-                    slice(None), slice(part.start, part.start + part.count))
+                at = (
+                    (slice(part.start, part.start + part.count),)
+                    if part.axis == 0
+                    else (slice(None), slice(part.start, part.start + part.count))
+                )
                 stored.setdefault(part.stored, torch.zeros(part.shape))[at] = rows
                 if isinstance(weight, QuantizedMatrix):
-                    rules[part.stored] = replace(empty(weight.scheme, weight.shape, "meta"),
-                                                 input_scale=weight.input_scale)
+                    rules[part.stored] = replace(
+                        empty(weight.scheme, weight.shape, "meta"), input_scale=weight.input_scale
+                    )
     save_file(stored, out / "model.safetensors", {"format": "pt"})
-    raw = {key: value for key, value in read_raw_config(folder).items()
-           if key not in ("quantization_config", "compression_config")}
+    raw = {
+        key: value
+        for key, value in read_raw_config(folder).items()
+        if key not in ("quantization_config", "compression_config")
+    }
     (out / "config.json").write_text(json.dumps(raw))
     return rules
 

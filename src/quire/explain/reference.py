@@ -19,8 +19,10 @@ from quire.explain.steps import ATTENTION, FEED_FORWARD, Recording, stage_name
 INTERFACE = "quire_verify"  # the name under which transformers finds our attention function
 # Steps whose module is not self_attn.STEP or mlp.STEP.
 MODULES = {
-    "input_layernorm": "input_layernorm", "post_attention_layernorm": "post_attention_layernorm", "router": "mlp.gate",
-}  # fmt: skip
+    "input_layernorm": "input_layernorm",
+    "post_attention_layernorm": "post_attention_layernorm",
+    "router": "mlp.gate",
+}
 SHARED = ("mlp.shared_experts", "mlp.shared_expert")
 
 
@@ -69,8 +71,12 @@ def load(folder: Path) -> Any:
 
     try:
         return transformers.AutoModelForCausalLM.from_pretrained(
-            folder, dtype=torch.float32, attn_implementation="eager", experts_implementation="eager",
-            local_files_only=True, trust_remote_code=False,
+            folder,
+            dtype=torch.float32,
+            attn_implementation="eager",
+            experts_implementation="eager",
+            local_files_only=True,
+            trust_remote_code=False,
         ).eval()
     except Exception as error:  # of transformers, safetensors, or whatever else reads a file there
         detail = (str(error).splitlines() or [""])[0]

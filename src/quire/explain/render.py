@@ -30,15 +30,22 @@ def render(plan: Plan, full: bool = False) -> Group:
 
 
 def _tree(plan: Plan, full: bool) -> Tree:
-    tree = Tree(Text("{name}  {type} ({architecture}), {parameters:,} parameters, {size}; computed in {dtype} "
-                     "({dtype_reason}); weights {format}".format(size=size(plan["model"]["bytes"]), **plan["model"])))
+    tree = Tree(
+        Text(
+            "{name}  {type} ({architecture}), {parameters:,} parameters, {size}; computed in {dtype} "
+            "({dtype_reason}); weights {format}".format(size=size(plan["model"]["bytes"]), **plan["model"])
+        )
+    )
     if full:
         _layer(tree, plan["layers"], full=True)
         return tree
     model = plan["model"]
-    for line in (*(f"note: {note}" for note in model["notes"]),
-                 *fact_lines(model["attention"], model["rope"], model["router"]), f"embeddings: {model['embedding']}",
-                 f"device: {plan['machine']}"):  # fmt: skip
+    for line in (
+        *(f"note: {note}" for note in model["notes"]),
+        *fact_lines(model["attention"], model["rope"], model["router"]),
+        f"embeddings: {model['embedding']}",
+        f"device: {plan['machine']}",
+    ):
         add(tree, line)
     _kernels(add(tree, "kernels, and why not others"), plan)
     layers = add(tree, "layers: weights from the checkpoint, then the calls of a step in order")
@@ -52,12 +59,17 @@ def _tree(plan: Plan, full: bool) -> Tree:
         costs = ", ".join(f"{size(bytes_)} with k = {k}" for k, bytes_ in drafts["read"].items())
         add(branch, f"weights that a step of one decode reads: {costs}")
     if (blend := plan["blend"]) is not None:
-        add(tree, "CacheBlend: prompts reuse texts cached alone, between separators {separator!r} or by kv_chunks; "
-                   "{ratio:.0%} of their tokens are computed again behind layer {check_layer}, the first "
-                   "{first_tokens} of each text before those whose KV differs most".format(**blend))
+        add(
+            tree,
+            "CacheBlend: prompts reuse texts cached alone, between separators {separator!r} or by kv_chunks; "
+            "{ratio:.0%} of their tokens are computed again behind layer {check_layer}, the first "
+            "{first_tokens} of each text before those whose KV differs most".format(**blend),
+        )
     add_ranks(tree, plan)
-    left = [name + " (multi-token prediction)" * name.endswith(".*") + f"  {number:,} tensors" * (number > 1)
-            for name, number in plan["not_read"].items()]  # fmt: skip
+    left = [
+        name + " (multi-token prediction)" * name.endswith(".*") + f"  {number:,} tensors" * (number > 1)
+        for name, number in plan["not_read"].items()
+    ]
     for title, lines in (("not read", left), ("start-up, in order", list(map(": ".join, plan["phases"].items())))):
         branch = add(tree, title) if lines else tree
         for line in lines:
@@ -73,16 +85,22 @@ def _likeness(layer: Plan) -> tuple[Any, ...]:
 def _layer(tree: Tree, alike: Sequence[Plan], full: bool = False) -> None:
     layer, more = alike[0], len(alike) > 1
     name = f"layers {layer['layer']}-{alike[-1]['layer']}" if more else layer["layer"]
-    branch = add(tree, f"{'layer ' * name.isdecimal()}{name}: {layer['kind']}; {layer['parameters']:,} parameters, "
-                        f"{size(layer['bytes'])}{' each' * more}")  # fmt: skip
+    branch = add(
+        tree,
+        f"{'layer ' * name.isdecimal()}{name}: {layer['kind']}; {layer['parameters']:,} parameters, "
+        f"{size(layer['bytes'])}{' each' * more}",
+    )
     for one in layer["weights"]:
         name = one["name"].split(".", 2)[-1] if one["name"].startswith("layers.") else one["name"]
         cut = f", cut by {one['shard']}" if one["shard"] else ""
         node = add(branch, f"{name}  {_shape(one)}{_parts(one)} {one['dtype']}, {size(one['bytes'])}{cut}")
         if one["stored_as"] or one["decided_by"]:
             stored = f", stored as {one['stored_as']}" if one["stored_as"] not in ("", one["dtype"]) else ""
-            add(node, f"format {one['format']}{stored}; decided by {one['decided_by']}; {size(one['raw_bytes'])} are "
-                       f"loaded on {one['load_device']}, {size(one['bytes'])} kept on {one['device']}")  # fmt: skip
+            add(
+                node,
+                f"format {one['format']}{stored}; decided by {one['decided_by']}; {size(one['raw_bytes'])} are "
+                f"loaded on {one['load_device']}, {size(one['bytes'])} kept on {one['device']}",
+            )
         for line in _origin(one, layer["layer"] if more else "", full):
             add(node, f"<- {line}")
         steps = (_short(one[step]) for step in ("load", "convert", "pack", "run") if one[step])
@@ -149,8 +167,10 @@ def _kernels(branch: Tree, plan: Plan) -> None:
 
 def _phases(moe: Plan) -> Iterator[tuple[str, Any]]:
     """Yield (phases, plan) of the expert layers; phases with the same plan are joined."""
-    same = {phase: one.replace(f"in {phase} on", "in {} on") if isinstance(one, str) else {**one, "phase": ""}
-            for phase, one in moe.items()}  # fmt: skip
+    same = {
+        phase: one.replace(f"in {phase} on", "in {} on") if isinstance(one, str) else {**one, "phase": ""}
+        for phase, one in moe.items()
+    }
     first, *others = same.values() or [None]
     if others and all(first == other for other in others):
         phases = " and ".join(moe)
@@ -167,16 +187,21 @@ def _memory(tree: Tree, memory: Plan, ranks: Sequence[Plan]) -> None:
         parts += f"; of the last {memory['draft_layers']}, which draft: {_components(memory['draft_components'])}"
     held = Counter((rank["device"], rank["bytes"]) for rank in ranks)
     for line in (
-        "weights by device: " + ", ".join(f"{number:,} x {device} {size(count)}" + " each" * (number > 1)
-                                          for (device, count), number in held.items()),
+        "weights by device: "
+        + ", ".join(
+            f"{number:,} x {device} {size(count)}" + " each" * (number > 1) for (device, count), number in held.items()
+        ),
         f"KV cache: {size(memory['kv_bytes_per_token'])} per token in {memory['page_layers']} layers (each: {parts})"
         + _cache_words(memory),
         f"a block of {memory['block_size']} tokens: {size(memory['block_bytes'])} per layer; a page, the block of "
         f"{memory['page_layers']} layers: {size(memory['page_bytes'])}",
-        *[f"buffers for exchanges with other ranks: {size(memory['buffers'])}"
-          + "; NCCL's own come on top" * (ranks[0]["device"] == "cuda")] * (len(ranks) > 1),
+        *[
+            f"buffers for exchanges with other ranks: {size(memory['buffers'])}"
+            + "; NCCL's own come on top" * (ranks[0]["device"] == "cuda")
+        ]
+        * (len(ranks) > 1),
         *[_scratch_words(memory)] * (memory["scratch"] > 0),
-    ):  # fmt: skip
+    ):
         add(branch, line)
     if "refused" in memory:
         add(branch, memory["refused"])
@@ -184,17 +209,22 @@ def _memory(tree: Tree, memory: Plan, ranks: Sequence[Plan]) -> None:
     for line in (
         f"{memory['num_blocks']:,} pages = {memory['num_tokens']:,} tokens in {size(memory['kv_bytes'])}",
         "longest context {max_model_len:,} tokens; {full_sequences:,} such requests at once, at most {sequences:,} in "
-        "all".format(**memory), *map(_tier_words, memory["tiers"]), *memory["notes"], memory["budget"],
-    ):  # fmt: skip
+        "all".format(**memory),
+        *map(_tier_words, memory["tiers"]),
+        *memory["notes"],
+        memory["budget"],
+    ):
         if line:
             add(branch, line)
 
 
 def _scratch_words(memory: Plan) -> str:
     """Return the use of the scratch for an 8-bit KV cache on Hopper, and the steps that do not use it, in words."""
-    return (f"scratch of {size(memory['scratch'])}: keys and values that prompts read are widened to two bytes, as the "
-            "hopper kernel reads no others; CUDA graphs, and steps whose prompts read more than "
-            f"{memory['widened_tokens']:,} tokens or have few rows for them, run the triton kernel, which reads 8 bits")
+    return (
+        f"scratch of {size(memory['scratch'])}: keys and values that prompts read are widened to two bytes, as the "
+        "hopper kernel reads no others; CUDA graphs, and steps whose prompts read more than "
+        f"{memory['widened_tokens']:,} tokens or have few rows for them, run the triton kernel, which reads 8 bits"
+    )
 
 
 def _components(components: Sequence[Sequence[object]]) -> str:
@@ -207,8 +237,10 @@ def _tier_words(tier: Plan) -> str:
         place = "host memory of" if tier["name"] == "peer" else "GPUs of this machine, of"
         return f"{tier['name']} tier: blocks in {place} {', '.join(tier['addresses'])}"
     where = f"files in {tier['folder']}, at most" if tier["folder"] else "host memory,"
-    return (f"{tier['name']} tier, {tier['policy']}: {where} {size(tier['bytes'])} = {tier['blocks']:,} pages = "
-            f"{tier['tokens']:,} tokens")
+    return (
+        f"{tier['name']} tier, {tier['policy']}: {where} {size(tier['bytes'])} = {tier['blocks']:,} pages = "
+        f"{tier['tokens']:,} tokens"
+    )
 
 
 def _cache_words(memory: Plan) -> str:

@@ -61,8 +61,12 @@ def add_ranks(tree: Tree, plan: Plan) -> None:
 def render_rank(rank: Plan) -> Group:
     """Return a rank as a terminal tree, with every tensor slice that its loader reads. `rank`: see `describe_one`."""
     replica = f"replica {rank['replica']} of {rank['replicas']}, " * (rank["replicas"] > 1)
-    tree = Tree(Text(f"rank {rank['number']} of {rank['ranks']} ({rank['parallel']}): {replica}stage {rank['stage']}, "
-                     f"place {rank['place']} of its tp group; {_held([rank], rank['latent'])}"))  # fmt: skip
+    tree = Tree(
+        Text(
+            f"rank {rank['number']} of {rank['ranks']} ({rank['parallel']}): {replica}stage {rank['stage']}, "
+            f"place {rank['place']} of its tp group; {_held([rank], rank['latent'])}"
+        )
+    )
     if rank["routing_table"]:
         _experts(tree, rank)
     _groups(tree, [one | {"members": [one["members"]]} for one in rank["groups"]])
@@ -101,8 +105,11 @@ def _held(some: Sequence[Plan], latent: object) -> str:
             held.append(sliced + _range(word, every) + f" ({len(own[0])} each)" * (len(every) > len(own[0])))
     each = " each" * (len(some) > 1)
     held += ["embedding"] * one["first"] + ["head"] * one["last"] + [f"{size(one['bytes'])} of weights{each}"]
-    held += [f"{size(one[key])} of {word}{each}" for key, word in (("kv_bytes", "KV cache"), ("buffers", "buffers"))
-             if one[key]]  # fmt: skip
+    held += [
+        f"{size(one[key])} of {word}{each}"
+        for key, word in (("kv_bytes", "KV cache"), ("buffers", "buffers"))
+        if one[key]
+    ]
     return ", ".join(held)
 
 
@@ -122,8 +129,11 @@ def _experts(tree: Tree, rank: Plan) -> None:
     """Add a rank's expert map, and the routing table of its layers."""
     own, table = range(*rank["experts"]), rank["routing_table"]
     others = len(table) - len(own)
-    add(tree, f"expert map: {_range('experts', own)} to {_range('slots', range(len(own)))}"
-               + f"; the {others} others to -1, because they are on other ranks" * (others > 0))  # fmt: skip
+    add(
+        tree,
+        f"expert map: {_range('experts', own)} to {_range('slots', range(len(own)))}"
+        + f"; the {others} others to -1, because they are on other ranks" * (others > 0),
+    )
     held: dict[int, list[int]] = {}
     for expert, (number, _) in enumerate(table):
         held.setdefault(number, []).append(expert)
@@ -158,8 +168,10 @@ def _shares(ranks: Sequence[Plan], key: str) -> str:
     if len(held) == 1 and (key == "experts" or sum(map(len, held.values())) == 1):
         return ""
     one, where = ("experts", "ranks of the first stage") if key == "experts" else ("heads", "tp ranks")
-    words = (f"{_range(one, range(*some))} on {_range('ranks', range(places[0], places[-1] + 1))}"
-             for some, places in held.items())  # fmt: skip
+    words = (
+        f"{_range(one, range(*some))} on {_range('ranks', range(places[0], places[-1] + 1))}"
+        for some, places in held.items()
+    )
     return f"{HELD[key]} on {where}: {'; '.join(words)}"
 
 

@@ -74,8 +74,16 @@ def events(span: Span, origin: int, phase: str = "entry", track: int = 1) -> Ite
         track = int(found[1]) + 2
         yield {"name": "thread_name", "ph": "M", "pid": 1, "tid": track, "args": {"name": span.name}}
     told = {"function": span.name, "where": span.where, "takes": span.takes, "gives": span.gives, "way": span.way}
-    yield {"name": span.phase or span.name, "cat": phase, "ph": "X", "ts": (span.begin - origin) / 1e3,
-           "dur": (span.end - span.begin) / 1e3, "pid": 1, "tid": track, "args": told}  # fmt: skip
+    yield {
+        "name": span.phase or span.name,
+        "cat": phase,
+        "ph": "X",
+        "ts": (span.begin - origin) / 1e3,
+        "dur": (span.end - span.begin) / 1e3,
+        "pid": 1,
+        "tid": track,
+        "args": told,
+    }
     for inner in span.inside:
         yield from events(inner, origin, phase, track)
 
@@ -102,8 +110,8 @@ def trace(llm: LLM, prompt: PromptLike, *, max_tokens: int = 4) -> Span:
         _add_ranks(llm, root, core.executor.control("trace", {"on": False}))
     root.begin, root.end = root.inside[0].begin, root.inside[0].end
     root.name = f"{engine.folder.name}, {engine.dtype.dtype} on {engine.device.device}; the host's time, " + (
-        "which waits for the device after every stop; no graphs" if cuda else
-        "without replay of recorded CPU steps")  # fmt: skip
+        "which waits for the device after every stop; no graphs" if cuda else "without replay of recorded CPU steps"
+    )
     return root
 
 
@@ -154,8 +162,15 @@ def _add_ranks(llm: LLM, root: Span, traced: object) -> None:
         ways = [[call for call in calls if call.name == name] for name in ("StepRunner.submit", "StepRunner.collect")]
         for number, step in enumerate(steps):
             if own := [way[number] for way in ways if number < len(way)]:
-                step.inside.append(Span(rank_name(rank, parallel), "a process of its own", begin=own[0].begin,
-                                        end=own[-1].end, inside=own))  # fmt: skip
+                step.inside.append(
+                    Span(
+                        rank_name(rank, parallel),
+                        "a process of its own",
+                        begin=own[0].begin,
+                        end=own[-1].end,
+                        inside=own,
+                    )
+                )
 
 
 def _steps(span: Span) -> Iterator[Span]:

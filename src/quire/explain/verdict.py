@@ -126,8 +126,11 @@ class Report:
             f"{'stage'.ljust(width)}   so far      own  of step",
         ]
         if self.quantized:
-            how = ("and quantizes activations by the same rules, so a tiny difference may grow where both compute alone"
-                   if self.rounds else "and leaves activations as they are")  # fmt: skip
+            how = (
+                "and quantizes activations by the same rules, so a tiny difference may grow where both compute alone"
+                if self.rounds
+                else "and leaves activations as they are"
+            )
             lines[3:3] = [f"Weights: {self.quantized}.", f"The reference has them dequantized in float32, {how}."]
         first = self.first_divergent
         for stage in self.stages:
@@ -143,22 +146,28 @@ class Report:
         width = max(len(step.name) for step in stage.steps)
         yield f"steps of {name}:"
         for step in stage.steps:
-            yield (f"  {step.name.ljust(width)}  {step.difference:7.1e}  bound {step.bound:.0e}"
-                   f"{'  <-- differs' if step.diverged else ''}")
+            yield (
+                f"  {step.name.ljust(width)}  {step.difference:7.1e}  bound {step.bound:.0e}"
+                f"{'  <-- differs' if step.diverged else ''}"
+            )
 
     def _tokens_line(self) -> str:
         at = self.first_token
         if at is None:
             return f"greedy tokens: all {len(self.ours)} equal"
         tie = "; a tie, not an error" if self.tied and self.first_divergent is None else ""
-        return (f"greedy tokens: first difference at token {at}: Quire {self.ours[at]}, transformers "
-                f"{self.theirs[at]} (margin {self.margin:.3g}{tie})")  # fmt: skip
+        return (
+            f"greedy tokens: first difference at token {at}: Quire {self.ours[at]}, transformers "
+            f"{self.theirs[at]} (margin {self.margin:.3g}{tie})"
+        )
 
     def _verdict(self) -> Iterator[str]:
         first = self.first_divergent
         if self.ok and self.quantized:
-            yield ("equal: every step within its bound, every product that of the dequantized weights, every parameter "
-                   "that is not quantized bit for bit the checkpoint's.")
+            yield (
+                "equal: every step within its bound, every product that of the dequantized weights, every parameter "
+                "that is not quantized bit for bit the checkpoint's."
+            )
             return
         if self.ok:
             yield "equal: every step within the rounding of float32, every parameter bit for bit the checkpoint's."

@@ -97,8 +97,12 @@ class Ahead:
     def report(self) -> CompileReport:
         """Return the counts and failures of the compilation. Call it after the end of the `with` block."""
         failed = [(name, reason(error)) for name, future in self.kernels if (error := future.exception())]
-        return CompileReport(num_kernels=len(self.kernels), num_compiled=self.on_disk.count(False),
-                             seconds=self.seconds, failed=tuple(failed))
+        return CompileReport(
+            num_kernels=len(self.kernels),
+            num_compiled=self.on_disk.count(False),
+            seconds=self.seconds,
+            failed=tuple(failed),
+        )
 
 
 def reason(error: BaseException) -> str:

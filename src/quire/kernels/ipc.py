@@ -68,8 +68,12 @@ class CudaIpc(DeviceIpc):
             raise OSError(f"a handle of {len(handle)} bytes")
         address = ctypes.c_uint64()
         self._enter()
-        _call("cuIpcOpenMemHandle_v2", ctypes.byref(address), _Handle.from_buffer_copy(handle),
-              ctypes.c_uint(LAZY_PEER_ACCESS))  # fmt: skip
+        _call(
+            "cuIpcOpenMemHandle_v2",
+            ctypes.byref(address),
+            _Handle.from_buffer_copy(handle),
+            ctypes.c_uint(LAZY_PEER_ACCESS),
+        )
         return address.value
 
     def close(self, address: int) -> None:
@@ -93,8 +97,13 @@ class CudaIpc(DeviceIpc):
         stream = torch.cuda.Stream(self._device)
         try:
             for target, source, size in moves:
-                _call("cuMemcpyAsync", ctypes.c_uint64(target), ctypes.c_uint64(source), ctypes.c_size_t(size),
-                      ctypes.c_void_p(stream.cuda_stream))  # fmt: skip
+                _call(
+                    "cuMemcpyAsync",
+                    ctypes.c_uint64(target),
+                    ctypes.c_uint64(source),
+                    ctypes.c_size_t(size),
+                    ctypes.c_void_p(stream.cuda_stream),
+                )
         finally:
             stream.synchronize()
 

@@ -39,13 +39,15 @@ def machine() -> str:
 
 
 def export(ipc: "DeviceIpc", pages: "Tensor") -> ExportedPages | None:
-    """Return pages [num_pages, page_bytes] for other processes of this machine; None if the driver does not share them.
-    """
+    """Return pages [num_pages, page_bytes] for other processes of this machine; None if the driver refuses."""
     try:
         handle, offset = ipc.export(pages)
     except OSError as error:
-        LOG.warning("other engines cannot map the GPU memory of this one (%s; PyTorch's expandable_segments must be "
-                    "off): they read its KV blocks through host memory, or over TCP.", error)  # fmt: skip
+        LOG.warning(
+            "other engines cannot map the GPU memory of this one (%s; PyTorch's expandable_segments must be "
+            "off): they read its KV blocks through host memory, or over TCP.",
+            error,
+        )
         return None
     return ExportedPages(machine(), handle, offset, pages.shape[1], pages.shape[0])
 
@@ -58,8 +60,9 @@ def mappable(memories: Iterable[ExportedPages | None]) -> bool:
 class MappedPages:
     """Pages of some ranks of another engine, until `close`. Raises OSError if they cannot be mapped."""
 
-    def __init__(self, ipc: "DeviceIpc", memories: Sequence[ExportedPages | None],
-                 ranges: Iterable[tuple[int, int, int, int]]) -> None:  # fmt: skip
+    def __init__(
+        self, ipc: "DeviceIpc", memories: Sequence[ExportedPages | None], ranges: Iterable[tuple[int, int, int, int]]
+    ) -> None:
         """Map pages of the ranks in `ranges`: (rank, start, bytes, offset in the target) of each page."""
         self._ipc, self._ranges, self._addresses = ipc, tuple(ranges), dict[int, int]()
         ranks = {rank for rank, *_ in self._ranges}

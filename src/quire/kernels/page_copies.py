@@ -72,8 +72,10 @@ def pin(pages: Tensor, device: torch.device) -> None:
     weakref.finalize(pages, _unpin, locked, device).atexit = False
     for piece in pages.split(WHOLE * max(1, PIECE_BYTES // (WHOLE * pages.shape[1]))):
         if code := int(cudart.cudaHostRegister(piece.data_ptr(), piece.numel(), 0)):
-            raise ConfigError(f"{pages.numel() / 2**30:.1f} GiB of host memory cannot be locked for the GPU (CUDA "
-                              f"error {code}): lower kv_offload_gb, or raise the limit of locked memory (ulimit -l).")
+            raise ConfigError(
+                f"{pages.numel() / 2**30:.1f} GiB of host memory cannot be locked for the GPU (CUDA "
+                f"error {code}): lower kv_offload_gb, or raise the limit of locked memory (ulimit -l)."
+            )
         locked.append(piece.data_ptr())
 
 

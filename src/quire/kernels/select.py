@@ -179,15 +179,22 @@ def select(op: str, needs: KernelNeeds, forced: str | None = None, probe: Probe 
             reason = "asked for" if forced else "first that supports " + _words(needs)
             return Choice(op, name, reason, tuple(rejected), features(support, probe), weights)
     table = "; ".join(f"{name}: {why}" for name, why in rejected)
-    raise ConfigError(f"no implementation of {op} serves {_words(needs)} ({table}): "
-                      "choose another implementation, device or dtype.")
+    raise ConfigError(
+        f"no implementation of {op} serves {_words(needs)} ({table}): choose another implementation, device or dtype."
+    )
 
 
 def choose_kernels(
-    device: str, dtype: str, *, ops: tuple[str, ...] = DENSE, head_dim: int = 0,
-    attention_features: frozenset[str] = frozenset(), cache_features: frozenset[str] = frozenset(),
-    forced: dict[str, str] | None = None, probe: Probe = here,
-) -> tuple[Choice, ...]:  # fmt: skip
+    device: str,
+    dtype: str,
+    *,
+    ops: tuple[str, ...] = DENSE,
+    head_dim: int = 0,
+    attention_features: frozenset[str] = frozenset(),
+    cache_features: frozenset[str] = frozenset(),
+    forced: dict[str, str] | None = None,
+    probe: Probe = here,
+) -> tuple[Choice, ...]:
     """Choose an implementation of each operation in `ops` for a model. Return the choices in the order of `ops`.
 
     device, dtype        device and dtype of the computation, such as "cuda" and "bfloat16"
@@ -209,8 +216,9 @@ def choose_kernels(
     return tuple(select(op, own.get(op, needs), forced.get(op), probe) for op in ops)
 
 
-def choose_linears(needs: KernelNeeds, schemes: Iterable[Scheme], forced: str | None = None,
-                   probe: Probe = here) -> tuple[Choice, ...]:  # fmt: skip
+def choose_linears(
+    needs: KernelNeeds, schemes: Iterable[Scheme], forced: str | None = None, probe: Probe = here
+) -> tuple[Choice, ...]:
     """Choose an implementation of `linear` for each kind of quantized weights in `schemes`.
 
     forced   name of the implementation to use for the kinds of weights that it runs; "ref" means "quantized_ref"

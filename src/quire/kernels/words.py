@@ -3,9 +3,12 @@
 from quire.contracts.scheme import Scheme
 from quire.quantization.scheme import weight_words
 
-RULES = {"": "activations are not quantized", "token": "activations quantized per token",
-         "tensor": "activations quantized by a stored scale",
-         "group": "activations quantized per token and 128 channels"}  # fmt: skip
+RULES = {
+    "": "activations are not quantized",
+    "token": "activations quantized per token",
+    "tensor": "activations quantized by a stored scale",
+    "group": "activations quantized per token and 128 channels",
+}
 
 
 def product_words(scheme: Scheme, weight: str, inputs: str) -> str:

@@ -35,8 +35,9 @@ class ChunkIndex:
         """Remember the chunks of a prompt that fill a block. `whole`: keys of the prompt, whose tags they have."""
         self._chains[handle] = [
             (first, KeyChain(self._root, self._size, array("I", whole.tokens[first:last]), whole.tags))
-            for first, last in chunks if last - first >= self._size
-        ]  # fmt: skip
+            for first, last in chunks
+            if last - first >= self._size
+        ]
 
     def forget(self, handle: int) -> None:
         """Forget the chunks of a prompt. An unknown handle is ignored."""
@@ -79,8 +80,9 @@ def blocks_within(moved: Sequence[MovedTokens], block_size: int) -> list[int]:
     return np.flatnonzero(2 * np.bincount(positions // block_size) >= block_size).tolist()
 
 
-def blended_chunk(moved: Sequence[MovedTokens], slot: int, first: int, last: int, ratio: float,
-                  block_size: int) -> BlendedChunk | None:  # fmt: skip
+def blended_chunk(
+    moved: Sequence[MovedTokens], slot: int, first: int, last: int, ratio: float, block_size: int
+) -> BlendedChunk | None:
     """Return the moved tokens among the tokens first .. last - 1 of a prompt, for a step's plan; None: there are none.
 
     ratio   share of the moved tokens that is computed in all layers
@@ -95,5 +97,10 @@ def blended_chunk(moved: Sequence[MovedTokens], slot: int, first: int, last: int
     if not any(len(here) for here in positions):
         return None
     tokens = np.concatenate(positions)
-    return BlendedChunk(slot=slot, tokens=tokens, sources=np.concatenate(places), shifts=np.concatenate(shifts),
-                        num_kept=min(len(tokens), math.ceil(ratio * len(tokens) - 1e-6)))
+    return BlendedChunk(
+        slot=slot,
+        tokens=tokens,
+        sources=np.concatenate(places),
+        shifts=np.concatenate(shifts),
+        num_kept=min(len(tokens), math.ceil(ratio * len(tokens) - 1e-6)),
+    )

@@ -54,11 +54,24 @@ class CopyJobs:
         """Return the number of blocks that move over a link."""
         return len(self._moving[link])
 
-    def begin(self, link: Link, keys: Sequence[bytes], *, sources: Sequence[int] = (), targets: Sequence[int] = (),
-              after: bool) -> int:  # fmt: skip
+    def begin(
+        self,
+        link: Link,
+        keys: Sequence[bytes],
+        *,
+        sources: Sequence[int] = (),
+        targets: Sequence[int] = (),
+        after: bool,
+    ) -> int:
         """Plan a job and return its number. `after`: see `StepCopies`."""
-        job = CopyJob(id=self.num_begun, source=link[0], target=link[1], keys=tuple(keys),
-                      sources=np.array(sources, np.int32), targets=np.array(targets, np.int32))
+        job = CopyJob(
+            id=self.num_begun,
+            source=link[0],
+            target=link[1],
+            keys=tuple(keys),
+            sources=np.array(sources, np.int32),
+            targets=np.array(targets, np.int32),
+        )
         self.num_begun += 1
         self.running[job.id] = RunningJob(job)
         self._moving[link].update({key: (job.id, index) for index, key in enumerate(keys)})

@@ -108,15 +108,21 @@ class EventLog:
             return
         size, window = self._block_size, self._groups[number].window
         salts = tuple(value for domain, value in chain.tags if domain == "salt")
-        self._events.append(BlockStored(
-            block_hashes=list(map(_hash, chain.keys(last, first))),
-            parent_block_hash=_hash(chain.keys(first, first - 1)[0]) if first else None,
-            token_ids=chain.tokens[first * size : last * size].tolist(), block_size=size, lora_id=None,
-            medium=DEVICE, lora_name=None, group_idx=number,
-            extra_keys=[salts if salts and not index else None for index in range(first, last)],
-            kv_cache_spec_kind="full_attention" if window is None else "sliding_window",
-            kv_cache_spec_sliding_window=window,
-        ))  # fmt: skip
+        self._events.append(
+            BlockStored(
+                block_hashes=list(map(_hash, chain.keys(last, first))),
+                parent_block_hash=_hash(chain.keys(first, first - 1)[0]) if first else None,
+                token_ids=chain.tokens[first * size : last * size].tolist(),
+                block_size=size,
+                lora_id=None,
+                medium=DEVICE,
+                lora_name=None,
+                group_idx=number,
+                extra_keys=[salts if salts and not index else None for index in range(first, last)],
+                kv_cache_spec_kind="full_attention" if window is None else "sliding_window",
+                kv_cache_spec_sliding_window=window,
+            )
+        )
 
     def _dropped(self, key: bytes, why: str) -> None:
         if key in self._told:
@@ -128,9 +134,18 @@ class EventLog:
         if isinstance(last, BlockStored) and (last.medium, last.group_idx) == (HOST, number):
             last.block_hashes.append(_hash(key))
         else:
-            self._events.append(BlockStored(block_hashes=[_hash(key)], parent_block_hash=None, token_ids=[],
-                                            block_size=self._block_size, lora_id=None, medium=HOST, lora_name=None,
-                                            group_idx=number))  # fmt: skip
+            self._events.append(
+                BlockStored(
+                    block_hashes=[_hash(key)],
+                    parent_block_hash=None,
+                    token_ids=[],
+                    block_size=self._block_size,
+                    lora_id=None,
+                    medium=HOST,
+                    lora_name=None,
+                    group_idx=number,
+                )
+            )
 
     def _remove(self, key: bytes, why: str, medium: str) -> None:
         last, number = self._events[-1] if self._events else None, _group(key)

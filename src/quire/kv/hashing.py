@@ -24,8 +24,9 @@ Tags = Sequence[tuple[str, str]]  # (domain, value) pairs, such as ("salt", "s-7
 TENANT = "tenant"  # the domain that separates tenants; they must not learn of each other
 
 
-def namespace_digest(*, model: str, revision: str, dtype: str, block_size: int, geometry: KVGeometry,
-                     weights: str = "") -> bytes:  # fmt: skip
+def namespace_digest(
+    *, model: str, revision: str, dtype: str, block_size: int, geometry: KVGeometry, weights: str = ""
+) -> bytes:
     """Return 32 bytes that are equal for two engines exactly when they can exchange blocks.
 
     model, revision   identity of the weights

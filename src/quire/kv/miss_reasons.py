@@ -31,8 +31,9 @@ class PrefixHistory:
         if enabled:
             pool.on_drop.append(self._note_drop)
 
-    def admit(self, name: str, chain: KeyChain, match: PrefixMatch, num_prompt: int, *,
-              reads: bool) -> PrefixReport | None:
+    def admit(
+        self, name: str, chain: KeyChain, match: PrefixMatch, num_prompt: int, *, reads: bool
+    ) -> PrefixReport | None:
         """Return the report of why `match` lacks full blocks of the prompt; None when it has all of them.
 
         Remembers the prompt and its later output under `name`. Call this before the prompt's blocks are in the pool.

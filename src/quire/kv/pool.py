@@ -24,8 +24,18 @@ class BlockPool:
     on_publish   functions to call with every block that gets a key, and the key
     """
 
-    __slots__ = ("num_blocks", "evictions", "generation", "on_drop", "on_publish", "_refs", "_keys", "_index", "_blank",
-                 "_cached")  # fmt: skip
+    __slots__ = (
+        "num_blocks",
+        "evictions",
+        "generation",
+        "on_drop",
+        "on_publish",
+        "_refs",
+        "_keys",
+        "_index",
+        "_blank",
+        "_cached",
+    )
 
     def __init__(self, num_blocks: int) -> None:
         assert num_blocks > 0, "a pool needs a block"

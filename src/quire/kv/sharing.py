@@ -69,8 +69,15 @@ class Sharing:
     told   (name, True: renew the lease, False: end it), for `expire`; any thread may put
     """
 
-    def __init__(self, pool: BlockPool, host: BlockPool, num_groups: int, store: Callable[[int, bytes], None],
-                 promises: Promises | None, clock: Callable[[], float]) -> None:  # fmt: skip
+    def __init__(
+        self,
+        pool: BlockPool,
+        host: BlockPool,
+        num_groups: int,
+        store: Callable[[int, bytes], None],
+        promises: Promises | None,
+        clock: Callable[[], float],
+    ) -> None:
         self.told = SimpleQueue[tuple[str, bool]]()
         self._pool, self._host, self._num_groups, self._store = pool, host, num_groups, store
         self._promises, self._clock = promises, clock

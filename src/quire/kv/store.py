@@ -121,8 +121,9 @@ class KVStore:
         """Return the address of the engine from which a tier has a block; "" for tiers of this engine."""
         return next((one.holder(key) for one in self._below if one.tier == tier), "")
 
-    def fetch(self, handle: int, chain: KeyChain, max_tokens: int, match: PrefixMatch,
-              chunks: Sequence[KeyChain] = ()) -> dict[int, Tier] | None:
+    def fetch(
+        self, handle: int, chain: KeyChain, max_tokens: int, match: PrefixMatch, chunks: Sequence[KeyChain] = ()
+    ) -> dict[int, Tier] | None:
         """Begin to bring the blocks with which `match` becomes longer; the request waits until `take_ready` names it.
 
         max_tokens   as in `PrefixIndex.match`
@@ -154,8 +155,9 @@ class KVStore:
         for below in self._below:
             pool = self._pool if (link := link_from(below.tier))[1] == Tier.DEVICE else self.host
             if some := [*far.get(below.tier, ())][: pool.num_free]:
-                jobs.add(self._jobs.begin(link, some, sources=below.holders(some), targets=pool.take(len(some)),
-                                          after=False))  # fmt: skip
+                jobs.add(
+                    self._jobs.begin(link, some, sources=below.holders(some), targets=pool.take(len(some)), after=False)
+                )
         if not jobs:
             self._pool.release([*leased])
             return None
@@ -188,9 +190,14 @@ class KVStore:
         below that no request waits for. Otherwise these count once in a while: they hold blocks of the host tier."""
         writes = writes or self._clock() >= self._asked + REPORT_SECONDS
         waited = {job for fetch in self._fetches.values() for job in fetch.jobs}
-        return bool(self._arrived or self._offered) or self._state() != self._seen or any(
-            writes or number in waited or Tier.DEVICE in (one.job.source, one.job.target)
-            for number, one in self._jobs.running.items())
+        return (
+            bool(self._arrived or self._offered)
+            or self._state() != self._seen
+            or any(
+                writes or number in waited or Tier.DEVICE in (one.job.source, one.job.target)
+                for number, one in self._jobs.running.items()
+            )
+        )
 
     def offer(self, block: int, key: bytes) -> None:
         """Store a device block that holds its content after the step that is being planned."""
@@ -214,8 +221,9 @@ class KVStore:
             self._settle(job, failed, running.void, whole)
             if report.error and job.target not in self._full:
                 self._full.add(job.target)
-                LOG.warning("the %s tier takes no more blocks: %s. It still gives those that it has.", job.target,
-                            report.error)
+                LOG.warning(
+                    "the %s tier takes no more blocks: %s. It still gives those that it has.", job.target, report.error
+                )
             self._count(job, report, len(whole))
             for handle, fetch in list(self._fetches.items()):
                 fetch.jobs.discard(job.id)
@@ -249,8 +257,12 @@ class KVStore:
     def held(self) -> list[int]:
         """Return the device blocks that this store references, once per reference."""
         leases = [block for fetch in self._fetches.values() for block in fetch.leased]
-        return leases + [block for running in self._jobs.running.values() if running.job.target == Tier.DEVICE
-                         for block in running.job.targets.tolist()]  # fmt: skip
+        return leases + [
+            block
+            for running in self._jobs.running.values()
+            if running.job.target == Tier.DEVICE
+            for block in running.job.targets.tolist()
+        ]
 
     def check(self) -> None:
         """Assert every invariant; O(blocks)."""
@@ -267,8 +279,10 @@ class KVStore:
     def _holder(self, key: bytes) -> Tier | None:
         """Return the nearest tier below the host tier that holds a block; None when none does. A block that is being
         written does not count: the host tier has it, or it was forgotten meanwhile."""
-        return next((one.tier for one in self._below
-                     if self._jobs.find((Tier.HOST, one.tier), key) is None and one.has(key)), None)  # fmt: skip
+        return next(
+            (one.tier for one in self._below if self._jobs.find((Tier.HOST, one.tier), key) is None and one.has(key)),
+            None,
+        )
 
     def _on_its_way(self, key: bytes) -> tuple[Tier, int] | None:
         """Return the source and the job that brings a block nearer to the device; None when no job does."""
@@ -307,8 +321,9 @@ class KVStore:
         self._offered = {wanted[key]: key for key in keys[room:most] if wanted[key] in blocks}
         self._seen = state
         if keys := keys[:room]:
-            jobs.begin(STORE, keys, sources=[wanted[key] for key in keys], targets=self.host.take(len(keys)),
-                       after=True)  # fmt: skip
+            jobs.begin(
+                STORE, keys, sources=[wanted[key] for key in keys], targets=self.host.take(len(keys)), after=True
+            )
 
     def _plan_writes(self) -> None:
         """Plan writes of blocks that came to the host tier, to the tiers below."""
@@ -316,8 +331,7 @@ class KVStore:
         for one in self._below:
             link = (Tier.HOST, one.tier)
             new = [key for key in arrived if one.tier not in self._full and self._jobs.find(link, key) is None]
-            found = [(key, block) for key in new
-                     if (block := self.host.lookup(key)) is not None and not one.has(key)]  # fmt: skip
+            found = [(key, block) for key in new if (block := self.host.lookup(key)) is not None and not one.has(key)]
             room = max(0, MOST_MOVING - self._jobs.num_moving(link))
             self.stats[one.tier].num_dropped += len(found[room:])
             if found := found[:room]:

@@ -77,8 +77,16 @@ class BlockFiles:
     num_foreign   files that were deleted because they were truncated, foreign or corrupt
     """
 
-    def __init__(self, folder: Path, namespace: bytes, rank: str, *, page_bytes: int, most_bytes: int,
-                 system: FileSystem | None = None) -> None:  # fmt: skip
+    def __init__(
+        self,
+        folder: Path,
+        namespace: bytes,
+        rank: str,
+        *,
+        page_bytes: int,
+        most_bytes: int,
+        system: FileSystem | None = None,
+    ) -> None:
         self.full, self.num_foreign = "", 0
         self._digest = namespace + b"\0" + rank.encode() + b"\0"
         self._folder, self._page_bytes, self._most = rank_folder(folder, namespace, rank), page_bytes, most_bytes
@@ -90,8 +98,9 @@ class BlockFiles:
             self._folder.mkdir(parents=True, exist_ok=True)
             self._scan()
         except OSError as error:
-            raise ConfigError(f"kv_offload_dir={str(folder)!r} cannot be used: {error}. Name a folder in which this "
-                              "user may write.") from error  # fmt: skip
+            raise ConfigError(
+                f"kv_offload_dir={str(folder)!r} cannot be used: {error}. Name a folder in which this user may write."
+            ) from error
 
     def read(self, key: bytes, page: memoryview) -> bool:
         """Read the block with this key into `page`. Returns False for a miss; `page` may then hold anything."""
@@ -106,8 +115,13 @@ class BlockFiles:
         whole = length == HEADER.size + self._page_bytes
         if not whole or bytes(header) != self._header(key, page):
             self.num_foreign += 1
-            LOG.warning("%s is %s: deleted. The block is computed again.", path, "not a KV block of this engine, or "
-                        "corrupt" if whole else f"{length} bytes long, not {HEADER.size + self._page_bytes}")
+            LOG.warning(
+                "%s is %s: deleted. The block is computed again.",
+                path,
+                "not a KV block of this engine, or corrupt"
+                if whole
+                else f"{length} bytes long, not {HEADER.size + self._page_bytes}",
+            )
             self._delete(path)
             return False
         with self._lock:
@@ -255,8 +269,9 @@ class DiskTier:
             except OSError as error:
                 left[os.path.basename(path)] = error
         if left:
-            LOG.warning("%d KV blocks could not be deleted, and are not used any more: %s", len(left),
-                        next(iter(left.values())))  # fmt: skip
+            LOG.warning(
+                "%d KV blocks could not be deleted, and are not used any more: %s", len(left), next(iter(left.values()))
+            )
         with self._lock:
             self._names -= names
             self._barred = self._barred - names | left.keys()

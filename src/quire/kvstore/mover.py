@@ -73,9 +73,16 @@ class BlockMover:
     shards  this rank's part of each block, if other engines may read it in the host tier; (): they may not
     """
 
-    def __init__(self, arena: KVArena, num_host_blocks: int, files: BlockFiles | None = None,
-                 peers: PageSource | None = None, *, devices: DeviceSource | None = None,
-                 shared: Shard | None = None) -> None:  # fmt: skip
+    def __init__(
+        self,
+        arena: KVArena,
+        num_host_blocks: int,
+        files: BlockFiles | None = None,
+        peers: PageSource | None = None,
+        *,
+        devices: DeviceSource | None = None,
+        shared: Shard | None = None,
+    ) -> None:
         """Allocate the host tier.
 
         shared   this rank's part of each block, to put the host tier into memory that other processes can open
@@ -91,8 +98,9 @@ class BlockMover:
                 self.shards = (msgspec.structs.replace(shared, file=file, token=secrets.token_bytes(TOKEN_BYTES)),)
                 self.page(0)[:TOKEN_BYTES] = self.shards[0].token
         except RuntimeError as error:
-            raise ConfigError(f"kv_offload_gb: {size[0] * size[1] / 2**30:.1f} GiB of host memory cannot be had "
-                              f"({error}): lower it.") from error  # fmt: skip
+            raise ConfigError(
+                f"kv_offload_gb: {size[0] * size[1] / 2**30:.1f} GiB of host memory cannot be had ({error}): lower it."
+            ) from error
         on_gpu = arena.pages.device.type == "cuda"
         if on_gpu:
             pin(self.host, arena.pages.device)
@@ -160,11 +168,16 @@ class BlockMover:
             self._running = [one for one, failed in found if failed is None]
         now = time.perf_counter()
         return tuple(
-            FinishedCopy(id=one.job.id, failed=failed, seconds=now - one.began,
-                         num_bytes=(len(one.job.keys) - len(failed)) * self._arena.page_bytes,
-                         error=self._files.full if self._files and one.job.target == Tier.DISK else "")
-            for one, failed in found if failed is not None
-        )  # fmt: skip
+            FinishedCopy(
+                id=one.job.id,
+                failed=failed,
+                seconds=now - one.began,
+                num_bytes=(len(one.job.keys) - len(failed)) * self._arena.page_bytes,
+                error=self._files.full if self._files and one.job.target == Tier.DISK else "",
+            )
+            for one, failed in found
+            if failed is not None
+        )
 
 
 def _tried(move: Move, job: CopyJob, part: Sequence[int]) -> tuple[int, ...]:

@@ -105,8 +105,9 @@ class PageFiles(ExitStack):
     def open(self, shards: Sequence[Shard], ranges: Sequence[Range]) -> None:
         """Open the memory of the ranks in `ranges`, which are read. Raises OSError, and ValueError for wrong ranges."""
         sizes = [shard.geometry.page_bytes for shard in shards]
-        inside = all(0 <= one.rank < len(sizes) and 0 <= one.start < one.start + one.length <= sizes[one.rank]
-                     for one in ranges)  # fmt: skip
+        inside = all(
+            0 <= one.rank < len(sizes) and 0 <= one.start < one.start + one.length <= sizes[one.rank] for one in ranges
+        )
         if not inside or sum(one.length for one in ranges) > sum(sizes):
             raise ValueError("ranges outside of a page")
         files: dict[int, int] = {}
@@ -142,14 +143,24 @@ def _ranges(mine: Shard, theirs: Sequence[Shard], index: int) -> Iterator[Range]
     for piece in _pieces(mine, mine.geometry.groups[index]):
         head = piece.first
         while head < piece.end:
-            found = next((one for one in held.get(piece.name, ())
-                          if one[1].first <= head < one[1].end and one[1].size == piece.size), None)  # fmt: skip
+            found = next(
+                (
+                    one
+                    for one in held.get(piece.name, ())
+                    if one[1].first <= head < one[1].end and one[1].size == piece.size
+                ),
+                None,
+            )
             if found is None:
                 raise ConfigError(f"none of its ranks has head {head} of layer {piece.name[0]}: use the same -tp.")
             rank, other = found
             end = min(piece.end, other.end)
-            yield Range(rank, other.start + (head - other.first) * piece.size, (end - head) * piece.size,
-                        piece.start + (head - piece.first) * piece.size)  # fmt: skip
+            yield Range(
+                rank,
+                other.start + (head - other.first) * piece.size,
+                (end - head) * piece.size,
+                piece.start + (head - piece.first) * piece.size,
+            )
             head = end
 
 

@@ -92,8 +92,9 @@ class Decoder(nn.Module):
     norm: RMSNorm
     head: LMHead
 
-    def __init__(self, args: ModelArgs, layout: Sequence[Param], build: Build, *,
-                 elsewhere: frozenset[str] = frozenset()) -> None:
+    def __init__(
+        self, args: ModelArgs, layout: Sequence[Param], build: Build, *, elsewhere: frozenset[str] = frozenset()
+    ) -> None:
         super().__init__()
         self.args, self.layout, self.kernels, self.elsewhere = args, layout, build.kernels, elsewhere
         self.dtype, self.device, self.vocabulary = build.dtype, build.device, build.vocabulary

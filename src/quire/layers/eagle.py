@@ -88,8 +88,10 @@ class DraftIds(nn.Module):
         ids = torch.arange(len(offsets), device=self.device)
         targets = ids + offsets
         if not 0 <= int(targets.min()) <= int(targets.max()) < self._vocab_size:
-            raise WeightsError(f"d2t of the EAGLE head maps to ids outside of the {self._vocab_size} of the model: use "
-                               "a head that was made for this model.")
+            raise WeightsError(
+                f"d2t of the EAGLE head maps to ids outside of the {self._vocab_size} of the model: use "
+                "a head that was made for this model."
+            )
         self.sources = torch.full((self._vocab_size,), len(offsets), device=self.device)
         self.sources[targets] = ids
 

@@ -34,10 +34,12 @@ def split(meta: AttentionMeta, most: float) -> tuple[AttentionMeta, tuple[Prompt
         return meta, ()
     count = naive[0][2]
     few = replace(
-        meta, query_start=meta.query_start[: count + 1], seq_lens=meta.seq_lens[:count],
+        meta,
+        query_start=meta.query_start[: count + 1],
+        seq_lens=meta.seq_lens[:count],
         table_rows=None if meta.table_rows is None else meta.table_rows[:count],
         max_query_len=max([meta.decode_len, *(last - first for first, last, *_ in known[: -len(naive)])]),
-    )  # fmt: skip
+    )
     return few, naive
 
 
@@ -93,8 +95,15 @@ class LatentAttention(nn.Module):
         q, latent = down[:, :-width], down[:, -width:]
         if self.q is not None and self.q_norm is not None:
             q = self.q.normed(q, self.q_norm)
-        q = self.kernel.prepare(q.unflatten(1, (self.num_heads, -1)), latent, self.kv_norm.weight, sizes.norm_eps,
-                                *rotation, kv, meta.kv_slots)  # fmt: skip
+        q = self.kernel.prepare(
+            q.unflatten(1, (self.num_heads, -1)),
+            latent,
+            self.kv_norm.weight,
+            sizes.norm_eps,
+            *rotation,
+            kv,
+            meta.kv_slots,
+        )
         out = hidden.new_empty(tokens, self.num_heads, sizes.v_dim)
         few, naive = split(meta, self.most_absorbed)
         rows = naive[0][0] if naive else tokens

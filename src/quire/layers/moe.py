@@ -98,8 +98,9 @@ class Experts(nn.Module):
             return None
         if self.packed is None:
             self.packed = self._empty()
-        return dict(zip(("gate_up", "down"), (one.flatten(0, 1) for one in self.kernel.destination(self.packed)),
-                        strict=True))  # fmt: skip
+        return dict(
+            zip(("gate_up", "down"), (one.flatten(0, 1) for one in self.kernel.destination(self.packed)), strict=True)
+        )
 
     def _empty(self) -> object:
         """Allocate the packed experts; meta tensors tell the kernel the shapes of an expert."""
@@ -110,8 +111,14 @@ class Experts(nn.Module):
         (rows, width), scheme = self.shapes[name], self.schemes[name]
         return empty_weight(scheme, (rows // self.num_experts, width), self.dtype, "meta")
 
-    def forward(self, x: Tensor | QuantizedRows, weights: Tensor, ids: Tensor, residual: Tensor | None,
-                *join: Callable[[], bool]) -> Tensor:
+    def forward(
+        self,
+        x: Tensor | QuantizedRows,
+        weights: Tensor,
+        ids: Tensor,
+        residual: Tensor | None,
+        *join: Callable[[], bool],
+    ) -> Tensor:
         """Return residual + the weighted sum over this rank's experts, [T, hidden]; it may reuse the residual's memory.
 
         join   `Fork.join` of the side stream that computes the residual, if any
@@ -140,8 +147,9 @@ class MoE(nn.Module):
         self.tp = build.tp
         self.exchange: ExpertExchange | None = None
         if build.slots is not None:
-            self.exchange = PullExchange(build.slots, torch.tensor(build.owners, dtype=torch.int32,
-                                                                   device=build.device))  # fmt: skip
+            self.exchange = PullExchange(
+                build.slots, torch.tensor(build.owners, dtype=torch.int32, device=build.device)
+            )
         elif build.ep is not None:
             wire = build.moe.wire.form
             quantize = functools.partial(self.experts.kernel.quantize_rows, wire=wire) if wire.values else None

@@ -27,13 +27,21 @@ def build_model(plan: EnginePlan, groups: RankGroups = ALONE) -> Decoder:
     kernels = load_kernels(plan.kernels)
     whole = args.moe is None or len(rank.expert_ids) == args.moe.routing.num_experts
     build = Build(
-        dtype=getattr(torch, plan.dtype.dtype), device=torch.device(plan.machine.device), kernels=kernels,
-        params={param.name: param for param in plan.params}, linears=plan.linears,
-        experts=None if whole else tuple(rank.expert_ids), tp=tp, ep=groups.ep, slots=groups.slots,
-        owners=owners(plan) if groups.ep is not None else (), kv_groups=plan.geometry.groups,
-        moe=plan.experts, layers=rank.layers,
+        dtype=getattr(torch, plan.dtype.dtype),
+        device=torch.device(plan.machine.device),
+        kernels=kernels,
+        params={param.name: param for param in plan.params},
+        linears=plan.linears,
+        experts=None if whole else tuple(rank.expert_ids),
+        tp=tp,
+        ep=groups.ep,
+        slots=groups.slots,
+        owners=owners(plan) if groups.ep is not None else (),
+        kv_groups=plan.geometry.groups,
+        moe=plan.experts,
+        layers=rank.layers,
         vocabulary=None if tp is None else vocabulary_slice(args.vocab_size, tp),
-    )  # fmt: skip
+    )
     whole_model = with_formats(layout(args), plan.quantization) if plan.mesh.parallel.size > 1 else ()
     everything = frozenset(stored_names(whole_model))
     model = Decoder(args, plan.params, build, elsewhere=everything)
@@ -45,8 +53,11 @@ def build_model(plan: EnginePlan, groups: RankGroups = ALONE) -> Decoder:
         num_experts, redundant = args.moe.routing.num_experts, plan.mesh.parallel.redundant
         for layer in args.moe.layers:
             slots = (one.to(build.device) for one in initial_slots(num_experts, redundant))
-            model.layers[layer].mlp.balance(ExpertSlots(*slots, first_row=rank.replica * REPLICA_ROWS),
-                                            range(*rank.experts), num_experts + redundant)  # fmt: skip
+            model.layers[layer].mlp.balance(
+                ExpertSlots(*slots, first_row=rank.replica * REPLICA_ROWS),
+                range(*rank.experts),
+                num_experts + redundant,
+            )
     if plan.config.load.routing != "model" and args.moe is not None:
         for layer in args.moe.layers:
             draw = routing.drawing(plan.config.load.routing, layer, args.moe.routing.num_experts, build.device)

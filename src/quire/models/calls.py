@@ -68,8 +68,15 @@ def head_calls(args: ModelArgs, sliced: bool = False) -> Iterator[Call]:
         yield Call("tp.all_gather", when="best ids, or logits")
 
 
-def layer_calls(args: ModelArgs, layer: int, linear: Features, routing: str = "model", *,
-                sliced: bool = False, spread: Mapping[str, str] | None = None) -> Iterator[Call]:  # fmt: skip
+def layer_calls(
+    args: ModelArgs,
+    layer: int,
+    linear: Features,
+    routing: str = "model",
+    *,
+    sliced: bool = False,
+    spread: Mapping[str, str] | None = None,
+) -> Iterator[Call]:
     """Yield the kernel calls of decoder layer number `layer`, for `explain`: attention, then an MLP or experts.
 
     linear    name of a linear layer -> features of its kernel, which say what it fuses into one call
@@ -113,8 +120,9 @@ def _latent(args: ModelArgs, linear: Features) -> Iterator[Call]:
         yield Call("latent.expanded", up.parameters, many)
 
 
-def _experts(args: ModelArgs, linear: Features, routing: str, sliced: bool,
-             spread: Mapping[str, str]) -> Iterator[Call]:  # fmt: skip
+def _experts(
+    args: ModelArgs, linear: Features, routing: str, sliced: bool, spread: Mapping[str, str]
+) -> Iterator[Call]:
     moe = args.moe
     assert moe is not None
     yield Call("norm.rms_norm", ("mlp_norm.weight",))

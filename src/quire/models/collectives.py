@@ -26,8 +26,11 @@ SHARED = "token of its share"  # each rank of a replica brings an equal part of 
 EVERY = "token of all replicas"
 CROSSING = "token and rank with an expert of it"
 # Phases of the dispatchers -> the steps in which replicas in lock-step exchange tokens. A replica without tokens joins.
-WHEN = {("prefill", "decode"): "a replica has tokens", ("prefill",): "a replica has a prompt",
-        ("decode",): "no replica has a prompt"}  # fmt: skip
+WHEN = {
+    ("prefill", "decode"): "a replica has tokens",
+    ("prefill",): "a replica has a prompt",
+    ("decode",): "no replica has a prompt",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +61,8 @@ def algorithm(kind: str, device: str) -> tuple[str, str]:
         return f"gloo {way}", "the ranks are processes on CPUs of one host, and their tensors go over loopback"
     if kind == "all-reduce":
         return "symmetric memory, else NCCL", (
-            "each GPU reads the others' parts; NCCL sums what exceeds the buffers (--disable-custom-all-reduce: all)")
+            "each GPU reads the others' parts; NCCL sums what exceeds the buffers (--disable-custom-all-reduce: all)"
+        )
     if kind == "pull":
         return "symmetric memory", "each GPU reads the rows that it needs from the memory of the others"
     return "NCCL", "the tensors are in the memory of GPUs"
@@ -73,9 +77,16 @@ def sum_room(ranks: int, message_bytes: int) -> int:
     return min(message_bytes, MOST_ROOM[known]) // 16 * 16
 
 
-def collectives(args: ModelArgs, parallel: Parallel, *, item_bytes: int, device: str,
-                spread: Mapping[str, str] | None = None, wire: Wire = AS_THEY_ARE,
-                rank: Rank | None = None) -> Iterator[Collective]:  # fmt: skip
+def collectives(
+    args: ModelArgs,
+    parallel: Parallel,
+    *,
+    item_bytes: int,
+    device: str,
+    spread: Mapping[str, str] | None = None,
+    wire: Wire = AS_THEY_ARE,
+    rank: Rank | None = None,
+) -> Iterator[Collective]:
     """Yield the exchanges of a step, in their order.
 
     item_bytes   bytes of one value of an activation: 2 for bfloat16
@@ -87,15 +98,25 @@ def collectives(args: ModelArgs, parallel: Parallel, *, item_bytes: int, device:
     for kind, where, group, count, times, per, when in found:
         if times:
             name, why = algorithm(kind, device)
-            yield Collective(kind=kind, where=where, group=group, message_bytes=count, times=times, per=per, when=when,
-                             algorithm=name, why=why)  # fmt: skip
+            yield Collective(
+                kind=kind,
+                where=where,
+                group=group,
+                message_bytes=count,
+                times=times,
+                per=per,
+                when=when,
+                algorithm=name,
+                why=why,
+            )
 
 
 Exchange = tuple[str, str, str, int, int, str, str]  # the fields of `Collective` up to `when`
 
 
-def _exchanges(args: ModelArgs, parallel: Parallel, item_bytes: int, spread: Mapping[str, str], wire: Wire,
-               rank: Rank | None) -> Iterator[Exchange]:  # fmt: skip
+def _exchanges(
+    args: ModelArgs, parallel: Parallel, item_bytes: int, spread: Mapping[str, str], wire: Wire, rank: Rank | None
+) -> Iterator[Exchange]:
     row, slices = args.hidden_size * item_bytes, parallel.tp > 1
     first, last = (True, True) if rank is None else (rank.first, rank.last)
     layers = range(*rank.layers) if rank else range(args.num_layers)
@@ -117,8 +138,15 @@ def _exchanges(args: ModelArgs, parallel: Parallel, item_bytes: int, spread: Map
     yield "send", "hidden states to the next stage", "pp", row, sends, TOKEN, ""
     if slices and last:
         logits = _widest_slice(args, parallel) * LOGIT_BYTES
-        yield "all-gather", "each rank's best ids", "tp", KEY_BYTES, 1, SAMPLED, (
-            "no row of the step has filters, penalties, bias or a mask")
+        yield (
+            "all-gather",
+            "each rank's best ids",
+            "tp",
+            KEY_BYTES,
+            1,
+            SAMPLED,
+            ("no row of the step has filters, penalties, bias or a mask"),
+        )
         yield "all-gather", "logits", "tp", logits, 1, SAMPLED, "a row has filters, penalties, bias or a mask"
         yield "all-gather", "logits", "tp", logits, 1, SCORED, "log-probabilities of tokens, or of the prompt"
     if parallel.pp > 1 and last:
@@ -127,8 +155,13 @@ def _exchanges(args: ModelArgs, parallel: Parallel, item_bytes: int, spread: Map
         yield "receive", "tokens of the last stage", "tokens", TOKEN_BYTES, 1, SAMPLED, "before the request's next step"
 
 
-def _between_replicas(args: ModelArgs, parallel: Parallel, item_bytes: int, dispatcher: str, wire: Wire,
-                      ) -> Iterator[tuple[str, str, str, int, str]]:  # fmt: skip
+def _between_replicas(
+    args: ModelArgs,
+    parallel: Parallel,
+    item_bytes: int,
+    dispatcher: str,
+    wire: Wire,
+) -> Iterator[tuple[str, str, str, int, str]]:
     """Yield (kind, where, group, bytes, per) of a layer's exchanges between replicas; see `quire.layers.dispatch`."""
     assert args.moe is not None
     row, sent = args.hidden_size * item_bytes, wire.row_bytes(args.hidden_size, item_bytes)
@@ -162,9 +195,18 @@ def groups(parallel: Parallel) -> list[dict[str, Any]]:
     return [one for one in named if one["members"] and len(one["members"][0]) > 1]
 
 
-def buffer_bytes(args: ModelArgs, rank: Rank, parallel: Parallel, *, item_bytes: int, tokens: int, rows: int,
-                 device: str = "cpu", spread: Mapping[str, str] | None = None, wire: Wire = AS_THEY_ARE,
-                 ) -> int:  # fmt: skip
+def buffer_bytes(
+    args: ModelArgs,
+    rank: Rank,
+    parallel: Parallel,
+    *,
+    item_bytes: int,
+    tokens: int,
+    rows: int,
+    device: str = "cpu",
+    spread: Mapping[str, str] | None = None,
+    wire: Wire = AS_THEY_ARE,
+) -> int:
     """Return the bytes of buffers that a rank's exchanges need at most, beside the tensors of the layers.
 
     tokens, rows   most tokens and most sampled rows of a step of a replica
@@ -184,8 +226,10 @@ def buffer_bytes(args: ModelArgs, rank: Rank, parallel: Parallel, *, item_bytes:
         # All-gather: the rows of all replicas as they come, and taken apart. Pull: memory that others read, and rows
         # that were read from it.
         read = parallel.dp * exchange_bounds(tokens)[-1] * row
-        rooms = {"all-gather": 2 * parallel.dp * (tokens * row + choices),
-                 "pull": exchange_bytes(args, parallel, item_bytes=item_bytes, tokens=tokens, wire=wire) + read}
+        rooms = {
+            "all-gather": 2 * parallel.dp * (tokens * row + choices),
+            "pull": exchange_bytes(args, parallel, item_bytes=item_bytes, tokens=tokens, wire=wire) + read,
+        }
         exchanged = max((rooms.get(name, rooms["all-gather"]) for name in (spread or {}).values()), default=0)
     return (received + sent) * hidden + logits + shared + exchanged
 

@@ -1,5 +1,4 @@
-"""Draft layers, draft models and EAGLE heads: arguments and plans of an engine that drafts with them, or why it cannot.
-"""
+"""Draft layers, draft models and EAGLE heads: arguments and plans of an engine with them, or why it cannot."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import replace
@@ -28,10 +27,15 @@ def with_draft_layers(args: ModelArgs, given: Mapping[str, Any] | None) -> Model
         return args
     if args.extra_layers != 1:
         key = "num_nextn_predict_layers"
-        has = f"has {args.extra_layers} of them ({key}), and only 1 is implemented" if args.extra_layers else (
-            f"has none (no {key} in the config.json of a {args.model_type} model)")
-        raise ConfigError(f"speculative_config: method mtp drafts with the multi-token-prediction (MTP) layer of the "
-                          f"checkpoint, which {has}: {REMEDY}.")
+        has = (
+            f"has {args.extra_layers} of them ({key}), and only 1 is implemented"
+            if args.extra_layers
+            else (f"has none (no {key} in the config.json of a {args.model_type} model)")
+        )
+        raise ConfigError(
+            f"speculative_config: method mtp drafts with the multi-token-prediction (MTP) layer of the "
+            f"checkpoint, which {has}: {REMEDY}."
+        )
     return replace(args, draft_layers=1, notes=tuple(note for note in args.notes if not note.startswith(SKIPPED)))
 
 
@@ -43,12 +47,20 @@ def draft_config(config: EngineConfig, dtype: str) -> EngineConfig | None:
     speculation = read_speculative_config(config.scheduler.speculative_config)
     if speculation is None or not speculation.model:
         return None
-    return replace(config, model=replace(config.model, model=speculation.model, tokenizer=None,
-                                         revision=speculation.revision,
-                                         max_model_len=None, dtype=dtype if speculation.head else config.model.dtype),
-                   scheduler=replace(config.scheduler, speculative_config=None),
-                   cache=replace(config.cache, enable_cache_blend=False),  # it computes all tokens
-                   load=replace(config.load, quantization=speculation.quantization))  # fmt: skip
+    return replace(
+        config,
+        model=replace(
+            config.model,
+            model=speculation.model,
+            tokenizer=None,
+            revision=speculation.revision,
+            max_model_len=None,
+            dtype=dtype if speculation.head else config.model.dtype,
+        ),
+        scheduler=replace(config.scheduler, speculative_config=None),
+        cache=replace(config.cache, enable_cache_blend=False),  # it computes all tokens
+        load=replace(config.load, quantization=speculation.quantization),
+    )
 
 
 def head_method(config: EngineConfig) -> str:
@@ -86,18 +98,26 @@ def resolve_speculators(config: EngineConfig, folder: Path) -> EngineConfig:
         return config
     try:
         name, (first, *_) = library["verifier"]["name_or_path"], library["proposal_methods"]
-        given = {"method": raw["speculators_model_type"], "model": config.model.model,
-                 "num_speculative_tokens": first["speculative_tokens"]}  # fmt: skip
+        given = {
+            "method": raw["speculators_model_type"],
+            "model": config.model.model,
+            "num_speculative_tokens": first["speculative_tokens"],
+        }
         if not (name and isinstance(name, str)):  # None would be the bundled model
             raise TypeError
     except (KeyError, TypeError, ValueError):
-        raise ConfigError(f"{folder / 'config.json'}: speculators_config names no verifier or no speculative_tokens: "
-                          "serve the model of the head, with --speculative-config.") from None
+        raise ConfigError(
+            f"{folder / 'config.json'}: speculators_config names no verifier or no speculative_tokens: "
+            "serve the model of the head, with --speculative-config."
+        ) from None
     if config.model.revision:
-        raise ConfigError(f"revision={config.model.revision} of a speculators repository is not implemented: download "
-                          "it and give its folder.")
-    return replace(config, model=replace(config.model, model=name),
-                   scheduler=replace(config.scheduler, speculative_config=given))  # fmt: skip
+        raise ConfigError(
+            f"revision={config.model.revision} of a speculators repository is not implemented: download "
+            "it and give its folder."
+        )
+    return replace(
+        config, model=replace(config.model, model=name), scheduler=replace(config.scheduler, speculative_config=given)
+    )
 
 
 def with_draft_model(plan: EnginePlan, draft: EnginePlan) -> EnginePlan:
@@ -112,19 +132,27 @@ def with_draft_model(plan: EnginePlan, draft: EnginePlan) -> EnginePlan:
         _check_head(plan, draft.args, f"speculative_config: the EAGLE head {name}")
         vocab = head.vocab_size
     elif plan.mesh.parallel.size > 1:
-        raise ConfigError("speculative_config: method draft_model runs on one device, and the engine has "
-                          f"{plan.mesh.parallel.size} ranks: {REMEDY}.")
+        raise ConfigError(
+            "speculative_config: method draft_model runs on one device, and the engine has "
+            f"{plan.mesh.parallel.size} ranks: {REMEDY}."
+        )
     if vocab != plan.args.vocab_size:
-        raise ConfigError(f"speculative_config: the draft model {name} has {vocab} token ids and the "
-                          f"model has {plan.args.vocab_size}: use a draft model with the model's vocabulary.")
+        raise ConfigError(
+            f"speculative_config: the draft model {name} has {vocab} token ids and the "
+            f"model has {plan.args.vocab_size}: use a draft model with the model's vocabulary."
+        )
     if draft.args.max_position_embeddings < length:
-        raise ConfigError(f"speculative_config: the draft model {name} has a context of "
-                          f"{draft.args.max_position_embeddings} tokens and the engine of {length}: lower "
-                          f"max_model_len to {draft.args.max_position_embeddings}, or use another draft model.")
+        raise ConfigError(
+            f"speculative_config: the draft model {name} has a context of "
+            f"{draft.args.max_position_embeddings} tokens and the engine of {length}: lower "
+            f"max_model_len to {draft.args.max_position_embeddings}, or use another draft model."
+        )
     asked = plan.speculation.max_model_len if plan.speculation else 0
     if asked and asked < length:
-        raise ConfigError(f"speculative_config: max_model_len={asked} is below the engine's {length}, and requests "
-                          "have drafts in all of their context: raise it, or leave it out.")
+        raise ConfigError(
+            f"speculative_config: max_model_len={asked} is below the engine's {length}, and requests "
+            "have drafts in all of their context: raise it, or leave it out."
+        )
     drafting = msgspec.structs.replace(plan.drafting, model=draft)
     return msgspec.structs.replace(plan, drafting=drafting, geometry=joined(plan.geometry, draft.geometry))
 
@@ -134,16 +162,20 @@ def _check_head(plan: EnginePlan, args: ModelArgs, which: str) -> None:
     assert args.eagle is not None
     layers, remedy = plan.args.num_layers, "use the head that was made for this model"
     if args.hidden_size != plan.args.hidden_size:
-        raise ConfigError(f"{which} reads states of {args.hidden_size} numbers and the model's have "
-                          f"{plan.args.hidden_size}: {remedy}.")
+        raise ConfigError(
+            f"{which} reads states of {args.hidden_size} numbers and the model's have "
+            f"{plan.args.hidden_size}: {remedy}."
+        )
     if odd := [one for one in args.eagle.reads(layers) if not 0 <= one < layers]:
-        raise ConfigError(f"{which} reads the states before layer {odd[0]}, and the model has the layers 0 to "
-                          f"{layers - 1}: {remedy}.")
+        raise ConfigError(
+            f"{which} reads the states before layer {odd[0]}, and the model has the layers 0 to {layers - 1}: {remedy}."
+        )
     if args.rope.kind == "dynamic":
         raise ConfigError(f"{which} has rope type dynamic, which is not implemented for heads: use another head.")
     if plan.config.cache.enable_cache_blend:
-        raise ConfigError(f"{which} needs the states of all tokens, which enable_cache_blend does not compute: leave "
-                          "it out.")
+        raise ConfigError(
+            f"{which} needs the states of all tokens, which enable_cache_blend does not compute: leave it out."
+        )
     if plan.config.hosts.nnodes > 1:
         raise ConfigError(f"{which} drafts on one host, and the engine has {plan.config.hosts.nnodes}: {REMEDY}.")
 
@@ -153,10 +185,22 @@ def draft_notes(plan: EnginePlan) -> tuple[str, ...]:
     head = plan.draft.args.eagle if plan.draft is not None else None
     length = plan.config.model.max_model_len or plan.args.max_position_embeddings
     ranks, asked = plan.mesh.parallel.tp, plan.speculation.draft_tensor_parallel_size if plan.speculation else 0
-    spread = (f"speculative_config: draft_tensor_parallel_size={asked} changes nothing: drafts are made by all ranks "
-              f"of the model (tensor_parallel_size={ranks}).",) if asked not in (0, ranks) else ()  # fmt: skip
-    long = (f"the EAGLE head was trained for {head.context} positions, and the engine has {length}: behind those, "
-            "fewer drafts may be right.",) if head is not None and head.context < length else ()  # fmt: skip
+    spread = (
+        (
+            f"speculative_config: draft_tensor_parallel_size={asked} changes nothing: drafts are made by all ranks "
+            f"of the model (tensor_parallel_size={ranks}).",
+        )
+        if asked not in (0, ranks)
+        else ()
+    )
+    long = (
+        (
+            f"the EAGLE head was trained for {head.context} positions, and the engine has {length}: behind those, "
+            "fewer drafts may be right.",
+        )
+        if head is not None and head.context < length
+        else ()
+    )
     return (*(plan.speculation.notes if plan.speculation else ()), *spread, *long)
 
 
@@ -164,6 +208,10 @@ def joined(geometry: KVGeometry, draft: KVGeometry) -> KVGeometry:
     """Return the page of a model and its draft model."""
     ((own,), (other,)) = geometry.groups, draft.groups
     assert geometry.block_size == draft.block_size, "both are of one device"
-    group = msgspec.structs.replace(own, layers=tuple(range(len(own.layers) + len(other.layers))),
-                                    drafts=other.components, num_drafts=len(other.layers))  # fmt: skip
+    group = msgspec.structs.replace(
+        own,
+        layers=tuple(range(len(own.layers) + len(other.layers))),
+        drafts=other.components,
+        num_drafts=len(other.layers),
+    )
     return msgspec.structs.replace(geometry, groups=(group,))

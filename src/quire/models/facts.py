@@ -14,20 +14,29 @@ def model_facts(args: ModelArgs) -> dict[str, Any]:
     latent, moe = args.latent, args.moe
     width = latent.v_dim if latent else args.head_dim
     return {
-        "attention": {"kind": "latent" if latent else "grouped-query", "heads": args.num_heads,
-                      "kv_heads": None if latent else args.num_kv_heads, "head_dim": args.head_dim, "value_dim": width,
-                      "qk_norm": args.qk_norm, "bias": args.attention_bias},
+        "attention": {
+            "kind": "latent" if latent else "grouped-query",
+            "heads": args.num_heads,
+            "kv_heads": None if latent else args.num_kv_heads,
+            "head_dim": args.head_dim,
+            "value_dim": width,
+            "qk_norm": args.qk_norm,
+            "bias": args.attention_bias,
+        },
         "rope": asdict(args.rope) | {"rotary_dim": args.rotary_dim, "head_dim": args.head_dim},
         "router": moe and asdict(moe.routing) | {"layers": len(moe.layers), "shared_gate": moe.shared_gate},
-    }  # fmt: skip
+    }
 
 
 def fact_lines(attention: dict[str, Any], rope: dict[str, Any], router: dict[str, Any] | None) -> list[str]:
     """Return the values of `model_facts` as lines of text."""
     latent = attention["kind"] == "latent"
     kept = f"; values of {attention['value_dim']}" if latent else f" and {attention['kv_heads']} KV heads"
-    heads = f"{attention['heads']} query heads of {attention['head_dim']} dimensions{kept}" if latent else (
-        f"{attention['heads']} query heads{kept} of {attention['head_dim']} dimensions")
+    heads = (
+        f"{attention['heads']} query heads of {attention['head_dim']} dimensions{kept}"
+        if latent
+        else (f"{attention['heads']} query heads{kept} of {attention['head_dim']} dimensions")
+    )
     more = ", normalized queries and keys" * attention["qk_norm"] + ", biased q, k and v" * attention["bias"]
     lines = [f"attention: {attention['kind']}, {heads}{more}", f"rope: {_rope(rope, ' (partial)' * (not latent))}"]
     return lines + ([f"router: {_router(router)}"] if router else [])

@@ -31,17 +31,19 @@ class GraphPlan(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that are set aside for the graphs: of each size, number of drafts and bound; of steps without tokens.
-        """
+        """Bytes that are set aside for the graphs: each size, number of drafts and bound; steps without tokens."""
         queries = 1, *(1 + length for length in self.drafts)
-        shapes = [captured_bounds(self.bounds, self.sequences, size, queries, query)
-                  for size, query in captured_decodes(self.sequences, queries)]  # fmt: skip
+        shapes = [
+            captured_bounds(self.bounds, self.sequences, size, queries, query)
+            for size, query in captured_decodes(self.sequences, queries)
+        ]
         shapes += [captured_bounds(self.bounds, self.tokens, size) for size in self.tokens]
         return (sum(map(len, shapes)) + len(self.bounds)) * GRAPH_BYTES
 
 
-def resolve_graphs(config: EngineConfig, args: ModelArgs, speculation: Speculation | None = None,
-                   bounds: tuple[int, ...] = ()) -> GraphPlan:  # fmt: skip
+def resolve_graphs(
+    config: EngineConfig, args: ModelArgs, speculation: Speculation | None = None, bounds: tuple[int, ...] = ()
+) -> GraphPlan:
     """Choose the sizes of the steps that are captured as CUDA graphs; none with `enforce_eager`.
 
     bounds   of the exchange between replicas in lock-step, if a graph can hold it
@@ -65,8 +67,9 @@ def captured_decodes(sizes: tuple[int, ...], queries: tuple[int, ...]) -> list[t
     return [(size, query) for size in sizes for query in queries if query == 1 or size * query <= MAX_VERIFY_ROWS]
 
 
-def captured_bounds(bounds: tuple[int, ...], sizes: tuple[int, ...], size: int, queries: tuple[int, ...] = (1,),
-                    query: int = 1) -> tuple[int, ...]:  # fmt: skip
+def captured_bounds(
+    bounds: tuple[int, ...], sizes: tuple[int, ...], size: int, queries: tuple[int, ...] = (1,), query: int = 1
+) -> tuple[int, ...]:
     """Return the bounds with which a step of a padded size is captured, largest first; (0,): without replicas.
 
     bounds    upper bounds of the tokens of each replica in lock-step, ascending
@@ -75,8 +78,9 @@ def captured_bounds(bounds: tuple[int, ...], sizes: tuple[int, ...], size: int, 
     Such a step has more tokens than the size before (and a decode in it more than the query before), and at most as
     many as its bound; padding may exceed the bound.
     """
-    before = sum(max((one for one in captured if one < own), default=0)
-                 for captured, own in ((sizes, size), (queries, query)))  # fmt: skip
+    before = sum(
+        max((one for one in captured if one < own), default=0) for captured, own in ((sizes, size), (queries, query))
+    )
     return tuple(bound for bound in reversed(bounds) if bound > before) if bounds else (0,)
 
 
@@ -110,5 +114,6 @@ def prompt_sizes(most: int) -> tuple[int, ...]:
 
     A step is padded to the next size; 64 tokens of padding take 1.6 ms with 8e9 parameters.
     """
-    return tuple(size for size in (*range(256, 1024, 64), *range(1024, 2049, 256), *range(3072, 16385, 1024))
-                 if size <= most)  # fmt: skip
+    return tuple(
+        size for size in (*range(256, 1024, 64), *range(1024, 2049, 256), *range(3072, 16385, 1024)) if size <= most
+    )

@@ -61,8 +61,10 @@ def checkpoint_names(model_type: str) -> dict[tuple[str, str], str]:
     except ModuleNotFoundError as error:
         if error.name != module:
             raise
-        raise UnsupportedModel(f"model_type {model_type!r} has a row in FAMILIES of config/checkpoint.py and no names "
-                               f"of tensors: write models/{model_type}.py, like models/qwen3.py.") from None
+        raise UnsupportedModel(
+            f"model_type {model_type!r} has a row in FAMILIES of config/checkpoint.py and no names "
+            f"of tensors: write models/{model_type}.py, like models/qwen3.py."
+        ) from None
     found = {(parameter, part): stored for stored, parameter, part in rows}
     twice = [name for name, times in Counter(row[1:] for row in rows).items() if times > 1]
     assert not twice, f"models/{model_type}.py names the tensor of {twice[0]} twice: leave one row out"
@@ -113,8 +115,17 @@ class _Layout:
         first, end = share(size, self.rank.tp, self.rank.place)
         return first, end - first
 
-    def _param(self, name: str, parts: Mapping[str, _Rows], width: int = 0, *, columns: tuple[int, int] | None = None,
-               shard: str = "", dtype: str = "", layer: int = -1) -> Param:
+    def _param(
+        self,
+        name: str,
+        parts: Mapping[str, _Rows],
+        width: int = 0,
+        *,
+        columns: tuple[int, int] | None = None,
+        shard: str = "",
+        dtype: str = "",
+        layer: int = -1,
+    ) -> Param:
         """Make a parameter from the rows of its parts.
 
         width     columns of the stored matrix, 0 for a vector
@@ -126,8 +137,11 @@ class _Layout:
             stored = self.names[name, "{e}." + rest if dot else key].replace("{i}", str(layer)).replace("{e}", expert)
             shape = (rows.stored, width) if width else (rows.stored,)
             count = rows.stored if rows.taken < 0 else rows.taken
-            made.append(Part(stored, shape, *columns, axis=1, name=key) if columns else
-                        Part(stored, shape, rows.start, count, order=rows.order, name=key))  # fmt: skip
+            made.append(
+                Part(stored, shape, *columns, axis=1, name=key)
+                if columns
+                else Part(stored, shape, rows.start, count, order=rows.order, name=key)
+            )
         total = sum(part.rows for part in made)
         inner = columns[1] if columns else width
         shape = (total, inner) if width else (total,)
@@ -176,9 +190,10 @@ class _Layout:
             return _Rows(heads * dim, own[0] * dim, (own[1] - own[0]) * dim, order)
 
         parts = {
-            "q": rows(args.num_heads, rank.heads, order), "k": rows(args.num_kv_heads, rank.kv_heads, order),
+            "q": rows(args.num_heads, rank.heads, order),
+            "k": rows(args.num_kv_heads, rank.kv_heads, order),
             "v": rows(args.num_kv_heads, rank.kv_heads, ()),
-        }  # fmt: skip
+        }
         yield self._param(at + "qkv.weight", parts, width, shard="rows", layer=layer)
         if args.attention_bias:
             yield self._param(at + "qkv.bias", parts, shard="rows", layer=layer)
@@ -209,8 +224,13 @@ class _Layout:
             yield self._param(at + "q.weight", {"": q}, sizes.q_rank, shard="rows", layer=layer)
         yield self._param(at + "kv_norm.weight", {"": _Rows(sizes.kv_rank)}, layer=layer)
         up, v_dim = sizes.nope_dim + sizes.v_dim, sizes.v_dim
-        yield self._param(at + "kv_up.weight", {"": _Rows(args.num_heads * up, first * up, heads * up)}, sizes.kv_rank,
-                          shard="rows", layer=layer)  # fmt: skip
+        yield self._param(
+            at + "kv_up.weight",
+            {"": _Rows(args.num_heads * up, first * up, heads * up)},
+            sizes.kv_rank,
+            shard="rows",
+            layer=layer,
+        )
         yield from self._output(args.num_heads * v_dim, _Rows(0, first * v_dim, heads * v_dim), False, layer)
 
     def _mlp(self, at: str, width: int, layer: int, bias: bool = False) -> Iterator[Param]:

@@ -29,12 +29,18 @@ def missing_features(parallel: Parallel, moe: Mapping[str, MoEPlan | str]) -> tu
         if isinstance(plan, str) or not plan.implemented:
             name = "a dispatcher" if isinstance(plan, str) else f"dispatcher {plan.dispatcher}"
             names.setdefault(name, []).append(phase)
-    remedy = ("use --all2all-backend allgather_reducescatter with --enforce-eager, or leave out -dp or "
-              "--enable-expert-parallel")  # fmt: skip
+    remedy = (
+        "use --all2all-backend allgather_reducescatter with --enforce-eager, or leave out -dp or "
+        "--enable-expert-parallel"
+    )
     return tuple(
-        Missing(f"{name} for {' and '.join(phases)} ({parallel})",
-                f"{parallel}: {name} for {' and '.join(phases)}, which takes tokens to the experts of other "
-                f"replicas, is not implemented yet: {remedy}.") for name, phases in names.items())  # fmt: skip
+        Missing(
+            f"{name} for {' and '.join(phases)} ({parallel})",
+            f"{parallel}: {name} for {' and '.join(phases)}, which takes tokens to the experts of other "
+            f"replicas, is not implemented yet: {remedy}.",
+        )
+        for name, phases in names.items()
+    )
 
 
 def missing_speculation(speculation: Speculation | None, parallel: Parallel) -> tuple[Missing, ...]:
@@ -52,13 +58,17 @@ def missing_speculation(speculation: Speculation | None, parallel: Parallel) -> 
     else:
         return ()
     remedy = "leave out --speculative-config" if parallel.pp > 1 else 'use "method": "ngram"'
-    return (Missing(f"speculative decoding {where} (--speculative-config)",
-                    f"--speculative-config: speculative decoding {where} is not implemented yet, because {why}: "
-                    f"{remedy}."),)  # fmt: skip
+    return (
+        Missing(
+            f"speculative decoding {where} (--speculative-config)",
+            f"--speculative-config: speculative decoding {where} is not implemented yet, because {why}: {remedy}.",
+        ),
+    )
 
 
-def missing_blend(cache: CacheConfig, args: ModelArgs, parallel: Parallel, windows: Sequence[int | None],
-                  device: str) -> tuple[Missing, ...]:  # fmt: skip
+def missing_blend(
+    cache: CacheConfig, args: ModelArgs, parallel: Parallel, windows: Sequence[int | None], device: str
+) -> tuple[Missing, ...]:
     """Return what keeps an engine from reusing KV at other positions (CacheBlend); () if nothing does, or needs not.
 
     windows   sliding window of each KV group
@@ -79,8 +89,13 @@ def missing_blend(cache: CacheConfig, args: ModelArgs, parallel: Parallel, windo
         where, why = "for latent attention on a GPU", "its kernels take only the last rows of a sequence"
     else:
         return ()
-    return (Missing(f"CacheBlend {where} (--enable-cache-blend)", f"--enable-cache-blend: CacheBlend {where} is not "
-                    f"implemented yet, because {why}: leave out --enable-cache-blend."),)  # fmt: skip
+    return (
+        Missing(
+            f"CacheBlend {where} (--enable-cache-blend)",
+            f"--enable-cache-blend: CacheBlend {where} is not "
+            f"implemented yet, because {why}: leave out --enable-cache-blend.",
+        ),
+    )
 
 
 def check_missing(missing: Sequence[Missing]) -> None:

@@ -8,7 +8,6 @@ def renamed(at: str, *maps: NameMap) -> NameMap:
     return tuple((row[0].replace("model.layers.{i}.", at), *row[1:]) for rows in maps for row in rows)
 
 
-
 EMBEDDING_AND_HEAD: NameMap = (
     ("model.embed_tokens.weight", "embed.weight", ""),
     ("model.norm.weight", "norm.weight", ""),

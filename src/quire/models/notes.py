@@ -25,9 +25,11 @@ MOST_RANKS = 4  # whose experts a note tells
 def check_backend(backend: str, plan: MoEPlan) -> None:
     """Raise ConfigError for a value of --all2all-backend that has no dispatcher, with the candidates of `plan`."""
     if backend not in BACKENDS:
-        raise ConfigError(f"--all2all-backend {backend}: Quire has no such exchange of tokens: use "
-                          f"{' or '.join(name for name in BACKENDS if name != 'auto')}, or leave it out. Without it:\n"
-                          f"{plan}")  # fmt: skip
+        raise ConfigError(
+            f"--all2all-backend {backend}: Quire has no such exchange of tokens: use "
+            f"{' or '.join(name for name in BACKENDS if name != 'auto')}, or leave it out. Without it:\n"
+            f"{plan}"
+        )
 
 
 def parallel_notes(args: ModelArgs, config: ParallelConfig) -> tuple[str, ...]:
@@ -41,8 +43,13 @@ def _placement(args: ModelArgs, config: ParallelConfig) -> Iterator[str]:
         return
     asked = "--expert-placement-strategy round_robin"
     if moe is None or not parallel.experts or parallel.expert_ranks == 1:
-        why = "the model has no experts" if moe is None else "every rank has a slice of each expert" if (
-            parallel.tp > 1 and not parallel.experts) else "a single rank has all experts"
+        why = (
+            "the model has no experts"
+            if moe is None
+            else "every rank has a slice of each expert"
+            if (parallel.tp > 1 and not parallel.experts)
+            else "a single rank has all experts"
+        )
         yield f"{asked} changes nothing: {why}."
         return
     stage = [rank for rank in ranks(args, parallel) if rank.stage == 0]
@@ -61,8 +68,10 @@ def _exchange(args: ModelArgs, config: ParallelConfig) -> Iterator[str]:
         yield f"{asked} changes nothing: every rank has the tokens of its experts, because no replicas share experts."
     elif backend.startswith("deepep") and backend in BACKENDS:
         ((phase, name),) = BACKENDS[backend].items()
-        yield (f"{asked} is taken as Quire's dispatcher {name} in {phase}, on one host; DeepEP itself is not used. For "
-               f"{'decode' if phase == 'prefill' else 'prefill'} Quire chooses.")  # fmt: skip
+        yield (
+            f"{asked} is taken as Quire's dispatcher {name} in {phase}, on one host; DeepEP itself is not used. For "
+            f"{'decode' if phase == 'prefill' else 'prefill'} Quire chooses."
+        )
 
 
 def listed(numbers: Sequence[int]) -> str:

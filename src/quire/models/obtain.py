@@ -45,8 +45,9 @@ def read_args(config: EngineConfig, folder: Path, head: str = "") -> ModelArgs:
     return with_spelling(args, stored)
 
 
-def read_model(config: EngineConfig, folder: Path, device: str, cpu: CpuFacts,
-               head: str = "") -> tuple[ModelArgs, DTypePlan, Quantization]:
+def read_model(
+    config: EngineConfig, folder: Path, device: str, cpu: CpuFacts, head: str = ""
+) -> tuple[ModelArgs, DTypePlan, Quantization]:
     """Return the model arguments, the dtype of the computation and the quantization of the model in `folder`.
 
     If the weights are not in the folder, the headers of quantized weights are read from the Hub.
@@ -82,8 +83,15 @@ def _stored_types(config: EngineConfig, folder: Path) -> dict[str, str]:
     return {name: tensor.dtype for name, tensor in checkpoint.tensors.items()}
 
 
-def obtain_weights(config: EngineConfig, folder: Path, args: ModelArgs, dtype: DTypePlan, free_bytes: int | None,
-                   *, quantization: Mapping[str, Any]) -> None:
+def obtain_weights(
+    config: EngineConfig,
+    folder: Path,
+    args: ModelArgs,
+    dtype: DTypePlan,
+    free_bytes: int | None,
+    *,
+    quantization: Mapping[str, Any],
+) -> None:
     """Download the weights that `folder` lacks. First check by their headers that the model can be loaded.
 
     free_bytes   memory that must hold the parameters and the KV cache; None: not checked
@@ -98,9 +106,16 @@ def obtain_weights(config: EngineConfig, folder: Path, args: ModelArgs, dtype: D
             weights = unpacked_bytes(params, stored)
             check_cpu_weights(weights, free_bytes, "" if quantization else stored)
             cache = choose_cache(config.cache.kv_cache_dtype, dtype.dtype, quantization)
-            geometry = resolve_geometry(kv_components(args, cache.dtype), args.num_layers + args.draft_layers,
-                                        config.cache.block_size)
-            resolve_memory(geometry, config.model, config.cache, context=args.max_position_embeddings,
-                           max_num_seqs=config.scheduler.sequences(), free_bytes=free_bytes - weights)  # fmt: skip
+            geometry = resolve_geometry(
+                kv_components(args, cache.dtype), args.num_layers + args.draft_layers, config.cache.block_size
+            )
+            resolve_memory(
+                geometry,
+                config.model,
+                config.cache,
+                context=args.max_position_embeddings,
+                max_num_seqs=config.scheduler.sequences(),
+                free_bytes=free_bytes - weights,
+            )
 
     fetch_weights(config, folder, check)

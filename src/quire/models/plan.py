@@ -191,10 +191,17 @@ class EnginePlan(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def buffer_bytes(self) -> int:
         """Bytes that exchanges with other ranks take in the largest step, and moves of experts; 0 on one device."""
-        return buffer_bytes(self.args, self.mesh.rank, self.mesh.parallel, tokens=self.step_tokens,
-                            item_bytes=ITEM_BYTES[self.dtype.dtype], rows=self.step_rows,
-                            device=self.machine.device, spread=self.spread, wire=self.wire) + mover_bytes(
-                                self.params, self.mesh.parallel, self.dtype.dtype)  # fmt: skip
+        return buffer_bytes(
+            self.args,
+            self.mesh.rank,
+            self.mesh.parallel,
+            tokens=self.step_tokens,
+            item_bytes=ITEM_BYTES[self.dtype.dtype],
+            rows=self.step_rows,
+            device=self.machine.device,
+            spread=self.spread,
+            wire=self.wire,
+        ) + mover_bytes(self.params, self.mesh.parallel, self.dtype.dtype)
 
     @property
     def step_tokens(self) -> int:
@@ -225,10 +232,19 @@ class Drafting(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def resolve_engine(
-    config: EngineConfig, folder: Path, args: ModelArgs, machine: Machine, dtype: DTypePlan, probe: Probe, *,
-    parallel: Parallel = ALONE, number: int = 0, quantization: Mapping[str, Any] | None = None, served: bool = True,
+    config: EngineConfig,
+    folder: Path,
+    args: ModelArgs,
+    machine: Machine,
+    dtype: DTypePlan,
+    probe: Probe,
+    *,
+    parallel: Parallel = ALONE,
+    number: int = 0,
+    quantization: Mapping[str, Any] | None = None,
+    served: bool = True,
     forced: dict[str, str] | None = None,
-) -> EnginePlan:  # fmt: skip
+) -> EnginePlan:
     """Plan the engine of rank `number`. Raises ConfigError for options that contradict the model or the device.
 
     args, quantization   as read from the files in `folder`
@@ -249,23 +265,40 @@ def resolve_engine(
     params = with_formats(layout(args, rank), quantization)
     by_triton = device == "cuda" and not probe("triton")
     cache = choose_cache(config.cache.kv_cache_dtype, dtype.dtype, quantization)
-    geometry = rank_geometry(args, rank, dtype=cache.dtype, device="cuda" if by_triton else "cpu",
-                             block_size=config.cache.block_size)
+    geometry = rank_geometry(
+        args, rank, dtype=cache.dtype, device="cuda" if by_triton else "cpu", block_size=config.cache.block_size
+    )
     forced = dict(forced or {})
     experts = forced.pop("experts", "") if args.moe else ""
     blends, windowed = config.cache.enable_cache_blend, any(window is not None for window in geometry.windows)
     unblended = missing_blend(config.cache, args, parallel, geometry.windows, device)
     asked = frozenset(["window"] * windowed + ["rows"] * (blends and not unblended))
-    kernels = choose_kernels(device, dtype.dtype, ops=operations(args, blends), head_dim=args.head_dim, forced=forced,
-                             attention_features=asked, cache_features=cache.features, probe=probe)  # fmt: skip
+    kernels = choose_kernels(
+        device,
+        dtype.dtype,
+        ops=operations(args, blends),
+        head_dim=args.head_dim,
+        forced=forced,
+        attention_features=asked,
+        cache_features=cache.features,
+        probe=probe,
+    )
     if by_triton and cache.features:
         _check_cache(config.cache.kv_cache_dtype, kernels, forced)
     needs = KernelNeeds(device=device, dtype=dtype.dtype)
     schemes = [param.scheme for param in params if param.scheme and is_linear(param)]
     kernels += choose_linears(needs, schemes, forced.get("linear"), probe)
     needs = replace(needs, scheme=next((param.scheme for param in params if param.shard == "experts"), None))
-    moe = moe_plans(args, needs, probe, parallel=parallel, forced=experts, backend=config.parallel.all2all_backend,
-                    eager=config.device.enforce_eager, hosts=config.hosts.nnodes)  # fmt: skip
+    moe = moe_plans(
+        args,
+        needs,
+        probe,
+        parallel=parallel,
+        forced=experts,
+        backend=config.parallel.all2all_backend,
+        eager=config.device.enforce_eager,
+        hosts=config.hosts.nnodes,
+    )
     rows = {param.scheme for param in params if param.shard == "experts" and param.name.endswith("gate_up")}
     moe = {phase: with_wire(one, rows, args.hidden_size, ITEM_BYTES[dtype.dtype]) for phase, one in moe.items()}
     if device == "cuda":
@@ -277,13 +310,22 @@ def resolve_engine(
     bounds = exchange_bounds(_step_tokens(config, speculation)) if pulls else ()
     dtype = _typed(dtype, kernels)
     return EnginePlan(
-        config=config, folder=str(folder), args=args, machine=machine, dtype=dtype,
-        mesh=Mesh(parallel=parallel, rank=rank), params=keep_stored(params, dtype, kernels, moe), kernels=kernels,
-        linears=linear_plans(args, params, kernels), moe=moe, geometry=geometry,
+        config=config,
+        folder=str(folder),
+        args=args,
+        machine=machine,
+        dtype=dtype,
+        mesh=Mesh(parallel=parallel, rank=rank),
+        params=keep_stored(params, dtype, kernels, moe),
+        kernels=kernels,
+        linears=linear_plans(args, params, kernels),
+        moe=moe,
+        geometry=geometry,
         graphs=resolve_graphs(config, args, speculation, bounds) if by_triton else GraphPlan(),
         missing=(*missing_features(parallel, moe), *missing_speculation(speculation, parallel), *unblended),
-        drafting=Drafting(speculation=speculation), quantization=quantization,
-    )  # fmt: skip
+        drafting=Drafting(speculation=speculation),
+        quantization=quantization,
+    )
 
 
 def _step_tokens(config: EngineConfig, speculation: Speculation | None) -> int:
@@ -292,8 +334,9 @@ def _step_tokens(config: EngineConfig, speculation: Speculation | None) -> int:
     return batch.token_budget() + most_drafts(batch.sequences(), drafts)
 
 
-def keep_stored(params: Iterable[Param], dtype: DTypePlan, kernels: Iterable[Choice],
-                moe: Mapping[str, MoEPlan | str]) -> tuple[Param, ...]:  # fmt: skip
+def keep_stored(
+    params: Iterable[Param], dtype: DTypePlan, kernels: Iterable[Choice], moe: Mapping[str, MoEPlan | str]
+) -> tuple[Param, ...]:
     """Return the parameters, with dtype `dtype.weights` for matrices whose kernel reads them as stored ("stored")."""
     linear = {choice.weights: choice.features for choice in kernels if choice.op == "linear"}.get((), ())
     experts = {name for plan in moe.values() if isinstance(plan, MoEPlan) for name in plan.features}
@@ -319,8 +362,10 @@ def _check_cache(asked: str, kernels: Sequence[Choice], forced: Mapping[str, str
     for choice in kernels:
         if choice.name == "ref" and choice.op in ("heads", "attention", "latent") and choice.op not in forced:
             why = "; ".join(f"{name}: {reason}" for name, reason in choice.rejected if name == "triton")
-            raise ConfigError(f"kv_cache_dtype={asked}: this GPU has no {choice.op} kernel for it ({why}): set "
-                              "--kv-cache-dtype to the dtype of the computation, such as bfloat16.")
+            raise ConfigError(
+                f"kv_cache_dtype={asked}: this GPU has no {choice.op} kernel for it ({why}): set "
+                "--kv-cache-dtype to the dtype of the computation, such as bfloat16."
+            )
 
 
 def resolve_sizing(plan: EnginePlan, measured: DeviceMemory | int) -> MemoryPlan:
@@ -337,11 +382,18 @@ def resolve_sizing(plan: EnginePlan, measured: DeviceMemory | int) -> MemoryPlan
         same = plan.machine.device == "cpu"  # the host's memory is the device's
         offloaded = plan.offload.host_bytes // plan.mesh.parallel.size if same else 0
         if offloaded > measured:
-            raise ConfigError(f"kv_offload_gb={plan.offload.host_bytes / GIB:g}: each rank needs {offloaded / GIB:.1f} "
-                              f"GiB of host memory, and {measured / GIB:.1f} GiB are free: lower kv_offload_gb.")
-        sizes = resolve_memory(plan.geometry, config.model, config.cache, context=context,
-                               max_num_seqs=config.scheduler.sequences(),
-                               free_bytes=max(0, measured - plan.buffer_bytes - offloaded))  # fmt: skip
+            raise ConfigError(
+                f"kv_offload_gb={plan.offload.host_bytes / GIB:g}: each rank needs {offloaded / GIB:.1f} "
+                f"GiB of host memory, and {measured / GIB:.1f} GiB are free: lower kv_offload_gb."
+            )
+        sizes = resolve_memory(
+            plan.geometry,
+            config.model,
+            config.cache,
+            context=context,
+            max_num_seqs=config.scheduler.sequences(),
+            free_bytes=max(0, measured - plan.buffer_bytes - offloaded),
+        )
     return replace(sizes, host_blocks=host_blocks(plan))
 
 
@@ -350,8 +402,10 @@ def host_blocks(plan: EnginePlan) -> int:
     page, ranks = plan.geometry.page_bytes, plan.mesh.parallel.size
     blocks = plan.offload.host_bytes // ranks // page
     if plan.offload.host_bytes and blocks < len(plan.geometry.groups):
-        raise ConfigError(f"kv_offload_gb={plan.offload.host_bytes / GIB:g} for {ranks} rank{'s' * (ranks > 1)} does "
-                          f"not hold a KV block of {page / 2**20:.1f} MiB each: raise it.")
+        raise ConfigError(
+            f"kv_offload_gb={plan.offload.host_bytes / GIB:g} for {ranks} rank{'s' * (ranks > 1)} does "
+            f"not hold a KV block of {page / 2**20:.1f} MiB each: raise it."
+        )
     return blocks
 
 
@@ -361,8 +415,17 @@ def _odd_groups(kernel: str, scheme: Scheme | None) -> str:
     return f"runs groups of multiples of 32 inputs, not of {wide}" if wide % 32 else ""
 
 
-def moe_plans(args: ModelArgs, needs: KernelNeeds, probe: Probe = here, *, parallel: Parallel = ALONE, forced: str = "",
-              backend: str = "auto", eager: bool = False, hosts: int = 1) -> dict[str, MoEPlan | str]:  # fmt: skip
+def moe_plans(
+    args: ModelArgs,
+    needs: KernelNeeds,
+    probe: Probe = here,
+    *,
+    parallel: Parallel = ALONE,
+    forced: str = "",
+    backend: str = "auto",
+    eager: bool = False,
+    hosts: int = 1,
+) -> dict[str, MoEPlan | str]:
     """Return phase ("prefill", "decode") -> plan of the experts, or the reason why no kernel can run them.
 
     needs    requirements of the model, with the scheme of the experts' weights
@@ -374,12 +437,16 @@ def moe_plans(args: ModelArgs, needs: KernelNeeds, probe: Probe = here, *, paral
     supports, plans = SUPPORTS["experts"], dict[str, MoEPlan | str]()
     unfit = "in place" if needs.scheme else "quantized rows"
     hardware = Hardware(
-        device=needs.device, eager=eager, hosts=hosts,
-        kernels=tuple((name, objection(one, needs, probe) or _odd_groups(name, needs.scheme))
-                      for name, one in supports.items()),
-        features={name: tuple(word for word in features(one, probe) if word != unfit)
-                  for name, one in supports.items()},
-    )  # fmt: skip
+        device=needs.device,
+        eager=eager,
+        hosts=hosts,
+        kernels=tuple(
+            (name, objection(one, needs, probe) or _odd_groups(name, needs.scheme)) for name, one in supports.items()
+        ),
+        features={
+            name: tuple(word for word in features(one, probe) if word != unfit) for name, one in supports.items()
+        },
+    )
     for phase in ("prefill", "decode") if args.moe else ():
         dispatcher = BACKENDS.get(backend, {}).get(phase, "") if parallel.lockstep else ""
         asked = {what: name for what, name in (("experts", forced), ("dispatcher", dispatcher)) if name}

@@ -61,8 +61,9 @@ class QuantizePlan:
         return sum(item.num_bytes for item in self.items)
 
 
-def quantize_checkpoint(folder: Path, out: Path, recipe: Recipe,
-                        progress: Callable[[int, int], None] = lambda done, total: None) -> Written:
+def quantize_checkpoint(
+    folder: Path, out: Path, recipe: Recipe, progress: Callable[[int, int], None] = lambda done, total: None
+) -> Written:
     """Write the quantized checkpoint of the model in `folder` to the new folder `out`.
 
     progress   called with (bytes read, bytes in all)
@@ -76,8 +77,10 @@ def quantize_checkpoint(folder: Path, out: Path, recipe: Recipe,
     try:
         out.mkdir(parents=True, exist_ok=True)
         copy_files(folder, out)
-        limit = max(sum(tensor.num_bytes for tensor in plan.source.tensors.values() if tensor.file == file)
-                    for file in plan.source.files)  # fmt: skip
+        limit = max(
+            sum(tensor.num_bytes for tensor in plan.source.tensors.values() if tensor.file == file)
+            for file in plan.source.files
+        )
         written = write_checkpoint(plan.items, out, limit, progress)
         (out / "config.json").write_text(json.dumps(plan.config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     except BaseException as error:
@@ -86,8 +89,9 @@ def quantize_checkpoint(folder: Path, out: Path, recipe: Recipe,
         if made and out.is_dir():
             out.rmdir()
         if isinstance(error, OSError):
-            raise ConfigError(f"-o {out}: {error.strerror or error}; unfinished files were deleted: "
-                              "use another folder.") from None
+            raise ConfigError(
+                f"-o {out}: {error.strerror or error}; unfinished files were deleted: use another folder."
+            ) from None
         raise
     return written
 
@@ -107,8 +111,11 @@ def plan_quantization(folder: Path, recipe: Recipe) -> QuantizePlan:
     match_tensors(source, layout(args), args)
     matrices = {_in_any_layer(part.stored) for param in layout(args) if is_quantizable(param) for part in param.parts}
     matrices.discard(HEAD_WEIGHT)
-    names = [name.removesuffix(".weight") for name, tensor in source.tensors.items() if _in_any_layer(name) in matrices
-             and len(tensor.shape) == 2 and tensor.dtype in FLOATS]  # fmt: skip
+    names = [
+        name.removesuffix(".weight")
+        for name, tensor in source.tensors.items()
+        if _in_any_layer(name) in matrices and len(tensor.shape) == 2 and tensor.dtype in FLOATS
+    ]
     ignored = frozenset(_ignored(names, recipe.ignore))
     rules: dict[str, Rule] = {f"{name}.weight": body for name in names if name not in ignored}
     for name, rule in rules.items():
@@ -129,11 +136,14 @@ def _rules(recipe: Recipe) -> tuple[Rule, Rule | None]:
     body = scheme_rule(recipe.scheme, recipe.group_size)
     head = scheme_rule(recipe.head, recipe.group_size) if recipe.head else None
     if recipe.group_size and not any(has_groups(name) for name in (recipe.scheme, recipe.head) if name):
-        raise ConfigError(f"--group-size {recipe.group_size}: scheme {recipe.scheme} has no group size: "
-                          "leave --group-size out.")
+        raise ConfigError(
+            f"--group-size {recipe.group_size}: scheme {recipe.scheme} has no group size: leave --group-size out."
+        )
     if head is not None and method_of(head) != method_of(body):
-        raise ConfigError(f"--lm-head {recipe.head} is stored as {method_of(head)}, --scheme {recipe.scheme} as "
-                          f"{method_of(body)}; a checkpoint has only one: use --lm-head {recipe.scheme}.")
+        raise ConfigError(
+            f"--lm-head {recipe.head} is stored as {method_of(head)}, --scheme {recipe.scheme} as "
+            f"{method_of(body)}; a checkpoint has only one: use --lm-head {recipe.scheme}."
+        )
     return body, head
 
 
@@ -148,11 +158,12 @@ def _ignored(modules: Sequence[str], names: Sequence[str]) -> Iterator[str]:
             pattern = re.compile(name.removeprefix("re:")) if name.startswith("re:") else None
         except re.error as error:
             raise ConfigError(f"--ignore {name} is no regular expression ({error}): correct it.") from None
-        found = [module for module in modules
-                 if (pattern.match(module) if pattern else f".{name}." in f".{module}.")]  # fmt: skip
+        found = [module for module in modules if (pattern.match(module) if pattern else f".{name}." in f".{module}.")]
         if not found:
-            raise ConfigError(f"--ignore {name} matches no matrix that would be quantized: `quire weights MODEL` lists "
-                              f"the names, for example {modules[0] if modules else 'none'}.")
+            raise ConfigError(
+                f"--ignore {name} matches no matrix that would be quantized: `quire weights MODEL` lists "
+                f"the names, for example {modules[0] if modules else 'none'}."
+            )
         yield from found
 
 
@@ -160,11 +171,15 @@ def _check_shape(tensor: StoredTensor, rule: Rule) -> None:
     rows, columns = tensor.shape
     if rule.scheme.values in ("w4", "w8") and columns % (rule.scheme.block[1] or 8):
         fits = next((f"--group-size {size} or " for size in GROUPS if columns % size == 0), "")
-        raise ConfigError(f"{tensor.name} has {columns} columns, not a multiple of {rule.scheme.block[1] or 8}: "
-                          f"use {fits}--ignore {tensor.name.removesuffix('.weight')}.")
+        raise ConfigError(
+            f"{tensor.name} has {columns} columns, not a multiple of {rule.scheme.block[1] or 8}: "
+            f"use {fits}--ignore {tensor.name.removesuffix('.weight')}."
+        )
     if rule.format == AWQ.name and rows % 8:
-        raise ConfigError(f"{tensor.name} has {rows} rows, not a multiple of 8: use --ignore "
-                          f"{tensor.name.removesuffix('.weight')}, or --scheme w4a16.")
+        raise ConfigError(
+            f"{tensor.name} has {rows} rows, not a multiple of 8: use --ignore "
+            f"{tensor.name.removesuffix('.weight')}, or --scheme w4a16."
+        )
 
 
 def _check_fused(params: Sequence[Param], rules: Collection[str]) -> None:
@@ -177,8 +192,10 @@ def _check_fused(params: Sequence[Param], rules: Collection[str]) -> None:
         plain = [name for name in stored if name not in rules]
         if plain and len(plain) < len(stored):
             other = next(name for name in stored if name in rules)
-            raise ConfigError(f"--ignore leaves {plain[0]} alone and not {other}: they run as one matrix or one set of "
-                              "experts, so ignore all of them or none.")
+            raise ConfigError(
+                f"--ignore leaves {plain[0]} alone and not {other}: they run as one matrix or one set of "
+                "experts, so ignore all of them or none."
+            )
 
 
 def _items(source: Checkpoint, rules: Mapping[str, Rule], head: Rule | None, tied: bool) -> Iterator[WriteItem]:
@@ -227,5 +244,7 @@ def _check_room(out: Path, num_bytes: int) -> None:
     parent = next(path for path in (out.absolute(), *out.absolute().parents) if path.is_dir())
     free = shutil.disk_usage(parent).free
     if free < num_bytes + SPARE_BYTES:
-        raise ConfigError(f"-o {out}: the checkpoint needs {num_bytes / 1e9:.2f} GB, and {free / 1e9:.2f} GB are free "
-                          f"in {parent}: choose another folder.")
+        raise ConfigError(
+            f"-o {out}: the checkpoint needs {num_bytes / 1e9:.2f} GB, and {free / 1e9:.2f} GB are free "
+            f"in {parent}: choose another folder."
+        )

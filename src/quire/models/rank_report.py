@@ -26,18 +26,26 @@ def describe_one(report: PlanReport, number: int) -> dict[str, Any]:
     parallel = report.plan.mesh.parallel
     own = [one | {"members": members} for one in groups(parallel) for members in one["members"] if number in members]
     return {
-        "missing": [one._asdict() for one in report.plan.missing], "parallel": str(parallel),
-        "ranks": len(report.held), "replicas": parallel.dp, **report.describe_rank(rank, held),
-        "latent": report.plan.args.latent is not None, "routing_table": _routing_table(report, rank),
-        "groups": own, "collectives": report.exchanges(rank),
+        "missing": [one._asdict() for one in report.plan.missing],
+        "parallel": str(parallel),
+        "ranks": len(report.held),
+        "replicas": parallel.dp,
+        **report.describe_rank(rank, held),
+        "latent": report.plan.args.latent is not None,
+        "routing_table": _routing_table(report, rank),
+        "groups": own,
+        "collectives": report.exchanges(rank),
         "slices": [one for param in report.params_of(rank) for one in _slices(report, param)],
-    }  # fmt: skip
+    }
 
 
 def rank_name(rank: Rank, parallel: Parallel) -> str:
     """Return the name of a rank for people: "rank 3 (replica 1, tp 1)"."""
-    places = (("replica", rank.replica, parallel.dp), ("tp", rank.place, parallel.tp),
-              ("stage", rank.stage, parallel.pp))  # fmt: skip
+    places = (
+        ("replica", rank.replica, parallel.dp),
+        ("tp", rank.place, parallel.tp),
+        ("stage", rank.stage, parallel.pp),
+    )
     words = ", ".join(f"{name} {index}" for name, index, size in places if size > 1)
     return f"rank {rank.number}" + f" ({words})" * bool(words)
 
@@ -60,23 +68,38 @@ def rank_lines(report: PlanReport) -> dict[str, str]:
         words = ", ".join(f"{as_gib(rank[key])} of {what}" for key, what in parts if rank[key])
         lines.setdefault(words, []).append(rank["number"])
     ranks = ", ".join((*replicas, *sizes, *["whole experts"] * parallel.experts, way))
-    return {"ranks": f"{parallel.size} ranks: {ranks}", "each rank": "; ".join(
-        f"rank{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers))}: {words}{' each' * (len(numbers) > 1)}"
-        for words, numbers in lines.items())}
+    return {
+        "ranks": f"{parallel.size} ranks: {ranks}",
+        "each rank": "; ".join(
+            f"rank{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers))}: {words}{' each' * (len(numbers) > 1)}"
+            for words, numbers in lines.items()
+        ),
+    }
 
 
 def _routing_table(report: PlanReport, rank: Rank) -> list[list[int]]:
     """Return for each expert of the rank's layers the number of the rank that has it, and its slot there."""
     if not rank.whole_experts:
         return []
-    places = {expert: [other.number, slot] for other, _ in report.held if other.stage == rank.stage
-              for slot, expert in enumerate(other.expert_ids)}  # fmt: skip
+    places = {
+        expert: [other.number, slot]
+        for other, _ in report.held
+        if other.stage == rank.stage
+        for slot, expert in enumerate(other.expert_ids)
+    }
     return [places[expert] for expert in sorted(places)]
 
 
 def _slices(report: PlanReport, param: Param) -> Iterator[dict[str, Any]]:
     for raw in raw_tensors(param):
         for part in raw.parts:
-            yield {"parameter": param.name, "tensor": part.stored, "file": report.files.get(part.stored),
-                   "axis": part.axis, "start": part.start, "end": part.start + part.count,
-                   "total": part.shape[part.axis], "shape": part.shape}  # fmt: skip
+            yield {
+                "parameter": param.name,
+                "tensor": part.stored,
+                "file": report.files.get(part.stored),
+                "axis": part.axis,
+                "start": part.start,
+                "end": part.start + part.count,
+                "total": part.shape[part.axis],
+                "shape": part.shape,
+            }

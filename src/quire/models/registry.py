@@ -68,8 +68,9 @@ def operations(args: ModelArgs, blends: bool = False) -> tuple[str, ...]:
     return ("norm", *attention, "activation", "linear", *(("routing",) if args.moe else ()), *("blend",) * blends)
 
 
-def kv_views(args: ModelArgs, components: Iterable[tuple["Tensor", ...]],
-             scales: Sequence[tuple[float, float]] = ()) -> "list[KVView]":
+def kv_views(
+    args: ModelArgs, components: Iterable[tuple["Tensor", ...]], scales: Sequence[tuple[float, float]] = ()
+) -> "list[KVView]":
     """Return one `KVView` (`LatentView` for latent attention) per layer, those of draft layers last.
 
     components   per layer, the tensors of its KV cache: keys and values, or latent and rotated key
@@ -84,8 +85,9 @@ def kv_views(args: ModelArgs, components: Iterable[tuple["Tensor", ...]],
     return [KVView(*parts, *next(own)) for parts in components]
 
 
-def model_views(model: "Model", views: "Callable[[int], tuple[Tensor, ...]]",
-                scales: Sequence[tuple[float, float]] = ()) -> "list[KVView]":
+def model_views(
+    model: "Model", views: "Callable[[int], tuple[Tensor, ...]]", scales: Sequence[tuple[float, float]] = ()
+) -> "list[KVView]":
     """Return the KV caches of a model's layers, then of its prediction layer or draft model.
 
     views   returns the tensors of a layer's cache, as `KVArena.views`

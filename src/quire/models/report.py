@@ -47,7 +47,9 @@ PHASES = {
 }  # fmt: skip
 MANY = _READ | {
     "weights": "a process for each rank, which reads its slices and packs them",
-    "ranks": "each rank's KV cache and worker, in sizes that all ranks have room for", "engine": "scheduler"}
+    "ranks": "each rank's KV cache and worker, in sizes that all ranks have room for",
+    "engine": "scheduler",
+}
 DUMMY, EAGER = {"weights": "random numbers, packed for the kernels"}, {"graphs": "KV cache in what is left"}
 NEVER = 1 << 30  # query rows: a number for JSON
 
@@ -72,17 +74,24 @@ class PlanReport:
     def describe(self) -> dict[str, Any]:
         """Return the report as plain values. Reads the headers of the weights, if the folder has weights."""
         args, config = self.plan.args, self.plan.config
-        notes = (note.removesuffix(".") for note in (*quantization_notes(self.plan.quantization),
-                                                     *parallel_notes(args, config.parallel)))  # fmt: skip
+        notes = (
+            note.removesuffix(".")
+            for note in (*quantization_notes(self.plan.quantization), *parallel_notes(args, config.parallel))
+        )
         return {
             "missing": [one._asdict() for one in self.plan.missing],
             "load_error": self.load_error,
             "model": {
-                "name": config.model.model or NAME, "type": args.model_type, "architecture": args.architecture,
+                "name": config.model.model or NAME,
+                "type": args.model_type,
+                "architecture": args.architecture,
                 "parameters": sum(prod(param.shape) for param in self.layout),
-                "bytes": sum(map(self.num_bytes, self.layout)), "dtype": self.plan.dtype.dtype,
-                "dtype_reason": self.plan.dtype.reason, "notes": (*args.notes, *notes),
-                "format": format_words(self.plan.quantization) or "unquantized", **model_facts(args),
+                "bytes": sum(map(self.num_bytes, self.layout)),
+                "dtype": self.plan.dtype.dtype,
+                "dtype_reason": self.plan.dtype.reason,
+                "notes": (*args.notes, *notes),
+                "format": format_words(self.plan.quantization) or "unquantized",
+                **model_facts(args),
                 "embedding": str(read_pooling(self._folder, config.model.pooler_config)),
             },
             "machine": self.plan.machine.words,
@@ -98,7 +107,7 @@ class PlanReport:
             "groups": groups(self.plan.mesh.parallel),
             "collectives": self.exchanges(),
             "phases": self._phases(),
-        }  # fmt: skip
+        }
 
     @cached_property
     def layout(self) -> tuple[Param, ...]:
@@ -141,9 +150,12 @@ class PlanReport:
         group, size = self.plan.geometry.groups[0], self.plan.geometry.block_size
         of_drafts = group.layers[len(group.layers) - (group.num_drafts or args.draft_layers) :] if layered else ()
         cache = sum(part.num_bytes(size) for layer in of_drafts for part in group.of(layer))
-        return {"drafter": str(speculation), "weights": other + sum(map(self.num_bytes, drafts)),
-                "cache": cache / size,
-                "read": {k: read(k) for k in (0, *speculation.lengths)}}  # fmt: skip
+        return {
+            "drafter": str(speculation),
+            "weights": other + sum(map(self.num_bytes, drafts)),
+            "cache": cache / size,
+            "read": {k: read(k) for k in (0, *speculation.lengths)},
+        }
 
     def _read(self, params: Iterable[Param], tokens: int) -> int:
         """Return the bytes of weights that so many tokens read at once, of the experts as in `_speculation`."""
@@ -154,23 +166,40 @@ class PlanReport:
     def _blend(self) -> dict[str, Any] | None:
         """Return the settings of CacheBlend as plain values; None without it."""
         cache = self.plan.config.cache
-        return {"ratio": cache.blend_ratio, "separator": cache.blend_separator, "check_layer": CHECK_LAYER,
-                "first_tokens": FIRST_TOKENS} if cache.enable_cache_blend else None  # fmt: skip
+        return (
+            {
+                "ratio": cache.blend_ratio,
+                "separator": cache.blend_separator,
+                "check_layer": CHECK_LAYER,
+                "first_tokens": FIRST_TOKENS,
+            }
+            if cache.enable_cache_blend
+            else None
+        )
 
     def exchanges(self, rank: Rank | None = None) -> list[dict[str, Any]]:
         """Return the exchanges of a rank in a step as plain values; None: those that a token passes in all stages."""
         plan = self.plan
-        sent = collectives(plan.args, plan.mesh.parallel, item_bytes=ITEM_BYTES[plan.dtype.dtype],
-                           device=plan.machine.device, spread=plan.spread, wire=plan.wire, rank=rank)
+        sent = collectives(
+            plan.args,
+            plan.mesh.parallel,
+            item_bytes=ITEM_BYTES[plan.dtype.dtype],
+            device=plan.machine.device,
+            spread=plan.spread,
+            wire=plan.wire,
+            rank=rank,
+        )
         return [asdict(one) for one in sent]
 
     def describe_rank(self, rank: Rank, held: int) -> dict[str, Any]:
         """Return a rank's part of the model and its memory as plain values; held: bytes of its parameters."""
         blocks = 0 if isinstance(self.memory, str) else self.memory.num_blocks + 1
         return asdict(rank) | {
-            "device": self.plan.machine.device, "bytes": held, "kv_bytes": blocks * self.page(rank).page_bytes,
+            "device": self.plan.machine.device,
+            "bytes": held,
+            "kv_bytes": blocks * self.page(rank).page_bytes,
             "buffers": self.plan.of_rank(rank).buffer_bytes,
-        }  # fmt: skip
+        }
 
     def params_of(self, rank: Rank | None = None) -> tuple[Param, ...]:
         """Return the parameters of a rank; None: of the whole model."""
@@ -197,8 +226,13 @@ class PlanReport:
 
     def page(self, rank: Rank) -> KVGeometry:
         """Return the layout of a page of a rank's KV cache."""
-        own = rank_geometry(self.plan.args, rank, dtype=self.plan.cache.dtype, device=self.plan.machine.device,
-                            block_size=self.plan.geometry.block_size)  # fmt: skip
+        own = rank_geometry(
+            self.plan.args,
+            rank,
+            dtype=self.plan.cache.dtype,
+            device=self.plan.machine.device,
+            block_size=self.plan.geometry.block_size,
+        )
         return own if self.plan.draft is None else joined(own, self.plan.draft.geometry)
 
     def num_bytes(self, param: Param) -> int:
@@ -272,41 +306,62 @@ class PlanReport:
             params = {param.name.removeprefix(at): param for param in group}
             first, linear = "embed.weight" in params, partial(self._features, at)
             sliced = parallel.tp > 1
-            calls = list(layer_calls(args, layer, linear, self.plan.config.load.routing, sliced=sliced,
-                                     spread=self.plan.spread) if layer >= 0 else
-                         embedding_calls(args, linear, sliced) if first else head_calls(args, sliced))  # fmt: skip
-            named = [call._asdict() | {"function": self._qualified(call.function, (at + p for p in call.parameters))}
-                     for call in calls]  # fmt: skip
+            calls = list(
+                layer_calls(args, layer, linear, self.plan.config.load.routing, sliced=sliced, spread=self.plan.spread)
+                if layer >= 0
+                else embedding_calls(args, linear, sliced)
+                if first
+                else head_calls(args, sliced)
+            )
+            named = [
+                call._asdict() | {"function": self._qualified(call.function, (at + p for p in call.parameters))}
+                for call in calls
+            ]
             run = {parameter: call["function"] for call in reversed(named) for parameter in call["parameters"]}
-            weights = [self._weight(param, run.get(name, ""), pack_function(args, name, linear, self._in_place))
-                       for name, param in params.items()]  # fmt: skip
+            weights = [
+                self._weight(param, run.get(name, ""), pack_function(args, name, linear, self._in_place))
+                for name, param in params.items()
+            ]
             yield {
                 "layer": str(layer) if layer >= 0 else "embed" if first else "head",
                 "kind": "drafts: " * (layer >= args.num_layers) + _kind(calls),
-                "parameters": sum(w["parameters"] for w in weights), "bytes": sum(w["bytes"] for w in weights),
+                "parameters": sum(w["parameters"] for w in weights),
+                "bytes": sum(w["bytes"] for w in weights),
                 "calls": named,
                 "weights": weights,
-            }  # fmt: skip
+            }
 
     def _weight(self, param: Param, run: str, pack: str) -> dict[str, Any]:
         loader = "dummy.load_dummy" if self.plan.config.load.load_format == "dummy" else "load.load_weights"
         converted = param.stored is not None or param.scheme is not None
-        steps = {"load": f"quire.weights.{loader}", "convert": "quire.kernels.pack.convert.convert" * converted,
-                 "pack": self._qualified(pack, [param.name]), "run": run}  # fmt: skip
+        steps = {
+            "load": f"quire.weights.{loader}",
+            "convert": "quire.kernels.pack.convert.convert" * converted,
+            "pack": self._qualified(pack, [param.name]),
+            "run": run,
+        }
         experts, parts = fused(param)
         rule = scheme_words(param.scheme) if param.scheme else ""
         load_device = "cpu" if self.plan.config.load.load_device == "cpu" else self.plan.machine.device
         stored = [part.stored for raw in raw_tensors(param) for part in raw.parts]
         return {
-            "name": param.name, "shape": param.shape, "shard": self._cut(param),
-            "parameters": prod(param.shape), "experts": experts if param.shard == "experts" else 0,
+            "name": param.name,
+            "shape": param.shape,
+            "shard": self._cut(param),
+            "parameters": prod(param.shape),
+            "experts": experts if param.shard == "experts" else 0,
             "parts": [{"name": name, "shape": (rows, *param.shape[1:])} for name, rows in parts],
-            "dtype": rule or param.dtype or self.plan.dtype.dtype, "bytes": self.num_bytes(param), **steps,
-            "format": param.format, "stored_as": scheme_words(param.stored) if param.stored else "",
-            "decided_by": decided_by(param, self.plan.quantization), "raw_bytes": self._raw_bytes(param),
-            "load_device": load_device, "device": self.plan.machine.device,
+            "dtype": rule or param.dtype or self.plan.dtype.dtype,
+            "bytes": self.num_bytes(param),
+            **steps,
+            "format": param.format,
+            "stored_as": scheme_words(param.stored) if param.stored else "",
+            "decided_by": decided_by(param, self.plan.quantization),
+            "raw_bytes": self._raw_bytes(param),
+            "load_device": load_device,
+            "device": self.plan.machine.device,
             "stored": {name: self.files.get(name) for name in stored},
-        }  # fmt: skip
+        }
 
     def _raw_bytes(self, param: Param) -> int:
         """Return the bytes of the tensors that are loaded for a parameter, before they are converted and packed."""
@@ -346,32 +401,60 @@ class PlanReport:
         cache = self.page(rank) if isinstance(plan, str) else plan.geometry
         page, size, group = cache.page_bytes, cache.block_size, cache.groups[0]
         known = {
-            "rank": self.fullest, "weights": weights, "buffers": self.plan.of_rank(rank).buffer_bytes,
-            "kv_bytes_per_token": page / size, "block_size": size,
-            "block_bytes": page // len(group.layers), "page_bytes": page, "page_layers": len(group.layers),
+            "rank": self.fullest,
+            "weights": weights,
+            "buffers": self.plan.of_rank(rank).buffer_bytes,
+            "kv_bytes_per_token": page / size,
+            "block_size": size,
+            "block_bytes": page // len(group.layers),
+            "page_bytes": page,
+            "page_layers": len(group.layers),
             "components": [[c.name, c.num_heads, c.head_dim, c.dtype] for c in group.components],
             "draft_layers": group.num_drafts,
             "draft_components": [[c.name, c.num_heads, c.head_dim, c.dtype] for c in group.drafts],
-            "cache_reason": self.plan.cache.reason, "cache_scales": self._cache_scales,
-            "widened_tokens": self.plan.widened_tokens, "scratch": self.plan.scratch_bytes,
-        }  # fmt: skip
-        return known | ({"refused": plan} if isinstance(plan, str) else {
-            "num_blocks": plan.num_blocks, "kv_bytes": plan.kv_bytes, "num_tokens": plan.num_tokens,
-            "max_model_len": plan.max_model_len, "notes": plan.notes,
-            "sequences": self.plan.config.scheduler.sequences(), "tiers": self._tiers(plan),
-            "full_sequences": round(plan.num_tokens / plan.max_model_len, 2), "budget": str(plan.budget or ""),
-        })  # fmt: skip
+            "cache_reason": self.plan.cache.reason,
+            "cache_scales": self._cache_scales,
+            "widened_tokens": self.plan.widened_tokens,
+            "scratch": self.plan.scratch_bytes,
+        }
+        return known | (
+            {"refused": plan}
+            if isinstance(plan, str)
+            else {
+                "num_blocks": plan.num_blocks,
+                "kv_bytes": plan.kv_bytes,
+                "num_tokens": plan.num_tokens,
+                "max_model_len": plan.max_model_len,
+                "notes": plan.notes,
+                "sequences": self.plan.config.scheduler.sequences(),
+                "tiers": self._tiers(plan),
+                "full_sequences": round(plan.num_tokens / plan.max_model_len, 2),
+                "budget": str(plan.budget or ""),
+            }
+        )
 
     def _tiers(self, memory: MemoryPlan) -> list[dict[str, Any]]:
         """Return the tiers of KV blocks below the device, the nearest first; [] for none."""
         offload, page = self.plan.offload, memory.geometry.page_bytes
         if not offload.host_bytes:
             return []
-        host = {"name": "host", "bytes": memory.host_blocks * page, "blocks": memory.host_blocks,
-                "tokens": memory.host_blocks * memory.geometry.block_size, "policy": offload.policy, "folder": ""}
+        host = {
+            "name": "host",
+            "bytes": memory.host_blocks * page,
+            "blocks": memory.host_blocks,
+            "tokens": memory.host_blocks * memory.geometry.block_size,
+            "policy": offload.policy,
+            "folder": "",
+        }
         most = offload.folder_bytes // self.plan.mesh.parallel.replica
-        disk = {"name": "disk", "bytes": most, "blocks": most // page, "policy": offload.policy,
-                "tokens": most // page * memory.geometry.block_size, "folder": offload.folder}
+        disk = {
+            "name": "disk",
+            "bytes": most,
+            "blocks": most // page,
+            "policy": offload.policy,
+            "tokens": most // page * memory.geometry.block_size,
+            "folder": offload.folder,
+        }
         places = [f"{name}:{port}" for name, port in offload.sharing.of(self.plan.mesh.rank.replica).peers]
         peers = {"name": "peer", "policy": "read", "addresses": places}
         mapped = places and self.plan.machine.device == "cuda" and self.plan.config.hosts.nnodes == 1

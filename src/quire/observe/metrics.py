@@ -28,15 +28,24 @@ from quire.observe.series import OTHER, Histogram, Tally, one_two_five
 
 DEFAULT_CONTEXT = 131_072  # for bucket bounds, until the engine reports its context length
 STEP_PARTS = ("schedule", "execute", "finish")
-REQUEST_TIMES = tuple(f"{name}_seconds" for name in (
-    "e2e_request_latency", "request_queue_time", "request_inference_time", "request_prefill_time",
-    "request_decode_time"))
+REQUEST_TIMES = tuple(
+    f"{name}_seconds"
+    for name in (
+        "e2e_request_latency",
+        "request_queue_time",
+        "request_inference_time",
+        "request_prefill_time",
+        "request_decode_time",
+    )
+)
 METHODS = ("GET", "POST", "HEAD", "OPTIONS", "PUT", "PATCH", "DELETE", "")  # "": no method was read
 ENGINE = "0"  # vLLM's label for the data-parallel rank
-COPIED = {"copied_blocks": ("num_loaded", "num_stored"), "copied_bytes": ("loaded_bytes", "stored_bytes"),
-          "copy_seconds": ("loaded_seconds", "stored_seconds")}  # metric of a tier -> fields of `TierStats`
-KINDS: dict[str, Any] = {
-    "gauge": GaugeMetricFamily, "counter": CounterMetricFamily, "histogram": HistogramMetricFamily}
+COPIED = {
+    "copied_blocks": ("num_loaded", "num_stored"),
+    "copied_bytes": ("loaded_bytes", "stored_bytes"),
+    "copy_seconds": ("loaded_seconds", "stored_seconds"),
+}  # metric of a tier -> fields of `TierStats`
+KINDS: dict[str, Any] = {"gauge": GaugeMetricFamily, "counter": CounterMetricFamily, "histogram": HistogramMetricFamily}
 
 
 class MetricFamily(NamedTuple):
@@ -55,8 +64,9 @@ class MetricFamily(NamedTuple):
 FAMILIES = tuple(MetricFamily(*cells) for cells in read_rows(Path(__file__).with_suffix(".txt")))
 
 
-def filled(families: Iterable[MetricFamily], values: Mapping[str, Any], prefix: str,
-           given: Mapping[str, str]) -> Iterator[Metric]:  # fmt: skip
+def filled(
+    families: Iterable[MetricFamily], values: Mapping[str, Any], prefix: str, given: Mapping[str, str]
+) -> Iterator[Metric]:
     """Yield every family with its values, in the form of Prometheus' client.
 
     values   by name of the family: a number or a histogram; with labels, a dict of these by the values of the labels
@@ -103,8 +113,9 @@ class Metrics(Collector):
         self._busy_since: float | None = None  # time of the core's last message while there is work
         self._num_steps = self._generated = self._delivered = 0
         self._phase_tokens = {"prefill": 0, "decode": 0}
-        self._seen = {f.name: Histogram(map(float, f.bounds.split())) for f in FAMILIES
-                      if f.bounds not in ("", "lengths")}
+        self._seen = {
+            f.name: Histogram(map(float, f.bounds.split())) for f in FAMILIES if f.bounds not in ("", "lengths")
+        }
         self._parts = {part: Histogram(self._seen["step_time_seconds"].bounds) for part in STEP_PARTS}
         self._size_lengths(DEFAULT_CONTEXT)
         self._finished = Tally(*((reason.value,) for reason in FinishReason), limit=8)
@@ -118,13 +129,25 @@ class Metrics(Collector):
 
     # --- hooks --------------------------------------------------------------------------------------------------
 
-    def engine_ready(self, *, num_blocks: int, block_size: int, max_model_len: int, cache_dtype: str = "auto",
-                     enable_prefix_caching: bool = True, core_pid: int | None = None) -> None:
+    def engine_ready(
+        self,
+        *,
+        num_blocks: int,
+        block_size: int,
+        max_model_len: int,
+        cache_dtype: str = "auto",
+        enable_prefix_caching: bool = True,
+        core_pid: int | None = None,
+    ) -> None:
         """Record that the core is loaded, with these sizes, in process `core_pid` (None: this process)."""
         self._num_blocks = num_blocks
         self._size_lengths(max_model_len)
-        self._cache_info = {"block_size": str(block_size), "num_gpu_blocks": str(num_blocks),
-                            "cache_dtype": cache_dtype, "enable_prefix_caching": str(enable_prefix_caching)}
+        self._cache_info = {
+            "block_size": str(block_size),
+            "num_gpu_blocks": str(num_blocks),
+            "cache_dtype": cache_dtype,
+            "enable_prefix_caching": str(enable_prefix_caching),
+        }
         if core_pid is not None:
             self._pids["core"] = core_pid
 
@@ -166,9 +189,20 @@ class Metrics(Collector):
         """Count a token of each of `count` requests, `seconds` after the token before."""
         self._seen["inter_token_latency_seconds"].observe(seconds, count)
 
-    def request_finished(self, reason: str, *, num_prompt: int, num_output: int, queue_s: float | None,
-                         prefill_s: float | None, decode_s: float | None, e2e_s: float, num_cached: int = 0,
-                         num_preemptions: int = 0, token_s: Iterable[float] = ()) -> None:
+    def request_finished(
+        self,
+        reason: str,
+        *,
+        num_prompt: int,
+        num_output: int,
+        queue_s: float | None,
+        prefill_s: float | None,
+        decode_s: float | None,
+        e2e_s: float,
+        num_cached: int = 0,
+        num_preemptions: int = 0,
+        token_s: Iterable[float] = (),
+    ) -> None:
         self._finished.add(reason)
         seen = self._seen
         seen["request_prompt_tokens"].observe(num_prompt)
@@ -214,10 +248,15 @@ class Metrics(Collector):
         seconds = max(seconds, 1e-9)
         earlier, self._last_drafts = self._last_drafts or (0,) * len(stats.drafts), stats.drafts
         runs, _, *right = [new - old for new, old in zip(stats.drafts, earlier, strict=True)] or (0, 0)
-        return StatsLine(num_running=stats.num_running, num_waiting=stats.num_waiting, kv_usage=self._kv_usage,
-                         hit_rate=hits / queries if queries else None, prompt_tokens_per_s=prompt / seconds,
-                         generation_tokens_per_s=generated / seconds,
-                         acceptance=tuple(count / runs for count in right) if runs else ())
+        return StatsLine(
+            num_running=stats.num_running,
+            num_waiting=stats.num_waiting,
+            kv_usage=self._kv_usage,
+            hit_rate=hits / queries if queries else None,
+            prompt_tokens_per_s=prompt / seconds,
+            generation_tokens_per_s=generated / seconds,
+            acceptance=tuple(count / runs for count in right) if runs else (),
+        )
 
     def render(self) -> tuple[bytes, str]:
         """Return the body and the content type of a scrape."""
@@ -257,14 +296,18 @@ class Metrics(Collector):
             "num_requests_waiting": s.num_waiting,
             "num_requests_waiting_by_reason": {"capacity": s.num_waiting - s.num_blocked, "deferred": s.num_blocked},
             "kv_cache_usage_perc": self._kv_usage,
-            "kv_blocks": {"used": used, "cached": s.num_cached_blocks,
-                          "free": self._num_blocks - used - s.num_cached_blocks},
+            "kv_blocks": {
+                "used": used,
+                "cached": s.num_cached_blocks,
+                "free": self._num_blocks - used - s.num_cached_blocks,
+            },
             "step_requests": {"prefill": s.num_prefills, "decode": s.num_scheduled - s.num_prefills},
             "expert_balancedness": s.balancedness,
             **_tier_values(s.tiers),
             "last_step_age_seconds": 0.0 if self._busy_since is None else time.monotonic() - self._busy_since,
-            "process_resident_bytes": {role: held for role, pid in self._pids.items()
-                                       if (held := resident_bytes(pid)) is not None},
+            "process_resident_bytes": {
+                role: held for role, pid in self._pids.items() if (held := resident_bytes(pid)) is not None
+            },
             "prompt_tokens": self._num_prompt_tokens,
             "prompt_tokens_by_source": {"local_compute": phases["prefill"], "local_cache_hit": s.prefix_hits},
             "prompt_tokens_cached": s.prefix_hits,
@@ -296,6 +339,8 @@ def _tier_values(tiers: Mapping[Tier, TierStats]) -> dict[str, dict[Any, float]]
         found["kv_tier_failed_blocks"][tier.value] = stats.num_failed
         found["kv_tier_dropped_blocks"][tier.value] = stats.num_dropped
         for name, (loaded, stored) in COPIED.items():
-            found[f"kv_tier_{name}"] |= {(tier.value, "load"): getattr(stats, loaded),
-                                         (tier.value, "store"): getattr(stats, stored)}
+            found[f"kv_tier_{name}"] |= {
+                (tier.value, "load"): getattr(stats, loaded),
+                (tier.value, "store"): getattr(stats, stored),
+            }
     return found

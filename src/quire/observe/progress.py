@@ -27,8 +27,13 @@ class Progress:
             from rich.progress import SpinnerColumn, TimeElapsedColumn
 
             columns = _columns(self._unit) if self._total else (SpinnerColumn(), TimeElapsedColumn())
-            self._bar = Bar("{task.description}", *columns, console=Console(stderr=True), transient=True,
-                            refresh_per_second=self._rate)
+            self._bar = Bar(
+                "{task.description}",
+                *columns,
+                console=Console(stderr=True),
+                transient=True,
+                refresh_per_second=self._rate,
+            )
             self._bar.start()
             self._task = self._bar.add_task(self._title, total=self._total or None)
         return self

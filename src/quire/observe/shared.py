@@ -69,9 +69,13 @@ class SharedMetrics(Metrics):
             self._failed = False
         except OSError as fault:
             if not self._failed:
-                LOG.warning("the counts of HTTP process %d for /metrics could not be written to %s: %s. Other "
-                            "processes show its last ones until a write succeeds: make room there.", self._number,
-                            folder, fault.strerror or fault)  # fmt: skip
+                LOG.warning(
+                    "the counts of HTTP process %d for /metrics could not be written to %s: %s. Other "
+                    "processes show its last ones until a write succeeds: make room there.",
+                    self._number,
+                    folder,
+                    fault.strerror or fault,
+                )
             self._failed = True
 
     def render(self) -> tuple[bytes, str]:
@@ -90,11 +94,13 @@ class SharedMetrics(Metrics):
 
     def _counts(self) -> Counts:
         return Counts(
-            numbers=[getattr(self, name) for name in NUMBERS], phases=self._phase_tokens,
+            numbers=[getattr(self, name) for name in NUMBERS],
+            phases=self._phase_tokens,
             seen={name: (one.counts, one.total) for name, one in self._seen.items()},
             parts={name: (one.counts, one.total) for name, one in self._parts.items()},
             tallies=[[(list(labels), count) for labels, count in self._tally(name).counts.items()] for name in TALLIES],
-            pids=self._pids)
+            pids=self._pids,
+        )
 
     def _others(self) -> Iterator[Counts]:
         """Yield the counts that the other processes have written last."""

@@ -40,8 +40,10 @@ class CudaFacts:
 
     def __str__(self) -> str:
         versions = f"driver {self.driver_version}, CUDA {self.runtime_version}, PyTorch {self.torch_version}"
-        return (f"{self.name}, sm_{self.capability[0]}{self.capability[1]}, {self.num_sms} multiprocessors, "
-                f"{self.total_memory / GIB:.1f} GiB; {versions}")
+        return (
+            f"{self.name}, sm_{self.capability[0]}{self.capability[1]}, {self.num_sms} multiprocessors, "
+            f"{self.total_memory / GIB:.1f} GiB; {versions}"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,8 +67,10 @@ def read_cuda_facts() -> CudaFacts:
     found = torch.cuda.get_device_properties(torch.cuda.current_device())
     capability = (found.major, found.minor)
     if not runs_on(capability, torch.cuda.get_arch_list()):
-        raise ConfigError(f"no CUDA device: the installed PyTorch has no code for {found.name} (sm_{found.major}"
-                          f"{found.minor}): install a build for this GPU, or use --device cpu.")
+        raise ConfigError(
+            f"no CUDA device: the installed PyTorch has no code for {found.name} (sm_{found.major}"
+            f"{found.minor}): install a build for this GPU, or use --device cpu."
+        )
     nvml = read_nvml(f"GPU-{found.uuid}")  # before this process has a context
     free, total = torch.cuda.mem_get_info()
     return CudaFacts(
@@ -94,7 +98,8 @@ def runs_on(capability: tuple[int, int], architectures: list[str]) -> bool:
             return True
         built = divmod(int(digits), 10)
         if (kind == "sm" and built[0] == capability[0] and built <= capability) or (
-                kind == "compute" and built <= capability):
+            kind == "compute" and built <= capability
+        ):
             return True
     return not architectures
 
@@ -102,8 +107,12 @@ def runs_on(capability: tuple[int, int], architectures: list[str]) -> bool:
 class _Process(ctypes.Structure):
     """NVML's nvmlProcessInfo_t, as nvmlDeviceGetComputeRunningProcesses_v3 fills it."""
 
-    _fields_ = (("pid", ctypes.c_uint), ("used", ctypes.c_ulonglong), ("gpu_instance", ctypes.c_uint),
-                ("compute_instance", ctypes.c_uint))
+    _fields_ = (
+        ("pid", ctypes.c_uint),
+        ("used", ctypes.c_ulonglong),
+        ("gpu_instance", ctypes.c_uint),
+        ("compute_instance", ctypes.c_uint),
+    )
 
 
 def read_nvml(uuid: str, load: Callable[[str], ctypes.CDLL] = ctypes.CDLL) -> NvmlFacts:

@@ -77,13 +77,17 @@ def check_gpus(parallel: Parallel, probe: Callable[[], DriverProbe] = probe_driv
     if parallel.size == 1 or needed <= (count := probe().count):
         return
     if hosts > 1:
-        raise ConfigError(f"{parallel} on {hosts} hosts needs {needed} GPUs on each, and this process sees {count}: "
-                          "use more hosts (--nnodes), make more GPUs visible (CUDA_VISIBLE_DEVICES), or use --device "
-                          "cpu.")
+        raise ConfigError(
+            f"{parallel} on {hosts} hosts needs {needed} GPUs on each, and this process sees {count}: "
+            "use more hosts (--nnodes), make more GPUs visible (CUDA_VISIBLE_DEVICES), or use --device "
+            "cpu."
+        )
     fewer = max(size for size in range(1, count + 1) if parallel.tp % size == 0) if count else 1
     words = f"-tp {fewer}" if fewer > 1 else "one device (no -tp and no -pp)"
-    raise ConfigError(f"{parallel} needs {parallel.size} GPUs, and this process sees {count}: use {words}, make more "
-                      "GPUs visible (CUDA_VISIBLE_DEVICES), or use --device cpu.")
+    raise ConfigError(
+        f"{parallel} needs {parallel.size} GPUs, and this process sees {count}: use {words}, make more "
+        "GPUs visible (CUDA_VISIBLE_DEVICES), or use --device cpu."
+    )
 
 
 def torch_cuda_version() -> str:
@@ -98,8 +102,9 @@ def torch_cuda_version() -> str:
     return found.group(1) if found else ""
 
 
-def resolve_device(asked: str, probe: Callable[[], DriverProbe] = probe_driver,
-                   built_for: Callable[[], str] = torch_cuda_version) -> DevicePlan:
+def resolve_device(
+    asked: str, probe: Callable[[], DriverProbe] = probe_driver, built_for: Callable[[], str] = torch_cuda_version
+) -> DevicePlan:
     """Choose the device for --device `asked`: "auto", "cpu" or "cuda".
 
     "auto" is the GPU if Quire's Triton kernels run on it, else the CPU. "cuda" raises `ConfigError` without a usable

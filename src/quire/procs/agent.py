@@ -50,8 +50,17 @@ class HostAgent:
     say             prints a line for the user
     """
 
-    def __init__(self, address: str, port: int, key: bytes, hello: HostHello, module: str, *,
-                 env: Mapping[str, str], say: Callable[[str], None]) -> None:  # fmt: skip
+    def __init__(
+        self,
+        address: str,
+        port: int,
+        key: bytes,
+        hello: HostHello,
+        module: str,
+        *,
+        env: Mapping[str, str],
+        say: Callable[[str], None],
+    ) -> None:
         self._place, self._key, self._hello, self._module = (address, port), key, hello, module
         self._env, self._say = env, say
         self._ranks: dict[int, ChildProcess] = {}
@@ -90,8 +99,10 @@ class HostAgent:
                 waited = time.monotonic() - begun
                 why = error.strerror if isinstance(error, OSError) and error.strerror else error
             if waited >= seconds:
-                raise EngineDead(f"no engine was found on {address}:{port} in {seconds:.0f} s ({why}): start the host "
-                                 "with --node-rank 0, and check --master-addr, --master-port and the firewall.")
+                raise EngineDead(
+                    f"no engine was found on {address}:{port} in {seconds:.0f} s ({why}): start the host "
+                    "with --node-rank 0, and check --master-addr, --master-port and the firewall."
+                )
             if waited >= WAITING_SECONDS and not said:
                 said = True
                 self._say(f"waiting for the engine on {address}:{port} ({why}).")

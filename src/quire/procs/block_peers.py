@@ -141,8 +141,11 @@ class BlockPeers:
         """Count on blocks that a peer has promised to a request, and make the peer keep them until `settle`."""
         peer = next((peer for peer in self._peers if peer.name == transfer.address), None)
         if peer is None:
-            LOG.warning("a request names blocks at %s, which is no peer of this engine: it computes them. Add the "
-                        "address to kv_peers.", shown(transfer.address))  # fmt: skip
+            LOG.warning(
+                "a request names blocks at %s, which is no peer of this engine: it computes them. Add the "
+                "address to kv_peers.",
+                shown(transfer.address),
+            )
             return
         self._promises[handle] = peer, transfer.name, keys
         self._promised.update(dict.fromkeys(keys, peer))
@@ -215,8 +218,12 @@ class PeerReads:
             for index in read(number, some):
                 failed.discard(index)
         except (ConfigError, *BROKEN) as error:
-            LOG.warning("KV blocks could not be read from %s of the peer %s:%s: %s", self._memory,
-                        *self.places[number], str(error))  # fmt: skip
+            LOG.warning(
+                "KV blocks could not be read from %s of the peer %s:%s: %s",
+                self._memory,
+                *self.places[number],
+                str(error),
+            )
             if isinstance(error, TimeoutError):
                 self.avoid(number)
         return tuple(failed)
@@ -246,8 +253,9 @@ class PeerPages:
         """Read blocks; return the indices of those that failed. `sources`: see `CopyJob`."""
         return self._reads.read(sources, partial(self._read, keys, sources, pages))
 
-    def _read(self, keys: Sequence[bytes], sources: Sequence[int], pages: Sequence[memoryview], number: int,
-              some: list[int]) -> Iterator[int]:  # fmt: skip
+    def _read(
+        self, keys: Sequence[bytes], sources: Sequence[int], pages: Sequence[memoryview], number: int, some: list[int]
+    ) -> Iterator[int]:
         """Read the blocks with the indices `some`; yield the index of each that was read."""
         place, until = self._reads.places[number], time.monotonic() + READ_SECONDS
         seconds = PROMISED_SECONDS if any(sources[index] < 0 for index in some) else 0.0
@@ -260,8 +268,12 @@ class PeerPages:
                 except OSError as error:
                     near = False
                     self._far.add(shards)
-                    LOG.warning("the memory of the peer %s:%s, on this host, cannot be opened (%s): its KV blocks come "
-                                "over TCP.", *place, str(error))  # fmt: skip
+                    LOG.warning(
+                        "the memory of the peer %s:%s, on this host, cannot be opened (%s): its KV blocks come "
+                        "over TCP.",
+                        *place,
+                        str(error),
+                    )
             line.send(Read([keys[index] for index in some], ranges, seconds, bare=near))
             for index in some:
                 read = partial(files.read, page=pages[index]) if near else None

@@ -138,8 +138,9 @@ class BlockLine:
         if not bare:
             self._end.sendall(data)
 
-    def receive_page(self, key: bytes, parts: Sequence[memoryview], until: float,
-                     read: Callable[[int], None] | None = None) -> bool:  # fmt: skip
+    def receive_page(
+        self, key: bytes, parts: Sequence[memoryview], until: float, read: Callable[[int], None] | None = None
+    ) -> bool:
         """Receive a block into `parts`. Returns False when there is none, or when it is corrupt.
 
         until   latest time of its end, by time.monotonic
@@ -213,8 +214,16 @@ class BlockShare:
 
     line: Callable[[socket.socket], BlockLine] = BlockLine
 
-    def __init__(self, place: tuple[str, int], key: bytes, namespace: bytes, store: KVStore,
-                 shards: Sequence[Shard], *, device: BlockPool | None = None) -> None:  # fmt: skip
+    def __init__(
+        self,
+        place: tuple[str, int],
+        key: bytes,
+        namespace: bytes,
+        store: KVStore,
+        shards: Sequence[Shard],
+        *,
+        device: BlockPool | None = None,
+    ) -> None:
         self._key, self._namespace, self._shards = key, namespace, tuple(shards)
         self._told = store.sharing.told
         self._host, self._device = _ShownBlocks(), _ShownBlocks()
@@ -224,8 +233,10 @@ class BlockShare:
         try:
             self._listener = socket.create_server(place, family=socket.AF_INET6 if ":" in place[0] else socket.AF_INET)
         except OSError as error:
-            raise ConfigError(f"kv_share={place[0]}:{place[1]}: this host cannot listen there: {error.strerror}. Give "
-                              "an address of this host and a free port.") from None  # fmt: skip
+            raise ConfigError(
+                f"kv_share={place[0]}:{place[1]}: this host cannot listen there: {error.strerror}. Give "
+                "an address of this host and a free port."
+            ) from None
         store.host.on_publish.append(self._host.came)
         store.host.on_drop.append(self._host.went)
         if device is not None:
@@ -286,8 +297,9 @@ class BlockShare:
                             self._told.put((name, False))
                     elif isinstance(message, Follow):
                         known = self._device if message.device else self._host
-                        threading.Thread(target=self._tell, args=(line, known), name="quire-kv-tell",
-                                         daemon=True).start()  # fmt: skip
+                        threading.Thread(
+                            target=self._tell, args=(line, known), name="quire-kv-tell", daemon=True
+                        ).start()
             finally:
                 with self._lock:
                     self._lines.discard(line)
@@ -315,8 +327,11 @@ class BlockShare:
         latest = dict.fromkeys(list(known.places), True)  # after it is told of changes, so that none is missed
         try:
             while not self._closed:
-                line.send(Blocks([key for key, came in latest.items() if came],
-                                 [key for key, came in latest.items() if not came]))
+                line.send(
+                    Blocks(
+                        [key for key, came in latest.items() if came], [key for key, came in latest.items() if not came]
+                    )
+                )
                 latest = {}
                 with suppress(Empty):
                     latest.update((changes.get(timeout=BEAT_SECONDS),))

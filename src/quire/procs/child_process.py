@@ -37,8 +37,11 @@ class ChildProcess:
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-m", module, *arguments],
             stdin=subprocess.DEVNULL if start is None else subprocess.PIPE,
-            stdout=2, start_new_session=True, pass_fds=descriptors, env=env,
-        )  # fmt: skip
+            stdout=2,
+            start_new_session=True,
+            pass_fds=descriptors,
+            env=env,
+        )
         self.pid = self._process.pid
         if start is not None:
             assert self._process.stdin is not None

@@ -73,8 +73,11 @@ class CoreClient:
             if self.place.number:
                 return self.place
             every = self.place.every()
-            self.core = self._launch(CoreStart(config=config, to_core=self.place.to_core,
-                                               from_core=tuple(place.from_core for place in every)))
+            self.core = self._launch(
+                CoreStart(
+                    config=config, to_core=self.place.to_core, from_core=tuple(place.from_core for place in every)
+                )
+            )
             for place in every[1:]:
                 assert self._more is not None
                 self._others[place] = self._more(place)
@@ -196,9 +199,16 @@ class CoreClient:
                 self.send(Gone(place))
                 if not self._draining:
                     left = len(self._others) + 1
-                    LOG.error("HTTP process %d of %d (pid %d) %s: its clients have lost their connections; %d %s on. "
-                              "Start the server again to get it back.", place.number, place.count, child.pid, how, left,
-                              "goes" if left == 1 else "go")
+                    LOG.error(
+                        "HTTP process %d of %d (pid %d) %s: its clients have lost their connections; %d %s on. "
+                        "Start the server again to get it back.",
+                        place.number,
+                        place.count,
+                        child.pid,
+                        how,
+                        left,
+                        "goes" if left == 1 else "go",
+                    )
 
     def _watch_stopped(self, place: FrontPlace, child: ChildProcess) -> None:
         """Log that a front end is stopped, and that it goes on. It may go on at any time, so it is not ended."""
@@ -210,9 +220,15 @@ class CoreClient:
             self._stopped[place] = time.monotonic()
         elif time.monotonic() - since >= STOPPED_SECONDS:
             self._stopped[place] = TOLD
-            LOG.error("HTTP process %d of %d (pid %d) is stopped (SIGSTOP, or a debugger): its clients wait, new "
-                      "connections go to the others. Let it go on (kill -CONT %d), or end it (kill -KILL %d).",
-                      place.number, place.count, child.pid, child.pid, child.pid)
+            LOG.error(
+                "HTTP process %d of %d (pid %d) is stopped (SIGSTOP, or a debugger): its clients wait, new "
+                "connections go to the others. Let it go on (kill -CONT %d), or end it (kill -KILL %d).",
+                place.number,
+                place.count,
+                child.pid,
+                child.pid,
+                child.pid,
+            )
 
     def _die(self, message: str) -> None:
         if self.core is not None:

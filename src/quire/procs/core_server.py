@@ -215,5 +215,7 @@ def _check(core: Core) -> bool:
 
 
 HANDLERS: Mapping[str, Callable[..., bool | str]] = {
-    "reset_prefix_cache": lambda core: core.reset_prefix_cache(), "plan": _plan, "check": _check,
-}  # fmt: skip
+    "reset_prefix_cache": lambda core: core.reset_prefix_cache(),
+    "plan": _plan,
+    "check": _check,
+}

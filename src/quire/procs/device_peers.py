@@ -37,12 +37,15 @@ class PeerDevices:
     pages     its pages on the device. A copy that has begun keeps their memory, also when the engine has ended
     """
 
-    def __init__(self, places: Iterable[Place], key: bytes, namespace: bytes, shard: Shard, ipc: DeviceIpc,
-                 pages: Tensor) -> None:  # fmt: skip
+    def __init__(
+        self, places: Iterable[Place], key: bytes, namespace: bytes, shard: Shard, ipc: DeviceIpc, pages: Tensor
+    ) -> None:
         self._ipc, self._pages, self._page_bytes = ipc, pages, shard.geometry.page_bytes
         self._reads = PeerReads(places, "the GPU")
-        self._links = [_Link(f"{place[0]}:{place[1]}", partial(open_peer, place, key, namespace), shard, ipc)
-                       for place in self._reads.places]  # fmt: skip
+        self._links = [
+            _Link(f"{place[0]}:{place[1]}", partial(open_peer, place, key, namespace), shard, ipc)
+            for place in self._reads.places
+        ]
         for link in self._links:
             weakref.finalize(self, link.ending.put, None).atexit = False
 
@@ -66,8 +69,14 @@ class PeerDevices:
                 if (theirs := link.opened()) is None:
                     return
                 before = link.locate(keys)
-                self._ipc.copy((move for i, (block, _) in zip(some, before, strict=True) if block for move in
-                                theirs.moves(block, pages + int(job.targets[i]) * self._page_bytes)))
+                self._ipc.copy(
+                    (
+                        move
+                        for i, (block, _) in zip(some, before, strict=True)
+                        if block
+                        for move in theirs.moves(block, pages + int(job.targets[i]) * self._page_bytes)
+                    )
+                )
                 again = link.locate(keys)
             except (ConfigError, *BROKEN) as error:
                 link.close()
@@ -81,8 +90,9 @@ class _Link:
     """A connection to a peer, and its mapped pages. `lock` is held by its user. `ending` has an entry when no
     job comes any more."""
 
-    def __init__(self, name: str, connect: Callable[[], tuple[BlockLine, tuple[Shard, ...]]], shard: Shard,
-                 ipc: DeviceIpc) -> None:  # fmt: skip
+    def __init__(
+        self, name: str, connect: Callable[[], tuple[BlockLine, tuple[Shard, ...]]], shard: Shard, ipc: DeviceIpc
+    ) -> None:
         self.lock, self.ending = threading.Lock(), SimpleQueue[None]()  # a finalizer may put in at any time
         self._name, self._connect, self._shard, self._ipc = name, connect, shard, ipc
         self._line: BlockLine | None = None
@@ -100,8 +110,12 @@ class _Link:
         except (ConfigError, OSError) as error:
             self.close()
             if self._said != str(error):
-                LOG.warning("the GPU memory of the peer %s, on this machine, cannot be mapped (%s): its KV blocks come "
-                            "through host memory, or over TCP.", self._name, error)  # fmt: skip
+                LOG.warning(
+                    "the GPU memory of the peer %s, on this machine, cannot be mapped (%s): its KV blocks come "
+                    "through host memory, or over TCP.",
+                    self._name,
+                    error,
+                )
             self._refused, self._said = time.monotonic(), str(error)
             return None
         threading.Thread(target=self._watch, args=(self._line,), name="quire-kv-ipc-watch", daemon=True).start()

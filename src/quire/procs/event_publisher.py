@@ -57,10 +57,13 @@ class EventPublisher:
                 replay.bind(address[1])
         except zmq.ZMQError as error:
             self._context.destroy(0)
-            raise ConfigError(f"kv_events_config: {address[0]} {address[1]} cannot be used: {error}. Give a free port, "
-                              "such as tcp://*:5557.") from None  # fmt: skip
-        self._thread = threading.Thread(target=self._run, args=(taken, public, replay), name="quire-kv-events",
-                                        daemon=True)  # fmt: skip
+            raise ConfigError(
+                f"kv_events_config: {address[0]} {address[1]} cannot be used: {error}. Give a free port, "
+                "such as tcp://*:5557."
+            ) from None
+        self._thread = threading.Thread(
+            target=self._run, args=(taken, public, replay), name="quire-kv-events", daemon=True
+        )
         self._thread.start()
 
     def publish(self, batch: EventBatch) -> None:

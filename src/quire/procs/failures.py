@@ -10,7 +10,8 @@ from quire.procs.messages import Failed, Rejected
 
 INTERNAL = "internal"  # code of a request that failed because of a fault in the engine
 KINDS: dict[str, type[errors.QuireError]] = {
-    name: kind for name, kind in vars(errors).items() if isinstance(kind, type) and issubclass(kind, errors.QuireError)}
+    name: kind for name, kind in vars(errors).items() if isinstance(kind, type) and issubclass(kind, errors.QuireError)
+}
 
 
 def failed(error: BaseException, begin: str = "the engine stopped: ") -> Failed:

@@ -81,6 +81,10 @@ def parts(outputs: StepOutputs, count: int) -> Iterator[StepOutputs]:
             finished=tuple(finish for finish in outputs.finished if owner(finish.handle, count) == number),
             preempted=tuple(handle for handle in outputs.preempted if owner(handle, count) == number),
             stats=msgspec.structs.replace(outputs.stats, **counted),
-            **{name: {handle: value for handle, value in getattr(outputs, name).items()
-                      if owner(handle, count) == number} for name in BY_HANDLE},
-        )  # fmt: skip
+            **{
+                name: {
+                    handle: value for handle, value in getattr(outputs, name).items() if owner(handle, count) == number
+                }
+                for name in BY_HANDLE
+            },
+        )

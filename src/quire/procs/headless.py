@@ -29,15 +29,23 @@ def serve_host(config: EngineConfig, module: str, say: Callable[[str], None], se
     """
     hosts = config.hosts
     if not hosts.node_rank:
-        raise ConfigError(f"headless: node_rank={hosts.node_rank} is the host of the server, which answers over HTTP: "
-                          "leave headless out, or give --nnodes and the --node-rank of this host.")
+        raise ConfigError(
+            f"headless: node_rank={hosts.node_rank} is the host of the server, which answers over HTTP: "
+            "leave headless out, or give --nnodes and the --node-rank of this host."
+        )
     if hosts.data_parallel_size_local is not None:  # host 0 says how many ranks this host has
         check_hosts(replace(hosts, node_rank=0), parallel_sizes(config.parallel))
     key, _ = cluster_key()
     folder, digest = find_model(config)
     gpus = probe_driver().count if resolve_device(config.device.device).device == "cuda" else 0
-    hello = HostHello(node=hosts.node_rank, name=f"{socket.gethostname()}, node {hosts.node_rank}", versions=versions(),
-                      devices=tuple(range(gpus)), folder=folder, model=digest)
+    hello = HostHello(
+        node=hosts.node_rank,
+        name=f"{socket.gethostname()}, node {hosts.node_rank}",
+        versions=versions(),
+        devices=tuple(range(gpus)),
+        folder=folder,
+        model=digest,
+    )
     signals: list[signal.Signals] = []
     for number in CODES:
         signal.signal(number, lambda received, _: signals.append(signal.Signals(received)))

@@ -38,8 +38,10 @@ def listen(address: str, port: int) -> socket.socket:
     try:
         family, _, _, _, place = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
         if ipaddress.ip_address(place[0]).is_unspecified:
-            raise ConfigError(f"master_addr={address}: other hosts cannot connect to this address. Give the address by "
-                              "which they reach this host.")
+            raise ConfigError(
+                f"master_addr={address}: other hosts cannot connect to this address. Give the address by "
+                "which they reach this host."
+            )
         listener = socket.socket(family, socket.SOCK_STREAM)
         try:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -49,8 +51,10 @@ def listen(address: str, port: int) -> socket.socket:
             listener.close()
             raise
     except OSError as error:
-        raise ConfigError(f"master_addr={address}: this host cannot listen on port {port} of that address: "
-                          f"{error.strerror}. Give an address of this host and a free master_port.") from None
+        raise ConfigError(
+            f"master_addr={address}: this host cannot listen on port {port} of that address: "
+            f"{error.strerror}. Give an address of this host and a free master_port."
+        ) from None
     return listener
 
 
@@ -66,8 +70,9 @@ def connect(address: str, port: int, key: bytes, hello: bytes, seconds: float = 
         connection.sendall(said[SIZE:] + _proof(key, b"peer", said))
         answer = _read(connection, SIZE, until)
         if not hmac.compare_digest(answer, _proof(key, b"master", said)):
-            raise ConfigError(f"the engine on {address}:{port} has another key: set QUIRE_CLUSTER_KEY to the same text "
-                              "on all hosts.")  # fmt: skip
+            raise ConfigError(
+                f"the engine on {address}:{port} has another key: set QUIRE_CLUSTER_KEY to the same text on all hosts."
+            )
     except BaseException:
         connection.close()
         raise

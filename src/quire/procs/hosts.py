@@ -114,19 +114,25 @@ class Hosts:
             if hello is not None and self._members.gpus:
                 devices = hello.devices
             if len(devices) < each:
-                raise ConfigError(f"{each} ranks would run on {hello and hello.name}, which has {len(devices)} GPUs: "
-                                  "use more hosts (--nnodes), lower sizes, or make more GPUs visible there "
-                                  "(CUDA_VISIBLE_DEVICES).")  # fmt: skip
-            places += [Place(host, devices[index], hello.folder if hello else "", hello is None)
-                       for index in range(each)]  # fmt: skip
+                raise ConfigError(
+                    f"{each} ranks would run on {hello and hello.name}, which has {len(devices)} GPUs: "
+                    "use more hosts (--nnodes), lower sizes, or make more GPUs visible there "
+                    "(CUDA_VISIBLE_DEVICES)."
+                )
+            places += [
+                Place(host, devices[index], hello.folder if hello else "", hello is None) for index in range(each)
+            ]
         self._each = each
         return places
 
     def start(self, numbers: Sequence[int], inherit: Sequence[int] = ()) -> list[StartedRank]:
         """Start the processes of these ranks on their hosts, or none of them. Waits until they have connected."""
         started: dict[int, StartedRank] = {}
-        remote = {number: _HostedRank(number, self._agents[number // self._each], self)
-                  for number in numbers if number // self._each in self._agents}  # fmt: skip
+        remote = {
+            number: _HostedRank(number, self._agents[number // self._each], self)
+            for number in numbers
+            if number // self._each in self._agents
+        }
         try:
             with self._changed:
                 for number, rank in remote.items():
@@ -173,17 +179,20 @@ class Hosts:
     def _wait_for_hosts(self) -> None:
         begun, said, members = time.monotonic(), "", self._members
         with self._changed:
-            while missing := [one for one in range(members.first, members.total)
-                              if one not in self._agents or self._agents[one].lost]:  # fmt: skip
+            while missing := [
+                one for one in range(members.first, members.total) if one not in self._agents or self._agents[one].lost
+            ]:
                 waited, words = time.monotonic() - begun, ", ".join(map(str, missing))
                 place = "{}:{}".format(*self._listener.getsockname()[:2])
                 if fault := members.fault():
                     raise EngineDead(fault)
                 if waited >= members.seconds:
-                    raise EngineDead(f"node {words} of {members.total} has not connected to {place} in {waited:.0f} s"
-                                     f"{self._last_words and f' ({self._last_words})'}: start `quire serve MODEL "
-                                     "--headless` there with its --node-rank and the same --nnodes, --master-addr and "
-                                     "--master-port.")  # fmt: skip
+                    raise EngineDead(
+                        f"node {words} of {members.total} has not connected to {place} in {waited:.0f} s"
+                        f"{self._last_words and f' ({self._last_words})'}: start `quire serve MODEL "
+                        "--headless` there with its --node-rank and the same --nnodes, --master-addr and "
+                        "--master-port."
+                    )
                 if waited >= WAITING_SECONDS and said != words:
                     said = words
                     LOG.warning("waiting for node %s of %d on %s.", words, members.total, place)
@@ -297,8 +306,10 @@ class Hosts:
         if not members.first <= hello.node < members.total:
             why = f"it is node {hello.node}, and the other nodes are {members.first} to {members.total - 1}"
         elif former is not None and gone and self._placed:
-            why = (f"the ranks of node {hello.node} have ended, and the engine takes no host in their place: start the "
-                   "engine again")
+            why = (
+                f"the ranks of node {hello.node} have ended, and the engine takes no host in their place: start the "
+                "engine again"
+            )
         elif former is not None and not gone:
             why = f"node {hello.node} is {former.hello.name} already: give each host its --node-rank"
         elif hello.versions != members.versions:

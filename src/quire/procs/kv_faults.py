@@ -39,8 +39,10 @@ class Faults:
         self._seconds, self._places = {"slow": 0.02, "frozen": frozen}, dict[str, Iterator[str]]()
         for place, _, faults in (plan.partition("=") for plan in plans):
             if not set(faults.split("/")) <= set(FAULTS.get(place, "").split()):
-                raise ConfigError(f"kv_faults: {place}={faults} is unknown: give a place and its faults, such as "
-                                  f"read=ok/corrupt, of {FAULTS}.")  # fmt: skip
+                raise ConfigError(
+                    f"kv_faults: {place}={faults} is unknown: give a place and its faults, such as "
+                    f"read=ok/corrupt, of {FAULTS}."
+                )
             self._places[place] = itertools.cycle(faults.split("/"))
         LOG.warning("Faults are planted in the tiers of KV blocks: %s.", ", ".join(plans))
 

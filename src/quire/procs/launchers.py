@@ -105,5 +105,6 @@ class LocalLauncher(Launcher):
 
     def run(self, end: socket.socket, inherit: Sequence[int] = ()) -> ChildProcess:
         """Start the process of a rank that talks through the socket `end`. The caller closes its own copy."""
-        return ChildProcess(PROCESS, arguments=(self._module, str(end.fileno())),
-                            descriptors=(end.fileno(), *inherit), env=self._env)  # fmt: skip
+        return ChildProcess(
+            PROCESS, arguments=(self._module, str(end.fileno())), descriptors=(end.fileno(), *inherit), env=self._env
+        )

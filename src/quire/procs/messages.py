@@ -1,7 +1,7 @@
 """Messages between the HTTP process and the core process. Each message is a tagged msgpack map; see `wire.py`.
 
-    to the core      Add, Abort, Control, Gone, Stop
-    from the core    Loading*, then Ready or Failed; then Outputs, Rejected, Reply; at a fault Failed; Dropped
+to the core      Add, Abort, Control, Gone, Stop
+from the core    Loading*, then Ready or Failed; then Outputs, Rejected, Reply; at a fault Failed; Dropped
 """
 
 from typing import Annotated, Any

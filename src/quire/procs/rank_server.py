@@ -128,8 +128,9 @@ def serve_rank(frames: Frames, build: BuildRank) -> int:
 def _serve(link: "_Link", running: RunningRank, lead: bool) -> None:
     room = threading.Semaphore(running.depth)  # the core counts the steps of the leading rank; another may be slower
     steps: Steps = queue.SimpleQueue()
-    collector = threading.Thread(target=_collect, args=(link, running, lead, room, steps), name="quire-rank-collect",
-                                 daemon=True)
+    collector = threading.Thread(
+        target=_collect, args=(link, running, lead, room, steps), name="quire-rank-collect", daemon=True
+    )
     collector.start()
     while not isinstance(message := link.messages.get(), Stop):
         if isinstance(message, RankStep):

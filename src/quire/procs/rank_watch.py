@@ -300,8 +300,10 @@ class RankWatch:
         for rank in self.ranks:
             if rank not in dead:
                 rank.child.kill()
-        failures = sorted(((rank.failed, rank) for rank in self.ranks if rank.failed is not None),
-                          key=lambda failure: failure[1].failed_at)
+        failures = sorted(
+            ((rank.failed, rank) for rank in self.ranks if rank.failed is not None),
+            key=lambda failure: failure[1].failed_at,
+        )
         for message, _ in failures:
             if issubclass(KINDS.get(message.failed.kind, EngineDead), UserError):
                 return message.failed

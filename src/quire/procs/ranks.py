@@ -123,8 +123,9 @@ class RankProcesses:
         """True when `collect` returns or raises at once."""
         return not self._watch.ranks[self._leads[0] if lead is None else lead].results.empty()
 
-    def ask(self, name: str, args: dict[str, Any],
-            ranks: Sequence[int] | None = None) -> Callable[[float | None], list[object]]:  # fmt: skip
+    def ask(
+        self, name: str, args: dict[str, Any], ranks: Sequence[int] | None = None
+    ) -> Callable[[float | None], list[object]]:
         """Start the operation `name` on ranks (None: all). Return a function that waits for a value per rank.
 
         It raises the first `UserError` of a rank. See `Executor.ask`.
@@ -208,10 +209,15 @@ class CopyReports:
             some.append(report)
             if len(some) == self._num_ranks:
                 del self._reports[report.id]
-                found.append(FinishedCopy(
-                    id=report.id, failed=tuple(sorted({block for one in some for block in one.failed})),
-                    num_bytes=sum(one.num_bytes for one in some), seconds=max(one.seconds for one in some),
-                    error=next((one.error for one in some if one.error), "")))  # fmt: skip
+                found.append(
+                    FinishedCopy(
+                        id=report.id,
+                        failed=tuple(sorted({block for one in some for block in one.failed})),
+                        num_bytes=sum(one.num_bytes for one in some),
+                        seconds=max(one.seconds for one in some),
+                        error=next((one.error for one in some if one.error), ""),
+                    )
+                )
         return tuple(found)
 
 
@@ -221,8 +227,13 @@ class RanksExecutor(Executor):
     ranks   indices of the ranks of this executor (None: all);  lead  the one that sends results (None: the first)
     """
 
-    def __init__(self, processes: RankProcesses, facts: ExecutorFacts, ranks: Sequence[int] | None = None,
-                 lead: int | None = None) -> None:  # fmt: skip
+    def __init__(
+        self,
+        processes: RankProcesses,
+        facts: ExecutorFacts,
+        ranks: Sequence[int] | None = None,
+        lead: int | None = None,
+    ) -> None:
         self._processes, self._facts, self._lead = processes, facts, lead
         self._ranks = range(len(processes.pids)) if ranks is None else ranks
         self._copies = CopyReports(len(self._ranks))

@@ -36,8 +36,10 @@ D = TypeVar("D")
 
 def _to_extension(value: object) -> msgspec.msgpack.Ext:
     if not isinstance(value, np.ndarray) or value.dtype not in _INDEX:
-        raise TypeError(f"{type(value).__name__} cannot be sent to another process: use records, plain values, or "
-                        "arrays of int32, float32 or uint8")
+        raise TypeError(
+            f"{type(value).__name__} cannot be sent to another process: use records, plain values, or "
+            "arrays of int32, float32 or uint8"
+        )
     header = struct.pack(f"<BB{value.ndim}I", _INDEX[value.dtype], value.ndim, *value.shape)
     return msgspec.msgpack.Ext(ARRAY, header + value.tobytes())
 

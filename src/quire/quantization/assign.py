@@ -58,8 +58,10 @@ def settled(config: dict[str, Any], params: Iterable[Param], stored: Mapping[str
         if module == HEAD:
             head = bool(mark)
         elif mark and rules(module) is None:
-            raise WeightsError(f"{module}.{mark} is stored, but quantization_config leaves {module} unquantized: use "
-                               "the config.json that belongs to these weights.")
+            raise WeightsError(
+                f"{module}.{mark} is stored, but quantization_config leaves {module} unquantized: use "
+                "the config.json that belongs to these weights."
+            )
         elif not mark and stored.get(part.stored, "none") in ("", *FLOATS):
             plain.append(module)
     return config | {FOUND: {"plain": plain, "head": head}}
@@ -94,15 +96,21 @@ def _with_format(param: Param, rules: Rules) -> Param:
     first, *others = dict.fromkeys(found.values())
     if others:
         one, other = (next(name for name, rule in found.items() if rule == each) for each in (first, others[0]))
-        raise UnsupportedModel(f"{_words(one, first)}, {_words(other, others[0])}: they form one matrix, so they must "
-                               "have one format: use a checkpoint that quantizes both alike.")
+        raise UnsupportedModel(
+            f"{_words(one, first)}, {_words(other, others[0])}: they form one matrix, so they must "
+            "have one format: use a checkpoint that quantizes both alike."
+        )
     if first is None:
         return param
     stored, parts = first.scheme, param.parts
     _check_groups(param, stored)
     each = parts[: len(parts) // _experts(param)]
-    made = replace(param, format=first.format, stored=stored,
-                   scheme=None if param.name.endswith(DEQUANTIZED) else packed_scheme(each, stored))  # fmt: skip
+    made = replace(
+        param,
+        format=first.format,
+        stored=stored,
+        scheme=None if param.name.endswith(DEQUANTIZED) else packed_scheme(each, stored),
+    )
     if why := FORMATS[made.format].objection(made):
         raise ConfigError(f"{why}: use a smaller -tp, or whole experts for each rank (--enable-expert-parallel).")
     return made
@@ -111,8 +119,10 @@ def _with_format(param: Param, rules: Rules) -> Param:
 def _check_groups(param: Param, stored: Scheme) -> None:
     width, part = stored.block[1], param.parts[0]
     if stored.values in ("w4", "w8") and (part.shape[1] % (width or 1) or part.shape[1] % 8):
-        raise UnsupportedModel(f"{part.stored} has {part.shape[1]} columns, which groups of {width or 8} do not "
-                               "divide: use a checkpoint with another group size.")
+        raise UnsupportedModel(
+            f"{part.stored} has {part.shape[1]} columns, which groups of {width or 8} do not "
+            "divide: use a checkpoint with another group size."
+        )
 
 
 def _check_experts(params: Iterable[Param]) -> None:
@@ -124,8 +134,10 @@ def _check_experts(params: Iterable[Param]) -> None:
             ours, theirs = (one.scheme.needs if one.scheme else None for one in (param, other))
             if ours != theirs:
                 one, two = (_words(each.parts[0].stored, _rule(each)) for each in (other, param))
-                raise UnsupportedModel(f"{one}, {two}: the matrices of an expert must have the same quantization: use "
-                                       "a checkpoint that quantizes both alike.")
+                raise UnsupportedModel(
+                    f"{one}, {two}: the matrices of an expert must have the same quantization: use "
+                    "a checkpoint that quantizes both alike."
+                )
 
 
 def _rule(param: Param) -> Rule | None:

@@ -46,8 +46,10 @@ def choose_cache(asked: str, dtype: str, quantization: Mapping[str, Any]) -> Cac
         return CacheChoice(dtype, "as the computation", notes=(note,) if other else ())
     if asked not in ASKED:
         if ALIASES.get(asked, asked) != dtype:
-            raise ConfigError(f"kv_cache_dtype={asked}: the model computes in {dtype}, and an unquantized KV cache "
-                              "has that dtype: use --kv-cache-dtype auto, fp8 or fp8_e5m2, or another --dtype.")
+            raise ConfigError(
+                f"kv_cache_dtype={asked}: the model computes in {dtype}, and an unquantized KV cache "
+                "has that dtype: use --kv-cache-dtype auto, fp8 or fp8_e5m2, or another --dtype."
+            )
         return CacheChoice(dtype, "as asked")
     if scheme and (other or asked == "fp8_e5m2"):
         note = f"the checkpoint's scales of the KV cache are for {scheme}: kv_cache_dtype={asked} does not use them."

@@ -29,8 +29,7 @@ class WeightFormat(Protocol):
 
 
 FORMATS: dict[str, WeightFormat] = {
-    one.name: one
-    for one in (UNQUANTIZED, ONLINE, FP8, FBGEMM, MODELOPT, FLOAT, INT, PACKED, AWQ, GPTQ, GPTQ_V2)
+    one.name: one for one in (UNQUANTIZED, ONLINE, FP8, FBGEMM, MODELOPT, FLOAT, INT, PACKED, AWQ, GPTQ, GPTQ_V2)
 }
 
 

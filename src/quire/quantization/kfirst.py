@@ -29,8 +29,12 @@ class ColumnsFirst:
         (rows, columns), per, wide = part.shape, WORD // scheme.bits, scheme.block[1]
         groups = scheme.scales(rows, columns)[1]
         packed_rows, packed_columns = (per, 1) if self.along == 0 else (1, per)
-        values = stored_part(part, "qweight", (-(-columns // packed_columns), -(-rows // packed_rows)),
-                             Axes(1, 0, (packed_rows, packed_columns)))  # fmt: skip
+        values = stored_part(
+            part,
+            "qweight",
+            (-(-columns // packed_columns), -(-rows // packed_rows)),
+            Axes(1, 0, (packed_rows, packed_columns)),
+        )
         yield RawTensor(f"{own}.values", values.local_shape, (values,), "int32", ("I32",))
         of_group = 0 if wide else None  # the axis of groups, which a slice of columns cuts
         scale = stored_part(part, "scales", (groups, rows), Axes(1, of_group, (1, wide)))
@@ -46,8 +50,12 @@ class ColumnsFirst:
 
         GPTQ's g_idx is one of them unless the scheme has an activation order.
         """
-        yield from (stored_name(part, suffix) for part in param.parts for suffix in self._spare
-                    if suffix != "g_idx" or not stored_scheme(param).order)  # fmt: skip
+        yield from (
+            stored_name(part, suffix)
+            for part in param.parts
+            for suffix in self._spare
+            if suffix != "g_idx" or not stored_scheme(param).order
+        )
 
     def objection(self, param: Param) -> str:
         """Return the reason why a slice cannot be read, or "". See `WeightFormat`.
@@ -60,8 +68,10 @@ class ColumnsFirst:
             if why := cuts_blocks(part, scheme, per if self.along else 1):
                 return why
             if self.along == 0 and part.axis == 0 and (part.start % per or part.count % per):
-                return (f"{part.stored} is packed in words of {per} rows, which rows {part.start} to "
-                        f"{part.start + part.count} of {part.shape[0]} cut")  # fmt: skip
+                return (
+                    f"{part.stored} is packed in words of {per} rows, which rows {part.start} to "
+                    f"{part.start + part.count} of {part.shape[0]} cut"
+                )
         return ""
 
 

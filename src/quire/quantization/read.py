@@ -20,10 +20,17 @@ METHODS = ("fp8", "fbgemm_fp8", "compressed-tensors", "awq", "gptq", "modelopt")
 KERNELS = "Quire chooses kernels by itself; `quire explain` names them"
 # Values of the option `quantization` -> methods of checkpoints that they stand for.
 FLAGS: Mapping[str, tuple[str, ...]] = {
-    **{method: (method,) for method in METHODS}, "fp8": ("fp8", "fbgemm_fp8"), "ptpc_fp8": ("fp8",),
-    "awq_marlin": ("awq",), "awq_triton": ("awq",), "gptq_marlin": ("gptq",), "gptq_bitblas": ("gptq",),
-    "marlin": ("gptq", "awq"), "slimquant_marlin": METHODS, "auto": METHODS,
-}  # fmt: skip
+    **{method: (method,) for method in METHODS},
+    "fp8": ("fp8", "fbgemm_fp8"),
+    "ptpc_fp8": ("fp8",),
+    "awq_marlin": ("awq",),
+    "awq_triton": ("awq",),
+    "gptq_marlin": ("gptq",),
+    "gptq_bitblas": ("gptq",),
+    "marlin": ("gptq", "awq"),
+    "slimquant_marlin": METHODS,
+    "auto": METHODS,
+}
 REFUSED = (
     "gguf bitsandbytes mxfp4 mxfp8 nvfp4 modelopt_fp4 modelopt_mxfp8 petit_nvfp4 gptq_marlin_24 hqq quark torchao "
     "auto-round auto_round inc experts_int8 moe_wna16 tpu_int8 rtn bitblas aqlm quip eetq higgs vptq spqr fp_quant "
@@ -79,8 +86,11 @@ def _side_file(path: Path) -> dict[str, Any]:
         raise ModelError(f"{path} holds {type(value).__name__}, not an object: download it again.")
     if "quantization" in value:  # ModelOpt
         inside = Keys(value, str(path)).checked("quantization", lambda value: isinstance(value, dict), "an object")
-        value = {**inside, "quant_method": "modelopt"} if (
-            inside.get("quant_algo") or inside.get("kv_cache_quant_algo")) else {}
+        value = (
+            {**inside, "quant_method": "modelopt"}
+            if (inside.get("quant_algo") or inside.get("kv_cache_quant_algo"))
+            else {}
+        )
     by_name = {"quantize_config.json": "gptq", "quant_config.json": "awq"}.get(path.name, "modelopt")
     return _checked({"quant_method": by_name, **value}, str(path)) if value else {}
 
@@ -92,12 +102,14 @@ def _checked(value: Mapping[str, Any], inside: str) -> dict[str, Any]:
     if "quant_method" not in config and isinstance(config.get("quant_algo"), str):
         config["quant_method"] = "modelopt"
     if "quant_method" not in config:
-        raise UnsupportedModel(f"{inside} has no quant_method, so its format is not known: use the unquantized "
-                               "checkpoint of this model.")
+        raise UnsupportedModel(
+            f"{inside} has no quant_method, so its format is not known: use the unquantized checkpoint of this model."
+        )
     keys = Keys(config, inside)
     keys.checked("quant_method", lambda name: isinstance(name, str) and name != "", "a name")
     method = config["quant_method"] = {"compressed_tensors": "compressed-tensors"}.get(
-        config["quant_method"].lower(), config["quant_method"].lower())
+        config["quant_method"].lower(), config["quant_method"].lower()
+    )
     if config.get("load_in_4bit") or config.get("load_in_8bit"):
         method = "bitsandbytes"
     if method == "modelopt" and "FP4" in str(config.get("quant_algo", "")).upper():
@@ -106,8 +118,9 @@ def _checked(value: Mapping[str, Any], inside: str) -> dict[str, Any]:
         raise UnsupportedModel(f"{inside} asks for {method!r}, which is not implemented: {PLAIN}.")
     for key in ("modules_to_not_convert", "ignored_layers", "ignore", "exclude_modules"):
         keys.names(key)
-    keys.checked("kv_cache_scheme", lambda value: value is None or isinstance(value, dict | str),
-                 "an object, a word or null")  # fmt: skip
+    keys.checked(
+        "kv_cache_scheme", lambda value: value is None or isinstance(value, dict | str), "an object, a word or null"
+    )
     {"compressed-tensors": _check_groups, "gptq": _check_gptq}.get(method, _check_block)(keys)
     return config
 
@@ -118,27 +131,39 @@ def _check_block(keys: Keys) -> None:
 
 def _check_gptq(keys: Keys) -> None:
     def blocks(value: Any) -> bool:
-        return value is None or isinstance(value, list) and all(
-            isinstance(group, list) and all(isinstance(name, str) for name in group) for group in value)
+        return (
+            value is None
+            or isinstance(value, list)
+            and all(isinstance(group, list) and all(isinstance(name, str) for name in group) for group in value)
+        )
 
     def rules(value: Any) -> bool:
-        return value is None or isinstance(value, dict) and all(
-            isinstance(one, dict) and _is_pattern(re.sub(r"^[+-]:", "", name)) for name, one in value.items())
+        return (
+            value is None
+            or isinstance(value, dict)
+            and all(isinstance(one, dict) and _is_pattern(re.sub(r"^[+-]:", "", name)) for name, one in value.items())
+        )
 
     keys.checked("modules_in_block_to_quantize", blocks, "a list of lists of names")
     keys.checked("dynamic", rules, "an object of regular expressions and their changes")
 
 
 def _check_groups(keys: Keys) -> None:
-    groups = keys.checked("config_groups", lambda value: isinstance(value, dict) and all(
-        isinstance(group, dict) for group in value.values()), "an object of groups", {})  # fmt: skip
+    groups = keys.checked(
+        "config_groups",
+        lambda value: isinstance(value, dict) and all(isinstance(group, dict) for group in value.values()),
+        "an object of groups",
+        {},
+    )
     for name, values in groups.items():
         group = Keys(values, f"{keys.source}: config_groups: {name}")
         patterns = [*group.names("targets"), *(keys.get("ignore") or ())]
         weights, _, _ = (group.object(key) for key in ("weights", "input_activations", "output_activations"))
         Keys(weights or {}, f"{group.source}: weights").checked(
-            "block_structure", lambda value: value is None or _is_block(value),
-            "two positive integers, [rows, columns], or null")
+            "block_structure",
+            lambda value: value is None or _is_block(value),
+            "two positive integers, [rows, columns], or null",
+        )
         for pattern in patterns:
             if pattern.startswith("re:") and not _is_pattern(pattern.removeprefix("re:")):
                 raise keys.wrong(f"{pattern!r} is not a regular expression: correct it there.")
@@ -156,7 +181,8 @@ def _is_pattern(text: str) -> bool:
 
 def _is_block(value: Any) -> bool:
     return value is None or (
-        isinstance(value, list) and len(value) == 2 and all(type(side) is int and side > 0 for side in value))
+        isinstance(value, list) and len(value) == 2 and all(type(side) is int and side > 0 for side in value)
+    )
 
 
 # --- the option -------------------------------------------------------------------------------------------------------
@@ -178,13 +204,17 @@ def _as_asked(config: dict[str, Any], asked: str, source: str) -> tuple[dict[str
         if name == "auto":
             return {}, ()
         if "fp8" not in FLAGS[name] or name == "slimquant_marlin":
-            raise ConfigError(f"--quantization {asked}: {source} has no quantization_config, and only fp8 quantizes "
-                              "while loading: use --quantization fp8, or a checkpoint in this format.")  # fmt: skip
+            raise ConfigError(
+                f"--quantization {asked}: {source} has no quantization_config, and only fp8 quantizes "
+                "while loading: use --quantization fp8, or a checkpoint in this format."
+            )
         return {"quant_method": ONLINE}, ()
     method = str(config["quant_method"])
     if method not in FLAGS[name]:
-        raise ConfigError(f"--quantization {asked} contradicts {source}, whose quantization_config says {method!r}: "
-                          "leave the flag out.")
+        raise ConfigError(
+            f"--quantization {asked} contradicts {source}, whose quantization_config says {method!r}: "
+            "leave the flag out."
+        )
     exact = name in (method, "auto")
     return config, () if exact else (f"--quantization {asked}: the weights are {method}. {KERNELS}.",)
 
@@ -193,11 +223,15 @@ def quantization_notes(config: Mapping[str, Any]) -> tuple[str, ...]:
     """Return notes to show the user about a checked quantization_config, such as keys that are not applied; or ()."""
     notes = []
     if config.get("quant_method") == ONLINE:
-        notes.append("weights are quantized to FP8 while they are loaded: blocks of 128 x 128 where they fit, else "
-                     "channels; activations are quantized at run time.")
+        notes.append(
+            "weights are quantized to FP8 while they are loaded: blocks of 128 x 128 where they fit, else "
+            "channels; activations are quantized at run time."
+        )
     if config.get("quant_method") == "fbgemm_fp8" and config.get("activation_scale_ub"):
-        notes.append(f"activation_scale_ub={config['activation_scale_ub']} is not applied: scales of activations have "
-                     "no upper bound here.")  # fmt: skip
+        notes.append(
+            f"activation_scale_ub={config['activation_scale_ub']} is not applied: scales of activations have "
+            "no upper bound here."
+        )
     return tuple(notes)
 
 

@@ -22,8 +22,15 @@ class RowMajor:
     spare    names of stored tensors that the loader does not need
     """
 
-    def __init__(self, name: str, *, scale: str = "weight_scale", blocks: str = "weight_scale", packed: bool = False,
-                 spare: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self,
+        name: str,
+        *,
+        scale: str = "weight_scale",
+        blocks: str = "weight_scale",
+        packed: bool = False,
+        spare: tuple[str, ...] = (),
+    ) -> None:
         self.name, self.packed, self._scale, self._blocks, self._spare = name, packed, scale, blocks, spare
 
     def tensors(self, param: Param) -> tuple[RawTensor, ...]:
@@ -34,8 +41,10 @@ class RowMajor:
             suffix = "weight_packed"
         values = tuple(self._values(part, suffix, scheme) for part in param.parts)
         width = values[0].local_shape[1]
-        return (RawTensor(f"{own}.values", (param.shape[0], width), values, dtype, (readable,)),
-                *(raw for i, part in enumerate(param.parts) for raw in self._beside(part, f"{own}.{i}", scheme)))
+        return (
+            RawTensor(f"{own}.values", (param.shape[0], width), values, dtype, (readable,)),
+            *(raw for i, part in enumerate(param.parts) for raw in self._beside(part, f"{own}.{i}", scheme)),
+        )
 
     def _values(self, part: Part, suffix: str, scheme: Scheme) -> Part:
         per = WORD // scheme.bits if self.packed else 1
@@ -62,8 +71,9 @@ class RowMajor:
 
     def spare(self, param: Param) -> Iterator[str]:
         """Yield names of stored tensors that need not be read. See `WeightFormat`."""
-        yield from (stored_part(part, suffix, (1,), Axes(None, None)).stored
-                    for part in param.parts for suffix in self._spare)  # fmt: skip
+        yield from (
+            stored_part(part, suffix, (1,), Axes(None, None)).stored for part in param.parts for suffix in self._spare
+        )
 
     def objection(self, param: Param) -> str:
         """Return the reason why a slice cannot be read, or "". See `WeightFormat`."""

@@ -56,7 +56,8 @@ def is_kept(module: str, kept: Iterable[str]) -> bool:
     """True when `kept` (modules_to_not_convert) names the module by its full name, or by its first or last words."""
     words, names = module.removesuffix(".weight").split("."), frozenset(kept)
     return bool(names) and any(
-        ".".join(words[: i + 1]) in names or ".".join(words[i:]) in names for i in range(len(words)))
+        ".".join(words[: i + 1]) in names or ".".join(words[i:]) in names for i in range(len(words))
+    )
 
 
 # --- fp8, fbgemm_fp8, modelopt ----------------------------------------------------------------------------------------
@@ -93,8 +94,9 @@ def _modelopt(config: Mapping[str, Any]) -> Rules:
         raise refused(f"ModelOpt quant_algo={algorithm!r} is not implemented (only FP8)")
     patterns = [*(config.get("exclude_modules") or ()), *(config.get("ignore") or ())]
     rule = Rule("modelopt", Scheme(values="e4m3", block=(0, 0), inputs="tensor"))
-    return lambda module: None if any(fnmatchcase(module, one) or module.startswith(f"{one}.")
-                                      for one in patterns) else rule  # fmt: skip
+    return lambda module: (
+        None if any(fnmatchcase(module, one) or module.startswith(f"{one}.") for one in patterns) else rule
+    )
 
 
 # --- AWQ, GPTQ --------------------------------------------------------------------------------------------------------
@@ -113,8 +115,10 @@ def _awq(config: Mapping[str, Any]) -> Rules:
 
 def _gptq(config: Mapping[str, Any]) -> Rules:
     inside = tuple(f".{name}" for group in config.get("modules_in_block_to_quantize") or () for name in group)
-    dynamic = [(re.compile(re.sub(r"^[+-]:", "", name)), name.startswith("-:"), changes)
-               for name, changes in (config.get("dynamic") or {}).items()]  # fmt: skip
+    dynamic = [
+        (re.compile(re.sub(r"^[+-]:", "", name)), name.startswith("-:"), changes)
+        for name, changes in (config.get("dynamic") or {}).items()
+    ]
     whole = _gptq_rule(config)
 
     def rule(module: str) -> Rule | None:
@@ -162,12 +166,20 @@ def _group(size: int) -> tuple[int, int]:
 # --- compressed-tensors -----------------------------------------------------------------------------------------------
 
 # Values -> formats that store them.
-FORMS = {"e4m3": ("float-quantized", "naive-quantized"), "int8": ("int-quantized", "naive-quantized"),
-         "w4": ("pack-quantized",), "w8": ("pack-quantized", "int-quantized", "naive-quantized")}  # fmt: skip
+FORMS = {
+    "e4m3": ("float-quantized", "naive-quantized"),
+    "int8": ("int-quantized", "naive-quantized"),
+    "w4": ("pack-quantized",),
+    "w8": ("pack-quantized", "int-quantized", "naive-quantized"),
+}
 # (values, rows of a block, activations) that kernels run; 0: scales of channels or of the tensor.
-RUN = frozenset({("e4m3", 128, "group"), *((values, 0, inputs) for values in ("e4m3", "int8")
-                                           for inputs in ("token", "tensor")),
-                 *((values, rows, "") for values in ("w4", "w8") for rows in (0, 1))})  # fmt: skip
+RUN = frozenset(
+    {
+        ("e4m3", 128, "group"),
+        *((values, 0, inputs) for values in ("e4m3", "int8") for inputs in ("token", "tensor")),
+        *((values, rows, "") for values in ("w4", "w8") for rows in (0, 1)),
+    }
+)
 
 
 def _compressed(config: Mapping[str, Any]) -> Rules:
@@ -209,8 +221,10 @@ def _group_rule(config: Mapping[str, Any], group: Mapping[str, Any]) -> Rule | N
         return None
     if group.get("output_activations"):
         raise refused("quantized output activations are not implemented")
-    bits, kind, strategy = (str(weights.get(key) or default) for key, default in (
-        ("num_bits", "?"), ("type", "int"), ("strategy", "tensor")))  # fmt: skip
+    bits, kind, strategy = (
+        str(weights.get(key) or default)
+        for key, default in (("num_bits", "?"), ("type", "int"), ("strategy", "tensor"))
+    )
     words, form = f"compressed-tensors weights of {bits}-bit {kind} per {strategy}", group.get("format")
     form, block, activations = form or config.get("format"), _block(weights, strategy), _inputs(inputs, kind, words)
     values = {("float", "8"): "e4m3", ("int", "8"): "int8" if inputs else "w8", ("int", "4"): "w4"}.get((kind, bits))

@@ -3,14 +3,22 @@
 from quire.contracts.scheme import Scheme
 
 NAMES = {"e4m3": "FP8", "int8": "INT8", "w4": "4-bit", "w8": "8-bit"}
-INPUTS = {"": "", "token": "activations per token", "tensor": "activations by a stored scale",
-          "group": "activations per token and 128 channels"}  # fmt: skip
+INPUTS = {
+    "": "",
+    "token": "activations per token",
+    "tensor": "activations by a stored scale",
+    "group": "activations per token and 128 channels",
+}
 
 
 def scheme_words(scheme: Scheme) -> str:
     """Return words for a scheme: "FP8 in blocks of 128 x 128, activations per token and 128 channels"."""
-    more = (INPUTS[scheme.inputs], "scales of activations are powers of two" * scheme.ue8m0,
-            "zero points" * scheme.zeros, "activation order" * scheme.order)  # fmt: skip
+    more = (
+        INPUTS[scheme.inputs],
+        "scales of activations are powers of two" * scheme.ue8m0,
+        "zero points" * scheme.zeros,
+        "activation order" * scheme.order,
+    )
     return ", ".join((weight_words(scheme), *filter(None, more)))
 
 

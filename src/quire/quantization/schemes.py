@@ -51,8 +51,9 @@ def scheme_rule(name: str, group: int = 0) -> Rule:
     if not group or not has_groups(name):
         return rule
     if group != -1 and (group < 8 or group % 8):
-        raise ConfigError(f"--group-size {group} is not a multiple of 8: give one like 32, 64 or 128, or -1 for a "
-                          "scale of each row.")
+        raise ConfigError(
+            f"--group-size {group} is not a multiple of 8: give one like 32, 64 or 128, or -1 for a scale of each row."
+        )
     scheme = Scheme(values=rule.scheme.values, block=(1, max(group, 0)), zeros=rule.scheme.zeros)
     return Rule(rule.format, scheme)
 
@@ -76,8 +77,10 @@ def stored_of(weight: str, shape: tuple[int, int], rule: Rule, dtype: str) -> tu
     """
     part = Part(weight, shape, 0, shape[0])
     param = Param(name="weight", shape=shape, parts=(part,), format=rule.format, stored=rule.scheme)
-    found = [(raw.parts[0].stored, raw.name.rpartition(".")[2], raw.readable[-1], raw.parts[0].shape)
-             for raw in FORMATS[rule.format].tensors(param)]  # fmt: skip
+    found = [
+        (raw.parts[0].stored, raw.name.rpartition(".")[2], raw.readable[-1], raw.parts[0].shape)
+        for raw in FORMATS[rule.format].tensors(param)
+    ]
     if rule.format == PACKED.name:
         found.append((f"{weight.removesuffix('weight')}weight_shape", "shape", "I64", (2,)))
     types = {"scale": scale_type(rule, dtype)}
@@ -105,18 +108,34 @@ def quantization_config(body: Rule, head: Rule | None, kept: Sequence[str]) -> d
     method = method_of(body)
     assert head is None or method_of(head) == method, "a checkpoint has one quant_method"
     if method == "fp8":
-        return {"quant_method": method, "fmt": "e4m3", "activation_scheme": "dynamic",
-                "weight_block_size": list(body.scheme.block), "modules_to_not_convert": list(kept)}  # fmt: skip
+        return {
+            "quant_method": method,
+            "fmt": "e4m3",
+            "activation_scheme": "dynamic",
+            "weight_block_size": list(body.scheme.block),
+            "modules_to_not_convert": list(kept),
+        }
     if method == "awq":
-        return {"quant_method": method, "bits": 4, "group_size": body.scheme.block[1] or -1, "zero_point": True,
-                "version": "gemm", "modules_to_not_convert": list(kept)}  # fmt: skip
+        return {
+            "quant_method": method,
+            "bits": 4,
+            "group_size": body.scheme.block[1] or -1,
+            "zero_point": True,
+            "version": "gemm",
+            "modules_to_not_convert": list(kept),
+        }
     groups = {"group_0": _group(body, "Linear")}
     if head is not None and head != body:
         groups["group_1"] = _group(head, "lm_head")
     forms = {group["format"] for group in groups.values()}
-    return {"quant_method": method, "format": forms.pop() if len(forms) == 1 else "mixed-precision",
-            "quantization_status": "compressed", "config_groups": groups, "ignore": list(kept),
-            "kv_cache_scheme": None}  # fmt: skip
+    return {
+        "quant_method": method,
+        "format": forms.pop() if len(forms) == 1 else "mixed-precision",
+        "quantization_status": "compressed",
+        "config_groups": groups,
+        "ignore": list(kept),
+        "kv_cache_scheme": None,
+    }
 
 
 def _group(rule: Rule, target: str) -> dict[str, Any]:
@@ -125,5 +144,10 @@ def _group(rule: Rule, target: str) -> dict[str, Any]:
     numbers = {"num_bits": scheme.bits, "type": "float" if scheme.values == "e4m3" else "int", "symmetric": True}
     wide = {"strategy": "group", "group_size": scheme.block[1]} if scheme.block[1] else {"strategy": "channel"}
     inputs = numbers | {"strategy": "token", "dynamic": True} if scheme.inputs else None
-    return {"targets": [target], "weights": numbers | wide | {"dynamic": False}, "input_activations": inputs,
-            "output_activations": None, "format": rule.format}  # fmt: skip
+    return {
+        "targets": [target],
+        "weights": numbers | wide | {"dynamic": False},
+        "input_activations": inputs,
+        "output_activations": None,
+        "format": rule.format,
+    }

@@ -45,8 +45,9 @@ def scale_part(part: Part, suffix: str, stored: Scheme) -> Part:
     if stored.block == (0, 0):
         return stored_part(part, suffix, (1,), Axes(None, None))
     high, wide = stored.block
-    return stored_part(part, suffix, stored.scales(rows, columns),
-                       Axes(0 if high else None, 1 if wide else None, (high, wide)))  # fmt: skip
+    return stored_part(
+        part, suffix, stored.scales(rows, columns), Axes(0 if high else None, 1 if wide else None, (high, wide))
+    )
 
 
 def cuts_blocks(part: Part, stored: Scheme, packed: int) -> str:
@@ -60,8 +61,10 @@ def cuts_blocks(part: Part, stored: Scheme, packed: int) -> str:
         return f"{part.stored} has its columns in activation order, in which a slice of them has no groups"
     for unit, word in ((stored.block[1] or 1, "groups"), (packed, "packed words")):
         if part.start % unit or (part.start + part.count) % unit and part.start + part.count != part.shape[1]:
-            return (f"{part.stored} has {word} of {unit} columns, which columns {part.start} to "
-                    f"{part.start + part.count} of {part.shape[1]} cut")  # fmt: skip
+            return (
+                f"{part.stored} has {word} of {unit} columns, which columns {part.start} to "
+                f"{part.start + part.count} of {part.shape[1]} cut"
+            )
     return ""
 
 

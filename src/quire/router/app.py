@@ -32,9 +32,24 @@ Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 RESPONSES = "/v1/responses"
 ROUTES = {
-    **dict.fromkeys(("/v1/completions", "/v1/chat/completions", RESPONSES, "/v1/messages", "/v1/messages/count_tokens",
-                     "/v1/embeddings", "/v1/rerank", "/v2/rerank", "/rerank", "/v1/score", "/score", "/tokenize",
-                     "/detokenize"), "POST"),
+    **dict.fromkeys(
+        (
+            "/v1/completions",
+            "/v1/chat/completions",
+            RESPONSES,
+            "/v1/messages",
+            "/v1/messages/count_tokens",
+            "/v1/embeddings",
+            "/v1/rerank",
+            "/v2/rerank",
+            "/rerank",
+            "/v1/score",
+            "/score",
+            "/tokenize",
+            "/detokenize",
+        ),
+        "POST",
+    ),
     **dict.fromkeys(("/v1/models", "/tokenizer_info", "/version"), "GET"),
 }
 MODEL = "/v1/models/"
@@ -121,8 +136,11 @@ class RouterApp:
         elif method == "POST" and path in (DRAIN, RESUME):
             answer = self._set_draining(await _read(receive), path == DRAIN)
         else:
-            answer = refusal(404, f"there is no {method} {shown(path)}: use GET /backends, POST {DRAIN} or POST "
-                                  f"{RESUME}.", "unknown_path")
+            answer = refusal(
+                404,
+                f"there is no {method} {shown(path)}: use GET /backends, POST {DRAIN} or POST {RESUME}.",
+                "unknown_path",
+            )
         await answer.send(send)
 
     def _set_draining(self, body: bytes, draining: bool) -> WholeAnswer:
@@ -143,20 +161,26 @@ class RouterApp:
             able = [backend for backend in self._own if backend.usable]
             if path == "/ready" and (self._draining or not able):
                 return refusal(503, "the router ends." if self._draining else "no backend takes requests.", "not_ready")
-            return _json({"status": "draining" if self._draining else "ok", "backends": len(self._own),
-                          "usable": len(able)})
+            return _json(
+                {"status": "draining" if self._draining else "ok", "backends": len(self._own), "usable": len(able)}
+            )
         if path == "/metrics" and method == "GET":
             text, kind = self.metrics.render()
             return WholeAnswer(status=200, headers=[(b"content-type", kind.encode())], body=text)
         if path.startswith(RESPONSES + "/"):
-            return refusal(404, "stored responses are not reached through a router, which does not know the backend "
-                                "that has them: send the whole conversation with every request.", "not_implemented")
+            return refusal(
+                404,
+                "stored responses are not reached through a router, which does not know the backend "
+                "that has them: send the whole conversation with every request.",
+                "not_implemented",
+            )
         wanted = "GET" if path.startswith(MODEL) and "/.." not in path else ROUTES.get(path)
         if wanted is None:
             return refusal(404, f"this router passes on no path {shown(path)}: ask a backend itself.", "unknown_path")
         if method != wanted:
-            return refusal(405, f"{shown(path)} does not accept the method {shown(method)}: use {wanted}.",
-                           "method_not_allowed")
+            return refusal(
+                405, f"{shown(path)} does not accept the method {shown(method)}: use {wanted}.", "method_not_allowed"
+            )
         if self._draining:
             return refusal(503, "this router ends and takes no new requests: try again in a moment.", "router_ending")
         return None
@@ -195,8 +219,10 @@ class RouterApp:
 def _check_stateless(path: str, body: RoutedBody) -> None:
     """Raise `RequestError` for a response that needs what one backend has stored."""
     if path == RESPONSES and body.given("previous_response_id"):
-        raise RequestError("previous_response_id names a response that one backend has stored, and a router does not "
-                           "know which: send the whole conversation as input.")
+        raise RequestError(
+            "previous_response_id names a response that one backend has stored, and a router does not "
+            "know which: send the whole conversation as input."
+        )
     if path == RESPONSES and body.text("background") == b"true":
         raise RequestError("background is true, and its response could not be fetched through a router: leave it out.")
 

@@ -83,8 +83,13 @@ class Backend:
 
     def described(self) -> dict[str, Any]:
         """Return its state for the operators' list."""
-        return {"backend": self.name, "up": self.up, "draining": self.draining, "in_flight": self.in_flight,
-                "reason": self.reason}
+        return {
+            "backend": self.name,
+            "up": self.up,
+            "draining": self.draining,
+            "in_flight": self.in_flight,
+            "reason": self.reason,
+        }
 
     def _judge(self, fault: str) -> None:
         before, self.up, self.reason = self.up, not fault, fault

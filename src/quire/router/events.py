@@ -26,8 +26,17 @@ LOG = logging.getLogger("quire")
 MOST_BLOCKS = 2**20  # of a backend, those it has lost included; the oldest are forgotten
 REPLAY_SECONDS = 2.0
 END = (1 << 64) - 1  # the number that ends a replay, -1
-STORED = ("block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium", "lora_name",
-          "extra_keys", "group_idx")
+STORED = (
+    "block_hashes",
+    "parent_block_hash",
+    "token_ids",
+    "block_size",
+    "lora_id",
+    "medium",
+    "lora_name",
+    "extra_keys",
+    "group_idx",
+)
 REMOVED = ("block_hashes", "medium", "group_idx")
 FAULTS = (msgspec.DecodeError, TypeError, ValueError, KeyError, IndexError, OverflowError)
 

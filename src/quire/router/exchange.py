@@ -84,16 +84,28 @@ def asked_for(scope: MutableMapping[str, Any], body: RoutedBody) -> Asked:
     if not any(name == b"x-request-id" for name, _ in headers):
         headers.append((b"x-request-id", uuid.uuid4().hex.encode()))
     query = scope.get("query_string", b"")
-    return Asked(method=scope["method"].encode(), path=scope["path"], headers=headers, body=body, data=body.data,
-                 target=scope["raw_path"] + (b"?" + query if query else b""),
-                 direct=scope.get("extensions", {}).get(DIRECT_BODY))
+    return Asked(
+        method=scope["method"].encode(),
+        path=scope["path"],
+        headers=headers,
+        body=body,
+        data=body.data,
+        target=scope["raw_path"] + (b"?" + query if query else b""),
+        direct=scope.get("extensions", {}).get(DIRECT_BODY),
+    )
 
 
 class Forwarder:
     """Passes requests on to `backends`, and prompts to `prefills` first where that pays."""
 
-    def __init__(self, config: RouterConfig, backends: Sequence[Backend], prefills: Sequence[Backend],
-                 chooser: Chooser, metrics: RouterMetrics) -> None:  # fmt: skip
+    def __init__(
+        self,
+        config: RouterConfig,
+        backends: Sequence[Backend],
+        prefills: Sequence[Backend],
+        chooser: Chooser,
+        metrics: RouterMetrics,
+    ) -> None:
         self._config, self._backends, self._prefills = config, backends, prefills
         self._chooser, self._metrics = chooser, metrics
 
@@ -165,8 +177,11 @@ class Forwarder:
                     connection = await backend.pool.ask(asked.method, asked.target, asked.headers, asked.data)
                     first = await connection.read()
                     if connection.status in ELSEWHERE:
-                        answer = WholeAnswer(status=connection.status, headers=connection.headers,
-                                             body=first + await read_all(connection))
+                        answer = WholeAnswer(
+                            status=connection.status,
+                            headers=connection.headers,
+                            body=first + await read_all(connection),
+                        )
                         return Fault(reason=str(answer.status), message="all are full or ending", answer=answer)
             except TimeoutError:
                 backend.doubted.set()
@@ -220,8 +235,9 @@ class Forwarder:
 
 def _last_event(path: str, error: UpstreamError) -> bytes:
     """Return the events that end a broken stream, in the form of its API."""
-    body = error_body(f"the backend of this answer failed: {error}. Send the request again.", "server_error",
-                      "backend_failed")
+    body = error_body(
+        f"the backend of this answer failed: {error}. Send the request again.", "server_error", "backend_failed"
+    )
     if path in SPLIT_PATHS:  # OpenAI's completions and chats
         return b"data: " + body + b"\n\ndata: [DONE]\n\n"
     return b"event: error\ndata: " + body + b"\n\n"

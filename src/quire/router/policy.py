@@ -103,8 +103,11 @@ class Chooser:
         """Return the tokens of a prompt in the blocks of each backend."""
         sizes = {index.block_size for index in self._indexes.values() if index.block_size}
         chains = {size: block_chain(tokens, size) for size in sizes}
-        return {number: index.match(chains[index.block_size]) * index.block_size
-                for number, index in self._indexes.items() if index.block_size}
+        return {
+            number: index.match(chains[index.block_size]) * index.block_size
+            for number, index in self._indexes.items()
+            if index.block_size
+        }
 
     async def _tokenize(self, body: RoutedBody, path: str, headers: Sequence[Header], backend: Backend) -> list[int]:
         """Return the tokens of a completion or a chat, from a backend; [] if it does not tell."""
@@ -112,8 +115,9 @@ class Chooser:
             return []
         kept = [header for header in headers if header[0] in FORWARDED]
         try:
-            status, answer = await backend.pool.fetch(b"POST", b"/tokenize", [JSON_BODY, *kept], body.to_tokenize(),
-                                                      self._timeout)
+            status, answer = await backend.pool.fetch(
+                b"POST", b"/tokenize", [JSON_BODY, *kept], body.to_tokenize(), self._timeout
+            )
             return msgspec.json.decode(answer, type=Tokenized).tokens if status == 200 else []
         except (UpstreamError, msgspec.DecodeError):
             return []

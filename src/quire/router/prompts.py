@@ -18,8 +18,19 @@ BYTES_PER_TOKEN = 4  # estimate, of English text
 # Fields of a body that make its prompt, in the order in which templates put them.
 PARTS = ("tools", "system", "instructions", "prompt", "messages", "input")
 # Fields that /tokenize takes of a completion or a chat.
-TOKENIZED = ("model", "prompt", "messages", "tools", "add_special_tokens", "add_generation_prompt",
-             "continue_final_message", "chat_template", "chat_template_kwargs", "documents", "reasoning_effort")
+TOKENIZED = (
+    "model",
+    "prompt",
+    "messages",
+    "tools",
+    "add_special_tokens",
+    "add_generation_prompt",
+    "continue_final_message",
+    "chat_template",
+    "chat_template_kwargs",
+    "documents",
+    "reasoning_effort",
+)
 ONCE = (b"", b"null", b"1")  # values of n and best_of that give one answer
 Fields = dict[str, msgspec.Raw]
 TokenIds = list[Annotated[int, msgspec.Meta(ge=0, lt=2**32)]]
@@ -63,8 +74,11 @@ class RoutedBody:
     def is_plain(self) -> bool:
         """True for one prompt with one answer, so that two backends can share the work."""
         several = self.text("prompt").startswith(b"[") and self.token_ids() is None
-        return (not several and all(self.text(name) in ONCE for name in ("n", "best_of"))
-                and not any(self.given(name) for name in ("kv_transfer_params", "prompt_logprobs")))
+        return (
+            not several
+            and all(self.text(name) in ONCE for name in ("n", "best_of"))
+            and not any(self.given(name) for name in ("kv_transfer_params", "prompt_logprobs"))
+        )
 
     def token_ids(self) -> list[int] | None:
         """Return the prompt if it is a list of token ids."""

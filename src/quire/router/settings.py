@@ -14,8 +14,15 @@ from quire.contracts.errors import ConfigError, shown
 
 EXACT = "exact"
 ZMQ_ADDRESS = re.compile(r"tcp://(\[[0-9a-fA-F:.]+\]|[^\s:/*,]+):\d{1,5}|ipc://[^\s,]+")
-LEAST = {"prefill_threshold": 1, "affinity_entries": 1, "retries": 0, "connect_timeout": 0.01,
-         "first_byte_timeout": 0.01, "health_interval": 0.01, "shutdown_timeout": 0}  # option -> smallest value
+LEAST = {
+    "prefill_threshold": 1,
+    "affinity_entries": 1,
+    "retries": 0,
+    "connect_timeout": 0.01,
+    "first_byte_timeout": 0.01,
+    "health_interval": 0.01,
+    "shutdown_timeout": 0,
+}  # option -> smallest value
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,15 +101,19 @@ def event_addresses(texts: Sequence[str], count: int, policy: str) -> tuple[tupl
     if (policy == EXACT) != bool(texts):
         raise ConfigError("--policy exact and --kv-events go together: give both, or none.")
     if texts and len(texts) != count:
-        raise ConfigError(f"--kv-events has {len(texts)} addresses for {count} backends: give one for each --backend, "
-                          "in the same order.")
+        raise ConfigError(
+            f"--kv-events has {len(texts)} addresses for {count} backends: give one for each --backend, "
+            "in the same order."
+        )
     pairs = []
     for text in texts:
         live, _, lost = text.partition(",")
         for address in filter(None, (live, lost)):
             if not ZMQ_ADDRESS.fullmatch(address):
-                raise ConfigError(f"--kv-events {text}: {shown(address)} is no ZMQ address to connect to: give "
-                                  "tcp://host:port, or ipc://path.")
+                raise ConfigError(
+                    f"--kv-events {text}: {shown(address)} is no ZMQ address to connect to: give "
+                    "tcp://host:port, or ipc://path."
+                )
         pairs.append((live, lost))
     return tuple(pairs)
 
@@ -116,8 +127,10 @@ def _address(flag: str, text: str) -> Address:
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise ConfigError(f"{flag} {text}: not the URL of a server: give one such as http://127.0.0.1:8000.")
     if parts.username is not None or parts.query or parts.fragment or not re.fullmatch(r"[!-~]+", text):
-        raise ConfigError(f"{flag} {text.rpartition('@')[2]}: no user, query, fragment or space is taken: give "
-                          "scheme, host, port and path. Clients send API keys themselves.")
+        raise ConfigError(
+            f"{flag} {text.rpartition('@')[2]}: no user, query, fragment or space is taken: give "
+            "scheme, host, port and path. Clients send API keys themselves."
+        )
     tls = parts.scheme == "https"
     base = parts.path.rstrip("/").removesuffix("/v1")
     address = Address(url="", host=parts.hostname, port=port or (443 if tls else 80), tls=tls, base=base)

@@ -1,7 +1,7 @@
 """Prefill on one backend, decode on another, by vLLM's fields: the way of its `toy_proxy_server.py`.
 
-    prefill   the request with kv_transfer_params {do_remote_decode: true, ...}, for one token, not streamed
-    decode    the request with the kv_transfer_params of that answer, unread: it says where the blocks are
+prefill   the request with kv_transfer_params {do_remote_decode: true, ...}, for one token, not streamed
+decode    the request with the kv_transfer_params of that answer, unread: it says where the blocks are
 """
 
 from typing import Any
@@ -14,8 +14,13 @@ from quire.router.upstream import Header, UpstreamError
 
 SPLIT_PATHS = ("/v1/completions", "/v1/chat/completions")
 REMOTE_DECODE: dict[str, Any] = {
-    "do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None, "remote_block_ids": None,
-    "remote_host": None, "remote_port": None}
+    "do_remote_decode": True,
+    "do_remote_prefill": False,
+    "remote_engine_id": None,
+    "remote_block_ids": None,
+    "remote_host": None,
+    "remote_port": None,
+}
 ONE_TOKEN: dict[str, Any] = {"stream": False, "max_tokens": 1, "kv_transfer_params": REMOTE_DECODE}
 LEFT_OUT = ("stream_options", "min_tokens", "min_completion_tokens")
 
@@ -26,8 +31,9 @@ class Prefilled(msgspec.Struct):
     kv_transfer_params: msgspec.Raw = msgspec.Raw(b"null")
 
 
-async def prefilled(backend: Backend, target: bytes, headers: list[Header], body: RoutedBody,
-                    timeout: float) -> bytes | None:
+async def prefilled(
+    backend: Backend, target: bytes, headers: list[Header], body: RoutedBody, timeout: float
+) -> bytes | None:
     """Let a backend compute a prompt. Return the body for the backend that decodes.
 
     None: it failed, or keeps nothing for others; then the backend that decodes computes the prompt, too.

@@ -20,8 +20,21 @@ Header = tuple[bytes, bytes]
 IDLE_SECONDS = 4.0  # uvicorn, under vLLM, closes idle connections after 5 s
 MOST_IDLE = 256  # connections that are kept for a backend
 MOST_UNREAD = 256 * 2**10  # bytes of a body that wait for a slow client; then the backend is not read
-HOP_BY_HOP = frozenset((b"connection", b"keep-alive", b"proxy-connection", b"proxy-authenticate", b"te", b"trailer",
-                        b"transfer-encoding", b"upgrade", b"http2-settings", b"expect", b"proxy-authorization"))
+HOP_BY_HOP = frozenset(
+    (
+        b"connection",
+        b"keep-alive",
+        b"proxy-connection",
+        b"proxy-authenticate",
+        b"te",
+        b"trailer",
+        b"transfer-encoding",
+        b"upgrade",
+        b"http2-settings",
+        b"expect",
+        b"proxy-authorization",
+    )
+)
 
 
 class UpstreamError(Exception):
@@ -61,8 +74,11 @@ class Upstream(asyncio.Protocol):
         """Send a request and wait for the head of its answer. Raises `UpstreamError`."""
         assert self._transport is not None
         self._begin()
-        lines = [b"%s %s HTTP/1.1" % (method, target), *(name + b": " + value for name, value in headers),
-                 b"content-length: %d" % len(body)]
+        lines = [
+            b"%s %s HTTP/1.1" % (method, target),
+            *(name + b": " + value for name, value in headers),
+            b"content-length: %d" % len(body),
+        ]
         self._transport.write(b"\r\n".join((*lines, b"", body)))
         while not self._headed:
             if self.lost:
@@ -198,8 +214,9 @@ class Pool:
                 connection.abort()
                 raise
 
-    async def fetch(self, method: bytes, target: bytes, headers: list[Header], body: bytes,
-                    timeout: float) -> tuple[int, bytes]:
+    async def fetch(
+        self, method: bytes, target: bytes, headers: list[Header], body: bytes, timeout: float
+    ) -> tuple[int, bytes]:
         """Send a request and return status and body of the whole answer. Raises `UpstreamError`."""
         try:
             async with asyncio.timeout(timeout):

@@ -57,9 +57,16 @@ class NgramDrafter(Drafter):
             self._operations.propose(step, tables, self._shortest, self._longest)
 
 
-def make_drafter(speculation: Speculation | None, implementation: str, *, model: Model, kv: list[KVView],
-                 operations: ModuleType, tables: Tables,
-                 sampling: tuple[SamplerOperations, Rows]) -> Drafter | None:  # fmt: skip
+def make_drafter(
+    speculation: Speculation | None,
+    implementation: str,
+    *,
+    model: Model,
+    kv: list[KVView],
+    operations: ModuleType,
+    tables: Tables,
+    sampling: tuple[SamplerOperations, Rows],
+) -> Drafter | None:
     """Return the drafter of an engine; None without speculation.
 
     implementation   "ref" or "triton", as of the step operations, `operations`
@@ -76,7 +83,14 @@ def make_drafter(speculation: Speculation | None, implementation: str, *, model:
         passes: Pass = PredictionPass(model, own) if draft is None else ModelPass(draft, own)
         if draft is not None and speculation.head:
             passes = HeadPass(model, draft, own)
-        return LayerDrafter(passes, model.dtype, operations, tables, sampling=sampling, most=speculation.num_drafts,
-                            exact=implementation == "ref")  # fmt: skip
+        return LayerDrafter(
+            passes,
+            model.dtype,
+            operations,
+            tables,
+            sampling=sampling,
+            most=speculation.num_drafts,
+            exact=implementation == "ref",
+        )
     ngram = importlib.import_module(f"quire.kernels.ngram.{implementation}")
     return NgramDrafter(ngram, speculation.shortest, speculation.longest)

@@ -56,8 +56,17 @@ class LayerDrafter:
     on_logits   callback for tests, called with slots [D], positions [D] and logits [D, V] of each draft of the decodes
     """
 
-    def __init__(self, passes: Pass, dtype: torch.dtype, operations: ModuleType, tables: Tables, *,
-                 sampling: tuple[SamplerOperations, Rows], most: int, exact: bool) -> None:  # fmt: skip
+    def __init__(
+        self,
+        passes: Pass,
+        dtype: torch.dtype,
+        operations: ModuleType,
+        tables: Tables,
+        *,
+        sampling: tuple[SamplerOperations, Rows],
+        most: int,
+        exact: bool,
+    ) -> None:
         self._pass, self._operations, self._exact, self._width = passes, operations, exact, 1 + most
         self._sampling, self._rows = sampling
         self.on_logits: Callable[[Tensor, Tensor, Tensor], None] | None = None
@@ -74,8 +83,11 @@ class LayerDrafter:
             kv_slots=torch.zeros(len(tables.block_tables), tokens, dtype=torch.int64, device=device),
             live=torch.zeros(tokens, dtype=torch.bool, device=device),
             seq_lens=torch.zeros(slots - 1, dtype=torch.int32, device=device),
-            sample_rows=rows, sample_slots=rows, sample_positions=rows, drafts=rows.int(),
-        )  # fmt: skip
+            sample_rows=rows,
+            sample_slots=rows,
+            sample_positions=rows,
+            drafts=rows.int(),
+        )
         self._lanes = torch.arange(max(tokens, slots), device=device)
 
     def admit(self, admitted: tuple[Admission, ...]) -> Changes:
@@ -107,8 +119,9 @@ class LayerDrafter:
                 self.on_logits(slots[wanted], (known + ahead)[wanted], logits[wanted])
             drawn = replace(self._rows, slots=slots, positions=known + ahead)
             self._sampling.sample(logits, drawn, Mode.UNFILTERED if noise else Mode.GREEDY)
-            tables.history[torch.where(wanted, slots, len(tables.computed) - 1),
-                           torch.where(wanted, known + ahead, 0)] = self._sampling.tokens[:seqs].int()  # fmt: skip
+            tables.history[
+                torch.where(wanted, slots, len(tables.computed) - 1), torch.where(wanted, known + ahead, 0)
+            ] = self._sampling.tokens[:seqs].int()
             if ahead < count:
                 self._past[slots] = known + torch.minimum(planned - 1, torch.full_like(planned, ahead)).clamp_(min=0)
                 _, tokens = self._cut(step, live.long(), 1)
@@ -134,8 +147,7 @@ class LayerDrafter:
         self.first[slots] = buffers.seq_lens - (ends - begin)
 
     def _cut(self, step: StepWords, rows: Tensor, most: int) -> tuple[Tensor, int]:
-        """Give each sequence of the next pass `rows` [seqs] rows, at most `most`. Return the starts and a pass's rows.
-        """
+        """Give each sequence of the next pass `rows` [seqs] rows, at most `most`. Return starts and a pass's rows."""
         own, seqs = self._step, len(rows)
         own.words[NUM_SEQS] = step.words[NUM_DECODES]
         starts = own.starts[: seqs + 1]
@@ -159,8 +171,14 @@ class LayerDrafter:
         blocks = self._tables.block_tables
         table, table_rows = self._operations.gather_blocks(self._step, self._tables, group, seqs, blocks.shape[2])
         meta = AttentionMeta(
-            query_start=self._step.starts[: seqs + 1], seq_lens=buffers.seq_lens, block_tables=table,
-            kv_slots=buffers.kv_slots[group], table_rows=table_rows, max_query_len=query, decode_len=query, prompts=(),
-        )  # fmt: skip
+            query_start=self._step.starts[: seqs + 1],
+            seq_lens=buffers.seq_lens,
+            block_tables=table,
+            kv_slots=buffers.kv_slots[group],
+            table_rows=table_rows,
+            max_query_len=query,
+            decode_len=query,
+            prompts=(),
+        )
         ctx = StepContext(buffers.positions, (meta,) * (group + 1), [], live=buffers.live)
         return self._pass.run(buffers.token_ids, states, ctx)

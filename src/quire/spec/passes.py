@@ -81,8 +81,11 @@ class HeadPass:
         if not self._head.last:
             return self._model.head(state)
         normed, ids = self._head.norm(state), self._head.ids
-        return self._head.head(normed) if ids is None else ids.spread(self._head.head.whole(normed),
-                                                                      self._model.vocabulary)  # fmt: skip
+        return (
+            self._head.head(normed)
+            if ids is None
+            else ids.spread(self._head.head.whole(normed), self._model.vocabulary)
+        )
 
 
 class ModelPass:

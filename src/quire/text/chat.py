@@ -39,9 +39,14 @@ PROGRAM_ERRORS = (TypeError, ValueError, LookupError, AttributeError, Arithmetic
 class ChatTemplate:
     """A model's chat template, or several by name ("default", "tool_use")."""
 
-    def __init__(self, sources: Mapping[str, str], variables: Mapping[str, str] | None = None, *,
-                 compiler: Callable[[str], jinja2.Template | None] | None = compile_metered,
-                 sandbox: Sandbox | None = None) -> None:
+    def __init__(
+        self,
+        sources: Mapping[str, str],
+        variables: Mapping[str, str] | None = None,
+        *,
+        compiler: Callable[[str], jinja2.Template | None] | None = compile_metered,
+        sandbox: Sandbox | None = None,
+    ) -> None:
         """Compile templates. Raises `jinja2.TemplateSyntaxError`, which `load` turns into a user error.
 
         sources     templates by name;  variables  visible to the templates (bos_token, ...)
@@ -59,8 +64,9 @@ class ChatTemplate:
         return ChatTemplate({"default": source}, self._variables, compiler=None, sandbox=self._sandbox)
 
     @staticmethod
-    def load(folder: Path, override: str | Path | None = None, *,
-             sandbox: Sandbox | None = None) -> "ChatTemplate | None":
+    def load(
+        folder: Path, override: str | Path | None = None, *, sandbox: Sandbox | None = None
+    ) -> "ChatTemplate | None":
         """Load the template of a checkpoint folder; None if it has none. `override`: a template's text, the path of a
         template file, or the name of one of the folder's templates. Raises `ConfigError` for an override that is none
         of these or does not compile, `UnsupportedModel` when the folder's own template does not compile."""
@@ -100,17 +106,26 @@ class ChatTemplate:
         except TooCostly:
             return self.render_apart(messages, **options)
 
-    def render_apart(self, messages: Sequence[Mapping[str, Any]], over: Future[None] | None = None, /,
-                     **options: Any) -> str:
+    def render_apart(
+        self, messages: Sequence[Mapping[str, Any]], over: Future[None] | None = None, /, **options: Any
+    ) -> str:
         """Render the prompt in a child process, which is killed after some seconds. `options`: see `render_here`.
         `over`: future that the caller sets when nobody waits for the prompt any more; then the rendering stops."""
         param = "messages" if self._trusted else "chat_template"
         arguments = _plain(messages, "messages"), _plain(options, "chat_template_kwargs")
         return self._sandbox.render((self.sources, self._variables), arguments, param, over)
 
-    def render_here(self, messages: Sequence[Mapping[str, Any]], /, *,
-                    tools: Sequence[Mapping[str, Any]] | None = None, add_generation_prompt: bool = True,
-                    continue_final_message: bool = False, adapt_turns: bool = True, **kwargs: Any) -> str:
+    def render_here(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        /,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        adapt_turns: bool = True,
+        **kwargs: Any,
+    ) -> str:
         """Render the prompt of a conversation in this process. Takes milliseconds at most.
 
         messages   mappings with "role"; "content" is a string, or text parts, which are joined with newlines
@@ -122,8 +137,10 @@ class ChatTemplate:
         Raises `InvalidParameter` when the template refuses the messages, `TooCostly` when only a child may render it.
         """
         if continue_final_message and add_generation_prompt:
-            raise InvalidParameter("continue_final_message and add_generation_prompt exclude each other: switch one "
-                                   "off.", param="continue_final_message")
+            raise InvalidParameter(
+                "continue_final_message and add_generation_prompt exclude each other: switch one off.",
+                param="continue_final_message",
+            )
         name = self._choose(tools is not None)
         if not isinstance(messages, (list, tuple)) or not messages:
             raise InvalidParameter("messages must be a list with at least one message.", param="messages")
@@ -134,8 +151,11 @@ class ChatTemplate:
         last = chat[-1].get("content")
         if continue_final_message:
             if not isinstance(last, str) or "content" not in self.sources[name]:
-                raise InvalidParameter("continue_final_message needs text in the last message, which the template "
-                                       "renders: add text, or leave the parameter out.", param="messages")
+                raise InvalidParameter(
+                    "continue_final_message needs text in the last message, which the template "
+                    "renders: add text, or leave the parameter out.",
+                    param="messages",
+                )
             chat[-1]["content"] = last + CONTINUE_MARK
         if adapt_turns:
             _check_texts(chat)
@@ -154,8 +174,10 @@ class ChatTemplate:
             return "tool_use"
         if "default" in self.sources:
             return "default"
-        raise InvalidParameter(f"the model has chat templates {sorted(self.sources)} and none is the default: name one "
-                               "as chat_template.", param="messages")
+        raise InvalidParameter(
+            f"the model has chat templates {sorted(self.sources)} and none is the default: name one as chat_template.",
+            param="messages",
+        )
 
     def _render(self, name: str, messages: list[dict[str, Any]], tools: Any, variables: dict[str, Any]) -> str:
         given = {"documents": None, "add_generation_prompt": False, **self._variables, **variables}
@@ -169,14 +191,20 @@ class ChatTemplate:
             raise InvalidParameter(f"the chat template refused the messages: {words}", param="messages") from error
         except PROGRAM_ERRORS as error:
             words = f"{type(error).__name__}: {error}"[:MAX_WORDS]
-            raise InvalidParameter(f"the chat template cannot render these messages ({words}): correct the messages, "
-                                   "or give another template as chat_template.", param="messages") from error
+            raise InvalidParameter(
+                f"the chat template cannot render these messages ({words}): correct the messages, "
+                "or give another template as chat_template.",
+                param="messages",
+            ) from error
 
 
 def no_template(model: str) -> InvalidParameter:
     """Return the error for a chat request to a model without a template."""
-    return InvalidParameter(f"{model} has no chat template (it is probably a base model): use plain completions, or "
-                            "give a template file as chat_template.", param="messages")
+    return InvalidParameter(
+        f"{model} has no chat template (it is probably a base model): use plain completions, or "
+        "give a template file as chat_template.",
+        param="messages",
+    )
 
 
 def _folder_sources(folder: Path) -> dict[str, str]:
@@ -193,8 +221,9 @@ def _folder_sources(folder: Path) -> dict[str, str]:
         template = {entry.get("name"): entry.get("template") for entry in template}
     if isinstance(template, dict) and all(isinstance(text, str) for item in template.items() for text in item):
         return template
-    raise UnsupportedModel(f"{path}: chat_template must be a text, or a list of them with names: correct it, or give "
-                           "one as chat_template.")
+    raise UnsupportedModel(
+        f"{path}: chat_template must be a text, or a list of them with names: correct it, or give one as chat_template."
+    )
 
 
 def _file_text(path: Path, kind: type[UnsupportedModel] | type[ConfigError]) -> str:
@@ -234,8 +263,10 @@ def _check_texts(chat: Sequence[Mapping[str, Any]]) -> None:
     """Raise `InvalidParameter` for a message without text. An assistant's turn needs no text, as it may call a tool."""
     for at, message in enumerate(chat):
         if message["role"] != "assistant" and "content" not in message:
-            raise InvalidParameter(f"messages[{at}].content is missing: a message of role {message['role']} needs a "
-                                   "text.", param="messages")
+            raise InvalidParameter(
+                f"messages[{at}].content is missing: a message of role {message['role']} needs a text.",
+                param="messages",
+            )
 
 
 def _flat_content(content: Any, where: str) -> str:
@@ -252,7 +283,8 @@ def _flat_content(content: Any, where: str) -> str:
             name = shown(kind) if kind else f"a {type(part).__name__} without a type"
             raise InvalidParameter(
                 f'{where}: this model reads text only; content part {name} must be {{"type": "text", "text": ...}}.',
-                param="messages")
+                param="messages",
+            )
         texts.append(text)
     return "\n".join(texts)
 
@@ -271,14 +303,19 @@ def _plain(value: Any, where: str) -> Any:
         return int.__int__(value)
     if isinstance(value, float):
         return float.__float__(value)
-    raise InvalidParameter(f"{where}: a value of type {type(value).__name__} is not a JSON value: send a string, "
-                           "number, boolean, null, list or dict.", param="messages")
+    raise InvalidParameter(
+        f"{where}: a value of type {type(value).__name__} is not a JSON value: send a string, "
+        "number, boolean, null, list or dict.",
+        param="messages",
+    )
 
 
 def _cut_at_mark(text: str, last: str) -> str:
     """Cut the rendered text at the end of the last message; trim it there if the template trims messages."""
     at = text.rfind(CONTINUE_MARK.strip())
     if at < 0 or last.strip() not in text:
-        raise InvalidParameter("continue_final_message: the chat template drops or changes the last message; use "
-                               "another template.", param="continue_final_message")
+        raise InvalidParameter(
+            "continue_final_message: the chat template drops or changes the last message; use another template.",
+            param="continue_final_message",
+        )
     return text[:at] if text.startswith(CONTINUE_MARK, at) else text[:at].rstrip()

@@ -45,9 +45,16 @@ class Children:
                 _end(child)
             else:
                 # -P: no modules from the working directory. Its own session: Ctrl-C does not reach it.
-                child, used = subprocess.Popen(
-                    [sys.executable, "-P", *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                    start_new_session=True, env=child_variables()), False
+                child, used = (
+                    subprocess.Popen(
+                        [sys.executable, "-P", *arguments],
+                        stdin=subprocess.PIPE,
+                        stdout=subprocess.PIPE,
+                        start_new_session=True,
+                        env=child_variables(),
+                    ),
+                    False,
+                )
             self.busy.add(child)
             return child, used
 

@@ -50,7 +50,8 @@ def load_generation_defaults(
     if unknown:
         known = ", ".join((*FIELDS, "do_sample"))
         raise InvalidParameter(
-            f"override_generation_config: {unknown[0]!r} is not known: give one of {known}.", param=unknown[0])
+            f"override_generation_config: {unknown[0]!r} is not known: give one of {known}.", param=unknown[0]
+        )
     config = {**(read_json(folder / GENERATION_FILE) if read else {}), **(override or {})}
     values = {field: config[key] for key, field in FIELDS.items() if config.get(key) is not None}
     if config.get("do_sample") is False and "temperature" not in (override or {}):
@@ -70,5 +71,6 @@ def _as_ids(value: Any, path: Path) -> list[int]:
     ids = value if isinstance(value, list) else [value]
     if any(type(i) is not int or not 0 <= i < 2**32 for i in ids):
         raise UnsupportedModel(
-            f"{path}: eos_token_id={value!r} must be a token id or a list of token ids. Correct the file.")
+            f"{path}: eos_token_id={value!r} must be a token id or a list of token ids. Correct the file."
+        )
     return ids

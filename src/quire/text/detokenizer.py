@@ -42,8 +42,14 @@ def hidden_ids(tokenizer: Tokenizer, skip_special_tokens: bool, shown: Collectio
     return special.difference(shown) if shown else special
 
 
-def detokenizer_for(tokenizer: Tokenizer, prompt_ids: Sequence[int] = (), *, skip_special_tokens: bool = True,
-                    shown: Collection[int] | None = None, spaces_between_special_tokens: bool = True) -> Detokenizer:
+def detokenizer_for(
+    tokenizer: Tokenizer,
+    prompt_ids: Sequence[int] = (),
+    *,
+    skip_special_tokens: bool = True,
+    shown: Collection[int] | None = None,
+    spaces_between_special_tokens: bool = True,
+) -> Detokenizer:
     """Make a detokenizer for the output after `prompt_ids`. `shown`: special ids that the text has all the same."""
     skipped = hidden_ids(tokenizer, skip_special_tokens, shown)
     before = (i for i in map(int, reversed(prompt_ids)) if i not in skipped)
@@ -62,7 +68,8 @@ class _ByteDetokenizer:
         self._first_bytes_of = table.first_bytes_of
         self._skipped = skipped
         self._utf8: _Utf8 = (
-            _FallbackUtf8() if table.rule.byte_fallback else codecs.getincrementaldecoder("utf-8")("replace"))
+            _FallbackUtf8() if table.rule.byte_fallback else codecs.getincrementaldecoder("utf-8")("replace")
+        )
         tail = _last_bytes(table, before)
         self._first_token = not tail and table.rule.strip_token
         self._first_char = not tail and table.rule.strip_text

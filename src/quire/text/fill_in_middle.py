@@ -27,7 +27,8 @@ GAPS = (
     Gap("<|code_prefix|>", "<|code_suffix|>", "<|code_middle|>"),  # GLM
     Gap("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"),  # DeepSeek
     Gap("▁<PRE>", "▁<SUF>", "▁<MID>"),  # CodeLlama
-    Gap("[PREFIX]", "[SUFFIX]", ""))  # Codestral
+    Gap("[PREFIX]", "[SUFFIX]", ""),
+)  # Codestral
 
 
 def around_gap(tokenizer: Tokenizer, before: str, after: str, special: bool) -> list[int]:
@@ -40,9 +41,12 @@ def around_gap(tokenizer: Tokenizer, before: str, after: str, special: bool) -> 
             continue
         # Some tokenizers put a space before every text. Encoding after "\n" avoids a space in the middle.
         head = tokenizer.encode("\n", False)
-        rest = tokenizer.encode("\n" + after, False)[len(head):] if len(head) > 1 else tokenizer.encode(after, False)
+        rest = tokenizer.encode("\n" + after, False)[len(head) :] if len(head) > 1 else tokenizer.encode(after, False)
         parts = [[first, *tokenizer.encode(before, False)], [second, *rest]]
         parts = parts[::-1] if third is None else [*parts, [third]]
         return [*tokenizer.encode("", special), *chain.from_iterable(parts)]
-    raise InvalidParameter("suffix is not implemented for this model: its tokenizer has no tokens for filling in the "
-                           "middle. Put everything into the prompt.", param="suffix")
+    raise InvalidParameter(
+        "suffix is not implemented for this model: its tokenizer has no tokens for filling in the "
+        "middle. Put everything into the prompt.",
+        param="suffix",
+    )

@@ -98,12 +98,16 @@ class _Words:
     def __init__(self, tokenizer: "Tokenizer", size: int, end: int) -> None:
         self._encode, self.eos_token_id = tokenizer.encode, end
         self.tokens = [tokenizer.token_bytes(i) for i in range(size)]
-        self.special_token_ids = [i for i in sorted(tokenizer.all_special_ids)
-                                  if i == end or tokenizer.token_text(i) not in TAGS]
+        self.special_token_ids = [
+            i for i in sorted(tokenizer.all_special_ids) if i == end or tokenizer.token_text(i) not in TAGS
+        ]
         special = {*self.special_token_ids}
         byte_ids = {token[0]: i for i, token in enumerate(self.tokens) if len(token) == 1 and i not in special}
-        self._spelled = {i: [byte_ids[byte] for byte in self.tokens[i]] for i in special
-                         if self.tokens[i] and byte_ids.keys() >= {*self.tokens[i]}}
+        self._spelled = {
+            i: [byte_ids[byte] for byte in self.tokens[i]]
+            for i in special
+            if self.tokens[i] and byte_ids.keys() >= {*self.tokens[i]}
+        }
 
     def __call__(self, text: str) -> list[int]:
         """Return the ids of a text in a grammar. A special token in it is spelled byte by byte, as text."""
@@ -121,8 +125,9 @@ class GrammarCompiler:
     threads      number of threads that compute masks
     """
 
-    def __init__(self, load: "Callable[[], Tokenizer]", vocab_size: int, trial: GrammarTrial | None = None,
-                 threads: int = 1) -> None:
+    def __init__(
+        self, load: "Callable[[], Tokenizer]", vocab_size: int, trial: GrammarTrial | None = None, threads: int = 1
+    ) -> None:
         self._load, self._vocab_size, self._trial, self._threads = load, vocab_size, trial, threads
         self._lock = threading.Lock()
         self._made: _Vocabulary | None = None
@@ -139,15 +144,20 @@ class GrammarCompiler:
         closing = tuple(vocabulary.tokenizer.encode(structured.after, False)) if structured.after else ()
         if structured.after and not closing:
             raise _refusal("the model's tokenizer turns `after` into no tokens: give another text")
-        reasoning = ((structured.after or "").encode(), math.inf if structured.budget is None else structured.budget,
-                     closing, structured.inside)
+        reasoning = (
+            (structured.after or "").encode(),
+            math.inf if structured.budget is None else structured.budget,
+            closing,
+            structured.inside,
+        )
         if not structured.given:
             return Grammar(lambda: None, *reasoning)
         reading = Reading()
         source, words = _source(structured, reading), vocabulary.words
         bounds = _limits(reading)
         if self._trial and (
-                error := self._trial.run(source, bounds, (words.tokens, words.special_token_ids, vocabulary.end))):
+            error := self._trial.run(source, bounds, (words.tokens, words.special_token_ids, vocabulary.end))
+        ):
             raise _refusal(_reason(error))
         until, limits = time.perf_counter() + COPIES_SECONDS, LLParserLimits(**bounds)
         copies = [matcher := LLMatcher(vocabulary.tokens, source, log_level=0, limits=limits)]
@@ -159,8 +169,9 @@ class GrammarCompiler:
             copies.append(LLMatcher(vocabulary.tokens, source, log_level=0, limits=limits))
         turn = itertools.cycle(copies)
         names = self._index() if structured.json is not None or structured.json_object else None
-        return Grammar(lambda: next(turn).deep_copy(), *reasoning, copies=len(copies), names=names,
-                       patterns=reading.patterns)
+        return Grammar(
+            lambda: next(turn).deep_copy(), *reasoning, copies=len(copies), names=names, patterns=reading.patterns
+        )
 
     def token_bytes(self, token: int) -> bytes:
         """Return the bytes of a token; special tokens have bytes, too."""
@@ -208,9 +219,11 @@ class GrammarCompiler:
 
                 tokenizer = self._load()
                 if tokenizer.bytes_table is None:
-                    raise InvalidParameter("structured_outputs: grammars are not implemented for the kind of this "
-                                           "model's tokenizer: leave structured_outputs out.",
-                                           param="structured_outputs")
+                    raise InvalidParameter(
+                        "structured_outputs: grammars are not implemented for the kind of this "
+                        "model's tokenizer: leave structured_outputs out.",
+                        param="structured_outputs",
+                    )
                 end = tokenizer.eos_token_id
                 if end is None:
                     end = min(tokenizer.all_special_ids, default=tokenizer.vocab_size - 1)
@@ -266,8 +279,10 @@ def notes(structured: StructuredOutputsParams) -> list[str]:
 def _limits(reading: Reading) -> dict[str, Any]:
     """Return LIMITS, raised for optional properties: at the beginning of an object, each of them may come next."""
     places = min(reading.optional, MOST_OPTIONAL)
-    return LIMITS | {"max_items_in_row": LIMITS["max_items_in_row"] + 4 * places,
-                     "step_max_items": LIMITS["step_max_items"] + 2_000 * places}
+    return LIMITS | {
+        "max_items_in_row": LIMITS["max_items_in_row"] + 4 * places,
+        "step_max_items": LIMITS["step_max_items"] + 2_000 * places,
+    }
 
 
 def _source(structured: StructuredOutputsParams, reading: Reading) -> str:
@@ -314,5 +329,7 @@ def _lark(text: str) -> str:
     try:
         return gbnf_to_lark(text)
     except Exception as error:  # the converter raises bare Exception
-        raise _refusal("it is not Lark, because it has no rule named start, and read as GBNF it fails "
-                       f"({error}): add a rule `start: ...`, or correct the GBNF") from None
+        raise _refusal(
+            "it is not Lark, because it has no rule named start, and read as GBNF it fails "
+            f"({error}): add a rule `start: ...`, or correct the GBNF"
+        ) from None

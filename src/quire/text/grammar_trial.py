@@ -51,8 +51,10 @@ class GrammarTrial:
             return str(marshal.loads(answer))
         self._children.end(child)
         what = f"more than {self._seconds:g} s" if time.monotonic() - began >= self._seconds else "too much memory"
-        raise RequestFailed(f"structured_outputs: the grammar cannot be used: it takes {what}: make it smaller or less "
-                            "nested.", code="invalid_grammar")
+        raise RequestFailed(
+            f"structured_outputs: the grammar cannot be used: it takes {what}: make it smaller or less nested.",
+            code="invalid_grammar",
+        )
 
     def _take(self, vocabulary: Vocabulary) -> Child:
         code = f"import sys; sys.path[:] = {[*filter(None, sys.path)]!r}; from {__name__} import main; main()"
@@ -63,8 +65,9 @@ class GrammarTrial:
             ready = ask(child, marshal.dumps(vocabulary))
         if not ready:
             self._children.end(child)
-            raise RequestFailed("the process that tests grammars cannot be started: see the server's log.",
-                                code="internal")
+            raise RequestFailed(
+                "the process that tests grammars cannot be started: see the server's log.", code="internal"
+            )
         return child
 
 

@@ -62,8 +62,12 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
     def __init__(self, **options: Any) -> None:
         super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, loopcontrols], **options)
         self.filters["tojson"] = to_json
-        self.globals.update(raise_exception=_raise_exception, dict=PlainDict(), namespace=PlainNamespace,
-                            strftime_now=lambda fmt: datetime.now().strftime(fmt))
+        self.globals.update(
+            raise_exception=_raise_exception,
+            dict=PlainDict(),
+            namespace=PlainNamespace,
+            strftime_now=lambda fmt: datetime.now().strftime(fmt),
+        )
 
 
 def compile_template(source: str) -> jinja2.Template:
@@ -80,7 +84,12 @@ def _raise_exception(message: str) -> NoReturn:
     raise jinja2.TemplateError(message)
 
 
-def to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None,
-            separators: tuple[str, str] | None = None, sort_keys: bool = False) -> str:
+def to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
     """Encode a value as JSON: the filter `tojson`."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)

@@ -39,8 +39,10 @@ class Alternatives:
         for second in range(len(ways) if isinstance(ways, list) else 0):
             for first in range(second):
                 one, other = [part, ways[first]], [part, ways[second]]
-                if not (self._apart(one, other, False, skipped) or (
-                        self._apart(one, other, True, skipped) and self._apart(other, one, True, skipped))):
+                if not (
+                    self._apart(one, other, False, skipped)
+                    or (self._apart(one, other, True, skipped) and self._apart(other, one, True, skipped))
+                ):
                     return (first, second) if self._fuel > 0 else ()
         return None
 

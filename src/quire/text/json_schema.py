@@ -23,8 +23,13 @@ UNHELD: dict[str, tuple[Any, ...]] = {
                      "$recursiveAnchor"), ()),
 }  # fmt: skip
 # Keyword -> keywords of which it needs one to have an effect.
-NEEDS = {"then": ("if",), "else": ("if",), "if": ("then", "else"), "minContains": ("contains",),
-         "maxContains": ("contains",)}  # fmt: skip
+NEEDS = {
+    "then": ("if",),
+    "else": ("if",),
+    "if": ("then", "else"),
+    "minContains": ("contains",),
+    "maxContains": ("contains",),
+}
 UUID = re.compile(r"uuid[1-8]")
 NAMES = {"enum", "const", "pattern", "minLength", "maxLength", "format"}  # keywords of `propertyNames` we can rewrite
 DATA = ("const", "enum")
@@ -205,8 +210,12 @@ def _one_of(path: str, part: Part, reading: Reading, clash: tuple[int, ...] | No
     """Rewrite `oneOf` as `anyOf`, which is equivalent for alternatives that exclude each other."""
     if clash or clash is not None and reading.lenient:
         which = " and ".join(map(str, clash))
-        reading.cannot(path, "oneOf", f"oneOf: {which} may both hold of a value (write anyOf, or give them a required "
-                                      "property with different constants)")
+        reading.cannot(
+            path,
+            "oneOf",
+            f"oneOf: {which} may both hold of a value (write anyOf, or give them a required "
+            "property with different constants)",
+        )
     if clash != () and "anyOf" not in part:
         part["anyOf"] = part.pop("oneOf")
 
@@ -214,8 +223,13 @@ def _one_of(path: str, part: Part, reading: Reading, clash: tuple[int, ...] | No
 def _closes(part: Part) -> bool:
     """Return True for an object schema with properties that does not mention other properties."""
     named, required, patterns = part.get("properties", {}), part.get("required", []), part.get("patternProperties")
-    return (isinstance(named, dict) and isinstance(required, list) and bool(named or patterns)
-            and not {*DATA, "additionalProperties"} & part.keys() and all(name in named for name in required))
+    return (
+        isinstance(named, dict)
+        and isinstance(required, list)
+        and bool(named or patterns)
+        and not {*DATA, "additionalProperties"} & part.keys()
+        and all(name in named for name in required)
+    )
 
 
 def _close(path: str, part: Part, reading: Reading, single: bool) -> None:
@@ -228,8 +242,11 @@ def _close(path: str, part: Part, reading: Reading, single: bool) -> None:
     reading.optional += optional
     reading.patterns |= bool(patterns)
     if optional > MOST_OPTIONAL:
-        raise refusal(path, f"{optional} of its properties may be left out, at most {MOST_OPTIONAL} may: require "
-                             "some, or nest them in objects")
+        raise refusal(
+            path,
+            f"{optional} of its properties may be left out, at most {MOST_OPTIONAL} may: require "
+            "some, or nest them in objects",
+        )
     if single and _closes(part):
         part["additionalProperties"] = False
     _count_properties(path, part, reading, single)
@@ -248,8 +265,12 @@ def _count_properties(path: str, part: Part, reading: Reading, single: bool) -> 
         part["anyOf"] = [{"required": [name]} for name in named]
         del part["minProperties"]
     elif isinstance(least, int) and least > 1:
-        reading.cannot(path, "minProperties", f"minProperties: {least} are more than are required and may be one name "
-                                              "that is written twice (require names instead)")
+        reading.cannot(
+            path,
+            "minProperties",
+            f"minProperties: {least} are more than are required and may be one name "
+            "that is written twice (require names instead)",
+        )
         del part["minProperties"]
     if isinstance(most, int) and closed and most >= len(named):
         del part["maxProperties"]
@@ -266,8 +287,11 @@ def _check_numbers(path: str, part: Part) -> None:
             part[key] = value = WIDEST[key]  # a range wider than llguidance supports, such as that of 64-bit integers
         numbers = _numbers(value) if key in DATA or isinstance(value, int | float) else ()
         if any(abs(number) > most for number in numbers):
-            raise refusal(path, f"{key} has a number beyond ±{most}, which is not read exactly: give a smaller one, "
-                                 "or a string with a pattern")
+            raise refusal(
+                path,
+                f"{key} has a number beyond ±{most}, which is not read exactly: give a smaller one, "
+                "or a string with a pattern",
+            )
 
 
 def _numbers(value: Any) -> Iterator[int | float]:
@@ -317,8 +341,9 @@ def _leak(chars: str) -> str:
 
 def refusal(path: str, reason: str) -> InvalidParameter:
     """Return the error for a part of a schema that cannot be enforced. `path`: place of the part in the schema."""
-    return InvalidParameter(f"structured_outputs: the grammar cannot be used: {_shown(path)}{reason}.",
-                            param="structured_outputs")
+    return InvalidParameter(
+        f"structured_outputs: the grammar cannot be used: {_shown(path)}{reason}.", param="structured_outputs"
+    )
 
 
 def _shown(path: str) -> str:

@@ -55,8 +55,13 @@ class TextSide:
 
         def among(*rows: object) -> list[int]:
             tags = str([row for row in rows if row is not None])  # a text with all of them
-            return [] if tokenizer is None else [
-                i for i in sorted(tokenizer.all_special_ids) if (text := tokenizer.token_text(i)) and text in tags]
+            return (
+                []
+                if tokenizer is None
+                else [
+                    i for i in sorted(tokenizer.all_special_ids) if (text := tokenizer.token_text(i)) and text in tags
+                ]
+            )
 
         return among(styles.reasoning), among(styles.reasoning, styles.tools)
 
@@ -77,10 +82,13 @@ def load_text(
     if tokenizer is not None and apart:
         tokenizer.apart = tokenizer_folder
     return TextSide(
-        tokenizer=tokenizer, tokenizer_folder=tokenizer_folder,
+        tokenizer=tokenizer,
+        tokenizer_folder=tokenizer_folder,
         chat_template=None if tokenizer is None else ChatTemplate.load(tokenizer_folder, model.chat_template),
-        eos_ids=load_eos_ids(folder, tokenizer), default_params=_default_params(config, folder),
-        pooling=pooling)
+        eos_ids=load_eos_ids(folder, tokenizer),
+        default_params=_default_params(config, folder),
+        pooling=pooling,
+    )
 
 
 def _default_params(config: EngineConfig, folder: Path) -> SamplingParams:

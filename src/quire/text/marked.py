@@ -26,9 +26,12 @@ class MarkedParts:
         self._texts = []
         if not isinstance(messages, list | tuple):
             return messages
-        return [{**one, "content": [*map(self._mark_part, one["content"])]}
-                if isinstance(one, Mapping) and isinstance(one.get("content"), list | tuple) else one
-                for one in messages]  # fmt: skip
+        return [
+            {**one, "content": [*map(self._mark_part, one["content"])]}
+            if isinstance(one, Mapping) and isinstance(one.get("content"), list | tuple)
+            else one
+            for one in messages
+        ]
 
     def pieces(self, rendered: str) -> list[str]:
         """Return a rendered prompt in pieces without marks: every second one is a marked part. Raises
@@ -38,8 +41,11 @@ class MarkedParts:
         texts = {str(number): text for number, text in enumerate(self._texts)}
         same = pieces[1::2] == [texts.get(number) for number in numbers[::2]] and numbers[::2] == numbers[1::2]
         if not same or sorted(numbers[::2]) != sorted(texts):
-            raise InvalidParameter("messages: the chat template drops, repeats or changes a part with kv_chunk: leave "
-                                   "the field out of this part.", param="messages")
+            raise InvalidParameter(
+                "messages: the chat template drops, repeats or changes a part with kv_chunk: leave "
+                "the field out of this part.",
+                param="messages",
+            )
         return pieces
 
     def _mark_part(self, part: Any) -> Any:

@@ -35,8 +35,9 @@ class Sandbox:
         self._seconds, self._memory = seconds, memory
         self._children = Children()
 
-    def render(self, template: tuple[Any, ...], arguments: tuple[Any, ...], param: str,
-               over: Future[None] | None = None) -> str:
+    def render(
+        self, template: tuple[Any, ...], arguments: tuple[Any, ...], param: str, over: Future[None] | None = None
+    ) -> str:
         """Render a template. `template` and `arguments` are passed to `sandbox_child.render`.
         `over`: future; when it is done, the child is killed. Raises `InvalidParameter` with the child's message, or for
         `param` when a limit was reached; `RequestFailed` when no child can be started; `EngineClosed` after `close`."""
@@ -51,11 +52,18 @@ class Sandbox:
         if status == "refused":
             named, _, message = text.partition("\n")
             raise InvalidParameter(message, param=named or param)
-        limit = f"made more than {MOST_TEXT >> 20} MiB of text" if status == "long" else (
-            f"took more than {self._seconds:g} s" if time.monotonic() - began >= self._seconds
-            else f"took more than {self._memory >> 20} MiB of memory")
+        limit = (
+            f"made more than {MOST_TEXT >> 20} MiB of text"
+            if status == "long"
+            else (
+                f"took more than {self._seconds:g} s"
+                if time.monotonic() - began >= self._seconds
+                else f"took more than {self._memory >> 20} MiB of memory"
+            )
+        )
         raise (TextTooLong if status == "long" else InvalidParameter)(
-            f"rendering the chat template {limit} and was ended: send less, or use a simpler template.", param=param)
+            f"rendering the chat template {limit} and was ended: send less, or use a simpler template.", param=param
+        )
 
     def close(self) -> None:
         """Kill the child processes, and start no more; idempotent."""
@@ -85,6 +93,7 @@ class Sandbox:
         assert child.stdout is not None
         if not used and receive(child.stdout, len(READY)) != READY:
             self._children.end(child)
-            raise RequestFailed("the process for chat templates cannot be started: see the server's log.",
-                                code="sandbox")
+            raise RequestFailed(
+                "the process for chat templates cannot be started: see the server's log.", code="sandbox"
+            )
         return child, used

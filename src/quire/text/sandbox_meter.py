@@ -21,9 +21,12 @@ ITEM = 64  # cost of a value in a list
 MOST_SOURCE = 2**17  # characters of a template, which take up to 5 s to compile; the longest in use has 17,000
 FREE_METHODS = frozenset(
     "split rsplit splitlines strip lstrip rstrip startswith endswith removeprefix removesuffix lower upper title "
-    "capitalize find rfind index count partition rpartition isdigit isalpha isspace items keys values get".split())
-FREE_FILTERS = frozenset("trim length count selectattr rejectattr select reject map first last default d safe items "
-                         "lower upper capitalize title int float".split())
+    "capitalize find rfind index count partition rpartition isdigit isalpha isspace items keys values get".split()
+)
+FREE_FILTERS = frozenset(
+    "trim length count selectattr rejectattr select reject map first last default d safe items "
+    "lower upper capitalize title int float".split()
+)
 CONSTANT = (nodes.Const, nodes.Pair, nodes.List, nodes.Tuple, nodes.Dict)
 DICT_NAMES = frozenset(dir(dict))
 HARMLESS = (str, LoopContext, PlainNamespace)  # only their attributes that begin with "_" are unsafe
@@ -99,10 +102,16 @@ class MeteredEnvironment(ChatEnvironment):
     def __init__(self) -> None:
         super().__init__(finalize=Bill.show)
         self.filters = {name: filter if name in FREE_FILTERS else _unpriced for name, filter in self.filters.items()}
-        self.filters |= {"tojson": Bill.json, "string": _string,
-                         "list": pass_context(lambda bill, values: list(bill.loop(values, ITEM))), "format": _format,
-                         "quire show": Bill.show, "quire keep": Bill.keep, "quire loop": Bill.loop,
-                         "quire build": Bill.build}
+        self.filters |= {
+            "tojson": Bill.json,
+            "string": _string,
+            "list": pass_context(lambda bill, values: list(bill.loop(values, ITEM))),
+            "format": _format,
+            "quire show": Bill.show,
+            "quire keep": Bill.keep,
+            "quire loop": Bill.loop,
+            "quire build": Bill.build,
+        }
         self.known = [self.globals[name] for name in ("range", "namespace", "raise_exception", "strftime_now")]
 
     def _generate(self, source: nodes.Template, *args: Any, **kwargs: Any) -> str:
@@ -130,8 +139,13 @@ class MeteredEnvironment(ChatEnvironment):
         if kind is BuiltinMethodType:
             known = __obj.__name__ in FREE_METHODS and type(__obj.__self__) in (str, dict, list)
         else:
-            known = (kind is Macro or isinstance(__obj, Undefined) or any(__obj is one for one in __self.known)
-                     or kind is MethodType and isinstance(__obj.__self__, GenerationTag))
+            known = (
+                kind is Macro
+                or isinstance(__obj, Undefined)
+                or any(__obj is one for one in __self.known)
+                or kind is MethodType
+                and isinstance(__obj.__self__, GenerationTag)
+            )
         if not known:
             raise TooCostly
         __context.pay(STEP)

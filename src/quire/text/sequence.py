@@ -29,9 +29,13 @@ class SequenceText:
         self._shown: list[str] = []
         self._stops = StopMatcher(params.stop_strings, include_stop=self._include_stop)
         self.stepwise = bool(params.stop_strings)
-        self._detokenizer = detokenizer_for(tokenizer, prompt_ids, skip_special_tokens=params.hides_special_tokens,
-                                            shown=params.shown_special_ids,
-                                            spaces_between_special_tokens=params.spaces_between_special_tokens)
+        self._detokenizer = detokenizer_for(
+            tokenizer,
+            prompt_ids,
+            skip_special_tokens=params.hides_special_tokens,
+            shown=params.shown_special_ids,
+            spaces_between_special_tokens=params.spaces_between_special_tokens,
+        )
 
     @property
     def text(self) -> str:

@@ -50,7 +50,8 @@ class SpecialTokens(msgspec.Struct, frozen=True, kw_only=True):
             return SpecialTokens(
                 named={name: _content(name, both[name]) for name in NAMED if both.get(name) is not None},
                 extra=_contents(extra, both.get(extra) or []),
-                added=_added_tokens(config.get("added_tokens_decoder") or {}))
+                added=_added_tokens(config.get("added_tokens_decoder") or {}),
+            )
         except _Damaged as error:
             file = "special_tokens_map.json" if error.name in older else "tokenizer_config.json"
             raise UnsupportedModel(f"{folder / file}: {error.name} must be {error}: fetch the file again.") from None
@@ -96,7 +97,9 @@ def read_json(path: Path) -> dict[str, Any]:
 def _added_tokens(entries: Any) -> dict[int, AddedTokenSpec]:
     try:
         defaults = {"special": False, "normalized": True}
-        return {i: msgspec.convert(defaults | spec, AddedTokenSpec)
-                for i, spec in msgspec.convert(entries, dict[TokenId, dict[str, Any]], strict=False).items()}
+        return {
+            i: msgspec.convert(defaults | spec, AddedTokenSpec)
+            for i, spec in msgspec.convert(entries, dict[TokenId, dict[str, Any]], strict=False).items()
+        }
     except msgspec.ValidationError:
         raise _Damaged("added_tokens_decoder", "an object {token id: token}") from None

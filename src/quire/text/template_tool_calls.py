@@ -76,9 +76,14 @@ class CallStyle(msgspec.Struct, frozen=True, kw_only=True):
 
 
 PROBE_ARGUMENTS, PROBE_ID = '{"probe_key": "v"}', "probe0001"
-PROBE_TOOL: dict[str, Any] = {"type": "function", "function": {  # some templates fail without a tool; never called
-    "name": "other", "description": "other",
-    "parameters": {"type": "object", "properties": {"other": {"type": "string", "description": "other"}}}}}
+PROBE_TOOL: dict[str, Any] = {
+    "type": "function",
+    "function": {  # some templates fail without a tool; never called
+        "name": "other",
+        "description": "other",
+        "parameters": {"type": "object", "properties": {"other": {"type": "string", "description": "other"}}},
+    },
+}
 
 
 CUT_ARGUMENTS = '{"probe_key": "v'
@@ -99,12 +104,18 @@ def probe_style(render: Callable[[list[dict[str, Any]], list[dict[str, Any]]], s
     for null_content, as_text in product((False, True), repeat=2):
         style = CallStyle(arguments_as_text=as_text, null_content=null_content)
         if carries(style):
-            return msgspec.structs.replace(style, objects_only=not carries(style, arguments=CUT_ARGUMENTS),
-                                           short_ids=not all(carries(style, call_id=odd) for odd in ODD_IDS))
+            return msgspec.structs.replace(
+                style,
+                objects_only=not carries(style, arguments=CUT_ARGUMENTS),
+                short_ids=not all(carries(style, call_id=odd) for odd in ODD_IDS),
+            )
     return CallStyle()
 
 
 def _probe(arguments: str, call_id: str) -> list[dict[str, Any]]:
     call = {"id": call_id, "type": "function", "function": {"name": "probe_name", "arguments": arguments}}
-    return [{"role": "user", "content": "question"}, {"role": "assistant", "tool_calls": [call]},
-            {"role": "tool", "tool_call_id": call_id, "name": "probe_name", "content": "probe_result"}]
+    return [
+        {"role": "user", "content": "question"},
+        {"role": "assistant", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": call_id, "name": "probe_name", "content": "probe_result"},
+    ]

@@ -27,11 +27,13 @@ FORMATS = {
     "ipv4": rf"({_BYTE}\.){{3}}{_BYTE}",
     "ipv6": f"({_HEX}{{1,4}}:){{7}}{_HEX}{{1,4}}|({_HEX}{{1,4}}:){{1,6}}:{_HEX}{{1,4}}|::({_HEX}{{1,4}})?",
     "uuid": f"{_HEX}{{8}}-({_HEX}{{4}}-){{3}}{_HEX}{{12}}",
-    **{f"uuid{version}": f"{_HEX}{{8}}-{_HEX}{{4}}-{version}{_HEX}{{3}}-[89abAB]{_HEX}{{3}}-{_HEX}{{12}}"
-       for version in range(1, 9)},
+    **{
+        f"uuid{version}": f"{_HEX}{{8}}-{_HEX}{{4}}-{version}{_HEX}{{3}}-[89abAB]{_HEX}{{3}}-{_HEX}{{12}}"
+        for version in range(1, 9)
+    },
     "uri": f"[a-zA-Z][a-zA-Z0-9+.-]*:(//{_HOST}(:[0-9]{{1,5}})?(/{_REST})?|[a-zA-Z0-9._~-]{_REST})"
-           rf"(\?{_REST})?(\#{_REST})?",
-}  # fmt: skip
+    rf"(\?{_REST})?(\#{_REST})?",
+}
 ANY = "(?s:.*)"
 TOKEN = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|.", re.DOTALL)
 FLAGS = re.compile(r"(?:\(\?[a-z]+\))?")

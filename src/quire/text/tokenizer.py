@@ -70,7 +70,8 @@ class Tokenizer:
         if not path.is_file():
             raise UnsupportedModel(
                 f"{folder} has no {TOKENIZER_FILE}: convert its tokenizer once with transformers, "
-                f"`AutoTokenizer.from_pretrained({str(folder)!r}).save_pretrained({str(folder)!r})`.")
+                f"`AutoTokenizer.from_pretrained({str(folder)!r}).save_pretrained({str(folder)!r})`."
+            )
         special = SpecialTokens.read(folder)
         try:
             backend = Backend.from_file(str(path))
@@ -109,8 +110,9 @@ class Tokenizer:
             # a batch of one, as in `encode`
             return self._backend.decode_batch([list(ids)], skip_special_tokens=skip_special_tokens)[0]
         except OverflowError as error:
-            raise InvalidParameter("a token id is negative or above 2^32 - 1: send ids of the vocabulary.",
-                                   param="token_ids") from error
+            raise InvalidParameter(
+                "a token id is negative or above 2^32 - 1: send ids of the vocabulary.", param="token_ids"
+            ) from error
 
     def token_text(self, token_id: int) -> str:
         """Return the text of one token inside a sentence. Bytes of an incomplete character become U+FFFD."""
@@ -156,11 +158,19 @@ def encode_apart(folder: Path, text: str, add_special_tokens: bool) -> list[int]
         raise invalid_text(text) from error
     # -P: no modules from the working directory. Its own session: Ctrl-C does not reach it.
     child = subprocess.run(
-        [sys.executable, "-P", "-m", "quire.text.encode_child", str(folder), str(int(add_special_tokens))], input=data,
-        stdout=subprocess.PIPE, start_new_session=True, env=child_variables(), check=False)
+        [sys.executable, "-P", "-m", "quire.text.encode_child", str(folder), str(int(add_special_tokens))],
+        input=data,
+        stdout=subprocess.PIPE,
+        start_new_session=True,
+        env=child_variables(),
+        check=False,
+    )
     if child.returncode:
-        raise RequestFailed(f"a text of {len(text)} characters could not be encoded: the process for it ended with "
-                            f"code {child.returncode} (-9: out of memory); send a shorter text.", code="internal")
+        raise RequestFailed(
+            f"a text of {len(text)} characters could not be encoded: the process for it ended with "
+            f"code {child.returncode} (-9: out of memory); send a shorter text.",
+            code="internal",
+        )
     return array("I", child.stdout).tolist()
 
 
@@ -172,7 +182,8 @@ def bad_word_sequences(spelled: Sequence[tuple[str, list[int], list[int]]]) -> t
     for word, bare, spaced in spelled:
         if not bare:
             raise InvalidParameter(
-                f"bad_words: {shown(word)} has no tokens in this model's vocabulary: remove it.", param="bad_words")
+                f"bad_words: {shown(word)} has no tokens in this model's vocabulary: remove it.", param="bad_words"
+            )
         found[tuple(bare)] = None
         if spaced[-len(bare) :] != bare:
             found[tuple(spaced)] = None
@@ -210,8 +221,10 @@ def invalid_text(text: object) -> InvalidParameter:
     if not isinstance(text, str):
         return InvalidParameter(f"a prompt must be a string, not {type(text).__name__}.", param="prompt")
     at = next((i for i, char in enumerate(text) if "\ud800" <= char <= "\udfff"), 0)
-    return InvalidParameter(f"the text is not valid Unicode: character {at} is half of a surrogate pair; send whole "
-                            "characters.", param="prompt")
+    return InvalidParameter(
+        f"the text is not valid Unicode: character {at} is half of a surrogate pair; send whole characters.",
+        param="prompt",
+    )
 
 
 def _add_missing(backend: Backend, special: SpecialTokens) -> None:
@@ -227,5 +240,11 @@ def _add_missing(backend: Backend, special: SpecialTokens) -> None:
 
 
 def _token(spec: AddedTokenSpec) -> AddedToken:
-    return AddedToken(spec.content, special=spec.special, lstrip=spec.lstrip, rstrip=spec.rstrip,
-                      single_word=spec.single_word, normalized=spec.normalized)
+    return AddedToken(
+        spec.content,
+        special=spec.special,
+        lstrip=spec.lstrip,
+        rstrip=spec.rstrip,
+        single_word=spec.single_word,
+        normalized=spec.normalized,
+    )

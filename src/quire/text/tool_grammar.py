@@ -25,8 +25,9 @@ SLASHES = {"/": r"\/", "\n": r"\n", "\r": r"\r"}
 SLASH = re.compile(r"(\\.)|[/\n\r]", re.DOTALL)
 
 
-def tool_grammar(styles: OutputStyles, tools: Sequence[Mapping[str, Any]], choice: str, *, parallel: bool,
-                 thinking: bool = False) -> str:
+def tool_grammar(
+    styles: OutputStyles, tools: Sequence[Mapping[str, Any]], choice: str, *, parallel: bool, thinking: bool = False
+) -> str:
     """Make the Lark grammar of answers that call `tools` (OpenAI's tool objects), in the model's format or in `PLAIN`.
 
     choice     "required": at least one call; a tool's name: one call of it; "auto": text, then calls if any
@@ -38,12 +39,15 @@ def tool_grammar(styles: OutputStyles, tools: Sequence[Mapping[str, Any]], choic
     fmt, reasoning = styles.tools or PLAIN, styles.reasoning
     wanted = [tool["function"] for tool in tools if choice in ("auto", "required", tool["function"]["name"])]
     if not wanted:
-        raise InvalidParameter(f"tool_choice {shown(choice)} names none of the tools: name one of them.",
-                               param="tool_choice")
+        raise InvalidParameter(
+            f"tool_choice {shown(choice)} names none of the tools: name one of them.", param="tool_choice"
+        )
     opening, _, _, _, join, closing = fmt.printed
     auto, numbers = choice == "auto", range(len(wanted))
-    rules = [f"FREE: {_without(_starts(fmt, [function['name'] for function in wanted]))}",
-             "call: " + " | ".join(f"call{at}" for at in numbers)]
+    rules = [
+        f"FREE: {_without(_starts(fmt, [function['name'] for function in wanted]))}",
+        "call: " + " | ".join(f"call{at}" for at in numbers),
+    ]
     for at, function in enumerate(wanted):
         head, tail = _call(fmt, function, f"tail{at}")
         rules += [f"call{at}: {_quoted(head)} tail{at}", *tail]
@@ -114,8 +118,11 @@ def _one_by_one(fmt: ToolFormat, root: dict[str, Any], shared: dict[str, Any], r
     for at, (key, schema) in enumerate(properties.items()):
         (must if key in required else may).append(f"{rule}_{at}")
         known = shared | {WHERE: f"{shared[WHERE]}.properties.{key}"}
-        rules += _tagged(fmt, key, schema, known, f"{rule}_{at}") if fmt.key else [
-            f"{rule}_{at}: {_quoted(key + '=')} {rule}_{at}_v", f"{rule}_{at}_v: %json {_plus(schema, known)}"]
+        rules += (
+            _tagged(fmt, key, schema, known, f"{rule}_{at}")
+            if fmt.key
+            else [f"{rule}_{at}: {_quoted(key + '=')} {rule}_{at}_v", f"{rule}_{at}_v: %json {_plus(schema, known)}"]
+        )
     names = [f"{rule}_{at}" for at in range(len(properties))] if fmt.key else must + may
     join = "" if fmt.key else '", " '
     rest = [f"{rule}_from{at}" for at in range(len(names))] + [""]
@@ -155,14 +162,16 @@ def _tagged(fmt: ToolFormat, key: str, schema: Any, shared: dict[str, Any], rule
         body = f"{name} {end}"
         known = shared | {WHERE: f"{shared[WHERE]}.{listed}.{at}"} if listed else shared
         if bare and ("enum" in part or "const" in part):
-            words = ' | '.join(map(_quoted, _listed(part)))
+            words = " | ".join(map(_quoted, _listed(part)))
             rules.append(f"{name}: {words or '%json ' + _plus(part, known)}")  # without a word JSON says what is wrong
         elif bare:
             body, texts, unheld = name, _bare(part), [each for each in (*LISTS, "$ref") if each in part]
             unheld += ["pattern"] * (None in texts)
             tagless = _without([*map(_quoted, fmt.value_ends[-2:])])
-            rules += [f"{name}[suffix={end}]: {name.upper()}",
-                      f"{name.upper()}: {' & '.join([*map(_terminal, filter(None, texts)), tagless])}"]
+            rules += [
+                f"{name}[suffix={end}]: {name.upper()}",
+                f"{name.upper()}: {' & '.join([*map(_terminal, filter(None, texts)), tagless])}",
+            ]
             rules.append(f"{name}_check: %json {_plus({**part, UNHELD_HERE: unheld}, known)}")
         else:
             rules.append(f"{name}: %json {_plus(part, known)}")

@@ -1,12 +1,18 @@
-"""Conversion of arguments to JSON text: bare values, typed by a schema, and Python literals, which are never evaluated.
-"""
+"""Conversion of arguments to JSON text: bare values, typed by a schema, and Python literals, never evaluated."""
 
 import ast
 import json
 from typing import Any
 
-KINDS = {bool: "boolean", int: "integer", float: "number", str: "string", list: "array", dict: "object",
-         type(None): "null"}
+KINDS = {
+    bool: "boolean",
+    int: "integer",
+    float: "number",
+    str: "string",
+    list: "array",
+    dict: "object",
+    type(None): "null",
+}
 ANY, STRING = frozenset({"any"}), frozenset({"string"})
 UNREADABLE = (ValueError, TypeError, SyntaxError, RecursionError, MemoryError)  # raised by parsers for hostile text
 

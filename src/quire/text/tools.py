@@ -33,8 +33,9 @@ LONGEST_ID = 64
 Format = TypeVar("Format", ToolFormat, ReasoningFormat)
 
 
-def choose_styles(template: ChatTemplate | None, tool_parser: str | None = None,
-                  reasoning_parser: str | None = None) -> OutputStyles:
+def choose_styles(
+    template: ChatTemplate | None, tool_parser: str | None = None, reasoning_parser: str | None = None
+) -> OutputStyles:
     """Return the formats of tool calls and reasoning that the parsers' names mean. None = detect the format in the
     chat template; "none" = no format. Raises `ConfigError` with the known names for an unknown name."""
     sources = template.sources if template else {}
@@ -71,8 +72,15 @@ class OutputParser:
     thoughts    reasoning in the text: (index of the first character, index after the last) of each piece
     """
 
-    def __init__(self, styles: OutputStyles, *, tools: Sequence[Mapping[str, Any]] | None = None,
-                 thinking: bool = False, parallel: bool = True, must: bool = False) -> None:
+    def __init__(
+        self,
+        styles: OutputStyles,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        thinking: bool = False,
+        parallel: bool = True,
+        must: bool = False,
+    ) -> None:
         """Begin an answer.
 
         tools      OpenAI's tool objects; without tools, the text of a call is content. A model without a format is
@@ -260,8 +268,13 @@ class OutputParser:
             key_end = yield from self._in.until(fmt.key_ends, key.append)
             if fmt.value:
                 yield from self._in.need(fmt.value)
-            kinds = STRING if "true" in key_end else ANY if "false" in key_end else kinds_of(
-                types.get("".join(key)) if isinstance(types, dict) else None)
+            kinds = (
+                STRING
+                if "true" in key_end
+                else ANY
+                if "false" in key_end
+                else kinds_of(types.get("".join(key)) if isinstance(types, dict) else None)
+            )
             self._send(f"{before}{json.dumps(''.join(key), ensure_ascii=False)}: " + '"' * (kinds == STRING))
             end = yield from self._in.until(fmt.value_ends, self._send_quoted if kinds == STRING else value.append)
             self._send("".join(value) if not end else '"' if kinds == STRING else typed("".join(value), kinds))

@@ -38,9 +38,11 @@ def scale_names(names: Collection[str], args: ModelArgs) -> list[tuple[str, str]
     for layer, pair in enumerate(found):
         if "" in pair:
             side = "values" if pair[0] else "keys"
-            raise WeightsError(f"{stored[0]} is stored, and layer {layer} has no scale for its {side} of the KV cache: "
-                               "the checkpoint is incomplete; download it again, or set --kv-cache-dtype to the "
-                               "model's dtype, such as bfloat16.")  # fmt: skip
+            raise WeightsError(
+                f"{stored[0]} is stored, and layer {layer} has no scale for its {side} of the KV cache: "
+                "the checkpoint is incomplete; download it again, or set --kv-cache-dtype to the "
+                "model's dtype, such as bfloat16."
+            )
     return found
 
 
@@ -56,16 +58,21 @@ def read_scales(checkpoint: Checkpoint, args: ModelArgs) -> list[Scales]:
 def _number(stored: StoredTensor) -> float:
     what = f"{stored.file.name}: {stored.name}"
     if prod(stored.shape) != 1:
-        raise WeightsError(f"{what} has shape {list(stored.shape)}, and the KV cache has one scale for all keys of a "
-                           "layer and one for all values: set --kv-cache-dtype to the model's dtype, such as bfloat16.")
+        raise WeightsError(
+            f"{what} has shape {list(stored.shape)}, and the KV cache has one scale for all keys of a "
+            "layer and one for all values: set --kv-cache-dtype to the model's dtype, such as bfloat16."
+        )
     if stored.dtype not in NUMBERS:
-        raise WeightsError(f"{what} is stored as {stored.dtype}, a scale must be {' or '.join(NUMBERS)}: download it "
-                           "again.")
+        raise WeightsError(
+            f"{what} is stored as {stored.dtype}, a scale must be {' or '.join(NUMBERS)}: download it again."
+        )
     raw = np.frombuffer(stored.read(), NUMBERS[stored.dtype])
     if stored.dtype == "BF16":
         raw = (raw.astype("<u4") << 16).view("<f4")
     scale = float(raw[0])
     if not (isfinite(scale) and scale > 0.0):
-        raise WeightsError(f"{what} is {scale:g}, a scale must be a positive number: download the checkpoint again, or "
-                           "set --kv-cache-dtype to the model's dtype, such as bfloat16.")
+        raise WeightsError(
+            f"{what} is {scale:g}, a scale must be a positive number: download the checkpoint again, or "
+            "set --kv-cache-dtype to the model's dtype, such as bfloat16."
+        )
     return scale

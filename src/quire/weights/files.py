@@ -65,8 +65,9 @@ class Checkpoint:
         return sum(tensor.num_bytes for tensor in self.tensors.values())
 
 
-def read_checkpoint(folder: Path, names: Collection[str] | None = None,
-                    read: Callable[[Path], list[StoredTensor]] | None = None) -> Checkpoint:
+def read_checkpoint(
+    folder: Path, names: Collection[str] | None = None, read: Callable[[Path], list[StoredTensor]] | None = None
+) -> Checkpoint:
     """Read the header of every safetensors file in a folder, and check it against its file and the index.
 
     names   names of the files that the folder has (default: those on disk)
@@ -161,8 +162,9 @@ def stored_tensors(path: Path, header: Mapping[str, Any], data: int, size: int) 
     end = data
     for tensor in tensors:
         if tensor.offset != end:
-            raise WeightsError(f"{path}: {tensor.name} begins at byte {tensor.offset}, and the tensor before it ends "
-                               f"at {end}: {AGAIN}")
+            raise WeightsError(
+                f"{path}: {tensor.name} begins at byte {tensor.offset}, and the tensor before it ends at {end}: {AGAIN}"
+            )
         end += tensor.num_bytes
     return tensors
 
@@ -198,8 +200,9 @@ def _read_index(folder: Path) -> dict[str, str]:
 
 def _find_files(folder: Path, names: Collection[str]) -> list[Path]:
     """The safetensors files of a folder without an index; a set of shards must be complete."""
-    files = sorted(folder / name for name in names
-                   if name.endswith(".safetensors") and not name.startswith("consolidated"))  # fmt: skip
+    files = sorted(
+        folder / name for name in names if name.endswith(".safetensors") and not name.startswith("consolidated")
+    )
     if (folder / "model.safetensors") in files:
         return [folder / "model.safetensors"]
     if not files:

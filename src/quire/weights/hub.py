@@ -46,9 +46,17 @@ class Repository:
         from huggingface_hub import snapshot_download
 
         with self._explained():
-            return Path(snapshot_download(
-                self.name, revision=self.revision, cache_dir=self.load.download_dir, token=self.load.hf_token,
-                local_files_only=self.load.offline, allow_patterns=list(patterns), ignore_patterns=list(IGNORED)))
+            return Path(
+                snapshot_download(
+                    self.name,
+                    revision=self.revision,
+                    cache_dir=self.load.download_dir,
+                    token=self.load.hf_token,
+                    local_files_only=self.load.offline,
+                    allow_patterns=list(patterns),
+                    ignore_patterns=list(IGNORED),
+                )
+            )
 
     def read_headers(self, folder: Path) -> Checkpoint:
         """Read the safetensors headers of the repository on the hub; nothing else is downloaded.
@@ -57,8 +65,10 @@ class Repository:
         Raises ModelNotFound where the network is needed and cannot be used, WeightsError as `read_checkpoint`.
         """
         if self.offline:
-            raise ModelNotFound(f"{self.name!r} is in the cache without all of its weights: run it once without "
-                                f"{self.offline}, or give a folder.")
+            raise ModelNotFound(
+                f"{self.name!r} is in the cache without all of its weights: run it once without "
+                f"{self.offline}, or give a folder."
+            )
         from huggingface_hub import HfApi
 
         with self.named(folder), self._explained():
@@ -89,7 +99,8 @@ class Repository:
 
         try:
             found = HfApi(token=self.load.hf_token).parse_safetensors_file_metadata(
-                self.name, path.name, revision=path.parent.name)
+                self.name, path.name, revision=path.parent.name
+            )
         except SafetensorsParsingError:
             raise WeightsError(f"{path} has a damaged header: {AGAIN}") from None
         entries = {name: {key: getattr(tensor, key) for key in ENTRY} for name, tensor in found.tensors.items()}
@@ -113,13 +124,17 @@ class Repository:
         except errors.RepositoryNotFoundError:
             reason = f"is neither a folder here nor a repository on the hub (or it is private: {log_in})."
         except errors.RevisionNotFoundError:
-            reason = (f"has no revision {self.revision!r}: name a branch, tag or commit of "
-                      f"https://huggingface.co/{self.name}.")
+            reason = (
+                f"has no revision {self.revision!r}: name a branch, tag or commit of "
+                f"https://huggingface.co/{self.name}."
+            )
         except errors.LocalEntryNotFoundError:
             reason = "is not a folder, and the hub cannot be reached: check the network, or give a folder."
             if self.offline:
-                reason = ("is not a folder and was not downloaded before: run it once without "
-                          f"{self.offline}, or give a folder.")
+                reason = (
+                    "is not a folder and was not downloaded before: run it once without "
+                    f"{self.offline}, or give a folder."
+                )
         except errors.HfHubHTTPError as error:
             status = error.response.status_code if error.response is not None else "no status"
             fix = f"{log_in} with a token that may read it" if status in (401, 403) else "try again later"

@@ -84,8 +84,16 @@ class ReadChunker:
         self._emit, self._size = emit, size
         self._chunk: Chunk | None = None
 
-    def add(self, unit: OpenUnit, file: Path, runs: Iterable[tuple[int, int]], target: Tensor,
-            dtype: torch.dtype, *, first: int = 0) -> None:
+    def add(
+        self,
+        unit: OpenUnit,
+        file: Path,
+        runs: Iterable[tuple[int, int]],
+        target: Tensor,
+        dtype: torch.dtype,
+        *,
+        first: int = 0,
+    ) -> None:
         """Plan to read the ranges `runs` (offset, bytes) of `file` into the flat `target`, from element `first` on.
 
         dtype   of the stored elements
@@ -149,14 +157,16 @@ class Lanes:
                     os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
         except OSError as error:
             self._stack.close()
-            raise WeightsError(f"{error.filename} cannot be opened ({error.strerror}): check the disk, or download it "
-                               "again.") from None
+            raise WeightsError(
+                f"{error.filename} cannot be opened ({error.strerror}): check the disk, or download it again."
+            ) from None
         for lane in self._lanes:
             lane.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
-                 trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         with self._changed:
             self._closed = True
             self._chunks.clear()
@@ -235,8 +245,9 @@ class Lanes:
                     _advance(room, count)
                     offset += count
         except OSError as error:
-            raise WeightsError(f"{chunk.file} cannot be read ({error.strerror}): check the disk, or download it "
-                               "again.") from None
+            raise WeightsError(
+                f"{chunk.file} cannot be read ({error.strerror}): check the disk, or download it again."
+            ) from None
 
 
 def _targets(chunk: Chunk) -> Iterator[memoryview]:

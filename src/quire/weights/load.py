@@ -47,8 +47,15 @@ class LoadReport:
         return f"{self.num_bytes / 1e9:.2f} GB in {self.seconds:.2f} s ({rate:.1f} GB/s)"
 
 
-def load_weights(model: Model, folder: Path, progress: Callable[[int, int], None] | None = None, *,
-                 device: torch.device | None = None, num_threads: int = 0, chunk_bytes: int = CHUNK) -> LoadReport:
+def load_weights(
+    model: Model,
+    folder: Path,
+    progress: Callable[[int, int], None] | None = None,
+    *,
+    device: torch.device | None = None,
+    num_threads: int = 0,
+    chunk_bytes: int = CHUNK,
+) -> LoadReport:
     """Load a model's weights, or this rank's slices of them, from the safetensors files in `folder`.
 
     progress   called with (bytes done, bytes in all) by this thread, a few times a second and at the end
@@ -68,14 +75,26 @@ def load_weights(model: Model, folder: Path, progress: Callable[[int, int], None
     total = sum(_stored_bytes(headers[part.stored], part) for part in parts)
     num_threads = num_threads or (GPU_THREADS if device.type == "cuda" else CPU_THREADS)
     with Lanes(checkpoint.files, device, num_threads, chunk_bytes) as lanes:
-        _run(units, unpacked, lanes, lambda unit, chunks: _open(unit, unpacked.tensors(unit), chunks, headers),
-             lambda: progress(lanes.num_bytes, total) if progress else None, model.dtype.itemsize)  # fmt: skip
+        _run(
+            units,
+            unpacked,
+            lanes,
+            lambda unit, chunks: _open(unit, unpacked.tensors(unit), chunks, headers),
+            lambda: progress(lanes.num_bytes, total) if progress else None,
+            model.dtype.itemsize,
+        )
     unpacked.check()
     return LoadReport(total, perf_counter() - began)
 
 
-def _run(units: deque[LoadUnit], unpacked: Unpacked, lanes: Lanes,
-         open_unit: "Callable[[LoadUnit, ReadChunker], OpenUnit]", tell: Callable[[], None], item: int) -> None:
+def _run(
+    units: deque[LoadUnit],
+    unpacked: Unpacked,
+    lanes: Lanes,
+    open_unit: "Callable[[LoadUnit, ReadChunker], OpenUnit]",
+    tell: Callable[[], None],
+    item: int,
+) -> None:
     """Open units as far as there is room for them, and pack each as soon as it is complete.
 
     item   bytes of a number of the model's dtype
@@ -95,8 +114,9 @@ def _run(units: deque[LoadUnit], unpacked: Unpacked, lanes: Lanes,
         tell()
 
 
-def _open(unit: LoadUnit, tensors: dict[str, Tensor], chunks: ReadChunker,
-          headers: Mapping[str, StoredTensor]) -> OpenUnit:
+def _open(
+    unit: LoadUnit, tensors: dict[str, Tensor], chunks: ReadChunker, headers: Mapping[str, StoredTensor]
+) -> OpenUnit:
     """Plan the reads that fill a unit's tensors, in the order in which they lie in the files."""
     reads: list[tuple[StoredTensor, Part, Tensor, int]] = []
     for raw in unit.tensors:

@@ -16,14 +16,23 @@ from quire.weights.files import Checkpoint, StoredTensor, read_checkpoint, store
 
 WEIGHT_FILES = ("*.safetensors", "*.bin", "*.pt", "*.pth")
 SHOWN = 3  # names in a message before "and N more"
-CACHE_SCALES = (".k_scale", ".v_scale", ".q_scale", ".prob_scale", ".kv_scale", ".output_scale", ".k_zero_point",
-                ".v_zero_point")  # fmt: skip
+CACHE_SCALES = (
+    ".k_scale",
+    ".v_scale",
+    ".q_scale",
+    ".prob_scale",
+    ".kv_scale",
+    ".output_scale",
+    ".k_zero_point",
+    ".v_zero_point",
+)
 COPIES = (".embed_tokens.weight", ".shared_head.head.weight")  # of embedding and head, in an MTP layer
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 
-def match_tensors(checkpoint: Checkpoint, params: Sequence[Param], args: ModelArgs,
-                  elsewhere: Collection[str] = frozenset()) -> Mapping[str, StoredTensor]:
+def match_tensors(
+    checkpoint: Checkpoint, params: Sequence[Param], args: ModelArgs, elsewhere: Collection[str] = frozenset()
+) -> Mapping[str, StoredTensor]:
     """Check that a checkpoint fits the parameters. Return name -> header of every stored tensor that they read.
 
     The checkpoint must have every tensor that `params` read. Any other tensor must be in `elsewhere` or be one that no
@@ -46,8 +55,10 @@ def match_tensors(checkpoint: Checkpoint, params: Sequence[Param], args: ModelAr
             "download it again." + _hint(missing, args) + (f" No parameter reads {_some(unknown)}." if unknown else "")
         )
     if unknown:
-        raise WeightsError(f"{_some(unknown)} {'has' if len(unknown) == 1 else 'have'} no place in a {args.model_type} "
-                           "model with this config.json: use the config.json that belongs to these weights.")
+        raise WeightsError(
+            f"{_some(unknown)} {'has' if len(unknown) == 1 else 'have'} no place in a {args.model_type} "
+            "model with this config.json: use the config.json that belongs to these weights."
+        )
     return found
 
 
@@ -81,11 +92,15 @@ def load_error(folder: Path, params: Sequence[Param], args: ModelArgs) -> str:
 def _check(stored: StoredTensor, part: Part, raw: RawTensor, param: Param) -> None:
     if stored.dtype not in raw.readable:
         weights = "an unquantized" if param.stored is None else f"a {param.format}"
-        raise WeightsError(f"{stored.file.name}: {stored.name} is stored as {stored.dtype}, {weights} tensor must be "
-                           f"{' or '.join(raw.readable)}: use the config.json that belongs to these weights.")
+        raise WeightsError(
+            f"{stored.file.name}: {stored.name} is stored as {stored.dtype}, {weights} tensor must be "
+            f"{' or '.join(raw.readable)}: use the config.json that belongs to these weights."
+        )
     if _trimmed(stored.shape, param) != _trimmed(part.shape, param):
-        raise WeightsError(f"{stored.file.name}: {stored.name} has shape {list(stored.shape)}, config.json makes it "
-                           f"{list(part.shape)}: use the config.json that belongs to these weights.")  # fmt: skip
+        raise WeightsError(
+            f"{stored.file.name}: {stored.name} has shape {list(stored.shape)}, config.json makes it "
+            f"{list(part.shape)}: use the config.json that belongs to these weights."
+        )
 
 
 def _trimmed(shape: tuple[int, ...], param: Param) -> tuple[int, ...]:

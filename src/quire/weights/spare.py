@@ -26,8 +26,9 @@ def check_spare(checkpoint: Checkpoint, params: Sequence[Param]) -> None:
             stored = checkpoint.tensors.get(name)
             why = _meaning(stored, kind, param, parts[module]) if stored is not None and name not in read else ""
             if why and stored is not None:
-                raise WeightsError(f"{stored.file.name}: {name} {why}: use the config.json that belongs to these "
-                                   "weights.")
+                raise WeightsError(
+                    f"{stored.file.name}: {name} {why}: use the config.json that belongs to these weights."
+                )
 
 
 def _meaning(stored: StoredTensor, kind: str, param: Param, part: Part) -> str:

@@ -22,8 +22,10 @@ def unread_head(folder: Path) -> tuple[str, ...]:
         return ()
     if _rows(head) == _rows(embedding):
         return ()
-    return (f"{HEAD} in {head.file.name} differs from the embedding and is not read, because config.json says "
-            "tie_word_embeddings=true: with tie_word_embeddings=false there it is used.",)  # fmt: skip
+    return (
+        f"{HEAD} in {head.file.name} differs from the embedding and is not read, because config.json says "
+        "tie_word_embeddings=true: with tie_word_embeddings=false there it is used.",
+    )
 
 
 def _rows(tensor: StoredTensor) -> list[bytes]:

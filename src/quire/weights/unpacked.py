@@ -34,8 +34,12 @@ class Unpacked:
         """Return the tensors of a unit for the caller to fill: name inside the module -> tensor."""
         if unit.in_place:
             return self._own[unit.module]
-        return {raw.name: memory.empty(raw.shape, getattr(torch, raw.dtype) if raw.dtype else self._model.dtype,
-                                       self._device) for raw in unit.tensors}  # fmt: skip
+        return {
+            raw.name: memory.empty(
+                raw.shape, getattr(torch, raw.dtype) if raw.dtype else self._model.dtype, self._device
+            )
+            for raw in unit.tensors
+        }
 
     def done(self, unit: LoadUnit, tensors: dict[str, Tensor]) -> None:
         """Convert a unit's filled tensors and give them to its layer, which packs them. If `in_place`, do nothing."""

@@ -50,8 +50,9 @@ class Written:
     files: tuple[str, ...]
 
 
-def write_checkpoint(items: Sequence[WriteItem], out: Path, limit: int,
-                     progress: Callable[[int, int], None] = lambda done, total: None) -> Written:
+def write_checkpoint(
+    items: Sequence[WriteItem], out: Path, limit: int, progress: Callable[[int, int], None] = lambda done, total: None
+) -> Written:
     """Write tensors, quantized or copied, to safetensors files of at most `limit` bytes in the folder `out`.
 
     Several files get an index.
@@ -61,8 +62,9 @@ def write_checkpoint(items: Sequence[WriteItem], out: Path, limit: int,
     """
     shards, total, done = list(_shards(items, limit)), sum(item.source.num_bytes for item in items), 0
     count, placed, errors = len(shards), dict[str, str](), dict[str, float]()
-    names = [f"model-{i:05}-of-{count:05}.safetensors" if count > 1 else "model.safetensors"
-             for i in range(1, count + 1)]  # fmt: skip
+    names = [
+        f"model-{i:05}-of-{count:05}.safetensors" if count > 1 else "model.safetensors" for i in range(1, count + 1)
+    ]
     for name, shard in zip(names, shards, strict=True):
         with (out / name).open("wb") as file:
             places = _write_header(file, [stored for item in shard for stored in item.stored])
@@ -79,8 +81,14 @@ def write_checkpoint(items: Sequence[WriteItem], out: Path, limit: int,
     if count > 1:
         (out / INDEX).write_text(json.dumps({"metadata": {"total_size": after}, "weight_map": placed}, indent=2) + "\n")
     worst = max(errors, key=lambda name: errors[name], default="")
-    return Written(bytes_before=total, bytes_after=after, num_quantized=len(errors), worst=worst,
-                   error=errors.get(worst, 0.0), files=tuple(names))  # fmt: skip
+    return Written(
+        bytes_before=total,
+        bytes_after=after,
+        num_quantized=len(errors),
+        worst=worst,
+        error=errors.get(worst, 0.0),
+        files=tuple(names),
+    )
 
 
 def _shards(items: Sequence[WriteItem], limit: int) -> Iterator[list[WriteItem]]:
@@ -120,8 +128,10 @@ def _write_quantized(item: WriteItem, rule: Rule, file: BinaryIO, places: dict[s
     weight = torch.frombuffer(source.read(), dtype=DTYPES[source.dtype]).view(source.shape)
     matrix = quantized(weight, rule.scheme, scales=scales)
     if not matrix.scale.isfinite().all():
-        raise WeightsError(f"{item.source.file.name}: {item.source.name} has numbers that are not finite, or too "
-                           "large: download it again.")
+        raise WeightsError(
+            f"{item.source.file.name}: {item.source.name} has numbers that are not finite, or too "
+            "large: download it again."
+        )
     found = stored_tensors(matrix, rule.format, scales)
     for stored in item.stored:
         tensor = found[stored.role].contiguous()
@@ -139,6 +149,16 @@ def copy_files(source: Path, out: Path) -> None:
 
 
 def _is_weights(name: str) -> bool:
-    endings = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth", ".gguf", ".h5",
-               ".msgpack", ".onnx")  # fmt: skip
+    endings = (
+        ".safetensors",
+        ".safetensors.index.json",
+        ".bin",
+        ".bin.index.json",
+        ".pt",
+        ".pth",
+        ".gguf",
+        ".h5",
+        ".msgpack",
+        ".onnx",
+    )
     return name == "config.json" or name.endswith(endings)

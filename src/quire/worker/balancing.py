@@ -25,8 +25,10 @@ class RankBalancing:
         self._layers, self._device = layers, layers[0].experts.device
         for layer in layers:
             let_move(layer.experts.packed)
-            kinds = {tuple((one.dtype, one.shape) for one in expert_memory(layer.experts.packed, place))
-                     for place in range(layer.experts.num_experts)}  # fmt: skip
+            kinds = {
+                tuple((one.dtype, one.shape) for one in expert_memory(layer.experts.packed, place))
+                for place in range(layer.experts.num_experts)
+            }
             assert len(kinds) == 1, f"experts whose weights cannot be copied onto each other: {kinds}"
         self._maps: list[tuple[Tensor, Tensor]] = []  # on the device: a switch copies them without waiting for it
         stream = torch.cuda.Stream() if self._device.type == "cuda" else None

@@ -76,8 +76,17 @@ def _context(ctx: StepContext, kept: Tensor, counts: I32) -> StepContext:
     positions = ctx.positions[kept]
 
     def chosen(meta: AttentionMeta) -> AttentionMeta:
-        return replace(meta, query_start=starts, kv_slots=meta.kv_slots[kept], row_positions=positions, decode_len=0,
-                       max_query_len=int(counts.max()), shared=None, prompts=None, plans={})
+        return replace(
+            meta,
+            query_start=starts,
+            kv_slots=meta.kv_slots[kept],
+            row_positions=positions,
+            decode_len=0,
+            max_query_len=int(counts.max()),
+            shared=None,
+            prompts=None,
+            plans={},
+        )
 
     live = None if ctx.live is None else ctx.live[kept]
     return replace(ctx, positions=positions, attention=tuple(chosen(meta) for meta in ctx.attention), live=live)

@@ -36,7 +36,12 @@ NO_GRAPHS = "PyTorch's operations launch different work for each step's sizes"
 
 
 def choose_parts(
-    model: Model, target: str, forced: Mapping[str, str] | None = None, *, num_groups: int = 1, eager: bool = False,
+    model: Model,
+    target: str,
+    forced: Mapping[str, str] | None = None,
+    *,
+    num_groups: int = 1,
+    eager: bool = False,
     divided: bool = False,
 ) -> tuple[Choice, ...]:
     """Choose the implementations of a model runner's four parts. Return a `Choice` for each.
@@ -53,8 +58,7 @@ def choose_parts(
     forced, dtype = forced or {}, "float32"  # the type of logits, for every type of model
     needs = KernelNeeds(device=target, dtype=dtype)
     step, sampling = (select(op, needs, forced.get(op)) for op in ("step", "sampling"))
-    packs, why = step.name == "triton", EAGER if eager else not_recordable(
-        model.kernels, num_groups, divided=divided)  # fmt: skip
+    packs, why = step.name == "triton", EAGER if eager else not_recordable(model.kernels, num_groups, divided=divided)
     upload = (
         Choice("upload", "packed", "one copy a step; a kernel writes the tables")
         if packs
@@ -90,16 +94,29 @@ def make_runner(
     """
     if groups.ep is not None:
         limits = replace(limits, replicas=groups.ep.size // (groups.tp.size if groups.tp is not None else 1))
-    parts = choose_parts(model, target, forced, num_groups=len(limits.windows), eager=eager,
-                         divided=groups.tp is not None or groups.ep is not None)  # fmt: skip
+    parts = choose_parts(
+        model,
+        target,
+        forced,
+        num_groups=len(limits.windows),
+        eager=eager,
+        divided=groups.tp is not None or groups.ep is not None,
+    )
     chosen = {choice.op: choice.name for choice in parts}
     step, sampling = (importlib.import_module(f"quire.kernels.{op}.{chosen[op]}") for op in ("step", "sampling"))
     state, slots = DeviceState(limits, model.args.vocab_size, device), limits.num_slots
     upload: Upload = InPlaceUpload(slots, slots, device)
     if chosen["upload"] == "packed":
         packed = importlib.import_module("quire.kernels.step.packed")
-        upload = packed.PackedUpload(slots, slots, device, limits.depth, max_rows=limits.max_rows,
-                                     decode_len=1 + limits.num_drafts, by_kernel=limits.tiers)  # fmt: skip
+        upload = packed.PackedUpload(
+            slots,
+            slots,
+            device,
+            limits.depth,
+            max_rows=limits.max_rows,
+            decode_len=1 + limits.num_drafts,
+            by_kernel=limits.tiers,
+        )
     recorder = LayerRecordings() if chosen["recorder"] == "recordings" else Recorder(parts[-1].reason)
     if chosen["recorder"] == "graphs":
         recorder = Graphs(limits.graph_sizes, limits.graph_tokens, slots, limits.bounds, limits.queries)
@@ -111,11 +128,27 @@ def make_runner(
     stage = None
     if groups.pp is not None and groups.tokens is not None:
         stage = PipelineStage(groups.pp, groups.tokens, state.tables)
-    programs = Programs(model, kv, state, upload=upload, operations=step, sampler=sampler, recorder=recorder,
-                        stage=stage, limits=limits,
-                        drafter=drafter or make_drafter(speculation, chosen["step"], model=model, kv=kv,
-                                                        operations=step, tables=state.tables,
-                                                        sampling=(operations, sampler.rows)))  # fmt: skip
+    programs = Programs(
+        model,
+        kv,
+        state,
+        upload=upload,
+        operations=step,
+        sampler=sampler,
+        recorder=recorder,
+        stage=stage,
+        limits=limits,
+        drafter=drafter
+        or make_drafter(
+            speculation,
+            chosen["step"],
+            model=model,
+            kv=kv,
+            operations=step,
+            tables=state.tables,
+            sampling=(operations, sampler.rows),
+        ),
+    )
     if speculation is not None and speculation.synthetic:
         programs.synthetic = SyntheticAcceptance(speculation.synthetic, limits.max_rows, device)
     features: tuple[StepFeature, ...] = ()

@@ -27,8 +27,14 @@ class Graphs(Recorder):
 
     static = True
 
-    def __init__(self, sizes: tuple[int, ...] = (), tokens: tuple[int, ...] = (), most_seqs: int = 0,
-                 bounds: tuple[int, ...] = (), queries: tuple[int, ...] = (1,)) -> None:  # fmt: skip
+    def __init__(
+        self,
+        sizes: tuple[int, ...] = (),
+        tokens: tuple[int, ...] = (),
+        most_seqs: int = 0,
+        bounds: tuple[int, ...] = (),
+        queries: tuple[int, ...] = (1,),
+    ) -> None:
         super().__init__("enforce_eager: no sizes are to be captured")
         self.sizes, self.tokens, self.most_seqs, self.bounds = sizes, tokens, most_seqs, bounds
         self.queries, self._decodes = queries, dict.fromkeys(captured_decodes(sizes, queries))
@@ -49,8 +55,9 @@ class Graphs(Recorder):
         padded = next((size for size in self.tokens if size >= shape.tokens), 0)
         if padded and shape.bound in captured_bounds(self.bounds, self.tokens, padded):
             seqs = NARROW if shape.seqs <= NARROW < self.most_seqs else self.most_seqs
-            return replace(shape, tokens=padded, seqs=seqs, rows=rows, decode=False, recorded=True,
-                           query=self.queries[-1])  # fmt: skip
+            return replace(
+                shape, tokens=padded, seqs=seqs, rows=rows, decode=False, recorded=True, query=self.queries[-1]
+            )
         return replace(shape, seqs=max(shape.seqs, rows), rows=rows, decode=False)
 
     def _bounds(self, size: int, query: int) -> tuple[int, ...]:
@@ -63,12 +70,17 @@ class Graphs(Recorder):
         for tokens in reversed(self.tokens):
             wide = [(most, False)] if narrow < min(tokens, most) else []
             for seqs, shared in (*((narrow, shared) for shared in (False, True)), *wide):
-                found += [StepShape(tokens, seqs, 0, False, shared, recorded=True, bound=bound, query=self.queries[-1])
-                          for bound in captured_bounds(self.bounds, self.tokens, tokens)]  # fmt: skip
+                found += [
+                    StepShape(tokens, seqs, 0, False, shared, recorded=True, bound=bound, query=self.queries[-1])
+                    for bound in captured_bounds(self.bounds, self.tokens, tokens)
+                ]
         for size, query in sorted(self._decodes, key=prod, reverse=True):
             rows = size * query
-            found += [StepShape(rows, size, rows, True, shared, recorded=True, bound=bound, query=query)
-                      for bound in self._bounds(size, query) for shared in (False, True)]  # fmt: skip
+            found += [
+                StepShape(rows, size, rows, True, shared, recorded=True, bound=bound, query=query)
+                for bound in self._bounds(size, query)
+                for shared in (False, True)
+            ]
         joins = reversed(self.bounds) if found else ()
         return [*found, *(StepShape(0, 0, 0, True, recorded=True, bound=bound) for bound in joins)]
 

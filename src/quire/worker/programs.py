@@ -87,8 +87,9 @@ class Programs:
         decode = plan.num_decodes == len(plan.slots)
         query = 1 if step.num_verified == plan.num_decodes else int(plan.num_tokens[: plan.num_decodes].max())
         assert query <= 1 + self._limits.num_drafts, "more drafts than this runner has room for"
-        exact = StepShape(step.num_tokens, step.num_seqs, step.num_rows, decode, self._upload.shared,
-                          bound=self._bound, query=query)  # fmt: skip
+        exact = StepShape(
+            step.num_tokens, step.num_seqs, step.num_rows, decode, self._upload.shared, bound=self._bound, query=query
+        )
         return exact if self.on_hidden is not None or plan.blended else self.recorder.fit(exact)
 
     def agree(self, plan: StepPlan) -> None:
@@ -104,8 +105,7 @@ class Programs:
 
     @property
     def _bound(self) -> int:
-        """Bound of the step's only exchange per layer; 0: exact numbers are used, or a layer exchanges several times.
-        """
+        """Bound of the step's only exchange per layer; 0: exact numbers, or a layer exchanges several times."""
         return 0 if self.replicas is None or max(self.replicas.rows) > self.replicas.bound else self.replicas.bound
 
     def compute(self, shape: StepShape, plan: StepPlan) -> Tensor | None:

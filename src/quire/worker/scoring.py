@@ -57,8 +57,7 @@ class PromptScorer(StepFeature):
         return lambda: self._results(parts)
 
     def _rows(self, slot: int, hidden: Tensor) -> list[list[Tensor]]:
-        """Launch the scores of the next rows of a slot's prompt and their copies to the host, in parts of SCORE_ROWS.
-        """
+        """Launch the scores of the next rows of a slot's prompt and their copies to the host, SCORE_ROWS at a time."""
         prompt = self._prompts[slot]
         first, k = prompt.computed, prompt.spec.num_prompt_logprobs
         prompt.computed += len(hidden)

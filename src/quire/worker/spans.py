@@ -65,8 +65,12 @@ class CallRecorder:
     told    called after each recorded call, with its result and the calls that have not ended yet, outermost first
     """
 
-    def __init__(self, stops: Iterable[Stop], wait: Callable[[], None] = lambda: None,
-                 told: Callable[[Any, list[Span]], None] = lambda result, open_ones: None) -> None:
+    def __init__(
+        self,
+        stops: Iterable[Stop],
+        wait: Callable[[], None] = lambda: None,
+        told: Callable[[Any, list[Span]], None] = lambda result, open_ones: None,
+    ) -> None:
         self.root, self._stops, self._wait, self._told = Span("", ""), stops, wait, told
         self._stacks: dict[int, list[Span]] = {}
         self._undo = ExitStack()
@@ -93,8 +97,12 @@ class CallRecorder:
         place, told_way = _where(function) if name else "", _way(function)
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            span = Span(name or args[0].fn.__name__, place or _where(args[0].fn), ", ".join(_shapes((args, kwargs))),
-                        way=told_way(*args, **kwargs))  # fmt: skip
+            span = Span(
+                name or args[0].fn.__name__,
+                place or _where(args[0].fn),
+                ", ".join(_shapes((args, kwargs))),
+                way=told_way(*args, **kwargs),
+            )
             stack = self._stacks.setdefault(threading.get_ident(), [self.root])
             stack[-1].inside.append(span)
             stack.append(span)
@@ -165,8 +173,14 @@ def worker_stops(worker: StepRunner, kernels: Kernels, groups: RankGroups = ALON
 
     They are for `CallRecorder`. The label of Triton's launch function is "": each launch takes its kernel's name.
     """
-    parts: list[Any] = [worker, worker.state, worker.programs, worker.sampler, worker.sampler.operations,
-                        worker.model.rotary]  # fmt: skip
+    parts: list[Any] = [
+        worker,
+        worker.state,
+        worker.programs,
+        worker.sampler,
+        worker.sampler.operations,
+        worker.model.rotary,
+    ]
     parts += [worker.programs.stage] * (worker.programs.stage is not None)
     modules_of = list(worker.model.named_modules())  # type: ignore[attr-defined]
     named = [*((type(part).__name__, part) for part in parts), *modules_of]
@@ -176,8 +190,12 @@ def worker_stops(worker: StepRunner, kernels: Kernels, groups: RankGroups = ALON
     modules = {sys.modules[kind.__module__] for kind in kinds} | set(filter(inspect.ismodule, vars(kernels).values()))
     modules.add(worker.programs.operations)
     modules |= {value for _, layer in modules_of for value in vars(layer).values() if inspect.ismodule(value)}
-    modules |= {value for module in modules for value in vars(module).values()
-                if inspect.ismodule(value) and WORK.fullmatch(value.__name__)}  # fmt: skip
+    modules |= {
+        value
+        for module in modules
+        for value in vars(module).values()
+        if inspect.ismodule(value) and WORK.fullmatch(value.__name__)
+    }
     for module in modules:
         for name, value in vars(module).items():
             if not isinstance(value, FunctionType) or name.startswith(("_", "way")):

@@ -16,9 +16,15 @@ from scenario import MODEL, Facts, main
 def evaluated(facts: Facts, name: str, samples: list[Sample], *solvers: Solver, **config: Any) -> Any:
     """The log of an evaluation over /v1/chat/completions that must end."""
     config = {"temperature": 0.0, "max_tokens": 60, "max_retries": 0} | config
-    (log,) = eval(Task(dataset=samples, solver=list(solvers), scorer=exact(), name=name), display="none",
-                  model="openai-api/quire/" + MODEL, model_base_url=facts.base, model_args={"api_key": "none"},
-                  log_dir=str(facts.folder / "inspect"), **config)
+    (log,) = eval(
+        Task(dataset=samples, solver=list(solvers), scorer=exact(), name=name),
+        display="none",
+        model="openai-api/quire/" + MODEL,
+        model_base_url=facts.base,
+        model_args={"api_key": "none"},
+        log_dir=str(facts.folder / "inspect"),
+        **config,
+    )
     assert log.status == "success", log.error
     return log
 
@@ -57,8 +63,13 @@ def calls(facts: Facts) -> None:
 
 def structured_outputs(facts: Facts) -> None:
     schema = ResponseSchema(name="trip", json_schema=JSONSchema.model_validate(facts.structured["schema"]))
-    log = evaluated(facts, "structured_outputs", [Sample(input=facts.structured["question"], target="")], generate(),
-                    response_schema=schema)
+    log = evaluated(
+        facts,
+        "structured_outputs",
+        [Sample(input=facts.structured["question"], target="")],
+        generate(),
+        response_schema=schema,
+    )
     assert json.loads(log.samples[0].output.completion) == facts.structured["value"]
 
 
@@ -71,9 +82,15 @@ def reasoning(facts: Facts) -> None:
 
 
 def errors(facts: Facts) -> None:
-    (log,) = eval(Task(dataset=[Sample(input="x", target="x")], solver=generate(), scorer=exact()), display="none",
-                  model="openai-api/quire/" + MODEL, model_base_url=facts.keyed_base, model_args={"api_key": "none"},
-                  log_dir=str(facts.folder / "inspect"), max_retries=0)
+    (log,) = eval(
+        Task(dataset=[Sample(input="x", target="x")], solver=generate(), scorer=exact()),
+        display="none",
+        model="openai-api/quire/" + MODEL,
+        model_base_url=facts.keyed_base,
+        model_args={"api_key": "none"},
+        log_dir=str(facts.folder / "inspect"),
+        max_retries=0,
+    )
     assert log.status == "error" and "AuthenticationError" in log.error.traceback
 
 

@@ -48,8 +48,13 @@ def client(facts: Facts, mode: instructor.Mode, **options: Any) -> Any:
 
 
 def asked(facts: Facts, **options: Any) -> dict[str, Any]:
-    return {"model": MODEL, "temperature": 0, "max_tokens": 200, "max_retries": 0,
-            "messages": [{"role": "user", "content": facts.structured["question"]}]} | options
+    return {
+        "model": MODEL,
+        "temperature": 0,
+        "max_tokens": 200,
+        "max_retries": 0,
+        "messages": [{"role": "user", "content": facts.structured["question"]}],
+    } | options
 
 
 def typed_answers(facts: Facts) -> None:
@@ -59,8 +64,9 @@ def typed_answers(facts: Facts) -> None:
         choice = raw.choices[0]
         assert bool(choice.message.tool_calls) == (mode is instructor.Mode.TOOLS)
         assert mode is instructor.Mode.TOOLS or made.model_dump() == facts.structured["value"]
-    error = refusal(InstructorRetryException, client(facts, instructor.Mode.JSON).create, response_model=Trip,
-                    **asked(facts))  # the schema is only part of the prompt: what comes is some JSON
+    error = refusal(
+        InstructorRetryException, client(facts, instructor.Mode.JSON).create, response_model=Trip, **asked(facts)
+    )  # the schema is only part of the prompt: what comes is some JSON
     assert isinstance(json.loads(error.last_completion.choices[0].message.content), dict)
 
 
@@ -82,21 +88,25 @@ def lists(facts: Facts) -> None:
 def plain_answers(facts: Facts) -> None:
     for question, text in facts.chats.items():
         answer = client(facts, MODES[0]).create(
-            response_model=None, **asked(facts, messages=[{"role": "user", "content": question}]))
+            response_model=None, **asked(facts, messages=[{"role": "user", "content": question}])
+        )
         assert answer.choices[0].message.content == text
 
 
 def retries(facts: Facts) -> None:
     """instructor sends an answer that its checks refuse back with the reason: calls and results are messages again."""
     for mode in MODES:
-        error = refusal(InstructorRetryException, client(facts, mode).create, response_model=Nowhere,
-                        **asked(facts, max_retries=2))
+        error = refusal(
+            InstructorRetryException, client(facts, mode).create, response_model=Nowhere, **asked(facts, max_retries=2)
+        )
         assert error.n_attempts >= 2 and "not " in str(error)
 
 
 def errors(facts: Facts) -> None:
-    for options, kind, status in ((asked(facts, model="gpt"), openai.NotFoundError, 404),
-                                  (asked(facts, temperature=3), openai.BadRequestError, 400)):
+    for options, kind, status in (
+        (asked(facts, model="gpt"), openai.NotFoundError, 404),
+        (asked(facts, temperature=3), openai.BadRequestError, 400),
+    ):
         error = refusal(InstructorRetryException, client(facts, MODES[0]).create, response_model=Trip, **options)
         cause: Any = error
         while cause is not None and not isinstance(cause, kind):

@@ -28,8 +28,19 @@ def get_weather(city: str) -> str:
 
 
 def model(facts: Facts, **options: Any) -> ChatOpenAI:
-    return ChatOpenAI(**({"base_url": facts.base, "api_key": "none", "model": MODEL, "temperature": 0,
-                          "max_tokens": 60, "max_retries": 0} | options))
+    return ChatOpenAI(
+        **(
+            {
+                "base_url": facts.base,
+                "api_key": "none",
+                "model": MODEL,
+                "temperature": 0,
+                "max_tokens": 60,
+                "max_retries": 0,
+            }
+            | options
+        )
+    )
 
 
 def chats_and_streams(facts: Facts) -> None:
@@ -66,8 +77,11 @@ def tools(facts: Facts) -> None:
 def structured_outputs(facts: Facts) -> None:
     for api in (False, True):
         for method in ("json_schema", "function_calling"):
-            made = model(facts, use_responses_api=api).with_structured_output(Trip, method=method).invoke(
-                facts.structured["question"])
+            made = (
+                model(facts, use_responses_api=api)
+                .with_structured_output(Trip, method=method)
+                .invoke(facts.structured["question"])
+            )
             assert isinstance(made, Trip)
             assert method != "json_schema" or made == Trip(**facts.structured["value"])
 

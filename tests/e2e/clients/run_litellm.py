@@ -23,9 +23,20 @@ class Trip(BaseModel):
 
 
 def ask(facts: Facts, question: str, **options: Any) -> Any:
-    return litellm.completion(**({
-        "model": PREFIXES[0] + MODEL, "api_base": facts.base, "api_key": "none", "temperature": 0, "max_tokens": 60,
-        "max_retries": 0, "messages": [{"role": "user", "content": question}]} | options))
+    return litellm.completion(
+        **(
+            {
+                "model": PREFIXES[0] + MODEL,
+                "api_base": facts.base,
+                "api_key": "none",
+                "temperature": 0,
+                "max_tokens": 60,
+                "max_retries": 0,
+                "messages": [{"role": "user", "content": question}],
+            }
+            | options
+        )
+    )
 
 
 def chats_and_streams(facts: Facts) -> None:
@@ -50,9 +61,11 @@ def tools(facts: Facts) -> None:
             assert choice != "auto" or json.loads(made.function.arguments) == call["arguments"]
             streamed = litellm.stream_chunk_builder(list(ask(facts, call["question"], stream=True, **fields)))
             assert streamed.choices[0].message.tool_calls[0].function == made.function
-        turns = [{"role": "user", "content": call["question"]},
-                 ask(facts, call["question"], tools=call["tools"]).choices[0].message,
-                 {"role": "tool", "tool_call_id": made.id, "content": call["result"]}]
+        turns = [
+            {"role": "user", "content": call["question"]},
+            ask(facts, call["question"], tools=call["tools"]).choices[0].message,
+            {"role": "tool", "tool_call_id": made.id, "content": call["result"]},
+        ]
         again = ask(facts, "", model=prefix + MODEL, messages=turns, tools=call["tools"])
         assert again.choices[0].message.content == call["answer"]
 
@@ -76,23 +89,41 @@ def reasoning(facts: Facts) -> None:
 
 def vectors(facts: Facts) -> None:
     for prefix in PREFIXES:
-        answer = litellm.embedding(model=prefix + MODEL, api_base=facts.base, api_key="none",
-                                   input=list(facts.embeddings), encoding_format="float")
+        answer = litellm.embedding(
+            model=prefix + MODEL,
+            api_base=facts.base,
+            api_key="none",
+            input=list(facts.embeddings),
+            encoding_format="float",
+        )
         for one, right in zip(answer.data, facts.embeddings.values(), strict=True):
             assert close(one["embedding"], right)
 
 
 def completions(facts: Facts) -> None:
     for prompt, text in facts.texts.items():
-        answer = litellm.text_completion(model="text-completion-openai/" + MODEL, api_base=facts.base, api_key="none",
-                                         prompt=prompt, max_tokens=24, temperature=0, logprobs=1)
+        answer = litellm.text_completion(
+            model="text-completion-openai/" + MODEL,
+            api_base=facts.base,
+            api_key="none",
+            prompt=prompt,
+            max_tokens=24,
+            temperature=0,
+            logprobs=1,
+        )
         assert answer.choices[0].text == text and len(answer.choices[0].logprobs.token_logprobs) == 24
 
 
 def responses(facts: Facts) -> None:
     for question, text in facts.chats.items():
-        fields: Any = {"model": "openai/" + MODEL, "api_base": facts.base, "api_key": "none", "input": question,
-                       "max_output_tokens": 60, "temperature": 0}
+        fields: Any = {
+            "model": "openai/" + MODEL,
+            "api_base": facts.base,
+            "api_key": "none",
+            "input": question,
+            "max_output_tokens": 60,
+            "temperature": 0,
+        }
         whole = litellm.responses(**fields)
         assert "".join(part.text for item in whole.output for part in item.content) == text
         events = list(litellm.responses(stream=True, **fields))

@@ -19,9 +19,22 @@ class Trip(BaseModel):
 
 
 def model(facts: Facts, **options: Any) -> OpenAILike:
-    return OpenAILike(**({"model": MODEL, "api_base": facts.base, "api_key": "none", "temperature": 0, "max_tokens": 60,
-                          "max_retries": 0, "is_chat_model": True, "is_function_calling_model": True,
-                          "context_window": 1024} | options))
+    return OpenAILike(
+        **(
+            {
+                "model": MODEL,
+                "api_base": facts.base,
+                "api_key": "none",
+                "temperature": 0,
+                "max_tokens": 60,
+                "max_retries": 0,
+                "is_chat_model": True,
+                "is_function_calling_model": True,
+                "context_window": 1024,
+            }
+            | options
+        )
+    )
 
 
 def chats_and_streams(facts: Facts) -> None:
@@ -54,8 +67,9 @@ def tools(facts: Facts) -> None:
         assert again.tool_kwargs == made.tool_kwargs
     first = model(facts).chat_with_tools([tool], facts.call["question"])
     (made,) = model(facts).get_tool_calls_from_response(first)
-    result = ChatMessage(role=MessageRole.TOOL, content=facts.call["result"],
-                         additional_kwargs={"tool_call_id": made.tool_id})
+    result = ChatMessage(
+        role=MessageRole.TOOL, content=facts.call["result"], additional_kwargs={"tool_call_id": made.tool_id}
+    )
     asked = ChatMessage(role=MessageRole.USER, content=facts.call["question"])
     answer = model(facts).chat_with_tools([tool], chat_history=[asked, first.message, result])
     assert answer.message.content == facts.call["answer"], answer

@@ -43,11 +43,22 @@ def evaluated(facts: Facts, name: str, words: str, rows: list[dict[str, Any]], k
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     (facts.folder / f"{name}.yaml").write_text(words.format(data=data, most=60 if "chat" in kind else 24))
     route = "/chat/completions" if "chat" in kind else "/completions"
-    arguments = {"model": MODEL, "base_url": facts.base + route, "max_length": 1024, "num_concurrent": 2,
-                 "max_retries": 1} | ({} if "chat" in kind else {"tokenizer_backend": "auto"})
-    made = lm_eval.simple_evaluate(kind, model_args=arguments, tasks=[name], log_samples=True, bootstrap_iters=0,
-                                   task_manager=TaskManager(include_path=str(facts.folder), include_defaults=False),
-                                   **options)
+    arguments = {
+        "model": MODEL,
+        "base_url": facts.base + route,
+        "max_length": 1024,
+        "num_concurrent": 2,
+        "max_retries": 1,
+    } | ({} if "chat" in kind else {"tokenizer_backend": "auto"})
+    made = lm_eval.simple_evaluate(
+        kind,
+        model_args=arguments,
+        tasks=[name],
+        log_samples=True,
+        bootstrap_iters=0,
+        task_manager=TaskManager(include_path=str(facts.folder), include_defaults=False),
+        **options,
+    )
     return made["results"][name], sorted(made["samples"][name], key=lambda sample: sample["doc_id"])
 
 

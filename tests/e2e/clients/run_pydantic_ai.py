@@ -79,7 +79,8 @@ def structured_outputs(facts: Facts) -> None:
         assert isinstance(made.output, Trip)
         if not isinstance(model, AnthropicModel):  # its profile has no native output for a name it does not know
             made = Agent(model, output_type=NativeOutput(Trip), model_settings=settings).run_sync(
-                facts.structured["question"])
+                facts.structured["question"]
+            )
             assert made.output == Trip(**facts.structured["value"]), (model, made.output)
 
 

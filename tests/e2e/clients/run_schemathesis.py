@@ -36,9 +36,28 @@ def tested(facts: Facts, url: str, *options: str) -> None:
     (facts.folder / "schemathesis.toml").write_text(SETTINGS)
     header = [part for name, value in key(facts).items() for part in ("--header", f"{name}: {value}")]
     program = Path(sys.executable).with_name("st")
-    run = subprocess.run([str(program), "--config-file", "schemathesis.toml", "run", "openapi.json", "--url", url,
-                          "--checks", "all", "--seed", "1", "--no-shrink", "--continue-on-failure", *header, *options],
-                         cwd=facts.folder, capture_output=True, text=True)
+    run = subprocess.run(
+        [
+            str(program),
+            "--config-file",
+            "schemathesis.toml",
+            "run",
+            "openapi.json",
+            "--url",
+            url,
+            "--checks",
+            "all",
+            "--seed",
+            "1",
+            "--no-shrink",
+            "--continue-on-failure",
+            *header,
+            *options,
+        ],
+        cwd=facts.folder,
+        capture_output=True,
+        text=True,
+    )
     assert run.returncode == 0, run.stdout[-20000:] + run.stderr[-2000:]
     count = sum(len(operations) for operations in document["paths"].values())
     assert f"Tested: {count}\n" in run.stdout, run.stdout

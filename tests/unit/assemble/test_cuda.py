@@ -32,9 +32,16 @@ from quire.platforms.cuda import CudaFacts
 
 GIB = 1 << 30
 FACTS = CudaFacts(
-    name="NVIDIA T", capability=(9, 0), num_sms=2, total_memory=16 * GIB, free_memory=15 * GIB, others_memory=0,
-    driver_version="1", runtime_version="2", torch_version="3",
-)  # fmt: skip
+    name="NVIDIA T",
+    capability=(9, 0),
+    num_sms=2,
+    total_memory=16 * GIB,
+    free_memory=15 * GIB,
+    others_memory=0,
+    driver_version="1",
+    runtime_version="2",
+    torch_version="3",
+)
 
 
 def assemble(monkeypatch: pytest.MonkeyPatch, facts: CudaFacts = FACTS, why: str = "", **options: object) -> Parts:
@@ -44,8 +51,9 @@ def assemble(monkeypatch: pytest.MonkeyPatch, facts: CudaFacts = FACTS, why: str
     folder = bundled_model()
     config = EngineConfig.from_flat(max_num_seqs=4, max_model_len=64, **options)
     machine = Machine(device="cpu", words="NVIDIA T", total_memory=facts.total_memory)
-    plan = resolve_engine(config, folder, read_checkpoint_config(folder), machine,
-                          DTypePlan(dtype="float32", reason=""), here)  # fmt: skip
+    plan = resolve_engine(
+        config, folder, read_checkpoint_config(folder), machine, DTypePlan(dtype="float32", reason=""), here
+    )
     loaded = cuda.load_cuda(plan, ALONE, facts, on_loading=lambda done, total: None, end_phase=lambda name: None)
     return loaded.finish(resolve_sizing(plan, loaded.measure()))
 
@@ -55,14 +63,36 @@ def test_without_triton_a_gpu_runs_pytorch_s_operations_and_says_so(monkeypatch:
     assert "graphs" not in parts.plans
     (note,) = parts.notes
     assert "no Triton kernel can run (there is no abacus)" in note and "slower" in note
-    facts = ExecutorFacts(depth=1, decode_lag=1, num_slots=4, num_blocks=8, block_size=32, max_model_len=64,
-                          vocab_size=parts.plan.args.vocab_size)  # fmt: skip
+    facts = ExecutorFacts(
+        depth=1,
+        decode_lag=1,
+        num_slots=4,
+        num_blocks=8,
+        block_size=32,
+        max_model_len=64,
+        vocab_size=parts.plan.args.vocab_size,
+    )
     executor = parts.executor(facts)
-    prompt = Admission(slot=1, request_id="", token_ids=np.arange(5, dtype=np.int32), num_computed=0,
-                       block_ids=(np.array([1], np.int32),), sampler=SamplerSpec(seed=0, num_prompt=5))  # fmt: skip
+    prompt = Admission(
+        slot=1,
+        request_id="",
+        token_ids=np.arange(5, dtype=np.int32),
+        num_computed=0,
+        block_ids=(np.array([1], np.int32),),
+        sampler=SamplerSpec(seed=0, num_prompt=5),
+    )
     one = np.array([1], np.int32)
-    executor.submit(StepPlan(step=1, slots=one, num_decodes=0, num_tokens=5 * one, num_rows=one, admitted=(prompt,),
-                             outputs=np.array([SAMPLE], np.uint8)))  # fmt: skip
+    executor.submit(
+        StepPlan(
+            step=1,
+            slots=one,
+            num_decodes=0,
+            num_tokens=5 * one,
+            num_rows=one,
+            admitted=(prompt,),
+            outputs=np.array([SAMPLE], np.uint8),
+        )
+    )
     assert executor.collect().tokens.shape == (1, 1)
     executor.shutdown()
 
@@ -109,14 +139,26 @@ def test_the_memory_of_graphs_holds_the_experts_part_of_the_largest_exchange(mon
     assert not len(plans[0].slots) and plans[0].sync is not None and plans[0].sync.rows == (256,) * 4
 
 
-@pytest.mark.parametrize(("model", "served", "gib", "tokens"), [
-    ("qwen3-0.6b", False, 140, 8192), ("deepseek-v2-lite", False, 140, 16384), ("deepseek-v2-lite", True, 140, 8192),
-    ("deepseek-v2-lite", False, 100, 8192),  # of which 58.5 are weights
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("model", "served", "gib", "tokens"),
+    [
+        ("qwen3-0.6b", False, 140, 8192),
+        ("deepseek-v2-lite", False, 140, 16384),
+        ("deepseek-v2-lite", True, 140, 8192),
+        ("deepseek-v2-lite", False, 100, 8192),  # of which 58.5 are weights
+    ],
+)
 def test_steps_are_wide_for_experts_when_nobody_waits(model: str, served: bool, gib: int, tokens: int) -> None:
     folder = model_folder(model)
     config = EngineConfig.from_flat(max_num_seqs=4, max_model_len=64)
     machine = Machine(device="cuda", words="", total_memory=gib * GIB)
-    plan = resolve_engine(config, folder, read_checkpoint_config(folder), machine,
-                          DTypePlan(dtype="float32", reason=""), lambda need: "", served=served)  # fmt: skip
+    plan = resolve_engine(
+        config,
+        folder,
+        read_checkpoint_config(folder),
+        machine,
+        DTypePlan(dtype="float32", reason=""),
+        lambda need: "",
+        served=served,
+    )
     assert plan.config.scheduler.token_budget() == tokens

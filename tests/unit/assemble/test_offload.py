@@ -42,23 +42,26 @@ def test_blocks_of_synthetic_acceptance_are_found_by_no_other_engine() -> None:
     """They hold the keys and values of drafts that were wrong."""
     ngrams = {"method": "ngram", "num_speculative_tokens": 2}
     false = ngrams | {"rejection_sample_method": "synthetic", "synthetic_acceptance_length": 2.0}
-    plain, drafting, synthetic = (offload.root_key(planned(ARGS, speculative_config=given))
-                                  for given in (None, ngrams, false))  # fmt: skip
+    plain, drafting, synthetic = (
+        offload.root_key(planned(ARGS, speculative_config=given)) for given in (None, ngrams, false)
+    )
     assert plain == drafting != synthetic
 
 
 HEADS = {size: parse_checkpoint_config(tiny_config(Tiny(family="qwen3", heads=(8, size)))) for size in (2, 4, 8)}
 
 
-def drafting(tp: int, draft: ModelArgs = HEADS[4], folders: tuple[str, str] = ("a", "b"), **options: Any
-             ) -> list[EnginePlan]:  # fmt: skip
+def drafting(
+    tp: int, draft: ModelArgs = HEADS[4], folders: tuple[str, str] = ("a", "b"), **options: Any
+) -> list[EnginePlan]:
     """Plans of all ranks of an engine whose model has 2 KV heads, and whose head has others."""
     ranks = []
     for number in range(tp):
         both = (planned(args, parallel=Parallel(tp=tp), number=number, **options) for args in (HEADS[2], draft))
         own, other = (msgspec.structs.replace(plan, folder=folder) for plan, folder in zip(both, folders, strict=True))
-        ranks.append(msgspec.structs.replace(own, drafting=Drafting(model=other),
-                                             geometry=joined(own.geometry, other.geometry)))  # fmt: skip
+        ranks.append(
+            msgspec.structs.replace(own, drafting=Drafting(model=other), geometry=joined(own.geometry, other.geometry))
+        )
     return ranks
 
 
@@ -101,11 +104,16 @@ def test_files_are_of_one_version(monkeypatch: pytest.MonkeyPatch) -> None:
     assert same[2] != offload._namespace(plan, times=False)
 
 
-@pytest.mark.parametrize(("faults", "words"), [
-    ("read=ok/short", "no place for read=ok/short: read and write need kv_offload_dir"),
-    ("page=killed", "no place for page=killed: .* faults of connections need kv_share"),
-    ("tell=lost", "tell=lost is unknown: give a place and its faults, .*'tell': 'ok slow frozen killed"),
-    ("nowhere=slow", "nowhere=slow is unknown"), ("tell", "tell= is unknown")])
+@pytest.mark.parametrize(
+    ("faults", "words"),
+    [
+        ("read=ok/short", "no place for read=ok/short: read and write need kv_offload_dir"),
+        ("page=killed", "no place for page=killed: .* faults of connections need kv_share"),
+        ("tell=lost", "tell=lost is unknown: give a place and its faults, .*'tell': 'ok slow frozen killed"),
+        ("nowhere=slow", "nowhere=slow is unknown"),
+        ("tell", "tell= is unknown"),
+    ],
+)
 def test_faults_that_cannot_be_planted_are_refused(faults: str, words: str) -> None:
     assert offload._faults(planned(ARGS)) is None
     share = {"kv_share": ":5700"} if "unknown" in words else {}

@@ -35,8 +35,9 @@ def test_without_the_variable_more_ranks_than_gpus_are_refused(monkeypatch: pyte
         plans(monkeypatch, **EAGER)
 
 
-@pytest.mark.parametrize("changes", [{"enforce_eager": False}, {"nnodes": 2}, {"distributed_executor_backend": "ray"}],
-                         ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "changes", [{"enforce_eager": False}, {"nnodes": 2}, {"distributed_executor_backend": "ray"}], ids=str
+)
 def test_what_needs_a_gpu_for_each_rank_is_refused(monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any]) -> None:
     monkeypatch.setenv("QUIRE_TEST_RANKS_SHARE_GPU", "1")
     with pytest.raises(ConfigError, match="^QUIRE_TEST_RANKS_SHARE_GPU: ranks that share a GPU"):

@@ -45,16 +45,27 @@ needs_interpreter = pytest.mark.skipif(not triton_runtime.INTERPRETED, reason="n
 
 def setup(dtype: str = "float32", **changes: object) -> Setup:
     args = parse_checkpoint_config(CONFIG | changes)
-    return Setup(args=args, device=torch.device("cpu"), dtype=getattr(torch, dtype), block_size=8,
-                 kernels=select_kernels("cpu", dtype, head_dim=16), rows=(1, 5),
-                 steps=((3, 1, 17), (2, 9, 9), (1, 4, 21)), shared=((3, 21, 16),))
+    return Setup(
+        args=args,
+        device=torch.device("cpu"),
+        dtype=getattr(torch, dtype),
+        block_size=8,
+        kernels=select_kernels("cpu", dtype, head_dim=16),
+        rows=(1, 5),
+        steps=((3, 1, 17), (2, 9, 9), (1, 4, 21)),
+        shared=((3, 21, 16),),
+    )
 
 
 def on_gpu(dtype: str) -> Setup:
     """With a GPU's kernels, in the interpreter."""
     plain = setup(dtype)
-    return replace(plain, kernels=replace(plain.kernels, norm=norm, heads=heads, activation=activation, linear=linear,
-                                          attention=attention))
+    return replace(
+        plain,
+        kernels=replace(
+            plain.kernels, norm=norm, heads=heads, activation=activation, linear=linear, attention=attention
+        ),
+    )
 
 
 if triton_runtime.INTERPRETED:
@@ -76,8 +87,10 @@ def test_every_case_computes_what_the_library_computes(op: str) -> None:
 
 
 @needs_interpreter
-@pytest.mark.parametrize(("op", "dtype"), [*((op, "float32") for op in OPERATIONS), ("linear", "bfloat16"),
-                                          ("layer", "bfloat16"), ("embedding", "bfloat16")])
+@pytest.mark.parametrize(
+    ("op", "dtype"),
+    [*((op, "float32") for op in OPERATIONS), ("linear", "bfloat16"), ("layer", "bfloat16"), ("embedding", "bfloat16")],
+)
 def test_every_case_of_a_gpu(op: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(timing, "SAMPLES", 1)
     check(on_gpu(dtype), op)
@@ -111,12 +124,15 @@ def test_a_wrong_cache_has_no_speed(part: str, monkeypatch: pytest.MonkeyPatch) 
 
 
 @needs_interpreter
-@pytest.mark.parametrize(("op", "owner", "name"), [
-    ("sampler", "quire.kernels.sampling.triton.TritonSampling", "sample"),
-    ("step", "quire.kernels.step.packed.operations", "apply_runs"),
-    ("step", "quire.kernels.cases.operations.step", "build_inputs"),
-    ("step", "quire.kernels.cases.operations.step", "finish_step"),
-])
+@pytest.mark.parametrize(
+    ("op", "owner", "name"),
+    [
+        ("sampler", "quire.kernels.sampling.triton.TritonSampling", "sample"),
+        ("step", "quire.kernels.step.packed.operations", "apply_runs"),
+        ("step", "quire.kernels.cases.operations.step", "build_inputs"),
+        ("step", "quire.kernels.cases.operations.step", "finish_step"),
+    ],
+)
 def test_what_does_nothing_has_no_speed(op: str, owner: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)  # one row's right token may be 0, which is what a sampler that does nothing leaves
     monkeypatch.setattr(f"{owner}.{name}", lambda *args, **named: None)
@@ -195,9 +211,14 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     assert "F.rms_norm" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("flags", "said"), [(["--only", "nothing"], "there is no operation 'nothing'"),
-                                             (["--models", "gpt"], "'gpt': no such configuration"),
-                                             (["--rows", "0"], "--rows 0: give whole numbers")])
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--only", "nothing"], "there is no operation 'nothing'"),
+        (["--models", "gpt"], "'gpt': no such configuration"),
+        (["--rows", "0"], "--rows 0: give whole numbers"),
+    ],
+)
 def test_mistakes_are_named(flags: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "kernels", "--device", "cpu", *flags]) == 3
     assert said in capsys.readouterr().err

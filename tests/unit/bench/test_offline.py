@@ -10,10 +10,22 @@ from quire.entry.exit_codes import REFUSED
 
 ROW = {"workload", "requests", "seconds", "input_tokens", "output_tokens", "output_tokens_per_s", "total_tokens_per_s"}
 SMALL = {
-    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 500, "hidden_size": 32,
-    "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "max_position_embeddings": 256, "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "hidden_act": "silu",
-    "tie_word_embeddings": False, "torch_dtype": "float32", "bos_token_id": 1, "eos_token_id": 2,
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 500,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+    "torch_dtype": "float32",
+    "bos_token_id": 1,
+    "eos_token_id": 2,
 }
 
 
@@ -34,37 +46,85 @@ TOKEN_TIMES = {"inter_token_p50_ms", "inter_token_p99_ms"}
 
 def test_throughput_writes_the_shared_format(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "result.json"
-    assert main(["bench", "throughput", *engine_flags(model), "--only", "decode_b64,shared_prefix", "--scale", "0.05",
-                 "--max-len", "12", "--repeat", "2", "--out", str(out)]) == 0
+    assert (
+        main(
+            [
+                "bench",
+                "throughput",
+                *engine_flags(model),
+                "--only",
+                "decode_b64,shared_prefix",
+                "--scale",
+                "0.05",
+                "--max-len",
+                "12",
+                "--repeat",
+                "2",
+                "--out",
+                str(out),
+            ]
+        )
+        == 0
+    )
     result = json.loads(out.read_text())
     assert result.keys() == {"engine", "model", "engine_args", "device", "import_s", "construct_s", "runs"}
     assert result["model"] == "small" and result["engine"].startswith("quire ")
-    assert result["engine_args"] == {"load_format": "dummy", "skip_tokenizer_init": True, "max_num_seqs": 4,
-                                     "num_threads": 1}
+    assert result["engine_args"] == {
+        "load_format": "dummy",
+        "skip_tokenizer_init": True,
+        "max_num_seqs": 4,
+        "num_threads": 1,
+    }
     assert [row["workload"] for row in result["runs"]] == ["decode_b64", "shared_prefix"]
     assert all(row.keys() == ROW | TOKEN_TIMES | {"first_seconds"} for row in result["runs"])
-    assert all(0 < row["inter_token_p50_ms"] <= row["inter_token_p99_ms"] < 1000 * row["first_seconds"]
-               and row["seconds"] <= row["first_seconds"] for row in result["runs"])
+    assert all(
+        0 < row["inter_token_p50_ms"] <= row["inter_token_p99_ms"] < 1000 * row["first_seconds"]
+        and row["seconds"] <= row["first_seconds"]
+        for row in result["runs"]
+    )
     assert [(row["requests"], row["input_tokens"], row["output_tokens"]) for row in result["runs"]] == [
-        (3, 36, 36), (13, 13 * 24, 13 * 12)]
+        (3, 36, 36),
+        (13, 13 * 24, 13 * 12),
+    ]
     lines = capsys.readouterr().out.splitlines()
     assert lines[2].startswith("workload") and lines[4].startswith("decode_b64")
 
 
 def test_edits_are_measured_with_drafts_and_without(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     drafts = '{"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}'
-    assert main(["bench", "throughput", *engine_flags(model), "--only", "edits_b8", "--max-len", "48", "--repeat", "1",
-                 "--speculative-config", drafts, "--json"]) == 0
-    row, = json.loads(capsys.readouterr().out)["runs"]
-    assert row.keys() == ROW | TOKEN_TIMES | {"first_seconds", "plain_output_tokens_per_s", "tokens_per_step",
-                                              "drafts_accepted"}
+    assert (
+        main(
+            [
+                "bench",
+                "throughput",
+                *engine_flags(model),
+                "--only",
+                "edits_b8",
+                "--max-len",
+                "48",
+                "--repeat",
+                "1",
+                "--speculative-config",
+                drafts,
+                "--json",
+            ]
+        )
+        == 0
+    )
+    (row,) = json.loads(capsys.readouterr().out)["runs"]
+    assert row.keys() == ROW | TOKEN_TIMES | {
+        "first_seconds",
+        "plain_output_tokens_per_s",
+        "tokens_per_step",
+        "drafts_accepted",
+    }
     assert row["requests"] == 8 and 1 <= row["tokens_per_step"] <= 4 and 0 <= row["drafts_accepted"] <= 1
     assert row["plain_output_tokens_per_s"] > 0
 
 
 def test_latency_adds_token_times(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "latency", *engine_flags(model), "--max-len", "8", "--json"]) == 0
-    row, = json.loads(capsys.readouterr().out)["runs"]
+    (row,) = json.loads(capsys.readouterr().out)["runs"]
     assert row.keys() == ROW | TOKEN_TIMES | {"first_token_ms"}
     assert (row["workload"], row["requests"], row["output_tokens"]) == ("latency_b1", 1, 8)
     assert 0 < row["first_token_ms"] <= 1000 * row["seconds"]

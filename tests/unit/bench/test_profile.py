@@ -37,11 +37,18 @@ def test_times_by_kernel_and_pauses() -> None:
     random.Random(0).shuffle(events)
     found = where_time_goes(events)
     span = 22_000 + 3000 + 5000 + 2 * (500 + 4 * 2100 + 1000 + 500)
-    assert found["idle"] == {"total_ms": round((3 * 100 + 8000 + 2 * 400) / 1e6, 3),
-                             "share": round((3 * 100 + 8000 + 2 * 400) / span, 4)}
+    assert found["idle"] == {
+        "total_ms": round((3 * 100 + 8000 + 2 * 400) / 1e6, 3),
+        "share": round((3 * 100 + 8000 + 2 * 400) / span, 4),
+    }
     rows = {row["kernel"]: row for row in found["kernels"]}
-    assert rows["kernel_2"] == {"kernel": "kernel_2", "calls": 2, "total_ms": 0.004, "share": round(4000 / span, 4),
-                                "us": 2.0}
+    assert rows["kernel_2"] == {
+        "kernel": "kernel_2",
+        "calls": 2,
+        "total_ms": 0.004,
+        "share": round(4000 / span, 4),
+        "us": 2.0,
+    }
     assert rows[LAST_OF_STEP]["calls"] == 3 and rows["Memcpy DtoH (Device -> Pinned)"]["us"] == 0.4
     times = [row["total_ms"] for row in found["kernels"]]
     assert times == sorted(times, reverse=True)

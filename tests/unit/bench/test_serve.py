@@ -49,8 +49,14 @@ class Server:
         try:
             while head := (await reader.readuntil(b"\r\n\r\n")).decode():
                 self.headers.append(head)
-                length = next((int(line.split(":")[1]) for line in head.split("\r\n")
-                               if line.lower().startswith("content-length")), 0)
+                length = next(
+                    (
+                        int(line.split(":")[1])
+                        for line in head.split("\r\n")
+                        if line.lower().startswith("content-length")
+                    ),
+                    0,
+                )
                 if head.startswith("GET"):
                     body = b'{"data": [{"id": "listed"}]}'
                     writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
@@ -100,8 +106,9 @@ def test_a_completion_is_timed_and_counted() -> None:
     assert record.error is None and record.counted
     assert (record.num_input, record.num_output, record.num_events, len(record.gaps)) == (7, 6, 2, 1)
     assert record.first is not None and record.started < record.first <= record.ended
-    assert server.bodies == [{"model": "m", "stream": True, "stream_options": {"include_usage": True},
-                              "prompt": [1, 2, 3], "max_tokens": 6}]
+    assert server.bodies == [
+        {"model": "m", "stream": True, "stream_options": {"include_usage": True}, "prompt": [1, 2, 3], "max_tokens": 6}
+    ]
 
 
 def test_chat_counts_content_and_reasoning_but_not_the_role() -> None:
@@ -112,13 +119,16 @@ def test_chat_counts_content_and_reasoning_but_not_the_role() -> None:
     assert server.bodies[0]["messages"] == [{"role": "user", "content": "hi"}]
 
 
-@pytest.mark.parametrize(("answer", "kind"), [
-    (b"HTTP/1.1 429 Too Many\r\nContent-Length: 0\r\n\r\n", "HTTP 429"),
-    (HEAD + event(text("a")) + b"0\r\n\r\n", "the stream broke off"),
-    (HEAD + event({"error": {"type": "internal_error", "message": "x"}}) + END, "error event internal_error"),
-    (HEAD + event(b"{nonsense") + END, "invalid event"),
-    (HEAD + event(text("a")), "ClientPayloadError"),
-])
+@pytest.mark.parametrize(
+    ("answer", "kind"),
+    [
+        (b"HTTP/1.1 429 Too Many\r\nContent-Length: 0\r\n\r\n", "HTTP 429"),
+        (HEAD + event(text("a")) + b"0\r\n\r\n", "the stream broke off"),
+        (HEAD + event({"error": {"type": "internal_error", "message": "x"}}) + END, "error event internal_error"),
+        (HEAD + event(b"{nonsense") + END, "invalid event"),
+        (HEAD + event(text("a")), "ClientPayloadError"),
+    ],
+)
 def test_errors_are_told_by_kind(answer: bytes, kind: str) -> None:
     result = summarize(run(Server(answer), [ASK]), [99], {})
     assert result["errors"] == {kind: 1} and (result["completed"], result["failed"]) == (0, 1)
@@ -172,8 +182,9 @@ def record(first: float = 0.1, ended: float = 1.1, num_output: int = 11, **more:
 
 
 def test_the_summary_adds_up() -> None:
-    done = LoadRun(records=[record(), record(first=0.3, ended=2.3), record(error="HTTP 500")], seconds=2.0,
-               cpu_seconds=0.033)
+    done = LoadRun(
+        records=[record(), record(first=0.3, ended=2.3), record(error="HTTP 500")], seconds=2.0, cpu_seconds=0.033
+    )
     result = summarize(done, [50, 100], {"ttft": 200.0, "e2el": 5000.0})
     assert (result["completed"], result["failed"], result["errors"]) == (2, 1, {"HTTP 500": 1})
     assert (result["total_input_tokens"], result["total_output_tokens"]) == (10, 22)

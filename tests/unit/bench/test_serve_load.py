@@ -43,8 +43,12 @@ def test_a_file_is_read_and_repeated(tmp_path: Path) -> None:
     rows = [{"prompt": "one"}, {"prompt": [5, 6], "max_tokens": 3}, {"prompt": "two", "output_tokens": 4}]
     path.write_text("\n\n".join(map(json.dumps, rows)))
     asks = read_load(path, 9, 4, chat=False)
-    assert asks == [Ask(prompt="one", max_tokens=9), Ask(prompt=[5, 6], max_tokens=3),
-                    Ask(prompt="two", max_tokens=4), Ask(prompt="one", max_tokens=9)]
+    assert asks == [
+        Ask(prompt="one", max_tokens=9),
+        Ask(prompt=[5, 6], max_tokens=3),
+        Ask(prompt="two", max_tokens=4),
+        Ask(prompt="one", max_tokens=9),
+    ]
 
 
 def test_a_file_of_conversations(tmp_path: Path) -> None:

@@ -9,7 +9,9 @@ def test_a_bundled_name_has_dummy_weights_and_no_tokenizer() -> None:
     folder = str(model_folder("qwen3-0.6b"))
     dummy = {"load_format": "dummy", "skip_tokenizer_init": True}
     assert resolve_target({"model": "qwen3-0.6b", "dtype": "half"}) == (
-        "qwen3-0.6b", dummy | {"dtype": "half", "model": folder})
+        "qwen3-0.6b",
+        dummy | {"dtype": "half", "model": folder},
+    )
     assert resolve_target({}) == ("qwen3-0.6b", dummy | {"model": folder})
 
 

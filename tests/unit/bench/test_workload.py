@@ -14,7 +14,7 @@ RESULTS = Path(__file__).resolve().parents[3] / "tools" / "peer" / "results"
 
 def test_a_draw_is_pinned() -> None:
     """Changing the order of draws would make results incomparable with those in tools/peer/results."""
-    work, = load_workloads(["mixed_1000"], scale=0.003)
+    (work,) = load_workloads(["mixed_1000"], scale=0.003)
     assert [len(p) for p in work.prompts] == [928, 610, 295]
     assert work.prompts[0][:4] == [25836, 14781, 2326, 9484]
     assert work.outputs == [261, 361, 197]
@@ -26,7 +26,9 @@ def test_counts_equal_the_peers_rows() -> None:
     assert rows and all(
         (row["requests"], row["input_tokens"], row["output_tokens"])
         == (len(work.prompts), work.num_input_tokens, sum(work.outputs))
-        for row in rows for work in [drawn[row["workload"]]])
+        for row in rows
+        for work in [drawn[row["workload"]]]
+    )
 
 
 def test_scale_and_max_len() -> None:
@@ -42,7 +44,7 @@ def test_edits_repeat_their_prompts_code_and_are_run_only_when_they_are_named() 
     assert all(700 < len(prompt) <= 1024 for prompt in many.prompts) and len(set(many.texts)) == 64
     assert one.texts[0] == many.texts[0] and "\n\nThe same code, with " in one.texts[0]
     assert all(len(set(prompt)) < 400 for prompt in many.prompts), "words come again"
-    short, = load_workloads(["edits_b8"], scale=0.25, max_len=64)
+    (short,) = load_workloads(["edits_b8"], scale=0.25, max_len=64)
     assert all(20 < len(prompt) <= 64 for prompt in short.prompts) and len(short.texts[0]) < 300
     assert not any(work.texts for work in load_workloads())
 

@@ -21,25 +21,34 @@ def test_the_defaults_are_those_of_vllm() -> None:
 
 
 def test_values_are_taken() -> None:
-    given = {"window_size": 10, "num_redundant_experts": 32, "use_async": True, "communicator": None,
-             "enable_migration_batching": False, "log_balancedness": True}
+    given = {
+        "window_size": 10,
+        "num_redundant_experts": 32,
+        "use_async": True,
+        "communicator": None,
+        "enable_migration_batching": False,
+        "log_balancedness": True,
+    }
     found = read_eplb_config(given)
     assert (found.window_size, found.num_redundant_experts, found.log_balancedness) == (10, 32, True)
 
 
-@pytest.mark.parametrize(("given", "message"), [
-    ({"window": 5}, "eplb_config: 'window' does not exist: use window_size, step_interval, "),
-    ({"window_size": 10, "step_interval": 5}, "window_size=10 is longer than step_interval=5: lower"),
-    ({"window_size": 0}, "window_size=0 is too small: give at least 1"),
-    ({"num_redundant_experts": -1}, "num_redundant_experts=-1 is too small: give at least 0"),
-    ({"step_interval": "3000"}, "step_interval='3000' must be a whole number"),
-    ({"step_interval": True}, "step_interval=True must be a whole number"),
-    ({"log_balancedness": 1}, "log_balancedness=1 must be true or false"),
-    ({"policy": "random"}, "policy='random' is not implemented, because the policy is DeepSeek's"),
-    ({"use_async": False}, "use_async=False is not implemented, because weights always move beside"),
-    ({"communicator": "nixl"}, "communicator='nixl' is not implemented, because a rank copies .*: leave it out"),
-    ({"enable_migration_batching": True}, "one layer moves at a time: leave it out"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"window": 5}, "eplb_config: 'window' does not exist: use window_size, step_interval, "),
+        ({"window_size": 10, "step_interval": 5}, "window_size=10 is longer than step_interval=5: lower"),
+        ({"window_size": 0}, "window_size=0 is too small: give at least 1"),
+        ({"num_redundant_experts": -1}, "num_redundant_experts=-1 is too small: give at least 0"),
+        ({"step_interval": "3000"}, "step_interval='3000' must be a whole number"),
+        ({"step_interval": True}, "step_interval=True must be a whole number"),
+        ({"log_balancedness": 1}, "log_balancedness=1 must be true or false"),
+        ({"policy": "random"}, "policy='random' is not implemented, because the policy is DeepSeek's"),
+        ({"use_async": False}, "use_async=False is not implemented, because weights always move beside"),
+        ({"communicator": "nixl"}, "communicator='nixl' is not implemented, because a rank copies .*: leave it out"),
+        ({"enable_migration_batching": True}, "one layer moves at a time: leave it out"),
+    ],
+)
 def test_a_wrong_setting_is_refused(given: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         read_eplb_config(given)
@@ -52,16 +61,19 @@ def model(experts: int) -> ModelArgs:
     return replace(args, num_heads=8, num_kv_heads=8, moe=replace(args.moe, routing=routing))
 
 
-@pytest.mark.parametrize(("experts", "parallel", "message"), [
-    (256, replace(SPREAD, redundant=12), "268 slots for 256 experts do not divide among 8 ranks: use 0, 8 or 16"),
-    (60, replace(SPREAD, redundant=0), "60 slots for 60 experts do not divide among 8 ranks: use 4, 12 or 20"),
-    (8, replace(SPREAD, redundant=64), "a rank would have more slots than .* use at most 56"),
-    (8, Parallel(tp=4, redundant=0), "has nothing to balance, .*: add --enable-expert-parallel"),
-    (8, Parallel(experts=True, redundant=0), "has nothing to balance"),
-    (8, Parallel(dp=2, redundant=0), "has nothing to balance"),
-    (8, Parallel(dp=2, pp=2, experts=True, redundant=0), "cannot be used with -pp: leave one"),
-    (8, Parallel(dp=2, experts=True, round_robin=True, redundant=0), "with --expert-placement-strategy: leave one"),
-])
+@pytest.mark.parametrize(
+    ("experts", "parallel", "message"),
+    [
+        (256, replace(SPREAD, redundant=12), "268 slots for 256 experts do not divide among 8 ranks: use 0, 8 or 16"),
+        (60, replace(SPREAD, redundant=0), "60 slots for 60 experts do not divide among 8 ranks: use 4, 12 or 20"),
+        (8, replace(SPREAD, redundant=64), "a rank would have more slots than .* use at most 56"),
+        (8, Parallel(tp=4, redundant=0), "has nothing to balance, .*: add --enable-expert-parallel"),
+        (8, Parallel(experts=True, redundant=0), "has nothing to balance"),
+        (8, Parallel(dp=2, redundant=0), "has nothing to balance"),
+        (8, Parallel(dp=2, pp=2, experts=True, redundant=0), "cannot be used with -pp: leave one"),
+        (8, Parallel(dp=2, experts=True, round_robin=True, redundant=0), "with --expert-placement-strategy: leave one"),
+    ],
+)
 def test_slots_that_ranks_cannot_share_are_refused(experts: int, parallel: Parallel, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         check_parallel(model(experts), parallel)

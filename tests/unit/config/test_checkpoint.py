@@ -194,7 +194,7 @@ def test_a_window_without_a_length_is_transformers_default(model_type: str) -> N
         ("qwen2", {"max_window_layers": 4}, False),
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_which_layers_have_the_window_is_the_family_s_rule(
     model_type: str, changes: dict[str, Any], windowed: bool
 ) -> None:
@@ -315,13 +315,21 @@ def test_every_real_configuration(shared: Path) -> None:
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        ("sliding_window", "4096"), ("max_window_layers", "28"), ("layer_types", [{}]),
-        ("layer_types", "full_attention"), ("architectures", 5), ("architectures", "Qwen3ForCausalLM"),
-        ("architectures", [{}]), ("rms_norm_eps", float("inf")), ("rms_norm_eps", 10**40),
-        ("head_dim", 10**400), ("hidden_size", 10**400), ("sliding_window", 10**400),
+        ("sliding_window", "4096"),
+        ("max_window_layers", "28"),
+        ("layer_types", [{}]),
+        ("layer_types", "full_attention"),
+        ("architectures", 5),
+        ("architectures", "Qwen3ForCausalLM"),
+        ("architectures", [{}]),
+        ("rms_norm_eps", float("inf")),
+        ("rms_norm_eps", 10**40),
+        ("head_dim", 10**400),
+        ("hidden_size", 10**400),
+        ("sliding_window", 10**400),
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_a_value_of_the_wrong_type_is_named(key: str, value: Any) -> None:
     damaged = changed(**({"use_sliding_window": True} | {key: value}))
     with pytest.raises(ModelError, match=f"folder/config.json: {key}=.* must be ") as error:

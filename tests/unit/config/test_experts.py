@@ -14,13 +14,27 @@ BASE: dict[str, Any] = {
     "num_key_value_heads": 4, "max_position_embeddings": 4096, "dtype": "bfloat16",
 }  # fmt: skip
 V3: dict[str, Any] = BASE | {
-    "model_type": "deepseek_v3", "kv_lora_rank": 24, "q_lora_rank": 20, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8,
-    "v_head_dim": 12, "n_routed_experts": 16, "num_experts_per_tok": 3, "moe_intermediate_size": 24,
-    "n_shared_experts": 2, "n_group": 4, "topk_group": 2, "first_k_dense_replace": 1,
-}  # fmt: skip
+    "model_type": "deepseek_v3",
+    "kv_lora_rank": 24,
+    "q_lora_rank": 20,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "n_routed_experts": 16,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "n_shared_experts": 2,
+    "n_group": 4,
+    "topk_group": 2,
+    "first_k_dense_replace": 1,
+}
 QWEN: dict[str, Any] = BASE | {
-    "model_type": "qwen3_moe", "head_dim": 16, "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24,
-}  # fmt: skip
+    "model_type": "qwen3_moe",
+    "head_dim": 16,
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+}
 
 
 def read(raw: dict[str, Any], **changes: Any) -> ModelArgs:
@@ -117,13 +131,16 @@ def test_two_ways_to_name_the_layers_with_experts_must_agree() -> None:
         read(V3, mlp_layer_types=kinds)
 
 
-@pytest.mark.parametrize(("raw", "changes", "named"), [
-    (QWEN, {"num_experts": 2_000_000}, "num_experts=2000000"),
-    (V3, {"n_routed_experts": 2_000_000}, "n_routed_experts=2000000"),
-    (QWEN, {"num_experts": 1024, "num_hidden_layers": 512}, "num_hidden_layers=512, 512 of them with 1024 experts"),
-    (QWEN, {"num_hidden_layers": 10**9}, "num_hidden_layers=1000000000"),
-    (V3, {"num_nextn_predict_layers": 10**9}, "num_nextn_predict_layers=1000000000"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("raw", "changes", "named"),
+    [
+        (QWEN, {"num_experts": 2_000_000}, "num_experts=2000000"),
+        (V3, {"n_routed_experts": 2_000_000}, "n_routed_experts=2000000"),
+        (QWEN, {"num_experts": 1024, "num_hidden_layers": 512}, "num_hidden_layers=512, 512 of them with 1024 experts"),
+        (QWEN, {"num_hidden_layers": 10**9}, "num_hidden_layers=1000000000"),
+        (V3, {"num_nextn_predict_layers": 10**9}, "num_nextn_predict_layers=1000000000"),
+    ],
+)
 def test_more_than_can_be_planned_is_refused_by_name(raw: dict[str, Any], changes: dict[str, Any], named: str) -> None:
     with pytest.raises(ModelError, match=f"{named}.* (at most|more than) [0-9]+") as error:
         read(raw, **changes)
@@ -152,12 +169,22 @@ def test_uninterleaved_v2_is_refused() -> None:
         read(V3, model_type="deepseek_v2", rope_interleave=False)
 
 
-@pytest.mark.parametrize("kind", [
-    {"rope_type": "linear"}, {"rope_type": "yarn", "original_max_position_embeddings": 64},
-    {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "kind",
+    [
+        {"rope_type": "linear"},
+        {"rope_type": "yarn", "original_max_position_embeddings": 64},
+        {
+            "rope_type": "llama3",
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 64,
+        },
+    ],
+)
 def test_scores_have_a_temperature_with_every_scaled_rope(kind: dict[str, Any]) -> None:
     """As in transformers: 0.1 x mscale_all_dim x ln factor + 1, squared; 0 means none."""
+
     def scale(value: float | None) -> float:
         latent = read(V3, rope_parameters=kind | {"factor": 4.0, "rope_theta": 1e4, "mscale_all_dim": value}).latent
         assert latent is not None
@@ -193,8 +220,14 @@ def test_half_a_head_rotates_in_glm() -> None:
     glm = {key: value for key, value in V3.items() if "lora" not in key and "qk" not in key and key != "v_head_dim"}
     args = read(glm, model_type="glm4_moe", head_dim=16, use_qk_norm=True, n_group=1, topk_group=1)
     assert (args.rotary_dim, args.qk_norm) == (8, True)
-    nested = read(glm, model_type="glm4_moe", head_dim=16, n_group=1, topk_group=1,
-                  rope_parameters={"rope_type": "default", "partial_rotary_factor": 0.25})
+    nested = read(
+        glm,
+        model_type="glm4_moe",
+        head_dim=16,
+        n_group=1,
+        topk_group=1,
+        rope_parameters={"rope_type": "default", "partial_rotary_factor": 0.25},
+    )
     assert (nested.rotary_dim, nested.qk_norm) == (4, False)
 
 

@@ -75,24 +75,27 @@ def test_nothing_given_is_the_default_configuration() -> None:
     assert engine_config(make_parser().parse_args([])) == EngineConfig()
 
 
-@pytest.mark.parametrize(("args", "expected"), [
-    (["--max-model-len", "4096"], {"max_model_len": 4096}),
-    (["--max_model_len=32k"], {"max_model_len": 32_000}),
-    (["--max-model-len", "1m"], {"max_model_len": 1_000_000}),
-    (["--max-model-len", "-1"], {"max_model_len": None}),
-    (["--max-model-len", "auto"], {"max_model_len": None}),
-    (["--no-enable-prefix-caching"], {"enable_prefix_caching": False}),
-    (["--no_enable_prefix_caching"], {"enable_prefix_caching": False}),
-    (["--enable-prefix-caching"], {"enable_prefix_caching": True}),
-    (["--dtype", "bfloat16"], {"dtype": "bfloat16"}),
-    (["--num-blocks", "7"], {"num_gpu_blocks_override": 7}),
-    (["--kv_cache_memory_bytes", "4G"], {"kv_cache_memory_bytes": 4 << 30}),
-    (["--watermark", "0.25"], {"watermark": 0.25}),
-    (["some/model"], {"model": "some/model"}),
-    (["--model", "some/model_a"], {"model": "some/model_a"}),
-    (["m", "--model", "m"], {"model": "m"}),
-    (["--chat-template", "{{ a_b }}"], {"chat_template": "{{ a_b }}"}),
-])
+@pytest.mark.parametrize(
+    ("args", "expected"),
+    [
+        (["--max-model-len", "4096"], {"max_model_len": 4096}),
+        (["--max_model_len=32k"], {"max_model_len": 32_000}),
+        (["--max-model-len", "1m"], {"max_model_len": 1_000_000}),
+        (["--max-model-len", "-1"], {"max_model_len": None}),
+        (["--max-model-len", "auto"], {"max_model_len": None}),
+        (["--no-enable-prefix-caching"], {"enable_prefix_caching": False}),
+        (["--no_enable_prefix_caching"], {"enable_prefix_caching": False}),
+        (["--enable-prefix-caching"], {"enable_prefix_caching": True}),
+        (["--dtype", "bfloat16"], {"dtype": "bfloat16"}),
+        (["--num-blocks", "7"], {"num_gpu_blocks_override": 7}),
+        (["--kv_cache_memory_bytes", "4G"], {"kv_cache_memory_bytes": 4 << 30}),
+        (["--watermark", "0.25"], {"watermark": 0.25}),
+        (["some/model"], {"model": "some/model"}),
+        (["--model", "some/model_a"], {"model": "some/model_a"}),
+        (["m", "--model", "m"], {"model": "m"}),
+        (["--chat-template", "{{ a_b }}"], {"chat_template": "{{ a_b }}"}),
+    ],
+)
 def test_what_is_given_is_what_comes_out(args: list[str], expected: dict[str, object]) -> None:
     assert options(args) == expected
     config = engine_config(make_parser().parse_args(args))
@@ -108,17 +111,31 @@ def _fields() -> list[tuple[dataclasses.Field, str]]:
 @pytest.mark.parametrize("flag", [flag for flag in FLAGS if not flag.startswith("--no-")])
 def test_every_flag_reaches_its_option(flag: str) -> None:
     """Whatever the type of a field, its flag parses to a value of that type."""
-    texts = {"--dtype": "half", "--load-format": "dummy", "--load-device": "cpu", "--weights-load-device": "cpu",
-             "--routing": "uniform", "--all2all-backend": "nixl_ep", "--expert-placement-strategy": "round_robin",
-             "--kv-cache-dtype": "fp8", "--scheduling-policy": "priority", "--device": "cpu",
-             "--override-generation-config": '{"top_k": 5}', "--pooler-config": '{"pooling_type": "MEAN"}',
-             "--override-pooler-config": '{"pooling_type": "MEAN"}', "--speculative-config": '{"method": "ngram"}',
-             "-sc": '{"method": "ngram"}', "--eplb-config": '{"window_size": 5}',
-             "--kv-offload-policy": "write_through", "--kv-transfer-config": '{"kv_connector": "LMCacheConnectorV1"}',
-             "--kv-events-config": '{"topic": "kv"}', "--distributed-executor-backend": "ray"}
+    texts = {
+        "--dtype": "half",
+        "--load-format": "dummy",
+        "--load-device": "cpu",
+        "--weights-load-device": "cpu",
+        "--routing": "uniform",
+        "--all2all-backend": "nixl_ep",
+        "--expert-placement-strategy": "round_robin",
+        "--kv-cache-dtype": "fp8",
+        "--scheduling-policy": "priority",
+        "--device": "cpu",
+        "--override-generation-config": '{"top_k": 5}',
+        "--pooler-config": '{"pooling_type": "MEAN"}',
+        "--override-pooler-config": '{"pooling_type": "MEAN"}',
+        "--speculative-config": '{"method": "ngram"}',
+        "-sc": '{"method": "ngram"}',
+        "--eplb-config": '{"window_size": 5}',
+        "--kv-offload-policy": "write_through",
+        "--kv-transfer-config": '{"kv_connector": "LMCacheConnectorV1"}',
+        "--kv-events-config": '{"topic": "kv"}',
+        "--distributed-executor-backend": "ray",
+    }
     boolean = f"--no-{flag[2:]}" in FLAGS or flag == "-ep"
     args = [flag] if boolean else [flag, texts.get(flag, "1")]
-    (name, value), = options(args).items()
+    ((name, value),) = options(args).items()
     assert name in flat_names()
     field = next(f for f, _ in _fields() if f.name == name)
     assert isinstance(value, next((t for t in (dict, tuple) if t.__name__ in str(field.type)), field.type))
@@ -128,19 +145,23 @@ def test_after_two_dashes_nothing_is_changed() -> None:
     assert options(["--", "--my_model"]) == {"model": "--my_model"}
 
 
-@pytest.mark.parametrize(("args", "message"), [
-    (["--max-modl-len", "5"], "unknown flag --max-modl-len. Did you mean --max-model-len?"),
-    (["--enable_prefix_cachin"], "unknown flag --enable-prefix-cachin. Did you mean --enable-prefix-caching?"),
-    (["--max-model"], "unknown flag --max-model."),  # no abbreviations: they break when a flag is added
-    (["--zzzzzz=4"], "unknown flag --zzzzzz."),
-    (["a", "b"], "unexpected argument 'b'"),
-    (["--dtype", "int3"], "invalid choice: 'int3'"),
-    (["--max-num-seqs", "many"], "'many' is not a whole number"),
-    (["--max-num-seqs", "1.5"], "'1.5' is not a whole number"),
-    (["--watermark", "x"], "'x' is not a number"),
-])
-def test_a_mistake_is_one_line_and_exit_code_2(args: list[str], message: str,
-                                               capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--max-modl-len", "5"], "unknown flag --max-modl-len. Did you mean --max-model-len?"),
+        (["--enable_prefix_cachin"], "unknown flag --enable-prefix-cachin. Did you mean --enable-prefix-caching?"),
+        (["--max-model"], "unknown flag --max-model."),  # no abbreviations: they break when a flag is added
+        (["--zzzzzz=4"], "unknown flag --zzzzzz."),
+        (["a", "b"], "unexpected argument 'b'"),
+        (["--dtype", "int3"], "invalid choice: 'int3'"),
+        (["--max-num-seqs", "many"], "'many' is not a whole number"),
+        (["--max-num-seqs", "1.5"], "'1.5' is not a whole number"),
+        (["--watermark", "x"], "'x' is not a number"),
+    ],
+)
+def test_a_mistake_is_one_line_and_exit_code_2(
+    args: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as stop:
         options(args)
     assert stop.value.code == 2
@@ -173,11 +194,25 @@ def test_only_some_flags() -> None:
         parser.parse_args(["--dtype", "half"])
 
 
-@pytest.mark.parametrize(("text", "value"), [
-    ("0", 0), ("-1", -1), ("32768", 32768), ("32k", 32_000), ("32K", 32_768), ("1.5k", 1500), ("32KiB", 32_768),
-    ("32kB", 32_000), ("2g", 2 * 10**9), ("2GiB", 2 << 30), ("2GB", 2 << 30), ("1T", 1 << 40), (" 7 ", 7),
-    ("9007199254740993", 9007199254740993),
-])
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("0", 0),
+        ("-1", -1),
+        ("32768", 32768),
+        ("32k", 32_000),
+        ("32K", 32_768),
+        ("1.5k", 1500),
+        ("32KiB", 32_768),
+        ("32kB", 32_000),
+        ("2g", 2 * 10**9),
+        ("2GiB", 2 << 30),
+        ("2GB", 2 << 30),
+        ("1T", 1 << 40),
+        (" 7 ", 7),
+        ("9007199254740993", 9007199254740993),
+    ],
+)
 def test_sizes(text: str, value: int) -> None:
     assert parse_size(text) == value
 
@@ -204,12 +239,16 @@ def test_the_environment_gives_what_flags_do_not(monkeypatch: pytest.MonkeyPatch
     assert options(["given"])["model"] == "given"
 
 
-@pytest.mark.parametrize(("name", "text", "message"), [
-    ("QUIRE_MAX_NUM_SEQS", "lots", "environment variable QUIRE_MAX_NUM_SEQS: 'lots' is not a whole number"),
-    ("QUIRE_OFFLINE", "perhaps", "environment variable QUIRE_OFFLINE: 'perhaps' is neither 1/true"),
-])
-def test_a_bad_value_in_the_environment_is_named(monkeypatch: pytest.MonkeyPatch, name: str, text: str,
-                                                 message: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("QUIRE_MAX_NUM_SEQS", "lots", "environment variable QUIRE_MAX_NUM_SEQS: 'lots' is not a whole number"),
+        ("QUIRE_OFFLINE", "perhaps", "environment variable QUIRE_OFFLINE: 'perhaps' is neither 1/true"),
+    ],
+)
+def test_a_bad_value_in_the_environment_is_named(
+    monkeypatch: pytest.MonkeyPatch, name: str, text: str, message: str
+) -> None:
     monkeypatch.setenv(name, text)
     with pytest.raises(ConfigError, match=message):
         options([])
@@ -249,25 +288,35 @@ def test_a_misspelt_variable_is_an_error(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_what_kubernetes_sets_for_a_service_named_quire_is_no_option(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, text in {"QUIRE_PORT": "tcp://10.0.0.7:8000", "QUIRE_SERVICE_HOST": "10.0.0.7", "QUIRE_SERVICE_PORT": "1",
-                       "QUIRE_SERVICE_PORT_HTTP": "1", "QUIRE_PORT_8000_TCP": "tcp://10.0.0.7:8000",
-                       "QUIRE_PORT_8000_TCP_ADDR": "10.0.0.7", "QUIRE_PORT_8000_TCP_PROTO": "tcp",
-                       "VLLM_SERVICE_HOST": "10.0.0.8", "VLLM_PORT": "tcp://10.0.0.8:8000"}.items():
+    for name, text in {
+        "QUIRE_PORT": "tcp://10.0.0.7:8000",
+        "QUIRE_SERVICE_HOST": "10.0.0.7",
+        "QUIRE_SERVICE_PORT": "1",
+        "QUIRE_SERVICE_PORT_HTTP": "1",
+        "QUIRE_PORT_8000_TCP": "tcp://10.0.0.7:8000",
+        "QUIRE_PORT_8000_TCP_ADDR": "10.0.0.7",
+        "QUIRE_PORT_8000_TCP_PROTO": "tcp",
+        "VLLM_SERVICE_HOST": "10.0.0.8",
+        "VLLM_PORT": "tcp://10.0.0.8:8000",
+    }.items():
         monkeypatch.setenv(name, text)
     parser = FlagParser(prog="quire test")
     add_flags(parser, server_options())
     assert settings_of(parser.parse_args([]), server=True).values == {}
-    warning, = option_warnings()
+    (warning,) = option_warnings()
     assert warning == "QUIRE_PORT holds tcp://10.0.0.7:8000, which Kubernetes sets for a service of this name: ignored."
 
 
-@pytest.mark.parametrize(("args", "expected"), [
-    (["m", "--a.b", "1", "--x", "y", "--a.c.d=z"], ["m", '--a={"b": 1, "c": {"d": "z"}}', "--x", "y"]),
-    (["-cc.mode=3"], ['-cc={"mode": 3}']),
-    (["--temperature", "-0.5", "-1.5", "./a.b", "--x=a.b"], ["--temperature", "-0.5", "-1.5", "./a.b", "--x=a.b"]),
-    (["--", "--a.b", "1"], ["--", "--a.b", "1"]),
-    (["--a.b"], ['--a={"b": ""}']),
-])
+@pytest.mark.parametrize(
+    ("args", "expected"),
+    [
+        (["m", "--a.b", "1", "--x", "y", "--a.c.d=z"], ["m", '--a={"b": 1, "c": {"d": "z"}}', "--x", "y"]),
+        (["-cc.mode=3"], ['-cc={"mode": 3}']),
+        (["--temperature", "-0.5", "-1.5", "./a.b", "--x=a.b"], ["--temperature", "-0.5", "-1.5", "./a.b", "--x=a.b"]),
+        (["--", "--a.b", "1"], ["--", "--a.b", "1"]),
+        (["--a.b"], ['--a={"b": ""}']),
+    ],
+)
 def test_dotted_flags_are_one_object(args: list[str], expected: list[str]) -> None:
     assert with_objects(args) == expected
 
@@ -292,15 +341,21 @@ def test_what_is_configured_later_is_there_when_needed() -> None:
     assert len(parser.actions()) == 2  # not added twice
 
 
-@pytest.mark.parametrize(("text", "told"), [
-    ("max_num_seqs=0: must be at\n least 1.", "--max-num-seqs=0: must be at least 1."),
-    ("lower max_num_seqs or max_model_len.", "lower --max-num-seqs or --max-model-len."),
-    ("use dtype=float32, or another device", "use --dtype=float32, or another device"),
-    ("api_key: a key must be", "--api-key: a key must be"),
-    ("no option 'max_num_seqs' (--max_model_len)", "no option 'max_num_seqs' (--max_model_len)"),
-    ("a/generation_config.json: override_generation_config", "a/generation_config.json: --override-generation-config"),
-    ("generation_config.json, hf_token_x=1, my_seed=2", "generation_config.json, hf_token_x=1, my_seed=2"),
-])
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("max_num_seqs=0: must be at\n least 1.", "--max-num-seqs=0: must be at least 1."),
+        ("lower max_num_seqs or max_model_len.", "lower --max-num-seqs or --max-model-len."),
+        ("use dtype=float32, or another device", "use --dtype=float32, or another device"),
+        ("api_key: a key must be", "--api-key: a key must be"),
+        ("no option 'max_num_seqs' (--max_model_len)", "no option 'max_num_seqs' (--max_model_len)"),
+        (
+            "a/generation_config.json: override_generation_config",
+            "a/generation_config.json: --override-generation-config",
+        ),
+        ("generation_config.json, hf_token_x=1, my_seed=2", "generation_config.json, hf_token_x=1, my_seed=2"),
+    ],
+)
 def test_a_configurations_error_names_flags(text: str, told: str) -> None:
     assert error_text(ConfigError(text)) == told
     assert error_text(ModelError(text)) == " ".join(text.split())  # may name keys of a model's files

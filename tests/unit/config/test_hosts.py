@@ -42,8 +42,10 @@ def test_the_first_host_makes_a_file_that_the_others_read(folder: Path) -> None:
 
 
 def test_processes_that_make_the_key_at_the_same_time_have_the_same(
-        folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Nobody reads a half, and nobody fails because another was first."""
+
     def slow(count: int) -> str:
         time.sleep(0.1)
         return os.urandom(count).hex()
@@ -53,7 +55,6 @@ def test_processes_that_make_the_key_at_the_same_time_have_the_same(
         found = [future.result() for future in [pool.submit(cluster_key) for _ in range(8)]]
     assert len(set(found)) == 1
     assert [path.name for path in folder.iterdir()] == ["cluster_key"]
-
 
 
 def test_ranks_talk_through_the_interface_of_the_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -66,12 +67,15 @@ def test_ranks_talk_through_the_interface_of_the_cluster(monkeypatch: pytest.Mon
     assert "NCCL_SOCKET_IFNAME" not in rank_variables("eth1")
 
 
-@pytest.mark.parametrize("options, words", [
-    ({"node_rank": 1}, "node_rank=1: 1 hosts have the numbers 0 to 0"),
-    ({"nnodes": 2, "distributed_executor_backend": "ray"}, "nnodes=2: Ray knows its hosts itself"),
-    ({"distributed_executor_backend": "external_launcher"}, "must be one of mp, uni, ray"),
-    ({"nnodes": 0}, "nnodes=0: must be at least 1"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        ({"node_rank": 1}, "node_rank=1: 1 hosts have the numbers 0 to 0"),
+        ({"nnodes": 2, "distributed_executor_backend": "ray"}, "nnodes=2: Ray knows its hosts itself"),
+        ({"distributed_executor_backend": "external_launcher"}, "must be one of mp, uni, ray"),
+        ({"nnodes": 0}, "nnodes=0: must be at least 1"),
+    ],
+)
 def test_options_that_do_not_fit(options: dict[str, object], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         EngineConfig.from_flat(**options)
@@ -92,10 +96,18 @@ def test_a_layer_across_hosts_is_noted() -> None:
     assert hosts_note(Parallel(tp=4), (0, 0, 1, 1)).startswith("-tp 4: slices of a layer are on several hosts")
 
 
-@pytest.mark.parametrize("given, fits", [
-    ({"dp": 4}, (4,)), ({"dp": 4, "nnodes": 2}, (2,)), ({"dp": 1, "tp": 2}, (1,)),
-    ({"dp": 1, "tp": 2, "nnodes": 2}, (1,)), ({"dp": 2, "tp": 2, "nnodes": 4}, (1,)),
-    ({"dp": 3, "tp": 2, "nnodes": 2}, ())], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "given, fits",
+    [
+        ({"dp": 4}, (4,)),
+        ({"dp": 4, "nnodes": 2}, (2,)),
+        ({"dp": 1, "tp": 2}, (1,)),
+        ({"dp": 1, "tp": 2, "nnodes": 2}, (1,)),
+        ({"dp": 2, "tp": 2, "nnodes": 4}, (1,)),
+        ({"dp": 3, "tp": 2, "nnodes": 2}, ()),
+    ],
+    ids=str,
+)
 def test_the_replicas_of_a_host(given: dict[str, int], fits: tuple[int, ...]) -> None:
     """All hosts have equally many. Other numbers are refused, and the words tell the number of hosts that fits."""
     parallel = Parallel(dp=given["dp"], tp=given.get("tp", 1))
@@ -112,7 +124,8 @@ def test_the_replicas_of_a_host(given: dict[str, int], fits: tuple[int, ...]) ->
 
 def test_a_further_host_refuses_another_number_of_replicas() -> None:
     """Before it looks for the model."""
-    config = EngineConfig.from_flat(model="none", nnodes=2, node_rank=1, master_addr="10.0.0.1", data_parallel_size=4,
-                                    data_parallel_size_local=1)
+    config = EngineConfig.from_flat(
+        model="none", nnodes=2, node_rank=1, master_addr="10.0.0.1", data_parallel_size=4, data_parallel_size_local=1
+    )
     with pytest.raises(ConfigError, match="_local=1: all hosts, host 0 too, have equally many of the 4 replicas"):
         serve_host(config, "", print)

@@ -28,9 +28,15 @@ from quire.entry.cli.main import build_parser
 
 TABLE = {name: flag for flag in PEER_FLAGS for name in flag.names}
 # How the list of their flags shortens a few of them.
-SHORTENED = {"-num-in-group": "--offload-num-in-group", "-prefetch-step": "--offload-prefetch-step",
-             "-model": "--spec-model", "-tokens": "--spec-tokens", "--ssl-": "--ssl-keyfile",
-             "--h11-max-": "--h11-max-header-count", "-O2": "-O"}
+SHORTENED = {
+    "-num-in-group": "--offload-num-in-group",
+    "-prefetch-step": "--offload-prefetch-step",
+    "-model": "--spec-model",
+    "-tokens": "--spec-tokens",
+    "--ssl-": "--ssl-keyfile",
+    "--h11-max-": "--h11-max-header-count",
+    "-O2": "-O",
+}
 
 
 def make_parser() -> FlagParser:
@@ -74,8 +80,12 @@ def test_no_name_is_there_twice_and_every_kind_is_known() -> None:
 
 @pytest.mark.parametrize("flag", [f for f in PEER_FLAGS if f.meaning == "works"], ids=lambda flag: flag.name)
 def test_what_works_is_a_flag_of_ours(flag: PeerFlag) -> None:
-    visible = {name for action in make_parser().actions() if action.help is not argparse.SUPPRESS
-               for name in action.option_strings}
+    visible = {
+        name
+        for action in make_parser().actions()
+        if action.help is not argparse.SUPPRESS
+        for name in action.option_strings
+    }
     assert set(flag.names) <= visible
 
 
@@ -112,45 +122,59 @@ def test_a_note_says_why_as_a_sentence() -> None:
         assert flag.meaning == "works" or flag.why and not flag.why.endswith("."), flag.name
 
 
-@pytest.mark.parametrize(("args", "values"), [
-    (["--async-scheduling"], {"async_depth": 2}),
-    (["--no-async-scheduling"], {"async_depth": 1}),
-    (["--allow-async-output-proc"], {"async_depth": 2}),
-    (["--disable-async-output-proc"], {"async_depth": 1}),
-    (["--no-disable-async-output-proc"], {"async_depth": 2}),
-    (["--disable-uvicorn-access-log"], {"access_log": False}),
-    (["--max_num_queued_reqs", "2k"], {"max_waiting": 2000}),
-    (["--async-scheduling", "--async-depth", "1"], {"async_depth": 1}),
-    (["--cuda-graph-sizes", "1", "2", "[4, 8]", "--cudagraph_capture_sizes", "16,32"],
-     {"cudagraph_capture_sizes": (1, 2, 4, 8, 16, 32)}),
-    (["--gpu-memory-utilization", "0.5", "--enforce-eager", "--max-cudagraph-capture-size", "256"],
-     {"gpu_memory_utilization": 0.5, "enforce_eager": True, "max_cudagraph_capture_size": 256}),
-    (["-O2", "-O", "3", "-cc.mode=3", "--compilation-config.mode", "0"], {}),
-    (["-dcp", "1.0", "--data-parallel-size-local", "1", "-asc", "2"],
-     {"data_parallel_size_local": 1, "api_server_count": 2}),
-    (["--tensor_parallel_size=2", "-pp", "3", "-ep"], {"tensor_parallel_size": 2, "pipeline_parallel_size": 3,
-                                                      "enable_expert_parallel": True}),
-    (["-sc", '{"method": "ngram"}'], {"speculative_config": {"method": "ngram"}}),
-    (["--hf-overrides", "{ }", "--structured-outputs-config", '{"backend":"auto"}'], {}),
-    (["-dcp", "2", "-dcp", "1"], {}),
-    (["--runner", "pooling", "--convert", "embed", "--task=embed"], {}),
-    (["--override-pooler-config", '{"pooling_type": "MEAN"}'], {"pooler_config": {"pooling_type": "MEAN"}}),
-    (["--pooler-config.pooling_type", "CLS"], {"pooler_config": {"pooling_type": "CLS"}}),
-])
+@pytest.mark.parametrize(
+    ("args", "values"),
+    [
+        (["--async-scheduling"], {"async_depth": 2}),
+        (["--no-async-scheduling"], {"async_depth": 1}),
+        (["--allow-async-output-proc"], {"async_depth": 2}),
+        (["--disable-async-output-proc"], {"async_depth": 1}),
+        (["--no-disable-async-output-proc"], {"async_depth": 2}),
+        (["--disable-uvicorn-access-log"], {"access_log": False}),
+        (["--max_num_queued_reqs", "2k"], {"max_waiting": 2000}),
+        (["--async-scheduling", "--async-depth", "1"], {"async_depth": 1}),
+        (
+            ["--cuda-graph-sizes", "1", "2", "[4, 8]", "--cudagraph_capture_sizes", "16,32"],
+            {"cudagraph_capture_sizes": (1, 2, 4, 8, 16, 32)},
+        ),
+        (
+            ["--gpu-memory-utilization", "0.5", "--enforce-eager", "--max-cudagraph-capture-size", "256"],
+            {"gpu_memory_utilization": 0.5, "enforce_eager": True, "max_cudagraph_capture_size": 256},
+        ),
+        (["-O2", "-O", "3", "-cc.mode=3", "--compilation-config.mode", "0"], {}),
+        (
+            ["-dcp", "1.0", "--data-parallel-size-local", "1", "-asc", "2"],
+            {"data_parallel_size_local": 1, "api_server_count": 2},
+        ),
+        (
+            ["--tensor_parallel_size=2", "-pp", "3", "-ep"],
+            {"tensor_parallel_size": 2, "pipeline_parallel_size": 3, "enable_expert_parallel": True},
+        ),
+        (["-sc", '{"method": "ngram"}'], {"speculative_config": {"method": "ngram"}}),
+        (["--hf-overrides", "{ }", "--structured-outputs-config", '{"backend":"auto"}'], {}),
+        (["-dcp", "2", "-dcp", "1"], {}),
+        (["--runner", "pooling", "--convert", "embed", "--task=embed"], {}),
+        (["--override-pooler-config", '{"pooling_type": "MEAN"}'], {"pooler_config": {"pooling_type": "MEAN"}}),
+        (["--pooler-config.pooling_type", "CLS"], {"pooler_config": {"pooling_type": "CLS"}}),
+    ],
+)
 def test_values(args: list[str], values: dict[str, object]) -> None:
     assert settings(args).values == values
 
 
-@pytest.mark.parametrize(("given", "options"), [
-    ({"decode_context_parallel_size": 1, "quantization": None, "enable_lora": None, "rope_scaling": {}}, {}),
-    ({"async_scheduling": True}, {"async_depth": 2}),
-    ({"allow_async_output_proc": True}, {"async_depth": 2}),
-    ({"disable_async_output_proc": True}, {"async_depth": 1}),
-    ({"cudagraph_capture_sizes": [1, 2, 64]}, {"cudagraph_capture_sizes": (1, 2, 64)}),
-    ({"async_scheduling": True, "async_depth": 1}, {"async_depth": 1}),
-    ({"disable_log_stats": True, "served_model_name": "x", "port": 8000, "uds": None}, {}),
-    ({"max_num_queued_reqs": 5, "max_num_seqs": 4}, {"max_waiting": 5, "max_num_seqs": 4}),
-])
+@pytest.mark.parametrize(
+    ("given", "options"),
+    [
+        ({"decode_context_parallel_size": 1, "quantization": None, "enable_lora": None, "rope_scaling": {}}, {}),
+        ({"async_scheduling": True}, {"async_depth": 2}),
+        ({"allow_async_output_proc": True}, {"async_depth": 2}),
+        ({"disable_async_output_proc": True}, {"async_depth": 1}),
+        ({"cudagraph_capture_sizes": [1, 2, 64]}, {"cudagraph_capture_sizes": (1, 2, 64)}),
+        ({"async_scheduling": True, "async_depth": 1}, {"async_depth": 1}),
+        ({"disable_log_stats": True, "served_model_name": "x", "port": 8000, "uds": None}, {}),
+        ({"max_num_queued_reqs": 5, "max_num_seqs": 4}, {"max_waiting": 5, "max_num_seqs": 4}),
+    ],
+)
 def test_keyword_arguments_mean_what_flags_mean(given: dict[str, Any], options: dict[str, Any]) -> None:
     assert keyword_config("m", given) == EngineConfig.from_flat(model="m", **options)
 
@@ -162,14 +186,20 @@ def test_a_keyword_that_changes_nothing_is_noted_once(caplog: pytest.LogCaptureF
     assert second.startswith("performance_mode changes nothing: nothing is compiled but kernels")
 
 
-@pytest.mark.parametrize(("given", "words"), [
-    ({"decode_context_parallel_size": 2}, "^decode_context_parallel_size 2: contexts are not divided"),
-    ({"enable_lora": True, "quantization_config": {"a": 1}}, "enable_lora: adapters .*; quantization_config .*: the q"),
-    ({"enable_lora": "yes"}, "enable-lora: must be true or false"),
-    ({"tensor_paralel_size": 2}, "Quire has no option 'tensor_paralel_size'"),
-    ({"port": 1}, "Quire has no option 'port' here: it belongs to the server. Use `quire serve`"),
-    ({"zzz": 1}, "`quire serve --help` lists what there is"),
-])
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"decode_context_parallel_size": 2}, "^decode_context_parallel_size 2: contexts are not divided"),
+        (
+            {"enable_lora": True, "quantization_config": {"a": 1}},
+            "enable_lora: adapters .*; quantization_config .*: the q",
+        ),
+        ({"enable_lora": "yes"}, "enable-lora: must be true or false"),
+        ({"tensor_paralel_size": 2}, "Quire has no option 'tensor_paralel_size'"),
+        ({"port": 1}, "Quire has no option 'port' here: it belongs to the server. Use `quire serve`"),
+        ({"zzz": 1}, "`quire serve --help` lists what there is"),
+    ],
+)
 def test_keyword_arguments_that_cannot_be_met(given: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         keyword_config("", given)
@@ -181,7 +211,8 @@ def test_everything_that_is_missing_is_named_at_once() -> None:
     assert str(caught.value) == (
         "-dcp 2: contexts are not divided among devices: use -tp; "
         "--enable-lora: adapters (LoRA) are not implemented yet; "
-        "--num-speculative-tokens 3: speculative decoding has one flag, --speculative-config, a JSON object.")
+        "--num-speculative-tokens 3: speculative decoding has one flag, --speculative-config, a JSON object."
+    )
 
 
 # Lines as the other engine's README, documentation and examples for Kubernetes and Docker have them, in spirit.
@@ -208,14 +239,14 @@ WORKING = [
     "--structured-outputs-config.backend guidance --chat-template-content-format auto",
     "serve m --scheduling-policy priority --async-scheduling --optimization-level 2 --cudagraph-capture-sizes 1 2 4 8 "
     "--port 9000",
-    "serve m --kv-events-config '{\"enable_kv_cache_events\": true, \"publisher\": \"zmq\"}' "
+    'serve m --kv-events-config \'{"enable_kv_cache_events": true, "publisher": "zmq"}\' '
     "--no-guided-decoding-disable-any-whitespace",
 ]
 # Flags that say which part does the work, or how fast: nothing that a user gets depends on them.
 NOTED = [
     ("--guided-decoding-backend xgrammar", "--guided-decoding-backend xgrammar changes nothing: llguidance makes"),
     ("--structured-outputs-config.backend xgrammar", '--structured-outputs-config {"backend": "xgrammar"} changes'),
-    ("--structured-outputs-config '{\"backend\": \"outlines\", \"enable_in_reasoning\": false}'", "outlines"),
+    ('--structured-outputs-config \'{"backend": "outlines", "enable_in_reasoning": false}\'', "outlines"),
     ("--num-scheduler-steps 8", "--num-scheduler-steps changes nothing: a step makes one token"),
     ("--attention-backend FLASHINFER", "Quire chooses kernels itself; forcing one is not supported"),
     ("--no-enable-chunked-prefill", "--no-enable-chunked-prefill changes nothing: long prompts"),
@@ -226,13 +257,20 @@ NOTED = [
     ("--guided-decoding-disable-fallback", "--guided-decoding-disable-fallback changes nothing: llguidance makes"),
 ]
 REFUSED = [
-    ("serve meta-llama/Llama-3.3-70B-Instruct --decode-context-parallel-size 2 --gpu-memory-utilization 0.95 "
-     "--max-model-len 32768", "--decode-context-parallel-size 2: contexts are not divided among devices: use -tp"),
-    ("serve deepseek-ai/DeepSeek-V3 -dp 8 --enable-expert-parallel --trust-remote-code -dph",
-     "-dph: all replicas are behind one port, and the engine balances them: leave it out."),
+    (
+        "serve meta-llama/Llama-3.3-70B-Instruct --decode-context-parallel-size 2 --gpu-memory-utilization 0.95 "
+        "--max-model-len 32768",
+        "--decode-context-parallel-size 2: contexts are not divided among devices: use -tp",
+    ),
+    (
+        "serve deepseek-ai/DeepSeek-V3 -dp 8 --enable-expert-parallel --trust-remote-code -dph",
+        "-dph: all replicas are behind one port, and the engine balances them: leave it out.",
+    ),
     ("serve m -tp 2 --enable-dbo", "--enable-dbo: a step is not split into two batches: leave it out"),
-    ("serve Qwen/Qwen3-8B --structured-outputs-config '{\"backend\": \"xgrammar\", \"disable_any_whitespace\": true}'",
-     '"disable_any_whitespace": true}: llguidance makes every mask, and its options are fixed'),
+    (
+        'serve Qwen/Qwen3-8B --structured-outputs-config \'{"backend": "xgrammar", "disable_any_whitespace": true}\'',
+        '"disable_any_whitespace": true}: llguidance makes every mask, and its options are fixed',
+    ),
     ("serve m --guided-decoding-backend xgrammar:disable-any-whitespace", "--guided-decoding-backend xgrammar:disable"),
     ("serve m --guided-decoding-disable-any-whitespace", "--guided-decoding-disable-any-whitespace: llguidance makes"),
     ("serve m --guided-decoding-disable-additional-properties", "-disable-additional-properties: llguidance makes"),
@@ -260,12 +298,17 @@ def test_flags_that_change_nothing_start_with_one_note(flags: str, words: str) -
     assert words in note and found.values == {"model": "m"}
 
 
-@pytest.mark.parametrize(("given", "words"), [
-    ({"guided_decoding_backend": "xgrammar"}, "guided_decoding_backend xgrammar changes nothing"),
-    ({"structured_outputs_config": {"backend": "xgrammar"}}, '{"backend": "xgrammar"} changes nothing'),
-    ({"num_scheduler_steps": 8}, "num_scheduler_steps changes nothing")])
-def test_keywords_that_change_nothing_are_noted(given: dict[str, Any], words: str,
-                                                caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"guided_decoding_backend": "xgrammar"}, "guided_decoding_backend xgrammar changes nothing"),
+        ({"structured_outputs_config": {"backend": "xgrammar"}}, '{"backend": "xgrammar"} changes nothing'),
+        ({"num_scheduler_steps": 8}, "num_scheduler_steps changes nothing"),
+    ],
+)
+def test_keywords_that_change_nothing_are_noted(
+    given: dict[str, Any], words: str, caplog: pytest.LogCaptureFixture
+) -> None:
     assert keyword_config("", given) == EngineConfig()
     (record,) = caplog.records
     assert words in record.getMessage()
@@ -322,20 +365,29 @@ def test_a_flag_that_nobody_has_gets_the_nearest_name(capsys: pytest.CaptureFixt
     assert "Did you mean --tensor-parallel-size?" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("command", "flag", "meant"), [
-    ("serve", "--tp-size", "--tensor-parallel-size"), ("explain", "--tp-size", "--tensor-parallel-size"),
-    ("explain", "--tp_size=2", "--tensor-parallel-size"), ("serve", "--dp", "--data-parallel-size"),
-    ("serve", "--ep-size", "--enable-expert-parallel"), ("complete", "--max-model-length", "--max-model-len")])
-def test_an_abbreviation_gets_the_flag_with_that_short_form(command: str, flag: str, meant: str,
-                                                            capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("command", "flag", "meant"),
+    [
+        ("serve", "--tp-size", "--tensor-parallel-size"),
+        ("explain", "--tp-size", "--tensor-parallel-size"),
+        ("explain", "--tp_size=2", "--tensor-parallel-size"),
+        ("serve", "--dp", "--data-parallel-size"),
+        ("serve", "--ep-size", "--enable-expert-parallel"),
+        ("complete", "--max-model-length", "--max-model-len"),
+    ],
+)
+def test_an_abbreviation_gets_the_flag_with_that_short_form(
+    command: str, flag: str, meant: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit):
         build_parser().parse_args([command, flag, "2"])
     assert f"Did you mean {meant}?" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", [["chat"], ["bench", "latency"], ["complete", "a"]])
-def test_an_abbreviation_of_a_flag_that_a_command_lacks_gets_no_hint(command: list[str],
-                                                                     capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_abbreviation_of_a_flag_that_a_command_lacks_gets_no_hint(
+    command: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit):
         build_parser().parse_args([*command, "--dpa", "2"])
     assert "unknown flag --dpa. (" in capsys.readouterr().err

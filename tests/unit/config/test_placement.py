@@ -8,9 +8,21 @@ from quire.config.checkpoint import ModelArgs, parse_checkpoint_config
 from quire.config.placement import Parallel, check_parallel, ranks, share, stages
 from quire.contracts.errors import ConfigError
 
-RAW = {"model_type": "qwen3_moe", "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 6,
-       "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64,
-       "num_experts": 10, "num_experts_per_tok": 3, "moe_intermediate_size": 16, "decoder_sparse_step": 2}  # fmt: skip
+RAW = {
+    "model_type": "qwen3_moe",
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "num_experts": 10,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 16,
+    "decoder_sparse_step": 2,
+}
 
 
 def args(**changes: int) -> ModelArgs:
@@ -61,15 +73,24 @@ def test_experts_in_turn() -> None:
         assert [rank.expert_ids for rank in ranks(args(), alone)] == [range(10)] * alone.size
 
 
-@pytest.mark.parametrize(("parallel", "said"), [
-    (Parallel(tp=3), "^-tp 3: 8 attention heads cannot be divided by 3: use -tp 1, 2, 4 or 8.$"),
-    (Parallel(pp=7), "-pp 7: the model has only 6 layers, and every stage needs a layer: use -pp 6 at most"),
-    (Parallel(pp=2, layers=(3, 4)), "pipeline_layer_partition=3,4: 2 stages with 7 layers do not fit -pp 2 and the "
-                                    "model's 6 layers: give 2 numbers that add up to 6"),
-    (Parallel(pp=3, layers=(3, 3)), "pipeline_layer_partition=3,3: 2 stages with 6 layers do not fit -pp 3"),
-    (Parallel(tp=8, dp=2, experts=True), "10 experts are fewer than the 16 ranks .tp x dp. that share"),
-    (Parallel(dp=1_000_000), "-dp 1000000: 1,000,000 ranks are more than the 4,096 that can be planned: lower a size"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("parallel", "said"),
+    [
+        (Parallel(tp=3), "^-tp 3: 8 attention heads cannot be divided by 3: use -tp 1, 2, 4 or 8.$"),
+        (Parallel(pp=7), "-pp 7: the model has only 6 layers, and every stage needs a layer: use -pp 6 at most"),
+        (
+            Parallel(pp=2, layers=(3, 4)),
+            "pipeline_layer_partition=3,4: 2 stages with 7 layers do not fit -pp 2 and the "
+            "model's 6 layers: give 2 numbers that add up to 6",
+        ),
+        (Parallel(pp=3, layers=(3, 3)), "pipeline_layer_partition=3,3: 2 stages with 6 layers do not fit -pp 3"),
+        (Parallel(tp=8, dp=2, experts=True), "10 experts are fewer than the 16 ranks .tp x dp. that share"),
+        (
+            Parallel(dp=1_000_000),
+            "-dp 1000000: 1,000,000 ranks are more than the 4,096 that can be planned: lower a size",
+        ),
+    ],
+)
 def test_sizes_that_do_not_fit(parallel: Parallel, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         check_parallel(args(), parallel)

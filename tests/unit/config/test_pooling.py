@@ -10,8 +10,9 @@ import pytest
 from quire.config.pooling import PoolingPlan, read_pooling
 from quire.contracts.errors import ConfigError, InvalidParameter, ModelError, UnsupportedModel
 
-OLD = dict.fromkeys(["cls_token", "mean_tokens", "max_tokens", "mean_sqrt_len_tokens", "weightedmean_tokens",
-                     "lasttoken"], False)  # fmt: skip
+OLD = dict.fromkeys(
+    ["cls_token", "mean_tokens", "max_tokens", "mean_sqrt_len_tokens", "weightedmean_tokens", "lasttoken"], False
+)
 
 
 def of_old(*names: str) -> dict[str, Any]:
@@ -22,8 +23,10 @@ def of_old(*names: str) -> dict[str, Any]:
 
 def write(folder: Path, *kinds: str, pooling: dict[str, Any] | None = None) -> Path:
     (folder / "config.json").write_text(json.dumps({"hidden_size": 8}))
-    modules = [{"idx": i, "name": str(i), "path": f"{i}_{kind}" if i else "",
-                "type": f"sentence_transformers.models.{kind}"} for i, kind in enumerate(kinds)]  # fmt: skip
+    modules = [
+        {"idx": i, "name": str(i), "path": f"{i}_{kind}" if i else "", "type": f"sentence_transformers.models.{kind}"}
+        for i, kind in enumerate(kinds)
+    ]
     if kinds:
         (folder / "modules.json").write_text(json.dumps(modules))
     if pooling is not None:
@@ -32,11 +35,17 @@ def write(folder: Path, *kinds: str, pooling: dict[str, Any] | None = None) -> P
     return folder
 
 
-@pytest.mark.parametrize(("pooling", "method"), [
-    (of_old("mean_tokens"), "mean"), (of_old("lasttoken"), "last"), (of_old("cls_token"), "cls"),
-    ({"embedding_dimension": 8, "pooling_mode": "mean"}, "mean"), ({"pooling_mode": "lasttoken"}, "last"),
-    ({"pooling_mode": "cls"}, "cls"),
-])
+@pytest.mark.parametrize(
+    ("pooling", "method"),
+    [
+        (of_old("mean_tokens"), "mean"),
+        (of_old("lasttoken"), "last"),
+        (of_old("cls_token"), "cls"),
+        ({"embedding_dimension": 8, "pooling_mode": "mean"}, "mean"),
+        ({"pooling_mode": "lasttoken"}, "last"),
+        ({"pooling_mode": "cls"}, "cls"),
+    ],
+)
 @pytest.mark.parametrize("normalize", [True, False])
 def test_the_files_of_sentence_transformers_count(
     tmp_path: Path, pooling: dict[str, Any], method: str, normalize: bool
@@ -55,10 +64,15 @@ def test_without_files_it_is_the_last_token_and_ranks_nothing(tmp_path: Path) ->
         plan.check_scores()
 
 
-@pytest.mark.parametrize(("override", "method", "normalize"), [
-    ({"pooling_type": "MEAN"}, "mean", True), ({"seq_pooling_type": "CLS", "use_activation": False}, "cls", False),
-    ({"normalize": False, "pooling_type": None}, "last", False), ({"pooling_type": "LAST"}, "last", True),
-])
+@pytest.mark.parametrize(
+    ("override", "method", "normalize"),
+    [
+        ({"pooling_type": "MEAN"}, "mean", True),
+        ({"seq_pooling_type": "CLS", "use_activation": False}, "cls", False),
+        ({"normalize": False, "pooling_type": None}, "last", False),
+        ({"pooling_type": "LAST"}, "last", True),
+    ],
+)
 def test_pooler_config_says_it_where_files_do_not(
     tmp_path: Path, override: dict[str, Any], method: str, normalize: bool
 ) -> None:
@@ -73,23 +87,31 @@ def test_pooler_config_wins_over_the_files(tmp_path: Path) -> None:
     assert (plan.method, plan.normalize, plan.source) == ("mean", True, "modules.json and pooler_config")
 
 
-@pytest.mark.parametrize(("override", "said"), [
-    ({"pooling_type": "STEP"}, "MEAN, LAST or CLS"), ({"pooling_type": 3}, "MEAN, LAST or CLS"),
-    ({"normalize": "yes"}, "true or false"), ({"dimensions": 4}, "'dimensions' is not implemented"),
-])
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ({"pooling_type": "STEP"}, "MEAN, LAST or CLS"),
+        ({"pooling_type": 3}, "MEAN, LAST or CLS"),
+        ({"normalize": "yes"}, "true or false"),
+        ({"dimensions": 4}, "'dimensions' is not implemented"),
+    ],
+)
 def test_a_pooler_config_that_cannot_be_met(tmp_path: Path, override: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         read_pooling(write(tmp_path), override)
 
 
-@pytest.mark.parametrize(("kinds", "pooling", "said"), [
-    (["Transformer", "Pooling", "Dense"], of_old("mean_tokens"), "2_Dense"),
-    (["Transformer", "WeightedLayerPooling"], None, "WeightedLayerPooling"),
-    (["Transformer", "Pooling"], of_old("max_tokens"), "max_tokens"),
-    (["Transformer", "Pooling"], of_old("mean_tokens", "cls_token"), "cls_token and mean_tokens"),
-    (["Transformer", "Pooling"], of_old(), "nothing"),
-    (["Transformer", "Pooling"], {"pooling_mode": "weightedmean"}, "weightedmean"),
-])
+@pytest.mark.parametrize(
+    ("kinds", "pooling", "said"),
+    [
+        (["Transformer", "Pooling", "Dense"], of_old("mean_tokens"), "2_Dense"),
+        (["Transformer", "WeightedLayerPooling"], None, "WeightedLayerPooling"),
+        (["Transformer", "Pooling"], of_old("max_tokens"), "max_tokens"),
+        (["Transformer", "Pooling"], of_old("mean_tokens", "cls_token"), "cls_token and mean_tokens"),
+        (["Transformer", "Pooling"], of_old(), "nothing"),
+        (["Transformer", "Pooling"], {"pooling_mode": "weightedmean"}, "weightedmean"),
+    ],
+)
 def test_a_step_that_is_not_implemented_is_named(
     tmp_path: Path, kinds: list[str], pooling: dict[str, Any] | None, said: str
 ) -> None:

@@ -26,8 +26,16 @@ COMPONENTS = tuple(KVComponent(name, 8, 128, "bfloat16", 2) for name in ("k", "v
 GEOMETRY = resolve_geometry(COMPONENTS, 36, None, CUDA_BLOCK_SIZE)
 PAGE = GEOMETRY.page_bytes
 H200 = DeviceMemory(total=140 * GIB, at_start=139 * GIB, free=121 * GIB, weights=16 * GIB, later=GIB, others=0)
-SMALL = DeviceMemory(total=24 * GIB, at_start=23 * GIB, free=5 * GIB, weights=16 * GIB, later=GIB, others=0,
-                     per_seq=16 << 20, per_token=1 << 20)
+SMALL = DeviceMemory(
+    total=24 * GIB,
+    at_start=23 * GIB,
+    free=5 * GIB,
+    weights=16 * GIB,
+    later=GIB,
+    others=0,
+    per_seq=16 << 20,
+    per_token=1 << 20,
+)
 
 
 def plan(memory: DeviceMemory = H200, *, dtype: str = "bfloat16", **options: object) -> MemoryPlan:
@@ -51,8 +59,10 @@ def test_the_cache_takes_what_is_left_of_the_share() -> None:
     room = int(0.9 * 140 * GIB) - 20 * GIB
     assert found.kv_bytes == (found.num_blocks + 1) * PAGE <= room < found.kv_bytes + PAGE
     assert found.max_model_len == 40960 and found.notes == ()
-    assert str(found.budget) == ("140.0 GiB: weights 16.0, activations and graphs 4.0, KV cache 106.0, other processes "
-                                 "0.0, free 14.0 (gpu_memory_utilization 0.9)")
+    assert str(found.budget) == (
+        "140.0 GiB: weights 16.0, activations and graphs 4.0, KV cache 106.0, other processes "
+        "0.0, free 14.0 (gpu_memory_utilization 0.9)"
+    )
     assert plan(gpu_memory_utilization=0.5).num_blocks < found.num_blocks
 
 
@@ -97,7 +107,8 @@ def test_a_context_that_does_not_fit_names_ways_that_do() -> None:
     for flag, changes in (("--max-model-len", "max_model_len"), ("--gpu-memory-utilization", "gpu_memory_utilization")):
         value = float(re.search(rf"{flag} ([\d.]+)", text).group(1))  # type: ignore[union-attr]
         options: dict[str, object] = {"max_model_len": 32768} | {
-            changes: int(value) if changes == "max_model_len" else value}
+            changes: int(value) if changes == "max_model_len" else value
+        }
         assert plan(memory, **options).max_model_len == options["max_model_len"]
     # What a smaller batch saves is measured again by whoever follows the advice.
     seqs = int(re.search(r"--max-num-seqs (\d+)", text).group(1))  # type: ignore[union-attr]
@@ -130,12 +141,22 @@ def test_options_without_meaning_on_a_cpu_are_named() -> None:
     assert gpu_only_options(EngineConfig()) == ()
     given = EngineConfig.from_flat(max_cudagraph_capture_size=8, gpu_memory_utilization=0.5, enforce_eager=True)
     assert [line.split()[0] for line in gpu_only_options(given)] == [
-        "max_cudagraph_capture_size", "gpu_memory_utilization"]  # fmt: skip
+        "max_cudagraph_capture_size",
+        "gpu_memory_utilization",
+    ]
 
 
-@pytest.mark.parametrize("options", [{"gpu_memory_utilization": 0.0}, {"gpu_memory_utilization": 1.5},
-                                     {"cudagraph_capture_sizes": (4, 0)}, {"max_cudagraph_capture_size": 0},
-                                     {"cudagraph_capture_sizes": ("4",)}, {"gpu_memory_utilization": True}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"gpu_memory_utilization": 0.0},
+        {"gpu_memory_utilization": 1.5},
+        {"cudagraph_capture_sizes": (4, 0)},
+        {"max_cudagraph_capture_size": 0},
+        {"cudagraph_capture_sizes": ("4",)},
+        {"gpu_memory_utilization": True},
+    ],
+)
 def test_values_that_can_never_work(options: dict[str, object]) -> None:
     with pytest.raises(ConfigError, match=next(iter(options))):
         EngineConfig.from_flat(**options)
@@ -153,10 +174,16 @@ def test_more_sequences_than_a_step_has_are_refused() -> None:
         check_sequences(EngineConfig.from_flat(max_num_seqs=4097))
 
 
-@pytest.mark.parametrize("asked, gib, seqs, tokens, wide", [
-    ({}, 24, 256, 8192, 8192), ({}, 80, 1024, 8192, 16384), ({"max_num_seqs": 300}, 80, 300, 8192, 16384),
-    ({"max_num_batched_tokens": 512}, 80, 512, 512, 512), ({"max_num_seqs": 9000}, 80, 9000, 9000, 16384),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "asked, gib, seqs, tokens, wide",
+    [
+        ({}, 24, 256, 8192, 8192),
+        ({}, 80, 1024, 8192, 16384),
+        ({"max_num_seqs": 300}, 80, 300, 8192, 16384),
+        ({"max_num_batched_tokens": 512}, 80, 512, 512, 512),
+        ({"max_num_seqs": 9000}, 80, 9000, 9000, 16384),
+    ],
+)
 def test_what_a_gpu_decides_when_nobody_did(asked: dict[str, int], gib: int, seqs: int, tokens: int, wide: int) -> None:
     for wait, most in ((False, tokens), (True, wide)):
         batch = resolve_batch(EngineConfig.from_flat(**asked).scheduler, gib << 30, wait)

@@ -14,8 +14,9 @@ from quire.contracts.errors import ConfigError
 from quire.contracts.scheme import Scheme
 from quire.kernels.supports import SUPPORTS
 
-GPU = Hardware(device="cuda", kernels=(("triton", ""), ("grouped", ""), ("cpu", "runs on cpu, not on cuda"),
-                                       ("ref", "")))  # fmt: skip
+GPU = Hardware(
+    device="cuda", kernels=(("triton", ""), ("grouped", ""), ("cpu", "runs on cpu, not on cuda"), ("ref", ""))
+)
 CPU = Hardware(device="cpu", kernels=(("triton", "runs on cuda, not on cpu"), ("cpu", ""), ("ref", "")))
 ROOT = Path(__file__).parents[3]
 LINE = module._chosen.__code__.co_firstlineno
@@ -28,8 +29,14 @@ def model(shared: Path) -> ModelArgs:
     return read_checkpoint_config(shared / "hf" / "DeepSeek-V2-Lite")
 
 
-def plan(model: ModelArgs, topology: Parallel | None = None, hardware: Hardware = GPU, phase: str = "decode",
-         scheme: Scheme | None = None, **asked: str) -> MoEPlan:  # fmt: skip
+def plan(
+    model: ModelArgs,
+    topology: Parallel | None = None,
+    hardware: Hardware = GPU,
+    phase: str = "decode",
+    scheme: Scheme | None = None,
+    **asked: str,
+) -> MoEPlan:
     return resolve_moe(model, scheme, topology or Parallel(), hardware, phase, asked)
 
 
@@ -60,9 +67,13 @@ def test_one_rank(model: ModelArgs) -> None:
 
 @pytest.mark.parametrize(
     ("topology", "partial"),
-    [(Parallel(tp=8), ("tp",)), (Parallel(tp=8, experts=True), ("tp",)), (Parallel(dp=8), ()),
-     (Parallel(tp=2, dp=2, pp=2), ("tp",))],
-)  # fmt: skip
+    [
+        (Parallel(tp=8), ("tp",)),
+        (Parallel(tp=8, experts=True), ("tp",)),
+        (Parallel(dp=8), ()),
+        (Parallel(tp=2, dp=2, pp=2), ("tp",)),
+    ],
+)
 def test_ranks_that_have_all_their_tokens_leave_sums(
     model: ModelArgs, topology: Parallel, partial: tuple[str, ...]
 ) -> None:
@@ -75,8 +86,11 @@ def test_a_cpu_captures_nothing_and_needs_to_capture_nothing(model: ModelArgs) -
     made = plan(model, hardware=CPU)
     assert made.experts == "cpu" and not made.capturable
     odd = Hardware(device="cuda", kernels=(("cpu", ""), ("ref", "")))
-    assert plan(model, hardware=odd).candidates[0] == ("none", "cpu", "cpu cannot be captured in a CUDA graph "
-                                                     "(--enforce-eager captures none)")
+    assert plan(model, hardware=odd).candidates[0] == (
+        "none",
+        "cpu",
+        "cpu cannot be captured in a CUDA graph (--enforce-eager captures none)",
+    )
     assert plan(model, hardware=odd, phase="prefill").experts == "cpu"
 
 
@@ -101,11 +115,14 @@ def test_gpus_of_a_host_pull(model: ModelArgs) -> None:
         assert (made.dispatcher, made.experts, made.partial_over) == ("pull", "triton", ())
         assert made.shared == "summed alone" and made.implemented
     assert made.decided == f"first that fits, decided in config/resolve_moe.py:{LINE}"
-    for line in ("  none + any: tokens of other replicas need the experts of this rank", "  pull + triton: fits",
-                 "  all-gather + triton: all-gather cannot be captured in a CUDA graph (--enforce-eager captures none)",
-                 "  pull + cpu: runs on cpu, not on cuda",
-                 "  all-to-all + triton: all-to-all delivers grouped rows; triton accepts only flat rows",
-                 "  all-to-all + grouped: not implemented yet"):  # fmt: skip
+    for line in (
+        "  none + any: tokens of other replicas need the experts of this rank",
+        "  pull + triton: fits",
+        "  all-gather + triton: all-gather cannot be captured in a CUDA graph (--enforce-eager captures none)",
+        "  pull + cpu: runs on cpu, not on cuda",
+        "  all-to-all + triton: all-to-all delivers grouped rows; triton accepts only flat rows",
+        "  all-to-all + grouped: not implemented yet",
+    ):
         assert line in str(made)
     assert plan(model, SPREAD, CPU).dispatcher == "all-gather"
 
@@ -148,8 +165,10 @@ def test_when_they_are_there(model: ModelArgs, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_activations_are_quantized_by_the_experts_where_the_weights_ask_for_it(model: ModelArgs) -> None:
-    places = {values: plan(model, scheme=Scheme(values=values, block=(1, 0), inputs=inputs)).quantize_at
-              for values, inputs in (("e4m3", "token"), ("int8", "tensor"), ("w4", ""))}  # fmt: skip
+    places = {
+        values: plan(model, scheme=Scheme(values=values, block=(1, 0), inputs=inputs)).quantize_at
+        for values, inputs in (("e4m3", "token"), ("int8", "tensor"), ("w4", ""))
+    }
     assert places == {"e4m3": "experts", "int8": "experts", "w4": "nowhere"}
 
 

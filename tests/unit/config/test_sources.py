@@ -42,7 +42,10 @@ def test_each_source_wins_over_the_next(config_file: Any, monkeypatch: pytest.Mo
     monkeypatch.setenv("QUIRE_HOST", "b")
     found = settings([*file, "--port", "3"])
     assert {name: found.values[name] for name in ("port", "host", "max_num_seqs")} == {
-        "port": 3, "host": "b", "max_num_seqs": 1}
+        "port": 3,
+        "host": "b",
+        "max_num_seqs": 1,
+    }
     assert found.origins["port"] == "flag --port"
     assert found.origins["host"] == "environment variable QUIRE_HOST"
     assert found.origins["max_num_seqs"] == f"file {file[1]}"
@@ -50,18 +53,21 @@ def test_each_source_wins_over_the_next(config_file: Any, monkeypatch: pytest.Mo
     assert (config.http.port, config.http.host, config.engine.scheduler.max_num_seqs) == (3, "b", 1)
 
 
-@pytest.mark.parametrize(("args", "expected"), [
-    (["--api-key", "a", "b"], {"api_key": ("a", "b")}),
-    (["--api-key", "a", "--api-key", "b"], {"api_key": ("a", "b")}),
-    (["--served-model-name=x", "--port", "0"], {"served_model_name": ("x",), "port": 0}),
-    (["--allowed-origins", '["https://a", "https://b"]'], {"allowed_origins": ("https://a", "https://b")}),
-    (["--allowed_origins", "*"], {"allowed_origins": ("*",)}),
-    (["--allowed-hosts", "a", "b", "--allowed-hosts", "*"], {"allowed_hosts": ("a", "b", "*")}),
-    (["--request-timeout", "5"], {"request_timeout": 5.0}),
-    (["--max-body-bytes", "1M"], {"max_body_bytes": 1 << 20}),
-    (["--no-access-log"], {"access_log": False}),
-    (["--h11-max-header-count", "9"], {"max_headers": 9}),
-])
+@pytest.mark.parametrize(
+    ("args", "expected"),
+    [
+        (["--api-key", "a", "b"], {"api_key": ("a", "b")}),
+        (["--api-key", "a", "--api-key", "b"], {"api_key": ("a", "b")}),
+        (["--served-model-name=x", "--port", "0"], {"served_model_name": ("x",), "port": 0}),
+        (["--allowed-origins", '["https://a", "https://b"]'], {"allowed_origins": ("https://a", "https://b")}),
+        (["--allowed_origins", "*"], {"allowed_origins": ("*",)}),
+        (["--allowed-hosts", "a", "b", "--allowed-hosts", "*"], {"allowed_hosts": ("a", "b", "*")}),
+        (["--request-timeout", "5"], {"request_timeout": 5.0}),
+        (["--max-body-bytes", "1M"], {"max_body_bytes": 1 << 20}),
+        (["--no-access-log"], {"access_log": False}),
+        (["--h11-max-header-count", "9"], {"max_headers": 9}),
+    ],
+)
 def test_flags_of_the_server(args: list[str], expected: dict[str, Any]) -> None:
     assert settings(args).values == expected
 
@@ -74,47 +80,58 @@ def test_lists_in_the_environment_are_separated_by_commas(monkeypatch: pytest.Mo
     assert settings(["--api-key", "c"]).values == {"api_key": ("c",)} | names
 
 
-@pytest.mark.parametrize(("text", "expected"), [
-    ("model: a/b\nmax_model_len: 32k\nenable-prefix-caching: false",
-     {"model": "a/b", "max_model_len": 32_000, "enable_prefix_caching": False}),
-    ("max-model-len: -1\nmax-num-seqs: 8\nwatermark: 0", {"max_model_len": None, "max_num_seqs": 8, "watermark": 0.0}),
-    ("no-enable-prefix-caching: true", {"enable_prefix_caching": False}),
-    ("num-blocks: 7\napi-key: [a, b]", {"num_gpu_blocks_override": 7, "api_key": ("a", "b")}),
-    ("served-model-name: one,two", {"served_model_name": ("one,two",)}),
-    ("override-generation-config: {temperature: 0.5}", {"override_generation_config": {"temperature": 0.5}}),
-    ('override-generation-config: \'{"top_k": 1}\'', {"override_generation_config": {"top_k": 1}}),
-    ("tokenizer: null", {"tokenizer": None}),
-    ("", {}),
-    ("# nothing", {}),
-    ("max-num-queued-reqs: 5\ndecode-context-parallel-size: 1", {"max_waiting": 5}),
-    ("tensor-parallel-size: 2", {"tensor_parallel_size": 2}),
-])
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (
+            "model: a/b\nmax_model_len: 32k\nenable-prefix-caching: false",
+            {"model": "a/b", "max_model_len": 32_000, "enable_prefix_caching": False},
+        ),
+        (
+            "max-model-len: -1\nmax-num-seqs: 8\nwatermark: 0",
+            {"max_model_len": None, "max_num_seqs": 8, "watermark": 0.0},
+        ),
+        ("no-enable-prefix-caching: true", {"enable_prefix_caching": False}),
+        ("num-blocks: 7\napi-key: [a, b]", {"num_gpu_blocks_override": 7, "api_key": ("a", "b")}),
+        ("served-model-name: one,two", {"served_model_name": ("one,two",)}),
+        ("override-generation-config: {temperature: 0.5}", {"override_generation_config": {"temperature": 0.5}}),
+        ("override-generation-config: '{\"top_k\": 1}'", {"override_generation_config": {"top_k": 1}}),
+        ("tokenizer: null", {"tokenizer": None}),
+        ("", {}),
+        ("# nothing", {}),
+        ("max-num-queued-reqs: 5\ndecode-context-parallel-size: 1", {"max_waiting": 5}),
+        ("tensor-parallel-size: 2", {"tensor_parallel_size": 2}),
+    ],
+)
 def test_what_a_file_holds(config_file: Any, text: str, expected: dict[str, Any]) -> None:
     assert settings(config_file(text)).values == expected
 
 
-@pytest.mark.parametrize(("text", "message"), [
-    ("max-modl-len: 5", "max-modl-len is not known. Did you mean max-model-len?"),
-    ("zzzzzzzzz: 5", "zzzzzzzzz is not known. `quire serve --help`"),
-    ("tensor-paralel-size: 2", "Did you mean tensor-parallel-size?"),
-    ("decode-context-parallel-size: 2", "config.yaml: decode-context-parallel-size 2: contexts are not divided"),
-    ("enable-lora: true", "config.yaml: enable-lora: adapters"),
-    ("enable-expert-parallel: 2", "enable-expert-parallel: 2 is neither true nor false"),
-    ("max-num-seqs: lots", "max-num-seqs: 'lots' is not a whole number"),
-    ("max-num-seqs: 1.5", "max-num-seqs: '1.5' is not a whole number"),
-    ("max-num-seqs: true", "max-num-seqs: 'true' is not a whole number"),
-    ("max-num-seqs: {a: 1}", "max-num-seqs: '{\"a\": 1}' is not a whole number"),
-    ("revision: 1234", "revision: 1234 is not a text: put it in quotes"),
-    ("api-key: [1]", "api-key: '[1]' is not a list of strings"),
-    ("offline: 1", "offline: 1 is neither true nor false"),
-    ("dtype: int3", "dtype='int3': must be one of"),
-    ("port: 1\nport: 2", "port appears twice"),
-    ("port: 1\nmax_num_seqs: 1\nmax-num-seqs: 2", "max-num-seqs appears twice"),
-    ("config: other.yaml", "config.yaml: a file cannot name another: put all options into one."),
-    ("- a", "must hold one `option: value` per line"),
-    ("a: [", "the file is not YAML"),
-    ("!!python/object/apply:os.system ['true']", "the file is not YAML"),
-])
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("max-modl-len: 5", "max-modl-len is not known. Did you mean max-model-len?"),
+        ("zzzzzzzzz: 5", "zzzzzzzzz is not known. `quire serve --help`"),
+        ("tensor-paralel-size: 2", "Did you mean tensor-parallel-size?"),
+        ("decode-context-parallel-size: 2", "config.yaml: decode-context-parallel-size 2: contexts are not divided"),
+        ("enable-lora: true", "config.yaml: enable-lora: adapters"),
+        ("enable-expert-parallel: 2", "enable-expert-parallel: 2 is neither true nor false"),
+        ("max-num-seqs: lots", "max-num-seqs: 'lots' is not a whole number"),
+        ("max-num-seqs: 1.5", "max-num-seqs: '1.5' is not a whole number"),
+        ("max-num-seqs: true", "max-num-seqs: 'true' is not a whole number"),
+        ("max-num-seqs: {a: 1}", "max-num-seqs: '{\"a\": 1}' is not a whole number"),
+        ("revision: 1234", "revision: 1234 is not a text: put it in quotes"),
+        ("api-key: [1]", "api-key: '[1]' is not a list of strings"),
+        ("offline: 1", "offline: 1 is neither true nor false"),
+        ("dtype: int3", "dtype='int3': must be one of"),
+        ("port: 1\nport: 2", "port appears twice"),
+        ("port: 1\nmax_num_seqs: 1\nmax-num-seqs: 2", "max-num-seqs appears twice"),
+        ("config: other.yaml", "config.yaml: a file cannot name another: put all options into one."),
+        ("- a", "must hold one `option: value` per line"),
+        ("a: [", "the file is not YAML"),
+        ("!!python/object/apply:os.system ['true']", "the file is not YAML"),
+    ],
+)
 def test_what_is_wrong_in_a_file_is_named(config_file: Any, text: str, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         server_config(settings(config_file(text)))
@@ -149,9 +166,23 @@ def test_a_model_swallowed_by_a_list_is_noticed(monkeypatch: pytest.MonkeyPatch)
 
 def test_what_is_printed_can_be_read_again(config_file: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("QUIRE_DTYPE", "float32")
-    first = settings(["a/b", "--max-model-len", "32K", "--served-model-name", "x", "y: # z", "--no-offline",
-                      "--override-generation-config", '{"temperature": 0.5}', "--request-timeout", "1.5",
-                      "--queue-timeout", "inf"])
+    first = settings(
+        [
+            "a/b",
+            "--max-model-len",
+            "32K",
+            "--served-model-name",
+            "x",
+            "y: # z",
+            "--no-offline",
+            "--override-generation-config",
+            '{"temperature": 0.5}',
+            "--request-timeout",
+            "1.5",
+            "--queue-timeout",
+            "inf",
+        ]
+    )
     printed = first.describe(server_options())
     assert "queue-timeout: .inf " in printed
     monkeypatch.delenv("QUIRE_DTYPE")

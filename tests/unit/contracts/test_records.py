@@ -17,8 +17,13 @@ from quire.contracts.step import PROMPT_LOGPROBS, SAMPLE, StepPlan, StepResult
 
 
 def new(**fields: object) -> NewRequest:
-    base: dict[str, object] = {"handle": 7, "request_id": "r7", "token_ids": array("I", [5, 6, 2**32 - 1]).tobytes(),
-                               "max_tokens": 4, "sampler": SamplerSpec(seed=1, num_prompt=3)}
+    base: dict[str, object] = {
+        "handle": 7,
+        "request_id": "r7",
+        "token_ids": array("I", [5, 6, 2**32 - 1]).tobytes(),
+        "max_tokens": 4,
+        "sampler": SamplerSpec(seed=1, num_prompt=3),
+    }
     return NewRequest(**{**base, **fields})  # type: ignore[arg-type]
 
 
@@ -31,8 +36,15 @@ def test_a_request_starts_waiting_with_its_prompt() -> None:
 
 def test_a_new_request_has_every_default_and_cannot_change() -> None:
     request = new()
-    assert (request.stop_ids, request.min_tokens, request.priority, request.parent, request.deadline,
-            request.cache_salt, request.read_prefix_cache) == ((), 0, 0, None, None, "", True)
+    assert (
+        request.stop_ids,
+        request.min_tokens,
+        request.priority,
+        request.parent,
+        request.deadline,
+        request.cache_salt,
+        request.read_prefix_cache,
+    ) == ((), 0, 0, None, None, "", True)
     with pytest.raises(AttributeError):
         request.max_tokens = 9  # type: ignore[misc]
 
@@ -91,6 +103,8 @@ def test_one_error_tree() -> None:
 
 
 def test_contracts_and_engine_stand_without_torch() -> None:
-    code = ("import sys, quire.engine.core, quire.engine.mock_executor; "
-            "assert not {'torch', 'transformers', 'tokenizers'} & sys.modules.keys()")
+    code = (
+        "import sys, quire.engine.core, quire.engine.mock_executor; "
+        "assert not {'torch', 'transformers', 'tokenizers'} & sys.modules.keys()"
+    )
     subprocess.run([sys.executable, "-c", code], check=True, env={"PYTHONPATH": ":".join(p for p in sys.path if p)})

@@ -20,17 +20,50 @@ from quire.contracts.structured import StructuredOutputsParams
 from quire.contracts.unknown_fields import REFUSED
 
 DEFAULTS: dict[str, Any] = {
-    "n": 1, "presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0, "temperature": 1.0,
-    "top_p": 1.0, "top_k": 0, "min_p": 0.0, "seed": None, "stop": None, "stop_token_ids": None, "ignore_eos": False,
-    "max_tokens": None, "min_tokens": 0, "logprobs": None, "prompt_logprobs": None, "logprob_token_ids": None,
-    "detokenize": True, "skip_special_tokens": True, "shown_special_ids": None, "spaces_between_special_tokens": True,
-    "include_stop_str_in_output": False, "output_kind": OutputKind.CUMULATIVE, "stream_interval": None,
-    "logit_bias": None, "allowed_token_ids": None, "bad_words": None, "skip_reading_prefix_cache": False,
-    "structured_outputs": None, "speculative_tokens": None, "kv_transfer_params": None, "kv_chunks": None,
+    "n": 1,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "repetition_penalty": 1.0,
+    "temperature": 1.0,
+    "top_p": 1.0,
+    "top_k": 0,
+    "min_p": 0.0,
+    "seed": None,
+    "stop": None,
+    "stop_token_ids": None,
+    "ignore_eos": False,
+    "max_tokens": None,
+    "min_tokens": 0,
+    "logprobs": None,
+    "prompt_logprobs": None,
+    "logprob_token_ids": None,
+    "detokenize": True,
+    "skip_special_tokens": True,
+    "shown_special_ids": None,
+    "spaces_between_special_tokens": True,
+    "include_stop_str_in_output": False,
+    "output_kind": OutputKind.CUMULATIVE,
+    "stream_interval": None,
+    "logit_bias": None,
+    "allowed_token_ids": None,
+    "bad_words": None,
+    "skip_reading_prefix_cache": False,
+    "structured_outputs": None,
+    "speculative_tokens": None,
+    "kv_transfer_params": None,
+    "kv_chunks": None,
     "blend_ratio": None,
 }
-UNBOUNDED = {"ignore_eos", "detokenize", "skip_special_tokens", "spaces_between_special_tokens",
-             "include_stop_str_in_output", "output_kind", "skip_reading_prefix_cache", "kv_transfer_params"}  # no range
+UNBOUNDED = {
+    "ignore_eos",
+    "detokenize",
+    "skip_special_tokens",
+    "spaces_between_special_tokens",
+    "include_stop_str_in_output",
+    "output_kind",
+    "skip_reading_prefix_cache",
+    "kv_transfer_params",
+}  # no range
 
 NO_NUMBERS = (math.nan, math.inf, -math.inf, "1", None, True)
 PENALTY = ((-2.0, 2.0, 0, 1.5), (-2.001, 2.001, *NO_NUMBERS), "a number in [-2, 2]")
@@ -56,23 +89,35 @@ BOUNDS: dict[str, tuple[tuple[Any, ...], tuple[Any, ...], str]] = {
     "prompt_logprobs": LOGPROBS,
     "logprob_token_ids": ((None, [], [0, 5], list(range(MAX_LOGPROB_IDS))), ([-1], [0.5]), IDS),
     "stream_interval": ((None, 1, 100), (0, -1, 1.5, True), "an integer >= 1"),
-    "kv_chunks": ((None, [], [[0, 3], [3, 9]]), (3, [[1]], [[3, 3]], [[0, 4], [3, 9]], [[True, 3]], "ab"),
-                  "a list of pairs [first token, end] in ascending order"),
+    "kv_chunks": (
+        (None, [], [[0, 3], [3, 9]]),
+        (3, [[1]], [[3, 3]], [[0, 4], [3, 9]], [[True, 3]], "ab"),
+        "a list of pairs [first token, end] in ascending order",
+    ),
     "blend_ratio": ((None, 0, 0.15, 1), (-0.1, 1.5, "1", True), "a number in [0, 1]"),
     "speculative_tokens": ((None, 0, 3), (-1, 1.5, "1", True), "an integer >= 0 (0 means no speculation)"),
-    "logit_bias": ((None, {}, {0: 1.5, 7: -1000}), ({-1: 0.0}, {"a": 1.0}, {1: math.nan}, {1: "x"}, {True: 1.0}),
-                   "a map from token ids to finite numbers (clamped to [-100, 100])"),
+    "logit_bias": (
+        (None, {}, {0: 1.5, 7: -1000}),
+        ({-1: 0.0}, {"a": 1.0}, {1: math.nan}, {1: "x"}, {True: 1.0}),
+        "a map from token ids to finite numbers (clamped to [-100, 100])",
+    ),
     "shown_special_ids": ((None, [], [7]), ([-1], ["x"]), IDS),
     "allowed_token_ids": ((None, [3], [0, 1]), ([-3], ["x"]), IDS),
     "bad_words": ((None, [], ["no"]), ([""], ["ok", 5]), "a list of non-empty strings"),
-    "structured_outputs": ((None, StructuredOutputsParams(regex="a")), ({"regex": "a"}, "a", True),
-                           "a StructuredOutputsParams, or None"),
+    "structured_outputs": (
+        (None, StructuredOutputsParams(regex="a")),
+        ({"regex": "a"}, "a", True),
+        "a StructuredOutputsParams, or None",
+    ),
 }
 
 
 def cases(which: int) -> list[Any]:
-    return [pytest.param(name, value, id=f"{name}={str(value)[:20]}")
-            for name, bounds in BOUNDS.items() for value in bounds[which]]
+    return [
+        pytest.param(name, value, id=f"{name}={str(value)[:20]}")
+        for name, bounds in BOUNDS.items()
+        for value in bounds[which]
+    ]
 
 
 def test_every_field_has_its_default_and_a_bound_or_is_a_choice() -> None:
@@ -94,14 +139,17 @@ def test_refused_with_the_range(name: str, value: Any) -> None:
     assert re.match(rf"{name}(=| at )", str(error.value)) and f"{name} must be {BOUNDS[name][2]}" in str(error.value)
 
 
-@pytest.mark.parametrize(("fields", "param", "message"), [
-    ({"n": 2, "temperature": 0.0}, "n", "n must be 1 when temperature is 0"),
-    ({"min_tokens": 5, "max_tokens": 4}, "min_tokens", r"min_tokens must be at most max_tokens \(4\)"),
-    ({"stop": "x", "detokenize": False}, "stop", "set detokenize=True, or use stop_token_ids"),
-    ({"allowed_token_ids": []}, "allowed_token_ids", "non-empty: nothing could be sampled"),
-    ({"logprob_token_ids": list(range(129))}, "logprob_token_ids", "129 ids.*at most 128 ids"),
-    ({"logprob_token_ids": [1, 2], "logprobs": 3}, "logprobs", r"the number of logprob_token_ids \(2\)"),
-])
+@pytest.mark.parametrize(
+    ("fields", "param", "message"),
+    [
+        ({"n": 2, "temperature": 0.0}, "n", "n must be 1 when temperature is 0"),
+        ({"min_tokens": 5, "max_tokens": 4}, "min_tokens", r"min_tokens must be at most max_tokens \(4\)"),
+        ({"stop": "x", "detokenize": False}, "stop", "set detokenize=True, or use stop_token_ids"),
+        ({"allowed_token_ids": []}, "allowed_token_ids", "non-empty: nothing could be sampled"),
+        ({"logprob_token_ids": list(range(129))}, "logprob_token_ids", "129 ids.*at most 128 ids"),
+        ({"logprob_token_ids": [1, 2], "logprobs": 3}, "logprobs", r"the number of logprob_token_ids \(2\)"),
+    ],
+)
 def test_refused_together(fields: dict[str, Any], param: str, message: str) -> None:
     with pytest.raises(InvalidParameter, match=message) as error:
         SamplingParams(**fields)
@@ -115,13 +163,16 @@ def test_accepted_together() -> None:
     SamplingParams(stop=[], detokenize=False)
 
 
-@pytest.mark.parametrize(("name", "message"), [
-    ("foo", "SamplingParams has no field 'foo': there are n, presence_penalty, "),
-    ("temprature", "SamplingParams has no field 'temprature': did you mean 'temperature'?"),
-    ("top-p", "SamplingParams has no field 'top-p': did you mean 'top_p'?"),
-    ("best_of", "SamplingParams: best_of is not implemented: ask for n and choose by cumulative_logprob."),
-    ("guided_jsn", "SamplingParams has no field 'guided_jsn', and guided_json is not implemented: use "),
-])
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("foo", "SamplingParams has no field 'foo': there are n, presence_penalty, "),
+        ("temprature", "SamplingParams has no field 'temprature': did you mean 'temperature'?"),
+        ("top-p", "SamplingParams has no field 'top-p': did you mean 'top_p'?"),
+        ("best_of", "SamplingParams: best_of is not implemented: ask for n and choose by cumulative_logprob."),
+        ("guided_jsn", "SamplingParams has no field 'guided_jsn', and guided_json is not implemented: use "),
+    ],
+)
 def test_unknown_fields_are_refused_by_name_with_what_was_meant(name: str, message: str) -> None:
     for make in (SamplingParams, SamplingParams().clone):
         with pytest.raises(InvalidParameter) as error:
@@ -132,8 +183,16 @@ def test_unknown_fields_are_refused_by_name_with_what_was_meant(name: str, messa
 def test_fields_that_are_not_implemented_say_so() -> None:
     assert not REFUSED.keys() & DEFAULTS.keys(), "a field that exists is not refused"
     assert REFUSED.keys() >= {
-        "best_of", "extra_args", "flat_logprobs", "guided_json", "guided_regex", "repetition_detection",
-        "routed_experts_prompt_start", "structural_tag", "thinking_token_budget", "use_beam_search",
+        "best_of",
+        "extra_args",
+        "flat_logprobs",
+        "guided_json",
+        "guided_regex",
+        "repetition_detection",
+        "routed_experts_prompt_start",
+        "structural_tag",
+        "thinking_token_budget",
+        "use_beam_search",
     }
     for name, refused in REFUSED.items():
         with pytest.raises(InvalidParameter, match=f"^SamplingParams: {name} is not implemented: ") as error:
@@ -141,11 +200,20 @@ def test_fields_that_are_not_implemented_say_so() -> None:
         assert refused.reason in str(error.value) and error.value.param == name
 
 
-@pytest.mark.parametrize(("name", "value", "other"), [
-    ("best_of", 1, True), ("logits_processors", [], [len]), ("flat_logprobs", False, 0), ("skip_clone", False, True),
-    ("use_beam_search", False, True), ("length_penalty", 1.0, 1.5), ("early_stopping", False, "never"),
-    ("extra_args", {}, {"a": 1}), *((name, None, 3) for name in REFUSED),
-])
+@pytest.mark.parametrize(
+    ("name", "value", "other"),
+    [
+        ("best_of", 1, True),
+        ("logits_processors", [], [len]),
+        ("flat_logprobs", False, 0),
+        ("skip_clone", False, True),
+        ("use_beam_search", False, True),
+        ("length_penalty", 1.0, 1.5),
+        ("early_stopping", False, "never"),
+        ("extra_args", {}, {"a": 1}),
+        *((name, None, 3) for name in REFUSED),
+    ],
+)
 def test_absent_fields_that_ask_for_nothing_are_taken(name: str, value: Any, other: Any) -> None:
     for make in (SamplingParams, SamplingParams().clone):
         assert make(**{name: value, "top_k": 4}) == SamplingParams(top_k=4)
@@ -199,16 +267,19 @@ def test_params_and_specs_cross_a_wire_unchanged() -> None:
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(spec), type=SamplerSpec) == spec
 
 
-@pytest.mark.parametrize(("fields", "message"), [
-    ({"beam_width": 0}, r"beam_width must be an integer >= 1"),
-    ({"beam_width": 2.0}, r"beam_width must be an integer >= 1"),
-    ({"max_tokens": 0}, r"max_tokens must be an integer >= 1"),
-    ({"temperature": -0.1}, "temperature must be 0"),
-    ({"temperature": 2.1}, "temperature must be 0"),
-    ({"length_penalty": math.inf}, r"length_penalty must be a number in \[-10, 10\]"),
-    ({"length_penalty": 5000.0}, r"length_penalty must be a number in \[-10, 10\]"),
-    ({"length_penalty": -5000.0}, r"length_penalty must be a number in \[-10, 10\]"),
-])
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"beam_width": 0}, r"beam_width must be an integer >= 1"),
+        ({"beam_width": 2.0}, r"beam_width must be an integer >= 1"),
+        ({"max_tokens": 0}, r"max_tokens must be an integer >= 1"),
+        ({"temperature": -0.1}, "temperature must be 0"),
+        ({"temperature": 2.1}, "temperature must be 0"),
+        ({"length_penalty": math.inf}, r"length_penalty must be a number in \[-10, 10\]"),
+        ({"length_penalty": 5000.0}, r"length_penalty must be a number in \[-10, 10\]"),
+        ({"length_penalty": -5000.0}, r"length_penalty must be a number in \[-10, 10\]"),
+    ],
+)
 def test_beam_search_bounds(fields: dict[str, Any], message: str) -> None:
     BeamSearchParams(beam_width=2, max_tokens=3)
     with pytest.raises(InvalidParameter, match=message):

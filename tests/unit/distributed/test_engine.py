@@ -42,8 +42,11 @@ SIZES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 COUNT = 24
 BALANCED: dict[str, Any] = {
-    "skip_tokenizer_init": True, "experts": True, "enable_eplb": True,
-    "eplb_config": {"num_redundant_experts": 4, "step_interval": 6, "window_size": 4}}  # fmt: skip
+    "skip_tokenizer_init": True,
+    "experts": True,
+    "enable_eplb": True,
+    "eplb_config": {"num_redundant_experts": 4, "step_interval": 6, "window_size": 4},
+}
 Folders = Callable[[str], Path]
 
 
@@ -60,15 +63,24 @@ class Answers:
 def requests() -> list[NewRequest]:
     """Greedy ones, sampled ones, filters, penalties and log-probabilities."""
     kinds: list[dict[str, Any]] = [
-        {"temperature": 0.0}, {"temperature": 0.0, "num_logprobs": 3}, {"temperature": 1.0}, {"temperature": 0.0},
-        {"temperature": 0.9, "top_p": 0.8}, {"temperature": 0.0, "repetition_penalty": 1.3},
+        {"temperature": 0.0},
+        {"temperature": 0.0, "num_logprobs": 3},
+        {"temperature": 1.0},
+        {"temperature": 0.0},
+        {"temperature": 0.9, "top_p": 0.8},
+        {"temperature": 0.0, "repetition_penalty": 1.3},
         {"temperature": 0.0, "num_prompt_logprobs": 2},
-    ]  # fmt: skip
+    ]
     return [
-        NewRequest(handle=i, request_id=str(i), token_ids=np.array(ids, np.uint32).tobytes(), max_tokens=COUNT,
-                   sampler=SamplerSpec(seed=i, num_prompt=len(ids), **kind))
+        NewRequest(
+            handle=i,
+            request_id=str(i),
+            token_ids=np.array(ids, np.uint32).tobytes(),
+            max_tokens=COUNT,
+            sampler=SamplerSpec(seed=i, num_prompt=len(ids), **kind),
+        )
         for i, (ids, kind) in enumerate(zip(mixed_prompts(), kinds, strict=True))
-    ]  # fmt: skip
+    ]
 
 
 def run(folder: Path, wait: Callable[[Core, list[Parts]], None] = lambda core, parts: None, **options: Any) -> Answers:

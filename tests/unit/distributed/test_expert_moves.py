@@ -68,8 +68,10 @@ def matrix(rows: int, columns: int, scale: float | None, seed: int) -> Quantized
 def test_quantized_experts_with_scales_of_different_types_move_to_each_other_s_places() -> None:
     """float16 holds 2^-6 and 2^-20 exactly, not 3e5 and 1e-9; others round."""
     hidden, width, scales = 16, 24, [2.0**-6, None, 3e5, 1e-9, 2.0**-20, None]
-    experts = [(matrix(2 * width, hidden, scale, seed), matrix(hidden, width, scale, 50 + seed))
-               for seed, scale in enumerate(scales)]  # fmt: skip
+    experts = [
+        (matrix(2 * width, hidden, scale, seed), matrix(hidden, width, scale, 50 + seed))
+        for seed, scale in enumerate(scales)
+    ]
     x, weight = torch.randn(3, hidden, generator=torch.Generator().manual_seed(1)), torch.ones(3, 1)
 
     def packed(held: list[int]) -> panels.Packed:
@@ -137,7 +139,9 @@ def test_on_a_gpu_weights_are_fetched_after_the_last_switch_and_switched_after_t
     assert mover._thread is not None
     mover._thread.join(60)
     assert [words for words in log if words != "out of side"] == [
-        "in side", *("the host waits for side", "side waits for main") * LAYERS]  # fmt: skip
+        "in side",
+        *("the host waits for side", "side waits for main") * LAYERS,
+    ]
     assert all(layer[0] == 1 for layer in held)
 
 
@@ -154,6 +158,7 @@ def test_a_fault_of_a_mover_is_kept_and_nothing_is_ready() -> None:
 
 def test_every_rank_can_switch_when_the_first_one_tells() -> None:
     """No rank waits in a switch: that would hold up a step."""
+
     def work(group: SimulatedGroup) -> list[int]:
         held = [[weights(layer, expert) for expert in range(4)] for layer in range(LAYERS)]
         mover = ExpertMover(group, lambda layer, place: held[layer][place], 4)

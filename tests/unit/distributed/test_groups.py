@@ -75,8 +75,10 @@ def test_a_rank_that_fails_ends_the_others() -> None:
 def test_ranks_as_processes(tmp_path: Path) -> None:
     script = tmp_path / "rank.py"
     script.write_text(RANK)
-    running = [subprocess.Popen([sys.executable, str(script), str(number), str(tmp_path)], stdout=subprocess.PIPE,
-                                text=True) for number in range(4)]  # fmt: skip
+    running = [
+        subprocess.Popen([sys.executable, str(script), str(number), str(tmp_path)], stdout=subprocess.PIPE, text=True)
+        for number in range(4)
+    ]
     found = [process.communicate(timeout=120)[0].strip() for process in running]
     assert [process.returncode for process in running] == [0] * 4
     assert found == [

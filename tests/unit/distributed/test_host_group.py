@@ -42,7 +42,9 @@ torch.distributed.destroy_process_group()
 def test_tensors_go_through_host_memory(tmp_path: Path) -> None:
     script = tmp_path / "rank.py"
     script.write_text(RANK)
-    running = [subprocess.Popen([sys.executable, str(script), str(number), str(tmp_path)], stdout=subprocess.PIPE,
-                                text=True) for number in range(2)]  # fmt: skip
+    running = [
+        subprocess.Popen([sys.executable, str(script), str(number), str(tmp_path)], stdout=subprocess.PIPE, text=True)
+        for number in range(2)
+    ]
     found = [process.communicate(timeout=120)[0].strip() for process in running]
     assert found == ["gloo through host memory"] * 2 and [one.returncode for one in running] == [0, 0]

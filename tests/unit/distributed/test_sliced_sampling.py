@@ -28,10 +28,14 @@ SPECS = [
     SamplerSpec(temperature=1.0, seed=2**63 + 5, num_prompt=2),
     SamplerSpec(temperature=5.0, seed=4, num_prompt=2),
 ]
-FILTERED = [SamplerSpec(temperature=1.0, top_p=0.8, seed=5, num_prompt=2),
-            SamplerSpec(temperature=0.9, top_k=3, seed=6, num_prompt=2)]  # fmt: skip
-FULL = [SamplerSpec(temperature=0.0, repetition_penalty=1.5, seed=7, num_prompt=2),
-        SamplerSpec(temperature=1.0, logit_bias=((3, 4.0),), seed=8, num_prompt=2)]  # fmt: skip
+FILTERED = [
+    SamplerSpec(temperature=1.0, top_p=0.8, seed=5, num_prompt=2),
+    SamplerSpec(temperature=0.9, top_k=3, seed=6, num_prompt=2),
+]
+FULL = [
+    SamplerSpec(temperature=0.0, repetition_penalty=1.5, seed=7, num_prompt=2),
+    SamplerSpec(temperature=1.0, logit_bias=((3, 4.0),), seed=8, num_prompt=2),
+]
 
 
 def write(change: Change) -> None:
@@ -43,8 +47,12 @@ def batch(vocab: int, mode: Mode) -> tuple[Tensor, Rows]:
     bad = [torch.full((vocab,), -torch.inf), torch.zeros(vocab), torch.zeros(vocab)]
     bad[1][vocab - 1], bad[2][0] = torch.nan, torch.inf
     rows = [*[row for _, row in edge_rows(vocab)], *bad]
-    kinds = {Mode.GREEDY: SPECS[:1], Mode.UNFILTERED: SPECS, Mode.FILTERED: SPECS + FILTERED,
-             Mode.FULL: SPECS + FILTERED + FULL}[mode]  # fmt: skip
+    kinds = {
+        Mode.GREEDY: SPECS[:1],
+        Mode.UNFILTERED: SPECS,
+        Mode.FILTERED: SPECS + FILTERED,
+        Mode.FULL: SPECS + FILTERED + FULL,
+    }[mode]
     specs = [spec for spec in kinds for _ in rows]
     table = SamplingTable(len(specs) + 1, vocab, CPU)
     for slot, spec in enumerate(specs):
@@ -80,8 +88,13 @@ def test_masks_hold_for_the_whole_vocabulary() -> None:
     for change in table.admit(0, spec):
         write(change)
     logits = torch.arange(vocab, dtype=torch.float32)[None]
-    rows = Rows(torch.zeros(1, dtype=torch.int64), torch.full((1,), 3), table.rows,
-                torch.zeros(2, 4, dtype=torch.int32), table.edits)  # fmt: skip
+    rows = Rows(
+        torch.zeros(1, dtype=torch.int64),
+        torch.full((1,), 3),
+        table.rows,
+        torch.zeros(2, 4, dtype=torch.int32),
+        table.edits,
+    )
     mask = np.zeros((1, 3), np.int32)
     mask[0, 0] = 1 << 9  # only token 9
 

@@ -19,8 +19,12 @@ from .test_engine import Answers, clear, run
 
 HEADS, TOP_K = (16, 4), 3
 HIDDEN = 16 * HEADS[0]  # two groups of columns
-BYTES = {"fp8-block": HIDDEN + 2 * 4, "ct-fp8-channel": HIDDEN + 4, "ct-int8-channel": HIDDEN + 4,
-         "ct-fp8-tensor": 4 * HIDDEN}  # of a row: numbers and scales; the last has a scale of each expert's own
+BYTES = {
+    "fp8-block": HIDDEN + 2 * 4,
+    "ct-fp8-channel": HIDDEN + 4,
+    "ct-int8-channel": HIDDEN + 4,
+    "ct-fp8-tensor": 4 * HIDDEN,
+}  # of a row: numbers and scales; the last has a scale of each expert's own
 
 
 @pytest.fixture(scope="module")
@@ -61,12 +65,16 @@ def as_they_are(folder: Path, **sizes: Any) -> Answers:
 
 def same(found: Answers, expected: Answers) -> bool:
     """True where all logits have the same bits."""
-    return found.tokens == expected.tokens and found.logits.keys() == expected.logits.keys() and all(
-        torch.equal(row, expected.logits[key]) for key, row in found.logits.items())  # fmt: skip
+    return (
+        found.tokens == expected.tokens
+        and found.logits.keys() == expected.logits.keys()
+        and all(torch.equal(row, expected.logits[key]) for key, row in found.logits.items())
+    )
 
 
-@pytest.mark.parametrize(("form", "sizes"), [*((form, {"dp": 2}) for form in BYTES),
-                                            ("ct-int8-channel", {"dp": 2, "tp": 2})], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    ("form", "sizes"), [*((form, {"dp": 2}) for form in BYTES), ("ct-int8-channel", {"dp": 2, "tp": 2})], ids=str
+)
 def test_no_logit_changes(
     checkpoint: Callable[[str], Path], widths: set[int], form: str, sizes: dict[str, int]
 ) -> None:

@@ -88,21 +88,52 @@ class EngineRig:
     num_sampled   tokens that the device came to;  now  what the core's clock shows
     """
 
-    def __init__(self, depth: int = 1, *, slots: int = 8, blocks: int = 40, block_size: int = 4, budget: int = 16,
-                 max_len: int = 128, vocab: int = 1000, policy: str = "fcfs", max_waiting: int | None = 1000,
-                 watermark: float = 0.0, caching: bool = True, mock: type[CheckedExecutor] = CheckedExecutor,
-                 drafts: int = 0, accepts: Sequence[int] = (0,), windows: Sequence[int | None] = (None,),
-                 host_blocks: int = 0, disk: MockDisk | MockRanksDisk | None = None, peers: MockPeers | None = None,
-                 write_through: bool = False, delays: Sequence[int] = (0,), faults: Sequence[str] = ("",),
-                 reserve: int = 8, blends: bool = False) -> None:
+    def __init__(
+        self,
+        depth: int = 1,
+        *,
+        slots: int = 8,
+        blocks: int = 40,
+        block_size: int = 4,
+        budget: int = 16,
+        max_len: int = 128,
+        vocab: int = 1000,
+        policy: str = "fcfs",
+        max_waiting: int | None = 1000,
+        watermark: float = 0.0,
+        caching: bool = True,
+        mock: type[CheckedExecutor] = CheckedExecutor,
+        drafts: int = 0,
+        accepts: Sequence[int] = (0,),
+        windows: Sequence[int | None] = (None,),
+        host_blocks: int = 0,
+        disk: MockDisk | MockRanksDisk | None = None,
+        peers: MockPeers | None = None,
+        write_through: bool = False,
+        delays: Sequence[int] = (0,),
+        faults: Sequence[str] = ("",),
+        reserve: int = 8,
+        blends: bool = False,
+    ) -> None:
         self.peers, below = peers, tuple(one for one in (disk, peers) if one is not None)
         copies: Any = MockRanks if isinstance(disk, MockRanksDisk) else MockCopies
-        tiers = partial(copies, num_host_blocks=host_blocks, below={one.tier: one for one in below}, delays=delays,
-                        faults=faults)
-        self.mock = mock(num_slots=slots, num_blocks=blocks, block_size=block_size, vocab_size=vocab,
-                         max_model_len=max_len, depth=depth, num_drafts=drafts, accepts=accepts,
-                         draft_lookup=(1, 3) if drafts else (0, 0), windows=windows, blends=blends,
-                         tiers=tiers if host_blocks else None)
+        tiers = partial(
+            copies, num_host_blocks=host_blocks, below={one.tier: one for one in below}, delays=delays, faults=faults
+        )
+        self.mock = mock(
+            num_slots=slots,
+            num_blocks=blocks,
+            block_size=block_size,
+            vocab_size=vocab,
+            max_model_len=max_len,
+            depth=depth,
+            num_drafts=drafts,
+            accepts=accepts,
+            draft_lookup=(1, 3) if drafts else (0, 0),
+            windows=windows,
+            blends=blends,
+            tiers=tiers if host_blocks else None,
+        )
         self.budget = budget
         self.vocab, self.block_size, self.num_blocks, self.num_slots = vocab, block_size, blocks, slots
         component = KVComponent("kv", num_heads=1, head_dim=1, dtype="float32", item_bytes=4)
@@ -110,15 +141,40 @@ class EngineRig:
         geometry = KVGeometry(block_size=block_size, groups=groups)
         self.pool = BlockPool(blocks)
         self.allocator = KVAllocator(self.pool, geometry, num_slots=slots)
-        config = SchedulerConfig(max_num_batched_tokens=budget, max_num_seqs=slots, max_waiting=max_waiting,
-                                 scheduling_policy=policy, watermark=watermark)
+        config = SchedulerConfig(
+            max_num_batched_tokens=budget,
+            max_num_seqs=slots,
+            max_waiting=max_waiting,
+            scheduling_policy=policy,
+            watermark=watermark,
+        )
         self.now = 0.0
-        self.store = KVStore(self.pool, groups, block_size, num_host_blocks=host_blocks, reserve=reserve,
-                             below=below, promises=peers, write_through=write_through,
-                             clock=lambda: self.now) if host_blocks else None  # fmt: skip
+        self.store = (
+            KVStore(
+                self.pool,
+                groups,
+                block_size,
+                num_host_blocks=host_blocks,
+                reserve=reserve,
+                below=below,
+                promises=peers,
+                write_through=write_through,
+                clock=lambda: self.now,
+            )
+            if host_blocks
+            else None
+        )
         self.compiler = GrammarCompiler(letters, vocab)
-        self.core = EngineCore(self.mock, config, self.allocator, root_key=bytes(32), prefix_caching=caching,
-                               compiler=self.compiler, store=self.store, clock=lambda: self.now)
+        self.core = EngineCore(
+            self.mock,
+            config,
+            self.allocator,
+            root_key=bytes(32),
+            prefix_caching=caching,
+            compiler=self.compiler,
+            store=self.store,
+            clock=lambda: self.now,
+        )
         self.jobs = self.core._grammars._pool = Jobs()  # type: ignore[assignment]
         self.scheduler, self.table = self.core.scheduler, self.core.scheduler.table
         self.asked: dict[int, NewRequest] = {}
@@ -157,14 +213,31 @@ class EngineRig:
 
     # --- what a front end does ----------------------------------------------------------------------------------
 
-    def add(self, prompt: Sequence[int], max_tokens: int = 4, *, handle: int | None = None, seed: int | None = None,
-            fail_after: int | None = None, scored: bool = False, places: int = 1, **fields: Any) -> int:
+    def add(
+        self,
+        prompt: Sequence[int],
+        max_tokens: int = 4,
+        *,
+        handle: int | None = None,
+        seed: int | None = None,
+        fail_after: int | None = None,
+        scored: bool = False,
+        places: int = 1,
+        **fields: Any,
+    ) -> int:
         """Add a request; `fail_after` plants a device failure after so many outputs; `scored` asks for prompt rows."""
         handle = len(self.asked) if handle is None else handle
-        sampler = SamplerSpec(seed=handle if seed is None else seed, num_prompt=len(prompt),
-                              num_prompt_logprobs=0 if scored else None)
-        new = NewRequest(handle=handle, request_id=str(handle), token_ids=array("I", prompt).tobytes(),
-                         max_tokens=max_tokens, sampler=sampler, **fields)
+        sampler = SamplerSpec(
+            seed=handle if seed is None else seed, num_prompt=len(prompt), num_prompt_logprobs=0 if scored else None
+        )
+        new = NewRequest(
+            handle=handle,
+            request_id=str(handle),
+            token_ids=array("I", prompt).tobytes(),
+            max_tokens=max_tokens,
+            sampler=sampler,
+            **fields,
+        )
         self.core.add(new, places=places)
         if fail_after is not None:
             self.mock.fail[str(handle)] = fail_after
@@ -262,8 +335,10 @@ class EngineRig:
         grammar = self.compiler.compile(new.grammar)
         matcher, free, budget, closing = grammar.fork(), grammar.after, grammar.budget, list(grammar.closing)
         while len(tokens) < new.max_tokens:
-            masks, over = self.compiler.masks([None if free and not grammar.inside else matcher],
-                                              [new.stop_ids if len(tokens) >= new.min_tokens else ()])
+            masks, over = self.compiler.masks(
+                [None if free and not grammar.inside else matcher],
+                [new.stop_ids if len(tokens) >= new.min_tokens else ()],
+            )
             if over:
                 return tokens, FinishReason.STOP
             if free:  # all letters are in one word

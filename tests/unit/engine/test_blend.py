@@ -144,8 +144,9 @@ def test_chunks_come_back_from_host_memory(Rig: Any, depth: int) -> None:
     assert moved(rig) == [(16, 4, 10)] and rig.cached[handle] == 24
 
 
-@pytest.mark.parametrize("tiers", [{}, {"host_blocks": 30, "delays": [0, 3], "faults": ["", "lost", "", "half"]}],
-                         ids=["device", "host"])  # fmt: skip
+@pytest.mark.parametrize(
+    "tiers", [{}, {"host_blocks": 30, "delays": [0, 3], "faults": ["", "lost", "", "half"]}], ids=["device", "host"]
+)
 @pytest.mark.parametrize("seed", range(4))
 def test_random_use(Rig: Any, depth: int, seed: int, tiers: dict[str, Any]) -> None:
     """Texts alone and in prompts of any order, aborted, preempted, in chunks, through two tiers; all are checked."""
@@ -173,8 +174,7 @@ def test_random_use(Rig: Any, depth: int, seed: int, tiers: dict[str, Any]) -> N
 
 
 def test_borrowed_blocks_stay_until_the_last_of_them_is_read(Rig: Any, depth: int) -> None:
-    """A decode needs a block meanwhile, and the oldest that nobody else holds is one of them. So the prompt gives way.
-    """
+    """A decode needs a block meanwhile; the oldest that nobody else holds is one of them. So the prompt gives way."""
     rig = cached(Rig(depth, **SIZES | {"budget": 8, "blocks": 12}), 0, 1)
     other = rig.add([1, 2, 3], 24)
     rig.step(5)

@@ -36,8 +36,16 @@ def test_rows_are_planned_as_what_they_are(Rig: Any, depth: int) -> None:
     rig.add(range(9), 20), rig.add(range(50, 68), 20)
     rig.drain()
     chunks = [(p.num_decodes, p.num_tokens.tolist(), p.num_rows.tolist(), p.outputs.tolist()) for p in rig.plans[:4]]
-    assert chunks == [(0, [9], [1], [SAMPLE]), (1, [4, 8], [4, 0], [SAMPLE, 0]), (1, [4, 8], [4, 0], [SAMPLE, 0]),
-                      (1, [4, 2], [4, 1], [SAMPLE, SAMPLE])] or depth == 2
+    assert (
+        chunks
+        == [
+            (0, [9], [1], [SAMPLE]),
+            (1, [4, 8], [4, 0], [SAMPLE, 0]),
+            (1, [4, 8], [4, 0], [SAMPLE, 0]),
+            (1, [4, 2], [4, 1], [SAMPLE, SAMPLE]),
+        ]
+        or depth == 2
+    )
     single = Rig(depth, drafts=K, budget=8)
     single.add(range(9), 20)
     single.step(3)
@@ -122,10 +130,13 @@ def finish_of(Rig: Any, run: list[int], *, counts: int | None = None, **fields: 
     def scripted() -> StepResult:
         result = collect()
         rows = np.arange(len(run), dtype=np.int32)
-        return StepResult(step=result.step, slots=result.slots, tokens=np.array([run], np.int32),
-                          num_accepted=np.array([len(run) if counts is None else counts], np.int32),
-                          logprobs={int(result.slots[0]): RowLogprobs(rows[:, None], -rows[:, None].astype(np.float32),
-                                                                     rows)})
+        return StepResult(
+            step=result.step,
+            slots=result.slots,
+            tokens=np.array([run], np.int32),
+            num_accepted=np.array([len(run) if counts is None else counts], np.int32),
+            logprobs={int(result.slots[0]): RowLogprobs(rows[:, None], -rows[:, None].astype(np.float32), rows)},
+        )
 
     rig.mock.collect = scripted
     planned = core.scheduler.plan(core._step)
@@ -296,8 +307,16 @@ def test_drafts_under_a_grammar_are_n_grams_that_it_allows(Rig: Any, depth: int)
 def test_reasoning_ends_at_its_budget_inside_a_run(Rig: Any, depth: int, budget: int) -> None:
     for kind in ('"regex": "a{3}b", ', ""):
         rig = Rig(depth, vocab=7, drafts=K)
-        handles = [rig.add([0, 1, 0, 1, 0, 1, seed % 3], 20, seed=seed, stop_ids=(0, 6),
-                           grammar=f'{{{kind}"after": "ccc", "budget": {budget}}}') for seed in range(6)]  # fmt: skip
+        handles = [
+            rig.add(
+                [0, 1, 0, 1, 0, 1, seed % 3],
+                20,
+                seed=seed,
+                stop_ids=(0, 6),
+                grammar=f'{{{kind}"after": "ccc", "budget": {budget}}}',
+            )
+            for seed in range(6)
+        ]
         rig.drain()
         for handle in handles:
             rig.judge(handle)
@@ -318,8 +337,10 @@ def test_n_grams_under_a_grammar_stop_if_they_are_not_worth_the_waiting(Rig: Any
 def test_min_tokens_are_counted_inside_a_run_under_a_grammar(Rig: Any, depth: int) -> None:
     for least in range(2, 9):
         rig = Rig(depth, vocab=7, drafts=K)
-        handles = [rig.add([0, 1, 0, 1, 0, 1], 20, seed=seed, grammar='{"regex": "(ab)*"}', stop_ids=(4,),
-                           min_tokens=least) for seed in range(4)]  # fmt: skip
+        handles = [
+            rig.add([0, 1, 0, 1, 0, 1], 20, seed=seed, grammar='{"regex": "(ab)*"}', stop_ids=(4,), min_tokens=least)
+            for seed in range(4)
+        ]
         rig.drain()
         for handle in handles:
             rig.judge(handle)

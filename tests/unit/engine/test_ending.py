@@ -238,15 +238,26 @@ def test_max_tokens_zero_that_gives_way_in_flight_still_ends(Rig: Any) -> None:
 
 # --- states -------------------------------------------------------------------------------------------------------
 
-ALLOWED = {("waiting", "running"), ("waiting", "blocked"), ("waiting", "finished"), ("blocked", "waiting"),
-           ("blocked", "finished"), ("running", "waiting"), ("running", "finished")}
+ALLOWED = {
+    ("waiting", "running"),
+    ("waiting", "blocked"),
+    ("waiting", "finished"),
+    ("blocked", "waiting"),
+    ("blocked", "finished"),
+    ("running", "waiting"),
+    ("running", "finished"),
+}
 
 
 @pytest.mark.parametrize("after", list(RequestState))
 @pytest.mark.parametrize("before", list(RequestState))
 def test_every_move_is_in_the_table_or_asserts(before: RequestState, after: RequestState) -> None:
-    request = Request(NewRequest(handle=1, request_id="r1", token_ids=b"\1\0\0\0", max_tokens=1,
-                                 sampler=SamplerSpec(seed=0, num_prompt=1)), arrival=0)
+    request = Request(
+        NewRequest(
+            handle=1, request_id="r1", token_ids=b"\1\0\0\0", max_tokens=1, sampler=SamplerSpec(seed=0, num_prompt=1)
+        ),
+        arrival=0,
+    )
     request.state = before
     if (before.value, after.value) in ALLOWED:
         request.to(after, BlockReason.PARENT)

@@ -79,8 +79,9 @@ class Case:
 
     def map(self, which: int = 0, old: ExpertMap | None = None) -> ExpertMap:
         """The map for a window's load."""
-        return balanced_map(self.loads[which], self.redundant, self.ranks, groups=self.groups, nodes=self.nodes,
-                            old=old)
+        return balanced_map(
+            self.loads[which], self.redundant, self.ranks, groups=self.groups, nodes=self.nodes, old=old
+        )
 
     def first(self) -> ExpertMap:
         """The map before any load."""
@@ -108,19 +109,32 @@ def per_rank(experts: ExpertMap) -> list[list[Counter[int]]]:
 
 def test_the_published_example() -> None:
     """Two layers, 12 experts in 4 groups, 16 slots on 8 GPUs of 2 nodes: as in the README of DeepSeek's EPLB."""
-    load = np.array([[90, 132, 40, 61, 104, 165, 39, 4, 73, 56, 183, 86],
-                     [20, 107, 104, 64, 19, 197, 187, 157, 172, 86, 16, 27]])
+    load = np.array(
+        [[90, 132, 40, 61, 104, 165, 39, 4, 73, 56, 183, 86], [20, 107, 104, 64, 19, 197, 187, 157, 172, 86, 16, 27]]
+    )
     found = balanced_map(load, 4, 8, groups=4, nodes=2)
-    assert found.experts.tolist() == [[5, 6, 5, 7, 8, 4, 3, 4, 10, 9, 10, 2, 0, 1, 11, 1],
-                                      [7, 10, 6, 8, 6, 11, 8, 9, 2, 4, 5, 1, 5, 0, 3, 1]]
+    assert found.experts.tolist() == [
+        [5, 6, 5, 7, 8, 4, 3, 4, 10, 9, 10, 2, 0, 1, 11, 1],
+        [7, 10, 6, 8, 6, 11, 8, 9, 2, 4, 5, 1, 5, 0, 3, 1],
+    ]
     tokens = found.rank_load(load)
     np.testing.assert_allclose(tokens.mean(axis=1) / tokens.max(axis=1), [0.8277, 0.8050], atol=5e-5)
 
 
-@pytest.mark.parametrize(("hosts", "nodes"), [
-    ([], 1), ([0, 0, 0, 0], 1), ([0, 0, 1, 1], 2), ([0, 1, 2, 3], 4), ([3, 3, 0, 0], 2),
-    ([0, 0, 0, 1], 1), ([0, 1, 0, 1], 1), ([0, 1, 1, 0], 1), ([0, 0, 1], 1),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("hosts", "nodes"),
+    [
+        ([], 1),
+        ([0, 0, 0, 0], 1),
+        ([0, 0, 1, 1], 2),
+        ([0, 1, 2, 3], 4),
+        ([3, 3, 0, 0], 2),
+        ([0, 0, 0, 1], 1),
+        ([0, 1, 0, 1], 1),
+        ([0, 1, 1, 0], 1),
+        ([0, 0, 1], 1),
+    ],
+)
 def test_hosts_are_nodes_where_each_has_equally_many_neighbouring_ranks(hosts: list[int], nodes: int) -> None:
     assert even_nodes(hosts) == nodes
 

@@ -74,12 +74,22 @@ def test_blocks_are_told_with_tokens_and_parents(Rig: Any, depth: int) -> None:
     assert [one for event in stored for one in event["extra_keys"]] == [["s"]] + [None] * 7
     ends = [event["block_hashes"][-1] for event in stored]
     assert [event["parent_block_hash"] for event in stored] == [None, *ends[:-1]]
-    assert stored[0].items() >= {"block_size": 4, "medium": "GPU", "lora_id": None, "lora_name": None, "group_idx": 0,
-                                 "kv_cache_spec_kind": "full_attention"}.items()
+    assert (
+        stored[0].items()
+        >= {
+            "block_size": 4,
+            "medium": "GPU",
+            "lora_id": None,
+            "lora_name": None,
+            "group_idx": 0,
+            "kv_cache_spec_kind": "full_attention",
+        }.items()
+    )
 
 
-@pytest.mark.parametrize("sizes", [{"blocks": 14}, {"blocks": 20, "windows": (None, 8)},
-                                   {"blocks": 14, "host_blocks": 9}], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "sizes", [{"blocks": 14}, {"blocks": 20, "windows": (None, 8)}, {"blocks": 14, "host_blocks": 9}], ids=str
+)
 def test_a_follower_has_the_blocks(Rig: Any, depth: int, sizes: dict[str, Any]) -> None:
     rig, draw = Rig(depth, slots=3, **sizes), random.Random(depth)
     follower = follow(rig)
@@ -121,12 +131,15 @@ def test_an_engine_that_ends_says_no_more(Rig: Any) -> None:
     assert follower.closed and not follower.said
 
 
-@pytest.mark.parametrize(("given", "words"), [
-    ({"enable_kv_cache_events": True, "publisher": "kafka"}, "publisher='kafka' does not exist"),
-    ({"enable_kv_cache_events": True, "hwm": 0}, "must be 1 or more"),
-    ({"enable_kv_cache_event": True}, "enable_kv_cache_event"),
-    ({"enable_kv_cache_events": "yes"}, "Expected `bool`"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"enable_kv_cache_events": True, "publisher": "kafka"}, "publisher='kafka' does not exist"),
+        ({"enable_kv_cache_events": True, "hwm": 0}, "must be 1 or more"),
+        ({"enable_kv_cache_event": True}, "enable_kv_cache_event"),
+        ({"enable_kv_cache_events": "yes"}, "Expected `bool`"),
+    ],
+)
 def test_settings_that_make_no_sense(given: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         read_events_config(EngineConfig.from_flat(kv_events_config=given))

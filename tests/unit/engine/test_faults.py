@@ -95,8 +95,11 @@ def test_a_fault_while_it_is_admitted(
 def test_a_fault_while_its_blocks_grow(Rig: Any, depth: int, alone: bool) -> None:
     rig = Rig(depth, blocks=24 if alone else 40)
     mine = by_slot(rig)
-    plant(rig.allocator, "grow_many", lambda slots, needed: any(map(mine, slots.tolist()))
-          and bool((needed > rig.allocator.capacity[slots]).any()))
+    plant(
+        rig.allocator,
+        "grow_many",
+        lambda slots, needed: any(map(mine, slots.tolist())) and bool((needed > rig.allocator.capacity[slots]).any()),
+    )
     times = plant(rig.allocator, "grow", mine)
     for i, prompt in enumerate(PROMPTS):
         rig.add(prompt, max_tokens=12, handle=i)
@@ -137,8 +140,9 @@ def test_a_parent_that_fails_frees_its_children(Rig: Any, depth: int) -> None:
 
 def test_a_preempted_request_that_fails_when_it_comes_back(Rig: Any, depth: int) -> None:
     rig = Rig(depth, blocks=12, max_len=48)
-    times = plant(rig.allocator, "admit", lambda slot, *rest: by_slot(rig)(slot)
-                  and rig.table.requests[slot].num_preemptions > 0)
+    times = plant(
+        rig.allocator, "admit", lambda slot, *rest: by_slot(rig)(slot) and rig.table.requests[slot].num_preemptions > 0
+    )
     rig.add(list(range(20)), max_tokens=20, handle=0)
     rig.add(list(range(50, 70)), max_tokens=20, handle=VICTIM)
     survive(rig, times, tokens_before=1)
@@ -146,21 +150,29 @@ def test_a_preempted_request_that_fails_when_it_comes_back(Rig: Any, depth: int)
 
 def test_a_fault_while_its_prompt_is_scored(Rig: Any, depth: int) -> None:
     rig = Rig(depth, budget=8)  # its prompt of 26 tokens takes four steps
-    times = plant(rig.core._finisher, "_new_rows", lambda request, *rest: request.new.handle == VICTIM
-                  and request.prompt_scored > 0)
+    times = plant(
+        rig.core._finisher,
+        "_new_rows",
+        lambda request, *rest: request.new.handle == VICTIM and request.prompt_scored > 0,
+    )
     rig.add([3, 4, 5], max_tokens=12, handle=0, scored=True)
     rig.add(list(range(26)), max_tokens=6, handle=VICTIM, scored=True)
     rig.add(list(range(30, 40)), max_tokens=6, handle=2, scored=True)
     survive(rig, times)
 
 
-@pytest.mark.parametrize("owner, name", [("roster", "add"), ("core", "_tags"), ("finisher", "watch"),
-                                         ("queue", "push")])
+@pytest.mark.parametrize(
+    "owner, name", [("roster", "add"), ("core", "_tags"), ("finisher", "watch"), ("queue", "push")]
+)
 def test_a_fault_while_it_is_added_leaves_nothing(Rig: Any, depth: int, owner: str, name: str) -> None:
     rig = Rig(depth)
     rig.add(PROMPTS[0], max_tokens=6, handle=0)
-    part = {"roster": rig.scheduler.roster, "core": rig.core, "finisher": rig.core._finisher,
-            "queue": rig.scheduler.queue}
+    part = {
+        "roster": rig.scheduler.roster,
+        "core": rig.core,
+        "finisher": rig.core._finisher,
+        "queue": rig.scheduler.queue,
+    }
     fault = plant(part[owner], name, lambda *args: True, once=True)
     with pytest.raises(Broken):
         rig.add(PROMPTS[1], max_tokens=6, handle=VICTIM, stop_ids=(3,))
@@ -187,8 +199,10 @@ def test_a_fault_in_the_middle_of_publishing_leaves_nothing_to_find(
     work, mine, times = type(rig.pool).publish, {}, []
 
     def publish(pool: Any, block: int, key: bytes) -> bool:
-        victim = any(r is not None and r.new.handle == VICTIM and block in rig.allocator.table(slot)
-                     for slot, r in enumerate(rig.table.requests))
+        victim = any(
+            r is not None and r.new.handle == VICTIM and block in rig.allocator.table(slot)
+            for slot, r in enumerate(rig.table.requests)
+        )
         if victim and mine.setdefault(block, len(mine)) == 1:
             times.append(1)
             raise Broken("publish")

@@ -36,11 +36,14 @@ def small(rig_class: Any, depth: int, **sizes: Any) -> Any:
     return rig_class(depth, vocab=VOCAB, **sizes)
 
 
-@pytest.mark.parametrize("spec, pattern", [
-    (spec_of(regex="[ab]{3}c+d"), "[ab]{3}c+d"),
-    (spec_of(choice=["abba", "cafe", "face"]), "abba|cafe|face"),
-    (spec_of(grammar='root ::= "a" root "b" | "c"'), "a*cb*"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "spec, pattern",
+    [
+        (spec_of(regex="[ab]{3}c+d"), "[ab]{3}c+d"),
+        (spec_of(choice=["abba", "cafe", "face"]), "abba|cafe|face"),
+        (spec_of(grammar='root ::= "a" root "b" | "c"'), "a*cb*"),
+    ],
+)
 def test_every_token_is_of_the_grammar(Rig: Any, depth: int, spec: str, pattern: str) -> None:
     """Beside requests that are free, which get what they would have got without."""
     rig = small(Rig, depth)
@@ -55,8 +58,9 @@ def test_every_token_is_of_the_grammar(Rig: Any, depth: int, spec: str, pattern:
     assert all(rig.finish[handle].stop_id is None for handle in ended)
 
 
-@pytest.mark.parametrize("grammar, order", [(None, "S0 R0 S1 R1 C0 S2 R2 C1"),
-                                            (spec_of(regex="a{9}"), "S0 R0 S1 C0 R1 S2 C1 R2")])  # fmt: skip
+@pytest.mark.parametrize(
+    "grammar, order", [(None, "S0 R0 S1 R1 C0 S2 R2 C1"), (spec_of(regex="a{9}"), "S0 R0 S1 C0 R1 S2 C1 R2")]
+)
 def test_the_step_before_is_collected_before_masks_are_made(Rig: Any, grammar: str | None, order: str) -> None:
     """Two in flight. Without a grammar nothing waits for a token."""
     rig, log = small(Rig, 2), []
@@ -119,9 +123,11 @@ def test_a_request_may_end_while_its_grammar_is_compiled(Rig: Any, depth: int, h
     if how == "deadline":
         rig.abort(child), rig.step()  # which has none
     finish = rig.finish[handle]
-    assert (finish.reason, finish.error) == {"abort": (FinishReason.ABORT, None),
-                                             "deadline": (FinishReason.ERROR, "deadline"),
-                                             "too slow": (FinishReason.ERROR, "invalid_grammar")}[how]
+    assert (finish.reason, finish.error) == {
+        "abort": (FinishReason.ABORT, None),
+        "deadline": (FinishReason.ERROR, "deadline"),
+        "too slow": (FinishReason.ERROR, "invalid_grammar"),
+    }[how]
     assert how != "too slow" or "not compiled within 10 s" in finish.message
     assert rig.finish.keys() == {handle, child} and len(rig.core._grammars) == 0
     assert how == "too slow" or rig.jobs.jobs[0][0].cancelled(), "nobody waits for it, and it is compiled"
@@ -261,9 +267,18 @@ def test_reasoning_ends_at_its_budget_and_not_before_its_end(
     rig = small(Rig, depth)
     inside = {"grammar": 'start: t "aaab"\nt[suffix="ccc"]: /[b-d]*/', "inside": True}
     kinds = [({"regex": "a{3}b"}, 4), ({"regex": "a{3}b"}, 0), ({}, 4), ({}, 50), (inside, 4)]
-    handles = {rig.add([seed % 3], 30, seed=seed, grammar=spec_of(after="ccc", budget=budget, **kind),
-                       stop_ids=stop_ids, min_tokens=min_tokens): (kind, budget)
-               for kind, budget in kinds for seed in range(4)}
+    handles = {
+        rig.add(
+            [seed % 3],
+            30,
+            seed=seed,
+            grammar=spec_of(after="ccc", budget=budget, **kind),
+            stop_ids=stop_ids,
+            min_tokens=min_tokens,
+        ): (kind, budget)
+        for kind, budget in kinds
+        for seed in range(4)
+    }
     rig.drain()
     for handle, (kind, budget) in handles.items():
         rig.judge(handle)
@@ -275,9 +290,15 @@ def test_reasoning_ends_at_its_budget_and_not_before_its_end(
             assert not kind.get("inside") or set(before) <= set("bcd")
 
 
-@pytest.mark.parametrize("stop_ids, min_tokens, expected", [
-    ((), 0, ("aaa", None)), ((3,), 0, ("aaa", None)), ((3,), 2, ("aaa", None)), ((3,), 9, ("aaa", None)),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "stop_ids, min_tokens, expected",
+    [
+        ((), 0, ("aaa", None)),
+        ((3,), 0, ("aaa", None)),
+        ((3,), 2, ("aaa", None)),
+        ((3,), 9, ("aaa", None)),
+    ],
+)
 def test_a_finished_form_ends_the_output_whatever_stops_it_otherwise(
     Rig: Any, depth: int, stop_ids: tuple[int, ...], min_tokens: int, expected: tuple[str, int | None]
 ) -> None:
@@ -305,7 +326,10 @@ def test_max_tokens_cuts_and_a_form_that_is_complete_then_has_stopped(Rig: Any, 
     scored = rig.add([1, 2, 0], 0, scored=True, grammar=spec_of(regex="a{4}"))
     rig.drain()
     assert [rig.finish[h].reason for h in (cut, whole, scored)] == [
-        FinishReason.LENGTH, FinishReason.STOP, FinishReason.LENGTH]  # fmt: skip
+        FinishReason.LENGTH,
+        FinishReason.STOP,
+        FinishReason.LENGTH,
+    ]
     assert text(rig, cut) == "aaa" and len(rig.rows[scored]) == 2
 
 

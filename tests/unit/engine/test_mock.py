@@ -14,22 +14,40 @@ from ...support.mock_tokens import mock_tokens
 
 
 def admission(slot: int, tokens: list[int], blocks: list[int], computed: int = 0) -> Admission:
-    return Admission(slot=slot, request_id=f"r{slot}", token_ids=np.array(tokens, np.int32), num_computed=computed,
-                     block_ids=(np.array(blocks, np.int32),), sampler=SamplerSpec(seed=slot, num_prompt=len(tokens)))
+    return Admission(
+        slot=slot,
+        request_id=f"r{slot}",
+        token_ids=np.array(tokens, np.int32),
+        num_computed=computed,
+        block_ids=(np.array(blocks, np.int32),),
+        sampler=SamplerSpec(seed=slot, num_prompt=len(tokens)),
+    )
 
 
-def plan(step: int, slots: dict[int, int], *, decodes: int | None = None, admitted: tuple[Admission, ...] = (),
-         samples: bool = True, appended: list[tuple[int, int, int]] | None = None,
-         released: list[int] | None = None) -> StepPlan:
+def plan(
+    step: int,
+    slots: dict[int, int],
+    *,
+    decodes: int | None = None,
+    admitted: tuple[Admission, ...] = (),
+    samples: bool = True,
+    appended: list[tuple[int, int, int]] | None = None,
+    released: list[int] | None = None,
+) -> StepPlan:
     """All rows decode, but those of slots that are admitted now."""
     if decodes is None:
         decodes = len(slots.keys() - {a.slot for a in admitted})
-    return StepPlan(step=step, slots=np.array(list(slots), np.int32), num_decodes=decodes,
-                    num_tokens=np.array(list(slots.values()), np.int32),
-                    num_rows=np.full(len(slots), int(samples), np.int32),
-                    outputs=np.full(len(slots), SAMPLE if samples else 0, np.uint8), admitted=admitted,
-                    appended=np.array(appended or [], np.int32).reshape(-1, 3),
-                    released=np.array(released or [], np.int32))
+    return StepPlan(
+        step=step,
+        slots=np.array(list(slots), np.int32),
+        num_decodes=decodes,
+        num_tokens=np.array(list(slots.values()), np.int32),
+        num_rows=np.full(len(slots), int(samples), np.int32),
+        outputs=np.full(len(slots), SAMPLE if samples else 0, np.uint8),
+        admitted=admitted,
+        appended=np.array(appended or [], np.int32).reshape(-1, 3),
+        released=np.array(released or [], np.int32),
+    )
 
 
 def started(depth: int = 1) -> CheckedExecutor:
@@ -97,21 +115,30 @@ def test_it_notices_a_block_taken_for_computed_that_nobody_wrote() -> None:
 
 def test_a_block_written_in_the_same_step_counts_as_computed() -> None:
     mock = CheckedExecutor()
-    tokens = run(mock, plan(0, {1: 2, 0: 6}, admitted=(
-        admission(0, [5, 6, 7, 8, 9, 10], [1, 2]), admission(1, [5, 6, 7, 8, 1, 2], [1, 3], computed=4))))
+    tokens = run(
+        mock,
+        plan(
+            0,
+            {1: 2, 0: 6},
+            admitted=(admission(0, [5, 6, 7, 8, 9, 10], [1, 2]), admission(1, [5, 6, 7, 8, 1, 2], [1, 3], computed=4)),
+        ),
+    )
     assert tokens == mock_tokens([5, 6, 7, 8, 1, 2], 1, 1, 1000) + mock_tokens([5, 6, 7, 8, 9, 10], 0, 1, 1000)
 
 
-@pytest.mark.parametrize(("broken", "message"), [
-    (plan(1, {1: 4}, admitted=(admission(1, [1, 2, 3], [3]),)), "a token that does not exist yet"),
-    (plan(1, {0: 2}), "more drafts than are verified"),
-    (plan(1, {0: 1}, decodes=0), "a decode for a prompt"),
-    (plan(1, {1: 3}, decodes=1, admitted=(admission(1, [1, 2, 3], [3]),)), "a prompt is taken for a decode"),
-    (plan(1, {1: 2}, admitted=(admission(1, [1, 2, 3], [3]),)), "sampling before the end"),
-    (plan(1, {1: 3}, admitted=(admission(1, [1, 2, 3], [0]),)), "null block is written"),
-    (plan(1, {0: 3}, admitted=(admission(0, [1, 2, 3], [3]),)), "the slot is taken"),
-    (plan(2, {0: 1}), "plans out of order"),
-])
+@pytest.mark.parametrize(
+    ("broken", "message"),
+    [
+        (plan(1, {1: 4}, admitted=(admission(1, [1, 2, 3], [3]),)), "a token that does not exist yet"),
+        (plan(1, {0: 2}), "more drafts than are verified"),
+        (plan(1, {0: 1}, decodes=0), "a decode for a prompt"),
+        (plan(1, {1: 3}, decodes=1, admitted=(admission(1, [1, 2, 3], [3]),)), "a prompt is taken for a decode"),
+        (plan(1, {1: 2}, admitted=(admission(1, [1, 2, 3], [3]),)), "sampling before the end"),
+        (plan(1, {1: 3}, admitted=(admission(1, [1, 2, 3], [0]),)), "null block is written"),
+        (plan(1, {0: 3}, admitted=(admission(0, [1, 2, 3], [3]),)), "the slot is taken"),
+        (plan(2, {0: 1}), "plans out of order"),
+    ],
+)
 def test_it_notices_a_plan_that_makes_no_sense(broken: StepPlan, message: str) -> None:
     with pytest.raises(AssertionError, match=message):
         run(started(), broken)

@@ -25,8 +25,13 @@ def core(**options: Any) -> EngineCore:
 
 def new(handle: int, prompt: list[int], tokens: int, **spec: Any) -> NewRequest:
     sampler = SamplerSpec(seed=handle, num_prompt=len(prompt), **spec)
-    return NewRequest(handle=handle, request_id=str(handle), token_ids=array("I", prompt).tobytes(),
-                      max_tokens=tokens, sampler=sampler)
+    return NewRequest(
+        handle=handle,
+        request_id=str(handle),
+        token_ids=array("I", prompt).tobytes(),
+        max_tokens=tokens,
+        sampler=sampler,
+    )
 
 
 def drain(engine: EngineCore) -> dict[int, list[int]]:

@@ -24,17 +24,31 @@ from ...support.tier_ledger import TierLedger
 VOCAB, MAX_LEN = 7, 44  # few letters: prompts collide, and answers collide with prompts
 STEMS = st.sampled_from([[], [0] * 9, [0, 1] * 6, [0] * 5 + [1] * 9])
 PROMPTS = st.builds(list.__add__, STEMS, st.lists(st.integers(0, 2), min_size=1, max_size=12))
-GRAMMARS = [StructuredOutputsParams(**fields).spec() for fields in (
-    {"regex": "[ab]*c"}, {"regex": "(abc|d{2,5}){1,3}"}, {"regex": "[a-f]*"}, {"choice": ["abba", "cafe", "face"]},
-    {"regex": "a+b", "after": "cc"},
-    {"regex": "a+b", "after": "cc", "budget": 3}, {"after": "abc", "budget": 5},
-    {"grammar": 'start: t /a+b/\nt[suffix="cc"]: /(?s:.*)/', "after": "cc", "budget": 3, "inside": True},
-    {"grammar": 'start: "a" start "b" | "c"'}, {"regex": "(a"})]
-TIERS = st.just({}) | st.builds(dict, host_blocks=st.integers(1, 30), write_through=st.booleans(),
-                                delays=st.lists(st.integers(0, 6), min_size=1, max_size=5),
-                                faults=st.lists(st.sampled_from(FAULTS), min_size=1, max_size=5),
-                                disk=st.none() | st.builds(MockDisk), peers=st.none() | st.builds(MockPeers),
-                                reserve=st.integers(1, 12))
+GRAMMARS = [
+    StructuredOutputsParams(**fields).spec()
+    for fields in (
+        {"regex": "[ab]*c"},
+        {"regex": "(abc|d{2,5}){1,3}"},
+        {"regex": "[a-f]*"},
+        {"choice": ["abba", "cafe", "face"]},
+        {"regex": "a+b", "after": "cc"},
+        {"regex": "a+b", "after": "cc", "budget": 3},
+        {"after": "abc", "budget": 5},
+        {"grammar": 'start: t /a+b/\nt[suffix="cc"]: /(?s:.*)/', "after": "cc", "budget": 3, "inside": True},
+        {"grammar": 'start: "a" start "b" | "c"'},
+        {"regex": "(a"},
+    )
+]
+TIERS = st.just({}) | st.builds(
+    dict,
+    host_blocks=st.integers(1, 30),
+    write_through=st.booleans(),
+    delays=st.lists(st.integers(0, 6), min_size=1, max_size=5),
+    faults=st.lists(st.sampled_from(FAULTS), min_size=1, max_size=5),
+    disk=st.none() | st.builds(MockDisk),
+    peers=st.none() | st.builds(MockPeers),
+    reserve=st.integers(1, 12),
+)
 TRANSFERS = [Transfer(name="mine"), Transfer(name="mine, too"), Transfer(name="theirs", address="a:1", num_tokens=12)]
 MAYBE_STOPS = st.sampled_from([(), (), (), (3,), (1, 5)])
 
@@ -50,39 +64,104 @@ class EngineMachine(RuleBasedStateMachine):
         super().__init__()
         self.rig_class, self.depth, self.drafts = rig_class, depth, drafts
 
-    @initialize(blocks=st.integers(5, 12), slots=st.integers(1, 5), extra=st.integers(0, 20), caching=st.booleans(),
-                policy=st.sampled_from(["fcfs", "priority"]), max_waiting=st.sampled_from([2, 1000]),
-                watermark=st.sampled_from([0.0, 0.3]), accepts=st.lists(st.integers(0, 3), min_size=1, max_size=7),
-                windows=st.sampled_from([(None,), (None,), (None, 5), (9, None), (3,), (None, 16, 1)]), tiers=TIERS)
-    def start(self, blocks: int, slots: int, extra: int, caching: bool, policy: str, max_waiting: int,
-              watermark: float, accepts: list[int], windows: tuple[int | None, ...], tiers: dict[str, Any]) -> None:
+    @initialize(
+        blocks=st.integers(5, 12),
+        slots=st.integers(1, 5),
+        extra=st.integers(0, 20),
+        caching=st.booleans(),
+        policy=st.sampled_from(["fcfs", "priority"]),
+        max_waiting=st.sampled_from([2, 1000]),
+        watermark=st.sampled_from([0.0, 0.3]),
+        accepts=st.lists(st.integers(0, 3), min_size=1, max_size=7),
+        windows=st.sampled_from([(None,), (None,), (None, 5), (9, None), (3,), (None, 16, 1)]),
+        tiers=TIERS,
+    )
+    def start(
+        self,
+        blocks: int,
+        slots: int,
+        extra: int,
+        caching: bool,
+        policy: str,
+        max_waiting: int,
+        watermark: float,
+        accepts: list[int],
+        windows: tuple[int | None, ...],
+        tiers: dict[str, Any],
+    ) -> None:
         event(f"windows {windows}")
         event(f"tiers {bool(tiers)}, disk {bool(tiers.get('disk'))}, peers {bool(tiers.get('peers'))}")
-        self.rig = self.rig_class(self.depth, blocks=blocks * len(windows), windows=windows, slots=slots,
-                                  budget=slots + extra, caching=caching, policy=policy, max_waiting=max_waiting,
-                                  watermark=watermark, max_len=MAX_LEN, vocab=VOCAB, drafts=self.drafts,
-                                  accepts=accepts, **tiers)
+        self.rig = self.rig_class(
+            self.depth,
+            blocks=blocks * len(windows),
+            windows=windows,
+            slots=slots,
+            budget=slots + extra,
+            caching=caching,
+            policy=policy,
+            max_waiting=max_waiting,
+            watermark=watermark,
+            max_len=MAX_LEN,
+            vocab=VOCAB,
+            drafts=self.drafts,
+            accepts=accepts,
+            **tiers,
+        )
         self.bound, self.slots = max_waiting, slots
         self.ledger = TierLedger(self.rig) if tiers else None
 
-    @rule(prompt=PROMPTS, max_tokens=st.sampled_from([0, 1, 5, 16, 18, 20]), seed=st.integers(0, 3), stops=MAYBE_STOPS,
-          min_tokens=st.integers(0, 5), priority=st.integers(-1, 1), salt=st.sampled_from(["", "", "", "a"]),
-          reads=st.sampled_from([True, True, True, False]), lives=st.sampled_from([None] * 6 + [0, 3]),
-          fail_after=st.sampled_from([None] * 8 + [0, 2, 9]), scored=st.sampled_from([False, False, True]),
-          children=st.sampled_from([0, 1, 3]), pool=st.sampled_from(["", "", "", "mean", "last", "cls"]),
-          grammar=st.sampled_from([None] * 7 + GRAMMARS), most_drafts=st.sampled_from([None, None, 0, 1]),
-          transfer=st.sampled_from([None] * 6 + TRANSFERS))
-    def add(self, prompt: list[int], max_tokens: int, seed: int, stops: tuple[int, ...], min_tokens: int,
-            priority: int, salt: str, reads: bool, lives: float | None, fail_after: int | None, scored: bool,
-            children: int, pool: str, grammar: str | None, most_drafts: int | None,
-            transfer: Transfer | None) -> None:
+    @rule(
+        prompt=PROMPTS,
+        max_tokens=st.sampled_from([0, 1, 5, 16, 18, 20]),
+        seed=st.integers(0, 3),
+        stops=MAYBE_STOPS,
+        min_tokens=st.integers(0, 5),
+        priority=st.integers(-1, 1),
+        salt=st.sampled_from(["", "", "", "a"]),
+        reads=st.sampled_from([True, True, True, False]),
+        lives=st.sampled_from([None] * 6 + [0, 3]),
+        fail_after=st.sampled_from([None] * 8 + [0, 2, 9]),
+        scored=st.sampled_from([False, False, True]),
+        children=st.sampled_from([0, 1, 3]),
+        pool=st.sampled_from(["", "", "", "mean", "last", "cls"]),
+        grammar=st.sampled_from([None] * 7 + GRAMMARS),
+        most_drafts=st.sampled_from([None, None, 0, 1]),
+        transfer=st.sampled_from([None] * 6 + TRANSFERS),
+    )
+    def add(
+        self,
+        prompt: list[int],
+        max_tokens: int,
+        seed: int,
+        stops: tuple[int, ...],
+        min_tokens: int,
+        priority: int,
+        salt: str,
+        reads: bool,
+        lives: float | None,
+        fail_after: int | None,
+        scored: bool,
+        children: int,
+        pool: str,
+        grammar: str | None,
+        most_drafts: int | None,
+        transfer: Transfer | None,
+    ) -> None:
         rig = self.rig
         if pool:
             max_tokens, scored, children, stops, grammar = 0, False, 0, (), None
-        fields = {"stop_ids": stops, "min_tokens": min_tokens, "priority": priority, "cache_salt": salt,
-                  "read_prefix_cache": reads, "deadline": None if lives is None else rig.now + lives,
-                  "num_drafts": most_drafts, "transfer": transfer if self.ledger and not pool else None,
-                  "pool": pool, "grammar": grammar} | ({"read_prefix_cache": False} if pool in ("mean", "cls") else {})
+        fields = {
+            "stop_ids": stops,
+            "min_tokens": min_tokens,
+            "priority": priority,
+            "cache_salt": salt,
+            "read_prefix_cache": reads,
+            "deadline": None if lives is None else rig.now + lives,
+            "num_drafts": most_drafts,
+            "transfer": transfer if self.ledger and not pool else None,
+            "pool": pool,
+            "grammar": grammar,
+        } | ({"read_prefix_cache": False} if pool in ("mean", "cls") else {})
         end = len(prompt) + max_tokens
         if end > MAX_LEN or rig.allocator.most_blocks(end, rig.core._most_in_flight) > rig.num_blocks:
             with pytest.raises(PromptTooLong):
@@ -94,8 +173,9 @@ class EngineMachine(RuleBasedStateMachine):
             with pytest.raises(QueueFull if 1 + children <= self.bound + self.slots else InvalidParameter):
                 rig.add(prompt, max_tokens, places=1 + children, **fields)
             return
-        parent = rig.add(prompt, max_tokens, seed=seed, fail_after=fail_after, scored=scored, places=1 + children,
-                         **fields)
+        parent = rig.add(
+            prompt, max_tokens, seed=seed, fail_after=fail_after, scored=scored, places=1 + children, **fields
+        )
         for index in range(children):
             rig.add(prompt, max_tokens, seed=seed + 100 + index, parent=parent, **fields)
 
@@ -128,8 +208,11 @@ class EngineMachine(RuleBasedStateMachine):
                 self.ledger.check()
         if rig.scheduler.num_preempted > before:
             event("preempted")
-        late = [h for h, new in rig.asked.items()
-                if h not in rig.finish and new.deadline is not None and new.deadline <= rig.now]
+        late = [
+            h
+            for h, new in rig.asked.items()
+            if h not in rig.finish and new.deadline is not None and new.deadline <= rig.now
+        ]
         assert not late, f"{late} outlived their deadline"
 
     @rule()
@@ -168,18 +251,29 @@ class EngineMachine(RuleBasedStateMachine):
 def test_state_machine(Rig: Any, depth: int, drafts: int, full: bool) -> None:
     run_state_machine_as_test(
         lambda: EngineMachine(Rig, depth, drafts),
-        settings=settings(max_examples=3000 if full else 150, stateful_step_count=40, deadline=None))
+        settings=settings(max_examples=3000 if full else 150, stateful_step_count=40, deadline=None),
+    )
 
 
 def tiered_rig(rig_class: Any, seed: int, rng: random.Random) -> Any:
     """A core over small tiers that are slow and fail: host memory, and also a disk, or peers, or both."""
     windows = (None, 6) if seed % 4 == 3 else (None,)
     faults = FAULTS[: 4 if seed % 5 else 5]  # a full disk is written no more
-    return rig_class(1 + seed % 2, blocks=rng.choice([11, 14, 20]) * len(windows), windows=windows, vocab=VOCAB,
-                     slots=rng.choice([3, 6]), budget=rng.choice([7, 16]), host_blocks=rng.choice([4, 12, 40]),
-                     disk=MockDisk() if seed % 2 else None, peers=MockPeers() if seed % 3 else None,
-                     write_through=seed % 3 == 0, delays=[rng.choice([0, 0, 1, 3, 9]) for _ in range(13)],
-                     faults=[rng.choice(("", "", "", "", *faults)) for _ in range(17)], reserve=rng.choice([4, 9]))
+    return rig_class(
+        1 + seed % 2,
+        blocks=rng.choice([11, 14, 20]) * len(windows),
+        windows=windows,
+        vocab=VOCAB,
+        slots=rng.choice([3, 6]),
+        budget=rng.choice([7, 16]),
+        host_blocks=rng.choice([4, 12, 40]),
+        disk=MockDisk() if seed % 2 else None,
+        peers=MockPeers() if seed % 3 else None,
+        write_through=seed % 3 == 0,
+        delays=[rng.choice([0, 0, 1, 3, 9]) for _ in range(13)],
+        faults=[rng.choice(("", "", "", "", *faults)) for _ in range(17)],
+        reserve=rng.choice([4, 9]),
+    )
 
 
 class TierEvents:
@@ -239,10 +333,19 @@ def test_tiers_of_two_ranks_through_chaos(Rig: Any) -> None:
         rng, disk = random.Random(seed), MockRanksDisk()
         for tier in (Tier.DISK, Tier.PEER):
             faults = [rng.choice(("", "", "", "", *FAULTS[:4])) for _ in range(17)]
-            rig = Rig(1 + seed % 2, blocks=rng.choice([11, 20]), vocab=VOCAB, slots=4, budget=rng.choice([7, 16]),
-                      disk=MockRanksDisk(tier, disk.parts), host_blocks=rng.choice([4, 12, 40]), faults=faults,
-                      write_through=seed % 3 == 0, delays=[rng.choice([0, 0, 1, 3, 9]) for _ in range(13)],
-                      reserve=rng.choice([4, 9]))  # fmt: skip
+            rig = Rig(
+                1 + seed % 2,
+                blocks=rng.choice([11, 20]),
+                vocab=VOCAB,
+                slots=4,
+                budget=rng.choice([7, 16]),
+                disk=MockRanksDisk(tier, disk.parts),
+                host_blocks=rng.choice([4, 12, 40]),
+                faults=faults,
+                write_through=seed % 3 == 0,
+                delays=[rng.choice([0, 0, 1, 3, 9]) for _ in range(13)],
+                reserve=rng.choice([4, 9]),
+            )
             chaos(rig, rng, seen, num_requests=40, stems=[[letter] * 16 for letter in range(5)])
             rig.drain()
             for handle in rig.asked:
@@ -320,8 +423,9 @@ def test_every_invariant_of_tiers_can_fail(Rig: Any, monkeypatch: pytest.MonkeyP
 
 def tier_chaos(rig: Any, rng: random.Random, seen: Counter[str]) -> None:
     """Run requests over the tiers of a rig, until all have ended and no block is held."""
-    chaos(rig, rng, seen, num_requests=70, stems=[[letter] * 16 for letter in range(5)],
-          tiers=TierEvents(rig, rng, seen))  # fmt: skip
+    chaos(
+        rig, rng, seen, num_requests=70, stems=[[letter] * 16 for letter in range(5)], tiers=TierEvents(rig, rng, seen)
+    )
     rig.now += LEASE_SECONDS
     rig.store.sharing.expire()
     rig.drain()
@@ -334,8 +438,14 @@ def tier_chaos(rig: Any, rng: random.Random, seen: Counter[str]) -> None:
     seen["operations"] += len(rig.events) + len(rig.asked)
 
 
-def chaos(rig: Any, rng: random.Random, seen: Counter[str], num_requests: int, stems: list[list[int]] | None = None,
-          tiers: Any = None) -> None:
+def chaos(
+    rig: Any,
+    rng: random.Random,
+    seen: Counter[str],
+    num_requests: int,
+    stems: list[list[int]] | None = None,
+    tiers: Any = None,
+) -> None:
     """Requests come, grow and go at random until all are done; `seen` counts what happened.
 
     stems   beginnings of prompts;  tiers   `TierEvents`, or None
@@ -348,8 +458,12 @@ def chaos(rig: Any, rng: random.Random, seen: Counter[str], num_requests: int, s
                 prompt = (rng.choice(stems) + prompt)[:24]
             max_tokens = rng.choice([0, 1, 5, 16])
             grammar = rng.choice([None] * 7 + grammars)
-            fields = {"stop_ids": rng.choice([(), (), (3, 5)]), "scored": rng.random() < 0.2,
-                      "fail_after": rng.choice([None] * 5 + [3]), "grammar": grammar}
+            fields = {
+                "stop_ids": rng.choice([(), (), (3, 5)]),
+                "scored": rng.random() < 0.2,
+                "fail_after": rng.choice([None] * 5 + [3]),
+                "grammar": grammar,
+            }
             fields |= tiers.fields() if tiers else {}
             parent = rig.add(prompt, max_tokens, **fields)
             seen["compiled"] += rig.request(parent).blocked_on is BlockReason.GRAMMAR
@@ -365,12 +479,12 @@ def chaos(rig: Any, rng: random.Random, seen: Counter[str], num_requests: int, s
         if tiers:
             tiers.happen()
         seen["waits for its own token"] += any(
-            r.in_flight and r.state is RequestState.WAITING for r in rig.requests.values())
+            r.in_flight and r.state is RequestState.WAITING for r in rig.requests.values()
+        )
         got = rig.step()
         preempted = {h for h, r in rig.requests.items() if r.state is RequestState.WAITING}
         seen["token after preemption"] += len(preempted.intersection(got.handles.tolist()))
-        seen["resumed"] += sum(
-            r.num_preemptions > 0 and r.state is RequestState.RUNNING for r in rig.requests.values())
+        seen["resumed"] += sum(r.num_preemptions > 0 and r.state is RequestState.RUNNING for r in rig.requests.values())
 
 
 @every_depth
@@ -380,10 +494,18 @@ def test_a_long_run_meets_everything(Rig: Any, depth: int, drafts: int) -> None:
     for seed in range(18):
         rng = random.Random(seed)
         windows = (None, 6) if seed % 3 == 2 else (None,)
-        rig = Rig(depth, blocks=rng.choice([11, 14, 20]) * len(windows), windows=windows, slots=rng.choice([3, 6]),
-                  budget=rng.choice([7, 16]), vocab=VOCAB, caching=seed % 4 > 0,
-                  policy=rng.choice(["fcfs", "priority"]), drafts=drafts,
-                  accepts=[rng.randint(0, drafts) for _ in range(11)])
+        rig = Rig(
+            depth,
+            blocks=rng.choice([11, 14, 20]) * len(windows),
+            windows=windows,
+            slots=rng.choice([3, 6]),
+            budget=rng.choice([7, 16]),
+            vocab=VOCAB,
+            caching=seed % 4 > 0,
+            policy=rng.choice(["fcfs", "priority"]),
+            drafts=drafts,
+            accepts=[rng.randint(0, drafts) for _ in range(11)],
+        )
         chaos(rig, rng, seen, num_requests=40)
         rig.drain()
         for handle in rig.asked:
@@ -400,10 +522,22 @@ def test_a_long_run_meets_everything(Rig: Any, depth: int, drafts: int) -> None:
         seen["hits"] += rig.scheduler.admitter.prefix_hits
         seen["dropped"] += rig.num_sampled - sum(map(len, rig.tokens.values()))
         seen["drafted"] += sum(int(p.num_tokens[: p.num_decodes].sum()) - p.num_decodes for p in rig.plans)
-    expected = {"preempted": 20, "evicted": 100, "hits": 500, "resumed": 80, "blocked": 50, "scored": 20,
-                "shared with the parent": 20, "dropped": 20, "abort waiting": 3, "abort running": 1,
-                "compiled": 50, "masked tokens": 200, "ended by its grammar": 20,
-                **{f"finish {reason.value}": 10 for reason in FinishReason}}
+    expected = {
+        "preempted": 20,
+        "evicted": 100,
+        "hits": 500,
+        "resumed": 80,
+        "blocked": 50,
+        "scored": 20,
+        "shared with the parent": 20,
+        "dropped": 20,
+        "abort waiting": 3,
+        "abort running": 1,
+        "compiled": 50,
+        "masked tokens": 200,
+        "ended by its grammar": 20,
+        **{f"finish {reason.value}": 10 for reason in FinishReason},
+    }
     if drafts:
         expected["drafted"] = 1000
     if depth >= 2:

@@ -26,9 +26,16 @@ from ...support.replica_rig import Deadlock, Disagreement, ReplicaRig
 VOCAB, MAX_LEN = 7, 44  # few letters: prompts collide, and answers collide with prompts
 STEMS = st.sampled_from([[], [0] * 9, [0, 1] * 6, [0] * 5 + [1] * 9])
 PROMPTS = st.builds(list.__add__, STEMS, st.lists(st.integers(0, 2), min_size=1, max_size=12))
-GRAMMARS = [StructuredOutputsParams(**fields).spec() for fields in (
-    {"regex": "[ab]*c"}, {"choice": ["abba", "cafe", "face"]}, {"regex": "a+b", "after": "cc", "budget": 3},
-    {"grammar": 'start: "a" start "b" | "c"'}, {"regex": "(a"})]
+GRAMMARS = [
+    StructuredOutputsParams(**fields).spec()
+    for fields in (
+        {"regex": "[ab]*c"},
+        {"choice": ["abba", "cafe", "face"]},
+        {"regex": "a+b", "after": "cc", "budget": 3},
+        {"grammar": 'start: "a" start "b" | "c"'},
+        {"regex": "(a"},
+    )
+]
 SHAPES = st.sampled_from([(1, 1, 1), (2, 2, 1), (3, 3, 1), (4, 4, 1), (2, 1, 2), (4, 1, 4)])  # depth, lag, stages
 KINDS = st.sampled_from(["plain"] * 6 + ["grammar", "pool", "scored"])
 
@@ -39,38 +46,92 @@ class ReplicaMachine(RuleBasedStateMachine):
     lockstep = True
     plant: Callable[[ReplicaRig], None] | None = None
 
-    @initialize(count=st.integers(2, 4), shape=SHAPES, blocks=st.integers(5, 12), slots=st.integers(1, 4),
-                extra=st.integers(0, 12), caching=st.booleans(), policy=st.sampled_from(["fcfs", "priority"]),
-                max_waiting=st.sampled_from([2, 1000]), drafts=st.sampled_from([0, 0, 3]),
-                windows=st.sampled_from([(None,), (None,), (None, 5)]))
-    def start(self, count: int, shape: tuple[int, int, int], blocks: int, slots: int, extra: int, caching: bool,
-              policy: str, max_waiting: int, drafts: int, windows: tuple[int | None, ...]) -> None:
+    @initialize(
+        count=st.integers(2, 4),
+        shape=SHAPES,
+        blocks=st.integers(5, 12),
+        slots=st.integers(1, 4),
+        extra=st.integers(0, 12),
+        caching=st.booleans(),
+        policy=st.sampled_from(["fcfs", "priority"]),
+        max_waiting=st.sampled_from([2, 1000]),
+        drafts=st.sampled_from([0, 0, 3]),
+        windows=st.sampled_from([(None,), (None,), (None, 5)]),
+    )
+    def start(
+        self,
+        count: int,
+        shape: tuple[int, int, int],
+        blocks: int,
+        slots: int,
+        extra: int,
+        caching: bool,
+        policy: str,
+        max_waiting: int,
+        drafts: int,
+        windows: tuple[int | None, ...],
+    ) -> None:
         depth, lag, stages = shape
-        self.rig = ReplicaRig(count, lockstep=self.lockstep, depth=depth, lag=lag, stages=stages, slots=slots,
-                              blocks=blocks * len(windows), budget=slots + extra, caching=caching, policy=policy,
-                              max_waiting=max_waiting, drafts=0 if stages > 1 else drafts, accepts=(2, 0, 3, 1),
-                              windows=windows, max_len=MAX_LEN, vocab=VOCAB)
+        self.rig = ReplicaRig(
+            count,
+            lockstep=self.lockstep,
+            depth=depth,
+            lag=lag,
+            stages=stages,
+            slots=slots,
+            blocks=blocks * len(windows),
+            budget=slots + extra,
+            caching=caching,
+            policy=policy,
+            max_waiting=max_waiting,
+            drafts=0 if stages > 1 else drafts,
+            accepts=(2, 0, 3, 1),
+            windows=windows,
+            max_len=MAX_LEN,
+            vocab=VOCAB,
+        )
         self.bound = max_waiting
         if self.plant is not None:
             type(self).plant(self.rig)  # type: ignore[misc]
 
-    @rule(prompt=PROMPTS, max_tokens=st.sampled_from([0, 1, 5, 16, 20]), kind=KINDS, data=st.data(),
-          stops=st.sampled_from([(), (), (3,), (1, 5)]), priority=st.integers(-1, 1),
-          children=st.sampled_from([0, 0, 2]), lives=st.sampled_from([None] * 6 + [0, 3]),
-          fail_after=st.sampled_from([None] * 8 + [0, 2, 9]))
-    def add(self, prompt: list[int], max_tokens: int, kind: str, data: st.DataObject, stops: tuple[int, ...],
-            priority: int, children: int, lives: float | None, fail_after: int | None) -> None:
+    @rule(
+        prompt=PROMPTS,
+        max_tokens=st.sampled_from([0, 1, 5, 16, 20]),
+        kind=KINDS,
+        data=st.data(),
+        stops=st.sampled_from([(), (), (3,), (1, 5)]),
+        priority=st.integers(-1, 1),
+        children=st.sampled_from([0, 0, 2]),
+        lives=st.sampled_from([None] * 6 + [0, 3]),
+        fail_after=st.sampled_from([None] * 8 + [0, 2, 9]),
+    )
+    def add(
+        self,
+        prompt: list[int],
+        max_tokens: int,
+        kind: str,
+        data: st.DataObject,
+        stops: tuple[int, ...],
+        priority: int,
+        children: int,
+        lives: float | None,
+        fail_after: int | None,
+    ) -> None:
         rig = self.rig
-        fields: dict[str, Any] = {"stop_ids": stops, "priority": priority,
-                                  "deadline": None if lives is None else rig.now + lives}
+        fields: dict[str, Any] = {
+            "stop_ids": stops,
+            "priority": priority,
+            "deadline": None if lives is None else rig.now + lives,
+        }
         if kind == "pool":
             fields |= {"pool": data.draw(st.sampled_from(["mean", "last", "cls"])), "stop_ids": ()}
             fields |= {"read_prefix_cache": fields["pool"] == "last"}
             max_tokens, children = 0, 0
         elif kind == "grammar":
             fields |= {"grammar": data.draw(st.sampled_from(GRAMMARS))}
-        parent = self.add_one(prompt, max_tokens, scored=kind == "scored", fail_after=fail_after, places=1 + children,
-                              **fields)
+        parent = self.add_one(
+            prompt, max_tokens, scored=kind == "scored", fail_after=fail_after, places=1 + children, **fields
+        )
         for index in range(children if parent is not None else 0):
             child = rig.add(prompt, max_tokens, seed=100 + index, parent=parent, **fields)
             assert rig.home[child] == rig.home[parent], "a child is not where its parent's blocks are"
@@ -191,9 +252,16 @@ class IndependentMachine(ReplicaMachine):
 
 def explore(machine: Callable[[], ReplicaMachine], examples: int, **options: Any) -> None:
     """Run random schedules. A slow machine is no fault of a schedule."""
-    run_state_machine_as_test(machine, settings=settings(
-        max_examples=examples, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck),
-        **options))  # fmt: skip
+    run_state_machine_as_test(
+        machine,
+        settings=settings(
+            max_examples=examples,
+            stateful_step_count=30,
+            deadline=None,
+            suppress_health_check=list(HealthCheck),
+            **options,
+        ),
+    )
 
 
 @pytest.mark.parametrize("machine", [ReplicaMachine, IndependentMachine])
@@ -214,8 +282,10 @@ def chaos(rig: ReplicaRig, rng: random.Random, seen: Counter[str], num_requests:
         if len(rig.asked) < num_requests and rng.random() < 0.4:
             prompt = [rng.randrange(3) for _ in range(rng.randint(1, 24))]
             fields: dict[str, Any] = {
-                "stop_ids": rng.choice([(), (), (3, 5)]), "grammar": rng.choice([None] * 6 + GRAMMARS),
-                "deadline": rng.choice([None] * 5 + [rig.now + 3])}
+                "stop_ids": rng.choice([(), (), (3, 5)]),
+                "grammar": rng.choice([None] * 6 + GRAMMARS),
+                "deadline": rng.choice([None] * 5 + [rig.now + 3]),
+            }
             max_tokens = rng.choice([1, 5, 16])
             if rng.random() < 0.1:
                 fields, max_tokens = {"pool": "last"}, 0
@@ -246,10 +316,21 @@ def test_long_runs_meet_everything(lockstep: bool) -> None:
         depth, lag, stages = rng.choice([(1, 1, 1), (2, 2, 1), (3, 3, 1), (4, 4, 1), (2, 1, 2), (4, 1, 4)])
         drafts = 3 if stages == 1 and seed % 3 == 0 else 0
         windows = (None, 6) if seed % 4 == 2 else (None,)
-        rig = ReplicaRig(rng.choice([2, 3, 4]), lockstep=lockstep, depth=depth, lag=lag, stages=stages,
-                         slots=rng.choice([3, 6]), blocks=rng.choice([11, 14]) * len(windows), windows=windows,
-                         budget=rng.choice([7, 16]), vocab=VOCAB, caching=seed % 4 > 0, drafts=drafts,
-                         accepts=[rng.randint(0, drafts) for _ in range(11)])
+        rig = ReplicaRig(
+            rng.choice([2, 3, 4]),
+            lockstep=lockstep,
+            depth=depth,
+            lag=lag,
+            stages=stages,
+            slots=rng.choice([3, 6]),
+            blocks=rng.choice([11, 14]) * len(windows),
+            windows=windows,
+            budget=rng.choice([7, 16]),
+            vocab=VOCAB,
+            caching=seed % 4 > 0,
+            drafts=drafts,
+            accepts=[rng.randint(0, drafts) for _ in range(11)],
+        )
         chaos(rig, rng, seen)
         rig.drain()
         for handle in rig.asked:
@@ -265,11 +346,22 @@ def test_long_runs_meet_everything(lockstep: bool) -> None:
         seen["prompts beside decodes"] += sum(0 < plan.num_decodes < len(plan.slots) for plan in plans)
         seen["preempted"] += rig.totals.num_preempted
         seen["hits"] += rig.totals.prefix_hits
-    expected = {"preempted": 20, "hits": 300, "masked tokens": 200, "vectors": 10, "children": 50, "finish stop": 10,
-                "finish length": 100, "finish abort": 10, "finish deadline": 10, "prompts beside decodes": 100,
-                "finish invalid_grammar": 5}
-    expected |= {"empty steps": 300, "idle beside others": 100} if lockstep else {
-        "finish replica": 20, "dies at work": 5}
+    expected = {
+        "preempted": 20,
+        "hits": 300,
+        "masked tokens": 200,
+        "vectors": 10,
+        "children": 50,
+        "finish stop": 10,
+        "finish length": 100,
+        "finish abort": 10,
+        "finish deadline": 10,
+        "prompts beside decodes": 100,
+        "finish invalid_grammar": 5,
+    }
+    expected |= (
+        {"empty steps": 300, "idle beside others": 100} if lockstep else {"finish replica": 20, "dies at work": 5}
+    )
     short = {name: (seen[name], least) for name, least in expected.items() if seen[name] < least}
     assert not short, f"seen less often than the test is worth: {short}; all: {dict(seen)}"
 
@@ -293,7 +385,9 @@ def does_not_count_an_empty_step(rig: ReplicaRig) -> None:
             outputs = submit(planned, sync)
             core._step -= planned is None
             return outputs
+
         return changed
+
     each_submit(rig, change)
 
 
@@ -304,12 +398,14 @@ def has_another_step_number(rig: ReplicaRig) -> None:
 def pads_its_rows(rig: ReplicaRig) -> None:
     def padded(sync: StepSync) -> StepSync:
         return structs.replace(sync, rows=tuple(-(-rows // 8) * 8 for rows in sync.rows))
+
     each_submit(rig, lambda number, core, submit: lambda planned, sync=None: submit(planned, padded(sync)))
 
 
 def knows_only_its_own_rows(rig: ReplicaRig) -> None:
     def own(number: int, sync: StepSync) -> StepSync:
         return structs.replace(sync, rows=tuple(rows * (i == number) for i, rows in enumerate(sync.rows)))
+
     each_submit(rig, lambda number, core, submit: lambda planned, sync=None: submit(planned, own(number, sync)))
 
 
@@ -321,9 +417,15 @@ def waits_before_all_have_the_step(rig: ReplicaRig) -> None:
     each_submit(rig, lambda number, core, submit: lambda planned, sync=None: submit(planned, sync) or core.confirm())
 
 
-PLANTED = {skips_an_empty_step: Deadlock, does_not_count_an_empty_step: Disagreement,
-           has_another_step_number: Disagreement, pads_its_rows: Disagreement, knows_only_its_own_rows: Disagreement,
-           takes_a_step_alone: Disagreement, waits_before_all_have_the_step: Deadlock}
+PLANTED = {
+    skips_an_empty_step: Deadlock,
+    does_not_count_an_empty_step: Disagreement,
+    has_another_step_number: Disagreement,
+    pads_its_rows: Disagreement,
+    knows_only_its_own_rows: Disagreement,
+    takes_a_step_alone: Disagreement,
+    waits_before_all_have_the_step: Deadlock,
+}
 
 
 @pytest.mark.parametrize("plant", PLANTED, ids=lambda plant: plant.__name__)
@@ -345,6 +447,7 @@ def test_a_local_decision_is_noticed(plant: Callable[[ReplicaRig], None], depth:
 def test_random_schedules_find_a_local_decision(plant: Callable[[ReplicaRig], None]) -> None:
     class Planted(ReplicaMachine):
         pass
+
     Planted.plant = staticmethod(plant)  # type: ignore[assignment]
     with pytest.raises((Deadlock, Disagreement, AssertionError)):
         explore(Planted, 20, phases=[Phase.generate], database=None, report_multiple_bugs=False)
@@ -374,9 +477,11 @@ def test_all_replicas_have_a_step_before_masks_are_made() -> None:
     rig.add([1, 2], 8, grammar=GRAMMARS[0]), rig.add([3, 4], 8)
     seen = Counter[int]()
     for number, mock in enumerate(rig.mocks):
+
         def collect(number: int = number, collect: Any = mock.collect) -> Any:
             seen[min(map(len, rig.meeting.plans)) - rig.mocks[number].num_collected] += 1
             return collect()
+
         mock.collect = collect
     rig.drain()
     for handle in rig.asked:

@@ -100,8 +100,9 @@ def test_children_wait_for_the_prompt_and_compute_only_its_tail(Rig: Any, depth:
 @pytest.mark.parametrize("ends", ["abort", "failure", "deadline"])
 def test_children_go_on_when_their_parent_ends_before_its_prompt(Rig: Any, depth: int, ends: str) -> None:
     rig = Rig(depth, budget=8)
-    parent = rig.add(PROMPT, 3, deadline=1.0 if ends == "deadline" else None,
-                     fail_after=0 if ends == "failure" else None)
+    parent = rig.add(
+        PROMPT, 3, deadline=1.0 if ends == "deadline" else None, fail_after=0 if ends == "failure" else None
+    )
     children = [rig.add(PROMPT, 3, parent=parent) for _ in range(2)]
     rig.step()
     if ends == "abort":

@@ -162,8 +162,16 @@ def test_next_plan_is_submitted_before_the_last_result_is_collected(Rig: Any, de
     rig = Rig(depth)
     rig.add([1, 2, 3], 4)
     rig.drain()
-    order = [("submit", 0), ("submit", 1), ("collect", 0), ("submit", 2), ("collect", 1), ("submit", 3),
-             ("collect", 2), ("collect", 3)]
+    order = [
+        ("submit", 0),
+        ("submit", 1),
+        ("collect", 0),
+        ("submit", 2),
+        ("collect", 1),
+        ("submit", 3),
+        ("collect", 2),
+        ("collect", 3),
+    ]
     assert rig.events == (order if depth == 2 else sorted(order, key=lambda e: (e[1], e[0] == "collect")))
 
 
@@ -172,8 +180,15 @@ class OneTokenAtATime(CheckedExecutor):
 
     def facts(self) -> ExecutorFacts:
         f = super().facts()
-        return ExecutorFacts(depth=f.depth, decode_lag=1, num_slots=f.num_slots, num_blocks=f.num_blocks,
-                             block_size=f.block_size, max_model_len=f.max_model_len, vocab_size=f.vocab_size)
+        return ExecutorFacts(
+            depth=f.depth,
+            decode_lag=1,
+            num_slots=f.num_slots,
+            num_blocks=f.num_blocks,
+            block_size=f.block_size,
+            max_model_len=f.max_model_len,
+            vocab_size=f.vocab_size,
+        )
 
 
 def test_decode_lag_bounds_the_steps_in_flight_of_a_slot(Rig: Any) -> None:
@@ -303,12 +318,14 @@ def test_a_preempted_request_can_end_by_its_token_in_flight(Rig: Any) -> None:
 
 def test_a_preempted_request_can_end_by_its_length(Rig: Any) -> None:
     """Its last token is in flight and it needs no more, but another's need takes its blocks."""
+
     def two(max_tokens: int) -> Any:
         rig = Rig(2, blocks=8, slots=2, budget=32)
         rig.add(range(13), 16), rig.add(range(50, 62), max_tokens)
         while rig.scheduler.num_preempted == 0:
             rig.step()
         return rig
+
     rig = two(max_tokens=len(two(max_tokens=16).tokens[1]))
     assert rig.finish[1].reason is FinishReason.LENGTH
     rig.drain()

@@ -54,8 +54,9 @@ def test_what_was_loaded_is_not_computed(Rig: Any, depth: int, write_through: bo
 @pytest.mark.parametrize("delays", [[0], [2]])
 def test_a_long_prompt_is_stored_whole(Rig: Any, depth: int, delays: list[int]) -> None:
     """It has more blocks than may move at a time, and all of them are computed in one step."""
-    rig = Rig(depth, blocks=1300, block_size=1, budget=1300, max_len=1300, host_blocks=1300, write_through=True,
-              delays=delays)  # fmt: skip
+    rig = Rig(
+        depth, blocks=1300, block_size=1, budget=1300, max_len=1300, host_blocks=1300, write_through=True, delays=delays
+    )
     prompt = list(range(2 * MOST_MOVING + 100))
     rig.add(prompt, 1)
     rig.drain()
@@ -90,8 +91,9 @@ def test_blocks_of_a_peer_are_read_and_never_written(Rig: Any, depth: int, fault
 
 
 @pytest.mark.parametrize(("fields", "kept"), [({}, 6), ({"fail_after": 0}, 0), ({"stop_ids": tuple(range(1000))}, 6)])
-def test_blocks_for_another_engine_are_kept_when_the_prompt_is_whole(Rig: Any, depth: int, fields: dict[str, Any],
-                                                                     kept: int) -> None:  # fmt: skip
+def test_blocks_for_another_engine_are_kept_when_the_prompt_is_whole(
+    Rig: Any, depth: int, fields: dict[str, Any], kept: int
+) -> None:
     rig = Rig(depth, **SIZES)
     handle = rig.add(PROMPT, 1, transfer=Transfer(name="a"), **fields)
     aborted = rig.add(OTHERS[0], 9, transfer=Transfer(name="b"))
@@ -212,7 +214,8 @@ def test_a_full_disk_is_said_once(Rig: Any, caplog: pytest.LogCaptureFixture) ->
     rig = Rig(1, **SIZES, disk=MockDisk(), faults=["", "full"])
     evicted(rig)
     assert [record.message for record in caplog.records] == [
-        "the disk tier takes no more blocks: no space left. It still gives those that it has."]
+        "the disk tier takes no more blocks: no space left. It still gives those that it has."
+    ]
 
 
 def test_blocks_in_a_tier_smaller_than_the_reserve_do_not_drive_each_other_out(Rig: Any, depth: int) -> None:
@@ -235,8 +238,9 @@ def test_a_slow_disk_keeps_no_engine_busy(Rig: Any, depth: int) -> None:
     rig.add(PROMPT, 4)
     while rig.core.has_work:
         rig.step()
-    writes = [job for plan in rig.plans if plan.copies is not None for job in plan.copies.after
-              if job.target == Tier.DISK]  # fmt: skip
+    writes = [
+        job for plan in rig.plans if plan.copies is not None for job in plan.copies.after if job.target == Tier.DISK
+    ]
     assert writes and len(rig.plans) < 30 and rig.store.busy(writes=True)
     assert rig.finish, "the request has ended"
     for _ in range(3):

@@ -38,8 +38,12 @@ def start(front: FrontEnd, **fields: Any) -> Generation:
 
 
 def step(tokens: dict[int, int], *finished: Finish, **columns: Any) -> StepOutputs:
-    return StepOutputs(handles=np.array(list(tokens), np.int32), tokens=np.array(list(tokens.values()), np.int32),
-                       finished=finished, **columns)
+    return StepOutputs(
+        handles=np.array(list(tokens), np.int32),
+        tokens=np.array(list(tokens.values()), np.int32),
+        finished=finished,
+        **columns,
+    )
 
 
 def rows(token: int) -> RowLogprobs:
@@ -101,14 +105,18 @@ def test_what_a_step_changed_is_told(front: FrontEnd) -> None:
 
 def runs(tokens: dict[int, bytes], *finished: Finish, **columns: Any) -> StepOutputs:
     """A step that brings some requests several tokens."""
-    return StepOutputs(handles=np.repeat(np.array(list(tokens), np.int32), list(map(len, tokens.values()))),
-                       tokens=np.frombuffer(b"".join(tokens.values()), np.uint8).astype(np.int32), finished=finished,
-                       **columns)
+    return StepOutputs(
+        handles=np.repeat(np.array(list(tokens), np.int32), list(map(len, tokens.values()))),
+        tokens=np.frombuffer(b"".join(tokens.values()), np.uint8).astype(np.int32),
+        finished=finished,
+        **columns,
+    )
 
 
 def row_of(*tokens: int) -> RowLogprobs:
-    return RowLogprobs(np.array(tokens, np.int32)[:, None], -np.array(tokens, np.float32)[:, None],
-                       np.ones(len(tokens), np.int32))
+    return RowLogprobs(
+        np.array(tokens, np.int32)[:, None], -np.array(tokens, np.float32)[:, None], np.ones(len(tokens), np.int32)
+    )
 
 
 def test_several_tokens_of_one_step_are_taken_in_order(front: FrontEnd) -> None:
@@ -141,8 +149,9 @@ def test_a_stop_string_among_several_tokens_drops_the_rest(front: FrontEnd) -> N
 
 
 @pytest.mark.parametrize("where", ["text", "logprobs", "prompt_logprobs", "end", "output"])
-def test_an_exception_over_the_text_of_one_request(front: FrontEnd, where: str, monkeypatch: pytest.MonkeyPatch,
-                                                   caplog: pytest.LogCaptureFixture) -> None:
+def test_an_exception_over_the_text_of_one_request(
+    front: FrontEnd, where: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     victim = start(front, logprobs=1, prompt_logprobs=1)
     other = start(front, logprobs=1)
     columns: dict[str, Any] = {"logprobs": {0: rows(65), 1: rows(65)}, "prompt_logprobs": {0: rows(73)}}
@@ -159,9 +168,11 @@ def test_an_exception_over_the_text_of_one_request(front: FrontEnd, where: str, 
         columns, finish = {}, (Finish(handle=0, reason=FinishReason.ABORT),)
         monkeypatch.setattr(text._detokenizer, "flush", broken)
     else:
-        monkeypatch.setattr(victim.completions[0].__class__, "output",
-                            lambda self, whole=victim.completions[0].__class__.output:
-                            broken() if self.text is text else whole(self))
+        monkeypatch.setattr(
+            victim.completions[0].__class__,
+            "output",
+            lambda self, whole=victim.completions[0].__class__.output: broken() if self.text is text else whole(self),
+        )
     with caplog.at_level(logging.ERROR):
         tokens = {1: 66} if where == "end" else {0: 66, 1: 66}
         pairs, stopped = front.apply(step(tokens, *finish, **columns))
@@ -171,8 +182,9 @@ def test_an_exception_over_the_text_of_one_request(front: FrontEnd, where: str, 
     assert outputs[0].finished and (failed.finish_reason, failed.stop_reason) == ("error", "internal")
     assert stopped == ([] if where == "end" else [0])  # the core has ended it by itself then
     assert outputs[1].outputs[0].text.endswith("B") and not outputs[1].finished
-    later, stopped = front.apply(step({0: 67, 1: 67}, Finish(handle=1, reason=FinishReason.LENGTH),
-                                      Finish(handle=0, reason=FinishReason.ABORT)))
+    later, stopped = front.apply(
+        step({0: 67, 1: 67}, Finish(handle=1, reason=FinishReason.LENGTH), Finish(handle=0, reason=FinishReason.ABORT))
+    )
     assert texts(later) == {1: "C"} and stopped == [] and len(front) == 0
     assert other.completions[0].finish_reason == "length"
 
@@ -204,29 +216,62 @@ def test_a_truth_value_is_no_number(options: dict[str, Any]) -> None:
 EVERY = list(range(300))
 
 
-@pytest.mark.parametrize(("fields", "param", "words"), [
-    ({"allowed_token_ids": [257], "min_tokens": 1}, "allowed_token_ids", "allowed_token_ids and min_tokens .stop_to"),
-    ({"allowed_token_ids": [5, 257], "stop_token_ids": [5], "min_tokens": 3}, "allowed_token_ids", "before 3 others"),
-    ({"allowed_token_ids": [97, 98], "bad_words": ["a", "b"]}, "allowed_token_ids", "allowed_token_ids and bad_words:"),
-    ({"allowed_token_ids": [97, 257], "bad_words": ["a"], "min_tokens": 1}, "allowed_token_ids",
-     "allowed_token_ids and bad_words and min_tokens"),
-    ({"stop_token_ids": EVERY, "min_tokens": 1}, "min_tokens", "^min_tokens .stop_token_ids"),
-    ({"stop_token_ids": EVERY[1:97] + EVERY[98:], "allowed_token_ids": EVERY[1:], "bad_words": ["a"], "min_tokens": 1},
-     "allowed_token_ids", "no token is left that the answer could begin with"),
-])
+@pytest.mark.parametrize(
+    ("fields", "param", "words"),
+    [
+        (
+            {"allowed_token_ids": [257], "min_tokens": 1},
+            "allowed_token_ids",
+            "allowed_token_ids and min_tokens .stop_to",
+        ),
+        (
+            {"allowed_token_ids": [5, 257], "stop_token_ids": [5], "min_tokens": 3},
+            "allowed_token_ids",
+            "before 3 others",
+        ),
+        (
+            {"allowed_token_ids": [97, 98], "bad_words": ["a", "b"]},
+            "allowed_token_ids",
+            "allowed_token_ids and bad_words:",
+        ),
+        (
+            {"allowed_token_ids": [97, 257], "bad_words": ["a"], "min_tokens": 1},
+            "allowed_token_ids",
+            "allowed_token_ids and bad_words and min_tokens",
+        ),
+        ({"stop_token_ids": EVERY, "min_tokens": 1}, "min_tokens", "^min_tokens .stop_token_ids"),
+        (
+            {
+                "stop_token_ids": EVERY[1:97] + EVERY[98:],
+                "allowed_token_ids": EVERY[1:],
+                "bad_words": ["a"],
+                "min_tokens": 1,
+            },
+            "allowed_token_ids",
+            "no token is left that the answer could begin with",
+        ),
+    ],
+)
 def test_a_request_that_forbids_every_first_token(
-        front: FrontEnd, fields: dict[str, Any], param: str, words: str) -> None:
+    front: FrontEnd, fields: dict[str, Any], param: str, words: str
+) -> None:
     with pytest.raises(InvalidParameter, match=words) as caught:
         start(front, max_tokens=5, **fields)
     assert caught.value.param == param and not len(front)
 
 
-@pytest.mark.parametrize("fields", [
-    {"allowed_token_ids": [257]}, {"allowed_token_ids": [257], "min_tokens": 1, "ignore_eos": True},
-    {"allowed_token_ids": [257, 5], "min_tokens": 1}, {"allowed_token_ids": [97], "bad_words": ["ab"]},
-    {"stop_token_ids": EVERY}, {"stop_token_ids": EVERY[1:], "min_tokens": 1},
-    {"allowed_token_ids": [97], "bad_words": ["a"], "max_tokens": 0},
-])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"allowed_token_ids": [257]},
+        {"allowed_token_ids": [257], "min_tokens": 1, "ignore_eos": True},
+        {"allowed_token_ids": [257, 5], "min_tokens": 1},
+        {"allowed_token_ids": [97], "bad_words": ["ab"]},
+        {"stop_token_ids": EVERY},
+        {"stop_token_ids": EVERY[1:], "min_tokens": 1},
+        {"allowed_token_ids": [97], "bad_words": ["a"], "max_tokens": 0},
+    ],
+)
 def test_a_request_that_leaves_a_first_token_is_taken(front: FrontEnd, fields: dict[str, Any]) -> None:
     assert start(front, **fields)
 
@@ -242,13 +287,16 @@ def test_numbers_of_requests_begin_again_before_those_of_another_front_end() -> 
 BLENDING = FrontLimits(max_model_len=100, vocab_size=300, max_logprobs=5, chunking=Chunking(True, 0.15, (35, 36)))
 
 
-@pytest.mark.parametrize(("text", "chunks"), [
-    ("ab#$cde#$f", ((0, 2), (4, 7), (9, 10))),
-    ("#$ab#$#$", ((2, 4),)),
-    ("ab#c$", ()),
-    ("#", ()),
-    ("###$#", ((0, 2), (4, 5))),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "chunks"),
+    [
+        ("ab#$cde#$f", ((0, 2), (4, 7), (9, 10))),
+        ("#$ab#$#$", ((2, 4),)),
+        ("ab#c$", ()),
+        ("#", ()),
+        ("###$#", ((0, 2), (4, 5))),
+    ],
+)
 def test_parts_between_separators_are_chunks(text: str, chunks: tuple[tuple[int, int], ...]) -> None:
     front, params = FrontEnd(ByteTokenizer(), BLENDING), SamplingParams(max_tokens=1)
     (request,) = front.start(Prompt(token_ids=list(text.encode())), params)[1]
@@ -300,9 +348,11 @@ def test_marked_parts_come_before_separators_and_exclude_what_needs_all_rows() -
     front = FrontEnd(ByteTokenizer(), replace(BLENDING, sharing=SharePlan(sends=True, place=("host", 1))))
     prompt, params = Prompt(text="ab#$cde", token_ids=list(b"ab#$cde"), chunks=((0, 5),)), SamplingParams(max_tokens=1)
     assert front.start(prompt, params)[1][0].chunks == ((0, 5),)
-    for fields, words in (({"prompt_logprobs": 0}, "excludes prompt_logprobs"),
-                          ({"kv_chunks": [[0, 2]]}, "counts tokens"),
-                          ({"kv_transfer_params": {"do_remote_decode": True}}, "excludes kv_transfer_params")):
+    for fields, words in (
+        ({"prompt_logprobs": 0}, "excludes prompt_logprobs"),
+        ({"kv_chunks": [[0, 2]]}, "counts tokens"),
+        ({"kv_transfer_params": {"do_remote_decode": True}}, "excludes kv_transfer_params"),
+    ):
         with pytest.raises(InvalidParameter, match=words) as caught:
             front.start(prompt, params.clone(**fields))
         assert caught.value.param == ("kv_chunks" if "kv_chunks" in fields else "messages")
@@ -316,15 +366,23 @@ def test_chunks_of_a_request_come_before_separators() -> None:
     assert not front.start(prompt, SamplingParams(max_tokens=1, kv_chunks=[]))[1][0].chunks
 
 
-@pytest.mark.parametrize(("fields", "why"), [
-    ({"kv_chunks": [[0, 8]]}, "ends at token 8, and the prompt has 7 tokens"),
-    ({"kv_chunks": [[0, 3]], "prompt_logprobs": 0}, "leave one of them out"),
-    ({"kv_chunks": [[0, 3], [2, 5]]}, "kv_chunks at 1 is [2, 5]: kv_chunks must be a list of pairs [first token, end]"),
-    ({"kv_chunks": [[0, 3], [2, 5]]}, "in ascending order, here with 3 <= first token < end."),
-    ({"kv_chunks": [[3, 3]]}, "ascending"),
-    ({"kv_chunks": 3}, "ascending"), ({"kv_chunks": [[True, 3]]}, "ascending"), ({"kv_chunks": [[1]]}, "ascending"),
-    ({"blend_ratio": 1.5}, "a number in [0, 1]"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("fields", "why"),
+    [
+        ({"kv_chunks": [[0, 8]]}, "ends at token 8, and the prompt has 7 tokens"),
+        ({"kv_chunks": [[0, 3]], "prompt_logprobs": 0}, "leave one of them out"),
+        (
+            {"kv_chunks": [[0, 3], [2, 5]]},
+            "kv_chunks at 1 is [2, 5]: kv_chunks must be a list of pairs [first token, end]",
+        ),
+        ({"kv_chunks": [[0, 3], [2, 5]]}, "in ascending order, here with 3 <= first token < end."),
+        ({"kv_chunks": [[3, 3]]}, "ascending"),
+        ({"kv_chunks": 3}, "ascending"),
+        ({"kv_chunks": [[True, 3]]}, "ascending"),
+        ({"kv_chunks": [[1]]}, "ascending"),
+        ({"blend_ratio": 1.5}, "a number in [0, 1]"),
+    ],
+)
 def test_chunks_that_cannot_be_reused_are_refused(fields: dict[str, Any], why: str) -> None:
     front = FrontEnd(ByteTokenizer(), BLENDING)
     with pytest.raises(InvalidParameter, match=re.escape(why)):

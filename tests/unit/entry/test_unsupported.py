@@ -9,19 +9,27 @@ from quire.entry.llm import LLM
 from quire.entry.unsupported import METHODS, check_arguments
 
 
-@pytest.mark.parametrize("given", [
-    {}, {"lora_request": None, "tokenization_kwargs": {}}, {"chat_template_content_format": "auto"},
-])
+@pytest.mark.parametrize(
+    "given",
+    [
+        {},
+        {"lora_request": None, "tokenization_kwargs": {}},
+        {"chat_template_content_format": "auto"},
+    ],
+)
 def test_what_asks_for_nothing_is_taken(given: dict[str, Any]) -> None:
     check_arguments(LLM.chat, given)
 
 
-@pytest.mark.parametrize(("given", "words"), [
-    ({"lora_request": object()}, "LLM.generate: lora_request is not implemented: adapters"),
-    ({"chat_template_content_format": "openai"}, "LLM.generate: chat_template_content_format is not implemented"),
-    ({"priorty": [1]}, "LLM.generate has no parameter 'priorty': did you mean 'priority'"),
-    ({"zzz": None}, "LLM.generate has no parameter 'zzz': there are use_tqdm, priority"),
-])
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"lora_request": object()}, "LLM.generate: lora_request is not implemented: adapters"),
+        ({"chat_template_content_format": "openai"}, "LLM.generate: chat_template_content_format is not implemented"),
+        ({"priorty": [1]}, "LLM.generate has no parameter 'priorty': did you mean 'priority'"),
+        ({"zzz": None}, "LLM.generate has no parameter 'zzz': there are use_tqdm, priority"),
+    ],
+)
 def test_the_others_are_refused_by_name(given: dict[str, Any], words: str) -> None:
     with pytest.raises(InvalidParameter, match=words) as error:
         LLM.__new__(LLM).generate("a", **given)

@@ -42,10 +42,17 @@ class FakeLLM:
                 self.before_word(i)
                 last = i == len(self.words) - 1
                 reason = ("error" if self.failure else "length") if last else None
-                piece = CompletionOutput(index=0, text=word, token_ids=[i], finish_reason=reason,
-                                         stop_reason=self.failure)
-                yield RequestOutput(request_id="0", prompt=None, prompt_token_ids=[1, 2], outputs=[piece],
-                                    finished=last, num_cached_tokens=1)
+                piece = CompletionOutput(
+                    index=0, text=word, token_ids=[i], finish_reason=reason, stop_reason=self.failure
+                )
+                yield RequestOutput(
+                    request_id="0",
+                    prompt=None,
+                    prompt_token_ids=[1, 2],
+                    outputs=[piece],
+                    finished=last,
+                    num_cached_tokens=1,
+                )
         finally:
             self.num_ended_streams += 1
 

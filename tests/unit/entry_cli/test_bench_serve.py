@@ -15,8 +15,11 @@ from quire.contracts.errors import ConfigError
 from quire.entry.cli import bench_serve
 
 pytest.importorskip("aiohttp")
-EVENTS = [{"choices": [{"text": "a"}]}, {"choices": [{"text": "b"}]},
-          {"choices": [], "usage": {"prompt_tokens": 9, "completion_tokens": 2}}]
+EVENTS = [
+    {"choices": [{"text": "a"}]},
+    {"choices": [{"text": "b"}]},
+    {"choices": [], "usage": {"prompt_tokens": 9, "completion_tokens": 2}},
+]
 
 
 class _Answers(BaseHTTPRequestHandler):
@@ -63,15 +66,47 @@ def parse(*flags: str) -> argparse.Namespace:
 
 
 def small(server: Any, *flags: str) -> argparse.Namespace:
-    return parse("--port", str(server.server_port), "--num-prompts", "4", "--random-input-len", "8",
-                 "--random-output-len", "2", *flags)
+    return parse(
+        "--port",
+        str(server.server_port),
+        "--num-prompts",
+        "4",
+        "--random-input-len",
+        "8",
+        "--random-output-len",
+        "2",
+        *flags,
+    )
 
 
 def test_a_table_with_the_peers_flags(server: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    args = small(server, "--backend", "openai", "--dataset-name", "random", "--request-rate", "inf",
-                 "--max-concurrency", "2", "--seed", "3", "--percentile-metrics", "ttft,e2el", "--metric-percentiles",
-                 "50,99", "--goodput", "ttft:60000", "e2e:60000", "--ignore-eos", "--num-warmups", "2",
-                 "--api-key", "secret", "--header", "X-Test=1")
+    args = small(
+        server,
+        "--backend",
+        "openai",
+        "--dataset-name",
+        "random",
+        "--request-rate",
+        "inf",
+        "--max-concurrency",
+        "2",
+        "--seed",
+        "3",
+        "--percentile-metrics",
+        "ttft,e2el",
+        "--metric-percentiles",
+        "50,99",
+        "--goodput",
+        "ttft:60000",
+        "e2e:60000",
+        "--ignore-eos",
+        "--num-warmups",
+        "2",
+        "--api-key",
+        "secret",
+        "--header",
+        "X-Test=1",
+    )
     assert bench_serve.run(args) == 0
     out = capsys.readouterr().out
     assert "listed/model" in out and "goodput, requests/s (ttft:60000 e2el:60000 ms)" in out
@@ -84,8 +119,21 @@ def test_a_table_with_the_peers_flags(server: Any, capsys: pytest.CaptureFixture
 
 
 def test_json_and_a_result_file(server: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    args = small(server, "--json", "--save-result", "--result-dir", str(tmp_path), "--result-filename", "r.json",
-                 "--model", "m", "--endpoint", "chat", "--extra-body", '{"top_k": 1}')
+    args = small(
+        server,
+        "--json",
+        "--save-result",
+        "--result-dir",
+        str(tmp_path),
+        "--result-filename",
+        "r.json",
+        "--model",
+        "m",
+        "--endpoint",
+        "chat",
+        "--extra-body",
+        '{"top_k": 1}',
+    )
     assert bench_serve.run(args) == 0
     out, err = capsys.readouterr()
     printed = json.loads(out)
@@ -126,20 +174,23 @@ def test_prompts_from_a_file(server: Any, tmp_path: Path) -> None:
     assert {body["prompt"] for _, _, body in server.asked} == {"from the file"}
 
 
-@pytest.mark.parametrize(("flags", "message"), [
-    (("--num-prompts", "0"), "--num-prompts 0"),
-    (("--request-rate", "-1"), "--request-rate -1"),
-    (("--max-concurrency", "0"), "--max-concurrency 0"),
-    (("--random-range-ratio", "1.5"), r"\[0, 1\)"),
-    (("--random-range-ratio", '{"input": 1}'), "--random-range-ratio"),
-    (("--dataset-name", "sonnet"), "--dataset-name sonnet"),
-    (("--dataset-name", "custom"), "--dataset-path FILE"),
-    (("--percentile-metrics", "ttft,latency"), "--percentile-metrics latency"),
-    (("--metric-percentiles", "101"), "between 0 and 100"),
-    (("--metric-percentiles", "x"), "90,99"),
-    (("--goodput", "itl:1"), "--goodput itl:1"),
-    (("--base-url", "localhost:8000"), "http://"),
-])
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--num-prompts", "0"), "--num-prompts 0"),
+        (("--request-rate", "-1"), "--request-rate -1"),
+        (("--max-concurrency", "0"), "--max-concurrency 0"),
+        (("--random-range-ratio", "1.5"), r"\[0, 1\)"),
+        (("--random-range-ratio", '{"input": 1}'), "--random-range-ratio"),
+        (("--dataset-name", "sonnet"), "--dataset-name sonnet"),
+        (("--dataset-name", "custom"), "--dataset-path FILE"),
+        (("--percentile-metrics", "ttft,latency"), "--percentile-metrics latency"),
+        (("--metric-percentiles", "101"), "between 0 and 100"),
+        (("--metric-percentiles", "x"), "90,99"),
+        (("--goodput", "itl:1"), "--goodput itl:1"),
+        (("--base-url", "localhost:8000"), "http://"),
+    ],
+)
 def test_what_cannot_be_is_refused_before_anything_is_sent(flags: tuple[str, ...], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         bench_serve.run(parse("--port", "1", *flags))

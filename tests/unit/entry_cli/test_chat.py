@@ -64,16 +64,18 @@ def test_reset_keeps_the_system_prompt_only(fakes: Any, type_lines: Callable[...
 
 
 @pytest.mark.parametrize("word", ["/exit", "/quit", "exit", "quit"])
-def test_exit_and_unknown_commands(word: str, fakes: Any, type_lines: Callable[..., None],
-                                   capsys: pytest.CaptureFixture[str]) -> None:
+def test_exit_and_unknown_commands(
+    word: str, fakes: Any, type_lines: Callable[..., None], capsys: pytest.CaptureFixture[str]
+) -> None:
     type_lines("/nothing", "/help", "/etc is a folder", word, "never")
     assert main(["chat"]) == 0
     assert asked(fakes) == [[user("/etc is a folder")]]
     assert "unknown command /nothing" in capsys.readouterr().err
 
 
-def test_ctrl_c_stops_the_answer_and_not_the_program(fakes: Any, type_lines: Callable[..., None],
-                                                     capsys: pytest.CaptureFixture[str]) -> None:
+def test_ctrl_c_stops_the_answer_and_not_the_program(
+    fakes: Any, type_lines: Callable[..., None], capsys: pytest.CaptureFixture[str]
+) -> None:
     fakes.behaviour = {"before_word": _once_at(1)}
     type_lines("a", "b")
     assert main(["chat"]) == 0
@@ -92,8 +94,9 @@ def _once_at(number: int) -> Callable[[int], None]:
     return before_word
 
 
-def test_ctrl_c_at_the_prompt_goes_on(fakes: Any, type_lines: Callable[..., None],
-                                      capsys: pytest.CaptureFixture[str]) -> None:
+def test_ctrl_c_at_the_prompt_goes_on(
+    fakes: Any, type_lines: Callable[..., None], capsys: pytest.CaptureFixture[str]
+) -> None:
     type_lines(KeyboardInterrupt(), "a")
     assert main(["chat"]) == 0
     assert asked(fakes) == [[user("a")]]
@@ -105,8 +108,9 @@ def test_ctrl_c_during_a_quick_question_is_130(fakes: Any) -> None:
     assert main(["chat", "-q", "hi"]) == 130
 
 
-def test_a_question_that_is_refused_leaves_no_trace(fakes: Any, type_lines: Callable[..., None],
-                                                    capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_question_that_is_refused_leaves_no_trace(
+    fakes: Any, type_lines: Callable[..., None], capsys: pytest.CaptureFixture[str]
+) -> None:
     type_lines("too long", "b")
     main(["chat"])
     assert asked(fakes) == [[user("too long")], [user("b")]]
@@ -118,7 +122,8 @@ def test_a_quick_question_that_is_refused_is_exit_code_1(fakes: Any) -> None:
 
 
 @pytest.mark.parametrize(("lines", "code"), [(["too long"], 1), (["too long", "b"], 1), (["b"], 0)], ids=str)
-def test_questions_from_a_file_that_fail_are_exit_code_1(fakes: Any, type_lines: Callable[..., None], lines: list[str],
-                                                         code: int) -> None:
+def test_questions_from_a_file_that_fail_are_exit_code_1(
+    fakes: Any, type_lines: Callable[..., None], lines: list[str], code: int
+) -> None:
     type_lines(*lines)
     assert main(["chat"]) == code

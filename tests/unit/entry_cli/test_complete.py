@@ -21,20 +21,33 @@ def test_text_goes_to_stdout_and_the_rest_to_stderr(fakes: Any, capsys: pytest.C
     note, stats = err.splitlines()
     assert note == "quire: note: a note"
     assert stats.startswith("quire: prompt 2 tokens (1 cached), answer 3 tokens in ") and "first after" in stats
-    llm, = fakes.made
+    (llm,) = fakes.made
     assert llm.options == {"model": "some/model", "max_model_len": 64} and llm.closed
     assert llm.asked == [("hello", SamplingParams(temperature=0.25, top_k=7, output_kind=OutputKind.DELTA))]
 
 
 def test_flags_of_sampling_replace_the_models_defaults(fakes: Any) -> None:
-    args = ("--temperature 0.5 --top-p 0.9 --top_k -1 --min-p 0.1 --max-tokens 9 --min-tokens 2 --seed 5 --ignore-eos "
-            "--stop a --stop b --presence-penalty 1 --frequency-penalty -1 --repetition-penalty 1.1 --no-stats").split()
+    args = (
+        "--temperature 0.5 --top-p 0.9 --top_k -1 --min-p 0.1 --max-tokens 9 --min-tokens 2 --seed 5 --ignore-eos "
+        "--stop a --stop b --presence-penalty 1 --frequency-penalty -1 --repetition-penalty 1.1 --no-stats"
+    ).split()
     assert main(["complete", "-q", "x", *args]) == 0
-    llm, = fakes.made
+    (llm,) = fakes.made
     assert llm.asked[0][1] == SamplingParams(
-        temperature=0.5, top_p=0.9, top_k=-1, min_p=0.1, max_tokens=9, min_tokens=2, seed=5, ignore_eos=True,
-        stop=["a", "b"], presence_penalty=1.0, frequency_penalty=-1.0, repetition_penalty=1.1,
-        output_kind=OutputKind.DELTA)
+        temperature=0.5,
+        top_p=0.9,
+        top_k=-1,
+        min_p=0.1,
+        max_tokens=9,
+        min_tokens=2,
+        seed=5,
+        ignore_eos=True,
+        stop=["a", "b"],
+        presence_penalty=1.0,
+        frequency_penalty=-1.0,
+        repetition_penalty=1.1,
+        output_kind=OutputKind.DELTA,
+    )
     assert "seed" not in llm.options  # the request's, not the engine's
 
 
@@ -44,8 +57,9 @@ def test_the_prompt_comes_from_stdin(fakes: Any, monkeypatch: pytest.MonkeyPatch
     assert fakes.made[0].asked[0][0] == "two\nlines"
 
 
-def test_an_empty_stdin_is_refused_before_loading(fakes: Any, monkeypatch: pytest.MonkeyPatch,
-                                                  capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_empty_stdin_is_refused_before_loading(
+    fakes: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO(""))
     assert main(["complete"]) == 2
     assert "give -p TEXT" in capsys.readouterr().err and not fakes.made

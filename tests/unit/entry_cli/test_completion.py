@@ -12,9 +12,9 @@ from quire.entry.cli.main import COMMANDS, build_parser, main
 
 ASKING = {  # a line in which everything but the last word is typed -> how a shell is made to offer words for it
     "bash": "COMP_WORDS=({words})\nCOMP_CWORD={last}\n_quire\nprintf '%s\\n' \"${{COMPREPLY[@]}}\"\n",
-    "zsh": "_describe() {{ print -l -- \"${{(@P)3}}\" }}\n_files() {{ }}\nwords=({words})\nCURRENT={last}+1\n_quire\n",
+    "zsh": '_describe() {{ print -l -- "${{(@P)3}}" }}\n_files() {{ }}\nwords=({words})\nCURRENT={last}+1\n_quire\n',
     "fish": "function commandline; switch $argv[1]; case -opc; printf '%s\\n' {before}; case -ct; echo {current}; end; "
-            "end\n_quire\n",
+    "end\n_quire\n",
 }
 
 
@@ -24,10 +24,17 @@ def complete(shell: str, line: str, folder: Path) -> dict[str, str]:
     if found is None:
         pytest.skip(f"there is no {shell}")
     quoted = [f"'{word}'" for word in line.split(" ")]
-    asking = ASKING[shell].format(words=" ".join(quoted), last=len(quoted) - 1, before=" ".join(quoted[:-1]),
-                                  current=quoted[-1])
-    done = subprocess.run([found], input=f"{script(shell, build_parser())}\n{asking}", capture_output=True, text=True,
-                          cwd=folder, timeout=60)
+    asking = ASKING[shell].format(
+        words=" ".join(quoted), last=len(quoted) - 1, before=" ".join(quoted[:-1]), current=quoted[-1]
+    )
+    done = subprocess.run(
+        [found],
+        input=f"{script(shell, build_parser())}\n{asking}",
+        capture_output=True,
+        text=True,
+        cwd=folder,
+        timeout=60,
+    )
     assert done.returncode == 0 and done.stderr == "", done.stderr
     typed = line.split(" ")[-1]  # what bash filters by, the others leave to the shell
     lines = [line for line in done.stdout.splitlines() if line.startswith(typed)]
@@ -35,21 +42,24 @@ def complete(shell: str, line: str, folder: Path) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("shell", SHELLS)
-@pytest.mark.parametrize(("line", "offered"), [
-    ("quire serve --max-m", {"--max-model-len"}),
-    ("quire serve some/model --max-m", {"--max-model-len"}),
-    ("quire serve --no-off", {"--no-offline"}),
-    ("quire serve --dtype b", {"bfloat16"}),
-    ("quire chat --dtype fl", {"float32", "float16", "float"}),
-    ("quire do", {"doctor"}),
-    ("quire bench la", {"latency"}),
-    ("quire bench startup --rep", {"--repeat"}),
-    ("quire bench serve --rep", set()),
-    ("quire ", set(COMMANDS)),
-    ("quire completion ", {"bash", "zsh", "fish"}),
-    ("quire serve --tensor-par", {"--tensor-parallel-size"}),
-    ("quire serve --decode-context-parallel-si", set()),  # flags of vLLM that Quire refuses are not proposed
-])
+@pytest.mark.parametrize(
+    ("line", "offered"),
+    [
+        ("quire serve --max-m", {"--max-model-len"}),
+        ("quire serve some/model --max-m", {"--max-model-len"}),
+        ("quire serve --no-off", {"--no-offline"}),
+        ("quire serve --dtype b", {"bfloat16"}),
+        ("quire chat --dtype fl", {"float32", "float16", "float"}),
+        ("quire do", {"doctor"}),
+        ("quire bench la", {"latency"}),
+        ("quire bench startup --rep", {"--repeat"}),
+        ("quire bench serve --rep", set()),
+        ("quire ", set(COMMANDS)),
+        ("quire completion ", {"bash", "zsh", "fish"}),
+        ("quire serve --tensor-par", {"--tensor-parallel-size"}),
+        ("quire serve --decode-context-parallel-si", set()),  # flags of vLLM that Quire refuses are not proposed
+    ],
+)
 def test_what_is_offered(shell: str, line: str, offered: set[str], tmp_path: Path) -> None:
     assert {word for word in complete(shell, line, tmp_path) if word} == offered
 

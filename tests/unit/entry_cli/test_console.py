@@ -18,11 +18,28 @@ REASON = "first that supports bfloat16 on cpu"
 
 
 def ready(**changes: Any) -> Ready:
-    return Ready(**{"max_model_len": 4096, "vocab_size": 100, "num_slots": 256, "num_blocks": 1000, "block_size": 32,
-                    "depth": 1, "dtype": "bfloat16", "device": "cpu", "weight_bytes": 3 << 29, "kv_bytes": 2 << 30,
-                    "plans": {"dtype": "bfloat16 (as asked)", "norm": f"cpu ({REASON})", "rope": f"cpu ({REASON})",
-                              "linear": "native (asked for)"},
-                    "phases": {"config": 0.01, "weights": 1.5}, **changes})
+    return Ready(
+        **{
+            "max_model_len": 4096,
+            "vocab_size": 100,
+            "num_slots": 256,
+            "num_blocks": 1000,
+            "block_size": 32,
+            "depth": 1,
+            "dtype": "bfloat16",
+            "device": "cpu",
+            "weight_bytes": 3 << 29,
+            "kv_bytes": 2 << 30,
+            "plans": {
+                "dtype": "bfloat16 (as asked)",
+                "norm": f"cpu ({REASON})",
+                "rope": f"cpu ({REASON})",
+                "linear": "native (asked for)",
+            },
+            "phases": {"config": 0.01, "weights": 1.5},
+            **changes,
+        }
+    )
 
 
 def config(**options: Any) -> ServerConfig:
@@ -49,8 +66,12 @@ def test_the_banner_tells_what_is_served_and_how() -> None:
 
 
 def test_a_gpu_tells_what_it_is_and_how_its_memory_is_shared() -> None:
-    plans = {"device": "NVIDIA H200, sm_90", "weights": "16.00 GB in 0.50 s (32.0 GB/s)", "memory": "139.8 GiB: ...",
-             "norm": "triton (asked for)"}
+    plans = {
+        "device": "NVIDIA H200, sm_90",
+        "weights": "16.00 GB in 0.50 s (32.0 GB/s)",
+        "memory": "139.8 GiB: ...",
+        "norm": "triton (asked for)",
+    }
     lines = banner_lines(ready(device="cuda", plans=plans), config(), URL)
     found = rows(lines)
     assert len(lines) <= 12 and found["device"].startswith("NVIDIA H200, sm_90; one process")
@@ -73,31 +94,41 @@ def test_many_kernels_are_named_without_their_reasons() -> None:
 
 def test_the_time_counts_from_the_start_of_the_process() -> None:
     assert rows(banner_lines(ready(), config(), URL, 3.14))["loading"] == (
-        "config 0.01 s, weights 1.50 s; ready 3.14 s after the start of the process, imports included")
+        "config 0.01 s, weights 1.50 s; ready 3.14 s after the start of the process, imports included"
+    )
 
 
-@pytest.mark.parametrize(("slots", "text"), [(4, "4 requests, even of the full 4,096 tokens"),
-                                             (1, "1 request, even of the full 4,096 tokens")])
+@pytest.mark.parametrize(
+    ("slots", "text"),
+    [(4, "4 requests, even of the full 4,096 tokens"), (1, "1 request, even of the full 4,096 tokens")],
+)
 def test_more_cache_than_slots_can_use(slots: int, text: str) -> None:
     assert rows(banner_lines(ready(num_slots=slots), config(), URL))["at once"] == text
 
 
-@pytest.mark.parametrize(("model", "prompt"), [("", "The json module"), ("quire-tiny", "The json module"),
-                                               ("a/b", "Once upon a time")])
+@pytest.mark.parametrize(
+    ("model", "prompt"), [("", "The json module"), ("quire-tiny", "The json module"), ("a/b", "Once upon a time")]
+)
 def test_the_prompt_suits_the_model(model: str, prompt: str) -> None:
     assert prompt in curl_line(config(model=model), URL, "name")
 
 
-@pytest.mark.parametrize(("options", "url", "words"), [
-    ({}, URL, ["curl", f"{URL}/v1/completions"]),
-    ({"host": "0.0.0.0"}, "http://0.0.0.0:80", ["curl", "http://127.0.0.1:80/v1/completions"]),
-    ({"host": "::"}, "http://[::]:80", ["curl", "http://[::1]:80/v1/completions"]),
-    ({"uds": "/tmp/a b"}, "http+unix:///tmp/a b",
-     ["curl", "--unix-socket", "/tmp/a b", "http://localhost/v1/completions"]),
-])
+@pytest.mark.parametrize(
+    ("options", "url", "words"),
+    [
+        ({}, URL, ["curl", f"{URL}/v1/completions"]),
+        ({"host": "0.0.0.0"}, "http://0.0.0.0:80", ["curl", "http://127.0.0.1:80/v1/completions"]),
+        ({"host": "::"}, "http://[::]:80", ["curl", "http://[::1]:80/v1/completions"]),
+        (
+            {"uds": "/tmp/a b"},
+            "http+unix:///tmp/a b",
+            ["curl", "--unix-socket", "/tmp/a b", "http://localhost/v1/completions"],
+        ),
+    ],
+)
 def test_the_curl_line_can_be_typed(options: dict[str, Any], url: str, words: list[str]) -> None:
     typed = shlex.split(curl_line(config(model="it's", **options), url, "it's"))
-    assert typed[:len(words)] == words
+    assert typed[: len(words)] == words
     assert json.loads(typed[-1])["model"] == "it's"
 
 
@@ -117,19 +148,30 @@ def test_plain_progress_is_a_line_now_and_then(monkeypatch: pytest.MonkeyPatch) 
         now[0] = second
         console.loading(Loading("weights", done << 20, 100 << 20, "B"))
     console.loading(Loading("starting"))
-    assert out.getvalue().splitlines() == ["quire: weights: 0% of 100.0 MiB", "quire: weights: 30% of 100.0 MiB",
-                                           "quire: weights: 100% of 100.0 MiB", "quire: starting"]
+    assert out.getvalue().splitlines() == [
+        "quire: weights: 0% of 100.0 MiB",
+        "quire: weights: 30% of 100.0 MiB",
+        "quire: weights: 100% of 100.0 MiB",
+        "quire: starting",
+    ]
 
 
 def test_a_line_of_statistics_only_while_busy() -> None:
     out = io.StringIO()
     console = Console(config(), out)
-    busy = StatsLine(num_running=3, num_waiting=1, kv_usage=0.256, hit_rate=0.5, prompt_tokens_per_s=1234.5,
-                     generation_tokens_per_s=99.6)
+    busy = StatsLine(
+        num_running=3,
+        num_waiting=1,
+        kv_usage=0.256,
+        hit_rate=0.5,
+        prompt_tokens_per_s=1234.5,
+        generation_tokens_per_s=99.6,
+    )
     for line in (StatsLine(), busy, StatsLine(), StatsLine()):
         console.stats(line)
     assert out.getvalue().splitlines() == [
-        "quire: 3 running, 1 waiting, KV 25.6%, prefix hits 50%, tokens/s 1,234 in 100 out"]
+        "quire: 3 running, 1 waiting, KV 25.6%, prefix hits 50%, tokens/s 1,234 in 100 out"
+    ]
     assert stats_text(busy) in out.getvalue()
     assert stats_text(StatsLine(acceptance=(0.75, 0.5))).endswith("0 out, drafts accepted 75% 50%, 2.25 tokens a run")
 

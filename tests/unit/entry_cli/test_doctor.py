@@ -47,18 +47,26 @@ def test_a_good_machine_has_exit_code_0(capsys: pytest.CaptureFixture[str]) -> N
     assert re.search(r"\nNo problems: \d+ ok, \d+ warnings?\.\n$", out)
 
 
-@pytest.mark.parametrize(("levels", "words"), [
-    ([OK] * 17 + [WARN] * 2, "No problems: 17 ok, 2 warnings."), ([OK, WARN], "No problems: 1 ok, 1 warning."),
-    ([OK, BAD], "1 problem: 1 ok, 0 warnings."), ([BAD, BAD, WARN], "2 problems: 0 ok, 1 warning.")])
-def test_the_verdict_counts(levels: list[str], words: str, monkeypatch: pytest.MonkeyPatch,
-                            capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("levels", "words"),
+    [
+        ([OK] * 17 + [WARN] * 2, "No problems: 17 ok, 2 warnings."),
+        ([OK, WARN], "No problems: 1 ok, 1 warning."),
+        ([OK, BAD], "1 problem: 1 ok, 0 warnings."),
+        ([BAD, BAD, WARN], "2 problems: 0 ok, 1 warning."),
+    ],
+)
+def test_the_verdict_counts(
+    levels: list[str], words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(doctor, "examine", lambda port: (Finding("x", level, "y") for level in levels))
     main(["doctor"])
     assert capsys.readouterr().out.splitlines()[-1] == words
 
 
-def test_advice_names_no_package_of_an_index_that_is_not_there(monkeypatch: pytest.MonkeyPatch,
-                                                               capsys: pytest.CaptureFixture[str]) -> None:
+def test_advice_names_no_package_of_an_index_that_is_not_there(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Quire is on no index: what README says is said here."""
     answer(monkeypatch, "", code=1, err="Traceback ...\nModuleNotFoundError: No module named 'torch'")
     monkeypatch.setattr(check_software.importlib.metadata, "requires", lambda name: ["no-such-package>=1"])
@@ -74,12 +82,26 @@ def test_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert report["ok"] is True
     assert all(set(f) == {"name", "level", "text", "fix"} and f["level"] in (OK, WARN) for f in report["findings"])
     names = {finding["name"] for finding in report["findings"]}
-    assert {"python", "quire", "torch", "cpu", "memory", "gpu", "open files", "disk: models", "hub cache", "hub token",
-            "compiler", "kernel cache", "port"} <= names
+    assert {
+        "python",
+        "quire",
+        "torch",
+        "cpu",
+        "memory",
+        "gpu",
+        "open files",
+        "disk: models",
+        "hub cache",
+        "hub token",
+        "compiler",
+        "kernel cache",
+        "port",
+    } <= names
 
 
-def test_a_broken_torch_is_bad_and_no_traceback(monkeypatch: pytest.MonkeyPatch,
-                                               capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_broken_torch_is_bad_and_no_traceback(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     answer(monkeypatch, "", code=1, err="Traceback ...\nImportError: libcudart.so.13: cannot open shared object file")
     assert main(["doctor"]) == 1
     out = capsys.readouterr().out
@@ -98,12 +120,18 @@ def test_torch_is_asked_in_another_process(monkeypatch: pytest.MonkeyPatch) -> N
     assert asked[0][1] == "-c" and "import json, torch" in asked[0][2]
 
 
-def test_keys_and_tokens_are_not_shown(monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
-                                       capsys: pytest.CaptureFixture[str]) -> None:
+def test_keys_and_tokens_are_not_shown(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "token").write_text("hub-secret")
-    for name, text in {"HF_TOKEN": "env-secret", "QUIRE_API_KEY": "key-secret", "OPENAI_API_KEY": "their-secret",
-                       "VLLM_API_KEY": "peer-secret", "HTTPS_PROXY": "http://me:proxy-secret@proxy.example.org:3128",
-                       "ALL_PROXY": "me:bare-secret@proxy:1"}.items():
+    for name, text in {
+        "HF_TOKEN": "env-secret",
+        "QUIRE_API_KEY": "key-secret",
+        "OPENAI_API_KEY": "their-secret",
+        "VLLM_API_KEY": "peer-secret",
+        "HTTPS_PROXY": "http://me:proxy-secret@proxy.example.org:3128",
+        "ALL_PROXY": "me:bare-secret@proxy:1",
+    }.items():
         monkeypatch.setenv(name, text)
     line = b"serve\0--api-key\0one-secret\0two-secret\0--hf-token=tok-secret\0"
     monkeypatch.setattr(Path, "read_bytes", lambda path: line if path.name == "cmdline" else b"")
@@ -128,14 +156,15 @@ def test_offline(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_misspelt_variable_is_bad(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("QUIRE_MAX_MODEL_LENGTH", "1")
-    finding, = found("environment")
-    assert finding == Finding("environment", BAD, "QUIRE_MAX_MODEL_LENGTH is not known",
-                              "did you mean QUIRE_MAX_MODEL_LEN?")
+    (finding,) = found("environment")
+    assert finding == Finding(
+        "environment", BAD, "QUIRE_MAX_MODEL_LENGTH is not known", "did you mean QUIRE_MAX_MODEL_LEN?"
+    )
 
 
 def test_a_port_in_use_names_the_holder() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        finding, = found("port", taken.getsockname()[1])
+        (finding,) = found("port", taken.getsockname()[1])
     assert finding.level == WARN and "in use by" in finding.text or "cannot be taken" in finding.text
     assert [f.level for f in found("port", 70000)] == [BAD]
 
@@ -172,16 +201,23 @@ def test_a_driver_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_containers_share_of_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(check_machine, "_quota", lambda: 0.5)
-    finding, = [f for f in check_machine.cpu() if f.name == "cpu limit"]
+    (finding,) = [f for f in check_machine.cpu() if f.name == "cpu limit"]
     assert "may use 0.5 CPUs" in finding.text and "--num-threads 1" in finding.fix
 
 
-@pytest.mark.parametrize(("installed", "bounds", "wrong"), [
-    ("2.13.0+cpu", ">=2.11,<2.14", False), ("2.14.0", ">=2.11,<2.14", True), ("2.9", ">=2.11,<2.14", True),
-    ("3.1.6", ">=3.1.6", False), (None, ">=1", True),
-])
-def test_versions_are_compared_as_numbers(monkeypatch: pytest.MonkeyPatch, installed: str | None, bounds: str,
-                                          wrong: bool) -> None:
+@pytest.mark.parametrize(
+    ("installed", "bounds", "wrong"),
+    [
+        ("2.13.0+cpu", ">=2.11,<2.14", False),
+        ("2.14.0", ">=2.11,<2.14", True),
+        ("2.9", ">=2.11,<2.14", True),
+        ("3.1.6", ">=3.1.6", False),
+        (None, ">=1", True),
+    ],
+)
+def test_versions_are_compared_as_numbers(
+    monkeypatch: pytest.MonkeyPatch, installed: str | None, bounds: str, wrong: bool
+) -> None:
     def version(name: str) -> str:
         if installed is None:
             raise check_software.importlib.metadata.PackageNotFoundError(name)

@@ -21,8 +21,9 @@ def test_complete(capsys: pytest.CaptureFixture[str]) -> None:
     assert out.endswith("\n") and "answer 4 tokens" in err
 
 
-def test_chat_keeps_its_history_in_the_prefix_cache(monkeypatch: pytest.MonkeyPatch,
-                                                    capsys: pytest.CaptureFixture[str]) -> None:
+def test_chat_keeps_its_history_in_the_prefix_cache(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO("What is the json module for?\nAnd the os module?\n"))
     assert main(["chat", "--block-size", "8", *FLAGS]) == 0
     out, err = capsys.readouterr()
@@ -34,15 +35,27 @@ def test_chat_keeps_its_history_in_the_prefix_cache(monkeypatch: pytest.MonkeyPa
 def in_a_process(code: str, args: list[str]) -> "subprocess.CompletedProcess[str]":
     """The command line in a process of its own, after `code`: pytest's own handlers hide what Python logs."""
     code = f"import sys; {code}; from quire.entry.cli.main import main; sys.exit(main(sys.argv[1:]))"
-    return subprocess.run([sys.executable, "-c", code, *args], capture_output=True, text=True, timeout=120,
-                          env=os.environ | {"PYTHONPATH": str(SOURCE)})
+    return subprocess.run(
+        [sys.executable, "-c", code, *args],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=os.environ | {"PYTHONPATH": str(SOURCE)},
+    )
 
 
 LATENCY = ["bench", "latency", "quire-tiny", "--max-len", "4", "--repeat", "1"]
 
 
-@pytest.mark.parametrize("args", [["complete", "-p", "a", "--max-tokens", "1"],
-                                  ["chat", "-q", "a", "--max-tokens", "1"], ["trace", "-p", "a"], LATENCY])
+@pytest.mark.parametrize(
+    "args",
+    [
+        ["complete", "-p", "a", "--max-tokens", "1"],
+        ["chat", "-q", "a", "--max-tokens", "1"],
+        ["trace", "-p", "a"],
+        LATENCY,
+    ],
+)
 def test_a_note_is_printed_once(args: list[str]) -> None:
     told = in_a_process("pass", [*args, "--device", "cpu", "--gpu-memory-utilization", "0.5"])
     assert told.returncode == 0, told.stderr
@@ -50,19 +63,33 @@ def test_a_note_is_printed_once(args: list[str]) -> None:
     assert lines == ["quire: note: gpu_memory_utilization changes nothing on a CPU."]
 
 
-@pytest.mark.parametrize("args", [["complete", "-p", "a"], ["chat", "-q", "a"], ["serve", "--port", "0"], ["trace"],
-                                  ["verify"], ["bench", "startup"], LATENCY, ["bench", "kernels"],
-                                  ["run-batch"]])
+@pytest.mark.parametrize(
+    "args",
+    [
+        ["complete", "-p", "a"],
+        ["chat", "-q", "a"],
+        ["serve", "--port", "0"],
+        ["trace"],
+        ["verify"],
+        ["bench", "startup"],
+        LATENCY,
+        ["bench", "kernels"],
+        ["run-batch"],
+    ],
+)
 def test_without_torch_there_is_one_line(args: list[str], tmp_path: Path) -> None:
-    (tmp_path / "in.jsonl").write_text('{"custom_id": "a", "method": "POST", "url": "/v1/completions", '
-                                       '"body": {"prompt": "a"}}\n')  # fmt: skip
+    (tmp_path / "in.jsonl").write_text(
+        '{"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "a"}}\n'
+    )
     files = ["-i", str(tmp_path / "in.jsonl"), "-o", str(tmp_path / "out.jsonl")]
     args = [*args, *(files if args[0] == "run-batch" else [])]
     told = in_a_process("sys.modules['torch'] = None", [*args, "--device", "cpu"])
     assert told.returncode == 3 and "Traceback" not in told.stderr
     (line,) = [line for line in told.stderr.splitlines() if "error" in line]
-    assert line == ("quire: error: torch is not installed, and this needs it: run `pip install .` in Quire's folder, "
-                    "where its README.md is.")
+    assert line == (
+        "quire: error: torch is not installed, and this needs it: run `pip install .` in Quire's folder, "
+        "where its README.md is."
+    )
 
 
 def test_a_missing_module_of_ours_is_a_bug() -> None:

@@ -29,8 +29,16 @@ def text_stream(*words: str, reason: str = "stop") -> str:
 
 def chat_stream(*words: str) -> str:
     deltas = [{"role": "assistant", "content": ""}, *({"content": word} for word in words), {}]
-    return "".join(map(event, [*({"choices": [{"index": 0, "delta": d, "finish_reason": None}]} for d in deltas),
-                               {"choices": [], "usage": USAGE}, "[DONE]"]))
+    return "".join(
+        map(
+            event,
+            [
+                *({"choices": [{"index": 0, "delta": d, "finish_reason": None}]} for d in deltas),
+                {"choices": [], "usage": USAGE},
+                "[DONE]",
+            ],
+        )
+    )
 
 
 @dataclass
@@ -82,10 +90,16 @@ def test_a_completion(served: Served, shape: str, capsys: pytest.CaptureFixture[
     out, err = capsys.readouterr()
     assert out == "one twö three\n"
     assert err.startswith("quire: prompt 7 tokens (4 cached), answer 3 tokens in ") and "first after" in err
-    (path, headers, body), = served.asked
+    ((path, headers, body),) = served.asked
     assert path == "/v1/completions" and "authorization" not in headers
-    assert body == {"model": "some-model", "prompt": "hi", "temperature": 0.5, "stop": ["x"], "stream": True,
-                    "stream_options": {"include_usage": True}}
+    assert body == {
+        "model": "some-model",
+        "prompt": "hi",
+        "temperature": 0.5,
+        "stop": ["x"],
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
 
 
 def test_the_scheme_may_be_left_out(served: Served) -> None:
@@ -95,6 +109,7 @@ def test_the_scheme_may_be_left_out(served: Served) -> None:
 
 def test_a_conversation(served: Served, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     import builtins
+
     lines = ["a", "b"]
     monkeypatch.setattr(builtins, "input", lambda prompt="": lines.pop(0) if lines else _end())
     served.answers = [(200, chat_stream("one", " two")), (200, chat_stream("three"))]
@@ -102,21 +117,29 @@ def test_a_conversation(served: Served, capsys: pytest.CaptureFixture[str], monk
     assert capsys.readouterr().out == "one two\nthree\n"
     path, _, body = served.asked[1]
     assert path == "/v1/chat/completions" and body["model"] == "m"
-    assert body["messages"] == [{"role": "system", "content": "s"}, {"role": "user", "content": "a"},
-                                {"role": "assistant", "content": "one two"}, {"role": "user", "content": "b"}]
+    assert body["messages"] == [
+        {"role": "system", "content": "s"},
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "one two"},
+        {"role": "user", "content": "b"},
+    ]
 
 
 def _end() -> str:
     raise EOFError
 
 
-@pytest.mark.parametrize(("args", "variables", "key"), [
-    (["--api-key", "given"], {"QUIRE_API_KEY": "ours"}, "Bearer given"),
-    ([], {"QUIRE_API_KEY": "ours", "OPENAI_API_KEY": "theirs"}, "Bearer ours"),
-    ([], {"OPENAI_API_KEY": "theirs"}, "Bearer theirs"),
-])
-def test_keys(served: Served, monkeypatch: pytest.MonkeyPatch, args: list[str], variables: dict[str, str],
-              key: str) -> None:
+@pytest.mark.parametrize(
+    ("args", "variables", "key"),
+    [
+        (["--api-key", "given"], {"QUIRE_API_KEY": "ours"}, "Bearer given"),
+        ([], {"QUIRE_API_KEY": "ours", "OPENAI_API_KEY": "theirs"}, "Bearer ours"),
+        ([], {"OPENAI_API_KEY": "theirs"}, "Bearer theirs"),
+    ],
+)
+def test_keys(
+    served: Served, monkeypatch: pytest.MonkeyPatch, args: list[str], variables: dict[str, str], key: str
+) -> None:
     for name, text in variables.items():
         monkeypatch.setenv(name, text)
     served.answers = [(200, text_stream("a"))]
@@ -129,19 +152,23 @@ def error(message: str) -> str:
     return json.dumps({"error": {"message": message, "type": "t", "param": None, "code": None}})
 
 
-@pytest.mark.parametrize(("answer", "code", "words"), [
-    ((401, error("no key.")), 3, "answered 401: no key. Give the key with --api-key"),
-    ((404, error("no such model.")), 3, "answered 404: no such model. See http"),
-    ((400, error("too long.")), 1, "answered 400: too long."),
-    ((503, json.dumps({"error": "starting"})), 1, "answered 503: starting"),
-    ((500, "<html>"), 1, "answered 500: Internal Server Error"),
-    ((422, json.dumps({"detail": "wrong field"})), 1, "answered 422: wrong field"),
-    ((200, event({"choices": [{"text": "a"}]}) + event({"error": {"message": "engine died"}})), 1, "engine died"),
-    ((200, event({"choices": [{"text": "a"}]})), 1, "broke off: the server or network failed. Ask again."),
-    ((200, "data: no json\n\n"), 1, "is not a JSON object: check that --url is an OpenAI API."),
-])
-def test_what_goes_wrong_is_one_line(served: Served, answer: tuple[int, str], code: int, words: str,
-                                     capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("answer", "code", "words"),
+    [
+        ((401, error("no key.")), 3, "answered 401: no key. Give the key with --api-key"),
+        ((404, error("no such model.")), 3, "answered 404: no such model. See http"),
+        ((400, error("too long.")), 1, "answered 400: too long."),
+        ((503, json.dumps({"error": "starting"})), 1, "answered 503: starting"),
+        ((500, "<html>"), 1, "answered 500: Internal Server Error"),
+        ((422, json.dumps({"detail": "wrong field"})), 1, "answered 422: wrong field"),
+        ((200, event({"choices": [{"text": "a"}]}) + event({"error": {"message": "engine died"}})), 1, "engine died"),
+        ((200, event({"choices": [{"text": "a"}]})), 1, "broke off: the server or network failed. Ask again."),
+        ((200, "data: no json\n\n"), 1, "is not a JSON object: check that --url is an OpenAI API."),
+    ],
+)
+def test_what_goes_wrong_is_one_line(
+    served: Served, answer: tuple[int, str], code: int, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     served.answers = [answer]
     assert main(["complete", "--url", served.url, "-p", "hi"]) == code
     lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("quire: error: ")]
@@ -160,11 +187,12 @@ def test_a_stream_that_is_cut_in_the_middle_of_a_chunk(served: Served, capsys: p
 
 @pytest.mark.parametrize("status", ["200 OK", "500 Error"])
 @pytest.mark.parametrize("framing", ["content-length: 40\r\n\r\n{", "transfer-encoding: chunked\r\n\r\n40\r\n{"])
-def test_a_server_that_breaks_off_while_it_lists_its_models(status: str, framing: str,
-                                                            capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_server_that_breaks_off_while_it_lists_its_models(
+    status: str, framing: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with raw_server(f"HTTP/1.1 {status}\r\n{framing}") as url:
         assert main(["complete", "--url", url, "-p", "hi"]) == 1
-    line, = capsys.readouterr().err.splitlines()
+    (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("quire: error: ") and ("broke off" in line or "answered 500" in line)
 
 
@@ -204,25 +232,32 @@ def test_nobody_listens(capsys: pytest.CaptureFixture[str]) -> None:
     assert f"no server listens at http://localhost:{port}: start `quire serve`" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("models", "words"), [
-    ((200, json.dumps({"data": []})), "lists no model: name a model with --model-name"),
-    ((404, "nothing"), "There is no OpenAI API at this --url."),
-])
-def test_models_that_cannot_be_listed(served: Served, models: tuple[int, str], words: str,
-                                      capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("models", "words"),
+    [
+        ((200, json.dumps({"data": []})), "lists no model: name a model with --model-name"),
+        ((404, "nothing"), "There is no OpenAI API at this --url."),
+    ],
+)
+def test_models_that_cannot_be_listed(
+    served: Served, models: tuple[int, str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     served.models = models
     assert main(["chat", "--url", served.url, "-q", "hi"]) == 3
     assert words in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("args", "words"), [
-    (["--url", "ftp://x"], "must be like http://localhost:8000"),
-    (["--url", "http://"], "must be like http://localhost:8000"),
-    (["--url", "http://x:99999"], "Port out of range"),
-    (["--url", "http://[::1"], "--url http://[::1: Invalid IPv6 URL"),
-    (["--url", "http://a b"], "http://a b:80: URL can't contain control characters"),
-    (["--url", "http://x", "--max-model-len", "5"], "--max-model-len: with --url the server has its own options"),
-])
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["--url", "ftp://x"], "must be like http://localhost:8000"),
+        (["--url", "http://"], "must be like http://localhost:8000"),
+        (["--url", "http://x:99999"], "Port out of range"),
+        (["--url", "http://[::1"], "--url http://[::1: Invalid IPv6 URL"),
+        (["--url", "http://a b"], "http://a b:80: URL can't contain control characters"),
+        (["--url", "http://x", "--max-model-len", "5"], "--max-model-len: with --url the server has its own options"),
+    ],
+)
 def test_flags_that_make_no_sense(args: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["complete", "-p", "hi", *args]) == 3
     assert words in capsys.readouterr().err
@@ -236,9 +271,11 @@ def test_the_servers_bound_is_mentioned(served: Served, capsys: pytest.CaptureFi
     assert capsys.readouterr().err == ""
 
 
-def test_ctrl_c_closes_the_connection(served: Served, monkeypatch: pytest.MonkeyPatch,
-                                      capsys: pytest.CaptureFixture[str]) -> None:
+def test_ctrl_c_closes_the_connection(
+    served: Served, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     from quire.entry.cli import remote
+
     events = remote._events
 
     def interrupted(*args: Any) -> Iterator[str]:

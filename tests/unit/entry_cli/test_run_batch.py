@@ -8,10 +8,13 @@ import pytest
 from quire.entry.cli.main import main
 
 
-@pytest.mark.parametrize(("lines", "code", "told"), [
-    ("nonsense\n{}\n", 1, "0 answers and 2 errors in {out}; the commonest error: invalid_line, 2 of 2 (line 1: "),
-    ("", 0, "0 answers and 0 errors in {out}\n"),
-])
+@pytest.mark.parametrize(
+    ("lines", "code", "told"),
+    [
+        ("nonsense\n{}\n", 1, "0 answers and 2 errors in {out}; the commonest error: invalid_line, 2 of 2 (line 1: "),
+        ("", 0, "0 answers and 0 errors in {out}\n"),
+    ],
+)
 def test_a_run_without_an_answer_fails_and_says_why(
     lines: str, code: int, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -33,7 +33,8 @@ def test_the_configuration_is_handed_on(started_servers: list[Any], capsys: pyte
     assert started_servers == [ServerConfig.from_flat(model="a/b", port=9)]
     assert capsys.readouterr().err.splitlines() == [
         "quire: note: --use-fp64-gumbel changes nothing: noise is drawn in one way, by counter.",
-        "quire: note: started"]
+        "quire: note: started",
+    ]
 
 
 def test_print_config_starts_nothing(started_servers: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
@@ -44,13 +45,17 @@ def test_print_config_starts_nothing(started_servers: list[Any], capsys: pytest.
     assert started_servers == []
 
 
-@pytest.mark.parametrize(("args", "line"), [
-    ([], "max-waiting: 2048 # default: 8 x max_num_seqs, at least 1024"),
-    (["--max-num-seqs", "4"], "max-waiting: 1024 # default: 8 x max_num_seqs, at least 1024"),
-    (["--max-waiting", "7"], "max-waiting: 7 # flag --max-waiting"),
-])
-def test_print_config_shows_the_bound_of_the_queue(args: list[str], line: str,
-                                                   capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("args", "line"),
+    [
+        ([], "max-waiting: 2048 # default: 8 x max_num_seqs, at least 1024"),
+        (["--max-num-seqs", "4"], "max-waiting: 1024 # default: 8 x max_num_seqs, at least 1024"),
+        (["--max-waiting", "7"], "max-waiting: 7 # flag --max-waiting"),
+    ],
+)
+def test_print_config_shows_the_bound_of_the_queue(
+    args: list[str], line: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["serve", "--print-config", *args]) == 0
     assert line in [" ".join(printed.split()) for printed in capsys.readouterr().out.splitlines()]
 
@@ -60,8 +65,9 @@ def test_print_config_refuses_what_cannot_work(started_servers: list[Any]) -> No
     assert started_servers == []
 
 
-def test_print_config_tells_of_flags_that_change_nothing(started_servers: list[Any],
-                                                         capsys: pytest.CaptureFixture[str]) -> None:
+def test_print_config_tells_of_flags_that_change_nothing(
+    started_servers: list[Any], capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["serve", "--print-config", "--use-fp64-gumbel"]) == 0
     assert "quire: note: --use-fp64-gumbel changes nothing" in capsys.readouterr().err
 
@@ -80,19 +86,22 @@ def test_a_key_for_vllm_opens_no_server(
     assert len(started_servers) == (args == ["--api-key", "k"])
 
 
-@pytest.mark.parametrize(("options", "words"), [
-    ({}, []),
-    ({"host": "0.0.0.0"}, ["everyone who can reach 0.0.0.0:8000 can use this server: set --api-key"]),
-    ({"host": "0.0.0.0", "api_key": ("k",)}, ["travel unencrypted"]),
-    ({"host": "0.0.0.0", "api_key": ("k",), "ssl_keyfile": "k", "ssl_certfile": "c"}, []),
-    ({"host": "0.0.0.0", "uds": "/s"}, []),
-    ({"allowed_origins": ("*",)}, ["lets any web page"]),
-    ({"allowed_hosts": ("*",)}, ["--allowed-hosts * without"]),
-    ({"allowed_hosts": ("a",)}, []),
-    ({"allowed_hosts": ("a",), "api_key": ("k",)}, ["--allowed-hosts has no effect here"]),
-    ({"allowed_hosts": ("a",), "uds": "/s"}, ["--allowed-hosts has no effect here"]),
-    ({"allowed_origins": ("*",), "api_key": ("k",)}, []),
-])
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({}, []),
+        ({"host": "0.0.0.0"}, ["everyone who can reach 0.0.0.0:8000 can use this server: set --api-key"]),
+        ({"host": "0.0.0.0", "api_key": ("k",)}, ["travel unencrypted"]),
+        ({"host": "0.0.0.0", "api_key": ("k",), "ssl_keyfile": "k", "ssl_certfile": "c"}, []),
+        ({"host": "0.0.0.0", "uds": "/s"}, []),
+        ({"allowed_origins": ("*",)}, ["lets any web page"]),
+        ({"allowed_hosts": ("*",)}, ["--allowed-hosts * without"]),
+        ({"allowed_hosts": ("a",)}, []),
+        ({"allowed_hosts": ("a",), "api_key": ("k",)}, ["--allowed-hosts has no effect here"]),
+        ({"allowed_hosts": ("a",), "uds": "/s"}, ["--allowed-hosts has no effect here"]),
+        ({"allowed_origins": ("*",), "api_key": ("k",)}, []),
+    ],
+)
 def test_warnings_about_who_can_come_in(options: dict[str, Any], words: list[str]) -> None:
     found = bind_warnings(ServerConfig.from_flat(**options))
     assert len(found) == len(words) and all(word in line for word, line in zip(words, found, strict=True))

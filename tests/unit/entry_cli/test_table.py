@@ -5,10 +5,8 @@ from quire.entry.cli.table import format_bytes, format_table
 
 def test_columns() -> None:
     assert format_table(("name", "n"), [("a", 1000), ("long name", 5)]) == (
-        "name           n\n"
-        "---------  -----\n"
-        "a          1,000\n"
-        "long name      5")
+        "name           n\n---------  -----\na          1,000\nlong name      5"
+    )
 
 
 def test_a_table_without_rows_has_its_titles() -> None:

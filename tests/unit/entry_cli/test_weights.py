@@ -21,8 +21,10 @@ def write_safetensors(path: Path, tensors: dict[str, tuple[str, list[int], int]]
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    write_safetensors(tmp_path / "model-00001-of-00002.safetensors",
-                      {"embed.weight": ("BF16", [100, 8], 1600), "scale": ("F32", [], 4)})
+    write_safetensors(
+        tmp_path / "model-00001-of-00002.safetensors",
+        {"embed.weight": ("BF16", [100, 8], 1600), "scale": ("F32", [], 4)},
+    )
     write_safetensors(tmp_path / "model-00002-of-00002.safetensors", {"head.weight": ("BF16", [1000, 8], 16000)})
     return tmp_path
 
@@ -31,8 +33,13 @@ def test_json(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["weights", str(folder), "--json"]) == 0
     found: dict[str, Any] = json.loads(capsys.readouterr().out)
     assert [t["name"] for t in found["tensors"]] == ["embed.weight", "scale", "head.weight"]
-    assert found["tensors"][2] == {"name": "head.weight", "shape": [1000, 8], "dtype": "BF16", "bytes": 16000,
-                                   "file": "model-00002-of-00002.safetensors"}
+    assert found["tensors"][2] == {
+        "name": "head.weight",
+        "shape": [1000, 8],
+        "dtype": "BF16",
+        "bytes": 16000,
+        "file": "model-00002-of-00002.safetensors",
+    }
     assert (found["num_tensors"], found["num_elements"], found["num_bytes"]) == (3, 8801, 17604)
     assert found["bytes_by_dtype"] == {"BF16": 17600, "F32": 4}
     assert found["files"] == ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]

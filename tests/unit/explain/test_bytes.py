@@ -47,8 +47,9 @@ def tensors(c: dict[str, Any]) -> Iterator[tuple[str, tuple[int, ...], str]]:
 
 def attention(c: dict[str, Any], hidden: int, heads: int) -> Iterator[tuple[str, tuple[int, ...]]]:
     if "kv_lora_rank" in c:
-        rank, rope, nope, value, q_rank = (c[key] for key in (
-            "kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim", "q_lora_rank"))  # fmt: skip
+        rank, rope, nope, value, q_rank = (
+            c[key] for key in ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim", "q_lora_rank")
+        )
         yield "q_a_proj.weight", (q_rank, hidden)
         yield "q_a_layernorm.weight", (q_rank,)
         yield "q_b_proj.weight", (heads * (nope + rope), q_rank)
@@ -130,8 +131,18 @@ def held(tensor: StoredTensor, rank: int, raw: dict[str, Any]) -> int:
         return tensor.num_bytes * (int(name.split(".experts.")[1].split(".")[0]) * 8 // count == rank)
     if name.endswith(("k_proj.weight", "v_proj.weight", "k_proj.bias", "v_proj.bias")):
         return tensor.num_bytes // min(8, raw["num_key_value_heads"])
-    cut = ("q_proj.weight", "q_proj.bias", "q_b_proj.weight", "kv_b_proj.weight", "o_proj.weight", "gate_proj.weight",
-           "up_proj.weight", "down_proj.weight", "lm_head.weight", "embed_tokens.weight")  # fmt: skip
+    cut = (
+        "q_proj.weight",
+        "q_proj.bias",
+        "q_b_proj.weight",
+        "kv_b_proj.weight",
+        "o_proj.weight",
+        "gate_proj.weight",
+        "up_proj.weight",
+        "down_proj.weight",
+        "lm_head.weight",
+        "embed_tokens.weight",
+    )
     return tensor.num_bytes // 8 if name.endswith(cut) else tensor.num_bytes
 
 
@@ -181,7 +192,10 @@ def test_a_quantized_checkpoint_is_planned(shared: Path) -> None:
     assert down["run"].rpartition(".")[2] in ("run", "run_norm") and list(down["stored"].values()) == [None] * 4
     assert list(down["stored"])[3] == "model.layers.0.self_attn.kv_a_proj_with_mqa.weight_scale_inv"
     assert (down["format"], down["decided_by"], down["convert"].rpartition(".")[2]) == (
-        "fp8", "quantization_config", "convert")
+        "fp8",
+        "quantization_config",
+        "convert",
+    )
     up = found["layers.0.attention.kv_up.weight"]
     assert up["dtype"] == "bfloat16" and up["stored_as"] == down["dtype"] and up["bytes"] == 2 * 32768 * 512
     assert up["raw_bytes"] == 32768 * 512 + 4 * 256 * 4
@@ -194,8 +208,9 @@ def test_a_quantized_checkpoint_is_planned(shared: Path) -> None:
 def test_bytes_say_on_which_device_they_are(shared: Path) -> None:
     found = {}
     for load_device in ("auto", "cpu"):
-        config = EngineConfig.from_flat(model=str(shared / "hf" / "Qwen3-0.6B"), quantization="fp8",
-                                        load_device=load_device)  # fmt: skip
+        config = EngineConfig.from_flat(
+            model=str(shared / "hf" / "Qwen3-0.6B"), quantization="fp8", load_device=load_device
+        )
         plan = plan_engine(config, "h200").describe()
         found[load_device] = {one["name"]: one for one in plan["layers"][1]["weights"]}["layers.0.mlp.down.weight"]
         assert plan["model"]["format"] == "online fp8"
@@ -214,8 +229,17 @@ def test_weights_are_told_in_the_schemes_that_their_slices_have() -> None:
     plan = report.plan
     told = {one["name"]: one["dtype"] for layer in report.describe()["layers"] for one in layer["weights"]}
     for number in range(parallel.size):
-        own = resolve_engine(plan.config, Path(plan.folder), plan.args, plan.machine, plan.dtype, lambda need: "",
-                             parallel=parallel, number=number, quantization=plan.quantization)  # fmt: skip
+        own = resolve_engine(
+            plan.config,
+            Path(plan.folder),
+            plan.args,
+            plan.machine,
+            plan.dtype,
+            lambda need: "",
+            parallel=parallel,
+            number=number,
+            quantization=plan.quantization,
+        )
         packed = {param.name: scheme_words(param.scheme) for param in own.params if param.scheme}
         assert {name: told[name] for name in packed} == packed
         assert 2 <= len(set(packed.values())), "no slice cuts a block"
@@ -239,8 +263,12 @@ def test_modules_that_are_not_converted_are_planned_as_they_are_stored(
         (tmp_path / "config.json").write_text(json.dumps(raw))
     found = {one["name"]: one for layer in planned(tmp_path)["layers"] for one in layer["weights"]}
     plain = {name for name, one in found.items() if len(one["shape"]) > 1 and one["dtype"] == "bfloat16"}
-    assert plain == {"embed.weight", "layers.0.attention.output.weight", "layers.2.mlp.down.weight", *(
-        f"layers.1.{name}.weight" for name in ("attention.qkv", "attention.output", "mlp.gate_up", "mlp.down"))}
+    assert plain == {
+        "embed.weight",
+        "layers.0.attention.output.weight",
+        "layers.2.mlp.down.weight",
+        *(f"layers.1.{name}.weight" for name in ("attention.qkv", "attention.output", "mlp.gate_up", "mlp.down")),
+    }
     output = found["layers.0.attention.output.weight"]
     assert output["bytes"] == 2 * 1024 * 2048 and output["run"].startswith("quire.kernels.linear.")
     assert output["decided_by"] == ("names of stored tensors" if indexed else "quantization_config")
@@ -263,10 +291,14 @@ def packed(raw: dict[str, Any]) -> Iterator[tuple[str, tuple[int, ...], str]]:
             yield f"{at}{norm}.weight", (hidden,), "F16"
         wide = raw["intermediate_size"]
         for name, inner, outer in (
-            ("self_attn.q", hidden, hidden), ("self_attn.k", hidden, kv), ("self_attn.v", hidden, kv),
-            ("self_attn.o", hidden, hidden), ("mlp.gate", hidden, wide), ("mlp.up", hidden, wide),
+            ("self_attn.q", hidden, hidden),
+            ("self_attn.k", hidden, kv),
+            ("self_attn.v", hidden, kv),
+            ("self_attn.o", hidden, hidden),
+            ("mlp.gate", hidden, wide),
+            ("mlp.up", hidden, wide),
             ("mlp.down", wide, hidden),
-        ):  # fmt: skip
+        ):
             yield f"{at}{name}_proj.qweight", (inner, outer // 8), "I32"
             yield f"{at}{name}_proj.qzeros", (groups, outer // 8), "I32"
             yield f"{at}{name}_proj.scales", (groups, outer), "F16"
@@ -285,7 +317,8 @@ def test_sizes_of_groups_of_4_bits(shared: Path, tmp_path: Path) -> None:
     found = {one["name"]: one for one in plan["layers"][3]["weights"]}
     qkv, bias = found["layers.2.attention.qkv.weight"], found["layers.2.attention.qkv.bias"]
     assert [name.rpartition("self_attn.")[2] for name in qkv["stored"]] == [
-        f"{part}_proj.{kind}" for part in "qkv" for kind in ("qweight", "scales", "qzeros")]  # fmt: skip
+        f"{part}_proj.{kind}" for part in "qkv" for kind in ("qweight", "scales", "qzeros")
+    ]
     scales = sum(stored[name].num_bytes for name in qkv["stored"] if name.endswith(".scales"))
     assert qkv["raw_bytes"] == sum(stored[name].num_bytes for name in qkv["stored"]) + scales, "scales become float32"
     rows, columns = qkv["shape"]
@@ -296,11 +329,14 @@ def test_sizes_of_groups_of_4_bits(shared: Path, tmp_path: Path) -> None:
     assert shared_out.held[0][1] < plan["model"]["bytes"] / 2
 
 
-@pytest.mark.parametrize(("model", "words"), [
-    ("Qwen2.5-7B-Instruct-GPTQ-Int4", "4-bit in groups of 128"),
-    ("Meta-Llama-3.1-8B-Instruct-FP8-dynamic", "FP8 per channel, activations per token"),
-    ("Meta-Llama-3.1-8B-Instruct-quantized.w8a8", "INT8 per channel, activations per token"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        ("Qwen2.5-7B-Instruct-GPTQ-Int4", "4-bit in groups of 128"),
+        ("Meta-Llama-3.1-8B-Instruct-FP8-dynamic", "FP8 per channel, activations per token"),
+        ("Meta-Llama-3.1-8B-Instruct-quantized.w8a8", "INT8 per channel, activations per token"),
+    ],
+)
 def test_sizes_without_headers(shared: Path, model: str, words: str) -> None:
     plan = planned(shared / "hf" / model)
     found = {one["name"]: one for one in plan["layers"][1]["weights"]}
@@ -319,11 +355,23 @@ def test_formats_that_are_not_implemented_are_refused_by_name(shared: Path, tmp_
         planned(tmp_path)
 
 
-@pytest.mark.parametrize("folder", ["qwen3-8b-fp8", "qwen3-8b-awq", "qwen3-8b-gptq", "qwen3-8b-fp8-dynamic",
-                                    "qwen3-8b-w8a8-int8", "qwen3-30b-a3b-fp8"])  # fmt: skip
+@pytest.mark.parametrize(
+    "folder",
+    [
+        "qwen3-8b-fp8",
+        "qwen3-8b-awq",
+        "qwen3-8b-gptq",
+        "qwen3-8b-fp8-dynamic",
+        "qwen3-8b-w8a8-int8",
+        "qwen3-30b-a3b-fp8",
+    ],
+)
 def test_quantized_models_of_the_measurements_are_planned(shared: Path, folder: str) -> None:
     for device in ("h200", "cpu"):
-        config = EngineConfig.from_flat(model=str(shared / "bench" / "models" / folder), load_format="dummy",
-                                        device="cpu" if device == "cpu" else "auto")  # fmt: skip
+        config = EngineConfig.from_flat(
+            model=str(shared / "bench" / "models" / folder),
+            load_format="dummy",
+            device="cpu" if device == "cpu" else "auto",
+        )
         plan = plan_engine(config, "h200" if device == "h200" else "").describe()
         assert plan["missing"] == [] and plan["model"]["format"] != "unquantized"

@@ -66,25 +66,36 @@ def test_one_layer_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert "give embed, 0 to 7, or head" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("flags", "said"), [
-    (["-tp", "3"], "-tp 3: 4 attention heads cannot be divided by 3: use -tp 1, 2 or 4."),
-    (["-tp", "0"], "--tensor-parallel-size=0: must be at least 1."),
-    (["-dp", "0"], "--data-parallel-size=0: must be at least 1"),
-    (["-ep"], "has no experts"),
-    (["-dp", "1000000"], "1,000,000 ranks"),
-    (["--routing", "uniform"], "use it only with --load-format=dummy"),
-    (["--routing", "uniform", "--load-format", "dummy"], "is for models with experts"),
-    (["--max-num-seqs", "4097"], "at most 4096 sequences"),
-    (["--max-model-len", "1m"], "exceeds the model's context"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["-tp", "3"], "-tp 3: 4 attention heads cannot be divided by 3: use -tp 1, 2 or 4."),
+        (["-tp", "0"], "--tensor-parallel-size=0: must be at least 1."),
+        (["-dp", "0"], "--data-parallel-size=0: must be at least 1"),
+        (["-ep"], "has no experts"),
+        (["-dp", "1000000"], "1,000,000 ranks"),
+        (["--routing", "uniform"], "use it only with --load-format=dummy"),
+        (["--routing", "uniform", "--load-format", "dummy"], "is for models with experts"),
+        (["--max-num-seqs", "4097"], "at most 4096 sequences"),
+        (["--max-model-len", "1m"], "exceeds the model's context"),
+    ],
+)
 def test_what_cannot_be_is_an_error(capsys: pytest.CaptureFixture[str], flags: list[str], said: str) -> None:
     assert main(["explain", TINY, "--device", "h200", *flags]) != 0
     assert said in capsys.readouterr().err
 
 
 def test_tiers_below_the_device_have_sizes(capsys: pytest.CaptureFixture[str]) -> None:
-    tiers = ["--kv-offloading-size", "2", "--kv-offload-dir", "/kv", "--kv-offload-dir-gb", "3",
-             "--kv-peers", "a:5700,b:5700"]
+    tiers = [
+        "--kv-offloading-size",
+        "2",
+        "--kv-offload-dir",
+        "/kv",
+        "--kv-offload-dir-gb",
+        "3",
+        "--kv-peers",
+        "a:5700,b:5700",
+    ]
     assert main(["explain", TINY, "--device", "cpu", "--dtype", "float32", *tiers]) == 0
     printed = " ".join(capsys.readouterr().out.split())
     assert "host tier, lazy: host memory, 2.00 GiB = 8,192 pages = 262,144 tokens" in printed
@@ -113,8 +124,10 @@ def test_a_folder_with_nothing_but_a_config_or_an_index(tmp_path: Path) -> None:
 
 def test_hopper_s_kernels_need_hopper() -> None:
     config = EngineConfig.from_flat(model=TINY)
-    chosen = {device: {choice.op: choice for choice in plan_engine(config, described=device).plan.kernels}["attention"]
-              for device in ("h200", "a100")}  # fmt: skip
+    chosen = {
+        device: {choice.op: choice for choice in plan_engine(config, described=device).plan.kernels}["attention"]
+        for device in ("h200", "a100")
+    }
     assert chosen["h200"].name == "hopper" and chosen["a100"].name == "triton"
     assert dict(chosen["a100"].rejected)["hopper"] == "needs compute capability 9.0, this GPU has 8.0"
 
@@ -139,8 +152,10 @@ def test_a_cpu_with_less_memory_than_weights_says_so(
 
 
 def test_what_changes_on_a_gpu_changes_its_plan() -> None:
-    plans = {eager: plan_engine(EngineConfig.from_flat(model=TINY, enforce_eager=eager), described="h200")
-             for eager in (False, True)}  # fmt: skip
+    plans = {
+        eager: plan_engine(EngineConfig.from_flat(model=TINY, enforce_eager=eager), described="h200")
+        for eager in (False, True)
+    }
     graphs = {eager: plan.describe()["phases"]["graphs"] for eager, plan in plans.items()}
     assert graphs == {False: "KV cache in what is left, CUDA graphs of steps", True: "KV cache in what is left"}
     free = {eager: plan.memory.free_bytes for eager, plan in plans.items()}  # type: ignore[union-attr]
@@ -165,7 +180,8 @@ def test_ranks_that_hold_as_much_are_one_line(shared: Path, capsys: pytest.Captu
     assert "ranks 0-1, 4-5 (stage 0): layers 0-13" in out and "ranks 2-3, 6-7 (stage 1): layers 14-27" in out
     assert "ranks 0, 2, 4 (stage 0)" in printed(capsys, model, "--device", "h200", "-pp", "2", "-dp", "3")
     assert "ranks 0-3 (stage 0): layers 0-27, query heads 0-15 (4 each), KV heads 0-7 (2 each), embedding, head, " in (
-        printed(capsys, model, "--device", "h200", "-tp", "4"))
+        printed(capsys, model, "--device", "h200", "-tp", "4")
+    )
 
 
 def test_memory_is_that_of_one_rank(shared: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -180,14 +196,25 @@ def test_memory_is_that_of_one_rank(shared: Path, capsys: pytest.CaptureFixture[
     embedding = next(one["bytes"] for layer in alone["layers"] for one in layer["weights"])
     assert sum(weights) == alone["model"]["bytes"] + embedding, "the last stage has the tied embedding again"
     assert "memory of rank 1, which has least room: 300.0 MiB of weights" in (
-        printed(capsys, config.model.model, "--device", "h200", "-pp", "3"))
+        printed(capsys, config.model.model, "--device", "h200", "-pp", "3")
+    )
 
 
 def test_stages_that_weigh_the_same_and_differ_in_layers(tmp_path: Path) -> None:
     """An embedding as large as a layer: the first stage weighs as much as the second, which has two layers."""
-    raw = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 64, "intermediate_size": 128,
-           "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 16,
-           "vocab_size": 2 + 4 * 64 + 3 * 128, "max_position_embeddings": 4096, "torch_dtype": "bfloat16"}  # fmt: skip
+    raw = {
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "head_dim": 16,
+        "vocab_size": 2 + 4 * 64 + 3 * 128,
+        "max_position_embeddings": 4096,
+        "torch_dtype": "bfloat16",
+    }
     (tmp_path / "config.json").write_text(json.dumps(raw))
     config = EngineConfig.from_flat(model=str(tmp_path), kv_cache_memory_bytes=1 << 20)
     plan = explained(config, Parallel(pp=3), "h200")
@@ -200,6 +227,10 @@ def test_sizes_that_do_not_divide_the_model() -> None:
     with pytest.raises(ConfigError):
         plan_engine(EngineConfig.from_flat(model=TINY, tensor_parallel_size=3), "h200")
     # In its own process: a server that leaves a thread behind ends the process that it runs in.
-    serve = subprocess.run([sys.executable, "-m", "quire", "serve", TINY, "-tp", "3", "--port", "0"],
-                           capture_output=True, text=True, timeout=120)
+    serve = subprocess.run(
+        [sys.executable, "-m", "quire", "serve", TINY, "-tp", "3", "--port", "0"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
     assert serve.returncode == REFUSED and "quire: error: " in serve.stderr

@@ -114,8 +114,7 @@ def test_what_loads_and_routes_is_named(
 ) -> None:
     asked = config(folders("deepseek_v3"), dtype="bfloat16", **options)
     plan, counts, inside = plan_engine(asked).describe(), Counter[str](), list[str]()
-    for owner, name in (("assemble.cpu", "load_weights"), ("assemble.cpu", "load_dummy"),
-                        ("kernels.routing", "zipf")):  # fmt: skip
+    for owner, name in (("assemble.cpu", "load_weights"), ("assemble.cpu", "load_dummy"), ("kernels.routing", "zipf")):
         module = importlib.import_module(f"quire.{owner}")
         function = getattr(module, name)
         monkeypatch.setattr(module, name, counting(function, f"{function.__module__}.{name}", counts, inside))
@@ -172,8 +171,15 @@ def step(engine: Engine, rows: int) -> None:
     """A prompt, and its one token."""
     core = engine.core
     prompt = array("I", range(rows, 2 * rows)).tobytes()
-    core.add(NewRequest(handle=rows, request_id="r", token_ids=prompt, max_tokens=1,
-                        sampler=SamplerSpec(temperature=0.0, seed=0, num_prompt=rows)))  # fmt: skip
+    core.add(
+        NewRequest(
+            handle=rows,
+            request_id="r",
+            token_ids=prompt,
+            max_tokens=1,
+            sampler=SamplerSpec(temperature=0.0, seed=0, num_prompt=rows),
+        )
+    )
     while core.has_work:
         core.step()
 

@@ -29,24 +29,40 @@ def shown(shared: Path) -> Any:
     return show
 
 
-@pytest.mark.parametrize(("model", "lines"), [
-    ("DeepSeek-V3", [
-        "attention: latent, 128 query heads of 192 dimensions; values of 128",
-        "rope: yarn, theta 10,000, factor 40 over 4,096 trained positions, 64 of 192 dimensions of a head rotated",
-        "router: top 8 of 256 experts, from the best 4 of 8 groups (by their two best experts), sigmoid scores with a "
-        "bias that only chooses, weights renormalized, scaled by 2.5",
-        "MLA cache: 512 + 64 values per token; absorbed for up to 171 query tokens per sequence, expanded K/V above",
-        "note: Multi-token-prediction (MTP) layers are skipped (layer 61 of the checkpoint)",
-        "model.layers.61.* (multi-token prediction)"]),
-    ("GLM-4.5", [
-        "attention: grouped-query, 96 query heads and 8 KV heads of 128 dimensions, normalized queries and keys",
-        "rope: default, theta 1,000,000, 64 of 128 dimensions of a head rotated (partial)"]),
-    ("Llama-3.1-8B", ["rope: llama3, theta 500,000, factor 8 over 8,192 trained positions, all 128 dimensions"]),
-    ("Mixtral-8x7B-v0.1", ["router: top 2 of 8 experts, softmax scores, weights renormalized"]),
-    ("DeepSeek-V2-Lite", ["router: top 6 of 64 experts, softmax scores, weights not renormalized"]),
-    ("Meta-Llama-3.1-8B-Instruct-quantized.w8a8", [
-        "weights compressed-tensors (8-bit int weights per channel, 8-bit int activations per token)"]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("model", "lines"),
+    [
+        (
+            "DeepSeek-V3",
+            [
+                "attention: latent, 128 query heads of 192 dimensions; values of 128",
+                "rope: yarn, theta 10,000, factor 40 over 4,096 trained positions, "
+                "64 of 192 dimensions of a head rotated",
+                "router: top 8 of 256 experts, from the best 4 of 8 groups (by their two best experts), sigmoid scores "
+                "with a bias that only chooses, weights renormalized, scaled by 2.5",
+                "MLA cache: 512 + 64 values per token; "
+                "absorbed for up to 171 query tokens per sequence, expanded K/V above",
+                "note: Multi-token-prediction (MTP) layers are skipped (layer 61 of the checkpoint)",
+                "model.layers.61.* (multi-token prediction)",
+            ],
+        ),
+        (
+            "GLM-4.5",
+            [
+                "attention: grouped-query, 96 query heads and 8 KV heads of 128 dimensions, "
+                "normalized queries and keys",
+                "rope: default, theta 1,000,000, 64 of 128 dimensions of a head rotated (partial)",
+            ],
+        ),
+        ("Llama-3.1-8B", ["rope: llama3, theta 500,000, factor 8 over 8,192 trained positions, all 128 dimensions"]),
+        ("Mixtral-8x7B-v0.1", ["router: top 2 of 8 experts, softmax scores, weights renormalized"]),
+        ("DeepSeek-V2-Lite", ["router: top 6 of 64 experts, softmax scores, weights not renormalized"]),
+        (
+            "Meta-Llama-3.1-8B-Instruct-quantized.w8a8",
+            ["weights compressed-tensors (8-bit int weights per channel, 8-bit int activations per token)"],
+        ),
+    ],
+)
 def test_a_model_is_told_in_the_words_of_the_field(shown: Any, model: str, lines: list[str]) -> None:
     _, text = shown(model)
     assert [line for line in lines if line not in text] == []
@@ -58,26 +74,34 @@ def test_plans_that_cannot_run_say_so_first(shown: Any) -> None:
     assert text.startswith(f"Not runnable yet: {feature} is not implemented; the plan")
     (missing,) = plan["missing"]
     assert missing["feature"] == feature and "allgather_reducescatter with --enforce-eager" in missing["reason"]
-    for model, sizes in (("Qwen3-0.6B", ALONE), ("Qwen3-0.6B", Parallel(dp=2)), ("Qwen3-0.6B", Parallel(tp=2, pp=2)),
-                         ("DeepSeek-V3", Parallel(tp=2, dp=4, experts=True))):  # fmt: skip
+    for model, sizes in (
+        ("Qwen3-0.6B", ALONE),
+        ("Qwen3-0.6B", Parallel(dp=2)),
+        ("Qwen3-0.6B", Parallel(tp=2, pp=2)),
+        ("DeepSeek-V3", Parallel(tp=2, dp=4, experts=True)),
+    ):
         plan, text = shown(model, sizes)
         assert plan["missing"] == [] and "Not runnable" not in text
 
 
-@pytest.mark.parametrize(("parallel", "gate_up", "down", "router", "qkv"), [
-    (ALONE, "", "", "", ""),
-    (Parallel(tp=4), "rows of each expert", "columns of each expert", "", "rows"),
-    (TOGETHER, "experts", "experts", "", "rows"),
-    (Parallel(dp=8, experts=True), "experts", "experts", "", ""),
-    (Parallel(dp=8), "", "", "", ""),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("parallel", "gate_up", "down", "router", "qkv"),
+    [
+        (ALONE, "", "", "", ""),
+        (Parallel(tp=4), "rows of each expert", "columns of each expert", "", "rows"),
+        (TOGETHER, "experts", "experts", "", "rows"),
+        (Parallel(dp=8, experts=True), "experts", "experts", "", ""),
+        (Parallel(dp=8), "", "", "", ""),
+    ],
+)
 def test_only_expert_parallelism_cuts_by_experts(
     shown: Any, parallel: Parallel, gate_up: str, down: str, router: str, qkv: str
 ) -> None:
     plan, text = shown("Qwen3-30B-A3B", parallel)
     found = {one["name"].removeprefix("layers.0."): one["shard"] for one in plan["layers"][1]["weights"]}
-    assert [found[name] for name in ("mlp.experts.gate_up", "mlp.experts.down", "mlp.router.weight",
-                                     "attention.qkv.weight")] == [gate_up, down, router, qkv]
+    assert [
+        found[name] for name in ("mlp.experts.gate_up", "mlp.experts.down", "mlp.router.weight", "attention.qkv.weight")
+    ] == [gate_up, down, router, qkv]
     assert ("cut by experts" in text) == parallel.experts and ("cut by" in text) == bool(gate_up or qkv)
 
 
@@ -85,8 +109,15 @@ def test_parts_of_fused_weights_have_their_shapes(shown: Any) -> None:
     plan, text = shown("Qwen3-30B-A3B")
     weights = {one["name"]: one for one in plan["layers"][1]["weights"]}
     qkv, experts = weights["layers.0.attention.qkv.weight"], weights["layers.0.mlp.experts.gate_up"]
-    assert qkv["parts"] == [{"name": "q", "shape": [4096, 2048]}, {"name": "k", "shape": [512, 2048]},
-                            {"name": "v", "shape": [512, 2048]}] and not qkv["experts"]  # fmt: skip
+    assert (
+        qkv["parts"]
+        == [
+            {"name": "q", "shape": [4096, 2048]},
+            {"name": "k", "shape": [512, 2048]},
+            {"name": "v", "shape": [512, 2048]},
+        ]
+        and not qkv["experts"]
+    )
     assert experts["experts"] == 128 and [part["shape"] for part in experts["parts"]] == [[768, 2048]] * 2
     assert "attention.qkv.weight  5120 x 2048 (q 4096 x 2048, k 512 x 2048, v 512 x 2048) bfloat16" in text
     assert "mlp.experts.gate_up  196608 x 2048 (128 experts of gate 768 x 2048, up 768 x 2048) bfloat16" in text
@@ -104,11 +135,14 @@ def test_ranks_are_told_with_their_kv_heads_and_weights(shown: Any) -> None:
     assert "weights by device: 1 x cuda 15.26 GiB" in shown("Qwen3-8B")[1]
 
 
-@pytest.mark.parametrize(("parallel", "fits", "gpus"), [
-    (ALONE, "-tp 8 -pp 2", 16),
-    (Parallel(tp=4, pp=2, dp=2), "-tp 8 -pp 2 -dp 2", 32),
-    (Parallel(dp=2, experts=True), "-tp 8 -dp 2 --enable-expert-parallel", 16),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("parallel", "fits", "gpus"),
+    [
+        (ALONE, "-tp 8 -pp 2", 16),
+        (Parallel(tp=4, pp=2, dp=2), "-tp 8 -pp 2 -dp 2", 32),
+        (Parallel(dp=2, experts=True), "-tp 8 -dp 2 --enable-expert-parallel", 16),
+    ],
+)
 def test_what_would_fit_counts_the_ranks_that_were_asked_for(
     shown: Any, parallel: Parallel, fits: str, gpus: int
 ) -> None:

@@ -12,11 +12,13 @@ from quire.contracts.errors import ConfigError
 from quire.entry.cli.main import build_parser, main
 
 DRAFTS = """--speculative_config '{"method": "mtp", "num_speculative_tokens": 3}'"""
-LINE = ("-dp 8 -tp 1 --enable-expert-parallel -q fp8 --max-num-batched-tokens 128 --max-num-seqs 32 --block-size 64 "
-        f"{DRAFTS} --kv-cache-dtype fp8 --all2all-backend deepep_low_latency --expert-placement-strategy linear "
-        "--trust-remote-code --gpu-memory-utilization 0.92 --enable-auto-tool-choice --tool-call-parser glm47 "
-        "--reasoning-parser glm45 --served-model-name glm --max-model-len 32k --api-server-count 4 "
-        "--enable-dbo --no-enable-chunked-prefill --async-scheduling")  # fmt: skip
+LINE = (
+    "-dp 8 -tp 1 --enable-expert-parallel -q fp8 --max-num-batched-tokens 128 --max-num-seqs 32 --block-size 64 "
+    f"{DRAFTS} --kv-cache-dtype fp8 --all2all-backend deepep_low_latency --expert-placement-strategy linear "
+    "--trust-remote-code --gpu-memory-utilization 0.92 --enable-auto-tool-choice --tool-call-parser glm47 "
+    "--reasoning-parser glm45 --served-model-name glm --max-model-len 32k --api-server-count 4 "
+    "--enable-dbo --no-enable-chunked-prefill --async-scheduling"
+)
 WORK = {
     "data_parallel_size": 8, "tensor_parallel_size": 1, "enable_expert_parallel": True, "quantization": "fp8",
     "max_num_batched_tokens": 128, "max_num_seqs": 32, "block_size": 64, "kv_cache_dtype": "fp8",
@@ -25,8 +27,10 @@ WORK = {
     "reasoning_parser": "glm45", "served_model_name": ("glm",), "max_model_len": 32_000, "async_depth": 2,
     "api_server_count": 4, "speculative_config": {"method": "mtp", "num_speculative_tokens": 3},
 }  # fmt: skip
-NOTED = ["--enable-auto-tool-choice changes nothing: tool calls are always parsed when a request has tools.",
-         "--no-enable-chunked-prefill changes nothing: long prompts are always computed in chunks."]  # fmt: skip
+NOTED = [
+    "--enable-auto-tool-choice changes nothing: tool calls are always parsed when a request has tools.",
+    "--no-enable-chunked-prefill changes nothing: long prompts are always computed in chunks.",
+]
 REFUSED = ["--enable-dbo"]
 
 
@@ -72,14 +76,14 @@ def test_explain_plans_a_model_of_that_size(shared: Path, capsys: pytest.Capture
     plan = json.loads(out)
     assert [one["feature"] for one in plan["missing"]] == [
         "speculative decoding with method mtp and experts that replicas share or that move (--speculative-config)",
-        *REFUSED]
+        *REFUSED,
+    ]
     assert len(plan["ranks"]) == 8 and plan["ranks"][7]["experts"] == [140, 160, 1] and "num_blocks" in plan["memory"]
     assert plan["memory"]["block_size"] == 64 and plan["memory"]["sequences"] == 32
     assert plan["moe"]["decode"]["decided"].startswith("asked for, decided in config/resolve_moe")
     assert [plan["moe"][phase]["dispatcher"] for phase in ("prefill", "decode")] == ["pull", "pull"]
     assert plan["moe"]["prefill"]["decided"].startswith("first that fits, decided in")
-    for line in ("quire: refused by quire serve: --enable-dbo: ",
-                 *(f"quire: note: {note}" for note in NOTED)):  # fmt: skip
+    for line in ("quire: refused by quire serve: --enable-dbo: ", *(f"quire: note: {note}" for note in NOTED)):
         assert line in err
     assert any("--all2all-backend deepep_low_latency is taken as" in note for note in plan["model"]["notes"])
 
@@ -90,23 +94,33 @@ def test_the_model_itself_waits_for_its_attention(shared: Path, model: str, caps
     assert "model_type 'glm_moe_dsa' is not implemented" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("model", "costs"), [("Qwen3-0.6B", "1.11 GiB with k = 0, 1.11 GiB with k = 1, 1.11 GiB"),
-                                              ("Qwen3-30B-A3B", "GiB with k = 3")])
-def test_explain_tells_the_drafter_and_the_cost_of_k(shared: Path, model: str, costs: str,
-                                                     capsys: pytest.CaptureFixture[str]) -> None:
-    given = ('{"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 2, '
-             '"num_speculative_tokens_per_batch_size": [[1, 8, 3], [9, 64, 1]]}')
+@pytest.mark.parametrize(
+    ("model", "costs"),
+    [("Qwen3-0.6B", "1.11 GiB with k = 0, 1.11 GiB with k = 1, 1.11 GiB"), ("Qwen3-30B-A3B", "GiB with k = 3")],
+)
+def test_explain_tells_the_drafter_and_the_cost_of_k(
+    shared: Path, model: str, costs: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = (
+        '{"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 2, '
+        '"num_speculative_tokens_per_batch_size": [[1, 8, 3], [9, 64, 1]]}'
+    )
     assert main(["explain", str(shared / "hf" / model), "-sc", given, "--device", "h200"]) == 0
     text = " ".join(capsys.readouterr().out.split())
     assert "speculation: ngram, 3 drafts per request, from 2 to 2 tokens looked up (3 from 1 requests on, 1" in text
     assert "no weights and no part of the KV cache" in text and costs in text
 
 
-@pytest.mark.parametrize(("model", "layer", "costs"), [
-    ("DeepSeek-V3", "layer 61", "10.83 GiB of weights and 1.1 KiB of the KV cache"),
-    ("GLM-4.5-Air", "layer 46", "4.42 GiB of weights and 512 B of the KV cache")])  # fmt: skip
-def test_explain_tells_weights_and_cache_of_a_prediction_layer(shared: Path, model: str, layer: str, costs: str,
-                                                               capsys: pytest.CaptureFixture[str]) -> None:  # fmt: skip
+@pytest.mark.parametrize(
+    ("model", "layer", "costs"),
+    [
+        ("DeepSeek-V3", "layer 61", "10.83 GiB of weights and 1.1 KiB of the KV cache"),
+        ("GLM-4.5-Air", "layer 46", "4.42 GiB of weights and 512 B of the KV cache"),
+    ],
+)
+def test_explain_tells_weights_and_cache_of_a_prediction_layer(
+    shared: Path, model: str, layer: str, costs: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Of the real configurations, with the names of their tensors; the layer's copies of embedding and head stay."""
     given = '{"method": "deepseek_mtp", "num_speculative_tokens": 3}'
     assert main(["explain", str(shared / "hf" / model), "-sc", given, "--device", "h200", "-tp", "8"]) == 0

@@ -51,8 +51,12 @@ SIZES = {
     "dp2-tp2-ep-in-turn": Parallel(dp=2, tp=2, experts=True, round_robin=True),
     "dp2-tp2-ep": Parallel(dp=2, tp=2, experts=True), "dp2-pp2-ep": Parallel(dp=2, pp=2, experts=True),
 }  # fmt: skip
-CASES = [(family, size) for family in ("qwen3", "qwen3_moe", "deepseek_v3") for size in SIZES
-         if family != "qwen3" or not SIZES[size].experts]  # fmt: skip
+CASES = [
+    (family, size)
+    for family in ("qwen3", "qwen3_moe", "deepseek_v3")
+    for size in SIZES
+    if family != "qwen3" or not SIZES[size].experts
+]
 IN_8_BITS = "qwen3_moe in 8 bits"
 TINY = str(bundled_model())
 KINDS = {"add": "all-reduce", "post": "send", "gather_rows": "all-gather", "scatter_sum": "reduce-scatter"}
@@ -78,9 +82,17 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
 
 def config(folder: Path, parallel: Parallel) -> EngineConfig:
     return EngineConfig.from_flat(
-        model=str(folder), device="cpu", skip_tokenizer_init=True, max_num_seqs=2, dtype="float32",
-        tensor_parallel_size=parallel.tp, pipeline_parallel_size=parallel.pp, data_parallel_size=parallel.dp,
-        enable_expert_parallel=parallel.experts, expert_placement_strategy=STRATEGY[parallel.round_robin])
+        model=str(folder),
+        device="cpu",
+        skip_tokenizer_init=True,
+        max_num_seqs=2,
+        dtype="float32",
+        tensor_parallel_size=parallel.tp,
+        pipeline_parallel_size=parallel.pp,
+        data_parallel_size=parallel.dp,
+        enable_expert_parallel=parallel.experts,
+        expert_placement_strategy=STRATEGY[parallel.round_robin],
+    )
 
 
 # --- slices -----------------------------------------------------------------------------------------------------------
@@ -113,8 +125,10 @@ def told(folder: Path, slices: list[dict[str, Any]]) -> Iterator[tuple[int, int]
         if one["axis"] == 0:
             yield tensor.offset + first * width, tensor.offset + end * width
         else:
-            yield from ((tensor.offset + row * width + first * FOUR, tensor.offset + row * width + end * FOUR)
-                        for row in range(rows))  # fmt: skip
+            yield from (
+                (tensor.offset + row * width + first * FOUR, tensor.offset + row * width + end * FOUR)
+                for row in range(rows)
+            )
 
 
 def joined(spans: list[tuple[int, int]]) -> list[tuple[int, int]]:
@@ -154,12 +168,18 @@ def test_a_rank_reads_its_own_experts_alone(folders: Folders, size: str) -> None
         assert sorted(read) == own == [e for e, (number, _) in enumerate(table) if number == rank["number"]]
         places = [slot if number == rank["number"] else -1 for number, slot in table]
         model = build_model(plan, meshed)
-        maps = [one.expert_map.tolist() for one in model.modules()
-                if isinstance(one, Experts) and one.expert_map is not None]  # fmt: skip
+        maps = [
+            one.expert_map.tolist()
+            for one in model.modules()
+            if isinstance(one, Experts) and one.expert_map is not None
+        ]
         assert maps and all(one == places for one in maps)
         if parallel.round_robin:
-            assert all(e % parallel.expert_ranks == own[0] and place == e // parallel.expert_ranks
-                       for e, place in enumerate(places) if place >= 0)  # fmt: skip
+            assert all(
+                e % parallel.expert_ranks == own[0] and place == e // parallel.expert_ranks
+                for e, place in enumerate(places)
+                if place >= 0
+            )
 
 
 # --- steps ------------------------------------------------------------------------------------------------------------
@@ -194,16 +214,30 @@ class Engine:
         self.threads: dict[int, int] = {}  # of a rank
 
         def watched(plans: Any) -> list[RankGroups]:
-            return [RankGroups(**{name: Watched(name, group, functools.partial(self._note, number))
-                                  for name, group in vars(own).items() if group is not None})
-                    for number, own in enumerate(make(plans))]  # fmt: skip
+            return [
+                RankGroups(
+                    **{
+                        name: Watched(name, group, functools.partial(self._note, number))
+                        for name, group in vars(own).items()
+                        if group is not None
+                    }
+                )
+                for number, own in enumerate(make(plans))
+            ]
 
         monkeypatch.setattr(simulated_engine, "make_groups", watched)
         self.core: Core
         self.core, parts = simulated_engine.simulated(
-            folder, tp=parallel.tp, pp=parallel.pp, dp=parallel.dp, experts=parallel.experts,
-            expert_placement_strategy=STRATEGY[parallel.round_robin], skip_tokenizer_init=True, max_num_seqs=2,
-            dtype="float32")  # fmt: skip
+            folder,
+            tp=parallel.tp,
+            pp=parallel.pp,
+            dp=parallel.dp,
+            experts=parallel.experts,
+            expert_placement_strategy=STRATEGY[parallel.round_robin],
+            skip_tokenizer_init=True,
+            max_num_seqs=2,
+            dtype="float32",
+        )
         for number, part in enumerate(parts):
             self._mark_steps(number, part)
 
@@ -256,8 +290,14 @@ def replica_rows(plan: StepPlan) -> tuple[int, ...]:
     return (int(plan.num_tokens.sum()),) if plan.sync is None else plan.sync.rows
 
 
-def expected(rank: dict[str, Any], tp: int, plan: StepPlan, owed: StepPlan | None, filtered: bool, scored: bool,
-             ) -> Counter[tuple[str, str, int]]:  # fmt: skip
+def expected(
+    rank: dict[str, Any],
+    tp: int,
+    plan: StepPlan,
+    owed: StepPlan | None,
+    filtered: bool,
+    scored: bool,
+) -> Counter[tuple[str, str, int]]:
     """The exchanges that are told of a rank in a step; owed: the step whose tokens the first stage receives in it."""
     found: Counter[tuple[str, str, int]] = Counter()
     happens = {"": True, "no row": not filtered, "a row": filtered, "log-pr": scored, "before": True}
@@ -281,13 +321,20 @@ def expected(rank: dict[str, Any], tp: int, plan: StepPlan, owed: StepPlan | Non
 def test_ranks_exchange_what_is_told(folders: Folders, engine: Any, family: str, size: str) -> None:
     report, made = plan_engine(config(folders(family), SIZES[size])), engine(family, size)
     owed: list[StepPlan | None] = [None] * SIZES[size].size  # the last step of each rank that sampled
-    for count, sampling in ((20, {}), (21, {"temperature": 1.0}), (22, {"temperature": 1.0, "top_p": 0.9}),
-                            (23, {"num_logprobs": 2}), (24, {"repetition_penalty": 1.2})):  # fmt: skip
+    for count, sampling in (
+        (20, {}),
+        (21, {"temperature": 1.0}),
+        (22, {"temperature": 1.0, "top_p": 0.9}),
+        (23, {"num_logprobs": 2}),
+        (24, {"repetition_penalty": 1.2}),
+    ):
         made.answer(count, 3, **sampling)
         filtered, scored = bool(sampling.keys() & {"top_p", "repetition_penalty"}), "num_logprobs" in sampling
         for number, last in enumerate(owed):
-            rank, steps = describe_one(report, number), [(plan, calls) for plan, calls in made.steps[number]
-                                                         if any(replica_rows(plan))]  # fmt: skip
+            rank, steps = (
+                describe_one(report, number),
+                [(plan, calls) for plan, calls in made.steps[number] if any(replica_rows(plan))],
+            )
             assert [sum(replica_rows(plan)) for plan, _ in steps] == [count, 1, 1]
             for plan, calls in steps:
                 settled = len(plan.slots) or len(plan.released)
@@ -309,18 +356,29 @@ def test_ranks_call_the_functions_that_are_named(
         counts.clear()
         made.answer(rows, 1)
         for rank in plan["ranks"]:
-            own = [layer for layer in plan["layers"] if layer["layer"].isdecimal()
-                   and rank["layers"][0] <= int(layer["layer"]) < rank["layers"][1]]  # fmt: skip
+            own = [
+                layer
+                for layer in plan["layers"]
+                if layer["layer"].isdecimal() and rank["layers"][0] <= int(layer["layer"]) < rank["layers"][1]
+            ]
             own += plan["layers"][:1] * rank["first"] + plan["layers"][-1:] * rank["last"]
             named = [call for layer in own for call in layer["calls"]]
             if plan["latent"]:
                 few = rows <= plan["latent"]["break_even"]
-                named = [call for call in named if not call["when"].startswith(("up to", "more than"))
-                         or call["when"].startswith("up to") == few]  # fmt: skip
+                named = [
+                    call
+                    for call in named
+                    if not call["when"].startswith(("up to", "more than")) or call["when"].startswith("up to") == few
+                ]
             (step, exchanged), *_ = made.steps[rank["number"]]
             if step.sync is not None and not step.sync.rows[rank["replica"]]:  # it runs its experts for the others
-                named = [call for call in named if call["function"].startswith(("quire.kernels.experts.", "ep."))
-                         or call["function"] == "tp.all_gather" and not call["when"]]  # fmt: skip
+                named = [
+                    call
+                    for call in named
+                    if call["function"].startswith(("quire.kernels.experts.", "ep."))
+                    or call["function"] == "tp.all_gather"
+                    and not call["when"]
+                ]
             found = counts[made.threads[rank["number"]]]
             assert found == Counter(call["function"] for call in named if call["function"].startswith("quire."))
             seen = Counter[str]()
@@ -390,11 +448,15 @@ def test_a_rank_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*asked, "3"]) == 0
     out = capsys.readouterr().out
     assert "rank 3 of 4 (-tp 2 -pp 2): stage 1, place 1 of its tp group; layers 4-7, query heads 2-3, KV head 1," in out
-    for line in ("group tp (share every layer of a stage): ranks 2, 3", "group pp (stages in order: hidden states go",
-                 "receive over pp, hidden states of the stage before: 1.0 KiB per token; gloo point to point",
-                 "all-reduce over tp, attention output: 1.0 KiB per token x 4 = 4.0 KiB; gloo ring", "layers 4-7, each",
-                 "model.layers.{i}.self_attn.o_proj.weight: columns 128-255 of 256",
-                 "model.embed_tokens.weight: rows 4096-8191 of 8192"):  # fmt: skip
+    for line in (
+        "group tp (share every layer of a stage): ranks 2, 3",
+        "group pp (stages in order: hidden states go",
+        "receive over pp, hidden states of the stage before: 1.0 KiB per token; gloo point to point",
+        "all-reduce over tp, attention output: 1.0 KiB per token x 4 = 4.0 KiB; gloo ring",
+        "layers 4-7, each",
+        "model.layers.{i}.self_attn.o_proj.weight: columns 128-255 of 256",
+        "model.embed_tokens.weight: rows 4096-8191 of 8192",
+    ):
         assert line in out
     assert main([*asked, "3", "--json"]) == 0
     rank = json.loads(capsys.readouterr().out)
@@ -433,8 +495,10 @@ def test_a_rank_is_named_by_its_replica() -> None:
 
 def test_replicas_are_told(folders: Folders) -> None:
     folder = folders("qwen3_moe")
-    for parallel, words in ((Parallel(dp=2, tp=2, experts=True), "2 replicas in lock-step, which share experts, tp 2,"),
-                            (Parallel(dp=2, tp=2), "2 replicas which share nothing, tp 2, gloo")):  # fmt: skip
+    for parallel, words in (
+        (Parallel(dp=2, tp=2, experts=True), "2 replicas in lock-step, which share experts, tp 2,"),
+        (Parallel(dp=2, tp=2), "2 replicas which share nothing, tp 2, gloo"),
+    ):
         assert words in rank_lines(plan_engine(config(folder, parallel)))["ranks"]
 
 
@@ -443,22 +507,31 @@ def test_experts_in_turn_are_told(folders: Folders, capsys: pytest.CaptureFixtur
     asked = ["explain", str(folders("qwen3_moe")), *flags.split()]
     assert main(asked) == 0
     out = " ".join(capsys.readouterr().out.split())
-    for words in ("2 replicas in lock-step, which share experts: replica 0: ranks 0-1; replica 1: ranks 2-3",
-                  "round_robin: experts go to 4 ranks in turn, where vLLM is linear, because the router chooses among",
-                  "experts 0, 4 on rank 0; experts 1, 5 on rank 1; experts 2, 6 on rank 2; experts 3, 7 on rank 3"):
+    for words in (
+        "2 replicas in lock-step, which share experts: replica 0: ranks 0-1; replica 1: ranks 2-3",
+        "round_robin: experts go to 4 ranks in turn, where vLLM is linear, because the router chooses among",
+        "experts 0, 4 on rank 0; experts 1, 5 on rank 1; experts 2, 6 on rank 2; experts 3, 7 on rank 3",
+    ):
         assert words in out
     assert main([*asked, "--rank", "3"]) == 0
     out = " ".join(capsys.readouterr().out.split())
-    for words in ("replica 1 of 2, stage 0, place 1 of its tp group", "mlp.experts.{3, 7}.gate_proj.weight: whole",
-                  "expert map: experts 3, 7 to slots 0-1; the 6 others to -1, because they are on other ranks",
-                  "routing table: experts 0, 4 on rank 0; experts 1, 5 on rank 1;"):  # fmt: skip
+    for words in (
+        "replica 1 of 2, stage 0, place 1 of its tp group",
+        "mlp.experts.{3, 7}.gate_proj.weight: whole",
+        "expert map: experts 3, 7 to slots 0-1; the 6 others to -1, because they are on other ranks",
+        "routing table: experts 0, 4 on rank 0; experts 1, 5 on rank 1;",
+    ):
         assert words in out
 
 
-@pytest.mark.parametrize(("flags", "why"), [
-    ({}, "a single rank has all experts"), ({"tensor_parallel_size": 2}, "every rank has a slice of each expert"),
-    ({"enable_expert_parallel": True}, "a single rank has all experts"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("flags", "why"),
+    [
+        ({}, "a single rank has all experts"),
+        ({"tensor_parallel_size": 2}, "every rank has a slice of each expert"),
+        ({"enable_expert_parallel": True}, "a single rank has all experts"),
+    ],
+)
 def test_an_order_of_experts_that_changes_nothing_is_noted(folders: Folders, flags: Any, why: str) -> None:
     asked = EngineConfig.from_flat(model=str(folders("qwen3_moe")), expert_placement_strategy="round_robin", **flags)
     args = plan_engine(asked).plan.args

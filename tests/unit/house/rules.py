@@ -458,8 +458,11 @@ def repeated_classes(sources: Iterable[Source]) -> list[str]:
         for node in source.tree.body:
             if isinstance(node, ast.ClassDef):
                 homes.setdefault(node.name, []).append(source)
-    return [f"class {name} stands in {', '.join(source.path for source in found)}: name it after its room"
-            for name, found in sorted(homes.items()) if len({source.room for source in found}) > 1]  # fmt: skip
+    return [
+        f"class {name} stands in {', '.join(source.path for source in found)}: name it after its room"
+        for name, found in sorted(homes.items())
+        if len({source.room for source in found}) > 1
+    ]
 
 
 def brings_torch(sources: Iterable[Source], rooms: Iterable[str]) -> list[str]:

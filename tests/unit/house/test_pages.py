@@ -24,8 +24,10 @@ def test_the_files_of_the_way_exist() -> None:
         if "<" not in file and not any((ROOT / top / file).exists() for top in ("src/quire", "")):
             missing.append(name)
     missing = [name for name in missing if not name.startswith(("entrypoints/", "model_executor/"))]
-    assert not missing, (f"CONTRIBUTING.md names files that do not exist: {missing}. A name without a folder is in the "
-                         "folder of the name before it; names are below src/quire, or below the project.")
+    assert not missing, (
+        f"CONTRIBUTING.md names files that do not exist: {missing}. A name without a folder is in the "
+        "folder of the name before it; names are below src/quire, or below the project."
+    )
 
 
 def test_the_tree_has_every_room() -> None:

@@ -78,8 +78,9 @@ def test_a_row_of_a_prompt_depends_on_nothing_but_itself(dtype: torch.dtype, mon
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("share", [0.02, 0.3, 1.0])
 @pytest.mark.parametrize("impl", FAST)
-def test_chosen_rows_are_those_of_the_whole_step(impl: ModuleType, share: float, dtype: torch.dtype,
-                                                 monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chosen_rows_are_those_of_the_whole_step(
+    impl: ModuleType, share: float, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As the reference; in C those of a long chunk bit for bit as without AMX."""
     case = inputs.Case((470, 9, 1), (470, 300, 40), heads=(6, 2), head_dim=64, block_size=16)
     q, kv, meta = inputs.make(case, dtype)

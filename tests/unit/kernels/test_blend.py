@@ -84,8 +84,9 @@ def test_a_moved_key_is_the_key_of_its_new_position(impl: ModuleType) -> None:
     plain, kv = torch.randn(5, 2, 24), cache(torch.float32, 2, 24, 24)
     old, new = torch.arange(5) * 3, torch.tensor([100, 3, 41, 0, 12])
     sources, targets = slots(5)
-    kv.k.transpose(1, 2).index_put_((sources // SIZE, sources % SIZE),
-                                    apply_rope(plain, *rotary.rows(old, torch.float32)))
+    kv.k.transpose(1, 2).index_put_(
+        (sources // SIZE, sources % SIZE), apply_rope(plain, *rotary.rows(old, torch.float32))
+    )
     impl.move(kv, sources, targets, *rotary.differences(new - old))
     expected = apply_rope(plain, *rotary.rows(new, torch.float32))
     torch.testing.assert_close(kv.k[targets // SIZE, :, targets % SIZE], expected, rtol=0, atol=1e-4)

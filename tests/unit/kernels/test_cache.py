@@ -84,8 +84,9 @@ def run(*args: str, **environment: str) -> list[object]:
     # From a file, because Triton reads the source of a kernel.
     program = Path(args[0]).parent / "program.py"
     program.write_text(PROGRAM)
-    done = subprocess.run([sys.executable, str(program), *args], capture_output=True, text=True, timeout=300,
-                          env=keep | environment)
+    done = subprocess.run(
+        [sys.executable, str(program), *args], capture_output=True, text=True, timeout=300, env=keep | environment
+    )
     assert done.returncode == 0, done.stderr
     found: list[object] = json.loads(done.stdout.splitlines()[-1])
     return found
@@ -101,7 +102,7 @@ def test_what_was_compiled_ahead_is_what_is_launched(tmp_path: Path) -> None:
 def test_what_cannot_be_compiled_is_named_and_the_rest_goes_on(tmp_path: Path) -> None:
     *counts, failed = run(str(tmp_path / "kept"), "broken")
     assert counts == [5, 4, 0, 6]
-    (name, why), = failed  # type: ignore[misc]
+    ((name, why),) = failed  # type: ignore[misc]
     assert name == "broken" and "x_is_not_there" in why
 
 
@@ -112,15 +113,29 @@ def caused(*words: str) -> Exception:
     return error
 
 
-@pytest.mark.parametrize(("words", "line"), [
-    (["at 46:14:\n    acc = inner(x)\n          ^", 'at 3:4:\n    return y\n    ^\nTypeError("no type")'],
-     'TypeError("no type")'),
-    (["PTXAS error: Internal Triton PTX codegen error\n`ptxas` stderr:\nptxas /a.ptx, line 7; error   : no\n"
-      "ptxas fatal   : Ptx assembly aborted due to errors\n\nRepro command: ptxas -v /a.ptx\n"],
-     "ptxas /a.ptx, line 7; error   : no"),
-    (["a.py:3:4: error: 'tt.dot' wants more\n    acc = dot(x)\n          ^"], "a.py:3:4: error: 'tt.dot' wants more"),
-    (["PassManager::run failed"], "PassManager::run failed"), (["  ^\n"], "Exception"), ([""], "Exception"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (
+            ["at 46:14:\n    acc = inner(x)\n          ^", 'at 3:4:\n    return y\n    ^\nTypeError("no type")'],
+            'TypeError("no type")',
+        ),
+        (
+            [
+                "PTXAS error: Internal Triton PTX codegen error\n`ptxas` stderr:\nptxas /a.ptx, line 7; error   : no\n"
+                "ptxas fatal   : Ptx assembly aborted due to errors\n\nRepro command: ptxas -v /a.ptx\n"
+            ],
+            "ptxas /a.ptx, line 7; error   : no",
+        ),
+        (
+            ["a.py:3:4: error: 'tt.dot' wants more\n    acc = dot(x)\n          ^"],
+            "a.py:3:4: error: 'tt.dot' wants more",
+        ),
+        (["PassManager::run failed"], "PassManager::run failed"),
+        (["  ^\n"], "Exception"),
+        ([""], "Exception"),
+    ],
+)
 def test_the_line_of_an_error_that_names_the_fault(words: list[str], line: str) -> None:
     assert cache.reason(caused(*words)) == line
 

@@ -98,7 +98,8 @@ def test_prepare() -> None:
     assert made.data_ptr() == q.data_ptr() and torch.equal(made[..., :P], old[..., :P])
     close(made[..., P:], turned(old[..., P:]))
     given = before[:, -latent - R : -R]
-    close(cache.latent[slots // size, 0, slots % size],
-          given / (given.pow(2).mean(1, keepdim=True) + 1e-3).sqrt() * norm)  # fmt: skip
+    close(
+        cache.latent[slots // size, 0, slots % size], given / (given.pow(2).mean(1, keepdim=True) + 1e-3).sqrt() * norm
+    )
     close(cache.rope[slots // size, 0, slots % size], turned(before[:, -R:]))
     assert all(int((~side.isnan()).all(-1).sum()) == tokens for side in arena), "nothing else was written"

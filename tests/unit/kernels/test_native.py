@@ -65,8 +65,16 @@ def test_vectors_are_as_wide_as_the_cpu() -> None:
 
 
 @needs_library
-@pytest.mark.parametrize("level", ["-mavx2 -mfma -mf16c", "-march=alderlake", "-march=skylake-avx512",
-                                   "-march=icelake-server", "-march=sapphirerapids"])
+@pytest.mark.parametrize(
+    "level",
+    [
+        "-mavx2 -mfma -mf16c",
+        "-march=alderlake",
+        "-march=skylake-avx512",
+        "-march=icelake-server",
+        "-march=sapphirerapids",
+    ],
+)
 def test_the_source_compiles_for_every_level_without_a_warning(tmp_path: Path, level: str) -> None:
     compiler = next(path for name in build.COMPILERS if (path := shutil.which(name)))
     command = [compiler, *build.BASE_FLAGS, "-Wall", "-Wextra", "-Werror", "-fsyntax-only", *level.split()]
@@ -78,16 +86,25 @@ def test_the_source_compiles_for_every_level_without_a_warning(tmp_path: Path, l
 
 @needs_library
 @pytest.mark.skipif("avx512f" not in read_cpu_flags(), reason="this CPU has AVX2 only: other tests run it")
-@pytest.mark.parametrize("without", [
-    "avx512f", *(pytest.param(more, marks=pytest.mark.full)
-                 for more in ("avx512f,avx_vnni", "avx512_vnni", "avx512_bf16,amx_tile,amx_bf16"))])  # fmt: skip
+@pytest.mark.parametrize(
+    "without",
+    [
+        "avx512f",
+        *(
+            pytest.param(more, marks=pytest.mark.full)
+            for more in ("avx512f,avx_vnni", "avx512_vnni", "avx512_bf16,amx_tile,amx_bf16")
+        ),
+    ],
+)
 def test_the_kernels_of_lesser_cpus_on_a_cpu_with_more(without: str) -> None:
     folder = Path(__file__).parent
     files = [folder / f"test_{name}.py" for name in ("small_ops", "attention", "experts", "quantized")]
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "native or panels or int8", *files],
-        env=os.environ | {"QUIRE_CPU_WITHOUT": without}, capture_output=True, text=True,
-    )  # fmt: skip
+        env=os.environ | {"QUIRE_CPU_WITHOUT": without},
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 0 and " passed" in done.stdout, done.stdout[-2000:]
 
 
@@ -182,8 +199,11 @@ def test_another_compiler_may_work(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     fake_compiler(tmp_path, monkeypatch, broken)
     (tmp_path / "bin").mkdir()
     fake_compiler(tmp_path / "bin", monkeypatch, f"echo $@ >> {tmp_path}/log")
-    monkeypatch.setattr(shutil, "which", lambda name: str({"cc": tmp_path, "clang": tmp_path / "bin"}[name] / "cc")
-                        if name != "gcc" else None)  # fmt: skip
+    monkeypatch.setattr(
+        shutil,
+        "which",
+        lambda name: str({"cc": tmp_path, "clang": tmp_path / "bin"}[name] / "cc") if name != "gcc" else None,
+    )
     path = build.build(tmp_path / "cache", FLAGS | {"amx_tile"})
     assert build.build(tmp_path / "cache", FLAGS | {"amx_tile"}) == path and build.intact(path)
     compiled = [line for line in (tmp_path / "log").read_text().splitlines() if "--version" not in line]

@@ -38,25 +38,43 @@ def searched(tokens: list[int], count: int, shortest: int, longest: int) -> list
     return [-1] * count
 
 
-def drafts(ngram: ModuleType, texts: list[list[int]], counts: list[int], shortest: int, longest: int,
-           hosted: tuple[int, ...] = ()) -> list[list[int]]:
+def drafts(
+    ngram: ModuleType,
+    texts: list[list[int]],
+    counts: list[int],
+    shortest: int,
+    longest: int,
+    hosted: tuple[int, ...] = (),
+) -> list[list[int]]:
     """The tokens that are written behind each text, which is in a slot of its own. Nothing else may change."""
     history = torch.full((SLOTS, LENGTH), 7, dtype=torch.int32)
     for slot, text in enumerate(texts):
         history[slot, : len(text)] = torch.tensor(text, dtype=torch.int32)
     computed = torch.tensor([len(text) - 1 for text in texts] + [0] * (SLOTS - len(texts)))
     marks = torch.tensor([int(slot in hosted) for slot in range(SLOTS)], dtype=torch.int32)
-    tables = Tables(block_tables=torch.zeros(1, SLOTS, 1, dtype=torch.int32), computed=computed, history=history,
-                    hosted=marks, block_size=16)
+    tables = Tables(
+        block_tables=torch.zeros(1, SLOTS, 1, dtype=torch.int32),
+        computed=computed,
+        history=history,
+        hosted=marks,
+        block_size=16,
+    )
     upload, number = InPlaceUpload(SLOTS - 1, SLOTS - 1, torch.device("cpu")), len(texts)
-    plan = StepPlan(step=0, slots=np.arange(number, dtype=np.int32), num_decodes=number,
-                    num_tokens=np.array(counts, np.int32) + 1, num_rows=np.array(counts, np.int32) + 1,
-                    outputs=np.full(number, SAMPLE, np.uint8))
+    plan = StepPlan(
+        step=0,
+        slots=np.arange(number, dtype=np.int32),
+        num_decodes=number,
+        num_tokens=np.array(counts, np.int32) + 1,
+        num_rows=np.array(counts, np.int32) + 1,
+        outputs=np.full(number, SAMPLE, np.uint8),
+    )
     upload.send(plan, [])
     before = history.clone()
     ngram.propose(upload.step, tables, shortest, longest)
-    found = [history[slot, len(text) : len(text) + count].tolist()
-             for slot, (text, count) in enumerate(zip(texts, counts, strict=True))]
+    found = [
+        history[slot, len(text) : len(text) + count].tolist()
+        for slot, (text, count) in enumerate(zip(texts, counts, strict=True))
+    ]
     for slot, (text, count) in enumerate(zip(texts, counts, strict=True)):
         before[slot, len(text) : len(text) + count] = history[slot, len(text) : len(text) + count]
     assert torch.equal(history, before)

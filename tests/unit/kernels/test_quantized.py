@@ -67,8 +67,9 @@ def test_panels(name: str, shape: tuple[int, int, int], monkeypatch: pytest.Monk
             check_panels(one, product(one, weight), weight, dtype, monkeypatch)
 
 
-def check_panels(inputs: Inputs, expected: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype,
-                 monkeypatch: pytest.MonkeyPatch) -> None:
+def check_panels(
+    inputs: Inputs, expected: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Everything but `rows`; inputs are numbers that `dtype` holds."""
     x, bias, matrix = inputs.x.to(dtype), inputs.bias.to(dtype), inputs.matrix
     packed, coarse = panels.pack(matrix), 0.0 if dtype == torch.float32 else 2**-8
@@ -134,16 +135,38 @@ def test_a_recorded_product_quantizes_new_activations(name: str, rows: int) -> N
 
 
 @needs_library
-@pytest.mark.parametrize(("name", "rows", "units", "text"), [
-    ("int8", 1, {"quads": True}, "INT8 per channel stays packed, multiplied in integers; "
-     "activations quantized per token"),
-    ("fp8 blocks", 1, {"unit": True}, "FP8 in blocks of 128 x 128 stays packed, widened in registers to float32; "
-     "activations quantized per token and 128 channels"),
-    ("w4 groups", 8, {"unit": True}, "4-bit in groups of 32 stays packed, widened in the cache, once for many rows, to "
-     "bfloat16; activations are not quantized"),
-    ("int8 static", 8, {"quads": False, "unit": False}, "INT8 per channel stays packed, widened in the cache, once for "
-     "many rows, to float32; activations quantized by a stored scale"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "rows", "units", "text"),
+    [
+        (
+            "int8",
+            1,
+            {"quads": True},
+            "INT8 per channel stays packed, multiplied in integers; activations quantized per token",
+        ),
+        (
+            "fp8 blocks",
+            1,
+            {"unit": True},
+            "FP8 in blocks of 128 x 128 stays packed, widened in registers to float32; "
+            "activations quantized per token and 128 channels",
+        ),
+        (
+            "w4 groups",
+            8,
+            {"unit": True},
+            "4-bit in groups of 32 stays packed, widened in the cache, once for many rows, to "
+            "bfloat16; activations are not quantized",
+        ),
+        (
+            "int8 static",
+            8,
+            {"quads": False, "unit": False},
+            "INT8 per channel stays packed, widened in the cache, once for "
+            "many rows, to float32; activations quantized by a stored scale",
+        ),
+    ],
+)
 def test_the_way_of_a_product(name: str, rows: int, units: dict[str, bool], text: str) -> None:
     inputs = make(SCHEMES[name], rows, 64, 128)
     packed = replace(panels.pack(inputs.matrix), **units)
@@ -189,8 +212,10 @@ def test_experts(name: str) -> None:
     """Both products of an expert quantize their activations; experts that no token chose are not read."""
     scheme, hidden, inner, count = SCHEMES[name], 128, 96, 4
     down_of = Scheme(values=scheme.values, block=scheme.block, inputs=scheme.inputs)
-    pairs = [(make(scheme, 1, 2 * inner, hidden, seed).matrix, make(down_of, 1, hidden, inner, seed + 9).matrix)
-             for seed in range(count)]  # fmt: skip
+    pairs = [
+        (make(scheme, 1, 2 * inner, hidden, seed).matrix, make(down_of, 1, hidden, inner, seed + 9).matrix)
+        for seed in range(count)
+    ]
     x = torch.randn(6, hidden, generator=torch.Generator().manual_seed(1))
     ids = torch.tensor([[0, 2], [2, 1], [0, 1], [1, 0], [2, 0], [1, 2]], dtype=torch.int32)
     weights = torch.rand(6, 2)
@@ -214,8 +239,10 @@ def test_experts(name: str) -> None:
 def test_experts_take_rows_that_were_quantized_before(name: str, dtype: torch.dtype) -> None:
     """The bits of rows that the experts quantize, also where a rank has no expert of a row; another scale is seen."""
     scheme, hidden, inner, count = SCHEMES[name], 320, 96, 3
-    pairs = [(make(scheme, 1, 2 * inner, hidden, seed).matrix, make(scheme, 1, hidden, inner, seed + 9).matrix)
-             for seed in range(count)]  # fmt: skip
+    pairs = [
+        (make(scheme, 1, 2 * inner, hidden, seed).matrix, make(scheme, 1, hidden, inner, seed + 9).matrix)
+        for seed in range(count)
+    ]
     x, residual = make(scheme, 6, 1, hidden).x.to(dtype), torch.randn(6, hidden).to(dtype)
     ids = torch.tensor([[0, 2], [2, 1], [0, 1], [1, -1], [3, -1], [3, 2]], dtype=torch.int32)
     expert_map, weights = torch.tensor([2, 0, 1, -1], dtype=torch.int32), torch.rand(6, 2)
@@ -242,7 +269,10 @@ def test_a_kernel_is_chosen_by_the_kind_of_weights() -> None:
     schemes = [SCHEMES["fp8 blocks"], SCHEMES["fp8 blocks of a row"], SCHEMES["fp8 blocks ue8m0"], SCHEMES["w4 groups"]]
     choices = choose_linears(needs, schemes, "ref")
     assert [(one.name, one.weights) for one in choices] == [
-        ("quantized_ref", ("fp8 block",)), ("quantized_ref", ("fp8 block", "ue8m0")), ("quantized_ref", ("w4",))]
+        ("quantized_ref", ("fp8 block",)),
+        ("quantized_ref", ("fp8 block", "ue8m0")),
+        ("quantized_ref", ("w4",)),
+    ]
     assert str(choices[0]).startswith("linear of fp8 block weights: quantized_ref (asked for")
     plain = select("linear", needs, probe=lambda need: "")
     assert plain.name == "native" or plain.name == "panels"

@@ -155,6 +155,7 @@ def test_draws_by_zipfs_law_are_uneven_alike_on_all_ranks() -> None:
         assert counts[0].argmax() == counts[1].argmax() and not torch.equal(*counts)
         hottest.append(counts[0].argsort().tolist())
     assert hottest[0] != hottest[1]
-    uneven = drawing("zipf", 0, 16, torch.device("cpu"))(ref, Routing(num_experts=16, top_k=4, scoring="softmax"),
-                                                         torch.empty(500, 3))[1]  # fmt: skip
+    uneven = drawing("zipf", 0, 16, torch.device("cpu"))(
+        ref, Routing(num_experts=16, top_k=4, scoring="softmax"), torch.empty(500, 3)
+    )[1]
     assert all(len(set(row)) == 4 for row in uneven.tolist())

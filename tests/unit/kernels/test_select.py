@@ -75,6 +75,7 @@ def test_a_machine_is_asked_last_and_only_what_decides() -> None:
 
 def test_a_need_of_one_dtype() -> None:
     """A CPU with AVX2 packs weights of float32 and none of bfloat16."""
+
     def old(need: str) -> str:
         return "" if need == "packed linears" else nothing(need)
 
@@ -83,11 +84,17 @@ def test_a_need_of_one_dtype() -> None:
     assert choice.name == "ref" and choice.rejected[-1] == ("cpu", "there is no packed bfloat16")
 
 
-@pytest.mark.parametrize(("flags", "said"), [
-    ({"sse2", "avx2"}, "this CPU has no avx512bw"), ({"sse2", "avx512bw", "avx512vl"}, "this CPU has no avx512dq"),
-    ({"sse2", *units.X86}, ""), ({"sse2", "avx2", "avx_ne_convert"}, ""), ({"asimd", "bf16"}, ""),
-    ({"asimd"}, "this CPU has no bf16 units"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ({"sse2", "avx2"}, "this CPU has no avx512bw"),
+        ({"sse2", "avx512bw", "avx512vl"}, "this CPU has no avx512dq"),
+        ({"sse2", *units.X86}, ""),
+        ({"sse2", "avx2", "avx_ne_convert"}, ""),
+        ({"asimd", "bf16"}, ""),
+        ({"asimd"}, "this CPU has no bf16 units"),
+    ],
+)
 def test_which_cpus_pack_bfloat16(flags: set[str], said: str) -> None:
     assert units.missing_bf16(frozenset(flags)) == said
 

@@ -46,11 +46,17 @@ def missing(implementation: ModuleType) -> str:
 
 def fast(*implementations: ModuleType) -> Any:
     """Return a test parameter for each implementation; one that cannot run here is skipped, with the reason."""
-    return pytest.mark.parametrize("impl", [
-        pytest.param(m, id=m.__name__.rpartition(".")[2],
-                     marks=pytest.mark.skipif(bool(why := missing(m)), reason=why or "runs"))
-        for m in implementations
-    ])  # fmt: skip
+    return pytest.mark.parametrize(
+        "impl",
+        [
+            pytest.param(
+                m,
+                id=m.__name__.rpartition(".")[2],
+                marks=pytest.mark.skipif(bool(why := missing(m)), reason=why or "runs"),
+            )
+            for m in implementations
+        ],
+    )
 
 
 def close(actual: torch.Tensor, expected: torch.Tensor) -> None:

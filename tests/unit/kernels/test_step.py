@@ -34,8 +34,9 @@ DUMMY = SLOTS - 1
 def make_tables(seed: int = 0) -> Tables:
     random = torch.Generator().manual_seed(seed)
     return Tables(
-        block_tables=torch.randint(1, 10_000, (GROUPS, SLOTS, LENGTH // BLOCK_SIZE), generator=random,
-                                   dtype=torch.int32),
+        block_tables=torch.randint(
+            1, 10_000, (GROUPS, SLOTS, LENGTH // BLOCK_SIZE), generator=random, dtype=torch.int32
+        ),
         computed=torch.randint(0, 50, (SLOTS,), generator=random),
         history=torch.randint(0, 50_000, (SLOTS, LENGTH), generator=random, dtype=torch.int32),
         hosted=torch.zeros(SLOTS, dtype=torch.int32),
@@ -48,18 +49,24 @@ def make_buffers() -> StepBuffers:
         return torch.full(size, -7, dtype=dtype)
 
     return StepBuffers(
-        token_ids=filled(MAX_TOKENS), positions=filled(MAX_TOKENS), kv_slots=filled(GROUPS, MAX_TOKENS),
+        token_ids=filled(MAX_TOKENS),
+        positions=filled(MAX_TOKENS),
+        kv_slots=filled(GROUPS, MAX_TOKENS),
         live=filled(MAX_TOKENS, dtype=torch.bool),
-        seq_lens=filled(MAX_SEQS, dtype=torch.int32), sample_rows=filled(MAX_SEQS), sample_slots=filled(MAX_SEQS),
-        sample_positions=filled(MAX_SEQS), drafts=filled(MAX_SEQS, dtype=torch.int32),
-    )  # fmt: skip
+        seq_lens=filled(MAX_SEQS, dtype=torch.int32),
+        sample_rows=filled(MAX_SEQS),
+        sample_slots=filled(MAX_SEQS),
+        sample_positions=filled(MAX_SEQS),
+        drafts=filled(MAX_SEQS, dtype=torch.int32),
+    )
 
 
 def make_plan(slots: list[int], tokens: list[int], sampled: list[bool]) -> StepPlan:
     i32: Any = lambda values: np.array(values, np.int32)  # noqa: E731
     outputs = np.array([SAMPLE if one else 0 for one in sampled], np.uint8)
-    return StepPlan(step=1, slots=i32(slots), num_decodes=0, num_tokens=i32(tokens), num_rows=i32(sampled),
-                    outputs=outputs)
+    return StepPlan(
+        step=1, slots=i32(slots), num_decodes=0, num_tokens=i32(tokens), num_rows=i32(sampled), outputs=outputs
+    )
 
 
 def packed(words: int = 1 << 13) -> PackedUpload:
@@ -108,8 +115,11 @@ def test_inputs_are_what_the_tables_and_the_plan_say(
     padded, seqs, most_rows = (total + 5, MAX_SEQS, MAX_SEQS) if pad else (total, len(slots), sum(sampled))
     step.build_inputs(words, tables, buffers.cut(padded, seqs, most_rows))
     expected = [
-        (int(tables.history[slot, p]), p, *(blocks[slot, p // BLOCK_SIZE].item() * BLOCK_SIZE + p % BLOCK_SIZE
-                                            for blocks in tables.block_tables))
+        (
+            int(tables.history[slot, p]),
+            p,
+            *(blocks[slot, p // BLOCK_SIZE].item() * BLOCK_SIZE + p % BLOCK_SIZE for blocks in tables.block_tables),
+        )
         for slot, count in zip(slots, tokens, strict=True)
         for p in range(int(tables.computed[slot]), int(tables.computed[slot]) + count)
     ]
@@ -125,8 +135,17 @@ def test_inputs_are_what_the_tables_and_the_plan_say(
     assert words.starts.tolist() == bounds + [total] * (MAX_SEQS - len(slots))
     rows = [(bounds[i + 1] - 1, slots[i], lengths[i]) for i, one in enumerate(sampled) if one]
     rows += [(0, DUMMY, 0) if pad else (-7, -7, -7)] * (MAX_SEQS - len(rows))
-    assert list(zip(buffers.sample_rows.tolist(), buffers.sample_slots.tolist(),
-                    buffers.sample_positions.tolist(), strict=True)) == rows
+    assert (
+        list(
+            zip(
+                buffers.sample_rows.tolist(),
+                buffers.sample_slots.tolist(),
+                buffers.sample_positions.tolist(),
+                strict=True,
+            )
+        )
+        == rows
+    )
 
 
 @both
@@ -168,8 +187,9 @@ def test_a_token_past_the_longest_context_is_remembered_nowhere() -> None:
     before = tables.history.clone()
     triton.build_inputs(words, tables, buffers.cut(1, 1, 1))
     out = torch.zeros((3, MAX_SEQS), dtype=torch.int32)
-    triton.finish_step(words, tables, buffers, torch.tensor([9] * MAX_SEQS), torch.zeros(MAX_SEQS, dtype=torch.uint8),
-                       out)  # fmt: skip
+    triton.finish_step(
+        words, tables, buffers, torch.tensor([9] * MAX_SEQS), torch.zeros(MAX_SEQS, dtype=torch.uint8), out
+    )
     assert torch.equal(tables.history, before) and int(out[0, 0]) == 9 and int(tables.computed[2]) == LENGTH
 
 
@@ -225,8 +245,13 @@ def drafting(step: ModuleType, rows: list[int]) -> tuple[Upload, Tables, StepBuf
     if step is triton:
         upload = PackedUpload(MAX_SEQS, DUMMY, CPU, depth=1, max_rows=ROWS, words=1 << 13)
     upload.send(plan, [])
-    buffers = replaced(make_buffers(), **{name: torch.full((ROWS,), -7, dtype=getattr(make_buffers(), name).dtype)
-                                         for name in ("sample_rows", "sample_slots", "sample_positions", "drafts")})
+    buffers = replaced(
+        make_buffers(),
+        **{
+            name: torch.full((ROWS,), -7, dtype=getattr(make_buffers(), name).dtype)
+            for name in ("sample_rows", "sample_slots", "sample_positions", "drafts")
+        },
+    )
     return upload, make_tables(), buffers
 
 

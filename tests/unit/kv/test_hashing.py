@@ -59,7 +59,8 @@ def test_a_key_is_sha256_of_parent_tokens_and_extras():
     tokens = (1).to_bytes(4, "little") + (2**32 - 1).to_bytes(4, "little")
     assert block_key(ROOT, tokens, b"e") == sha256(ROOT + tokens + b"e").digest()
     assert KeyChain(ROOT, 2, array("I", [1, 2**32 - 1]), TAGS).keys(1) == [
-        block_key(ROOT, memoryview(tokens), extras_digest(TAGS))]
+        block_key(ROOT, memoryview(tokens), extras_digest(TAGS))
+    ]
 
 
 def test_keys_do_not_change_between_versions():

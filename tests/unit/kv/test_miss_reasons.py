@@ -128,8 +128,9 @@ def test_evicted_blocks_say_when():
     assert (report.num_reused, report.block, report.position) == (3, 3, 12)
 
 
-@pytest.mark.parametrize(("drop", "how"), [(lambda pool: pool.reset(), "reset"),
-                                           (lambda pool: pool.forget([1, 2]), "distrusted")])
+@pytest.mark.parametrize(
+    ("drop", "how"), [(lambda pool: pool.reset(), "reset"), (lambda pool: pool.forget([1, 2]), "distrusted")]
+)
 def test_blocks_that_were_dropped_on_purpose(drop, how):
     cache = Cache()
     cache.admit(PROMPT)

@@ -22,8 +22,9 @@ class Rig:
 
     def __init__(self, host_blocks: int = 8, promises: Any = None) -> None:
         self.now, self.pool = 0.0, BlockPool(8)
-        self.store = KVStore(self.pool, (GROUP,), 4, num_host_blocks=host_blocks, promises=promises, reserve=0,
-                             clock=lambda: self.now)
+        self.store = KVStore(
+            self.pool, (GROUP,), 4, num_host_blocks=host_blocks, promises=promises, reserve=0, clock=lambda: self.now
+        )
         self.sharing, self.host = self.store.sharing, self.store.host
 
     def prompt(self, first: int) -> KeyChain:
@@ -115,8 +116,9 @@ def test_a_promise_is_of_the_blocks_that_the_other_engine_computed() -> None:
     chain = KeyChain(bytes(32), 4, array("I", range(9)))
 
     def asks(transfer: Transfer | None) -> None:
-        rig.sharing.expect(NewRequest(handle=5, request_id="", token_ids=b"", max_tokens=1, sampler=spec,
-                                      transfer=transfer), chain)
+        rig.sharing.expect(
+            NewRequest(handle=5, request_id="", token_ids=b"", max_tokens=1, sampler=spec, transfer=transfer), chain
+        )
 
     asks(None)
     asks(Transfer(name="mine"))
@@ -136,7 +138,8 @@ def test_a_request_that_comes_home_ends_its_lease() -> None:
     rig.sharing.keep("a", chain, 2)
     rig.copy()
     home = Transfer(name="a", address="this:1", num_tokens=8)
-    rig.sharing.expect(NewRequest(handle=5, request_id="", token_ids=b"", max_tokens=1, sampler=spec, transfer=home),
-                       chain)  # fmt: skip
+    rig.sharing.expect(
+        NewRequest(handle=5, request_id="", token_ids=b"", max_tokens=1, sampler=spec, transfer=home), chain
+    )
     rig.copy()
     assert not promised.calls and rig.held() == 0 and all(rig.host.lookup(key) for key in chain.keys(2))

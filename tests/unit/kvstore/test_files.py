@@ -199,8 +199,9 @@ def test_a_folder_that_is_lost_is_a_miss_and_ends_the_writing(tmp_path: Path) ->
     assert not tier._num_clears and not tier._barred
 
 
-def test_a_file_that_cannot_be_deleted_is_not_used_any_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-                                                            caplog: pytest.LogCaptureFixture) -> None:  # fmt: skip
+def test_a_file_that_cannot_be_deleted_is_not_used_any_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """As a file of another user: this one must not stop the engine, and may hold what was distrusted."""
     files = opened(tmp_path)
     files.write(KEYS[0], page(0))
@@ -221,9 +222,11 @@ def test_a_file_that_cannot_be_deleted_is_not_used_any_more(tmp_path: Path, monk
 
 
 def test_a_disk_that_hangs_does_not_keep_the_process_from_ending() -> None:
-    code = ("import threading; from quire.kvstore.files import FileThread; began, never = threading.Event(), "
-            "threading.Event(); thread = FileThread('disk'); thread.submit(lambda: began.set() or never.wait()); "
-            "assert began.wait(20)")  # fmt: skip
+    code = (
+        "import threading; from quire.kvstore.files import FileThread; began, never = threading.Event(), "
+        "threading.Event(); thread = FileThread('disk'); thread.submit(lambda: began.set() or never.wait()); "
+        "assert began.wait(20)"
+    )
     subprocess.run([sys.executable, "-c", code], timeout=60, check=True)
 
 

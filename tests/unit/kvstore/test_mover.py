@@ -27,14 +27,21 @@ KEYS = tuple(bytes([i]) * 32 for i in range(4))
 
 def arena() -> KVArena:
     component = KVComponent("k", num_heads=2, head_dim=8, dtype="float32", item_bytes=4)
-    return KVArena(KVGeometry(block_size=4, groups=(KVGroup(layers=(0, 1), components=(component,)),)), 6,
-                   torch.device("cpu"))  # fmt: skip
+    return KVArena(
+        KVGeometry(block_size=4, groups=(KVGroup(layers=(0, 1), components=(component,)),)), 6, torch.device("cpu")
+    )
 
 
 def job(number: int, source: Tier, target: Tier, sources: list[int], targets: list[int]) -> CopyJob:
     count = len(sources) or len(targets)
-    return CopyJob(id=number, source=source, target=target, keys=KEYS[:count], sources=np.array(sources, np.int32),
-                   targets=np.array(targets, np.int32))  # fmt: skip
+    return CopyJob(
+        id=number,
+        source=source,
+        target=target,
+        keys=KEYS[:count],
+        sources=np.array(sources, np.int32),
+        targets=np.array(targets, np.int32),
+    )
 
 
 def ended(mover: BlockMover) -> FinishedCopy:
@@ -96,8 +103,16 @@ def test_streams_wait_for_the_steps_before_and_steps_for_none(monkeypatch: pytes
     device, host = torch.arange(12, dtype=torch.uint8).view(3, 4), torch.zeros(3, 4, dtype=torch.uint8)
     copies = StreamCopies(device, host)
     stored, loaded = copies.copy([1], [2], to_host=True), copies.copy([2], [0], to_host=False)
-    assert log == ["store waits for main", "in store", "event on store", "out of store",
-                   "load waits for main", "in load", "event on load", "out of load"]
+    assert log == [
+        "store waits for main",
+        "in store",
+        "event on store",
+        "out of store",
+        "load waits for main",
+        "in load",
+        "event on load",
+        "out of load",
+    ]
     assert host[2].tolist() == [4, 5, 6, 7] == device[0].tolist() and not stored() and not loaded() and len(events) == 2
 
 
@@ -138,8 +153,9 @@ def test_a_peer_that_is_silent_holds_up_no_other_job() -> None:
     assert ended(mover).failed == (0,)
 
 
-def test_a_fault_of_a_file_thread_fails_the_job_and_nothing_else(tmp_path: Path,
-                                                                 caplog: pytest.LogCaptureFixture) -> None:  # fmt: skip
+def test_a_fault_of_a_file_thread_fails_the_job_and_nothing_else(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     device = arena()
     files = BlockFiles(tmp_path, bytes(32), "rank", page_bytes=device.page_bytes, most_bytes=1 << 20)
     files.read = lambda key, page: 1 // 0  # type: ignore[method-assign]
@@ -171,8 +187,9 @@ class Driver:
 
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("page", [256, 4096 + 256, 3 * 65536])
-def test_host_memory_is_locked_in_pieces_that_no_page_crosses(monkeypatch: pytest.MonkeyPatch, page: int, shared: bool
-                                                              ) -> None:  # fmt: skip
+def test_host_memory_is_locked_in_pieces_that_no_page_crosses(
+    monkeypatch: pytest.MonkeyPatch, page: int, shared: bool
+) -> None:
     driver = Driver(monkeypatch)
     monkeypatch.setattr(page_copies, "PIECE_BYTES", 1 << 20)
     size = (3 * (1 << 20) // page + 7, page)

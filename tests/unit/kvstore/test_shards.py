@@ -39,8 +39,9 @@ def pieces(shard: Shard, block: int) -> list[tuple[int, bytes]]:
         for part, start in zip(geometry.groups[0].of(layer), starts, strict=True):
             size = geometry.block_size * part.head_dim * part.item_bytes
             for head in range(part.num_heads):
-                found.append((start + head * size, content(shard.layer + layer, part.name, shard.head + head, block,
-                                                           size)))  # fmt: skip
+                found.append(
+                    (start + head * size, content(shard.layer + layer, part.name, shard.head + head, block, size))
+                )
     return found
 
 
@@ -98,11 +99,15 @@ def test_what_no_rank_holds_is_refused() -> None:
     with pytest.raises(ConfigError, match="none of its ranks has head 2 of layer 0: use the same -tp"):
         cut(engine("heads", "tp1")[0][0], (shards[0],))
     parts = KVComponent("k", 2, 8, "float32", 4), KVComponent("k", 1, 8, "float32", 4)
-    both, halves = ([KVGroup(layers=(0, 1), components=(part,)), KVGroup(layers=layers, components=(part,))]
-                    for part, layers in zip(parts, ((2, 3), (3, 2)), strict=True))  # fmt: skip
+    both, halves = (
+        [KVGroup(layers=(0, 1), components=(part,)), KVGroup(layers=layers, components=(part,))]
+        for part, layers in zip(parts, ((2, 3), (3, 2)), strict=True)
+    )
     with pytest.raises(ConfigError, match="KV groups are divided in another way"):
-        cut(Shard(geometry=KVGeometry(block_size=4, groups=tuple(halves))),
-            (Shard(geometry=KVGeometry(block_size=4, groups=tuple(both))),))  # fmt: skip
+        cut(
+            Shard(geometry=KVGeometry(block_size=4, groups=tuple(halves))),
+            (Shard(geometry=KVGeometry(block_size=4, groups=tuple(both))),),
+        )
 
 
 def test_another_file_is_not_read() -> None:
@@ -137,8 +142,10 @@ def test_heads_of_drafts_are_found_by_their_own_numbers() -> None:
     """An EAGLE head has other KV heads than its model: 4 beside 8, on 2 ranks and on 8, of which two have the same."""
 
     def shard(heads: int, head: int, drafts: int, draft_head: int) -> Shard:
-        own, other = (tuple(KVComponent(name, count, dim, "float32", 4) for name in "kv")
-                      for count, dim in ((heads, 16), (drafts, 32)))  # fmt: skip
+        own, other = (
+            tuple(KVComponent(name, count, dim, "float32", 4) for name in "kv")
+            for count, dim in ((heads, 16), (drafts, 32))
+        )
         group = KVGroup(layers=(0, 1), components=own, drafts=other, num_drafts=1)
         return Shard(geometry=KVGeometry(block_size=16, groups=(group,)), head=head, draft_head=draft_head)
 

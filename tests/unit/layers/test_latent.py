@@ -34,8 +34,14 @@ SIZES = {
     "num_hidden_layers": 1, "vocab_size": 8, "intermediate_size": 8, "first_k_dense_replace": 1, "attn_implementation":
     "eager", "n_group": 1, "topk_group": 1, "n_routed_experts": 4, "num_experts_per_tok": 2,
 }  # fmt: skip
-YARN = {"rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0, "original_max_position_embeddings": 64,
-        "mscale": 0.8, "mscale_all_dim": 1.3}  # fmt: skip
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 100.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+    "mscale": 0.8,
+    "mscale_all_dim": 1.3,
+}
 PLAIN = {"rope_type": "default", "rope_theta": 100.0}
 # Rows of each sequence in every step: prompts in chunks beside decodes, a chunk above the break-even (34) and, behind
 # it, one below; a sequence of one token.
@@ -59,8 +65,13 @@ class Case:
         small = select_kernels("cpu", "float32")
         kernels = Kernels(choices=small.choices, norm=small.norm, linear=small.linear, latent=kernel)
         params = [param for param in layout(args) if param.name.startswith(AT)]
-        build = Build(torch.float32, torch.device("cpu"), kernels, {param.name: param for param in params},
-                      linear_plans(args, params, small.choices))  # fmt: skip
+        build = Build(
+            torch.float32,
+            torch.device("cpu"),
+            kernels,
+            {param.name: param for param in params},
+            linear_plans(args, params, small.choices),
+        )
         self.layer = LatentAttention(args, AT[:-1], build)
         self.layer.most_absorbed = {"absorbed": math.inf, "naive": 0.0}.get(form, self.layer.most_absorbed)
         self.norm = RMSNorm("norm", 1e-5, build)
@@ -84,8 +95,13 @@ def load(layer: LatentAttention, theirs: Any, params: list[Param]) -> None:
     stored = {f"model.layers.0.self_attn.{name}": weight for name, weight in theirs.named_parameters()}
     owners = {one.at: one for one in layer.modules() if isinstance(one, Loads)}
     for unit in load_units(params):
-        owners[unit.module].take({raw.name: torch.cat([sliced(part, stored.pop(part.stored)) for part in raw.parts])
-                                  for raw in unit.tensors}, unit.place)  # fmt: skip
+        owners[unit.module].take(
+            {
+                raw.name: torch.cat([sliced(part, stored.pop(part.stored)) for part in raw.parts])
+                for raw in unit.tensors
+            },
+            unit.place,
+        )
     assert not stored
 
 
@@ -98,8 +114,9 @@ def run(case: Case, hidden: list[Tensor], steps: tuple[tuple[int, ...], ...]) ->
     pages = torch.full((int(blocks.max()) + 1, 2, BLOCK, sizes.kv_rank + sizes.rope_dim), float("nan"))
     flat = pages.view(len(pages), 2, -1)
     cut = BLOCK * sizes.kv_rank
-    cache = LatentView(flat[:, 1, :cut].view(-1, 1, BLOCK, sizes.kv_rank),
-                       flat[:, 1, cut:].view(-1, 1, BLOCK, sizes.rope_dim))  # fmt: skip
+    cache = LatentView(
+        flat[:, 1, :cut].view(-1, 1, BLOCK, sizes.kv_rank), flat[:, 1, cut:].view(-1, 1, BLOCK, sizes.rope_dim)
+    )
     done, answers = [0] * len(hidden), [[] for _ in hidden]  # type: ignore[var-annotated]
     for rows in steps:
         present = [s for s, count in enumerate(rows) if count]
@@ -109,8 +126,9 @@ def run(case: Case, hidden: list[Tensor], steps: tuple[tuple[int, ...], ...]) ->
         meta = AttentionMeta(
             query_start=torch.tensor([0, *(rows[s] for s in present)]).cumsum(0).int(),
             seq_lens=torch.tensor([done[s] for s in present], dtype=torch.int32),
-            block_tables=blocks[present], kv_slots=torch.cat(slots),
-        )  # fmt: skip
+            block_tables=blocks[present],
+            kv_slots=torch.cat(slots),
+        )
         given = torch.cat([hidden[s][at] for s, at in zip(present, positions, strict=True)])
         where = torch.cat(positions)
         ctx = StepContext(where, (meta,), [])
@@ -120,9 +138,13 @@ def run(case: Case, hidden: list[Tensor], steps: tuple[tuple[int, ...], ...]) ->
     return [torch.cat(parts) for parts in answers]
 
 
-MODELS = (("deepseek_v2", {"q_lora_rank": None}), ("deepseek_v2", {"q_lora_rank": 20}),
-          ("deepseek_v3", {"q_lora_rank": None, "rope_parameters": PLAIN}), ("deepseek_v3", {"q_lora_rank": 20}),
-          ("deepseek_v3", {"q_lora_rank": 20, "rope_interleave": False}))  # fmt: skip
+MODELS = (
+    ("deepseek_v2", {"q_lora_rank": None}),
+    ("deepseek_v2", {"q_lora_rank": 20}),
+    ("deepseek_v3", {"q_lora_rank": None, "rope_parameters": PLAIN}),
+    ("deepseek_v3", {"q_lora_rank": 20}),
+    ("deepseek_v3", {"q_lora_rank": 20, "rope_interleave": False}),
+)
 
 
 @pytest.mark.parametrize("form", ["auto", "absorbed", "naive"])
@@ -160,9 +182,14 @@ def test_the_form_follows_the_break_even() -> None:
 
 def test_a_step_is_split_at_the_first_long_prompt() -> None:
     meta = AttentionMeta(
-        torch.tensor([0, 1, 2, 12, 52, 53, 53]), torch.tensor([9, 4, 10, 70, 8, 0]), torch.zeros(6, 2),
-        torch.zeros(53), table_rows=torch.arange(6), max_query_len=40, shared=object(),  # type: ignore[arg-type]
-    )  # fmt: skip
+        torch.tensor([0, 1, 2, 12, 52, 53, 53]),
+        torch.tensor([9, 4, 10, 70, 8, 0]),
+        torch.zeros(6, 2),
+        torch.zeros(53),
+        table_rows=torch.arange(6),
+        max_query_len=40,
+        shared=object(),  # type: ignore[arg-type]
+    )
     few, naive = split(meta, 20)
     assert naive == ((12, 52, 3, 30), (52, 53, 4, 7))
     assert few.query_start.tolist() == [0, 1, 2, 12] and few.seq_lens.tolist() == [9, 4, 10]  # type: ignore[union-attr]

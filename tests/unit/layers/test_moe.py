@@ -60,10 +60,19 @@ def block(family: str) -> tuple[ModelArgs, Any]:
     return parse_checkpoint_config(as_family(config.to_dict(), family)), made
 
 
-def build_for(args: ModelArgs, dtype: torch.dtype = torch.float32, experts: tuple[int, ...] | None = None,
-              linear: str | None = None) -> Build:  # fmt: skip
-    kernels = select_kernels("cpu", str(dtype).removeprefix("torch."), ops=operations(args), head_dim=args.head_dim,
-                             forced={"linear": linear} if linear else None)  # fmt: skip
+def build_for(
+    args: ModelArgs,
+    dtype: torch.dtype = torch.float32,
+    experts: tuple[int, ...] | None = None,
+    linear: str | None = None,
+) -> Build:
+    kernels = select_kernels(
+        "cpu",
+        str(dtype).removeprefix("torch."),
+        ops=operations(args),
+        head_dim=args.head_dim,
+        forced={"linear": linear} if linear else None,
+    )
     params = {param.name: param for param in layout(args, experts=experts)}
     linears = linear_plans(args, params.values(), kernels.choices)
     plan = experts_plan(args, str(dtype).removeprefix("torch."))
@@ -74,8 +83,11 @@ def filled(args: ModelArgs, theirs: Any, build: Build) -> MoE:
     """Our layer with the block's weights, packed."""
     at = prefix(args)
     made, own = MoE(args, at[:-1], build), build.experts or range(theirs.experts.gate_up_proj.shape[0])
-    stored = {"router.weight": theirs.gate.weight, "experts.gate_up": theirs.experts.gate_up_proj[list(own)],
-              "experts.down": theirs.experts.down_proj[list(own)]}  # fmt: skip
+    stored = {
+        "router.weight": theirs.gate.weight,
+        "experts.gate_up": theirs.experts.gate_up_proj[list(own)],
+        "experts.down": theirs.experts.down_proj[list(own)],
+    }
     if args.moe and args.moe.routing.bias:
         stored["router.bias"] = theirs.gate.e_score_correction_bias
     if args.moe and args.moe.shared_size:
@@ -119,8 +131,10 @@ def test_ranks_with_a_part_of_the_experts_sum_to_the_whole() -> None:
     hidden = torch.randn(13, args.hidden_size)
     norm = norm_for(args, build_for(args))
     expected = theirs(norm(hidden)[None])[0]
-    parts = [filled(args, theirs, build_for(args, experts=own))(hidden.clone(), norm, CTX) - hidden
-             for own in ((0, 1, 5), (7, 2), (3, 6, 4))]  # fmt: skip
+    parts = [
+        filled(args, theirs, build_for(args, experts=own))(hidden.clone(), norm, CTX) - hidden
+        for own in ((0, 1, 5), (7, 2), (3, 6, 4))
+    ]
     torch.testing.assert_close(sum(parts), expected, rtol=1e-5, atol=1e-5)
     assert all(part.abs().max() > 0.1 for part in parts)
 
@@ -163,11 +177,18 @@ def logged(layer: MoE, log: list[str]) -> None:
         layer.shared.down.add = lambda *given: log.append("shared") or add(*given)  # type: ignore[method-assign]
 
 
-@pytest.mark.parametrize(("family", "tokens", "forks"), [
-    ("deepseek_v2", 5, True), ("qwen2_moe", 256, True), ("deepseek_v2", 4, False), ("deepseek_v2", 257, False),
-])  # fmt: skip
-def test_shared_experts_run_beside_the_routed_ones(family: str, tokens: int, forks: bool,
-                                                   monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+@pytest.mark.parametrize(
+    ("family", "tokens", "forks"),
+    [
+        ("deepseek_v2", 5, True),
+        ("qwen2_moe", 256, True),
+        ("deepseek_v2", 4, False),
+        ("deepseek_v2", 257, False),
+    ],
+)
+def test_shared_experts_run_beside_the_routed_ones(
+    family: str, tokens: int, forks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """They wait for the norm alone, and only the last kernel of the others waits for them."""
     args, theirs = block(family)
     build = build_for(args)
@@ -180,8 +201,17 @@ def test_shared_experts_run_beside_the_routed_ones(family: str, tokens: int, for
     layer.forks = True
     assert torch.equal(layer(hidden.clone(), lambda x: log.append("norm") or norm(x), CTX), expected)
     if forks:
-        assert log == ["norm", "side waits for main", "router", "in side", "shared", "out of side", "products",
-                       "main waits for side", "sum"]  # fmt: skip
+        assert log == [
+            "norm",
+            "side waits for main",
+            "router",
+            "in side",
+            "shared",
+            "out of side",
+            "products",
+            "main waits for side",
+            "sum",
+        ]
     else:
         assert log == ["norm", "router", "shared", "products", "sum"]
     wide = torch.randn(16, 2 * args.hidden_size)[:, ::2]  # the experts' kernel would copy it before the join
@@ -202,11 +232,16 @@ def test_a_layer_that_fails_has_joined(monkeypatch: pytest.MonkeyPatch) -> None:
     assert log == ["side waits for main", "in side", "out of side", "main waits for side"]
 
 
-@pytest.mark.parametrize(("family", "device", "kernel", "forks"), [
-    ("deepseek_v2", "cuda", "triton", True), ("qwen3_moe", "cuda", "triton", False),
-    ("deepseek_v2", "cuda", "grouped", False), ("deepseek_v2", "cpu", "triton", False),
-    ("deepseek_v2", "cpu", "cpu", False),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("family", "device", "kernel", "forks"),
+    [
+        ("deepseek_v2", "cuda", "triton", True),
+        ("qwen3_moe", "cuda", "triton", False),
+        ("deepseek_v2", "cuda", "grouped", False),
+        ("deepseek_v2", "cpu", "triton", False),
+        ("deepseek_v2", "cpu", "cpu", False),
+    ],
+)
 def test_which_layers_fork(family: str, device: str, kernel: str, forks: bool) -> None:
     """Layers with shared experts, on a GPU, whose kernel can join late."""
     args = parse_checkpoint_config(tiny_config(Tiny(family=family)))
@@ -241,8 +276,9 @@ def pairs() -> list[tuple[str, str]]:
     args = parse_checkpoint_config(tiny_config(Tiny(family="mixtral")))
     found = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(plans, "DISPATCHERS", {name: replace(each, implemented=True)
-                                             for name, each in plans.DISPATCHERS.items()})  # fmt: skip
+        patch.setattr(
+            plans, "DISPATCHERS", {name: replace(each, implemented=True) for name, each in plans.DISPATCHERS.items()}
+        )
         for topology in (Parallel(tp=2, experts=True), Parallel(dp=2, experts=True)):
             for dispatcher in plans.DISPATCHERS:
                 for kernel, _ in hardware.kernels:
@@ -258,8 +294,9 @@ def pairs() -> list[tuple[str, str]]:
 def test_the_pairs() -> None:
     assert pairs() == [
         *(("none", kernel) for kernel in ("grouped", "cpu", "ref")),
-        *(("all-gather", kernel) for kernel in ("grouped", "cpu", "ref")), ("all-to-all", "grouped"),
-    ]  # fmt: skip
+        *(("all-gather", kernel) for kernel in ("grouped", "cpu", "ref")),
+        ("all-to-all", "grouped"),
+    ]
 
 
 @pytest.mark.parametrize("counts", [(5,), (3, 0), (0, 4), (4, 0, 1, 7), (0, 0, 0, 2)], ids=str)

@@ -38,13 +38,26 @@ def block(args: ModelArgs, rank: Rank, stored: dict[str, Tensor], tp: Group | No
     kernels = select_kernels("cpu", "float32", ops=operations(args), head_dim=args.head_dim)
     whole = args.moe is None or len(rank.expert_ids) == args.moe.routing.num_experts
     own = None if whole else tuple(rank.expert_ids)
-    build = Build(torch.float32, CPU, kernels, {param.name: param for param in params},
-                  linear_plans(args, params, kernels.choices), own, tp, moe=experts_plan(args))  # fmt: skip
+    build = Build(
+        torch.float32,
+        CPU,
+        kernels,
+        {param.name: param for param in params},
+        linear_plans(args, params, kernels.choices),
+        own,
+        tp,
+        moe=experts_plan(args),
+    )
     made = DecoderBlock(args, layer, build)
     owners = {one.at: one for one in made.modules() if isinstance(one, Loads)}
     for unit in load_units(params):
-        owners[unit.module].take({raw.name: torch.cat([sliced(part, stored[part.stored]) for part in raw.parts]).to(
-            torch.float32) for raw in unit.tensors}, unit.place)  # fmt: skip
+        owners[unit.module].take(
+            {
+                raw.name: torch.cat([sliced(part, stored[part.stored]) for part in raw.parts]).to(torch.float32)
+                for raw in unit.tensors
+            },
+            unit.place,
+        )
     return made
 
 
@@ -54,20 +67,27 @@ def answer(args: ModelArgs, made: DecoderBlock, hidden: Tensor) -> Tensor:
     rotary = Rotary(args.rope, args.rotary_dim, CPU, width=args.latent.rope_dim if args.latent else args.head_dim)
     kv: KVView | LatentView
     if args.latent:
-        kv = LatentView(torch.zeros(blocks + 1, 1, BLOCK, args.latent.kv_rank),
-                        torch.zeros(blocks + 1, 1, BLOCK, args.latent.rope_dim))  # fmt: skip
+        kv = LatentView(
+            torch.zeros(blocks + 1, 1, BLOCK, args.latent.kv_rank),
+            torch.zeros(blocks + 1, 1, BLOCK, args.latent.rope_dim),
+        )
     else:
         heads = made.attention.num_kv_heads
         kv = KVView(*torch.zeros(2, blocks + 1, heads, BLOCK, args.head_dim))
     table = torch.arange(1, blocks + 1, dtype=torch.int32)[None]
-    meta = AttentionMeta(torch.tensor([0, TOKENS], dtype=torch.int32), torch.tensor([TOKENS], dtype=torch.int32), table,
-                         BLOCK + positions)  # fmt: skip
+    meta = AttentionMeta(
+        torch.tensor([0, TOKENS], dtype=torch.int32),
+        torch.tensor([TOKENS], dtype=torch.int32),
+        table,
+        BLOCK + positions,
+    )
     out: Tensor = made(hidden.clone(), rotary.rows(positions, torch.float32), StepContext(positions, (meta,), [kv]), kv)
     return out
 
 
-@pytest.mark.parametrize("parallel", [Parallel(tp=2), Parallel(tp=4), Parallel(tp=2, experts=True),
-                                      Parallel(tp=4, experts=True)], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "parallel", [Parallel(tp=2), Parallel(tp=4), Parallel(tp=2, experts=True), Parallel(tp=4, experts=True)], ids=str
+)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_sum_of_ranks_is_one_rank(family: str, parallel: Parallel) -> None:
     args = arguments(family)
@@ -78,8 +98,9 @@ def test_the_sum_of_ranks_is_one_rank(family: str, parallel: Parallel) -> None:
     with torch.inference_mode():
         expected = answer(args, block(args, next(ranks(args, ALONE)), stored, None), hidden)
     threads = SimulatedRanks(parallel.size)
-    every = [block(args, rank, stored, group)
-             for rank, group in zip(ranks(args, parallel), threads.groups, strict=True)]  # fmt: skip
+    every = [
+        block(args, rank, stored, group) for rank, group in zip(ranks(args, parallel), threads.groups, strict=True)
+    ]
     for found in threads.run_each([partial(answer, args, made, hidden) for made in every]):
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
     assert (expected - hidden).abs().max() > 0.1

@@ -26,9 +26,14 @@ class Slot:
 
 def make() -> tuple[Model, StepContext, torch.Tensor]:
     config = {
-        "model_type": "llama", "vocab_size": 20, "hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2,
-        "num_hidden_layers": LAYERS, "max_position_embeddings": 64,
-    }  # fmt: skip
+        "model_type": "llama",
+        "vocab_size": 20,
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_attention_heads": 2,
+        "num_hidden_layers": LAYERS,
+        "max_position_embeddings": 64,
+    }
     model = built(parse_checkpoint_config(config))
     fill(model, normal(0.3))
     kv = [KVView(*torch.zeros(2, 2, 2, 8, 8)) for _ in range(LAYERS)]
@@ -59,14 +64,28 @@ def test_ranges_compose() -> None:
 def test_layers_that_launch_the_same_are_one_kind() -> None:
     """Other numbers in the same places make no kind; a size, an option, a place in memory that is not even does."""
     config = {
-        "model_type": "qwen3_moe", "vocab_size": 20, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 5,
-        "num_attention_heads": 2, "num_key_value_heads": 2, "num_experts": 4, "num_experts_per_tok": 2,
-        "moe_intermediate_size": 8, "mlp_only_layers": [2], "max_position_embeddings": 64,
-    }  # fmt: skip
+        "model_type": "qwen3_moe",
+        "vocab_size": 20,
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 5,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 8,
+        "mlp_only_layers": [2],
+        "max_position_embeddings": 64,
+    }
     quantized = {"quant_method": "online fp8"}
     for routing, quantization in (("model", quantized), ("model", None), ("uniform", None)):
-        model = built(parse_checkpoint_config(config), forced={"linear": "ref"}, routing=routing,
-                      load_format="dummy", quantization=quantization)  # fmt: skip
+        model = built(
+            parse_checkpoint_config(config),
+            forced={"linear": "ref"},
+            routing=routing,
+            load_format="dummy",
+            quantization=quantization,
+        )
         load_dummy(model)
         layers: list[Any] = list(model.layers)
         assert first_of_each_kind(layers) == [0, 2]

@@ -37,14 +37,24 @@ LLAMA3 = {
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "rope_theta": 1000.0}
 LATENT = {"num_key_value_heads": 4, "kv_lora_rank": 24, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 12}
 DEEPSEEK = LATENT | {
-    "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "n_shared_experts": 2,
-    "first_k_dense_replace": 1, "rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 0.9},
-}  # fmt: skip
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "n_shared_experts": 2,
+    "first_k_dense_replace": 1,
+    "rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 0.9},
+}
 V2 = DEEPSEEK | {"q_lora_rank": None, "topk_method": "greedy", "n_group": 1, "topk_group": 1}
 V3 = DEEPSEEK | {
-    "q_lora_rank": 20, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 1.7, "num_mtp_layers": 0,
-    "scoring_func": "sigmoid", "topk_method": "noaux_tc", "n_shared_experts": 1,
-}  # fmt: skip
+    "q_lora_rank": 20,
+    "n_group": 4,
+    "topk_group": 2,
+    "routed_scaling_factor": 1.7,
+    "num_mtp_layers": 0,
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
+    "n_shared_experts": 1,
+}
 GLM = {
     "head_dim": 16, "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "n_shared_experts": 1,
     "first_k_dense_replace": 1, "routed_scaling_factor": 1.7, "use_qk_norm": True, "attention_bias": True,
@@ -67,17 +77,39 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-odd-one-kv": ("qwen3", {"head_dim": 16, "num_attention_heads": 5, "num_key_value_heads": 1}),
     "qwen3-yarn-mscale": ("qwen3", {"head_dim": 16, "rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 1.3}}),
     "qwen2-moe-layers": ("qwen2_moe", {"num_hidden_layers": 4}),
-    "qwen3-moe-plain": ("qwen3_moe", {"head_dim": 16, "attention_bias": True, "tie_word_embeddings": True,
-                                      "norm_topk_prob": False, "mlp_only_layers": []}),
+    "qwen3-moe-plain": (
+        "qwen3_moe",
+        {
+            "head_dim": 16,
+            "attention_bias": True,
+            "tie_word_embeddings": True,
+            "norm_topk_prob": False,
+            "mlp_only_layers": [],
+        },
+    ),
     "deepseek-v2": ("deepseek_v2", V2),
-    "deepseek-v2-groups": ("deepseek_v2", V2 | {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2,
-                                                "q_lora_rank": 20, "routed_scaling_factor": 1.7}),
+    "deepseek-v2-groups": (
+        "deepseek_v2",
+        V2
+        | {
+            "topk_method": "group_limited_greedy",
+            "n_group": 4,
+            "topk_group": 2,
+            "q_lora_rank": 20,
+            "routed_scaling_factor": 1.7,
+        },
+    ),
     "deepseek-v3": ("deepseek_v3", V3),
-    "deepseek-v3-direct": ("deepseek_v3", V3 | {"q_lora_rank": None, "norm_topk_prob": False, "rope_parameters": None,
-                                                "rope_interleave": False}),
+    "deepseek-v3-direct": (
+        "deepseek_v3",
+        V3 | {"q_lora_rank": None, "norm_topk_prob": False, "rope_parameters": None, "rope_interleave": False},
+    ),
     "glm4-moe": ("glm4_moe", GLM),
-    "glm4-moe-plain": ("glm4_moe", GLM | {"use_qk_norm": False, "attention_bias": False, "partial_rotary_factor": 0.25,
-                                          "tie_word_embeddings": True}),
+    "glm4-moe-plain": (
+        "glm4_moe",
+        GLM
+        | {"use_qk_norm": False, "attention_bias": False, "partial_rotary_factor": 0.25, "tie_word_embeddings": True},
+    ),
 }
 CASES: dict[str, tuple[str, dict[str, Any]]] = {family: (family, {}) for family in FAMILIES} | VARIANTS
 

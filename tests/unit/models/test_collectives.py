@@ -13,9 +13,21 @@ from quire.models.collectives import Collective, buffer_bytes, collectives
 from quire.models.plan import EnginePlan
 from quire.models.registry import UNDER_WAY
 
-RAW = {"model_type": "qwen3_moe", "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 6,
-       "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64,
-       "num_experts": 10, "num_experts_per_tok": 3, "moe_intermediate_size": 16, "decoder_sparse_step": 2}  # fmt: skip
+RAW = {
+    "model_type": "qwen3_moe",
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "num_experts": 10,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 16,
+    "decoder_sparse_step": 2,
+}
 
 
 def args(**changes: int) -> ModelArgs:
@@ -54,10 +66,14 @@ def test_replicas_that_share_experts_exchange_rows() -> None:
     assert (back.message_bytes, back.per, back.times) == (64, "token of its share", 3)
     pulled = exchanges(Parallel(dp=4, experts=True), "all-gather", "pull")
     assert [(one.kind, one.when) for one in pulled] == [
-        ("all-gather", "a replica has a prompt"), ("reduce-scatter", "a replica has a prompt"),
-        *[("pull", "no replica has a prompt")] * 3]  # fmt: skip
+        ("all-gather", "a replica has a prompt"),
+        ("reduce-scatter", "a replica has a prompt"),
+        *[("pull", "no replica has a prompt")] * 3,
+    ]
     assert [(one.message_bytes, one.per) for one in pulled[2:]] == [
-        (24, "token"), *[(64, "token and rank with an expert of it")] * 2]  # fmt: skip
+        (24, "token"),
+        *[(64, "token and rank with an expert of it")] * 2,
+    ]
     assert pulled[-1].algorithm == "symmetric memory"
     direct = exchanges(Parallel(dp=4, experts=True), "all-to-all")
     assert [(one.kind, one.message_bytes) for one in direct] == [("all-to-all", 192)] * 2, "to 3 ranks, not to all 4"
@@ -71,7 +87,10 @@ def test_rows_in_8_bits_have_a_byte_per_number_and_scales() -> None:
         words = f"tokens to experts {wire}" if wire.values else "tokens to experts"
         there, back = exchanges(parallel, "all-gather", wire=wire)
         assert (there.where, there.message_bytes, back.message_bytes) == (
-            f"{words}, with ids and weights", size + 24, 64)
+            f"{words}, with ids and weights",
+            size + 24,
+            64,
+        )
         _, there, back = exchanges(parallel, "pull", wire=wire)
         assert (there.where, there.message_bytes, back.message_bytes) == (words, size, 64)
         there, back = exchanges(parallel, "all-to-all", wire=wire)
@@ -83,8 +102,16 @@ def test_buffers_of_replicas() -> None:
 
     def room(parallel: Parallel, *spread: str, number: int = 0, wire: Wire = AS_THEY_ARE, **changes: int) -> int:
         made = args(**changes)
-        return buffer_bytes(made, list(ranks(made, parallel))[number], parallel, item_bytes=2, tokens=8, rows=1,
-                            spread=dict(zip(("prefill", "decode"), spread, strict=False)), wire=wire)  # fmt: skip
+        return buffer_bytes(
+            made,
+            list(ranks(made, parallel))[number],
+            parallel,
+            item_bytes=2,
+            tokens=8,
+            rows=1,
+            spread=dict(zip(("prefill", "decode"), spread, strict=False)),
+            wire=wire,
+        )
 
     together = Parallel(dp=4, experts=True)
     assert room(together) == room(Parallel(dp=4), "all-gather") == 0
@@ -99,9 +126,11 @@ def test_buffers_of_replicas() -> None:
 
 def test_experts_that_move_need_room(shared: Path) -> None:
     """The slots of a layer may all change, and as many experts as a rank sends at a time are on their way."""
+
     def plan(**options: Any) -> EnginePlan:
-        config = EngineConfig.from_flat(model=str(shared / "hf" / "DeepSeek-V2-Lite"), data_parallel_size=2,
-                                        enable_expert_parallel=True, **options)  # fmt: skip
+        config = EngineConfig.from_flat(
+            model=str(shared / "hf" / "DeepSeek-V2-Lite"), data_parallel_size=2, enable_expert_parallel=True, **options
+        )
         return plan_engine(config, "h200").plan
 
     fixed, moved = plan(), plan(enable_eplb=True, eplb_config={"num_redundant_experts": 2})

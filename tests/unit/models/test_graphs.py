@@ -20,8 +20,12 @@ from ...support.explained import explained
 from ...support.tiny_models import Tiny, tiny_config
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3}
-SIZES = {"chosen": (decode_sizes(256), prompt_sizes(1024)), "custom": ((100,), ()), "odd": ((1, 3, 70), (512,)),
-         "near": ((63, 70), (512,))}
+SIZES = {
+    "chosen": (decode_sizes(256), prompt_sizes(1024)),
+    "custom": ((100,), ()),
+    "odd": ((1, 3, 70), (512,)),
+    "near": ((63, 70), (512,)),
+}
 
 
 @pytest.mark.parametrize("budget", [128, 300, 8192])
@@ -76,8 +80,9 @@ def test_graphs_of_every_bound_and_number_of_drafts_are_set_aside() -> None:
 
 def test_plans_have_bounds_where_graphs_hold_the_exchange(shared: Path) -> None:
     def graphs(parallel: Parallel, **options: object) -> GraphPlan:
-        config = EngineConfig.from_flat(model=str(shared / "hf" / "DeepSeek-V2-Lite"), max_num_batched_tokens=300,
-                                        max_num_seqs=128, **options)  # fmt: skip
+        config = EngineConfig.from_flat(
+            model=str(shared / "hf" / "DeepSeek-V2-Lite"), max_num_batched_tokens=300, max_num_seqs=128, **options
+        )
         return explained(config, parallel, "h200").plan.graphs
 
     spread = Parallel(dp=2, experts=True)

@@ -12,8 +12,13 @@ from quire.models import qwen3
 from quire.models.layout import checkpoint_names, layout, parameters_per_token, stored_names
 
 # billions of parameters: in all, as the model cards say; in the experts, layers x experts x 3 x width x hidden
-SIZES = {"DeepSeek-V3": (671.0, 653.9), "Qwen3-30B-A3B": (30.5, 29.0), "Mixtral-8x7B-v0.1": (46.7, 45.1),
-         "GLM-4.5": (352.8, 336.0), "DeepSeek-V2-Lite": (15.7, 14.4)}  # fmt: skip
+SIZES = {
+    "DeepSeek-V3": (671.0, 653.9),
+    "Qwen3-30B-A3B": (30.5, 29.0),
+    "Mixtral-8x7B-v0.1": (46.7, 45.1),
+    "GLM-4.5": (352.8, 336.0),
+    "DeepSeek-V2-Lite": (15.7, 14.4),
+}
 
 
 @pytest.mark.parametrize("name", SIZES)

@@ -53,11 +53,14 @@ def test_experts_are_balanced_on_all_devices(shared: Path, device: str) -> None:
 BLENDS = CacheConfig(enable_cache_blend=True)
 
 
-@pytest.mark.parametrize(("model", "parallel", "windows", "device", "why"), [
-    ("Qwen3-0.6B", Parallel(tp=2), (None,), "cpu", "ranks do not tell each other which rows they keep"),
-    ("Qwen3-0.6B", ALONE, (None, 512), "cpu", "given up the KV of most tokens"),
-    ("DeepSeek-V2-Lite", ALONE, (None,), "cuda", "its kernels take only the last rows"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("model", "parallel", "windows", "device", "why"),
+    [
+        ("Qwen3-0.6B", Parallel(tp=2), (None,), "cpu", "ranks do not tell each other which rows they keep"),
+        ("Qwen3-0.6B", ALONE, (None, 512), "cpu", "given up the KV of most tokens"),
+        ("DeepSeek-V2-Lite", ALONE, (None,), "cuda", "its kernels take only the last rows"),
+    ],
+)
 def test_models_whose_kv_is_not_moved_are_refused_by_reason(
     shared: Path, model: str, parallel: Parallel, windows: tuple[int | None, ...], device: str, why: str
 ) -> None:
@@ -73,10 +76,12 @@ def test_models_whose_kv_is_not_moved_are_refused_by_reason(
     assert "with method mtp is not implemented yet, because a layer that drafts needs" in drafts.reason
 
 
-@pytest.mark.parametrize(("features", "words"), [
-    (["tensor parallelism (-tp 2)"], "tensor parallelism (-tp 2) is"),
-    (["a", "b", "c"], "a, b and c are"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("features", "words"),
+    [
+        (["tensor parallelism (-tp 2)"], "tensor parallelism (-tp 2) is"),
+        (["a", "b", "c"], "a, b and c are"),
+    ],
+)
 def test_the_sentence(features: list[str], words: str) -> None:
-    assert not_runnable(features) == (
-        f"Not runnable yet: {words} not implemented; the plan below is what it would be.")
+    assert not_runnable(features) == (f"Not runnable yet: {words} not implemented; the plan below is what it would be.")

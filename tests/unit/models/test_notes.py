@@ -29,10 +29,14 @@ def plans(model: ModelArgs, backend: str, parallel: Parallel = SPREAD, device: s
     return [found[phase] for phase in ("prefill", "decode") if isinstance(found[phase], MoEPlan)]
 
 
-@pytest.mark.parametrize(("backend", "dispatcher", "asked"), [
-    ("auto", "pull", ()), ("deepep_high_throughput", "pull", ("prefill",)),
-    ("deepep_low_latency", "pull", ("decode",)),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("backend", "dispatcher", "asked"),
+    [
+        ("auto", "pull", ()),
+        ("deepep_high_throughput", "pull", ("prefill",)),
+        ("deepep_low_latency", "pull", ("decode",)),
+    ],
+)
 def test_names_of_exchanges_are_taken_by_phase(
     model: ModelArgs, backend: str, dispatcher: str, asked: tuple[str, ...]
 ) -> None:
@@ -53,26 +57,51 @@ def test_ranks_of_several_hosts_share_no_memory(model: ModelArgs) -> None:
 def test_what_cannot_be_is_refused_with_the_candidates(model: ModelArgs) -> None:
     assert [one.dispatcher for one in plans(model, "allgather_reducescatter", device="cpu")] == ["all-gather"] * 2
     for device, backend, words in (
-        ("cuda", "nixl_ep", ["--all2all-backend nixl_ep: Quire has no such exchange of tokens: use allgather",
-                             " or deepep_low_latency, or leave it out. Without it:\nprefill: dispatcher pull ",
-                             "  all-gather + triton: fits", "  all-to-all + grouped: not implemented yet"]),
-        ("cuda", "allgather_reducescatter", ["in decode on -tp 2 -dp 4", "  pull + triton: all-gather was asked for",
-                                             "all-gather cannot be captured in a CUDA graph (--enforce-eager"]),
-        ("cpu", "deepep_low_latency", ["  pull + any: pull runs on cuda, not on cpu",
-                                       "  all-gather + cpu: pull was asked for"]),
-    ):  # fmt: skip
+        (
+            "cuda",
+            "nixl_ep",
+            [
+                "--all2all-backend nixl_ep: Quire has no such exchange of tokens: use allgather",
+                " or deepep_low_latency, or leave it out. Without it:\nprefill: dispatcher pull ",
+                "  all-gather + triton: fits",
+                "  all-to-all + grouped: not implemented yet",
+            ],
+        ),
+        (
+            "cuda",
+            "allgather_reducescatter",
+            [
+                "in decode on -tp 2 -dp 4",
+                "  pull + triton: all-gather was asked for",
+                "all-gather cannot be captured in a CUDA graph (--enforce-eager",
+            ],
+        ),
+        (
+            "cpu",
+            "deepep_low_latency",
+            ["  pull + any: pull runs on cuda, not on cpu", "  all-gather + cpu: pull was asked for"],
+        ),
+    ):
         with pytest.raises(ConfigError) as refused:
             plans(model, backend, device=device)
         assert all(word in str(refused.value) for word in words), refused.value
 
 
-@pytest.mark.parametrize(("backend", "options", "words"), [
-    ("auto", TOGETHER, ""), ("allgather_reducescatter", TOGETHER, ""),
-    ("deepep_low_latency", TOGETHER, "is taken as Quire's dispatcher pull in decode, on one host; DeepEP itself is not "
-                                     "used. For prefill Quire chooses."),
-    ("deepep_high_throughput", TOGETHER, "Quire's dispatcher pull in prefill, on one host"),
-    ("nixl_ep", {"data_parallel_size": 2}, "nixl_ep changes nothing: every rank has the tokens of its experts, "),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("backend", "options", "words"),
+    [
+        ("auto", TOGETHER, ""),
+        ("allgather_reducescatter", TOGETHER, ""),
+        (
+            "deepep_low_latency",
+            TOGETHER,
+            "is taken as Quire's dispatcher pull in decode, on one host; DeepEP itself is not "
+            "used. For prefill Quire chooses.",
+        ),
+        ("deepep_high_throughput", TOGETHER, "Quire's dispatcher pull in prefill, on one host"),
+        ("nixl_ep", {"data_parallel_size": 2}, "nixl_ep changes nothing: every rank has the tokens of its experts, "),
+    ],
+)
 def test_notes(model: ModelArgs, backend: str, options: dict[str, int], words: str) -> None:
     notes = parallel_notes(model, ParallelConfig(all2all_backend=backend, **options))
     assert len(notes) == bool(words) and all(words in note for note in notes)
@@ -88,10 +117,13 @@ def test_the_8_bit_kernel_runs_experts_of_odd_sizes(shared: Path) -> None:
         assert all(isinstance(one, MoEPlan) and one.experts == "scaled" for one in found.values()), found
 
 
-@pytest.mark.parametrize(("values", "group", "kernel"), [("w4", 128, "weight_only"), ("w4", 0, "weight_only"),
-                                                         ("w8", 32, "weight_only"), ("w4", 16, "ref")])
-def test_experts_of_integer_weights_have_a_kernel_for_wide_groups(shared: Path, values: str, group: int,
-                                                                  kernel: str) -> None:
+@pytest.mark.parametrize(
+    ("values", "group", "kernel"),
+    [("w4", 128, "weight_only"), ("w4", 0, "weight_only"), ("w8", 32, "weight_only"), ("w4", 16, "ref")],
+)
+def test_experts_of_integer_weights_have_a_kernel_for_wide_groups(
+    shared: Path, values: str, group: int, kernel: str
+) -> None:
     model = read_checkpoint_config(shared / "hf" / "Qwen3-30B-A3B")
     needs = KernelNeeds(device="cuda", dtype="bfloat16", scheme=Scheme(values=values, block=(1, group)))
     found = moe_plans(model, needs, lambda need: "")

@@ -95,8 +95,12 @@ def test_another_kernel_in_a_plan_is_another_kernel_that_runs(monkeypatch: pytes
         model = build_model(plan)
         load_dummy(model)
         kv = [KVView(*torch.zeros(2, 2, args.num_kv_heads, 8, args.head_dim)) for _ in range(args.num_layers)]
-        meta = AttentionMeta(torch.tensor([0, 4], dtype=torch.int32), torch.tensor([4], dtype=torch.int32),
-                             torch.tensor([[1]], dtype=torch.int32), torch.arange(8, 12))  # fmt: skip
+        meta = AttentionMeta(
+            torch.tensor([0, 4], dtype=torch.int32),
+            torch.tensor([4], dtype=torch.int32),
+            torch.tensor([[1]], dtype=torch.int32),
+            torch.arange(8, 12),
+        )
         run_layers(model, model.embed(torch.arange(4)), StepContext(torch.arange(4), (meta,), kv))
         assert len(called) == args.num_layers * len(forced)
 

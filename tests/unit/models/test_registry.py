@@ -25,10 +25,17 @@ from ...support.tiny_models import FAMILIES as TESTED
 ROOT = Path(__file__).resolve().parents[3]
 ARGS = parse_checkpoint_config(
     {
-        "model_type": "qwen3", "vocab_size": 20, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64,
+        "model_type": "qwen3",
+        "vocab_size": 20,
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "max_position_embeddings": 64,
     }
-)  # fmt: skip
+)
 
 
 def test_every_family_has_a_file() -> None:
@@ -41,8 +48,13 @@ def test_every_family_has_its_tests() -> None:
 
 
 def test_a_family_without_a_row_of_its_own_is_told() -> None:
-    done = subprocess.run([sys.executable, "-m", "tests.support.tiny_models", "nosuch", "x"], capture_output=True,
-                          text=True, env={"PYTHONPATH": ":".join(sys.path)}, cwd=ROOT)  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.support.tiny_models", "nosuch", "x"],
+        capture_output=True,
+        text=True,
+        env={"PYTHONPATH": ":".join(sys.path)},
+        cwd=ROOT,
+    )
     assert done.returncode == 1 and done.stderr.startswith("nosuch has no row in FAMILIES of tests/support/tiny_models")
 
 
@@ -63,15 +75,23 @@ def test_a_model_holds_nothing_before_it_is_loaded() -> None:
 
 MOE = parse_checkpoint_config(
     {
-        "model_type": "mixtral", "vocab_size": 20, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64, "num_local_experts": 8,
+        "model_type": "mixtral",
+        "vocab_size": 20,
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 64,
+        "num_local_experts": 8,
         "num_experts_per_tok": 2,
     }
-)  # fmt: skip
+)
 
 
 def test_uniform_routing_takes_the_routers_place() -> None:
     """Zero weights would send every token to experts 0 and 1."""
+
     def hits(routing: str) -> set[int]:
         model = built(MOE, routing=routing, load_format="dummy")
         fill(model, lambda raw: torch.zeros(raw.shape))
@@ -110,12 +130,29 @@ def test_a_linear_layer_runs_the_kernel_of_its_plan() -> None:
 
 def test_scores_that_must_be_exact_are_planned_for_the_reference() -> None:
     """The reference replaces a kernel that rounds the scores; other layers keep the kernel."""
-    args = parse_checkpoint_config({
-        "model_type": "deepseek_v3", "vocab_size": 20, "hidden_size": 16, "intermediate_size": 24, "q_lora_rank": None,
-        "num_hidden_layers": 2, "num_attention_heads": 2, "max_position_embeddings": 64, "n_routed_experts": 4,
-        "num_experts_per_tok": 2, "moe_intermediate_size": 8, "n_shared_experts": 1, "first_k_dense_replace": 0,
-        "n_group": 1, "topk_group": 1, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8,
-        "kv_lora_rank": 8})  # fmt: skip
+    args = parse_checkpoint_config(
+        {
+            "model_type": "deepseek_v3",
+            "vocab_size": 20,
+            "hidden_size": 16,
+            "intermediate_size": 24,
+            "q_lora_rank": None,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "max_position_embeddings": 64,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 8,
+            "n_shared_experts": 1,
+            "first_k_dense_replace": 0,
+            "n_group": 1,
+            "topk_group": 1,
+            "qk_nope_head_dim": 8,
+            "qk_rope_head_dim": 4,
+            "v_head_dim": 8,
+            "kv_lora_rank": 8,
+        }
+    )
     for features, kernel in (((), "ref"), (("exact",), "fast")):
         plans = linear_plans(args, layout(args), [Choice("linear", "fast", "because", features=features)])
         assert plans["layers.0.mlp.router"].layout == kernel

@@ -33,18 +33,26 @@ def model(shared: Path) -> ModelArgs:
     return read_checkpoint_config(shared / "hf" / "Qwen3-30B-A3B")
 
 
-def plan(model: ModelArgs, phase: str = "decode", parallel: Parallel | None = None,
-         dispatcher: str = "pull") -> MoEPlan:  # fmt: skip
-    hardware = Hardware(device="cuda", kernels=(("scaled", ""),), eager=True,
-                        features={"scaled": ("join", "quantized rows")})  # fmt: skip
+def plan(
+    model: ModelArgs, phase: str = "decode", parallel: Parallel | None = None, dispatcher: str = "pull"
+) -> MoEPlan:
+    hardware = Hardware(
+        device="cuda", kernels=(("scaled", ""),), eager=True, features={"scaled": ("join", "quantized rows")}
+    )
     parallel = parallel or Parallel(dp=8, experts=True)
     return resolve_moe(model, BLOCK, parallel, hardware, phase, {"dispatcher": dispatcher})
 
 
-@pytest.mark.parametrize(("scheme", "form", "size"), [
-    (BLOCK, Wire("e4m3", 128), 2048 + 64), (POWERS, Wire("e4m3", 128, True), 2048 + 64),
-    (CHANNEL, Wire("e4m3"), 2048 + 4), (INT8, Wire("int8"), 2048 + 4),
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    ("scheme", "form", "size"),
+    [
+        (BLOCK, Wire("e4m3", 128), 2048 + 64),
+        (POWERS, Wire("e4m3", 128, True), 2048 + 64),
+        (CHANNEL, Wire("e4m3"), 2048 + 4),
+        (INT8, Wire("int8"), 2048 + 4),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("phase", ["prefill", "decode"])
 @pytest.mark.parametrize("dispatcher", ["pull", "all-gather"])
 def test_rules_of_a_row(model: ModelArgs, scheme: Scheme, form: Wire, size: int, phase: str, dispatcher: str) -> None:
@@ -56,14 +64,19 @@ def test_rules_of_a_row(model: ModelArgs, scheme: Scheme, form: Wire, size: int,
     assert made.quantize_at == "wire" and replace(made, wire=before.wire, quantize_at=before.quantize_at) == before
 
 
-@pytest.mark.parametrize(("schemes", "columns", "why"), [
-    ((None,), 2048, "the experts do not quantize rows"), ((INTEGERS,), 2048, "the experts do not quantize rows"),
-    ((STATIC,), 2048, "each expert has a scale of its own for its rows"),
-    ((BLOCK, None), 2048, "layers quantize the rows of experts in different ways"),
-    ((BLOCK, CHANNEL), 2048, "layers quantize the rows of experts in different ways"),
-    ((BLOCK,), 2880, "rows of 2880 columns do not divide into parts of 128"),
-    ((INT8,), 2888, "rows of 2888 columns do not divide into parts of 16"),
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    ("schemes", "columns", "why"),
+    [
+        ((None,), 2048, "the experts do not quantize rows"),
+        ((INTEGERS,), 2048, "the experts do not quantize rows"),
+        ((STATIC,), 2048, "each expert has a scale of its own for its rows"),
+        ((BLOCK, None), 2048, "layers quantize the rows of experts in different ways"),
+        ((BLOCK, CHANNEL), 2048, "layers quantize the rows of experts in different ways"),
+        ((BLOCK,), 2880, "rows of 2880 columns do not divide into parts of 128"),
+        ((INT8,), 2888, "rows of 2888 columns do not divide into parts of 16"),
+    ],
+    ids=str,
+)
 def test_reasons_for_rows_as_they_are(model: ModelArgs, schemes: tuple[Scheme | None], columns: int, why: str) -> None:
     made = with_wire(plan(model), set(schemes), columns, 2)
     assert isinstance(made, MoEPlan)

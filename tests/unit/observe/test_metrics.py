@@ -22,9 +22,23 @@ request_queue_time_seconds request_inference_time_seconds request_prefill_time_s
 request_prefill_kv_computed_tokens request_num_preemptions cache_config_info admission_rejections_total
 """.split()
 STEP = StepStats(
-    step=7, num_running=3, num_waiting=5, num_blocked=2, num_tokens=40, num_prefill_tokens=38, num_scheduled=4,
-    num_prefills=2, num_preempted=6, num_free_blocks=60, num_cached_blocks=20, prefix_queries=100, prefix_hits=25,
-    schedule_s=0.0002, execute_s=0.02, finish_s=0.0001)
+    step=7,
+    num_running=3,
+    num_waiting=5,
+    num_blocked=2,
+    num_tokens=40,
+    num_prefill_tokens=38,
+    num_scheduled=4,
+    num_prefills=2,
+    num_preempted=6,
+    num_free_blocks=60,
+    num_cached_blocks=20,
+    prefix_queries=100,
+    prefix_hits=25,
+    schedule_s=0.0002,
+    execute_s=0.02,
+    finish_s=0.0001,
+)
 
 
 def ready(prefix: str = "quire") -> Metrics:
@@ -67,17 +81,29 @@ def test_a_step_is_counted() -> None:
     metrics.step(STEP, 4)
     samples = scrape(metrics)
     expected = {
-        ("num_requests_running", ""): 3, ("num_requests_waiting", ""): 5,
+        ("num_requests_running", ""): 3,
+        ("num_requests_waiting", ""): 5,
         ("num_requests_waiting_by_reason", "reason=capacity"): 3,
-        ("num_requests_waiting_by_reason", "reason=deferred"): 2, ("kv_cache_usage_perc", ""): 0.4,
-        ("kv_blocks", "state=used"): 40, ("kv_blocks", "state=cached"): 20, ("kv_blocks", "state=free"): 40,
-        ("step_requests", "phase=prefill"): 2, ("step_requests", "phase=decode"): 2,
-        ("step_tokens_total", "phase=prefill"): 38, ("step_tokens_total", "phase=decode"): 2,
-        ("prompt_tokens_total", ""): 63, ("prompt_tokens_by_source_total", "source=local_compute"): 38,
-        ("prompt_tokens_by_source_total", "source=local_cache_hit"): 25, ("generation_tokens_total", ""): 4,
-        ("prefix_cache_queries_total", ""): 100, ("prefix_cache_hits_total", ""): 25,
-        ("num_preemptions_total", ""): 6, ("steps_total", ""): 1, ("iteration_tokens_total_sum", ""): 42,
-        ("step_time_seconds_sum", "part=schedule"): 0.0002, ("step_time_seconds_sum", "part=execute"): 0.02,
+        ("num_requests_waiting_by_reason", "reason=deferred"): 2,
+        ("kv_cache_usage_perc", ""): 0.4,
+        ("kv_blocks", "state=used"): 40,
+        ("kv_blocks", "state=cached"): 20,
+        ("kv_blocks", "state=free"): 40,
+        ("step_requests", "phase=prefill"): 2,
+        ("step_requests", "phase=decode"): 2,
+        ("step_tokens_total", "phase=prefill"): 38,
+        ("step_tokens_total", "phase=decode"): 2,
+        ("prompt_tokens_total", ""): 63,
+        ("prompt_tokens_by_source_total", "source=local_compute"): 38,
+        ("prompt_tokens_by_source_total", "source=local_cache_hit"): 25,
+        ("generation_tokens_total", ""): 4,
+        ("prefix_cache_queries_total", ""): 100,
+        ("prefix_cache_hits_total", ""): 25,
+        ("num_preemptions_total", ""): 6,
+        ("steps_total", ""): 1,
+        ("iteration_tokens_total_sum", ""): 42,
+        ("step_time_seconds_sum", "part=schedule"): 0.0002,
+        ("step_time_seconds_sum", "part=execute"): 0.02,
         ("step_time_seconds_count", "part=finish"): 1,
     }
     for (name, label), number in expected.items():
@@ -107,8 +133,18 @@ def test_a_replica_that_died_is_left_out() -> None:
 
 def test_tiers_are_counted_by_tier_and_direction() -> None:
     metrics = ready()
-    host = TierStats(num_blocks=9, num_used=4, num_loaded=3, loaded_bytes=30, loaded_seconds=0.5, num_stored=7,
-                     stored_bytes=70, stored_seconds=2.0, num_failed=1, num_dropped=2)  # fmt: skip
+    host = TierStats(
+        num_blocks=9,
+        num_used=4,
+        num_loaded=3,
+        loaded_bytes=30,
+        loaded_seconds=0.5,
+        num_stored=7,
+        stored_bytes=70,
+        stored_seconds=2.0,
+        num_failed=1,
+        num_dropped=2,
+    )
     metrics.step(msgspec.structs.replace(STEP, tiers={Tier.HOST: host, Tier.DISK: TierStats(num_stored=5)}), 2)
     assert value(metrics, "kv_tier_blocks", tier="host", state="used") == 4
     assert value(metrics, "kv_tier_copied_blocks_total", tier="host", direction="load") == 3
@@ -130,14 +166,34 @@ def test_a_request_from_start_to_end() -> None:
     metrics.first_token(0.03)
     metrics.inter_token(0.015, 4)
     metrics.tokens(5)
-    metrics.request_finished("length", num_prompt=30, num_output=5, queue_s=0.01, prefill_s=0.02, decode_s=0.06,
-                             e2e_s=0.09, num_cached=16, num_preemptions=3, token_s=[0.02, 0.03])
-    sums = {"time_to_first_token_seconds": 0.03, "inter_token_latency_seconds": 0.06,
-            "request_time_per_output_token_seconds": 0.05, "e2e_request_latency_seconds": 0.09,
-            "request_queue_time_seconds": 0.01, "request_prefill_time_seconds": 0.02,
-            "request_decode_time_seconds": 0.06, "request_inference_time_seconds": 0.08, "request_prompt_tokens": 30,
-            "request_generation_tokens": 5, "request_prefill_kv_computed_tokens": 14, "request_params_n": 2,
-            "request_params_max_tokens": 64, "request_num_preemptions": 3}
+    metrics.request_finished(
+        "length",
+        num_prompt=30,
+        num_output=5,
+        queue_s=0.01,
+        prefill_s=0.02,
+        decode_s=0.06,
+        e2e_s=0.09,
+        num_cached=16,
+        num_preemptions=3,
+        token_s=[0.02, 0.03],
+    )
+    sums = {
+        "time_to_first_token_seconds": 0.03,
+        "inter_token_latency_seconds": 0.06,
+        "request_time_per_output_token_seconds": 0.05,
+        "e2e_request_latency_seconds": 0.09,
+        "request_queue_time_seconds": 0.01,
+        "request_prefill_time_seconds": 0.02,
+        "request_decode_time_seconds": 0.06,
+        "request_inference_time_seconds": 0.08,
+        "request_prompt_tokens": 30,
+        "request_generation_tokens": 5,
+        "request_prefill_kv_computed_tokens": 14,
+        "request_params_n": 2,
+        "request_params_max_tokens": 64,
+        "request_num_preemptions": 3,
+    }
     assert {name: value(metrics, name + "_sum") for name in sums} == pytest.approx(sums)
     assert value(metrics, "inter_token_latency_seconds_count") == 4
     assert value(metrics, "request_success_total", finished_reason="length") == 1
@@ -147,8 +203,9 @@ def test_a_request_from_start_to_end() -> None:
 
 def test_a_request_that_never_ran_has_no_times_of_phases() -> None:
     metrics = ready()
-    metrics.request_finished("abort", num_prompt=3, num_output=0, queue_s=None, prefill_s=None, decode_s=None,
-                             e2e_s=1.0)
+    metrics.request_finished(
+        "abort", num_prompt=3, num_output=0, queue_s=None, prefill_s=None, decode_s=None, e2e_s=1.0
+    )
     assert value(metrics, "e2e_request_latency_seconds_count") == 1
     assert value(metrics, "request_queue_time_seconds_count") == 0
     assert value(metrics, "request_inference_time_seconds_count") == 0

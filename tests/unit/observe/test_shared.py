@@ -26,13 +26,16 @@ def play(every: list[SharedMetrics]) -> None:
     for number, metrics in enumerate(every):
         metrics.engine_ready(num_blocks=10, block_size=16, max_model_len=64)
         metrics.request_started(SamplingParams(max_tokens=4))
-        metrics.step(StepStats(**STATE, step=-1 if number else 0, num_tokens=18, num_prefill_tokens=15, execute_s=0.1),
-                     1 if number else len(every))
+        metrics.step(
+            StepStats(**STATE, step=-1 if number else 0, num_tokens=18, num_prefill_tokens=15, execute_s=0.1),
+            1 if number else len(every),
+        )
         metrics.tokens(1)
         metrics.http("/v1/completions", 200)
         metrics.aborted("disconnect")
-        metrics.request_finished("stop", num_prompt=5, num_output=1, queue_s=0.1, prefill_s=0.1, decode_s=0.1,
-                                 e2e_s=2.0)
+        metrics.request_finished(
+            "stop", num_prompt=5, num_output=1, queue_s=0.1, prefill_s=0.1, decode_s=0.1, e2e_s=2.0
+        )
 
 
 async def shared(every: list[SharedMetrics], folder: Path) -> None:
@@ -52,19 +55,31 @@ def test_any_process_shows_the_counts_of_all(tmp_path: Path) -> None:
     alone, whole = samples(one), [samples(metrics) for metrics in every]
     for found in whole[1:]:
         assert {name for name, value in found.items() if value != whole[0][name]} <= {
-            name for name in found if "last_step_age" in name or "resident" in name}
-    for name, factor in (("request_success_total", 3), ("http_requests_total", 3), ("generation_tokens_total", 3),
-                         ("request_prompt_tokens_count", 3), ("e2e_request_latency_seconds_sum", 3), ("steps_total", 1),
-                         ("delivered_tokens_total", 3), ("num_requests_running{", 1), ("kv_cache_usage_perc", 1),
-                         ("step_time_seconds_count", 1), ("prefix_cache_hits_total", 1), ("step_tokens_total", 1)):
+            name for name in found if "last_step_age" in name or "resident" in name
+        }
+    for name, factor in (
+        ("request_success_total", 3),
+        ("http_requests_total", 3),
+        ("generation_tokens_total", 3),
+        ("request_prompt_tokens_count", 3),
+        ("e2e_request_latency_seconds_sum", 3),
+        ("steps_total", 1),
+        ("delivered_tokens_total", 3),
+        ("num_requests_running{", 1),
+        ("kv_cache_usage_perc", 1),
+        ("step_time_seconds_count", 1),
+        ("prefix_cache_hits_total", 1),
+        ("step_tokens_total", 1),
+    ):
         keys = [key for key in alone if key.startswith(f"quire:{name}")]
         assert keys and [whole[0][key] for key in keys] == [factor * alone[key] for key in keys], name
     roles = [key for key in whole[0] if "resident" in key]
     assert [any(f'"{role}"' in key for key in roles) for role in ("http", "http_1", "http_2")] == [True] * 3
 
 
-def test_counts_are_written_again_after_a_fault(tmp_path: Path, caplog: pytest.LogCaptureFixture,
-                                                monkeypatch: pytest.MonkeyPatch) -> None:
+def test_counts_are_written_again_after_a_fault(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A full disk, for example. One line tells it, whatever the number of faults."""
     monkeypatch.setattr("quire.observe.shared.INTERVAL", 0.0)
     (blocked := tmp_path / "counts1.new").mkdir()

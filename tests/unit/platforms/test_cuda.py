@@ -16,15 +16,18 @@ def test_a_machine_without_a_gpu_is_told_what_to_do() -> None:
         read_cuda_facts()
 
 
-@pytest.mark.parametrize(("capability", "architectures", "runs"), [
-    ((9, 0), ["sm_80", "sm_90"], True),
-    ((8, 9), ["sm_80"], True),
-    ((9, 0), ["sm_80"], False),
-    ((12, 0), ["sm_80", "sm_90a"], False),
-    ((12, 0), ["sm_100", "compute_90"], True),
-    ((7, 5), ["sm_80", "compute_80"], False),
-    ((9, 0), [], True),
-])
+@pytest.mark.parametrize(
+    ("capability", "architectures", "runs"),
+    [
+        ((9, 0), ["sm_80", "sm_90"], True),
+        ((8, 9), ["sm_80"], True),
+        ((9, 0), ["sm_80"], False),
+        ((12, 0), ["sm_80", "sm_90a"], False),
+        ((12, 0), ["sm_100", "compute_90"], True),
+        ((7, 5), ["sm_80", "compute_80"], False),
+        ((9, 0), [], True),
+    ],
+)
 def test_machine_code_and_ptx(capability: tuple[int, int], architectures: list[str], runs: bool) -> None:
     assert runs_on(capability, architectures) is runs
 
@@ -58,12 +61,15 @@ class Nvml:
         return 0
 
 
-@pytest.mark.parametrize(("nvml", "uuid", "found"), [
-    (Nvml(), "GPU-1", NvmlFacts(driver_version="580.159.04", others_memory=12)),
-    (Nvml(), "GPU-2", NvmlFacts(driver_version="580.159.04", others_memory=None)),
-    (Nvml(used=(5, 2**64 - 1)), "GPU-1", NvmlFacts(driver_version="580.159.04", others_memory=None)),
-    (Nvml(init=9), "GPU-1", NvmlFacts()),
-])
+@pytest.mark.parametrize(
+    ("nvml", "uuid", "found"),
+    [
+        (Nvml(), "GPU-1", NvmlFacts(driver_version="580.159.04", others_memory=12)),
+        (Nvml(), "GPU-2", NvmlFacts(driver_version="580.159.04", others_memory=None)),
+        (Nvml(used=(5, 2**64 - 1)), "GPU-1", NvmlFacts(driver_version="580.159.04", others_memory=None)),
+        (Nvml(init=9), "GPU-1", NvmlFacts()),
+    ],
+)
 def test_what_the_driver_tells_of_other_processes(nvml: Nvml, uuid: str, found: NvmlFacts) -> None:
     assert read_nvml(uuid, lambda name: nvml) == found  # type: ignore[arg-type,return-value]
     assert nvml.open == 0
@@ -78,7 +84,14 @@ def test_no_management_library() -> None:
 
 def test_facts_are_one_line() -> None:
     facts = CudaFacts(
-        name="NVIDIA H200", capability=(9, 0), num_sms=132, total_memory=140 * 1024**3,
-        free_memory=139 * 1024**3, others_memory=0, driver_version="580.1", runtime_version="13.0",
-        torch_version="2.11")
+        name="NVIDIA H200",
+        capability=(9, 0),
+        num_sms=132,
+        total_memory=140 * 1024**3,
+        free_memory=139 * 1024**3,
+        others_memory=0,
+        driver_version="580.1",
+        runtime_version="13.0",
+        torch_version="2.11",
+    )
     assert str(facts) == ("NVIDIA H200, sm_90, 132 multiprocessors, 140.0 GiB; driver 580.1, CUDA 13.0, PyTorch 2.11")

@@ -49,38 +49,60 @@ def test_a_machine_without_a_driver() -> None:
     assert probe_driver(absent).missing == "there is no NVIDIA driver"
 
 
-@pytest.mark.parametrize(("driver", "found"), [
-    (Driver(), DriverProbe(capability=(9, 0), memory=80 << 30, count=2)),
-    (Driver(attributes=(8, 6)), DriverProbe(capability=(8, 6), memory=80 << 30, count=2)),
-    (Driver(init=100), DriverProbe(missing="the driver sees no GPU")),
-    (Driver(init=803), DriverProbe(missing="the driver fails to start (CUDA error 803)")),
-    (Driver(count=0), DriverProbe(missing="the driver sees no GPU")),
-])
+@pytest.mark.parametrize(
+    ("driver", "found"),
+    [
+        (Driver(), DriverProbe(capability=(9, 0), memory=80 << 30, count=2)),
+        (Driver(attributes=(8, 6)), DriverProbe(capability=(8, 6), memory=80 << 30, count=2)),
+        (Driver(init=100), DriverProbe(missing="the driver sees no GPU")),
+        (Driver(init=803), DriverProbe(missing="the driver fails to start (CUDA error 803)")),
+        (Driver(count=0), DriverProbe(missing="the driver sees no GPU")),
+    ],
+)
 def test_what_a_driver_says(driver: Driver, found: DriverProbe) -> None:
     assert probe_driver(answering(driver)) == found
 
 
-@pytest.mark.parametrize(("asked", "probe", "built_for", "device", "reason"), [
-    ("auto", GOOD, "13.0", "cuda", "there is a GPU"),
-    ("auto", NONE, "13.0", "cpu", "no NVIDIA driver"),
-    ("auto", GOOD, "", "cpu", "build without CUDA"),
-    ("auto", OLD, "13.0", "cpu", "capability 7.5 is below 8.0"),
-    ("cpu", GOOD, "13.0", "cpu", "as asked"),
-    ("cuda", GOOD, "13.0", "cuda", "as asked"),
-    ("cuda", OLD, "13.0", "cuda", "as asked"),
-])
+@pytest.mark.parametrize(
+    ("asked", "probe", "built_for", "device", "reason"),
+    [
+        ("auto", GOOD, "13.0", "cuda", "there is a GPU"),
+        ("auto", NONE, "13.0", "cpu", "no NVIDIA driver"),
+        ("auto", GOOD, "", "cpu", "build without CUDA"),
+        ("auto", OLD, "13.0", "cpu", "capability 7.5 is below 8.0"),
+        ("cpu", GOOD, "13.0", "cpu", "as asked"),
+        ("cuda", GOOD, "13.0", "cuda", "as asked"),
+        ("cuda", OLD, "13.0", "cuda", "as asked"),
+    ],
+)
 def test_the_choice(asked: str, probe: DriverProbe, built_for: str, device: str, reason: str) -> None:
     found = resolve_device(asked, lambda: probe, lambda: built_for)
     assert found.device == device and reason in found.reason
 
 
-@pytest.mark.parametrize(("parallel", "count", "why"), [
-    (Parallel(tp=2), 1, "-tp 2 needs 2 GPUs, and this process sees 1: use one device (no -tp and no -pp), make more"),
-    (Parallel(tp=2, pp=2), 3, "-tp 2 -pp 2 needs 4 GPUs, and this process sees 3: use -tp 2, make more GPUs visible"),
-    (Parallel(tp=8), 6, "-tp 8 needs 8 GPUs, and this process sees 6: use -tp 4, make more GPUs visible (CUDA_VISIBLE"),
-    (Parallel(pp=2), 0, "-pp 2 needs 2 GPUs, and this process sees 0: use one device"),
-    (Parallel(tp=2), 2, ""), (Parallel(), 0, ""),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("parallel", "count", "why"),
+    [
+        (
+            Parallel(tp=2),
+            1,
+            "-tp 2 needs 2 GPUs, and this process sees 1: use one device (no -tp and no -pp), make more",
+        ),
+        (
+            Parallel(tp=2, pp=2),
+            3,
+            "-tp 2 -pp 2 needs 4 GPUs, and this process sees 3: use -tp 2, make more GPUs visible",
+        ),
+        (
+            Parallel(tp=8),
+            6,
+            "-tp 8 needs 8 GPUs, and this process sees 6: use -tp 4, make more GPUs visible (CUDA_VISIBLE",
+        ),
+        (Parallel(pp=2), 0, "-pp 2 needs 2 GPUs, and this process sees 0: use one device"),
+        (Parallel(tp=2), 2, ""),
+        (Parallel(), 0, ""),
+    ],
+)
 def test_ranks_need_a_gpu_each(parallel: Parallel, count: int, why: str) -> None:
     def probe() -> DriverProbe:
         return probe_driver(answering(Driver(count=count)))
@@ -93,8 +115,10 @@ def test_ranks_need_a_gpu_each(parallel: Parallel, count: int, why: str) -> None
     assert str(refused.value).startswith(why) and str(refused.value).endswith("or use --device cpu.")
 
 
-@pytest.mark.parametrize(("probe", "built_for", "why"), [(NONE, "13.0", "there is no NVIDIA driver"),
-                                                          (GOOD, "", "PyTorch is a build without CUDA")])
+@pytest.mark.parametrize(
+    ("probe", "built_for", "why"),
+    [(NONE, "13.0", "there is no NVIDIA driver"), (GOOD, "", "PyTorch is a build without CUDA")],
+)
 def test_a_gpu_that_is_not_there(probe: DriverProbe, built_for: str, why: str) -> None:
     with pytest.raises(ConfigError) as refused:
         resolve_device("cuda", lambda: probe, lambda: built_for)
@@ -107,7 +131,9 @@ def test_the_build_of_torch_is_read_not_imported() -> None:
 
     expected = ".".join((torch.version.cuda or "").split(".")[:2])
     assert torch_cuda_version() == expected
-    code = ("import sys; from quire.platforms import cuda, detect; detect.resolve_device('auto'); "
-            "detect.torch_cuda_version(); print('torch' in sys.modules)")
+    code = (
+        "import sys; from quire.platforms import cuda, detect; detect.resolve_device('auto'); "
+        "detect.torch_cuda_version(); print('torch' in sys.modules)"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.strip() == "False"

@@ -173,8 +173,9 @@ def test_a_rank_with_half_of_the_heads_gets_these(node: Node, follow: Any, head:
 
 
 @pytest.mark.parametrize("fault", PAGE_FAULTS)
-def test_a_fault_costs_blocks_and_nothing_else(node: Node, follow: Any, monkeypatch: pytest.MonkeyPatch, fault: str
-                                               ) -> None:  # fmt: skip
+def test_a_fault_costs_blocks_and_nothing_else(
+    node: Node, follow: Any, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
     plant(monkeypatch, f"page=ok/{fault}" + "/ok" * 50)
     node.put(1, 2, 3)
     peers = follow()
@@ -186,7 +187,8 @@ def test_a_fault_costs_blocks_and_nothing_else(node: Node, follow: Any, monkeypa
 
 @pytest.mark.parametrize("phase", PHASES)
 def test_a_share_that_is_lost_in_any_phase_costs_blocks_and_nothing_else(
-        node: Node, follow: Any, monkeypatch: pytest.MonkeyPatch, phase: str) -> None:
+    node: Node, follow: Any, monkeypatch: pytest.MonkeyPatch, phase: str
+) -> None:
     plant(monkeypatch, phase.replace("=", "=ok/ok/") + "/ok" * 50)
     node.put(1, 2, 3)
     peers = follow()
@@ -211,8 +213,9 @@ def test_readers_that_are_lost_in_any_phase_harm_nobody(node: Node, follow: Any)
     until(lambda: len(node.share._lines) == 1)
 
 
-def test_a_block_overwritten_while_it_is_copied_is_not_sent(node: Node, follow: Any, monkeypatch: pytest.MonkeyPatch
-                                                            ) -> None:  # fmt: skip
+def test_a_block_overwritten_while_it_is_copied_is_not_sent(
+    node: Node, follow: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     node.put(1, 2)
     peers = follow()
     until(lambda: peers.has(name(2)))
@@ -228,8 +231,9 @@ def test_a_block_overwritten_while_it_is_copied_is_not_sent(node: Node, follow: 
     assert fetch(peers, 1, 2) == {1}
 
 
-def test_a_block_overwritten_after_its_header_is_not_taken(node: Node, follow: Any, monkeypatch: pytest.MonkeyPatch
-                                                           ) -> None:  # fmt: skip
+def test_a_block_overwritten_after_its_header_is_not_taken(
+    node: Node, follow: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     node.put(1, 2)
     peers, send = follow(), block_share.BlockLine.send_page
     until(lambda: peers.has(name(2)))
@@ -265,8 +269,9 @@ def test_a_share_that_is_frozen(follow: Any) -> None:
         until(lambda: not peers._peers[0].keys)
 
 
-def test_frozen_peers_are_asked_together_and_only_once(node: Node, follow: Any, monkeypatch: pytest.MonkeyPatch
-                                                       ) -> None:  # fmt: skip
+def test_frozen_peers_are_asked_together_and_only_once(
+    node: Node, follow: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(block_peers, "AVOID_SECONDS", 60.0)
     together, opened = threading.Barrier(2, timeout=20), list[Any]()
 
@@ -303,10 +308,16 @@ def test_a_read_that_ends_early_is_told_once(node: Node, follow: Any, caplog: py
     assert f"{words}{node.share._shards[0].file} is another file" in caplog.text
 
 
-@pytest.mark.parametrize(("other", "words"), [({"key": b"another key, as long"}, "has another key"),
-                                              ({"namespace": b"another model"}, "refuses to share its KV blocks")])
-def test_strangers_get_nothing(node: Node, follow: Any, caplog: pytest.LogCaptureFixture, other: dict[str, bytes],
-                               words: str) -> None:  # fmt: skip
+@pytest.mark.parametrize(
+    ("other", "words"),
+    [
+        ({"key": b"another key, as long"}, "has another key"),
+        ({"namespace": b"another model"}, "refuses to share its KV blocks"),
+    ],
+)
+def test_strangers_get_nothing(
+    node: Node, follow: Any, caplog: pytest.LogCaptureFixture, other: dict[str, bytes], words: str
+) -> None:
     node.put(1)
     peers = follow(**other)
     until(lambda: words in caplog.text)
@@ -334,8 +345,9 @@ def test_nonsense_harms_nobody(node: Node, follow: Any) -> None:
         line.close()
 
 
-def test_memory_that_cannot_be_opened(node: Node, follow: Any, caplog: pytest.LogCaptureFixture,
-                                      monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+def test_memory_that_cannot_be_opened(
+    node: Node, follow: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Blocks come over TCP then, and a line says so."""
     node.put(1, 2)
     peers = follow()
@@ -353,8 +365,9 @@ def test_memory_that_cannot_be_opened(node: Node, follow: Any, caplog: pytest.Lo
     words = "on this host, cannot be opened (not for you): its KV blocks come over TCP"
     near = block_share.BlockLine.near is not False
     assert caplog.text.count(words) == near
-    node.share._shards = tuple(msgspec.structs.replace(one, token=bytes([rank, 98]))
-                               for rank, one in enumerate(node.share._shards))  # fmt: skip
+    node.share._shards = tuple(
+        msgspec.structs.replace(one, token=bytes([rank, 98])) for rank, one in enumerate(node.share._shards)
+    )
     for rank, one in enumerate(node.share._shards):
         node.write(0, one.token, rank)
     assert fetch(peers, 1, 2) == set() and caplog.text.count(words) == 2 * near, "a peer that was started again"

@@ -26,8 +26,14 @@ def make_core(**options: Any) -> EngineCore:
 
 def new(handle: int, tokens: int = 4, parent: int | None = None) -> NewRequest:
     prompt = array("I", [handle + 1, 2, 3])
-    return NewRequest(handle=handle, request_id=str(handle), token_ids=prompt.tobytes(), max_tokens=tokens,
-                      sampler=SamplerSpec(seed=handle, num_prompt=3), parent=parent)
+    return NewRequest(
+        handle=handle,
+        request_id=str(handle),
+        token_ids=prompt.tobytes(),
+        max_tokens=tokens,
+        sampler=SamplerSpec(seed=handle, num_prompt=3),
+        parent=parent,
+    )
 
 
 class Caller:

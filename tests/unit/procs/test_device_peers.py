@@ -95,8 +95,14 @@ class Reader:
         """Read blocks, check the pages of those that came, and return the numbers of those that did not."""
         keys = tuple(map(name, numbers))
         targets = np.arange(len(keys), 0, -1, dtype=np.int32)
-        job = CopyJob(id=0, source=Tier.CUDA_IPC, target=Tier.DEVICE, keys=keys, targets=targets,
-                      sources=np.array(self.peers.holders(keys), np.int32))  # fmt: skip
+        job = CopyJob(
+            id=0,
+            source=Tier.CUDA_IPC,
+            target=Tier.DEVICE,
+            keys=keys,
+            targets=targets,
+            sources=np.array(self.peers.holders(keys), np.int32),
+        )
         failed = self.devices.begin()(job, range(len(keys)))
         half = SIZE // 2 * self.part.head
         for index, number in enumerate(numbers):
@@ -157,7 +163,8 @@ def once(act: Callable[[], Any]) -> None:
 
 
 def test_a_peer_is_named_and_a_silent_one_is_not_asked_again_at_once(
-        node: Node, reader: Reader, monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+    node: Node, reader: Reader, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert reader.peers.holder(name(1)) == "{}:{}".format(*node.place) and reader.peers.holder(name(9)) == ""
     monkeypatch.setattr(block_peers, "AVOID_SECONDS", 60.0)
     asked = list[Any]()
@@ -212,7 +219,8 @@ def test_a_block_that_came_back_to_its_place_during_the_copy_is_not_used(node: N
 
 @pytest.mark.parametrize("phase", PHASES)
 def test_a_share_that_is_lost_in_any_phase_costs_blocks_and_nothing_else(
-        node: Node, monkeypatch: pytest.MonkeyPatch, phase: str) -> None:
+    node: Node, monkeypatch: pytest.MonkeyPatch, phase: str
+) -> None:
     plant(monkeypatch, phase.replace("=", "=ok/ok/ok/") + "/ok" * 50)
     node.put(1, 2, 3)
     with closing(Reader(node.place)) as reader:
@@ -252,8 +260,9 @@ def test_a_mapping_ends_with_its_rank(node: Node) -> None:
     until(lambda: not SharedIpc.mapped)
 
 
-def test_memory_that_cannot_be_mapped_is_said_once(node: Node, reader: Reader, monkeypatch: pytest.MonkeyPatch,
-                                                   caplog: pytest.LogCaptureFixture) -> None:  # fmt: skip
+def test_memory_that_cannot_be_mapped_is_said_once(
+    node: Node, reader: Reader, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr(SharedIpc, "refused", "another user")
     monkeypatch.setattr(device_peers, "REFUSED_SECONDS", 0.0)
     for _ in range(3):
@@ -266,7 +275,8 @@ def test_memory_that_cannot_be_mapped_is_said_once(node: Node, reader: Reader, m
 def test_a_peer_on_another_machine_is_read_in_another_way(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     node.share._shards = tuple(
         msgspec.structs.replace(one, memory=msgspec.structs.replace(one.memory, machine="another"))
-        for one in node.share._shards)  # fmt: skip
+        for one in node.share._shards
+    )
     node.put(1)
     with closing(Reader(node.place)) as reader, closing(BlockPeers([node.place], KEY, NAMESPACE)) as host:
         host.follow()
@@ -307,8 +317,9 @@ def lose(process: subprocess.Popen[str], signal: int) -> None:
 
 @pytest.mark.parametrize("signal", ["KILL", "STOP"])
 def test_a_process_that_is_lost_between_the_copy_and_its_confirmation(signal: str) -> None:
-    with subprocess.Popen([sys.executable, "-c", OWNER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-                          cwd=ROOT) as owner:  # fmt: skip
+    with subprocess.Popen(
+        [sys.executable, "-c", OWNER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT
+    ) as owner:
         try:
             assert owner.stdout is not None
             with closing(Reader(("127.0.0.1", int(owner.stdout.readline())))) as reader:
@@ -322,9 +333,23 @@ def test_a_process_that_is_lost_between_the_copy_and_its_confirmation(signal: st
 
 def test_jobs_of_one_peer_take_turns(node: Node, reader: Reader) -> None:
     node.put(4, 5)
-    others = [threading.Thread(target=reader.devices.begin(), args=(CopyJob(
-        id=i, source=Tier.CUDA_IPC, target=Tier.DEVICE, keys=(name(i),), targets=np.array([i], np.int32),
-        sources=np.zeros(1, np.int32)), (0,))) for i in (1, 2, 3, 4, 5)]  # fmt: skip
+    others = [
+        threading.Thread(
+            target=reader.devices.begin(),
+            args=(
+                CopyJob(
+                    id=i,
+                    source=Tier.CUDA_IPC,
+                    target=Tier.DEVICE,
+                    keys=(name(i),),
+                    targets=np.array([i], np.int32),
+                    sources=np.zeros(1, np.int32),
+                ),
+                (0,),
+            ),
+        )
+        for i in (1, 2, 3, 4, 5)
+    ]
     for one in others:
         one.start()
     for one in others:
@@ -345,8 +370,14 @@ def test_memory_stays_until_a_copy_into_it_has_ended(node: Node, monkeypatch: py
     monkeypatch.setattr(SharedIpc, "copy", gated)
     reader = Reader(node.place)
     memory = weakref.ref(reader.devices._pages)
-    job = CopyJob(id=1, source=Tier.CUDA_IPC, target=Tier.DEVICE, keys=(name(1),), targets=np.array([1], np.int32),
-                  sources=np.zeros(1, np.int32))  # fmt: skip
+    job = CopyJob(
+        id=1,
+        source=Tier.CUDA_IPC,
+        target=Tier.DEVICE,
+        keys=(name(1),),
+        targets=np.array([1], np.int32),
+        sources=np.zeros(1, np.int32),
+    )
     found = list[Any]()
     thread = threading.Thread(target=lambda read: found.append(read(job, (0,))), args=(reader.devices.begin(),))
     thread.start()

@@ -80,8 +80,9 @@ def test_batches_are_numbered_and_can_be_had_again(tmp_path: Path, connect: Any)
     publisher.close()
 
 
-def test_what_finds_no_room_is_lost_and_its_number_missing(tmp_path: Path, connect: Any,
-                                                           monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_finds_no_room_is_lost_and_its_number_missing(
+    tmp_path: Path, connect: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(EventPublisher, "_run", lambda *_: None)  # as if the thread were slow
     monkeypatch.setattr("quire.procs.event_publisher.LAST_WORDS_MS", 10)
     publisher = EventPublisher(settings(tmp_path, max_queue_size=2))

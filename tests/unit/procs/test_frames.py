@@ -40,8 +40,9 @@ def test_messages_of_every_length_arrive(ends: tuple[Frames, Frames]) -> None:
 
 def test_messages_of_several_threads_are_not_mixed(ends: tuple[Frames, Frames]) -> None:
     ours, theirs = ends
-    senders = [threading.Thread(target=lambda n=n: [ours.send(bytes([n]) * 100_000) for _ in range(20)])
-               for n in range(4)]
+    senders = [
+        threading.Thread(target=lambda n=n: [ours.send(bytes([n]) * 100_000) for _ in range(20)]) for n in range(4)
+    ]
     for sender in senders:
         sender.start()
     messages = received(theirs, 80)

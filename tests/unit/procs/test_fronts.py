@@ -20,26 +20,38 @@ from quire.procs.wire import FROM_CORE, encode
 
 COUNT = 3
 PLACES = FrontPlace(count=COUNT).every()
-ROWS = RowLogprobs(ids=np.zeros((1, 1), np.int32), logprobs=np.zeros((1, 1), np.float32),
-                   ranks=np.ones((1, 1), np.int32))
+ROWS = RowLogprobs(
+    ids=np.zeros((1, 1), np.int32), logprobs=np.zeros((1, 1), np.float32), ranks=np.ones((1, 1), np.int32)
+)
 PREFIX = PrefixReport(num_reused=0, num_blocks=1, block=0, position=0, why=Miss.DROPPED)
 FETCHED = Fetched(tier=Tier.HOST)
 
 
 def request(handle: int) -> NewRequest:
-    return NewRequest(handle=handle, request_id=str(handle), token_ids=bytes(4), max_tokens=1,
-                      sampler=SamplerSpec(seed=0, num_prompt=1))
+    return NewRequest(
+        handle=handle,
+        request_id=str(handle),
+        token_ids=bytes(4),
+        max_tokens=1,
+        sampler=SamplerSpec(seed=0, num_prompt=1),
+    )
 
 
 def outputs(*numbers: int) -> StepOutputs:
     """Outputs of a step in which each of these requests got a token, and each field has all of them."""
-    return StepOutputs(handles=np.array(numbers, np.int32), tokens=np.arange(len(numbers), dtype=np.int32),
-                       finished=tuple(Finish(handle=number, reason=FinishReason.LENGTH) for number in numbers),
-                       preempted=numbers, cached=dict.fromkeys(numbers, 1),
-                       prefixes=dict.fromkeys(numbers, PREFIX), origins=dict.fromkeys(numbers, {0: FETCHED}),
-                       homes=dict.fromkeys(numbers, 1),
-                       logprobs=dict.fromkeys(numbers, ROWS), prompt_logprobs=dict.fromkeys(numbers, ROWS),
-                       stats=StepStats(step=7, num_running=len(numbers), num_tokens=9))
+    return StepOutputs(
+        handles=np.array(numbers, np.int32),
+        tokens=np.arange(len(numbers), dtype=np.int32),
+        finished=tuple(Finish(handle=number, reason=FinishReason.LENGTH) for number in numbers),
+        preempted=numbers,
+        cached=dict.fromkeys(numbers, 1),
+        prefixes=dict.fromkeys(numbers, PREFIX),
+        origins=dict.fromkeys(numbers, {0: FETCHED}),
+        homes=dict.fromkeys(numbers, 1),
+        logprobs=dict.fromkeys(numbers, ROWS),
+        prompt_logprobs=dict.fromkeys(numbers, ROWS),
+        stats=StepStats(step=7, num_running=len(numbers), num_tokens=9),
+    )
 
 
 def test_every_request_is_in_the_part_of_its_front_end() -> None:
@@ -53,7 +65,8 @@ def test_every_request_is_in_the_part_of_its_front_end() -> None:
         for name in ("cached", "prefixes", "origins", "homes", "logprobs", "prompt_logprobs"):
             assert list(getattr(part, name)) == list(dict.fromkeys(mine))
     assert [structs.replace(part.stats, step=0, num_elsewhere=0) for part in found] == (
-        [structs.replace(whole.stats, step=0)] * COUNT)
+        [structs.replace(whole.stats, step=0)] * COUNT
+    )
     assert [(part.stats.step, part.stats.num_elsewhere) for part in found] == [(7, 7), (-1, 0), (-1, 0)]
 
 
@@ -63,7 +76,8 @@ def test_the_numbers_of_front_ends_do_not_meet_and_are_int32() -> None:
         assert every[0].first == 0 and every[-1].end <= 2**31
         assert all(before.end == after.first for before, after in zip(every, every[1:], strict=False))
         assert [owner(number, count) for place in every for number in (place.first, place.end - 1)] == (
-            [place.number for place in every for _ in range(2)])
+            [place.number for place in every for _ in range(2)]
+        )
 
 
 def test_a_message_goes_to_those_whom_it_concerns(tmp_path: Path) -> None:
@@ -73,8 +87,11 @@ def test_a_message_goes_to_those_whom_it_concerns(tmp_path: Path) -> None:
     for receiver, place in zip(receivers, places, strict=True):
         receiver.bind(place.from_core)
         receiver.rcvtimeo = 200
-    sockets = CoreSockets(CoreStart(config=EngineConfig(), to_core=places[0].to_core,
-                                    from_core=tuple(place.from_core for place in places)))
+    sockets = CoreSockets(
+        CoreStart(
+            config=EngineConfig(), to_core=places[0].to_core, from_core=tuple(place.from_core for place in places)
+        )
+    )
     speaker.connect(places[0].to_core)
 
     def told(message: FromCore) -> list[FromCore | None]:
@@ -88,8 +105,18 @@ def test_a_message_goes_to_those_whom_it_concerns(tmp_path: Path) -> None:
         return found
 
     try:
-        ready = Ready(max_model_len=1, vocab_size=1, num_slots=1, num_blocks=1, block_size=1, depth=1, dtype="",
-                      device="", weight_bytes=0, kv_bytes=0)
+        ready = Ready(
+            max_model_len=1,
+            vocab_size=1,
+            num_slots=1,
+            num_blocks=1,
+            block_size=1,
+            depth=1,
+            dtype="",
+            device="",
+            weight_bytes=0,
+            kv_bytes=0,
+        )
         assert told(ready) == [ready] * 3
         reply, refusal = Reply(places[2].first + 4, True), Rejected((places[1].first,), "QueueFull", "full")
         assert told(reply) == [None, None, reply] and told(refusal) == [None, refusal, None]

@@ -69,6 +69,7 @@ def test_a_peer_with_another_key_is_refused_and_told() -> None:
 
 def test_a_master_with_another_key_is_not_believed() -> None:
     """It takes every proof, and cannot make its own."""
+
     def serve(connection: socket.socket) -> None:
         connection.sendall(MAGIC + bytes(SIZE))
         connection.recv(1 << 16)
@@ -120,8 +121,11 @@ def test_another_program_on_the_port_is_no_master(said: bytes) -> None:
 
 
 def test_only_an_address_of_this_host_is_listened_on() -> None:
-    for address, words in (("0.0.0.0", "cannot connect to this address"), ("192.0.2.1", "cannot listen"),
-                           ("no.such.host.invalid", "cannot listen")):
+    for address, words in (
+        ("0.0.0.0", "cannot connect to this address"),
+        ("192.0.2.1", "cannot listen"),
+        ("no.such.host.invalid", "cannot listen"),
+    ):
         with pytest.raises(ConfigError, match=f"master_addr={address}.*{words}"):
             listen(address, 0)
     with listen("127.0.0.1", 0) as taken, pytest.raises(ConfigError, match="cannot listen on port"):

@@ -46,14 +46,16 @@ class Cluster:
         self.port = self.listener.getsockname()[1]
         self.agents: dict[int, subprocess.Popen[str]] = {}
         given: dict[str, Any] = {"first": 1, "versions": "1", "model": "", "gpus": False, "seconds": 20.0}
-        self.hosts = Hosts(LocalLauncher(MODULE, ENV), self.listener, KEY.encode(),
-                           Members(total=count, **(given | members)))  # fmt: skip
+        self.hosts = Hosts(
+            LocalLauncher(MODULE, ENV), self.listener, KEY.encode(), Members(total=count, **(given | members))
+        )
 
     def agent(self, node: int, key: str = KEY, ranks: str = MODULE) -> "subprocess.Popen[str]":
         script = ROOT / "tests" / "support" / "fake_host.py"
         program = [sys.executable, str(script), str(self.port), key, str(node), ranks]
-        self.agents[node] = subprocess.Popen(program, env=os.environ | ENV, text=True, stderr=subprocess.PIPE,
-                                             stdout=subprocess.DEVNULL)  # fmt: skip
+        self.agents[node] = subprocess.Popen(
+            program, env=os.environ | ENV, text=True, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL
+        )
         return self.agents[node]
 
 
@@ -114,7 +116,11 @@ def test_steps_run_on_all_hosts_and_the_end_of_the_engine_ends_the_agents() -> N
 def test_gpus_are_those_that_an_agent_has() -> None:
     with cluster(gpus=True) as made:
         assert [tuple(place) for place in made.hosts.place(4)] == [
-            (0, 0, "", True), (0, 1, "", True), (1, 4, "", False), (1, 5, "", False)]
+            (0, 0, "", True),
+            (0, 1, "", True),
+            (1, 4, "", False),
+            (1, 5, "", False),
+        ]
         with pytest.raises(ConfigError, match="3 ranks would run on host1, which has 2 GPUs"):
             made.hosts.place(6)
 
@@ -132,8 +138,9 @@ def test_a_killed_rank_of_another_host_is_named_with_host_and_signal() -> None:
         assert ended(made.agents[1]) == (1, "")
 
 
-@pytest.mark.parametrize("number, words", [(signal.SIGKILL, "closed the connection"),
-                                           (signal.SIGTERM, "was ended by SIGTERM")])
+@pytest.mark.parametrize(
+    "number, words", [(signal.SIGKILL, "closed the connection"), (signal.SIGTERM, "was ended by SIGTERM")]
+)
 def test_a_host_that_goes_is_named(number: signal.Signals, words: str) -> None:
     with running({}, {"waits": {"submit": LONG}}) as (made, processes):
         processes.send(RankStep(plan(0)))
@@ -182,18 +189,19 @@ time.sleep(1000)
 
 def test_a_killed_master_leaves_nothing() -> None:
     program = PARENT.format(root=str(ROOT))
-    with subprocess.Popen([sys.executable, "-c", program], env=os.environ | ENV, cwd=ROOT, stdout=subprocess.PIPE,
-                          text=True) as master:  # fmt: skip
+    with subprocess.Popen(
+        [sys.executable, "-c", program], env=os.environ | ENV, cwd=ROOT, stdout=subprocess.PIPE, text=True
+    ) as master:
         assert master.stdout is not None
         port = master.stdout.readline().strip()
         words = [sys.executable, str(ROOT / "tests" / "support" / "fake_host.py"), port, KEY, "1"]
-        with subprocess.Popen(words, env=os.environ | ENV, text=True, stderr=subprocess.PIPE,
-                              stdout=subprocess.DEVNULL) as agent:
+        with subprocess.Popen(
+            words, env=os.environ | ENV, text=True, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL
+        ) as agent:
             pids = [int(word) for word in master.stdout.readline().split()]
             assert all(map(exists, pids))
             master.kill()
-            assert ended(agent) == (
-                1, f"the engine on 127.0.0.1:{port} is gone: the ranks of this host were ended.")
+            assert ended(agent) == (1, f"the engine on 127.0.0.1:{port} is gone: the ranks of this host were ended.")
             until(lambda: not any(map(exists, pids)), "a rank is left")
 
 
@@ -341,8 +349,10 @@ def test_an_agent_tells_that_it_joins_and_leaves() -> None:
     with cluster(nodes=()) as made:
         words: list[str] = []
         assert own_agent(made, words).run(lambda: "was ended by SIGINT" if words else "")
-        assert words == [f"node 1 has joined the engine on 127.0.0.1:{made.port}.",
-                         "this host was ended by SIGINT, and has left the engine with its ranks."]
+        assert words == [
+            f"node 1 has joined the engine on 127.0.0.1:{made.port}.",
+            "this host was ended by SIGINT, and has left the engine with its ranks.",
+        ]
 
 
 def test_an_agent_that_is_not_taken_has_not_joined() -> None:

@@ -29,8 +29,12 @@ def echo(plan: StepPlan, get_masks: GetMasks) -> StepResult:
 
 
 def executor(run: Run, depth: int = 2) -> InProcessExecutor:
-    return InProcessExecutor(run, ExecutorFacts(depth=depth, decode_lag=depth, num_slots=1, num_blocks=1, block_size=1,
-                                                max_model_len=1, vocab_size=1))
+    return InProcessExecutor(
+        run,
+        ExecutorFacts(
+            depth=depth, decode_lag=depth, num_slots=1, num_blocks=1, block_size=1, max_model_len=1, vocab_size=1
+        ),
+    )
 
 
 def workers() -> list[threading.Thread]:
@@ -144,6 +148,7 @@ worker.submit(plan(0))
 
 def test_the_interpreter_does_not_end_in_the_middle_of_a_step() -> None:
     program = PROGRAM.format(tests=str(Path(__file__).parent))
-    done = subprocess.run([sys.executable, "-c", program], env={"PYTHONPATH": str(SOURCE)}, capture_output=True,
-                          text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", program], env={"PYTHONPATH": str(SOURCE)}, capture_output=True, text=True, timeout=60
+    )
     assert (done.returncode, done.stdout) == (0, "ran 0\n"), done.stderr

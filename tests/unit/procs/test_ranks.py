@@ -110,7 +110,8 @@ def test_a_control_gives_the_values_of_all_ranks_and_the_caller_s_error_ends_not
         table = np.arange(3, dtype=np.int32)
         values: list[Any] = processes.ask("echo", {"a": [1, None], "table": table})(None)
         assert [(value["index"], value["a"], value["table"].tolist()) for value in values] == [
-            (index, [1, None], [0, 1, 2]) for index in range(3)]
+            (index, [1, None], [0, 1, 2]) for index in range(3)
+        ]
         with pytest.raises(ConfigError, match="unknown control 'dance'"):
             RanksExecutor(processes, FACTS).control("dance", {})
         processes.send(RankStep(plan(7)))
@@ -178,8 +179,13 @@ def test_an_exception_is_told_with_its_rank_and_its_words(place: str, caplog: py
         use(processes)
     words = f"rank 1 (tp 1, pid {processes.pids[1]}) failed: ZeroDivisionError: no luck in {place}"
     assert str(caught.value) == words and "Traceback" in caplog.text
-    for call in (processes.collect, lambda: processes.ask("log", {})(None), lambda: processes.size([b"", b""]),
-                 lambda: processes.build(print), lambda: processes.send(RankStep(plan(9)))):
+    for call in (
+        processes.collect,
+        lambda: processes.ask("log", {})(None),
+        lambda: processes.size([b"", b""]),
+        lambda: processes.build(print),
+        lambda: processes.send(RankStep(plan(9))),
+    ):
         with pytest.raises(EngineDead) as again:
             call()
         assert str(again.value) == words and again.value is not caught.value

@@ -191,8 +191,9 @@ with running({{}}, {{}}, beat=0.1, stopped=1.0, silent=1.0) as processes:
 def test_a_suspended_parent_is_no_fault_of_its_ranks(pids: str) -> None:
     """Alone, or with its ranks: then nothing has arrived meanwhile."""
     program = SUSPENDED.format(root=str(Path(__file__).resolve().parents[3]), pids=pids)
-    with subprocess.Popen([sys.executable, "-c", program], env=os.environ | ENV, stdout=subprocess.PIPE, text=True,
-                          start_new_session=True) as parent:
+    with subprocess.Popen(
+        [sys.executable, "-c", program], env=os.environ | ENV, stdout=subprocess.PIPE, text=True, start_new_session=True
+    ) as parent:
         assert parent.stdout is not None
         stopped = [] if pids == "()" else [int(word) for word in parent.stdout.readline().split()]
         until(lambda: state(parent.pid) == "T", "the parent does not stop")
@@ -250,8 +251,9 @@ print(*processes.pids, flush=True)
 @pytest.mark.parametrize("work", [IMPORTING, BUILDING, COMPUTING, FORKED, NEVER_CLOSED])
 def test_ranks_do_not_outlive_their_parent(work: str) -> None:
     program = ORPHANS.format(root=str(Path(__file__).resolve().parents[3]), work=work)
-    with subprocess.Popen([sys.executable, "-c", program], env=os.environ | ENV, stdout=subprocess.PIPE,
-                          text=True) as parent:
+    with subprocess.Popen(
+        [sys.executable, "-c", program], env=os.environ | ENV, stdout=subprocess.PIPE, text=True
+    ) as parent:
         assert parent.stdout is not None
         pids = [int(word) for word in parent.stdout.readline().split()]
         forked = pids.pop() if work is FORKED else None

@@ -13,8 +13,15 @@ from quire.procs import messages as say
 from quire.procs import wire
 from quire.procs.wire import Messages, encode
 
-SPEC = SamplerSpec(seed=2**64 - 1, num_prompt=3, temperature=0.5, stop_ids=(7, 9), logit_bias=((4, -1.5),),
-                   bad_words=((1, 2), (3,)), num_logprobs=-1)
+SPEC = SamplerSpec(
+    seed=2**64 - 1,
+    num_prompt=3,
+    temperature=0.5,
+    stop_ids=(7, 9),
+    logit_bias=((4, -1.5),),
+    bad_words=((1, 2), (3,)),
+    num_logprobs=-1,
+)
 
 
 def ints(*values: int) -> np.ndarray:
@@ -22,8 +29,11 @@ def ints(*values: int) -> np.ndarray:
 
 
 def rows(count: int, width: int) -> RowLogprobs:
-    return RowLogprobs(np.arange(count * width, dtype=np.int32).reshape(count, width),
-                       -np.ones((count, width), np.float32) / 3, ints(*range(1, count + 1)))
+    return RowLogprobs(
+        np.arange(count * width, dtype=np.int32).reshape(count, width),
+        -np.ones((count, width), np.float32) / 3,
+        ints(*range(1, count + 1)),
+    )
 
 
 def same(a: object, b: object) -> bool:
@@ -39,27 +49,72 @@ def same(a: object, b: object) -> bool:
 
 
 PLAN = StepPlan(
-    step=12, slots=ints(3, 1), num_decodes=1, num_tokens=ints(1, 64), num_rows=ints(1, 0),
+    step=12,
+    slots=ints(3, 1),
+    num_decodes=1,
+    num_tokens=ints(1, 64),
+    num_rows=ints(1, 0),
     outputs=np.array([1, 0], np.uint8),
-    admitted=(Admission(slot=1, request_id="ü", token_ids=np.arange(100, dtype=np.int32), block_ids=(ints(4, 5),),
-                        num_computed=16, sampler=SPEC, pool="mean"),),
-    appended=ints(3, 0, 9, 3, 0, 10).reshape(2, 3), released=ints(7), shared=(SharedPrefix(ints(1, 3), 2),),
-    grammar=ints(3), drafts=(HostDrafts(3, 2**20, ints(5, 6)),))
-RESULT = StepResult(step=5, slots=ints(2), tokens=ints(8).reshape(1, 1), num_accepted=ints(1), logprobs={2: rows(1, 3)},
-                    pooled={6: np.array([0.1, -2.0], np.float32)}, failed={4: "nan_logits"}, num_computed=65, moved=3)
+    admitted=(
+        Admission(
+            slot=1,
+            request_id="ü",
+            token_ids=np.arange(100, dtype=np.int32),
+            block_ids=(ints(4, 5),),
+            num_computed=16,
+            sampler=SPEC,
+            pool="mean",
+        ),
+    ),
+    appended=ints(3, 0, 9, 3, 0, 10).reshape(2, 3),
+    released=ints(7),
+    shared=(SharedPrefix(ints(1, 3), 2),),
+    grammar=ints(3),
+    drafts=(HostDrafts(3, 2**20, ints(5, 6)),),
+)
+RESULT = StepResult(
+    step=5,
+    slots=ints(2),
+    tokens=ints(8).reshape(1, 1),
+    num_accepted=ints(1),
+    logprobs={2: rows(1, 3)},
+    pooled={6: np.array([0.1, -2.0], np.float32)},
+    failed={4: "nan_logits"},
+    num_computed=65,
+    moved=3,
+)
 OUTPUTS = StepOutputs(
-    handles=ints(10, 2**31 - 1), tokens=ints(5, 6), cached={10: 32},
+    handles=ints(10, 2**31 - 1),
+    tokens=ints(5, 6),
+    cached={10: 32},
     prefixes={10: PrefixReport(num_reused=2, num_blocks=4, block=2, position=32, why=Miss.TOKENS, differs_at=40)},
     logprobs={10: rows(1, 21)},
-    prompt_logprobs={10: rows(7, 1)}, stats=StepStats(step=3, num_running=2),
-    finished=(Finish(handle=10, reason=FinishReason.STOP, stop_id=5),
-              Finish(handle=11, reason=FinishReason.STOP, vector=np.array([1 / 3, 1e-30], np.float32)),
-              Finish(handle=4, reason=FinishReason.ERROR, error="x")))
-REQUEST = NewRequest(handle=1, request_id="r", token_ids=bytes(range(12)), max_tokens=4, sampler=SPEC, stop_ids=(7,),
-                     min_tokens=1, priority=-3, parent=0, deadline=1.5, cache_salt="s", read_prefix_cache=False,
-                     pool="cls")
-EMPTY_PLAN = StepPlan(step=0, slots=ints(), num_decodes=0, num_tokens=ints(), num_rows=ints(),
-                      outputs=np.empty(0, np.uint8))
+    prompt_logprobs={10: rows(7, 1)},
+    stats=StepStats(step=3, num_running=2),
+    finished=(
+        Finish(handle=10, reason=FinishReason.STOP, stop_id=5),
+        Finish(handle=11, reason=FinishReason.STOP, vector=np.array([1 / 3, 1e-30], np.float32)),
+        Finish(handle=4, reason=FinishReason.ERROR, error="x"),
+    ),
+)
+REQUEST = NewRequest(
+    handle=1,
+    request_id="r",
+    token_ids=bytes(range(12)),
+    max_tokens=4,
+    sampler=SPEC,
+    stop_ids=(7,),
+    min_tokens=1,
+    priority=-3,
+    parent=0,
+    deadline=1.5,
+    cache_salt="s",
+    read_prefix_cache=False,
+    pool="cls",
+)
+EMPTY_PLAN = StepPlan(
+    step=0, slots=ints(), num_decodes=0, num_tokens=ints(), num_rows=ints(), outputs=np.empty(0, np.uint8)
+)
 EMPTY_OUTPUTS = StepOutputs(handles=ints(), tokens=ints())
 
 
@@ -101,15 +156,21 @@ def test_an_element_type_that_the_field_does_not_have_is_refused() -> None:
         Messages(StepOutputs).decode(encode(floats))
 
 
-@pytest.mark.parametrize("data", [
-    b"", b"\xc1", encode(OUTPUTS)[:-3], encode(REQUEST),
-    msgspec.msgpack.encode({"handles": [1], "tokens": [2]}),
-    msgspec.msgpack.encode({"handles": msgspec.msgpack.Ext(1, b""), "tokens": msgspec.msgpack.Ext(1, b"")}),
-    msgspec.msgpack.encode({"handles": msgspec.msgpack.Ext(1, b"\x00\xff"), "tokens": 0}),
-    msgspec.msgpack.encode({"handles": msgspec.msgpack.Ext(1, b"\x00\x01\xff\xff\xff\xff"), "tokens": 0}),
-    msgspec.msgpack.encode({"handles": msgspec.msgpack.Ext(1, b"\x09\x00"), "tokens": 0}),
-    msgspec.msgpack.encode({"handles": msgspec.msgpack.Ext(2, b"\x00\x01\x00\x00\x00\x00"), "tokens": 0}),
-])
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"\xc1",
+        encode(OUTPUTS)[:-3],
+        encode(REQUEST),
+        msgspec.msgpack.encode({"handles": [1], "tokens": [2]}),
+        msgspec.msgpack.encode({"handles": msgspec.msgpack.Ext(1, b""), "tokens": msgspec.msgpack.Ext(1, b"")}),
+        msgspec.msgpack.encode({"handles": msgspec.msgpack.Ext(1, b"\x00\xff"), "tokens": 0}),
+        msgspec.msgpack.encode({"handles": msgspec.msgpack.Ext(1, b"\x00\x01\xff\xff\xff\xff"), "tokens": 0}),
+        msgspec.msgpack.encode({"handles": msgspec.msgpack.Ext(1, b"\x09\x00"), "tokens": 0}),
+        msgspec.msgpack.encode({"handles": msgspec.msgpack.Ext(2, b"\x00\x01\x00\x00\x00\x00"), "tokens": 0}),
+    ],
+)
 def test_bytes_that_are_something_else_are_refused(data: bytes) -> None:
     with pytest.raises(msgspec.DecodeError):
         Messages(StepOutputs).decode(data)
@@ -118,11 +179,27 @@ def test_bytes_that_are_something_else_are_refused(data: bytes) -> None:
 TO_CORE = [say.Add((REQUEST, REQUEST)), say.Abort((1, 2**31 - 1)), say.Control(7, "reset_prefix_cache"), say.Stop()]
 FROM_CORE = [
     say.Loading("weights", 1, 2**40, "B"),
-    say.Ready(max_model_len=1, vocab_size=2, num_slots=3, num_blocks=4, block_size=5, depth=1, dtype="bfloat16",
-              device="cpu", weight_bytes=6, kv_bytes=2**40, plans={"norm": "ref"}, phases={"weights": 0.5},
-              notes=("ü",)),
-    say.Outputs(OUTPUTS), say.Outputs(EMPTY_OUTPUTS), say.Rejected((1, 2), "QueueFull", "full", None),
-    say.Reply(7, True), say.Reply(8, None, "no"), say.Failed("EngineDead", "why", "Traceback"),
+    say.Ready(
+        max_model_len=1,
+        vocab_size=2,
+        num_slots=3,
+        num_blocks=4,
+        block_size=5,
+        depth=1,
+        dtype="bfloat16",
+        device="cpu",
+        weight_bytes=6,
+        kv_bytes=2**40,
+        plans={"norm": "ref"},
+        phases={"weights": 0.5},
+        notes=("ü",),
+    ),
+    say.Outputs(OUTPUTS),
+    say.Outputs(EMPTY_OUTPUTS),
+    say.Rejected((1, 2), "QueueFull", "full", None),
+    say.Reply(7, True),
+    say.Reply(8, None, "no"),
+    say.Failed("EngineDead", "why", "Traceback"),
 ]
 
 

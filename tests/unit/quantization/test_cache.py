@@ -33,21 +33,26 @@ ALONE = {"quant_method": "compressed-tensors", "config_groups": {}, "kv_cache_sc
 TEXT = "The quire is a stack of folded pages. In 1455 about"
 
 
-@pytest.mark.parametrize(("asked", "quantization", "dtype", "scaled", "noted"), [
-    ("auto", {}, "bfloat16", False, False), ("auto", {"kv_cache_scheme": FP8}, E4M3, True, False),
-    ("auto", {"kv_cache_scheme": "static"}, E4M3, True, False),
-    ("auto", {"kv_cache_quant_algo": "FP8"}, E4M3, True, False),
-    ("auto", {"kv_cache_quant_algo": "NVFP4"}, "bfloat16", False, True),
-    ("auto", {"kv_cache_scheme": numbers(8, "int", "tensor")}, "bfloat16", False, True),
-    ("auto", {"kv_cache_scheme": numbers(8, "float", "attn_head")}, "bfloat16", False, True),
-    ("auto", {"kv_cache_scheme": FP8 | {"dynamic": True}}, "bfloat16", False, True),
-    ("fp8", {}, E4M3, True, False), ("fp8_e4m3", {"kv_cache_scheme": FP8}, E4M3, True, False),
-    ("fp8", {"kv_cache_scheme": numbers(8, "int", "tensor")}, E4M3, False, True),
-    ("fp8_e5m2", {}, E5M2, False, False), ("fp8_e5m2", {"kv_cache_scheme": FP8}, E5M2, False, True),
-    ("bfloat16", {"kv_cache_scheme": FP8}, "bfloat16", False, False),
-])  # fmt: skip
-def test_the_type_of_the_cache(asked: str, quantization: dict[str, Any], dtype: str, scaled: bool,
-                               noted: bool) -> None:
+@pytest.mark.parametrize(
+    ("asked", "quantization", "dtype", "scaled", "noted"),
+    [
+        ("auto", {}, "bfloat16", False, False),
+        ("auto", {"kv_cache_scheme": FP8}, E4M3, True, False),
+        ("auto", {"kv_cache_scheme": "static"}, E4M3, True, False),
+        ("auto", {"kv_cache_quant_algo": "FP8"}, E4M3, True, False),
+        ("auto", {"kv_cache_quant_algo": "NVFP4"}, "bfloat16", False, True),
+        ("auto", {"kv_cache_scheme": numbers(8, "int", "tensor")}, "bfloat16", False, True),
+        ("auto", {"kv_cache_scheme": numbers(8, "float", "attn_head")}, "bfloat16", False, True),
+        ("auto", {"kv_cache_scheme": FP8 | {"dynamic": True}}, "bfloat16", False, True),
+        ("fp8", {}, E4M3, True, False),
+        ("fp8_e4m3", {"kv_cache_scheme": FP8}, E4M3, True, False),
+        ("fp8", {"kv_cache_scheme": numbers(8, "int", "tensor")}, E4M3, False, True),
+        ("fp8_e5m2", {}, E5M2, False, False),
+        ("fp8_e5m2", {"kv_cache_scheme": FP8}, E5M2, False, True),
+        ("bfloat16", {"kv_cache_scheme": FP8}, "bfloat16", False, False),
+    ],
+)
+def test_the_type_of_the_cache(asked: str, quantization: dict[str, Any], dtype: str, scaled: bool, noted: bool) -> None:
     found = choose_cache(asked, "bfloat16", quantization)
     assert (found.dtype, found.scaled, bool(found.notes)) == (dtype, scaled, noted)
     assert bool(found.features) == dtype.startswith("float8")
@@ -62,8 +67,9 @@ def test_a_type_that_is_not_of_the_computation_is_refused() -> None:
 def test_a_checkpoint_may_quantize_the_cache_alone(tmp_path: Path) -> None:
     config = read_quantization({"quantization_config": ALONE}, "config.json")
     assert rules_of(config)("model.layers.0.self_attn.q_proj") is None
-    (tmp_path / "hf_quant_config.json").write_text(json.dumps({"quantization": {
-        "quant_algo": None, "kv_cache_quant_algo": "FP8"}}))  # fmt: skip
+    (tmp_path / "hf_quant_config.json").write_text(
+        json.dumps({"quantization": {"quant_algo": None, "kv_cache_quant_algo": "FP8"}})
+    )
     config = find_quantization(tmp_path, {}).config
     assert rules_of(config)("model.layers.0.self_attn.q_proj") is None
     assert choose_cache("auto", "float32", config).dtype == E4M3
@@ -82,6 +88,7 @@ def test_kernels_of_an_8_bit_cache_on_gpus() -> None:
 
 def test_the_scratch_of_an_8_bit_cache_is_in_the_plan_s_memory(shared: Path) -> None:
     """On Hopper for heads that its kernel has; `explain` names the limit and the kernel of other steps."""
+
     def planned(**options: Any) -> PlanReport:
         return plan_engine(EngineConfig.from_flat(model=str(shared / "hf" / "Qwen3-0.6B"), **options), described="h200")
 
@@ -114,8 +121,10 @@ def write(folder: Path, scales: dict[str, torch.Tensor]) -> ModelArgs:
     for file in folder.glob("*.safetensors*"):
         file.unlink()
     for layer in range(raw["num_hidden_layers"]):
-        stored |= {f"model.layers.{layer}.self_attn.{name}": (value * (1 + layer / 8)).to(value.dtype)
-                   for name, value in scales.items()}  # fmt: skip
+        stored |= {
+            f"model.layers.{layer}.self_attn.{name}": (value * (1 + layer / 8)).to(value.dtype)
+            for name, value in scales.items()
+        }
     save_file(stored, folder / "model.safetensors")
     return read_checkpoint_config(folder)
 
@@ -124,11 +133,15 @@ def scale(number: float, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.tensor([number], dtype=dtype)
 
 
-@pytest.mark.parametrize("scales", [
-    {"k_scale": scale(0.5), "v_scale": scale(0.25)},
-    {"k_proj.k_scale": scale(0.5)[0], "v_proj.v_scale": scale(0.25)[0]},
-    {"k_proj.output_scale": scale(0.5, torch.bfloat16), "v_proj.output_scale": scale(0.25, torch.float16)},
-], ids=lambda scales: next(iter(scales)))  # fmt: skip
+@pytest.mark.parametrize(
+    "scales",
+    [
+        {"k_scale": scale(0.5), "v_scale": scale(0.25)},
+        {"k_proj.k_scale": scale(0.5)[0], "v_proj.v_scale": scale(0.25)[0]},
+        {"k_proj.output_scale": scale(0.5, torch.bfloat16), "v_proj.output_scale": scale(0.25, torch.float16)},
+    ],
+    ids=lambda scales: next(iter(scales)),
+)
 def test_scales_by_every_name(tmp_path: Path, scales: dict[str, torch.Tensor]) -> None:
     args = write(tmp_path, scales)
     found = read_scales(read_checkpoint(tmp_path), args)
@@ -142,15 +155,21 @@ def test_a_scale_for_both_sides_and_no_scales(tmp_path: Path) -> None:
     assert read_scales(read_checkpoint(tmp_path / "none"), args) == []
 
 
-@pytest.mark.parametrize(("scales", "words"), [
-    ({"k_scale": scale(0.0), "v_scale": scale(1.0)}, "k_scale is 0, a scale must be a positive number"),
-    ({"k_scale": scale(1.0), "v_scale": scale(float("nan"))}, "v_scale is nan, a scale"),
-    ({"k_scale": scale(float("inf")), "v_scale": scale(1.0)}, "k_scale is inf, a scale"),
-    ({"k_scale": scale(-1.0), "v_scale": scale(1.0)}, "k_scale is -1, a scale"),
-    ({"k_scale": torch.ones(8), "v_scale": scale(1.0)}, r"k_scale has shape \[8\], and the KV cache has one scale"),
-    ({"k_scale": scale(1.0)}, "k_scale is stored, and layer 0 has no scale for its values"),
-    ({"k_scale": torch.ones(1, dtype=torch.int64), "v_scale": scale(1.0)}, "k_scale is stored as I64, a scale must be"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("scales", "words"),
+    [
+        ({"k_scale": scale(0.0), "v_scale": scale(1.0)}, "k_scale is 0, a scale must be a positive number"),
+        ({"k_scale": scale(1.0), "v_scale": scale(float("nan"))}, "v_scale is nan, a scale"),
+        ({"k_scale": scale(float("inf")), "v_scale": scale(1.0)}, "k_scale is inf, a scale"),
+        ({"k_scale": scale(-1.0), "v_scale": scale(1.0)}, "k_scale is -1, a scale"),
+        ({"k_scale": torch.ones(8), "v_scale": scale(1.0)}, r"k_scale has shape \[8\], and the KV cache has one scale"),
+        ({"k_scale": scale(1.0)}, "k_scale is stored, and layer 0 has no scale for its values"),
+        (
+            {"k_scale": torch.ones(1, dtype=torch.int64), "v_scale": scale(1.0)},
+            "k_scale is stored as I64, a scale must be",
+        ),
+    ],
+)
 def test_scales_that_cannot_be_used(tmp_path: Path, scales: dict[str, torch.Tensor], words: str) -> None:
     args = write(tmp_path, scales)
     with pytest.raises(WeightsError, match=words) as raised:
@@ -164,8 +183,15 @@ def test_scales_that_cannot_be_used(tmp_path: Path, scales: dict[str, torch.Tens
 
 
 def engine(model: str = "", **options: Any) -> LLM:
-    return LLM(model, num_threads=1, dtype="float32", max_model_len=256, kv_cache_memory_bytes=1 << 23,
-               use_tqdm_on_load=False, **options)  # fmt: skip
+    return LLM(
+        model,
+        num_threads=1,
+        dtype="float32",
+        max_model_len=256,
+        kv_cache_memory_bytes=1 << 23,
+        use_tqdm_on_load=False,
+        **options,
+    )
 
 
 def logprobs(llm: LLM, text: str = TEXT) -> list[float]:
@@ -199,8 +225,13 @@ def test_hits_of_the_prefix_cache_equal_recomputation() -> None:
     made = []
     for llm in (with_cache, with_cache, without):
         (output,) = llm.generate(long, params, use_tqdm=False)
-        made.append((output.num_cached_tokens, output.outputs[0].token_ids,
-                     [next(iter(one.values())).logprob for one in output.outputs[0].logprobs or []]))  # fmt: skip
+        made.append(
+            (
+                output.num_cached_tokens,
+                output.outputs[0].token_ids,
+                [next(iter(one.values())).logprob for one in output.outputs[0].logprobs or []],
+            )
+        )
     assert made[1][0] and made[1][0] > 0 and not made[0][0] and not made[2][0]
     assert made[0][1] == made[1][1] == made[2][1]
     torch.testing.assert_close(torch.tensor(made[1][2]), torch.tensor(made[2][2]), rtol=0, atol=2e-3)

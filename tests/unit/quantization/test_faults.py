@@ -46,34 +46,77 @@ def remove(tensor: Tensor) -> None:
     return None
 
 
-@pytest.mark.parametrize(("form", "name", "change", "said"), [
-    ("fp8-block", f"{UP}weight_scale_inv", put(NAN), f"{UP}weight_scale_inv has a scale that is not a positive number"),
-    ("fp8-block", f"{V}weight_scale_inv", put(0.0), f"{V}weight_scale_inv has a scale"),
-    ("fp8-block", f"{UP}weight", code, f"{UP}weight has a value that is NaN"),
-    ("fp8-block", f"{V}weight", code, f"{V}weight has a value that is NaN"),
-    ("fp8-block", f"{UP}weight_scale_inv", lambda t: t[:-1].clone(), "weight_scale_inv has shape [3, 2], config.json"),
-    ("fp8-block", f"{UP}weight_scale_inv", remove, f"lacks {UP}weight_scale_inv"),
-    ("fp8-block", f"{UP}weight", lambda t: t.float(), "up_proj.weight is stored as F32, a fp8 tensor must be F8_E4M3"),
-    ("fp8-tensor", f"{UP}weight_scale", put(-1.0), f"{UP}weight_scale has a scale"),
-    ("fp8-tensor", f"{UP}weight_scale", lambda t: torch.ones(5), "weight_scale has shape [5], config.json makes it [1"),
-    ("fp8-static", f"{UP}input_scale", put(INF), f"{UP}input_scale has a scale that is not a positive number"),
-    ("fp8-static", f"{UP}input_scale", remove, f"lacks {UP}input_scale"),
-    ("ct-int8-channel", f"{UP}weight_scale", put(INF), f"{UP}weight_scale has a scale"),
-    ("ct-int8-channel", f"{UP}weight_scale", lambda t: t[:9].clone(), "weight_scale has shape [9, 1], config.json"),
-    ("ct-w4-group", f"{UP}weight_scale", lambda t: t[:, :1].clone(), "weight_scale has shape [512, 1], config.json"),
-    ("ct-w4-group", f"{UP}weight_shape", lambda t: t + 1, f"{UP}weight_shape is [513, 161], config.json makes it [512"),
-    ("ct-w4-order", f"{UP}weight_g_idx", remove, f"lacks {UP}weight_g_idx"),
-    ("ct-w4-zeros", f"{UP}weight_zero_point", remove, f"lacks {UP}weight_zero_point"),
-    ("awq", f"{UP}scales", put(0.0), f"{UP}scales has a scale"),
-    ("awq", f"{UP}qzeros", lambda t: t[:-1].clone(), "qzeros has shape [4, 64], config.json makes it [5, 64]"),
-    ("gptq", f"{UP}qzeros", put(0), f"{UP}qzeros has a zero point that is not 8, although sym is true"),
-    ("gptq", f"{UP}g_idx", put(0), f"{UP}g_idx permutes the columns, although desc_act is false"),
-    ("gptq", f"{UP}bias", lambda t: torch.ones(512), f"{UP}bias is a bias that is not zero, and the model has none"),
-    ("gptq-order", f"{UP}g_idx", remove, f"lacks {UP}g_idx"),
-    ("gptq-order", f"{UP}g_idx", put(0), f"{UP}g_idx has groups that are not of 32 columns"),
-    ("gptq-order", f"{V}g_idx", lambda t: t.roll(1), f"{V}g_idx differs from that of the matrix with which it is"),
-    ("gptq", f"{UP}qweight", lambda t: t[:-1].clone(), "qweight has shape [19, 512], config.json makes it [20, 512]"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("form", "name", "change", "said"),
+    [
+        (
+            "fp8-block",
+            f"{UP}weight_scale_inv",
+            put(NAN),
+            f"{UP}weight_scale_inv has a scale that is not a positive number",
+        ),
+        ("fp8-block", f"{V}weight_scale_inv", put(0.0), f"{V}weight_scale_inv has a scale"),
+        ("fp8-block", f"{UP}weight", code, f"{UP}weight has a value that is NaN"),
+        ("fp8-block", f"{V}weight", code, f"{V}weight has a value that is NaN"),
+        (
+            "fp8-block",
+            f"{UP}weight_scale_inv",
+            lambda t: t[:-1].clone(),
+            "weight_scale_inv has shape [3, 2], config.json",
+        ),
+        ("fp8-block", f"{UP}weight_scale_inv", remove, f"lacks {UP}weight_scale_inv"),
+        (
+            "fp8-block",
+            f"{UP}weight",
+            lambda t: t.float(),
+            "up_proj.weight is stored as F32, a fp8 tensor must be F8_E4M3",
+        ),
+        ("fp8-tensor", f"{UP}weight_scale", put(-1.0), f"{UP}weight_scale has a scale"),
+        (
+            "fp8-tensor",
+            f"{UP}weight_scale",
+            lambda t: torch.ones(5),
+            "weight_scale has shape [5], config.json makes it [1",
+        ),
+        ("fp8-static", f"{UP}input_scale", put(INF), f"{UP}input_scale has a scale that is not a positive number"),
+        ("fp8-static", f"{UP}input_scale", remove, f"lacks {UP}input_scale"),
+        ("ct-int8-channel", f"{UP}weight_scale", put(INF), f"{UP}weight_scale has a scale"),
+        ("ct-int8-channel", f"{UP}weight_scale", lambda t: t[:9].clone(), "weight_scale has shape [9, 1], config.json"),
+        (
+            "ct-w4-group",
+            f"{UP}weight_scale",
+            lambda t: t[:, :1].clone(),
+            "weight_scale has shape [512, 1], config.json",
+        ),
+        (
+            "ct-w4-group",
+            f"{UP}weight_shape",
+            lambda t: t + 1,
+            f"{UP}weight_shape is [513, 161], config.json makes it [512",
+        ),
+        ("ct-w4-order", f"{UP}weight_g_idx", remove, f"lacks {UP}weight_g_idx"),
+        ("ct-w4-zeros", f"{UP}weight_zero_point", remove, f"lacks {UP}weight_zero_point"),
+        ("awq", f"{UP}scales", put(0.0), f"{UP}scales has a scale"),
+        ("awq", f"{UP}qzeros", lambda t: t[:-1].clone(), "qzeros has shape [4, 64], config.json makes it [5, 64]"),
+        ("gptq", f"{UP}qzeros", put(0), f"{UP}qzeros has a zero point that is not 8, although sym is true"),
+        ("gptq", f"{UP}g_idx", put(0), f"{UP}g_idx permutes the columns, although desc_act is false"),
+        (
+            "gptq",
+            f"{UP}bias",
+            lambda t: torch.ones(512),
+            f"{UP}bias is a bias that is not zero, and the model has none",
+        ),
+        ("gptq-order", f"{UP}g_idx", remove, f"lacks {UP}g_idx"),
+        ("gptq-order", f"{UP}g_idx", put(0), f"{UP}g_idx has groups that are not of 32 columns"),
+        ("gptq-order", f"{V}g_idx", lambda t: t.roll(1), f"{V}g_idx differs from that of the matrix with which it is"),
+        (
+            "gptq",
+            f"{UP}qweight",
+            lambda t: t[:-1].clone(),
+            "qweight has shape [19, 512], config.json makes it [20, 512]",
+        ),
+    ],
+)
 def test_faults_are_named(
     plain: Path, tmp_path: Path, form: str, name: str, change: Callable[[Tensor], Tensor | None], said: str
 ) -> None:
@@ -89,8 +132,11 @@ def test_faults_are_named(
 def test_other_groups_than_the_config_says(plain: Path, tmp_path: Path) -> None:
     quantize_checkpoint(plain, tmp_path, FORMS["awq"])
     raw = json.loads((tmp_path / "config.json").read_text())
-    for size, said in ((16, "qzeros has shape [16, 20], config.json makes it [32, 20]"), (24, "groups of 24 do not"),
-                       (64, "160 columns, which groups of 64 do not")):
+    for size, said in (
+        (16, "qzeros has shape [16, 20], config.json makes it [32, 20]"),
+        (24, "groups of 24 do not"),
+        (64, "160 columns, which groups of 64 do not"),
+    ):
         raw["quantization_config"]["group_size"] = size
         (tmp_path / "config.json").write_text(json.dumps(raw))
         with pytest.raises(UserError, match=said.replace("[", r"\[")):
@@ -126,8 +172,10 @@ def test_a_quantized_head(plain: Path, tmp_path: Path, form: str) -> None:
     """As it is stored; GPTQ says so in its config, and compressed-tensors by leaving it off its list."""
     head = {"lm_head.weight": load_file(plain / "model.safetensors")["lm_head.weight"]}
     means = quantize_checkpoint(plain, tmp_path, FORMS[form])
-    tensors, more = load_file(tmp_path / "model.safetensors"), FORMS[form].encode(head["lm_head.weight"].float(),
-                                                                                  torch.Generator())  # fmt: skip
+    tensors, more = (
+        load_file(tmp_path / "model.safetensors"),
+        FORMS[form].encode(head["lm_head.weight"].float(), torch.Generator()),
+    )
     del tensors["lm_head.weight"]
     save_file(tensors | {f"lm_head.{suffix}": one for suffix, one in more[0].items()}, tmp_path / "model.safetensors")
     raw = json.loads((tmp_path / "config.json").read_text())
@@ -155,20 +203,28 @@ def test_scales_of_a_cache_are_no_weights(plain: Path, tmp_path: Path, name: str
 
 def parts(*rows: tuple[int, int, int], order: tuple[int, ...] = ()) -> tuple[Part, ...]:
     """Parts of stored rows, first row, number of rows."""
-    return tuple(Part(f"{i}.weight", (stored, 256), start, count, order=order)
-                 for i, (stored, start, count) in enumerate(rows))  # fmt: skip
+    return tuple(
+        Part(f"{i}.weight", (stored, 256), start, count, order=order) for i, (stored, start, count) in enumerate(rows)
+    )
 
 
-@pytest.mark.parametrize(("given", "rows"), [
-    (parts((512, 0, 512)), 128), (parts((576, 0, 576)), 128), (parts((512, 128, 256), (512, 128, 256)), 128),
-    (parts((1536, 0, 1536), (576, 0, 576)), 128), (parts((576, 0, 576), (1536, 0, 1536)), 1),
-    (parts((512, 64, 64)), 1), (parts((192, 0, 192), (192, 0, 192)), 1),
-    (parts((768, 0, 768), order=(*range(128), *range(128, 192, 2), *range(129, 192, 2))), 128),
-    (parts((768, 0, 768), order=(*range(64), *range(64, 192, 2), *range(65, 192, 2))), 1),
-    (parts((384, 0, 384), order=tuple(reversed(range(128)))), 128),
-    (parts((288, 0, 288), order=tuple(reversed(range(96)))), 1),
-    (parts((256, 0, 256), order=tuple(range(96))), 128),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("given", "rows"),
+    [
+        (parts((512, 0, 512)), 128),
+        (parts((576, 0, 576)), 128),
+        (parts((512, 128, 256), (512, 128, 256)), 128),
+        (parts((1536, 0, 1536), (576, 0, 576)), 128),
+        (parts((576, 0, 576), (1536, 0, 1536)), 1),
+        (parts((512, 64, 64)), 1),
+        (parts((192, 0, 192), (192, 0, 192)), 1),
+        (parts((768, 0, 768), order=(*range(128), *range(128, 192, 2), *range(129, 192, 2))), 128),
+        (parts((768, 0, 768), order=(*range(64), *range(64, 192, 2), *range(65, 192, 2))), 1),
+        (parts((384, 0, 384), order=tuple(reversed(range(128)))), 128),
+        (parts((288, 0, 288), order=tuple(reversed(range(96)))), 1),
+        (parts((256, 0, 256), order=tuple(range(96))), 128),
+    ],
+)
 def test_blocks_stay_where_rows_stay_in_them(given: tuple[Part, ...], rows: int) -> None:
     stored = Scheme(values="e4m3", block=(128, 128), inputs="group")
     assert packed_scheme(given, stored).block == (rows, 128)

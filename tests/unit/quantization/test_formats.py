@@ -125,18 +125,28 @@ def test_numbers(plain: Callable[[str], Path], tmp_path: Path, form: str, model:
     check(kept, means)
     quantized = {param.name for param in kept.layout if isinstance(kept.weights[param.name][0], QuantizedMatrix)}
     assert {name.rpartition(".")[0] for name in quantized if "layers.0" in name} >= {
-        "layers.0.attention.output", "layers.0.mlp.experts" if model == "glm4_moe" else "layers.0.mlp.down"}
+        "layers.0.attention.output",
+        "layers.0.mlp.experts" if model == "glm4_moe" else "layers.0.mlp.down",
+    }
     never = ("router.weight", "head.weight", "embed.weight", "kv_up.weight")
     assert not any(name.endswith(never) for name in quantized)
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize(("model", "parallel"), [
-    ("qwen3", Parallel(tp=2)), ("qwen3", Parallel(tp=4)), ("glm4_moe", Parallel(tp=2)),
-    ("glm4_moe", Parallel(tp=2, dp=2, experts=True)), ("deepseek_v3", Parallel(tp=2)),
-], ids=str)  # fmt: skip
-def test_slices_of_ranks(plain: Callable[[str], Path], tmp_path: Path, form: str, model: str,
-                         parallel: Parallel) -> None:
+@pytest.mark.parametrize(
+    ("model", "parallel"),
+    [
+        ("qwen3", Parallel(tp=2)),
+        ("qwen3", Parallel(tp=4)),
+        ("glm4_moe", Parallel(tp=2)),
+        ("glm4_moe", Parallel(tp=2, dp=2, experts=True)),
+        ("deepseek_v3", Parallel(tp=2)),
+    ],
+    ids=str,
+)
+def test_slices_of_ranks(
+    plain: Callable[[str], Path], tmp_path: Path, form: str, model: str, parallel: Parallel
+) -> None:
     """A slice holds the numbers of the whole, or is refused: where it would cut a group."""
     means = quantize_checkpoint(plain(model), tmp_path, FORMS[form])
     cut = 0

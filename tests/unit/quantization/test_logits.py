@@ -25,9 +25,20 @@ from .test_formats import stored_types
 
 SIZES = {"hidden_size": 160, "intermediate_size": 320, "num_hidden_layers": 2, "head_dim": 32}
 DENSE = ("qwen3", SIZES)
-EXPERTS = ("glm4_moe", SIZES | {
-    "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 96, "n_shared_experts": 1,
-    "first_k_dense_replace": 1, "partial_rotary_factor": 0.5, "num_mtp_layers": 0, "attention_bias": True})  # fmt: skip
+EXPERTS = (
+    "glm4_moe",
+    SIZES
+    | {
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 96,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 1,
+        "partial_rotary_factor": 0.5,
+        "num_mtp_layers": 0,
+        "attention_bias": True,
+    },
+)
 LATENT = ("deepseek_v3", {
     "hidden_size": 160, "intermediate_size": 320, "num_hidden_layers": 2, "num_key_value_heads": 4, "kv_lora_rank": 64,
     "qk_nope_head_dim": 64, "qk_rope_head_dim": 32, "v_head_dim": 64, "q_lora_rank": 128, "n_routed_experts": 4,
@@ -96,7 +107,8 @@ def theirs(folder: Path, form: Form) -> tuple[Tensor, Tensor]:
     """Logits of the dequantized model with quantized activations, and without."""
     with torch.inference_mode():
         model = transformers.AutoModelForCausalLM.from_pretrained(
-            folder, dtype=torch.float32, attn_implementation="eager", experts_implementation="eager").eval()
+            folder, dtype=torch.float32, attn_implementation="eager", experts_implementation="eager"
+        ).eval()
         plain = model(torch.tensor([PROMPT])).logits[0]
         return with_rounding(model, form)(torch.tensor([PROMPT])).logits[0], plain
 

@@ -23,8 +23,9 @@ from ...support.filled_models import sliced
 from ...support.tiny_models import Tiny, random_model
 from .test_formats import loaded, numbers, written
 
-BLOCKS, CHANNELS = (Scheme(values="e4m3", block=block, inputs=inputs)
-                    for block, inputs in (((128, 128), "group"), ((1, 0), "token")))  # fmt: skip
+BLOCKS, CHANNELS = (
+    Scheme(values="e4m3", block=block, inputs=inputs) for block, inputs in (((128, 128), "group"), ((1, 0), "token"))
+)
 
 
 def by_formula(weight: Tensor, high: int, wide: int) -> Tensor:
@@ -38,8 +39,11 @@ def by_formula(weight: Tensor, high: int, wide: int) -> Tensor:
     return out
 
 
-@pytest.mark.parametrize(("rows", "columns", "scheme"), [(256, 384, BLOCKS), (1280, 128, BLOCKS), (130, 72, CHANNELS),
-                                                         (2050, 8, CHANNELS)], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    ("rows", "columns", "scheme"),
+    [(256, 384, BLOCKS), (1280, 128, BLOCKS), (130, 72, CHANNELS), (2050, 8, CHANNELS)],
+    ids=str,
+)
 def test_rounding(rows: int, columns: int, scheme: Scheme) -> None:
     weight = torch.randn(rows, columns, generator=torch.Generator().manual_seed(0))
     weight[0] = 0

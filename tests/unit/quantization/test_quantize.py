@@ -26,8 +26,14 @@ from ...support.quantized_checkpoints import AWQ_PLACES, QUANTIZED
 from .test_formats import MODELS, check, loaded, written
 
 # Scheme -> the half step of its rounding, as a share of the largest number that shares a scale.
-STEPS = {"fp8-block": 1 / 27.9, "fp8-channel": 1 / 27.8, "w8a8-int8": 0.51 / 127, "w8a16": 0.51 / 127,
-         "w4a16": 0.54 / 7.5, "awq-int4": 1.04 / 15}  # fmt: skip
+STEPS = {
+    "fp8-block": 1 / 27.9,
+    "fp8-channel": 1 / 27.8,
+    "w8a8-int8": 0.51 / 127,
+    "w8a16": 0.51 / 127,
+    "w4a16": 0.54 / 7.5,
+    "awq-int4": 1.04 / 15,
+}
 GROUPED = ("w8a16", "w4a16", "awq-int4")
 UP, Q = "model.layers.0.mlp.up_proj", "model.layers.0.self_attn.q_proj"
 
@@ -119,8 +125,11 @@ def test_a_written_checkpoint(plain: Callable[[str], Path], tmp_path: Path, sche
     assert any(isinstance(one, QuantizedMatrix) for weights in kept.weights.values() for one in weights)
     found = transformers.AutoConfig.from_pretrained(out).quantization_config
     method = {"fp8-block": "fp8", "awq-int4": "awq"}.get(scheme, "compressed-tensors")
-    assert found["quant_method"] == method == json.loads((out / "config.json").read_text())["quantization_config"][
-        "quant_method"]  # fmt: skip
+    assert (
+        found["quant_method"]
+        == method
+        == json.loads((out / "config.json").read_text())["quantization_config"]["quant_method"]
+    )
     left = found.get("ignore") or found.get("modules_to_not_convert")
     routers = {name.removesuffix(".weight") for name in given if name.endswith("mlp.gate.weight")}
     assert set(left) == {"lm_head", *routers}
@@ -132,8 +141,15 @@ def test_transformers_reads_the_same(tmp_path: Path, scheme: str) -> None:
     needed = {"fp8-block": "accelerate", "awq-int4": "gptqmodel"}
     pytest.importorskip(needed.get(scheme, "compressed_tensors"))
     folder, out = tmp_path / "plain", tmp_path / "out"
-    config = transformers.Qwen3Config(vocab_size=64, hidden_size=256, intermediate_size=384, num_hidden_layers=2,
-                                      num_attention_heads=4, num_key_value_heads=2, head_dim=64)  # fmt: skip
+    config = transformers.Qwen3Config(
+        vocab_size=64,
+        hidden_size=256,
+        intermediate_size=384,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+    )
     transformers.AutoModelForCausalLM.from_config(config).bfloat16().save_pretrained(folder)
     quantize_checkpoint(folder, out, recipe(scheme))
     stored, given = stored_in(out), stored_in(folder)
@@ -179,8 +195,16 @@ def test_a_head_of_its_own(plain: Callable[[str], Path], tmp_path: Path) -> None
     save_file(given, tied / "model.safetensors")
     raw = json.loads((tied / "config.json").read_text()) | {"tie_word_embeddings": True}
     (tied / "config.json").write_text(json.dumps(raw))
-    for i, (scheme, head) in enumerate((("fp8-block", "fp8-block"), ("awq-int4", "awq-int4"), ("w4a16", "w4a16"),
-                                        ("w4a16", "w8a16"), ("w4a16", "fp8-channel"), ("w8a8-int8", "w8a16"))):
+    for i, (scheme, head) in enumerate(
+        (
+            ("fp8-block", "fp8-block"),
+            ("awq-int4", "awq-int4"),
+            ("w4a16", "w4a16"),
+            ("w4a16", "w8a16"),
+            ("w4a16", "fp8-channel"),
+            ("w8a8-int8", "w8a16"),
+        )
+    ):
         out = tmp_path / str(i)
         quantize_checkpoint(tied, out, recipe(scheme, head=head, group_size=32 if {scheme, head} & set(GROUPED) else 0))
         stored = stored_in(out)
@@ -189,12 +213,15 @@ def test_a_head_of_its_own(plain: Callable[[str], Path], tmp_path: Path) -> None
         assert torch.equal(stored["model.embed_tokens.weight"], given["model.embed_tokens.weight"])
         config = json.loads((out / "config.json").read_text())
         assert config["tie_word_embeddings"] is False
-        assert not (config["quantization_config"].get("ignore") or config["quantization_config"].get(
-            "modules_to_not_convert"))  # fmt: skip
+        assert not (
+            config["quantization_config"].get("ignore") or config["quantization_config"].get("modules_to_not_convert")
+        )
         kept = loaded(out)
         assert isinstance(kept.weights["head.weight"][0], QuantizedMatrix)
-        numbers = {name: means(scheme, stored, name.removesuffix(".weight")) if QUANTIZED.search(name) else one
-                   for name, one in given.items()}  # fmt: skip
+        numbers = {
+            name: means(scheme, stored, name.removesuffix(".weight")) if QUANTIZED.search(name) else one
+            for name, one in given.items()
+        }
         check(kept, numbers | {"lm_head.weight": expected})
         if scheme != head:
             assert config["quantization_config"]["config_groups"]["group_1"]["targets"] == ["lm_head"]
@@ -205,10 +232,13 @@ def test_layers_of_prediction_keep_what_published_ones_keep(plain: Callable[[str
     extra = tmp_path / "extra"
     shutil.copytree(plain("deepseek_v3"), extra)
     given = stored_in(extra)
-    more = {name.replace(".layers.1.", ".layers.2."): one.clone() for name, one in given.items()
-            if ".layers.1." in name}  # fmt: skip
-    more |= {f"model.layers.2.{name}.weight": torch.randn(64, 160).bfloat16()
-             for name in ("eh_proj", "shared_head.head", "embed_tokens")}  # fmt: skip
+    more = {
+        name.replace(".layers.1.", ".layers.2."): one.clone() for name, one in given.items() if ".layers.1." in name
+    }
+    more |= {
+        f"model.layers.2.{name}.weight": torch.randn(64, 160).bfloat16()
+        for name in ("eh_proj", "shared_head.head", "embed_tokens")
+    }
     save_file(given | more, extra / "model.safetensors")
     raw = json.loads((extra / "config.json").read_text()) | {"num_nextn_predict_layers": 1}
     (extra / "config.json").write_text(json.dumps(raw))
@@ -218,8 +248,13 @@ def test_layers_of_prediction_keep_what_published_ones_keep(plain: Callable[[str
         matrix = bool(QUANTIZED.search(name)) and "eh_proj" not in name
         assert (f"{name}_scale_inv" in stored) == matrix, name
     left = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]["modules_to_not_convert"]
-    assert set(left) == {"lm_head", "model.layers.1.mlp.gate", "model.layers.2.mlp.gate", "model.layers.2.eh_proj",
-                         "model.layers.2.shared_head.head"}  # fmt: skip
+    assert set(left) == {
+        "lm_head",
+        "model.layers.1.mlp.gate",
+        "model.layers.2.mlp.gate",
+        "model.layers.2.eh_proj",
+        "model.layers.2.shared_head.head",
+    }
     loaded(tmp_path / "out")
 
 
@@ -241,7 +276,12 @@ def test_files_and_shards(plain: Callable[[str], Path], tmp_path: Path) -> None:
     made = quantize_checkpoint(source, tmp_path / "out", recipe("fp8-block"), lambda *now: seen.append(now))
     out = tmp_path / "out"
     assert {path.name for path in out.iterdir()} == {
-        *made.files, "config.json", "tokenizer.json", "chat_template.jinja", "model.safetensors.index.json"}
+        *made.files,
+        "config.json",
+        "tokenizer.json",
+        "chat_template.jinja",
+        "model.safetensors.index.json",
+    }
     limit = max(path.stat().st_size for path in source.glob("*.safetensors"))
     assert 1 < len(made.files) < 4 and all((out / name).stat().st_size < 1.1 * limit for name in made.files)
     index = json.loads((out / "model.safetensors.index.json").read_text())
@@ -291,21 +331,25 @@ def test_ignored_modules_stay(plain: Callable[[str], Path], tmp_path: Path) -> N
         assert changed == {"model.layers.0.self_attn.o_proj.weight"}
         kept = loaded(out)
         assert [name for name, (one, *_) in kept.weights.items() if isinstance(one, QuantizedMatrix)] == [
-            "layers.0.attention.output.weight"]  # fmt: skip
+            "layers.0.attention.output.weight"
+        ]
 
 
-@pytest.mark.parametrize(("changes", "said"), [
-    ({"scheme": "fp4"}, "scheme fp4 does not exist (one of fp8-block, fp8-channel,"),
-    ({"scheme": "w4a16", "head": "q4"}, "scheme q4 does not exist"),
-    ({"scheme": "w4a16"}, "has 160 columns, not a multiple of 128: use --group-size 32 or --ignore model."),
-    ({"scheme": "awq-int4", "group_size": 36}, "--group-size 36 is not a multiple of 8"),
-    ({"scheme": "fp8-block", "group_size": 32}, "scheme fp8-block has no group size: leave --group-size out"),
-    ({"scheme": "fp8-block", "head": "w8a16", "group_size": 32}, "--lm-head w8a16 is stored as compressed-tensors"),
-    ({"scheme": "fp8-block", "ignore": ("nothing",)}, "--ignore nothing matches no matrix that would be quantized"),
-    ({"scheme": "fp8-block", "ignore": ("re:(",)}, "--ignore re:( is no regular expression"),
-    ({"scheme": "fp8-block", "ignore": ("q_proj",)}, f"--ignore leaves {Q}.weight alone and not model.layers.0."),
-    ({"scheme": "fp8-block", "ignore": (UP,)}, f"--ignore leaves {UP}.weight alone and not model.layers.0.mlp."),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"scheme": "fp4"}, "scheme fp4 does not exist (one of fp8-block, fp8-channel,"),
+        ({"scheme": "w4a16", "head": "q4"}, "scheme q4 does not exist"),
+        ({"scheme": "w4a16"}, "has 160 columns, not a multiple of 128: use --group-size 32 or --ignore model."),
+        ({"scheme": "awq-int4", "group_size": 36}, "--group-size 36 is not a multiple of 8"),
+        ({"scheme": "fp8-block", "group_size": 32}, "scheme fp8-block has no group size: leave --group-size out"),
+        ({"scheme": "fp8-block", "head": "w8a16", "group_size": 32}, "--lm-head w8a16 is stored as compressed-tensors"),
+        ({"scheme": "fp8-block", "ignore": ("nothing",)}, "--ignore nothing matches no matrix that would be quantized"),
+        ({"scheme": "fp8-block", "ignore": ("re:(",)}, "--ignore re:( is no regular expression"),
+        ({"scheme": "fp8-block", "ignore": ("q_proj",)}, f"--ignore leaves {Q}.weight alone and not model.layers.0."),
+        ({"scheme": "fp8-block", "ignore": (UP,)}, f"--ignore leaves {UP}.weight alone and not model.layers.0.mlp."),
+    ],
+)
 def test_refusals(plain: Callable[[str], Path], tmp_path: Path, changes: dict[str, Any], said: str) -> None:
     with pytest.raises(UserError, match=re.escape(said)) as error:
         quantize_checkpoint(plain("qwen3"), tmp_path / "out", Recipe(**changes))
@@ -336,8 +380,21 @@ def test_refused_folders(plain: Callable[[str], Path], tmp_path: Path, monkeypat
 
 
 def test_the_command(plain: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["quantize", str(plain("qwen3")), "-o", str(tmp_path / "out"), "--scheme", "w4a16", "--group-size", "32",
-             "--ignore", "o_proj", "down_proj", "--lm-head", "w8a16"]  # fmt: skip
+    words = [
+        "quantize",
+        str(plain("qwen3")),
+        "-o",
+        str(tmp_path / "out"),
+        "--scheme",
+        "w4a16",
+        "--group-size",
+        "32",
+        "--ignore",
+        "o_proj",
+        "down_proj",
+        "--lm-head",
+        "w8a16",
+    ]
     assert main(words) == 0
     told = capsys.readouterr().out
     assert "w4a16, 6 matrices quantized in" in told and "became" in told and "largest relative error" in told

@@ -70,8 +70,9 @@ def test_500_streams_and_a_backend_that_is_killed(count: int) -> None:
             broken = {user: broken_off(events) for user, (_, events) in answers.items() if not is_whole(events)}
             assert {status for status, _ in answers.values()} == {200}
             assert broken and set(broken) <= victim.begun
-            assert all(numbers == list(range(len(numbers))) and code == "backend_failed"
-                       for numbers, code in broken.values())
+            assert all(
+                numbers == list(range(len(numbers))) and code == "backend_failed" for numbers, code in broken.values()
+            )
             assert router.num_live == 0 and all(b.in_flight == b.active == b.waiting == 0 for b in router.backends)
             assert not router.backends[0].up
 

@@ -19,17 +19,20 @@ def run(work: Coroutine[Any, Any, None]) -> None:
     asyncio.run(asyncio.wait_for(work, 60))
 
 
-@pytest.mark.parametrize(("method", "path", "body", "status", "words"), [
-    ("POST", "/v1/completions", b"{", 400, "not a JSON object"),
-    ("POST", "/v1/completions", b"[1]", 400, "not a JSON object"),
-    ("POST", "/v1/responses", b'{"previous_response_id": "r"}', 400, "send the whole conversation as input"),
-    ("POST", "/v1/responses", b'{"background": true}', 400, "background is true"),
-    ("GET", "/v1/responses/r", b"", 404, "stored responses are not reached"),
-    ("GET", "/debug/plan", b"", 404, "passes on no path '/debug/plan'"),
-    ("POST", "/v1/load_lora_adapter", b"{}", 404, "passes on no path"),
-    ("GET", "/v1/models/%2e%2e/%2e%2e/metrics", b"", 404, "passes on no path"),
-    ("GET", "/v1/completions", b"", 405, "use POST"),
-])
+@pytest.mark.parametrize(
+    ("method", "path", "body", "status", "words"),
+    [
+        ("POST", "/v1/completions", b"{", 400, "not a JSON object"),
+        ("POST", "/v1/completions", b"[1]", 400, "not a JSON object"),
+        ("POST", "/v1/responses", b'{"previous_response_id": "r"}', 400, "send the whole conversation as input"),
+        ("POST", "/v1/responses", b'{"background": true}', 400, "background is true"),
+        ("GET", "/v1/responses/r", b"", 404, "stored responses are not reached"),
+        ("GET", "/debug/plan", b"", 404, "passes on no path '/debug/plan'"),
+        ("POST", "/v1/load_lora_adapter", b"{}", 404, "passes on no path"),
+        ("GET", "/v1/models/%2e%2e/%2e%2e/metrics", b"", 404, "passes on no path"),
+        ("GET", "/v1/completions", b"", 405, "use POST"),
+    ],
+)
 def test_requests_that_no_backend_sees(method: str, path: str, body: bytes, status: int, words: str) -> None:
     async def work() -> None:
         async with mock_backends(1) as (backend,), routed([backend]) as (router, url), ClientSession() as session:
@@ -52,7 +55,8 @@ def test_headers_pass_in_both_directions() -> None:
                 assert answer.content_type == "text/event-stream" and "connection" not in answer.headers
             got = backend.headers[0]
             assert {name: got[name] for name in ("authorization", "x-api-key", "x-request-id")} == {
-                name: sent[name] for name in ("authorization", "x-api-key", "x-request-id")}
+                name: sent[name] for name in ("authorization", "x-api-key", "x-request-id")
+            }
             assert "te" not in got and got["host"] == backend.url.removeprefix("http://")
             async with session.get(f"{url}/v1/models") as answer:
                 assert answer.status == 200
@@ -88,8 +92,10 @@ def test_an_operator_drains_a_backend() -> None:
                 return sent[0]["status"], json.loads(sent[1]["body"])
 
             name = json.dumps({"backend": backends[0].url}).encode()
-            assert await operate("POST", "/backends/drain", name) == (200, {
-                "backend": backends[0].url, "up": True, "draining": True, "in_flight": 0, "reason": ""})
+            assert await operate("POST", "/backends/drain", name) == (
+                200,
+                {"backend": backends[0].url, "up": True, "draining": True, "in_flight": 0, "reason": ""},
+            )
             for _ in range(3):
                 async with session.post(f"{url}/v1/completions", json={"prompt": "x"}) as answer:
                     assert (await answer.json())["by"] == "b1"
@@ -114,8 +120,11 @@ def test_exact_asks_a_backend_for_the_tokens() -> None:
         async with mock_backends(1) as (backend,):
             settings = {"policy": "exact", "kv_events": ["tcp://127.0.0.1:1"]}
             async with routed([backend], **settings) as (router, url), ClientSession() as session:
-                for body in ({"messages": [{"role": "user", "content": "hi"}]}, {"prompt": "hi"}, {"prompt": "x",
-                                                                                                  "cache_salt": "s"}):
+                for body in (
+                    {"messages": [{"role": "user", "content": "hi"}]},
+                    {"prompt": "hi"},
+                    {"prompt": "x", "cache_salt": "s"},
+                ):
                     path = "chat/completions" if "messages" in body else "completions"
                     async with session.post(f"{url}/v1/{path}", json=body) as answer:
                         assert answer.status == 200
@@ -124,25 +133,30 @@ def test_exact_asks_a_backend_for_the_tokens() -> None:
     run(work())
 
 
-@pytest.mark.parametrize(("given", "message"), [
-    ({"backend": []}, "no backend is named: give --backend URL"),
-    ({"backend": ["localhost:8000"]}, "--backend localhost:8000: not the URL of a server"),
-    ({"backend": ["http://h:99999"]}, "--backend http://h:99999: Port out of range"),
-    ({"backend": ["ftp://h"]}, "not the URL of a server"),
-    ({"backend": ["http://u:secret@h"]}, "--backend h: no user, query"),
-    ({"backend": ["http://h", "http://h:80/v1"]}, "this server is named twice"),
-    ({"backend": ["http://h"], "prefill_backend": ["http://h:80"]}, "http://h:80 is in --backend and in"),
-    ({"backend": ["http://h"], "policy": "exact"}, "--policy exact and --kv-events go together"),
-    ({"backend": ["http://h"], "kv_events": ["tcp://h:1"]}, "--policy exact and --kv-events go together"),
-    ({"backend": ["http://h"], "policy": "exact", "kv_events": ["tcp://h:1", "tcp://h:2"]},
-     "2 addresses for 1 backend"),
-    ({"backend": ["http://h"], "policy": "exact", "kv_events": ["tcp://*:1"]}, "is no ZMQ address to connect to"),
-    ({"backend": ["http://h"], "retries": -1}, "--retries -1: must be a number of at least 0"),
-    ({"backend": ["http://h"], "health_interval": float("nan")}, "--health-interval nan: must be a number"),
-    ({"backend": ["http://h"], "admin_port": 70000}, "--admin-port 70000: "),
-    ({"backend": ["http://h"], "health_path": "health"}, "a path begins with a slash and has no spaces"),
-    ({"backend": ["http://h"], "health_path": "/a b\r\nx: y"}, "--health-path"),
-])
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"backend": []}, "no backend is named: give --backend URL"),
+        ({"backend": ["localhost:8000"]}, "--backend localhost:8000: not the URL of a server"),
+        ({"backend": ["http://h:99999"]}, "--backend http://h:99999: Port out of range"),
+        ({"backend": ["ftp://h"]}, "not the URL of a server"),
+        ({"backend": ["http://u:secret@h"]}, "--backend h: no user, query"),
+        ({"backend": ["http://h", "http://h:80/v1"]}, "this server is named twice"),
+        ({"backend": ["http://h"], "prefill_backend": ["http://h:80"]}, "http://h:80 is in --backend and in"),
+        ({"backend": ["http://h"], "policy": "exact"}, "--policy exact and --kv-events go together"),
+        ({"backend": ["http://h"], "kv_events": ["tcp://h:1"]}, "--policy exact and --kv-events go together"),
+        (
+            {"backend": ["http://h"], "policy": "exact", "kv_events": ["tcp://h:1", "tcp://h:2"]},
+            "2 addresses for 1 backend",
+        ),
+        ({"backend": ["http://h"], "policy": "exact", "kv_events": ["tcp://*:1"]}, "is no ZMQ address to connect to"),
+        ({"backend": ["http://h"], "retries": -1}, "--retries -1: must be a number of at least 0"),
+        ({"backend": ["http://h"], "health_interval": float("nan")}, "--health-interval nan: must be a number"),
+        ({"backend": ["http://h"], "admin_port": 70000}, "--admin-port 70000: "),
+        ({"backend": ["http://h"], "health_path": "health"}, "a path begins with a slash and has no spaces"),
+        ({"backend": ["http://h"], "health_path": "/a b\r\nx: y"}, "--health-path"),
+    ],
+)
 def test_wrong_flags_are_one_line(given: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         router_config(given)
@@ -153,5 +167,7 @@ def test_addresses_of_backends() -> None:
     urls = ["http://h", "https://h/", "http://[::1]:81/base/v1"]
     found = router_config({"backend": urls}).backend
     assert [(a.url, a.host, a.port, a.tls, a.base, a.authority) for a in found] == [
-        ("http://h:80", "h", 80, False, "", "h:80"), ("https://h:443", "h", 443, True, "", "h:443"),
-        ("http://[::1]:81/base", "::1", 81, False, "/base", "[::1]:81")]
+        ("http://h:80", "h", 80, False, "", "h:80"),
+        ("https://h:443", "h", 443, True, "", "h:443"),
+        ("http://[::1]:81/base", "::1", 81, False, "/base", "[::1]:81"),
+    ]

@@ -19,8 +19,9 @@ from ...support.mock_backends import kv_batch
 
 def config(policy: str, count: int = 3) -> RouterConfig:
     events = [f"tcp://127.0.0.1:{number + 1}" for number in range(count)] if policy == "exact" else []
-    return router_config({"backend": [f"http://b{number}" for number in range(count)], "policy": policy,
-                          "kv_events": events})
+    return router_config(
+        {"backend": [f"http://b{number}" for number in range(count)], "policy": policy, "kv_events": events}
+    )
 
 
 def chooser(policy: str, indexes: dict[int, KVIndex] | None = None) -> tuple[Chooser, list[Backend]]:
@@ -59,8 +60,12 @@ def test_chunks_are_of_the_whole_beginning() -> None:
     text = "x" * 3 * CHUNK
     whole = prompt(text).chunks
     assert len(whole) == 3 and prompt(text + "y" * CHUNK).chunks[:3] == whole
-    bodies = [{"prompt": "y" + text[1:]}, {"prompt": text, "tools": [1]}, {"prompt": text, "cache_salt": "s"},
-              {"prompt": text, "model": "other"}]
+    bodies = [
+        {"prompt": "y" + text[1:]},
+        {"prompt": text, "tools": [1]},
+        {"prompt": text, "cache_salt": "s"},
+        {"prompt": text, "model": "other"},
+    ]
     for body in bodies:
         assert not set(RoutedBody(json.dumps(body).encode()).chunks) & set(whole)
 
@@ -94,8 +99,18 @@ def test_affinity_returns_to_the_prefix_until_its_backend_has_more_to_compute() 
 
 
 def stored(hashes: list[Any], parent: Any, tokens: list[int], size: int = 4, **more: Any) -> list[Any]:
-    return ["BlockStored", hashes, parent, tokens, size, None, more.get("medium"), None, more.get("extras"),
-            more.get("group")]
+    return [
+        "BlockStored",
+        hashes,
+        parent,
+        tokens,
+        size,
+        None,
+        more.get("medium"),
+        None,
+        more.get("extras"),
+        more.get("group"),
+    ]
 
 
 TOKENS = list(range(100, 112))
@@ -109,8 +124,17 @@ def held(index: KVIndex, tokens: list[int] = TOKENS) -> int:
 def test_the_index_follows_events_of_both_forms(as_map: bool) -> None:
     def batch(*events: list[Any]) -> bytes:
         names = ("block_hashes", "parent_block_hash", "token_ids", "block_size")
-        maps = [{"type": kind} | (dict(zip(names, values, strict=False)) if kind == "BlockStored"
-                                  else {"block_hashes": values[0]} if values else {}) for kind, *values in events]
+        maps = [
+            {"type": kind}
+            | (
+                dict(zip(names, values, strict=False))
+                if kind == "BlockStored"
+                else {"block_hashes": values[0]}
+                if values
+                else {}
+            )
+            for kind, *values in events
+        ]
         return kv_batch(*(maps if as_map else events), as_map=as_map)
 
     index = KVIndex()
@@ -140,17 +164,33 @@ def test_a_lower_tier_names_blocks_that_the_device_had() -> None:
     assert held(index) == 2 and index.lost == 0
 
 
-@pytest.mark.parametrize("event", [
-    stored([1], None, TOKENS[:4], extras=[["salt"]]), stored([1], None, TOKENS[:4], group=1),
-    ["BlockStored", [1], None, TOKENS[:4], 4, 7, None, "adapter"], ["SomethingNew", 1]])
+@pytest.mark.parametrize(
+    "event",
+    [
+        stored([1], None, TOKENS[:4], extras=[["salt"]]),
+        stored([1], None, TOKENS[:4], group=1),
+        ["BlockStored", [1], None, TOKENS[:4], 4, 7, None, "adapter"],
+        ["SomethingNew", 1],
+    ],
+)
 def test_blocks_of_more_than_tokens_are_left_out(event: list[Any]) -> None:
     index = KVIndex()
     index.take(0, kv_batch(event))
     assert len(index) == 0 and index.lost == 0
 
 
-@pytest.mark.parametrize("batch", [b"", b"\xc1", b"\x90", kv_batch(["BlockStored", 1]), kv_batch(7),
-                                   kv_batch(stored([1], None, [-1, 2, 3, 4])), kv_batch(stored([1, 2], None, [1, 2]))])
+@pytest.mark.parametrize(
+    "batch",
+    [
+        b"",
+        b"\xc1",
+        b"\x90",
+        kv_batch(["BlockStored", 1]),
+        kv_batch(7),
+        kv_batch(stored([1], None, [-1, 2, 3, 4])),
+        kv_batch(stored([1, 2], None, [1, 2])),
+    ],
+)
 def test_what_is_no_batch_empties_the_index(batch: bytes) -> None:
     index = KVIndex()
     index.take(0, kv_batch(stored([1], None, TOKENS[:4])))
@@ -183,8 +223,9 @@ def test_events_over_zmq_with_a_batch_that_was_lost(with_replay: bool) -> None:
         context = zmq.asyncio.Context.instance()
         publisher, replayer = context.socket(zmq.PUB), context.socket(zmq.ROUTER)
         try:
-            live, lost = (f"tcp://127.0.0.1:{socket.bind_to_random_port('tcp://127.0.0.1')}"
-                          for socket in (publisher, replayer))
+            live, lost = (
+                f"tcp://127.0.0.1:{socket.bind_to_random_port('tcp://127.0.0.1')}" for socket in (publisher, replayer)
+            )
             batches = [kv_batch(stored([n], n - 1 if n else None, TOKENS[4 * n : 4 * n + 4])) for n in range(3)]
             index = KVIndex()
             following = asyncio.create_task(follow(index, live, lost if with_replay else ""))

@@ -30,21 +30,43 @@ def test_the_fields_are_those_of_the_proxy() -> None:
             async with routed([decode], (prefill,), prefill_threshold=100) as (_, url):
                 fields = {"stream_options": {"include_usage": True}, "min_tokens": 2, "max_completion_tokens": 4}
                 assert await ask(url, temperature=0.25, **fields) == 200
-            assert prefill.bodies == [{
-                "prompt": LONG, "max_tokens": 1, "max_completion_tokens": 1, "stream": False, "temperature": 0.25,
-                "kv_transfer_params": {"do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None,
-                                       "remote_block_ids": None, "remote_host": None, "remote_port": None}}]
-            assert decode.bodies == [{
-                "prompt": LONG, "max_tokens": 4, "stream": True, "temperature": 0.25, **fields,
-                "kv_transfer_params": {"do_remote_prefill": True, "remote_engine_id": prefill.name}}]
+            assert prefill.bodies == [
+                {
+                    "prompt": LONG,
+                    "max_tokens": 1,
+                    "max_completion_tokens": 1,
+                    "stream": False,
+                    "temperature": 0.25,
+                    "kv_transfer_params": {
+                        "do_remote_decode": True,
+                        "do_remote_prefill": False,
+                        "remote_engine_id": None,
+                        "remote_block_ids": None,
+                        "remote_host": None,
+                        "remote_port": None,
+                    },
+                }
+            ]
+            assert decode.bodies == [
+                {
+                    "prompt": LONG,
+                    "max_tokens": 4,
+                    "stream": True,
+                    "temperature": 0.25,
+                    **fields,
+                    "kv_transfer_params": {"do_remote_prefill": True, "remote_engine_id": prefill.name},
+                }
+            ]
             ids = [backend.headers[0]["x-request-id"] for backend in (prefill, decode)]
             assert ids[0] == ids[1]
 
     run(work())
 
 
-@pytest.mark.parametrize("fields", [
-    {"prompt": "a" * 40}, {"n": 2}, {"kv_transfer_params": {"do_remote_prefill": True}}, {"prompt": [LONG, LONG]}])
+@pytest.mark.parametrize(
+    "fields",
+    [{"prompt": "a" * 40}, {"n": 2}, {"kv_transfer_params": {"do_remote_prefill": True}}, {"prompt": [LONG, LONG]}],
+)
 def test_other_requests_are_not_split(fields: dict[str, Any]) -> None:
     async def work() -> None:
         async with mock_backends(2) as (prefill, decode):
@@ -75,6 +97,7 @@ def break_prefill(prefill: MockBackend, how: str) -> Any:
     if how == "refuses":
         prefill.refuse = 500
     elif how == "says nothing":
+
         async def mute(scope: Any, receive: Any, send: Any) -> None:
             await send({"type": "http.response.start", "status": 200, "headers": []})
             await send({"type": "http.response.body", "body": b"" if scope["path"] == "/health" else b'{"id": 1}'})

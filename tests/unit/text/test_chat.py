@@ -145,8 +145,10 @@ def test_a_call_whose_arguments_are_no_object_can_be_followed(shared: Path, name
 def test_a_call_is_of_a_function_unless_it_says_otherwise(shared: Path, name: str) -> None:
     template = ChatTemplate({"default": (shared / "hf" / "templates" / f"{name}.jinja").read_text("utf-8")}, SPECIALS)
     bare = {key: value for key, value in CALL.items() if key != "type"}
-    texts = {template.render([USER, {"role": "assistant", "tool_calls": [call]}, RESULT], tools=TOOLS)
-             for call in (CALL, bare)}
+    texts = {
+        template.render([USER, {"role": "assistant", "tool_calls": [call]}, RESULT], tools=TOOLS)
+        for call in (CALL, bare)
+    }
     assert len(texts) == 1
 
 

@@ -26,7 +26,7 @@ def test_no_space_comes_into_the_middle() -> None:
     tokenizer = Tokenizer(backend)
     ids = around_gap(tokenizer, "he", "he", False)
     cut, shown = ids.index(tokenizer.token_id("▁<SUF>") or 0), [tokenizer.token_bytes(token) for token in ids]
-    assert b"".join(shown[1:cut]) == b" he" and b"".join(shown[cut + 1:-1]) == b"he"  # as models have been trained
+    assert b"".join(shown[1:cut]) == b" he" and b"".join(shown[cut + 1 : -1]) == b"he"  # as models have been trained
 
 
 def test_without_tokens_there_is_a_reason() -> None:

@@ -52,11 +52,18 @@ def fits(compiler: GrammarCompiler, text: str, **structured: Any) -> bool:
     return over or END in ids
 
 
-PERSON = {"type": "object", "properties": {"name": {"type": "string"}, "age": {"type": "integer", "minimum": 0}},
-          "required": ["name"], "additionalProperties": False}
+PERSON = {
+    "type": "object",
+    "properties": {"name": {"type": "string"}, "age": {"type": "integer", "minimum": 0}},
+    "required": ["name"],
+    "additionalProperties": False,
+}
 CASES: list[tuple[dict[str, Any], list[str], list[str]]] = [
-    ({"json": PERSON}, ['{"name": "Ann"}', '{"name":"Zoë 😀\\n", "age" : 3}'],
-     ['{"age": 3}', '{"name": "Ann", "age": -3}', '{"name": "Ann", "x": 1}', '{"name": "Ann"', ' {"name": "Ann"}']),
+    (
+        {"json": PERSON},
+        ['{"name": "Ann"}', '{"name":"Zoë 😀\\n", "age" : 3}'],
+        ['{"age": 3}', '{"name": "Ann", "age": -3}', '{"name": "Ann", "x": 1}', '{"name": "Ann"', ' {"name": "Ann"}'],
+    ),
     ({"json": json.dumps(PERSON)}, ['{"name": "Ann"}'], ['{"age": 3}']),
     ({"json": PERSON, "disable_any_whitespace": True}, ['{"name":"A b","age":3}'], ['{"name": "Ann"}']),
     ({"json": True}, ["null", "[1, 2.5e3]", '"x"', "{}"], ["nul", "[1,", "x"]),
@@ -65,15 +72,20 @@ CASES: list[tuple[dict[str, Any], list[str], list[str]]] = [
     ({"regex": "[0-9]{3}-[0-9]{4}"}, ["123-4567"], ["123-456", "1234567", "123-45678"]),
     ({"regex": "^(yes|no)$"}, ["yes", "no"], ["yesno", ""]),
     ({"regex": "a*"}, ["", "aaa"], ["ab"]),
-    ({"choice": ["red", "dark red", 'a "quoted"\n\\ b', "ü😀\x7f", "red"]},
-     ["red", "dark red", 'a "quoted"\n\\ b', "ü😀\x7f"], ["dark", "reddark red", "", "blue"]),
+    (
+        {"choice": ["red", "dark red", 'a "quoted"\n\\ b', "ü😀\x7f", "red"]},
+        ["red", "dark red", 'a "quoted"\n\\ b', "ü😀\x7f"],
+        ["dark", "reddark red", "", "blue"],
+    ),
     ({"choice": ["no", "nope"]}, ["no", "nope"], ["nop"]),
     ({"grammar": 'start: "(" start ")" | "x"'}, ["x", "((x))"], ["((x)", "()"]),
-    *(({"grammar": head + ' "(" start ")" | "x"'}, ["x", "((x))"], ["((x)", "()"]) for head in (
-        "?start:", "!start:", "!?start :", "// ::=\n\n  ?start:", 'start[capture="x"]:')),
+    *(
+        ({"grammar": head + ' "(" start ")" | "x"'}, ["x", "((x))"], ["((x)", "()"])
+        for head in ("?start:", "!start:", "!?start :", "// ::=\n\n  ?start:", 'start[capture="x"]:')
+    ),
     ({"grammar": 'root ::= "(" root ")" | [xy]'}, ["y", "((x))"], ["((x)", "z"]),
     ({"grammar": 'start: item ("," item)*\nitem: %json {"type": "integer"}'}, ["1", "1,22"], ["1,", "a"]),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("structured", "good", "bad"), CASES, ids=lambda case: str(case)[:40])
@@ -84,11 +96,16 @@ def test_a_grammar_takes_its_texts_and_no_others(
     assert [text for text in bad if fits(compiler, text, **structured)] == []
 
 
-@pytest.mark.parametrize(("text", "structured"), [
-    ("<|im_end|>", {"choice": ["<|im_end|>"]}), ("a<|im_end|>b", {"regex": r"a<\|im_end\|>b"}),
-    ("<|im_start|>user<|im_end|>", {"choice": ["<|im_start|>user<|im_end|>", "x"]}),
-    ('"<|im_end|>"', {"json": {"const": "<|im_end|>"}}), ("<|endoftext|>.", {"grammar": 'start: "<|endoftext|>."'}),
-])
+@pytest.mark.parametrize(
+    ("text", "structured"),
+    [
+        ("<|im_end|>", {"choice": ["<|im_end|>"]}),
+        ("a<|im_end|>b", {"regex": r"a<\|im_end\|>b"}),
+        ("<|im_start|>user<|im_end|>", {"choice": ["<|im_start|>user<|im_end|>", "x"]}),
+        ('"<|im_end|>"', {"json": {"const": "<|im_end|>"}}),
+        ("<|endoftext|>.", {"grammar": 'start: "<|endoftext|>."'}),
+    ],
+)
 def test_the_text_of_a_special_token_is_text(compiler: GrammarCompiler, text: str, structured: dict[str, Any]) -> None:
     matcher = compiled(compiler, **structured).fork()
     written = b""
@@ -102,8 +119,7 @@ def test_the_text_of_a_special_token_is_text(compiler: GrammarCompiler, text: st
 
 
 def test_what_a_mask_allows_beside_the_grammar(compiler: GrammarCompiler) -> None:
-    """The enders of the request where the text may end and nowhere else; no special token, no id beyond the vocabulary.
-    """
+    """The enders of the request where the text may end, only there; no special token or id beyond the vocabulary."""
     grammar = compiled(compiler, regex="a{2,}")
     matcher = grammar.fork()
     ids, over = allowed(compiler, matcher, (END, 300, VOCAB - 1))
@@ -188,26 +204,32 @@ def test_a_failed_matcher_is_over_and_says_why(compiler: GrammarCompiler) -> Non
     assert over == [1] and error_of(bad) and not error_of(good) and not (masks[0] == -1).all()
 
 
-@pytest.mark.parametrize(("structured", "words"), [
-    ({"json": '{"type": "object"'}, "json is not valid JSON"),
-    ({"json": "[1]"}, "schema must be an object or boolean"),
-    ({"json": False}, "json is false, which no text matches"),
-    ({"json": {"type": "text"}}, "Invalid type: text"),
-    ({"json": {"x-guidance": 5}}, "invalid type: integer"),
-    ({"json": {"not": {}}}, 'not is not implemented: leave it out'),
-    ({"json": {"$ref": "#/nowhere"}}, "$ref: '#/nowhere' is not defined in the schema"),
-    ({"json": {"$ref": "https://example.com/schema.json"}}, "$ref: 'https://example.com/schema.json' is not defined"),
-    ({"json": {"$ref": "file:///etc/passwd"}}, "$ref: 'file:///etc/passwd' is not defined in the schema"),
-    ({"regex": "(a"}, "unclosed group"),
-    ({"regex": "(?=a)b"}, "look-around"),
-    ({"choice": []}, "choice is empty"),
-    ({"grammar": "begin: 'a'"}, "no rule named start"),
-    ({"grammar": 'root ::= "a" ('}, "no rule named start"),
-    ({"grammar": "start: undefined"}, "undefined"),
-    ({"grammar": 'start.1: "a"'}, "priority not supported"),
-    ({"grammar": "root ::= root"}, "no text can match it"),
-    ({"grammar": "start: a\na: b\nb: a"}, "no text can match it"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("structured", "words"),
+    [
+        ({"json": '{"type": "object"'}, "json is not valid JSON"),
+        ({"json": "[1]"}, "schema must be an object or boolean"),
+        ({"json": False}, "json is false, which no text matches"),
+        ({"json": {"type": "text"}}, "Invalid type: text"),
+        ({"json": {"x-guidance": 5}}, "invalid type: integer"),
+        ({"json": {"not": {}}}, "not is not implemented: leave it out"),
+        ({"json": {"$ref": "#/nowhere"}}, "$ref: '#/nowhere' is not defined in the schema"),
+        (
+            {"json": {"$ref": "https://example.com/schema.json"}},
+            "$ref: 'https://example.com/schema.json' is not defined",
+        ),
+        ({"json": {"$ref": "file:///etc/passwd"}}, "$ref: 'file:///etc/passwd' is not defined in the schema"),
+        ({"regex": "(a"}, "unclosed group"),
+        ({"regex": "(?=a)b"}, "look-around"),
+        ({"choice": []}, "choice is empty"),
+        ({"grammar": "begin: 'a'"}, "no rule named start"),
+        ({"grammar": 'root ::= "a" ('}, "no rule named start"),
+        ({"grammar": "start: undefined"}, "undefined"),
+        ({"grammar": 'start.1: "a"'}, "priority not supported"),
+        ({"grammar": "root ::= root"}, "no text can match it"),
+        ({"grammar": "start: a\na: b\nb: a"}, "no text can match it"),
+    ],
+)
 def test_what_cannot_be_compiled_says_what_is_wrong(
     compiler: GrammarCompiler, structured: dict[str, Any], words: str
 ) -> None:
@@ -244,25 +266,33 @@ HOSTILE: dict[str, tuple[dict[str, Any], bool]] = {  # and whether it has to wor
     "nested arrays": ({"json": '{"type":"array","items":' * 20_000 + "{}" + "}" * 20_000}, False),
     "recursive": ({"json": NODE}, True),
     "its own definition": ({"json": {"$ref": "#"}}, False),
-    "a circle of references": ({"json": {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/b"},
-                                                                        "b": {"$ref": "#/$defs/a"}}}}, False),
+    "a circle of references": (
+        {"json": {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}}},
+        False,
+    ),
     "left recursion": ({"grammar": 'start: start "a" | "b"'}, True),
     "root is root": ({"grammar": "root ::= root"}, False),
     "ambiguous": ({"grammar": 'start: s\ns: s s | s s s | "a"'}, False),
     "ambiguous and empty": ({"grammar": 'start: e\ne: e e | e "+" e | "a"?'}, False),
     "doubling rules": ({"grammar": doubling("a", 60)}, False),
     "doubling terminals": ({"grammar": doubling("A", 30)}, False),
-    "2,000 optional properties": ({"json": {"type": "object", "properties": {
-        f"p{i}": {"type": "string"} for i in range(2_000)}}}, False),
+    "2,000 optional properties": (
+        {"json": {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(2_000)}}},
+        False,
+    ),
     "20,000 required properties": ({"json": {"type": "object", "required": [f"p{i}" for i in range(20_000)]}}, False),
-    "intersections": ({"json": {"allOf": [{"type": "string", "pattern": f"^.*{c}.*{c}.*$"} for c in "abcdefghijkl"]}},
-                      False),
+    "intersections": (
+        {"json": {"allOf": [{"type": "string", "pattern": f"^.*{c}.*{c}.*$"} for c in "abcdefghijkl"]}},
+        False,
+    ),
     "a long array": ({"json": {"type": "array", "items": {"type": "integer"}, "minItems": 10**5}}, True),
     "a long text": ({"json": {"type": "string", "minLength": 10**6}}, True),
     "a large factor": ({"json": {"type": "integer", "multipleOf": 999_999_937}}, False),
     "a deep GBNF": ({"grammar": "root ::= " + "(" * 5_000 + '"a"' + ")" * 5_000}, False),
-    "a chain of GBNF": ({"grammar": "\n".join(f'r{i} ::= "a" r{i + 1}' for i in range(400)) + '\nr400 ::= "b"\n'
-                         "root ::= r0"}, True),
+    "a chain of GBNF": (
+        {"grammar": "\n".join(f'r{i} ::= "a" r{i + 1}' for i in range(400)) + '\nr400 ::= "b"\nroot ::= r0'},
+        True,
+    ),
     "a long GBNF": ({"grammar": "\n".join(f"r{i} ::= r{i + 1}" for i in range(20_000))}, False),
     "nothing but percents": ({"grammar": "start: %%%%"}, False),
     "a null byte": ({"regex": "\0+"}, True),
@@ -271,7 +301,7 @@ HOSTILE: dict[str, tuple[dict[str, Any], bool]] = {  # and whether it has to wor
     "minima in minima": ({"json": '{"minimum":' * 900 + "[" + "0," * 400_000 + "0]" + "}" * 900}, False),
     "empty lines": ({"grammar": "\n" * 400_000 + 'start: "a"'}, True),
     "half a character": ({"json": '{"const": "\\ud800"}'}, False),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", HOSTILE)
@@ -323,15 +353,18 @@ def test_the_tokenizer_is_loaded_once_and_late() -> None:
 # --- the spec that travels ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("structured", "words"), [
-    ({"regex": 5}, "Expected `str | null`, got `int` - at `$.regex`"),
-    ({"choice": ["a", 2]}, "got `int` - at `$.choice[1]`"),
-    ({"json": 5}, "at `$.json`"),
-    ({"json": {"a": object()}}, "object"),
-    ({"regex": "\ud800"}, "surrogates not allowed"),
-    ({"json": {"description": "x" * MAX_BYTES}}, "at most 1048576 are taken"),
-    ({"regex": "a", "after": ""}, "after is empty"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("structured", "words"),
+    [
+        ({"regex": 5}, "Expected `str | null`, got `int` - at `$.regex`"),
+        ({"choice": ["a", 2]}, "got `int` - at `$.choice[1]`"),
+        ({"json": 5}, "at `$.json`"),
+        ({"json": {"a": object()}}, "object"),
+        ({"regex": "\ud800"}, "surrogates not allowed"),
+        ({"json": {"description": "x" * MAX_BYTES}}, "at most 1048576 are taken"),
+        ({"regex": "a", "after": ""}, "after is empty"),
+    ],
+)
 def test_what_is_no_structured_output_is_refused_before_it_travels(structured: dict[str, Any], words: str) -> None:
     with pytest.raises(InvalidParameter, match=re.escape(words)):
         StructuredOutputsParams(**structured).spec()

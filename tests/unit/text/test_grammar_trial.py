@@ -22,8 +22,13 @@ def chain(rule: str, last: str, count: int) -> str:
 
 
 def refs(count: int) -> dict[str, Any]:
-    return {"$ref": "#/$defs/0", "$defs": {str(count): {"type": "null"}, **{
-        str(i): {"anyOf": [{"$ref": f"#/$defs/{i + 1}"}, {"const": i}]} for i in range(count)}}}  # fmt: skip
+    return {
+        "$ref": "#/$defs/0",
+        "$defs": {
+            str(count): {"type": "null"},
+            **{str(i): {"anyOf": [{"$ref": f"#/$defs/{i + 1}"}, {"const": i}]} for i in range(count)},
+        },
+    }
 
 
 CRASHES: dict[str, dict[str, Any]] = {  # without a trial: the end of the process, for want of stack

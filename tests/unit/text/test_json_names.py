@@ -8,8 +8,25 @@ import pytest
 from quire.text.json_names import Names, TokenIndex
 
 BYTES = [bytes([i]) for i in range(256)]
-MORE = [b'"a":', b'{"a"', b',"a":1', b'a"', b'a":', b'b":1,"a":2', b'},"a"', b'":{"', b"ab", b'b"', b'""', b'"":',
-        b"\\u00", b'"\\""', b'":1,"', b'"}', b'\\n"']  # fmt: skip
+MORE = [
+    b'"a":',
+    b'{"a"',
+    b',"a":1',
+    b'a"',
+    b'a":',
+    b'b":1,"a":2',
+    b'},"a"',
+    b'":{"',
+    b"ab",
+    b'b"',
+    b'""',
+    b'"":',
+    b"\\u00",
+    b'"\\""',
+    b'":1,"',
+    b'"}',
+    b'\\n"',
+]
 TOKENS = BYTES + MORE
 
 
@@ -19,13 +36,27 @@ def written(*parts: bytes) -> Names:
     return names
 
 
-@pytest.mark.parametrize(("text", "repeating"), [
-    ('{"a":1,"', [b'a"', b'a":']), ('{"a":1,"b', []), ('{"ab":1,"a', [b'b"']), ('{"a":{"', []),
-    ('{"a":1', [b',"a":1']), ('{"a":[1', [b'},"a"']), ('{"a":{"b":1', [b'},"a"']), ('{"":1,', [b'""', b'"":']),
-    ('{"":"', []), ('{"":1,"', [b'"', b'"}', b'":{"', b'":1,"', b'""', b'"":', b'"a":', b'"\\""']),
-    ('{"a\\n":1,"a', [b'\\n"']), ('{"\\"":1,', [b'"\\""']), ('{"a":"', []), ('[{"a":1},{"', []),
-    ('{"a":"{\\"b","', [b'a"', b'a":']),
-], ids=str)
+@pytest.mark.parametrize(
+    ("text", "repeating"),
+    [
+        ('{"a":1,"', [b'a"', b'a":']),
+        ('{"a":1,"b', []),
+        ('{"ab":1,"a', [b'b"']),
+        ('{"a":{"', []),
+        ('{"a":1', [b',"a":1']),
+        ('{"a":[1', [b'},"a"']),
+        ('{"a":{"b":1', [b'},"a"']),
+        ('{"":1,', [b'""', b'"":']),
+        ('{"":"', []),
+        ('{"":1,"', [b'"', b'"}', b'":{"', b'":1,"', b'""', b'"":', b'"a":', b'"\\""']),
+        ('{"a\\n":1,"a', [b'\\n"']),
+        ('{"\\"":1,', [b'"\\""']),
+        ('{"a":"', []),
+        ('[{"a":1},{"', []),
+        ('{"a":"{\\"b","', [b'a"', b'a":']),
+    ],
+    ids=str,
+)
 def test_what_may_not_come(text: str, repeating: list[bytes]) -> None:
     """The tokens that end a name again; and in a name none that spells a character by its number."""
     found = {TOKENS[i] for i in written(text.encode()).repeating()}

@@ -41,7 +41,9 @@ def test_a_folder_that_is_no_models_is_told_by_its_missing_config(tmp_path: Path
 
 
 def test_it_brings_no_torch() -> None:
-    code = ("import sys; from quire.text.load import load_text; from quire.config.engine import EngineConfig; "
-            "from quire.config.bundled import bundled_model; load_text(EngineConfig(), bundled_model()); "
-            "sys.exit('torch' in sys.modules)")
+    code = (
+        "import sys; from quire.text.load import load_text; from quire.config.engine import EngineConfig; "
+        "from quire.config.bundled import bundled_model; load_text(EngineConfig(), bundled_model()); "
+        "sys.exit('torch' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -37,8 +37,15 @@ def test_no_template_changes_a_marked_part(shared: Path, name: str) -> None:
     for messages, notes in ((talk(*NOTES, kv_chunk=True), NOTES), (more, [*NOTES, NOTES[1]])):
         options = {"tools": TOOLS} if "tool_use" in name else {}
         found = pieces(template, messages, **options)
-        plain = [{**one, "content": one["content"] if isinstance(one["content"], str) else
-                  [part(each["text"]) for each in one["content"]]} for one in messages]  # fmt: skip
+        plain = [
+            {
+                **one,
+                "content": one["content"]
+                if isinstance(one["content"], str)
+                else [part(each["text"]) for each in one["content"]],
+            }
+            for one in messages
+        ]
         assert found[1::2] == notes and "".join(found) == template.render(plain, **options)
 
 
@@ -57,8 +64,10 @@ def test_a_part_has_the_same_tokens_at_every_place_and_alone(tiny: Tokenizer, ti
 
 def test_a_template_may_change_the_order_and_the_end_may_be_open() -> None:
     turned = ChatTemplate({"default": "{% for m in messages[::-1] %}{{ m.content }}|{% endfor %}"})
-    messages = [{"role": "user", "content": [part("a", kv_chunk=True)]},
-                {"role": "tool", "content": [part("b", kv_chunk=True), part("c")]}]  # fmt: skip
+    messages = [
+        {"role": "user", "content": [part("a", kv_chunk=True)]},
+        {"role": "tool", "content": [part("b", kv_chunk=True), part("c")]},
+    ]
     assert pieces(turned, messages) == ["", "b", "\nc|", "a", "|"]
     last = [{"role": "assistant", "content": [part("a", kv_chunk=True)]}]
     open_end = {"add_generation_prompt": False, "continue_final_message": True}
@@ -66,28 +75,50 @@ def test_a_template_may_change_the_order_and_the_end_may_be_open() -> None:
     assert messages[0]["content"] == [part("a", kv_chunk=True)], "the caller's messages stay as they are"
 
 
-@pytest.mark.parametrize("source", [
-    "{{ messages[0].content | upper }}", "{{ messages[0].content * 2 }}", "nothing", "{{ messages[0].content[:-20] }}",
-    "{{ messages[0].content | replace('tea', 'tee') }}", "{{ messages[0].content | replace('7', '') }}",
-    "{{ messages[0].content | replace('0|', '7|') }}"])
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ messages[0].content | upper }}",
+        "{{ messages[0].content * 2 }}",
+        "nothing",
+        "{{ messages[0].content[:-20] }}",
+        "{{ messages[0].content | replace('tea', 'tee') }}",
+        "{{ messages[0].content | replace('7', '') }}",
+        "{{ messages[0].content | replace('0|', '7|') }}",
+    ],
+)
 def test_a_part_that_the_template_changes_is_refused(source: str) -> None:
     with pytest.raises(InvalidParameter, match="drops, repeats or changes a part with kv_chunk") as caught:
         pieces(ChatTemplate({"default": source}), talk("tea", "7", kv_chunk=True))
     assert caught.value.param == "messages"
 
 
-@pytest.mark.parametrize(("blends", "mark", "words"), [
-    (False, True, "kv_chunk: this engine reuses KV at its own positions only.*--enable-cache-blend"),
-    (True, "yes", "kv_chunk is 'yes': it must be true or false"), (True, 1, "it must be true or false")])
+@pytest.mark.parametrize(
+    ("blends", "mark", "words"),
+    [
+        (False, True, "kv_chunk: this engine reuses KV at its own positions only.*--enable-cache-blend"),
+        (True, "yes", "kv_chunk is 'yes': it must be true or false"),
+        (True, 1, "it must be true or false"),
+    ],
+)
 def test_marks_that_cannot_be_served_are_refused(blends: bool, mark: Any, words: str) -> None:
     with pytest.raises(InvalidParameter, match=words) as caught:
         MarkedParts(blends).mark(talk("a", kv_chunk=mark))
     assert caught.value.param == "messages"
 
 
-@pytest.mark.parametrize("messages", [
-    None, "ab", [], ["a"], [{"role": "user"}], [{"role": "user", "content": ["a", {"kv_chunk": True}]}],
-    [{"role": "user", "content": [{"type": "image_url", "kv_chunk": True}]}]])
+@pytest.mark.parametrize(
+    "messages",
+    [
+        None,
+        "ab",
+        [],
+        ["a"],
+        [{"role": "user"}],
+        [{"role": "user", "content": ["a", {"kv_chunk": True}]}],
+        [{"role": "user", "content": [{"type": "image_url", "kv_chunk": True}]}],
+    ],
+)
 def test_messages_of_another_form_are_left_to_the_template(messages: Any) -> None:
     assert MarkedParts(blends=True).mark(messages) == messages
     assert MarkedParts(blends=False).mark(talk("a", kv_chunk=False)) == talk("a", kv_chunk=False)

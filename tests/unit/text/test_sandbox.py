@@ -21,8 +21,10 @@ from quire.text.sandbox_meter import BUDGET, TooCostly
 
 USER = {"role": "user", "content": "hi"}
 DOUBLE = "{%% set ns = namespace(x=%s, s='b') %%}{%% for i in range(%d) %%}{%% set ns.x = %s %%}{%% endfor %%}"
-TEXTS = "{% set ns = namespace(l=['a'], s='b') %}{% for i in range(15) %}{% set ns.l = ns.l + ns.l %}" \
-        "{% set ns.s = ns.s ~ ns.s %}{% endfor %}"
+TEXTS = (
+    "{% set ns = namespace(l=['a'], s='b') %}{% for i in range(15) %}{% set ns.l = ns.l + ns.l %}"
+    "{% set ns.s = ns.s ~ ns.s %}{% endfor %}"
+)
 HOSTILE = {
     "text times": "{{ 'a' * 500000000 }}",
     "list times": "{{ ([0] * 500000000) | length }}",
@@ -30,7 +32,7 @@ HOSTILE = {
     "recursion": "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
     "tree of macros": "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(100) }}",
     "callers": "{% macro f() %}{{ caller() }}{{ caller() }}{% endmacro %}{% macro g(n) %}{% if n %}{% call f() %}"
-               "{{ g(n - 1) }}{% endcall %}{% endif %}{% endmacro %}{{ g(60) }}",
+    "{{ g(n - 1) }}{% endcall %}{% endif %}{% endmacro %}{{ g(60) }}",
     "blocks": "{% block a %}{{ self.a() }}{{ self.a() }}{% endblock %}",
     "recursive loop": "{% for x in [1] recursive %}{{ loop([1, 1]) }}{% endfor %}",
     "width": "{{ '%9999999999d' % 1 }}",
@@ -54,26 +56,27 @@ HOSTILE = {
     "doubled list": DOUBLE % ("[1]", 60, "ns.x + ns.x"),
     "doubled by default": DOUBLE % ("'a'", 60, "none | default(ns.x + ns.x, true)"),
     "doubled in a namespace": "{% set ns = namespace(n=namespace(x='a')) %}{% for i in range(60) %}"
-                              "{% set ns.n = namespace(x=ns.n.x + ns.n.x) %}{% endfor %}",
+    "{% set ns.n = namespace(x=ns.n.x + ns.n.x) %}{% endfor %}",
     "doubled arguments": "{% macro f(x, n) %}{% if n %}{{ f(x + x, n - 1) }}{% endif %}{% endmacro %}{{ f('a', 60) }}",
     "doubled blocks": "{% set x = 'a' %}" + "{% set x %}{{ x }}{{ x }}{% endset %}" * 60,
     "printed often": DOUBLE % ("'a'", 20, "ns.x + ns.x") + "{% for i in range(100000) %}{{ ns.x }}{% endfor %}",
     "constants": "{% for i in range(15000) %}" + "x" * 10000 + "{% endfor %}",
     "doubled JSON": "{% set ns = namespace(l=[], s='b') %}{% for i in range(16) %}{% set ns.s = ns.s ~ ns.s %}"
-                    "{% endfor %}{% set ns.l = [ns.s] %}{% for i in range(14) %}{% set ns.l = ns.l + ns.l %}"
-                    "{% endfor %}{{ ns.l | tojson }}",
+    "{% endfor %}{% set ns.l = [ns.s] %}{% for i in range(14) %}{% set ns.l = ns.l + ns.l %}"
+    "{% endfor %}{{ ns.l | tojson }}",
     "doubled messages": DOUBLE % ("messages", 14, "ns.x + ns.x") + "{{ (ns.x | tojson * 1000) | length }}",
     "shared list": DOUBLE % ("[1]", 60, "[ns.x, ns.x]") + "{{ ns.x }}",
     "shared dict": DOUBLE % ("1", 60, "dict(a=ns.x, b=ns.x)") + "{{ ns.x | string }}",
     "shared as JSON": DOUBLE % ("1", 60, "{'a': ns.x, 'b': ns.x}") + "{{ ns.x | tojson }}",
     "shared namespaces": DOUBLE % ("1", 60, "namespace(a=ns.x, b=ns.x)") + "{{ ns.x }}",
     "shared by tilde": DOUBLE % ("1", 60, "namespace(a=ns.x, b=ns.x)") + "{{ '' ~ ns.x }}",
-    "compared dicts": DOUBLE % ("1", 60, "dict(a=ns.x, b=ns.x)") + DOUBLE.replace("ns", "it") % (
-        "1", 60, "dict(a=it.x, b=it.x)") + "{{ ns.x == it.x }}",
+    "compared dicts": DOUBLE % ("1", 60, "dict(a=ns.x, b=ns.x)")
+    + DOUBLE.replace("ns", "it") % ("1", 60, "dict(a=it.x, b=it.x)")
+    + "{{ ns.x == it.x }}",
     "compared": "{% set ns = namespace(x=[1], y=[1]) %}{% for i in range(60) %}{% set ns.x = [ns.x, ns.x] %}"
-                "{% set ns.y = [ns.y, ns.y] %}{% endfor %}{{ ns.x == ns.y }}",
+    "{% set ns.y = [ns.y, ns.y] %}{% endfor %}{{ ns.x == ns.y }}",
     "huge dict": "{% set ns = namespace(d={}) %}{% for i in range(100000) %}"
-                 "{% set ns.d = dict(ns.d, **{i | string: 'a' * 10000}) %}{% endfor %}",
+    "{% set ns.d = dict(ns.d, **{i | string: 'a' * 10000}) %}{% endfor %}",
     "power": "{{ (9 ** 999999999) > 1 }}",
     "squares": "{% set ns = namespace(n=9) %}{% for i in range(60) %}{% set ns.n = ns.n * ns.n %}{% endfor %}",
     "class": "{{ ''.__class__.__mro__ }}",
@@ -134,8 +137,12 @@ def test_the_models_own_template_stops_here_before_it_harms(name: str, sandbox: 
 def test_limits_name_what_was_met(request_template: Any, small_sandbox: Sandbox) -> None:
     with pytest.raises(InvalidParameter, match=r"more than 0\.25 s"):
         ChatTemplate({}, sandbox=small_sandbox).replaced(HOSTILE["loops"]).render([USER])
-    for name, words in (("width", "512 MiB of memory"), ("no template", "line 1"), ("class", "__class__"),
-                        ("recursion", "RecursionError")):
+    for name, words in (
+        ("width", "512 MiB of memory"),
+        ("no template", "line 1"),
+        ("class", "__class__"),
+        ("recursion", "RecursionError"),
+    ):
         with pytest.raises(InvalidParameter, match=words):
             request_template(HOSTILE[name]).render([USER])
     with pytest.raises(InvalidParameter, match="16 MiB of text") as caught:
@@ -146,12 +153,21 @@ def test_limits_name_what_was_met(request_template: Any, small_sandbox: Sandbox)
     assert caught.value.param == "messages"
 
 
-@pytest.mark.parametrize("arguments", [
-    {"n": 10**8}, {"n": "x" * 100}, {"n": 10**400}, {"rows": [[]] * 50_000}, {"rows": ["x" * 3_000_000]},
-])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"n": 10**8},
+        {"n": "x" * 100},
+        {"n": 10**400},
+        {"rows": [[]] * 50_000},
+        {"rows": ["x" * 3_000_000]},
+    ],
+)
 def test_arguments_cannot_make_a_tame_template_costly(arguments: dict[str, Any], small_sandbox: Sandbox) -> None:
-    source = "{{ messages[0].content * n if n }}{% for row in rows or [] %}{% for other in rows %}{{ row }}" \
-             "{% endfor %}{% endfor %}"
+    source = (
+        "{{ messages[0].content * n if n }}{% for row in rows or [] %}{% for other in rows %}{{ row }}"
+        "{% endfor %}{% endfor %}"
+    )
     template = ChatTemplate({"default": source}, sandbox=small_sandbox)
     with pytest.raises(TooCostly):
         template.render_here([USER], **arguments)
@@ -174,15 +190,21 @@ def test_what_is_too_long_for_here_is_rendered_apart_to_the_same_text(shared: Pa
         assert template.render(long, **options) == text.replace("x" * (BUDGET // 8), "x" * BUDGET)
 
 
-@pytest.mark.parametrize("source, text", [
-    ("{{ ['a', 1, none] | join(', ') }}{{ [{'x': 1}] | join(attribute='x') }}", "a, 1, None1"),
-    ("{{ 'aXbX' | replace('X', '-') }}{{ 'aXbX' | replace('X', '-', 1) }}", "a-b-a-bX"),
-    ("{{ '%s/%s' | format('a', [1]) }}{{ '%(x)5d' | format(x=1) }}", "a/[1]    1"),
-    ("{{ [1] | tojson(true) }}{{ {'a': [1]} | string }}{{ ('<' | e | string) + '<' }}", "[1]{'a': [1]}&lt;&lt;"),
-    ("{% for x in range(3) | map('string') %}{{ x }}{{ loop.last }}{% endfor %}{{ 7 % 4 * 2 }}", "0False1False2True6"),
-    ("{% macro f(a, b='-') %}{{ a }}{{ b }}{% endmacro %}{{ f('x') }}{{ f(b='y', a=1) }}", "x-1y"),
-    ("{% for x in 'ab' recursive %}{{ x }}{% if loop.depth == 1 %}{{ loop('c') }}{% endif %}{% endfor %}", "acbc"),
-])
+@pytest.mark.parametrize(
+    "source, text",
+    [
+        ("{{ ['a', 1, none] | join(', ') }}{{ [{'x': 1}] | join(attribute='x') }}", "a, 1, None1"),
+        ("{{ 'aXbX' | replace('X', '-') }}{{ 'aXbX' | replace('X', '-', 1) }}", "a-b-a-bX"),
+        ("{{ '%s/%s' | format('a', [1]) }}{{ '%(x)5d' | format(x=1) }}", "a/[1]    1"),
+        ("{{ [1] | tojson(true) }}{{ {'a': [1]} | string }}{{ ('<' | e | string) + '<' }}", "[1]{'a': [1]}&lt;&lt;"),
+        (
+            "{% for x in range(3) | map('string') %}{{ x }}{{ loop.last }}{% endfor %}{{ 7 % 4 * 2 }}",
+            "0False1False2True6",
+        ),
+        ("{% macro f(a, b='-') %}{{ a }}{{ b }}{% endmacro %}{{ f('x') }}{{ f(b='y', a=1) }}", "x-1y"),
+        ("{% for x in 'ab' recursive %}{{ x }}{% if loop.depth == 1 %}{{ loop('c') }}{% endif %}{% endfor %}", "acbc"),
+    ],
+)
 def test_the_dialect_is_one_wherever_it_is_rendered(
     source: str, text: str, request_template: Any, sandbox: Sandbox
 ) -> None:

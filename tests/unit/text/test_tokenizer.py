@@ -188,13 +188,29 @@ def test_the_fewest_tokens_are_never_more_than_there_are(
     greedy = build["byte_level"]()
     greedy.add_tokens([AddedToken("<wide>", rstrip=True, normalized=False)])
     tokenizers = [
-        *families.values(), tiny, ByteTokenizer(), Tokenizer(greedy),
-        changed(normalizer=normalizers.NFC()), changed(normalizer=normalizers.Strip()),
+        *families.values(),
+        tiny,
+        ByteTokenizer(),
+        Tokenizer(greedy),
+        changed(normalizer=normalizers.NFC()),
+        changed(normalizer=normalizers.Strip()),
         changed(pre_tokenizer=pre_tokenizers.Sequence([removing, pre_tokenizers.ByteLevel(add_prefix_space=False)])),
         changed(pre_tokenizer=pre_tokenizers.WhitespaceSplit()),
     ]
-    texts = ["", "he he a", " " * 1000, "<wide>" + " " * 1000, "he" * 500, "<｜begin▁of｜>" * 50, "<think>é x" * 50,
-             "\u1100\u1161\u11a8" * 50, "\u1fef" * 90, "\ufdfa", "😀 a" * 50, "zz" * 50]
+    texts = [
+        "",
+        "he he a",
+        " " * 1000,
+        "<wide>" + " " * 1000,
+        "he" * 500,
+        "<｜begin▁of｜>" * 50,
+        "<think>é x" * 50,
+        "\u1100\u1161\u11a8" * 50,
+        "\u1fef" * 90,
+        "\ufdfa",
+        "😀 a" * 50,
+        "zz" * 50,
+    ]
     for tokenizer in tokenizers:
         for text in texts:
             assert tokenizer.fewest_tokens(text) <= len(tokenizer.encode(text, False))

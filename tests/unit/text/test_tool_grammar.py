@@ -24,21 +24,38 @@ THINK = REASONING_FORMATS[0]
 POINT = {"type": "object", "properties": {"x": {"type": "number"}}, "required": ["x"], "additionalProperties": False}
 SCHEMAS: dict[str, dict[str, Any]] = {
     "get_weather": {
-        "type": "object", "$defs": {"Point": POINT}, "required": ["city", "where"], "additionalProperties": False,
+        "type": "object",
+        "$defs": {"Point": POINT},
+        "required": ["city", "where"],
+        "additionalProperties": False,
         "properties": {
-            "days": {"type": "integer", "minimum": 1}, "city": {"type": "string", "minLength": 2, "maxLength": 9},
-            "unit": {"enum": ["c", "f"]}, "note": {"anyOf": [{"type": "string"}, {"type": "null"}]},
-            "where": {"$ref": "#/$defs/Point"}, "tags": {"type": ["array", "string"], "items": {"type": "boolean"}}}},
-    "now": {"type": "object", "properties": {"a": {"type": "boolean"}, "b": {"const": 5}},
-            "additionalProperties": False},
-    "mcp.any-name/of:it": {"type": "object", "properties": {"a-b": {"type": "integer"}, "class": {"type": "null"}},
-                 "required": ["a-b"], "additionalProperties": False},
+            "days": {"type": "integer", "minimum": 1},
+            "city": {"type": "string", "minLength": 2, "maxLength": 9},
+            "unit": {"enum": ["c", "f"]},
+            "note": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+            "where": {"$ref": "#/$defs/Point"},
+            "tags": {"type": ["array", "string"], "items": {"type": "boolean"}},
+        },
+    },
+    "now": {
+        "type": "object",
+        "properties": {"a": {"type": "boolean"}, "b": {"const": 5}},
+        "additionalProperties": False,
+    },
+    "mcp.any-name/of:it": {
+        "type": "object",
+        "properties": {"a-b": {"type": "integer"}, "class": {"type": "null"}},
+        "required": ["a-b"],
+        "additionalProperties": False,
+    },
 }
 
 
 def tools(*names: str, strict: bool = True) -> list[dict[str, Any]]:
-    return [{"type": "function", "function": {"name": name, "parameters": SCHEMAS[name], "strict": strict}}
-            for name in names or SCHEMAS]
+    return [
+        {"type": "function", "function": {"name": name, "parameters": SCHEMAS[name], "strict": strict}}
+        for name in names or SCHEMAS
+    ]
 
 
 class Adapter:
@@ -115,8 +132,9 @@ def test_what_it_allows_are_calls_that_obey_their_schemas(vocabulary: Any, name:
 def matches(vocabulary: Any, grammar: str, text: str) -> bool:
     matcher = llguidance.LLMatcher(vocabulary, grammar)
     tokens = vocabulary.tokenize_str(text)
-    return bool(matcher.validate_tokens(tokens) == len(tokens) and matcher.consume_tokens(tokens) and (
-        matcher.is_accepting()))
+    return bool(
+        matcher.validate_tokens(tokens) == len(tokens) and matcher.consume_tokens(tokens) and (matcher.is_accepting())
+    )
 
 
 def test_choices(vocabulary: Any) -> None:
@@ -151,23 +169,37 @@ def test_schemas_that_llguidance_does_not_know(vocabulary: Any) -> None:
             assert bool(problem) == strict, (name, problem)
 
 
-@pytest.mark.parametrize(("schema", "good", "bad"), [
-    ({"pattern": "^[a-z/]{2,4}$"}, ["ab/c"], ["a", "aB", "abcde"]), ({"pattern": "b/"}, ["xb/x", "b/"], ["xb"]),
-    ({"pattern": "^a|b$", "maxLength": 3}, ["a", "axx", "xb"], ["xax", "axxx"]), ({"pattern": "^$"}, [""], ["a"]),
-    ({"pattern": "(?i)^ab$"}, ["aB"], ["b"]), ({"pattern": r"^[^/\]]\n\\$"}, ["a\n\\"], ["/\n\\"]),
-    ({"pattern": r"^(x|y$)", "minLength": 1}, None, []), ({"pattern": "a(?=b)"}, None, []),
-    ({"format": "date"}, ["2024-02-28"], ["2024-02-31", "24-1-1"]),
-    ({"format": "date-time"}, ["2024-02-28T23:59:01Z", "2024-12-31t00:00:00.5+01:00"], ["2024-02-28"]),
-    ({"format": "time"}, ["23:59:01Z"], ["24:00:00Z"]), ({"format": "duration"}, ["P1DT2H", "PT5M", "P3W"], ["P"]),
-    ({"format": "email"}, ["a.b+c@d-e.org"], ["a@", "a b@c"]), ({"format": "hostname"}, ["a.b-c.org"], ["-a", "a..b"]),
-    ({"format": "ipv4"}, ["192.168.0.255"], ["1.2.3.256"]), ({"format": "ipv6"}, ["fe80::1", "::"], ["fe80", "1::g"]),
-    ({"format": "uuid4"}, ["0b9a2a1e-6b6b-4f6e-8f6e-0b9a2a1e6b6b"], ["0b9a2a1e-6b6b-1f6e-8f6e-0b9a2a1e6b6b"]),
-    ({"format": "uuid"}, ["0b9a2a1e-6b6b-1f6e-0f6e-0b9a2a1e6b6b"], ["0b9a2a1e"]),
-    ({"format": "uri"}, ["https://a.org:80/b?c=d#e", "mailto:a@b.c"], ["a b", "//a"]),
-    ({"format": "path"}, ["any"], []), ({"not": {"const": "a"}}, None, []), ({"allOf": [{"maxLength": 1}]}, None, []),
-], ids=str)
-def test_a_bare_string_is_held_to_its_schema(vocabulary: Any, schema: dict[str, Any], good: list[str] | None,
-                                             bad: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("schema", "good", "bad"),
+    [
+        ({"pattern": "^[a-z/]{2,4}$"}, ["ab/c"], ["a", "aB", "abcde"]),
+        ({"pattern": "b/"}, ["xb/x", "b/"], ["xb"]),
+        ({"pattern": "^a|b$", "maxLength": 3}, ["a", "axx", "xb"], ["xax", "axxx"]),
+        ({"pattern": "^$"}, [""], ["a"]),
+        ({"pattern": "(?i)^ab$"}, ["aB"], ["b"]),
+        ({"pattern": r"^[^/\]]\n\\$"}, ["a\n\\"], ["/\n\\"]),
+        ({"pattern": r"^(x|y$)", "minLength": 1}, None, []),
+        ({"pattern": "a(?=b)"}, None, []),
+        ({"format": "date"}, ["2024-02-28"], ["2024-02-31", "24-1-1"]),
+        ({"format": "date-time"}, ["2024-02-28T23:59:01Z", "2024-12-31t00:00:00.5+01:00"], ["2024-02-28"]),
+        ({"format": "time"}, ["23:59:01Z"], ["24:00:00Z"]),
+        ({"format": "duration"}, ["P1DT2H", "PT5M", "P3W"], ["P"]),
+        ({"format": "email"}, ["a.b+c@d-e.org"], ["a@", "a b@c"]),
+        ({"format": "hostname"}, ["a.b-c.org"], ["-a", "a..b"]),
+        ({"format": "ipv4"}, ["192.168.0.255"], ["1.2.3.256"]),
+        ({"format": "ipv6"}, ["fe80::1", "::"], ["fe80", "1::g"]),
+        ({"format": "uuid4"}, ["0b9a2a1e-6b6b-4f6e-8f6e-0b9a2a1e6b6b"], ["0b9a2a1e-6b6b-1f6e-8f6e-0b9a2a1e6b6b"]),
+        ({"format": "uuid"}, ["0b9a2a1e-6b6b-1f6e-0f6e-0b9a2a1e6b6b"], ["0b9a2a1e"]),
+        ({"format": "uri"}, ["https://a.org:80/b?c=d#e", "mailto:a@b.c"], ["a b", "//a"]),
+        ({"format": "path"}, ["any"], []),
+        ({"not": {"const": "a"}}, None, []),
+        ({"allOf": [{"maxLength": 1}]}, None, []),
+    ],
+    ids=str,
+)
+def test_a_bare_string_is_held_to_its_schema(
+    vocabulary: Any, schema: dict[str, Any], good: list[str] | None, bad: list[str]
+) -> None:
     """In tags, where there are no quotes. `good` None: it cannot be held; strict it is refused, and told if not."""
     for name, fmt in FORMATS.items():
         for strict in (True, False) if fmt.key else ():
@@ -175,8 +207,26 @@ def test_a_bare_string_is_held_to_its_schema(vocabulary: Any, schema: dict[str, 
             tool = {"type": "function", "function": {"name": "f", "parameters": parameters, "strict": strict}}
             grammar = tool_grammar(OutputStyles(fmt, None, ""), [tool], "f", parallel=False)
             opening, before, between, after, _, closing = fmt.printed
-            texts = {text: "".join((opening, before, "f", between, fmt.key, "a", fmt.key_ends[0], fmt.value, text,
-                                    fmt.value_ends[0], "\n", after, closing)) for text in [*(good or ["b"]), *bad]}
+            texts = {
+                text: "".join(
+                    (
+                        opening,
+                        before,
+                        "f",
+                        between,
+                        fmt.key,
+                        "a",
+                        fmt.key_ends[0],
+                        fmt.value,
+                        text,
+                        fmt.value_ends[0],
+                        "\n",
+                        after,
+                        closing,
+                    )
+                )
+                for text in [*(good or ["b"]), *bad]
+            }
             if good is None and strict:
                 with pytest.raises(InvalidParameter, match=r"cannot be used: f\.parameters\.properties\.a: "):
                     holdable_in_lark(grammar)
@@ -191,8 +241,13 @@ def test_a_bare_string_is_held_to_its_schema(vocabulary: Any, schema: dict[str, 
 def test_what_is_asked_of_all_arguments_together_is_not_lost(name: str) -> None:
     """Arguments that are not a JSON object are refused with the path, or told; a root that only refers is followed."""
     a = {"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"]}
-    for more, words in (({"anyOf": [{"required": ["a"]}]}, "anyOf"), ({"minProperties": 2}, "minProperties"),
-                        ({"not": {}}, "not"), ({"required": ["a", "b"]}, "required b"), ({"maxProperties": 0}, "max")):
+    for more, words in (
+        ({"anyOf": [{"required": ["a"]}]}, "anyOf"),
+        ({"minProperties": 2}, "minProperties"),
+        ({"not": {}}, "not"),
+        ({"required": ["a", "b"]}, "required b"),
+        ({"maxProperties": 0}, "max"),
+    ):
         for strict in (True, False):
             tool = {"type": "function", "function": {"name": "f", "parameters": a | more, "strict": strict}}
             grammar = tool_grammar(OutputStyles(FORMATS[name], None, ""), [tool], "f", parallel=False)
@@ -226,9 +281,9 @@ def test_arguments_one_by_one(vocabulary: Any, name: str) -> None:
     for more, good, bad in (
         ({}, [(), ("p0",), ("p2",), ("p0", "p2"), ("p0", "p1", "p2")], [("p1", "p0"), ("p0", "p0"), ("p3",)]),
         ({"minProperties": 1}, [("p0",), ("p2",), ("p1", "p2")], [()]),
-        ({"required": ["p0"]}, [("p0",), ("p0", "p2")], [(), ("p1",)]), ({"required": ["p0", "p1", "p2"]},
-                                                                        [("p0", "p1", "p2")], [("p0", "p2"), ()]),
-    ):  # fmt: skip
+        ({"required": ["p0"]}, [("p0",), ("p0", "p2")], [(), ("p1",)]),
+        ({"required": ["p0", "p1", "p2"]}, [("p0", "p1", "p2")], [("p0", "p2"), ()]),
+    ):
         assert [names for names in good if not matches(vocabulary, grammar(3, **more), call(*names))] == [], more
         assert [names for names in bad if matches(vocabulary, grammar(3, **more), call(*names))] == [], more
     spec = StructuredOutputsParams(grammar=grammar(500)).spec()
@@ -269,9 +324,15 @@ def test_an_argument_that_no_value_fits_is_not_given(name: str) -> None:
         holdable_in_lark(grammar(required=["odd"]))
 
 
-@pytest.mark.parametrize(("schema", "left"), [
-    ({"enum": ["one", "three", 2]}, ["one", "three"]), ({"enum": ["one", "three"], "maxLength": 3}, ["one"]),
-    ({"enum": ["one", "three"], "const": "three"}, ["three"]), ({"const": "one"}, ["one"])])
+@pytest.mark.parametrize(
+    ("schema", "left"),
+    [
+        ({"enum": ["one", "three", 2]}, ["one", "three"]),
+        ({"enum": ["one", "three"], "maxLength": 3}, ["one"]),
+        ({"enum": ["one", "three"], "const": "three"}, ["three"]),
+        ({"const": "one"}, ["one"]),
+    ],
+)
 def test_words_of_a_bare_string_fit_its_other_keywords(schema: dict[str, Any], left: list[str]) -> None:
     parameters = {"type": "object", "properties": {"x": {"type": "string", **schema}}, "required": ["x"]}
     tool = {"type": "function", "function": {"name": "f", "strict": True, "parameters": parameters}}

@@ -35,8 +35,11 @@ OURS: dict[str, dict[str, Any]] = {
     # the arguments are whole, and were passed on before the missing brace could be missed
     "hermes-07": {"content": None, "tool_calls": [{"name": "final_answer", "arguments": {"trigger": True}}]},
     # passed on before the fault, so they stay, and are not closed; what follows is content
-    "deepseek_v3-08": {"content": "```<｜tool▁call▁end｜><｜tool▁calls▁end｜>", "raw_arguments": '{"city": "Tokyo"\n',
-                       "tool_calls": [{"name": "get_weather", "arguments": None}]},
+    "deepseek_v3-08": {
+        "content": "```<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+        "raw_arguments": '{"city": "Tokyo"\n',
+        "tool_calls": [{"name": "get_weather", "arguments": None}],
+    },
     # the marker was written, so it is shown, as that of any other malformed call
     "mistral-08": {"content": "[TOOL_CALLS] not json at all", "tool_calls": []},
 }
@@ -129,9 +132,40 @@ def test_recorded_answers(shared: Path, family: str) -> None:
 # -- round trips -----------------------------------------------------------------------------------
 
 Call = tuple[str, dict[str, Any]]
-FRAGMENTS = ["a", "b", " ", "\n", '"', "'", "\\", "{", "}", "[", "]", "(", ")", ",", ":", "<", ">", "/", "é",
-             "中", "😀", "</", "<tool_call>", "</tool_call>", "</think>", "null", "1", "\t", "\x7f", ";", "```",
-             "[TOOL_CALLS]"]
+FRAGMENTS = [
+    "a",
+    "b",
+    " ",
+    "\n",
+    '"',
+    "'",
+    "\\",
+    "{",
+    "}",
+    "[",
+    "]",
+    "(",
+    ")",
+    ",",
+    ":",
+    "<",
+    ">",
+    "/",
+    "é",
+    "中",
+    "😀",
+    "</",
+    "<tool_call>",
+    "</tool_call>",
+    "</think>",
+    "null",
+    "1",
+    "\t",
+    "\x7f",
+    ";",
+    "```",
+    "[TOOL_CALLS]",
+]
 KEYS = ["a", "b", "city", "is_ok", "größe"]
 TYPES = {str: "string", bool: "boolean", int: "integer", float: "number", list: "array", dict: "object"}
 
@@ -178,40 +212,80 @@ def printed(name: str, calls: list[Call]) -> str:
             plain = [{"name": call, "parameters": arguments} for call, arguments in calls]
             return "<|python_tag|>" + "; ".join(  # every second one as the template shows tools
                 dumps({"type": "function", "function": one} if at % 2 else one, indent=1)
-                for at, one in enumerate(plain))
+                for at, one in enumerate(plain)
+            )
         case "plain":
             return ";".join(dumps({"arguments": arguments, "name": call}) for call, arguments in calls)
         case "mistral":
             return "[TOOL_CALLS] [" + ", ".join(objects) + "]"
         case "deepseek_v3":
-            return "<｜tool▁calls▁begin｜>" + "\n".join(
-                f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>{call}\n```json\n{dumps(arguments)}\n```<｜tool▁call▁end｜>"
-                for call, arguments in calls) + "<｜tool▁calls▁end｜>"
+            return (
+                "<｜tool▁calls▁begin｜>"
+                + "\n".join(
+                    f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>{call}\n```json\n{dumps(arguments)}\n```<｜tool▁call▁end｜>"
+                    for call, arguments in calls
+                )
+                + "<｜tool▁calls▁end｜>"
+            )
         case "deepseek_v31":
-            return "<｜tool▁calls▁begin｜>" + "".join(
-                f"<｜tool▁call▁begin｜>{call}<｜tool▁sep｜>{dumps(arguments)}<｜tool▁call▁end｜>"
-                for call, arguments in calls) + "<｜tool▁calls▁end｜>"
+            return (
+                "<｜tool▁calls▁begin｜>"
+                + "".join(
+                    f"<｜tool▁call▁begin｜>{call}<｜tool▁sep｜>{dumps(arguments)}<｜tool▁call▁end｜>"
+                    for call, arguments in calls
+                )
+                + "<｜tool▁calls▁end｜>"
+            )
         case "pythonic":
-            return "[" + ", ".join(
-                f"{call}(" + ", ".join(f"{key}={value!r}" for key, value in arguments.items()) + ")"
-                for call, arguments in calls) + "]"
+            return (
+                "["
+                + ", ".join(
+                    f"{call}(" + ", ".join(f"{key}={value!r}" for key, value in arguments.items()) + ")"
+                    for call, arguments in calls
+                )
+                + "]"
+            )
         case "qwen3_coder":
-            return "\n".join(f"<tool_call>\n<function={call}>\n" + "".join(
-                f"<parameter={key}>\n{bare(value)}\n</parameter>\n" for key, value in arguments.items()
-            ) + "</function>\n</tool_call>" for call, arguments in calls)
+            return "\n".join(
+                f"<tool_call>\n<function={call}>\n"
+                + "".join(f"<parameter={key}>\n{bare(value)}\n</parameter>\n" for key, value in arguments.items())
+                + "</function>\n</tool_call>"
+                for call, arguments in calls
+            )
         case "glm45":
-            return "\n".join(f"<tool_call>{call}\n" + "".join(
-                f"<arg_key>{key}</arg_key>\n<arg_value>{bare(value)}</arg_value>\n" for key, value in arguments.items()
-            ) + "</tool_call>" for call, arguments in calls)
+            return "\n".join(
+                f"<tool_call>{call}\n"
+                + "".join(
+                    f"<arg_key>{key}</arg_key>\n<arg_value>{bare(value)}</arg_value>\n"
+                    for key, value in arguments.items()
+                )
+                + "</tool_call>"
+                for call, arguments in calls
+            )
         case "glm47":
-            return "".join(f"<tool_call>{call}" + "".join(
-                f"<arg_key>{key}</arg_key><arg_value>{bare(value)}</arg_value>" for key, value in arguments.items()
-            ) + "</tool_call>" for call, arguments in calls)
+            return "".join(
+                f"<tool_call>{call}"
+                + "".join(
+                    f"<arg_key>{key}</arg_key><arg_value>{bare(value)}</arg_value>" for key, value in arguments.items()
+                )
+                + "</tool_call>"
+                for call, arguments in calls
+            )
         case "deepseek_v32":
-            return "<｜DSML｜function_calls>\n" + "".join(f'<｜DSML｜invoke name="{call}">\n' + "".join(
-                f'<｜DSML｜parameter name="{key}" string="{str(isinstance(value, str)).lower()}">{bare(value)}'
-                "</｜DSML｜parameter>\n" for key, value in arguments.items()
-            ) + "</｜DSML｜invoke>\n" for call, arguments in calls) + "</｜DSML｜function_calls>"
+            return (
+                "<｜DSML｜function_calls>\n"
+                + "".join(
+                    f'<｜DSML｜invoke name="{call}">\n'
+                    + "".join(
+                        f'<｜DSML｜parameter name="{key}" string="{str(isinstance(value, str)).lower()}">{bare(value)}'
+                        "</｜DSML｜parameter>\n"
+                        for key, value in arguments.items()
+                    )
+                    + "</｜DSML｜invoke>\n"
+                    for call, arguments in calls
+                )
+                + "</｜DSML｜function_calls>"
+            )
     raise AssertionError(name)
 
 
@@ -220,10 +294,14 @@ def printed(name: str, calls: list[Call]) -> str:
 @given(seed=st.integers(0, 2**32))
 def test_printed_calls_come_back(name: str, seed: int) -> None:
     rng = Random(seed)
-    tools = {tool: {key: {"type": rng.choice([*TYPES.values(), "null"])} for key in KEYS}
-             for tool in ("get", "get.weather", "mcp/f-2:a.b")}
-    calls = [(tool, {key: value_of(rng, tools[tool][key]["type"]) for key in rng.sample(KEYS, rng.randrange(4))})
-             for tool in rng.choices(list(tools), k=rng.randrange(1, 4))]
+    tools = {
+        tool: {key: {"type": rng.choice([*TYPES.values(), "null"])} for key in KEYS}
+        for tool in ("get", "get.weather", "mcp/f-2:a.b")
+    }
+    calls = [
+        (tool, {key: value_of(rng, tools[tool][key]["type"]) for key in rng.sample(KEYS, rng.randrange(4))})
+        for tool in rng.choices(list(tools), k=rng.randrange(1, 4))
+    ]
     text = printed(name, calls)
     options = {"tools": [function(tool, properties) for tool, properties in tools.items()]}
     events = parse(style(name), ["Well. ", text], **options)
@@ -247,11 +325,14 @@ def test_without_parallel_the_first_call_is_all(name: str) -> None:
     assert (call, json.loads(arguments)) == ("get", {"a": "x"})
 
 
-@pytest.mark.parametrize("text", [
-    '{"type": "function", "function": {"name": "f", "parameters": {"a": "x"}}}',
-    '{"function": {"parameters": {"a": "x"}, "name": "f"}, "type": "function"}',
-    '{"type" : "function" , "function" : { "type": "function", "name": "f", "arguments": {"a": "x"} } , "id": "1"}',
-])
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"type": "function", "function": {"name": "f", "parameters": {"a": "x"}}}',
+        '{"function": {"parameters": {"a": "x"}, "name": "f"}, "type": "function"}',
+        '{"type" : "function" , "function" : { "type": "function", "name": "f", "arguments": {"a": "x"} } , "id": "1"}',
+    ],
+)
 @pytest.mark.parametrize("name", ["llama3_json", "hermes", "plain"])
 def test_a_call_wrapped_as_tools_are_shown_is_one(name: str, text: str) -> None:
     start, end = ("<tool_call>", "</tool_call>") if name == "hermes" else ("", "")
@@ -260,8 +341,13 @@ def test_a_call_wrapped_as_tools_are_shown_is_one(name: str, text: str) -> None:
     for at in range(len(whole)):
         assert parse(style(name), [whole[:at], whole[at:]], tools=TOOLS) == events, at
     assert parse(style(name), whole, tools=TOOLS) == events
-    [begins] = [event for event in OutputParser(style(name), tools=TOOLS).feed(
-        start + text.replace('"type"', '"id": "mine", "type"', 1)) if isinstance(event, CallBegins)]
+    [begins] = [
+        event
+        for event in OutputParser(style(name), tools=TOOLS).feed(
+            start + text.replace('"type"', '"id": "mine", "type"', 1)
+        )
+        if isinstance(event, CallBegins)
+    ]
     assert (begins.call_id == "mine") == text.startswith('{"type"')  # one that comes late is not waited for
 
 
@@ -278,15 +364,30 @@ def test_a_model_without_a_format_is_read_in_the_plain_one() -> None:
 def test_content_and_arguments_come_as_soon_as_they_are_known() -> None:
     parser = OutputParser(style("hermes", "none"), tools=TOOLS)
     steps: list[tuple[str, list[str]]] = [
-        ("Hello", ["Hello"]), (" <", []), ("b> <tool", [" <b>"]), ('_call>{"name": "f", "arguments": {', []),
-        ('"a": "x', ["f", '{"a": "x']), ("yz\\", ["yz"]), ('n", "b": 12', ['\\n", "b": ']), ("3}", ["123}"]), ("}", []),
-        ("</tool_call>\nand", [])]
+        ("Hello", ["Hello"]),
+        (" <", []),
+        ("b> <tool", [" <b>"]),
+        ('_call>{"name": "f", "arguments": {', []),
+        ('"a": "x', ["f", '{"a": "x']),
+        ("yz\\", ["yz"]),
+        ('n", "b": 12', ['\\n", "b": ']),
+        ("3}", ["123}"]),
+        ("}", []),
+        ("</tool_call>\nand", []),
+    ]
     for text, told in steps[:-1]:
         events = parser.feed(text)
         assert [event.name if isinstance(event, CallBegins) else event.text for event in events] == told, text
     parser = OutputParser(style("qwen3_coder", "none"), tools=TOOLS)
-    for text, told in [("<function=f><parameter=a>", ["f"]), ("\nx<", ['{"a": "x']), ('/p"\n', ['</p\\"']),
-                       ("y", ["\\ny"]), ("\n</parameter>", ['"']), ("<parameter=b>1", [', "b": ']), ("2", [])]:
+    for text, told in [
+        ("<function=f><parameter=a>", ["f"]),
+        ("\nx<", ['{"a": "x']),
+        ('/p"\n', ['</p\\"']),
+        ("y", ["\\ny"]),
+        ("\n</parameter>", ['"']),
+        ("<parameter=b>1", [', "b": ']),
+        ("2", []),
+    ]:
         events = parser.feed(text)
         assert [event.name if isinstance(event, CallBegins) else event.text for event in events] == told, text
 
@@ -300,9 +401,15 @@ def test_reasoning_is_told_from_content() -> None:
     assert parse(OutputStyles(None, None, ""), "<think>a</think>", thinking=True) == [Words("<think>a</think>")]
     call = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
     assert parse(styles, f"a <tool_call>{{ {call} b", thinking=True, tools=TOOLS) == [
-        Thought("a <tool_call>{"), CallBegins(0, "", "f"), CallArguments(0, "{}"), Words("b")]
+        Thought("a <tool_call>{"),
+        CallBegins(0, "", "f"),
+        CallArguments(0, "{}"),
+        Words("b"),
+    ]
     assert parse(style("llama3_json"), 'a {"name": "f", "parameters": {}}</think>b', thinking=True, tools=TOOLS) == [
-        Thought('a {"name": "f", "parameters": {}}'), Words("b")]
+        Thought('a {"name": "f", "parameters": {}}'),
+        Words("b"),
+    ]
 
 
 def test_ids_are_ours_or_the_models() -> None:
@@ -321,39 +428,61 @@ def test_ids_are_ours_or_the_models() -> None:
     assert ids("mistral", '[TOOL_CALLS][{"id": "123456789", "name": "f", "arguments": {}}]') == ["123456789"]
 
 
-@pytest.mark.parametrize(("written", "read"), [
-    ('{"a": "x\ny\t"}', {"a": "x\ny\t"}), (r'{"a": "\d\"\u00e9\u12"}', {"a": '\\d"é\\u12'}),
-    ('{"b": 1e999}', {"b": 1e999}),
-    ('{"b": 1, "b": 2}', {"b": 2}), ('{"a": "\\ud800"}', {"a": "\ud800"}), ("{ }", {}),
-])
+@pytest.mark.parametrize(
+    ("written", "read"),
+    [
+        ('{"a": "x\ny\t"}', {"a": "x\ny\t"}),
+        (r'{"a": "\d\"\u00e9\u12"}', {"a": '\\d"é\\u12'}),
+        ('{"b": 1e999}', {"b": 1e999}),
+        ('{"b": 1, "b": 2}', {"b": 2}),
+        ('{"a": "\\ud800"}', {"a": "\ud800"}),
+        ("{ }", {}),
+    ],
+)
 def test_json_that_models_write(written: str, read: dict[str, Any]) -> None:
     events = parse(style("hermes"), f'<tool_call>{{"name": "f", "arguments": {written}}}</tool_call>', tools=TOOLS)
     assert [json.loads(arguments) for _, arguments in calls_of(events)] == [read] and not joined(events, Words)
 
 
-@pytest.mark.parametrize(("arguments", "sent"), [
-    ('{"a": nope}', '{"a": '), ('{"a": 01}', '{"a": '), ('{"a": 1,}', '{"a": 1,'), ('{"a" 1}', '{"a" '),
-    ('{"a": [1}', '{"a": [1'), ('{"a": NaN}', '{"a": '), ('{"a": 1]', '{"a": 1'), ('{"a": [,]}', '{"a": ['),
-    ('{"a": ' + "[" * 300, '{"a": ' + "[" * 200),
-])
+@pytest.mark.parametrize(
+    ("arguments", "sent"),
+    [
+        ('{"a": nope}', '{"a": '),
+        ('{"a": 01}', '{"a": '),
+        ('{"a": 1,}', '{"a": 1,'),
+        ('{"a" 1}', '{"a" '),
+        ('{"a": [1}', '{"a": [1'),
+        ('{"a": NaN}', '{"a": '),
+        ('{"a": 1]', '{"a": 1'),
+        ('{"a": [,]}', '{"a": ['),
+        ('{"a": ' + "[" * 300, '{"a": ' + "[" * 200),
+    ],
+)
 def test_a_fault_within_arguments_ends_them_unclosed(arguments: str, sent: str) -> None:
     events = parse(style("hermes"), f'<tool_call>{{"name": "f", "arguments": {arguments}', tools=TOOLS)
     assert calls_of(events) == [("f", sent)]
-    assert joined(events, Words) == arguments[len(sent):]
+    assert joined(events, Words) == arguments[len(sent) :]
 
 
-@pytest.mark.parametrize(("name", "text", "sent"), [
-    ("hermes", '<tool_call>{"name": "f", "arguments": {"a": 12', '{"a": 12'),
-    ("hermes", '<tool_call>{"name": "f", "arguments": {"a": "x', '{"a": "x'),
-    ("hermes", '<tool_call>{"name": "f", "arguments": {"a": tr', '{"a": tr'),
-    ("hermes", '<tool_call>{"name": "f", "arguments": {"a": 1}', '{"a": 1}'),
-    ("qwen3_coder", "<function=f><parameter=a>\nx</para", '{"a": "x</para'), ("mistral", '[TOOL_CALLS]f{"a" ', '{"a" '),
-    ("qwen3_coder", "<function=f><parameter=b>1", '{"b": 1'), ("glm45", "<tool_call>f<arg_key>a</arg_key><arg_v", ""),
-    ("glm45", "<tool_call>f<arg_key>a</arg_key><arg_value>x</arg_value> </tool_", '{"a": "x"'),
-])
+@pytest.mark.parametrize(
+    ("name", "text", "sent"),
+    [
+        ("hermes", '<tool_call>{"name": "f", "arguments": {"a": 12', '{"a": 12'),
+        ("hermes", '<tool_call>{"name": "f", "arguments": {"a": "x', '{"a": "x'),
+        ("hermes", '<tool_call>{"name": "f", "arguments": {"a": tr', '{"a": tr'),
+        ("hermes", '<tool_call>{"name": "f", "arguments": {"a": 1}', '{"a": 1}'),
+        ("qwen3_coder", "<function=f><parameter=a>\nx</para", '{"a": "x</para'),
+        ("mistral", '[TOOL_CALLS]f{"a" ', '{"a" '),
+        ("qwen3_coder", "<function=f><parameter=b>1", '{"b": 1'),
+        ("glm45", "<tool_call>f<arg_key>a</arg_key><arg_v", ""),
+        ("glm45", "<tool_call>f<arg_key>a</arg_key><arg_value>x</arg_value> </tool_", '{"a": "x"'),
+    ],
+)
 def test_a_text_that_ends_within_arguments_ends_them(name: str, text: str, sent: str) -> None:
     assert parse(style(name), text, tools=TOOLS) == [
-        CallBegins(0, "", "f"), *([CallArguments(0, sent)] if sent else [])]
+        CallBegins(0, "", "f"),
+        *([CallArguments(0, sent)] if sent else []),
+    ]
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -386,29 +515,59 @@ def test_what_is_cut_behind_a_tag_is_no_content(name: str) -> None:
         assert joined(events, Words) == f"a {tag} and so on"
 
 
-@pytest.mark.parametrize("text", [
-    "not json", '{"name": "g", "arguments": {"a": 1}}', '{"name": "f"}', '{"name": "f", "arguments": 1}',
-    '{"name": "f", "arguments": {a: 1}}', '{"name": "f", "size": 1, "arguments": {}}', '{"arguments": {"a": 1}}',
-    '{"arguments": {"a": 1}, "name": "g"}', '{"type": "function", "function": {"name": "g", "parameters": {}}}',
-    '{"function": "f", "arguments": {}}', '{"function": {"function": {"name": "f", "arguments": {}}}}',
-    '{"name": 1, "arguments": {}}', '["f"]', '{"name": "f", "arguments',
-])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "not json",
+        '{"name": "g", "arguments": {"a": 1}}',
+        '{"name": "f"}',
+        '{"name": "f", "arguments": 1}',
+        '{"name": "f", "arguments": {a: 1}}',
+        '{"name": "f", "size": 1, "arguments": {}}',
+        '{"arguments": {"a": 1}}',
+        '{"arguments": {"a": 1}, "name": "g"}',
+        '{"type": "function", "function": {"name": "g", "parameters": {}}}',
+        '{"function": "f", "arguments": {}}',
+        '{"function": {"function": {"name": "f", "arguments": {}}}}',
+        '{"name": 1, "arguments": {}}',
+        '["f"]',
+        '{"name": "f", "arguments',
+    ],
+)
 def test_what_never_was_a_call_is_content(text: str) -> None:
     for name in ("hermes", "qwen3_coder", "glm45", "mistral", "deepseek_v31", "pythonic"):
         whole = f"a {(FORMATS[name].starts or ('',))[0]}{text}</tool_call> b"
         assert parse(style(name), whole, tools=TOOLS) == [Words(whole)], name
 
 
-@pytest.mark.parametrize(("value", "schema", "read"), [
-    ("1", {"type": "integer"}, 1), ("1", {"type": "string"}, "1"), ("x", {"type": "integer"}, "x"),
-    ("True", {"type": "boolean"}, True), ("{'a': (1,)}", {"type": "object"}, {"a": [1]}), ("null", {}, None),
-    ("null", {"type": ["string", "null"]}, None), ("5", {"type": ["string", "null"]}, "5"), ('"5"', {}, "5"),
-    ("5", {"anyOf": [{"type": "string"}, {"type": "number"}]}, 5), ("[5]", {"$ref": "#/$defs/x"}, [5]),
-    ("1", {"enum": ["1", "2"]}, "1"), ("1", {"const": 1}, 1), ("1e999", {"type": "number"}, float("inf")),
-    ("NaN", {"type": "number"}, "NaN"), ("[" * 100_000, {"type": "array"}, "[" * 100_000), ("", {"type": "object"}, ""),
-    ("9" * 5000, {"type": "integer"}, "9" * 5000), ("__import__('os')", {}, "__import__('os')"), ("x", True, "x"),
-    ("{", {"anyOf": [None]}, "{"), ("\x00", {"type": "integer"}, "\x00"), ("0", {"enum": 1, "type": {}}, 0),
-])
+@pytest.mark.parametrize(
+    ("value", "schema", "read"),
+    [
+        ("1", {"type": "integer"}, 1),
+        ("1", {"type": "string"}, "1"),
+        ("x", {"type": "integer"}, "x"),
+        ("True", {"type": "boolean"}, True),
+        ("{'a': (1,)}", {"type": "object"}, {"a": [1]}),
+        ("null", {}, None),
+        ("null", {"type": ["string", "null"]}, None),
+        ("5", {"type": ["string", "null"]}, "5"),
+        ('"5"', {}, "5"),
+        ("5", {"anyOf": [{"type": "string"}, {"type": "number"}]}, 5),
+        ("[5]", {"$ref": "#/$defs/x"}, [5]),
+        ("1", {"enum": ["1", "2"]}, "1"),
+        ("1", {"const": 1}, 1),
+        ("1e999", {"type": "number"}, float("inf")),
+        ("NaN", {"type": "number"}, "NaN"),
+        ("[" * 100_000, {"type": "array"}, "[" * 100_000),
+        ("", {"type": "object"}, ""),
+        ("9" * 5000, {"type": "integer"}, "9" * 5000),
+        ("__import__('os')", {}, "__import__('os')"),
+        ("x", True, "x"),
+        ("{", {"anyOf": [None]}, "{"),
+        ("\x00", {"type": "integer"}, "\x00"),
+        ("0", {"enum": 1, "type": {}}, 0),
+    ],
+)
 def test_bare_values_take_the_type_of_their_schema(value: str, schema: Any, read: Any) -> None:
     text = f"<tool_call>f<arg_key>k</arg_key><arg_value>{value}</arg_value></tool_call>"
     [(_, arguments)] = calls_of(parse(style("glm45"), [text], tools=[function("f", {"k": schema})]))
@@ -422,15 +581,32 @@ def test_a_tag_that_says_the_type_wins() -> None:
 
 
 @pytest.mark.filterwarnings("error")
-@pytest.mark.parametrize(("text", "read"), [
-    ("[f(a='x', b=-1)]", {"a": "x", "b": -1}),
-    ("[f(**{'a-b': true, 'c': [null, 1.5]})]", {"a-b": True, "c": [None, 1.5]}),
-    (r"[f(a='\d\'\x41\ud83d\ude00')]", {"a": "\\d'A😀"}), ('[f(a="]) }")]', {"a": "]) }"}), ("[ f ( ) ]", {}),
-    ("[f('x')]", None), ("[f(a=g())]", None), ("[f(a=1e999)]", None), ("[f(a=b'')]", None), ("[f(**1)]", None),
-    ("[f(a={1, 2})]", None), ("[f(a='\x00')]", None), ("[f(a=" + "9" * 5000 + ")]", None), ("[f(a=1)(b=2)]", {"a": 1}),
-    ("[f(a=" + "[" * 300 + "]" * 300 + ")]", None), ("[f(a=" + "-" * 9000 + "1)]", None), ("[f(a=f'{1}')]", None),
-    ("[f(a=" + "1+" * 9000 + "1)]", None), (r"[f(a='\N{no}')]", None), ("[f(a=1", None), ("[f(a='", None),
-])
+@pytest.mark.parametrize(
+    ("text", "read"),
+    [
+        ("[f(a='x', b=-1)]", {"a": "x", "b": -1}),
+        ("[f(**{'a-b': true, 'c': [null, 1.5]})]", {"a-b": True, "c": [None, 1.5]}),
+        (r"[f(a='\d\'\x41\ud83d\ude00')]", {"a": "\\d'A😀"}),
+        ('[f(a="]) }")]', {"a": "]) }"}),
+        ("[ f ( ) ]", {}),
+        ("[f('x')]", None),
+        ("[f(a=g())]", None),
+        ("[f(a=1e999)]", None),
+        ("[f(a=b'')]", None),
+        ("[f(**1)]", None),
+        ("[f(a={1, 2})]", None),
+        ("[f(a='\x00')]", None),
+        ("[f(a=" + "9" * 5000 + ")]", None),
+        ("[f(a=1)(b=2)]", {"a": 1}),
+        ("[f(a=" + "[" * 300 + "]" * 300 + ")]", None),
+        ("[f(a=" + "-" * 9000 + "1)]", None),
+        ("[f(a=f'{1}')]", None),
+        ("[f(a=" + "1+" * 9000 + "1)]", None),
+        (r"[f(a='\N{no}')]", None),
+        ("[f(a=1", None),
+        ("[f(a='", None),
+    ],
+)
 def test_python_is_parsed_and_never_evaluated(text: str, read: dict[str, Any] | None) -> None:
     events = parse(style("pythonic"), text, tools=TOOLS)
     if read is None:
@@ -439,15 +615,53 @@ def test_python_is_parsed_and_never_evaluated(text: str, read: dict[str, Any] | 
         assert [json.loads(arguments) for _, arguments in calls_of(events)] == [read]
 
 
-PARTS = [*FRAGMENTS, '{"type": "function", "function": ', "f", "a",
-         '"name"', '"arguments"', '"parameters"', '{"name": "f", "arguments": {', '"a": "',
-         '"}}',
-         "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "function", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>", "json",
-         "<function=f>", "<parameter=a>", "<parameter=b>", "</parameter>", "</function>", "<arg_key>", "</arg_key>",
-         "<arg_value>", "</arg_value>", "<｜DSML｜function_calls>", '<｜DSML｜invoke name="f">', "</｜DSML｜invoke>",
-         '<｜DSML｜parameter name="a" string="true">', "</｜DSML｜parameter>", "[f(", "a='", "b=1", "')]",
-         "<|python_start|>", "<|python_tag|>", "[ARGS]", "[CALL_ID]", "<think>", "</think>", "1e999", "-", "\\u",
-         "\ud800", "\x00"]
+PARTS = [
+    *FRAGMENTS,
+    '{"type": "function", "function": ',
+    "f",
+    "a",
+    '"name"',
+    '"arguments"',
+    '"parameters"',
+    '{"name": "f", "arguments": {',
+    '"a": "',
+    '"}}',
+    "<｜tool▁calls▁begin｜>",
+    "<｜tool▁call▁begin｜>",
+    "function",
+    "<｜tool▁sep｜>",
+    "<｜tool▁call▁end｜>",
+    "json",
+    "<function=f>",
+    "<parameter=a>",
+    "<parameter=b>",
+    "</parameter>",
+    "</function>",
+    "<arg_key>",
+    "</arg_key>",
+    "<arg_value>",
+    "</arg_value>",
+    "<｜DSML｜function_calls>",
+    '<｜DSML｜invoke name="f">',
+    "</｜DSML｜invoke>",
+    '<｜DSML｜parameter name="a" string="true">',
+    "</｜DSML｜parameter>",
+    "[f(",
+    "a='",
+    "b=1",
+    "')]",
+    "<|python_start|>",
+    "<|python_tag|>",
+    "[ARGS]",
+    "[CALL_ID]",
+    "<think>",
+    "</think>",
+    "1e999",
+    "-",
+    "\\u",
+    "\ud800",
+    "\x00",
+]
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -465,16 +679,36 @@ def test_hostile_text_is_cut_anywhere_and_not_lost(name: str, seed: int, thinkin
         assert joined(plain, Words) == text
 
 
-@pytest.mark.parametrize("unit", ["<", "{", "[", " ", "<tool_call>", '{"a":', '{"arguments":', '{"function":', "[f(",
-                                  "[TOOL_CALLS]f", "\n<parameter=", "<function=f><parameter=b>",
-                                  "<tool_call>f<arg_key>", "a ", '"'])
+@pytest.mark.parametrize(
+    "unit",
+    [
+        "<",
+        "{",
+        "[",
+        " ",
+        "<tool_call>",
+        '{"a":',
+        '{"arguments":',
+        '{"function":',
+        "[f(",
+        "[TOOL_CALLS]f",
+        "\n<parameter=",
+        "<function=f><parameter=b>",
+        "<tool_call>f<arg_key>",
+        "a ",
+        '"',
+    ],
+)
 @pytest.mark.parametrize("name", ["hermes", "qwen3_coder", "glm45", "mistral", "pythonic", "llama3_json"])
 def test_work_grows_with_the_text(unit: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Calls of functions while a text is read, and characters that a piece finds waiting, for one text and a double."""
     waiting: list[int] = []
     push = Reader.push
-    monkeypatch.setattr(Reader, "push", lambda reader, text, over=False: (
-        push(reader, text, over=over), waiting.append(len(reader._text) - len(text))))
+    monkeypatch.setattr(
+        Reader,
+        "push",
+        lambda reader, text, over=False: (push(reader, text, over=over), waiting.append(len(reader._text) - len(text))),
+    )
 
     def work(text: str, size: int) -> int:
         count = 0
@@ -499,7 +733,7 @@ def test_work_grows_with_the_text(unit: str, name: str, monkeypatch: pytest.Monk
 
 
 def test_arguments_of_any_length() -> None:
-    text = '<tool_call>{"name": "f", "arguments": {"a": "' + r'x\"\\\u0041' * 9
+    text = '<tool_call>{"name": "f", "arguments": {"a": "' + r"x\"\\\u0041" * 9
     text += "y" * 60_000 + '"}}</tool_call>'
     assert len(calls_of(parse(style("hermes"), text, tools=TOOLS))[0][1]) > 60_000
 
@@ -550,8 +784,10 @@ def test_names_win_and_unknown_ones_are_refused() -> None:
     template = ChatTemplate({"default": "<tool_call></think>"})
     chosen = choose_styles(template)
     assert names(chosen) == ["hermes", "deepseek_r1"]
-    assert chosen.why == ("tool calls: hermes, for '<tool_call>' in the chat template; "
-                          "reasoning: deepseek_r1, for '</think>' in the chat template")
+    assert chosen.why == (
+        "tool calls: hermes, for '<tool_call>' in the chat template; "
+        "reasoning: deepseek_r1, for '</think>' in the chat template"
+    )
     assert names(choose_styles(template, "qwen3_xml", "mistral")) == ["qwen3_coder", "mistral"]
     assert names(choose_styles(template, "none", "none")) == ["-", "-"]
     assert names(choose_styles(None)) == ["-", "-"]

@@ -76,4 +76,5 @@ def test_a_measurement_has_one_entry_per_step() -> None:
 
 def test_the_cases_cover_both_sizes_depths_and_churn() -> None:
     assert {(c.num_running, c.depth, c.churn) for c in CASES} == {
-        (n, d, churn) for n in (1, 256) for d in (1, 2) for churn in (False, True)}
+        (n, d, churn) for n in (1, 256) for d in (1, 2) for churn in (False, True)
+    }

@@ -24,8 +24,13 @@ def chunk(data: bytes) -> bytes:
     return b"%x\r\n" % len(body) + body + b"\r\n"
 
 
-ANSWER = (HEAD + b"".join(chunk(b'{"text": "data: %d"}' % i) for i in range(5))
-          + chunk(b'{"usage": {"prompt_tokens": 9, "completion_tokens": 12}}') + chunk(b"[DONE]") + b"0\r\n\r\n")
+ANSWER = (
+    HEAD
+    + b"".join(chunk(b'{"text": "data: %d"}' % i) for i in range(5))
+    + chunk(b'{"usage": {"prompt_tokens": 9, "completion_tokens": 12}}')
+    + chunk(b"[DONE]")
+    + b"0\r\n\r\n"
+)
 
 
 @pytest.fixture

@@ -28,12 +28,16 @@ def test_every_line_divides_its_model(ranks: int, tmp_path: Path) -> None:
 def test_the_peers_options() -> None:
     assert peer_options("-tp 8".split()) == (1, {"tensor_parallel_size": 8})
     assert peer_options("-dp 8 -ep --max-num-seqs 256".split()) == (
-        8, {"enable_expert_parallel": True, "max_num_seqs": 256})  # fmt: skip
+        8,
+        {"enable_expert_parallel": True, "max_num_seqs": 256},
+    )
 
 
 def test_results_are_appended(tmp_path: Path) -> None:
-    runs = [{"workload": name, "seconds": 2.0, "output_tokens_per_s": 3.0, "total_tokens_per_s": 5.0}
-            for name in ("decode_b64", "prefill_4k")]  # fmt: skip
+    runs = [
+        {"workload": name, "seconds": 2.0, "output_tokens_per_s": 3.0, "total_tokens_per_s": 5.0}
+        for name in ("decode_b64", "prefill_4k")
+    ]
     (tmp_path / "result").write_text(json.dumps({"import_s": 1.0, "construct_s": 6.5, "runs": runs}))
     asked = argparse.Namespace(ranks=4, dry=False)
     for _ in range(2):
@@ -41,7 +45,9 @@ def test_results_are_appended(tmp_path: Path) -> None:
             Results(tmp_path, asked).add("8b-tp", row)
     rows = [json.loads(line) for line in (tmp_path / "ranks.jsonl").read_text().splitlines()]
     assert [(row["cell"], row["tok/s"], row.get("start-up s")) for row in rows] == [
-        ("decode_b64", 3.0, 7.5), ("prefill_4k", 5.0, None)] * 2  # fmt: skip
+        ("decode_b64", 3.0, 7.5),
+        ("prefill_4k", 5.0, None),
+    ] * 2
     assert len((tmp_path / "ranks.md").read_text().splitlines()) == 4
 
 
@@ -53,4 +59,5 @@ def test_a_process_is_ended_with_its_children(tmp_path: Path) -> None:
     assert len(both) == 2
     until(lambda: all(map(is_stopped, both)), lambda: f"of {both} one is left", 10)
     assert run([sys.executable, "-c", "raise SystemExit('no room')"], argparse.Namespace(limit=20)) == (
-        "exit code 1: no room")  # fmt: skip
+        "exit code 1: no room"
+    )

@@ -51,8 +51,13 @@ def installed(tmp_path: Path) -> dict[str, PathDistribution]:
         (folder / "METADATA").write_text("\n".join([f"Name: {name}", f"Version: {version}", *lines]) + "\n")
         (folder / "WHEEL").write_text(f"Wheel-Version: 1.0\nTag: {tag}\n")
 
-    add("quire", "License-Expression: Apache-2.0", "Requires-Dist: One_Part>=1", 'Requires-Dist: torch; extra == "gpu"',
-        "Requires-Dist: absent")
+    add(
+        "quire",
+        "License-Expression: Apache-2.0",
+        "Requires-Dist: One_Part>=1",
+        'Requires-Dist: torch; extra == "gpu"',
+        "Requires-Dist: absent",
+    )
     add("one.part", "Classifier: License :: OSI Approved :: MIT License", "Requires-Dist: compiled")
     add("compiled", "License: BSD\n        and many more lines", "Requires-Dist: quire", tag="cp311-cp311-linux_x86_64")
     add("torch", version="2.13.0+cpu")
@@ -70,9 +75,10 @@ def test_a_small_environment(installed: dict[str, PathDistribution]) -> None:
     assert compiled["licenses"] == [{"license": {"name": "BSD"}}]
     assert found["metadata"]["component"]["licenses"] == [{"expression": "Apache-2.0"}]
     assert {one["ref"]: one["dependsOn"] for one in found["dependencies"]} == {
-        "pkg:pypi/quire@1.0": ["pkg:pypi/one-part@1.0"], "pkg:pypi/one-part@1.0": ["pkg:pypi/compiled@1.0"],
+        "pkg:pypi/quire@1.0": ["pkg:pypi/one-part@1.0"],
+        "pkg:pypi/one-part@1.0": ["pkg:pypi/compiled@1.0"],
         "pkg:pypi/compiled@1.0": ["pkg:pypi/quire@1.0"],
-    }  # fmt: skip
+    }
 
 
 def test_an_extra_and_a_local_version(installed: dict[str, PathDistribution]) -> None:

@@ -122,11 +122,26 @@ def damage(folder: Path, kind: str) -> str:
 @pytest.mark.parametrize(
     "kind",
     [
-        "truncated", "cut in the header", "empty", "not safetensors", "missing shard", "missing shard without index",
-        "tensor missing", "tensor twice", "wrong length", "unknown dtype", "offsets of text", "offsets of fractions",
-        "negative shape", "shared bytes", "gap", "bytes behind", "pointer of Git LFS", "damaged index",
+        "truncated",
+        "cut in the header",
+        "empty",
+        "not safetensors",
+        "missing shard",
+        "missing shard without index",
+        "tensor missing",
+        "tensor twice",
+        "wrong length",
+        "unknown dtype",
+        "offsets of text",
+        "offsets of fractions",
+        "negative shape",
+        "shared bytes",
+        "gap",
+        "bytes behind",
+        "pointer of Git LFS",
+        "damaged index",
     ],
-)  # fmt: skip
+)
 def test_damage_is_named(tmp_path: Path, kind: str) -> None:
     two_shards(tmp_path)
     named = damage(tmp_path, kind)

@@ -64,8 +64,11 @@ def test_revision_reaches_the_download(monkeypatch: pytest.MonkeyPatch, tmp_path
     assert found == tmp_path
     ((model, asked),) = calls
     assert model == "a/b" and asked["revision"] == "abc" and asked["token"] == "t" and not asked["local_files_only"]
-    assert not any(fnmatch(name, pattern) for pattern in asked["allow_patterns"]
-                   for name in ("pytorch_model.bin", "model.pt", "model.safetensors"))
+    assert not any(
+        fnmatch(name, pattern)
+        for pattern in asked["allow_patterns"]
+        for name in ("pytorch_model.bin", "model.pt", "model.safetensors")
+    )
 
 
 @pytest.mark.parametrize(

@@ -51,8 +51,9 @@ def test_every_tensor_arrives(
     tmp_path: Path, dtypes: Sequence[torch.dtype], dtype: str, chunk: int, threads: int
 ) -> None:
     stored, model, seen = write(tmp_path, dtypes), build(dtype), list[tuple[int, int]]()
-    report = load_weights(model, tmp_path, lambda done, total: seen.append((done, total)), num_threads=threads,
-                          chunk_bytes=chunk)  # fmt: skip
+    report = load_weights(
+        model, tmp_path, lambda done, total: seen.append((done, total)), num_threads=threads, chunk_bytes=chunk
+    )
     assert model.tensors.keys() == {param.name for param in model.layout}
     for param in model.layout:
         expected = torch.cat([sliced(part, stored[part.stored]).to(model.dtype) for part in param.parts])
@@ -66,8 +67,12 @@ def test_chunks_are_runs_of_whole_elements(size: int) -> None:
     """Runs of two files, of types of 2 and 4 bytes, some of which go on where the one before them ends."""
     chunks: list[Chunk] = []
     writer, first, second = ReadChunker(chunks.append, size), Path("a"), Path("b")
-    reads = [(first, 0, 60, torch.float32), (first, 60, 30, torch.bfloat16), (first, 100, 200, torch.bfloat16),
-             (second, 300, 4, torch.float32)]  # fmt: skip
+    reads = [
+        (first, 0, 60, torch.float32),
+        (first, 60, 30, torch.bfloat16),
+        (first, 100, 200, torch.bfloat16),
+        (second, 300, 4, torch.float32),
+    ]
     units, targets = [], []
     for file, offset, length, dtype in reads:
         units.append(OpenUnit(UNIT, {}, length))
@@ -154,8 +159,10 @@ def test_at_most_two_of_the_largest_units_are_under_way(tmp_path: Path, monkeypa
     monkeypatch.setattr(lanes.OpenUnit, "__init__", opened)
     model.take = taken
     load_weights(model, tmp_path, chunk_bytes=64)
-    largest = max(sum(4 * p.shape[0] * (p.shape[1] if p.shape[1:] else 1) for p in model.layout if p.module == module)
-                  for module in {param.module for param in model.layout})  # fmt: skip
+    largest = max(
+        sum(4 * p.shape[0] * (p.shape[1] if p.shape[1:] else 1) for p in model.layout if p.module == module)
+        for module in {param.module for param in model.layout}
+    )
     assert live == 0 and largest < most <= 2 * largest < sum(t.nbytes for t in model.tensors.values())
 
 

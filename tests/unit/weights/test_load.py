@@ -101,9 +101,11 @@ def test_a_tied_head_that_differs_is_said_not_to_be_read(
     ("change", "named"),
     [
         ({"model.layers.1.mlp.up_proj.weight": None}, "lacks model.layers.1.mlp.up_proj.weight"),
-        ({"model.norm.weight": None, **{f"model.ln_{i}.weight": torch.ones(16) for i in range(4)}},
-         "No parameter reads model.ln_0.weight (in model.safetensors), model.ln_1.weight (in model.safetensors), "
-         "model.ln_2.weight (in model.safetensors) and 1 more."),
+        (
+            {"model.norm.weight": None, **{f"model.ln_{i}.weight": torch.ones(16) for i in range(4)}},
+            "No parameter reads model.ln_0.weight (in model.safetensors), model.ln_1.weight (in model.safetensors), "
+            "model.ln_2.weight (in model.safetensors) and 1 more.",
+        ),
         ({"lm_head.weight": None}, "tie_word_embeddings"),
         ({"model.layers.0.self_attn.q_proj.bias": torch.ones(32)}, "model.layers.0.self_attn.q_proj.bias (in model"),
         ({"model.layers.2.mlp.up_proj.weight": torch.ones(24, 16)}, "model.layers.2.mlp.up_proj.weight (in model"),
@@ -150,9 +152,12 @@ def test_dummy_is_small_seeded_and_everywhere() -> None:
 
 
 MOE = CONFIG | {
-    "model_type": "qwen3_moe", "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 12,
+    "model_type": "qwen3_moe",
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 12,
     "mlp_only_layers": [0],
-}  # fmt: skip
+}
 
 
 def build_moe(experts: tuple[int, ...] | None = None, in_place: bool = False, **changes: object) -> Any:

@@ -87,8 +87,10 @@ def test_one_rank_reads_whole_tensors(family: str) -> None:
 
 def test_a_bias_of_a_sum_belongs_to_one_rank() -> None:
     args = parse_checkpoint_config(tiny_config(Tiny(family="llama", bias=True), num_hidden_layers=1))
-    biased = [{param.name for param in layout(args, rank) if param.name.endswith((".output.bias", ".down.bias"))}
-              for rank in ranks(args, Parallel(tp=2))]  # fmt: skip
+    biased = [
+        {param.name for param in layout(args, rank) if param.name.endswith((".output.bias", ".down.bias"))}
+        for rank in ranks(args, Parallel(tp=2))
+    ]
     assert biased == [{"layers.0.attention.output.bias", "layers.0.mlp.down.bias"}, set()]
 
 
@@ -98,7 +100,10 @@ def test_slices_of_a_real_model(shared: Path) -> None:
     params = {param.name: param for param in layout(args, list(ranks(args, Parallel(tp=8, experts=True)))[5])}
     assert params["layers.7.attention.qkv.weight"].shape == (4 * 128 + 2 * 128, 2048)
     assert [(p.start, p.count) for p in params["layers.7.attention.qkv.weight"].parts] == [
-        (20 * 128, 512), (256, 128), (256, 128)]  # fmt: skip
+        (20 * 128, 512),
+        (256, 128),
+        (256, 128),
+    ]
     assert params["layers.7.attention.output.weight"].shape == (2048, 512)
     assert params["layers.7.mlp.experts.gate_up"].parts[0].name == "80.gate"
     assert params["layers.7.mlp.experts.down"].shape == (16 * 2048, 768)

@@ -45,13 +45,23 @@ class Engine:
         self.plans: list[StepPlan] = []
         self.logits: dict[int, Tensor] = {}  # position of the new token -> [V]
         self.runner.programs.on_logits = self._note
-        facts = ExecutorFacts(depth=depth, decode_lag=depth, num_slots=4, num_blocks=num_blocks, block_size=BLOCK,
-                              max_model_len=256, vocab_size=VOCAB, blends=True)  # fmt: skip
+        facts = ExecutorFacts(
+            depth=depth,
+            decode_lag=depth,
+            num_slots=4,
+            num_blocks=num_blocks,
+            block_size=BLOCK,
+            max_model_len=256,
+            vocab_size=VOCAB,
+            blends=True,
+        )
         geometry = kv_geometry(model.args, "float32", BLOCK)
-        self.core = EngineCore(_Executor(self.runner, facts, self.plans),
-                               SchedulerConfig(max_num_batched_tokens=budget, max_num_seqs=4, watermark=0.0),
-                               KVAllocator(BlockPool(num_blocks), geometry, num_slots=4),
-                               root_key=bytes(32))  # fmt: skip
+        self.core = EngineCore(
+            _Executor(self.runner, facts, self.plans),
+            SchedulerConfig(max_num_batched_tokens=budget, max_num_seqs=4, watermark=0.0),
+            KVAllocator(BlockPool(num_blocks), geometry, num_slots=4),
+            root_key=bytes(32),
+        )
         self._handle = 0
 
     def _note(self, slots: Tensor, positions: Tensor, logits: Tensor) -> None:
@@ -61,8 +71,16 @@ class Engine:
     def add(self, prompt: list[int], max_tokens: int = 1, **fields: Any) -> None:
         self._handle += 1
         spec = SamplerSpec(seed=0, num_prompt=len(prompt), temperature=0.0)
-        self.core.add(NewRequest(handle=self._handle, request_id=str(self._handle), sampler=spec,
-                                 token_ids=array("I", prompt).tobytes(), max_tokens=max_tokens, **fields))
+        self.core.add(
+            NewRequest(
+                handle=self._handle,
+                request_id=str(self._handle),
+                sampler=spec,
+                token_ids=array("I", prompt).tobytes(),
+                max_tokens=max_tokens,
+                **fields,
+            )
+        )
 
     def drain(self) -> "Engine":
         while self.core.has_work:
@@ -109,18 +127,20 @@ def prompt_of(*order: int, before: tuple[int, ...] = ()) -> tuple[list[int], tup
 
 
 def computed(model: Model, hidden: Tensor, first: int, caches: list[Any], layers: range, rows: Tensor) -> Tensor:
-    """Run layers on the rows `rows` of a sequence that has a cache of one block; its position 0 is turned to `first`.
-    """
+    """Run layers on the rows `rows` of a sequence with a cache of one block; its position 0 is turned to `first`."""
     length = caches[0][0].shape[2]
-    meta = AttentionMeta([0, len(rows)], [length], torch.zeros(1, 1, dtype=torch.int32), rows, row_positions=rows,
-                         decode_len=0)  # fmt: skip
+    meta = AttentionMeta(
+        [0, len(rows)], [length], torch.zeros(1, 1, dtype=torch.int32), rows, row_positions=rows, decode_len=0
+    )
     ctx = StepContext(rows + first, (meta,), kv_views(model.args, caches))
     return run_layers(model, hidden, ctx, layers)
 
 
 def empty_caches(model: Model, length: int) -> list[tuple[Tensor, ...]]:
-    return [tuple(torch.zeros(1, c.num_heads, length, c.head_dim) for c in kv_components(model.args, "float32"))
-            for _ in model.layers]  # fmt: skip
+    return [
+        tuple(torch.zeros(1, c.num_heads, length, c.head_dim) for c in kv_components(model.args, "float32"))
+        for _ in model.layers
+    ]
 
 
 @torch.inference_mode()

@@ -101,9 +101,13 @@ def test_every_token_is_that_of_plain_decoding(kind: str, guesses: str, drafts: 
     else:
         assert 0.1 * made < right < made < planned
     assert most_rows(compared) == {0: 1, 1: 2, 99: 1 + drafts}
-    mixed = [plan for plan, _ in compared.results
-             if 0 < plan.num_decodes < len(plan.slots) and (plan.num_tokens[: plan.num_decodes] > 1).any()
-             and (plan.outputs[plan.num_decodes :] & SAMPLE).any()]  # fmt: skip
+    mixed = [
+        plan
+        for plan, _ in compared.results
+        if 0 < plan.num_decodes < len(plan.slots)
+        and (plan.num_tokens[: plan.num_decodes] > 1).any()
+        and (plan.outputs[plan.num_decodes :] & SAMPLE).any()
+    ]
     assert len(mixed) > 3, "decodes with drafts beside prompts that sample"
 
 
@@ -141,9 +145,13 @@ def test_three_tokens_are_drawn_with_the_model_s_joint_probability() -> None:
     """Of a chain with random transitions, by drafts that are often right: chi-square over all 343 triples."""
     random = torch.Generator().manual_seed(5)
     transitions = 0.9 * torch.randn(SYMBOLS, SYMBOLS, generator=random)
-    tables = Tables(block_tables=torch.ones(1, DRAWS + 1, 1, dtype=torch.int32), computed=torch.zeros(DRAWS + 1).long(),
-                    history=torch.zeros(DRAWS + 1, 8, dtype=torch.int32), block_size=8,
-                    hosted=torch.zeros(DRAWS + 1, dtype=torch.int32))
+    tables = Tables(
+        block_tables=torch.ones(1, DRAWS + 1, 1, dtype=torch.int32),
+        computed=torch.zeros(DRAWS + 1).long(),
+        history=torch.zeros(DRAWS + 1, 8, dtype=torch.int32),
+        block_size=8,
+        hosted=torch.zeros(DRAWS + 1, dtype=torch.int32),
+    )
     spec = [encode_row(SamplerSpec(seed=seed * 7919, num_prompt=1, temperature=1.0), 0) for seed in range(DRAWS)]
     params, operations = torch.from_numpy(np.stack([*spec, spec[0]])), sampling.operations(0, 0, torch.device("cpu"))
     upload, out = InPlaceUpload(DRAWS, DRAWS, torch.device("cpu")), torch.zeros(3, 3 * DRAWS, dtype=torch.int32)
@@ -151,21 +159,37 @@ def test_three_tokens_are_drawn_with_the_model_s_joint_probability() -> None:
         left = (3 - tables.computed[:DRAWS]).numpy()  # tokens that are still wanted
         slots = np.flatnonzero(left > 0).astype(np.int32)
         counts = left[slots].astype(np.int32)
-        plan = StepPlan(step=number, slots=slots, num_decodes=len(slots), num_tokens=counts, num_rows=counts,
-                        outputs=np.full(len(slots), SAMPLE, np.uint8))
+        plan = StepPlan(
+            step=number,
+            slots=slots,
+            num_decodes=len(slots),
+            num_tokens=counts,
+            num_rows=counts,
+            outputs=np.full(len(slots), SAMPLE, np.uint8),
+        )
         upload.send(plan, [])
         total = int(counts.sum())
         for ahead in (1, 2):  # drafts: often the likeliest token, else any
             at = torch.from_numpy(slots[counts > ahead]).long()
             place = tables.computed[at] + ahead
             likely = transitions[tables.history[at, place - 1].long()].argmax(1)
-            guess = torch.where(torch.rand(len(at), generator=random) < 0.8, likely, torch.randint(
-                SYMBOLS, (len(at),), generator=random))
+            guess = torch.where(
+                torch.rand(len(at), generator=random) < 0.8,
+                likely,
+                torch.randint(SYMBOLS, (len(at),), generator=random),
+            )
             tables.history[at, place] = guess.int()
-        ints = {name: torch.zeros(total, dtype=torch.int64) for name in ("token_ids", "positions", "sample_rows",
-                                                                         "sample_slots", "sample_positions")}
-        buffers = StepBuffers(kv_slots=torch.zeros(1, total, dtype=torch.int64), drafts=torch.zeros(total).int(),
-                              live=torch.zeros(total).bool(), seq_lens=torch.zeros(len(slots)).int(), **ints)
+        ints = {
+            name: torch.zeros(total, dtype=torch.int64)
+            for name in ("token_ids", "positions", "sample_rows", "sample_slots", "sample_positions")
+        }
+        buffers = StepBuffers(
+            kv_slots=torch.zeros(1, total, dtype=torch.int64),
+            drafts=torch.zeros(total).int(),
+            live=torch.zeros(total).bool(),
+            seq_lens=torch.zeros(len(slots)).int(),
+            **ints,
+        )
         step_operations.build_inputs(upload.step, tables, buffers)
         rows = Rows(buffers.sample_slots, buffers.sample_positions, params, tables.history, {})
         operations.sample(transitions[buffers.token_ids], rows, Mode.UNFILTERED)
@@ -186,17 +210,33 @@ def test_synthetic_acceptance_changes_the_rows_with_a_draft_and_no_others() -> N
     """Beside a prompt, a slot whose drafts come from the host, and padding."""
     device, slots = torch.device("cpu"), 8
     upload, rows = InPlaceUpload(slots, slots, device), 16
-    tables = Tables(block_tables=torch.ones(1, slots + 1, 1, dtype=torch.int32), computed=torch.zeros(slots + 1).long(),
-                    history=torch.zeros(slots + 1, 8, dtype=torch.int32), block_size=8,
-                    hosted=torch.tensor([0, 0, 0, 1, 0, 0, 0, 0, 0], dtype=torch.int32))
+    tables = Tables(
+        block_tables=torch.ones(1, slots + 1, 1, dtype=torch.int32),
+        computed=torch.zeros(slots + 1).long(),
+        history=torch.zeros(slots + 1, 8, dtype=torch.int32),
+        block_size=8,
+        hosted=torch.tensor([0, 0, 0, 1, 0, 0, 0, 0, 0], dtype=torch.int32),
+    )
     counts = np.array([4, 1, 3, 4, 5], np.int32)  # the last: a chunk of a prompt, with one row
-    plan = StepPlan(step=0, slots=np.array([2, 0, 1, 3, 5], np.int32), num_decodes=4, num_tokens=counts,
-                    num_rows=np.array([4, 1, 3, 4, 1], np.int32), outputs=np.full(5, SAMPLE, np.uint8))
+    plan = StepPlan(
+        step=0,
+        slots=np.array([2, 0, 1, 3, 5], np.int32),
+        num_decodes=4,
+        num_tokens=counts,
+        num_rows=np.array([4, 1, 3, 4, 1], np.int32),
+        outputs=np.full(5, SAMPLE, np.uint8),
+    )
     upload.send(plan, [])
     owner = torch.tensor([2] * 4 + [0] + [1] * 3 + [3] * 4 + [5] + [slots] * 3)
     ints = {name: torch.zeros(rows).long() for name in ("token_ids", "positions", "sample_rows", "sample_positions")}
-    buffers = StepBuffers(kv_slots=torch.zeros(1, rows).long(), seq_lens=torch.zeros(slots).int(), sample_slots=owner,
-                          live=torch.zeros(rows).bool(), drafts=torch.zeros(rows).int(), **ints)
+    buffers = StepBuffers(
+        kv_slots=torch.zeros(1, rows).long(),
+        seq_lens=torch.zeros(slots).int(),
+        sample_slots=owner,
+        live=torch.zeros(rows).bool(),
+        drafts=torch.zeros(rows).int(),
+        **ints,
+    )
     synthetic, tokens = SyntheticAcceptance((1.0, 0.5, 0.0), rows, device), torch.arange(100, 100 + rows)
     right = torch.zeros(rows)
     for _ in range(200):

@@ -24,17 +24,31 @@ def norm(rows: torch.Tensor) -> torch.Tensor:
 
 def admission(slot: int, length: int, pool: str, computed: int = 0) -> Admission:
     empty = np.empty(0, np.int32)
-    return Admission(slot=slot, request_id="", token_ids=empty, block_ids=(empty,), num_computed=computed,
-                     sampler=SamplerSpec(seed=0, num_prompt=length), pool=pool)  # fmt: skip
+    return Admission(
+        slot=slot,
+        request_id="",
+        token_ids=empty,
+        block_ids=(empty,),
+        num_computed=computed,
+        sampler=SamplerSpec(seed=0, num_prompt=length),
+        pool=pool,
+    )
 
 
-def plan(tokens: dict[int, int], *admitted: Admission, outputs: dict[int, int] | None = None,
-         released: tuple[int, ...] = ()) -> StepPlan:  # fmt: skip
+def plan(
+    tokens: dict[int, int], *admitted: Admission, outputs: dict[int, int] | None = None, released: tuple[int, ...] = ()
+) -> StepPlan:
     bits = [(outputs or {}).get(slot, POOL) for slot in tokens]
-    return StepPlan(step=0, slots=np.array(list(tokens), np.int32), num_decodes=0,
-                    num_tokens=np.array([*tokens.values()], np.int32),
-                    num_rows=np.zeros(len(tokens), np.int32), outputs=np.array(bits, np.uint8), admitted=admitted,
-                    released=np.array(released, np.int32))  # fmt: skip
+    return StepPlan(
+        step=0,
+        slots=np.array(list(tokens), np.int32),
+        num_decodes=0,
+        num_tokens=np.array([*tokens.values()], np.int32),
+        num_rows=np.zeros(len(tokens), np.int32),
+        outputs=np.array(bits, np.uint8),
+        admitted=admitted,
+        released=np.array(released, np.int32),
+    )
 
 
 def results(pooler: Pooler, step: StepPlan, hidden: torch.Tensor) -> Found:

@@ -27,9 +27,16 @@ needs_native = pytest.mark.skipif(bool(missing()), reason=missing() or "runs")
 
 def make_model(dtype: str = "bfloat16", kind: str = "qwen3", forced: dict[str, str] | None = None) -> Model:
     config = {
-        "model_type": kind, "vocab_size": 64, "hidden_size": HIDDEN, "intermediate_size": 96, "num_hidden_layers": 3,
-        "num_attention_heads": 4, "num_key_value_heads": HEADS, "head_dim": DIM, "max_position_embeddings": 4096,
-    }  # fmt: skip
+        "model_type": kind,
+        "vocab_size": 64,
+        "hidden_size": HIDDEN,
+        "intermediate_size": 96,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": HEADS,
+        "head_dim": DIM,
+        "max_position_embeddings": 4096,
+    }
     model = built(parse_checkpoint_config(config), dtype, forced=forced)
     load_dummy(model, 0)
     return model
@@ -41,10 +48,11 @@ def make_step(model: Model, kv: list[KVView], starts: Sequence[int], tokens: Seq
     table = torch.arange(1, BLOCKS // len(starts) * len(starts) + 1, dtype=torch.int32).view(-1, len(starts)).T
     where = [(s, p) for s, start in enumerate(starts) for p in range(start, lengths[s])]
     meta = AttentionMeta(
-        query_start=list(itertools.accumulate(tokens, initial=0)), seq_lens=lengths,
+        query_start=list(itertools.accumulate(tokens, initial=0)),
+        seq_lens=lengths,
         block_tables=table[:, : -(-max(lengths) // BLOCK)].clone(memory_format=torch.contiguous_format),
         kv_slots=torch.tensor([int(table[s, p // BLOCK]) * BLOCK + p % BLOCK for s, p in where]),
-    )  # fmt: skip
+    )
     return StepContext(torch.tensor([p for _, p in where]), (meta,), kv)
 
 
@@ -98,10 +106,17 @@ def test_a_replayed_step_has_the_bits_of_one_that_was_run(
 def test_weights_that_stay_bfloat16_give_the_bits_of_float32() -> None:
     """Embedding, layers and a tied head."""
     config = {
-        "model_type": "qwen3", "vocab_size": 70, "hidden_size": HIDDEN, "intermediate_size": 96, "num_hidden_layers": 2,
-        "num_attention_heads": 4, "num_key_value_heads": HEADS, "head_dim": DIM, "max_position_embeddings": 4096,
+        "model_type": "qwen3",
+        "vocab_size": 70,
+        "hidden_size": HIDDEN,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": HEADS,
+        "head_dim": DIM,
+        "max_position_embeddings": 4096,
         "tie_word_embeddings": True,
-    }  # fmt: skip
+    }
     args, found = parse_checkpoint_config(config), []
     for weights in ("", "bfloat16"):
         model = built(args, weights=weights)

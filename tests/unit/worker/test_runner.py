@@ -23,8 +23,9 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def empty_plan(step: int, **more: Any) -> StepPlan:
-    return StepPlan(step=step, slots=NONE, num_decodes=0, num_tokens=NONE, num_rows=NONE,
-                    outputs=np.empty(0, np.uint8), **more)
+    return StepPlan(
+        step=step, slots=NONE, num_decodes=0, num_tokens=NONE, num_rows=NONE, outputs=np.empty(0, np.uint8), **more
+    )
 
 
 @pytest.mark.parametrize("depth", [1, 2])
@@ -58,16 +59,29 @@ def test_steps_without_rows_run_and_leave_what_they_bring() -> None:
     args = model_args()
     runner, naive = runner_of(make_model(args)), NaiveRunner(make_model(args, reference=True))
     ids = np.arange(7, 19, dtype=np.int32)
-    admitted = Admission(slot=2, request_id="", token_ids=ids, block_ids=(np.array([3], np.int32),), num_computed=0,
-                         sampler=SamplerSpec(seed=1, num_prompt=12))  # fmt: skip
+    admitted = Admission(
+        slot=2,
+        request_id="",
+        token_ids=ids,
+        block_ids=(np.array([3], np.int32),),
+        num_computed=0,
+        sampler=SamplerSpec(seed=1, num_prompt=12),
+    )
     two = np.array([2], np.int32)
     plans = [
-        empty_plan(1), empty_plan(2, admitted=(admitted,)),
+        empty_plan(1),
+        empty_plan(2, admitted=(admitted,)),
         StepPlan(step=3, slots=two, num_decodes=0, num_tokens=two * 4, num_rows=two * 0, outputs=np.zeros(1, np.uint8)),
-        StepPlan(step=4, slots=two, num_decodes=0, num_tokens=two * 2, num_rows=two // 2,
-                 outputs=np.full(1, SAMPLE, np.uint8)),
+        StepPlan(
+            step=4,
+            slots=two,
+            num_decodes=0,
+            num_tokens=two * 2,
+            num_rows=two // 2,
+            outputs=np.full(1, SAMPLE, np.uint8),
+        ),
         empty_plan(5, released=two),
-    ]  # fmt: skip
+    ]
     for plan in plans:
         found, expected = runner.run(plan), naive.run(plan)
         assert found.tokens.shape == (len(found.slots), 1) and found.tokens.tolist() == expected.tokens.tolist()
@@ -84,14 +98,30 @@ def test_attention_knows_the_prompts_of_a_step(monkeypatch: pytest.MonkeyPatch) 
         return AttentionMeta(**given)
 
     monkeypatch.setattr(programs, "AttentionMeta", tell)
-    admitted = tuple(Admission(slot=slot, request_id="", token_ids=np.arange(12, dtype=np.int32), num_computed=past,
-                               block_ids=(np.array([3 + slot], np.int32),), sampler=SamplerSpec(seed=1, num_prompt=12))
-                     for slot, past in ((0, 11), (1, 0)))  # fmt: skip
+    admitted = tuple(
+        Admission(
+            slot=slot,
+            request_id="",
+            token_ids=np.arange(12, dtype=np.int32),
+            num_computed=past,
+            block_ids=(np.array([3 + slot], np.int32),),
+            sampler=SamplerSpec(seed=1, num_prompt=12),
+        )
+        for slot, past in ((0, 11), (1, 0))
+    )
     sampled, both = np.array([SAMPLE, 0], np.uint8), np.array([0, 1], np.int32)
     runner.run(empty_plan(1, admitted=admitted))
     for step, chunk in ((2, 4), (3, 6)):
-        runner.run(StepPlan(step=step, slots=both, num_decodes=1, outputs=sampled, num_rows=both[::-1].copy(),
-                            num_tokens=np.array([1, chunk], np.int32)))  # fmt: skip
+        runner.run(
+            StepPlan(
+                step=step,
+                slots=both,
+                num_decodes=1,
+                outputs=sampled,
+                num_rows=both[::-1].copy(),
+                num_tokens=np.array([1, chunk], np.int32),
+            )
+        )
     runner.run(StepPlan(step=4, slots=0 * one, num_decodes=1, num_tokens=one, num_rows=one, outputs=sampled[:1]))
     assert told == [((1, 5, 1, 0),), ((1, 7, 1, 4),), ()]
 
@@ -104,8 +134,12 @@ def test_parts_are_printed_with_their_reasons() -> None:
     for part in ("step: ref", "sampling: ref", "upload: in place", "not packed:", "recorder: none", "not recordings:"):
         assert part in words
     assert said["not recorded"] == {"every step": runner.parts[-1].reason}
-    held = [value for part in (runner.programs, runner.state, runner.state.buffers, runner.sampler.operations)
-            for value in vars(part).values() if isinstance(value, torch.Tensor)]  # fmt: skip
+    held = [
+        value
+        for part in (runner.programs, runner.state, runner.state.buffers, runner.sampler.operations)
+        for value in vars(part).values()
+        if isinstance(value, torch.Tensor)
+    ]
     assert held and all(value.numel() <= 2 * LIMITS.max_tokens for value in held)
 
 

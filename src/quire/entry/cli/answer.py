@@ -65,8 +65,10 @@ class Answer:
         if self.first is None:
             return f"{prompt}, no answer in {self.seconds:.2f} s"
         speed = self.num_tokens / self.seconds if self.seconds else 0.0
-        return (f"{prompt}, answer {self.num_tokens} tokens in {self.seconds:.2f} s: {speed:.1f} tokens/s, first after "
-                f"{1000 * self.first:.0f} ms")
+        return (
+            f"{prompt}, answer {self.num_tokens} tokens in {self.seconds:.2f} s: {speed:.1f} tokens/s, first after "
+            f"{1000 * self.first:.0f} ms"
+        )
 
 
 def local_pieces(outputs: "Iterator[RequestOutput]") -> Iterator[AnswerPiece]:
@@ -75,9 +77,14 @@ def local_pieces(outputs: "Iterator[RequestOutput]") -> Iterator[AnswerPiece]:
         for output in outputs:
             delta = output.outputs[0]
             failed = delta.finish_reason == "error"
-            yield AnswerPiece(text=delta.text, num_tokens=len(delta.token_ids), num_prompt=len(output.prompt_token_ids),
-                        num_cached=output.num_cached_tokens or 0, reason=delta.finish_reason,
-                        failure=str(delta.stop_reason) if failed else None)
+            yield AnswerPiece(
+                text=delta.text,
+                num_tokens=len(delta.token_ids),
+                num_prompt=len(output.prompt_token_ids),
+                num_cached=output.num_cached_tokens or 0,
+                reason=delta.finish_reason,
+                failure=str(delta.stop_reason) if failed else None,
+            )
     finally:
         if isinstance(outputs, Generator):
             outputs.close()  # aborts the request

@@ -43,12 +43,17 @@ def configure(parser: FlagParser) -> None:
     """Add one subcommand of `quire bench` per kind of measurement, with its flags."""
     from quire.bench.workload import DEFAULT_MODEL
 
-    kinds = parser.add_subparsers(prog="quire bench", dest="kind", metavar="KIND", required=True, title="kinds",
-                                  parser_class=FlagParser)
+    kinds = parser.add_subparsers(
+        prog="quire bench", dest="kind", metavar="KIND", required=True, title="kinds", parser_class=FlagParser
+    )
     for name, summary in KINDS.items():
         model = "" if name in OWN_FLAGS else " [MODEL]"
-        kind = kinds.add_parser(name, help=summary, usage=f"quire bench {name}{model} [flags]",
-                                description=f"{summary[0].upper()}{summary[1:]}.\n\n{MODEL_HELP if model else ''}")
+        kind = kinds.add_parser(
+            name,
+            help=summary,
+            usage=f"quire bench {name}{model} [flags]",
+            description=f"{summary[0].upper()}{summary[1:]}.\n\n{MODEL_HELP if model else ''}",
+        )
         kind.add_argument("--debug", action="store_true", default=argparse.SUPPRESS, help="show the traceback on error")
         kind.add_argument("--json", action="store_true", help="print JSON instead of a table")
         kind.add_argument("--out", type=Path, metavar="FILE", help="write the JSON to this file")
@@ -56,10 +61,19 @@ def configure(parser: FlagParser) -> None:
             OWN_FLAGS[name].configure(kind)
             continue
         if name != "profile":
-            kind.add_argument("--against", type=Path, metavar="FILE",
-                              help="compare with a stored result (of --out), and fail when it is more than 5%% slower")
-            kind.add_argument("--repeat", type=_positive, default=2 if name != "startup" else 3, metavar="N",
-                              help="number of runs; the fastest is reported (default: %(default)s)")
+            kind.add_argument(
+                "--against",
+                type=Path,
+                metavar="FILE",
+                help="compare with a stored result (of --out), and fail when it is more than 5%% slower",
+            )
+            kind.add_argument(
+                "--repeat",
+                type=_positive,
+                default=2 if name != "startup" else 3,
+                metavar="N",
+                help="number of runs; the fastest is reported (default: %(default)s)",
+            )
         if name != "startup":
             kind.add_argument("--only", metavar="NAMES", help="workloads, separated by commas")
             most = f" (default: 1, and at most {MOST_REQUESTS} requests)" if name == "profile" else ""
@@ -127,8 +141,10 @@ def _workload_table(result: dict[str, Any]) -> str:
     rows = result["runs"]
     columns = list(dict.fromkeys(name for row in rows for name in row))
     table = format_table([c.replace("_", " ") for c in columns], [[row.get(c, "") for c in columns] for row in rows])
-    return (f"{result['engine']}, {result['model']} on {result['device']}: import {result['import_s']} s, construct "
-            f"{result['construct_s']} s\n\n{table}")
+    return (
+        f"{result['engine']}, {result['model']} on {result['device']}: import {result['import_s']} s, construct "
+        f"{result['construct_s']} s\n\n{table}"
+    )
 
 
 def _profile(args: argparse.Namespace) -> NoReturn:
@@ -137,8 +153,10 @@ def _profile(args: argparse.Namespace) -> NoReturn:
     config = engine_config(args)
     check_one_device(config.parallel, "quire bench profile")
     if resolve_device(config.device.device).device != "cuda":
-        raise ConfigError("`quire bench profile` measures GPU kernels, and this would run on the CPU: use a GPU, or "
-                          "`quire bench kernels`.")
+        raise ConfigError(
+            "`quire bench profile` measures GPU kernels, and this would run on the CPU: use a GPU, or "
+            "`quire bench kernels`."
+        )
     bench, works = _make_bench(args)
     with bench.llm:
         most = None if args.scale else MOST_REQUESTS
@@ -151,11 +169,15 @@ def _profile(args: argparse.Namespace) -> NoReturn:
 
 def _profile_table(row: dict[str, Any]) -> str:
     steps = row["steps"] or {}
-    lines = [f"{row['workload']}: {row['seconds']} s for {row['requests']} requests; the GPU was idle for "
-             f"{row['idle']['total_ms']} ms ({row['idle']['share']:.1%})"]
+    lines = [
+        f"{row['workload']}: {row['seconds']} s for {row['requests']} requests; the GPU was idle for "
+        f"{row['idle']['total_ms']} ms ({row['idle']['share']:.1%})"
+    ]
     if steps:
-        lines.append(f"{steps['count']} steps of {steps['launches']} launches, {steps['us_p50']} us each (median); "
-                     f"gap between steps {steps['gap_us_p50']} us (median), {steps['gap_us_p99']} us (p99)")
+        lines.append(
+            f"{steps['count']} steps of {steps['launches']} launches, {steps['us_p50']} us each (median); "
+            f"gap between steps {steps['gap_us_p50']} us (median), {steps['gap_us_p99']} us (p99)"
+        )
     cells = [
         [k["kernel"][:KERNEL_WIDTH], k["calls"], f"{k['total_ms']:.2f}", f"{k['share']:.1%}", k["us"]]
         for k in row["kernels"][:KERNELS_SHOWN]
@@ -171,9 +193,14 @@ def _startup(args: argparse.Namespace) -> dict[str, Any]:
     raise_on_interrupt()  # before processes are started, which an exception must end
     with Progress("Starting", args.repeat, enabled=True, unit="runs", rate=1) as progress:
         found = measure_startup(given_options(args), args.repeat, lambda: progress.advance(1))
-    print_result(args, found, lambda result: (
-        f"{result['model']}, fastest of {len(result['totals'])}: {' '.join(map(str, result['totals']))} s\n\n"
-        + format_table(("phase", "seconds"), [(name, f"{s:.3f}") for name, s in result["phases"].items()])))
+    print_result(
+        args,
+        found,
+        lambda result: (
+            f"{result['model']}, fastest of {len(result['totals'])}: {' '.join(map(str, result['totals']))} s\n\n"
+            + format_table(("phase", "seconds"), [(name, f"{s:.3f}") for name, s in result["phases"].items()])
+        ),
+    )
     return found
 
 

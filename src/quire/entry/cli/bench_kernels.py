@@ -10,9 +10,19 @@ from quire.contracts.errors import ConfigError
 from quire.entry.cli.table import format_table, print_result
 from quire.platforms.detect import resolve_device
 
-COLUMNS = {"model": "model", "op": "operation", "kernel": "kernel", "shape": "shape", "us": "us", "floor_us": "floor",
-           "floor_percent": "% of floor", "library": "library", "library_us": "library us", "x_library": "times faster",
-           "wrong": "not timed"}
+COLUMNS = {
+    "model": "model",
+    "op": "operation",
+    "kernel": "kernel",
+    "shape": "shape",
+    "us": "us",
+    "floor_us": "floor",
+    "floor_percent": "% of floor",
+    "library": "library",
+    "library_us": "library us",
+    "x_library": "times faster",
+    "wrong": "not timed",
+}
 
 
 def configure(parser: FlagParser) -> None:
@@ -38,8 +48,9 @@ def run(args: argparse.Namespace) -> int:
     return 1 if any("differs" in row["wrong"] for row in result["rows"]) else 0
 
 
-def _measure(bench: Any, models: list[str], operations: list[str], rows: tuple[int, ...] | None,
-             device: str) -> dict[str, Any]:
+def _measure(
+    bench: Any, models: list[str], operations: list[str], rows: tuple[int, ...] | None, device: str
+) -> dict[str, Any]:
     from dataclasses import replace
 
     import torch
@@ -70,6 +81,8 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 def _report(result: dict[str, Any]) -> str:
     cells = [["" if row[name] is None else row[name] for name in COLUMNS] for row in result["rows"]]
-    return (f"{result['device']}: copy {result['memory_gb_per_s']} GB/s (read and write), matrix product "
-            f"{result['matrix_tflop_per_s']} TFLOP/s; times in microseconds, bfloat16\n\n"
-            + format_table(list(COLUMNS.values()), cells))
+    return (
+        f"{result['device']}: copy {result['memory_gb_per_s']} GB/s (read and write), matrix product "
+        f"{result['matrix_tflop_per_s']} TFLOP/s; times in microseconds, bfloat16\n\n"
+        + format_table(list(COLUMNS.values()), cells)
+    )

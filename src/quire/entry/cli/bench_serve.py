@@ -59,8 +59,9 @@ def run(args: argparse.Namespace) -> int:
     return DONE if result["completed"] else FAILED
 
 
-async def _drive(args: argparse.Namespace, client: "Client", asks: "list[Ask]",
-                 warmups: "list[Ask]") -> "tuple[Run, str]":
+async def _drive(
+    args: argparse.Namespace, client: "Client", asks: "list[Ask]", warmups: "list[Ask]"
+) -> "tuple[Run, str]":
     from dataclasses import replace
 
     from quire.bench.serve import Pace, drive
@@ -69,8 +70,9 @@ async def _drive(args: argparse.Namespace, client: "Client", asks: "list[Ask]",
         if not args.model:
             client.target = replace(client.target, model=await client.first_model())
         await drive(client, warmups, Pace(max_concurrency=args.max_concurrency))
-        pace = Pace(rate=args.request_rate, burstiness=args.burstiness, max_concurrency=args.max_concurrency,
-                    seed=args.seed)
+        pace = Pace(
+            rate=args.request_rate, burstiness=args.burstiness, max_concurrency=args.max_concurrency, seed=args.seed
+        )
         shown = not args.disable_tqdm
         with Progress("Requests", len(asks), enabled=shown, unit="requests") as progress:
             return await drive(client, asks, pace, lambda: progress.advance(1)), client.target.model
@@ -88,8 +90,14 @@ def _load(args: argparse.Namespace) -> "tuple[list[Ask], list[Ask]]":
     count, chat, name = args.num_prompts, _is_chat(args), args.dataset_name
     if name == "random":
         ratios = _ratios(args.random_range_ratio)
-        load = RandomLoad(input_len=args.random_input_len, output_len=args.random_output_len, as_text=chat,
-                          input_ratio=ratios[0], output_ratio=ratios[1], prefix_len=args.random_prefix_len)
+        load = RandomLoad(
+            input_len=args.random_input_len,
+            output_len=args.random_output_len,
+            as_text=chat,
+            input_ratio=ratios[0],
+            output_ratio=ratios[1],
+            prefix_len=args.random_prefix_len,
+        )
         drawn = load.draw(count + args.num_warmups, args.seed)
     else:
         path = args.dataset_path if name == "custom" else Path(name)
@@ -118,8 +126,16 @@ def _target(args: argparse.Namespace) -> "Target":
         extra["ignore_eos"] = True
     if args.temperature is not None:
         extra["temperature"] = args.temperature
-    return Target(base_url=base, endpoint=PATHS.get(endpoint, "/" + endpoint.lstrip("/")), model=args.model or "",
-                  chat=_is_chat(args), headers=headers, extra=extra, timeout=args.timeout, insecure=args.insecure)
+    return Target(
+        base_url=base,
+        endpoint=PATHS.get(endpoint, "/" + endpoint.lstrip("/")),
+        model=args.model or "",
+        chat=_is_chat(args),
+        headers=headers,
+        extra=extra,
+        timeout=args.timeout,
+        insecure=args.insecure,
+    )
 
 
 def _ratios(text: str) -> tuple[float, float]:
@@ -156,15 +172,23 @@ def _latency_names(text: str) -> list[str]:
 def _settings(args: argparse.Namespace, model: str) -> dict[str, Any]:
     """Return the settings of the measurement for the result, without keys and headers."""
     rate = "inf" if math.isinf(args.request_rate) else args.request_rate
-    return {"date": time.strftime("%Y%m%d-%H%M%S"), "backend": args.backend, "model_id": model,
-            "num_prompts": args.num_prompts, "request_rate": rate, "burstiness": args.burstiness,
-            "max_concurrency": args.max_concurrency, "seed": args.seed}
+    return {
+        "date": time.strftime("%Y%m%d-%H%M%S"),
+        "backend": args.backend,
+        "model_id": model,
+        "num_prompts": args.num_prompts,
+        "request_rate": rate,
+        "burstiness": args.burstiness,
+        "max_concurrency": args.max_concurrency,
+        "seed": args.seed,
+    }
 
 
 def _save(args: argparse.Namespace, result: dict[str, Any]) -> Path:
     """Write the result to a file. Return its path."""
-    name = args.result_filename or (f"{args.backend}-{result['request_rate']}qps-"
-                                    f"{Path(result['model_id']).name}-{result['date']}.json")
+    name = args.result_filename or (
+        f"{args.backend}-{result['request_rate']}qps-{Path(result['model_id']).name}-{result['date']}.json"
+    )
     path: Path = args.out or args.result_dir / name
     write_json(path, result)
     return path
@@ -172,10 +196,14 @@ def _save(args: argparse.Namespace, result: dict[str, Any]) -> Path:
 
 def _report(result: dict[str, Any], names: list[str], percentiles: list[float]) -> str:
     shown = {
-        "requests completed": result["completed"], "requests failed": result["failed"],
-        "duration, s": result["duration"], "input tokens": result["total_input_tokens"],
-        "output tokens": result["total_output_tokens"], "requests/s": result["request_throughput"],
-        "output tokens/s": result["output_throughput"], "total tokens/s": result["total_token_throughput"],
+        "requests completed": result["completed"],
+        "requests failed": result["failed"],
+        "duration, s": result["duration"],
+        "input tokens": result["total_input_tokens"],
+        "output tokens": result["total_output_tokens"],
+        "requests/s": result["request_throughput"],
+        "output tokens/s": result["output_throughput"],
+        "total tokens/s": result["total_token_throughput"],
     }
     if "request_goodput" in result:
         bounds = " ".join(f"{name}:{bound:g}" for name, bound in result["goodput_bounds_ms"].items())

@@ -31,18 +31,30 @@ def cpu() -> Iterator[Finding]:
     """Yield findings about cores, instruction sets, a container's CPU limit, and the load."""
     facts, flags = read_cpu_facts(), read_cpu_flags()
     units = [unit for unit in UNITS if unit in flags]
-    yield Finding("cpu", OK, f"{facts.cores} cores of {os.cpu_count()} logical, {platform.machine()}, "
-                             f"{', '.join(units) or 'instruction sets unknown'}")
+    yield Finding(
+        "cpu",
+        OK,
+        f"{facts.cores} cores of {os.cpu_count()} logical, {platform.machine()}, "
+        f"{', '.join(units) or 'instruction sets unknown'}",
+    )
     if not facts.bf16_units:
         yield Finding("cpu", OK, "no AMX: bfloat16 models are computed in float32, their weights stay bfloat16")
     quota = _quota()
     if quota is not None and quota < facts.cores:
-        yield Finding("cpu limit", WARN, f"this container may use {quota:g} CPUs, and sees {facts.cores}",
-                      f"set --num-threads {max(1, math.floor(quota))}, or raise the container's limit")
+        yield Finding(
+            "cpu limit",
+            WARN,
+            f"this container may use {quota:g} CPUs, and sees {facts.cores}",
+            f"set --num-threads {max(1, math.floor(quota))}, or raise the container's limit",
+        )
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
     if load > facts.cores:
-        yield Finding("cpu load", WARN, f"load average {load:.1f} on {facts.cores} cores: other programs use the CPU",
-                      "stop them, or expect Quire to be slower")
+        yield Finding(
+            "cpu load",
+            WARN,
+            f"load average {load:.1f} on {facts.cores} cores: other programs use the CPU",
+            "stop them, or expect Quire to be slower",
+        )
 
 
 def _quota() -> float | None:
@@ -64,14 +76,21 @@ def memory() -> Iterator[Finding]:
     """Yield findings about free memory and shared memory."""
     facts = read_cpu_facts()
     little = facts.free_memory < LITTLE_MEMORY
-    yield Finding("memory", WARN if little else OK,
-                  f"{format_bytes(facts.free_memory)} free of {format_bytes(facts.total_memory)}",
-                  "stop other programs, or use a small model" if little else "")
+    yield Finding(
+        "memory",
+        WARN if little else OK,
+        f"{format_bytes(facts.free_memory)} free of {format_bytes(facts.total_memory)}",
+        "stop other programs, or use a small model" if little else "",
+    )
     shm = Path("/dev/shm")
     if shm.is_dir():
         free = shutil.disk_usage(shm).free
-        yield Finding("/dev/shm", WARN if free < LITTLE_SHM else OK, f"{format_bytes(free)} free",
-                      "in a container: docker run --shm-size 1g" if free < LITTLE_SHM else "")
+        yield Finding(
+            "/dev/shm",
+            WARN if free < LITTLE_SHM else OK,
+            f"{format_bytes(free)} free",
+            "in a container: docker run --shm-size 1g" if free < LITTLE_SHM else "",
+        )
 
 
 def gpus() -> Iterator[Finding]:
@@ -84,22 +103,31 @@ def gpus() -> Iterator[Finding]:
         rows = _smi(smi, f"--query-gpu={DEVICE_FIELDS}")
         holders = _smi(smi, "--query-compute-apps=gpu_uuid,pid,process_name,used_memory")
     except (OSError, subprocess.SubprocessError) as error:
-        yield Finding("gpu", WARN, f"nvidia-smi failed ({type(error).__name__}): the driver may be broken",
-                      "reload or reinstall the NVIDIA driver")
+        yield Finding(
+            "gpu",
+            WARN,
+            f"nvidia-smi failed ({type(error).__name__}): the driver may be broken",
+            "reload or reinstall the NVIDIA driver",
+        )
         return
     for index, name, driver, capability, used, total in (row for row in rows if len(row) == 6):
         yield Finding(f"gpu {index}", OK, f"{name}, driver {driver}, capability {capability}, {used} of {total} in use")
     for row in holders:
-        yield Finding("gpu memory", WARN, f"process {row[1]} ({row[2]}) holds {row[3]}" if len(row) == 4 else
-                      ", ".join(row), "stop it if you need the memory")
+        yield Finding(
+            "gpu memory",
+            WARN,
+            f"process {row[1]} ({row[2]}) holds {row[3]}" if len(row) == 4 else ", ".join(row),
+            "stop it if you need the memory",
+        )
     plan = resolve_device("auto")
     if rows and plan.device != "cuda":
         yield Finding("gpu", WARN, f"no GPU is used: {plan.reason}", "see --device")
 
 
 def _smi(smi: str, query: str) -> list[list[str]]:
-    done = subprocess.run([smi, query, "--format=csv,noheader"], capture_output=True, text=True, timeout=SMI_SECONDS,
-                          check=True)
+    done = subprocess.run(
+        [smi, query, "--format=csv,noheader"], capture_output=True, text=True, timeout=SMI_SECONDS, check=True
+    )
     return [[cell.strip() for cell in line.split(",")] for line in done.stdout.splitlines() if line.strip()]
 
 
@@ -107,14 +135,22 @@ def limits() -> Iterator[Finding]:
     """Yield findings about the limits of this process that matter to a server, such as open files."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     few = hard != resource.RLIM_INFINITY and hard < FEW_FILES
-    yield Finding("open files", WARN if few else OK, f"{_limit(soft)}, can be raised to {_limit(hard)}",
-                  f"every connection needs one: ulimit -n {FEW_FILES * 4}" if few else "")
+    yield Finding(
+        "open files",
+        WARN if few else OK,
+        f"{_limit(soft)}, can be raised to {_limit(hard)}",
+        f"every connection needs one: ulimit -n {FEW_FILES * 4}" if few else "",
+    )
     locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     yield Finding("locked memory", OK, _limit(locked) if locked == resource.RLIM_INFINITY else format_bytes(locked))
     space = resource.getrlimit(resource.RLIMIT_AS)[0]
     if space != resource.RLIM_INFINITY:
-        yield Finding("address space", WARN, f"limited to {format_bytes(space)}",
-                      "weights and KV cache must fit: ulimit -v unlimited")
+        yield Finding(
+            "address space",
+            WARN,
+            f"limited to {format_bytes(space)}",
+            "weights and KV cache must fit: ulimit -v unlimited",
+        )
 
 
 def _limit(value: int) -> str:
@@ -127,11 +163,19 @@ def disk() -> Iterator[Finding]:
         there = next(path for path in (folder, *folder.parents) if path.exists())
         free = shutil.disk_usage(there).free
         little = name == "models" and free < LITTLE_DISK
-        yield Finding(f"disk: {name}", WARN if little else OK, f"{format_bytes(free)} free in {folder}",
-                      "remove models (`hf cache`), or set HF_HOME or --download-dir" if little else "")
+        yield Finding(
+            f"disk: {name}",
+            WARN if little else OK,
+            f"{format_bytes(free)} free in {folder}",
+            "remove models (`hf cache`), or set HF_HOME or --download-dir" if little else "",
+        )
         if not os.access(there, os.W_OK):
-            yield Finding(f"disk: {name}", WARN, f"{there} cannot be written by this user",
-                          "set HF_HOME or --download-dir" if name == "models" else "set QUIRE_CACHE_DIR")
+            yield Finding(
+                f"disk: {name}",
+                WARN,
+                f"{there} cannot be written by this user",
+                "set HF_HOME or --download-dir" if name == "models" else "set QUIRE_CACHE_DIR",
+            )
 
 
 def port(number: int) -> Iterator[Finding]:

@@ -34,8 +34,12 @@ COMPILERS = ("cc", "gcc", "clang")
 def versions() -> Iterator[Finding]:
     """Yield findings about the versions of Python, Quire and the system."""
     old = sys.version_info < (3, 11)
-    yield Finding("python", BAD if old else OK, f"{platform.python_version()} ({sys.executable})",
-                  "install Python 3.11 or newer" if old else "")
+    yield Finding(
+        "python",
+        BAD if old else OK,
+        f"{platform.python_version()} ({sys.executable})",
+        "install Python 3.11 or newer" if old else "",
+    )
     yield Finding("quire", OK, f"{__version__}, {platform.system()} {platform.release()}")
     try:
         bundled_model()
@@ -46,15 +50,20 @@ def versions() -> Iterator[Finding]:
 def torch() -> Iterator[Finding]:
     """Yield findings about PyTorch: the import, the version and the build."""
     try:
-        done = subprocess.run([sys.executable, "-c", TORCH_QUESTION], capture_output=True, text=True,
-                              timeout=TORCH_SECONDS)
+        done = subprocess.run(
+            [sys.executable, "-c", TORCH_QUESTION], capture_output=True, text=True, timeout=TORCH_SECONDS
+        )
     except subprocess.TimeoutExpired:
         yield Finding("torch", BAD, f"importing it took more than {TORCH_SECONDS} s", "check the disk it is on")
         return
     if done.returncode:
         lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
-        yield Finding("torch", BAD, f"cannot be imported: {lines[-1]}",
-                      INSTALL if "No module named 'torch'" in lines[-1] else "pip install --force-reinstall torch")
+        yield Finding(
+            "torch",
+            BAD,
+            f"cannot be imported: {lines[-1]}",
+            INSTALL if "No module named 'torch'" in lines[-1] else "pip install --force-reinstall torch",
+        )
         return
     found = json.loads(done.stdout.splitlines()[-1])
     build = f"built for CUDA {found['cuda']}, sees {found['gpus']} GPUs" if found["cuda"] else "built for CPUs"
@@ -87,8 +96,9 @@ def _mismatch(name: str, bounds: str) -> list[str]:
         return [f"{name} is missing"]
     for bound in filter(None, bounds.split(",")):
         sign, wanted = re.match(r"\s*([<>=!~]+)\s*(\S+)", bound).groups()  # type: ignore[union-attr]
-        if (sign == ">=" and _number(version) < _number(wanted)) or (sign == "<" and _number(version)
-                                                                     >= _number(wanted)):
+        if (sign == ">=" and _number(version) < _number(wanted)) or (
+            sign == "<" and _number(version) >= _number(wanted)
+        ):
             return [f"{name} is {version}, and {bounds} is needed"]
     return []
 
@@ -107,16 +117,21 @@ def hub() -> Iterator[Finding]:
     origin = "in the environment (HF_TOKEN)" if env.hf_token() else "stored by `hf auth login`" if stored else ""
     yield Finding("hub token", OK, f"found, {origin}" if origin else "none; only gated models need one")
     if env.hub_offline():
-        yield Finding("hub", WARN, "offline by the environment (HF_HUB_OFFLINE): nothing is downloaded",
-                      "unset it to download models")
+        yield Finding(
+            "hub",
+            WARN,
+            "offline by the environment (HF_HUB_OFFLINE): nothing is downloaded",
+            "unset it to download models",
+        )
 
 
 def compiler() -> Iterator[Finding]:
     """Yield a finding about the C compiler, which the native kernels need."""
     found = next((path for name in COMPILERS if (path := shutil.which(name))), None)
     if found is None:
-        yield Finding("compiler", WARN, "no C compiler: PyTorch's kernels are used instead of native ones",
-                      "install gcc or clang")
+        yield Finding(
+            "compiler", WARN, "no C compiler: PyTorch's kernels are used instead of native ones", "install gcc or clang"
+        )
     else:
         yield Finding("compiler", OK, found)
 
@@ -129,8 +144,9 @@ def kernel_cache() -> Iterator[Finding]:
     yield Finding("kernel cache", OK, f"{len(files)} libraries, {format_bytes(size)} in {folder}")
     damaged = [file.name for file in files if not intact(file)]
     if damaged:
-        yield Finding("kernel cache", WARN, f"damaged: {', '.join(damaged)}",
-                      "delete them; they are compiled again when needed")
+        yield Finding(
+            "kernel cache", WARN, f"damaged: {', '.join(damaged)}", "delete them; they are compiled again when needed"
+        )
 
 
 def environment() -> Iterator[Finding]:

@@ -43,8 +43,9 @@ def _run_there(server: RemoteModel, prompt: str, values: Mapping[str, Any]) -> A
     raise_on_interrupt()
     answer = print_answer(server.stream(prompt, values), whole_steps=False)
     if answer.reason == "length" and "max_tokens" not in values:
-        print("quire: note: the server's default max_tokens ended the text: --max-tokens asks for more.",
-              file=sys.stderr)
+        print(
+            "quire: note: the server's default max_tokens ended the text: --max-tokens asks for more.", file=sys.stderr
+        )
     return answer
 
 

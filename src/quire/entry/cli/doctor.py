@@ -35,8 +35,11 @@ def run(args: argparse.Namespace) -> int:
     """Run all checks and print their findings. Exit code 1 when the level of a finding is "bad"."""
     findings = list(examine(args.port))
     if args.json:
-        print(json.dumps({"ok": all(f.level != BAD for f in findings),
-                          "findings": [f._asdict() for f in findings]}, indent=1))
+        print(
+            json.dumps(
+                {"ok": all(f.level != BAD for f in findings), "findings": [f._asdict() for f in findings]}, indent=1
+            )
+        )
     else:
         for finding in findings:
             print(f"{MARKS[finding.level]}  {finding.name:<14} {finding.text}")
@@ -52,16 +55,27 @@ def examine(port: int) -> Iterator[Finding]:
     from quire.entry.cli import check_machine, check_software
 
     checks: list[Callable[[], Iterator[Finding]]] = [
-        check_software.versions, check_software.torch, check_software.packages, check_machine.cpu,
-        check_machine.memory, check_machine.gpus, check_machine.limits, check_machine.disk,
-        check_software.hub, check_software.compiler, check_software.kernel_cache,
-        lambda: check_machine.port(port), check_software.environment]
+        check_software.versions,
+        check_software.torch,
+        check_software.packages,
+        check_machine.cpu,
+        check_machine.memory,
+        check_machine.gpus,
+        check_machine.limits,
+        check_machine.disk,
+        check_software.hub,
+        check_software.compiler,
+        check_software.kernel_cache,
+        lambda: check_machine.port(port),
+        check_software.environment,
+    ]
     for check in checks:
         try:
             yield from check()
         except (OSError, ValueError, LookupError) as error:
-            yield Finding("doctor", WARN, f"a check failed ({type(error).__name__}: {error})",
-                          "please report this line")
+            yield Finding(
+                "doctor", WARN, f"a check failed ({type(error).__name__}: {error})", "please report this line"
+            )
 
 
 def _verdict(findings: list[Finding]) -> str:

@@ -30,13 +30,30 @@ from quire.entry.cli import (
 from quire.entry.exit_codes import DONE, INTERRUPTED, UNREAD, exit_code
 from quire.entry.installed import not_installed
 
-COMMANDS: dict[str, Any] = {"serve": serve, "route": route, "chat": chat, "complete": complete, "run-batch": run_batch,
-                            "bench": bench, "weights": weights, "quantize": quantize, "explain": explain,
-                            "verify": verify, "trace": trace, "doctor": doctor, "completion": completion}
+COMMANDS: dict[str, Any] = {
+    "serve": serve,
+    "route": route,
+    "chat": chat,
+    "complete": complete,
+    "run-batch": run_batch,
+    "bench": bench,
+    "weights": weights,
+    "quantize": quantize,
+    "explain": explain,
+    "verify": verify,
+    "trace": trace,
+    "doctor": doctor,
+    "completion": completion,
+}
 LOG = logging.getLogger("quire")
 LOCAL = ("chat", "complete", "bench", "verify", "trace")  # commands whose engine runs, and logs, in this process
-ARGUMENTS = {"bench": "KIND ", "completion": "SHELL ", "doctor": "", "route": "--backend URL ",
-             "trace": "[MODEL] [PROMPT] "}  # instead of [MODEL]
+ARGUMENTS = {
+    "bench": "KIND ",
+    "completion": "SHELL ",
+    "doctor": "",
+    "route": "--backend URL ",
+    "trace": "[MODEL] [PROMPT] ",
+}  # instead of [MODEL]
 SPOKEN = ("doctor", "completion")  # commands that report the environment's problems themselves, or do not need it
 SAID_OTHERWISE = {"version": "--version", "help": "--help"}  # mistaken command -> flag
 EPILOG = """\
@@ -47,20 +64,33 @@ flag and an environment variable: --max-model-len 32k or QUIRE_MAX_MODEL_LEN=32k
 
 def build_parser() -> FlagParser:
     """Make the parser of the whole command line."""
-    parser = FlagParser(prog="quire", description="Quire: an LLM inference and serving engine.", epilog=EPILOG,
-                        add_help=False, usage="quire COMMAND [MODEL] [flags]")
+    parser = FlagParser(
+        prog="quire",
+        description="Quire: an LLM inference and serving engine.",
+        epilog=EPILOG,
+        add_help=False,
+        usage="quire COMMAND [MODEL] [flags]",
+    )
     parser.add_argument("-h", "--help", action="help", help="show this")
-    parser.add_argument("--version", "-v", "-V", action="version", version=f"quire {__version__}",
-                        help="show the version")
+    parser.add_argument(
+        "--version", "-v", "-V", action="version", version=f"quire {__version__}", help="show the version"
+    )
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
-    commands = parser.add_subparsers(prog="quire", dest="command", metavar="COMMAND", title="commands",
-                                     parser_class=FlagParser)
+    commands = parser.add_subparsers(
+        prog="quire", dest="command", metavar="COMMAND", title="commands", parser_class=FlagParser
+    )
     for name, module in COMMANDS.items():
         described = f"{module.SUMMARY[0].upper()}{module.SUMMARY[1:]}."
-        command = commands.add_parser(name, help=module.SUMMARY, description=described, configure=module.configure,
-                                      usage=f"quire {name} {ARGUMENTS.get(name, '[MODEL] ')}[flags]")
-        command.add_argument("--debug", action="store_true", default=argparse.SUPPRESS,
-                             help="show the traceback of an error")
+        command = commands.add_parser(
+            name,
+            help=module.SUMMARY,
+            description=described,
+            configure=module.configure,
+            usage=f"quire {name} {ARGUMENTS.get(name, '[MODEL] ')}[flags]",
+        )
+        command.add_argument(
+            "--debug", action="store_true", default=argparse.SUPPRESS, help="show the traceback of an error"
+        )
     return parser
 
 

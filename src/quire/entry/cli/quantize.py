@@ -20,12 +20,27 @@ def configure(parser: FlagParser) -> None:
     add_model_argument(parser)
     parser.add_argument("-o", "--out", type=Path, metavar="OUT", required=True, help="new folder of the checkpoint")
     parser.add_argument("--scheme", metavar="SCHEME", required=True, help=f"one of {schemes}")
-    parser.add_argument("--group-size", type=int, metavar="N", default=0,
-                        help=f"columns of a group of w8a16, w4a16 and awq-int4, -1: the whole row (default: {GROUP})")
-    parser.add_argument("--ignore", metavar="NAME", nargs="+", default=[], action="extend",
-                        help="modules that stay: names, whole words of them like mlp, or re:PATTERN")
-    parser.add_argument("--lm-head", metavar="SCHEME", default="",
-                        help="also quantize the head; a tied head becomes a tensor of its own")
+    parser.add_argument(
+        "--group-size",
+        type=int,
+        metavar="N",
+        default=0,
+        help=f"columns of a group of w8a16, w4a16 and awq-int4, -1: the whole row (default: {GROUP})",
+    )
+    parser.add_argument(
+        "--ignore",
+        metavar="NAME",
+        nargs="+",
+        default=[],
+        action="extend",
+        help="modules that stay: names, whole words of them like mlp, or re:PATTERN",
+    )
+    parser.add_argument(
+        "--lm-head",
+        metavar="SCHEME",
+        default="",
+        help="also quantize the head; a tied head becomes a tensor of its own",
+    )
     add_engine_flags(parser, only=FLAGS)
 
 
@@ -41,8 +56,10 @@ def run(args: argparse.Namespace) -> int:
     fetch_weights(config, folder, lambda checkpoint: None)
     with Progress("Quantizing", 0, enabled=True, unit="B") as progress:
         made = quantize_checkpoint(folder, args.out, recipe, progress.update)
-    print(f"{args.out}: {args.scheme}, {made.num_quantized} matrices quantized in {perf_counter() - began:.1f} s\n"
-          f"{format_bytes(made.bytes_before)} became {format_bytes(made.bytes_after)} in {len(made.files)} "
-          f"file{'' if len(made.files) == 1 else 's'}\n"
-          f"largest relative error of a matrix: {made.error:.2%} ({made.worst})")  # fmt: skip
+    print(
+        f"{args.out}: {args.scheme}, {made.num_quantized} matrices quantized in {perf_counter() - began:.1f} s\n"
+        f"{format_bytes(made.bytes_before)} became {format_bytes(made.bytes_after)} in {len(made.files)} "
+        f"file{'' if len(made.files) == 1 else 's'}\n"
+        f"largest relative error of a matrix: {made.error:.2%} ({made.worst})"
+    )
     return 0

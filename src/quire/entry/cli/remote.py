@@ -94,8 +94,9 @@ class RemoteModel:
                     yield AnswerPiece(text=text, num_tokens=1 if text else 0, reason=reason)
                 if usage := event.get("usage"):
                     cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
-                    yield AnswerPiece(num_prompt=usage.get("prompt_tokens"), total=usage.get("completion_tokens"),
-                                num_cached=cached)
+                    yield AnswerPiece(
+                        num_prompt=usage.get("prompt_tokens"), total=usage.get("completion_tokens"), num_cached=cached
+                    )
             if not ended and reason is None:
                 raise EngineDead(f"the answer of {self.where} broke off: the server or network failed. Ask again.")
 
@@ -154,8 +155,9 @@ def _unreachable(error: Exception, where: str) -> QuireError:
     if isinstance(error, socket.gaierror):
         return ConfigError(f"{where}: the host has no address ({error.strerror}): correct --url.")
     if isinstance(error, TimeoutError):
-        return EngineDead(f"{where} did not accept the connection within {CONNECT_SECONDS:g} s: check --url and the "
-                          "network.")
+        return EngineDead(
+            f"{where} did not accept the connection within {CONNECT_SECONDS:g} s: check --url and the network."
+        )
     if isinstance(error, ssl.SSLError):
         return EngineDead(f"{where}: no secure connection ({error.reason or error}): is it an https server?")
     if isinstance(error, UnicodeError):
@@ -177,8 +179,11 @@ def _refusal(response: http.client.HTTPResponse, where: str, path: str) -> Quire
     if response.status in (401, 403):
         return ConfigError(f"{said} Give the key with --api-key, or in QUIRE_API_KEY.")
     if response.status == 404:
-        return ModelNotFound(f"{said} See {where}/v1{MODELS} for its models, and check --url." if path != MODELS else
-                             f"{said} There is no OpenAI API at this --url.")
+        return ModelNotFound(
+            f"{said} See {where}/v1{MODELS} for its models, and check --url."
+            if path != MODELS
+            else f"{said} There is no OpenAI API at this --url."
+        )
     return RequestFailed(said, code="remote")
 
 
@@ -217,4 +222,3 @@ def _events(response: http.client.HTTPResponse, where: str) -> Iterator[str]:
 def _text(choice: Mapping[str, Any]) -> str:
     delta = choice.get("delta") or {}
     return str(choice.get("text") or delta.get("content") or "")
-

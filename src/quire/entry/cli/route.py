@@ -17,8 +17,17 @@ from quire.router.settings import RouterConfig, router_config
 
 LOG = logging.getLogger("quire")
 SUMMARY = "pass requests on to several servers: by load, by prompts sent before, or by their KV events"
-LISTENER = ("host", "port", "uds", "allowed_hosts", "ssl_keyfile", "ssl_certfile", "max_body_bytes", "max_header_bytes",
-            "max_headers")  # options of `quire serve` that a router has, too
+LISTENER = (
+    "host",
+    "port",
+    "uds",
+    "allowed_hosts",
+    "ssl_keyfile",
+    "ssl_certfile",
+    "max_body_bytes",
+    "max_header_bytes",
+    "max_headers",
+)  # options of `quire serve` that a router has, too
 
 
 def configure(parser: flags.FlagParser) -> None:
@@ -37,8 +46,12 @@ def run(args: argparse.Namespace) -> int:
     http = ServerConfig.from_flat(**{name: given[name] for name in LISTENER if name in given}).http
     logging.basicConfig(format="quire: %(message)s")
     if http.uds is None and not is_loopback(http.host):
-        LOG.warning("warning: everyone who can reach %s:%d can use the backends, unless these check API keys: set "
-                    "--host 127.0.0.1, or keys there.", http.host, http.port)
+        LOG.warning(
+            "warning: everyone who can reach %s:%d can use the backends, unless these check API keys: set "
+            "--host 127.0.0.1, or keys there.",
+            http.host,
+            http.port,
+        )
     raise_on_interrupt()
     return run_loop(_route(config, http))
 
@@ -71,8 +84,12 @@ async def _route(config: RouterConfig, http: HttpConfig) -> int:
         first, second = (asyncio.create_task(event.wait()) for event in (stop.first, stop.second))
         await first_of(first, *(listener.serving for listener in listeners))
         router.drain()
-        LOG.warning("%s: no new requests; running ones (%d) have %g s to finish. A second signal ends at once.",
-                    stop.name, router.num_live, config.shutdown_timeout)
+        LOG.warning(
+            "%s: no new requests; running ones (%d) have %g s to finish. A second signal ends at once.",
+            stop.name,
+            router.num_live,
+            config.shutdown_timeout,
+        )
         late = asyncio.create_task(asyncio.sleep(config.shutdown_timeout))
         await first_of(second, late, asyncio.create_task(router.idle()))
         for listener in listeners:

@@ -114,5 +114,7 @@ async def _answer(batch: "Batch", config: ServerConfig) -> int:
             await engine.close()
             console.close()
             if 0 < batch.done < batch.total:
-                print(f"quire: note: {batch.done} of {batch.total} answers are kept: run the same command to go on.",
-                      file=sys.stderr)
+                print(
+                    f"quire: note: {batch.done} of {batch.total} answers are kept: run the same command to go on.",
+                    file=sys.stderr,
+                )

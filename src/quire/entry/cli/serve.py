@@ -28,10 +28,12 @@ def configure(parser: flags.FlagParser) -> None:
     """Add the flags of `quire serve`, and vLLM's other flags, which are ignored with a note or rejected."""
     parser.description = DESCRIPTION
     flags.add_model_argument(parser)
-    parser.add_argument("--config", dest=CONFIG_FILE, metavar="FILE",
-                        help="YAML file of options: `max-model-len: 4096`")
-    parser.add_argument("--print-config", action="store_true",
-                        help="print every value and its source, as a file for --config, and exit")
+    parser.add_argument(
+        "--config", dest=CONFIG_FILE, metavar="FILE", help="YAML file of options: `max-model-len: 4096`"
+    )
+    parser.add_argument(
+        "--print-config", action="store_true", help="print every value and its source, as a file for --config, and exit"
+    )
     flags.add_flags(parser, flags.server_options())
     add_peer_flags(parser)
 
@@ -52,8 +54,11 @@ def run(args: argparse.Namespace) -> int:
     if config.serve.headless:
         from quire.procs.headless import serve_host
 
-        return serve_host(config.engine, "quire.assemble.rank_child",
-                          lambda line: print(f"quire: note: {line}", file=sys.stderr, flush=True))
+        return serve_host(
+            config.engine,
+            "quire.assemble.rank_child",
+            lambda line: print(f"quire: note: {line}", file=sys.stderr, flush=True),
+        )
     check_peer_key(config)
     check_hosts(config.engine.hosts, parallel_sizes(config.engine.parallel))
     for warning in bind_warnings(config):
@@ -82,8 +87,10 @@ def secret_notes(config: ServerConfig) -> list[str]:
 def check_peer_key(config: ServerConfig) -> None:
     """Raise `ConfigError` when the environment has an API key for vLLM, but Quire has none and would serve everyone."""
     if PEER_KEY in peer_variables() and not config.http.api_key:
-        raise ConfigError(f"{PEER_KEY} is set, and Quire does not read it: this server would be open to everyone. "
-                          f"Set QUIRE_API_KEY or --api-key, or unset {PEER_KEY}.")
+        raise ConfigError(
+            f"{PEER_KEY} is set, and Quire does not read it: this server would be open to everyone. "
+            f"Set QUIRE_API_KEY or --api-key, or unset {PEER_KEY}."
+        )
 
 
 def bind_warnings(config: ServerConfig) -> list[str]:
@@ -91,13 +98,16 @@ def bind_warnings(config: ServerConfig) -> list[str]:
     http = config.http
     lines = []
     if http.uds is None and not is_loopback(http.host) and not http.api_key:
-        lines.append(f"everyone who can reach {http.host}:{http.port} can use this server: set --api-key, or "
-                     f"--host 127.0.0.1.")
+        lines.append(
+            f"everyone who can reach {http.host}:{http.port} can use this server: set --api-key, or --host 127.0.0.1."
+        )
     if http.uds is None and not is_loopback(http.host) and http.api_key and not http.ssl_certfile:
         lines.append("keys and texts travel unencrypted: put a proxy with TLS in front, or set --ssl-certfile.")
     if http.allowed_hosts and (http.uds is not None or http.api_key or not is_loopback(http.host)):
-        lines.append("--allowed-hosts has no effect here: host names are checked only without a key, on a loopback "
-                     "address. Leave it out.")
+        lines.append(
+            "--allowed-hosts has no effect here: host names are checked only without a key, on a loopback "
+            "address. Leave it out."
+        )
     if "*" in http.allowed_hosts and not http.api_key:
         lines.append("--allowed-hosts * without --api-key lets any web page that you visit use this server.")
     if "*" in http.allowed_origins and not http.api_key:

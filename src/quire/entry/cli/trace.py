@@ -14,8 +14,13 @@ SUMMARY = "run one request, and show every function from the call to the kernels
 def configure(parser: FlagParser) -> None:
     """Add the flags of `quire trace`."""
     add_model_argument(parser)
-    parser.add_argument("prompt_argument", metavar="PROMPT", nargs="?", default="The quire is a stack of folded pages.",
-                        help="text to continue (default: a built-in one)")
+    parser.add_argument(
+        "prompt_argument",
+        metavar="PROMPT",
+        nargs="?",
+        default="The quire is a stack of folded pages.",
+        help="text to continue (default: a built-in one)",
+    )
     parser.add_argument("-p", "--prompt", metavar="TEXT", help="the same as PROMPT, without a MODEL before it")
     parser.add_argument("--max-tokens", type=int, default=4, metavar="N", help="tokens to generate (default: 4)")
     parser.add_argument("--full", action="store_true", help="show repeated parts, too")

@@ -14,8 +14,12 @@ def configure(parser: FlagParser) -> None:
     """Add the flags of `quire verify`."""
     add_model_argument(parser)
     parser.add_argument("-p", "--prompt", metavar="TEXT", help="text to compare on (default: a built-in one)")
-    parser.add_argument("--reference", type=Path, metavar="FOLDER",
-                        help="checkpoint that transformers reads instead of MODEL, with the same parameters")
+    parser.add_argument(
+        "--reference",
+        type=Path,
+        metavar="FOLDER",
+        help="checkpoint that transformers reads instead of MODEL, with the same parameters",
+    )
     add_engine_flags(parser)
 
 

@@ -36,8 +36,10 @@ def run(args: argparse.Namespace) -> int:
 
 def summarize(folder: Path, checkpoint: "Checkpoint") -> dict[str, Any]:
     """Return a checkpoint's tensors in file order, and their totals, as JSON values."""
-    tensors = [{"name": t.name, "shape": list(t.shape), "dtype": t.dtype, "bytes": t.num_bytes, "file": t.file.name}
-               for t in checkpoint.tensors.values()]
+    tensors = [
+        {"name": t.name, "shape": list(t.shape), "dtype": t.dtype, "bytes": t.num_bytes, "file": t.file.name}
+        for t in checkpoint.tensors.values()
+    ]
     by_dtype: dict[str, int] = {}
     for t in checkpoint.tensors.values():
         by_dtype[t.dtype] = by_dtype.get(t.dtype, 0) + t.num_bytes
@@ -54,10 +56,14 @@ def summarize(folder: Path, checkpoint: "Checkpoint") -> dict[str, Any]:
 
 def render(summary: dict[str, Any]) -> str:
     """Format the result of `summarize` as a table of the tensors, with a line of totals."""
-    rows = [(t["name"], "x".join(map(str, t["shape"])) or "scalar", t["dtype"], format_bytes(t["bytes"]), t["file"])
-            for t in summary["tensors"]]
+    rows = [
+        (t["name"], "x".join(map(str, t["shape"])) or "scalar", t["dtype"], format_bytes(t["bytes"]), t["file"])
+        for t in summary["tensors"]
+    ]
     types = ", ".join(f"{dtype} {format_bytes(count)}" for dtype, count in summary["bytes_by_dtype"].items())
-    total = (f"{summary['num_tensors']:,} tensors, {summary['num_elements']:,} elements, "
-             f"{format_bytes(summary['num_bytes'])} ({types}) in {len(summary['files'])} "
-             f"file{'' if len(summary['files']) == 1 else 's'}")
+    total = (
+        f"{summary['num_tensors']:,} tensors, {summary['num_elements']:,} elements, "
+        f"{format_bytes(summary['num_bytes'])} ({types}) in {len(summary['files'])} "
+        f"file{'' if len(summary['files']) == 1 else 's'}"
+    )
     return f"{summary['model']}\n\n{format_table(('tensor', 'shape', 'dtype', 'size', 'file'), rows)}\n\n{total}"

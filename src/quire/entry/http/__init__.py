@@ -1,2 +1,1 @@
-"""The HTTP server: requests in, JSON or event streams out. Knows the engine only by `engine.py`; never imports torch.
-"""
+"""The HTTP server: requests in, JSON or events out. Knows the engine only by `engine.py`; never imports torch."""

@@ -1,13 +1,13 @@
 """The ASGI application: routes, and the middleware that every request passes, from the outside to the inside.
 
-    RequestScope    request id, counts, access log, 500 for unexpected exceptions
-    own_errors      Anthropic's error format on Anthropic's routes
-    OwnNames        403 for a foreign Host header; only without API keys and on a loopback address; not for probes
-    CORS            only with allowed_origins
-    ApiKeys         401; only with API keys; every path except /health, /ping, /live, /ready
-    Gate            503 while the engine starts, drains or is dead
-    routes          ops.py, openai/, anthropic/
-    json_only       415 for bodies that are not JSON, when the path and the method are right
+RequestScope    request id, counts, access log, 500 for unexpected exceptions
+own_errors      Anthropic's error format on Anthropic's routes
+OwnNames        403 for a foreign Host header; only without API keys and on a loopback address; not for probes
+CORS            only with allowed_origins
+ApiKeys         401; only with API keys; every path except /health, /ping, /live, /ready
+Gate            503 while the engine starts, drains or is dead
+routes          ops.py, openai/, anthropic/
+json_only       415 for bodies that are not JSON, when the path and the method are right
 """
 
 import difflib
@@ -42,13 +42,19 @@ from quire.entry.http.request_scope import RequestScope
 from quire.observe.metrics import Metrics
 
 UNSERVED = {path: why for paths, why in read_rows(Path(__file__).with_name("unserved.txt")) for path in paths.split()}
-CORS: dict[str, Any] = {"allow_methods": ["GET", "POST", "DELETE"], "allow_headers": ["*"], "max_age": 3600,
-                        "expose_headers": ["x-request-id", "retry-after"]}
+CORS: dict[str, Any] = {
+    "allow_methods": ["GET", "POST", "DELETE"],
+    "allow_headers": ["*"],
+    "max_age": 3600,
+    "expose_headers": ["x-request-id", "retry-after"],
+}
+
 
 def build_app(engine: ServedEngine, config: ServerConfig, metrics: Metrics) -> Starlette:
     """Return the ASGI application of an engine: routes and middleware. The engine may still be starting."""
-    context = ServerContext(engine=engine, config=config, metrics=metrics, model_names=config.model_names,
-                            created=int(time.time()))
+    context = ServerContext(
+        engine=engine, config=config, metrics=metrics, model_names=config.model_names, created=int(time.time())
+    )
     routes: list[Route] = openai_routes(context)
     routes += ops_routes(engine, config, metrics, lambda: describe_api(routes, config))
     http, paths = config.http, sorted({route.path for route in routes})
@@ -56,8 +62,13 @@ def build_app(engine: ServedEngine, config: ServerConfig, metrics: Metrics) -> S
     # True when every program on this machine may call the server, and nothing but the address protects it.
     private = http.uds is None and not http.api_key and is_loopback(http.host) and "*" not in http.allowed_hosts
     layers = [
-        Middleware(RequestScope, metrics=metrics, root_path=http.root_path, paths=paths,
-                   access_log=partial(print, file=sys.stderr) if config.log.access_log else None),
+        Middleware(
+            RequestScope,
+            metrics=metrics,
+            root_path=http.root_path,
+            paths=paths,
+            access_log=partial(print, file=sys.stderr) if config.log.access_log else None,
+        ),
         Middleware(own_errors),
         *([Middleware(Guard, refusal=OwnNames(http.host, http.allowed_hosts))] if private else []),
         *([Middleware(CORSMiddleware, **CORS, allow_origins=origins)] if origins else []),
@@ -66,8 +77,11 @@ def build_app(engine: ServedEngine, config: ServerConfig, metrics: Metrics) -> S
     ]
     for route in routes:
         route.app = Guard(route.app, json_only)
-    app = Starlette(routes=routes, middleware=layers,
-                    exception_handlers={HTTPException: _Refusals(paths).answer, QuireError: _quire_error})
+    app = Starlette(
+        routes=routes,
+        middleware=layers,
+        exception_handlers={HTTPException: _Refusals(paths).answer, QuireError: _quire_error},
+    )
     app.router.redirect_slashes = False  # a redirect would be built from the Host header
     return app
 

@@ -46,8 +46,12 @@ class ApiKeys:
         if shown_key(scope, self._keys) is not None:
             return None
         message = "this API key is not valid." if any(_shown_keys(scope)) else "this server needs an API key."
-        return error_answer(401, f"{message} Send a valid one as `Authorization: Bearer KEY`.", "invalid_api_key",
-                            headers={"www-authenticate": "Bearer"})
+        return error_answer(
+            401,
+            f"{message} Send a valid one as `Authorization: Bearer KEY`.",
+            "invalid_api_key",
+            headers={"www-authenticate": "Bearer"},
+        )
 
 
 class OwnNames:
@@ -63,8 +67,10 @@ class OwnNames:
         foreign = next((host for host in given if not self._is_own(host)), None)
         if foreign is None or scope["path"] in OPEN_PATHS:
             return None
-        message = (f"the Host header is {shown(foreign)}: without an API key, this server accepts only localhost "
-                   "and IP addresses. Use one of these, or start it with --allowed-hosts NAME or --api-key.")
+        message = (
+            f"the Host header is {shown(foreign)}: without an API key, this server accepts only localhost "
+            "and IP addresses. Use one of these, or start it with --allowed-hosts NAME or --api-key."
+        )
         return error_answer(403, message, "foreign_host")
 
     def _is_own(self, given: str) -> bool:
@@ -84,8 +90,11 @@ def json_only(scope: Scope) -> Response | None:
     empty = headers.get(b"content-length", b"0") == b"0" and b"transfer-encoding" not in headers
     if given.partition(b";")[0].strip().lower() == b"application/json" or (empty and not given):
         return None
-    return error_answer(415, f"Content-Type is {shown(given.decode('latin-1'))}: bodies are JSON; send "
-                             "`Content-Type: application/json`.", "unsupported_media_type")
+    return error_answer(
+        415,
+        f"Content-Type is {shown(given.decode('latin-1'))}: bodies are JSON; send `Content-Type: application/json`.",
+        "unsupported_media_type",
+    )
 
 
 def shown_key(scope: Scope, keys: Iterable[bytes]) -> bytes | None:

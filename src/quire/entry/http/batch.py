@@ -51,8 +51,11 @@ class Line(msgspec.Struct):
             return 'method must be "POST", and url a path such as /v1/chat/completions'
         body = msgspec.json.decode(self.body, type=_Elsewhere)
         name = "stream" if body.stream else "background"
-        return f"body.{name} is set, and a batch has whole answers only: leave it out" if (
-            body.stream or body.background) else ""
+        return (
+            f"body.{name} is set, and a batch has whole answers only: leave it out"
+            if (body.stream or body.background)
+            else ""
+        )
 
     @property
     def id(self) -> str:
@@ -85,8 +88,9 @@ class Batch:
         """Read the input once, to check it. `most`: maximum bytes of a line, as of a server's request body.
         Raises `ConfigError` when a file cannot be used, or when two requests have the same custom_id."""
         if target.exists() and not target.is_file():
-            raise ConfigError(f"{target} is not a regular file, and the run replaces the output file at its end: "
-                              "choose another file.")
+            raise ConfigError(
+                f"{target} is not a regular file, and the run replaces the output file at its end: choose another file."
+            )
         target = target.resolve()  # a symbolic link is kept; the file it points to is replaced
         self._source, self._target, self._most = source, target, most
         self._partial = target.with_name(target.name + ".partial")
@@ -94,14 +98,17 @@ class Batch:
         try:
             for number, line in self._lines():
                 if not line.problem and (first := names.setdefault(line.custom_id, (number, line.id))[0]) != number:
-                    raise ConfigError(f"{source}: lines {first} and {number} have the same custom_id "
-                                      f"{shown(line.custom_id)}: give each line its own.")
+                    raise ConfigError(
+                        f"{source}: lines {first} and {number} have the same custom_id "
+                        f"{shown(line.custom_id)}: give each line its own."
+                    )
             self._file = self._partial.open("a+b")
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             self._places = self._earlier(names)
         except BlockingIOError:
-            raise ConfigError(f"{self._partial} is in use by another run: wait until it ends, or choose another "
-                              "output.") from None
+            raise ConfigError(
+                f"{self._partial} is in use by another run: wait until it ends, or choose another output."
+            ) from None
         except OSError as error:
             raise ConfigError(f"{error.filename}: {error.strerror}: choose another file.") from None
         self.total, self.done = len(names), len(self._places)
@@ -151,8 +158,9 @@ class Batch:
                 out.write(data)
         os.replace(new, self._target)
         self._partial.unlink(missing_ok=True)
-        commonest = "".join(f"{kind}, {count} of {kinds.total()} ({examples[kind]})"
-                            for kind, count in kinds.most_common(1))
+        commonest = "".join(
+            f"{kind}, {count} of {kinds.total()} ({examples[kind]})" for kind, count in kinds.most_common(1)
+        )
         return Outcome(answers, kinds.total(), commonest)
 
     def close(self) -> None:
@@ -186,8 +194,11 @@ class Batch:
                 line = Line()
                 try:
                     line = msgspec.json.decode(data, type=Line)
-                    problem = (f"the line has more than {self._most} bytes: send less, or set --max-body-bytes"
-                               if len(data) > self._most else line.check())
+                    problem = (
+                        f"the line has more than {self._most} bytes: send less, or set --max-body-bytes"
+                        if len(data) > self._most
+                        else line.check()
+                    )
                 except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
                     problem = f"the line is not a request ({json_fault(error, data)})"
                 line.problem = problem and f"line {number}: {problem}."
@@ -252,9 +263,19 @@ async def _post(app: App, path: str, body: bytes) -> tuple[int, dict[str, list[s
     async def send(message: Any) -> None:
         answer.append(message)
 
-    scope = {"type": "http", "http_version": "1.1", "method": "POST", "scheme": "http", "path": path, "root_path": "",
-             "query_string": b"", "headers": [(b"content-type", b"application/json")]}
+    scope = {
+        "type": "http",
+        "http_version": "1.1",
+        "method": "POST",
+        "scheme": "http",
+        "path": path,
+        "root_path": "",
+        "query_string": b"",
+        "headers": [(b"content-type", b"application/json")],
+    }
     await app(scope, receive, send)
-    headers = {name: [value.decode() for key, value in answer[0]["headers"] if key == name.encode()]
-               for name in ("x-request-id", "x-quire-warning")}
+    headers = {
+        name: [value.decode() for key, value in answer[0]["headers"] if key == name.encode()]
+        for name in ("x-request-id", "x-quire-warning")
+    }
     return answer[0]["status"], headers, b"".join(message.get("body", b"") for message in answer[1:])

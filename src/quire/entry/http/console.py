@@ -45,8 +45,11 @@ class Console:
         self._phase = message.phase
         if self._terminal:
             self._draw(message, new)
-        elif new or time.monotonic() - self._printed >= QUIET_SECONDS or (message.total and message.done
-                                                                          >= message.total):
+        elif (
+            new
+            or time.monotonic() - self._printed >= QUIET_SECONDS
+            or (message.total and message.done >= message.total)
+        ):
             self._printed = time.monotonic()
             self._print(f"quire: {message.phase}{_share(message)}")
 
@@ -93,8 +96,10 @@ def stats_text(line: StatsLine) -> str:
     hits = "-" if line.hit_rate is None else f"{100 * line.hit_rate:.0f}%"
     places = " ".join(f"{100 * share:.0f}%" for share in line.acceptance)
     drafts = f", drafts accepted {places}, {1 + sum(line.acceptance):.2f} tokens a run" if places else ""
-    return (f"quire: {line.num_running} running, {line.num_waiting} waiting, KV {100 * line.kv_usage:.1f}%, prefix "
-            f"hits {hits}, tokens/s {line.prompt_tokens_per_s:,.0f} in {line.generation_tokens_per_s:,.0f} out{drafts}")
+    return (
+        f"quire: {line.num_running} running, {line.num_waiting} waiting, KV {100 * line.kv_usage:.1f}%, prefix "
+        f"hits {hits}, tokens/s {line.prompt_tokens_per_s:,.0f} in {line.generation_tokens_per_s:,.0f} out{drafts}"
+    )
 
 
 def banner_lines(ready: Ready, config: ServerConfig, url: str, seconds: float | None = None) -> list[str]:
@@ -112,10 +117,10 @@ def banner_lines(ready: Ready, config: ServerConfig, url: str, seconds: float | 
         "model": source if names == (model.model,) else f"{source}, served as {', '.join(names)}",
         "dtype": ready.plans.get("dtype", ready.dtype),
         "device": f"{device}; {ready.plans.get('ranks') or 'one process, one device'}; "
-                  f"{ready.depth} step{'s'[:ready.depth != 1]} in flight",
+        f"{ready.depth} step{'s'[: ready.depth != 1]} in flight",
         "kernels": _kernels(ready),
-        "weights": ready.plans.get("weights") or (format_bytes(ready.weight_bytes) if ready.weight_bytes and not each
-                                                  else ""),
+        "weights": ready.plans.get("weights")
+        or (format_bytes(ready.weight_bytes) if ready.weight_bytes and not each else ""),
         "memory": ready.plans.get("memory") or each,
         "KV cache": f"{format_bytes(ready.kv_bytes)} = {blocks}" if ready.kv_bytes and not each else blocks,
         "at once": _at_once(ready),
@@ -130,8 +135,8 @@ def _at_once(ready: Ready) -> str:
     share, slots = ready.num_blocks * ready.block_size / ready.max_model_len, ready.num_slots
     full = f"of the full {ready.max_model_len:,} tokens"
     if share >= slots:
-        return f"{slots} request{'s'[:slots != 1]}, even {full}"
-    return f"at most {slots} request{'s'[:slots != 1]}; the KV cache holds {share:.1f} {full}"
+        return f"{slots} request{'s'[: slots != 1]}, even {full}"
+    return f"at most {slots} request{'s'[: slots != 1]}; the KV cache holds {share:.1f} {full}"
 
 
 def _kernels(ready: Ready) -> str:

@@ -33,8 +33,11 @@ class RequestIds:
         """Context manager: reserve a request id. Raises 409 when a running request of the API key `owner` has it."""
         if (owner, request_id) in self._ids:
             raise HttpError(
-                409, f"request {shown(request_id)} is already running: wait for its answer, or send another "
-                "X-Request-Id.", code="duplicate_request_id", param="request_id")
+                409,
+                f"request {shown(request_id)} is already running: wait for its answer, or send another X-Request-Id.",
+                code="duplicate_request_id",
+                param="request_id",
+            )
         self._ids.add((owner, request_id))
         try:
             yield
@@ -75,8 +78,9 @@ class ServerContext:
             async with asyncio.timeout(self.config.serve.queue_timeout):
                 await self.sandboxes.acquire()
         except TimeoutError:
-            raise QueueTimeout("the server is busy with slow chat templates: try again later, or send a simpler "
-                               "template.") from None
+            raise QueueTimeout(
+                "the server is busy with slow chat templates: try again later, or send a simpler template."
+            ) from None
         try:
             yield
         finally:
@@ -103,5 +107,6 @@ class ServerContext:
         if name in self.model_names:
             return name
         served = ", ".join(self.model_names)
-        raise HttpError(404, f"the model {shown(name)} is not served here: use {served}.", code="model_not_found",
-                        param="model")
+        raise HttpError(
+            404, f"the model {shown(name)} is not served here: use {served}.", code="model_not_found", param="model"
+        )

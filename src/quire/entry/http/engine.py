@@ -62,8 +62,15 @@ class ServedEngine:
     failure              reason of the state DEAD: the engine could not start, died or was closed
     """
 
-    def __init__(self, config: ServerConfig, *, metrics: Metrics, launch: Launch | None = None,
-                 place: FrontPlace = ALONE, more: LaunchFront | None = None) -> None:
+    def __init__(
+        self,
+        config: ServerConfig,
+        *,
+        metrics: Metrics,
+        launch: Launch | None = None,
+        place: FrontPlace = ALONE,
+        more: LaunchFront | None = None,
+    ) -> None:
         self._bound = config.max_waiting
         self.config = replace(config.engine, scheduler=replace(config.engine.scheduler, max_waiting=self._bound))
         self.state = EngineState.STARTING
@@ -131,16 +138,28 @@ class ServedEngine:
             raise
         self.text, self.ready = text, ready
         self.front = FrontEnd.of(self.config, ready, text.tokenizer, text.eos_ids, self.place)
-        self._metrics.engine_ready(num_blocks=ready.num_blocks, block_size=ready.block_size,
-                                   max_model_len=ready.max_model_len,
-                                   cache_dtype=(ready.plans.get("cache") or ready.dtype).partition(" ")[0],
-                                   enable_prefix_caching=self.config.cache.enable_prefix_caching,
-                                   core_pid=self._client.core.pid if self._client.core is not None else None)
+        self._metrics.engine_ready(
+            num_blocks=ready.num_blocks,
+            block_size=ready.block_size,
+            max_model_len=ready.max_model_len,
+            cache_dtype=(ready.plans.get("cache") or ready.dtype).partition(" ")[0],
+            enable_prefix_caching=self.config.cache.enable_prefix_caching,
+            core_pid=self._client.core.pid if self._client.core is not None else None,
+        )
         self.state = EngineState.READY
         return ready
 
-    def open(self, prompts: Sequence[Prompt], params: SamplingParams, *, request_id: str, priority: int = 0,
-             timeout: float | None = None, pool: str = "", tenant: str = "") -> RequestStream:
+    def open(
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams,
+        *,
+        request_id: str,
+        priority: int = 0,
+        timeout: float | None = None,
+        pool: str = "",
+        tenant: str = "",
+    ) -> RequestStream:
         """Send all prompts of one request to the core, or none. Return their stream of outputs; the caller closes it.
 
         timeout   seconds for the whole request; the server's own limit applies, too
@@ -156,10 +175,15 @@ class ServedEngine:
             assert self.ready is not None
             self._check_room(len(prompts), params, len(front), self.ready.num_slots)
             for i, prompt in enumerate(prompts):
-                generation, new = front.start(prompt, params,
-                                              request_id=request_id if len(prompts) == 1 else f"{request_id}-{i}",
-                                              priority=priority, timeout=min(limits, default=None), pool=pool,
-                                              tenant=tenant)
+                generation, new = front.start(
+                    prompt,
+                    params,
+                    request_id=request_id if len(prompts) == 1 else f"{request_id}-{i}",
+                    priority=priority,
+                    timeout=min(limits, default=None),
+                    pool=pool,
+                    tenant=tenant,
+                )
                 stream.generations.append(generation)
                 requests.append(new)
         except Exception as error:
@@ -169,8 +193,11 @@ class ServedEngine:
             if isinstance(error, errors.QuireError):
                 raise
             LOG.exception("request %s could not be started", request_id)
-            raise errors.RequestFailed(f"request {request_id} was not started (internal error): the server's log has "
-                                       "its cause; report it with the request id.", code=INTERNAL) from error
+            raise errors.RequestFailed(
+                f"request {request_id} was not started (internal error): the server's log has "
+                "its cause; report it with the request id.",
+                code=INTERNAL,
+            ) from error
         self._admit(stream, [messages.Add(tuple(new)) for new in requests])
         return stream
 
@@ -231,8 +258,10 @@ class ServedEngine:
         bound, places = self._bound, num_prompts * params.n
         check_fits(places, bound, num_slots, "n" if params.n > 1 else "prompt")
         if num_live + places > bound + num_slots:
-            raise errors.QueueFull(f"{num_live} completions run or wait already (max_num_seqs={num_slots}, "
-                                   f"max_waiting={bound}) and {places} more do not fit: try again later.")
+            raise errors.QueueFull(
+                f"{num_live} completions run or wait already (max_num_seqs={num_slots}, "
+                f"max_waiting={bound}) and {places} more do not fit: try again later."
+            )
 
     def _admit(self, stream: RequestStream, adds: Sequence[messages.Add]) -> None:
         now = time.monotonic()
@@ -287,9 +316,14 @@ class ServedEngine:
         self._queue_timer, now = None, time.monotonic()
         for stream in [stream for stream, deadline in self._queued.items() if deadline <= now]:
             self._metrics.rejected("queue_timeout")
-            self._fail(stream, errors.QueueTimeout(
-                f"request {stream.request_id} waited {self._serve.queue_timeout:g} s and did not start, because the "
-                "server is busy: try again later."), "queue_timeout")
+            self._fail(
+                stream,
+                errors.QueueTimeout(
+                    f"request {stream.request_id} waited {self._serve.queue_timeout:g} s and did not start, because "
+                    "the server is busy: try again later."
+                ),
+                "queue_timeout",
+            )
         self._set_queue_timer()
 
     # --- what the core says -------------------------------------------------------------------------------------
@@ -303,7 +337,8 @@ class ServedEngine:
             reply = self._replies.get(message.id)
             if reply is not None and not reply.done():
                 reply.set_result(message.value) if message.error is None else reply.set_exception(
-                    errors.EngineError(message.error))
+                    errors.EngineError(message.error)
+                )
         elif isinstance(message, messages.Loading):
             self.loading = message
             self._on_loading(message)
@@ -313,8 +348,11 @@ class ServedEngine:
         elif isinstance(message, messages.Dropped):
             self._metrics.dropped(message.direction)
             if message.num == 1:
-                LOG.warning("the internal socket %s got data that is no message: another process writes to it. Such "
-                            "data is dropped; this is logged once.", message.direction)
+                LOG.warning(
+                    "the internal socket %s got data that is no message: another process writes to it. Such "
+                    "data is dropped; this is logged once.",
+                    message.direction,
+                )
         elif isinstance(message, messages.Failed):
             self._die(rebuilt(message.kind, message.message))  # the core has logged the details
 
@@ -386,5 +424,8 @@ class ServedEngine:
 def core_config(config: EngineConfig) -> EngineConfig:
     """Return the configuration of the core's process: no chat template, no downloads, no progress bar.
     No tokenizer at the start either: the front end tokenizes. The core loads one when a request has a grammar."""
-    return replace(config, model=replace(config.model, skip_tokenizer_init=True, chat_template=None),
-                   load=replace(config.load, offline=True, hf_token=None, use_tqdm_on_load=False))
+    return replace(
+        config,
+        model=replace(config.model, skip_tokenizer_init=True, chat_template=None),
+        load=replace(config.load, offline=True, hf_token=None, use_tqdm_on_load=False),
+    )

@@ -35,8 +35,16 @@ class HttpError(errors.QuireError):
     headers   further response headers: (name, value) in ASCII
     """
 
-    def __init__(self, status: int, message: str, *, kind: str = INVALID_REQUEST, code: str | None = None,
-                 param: str | None = None, headers: tuple[tuple[str, str], ...] = ()) -> None:
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        kind: str = INVALID_REQUEST,
+        code: str | None = None,
+        param: str | None = None,
+        headers: tuple[tuple[str, str], ...] = (),
+    ) -> None:
         super().__init__(message)
         self.status = status
         self.message = message
@@ -48,12 +56,17 @@ class HttpError(errors.QuireError):
     def body(self) -> bytes:
         """Return the JSON body."""
         return msgspec.json.encode(
-            {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}})
+            {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
+        )
 
 
 def _answer(status: int, kind: str, code: str | None = None, retry: int | None = None) -> dict[str, Any]:
-    return {"status": status, "kind": kind, "code": code,
-            "headers": () if retry is None else (("retry-after", str(retry)),)}
+    return {
+        "status": status,
+        "kind": kind,
+        "code": code,
+        "headers": () if retry is None else (("retry-after", str(retry)),),
+    }
 
 
 INTERNAL = _answer(500, SERVER_ERROR, "internal_error") | {"headers": DETERMINISTIC}
@@ -83,10 +96,12 @@ def http_error(error: BaseException) -> HttpError:
         answer = answer | {"code": error.code} if status == 500 else _answer(status, kind, error.code)
     elif answer is INTERNAL:
         LOG.error("internal error", exc_info=error)
-        return HttpError(message="internal error: the server's log has its cause; report it with the request id.",
-                         **answer)
-    return HttpError(message=str(error), param=error.param if isinstance(error, errors.InvalidParameter) else None,
-                     **answer)
+        return HttpError(
+            message="internal error: the server's log has its cause; report it with the request id.", **answer
+        )
+    return HttpError(
+        message=str(error), param=error.param if isinstance(error, errors.InvalidParameter) else None, **answer
+    )
 
 
 def not_implemented(what: str, reason: str, param: str | None = None) -> HttpError:
@@ -111,9 +126,13 @@ def too_long(num_prompt: int, max_model_len: int, asked: int | None, param: str,
     room = max_model_len - num_prompt
     fits = asked and room > 0
     fix = "shorten the prompt" + (f" or lower {limit} to {room}" if fits else "")
-    return HttpError(400, f"this model's maximum context length is {max_model_len} tokens, and the prompt is too long "
-                     f"with its {num_prompt}{wanted}: {fix}.", code="context_length_exceeded",
-                     param=limit if fits else param)
+    return HttpError(
+        400,
+        f"this model's maximum context length is {max_model_len} tokens, and the prompt is too long "
+        f"with its {num_prompt}{wanted}: {fix}.",
+        code="context_length_exceeded",
+        param=limit if fits else param,
+    )
 
 
 def error_json(status: int, message: str, code: str | None = None) -> bytes:

@@ -39,24 +39,44 @@ class HttpListener:
     shared   other processes accept on the socket, too: take one connection per turn, so that each gets its share
     files    open files that a connection may need"""
 
-    def __init__(self, app: ASGIApp, config: HttpConfig, listener: socket.socket, refused: Callable[[int], None], *,
-                 shared: bool = False, files: int = 1) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        config: HttpConfig,
+        listener: socket.socket,
+        refused: Callable[[int], None],
+        *,
+        shared: bool = False,
+        files: int = 1,
+    ) -> None:
         self.socket = listener
         limits = ConnectionLimits.of(config, max_connections=max_connections(files))
         traffic = Traffic(refused)
         # The application and the protocol log the errors themselves; uvicorn's other messages are routine.
         logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
         settings = uvicorn.Config(
-            app, http=functools.partial(LimitedProtocol, limits=limits, traffic=traffic),  # type: ignore[arg-type]
-            loop="none", ws="none", lifespan="off", log_config=None, access_log=False, workers=1,
+            app,
+            http=functools.partial(LimitedProtocol, limits=limits, traffic=traffic),  # type: ignore[arg-type]
+            loop="none",
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            workers=1,
             backlog=1 if shared else BACKLOG,
-            proxy_headers=False, forwarded_allow_ips=[], server_header=False, timeout_keep_alive=KEEP_ALIVE,
-            ssl_keyfile=config.ssl_keyfile, ssl_certfile=config.ssl_certfile)
+            proxy_headers=False,
+            forwarded_allow_ips=[],
+            server_header=False,
+            timeout_keep_alive=KEEP_ALIVE,
+            ssl_keyfile=config.ssl_keyfile,
+            ssl_certfile=config.ssl_certfile,
+        )
         try:
             settings.load()
         except (OSError, ssl.SSLError) as error:
-            raise ConfigError(f"ssl_certfile={config.ssl_certfile!r} with ssl_keyfile={config.ssl_keyfile!r} cannot "
-                              f"be used: {error}.") from None
+            raise ConfigError(
+                f"ssl_certfile={config.ssl_certfile!r} with ssl_keyfile={config.ssl_keyfile!r} cannot be used: {error}."
+            ) from None
         self._server = _Server(settings)
         self._begun = False
         self.serving: asyncio.Future[None] = asyncio.get_running_loop().create_future()

@@ -22,15 +22,25 @@ BODIES = {path: (request, answer) for _, paths, _, request, answer in HANDLERS f
 STREAMED = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages")
 TEXT_ONLY = ("/tokenize", "/detokenize", "/v1/messages/count_tokens")  # take a body, and do not use the engine
 REASONS = {
-    400: "invalid request", 401: "no API key, or an invalid one", 403: "foreign Host header",
-    404: "unknown path, model or id", 408: "the request did not start in time",
-    409: "a request with this id is running", 413: "the body is too large",
-    415: "the body is not declared as application/json", 429: "the queue is full", 500: "internal error",
-    503: "the engine is starting, stopping or dead", 504: "the request exceeded its time limit",
-    529: "the queue is full"}
+    400: "invalid request",
+    401: "no API key, or an invalid one",
+    403: "foreign Host header",
+    404: "unknown path, model or id",
+    408: "the request did not start in time",
+    409: "a request with this id is running",
+    413: "the body is too large",
+    415: "the body is not declared as application/json",
+    429: "the queue is full",
+    500: "internal error",
+    503: "the engine is starting, stopping or dead",
+    504: "the request exceeded its time limit",
+    529: "the queue is full",
+}
 NEEDED = {"/v1/messages": ["max_tokens"]}  # fields required at this path, and optional elsewhere in the same type
-KEYS = {"key": {"type": "http", "scheme": "bearer"},
-        "x-api-key": {"type": "apiKey", "in": "header", "name": "x-api-key"}}
+KEYS = {
+    "key": {"type": "http", "scheme": "bearer"},
+    "x-api-key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+}
 REFERENCE = "#/components/schemas/{name}"
 
 
@@ -65,19 +75,27 @@ def _operation(path: str, method: str, request: type | None, answer: type | None
         content["text/event-stream"] = {}  # OpenAPI 3.1 cannot describe events
     error_schema = {} if OWN_PATHS.search(path) else {"schema": _reference(schema.ErrorResponse)}
     error = {"application/json": error_schema}
-    responses = {str(status): {"description": REASONS[status], "content": error}
-                 for status in _errors(path, method, locked)}
-    responses |= {"200": {"description": "done", "content": content},
-                  "default": {"description": "refused before the body is read", "content": error}}
-    operation: dict[str, Any] = {"operationId": f"{method.lower()}{re.sub(r'[^a-z0-9]+', '_', path)}",
-                                 "responses": responses}
+    responses = {
+        str(status): {"description": REASONS[status], "content": error} for status in _errors(path, method, locked)
+    }
+    responses |= {
+        "200": {"description": "done", "content": content},
+        "default": {"description": "refused before the body is read", "content": error},
+    }
+    operation: dict[str, Any] = {
+        "operationId": f"{method.lower()}{re.sub(r'[^a-z0-9]+', '_', path)}",
+        "responses": responses,
+    }
     if request is not None:
         needed: dict[str, Any] = {"required": NEEDED[path]} if path in NEEDED else {}
         operation["requestBody"] = {
-            "required": True, "content": {"application/json": {"schema": _reference(request) | needed}}}
+            "required": True,
+            "content": {"application/json": {"schema": _reference(request) | needed}},
+        }
     if names := re.findall(r"\{(\w+)\}", path):
         operation["parameters"] = [
-            {"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in names]
+            {"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in names
+        ]
     if locked and path not in OPEN_PATHS:
         operation["security"] = [{name: []} for name in KEYS]
     return operation

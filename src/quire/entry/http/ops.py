@@ -1,14 +1,14 @@
 """Routes for operators: probes, version, metrics and debugging.
 
-    /                name, version, models and important paths
-    /health, /ping   200 while the engine runs (/ping: GET or POST)
-    /live            200 while the event loop runs
-    /ready           200 when a load balancer should send requests here
-    /version         model, device and the engine's choices
-    /metrics         Prometheus
-    /openapi.json    the OpenAPI document
-    /debug/plan      the engine's plan, as `quire explain --json` prints it
-    /debug/requests  live requests and the last finished ones: times, tokens, and why no more of the prefix was reused
+/                name, version, models and important paths
+/health, /ping   200 while the engine runs (/ping: GET or POST)
+/live            200 while the event loop runs
+/ready           200 when a load balancer should send requests here
+/version         model, device and the engine's choices
+/metrics         Prometheus
+/openapi.json    the OpenAPI document
+/debug/plan      the engine's plan, as `quire explain --json` prints it
+/debug/requests  live requests and the last finished ones: times, tokens, and why no more of the prefix was reused
 """
 
 from collections.abc import Awaitable, Callable, Mapping
@@ -32,8 +32,9 @@ ALWAYS = OPEN_PATHS | {"/", "/version", "/metrics", "/openapi.json", "/debug/req
 RETRY_HEADERS = {"retry-after": str(RETRY_AFTER)}
 
 
-def ops_routes(engine: ServedEngine, config: ServerConfig, metrics: Metrics,
-               describe_api: Callable[[], dict[str, object]]) -> list[Route]:
+def ops_routes(
+    engine: ServedEngine, config: ServerConfig, metrics: Metrics, describe_api: Callable[[], dict[str, object]]
+) -> list[Route]:
     """Return the operators' routes: health, version, metrics, debugging. `describe_api` makes the OpenAPI document."""
 
     def state(may_ask: Callable[[Readiness], bool]) -> Callable[[Request], Awaitable[Response]]:
@@ -50,24 +51,34 @@ def ops_routes(engine: ServedEngine, config: ServerConfig, metrics: Metrics,
         return answer
 
     async def root(request: Request) -> Response:
-        return _json({"name": "Quire", "version": __version__, "models": config.model_names,
-                      "paths": [config.http.root_path + path for path in ENTRIES]})
+        return _json(
+            {
+                "name": "Quire",
+                "version": __version__,
+                "models": config.model_names,
+                "paths": [config.http.root_path + path for path in ENTRIES],
+            }
+        )
 
     async def live(request: Request) -> Response:
         return _json({"status": "live"})
 
     async def version(request: Request) -> Response:
         facts, model = engine.ready, config.engine.model
-        loaded = {} if facts is None else {
-            "dtype": facts.dtype,
-            "device": facts.device,
-            "max_model_len": facts.max_model_len,
-            "num_blocks": facts.num_blocks,
-            "block_size": facts.block_size,
-            "plans": facts.plans,
-            "notes": facts.notes,
-            "start_seconds": facts.phases,
-        }
+        loaded = (
+            {}
+            if facts is None
+            else {
+                "dtype": facts.dtype,
+                "device": facts.device,
+                "max_model_len": facts.max_model_len,
+                "num_blocks": facts.num_blocks,
+                "block_size": facts.block_size,
+                "plans": facts.plans,
+                "notes": facts.notes,
+                "start_seconds": facts.phases,
+            }
+        )
         return _json({"version": __version__, "model": model.model or NAME, "revision": model.revision, **loaded})
 
     async def scrape(request: Request) -> Response:
@@ -84,12 +95,18 @@ def ops_routes(engine: ServedEngine, config: ServerConfig, metrics: Metrics,
         return _json({"requests": engine.requests(tenant_of(request.scope, config.http))})
 
     alive = state(lambda now: now.alive)  # also while the server drains
-    return [Route("/", root, methods=["GET"]),
-            Route("/health", alive, methods=["GET"]), Route("/ping", alive, methods=["GET", "POST"]),
-            Route("/live", live, methods=["GET"]), Route("/ready", state(lambda now: now.ready), methods=["GET"]),
-            Route("/version", version, methods=["GET"]), Route("/metrics", scrape, methods=["GET"]),
-            Route("/openapi.json", openapi, methods=["GET"]),
-            Route("/debug/plan", plan, methods=["GET"]), Route("/debug/requests", requests, methods=["GET"])]
+    return [
+        Route("/", root, methods=["GET"]),
+        Route("/health", alive, methods=["GET"]),
+        Route("/ping", alive, methods=["GET", "POST"]),
+        Route("/live", live, methods=["GET"]),
+        Route("/ready", state(lambda now: now.ready), methods=["GET"]),
+        Route("/version", version, methods=["GET"]),
+        Route("/metrics", scrape, methods=["GET"]),
+        Route("/openapi.json", openapi, methods=["GET"]),
+        Route("/debug/plan", plan, methods=["GET"]),
+        Route("/debug/requests", requests, methods=["GET"]),
+    ]
 
 
 def _json(content: object, status: int = 200, *, headers: Mapping[str, str] | None = None) -> Response:

@@ -58,8 +58,12 @@ class ConnectionLimits:
     @classmethod
     def of(cls, config: HttpConfig, **changes: Any) -> "ConnectionLimits":
         """Make the limits from a configuration."""
-        sizes = dict(max_header_bytes=config.max_header_bytes, max_headers=config.max_headers,
-                     max_body_bytes=config.max_body_bytes, uploads=max(512 * 2**20, config.max_body_bytes))
+        sizes = dict(
+            max_header_bytes=config.max_header_bytes,
+            max_headers=config.max_headers,
+            max_body_bytes=config.max_body_bytes,
+            uploads=max(512 * 2**20, config.max_body_bytes),
+        )
         return cls(**(sizes | changes))
 
 
@@ -103,8 +107,12 @@ class ChunkedBody:
     def ready(self) -> bool:
         """True while the body is open and the peer reads fast enough."""
         cycle = self._cycle
-        return bool(cycle.chunked_encoding and not (
-            cycle.flow.write_paused or cycle.disconnected or cycle.response_complete or cycle.transport.is_closing()))
+        return bool(
+            cycle.chunked_encoding
+            and not (
+                cycle.flow.write_paused or cycle.disconnected or cycle.response_complete or cycle.transport.is_closing()
+            )
+        )
 
     def write(self, data: bytes) -> None:
         """Queue a chunk."""
@@ -213,8 +221,9 @@ class LimitedProtocol(HttpToolsProtocol):
         super().on_url(url)
         self._head_bytes += len(url)
         if len(self.url) > self._limits.max_url_bytes:
-            raise _Refused(414, f"the URL is longer than {self._limits.max_url_bytes} bytes: shorten it.",
-                           "url_too_long")
+            raise _Refused(
+                414, f"the URL is longer than {self._limits.max_url_bytes} bytes: shorten it.", "url_too_long"
+            )
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """Take a header, or a trailer after the body. Trailers count for the limits and are dropped."""
@@ -222,8 +231,12 @@ class LimitedProtocol(HttpToolsProtocol):
         self._head_bytes += len(name) + len(value) + 4  # ": " and the end of the line
         limits = self._limits
         if self._num_headers > limits.max_headers:
-            raise _Refused(431, f"the request has more than {limits.max_headers} headers: send fewer, or start the "
-                                "server with a higher --max-headers.", "headers_too_large")
+            raise _Refused(
+                431,
+                f"the request has more than {limits.max_headers} headers: send fewer, or start the "
+                "server with a higher --max-headers.",
+                "headers_too_large",
+            )
         if self._head_bytes > limits.max_header_bytes:
             raise self._too_much()
         if self._reading is _Reading.HEAD:
@@ -276,7 +289,7 @@ class LimitedProtocol(HttpToolsProtocol):
         try:
             self.parser.feed_data(data)
         except httptools.HttpParserUpgrade as upgrade:
-            return self._continue_without_upgrade(data[upgrade.args[0]:])
+            return self._continue_without_upgrade(data[upgrade.args[0] :])
         except httptools.HttpParserError as error:
             cause = error.__context__
             if self._responding and self._reading is _Reading.IDLE:
@@ -328,8 +341,13 @@ class LimitedProtocol(HttpToolsProtocol):
             self._body_bytes_before = self._body_bytes
             self._watch = self.loop.call_later(limits.body_timeout, self._body_is_late)
         else:
-            self._refuse(_Refused(408, f"the body arrives at less than {limits.body_rate} bytes per second: send it "
-                                       "faster.", "request_timeout"))
+            self._refuse(
+                _Refused(
+                    408,
+                    f"the body arrives at less than {limits.body_rate} bytes per second: send it faster.",
+                    "request_timeout",
+                )
+            )
 
     def _refuse(self, refused: _Refused) -> None:
         """Send the error, if no answer has begun, and close the connection."""
@@ -361,7 +379,8 @@ class LimitedProtocol(HttpToolsProtocol):
         retry = b"retry-after: 1\r\n" if refused.status in (429, 503) else b""
         self.transport.write(
             b"HTTP/1.1 %d %s\r\ncontent-type: application/json\r\ncontent-length: %d\r\n%sconnection: close\r\n\r\n%s"
-            % (status.value, status.phrase.encode(), len(body), retry, body))
+            % (status.value, status.phrase.encode(), len(body), retry, body)
+        )
 
     def _end_upload(self) -> None:
         self._traffic.uploading -= self._body_bytes
@@ -371,9 +390,17 @@ class LimitedProtocol(HttpToolsProtocol):
         limit = self._limits.max_header_bytes
         if self._reading is _Reading.BODY:
             return _Refused(400, f"{limit} bytes of chunk headers or trailers without a body.")
-        return _Refused(431, f"request line and headers have more than {limit} bytes: send fewer, or start the server "
-                             "with a higher --max-header-bytes.", "headers_too_large")
+        return _Refused(
+            431,
+            f"request line and headers have more than {limit} bytes: send fewer, or start the server "
+            "with a higher --max-header-bytes.",
+            "headers_too_large",
+        )
 
     def _body_too_large(self) -> _Refused:
-        return _Refused(413, f"the body has more than {self._limits.max_body_bytes} bytes: send less, or start the "
-                             "server with a higher --max-body-bytes.", "body_too_large")
+        return _Refused(
+            413,
+            f"the body has more than {self._limits.max_body_bytes} bytes: send less, or start the "
+            "server with a higher --max-body-bytes.",
+            "body_too_large",
+        )

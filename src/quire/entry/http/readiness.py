@@ -59,8 +59,11 @@ class Gate:
 
     def __call__(self, scope: Scope) -> Response | None:
         draining = self._engine.state is EngineState.DRAINING
-        if self._engine.state is EngineState.READY or scope["path"] in self._always or (
-                draining and scope["path"].startswith(KEPT)):
+        if (
+            self._engine.state is EngineState.READY
+            or scope["path"] in self._always
+            or (draining and scope["path"].startswith(KEPT))
+        ):
             return None
         now = readiness(self._engine, float("inf"))
         headers = {"retry-after": str(RETRY_AFTER), "connection": "close"}

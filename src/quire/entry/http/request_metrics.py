@@ -46,9 +46,15 @@ def count_finished(metrics: Metrics, generation: Generation, reason: str) -> Non
 
 def request_record(generation: Generation, state: str) -> dict[str, object]:
     """Return the record of a prompt for `/debug/requests`: its id, counts and seconds; no text."""
-    return {"request_id": generation.request_id, "state": state} | _measured(generation) | {
-        "prefix": generation.metrics.prefix, "fetched": generation.metrics.origins,
-        "drafts": [completion.drafts for completion in generation.completions]}
+    return (
+        {"request_id": generation.request_id, "state": state}
+        | _measured(generation)
+        | {
+            "prefix": generation.metrics.prefix,
+            "fetched": generation.metrics.origins,
+            "drafts": [completion.drafts for completion in generation.completions],
+        }
+    )
 
 
 def _measured(generation: Generation) -> dict[str, Any]:

@@ -98,7 +98,8 @@ class Exchange:
         elif from_body is not None:
             if not REQUEST_ID.fullmatch(from_body):
                 raise InvalidParameter(
-                    "request_id must be 1 to 128 printable ASCII characters without spaces.", param="request_id")
+                    "request_id must be 1 to 128 printable ASCII characters without spaces.", param="request_id"
+                )
             self.request_id = from_body
         return self.request_id
 
@@ -124,8 +125,14 @@ class Exchange:
         """Return a watch over the connection. Use it after the body was read."""
         return Watch(self._receive)
 
-    async def reply(self, body: bytes, *, status: int = 200, content_type: bytes = b"application/json",
-                    headers: tuple[tuple[str, str], ...] = ()) -> None:
+    async def reply(
+        self,
+        body: bytes,
+        *,
+        status: int = 200,
+        content_type: bytes = b"application/json",
+        headers: tuple[tuple[str, str], ...] = (),
+    ) -> None:
         """Send the whole answer."""
         raw = [(b"content-type", content_type), (b"content-length", b"%d" % len(body)), *self._own_headers()]
         raw += [(name.encode(), value.encode("latin-1")) for name, value in headers]

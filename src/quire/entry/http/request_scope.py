@@ -26,7 +26,12 @@ class RequestScope:
     new id. Routes read it from `request.state.request_id`; the caller reads it from the header `x-request-id`."""
 
     def __init__(
-        self, app: ASGIApp, *, metrics: Metrics, root_path: str = "", access_log: Callable[[str], None] | None = None,
+        self,
+        app: ASGIApp,
+        *,
+        metrics: Metrics,
+        root_path: str = "",
+        access_log: Callable[[str], None] | None = None,
         paths: Collection[str] = (),
     ) -> None:
         self._paths = frozenset(paths)
@@ -69,8 +74,10 @@ class RequestScope:
             self._metrics.http(self._label(scope), outcome, scope["method"])
             if self._access_log is not None:
                 seconds = time.monotonic() - began
-                self._access_log(f"{_client(scope)} {scope['method']} {ascii(scope['path'])[1:-1]} {outcome} "
-                                 f"{seconds:.3f}s {request_id}")
+                self._access_log(
+                    f"{_client(scope)} {scope['method']} {ascii(scope['path'])[1:-1]} {outcome} "
+                    f"{seconds:.3f}s {request_id}"
+                )
 
     def _label(self, scope: Scope) -> str:
         """Return the metrics label of a request: the route's pattern, or its path when a middleware answered."""
@@ -81,7 +88,7 @@ class RequestScope:
 
     def _below_root(self, path: str) -> str:
         """Return the path without `root_path`. A proxy may have removed that already."""
-        return path[len(self._root):] if self._root and path.startswith(self._root + "/") else path
+        return path[len(self._root) :] if self._root and path.startswith(self._root + "/") else path
 
 
 def _request_id(scope: Scope) -> str:

@@ -16,8 +16,10 @@ from quire.entry.completion import Generation
 from quire.entry.front_end import INTERNAL
 
 LOG = logging.getLogger("quire")
-FIXES = {"deadline": ", its time limit was reached: ask for fewer tokens, or raise the limit (X-Request-Timeout, or "
-                     "--request-timeout for all requests)"}
+FIXES = {
+    "deadline": ", its time limit was reached: ask for fewer tokens, or raise the limit (X-Request-Timeout, or "
+    "--request-timeout for all requests)"
+}
 Batch = list[tuple[int, RequestOutput]]  # (prompt index, new output)
 
 
@@ -126,8 +128,10 @@ class RequestStream:
         for completion in output.outputs:
             if completion.finish_reason == "error":
                 if completion.stop_reason == "deadline" and all(g.began is None for g in self.generations):
-                    raise QueueTimeout(f"request {self.request_id} did not start within its time limit, because the "
-                                       "server is busy: try again later.")
+                    raise QueueTimeout(
+                        f"request {self.request_id} did not start within its time limit, because the "
+                        "server is busy: try again later."
+                    )
                 raise failure(self.request_id, str(completion.stop_reason), completion.error)
         return output
 

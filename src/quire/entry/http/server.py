@@ -78,12 +78,16 @@ def run(config: ServerConfig, console: Console) -> int:
 async def serve(config: ServerConfig, listener: socket.socket, console: Console, place: FrontPlace) -> int:
     """Serve on a listening socket until the end. Return the exit code. Raises the `QuireError` of a failed start.
     `place`: of this HTTP process among several; only the first one listens before the model is loaded."""
-    metrics = SharedMetrics(config.serve.metrics_prefix, config.model_names[0],
-                            number=place.number, count=place.count)
+    metrics = SharedMetrics(config.serve.metrics_prefix, config.model_names[0], number=place.number, count=place.count)
     starter = partial(start_front, FRONT_MODULE, config, listener.fileno())
     engine = ServedEngine(config, metrics=metrics, place=place, more=starter)
-    http = HttpListener(build_app(engine, config, metrics), config.http, listener,
-                        partial(metrics.http, BEFORE_ROUTES, method="any"), shared=place.count > 1)
+    http = HttpListener(
+        build_app(engine, config, metrics),
+        config.http,
+        listener,
+        partial(metrics.http, BEFORE_ROUTES, method="any"),
+        shared=place.count > 1,
+    )
     with StopRequests(further=place.number > 0) as stop:
         if place.number == 0:
             http.start()
@@ -139,8 +143,9 @@ class StopRequests:
 class _Life:
     """The life of a server from loading to the end."""
 
-    def __init__(self, engine: ServedEngine, http: HttpListener, config: ServerConfig, console: Console,
-                 stop: StopRequests) -> None:
+    def __init__(
+        self, engine: ServedEngine, http: HttpListener, config: ServerConfig, console: Console, stop: StopRequests
+    ) -> None:
         self._engine, self._http, self._config, self._console = engine, http, config, console
         self._stop = stop
 
@@ -176,8 +181,10 @@ class _Life:
         self._engine.drain()
         if running := self._engine.num_live:
             have = "has" if running == 1 else "have"
-            self._console.note(f"{self._stop.name}: no new requests; {running} running {have} {timeout:g} s to finish. "
-                               "A second signal ends at once.")
+            self._console.note(
+                f"{self._stop.name}: no new requests; {running} running {have} {timeout:g} s to finish. "
+                "A second signal ends at once."
+            )
         second = asyncio.create_task(self._stop.second.wait())
         finishing = asyncio.create_task(self._finish(timeout))
         await first_of(finishing, second, dead)

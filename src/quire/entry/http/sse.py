@@ -17,8 +17,11 @@ RawHeaders = Iterable[tuple[bytes, bytes]]
 DONE = b"data: [DONE]\n\n"
 DIRECT_BODY = "direct-body"  # the ASGI extension under which a server offers a `DirectBody`
 COMMENT = b": keep-alive\n\n"
-EVENT_STREAM: tuple[tuple[bytes, bytes], ...] = ((b"content-type", b"text/event-stream; charset=utf-8"),
-                                                 (b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no"))
+EVENT_STREAM: tuple[tuple[bytes, bytes], ...] = (
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+)
 
 
 class DirectBody(Protocol):

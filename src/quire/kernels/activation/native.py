@@ -10,11 +10,18 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     """Return silu(gate) * up [T, I]; gate is the first half of each row, up the second."""
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     if gate_up.dtype not in (torch.float32, torch.bfloat16) or not gate_up.is_cpu or gate_up.stride(1) != 1:
-        raise ValueError(f"native activation: gate_up must be float32 or bfloat16 on the CPU, with stride 1 inside "
-                         f"a row; it is {gate_up.dtype} on {gate_up.device} with strides {gate_up.stride()}")
+        raise ValueError(
+            f"native activation: gate_up must be float32 or bfloat16 on the CPU, with stride 1 inside "
+            f"a row; it is {gate_up.dtype} on {gate_up.device} with strides {gate_up.stride()}"
+        )
     y = gate_up.new_empty(rows, width)
     loaded().quire_silu_mul(
-        gate_up.data_ptr(), y.data_ptr(), rows, width, gate_up.stride(0), gate_up.dtype == torch.bfloat16,
+        gate_up.data_ptr(),
+        y.data_ptr(),
+        rows,
+        width,
+        gate_up.stride(0),
+        gate_up.dtype == torch.bfloat16,
         torch.get_num_threads(),
-    )  # fmt: skip
+    )
     return y

@@ -54,8 +54,7 @@ class _Call(triton.AttentionCall):
         return triton.PREFILL[padded] if known else super().prefill_config(padded)
 
     def _divides(self, config: triton.Config) -> bool:
-        """Return False for copied pages: no rehearsal runs a step between those that divide and those that are copied.
-        """
+        """Return False for copied pages: no rehearsal runs a step between divided and copied ones."""
         return not (self._fits and is_coded(self.kv.k) and config.rows == ROWS) and super()._divides(config)
 
     def prefill(self, plan: Plan, out: Tensor, config: triton.Config) -> None:
@@ -82,11 +81,32 @@ class _Call(triton.AttentionCall):
         tile = 128 if size % 128 == 0 else 64
         block, head, _token, table, scale, cap = self.numbers()
         prefill_kernel[(min(multiprocessors(), len(plan.tiles) * kv_heads),)](
-            out, describe(q, [ROWS // group, group, dim]), *(_rows(side, tile) for side in (kv.k, kv.v)),
-            self.meta.block_tables, plan.tiles, self.sinks, out.stride(0), block // dim, head // dim, table, scale, cap,
-            v_scale, GROUP=group, SIZE=size, TILE=tile, D=dim, STAGES=STAGES, WINDOW=self.window or 0,
-            CAPPED=self.soft_cap is not None, WORDS=TILE_WORDS, ROW=row, **self.parts(plan), num_warps=4, maxnreg=168,
-        )  # fmt: skip
+            out,
+            describe(q, [ROWS // group, group, dim]),
+            *(_rows(side, tile) for side in (kv.k, kv.v)),
+            self.meta.block_tables,
+            plan.tiles,
+            self.sinks,
+            out.stride(0),
+            block // dim,
+            head // dim,
+            table,
+            scale,
+            cap,
+            v_scale,
+            GROUP=group,
+            SIZE=size,
+            TILE=tile,
+            D=dim,
+            STAGES=STAGES,
+            WINDOW=self.window or 0,
+            CAPPED=self.soft_cap is not None,
+            WORDS=TILE_WORDS,
+            ROW=row,
+            **self.parts(plan),
+            num_warps=4,
+            maxnreg=168,
+        )
 
 
 def _rows(side: Tensor, tile: int) -> object:

@@ -54,10 +54,30 @@ def _span(record, TILE: gl.constexpr, WINDOW: gl.constexpr, DIVIDED: gl.constexp
 
 @gluon_jit
 def _read(
-    q_rows, k_rows, v_rows, table, tiles, queries, keys, values, bars, num_work, programs, block_rows, head_rows,
-    stride_table, HEADS: gl.constexpr, GROUP: gl.constexpr, SIZE: gl.constexpr, TILE: gl.constexpr,
-    STAGES: gl.constexpr, WINDOW: gl.constexpr, WORDS: gl.constexpr, ROW: gl.constexpr, DIVIDED: gl.constexpr,
-):  # fmt: skip
+    q_rows,
+    k_rows,
+    v_rows,
+    table,
+    tiles,
+    queries,
+    keys,
+    values,
+    bars,
+    num_work,
+    programs,
+    block_rows,
+    head_rows,
+    stride_table,
+    HEADS: gl.constexpr,
+    GROUP: gl.constexpr,
+    SIZE: gl.constexpr,
+    TILE: gl.constexpr,
+    STAGES: gl.constexpr,
+    WINDOW: gl.constexpr,
+    WORDS: gl.constexpr,
+    ROW: gl.constexpr,
+    DIVIDED: gl.constexpr,
+):
     """The reading warp. Keys come first: the queries of a tile wait until both groups are done with the last tile's.
 
     Arguments as in `prefill_kernel`; queries, keys, values: buffers in shared memory; bars: see `make_bars`.
@@ -92,9 +112,19 @@ def _read(
 
 @gluon_jit
 def softmax(
-    scores, top, weight, positions, start, scale, cap,
-    MASKED: gl.constexpr, WINDOW: gl.constexpr, CAPPED: gl.constexpr, TILE: gl.constexpr, SCORES: gl.constexpr,
-):  # fmt: skip
+    scores,
+    top,
+    weight,
+    positions,
+    start,
+    scale,
+    cap,
+    MASKED: gl.constexpr,
+    WINDOW: gl.constexpr,
+    CAPPED: gl.constexpr,
+    TILE: gl.constexpr,
+    SCORES: gl.constexpr,
+):
     """Compute softmax weights from the scores [64, TILE] of a tile of keys; update the running softmax (base 2).
 
     top, weight   [64] maxima and sums of weights of the tiles before
@@ -127,11 +157,13 @@ def as_operand(weights, DTYPE: gl.constexpr, SUMS: gl.constexpr):
     swaps them twice per iteration.
     """
     if DTYPE == gl.bfloat16:
-        pairs = gl.inline_asm_elementwise("cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,r,r", [weights], dtype=gl.bfloat16,
-                                          is_pure=True, pack=2)  # fmt: skip
+        pairs = gl.inline_asm_elementwise(
+            "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,r,r", [weights], dtype=gl.bfloat16, is_pure=True, pack=2
+        )
     else:
-        pairs = gl.inline_asm_elementwise("cvt.rn.f16x2.f32 $0, $2, $1;", "=r,r,r", [weights], dtype=gl.float16,
-                                          is_pure=True, pack=2)  # fmt: skip
+        pairs = gl.inline_asm_elementwise(
+            "cvt.rn.f16x2.f32 $0, $2, $1;", "=r,r,r", [weights], dtype=gl.float16, is_pure=True, pack=2
+        )
     return gl.convert_layout(pairs, gl.DotOperandLayout(0, SUMS, 2))
 
 
@@ -141,8 +173,13 @@ def begin_scores(queries, keys, stage, TILE: gl.constexpr, SCORES: gl.constexpr)
 
     queries, keys   tuples of one part, or of two parts whose products are added
     """
-    scores = warpgroup_mma(queries[0], keys[0].index(stage).permute((1, 0)), gl.zeros([64, TILE], gl.float32, SCORES),
-                           use_acc=False, is_async=True)  # fmt: skip
+    scores = warpgroup_mma(
+        queries[0],
+        keys[0].index(stage).permute((1, 0)),
+        gl.zeros([64, TILE], gl.float32, SCORES),
+        use_acc=False,
+        is_async=True,
+    )
     if len(queries) > 1:
         scores = warpgroup_mma(queries[1], keys[1].index(stage).permute((1, 0)), scores, is_async=True)
     return scores
@@ -150,10 +187,27 @@ def begin_scores(queries, keys, stage, TILE: gl.constexpr, SCORES: gl.constexpr)
 
 @gluon_jit
 def advance(
-    queries, weights, sums, top, weight, keys, values, bars, count, positions, start, scale, cap,
-    MASKED: gl.constexpr, WINDOW: gl.constexpr, CAPPED: gl.constexpr, TILE: gl.constexpr, STAGES: gl.constexpr,
-    SCORES: gl.constexpr, SUMS: gl.constexpr,
-):  # fmt: skip
+    queries,
+    weights,
+    sums,
+    top,
+    weight,
+    keys,
+    values,
+    bars,
+    count,
+    positions,
+    start,
+    scale,
+    cap,
+    MASKED: gl.constexpr,
+    WINDOW: gl.constexpr,
+    CAPPED: gl.constexpr,
+    TILE: gl.constexpr,
+    STAGES: gl.constexpr,
+    SCORES: gl.constexpr,
+    SUMS: gl.constexpr,
+):
     """Compute scores and weights of tile `count` of keys, while the matrix units add the values of the tile before.
 
     weights             weights of the tile before
@@ -171,8 +225,9 @@ def advance(
     sums = warpgroup_mma(weights, values.index(before), sums, is_async=True)
     scores = warpgroup_mma_wait(1, deps=(scores,))
     mbarrier.arrive(k_free.index(stage))
-    exact, top, weight, decay = softmax(scores, top, weight, positions, start, scale, cap, MASKED, WINDOW, CAPPED,
-                                        TILE, SCORES)  # fmt: skip
+    exact, top, weight, decay = softmax(
+        scores, top, weight, positions, start, scale, cap, MASKED, WINDOW, CAPPED, TILE, SCORES
+    )
     sums = warpgroup_mma_wait(0, deps=(sums,))
     mbarrier.arrive(v_free.index(before))
     sums = sums * gl.convert_layout(decay, gl.SliceLayout(1, SUMS))[:, None]
@@ -208,10 +263,32 @@ def make_bars(STAGES: gl.constexpr):
 
 @gluon_jit
 def _attend(
-    out, tiles, sinks, queries, keys, values, bars, num_work, programs, stride_out, scale, cap, v_scale, sums_at,
-    stats_at, HALF: gl.constexpr, HEADS: gl.constexpr, GROUP: gl.constexpr, TILE: gl.constexpr, D: gl.constexpr,
-    STAGES: gl.constexpr, WINDOW: gl.constexpr, CAPPED: gl.constexpr, WORDS: gl.constexpr, DIVIDED: gl.constexpr,
-):  # fmt: skip
+    out,
+    tiles,
+    sinks,
+    queries,
+    keys,
+    values,
+    bars,
+    num_work,
+    programs,
+    stride_out,
+    scale,
+    cap,
+    v_scale,
+    sums_at,
+    stats_at,
+    HALF: gl.constexpr,
+    HEADS: gl.constexpr,
+    GROUP: gl.constexpr,
+    TILE: gl.constexpr,
+    D: gl.constexpr,
+    STAGES: gl.constexpr,
+    WINDOW: gl.constexpr,
+    CAPPED: gl.constexpr,
+    WORDS: gl.constexpr,
+    DIVIDED: gl.constexpr,
+):
     """A computing group of four warps: the first (HALF 0) or second 64 rows of every tile.
 
     Arguments as in `prefill_kernel`; queries, keys, values: buffers in shared memory; bars: see `make_bars`. SCORES,
@@ -244,25 +321,80 @@ def _attend(
             top = gl.full([64], -1e30, gl.float32, gl.SliceLayout(1, SCORES))
             weight = gl.zeros([64], gl.float32, gl.SliceLayout(1, SCORES))
             sums = gl.zeros([64, D], gl.float32, SUMS)
-            exact, top, weight, _decay = softmax(scores, top, weight, positions, last * TILE, scale, cap, True, WINDOW,
-                                                  CAPPED, TILE, SCORES)  # fmt: skip
+            exact, top, weight, _decay = softmax(
+                scores, top, weight, positions, last * TILE, scale, cap, True, WINDOW, CAPPED, TILE, SCORES
+            )
             weights = as_operand(exact, keys.dtype, SUMS)
             for back in range(last - whole_end):
                 weights, sums, top, weight, count = advance(
-                    mine, weights, sums, top, weight, (keys,), values, bars, count, positions, (last - 1 - back) * TILE,
-                    scale, cap, True, WINDOW, CAPPED, TILE, STAGES, SCORES, SUMS,
-                )  # fmt: skip
+                    mine,
+                    weights,
+                    sums,
+                    top,
+                    weight,
+                    (keys,),
+                    values,
+                    bars,
+                    count,
+                    positions,
+                    (last - 1 - back) * TILE,
+                    scale,
+                    cap,
+                    True,
+                    WINDOW,
+                    CAPPED,
+                    TILE,
+                    STAGES,
+                    SCORES,
+                    SUMS,
+                )
             for _back in range(whole_end - whole):
                 weights, sums, top, weight, count = advance(
-                    mine, weights, sums, top, weight, (keys,), values, bars, count, positions, 0,
-                    scale, cap, False, WINDOW, CAPPED, TILE, STAGES, SCORES, SUMS,
-                )  # fmt: skip
+                    mine,
+                    weights,
+                    sums,
+                    top,
+                    weight,
+                    (keys,),
+                    values,
+                    bars,
+                    count,
+                    positions,
+                    0,
+                    scale,
+                    cap,
+                    False,
+                    WINDOW,
+                    CAPPED,
+                    TILE,
+                    STAGES,
+                    SCORES,
+                    SUMS,
+                )
             if WINDOW > 0:
                 for back in range(whole - first):
                     weights, sums, top, weight, count = advance(
-                        mine, weights, sums, top, weight, (keys,), values, bars, count, positions,
-                        (whole - 1 - back) * TILE, scale, cap, True, WINDOW, CAPPED, TILE, STAGES, SCORES, SUMS,
-                    )  # fmt: skip
+                        mine,
+                        weights,
+                        sums,
+                        top,
+                        weight,
+                        (keys,),
+                        values,
+                        bars,
+                        count,
+                        positions,
+                        (whole - 1 - back) * TILE,
+                        scale,
+                        cap,
+                        True,
+                        WINDOW,
+                        CAPPED,
+                        TILE,
+                        STAGES,
+                        SCORES,
+                        SUMS,
+                    )
             if not HELD:
                 mbarrier.arrive(q_free)
             before = (count - 1) % STAGES
@@ -275,15 +407,28 @@ def _attend(
             if parts == 1:
                 _store(out, sinks, row, rows, sums, top, weight, head, lane, dims, v_scale, stride_out, GROUP, D)
             elif DIVIDED:
-                _store_part(sums_at, stats_at, record, sums, top, weight, head, lane, dims, v_scale, rows * GROUP,
-                            HEADS, D)  # fmt: skip
+                _store_part(
+                    sums_at, stats_at, record, sums, top, weight, head, lane, dims, v_scale, rows * GROUP, HEADS, D
+                )
 
 
 @gluon_jit
 def _store(
-    out, sinks, row, rows, sums, top, weight, head, lane, dims, v_scale, stride_out, GROUP: gl.constexpr,
+    out,
+    sinks,
+    row,
+    rows,
+    sums,
+    top,
+    weight,
+    head,
+    lane,
+    dims,
+    v_scale,
+    stride_out,
+    GROUP: gl.constexpr,
     D: gl.constexpr,
-):  # fmt: skip
+):
     """Store the attention of 64 lanes of a tile: the weighted sums by the sums of weights, that of sinks included.
 
     lane, dims   [64] lanes of the tile, and [D] columns, in the layout of sums
@@ -296,15 +441,29 @@ def _store(
     if v_scale is not None:
         weight = weight / v_scale
     place = (row + lane // GROUP).to(gl.int64) * stride_out + heads * D
-    gl.store(out + place[:, None] + dims[None, :], (sums / weight[:, None]).to(out.dtype.element_ty),
-             mask=(lane < rows * GROUP)[:, None])  # fmt: skip
+    gl.store(
+        out + place[:, None] + dims[None, :],
+        (sums / weight[:, None]).to(out.dtype.element_ty),
+        mask=(lane < rows * GROUP)[:, None],
+    )
 
 
 @gluon_jit
 def _store_part(
-    sums_at, stats_at, record, sums, top, weight, head, lane, dims, v_scale, lanes, HEADS: gl.constexpr,
+    sums_at,
+    stats_at,
+    record,
+    sums,
+    top,
+    weight,
+    head,
+    lane,
+    dims,
+    v_scale,
+    lanes,
+    HEADS: gl.constexpr,
     D: gl.constexpr,
-):  # fmt: skip
+):
     """Store the softmax state of 64 lanes of a tile of 128, after a part of the context, for `triton_prefill`'s merge.
 
     sums_at, stats_at   `Plan.tile_sums`, `Plan.tile_stats`
@@ -323,11 +482,34 @@ def _store_part(
 
 @gluon_jit
 def prefill_kernel(
-    out, q_rows, k_rows, v_rows, table, tiles, sinks, stride_out, block_rows, head_rows, stride_table, scale, cap,
-    v_scale, sums_at, stats_at, HEADS: gl.constexpr, GROUP: gl.constexpr, SIZE: gl.constexpr, TILE: gl.constexpr,
-    D: gl.constexpr, STAGES: gl.constexpr, WINDOW: gl.constexpr, CAPPED: gl.constexpr, WORDS: gl.constexpr,
-    ROW: gl.constexpr, DIVIDED: gl.constexpr,
-):  # fmt: skip
+    out,
+    q_rows,
+    k_rows,
+    v_rows,
+    table,
+    tiles,
+    sinks,
+    stride_out,
+    block_rows,
+    head_rows,
+    stride_table,
+    scale,
+    cap,
+    v_scale,
+    sums_at,
+    stats_at,
+    HEADS: gl.constexpr,
+    GROUP: gl.constexpr,
+    SIZE: gl.constexpr,
+    TILE: gl.constexpr,
+    D: gl.constexpr,
+    STAGES: gl.constexpr,
+    WINDOW: gl.constexpr,
+    CAPPED: gl.constexpr,
+    WORDS: gl.constexpr,
+    ROW: gl.constexpr,
+    DIVIDED: gl.constexpr,
+):
     """Compute attention of all tiles of query rows, or of parts of their contexts.
 
     Grid: at most as many programs as multiprocessors.
@@ -361,15 +543,95 @@ def prefill_kernel(
     num_work, programs = gl.load(tiles + 5) * HEADS, gl.num_programs(0)
     gl.warp_specialize(
         [
-            (_attend, (out, tiles, sinks, queries, keys, values, bars, num_work, programs, stride_out, scale, cap,
-                       v_scale, sums_at, stats_at, 0, HEADS, GROUP, TILE, D, STAGES, WINDOW, CAPPED, WORDS,
-                       DIVIDED)),
-            (_attend, (out, tiles, sinks, queries, keys, values, bars, num_work, programs, stride_out, scale, cap,
-                       v_scale, sums_at, stats_at, 1, HEADS, GROUP, TILE, D, STAGES, WINDOW, CAPPED, WORDS,
-                       DIVIDED)),
-            (_read, (q_rows, k_rows, v_rows, table, tiles, queries, keys, values, bars, num_work, programs, block_rows,
-                     head_rows, stride_table, HEADS, GROUP, SIZE, TILE, STAGES, WINDOW, WORDS, ROW, DIVIDED)),
+            (
+                _attend,
+                (
+                    out,
+                    tiles,
+                    sinks,
+                    queries,
+                    keys,
+                    values,
+                    bars,
+                    num_work,
+                    programs,
+                    stride_out,
+                    scale,
+                    cap,
+                    v_scale,
+                    sums_at,
+                    stats_at,
+                    0,
+                    HEADS,
+                    GROUP,
+                    TILE,
+                    D,
+                    STAGES,
+                    WINDOW,
+                    CAPPED,
+                    WORDS,
+                    DIVIDED,
+                ),
+            ),
+            (
+                _attend,
+                (
+                    out,
+                    tiles,
+                    sinks,
+                    queries,
+                    keys,
+                    values,
+                    bars,
+                    num_work,
+                    programs,
+                    stride_out,
+                    scale,
+                    cap,
+                    v_scale,
+                    sums_at,
+                    stats_at,
+                    1,
+                    HEADS,
+                    GROUP,
+                    TILE,
+                    D,
+                    STAGES,
+                    WINDOW,
+                    CAPPED,
+                    WORDS,
+                    DIVIDED,
+                ),
+            ),
+            (
+                _read,
+                (
+                    q_rows,
+                    k_rows,
+                    v_rows,
+                    table,
+                    tiles,
+                    queries,
+                    keys,
+                    values,
+                    bars,
+                    num_work,
+                    programs,
+                    block_rows,
+                    head_rows,
+                    stride_table,
+                    HEADS,
+                    GROUP,
+                    SIZE,
+                    TILE,
+                    STAGES,
+                    WINDOW,
+                    WORDS,
+                    ROW,
+                    DIVIDED,
+                ),
+            ),
         ],
         [4, 1],
         [240, 24],
-    )  # fmt: skip
+    )

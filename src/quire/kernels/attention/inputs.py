@@ -99,9 +99,12 @@ def choose_rows(q: Tensor, meta: AttentionMeta, share: float, seed: int = 0) -> 
     ends = meta.seq_lens.repeat_interleave(counts) - meta.query_start[1:].repeat_interleave(counts)
     before = torch.cat((torch.zeros(1, dtype=torch.int64), kept.cumsum(0)))
     return replace(
-        meta, query_start=before[meta.query_start.long()].int(), kv_slots=meta.kv_slots[rows], decode_len=0,
+        meta,
+        query_start=before[meta.query_start.long()].int(),
+        kv_slots=meta.kv_slots[rows],
+        decode_len=0,
         row_positions=(ends + torch.arange(len(q)))[rows],
-    ), rows  # fmt: skip
+    ), rows
 
 
 def _deal(case: Case, counts: list[int], generator: torch.Generator) -> tuple[Tensor, int]:

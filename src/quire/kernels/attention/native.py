@@ -96,8 +96,9 @@ def paged_attention(
     assert all(one is None for one in (window, soft_cap, sinks)), "selected for features it does not declare"
     plan = _plan(meta, kv.block_size)
     if plan.num_rows > len(q):
-        raise ValueError(f"native attention: q must have a row for each of the step's {plan.num_rows} tokens; it has "
-                         f"{len(q)} rows")
+        raise ValueError(
+            f"native attention: q must have a row for each of the step's {plan.num_rows} tokens; it has {len(q)} rows"
+        )
     out = q.new_empty(q.shape)
     for rows in plan.rows:
         _attend_rows(q, kv, meta.block_tables, plan, rows, scale, out)
@@ -129,12 +130,20 @@ def retarget(recording: int, meta: AttentionMeta, block_size: int, num_heads: in
     assert not plan.chunks, "asked rows_only?"
     (rows,) = plan.rows
     if tables.dtype != torch.int32 or tables.stride(1) != 1:
-        raise ValueError(f"native attention: block tables are {tables.dtype} with strides {tables.stride()}; they must "
-                         "be int32 with stride 1 inside a row")
+        raise ValueError(
+            f"native attention: block tables are {tables.dtype} with strides {tables.stride()}; they must "
+            "be int32 with stride 1 inside a row"
+        )
     loaded().quire_retarget_rows(
-        recording, tables.data_ptr(), rows.items.data_ptr(), rows.part_item.data_ptr(),
-        _partial(plan, rows, num_heads, head_dim), len(rows.items), len(rows.part_item), tables.stride(0),
-    )  # fmt: skip
+        recording,
+        tables.data_ptr(),
+        rows.items.data_ptr(),
+        rows.part_item.data_ptr(),
+        _partial(plan, rows, num_heads, head_dim),
+        len(rows.items),
+        len(rows.part_item),
+        tables.stride(0),
+    )
 
 
 def _plan(meta: AttentionMeta, block_size: int) -> NativePlan:
@@ -148,8 +157,10 @@ def _make_plan(meta: AttentionMeta, block_size: int) -> NativePlan:
     starts, lengths = as_list(meta.query_start), as_list(meta.seq_lens)
     tables = meta.block_tables.shape
     if len(lengths) > tables[0] or max(lengths, default=0) > tables[1] * block_size:
-        raise ValueError(f"native attention: block tables {tuple(tables)}, with {block_size} tokens per block, are too "
-                         f"small for the contexts {lengths}: give each sequence ceil(length / {block_size}) blocks")
+        raise ValueError(
+            f"native attention: block tables {tuple(tables)}, with {block_size} tokens per block, are too "
+            f"small for the contexts {lengths}: give each sequence ceil(length / {block_size}) blocks"
+        )
     positions = None if meta.row_positions is None else meta.row_positions.long().contiguous()
     rows: list[tuple[int, int, int]] = []  # row, tokens it sees, sequence
     chunks = []
@@ -162,8 +173,9 @@ def _make_plan(meta: AttentionMeta, block_size: int) -> NativePlan:
         else:
             rows += [(row, position + 1, s) for row, position in enumerate(positions[first:last].tolist(), first)]
     prompts = [(chunk.first, chunk.last - chunk.first, chunk.total, chunk.sequence) for chunk in chunks]
-    return NativePlan(_plan_rows(rows) if rows else (), tuple(chunks), starts[-1],
-                      torch.tensor(prompts, dtype=torch.int64), positions)  # fmt: skip
+    return NativePlan(
+        _plan_rows(rows) if rows else (), tuple(chunks), starts[-1], torch.tensor(prompts, dtype=torch.int64), positions
+    )
 
 
 def _plan_rows(rows: list[tuple[int, int, int]]) -> tuple[RowPlan, ...]:
@@ -185,11 +197,26 @@ def _attend_prompts(q: Tensor, kv: KVView, tables: Tensor, plan: NativePlan, sca
     num_heads, dim = q.shape[1:]
     _check(q, kv, tables)
     loaded().quire_attend_prompts(
-        q.data_ptr(), out.data_ptr(), k.data_ptr(), kv.v.data_ptr(), tables.data_ptr(), plan.prompts.data_ptr(),
-        None if plan.positions is None else plan.positions.data_ptr(), len(plan.prompts), num_heads, k.shape[1], dim,
-        q.stride(0), kv.block_size, k.stride(0), k.stride(1), tables.stride(0), scale, q.dtype == torch.bfloat16,
+        q.data_ptr(),
+        out.data_ptr(),
+        k.data_ptr(),
+        kv.v.data_ptr(),
+        tables.data_ptr(),
+        plan.prompts.data_ptr(),
+        None if plan.positions is None else plan.positions.data_ptr(),
+        len(plan.prompts),
+        num_heads,
+        k.shape[1],
+        dim,
+        q.stride(0),
+        kv.block_size,
+        k.stride(0),
+        k.stride(1),
+        tables.stride(0),
+        scale,
+        q.dtype == torch.bfloat16,
         torch.get_num_threads(),
-    )  # fmt: skip
+    )
 
 
 def _attend_chunks(q: Tensor, kv: KVView, tables: Tensor, plan: NativePlan, scale: float, out: Tensor) -> None:
@@ -208,11 +235,26 @@ def _attend_chunks(q: Tensor, kv: KVView, tables: Tensor, plan: NativePlan, scal
             heads = min(one.heads, num_kv_heads - head)
             first, from_kv = head * group * dim * q.element_size(), head * k.stride(1) * k.element_size()
             loaded().quire_attend_chunks(
-                q.data_ptr() + first, out.data_ptr() + first, k.data_ptr() + from_kv, kv.v.data_ptr() + from_kv,
-                tables.data_ptr(), one.items.data_ptr(), plan.scratch.data_ptr(), len(one.items), heads * group, heads,
-                dim, q.stride(0), out.stride(0), kv.block_size, k.stride(0), k.stride(1), tables.stride(0), scale,
+                q.data_ptr() + first,
+                out.data_ptr() + first,
+                k.data_ptr() + from_kv,
+                kv.v.data_ptr() + from_kv,
+                tables.data_ptr(),
+                one.items.data_ptr(),
+                plan.scratch.data_ptr(),
+                len(one.items),
+                heads * group,
+                heads,
+                dim,
+                q.stride(0),
+                out.stride(0),
+                kv.block_size,
+                k.stride(0),
+                k.stride(1),
+                tables.stride(0),
+                scale,
                 torch.get_num_threads(),
-            )  # fmt: skip
+            )
         if int(one.items[:, 5].min()) < NONE_BAD:
             _attend_again(q, kv, tables, plan, one, scale, out)
 
@@ -269,22 +311,31 @@ def _check(q: Tensor, kv: KVView, tables: Tensor) -> None:
     k, v = kv.k, kv.v
     (_, heads, dim), shape, stride = q.shape, k.shape, k.stride()
     if not (q.is_cpu and k.is_cpu and v.is_cpu and tables.is_cpu):
-        raise ValueError(f"native attention: all tensors must be on the CPU; q is on {q.device}, the cache on "
-                         f"{k.device}, block tables on {tables.device}")
+        raise ValueError(
+            f"native attention: all tensors must be on the CPU; q is on {q.device}, the cache on "
+            f"{k.device}, block tables on {tables.device}"
+        )
     if q.dtype not in (torch.float32, torch.bfloat16) or not q.dtype == k.dtype == v.dtype:
-        raise ValueError(f"native attention: q and the cache must all be float32 or all bfloat16; they are "
-                         f"{q.dtype} and {k.dtype}")
+        raise ValueError(
+            f"native attention: q and the cache must all be float32 or all bfloat16; they are {q.dtype} and {k.dtype}"
+        )
     if dim > MAX_DIM or shape[3] != dim or v.shape != shape or heads % shape[1]:
-        raise ValueError(f"native attention: q, K and V must have one head size of at most {MAX_DIM}, and the number "
-                         f"of query heads must be a multiple of the KV heads; the shapes of q, K and V are "
-                         f"{tuple(q.shape)}, {tuple(shape)}, {tuple(v.shape)}")
+        raise ValueError(
+            f"native attention: q, K and V must have one head size of at most {MAX_DIM}, and the number "
+            f"of query heads must be a multiple of the KV heads; the shapes of q, K and V are "
+            f"{tuple(q.shape)}, {tuple(shape)}, {tuple(v.shape)}"
+        )
     if q.stride()[1:] != (dim, 1) or v.stride() != stride or stride[2:] != (dim, 1):
-        raise ValueError(f"native attention: q must be contiguous inside a token, the cache inside a head of a block, "
-                         f"and K and V must have the same strides; the strides of q, K and V are {q.stride()}, "
-                         f"{stride}, {v.stride()}")
+        raise ValueError(
+            f"native attention: q must be contiguous inside a token, the cache inside a head of a block, "
+            f"and K and V must have the same strides; the strides of q, K and V are {q.stride()}, "
+            f"{stride}, {v.stride()}"
+        )
     if tables.dtype != torch.int32 or tables.stride(1) != 1:
-        raise ValueError(f"native attention: block tables are {tables.dtype} with strides {tables.stride()}; they must "
-                         "be int32 with stride 1 inside a row")
+        raise ValueError(
+            f"native attention: block tables are {tables.dtype} with strides {tables.stride()}; they must "
+            "be int32 with stride 1 inside a row"
+        )
 
 
 def _attend_rows(
@@ -294,11 +345,28 @@ def _attend_rows(
     num_heads, dim, num_kv_heads = q.shape[1], q.shape[2], k.shape[1]
     _check(q, kv, tables)
     loaded().quire_attend_rows(
-        q.data_ptr(), out.data_ptr(), k.data_ptr(), v.data_ptr(), tables.data_ptr(), rows.items.data_ptr(),
-        rows.part_item.data_ptr(), _partial(plan, rows, num_heads, dim), len(rows.items), len(rows.part_item),
-        num_heads, num_kv_heads, dim, q.stride(0), kv.block_size, k.stride(0), k.stride(1), tables.stride(0), scale,
-        q.dtype == torch.bfloat16, torch.get_num_threads(),
-    )  # fmt: skip
+        q.data_ptr(),
+        out.data_ptr(),
+        k.data_ptr(),
+        v.data_ptr(),
+        tables.data_ptr(),
+        rows.items.data_ptr(),
+        rows.part_item.data_ptr(),
+        _partial(plan, rows, num_heads, dim),
+        len(rows.items),
+        len(rows.part_item),
+        num_heads,
+        num_kv_heads,
+        dim,
+        q.stride(0),
+        kv.block_size,
+        k.stride(0),
+        k.stride(1),
+        tables.stride(0),
+        scale,
+        q.dtype == torch.bfloat16,
+        torch.get_num_threads(),
+    )
 
 
 def _partial(plan: NativePlan, rows: RowPlan, num_heads: int, dim: int) -> int | None:

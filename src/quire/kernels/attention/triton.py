@@ -97,8 +97,17 @@ class AttentionCall:
         group = heads // k.shape[1]
         padded = max(16, _power(dim))
         decode, prefill = (self._fit(c) for c in (self._decode_config(padded), self.prefill_config(padded)))
-        shape = Shape(heads, group, dim, size, self.window or 0, decode.keys, prefill.rows, decode.programs,
-                      dividing=prefill.programs if self._divides(prefill) else 0)  # fmt: skip
+        shape = Shape(
+            heads,
+            group,
+            dim,
+            size,
+            self.window or 0,
+            decode.keys,
+            prefill.rows,
+            decode.programs,
+            dividing=prefill.programs if self._divides(prefill) else 0,
+        )
         out = torch.empty((tokens, heads, dim), dtype=q.dtype, device=q.device)
         if not tokens:
             return out
@@ -155,10 +164,16 @@ class AttentionCall:
         """Return the constants that every kernel takes."""
         dim = self.q.shape[2]
         return {
-            "CAPPED": self.soft_cap is not None, "EXACT": "ieee" if self.q.dtype == torch.float32 else "tf32",
-            "SIZE": self.kv.block_size, "TILE": config.keys, "D": dim, "DP": max(16, _power(dim)),
-            "GROUP": self.q.shape[1] // self.kv.k.shape[1], "num_warps": config.warps, "num_stages": config.stages,
-        }  # fmt: skip
+            "CAPPED": self.soft_cap is not None,
+            "EXACT": "ieee" if self.q.dtype == torch.float32 else "tf32",
+            "SIZE": self.kv.block_size,
+            "TILE": config.keys,
+            "D": dim,
+            "DP": max(16, _power(dim)),
+            "GROUP": self.q.shape[1] // self.kv.k.shape[1],
+            "num_warps": config.warps,
+            "num_stages": config.stages,
+        }
 
     def numbers(self) -> tuple[int, int, int, int, float, float]:
         """Return the numeric arguments that all three kernels take: four strides, `scale` and `cap`.
@@ -180,37 +195,84 @@ class AttentionCall:
         group, kv_heads = self.q.shape[1] // self.kv.k.shape[1], self.kv.k.shape[1]
         rows = plan.limit * group
         decode_kernel[(len(plan.items), kv_heads)](
-            self.q, out, self.kv.k, self.kv.v, self.meta.block_tables, plan.items, plan.counters, plan.sums, plan.stats,
-            self.sinks, self.q.stride(0), out.stride(0), *self.numbers(), self._v_scale, WINDOW=self.window or 0,
-            ROWS=rows, M=max(16, _power(rows)), HEADS=kv_heads, ITEM_WORDS=ITEM_WORDS,
-            PARTS=MAX_PARTS if plan.shared is None else 2 * MAX_PARTS, SHARED=plan.shared is not None,
+            self.q,
+            out,
+            self.kv.k,
+            self.kv.v,
+            self.meta.block_tables,
+            plan.items,
+            plan.counters,
+            plan.sums,
+            plan.stats,
+            self.sinks,
+            self.q.stride(0),
+            out.stride(0),
+            *self.numbers(),
+            self._v_scale,
+            WINDOW=self.window or 0,
+            ROWS=rows,
+            M=max(16, _power(rows)),
+            HEADS=kv_heads,
+            ITEM_WORDS=ITEM_WORDS,
+            PARTS=MAX_PARTS if plan.shared is None else 2 * MAX_PARTS,
+            SHARED=plan.shared is not None,
             **self._options(config),
-        )  # fmt: skip
+        )
 
     def prefill(self, plan: Plan, out: Tensor, config: Config) -> None:
         """Launch the prefill kernel: it writes the attention of all sequences that are no decodes to `out`."""
         kv = self.kv
         prefill_kernel[(len(plan.tiles), kv.k.shape[1])](
-            self.q, out, kv.k, kv.v, self.meta.block_tables, plan.tiles, self.sinks, self.meta.row_positions,
-            self.q.stride(0), out.stride(0), *self.numbers(), self._v_scale, WINDOW=self.window or 0, M=config.rows,
-            TILE_WORDS=TILE_WORDS, **self.parts(plan), **self._options(config),
-        )  # fmt: skip
+            self.q,
+            out,
+            kv.k,
+            kv.v,
+            self.meta.block_tables,
+            plan.tiles,
+            self.sinks,
+            self.meta.row_positions,
+            self.q.stride(0),
+            out.stride(0),
+            *self.numbers(),
+            self._v_scale,
+            WINDOW=self.window or 0,
+            M=config.rows,
+            TILE_WORDS=TILE_WORDS,
+            **self.parts(plan),
+            **self._options(config),
+        )
 
     def parts(self, plan: Plan) -> dict[str, object]:
         """Return the arguments of a prefill kernel for the parts of divided contexts."""
         divided = bool(len(plan.divided))
         return {
-            "sums_at": plan.tile_sums if divided else None, "stats_at": plan.tile_stats if divided else None,
-            "HEADS": self.kv.k.shape[1], "DIVIDED": divided,
-        }  # fmt: skip
+            "sums_at": plan.tile_sums if divided else None,
+            "stats_at": plan.tile_stats if divided else None,
+            "HEADS": self.kv.k.shape[1],
+            "DIVIDED": divided,
+        }
 
     def _merge(self, plan: Plan, out: Tensor, config: Config) -> None:
         dim, kv_heads = self.q.shape[2], self.kv.k.shape[1]
         merge_kernel[(len(plan.divided), kv_heads, SHARES)](
-            out, plan.tiles, plan.divided, plan.tile_sums, plan.tile_stats, self.sinks, out.stride(0), D=dim,
-            DP=max(16, _power(dim)), GROUP=self.q.shape[1] // kv_heads, M=config.rows, HEADS=kv_heads, PARTS=MAX_PARTS,
-            TILE_WORDS=TILE_WORDS, LANES=MERGED, SHARES=SHARES, num_warps=4,
-        )  # fmt: skip
+            out,
+            plan.tiles,
+            plan.divided,
+            plan.tile_sums,
+            plan.tile_stats,
+            self.sinks,
+            out.stride(0),
+            D=dim,
+            DP=max(16, _power(dim)),
+            GROUP=self.q.shape[1] // kv_heads,
+            M=config.rows,
+            HEADS=kv_heads,
+            PARTS=MAX_PARTS,
+            TILE_WORDS=TILE_WORDS,
+            LANES=MERGED,
+            SHARES=SHARES,
+            num_warps=4,
+        )
 
     def _prefix(self, plan: Plan, config: Config) -> None:
         shared, meta = plan.shared, self.meta
@@ -220,12 +282,30 @@ class AttentionCall:
         lanes = config.rows if len(shared.members) * rows > 32 else 32
         num_tiles = len(shared.members) * rows // lanes + groups
         prefix_kernel[(num_tiles, kv_heads, plan.prefix_parts)](
-            self.q, self.kv.k, self.kv.v, meta.block_tables, meta.table_rows, meta.query_start, meta.seq_lens,
-            shared.starts, shared.members, shared.blocks, plan.sums, plan.stats, groups, len(plan.items),
-            plan.prefix_parts, self.q.stride(0), *self.numbers(), self._v_scale, ROWS=rows, M=lanes, HEADS=kv_heads,
+            self.q,
+            self.kv.k,
+            self.kv.v,
+            meta.block_tables,
+            meta.table_rows,
+            meta.query_start,
+            meta.seq_lens,
+            shared.starts,
+            shared.members,
+            shared.blocks,
+            plan.sums,
+            plan.stats,
+            groups,
+            len(plan.items),
+            plan.prefix_parts,
+            self.q.stride(0),
+            *self.numbers(),
+            self._v_scale,
+            ROWS=rows,
+            M=lanes,
+            HEADS=kv_heads,
             WIDTH=max(8, _power(groups)),
             **self._options(config),
-        )  # fmt: skip
+        )
 
 
 def _power(value: int) -> int:

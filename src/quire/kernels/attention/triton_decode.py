@@ -13,12 +13,40 @@ from quire.kernels.triton_runtime import jit, tl
 
 @jit
 def decode_kernel(
-    q, out, k, v, table, items, counters, sums_at, stats_at, sinks, stride_q, stride_out, stride_block, stride_head,
-    stride_token, stride_table, scale, cap, v_scale, WINDOW: tl.constexpr, CAPPED: tl.constexpr, EXACT: tl.constexpr,
-    SIZE: tl.constexpr, TILE: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, GROUP: tl.constexpr,
-    ROWS: tl.constexpr, M: tl.constexpr, HEADS: tl.constexpr, PARTS: tl.constexpr, SHARED: tl.constexpr,
+    q,
+    out,
+    k,
+    v,
+    table,
+    items,
+    counters,
+    sums_at,
+    stats_at,
+    sinks,
+    stride_q,
+    stride_out,
+    stride_block,
+    stride_head,
+    stride_token,
+    stride_table,
+    scale,
+    cap,
+    v_scale,
+    WINDOW: tl.constexpr,
+    CAPPED: tl.constexpr,
+    EXACT: tl.constexpr,
+    SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    D: tl.constexpr,
+    DP: tl.constexpr,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    M: tl.constexpr,
+    HEADS: tl.constexpr,
+    PARTS: tl.constexpr,
+    SHARED: tl.constexpr,
     ITEM_WORDS: tl.constexpr,
-):  # fmt: skip
+):
     """Compute decode attention of an item: a part of the context of a sequence. Grid (items, KV heads).
 
     The last program of a sequence to finish adds up the parts of the sequence.
@@ -57,10 +85,29 @@ def decode_kernel(
     sums = tl.zeros([M, DP], tl.float32)
     top = tl.zeros([M], tl.float32) + LOWEST
     sums, top, weight = attend(
-        queries, sums, top, tl.zeros([M], tl.float32), length - num_rows + token, k + head * stride_head,
-        v + head * stride_head, table, start, end, stride_block, stride_token, scale, cap,
-        True, WINDOW, CAPPED, EXACT, SIZE, TILE, D, DP,
-    )  # fmt: skip
+        queries,
+        sums,
+        top,
+        tl.zeros([M], tl.float32),
+        length - num_rows + token,
+        k + head * stride_head,
+        v + head * stride_head,
+        table,
+        start,
+        end,
+        stride_block,
+        stride_token,
+        scale,
+        cap,
+        True,
+        WINDOW,
+        CAPPED,
+        EXACT,
+        SIZE,
+        TILE,
+        D,
+        DP,
+    )
     if v_scale is not None:
         sums *= v_scale
     if parts + prefix_parts == 1:
@@ -73,6 +120,24 @@ def decode_kernel(
         if tl.atomic_add(counter, 1, sem="acq_rel") == parts - 1:
             tl.store(counter, 0)
             merge_parts(
-                out, sums_at, stats_at, sinks, row, head, 0, num_rows * GROUP, first, parts, prefix_first, prefix_parts,
-                stride_out, D, DP, GROUP, ROWS, M, HEADS, PARTS,
-            )  # fmt: skip
+                out,
+                sums_at,
+                stats_at,
+                sinks,
+                row,
+                head,
+                0,
+                num_rows * GROUP,
+                first,
+                parts,
+                prefix_first,
+                prefix_parts,
+                stride_out,
+                D,
+                DP,
+                GROUP,
+                ROWS,
+                M,
+                HEADS,
+                PARTS,
+            )

@@ -49,10 +49,12 @@ def pack_shared(
     """
     index = {int(slot): s for s, slot in enumerate(slots)}
     found = [
-        ([s for s in (index.get(int(slot), -1) for slot in group.slots) if s >= 0 and num_tokens[s] <= decode_len],
-         group.num_blocks)
+        (
+            [s for s in (index.get(int(slot), -1) for slot in group.slots) if s >= 0 and num_tokens[s] <= decode_len],
+            group.num_blocks,
+        )
         for group in shared
-    ]  # fmt: skip
+    ]
     found = [(members, blocks) for members, blocks in found if len(members) > 1 and blocks]
     found.sort(key=lambda entry: -len(entry[0]) * entry[1])
     packed = np.zeros(SharedBlocks.words(num_groups, most_seqs), np.int32)
@@ -207,16 +209,38 @@ def _fill(plan: Plan, meta: AttentionMeta, shape: Shape, tile_tokens: int, waves
     item_programs = -(-num_items // block)
     shared = plan.shared
     _plan_kernel[(item_programs + -(-num_tiles // block),)](
-        meta.query_start, meta.seq_lens, meta.table_rows, None if shared is None else shared.place,
-        None if shared is None else shared.blocks, plan.items, plan.tiles, plan.counters, num_seqs, num_items,
-        num_tiles, item_programs, waves, plan.limit, tile_tokens, plan.prefix_parts,
-        plan.divided if len(plan.divided) else None, len(plan.divided), shape.dividing * multiprocessors(),
-        TILE=shape.tile, WINDOW=shape.window, SIZE=shape.block_size,
+        meta.query_start,
+        meta.seq_lens,
+        meta.table_rows,
+        None if shared is None else shared.place,
+        None if shared is None else shared.blocks,
+        plan.items,
+        plan.tiles,
+        plan.counters,
+        num_seqs,
+        num_items,
+        num_tiles,
+        item_programs,
+        waves,
+        plan.limit,
+        tile_tokens,
+        plan.prefix_parts,
+        plan.divided if len(plan.divided) else None,
+        len(plan.divided),
+        shape.dividing * multiprocessors(),
+        TILE=shape.tile,
+        WINDOW=shape.window,
+        SIZE=shape.block_size,
         PARTS=min(shape.parts, max(2, 128 * shape.parts // width)),
-        SHARED=shared is not None, HEADS=shape.heads // shape.group, WIDTH=width, BLOCK=block,
-        ITEM_WORDS=ITEM_WORDS, TILE_WORDS=TILE_WORDS, LEAST=LEAST_KEYS,
+        SHARED=shared is not None,
+        HEADS=shape.heads // shape.group,
+        WIDTH=width,
+        BLOCK=block,
+        ITEM_WORDS=ITEM_WORDS,
+        TILE_WORDS=TILE_WORDS,
+        LEAST=LEAST_KEYS,
         num_warps=4 if width <= 256 else 8,
-    )  # fmt: skip
+    )
 
 
 @functools.cache
@@ -258,14 +282,50 @@ def _span(length, rows, tokens, limit, WINDOW: tl.constexpr, TILE: tl.constexpr)
 
 
 # Integers of a step: a value of 1 or a multiple of 16 must not make Triton compile the kernel again.
-@unspecialized("num_seqs", "num_items", "num_tiles", "item_programs", "waves", "limit", "tile_tokens", "prefix_parts",
-               "num_divided", "tile_waves")  # fmt: skip
+@unspecialized(
+    "num_seqs",
+    "num_items",
+    "num_tiles",
+    "item_programs",
+    "waves",
+    "limit",
+    "tile_tokens",
+    "prefix_parts",
+    "num_divided",
+    "tile_waves",
+)
 def _plan_kernel(
-    query_start, seq_lens, table_rows, place, blocks, items, tiles, counters, num_seqs, num_items, num_tiles,
-    item_programs, waves, limit, tile_tokens, prefix_parts, divided, num_divided, tile_waves, TILE: tl.constexpr,
-    WINDOW: tl.constexpr, SIZE: tl.constexpr, PARTS: tl.constexpr, SHARED: tl.constexpr, HEADS: tl.constexpr,
-    WIDTH: tl.constexpr, BLOCK: tl.constexpr, ITEM_WORDS: tl.constexpr, TILE_WORDS: tl.constexpr, LEAST: tl.constexpr,
-):  # fmt: skip
+    query_start,
+    seq_lens,
+    table_rows,
+    place,
+    blocks,
+    items,
+    tiles,
+    counters,
+    num_seqs,
+    num_items,
+    num_tiles,
+    item_programs,
+    waves,
+    limit,
+    tile_tokens,
+    prefix_parts,
+    divided,
+    num_divided,
+    tile_waves,
+    TILE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SIZE: tl.constexpr,
+    PARTS: tl.constexpr,
+    SHARED: tl.constexpr,
+    HEADS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ITEM_WORDS: tl.constexpr,
+    TILE_WORDS: tl.constexpr,
+    LEAST: tl.constexpr,
+):
     """Write the work lists of a step. Grid: item_programs programs of BLOCK items, then programs of BLOCK tiles.
 
     query_start, seq_lens, table_rows    [S + 1], [S] and [S] int32, of `AttentionMeta`; table_rows may be None
@@ -300,9 +360,26 @@ def _plan_kernel(
         entry = program * BLOCK + tl.arange(0, BLOCK)
         seq, base, total = _locate(parts, entry)
         _write_items(
-            query_start, seq_lens, table_rows, place, blocks, items, entry, seq, base, chunk, entry < total,
-            num_items, limit, prefix_parts, TILE, WINDOW, SIZE, SHARED, ITEM_WORDS,
-        )  # fmt: skip
+            query_start,
+            seq_lens,
+            table_rows,
+            place,
+            blocks,
+            items,
+            entry,
+            seq,
+            base,
+            chunk,
+            entry < total,
+            num_items,
+            limit,
+            prefix_parts,
+            TILE,
+            WINDOW,
+            SIZE,
+            SHARED,
+            ITEM_WORDS,
+        )
         if program == 0:
             several = parts > 1
             if SHARED:
@@ -454,10 +531,26 @@ def _locate(parts, entry):
 
 @jit
 def _write_items(
-    query_start, seq_lens, table_rows, place, blocks, items, entry, seq, base, chunk, live, num_items,
-    limit, prefix_parts, TILE: tl.constexpr, WINDOW: tl.constexpr, SIZE: tl.constexpr, SHARED: tl.constexpr,
+    query_start,
+    seq_lens,
+    table_rows,
+    place,
+    blocks,
+    items,
+    entry,
+    seq,
+    base,
+    chunk,
+    live,
+    num_items,
+    limit,
+    prefix_parts,
+    TILE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SIZE: tl.constexpr,
+    SHARED: tl.constexpr,
     ITEM_WORDS: tl.constexpr,
-):  # fmt: skip
+):
     """Write words 0 to 9 of the items `entry` [BLOCK]; see `Plan.items` and `_plan_kernel`.
 
     seq, base   [BLOCK] sequence of each item, and its first item;  live  the item exists

@@ -13,11 +13,38 @@ from quire.kernels.triton_runtime import jit, tl
 
 @jit
 def prefill_kernel(
-    q, out, k, v, table, tiles, sinks, row_positions, stride_q, stride_out, stride_block, stride_head,
-    stride_token, stride_table, scale, cap, v_scale, WINDOW: tl.constexpr, CAPPED: tl.constexpr, EXACT: tl.constexpr,
-    SIZE: tl.constexpr, TILE: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, GROUP: tl.constexpr,
-    M: tl.constexpr, TILE_WORDS: tl.constexpr, sums_at, stats_at, HEADS: tl.constexpr, DIVIDED: tl.constexpr,
-):  # fmt: skip
+    q,
+    out,
+    k,
+    v,
+    table,
+    tiles,
+    sinks,
+    row_positions,
+    stride_q,
+    stride_out,
+    stride_block,
+    stride_head,
+    stride_token,
+    stride_table,
+    scale,
+    cap,
+    v_scale,
+    WINDOW: tl.constexpr,
+    CAPPED: tl.constexpr,
+    EXACT: tl.constexpr,
+    SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    D: tl.constexpr,
+    DP: tl.constexpr,
+    GROUP: tl.constexpr,
+    M: tl.constexpr,
+    TILE_WORDS: tl.constexpr,
+    sums_at,
+    stats_at,
+    HEADS: tl.constexpr,
+    DIVIDED: tl.constexpr,
+):
     """Compute attention of a tile of query rows over all or a part of the keys that they see. Grid (tiles, KV heads).
 
     q, out              [T, H, D] queries and output
@@ -70,13 +97,53 @@ def prefill_kernel(
         middle = tl.minimum(tl.maximum(middle, first), last)
     if WINDOW == 0:
         sums, top, weight = attend(
-            queries, sums, top, weight, positions, k, v, table, first, middle, stride_block, stride_token, scale, cap,
-            False, 0, CAPPED, EXACT, SIZE, TILE, D, DP,
-        )  # fmt: skip
+            queries,
+            sums,
+            top,
+            weight,
+            positions,
+            k,
+            v,
+            table,
+            first,
+            middle,
+            stride_block,
+            stride_token,
+            scale,
+            cap,
+            False,
+            0,
+            CAPPED,
+            EXACT,
+            SIZE,
+            TILE,
+            D,
+            DP,
+        )
     sums, top, weight = attend(
-        queries, sums, top, weight, positions, k, v, table, middle, last, stride_block, stride_token, scale, cap,
-        True, WINDOW, CAPPED, EXACT, SIZE, TILE, D, DP,
-    )  # fmt: skip
+        queries,
+        sums,
+        top,
+        weight,
+        positions,
+        k,
+        v,
+        table,
+        middle,
+        last,
+        stride_block,
+        stride_token,
+        scale,
+        cap,
+        True,
+        WINDOW,
+        CAPPED,
+        EXACT,
+        SIZE,
+        TILE,
+        D,
+        DP,
+    )
     if v_scale is not None:
         sums *= v_scale
     if DIVIDED:
@@ -91,10 +158,23 @@ def prefill_kernel(
 
 @jit
 def merge_kernel(
-    out, tiles, divided, sums_at, stats_at, sinks, stride_out, D: tl.constexpr, DP: tl.constexpr, GROUP: tl.constexpr,
-    M: tl.constexpr, HEADS: tl.constexpr, PARTS: tl.constexpr, TILE_WORDS: tl.constexpr, LANES: tl.constexpr,
+    out,
+    tiles,
+    divided,
+    sums_at,
+    stats_at,
+    sinks,
+    stride_out,
+    D: tl.constexpr,
+    DP: tl.constexpr,
+    GROUP: tl.constexpr,
+    M: tl.constexpr,
+    HEADS: tl.constexpr,
+    PARTS: tl.constexpr,
+    TILE_WORDS: tl.constexpr,
+    LANES: tl.constexpr,
     SHARES: tl.constexpr,
-):  # fmt: skip
+):
     """Add up the parts of divided contexts. Grid (entries of `divided`, KV heads, SHARES).
 
     The programs of a tile's parts share its lanes, so that all multiprocessors add.
@@ -118,6 +198,24 @@ def merge_kernel(
     end = (share + 1) * lanes // (parts * SHARES)
     for begin in range(share * lanes // (parts * SHARES), end, LANES):
         merge_parts(
-            out, sums_at, stats_at, sinks, row, head, begin, end, place - part, parts, 0, 0, stride_out, D, DP, GROUP,
-            M, LANES, HEADS, PARTS,
-        )  # fmt: skip
+            out,
+            sums_at,
+            stats_at,
+            sinks,
+            row,
+            head,
+            begin,
+            end,
+            place - part,
+            parts,
+            0,
+            0,
+            stride_out,
+            D,
+            DP,
+            GROUP,
+            M,
+            LANES,
+            HEADS,
+            PARTS,
+        )

@@ -13,12 +13,41 @@ from quire.kernels.triton_runtime import tl
 
 @unspecialized("num_groups", "num_items", "prefix_parts")
 def prefix_kernel(
-    q, k, v, table, table_rows, query_start, seq_lens, starts, members, blocks, sums_at, stats_at, num_groups,
-    num_items, prefix_parts, stride_q, stride_block, stride_head, stride_token, stride_table, scale, cap, v_scale,
-    CAPPED: tl.constexpr, EXACT: tl.constexpr, SIZE: tl.constexpr, TILE: tl.constexpr, D: tl.constexpr,
-    DP: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, M: tl.constexpr, HEADS: tl.constexpr,
+    q,
+    k,
+    v,
+    table,
+    table_rows,
+    query_start,
+    seq_lens,
+    starts,
+    members,
+    blocks,
+    sums_at,
+    stats_at,
+    num_groups,
+    num_items,
+    prefix_parts,
+    stride_q,
+    stride_block,
+    stride_head,
+    stride_token,
+    stride_table,
+    scale,
+    cap,
+    v_scale,
+    CAPPED: tl.constexpr,
+    EXACT: tl.constexpr,
+    SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    D: tl.constexpr,
+    DP: tl.constexpr,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    M: tl.constexpr,
+    HEADS: tl.constexpr,
     WIDTH: tl.constexpr,
-):  # fmt: skip
+):
     """Compute attention of a tile of lanes over a part of a shared prefix. Grid (tiles, KV heads, prefix_parts).
 
     A group is a set of sequences with a common prefix. A lane is a pair (row, query head) of a sequence of the group.
@@ -68,10 +97,29 @@ def prefix_kernel(
     steps = tl.cdiv(tokens, TILE)
     end = tl.minimum((part + 1) * steps // prefix_parts * TILE, tokens)
     sums, top, weight = attend(
-        queries, sums, top, tl.zeros([M], tl.float32), end - 1 + tl.zeros([M], tl.int32), k + head * stride_head,
-        v + head * stride_head, table + leader.to(tl.int64) * stride_table, part * steps // prefix_parts * TILE, end,
-        stride_block, stride_token, scale, cap, SIZE % TILE != 0, 0, CAPPED, EXACT, SIZE, TILE, D, DP,
-    )  # fmt: skip
+        queries,
+        sums,
+        top,
+        tl.zeros([M], tl.float32),
+        end - 1 + tl.zeros([M], tl.int32),
+        k + head * stride_head,
+        v + head * stride_head,
+        table + leader.to(tl.int64) * stride_table,
+        part * steps // prefix_parts * TILE,
+        end,
+        stride_block,
+        stride_token,
+        scale,
+        cap,
+        SIZE % TILE != 0,
+        0,
+        CAPPED,
+        EXACT,
+        SIZE,
+        TILE,
+        D,
+        DP,
+    )
     at = ((num_items + member * prefix_parts + part).to(tl.int64) * HEADS + head) * ROWS + within
     if v_scale is not None:
         sums *= v_scale

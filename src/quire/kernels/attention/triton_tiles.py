@@ -71,9 +71,18 @@ def block_ids(table, start, end, SIZE: tl.constexpr, TILE: tl.constexpr):
 
 @jit
 def load_tile(
-    base, ids, start, end, stride_block, stride_token,
-    GUARDED: tl.constexpr, SIZE: tl.constexpr, TILE: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
-):  # fmt: skip
+    base,
+    ids,
+    start,
+    end,
+    stride_block,
+    stride_token,
+    GUARDED: tl.constexpr,
+    SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    D: tl.constexpr,
+    DP: tl.constexpr,
+):
     """Load keys or values [TILE, DP] of a head, for TILE tokens from `start` on. Columns from D on are zero.
 
     GUARDED                       True: rows from token `end` on are zero
@@ -99,9 +108,16 @@ def load_tile(
 
 @jit
 def rescore(
-    scores, positions, start, scale, cap,
-    MASKED: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
+    scores,
+    positions,
+    start,
+    scale,
+    cap,
+    MASKED: tl.constexpr,
+    WINDOW: tl.constexpr,
+    CAPPED: tl.constexpr,
+    TILE: tl.constexpr,
+):
     """Apply soft cap and mask to scores = q . k [M, TILE]. Return the scores, and the factor still to multiply them by.
 
     start   first token of the tile
@@ -137,10 +153,29 @@ def accumulate(scores, scale, values, sums, top, weight, EXACT: tl.constexpr):
 
 @jit
 def attend(
-    q, sums, top, weight, positions, k, v, table, start, end, stride_block, stride_token, scale, cap,
-    MASKED: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr, EXACT: tl.constexpr, SIZE: tl.constexpr,
-    TILE: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
-):  # fmt: skip
+    q,
+    sums,
+    top,
+    weight,
+    positions,
+    k,
+    v,
+    table,
+    start,
+    end,
+    stride_block,
+    stride_token,
+    scale,
+    cap,
+    MASKED: tl.constexpr,
+    WINDOW: tl.constexpr,
+    CAPPED: tl.constexpr,
+    EXACT: tl.constexpr,
+    SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    D: tl.constexpr,
+    DP: tl.constexpr,
+):
     """Add tokens start .. end - 1 of a context to the running softmax of a KV head. Returns sums, top, weight.
 
     sums, top, weight   state of the softmax, see `accumulate`
@@ -156,9 +191,28 @@ def attend(
         q = half(q)
     if CODED and q.shape[0] <= 32 and D == DP and D >= 64:
         sums, top, weight = _attend_words(
-            q, sums, top, weight, positions, k, v, table, start, end, stride_block, stride_token, scale, cap,
-            MASKED, WINDOW, CAPPED, EXACT, SIZE, TILE, D,
-        )  # fmt: skip
+            q,
+            sums,
+            top,
+            weight,
+            positions,
+            k,
+            v,
+            table,
+            start,
+            end,
+            stride_block,
+            stride_token,
+            scale,
+            cap,
+            MASKED,
+            WINDOW,
+            CAPPED,
+            EXACT,
+            SIZE,
+            TILE,
+            D,
+        )
     else:
         ids = block_ids(table, start, end, SIZE, TILE)
         for at in tl.range(start, end, TILE):
@@ -174,10 +228,28 @@ def attend(
 
 @jit
 def _attend_words(
-    q, sums, top, weight, positions, k, v, table, start, end, stride_block, stride_token, scale, cap,
-    MASKED: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr, EXACT: tl.constexpr, SIZE: tl.constexpr,
-    TILE: tl.constexpr, D: tl.constexpr,
-):  # fmt: skip
+    q,
+    sums,
+    top,
+    weight,
+    positions,
+    k,
+    v,
+    table,
+    start,
+    end,
+    stride_block,
+    stride_token,
+    scale,
+    cap,
+    MASKED: tl.constexpr,
+    WINDOW: tl.constexpr,
+    CAPPED: tl.constexpr,
+    EXACT: tl.constexpr,
+    SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    D: tl.constexpr,
+):
     """Do the work of `attend` for 8-bit codes and few rows, with values loaded as words of four codes.
 
     The matrix units want pairs of tokens for each column of the values, which lie a row apart. Single codes would take
@@ -228,13 +300,23 @@ def _halves(words, DTYPE: tl.constexpr):
             cvt.rn.f16x2.e4m3x2 p, a; cvt.rn.f16x2.e4m3x2 q, b; cvt.rn.f16x2.e4m3x2 r, c; cvt.rn.f16x2.e4m3x2 s, d;
             prmt.b32 $0, p, r, 0x5410; prmt.b32 $1, p, r, 0x7632;
             prmt.b32 $2, q, s, 0x5410; prmt.b32 $3, q, s, 0x7632; }""",
-            "=r,=r,=r,=r,r,r", [words], dtype=(tl.float16, tl.float16, tl.float16, tl.float16), is_pure=True, pack=2)
+            "=r,=r,=r,=r,r,r",
+            [words],
+            dtype=(tl.float16, tl.float16, tl.float16, tl.float16),
+            is_pure=True,
+            pack=2,
+        )
     else:  # e5m2 is the upper half of a float16
         a, b, c, d = tl.inline_asm_elementwise(
             """{ .reg .b32 p, q, r, s; prmt.b32 p, $4, $5, 0x4000; prmt.b32 q, $4, $5, 0x5010;
             prmt.b32 r, $4, $5, 0x6020; prmt.b32 s, $4, $5, 0x7030; and.b32 $0, p, 0xFF00FF00;
             and.b32 $1, q, 0xFF00FF00; and.b32 $2, r, 0xFF00FF00; and.b32 $3, s, 0xFF00FF00; }""",
-            "=r,=r,=r,=r,r,r", [words], dtype=(tl.float16, tl.float16, tl.float16, tl.float16), is_pure=True, pack=2)
+            "=r,=r,=r,=r,r,r",
+            [words],
+            dtype=(tl.float16, tl.float16, tl.float16, tl.float16),
+            is_pure=True,
+            pack=2,
+        )
     return a, b, c, d
 
 
@@ -276,10 +358,27 @@ def store_part(sums_at, stats_at, sums, top, weight, at, live, D: tl.constexpr, 
 
 @jit
 def merge_parts(
-    out, sums_at, stats_at, sinks, row, head, begin, end, first, parts, prefix_first, prefix_parts, stride_out,
-    D: tl.constexpr, DP: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, M: tl.constexpr, HEADS: tl.constexpr,
+    out,
+    sums_at,
+    stats_at,
+    sinks,
+    row,
+    head,
+    begin,
+    end,
+    first,
+    parts,
+    prefix_first,
+    prefix_parts,
+    stride_out,
+    D: tl.constexpr,
+    DP: tl.constexpr,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    M: tl.constexpr,
+    HEADS: tl.constexpr,
     PARTS: tl.constexpr,
-):  # fmt: skip
+):
     """Add up the parts of the softmax of a sequence, or of a tile of its rows, for a KV head; store the result.
 
     row, begin, end               first row; the lanes begin .. end - 1 are added, at most M
@@ -313,8 +412,12 @@ def merge_parts(
             which = tl.where(turn < parts, first + turn, prefix_first + turn - parts).to(tl.int64) * HEADS + head
             lanes, there = which * ROWS + lane, live & (turn < total)
             share = tl.exp2(tl.load(stats_at + 2 * lanes, mask=there, other=LOWEST, cache_modifier=".cg") - top)
-            part_sums = tl.load(sums_at + lanes[:, None] * D + dims[None, :], mask=inside & (turn < total), other=0.0,
-                                cache_modifier=".cg")  # fmt: skip
+            part_sums = tl.load(
+                sums_at + lanes[:, None] * D + dims[None, :],
+                mask=inside & (turn < total),
+                other=0.0,
+                cache_modifier=".cg",
+            )
             sums += part_sums * share[:, None]
     pointers = out + ((row + lane // GROUP).to(tl.int64) * stride_out + query_head * D)[:, None] + dims[None, :]
     tl.store(pointers, (sums / weight[:, None]).to(out.dtype.element_ty), mask=inside)

@@ -66,8 +66,9 @@ def _find(meta: AttentionMeta, size: int, window: int | None, group: int, most: 
     count = sum(end - begin for _, begin, end in spans)
     if not spans or count > most or readers < PAYS * count * size:
         return None
-    pages = np.concatenate([np.stack(np.broadcast_arrays(sequence, np.arange(begin, end)), 1)
-                            for sequence, begin, end in spans]).astype(np.int32)  # fmt: skip
+    pages = np.concatenate(
+        [np.stack(np.broadcast_arrays(sequence, np.arange(begin, end)), 1) for sequence, begin, end in spans]
+    ).astype(np.int32)
     width = -(-max(end for *_, end in spans) // 16) * 16  # kernels are compiled for a multiple of 16
     on_host, device = torch.from_numpy(pages), meta.block_tables.device
     on_host = on_host.pin_memory() if device.type == "cuda" else on_host
@@ -86,17 +87,40 @@ def widen(kv: KVView, found: Pages, meta: AttentionMeta, dtype: torch.dtype) -> 
     count, table = len(found.pages), found.table
     k, v = torch.empty((2, count, kv_heads, size, dim), dtype=dtype, device=kv.k.device)
     _widen_kernel[(count, -(-length // CHUNK))](
-        kv.k, kv.v, k, v, found.pages, meta.block_tables, meta.table_rows, table, kv.k.stride(0),
-        meta.block_tables.stride(0), table.stride(0), LENGTH=length, CHUNK=CHUNK, num_warps=4,
-    )  # fmt: skip
+        kv.k,
+        kv.v,
+        k,
+        v,
+        found.pages,
+        meta.block_tables,
+        meta.table_rows,
+        table,
+        kv.k.stride(0),
+        meta.block_tables.stride(0),
+        table.stride(0),
+        LENGTH=length,
+        CHUNK=CHUNK,
+        num_warps=4,
+    )
     return KVView(k, v, kv.k_scale, kv.v_scale)
 
 
 @unspecialized("stride_own")
 def _widen_kernel(
-    k, v, to_k, to_v, pages, table, table_rows, own, stride_block, stride_table, stride_own, LENGTH: tl.constexpr,
+    k,
+    v,
+    to_k,
+    to_v,
+    pages,
+    table,
+    table_rows,
+    own,
+    stride_block,
+    stride_table,
+    stride_own,
+    LENGTH: tl.constexpr,
     CHUNK: tl.constexpr,
-):  # fmt: skip
+):
     """Copy a chunk of a page's keys and values. Grid (pages, chunks of a page).
 
     k, v            cache: LENGTH contiguous codes in each block; stride_block  elements from block to block

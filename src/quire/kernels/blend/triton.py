@@ -14,16 +14,18 @@ from quire.kernels.triton_runtime import jit, tl
 def move(kv: KVView, sources: Tensor, targets: Tensor, cos: Tensor, sin: Tensor) -> None:
     """Write the values and the rotated keys of `sources` to `targets`. See `quire.kernels.blend`."""
     if len(sources):
-        _move_kernel[(len(sources),)](kv.k, kv.v, sources, targets, cos, sin, *_strides(kv), is_coded(kv.k),
-                                      **_sizes(kv))  # fmt: skip
+        _move_kernel[(len(sources),)](
+            kv.k, kv.v, sources, targets, cos, sin, *_strides(kv), is_coded(kv.k), **_sizes(kv)
+        )
 
 
 def deviation(kv: KVView, sources: Tensor, targets: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Return the squared distance of each target from its moved source. See `quire.kernels.blend`."""
     found = torch.empty(len(sources), dtype=torch.float32, device=sources.device)
     if len(sources):
-        _deviation_kernel[(len(sources),)](kv.k, kv.v, sources, targets, cos, sin, found, kv.k_scale, kv.v_scale,
-                                           *_strides(kv), **_sizes(kv))  # fmt: skip
+        _deviation_kernel[(len(sources),)](
+            kv.k, kv.v, sources, targets, cos, sin, found, kv.k_scale, kv.v_scale, *_strides(kv), **_sizes(kv)
+        )
     return found
 
 
@@ -35,8 +37,16 @@ def _strides(kv: KVView) -> tuple[int, ...]:
 
 def _sizes(kv: KVView) -> dict[str, int]:
     heads, half, dim = kv.k.shape[1], kv.k.shape[3] // 2, kv.v.shape[3]
-    return {"SIZE": kv.block_size, "HEADS": heads, "HEADSP": _power(heads), "HALF": half, "HALFP": _power(half),
-            "DIM": dim, "DIMP": _power(dim), "num_warps": 4}  # fmt: skip
+    return {
+        "SIZE": kv.block_size,
+        "HEADS": heads,
+        "HEADSP": _power(heads),
+        "HALF": half,
+        "HALFP": _power(half),
+        "DIM": dim,
+        "DIMP": _power(dim),
+        "num_warps": 4,
+    }
 
 
 def _power(value: int) -> int:
@@ -51,10 +61,27 @@ def _turned(first, second, cos, sin):
 
 @jit
 def _move_kernel(
-    k, v, sources, targets, cos, sin, k_block, k_head, k_token, v_block, v_head, v_token, CODED: tl.constexpr,
-    SIZE: tl.constexpr, HEADS: tl.constexpr, HEADSP: tl.constexpr, HALF: tl.constexpr, HALFP: tl.constexpr,
-    DIM: tl.constexpr, DIMP: tl.constexpr,
-):  # fmt: skip
+    k,
+    v,
+    sources,
+    targets,
+    cos,
+    sin,
+    k_block,
+    k_head,
+    k_token,
+    v_block,
+    v_head,
+    v_token,
+    CODED: tl.constexpr,
+    SIZE: tl.constexpr,
+    HEADS: tl.constexpr,
+    HEADSP: tl.constexpr,
+    HALF: tl.constexpr,
+    HALFP: tl.constexpr,
+    DIM: tl.constexpr,
+    DIMP: tl.constexpr,
+):
     """Move a token. Grid (N,).
 
     k, v               cache [blocks, HEADS, SIZE, 2 HALF] and [blocks, HEADS, SIZE, DIM]
@@ -88,10 +115,29 @@ def _move_kernel(
 
 @jit
 def _deviation_kernel(
-    k, v, sources, targets, cos, sin, found, k_scale, v_scale, k_block, k_head, k_token, v_block, v_head, v_token,
-    SIZE: tl.constexpr, HEADS: tl.constexpr, HEADSP: tl.constexpr, HALF: tl.constexpr, HALFP: tl.constexpr,
-    DIM: tl.constexpr, DIMP: tl.constexpr,
-):  # fmt: skip
+    k,
+    v,
+    sources,
+    targets,
+    cos,
+    sin,
+    found,
+    k_scale,
+    v_scale,
+    k_block,
+    k_head,
+    k_token,
+    v_block,
+    v_head,
+    v_token,
+    SIZE: tl.constexpr,
+    HEADS: tl.constexpr,
+    HEADSP: tl.constexpr,
+    HALF: tl.constexpr,
+    HALFP: tl.constexpr,
+    DIM: tl.constexpr,
+    DIMP: tl.constexpr,
+):
     """Compute the squared distance of a token's target from its moved source. Grid (N,).
 
     found              [N] float32, output

@@ -79,13 +79,17 @@ class KernelSetup:
         """(outputs, inputs) of a layer's projections and of the head, by name."""
         args, hidden, inner = self.args, self.args.hidden_size, self.args.intermediate_size
         q, kv = args.num_heads * args.head_dim, args.num_kv_heads * args.head_dim
-        return {"qkv": (q + 2 * kv, hidden), "o": (hidden, q), "gate_up": (2 * inner, hidden), "down": (hidden, inner),
-                "head": (args.vocab_size, hidden)}
+        return {
+            "qkv": (q + 2 * kv, hidden),
+            "o": (hidden, q),
+            "gate_up": (2 * inner, hidden),
+            "down": (hidden, inner),
+            "head": (args.vocab_size, hidden),
+        }
 
     def randn(self, *shape: int, scale: float = 1.0) -> Tensor:
         """Return normal random numbers times `scale`, of `dtype` on `device`. Zeros would run faster than real data."""
         return torch.randn(shape, dtype=torch.float32, device=self.device).mul_(scale).to(self.dtype)
-
 
     def arena(self, num_layers: int, num_blocks: int) -> list[KVView]:
         """Return the KV caches of `num_layers` layers in one allocation, as in a model, filled with random values."""

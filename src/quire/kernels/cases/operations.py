@@ -30,8 +30,13 @@ def norm_cases(setup: KernelSetup) -> Iterator[KernelCase]:
         return Pair(lambda: setup.kernels.norm.rms_norm(x, weight, EPS), lambda: F.rms_norm(x, (dim,), weight, EPS))
 
     for rows in setup.rows:
-        yield KernelCase(shape=f"{rows} x {dim}", num_bytes=(2 * rows + 1) * dim * setup.item, flops=4 * rows * dim,
-                         baseline="F.rms_norm", make=made(pair, rows))
+        yield KernelCase(
+            shape=f"{rows} x {dim}",
+            num_bytes=(2 * rows + 1) * dim * setup.item,
+            flops=4 * rows * dim,
+            baseline="F.rms_norm",
+            make=made(pair, rows),
+        )
 
 
 def activation_cases(setup: KernelSetup) -> Iterator[KernelCase]:
@@ -43,8 +48,13 @@ def activation_cases(setup: KernelSetup) -> Iterator[KernelCase]:
         return Pair(lambda: setup.kernels.activation.silu_mul(x), lambda: F.silu(x[:, :size]) * x[:, size:])
 
     for rows in setup.rows:
-        yield KernelCase(shape=f"{rows} x {size}", num_bytes=3 * rows * size * setup.item, flops=4 * rows * size,
-                         baseline="F.silu, mul", make=made(pair, rows))
+        yield KernelCase(
+            shape=f"{rows} x {size}",
+            num_bytes=3 * rows * size * setup.item,
+            flops=4 * rows * size,
+            baseline="F.silu, mul",
+            make=made(pair, rows),
+        )
 
 
 def heads_cases(setup: KernelSetup) -> Iterator[KernelCase]:
@@ -85,8 +95,13 @@ def heads_cases(setup: KernelSetup) -> Iterator[KernelCase]:
 
     for rows in setup.rows:
         moved = rows * dim * (2 * (turned + kv_heads) + 2) * setup.item + 8 * rows
-        yield KernelCase(shape=f"{rows} x {heads}+{kv_heads}x{dim}", num_bytes=moved, flops=10 * rows * turned * dim,
-                         baseline="PyTorch, 10 calls", make=partial(pairs, rows))
+        yield KernelCase(
+            shape=f"{rows} x {heads}+{kv_heads}x{dim}",
+            num_bytes=moved,
+            flops=10 * rows * turned * dim,
+            baseline="PyTorch, 10 calls",
+            make=partial(pairs, rows),
+        )
 
 
 def linear_cases(setup: KernelSetup) -> Iterator[KernelCase]:
@@ -105,9 +120,13 @@ def linear_cases(setup: KernelSetup) -> Iterator[KernelCase]:
             if name == "head" and rows > LOGIT_ROWS:
                 continue
             out = 4 if name == "head" else setup.item
-            yield KernelCase(shape=f"{name} {rows} x {k} -> {n}",
-                             num_bytes=(n * k + rows * k) * setup.item + rows * n * out,
-                             flops=2 * rows * n * k, baseline="F.linear", make=made(pair, name, rows))
+            yield KernelCase(
+                shape=f"{name} {rows} x {k} -> {n}",
+                num_bytes=(n * k + rows * k) * setup.item + rows * n * out,
+                flops=2 * rows * n * k,
+                baseline="F.linear",
+                make=made(pair, name, rows),
+            )
 
 
 def attention_cases(setup: KernelSetup) -> Iterator[KernelCase]:
@@ -117,8 +136,9 @@ def attention_cases(setup: KernelSetup) -> Iterator[KernelCase]:
 
 def shared_cases(setup: KernelSetup) -> Iterator[KernelCase]:
     """Yield decode cases with a shared prefix. The baseline is the same kernel without shared reads."""
-    return (_attention_case(setup, (seqs, 1, context), prefix // setup.block_size)
-            for seqs, context, prefix in setup.shared)
+    return (
+        _attention_case(setup, (seqs, 1, context), prefix // setup.block_size) for seqs, context, prefix in setup.shared
+    )
 
 
 def _attention_case(setup: KernelSetup, sizes: tuple[int, int, int], front: int) -> KernelCase:
@@ -133,9 +153,11 @@ def _attention_case(setup: KernelSetup, sizes: tuple[int, int, int], front: int)
         slots = np.arange(seqs, dtype=np.int32)
         packed = pack_shared([SharedPrefix(slots, front)], slots, np.ones_like(slots), num_groups=1, most_seqs=seqs)
         meta = AttentionMeta(
-            query_start=torch.arange(0, seqs * new + 1, new, **i32), seq_lens=torch.full((seqs,), context, **i32),
+            query_start=torch.arange(0, seqs * new + 1, new, **i32),
+            seq_lens=torch.full((seqs,), context, **i32),
             block_tables=torch.cat((blocks[:front].expand(seqs, front), blocks[front:].view(seqs, own)), 1),
-            kv_slots=torch.zeros(seqs * new, dtype=torch.int64, device=device), table_rows=torch.arange(seqs, **i32),
+            kv_slots=torch.zeros(seqs * new, dtype=torch.int64, device=device),
+            table_rows=torch.arange(seqs, **i32),
             max_query_len=new,
             shared=SharedBlocks.view(torch.from_numpy(packed).to(device), 1, seqs, seqs) if front else None,
         )
@@ -144,18 +166,23 @@ def _attention_case(setup: KernelSetup, sizes: tuple[int, int, int], front: int)
     seen = new * context - new * (new - 1) // 2  # positions that the rows of one sequence attend to
     read = seqs * context - (seqs - 1) * front * size
     alike = f", {front * size} shared" if front else ""
-    return KernelCase(shape=f"{seqs} x {new} of {context}{alike}, {heads}/{kv_heads}x{dim}",
-                      num_bytes=2 * (kv_heads * read + heads * seqs * new) * dim * setup.item,
-                      flops=4 * seqs * heads * dim * seen, baseline="not shared" if front else "SDPA, unpaged",
-                      make=pairs)
+    return KernelCase(
+        shape=f"{seqs} x {new} of {context}{alike}, {heads}/{kv_heads}x{dim}",
+        num_bytes=2 * (kv_heads * read + heads * seqs * new) * dim * setup.item,
+        flops=4 * seqs * heads * dim * seen,
+        baseline="not shared" if front else "SDPA, unpaged",
+        make=pairs,
+    )
 
 
 def _attention_pair(setup: KernelSetup, kv: KVView, meta: AttentionMeta, sizes: tuple[int, int, int]) -> Pair:
     seqs, new, context = sizes
     heads, kv_heads, dim = setup.args.num_heads, setup.args.num_kv_heads, setup.args.head_dim
     q, attend = setup.randn(seqs * new, heads, dim), setup.kernels.attention.paged_attention
-    k, v = (part[meta.block_tables.long()].transpose(1, 2).reshape(seqs, kv_heads, -1, dim)[:, :, :context].contiguous()
-            for part in (kv.k, kv.v))
+    k, v = (
+        part[meta.block_tables.long()].transpose(1, 2).reshape(seqs, kv_heads, -1, dim)[:, :, :context].contiguous()
+        for part in (kv.k, kv.v)
+    )
     rows = q.view(seqs, new, heads, dim).transpose(1, 2)
     mask = causal_lower_right(new, context) if 1 < new < context else None
 
@@ -170,8 +197,11 @@ def _attention_pair(setup: KernelSetup, kv: KVView, meta: AttentionMeta, sizes: 
 def step_cases(setup: KernelSetup) -> Iterator[KernelCase]:
     """Yield cases of the work around a forward pass: update block tables, build inputs, store sampled tokens."""
     for seqs, new, context in setup.steps:
-        yield KernelCase(shape=f"{seqs} x {new} of {context}", num_bytes=28 * seqs * new + 200 * seqs,
-                         make=made(_step_pair, setup, seqs, new, context))
+        yield KernelCase(
+            shape=f"{seqs} x {new} of {context}",
+            num_bytes=28 * seqs * new + 200 * seqs,
+            make=made(_step_pair, setup, seqs, new, context),
+        )
 
 
 def _step_pair(setup: KernelSetup, seqs: int, new: int, context: int) -> Pair:
@@ -180,18 +210,46 @@ def _step_pair(setup: KernelSetup, seqs: int, new: int, context: int) -> Pair:
     def some(*shape: int) -> Tensor:
         return torch.randint(1, 1000, shape, device=device)
 
-    tables = Tables(block_tables=some(1, seqs + 1, -(-context // size)).int(), computed=some(seqs + 1),
-                    history=some(seqs + 1, context + 1).int(), hosted=some(seqs + 1).int(), block_size=size)
-    buffers = StepBuffers(token_ids=some(tokens), positions=some(tokens), kv_slots=some(1, tokens),
-                          live=some(tokens).bool(), seq_lens=some(seqs).int(), sample_rows=some(seqs),
-                          sample_slots=some(seqs), sample_positions=some(seqs), drafts=some(seqs).int())
+    tables = Tables(
+        block_tables=some(1, seqs + 1, -(-context // size)).int(),
+        computed=some(seqs + 1),
+        history=some(seqs + 1, context + 1).int(),
+        hosted=some(seqs + 1).int(),
+        block_size=size,
+    )
+    buffers = StepBuffers(
+        token_ids=some(tokens),
+        positions=some(tokens),
+        kv_slots=some(1, tokens),
+        live=some(tokens).bool(),
+        seq_lens=some(seqs).int(),
+        sample_rows=some(seqs),
+        sample_slots=some(seqs),
+        sample_positions=some(seqs),
+        drafts=some(seqs).int(),
+    )
     drawn, codes, out = some(seqs), torch.zeros(seqs, dtype=torch.uint8, device=device), some(3, seqs).int()
     upload, ones = PackedUpload(seqs, seqs, device, 0, words=1 << 14), np.ones(seqs, np.int32)
-    plan = StepPlan(step=0, slots=np.arange(seqs, dtype=np.int32), num_tokens=new * ones, num_rows=ones,
-                    num_decodes=seqs if new == 1 else 0, outputs=np.full(seqs, SAMPLE, np.uint8))
+    plan = StepPlan(
+        step=0,
+        slots=np.arange(seqs, dtype=np.int32),
+        num_tokens=new * ones,
+        num_rows=ones,
+        num_decodes=seqs if new == 1 else 0,
+        outputs=np.full(seqs, SAMPLE, np.uint8),
+    )
     before, width = np.array([context - new], np.int64).view(np.int32), tables.block_tables.shape[2]
-    upload.send(plan, [change for seq in range(seqs) for change in (
-        Change(tables.computed, 2 * seq, before), Change(tables.block_tables, (seq + 1) * width - 1, 7 * ones[:1]))])
+    upload.send(
+        plan,
+        [
+            change
+            for seq in range(seqs)
+            for change in (
+                Change(tables.computed, 2 * seq, before),
+                Change(tables.block_tables, (seq + 1) * width - 1, 7 * ones[:1]),
+            )
+        ],
+    )
 
     def run() -> Result:
         upload.apply()
@@ -207,7 +265,18 @@ def _step_pair(setup: KernelSetup, seqs: int, new: int, context: int) -> Pair:
         block[:, -1] = 7
         kv_slots = block[row, at // size] * size + at % size
         live = torch.ones_like(row, dtype=torch.bool)
-        return (tables.history[row, at], at, kv_slots[None], live, whole, seq * new + new - 1, seq, whole, whole, drawn,
-                torch.stack((drawn, codes)))
+        return (
+            tables.history[row, at],
+            at,
+            kv_slots[None],
+            live,
+            whole,
+            seq * new + new - 1,
+            seq,
+            whole,
+            whole,
+            drawn,
+            torch.stack((drawn, codes)),
+        )
 
     return Pair(run, None, expected)

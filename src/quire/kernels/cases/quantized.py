@@ -34,15 +34,20 @@ def quantized_cases(setup: KernelSetup) -> Iterator[KernelCase]:
                 yield KernelCase(
                     shape=f"{words}: {name} {rows} x {k} -> {n}",
                     num_bytes=scheme.num_bytes(n, k) + rows * (k + n) * setup.item,
-                    flops=2 * rows * n * k // (2 if scheme.inputs else 1), baseline="F.linear",
-                    make=made(_linear_pair, setup, scheme, n, k, rows))  # fmt: skip
+                    flops=2 * rows * n * k // (2 if scheme.inputs else 1),
+                    baseline="F.linear",
+                    make=made(_linear_pair, setup, scheme, n, k, rows),
+                )
 
 
 def _linear_pair(setup: KernelSetup, scheme: Scheme, n: int, k: int, rows: int) -> Pair:
     matrix, x = random_matrix(scheme, n, k, setup.device), setup.randn(rows, k)
     weight, kernel = dequantize(matrix).to(setup.dtype), _kernel(setup, "linear", scheme)
-    return Pair(partial(kernel.run, x, kernel.pack(matrix), None), lambda: F.linear(x, weight),
-                lambda: quantized_ref.run(x, matrix, None))
+    return Pair(
+        partial(kernel.run, x, kernel.pack(matrix), None),
+        lambda: F.linear(x, weight),
+        lambda: quantized_ref.run(x, matrix, None),
+    )
 
 
 def expert_cases(setup: KernelSetup) -> Iterator[KernelCase]:
@@ -54,10 +59,12 @@ def expert_cases(setup: KernelSetup) -> Iterator[KernelCase]:
         expert = scheme.num_bytes(2 * inner, hidden) + scheme.num_bytes(hidden, inner)
         for rows in () if scheme.inputs else setup.rows:
             yield KernelCase(
-                shape=f"{words}: {rows} x {hidden} -> {inner}, {k} of {count} experts", baseline="unquantized",
+                shape=f"{words}: {rows} x {hidden} -> {inner}, {k} of {count} experts",
+                baseline="unquantized",
                 num_bytes=min(count, rows * k) * expert + 2 * rows * hidden * setup.item,
                 flops=6 * rows * k * hidden * inner,
-                make=made(_expert_pair, setup, scheme, Case(rows, count, k, hidden, inner)))  # fmt: skip
+                make=made(_expert_pair, setup, scheme, Case(rows, count, k, hidden, inner)),
+            )
 
 
 def _expert_pair(setup: KernelSetup, scheme: Scheme, case: Case) -> Pair:

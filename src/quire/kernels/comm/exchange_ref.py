@@ -25,8 +25,16 @@ class Replica:
     count: int
 
 
-def dispatched(replicas: Sequence[Replica], owner: Tensor, rank: int, bound: int, each: int = 1, *, first: int = 0,
-               wire: Wire = AS_THEY_ARE) -> tuple[Tensor | QuantizedRows, Tensor, Tensor]:
+def dispatched(
+    replicas: Sequence[Replica],
+    owner: Tensor,
+    rank: int,
+    bound: int,
+    each: int = 1,
+    *,
+    first: int = 0,
+    wire: Wire = AS_THEY_ARE,
+) -> tuple[Tensor | QuantizedRows, Tensor, Tensor]:
     """Return x [ranks * bound, hidden], weights and ids [.., k] that `rank` gets; rows that it does not get are zeros.
 
     x has the form of the wire. Arguments as those of `triton_exchange.dispatch`; `each` ranks bring a replica's rows.
@@ -44,8 +52,17 @@ def dispatched(replicas: Sequence[Replica], owner: Tensor, rank: int, bound: int
     return quantize_rows(x, wire) if wire.values else x, weights, ids
 
 
-def combined(residual: Tensor, replicas: Sequence[Replica], results: Sequence[Tensor], owner: Tensor, number: int,
-             bound: int, each: int = 1, *, first: int = 0) -> Tensor:  # fmt: skip
+def combined(
+    residual: Tensor,
+    replicas: Sequence[Replica],
+    results: Sequence[Tensor],
+    owner: Tensor,
+    number: int,
+    bound: int,
+    each: int = 1,
+    *,
+    first: int = 0,
+) -> Tensor:
     """Return residual [T, hidden] + the results for the rows of replica `number`, in float32 and rounded once.
 
     results   [ranks * bound, hidden] of each rank

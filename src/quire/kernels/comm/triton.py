@@ -31,9 +31,18 @@ def _meet(signals, rank, block, RANKS: tl.constexpr):
 
 @jit
 def _sum_kernel(
-    part, residual, out, buffers, signals, rank, offset, count, RANKS: tl.constexpr, ADD: tl.constexpr,
+    part,
+    residual,
+    out,
+    buffers,
+    signals,
+    rank,
+    offset,
+    count,
+    RANKS: tl.constexpr,
+    ADD: tl.constexpr,
     TILE: tl.constexpr,
-):  # fmt: skip
+):
     """Sum the parts of all ranks, and the residual. Grid (programs,), the same on all ranks.
 
     part, residual, out   [count] of one type, contiguous; out may be the residual. residual is not read without ADD
@@ -73,7 +82,17 @@ def sum_ranks(part: Tensor, residual: Tensor | None, peers: Peers, buffer: int) 
     tile, warps = SMALL if count <= FEW else LARGE
     programs = max(1, min(peers.blocks, triton.cdiv(count, tile)))
     _sum_kernel[(programs,)](
-        part, out, out, peers.buffers, peers.signals, peers.rank, buffer * (peers.room // part.element_size()), count,
-        RANKS=len(peers.buffers), ADD=residual is not None, TILE=tile, num_warps=warps,
-    )  # fmt: skip
+        part,
+        out,
+        out,
+        peers.buffers,
+        peers.signals,
+        peers.rank,
+        buffer * (peers.room // part.element_size()),
+        count,
+        RANKS=len(peers.buffers),
+        ADD=residual is not None,
+        TILE=tile,
+        num_warps=warps,
+    )
     return out

@@ -21,8 +21,9 @@ LANES = 8  # rows of all ranks that a program reads at a time, where there are m
 WARPS = 8
 
 
-def dispatch(x: Tensor, ids: Tensor, weights: Tensor, count: Tensor, owner: Tensor, slots: Slots, bound: int,
-             first: int = 0) -> tuple[Tensor | QuantizedRows, Tensor, Tensor, Tensor]:
+def dispatch(
+    x: Tensor, ids: Tensor, weights: Tensor, count: Tensor, owner: Tensor, slots: Slots, bound: int, first: int = 0
+) -> tuple[Tensor | QuantizedRows, Tensor, Tensor, Tensor]:
     """Bring rows to the ranks of their experts. Return x [R, hidden], weights [R, k], ids [R, k] and y [R, hidden].
 
     R is ranks * bound; row r * bound + i is row i of rank r. ids are -1 in rows that this rank does not get. y lies in
@@ -48,18 +49,47 @@ def dispatch(x: Tensor, ids: Tensor, weights: Tensor, count: Tensor, owner: Tens
     rows = _rows(slots, bound)
     at = layout.offsets()
     _dispatch_kernel[(_programs(slots, bound, rows),)](
-        x, ids, weights, count, owner, x_all, scales, ids_all, weights_all, slots.peers.buffers, slots.peers.signals,
-        slots.peers.rank, bound, first, layout.ranks, triton.next_power_of_2(layout.ranks), slots.each, k,
-        triton.next_power_of_2(k), hidden, min(WIDE, triton.next_power_of_2(hidden)), rows, MOST[wire.values],
-        wire.group, wire.powers, at["x"], at["scales"], at["ids"], at["weights"], at["y"], num_warps=WARPS)
+        x,
+        ids,
+        weights,
+        count,
+        owner,
+        x_all,
+        scales,
+        ids_all,
+        weights_all,
+        slots.peers.buffers,
+        slots.peers.signals,
+        slots.peers.rank,
+        bound,
+        first,
+        layout.ranks,
+        triton.next_power_of_2(layout.ranks),
+        slots.each,
+        k,
+        triton.next_power_of_2(k),
+        hidden,
+        min(WIDE, triton.next_power_of_2(hidden)),
+        rows,
+        MOST[wire.values],
+        wire.group,
+        wire.powers,
+        at["x"],
+        at["scales"],
+        at["ids"],
+        at["weights"],
+        at["y"],
+        num_warps=WARPS,
+    )
     if scales is not None:
         dtype = torch.int8 if wire.values == "int8" else torch.float8_e4m3fn
         return QuantizedRows(x_all.view(dtype), scales.t(), x.dtype), weights_all, ids_all, slots.y(bound, x.dtype)
     return x_all, weights_all, ids_all, slots.y(bound, x.dtype)
 
 
-def combine(residual: Tensor, y: Tensor, ids: Tensor, count: Tensor, owner: Tensor, slots: Slots, bound: int,
-            first: int = 0) -> Tensor:
+def combine(
+    residual: Tensor, y: Tensor, ids: Tensor, count: Tensor, owner: Tensor, slots: Slots, bound: int, first: int = 0
+) -> Tensor:
     """Return residual [T, hidden] + the results of all ranks for its rows; it overwrites the residual.
 
     y   [ranks * bound, hidden] results of this rank's experts for the rows that `dispatch` brought. They are copied
@@ -74,9 +104,25 @@ def combine(residual: Tensor, y: Tensor, ids: Tensor, count: Tensor, owner: Tens
     most = slots.each * bound
     rows = _rows(slots, most)
     _combine_kernel[(_programs(slots, most, rows),)](
-        residual, ids, count, owner, slots.peers.buffers, slots.peers.signals, slots.peers.rank, bound, first,
-        layout.ranks, slots.each, layout.top_k, triton.next_power_of_2(layout.top_k), layout.hidden,
-        min(WIDE, triton.next_power_of_2(layout.hidden)), rows, layout.offsets()["y"], num_warps=WARPS)
+        residual,
+        ids,
+        count,
+        owner,
+        slots.peers.buffers,
+        slots.peers.signals,
+        slots.peers.rank,
+        bound,
+        first,
+        layout.ranks,
+        slots.each,
+        layout.top_k,
+        triton.next_power_of_2(layout.top_k),
+        layout.hidden,
+        min(WIDE, triton.next_power_of_2(layout.hidden)),
+        rows,
+        layout.offsets()["y"],
+        num_warps=WARPS,
+    )
     return residual
 
 
@@ -114,10 +160,26 @@ def _owners_of_rows(ids, owner, row, total, TOP_K: tl.constexpr, J: tl.constexpr
 
 @jit
 def _publish(
-    x, ids, weights, own, source, row, there, TOP_K: tl.constexpr, J: tl.constexpr, H: tl.constexpr,
-    COLS: tl.constexpr, ROWS: tl.constexpr, MOST: tl.constexpr, GROUP: tl.constexpr, POWERS: tl.constexpr,
-    X_AT: tl.constexpr, S_AT: tl.constexpr, IDS_AT: tl.constexpr, W_AT: tl.constexpr,
-):  # fmt: skip
+    x,
+    ids,
+    weights,
+    own,
+    source,
+    row,
+    there,
+    TOP_K: tl.constexpr,
+    J: tl.constexpr,
+    H: tl.constexpr,
+    COLS: tl.constexpr,
+    ROWS: tl.constexpr,
+    MOST: tl.constexpr,
+    GROUP: tl.constexpr,
+    POWERS: tl.constexpr,
+    X_AT: tl.constexpr,
+    S_AT: tl.constexpr,
+    IDS_AT: tl.constexpr,
+    W_AT: tl.constexpr,
+):
     """Write ROWS rows `source` of x, ids and weights to the rows `row` of the buffer at the address `own`."""
     choice = tl.arange(0, J)[None, :]
     inside = there[:, None] & (choice < TOP_K)
@@ -160,9 +222,23 @@ def _publish(
 
 @jit
 def _pull(
-    x_all, scales_all, base, row, to, mine, zeros, start, size, H: tl.constexpr, COLS: tl.constexpr,
-    LANES: tl.constexpr, MOST: tl.constexpr, GROUP: tl.constexpr, X_AT: tl.constexpr, S_AT: tl.constexpr,
-):  # fmt: skip
+    x_all,
+    scales_all,
+    base,
+    row,
+    to,
+    mine,
+    zeros,
+    start,
+    size,
+    H: tl.constexpr,
+    COLS: tl.constexpr,
+    LANES: tl.constexpr,
+    MOST: tl.constexpr,
+    GROUP: tl.constexpr,
+    X_AT: tl.constexpr,
+    S_AT: tl.constexpr,
+):
     """Copy COLS columns of LANES rows from the buffers at the addresses `base`, and zero the same part of y.
 
     zeros    pointer to y;  size  rows of x_all
@@ -184,12 +260,37 @@ def _pull(
 
 @jit(do_not_specialize=["rank", "bound", "first"])
 def _dispatch_kernel(
-    x, ids, weights, count, owner, x_all, scales_all, ids_all, weights_all, buffers, signals, rank, bound, first,
-    RANKS: tl.constexpr, PEERS: tl.constexpr, EACH: tl.constexpr, TOP_K: tl.constexpr, J: tl.constexpr,
-    H: tl.constexpr, COLS: tl.constexpr, ROWS: tl.constexpr, MOST: tl.constexpr, GROUP: tl.constexpr,
-    POWERS: tl.constexpr, X_AT: tl.constexpr, S_AT: tl.constexpr, IDS_AT: tl.constexpr, W_AT: tl.constexpr,
+    x,
+    ids,
+    weights,
+    count,
+    owner,
+    x_all,
+    scales_all,
+    ids_all,
+    weights_all,
+    buffers,
+    signals,
+    rank,
+    bound,
+    first,
+    RANKS: tl.constexpr,
+    PEERS: tl.constexpr,
+    EACH: tl.constexpr,
+    TOP_K: tl.constexpr,
+    J: tl.constexpr,
+    H: tl.constexpr,
+    COLS: tl.constexpr,
+    ROWS: tl.constexpr,
+    MOST: tl.constexpr,
+    GROUP: tl.constexpr,
+    POWERS: tl.constexpr,
+    X_AT: tl.constexpr,
+    S_AT: tl.constexpr,
+    IDS_AT: tl.constexpr,
+    W_AT: tl.constexpr,
     Y_AT: tl.constexpr,
-):  # fmt: skip
+):
     """Publish this rank's rows, meet all ranks, and pull the rows that have an expert here.
 
     Grid (programs,), the same on all ranks. Program p has the tiles p, p + programs, ... of ROWS rows of every rank.
@@ -209,8 +310,27 @@ def _dispatch_kernel(
     tl.store(own.to(tl.pointer_type(tl.int32)) + program, number)
     for at in range(program * ROWS, number, step):
         row = at + tl.arange(0, ROWS)
-        _publish(x, ids, weights, own, first + row * EACH + place, row, row < number, TOP_K, J, H, COLS, ROWS, MOST,
-                 GROUP, POWERS, X_AT, S_AT, IDS_AT, W_AT)
+        _publish(
+            x,
+            ids,
+            weights,
+            own,
+            first + row * EACH + place,
+            row,
+            row < number,
+            TOP_K,
+            J,
+            H,
+            COLS,
+            ROWS,
+            MOST,
+            GROUP,
+            POWERS,
+            X_AT,
+            S_AT,
+            IDS_AT,
+            W_AT,
+        )
     _all_meet(signals, rank, RANKS)
     lane, choice = tl.arange(0, PEERS * ROWS), tl.arange(0, J)[None, :]
     peer, low = lane // ROWS, lane % ROWS
@@ -223,15 +343,20 @@ def _dispatch_kernel(
     weights_at = (base + W_AT).to(tl.pointer_type(tl.float32))[:, None] + choice
     zeros = tl.multiple_of((own + Y_AT).to(tl.pointer_type(x.dtype.element_ty)), 16)
     row, wanted = program * ROWS + low, choice < TOP_K
-    coming = tl.load(ids_at + row[:, None] * TOP_K, mask=(known & (row < bound))[:, None] & wanted, other=-1,
-                     cache_modifier=".cg")
+    coming = tl.load(
+        ids_at + row[:, None] * TOP_K, mask=(known & (row < bound))[:, None] & wanted, other=-1, cache_modifier=".cg"
+    )
     for at in range(program * ROWS, most, step):
         row = at + low
         there = row < theirs
         chosen = tl.where(there[:, None], coming, -1)
         row_next = row + step
-        coming = tl.load(ids_at + row_next[:, None] * TOP_K, mask=(row_next < theirs)[:, None] & wanted, other=-1,
-                         cache_modifier=".cg")
+        coming = tl.load(
+            ids_at + row_next[:, None] * TOP_K,
+            mask=(row_next < theirs)[:, None] & wanted,
+            other=-1,
+            cache_modifier=".cg",
+        )
         mine = tl.max((_owners(chosen, owner) == rank).to(tl.int32), 1) > 0
         given = tl.load(weights_at + row[:, None] * TOP_K, mask=mine[:, None] & wanted, other=0.0, cache_modifier=".cg")
         to, inside = peer * bound + row, (known & (row < bound))[:, None] & wanted
@@ -241,8 +366,24 @@ def _dispatch_kernel(
             scales = (base + S_AT).to(tl.pointer_type(tl.float32))
             tl.store(scales_all + to, tl.load(scales + row, mask=mine, other=0.0, cache_modifier=".cg"), mask=mine)
         for start in range(0, H, COLS):
-            _pull(x_all, scales_all, base, row, to, mine, zeros, start, RANKS * bound, H, COLS, PEERS * ROWS, MOST,
-                  GROUP, X_AT, S_AT)
+            _pull(
+                x_all,
+                scales_all,
+                base,
+                row,
+                to,
+                mine,
+                zeros,
+                start,
+                RANKS * bound,
+                H,
+                COLS,
+                PEERS * ROWS,
+                MOST,
+                GROUP,
+                X_AT,
+                S_AT,
+            )
     done = tl.cdiv(tl.maximum(most - program * ROWS, 0), step) * step
     for at in range(program * ROWS + done, bound, step):  # no rank has rows here
         row = at + low
@@ -253,9 +394,24 @@ def _dispatch_kernel(
 
 @jit(do_not_specialize=["rank", "bound", "first"])
 def _combine_kernel(
-    residual, ids, count, owner, buffers, signals, rank, bound, first, RANKS: tl.constexpr, EACH: tl.constexpr,
-    TOP_K: tl.constexpr, J: tl.constexpr, H: tl.constexpr, COLS: tl.constexpr, ROWS: tl.constexpr, Y_AT: tl.constexpr,
-):  # fmt: skip
+    residual,
+    ids,
+    count,
+    owner,
+    buffers,
+    signals,
+    rank,
+    bound,
+    first,
+    RANKS: tl.constexpr,
+    EACH: tl.constexpr,
+    TOP_K: tl.constexpr,
+    J: tl.constexpr,
+    H: tl.constexpr,
+    COLS: tl.constexpr,
+    ROWS: tl.constexpr,
+    Y_AT: tl.constexpr,
+):
     """Meet all ranks, and add their results to the rows of this replica. Grid (programs,), the same on all ranks.
 
     residual             [T, H], overwritten;  ids, count, owner  see `dispatch`
@@ -277,8 +433,9 @@ def _combine_kernel(
             for peer in tl.static_range(RANKS):
                 mine = tl.max((owners == peer).to(tl.int32), 1)[:, None] > 0
                 theirs = (tl.load(buffers + peer) + Y_AT).to(tl.pointer_type(residual.dtype.element_ty))
-                part = tl.load(tl.multiple_of(theirs, 16) + source + col, mask=mine & (col < H), other=0.0,
-                               cache_modifier=".cg")
+                part = tl.load(
+                    tl.multiple_of(theirs, 16) + source + col, mask=mine & (col < H), other=0.0, cache_modifier=".cg"
+                )
                 sums += part.to(tl.float32)
             mask = (row < total)[:, None] & (col < H)
             sums += tl.load(place + col, mask=mask, other=0.0).to(tl.float32)

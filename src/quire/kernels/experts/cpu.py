@@ -21,8 +21,9 @@ from quire.kernels.quantize.rows import QuantizedRows
 Packed = tuple[list[tuple[Tensor, Tensor]], stacked.Packed] | list[Pair]
 
 
-def empty(num_experts: int, gate_up: Tensor | QuantizedMatrix, down: Tensor | QuantizedMatrix,
-          device: torch.device) -> Packed:
+def empty(
+    num_experts: int, gate_up: Tensor | QuantizedMatrix, down: Tensor | QuantizedMatrix, device: torch.device
+) -> Packed:
     """Allocate the packed weights of `num_experts` experts. See `quire.kernels.experts`.
 
     All gate_up weights share one piece of memory, all down weights another: a huge page can hold several experts.
@@ -46,16 +47,29 @@ def destination(packed: Packed) -> stacked.Packed:
     return packed[1]
 
 
-def run(x: Tensor | QuantizedRows, weights: Tensor, ids: Tensor, packed: Packed, expert_map: Tensor | None = None,
-        residual: Tensor | None = None) -> Tensor:
+def run(
+    x: Tensor | QuantizedRows,
+    weights: Tensor,
+    ids: Tensor,
+    packed: Packed,
+    expert_map: Tensor | None = None,
+    residual: Tensor | None = None,
+) -> Tensor:
     """Return residual + the weighted sum of the outputs of each token's experts. See `quire.kernels.experts`."""
     if isinstance(packed, list):
         return run_each(x, weights, ids, packed, expert_map, residual, _quantized)
     return run_each(x, weights, ids, packed[0], expert_map, residual, _expert)
 
 
-def run_each(x: Tensor | QuantizedRows, weights: Tensor, ids: Tensor, packed: Sequence[Any], expert_map: Tensor | None,
-             residual: Tensor | None, expert: Callable[..., Tensor]) -> Tensor:
+def run_each(
+    x: Tensor | QuantizedRows,
+    weights: Tensor,
+    ids: Tensor,
+    packed: Sequence[Any],
+    expert_map: Tensor | None,
+    residual: Tensor | None,
+    expert: Callable[..., Tensor],
+) -> Tensor:
     """Compute `run`: call the function `expert` for each expert that some token chose.
 
     packed   packed weights of each expert of this rank

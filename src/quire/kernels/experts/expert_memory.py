@@ -36,8 +36,10 @@ def _movable(value: Any) -> Any:
     if isinstance(value, tuple):
         return tuple(_movable(part) for part in value)
     if isinstance(value, Quantized):
-        own = {name: None if one is None else one.clone() for name, one in (
-            ("zero", value.zero), ("order", value.order), ("input_scale", value.input_scale))}  # fmt: skip
+        own = {
+            name: None if one is None else one.clone()
+            for name, one in (("zero", value.zero), ("order", value.order), ("input_scale", value.input_scale))
+        }
         return replace(value, scale=value.scale.to(torch.float32, copy=True), **own)
     quantized = getattr(value, "quantized", None)
     return value if quantized is None else replace(value, quantized=_movable(quantized))

@@ -28,8 +28,14 @@ def destination(packed: stacked.Packed) -> stacked.Packed:
     return packed[0].mT, packed[1].mT
 
 
-def run(x: Tensor, weights: Tensor, ids: Tensor, packed: tuple[Tensor, Tensor], expert_map: Tensor | None = None,
-        residual: Tensor | None = None) -> Tensor:
+def run(
+    x: Tensor,
+    weights: Tensor,
+    ids: Tensor,
+    packed: tuple[Tensor, Tensor],
+    expert_map: Tensor | None = None,
+    residual: Tensor | None = None,
+) -> Tensor:
     """Return residual + the weighted sum of the outputs of each token's experts. See `quire.kernels.experts`."""
     num_experts = packed[0].shape[0]
     places = placed(ids, expert_map).flatten()

@@ -34,8 +34,15 @@ WORDS = 4  # of a tile's record: expert, first entry in `order`, pairs of the ex
 empty, put, destination = triton.empty, triton.put, triton.destination
 
 
-def run(x: Tensor, weights: Tensor, ids: Tensor, packed: Packed, expert_map: Tensor | None = None,
-        residual: Tensor | None = None, join: Callable[[], bool] | None = None) -> Tensor:
+def run(
+    x: Tensor,
+    weights: Tensor,
+    ids: Tensor,
+    packed: Packed,
+    expert_map: Tensor | None = None,
+    residual: Tensor | None = None,
+    join: Callable[[], bool] | None = None,
+) -> Tensor:
     """Return residual + the weighted sum of the outputs of each token's experts.
 
     See `quire.kernels.experts`. The result overwrites a contiguous `residual`.
@@ -43,12 +50,21 @@ def run(x: Tensor, weights: Tensor, ids: Tensor, packed: Packed, expert_map: Ten
     experts, hidden, inner = packed[1].shape
     whole = hidden % DEEP == inner % 8 == x.stride(0) % 16 == x.data_ptr() % 16 == 0  # alignment that the copies need
     mean = ids.numel() / (experts if expert_map is None else len(expert_map))
-    return triton.run(x, weights, ids, packed, expert_map, residual, join,
-                      products if whole and mean > MOST_SMALL else None)
+    return triton.run(
+        x, weights, ids, packed, expert_map, residual, join, products if whole and mean > MOST_SMALL else None
+    )
 
 
-def products(x: Tensor, packed: Packed, h: Tensor, parts: Tensor, order: Tensor, starts: Tensor, weights: Tensor,
-             _cut: tuple[Tiles, Tiles]) -> None:
+def products(
+    x: Tensor,
+    packed: Packed,
+    h: Tensor,
+    parts: Tensor,
+    order: Tensor,
+    starts: Tensor,
+    weights: Tensor,
+    _cut: tuple[Tiles, Tiles],
+) -> None:
     """Compute the expert MLPs of all pairs (token, chosen expert) in two products: x -> h -> parts.
 
     Arguments as in `triton.products`; `_cut` is not used.
@@ -61,22 +77,46 @@ def products(x: Tensor, packed: Packed, h: Tensor, parts: Tensor, order: Tensor,
     _product(describe(h, [ROWS, DEEP]), packed[1], order, tiles, weights, parts, 0, most)
 
 
-def _product(x: object, weight: Tensor, order: Tensor, tiles: Tensor, scales: Tensor | None, y: Tensor, k: int,
-             most: int) -> None:
+def _product(
+    x: object, weight: Tensor, order: Tensor, tiles: Tensor, scales: Tensor | None, y: Tensor, k: int, most: int
+) -> None:
     gated, (width, depth) = scales is None, (y.shape[1], weight.shape[2])
     cols, weight = -(-width // (WIDTH << (not gated))), weight.view(-1, depth)
     _grouped_kernel[(min(multiprocessors(), most * cols),)](
-        x, describe(weight, [WIDTH, DEEP]), order, tiles, scales, y,
-        x.stride(0) if isinstance(x, Tensor) else 0, TOP_K=k, N=width, K=depth, GATED=gated, COLS=cols, BAND=BAND,
-        ROWS=ROWS, WIDTH=WIDTH, DEEP=DEEP, STAGES=STAGES, WORDS=WORDS, num_warps=4, maxnreg=168,
-    )  # fmt: skip
+        x,
+        describe(weight, [WIDTH, DEEP]),
+        order,
+        tiles,
+        scales,
+        y,
+        x.stride(0) if isinstance(x, Tensor) else 0,
+        TOP_K=k,
+        N=width,
+        K=depth,
+        GATED=gated,
+        COLS=cols,
+        BAND=BAND,
+        ROWS=ROWS,
+        WIDTH=WIDTH,
+        DEEP=DEEP,
+        STAGES=STAGES,
+        WORDS=WORDS,
+        num_warps=4,
+        maxnreg=168,
+    )
 
 
 @jit(do_not_specialize=["most"])
 def _tiles_kernel(
-    starts, tiles, most, EXPERTS: tl.constexpr, BUCKET: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    starts,
+    tiles,
+    most,
+    EXPERTS: tl.constexpr,
+    BUCKET: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
     WORDS: tl.constexpr,
-):  # fmt: skip
+):
     """Write the records of all tiles, in the order of experts. Grid (ceil(most / BLOCK),).
 
     starts            [EXPERTS + 1] int32, see `triton._sort`;  BUCKET  EXPERTS, padded to a power of two
@@ -113,10 +153,23 @@ def _find(tiles, work, total, COLS: gl.constexpr, BAND: gl.constexpr, WORDS: gl.
 
 @gluon_jit
 def _read(
-    x, weight, order, tiles, rings, ready, free, stride,
-    TOP_K: gl.constexpr, N: gl.constexpr, K: gl.constexpr, GATED: gl.constexpr, COLS: gl.constexpr, BAND: gl.constexpr,
-    STAGES: gl.constexpr, WORDS: gl.constexpr,
-):  # fmt: skip
+    x,
+    weight,
+    order,
+    tiles,
+    rings,
+    ready,
+    free,
+    stride,
+    TOP_K: gl.constexpr,
+    N: gl.constexpr,
+    K: gl.constexpr,
+    GATED: gl.constexpr,
+    COLS: gl.constexpr,
+    BAND: gl.constexpr,
+    STAGES: gl.constexpr,
+    WORDS: gl.constexpr,
+):
     """The reading warps. Arguments as in `_grouped_kernel`.
 
     rings         buffers [STAGES, ...] in shared memory: rows of x, first and second block of weights
@@ -178,16 +231,31 @@ def _silu(x):
     It is exact to a unit in the last place, and takes a third of the instructions of a division.
     """
     below = 1 + gl.exp2(-1.4426950408889634 * x)
-    return x * gl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [below], dtype=gl.float32, is_pure=True,
-                                         pack=1)  # fmt: skip
+    return x * gl.inline_asm_elementwise(
+        "rcp.approx.ftz.f32 $0, $1;", "=f,f", [below], dtype=gl.float32, is_pure=True, pack=1
+    )
 
 
 @gluon_jit
 def _multiply(
-    order, tiles, scales, y, rings, outs, ready, free,
-    HALF: gl.constexpr, TOP_K: gl.constexpr, N: gl.constexpr, K: gl.constexpr, GATED: gl.constexpr, COLS: gl.constexpr,
-    BAND: gl.constexpr, STAGES: gl.constexpr, WORDS: gl.constexpr,
-):  # fmt: skip
+    order,
+    tiles,
+    scales,
+    y,
+    rings,
+    outs,
+    ready,
+    free,
+    HALF: gl.constexpr,
+    TOP_K: gl.constexpr,
+    N: gl.constexpr,
+    K: gl.constexpr,
+    GATED: gl.constexpr,
+    COLS: gl.constexpr,
+    BAND: gl.constexpr,
+    STAGES: gl.constexpr,
+    WORDS: gl.constexpr,
+):
     """A computing group of four warps: the first (HALF 0) or second 64 rows of every tile.
 
     Arguments as in `_grouped_kernel` and `_read`; outs: buffers of results, one per group.
@@ -241,10 +309,25 @@ def _multiply(
 
 @gluon_jit
 def _grouped_kernel(
-    x, weight, order, tiles, scales, y, stride,
-    TOP_K: gl.constexpr, N: gl.constexpr, K: gl.constexpr, GATED: gl.constexpr, COLS: gl.constexpr, BAND: gl.constexpr,
-    ROWS: gl.constexpr, WIDTH: gl.constexpr, DEEP: gl.constexpr, STAGES: gl.constexpr, WORDS: gl.constexpr,
-):  # fmt: skip
+    x,
+    weight,
+    order,
+    tiles,
+    scales,
+    y,
+    stride,
+    TOP_K: gl.constexpr,
+    N: gl.constexpr,
+    K: gl.constexpr,
+    GATED: gl.constexpr,
+    COLS: gl.constexpr,
+    BAND: gl.constexpr,
+    ROWS: gl.constexpr,
+    WIDTH: gl.constexpr,
+    DEEP: gl.constexpr,
+    STAGES: gl.constexpr,
+    WORDS: gl.constexpr,
+):
     """Grid: as many programs as multiprocessors. 4 warps, 168 registers per thread (redistributed inside).
 
     x                  if TOP_K: [T, K] by token, with TOP_K pairs each; stride  elements from row to row
@@ -270,13 +353,19 @@ def _grouped_kernel(
     rings = (rows, left_cols, right_cols)
     gl.warp_specialize(
         [
-            (_multiply, (order, tiles, scales, y, rings, outs, ready, free, 0, TOP_K, N, K, GATED, COLS, BAND, STAGES,
-                         WORDS)),
-            (_multiply, (order, tiles, scales, y, rings, outs, ready, free, 1, TOP_K, N, K, GATED, COLS, BAND, STAGES,
-                         WORDS)),
-            (_read, (x, weight, order, tiles, rings, ready, free, stride, TOP_K, N, K, GATED, COLS, BAND, STAGES,
-                     WORDS)),
+            (
+                _multiply,
+                (order, tiles, scales, y, rings, outs, ready, free, 0, TOP_K, N, K, GATED, COLS, BAND, STAGES, WORDS),
+            ),
+            (
+                _multiply,
+                (order, tiles, scales, y, rings, outs, ready, free, 1, TOP_K, N, K, GATED, COLS, BAND, STAGES, WORDS),
+            ),
+            (
+                _read,
+                (x, weight, order, tiles, rings, ready, free, stride, TOP_K, N, K, GATED, COLS, BAND, STAGES, WORDS),
+            ),
         ],
         [4, 4],
         [208, 88],
-    )  # fmt: skip
+    )

@@ -57,12 +57,18 @@ def make(case: Case, dtype: torch.dtype, device: str = "cpu") -> tuple[Tensor, T
     return draw(t, h).to(dtype), weights.softmax(1) * 1.7, ids.int(), gate_up, down
 
 
-def make_quantized(case: Case, scheme: Scheme, dtype: torch.dtype,
-                   device: torch.device) -> tuple[Tensor, Tensor, Tensor, list[Pair]]:  # fmt: skip
+def make_quantized(
+    case: Case, scheme: Scheme, dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor, Tensor, Tensor, list[Pair]]:
     """Return x [T, H], weights [T, k], ids [T, k], and the random matrices (gate_up, down) of each expert."""
     x, weights, ids, _, _ = make(replace(case, inner=1), dtype, str(device))
-    pairs = [(random_matrix(scheme, 2 * case.inner, case.hidden, device),
-              random_matrix(scheme, case.hidden, case.inner, device)) for _ in range(case.experts)]  # fmt: skip
+    pairs = [
+        (
+            random_matrix(scheme, 2 * case.inner, case.hidden, device),
+            random_matrix(scheme, case.hidden, case.inner, device),
+        )
+        for _ in range(case.experts)
+    ]
     return x, weights, ids, pairs
 
 

@@ -23,8 +23,14 @@ def put(packed: Packed, place: int, gate_up: Tensor, down: Tensor) -> None:
         native.pack_into(room, weight)
 
 
-def run(x: Tensor, weights: Tensor, ids: Tensor, packed: Packed, expert_map: Tensor | None = None,
-        residual: Tensor | None = None) -> Tensor:
+def run(
+    x: Tensor,
+    weights: Tensor,
+    ids: Tensor,
+    packed: Packed,
+    expert_map: Tensor | None = None,
+    residual: Tensor | None = None,
+) -> Tensor:
     """Return residual + the weighted sum of the outputs of each token's experts. See `quire.kernels.experts`."""
     return run_each(x, weights, ids, packed, expert_map, residual, _expert)
 

@@ -26,8 +26,14 @@ def put(packed: Packed, place: int, gate_up: Weight, down: Weight) -> None:
     packed[place] = panels.pack_into(first, gate_up), panels.pack_into(second, down)
 
 
-def run(x: Tensor | QuantizedRows, weights: Tensor, ids: Tensor, packed: Packed, expert_map: Tensor | None = None,
-        residual: Tensor | None = None) -> Tensor:
+def run(
+    x: Tensor | QuantizedRows,
+    weights: Tensor,
+    ids: Tensor,
+    packed: Packed,
+    expert_map: Tensor | None = None,
+    residual: Tensor | None = None,
+) -> Tensor:
     """Return residual + the weighted sum of the outputs of each token's experts. See `quire.kernels.experts`."""
     return run_each(x, weights, ids, packed, expert_map, residual, _expert)
 

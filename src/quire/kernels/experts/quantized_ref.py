@@ -13,8 +13,10 @@ Pair = tuple[QuantizedMatrix, QuantizedMatrix]
 
 def empty_pairs(num_experts: int, gate_up: QuantizedMatrix, down: QuantizedMatrix, device: torch.device) -> list[Pair]:
     """Return uninitialized matrices (gate_up, down) of each expert, shaped and quantized like `gate_up` and `down`."""
-    return [(empty(gate_up.scheme, gate_up.shape, device), empty(down.scheme, down.shape, device))
-            for _ in range(num_experts)]  # fmt: skip
+    return [
+        (empty(gate_up.scheme, gate_up.shape, device), empty(down.scheme, down.shape, device))
+        for _ in range(num_experts)
+    ]
 
 
 def put_pair(room: Pair, gate_up: QuantizedMatrix, down: QuantizedMatrix) -> None:

@@ -17,8 +17,9 @@ from quire.kernels.quantize.rows import QuantizedRows
 Packed = stacked.Packed | list[Pair]
 
 
-def empty(num_experts: int, gate_up: Tensor | QuantizedMatrix, down: Tensor | QuantizedMatrix,
-          device: torch.device) -> Packed:
+def empty(
+    num_experts: int, gate_up: Tensor | QuantizedMatrix, down: Tensor | QuantizedMatrix, device: torch.device
+) -> Packed:
     """Allocate the packed weights of `num_experts` experts, each shaped like `gate_up` and `down`.
 
     See `quire.kernels.experts`.
@@ -36,8 +37,14 @@ def put(packed: Packed, place: int, gate_up: Tensor | QuantizedMatrix, down: Ten
         stacked.put(packed, place, gate_up, down)
 
 
-def run(x: Tensor | QuantizedRows, weights: Tensor, ids: Tensor, packed: Packed, expert_map: Tensor | None = None,
-        residual: Tensor | None = None) -> Tensor:
+def run(
+    x: Tensor | QuantizedRows,
+    weights: Tensor,
+    ids: Tensor,
+    packed: Packed,
+    expert_map: Tensor | None = None,
+    residual: Tensor | None = None,
+) -> Tensor:
     """Return residual + the weighted sum of the outputs of each token's experts. See `quire.kernels.experts`."""
     places = placed(ids, expert_map)
     y = torch.zeros(x.shape, device=x.device) if residual is None else residual.float()

@@ -105,8 +105,13 @@ def _empty(num_experts: int, one: QuantizedMatrix, device: torch.device, parts: 
     scales = (rows // block, columns // GROUP) if block else (rows,)
     return Stack(
         make((num_experts, rows, columns), dtype=one.values.dtype, device=device),
-        make((num_experts, *scales), dtype=torch.float32, device=device), block, RULES[scheme.inputs],
-        scheme.ue8m0, torch.empty(num_experts, device=device) if scheme.inputs == "tensor" else None, scheme)
+        make((num_experts, *scales), dtype=torch.float32, device=device),
+        block,
+        RULES[scheme.inputs],
+        scheme.ue8m0,
+        torch.empty(num_experts, device=device) if scheme.inputs == "tensor" else None,
+        scheme,
+    )
 
 
 def whole_groups(size: int) -> int:
@@ -131,8 +136,11 @@ def way(x: Tensor, packed: Packed) -> str:
     """Return where the products dequantize weights and quantize x. See `quire.kernels.experts`."""
     if len(x) <= MOST_FEW:
         return product_words(packed[0].scheme, "stays packed, widened in registers", "in the kernels of the products")
-    return product_words(packed[0].scheme, "stays packed, multiplied in 8 bits by tensor cores",
-                         "x by a kernel before, the inner rows by that of the first product or after it")
+    return product_words(
+        packed[0].scheme,
+        "stays packed, multiplied in 8 bits by tensor cores",
+        "x by a kernel before, the inner rows by that of the first product or after it",
+    )
 
 
 def tiles(pairs: int, experts: int, gated: bool) -> Tiles:
@@ -145,8 +153,15 @@ def tiles(pairs: int, experts: int, gated: bool) -> Tiles:
     return Tiles(64, 128, 8, 3) if gated else Tiles(64, 64, 4, 4)
 
 
-def run(x: Tensor | QuantizedRows, weights: Tensor, ids: Tensor, packed: Packed, expert_map: Tensor | None = None,
-        residual: Tensor | None = None, join: Callable[[], bool] | None = None) -> Tensor:
+def run(
+    x: Tensor | QuantizedRows,
+    weights: Tensor,
+    ids: Tensor,
+    packed: Packed,
+    expert_map: Tensor | None = None,
+    residual: Tensor | None = None,
+    join: Callable[[], bool] | None = None,
+) -> Tensor:
     """Return residual + the weighted sum of the outputs of each token's experts.
 
     See `quire.kernels.experts`. The result overwrites a contiguous `residual`.
@@ -176,8 +191,16 @@ def _wider(x: Tensor | QuantizedRows, more: int) -> Tensor | QuantizedRows:
     return replace(x, values=F.pad(x.values.view(torch.uint8), (0, more)).view(x.values.dtype))
 
 
-def few(x: Tensor, weights: Tensor, ids: Tensor, packed: Packed, expert_map: Tensor | None, residual: Tensor | None,
-        y: Tensor, join: Callable[[], bool] | None = None) -> None:
+def few(
+    x: Tensor,
+    weights: Tensor,
+    ids: Tensor,
+    packed: Packed,
+    expert_map: Tensor | None,
+    residual: Tensor | None,
+    y: Tensor,
+    join: Callable[[], bool] | None = None,
+) -> None:
     """Compute `run` for few tokens and write the result to y. Each pair (token, chosen expert) is computed alone."""
     (first, second), (tokens, k), in_pdl = packed, ids.shape, pdl.in_use()
     (_, hidden, inner), across = second.values.shape, bucket(k)
@@ -186,17 +209,59 @@ def few(x: Tensor, weights: Tensor, ids: Tensor, packed: Packed, expert_map: Ten
     blocks = -(-inner // cols)
     steps = -(-blocks * tokens * k // programs)
     _few_up_kernel[(tokens * k, -(-blocks // steps))](
-        x, _words(first.values), first.scales, first.fixed, ids, expert_map, h, x.stride(0), k, inner, hidden, cols,
-        deep, steps, first.block, first.rule, first.powers, first.most, not INTERPRETED, in_pdl, num_warps=warps,
-        **pdl.options(in_pdl))
+        x,
+        _words(first.values),
+        first.scales,
+        first.fixed,
+        ids,
+        expert_map,
+        h,
+        x.stride(0),
+        k,
+        inner,
+        hidden,
+        cols,
+        deep,
+        steps,
+        first.block,
+        first.rule,
+        first.powers,
+        first.most,
+        not INTERPRETED,
+        in_pdl,
+        num_warps=warps,
+        **pdl.options(in_pdl),
+    )
     (cols, warps, programs), deep = DOWN, bucket(inner)
     blocks = -(-hidden // cols)
     steps = -(-blocks * tokens // programs)
     in_pdl = not (join and join()) and in_pdl
     _few_down_kernel[(tokens, -(-blocks // steps))](
-        h, _words(second.values), second.scales, second.fixed, ids, expert_map, weights, residual, y, k, across, hidden,
-        inner, cols, deep, steps, second.block, second.rule, second.powers, second.most, not INTERPRETED, in_pdl,
-        num_warps=warps, **pdl.options(in_pdl))
+        h,
+        _words(second.values),
+        second.scales,
+        second.fixed,
+        ids,
+        expert_map,
+        weights,
+        residual,
+        y,
+        k,
+        across,
+        hidden,
+        inner,
+        cols,
+        deep,
+        steps,
+        second.block,
+        second.rule,
+        second.powers,
+        second.most,
+        not INTERPRETED,
+        in_pdl,
+        num_warps=warps,
+        **pdl.options(in_pdl),
+    )
 
 
 def _words(values: Tensor) -> Tensor:
@@ -204,9 +269,17 @@ def _words(values: Tensor) -> Tensor:
     return values if INTERPRETED else values.view(torch.int32)
 
 
-def many(x: Tensor | QuantizedRows, weights: Tensor, ids: Tensor, packed: Packed, expert_map: Tensor | None,
-         residual: Tensor | None, y: Tensor, join: Callable[[], bool] | None = None,
-         cut: tuple[Tiles, Tiles] | None = None) -> None:
+def many(
+    x: Tensor | QuantizedRows,
+    weights: Tensor,
+    ids: Tensor,
+    packed: Packed,
+    expert_map: Tensor | None,
+    residual: Tensor | None,
+    y: Tensor,
+    join: Callable[[], bool] | None = None,
+    cut: tuple[Tiles, Tiles] | None = None,
+) -> None:
     """Compute `run` for many tokens and write the result to y. Pairs (token, chosen expert) are sorted by expert.
 
     cut   tilings of the two products (gate and up; down); None: the number of pairs decides them
@@ -224,7 +297,8 @@ def many(x: Tensor | QuantizedRows, weights: Tensor, ids: Tensor, packed: Packed
     block = min(1024, bucket(hidden))
     in_pdl = not (join and join()) and pdl.in_use()
     _sum_kernel[(tokens, -(-hidden // block))](
-        parts, ids, expert_map, residual, y, k, hidden, block, in_pdl, num_warps=4, **pdl.options(in_pdl))
+        parts, ids, expert_map, residual, y, k, hidden, block, in_pdl, num_warps=4, **pdl.options(in_pdl)
+    )
 
 
 def in_gluon(packed: Packed) -> bool:
@@ -232,8 +306,15 @@ def in_gluon(packed: Packed) -> bool:
     return all(stack.block == stack.rule == GROUP for stack in packed) and not triton_runtime.missing_hopper()
 
 
-def products(given: tuple[Tensor, Tensor | None], packed: Packed, order: Tensor, starts: Tensor, weights: Tensor,
-             parts: Tensor, cut: tuple[Tiles, Tiles]) -> None:
+def products(
+    given: tuple[Tensor, Tensor | None],
+    packed: Packed,
+    order: Tensor,
+    starts: Tensor,
+    weights: Tensor,
+    parts: Tensor,
+    cut: tuple[Tiles, Tiles],
+) -> None:
     """Compute the expert MLPs of all pairs (token, chosen expert) in two products, and write them to `parts`.
 
     given   rows of x by token, and their scales; scales None: x is not quantized
@@ -260,22 +341,71 @@ def _rows(x: Tensor | QuantizedRows, stack: Stack) -> tuple[Tensor, Tensor | Non
     return quantize(x, stack.rule, stack.values.dtype, powers=stack.powers)
 
 
-def _product(given: tuple[Tensor, Tensor | None], stack: Stack, order: Tensor, starts: Tensor, k: int,
-             weights: Tensor | None, y: Tensor, y_scales: Tensor | None, powers: bool, cut: Tiles) -> None:
+def _product(
+    given: tuple[Tensor, Tensor | None],
+    stack: Stack,
+    order: Tensor,
+    starts: Tensor,
+    k: int,
+    weights: Tensor | None,
+    y: Tensor,
+    y_scales: Tensor | None,
+    powers: bool,
+    cut: Tiles,
+) -> None:
     gated, in_pdl, pairs = weights is None, pdl.in_use(), len(order)
     (experts, _, depth), width = stack.values.shape, y.shape[1]
     most = (pairs + min(experts, pairs) * (cut.rows - 1)) // cut.rows  # tiles of pairs
     x, scales = given
     _product_kernel[(most * -(-width // cut.cols),)](
-        x, scales, stack.fixed, stack.values, stack.scales, order, starts, weights, y, y_scales, x.stride(0),
-        0 if scales is None or not stack.block else scales.stride(0), 0 if y_scales is None else y_scales.stride(0), k,
-        experts, bucket(experts), width, depth, cut.rows, cut.cols, stack.block, stack.most, powers, gated, BAND,
-        cut.stages, in_pdl, num_warps=cut.warps, num_stages=cut.stages, **pdl.options(in_pdl))
+        x,
+        scales,
+        stack.fixed,
+        stack.values,
+        stack.scales,
+        order,
+        starts,
+        weights,
+        y,
+        y_scales,
+        x.stride(0),
+        0 if scales is None or not stack.block else scales.stride(0),
+        0 if y_scales is None else y_scales.stride(0),
+        k,
+        experts,
+        bucket(experts),
+        width,
+        depth,
+        cut.rows,
+        cut.cols,
+        stack.block,
+        stack.most,
+        powers,
+        gated,
+        BAND,
+        cut.stages,
+        in_pdl,
+        num_warps=cut.warps,
+        num_stages=cut.stages,
+        **pdl.options(in_pdl),
+    )
 
 
 @jit
-def _scaled_sum(tile, given, scales, col, J: tl.constexpr, N: tl.constexpr, K: tl.constexpr, BLOCK_N: tl.constexpr,
-                BLOCK_K: tl.constexpr, BLOCK: tl.constexpr, MOST: tl.constexpr, WORDS: tl.constexpr):
+def _scaled_sum(
+    tile,
+    given,
+    scales,
+    col,
+    J: tl.constexpr,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK: tl.constexpr,
+    MOST: tl.constexpr,
+    WORDS: tl.constexpr,
+):
     """Sums [J, BLOCK_N] over the last axis of tile * given, times the weights' scales.
 
     tile     [J, BLOCK_N, BLOCK_K] weights;  given  [J, 1, BLOCK_K] inputs
@@ -294,9 +424,27 @@ def _scaled_sum(tile, given, scales, col, J: tl.constexpr, N: tl.constexpr, K: t
 
 @jit
 def _few_up_kernel(
-    x, gate_up, scales, fixed, ids, expert_map, h, stride, TOP_K: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr, RULE: tl.constexpr,
-    POWERS: tl.constexpr, MOST: tl.constexpr, WORDS: tl.constexpr, PDL: tl.constexpr):
+    x,
+    gate_up,
+    scales,
+    fixed,
+    ids,
+    expert_map,
+    h,
+    stride,
+    TOP_K: tl.constexpr,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    STEPS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    RULE: tl.constexpr,
+    POWERS: tl.constexpr,
+    MOST: tl.constexpr,
+    WORDS: tl.constexpr,
+    PDL: tl.constexpr,
+):
     """silu(gate) * up of STEPS times BLOCK_N outputs of a pair. Grid (pairs, ceil(N / (STEPS BLOCK_N))).
 
     x                  [T, K] bf16 or f16;  stride  elements from token to token
@@ -349,10 +497,29 @@ def _few_up_kernel(
 
 @jit
 def _few_down_kernel(
-    h, down, scales, fixed, ids, expert_map, weights, residual, y, TOP_K: tl.constexpr, J: tl.constexpr,
-    N: tl.constexpr, K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STEPS: tl.constexpr,
-    BLOCK: tl.constexpr, RULE: tl.constexpr, POWERS: tl.constexpr, MOST: tl.constexpr, WORDS: tl.constexpr,
-    PDL: tl.constexpr):
+    h,
+    down,
+    scales,
+    fixed,
+    ids,
+    expert_map,
+    weights,
+    residual,
+    y,
+    TOP_K: tl.constexpr,
+    J: tl.constexpr,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    STEPS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    RULE: tl.constexpr,
+    POWERS: tl.constexpr,
+    MOST: tl.constexpr,
+    WORDS: tl.constexpr,
+    PDL: tl.constexpr,
+):
     """Weighted sum over a token's experts of down times h: STEPS times BLOCK_N outputs.
 
     Grid (tokens, ceil(N / (STEPS BLOCK_N))).
@@ -404,10 +571,34 @@ def _few_down_kernel(
 
 @jit
 def _product_kernel(
-    x, x_scales, fixed, weight, scales, order, starts, routing, y, y_scales, stride, stride_s, stride_y,
-    TOP_K: tl.constexpr, EXPERTS: tl.constexpr, WIDTH: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK: tl.constexpr, MOST: tl.constexpr, POWERS: tl.constexpr,
-    GATED: tl.constexpr, BAND: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr):
+    x,
+    x_scales,
+    fixed,
+    weight,
+    scales,
+    order,
+    starts,
+    routing,
+    y,
+    y_scales,
+    stride,
+    stride_s,
+    stride_y,
+    TOP_K: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK: tl.constexpr,
+    MOST: tl.constexpr,
+    POWERS: tl.constexpr,
+    GATED: tl.constexpr,
+    BAND: tl.constexpr,
+    STAGES: tl.constexpr,
+    PDL: tl.constexpr,
+):
     """A tile of ROWS pairs of an expert by BLOCK_N outputs, on tensor cores. Grid (tiles of pairs * tiles of columns,).
 
     x                  e4m3 or int8, GATED: [T, K] by token, else [pairs, K] in sorted order; 16 bits with `fixed`

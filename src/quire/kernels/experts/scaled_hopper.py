@@ -50,8 +50,15 @@ UP = Form()
 DOWN = Form(computing=232, reading=40, readers=1)
 
 
-def products(x: tuple[Tensor, Tensor], packed: tuple[Stack, Stack], order: Tensor, starts: Tensor, weights: Tensor,
-             parts: Tensor, forms: tuple[Form, Form] = (UP, DOWN)) -> None:
+def products(
+    x: tuple[Tensor, Tensor],
+    packed: tuple[Stack, Stack],
+    order: Tensor,
+    starts: Tensor,
+    weights: Tensor,
+    parts: Tensor,
+    forms: tuple[Form, Form] = (UP, DOWN),
+) -> None:
     """Compute the expert MLPs of all pairs (token, chosen expert) in two products, and write them to `parts`.
 
     x        e4m3 [R, H] by token, float32 [H / 128, R]: quantized activations and their scales
@@ -85,8 +92,17 @@ def make_tiles(starts: Tensor, pairs: int) -> Tensor:
     return tiles
 
 
-def up(x: tuple[Tensor, Tensor], stack: Stack, order: Tensor, tiles: Tensor, h: Tensor, scales: Tensor, k: int,
-       powers: bool, form: Form = UP) -> None:
+def up(
+    x: tuple[Tensor, Tensor],
+    stack: Stack,
+    order: Tensor,
+    tiles: Tensor,
+    h: Tensor,
+    scales: Tensor,
+    k: int,
+    powers: bool,
+    form: Form = UP,
+) -> None:
     """Compute silu(gate) * up of all pairs (token, chosen expert) and quantize it; pairs are sorted by expert.
 
     h, scales   outputs: e4m3 [pairs, I], float32 [I / 128, pairs]
@@ -98,8 +114,15 @@ def up(x: tuple[Tensor, Tensor], stack: Stack, order: Tensor, tiles: Tensor, h: 
     _product(x[0], x[1], stack, order, tiles, None, h, scales, k, powers, form)
 
 
-def down(h: tuple[Tensor, Tensor], stack: Stack, order: Tensor, tiles: Tensor, weights: Tensor, parts: Tensor,
-         form: Form = DOWN) -> None:
+def down(
+    h: tuple[Tensor, Tensor],
+    stack: Stack,
+    order: Tensor,
+    tiles: Tensor,
+    weights: Tensor,
+    parts: Tensor,
+    form: Form = DOWN,
+) -> None:
     """Compute the down projection of all pairs (token, chosen expert), times the routing weight, into `parts`.
 
     h   quantized rows and their scales, which `up` wrote. Other arguments as in `products` and `make_tiles`
@@ -107,17 +130,50 @@ def down(h: tuple[Tensor, Tensor], stack: Stack, order: Tensor, tiles: Tensor, w
     _product(describe(h[0], [ROWS, GROUP]), h[1], stack, order, tiles, weights, parts, None, 0, False, form)
 
 
-def _product(x: object, x_scales: Tensor, stack: Stack, order: Tensor, tiles: Tensor, routing: Tensor | None, y: Tensor,
-             y_scales: Tensor | None, k: int, powers: bool, form: Form) -> None:
+def _product(
+    x: object,
+    x_scales: Tensor,
+    stack: Stack,
+    order: Tensor,
+    tiles: Tensor,
+    routing: Tensor | None,
+    y: Tensor,
+    y_scales: Tensor | None,
+    k: int,
+    powers: bool,
+    form: Form,
+) -> None:
     (_, _, depth), width, gated = stack.values.shape, y.shape[1], routing is None
     most, cols = len(tiles) // WORDS, -(-width // (GROUP << (not gated)))
     _scaled_kernel[(min(multiprocessors(), most * cols),)](
-        x, x_scales, describe(stack.values.view(-1, depth), [GROUP, GROUP]), stack.scales, order, tiles, routing, y,
-        y_scales, x.stride(0) if isinstance(x, Tensor) else 0, x_scales.stride(0),
-        0 if y_scales is None else y_scales.stride(0), TOP_K=k, N=width, K=depth, GATED=gated, POWERS=powers, COLS=cols,
-        BAND=form.band, ROWS=ROWS, STAGES=form.stages, WORDS=WORDS,
-        COMPUTING=form.computing, READING=form.reading, READERS=form.readers, num_warps=4, maxnreg=168,
-    )  # fmt: skip
+        x,
+        x_scales,
+        describe(stack.values.view(-1, depth), [GROUP, GROUP]),
+        stack.scales,
+        order,
+        tiles,
+        routing,
+        y,
+        y_scales,
+        x.stride(0) if isinstance(x, Tensor) else 0,
+        x_scales.stride(0),
+        0 if y_scales is None else y_scales.stride(0),
+        TOP_K=k,
+        N=width,
+        K=depth,
+        GATED=gated,
+        POWERS=powers,
+        COLS=cols,
+        BAND=form.band,
+        ROWS=ROWS,
+        STAGES=form.stages,
+        WORDS=WORDS,
+        COMPUTING=form.computing,
+        READING=form.reading,
+        READERS=form.readers,
+        num_warps=4,
+        maxnreg=168,
+    )
 
 
 @gluon_jit
@@ -144,10 +200,28 @@ def _source(order, first, left, ROWS: gl.constexpr, TOP_K: gl.constexpr, LAYOUT:
 
 @gluon_jit
 def _read(
-    x, x_scales, weight, w_scales, order, tiles, rings, scale_rings, ready, free, stride, stride_s,
-    TOP_K: gl.constexpr, N: gl.constexpr, K: gl.constexpr, GATED: gl.constexpr, COLS: gl.constexpr, BAND: gl.constexpr,
-    STAGES: gl.constexpr, WORDS: gl.constexpr, READERS: gl.constexpr,
-):  # fmt: skip
+    x,
+    x_scales,
+    weight,
+    w_scales,
+    order,
+    tiles,
+    rings,
+    scale_rings,
+    ready,
+    free,
+    stride,
+    stride_s,
+    TOP_K: gl.constexpr,
+    N: gl.constexpr,
+    K: gl.constexpr,
+    GATED: gl.constexpr,
+    COLS: gl.constexpr,
+    BAND: gl.constexpr,
+    STAGES: gl.constexpr,
+    WORDS: gl.constexpr,
+    READERS: gl.constexpr,
+):
     """The reading warps. Arguments as in `_scaled_kernel`. The rows of the next tile are found in advance.
 
     rings         buffers [STAGES, 128, 128] in shared memory: rows of x, first and second block of weights
@@ -200,8 +274,9 @@ def _read(
 @gluon_jit
 def _begin(given, block, stage, SUMS: gl.constexpr):
     """Start the products [64, 128] of 64 rows with a block of weights."""
-    return warpgroup_mma(given, block.index(stage).permute((1, 0)), gl.zeros([64, 128], gl.float32, SUMS),
-                         use_acc=False, is_async=True)  # fmt: skip
+    return warpgroup_mma(
+        given, block.index(stage).permute((1, 0)), gl.zeros([64, 128], gl.float32, SUMS), use_acc=False, is_async=True
+    )
 
 
 @gluon_jit
@@ -209,7 +284,12 @@ def _rounded(values):
     """Round float32 values to bf16. One `cvt` instruction rounds two; rounding one at a time takes 16 times as long."""
     return gl.inline_asm_elementwise(
         "{ .reg .b32 two; cvt.rn.bf16x2.f32 two, $3, $2; shl.b32 $0, two, 16; and.b32 $1, two, 0xFFFF0000; }",
-        "=r,=r,r,r", [values], dtype=gl.float32, is_pure=True, pack=2)  # fmt: skip
+        "=r,=r,r,r",
+        [values],
+        dtype=gl.float32,
+        is_pure=True,
+        pack=2,
+    )
 
 
 @gluon_jit
@@ -228,8 +308,9 @@ def _narrow(values, scale):
     """Return values / scale, rounded as a division, in e4m3. The scale is that of the values: none exceeds 448."""
     inverse = gl.div_rn(1.0, scale)[:, None]
     quotient = values * inverse
-    quotient = gl.fma(gl.fma(-quotient, scale[:, None] + gl.zeros_like(values), values),
-                      inverse + gl.zeros_like(values), quotient)  # fmt: skip
+    quotient = gl.fma(
+        gl.fma(-quotient, scale[:, None] + gl.zeros_like(values), values), inverse + gl.zeros_like(values), quotient
+    )
     return quotient.to(gl.float8e4nv)
 
 
@@ -254,8 +335,18 @@ def _given(rows, stage, HALF: gl.constexpr, TOP_K: gl.constexpr):
 
 
 @gluon_jit
-def _sum(rings, scale_rings, ready, free, count, HALF: gl.constexpr, TOP_K: gl.constexpr, K: gl.constexpr,
-         STAGES: gl.constexpr, SUMS: gl.constexpr):  # fmt: skip
+def _sum(
+    rings,
+    scale_rings,
+    ready,
+    free,
+    count,
+    HALF: gl.constexpr,
+    TOP_K: gl.constexpr,
+    K: gl.constexpr,
+    STAGES: gl.constexpr,
+    SUMS: gl.constexpr,
+):
     """Return the sums [64, 128] of both blocks. A group waits for a block, and adds it while the other group's runs."""
     rows, left_cols, right_cols = rings
     one = gl.zeros([64, 128], gl.float32, SUMS)
@@ -277,10 +368,28 @@ def _sum(rings, scale_rings, ready, free, count, HALF: gl.constexpr, TOP_K: gl.c
 
 @gluon_jit
 def _multiply(
-    order, tiles, routing, y, y_scales, rings, scale_rings, outs, ready, free, stride_y,
-    HALF: gl.constexpr, TOP_K: gl.constexpr, N: gl.constexpr, K: gl.constexpr, GATED: gl.constexpr,
-    POWERS: gl.constexpr, COLS: gl.constexpr, BAND: gl.constexpr, STAGES: gl.constexpr, WORDS: gl.constexpr,
-):  # fmt: skip
+    order,
+    tiles,
+    routing,
+    y,
+    y_scales,
+    rings,
+    scale_rings,
+    outs,
+    ready,
+    free,
+    stride_y,
+    HALF: gl.constexpr,
+    TOP_K: gl.constexpr,
+    N: gl.constexpr,
+    K: gl.constexpr,
+    GATED: gl.constexpr,
+    POWERS: gl.constexpr,
+    COLS: gl.constexpr,
+    BAND: gl.constexpr,
+    STAGES: gl.constexpr,
+    WORDS: gl.constexpr,
+):
     """A computing group of four warps: the first (HALF 0) or second 64 rows of every tile.
 
     Arguments as in `_scaled_kernel` and `_read`; outs: buffers of results, one per group.
@@ -322,11 +431,32 @@ def _multiply(
 
 @gluon_jit
 def _scaled_kernel(
-    x, x_scales, weight, w_scales, order, tiles, routing, y, y_scales, stride, stride_s, stride_y,
-    TOP_K: gl.constexpr, N: gl.constexpr, K: gl.constexpr, GATED: gl.constexpr, POWERS: gl.constexpr,
-    COLS: gl.constexpr, BAND: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr, WORDS: gl.constexpr,
-    COMPUTING: gl.constexpr, READING: gl.constexpr, READERS: gl.constexpr,
-):  # fmt: skip
+    x,
+    x_scales,
+    weight,
+    w_scales,
+    order,
+    tiles,
+    routing,
+    y,
+    y_scales,
+    stride,
+    stride_s,
+    stride_y,
+    TOP_K: gl.constexpr,
+    N: gl.constexpr,
+    K: gl.constexpr,
+    GATED: gl.constexpr,
+    POWERS: gl.constexpr,
+    COLS: gl.constexpr,
+    BAND: gl.constexpr,
+    ROWS: gl.constexpr,
+    STAGES: gl.constexpr,
+    WORDS: gl.constexpr,
+    COMPUTING: gl.constexpr,
+    READING: gl.constexpr,
+    READERS: gl.constexpr,
+):
     """Grid: as many programs as multiprocessors. 4 warps, 168 registers per thread (redistributed inside).
 
     x                  if TOP_K: e4m3 [R, K] by token, with TOP_K pairs each; stride  elements from row to row
@@ -362,13 +492,85 @@ def _scaled_kernel(
     rings, scale_rings = (rows, left_cols, right_cols), (row_scales, left_scale, right_scale)
     gl.warp_specialize(
         [
-            (_multiply, (order, tiles, routing, y, y_scales, rings, scale_rings, outs, ready, free, stride_y,
-                         0, TOP_K, N, K, GATED, POWERS, COLS, BAND, STAGES, WORDS)),
-            (_multiply, (order, tiles, routing, y, y_scales, rings, scale_rings, outs, ready, free, stride_y,
-                         1, TOP_K, N, K, GATED, POWERS, COLS, BAND, STAGES, WORDS)),
-            (_read, (x, x_scales, weight, w_scales, order, tiles, rings, scale_rings, ready, free, stride, stride_s,
-                     TOP_K, N, K, GATED, COLS, BAND, STAGES, WORDS, READERS)),
+            (
+                _multiply,
+                (
+                    order,
+                    tiles,
+                    routing,
+                    y,
+                    y_scales,
+                    rings,
+                    scale_rings,
+                    outs,
+                    ready,
+                    free,
+                    stride_y,
+                    0,
+                    TOP_K,
+                    N,
+                    K,
+                    GATED,
+                    POWERS,
+                    COLS,
+                    BAND,
+                    STAGES,
+                    WORDS,
+                ),
+            ),
+            (
+                _multiply,
+                (
+                    order,
+                    tiles,
+                    routing,
+                    y,
+                    y_scales,
+                    rings,
+                    scale_rings,
+                    outs,
+                    ready,
+                    free,
+                    stride_y,
+                    1,
+                    TOP_K,
+                    N,
+                    K,
+                    GATED,
+                    POWERS,
+                    COLS,
+                    BAND,
+                    STAGES,
+                    WORDS,
+                ),
+            ),
+            (
+                _read,
+                (
+                    x,
+                    x_scales,
+                    weight,
+                    w_scales,
+                    order,
+                    tiles,
+                    rings,
+                    scale_rings,
+                    ready,
+                    free,
+                    stride,
+                    stride_s,
+                    TOP_K,
+                    N,
+                    K,
+                    GATED,
+                    COLS,
+                    BAND,
+                    STAGES,
+                    WORDS,
+                    READERS,
+                ),
+            ),
         ],
         [4, READERS],
         [COMPUTING, READING],
-    )  # fmt: skip
+    )

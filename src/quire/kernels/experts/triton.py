@@ -70,9 +70,16 @@ def tiles(pairs: int, experts: int, item_bytes: int) -> tuple[Tiles, Tiles]:
     return Tiles(128, 128, 64, 8, 3, True), Tiles(128, 256, 64, 8, 4)
 
 
-def run(x: Tensor, weights: Tensor, ids: Tensor, packed: Packed, expert_map: Tensor | None = None,
-        residual: Tensor | None = None, join: Callable[[], bool] | None = None,
-        products: Products | None = None) -> Tensor:
+def run(
+    x: Tensor,
+    weights: Tensor,
+    ids: Tensor,
+    packed: Packed,
+    expert_map: Tensor | None = None,
+    residual: Tensor | None = None,
+    join: Callable[[], bool] | None = None,
+    products: Products | None = None,
+) -> Tensor:
     """Return residual + the weighted sum of the outputs of each token's experts.
 
     See `quire.kernels.experts`. The result overwrites a contiguous `residual`.
@@ -89,25 +96,70 @@ def run(x: Tensor, weights: Tensor, ids: Tensor, packed: Packed, expert_map: Ten
     return y
 
 
-def few(x: Tensor, weights: Tensor, ids: Tensor, packed: Packed, expert_map: Tensor | None, residual: Tensor | None,
-        y: Tensor, join: Callable[[], bool] | None = None) -> None:
+def few(
+    x: Tensor,
+    weights: Tensor,
+    ids: Tensor,
+    packed: Packed,
+    expert_map: Tensor | None,
+    residual: Tensor | None,
+    y: Tensor,
+    join: Callable[[], bool] | None = None,
+) -> None:
     """Compute `run` for few tokens and write the result to y. Each pair (token, chosen expert) is computed alone."""
     (tokens, k), (_, hidden, inner), in_pdl = ids.shape, packed[1].shape, pdl.in_use()
     deep, across = min(1024, bucket(hidden)), bucket(k)
     h = x.new_empty(tokens * k, inner)
     _few_up_kernel[(tokens * k, inner)](
-        x, packed[0], ids, expert_map, h, x.stride(0), k, inner, hidden, 1, deep, in_pdl,
-        num_warps=max(1, deep // 256), **pdl.options(in_pdl))
+        x,
+        packed[0],
+        ids,
+        expert_map,
+        h,
+        x.stride(0),
+        k,
+        inner,
+        hidden,
+        1,
+        deep,
+        in_pdl,
+        num_warps=max(1, deep // 256),
+        **pdl.options(in_pdl),
+    )
     deep = min(bucket(max(8, inner)), max(64, 2048 // across))
     in_pdl = not (join and join()) and in_pdl
     _few_down_kernel[(tokens, -(-hidden // 2))](
-        h, packed[1], ids, expert_map, weights, residual, y, k, across, hidden, inner, 2, deep, in_pdl, num_warps=8,
-        **pdl.options(in_pdl))
+        h,
+        packed[1],
+        ids,
+        expert_map,
+        weights,
+        residual,
+        y,
+        k,
+        across,
+        hidden,
+        inner,
+        2,
+        deep,
+        in_pdl,
+        num_warps=8,
+        **pdl.options(in_pdl),
+    )
 
 
-def many(x: Tensor, weights: Tensor, ids: Tensor, packed: Packed, expert_map: Tensor | None, residual: Tensor | None,
-         y: Tensor, cut: tuple[Tiles, Tiles] | None = None, join: Callable[[], bool] | None = None,
-         multiply: Products | None = None) -> None:
+def many(
+    x: Tensor,
+    weights: Tensor,
+    ids: Tensor,
+    packed: Packed,
+    expert_map: Tensor | None,
+    residual: Tensor | None,
+    y: Tensor,
+    cut: tuple[Tiles, Tiles] | None = None,
+    join: Callable[[], bool] | None = None,
+    multiply: Products | None = None,
+) -> None:
     """Compute `run` for many tokens and write the result to y. Pairs (token, chosen expert) are sorted by expert.
 
     cut        tilings of the two products (gate and up; down); None: `tiles` chooses them
@@ -121,11 +173,20 @@ def many(x: Tensor, weights: Tensor, ids: Tensor, packed: Packed, expert_map: Te
     block = min(1024, bucket(hidden))
     in_pdl = not (join and join()) and in_pdl
     _sum_kernel[(tokens, -(-hidden // block))](
-        parts, ids, expert_map, residual, y, k, hidden, block, in_pdl, num_warps=4, **pdl.options(in_pdl))
+        parts, ids, expert_map, residual, y, k, hidden, block, in_pdl, num_warps=4, **pdl.options(in_pdl)
+    )
 
 
-def products(x: Tensor, packed: Packed, h: Tensor, parts: Tensor, order: Tensor, starts: Tensor, weights: Tensor,
-             cut: tuple[Tiles, Tiles]) -> None:
+def products(
+    x: Tensor,
+    packed: Packed,
+    h: Tensor,
+    parts: Tensor,
+    order: Tensor,
+    starts: Tensor,
+    weights: Tensor,
+    cut: tuple[Tiles, Tiles],
+) -> None:
     """Compute the expert MLPs of all pairs (token, chosen expert) in two products: x [T, H] -> h -> parts.
 
     h        [pairs, I], output in the order of `order`: silu(gate) * up
@@ -147,26 +208,62 @@ def _sort(ids: Tensor, expert_map: Tensor | None, experts: int) -> tuple[Tensor,
     if pairs <= MOST_SCANNED:
         block = 1024 if pairs <= 1024 else MOST_SCANNED
         _sort_kernel[(experts,)](
-            ids, expert_map, order, starts, pairs, experts, block, in_pdl, num_warps=block // 256, **options)
+            ids, expert_map, order, starts, pairs, experts, block, in_pdl, num_warps=block // 256, **options
+        )
         return order, starts
     share, width = -(-pairs // (SHARES * CHUNK)) * CHUNK, max(32, bucket(experts))
     blocks = -(-pairs // share)
     counts = torch.empty(blocks, width, dtype=torch.int32, device=ids.device)
     _count_kernel[(blocks,)](ids, expert_map, counts, pairs, share, width, 512, in_pdl, num_warps=4, **options)
-    _order_kernel[(blocks,)](ids, expert_map, counts, order, starts, pairs, share, blocks, experts, width, CHUNK,
-                             in_pdl, num_warps=4, **options)
+    _order_kernel[(blocks,)](
+        ids,
+        expert_map,
+        counts,
+        order,
+        starts,
+        pairs,
+        share,
+        blocks,
+        experts,
+        width,
+        CHUNK,
+        in_pdl,
+        num_warps=4,
+        **options,
+    )
     return order, starts
 
 
-def _product(x: Tensor, weight: Tensor, y: Tensor, order: Tensor, starts: Tensor, k: int, scales: Tensor | None,
-             cut: Tiles) -> None:
+def _product(
+    x: Tensor, weight: Tensor, y: Tensor, order: Tensor, starts: Tensor, k: int, scales: Tensor | None, cut: Tiles
+) -> None:
     gated, in_pdl, pairs, experts, width = scales is None, pdl.in_use(), len(order), weight.shape[0], y.shape[1]
     room = shared_memory() // (x.element_size() * cut.deep * (cut.rows + (cut.cols << gated)))
     most = (pairs + min(experts, pairs) * (cut.rows - 1)) // cut.rows  # tiles of pairs
     _product_kernel[(most * -(-width // cut.cols),)](
-        x, weight, order, starts, scales, y, x.stride(0), k, experts, bucket(experts), width, weight.shape[2], cut.rows,
-        cut.cols, cut.deep, cut.tall, gated, BAND, in_pdl, num_warps=cut.warps,
-        num_stages=max(1, min(cut.stages, room)), **pdl.options(in_pdl))
+        x,
+        weight,
+        order,
+        starts,
+        scales,
+        y,
+        x.stride(0),
+        k,
+        experts,
+        bucket(experts),
+        width,
+        weight.shape[2],
+        cut.rows,
+        cut.cols,
+        cut.deep,
+        cut.tall,
+        gated,
+        BAND,
+        in_pdl,
+        num_warps=cut.warps,
+        num_stages=max(1, min(cut.stages, room)),
+        **pdl.options(in_pdl),
+    )
 
 
 @jit
@@ -180,8 +277,19 @@ def _place(ids, expert_map, at, mask):
 
 @jit
 def _few_up_kernel(
-    x, gate_up, ids, expert_map, h, stride, TOP_K: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr):
+    x,
+    gate_up,
+    ids,
+    expert_map,
+    h,
+    stride,
+    TOP_K: tl.constexpr,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr,
+):
     """silu(gate) * up of BLOCK_N outputs of a pair. Grid (pairs, ceil(N / BLOCK_N)).
 
     x                  [T, K];  stride  elements from token to token
@@ -218,8 +326,21 @@ def _few_up_kernel(
 
 @jit
 def _few_down_kernel(
-    h, down, ids, expert_map, weights, residual, y, TOP_K: tl.constexpr, J: tl.constexpr, N: tl.constexpr,
-    K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr):
+    h,
+    down,
+    ids,
+    expert_map,
+    weights,
+    residual,
+    y,
+    TOP_K: tl.constexpr,
+    J: tl.constexpr,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr,
+):
     """BLOCK_N outputs of a token: weighted sum over its experts of down times h. Grid (tokens, ceil(N / BLOCK_N)).
 
     h                  [pairs, K] contiguous;  down  [experts, N, K] contiguous
@@ -256,8 +377,7 @@ def _few_down_kernel(
 
 
 @jit(do_not_specialize=["pairs"])
-def _sort_kernel(
-    ids, expert_map, order, starts, pairs, EXPERTS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def _sort_kernel(ids, expert_map, order, starts, pairs, EXPERTS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """Sort up to BLOCK pairs. Grid (EXPERTS,): a program writes an expert's pairs, after those of earlier experts.
 
     ids, expert_map    as in `_few_up_kernel`;  order, starts  outputs, see `_sort`
@@ -276,8 +396,7 @@ def _sort_kernel(
 
 
 @jit(do_not_specialize=["pairs"])
-def _count_kernel(
-    ids, expert_map, counts, pairs, share, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def _count_kernel(ids, expert_map, counts, pairs, share, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """Count the pairs of each expert in a share of the pairs. Grid (shares,).
 
     ids, expert_map    as in `_few_up_kernel`;  pairs, share  number of pairs, of all and of a program
@@ -299,8 +418,19 @@ def _count_kernel(
 
 @jit(do_not_specialize=["pairs", "blocks"])
 def _order_kernel(
-    ids, expert_map, counts, order, starts, pairs, share, blocks, EXPERTS: tl.constexpr, WIDTH: tl.constexpr,
-    CHUNK: tl.constexpr, PDL: tl.constexpr):
+    ids,
+    expert_map,
+    counts,
+    order,
+    starts,
+    pairs,
+    share,
+    blocks,
+    EXPERTS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    CHUNK: tl.constexpr,
+    PDL: tl.constexpr,
+):
     """Sort a share of the pairs: each pair goes after all of smaller experts, and after earlier ones of its expert.
 
     Grid (blocks,).
@@ -337,7 +467,8 @@ def _order_kernel(
 
 @jit
 def _find_tile(
-    starts, EXPERTS: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, BAND: tl.constexpr):
+    starts, EXPERTS: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, BAND: tl.constexpr
+):
     """Return the tile of this program: (expert, its first entry in `order`, the expert's pairs from there on, column).
 
     No pairs (<= 0) means that there is no such tile. The column is a number among COLS tiles of columns. BAND tiles of
@@ -369,9 +500,26 @@ def _dot(weights, rows, acc, TALL: tl.constexpr):
 
 @jit
 def _product_kernel(
-    x, weight, order, starts, scales, y, stride, TOP_K: tl.constexpr, EXPERTS: tl.constexpr, WIDTH: tl.constexpr,
-    N: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    TALL: tl.constexpr, GATED: tl.constexpr, BAND: tl.constexpr, PDL: tl.constexpr):
+    x,
+    weight,
+    order,
+    starts,
+    scales,
+    y,
+    stride,
+    TOP_K: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    TALL: tl.constexpr,
+    GATED: tl.constexpr,
+    BAND: tl.constexpr,
+    PDL: tl.constexpr,
+):
     """A tile of ROWS pairs of an expert by BLOCK_N outputs, on tensor cores. Grid (tiles of pairs * tiles of columns,).
 
     x                  GATED: [T, K] by token, else [pairs, K] in sorted order;  stride  elements from row to row
@@ -425,7 +573,8 @@ def _product_kernel(
 
 @jit
 def _sum_kernel(
-    parts, ids, expert_map, residual, y, TOP_K: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    parts, ids, expert_map, residual, y, TOP_K: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
     """Sum of a token's TOP_K weighted rows, and the residual. Grid (tokens, ceil(N / BLOCK)).
 
     parts              [pairs, N] contiguous;  ids, expert_map  as in `_few_up_kernel`

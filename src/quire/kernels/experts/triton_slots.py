@@ -19,16 +19,39 @@ def take(ids: Tensor, slots: Tensor, counts: Tensor, load: Tensor, first_row: in
     out, pairs = torch.empty(ids.shape, dtype=torch.int32, device=ids.device), ids.numel()
     if pairs:
         _take_kernel[(triton.cdiv(pairs, BLOCK),)](
-            ids.contiguous(), slots, counts, load, out, pairs, first_row, ids.shape[1], *slots.shape, GOLDEN,
-            SPREAD, BLOCK, num_warps=4)
+            ids.contiguous(),
+            slots,
+            counts,
+            load,
+            out,
+            pairs,
+            first_row,
+            ids.shape[1],
+            *slots.shape,
+            GOLDEN,
+            SPREAD,
+            BLOCK,
+            num_warps=4,
+        )
     return out
 
 
 @jit(do_not_specialize=["pairs"])
 def _take_kernel(
-    ids, slots, counts, load, out, pairs, first_row, TOP_K: tl.constexpr, EXPERTS: tl.constexpr,
-    COPIES: tl.constexpr, GOLDEN: tl.constexpr, SPREAD: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    ids,
+    slots,
+    counts,
+    load,
+    out,
+    pairs,
+    first_row,
+    TOP_K: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    COPIES: tl.constexpr,
+    GOLDEN: tl.constexpr,
+    SPREAD: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """Choose the slot of BLOCK pairs, and count the experts. Grid (ceil(pairs / BLOCK),).
 
     ids, out   [pairs] int32, -1: no expert;  first_row  number of the first token

@@ -101,8 +101,12 @@ def _empty(num_experts: int, one: QuantizedMatrix, device: torch.device, parts: 
 
     return Stack(
         zeros(num_experts, parts * -(-outputs // ROWS), columns // deep, ROWS, deep * scheme.bits // 8),
-        zeros(*scales, dtype=torch.float32), zeros(*scales) if scheme.zeros else None,
-        zeros(num_experts, columns, dtype=torch.int32) if scheme.order else None, parts, scheme)  # fmt: skip
+        zeros(*scales, dtype=torch.float32),
+        zeros(*scales) if scheme.zeros else None,
+        zeros(num_experts, columns, dtype=torch.int32) if scheme.order else None,
+        parts,
+        scheme,
+    )
 
 
 def put(packed: Packed, place: int, gate_up: QuantizedMatrix, down: QuantizedMatrix) -> None:
@@ -110,8 +114,10 @@ def put(packed: Packed, place: int, gate_up: QuantizedMatrix, down: QuantizedMat
     for stack, one in zip(packed, (gate_up, down), strict=True):
         (rows, columns), bits = one.shape, stack.scheme.bits
         more = (stack.inputs - columns) * bits // 8
-        tiles = [repack(F.pad(part, (0, more, 0, stack.outputs - len(part))), bits, stack.deep)
-                 for part in one.values.chunk(stack.parts)]  # fmt: skip
+        tiles = [
+            repack(F.pad(part, (0, more, 0, stack.outputs - len(part))), bits, stack.deep)
+            for part in one.values.chunk(stack.parts)
+        ]
         stack.tiles[place].copy_(torch.cat(tiles), non_blocking=True)
         for room, given in ((stack.scales, one.scale), (stack.zeros, one.zero)):
             if room is not None and given is not None:
@@ -134,8 +140,16 @@ def tiles(pairs: int, experts: int) -> Tiles:
     return Tiles(rows, 4, 4, rows > 32)
 
 
-def run(x: Tensor, weights: Tensor, ids: Tensor, packed: Packed, expert_map: Tensor | None = None,
-        residual: Tensor | None = None, join: Callable[[], bool] | None = None, cut: Tiles | None = None) -> Tensor:
+def run(
+    x: Tensor,
+    weights: Tensor,
+    ids: Tensor,
+    packed: Packed,
+    expert_map: Tensor | None = None,
+    residual: Tensor | None = None,
+    join: Callable[[], bool] | None = None,
+    cut: Tiles | None = None,
+) -> Tensor:
     """Return residual + the weighted sum of the outputs of each token's experts.
 
     See `quire.kernels.experts`. The result overwrites a contiguous `residual`.
@@ -157,30 +171,90 @@ def run(x: Tensor, weights: Tensor, ids: Tensor, packed: Packed, expert_map: Ten
     block = min(1024, bucket(hidden))
     in_pdl = not (join and join()) and pdl.in_use()
     _sum_kernel[(tokens, -(-hidden // block))](
-        parts, ids, expert_map, None if residual is None else y, y, k, hidden, block, in_pdl, num_warps=4,
-        **pdl.options(in_pdl))
+        parts,
+        ids,
+        expert_map,
+        None if residual is None else y,
+        y,
+        k,
+        hidden,
+        block,
+        in_pdl,
+        num_warps=4,
+        **pdl.options(in_pdl),
+    )
     return y
 
 
-def _product(x: Tensor, stack: Stack, order: Tensor, starts: Tensor, k: int, weights: Tensor | None, y: Tensor,
-             cut: Tiles) -> None:
+def _product(
+    x: Tensor, stack: Stack, order: Tensor, starts: Tensor, k: int, weights: Tensor | None, y: Tensor, cut: Tiles
+) -> None:
     gated, in_pdl, pairs, experts, bits = weights is None, pdl.in_use(), len(order), len(stack.tiles), stack.scheme.bits
     most = (pairs + min(experts, pairs) * (cut.rows - 1)) // cut.rows  # tiles of pairs
     room = shared_memory() // (stack.deep * (x.element_size() * cut.rows + (ROWS * bits // 8 << gated)))
     stages = max(1, min(cut.stages, room))
     _packed_kernel[(most * -(-stack.outputs // ROWS),)](
-        x, stack.tiles, stack.scales, stack.zeros, stack.columns, order, starts, weights, y, x.stride(0), k, experts,
-        bucket(experts), stack.outputs, stack.inputs, stack.inputs // stack.scales.shape[1], cut.rows, ROWS, stack.deep,
-        bits, gated, cut.first, BAND, stages, not INTERPRETED, in_pdl, num_warps=cut.warps, num_stages=stages,
-        **pdl.options(in_pdl))
+        x,
+        stack.tiles,
+        stack.scales,
+        stack.zeros,
+        stack.columns,
+        order,
+        starts,
+        weights,
+        y,
+        x.stride(0),
+        k,
+        experts,
+        bucket(experts),
+        stack.outputs,
+        stack.inputs,
+        stack.inputs // stack.scales.shape[1],
+        cut.rows,
+        ROWS,
+        stack.deep,
+        bits,
+        gated,
+        cut.first,
+        BAND,
+        stages,
+        not INTERPRETED,
+        in_pdl,
+        num_warps=cut.warps,
+        num_stages=stages,
+        **pdl.options(in_pdl),
+    )
 
 
 @jit
 def _packed_kernel(
-    x, tiles, scales, zeros, columns, order, starts, routing, y, stride, TOP_K: tl.constexpr, EXPERTS: tl.constexpr,
-    WIDTH: tl.constexpr, N: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr, M: tl.constexpr, ROWS: tl.constexpr,
-    DEEP: tl.constexpr, BITS: tl.constexpr, GATED: tl.constexpr, FIRST: tl.constexpr, BAND: tl.constexpr,
-    STAGES: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr):
+    x,
+    tiles,
+    scales,
+    zeros,
+    columns,
+    order,
+    starts,
+    routing,
+    y,
+    stride,
+    TOP_K: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    GROUP: tl.constexpr,
+    M: tl.constexpr,
+    ROWS: tl.constexpr,
+    DEEP: tl.constexpr,
+    BITS: tl.constexpr,
+    GATED: tl.constexpr,
+    FIRST: tl.constexpr,
+    BAND: tl.constexpr,
+    STAGES: tl.constexpr,
+    ASM: tl.constexpr,
+    PDL: tl.constexpr,
+):
     """A tile of M pairs of an expert by ROWS outputs, on tensor cores. Grid (tiles of pairs * tiles of outputs,).
 
     x                  GATED: [T, K] by token, else [pairs, K] in sorted order;  stride  elements from row to row

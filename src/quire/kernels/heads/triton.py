@@ -28,9 +28,11 @@ def prepare(
     kv_heads, block_size = k.shape[1], k.shape[2]
     num_heads = heads - 2 * kv_heads
     if qkv.stride()[1:] != (dim, 1) or k.stride()[2:] != (dim, 1) or v.stride() != k.stride():
-        raise ValueError(f"heads: qkv must be contiguous inside a token, the cache inside a head of a block, and K and "
-                         f"V must have the same strides; the strides of qkv, K and V are {qkv.stride()}, "
-                         f"{k.stride()}, {v.stride()}")
+        raise ValueError(
+            f"heads: qkv must be contiguous inside a token, the cache inside a head of a block, and K and "
+            f"V must have the same strides; the strides of qkv, K and V are {qkv.stride()}, "
+            f"{k.stride()}, {v.stride()}"
+        )
     q = qkv.new_empty(tokens, num_heads, dim)
     rows = tokens * heads
     if not rows:
@@ -40,9 +42,30 @@ def prepare(
     in_pdl = pdl.in_use()
     inverse = (1.0 / kv.k_scale, 1.0 / kv.v_scale) if is_coded(k) else (None, None)
     _heads_kernel[(-(-rows // at_once),)](
-        qkv, norm, cos, sin, q, k, v, kv_slots, rows, qkv.stride(0), k.stride(0), k.stride(1), eps, *inverse,
-        num_heads, kv_heads, dim // 2, block_size, block, at_once, in_pdl, num_warps=warps, **pdl.options(in_pdl),
-    )  # fmt: skip
+        qkv,
+        norm,
+        cos,
+        sin,
+        q,
+        k,
+        v,
+        kv_slots,
+        rows,
+        qkv.stride(0),
+        k.stride(0),
+        k.stride(1),
+        eps,
+        *inverse,
+        num_heads,
+        kv_heads,
+        dim // 2,
+        block_size,
+        block,
+        at_once,
+        in_pdl,
+        num_warps=warps,
+        **pdl.options(in_pdl),
+    )
     return q
 
 
@@ -59,10 +82,29 @@ def row_block(rows: int, half: int) -> tuple[int, int]:
 
 @jit(do_not_specialize=["rows"])
 def _heads_kernel(
-    qkv, norm, cos, sin, q, k, v, kv_slots, rows, qkv_stride, block_stride, head_stride, eps, k_inverse, v_inverse,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK: tl.constexpr,
-    ROWS: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    qkv,
+    norm,
+    cos,
+    sin,
+    q,
+    k,
+    v,
+    kv_slots,
+    rows,
+    qkv_stride,
+    block_stride,
+    head_stride,
+    eps,
+    k_inverse,
+    v_inverse,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+    PDL: tl.constexpr,
+):
     """Normalize and rotate q and k heads, and write k and v to the cache. Grid (ceil(rows / ROWS),).
 
     A row is a pair (token, head); per token come HEADS query heads, then KV_HEADS of k, then KV_HEADS of v.

@@ -39,12 +39,14 @@ def expanded(q: Tensor, kv_up: Tensor, cache: LatentView, meta: AttentionMeta, s
     value, scale = out.shape[2], scale * cache.scale
     width = max(q.shape[2], value)
     for chunk in _chunks(cache, meta, meta.prompts or ()):
-        latent, rope = (side[chunk.blocks].flatten(0, 2)[: chunk.total].to(q.dtype)
-                        for side in (cache.latent, cache.rope))  # fmt: skip
+        latent, rope = (
+            side[chunk.blocks].flatten(0, 2)[: chunk.total].to(q.dtype) for side in (cache.latent, cache.rope)
+        )
         made = F.linear(latent, kv_up.flatten(0, 1)).unflatten(1, kv_up.shape[:2]).transpose(0, 1)
         keys = torch.cat((made[..., :-value], rope.expand(len(made), -1, -1)), 2)
-        queries, keys, values = (F.pad(side, (0, width - side.shape[2]))
-                                 for side in (q[chunk.first : chunk.last], keys, made[..., -value:]))  # fmt: skip
+        queries, keys, values = (
+            F.pad(side, (0, width - side.shape[2])) for side in (q[chunk.first : chunk.last], keys, made[..., -value:])
+        )
         attended = _attend(queries, keys[None], values[None], chunk, meta, scale)
         out[chunk.first : chunk.last] = attended[..., :value] * cache.scale
     return out

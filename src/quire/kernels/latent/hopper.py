@@ -44,10 +44,24 @@ def expanded(q: Tensor, kv_up: Tensor, cache: LatentView, meta: AttentionMeta, s
     for tiles, *tokens in cut_prompts(meta, cache.block_size, ROWS, triton.most(kv_up)):
         made, ropes = workspace(kv_up, cache, *tokens)
         _expanded_kernel[(min(multiprocessors(), len(tiles) * heads),)](
-            describe(queries, [ROWS, PLAIN]), describe(queries, [ROWS, TURNED]), describe(made, [STEP, PLAIN]),
-            describe(ropes, [STEP, TURNED]), out, lse, tiles, out.stride(0), scale * LOG2E, HEADS=heads, P=PLAIN,
-            R=TURNED, V=VALUE, STAGES=STAGES, WORDS=TILE_WORDS, num_warps=4, maxnreg=168,
-        )  # fmt: skip
+            describe(queries, [ROWS, PLAIN]),
+            describe(queries, [ROWS, TURNED]),
+            describe(made, [STEP, PLAIN]),
+            describe(ropes, [STEP, TURNED]),
+            out,
+            lse,
+            tiles,
+            out.stride(0),
+            scale * LOG2E,
+            HEADS=heads,
+            P=PLAIN,
+            R=TURNED,
+            V=VALUE,
+            STAGES=STAGES,
+            WORDS=TILE_WORDS,
+            num_warps=4,
+            maxnreg=168,
+        )
         del made, ropes  # else two workspaces would exist at once
     return out
 
@@ -70,9 +84,26 @@ def _span(record, TILE: gl.constexpr):
 
 @gluon_jit
 def _read(
-    q_plain, q_turned, made, ropes, tiles, plain, turned, keys, short, values, bars, num_work, programs,
-    HEADS: gl.constexpr, P: gl.constexpr, R: gl.constexpr, V: gl.constexpr, STAGES: gl.constexpr, WORDS: gl.constexpr,
-):  # fmt: skip
+    q_plain,
+    q_turned,
+    made,
+    ropes,
+    tiles,
+    plain,
+    turned,
+    keys,
+    short,
+    values,
+    bars,
+    num_work,
+    programs,
+    HEADS: gl.constexpr,
+    P: gl.constexpr,
+    R: gl.constexpr,
+    V: gl.constexpr,
+    STAGES: gl.constexpr,
+    WORDS: gl.constexpr,
+):
     """The reading warp. Keys come first: the queries of a tile wait until both groups are done with the last tile's.
 
     Arguments as in `_expanded_kernel`; plain, turned: buffers of queries; keys, short, values: rings of unrotated keys,
@@ -100,16 +131,27 @@ def _read(
                     tma.async_copy_global_to_shared(q_turned, [row, head * (P + R) + P], q_ready, turned)
                 mbarrier.wait(v_free.index(stage), phase ^ 1)
                 mbarrier.expect(v_ready.index(stage), made.block_type.nbytes)
-                tma.async_copy_global_to_shared(made, [at, head * (P + V) + P], v_ready.index(stage),
-                                                values.index(stage))  # fmt: skip
+                tma.async_copy_global_to_shared(
+                    made, [at, head * (P + V) + P], v_ready.index(stage), values.index(stage)
+                )
                 count += 1
 
 
 @gluon_jit
 def _store(
-    out, lse, record, sums, top, weight, head, stride_out, HALF: gl.constexpr, HEADS: gl.constexpr, V: gl.constexpr,
+    out,
+    lse,
+    record,
+    sums,
+    top,
+    weight,
+    head,
+    stride_out,
+    HALF: gl.constexpr,
+    HEADS: gl.constexpr,
+    V: gl.constexpr,
     SUMS: gl.constexpr,
-):  # fmt: skip
+):
     """Store the output and log-sum-exp of a tile's rows, merged with those of earlier pieces of the context.
 
     The merge happens here: if the loop began with the earlier state, ptxas would wait for each of its products. The
@@ -132,9 +174,25 @@ def _store(
 
 @gluon_jit
 def _attend(
-    out, lse, tiles, plain, turned, keys, short, values, bars, num_work, programs, stride_out, scale,
-    HALF: gl.constexpr, HEADS: gl.constexpr, V: gl.constexpr, STAGES: gl.constexpr, WORDS: gl.constexpr,
-):  # fmt: skip
+    out,
+    lse,
+    tiles,
+    plain,
+    turned,
+    keys,
+    short,
+    values,
+    bars,
+    num_work,
+    programs,
+    stride_out,
+    scale,
+    HALF: gl.constexpr,
+    HEADS: gl.constexpr,
+    V: gl.constexpr,
+    STAGES: gl.constexpr,
+    WORDS: gl.constexpr,
+):
     """A computing group of four warps: the first (HALF 0) or second 64 rows of every tile.
 
     Arguments as in `_expanded_kernel` and `_read`. SCORES, SUMS: layouts of scores and of sums.
@@ -160,19 +218,56 @@ def _attend(
             scores = warpgroup_mma_wait(0, deps=(scores,))
             mbarrier.arrive(k_free.index(count % STAGES))
             count += 1
-            exact, top, weight, _decay = softmax(scores, top, weight, positions, last * TILE, scale, 0.0, True, 0,
-                                                 False, TILE, SCORES)  # fmt: skip
+            exact, top, weight, _decay = softmax(
+                scores, top, weight, positions, last * TILE, scale, 0.0, True, 0, False, TILE, SCORES
+            )
             weights = as_operand(exact, keys.dtype, SUMS)
             for back in range(last - whole):
                 weights, sums, top, weight, count = advance(
-                    queries, weights, sums, top, weight, parts, values, bars, count, positions,
-                    (last - 1 - back) * TILE, scale, 0.0, True, 0, False, TILE, STAGES, SCORES, SUMS,
-                )  # fmt: skip
+                    queries,
+                    weights,
+                    sums,
+                    top,
+                    weight,
+                    parts,
+                    values,
+                    bars,
+                    count,
+                    positions,
+                    (last - 1 - back) * TILE,
+                    scale,
+                    0.0,
+                    True,
+                    0,
+                    False,
+                    TILE,
+                    STAGES,
+                    SCORES,
+                    SUMS,
+                )
             for _back in range(whole):
                 weights, sums, top, weight, count = advance(
-                    queries, weights, sums, top, weight, parts, values, bars, count, positions, 0, scale, 0.0, False, 0,
-                    False, TILE, STAGES, SCORES, SUMS,
-                )  # fmt: skip
+                    queries,
+                    weights,
+                    sums,
+                    top,
+                    weight,
+                    parts,
+                    values,
+                    bars,
+                    count,
+                    positions,
+                    0,
+                    scale,
+                    0.0,
+                    False,
+                    0,
+                    False,
+                    TILE,
+                    STAGES,
+                    SCORES,
+                    SUMS,
+                )
             mbarrier.arrive(q_free)
             before = (count - 1) % STAGES
             mbarrier.wait(v_ready.index(before), ((count - 1) // STAGES) & 1)
@@ -185,9 +280,22 @@ def _attend(
 
 @gluon_jit
 def _expanded_kernel(
-    q_plain, q_turned, made, ropes, out, lse, tiles, stride_out, scale,
-    HEADS: gl.constexpr, P: gl.constexpr, R: gl.constexpr, V: gl.constexpr, STAGES: gl.constexpr, WORDS: gl.constexpr,
-):  # fmt: skip
+    q_plain,
+    q_turned,
+    made,
+    ropes,
+    out,
+    lse,
+    tiles,
+    stride_out,
+    scale,
+    HEADS: gl.constexpr,
+    P: gl.constexpr,
+    R: gl.constexpr,
+    V: gl.constexpr,
+    STAGES: gl.constexpr,
+    WORDS: gl.constexpr,
+):
     """Grid: as many programs as multiprocessors. 4 warps, 168 registers per thread (redistributed inside).
 
     q_plain, q_turned   descriptors of the queries as rows [T, HEADS (P + R)], in tiles [ROWS, P] and [ROWS, R]
@@ -207,13 +315,77 @@ def _expanded_kernel(
     num_work, programs = gl.load(tiles + 6) * HEADS, gl.num_programs(0)
     gl.warp_specialize(
         [
-            (_attend, (out, lse, tiles, plain, turned, keys, short, values, bars, num_work, programs, stride_out, scale,
-                       0, HEADS, V, STAGES, WORDS)),
-            (_attend, (out, lse, tiles, plain, turned, keys, short, values, bars, num_work, programs, stride_out, scale,
-                       1, HEADS, V, STAGES, WORDS)),
-            (_read, (q_plain, q_turned, made, ropes, tiles, plain, turned, keys, short, values, bars, num_work,
-                     programs, HEADS, P, R, V, STAGES, WORDS)),
+            (
+                _attend,
+                (
+                    out,
+                    lse,
+                    tiles,
+                    plain,
+                    turned,
+                    keys,
+                    short,
+                    values,
+                    bars,
+                    num_work,
+                    programs,
+                    stride_out,
+                    scale,
+                    0,
+                    HEADS,
+                    V,
+                    STAGES,
+                    WORDS,
+                ),
+            ),
+            (
+                _attend,
+                (
+                    out,
+                    lse,
+                    tiles,
+                    plain,
+                    turned,
+                    keys,
+                    short,
+                    values,
+                    bars,
+                    num_work,
+                    programs,
+                    stride_out,
+                    scale,
+                    1,
+                    HEADS,
+                    V,
+                    STAGES,
+                    WORDS,
+                ),
+            ),
+            (
+                _read,
+                (
+                    q_plain,
+                    q_turned,
+                    made,
+                    ropes,
+                    tiles,
+                    plain,
+                    turned,
+                    keys,
+                    short,
+                    values,
+                    bars,
+                    num_work,
+                    programs,
+                    HEADS,
+                    P,
+                    R,
+                    V,
+                    STAGES,
+                    WORDS,
+                ),
+            ),
         ],
         [4, 1],
         [240, 24],
-    )  # fmt: skip
+    )

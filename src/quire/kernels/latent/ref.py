@@ -64,8 +64,9 @@ def _contexts(
     for first, last, s, past in prompts:
         length, row = past + last - first, s if meta.table_rows is None else meta.table_rows[s]
         blocks = meta.block_tables[row, : -(-length // cache.block_size)].long()
-        latent, rope = (gather(side, blocks).flatten(0, 2)[:length].float() * cache.scale
-                        for side in (cache.latent, cache.rope))  # fmt: skip
+        latent, rope = (
+            gather(side, blocks).flatten(0, 2)[:length].float() * cache.scale for side in (cache.latent, cache.rope)
+        )
         yield first, last, latent, rope
 
 

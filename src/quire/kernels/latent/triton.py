@@ -54,25 +54,69 @@ def prepare(
     latent, rope = cache.latent, cache.rope
     dim, turned = latent.shape[3], rope.shape[3]
     if q.stride()[1:] != (width, 1) or kv.stride(1) != 1 or latent.stride()[2:] != (dim, 1) or rope.stride(3) != 1:
-        raise ValueError(f"latent: q, kv and the cache must be contiguous inside a token; the strides of q, kv, latent "
-                         f"and rope are {q.stride()}, {kv.stride()}, {latent.stride()}, {rope.stride()}")
+        raise ValueError(
+            f"latent: q, kv and the cache must be contiguous inside a token; the strides of q, kv, latent "
+            f"and rope are {q.stride()}, {kv.stride()}, {latent.stride()}, {rope.stride()}"
+        )
     if tokens:
         in_pdl = pdl.in_use()
         inverse = 1.0 / cache.scale if is_coded(latent) else None
         _prepare_kernel[(tokens, 1 + -(-heads // TURNED))](
-            q, kv, norm, cos, sin, latent, rope, kv_slots, q.stride(0), kv.stride(0), latent.stride(0), rope.stride(0),
-            eps, inverse, heads, width, turned // 2, _power(turned // 2), dim, _power(dim), cache.block_size, TURNED,
-            in_pdl, num_warps=2, **pdl.options(in_pdl),
-        )  # fmt: skip
+            q,
+            kv,
+            norm,
+            cos,
+            sin,
+            latent,
+            rope,
+            kv_slots,
+            q.stride(0),
+            kv.stride(0),
+            latent.stride(0),
+            rope.stride(0),
+            eps,
+            inverse,
+            heads,
+            width,
+            turned // 2,
+            _power(turned // 2),
+            dim,
+            _power(dim),
+            cache.block_size,
+            TURNED,
+            in_pdl,
+            num_warps=2,
+            **pdl.options(in_pdl),
+        )
     return q
 
 
 @jit
 def _prepare_kernel(
-    q, kv, norm, cos, sin, latent, rope, kv_slots, stride_q, stride_kv, latent_block, rope_block, eps,
-    inverse, HEADS: tl.constexpr, WIDTH: tl.constexpr, HALF: tl.constexpr, HALFP: tl.constexpr, L: tl.constexpr,
-    LP: tl.constexpr, SIZE: tl.constexpr, TURNED: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    q,
+    kv,
+    norm,
+    cos,
+    sin,
+    latent,
+    rope,
+    kv_slots,
+    stride_q,
+    stride_kv,
+    latent_block,
+    rope_block,
+    eps,
+    inverse,
+    HEADS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    HALF: tl.constexpr,
+    HALFP: tl.constexpr,
+    L: tl.constexpr,
+    LP: tl.constexpr,
+    SIZE: tl.constexpr,
+    TURNED: tl.constexpr,
+    PDL: tl.constexpr,
+):
     """Fill the cache and rotate queries. Grid (tokens, 1 + ceil(HEADS / TURNED)): first the cache, then heads of q.
 
     q                     [T, HEADS, WIDTH], rotated in place; stride_q  elements from token to token
@@ -105,8 +149,16 @@ def _prepare_kernel(
         else:
             normed = coded(finite(normed.to(q.dtype.element_ty)), inverse, latent.dtype.element_ty)
         tl.store(to_latent, normed, mask=dims < L)
-        _turn(kv + token * stride_kv + L + col, rope + block * rope_block + offset * (2 * HALF) + col, cos + angle,
-              sin + angle, inside, inside, inverse, HALF)  # fmt: skip
+        _turn(
+            kv + token * stride_kv + L + col,
+            rope + block * rope_block + offset * (2 * HALF) + col,
+            cos + angle,
+            sin + angle,
+            inside,
+            inside,
+            inverse,
+            HALF,
+        )
     else:
         head = (part - 1) * TURNED + tl.arange(0, TURNED)[:, None]
         pairs = q + token * stride_q + head * WIDTH + (WIDTH - 2 * HALF) + col
@@ -147,36 +199,92 @@ def absorbed(q_latent: Tensor, q_rope: Tensor, cache: LatentView, meta: Attentio
     in_pdl = pdl.in_use()
     sizes = {"L": dim, "LP": _power(dim), "GROUP": group, "ROWS": rows, "HEADS": groups, "PDL": in_pdl}
     sizes |= pdl.options(in_pdl)
-    given = {"EXACT": EXACT.get(q_latent.dtype, "tf32"), "SIZE": cache.block_size, "R": q_rope.shape[2],
-             "RP": _power(q_rope.shape[2]), **sizes}  # fmt: skip
-    numbers = (q_latent.stride(0), *q_rope.stride()[:2], cache.latent.stride(0), cache.rope.stride(0),
-               meta.block_tables.stride(0), scale * cache.scale * LOG2E,
-               cache.scale if is_coded(cache.latent) else None)  # fmt: skip
+    given = {
+        "EXACT": EXACT.get(q_latent.dtype, "tf32"),
+        "SIZE": cache.block_size,
+        "R": q_rope.shape[2],
+        "RP": _power(q_rope.shape[2]),
+        **sizes,
+    }
+    numbers = (
+        q_latent.stride(0),
+        *q_rope.stride()[:2],
+        cache.latent.stride(0),
+        cache.rope.stride(0),
+        meta.block_tables.stride(0),
+        scale * cache.scale * LOG2E,
+        cache.scale if is_coded(cache.latent) else None,
+    )
     if shared is not None and len(plan.items):
         lanes, keys, warps, stages, _ = many
         count, num_seqs = len(shared.starts) - 1, len(meta.seq_lens)
         shared_kernel[(len(shared.members) * rows // lanes + count, groups, plan.prefix_parts)](
-            q_latent, q_rope, cache.latent, cache.rope, meta.block_tables, meta.table_rows, meta.query_start,
-            meta.seq_lens, shared.starts, shared.members, shared.blocks, plan.sums, plan.stats, count, num_seqs,
-            len(plan.items), plan.prefix_parts, *numbers, TILE=keys, M=lanes, WIDTH=_power(count), num_warps=warps,
-            num_stages=stages, **given,
-        )  # fmt: skip
+            q_latent,
+            q_rope,
+            cache.latent,
+            cache.rope,
+            meta.block_tables,
+            meta.table_rows,
+            meta.query_start,
+            meta.seq_lens,
+            shared.starts,
+            shared.members,
+            shared.blocks,
+            plan.sums,
+            plan.stats,
+            count,
+            num_seqs,
+            len(plan.items),
+            plan.prefix_parts,
+            *numbers,
+            TILE=keys,
+            M=lanes,
+            WIDTH=_power(count),
+            num_warps=warps,
+            num_stages=stages,
+            **given,
+        )
     for records, words, cut in ((plan.items, ITEM_WORDS, few), (plan.tiles, TILE_WORDS, many)):
         lanes, keys, warps, stages, _ = cut
         if len(records):
             absorbed_kernel[(len(records) * groups,)](
-                q_latent, q_rope, out, cache.latent, cache.rope, meta.block_tables, records, plan.sums, plan.stats,
-                *numbers, DECODES=cut is few, TILE=keys, M=lanes, WORDS=words, SHARED=shared is not None,
-                num_warps=warps, num_stages=stages, **given,
-            )  # fmt: skip
+                q_latent,
+                q_rope,
+                out,
+                cache.latent,
+                cache.rope,
+                meta.block_tables,
+                records,
+                plan.sums,
+                plan.stats,
+                *numbers,
+                DECODES=cut is few,
+                TILE=keys,
+                M=lanes,
+                WORDS=words,
+                SHARED=shared is not None,
+                num_warps=warps,
+                num_stages=stages,
+                **given,
+            )
     if len(plan.items):
         alone = len(meta.seq_lens) * groups * rows <= 2 * multiprocessors()  # a program for every lane
         lanes = 1 if alone else 1 << min(2, (rows - 1).bit_length())
         work = len(meta.seq_lens) * groups * -(-rows // lanes)
         merge_kernel[(min(work, MERGING * multiprocessors()),)](
-            out, plan.items, plan.sums, plan.stats, len(meta.seq_lens), out.stride(0), LANES=lanes, WORDS=ITEM_WORDS,
-            PARTS=PARTS if shared is None else 2 * PARTS, SHARED=shared is not None, num_warps=4, **sizes,
-        )  # fmt: skip
+            out,
+            plan.items,
+            plan.sums,
+            plan.stats,
+            len(meta.seq_lens),
+            out.stride(0),
+            LANES=lanes,
+            WORDS=ITEM_WORDS,
+            PARTS=PARTS if shared is None else 2 * PARTS,
+            SHARED=shared is not None,
+            num_warps=4,
+            **sizes,
+        )
     return out
 
 
@@ -210,17 +318,33 @@ def expanded(q: Tensor, kv_up: Tensor, cache: LatentView, meta: AttentionMeta, s
     sizes = {"P": width - value, "PP": _power(width - value), "R": turned, "RP": _power(turned)}
     keys, values = sizes["PP"] + sizes["RP"], _power(value)
     rows, tile, warps, stages = next(
-        cut for cut in MANY
-        if q.element_size() * (cut[0] * keys + cut[3] * cut[1] * (keys + values)) < shared_memory()
-    )  # fmt: skip
+        cut for cut in MANY if q.element_size() * (cut[0] * keys + cut[3] * cut[1] * (keys + values)) < shared_memory()
+    )
     lse = torch.empty(out.shape[:2], dtype=torch.float32, device=q.device)
     for tiles, *tokens in cut_prompts(meta, cache.block_size, rows, most(kv_up)):
         made, ropes = workspace(kv_up, cache, *tokens)
         expanded_kernel[(len(tiles), heads)](
-            q, made, ropes, out, lse, tiles, q.stride(0), q.stride(1), out.stride(0), scale * LOG2E,
-            EXACT=EXACT.get(q.dtype, "tf32"), HEADS=heads, V=value, VP=values, M=rows, TILE=tile, WORDS=TILE_WORDS,
-            num_warps=warps, num_stages=stages, **sizes,
-        )  # fmt: skip
+            q,
+            made,
+            ropes,
+            out,
+            lse,
+            tiles,
+            q.stride(0),
+            q.stride(1),
+            out.stride(0),
+            scale * LOG2E,
+            EXACT=EXACT.get(q.dtype, "tf32"),
+            HEADS=heads,
+            V=value,
+            VP=values,
+            M=rows,
+            TILE=tile,
+            WORDS=TILE_WORDS,
+            num_warps=warps,
+            num_stages=stages,
+            **sizes,
+        )
         del made, ropes  # or two pieces would be there at once
     return out
 

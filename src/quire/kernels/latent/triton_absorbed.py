@@ -24,12 +24,39 @@ from quire.kernels.triton_runtime import jit, tl
 
 @jit
 def absorbed_kernel(
-    q_latent, q_rope, out, latent, rope, table, records, sums_at, stats_at, stride_latent, stride_rope,
-    stride_rope_head, latent_block, rope_block, stride_table, scale, v_scale, DECODES: tl.constexpr,
-    EXACT: tl.constexpr, SIZE: tl.constexpr, TILE: tl.constexpr, L: tl.constexpr, LP: tl.constexpr, R: tl.constexpr,
-    RP: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, M: tl.constexpr, HEADS: tl.constexpr,
-    WORDS: tl.constexpr, SHARED: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    q_latent,
+    q_rope,
+    out,
+    latent,
+    rope,
+    table,
+    records,
+    sums_at,
+    stats_at,
+    stride_latent,
+    stride_rope,
+    stride_rope_head,
+    latent_block,
+    rope_block,
+    stride_table,
+    scale,
+    v_scale,
+    DECODES: tl.constexpr,
+    EXACT: tl.constexpr,
+    SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    L: tl.constexpr,
+    LP: tl.constexpr,
+    R: tl.constexpr,
+    RP: tl.constexpr,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    M: tl.constexpr,
+    HEADS: tl.constexpr,
+    WORDS: tl.constexpr,
+    SHARED: tl.constexpr,
+    PDL: tl.constexpr,
+):
     """Compute attention over latents of an item (a part of a decode) or of a tile (rows of a longer sequence).
 
     Each program computes one group of heads. Grid (records * HEADS,).
@@ -70,9 +97,33 @@ def absorbed_kernel(
     lane = tl.arange(0, M)
     rows, heads, live = row + lane // GROUP, head * GROUP + lane % GROUP, lane < num_rows * GROUP
     sums, top, weight = attend_latents(
-        q_latent, q_rope, rows, heads, live, position + lane // GROUP, latent, rope, table, start, end, stride_latent,
-        stride_rope, stride_rope_head, latent_block, rope_block, scale, True, EXACT, SIZE, TILE, L, LP, R, RP, M,
-    )  # fmt: skip
+        q_latent,
+        q_rope,
+        rows,
+        heads,
+        live,
+        position + lane // GROUP,
+        latent,
+        rope,
+        table,
+        start,
+        end,
+        stride_latent,
+        stride_rope,
+        stride_rope_head,
+        latent_block,
+        rope_block,
+        scale,
+        True,
+        EXACT,
+        SIZE,
+        TILE,
+        L,
+        LP,
+        R,
+        RP,
+        M,
+    )
     if v_scale is not None:
         sums *= v_scale
     if parts == 1:
@@ -84,10 +135,33 @@ def absorbed_kernel(
 
 @jit
 def attend_latents(
-    q_latent, q_rope, rows, heads, live, positions, latent, rope, table, start, end, stride_latent, stride_rope,
-    stride_rope_head, latent_block, rope_block, scale, MASKED: tl.constexpr, EXACT: tl.constexpr, SIZE: tl.constexpr,
-    TILE: tl.constexpr, L: tl.constexpr, LP: tl.constexpr, R: tl.constexpr, RP: tl.constexpr, M: tl.constexpr,
-):  # fmt: skip
+    q_latent,
+    q_rope,
+    rows,
+    heads,
+    live,
+    positions,
+    latent,
+    rope,
+    table,
+    start,
+    end,
+    stride_latent,
+    stride_rope,
+    stride_rope_head,
+    latent_block,
+    rope_block,
+    scale,
+    MASKED: tl.constexpr,
+    EXACT: tl.constexpr,
+    SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    L: tl.constexpr,
+    LP: tl.constexpr,
+    R: tl.constexpr,
+    RP: tl.constexpr,
+    M: tl.constexpr,
+):
     """Compute the softmax of M pairs (row, head) over tokens start .. end - 1 of a context.
 
     Returns weighted sums of latents [M, LP], maxima [M] (base 2) and sums of weights [M].
@@ -121,10 +195,23 @@ def attend_latents(
 
 @unspecialized("num_seqs")
 def merge_kernel(
-    out, items, sums_at, stats_at, num_seqs, stride_out, L: tl.constexpr, LP: tl.constexpr, GROUP: tl.constexpr,
-    ROWS: tl.constexpr, LANES: tl.constexpr, HEADS: tl.constexpr, PARTS: tl.constexpr, WORDS: tl.constexpr,
-    SHARED: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    out,
+    items,
+    sums_at,
+    stats_at,
+    num_seqs,
+    stride_out,
+    L: tl.constexpr,
+    LP: tl.constexpr,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    LANES: tl.constexpr,
+    HEADS: tl.constexpr,
+    PARTS: tl.constexpr,
+    WORDS: tl.constexpr,
+    SHARED: tl.constexpr,
+    PDL: tl.constexpr,
+):
     """Add up the parts of each sequence, always in the same order: its own parts, then those of its shared prefix.
 
     The grid has any size: programs divide the work, which is num_seqs * HEADS * ceil(ROWS / LANES) pieces.
@@ -144,16 +231,42 @@ def merge_kernel(
         first = tl.load(items + work // (CHUNKS * HEADS) * WORDS + 10)
         if first >= 0:
             _merge(
-                out, items + first * WORDS, sums_at, stats_at, stride_out, work // CHUNKS % HEADS,
-                work % CHUNKS * LANES + tl.arange(0, LANES), L, LP, GROUP, ROWS, LANES, HEADS, PARTS, SHARED,
-            )  # fmt: skip
+                out,
+                items + first * WORDS,
+                sums_at,
+                stats_at,
+                stride_out,
+                work // CHUNKS % HEADS,
+                work % CHUNKS * LANES + tl.arange(0, LANES),
+                L,
+                LP,
+                GROUP,
+                ROWS,
+                LANES,
+                HEADS,
+                PARTS,
+                SHARED,
+            )
 
 
 @jit
 def _merge(
-    out, record, sums_at, stats_at, stride_out, head, lane, L: tl.constexpr, LP: tl.constexpr, GROUP: tl.constexpr,
-    ROWS: tl.constexpr, LANES: tl.constexpr, HEADS: tl.constexpr, PARTS: tl.constexpr, SHARED: tl.constexpr,
-):  # fmt: skip
+    out,
+    record,
+    sums_at,
+    stats_at,
+    stride_out,
+    head,
+    lane,
+    L: tl.constexpr,
+    LP: tl.constexpr,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    LANES: tl.constexpr,
+    HEADS: tl.constexpr,
+    PARTS: tl.constexpr,
+    SHARED: tl.constexpr,
+):
     """Add up the parts of a sequence for some of its lanes; AT_ONCE parts are read at the same time.
 
     record   first item of the sequence;  head  group of heads;  lane  [LANES]

@@ -52,10 +52,11 @@ def cut_prompts(meta: AttentionMeta, block_size: int, rows: int, most: int) -> l
                 cuts.append(([], []))
                 place = 0
             end = min(length, start + (most - place) // STEP * STEP)
-            cuts[-1][0].extend([row, min(rows, last - row), past + row - first, place, start, end - start,
-                                *[0] * (TILE_WORDS - 6)]
-                               for row in range(first, last, rows)
-                               if past + min(row + rows, last) - first > start)  # fmt: skip
+            cuts[-1][0].extend(
+                [row, min(rows, last - row), past + row - first, place, start, end - start, *[0] * (TILE_WORDS - 6)]
+                for row in range(first, last, rows)
+                if past + min(row + rows, last) - first > start
+            )
             cuts[-1][1].append(np.stack((np.full(end - start, sequence, np.int32), np.arange(start, end))))
             place, start = place + end - start, end
     lists = []
@@ -89,8 +90,7 @@ def workspace(kv_up: Tensor, cache: LatentView, blocks: Tensor, offsets: Tensor)
 
 
 def _gather(side: Tensor, blocks: Tensor, offsets: Tensor) -> Tensor:
-    """Gather tokens of a cache. If a page is a whole number of rows, one index is used: two are much slower in PyTorch.
-    """
+    """Gather tokens of a cache. One index, if a page is a whole number of rows: two are slower in PyTorch."""
     if is_coded(side):
         wide = torch.int64 if _divides(side, 8) else torch.uint8
         return _gather(side.view(wide), blocks, offsets).view(side.dtype)
@@ -106,10 +106,28 @@ def _divides(side: Tensor, items: int) -> bool:
 
 @jit
 def expanded_kernel(
-    q, made, ropes, out, lse, tiles, stride_q, stride_head, stride_out, scale, EXACT: tl.constexpr,
-    HEADS: tl.constexpr, P: tl.constexpr, PP: tl.constexpr, R: tl.constexpr, RP: tl.constexpr, V: tl.constexpr,
-    VP: tl.constexpr, M: tl.constexpr, TILE: tl.constexpr, WORDS: tl.constexpr,
-):  # fmt: skip
+    q,
+    made,
+    ropes,
+    out,
+    lse,
+    tiles,
+    stride_q,
+    stride_head,
+    stride_out,
+    scale,
+    EXACT: tl.constexpr,
+    HEADS: tl.constexpr,
+    P: tl.constexpr,
+    PP: tl.constexpr,
+    R: tl.constexpr,
+    RP: tl.constexpr,
+    V: tl.constexpr,
+    VP: tl.constexpr,
+    M: tl.constexpr,
+    TILE: tl.constexpr,
+    WORDS: tl.constexpr,
+):
     """Compute attention of a tile of rows over a piece of the context; merge it into `out`. Grid (tiles, HEADS).
 
     q                   [T, HEADS, P + R]

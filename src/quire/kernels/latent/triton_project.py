@@ -31,14 +31,23 @@ def project(x: Tensor, weights: Tensor, out: Tensor) -> Tensor:
     exact = "ieee" if x.dtype == torch.float32 else "tf32"
     if rows <= FEW:
         block = max(4, min(_power(width), PART // _power(deep)))
-        _few_kernel[(heads * -(-width // block),)](*shared, 1 << (rows - 1).bit_length(), block, in_pdl, num_warps=4,
-                                                   **pdl.options(in_pdl))
+        _few_kernel[(heads * -(-width // block),)](
+            *shared, 1 << (rows - 1).bit_length(), block, in_pdl, num_warps=4, **pdl.options(in_pdl)
+        )
     else:
         tile = max(16, min(ROWS, 1 << (rows - 1).bit_length()))
         block = max(16, min(_power(width), WIDTH))
         _some_kernel[(heads * -(-width // block) * -(-rows // tile),)](
-            *shared, tile, block, min(DEEP, max(16, _power(deep))), exact, in_pdl, num_warps=4, num_stages=3,
-            **pdl.options(in_pdl))
+            *shared,
+            tile,
+            block,
+            min(DEEP, max(16, _power(deep))),
+            exact,
+            in_pdl,
+            num_warps=4,
+            num_stages=3,
+            **pdl.options(in_pdl),
+        )
     return out
 
 
@@ -48,9 +57,23 @@ def _power(value: int) -> int:
 
 @jit(do_not_specialize=["rows"])
 def _few_kernel(
-    x, weights, out, rows, stride_x, stride_head, stride_matrix, line, HEADS: tl.constexpr, N: tl.constexpr,
-    K: tl.constexpr, KP: tl.constexpr, ACROSS: tl.constexpr, M: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    x,
+    weights,
+    out,
+    rows,
+    stride_x,
+    stride_head,
+    stride_matrix,
+    line,
+    HEADS: tl.constexpr,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    KP: tl.constexpr,
+    ACROSS: tl.constexpr,
+    M: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
     """BLOCK outputs of a head for up to M <= FEW rows. Grid (HEADS * ceil(N / BLOCK),).
 
     x                        [rows, HEADS, K]; stride_x, stride_head  elements from row to row, from head to head
@@ -78,10 +101,25 @@ def _few_kernel(
 
 @jit(do_not_specialize=["rows"])
 def _some_kernel(
-    x, weights, out, rows, stride_x, stride_head, stride_matrix, line, HEADS: tl.constexpr, N: tl.constexpr,
-    K: tl.constexpr, KP: tl.constexpr, ACROSS: tl.constexpr, M: tl.constexpr, BLOCK: tl.constexpr,
-    DEEP: tl.constexpr, EXACT: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    x,
+    weights,
+    out,
+    rows,
+    stride_x,
+    stride_head,
+    stride_matrix,
+    line,
+    HEADS: tl.constexpr,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    KP: tl.constexpr,
+    ACROSS: tl.constexpr,
+    M: tl.constexpr,
+    BLOCK: tl.constexpr,
+    DEEP: tl.constexpr,
+    EXACT: tl.constexpr,
+    PDL: tl.constexpr,
+):
     """BLOCK outputs of a head for M rows, on tensor cores. Grid (HEADS * ceil(N / BLOCK) * ceil(rows / M),).
 
     x .. KP                  as in `_few_kernel`; programs of a matrix are neighbours
@@ -102,10 +140,14 @@ def _some_kernel(
         tl.extra.cuda.gdc_wait()
     sums = tl.zeros([M, BLOCK], tl.float32)
     for start in tl.range(0, K, DEEP):
-        tile = tl.load(weights + head * stride_matrix + at + start * step,
-                       mask=(start + deep < K) & (col < N), other=0.0)  # fmt: skip
-        given = tl.load(x + row.to(tl.int64) * stride_x + head * stride_head + start + across,
-                        mask=(row < rows) & (start + across < K), other=0.0)  # fmt: skip
+        tile = tl.load(
+            weights + head * stride_matrix + at + start * step, mask=(start + deep < K) & (col < N), other=0.0
+        )
+        given = tl.load(
+            x + row.to(tl.int64) * stride_x + head * stride_head + start + across,
+            mask=(row < rows) & (start + across < K),
+            other=0.0,
+        )
         sums = tl.dot(given, tile, sums, input_precision=EXACT)
     to = out + (row.to(tl.int64) * HEADS + head) * N + col
     tl.store(to, sums.to(out.dtype.element_ty), mask=(row < rows) & (col < N))

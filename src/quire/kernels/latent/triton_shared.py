@@ -14,12 +14,45 @@ from quire.kernels.triton_runtime import tl
 
 @unspecialized("num_groups", "num_seqs", "num_items", "prefix_parts")
 def shared_kernel(
-    q_latent, q_rope, latent, rope, table, table_rows, query_start, seq_lens, starts, members, blocks, sums_at,
-    stats_at, num_groups, num_seqs, num_items, prefix_parts, stride_latent, stride_rope, stride_rope_head,
-    latent_block, rope_block, stride_table, scale, v_scale, EXACT: tl.constexpr, SIZE: tl.constexpr, TILE: tl.constexpr,
-    L: tl.constexpr, LP: tl.constexpr, R: tl.constexpr, RP: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr,
-    M: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    q_latent,
+    q_rope,
+    latent,
+    rope,
+    table,
+    table_rows,
+    query_start,
+    seq_lens,
+    starts,
+    members,
+    blocks,
+    sums_at,
+    stats_at,
+    num_groups,
+    num_seqs,
+    num_items,
+    prefix_parts,
+    stride_latent,
+    stride_rope,
+    stride_rope_head,
+    latent_block,
+    rope_block,
+    stride_table,
+    scale,
+    v_scale,
+    EXACT: tl.constexpr,
+    SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    L: tl.constexpr,
+    LP: tl.constexpr,
+    R: tl.constexpr,
+    RP: tl.constexpr,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    M: tl.constexpr,
+    HEADS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PDL: tl.constexpr,
+):
     """Compute attention of a tile of M lanes over a part of a shared prefix. Grid (tiles, HEADS, prefix_parts).
 
     A group is a set of sequences with a common prefix. A lane is a pair (row, query head) of a sequence of the group.
@@ -78,10 +111,33 @@ def shared_kernel(
     start = part * steps // prefix_parts * TILE
     end = tl.minimum((part + 1) * steps // prefix_parts * TILE, tokens)
     sums, top, weight = attend_latents(
-        q_latent, q_rope, row + within // GROUP, head * GROUP + within % GROUP, live, end - 1 + tl.zeros([M], tl.int32),
-        latent, rope, table + index.to(tl.int64) * stride_table, start, end, stride_latent, stride_rope,
-        stride_rope_head, latent_block, rope_block, scale, SIZE % TILE != 0, EXACT, SIZE, TILE, L, LP, R, RP, M,
-    )  # fmt: skip
+        q_latent,
+        q_rope,
+        row + within // GROUP,
+        head * GROUP + within % GROUP,
+        live,
+        end - 1 + tl.zeros([M], tl.int32),
+        latent,
+        rope,
+        table + index.to(tl.int64) * stride_table,
+        start,
+        end,
+        stride_latent,
+        stride_rope,
+        stride_rope_head,
+        latent_block,
+        rope_block,
+        scale,
+        SIZE % TILE != 0,
+        EXACT,
+        SIZE,
+        TILE,
+        L,
+        LP,
+        R,
+        RP,
+        M,
+    )
     if v_scale is not None:
         sums *= v_scale
     # Each member has its own place, so its dead lanes may be written, too: `live` needs no register up to here.

@@ -100,8 +100,16 @@ def product(
     if size <= MOST_FEW:
         _few_kernel[grid](*shared, gated, in_pdl, num_warps=walk.warps, **pdl.options(in_pdl))
     else:
-        _some_kernel[grid](*shared, walk.split, walk.stages, gated, in_pdl, num_warps=walk.warps,
-                           num_stages=walk.stages, **pdl.options(in_pdl))  # fmt: skip
+        _some_kernel[grid](
+            *shared,
+            walk.split,
+            walk.stages,
+            gated,
+            in_pdl,
+            num_warps=walk.warps,
+            num_stages=walk.stages,
+            **pdl.options(in_pdl),
+        )
     return y
 
 
@@ -145,9 +153,23 @@ def _finish(out, other, bias, residual, y, row, col, n, inside, GATED: tl.conste
 
 @jit(do_not_specialize=["rows"])
 def _few_kernel(
-    x, weight, bias, residual, norm, y, rows, n, stride, eps, K: tl.constexpr, M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr, GATED: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    x,
+    weight,
+    bias,
+    residual,
+    norm,
+    y,
+    rows,
+    n,
+    stride,
+    eps,
+    K: tl.constexpr,
+    M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GATED: tl.constexpr,
+    PDL: tl.constexpr,
+):
     """BLOCK_N outputs of up to M <= MOST_FEW rows, without tensor cores. Grid (ceil(n / BLOCK_N),).
 
     x                   [rows, K];  stride  elements from row to row
@@ -203,9 +225,25 @@ def _few_kernel(
 
 @jit(do_not_specialize=["rows"])
 def _some_kernel(
-    x, weight, bias, residual, norm, y, rows, n, stride, eps, K: tl.constexpr, M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr, GATED: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    x,
+    weight,
+    bias,
+    residual,
+    norm,
+    y,
+    rows,
+    n,
+    stride,
+    eps,
+    K: tl.constexpr,
+    M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SPLIT: tl.constexpr,
+    STAGES: tl.constexpr,
+    GATED: tl.constexpr,
+    PDL: tl.constexpr,
+):
     """BLOCK_N outputs of up to M <= MOST_ROWS rows on tensor cores. Grid (ceil(n / BLOCK_N),).
 
     x .. BLOCK_K        as in `_few_kernel`
@@ -277,9 +315,13 @@ def prefetch(weight, col, n, K: tl.constexpr, BLOCK_N: tl.constexpr, AHEAD: tl.c
     line = tl.arange(0, LINES)[None, :] * 64
     at = weight + tl.minimum(col, n - 1).to(tl.int64)[:, None] * K + tl.minimum(line, K - 1)
     tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [at.to(tl.int64, bitcast=True)], dtype=tl.int32,
-        is_pure=False, pack=1,
-    )  # fmt: skip
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
+        "=r,l",
+        [at.to(tl.int64, bitcast=True)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
 
 
 @jit

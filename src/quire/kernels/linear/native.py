@@ -66,15 +66,22 @@ def run_gated(x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:
 def rows(packed: Packed, ids: Tensor) -> Tensor:
     """Return the rows `ids` of a packed weight (an embedding look-up). See `quire.kernels.linear`."""
     if packed.gated or ids.dtype != torch.int64 or ids.dim() != 1 or not ids.is_cpu:
-        raise ValueError(f"native linear: `rows` needs ids [n] int64 on the CPU and a weight packed by `pack`; ids are "
-                         f"{ids.dtype} {tuple(ids.shape)} on {ids.device}, and the weight is packed by "
-                         f"{'`pack_gated`' if packed.gated else '`pack`'}")
+        raise ValueError(
+            f"native linear: `rows` needs ids [n] int64 on the CPU and a weight packed by `pack`; ids are "
+            f"{ids.dtype} {tuple(ids.shape)} on {ids.device}, and the weight is packed by "
+            f"{'`pack_gated`' if packed.gated else '`pack`'}"
+        )
     ids = ids.contiguous()
     y = packed.data.new_empty(ids.shape[0], packed.inner)
     loaded().quire_rows_bf16(
-        packed.data.data_ptr(), ids.data_ptr(), y.data_ptr(), ids.shape[0], packed.cols, packed.inner,
+        packed.data.data_ptr(),
+        ids.data_ptr(),
+        y.data_ptr(),
+        ids.shape[0],
+        packed.cols,
+        packed.inner,
         torch.get_num_threads(),
-    )  # fmt: skip
+    )
     return y
 
 
@@ -92,8 +99,10 @@ def pack_into(packed: Packed, weight: Tensor) -> None:
     """Pack `weight` into the memory of `packed`, an element of `empty`."""
     cols, inner = weight.shape
     if weight.dtype != torch.bfloat16 or not weight.is_cpu or packed.gated and cols % 2:
-        raise ValueError(f"native linear: the weight must be bfloat16 on the CPU, with an even number of rows if "
-                         f"gated; it is {weight.dtype} {tuple(weight.shape)} on {weight.device}")
+        raise ValueError(
+            f"native linear: the weight must be bfloat16 on the CPU, with an even number of rows if "
+            f"gated; it is {weight.dtype} {tuple(weight.shape)} on {weight.device}"
+        )
     weight = weight.detach().contiguous()
     loaded().quire_pack_bf16(
         weight.data_ptr(), packed.data.data_ptr(), cols, inner, int(packed.gated), torch.get_num_threads()
@@ -111,31 +120,42 @@ def _pack(weight: Tensor, gated: bool) -> Packed:
     return packed
 
 
-def _run(
-    x: Tensor, packed: Packed, bias: Tensor | None, y: Tensor, out: int, residual: Tensor | None = None
-) -> Tensor:
+def _run(x: Tensor, packed: Packed, bias: Tensor | None, y: Tensor, out: int, residual: Tensor | None = None) -> Tensor:
     num_rows, inner = x.shape
     if x.dtype != torch.bfloat16 or inner != packed.inner or not x.is_cpu:
-        raise ValueError(f"native linear: x must be bfloat16 [rows, {packed.inner}] on the CPU; it is {x.dtype} "
-                         f"{tuple(x.shape)} on {x.device}")
+        raise ValueError(
+            f"native linear: x must be bfloat16 [rows, {packed.inner}] on the CPU; it is {x.dtype} "
+            f"{tuple(x.shape)} on {x.device}"
+        )
     if packed.gated != (out == OUT_GATED):
         raise ValueError("native linear: the weight was packed by `pack_gated`: call run_gated, or pack it with `pack`")
     if bias is not None and not _fits(bias, (packed.cols,)):
-        raise ValueError(f"native linear: the bias must be {packed.cols} numbers of x's dtype on the CPU; it is "
-                         f"{bias.dtype} {tuple(bias.shape)}")
+        raise ValueError(
+            f"native linear: the bias must be {packed.cols} numbers of x's dtype on the CPU; it is "
+            f"{bias.dtype} {tuple(bias.shape)}"
+        )
     if residual is not None and not _fits(residual, (num_rows, packed.cols)):
-        raise ValueError(f"native linear: the residual must be bfloat16 {tuple(y.shape)} on the CPU; it is "
-                         f"{residual.dtype} {tuple(residual.shape)}")
+        raise ValueError(
+            f"native linear: the residual must be bfloat16 {tuple(y.shape)} on the CPU; it is "
+            f"{residual.dtype} {tuple(residual.shape)}"
+        )
     if inner % STEP:  # a tile reads whole steps, and memory past the end may hold NaN
         x = F.pad(x, (0, -inner % STEP))
     elif x.stride(1) != 1:
         x = x.contiguous()
     loaded().quire_linear_bf16(
-        x.data_ptr(), packed.data.data_ptr(), None if bias is None else bias.data_ptr(),
-        None if residual is None else residual.data_ptr(), y.data_ptr(),
-        num_rows, y.shape[1], x.shape[1], x.stride(0), out,
+        x.data_ptr(),
+        packed.data.data_ptr(),
+        None if bias is None else bias.data_ptr(),
+        None if residual is None else residual.data_ptr(),
+        y.data_ptr(),
+        num_rows,
+        y.shape[1],
+        x.shape[1],
+        x.stride(0),
+        out,
         torch.get_num_threads(),
-    )  # fmt: skip
+    )
     return y
 
 

@@ -170,15 +170,25 @@ def rows(packed: Packed, ids: Tensor) -> Tensor:
     See `quire.kernels.linear`. Rows are float32, the type of the arithmetic.
     """
     if packed.gated or packed.quantized or ids.dtype != torch.int64 or ids.dim() != 1 or not ids.is_cpu:
-        raise ValueError(f"panels linear: `rows` needs ids [n] int64 on the CPU and an unquantized weight packed by "
-                         f"`pack`; ids are {ids.dtype} {tuple(ids.shape)} on {ids.device}, and the weight is "
-                         + ("quantized" if packed.quantized else f"packed by `pack{'_gated' * packed.gated}`"))
+        raise ValueError(
+            f"panels linear: `rows` needs ids [n] int64 on the CPU and an unquantized weight packed by "
+            f"`pack`; ids are {ids.dtype} {tuple(ids.shape)} on {ids.device}, and the weight is "
+            + ("quantized" if packed.quantized else f"packed by `pack{'_gated' * packed.gated}`")
+        )
     ids = ids.contiguous()
     y = torch.empty((ids.shape[0], packed.inner), dtype=torch.float32)
     loaded().quire_linear_unpack_rows(
-        packed.data.data_ptr(), ids.data_ptr(), y.data_ptr(), ids.shape[0], packed.cols, packed.inner, packed.padded,
-        packed.kind, 0, torch.get_num_threads(),
-    )  # fmt: skip
+        packed.data.data_ptr(),
+        ids.data_ptr(),
+        y.data_ptr(),
+        ids.shape[0],
+        packed.cols,
+        packed.inner,
+        packed.padded,
+        packed.kind,
+        0,
+        torch.get_num_threads(),
+    )
     return y
 
 
@@ -194,11 +204,18 @@ def empty(count: int, weight: Weight, gated: bool) -> list[Packed]:
     unit = math.lcm(STEP, scheme.block[1] or 1, SCALE_IN if scheme.inputs == "group" else 1) if scheme else STEP
     padded = -(-inner // unit) * unit
     if scheme and scheme.block[1] % STEP:
-        raise ValueError(f"panels linear: the number of inputs that share a scale must be a multiple of {STEP}; it is "
-                         f"{scheme.block[1]}")
-    quads = (scheme is not None and scheme.values == "int8" and scheme.inputs in ("token", "tensor")
-             and not (scheme.block[1] or scheme.order)
-             and padded < MOST_QUADS and bool(loaded().quire_quads()))  # fmt: skip
+        raise ValueError(
+            f"panels linear: the number of inputs that share a scale must be a multiple of {STEP}; it is "
+            f"{scheme.block[1]}"
+        )
+    quads = (
+        scheme is not None
+        and scheme.values == "int8"
+        and scheme.inputs in ("token", "tensor")
+        and not (scheme.block[1] or scheme.order)
+        and padded < MOST_QUADS
+        and bool(loaded().quire_quads())
+    )
     size = panels * width * padded
     if isinstance(weight, Tensor):
         data, dtype = memory.empty((count, size), weight.dtype), weight.dtype
@@ -213,15 +230,23 @@ def pack_into(packed: Packed, weight: Weight) -> Packed:
     quantized = None if isinstance(weight, Tensor) else _numbers(packed, weight)
     values = weight if isinstance(weight, Tensor) else weight.values.view(torch.uint8)
     if isinstance(weight, Tensor) and weight.dtype not in KINDS or not values.is_cpu or packed.gated and cols % 2:
-        raise ValueError(f"panels linear: the weight must be float32, bfloat16 or quantized, on the CPU, with an "
-                         f"even number of rows if gated; it is {values.dtype} {tuple(weight.shape)} on {values.device}")
+        raise ValueError(
+            f"panels linear: the weight must be float32, bfloat16 or quantized, on the CPU, with an "
+            f"even number of rows if gated; it is {values.dtype} {tuple(weight.shape)} on {values.device}"
+        )
     if quantized and quantized.scheme.values == "w8":
         values = values ^ 128  # signed
     packed, values = replace(packed, quantized=quantized), values.detach().contiguous()
     loaded().quire_linear_pack(
-        values.data_ptr(), packed.data.data_ptr(), cols, inner, packed.padded, packed.kind, int(packed.gated),
+        values.data_ptr(),
+        packed.data.data_ptr(),
+        cols,
+        inner,
+        packed.padded,
+        packed.kind,
+        int(packed.gated),
         torch.get_num_threads(),
-    )  # fmt: skip
+    )
     return packed
 
 
@@ -257,37 +282,75 @@ def _numbers(packed: Packed, matrix: QuantizedMatrix) -> Quantized:
     chunk = max((n for n in range(STEP, MOST_CHUNK + 1, STEP) if most % n == 0), default=0) if group else 0
     if packed.quads:
         offset = ordered(matrix.values.sum(1, dtype=torch.int32)[:, None] * -128, 1)
-    return Quantized(matrix.scheme, half if torch.equal(half.float(), scale) else scale, zero, offset, matrix.order,
-                     matrix.input_scale, group, chunk)  # fmt: skip
+    return Quantized(
+        matrix.scheme,
+        half if torch.equal(half.float(), scale) else scale,
+        zero,
+        offset,
+        matrix.order,
+        matrix.input_scale,
+        group,
+        chunk,
+    )
 
 
-def _run(x: Tensor | QuantizedRows, packed: Packed, bias: Tensor | None, out: int,
-         residual: Tensor | None = None) -> Tensor:
+def _run(
+    x: Tensor | QuantizedRows, packed: Packed, bias: Tensor | None, out: int, residual: Tensor | None = None
+) -> Tensor:
     num_rows, inner = x.shape
     cols = packed.cols // 2 if packed.gated else packed.cols
     if x.dtype not in TYPES or inner != packed.inner or x.device.type != "cpu":
-        raise ValueError(f"panels linear: x must be float32 or bfloat16 [rows, {packed.inner}] on the CPU; it is "
-                         f"{x.dtype} {tuple(x.shape)} on {x.device}")
+        raise ValueError(
+            f"panels linear: x must be float32 or bfloat16 [rows, {packed.inner}] on the CPU; it is "
+            f"{x.dtype} {tuple(x.shape)} on {x.device}"
+        )
     if packed.gated != (out == GATED):
-        raise ValueError("panels linear: the weight was packed by " + (
-            "`pack_gated`: call run_gated, or pack it with `pack`" if packed.gated else
-            "`pack`: call run, or pack it with `pack_gated`"))
+        raise ValueError(
+            "panels linear: the weight was packed by "
+            + (
+                "`pack_gated`: call run_gated, or pack it with `pack`"
+                if packed.gated
+                else "`pack`: call run, or pack it with `pack_gated`"
+            )
+        )
     if bias is not None and not _fits(bias, x.dtype, (packed.cols,)):
-        raise ValueError(f"panels linear: the bias must be {packed.cols} numbers of x's dtype on the CPU; it is "
-                         f"{bias.dtype} {tuple(bias.shape)}")
+        raise ValueError(
+            f"panels linear: the bias must be {packed.cols} numbers of x's dtype on the CPU; it is "
+            f"{bias.dtype} {tuple(bias.shape)}"
+        )
     if residual is not None and not _fits(residual, x.dtype, (num_rows, cols)):
-        raise ValueError(f"panels linear: the residual must be {x.dtype} {(num_rows, cols)} on the CPU; it is "
-                         f"{residual.dtype} {tuple(residual.shape)}")
+        raise ValueError(
+            f"panels linear: the residual must be {x.dtype} {(num_rows, cols)} on the CPU; it is "
+            f"{residual.dtype} {tuple(residual.shape)}"
+        )
     y = torch.empty((num_rows, cols), dtype=torch.float32 if out == AS_FLOAT else x.dtype)
     rows, sums, scales = _rows(x, packed)
     own = packed.quantized
     scale, zero, offset, group, chunk = (own.scale, own.zero, own.offset, own.group, own.chunk) if own else _NO_SCALES
     loaded().quire_linear_panels(
-        rows.data_ptr(), _address(sums), _address(scales), packed.data.data_ptr(), _address(scale), _address(zero),
-        _address(offset), _address(bias), _address(residual), y.data_ptr(), num_rows, cols, packed.padded, group, chunk,
-        packed.kind, out, x.dtype == torch.bfloat16, scale is not None and scale.dtype == torch.float32,
-        packed.pairs(x.dtype), packed.fine, torch.get_num_threads(),
-    )  # fmt: skip
+        rows.data_ptr(),
+        _address(sums),
+        _address(scales),
+        packed.data.data_ptr(),
+        _address(scale),
+        _address(zero),
+        _address(offset),
+        _address(bias),
+        _address(residual),
+        y.data_ptr(),
+        num_rows,
+        cols,
+        packed.padded,
+        group,
+        chunk,
+        packed.kind,
+        out,
+        x.dtype == torch.bfloat16,
+        scale is not None and scale.dtype == torch.float32,
+        packed.pairs(x.dtype),
+        packed.fine,
+        torch.get_num_threads(),
+    )
     return y
 
 
@@ -311,11 +374,24 @@ def _rows(x: Tensor | QuantizedRows, packed: Packed) -> tuple[Tensor, Tensor | N
     if rule:
         scales = torch.empty((size // SCALE_IN if packed.fine else num_rows,), dtype=torch.float32)
     loaded().quire_linear_rows(
-        given.data_ptr(), blocks.data_ptr(), _address(sums), _address(scales), _address(own.order if own else None),
-        _address(input_scale), num_rows, inner, packed.padded, given.stride(0), own.chunk if own else 0,
-        given.dtype == torch.bfloat16, rule, packed.kind, packed.pairs(x.dtype), torch.get_num_threads(),
+        given.data_ptr(),
+        blocks.data_ptr(),
+        _address(sums),
+        _address(scales),
+        _address(own.order if own else None),
+        _address(input_scale),
+        num_rows,
+        inner,
+        packed.padded,
+        given.stride(0),
+        own.chunk if own else 0,
+        given.dtype == torch.bfloat16,
+        rule,
+        packed.kind,
+        packed.pairs(x.dtype),
+        torch.get_num_threads(),
         127.0 if own and own.scheme.values == "int8" else 448.0,
-    )  # fmt: skip
+    )
     if isinstance(x, QuantizedRows):
         scales = _in_blocks(x.scales, packed.padded // SCALE_IN) if packed.fine else x.scales.contiguous().flatten()
     return blocks, sums, scales

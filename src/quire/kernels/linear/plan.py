@@ -62,9 +62,19 @@ def plan_linears(params: Iterable[Param], choices: Iterable[Choice], *, exact: b
             continue
         choice = chosen[param.scheme.needs if param.scheme else frozenset()]
         rounded = exact and param.module.endswith(".router") and "exact" not in choice.features
-        plans[param.module] = _exact(param, choice) if rounded else LinearPlan(
-            format=param.format, layout=choice.name, ranges=(RowRange(None, choice.name),), features=choice.features,
-            reason=choice.reason, rejected=choice.rejected, scheme=param.scheme)  # fmt: skip
+        plans[param.module] = (
+            _exact(param, choice)
+            if rounded
+            else LinearPlan(
+                format=param.format,
+                layout=choice.name,
+                ranges=(RowRange(None, choice.name),),
+                features=choice.features,
+                reason=choice.reason,
+                rejected=choice.rejected,
+                scheme=param.scheme,
+            )
+        )
     return plans
 
 
@@ -76,5 +86,11 @@ def is_linear(param: Param) -> bool:
 def _exact(param: Param, choice: Choice) -> LinearPlan:
     """Return the plan of a router whose scores are not rounded: one rounding more sends tokens to other experts."""
     why = (choice.name, "rounds scores to the model's type")
-    return LinearPlan(format=param.format, layout="ref", ranges=(RowRange(None, "ref"),), features=("exact",),
-                      reason="scores of routers are not rounded", rejected=(*choice.rejected, why))  # fmt: skip
+    return LinearPlan(
+        format=param.format,
+        layout="ref",
+        ranges=(RowRange(None, "ref"),),
+        features=("exact",),
+        reason="scores of routers are not rounded",
+        rejected=(*choice.rejected, why),
+    )

@@ -92,8 +92,9 @@ def pack(matrix: QuantizedMatrix) -> Packed:
         wide = scales.t().contiguous()
     fixed = None if matrix.input_scale is None else matrix.input_scale.float().view(1)
     counters = torch.zeros(-(-n // 64), dtype=torch.int32, device=scales.device)
-    return Scaled(values, scales, wide, block, RULES[matrix.scheme.inputs], matrix.scheme.ue8m0,
-                  fixed, counters, matrix.scheme)
+    return Scaled(
+        values, scales, wide, block, RULES[matrix.scheme.inputs], matrix.scheme.ue8m0, fixed, counters, matrix.scheme
+    )
 
 
 def pack_gated(matrix: QuantizedMatrix) -> Packed:
@@ -150,9 +151,16 @@ def run_norm_gated(x: Tensor, weight: Tensor, eps: float, packed: Packed, bias: 
 
 
 def _product(
-    x: Tensor, packed: Packed, bias: Tensor | None, *, residual: Tensor | None = None, norm: Tensor | None = None,
-    eps: float = 0.0, gated: bool = False, dtype: torch.dtype | None = None,
-) -> Tensor:  # fmt: skip
+    x: Tensor,
+    packed: Packed,
+    bias: Tensor | None,
+    *,
+    residual: Tensor | None = None,
+    norm: Tensor | None = None,
+    eps: float = 0.0,
+    gated: bool = False,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
     """Norm, quantization, product, gate and residual, as far as given; the arguments are those of `gemv.product`."""
     if isinstance(packed, QuantizedMatrix):
         return _reference(x, packed, bias, residual, norm, eps, gated)
@@ -168,17 +176,51 @@ def _product(
         return y
     if rows <= FEW_ROWS:
         return scaled_few.product(
-            x, packed.values, packed.scales, bias, y, rule=packed.rule, powers=packed.powers, most=packed.most,
-            given=packed.fixed, block=packed.block, residual=residual, norm=norm, eps=eps, gated=gated)
-    q, scales = quantize(x, packed.rule, packed.values.dtype, scale=packed.fixed, powers=packed.powers, norm=norm,
-                         eps=eps)  # fmt: skip
+            x,
+            packed.values,
+            packed.scales,
+            bias,
+            y,
+            rule=packed.rule,
+            powers=packed.powers,
+            most=packed.most,
+            given=packed.fixed,
+            block=packed.block,
+            residual=residual,
+            norm=norm,
+            eps=eps,
+            gated=gated,
+        )
+    q, scales = quantize(
+        x, packed.rule, packed.values.dtype, scale=packed.fixed, powers=packed.powers, norm=norm, eps=eps
+    )
     if rows <= scaled_some.MOST_ROWS and not triton_runtime.missing_hopper():
         high = packed.wide if packed.block == 1 else packed.scales
-        return scaled_hopper.product(q, scales, packed.values, high, bias, y, counters=packed.counters,
-                                     block=packed.block, residual=residual, gated=gated)
+        return scaled_hopper.product(
+            q,
+            scales,
+            packed.values,
+            high,
+            bias,
+            y,
+            counters=packed.counters,
+            block=packed.block,
+            residual=residual,
+            gated=gated,
+        )
     if rows <= scaled_some.MOST_ROWS:
-        return scaled_some.product(q, scales, packed.values, packed.scales, bias, y, counters=packed.counters,
-                                   block=packed.block, residual=residual, gated=gated)
+        return scaled_some.product(
+            q,
+            scales,
+            packed.values,
+            packed.scales,
+            bias,
+            y,
+            counters=packed.counters,
+            block=packed.block,
+            residual=residual,
+            gated=gated,
+        )
     if packed.values.dtype == torch.int8:
         return scaled_many.product(q, scales, packed.values, packed.scales, bias, y, residual=residual, gated=gated)
     wide = _cublas(q, scales, packed, torch.float32 if dtype == torch.float32 else x.dtype)[:rows]
@@ -211,8 +253,15 @@ def _cublas(q: Tensor, scales: Tensor, packed: Scaled, dtype: torch.dtype) -> Te
     return y
 
 
-def _reference(x: Tensor, packed: QuantizedMatrix, bias: Tensor | None, residual: Tensor | None, norm: Tensor | None,
-               eps: float, gated: bool) -> Tensor:
+def _reference(
+    x: Tensor,
+    packed: QuantizedMatrix,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    norm: Tensor | None,
+    eps: float,
+    gated: bool,
+) -> Tensor:
     y = quantized_ref.run(x if norm is None else rms_norm(x, norm, eps), packed, bias)
     if gated:
         y = silu_mul(y)

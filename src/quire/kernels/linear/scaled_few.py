@@ -45,10 +45,23 @@ def walk_of(k: int, gated: bool) -> Walk:
 
 
 def product(
-    x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None, y: Tensor, *, rule: int, most: int,
-    powers: bool = False, given: Tensor | None = None, block: int = 0, residual: Tensor | None = None,
-    norm: Tensor | None = None, eps: float = 0.0, gated: bool = False, walk: Walk | None = None,
-) -> Tensor:  # fmt: skip
+    x: Tensor,
+    weight: Tensor,
+    scales: Tensor,
+    bias: Tensor | None,
+    y: Tensor,
+    *,
+    rule: int,
+    most: int,
+    powers: bool = False,
+    given: Tensor | None = None,
+    block: int = 0,
+    residual: Tensor | None = None,
+    norm: Tensor | None = None,
+    eps: float = 0.0,
+    gated: bool = False,
+    walk: Walk | None = None,
+) -> Tensor:
     """Multiply x [T, K] of at most MOST_FEW rows with weight [N, K] into y [T, N]; returns y.
 
     weight         8-bit numbers
@@ -67,9 +80,34 @@ def product(
     blocks = -(-n // walk.block_n)
     steps = -(-blocks // (walk.programs * multiprocessors()))
     _few_kernel[(-(-blocks // steps),)](
-        x, weight if INTERPRETED else weight.view(torch.int32), scales, bias, residual, norm, given, y, rows, n,
-        x.stride(0), eps, k, size, walk.block_n, walk.block_k, steps, bucket(steps), block, rule, powers, most, gated,
-        not INTERPRETED, in_pdl, num_warps=walk.warps, **pdl.options(in_pdl))
+        x,
+        weight if INTERPRETED else weight.view(torch.int32),
+        scales,
+        bias,
+        residual,
+        norm,
+        given,
+        y,
+        rows,
+        n,
+        x.stride(0),
+        eps,
+        k,
+        size,
+        walk.block_n,
+        walk.block_k,
+        steps,
+        bucket(steps),
+        block,
+        rule,
+        powers,
+        most,
+        gated,
+        not INTERPRETED,
+        in_pdl,
+        num_warps=walk.warps,
+        **pdl.options(in_pdl),
+    )
     return y
 
 
@@ -79,13 +117,30 @@ def _tile(weight, col, n, start, K: tl.constexpr, BLOCK_K: tl.constexpr, WORDS: 
     EACH: tl.constexpr = 4 if WORDS else 1
     lane = start // EACH + tl.arange(0, BLOCK_K // EACH)[None, None, :]
     mask = (col < n)[None, :, None] & (lane < K // EACH)
-    return tl.load(weight + col.to(tl.int64)[None, :, None] * (K // EACH) + lane, mask=mask, other=0.0,
-                   eviction_policy="evict_first")
+    return tl.load(
+        weight + col.to(tl.int64)[None, :, None] * (K // EACH) + lane,
+        mask=mask,
+        other=0.0,
+        eviction_policy="evict_first",
+    )
 
 
 @jit
-def _sum(tile, given, scales, col, n, start, M: tl.constexpr, K: tl.constexpr, BLOCK_N: tl.constexpr,
-         BLOCK_K: tl.constexpr, BLOCK: tl.constexpr, MOST: tl.constexpr, WORDS: tl.constexpr):
+def _sum(
+    tile,
+    given,
+    scales,
+    col,
+    n,
+    start,
+    M: tl.constexpr,
+    K: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK: tl.constexpr,
+    MOST: tl.constexpr,
+    WORDS: tl.constexpr,
+):
     """Products [M, BLOCK_N] of a tile of weights and the inputs `given`, with the scales of blocks."""
     part = sums_of_16(tile, given, M, BLOCK_N, BLOCK_K, MOST, WORDS)
     if BLOCK:
@@ -108,11 +163,32 @@ def _inputs(x, norm, inverse, row, rows, stride, at, K: tl.constexpr):
 
 @jit(do_not_specialize=["rows"])
 def _few_kernel(
-    x, weight, scales, bias, residual, norm, fixed, y, rows, n, stride, eps, K: tl.constexpr, M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STEPS: tl.constexpr, ROOM: tl.constexpr, BLOCK: tl.constexpr,
-    RULE: tl.constexpr, POWERS: tl.constexpr, MOST: tl.constexpr, GATED: tl.constexpr, WORDS: tl.constexpr,
+    x,
+    weight,
+    scales,
+    bias,
+    residual,
+    norm,
+    fixed,
+    y,
+    rows,
+    n,
+    stride,
+    eps,
+    K: tl.constexpr,
+    M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    STEPS: tl.constexpr,
+    ROOM: tl.constexpr,
+    BLOCK: tl.constexpr,
+    RULE: tl.constexpr,
+    POWERS: tl.constexpr,
+    MOST: tl.constexpr,
+    GATED: tl.constexpr,
+    WORDS: tl.constexpr,
     PDL: tl.constexpr,
-):  # fmt: skip
+):
     """STEPS * BLOCK_N outputs of up to M <= MOST_FEW rows. Grid (ceil(n / (BLOCK_N STEPS)),).
 
     A program quantizes a chunk of BLOCK_K inputs, multiplies it with BLOCK_N outputs after the other, and goes on with

@@ -74,9 +74,19 @@ def tiles_of(rows: int, n: int, k: int, gated: bool, block: int) -> Tiles:
 
 
 def product(
-    q: Tensor, x_scales: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None, y: Tensor, *, counters: Tensor,
-    block: int = 0, residual: Tensor | None = None, gated: bool = False, tiles: Tiles | None = None,
-) -> Tensor:  # fmt: skip
+    q: Tensor,
+    x_scales: Tensor,
+    weight: Tensor,
+    scales: Tensor,
+    bias: Tensor | None,
+    y: Tensor,
+    *,
+    counters: Tensor,
+    block: int = 0,
+    residual: Tensor | None = None,
+    gated: bool = False,
+    tiles: Tiles | None = None,
+) -> Tensor:
     """Multiply T rows of q [R, K], at most MOST_ROWS, with weight [N, K] into y [T, N]; returns y.
 
     q, x_scales    of `quire.kernels.quantize.triton.quantize`: scales [K / 128, R], [1, R] or one number
@@ -96,13 +106,32 @@ def product(
     steps = -(-k // deep)
     share = -(-steps // tiles.split) * tiles.depth
     _some_kernel[(wide, tiles.split)](
-        describe(q, [tiles.rows, deep]), _lines(x_scales, tiles.rows) if block else x_scales,
-        describe(weight, [cols, deep]), _lines(scales, cols) if block == 1 else scales, bias, residual, y, parts,
-        counters, rows, n, K=k, M=tiles.rows, TALL=tiles.tall, DEPTH=tiles.depth, BLOCK=block,
-        FIXED=x_scales.numel() == 1, GATED=gated, STAGES=tiles.stages, SPLIT=tiles.split, ROOM=bucket(share),
-        WARPS=tiles.warps, PDL=in_pdl, num_warps=tiles.warps,
+        describe(q, [tiles.rows, deep]),
+        _lines(x_scales, tiles.rows) if block else x_scales,
+        describe(weight, [cols, deep]),
+        _lines(scales, cols) if block == 1 else scales,
+        bias,
+        residual,
+        y,
+        parts,
+        counters,
+        rows,
+        n,
+        K=k,
+        M=tiles.rows,
+        TALL=tiles.tall,
+        DEPTH=tiles.depth,
+        BLOCK=block,
+        FIXED=x_scales.numel() == 1,
+        GATED=gated,
+        STAGES=tiles.stages,
+        SPLIT=tiles.split,
+        ROOM=bucket(share),
+        WARPS=tiles.warps,
+        PDL=in_pdl,
+        num_warps=tiles.warps,
         **pdl.options(in_pdl),
-    )  # fmt: skip
+    )
     return y
 
 
@@ -122,8 +151,9 @@ def _read_weights(weight, ring, bar, stage, col, n, step, pred, BYTES: gl.conste
     mbarrier.expect(bar, BYTES, pred=pred)
     deep = step * weight.block_type.shape[1]
     for half in gl.static_range(HALVES):
-        tma.async_copy_global_to_shared(weight, [col + half * n, deep], bar, ring.index(stage * HALVES + half),
-                                        pred=pred)  # fmt: skip
+        tma.async_copy_global_to_shared(
+            weight, [col + half * n, deep], bar, ring.index(stage * HALVES + half), pred=pred
+        )
 
 
 @gluon_jit
@@ -152,8 +182,19 @@ def _line(kept, group):
 
 
 @gluon_jit
-def _begin(rings, kept, stage, turn, piece: gl.constexpr, TALL: gl.constexpr, DEPTH: gl.constexpr,
-           BLOCK: gl.constexpr, HALVES: gl.constexpr, SUM: gl.constexpr, ACC: gl.constexpr):  # fmt: skip
+def _begin(
+    rings,
+    kept,
+    stage,
+    turn,
+    piece: gl.constexpr,
+    TALL: gl.constexpr,
+    DEPTH: gl.constexpr,
+    BLOCK: gl.constexpr,
+    HALVES: gl.constexpr,
+    SUM: gl.constexpr,
+    ACC: gl.constexpr,
+):
     """Start the product number `piece` of an iteration: return its sums [HIGH, M], and their scales [1 or HIGH, M]."""
     HIGH: gl.constexpr = 16 * ACC.warps_per_cta[0]
     half: gl.constexpr = piece % (TALL * HALVES) // TALL
@@ -212,8 +253,22 @@ def _sum(parts, SPLIT: gl.constexpr, BLOCKS: gl.constexpr, M: gl.constexpr, ACC:
 
 
 @gluon_jit
-def _finish(out, other, x_scales, scales, bias, residual, y, first, rows, n, BLOCK: gl.constexpr, FIXED: gl.constexpr,
-            GATED: gl.constexpr, WARPS: gl.constexpr):  # fmt: skip
+def _finish(
+    out,
+    other,
+    x_scales,
+    scales,
+    bias,
+    residual,
+    y,
+    first,
+    rows,
+    n,
+    BLOCK: gl.constexpr,
+    FIXED: gl.constexpr,
+    GATED: gl.constexpr,
+    WARPS: gl.constexpr,
+):
     """Apply scales of channels, bias, gate and residual to sums [HIGH, M], and store the result.
 
     out, other   of gate and up if GATED, else `other` is not used;  first  the first output
@@ -246,10 +301,30 @@ def _finish(out, other, x_scales, scales, bias, residual, y, first, rows, n, BLO
 
 @gluon_jit(do_not_specialize=["rows"])
 def _some_kernel(
-    x, x_scales, weight, scales, bias, residual, y, parts, counters, rows, n, K: gl.constexpr, M: gl.constexpr,
-    TALL: gl.constexpr, DEPTH: gl.constexpr, BLOCK: gl.constexpr, FIXED: gl.constexpr, GATED: gl.constexpr,
-    STAGES: gl.constexpr, SPLIT: gl.constexpr, ROOM: gl.constexpr, WARPS: gl.constexpr, PDL: gl.constexpr,
-):  # fmt: skip
+    x,
+    x_scales,
+    weight,
+    scales,
+    bias,
+    residual,
+    y,
+    parts,
+    counters,
+    rows,
+    n,
+    K: gl.constexpr,
+    M: gl.constexpr,
+    TALL: gl.constexpr,
+    DEPTH: gl.constexpr,
+    BLOCK: gl.constexpr,
+    FIXED: gl.constexpr,
+    GATED: gl.constexpr,
+    STAGES: gl.constexpr,
+    SPLIT: gl.constexpr,
+    ROOM: gl.constexpr,
+    WARPS: gl.constexpr,
+    PDL: gl.constexpr,
+):
     """COLS = 16 WARPS TALL outputs of up to M rows, from a part of K. Grid (ceil(n / COLS), SPLIT), WARPS warps.
 
     x                  descriptor of [R, K] e4m3 or int8 in tiles [M, 128 DEPTH]
@@ -292,8 +367,18 @@ def _some_kernel(
     CHUNKS: gl.constexpr = (SHARE + LINES - 1) // LINES
     MORE: gl.constexpr = CHUNKS * LINES * 4 * (M + (HALVES * COLS if BLOCK == 1 else 0)) if BLOCK else 0
     for early in gl.static_range(STAGES):
-        _read_weights(weight, weights, ready.index(early), early, col, n, first + early, early < count,
-                      BYTES + (MORE if early == 0 else 0), HALVES)  # fmt: skip
+        _read_weights(
+            weight,
+            weights,
+            ready.index(early),
+            early,
+            col,
+            n,
+            first + early,
+            early < count,
+            BYTES + (MORE if early == 0 else 0),
+            HALVES,
+        )
     kept = ()
     if BLOCK:
         kept = (gl.allocate_shared_memory(gl.float32, [CHUNKS, LINES, M], x_scales.layout),)
@@ -309,8 +394,9 @@ def _some_kernel(
     if PDL:
         tl.extra.cuda.gdc_wait()
     for early in gl.static_range(STAGES):
-        tma.async_copy_global_to_shared(x, [0, (first + early) * (128 * DEPTH)], ready.index(early),
-                                        given.index(early), pred=early < count)  # fmt: skip
+        tma.async_copy_global_to_shared(
+            x, [0, (first + early) * (128 * DEPTH)], ready.index(early), given.index(early), pred=early < count
+        )
         if BLOCK and early == 0:
             _read_lines(x_scales, kept[0], ready.index(0), first * DEPTH, 0)
     if BLOCK == 128:
@@ -336,8 +422,9 @@ def _some_kernel(
         gl.thread_barrier()  # no warp reads the iteration any more
         later = turn + STAGES
         _read_weights(weight, weights, bar, stage, col, n, first + later, later < count, BYTES, HALVES)
-        tma.async_copy_global_to_shared(x, [0, (first + later) * (128 * DEPTH)], bar, given.index(stage),
-                                        pred=later < count)  # fmt: skip
+        tma.async_copy_global_to_shared(
+            x, [0, (first + later) * (128 * DEPTH)], bar, given.index(stage), pred=later < count
+        )
         sums = _add(sums, (PIECES - 1) % BLOCKS, done, before, BLOCKS, BLOCK)
     if SPLIT > 1:
         SIZE: gl.constexpr = HIGH * M
@@ -353,5 +440,19 @@ def _some_kernel(
     else:
         total = sums
     for i in gl.static_range(TALL):
-        _finish(total[i], total[BLOCKS - TALL + i], x_scales, scales, bias, residual, y, col + i * HIGH, rows, n, BLOCK,
-                FIXED, GATED, WARPS)  # fmt: skip
+        _finish(
+            total[i],
+            total[BLOCKS - TALL + i],
+            x_scales,
+            scales,
+            bias,
+            residual,
+            y,
+            col + i * HIGH,
+            rows,
+            n,
+            BLOCK,
+            FIXED,
+            GATED,
+            WARPS,
+        )

@@ -15,9 +15,16 @@ BAND = 8  # tiles of rows that run side by side through the same columns, which 
 
 
 def product(
-    q: Tensor, x_scales: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None, y: Tensor, *,
-    residual: Tensor | None = None, gated: bool = False,
-) -> Tensor:  # fmt: skip
+    q: Tensor,
+    x_scales: Tensor,
+    weight: Tensor,
+    scales: Tensor,
+    bias: Tensor | None,
+    y: Tensor,
+    *,
+    residual: Tensor | None = None,
+    gated: bool = False,
+) -> Tensor:
     """Multiply the first T rows of q [R, K] int8 with weight [N, K] int8 into y [T, N]; returns y.
 
     x_scales   scales of the rows of q: [1, R], or one number for all
@@ -28,17 +35,52 @@ def product(
     high, cols, warps, stages = (64, 128, 4, 4) if rows <= 256 else (128, 128 if gated else 256, 8, 3 if gated else 4)
     in_pdl = pdl.in_use()
     _many_kernel[(-(-rows // high) * -(-n // cols),)](
-        q, x_scales, weight, scales, bias, residual, y, rows, n, q.stride(0), k, high, cols, 128, x_scales.numel() == 1,
-        gated, BAND, in_pdl, num_warps=warps, num_stages=stages, **pdl.options(in_pdl))
+        q,
+        x_scales,
+        weight,
+        scales,
+        bias,
+        residual,
+        y,
+        rows,
+        n,
+        q.stride(0),
+        k,
+        high,
+        cols,
+        128,
+        x_scales.numel() == 1,
+        gated,
+        BAND,
+        in_pdl,
+        num_warps=warps,
+        num_stages=stages,
+        **pdl.options(in_pdl),
+    )
     return y
 
 
 @jit(do_not_specialize=["rows"])
 def _many_kernel(
-    q, x_scales, weight, scales, bias, residual, y, rows, n, stride, K: tl.constexpr, M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, FIXED: tl.constexpr, GATED: tl.constexpr, BAND: tl.constexpr,
+    q,
+    x_scales,
+    weight,
+    scales,
+    bias,
+    residual,
+    y,
+    rows,
+    n,
+    stride,
+    K: tl.constexpr,
+    M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    FIXED: tl.constexpr,
+    GATED: tl.constexpr,
+    BAND: tl.constexpr,
     PDL: tl.constexpr,
-):  # fmt: skip
+):
     """M rows by BLOCK_N outputs. Grid (ceil(rows / M) * ceil(n / BLOCK_N),).
 
     q                  [rows, K] int8;  stride  elements from row to row;  x_scales  [rows] float32, one number if FIXED

@@ -48,9 +48,19 @@ def tiles_of(rows: int, n: int, k: int, gated: bool) -> Tiles:
 
 
 def product(
-    q: Tensor, x_scales: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None, y: Tensor, *, counters: Tensor,
-    block: int = 0, residual: Tensor | None = None, gated: bool = False, tiles: Tiles | None = None,
-) -> Tensor:  # fmt: skip
+    q: Tensor,
+    x_scales: Tensor,
+    weight: Tensor,
+    scales: Tensor,
+    bias: Tensor | None,
+    y: Tensor,
+    *,
+    counters: Tensor,
+    block: int = 0,
+    residual: Tensor | None = None,
+    gated: bool = False,
+    tiles: Tiles | None = None,
+) -> Tensor:
     """Multiply the first T rows of q [R, K], at most MOST_ROWS (64), with weight [N, K] into y [T, N]; returns y.
 
     q, x_scales    results of `quire.kernels.quantize.triton.quantize`: scales [K / 128, R], [1, R] or one number
@@ -68,18 +78,62 @@ def product(
     if tiles.split > 1:
         parts = q.new_empty(wide * tiles.split * tiles.cols * tiles.rows << gated, dtype=torch.float32)
     _some_kernel[(wide, tiles.split)](
-        q, x_scales, weight, scales, bias, residual, y, parts, counters, rows, n, q.stride(0),
-        x_scales.stride(0) if block else 0, k, tiles.rows, tiles.cols, DEEP, block, x_scales.numel() == 1, gated,
-        tiles.stages, tiles.split, in_pdl, num_warps=tiles.warps, num_stages=tiles.stages, **pdl.options(in_pdl))
+        q,
+        x_scales,
+        weight,
+        scales,
+        bias,
+        residual,
+        y,
+        parts,
+        counters,
+        rows,
+        n,
+        q.stride(0),
+        x_scales.stride(0) if block else 0,
+        k,
+        tiles.rows,
+        tiles.cols,
+        DEEP,
+        block,
+        x_scales.numel() == 1,
+        gated,
+        tiles.stages,
+        tiles.split,
+        in_pdl,
+        num_warps=tiles.warps,
+        num_stages=tiles.stages,
+        **pdl.options(in_pdl),
+    )
     return y
 
 
 @jit(do_not_specialize=["rows"])
 def _some_kernel(
-    q, x_scales, weight, scales, bias, residual, y, parts, counters, rows, n, stride, stride_s, K: tl.constexpr,
-    M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK: tl.constexpr, FIXED: tl.constexpr,
-    GATED: tl.constexpr, STAGES: tl.constexpr, SPLIT: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    q,
+    x_scales,
+    weight,
+    scales,
+    bias,
+    residual,
+    y,
+    parts,
+    counters,
+    rows,
+    n,
+    stride,
+    stride_s,
+    K: tl.constexpr,
+    M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK: tl.constexpr,
+    FIXED: tl.constexpr,
+    GATED: tl.constexpr,
+    STAGES: tl.constexpr,
+    SPLIT: tl.constexpr,
+    PDL: tl.constexpr,
+):
     """BLOCK_N outputs of up to M rows, from a part of K. Grid (ceil(n / BLOCK_N), SPLIT).
 
     q                  [rows, K] e4m3 or int8;  stride  elements from row to row

@@ -55,9 +55,15 @@ def tiles_of(rows: int, k: int, gated: bool) -> Tiles:
 
 
 def product(
-    x: Tensor, weight: Tensor, bias: Tensor | None, y: Tensor, *, residual: Tensor | None = None, gated: bool = False,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    y: Tensor,
+    *,
+    residual: Tensor | None = None,
+    gated: bool = False,
     tiles: Tiles | None = None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Multiply x [T, K] of at most MOST_ROWS rows with weight [N, K] into y [T, N]; returns y.
 
     K is a multiple of 8. Other arguments as in `gemv.product`.
@@ -68,17 +74,37 @@ def product(
     tiles = tiles or tiles_of(rows, k, gated)
     in_pdl = pdl.in_use()
     _some_kernel[(-(-n // COLS),)](
-        describe(x, [tiles.rows, tiles.deep]), describe(weight, [COLS, tiles.deep]), bias, residual, y, rows, n, K=k,
-        GATED=gated, STAGES=tiles.stages, PDL=in_pdl, num_warps=4, **pdl.options(in_pdl),
-    )  # fmt: skip
+        describe(x, [tiles.rows, tiles.deep]),
+        describe(weight, [COLS, tiles.deep]),
+        bias,
+        residual,
+        y,
+        rows,
+        n,
+        K=k,
+        GATED=gated,
+        STAGES=tiles.stages,
+        PDL=in_pdl,
+        num_warps=4,
+        **pdl.options(in_pdl),
+    )
     return y
 
 
 @gluon_jit(do_not_specialize=["rows"])
 def _some_kernel(
-    x, weight, bias, residual, y, rows, n, K: gl.constexpr, GATED: gl.constexpr, STAGES: gl.constexpr,
+    x,
+    weight,
+    bias,
+    residual,
+    y,
+    rows,
+    n,
+    K: gl.constexpr,
+    GATED: gl.constexpr,
+    STAGES: gl.constexpr,
     PDL: gl.constexpr,
-):  # fmt: skip
+):
     """COLS outputs of up to M rows. Grid (ceil(n / COLS),), 4 warps.
 
     x                  descriptor of [T, K] in tiles [M, DEEP]
@@ -107,8 +133,9 @@ def _some_kernel(
     if PDL:
         tl.extra.cuda.gdc_wait()
     for early in gl.static_range(STAGES):
-        tma.async_copy_global_to_shared(x, [0, early * DEEP], ready.index(early), given.index(early),
-                                        pred=early < STEPS)  # fmt: skip
+        tma.async_copy_global_to_shared(
+            x, [0, early * DEEP], ready.index(early), given.index(early), pred=early < STEPS
+        )
     one = gl.zeros([COLS, M], gl.float32, ACC)
     two = gl.zeros([COLS, M], gl.float32, ACC)  # of up
     for turn in range(STEPS):

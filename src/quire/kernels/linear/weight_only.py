@@ -73,8 +73,9 @@ class Tiled:
 
     def product(self, x: Tensor, bias: Tensor | None, y: Tensor, **fused: Any) -> Tensor:
         """Multiply x, of few rows, by the packed weight into y; return y. See `WeightOnly`."""
-        return products.product(x, self.tiles, self.scales, self.zeros, bias, y, bits=self.bits,
-                                counters=self.counters, **fused)  # fmt: skip
+        return products.product(
+            x, self.tiles, self.scales, self.zeros, bias, y, bits=self.bits, counters=self.counters, **fused
+        )
 
     def unpack(self, dtype: torch.dtype) -> Tensor:
         """Return the weight [N, K] in a floating-point type. See `WeightOnly`."""
@@ -95,8 +96,16 @@ def pack(matrix: QuantizedMatrix) -> Packed:
     zeros = None if matrix.zero is None else matrix.zero.t().contiguous()
     high = -(-products.MOST_ROWS // 128)
     counters = torch.zeros(-(-n // products.ROWS) * high, dtype=torch.int32, device=matrix.values.device)
-    return Tiled(products.repack(matrix.values, bits, deep), matrix.scale.t().contiguous(), zeros,
-                 None if matrix.order is None else matrix.order.long(), counters, n, bits, matrix.scheme)
+    return Tiled(
+        products.repack(matrix.values, bits, deep),
+        matrix.scale.t().contiguous(),
+        zeros,
+        None if matrix.order is None else matrix.order.long(),
+        counters,
+        n,
+        bits,
+        matrix.scheme,
+    )
 
 
 def pack_gated(matrix: QuantizedMatrix) -> Packed:
@@ -110,8 +119,13 @@ def way(x: Tensor, packed: Packed) -> str:
         return quantized_ref.way(x, packed)
     few = len(x) <= products.MOST_ROWS
     own = str(x.dtype).removeprefix("torch.")
-    return product_words(packed.scheme, "stays packed, widened in registers" if few else
-                         f"dequantized to {own} by a kernel before; the copy is dropped after the product", "")
+    return product_words(
+        packed.scheme,
+        "stays packed, widened in registers"
+        if few
+        else f"dequantized to {own} by a kernel before; the copy is dropped after the product",
+        "",
+    )
 
 
 def run(x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:
@@ -138,8 +152,15 @@ def run_gated(x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:
     return _product(x, packed, bias, gated=True)
 
 
-def _product(x: Tensor, packed: Packed, bias: Tensor | None, *, residual: Tensor | None = None, gated: bool = False,
-             dtype: torch.dtype | None = None) -> Tensor:
+def _product(
+    x: Tensor,
+    packed: Packed,
+    bias: Tensor | None,
+    *,
+    residual: Tensor | None = None,
+    gated: bool = False,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
     """Product, gate and residual, as far as given; the arguments are those of `gemv.product`."""
     if isinstance(packed, QuantizedMatrix):
         y = quantized_ref.run(x, packed, bias)

@@ -51,13 +51,24 @@ class WeightWords:
         """Multiply x, of few rows, by the packed weight into y; return y. See `WeightOnly`."""
         if x.stride(1) != 1 or x.stride(0) % 8 or x.data_ptr() % 16:  # not for the copy engine
             x = x.clone(memory_format=torch.contiguous_format)
-        return words.product(x, self.words, self.scales, self.zeros, bias, y, bits=self.bits, group=self.group,
-                             counters=self.counters, **fused)  # fmt: skip
+        return words.product(
+            x,
+            self.words,
+            self.scales,
+            self.zeros,
+            bias,
+            y,
+            bits=self.bits,
+            group=self.group,
+            counters=self.counters,
+            **fused,
+        )
 
     def unpack(self, dtype: torch.dtype) -> Tensor:
         """Return the weight [N, K] in a floating-point type. See `WeightOnly`."""
-        return words.unpack(self.words, self.scales, self.zeros, self.shape, dtype, bits=self.bits, group=self.group,
-                            gated=self.gated)  # fmt: skip
+        return words.unpack(
+            self.words, self.scales, self.zeros, self.shape, dtype, bits=self.bits, group=self.group, gated=self.gated
+        )
 
 
 def pack(matrix: QuantizedMatrix) -> Packed:
@@ -77,6 +88,15 @@ def _pack(matrix: QuantizedMatrix, gated: bool) -> Packed:
     bits = 4 if matrix.scheme.values == "w4" else 8
     zeros = None if matrix.zero is None else words.repack_scales(matrix.zero, gated)
     counters = torch.zeros((n // 64 + 2) * words.MOST_ROWS // 128, dtype=torch.int32, device=matrix.values.device)
-    return WeightWords(words.repack(matrix.values, bits, gated), words.repack_scales(matrix.scale, gated), zeros,
-                 None if matrix.order is None else matrix.order.long(), counters, (n, k), bits, group, gated,
-                 matrix.scheme)
+    return WeightWords(
+        words.repack(matrix.values, bits, gated),
+        words.repack_scales(matrix.scale, gated),
+        zeros,
+        None if matrix.order is None else matrix.order.long(),
+        counters,
+        (n, k),
+        bits,
+        group,
+        gated,
+        matrix.scheme,
+    )

@@ -68,9 +68,19 @@ def repack(values: Tensor, bits: int, deep: int) -> Tensor:
 
 
 def product(
-    x: Tensor, tiles: Tensor, scales: Tensor, zeros: Tensor | None, bias: Tensor | None, y: Tensor, *, bits: int,
-    counters: Tensor, residual: Tensor | None = None, gated: bool = False, walk: Tiles | None = None,
-) -> Tensor:  # fmt: skip
+    x: Tensor,
+    tiles: Tensor,
+    scales: Tensor,
+    zeros: Tensor | None,
+    bias: Tensor | None,
+    y: Tensor,
+    *,
+    bits: int,
+    counters: Tensor,
+    residual: Tensor | None = None,
+    gated: bool = False,
+    walk: Tiles | None = None,
+) -> Tensor:
     """Multiply x [T, K] of at most MOST_ROWS rows with a weight of N outputs into y [T, N]; returns y.
 
     tiles      the weight, packed by `repack`
@@ -89,9 +99,34 @@ def product(
     if walk.split > 1:
         parts = x.new_empty(wide * high * walk.split * ROWS * walk.rows << gated, dtype=torch.float32)
     _product_kernel[(wide, walk.split, high)](
-        x, tiles, scales, zeros, bias, residual, y, parts, counters, rows, n, x.stride(0), k, k // scales.shape[0],
-        walk.rows, ROWS, deep, bits, gated, walk.first, walk.stages, walk.split, not INTERPRETED, in_pdl,
-        num_warps=walk.warps, num_stages=walk.stages, **pdl.options(in_pdl))
+        x,
+        tiles,
+        scales,
+        zeros,
+        bias,
+        residual,
+        y,
+        parts,
+        counters,
+        rows,
+        n,
+        x.stride(0),
+        k,
+        k // scales.shape[0],
+        walk.rows,
+        ROWS,
+        deep,
+        bits,
+        gated,
+        walk.first,
+        walk.stages,
+        walk.split,
+        not INTERPRETED,
+        in_pdl,
+        num_warps=walk.warps,
+        num_stages=walk.stages,
+        **pdl.options(in_pdl),
+    )
     return y
 
 
@@ -101,8 +136,21 @@ def unpack(tiles: Tensor, scales: Tensor, zeros: Tensor | None, bits: int, n: in
     weight = torch.empty(n, steps * deep, dtype=dtype, device=tiles.device)
     in_pdl = pdl.in_use()
     _unpack_kernel[(steps, -(-n // ROWS))](
-        tiles, scales, zeros, weight, n, steps * deep, steps * deep // scales.shape[0], ROWS, deep, bits,
-        not INTERPRETED, in_pdl, num_warps=4, **pdl.options(in_pdl))
+        tiles,
+        scales,
+        zeros,
+        weight,
+        n,
+        steps * deep,
+        steps * deep // scales.shape[0],
+        ROWS,
+        deep,
+        bits,
+        not INTERPRETED,
+        in_pdl,
+        num_warps=4,
+        **pdl.options(in_pdl),
+    )
     return weight
 
 
@@ -130,19 +178,34 @@ def _numbers(packed, zero, HIGH: tl.constexpr, BITS: tl.constexpr, DTYPE: tl.con
             prmt.b32 u, $2, 0x4B000000, 0x7442; mov.b32 c, u; sub.f32 c, c, $5;
             prmt.b32 u, $2, 0x4B000000, 0x7443; mov.b32 d, u; sub.f32 d, d, $6;
             cvt.rn.bf16x2.f32 $0, b, a; cvt.rn.bf16x2.f32 $1, d, c; }""",
-            "=r,=r,r,f,f,f,f", [packed, zero + 8388608.0], dtype=tl.bfloat16, is_pure=True, pack=4)
+            "=r,=r,r,f,f,f,f",
+            [packed, zero + 8388608.0],
+            dtype=tl.bfloat16,
+            is_pure=True,
+            pack=4,
+        )
     elif HIGH:  # 128 + q in bf16: its low byte is q, its high byte 0x43
         numbers = tl.inline_asm_elementwise(
             """{ .reg .b32 t, one; shr.b32 t, $2, 4; and.b32 t, t, 0x0F0F0F0F; mov.b32 one, 0x3F803F80;
             prmt.b32 $0, t, 0x43434343, 0x4140; prmt.b32 $1, t, 0x43434343, 0x4342;
             fma.rn.bf16x2 $0, $0, one, $3; fma.rn.bf16x2 $1, $1, one, $4; }""",
-            "=&r,=&r,r,r,r", [packed, offset], dtype=tl.bfloat16, is_pure=True, pack=4)
+            "=&r,=&r,r,r,r",
+            [packed, offset],
+            dtype=tl.bfloat16,
+            is_pure=True,
+            pack=4,
+        )
     else:
         numbers = tl.inline_asm_elementwise(
             """{ .reg .b32 t, one; and.b32 t, $2, 0x0F0F0F0F; mov.b32 one, 0x3F803F80;
             prmt.b32 $0, t, 0x43434343, 0x4140; prmt.b32 $1, t, 0x43434343, 0x4342;
             fma.rn.bf16x2 $0, $0, one, $3; fma.rn.bf16x2 $1, $1, one, $4; }""",
-            "=&r,=&r,r,r,r", [packed, offset], dtype=tl.bfloat16, is_pure=True, pack=4)
+            "=&r,=&r,r,r,r",
+            [packed, offset],
+            dtype=tl.bfloat16,
+            is_pure=True,
+            pack=4,
+        )
     return numbers
 
 
@@ -178,10 +241,31 @@ def _sums(tile_at, low_at, high_at, scale, zero, acc, BITS: tl.constexpr, FIRST:
 
 @jit(do_not_specialize=["rows"])
 def _product_kernel(
-    x, tiles, scales, zeros, bias, residual, y, parts, counters, rows, n, stride, K: tl.constexpr, GROUP: tl.constexpr,
-    M: tl.constexpr, ROWS: tl.constexpr, DEEP: tl.constexpr, BITS: tl.constexpr, GATED: tl.constexpr,
-    FIRST: tl.constexpr, STAGES: tl.constexpr, SPLIT: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    x,
+    tiles,
+    scales,
+    zeros,
+    bias,
+    residual,
+    y,
+    parts,
+    counters,
+    rows,
+    n,
+    stride,
+    K: tl.constexpr,
+    GROUP: tl.constexpr,
+    M: tl.constexpr,
+    ROWS: tl.constexpr,
+    DEEP: tl.constexpr,
+    BITS: tl.constexpr,
+    GATED: tl.constexpr,
+    FIRST: tl.constexpr,
+    STAGES: tl.constexpr,
+    SPLIT: tl.constexpr,
+    ASM: tl.constexpr,
+    PDL: tl.constexpr,
+):
     """ROWS outputs of M rows, from a part of K. Grid (ceil(n / ROWS), SPLIT, ceil(rows / M)).
 
     x                  [rows, K] bf16 or f16;  stride  elements from row to row
@@ -252,9 +336,19 @@ def _product_kernel(
 
 @jit
 def _unpack_kernel(
-    tiles, scales, zeros, weight, n, K: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, DEEP: tl.constexpr,
-    BITS: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    tiles,
+    scales,
+    zeros,
+    weight,
+    n,
+    K: tl.constexpr,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    DEEP: tl.constexpr,
+    BITS: tl.constexpr,
+    ASM: tl.constexpr,
+    PDL: tl.constexpr,
+):
     """Write a tile of weights in x's dtype. Grid (K / DEEP, ceil(n / ROWS)); arguments as in `_product_kernel`.
 
     weight   [n, K] contiguous, output

@@ -39,10 +39,15 @@ def _asm_4(scaled: bool) -> str:
     """Return the code for a pair of words: outputs $0 to $7, words $8 and $9, zeros from $10, scales from $14 on."""
     lines = "".join(
         (_FIELD + _SUB + _MUL * scaled).format(
-            out=f"${4 * half + at}", word=f"${8 + half}", shift=4 * at, zero=f"${10 + 2 * (at & 1)}",
-            scale=f"${14 + 2 * (at & 1)}")
-        for half in range(2) for at in range(4)
-    )  # fmt: skip
+            out=f"${4 * half + at}",
+            word=f"${8 + half}",
+            shift=4 * at,
+            zero=f"${10 + 2 * (at & 1)}",
+            scale=f"${14 + 2 * (at & 1)}",
+        )
+        for half in range(2)
+        for at in range(4)
+    )
     return "{ .reg .b32 a; " + lines + " }"
 
 
@@ -57,7 +62,7 @@ def _asm_8(scaled: bool) -> str:
         f"sub.f32 a, a, ${6 + 2 * (at & 1)}; sub.f32 b, b, ${6 + 2 * (at & 1)}; cvt.rn.bf16x2.f32 ${at}, b, a; "
         + (_MUL * scaled).format(out=f"${at}", scale=f"${10 + 2 * (at & 1)}")
         for at in range(4)
-    )  # fmt: skip
+    )
     return "{ .reg .b32 u; .reg .f32 a, b; " + lines + " }"
 
 
@@ -159,9 +164,20 @@ def repack_scales(scales: Tensor, gated: bool = False) -> Tensor:
 
 
 def product(
-    x: Tensor, words: Tensor, scales: Tensor, zeros: Tensor | None, bias: Tensor | None, y: Tensor, *, bits: int,
-    group: int, counters: Tensor, residual: Tensor | None = None, gated: bool = False, walk: Few | Some | None = None,
-) -> Tensor:  # fmt: skip
+    x: Tensor,
+    words: Tensor,
+    scales: Tensor,
+    zeros: Tensor | None,
+    bias: Tensor | None,
+    y: Tensor,
+    *,
+    bits: int,
+    group: int,
+    counters: Tensor,
+    residual: Tensor | None = None,
+    gated: bool = False,
+    walk: Few | Some | None = None,
+) -> Tensor:
     """Multiply x [T, K] bf16 of at most MOST_ROWS rows with a weight of N outputs into y [T, N]; returns y.
 
     words      the weight, packed by `repack`
@@ -178,8 +194,28 @@ def product(
     outputs = n << gated
     if isinstance(walk, Few):
         _few_kernel[(-(-outputs // (16 * walk.tall)),)](
-            x, words, scales, zeros, bias, residual, y, rows, n, x.stride(0), k, group, 8, walk.tall, walk.warps,
-            walk.depth, bits, gated, in_pdl, num_warps=walk.warps, **pdl.options(in_pdl))  # fmt: skip
+            x,
+            words,
+            scales,
+            zeros,
+            bias,
+            residual,
+            y,
+            rows,
+            n,
+            x.stride(0),
+            k,
+            group,
+            8,
+            walk.tall,
+            walk.warps,
+            walk.depth,
+            bits,
+            gated,
+            in_pdl,
+            num_warps=walk.warps,
+            **pdl.options(in_pdl),
+        )
         return y
     wide, high = -(-outputs // (64 * walk.tall)), -(-rows // walk.rows)
     parts = None
@@ -188,8 +224,27 @@ def product(
     _some_kernel[(wide, walk.split, high)](
         _describe(x, [walk.rows, STEP], 16),
         _describe(words.view(len(words), -1, 32), [4 * walk.tall, 2 * bits, 32], 32),
-        scales, zeros, bias, residual, y, parts, counters, rows, n, k, group, walk.rows, walk.tall, bits, gated,
-        walk.first or group % 64 > 0, walk.stages, in_pdl, num_warps=4, **pdl.options(in_pdl))  # fmt: skip
+        scales,
+        zeros,
+        bias,
+        residual,
+        y,
+        parts,
+        counters,
+        rows,
+        n,
+        k,
+        group,
+        walk.rows,
+        walk.tall,
+        bits,
+        gated,
+        walk.first or group % 64 > 0,
+        walk.stages,
+        in_pdl,
+        num_warps=4,
+        **pdl.options(in_pdl),
+    )
     return y
 
 
@@ -217,9 +272,16 @@ def walk_of(rows: int, n: int, k: int, group: int, bits: int, gated: bool) -> Fe
 
 
 def unpack(
-    words: Tensor, scales: Tensor, zeros: Tensor | None, shape: tuple[int, int], dtype: torch.dtype, *, bits: int,
-    group: int, gated: bool,
-) -> Tensor:  # fmt: skip
+    words: Tensor,
+    scales: Tensor,
+    zeros: Tensor | None,
+    shape: tuple[int, int],
+    dtype: torch.dtype,
+    *,
+    bits: int,
+    group: int,
+    gated: bool,
+) -> Tensor:
     """Return the weight [N, K] in `dtype`; `shape` is (N, K). Rows of gate come before those of up.
 
     Other arguments as in `product`.
@@ -228,7 +290,8 @@ def unpack(
     weight = torch.empty(shape, dtype=dtype, device=words.device)
     in_pdl = pdl.in_use()
     _unpack_kernel[(-(-k // STEP), len(words) // 4)](
-        words, scales, zeros, weight, n >> gated, k, group, bits, gated, in_pdl, num_warps=8, **pdl.options(in_pdl))
+        words, scales, zeros, weight, n >> gated, k, group, bits, gated, in_pdl, num_warps=8, **pdl.options(in_pdl)
+    )
     return weight
 
 
@@ -257,15 +320,25 @@ def _numbers(words, zeros, scales, BITS: gl.constexpr, SCALED: gl.constexpr):
     B: gl.constexpr = words.shape[1]
     low, high = zeros
     if BITS == 4:
-        TYPES: gl.constexpr = (gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16,
-                               gl.bfloat16, gl.bfloat16)  # fmt: skip
+        TYPES: gl.constexpr = (
+            gl.bfloat16,
+            gl.bfloat16,
+            gl.bfloat16,
+            gl.bfloat16,
+            gl.bfloat16,
+            gl.bfloat16,
+            gl.bfloat16,
+            gl.bfloat16,
+        )
         if not SCALED:
             a, b, c, d, e, f, g, h = gl.inline_asm_elementwise(
-                PLAIN_4, PLAIN_4_IN, [words, low, high], dtype=TYPES, is_pure=True, pack=2)
+                PLAIN_4, PLAIN_4_IN, [words, low, high], dtype=TYPES, is_pure=True, pack=2
+            )
         else:
             one, two = scales
             a, b, c, d, e, f, g, h = gl.inline_asm_elementwise(
-                SCALED_4, SCALED_4_IN, [words, low, high, one, two], dtype=TYPES, is_pure=True, pack=2)
+                SCALED_4, SCALED_4_IN, [words, low, high, one, two], dtype=TYPES, is_pure=True, pack=2
+            )
         # [A, B, 8 g, 4 t, 2 k32, 2 k1, 2 +8 outputs, 2 k8, 2 k16]
         numbers = _join(a, b, c, d, e, f, g, h).reshape([A, B, 8, 4, 2, 2, 2, 2, 2])
         return numbers.permute([0, 1, 6, 2, 4, 8, 7, 3, 5]).reshape([A, B, 16, 64])
@@ -273,11 +346,13 @@ def _numbers(words, zeros, scales, BITS: gl.constexpr, SCALED: gl.constexpr):
         FOUR: gl.constexpr = (gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16)
         if not SCALED:
             a, b, c, d = gl.inline_asm_elementwise(
-                PLAIN_8, PLAIN_8_IN, [words, low, high], dtype=FOUR, is_pure=True, pack=2)
+                PLAIN_8, PLAIN_8_IN, [words, low, high], dtype=FOUR, is_pure=True, pack=2
+            )
         else:
             one, two = scales
             a, b, c, d = gl.inline_asm_elementwise(
-                SCALED_8, SCALED_8_IN, [words, low, high, one, two], dtype=FOUR, is_pure=True, pack=2)
+                SCALED_8, SCALED_8_IN, [words, low, high, one, two], dtype=FOUR, is_pure=True, pack=2
+            )
         # [A, B, 8 g, 4 t, 2 k16, 2 k1, 2 +8 outputs, 2 k8]
         numbers = gl.join(gl.join(a, b), gl.join(c, d)).reshape([A, B, 8, 4, 2, 2, 2, 2])
         return numbers.permute([0, 1, 6, 2, 4, 7, 3, 5]).reshape([A, B, 16, 32])
@@ -343,8 +418,20 @@ def _pieces(numbers, DEEP: gl.constexpr):
 
 
 @gluon_jit
-def _fetch(words, scales, zeros, tile, turn: gl.constexpr, K: gl.constexpr, GROUP: gl.constexpr, TALL: gl.constexpr,
-           WARPS: gl.constexpr, BITS: gl.constexpr, DEEP: gl.constexpr, ACC: gl.constexpr):
+def _fetch(
+    words,
+    scales,
+    zeros,
+    tile,
+    turn: gl.constexpr,
+    K: gl.constexpr,
+    GROUP: gl.constexpr,
+    TALL: gl.constexpr,
+    WARPS: gl.constexpr,
+    BITS: gl.constexpr,
+    DEEP: gl.constexpr,
+    ACC: gl.constexpr,
+):
     """Start to read a step of each warp: return tuples of words by unit, of scales and of zeros by group.
 
     DEEP, ACC   inputs of a step that share a scale; layout of sums
@@ -374,8 +461,7 @@ def _fetch(words, scales, zeros, tile, turn: gl.constexpr, K: gl.constexpr, GROU
     own_zeros = ()
     for piece in gl.static_range(128 // DEEP):
         group = gl.minimum((beside * 128 + piece * DEEP) // GROUP, GROUPS - 1)
-        own_scales = own_scales + (
-            gl.load(scales + ((tile * TALL + row // 16) * GROUPS + group) * 16 + row % 16),)  # fmt: skip
+        own_scales = own_scales + (gl.load(scales + ((tile * TALL + row // 16) * GROUPS + group) * 16 + row % 16),)
         group = gl.minimum((step * 128 + piece * DEEP) // GROUP, GROUPS - 1)
         own = (tall * GROUPS + group) * 16 + lane // 4
         own_zeros = own_zeros + ((_zero(zeros, own, BITS), _zero(zeros, own + 8, BITS)),)
@@ -383,8 +469,17 @@ def _fetch(words, scales, zeros, tile, turn: gl.constexpr, K: gl.constexpr, GROU
 
 
 @gluon_jit
-def _given(x, turn: gl.constexpr, rows, stride, K: gl.constexpr, M: gl.constexpr, WARPS: gl.constexpr,
-           SIZE: gl.constexpr, ACC: gl.constexpr):
+def _given(
+    x,
+    turn: gl.constexpr,
+    rows,
+    stride,
+    K: gl.constexpr,
+    M: gl.constexpr,
+    WARPS: gl.constexpr,
+    SIZE: gl.constexpr,
+    ACC: gl.constexpr,
+):
     """Start to read the inputs of a step of each warp, [WARPS, SIZE, M] each: return a tuple."""
     L: gl.constexpr = gl.DotOperandLayout(1, ACC, 2)
     part = gl.arange(0, WARPS, gl.SliceLayout(1, gl.SliceLayout(2, L)))[:, None, None]
@@ -403,10 +498,26 @@ def _given(x, turn: gl.constexpr, rows, stride, K: gl.constexpr, M: gl.constexpr
 
 @gluon_jit(do_not_specialize=["rows"])
 def _few_kernel(
-    x, words, scales, zeros, bias, residual, y, rows, n, stride, K: gl.constexpr, GROUP: gl.constexpr,
-    M: gl.constexpr, TALL: gl.constexpr, WARPS: gl.constexpr, DEPTH: gl.constexpr, BITS: gl.constexpr,
-    GATED: gl.constexpr, PDL: gl.constexpr,
-):  # fmt: skip
+    x,
+    words,
+    scales,
+    zeros,
+    bias,
+    residual,
+    y,
+    rows,
+    n,
+    stride,
+    K: gl.constexpr,
+    GROUP: gl.constexpr,
+    M: gl.constexpr,
+    TALL: gl.constexpr,
+    WARPS: gl.constexpr,
+    DEPTH: gl.constexpr,
+    BITS: gl.constexpr,
+    GATED: gl.constexpr,
+    PDL: gl.constexpr,
+):
     """16 TALL outputs of units, of up to M rows. Grid (ceil(outputs / (16 TALL)),), WARPS warps.
 
     x                  [rows, K] bf16;  stride  elements from row to row
@@ -455,8 +566,9 @@ def _few_kernel(
 def _read_words(x, words, buffer, bar, tile, step, pred, BITS: gl.constexpr):
     """Let the copy engine read the weights of a step; the barrier will wait for them and for rows of x."""
     mbarrier.expect(bar, words.block_type.nbytes + x.block_type.nbytes, pred=pred)
-    tma.async_copy_global_to_shared(words, [tile * words.block_type.shape[0], step * (2 * BITS), 0], bar, buffer,
-                                    pred=pred)  # fmt: skip
+    tma.async_copy_global_to_shared(
+        words, [tile * words.block_type.shape[0], step * (2 * BITS), 0], bar, buffer, pred=pred
+    )
 
 
 @gluon_jit
@@ -470,13 +582,26 @@ def _halves(packed, TALL: gl.constexpr, BITS: gl.constexpr):
         even, odd = gl.split(packed.reshape([TALL, 4, 2, 2, 32, 4]).permute([0, 1, 4, 5, 2, 3]))
         a, b = gl.split(even)
         c, d = gl.split(odd)
-        return (gl.convert_layout(a, L, assert_trivial=True), gl.convert_layout(c, L, assert_trivial=True),
-                gl.convert_layout(b, L, assert_trivial=True), gl.convert_layout(d, L, assert_trivial=True))  # fmt: skip
+        return (
+            gl.convert_layout(a, L, assert_trivial=True),
+            gl.convert_layout(c, L, assert_trivial=True),
+            gl.convert_layout(b, L, assert_trivial=True),
+            gl.convert_layout(d, L, assert_trivial=True),
+        )
 
 
 @gluon_jit
-def _operand(packed, half: gl.constexpr, zeros, scales, TALL: gl.constexpr, BITS: gl.constexpr, DEEP: gl.constexpr,
-             SCALED: gl.constexpr, LEFT: gl.constexpr):
+def _operand(
+    packed,
+    half: gl.constexpr,
+    zeros,
+    scales,
+    TALL: gl.constexpr,
+    BITS: gl.constexpr,
+    DEEP: gl.constexpr,
+    SCALED: gl.constexpr,
+    LEFT: gl.constexpr,
+):
     """Return 64 inputs of a step as the left operand [64 TALL, 64].
 
     packed          units of the step;  zeros, scales  tuples by group of DEEP inputs, see `_numbers`
@@ -498,8 +623,9 @@ def _operand(packed, half: gl.constexpr, zeros, scales, TALL: gl.constexpr, BITS
 
 
 @gluon_jit
-def _zeros_of(zeros, tile, step, K: gl.constexpr, GROUP: gl.constexpr, TALL: gl.constexpr, BITS: gl.constexpr,
-              DEEP: gl.constexpr):
+def _zeros_of(
+    zeros, tile, step, K: gl.constexpr, GROUP: gl.constexpr, TALL: gl.constexpr, BITS: gl.constexpr, DEEP: gl.constexpr
+):
     """Start to read the zero points of a step: a tuple by group, see `_numbers`."""
     found = ()
     for piece in gl.static_range(128 // DEEP):
@@ -509,8 +635,17 @@ def _zeros_of(zeros, tile, step, K: gl.constexpr, GROUP: gl.constexpr, TALL: gl.
 
 
 @gluon_jit
-def _scales_of(scales, tile, step, K: gl.constexpr, GROUP: gl.constexpr, TALL: gl.constexpr, DEEP: gl.constexpr,
-               FIRST: gl.constexpr, ACC: gl.constexpr):
+def _scales_of(
+    scales,
+    tile,
+    step,
+    K: gl.constexpr,
+    GROUP: gl.constexpr,
+    TALL: gl.constexpr,
+    DEEP: gl.constexpr,
+    FIRST: gl.constexpr,
+    ACC: gl.constexpr,
+):
     """Start to read the scales of a step: a tuple by group; two tensors by lane each if FIRST, else one by output."""
     GROUPS: gl.constexpr = (K + GROUP - 1) // GROUP
     row = gl.arange(0, 64 * TALL, gl.SliceLayout(1, ACC))
@@ -526,8 +661,9 @@ def _scales_of(scales, tile, step, K: gl.constexpr, GROUP: gl.constexpr, TALL: g
 
 
 @gluon_jit
-def _beside_words(tile, step, piece: gl.constexpr, K: gl.constexpr, GROUP: gl.constexpr, TALL: gl.constexpr,
-                  DEEP: gl.constexpr):
+def _beside_words(
+    tile, step, piece: gl.constexpr, K: gl.constexpr, GROUP: gl.constexpr, TALL: gl.constexpr, DEEP: gl.constexpr
+):
     """Return the offset of each lane's scale or zero point, of output g, [TALL, 4, 32, 1]; g + 8 is 8 further on."""
     L: gl.constexpr = gl.BlockedLayout([TALL, 1, 1, 4], [1, 1, 32, 1], [1, 4, 1, 1], [3, 2, 1, 0])
     GROUPS: gl.constexpr = (K + GROUP - 1) // GROUP
@@ -566,16 +702,34 @@ def _twice(scales, DEEP: gl.constexpr, FIRST: gl.constexpr):
 
 @gluon_jit
 def _pair(scale):
-    return gl.inline_asm_elementwise("cvt.rn.bf16x2.f32 $0, $1, $1;", "=r,f", [scale], dtype=gl.int32, is_pure=True,
-                                     pack=1)  # fmt: skip
+    return gl.inline_asm_elementwise(
+        "cvt.rn.bf16x2.f32 $0, $1, $1;", "=r,f", [scale], dtype=gl.int32, is_pure=True, pack=1
+    )
 
 
 @gluon_jit(do_not_specialize=["rows"])
 def _some_kernel(
-    x, words, scales, zeros, bias, residual, y, parts, counters, rows, n, K: gl.constexpr, GROUP: gl.constexpr,
-    M: gl.constexpr, TALL: gl.constexpr, BITS: gl.constexpr, GATED: gl.constexpr, FIRST: gl.constexpr,
-    STAGES: gl.constexpr, PDL: gl.constexpr,
-):  # fmt: skip
+    x,
+    words,
+    scales,
+    zeros,
+    bias,
+    residual,
+    y,
+    parts,
+    counters,
+    rows,
+    n,
+    K: gl.constexpr,
+    GROUP: gl.constexpr,
+    M: gl.constexpr,
+    TALL: gl.constexpr,
+    BITS: gl.constexpr,
+    GATED: gl.constexpr,
+    FIRST: gl.constexpr,
+    STAGES: gl.constexpr,
+    PDL: gl.constexpr,
+):
     """64 TALL outputs of units, of M rows, from a part of K. Grid (ceil(outputs / (64 TALL)), split, ceil(rows / M)).
 
     x                  descriptor of [rows, K] bf16 in tiles [M, 128]
@@ -611,8 +765,9 @@ def _some_kernel(
     if PDL:
         tl.extra.cuda.gdc_wait()
     for early in gl.static_range(STAGES - 1):
-        tma.async_copy_global_to_shared(x, [row, (first + early) * 128], ready.index(early), given.index(early),
-                                        pred=early < count)  # fmt: skip
+        tma.async_copy_global_to_shared(
+            x, [row, (first + early) * 128], ready.index(early), given.index(early), pred=early < count
+        )
     acc = gl.zeros([64 * TALL, M], gl.float32, ACC)
     running = (acc, acc) if DEEP == 64 and not FIRST else (acc,)
     # `scale` is that of this step if FIRST, else that of the step whose products are running. It is read in the loop:
@@ -633,8 +788,9 @@ def _some_kernel(
             scale = _scales_of(scales, tile, first + turn, K, GROUP, TALL, DEEP, FIRST, ACC)
         later, place = turn + STAGES - 1, (turn + STAGES - 1) % STAGES
         _read_words(x, words, ring.index(place), ready.index(place), tile, first + later, later < count, BITS)
-        tma.async_copy_global_to_shared(x, [row, (first + later) * 128], ready.index(place), given.index(place),
-                                        pred=later < count)  # fmt: skip
+        tma.async_copy_global_to_shared(
+            x, [row, (first + later) * 128], ready.index(place), given.index(place), pred=later < count
+        )
         right = given.index(stage).slice(0, 64, dim=1).permute((1, 0))
         one = warpgroup_mma(left, right, running[0], use_acc=FIRST, is_async=True)
         left = _operand(packed, 1, now_zero, pairs, TALL, BITS, DEEP, FIRST, LEFT)
@@ -665,9 +821,17 @@ def _some_kernel(
 
 @jit
 def _unpack_kernel(
-    words, scales, zeros, weight, n, K: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr, GATED: tl.constexpr,
+    words,
+    scales,
+    zeros,
+    weight,
+    n,
+    K: tl.constexpr,
+    GROUP: tl.constexpr,
+    BITS: tl.constexpr,
+    GATED: tl.constexpr,
     PDL: tl.constexpr,
-):  # fmt: skip
+):
     """Write 64 outputs of 128 inputs in the weight's type. Grid (ceil(K / 128), units / 4).
 
     words, scales, zeros   as in `_few_kernel`

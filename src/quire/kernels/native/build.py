@@ -30,8 +30,12 @@ NEEDED = {"avx2": "-mavx2", "fma": "-mfma", "f16c": "-mf16c"}  # /proc/cpuinfo -
 WIDE = {"avx512f": "-mavx512f", "avx512bw": "-mavx512bw", "avx512dq": "-mavx512dq", "avx512vl": "-mavx512vl"}
 USED = {"3dnowprefetch": "-mprfchw"}
 USED_NARROW = {"avx_vnni": "-mavxvnni"}
-USED_WIDE = {"avx512_vnni": "-mavx512vnni", "avx512_bf16": "-mavx512bf16", "amx_tile": "-mamx-tile",
-             "amx_bf16": "-mamx-bf16"}  # fmt: skip
+USED_WIDE = {
+    "avx512_vnni": "-mavx512vnni",
+    "avx512_bf16": "-mavx512bf16",
+    "amx_tile": "-mamx-tile",
+    "amx_bf16": "-mamx-bf16",
+}
 NEW = ("-mavxvnni", *USED_WIDE.values())  # an older compiler may lack them: the kernels do without
 TRAILER = hashlib.sha256().digest_size  # bytes of the hash after the library; the loader does not read them
 ROOM = 1 << 20  # free bytes on the disk that a build needs; a library is much smaller
@@ -101,8 +105,9 @@ def _make_folder(folder: Path) -> None:
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
-        raise CannotBuild(f"the kernel cache {folder} cannot be written ({error.strerror}): set QUIRE_CACHE_DIR to "
-                          "a folder that can") from None
+        raise CannotBuild(
+            f"the kernel cache {folder} cannot be written ({error.strerror}): set QUIRE_CACHE_DIR to a folder that can"
+        ) from None
     _refuse_foreign(folder)
 
 
@@ -110,11 +115,13 @@ def _refuse_foreign(path: Path) -> None:
     """Raise `CannotBuild` if another user could have written `path`: its code would run as this user."""
     held = path.stat()
     if held.st_uid not in (0, os.geteuid()):
-        raise CannotBuild(f"the kernel cache {path} belongs to user {held.st_uid}: set QUIRE_CACHE_DIR to a folder "
-                          "of your own")
+        raise CannotBuild(
+            f"the kernel cache {path} belongs to user {held.st_uid}: set QUIRE_CACHE_DIR to a folder of your own"
+        )
     if held.st_mode & 0o022:
-        raise CannotBuild(f"the kernel cache {path} can be written by other users: run `chmod go-w {path}`, or "
-                          "delete it")
+        raise CannotBuild(
+            f"the kernel cache {path} can be written by other users: run `chmod go-w {path}`, or delete it"
+        )
 
 
 def intact(library: Path) -> bool:
@@ -143,16 +150,20 @@ def _key(compiler: str, flags: list[str]) -> str:
 def _compile(command: list[str], library: Path) -> None:
     try:
         if shutil.disk_usage(library.parent).free < ROOM:
-            raise CannotBuild(f"there is no room for the kernel cache {library.parent}: the disk is full. Free "
-                              "1 MiB, or set QUIRE_CACHE_DIR to a folder on another disk")
+            raise CannotBuild(
+                f"there is no room for the kernel cache {library.parent}: the disk is full. Free "
+                "1 MiB, or set QUIRE_CACHE_DIR to a folder on another disk"
+            )
         with _raising_interrupts(), _own_name(library.parent) as name:
             _output([*command, str(SOURCE), "-o", str(name), "-lm"])
             _seal(name)
             name.chmod(0o755)
             name.replace(library)
     except OSError as error:
-        raise CannotBuild(f"the kernel cache {library.parent} cannot be written ({error.strerror}): set "
-                          "QUIRE_CACHE_DIR to a folder that can") from None
+        raise CannotBuild(
+            f"the kernel cache {library.parent} cannot be written ({error.strerror}): set "
+            "QUIRE_CACHE_DIR to a folder that can"
+        ) from None
 
 
 @contextlib.contextmanager
@@ -223,8 +234,10 @@ def _output(command: list[str]) -> bytes:
                             running.wait(END_SECONDS)
                 raise
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise CompilerFails(f"{command[0]} cannot be run ({type(error).__name__}): repair it, or install "
-                            "another C compiler (cc, gcc or clang)") from None
+        raise CompilerFails(
+            f"{command[0]} cannot be run ({type(error).__name__}): repair it, or install "
+            "another C compiler (cc, gcc or clang)"
+        ) from None
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
     if running.returncode:

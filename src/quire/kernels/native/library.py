@@ -82,8 +82,10 @@ def _open(folder: Path) -> ctypes.CDLL:
         try:
             return ctypes.CDLL(str(build(folder, flags, fresh=True)))
         except OSError as error:
-            raise CannotBuild(f"the compiled kernels cannot be loaded ({error}): set QUIRE_CACHE_DIR to a folder from "
-                              "which programs may run") from None
+            raise CannotBuild(
+                f"the compiled kernels cannot be loaded ({error}): set QUIRE_CACHE_DIR to a folder from "
+                "which programs may run"
+            ) from None
 
 
 def _load(folder: Path) -> ctypes.CDLL:
@@ -96,6 +98,7 @@ def _load(folder: Path) -> ctypes.CDLL:
         found.quire_keep_memory()
         found.quire_recording_bytes.argtypes, found.quire_recording_bytes.restype = [_LONG], _LONG
     except AttributeError:
-        raise CannotBuild("the compiled kernels lack a function, which the compiler left out: install a newer C "
-                          "compiler") from None
+        raise CannotBuild(
+            "the compiled kernels lack a function, which the compiler left out: install a newer C compiler"
+        ) from None
     return found

@@ -11,16 +11,35 @@ BLOCK = 1024  # positions that a program compares at a time
 def propose(step: StepWords, tables: Tables, shortest: int, longest: int) -> None:
     """Write the drafts of a step's decodes to the token history. See `quire.kernels.ngram`."""
     _propose_kernel[(step.max_seqs,)](
-        step.words, tables.computed, tables.hosted, tables.history, tables.history.stride(0), shortest, longest,
-        step.max_seqs, BLOCK, HEADER, NUM_DECODES, num_warps=4,
-    )  # fmt: skip
+        step.words,
+        tables.computed,
+        tables.hosted,
+        tables.history,
+        tables.history.stride(0),
+        shortest,
+        longest,
+        step.max_seqs,
+        BLOCK,
+        HEADER,
+        NUM_DECODES,
+        num_warps=4,
+    )
 
 
 @jit
 def _propose_kernel(
-    packed, computed, hosted, history, history_stride, shortest, LONGEST: tl.constexpr, MAX_SEQS: tl.constexpr,
-    BLOCK: tl.constexpr, HEADER: tl.constexpr, NUM_DECODES: tl.constexpr,
-):  # fmt: skip
+    packed,
+    computed,
+    hosted,
+    history,
+    history_stride,
+    shortest,
+    LONGEST: tl.constexpr,
+    MAX_SEQS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    HEADER: tl.constexpr,
+    NUM_DECODES: tl.constexpr,
+):
     """Write the drafts of a decode. Grid (MAX_SEQS,).
 
     packed              [.] int32, see `quire.kernels.step`

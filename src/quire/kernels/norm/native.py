@@ -13,13 +13,25 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         rows = rows.contiguous()
     y = torch.empty(x.shape, dtype=x.dtype)
     if x.dtype not in (torch.float32, torch.bfloat16) or weight.dtype != x.dtype or not (x.is_cpu and weight.is_cpu):
-        raise ValueError(f"native norm: x and the weight must both be float32 or both bfloat16, on the CPU; x is "
-                         f"{x.dtype} on {x.device}, the weight {weight.dtype} on {weight.device}")
+        raise ValueError(
+            f"native norm: x and the weight must both be float32 or both bfloat16, on the CPU; x is "
+            f"{x.dtype} on {x.device}, the weight {weight.dtype} on {weight.device}"
+        )
     if not weight.is_contiguous() or weight.shape[-1] != x.shape[-1]:
-        raise ValueError(f"native norm: the weight must be contiguous and as wide as x {tuple(x.shape)}; it is "
-                         f"{tuple(weight.shape)} with strides {weight.stride()}")
+        raise ValueError(
+            f"native norm: the weight must be contiguous and as wide as x {tuple(x.shape)}; it is "
+            f"{tuple(weight.shape)} with strides {weight.stride()}"
+        )
     loaded().quire_rms_norm(
-        rows.data_ptr(), weight.data_ptr(), y.data_ptr(), rows.shape[0], rows.shape[1], rows.stride(0),
-        weight.numel() // rows.shape[1], eps, x.dtype == torch.bfloat16, torch.get_num_threads(),
-    )  # fmt: skip
+        rows.data_ptr(),
+        weight.data_ptr(),
+        y.data_ptr(),
+        rows.shape[0],
+        rows.shape[1],
+        rows.stride(0),
+        weight.numel() // rows.shape[1],
+        eps,
+        x.dtype == torch.bfloat16,
+        torch.get_num_threads(),
+    )
     return y

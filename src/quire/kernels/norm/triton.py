@@ -28,17 +28,41 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     warps = min(16, max(1, at_once * block // 256))
     in_pdl = pdl.in_use()
     _norm_kernel[(-(-rows // at_once),)](
-        x, weight, y, rows, x.stride(0), stride_h, eps, width, heads, weight.numel() // width, block, at_once, in_pdl,
-        num_warps=warps, **pdl.options(in_pdl),
-    )  # fmt: skip
+        x,
+        weight,
+        y,
+        rows,
+        x.stride(0),
+        stride_h,
+        eps,
+        width,
+        heads,
+        weight.numel() // width,
+        block,
+        at_once,
+        in_pdl,
+        num_warps=warps,
+        **pdl.options(in_pdl),
+    )
     return y
 
 
 @jit(do_not_specialize=["rows"])
 def _norm_kernel(
-    x, weight, y, rows, stride_t, stride_h, eps, WIDTH: tl.constexpr, HEADS: tl.constexpr, WEIGHTS: tl.constexpr,
-    BLOCK: tl.constexpr, ROWS: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    x,
+    weight,
+    y,
+    rows,
+    stride_t,
+    stride_h,
+    eps,
+    WIDTH: tl.constexpr,
+    HEADS: tl.constexpr,
+    WEIGHTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+    PDL: tl.constexpr,
+):
     """Normalize ROWS rows of T x HEADS. Grid (ceil(rows / ROWS),).
 
     x                    [T, HEADS, WIDTH]; stride_t, stride_h  its strides of tokens and heads, in elements

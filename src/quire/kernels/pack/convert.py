@@ -48,8 +48,9 @@ class Findings:
             raise WeightsError(f"{name} {words}: download the checkpoint again, or use another one.")
 
 
-def convert(param: Param, tensors: Mapping[str, Tensor], dtype: torch.dtype, findings: Findings,
-            room: Room = torch_room) -> Weight:
+def convert(
+    param: Param, tensors: Mapping[str, Tensor], dtype: torch.dtype, findings: Findings, room: Room = torch_room
+) -> Weight:
     """Convert a parameter's loaded tensors to the weight that a kernel packs. Do not use the tensors afterwards.
 
     param      one matrix; of stacked experts, the parameter of one expert
@@ -100,11 +101,14 @@ class _Conversion:
             if self.stored.inputs == "tensor":
                 given.append(self._positive(f"{i}.input_scale"))
         return QuantizedMatrix(
-            self.scheme, self._values(order), torch.cat(scales), torch.cat(zeros) if zeros else None,
+            self.scheme,
+            self._values(order),
+            torch.cat(scales),
+            torch.cat(zeros) if zeros else None,
             None if order is None else order.int(),
             # Fused parts read the same activations: the largest scale clamps none of them earlier than its own.
             torch.cat(given).amax() if given else None,
-        ).check()  # fmt: skip
+        ).check()
 
     def _positive(self, name: str) -> Tensor:
         """Return scales as [blocks of rows, blocks of columns]; those of AWQ and GPTQ are stored transposed."""

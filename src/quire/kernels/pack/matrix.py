@@ -47,8 +47,13 @@ class QuantizedMatrix:
     @property
     def tensors(self) -> dict[str, Tensor]:
         """The tensors that are not None, by name."""
-        every = {"values": self.values, "scale": self.scale, "zero": self.zero, "order": self.order,
-                 "input_scale": self.input_scale}  # fmt: skip
+        every = {
+            "values": self.values,
+            "scale": self.scale,
+            "zero": self.zero,
+            "order": self.order,
+            "input_scale": self.input_scale,
+        }
         return {name: tensor for name, tensor in every.items() if tensor is not None}
 
     @property
@@ -82,8 +87,9 @@ def torch_room(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device)
     return torch.empty(shape, dtype=dtype, device=device)
 
 
-def empty(scheme: Scheme, shape: tuple[int, int], device: torch.device | str,
-          room: Room = torch_room) -> QuantizedMatrix:
+def empty(
+    scheme: Scheme, shape: tuple[int, int], device: torch.device | str, room: Room = torch_room
+) -> QuantizedMatrix:
     """Allocate a matrix of `shape` (N, K) without setting its numbers. The function `room` allocates the values.
 
     On the device "meta" it has shapes and no memory.
@@ -97,14 +103,15 @@ def empty(scheme: Scheme, shape: tuple[int, int], device: torch.device | str,
         torch.empty(scales, dtype=torch.uint8, device=device) if scheme.zeros else None,
         torch.empty(columns, dtype=torch.int32, device=device) if scheme.order else None,
         torch.empty((), dtype=torch.float32, device=device) if scheme.inputs == "tensor" else None,
-    ).check()  # fmt: skip
+    ).check()
 
 
 Weight = Tensor | QuantizedMatrix
 
 
-def empty_weight(scheme: Scheme | None, shape: tuple[int, int], dtype: torch.dtype,
-                 device: torch.device | str) -> Weight:
+def empty_weight(
+    scheme: Scheme | None, shape: tuple[int, int], dtype: torch.dtype, device: torch.device | str
+) -> Weight:
     """Allocate a weight of `shape` without setting its numbers. Without a scheme, it is a tensor of `dtype`."""
     return torch.empty(shape, dtype=dtype, device=device) if scheme is None else empty(scheme, shape, device)
 

@@ -16,8 +16,9 @@ ROWS = 1024  # of a matrix that are compared at once; a multiple of 128
 NUMBERS = 1 << 20  # of the weight that are quantized at once
 
 
-def quantized(weight: Tensor, scheme: Scheme, room: Room = torch_room,
-              scales: torch.dtype = torch.float32) -> QuantizedMatrix:
+def quantized(
+    weight: Tensor, scheme: Scheme, room: Room = torch_room, scales: torch.dtype = torch.float32
+) -> QuantizedMatrix:
     """Return a weight [N, K] quantized by rounding to nearest: values, scales and zero points.
 
     Blocks at the edges may be smaller; groups must divide K.

@@ -18,8 +18,11 @@ def stored_tensors(matrix: QuantizedMatrix, form: str, scales: torch.dtype) -> d
     scale = matrix.scale.to(scales)
     if form == AWQ.name:
         assert matrix.zero is not None
-        return {"values": _awq_words(unpacked(matrix)), "scale": scale.t().contiguous(),
-                "zero": _awq_words(matrix.zero)}  # fmt: skip
+        return {
+            "values": _awq_words(unpacked(matrix)),
+            "scale": scale.t().contiguous(),
+            "zero": _awq_words(matrix.zero),
+        }
     if form == PACKED.name:
         assert matrix.zero is None
         return {"values": matrix.values.view(torch.int32), "scale": scale, "shape": torch.tensor(matrix.shape)}

@@ -20,9 +20,15 @@ ALIGN = 4  # the scales of a group of columns have room for a multiple of so man
 
 
 def quantize(
-    x: Tensor, rule: int, dtype: torch.dtype = torch.float8_e4m3fn, *, scale: Tensor | None = None,
-    powers: bool = False, norm: Tensor | None = None, eps: float = 0.0,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    x: Tensor,
+    rule: int,
+    dtype: torch.dtype = torch.float8_e4m3fn,
+    *,
+    scale: Tensor | None = None,
+    powers: bool = False,
+    norm: Tensor | None = None,
+    eps: float = 0.0,
+) -> tuple[Tensor, Tensor]:
     """Quantize the rows of x [T, K], K a multiple of 128. Return the quantized rows q [R, K] and float32 scales.
 
     R is T, rounded up to a multiple of 4; rows from T on are not written.
@@ -47,9 +53,22 @@ def quantize(
     in_pdl = pdl.in_use()
     if rows:
         _quantize_kernel[(rows, -(-width // block))](
-            x, norm, q, scales, x.stride(0), room, eps, width, block, rule, powers,
-            448 if dtype == torch.float8_e4m3fn else 127, in_pdl, num_warps=max(1, min(16, block // 512)),
-            **pdl.options(in_pdl))
+            x,
+            norm,
+            q,
+            scales,
+            x.stride(0),
+            room,
+            eps,
+            width,
+            block,
+            rule,
+            powers,
+            448 if dtype == torch.float8_e4m3fn else 127,
+            in_pdl,
+            num_warps=max(1, min(16, block // 512)),
+            **pdl.options(in_pdl),
+        )
     return q, scales
 
 
@@ -92,20 +111,31 @@ def four_floats(words, MOST: tl.constexpr):
             mov.b32 {lo, hi}, $4; cvt.rn.f16x2.e4m3x2 low, lo; cvt.rn.f16x2.e4m3x2 high, hi;
             mov.b32 {a, b}, low; mov.b32 {c, d}, high;
             cvt.f32.f16 $0, a; cvt.f32.f16 $1, b; cvt.f32.f16 $2, c; cvt.f32.f16 $3, d; }""",
-            "=f,=f,=f,=f,r", [words], dtype=(tl.float32, tl.float32, tl.float32, tl.float32), is_pure=True, pack=1)
+            "=f,=f,=f,=f,r",
+            [words],
+            dtype=(tl.float32, tl.float32, tl.float32, tl.float32),
+            is_pure=True,
+            pack=1,
+        )
     else:  # 2^23 + 128 + q, whose low byte is q with its sign turned
         a, b, c, d = tl.inline_asm_elementwise(
             """{ .reg .b32 t; xor.b32 t, $4, 0x80808080;
             prmt.b32 $0, t, 0x4B000000, 0x7440; prmt.b32 $1, t, 0x4B000000, 0x7441;
             prmt.b32 $2, t, 0x4B000000, 0x7442; prmt.b32 $3, t, 0x4B000000, 0x7443; }""",
-            "=r,=r,=r,=r,r", [words], dtype=(tl.float32, tl.float32, tl.float32, tl.float32), is_pure=True, pack=1)
+            "=r,=r,=r,=r,r",
+            [words],
+            dtype=(tl.float32, tl.float32, tl.float32, tl.float32),
+            is_pure=True,
+            pack=1,
+        )
         a, b, c, d = a - 8388736.0, b - 8388736.0, c - 8388736.0, d - 8388736.0
     return a, b, c, d
 
 
 @jit
-def sums_of_16(tile, given, J: tl.constexpr, ROWS: tl.constexpr, DEEP: tl.constexpr,
-               MOST: tl.constexpr, WORDS: tl.constexpr):
+def sums_of_16(
+    tile, given, J: tl.constexpr, ROWS: tl.constexpr, DEEP: tl.constexpr, MOST: tl.constexpr, WORDS: tl.constexpr
+):
     """Return the sums of every 16 neighbouring numbers of tile * given, [.., DEEP / 16]. A thread holds all 16.
 
     tile    weights: int32 words of four numbers [.., ROWS, DEEP / 4] if WORDS, else 8-bit numbers [.., ROWS, DEEP]
@@ -149,8 +179,9 @@ def scale_of(largest, MOST: tl.constexpr, POWERS: tl.constexpr):
 
 
 @jit
-def quantized(values, own, RULE: tl.constexpr, POWERS: tl.constexpr, MOST: tl.constexpr, ROWS: tl.constexpr,
-              DEEP: tl.constexpr):
+def quantized(
+    values, own, RULE: tl.constexpr, POWERS: tl.constexpr, MOST: tl.constexpr, ROWS: tl.constexpr, DEEP: tl.constexpr
+):
     """Quantize values [ROWS, 1, DEEP] float32 to 8 bits, and return them dequantized, in float32.
 
     own      [ROWS, 1, 1] given scales, for RULE -1 only
@@ -171,9 +202,20 @@ def quantized(values, own, RULE: tl.constexpr, POWERS: tl.constexpr, MOST: tl.co
 
 @jit
 def _quantize_kernel(
-    x, norm, q, scales, stride, stride_s, eps, WIDTH: tl.constexpr, BLOCK: tl.constexpr, RULE: tl.constexpr,
-    POWERS: tl.constexpr, MOST: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    x,
+    norm,
+    q,
+    scales,
+    stride,
+    stride_s,
+    eps,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    RULE: tl.constexpr,
+    POWERS: tl.constexpr,
+    MOST: tl.constexpr,
+    PDL: tl.constexpr,
+):
     """Quantize BLOCK columns of a row. Grid (rows, ceil(WIDTH / BLOCK)), with one block where a row has one result.
 
     x                   [rows, WIDTH] bf16 or f16;  stride  elements from row to row

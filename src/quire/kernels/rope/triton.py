@@ -25,17 +25,35 @@ def rotation_rows(positions: Tensor, frequencies: Tensor, scale: float, dtype: t
     if count:
         in_pdl = pdl.in_use()
         _rotation_kernel[(-(-count // ROWS),)](
-            positions, frequencies, cos, sin, count, scale, half, 1 << (half - 1).bit_length(), ROWS, in_pdl,
-            num_warps=4, **pdl.options(in_pdl),
-        )  # fmt: skip
+            positions,
+            frequencies,
+            cos,
+            sin,
+            count,
+            scale,
+            half,
+            1 << (half - 1).bit_length(),
+            ROWS,
+            in_pdl,
+            num_warps=4,
+            **pdl.options(in_pdl),
+        )
     return cos, sin
 
 
 @jit(do_not_specialize=["count"])
 def _rotation_kernel(
-    positions, frequencies, cos, sin, count, scale, HALF: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+    positions,
+    frequencies,
+    cos,
+    sin,
+    count,
+    scale,
+    HALF: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
     PDL: tl.constexpr,
-):  # fmt: skip
+):
     """Rows of cos and sin for ROWS positions. Grid (ceil(count / ROWS),).
 
     positions         [count] int64;  frequencies  [HALF] float32

@@ -30,8 +30,9 @@ def uniform(kernel: ModuleType, routing: Routing, x: Tensor, live: Tensor | None
     return _chosen(kernel, routing, scores, live)
 
 
-def zipf(kernel: ModuleType, routing: Routing, x: Tensor, live: Tensor | None = None, *,
-         logs: Tensor) -> tuple[Tensor, Tensor]:  # fmt: skip
+def zipf(
+    kernel: ModuleType, routing: Routing, x: Tensor, live: Tensor | None = None, *, logs: Tensor
+) -> tuple[Tensor, Tensor]:
     """As `uniform`, with experts drawn by their popularities. Weights differ.
 
     logs   [E] float32, the logarithms of the popularities
@@ -41,8 +42,7 @@ def zipf(kernel: ModuleType, routing: Routing, x: Tensor, live: Tensor | None = 
 
 
 def drawing(name: str, layer: int, num_experts: int, device: torch.device) -> Callable[..., tuple[Tensor, Tensor]]:
-    """Return `uniform`, or `zipf` with popularities of Zipf's law, in another order for each layer, alike on all ranks.
-    """
+    """Return `uniform`, or `zipf` with popularities of Zipf's law, in an order for each layer, alike on all ranks."""
     if name == "uniform":
         return uniform
     places = torch.randperm(num_experts, generator=torch.Generator().manual_seed(layer))

@@ -8,9 +8,17 @@ from quire.config.experts import Routing
 QWEN3 = Routing(num_experts=128, top_k=8, scoring="softmax", normalize=True)
 DEEPSEEK_V2 = Routing(num_experts=160, top_k=6, scoring="softmax", num_groups=8, top_groups=3, scaling=16.0)
 DEEPSEEK_V3 = Routing(
-    num_experts=256, top_k=8, scoring="sigmoid", bias=True, num_groups=8, top_groups=4, group_score="top2",
-    normalize=True, normalize_eps=1e-20, scaling=2.5,
-)  # fmt: skip
+    num_experts=256,
+    top_k=8,
+    scoring="sigmoid",
+    bias=True,
+    num_groups=8,
+    top_groups=4,
+    group_score="top2",
+    normalize=True,
+    normalize_eps=1e-20,
+    scaling=2.5,
+)
 ROUTINGS = (
     QWEN3,
     DEEPSEEK_V2,

@@ -6,8 +6,7 @@ from torch import Tensor
 from quire.config.experts import Routing
 
 
-def route(logits: Tensor, bias: Tensor | None, routing: Routing,
-          live: Tensor | None = None) -> tuple[Tensor, Tensor]:  # fmt: skip
+def route(logits: Tensor, bias: Tensor | None, routing: Routing, live: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Choose each token's experts from router logits; return weights and ids. See `quire.kernels.routing`."""
     logits = logits.float()
     scores = logits.softmax(1) if routing.scoring == "softmax" else logits.sigmoid()

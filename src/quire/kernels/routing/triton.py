@@ -16,8 +16,7 @@ from quire.kernels.linear.gemv import bucket
 from quire.kernels.triton_runtime import jit, tl
 
 
-def route(logits: Tensor, bias: Tensor | None, routing: Routing,
-          live: Tensor | None = None) -> tuple[Tensor, Tensor]:  # fmt: skip
+def route(logits: Tensor, bias: Tensor | None, routing: Routing, live: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Choose each token's experts from router logits; return weights and ids. See `quire.kernels.routing`."""
     rows, k = logits.shape[0], routing.top_k
     weights = torch.empty(rows, k, dtype=torch.float32, device=logits.device)
@@ -26,10 +25,29 @@ def route(logits: Tensor, bias: Tensor | None, routing: Routing,
         in_pdl = pdl.in_use()
         size = routing.num_experts // routing.num_groups
         _route_kernel[(rows,)](
-            logits, bias, live, weights, ids, logits.stride(0), routing.normalize_eps, routing.scaling, k, bucket(k),
-            routing.num_experts, size, bucket(size), routing.num_groups, bucket(routing.num_groups),
-            routing.top_groups, routing.scoring == "softmax", routing.group_score == "top2", routing.normalize,
-            in_pdl, num_warps=1, **pdl.options(in_pdl))
+            logits,
+            bias,
+            live,
+            weights,
+            ids,
+            logits.stride(0),
+            routing.normalize_eps,
+            routing.scaling,
+            k,
+            bucket(k),
+            routing.num_experts,
+            size,
+            bucket(size),
+            routing.num_groups,
+            bucket(routing.num_groups),
+            routing.top_groups,
+            routing.scoring == "softmax",
+            routing.group_score == "top2",
+            routing.normalize,
+            in_pdl,
+            num_warps=1,
+            **pdl.options(in_pdl),
+        )
     return weights, ids
 
 
@@ -53,9 +71,27 @@ def _score(key):
 
 @jit
 def _route_kernel(
-    logits, bias, live, weights, ids, stride, eps, scaling, K: tl.constexpr, WIDTH: tl.constexpr, EXPERTS: tl.constexpr,
-    SIZE: tl.constexpr, S: tl.constexpr, GROUPS: tl.constexpr, G: tl.constexpr, TOP_GROUPS: tl.constexpr,
-    SOFTMAX: tl.constexpr, TOP2: tl.constexpr, NORMALIZE: tl.constexpr, PDL: tl.constexpr):
+    logits,
+    bias,
+    live,
+    weights,
+    ids,
+    stride,
+    eps,
+    scaling,
+    K: tl.constexpr,
+    WIDTH: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    SIZE: tl.constexpr,
+    S: tl.constexpr,
+    GROUPS: tl.constexpr,
+    G: tl.constexpr,
+    TOP_GROUPS: tl.constexpr,
+    SOFTMAX: tl.constexpr,
+    TOP2: tl.constexpr,
+    NORMALIZE: tl.constexpr,
+    PDL: tl.constexpr,
+):
     """Choose the K experts of a token and their weights. Grid (tokens,).
 
     logits               [T, EXPERTS], any float type; stride  elements from token to token

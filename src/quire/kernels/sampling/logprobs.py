@@ -19,8 +19,9 @@ def row_logprobs(logits: Tensor, chosen: Tensor, k: int, extra: Tensor | None = 
     return RowLogprobs(*(part.cpu().numpy() for part in score_rows(logits, chosen, k, extra)))
 
 
-def score_rows(logits: Tensor, chosen: Tensor, k: int, extra: Tensor | None = None,
-               index: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+def score_rows(
+    logits: Tensor, chosen: Tensor, k: int, extra: Tensor | None = None, index: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return log-probabilities: ids [R, 1 + K] int32, their log-probabilities [R, 1 + K] float32, and ranks [R] int32.
 
     logits   [., V] raw logits

@@ -151,10 +151,15 @@ class _Batch:
         codes = _codes(peak)
         sound = (codes == _SOUND).tolist()
         draws: tuple[tuple[bool, Callable[[Tensor, Tensor, NoiseKey], Tensor]], ...] = (
-            (False, _unfiltered), (True, _filtered))  # fmt: skip
+            (False, _unfiltered),
+            (True, _filtered),
+        )
         for narrow, draw in draws:
-            rows = [row for row, need in enumerate(self.needs)
-                    if sound[row] and need & Needs.NOISE and bool(need & Needs.FILTERS) is narrow]  # fmt: skip
+            rows = [
+                row
+                for row, need in enumerate(self.needs)
+                if sound[row] and need & Needs.NOISE and bool(need & Needs.FILTERS) is narrow
+            ]
             for numbers in _parts(rows, logits):
                 if len(numbers) == len(self.needs):
                     tokens.copy_(draw(logits, self.params, self.key(self.params, self.positions)))

@@ -82,11 +82,23 @@ def encode_row(spec: SamplerSpec, edits_address: int) -> I32:
 
     edits_address   address of the request's edits on the device; 0: no edits
     """
-    return np.frombuffer(_ROW.pack(
-        needs_of(spec), max(spec.temperature, COLDEST), min(max(spec.top_k, 0), _NO_LIMIT), spec.num_prompt, spec.seed,
-        spec.top_p, spec.min_p, spec.repetition_penalty, spec.frequency_penalty, spec.presence_penalty,
-        min(spec.min_length, _NO_LIMIT), edits_address,
-    ), np.int32).copy()  # fmt: skip
+    return np.frombuffer(
+        _ROW.pack(
+            needs_of(spec),
+            max(spec.temperature, COLDEST),
+            min(max(spec.top_k, 0), _NO_LIMIT),
+            spec.num_prompt,
+            spec.seed,
+            spec.top_p,
+            spec.min_p,
+            spec.repetition_penalty,
+            spec.frequency_penalty,
+            spec.presence_penalty,
+            min(spec.min_length, _NO_LIMIT),
+            edits_address,
+        ),
+        np.int32,
+    ).copy()
 
 
 def encode_edits(spec: SamplerSpec, vocab_size: int) -> I32:

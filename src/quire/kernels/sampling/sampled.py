@@ -13,8 +13,9 @@ from quire.kernels.sampling.logprobs import WHOLE_VOCABULARY, score_rows
 Scores = dict[str, dict[int, RowLogprobs]]  # field of `StepResult` -> slot -> its rows
 
 
-def score_samples(logits: Tensor, slots: list[int], specs: Mapping[int, SamplerSpec],
-                  tokens: Tensor) -> Callable[[], Scores] | None:  # fmt: skip
+def score_samples(
+    logits: Tensor, slots: list[int], specs: Mapping[int, SamplerSpec], tokens: Tensor
+) -> Callable[[], Scores] | None:
     """Launch log-probabilities of sampled tokens, for the slots whose `specs` ask for them, and the copies to the host.
 
     Returns a function that gives slot -> its `RowLogprobs`, in order; None if no slot asks.

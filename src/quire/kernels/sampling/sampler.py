@@ -26,8 +26,14 @@ class Sampler:
     history         [num_slots, L] int32 token ids of each slot's request by position, on the same device
     """
 
-    def __init__(self, operations: SamplerOperations, table: SamplingTable, row_slots: Tensor, row_positions: Tensor,
-                 history: Tensor) -> None:
+    def __init__(
+        self,
+        operations: SamplerOperations,
+        table: SamplingTable,
+        row_slots: Tensor,
+        row_positions: Tensor,
+        history: Tensor,
+    ) -> None:
         self.table, self.operations = table, operations
         self.rows = Rows(row_slots, row_positions, table.rows, history, table.edits)
 

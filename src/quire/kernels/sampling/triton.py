@@ -153,8 +153,9 @@ class TritonSampling:
         """Set each row's token and its code (0: valid) from the largest of its packed keys. See `SamplerOperations`."""
         settle_kernel[(len(keys),)](keys, self.tokens, self.codes, num_warps=1)
 
-    def _pick(self, logits: Tensor, rows: Rows, out: Tensor, *, noise: bool, first: int = 0,
-              keys: bool = False) -> None:  # fmt: skip
+    def _pick(
+        self, logits: Tensor, rows: Rows, out: Tensor, *, noise: bool, first: int = 0, keys: bool = False
+    ) -> None:
         """Draw greedy tokens; with `noise` also random ones, for rows that need noise. Reads no masks, no filters.
 
         out    [>= R] int64: gets tokens, or with `keys` their packed keys;  first  id of the first column
@@ -162,10 +163,25 @@ class TritonSampling:
         count, vocab = logits.shape
         parts, size = cut(count, vocab, TILE)
         pick_kernel[(parts, count)](
-            logits, rows.slots, rows.positions, rows.table, self.scratch.partial, self.scratch.counters, out,
-            self.codes, first, vocab, logits.stride(0), size, NOISE=noise, KEYS=keys, TILE=TILE, PARTS=PARTS,
-            NATIVE=not INTERPRETED, num_warps=4,
-        )  # fmt: skip
+            logits,
+            rows.slots,
+            rows.positions,
+            rows.table,
+            self.scratch.partial,
+            self.scratch.counters,
+            out,
+            self.codes,
+            first,
+            vocab,
+            logits.stride(0),
+            size,
+            NOISE=noise,
+            KEYS=keys,
+            TILE=TILE,
+            PARTS=PARTS,
+            NATIVE=not INTERPRETED,
+            num_warps=4,
+        )
 
     def _filtered(self, logits: Tensor, rows: Rows, *, rewritten: bool) -> None:
         """Draw tokens of rows of every kind. `rewritten`: `_rewrite` ran before, and its copies replace their rows."""
@@ -175,24 +191,85 @@ class TritonSampling:
         groups, tiles = scratch.group_max.shape[1], scratch.tile_mass.shape[1]
         edited = scratch.edited if rewritten else logits
         stream_kernel[(parts, count)](
-            logits, edited, rows.slots, rows.positions, rows.table, scratch.partial, scratch.group_max,
-            scratch.tile_mass, vocab, logits.stride(0), size, groups, tiles, EDITED=rewritten, GROUP=GROUP, TILE=TILE,
-            WIDE=WIDE, PARTS=PARTS, NATIVE=not INTERPRETED, num_warps=4,
-        )  # fmt: skip
+            logits,
+            edited,
+            rows.slots,
+            rows.positions,
+            rows.table,
+            scratch.partial,
+            scratch.group_max,
+            scratch.tile_mass,
+            vocab,
+            logits.stride(0),
+            size,
+            groups,
+            tiles,
+            EDITED=rewritten,
+            GROUP=GROUP,
+            TILE=TILE,
+            WIDE=WIDE,
+            PARTS=PARTS,
+            NATIVE=not INTERPRETED,
+            num_warps=4,
+        )
         few, longest = scratch.before.shape[1], scratch.values.shape[1]
         select_kernel[(count,)](
-            logits, edited, scratch.broken, rows.slots, rows.positions, rows.table, scratch.partial, scratch.group_max,
-            scratch.tile_mass, scratch.group_list, scratch.values, scratch.ids, scratch.before, scratch.pending,
-            scratch.masses, scratch.peaks, self.tokens, self.codes, vocab, logits.stride(0), groups, tiles, size,
-            EDITED=rewritten, GROUP=GROUP, GROUPS=scratch.group_list.shape[1], WIDE=WIDE,
-            TILES=triton.next_power_of_2(tiles), FEW=few, LIST=longest, LANES=min(SELECT_WARPS * 32, few),
-            TILE=SELECT_TILE, PARTS=PARTS, num_warps=SELECT_WARPS,
-        )  # fmt: skip
+            logits,
+            edited,
+            scratch.broken,
+            rows.slots,
+            rows.positions,
+            rows.table,
+            scratch.partial,
+            scratch.group_max,
+            scratch.tile_mass,
+            scratch.group_list,
+            scratch.values,
+            scratch.ids,
+            scratch.before,
+            scratch.pending,
+            scratch.masses,
+            scratch.peaks,
+            self.tokens,
+            self.codes,
+            vocab,
+            logits.stride(0),
+            groups,
+            tiles,
+            size,
+            EDITED=rewritten,
+            GROUP=GROUP,
+            GROUPS=scratch.group_list.shape[1],
+            WIDE=WIDE,
+            TILES=triton.next_power_of_2(tiles),
+            FEW=few,
+            LIST=longest,
+            LANES=min(SELECT_WARPS * 32, few),
+            TILE=SELECT_TILE,
+            PARTS=PARTS,
+            num_warps=SELECT_WARPS,
+        )
         many_kernel[(count,)](
-            logits, edited, rows.slots, rows.positions, rows.table, scratch.pending, scratch.masses, scratch.peaks,
-            scratch.values, scratch.ids, self.tokens, self.codes, vocab, logits.stride(0), EDITED=rewritten,
-            LIST=longest, TILE=MANY_TILE, NOISE_TILE=2048, num_warps=16,
-        )  # fmt: skip
+            logits,
+            edited,
+            rows.slots,
+            rows.positions,
+            rows.table,
+            scratch.pending,
+            scratch.masses,
+            scratch.peaks,
+            scratch.values,
+            scratch.ids,
+            self.tokens,
+            self.codes,
+            vocab,
+            logits.stride(0),
+            EDITED=rewritten,
+            LIST=longest,
+            TILE=MANY_TILE,
+            NOISE_TILE=2048,
+            num_warps=16,
+        )
 
     def _rewrite(self, logits: Tensor, rows: Rows) -> None:
         """Copy the rows that have masks, bias or penalties, and apply these to the copies; logits stay unchanged."""
@@ -201,17 +278,53 @@ class TritonSampling:
         parts, size = cut(count, vocab, TILE)
         length = rows.history.stride(0)
         prepare_kernel[(parts, count)](
-            logits, scratch.edited, scratch.tally, scratch.broken, rows.history, rows.slots, rows.positions, rows.table,
-            places, masks, vocab, logits.stride(0), length, masks.stride(0), size, TILE=TILE, num_warps=4,
-        )  # fmt: skip
+            logits,
+            scratch.edited,
+            scratch.tally,
+            scratch.broken,
+            rows.history,
+            rows.slots,
+            rows.positions,
+            rows.table,
+            places,
+            masks,
+            vocab,
+            logits.stride(0),
+            length,
+            masks.stride(0),
+            size,
+            TILE=TILE,
+            num_warps=4,
+        )
         edit_kernel[(count,)](
-            logits, scratch.edited, rows.history, rows.slots, rows.positions, rows.table, places, masks, vocab,
-            logits.stride(0), length, masks.stride(0), TILE=TILE, num_warps=4,
-        )  # fmt: skip
+            logits,
+            scratch.edited,
+            rows.history,
+            rows.slots,
+            rows.positions,
+            rows.table,
+            places,
+            masks,
+            vocab,
+            logits.stride(0),
+            length,
+            masks.stride(0),
+            TILE=TILE,
+            num_warps=4,
+        )
         penalize_kernel[(min(parts, 32), count)](
-            scratch.edited, scratch.tally, rows.history, rows.slots, rows.positions, rows.table, vocab, length,
-            TILE=TILE, num_warps=4, enable_fp_fusion=False,
-        )  # fmt: skip
+            scratch.edited,
+            scratch.tally,
+            rows.history,
+            rows.slots,
+            rows.positions,
+            rows.table,
+            vocab,
+            length,
+            TILE=TILE,
+            num_warps=4,
+            enable_fp_fusion=False,
+        )
 
 
 def cut(rows: int, vocab: int, tile: int) -> tuple[int, int]:

@@ -63,9 +63,18 @@ def _winner_key(logits, edited, rewritten, table, position, winner, EDITED: tl.c
 
 @jit
 def _part_key(
-    logits, edited, rewritten, table, position, start, stop,
-    EDITED: tl.constexpr, NOISE: tl.constexpr, TILE: tl.constexpr, NATIVE: tl.constexpr,
-):  # fmt: skip
+    logits,
+    edited,
+    rewritten,
+    table,
+    position,
+    start,
+    stop,
+    EDITED: tl.constexpr,
+    NOISE: tl.constexpr,
+    TILE: tl.constexpr,
+    NATIVE: tl.constexpr,
+):
     """Return the largest packed (score, id) of a part; the largest int64 if a logit is NaN or +inf."""
     quads = tl.arange(0, TILE // 4)
     lane = quads[:, None] * 4 + tl.arange(0, 4)[None, :]
@@ -130,9 +139,24 @@ def settle_kernel(keys, tokens, codes):
 
 @jit
 def pick_kernel(
-    logits, slots, positions, table, partial, counters, tokens, codes, first, vocab, stride, part_size,
-    NOISE: tl.constexpr, KEYS: tl.constexpr, TILE: tl.constexpr, PARTS: tl.constexpr, NATIVE: tl.constexpr,
-):  # fmt: skip
+    logits,
+    slots,
+    positions,
+    table,
+    partial,
+    counters,
+    tokens,
+    codes,
+    first,
+    vocab,
+    stride,
+    part_size,
+    NOISE: tl.constexpr,
+    KEYS: tl.constexpr,
+    TILE: tl.constexpr,
+    PARTS: tl.constexpr,
+    NATIVE: tl.constexpr,
+):
     """Draw greedy or unfiltered tokens of rows. Grid (parts, rows). The last program of a row to end merges all parts.
 
     logits               [R, vocab]
@@ -170,10 +194,26 @@ def pick_kernel(
 
 @jit
 def stream_kernel(
-    logits, edited, slots, positions, table, partial, group_max, tile_mass, vocab, stride, part_size, num_groups,
-    num_tiles, EDITED: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr, WIDE: tl.constexpr, PARTS: tl.constexpr,
+    logits,
+    edited,
+    slots,
+    positions,
+    table,
+    partial,
+    group_max,
+    tile_mass,
+    vocab,
+    stride,
+    part_size,
+    num_groups,
+    num_tiles,
+    EDITED: tl.constexpr,
+    GROUP: tl.constexpr,
+    TILE: tl.constexpr,
+    WIDE: tl.constexpr,
+    PARTS: tl.constexpr,
     NATIVE: tl.constexpr,
-):  # fmt: skip
+):
     """Compute from one reading of each row the statistics that `select_kernel` needs. Grid (parts, rows).
 
     For rows with filters it writes group_max: the largest logit of each GROUP ids (+inf for NaN). If top-p is the only

@@ -37,9 +37,23 @@ def _masked(x, ids, mask, inside):
 
 @jit
 def prepare_kernel(
-    logits, edited, tally, broken, history, slots, positions, table, places, masks, vocab, stride, history_stride,
-    mask_words, part_size, TILE: tl.constexpr,
-):  # fmt: skip
+    logits,
+    edited,
+    tally,
+    broken,
+    history,
+    slots,
+    positions,
+    table,
+    places,
+    masks,
+    vocab,
+    stride,
+    history_stride,
+    mask_words,
+    part_size,
+    TILE: tl.constexpr,
+):
     """Copy the rows that have masks, bias or penalties to `edited`, and count the tokens of their histories in `tally`.
 
     Sets `broken` of a row that has NaN or +inf in its raw logits. Grid (parts, rows).
@@ -83,9 +97,20 @@ def prepare_kernel(
 
 @jit
 def edit_kernel(
-    logits, edited, history, slots, positions, table, places, masks, vocab, stride, history_stride, mask_words,
+    logits,
+    edited,
+    history,
+    slots,
+    positions,
+    table,
+    places,
+    masks,
+    vocab,
+    stride,
+    history_stride,
+    mask_words,
     TILE: tl.constexpr,
-):  # fmt: skip
+):
     """Apply allowed ids, stop ids, bad words and bias to the copy of each row in `edited`. Grid (rows,)."""
     number = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + number).to(tl.int64)

@@ -97,9 +97,24 @@ def _bound(scaled, peak, top_k, top_p, min_p, mass, vocab):
 
 @jit
 def _gather(
-    logits, edited, rewritten, temperature, scaled, bound, peak, group_list, values, ids, vocab, num_groups,
-    EDITED: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, LIST: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
+    logits,
+    edited,
+    rewritten,
+    temperature,
+    scaled,
+    bound,
+    peak,
+    group_list,
+    values,
+    ids,
+    vocab,
+    num_groups,
+    EDITED: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUPS: tl.constexpr,
+    LIST: tl.constexpr,
+    TILE: tl.constexpr,
+):
     """Write the candidates of a row in order of ids; return (their number, their weight). Stops after LIST of them.
 
     bound   `_bound`;  group_list  [GROUPS] int32 scratch;  num_groups  groups of the row
@@ -130,9 +145,7 @@ def _gather(
 
 
 @jit
-def _key_of_few(
-    values, ids, before, count, peak, top_k, top_p, min_p, mass, position, low, high, LANES: tl.constexpr
-):  # fmt: skip
+def _key_of_few(values, ids, before, count, peak, top_k, top_p, min_p, mass, position, low, high, LANES: tl.constexpr):
     """Return the largest packed (score, id) of a short list of candidates, noise included.
 
     before      [FEW] float64 scratch: probability before each candidate, inf if dropped
@@ -184,9 +197,21 @@ def _value_at(logits, edited, rewritten, temperature, values, listed, at, mask, 
 
 @jit
 def _above(
-    logits, edited, rewritten, temperature, values, listed, count, peak, key, floor, least,
-    EDITED: tl.constexpr, TILE: tl.constexpr, MASS: tl.constexpr,
-):  # fmt: skip
+    logits,
+    edited,
+    rewritten,
+    temperature,
+    values,
+    listed,
+    count,
+    peak,
+    key,
+    floor,
+    least,
+    EDITED: tl.constexpr,
+    TILE: tl.constexpr,
+    MASS: tl.constexpr,
+):
     """Return the number of values above `key` and >= `floor`; with MASS the weight of those that weigh >= `least`."""
     lane = tl.arange(0, TILE)
     result = tl.zeros([TILE], tl.float64)
@@ -204,18 +229,42 @@ def _above(
 
 @jit
 def _smallest(
-    logits, edited, rewritten, temperature, values, listed, count, peak, floor, least, limit,
-    EDITED: tl.constexpr, TILE: tl.constexpr, MASS: tl.constexpr,
-):  # fmt: skip
+    logits,
+    edited,
+    rewritten,
+    temperature,
+    values,
+    listed,
+    count,
+    peak,
+    floor,
+    least,
+    limit,
+    EDITED: tl.constexpr,
+    TILE: tl.constexpr,
+    MASS: tl.constexpr,
+):
     """Return the smallest key (`ordered` value) above which `_above` is less than `limit` > 0."""
     low = ordered(tl.zeros_like(peak) + float("-inf")).to(tl.int64)
     high = ordered(peak).to(tl.int64)
     middle = ordered(peak - 32.0).to(tl.int64)
     while low < high:
         found = _above(
-            logits, edited, rewritten, temperature, values, listed, count, peak, middle, floor, least,
-            EDITED, TILE, MASS,
-        )  # fmt: skip
+            logits,
+            edited,
+            rewritten,
+            temperature,
+            values,
+            listed,
+            count,
+            peak,
+            middle,
+            floor,
+            least,
+            EDITED,
+            TILE,
+            MASS,
+        )
         if found < limit:
             high = middle
         else:
@@ -226,11 +275,33 @@ def _smallest(
 
 @jit
 def _filtered_key(
-    logits, edited, rewritten, group_max, tile_mass, group_list, values, ids, before, pending, masses, peaks, row,
-    position, vocab, num_groups, num_tiles, EDITED: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr,
-    WIDE: tl.constexpr, TILES: tl.constexpr, FEW: tl.constexpr, LIST: tl.constexpr, LANES: tl.constexpr,
+    logits,
+    edited,
+    rewritten,
+    group_max,
+    tile_mass,
+    group_list,
+    values,
+    ids,
+    before,
+    pending,
+    masses,
+    peaks,
+    row,
+    position,
+    vocab,
+    num_groups,
+    num_tiles,
+    EDITED: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUPS: tl.constexpr,
+    WIDE: tl.constexpr,
+    TILES: tl.constexpr,
+    FEW: tl.constexpr,
+    LIST: tl.constexpr,
+    LANES: tl.constexpr,
     TILE: tl.constexpr,
-):  # fmt: skip
+):
     """Return the largest packed (score, id) of a row with filters, or leave the row to `many_kernel`.
 
     In the second case `pending` gets the length of its list (-1: no list), `masses` and `peaks` get mass and peak.
@@ -260,9 +331,24 @@ def _filtered_key(
             mass = 1.0 / share.to(tl.float64)
         bound = _bound(scaled, peak, top_k, top_p, min_p, mass, vocab)
         count, weight = _gather(
-            logits, edited, rewritten, temperature, scaled, bound, peak, group_list, values, ids, vocab, num_groups,
-            EDITED, GROUP, GROUPS, LIST, TILE,
-        )  # fmt: skip
+            logits,
+            edited,
+            rewritten,
+            temperature,
+            scaled,
+            bound,
+            peak,
+            group_list,
+            values,
+            ids,
+            vocab,
+            num_groups,
+            EDITED,
+            GROUP,
+            GROUPS,
+            LIST,
+            TILE,
+        )
         complete = (alone == 0) | (weight >= top_p * mass) | (bound == float("-inf"))
         if complete & (count <= FEW):
             key = _key_of_few(values, ids, before, count, peak, top_k, top_p, min_p, mass, position, low, high, LANES)
@@ -275,11 +361,40 @@ def _filtered_key(
 
 @jit
 def select_kernel(
-    logits, edited, broken, slots, positions, table, partial, group_max, tile_mass, group_list, values, ids, before,
-    pending, masses, peaks, tokens, codes, vocab, stride, num_groups, num_tiles, part_size,
-    EDITED: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, WIDE: tl.constexpr, TILES: tl.constexpr,
-    FEW: tl.constexpr, LIST: tl.constexpr, LANES: tl.constexpr, TILE: tl.constexpr, PARTS: tl.constexpr,
-):  # fmt: skip
+    logits,
+    edited,
+    broken,
+    slots,
+    positions,
+    table,
+    partial,
+    group_max,
+    tile_mass,
+    group_list,
+    values,
+    ids,
+    before,
+    pending,
+    masses,
+    peaks,
+    tokens,
+    codes,
+    vocab,
+    stride,
+    num_groups,
+    num_tiles,
+    part_size,
+    EDITED: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUPS: tl.constexpr,
+    WIDE: tl.constexpr,
+    TILES: tl.constexpr,
+    FEW: tl.constexpr,
+    LIST: tl.constexpr,
+    LANES: tl.constexpr,
+    TILE: tl.constexpr,
+    PARTS: tl.constexpr,
+):
     """Draw the tokens of all rows and write tokens and codes; a few rows are left to `many_kernel`. Grid (rows,).
 
     logits, edited                   [R, vocab] raw logits, and copies of the rows that masks or penalties change
@@ -302,12 +417,33 @@ def select_kernel(
     tl.store(pending + number, 0)
     if needs & 2:
         key = _filtered_key(
-            logits + number * stride, edited + number * vocab, (needs & 28) != 0, group_max + number * num_groups,
-            tile_mass + number * num_tiles, group_list + number * GROUPS, values + number * LIST, ids + number * LIST,
-            before + number * FEW, pending + number, masses + number, peaks + number, row,
-            tl.load(positions + number), vocab, num_groups, num_tiles, EDITED, GROUP, GROUPS, WIDE, TILES, FEW, LIST,
-            LANES, TILE,
-        )  # fmt: skip
+            logits + number * stride,
+            edited + number * vocab,
+            (needs & 28) != 0,
+            group_max + number * num_groups,
+            tile_mass + number * num_tiles,
+            group_list + number * GROUPS,
+            values + number * LIST,
+            ids + number * LIST,
+            before + number * FEW,
+            pending + number,
+            masses + number,
+            peaks + number,
+            row,
+            tl.load(positions + number),
+            vocab,
+            num_groups,
+            num_tiles,
+            EDITED,
+            GROUP,
+            GROUPS,
+            WIDE,
+            TILES,
+            FEW,
+            LIST,
+            LANES,
+            TILE,
+        )
     else:
         lane = tl.arange(0, PARTS)
         mine = lane * part_size < vocab
@@ -322,9 +458,20 @@ def select_kernel(
 
 @jit
 def _last_kept(
-    logits, edited, rewritten, temperature, values, listed, count, peak, floor, least, limit,
-    EDITED: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
+    logits,
+    edited,
+    rewritten,
+    temperature,
+    values,
+    listed,
+    count,
+    peak,
+    floor,
+    least,
+    limit,
+    EDITED: tl.constexpr,
+    TILE: tl.constexpr,
+):
     """Return the lowest key that top-p keeps, and the number of its equals that are kept. limit: top_p * total."""
     last = _smallest(
         logits, edited, rewritten, temperature, values, listed, count, peak, floor, least, limit, EDITED, TILE, True
@@ -342,9 +489,25 @@ def _last_kept(
 
 @jit
 def many_kernel(
-    logits, edited, slots, positions, table, pending, masses, peaks, values, ids, tokens, codes, vocab, stride,
-    EDITED: tl.constexpr, LIST: tl.constexpr, TILE: tl.constexpr, NOISE_TILE: tl.constexpr,
-):  # fmt: skip
+    logits,
+    edited,
+    slots,
+    positions,
+    table,
+    pending,
+    masses,
+    peaks,
+    values,
+    ids,
+    tokens,
+    codes,
+    vocab,
+    stride,
+    EDITED: tl.constexpr,
+    LIST: tl.constexpr,
+    TILE: tl.constexpr,
+    NOISE_TILE: tl.constexpr,
+):
     """Draw tokens of the rows that `select_kernel` has left. Grid (rows,).
 
     It bisects the list of candidates in `values` and `ids`, or the whole row. Arguments are as in `select_kernel`.
@@ -369,22 +532,57 @@ def many_kernel(
         floor = ordered(tl.zeros_like(peak) + float("-inf")).to(tl.int64)
         if top_k > 0:
             floor = _smallest(
-                logits, edited, rewritten, temperature, values, listed, count, peak, floor, least,
-                top_k.to(tl.float64), EDITED, TILE, False,
-            )  # fmt: skip
+                logits,
+                edited,
+                rewritten,
+                temperature,
+                values,
+                listed,
+                count,
+                peak,
+                floor,
+                least,
+                top_k.to(tl.float64),
+                EDITED,
+                TILE,
+                False,
+            )
         last = floor
         ties = top_k * 0 + 0x7FFFFFFF
         if top_p < 1.0:
             total = tl.load(masses + number)
             if (top_k > 0) | (least > 0.0):
                 total = _above(
-                    logits, edited, rewritten, temperature, values, listed, count, peak, floor - 1, floor, least,
-                    EDITED, TILE, True,
-                )  # fmt: skip
+                    logits,
+                    edited,
+                    rewritten,
+                    temperature,
+                    values,
+                    listed,
+                    count,
+                    peak,
+                    floor - 1,
+                    floor,
+                    least,
+                    EDITED,
+                    TILE,
+                    True,
+                )
             last, ties = _last_kept(
-                logits, edited, rewritten, temperature, values, listed, count, peak, floor, least, top_p * total,
-                EDITED, TILE,
-            )  # fmt: skip
+                logits,
+                edited,
+                rewritten,
+                temperature,
+                values,
+                listed,
+                count,
+                peak,
+                floor,
+                least,
+                top_p * total,
+                EDITED,
+                TILE,
+            )
         position = tl.load(positions + number)
         low, high = seed_of(row)
         lane = tl.arange(0, NOISE_TILE)

@@ -133,8 +133,13 @@ class StepBuffers:
     def cut(self, tokens: int, seqs: int, rows: int) -> "StepBuffers":
         """Return views of the first elements of all buffers, for a step of these sizes."""
         return StepBuffers(
-            token_ids=self.token_ids[:tokens], positions=self.positions[:tokens], kv_slots=self.kv_slots[:, :tokens],
-            live=self.live[:tokens], seq_lens=self.seq_lens[:seqs], sample_rows=self.sample_rows[:rows],
-            sample_slots=self.sample_slots[:rows], sample_positions=self.sample_positions[:rows],
+            token_ids=self.token_ids[:tokens],
+            positions=self.positions[:tokens],
+            kv_slots=self.kv_slots[:, :tokens],
+            live=self.live[:tokens],
+            seq_lens=self.seq_lens[:seqs],
+            sample_rows=self.sample_rows[:rows],
+            sample_slots=self.sample_slots[:rows],
+            sample_positions=self.sample_positions[:rows],
             drafts=self.drafts[:rows],
-        )  # fmt: skip
+        )

@@ -106,7 +106,11 @@ class PackedUpload(Upload):
         if not any(members[group.slots].sum() > 1 for group in plan.shared):
             return None
         return pack_shared(
-            plan.shared, plan.slots, plan.num_tokens, num_groups=SHARED_GROUPS, most_seqs=self.step.max_seqs,
+            plan.shared,
+            plan.slots,
+            plan.num_tokens,
+            num_groups=SHARED_GROUPS,
+            most_seqs=self.step.max_seqs,
             decode_len=self._decode_len,
         )
 
@@ -156,8 +160,11 @@ class PackedUpload(Upload):
                     rest = [Change(table, offset, data[:half]), Change(table, offset + half, data[half:]), *changes[1:]]
                     return self._runs(rest)
                 return runs, changes[i:]
-            runs += [change] if size <= RUN_WORDS else [
-                Change(table, offset + at, data[at : at + RUN_WORDS]) for at in range(0, size, RUN_WORDS)]
+            runs += (
+                [change]
+                if size <= RUN_WORDS
+                else [Change(table, offset + at, data[at : at + RUN_WORDS]) for at in range(0, size, RUN_WORDS)]
+            )
         return runs, []
 
 

@@ -51,8 +51,14 @@ def build_inputs(step: StepWords, tables: Tables, buffers: StepBuffers) -> None:
 def _pad(buffers: StepBuffers, tokens: int, seqs: int, rows: int, *, dummy: int) -> None:
     """Fill the padding past the last token, sequence and row."""
     b = buffers
-    for buffer, count in ((b.token_ids, tokens), (b.positions, tokens), (b.kv_slots, tokens), (b.seq_lens, seqs),
-                          (b.sample_rows, rows), (b.sample_positions, rows)):  # fmt: skip
+    for buffer, count in (
+        (b.token_ids, tokens),
+        (b.positions, tokens),
+        (b.kv_slots, tokens),
+        (b.seq_lens, seqs),
+        (b.sample_rows, rows),
+        (b.sample_positions, rows),
+    ):
         buffer[..., count:] = 0
     b.live[tokens:] = False
     b.sample_slots[rows:], b.drafts[rows:] = dummy, -1

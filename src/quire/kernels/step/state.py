@@ -129,8 +129,14 @@ class DeviceState:
         changes += [
             self._append(group, slot, np.array([block], np.int32)) for slot, group, block in plan.appended.tolist()
         ]
-        changes += [Change(tables.history, drafts.slot * tables.history.shape[1] + drafts.position,
-                           np.ascontiguousarray(drafts.tokens, np.int32)) for drafts in plan.drafts]  # fmt: skip
+        changes += [
+            Change(
+                tables.history,
+                drafts.slot * tables.history.shape[1] + drafts.position,
+                np.ascontiguousarray(drafts.tokens, np.int32),
+            )
+            for drafts in plan.drafts
+        ]
         self.lengths[plan.slots] += plan.num_tokens
         return changes
 

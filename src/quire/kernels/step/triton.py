@@ -45,13 +45,40 @@ def build_inputs(step: StepWords, tables: Tables, buffers: StepBuffers) -> None:
     token_programs, seq_programs = -(-tokens // BLOCK), -(-max(seqs, rows) // BLOCK)
     block_tables = tables.block_tables
     _inputs_kernel[(token_programs + seq_programs,)](
-        step.words, tables.computed, tables.history, block_tables, buffers.token_ids, buffers.positions,
-        buffers.kv_slots, buffers.live, buffers.seq_lens, buffers.sample_rows, buffers.sample_slots,
-        buffers.sample_positions, buffers.drafts, tables.history.stride(0), block_tables.stride(1),
-        block_tables.stride(0), buffers.kv_slots.stride(0), tables.computed.shape[0] - 1, token_programs, tokens,
-        seqs, rows, step.max_seqs, tables.block_size, step.max_seqs.bit_length(), BLOCK, HEADER, NUM_SEQS, NUM_TOKENS,
-        NUM_DECODES, NUM_ROWS, len(block_tables), num_warps=4,
-    )  # fmt: skip
+        step.words,
+        tables.computed,
+        tables.history,
+        block_tables,
+        buffers.token_ids,
+        buffers.positions,
+        buffers.kv_slots,
+        buffers.live,
+        buffers.seq_lens,
+        buffers.sample_rows,
+        buffers.sample_slots,
+        buffers.sample_positions,
+        buffers.drafts,
+        tables.history.stride(0),
+        block_tables.stride(1),
+        block_tables.stride(0),
+        buffers.kv_slots.stride(0),
+        tables.computed.shape[0] - 1,
+        token_programs,
+        tokens,
+        seqs,
+        rows,
+        step.max_seqs,
+        tables.block_size,
+        step.max_seqs.bit_length(),
+        BLOCK,
+        HEADER,
+        NUM_SEQS,
+        NUM_TOKENS,
+        NUM_DECODES,
+        NUM_ROWS,
+        len(block_tables),
+        num_warps=4,
+    )
 
 
 def gather_blocks(step: StepWords, tables: Tables, group: int, seqs: int, most: int) -> tuple[Tensor, Tensor]:
@@ -71,10 +98,27 @@ def finish_step(
     See `quire.kernels.step`. `buffers` have their full sizes: the kernel reads the step's sizes from its header.
     """
     _finish_kernel[(-(-max(step.max_seqs, out.shape[1]) // BLOCK),)](
-        step.words, tables.computed, tables.history, buffers.seq_lens, buffers.sample_slots, buffers.sample_positions,
-        buffers.drafts, tokens, codes, out, tables.history.stride(0), tables.history.shape[1], step.max_seqs,
-        out.shape[1], BLOCK, HEADER, NUM_SEQS, NUM_DECODES, NUM_ROWS, num_warps=4,
-    )  # fmt: skip
+        step.words,
+        tables.computed,
+        tables.history,
+        buffers.seq_lens,
+        buffers.sample_slots,
+        buffers.sample_positions,
+        buffers.drafts,
+        tokens,
+        codes,
+        out,
+        tables.history.stride(0),
+        tables.history.shape[1],
+        step.max_seqs,
+        out.shape[1],
+        BLOCK,
+        HEADER,
+        NUM_SEQS,
+        NUM_DECODES,
+        NUM_ROWS,
+        num_warps=4,
+    )
 
 
 @jit
@@ -122,12 +166,39 @@ def _sequence(starts, num_seqs, token, live, STEPS: tl.constexpr):
 
 @jit
 def _inputs_kernel(
-    packed, computed, history, block_tables, token_ids, positions, kv_slots, alive, seq_lens, sample_rows,
-    sample_slots, sample_positions, drafts, history_stride, table_stride, group_stride, kv_stride, dummy,
-    token_programs, tokens, seqs, rows, MAX_SEQS: tl.constexpr, BLOCK_SIZE: tl.constexpr, STEPS: tl.constexpr,
-    BLOCK: tl.constexpr, HEADER: tl.constexpr, NUM_SEQS: tl.constexpr, NUM_TOKENS: tl.constexpr,
-    NUM_DECODES: tl.constexpr, NUM_ROWS: tl.constexpr, GROUPS: tl.constexpr,
-):  # fmt: skip
+    packed,
+    computed,
+    history,
+    block_tables,
+    token_ids,
+    positions,
+    kv_slots,
+    alive,
+    seq_lens,
+    sample_rows,
+    sample_slots,
+    sample_positions,
+    drafts,
+    history_stride,
+    table_stride,
+    group_stride,
+    kv_stride,
+    dummy,
+    token_programs,
+    tokens,
+    seqs,
+    rows,
+    MAX_SEQS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    STEPS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    HEADER: tl.constexpr,
+    NUM_SEQS: tl.constexpr,
+    NUM_TOKENS: tl.constexpr,
+    NUM_DECODES: tl.constexpr,
+    NUM_ROWS: tl.constexpr,
+    GROUPS: tl.constexpr,
+):
     """Build the inputs of a step. Grid: token_programs programs of BLOCK tokens, then programs of BLOCK sequences.
 
     packed                                 [.] int32: header, slots, starts, samples, see `quire.kernels.step`
@@ -194,10 +265,26 @@ def _inputs_kernel(
 
 @jit
 def _finish_kernel(
-    packed, computed, history, seq_lens, sample_slots, sample_positions, drafts, tokens, codes, out, history_stride,
-    history_length, MAX_SEQS: tl.constexpr, MAX_ROWS: tl.constexpr, BLOCK: tl.constexpr, HEADER: tl.constexpr,
-    NUM_SEQS: tl.constexpr, NUM_DECODES: tl.constexpr, NUM_ROWS: tl.constexpr,
-):  # fmt: skip
+    packed,
+    computed,
+    history,
+    seq_lens,
+    sample_slots,
+    sample_positions,
+    drafts,
+    tokens,
+    codes,
+    out,
+    history_stride,
+    history_length,
+    MAX_SEQS: tl.constexpr,
+    MAX_ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    HEADER: tl.constexpr,
+    NUM_SEQS: tl.constexpr,
+    NUM_DECODES: tl.constexpr,
+    NUM_ROWS: tl.constexpr,
+):
     """Write the results of a step to the tables. Grid (ceil(max(sequences, rows) / BLOCK),).
 
     packed                           [.] int32, see `quire.kernels.step`

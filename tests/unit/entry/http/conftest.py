@@ -89,8 +89,19 @@ def listening(app: Any, limits: ConnectionLimits) -> Iterator[Live]:
     def protocol(**kwargs: Any) -> LimitedProtocol:
         return LimitedProtocol(limits=limits, traffic=traffic, **kwargs)
 
-    server = Server(uvicorn.Config(app, http=protocol, loop="none", ws="none", lifespan="off",  # type: ignore[arg-type]
-                                   log_config=None, access_log=False, workers=1, timeout_graceful_shutdown=1))
+    server = Server(
+        uvicorn.Config(
+            app,
+            http=protocol,
+            loop="none",
+            ws="none",
+            lifespan="off",  # type: ignore[arg-type]
+            log_config=None,
+            access_log=False,
+            workers=1,
+            timeout_graceful_shutdown=1,
+        )
+    )
     started = threading.Event()
 
     async def main() -> None:
@@ -176,18 +187,46 @@ def call(app: Any, path: str, method: str = "GET", body: bytes = b"", **headers:
 
     raw = [(name.replace("_", "-").encode(), value.encode("latin-1")) for name, value in headers.items()]
     raw += [(b"content-length", b"%d" % len(body))] if body else []
-    scope = {"type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": method, "scheme": "http",
-             "path": path, "raw_path": path.encode(), "query_string": b"", "root_path": "", "headers": raw,
-             "client": ("127.0.0.1", 1), "server": ("127.0.0.1", 8000), "state": {}}
+    scope = {
+        "type": "http",
+        "asgi": {"version": "3.0"},
+        "http_version": "1.1",
+        "method": method,
+        "scheme": "http",
+        "path": path,
+        "raw_path": path.encode(),
+        "query_string": b"",
+        "root_path": "",
+        "headers": raw,
+        "client": ("127.0.0.1", 1),
+        "server": ("127.0.0.1", 8000),
+        "state": {},
+    }
     asyncio.run(asyncio.wait_for(app(scope, receive, send), 30))
     start, pieces = sent[0], sent[1:]
-    return Answer(start["status"], {name.decode(): value.decode() for name, value in start["headers"]},
-                  b"".join(piece.get("body", b"") for piece in pieces))
+    return Answer(
+        start["status"],
+        {name.decode(): value.decode() for name, value in start["headers"]},
+        b"".join(piece.get("body", b"") for piece in pieces),
+    )
 
 
 @pytest.fixture
 def engine() -> FakeEngine:
     """An engine that is ready and idle."""
     plans = {"attention": "cpu (the only one)"}
-    return FakeEngine(ready=Ready(max_model_len=64, vocab_size=256, num_slots=2, num_blocks=8, block_size=16, depth=1,
-                                  dtype="float32", device="cpu", weight_bytes=1, kv_bytes=1, plans=plans))
+    return FakeEngine(
+        ready=Ready(
+            max_model_len=64,
+            vocab_size=256,
+            num_slots=2,
+            num_blocks=8,
+            block_size=16,
+            depth=1,
+            dtype="float32",
+            device="cpu",
+            weight_bytes=1,
+            kv_bytes=1,
+            plans=plans,
+        )
+    )

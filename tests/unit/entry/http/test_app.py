@@ -48,11 +48,22 @@ def test_every_route_but_the_probes_needs_a_key(engine: FakeEngine) -> None:
     assert OPEN_PATHS == {"/health", "/ping", "/live", "/ready"}
 
 
-@pytest.mark.parametrize("headers", [
-    {}, {"authorization": ""}, {"authorization": "Bearer "}, {"authorization": "Bearer"}, {"x_api_key": ""},
-    {"authorization": "Bearer sk-secre"}, {"authorization": "Bearer sk-secretx"}, {"authorization": f"Basic {SECRET}"},
-    {"authorization": SECRET}, {"x_api_key": "sk-\xff"}, {"host": "x/health?", "authorization": "Bearer no"},
-])
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {},
+        {"authorization": ""},
+        {"authorization": "Bearer "},
+        {"authorization": "Bearer"},
+        {"x_api_key": ""},
+        {"authorization": "Bearer sk-secre"},
+        {"authorization": "Bearer sk-secretx"},
+        {"authorization": f"Basic {SECRET}"},
+        {"authorization": SECRET},
+        {"x_api_key": "sk-\xff"},
+        {"host": "x/health?", "authorization": "Bearer no"},
+    ],
+)
 def test_wrong_keys_are_401_in_openais_form(engine: FakeEngine, headers: dict[str, str]) -> None:
     answer = call(make(engine, LOCKED), "/version", **headers)
     assert answer.status == 401 and answer.headers["www-authenticate"] == "Bearer"
@@ -60,10 +71,16 @@ def test_wrong_keys_are_401_in_openais_form(engine: FakeEngine, headers: dict[st
     assert SECRET not in answer.body.decode()
 
 
-@pytest.mark.parametrize("headers", [
-    {"authorization": f"Bearer {SECRET}"}, {"authorization": f"bearer  {SECRET}"}, {"x_api_key": SECRET},
-    {"x_api_key": "sk-other"}, {"authorization": "Bearer wrong", "x_api_key": SECRET},
-])
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"authorization": f"Bearer {SECRET}"},
+        {"authorization": f"bearer  {SECRET}"},
+        {"x_api_key": SECRET},
+        {"x_api_key": "sk-other"},
+        {"authorization": "Bearer wrong", "x_api_key": SECRET},
+    ],
+)
 def test_any_of_the_keys_opens(engine: FakeEngine, headers: dict[str, str]) -> None:
     assert call(make(engine, LOCKED), "/version", **headers).status == 200
 
@@ -107,11 +124,14 @@ def test_while_it_loads_the_api_says_when_to_come_back(engine: FakeEngine) -> No
     assert call(app, "/version").json() == {"version": __version__, "model": "quire-tiny", "revision": None}
 
 
-@pytest.mark.parametrize("state, health, ready, code", [
-    (EngineState.READY, 200, 200, None),
-    (EngineState.DRAINING, 200, 503, "engine_draining"),
-    (EngineState.DEAD, 503, 503, "engine_dead"),
-])
+@pytest.mark.parametrize(
+    "state, health, ready, code",
+    [
+        (EngineState.READY, 200, 200, None),
+        (EngineState.DRAINING, 200, 503, "engine_draining"),
+        (EngineState.DEAD, 503, 503, "engine_dead"),
+    ],
+)
 def test_probes_by_state(engine: FakeEngine, state: EngineState, health: int, ready: int, code: str | None) -> None:
     engine.state, engine.failure = state, EngineDead("it was killed by SIGKILL.")
     app = make(engine)
@@ -180,8 +200,11 @@ def test_head_of_every_get(engine: FakeEngine) -> None:
 
 
 def test_pages_of_allowed_origins_only(engine: FakeEngine) -> None:
-    preflight = {"origin": "https://a.example", "access_control_request_method": "POST",
-                 "access_control_request_headers": "authorization, content-type"}
+    preflight = {
+        "origin": "https://a.example",
+        "access_control_request_method": "POST",
+        "access_control_request_headers": "authorization, content-type",
+    }
     closed = call(make(engine), "/v1/completions", "OPTIONS", **preflight)
     assert closed.status == 405 and "access-control-allow-origin" not in closed.headers
     app = make(engine, ServerConfig(http=HttpConfig(allowed_origins=("https://a.example",), api_key=(SECRET,))))
@@ -196,15 +219,41 @@ def test_pages_of_allowed_origins_only(engine: FakeEngine) -> None:
 # --- names of this machine --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("host", ["localhost", "LocalHost:8000", "localhost.", "127.0.0.1:8000", "127.1.2.3", "[::1]:8",
-                                  "10.0.0.7", "[fe80::1]", "llm.localhost", "a.b.LOCALHOST:8000"])
+@pytest.mark.parametrize(
+    "host",
+    [
+        "localhost",
+        "LocalHost:8000",
+        "localhost.",
+        "127.0.0.1:8000",
+        "127.1.2.3",
+        "[::1]:8",
+        "10.0.0.7",
+        "[fe80::1]",
+        "llm.localhost",
+        "a.b.LOCALHOST:8000",
+    ],
+)
 def test_a_keyless_server_answers_to_localhost_and_addresses(engine: FakeEngine, host: str) -> None:
     assert call(make(engine), "/version", host=host).status == 200
 
 
-@pytest.mark.parametrize("host", ["evil.example", "evil.example:8000", "localhost.evil.example", "[::1]evil.example",
-                                  "127.0.0.1.evil.example", "localhost:80@evil.example", "", "[]", "::1:x",
-                                  "evillocalhost", ".evil.example"])
+@pytest.mark.parametrize(
+    "host",
+    [
+        "evil.example",
+        "evil.example:8000",
+        "localhost.evil.example",
+        "[::1]evil.example",
+        "127.0.0.1.evil.example",
+        "localhost:80@evil.example",
+        "",
+        "[]",
+        "::1:x",
+        "evillocalhost",
+        ".evil.example",
+    ],
+)
 def test_a_keyless_server_does_not_answer_to_foreign_names(engine: FakeEngine, host: str) -> None:
     """A page whose name leads to this machine must not read what is answered here."""
     app = make(engine)
@@ -268,9 +317,7 @@ def with_route(app: Any, endpoint: Any) -> Any:
     return app
 
 
-def test_an_unexpected_fault_is_logged_once_and_not_shown(
-    engine: FakeEngine, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_unexpected_fault_is_logged_once_and_not_shown(engine: FakeEngine, caplog: pytest.LogCaptureFixture) -> None:
     async def fault(request: Request) -> Response:
         raise ZeroDivisionError("the inside of the server")
 
@@ -324,7 +371,8 @@ def test_openapi_describes_every_route(engine: FakeEngine) -> None:
             operation = document["paths"][path][method.lower()]
             assert ("security" in operation) == (path not in OPEN_PATHS)
             assert ("requestBody" in operation) == (
-                method == "POST" and path not in ("/ping", "/v1/responses/{response_id}/cancel"))
+                method == "POST" and path not in ("/ping", "/v1/responses/{response_id}/cancel")
+            )
             streams = path in ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages")
             assert ("text/event-stream" in operation["responses"]["200"]["content"]) == (streams and method == "POST")
     body = document["paths"]["/v1/messages"]["post"]["requestBody"]["content"]["application/json"]["schema"]
@@ -344,10 +392,21 @@ def test_metrics_are_served(engine: FakeEngine) -> None:
 # --- what other servers have ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("path", [
-    "/embeddings", "/v1/messages/batches", "/pooling", "/classify", "/v1/moderations", "/v1/files",
-    "/v1/audio/transcriptions", "/v1/images/generations", "/v1/batches", "/v1/fine_tuning/jobs",
-])
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/embeddings",
+        "/v1/messages/batches",
+        "/pooling",
+        "/classify",
+        "/v1/moderations",
+        "/v1/files",
+        "/v1/audio/transcriptions",
+        "/v1/images/generations",
+        "/v1/batches",
+        "/v1/fine_tuning/jobs",
+    ],
+)
 def test_a_route_that_others_have_is_not_implemented_yet(engine: FakeEngine, path: str) -> None:
     for method, kind in (("POST", "multipart/form-data; boundary=x"), ("POST", "application/json"), ("GET", "")):
         answer = call(make(engine), path, method, content_type=kind)

@@ -78,7 +78,7 @@ def test_answers_come_in_the_order_of_the_input(files: Callable[..., Any]) -> No
 def test_errors_of_the_application_are_both_answer_and_error(files: Callable[..., Any]) -> None:
     error = {"message": "no", "type": "t", "param": None, "code": "c"}
     (result,) = run(files(line("a")), App(lambda body: (400, {"error": error})))
-    assert result["response"]["status_code"] == 400 and result["response"]["body"] == {"error": error} 
+    assert result["response"]["status_code"] == 400 and result["response"]["body"] == {"error": error}
     assert result["error"] == error
 
 
@@ -93,18 +93,29 @@ def test_the_commonest_error_is_told_with_an_example(files: Callable[..., Any]) 
     batch.close()
 
 
-@pytest.mark.parametrize("bad, name, words", [
-    ("nonsense", None, "not a request"), ("[1]", None, "not a request"), ('{"custom_id": "x"', None, "not a request"),
-    ("\x80", None, "not a request"), ("[" * 5000, None, "not a request"),
-    ("{}", None, "custom_id"), (line(""), "", "custom_id"), (line(5), None, "custom_id"), (line([]), None, "custom_id"),
-    ('{"custom_id": "x", "url": "/a", "method": "GET", "body": {}}', "x", "POST"),
-    ('{"custom_id": "x", "body": {}}', "x", "url"), ('{"custom_id": "x", "url": 5, "body": {}}', "x", "url"),
-    ('{"custom_id": "x", "url": "/a"}', "x", "not a request"),
-    (r'{"custom_id": "x", "url": "/a", "body": {"prompt": "\ud800"}}', None, "half of a surrogate pair"),
-    ('{"custom_id": "x", "url": "/a", "body": [1]}', "x", "not a request"),
-    (line("x", stream=True), "x", "stream"), (line("x", background=True), "x", "background"),
-    (line("x", long="y" * 1000), "x", "--max-body-bytes"),
-])
+@pytest.mark.parametrize(
+    "bad, name, words",
+    [
+        ("nonsense", None, "not a request"),
+        ("[1]", None, "not a request"),
+        ('{"custom_id": "x"', None, "not a request"),
+        ("\x80", None, "not a request"),
+        ("[" * 5000, None, "not a request"),
+        ("{}", None, "custom_id"),
+        (line(""), "", "custom_id"),
+        (line(5), None, "custom_id"),
+        (line([]), None, "custom_id"),
+        ('{"custom_id": "x", "url": "/a", "method": "GET", "body": {}}', "x", "POST"),
+        ('{"custom_id": "x", "body": {}}', "x", "url"),
+        ('{"custom_id": "x", "url": 5, "body": {}}', "x", "url"),
+        ('{"custom_id": "x", "url": "/a"}', "x", "not a request"),
+        (r'{"custom_id": "x", "url": "/a", "body": {"prompt": "\ud800"}}', None, "half of a surrogate pair"),
+        ('{"custom_id": "x", "url": "/a", "body": [1]}', "x", "not a request"),
+        (line("x", stream=True), "x", "stream"),
+        (line("x", background=True), "x", "background"),
+        (line("x", long="y" * 1000), "x", "--max-body-bytes"),
+    ],
+)
 def test_a_bad_line_is_an_error_and_stops_nothing(files: Callable[..., Any], bad: str, name: Any, words: str) -> None:
     results = run(files(line("a"), "", bad, line("b")), App())
     assert [r["error"] is None for r in results] == [True, False, True]
@@ -134,8 +145,9 @@ def test_warnings_are_part_of_a_line(files: Callable[..., Any]) -> None:
 
 def test_responses_are_kept_only_when_they_are_to_be(files: Callable[..., Any]) -> None:
     app, bodies = App(), ({"input": "a"}, {"input": "b", "store": True}, {"input": "c", "store": None})
-    run(files(*(json.dumps({"custom_id": body["input"], "url": "/v1/responses", "body": body})
-                for body in bodies)), app)
+    run(
+        files(*(json.dumps({"custom_id": body["input"], "url": "/v1/responses", "body": body}) for body in bodies)), app
+    )
     assert {body["input"]: body["store"] for _, body in app.asked} == {"a": False, "b": True, "c": False}
 
 

@@ -104,8 +104,12 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 def params(tokens: int = 8, **fields: Any) -> SamplingParams:
-    return SamplingParams(**({"temperature": 0.0, "max_tokens": tokens, "ignore_eos": True, "seed": 0,
-                              "output_kind": OutputKind.DELTA} | fields))
+    return SamplingParams(
+        **(
+            {"temperature": 0.0, "max_tokens": tokens, "ignore_eos": True, "seed": 0, "output_kind": OutputKind.DELTA}
+            | fields
+        )
+    )
 
 
 def open_one(engine: ServedEngine, tokens: int = 8, prompt: list[int] | None = None, **fields: Any) -> RequestStream:
@@ -149,7 +153,7 @@ def test_streams_get_their_tokens_and_text(depth: int) -> None:
                 assert token_ids(outputs) == ids and outputs[-1].finished
                 assert outputs[-1].outputs[0].finish_reason == "length"
                 text = "".join(o.outputs[0].text for o in outputs)
-                assert text == engine.text.tokenizer.decode([3, *ids])[len(engine.text.tokenizer.decode([3])):]
+                assert text == engine.text.tokenizer.decode([3, *ids])[len(engine.text.tokenizer.decode([3])) :]
 
     run(work())
 
@@ -279,6 +283,7 @@ def test_what_the_core_refuses_is_told_and_the_rest_goes_on(monkeypatch: pytest.
 @pytest.mark.parametrize(("count", "n"), [(3, 1), (2, 2), (1, 3)])
 def test_a_request_of_which_only_a_part_fits_is_refused_whole(count: int, n: int, sent: list[Any]) -> None:
     """Nothing of it reaches the core, where a prompt that does fit would run for nothing."""
+
     async def work() -> None:
         counted = Counted()
         async with serving(counted, max_num_seqs=2, max_waiting=2, mock_step_ms=5.0) as (engine, _):
@@ -297,6 +302,7 @@ def test_a_request_of_which_only_a_part_fits_is_refused_whole(count: int, n: int
 
 def test_what_is_taken_here_is_not_refused_in_the_core() -> None:
     """Requests of one to four prompts that end, are given up and are refused, as fast as they come."""
+
     async def come(engine: ServedEngine, i: int) -> bool:
         try:
             stream = engine.open([Prompt(token_ids=[i])] * (i % 4 + 1), params(i % 5 + 1), request_id=f"r{i}")
@@ -423,8 +429,9 @@ def test_a_reader_that_goes_away_leaves_nothing(when: str, depth: int) -> None:
     async def work() -> None:
         options = {"max_num_seqs": 1} if when == "queued" else {}
         budget = 64 if when == "prefill" else 2048
-        async with serving(mock_step_ms=2.0, async_depth=depth, max_num_batched_tokens=budget,
-                           **({"max_num_seqs": 8} | options)) as (engine, thread):
+        async with serving(
+            mock_step_ms=2.0, async_depth=depth, max_num_batched_tokens=budget, **({"max_num_seqs": 8} | options)
+        ) as (engine, thread):
             other = open_one(engine, 60)
             await other.__anext__()
             length = 2000 if when == "prefill" else 40
@@ -547,11 +554,14 @@ def test_closing_ends_streams_and_is_idempotent() -> None:
     run(work())
 
 
-@pytest.mark.parametrize("options, error", [
-    ({"model": "/nowhere/at/all"}, ModelNotFound),
-    ({"max_model_len": 10**7}, ConfigError),  # found by the core
-    ({"chat_template": "/nowhere.jinja"}, ConfigError),  # found by the text side
-])
+@pytest.mark.parametrize(
+    "options, error",
+    [
+        ({"model": "/nowhere/at/all"}, ModelNotFound),
+        ({"max_model_len": 10**7}, ConfigError),  # found by the core
+        ({"chat_template": "/nowhere.jinja"}, ConfigError),  # found by the text side
+    ],
+)
 def test_a_start_that_fails_says_why_and_leaves_nothing(options: dict[str, Any], error: type[Exception]) -> None:
     async def work() -> None:
         with pytest.raises(error):
@@ -649,10 +659,13 @@ def test_metrics_hear_of_every_request_once() -> None:
 
 def test_preemptions_are_counted_by_request_and_tokens_by_step() -> None:
     """A step's tokens are those of prompts, or of a past that is computed again, and those that it generates."""
+
     async def work() -> None:
         metrics = Metrics()
-        async with serving(metrics, block_size=16, num_gpu_blocks_override=5, max_model_len=64,
-                           max_num_seqs=2, mock_step_ms=1.0) as (engine, _):
+        async with serving(
+            metrics, block_size=16, num_gpu_blocks_override=5, max_model_len=64, max_num_seqs=2, mock_step_ms=1.0
+        ) as (engine, _):
+
             def total(name: str) -> float:
                 body = metrics.render()[0].decode()
                 return next(float(line.split()[-1]) for line in body.splitlines() if line.startswith(f"quire:{name}{{"))

@@ -42,9 +42,11 @@ def test_a_request_is_served_and_the_connection_kept(serve_echo: Start) -> None:
 
 
 def test_a_chunked_body_is_whole_and_its_trailers_are_dropped(serve_echo: Start) -> None:
-    chunked = (b"POST /x HTTP/1.1\r\n" + HOST + b"Transfer-Encoding: chunked\r\nConnection: close\r\n\r\n"
-               b"3;a=b\r\nabc\r\n2\r\nde\r\n0\r\nX-Trailer: 1\r\n\r\n")
-    assert serve_echo().ask(*(chunked[i:i + 1] for i in range(len(chunked)))).endswith(b"POST /x 5")
+    chunked = (
+        b"POST /x HTTP/1.1\r\n" + HOST + b"Transfer-Encoding: chunked\r\nConnection: close\r\n\r\n"
+        b"3;a=b\r\nabc\r\n2\r\nde\r\n0\r\nX-Trailer: 1\r\n\r\n"
+    )
+    assert serve_echo().ask(*(chunked[i : i + 1] for i in range(len(chunked)))).endswith(b"POST /x 5")
 
 
 def test_fifty_megabytes_of_one_header(serve_echo: Start) -> None:
@@ -72,7 +74,7 @@ def test_header_bytes_count_in_one_piece_and_in_many(serve_echo: Start) -> None:
     many = b"GET / HTTP/1.1\r\n" + HOST + b"".join(b"h%d: %s\r\n" % (i, b"v" * 100) for i in range(10)) + b"\r\n"
     for request in (one, many):
         assert refusal(live.ask(request))[0] == 431
-        assert refusal(live.ask(*(request[i:i + 50] for i in range(0, len(request), 50))))[0] == 431
+        assert refusal(live.ask(*(request[i : i + 50] for i in range(0, len(request), 50))))[0] == 431
 
 
 def test_a_large_body_does_not_count_as_headers(serve_echo: Start) -> None:
@@ -131,18 +133,21 @@ def test_all_uploads_together_are_bounded(serve_echo: Start) -> None:
     assert live.traffic.uploading == 0
 
 
-@pytest.mark.parametrize("request_", [
-    b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 3\r\nTransfer-Encoding: chunked\r\n\r\n3\r\nabc\r\n0\r\n\r\n",
-    b"POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\nContent-Length: 3\r\n\r\n3\r\nabc\r\n0\r\n\r\n",
-    b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 3\r\nContent-Length: 4\r\n\r\nabcd",
-    b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: +3\r\n\r\nabc",
-    b"POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: gzip\r\n\r\nabc",
-    b"POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding : chunked\r\n\r\n0\r\n\r\n",
-    b"GET / HTTP/1.1\nHost: a\n\n",
-    b"GET /\xff HTTP/1.1\r\nHost: a\r\n\r\n",
-    b"\x16\x03\x01\x00\xa5\x01\x00\x00\xa1\x03\x03",
-    b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
-])
+@pytest.mark.parametrize(
+    "request_",
+    [
+        b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 3\r\nTransfer-Encoding: chunked\r\n\r\n3\r\nabc\r\n0\r\n\r\n",
+        b"POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\nContent-Length: 3\r\n\r\n3\r\nabc\r\n0\r\n\r\n",
+        b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 3\r\nContent-Length: 4\r\n\r\nabcd",
+        b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: +3\r\n\r\nabc",
+        b"POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: gzip\r\n\r\nabc",
+        b"POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding : chunked\r\n\r\n0\r\n\r\n",
+        b"GET / HTTP/1.1\nHost: a\n\n",
+        b"GET /\xff HTTP/1.1\r\nHost: a\r\n\r\n",
+        b"\x16\x03\x01\x00\xa5\x01\x00\x00\xa1\x03\x03",
+        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+    ],
+)
 def test_ambiguous_and_broken_requests_are_400(serve_echo: Start, request_: bytes) -> None:
     status, error = refusal(serve_echo().ask(request_))
     assert status == 400 and set(error) == {"message", "type", "param", "code"}

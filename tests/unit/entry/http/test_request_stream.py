@@ -18,8 +18,16 @@ def make_stream(prompts: int = 1) -> tuple[RequestStream, list[RequestStream]]:
     params = SamplingParams(output_kind=OutputKind.DELTA, detokenize=False)
     for i in range(prompts):
         completion = Completion(handle=i, index=0, text=None, eos_ids=frozenset(), streamed=True)
-        stream.generations.append(Generation(request_id="r", prompt=None, prompt_token_ids=[1], params=params,
-                                             completions=[completion], tokenizer=None))
+        stream.generations.append(
+            Generation(
+                request_id="r",
+                prompt=None,
+                prompt_token_ids=[1],
+                params=params,
+                completions=[completion],
+                tokenizer=None,
+            )
+        )
     stream.num_open = prompts
     return stream, closed
 

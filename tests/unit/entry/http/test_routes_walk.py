@@ -27,8 +27,25 @@ KEY = "sk-secret"
 OPEN, LOCKED = ServerConfig(), ServerConfig(http=HttpConfig(api_key=(KEY,)))
 METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE")
 SENT = ("POST", "PUT", "PATCH")
-NO_JSON = [b"", b"{", b"nul", b'{"a": 1', b"\xff\xfe", b'{"model": "\xff"}', b"[" * 100_000, b'{"a":' * 50_000,
-           b"{} {}", b"[]", b"null", b"1", b'"text"', b"{}" * 2, b'{"a": NaN}', b"\x00", b"\xef\xbb\xbf{}"]
+NO_JSON = [
+    b"",
+    b"{",
+    b"nul",
+    b'{"a": 1',
+    b"\xff\xfe",
+    b'{"model": "\xff"}',
+    b"[" * 100_000,
+    b'{"a":' * 50_000,
+    b"{} {}",
+    b"[]",
+    b"null",
+    b"1",
+    b'"text"',
+    b"{}" * 2,
+    b'{"a": NaN}',
+    b"\x00",
+    b"\xef\xbb\xbf{}",
+]
 
 
 class Walker:
@@ -75,8 +92,12 @@ def error_of(path: str, answer: Answer) -> dict[str, Any]:
 def test_nobody_gets_in_without_a_key(engine: FakeEngine) -> None:
     walker = Walker(engine, LOCKED)
     for method, path in walker.routes:
-        for headers in ({}, {"authorization": "Bearer no"}, {"host": "x/health?"},
-                        {"content_type": "application/json"}):
+        for headers in (
+            {},
+            {"authorization": "Bearer no"},
+            {"host": "x/health?"},
+            {"content_type": "application/json"},
+        ):
             answer = walker.ask(method, path, b"{}", **headers)
             assert (answer.status == 401) == (path not in OPEN_PATHS), (method, path)
             if answer.status == 401:
@@ -124,8 +145,9 @@ def test_a_body_is_declared_as_json(engine: FakeEngine) -> None:
 def test_one_decoder_reads_every_body(engine: FakeEngine, body: bytes) -> None:
     walker = Walker(engine)
     asked = list(walker.with_body())
-    assert set(asked) == {path for method, path in walker.routes if method in SENT
-                          and path != "/ping" and not path.endswith("/cancel")}
+    assert set(asked) == {
+        path for method, path in walker.routes if method in SENT and path != "/ping" and not path.endswith("/cancel")
+    }
     for path in asked:
         answer = walker.ask("POST", path, body, content_type="application/json")
         message = error_of(path, answer)["message"]
@@ -136,8 +158,10 @@ def test_one_limit_holds_for_every_body(engine: FakeEngine) -> None:
     walker = Walker(engine)
     with listening(walker.app, ConnectionLimits.of(HttpConfig(max_body_bytes=1000))) as server:
         for method, path in walker.routes:
-            head = f"{method} {path.partition('{')[0]} HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n" \
-                   "content-type: application/json\r\n"
+            head = (
+                f"{method} {path.partition('{')[0]} HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n"
+                "content-type: application/json\r\n"
+            )
             chunk = b"3e8\r\n" + b" " * 1000 + b"\r\n"
             for rest in (b"content-length: 1001\r\n\r\n", b"transfer-encoding: chunked\r\n\r\n" + chunk * 2):
                 answer = server.ask(head.encode() + rest)
@@ -152,8 +176,11 @@ def test_while_it_cannot_answer_every_route_says_so(engine: FakeEngine) -> None:
     walker = Walker(engine)
     for state in (EngineState.STARTING, EngineState.DRAINING, EngineState.DEAD):
         engine.state, engine.failure = state, errors.EngineDead("gone")
-        told = [path for method, path in walker.routes
-                if walker.ask(method, path, b"{}", content_type="application/json").status == 503]
+        told = [
+            path
+            for method, path in walker.routes
+            if walker.ask(method, path, b"{}", content_type="application/json").status == 503
+        ]
         others = {"/", "/version", "/metrics", "/openapi.json", "/debug/requests"}  # tell how things are
         if state is EngineState.DRAINING:  # what runs in the background can still be fetched and cancelled
             others = others | {path for _, path in walker.routes if path.startswith("/v1/responses/")}
@@ -176,17 +203,30 @@ def text() -> TextSide:
 
 TALK = [{"role": "user", "content": "a"}]
 MINIMAL: dict[str, dict[str, Any]] = {
-    "/v1/completions": {"prompt": "a"}, "/v1/chat/completions": {"messages": TALK}, "/v1/responses": {"input": "a"},
-    "/v1/messages": {"model": "quire-tiny", "messages": TALK, "max_tokens": 1}, "/v1/embeddings": {"input": "a"},
-    "rerank": {"query": "a", "documents": ["b"]}, "score": {"text_1": "a", "text_2": "b"}}
+    "/v1/completions": {"prompt": "a"},
+    "/v1/chat/completions": {"messages": TALK},
+    "/v1/responses": {"input": "a"},
+    "/v1/messages": {"model": "quire-tiny", "messages": TALK, "max_tokens": 1},
+    "/v1/embeddings": {"input": "a"},
+    "rerank": {"query": "a", "documents": ["b"]},
+    "score": {"text_1": "a", "text_2": "b"},
+}
 
 
-@pytest.mark.parametrize("error", [
-    errors.QueueFull("the queue is full: try again"), errors.QueueTimeout("it waited for too long"),
-    HttpError(409, "a request of this name is running", code="duplicate"), errors.EngineDead("the engine is gone"),
-    errors.RequestFailed("its time is up now", code="deadline"), errors.RequestFailed("it went wrong", code="nan"),
-    RuntimeError("a bug"), *(kind("some kind of a problem") for kind, _ in ANSWERS if kind is not errors.RequestFailed),
-], ids=lambda error: f"{type(error).__name__} {http_error(error).status}")
+@pytest.mark.parametrize(
+    "error",
+    [
+        errors.QueueFull("the queue is full: try again"),
+        errors.QueueTimeout("it waited for too long"),
+        HttpError(409, "a request of this name is running", code="duplicate"),
+        errors.EngineDead("the engine is gone"),
+        errors.RequestFailed("its time is up now", code="deadline"),
+        errors.RequestFailed("it went wrong", code="nan"),
+        RuntimeError("a bug"),
+        *(kind("some kind of a problem") for kind, _ in ANSWERS if kind is not errors.RequestFailed),
+    ],
+    ids=lambda error: f"{type(error).__name__} {http_error(error).status}",
+)
 def test_what_the_engine_says_is_described(engine: FakeEngine, text: TextSide, error: Exception) -> None:
     refusing = Refusing(ready=engine.ready, text=text)
     refusing.error, walker, asked = error, Walker(refusing), 0
@@ -207,7 +247,8 @@ def test_the_description_holds_together(engine: FakeEngine) -> None:
     walker = Walker(engine, LOCKED)
     document, text = walker.document, json.dumps(walker.document)
     assert {(method.upper(), path) for path, found in document["paths"].items() for method in found} == {
-        (method, re.sub(r"\{(\w+):\w+\}", r"{\1}", path)) for method, path in walker.routes}
+        (method, re.sub(r"\{(\w+):\w+\}", r"{\1}", path)) for method, path in walker.routes
+    }
     names = [operation["operationId"] for found in document["paths"].values() for operation in found.values()]
     assert len(names) == len(set(names))
     for name in re.findall(r'"#/components/schemas/([^"]+)"', text):

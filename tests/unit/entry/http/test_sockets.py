@@ -38,27 +38,41 @@ def test_a_busy_port_names_its_holder_and_a_free_one() -> None:
     assert port_holder(port) is None
 
 
-@pytest.mark.parametrize("line, shown", [
-    ("quire serve --api-key one two three --port 1", "quire serve --api-key *** --port 1"),
-    ("quire serve --hf-token one --api-key two -three", "quire serve --hf-token *** --api-key ***"),
-    ("quire serve --hf_token=one --API_KEY=two three --port=1", "quire serve --hf_token=*** --API_KEY=*** --port=1"),
-    ("server -key one", "server -key ***"),
-    ("server --db-password one --client-secret two x", "server --db-password *** --client-secret ***"),
-    ("server --api-key -passwone", "server --api-key ***"),
-    ("serve m --tokenizer t --max-num-batched-tokens 64", "serve m --tokenizer t --max-num-batched-tokens 64"),
-    ("python -m http.server", "python -m http.server"),
-])
+@pytest.mark.parametrize(
+    "line, shown",
+    [
+        ("quire serve --api-key one two three --port 1", "quire serve --api-key *** --port 1"),
+        ("quire serve --hf-token one --api-key two -three", "quire serve --hf-token *** --api-key ***"),
+        (
+            "quire serve --hf_token=one --API_KEY=two three --port=1",
+            "quire serve --hf_token=*** --API_KEY=*** --port=1",
+        ),
+        ("server -key one", "server -key ***"),
+        ("server --db-password one --client-secret two x", "server --db-password *** --client-secret ***"),
+        ("server --api-key -passwone", "server --api-key ***"),
+        ("serve m --tokenizer t --max-num-batched-tokens 64", "serve m --tokenizer t --max-num-batched-tokens 64"),
+        ("python -m http.server", "python -m http.server"),
+    ],
+)
 def test_secrets_of_a_command_line_are_hidden(line: str, shown: str) -> None:
     assert " ".join(without_secrets(line.split())) == shown
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_the_holder_of_a_port_is_named_without_its_secrets(tmp_path: Path) -> None:
-    (tmp_path / "s.py").write_text("import socket, sys; s = socket.create_server(('127.0.0.1', 0))\n"
-                                   "print(s.getsockname()[1], flush=True); sys.stdin.read()")
+    (tmp_path / "s.py").write_text(
+        "import socket, sys; s = socket.create_server(('127.0.0.1', 0))\n"
+        "print(s.getsockname()[1], flush=True); sys.stdin.read()"
+    )
     flags = ["--api-key", "one-secret", "two-secret", "--hf-token=tok-secret", "--last"]
-    with subprocess.Popen(["python", "s.py", *flags], executable=sys.executable, cwd=tmp_path, text=True,
-                          stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
+    with subprocess.Popen(
+        ["python", "s.py", *flags],
+        executable=sys.executable,
+        cwd=tmp_path,
+        text=True,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    ) as holder:
         assert holder.stdin is not None and holder.stdout is not None
         port = int(holder.stdout.readline())
         with pytest.raises(ConfigError) as caught:
@@ -70,9 +84,13 @@ def test_the_holder_of_a_port_is_named_without_its_secrets(tmp_path: Path) -> No
         assert "(python s.py --api-key *** --hf-token=*** --last)" in text
 
 
-@pytest.mark.parametrize("host, words", [
-    ("no.such.host.invalid", "has no address"), ("192.0.2.1", "not an address of this"),
-])
+@pytest.mark.parametrize(
+    "host, words",
+    [
+        ("no.such.host.invalid", "has no address"),
+        ("192.0.2.1", "not an address of this"),
+    ],
+)
 def test_a_wrong_host_says_so(host: str, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         listen(HttpConfig(host=host, port=0))

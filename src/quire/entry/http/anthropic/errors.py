@@ -12,9 +12,18 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from quire.entry.http.openai.schema import ErrorResponse
 
 OWN_PATHS = re.compile(r"/v1/messages(/|\?|$)")  # for `search`, since a proxy's root path may stand before it
-KINDS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 408: "timeout_error",
-         409: "conflict_error", 413: "request_too_large", 429: "rate_limit_error", 503: "overloaded_error",
-         504: "timeout_error", 529: "overloaded_error"}
+KINDS = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    409: "conflict_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+    529: "overloaded_error",
+}
 
 
 def anthropic_error(status: int, body: bytes, request_id: str | None) -> tuple[int, bytes]:
@@ -22,8 +31,10 @@ def anthropic_error(status: int, body: bytes, request_id: str | None) -> tuple[i
     error = msgspec.json.decode(body, type=ErrorResponse).error
     if status == 429 and error.code == "engine_overloaded":
         status = 529  # Anthropic's own; 429 is for the limits of one account
-    detail = {"type": KINDS.get(status, "api_error" if status >= 500 else "invalid_request_error"),
-              "message": error.message}
+    detail = {
+        "type": KINDS.get(status, "api_error" if status >= 500 else "invalid_request_error"),
+        "message": error.message,
+    }
     return status, msgspec.json.encode({"type": "error", "error": detail, "request_id": request_id})
 
 

@@ -19,22 +19,35 @@ from quire.entry.http.request_response import Exchange
 from quire.text.answer_events import CallArguments, CallBegins, Event, Thought, Words
 from quire.text.tokenizer import Tokenizer
 
-DECODER, ENCODE = decode.RequestDecoder(
-    MessagesRequest, refused="../anthropic/refused_fields.txt"), msgspec.json.Encoder().encode
-WORDS = ((r"(?<=\])\.function\.parameters\b", ".input_schema"), (r"(?<=\])\.function\b", ""),
-         (r"\bresponse_format(\.json_schema)?\b", "output_config.format"), (r"\bstop(?==| must)", "stop_sequences"),
-         (r"\breasoning_effort\b", "output_config.effort"))
+DECODER, ENCODE = (
+    decode.RequestDecoder(MessagesRequest, refused="../anthropic/refused_fields.txt"),
+    msgspec.json.Encoder().encode,
+)
+WORDS = (
+    (r"(?<=\])\.function\.parameters\b", ".input_schema"),
+    (r"(?<=\])\.function\b", ""),
+    (r"\bresponse_format(\.json_schema)?\b", "output_config.format"),
+    (r"\bstop(?==| must)", "stop_sequences"),
+    (r"\breasoning_effort\b", "output_config.effort"),
+)
 CALL_PREFIX = "toolu_"  # added to call ids in answers, removed from those in requests, since templates show ids
 BLOCKS = {  # role -> block type -> required fields
-    "system": {"text": ("text",)}, "user": {"text": ("text",), "tool_result": ("tool_use_id",)},
-    "assistant": {"text": ("text",), "thinking": ("thinking",), "redacted_thinking": (),
-                  "tool_use": ("id", "name", "input")}}
+    "system": {"text": ("text",)},
+    "user": {"text": ("text",), "tool_result": ("tool_use_id",)},
+    "assistant": {
+        "text": ("text",),
+        "thinking": ("thinking",),
+        "redacted_thinking": (),
+        "tool_use": ("id", "name", "input"),
+    },
+}
 CHOICES: dict[str, Any] = {"auto": "auto", "any": "required", "none": "none"}
 SHOWN: dict[type[Event], tuple[dict[str, Any], str, str]] = {  # event -> (empty block, type and field of its delta)
     Words: ({"type": "text", "text": ""}, "text_delta", "text"),
     Thought: ({"type": "thinking", "thinking": "", "signature": ""}, "thinking_delta", "thinking"),
     CallBegins: ({"type": "tool_use", "input": {}}, "", ""),
-    CallArguments: ({"type": "tool_use"}, "input_json_delta", "partial_json")}
+    CallArguments: ({"type": "tool_use"}, "input_json_delta", "partial_json"),
+}
 
 
 async def messages(context: ServerContext, exchange: Exchange) -> None:
@@ -45,9 +58,15 @@ async def messages(context: ServerContext, exchange: Exchange) -> None:
     if (longest := request.max_tokens) is None:
         raise InvalidParameter("max_tokens is missing: it must be an integer >= 0.", param="max_tokens")
     await generate.answer(
-        context, exchange, _chat_request(context, exchange, request), lambda asked, defaults, interval: (
-            sampling.sampling_params(asked, defaults, max_tokens=longest, logprobs=None, stream_interval=interval)),
-        prompts.chat_prompts, lambda job, _, tokenizer: MessageWriter(job, longest, tokenizer))
+        context,
+        exchange,
+        _chat_request(context, exchange, request),
+        lambda asked, defaults, interval: sampling.sampling_params(
+            asked, defaults, max_tokens=longest, logprobs=None, stream_interval=interval
+        ),
+        prompts.chat_prompts,
+        lambda job, _, tokenizer: MessageWriter(job, longest, tokenizer),
+    )
 
 
 async def count_tokens(context: ServerContext, exchange: Exchange) -> None:
@@ -60,7 +79,8 @@ async def count_tokens(context: ServerContext, exchange: Exchange) -> None:
     held = request.response_format is not None or request.thinking_token_budget is not None
     opens = context.text().styles.reasoning if held else None
     prompt = await prompts.conversation_prompt(
-        context, exchange, request, request.messages, None, tools=use.shown, opens=opens)
+        context, exchange, request, request.messages, None, tools=use.shown, opens=opens
+    )
     await exchange.reply(ENCODE({"input_tokens": len(prompt.token_ids or ())}))
 
 
@@ -73,18 +93,24 @@ def _chat_request(context: ServerContext, exchange: Exchange, request: MessagesR
         _add(talk, message, f"messages[{at}].content")
     open_end, last = request.messages[-1].role == "assistant", talk.messages[-1]
     if open_end and (last.tool_calls or not last.content):
-        raise InvalidParameter("the last message is the assistant's, and the answer continues it: give it text and no "
-                               "tool_use.", param="messages")
+        raise InvalidParameter(
+            "the last message is the assistant's, and the answer continues it: give it text and no tool_use.",
+            param="messages",
+        )
     for at, tool in enumerate(request.tools or ()):
         if tool.type not in (None, "custom"):
-            raise not_implemented(f"tools[{at}]: {shown(tool.type)}", "the server runs no tools; define your own with "
-                                  "an input_schema.", "tools")
+            raise not_implemented(
+                f"tools[{at}]: {shown(tool.type)}",
+                "the server runs no tools; define your own with an input_schema.",
+                "tools",
+            )
     given: dict[str, Any] = {}
     if (config := request.output_config) is not None:
         given["reasoning_effort"] = config.effort
         if config.format is not None:
             given["response_format"] = schema.ResponseFormat(
-                type="json_schema", json_schema=schema.JsonSchema(schema=config.format.schema))
+                type="json_schema", json_schema=schema.JsonSchema(schema=config.format.schema)
+            )
     if (choice := request.tool_choice) is not None:
         if choice.type == "tool" and not choice.name:
             raise InvalidParameter("tool_choice.name is missing: send the name of the tool.", param="tool_choice")
@@ -99,12 +125,25 @@ def _chat_request(context: ServerContext, exchange: Exchange, request: MessagesR
         else:
             exchange.warn(f"thinking.type {thinking.type} is ignored: the chat template does not read enable_thinking")
     return schema.ChatRequest(
-        **given, model=request.model, messages=talk.messages, continue_final_message=open_end,
-        temperature=request.temperature, top_p=request.top_p, top_k=request.top_k,
-        stop=request.stop_sequences, stream=request.stream,
-        tools=[schema.Tool(type="function", function=schema.FunctionSpec(
-            name=tool.name, description=tool.description, parameters=tool.input_schema, strict=tool.strict))
-            for tool in request.tools or ()])
+        **given,
+        model=request.model,
+        messages=talk.messages,
+        continue_final_message=open_end,
+        temperature=request.temperature,
+        top_p=request.top_p,
+        top_k=request.top_k,
+        stop=request.stop_sequences,
+        stream=request.stream,
+        tools=[
+            schema.Tool(
+                type="function",
+                function=schema.FunctionSpec(
+                    name=tool.name, description=tool.description, parameters=tool.input_schema, strict=tool.strict
+                ),
+            )
+            for tool in request.tools or ()
+        ],
+    )
 
 
 def _add(talk: Talk, message: InputMessage, where: str) -> None:
@@ -144,8 +183,15 @@ class MessageWriter(generate.Writer):
 
     def __init__(self, job: generate.Job, max_tokens: int, tokenizer: Tokenizer | None) -> None:
         self._parsers, self._max_tokens = job.parsers(tokenizer), max_tokens
-        self._message = {"id": f"msg_{job.request_id}", "type": "message", "role": "assistant", "model": job.model,
-                         "content": [], "stop_reason": None, "stop_sequence": None}
+        self._message = {
+            "id": f"msg_{job.request_id}",
+            "type": "message",
+            "role": "assistant",
+            "model": job.model,
+            "content": [],
+            "stop_reason": None,
+            "stop_sequence": None,
+        }
         self._index, self._open, self._called = -1, "", False  # the open block's number and type; True after a call
         self._last: CompletionOutput
 
@@ -202,15 +248,22 @@ class MessageWriter(generate.Writer):
         if self._last.finish_reason == "length":
             cut = usage.completion_tokens < self._max_tokens
             reason = "model_context_window_exceeded" if cut else "max_tokens"
-        return {"stop_reason": "stop_sequence", "stop_sequence": word} if isinstance(word, str) else {
-            "stop_reason": reason, "stop_sequence": None}
+        return (
+            {"stop_reason": "stop_sequence", "stop_sequence": word}
+            if isinstance(word, str)
+            else {"stop_reason": reason, "stop_sequence": None}
+        )
 
 
 def _counts(usage: schema.Usage) -> dict[str, Any]:
     cached = usage.prompt_tokens_details.cached_tokens
-    return {"input_tokens": usage.prompt_tokens - cached, "cache_creation_input_tokens": 0,
-            "cache_read_input_tokens": cached, "output_tokens": usage.completion_tokens,
-            "output_tokens_details": {"thinking_tokens": usage.completion_tokens_details.reasoning_tokens}}
+    return {
+        "input_tokens": usage.prompt_tokens - cached,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": cached,
+        "output_tokens": usage.completion_tokens,
+        "output_tokens_details": {"thinking_tokens": usage.completion_tokens_details.reasoning_tokens},
+    }
 
 
 def _frames(*events: dict[str, Any]) -> bytes:

@@ -28,12 +28,20 @@ async def chat(context: ServerContext, exchange: Exchange) -> None:
     request = await DECODER.read(context, exchange)
     # With ids the number of logprobs is theirs, and no field of the request is named top_logprobs.
     exchange.words = WORDS[1:] if request.logprob_token_ids else WORDS
-    await answer_chat(context, exchange, request, lambda job, *rest: (
-        ChatWriter if job.parser_plan.content_only else ChatEventWriter)(job, *rest))
+    await answer_chat(
+        context,
+        exchange,
+        request,
+        lambda job, *rest: (ChatWriter if job.parser_plan.content_only else ChatEventWriter)(job, *rest),
+    )
 
 
-async def answer_chat(context: ServerContext, exchange: Exchange, request: schema.ChatRequest,
-                      writer: Callable[[Job, schema.ChatRequest, Tokenizer | None], Writer]) -> None:
+async def answer_chat(
+    context: ServerContext,
+    exchange: Exchange,
+    request: schema.ChatRequest,
+    writer: Callable[[Job, schema.ChatRequest, Tokenizer | None], Writer],
+) -> None:
     """Answer a conversation. `writer` makes the `Writer` that formats the answer for the route's API."""
     await answer(context, exchange, request, _params, chat_prompts, writer)
 
@@ -45,16 +53,28 @@ def _params(request: schema.ChatRequest, defaults: SamplingParams, stream_interv
     logprobs = request.top_logprobs or 0
     if request.logprob_token_ids:
         logprobs = len(request.logprob_token_ids)
-    return sampling_params(request, defaults, max_tokens=defaults.max_tokens if asked is None else asked,
-                           logprobs=logprobs if request.logprobs else None, stream_interval=stream_interval)
+    return sampling_params(
+        request,
+        defaults,
+        max_tokens=defaults.max_tokens if asked is None else asked,
+        logprobs=logprobs if request.logprobs else None,
+        stream_interval=stream_interval,
+    )
 
 
 class ChatWriter(ChunkWriter):
     """Writer of /v1/chat/completions for plain answers: all text is content, without reasoning and tool calls."""
 
     def __init__(self, job: Job, request: schema.ChatRequest, tokenizer: Tokenizer | None) -> None:
-        super().__init__(job, request, tokenizer, with_logprobs=bool(request.logprobs), prefix="chatcmpl",
-                         kind="chat.completion.chunk", opening=b'"delta":{')
+        super().__init__(
+            job,
+            request,
+            tokenizer,
+            with_logprobs=bool(request.logprobs),
+            prefix="chatcmpl",
+            kind="chat.completion.chunk",
+            opening=b'"delta":{',
+        )
         self._echoed = _echoed(request)
         self._num_top = None if request.logprob_token_ids else request.top_logprobs or 0
         self._open_end = b'},"logprobs":null,"finish_reason":null}'
@@ -81,8 +101,9 @@ class ChatWriter(ChunkWriter):
         deltas = [b'"content":' + ENCODE(piece.text)] if shown else []
         return self._chunks(choice, piece, deltas, piece.finish_reason, usage)
 
-    def _chunks(self, choice: int, piece: CompletionOutput, deltas: list[bytes], reason: str | None,
-                usage: bytes) -> bytes:
+    def _chunks(
+        self, choice: int, piece: CompletionOutput, deltas: list[bytes], reason: str | None, usage: bytes
+    ) -> bytes:
         """Return an event per delta, the first with logprobs and token ids, then one with the finish reason."""
         head, end = self._heads[choice], self.tail(usage)
         parts = []
@@ -102,17 +123,27 @@ class ChatWriter(ChunkWriter):
         output = outputs[0]
         choices = [self._choice(completion) for completion in output.outputs]
         usage.completion_tokens_details.reasoning_tokens = self.num_thought
-        return ENCODE(schema.ChatResponse(
-            **self._shared, choices=choices, usage=usage,
-            kv_transfer_params=output.kv_transfer_params or msgspec.UNSET,
-            prompt_logprobs=output.prompt_logprobs if self._with_prompt_logprobs else msgspec.UNSET,
-            prompt_token_ids=output.prompt_token_ids if self._with_ids else msgspec.UNSET))
+        return ENCODE(
+            schema.ChatResponse(
+                **self._shared,
+                choices=choices,
+                usage=usage,
+                kv_transfer_params=output.kv_transfer_params or msgspec.UNSET,
+                prompt_logprobs=output.prompt_logprobs if self._with_prompt_logprobs else msgspec.UNSET,
+                prompt_token_ids=output.prompt_token_ids if self._with_ids else msgspec.UNSET,
+            )
+        )
 
     def _choice(self, completion: CompletionOutput) -> schema.ChatChoice:
         message, reason = self._message(completion)
-        return schema.ChatChoice(index=completion.index, message=message, logprobs=self._logprobs(completion),
-                                 finish_reason=reason, stop_reason=completion.stop_reason,
-                                 token_ids=completion.token_ids if self._with_ids else msgspec.UNSET)
+        return schema.ChatChoice(
+            index=completion.index,
+            message=message,
+            logprobs=self._logprobs(completion),
+            finish_reason=reason,
+            stop_reason=completion.stop_reason,
+            token_ids=completion.token_ids if self._with_ids else msgspec.UNSET,
+        )
 
     def _message(self, completion: CompletionOutput) -> tuple[schema.AnswerMessage, str | None]:
         return schema.AnswerMessage(content=self._echoed + completion.text), completion.finish_reason

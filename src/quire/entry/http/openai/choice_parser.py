@@ -48,10 +48,18 @@ class ChoiceParser:
 
     def __init__(self, plan: ParserPlan, params: SamplingParams, tokenizer: Tokenizer | None) -> None:
         self._plan, self._tokenizer = plan, tokenizer
-        self._parser = None if plan.styles is None or plan.content_only else OutputParser(
-            plan.styles, tools=plan.tools or None, thinking=plan.thinking, parallel=plan.parallel, must=plan.must)
-        self._hidden = frozenset[int]() if tokenizer is None else hidden_ids(
-            tokenizer, params.hides_special_tokens, params.shown_special_ids)
+        self._parser = (
+            None
+            if plan.styles is None or plan.content_only
+            else OutputParser(
+                plan.styles, tools=plan.tools or None, thinking=plan.thinking, parallel=plan.parallel, must=plan.must
+            )
+        )
+        self._hidden = (
+            frozenset[int]()
+            if tokenizer is None
+            else hidden_ids(tokenizer, params.hides_special_tokens, params.shown_special_ids)
+        )
         self.num_thought = 0
         # Text and tokens that `_count` has not counted yet, and the number of characters before them.
         self._behind, self._text, self._tokens = 0, list[str](), list[int]()

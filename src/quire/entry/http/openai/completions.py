@@ -32,7 +32,8 @@ def _params(request: schema.CompletionRequest, defaults: SamplingParams, stream_
     if max_tokens is None:
         max_tokens = MAX_TOKENS if defaults.max_tokens is None else defaults.max_tokens
     params = sampling_params(
-        request, defaults, max_tokens=max_tokens, logprobs=request.logprobs, stream_interval=stream_interval)
+        request, defaults, max_tokens=max_tokens, logprobs=request.logprobs, stream_interval=stream_interval
+    )
     if request.echo and request.logprobs is not None and params.prompt_logprobs is None:
         params.prompt_logprobs = request.logprobs
     return params
@@ -42,8 +43,15 @@ class CompletionWriter(ChunkWriter):
     """Writer of choices of /v1/completions as JSON."""
 
     def __init__(self, job: Job, request: schema.CompletionRequest, tokenizer: Tokenizer | None) -> None:
-        super().__init__(job, request, tokenizer, with_logprobs=request.logprobs is not None, prefix="cmpl",
-                         kind="text_completion", opening=b'"text":')
+        super().__init__(
+            job,
+            request,
+            tokenizer,
+            with_logprobs=request.logprobs is not None,
+            prefix="cmpl",
+            kind="text_completion",
+            opening=b'"text":',
+        )
         self._echo = bool(request.echo)
         self._columns: dict[int, LegacyColumns] = {}
         self._going_on = b',"logprobs":null,"finish_reason":null,"stop_reason":null}' + self._tail
@@ -86,22 +94,40 @@ class CompletionWriter(ChunkWriter):
             before = self._echoed_logprobs(echoed, output)
             for completion in output.outputs:
                 choices.append(self._choice(prompt, output, completion, echoed, before))
-        return ENCODE(schema.CompletionResponse(**self._shared, choices=choices, usage=usage,
-                                                 kv_transfer_params=outputs[0].kv_transfer_params or msgspec.UNSET))
+        return ENCODE(
+            schema.CompletionResponse(
+                **self._shared,
+                choices=choices,
+                usage=usage,
+                kv_transfer_params=outputs[0].kv_transfer_params or msgspec.UNSET,
+            )
+        )
 
-    def _choice(self, prompt: int, output: RequestOutput, completion: CompletionOutput, echoed: str,
-                before: schema.LegacyLogprobs | None) -> schema.CompletionChoice:
+    def _choice(
+        self,
+        prompt: int,
+        output: RequestOutput,
+        completion: CompletionOutput,
+        echoed: str,
+        before: schema.LegacyLogprobs | None,
+    ) -> schema.CompletionChoice:
         choice, logprobs = prompt * self._job.params.n + completion.index, before
         if self._with_logprobs:
             rows: list[LogprobsByToken] = completion.logprobs or []
             after = self._choice_columns(choice, len(echoed)).rows(completion.token_ids[: len(rows)], rows)
             logprobs = after if before is None else joined(before, after)
-        made = schema.CompletionChoice(index=choice, text=echoed + completion.text, logprobs=logprobs,
-                                       finish_reason=completion.finish_reason, stop_reason=completion.stop_reason)
+        made = schema.CompletionChoice(
+            index=choice,
+            text=echoed + completion.text,
+            logprobs=logprobs,
+            finish_reason=completion.finish_reason,
+            stop_reason=completion.stop_reason,
+        )
         if self._with_ids or self._with_prompt_logprobs:
             made.prompt_logprobs = output.prompt_logprobs if self._with_prompt_logprobs else None
             made.prompt_token_ids, made.token_ids = (
-                (output.prompt_token_ids, completion.token_ids) if self._with_ids else (None, None))
+                (output.prompt_token_ids, completion.token_ids) if self._with_ids else (None, None)
+            )
         return made
 
     def _choice_columns(self, choice: int, offset: int = 0) -> LegacyColumns:

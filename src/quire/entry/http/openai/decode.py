@@ -38,8 +38,15 @@ MAX_BIAS = 100
 MAX_WHOLE = 2**53  # from here on a float does not determine the integer
 STRUCTURED_FIELDS = ("response_format", "structured_outputs")
 STRUCTURAL = 'send tools with "strict": true, or structured_outputs with a grammar.'
-JSON_KINDS = {"int": "an integer", "float": "a fraction", "str": "a string", "bool": "true or false", "null": "null",
-              "array": "a list", "object": "an object"}
+JSON_KINDS = {
+    "int": "an integer",
+    "float": "a fraction",
+    "str": "a string",
+    "bool": "true or false",
+    "null": "null",
+    "array": "a list",
+    "object": "an object",
+}
 MAX_LOGGED = 100  # names of unknown fields in the log, so that a client cannot fill it
 MAX_DEPTH = 128  # nested lists and objects: templates and grammar compilation recurse for each
 NO_MARKS = bytes(set(range(256)) - set(b'"[]{}'))
@@ -49,23 +56,41 @@ NAMES = msgspec.json.Decoder(dict[str, msgspec.Raw])
 HERE = Path(__file__).parent
 REFUSED = read_refused(HERE / "refused_fields.txt")
 ELSEWHERE = "-"  # reason of a field that other routes read: `_foreign` makes the message
-ROUTES: dict[str, frozenset[str]] = {path: frozenset(kind.__struct_fields__) for path, kind in (
-    ("/v1/chat/completions", schema.ChatRequest), ("/v1/completions", schema.CompletionRequest),
-    ("/v1/responses", ResponseRequest), ("/v1/messages", MessagesRequest),
-    ("/v1/embeddings", schema_embeddings.EmbeddingRequest), ("/v1/rerank", schema_embeddings.RerankRequest),
-    ("/v1/score", schema_embeddings.ScoreRequest), ("/tokenize", schema.TokenizeRequest),
-    ("/detokenize", schema.DetokenizeRequest))}
-ALIKE = [line.split() for line in (  # groups of fields with the same meaning in different routes
-    "max_tokens max_completion_tokens max_output_tokens", "stop stop_sequences", "instructions system messages input",
-    "messages prompt input", "response_format structured_outputs text output_config",
-    "truncation truncate_prompt_tokens", "query queries text_1 data_1", "documents items text_2 data_2",
-    "reasoning reasoning_effort output_config thinking chat_template_kwargs")]
+ROUTES: dict[str, frozenset[str]] = {
+    path: frozenset(kind.__struct_fields__)
+    for path, kind in (
+        ("/v1/chat/completions", schema.ChatRequest),
+        ("/v1/completions", schema.CompletionRequest),
+        ("/v1/responses", ResponseRequest),
+        ("/v1/messages", MessagesRequest),
+        ("/v1/embeddings", schema_embeddings.EmbeddingRequest),
+        ("/v1/rerank", schema_embeddings.RerankRequest),
+        ("/v1/score", schema_embeddings.ScoreRequest),
+        ("/tokenize", schema.TokenizeRequest),
+        ("/detokenize", schema.DetokenizeRequest),
+    )
+}
+ALIKE = [
+    line.split()
+    for line in (  # groups of fields with the same meaning in different routes
+        "max_tokens max_completion_tokens max_output_tokens",
+        "stop stop_sequences",
+        "instructions system messages input",
+        "messages prompt input",
+        "response_format structured_outputs text output_config",
+        "truncation truncate_prompt_tokens",
+        "query queries text_1 data_1",
+        "documents items text_2 data_2",
+        "reasoning reasoning_effort output_config thinking chat_template_kwargs",
+    )
+]
 # Fields without effect here, accepted silently: the user; OpenAI's storage and service tiers; hints (predicted content,
 # verbosity); options for images; the grammar backend, of which there is one.
 IGNORED = frozenset(
     "user safety_identifier session_id metadata store service_tier prompt_cache_key prompt_cache_retention "
     "prompt_cache_options prediction verbosity media_io_kwargs mm_processor_kwargs guided_decoding_backend "
-    "cache_control".split())
+    "cache_control".split()
+)
 
 
 class RequestDecoder(Generic[T]):
@@ -83,8 +108,9 @@ class RequestDecoder(Generic[T]):
         self._type: inspect.Type = info
         self._fields = Fields(info, {})
         fields = self._fields.known
-        self._refused = {name: rule for name, rule in (REFUSED | _foreign(fields)).items()
-                         if name not in fields | unread}
+        self._refused = {
+            name: rule for name, rule in (REFUSED | _foreign(fields)).items() if name not in fields | unread
+        }
         self._refused |= read_refused(HERE / refused) if refused else {}
         self._known = fields | IGNORED | self._refused.keys()
 
@@ -161,8 +187,7 @@ class RequestDecoder(Generic[T]):
             known = [field.encode_name for kind in options for field in getattr(kind, "fields", ())]
             near = difflib.get_close_matches(unknown[1], known, n=1)
             hint = f"did you mean {near[0]}?" if near else f"its fields are {', '.join(known)}."
-            return InvalidParameter(f"{path} has an unknown field {shown(unknown[1])}: {hint}",
-                                    param=_field(path))
+            return InvalidParameter(f"{path} has an unknown field {shown(unknown[1])}: {hint}", param=_field(path))
         reason = _reason(problem[: found.start() if found is not None else None].replace("`", ""))
         if not path:
             return InvalidParameter(f"the body must be a JSON object{reason}.")
@@ -195,20 +220,30 @@ def _foreign(fields: frozenset[str]) -> dict[str, Refused]:
 
 def _bad_biases(given: Any) -> list[str]:
     """Return the keys of entries that are not a token id with a bias in its range."""
-    return [key for key, bias in given.items() if not TOKEN_ID.fullmatch(key) or type(bias) is bool or (
-        not isinstance(bias, int | float) or abs(bias) > MAX_BIAS)] if isinstance(given, dict) else []
+    return (
+        [
+            key
+            for key, bias in given.items()
+            if not TOKEN_ID.fullmatch(key)
+            or type(bias) is bool
+            or (not isinstance(bias, int | float) or abs(bias) > MAX_BIAS)
+        ]
+        if isinstance(given, dict)
+        else []
+    )
 
 
 def _is_structural(value: Any) -> bool:
     return isinstance(value, dict) and (
-        value.get("type") == "structural_tag" or value.get("structural_tag") is not None)
+        value.get("type") == "structural_tag" or value.get("structural_tag") is not None
+    )
 
 
 def _depth(body: bytes) -> int:
     """Return the nesting depth of valid JSON, or an upper bound where that is at most MAX_DEPTH."""
     if (most := body.count(b"[") + body.count(b"{")) <= MAX_DEPTH:
         return most
-    marks = np.frombuffer(body.replace(rb"\\", b"").replace(rb'\"', b"").translate(None, NO_MARKS), np.uint8)
+    marks = np.frombuffer(body.replace(rb"\\", b"").replace(rb"\"", b"").translate(None, NO_MARKS), np.uint8)
     quotes, steps = marks == ord('"'), (marks & 2).astype(np.int8) - 1  # bit 1 is set in [ and {, not in ] and }
     steps[quotes | (np.cumsum(quotes, dtype=np.uint8) & 1).astype(bool)] = 0
     return int(np.cumsum(steps, dtype=np.int32).max())

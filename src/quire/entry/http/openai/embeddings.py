@@ -37,25 +37,36 @@ async def embed(context: ServerContext, exchange: Exchange) -> None:
     plan, given = context.text().pooling, several(request.input, "input")
     plan.check(request.dimensions)
     if len(given) > schema.MAX_INPUTS:
-        raise InvalidParameter(f"input holds {len(given)} texts: send at most {schema.MAX_INPUTS} per request.",
-                               param="input")
+        raise InvalidParameter(
+            f"input holds {len(given)} texts: send at most {schema.MAX_INPUTS} per request.", param="input"
+        )
     if not plan.source:
         exchange.warn(f"embeddings are {plan}")
     vectors, usage = await vectors_of(context, exchange, request, given, ["input"], request.dimensions)
 
     def write() -> bytes:
         # Encoded one by one, since the encoder holds the interpreter's lock during each call.
-        data = [msgspec.Raw(ENCODE(schema.Embedding(index=i, embedding=_written(vector, request.encoding_format))))
-                for i, vector in enumerate(vectors)]
-        return ENCODE(schema.EmbeddingResponse(
-            id=f"embd-{request_id}", created=int(time.time()), model=model, data=data, usage=usage))  # type: ignore
+        data = [
+            msgspec.Raw(ENCODE(schema.Embedding(index=i, embedding=_written(vector, request.encoding_format))))
+            for i, vector in enumerate(vectors)
+        ]
+        return ENCODE(
+            schema.EmbeddingResponse(
+                id=f"embd-{request_id}", created=int(time.time()), model=model, data=data, usage=usage
+            )
+        )  # type: ignore
 
     await exchange.reply(await away(context, sum(vector.nbytes for vector in vectors), write))
 
 
-async def vectors_of(context: ServerContext, exchange: Exchange, request: schema.EmbeddedFields,
-                     texts: Sequence[str | list[int]], params: Sequence[str], dimensions: int | None = None,
-                     ) -> tuple[list[F32], schema.PromptUsage]:
+async def vectors_of(
+    context: ServerContext,
+    exchange: Exchange,
+    request: schema.EmbeddedFields,
+    texts: Sequence[str | list[int]],
+    params: Sequence[str],
+    dimensions: int | None = None,
+) -> tuple[list[F32], schema.PromptUsage]:
     """Compute the embeddings of texts or token ids. Return the vectors and the token counts.
     `params`: names of the request fields of the texts, for errors. The last name stands for all further texts. When the
     engine's queue cannot hold all texts, they are sent in parts. All parts have the same deadline."""
@@ -71,9 +82,14 @@ async def vectors_of(context: ServerContext, exchange: Exchange, request: schema
                 if (left := deadline - time.monotonic()) <= 0:
                     raise failure(exchange.request_id, "deadline")
                 stream = context.engine.open(
-                    prompts[at : at + room], embed_params(), request_id=exchange.request_id,
-                    priority=request.priority or 0, timeout=left if left < math.inf else None, pool=plan.method,
-                    tenant=tenant_of(exchange.scope, context.config.http))
+                    prompts[at : at + room],
+                    embed_params(),
+                    request_id=exchange.request_id,
+                    priority=request.priority or 0,
+                    timeout=left if left < math.inf else None,
+                    pool=plan.method,
+                    tenant=tenant_of(exchange.scope, context.config.http),
+                )
                 try:
                     async for _ in stream:
                         pass
@@ -84,13 +100,23 @@ async def vectors_of(context: ServerContext, exchange: Exchange, request: schema
     vectors = [vector_of(generation, plan, dimensions) for generation in generations]
     count = sum(len(generation.prompt_token_ids) for generation in generations)
     if context.config.log.enable_log_requests:
-        LOG.info("request %s: %d prompt tokens in %d texts, embedded, %.3f s", exchange.request_id, count, len(prompts),
-                 time.monotonic() - began)
+        LOG.info(
+            "request %s: %d prompt tokens in %d texts, embedded, %.3f s",
+            exchange.request_id,
+            count,
+            len(prompts),
+            time.monotonic() - began,
+        )
     return vectors, schema.PromptUsage(prompt_tokens=count, total_tokens=count)
 
 
-async def _prompts(context: ServerContext, exchange: Exchange, request: schema.EmbeddedFields,
-                   texts: Sequence[str | list[int]], params: Sequence[str]) -> list[Prompt]:
+async def _prompts(
+    context: ServerContext,
+    exchange: Exchange,
+    request: schema.EmbeddedFields,
+    texts: Sequence[str | list[int]],
+    params: Sequence[str],
+) -> list[Prompt]:
     special = request.add_special_tokens is not False
     longest = longest_prompt(context, request)
     tokenizer = tokenizer_of(context.text(), params[-1]) if any(isinstance(text, str) for text in texts) else None

@@ -106,8 +106,17 @@ class ChunkWriter(Writer):
     opening   JSON that follows the index of a choice in every event
     """
 
-    def __init__(self, job: Job, request: SamplingFields, tokenizer: Tokenizer | None, *, with_logprobs: bool,
-                 prefix: str, kind: str, opening: bytes) -> None:
+    def __init__(
+        self,
+        job: Job,
+        request: SamplingFields,
+        tokenizer: Tokenizer | None,
+        *,
+        with_logprobs: bool,
+        prefix: str,
+        kind: str,
+        opening: bytes,
+    ) -> None:
         self._job, self._with_logprobs = job, with_logprobs
         self._with_prompt_logprobs = request.prompt_logprobs is not None
         self._with_ids = bool(request.return_token_ids)
@@ -132,10 +141,13 @@ class ChunkWriter(Writer):
 
 
 async def answer(
-    context: ServerContext, exchange: Exchange, request: Request,
+    context: ServerContext,
+    exchange: Exchange,
+    request: Request,
     params_of: Callable[[Request, SamplingParams, int], SamplingParams],
-    prompts_of: Callable[[ServerContext, Exchange, Request, SamplingParams],
-                         Awaitable[tuple[list[Prompt], ParserPlan]]],
+    prompts_of: Callable[
+        [ServerContext, Exchange, Request, SamplingParams], Awaitable[tuple[list[Prompt], ParserPlan]]
+    ],
     writer: Callable[[Job, Request, Tokenizer | None], Writer],
 ) -> None:
     """Answer one request for generated text, on any route.
@@ -150,11 +162,19 @@ async def answer(
     prompts, plan = await prompts_of(context, exchange, request, params)
     await spell_bad_words(context, exchange, params)
     options = request.stream_options or StreamOptions()
-    job = Job(prompts=prompts, params=params, request_id=request_id, model=model, created=int(time.time()),
-              stream=bool(request.stream), parser_plan=plan, priority=request.priority or 0,
-              timeout=request_timeout(exchange.header(b"x-request-timeout")),
-              include_usage=bool(options.include_usage) or serve.enable_force_include_usage,
-              running_usage=bool(options.continuous_usage_stats))
+    job = Job(
+        prompts=prompts,
+        params=params,
+        request_id=request_id,
+        model=model,
+        created=int(time.time()),
+        stream=bool(request.stream),
+        parser_plan=plan,
+        priority=request.priority or 0,
+        timeout=request_timeout(exchange.header(b"x-request-timeout")),
+        include_usage=bool(options.include_usage) or serve.enable_force_include_usage,
+        running_usage=bool(options.continuous_usage_stats),
+    )
     try:
         if (structured := params.structured_outputs) is not None:
             if found := await away(context, exchange.size, lambda: notes(structured)):
@@ -177,8 +197,13 @@ async def generate(context: ServerContext, exchange: Exchange, job: Job, writer:
         async with exchange.watch() as watch:
             await asyncio.sleep(0)  # cancelled here if the client disconnected while its text was encoded
             stream = context.engine.open(
-                job.prompts, job.params, request_id=job.request_id, priority=job.priority, timeout=job.timeout,
-                tenant=tenant_of(exchange.scope, context.config.http))
+                job.prompts,
+                job.params,
+                request_id=job.request_id,
+                priority=job.priority,
+                timeout=job.timeout,
+                tenant=tenant_of(exchange.scope, context.config.http),
+            )
             began = time.monotonic()
             try:
                 if job.stream:
@@ -197,10 +222,14 @@ async def generate(context: ServerContext, exchange: Exchange, job: Job, writer:
 def _log(job: Job, stream: RequestStream, seconds: float) -> None:
     """Log a finished request in one line: token counts, finish reasons and seconds; no text."""
     completions = [c for generation in stream.generations for c in generation.completions]
-    LOG.info("request %s: %d prompt tokens, %d generated, %s, %.3f s", job.request_id,
-             sum(len(prompt.token_ids or ()) for prompt in job.prompts),
-             sum(len(completion.token_ids) for completion in completions),
-             "+".join(sorted({completion.finish_reason or "aborted" for completion in completions})), seconds)
+    LOG.info(
+        "request %s: %d prompt tokens, %d generated, %s, %.3f s",
+        job.request_id,
+        sum(len(prompt.token_ids or ()) for prompt in job.prompts),
+        sum(len(completion.token_ids) for completion in completions),
+        "+".join(sorted({completion.finish_reason or "aborted" for completion in completions})),
+        seconds,
+    )
 
 
 async def _whole(stream: RequestStream, job: Job, writer: Writer) -> bytes:
@@ -213,10 +242,12 @@ async def _whole(stream: RequestStream, job: Job, writer: Writer) -> bytes:
             check_end(completion)
     return writer.whole(
         outputs,
-        usage(sum(len(output.prompt_token_ids) for output in outputs),
-              sum(len(completion.token_ids) for output in outputs for completion in output.outputs),
-              sum(output.num_cached_tokens or 0 for output in outputs),
-              drafts=[completion.drafts for output in outputs for completion in output.outputs]),
+        usage(
+            sum(len(output.prompt_token_ids) for output in outputs),
+            sum(len(completion.token_ids) for output in outputs for completion in output.outputs),
+            sum(output.num_cached_tokens or 0 for output in outputs),
+            drafts=[completion.drafts for output in outputs for completion in output.outputs],
+        ),
     )
 
 
@@ -313,8 +344,9 @@ def _append(piece: CompletionOutput, newer: CompletionOutput) -> None:
     piece.finish_reason, piece.stop_reason, piece.drafts = newer.finish_reason, newer.stop_reason, newer.drafts
 
 
-def usage(num_prompt: int, num_output: int, num_cached: int, num_thought: int = 0,
-          drafts: Sequence[tuple[int, ...]] = ()) -> Usage:  # fmt: skip
+def usage(
+    num_prompt: int, num_output: int, num_cached: int, num_thought: int = 0, drafts: Sequence[tuple[int, ...]] = ()
+) -> Usage:
     """Make the `usage` object of an answer. `num_thought`: reasoning tokens among the output tokens; `drafts`: of each
     choice, as in `Finish`."""
     told = CompletionTokens(reasoning_tokens=num_thought)
@@ -322,9 +354,13 @@ def usage(num_prompt: int, num_output: int, num_cached: int, num_thought: int = 
         made, *accepted = map(sum, zip(*filter(None, drafts), strict=True))
         told.accepted_prediction_tokens, told.accepted_prediction_tokens_per_pos = sum(accepted), accepted
         told.rejected_prediction_tokens = made - sum(accepted)
-    return Usage(prompt_tokens=num_prompt, completion_tokens=num_output, total_tokens=num_prompt + num_output,
-                 prompt_tokens_details=CachedTokens(cached_tokens=num_cached),
-                 completion_tokens_details=told)
+    return Usage(
+        prompt_tokens=num_prompt,
+        completion_tokens=num_output,
+        total_tokens=num_prompt + num_output,
+        prompt_tokens_details=CachedTokens(cached_tokens=num_cached),
+        completion_tokens_details=told,
+    )
 
 
 def check_end(completion: CompletionOutput) -> None:

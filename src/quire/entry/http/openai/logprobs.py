@@ -155,8 +155,9 @@ def joined(first: LegacyLogprobs, second: LegacyLogprobs) -> LegacyLogprobs:
     return LegacyLogprobs(**{name: column + parts[name] for name, column in msgspec.structs.asdict(first).items()})
 
 
-def chat_logprobs(names: TokenNames, tokens: Sequence[int], entries: Sequence[LogprobsByToken],
-                  num_top: int | None) -> ChatLogprobs:
+def chat_logprobs(
+    names: TokenNames, tokens: Sequence[int], entries: Sequence[LogprobsByToken], num_top: int | None
+) -> ChatLogprobs:
     """Return the logprobs of each token, with alternatives.
     `num_top`: number of likely alternatives; -1 = the whole vocabulary; None = all entries (the requested ids)."""
     content = []
@@ -164,8 +165,10 @@ def chat_logprobs(names: TokenNames, tokens: Sequence[int], entries: Sequence[Lo
         others = list(entry.items())
         if num_top is not None:
             others = sorted(others, key=_rank)[: num_top if num_top >= 0 else None]
-        own, *top = (TokenLogprob(token=names.text(i), logprob=number(e), bytes=names.bytes_of(i))
-                     for i, e in [(token, entry[token]), *others])
+        own, *top = (
+            TokenLogprob(token=names.text(i), logprob=number(e), bytes=names.bytes_of(i))
+            for i, e in [(token, entry[token]), *others]
+        )
         content.append(ChatLogprob(token=own.token, logprob=own.logprob, bytes=own.bytes, top_logprobs=top))
     return ChatLogprobs(content=content)
 

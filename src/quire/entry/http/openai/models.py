@@ -15,7 +15,8 @@ from quire.entry.http.request_response import Exchange
 from quire.text.tokenizer import Tokenizer
 
 TOKENIZE = RequestDecoder(  # accepts bodies of chats and completions; their sampling fields do not change the prompt
-    schema.TokenizeRequest, unread=frozenset((*schema.SamplingFields.__struct_fields__, "max_completion_tokens")))
+    schema.TokenizeRequest, unread=frozenset((*schema.SamplingFields.__struct_fields__, "max_completion_tokens"))
+)
 DETOKENIZE = RequestDecoder(schema.DetokenizeRequest)
 
 
@@ -28,8 +29,11 @@ async def tokenize(context: ServerContext, exchange: Exchange) -> None:
     tokenizer, longest = tokenizer_of(context.text(), "prompt"), context.ready().max_model_len
     given: list[int] | None = None
     if request.messages is not None:
-        given = (await conversation_prompt(context, exchange, request, request.messages, None,
-                                           tools=plain_tools(request.tools or ()) or None)).token_ids
+        given = (
+            await conversation_prompt(
+                context, exchange, request, request.messages, None, tools=plain_tools(request.tools or ()) or None
+            )
+        ).token_ids
 
     def answer() -> bytes:
         special = request.add_special_tokens is not False
@@ -37,7 +41,8 @@ async def tokenize(context: ServerContext, exchange: Exchange) -> None:
         texts = {token: tokenizer.token_text(token) for token in set(ids)} if request.return_token_strs else {}
         strings = [texts[token] for token in ids] if request.return_token_strs else None
         return msgspec.json.encode(
-            schema.TokenizeResponse(count=len(ids), max_model_len=longest, tokens=ids, token_strs=strings))
+            schema.TokenizeResponse(count=len(ids), max_model_len=longest, tokens=ids, token_strs=strings)
+        )
 
     await exchange.reply(await away(context, exchange.size, answer))
 
@@ -61,9 +66,15 @@ async def tokenizer_info(context: ServerContext, exchange: Exchange) -> None:
     bos, eos, pad = tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id
     answer = schema.TokenizerInfo(
         tokenizer_class=text.tokenizer_class,
-        bos_token=_content(tokenizer, bos), eos_token=_content(tokenizer, eos), pad_token=_content(tokenizer, pad),
-        bos_token_id=bos, eos_token_id=eos, pad_token_id=pad, vocab_size=tokenizer.vocab_size,
-        chat_template=None if text.chat_template is None else text.chat_template.source())
+        bos_token=_content(tokenizer, bos),
+        eos_token=_content(tokenizer, eos),
+        pad_token=_content(tokenizer, pad),
+        bos_token_id=bos,
+        eos_token_id=eos,
+        pad_token_id=pad,
+        vocab_size=tokenizer.vocab_size,
+        chat_template=None if text.chat_template is None else text.chat_template.source(),
+    )
     await exchange.reply(msgspec.json.encode(answer))
 
 
@@ -84,8 +95,12 @@ async def show_model(context: ServerContext, exchange: Exchange) -> None:
 
 def _card(context: ServerContext, name: str) -> schema.ModelCard:
     ready, model = context.engine.ready, context.config.engine.model.model
-    return schema.ModelCard(id=name, created=context.created, root=model or "quire-tiny",
-                     max_model_len=None if ready is None else ready.max_model_len)
+    return schema.ModelCard(
+        id=name,
+        created=context.created,
+        root=model or "quire-tiny",
+        max_model_len=None if ready is None else ready.max_model_len,
+    )
 
 
 def _content(tokenizer: Tokenizer, token: int | None) -> str | None:

@@ -59,7 +59,8 @@ def tokenizer_of(text: TextSide, param: str) -> Tokenizer:
     """Return the tokenizer. Raises 400 if the server runs without one."""
     if text.tokenizer is None:
         raise InvalidParameter(
-            "this server has no tokenizer (skip_tokenizer_init): use /v1/completions with token ids.", param=param)
+            "this server has no tokenizer (skip_tokenizer_init): use /v1/completions with token ids.", param=param
+        )
     return text.tokenizer
 
 
@@ -71,8 +72,9 @@ async def spell_bad_words(context: ServerContext, exchange: Exchange, params: Sa
         await away(context, exchange.size, lambda: tokenizer.bad_word_ids(words))
 
 
-async def completion_prompts(context: ServerContext, exchange: Exchange, request: CompletionRequest,
-                             params: SamplingParams) -> tuple[list[Prompt], ParserPlan]:
+async def completion_prompts(
+    context: ServerContext, exchange: Exchange, request: CompletionRequest, params: SamplingParams
+) -> tuple[list[Prompt], ParserPlan]:
     """Make the tokenized prompts of /v1/completions, truncated as asked. The plan parses the answer as plain text."""
     given = several(request.prompt)
     check_choices(len(given), request)
@@ -84,34 +86,48 @@ async def completion_prompts(context: ServerContext, exchange: Exchange, request
             raise InvalidParameter(f"suffix excludes {name}: leave one of them out.", param="suffix")
     if texts:
         tokenizer, special = tokenizer_of(context.text(), "prompt"), request.add_special_tokens is not False
-        prompts = await away(context, exchange.size, lambda: [
-            encoded(tokenizer, [text], special, longest, "prompt", after=after) for text in texts])
+        prompts = await away(
+            context,
+            exchange.size,
+            lambda: [encoded(tokenizer, [text], special, longest, "prompt", after=after) for text in texts],
+        )
     elif after:
-        raise InvalidParameter("suffix needs a prompt that is a text: with token ids, write the model's "
-                               "fill-in-the-middle tokens yourself.", param="suffix")
+        raise InvalidParameter(
+            "suffix needs a prompt that is a text: with token ids, write the model's "
+            "fill-in-the-middle tokens yourself.",
+            param="suffix",
+        )
     else:
         prompts = [Prompt(token_ids=item) for item in given if not isinstance(item, str)]
     return [fitted(context, request, prompt, request.max_tokens, "prompt") for prompt in prompts], ParserPlan()
 
 
-async def chat_prompts(context: ServerContext, exchange: Exchange, request: ChatRequest,
-                       params: SamplingParams) -> tuple[list[Prompt], ParserPlan]:
+async def chat_prompts(
+    context: ServerContext, exchange: Exchange, request: ChatRequest, params: SamplingParams
+) -> tuple[list[Prompt], ParserPlan]:
     """Make the tokenized prompt of a conversation, truncated as asked, and the plan for parsing its answer."""
     check_choices(1, request)
     longest = longest_prompt(context, request)
     use = tool_use(request, hide_idle=context.config.serve.exclude_tools_when_tool_choice_none)
     text, template = context.text(), _own_template(context, request) or context.text().chat_template
-    if use.callable and template is not None and (
-            "tools" not in template.source(tools=True) or text.parsers[0] == "none"):
-        raise InvalidParameter("the model cannot be given tools: its chat template does not use them, or the server "
-                               'runs with --tool-call-parser none. Send tool_choice="none", or start the server with '
-                               "another --chat-template.", param="tools")
+    if (
+        use.callable
+        and template is not None
+        and ("tools" not in template.source(tools=True) or text.parsers[0] == "none")
+    ):
+        raise InvalidParameter(
+            "the model cannot be given tools: its chat template does not use them, or the server "
+            'runs with --tool-call-parser none. Send tool_choice="none", or start the server with '
+            "another --chat-template.",
+            param="tools",
+        )
     # A grammar applies from the first token on, or from the end of the reasoning; a thinking budget applies to the
     # reasoning. So for both the prompt must decide if there is reasoning.
     bounded = request.thinking_token_budget is not None
     opens = text.styles.reasoning if params.structured_outputs is not None or bounded else None
-    prompt = await conversation_prompt(context, exchange, request, request.messages, longest, tools=use.shown,
-                                       opens=opens)
+    prompt = await conversation_prompt(
+        context, exchange, request, request.messages, longest, tools=use.shown, opens=opens
+    )
     plan = plan_parser(request, use, params, text, prompt.text or "")
     if bounded and not plan.thinking:
         exchange.warn("thinking_token_budget has no effect here: the prompt begins no reasoning")
@@ -121,8 +137,14 @@ async def chat_prompts(context: ServerContext, exchange: Exchange, request: Chat
 
 
 async def conversation_prompt(
-    context: ServerContext, exchange: Exchange, request: ChatRequest | TokenizeRequest, messages: list[Message],
-    longest: int | None, *, tools: list[dict[str, Any]] | None = None, opens: ReasoningFormat | None = None,
+    context: ServerContext,
+    exchange: Exchange,
+    request: ChatRequest | TokenizeRequest,
+    messages: list[Message],
+    longest: int | None,
+    *,
+    tools: list[dict[str, Any]] | None = None,
+    opens: ReasoningFormat | None = None,
 ) -> Prompt:
     """Render messages with the chat template and tokenize the text. The template writes the special tokens.
 
@@ -133,8 +155,11 @@ async def conversation_prompt(
     tokenizer = tokenizer_of(text, "messages")
     template = _own_template(context, request) or text.chat_template
     if template is None:
-        raise InvalidParameter(f"{context.model_names[0]} has no chat template (it is probably a base model): use "
-                               "/v1/completions, or start the server with --chat-template.", param="messages")
+        raise InvalidParameter(
+            f"{context.model_names[0]} has no chat template (it is probably a base model): use "
+            "/v1/completions, or start the server with --chat-template.",
+            param="messages",
+        )
     variables = _variables(exchange, template, request, context.config.serve.default_chat_template_kwargs)
     special, open_end = bool(request.add_special_tokens), bool(request.continue_final_message)
     generation = not open_end if request.add_generation_prompt is None else request.add_generation_prompt
@@ -143,8 +168,13 @@ async def conversation_prompt(
     def render(how: Callable[..., str]) -> str:
         def once(**more: Any) -> str:
             plain = marked.mark(_plain_messages(messages, template))
-            return how(plain, tools=tools, add_generation_prompt=generation,
-                       continue_final_message=open_end, **variables | more)
+            return how(
+                plain,
+                tools=tools,
+                add_generation_prompt=generation,
+                continue_final_message=open_end,
+                **variables | more,
+            )
 
         rendered = once()
         return rendered if opens is None else rendered + _opening(rendered, once(enable_thinking=False), opens)
@@ -159,7 +189,8 @@ async def conversation_prompt(
         try:
             async with exchange.watch(), context.sandbox():
                 rendered = await asyncio.to_thread(
-                    render, lambda given, /, **more: template.render_apart(given, over, **more))
+                    render, lambda given, /, **more: template.render_apart(given, over, **more)
+                )
         finally:  # ends the thread and its child process if the client has disconnected
             over.set_result(None)
         return await away(context, len(rendered), lambda: encode(rendered))
@@ -179,9 +210,13 @@ def _own_template(context: ServerContext, request: ChatRequest | TokenizeRequest
     if request.chat_template is None:
         return None
     if not context.config.http.trust_request_chat_template:
-        raise HttpError(400, "chat_template: this server uses only its own template: leave the field out, or start the "
-                             "server with --trust-request-chat-template.", code="unsupported_parameter",
-                        param="chat_template")
+        raise HttpError(
+            400,
+            "chat_template: this server uses only its own template: leave the field out, or start the "
+            "server with --trust-request-chat-template.",
+            code="unsupported_parameter",
+            param="chat_template",
+        )
     text = context.text()
     model = text.chat_template or ChatTemplate({}, SpecialTokens.read(text.tokenizer_folder).named)
     return model.replaced(request.chat_template)
@@ -192,15 +227,21 @@ def longest_prompt(context: ServerContext, request: PromptFields) -> int | None:
     return context.ready().max_model_len if request.truncate_prompt_tokens is None else None
 
 
-def encoded(tokenizer: Tokenizer, pieces: list[str], special: bool, longest: int | None, param: str, *,
-            after: str = "") -> Prompt:
+def encoded(
+    tokenizer: Tokenizer, pieces: list[str], special: bool, longest: int | None, param: str, *, after: str = ""
+) -> Prompt:
     """Tokenize a text in pieces, see `MarkedParts`; with `after`, fill the gap between the text and it.
     `special`: add special tokens such as BOS. Raises 400 for the field `param`, before it tokenizes, when the text
     certainly has more than `longest` tokens."""
     text = "".join(pieces)
     if longest is not None and (fewest := tokenizer.fewest_tokens(text + after)) > longest:
-        raise HttpError(400, f"this model's maximum context length is {longest} tokens, and the prompt is too long "
-                        f"with at least {fewest}: shorten the prompt.", code="context_length_exceeded", param=param)
+        raise HttpError(
+            400,
+            f"this model's maximum context length is {longest} tokens, and the prompt is too long "
+            f"with at least {fewest}: shorten the prompt.",
+            code="context_length_exceeded",
+            param=param,
+        )
     if after:
         return Prompt(token_ids=around_gap(tokenizer, text, after, special))
     return piece_prompt(tokenizer, pieces, special)
@@ -217,12 +258,21 @@ def several(prompt: str | Sequence[str | int | list[int]], param: str = "prompt"
         return [cast(list[int], prompt)]
     if kinds == {str} or kinds == {list}:
         return cast(list[str | list[int]], prompt)
-    raise InvalidParameter(f"{param} mixes texts, token ids and lists: give a text, a list of texts, token ids, or a "
-                           "list of lists of ids.", param=param)
+    raise InvalidParameter(
+        f"{param} mixes texts, token ids and lists: give a text, a list of texts, token ids, or a "
+        "list of lists of ids.",
+        param=param,
+    )
 
 
-def fitted(context: ServerContext, request: PromptFields, prompt: Prompt, asked: int | None, param: str,
-           limit: str = "max_tokens") -> Prompt:
+def fitted(
+    context: ServerContext,
+    request: PromptFields,
+    prompt: Prompt,
+    asked: int | None,
+    param: str,
+    limit: str = "max_tokens",
+) -> Prompt:
     """Return the prompt with the request's cache salt, truncated if the request has `truncate_prompt_tokens`.
     Raises 400 when the prompt and `asked` output tokens exceed the context; `param` and `limit` are their fields."""
     ids, longest, keep = prompt.token_ids or [], context.ready().max_model_len, request.truncate_prompt_tokens
@@ -232,8 +282,9 @@ def fitted(context: ServerContext, request: PromptFields, prompt: Prompt, asked:
         if len(ids) > keep:
             cut = 0 if request.truncation_side == "right" else len(ids) - keep  # tokens that go before the others
             ids, text = ids[cut : cut + keep], None
-            chunks = tuple((max(first - cut, 0), min(end - cut, keep)) for first, end in chunks
-                           if cut < end and first < cut + keep)  # fmt: skip
+            chunks = tuple(
+                (max(first - cut, 0), min(end - cut, keep)) for first, end in chunks if cut < end and first < cut + keep
+            )
     if not ids:
         raise InvalidParameter("the prompt is empty: give at least one token.", param=param)
     if len(ids) + (1 if asked is None else asked) > longest:
@@ -241,8 +292,9 @@ def fitted(context: ServerContext, request: PromptFields, prompt: Prompt, asked:
     return replace(prompt, text=text, token_ids=ids, cache_salt=request.cache_salt or "", chunks=chunks)
 
 
-def _variables(exchange: Exchange, template: ChatTemplate, request: ChatRequest | TokenizeRequest,
-               defaults: dict[str, Any] | None) -> dict[str, Any]:
+def _variables(
+    exchange: Exchange, template: ChatTemplate, request: ChatRequest | TokenizeRequest, defaults: dict[str, Any] | None
+) -> dict[str, Any]:
     """Return further variables of the template. Raises `InvalidParameter` for names that a request cannot set.
     `reasoning_effort` is passed to templates that read it; "none" sets enable_thinking=False for templates that read
     that. Other templates ignore it, and the client gets a warning."""
@@ -281,24 +333,30 @@ def _plain_messages(messages: list[Message], template: ChatTemplate) -> list[dic
     called: dict[str | None, str] = {}
     for at, message in enumerate(messages):
         if message.role not in template.roles:
-            raise InvalidParameter(f"messages[{at}].role is {shown(message.role)}, which the chat template does not "
-                                   f"know: send one of {', '.join(sorted(template.roles))}.", param="messages")
+            raise InvalidParameter(
+                f"messages[{at}].role is {shown(message.role)}, which the chat template does not "
+                f"know: send one of {', '.join(sorted(template.roles))}.",
+                param="messages",
+            )
         called |= {call.id: call.function.name for call in message.tool_calls or ()}
         # An assistant may have called a tool, only thought, or refused.
         other = message.tool_calls or message.reasoning or message.reasoning_content or message.refusal
         if message.content is None and message.role == "assistant" and not other:
             raise InvalidParameter(
-                f"messages[{at}].content is missing: a message of role {message.role} needs a text.", param="messages")
+                f"messages[{at}].content is missing: a message of role {message.role} needs a text.", param="messages"
+            )
         check_parts(message.content, f"messages[{at}].content", "messages")
         media = (("audio", message.audio), ("images", message.images))  # in an assistant's message only the text counts
         for name in [name for name, given in media if given and message.role != "assistant"]:
             raise not_implemented(f"messages[{at}].{name}", "the model reads text only.", "messages")
         if message.function_call is not None:
             raise InvalidParameter(
-                f"messages[{at}].function_call is not read: send tool_calls instead.", param="messages")
+                f"messages[{at}].function_call is not read: send tool_calls instead.", param="messages"
+            )
         if message.prefix:
-            raise InvalidParameter(f"messages[{at}].prefix is not read: send continue_final_message instead.",
-                                   param="messages")
+            raise InvalidParameter(
+                f"messages[{at}].prefix is not read: send continue_final_message instead.", param="messages"
+            )
         fields = msgspec.to_builtins(message)
         for name, _ in media:
             fields.pop(name, None)

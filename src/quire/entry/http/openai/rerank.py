@@ -29,10 +29,15 @@ async def rerank(context: ServerContext, exchange: Exchange) -> None:
     scores = [likeness(query, other) for other in others]
     shown = request.return_documents is not False
     order = islice(sorted(range(len(texts)), key=lambda i: -scores[i]), request.top_n or None)
-    results = [schema.RankedDocument(index=i, relevance_score=scores[i],
-                                     document=schema.Document(text=texts[i]) if shown else UNSET) for i in order]
-    await exchange.reply(msgspec.json.encode(
-        schema.RerankResponse(id=f"rerank-{request_id}", model=model, results=results, usage=usage)))
+    results = [
+        schema.RankedDocument(
+            index=i, relevance_score=scores[i], document=schema.Document(text=texts[i]) if shown else UNSET
+        )
+        for i in order
+    ]
+    await exchange.reply(
+        msgspec.json.encode(schema.RerankResponse(id=f"rerank-{request_id}", model=model, results=results, usage=usage))
+    )
 
 
 async def score(context: ServerContext, exchange: Exchange) -> None:
@@ -44,20 +49,28 @@ async def score(context: ServerContext, exchange: Exchange) -> None:
     other_name, second = _given(request, "text_2", "documents", "items", "data_2")
     exchange.words = (("^text_2$", other_name),)
     pairs = paired(first, second)
-    vectors, usage = await vectors_of(context, exchange, request, [*first, *second],
-                                       [*[name] * len(first), other_name])
-    data = [schema.Score(index=i, score=likeness(vectors[one], vectors[len(first) + other]))
-            for i, (one, other) in enumerate(pairs)]
-    await exchange.reply(msgspec.json.encode(schema.ScoreResponse(
-        id=f"score-{request_id}", created=int(time.time()), model=model, data=data, usage=usage)))
+    vectors, usage = await vectors_of(context, exchange, request, [*first, *second], [*[name] * len(first), other_name])
+    data = [
+        schema.Score(index=i, score=likeness(vectors[one], vectors[len(first) + other]))
+        for i, (one, other) in enumerate(pairs)
+    ]
+    await exchange.reply(
+        msgspec.json.encode(
+            schema.ScoreResponse(
+                id=f"score-{request_id}", created=int(time.time()), model=model, data=data, usage=usage
+            )
+        )
+    )
 
 
 def _given(request: schema.RerankRequest | schema.ScoreRequest, *names: str) -> tuple[str, list[str]]:
     """Return the name under which a request has a field, and its texts. Raises 400 for no name, or for several."""
     found = [name for name in names if getattr(request, name) is not None]
     if not found:
-        raise InvalidParameter(f"{names[0]} is missing: it must be a text or a list of texts. Its other names are "
-                               f"{', '.join(names[1:])}.", param=names[0])
+        raise InvalidParameter(
+            f"{names[0]} is missing: it must be a text or a list of texts. Its other names are {', '.join(names[1:])}.",
+            param=names[0],
+        )
     if len(found) > 1:
         raise InvalidParameter(f"{' and '.join(found)} are names of the same field: send one of them.", param=found[1])
     value = getattr(request, found[0])

@@ -25,15 +25,21 @@ from quire.entry.http.openai.responses_writer import ENCODE, ResponseWriter
 from quire.entry.http.request_response import ClientGone, Exchange
 
 DECODER = RequestDecoder(ResponseRequest, refused="refused_response_fields.txt")
-WORDS = ((r"^messages$", "input"), (r"\bmessages\[\d+\]\.", "input: "),
-         (r"\bresponse_format(\.json_schema)?\b", "text.format"),
-         (r"\btool_choice\.(allowed_tools|function)\b", "tool_choice"), (r"(?<=\])\.function\b", ""),
-         (r"\breasoning_effort\b", "reasoning.effort"), (r"\bmax_completion_tokens\b", "max_output_tokens"),
-         *CHAT_WORDS)
+WORDS = (
+    (r"^messages$", "input"),
+    (r"\bmessages\[\d+\]\.", "input: "),
+    (r"\bresponse_format(\.json_schema)?\b", "text.format"),
+    (r"\btool_choice\.(allowed_tools|function)\b", "tool_choice"),
+    (r"(?<=\])\.function\b", ""),
+    (r"\breasoning_effort\b", "reasoning.effort"),
+    (r"\bmax_completion_tokens\b", "max_output_tokens"),
+    *CHAT_WORDS,
+)
 REFERENCE = "item_reference"
 SEVERAL = "with several HTTP processes (--api-server-count) no responses are stored; send the conversation in input."
 ASKED = dict.fromkeys(("stream", "starting_after"), "retrieve the response until its status is final.") | dict.fromkeys(
-    ("include", "include[]"), "a response has the data that its request included; set include there.")
+    ("include", "include[]"), "a response has the data that its request included; set include there."
+)
 ITEMS, OUTPUT = msgspec.json.Decoder(list[Item]), msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
@@ -50,15 +56,22 @@ async def respond(context: ServerContext, exchange: Exchange) -> None:
     items = [Item(role="user", content=given)] if isinstance(given, str) else given
     chain, sources = list(store.chain(request.previous_response_id, owner)), _referred(store, owner, items)
     exchange.size += sum(len(kept.body) + len(kept.items) for kept in (*chain, *sources))
-    chat = await away(
-        context, exchange.size, lambda: chat_request(request, _earlier(chain), _resolve(items, sources)))
+    chat = await away(context, exchange.size, lambda: chat_request(request, _earlier(chain), _resolve(items, sources)))
     if request.truncation == "auto":
         chat = await fitting(context, exchange, chat)
 
     def keep(body: bytes) -> None:
         if request.store is not False and context.config.serve.api_server_count == 1:
-            store.keep(name, Kept(owner=owner, body=body, items=ENCODE(items), previous=request.previous_response_id,
-                                  background=bool(request.background)))
+            store.keep(
+                name,
+                Kept(
+                    owner=owner,
+                    body=body,
+                    items=ENCODE(items),
+                    previous=request.previous_response_id,
+                    background=bool(request.background),
+                ),
+            )
 
     made = list[ResponseWriter]()
 
@@ -152,8 +165,12 @@ def _resolve(items: list[Item], sources: Iterable[Kept]) -> list[Item]:
     known = {item.id: item for kept in sources for item in _output(kept)}
     for at, item in enumerate(items):
         if item.type == REFERENCE and item.id not in known:
-            raise HttpError(404, f"input[{at}]: no stored response has an item {shown(item.id or '')}: send the item "
-                                 "itself.", code="item_not_found", param="input")
+            raise HttpError(
+                404,
+                f"input[{at}]: no stored response has an item {shown(item.id or '')}: send the item itself.",
+                code="item_not_found",
+                param="input",
+            )
         items[at] = known[item.id] if item.type == REFERENCE else item
     return items
 

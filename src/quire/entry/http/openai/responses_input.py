@@ -20,9 +20,13 @@ from quire.text.sandbox import TextTooLong
 
 LOGPROBS, ENCRYPTED = "message.output_text.logprobs", "reasoning.encrypted_content"
 SYSTEM, SCHEMA = ("system", "developer"), "json_schema"
-NEEDS = {None: "role and content, or a type", "message": "role and content", "function_call": "call_id and name",
-         "function_call_output": "output, and as call_id that of a function_call before it: send that call, too, or "
-                                 "the previous_response_id of the response that made it"}
+NEEDS = {
+    None: "role and content, or a type",
+    "message": "role and content",
+    "function_call": "call_id and name",
+    "function_call_output": "output, and as call_id that of a function_call before it: send that call, too, or "
+    "the previous_response_id of the response that made it",
+}
 
 
 def check_fields(request: ResponseRequest) -> None:
@@ -32,13 +36,15 @@ def check_fields(request: ResponseRequest) -> None:
         if kind != "function":
             raise not_implemented(f"tools[{at}]: {shown(kind)}", "the server runs no tools; send functions.", "tools")
     for name in set(asked) - {LOGPROBS, ENCRYPTED}:
-        raise not_implemented(f"include: {shown(name)}", "it belongs to a tool that the server does not run; leave it "
-                              "out.", "include")
+        raise not_implemented(
+            f"include: {shown(name)}", "it belongs to a tool that the server does not run; leave it out.", "include"
+        )
     if request.top_logprobs and LOGPROBS not in asked:
         raise InvalidParameter(f'top_logprobs needs include=["{LOGPROBS}"].', param="top_logprobs")
     if request.background and (request.stream or request.store is False):
-        raise InvalidParameter("background needs store=true and no stream, since the response is retrieved later.",
-                               param="background")
+        raise InvalidParameter(
+            "background needs store=true and no stream, since the response is retrieved later.", param="background"
+        )
 
 
 def chat_request(request: ResponseRequest, earlier: Iterable[Item], items: Iterable[Item]) -> ChatRequest:
@@ -51,11 +57,15 @@ def chat_request(request: ResponseRequest, earlier: Iterable[Item], items: Itera
     for at, item in enumerate(items):
         _add(talk, item, f"input[{at}]")
     if not talk.messages and not request.input:
-        raise InvalidParameter(f"input is {'missing' if request.input is None else 'empty'}: it must be a text, or a "
-                               "list of items.", param="input")
+        raise InvalidParameter(
+            f"input is {'missing' if request.input is None else 'empty'}: it must be a text, or a list of items.",
+            param="input",
+        )
     if not 0 < len(talk.messages) <= MAX_MESSAGES:
-        raise InvalidParameter(f"input makes a conversation of {len(talk.messages)} messages: it must have 1 to "
-                               f"{MAX_MESSAGES}.", param="input")
+        raise InvalidParameter(
+            f"input makes a conversation of {len(talk.messages)} messages: it must have 1 to {MAX_MESSAGES}.",
+            param="input",
+        )
     if request.kv_transfer_params:
         raise InvalidParameter("kv_transfer_params: use /v1/chat/completions.", param="kv_transfer_params")
     logprobs, choice = LOGPROBS in (request.include or ()), request.tool_choice
@@ -66,14 +76,25 @@ def chat_request(request: ResponseRequest, earlier: Iterable[Item], items: Itera
             tools = choice.get("tools")
             tools = [*map(_nested, tools)] if isinstance(tools, list) else tools
             choice = {"type": "allowed_tools", "allowed_tools": {**choice, "tools": tools}}
-        return msgspec.convert({name: getattr(request, name) for name in SamplingFields.__struct_fields__} | {
-            "messages": talk.messages, "max_completion_tokens": request.max_output_tokens, "stream_options": None,
-            "logprobs": logprobs, "top_logprobs": (request.top_logprobs or 0) if logprobs else None,
-            "response_format": {"type": kind, "json_schema": rest} if kind == SCHEMA else {"type": kind, **rest},
-            "reasoning_effort": request.reasoning and request.reasoning.effort,
-            "tools": [*map(_nested, request.tools or ())], "parallel_tool_calls": request.parallel_tool_calls,
-            "tool_choice": _nested(choice) if isinstance(choice, dict) and "allowed_tools" not in choice else choice,
-            "chat_template_kwargs": request.chat_template_kwargs}, ChatRequest)
+        return msgspec.convert(
+            {name: getattr(request, name) for name in SamplingFields.__struct_fields__}
+            | {
+                "messages": talk.messages,
+                "max_completion_tokens": request.max_output_tokens,
+                "stream_options": None,
+                "logprobs": logprobs,
+                "top_logprobs": (request.top_logprobs or 0) if logprobs else None,
+                "response_format": {"type": kind, "json_schema": rest} if kind == SCHEMA else {"type": kind, **rest},
+                "reasoning_effort": request.reasoning and request.reasoning.effort,
+                "tools": [*map(_nested, request.tools or ())],
+                "parallel_tool_calls": request.parallel_tool_calls,
+                "tool_choice": _nested(choice)
+                if isinstance(choice, dict) and "allowed_tools" not in choice
+                else choice,
+                "chat_template_kwargs": request.chat_template_kwargs,
+            },
+            ChatRequest,
+        )
     except msgspec.ValidationError as error:
         raise CHAT.explain(str(error)) from error
 
@@ -100,8 +121,11 @@ def _add(talk: Talk, item: Item, where: str) -> None:
     elif item.type in NEEDS:
         raise InvalidParameter(f"{where} needs {NEEDS[item.type]}.", param="input")
     else:
-        raise not_implemented(f"{where}: {shown(item.type)}", f"send items of type {', '.join(filter(None, NEEDS))} "
-                              "or reasoning.", "input")
+        raise not_implemented(
+            f"{where}: {shown(item.type)}",
+            f"send items of type {', '.join(filter(None, NEEDS))} or reasoning.",
+            "input",
+        )
 
 
 async def fitting(context: ServerContext, exchange: Exchange, chat: ChatRequest) -> ChatRequest:
@@ -111,7 +135,7 @@ async def fitting(context: ServerContext, exchange: Exchange, chat: ChatRequest)
     cuts = [head, *(at for at in range(head + 1, len(messages)) if messages[at].role == "user")]
     low, high, tried = 0, len(cuts) - 1, 0
     while low < high:
-        shorter = msgspec.structs.replace(chat, messages=[*messages[:head], *messages[cuts[tried]:]])
+        shorter = msgspec.structs.replace(chat, messages=[*messages[:head], *messages[cuts[tried] :]])
         try:
             await chat_prompts(context, exchange, shorter, SamplingParams(structured_outputs=structured(chat)))
             high = tried
@@ -120,4 +144,4 @@ async def fitting(context: ServerContext, exchange: Exchange, chat: ChatRequest)
                 raise
             low = tried + 1
         tried = (low + high) // 2
-    return msgspec.structs.replace(chat, messages=[*messages[:head], *messages[cuts[low]:]])
+    return msgspec.structs.replace(chat, messages=[*messages[:head], *messages[cuts[low] :]])

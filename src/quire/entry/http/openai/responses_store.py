@@ -56,10 +56,13 @@ class ResponseStore:
         found = self.running.get(name) or self._kept.get(name)
         if found is None or found.owner != owner:
             raise HttpError(
-                404, f"there is no stored response {shown(name)} for this API key. The server stores responses without "
+                404,
+                f"there is no stored response {shown(name)} for this API key. The server stores responses without "
                 f"store=false until it stops, the last {self._max_kept} or {self._max_bytes // 2**20} MiB. Send the "
-                "conversation in input.", param=param,
-                code="previous_response_not_found" if param else "response_not_found")
+                "conversation in input.",
+                param=param,
+                code="previous_response_not_found" if param else "response_not_found",
+            )
         if found.task is None:
             self._kept[name] = self._kept.pop(name)
         return found

@@ -18,43 +18,99 @@ from quire.text.tokenizer import Tokenizer
 
 ENCODE = msgspec.json.Encoder().encode
 ECHOED: dict[str, Any] = {  # fields of the request that the answer repeats, with their defaults
-    "background": False, "instructions": None, "max_output_tokens": None, "max_tool_calls": None, "metadata": {},
-    "parallel_tool_calls": True, "previous_response_id": None, "prompt_cache_key": None,
-    "reasoning": ReasoningOptions(), "safety_identifier": None, "store": True, "text": TextOptions(),
-    "tool_choice": "auto", "tools": [], "top_logprobs": 0, "truncation": "disabled", "user": None}
+    "background": False,
+    "instructions": None,
+    "max_output_tokens": None,
+    "max_tool_calls": None,
+    "metadata": {},
+    "parallel_tool_calls": True,
+    "previous_response_id": None,
+    "prompt_cache_key": None,
+    "reasoning": ReasoningOptions(),
+    "safety_identifier": None,
+    "store": True,
+    "text": TextOptions(),
+    "tool_choice": "auto",
+    "tools": [],
+    "top_logprobs": 0,
+    "truncation": "disabled",
+    "user": None,
+}
 
 
 # A kind of item: (prefix of its id, its constant fields, the field of its part ("" for a call, which has arguments),
 # the part's constant fields, name of the part's events, name of the text's events, field of the part's number there).
 Kind = tuple[str, dict[str, Any], str, dict[str, Any], str, str, str]
 PART = "response.content_part"
-MESSAGE: Kind = ("msg", {"type": "message", "role": "assistant"}, "content", {"type": "output_text", "annotations": []},
-                 PART, "response.output_text", "content_index")
-THOUGHT: Kind = ("rs", {"type": "reasoning", "summary": [], "encrypted_content": None}, "content",
-                 {"type": "reasoning_text"}, PART, "response.reasoning_text", "content_index")
-SUMMARY: Kind = ("rs", {"type": "reasoning", "encrypted_content": None}, "summary", {"type": "summary_text"},
-                 "response.reasoning_summary_part", "response.reasoning_summary_text", "summary_index")
+MESSAGE: Kind = (
+    "msg",
+    {"type": "message", "role": "assistant"},
+    "content",
+    {"type": "output_text", "annotations": []},
+    PART,
+    "response.output_text",
+    "content_index",
+)
+THOUGHT: Kind = (
+    "rs",
+    {"type": "reasoning", "summary": [], "encrypted_content": None},
+    "content",
+    {"type": "reasoning_text"},
+    PART,
+    "response.reasoning_text",
+    "content_index",
+)
+SUMMARY: Kind = (
+    "rs",
+    {"type": "reasoning", "encrypted_content": None},
+    "summary",
+    {"type": "summary_text"},
+    "response.reasoning_summary_part",
+    "response.reasoning_summary_text",
+    "summary_index",
+)
 CALL: Kind = ("fc", {"type": "function_call"}, "", {}, "", "response.function_call_arguments", "")
 
 
 class ResponseWriter(Writer):
     """Writer of an answer of /v1/responses. When the response ends, `keep` is called with its JSON."""
 
-    def __init__(self, job: Job, tokenizer: Tokenizer | None, request: ResponseRequest, response_id: str,
-                 keep: Callable[[bytes], None]) -> None:
+    def __init__(
+        self,
+        job: Job,
+        tokenizer: Tokenizer | None,
+        request: ResponseRequest,
+        response_id: str,
+        keep: Callable[[bytes], None],
+    ) -> None:
         if job.params.logprobs is not None and not job.parser_plan.content_only:
-            raise not_implemented("logprobs of an answer with reasoning or calls", "leave them out of include, or use "
-                                  "a model that does not reason and send no tools.", "include")
-        self._parser, = job.parsers(tokenizer)
+            raise not_implemented(
+                "logprobs of an answer with reasoning or calls",
+                "leave them out of include, or use a model that does not reason and send no tools.",
+                "include",
+            )
+        (self._parser,) = job.parsers(tokenizer)
         self._names, self._num_top = TokenNames(tokenizer), request.top_logprobs or 0
         self._keep, self._number, self._finish = keep, -1, ""
         given = {name: value for name in ECHOED if (value := getattr(request, name)) is not None}
         self._output: list[dict[str, Any]] = []
         self._answer: dict[str, Any] = {
-            "id": response_id, "object": "response", "created_at": job.created, "status": "in_progress",
-            "completed_at": None, "error": None, "incomplete_details": None, "model": job.model,
-            "output": self._output, "usage": None, "service_tier": "default", "temperature": job.params.temperature,
-            "top_p": job.params.top_p, **ECHOED, **given}
+            "id": response_id,
+            "object": "response",
+            "created_at": job.created,
+            "status": "in_progress",
+            "completed_at": None,
+            "error": None,
+            "incomplete_details": None,
+            "model": job.model,
+            "output": self._output,
+            "usage": None,
+            "service_tier": "default",
+            "temperature": job.params.temperature,
+            "top_p": job.params.top_p,
+            **ECHOED,
+            **given,
+        }
         self._thought = SUMMARY if request.reasoning is not None and request.reasoning.summary else THOUGHT
         # The open item: its kind, its part, the pieces of its text, and the fields that locate it in its events.
         self._kind: Kind | None = None
@@ -87,10 +143,15 @@ class ResponseWriter(Writer):
         """Return the last event, with the whole response."""
         cut = self._finish == "length"
         self._answer["usage"] = {
-            "input_tokens": usage.prompt_tokens, "output_tokens": usage.completion_tokens,
-            "total_tokens": usage.total_tokens, "output_tokens_details": {"reasoning_tokens": self._parser.num_thought},
-            "input_tokens_details": {"cached_tokens": usage.prompt_tokens_details.cached_tokens,
-                                     "cache_write_tokens": 0}}  # OpenAI bills what it writes; nothing is billed here
+            "input_tokens": usage.prompt_tokens,
+            "output_tokens": usage.completion_tokens,
+            "total_tokens": usage.total_tokens,
+            "output_tokens_details": {"reasoning_tokens": self._parser.num_thought},
+            "input_tokens_details": {
+                "cached_tokens": usage.prompt_tokens_details.cached_tokens,
+                "cache_write_tokens": 0,
+            },
+        }  # OpenAI bills what it writes; nothing is billed here
         self._answer["incomplete_details"] = {"reason": "max_output_tokens"} if cut else None
         self._answer["completed_at"] = None if cut else int(time.time())
         return self.stop("incomplete" if cut else "completed")
@@ -140,8 +201,13 @@ class ResponseWriter(Writer):
         """Close the open item and begin another. Its id contains the id of the response, and its place there."""
         prefix, held, field, part, part_events, _, number = kind
         frames, index = self._close("completed"), len(self._output)
-        item = {"id": f"{prefix}_{self._answer['id'].partition('_')[2]}{index:x}", "status": "in_progress", **held,
-                **({field: []} if field else {}), **fields}
+        item = {
+            "id": f"{prefix}_{self._answer['id'].partition('_')[2]}{index:x}",
+            "status": "in_progress",
+            **held,
+            **({field: []} if field else {}),
+            **fields,
+        }
         frames.append(self._event("response.output_item.added", output_index=index, item=item))
         self._output.append(item)
         self._kind, self._part, self._place = kind, item, {"item_id": item["id"], "output_index": index}

@@ -31,8 +31,13 @@ HANDLERS: tuple[tuple[str, str, Handler, type | None, type], ...] = (
     ("POST", "/v1/messages", messages, MessagesRequest, MessageAnswer),
     ("POST", "/v1/messages/count_tokens", count_tokens, MessagesRequest, CountAnswer),
     ("POST", "/v1/embeddings", embed, schema_embeddings.EmbeddingRequest, schema_embeddings.EmbeddingResponse),
-    ("POST", "/v1/rerank /rerank /v2/rerank", rerank, schema_embeddings.RerankRequest,
-     schema_embeddings.RerankResponse),
+    (
+        "POST",
+        "/v1/rerank /rerank /v2/rerank",
+        rerank,
+        schema_embeddings.RerankRequest,
+        schema_embeddings.RerankResponse,
+    ),
     ("POST", "/v1/score /score", score, schema_embeddings.ScoreRequest, schema_embeddings.ScoreResponse),
     ("GET", "/v1/models", list_models, None, schema.ModelList),
     ("GET", "/v1/models/{model:path}", show_model, None, schema.ModelCard),
@@ -64,5 +69,8 @@ class Endpoint:
 
 def routes(context: ServerContext) -> list[Route]:
     """Return the routes of the OpenAI, Anthropic and rerank APIs, and vLLM's tokenizer routes."""
-    return [Route(path, Endpoint(context, handler), methods=methods.split(), name=handler.__name__)
-            for methods, paths, handler, *_ in HANDLERS for path in paths.split()]
+    return [
+        Route(path, Endpoint(context, handler), methods=methods.split(), name=handler.__name__)
+        for methods, paths, handler, *_ in HANDLERS
+        for path in paths.split()
+    ]

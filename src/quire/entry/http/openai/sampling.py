@@ -21,8 +21,14 @@ OUR_GRAMMAR = re.compile(r"at \d+\(\d+\): (failed to compile JSON schema: )?|\n 
 SMALLEST_TOP_P = 1e-9  # OpenAI allows 0, which means the likeliest token only
 
 
-def sampling_params(request: SamplingFields, defaults: SamplingParams, *, max_tokens: int | None, logprobs: int | None,
-                    stream_interval: int) -> SamplingParams:
+def sampling_params(
+    request: SamplingFields,
+    defaults: SamplingParams,
+    *,
+    max_tokens: int | None,
+    logprobs: int | None,
+    stream_interval: int,
+) -> SamplingParams:
     """Make the sampling parameters of a request. Raises `InvalidParameter`.
 
     max_tokens, logprobs   as the route reads them from the request
@@ -37,11 +43,15 @@ def sampling_params(request: SamplingFields, defaults: SamplingParams, *, max_to
         # OpenAI's seeds are signed 64-bit numbers; ours unsigned, with -1 for a random one.
         given["seed"] = request.seed if request.seed >= -1 else request.seed + 2**64
     if request.stream and (request.kv_transfer_params or {}).get("do_remote_decode"):
-        raise InvalidParameter("kv_transfer_params: a prefill node answers as a whole: leave out stream, and send "
-                               "max_tokens 1.", param="kv_transfer_params")  # fmt: skip
+        raise InvalidParameter(
+            "kv_transfer_params: a prefill node answers as a whole: leave out stream, and send max_tokens 1.",
+            param="kv_transfer_params",
+        )
     if request.kv_chunks and request.truncate_prompt_tokens is not None:
-        raise InvalidParameter("kv_chunks excludes truncate_prompt_tokens, which moves the tokens of the prompt: leave "
-                               "one of them out.", param="kv_chunks")
+        raise InvalidParameter(
+            "kv_chunks excludes truncate_prompt_tokens, which moves the tokens of the prompt: leave one of them out.",
+            param="kv_chunks",
+        )
     if request.stream:
         interval = max(stream_interval, request.stream_interval or 1)
         given["stream_interval"] = interval if interval > 1 else None
@@ -66,33 +76,44 @@ def structured(request: SamplingFields) -> StructuredOutputsParams | None:
         tight = asked is not None and bool(asked.disable_any_whitespace)
         return StructuredOutputsParams(**given, disable_any_whitespace=tight) if given else None
     if given:
-        raise InvalidParameter("response_format and structured_outputs both set the format of the answer: send one of "
-                               "them.", param="structured_outputs")
+        raise InvalidParameter(
+            "response_format and structured_outputs both set the format of the answer: send one of them.",
+            param="structured_outputs",
+        )
     if wanted.type == "json_object":
         return StructuredOutputsParams(json_object=True)
     if wanted.json_schema is None:
-        raise InvalidParameter("response_format of type json_schema needs the field json_schema, with a schema.",
-                               param="response_format")
+        raise InvalidParameter(
+            "response_format of type json_schema needs the field json_schema, with a schema.", param="response_format"
+        )
     return StructuredOutputsParams(json=wanted.json_schema.schema)
 
 
-def grammar_error(error: RequestFailed | InvalidParameter, request: SamplingFields, params: SamplingParams,
-                  tools: bool) -> QuireError:
+def grammar_error(
+    error: RequestFailed | InvalidParameter, request: SamplingFields, params: SamplingParams, tools: bool
+) -> QuireError:
     """Return an engine error about the grammar or the allowed tokens, rewritten to name fields of the request.
     The engine knows one grammar only, which may have been made from schemas in the request. Other errors are returned
     unchanged. `tools`: the model may call tools."""
     wanted = request.response_format
-    names = ["tools"] * tools + ["response_format"] * (wanted is not None and wanted.type != "text") + (
-        ["structured_outputs"] * (request.structured_outputs is not None))
+    names = (
+        ["tools"] * tools
+        + ["response_format"] * (wanted is not None and wanted.type != "text")
+        + (["structured_outputs"] * (request.structured_outputs is not None))
+    )
     code = error.code if isinstance(error, RequestFailed) else "" if error.param == "structured_outputs" else None
     if code == "no_token":
         grammar_names = (names or ["thinking_token_budget"]) if params.structured_outputs is not None else []
         given = [*(name for name in ("allowed_token_ids", "bad_words") if getattr(params, name)), *grammar_names]
         if given:
             given += ["min_tokens"] * bool(params.min_tokens)
-            return HttpError(400, f"{' and '.join(given)}: no token is left that could come next in the answer. Allow "
-                                  "another token, or leave one of these fields out.", code="invalid_value",
-                             param=given[0])
+            return HttpError(
+                400,
+                f"{' and '.join(given)}: no token is left that could come next in the answer. Allow "
+                "another token, or leave one of these fields out.",
+                code="invalid_value",
+                param=given[0],
+            )
     if code not in ("", "invalid_grammar", "grammar_failed") or not names:
         return error
     words = str(error)
@@ -106,15 +127,19 @@ def check_choices(num_prompts: int, request: SamplingFields) -> None:
     """Raise `InvalidParameter` for too many completions, or too many list entries (counted once per completion)."""
     n = request.n or 1
     if num_prompts * n > (MAX_CHOICES if n > 1 else MAX_PROMPTS):
-        raise InvalidParameter(f"{num_prompts} prompts with n={n} make {num_prompts * n} completions: ask for "
-                               f"at most {MAX_CHOICES} per request, or {MAX_PROMPTS} with n=1.",
-                               param="n" if n > 1 else "prompt")
+        raise InvalidParameter(
+            f"{num_prompts} prompts with n={n} make {num_prompts * n} completions: ask for "
+            f"at most {MAX_CHOICES} per request, or {MAX_PROMPTS} with n=1.",
+            param="n" if n > 1 else "prompt",
+        )
     for name in ("allowed_token_ids", "stop_token_ids", "logit_bias", "bad_words"):
         entries = getattr(request, name) or ()
         if len(entries) * num_prompts * n > MAX_LISTED:
             raise InvalidParameter(
                 f"{name} has {len(entries)} entries for each of {num_prompts * n} completions: a request may have "
-                f"{MAX_LISTED} in all; shorten the list, or send fewer prompts or a smaller n.", param=name)
+                f"{MAX_LISTED} in all; shorten the list, or send fewer prompts or a smaller n.",
+                param=name,
+            )
 
 
 def request_timeout(header: str | None) -> float | None:
@@ -127,5 +152,6 @@ def request_timeout(header: str | None) -> float | None:
         asked = math.nan
     if not (math.isfinite(asked) and asked > 0):
         raise InvalidParameter(
-            f"X-Request-Timeout={shown(header)}: must be a number of seconds above 0.", param="X-Request-Timeout")
+            f"X-Request-Timeout={shown(header)}: must be a number of seconds above 0.", param="X-Request-Timeout"
+        )
     return asked

@@ -55,19 +55,29 @@ def tool_use(request: ChatRequest, *, hide_idle: bool) -> ToolUse:
         elif not named and allowed is not None:
             must, picked = allowed.mode == "required", [tool.function.name for tool in allowed.tools]
         else:
-            raise InvalidParameter(f"tool_choice of type {choice.type!r} needs the field {choice.type!r}.",
-                                   param="tool_choice")
+            raise InvalidParameter(
+                f"tool_choice of type {choice.type!r} needs the field {choice.type!r}.", param="tool_choice"
+            )
     for name in picked:
         if name not in by_name:
-            raise InvalidParameter(f"tool_choice names {shown(name)}, which is not among tools: add the tool there, or "
-                                   "name another tool.", param="tool_choice")
+            raise InvalidParameter(
+                f"tool_choice names {shown(name)}, which is not among tools: add the tool there, or name another tool.",
+                param="tool_choice",
+            )
     if must and not picked:
         raise InvalidParameter("tool_choice requires a call and there are no tools: send tools.", param="tool_choice")
     strict = {tool.function.name for tool in request.tools or () if tool.function.strict}
-    callable = {name: {"type": "function", "function": by_name[name]["function"] | {"strict": name in strict}}
-                for name in picked}
-    return ToolUse(shown=tools or None, callable=tuple(callable.values()), must=must, named=named,
-                   bound=must or not strict.isdisjoint(picked) or len(callable) < len(by_name))
+    callable = {
+        name: {"type": "function", "function": by_name[name]["function"] | {"strict": name in strict}}
+        for name in picked
+    }
+    return ToolUse(
+        shown=tools or None,
+        callable=tuple(callable.values()),
+        must=must,
+        named=named,
+        bound=must or not strict.isdisjoint(picked) or len(callable) < len(by_name),
+    )
 
 
 def plain_tools(tools: Iterable[Tool]) -> list[dict[str, Any]]:
@@ -77,11 +87,15 @@ def plain_tools(tools: Iterable[Tool]) -> list[dict[str, Any]]:
         function = msgspec.to_builtins(tool.function)
         function.pop("strict", None)  # not for the model
         if function.setdefault("parameters", NOTHING).get("type", "object") != "object":
-            raise InvalidParameter(f"tools[{at}].function.parameters must be the schema of an object "
-                                   '("type": "object").', param="tools")
+            raise InvalidParameter(
+                f'tools[{at}].function.parameters must be the schema of an object ("type": "object").', param="tools"
+            )
         if function["name"] in plain:
-            raise InvalidParameter(f"tools[{at}].function.name: there is another {shown(function['name'])}; give every "
-                                   "function a name of its own.", param="tools")
+            raise InvalidParameter(
+                f"tools[{at}].function.name: there is another {shown(function['name'])}; give every "
+                "function a name of its own.",
+                param="tools",
+            )
         plain[function["name"]] = {"type": "function", "function": function}
     return list(plain.values())
 
@@ -90,14 +104,23 @@ def plan_parser(request: ChatRequest, use: ToolUse, params: SamplingParams, text
     """Return the plan for parsing the answer to the rendered `prompt`. Sets the grammar of the answer in `params`.
     Raises 400 for a structured output that cannot be combined with tool calls."""
     styles, row, structured = text.styles, text.styles.reasoning, params.structured_outputs
-    plan = ParserPlan(styles=styles, tools=use.callable, thinking=thinking_at_end(prompt, styles), must=use.must,
-                      named=use.named, parallel=request.parallel_tool_calls is not False and not use.named,
-                      thoughts=request.include_reasoning is not False)
+    plan = ParserPlan(
+        styles=styles,
+        tools=use.callable,
+        thinking=thinking_at_end(prompt, styles),
+        must=use.must,
+        named=use.named,
+        parallel=request.parallel_tool_calls is not False and not use.named,
+        thoughts=request.include_reasoning is not False,
+    )
     schema = _schema_beside_calls(structured) if structured is not None and use.callable else None
     if use.callable and (use.bound or styles.tools is None) and (structured is None or use.must):
-        structured = StructuredOutputsParams(grammar=tool_grammar(
-            styles, use.callable, "required" if use.must else "auto", parallel=plan.parallel, thinking=plan.thinking),
-            inside=True)
+        structured = StructuredOutputsParams(
+            grammar=tool_grammar(
+                styles, use.callable, "required" if use.must else "auto", parallel=plan.parallel, thinking=plan.thinking
+            ),
+            inside=True,
+        )
     elif schema is not None:
         structured = _calls_or(schema, styles, plan)
     if plan.thinking and row is not None:
@@ -115,8 +138,11 @@ def _schema_beside_calls(structured: StructuredOutputsParams) -> dict[str, Any]:
     """Return the JSON schema of structured output beside tools. Errors: 400 for every other kind of grammar."""
     schema = {"type": "object"} if structured.json_object else {} if structured.json is True else structured.json
     if not isinstance(schema, dict):
-        raise InvalidParameter("where tools may be called, the answer's format can only be a JSON schema: send "
-                               'tool_choice="none" with another format.', param="tools")
+        raise InvalidParameter(
+            "where tools may be called, the answer's format can only be a JSON schema: send "
+            'tool_choice="none" with another format.',
+            param="tools",
+        )
     return schema
 
 

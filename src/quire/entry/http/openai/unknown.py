@@ -15,8 +15,10 @@ MAX_LOOKED = 1000  # objects checked per request: they are mostly alike, and thi
 MOST_BYTES = 1 << 20  # larger fields are not checked: decoding them again takes some 25 ms per megabyte
 NOTHING: tuple[object, ...] = (None, False, "", [], {})  # values without effect
 # Names inside fields that do not change the answer: labels, and parts of answers that clients send back.
-LABELS = frozenset("annotations cache_control caller citations data encrypted_content id include_obfuscation logprobs "
-                   "parsed parsed_arguments phase refusal signature status".split())
+LABELS = frozenset(
+    "annotations cache_control caller citations data encrypted_content id include_obfuscation logprobs "
+    "parsed parsed_arguments phase refusal signature status".split()
+)
 
 
 class Fields:
@@ -40,10 +42,17 @@ class Fields:
         """Return the first unknown field names of a request, each with a hint.
         `names`: the request's fields; `known`: names known at its top level. Deeper names are checked by type."""
         top = ((self, "", name) for name in names if name not in known)
-        objects = chain.from_iterable(fields._objects(value_again(names[name]), name + ".")
-                                      for name, fields in self.inner.items() if name in names)
-        inside = ((fields, path, name) for fields, path, value in islice(objects, MAX_LOOKED) for name in value
-                  if name not in fields.known and name not in LABELS and value[name] not in NOTHING)
+        objects = chain.from_iterable(
+            fields._objects(value_again(names[name]), name + ".")
+            for name, fields in self.inner.items()
+            if name in names
+        )
+        inside = (
+            (fields, path, name)
+            for fields, path, value in islice(objects, MAX_LOOKED)
+            for name in value
+            if name not in fields.known and name not in LABELS and value[name] not in NOTHING
+        )
         found: dict[tuple[str, str], Fields] = {}  # (path, name): a name in many list entries is reported once
         for fields, path, name in chain(top, inside):
             found.setdefault((path, name), fields)

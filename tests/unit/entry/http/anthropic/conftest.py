@@ -38,8 +38,11 @@ THINKER = r"""{% if tools %}{{ tools | tojson }} Write <tool_call>\n{"name": ...
 </think>
 
 {% endif %}{% endif %}"""
-WEATHER = {"name": "weather", "description": "of a town",
-           "input_schema": {"type": "object", "properties": {"town": {"type": "string"}}, "required": ["town"]}}
+WEATHER = {
+    "name": "weather",
+    "description": "of a town",
+    "input_schema": {"type": "object", "properties": {"town": {"type": "string"}}, "required": ["town"]},
+}
 
 
 @pytest.fixture(scope="session")
@@ -68,8 +71,14 @@ class Api:
             del body["max_tokens"]
         return asyncio.run(self.client.post(path, body, **(headers or {})))
 
-    def told(self, *pieces: str, finish: str | None = "stop", stop_reason: int | str | None = None,
-             error: Exception | None = None, **fields: Any) -> Reply:
+    def told(
+        self,
+        *pieces: str,
+        finish: str | None = "stop",
+        stop_reason: int | str | None = None,
+        error: Exception | None = None,
+        **fields: Any,
+    ) -> Reply:
         """The answer when the model says these pieces, each some tokens, of which the last ends it."""
         body = {"model": "tiny", "max_tokens": 4096, "messages": HELLO} | fields
         text = "".join(pieces)
@@ -89,11 +98,28 @@ class Api:
                     last, before = finish if at == len(pieces) - 1 else None, size
                     size += len(piece.encode())
                     ids = [token for token, begin in zip(tokens, begins, strict=True) if before <= begin < size]
-                    completion = CompletionOutput(index=0, text=piece, token_ids=ids, finish_reason=last,
-                                                  stop_reason=stop_reason if last else None)
-                    stream.put([(0, RequestOutput(
-                        request_id="r", prompt=None, prompt_token_ids=self.engine.prompts[-1][0].token_ids,
-                        outputs=[completion], finished=last is not None, num_cached_tokens=16))])
+                    completion = CompletionOutput(
+                        index=0,
+                        text=piece,
+                        token_ids=ids,
+                        finish_reason=last,
+                        stop_reason=stop_reason if last else None,
+                    )
+                    stream.put(
+                        [
+                            (
+                                0,
+                                RequestOutput(
+                                    request_id="r",
+                                    prompt=None,
+                                    prompt_token_ids=self.engine.prompts[-1][0].token_ids,
+                                    outputs=[completion],
+                                    finished=last is not None,
+                                    num_cached_tokens=16,
+                                ),
+                            )
+                        ]
+                    )
                     for _ in range(4):
                         await asyncio.sleep(0)
                 stream.put(error)

@@ -21,18 +21,35 @@ KEY = "sk-secret"
 def kind(reply: Reply) -> str:
     """The type of an error, whose form is checked."""
     error, request_id = reply.json["error"], reply.header("x-request-id")
-    assert reply.json == {"type": "error", "error": {"type": error["type"], "message": error["message"]},
-                          "request_id": request_id} and error["message"]
+    assert (
+        reply.json
+        == {"type": "error", "error": {"type": error["type"], "message": error["message"]}, "request_id": request_id}
+        and error["message"]
+    )
     assert reply.header("request-id") == request_id and reply.header("content-type") == "application/json"
     assert reply.all("content-length") == [str(len(reply.body))]
     return str(error["type"])
 
 
-@pytest.mark.parametrize(("status", "found"), [
-    (400, "invalid_request_error"), (401, "authentication_error"), (403, "permission_error"), (404, "not_found_error"),
-    (405, "invalid_request_error"), (408, "timeout_error"), (409, "conflict_error"), (413, "request_too_large"),
-    (415, "invalid_request_error"), (429, "rate_limit_error"), (431, "invalid_request_error"), (500, "api_error"),
-    (503, "overloaded_error"), (504, "timeout_error")])
+@pytest.mark.parametrize(
+    ("status", "found"),
+    [
+        (400, "invalid_request_error"),
+        (401, "authentication_error"),
+        (403, "permission_error"),
+        (404, "not_found_error"),
+        (405, "invalid_request_error"),
+        (408, "timeout_error"),
+        (409, "conflict_error"),
+        (413, "request_too_large"),
+        (415, "invalid_request_error"),
+        (429, "rate_limit_error"),
+        (431, "invalid_request_error"),
+        (500, "api_error"),
+        (503, "overloaded_error"),
+        (504, "timeout_error"),
+    ],
+)
 def test_types_by_status(status: int, found: str) -> None:
     own, body = anthropic_error(status, error_json(status, 'with "quotes"', "code"), None)
     assert own == status
@@ -61,8 +78,10 @@ def test_keys(make_api: Callable[..., Api], path: str) -> None:
         reply = api.ask(path, headers=headers)
         assert (reply.status, kind(reply)) == (401, "authentication_error")
         assert reply.header("www-authenticate") == "Bearer"
-    for headers in ({"x-api-key": KEY, "anthropic-version": "2023-06-01"},
-                    {"authorization": f"Bearer {KEY}", "anthropic-version": "2026-10-21", "anthropic-beta": "a,b"}):
+    for headers in (
+        {"x-api-key": KEY, "anthropic-version": "2023-06-01"},
+        {"authorization": f"Bearer {KEY}", "anthropic-version": "2026-10-21", "anthropic-beta": "a,b"},
+    ):
         assert api.ask(path, headers=headers, top_k=-1).status == (404 if path == BATCHES else 400)
 
 
@@ -100,12 +119,17 @@ def test_other_routes_keep_their_form(api: Api) -> None:
     assert not OWN_PATHS.search("/v1/messages_of/x")
 
 
-@pytest.mark.parametrize(("head", "status", "found"), [
-    (b"content-length: 999999999\r\n", 413, "request_too_large"),
-    (b"x: %b\r\n" % (b"y" * 70_000), 431, "invalid_request_error")])
+@pytest.mark.parametrize(
+    ("head", "status", "found"),
+    [
+        (b"content-length: 999999999\r\n", 413, "request_too_large"),
+        (b"x: %b\r\n" % (b"y" * 70_000), 431, "invalid_request_error"),
+    ],
+)
 @pytest.mark.parametrize("path", [PATH, COUNT + "?beta=true", "/v1/completions"])
-def test_what_the_connection_refuses(serve_echo: Callable[..., Live], head: bytes, status: int, found: str,
-                                     path: str) -> None:
+def test_what_the_connection_refuses(
+    serve_echo: Callable[..., Live], head: bytes, status: int, found: str, path: str
+) -> None:
     raw = serve_echo().ask(b"POST %b HTTP/1.1\r\nhost: localhost\r\n%b\r\n" % (path.encode(), head))
     start, _, body = raw.partition(b"\r\n\r\n")
     assert start.startswith(b"HTTP/1.1 %d " % status)

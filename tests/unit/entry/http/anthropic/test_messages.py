@@ -17,8 +17,9 @@ from .conftest import WEATHER, Api, events, gathered, without_ids
 
 COUNT = "/v1/messages/count_tokens"
 THOUGHT, WORDS = "<think>\nTwo towns, so two calls.\n</think>\n\n", "Let me look. "
-CALLS = "".join(f'<tool_call>\n{{"name": "weather", "arguments": {{"town": "{town}"}}}}\n</tool_call>'
-                for town in ("Kyōto", "Faro"))
+CALLS = "".join(
+    f'<tool_call>\n{{"name": "weather", "arguments": {{"town": "{town}"}}}}\n</tool_call>' for town in ("Kyōto", "Faro")
+)
 
 
 def cut(text: str, seed: int) -> list[str]:
@@ -35,14 +36,22 @@ def test_an_answer(api: Api) -> None:
     assert msgspec.to_builtins(msgspec.convert(answer, MessageAnswer)) == answer
     assert answer["usage"]["input_tokens"] == len(api.engine.prompts[-1][0].token_ids) - 16
     assert answer | {"usage": 0} == {
-        "id": f"msg_{reply.header('x-request-id')}", "type": "message", "role": "assistant", "model": "tiny",
-        "content": [{"type": "text", "text": "Good day."}], "stop_reason": "end_turn", "stop_sequence": None,
-        "usage": 0}
+        "id": f"msg_{reply.header('x-request-id')}",
+        "type": "message",
+        "role": "assistant",
+        "model": "tiny",
+        "content": [{"type": "text", "text": "Good day."}],
+        "stop_reason": "end_turn",
+        "stop_sequence": None,
+        "usage": 0,
+    }
     del answer["usage"]["input_tokens"]
     assert answer["usage"] == {
-        "cache_creation_input_tokens": 0, "cache_read_input_tokens": 16,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": 16,
         "output_tokens": len(api.engine.text.tokenizer.encode("Good day.", False)),
-        "output_tokens_details": {"thinking_tokens": 0}}
+        "output_tokens_details": {"thinking_tokens": 0},
+    }
 
 
 def test_thinking_text_and_calls_are_blocks(api: Api) -> None:
@@ -51,14 +60,19 @@ def test_thinking_text_and_calls_are_blocks(api: Api) -> None:
     assert thinking == {"type": "thinking", "thinking": "Two towns, so two calls.", "signature": ""}
     assert text["type"] == "text" and text["text"].strip() == WORDS.strip()
     assert [(call["type"], call["name"], call["input"]) for call in (first, second)] == [
-        ("tool_use", "weather", {"town": "Kyōto"}), ("tool_use", "weather", {"town": "Faro"})]
+        ("tool_use", "weather", {"town": "Kyōto"}),
+        ("tool_use", "weather", {"town": "Faro"}),
+    ]
     assert first["id"].startswith("toolu_") and first["id"] != second["id"] and "caller" not in first
     assert answer["stop_reason"] == "tool_use" and answer["stop_sequence"] is None
     assert 0 < answer["usage"]["output_tokens_details"]["thinking_tokens"] < answer["usage"]["output_tokens"]
 
 
-@pytest.mark.parametrize("text", [THOUGHT + WORDS + CALLS, THOUGHT + WORDS, WORDS + CALLS, CALLS, WORDS, THOUGHT, ""],
-                         ids=["all", "no calls", "no thought", "calls", "words", "thought", "nothing"])
+@pytest.mark.parametrize(
+    "text",
+    [THOUGHT + WORDS + CALLS, THOUGHT + WORDS, WORDS + CALLS, CALLS, WORDS, THOUGHT, ""],
+    ids=["all", "no calls", "no thought", "calls", "words", "thought", "nothing"],
+)
 def test_a_stream_gathered_is_the_answer(api: Api, text: str) -> None:
     whole = api.told(text, tools=[WEATHER]).json
     for seed in range(8 if len(text) > 1 else 1):
@@ -78,12 +92,15 @@ def test_the_mock_engine_streams(mock_api: Api) -> None:
 # --- how it ends ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("end", "fields", "reason", "sequence"), [
-    ({"stop_reason": "\n\n"}, {"stop_sequences": ["\n\n", "x"]}, "stop_sequence", "\n\n"),
-    ({"stop_reason": 7}, {}, "end_turn", None),
-    ({"finish": "length"}, {"max_tokens": 2}, "max_tokens", None),
-    ({"finish": "length"}, {"max_tokens": 4096}, "model_context_window_exceeded", None),
-])
+@pytest.mark.parametrize(
+    ("end", "fields", "reason", "sequence"),
+    [
+        ({"stop_reason": "\n\n"}, {"stop_sequences": ["\n\n", "x"]}, "stop_sequence", "\n\n"),
+        ({"stop_reason": 7}, {}, "end_turn", None),
+        ({"finish": "length"}, {"max_tokens": 2}, "max_tokens", None),
+        ({"finish": "length"}, {"max_tokens": 4096}, "model_context_window_exceeded", None),
+    ],
+)
 def test_why_it_ended(api: Api, end: dict[str, Any], fields: dict[str, Any], reason: str, sequence: str | None) -> None:
     for stream in (False, True):
         reply = api.told("Good", " day", **end, **fields, stream=stream)
@@ -103,7 +120,11 @@ def test_a_call_that_was_cut_off_has_no_input(api: Api) -> None:
     assert answer["stop_reason"] == "model_context_window_exceeded"
     found = events(api.told(half, finish="length", tools=[WEATHER], stream=True))
     assert [event["type"] for event in found[-4:]] == [
-        "content_block_delta", "content_block_stop", "message_delta", "message_stop"]
+        "content_block_delta",
+        "content_block_stop",
+        "message_delta",
+        "message_stop",
+    ]
 
 
 def test_an_answer_longer_than_the_context_is_asked_for_in_vain_and_not_refused(mock_api: Api) -> None:
@@ -125,9 +146,17 @@ def test_an_error_after_the_start_is_an_event(api: Api) -> None:
     reply = api.told("Good", " day", finish=None, error=EngineClosed("the server stops."), stream=True)
     *before, error = events(reply)
     assert [event["type"] for event in before] == [
-        "message_start", "ping", "content_block_start", "content_block_delta", "content_block_delta"]
-    assert error == {"type": "error", "error": {"type": "overloaded_error", "message": "the server stops."},
-                     "request_id": reply.header("x-request-id")}
+        "message_start",
+        "ping",
+        "content_block_start",
+        "content_block_delta",
+        "content_block_delta",
+    ]
+    assert error == {
+        "type": "error",
+        "error": {"type": "overloaded_error", "message": "the server stops."},
+        "request_id": reply.header("x-request-id"),
+    }
     assert reply.complete
 
 
@@ -141,23 +170,40 @@ def test_a_full_queue_is_an_overload(api: Api) -> None:
 
 # --- counting -------------------------------------------------------------------------------------------------------
 
-TALK = [{"role": "user", "content": "Faro?"},
-        {"role": "assistant", "content": [{"type": "thinking", "thinking": "ask", "signature": "s"},
-                                          {"type": "tool_use", "id": "toolu_1", "name": "weather", "input": {}}]},
-        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "toolu_1", "content": "sun"}]}]
+TALK = [
+    {"role": "user", "content": "Faro?"},
+    {
+        "role": "assistant",
+        "content": [
+            {"type": "thinking", "thinking": "ask", "signature": "s"},
+            {"type": "tool_use", "id": "toolu_1", "name": "weather", "input": {}},
+        ],
+    },
+    {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "toolu_1", "content": "sun"}]},
+]
 
 
-@pytest.mark.parametrize("fields", [
-    {}, {"system": "Be brief."}, {"tools": [WEATHER]}, {"tools": [WEATHER], "tool_choice": {"type": "none"}},
-    {"tools": [WEATHER], "tool_choice": {"type": "any"}}, {"messages": TALK, "tools": [WEATHER]},
-    {"thinking": {"type": "disabled"}}, {"thinking": {"type": "enabled", "budget_tokens": 1024}},
-    {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]},
-    {"output_config": {"format": {"type": "json_schema", "schema": {"type": "object"}}}},
-    {"system": [{"type": "text", "text": "x", "cache_control": {"type": "ephemeral"}}], "cache_control": {}},
-], ids=str)
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"system": "Be brief."},
+        {"tools": [WEATHER]},
+        {"tools": [WEATHER], "tool_choice": {"type": "none"}},
+        {"tools": [WEATHER], "tool_choice": {"type": "any"}},
+        {"messages": TALK, "tools": [WEATHER]},
+        {"thinking": {"type": "disabled"}},
+        {"thinking": {"type": "enabled", "budget_tokens": 1024}},
+        {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]},
+        {"output_config": {"format": {"type": "json_schema", "schema": {"type": "object"}}}},
+        {"system": [{"type": "text", "text": "x", "cache_control": {"type": "ephemeral"}}], "cache_control": {}},
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("hide", [False, True])
 def test_tokens_are_counted_as_messages_are_rendered(
-        make_api: Callable[..., Api], fields: dict[str, Any], hide: bool) -> None:
+    make_api: Callable[..., Api], fields: dict[str, Any], hide: bool
+) -> None:
     api = make_api(exclude_tools_when_tool_choice_none=hide)
     assert api.told("Yes.", **fields).status == 200
     counted = api.ask(COUNT, **fields)
@@ -174,10 +220,15 @@ def test_what_the_context_cannot_hold_is_counted_and_not_answered(make_api: Call
 # --- thinking -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("thinking", "thinks", "warnings"), [
-    (None, True, 0), ({"type": "adaptive"}, True, 0), ({"type": "disabled"}, False, 0),
-    ({"type": "enabled", "budget_tokens": 1024}, True, 0),
-])
+@pytest.mark.parametrize(
+    ("thinking", "thinks", "warnings"),
+    [
+        (None, True, 0),
+        ({"type": "adaptive"}, True, 0),
+        ({"type": "disabled"}, False, 0),
+        ({"type": "enabled", "budget_tokens": 1024}, True, 0),
+    ],
+)
 def test_thinking_is_the_templates_switch(api: Api, thinking: Any, thinks: bool, warnings: int) -> None:
     reply = api.told("Yes.", thinking=thinking)
     begun = "<think>" if "budget_tokens" in (thinking or ()) else ""  # else nobody would know what to count

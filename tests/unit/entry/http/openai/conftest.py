@@ -79,12 +79,23 @@ class LocalEngine:
         facts = core.facts
         self.core, self.text = core, text
         self.ready: Ready | None = Ready(
-            max_model_len=facts.max_model_len, vocab_size=facts.vocab_size, num_slots=facts.num_slots,
-            num_blocks=facts.num_blocks, block_size=facts.block_size, depth=1, dtype="float32", device="cpu",
-            weight_bytes=0, kv_bytes=0,
+            max_model_len=facts.max_model_len,
+            vocab_size=facts.vocab_size,
+            num_slots=facts.num_slots,
+            num_blocks=facts.num_blocks,
+            block_size=facts.block_size,
+            depth=1,
+            dtype="float32",
+            device="cpu",
+            weight_bytes=0,
+            kv_bytes=0,
         )
-        limits = FrontLimits(max_model_len=facts.max_model_len, vocab_size=facts.vocab_size, max_logprobs=max_logprobs,
-                        eos_ids=text.eos_ids)
+        limits = FrontLimits(
+            max_model_len=facts.max_model_len,
+            vocab_size=facts.vocab_size,
+            max_logprobs=max_logprobs,
+            eos_ids=text.eos_ids,
+        )
         self.front = FrontEnd(text.tokenizer, limits)
         self.seen: list[tuple[Sequence[Prompt], SamplingParams, dict[str, Any]]] = []
         self._open: dict[int, tuple[Pipe, int, list[int]]] = {}  # first handle -> (stream, prompt index, left)
@@ -131,8 +142,16 @@ class ScriptedEngine:
     def __init__(self, text: TextSide) -> None:
         self.text: TextSide | None = text
         self.ready: Ready | None = Ready(
-            max_model_len=64, vocab_size=1024, num_slots=4, num_blocks=64, block_size=16, depth=1, dtype="float32",
-            device="cpu", weight_bytes=0, kv_bytes=0,
+            max_model_len=64,
+            vocab_size=1024,
+            num_slots=4,
+            num_blocks=64,
+            block_size=16,
+            depth=1,
+            dtype="float32",
+            device="cpu",
+            weight_bytes=0,
+            kv_bytes=0,
         )
         self.refusal: Exception | None = None
         self.streams: list[Pipe] = []
@@ -156,8 +175,19 @@ def output(*texts: str, tokens: list[int] | None = None, finish: str | None = No
         CompletionOutput(index=i, text=text, token_ids=list(tokens or [7]), finish_reason=finish)
         for i, text in enumerate(texts)
     ]
-    return [(0, RequestOutput(request_id="r", prompt=None, prompt_token_ids=[5] * num_prompt, outputs=completions,
-                              finished=finish is not None, num_cached_tokens=2))]
+    return [
+        (
+            0,
+            RequestOutput(
+                request_id="r",
+                prompt=None,
+                prompt_token_ids=[5] * num_prompt,
+                outputs=completions,
+                finished=finish is not None,
+                num_cached_tokens=2,
+            ),
+        )
+    ]
 
 
 @dataclass
@@ -231,7 +261,12 @@ class Client:
         reply, gone = reply or Reply(), gone or asyncio.Event()
         names = {"content-type": "application/json", **{k.replace("_", "-"): v for k, v in (headers or {}).items()}}
         scope = {
-            "type": "http", "method": method, "path": path, "root_path": "", "query_string": b"", "http_version": "1.1",
+            "type": "http",
+            "method": method,
+            "path": path,
+            "root_path": "",
+            "query_string": b"",
+            "http_version": "1.1",
             "headers": [(k.encode(), v.encode("latin-1")) for k, v in names.items()],
         }
         sent = False
@@ -315,9 +350,7 @@ def tiny_core() -> EngineCore:
     """The bundled model, one thread; float32, so that scoring and generating never disagree on near ties."""
     from quire.assemble import assemble
 
-    return assemble(
-        EngineConfig.from_flat(num_threads=1, use_tqdm_on_load=False, max_num_seqs=8, dtype="float32")
-    ).core
+    return assemble(EngineConfig.from_flat(num_threads=1, use_tqdm_on_load=False, max_num_seqs=8, dtype="float32")).core
 
 
 @pytest.fixture

@@ -90,8 +90,12 @@ def test_a_history_with_reasoning_and_tools_is_taken(ask: Callable[..., Any]) ->
     for name in ("reasoning", "reasoning_content"):
         history = [
             *USER,
-            {"role": "assistant", "content": None, name: "hm",
-             "tool_calls": [{"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}]},
+            {
+                "role": "assistant",
+                "content": None,
+                name: "hm",
+                "tool_calls": [{"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}],
+            },
             {"role": "tool", "tool_call_id": "c", "content": "4"},
         ]
         assert ask(history).status == 200
@@ -184,9 +188,15 @@ def test_too_long(ask: Callable[..., Any]) -> None:
         assert error["code"] == "context_length_exceeded" and error["param"] == name
 
 
-@pytest.mark.parametrize("message", [
-    {"role": "tool", "tool_call_id": "1"}, {"role": "user"}, {"role": "system", "content": None}, {"role": "assistant"},
-])
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"role": "tool", "tool_call_id": "1"},
+        {"role": "user"},
+        {"role": "system", "content": None},
+        {"role": "assistant"},
+    ],
+)
 def test_a_message_without_content_is_named(mock_engine: Any, make_client: Callable[..., Any], message: Any) -> None:
     said = [{"role": "user", "content": "a"}, message]
     error = asyncio.run(make_client(mock_engine).post(PATH, {"messages": said})).error

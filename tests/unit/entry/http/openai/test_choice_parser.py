@@ -27,8 +27,10 @@ from quire.text.load import TextSide
 PATH = "/v1/chat/completions"
 USER = [{"role": "user", "content": "hi"}]
 CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
-TOOLS = [{"type": "function", "function": {"name": name, "description": "d", "parameters": CITY}}
-         for name in ("weather", "time")]
+TOOLS = [
+    {"type": "function", "function": {"name": name, "description": "d", "parameters": CITY}}
+    for name in ("weather", "time")
+]
 THINK = {"chat_template_kwargs": {"enable_thinking": True}}
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslø"}}\n</tool_call>'
 SECOND = '<tool_call>\n{"name": "time", "arguments": {"city": "Rome"}}\n</tool_call>'
@@ -68,17 +70,31 @@ def generate_pieces(begin: Any, scripted: Any, make_client: Callable[..., Any]) 
     def call(pieces: list[Piece], finish: str = "stop", serve: Any = None, **fields: Any) -> Any:
         async def main() -> Any:
             task, reply, _, stream = await begin(
-                make_client(scripted, **(serve or {})), PATH, {"messages": USER, **fields})
+                make_client(scripted, **(serve or {})), PATH, {"messages": USER, **fields}
+            )
             n = fields.get("n", 1)
             if not fields.get("stream"):
                 pieces[:] = [("".join(text for text, _ in pieces), [i for _, ids in pieces for i in ids])]
             for at, (text, ids) in enumerate(pieces):
                 reason = finish if at == len(pieces) - 1 else None
-                outputs = [CompletionOutput(index=i, text=text, token_ids=list(ids), finish_reason=reason)
-                           for i in range(n)]
+                outputs = [
+                    CompletionOutput(index=i, text=text, token_ids=list(ids), finish_reason=reason) for i in range(n)
+                ]
                 prompt = scripted.prompts[-1][0].token_ids
-                stream.put([(0, RequestOutput(request_id="r", prompt=None, prompt_token_ids=prompt, outputs=outputs,
-                                              finished=reason is not None))])
+                stream.put(
+                    [
+                        (
+                            0,
+                            RequestOutput(
+                                request_id="r",
+                                prompt=None,
+                                prompt_token_ids=prompt,
+                                outputs=outputs,
+                                finished=reason is not None,
+                            ),
+                        )
+                    ]
+                )
                 for _ in range(4):
                     await asyncio.sleep(0)
             stream.put(None)
@@ -118,8 +134,12 @@ def whole(choice: Any) -> dict[str, Any]:
     message = choice["message"]
     calls = [{"id": call["id"], **call["function"]} for call in message.get("tool_calls", [])]
     assert message.get("reasoning") == message.get("reasoning_content")
-    return {"content": message["content"], "reasoning": message.get("reasoning", ""), "calls": calls,
-            "finish_reason": choice["finish_reason"]}
+    return {
+        "content": message["content"],
+        "reasoning": message.get("reasoning", ""),
+        "calls": calls,
+        "finish_reason": choice["finish_reason"],
+    }
 
 
 def plain(message: dict[str, Any]) -> dict[str, Any]:
@@ -132,12 +152,21 @@ def plain(message: dict[str, Any]) -> dict[str, Any]:
 
 CASES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     (CALL, {"tools": TOOLS}, {"calls": [WEATHER], "finish_reason": "tool_calls"}),
-    ("Let me see.\n" + CALL + "\n" + SECOND, {"tools": TOOLS},
-     {"content": "Let me see.", "calls": [WEATHER, TIME], "finish_reason": "tool_calls"}),
-    (CALL + "\n" + SECOND, {"tools": TOOLS, "parallel_tool_calls": False},
-     {"calls": [WEATHER], "finish_reason": "tool_calls"}),
-    ("I muse.\n</think>\n\n" + CALL, {"tools": TOOLS, **THINK},
-     {"reasoning": "I muse.", "calls": [WEATHER], "finish_reason": "tool_calls"}),
+    (
+        "Let me see.\n" + CALL + "\n" + SECOND,
+        {"tools": TOOLS},
+        {"content": "Let me see.", "calls": [WEATHER, TIME], "finish_reason": "tool_calls"},
+    ),
+    (
+        CALL + "\n" + SECOND,
+        {"tools": TOOLS, "parallel_tool_calls": False},
+        {"calls": [WEATHER], "finish_reason": "tool_calls"},
+    ),
+    (
+        "I muse.\n</think>\n\n" + CALL,
+        {"tools": TOOLS, **THINK},
+        {"reasoning": "I muse.", "calls": [WEATHER], "finish_reason": "tool_calls"},
+    ),
     ("I muse 🙂.\n</think>\n\nHello, wörld", THINK, {"reasoning": "I muse 🙂.", "content": "Hello, wörld"}),
     ("I muse.\n</think>\n\nHello", {**THINK, "include_reasoning": False}, {"content": "Hello"}),
     ("<think>\nI muse.\n</think>\n\nHello", {}, {"reasoning": "I muse.", "content": "Hello"}),
@@ -157,15 +186,25 @@ def test_an_answer_is_the_same_however_it_is_cut(
 ) -> None:
     request = msgspec.convert({"messages": USER, **fields}, ChatRequest)
     params, prompt = SamplingParams(), "<think>\n" if THINK["chat_template_kwargs"] in fields.values() else ""
-    plan = plan_parser(request, tool_use(request, hide_idle=False), params,
-                       replace(text_side, parsers=(None, "deepseek_r1")), prompt)
-    job = Job(prompts=[Prompt(token_ids=[5])], params=params, request_id="r", model="m", created=0, stream=True,
-              parser_plan=plan, include_usage=True)
+    plan = plan_parser(
+        request, tool_use(request, hide_idle=False), params, replace(text_side, parsers=(None, "deepseek_r1")), prompt
+    )
+    job = Job(
+        prompts=[Prompt(token_ids=[5])],
+        params=params,
+        request_id="r",
+        model="m",
+        created=0,
+        stream=True,
+        parser_plan=plan,
+        include_usage=True,
+    )
 
     def output(piece: Piece, finish: str | None) -> RequestOutput:
         completion = CompletionOutput(index=0, text=piece[0], token_ids=piece[1], finish_reason=finish)
-        return RequestOutput(request_id="r", prompt=None, prompt_token_ids=[5], outputs=[completion],
-                             finished=finish is not None)
+        return RequestOutput(
+            request_id="r", prompt=None, prompt_token_ids=[5], outputs=[completion], finished=finish is not None
+        )
 
     (piece,) = pieces_of(text)
     counts = usage(1, len(piece[1]), 0)
@@ -174,8 +213,10 @@ def test_an_answer_is_the_same_however_it_is_cut(
     for places in [*((at,) for at in range(len(text) + 1)), tuple(range(1, len(text)))]:
         progress = StreamProgress(job, ChatEventWriter(job, request, text_side.tokenizer))
         pieces = pieces_of(text, *places)
-        data = b"".join(progress.events([(0, output(piece, "stop" if piece is pieces[-1] else None))])
-                        for piece in pieces) + progress.last()
+        data = (
+            b"".join(progress.events([(0, output(piece, "stop" if piece is pieces[-1] else None))]) for piece in pieces)
+            + progress.last()
+        )
         events = [json.loads(event[6:]) for event in data.decode().split("\n\n")[:-2]]
         assert plain(folded(events)) == {**NOTHING, **expected}, places
         assert events[-1]["usage"] == answer["usage"], places
@@ -183,8 +224,11 @@ def test_an_answer_is_the_same_however_it_is_cut(
 
 @pytest.mark.parametrize(("text", "fields", "expected"), CASES, ids=[repr(c[0][:24]) for c in CASES])
 def test_a_stream_is_the_answer(
-    generate_pieces: Callable[..., Any], pieces_of: Callable[..., list[Piece]], text: str, fields: dict[str, Any],
-    expected: dict[str, Any]
+    generate_pieces: Callable[..., Any],
+    pieces_of: Callable[..., list[Piece]],
+    text: str,
+    fields: dict[str, Any],
+    expected: dict[str, Any],
 ) -> None:
     reply = generate_pieces(pieces_of(text), **fields).json
     assert plain(whole(reply["choices"][0])) == {**NOTHING, **expected}
@@ -230,8 +274,12 @@ def test_only_calls_have_no_content(generate_pieces: Callable[..., Any], pieces_
 
 
 def test_how_it_ended(generate_pieces: Callable[..., Any], pieces_of: Callable[..., list[Piece]]) -> None:
-    for choice, finish in ((None, "tool_calls"), ("auto", "tool_calls"), ("required", "tool_calls"),
-                           ({"type": "function", "function": {"name": "weather"}}, "stop")):
+    for choice, finish in (
+        (None, "tool_calls"),
+        ("auto", "tool_calls"),
+        ("required", "tool_calls"),
+        ({"type": "function", "function": {"name": "weather"}}, "stop"),
+    ):
         fields = {"tools": TOOLS, "tool_choice": choice}
         assert generate_pieces(pieces_of(CALL), **fields).json["choices"][0]["finish_reason"] == finish
         assert folded(generate_pieces(pieces_of(CALL), **fields, stream=True).events)["finish_reason"] == finish

@@ -39,7 +39,10 @@ def test_one_text(ask: Callable[..., Any]) -> None:
     assert choice["index"] == 0 and choice["finish_reason"] == "length" and choice["logprobs"] is None
     assert "token_ids" not in choice
     assert answer["usage"] == {
-        "prompt_tokens": 2, "completion_tokens": 4, "total_tokens": 6, "prompt_tokens_details": {"cached_tokens": 0},
+        "prompt_tokens": 2,
+        "completion_tokens": 4,
+        "total_tokens": 6,
+        "prompt_tokens_details": {"cached_tokens": 0},
         "completion_tokens_details": {"reasoning_tokens": 0},
     }
 
@@ -54,9 +57,7 @@ def test_sixteen_tokens_unless_asked_and_the_server_s_defaults(
     assert last_params().temperature == 0.25 and 0.0 < last_params().top_p < 1e-6
 
 
-@pytest.mark.parametrize(
-    ("prompt", "count"), [("a", 1), (["a", "b", "c"], 3), ([5, 6, 7], 1), ([[5, 6], [7]], 2)]
-)
+@pytest.mark.parametrize(("prompt", "count"), [("a", 1), (["a", "b", "c"], 3), ([5, 6, 7], 1), ([[5, 6], [7]], 2)])
 def test_every_form_of_prompt(ask: Callable[..., Any], prompt: Any, count: int) -> None:
     choices = ask(prompt, n=2).json["choices"]
     assert [c["index"] for c in choices] == list(range(2 * count))
@@ -116,9 +117,20 @@ def test_truncation(ask: Callable[..., Any]) -> None:
 
 def test_extensions_reach_the_engine(ask: Callable[..., Any], last_params: Callable[[], SamplingParams]) -> None:
     fields: dict[str, Any] = {
-        "top_k": 5, "min_p": 0.1, "repetition_penalty": 1.1, "min_tokens": 2, "ignore_eos": True, "seed": 7,
-        "stop": ["zzz"], "stop_token_ids": [9], "include_stop_str_in_output": True, "skip_special_tokens": False,
-        "allowed_token_ids": [5, 6], "bad_words": ["bad"], "presence_penalty": 0.5, "frequency_penalty": -0.5,
+        "top_k": 5,
+        "min_p": 0.1,
+        "repetition_penalty": 1.1,
+        "min_tokens": 2,
+        "ignore_eos": True,
+        "seed": 7,
+        "stop": ["zzz"],
+        "stop_token_ids": [9],
+        "include_stop_str_in_output": True,
+        "skip_special_tokens": False,
+        "allowed_token_ids": [5, 6],
+        "bad_words": ["bad"],
+        "presence_penalty": 0.5,
+        "frequency_penalty": -0.5,
     }
     assert ask(**fields, logit_bias={"5": -100}).status == 200
     params = last_params()
@@ -281,7 +293,8 @@ def test_one_request_id_behind_the_outermost_layer(mock_engine: Any, make_client
 
 
 def test_a_gap_is_filled_where_the_tokenizer_knows_gaps(
-        ask: Callable[..., Any], mock_engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    ask: Callable[..., Any], mock_engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert ask("a", suffix="").status == 200
     error = ask("a", suffix="b").error
     assert error["param"] == "suffix" and "its tokenizer has no tokens for filling in the middle" in error["message"]
@@ -289,8 +302,11 @@ def test_a_gap_is_filled_where_the_tokenizer_knows_gaps(
     assert ask(["a", "b c"], suffix="\n").status == 200
     ids = [prompt.token_ids for prompt in mock_engine.seen[-1][0]]
     assert mock_engine.text.tokenizer.decode(ids[1], False) == "xb cy\nz" and len(ids) == 2
-    for given, fields, words in (([1, 2], {}, "prompt"), ("a", {"echo": True}, "echo"),
-                                 ("a", {"truncate_prompt_tokens": 1}, "truncate_prompt_tokens")):
+    for given, fields, words in (
+        ([1, 2], {}, "prompt"),
+        ("a", {"echo": True}, "echo"),
+        ("a", {"truncate_prompt_tokens": 1}, "truncate_prompt_tokens"),
+    ):
         error = ask(given, suffix="b", **fields).error
         assert error["param"] == "suffix" and words in error["message"]
     assert ask("a", suffix="b " * 5000).error["code"] == "context_length_exceeded"

@@ -93,8 +93,9 @@ def test_what_is_not_implemented_is_refused_and_its_harmless_values_are_not(name
     with pytest.raises(HttpError) as caught:
         completion(**{name: {"anything": "else"}})
     assert (caught.value.status, caught.value.param, caught.value.code) == (400, name, "unsupported_parameter")
-    assert ("is not read: send " if REFUSED[name].reason.startswith(("send ", ELSEWHERE)) else
-            "not implemented yet") in str(caught.value)
+    assert (
+        "is not read: send " if REFUSED[name].reason.startswith(("send ", ELSEWHERE)) else "not implemented yet"
+    ) in str(caught.value)
     for value in (None, *REFUSED[name].harmless):
         assert completion(**{name: value})[1] == []
 
@@ -131,8 +132,13 @@ def test_ignored_fields_are_silent_and_unknown_ones_are_named() -> None:
 
 def test_a_misspelt_field_is_told_with_the_one_that_was_meant() -> None:
     _, unknown = completion(max_token=5, temprature=0.5, Top_p=1, stopp="a", colour=1)
-    assert unknown == ["'max_token' (did you mean max_tokens?)", "'temprature' (did you mean temperature?)",
-                       "'Top_p' (did you mean top_p?)", "'stopp' (did you mean stop?)", "'colour'"]
+    assert unknown == [
+        "'max_token' (did you mean max_tokens?)",
+        "'temprature' (did you mean temperature?)",
+        "'Top_p' (did you mean top_p?)",
+        "'stopp' (did you mean stop?)",
+        "'colour'",
+    ]
 
 
 def test_names_of_unknown_fields_cannot_break_a_header() -> None:
@@ -182,12 +188,21 @@ def test_many_lists_side_by_side_are_not_deep() -> None:
     COMPLETION.decode(b'{"prompt": "a", "x": [' + b"[{}]," * 1000 + b"[]]}")
 
 
-@pytest.mark.parametrize("fields, words", [
-    ({"response_format": {"type": "json_object", "schema": {}}}, "response_format has an unknown field 'schema'"),
-    ({"response_format": {"type": "json_schema", "json_schema": {"schema": {}, "x": 1}}}, "json_schema has an unknown"),
-    ({"tool_choice": {"type": "function", "function": {"name": "f"}, "x": 1}}, "tool_choice has an unknown field 'x'"),
-    ({"reasoning_effort": "banana"}, "reasoning_effort must be one of"),
-])
+@pytest.mark.parametrize(
+    "fields, words",
+    [
+        ({"response_format": {"type": "json_object", "schema": {}}}, "response_format has an unknown field 'schema'"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": {}, "x": 1}}},
+            "json_schema has an unknown",
+        ),
+        (
+            {"tool_choice": {"type": "function", "function": {"name": "f"}, "x": 1}},
+            "tool_choice has an unknown field 'x'",
+        ),
+        ({"reasoning_effort": "banana"}, "reasoning_effort must be one of"),
+    ],
+)
 def test_fields_of_fields_are_known_or_refused(fields: dict[str, Any], words: str) -> None:
     with pytest.raises(InvalidParameter) as caught:
         CHAT.decode(json.dumps({"messages": USER} | fields).encode())
@@ -244,8 +259,13 @@ def test_a_history_of_any_shape_is_taken() -> None:
     history = [
         {"role": "developer", "content": "be brief", "name": "x"},
         {"role": "user", "content": [{"type": "text", "text": "hi"}], "extra": {"a": 1}},
-        {"role": "assistant", "content": None, "reasoning_content": "hm", "refusal": None,
-         "tool_calls": [{"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}]},
+        {
+            "role": "assistant",
+            "content": None,
+            "reasoning_content": "hm",
+            "refusal": None,
+            "tool_calls": [{"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}],
+        },
         {"role": "tool", "tool_call_id": "c", "content": "4"},
         {"role": "assistant", "content": "four", "reasoning": "2+2"},
     ]

@@ -19,8 +19,10 @@ TEXTS = ["a fox", "two foxes run", "a fox"]
 @pytest.fixture
 def client(mock_engine: Any, make_client: Callable[..., Any]) -> Any:
     """Of a model that says how it pools: by the mean."""
-    mock_engine.text = replace(mock_engine.text, pooling=replace(
-        mock_engine.text.pooling, method="mean", normalize=True, source="modules.json"))
+    mock_engine.text = replace(
+        mock_engine.text,
+        pooling=replace(mock_engine.text.pooling, method="mean", normalize=True, source="modules.json"),
+    )
     return make_client(mock_engine)
 
 
@@ -50,8 +52,12 @@ def vectors(reply: Any) -> np.ndarray:
 @pytest.mark.parametrize("spelling", ["text", "texts", "ids", "lists"])
 def test_every_spelling_of_an_input(client: Any, mock_engine: Any, spelling: str) -> None:
     ids = [mock_engine.text.tokenizer.encode(text) for text in TEXTS]
-    given, wanted = {"text": (TEXTS[0], ids[:1]), "texts": (TEXTS, ids), "ids": (ids[1], ids[1:2]),
-                     "lists": (ids, ids)}[spelling]  # fmt: skip
+    given, wanted = {
+        "text": (TEXTS[0], ids[:1]),
+        "texts": (TEXTS, ids),
+        "ids": (ids[1], ids[1:2]),
+        "lists": (ids, ids),
+    }[spelling]
     reply = post(client, "/v1/embeddings", input=given, model="alias")
     np.testing.assert_allclose(vectors(reply), [expected(mock_engine, one) for one in wanted], atol=1e-5)
     count = sum(map(len, wanted))
@@ -74,9 +80,7 @@ def test_fewer_dimensions_have_length_one_again(client: Any, mock_engine: Any, d
     np.testing.assert_allclose(found[0], expected(mock_engine, [5, 6, 7], dimensions), atol=1e-5)
 
 
-def test_a_model_without_files_answers_and_says_what_it_did(
-    mock_engine: Any, make_client: Callable[..., Any]
-) -> None:
+def test_a_model_without_files_answers_and_says_what_it_did(mock_engine: Any, make_client: Callable[..., Any]) -> None:
     client = make_client(mock_engine)
     reply = post(client, "/v1/embeddings", input="a fox")
     assert vectors(reply).shape == (1, mock_engine.text.pooling.width)
@@ -87,28 +91,31 @@ def test_a_model_without_files_answers_and_says_what_it_did(
         assert error["code"] == "invalid_value" and "pooler_config" in error["message"]
 
 
-@pytest.mark.parametrize(("fields", "param", "said"), [
-    ({}, "input", "input is missing"),
-    ({"input": []}, "input", "empty list"),
-    ({"input": ""}, "input", "empty"),
-    ({"input": ["a", ""]}, "input", "empty"),
-    ({"input": ["a", 5]}, "input", "mixes"),
-    ({"input": [5, [6]]}, "input", "mixes"),
-    ({"input": 5}, "input", "a string or a list"),
-    ({"input": [[5, "a"]]}, "input", "integer"),
-    ({"input": ["a"] * 2049}, "input", "at most 2048"),
-    ({"input": [5, 10**6]}, "input", "input holds 1000000, outside the vocabulary"),
-    ({"input": "a", "dimensions": 257}, "dimensions", "[1, 256]"),
-    ({"input": "a", "dimensions": 0}, "dimensions", ">= 1"),
-    ({"input": "a", "encoding_format": "hex"}, "encoding_format", "base64, float"),
-    ({"input": [5] * 5000}, "input", "context"),
-    ({"input": "a b " * 9000}, "input", "context"),
-    ({"input": "a", "model": "gpt"}, "model", "not served"),
-    ({"input": "a", "priority": 1}, "priority", "scheduling_policy"),
-    ({"input": "a", "request_id": "a b"}, "request_id", "printable"),
-    ({"input": "a", "input_type": "query"}, "input_type", "not implemented"),
-    ({"input": "a", "normalize": False}, "normalize", "not implemented"),
-])
+@pytest.mark.parametrize(
+    ("fields", "param", "said"),
+    [
+        ({}, "input", "input is missing"),
+        ({"input": []}, "input", "empty list"),
+        ({"input": ""}, "input", "empty"),
+        ({"input": ["a", ""]}, "input", "empty"),
+        ({"input": ["a", 5]}, "input", "mixes"),
+        ({"input": [5, [6]]}, "input", "mixes"),
+        ({"input": 5}, "input", "a string or a list"),
+        ({"input": [[5, "a"]]}, "input", "integer"),
+        ({"input": ["a"] * 2049}, "input", "at most 2048"),
+        ({"input": [5, 10**6]}, "input", "input holds 1000000, outside the vocabulary"),
+        ({"input": "a", "dimensions": 257}, "dimensions", "[1, 256]"),
+        ({"input": "a", "dimensions": 0}, "dimensions", ">= 1"),
+        ({"input": "a", "encoding_format": "hex"}, "encoding_format", "base64, float"),
+        ({"input": [5] * 5000}, "input", "context"),
+        ({"input": "a b " * 9000}, "input", "context"),
+        ({"input": "a", "model": "gpt"}, "model", "not served"),
+        ({"input": "a", "priority": 1}, "priority", "scheduling_policy"),
+        ({"input": "a", "request_id": "a b"}, "request_id", "printable"),
+        ({"input": "a", "input_type": "query"}, "input_type", "not implemented"),
+        ({"input": "a", "normalize": False}, "normalize", "not implemented"),
+    ],
+)
 def test_what_cannot_be_served_is_said(client: Any, mock_engine: Any, fields: Any, param: str, said: str) -> None:
     reply = post(client, "/v1/embeddings", **fields)
     assert reply.status in (400, 404) and reply.error["param"] == param and said in reply.error["message"]
@@ -167,7 +174,8 @@ def test_documents_come_by_their_likeness(client: Any, mock_engine: Any) -> None
         assert [one["document"]["text"] for one in results] == [texts[i] for i in order]
         np.testing.assert_allclose([one["relevance_score"] for one in results], [scores[i] for i in order], atol=1e-5)
     assert reply.json["usage"]["total_tokens"] == 2 * len(ids[1]) + sum(len(ids[i]) for i in (0, 2, 3, 4)) and all(
-        -1 <= one["relevance_score"] <= 1 for one in results)
+        -1 <= one["relevance_score"] <= 1 for one in results
+    )
     few = post(client, "/v1/rerank", query="a fox", documents=documents, top_n=2, return_documents=False).json
     assert [set(one) for one in few["results"]] == [{"index", "relevance_score"}] * 2
     assert len(post(client, "/v1/rerank", query="a", documents=["b"], top_n=9).json["results"]) == 1
@@ -189,8 +197,9 @@ def test_scores_of_one_with_several_and_pair_by_pair(client: Any, mock_engine: A
     assert score([], "a").status == score("a", []).status == 400
 
 
-@pytest.mark.parametrize(("first", "second"), [
-    ("queries", "documents"), ("queries", "items"), ("data_1", "data_2"), ("text_1", "documents")])
+@pytest.mark.parametrize(
+    ("first", "second"), [("queries", "documents"), ("queries", "items"), ("data_1", "data_2"), ("text_1", "documents")]
+)
 @pytest.mark.parametrize("path", ["/v1/score", "/score"])
 def test_scores_by_other_names(client: Any, path: str, first: str, second: str) -> None:
     told = post(client, path, text_1="a fox", text_2=TEXTS).json
@@ -219,17 +228,20 @@ def test_ranks_by_other_names(client: Any, path: str) -> None:
     assert error["param"] == "documents" and "Its other names are items." in error["message"]
 
 
-@pytest.mark.parametrize(("path", "fields", "param"), [
-    ("/v1/rerank", {"query": "a", "documents": []}, "documents"),
-    ("/v1/rerank", {"query": "a", "documents": ["b"], "top_n": -1}, "top_n"),
-    ("/v1/rerank", {"query": "a", "documents": [{"image": "b"}]}, "documents"),
-    ("/v1/rerank", {"query": "a", "documents": ["b"] * 2049}, "documents"),
-    ("/v1/rerank", {"query": "a", "documents": ["b", ""]}, "documents"),
-    ("/v1/rerank", {"documents": ["b"]}, "query"),
-    ("/v1/rerank", {"query": "a", "documents": ["b"], "max_tokens_per_doc": 4}, "max_tokens_per_doc"),
-    ("/v1/score", {"text_1": "a"}, "text_2"),
-    ("/v1/score", {"text_1": 5, "text_2": "a"}, "text_1"),
-])
+@pytest.mark.parametrize(
+    ("path", "fields", "param"),
+    [
+        ("/v1/rerank", {"query": "a", "documents": []}, "documents"),
+        ("/v1/rerank", {"query": "a", "documents": ["b"], "top_n": -1}, "top_n"),
+        ("/v1/rerank", {"query": "a", "documents": [{"image": "b"}]}, "documents"),
+        ("/v1/rerank", {"query": "a", "documents": ["b"] * 2049}, "documents"),
+        ("/v1/rerank", {"query": "a", "documents": ["b", ""]}, "documents"),
+        ("/v1/rerank", {"documents": ["b"]}, "query"),
+        ("/v1/rerank", {"query": "a", "documents": ["b"], "max_tokens_per_doc": 4}, "max_tokens_per_doc"),
+        ("/v1/score", {"text_1": "a"}, "text_2"),
+        ("/v1/score", {"text_1": 5, "text_2": "a"}, "text_1"),
+    ],
+)
 def test_what_cannot_be_ranked_is_said(client: Any, path: str, fields: Any, param: str) -> None:
     reply = post(client, path, **fields)
     assert reply.status == 400 and reply.error["param"] == param
@@ -283,7 +295,8 @@ def test_one_failing_text_fails_its_request_and_no_other(client: Any, mock_engin
 
 
 def test_more_texts_than_there_is_room_for_are_answered_in_parts(
-        mock_engine: Any, make_client: Callable[..., Any]) -> None:
+    mock_engine: Any, make_client: Callable[..., Any]
+) -> None:
     room = 4 + mock_engine.ready.num_slots
     texts = [f"text {n}" for n in range(2 * room + 1)]
     whole = vectors(post(make_client(mock_engine), "/v1/embeddings", input=texts))
@@ -293,12 +306,15 @@ def test_more_texts_than_there_is_room_for_are_answered_in_parts(
     assert [len(prompts) for prompts, _, _ in mock_engine.seen] == [room, room, 1]
 
 
-@pytest.mark.parametrize(("path", "fields", "param"), [
-    ("/v1/rerank", {"query": "", "documents": ["a"]}, "query"),
-    ("/v1/rerank", {"query": "a", "documents": [""]}, "documents"),
-    ("/v1/score", {"text_1": "", "text_2": "a"}, "text_1"),
-    ("/v1/score", {"text_1": "a", "text_2": ["a", ""]}, "text_2"),
-])
+@pytest.mark.parametrize(
+    ("path", "fields", "param"),
+    [
+        ("/v1/rerank", {"query": "", "documents": ["a"]}, "query"),
+        ("/v1/rerank", {"query": "a", "documents": [""]}, "documents"),
+        ("/v1/score", {"text_1": "", "text_2": "a"}, "text_1"),
+        ("/v1/score", {"text_1": "a", "text_2": ["a", ""]}, "text_2"),
+    ],
+)
 def test_an_empty_text_is_the_fault_of_its_field(client: Any, path: str, fields: Any, param: str) -> None:
     reply = post(client, path, **fields)
     assert reply.status == 400 and reply.error["param"] == param

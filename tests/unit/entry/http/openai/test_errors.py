@@ -57,8 +57,10 @@ def test_words() -> None:
     assert "None" not in too_long(7, 5, None, "prompt", "max_tokens").message
 
 
-@pytest.mark.parametrize(("num_prompt", "asked", "param"), [
-    (4, 2, "limit"), (4, 9, "limit"), (5, 1, "prompt"), (7, 3, "prompt"), (7, None, "prompt")])
+@pytest.mark.parametrize(
+    ("num_prompt", "asked", "param"),
+    [(4, 2, "limit"), (4, 9, "limit"), (5, 1, "prompt"), (7, 3, "prompt"), (7, None, "prompt")],
+)
 def test_who_is_to_blame_for_what_exceeds_the_context(num_prompt: int, asked: int | None, param: str) -> None:
     error = too_long(num_prompt, 5, asked, "prompt", "limit")
     assert error.param == param and ("or lower limit to 1." in error.message) == (param == "limit")

@@ -66,8 +66,17 @@ def test_completions(name: str) -> None:
     assert len(fates(name, CompletionRequest, COMPLETIONS)) == 1
 
 
-DECODERS = {"chat": CHAT, "completions": COMPLETIONS, "responses": RESPONSES, "messages": MESSAGES,
-            "embeddings": EMBEDDINGS, "rerank": RERANK, "score": SCORE, "tokenize": TOKENIZE, "detokenize": DETOKENIZE}
+DECODERS = {
+    "chat": CHAT,
+    "completions": COMPLETIONS,
+    "responses": RESPONSES,
+    "messages": MESSAGES,
+    "embeddings": EMBEDDINGS,
+    "rerank": RERANK,
+    "score": SCORE,
+    "tokenize": TOKENIZE,
+    "detokenize": DETOKENIZE,
+}
 NOT_IN_A_PROMPT = {*SamplingFields.__struct_fields__, "max_completion_tokens"}
 EVERYWHERE = sorted({name for names in ROUTES.values() for name in names} - IGNORED)
 
@@ -87,30 +96,55 @@ def test_no_route_takes_what_only_others_read(decoder: RequestDecoder[Any]) -> N
             raise InvalidParameter("nothing is missing")
 
 
-@pytest.mark.parametrize(("decoder", "name", "words"), [
-    (MESSAGES, "stop", "send stop_sequences instead"), (MESSAGES, "max_completion_tokens", "send max_tokens instead"),
-    (MESSAGES, "functions", '{"name": ..., "input_schema"'), (MESSAGES, "guided_json", "output_config"),
-    (MESSAGES, "seed", "send it to /v1/chat/completions"), (MESSAGES, "structured_outputs", "output_config"),
-    (CHAT, "stop_sequences", "send stop instead"), (CHAT, "system", "send messages instead"),
-    (CHAT, "thinking", "reasoning_effort"), (CHAT, "reasoning", "reasoning_effort"),
-    (CHAT, "suffix", "/v1/completions"),
-    (CHAT, "max_output_tokens", "max_completion_tokens"), (CHAT, "previous_response_id", "/v1/responses"),
-    (CHAT, "enable_thinking", "chat_template_kwargs"), (COMPLETIONS, "messages", "send prompt instead"),
-    (COMPLETIONS, "top_logprobs", "/v1/chat/completions"), (EMBEDDINGS, "pooling_type", "--pooler-config"),
-    (EMBEDDINGS, "prompt_name", "as they are sent"), (RESPONSES, "documents", "/v1/chat/completions"),
-    (RESPONSES, "echo", "/v1/chat/completions"), (RESPONSES, "functions", '"name": ..., "parameters"'),
-])
+@pytest.mark.parametrize(
+    ("decoder", "name", "words"),
+    [
+        (MESSAGES, "stop", "send stop_sequences instead"),
+        (MESSAGES, "max_completion_tokens", "send max_tokens instead"),
+        (MESSAGES, "functions", '{"name": ..., "input_schema"'),
+        (MESSAGES, "guided_json", "output_config"),
+        (MESSAGES, "seed", "send it to /v1/chat/completions"),
+        (MESSAGES, "structured_outputs", "output_config"),
+        (CHAT, "stop_sequences", "send stop instead"),
+        (CHAT, "system", "send messages instead"),
+        (CHAT, "thinking", "reasoning_effort"),
+        (CHAT, "reasoning", "reasoning_effort"),
+        (CHAT, "suffix", "/v1/completions"),
+        (CHAT, "max_output_tokens", "max_completion_tokens"),
+        (CHAT, "previous_response_id", "/v1/responses"),
+        (CHAT, "enable_thinking", "chat_template_kwargs"),
+        (COMPLETIONS, "messages", "send prompt instead"),
+        (COMPLETIONS, "top_logprobs", "/v1/chat/completions"),
+        (EMBEDDINGS, "pooling_type", "--pooler-config"),
+        (EMBEDDINGS, "prompt_name", "as they are sent"),
+        (RESPONSES, "documents", "/v1/chat/completions"),
+        (RESPONSES, "echo", "/v1/chat/completions"),
+        (RESPONSES, "functions", '"name": ..., "parameters"'),
+    ],
+)
 def test_what_is_read_elsewhere_is_refused_with_what_to_send(
-        decoder: RequestDecoder[Any], name: str, words: str) -> None:
+    decoder: RequestDecoder[Any], name: str, words: str
+) -> None:
     with pytest.raises(HttpError) as caught:
         decoder.decode(json.dumps({name: {"odd": 1}}).encode())
     assert caught.value.param == name and words in caught.value.message
 
 
-@pytest.mark.parametrize(("name", "value"), [
-    ("n", 1), ("stream", False), ("presence_penalty", 0), ("frequency_penalty", 0.0), ("parallel_tool_calls", True),
-    ("include_reasoning", True), ("tools", []), ("stop", []), ("logit_bias", {}), ("response_format", {"type": "text"}),
-])
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("n", 1),
+        ("stream", False),
+        ("presence_penalty", 0),
+        ("frequency_penalty", 0.0),
+        ("parallel_tool_calls", True),
+        ("include_reasoning", True),
+        ("tools", []),
+        ("stop", []),
+        ("logit_bias", {}),
+        ("response_format", {"type": "text"}),
+    ],
+)
 def test_what_asks_for_nothing_is_taken_by_every_route(name: str, value: Any) -> None:
     for decoder in DECODERS.values():
         with suppress(InvalidParameter):  # of what is missing
@@ -125,6 +159,11 @@ def test_the_lists_are_the_client_library_s() -> None:
 
 
 def test_a_refusal_names_the_way_that_works() -> None:
-    for name, words in {"guided_json": '{"json": ...}', "guided_regex": '{"regex": ...}', "functions": "tools",
-                        "function_call": "tool_choice", "guided_grammar": '{"grammar": ...}'}.items():
+    for name, words in {
+        "guided_json": '{"json": ...}',
+        "guided_regex": '{"regex": ...}',
+        "functions": "tools",
+        "function_call": "tool_choice",
+        "guided_grammar": '{"grammar": ...}',
+    }.items():
         assert words in REFUSED[name].reason and REFUSED[name].reason.startswith("send ")

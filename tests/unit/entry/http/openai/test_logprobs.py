@@ -33,14 +33,17 @@ def offsets(pieces: list[bytes]) -> list[int]:
     return written
 
 
-@pytest.mark.parametrize("pieces, expected", [
-    ([b"\xe2", b"a", b"b"], [0, 1, 2]),  # U+FFFD, a, b
-    ([b"\xe2", b"\x82", b"\xac", b"b"], [0, 0, 0, 1]),  # the parts of a whole character share its place
-    ([b"\xe2", b"\x82a", b"b"], [0, 0, 2]),  # the second token is the end of what became U+FFFD, and more
-    ([b"\xe2", b"\xe2", b"\x82\xac", b"b"], [0, 1, 1, 2]),
-    ([b"\xef", b"\xbf", b"\xbd", b"b"], [0, 0, 0, 1]),  # U+FFFD itself, written out
-    ([b"\xf0\x9f", b"\xff", b"b"], [0, 1, 2]),
-])
+@pytest.mark.parametrize(
+    "pieces, expected",
+    [
+        ([b"\xe2", b"a", b"b"], [0, 1, 2]),  # U+FFFD, a, b
+        ([b"\xe2", b"\x82", b"\xac", b"b"], [0, 0, 0, 1]),  # the parts of a whole character share its place
+        ([b"\xe2", b"\x82a", b"b"], [0, 0, 2]),  # the second token is the end of what became U+FFFD, and more
+        ([b"\xe2", b"\xe2", b"\x82\xac", b"b"], [0, 1, 1, 2]),
+        ([b"\xef", b"\xbf", b"\xbd", b"b"], [0, 0, 0, 1]),  # U+FFFD itself, written out
+        ([b"\xf0\x9f", b"\xff", b"b"], [0, 1, 2]),
+    ],
+)
 def test_a_token_begins_after_what_it_does_not_continue(pieces: list[bytes], expected: list[int]) -> None:
     assert offsets(pieces) == expected
 
@@ -48,8 +51,10 @@ def test_a_token_begins_after_what_it_does_not_continue(pieces: list[bytes], exp
 def test_a_token_of_whole_characters_is_found_at_its_place() -> None:
     draw = random.Random(5)
     for _ in range(300):
-        pieces = [draw.choice([b"\xe2", b"\x82", b"\xac", b"\xf0\x9f", b"\xff", b"abc", "€".encode(), b"x"])
-                  for _ in range(12)]
+        pieces = [
+            draw.choice([b"\xe2", b"\x82", b"\xac", b"\xf0\x9f", b"\xff", b"abc", "€".encode(), b"x"])
+            for _ in range(12)
+        ]
         text = b"".join(pieces).decode("utf-8", "replace")
         for at, piece in zip(offsets(pieces), pieces, strict=True):
             if piece in (b"abc", "€".encode(), b"x"):

@@ -18,12 +18,17 @@ from .conftest import Client
 LONG, HUGE = "x" * 20_000, int("9" * 4_000)
 USER = [{"role": "user", "content": "a"}]
 BODIES: dict[str, dict[str, Any]] = {
-    "/v1/chat/completions": {"messages": USER, "max_tokens": 1}, "/v1/completions": {"prompt": "a", "max_tokens": 1},
+    "/v1/chat/completions": {"messages": USER, "max_tokens": 1},
+    "/v1/completions": {"prompt": "a", "max_tokens": 1},
     "/v1/responses": {"input": "a", "max_output_tokens": 1, "store": False},
     "/v1/messages": {"model": "tiny", "max_tokens": 1, "messages": USER},
-    "/v1/messages/count_tokens": {"model": "tiny", "messages": USER}, "/v1/embeddings": {"input": "a"},
-    "/v1/rerank": {"query": "a", "documents": ["b"]}, "/v1/score": {"text_1": "a", "text_2": "b"},
-    "/tokenize": {"prompt": "a"}, "/detokenize": {"tokens": [1]}}
+    "/v1/messages/count_tokens": {"model": "tiny", "messages": USER},
+    "/v1/embeddings": {"input": "a"},
+    "/v1/rerank": {"query": "a", "documents": ["b"]},
+    "/v1/score": {"text_1": "a", "text_2": "b"},
+    "/tokenize": {"prompt": "a"},
+    "/detokenize": {"tokens": [1]},
+}
 MOST = 2_000  # characters of an error: the longest list the names of fields
 
 
@@ -54,39 +59,49 @@ def test_errors_do_not_repeat_what_was_sent(mock_engine: Any, path: str) -> None
                 assert reply.status < 500, (name, shown(value), reply.body[:MOST])
                 headers = sum(len(value) for _, value in reply.headers)
                 assert headers < MOST and (reply.status < 400 or len(reply.body) < MOST), (
-                    name, shown(value), headers, reply.body[:MOST])
+                    name,
+                    shown(value),
+                    headers,
+                    reply.body[:MOST],
+                )
                 refused += reply.status >= 400
         return refused
 
     assert asyncio.run(main()) > 10
 
 
-@pytest.mark.parametrize(("method", "path", "headers"), [
-    ("GET", "/" + LONG, {}), ("POST", "/v1/models", {}), ("X" * 5_000, "/v1/models", {}),
-    ("GET", "/v1/models/" + LONG, {}), ("GET", "/v1/responses/" + LONG, {}),
-    ("POST", f"/v1/responses/{LONG}/cancel", {}),
-    ("POST", "/v1/completions", {"x-request-timeout": LONG}), ("POST", "/v1/completions", {"content-type": LONG}),
-    ("GET", "/v1/models", {"host": LONG})], ids=lambda value: str(value)[:20])
-def test_nor_do_those_of_paths_and_headers(
-    mock_engine: Any, method: str, path: str, headers: dict[str, str]
-) -> None:
+@pytest.mark.parametrize(
+    ("method", "path", "headers"),
+    [
+        ("GET", "/" + LONG, {}),
+        ("POST", "/v1/models", {}),
+        ("X" * 5_000, "/v1/models", {}),
+        ("GET", "/v1/models/" + LONG, {}),
+        ("GET", "/v1/responses/" + LONG, {}),
+        ("POST", f"/v1/responses/{LONG}/cancel", {}),
+        ("POST", "/v1/completions", {"x-request-timeout": LONG}),
+        ("POST", "/v1/completions", {"content-type": LONG}),
+        ("GET", "/v1/models", {"host": LONG}),
+    ],
+    ids=lambda value: str(value)[:20],
+)
+def test_nor_do_those_of_paths_and_headers(mock_engine: Any, method: str, path: str, headers: dict[str, str]) -> None:
     mock_engine.state = EngineState.READY
     client = Client(build_app(mock_engine, ServerConfig.from_flat(served_model_name=("tiny",)), Metrics()))
     reply = asyncio.run(client.call(method, path, b'{"prompt": "a"}', headers=headers))
     assert 400 <= reply.status < 500 and len(reply.body) < MOST, reply.body[:MOST]
 
 
-def test_a_template_that_repeats_a_message(
-    scripted: Any, text_side: Any, make_client: Callable[..., Client]
-) -> None:
+def test_a_template_that_repeats_a_message(scripted: Any, text_side: Any, make_client: Callable[..., Client]) -> None:
     from dataclasses import replace
 
     from quire.text.chat import ChatTemplate
 
     for source in ("{{ raise_exception(messages[0].content) }}", "{{ {}[messages[0].content].x + 1 }}"):
         scripted.text = replace(text_side, chat_template=ChatTemplate({"default": source}))
-        reply = asyncio.run(make_client(scripted).post(
-            "/v1/chat/completions", {"messages": [{"role": "user", "content": LONG}]}))
+        reply = asyncio.run(
+            make_client(scripted).post("/v1/chat/completions", {"messages": [{"role": "user", "content": LONG}]})
+        )
         assert reply.status == 400 and len(reply.body) < MOST, reply.body[:MOST]
 
 
@@ -98,16 +113,18 @@ def test_values_are_shown_cut() -> None:
     assert listed({at: 0 for at in range(7)}) == "0, 1, 2, 3, 4 and 2 more"
 
 
-@pytest.mark.parametrize(("given", "words"), [
-    ({"x": 1, "5": 1, "-1": 1, "1.5": 1}, "logit_bias at 'x', '-1', '1.5': keys must be token ids"),
-    ({"5": 1, "6": 101, "7": "a", "8": True, "9": None}, "logit_bias at '6', '7', '8', '9': keys must be"),
-    ({f"k{at}": 1 for at in range(900)}, "'k0', 'k1', 'k2', 'k3', 'k4' and 895 more"),
-    ({"99999": 1, "5": 1, "88888": 1}, "logit_bias holds 99999, 88888, outside the vocabulary of"),
-    ({"05": 1, "00": 1, "0": 1}, "logit_bias at '05', '00': keys must be token ids"),
-    ([], "logit_bias must be an object of at most 1024 entries"),
-], ids=str)
-def test_every_bad_bias_is_named(
-    mock_engine: Any, make_client: Callable[..., Client], given: Any, words: str
-) -> None:
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"x": 1, "5": 1, "-1": 1, "1.5": 1}, "logit_bias at 'x', '-1', '1.5': keys must be token ids"),
+        ({"5": 1, "6": 101, "7": "a", "8": True, "9": None}, "logit_bias at '6', '7', '8', '9': keys must be"),
+        ({f"k{at}": 1 for at in range(900)}, "'k0', 'k1', 'k2', 'k3', 'k4' and 895 more"),
+        ({"99999": 1, "5": 1, "88888": 1}, "logit_bias holds 99999, 88888, outside the vocabulary of"),
+        ({"05": 1, "00": 1, "0": 1}, "logit_bias at '05', '00': keys must be token ids"),
+        ([], "logit_bias must be an object of at most 1024 entries"),
+    ],
+    ids=str,
+)
+def test_every_bad_bias_is_named(mock_engine: Any, make_client: Callable[..., Client], given: Any, words: str) -> None:
     error = asyncio.run(make_client(mock_engine).post("/v1/completions", {"prompt": "a", "logit_bias": given})).error
     assert error["param"] == "logit_bias" and words in error["message"] and len(error["message"]) < 300, error

@@ -40,8 +40,11 @@ def test_without_the_flag_they_are_refused(mock_engine: Any, make_client: Callab
 
 
 def test_with_it_they_are_used(client: Any, mock_engine: Any) -> None:
-    body = {"messages": USER, "chat_template": "{{ mood }} {{ messages[0].content }} {{ eos_token }}",
-            "chat_template_kwargs": {"mood": "glad"}}
+    body = {
+        "messages": USER,
+        "chat_template": "{{ mood }} {{ messages[0].content }} {{ eos_token }}",
+        "chat_template_kwargs": {"mood": "glad"},
+    }
     assert asyncio.run(client.post(CHAT, body | {"max_tokens": 1})).status == 200
     assert mock_engine.seen[-1][0][0].text == "glad hi <|im_end|>"
     asked = asyncio.run(client.post(TOKENIZE, body)).json["tokens"]
@@ -111,7 +114,8 @@ def test_what_a_template_does_not_read_is_told(client: Any) -> None:
         return reply.all("x-quire-warning")
 
     assert warnings(chat_template_kwargs={"self": 1, "messages_": 2}) == [
-        f"{name!r} is ignored: the chat template does not read it" for name in ("self", "messages_")]
+        f"{name!r} is ignored: the chat template does not read it" for name in ("self", "messages_")
+    ]
     assert warnings(documents=[{"text": "a"}]) == ["'documents' is ignored: the chat template does not read it"]
     source = "{{ mood }}{{ documents }}{{ self }}{{ given }}"
     variables = {"mood": 1, "self": 2, "given": 3}
@@ -135,7 +139,10 @@ def test_who_waits_for_long_is_told_so(mock_engine: Any, make_client: Callable[.
 
 
 def test_a_long_conversation_is_rendered_apart(client: Any, mock_engine: Any) -> None:
-    body = {"messages": [*USER, {"role": "assistant", "content": "x"}] * 4000 + USER, "max_tokens": 1,
-            "truncate_prompt_tokens": 20}
+    body = {
+        "messages": [*USER, {"role": "assistant", "content": "x"}] * 4000 + USER,
+        "max_tokens": 1,
+        "truncate_prompt_tokens": 20,
+    }
     reply = asyncio.run(client.post(CHAT, body))
     assert reply.status == 200 and reply.json["usage"]["prompt_tokens"] == 20

@@ -95,8 +95,16 @@ def test_a_stream_adds_up_to_the_answer(ask: Callable[..., Any]) -> None:
     fields = {"include": ["message.output_text.logprobs"], "top_logprobs": 2}
     whole, events = ask(**fields).json, events_of(ask(stream=True, **fields))
     assert [event["type"].removeprefix("response.") for event in events] == [
-        "created", "in_progress", "output_item.added", "content_part.added", *["output_text.delta"] * 4,
-        "output_text.done", "content_part.done", "output_item.done", "incomplete"]
+        "created",
+        "in_progress",
+        "output_item.added",
+        "content_part.added",
+        *["output_text.delta"] * 4,
+        "output_text.done",
+        "content_part.done",
+        "output_item.done",
+        "incomplete",
+    ]
     assert timeless(events[-1]["response"]) == timeless(whole)
     deltas = [event for event in events if event["type"] == "response.output_text.delta"]
     (part,) = whole["output"][0]["content"]
@@ -112,18 +120,29 @@ def test_items_become_messages(template_messages: Callable[..., Any]) -> None:
         {"role": "developer", "content": "be kind"},
         {"role": "user", "content": [{"type": "input_text", "text": "1+1"}]},
         {"type": "reasoning", "id": "rs_1", "summary": [], "content": [{"type": "reasoning_text", "text": "hm"}]},
-        {"type": "message", "role": "assistant", "id": "msg_1", "status": "completed",
-         "content": [{"type": "output_text", "text": "wait", "annotations": [], "logprobs": []}]},
-        CALL, {**CALL, "call_id": "c2"}, RESULT,
+        {
+            "type": "message",
+            "role": "assistant",
+            "id": "msg_1",
+            "status": "completed",
+            "content": [{"type": "output_text", "text": "wait", "annotations": [], "logprobs": []}],
+        },
+        CALL,
+        {**CALL, "call_id": "c2"},
+        RESULT,
         {**RESULT, "call_id": "c2", "output": [{"type": "input_text", "text": "3"}]},
-        {"role": "assistant", "content": "2"}, {"role": "user", "content": "k"}]
+        {"role": "assistant", "content": "2"},
+        {"role": "user", "content": "k"},
+    ]
     system, user, called, one, two, said, last = template_messages(history, instructions="be brief")
     assert system["role"] == "system" and system["content"].split() == ["be", "brief", "be", "kind"]
     assert (user["content"], said["content"], last["content"]) == ("1+1", "2", "k")
     assert called["content"] == "wait" and called["reasoning"] == called["reasoning_content"] == "hm"
     assert [(call["id"], call["function"]["name"]) for call in called["tool_calls"]] == [("c1", "add"), ("c2", "add")]
     assert [(m["role"], m["tool_call_id"], m["content"]) for m in (one, two)] == [
-        ("tool", "c1", "2"), ("tool", "c2", "3")]
+        ("tool", "c1", "2"),
+        ("tool", "c2", "3"),
+    ]
 
 
 def test_tools_and_forms_reach_the_engine(
@@ -141,8 +160,10 @@ def test_tools_and_forms_reach_the_engine(
     async def scenario() -> None:
         structured, text = await asked(tools=[TOOL, {**TOOL, "name": "sub"}])
         assert structured is None and '"add"' in text and '"sub"' in text
-        for choice in ({"type": "function", "name": "sub"},
-                       {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "sub"}]}):
+        for choice in (
+            {"type": "function", "name": "sub"},
+            {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "sub"}]},
+        ):
             structured, text = await asked(tools=[TOOL, {**TOOL, "name": "sub"}], tool_choice=choice)
             assert "sub" in structured.grammar and "add" not in structured.grammar
         schema = {"type": "object", "properties": {"a": {"type": "number"}}}
@@ -213,8 +234,10 @@ def test_a_response_is_of_the_key_that_made_it(mock_engine: Any) -> None:
         assert call(key, "GET", name).status == right
         assert call(key, "POST", f"{name}/cancel").status == (404 if right == 404 else 400)  # 400: it ended long ago
         assert call(key, "POST", "", input="b", previous_response_id=made["id"], **ALWAYS).status == right
-        assert call(key, "POST", "", input=[{"type": "item_reference", "id": made["output"][0]["id"]}],
-                    **ALWAYS).status == right
+        assert (
+            call(key, "POST", "", input=[{"type": "item_reference", "id": made["output"][0]["id"]}], **ALWAYS).status
+            == right
+        )
         assert call(key, "DELETE", name).status == right
     assert call("one", "GET", name).error["message"] == call("two", "GET", name).error["message"]
 
@@ -326,7 +349,10 @@ def test_a_stream_that_fails(scripted: Any, make_client: Callable[..., Client], 
         await task
         events = events_of(reply)
         assert reply.complete and [event["type"] for event in events[-3:]] == [
-            "response.output_item.done", "response.failed", "error"]
+            "response.output_item.done",
+            "response.failed",
+            "error",
+        ]
         failed, error = events[-2]["response"], events[-1]
         assert failed["status"] == "failed" and failed["error"]["message"] == error["message"] == "it died."
         assert failed["output"][0]["status"] == "incomplete" and text_of(failed) == "hel"
@@ -361,8 +387,9 @@ def test_of_a_conversation_that_is_too_long_the_oldest_turns_go(
     too_much = ask("a", max_output_tokens=2 * longest).error
     assert too_much["param"] == "max_output_tokens" and "lower max_output_tokens to " in too_much["message"]
     messages = template_messages(history, truncation="auto", instructions="first")
-    longest_that_fits = next(left for at in range(0, 12, 2) if ask(left := history[at:], instructions="first").status
-                             == 200)
+    longest_that_fits = next(
+        left for at in range(0, 12, 2) if ask(left := history[at:], instructions="first").status == 200
+    )
     assert messages == [{"role": "system", "content": "first"}, *longest_that_fits] and len(messages) > 2
     assert [m["content"] for m in template_messages("a", truncation="auto")] == ["a"]
     assert ask("word " * longest, truncation="auto").status == 400
@@ -372,46 +399,52 @@ LONGER = {"type": "message", "role": "user", "content": [{"type": "input_image",
 SCHEMA = {"type": "json_schema", "name": "n"}
 
 
-@pytest.mark.parametrize(("param", "fields"), [
-    ("tools", {"tools": [{"type": "web_search"}]}),
-    ("tools", {"tools": [{"type": "function"}]}),
-    ("tools", {"tools": [{"type": "function", "name": "no name"}]}),
-    ("tools", {"tools": [{**TOOL, "parameters": 1}]}),
-    ("tools", {"tools": [{}]}),
-    ("tool_choice", {"tools": [TOOL], "tool_choice": {"type": "function", "name": "sub"}}),
-    ("tool_choice", {"tools": [TOOL], "tool_choice": {"type": "file_search"}}),
-    ("tool_choice", {"tools": [TOOL], "tool_choice": "all"}),
-    *(("tool_choice", {"tools": [TOOL], "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": tools}})
-      for tools in (None, [], [1], [{"type": "mcp"}], [{"type": "function", "name": "sub"}])),
-    ("tool_choice", {"tools": [TOOL], "tool_choice": {"type": "allowed_tools", "tools": [TOOL]}}),
-    ("include", {"include": ["file_search_call.results"]}),
-    ("top_logprobs", {"top_logprobs": 2}),
-    ("background", {"stream": True, "background": True}),
-    ("background", {"store": False, "background": True}),
-    ("text", {"text": {"format": SCHEMA}}),
-    ("text", {"text": {"format": {"type": "xml"}}}),
-    ("reasoning", {"reasoning": {"summary": "concise"}}),
-    ("metadata", {"metadata": {"k": 1}}),
-    ("metadata", {"metadata": {str(n): "" for n in range(17)}}),
-    ("max_output_tokens", {"max_output_tokens": 0}),
-    ("input", {"input": []}),
-    ("input", {"input": ""}),
-    ("input", {"input": [LONGER]}),
-    ("input", {"input": [{"type": "computer_call", "call_id": "x"}]}),
-    ("input", {"input": [RESULT]}),
-    ("input", {"input": [CALL, {"type": "function_call_output", "call_id": "c1"}]}),
-    ("input", {"input": [{"type": "function_call", "name": "f"}]}),
-    ("input", {"input": [{"role": "user"}]}),
-    ("input", {"input": [{"content": "x"}]}),
-    ("conversation", {"conversation": "conv_1"}),
-    ("prompt", {"prompt": {"id": "pmpt_1"}}),
-    ("context_management", {"context_management": []}),
-    ("n", {"n": 2}),
-    ("max_tokens", {"max_tokens": 2}),
-    ("prompt_logprobs", {"prompt_logprobs": 0}),
-    ("truncate_prompt_tokens", {"truncate_prompt_tokens": 1}),
-    ("response_format", {"response_format": {"type": "json_object"}}),
-], ids=str)
+@pytest.mark.parametrize(
+    ("param", "fields"),
+    [
+        ("tools", {"tools": [{"type": "web_search"}]}),
+        ("tools", {"tools": [{"type": "function"}]}),
+        ("tools", {"tools": [{"type": "function", "name": "no name"}]}),
+        ("tools", {"tools": [{**TOOL, "parameters": 1}]}),
+        ("tools", {"tools": [{}]}),
+        ("tool_choice", {"tools": [TOOL], "tool_choice": {"type": "function", "name": "sub"}}),
+        ("tool_choice", {"tools": [TOOL], "tool_choice": {"type": "file_search"}}),
+        ("tool_choice", {"tools": [TOOL], "tool_choice": "all"}),
+        *(
+            ("tool_choice", {"tools": [TOOL], "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": tools}})
+            for tools in (None, [], [1], [{"type": "mcp"}], [{"type": "function", "name": "sub"}])
+        ),
+        ("tool_choice", {"tools": [TOOL], "tool_choice": {"type": "allowed_tools", "tools": [TOOL]}}),
+        ("include", {"include": ["file_search_call.results"]}),
+        ("top_logprobs", {"top_logprobs": 2}),
+        ("background", {"stream": True, "background": True}),
+        ("background", {"store": False, "background": True}),
+        ("text", {"text": {"format": SCHEMA}}),
+        ("text", {"text": {"format": {"type": "xml"}}}),
+        ("reasoning", {"reasoning": {"summary": "concise"}}),
+        ("metadata", {"metadata": {"k": 1}}),
+        ("metadata", {"metadata": {str(n): "" for n in range(17)}}),
+        ("max_output_tokens", {"max_output_tokens": 0}),
+        ("input", {"input": []}),
+        ("input", {"input": ""}),
+        ("input", {"input": [LONGER]}),
+        ("input", {"input": [{"type": "computer_call", "call_id": "x"}]}),
+        ("input", {"input": [RESULT]}),
+        ("input", {"input": [CALL, {"type": "function_call_output", "call_id": "c1"}]}),
+        ("input", {"input": [{"type": "function_call", "name": "f"}]}),
+        ("input", {"input": [{"role": "user"}]}),
+        ("input", {"input": [{"content": "x"}]}),
+        ("conversation", {"conversation": "conv_1"}),
+        ("prompt", {"prompt": {"id": "pmpt_1"}}),
+        ("context_management", {"context_management": []}),
+        ("n", {"n": 2}),
+        ("max_tokens", {"max_tokens": 2}),
+        ("prompt_logprobs", {"prompt_logprobs": 0}),
+        ("truncate_prompt_tokens", {"truncate_prompt_tokens": 1}),
+        ("response_format", {"response_format": {"type": "json_object"}}),
+    ],
+    ids=str,
+)
 def test_what_is_refused_is_named(ask: Callable[..., Any], param: str, fields: dict[str, Any]) -> None:
     reply = ask(fields.pop("input", "hi"), **fields)
     assert reply.status == 400 and reply.error["param"] == param and param in reply.error["message"], reply.body
@@ -426,9 +459,20 @@ def test_no_input_is_told_from_an_empty_one(ask: Callable[..., Any]) -> None:
 
 
 def test_what_changes_nothing_is_taken(ask: Callable[..., Any]) -> None:
-    reply = ask(n=1, user="u", safety_identifier="s", prompt_cache_key="k", service_tier="auto", max_tool_calls=3,
-                text={"verbosity": "low", "format": {"type": "text"}}, include=["reasoning.encrypted_content"],
-                stream_options={"include_obfuscation": False}, parallel_tool_calls=False, tool_choice="auto", tools=[])
+    reply = ask(
+        n=1,
+        user="u",
+        safety_identifier="s",
+        prompt_cache_key="k",
+        service_tier="auto",
+        max_tool_calls=3,
+        text={"verbosity": "low", "format": {"type": "text"}},
+        include=["reasoning.encrypted_content"],
+        stream_options={"include_obfuscation": False},
+        parallel_tool_calls=False,
+        tool_choice="auto",
+        tools=[],
+    )
     assert reply.status == 200 and reply.header("x-quire-warning") is None
     assert (reply.json["user"], reply.json["max_tool_calls"], reply.json["text"]["verbosity"]) == ("u", 3, "low")
 
@@ -439,20 +483,24 @@ def test_unknown_responses(client: Client, ask: Callable[..., Any]) -> None:
         assert reply.status == 404 and "'resp_x'" in reply.error["message"] and "input" in reply.error["message"]
     reply = ask(previous_response_id="resp_x")
     assert (reply.status, reply.error["code"], reply.error["param"]) == (
-        404, "previous_response_not_found", "previous_response_id")
+        404,
+        "previous_response_not_found",
+        "previous_response_id",
+    )
     reply = asyncio.run(client.post(f"{PATH}/{ask().json['id']}/cancel", {}))
     assert reply.status == 400 and "background" in reply.error["message"]
 
 
 def test_what_is_wrong_is_said_in_words_of_this_route(ask: Callable[..., Any]) -> None:
     for fields, param, words in (
-            ({"tools": [TOOL], "tool_choice": {"type": "web_search"}}, "tool_choice", "tool_choice.type must be one"),
-            ({"tools": [TOOL], "tool_choice": {"type": "function"}}, "tool_choice", "tool_choice.name is missing"),
-            ({"tools": [TOOL, TOOL]}, "tools", "tools[1].name: there is another"),
-            ({"text": {"format": {"type": "json_object", "x": 1}}}, "text", "text.format has an unknown field 'x'"),
-            ({"reasoning": {"mode": "pro"}}, "reasoning", "reasoning.mode must be one of standard"),
-            ({"reasoning": {"modes": "x"}}, "reasoning", "unknown field 'modes': did you mean mode?"),
-            ({"reasoning": {"effort": "banana"}}, "reasoning", "reasoning.effort must be one of")):
+        ({"tools": [TOOL], "tool_choice": {"type": "web_search"}}, "tool_choice", "tool_choice.type must be one"),
+        ({"tools": [TOOL], "tool_choice": {"type": "function"}}, "tool_choice", "tool_choice.name is missing"),
+        ({"tools": [TOOL, TOOL]}, "tools", "tools[1].name: there is another"),
+        ({"text": {"format": {"type": "json_object", "x": 1}}}, "text", "text.format has an unknown field 'x'"),
+        ({"reasoning": {"mode": "pro"}}, "reasoning", "reasoning.mode must be one of standard"),
+        ({"reasoning": {"modes": "x"}}, "reasoning", "unknown field 'modes': did you mean mode?"),
+        ({"reasoning": {"effort": "banana"}}, "reasoning", "reasoning.effort must be one of"),
+    ):
         error = ask(**fields).error
         assert error["param"] == param and words in error["message"] and "$." not in error["message"], error
 
@@ -465,12 +513,22 @@ def test_reasoning_that_says_nothing_is_nothing(template_messages: Callable[...,
 def test_a_background_response_tells_its_warnings(ask: Callable[..., Any]) -> None:
     reply = ask(background=True, reasoning={"effort": "high"}, anything=1)
     assert reply.all("x-quire-warning") == [
-        "unknown field 'anything'", "reasoning.effort is ignored: the chat template does not read it"]
+        "unknown field 'anything'",
+        "reasoning.effort is ignored: the chat template does not read it",
+    ]
 
 
-@pytest.mark.parametrize(("query", "param"), [
-    ("stream=true", "stream"), ("starting_after=3", "starting_after"), ("include[]=reasoning.x", "include[]"),
-    ("include%5B%5D=x", "include[]"), ("stream=false", None), ("", None)])
+@pytest.mark.parametrize(
+    ("query", "param"),
+    [
+        ("stream=true", "stream"),
+        ("starting_after=3", "starting_after"),
+        ("include[]=reasoning.x", "include[]"),
+        ("include%5B%5D=x", "include[]"),
+        ("stream=false", None),
+        ("", None),
+    ],
+)
 def test_what_a_retrieval_may_ask(client: Client, ask: Callable[..., Any], query: str, param: str | None) -> None:
     name = ask().json["id"]
 
@@ -482,22 +540,38 @@ def test_what_a_retrieval_may_ask(client: Client, ask: Callable[..., Any], query
 
 
 def test_oldest_turns_are_left_out_however_much_too_long_they_are(
-        mock_engine: Any, text_side: TextSide, make_client: Callable[..., Client]) -> None:
+    mock_engine: Any, text_side: TextSide, make_client: Callable[..., Client]
+) -> None:
     """Also if rendering gives up, and if the answer has a grammar, before which reasoning is begun."""
-    source = "{% for m in messages %}{{ m.content }}\n{% endfor %}{% if not enable_thinking | default(true) %}<think>" \
-             "{{ ' word' * 40 }}</think>{% endif %}"
+    source = (
+        "{% for m in messages %}{{ m.content }}\n{% endfor %}{% if not enable_thinking | default(true) %}<think>"
+        "{{ ' word' * 40 }}</think>{% endif %}"
+    )
     text = replace(text_side, chat_template=ChatTemplate({"default": source}), parsers=(None, "deepseek_r1"))
     mock_engine.text = text
     longest = mock_engine.ready.max_model_len
     talk = [{"role": role, "content": "word " * (longest // 40)} for _ in range(40) for role in ("user", "assistant")]
     structured = {"format": {"type": "json_object"}}
     client = make_client(mock_engine)
-    reply = asyncio.run(client.post(PATH, {"input": [*talk, {"role": "user", "content": "end"}], "truncation": "auto",
-                                           "text": structured, "max_output_tokens": 4}))
+    reply = asyncio.run(
+        client.post(
+            PATH,
+            {
+                "input": [*talk, {"role": "user", "content": "end"}],
+                "truncation": "auto",
+                "text": structured,
+                "max_output_tokens": 4,
+            },
+        )
+    )
     assert reply.status == 200, reply.body
     huge = [{"role": "user", "content": "x" * 7_000_000}, {"role": "assistant", "content": "a"}]
-    mock_engine.text = replace(text, chat_template=ChatTemplate({"default": source.replace(
-        "{{ m.content }}", "{{ m.content * 3 }}")}))
-    reply = asyncio.run(client.post(PATH, {"input": [*huge, {"role": "user", "content": "end"}], "truncation": "auto",
-                                           "max_output_tokens": 4}))
+    mock_engine.text = replace(
+        text, chat_template=ChatTemplate({"default": source.replace("{{ m.content }}", "{{ m.content * 3 }}")})
+    )
+    reply = asyncio.run(
+        client.post(
+            PATH, {"input": [*huge, {"role": "user", "content": "end"}], "truncation": "auto", "max_output_tokens": 4}
+        )
+    )
     assert reply.status == 200, reply.body

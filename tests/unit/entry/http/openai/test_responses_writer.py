@@ -16,8 +16,16 @@ from quire.entry.http.openai.responses_writer import ResponseWriter
 from quire.text.answer_events import CallArguments, CallBegins, Event, Thought, Words
 
 ANSWER: list[Event] = [
-    Thought("let "), Thought("me see"), Words("I "), Words("ask."), CallBegins(0, "call_a", "add"),
-    CallArguments(0, '{"a"'), CallArguments(0, ":1}"), CallBegins(1, "call_b", "now"), CallArguments(1, "{}")]
+    Thought("let "),
+    Thought("me see"),
+    Words("I "),
+    Words("ask."),
+    CallBegins(0, "call_a", "add"),
+    CallArguments(0, '{"a"'),
+    CallArguments(0, ":1}"),
+    CallBegins(1, "call_b", "now"),
+    CallArguments(1, "{}"),
+]
 
 
 class Read:
@@ -32,10 +40,20 @@ class Read:
         return next(self._pieces)
 
 
-def writer_of(pieces: list[list[Event]], kept: list[bytes], params: SamplingParams | None = None,
-              plan: ParserPlan | None = None, **fields: Any) -> ResponseWriter:
-    job: Any = SimpleNamespace(params=params or SamplingParams(), parser_plan=plan or ParserPlan(), model="m",
-                               created=7, parsers=lambda tokenizer: [Read(pieces)])
+def writer_of(
+    pieces: list[list[Event]],
+    kept: list[bytes],
+    params: SamplingParams | None = None,
+    plan: ParserPlan | None = None,
+    **fields: Any,
+) -> ResponseWriter:
+    job: Any = SimpleNamespace(
+        params=params or SamplingParams(),
+        parser_plan=plan or ParserPlan(),
+        model="m",
+        created=7,
+        parsers=lambda tokenizer: [Read(pieces)],
+    )
     return ResponseWriter(job, None, ResponseRequest(**fields), "resp_1", kept.append)
 
 
@@ -94,35 +112,71 @@ def test_pieces_add_up_to_the_whole(cut: int, fields: dict[str, Any]) -> None:
     last = events[-1]["response"]
     assert built(events) == last["output"] and kept == [json.dumps(last, separators=(",", ":")).encode()]
     whole = writer_of([ANSWER], [], **fields)
-    body = json.loads(whole.whole([RequestOutput(request_id="r", prompt=None, prompt_token_ids=[], finished=True,
-                                                 outputs=[piece_of("stop")])], usage(3, 9, 1)))
+    body = json.loads(
+        whole.whole(
+            [
+                RequestOutput(
+                    request_id="r", prompt=None, prompt_token_ids=[], finished=True, outputs=[piece_of("stop")]
+                )
+            ],
+            usage(3, 9, 1),
+        )
+    )
     assert body | {"completed_at": 0} == last | {"completed_at": 0}
     assert [item["type"] for item in body["output"]] == ["reasoning", "message", "function_call", "function_call"]
     assert {item["status"] for item in body["output"]} == {"completed"} and body["status"] == "completed"
-    assert body["output"][3] == {"id": "fc_13", "status": "completed", "type": "function_call", "call_id": "call_b",
-                                 "name": "now", "arguments": "{}"}
+    assert body["output"][3] == {
+        "id": "fc_13",
+        "status": "completed",
+        "type": "function_call",
+        "call_id": "call_b",
+        "name": "now",
+        "arguments": "{}",
+    }
     thought = body["output"][0]["summary" if fields else "content"]
     assert thought == [{"type": "summary_text" if fields else "reasoning_text", "text": "let me see"}]
     assert body["usage"] == {
-        "input_tokens": 3, "output_tokens": 9, "total_tokens": 12, "output_tokens_details": {"reasoning_tokens": 2},
-        "input_tokens_details": {"cached_tokens": 1, "cache_write_tokens": 0}}
+        "input_tokens": 3,
+        "output_tokens": 9,
+        "total_tokens": 12,
+        "output_tokens_details": {"reasoning_tokens": 2},
+        "input_tokens_details": {"cached_tokens": 1, "cache_write_tokens": 0},
+    }
 
 
 def test_the_order_of_events() -> None:
     events, _ = streamed([[Thought("a")], [Words("b"), CallBegins(0, "c", "f"), CallArguments(0, "{}")]])
     assert names(events) == [
-        "created", "in_progress",
-        "output_item.added", "content_part.added", "reasoning_text.delta", "reasoning_text.done", "content_part.done",
+        "created",
+        "in_progress",
+        "output_item.added",
+        "content_part.added",
+        "reasoning_text.delta",
+        "reasoning_text.done",
+        "content_part.done",
         "output_item.done",
-        "output_item.added", "content_part.added", "output_text.delta", "output_text.done", "content_part.done",
+        "output_item.added",
+        "content_part.added",
+        "output_text.delta",
+        "output_text.done",
+        "content_part.done",
         "output_item.done",
-        "output_item.added", "function_call_arguments.delta", "function_call_arguments.done", "output_item.done",
-        "completed"]
+        "output_item.added",
+        "function_call_arguments.delta",
+        "function_call_arguments.done",
+        "output_item.done",
+        "completed",
+    ]
     assert (events[-3]["name"], events[-3]["arguments"]) == ("f", "{}")
     events, _ = streamed([[Thought("a")], [Words("b")]], reasoning=ReasoningOptions(summary="detailed"))
     assert names(events)[2:8] == [
-        "output_item.added", "reasoning_summary_part.added", "reasoning_summary_text.delta",
-        "reasoning_summary_text.done", "reasoning_summary_part.done", "output_item.done"]
+        "output_item.added",
+        "reasoning_summary_part.added",
+        "reasoning_summary_text.delta",
+        "reasoning_summary_text.done",
+        "reasoning_summary_part.done",
+        "output_item.done",
+    ]
 
 
 def test_what_is_cut_off_is_incomplete() -> None:

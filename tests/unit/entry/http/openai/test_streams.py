@@ -150,9 +150,7 @@ def test_what_waits_goes_out_in_one_event_and_one_piece(
     assert joined(reply.events) == "abcde" and [text_of(e) for e in reply.events if text_of(e)][1] == "bcd"
 
 
-def test_a_finished_choice_is_not_told_again(
-    begin: Any, scripted: Any, make_client: Any, output: Any
-) -> None:
+def test_a_finished_choice_is_not_told_again(begin: Any, scripted: Any, make_client: Any, output: Any) -> None:
     async def main() -> Any:
         task, _, _, stream = await begin(make_client(scripted), PLAIN, asked(PLAIN, stream=True, n=2))
         first = output("a", "b")
@@ -168,7 +166,9 @@ def test_a_finished_choice_is_not_told_again(
 
     choices = [c for e in asyncio.run(main()).events for c in e["choices"]]
     assert [(c["index"], c["text"], c["finish_reason"]) for c in choices] == [
-        (0, "a", "stop"), (1, "b", None), (1, "c", "length"),
+        (0, "a", "stop"),
+        (1, "b", None),
+        (1, "c", "length"),
     ]
 
 
@@ -235,9 +235,7 @@ def test_a_failure_after_the_first_token_is_an_event(
 
 
 @both
-def test_an_aborted_choice_is_no_answer(
-    begin: Any, scripted: Any, make_client: Any, output: Any, path: str
-) -> None:
+def test_an_aborted_choice_is_no_answer(begin: Any, scripted: Any, make_client: Any, output: Any, path: str) -> None:
     async def main(stream: bool) -> Any:
         task, _, _, pipe = await begin(make_client(scripted), path, asked(path, stream=stream))
         pipe.put(output("a", finish="abort"))
@@ -330,9 +328,7 @@ def test_who_goes_while_a_long_text_is_encoded_never_reaches_the_engine(
 
 
 @both
-def test_a_cancelled_task_ends_its_request(
-    begin: Any, scripted: Any, make_client: Any, path: str
-) -> None:
+def test_a_cancelled_task_ends_its_request(begin: Any, scripted: Any, make_client: Any, path: str) -> None:
     async def main() -> None:
         task, _, _, pipe = await begin(make_client(scripted), path, asked(path, stream=True))
         task.cancel()

@@ -64,8 +64,12 @@ def test_a_chat(tiny_engine: Any, make_client: Callable[..., Any]) -> None:
 
 
 def test_forced_calls_and_forms_come_out(tiny_engine: Any, make_client: Callable[..., Any]) -> None:
-    city = {"type": "object", "properties": {"city": {"enum": ["Rome", "Oslo"]}}, "required": ["city"],
-            "additionalProperties": False}
+    city = {
+        "type": "object",
+        "properties": {"city": {"enum": ["Rome", "Oslo"]}},
+        "required": ["city"],
+        "additionalProperties": False,
+    }
     tools = [{"type": "function", "function": {"name": name, "parameters": city}} for name in ("weather", "time")]
     client = make_client(tiny_engine)
     body = {"messages": [{"role": "user", "content": "The weather in Rome?"}], "temperature": 0, "max_tokens": 64}

@@ -32,7 +32,8 @@ def test_the_body_of_a_chat_is_taken(client: Any) -> None:
     reply = post(client, "/tokenize", **chat, temperature=0.5, max_tokens=3, stream=True)
     assert reply.json["tokens"] == post(client, "/tokenize", **chat).json["tokens"]
     assert {f"unknown field '{name}'" for name in ("temperature", "max_tokens", "stream")} <= set(
-        reply.all("x-quire-warning"))
+        reply.all("x-quire-warning")
+    )
 
 
 def test_special_tokens_show_unless_skipped(client: Any) -> None:
@@ -99,9 +100,12 @@ def test_the_tokenizer(client: Any, text_side: Any) -> None:
 
 def test_without_a_tokenizer(scripted: Any, text_side: Any, client: Any) -> None:
     scripted.text = replace(text_side, tokenizer=None, chat_template=None)
-    for path, fields in (("/tokenize", {"prompt": "a"}), ("/detokenize", {"tokens": [1]}),
-                         ("/v1/completions", {"prompt": "a"}),
-                         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]})):
+    for path, fields in (
+        ("/tokenize", {"prompt": "a"}),
+        ("/detokenize", {"tokens": [1]}),
+        ("/v1/completions", {"prompt": "a"}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}),
+    ):
         assert post(client, path, **fields).status == 400
 
 

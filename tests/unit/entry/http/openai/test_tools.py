@@ -71,8 +71,10 @@ def refusal_of(scripted: Any, make_client: Callable[..., Any]) -> Callable[..., 
 def test_tools_are_shown_in_the_order_models_know(send_request: Callable[..., Any]) -> None:
     bare = {"function": {"description": "d", "strict": False, "name": "f"}, "type": "function"}
     prompt, params = send_request(tools=[bare])
-    assert ('{"type": "function", "function": {"name": "f", "description": "d", "parameters": '
-            '{"type": "object", "properties": {}, "additionalProperties": false}}}') in prompt
+    assert (
+        '{"type": "function", "function": {"name": "f", "description": "d", "parameters": '
+        '{"type": "object", "properties": {}, "additionalProperties": false}}}'
+    ) in prompt
     assert params.structured_outputs is None
 
 
@@ -83,13 +85,21 @@ def test_idle_tools_are_shown_unless_the_server_hides_them(send_request: Callabl
     assert "lookup" in send_request({"exclude_tools_when_tool_choice_none": True}, tools=[tool("lookup")])[0]
 
 
-@pytest.mark.parametrize(("fields", "bound"), [
-    ({}, False), ({"tool_choice": "auto"}, False), ({"tool_choice": "none"}, False),
-    ({"tool_choice": "required"}, True), ({"tool_choice": named("f")}, True),
-    ({"tool_choice": allowed("auto", "f", "g")}, False), ({"tool_choice": allowed("auto", "g")}, True),
-    ({"tool_choice": allowed("required", "f", "g")}, True),
-    ({"tools": [tool("f", strict=True)]}, True),
-], ids=str)
+@pytest.mark.parametrize(
+    ("fields", "bound"),
+    [
+        ({}, False),
+        ({"tool_choice": "auto"}, False),
+        ({"tool_choice": "none"}, False),
+        ({"tool_choice": "required"}, True),
+        ({"tool_choice": named("f")}, True),
+        ({"tool_choice": allowed("auto", "f", "g")}, False),
+        ({"tool_choice": allowed("auto", "g")}, True),
+        ({"tool_choice": allowed("required", "f", "g")}, True),
+        ({"tools": [tool("f", strict=True)]}, True),
+    ],
+    ids=str,
+)
 def test_a_grammar_binds_only_where_it_is_asked_for(
     send_request: Callable[..., Any], fields: dict[str, Any], bound: bool
 ) -> None:
@@ -100,32 +110,46 @@ def test_a_grammar_binds_only_where_it_is_asked_for(
 
 def test_the_grammar_holds_what_may_be_called(send_request: Callable[..., Any]) -> None:
     tools = [tool("first"), tool("second"), tool("third")]
-    for choice, names in ((named("second"), {"second"}), (allowed("required", "third", "first"), {"first", "third"}),
-                          ("required", {"first", "second", "third"})):
+    for choice, names in (
+        (named("second"), {"second"}),
+        (allowed("required", "third", "first"), {"first", "third"}),
+        ("required", {"first", "second", "third"}),
+    ):
         grammar = send_request(tools=tools, tool_choice=choice)[1].structured_outputs.grammar
         assert {t["function"]["name"] for t in tools if t["function"]["name"] in grammar} == names
 
 
-@pytest.mark.parametrize(("fields", "param", "words"), [
-    ({"tools": [tool("a b")]}, "tools", "A-Za-z0-9_./:-"),
-    ({"tools": [tool("a" * 129)]}, "tools", "A-Za-z0-9_./:-"),
-    ({"tools": [tool("f"), tool("g"), tool("f")]}, "tools", "tools[2].function.name"),
-    ({"tools": [tool("f", parameters={"type": "array"})]}, "tools", "tools[0].function.parameters"),
-    ({"tools": [tool("f", parameters="{}")]}, "tools", "an object"),
-    ({"tools": [{"type": "custom", "custom": {"name": "f"}}]}, "tools", "one of function"),
-    ({"tools": [tool(f"f{i}") for i in range(513)]}, "tools", "at most 512"),
-    ({"tool_choice": "required"}, "tool_choice", "no tools"),
-    ({"tool_choice": "any", "tools": [tool()]}, "tool_choice", "auto, none, required"),
-    ({"tool_choice": named("g"), "tools": [tool()]}, "tool_choice", "'g'"),
-    ({"tool_choice": named("g")}, "tool_choice", "'g'"),
-    ({"tool_choice": allowed("auto", "g"), "tools": [tool()]}, "tool_choice", "'g'"),
-    ({"tool_choice": {"type": "allowed_tools"}, "tools": [tool()]}, "tool_choice", "needs the field 'allowed_tools'"),
-    ({"tool_choice": {"type": "function"}, "tools": [tool()]}, "tool_choice", "needs the field 'function'"),
-    ({"functions": [{"name": "f"}]}, "functions", "send tools"),
-    ({"function_call": {"name": "f"}}, "function_call", "send tool_choice"),
-    ({"messages": [{"role": "assistant", "content": "a", "function_call": {"name": "f", "arguments": ""}}]},
-     "messages", "send tool_calls"),
-], ids=str)
+@pytest.mark.parametrize(
+    ("fields", "param", "words"),
+    [
+        ({"tools": [tool("a b")]}, "tools", "A-Za-z0-9_./:-"),
+        ({"tools": [tool("a" * 129)]}, "tools", "A-Za-z0-9_./:-"),
+        ({"tools": [tool("f"), tool("g"), tool("f")]}, "tools", "tools[2].function.name"),
+        ({"tools": [tool("f", parameters={"type": "array"})]}, "tools", "tools[0].function.parameters"),
+        ({"tools": [tool("f", parameters="{}")]}, "tools", "an object"),
+        ({"tools": [{"type": "custom", "custom": {"name": "f"}}]}, "tools", "one of function"),
+        ({"tools": [tool(f"f{i}") for i in range(513)]}, "tools", "at most 512"),
+        ({"tool_choice": "required"}, "tool_choice", "no tools"),
+        ({"tool_choice": "any", "tools": [tool()]}, "tool_choice", "auto, none, required"),
+        ({"tool_choice": named("g"), "tools": [tool()]}, "tool_choice", "'g'"),
+        ({"tool_choice": named("g")}, "tool_choice", "'g'"),
+        ({"tool_choice": allowed("auto", "g"), "tools": [tool()]}, "tool_choice", "'g'"),
+        (
+            {"tool_choice": {"type": "allowed_tools"}, "tools": [tool()]},
+            "tool_choice",
+            "needs the field 'allowed_tools'",
+        ),
+        ({"tool_choice": {"type": "function"}, "tools": [tool()]}, "tool_choice", "needs the field 'function'"),
+        ({"functions": [{"name": "f"}]}, "functions", "send tools"),
+        ({"function_call": {"name": "f"}}, "function_call", "send tool_choice"),
+        (
+            {"messages": [{"role": "assistant", "content": "a", "function_call": {"name": "f", "arguments": ""}}]},
+            "messages",
+            "send tool_calls",
+        ),
+    ],
+    ids=str,
+)
 def test_bad_tools(refusal_of: Callable[..., Any], fields: dict[str, Any], param: str, words: str) -> None:
     error = refusal_of(**fields)
     assert error["param"] == param and words in error["message"], error
@@ -158,8 +182,12 @@ def test_a_reasoning_effort_of_none_switches_thinking_off(send_request: Callable
     assert send_request(reasoning_effort="none")[0] == "hi False"
     assert send_request(reasoning_effort="none", chat_template_kwargs={"enable_thinking": True})[0] == "hi True"
     assert send_request({"default_chat_template_kwargs": {"enable_thinking": 1}})[0] == "hi 1"
-    assert send_request({"default_chat_template_kwargs": {"enable_thinking": 1}},
-                chat_template_kwargs={"enable_thinking": 2})[0] == "hi 2"
+    assert (
+        send_request(
+            {"default_chat_template_kwargs": {"enable_thinking": 1}}, chat_template_kwargs={"enable_thinking": 2}
+        )[0]
+        == "hi 2"
+    )
 
 
 # --- structured output ----------------------------------------------------------------------------------------------
@@ -168,18 +196,26 @@ JSON_SCHEMA = {"type": "json_schema", "json_schema": {"name": "n", "strict": Tru
 
 
 @pytest.mark.parametrize("path", [PATH, "/v1/completions"])
-@pytest.mark.parametrize(("fields", "kind", "value"), [
-    ({"response_format": {"type": "json_object"}}, "json_object", True),
-    ({"response_format": JSON_SCHEMA}, "json", CITY),
-    ({"structured_outputs": {"json": CITY}}, "json", CITY),
-    ({"structured_outputs": {"json": "{}"}}, "json", "{}"),
-    ({"structured_outputs": {"regex": "a+"}}, "regex", "a+"),
-    ({"structured_outputs": {"choice": ["a", "b"]}}, "choice", ["a", "b"]),
-    ({"structured_outputs": {"grammar": "start: /a/"}}, "grammar", "start: /a/"),
-    ({"structured_outputs": {"json_object": True, "regex": None}}, "json_object", True),
-    ({"structured_outputs": {"json_object": False, "regex": "a"}}, "regex", "a"),
-    ({"structured_outputs": {"json_object": False}, "response_format": {"type": "json_object"}}, "json_object", True),
-], ids=str)
+@pytest.mark.parametrize(
+    ("fields", "kind", "value"),
+    [
+        ({"response_format": {"type": "json_object"}}, "json_object", True),
+        ({"response_format": JSON_SCHEMA}, "json", CITY),
+        ({"structured_outputs": {"json": CITY}}, "json", CITY),
+        ({"structured_outputs": {"json": "{}"}}, "json", "{}"),
+        ({"structured_outputs": {"regex": "a+"}}, "regex", "a+"),
+        ({"structured_outputs": {"choice": ["a", "b"]}}, "choice", ["a", "b"]),
+        ({"structured_outputs": {"grammar": "start: /a/"}}, "grammar", "start: /a/"),
+        ({"structured_outputs": {"json_object": True, "regex": None}}, "json_object", True),
+        ({"structured_outputs": {"json_object": False, "regex": "a"}}, "regex", "a"),
+        (
+            {"structured_outputs": {"json_object": False}, "response_format": {"type": "json_object"}},
+            "json_object",
+            True,
+        ),
+    ],
+    ids=str,
+)
 def test_a_form_reaches_the_engine(
     send_request: Callable[..., Any], path: str, fields: dict[str, Any], kind: str, value: Any
 ) -> None:
@@ -188,29 +224,49 @@ def test_a_form_reaches_the_engine(
     assert getattr(structured, kind) == value and not structured.disable_any_whitespace
 
 
-@pytest.mark.parametrize("fields", [
-    {}, {"response_format": {"type": "text"}}, {"structured_outputs": {}}, {"structured_outputs": {"json": None}},
-], ids=str)
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"response_format": {"type": "text"}},
+        {"structured_outputs": {}},
+        {"structured_outputs": {"json": None}},
+    ],
+    ids=str,
+)
 def test_free_text_stays_free(send_request: Callable[..., Any], fields: dict[str, Any]) -> None:
     assert send_request(**fields)[1].structured_outputs is None
 
 
-@pytest.mark.parametrize(("fields", "param", "words"), [
-    ({"response_format": {"type": "xml"}}, "response_format", "json_object, json_schema, text"),
-    ({"response_format": {"type": "json_schema"}}, "response_format", "schema"),
-    ({"response_format": {"type": "json_schema", "json_schema": {"name": "n"}}}, "response_format", "is missing"),
-    ({"structured_outputs": {"json": CITY, "regex": "a"}}, "structured_outputs", "exactly one"),
-    ({"structured_outputs": {"json_object": False}}, "structured_outputs", "not json_object=False alone"),
-    ({"structured_outputs": {"json_object": False}, "response_format": {"type": "text"}}, "structured_outputs",
-     "not json_object=False alone"),
-    ({"structured_outputs": {"yaml": "a"}}, "structured_outputs", "yaml"),
-    ({"structured_outputs": {"structural_tag": "a"}}, "structured_outputs",
-     'structural_tag is not implemented yet: send tools with "strict": true, or structured_outputs with a grammar.'),
-    *(({"response_format": structured}, "response_format", "structural_tag is not implemented yet")
-      for structured in ({"type": "structural_tag", "format": {}}, {"structures": [], "type": "structural_tag"})),
-    ({"structured_outputs": {"regex": "a"}, "response_format": JSON_SCHEMA}, "structured_outputs", "one of"),
-    ({"guided_json": CITY}, "guided_json", 'structured_outputs instead: {"json"'),
-], ids=str)
+@pytest.mark.parametrize(
+    ("fields", "param", "words"),
+    [
+        ({"response_format": {"type": "xml"}}, "response_format", "json_object, json_schema, text"),
+        ({"response_format": {"type": "json_schema"}}, "response_format", "schema"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"name": "n"}}}, "response_format", "is missing"),
+        ({"structured_outputs": {"json": CITY, "regex": "a"}}, "structured_outputs", "exactly one"),
+        ({"structured_outputs": {"json_object": False}}, "structured_outputs", "not json_object=False alone"),
+        (
+            {"structured_outputs": {"json_object": False}, "response_format": {"type": "text"}},
+            "structured_outputs",
+            "not json_object=False alone",
+        ),
+        ({"structured_outputs": {"yaml": "a"}}, "structured_outputs", "yaml"),
+        (
+            {"structured_outputs": {"structural_tag": "a"}},
+            "structured_outputs",
+            'structural_tag is not implemented yet: send tools with "strict": true, '
+            "or structured_outputs with a grammar.",
+        ),
+        *(
+            ({"response_format": structured}, "response_format", "structural_tag is not implemented yet")
+            for structured in ({"type": "structural_tag", "format": {}}, {"structures": [], "type": "structural_tag"})
+        ),
+        ({"structured_outputs": {"regex": "a"}, "response_format": JSON_SCHEMA}, "structured_outputs", "one of"),
+        ({"guided_json": CITY}, "guided_json", 'structured_outputs instead: {"json"'),
+    ],
+    ids=str,
+)
 def test_bad_structured_outputs(refusal_of: Callable[..., Any], fields: dict[str, Any], param: str, words: str) -> None:
     error = refusal_of(**fields)
     assert error["param"] == param and words in error["message"], error
@@ -243,8 +299,11 @@ def test_beside_tools_an_answer_is_calls_or_json(
     assert error["param"] == "tools" and '"none"' in error["message"]
 
 
-@pytest.mark.parametrize("texts", [('{"answer": 1}',), ('<tool_call>\n{"name": "lookup", "arguments": {"city": "Rome"}}'
-                                                       "\n</tool_call>",)], ids=["structured", "call"])
+@pytest.mark.parametrize(
+    "texts",
+    [('{"answer": 1}',), ('<tool_call>\n{"name": "lookup", "arguments": {"city": "Rome"}}\n</tool_call>',)],
+    ids=["structured", "call"],
+)
 def test_the_grammar_of_both_takes_both(
     send_request: Callable[..., Any], text_side: TextSide, texts: tuple[str, ...]
 ) -> None:
@@ -273,8 +332,11 @@ def test_reasoning_that_a_model_begins_by_itself_is_begun_for_it(
 
 def test_a_budget_of_reasoning(send_request: Callable[..., Any], scripted: Any, refusal_of: Callable[..., Any]) -> None:
     thinking = {"chat_template_kwargs": {"enable_thinking": True}, "thinking_token_budget": 100}
-    for fields, inside in (({}, False), ({"response_format": SMALL}, False),
-                           ({"tools": [tool()], "tool_choice": "required"}, True)):
+    for fields, inside in (
+        ({}, False),
+        ({"response_format": SMALL}, False),
+        ({"tools": [tool()], "tool_choice": "required"}, True),
+    ):
         structured = send_request(**thinking, **fields)[1].structured_outputs
         assert (structured.after, structured.budget, structured.inside) == ("</think>", 100, inside)
         assert bool(structured.given) == bool(fields)
@@ -318,7 +380,8 @@ def failure_of(begin: Any, scripted: Any, make_client: Callable[..., Any]) -> Ca
             if error is None:
                 with pytest.raises(InvalidParameter) as caught:
                     GrammarCompiler(lambda: tokenizer, tokenizer.vocab_size).compile(
-                        scripted.params[-1].structured_outputs.spec())
+                        scripted.params[-1].structured_outputs.spec()
+                    )
             stream.put(error or RequestFailed(str(caught.value), code="invalid_grammar"))
             await task
             assert reply.status == 400, reply.body
@@ -329,16 +392,21 @@ def failure_of(begin: Any, scripted: Any, make_client: Callable[..., Any]) -> Ca
     return call
 
 
-@pytest.mark.parametrize(("fields", "param", "words"), [
-    ({"tools": [tool(parameters=BANANA, strict=True)]}, "tools", "Invalid type: banana"),
-    ({"tools": [tool(parameters=BANANA)], "tool_choice": "required"}, "tools", "Invalid type: banana"),
-    (AS_FORM, "response_format", "Invalid type: banana"),
-    (AS_FORM | {"tools": [tool()]}, "tools", "tools or response_format: the schema cannot be used: Invalid"),
-    ({"structured_outputs": {"json": BANANA}}, "structured_outputs", "Invalid type: banana"),
-    ({"structured_outputs": {"grammar": "start: foo"}}, "structured_outputs", "start: foo"),
-], ids=str)
+@pytest.mark.parametrize(
+    ("fields", "param", "words"),
+    [
+        ({"tools": [tool(parameters=BANANA, strict=True)]}, "tools", "Invalid type: banana"),
+        ({"tools": [tool(parameters=BANANA)], "tool_choice": "required"}, "tools", "Invalid type: banana"),
+        (AS_FORM, "response_format", "Invalid type: banana"),
+        (AS_FORM | {"tools": [tool()]}, "tools", "tools or response_format: the schema cannot be used: Invalid"),
+        ({"structured_outputs": {"json": BANANA}}, "structured_outputs", "Invalid type: banana"),
+        ({"structured_outputs": {"grammar": "start: foo"}}, "structured_outputs", "start: foo"),
+    ],
+    ids=str,
+)
 def test_a_schema_that_cannot_be_used_is_the_fault_of_the_field_it_came_in(
-        failure_of: Callable[..., Any], fields: dict[str, Any], param: str, words: str) -> None:
+    failure_of: Callable[..., Any], fields: dict[str, Any], param: str, words: str
+) -> None:
     error = failure_of(messages=USER, **fields)
     assert (error["code"], error["param"]) == ("invalid_grammar", param)
     assert words in error["message"] and "%json" not in error["message"] and "tail0" not in error["message"]
@@ -351,8 +419,11 @@ def test_routes_with_other_names_for_a_form_say_those(failure_of: Callable[..., 
 
 
 def test_a_form_that_the_allowed_tokens_cannot_meet(failure_of: Callable[..., Any]) -> None:
-    for fields, name in ((AS_FORM, "response_format"), ({"structured_outputs": {"json": {}}}, "structured_outputs"),
-                         ({"tools": [tool()], "tool_choice": "required"}, "tools")):
+    for fields, name in (
+        (AS_FORM, "response_format"),
+        ({"structured_outputs": {"json": {}}}, "structured_outputs"),
+        ({"tools": [tool()], "tool_choice": "required"}, "tools"),
+    ):
         nothing = RequestFailed("request r failed: no_token.", code="no_token")
         error = failure_of(messages=USER, error=nothing, allowed_token_ids=[5], **fields)
         assert error["param"] == "allowed_token_ids"

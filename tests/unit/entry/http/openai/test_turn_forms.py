@@ -39,8 +39,17 @@ TALKS: dict[str, Talk] = {
     "called": [USER, CALL, RESULT],
     "said and called": [USER, ("say", "look"), CALL, RESULT, ("say", "sunny"), NEXT],
     "thought, said, called": [USER, ("think", "hmm"), ("say", "look"), CALL, RESULT],
-    "thought again": [USER, ("think", "hmm"), CALL, RESULT, ("think", "hmm again"), CALL_2, RESULT_2, ("say", "both"),
-                      NEXT],
+    "thought again": [
+        USER,
+        ("think", "hmm"),
+        CALL,
+        RESULT,
+        ("think", "hmm again"),
+        CALL_2,
+        RESULT_2,
+        ("say", "both"),
+        NEXT,
+    ],
     "thought twice": [USER, ("think", "hmm"), ("think", "hmm again"), ("say", "certainly"), NEXT],
     "said twice": [USER, ("say", "certainly"), ("think", "hmm"), ("say", "not"), NEXT],
     "called two": [USER, CALL, CALL_2, RESULT, RESULT_2, ("say", "both"), NEXT],
@@ -52,8 +61,12 @@ TALKS: dict[str, Talk] = {
     "parts": [("user", "question", "one"), ("say", "certainly", "two"), ("user", "go on", "three")],
 }
 # Why templates refuse some of them, which is theirs to say.
-OWN_REASONS = ("must alternate", "single tool-calls at once", "Cannot pass both content and thinking",
-               "generator is not JSON serializable")
+OWN_REASONS = (
+    "must alternate",
+    "single tool-calls at once",
+    "Cannot pass both content and thinking",
+    "generator is not JSON serializable",
+)
 
 
 def chat(talk: Talk, blank: Any = "", **more: Any) -> dict[str, Any]:
@@ -73,8 +86,10 @@ def chat(talk: Talk, blank: Any = "", **more: Any) -> dict[str, Any]:
                 turn["reasoning_content"] = "\n".join([*filter(None, [turn.get("reasoning_content")]), given[0]])
             elif kind == "call":
                 function = {"name": "weather", "arguments": given[1]}
-                turn["tool_calls"] = [*(turn.get("tool_calls") or ()), {
-                    "id": given[0], "type": "function", "function": function}]
+                turn["tool_calls"] = [
+                    *(turn.get("tool_calls") or ()),
+                    {"id": given[0], "type": "function", "function": function},
+                ]
             elif kind == "refuse":
                 turn["refusal"] = text
             else:
@@ -90,8 +105,14 @@ def responses(talk: Talk) -> dict[str, Any]:
             items.append({"role": kind, "content": [{"type": "input_text", "text": text} for text in given]})
         elif kind in ("say", "refuse"):
             told = {"say": ("output_text", "text"), "refuse": ("refusal", "refusal")}[kind]
-            items.append({"type": "message", "role": "assistant", "status": "completed",
-                          "content": [{"type": told[0], told[1]: text} for text in given]})
+            items.append(
+                {
+                    "type": "message",
+                    "role": "assistant",
+                    "status": "completed",
+                    "content": [{"type": told[0], told[1]: text} for text in given],
+                }
+            )
         elif kind == "think":
             part = {"type": "reasoning_text", "text": given[0]}
             items.append({"type": "reasoning", "summary": [], "content": [part]})
@@ -154,20 +175,27 @@ class Model:
         """The prompt of a request, or why it was refused."""
         count = len(self.engine.prompts)
         reply = await self.client.post(path, body)
-        return str(self.engine.prompts[-1][0].text if len(self.engine.prompts) > count
-                   else f"{reply.status} {reply.json['error']['message']}")
+        return str(
+            self.engine.prompts[-1][0].text
+            if len(self.engine.prompts) > count
+            else f"{reply.status} {reply.json['error']['message']}"
+        )
 
     async def prompts(self, talk: Talk) -> dict[str, str]:
         """The prompt of each form of a conversation."""
-        return {name: await self.prompt(path, build(talk) | ({"tools": tools} if self.tools else {}))
-                for name, (path, build, tools) in FORMS.items()}
+        return {
+            name: await self.prompt(path, build(talk) | ({"tools": tools} if self.tools else {}))
+            for name, (path, build, tools) in FORMS.items()
+        }
 
 
 @pytest.fixture(scope="module")
 def models(shared: Path, text_side: TextSide) -> dict[str, Model]:
     folder = shared / "hf"
-    templates = {path.stem: ChatTemplate({"default": path.read_text("utf-8")}, SPECIALS)
-                 for path in sorted((folder / "templates").glob("*.jinja"))}
+    templates = {
+        path.stem: ChatTemplate({"default": path.read_text("utf-8")}, SPECIALS)
+        for path in sorted((folder / "templates").glob("*.jinja"))
+    }
     for path in sorted(folder.glob("*/tokenizer_config.json")):
         if (template := ChatTemplate.load(path.parent)) is not None:
             templates[path.parent.name] = template
@@ -177,8 +205,9 @@ def models(shared: Path, text_side: TextSide) -> dict[str, Model]:
 
 @pytest.mark.parametrize("name", TALKS)
 def test_the_same_turns_are_the_same_prompt(models: dict[str, Model], name: str) -> None:
-    said = [text for kind, *texts in TALKS[name] if kind in ("user", "say", "refuse") for text in texts
-            if text != "look"]  # beside a call, one template drops it
+    said = [
+        text for kind, *texts in TALKS[name] if kind in ("user", "say", "refuse") for text in texts if text != "look"
+    ]  # beside a call, one template drops it
 
     async def main() -> int:
         refused = 0
@@ -196,18 +225,22 @@ def test_the_same_turns_are_the_same_prompt(models: dict[str, Model], name: str)
     assert asyncio.run(main()) < len(models) / 2
 
 
-@pytest.mark.parametrize(("form", "body"), [
-    ("chat", {"messages": [{"role": "user", "content": None}]}),
-    ("chat", {"messages": [{"role": "assistant", "content": None}, {"role": "user", "content": "a"}]}),
-    ("chat", {"messages": [{"role": "tool", "tool_call_id": "a"}]}),
-    ("chat", {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}),
-    ("chat", {"messages": [{"role": "assistant", "content": [{"type": "refusal", "text": "x"}]}]}),
-    ("responses", {"input": [{"role": "user", "content": None}]}),
-    ("responses", {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}),
-    ("responses", {"input": [{"role": "assistant", "content": [{"type": "refusal"}]}]}),
-    ("messages", {"messages": [{"role": "user", "content": []}]}),
-    ("messages", {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}),
-], ids=str)
+@pytest.mark.parametrize(
+    ("form", "body"),
+    [
+        ("chat", {"messages": [{"role": "user", "content": None}]}),
+        ("chat", {"messages": [{"role": "assistant", "content": None}, {"role": "user", "content": "a"}]}),
+        ("chat", {"messages": [{"role": "tool", "tool_call_id": "a"}]}),
+        ("chat", {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}),
+        ("chat", {"messages": [{"role": "assistant", "content": [{"type": "refusal", "text": "x"}]}]}),
+        ("responses", {"input": [{"role": "user", "content": None}]}),
+        ("responses", {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}),
+        ("responses", {"input": [{"role": "assistant", "content": [{"type": "refusal"}]}]}),
+        ("messages", {"messages": [{"role": "user", "content": []}]}),
+        ("messages", {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}),
+    ],
+    ids=str,
+)
 def test_what_holds_no_text_is_refused_before_the_template(
     models: dict[str, Model], form: str, body: dict[str, Any]
 ) -> None:
@@ -218,11 +251,16 @@ def test_what_holds_no_text_is_refused_before_the_template(
 
 
 def test_what_was_cut_within_its_reasoning_goes_on(
-    scripted: ScriptedEngine, text_side: TextSide, make_client: Callable[..., Client], begin: Callable[..., Any],
-    output: Callable[..., Any]
+    scripted: ScriptedEngine,
+    text_side: TextSide,
+    make_client: Callable[..., Client],
+    begin: Callable[..., Any],
+    output: Callable[..., Any],
 ) -> None:
-    source = "{% for m in messages %}{{ m.role + ':' + m.content }}" \
-             "{% if m.reasoning_content %}({{ m.reasoning_content }}){% endif %};{% endfor %}"
+    source = (
+        "{% for m in messages %}{{ m.role + ':' + m.content }}"
+        "{% if m.reasoning_content %}({{ m.reasoning_content }}){% endif %};{% endfor %}"
+    )
     scripted.text = replace(text_side, chat_template=ChatTemplate({"default": source}), parsers=(None, "deepseek_r1"))
 
     async def main() -> str:
@@ -250,9 +288,11 @@ def test_a_required_call_that_is_cut_is_never_content(
     engine.state = EngineState.READY
     engine.ready = msgspec.structs.replace(engine.ready, max_model_len=4096)
     client = Client(build_app(engine, ServerConfig.from_flat(served_model_name=("tiny",)), Metrics()))
-    choices = {"responses": ["required", {"type": "function", "name": "weather"}],
-               "chat": ["required", {"type": "function", "function": {"name": "weather"}}],
-               "messages": [{"type": "any"}, {"type": "tool", "name": "weather"}]}[form]
+    choices = {
+        "responses": ["required", {"type": "function", "name": "weather"}],
+        "chat": ["required", {"type": "function", "function": {"name": "weather"}}],
+        "messages": [{"type": "any"}, {"type": "tool", "name": "weather"}],
+    }[form]
     path, build, tools = FORMS[form]
     call = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
 
@@ -292,8 +332,12 @@ def test_names_of_tools_come_back_as_they_were_sent(
         await task
         return reply
 
-    reply = asyncio.run(ask(build([USER, CALL, RESULT]) | {"tools": tools, "tool_choice": (
-        {"type": "any"} if form == "messages" else "required")}))
+    reply = asyncio.run(
+        ask(
+            build([USER, CALL, RESULT])
+            | {"tools": tools, "tool_choice": ({"type": "any"} if form == "messages" else "required")}
+        )
+    )
     assert reply.status == 200 and reply.body.decode().count(f'"name":"{name}"') == (2 if form == "responses" else 1)
     assert name in scripted.params[-1].structured_outputs.grammar  # type: ignore[union-attr]
 
@@ -302,8 +346,10 @@ def test_names_of_tools_come_back_as_they_were_sent(
 def test_roles_are_those_that_the_template_knows(
     scripted: ScriptedEngine, text_side: TextSide, make_client: Callable[..., Client], path: str
 ) -> None:
-    source = "{% for m in messages %}{% if m['role'] == 'ipython' or m.role not in [\"user\", 'observation'] %}" \
-             "<{{ m.role }}>{% endif %}{{ m.role }}:{{ m.content }};{% endfor %}"
+    source = (
+        "{% for m in messages %}{% if m['role'] == 'ipython' or m.role not in [\"user\", 'observation'] %}"
+        "<{{ m.role }}>{% endif %}{{ m.role }}:{{ m.content }};{% endfor %}"
+    )
     field = "input" if path == "/v1/responses" else "messages"
     engine = Listening(replace(text_side, chat_template=ChatTemplate({"default": source})))
     client = make_client(engine)
@@ -319,5 +365,6 @@ def test_roles_are_those_that_the_template_knows(
     error, where = ask("user", "narrator").error, "input: " if field == "input" else "messages[1]."
     assert error["param"] == field and error["message"] == (
         f"{where}role is 'narrator', which the chat template does not know: send one of assistant, developer, "
-        "ipython, observation, system, tool, user.")
+        "ipython, observation, system, tool, user."
+    )
     assert len(ask("user", "x" * 1_000_000).body) < 1000

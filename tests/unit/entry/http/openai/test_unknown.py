@@ -24,43 +24,142 @@ def user(**fields: Any) -> dict[str, Any]:
     return {"role": "user", "content": "a", **fields}
 
 
-@pytest.mark.parametrize(("decoder", "fields", "unknown"), [
-    (CHAT, {"messages": [user(colour=1), user(colour=2, contents="b")]},
-     ["'messages[].colour'", "'messages[].contents' (did you mean content?)"]),
-    (CHAT, {"messages": [user(content=[TEXT | {"txt": "b"}])]}, ["'messages[].content[].txt' (did you mean text?)"]),
-    (CHAT, {"messages": [user(), {"role": "assistant", "content": None, "tool_calls": [
-        {"id": "1", "type": "function", "extra": 1,
-         "function": {"name": "f", "arguments": {"colour": 1}, "more": 1}}]}]},
-     ["'messages[].tool_calls[].extra'", "'messages[].tool_calls[].function.more'"]),
-    (CHAT, {"messages": [user()], "tools": [{"type": "function", "strict": True, "function": SPECS | {"x": 1}}]},
-     ["'tools[].strict'", "'tools[].function.x'"]),
-    (CHAT, {"messages": [user()], "stream_options": {"include_usge": True}, "colour": 1},
-     ["'colour'", "'stream_options.include_usge' (did you mean include_usage?)"]),
-    (RESPONSES, {"input": [user(content=[{"type": "input_text", "text": "a", "colour": 1}], colour=1)]},
-     ["'input[].colour'", "'input[].content[].colour'"]),
-    (MESSAGES, {"model": "m", "max_tokens": 1, "system": [TEXT | {"a": 1}], "messages": [user(content=[
-        {"type": "tool_result", "tool_use_id": "1", "content": [TEXT | {"b": 1}]}])],
-        "tools": [{"name": "f", "input_examples": [{}]}]},
-     ["'messages[].content[].content[].b'", "'system[].a'", "'tools[].input_examples'"]),
-])
+@pytest.mark.parametrize(
+    ("decoder", "fields", "unknown"),
+    [
+        (
+            CHAT,
+            {"messages": [user(colour=1), user(colour=2, contents="b")]},
+            ["'messages[].colour'", "'messages[].contents' (did you mean content?)"],
+        ),
+        (
+            CHAT,
+            {"messages": [user(content=[TEXT | {"txt": "b"}])]},
+            ["'messages[].content[].txt' (did you mean text?)"],
+        ),
+        (
+            CHAT,
+            {
+                "messages": [
+                    user(),
+                    {
+                        "role": "assistant",
+                        "content": None,
+                        "tool_calls": [
+                            {
+                                "id": "1",
+                                "type": "function",
+                                "extra": 1,
+                                "function": {"name": "f", "arguments": {"colour": 1}, "more": 1},
+                            }
+                        ],
+                    },
+                ]
+            },
+            ["'messages[].tool_calls[].extra'", "'messages[].tool_calls[].function.more'"],
+        ),
+        (
+            CHAT,
+            {"messages": [user()], "tools": [{"type": "function", "strict": True, "function": SPECS | {"x": 1}}]},
+            ["'tools[].strict'", "'tools[].function.x'"],
+        ),
+        (
+            CHAT,
+            {"messages": [user()], "stream_options": {"include_usge": True}, "colour": 1},
+            ["'colour'", "'stream_options.include_usge' (did you mean include_usage?)"],
+        ),
+        (
+            RESPONSES,
+            {"input": [user(content=[{"type": "input_text", "text": "a", "colour": 1}], colour=1)]},
+            ["'input[].colour'", "'input[].content[].colour'"],
+        ),
+        (
+            MESSAGES,
+            {
+                "model": "m",
+                "max_tokens": 1,
+                "system": [TEXT | {"a": 1}],
+                "messages": [user(content=[{"type": "tool_result", "tool_use_id": "1", "content": [TEXT | {"b": 1}]}])],
+                "tools": [{"name": "f", "input_examples": [{}]}],
+            },
+            ["'messages[].content[].content[].b'", "'system[].a'", "'tools[].input_examples'"],
+        ),
+    ],
+)
 def test_unknown_fields_are_told_by_where_they_stand(decoder: Any, fields: Any, unknown: list[str]) -> None:
     assert told(decoder, **fields) == unknown
 
 
-@pytest.mark.parametrize(("decoder", "fields"), [
-    (CHAT, {"messages": [user(name="x", colour=None, tags=[]), {
-        "role": "assistant", "content": "b", "refusal": None, "annotations": [{"type": "url"}], "audio": None,
-        "function_call": None, "tool_calls": None, "parsed": {"a": 1}}], "tools": [
-            {"type": "function", "function": SPECS, "cache_control": {"type": "ephemeral"}}]}),
-    (RESPONSES, {"input": [
-        {"type": "reasoning", "id": "r", "summary": [], "encrypted_content": "x", "status": "completed"},
-        {"type": "message", "id": "m", "status": "completed", "role": "assistant", "phase": "final", "content": [
-            {"type": "output_text", "text": "a", "annotations": [{"a": 1}], "logprobs": [{"token": "a"}]}]}]}),
-    (MESSAGES, {"model": "m", "max_tokens": 1, "messages": [user(content=[
-        {"type": "thinking", "thinking": "a", "signature": "x"}, {"type": "redacted_thinking", "data": "x"},
-        TEXT | {"citations": [{"a": 1}], "cache_control": {"type": "ephemeral"}},
-        {"type": "tool_use", "id": "1", "name": "f", "input": {"a": 1}, "caller": {"type": "direct"}}])]}),
-])
+@pytest.mark.parametrize(
+    ("decoder", "fields"),
+    [
+        (
+            CHAT,
+            {
+                "messages": [
+                    user(name="x", colour=None, tags=[]),
+                    {
+                        "role": "assistant",
+                        "content": "b",
+                        "refusal": None,
+                        "annotations": [{"type": "url"}],
+                        "audio": None,
+                        "function_call": None,
+                        "tool_calls": None,
+                        "parsed": {"a": 1},
+                    },
+                ],
+                "tools": [{"type": "function", "function": SPECS, "cache_control": {"type": "ephemeral"}}],
+            },
+        ),
+        (
+            RESPONSES,
+            {
+                "input": [
+                    {"type": "reasoning", "id": "r", "summary": [], "encrypted_content": "x", "status": "completed"},
+                    {
+                        "type": "message",
+                        "id": "m",
+                        "status": "completed",
+                        "role": "assistant",
+                        "phase": "final",
+                        "content": [
+                            {
+                                "type": "output_text",
+                                "text": "a",
+                                "annotations": [{"a": 1}],
+                                "logprobs": [{"token": "a"}],
+                            }
+                        ],
+                    },
+                ]
+            },
+        ),
+        (
+            MESSAGES,
+            {
+                "model": "m",
+                "max_tokens": 1,
+                "messages": [
+                    user(
+                        content=[
+                            {"type": "thinking", "thinking": "a", "signature": "x"},
+                            {"type": "redacted_thinking", "data": "x"},
+                            TEXT | {"citations": [{"a": 1}], "cache_control": {"type": "ephemeral"}},
+                            {
+                                "type": "tool_use",
+                                "id": "1",
+                                "name": "f",
+                                "input": {"a": 1},
+                                "caller": {"type": "direct"},
+                            },
+                        ]
+                    )
+                ],
+            },
+        ),
+    ],
+)
 def test_what_says_nothing_is_taken_silently(decoder: Any, fields: Any) -> None:
     assert told(decoder, **fields) == []
 
