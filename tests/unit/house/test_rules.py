@@ -7,9 +7,7 @@ import pytest
 import rules
 from rules import Source
 
-LONG_BODY = "\n".join(f"    x{i} = {i}" for i in range(60))
 METHODS = "\n".join(f"    def m{i}(self):\n        pass" for i in range(16))
-FIELDS = "\n".join(f"    f{i}: int = 0" for i in range(16))
 
 
 def complaints(rule: rules.Rule, text: str, path: str = "worker/x.py") -> list[str]:
@@ -17,14 +15,8 @@ def complaints(rule: rules.Rule, text: str, path: str = "worker/x.py") -> list[s
 
 
 RED = [
-    (rules.file_size, "x = 1\n" * 401, "worker/x.py"),
-    (rules.file_size, "x = 1\n" * 801, "kernels/x.py"),
     (rules.line_length, "x = 1  # " + "a" * 120, "worker/x.py"),
-    (rules.function_size, f"def f():\n{LONG_BODY}", "worker/x.py"),
-    (rules.function_size, f"class A:\n  def f():\n{LONG_BODY}", "worker/x.py"),
     (rules.public_methods, f"class A:\n{METHODS}", "worker/x.py"),
-    (rules.record_fields, f"class StepPlan(Struct):\n{FIELDS}", "worker/x.py"),
-    (rules.record_fields, f"@dataclass(frozen=True)\nclass Limits:\n{FIELDS}", "config/x.py"),
     (rules.positional_parameters, "def f(a, b, c, d, e, f, g): pass", "worker/x.py"),
     (rules.positional_parameters, "class A:\n  def f(self, a, b, c, d, e, f, g): pass", "worker/x.py"),
     (rules.no_mixins, "class LoadMixin: pass", "worker/x.py"),
@@ -66,10 +58,6 @@ RED = [
 ]
 
 GREEN = [
-    (rules.file_size, "x = 1\n" * 400, "worker/x.py"),
-    (rules.file_size, "x = 1\n" * 800, "kernels/x.py"),
-    (rules.function_size, f"def f():\n{LONG_BODY}", "kernels/x.py"),
-    (rules.record_fields, f"@dataclass\nclass LlamaArgs:\n{FIELDS}", "config/x.py"),
     (rules.positional_parameters, "class A:\n  def f(self, a, b, c, d, e, f, *, g): pass", "worker/x.py"),
     (rules.positional_parameters, "def f(a, b, c, d, e, f, g): pass", "kernels/x.py"),
     (rules.environment, "import os\nx = os.environ['A']", "config/env.py"),
@@ -138,8 +126,3 @@ def test_machine_paths_are_found(folder: str) -> None:
 def test_folders_of_these_names_elsewhere_are_not(before: str, folder: str) -> None:
     line = f"{before}/{folder}/x"
     assert list(rules.foreign_text("a.md", line)) == []
-
-
-def test_lines_are_counted_by_part() -> None:
-    sources = [Source("worker/x.py", "a\nb\n"), Source("entry/http/x.py", "a\n"), Source("kernels/x.py", "a\n" * 3)]
-    assert rules.lines_by_part(sources) == {"engine": 2, "skin": 1, "kernels": 3, "router": 0}
