@@ -133,6 +133,7 @@ def make_mover(plan: EnginePlan, memory: MemoryPlan, arena: KVArena) -> BlockMov
             page_bytes=arena.page_bytes,
             most_bytes=offload.folder_bytes // plan.mesh.parallel.replica,
             system=FaultyFiles(faults) if faults else FileSystem(),
+            shared=offload.folder_shared,
         )
     rank, peers, devices, mapping = plan.mesh.rank, None, None, None
     sharing = offload.sharing.of(rank.replica)

@@ -163,6 +163,9 @@ class ShareConfig:
         "events about the blocks of the prefix cache, for routers, as JSON with vLLM's keys: "
         '{"enable_kv_cache_events": true, "endpoint": "tcp://*:5557"} (default endpoint: port 5557 of loopback)',
     )
+    kv_offload_dir_shared: bool = option(
+        False, "take a --kv-offload-dir into which other users may write: they can change what this engine answers"
+    )
     kv_faults: tuple[str, ...] = option((), "")  # planted for demonstrations, see procs/kv_faults.py
 
 

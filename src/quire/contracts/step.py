@@ -142,7 +142,7 @@ class FinishedCopy(msgspec.Struct, frozen=True, kw_only=True):
     failed      indices of the blocks that were not copied; their targets may hold anything
     num_bytes   bytes copied, over all ranks
     seconds     time from begin to end, of the slowest rank
-    error       reason why the target tier takes no more blocks, such as a full disk; "": it does
+    error       reason why the tier below takes or gives no blocks at present, such as a full disk; "": it does
     """
 
     id: int

@@ -12,6 +12,7 @@ Knows keys, blocks and jobs. Knows nothing of bytes (`kvstore/`), slots, queues 
 """
 
 import logging
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -32,6 +33,7 @@ from quire.kv.sharing import KeyedTier, Promises, Sharing
 LOG = logging.getLogger("quire").getChild("kv")
 MOST_MOVING = 512  # blocks on their way to the host tier; and to the disk tier: what is beyond is not written
 REPORT_SECONDS = 1.0  # an engine without other work asks for the reports of writes after so long
+RETRY_SECONDS = 60.0  # a tier that was full, or did not answer, is tried again after so long
 FETCH_SECONDS = 10.0  # a request waits for blocks of other tiers at most this long, then it computes
 
 
@@ -98,7 +100,9 @@ class KVStore:
         self._fetches: dict[int, _Fetch] = {}
         self._ready: list[int] = []
         self._late: set[int] = set()  # jobs that a request has waited for in vain; they may hang for ever
-        self._full = {one.tier for one in below if not one.takes}  # tiers that take no more blocks
+        # Tiers that take, or give, no blocks -> time from which they are tried again.
+        self._full = {one.tier: math.inf for one in below if not one.takes}
+        self._lost = dict[Tier, float]()
         self._few = max(1, min(reserve, pool.num_blocks) // 8)  # blocks that may be taken before others are looked for
         self._asked = clock()  # time of the last step, which brings reports
         self._seen = self._state()  # when blocks to store were looked for last
@@ -218,12 +222,8 @@ class KVStore:
             self._late.discard(report.id)
             job, failed = running.job, set(report.failed)
             whole = [i for i in range(len(job.keys)) if i not in failed and i not in running.void]
+            self._note_error(job, report.error)
             self._settle(job, failed, running.void, whole)
-            if report.error and job.target not in self._full:
-                self._full.add(job.target)
-                LOG.warning(
-                    "the %s tier takes no more blocks: %s. It still gives those that it has.", job.target, report.error
-                )
             self._count(job, report, len(whole))
             for handle, fetch in list(self._fetches.items()):
                 fetch.jobs.discard(job.id)
@@ -280,9 +280,36 @@ class KVStore:
         """Return the nearest tier below the host tier that holds a block; None when none does. A block that is being
         written does not count: the host tier has it, or it was forgotten meanwhile."""
         return next(
-            (one.tier for one in self._below if self._jobs.find((Tier.HOST, one.tier), key) is None and one.has(key)),
+            (
+                one.tier
+                for one in self._below
+                if self._jobs.find((Tier.HOST, one.tier), key) is None and one.has(key) and self._gives(one.tier)
+            ),
             None,
         )
+
+    def _gives(self, tier: Tier) -> bool:
+        """True unless a tier has not answered lately."""
+        return tier not in self._lost or self._clock() >= self._lost[tier]
+
+    def _note_error(self, job: CopyJob, error: str) -> None:
+        """Leave a tier alone for a while that takes or gives no blocks, and tell so once."""
+        for tier, others, does, still in (
+            (job.target, self._full, "takes", "It still gives those that it has."),
+            (job.source, self._lost, "gives", "What it has is computed meanwhile."),
+        ):
+            if tier not in self.stats or tier == Tier.HOST:
+                continue
+            if error:
+                if tier not in others:
+                    LOG.warning(
+                        "the %s tier %s no more blocks: %s. %s It is tried again after %.0f s.",
+                        *(tier, does, error, still, RETRY_SECONDS),
+                    )
+                others[tier] = max(others.get(tier, 0.0), self._clock() + RETRY_SECONDS)
+            elif others.get(tier, math.inf) < math.inf:
+                del others[tier]
+                LOG.warning("the %s tier %s blocks again.", tier, does)
 
     def _on_its_way(self, key: bytes) -> tuple[Tier, int] | None:
         """Return the source and the job that brings a block nearer to the device; None when no job does."""
@@ -330,7 +357,8 @@ class KVStore:
         arrived, self._arrived = self._arrived, []
         for one in self._below:
             link = (Tier.HOST, one.tier)
-            new = [key for key in arrived if one.tier not in self._full and self._jobs.find(link, key) is None]
+            takes = self._clock() >= self._full.get(one.tier, 0.0)
+            new = [key for key in arrived if takes and self._jobs.find(link, key) is None]
             found = [(key, block) for key in new if (block := self.host.lookup(key)) is not None and not one.has(key)]
             room = max(0, MOST_MOVING - self._jobs.num_moving(link))
             self.stats[one.tier].num_dropped += len(found[room:])
@@ -362,7 +390,7 @@ class KVStore:
         if job.source == Tier.HOST and job.target == Tier.DEVICE:  # a copy that cannot be read is no copy
             self.host.forget([sources[i] for i in failed])
         for one in self._below:
-            if one.tier == job.source:
+            if one.tier == job.source and one.tier not in self._lost:
                 one.discard([job.keys[i] for i in failed])
             if one.tier == job.target:
                 one.note_written([job.keys[i] for i in whole])

@@ -5,47 +5,61 @@
     page     as in the arena
 
 A file is written aside and renamed, so no reader sees half of it. A file that is truncated, foreign or corrupt is a
-miss and is deleted. The least recently used files go when the folder of the rank exceeds its size; a read renews the
-time of a file. Knows keys and bytes. Knows nothing of devices. Never imports torch.
+miss and is deleted; so is what stands in the place of a file and is none, such as a link or a pipe. The least recently
+used files go when the folder of the rank exceeds its size; a read renews the time of a file. Knows keys and bytes.
+Knows nothing of devices. Never imports torch.
 """
 
+import errno
 import logging
 import os
+import stat
 import struct
 import threading
 import time
-import weakref
 import zlib
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
-from queue import SimpleQueue
 
 from quire.contracts.errors import ConfigError
 from quire.contracts.step import Tier
+from quire.kvstore.file_threads import FileThreads, Lost
+from quire.kvstore.private_folder import ANY_FILE, ANY_FOLDER, OWN_FILE, OWN_FOLDER, check_folder, make_folder
 
 LOG = logging.getLogger("quire").getChild("kv")
 MAGIC, VERSION = b"QUIREKV\0", 1
 HEADER = struct.Struct("<8sIIQ32s8x")  # magic, version, crc32, length, digest
 SUFFIX = ".kv"
 STALE_SECONDS = 600.0  # a file that was begun and not renamed for so long is of an engine that ended
-Lost = tuple[int, ...]  # indices of the blocks of a job that were not copied
+OPENED = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW  # no wait for a pipe, nothing behind a link
+NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+RETRY_SECONDS = 60.0  # a disk that was full is tried again after so long
 READ_SECONDS = 5.0  # names that other engines have written are found after so long
 CLOSE_SECONDS = 10.0
 RESCAN = 8  # the folder is read again when a part of its size, 1 / RESCAN, was written: other engines write, too
 
 
 class FileSystem:
-    """The calls by which `BlockFiles` reads and writes whole files. Tests plant faults in a subclass."""
+    """The calls by which `BlockFiles` reads and writes whole files. Tests plant faults in a subclass.
+
+    mode    permissions of new files
+    """
+
+    mode = OWN_FILE
 
     def read(self, path: str, header: bytearray, page: memoryview) -> int:
-        """Read a file into `header` and `page`; return the number of bytes, one more than fit if there are more."""
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        """Read a file into `header` and `page`; return the number of bytes, one more than fit if there are more.
+
+        Raises OSError, also for what is no regular file: no pipe is waited for, and no link is followed.
+        """
+        descriptor = os.open(path, OPENED)
         try:
+            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+                raise OSError(errno.EINVAL, "no regular file", path)
             extra, views, total = bytearray(1), [memoryview(header), page], 0
             views.append(memoryview(extra))
             while views and (count := os.readv(descriptor, views)):
@@ -62,7 +76,7 @@ class FileSystem:
 
     def write(self, path: str, header: bytes, page: memoryview) -> None:
         """Write a new file."""
-        with open(path, "xb", buffering=0) as file:
+        with open(os.open(path, NEW, self.mode), "wb", buffering=0) as file:
             for part in (memoryview(header), page):
                 while part:
                     part = part[file.write(part) or 0 :]
@@ -73,8 +87,10 @@ class BlockFiles:
 
     page_bytes    bytes of a page
     most_bytes    size of the rank's files together, headers included
-    full          reason why no file can be written any more, such as a full disk; "": files can be written
-    num_foreign   files that were deleted because they were truncated, foreign or corrupt
+    system        calls to the file system
+    shared        other users may write into the folder, and use the files
+    full          reason why no file can be written at present, such as a full disk; "": files can be written
+    num_foreign   files that were deleted because they were truncated, foreign, corrupt or no regular files
     """
 
     def __init__(
@@ -86,16 +102,22 @@ class BlockFiles:
         page_bytes: int,
         most_bytes: int,
         system: FileSystem | None = None,
+        shared: bool = False,
     ) -> None:
-        self.full, self.num_foreign = "", 0
+        """Make the folders. Raises ConfigError if they cannot be used, or if others may write there and must not."""
+        self.full, self.num_foreign, self._retry = "", 0, 0.0
         self._digest = namespace + b"\0" + rank.encode() + b"\0"
         self._folder, self._page_bytes, self._most = rank_folder(folder, namespace, rank), page_bytes, most_bytes
         self._system, self._name = system or FileSystem(), os.urandom(8).hex()  # other engines write here, too
         self._ages: OrderedDict[str, int] = OrderedDict()  # path -> bytes, least recently used first
         self._total = self._written = self._number = 0
         self._lock = threading.Lock()
+        self._system.mode, self._folder_mode = (ANY_FILE, ANY_FOLDER) if shared else (OWN_FILE, OWN_FOLDER)
         try:
-            self._folder.mkdir(parents=True, exist_ok=True)
+            make_folder(self._folder, self._folder_mode)
+            if not shared:
+                for one in (self._folder.parent.parent, self._folder.parent, self._folder):
+                    check_folder(one)
             self._scan()
         except OSError as error:
             raise ConfigError(
@@ -110,7 +132,8 @@ class BlockFiles:
         except FileNotFoundError:
             return False
         except OSError as error:
-            LOG.warning("a KV block could not be read from %s: %s", path, error)
+            if not self._remove_foreign(path):
+                LOG.warning("a KV block could not be read from %s: %s", path, error)
             return False
         whole = length == HEADER.size + self._page_bytes
         if not whole or bytes(header) != self._header(key, page):
@@ -130,24 +153,30 @@ class BlockFiles:
         return True
 
     def write(self, key: bytes, page: memoryview) -> bool:
-        """Write a block, unless its file exists. Returns False, and sets `full`, when the disk takes no more."""
-        if self.full:
+        """Write a block, unless its file exists. Returns False, and sets `full`, when the disk takes no more.
+
+        A full disk is tried again after RETRY_SECONDS.
+        """
+        if self.full and time.monotonic() < self._retry:
             return False
         path, size = block_path(self._folder, key), HEADER.size + self._page_bytes
-        if os.path.exists(path):
+        if os.path.lexists(path) and not self._remove_foreign(path):
             return True
         self._number += 1
         aside = f"{self._folder}/{self._name}-{self._number}.part"
         try:
             self._make_room(size)
             self._system.write(aside, self._header(key, page), page)
-            os.makedirs(os.path.dirname(path), exist_ok=True)
+            with suppress(FileExistsError):
+                os.mkdir(os.path.dirname(path), self._folder_mode)
             os.replace(aside, path)
         except OSError as error:
             with suppress(OSError):
                 os.unlink(aside)
             self.full = f"{self._folder}: {os.strerror(error.errno) if error.errno else error}"
+            self._retry = time.monotonic() + RETRY_SECONDS
             return False
+        self.full = ""
         with self._lock:
             self._ages[path] = size
             self._total += size
@@ -173,7 +202,7 @@ class BlockFiles:
         found = []
         for entry in _entries(self._folder):
             with suppress(OSError):  # another engine has deleted it
-                about = entry.stat()
+                about = entry.stat(follow_symlinks=False)
                 if entry.name.endswith(SUFFIX):
                     found.append((about.st_mtime_ns, entry.path, about.st_size))
                 elif time.time() - about.st_mtime > STALE_SECONDS:
@@ -181,6 +210,18 @@ class BlockFiles:
         with self._lock:
             self._ages = OrderedDict((path, size) for _, path, size in sorted(found))
             self._total, self._written = sum(self._ages.values()), 0
+
+    def _remove_foreign(self, path: str) -> bool:
+        """Remove what stands at `path` and is no regular file, and tell so. Return True if there was something."""
+        try:
+            if stat.S_ISREG(os.lstat(path).st_mode):
+                return False
+        except OSError:
+            return False
+        self.num_foreign += 1
+        LOG.warning("%s is no regular file: removed. The block is computed again.", path)
+        self._delete(path)
+        return True
 
     def _delete(self, path: str) -> None:
         with suppress(OSError):
@@ -203,7 +244,7 @@ class DiskTier:
         self._names, self._written = set[str](), set[str]()  # the second: since the folders were last read
         self._barred = set[str]()  # files to delete, and those that cannot be, such as those of another user
         self._num_clears, self._due = 0, 0.0  # clears still to come; time of the next reading
-        self._thread, self._lock = FileThread("quire-kv-names"), threading.Lock()
+        self._thread, self._lock = FileThreads("quire-kv-names"), threading.Lock()
         self._read()
 
     def has(self, key: bytes) -> bool:
@@ -285,34 +326,6 @@ class DiskTier:
             with suppress(OSError):  # a disk that is lost
                 names.update(entry.name for entry in _entries(folder) if entry.name.endswith(SUFFIX))
         return found
-
-
-class FileThread:
-    """A thread that does one piece of work after the other, until this object is gone.
-
-    It does not keep the process from ending, as the threads of an executor would: its disk may hang for ever.
-    """
-
-    def __init__(self, name: str) -> None:
-        self._queue: SimpleQueue[tuple[Future[Lost], Callable[[], Lost]] | None] = SimpleQueue()
-        threading.Thread(target=_work, args=(self._queue,), name=name, daemon=True).start()
-        weakref.finalize(self, self._queue.put, None)
-
-    def submit(self, work: Callable[[], Lost]) -> Future[Lost]:
-        """Queue work. Return the future of its result."""
-        future = Future[Lost]()
-        self._queue.put((future, work))
-        return future
-
-
-def _work(queue: "SimpleQueue[tuple[Future[Lost], Callable[[], Lost]] | None]") -> None:
-    while (entry := queue.get()) is not None:
-        future, work = entry
-        try:
-            future.set_result(work())
-        except BaseException as fault:  # whoever waits is told
-            future.set_exception(fault)
-        del entry, future, work  # a thread that waits keeps nothing
 
 
 def rank_folder(folder: Path, namespace: bytes, rank: str) -> Path:

@@ -27,17 +27,23 @@ from quire.contracts.step import CopyJob, FinishedCopy, Tier
 from quire.kernels.native import memory
 from quire.kernels.page_copies import InlineCopies, PageCopies, StreamCopies, pin
 from quire.kvstore.arena import KVArena
-from quire.kvstore.files import BlockFiles, FileThread
+from quire.kvstore.file_threads import HANG_SECONDS, FileThreads, Lost
+from quire.kvstore.files import BlockFiles
 from quire.kvstore.shards import Shard
 
 LOG = logging.getLogger("quire")
 MOMENT_SECONDS = 0.005  # a step without tokens waits at most this long for a job
 TICK_SECONDS = 0.0002
 TOKEN_BYTES = 32
-THREADS = {"read": 8, "write": 1, "peer": 4, "ipc": 4}  # one reads and checks about 2.3 GB/s of cached files
+THREADS = {
+    "read": 8,
+    "write": 1,
+    "peer": 4,
+    "ipc": 4,
+}  # one reads and checks about 2.3 GB/s of cached files
 
-Outcome = Callable[[], tuple[int, ...] | None]  # returns indices of blocks that failed; None: the job still runs
-Move = Callable[[CopyJob, Sequence[int]], tuple[int, ...]]  # moves some blocks of a job; returns those that failed
+Outcome = Callable[[], Lost | None]  # returns indices of blocks that failed; None: the job still runs
+Move = Callable[[CopyJob, Sequence[int]], Lost]  # moves some blocks of a job; returns those that failed
 
 
 class PageSource(Protocol):
@@ -106,7 +112,7 @@ class BlockMover:
             pin(self.host, arena.pages.device)
         self._pages: PageCopies = (StreamCopies if on_gpu else InlineCopies)(arena.pages, self.host)
         ways = ("read", "write") * (files is not None) + ("peer", "ipc") * (peers is not None)
-        self._threads = {way: [FileThread(f"quire-kv-{way}") for _ in range(THREADS[way])] for way in ways}
+        self._threads = {way: FileThreads(f"quire-kv-{way}", THREADS[way]) for way in ways}
         self._running: list[_Running] = []
         self._lock = threading.Lock()
 
@@ -144,13 +150,11 @@ class BlockMover:
         return lambda: () if ended() else None
 
     def _in_threads(self, way: str, job: CopyJob, move: Move, *, whole: bool = False) -> Outcome:
-        """Divide the blocks of a job among the threads of a way. `whole`: one thread gets all of them."""
-        threads = self._threads[way][: len(job.keys)]
-        if whole:
-            threads = [self._threads[way][job.id % len(self._threads[way])]]
-        parts = (range(i, len(job.keys), len(threads)) for i in range(len(threads)))
-        futures = [thread.submit(partial(_tried, move, job, part)) for thread, part in zip(threads, parts, strict=True)]
-        return partial(_of_threads, futures)
+        """Give the blocks of a job, one by one, to the threads of a way. `whole`: one thread gets all of them."""
+        count, threads = len(job.keys), self._threads[way]
+        parts = [range(count)] if whole else [range(i, i + 1) for i in range(count)]
+        moves = [(part, threads.submit(partial(_tried, move, job, part))) for part in parts]
+        return partial(_of_threads, None if whole else threads, moves)
 
     def _move_pages(self, job: CopyJob, part: Sequence[int]) -> tuple[int, ...]:
         assert self._peers is not None and len(part) == len(job.keys)
@@ -161,6 +165,15 @@ class BlockMover:
         reads = job.source == Tier.DISK
         move, blocks = (self._files.read, job.targets) if reads else (self._files.write, job.sources)
         return tuple(i for i in part if not move(job.keys[i], self.page(int(blocks[i]))))
+
+    def _error(self, job: CopyJob) -> str:
+        """Return the reason why the disk gives or takes no blocks; "" for another tier, and if it does."""
+        if self._files is None or Tier.DISK not in (job.source, job.target):
+            return ""
+        reads = job.source == Tier.DISK
+        if self._threads["read" if reads else "write"].hang():
+            return f"it has not answered for {HANG_SECONDS:.0f} s"
+        return "" if reads else self._files.full
 
     def _ended(self) -> tuple[FinishedCopy, ...]:
         with self._lock:
@@ -173,7 +186,7 @@ class BlockMover:
                 failed=failed,
                 seconds=now - one.began,
                 num_bytes=(len(one.job.keys) - len(failed)) * self._arena.page_bytes,
-                error=self._files.full if self._files and one.job.target == Tier.DISK else "",
+                error=self._error(one.job),
             )
             for one, failed in found
             if failed is not None
@@ -189,7 +202,14 @@ def _tried(move: Move, job: CopyJob, part: Sequence[int]) -> tuple[int, ...]:
         return tuple(part)
 
 
-def _of_threads(futures: "Sequence[Future[tuple[int, ...]]]") -> tuple[int, ...] | None:
-    if not all(one.done() for one in futures):
+def _of_threads(threads: FileThreads | None, moves: Sequence[tuple[Sequence[int], "Future[Lost]"]]) -> Lost | None:
+    """Return the indices of blocks that failed; None: some are still moved.
+
+    threads   when all of them hang, moves that have not begun are given up; None: they wait for ever
+    """
+    if threads is not None and threads.hang():
+        for _, move in moves:
+            move.cancel()
+    if not all(move.done() for _, move in moves):
         return None
-    return tuple(sorted(i for one in futures for i in one.result()))
+    return tuple(sorted(i for part, move in moves for i in (part if move.cancelled() else move.result())))

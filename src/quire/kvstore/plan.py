@@ -49,6 +49,7 @@ class OffloadPlan:
     write_through   every full block goes to host memory; else those that are about to be evicted
     folder          folder of the disk tier; "": there is none
     folder_bytes    most bytes of its files, of all ranks of a replica together
+    folder_shared   True: other users may write into the folder
     sharing         blocks of other engines, and for them
     notes           lines for the user
     """
@@ -57,6 +58,7 @@ class OffloadPlan:
     write_through: bool = False
     folder: str = ""
     folder_bytes: int = 0
+    folder_shared: bool = False
     sharing: SharePlan = SharePlan()
     notes: tuple[str, ...] = ()
 
@@ -83,6 +85,8 @@ def resolve_offload(config: EngineConfig) -> OffloadPlan:
             f"kv_offload_dir_gb={cache.kv_offload_dir_gb:g}: there are no files, because no folder is "
             "named: give kv_offload_dir, too."
         )
+    if cache.kv_offload_dir is None and config.share.kv_offload_dir_shared:
+        raise ConfigError("kv_offload_dir_shared: no folder is named: give kv_offload_dir, too.")
     sharing = resolve_share(config, cache.kv_offload_gb)
     write_through = sharing.sends or cache.kv_offload_policy == "write_through"  # blocks go during the prompt
     if cache.kv_offload_gb == 0:
@@ -116,6 +120,7 @@ def resolve_offload(config: EngineConfig) -> OffloadPlan:
         write_through=write_through,
         folder=folder,
         folder_bytes=int(cache.kv_offload_dir_gb * GIB) if folder else 0,
+        folder_shared=config.share.kv_offload_dir_shared,
         notes=notes,
         sharing=sharing,
     )

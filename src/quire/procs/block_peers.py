@@ -22,7 +22,7 @@ from quire.contracts.errors import ConfigError, shown
 from quire.contracts.request import Transfer
 from quire.contracts.step import Tier
 from quire.kernels.mapped import mappable
-from quire.kvstore.files import FileThread
+from quire.kvstore.file_threads import FileThreads
 from quire.kvstore.shards import PageFiles, Shard, cut
 from quire.procs.block_share import BROKEN, FROM_SHARE, BlockLine, Blocks, Claims, Follow, NotShared, Read, Shared
 from quire.procs.host_link import NotMaster, connect
@@ -204,7 +204,7 @@ class PeerReads:
             for number, some in by_peer.items():
                 ways = max(1, min(self._ways, len(some) // LEAST_BLOCKS))
                 for way in range(ways):
-                    asked.append(FileThread("quire-kv-ask").submit(partial(self._ask, number, some[way::ways], read)))
+                    asked.append(FileThreads("quire-kv-ask").submit(partial(self._ask, number, some[way::ways], read)))
         finally:
             wait(asked)  # no thread writes into pages that the caller has given back
         return tuple(sorted(index for one in asked for index in one.result()))

@@ -30,7 +30,8 @@ FLAGS = """
 --load-device --weights-load-device --quantization -q
 --load-format --routing --download-dir --offline --no-offline --hf-token --use-tqdm-on-load --no-use-tqdm-on-load
 --block-size --kv-cache-dtype --kv-offload-gb --kv-offloading-size --kv-offload-policy --kv-offload-dir
---kv-offload-dir-gb --kv-transfer-config --kv-events-config --kv-share --kv-peers --kv-faults --kv-cache-memory-bytes
+--kv-offload-dir-gb --kv-offload-dir-shared --no-kv-offload-dir-shared --kv-transfer-config --kv-events-config
+--kv-share --kv-peers --kv-faults --kv-cache-memory-bytes
 --gpu-memory-utilization --num-gpu-blocks-override --num-blocks
 --enable-prefix-caching --no-enable-prefix-caching
 --max-num-batched-tokens --max-num-seqs --max-waiting --scheduling-policy --watermark

@@ -214,7 +214,8 @@ def test_a_full_disk_is_said_once(Rig: Any, caplog: pytest.LogCaptureFixture) ->
     rig = Rig(1, **SIZES, disk=MockDisk(), faults=["", "full"])
     evicted(rig)
     assert [record.message for record in caplog.records] == [
-        "the disk tier takes no more blocks: no space left. It still gives those that it has."
+        "the disk tier takes no more blocks: no space left. It still gives those that it has. "
+        "It is tried again after 60 s."
     ]
 
 

@@ -16,7 +16,8 @@ import pytest
 
 from quire.contracts.errors import ConfigError
 from quire.kvstore import files as module
-from quire.kvstore.files import HEADER, BlockFiles, DiskTier, FileSystem, FileThread, block_name, block_path
+from quire.kvstore.file_threads import FileThreads
+from quire.kvstore.files import HEADER, BlockFiles, DiskTier, FileSystem, block_name, block_path
 from quire.procs.kv_faults import Faults, FaultyFiles
 
 SPACE, RANK, SIZE = bytes(range(32)), "layers0-8.heads0-2", 1024
@@ -223,14 +224,14 @@ def test_a_file_that_cannot_be_deleted_is_not_used_any_more(
 
 def test_a_disk_that_hangs_does_not_keep_the_process_from_ending() -> None:
     code = (
-        "import threading; from quire.kvstore.files import FileThread; began, never = threading.Event(), "
-        "threading.Event(); thread = FileThread('disk'); thread.submit(lambda: began.set() or never.wait()); "
+        "import threading; from quire.kvstore.file_threads import FileThreads; began, never = threading.Event(), "
+        "threading.Event(); thread = FileThreads('disk'); thread.submit(lambda: began.set() or never.wait()); "
         "assert began.wait(20)"
     )
     subprocess.run([sys.executable, "-c", code], timeout=60, check=True)
 
 
 def test_a_fault_of_work_comes_with_its_result() -> None:
-    thread = FileThread("disk")
+    thread = FileThreads("disk")
     fault, right = thread.submit(lambda: (1 // 0,)), thread.submit(lambda: (7,))
     assert right.result(20) == (7,) and isinstance(fault.exception(20), ZeroDivisionError)
