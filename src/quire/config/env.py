@@ -191,14 +191,16 @@ def rank_variables(interface: str = "lo") -> dict[str, str]:
     """Return the variables to add to the environment of ranks' processes; those that the user has set are left out.
 
     They switch NVLink multicast off, and make ranks talk through a network interface of this host: the loopback
-    interface while all ranks are on one host. interface   its name; "" leaves the choice to gloo and NCCL
+    interface while all ranks are on one host. gloo makes its connections at once, whatever the user has set: later
+    none is taken. interface   its name; "" leaves the choice to gloo and NCCL
     """
     wanted = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
     if sys.platform == "linux" and interface:
         wanted["GLOO_SOCKET_IFNAME"] = interface
         if interface != "lo":
             wanted["NCCL_SOCKET_IFNAME"] = f"={interface}"
-    return {name: value for name, value in wanted.items() if name not in os.environ}
+    missing = {name: value for name, value in wanted.items() if name not in os.environ}
+    return missing | {"TORCH_GLOO_LAZY_INIT": "0"}
 
 
 def cluster_key() -> tuple[bytes, str]:

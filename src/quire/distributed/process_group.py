@@ -7,6 +7,7 @@ hosts meet through a store of the process that starts them.
 import socket
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from quire.config.placement import Parallel, ep_members, mover_members, pp_members, tp_members
 from quire.distributed import Group
+from quire.distributed.listeners import listening, refuse_connections
 from quire.distributed.mesh import RankGroups
 
 # A dead or stopped rank is noticed by the process that started the ranks, which ends the others within seconds. A step
@@ -50,7 +52,7 @@ def join_ranks(meeting: str, number: int, parallel: Parallel, device: torch.devi
     if meeting.startswith("tcp://"):
         address, _, port = meeting.removeprefix("tcp://").rpartition(":")
         place = {"store": dist.TCPStore(address, int(port), None, False, timeout=TIMEOUT)}
-    gpus = device.type == "cuda"
+    gpus, others = device.type == "cuda", listening()
     dist.init_process_group(
         "nccl" if gpus and not shared else "gloo",
         **place,
@@ -60,13 +62,17 @@ def join_ranks(meeting: str, number: int, parallel: Parallel, device: torch.devi
         device_id=device if gpus and not shared else None,
     )
     make, pipelines = partial(_make, number=number, hosted=gpus and shared), list(pp_members(parallel))
-    return RankGroups(
+    groups = RankGroups(
         tp=make(list(tp_members(parallel))),
         pp=make(pipelines),
         tokens=make(pipelines),
         ep=make(list(ep_members(parallel))),
-        movers=_make(list(mover_members(parallel)), number, hosted=gpus),
     )
+    if gpus and not shared:
+        others = listening()  # also NCCL's, which connects when it needs to
+    groups = replace(groups, movers=_make(list(mover_members(parallel)), number, hosted=gpus))
+    refuse_connections(listening() - others)  # gloo's: every rank has all of its connections by now
+    return groups
 
 
 def _make(members: Sequence[Sequence[int]], number: int, hosted: bool) -> "ProcessGroup | None":

@@ -31,6 +31,7 @@ LOG = logging.getLogger("quire").getChild("kv")
 Place = tuple[str, int]
 RETRY_SECONDS, REFUSED_SECONDS = 1.0, 30.0
 HELLO_SECONDS = 2.0
+MOST_KEYS, KEY_BYTES = 1 << 19, 32  # blocks that a peer may name: 70 MB of this process
 READ_SECONDS = 8.0  # for all blocks of a job from a peer; those that are not there by then have failed
 AVOID_SECONDS = 5.0  # by then its silence is known, and it has no blocks until it is heard again
 PROMISED_SECONDS = 2.0  # to wait for a promised block
@@ -87,8 +88,7 @@ class BlockPeer:
                         continue
                     line.send(Follow(device))
                     while isinstance(message := line.receive(FROM_SHARE), Blocks):
-                        self.keys.difference_update(message.went)
-                        self.keys.update(message.came)
+                        self._note(message)
                         line.send(Claims(list(self.held), [self.ended.get() for _ in range(self.ended.qsize())]))
                         said = ""
                     raise NotMaster("it does not say which blocks it has")
@@ -98,6 +98,15 @@ class BlockPeer:
                 said, pause = str(error), REFUSED_SECONDS if isinstance(error, ConfigError) else RETRY_SECONDS
             finally:
                 self.keys = set()
+
+    def _note(self, message: Blocks) -> None:
+        """Hear which blocks came and went. ConfigError for more blocks than an engine may name."""
+        if any(len(key) != KEY_BYTES for key in message.came):
+            raise NotMaster("it names blocks by keys of another length")
+        self.keys.difference_update(message.went)
+        self.keys.update(message.came)
+        if len(self.keys) > MOST_KEYS:
+            raise ConfigError(f"it names more than {MOST_KEYS:,} blocks")
 
 
 class BlockPeers:

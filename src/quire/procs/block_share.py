@@ -35,7 +35,8 @@ from quire.procs.host_link import NotMaster, welcome
 
 LOG = logging.getLogger("quire").getChild("kv")
 LENGTH, PAGE = struct.Struct("<I"), struct.Struct("<IQI")
-MOST_BYTES = 1 << 26  # of a message
+MOST_BYTES = 1 << 23  # of a message: some 200,000 keys
+MOST_NAMED = 8192  # keys in a message of `Blocks`
 MOST_LINES = 128  # connections at a time
 BEAT_SECONDS, SILENT_SECONDS = 1.0, 5.0
 TICK_SECONDS = 0.002
@@ -164,8 +165,7 @@ class BlockLine:
 
     def end(self) -> None:
         """End the connection for the thread that waits for a message, which closes it."""
-        with suppress(OSError):
-            self._end.shutdown(socket.SHUT_RDWR)
+        _shut(self._end)
 
     def close(self) -> None:
         """End the connection, and close the socket."""
@@ -227,8 +227,9 @@ class BlockShare:
         self._key, self._namespace, self._shards = key, namespace, tuple(shards)
         self._told = store.sharing.told
         self._host, self._device = _ShownBlocks(), _ShownBlocks()
-        self._lines: set[BlockLine] = set()
-        self._lock = threading.Lock()  # guards the field above, and followers
+        self._lines: set[BlockLine] = set()  # of peers that have proved the key
+        self._strangers: dict[socket.socket, None] = {}  # connections without a proof yet, the oldest first
+        self._lock = threading.Lock()  # guards the fields above, and followers
         self._closed, self._said = False, ""  # the second: the last error of a read
         try:
             self._listener = socket.create_server(place, family=socket.AF_INET6 if ":" in place[0] else socket.AF_INET)
@@ -250,8 +251,11 @@ class BlockShare:
         with suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
-        for line in list(self._lines):
-            line.end()
+        with self._lock:
+            for line in self._lines:
+                line.end()
+            for stranger in self._strangers:
+                _shut(stranger)
 
     def _accept(self) -> None:
         while not self._closed:
@@ -260,20 +264,35 @@ class BlockShare:
             except OSError:  # too many open files, or closed
                 time.sleep(0.05)
                 continue
-            if len(self._lines) < MOST_LINES:
+            if self._has_room(end):
                 threading.Thread(target=self._serve, args=(end,), name="quire-kv-line", daemon=True).start()
             else:
                 end.close()
+
+    def _has_room(self, end: socket.socket) -> bool:
+        """Take in a new connection, in the place of the oldest that has not proved the key if there are too many."""
+        with self._lock:
+            if len(self._lines) + len(self._strangers) >= MOST_LINES:
+                oldest = next(iter(self._strangers), None)
+                if oldest is None:
+                    return False
+                del self._strangers[oldest]
+                _shut(oldest)  # for the thread that waits for its proof, which closes it
+            self._strangers[end] = None
+        return True
 
     def _serve(self, end: socket.socket) -> None:
         """Serve a connection to its end."""
         line = self.line(end)
         with closing(line), suppress(*BROKEN):
-            with self._lock:
-                self._lines.add(line)
             try:
                 same = welcome(end, self._key) == self._namespace
                 end.settimeout(SILENT_SECONDS)
+                with self._lock:
+                    if end not in self._strangers:  # ended meanwhile
+                        return
+                    del self._strangers[end]
+                    self._lines.add(line)
                 if not same:
                     line.send(NotShared("it has another model, other weights, or another layout of its KV cache"))
                     return
@@ -302,6 +321,7 @@ class BlockShare:
                         ).start()
             finally:
                 with self._lock:
+                    self._strangers.pop(end, None)
                     self._lines.discard(line)
 
     def _send(self, line: BlockLine, asked: Read) -> None:
@@ -327,11 +347,8 @@ class BlockShare:
         latest = dict.fromkeys(list(known.places), True)  # after it is told of changes, so that none is missed
         try:
             while not self._closed:
-                line.send(
-                    Blocks(
-                        [key for key, came in latest.items() if came], [key for key, came in latest.items() if not came]
-                    )
-                )
+                for some in _parts(latest):
+                    line.send(Blocks([key for key, came in some if came], [key for key, came in some if not came]))
                 latest = {}
                 with suppress(Empty):
                     latest.update((changes.get(timeout=BEAT_SECONDS),))
@@ -341,3 +358,14 @@ class BlockShare:
         finally:
             with self._lock:
                 known.followers = tuple(one for one in known.followers if one is not changes)
+
+
+def _parts(changes: dict[bytes, bool]) -> list[list[tuple[bytes, bool]]]:
+    """Return changes in parts that fit a message; one without changes if there are none."""
+    every = list(changes.items())
+    return [every[at : at + MOST_NAMED] for at in range(0, len(every), MOST_NAMED)] or [[]]
+
+
+def _shut(end: socket.socket) -> None:
+    with suppress(OSError):
+        end.shutdown(socket.SHUT_RDWR)

@@ -86,7 +86,7 @@ def test_a_thread_that_hangs_gets_no_other_block(tmp_path: Path) -> None:
 def test_a_disk_that_hangs_altogether_fails_jobs_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str
 ) -> None:
-    """Jobs whose blocks no thread has begun fail at once; the others end when the disk is back, and then it serves again."""
+    """Jobs whose blocks no thread has begun fail at once. The others end when the disk is back; it serves again."""
     system, count = HangingSystem(), THREADS[way]
     one = mover(tmp_path, system)
     new = [bytes([100 + i]) * 32 for i in range(count + 3)]
