@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from types import ModuleType
+from typing import Protocol
 
 import numpy as np
 import pytest
@@ -18,9 +18,30 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
 DEVICE = torch.device("cuda")
-LAYERS, LAYER = 28, 27
-OPS = [op for op in (triton, hopper) if not here(op.__name__.rpartition(".")[2])]
+LAYERS = 28  # at most: with long contexts fewer layers make an arena wide enough
+WIDE = 2**31  # elements: what the offsets of 32 bits reach
 POISON = 1e30  # where no value was written: a kernel may multiply it with 0
+
+
+class Attention(Protocol):
+    """An implementation of `quire.kernels.attention`."""
+
+    __name__: str
+
+    def paged_attention(
+        self,
+        q: Tensor,
+        kv: KVView,
+        meta: AttentionMeta,
+        scale: float,
+        window: int | None = None,
+        soft_cap: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor: ...
+
+
+EVERY: tuple[Attention, ...] = (triton, hopper)
+OPS = [op for op in EVERY if not here(op.__name__.rpartition(".")[2])]
 every_op = pytest.mark.parametrize("op", OPS, ids=lambda op: op.__name__.rpartition(".")[2])
 
 
@@ -57,13 +78,13 @@ def build(
     """Random queries and a cache at the far end of an arena, NaN wherever nothing may be read; a padded step."""
     random = torch.Generator(DEVICE).manual_seed(7)
     counts = [-(-length // size) for length in step.seq_lens]
-    page = LAYERS * 2 * heads[1] * size * dim
-    num_blocks = max(2 * sum(counts) + 2, 2**31 // page + sum(counts) + 2)
-    if num_blocks * page * dtype.itemsize > 100 * 2**30:  # fewer layers for the longest
-        num_blocks = sum(counts) + 2
-    arena = torch.full((num_blocks, LAYERS, 2, heads[1], size, dim), float("nan"), dtype=dtype, device=DEVICE)
+    part = 2 * heads[1] * size * dim
+    layers = min(LAYERS, -(-WIDE // (part * sum(counts))))
+    num_blocks = max(2 * sum(counts) + 2, WIDE // (layers * part) + sum(counts) + 2)
+    assert (num_blocks - sum(counts)) * layers * part >= WIDE, "every block lies past what 32 bits reach"
+    arena = torch.full((num_blocks, layers, 2, heads[1], size, dim), float("nan"), dtype=dtype, device=DEVICE)
     arena[:, :, 1] = POISON if dtype != torch.float16 else 6e4
-    kv = KVView(arena[:, LAYER, 0], arena[:, LAYER, 1])
+    kv = KVView(arena[:, -1, 0], arena[:, -1, 1])
     ids = num_blocks - 1 - torch.randperm(sum(counts), generator=random, device=DEVICE).int()
     num_seqs = len(counts)
     tables = torch.full((num_seqs + 3, max(counts) + 1), 2**30, dtype=torch.int32, device=DEVICE)
@@ -151,7 +172,7 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     empty = torch.empty
 
     def filled(*size: object, **options: object) -> Tensor:
-        made = empty(*size, **options)  # type: ignore[call-overload]
+        made: Tensor = empty(*size, **options)  # type: ignore[call-overload]
         return made.fill_(float("nan") if made.is_floating_point() else -1)
 
     monkeypatch.setattr(torch, "empty", filled)
@@ -169,7 +190,7 @@ def check(actual: Tensor, expected: Tensor, rows: int, bound: float = 1e-2) -> N
 @pytest.mark.parametrize("heads, dim, size", [((16, 8), 128, 64), ((32, 8), 128, 128), ((32, 8), 64, 64)], ids=str)
 @pytest.mark.parametrize("name", STEPS)
 @every_op
-def test_matches_reference(op: ModuleType, name: str, heads: tuple[int, int], dim: int, size: int) -> None:
+def test_matches_reference(op: Attention, name: str, heads: tuple[int, int], dim: int, size: int) -> None:
     q, kv, meta = build(STEPS[name], heads, dim, size)
     expected = reference(q, kv, meta, dim**-0.5)
     actual = op.paged_attention(q, kv, meta, dim**-0.5)
@@ -184,7 +205,7 @@ def test_matches_reference(op: ModuleType, name: str, heads: tuple[int, int], di
 @pytest.mark.parametrize(
     "window, soft_cap, sunk", [(100, None, True), (None, 20.0, False), (1000, 5.0, True), (4000, None, True)]
 )
-def test_variants(op: ModuleType, name: str, window: int | None, soft_cap: float | None, sunk: bool) -> None:
+def test_variants(op: Attention, name: str, window: int | None, soft_cap: float | None, sunk: bool) -> None:
     q, kv, meta = build(STEPS[name], (16, 8), 128, 64)
     sinks = torch.linspace(-3, 4, 16, device=DEVICE) if sunk else None
     expected = reference(q, kv, meta, 0.3, window, soft_cap, sinks)
@@ -220,7 +241,7 @@ def test_other_types_and_widths(name: str, dtype: torch.dtype, dim: int) -> None
     ],
 )
 @every_op
-def test_few_rows_behind_a_long_context(op: ModuleType, new: int, past: int) -> None:
+def test_few_rows_behind_a_long_context(op: Attention, new: int, past: int) -> None:
     """Contexts of 2,048 keys and more are divided; every run gives the same bits."""
     q, kv, meta = build(Step((new,), (past + new,)), (32, 8), 128, 128)
     meta = replace(meta, decode_len=1)
@@ -248,10 +269,11 @@ def test_few_rows_behind_a_long_context(op: ModuleType, new: int, past: int) -> 
     ids=str,
 )
 def test_few_and_many_heads_share_keys(
-    op: ModuleType, heads: tuple[int, int], dim: int, size: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    op: Attention, heads: tuple[int, int], dim: int, size: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Hopper's kernel runs if heads are a power of two and blocks whole tiles, else Triton's. Both are right."""
-    launched, kernel = [], hopper.prefill_kernel
+    launched: list[tuple[int, ...]] = []
+    kernel = hopper.prefill_kernel
 
     class Watched:
         def __getitem__(self, grid: tuple[int, ...]) -> object:
@@ -267,7 +289,7 @@ def test_few_and_many_heads_share_keys(
 
 @every_op
 @pytest.mark.parametrize("name", ["decode-64", "verify", "mixed", "shared", "chunk", "tails"])
-def test_a_captured_step_serves_other_lengths(op: ModuleType, name: str) -> None:
+def test_a_captured_step_serves_other_lengths(op: Attention, name: str) -> None:
     """Only lengths change between replays; grids were chosen from upper bounds. Two layers share one plan."""
     q, kv, meta = build(STEPS[name], (16, 8), 128, 64)
     op.paged_attention(q, kv, replace(meta, plans={}), 0.1)

@@ -13,8 +13,8 @@ from quire import LLM, RequestOutput, SamplingParams
 from quire.config.bundled import bundled_model
 from quire.contracts.errors import UnsupportedModel
 from quire.contracts.step import Tier
-from quire.engine.replicas import flush
 
+from ..support.engines import tier_stats
 from ..support.tiny_models import Tiny, random_model, write_model
 from .test_engine import NOTES, TEXTS, make
 
@@ -64,9 +64,9 @@ def prompt_of(order: tuple[int, ...]) -> tuple[list[int], list[list[int]]]:
 def ask(llm: LLM, order: tuple[int, ...], ratio: float | None, **fields: Any) -> RequestOutput:
     """Answer a prompt of cached texts; None: the prompt has no texts to reuse."""
     prompt, chunks = prompt_of(order)
-    given = {} if ratio is None else {"kv_chunks": chunks, "blend_ratio": ratio}
-    greedy = {"temperature": 0.0, "max_tokens": 16, "ignore_eos": True, "logprobs": 2}
-    params = SamplingParams(**greedy | given | fields)
+    params = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True, logprobs=2).clone(**fields)
+    if ratio is not None:
+        params = params.clone(kv_chunks=chunks, blend_ratio=ratio)
     (output,) = llm.generate({"prompt_token_ids": prompt}, params, use_tqdm=False)
     return output
 
@@ -175,12 +175,11 @@ def test_texts_come_back_from_the_host(expected: Callable[..., list[Any]]) -> No
                 remember(llm)
                 others = [{"prompt_token_ids": [700 + 50 * i + j % 40 for j in range(400)]} for i in range(4)]
                 llm.generate(others, SamplingParams(max_tokens=1), use_tqdm=False)
-                flush(llm.engine.core)
-                loaded = llm.engine.core.state().stats.tiers[Tier.HOST].num_loaded
+                loaded = tier_stats(llm, Tier.HOST).num_loaded
                 output = ask(llm, order, ratio)
                 tokens, cached, _ = wanted[2 * (at * (1 + len(RATIOS)) + 1 + which)]
                 assert (output.outputs[0].token_ids, output.num_cached_tokens) == (tokens, cached)
-                assert llm.engine.core.state().stats.tiers[Tier.HOST].num_loaded >= loaded + 9
+                assert tier_stats(llm, Tier.HOST).num_loaded >= loaded + 9
         llm.engine.core.check()
 
 

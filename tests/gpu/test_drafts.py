@@ -7,6 +7,7 @@ import pytest
 from quire import LLM, SamplingParams
 from quire.config.bundled import bundled_model
 
+from ..support.engines import draft_totals
 from .test_engine import SURE, TEXTS, make
 
 NGRAM = {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 4}
@@ -55,5 +56,5 @@ def test_answers_are_those_of_plain_decoding(options: dict[str, Any], plain: lis
     k = options.pop("k")
     with make(bundled_model(), speculative_config=NGRAM | {"num_speculative_tokens": k}, **options) as llm:
         assert answers(llm) == plain
-        runs, made, *accepted = llm.engine.core.scheduler.drafts.totals
+        runs, made, accepted = draft_totals(llm)
         assert 0 < sum(accepted) < made and runs > 20, "drafts that are right and wrong"

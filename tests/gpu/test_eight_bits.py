@@ -2,7 +2,7 @@
 engine with such a cache beside one without."""
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 import torch
@@ -29,13 +29,12 @@ if not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 9):
 DEVICE = torch.device("cuda")
 TOLERANCE = {torch.bfloat16: 2e-2, torch.float16: 3e-3, torch.float32: 3e-3}
 TYPES = [torch.bfloat16, torch.float16]
+Moved = TypeVar("Moved", KVView, LatentView, AttentionMeta)
 
 
-def there(value: Any) -> Any:
-    """The tensors of a dataclass on the GPU."""
-    if isinstance(value, Tensor):
-        return value.to(DEVICE)
-    changes = {name: one.to(DEVICE) for name, one in vars(value).items() if isinstance(one, Tensor)}
+def there(value: Moved) -> Moved:
+    """A dataclass with its tensors on the GPU."""
+    changes: dict[str, Any] = {name: one.to(DEVICE) for name, one in vars(value).items() if isinstance(one, Tensor)}
     return replace(value, **changes)
 
 
@@ -44,7 +43,7 @@ def step_there(meta: AttentionMeta) -> AttentionMeta:
     assert isinstance(meta.query_start, Tensor)
     longest = int(meta.query_start.diff().max())
     given = replace(meta, max_query_len=longest, decode_len=longest if longest <= 8 else 1, plans={})
-    return there(given)  # type: ignore[no-any-return]
+    return there(given)
 
 
 @pytest.mark.parametrize("cache", DTYPES, ids=str)
@@ -89,9 +88,10 @@ def test_prompts_on_hopper(case: Case, window: int | None, dtype: torch.dtype, c
     q, kv, meta = inputs.make(case, dtype)
     kv.v.nan_to_num_(nan=90.0)
     kv = replace(truth.coded(kv, cache), k_scale=0.5, v_scale=2.0)
-    plain = KVView(
-        *(truth.values(side, scale).to(dtype).nan_to_num() for side, scale in ((kv.k, kv.k_scale), (kv.v, kv.v_scale)))
+    k, v = (
+        truth.values(side, scale).to(dtype).nan_to_num() for side, scale in ((kv.k, kv.k_scale), (kv.v, kv.v_scale))
     )
+    plain = KVView(k, v)
     given = step_there(meta)
     found = hopper.paged_attention(q.to(DEVICE), there(kv), given, 0.1, window)
     assert any(isinstance(one, Pages) for one in given.plans.values())
@@ -110,8 +110,7 @@ def test_latents(dtype: torch.dtype, cache: torch.dtype) -> None:
         q_latent, q_rope, kept, meta = make(case, 8, dtype)
         kept = truth.coded_latents(kept, cache)
         expected = truth.absorbed(q_latent, q_rope, kept, meta, 0.1)
-        view: LatentView = there(kept)
-        found = latent.absorbed(q_latent.to(DEVICE), q_rope.to(DEVICE), view, step_there(meta), 0.1)
+        found = latent.absorbed(q_latent.to(DEVICE), q_rope.to(DEVICE), there(kept), step_there(meta), 0.1)
         near(found.cpu(), expected, TOLERANCE[dtype])
 
 
@@ -124,9 +123,8 @@ def test_heads_write_codes(case: heads_inputs.Case, cache: torch.dtype) -> None:
         KVView(torch.zeros_like(kv.k, dtype=cache), torch.zeros_like(kv.v, dtype=cache), K_SCALE, V_SCALE)
         for _ in range(2)
     )
-    on_gpu: KVView = there(made)
-    given = [one.to(DEVICE) if isinstance(one, Tensor) else one for one in (qkv, norm, cos, sin, slots)]
-    heads.prepare(given[0], given[1], 1e-6, given[2], given[3], on_gpu, given[4])
+    on_gpu, weight = there(made), None if norm is None else norm.to(DEVICE)
+    heads.prepare(qkv.to(DEVICE), weight, 1e-6, cos.to(DEVICE), sin.to(DEVICE), on_gpu, slots.to(DEVICE))
     heads_ref.prepare(qkv, norm, 1e-6, cos, sin, wanted, slots)
     written(on_gpu.k.cpu(), wanted.k)
     written(on_gpu.v.cpu(), wanted.v)
@@ -142,6 +140,6 @@ def test_an_engine_with_such_a_cache_knows_what_it_learned() -> None:
     params = SamplingParams(max_tokens=6, temperature=0.0)
     found = []
     for cache in ("auto", "fp8"):
-        with LLM(device="cuda", max_model_len=512, gpu_memory_utilization=0.3, kv_cache_dtype=cache) as llm:
+        with LLM(device="cuda", max_model_len=512, kv_cache_memory_bytes=64 << 20, kv_cache_dtype=cache) as llm:
             found.append([one.outputs[0].text for one in llm.generate(prompts, params, use_tqdm=False)])
     assert found[0] == found[1]

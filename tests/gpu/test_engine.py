@@ -6,7 +6,7 @@ Nothing here waits for the device but `collect`: calls that synchronize are coun
 import contextlib
 import copy
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -17,8 +17,14 @@ import torch
 
 from quire import LLM, RequestOutput, SamplingParams, StructuredOutputsParams
 from quire.config.bundled import bundled_model
+from quire.contracts.output import Logprob
+from quire.contracts.step import I32
+from quire.entry.prompts import PromptLike
+from quire.text.tokenizer import Tokenizer
 from quire.worker.graphs import Graphs
+from quire.worker.runner import StepRunner
 
+from ..support.engines import core_of
 from ..support.tiny_models import (
     DENSE,
     EXPERTS,
@@ -71,7 +77,8 @@ COMPARED = ("quire-tiny", *TINY)
 TINY |= {
     family: Tiny(family=family, rope="yarn" if "yarn" in FAMILIES[family].ropes else "default") for family in EXPERTS
 }
-SAMPLED = (
+Oracles = Callable[[str], Oracle]
+SAMPLED: tuple[dict[str, Any], ...] = (
     {"temperature": 0.8, "top_p": 0.9},
     {"temperature": 1.0},
     {"temperature": 1.3, "top_k": 40, "min_p": 0.02, "n": 2},
@@ -102,7 +109,9 @@ def greedy(count: int = NUM_TOKENS, **fields: Any) -> SamplingParams:
     return SamplingParams(**({"temperature": 0.0, "max_tokens": count, "ignore_eos": True} | fields))
 
 
-def run(llm: LLM, prompts: Any, params: Any) -> list[RequestOutput]:
+def run(
+    llm: LLM, prompts: Sequence[PromptLike], params: SamplingParams | Sequence[SamplingParams]
+) -> list[RequestOutput]:
     return llm.generate(prompts, params, use_tqdm=False)
 
 
@@ -118,13 +127,13 @@ def transformers_model(folder: Path, dtype: torch.dtype) -> Any:
     return model.to(DEVICE).eval()
 
 
-def table(rows: Any) -> np.ndarray:
+def table(rows: Sequence[dict[int, Logprob] | None] | None) -> np.ndarray:
     """[rows, V] of log-probabilities that were asked for with -1."""
-    return np.array([[row[i].logprob for i in range(len(row))] for row in rows if row is not None])
+    return np.array([[row[i].logprob for i in range(len(row))] for row in rows or () if row is not None])
 
 
 @pytest.fixture(scope="module")
-def oracle(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Oracle]:
+def oracle(tmp_path_factory: pytest.TempPathFactory) -> Oracles:
     """Checkpoints by name, with transformers' model in float32 on the GPU."""
     made: dict[str, Oracle] = {}
 
@@ -146,7 +155,7 @@ def bundled() -> Iterator[LLM]:
 
 
 @pytest.fixture(scope="module")
-def qwen3(oracle: Callable[[str], Oracle]) -> Iterator[LLM]:
+def qwen3(oracle: Oracles) -> Iterator[LLM]:
     """A random model in float32, with blocks of 16."""
     with make(oracle("qwen3").folder, block_size=16) as llm:
         yield llm
@@ -165,7 +174,7 @@ def empty_engines(request: pytest.FixtureRequest) -> Iterator[None]:
     gc.collect()
 
 
-def prompts_of(name: str, tokenizer: Any) -> list[list[int]]:
+def prompts_of(name: str, tokenizer: Tokenizer) -> list[list[int]]:
     return [tokenizer.encode(text) for text in TEXTS] if name == "quire-tiny" else mixed_prompts()
 
 
@@ -173,7 +182,7 @@ def prompts_of(name: str, tokenizer: Any) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("name", ("quire-tiny", *TINY))
-def test_tokens_and_logprobs_in_float32(name: str, oracle: Any, bundled: LLM) -> None:
+def test_tokens_and_logprobs_in_float32(name: str, oracle: Oracles, bundled: LLM) -> None:
     """Of answers as they are sampled, and of every position of a prompt."""
     checkpoint, prompts = oracle(name), prompts_of(name, bundled.get_tokenizer())
     expected = checkpoint.greedy(prompts, NUM_TOKENS)
@@ -197,7 +206,7 @@ def test_tokens_and_logprobs_in_float32(name: str, oracle: Any, bundled: LLM) ->
 
 
 @pytest.mark.parametrize("name", COMPARED)
-def test_tokens_in_bfloat16_up_to_the_first_tie(name: str, oracle: Any, bundled: LLM, tmp_path: Path) -> None:
+def test_tokens_in_bfloat16_up_to_the_first_tie(name: str, oracle: Oracles, bundled: LLM, tmp_path: Path) -> None:
     """Logits are made about as large as 1: transformers rounds them to 8 bits, over 0.05 for those of 10."""
     model, tokenizer, draw = copy.deepcopy(oracle(name).model), bundled.get_tokenizer(), np.random.default_rng(5)
     if name == "quire-tiny":
@@ -218,7 +227,7 @@ def test_tokens_in_bfloat16_up_to_the_first_tie(name: str, oracle: Any, bundled:
     assert wrong == [], [(found[i], expected[i], until[i]) for i in wrong]
 
 
-def test_a_long_prompt_in_chunks_and_its_long_context(oracle: Any, bundled: LLM) -> None:
+def test_a_long_prompt_in_chunks_and_its_long_context(oracle: Oracles, bundled: LLM) -> None:
     """1,500 tokens: several tiles of queries, blocks of 128, decodes whose context is cut into parts."""
     ids = bundled.get_tokenizer().encode(
         "".join(f"Note {n}: box {n * 37 % 91} holds {n * 53 % 97} nails.\n" for n in range(200))
@@ -233,7 +242,7 @@ def test_a_long_prompt_in_chunks_and_its_long_context(oracle: Any, bundled: LLM)
 
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen3_moe", "deepseek_v3"])
-def test_graphs_give_what_the_same_sizes_give_launch_by_launch(name: str, oracle: Any) -> None:
+def test_graphs_give_what_the_same_sizes_give_launch_by_launch(name: str, oracle: Oracles) -> None:
     """Twenty requests that end one by one, so that many sizes of steps come: greedy and sampled ones, all with
     log-probabilities."""
     prompts = [*mixed_prompts(), *mixed_prompts(), *mixed_prompts()[1:]]
@@ -244,11 +253,10 @@ def test_graphs_give_what_the_same_sizes_give_launch_by_launch(name: str, oracle
         for i in range(len(prompts))
     ]
     with make(oracle(name).folder, max_num_seqs=32) as llm:
-        worker: Any = llm.engine.worker
-        assert DEVICE != "cuda" or len(worker.recorder) > 20
+        worker, recorder = llm.engine.worker, llm.engine.worker.recorder
+        assert isinstance(recorder, Graphs) and len(recorder) > 20
         replayed = run(llm, prompts, params)
         llm.reset_prefix_cache()
-        recorder = worker.recorder
         assert recorder.counts["replayed"] > recorder.counts["run"]
         worker.recorder = Graphs(recorder.sizes, recorder.tokens, recorder.most_seqs)  # nothing is captured
         worker.programs.recorder = worker.recorder
@@ -269,14 +277,14 @@ def test_graphs_give_what_the_same_sizes_give_launch_by_launch(name: str, oracle
     ],
     ids=str,
 )
-def test_without_graphs_or_ahead_of_time_or_whole_prompts(options: dict[str, Any], oracle: Any) -> None:
+def test_without_graphs_or_ahead_of_time_or_whole_prompts(options: dict[str, Any], oracle: Oracles) -> None:
     checkpoint = oracle("qwen3")
     with make(checkpoint.folder, **options) as llm:
         assert tokens(run(llm, mixed_prompts(), greedy())) == checkpoint.greedy(mixed_prompts(), NUM_TOKENS)
         llm.engine.core.check()
 
 
-def test_slots_are_used_again(oracle: Any, qwen3: LLM) -> None:
+def test_slots_are_used_again(oracle: Oracles, qwen3: LLM) -> None:
     """Forty requests of many lengths through eight slots give what each gives alone."""
     checkpoint = oracle("qwen3")
     expected = checkpoint.greedy(mixed_prompts(), NUM_TOKENS)
@@ -289,7 +297,7 @@ def test_slots_are_used_again(oracle: Any, qwen3: LLM) -> None:
     assert [t for out in alone for t in tokens(out)] == expected
 
 
-def test_preempted_requests_go_on_where_they_were(oracle: Any) -> None:
+def test_preempted_requests_go_on_where_they_were(oracle: Oracles) -> None:
     """A cache that holds two of the seven, with chunks of prompts, with and without the prefix cache."""
     checkpoint = oracle("qwen3")
     expected = checkpoint.greedy(mixed_prompts(), NUM_TOKENS)
@@ -302,11 +310,11 @@ def test_preempted_requests_go_on_where_they_were(oracle: Any) -> None:
             enable_prefix_caching=caching,
         ) as llm:
             assert tokens(run(llm, mixed_prompts(), greedy())) == expected
-            assert llm.engine.core.scheduler.num_preempted > 0
+            assert core_of(llm).scheduler.num_preempted > 0
             llm.engine.core.check()
 
 
-def test_a_cached_prefix_gives_the_same_tokens(oracle: Any, qwen3: LLM) -> None:
+def test_a_cached_prefix_gives_the_same_tokens(oracle: Oracles, qwen3: LLM) -> None:
     prompts = mixed_prompts()
     expected = oracle("qwen3").greedy(prompts, NUM_TOKENS)
     for caches in (False, True):
@@ -320,10 +328,10 @@ def test_a_cached_prefix_gives_the_same_tokens(oracle: Any, qwen3: LLM) -> None:
 
 
 def test_a_prefix_that_decodes_share_is_read_once_and_right(
-    oracle: Any, bundled: LLM, monkeypatch: pytest.MonkeyPatch
+    oracle: Oracles, bundled: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two groups of six, with prefixes of 384 and 256 tokens, and a request that belongs to neither."""
-    tokenizer, core = bundled.get_tokenizer(), bundled.engine.core
+    tokenizer, core = bundled.get_tokenizer(), core_of(bundled)
     first, second = (
         tokenizer.encode("".join(f"{word} {n} is at {n * n % 89}.\n" for n in range(60))) for word in ("Box", "Ship")
     )
@@ -338,7 +346,7 @@ def test_a_prefix_that_decodes_share_is_read_once_and_right(
     recorder = Recorder(core.executor)
     monkeypatch.setattr(core, "executor", recorder)
     outputs = run(bundled, prompts, greedy(24))
-    blocks = bundled.engine.core.facts.block_size
+    blocks = core.facts.block_size
     assert [o.num_cached_tokens for o in outputs[:12]] == [384 // blocks * blocks] * 6 + [256 // blocks * blocks] * 6
     groups = [plan.shared for plan in recorder.plans if plan.num_decodes == len(plan.slots)]
     assert sum(len(shared) == 2 for shared in groups) > 10
@@ -378,7 +386,7 @@ def test_seeded_tokens_are_the_cpu_s(bundled: LLM) -> None:
 )
 def test_structured_outputs_are_the_cpu_s_and_change_nobody_else(options: dict[str, Any], bundled: LLM) -> None:
     """Of every sampler, beside requests without one; a budget of reasoning forces its end."""
-    constrained = [
+    constrained: list[dict[str, Any]] = [
         {"regex": "[a-c]{3}( [0-9]{2}){4}"},
         {"choice": ["red", "green", "a long blue thing"]},
         {"json": {"type": "array", "items": {"enum": [1, 22, "x"]}, "minItems": 6, "maxItems": 6}},
@@ -408,7 +416,7 @@ def test_structured_outputs_are_the_cpu_s_and_change_nobody_else(options: dict[s
         llm = stack.enter_context(make(bundled_model(), max_num_seqs=16, **options)) if options else bundled
         found = run(llm, prompts, params)
         assert tokens(found) == tokens(expected)
-        assert "num_gpu_blocks_override" not in options or llm.engine.core.scheduler.num_preempted > 0
+        assert "num_gpu_blocks_override" not in options or core_of(llm).scheduler.num_preempted > 0
     ended = [c.finish_reason for o, p in zip(found, params, strict=True) for c in o.outputs if p.structured_outputs]
     assert set(ended) == {"stop"} and len(ended) > 16
     assert all(
@@ -421,7 +429,9 @@ def test_structured_outputs_are_the_cpu_s_and_change_nobody_else(options: dict[s
 
 def test_vectors_are_the_cpu_s(bundled: LLM) -> None:
     texts = [text * (1 + 40 * (i % 3)) for i, text in enumerate(TEXTS)]
-    with LLM(device="cpu", dtype="float32", use_tqdm_on_load=False, max_model_len=1024) as cpu:
+    with LLM(
+        device="cpu", dtype="float32", use_tqdm_on_load=False, max_model_len=1024, kv_cache_memory_bytes=64 << 20
+    ) as cpu:
         expected = [o.outputs.embedding for o in cpu.embed(texts, use_tqdm=False)]
     for _ in range(2):  # cold, and with a warm prefix cache
         found = [o.outputs.embedding for o in bundled.embed(texts, use_tqdm=False)]
@@ -435,11 +445,13 @@ class Waits:
     """Launches steps, and their sampling when it needs masks, with every synchronizing call forbidden; `num_steps` and
     what was `found`."""
 
-    def __init__(self, worker: Any, patch: pytest.MonkeyPatch) -> None:
+    def __init__(self, worker: "StepRunner | Calls", patch: pytest.MonkeyPatch) -> None:
         self.num_steps, self.found = 0, list[str]()
-        self._submit, self._release, self._launching = worker.submit, getattr(worker, "release", None), False
+        self._submit: Callable[[Any], None] = worker.submit
+        self._release: Callable[[I32], None] = worker.release
+        self._launching = False
         patch.setattr(worker, "submit", self.submit)
-        patch.setattr(worker, "release", self.release, raising=False)
+        patch.setattr(worker, "release", self.release)
         for owner, name in (
             (torch.cuda.Event, "synchronize"),
             (torch.cuda.Stream, "synchronize"),
@@ -452,9 +464,8 @@ class Waits:
         self.num_steps += 1
         self._watch(lambda: self._submit(plan))
 
-    def release(self, masks: Any) -> None:
+    def release(self, masks: I32) -> None:
         """The sampling of the last one."""
-        assert self._release is not None
         self._watch(lambda: self._release(masks))
 
     def _watch(self, launch: Callable[[], object]) -> None:
@@ -487,6 +498,9 @@ class Calls:
         """Call it."""
         plan()
 
+    def release(self, masks: I32) -> None:
+        """No plan has a grammar."""
+
 
 @pytest.mark.skipif(DEVICE != "cuda", reason="counts CUDA calls")
 @pytest.mark.parametrize(
@@ -513,10 +527,10 @@ def test_the_watch_notices_a_wait(wait: Callable[[], object], monkeypatch: pytes
 @pytest.mark.parametrize("mixed", [False, True], ids=["steady decode", "arrivals, every sampler and logprobs"])
 def test_no_step_waits_for_the_device(mixed: bool, bundled: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     prompts = [TEXTS[i % len(TEXTS)] for i in range(30 if mixed else 16)]
-    params: Any = greedy(100)
+    params: SamplingParams | list[SamplingParams] = greedy(100)
     if mixed:
         structured = StructuredOutputsParams(regex="([a-z]+ )*")
-        fields = (
+        fields: tuple[dict[str, Any], ...] = (
             *SAMPLED,
             {"temperature": 0.0},
             {"temperature": 1.0, "logprobs": 5},

@@ -18,8 +18,12 @@ from quire.config.bundled import bundled_model
 from quire.contracts.step import Tier
 from quire.engine.replicas import flush
 from quire.kernels.ipc import CudaIpc
+from quire.procs.block_peers import BlockPeers
+from quire.procs.device_peers import PeerDevices
 
 from ..support.addresses import free_address
+from ..support.engines import store_of, tier_stats
+from . import children
 from .test_engine import TEXTS, make
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -35,55 +39,14 @@ SMALL = {
 PROMPTS = [f"{text}. " * 14 for text in TEXTS]
 SECONDS = 180
 
-# Each child writes a line of JSON for each line that it reads; other output goes to standard error.
-OWNER_OF_MEMORY = """
-import torch
-from quire.kernels.ipc import CudaIpc
-device = torch.device("cuda", 0)
-torch.zeros(3 << 20, dtype=torch.uint8, device=device)
-rest = torch.zeros((5, 1 << 10), dtype=torch.uint8, device=device)  # shares an allocation of the driver with others
-pages = torch.arange(6 << 20, device=device).remainder(251).to(torch.uint8)
-torch.cuda.synchronize()
-ipc = CudaIpc(device)
-tell([[handle.hex(), offset] for handle, offset in map(ipc.export, (pages, rest))])
-hear()
-"""
-
-OWNER_OF_BLOCKS = """
-from quire import SamplingParams
-from quire.config.bundled import bundled_model
-from quire.engine.replicas import flush
-from tests.gpu.test_engine import make
-from tests.gpu.test_ipc import PROMPTS, SMALL, params
-with make(bundled_model(), **SMALL, kv_share=ARGUMENT) as llm:
-    tokens = [one.outputs[0].token_ids for one in llm.generate(PROMPTS, params(), use_tqdm=False)]
-    flush(llm.engine.core)
-    store = llm.engine.core.scheduler.roster.store
-    tell([tokens, [key.hex() for key in store._pool._index]])
-    while hear():
-        llm.reset_prefix_cache()
-        tell(True)
-"""
-
-CHILD = """
-import json, os, sys
-answers = os.fdopen(os.dup(1), "w")
-os.dup2(2, 1)
-def tell(value):
-    print(json.dumps(value), file=answers, flush=True)
-def hear():
-    return sys.stdin.readline().strip()
-ARGUMENT = sys.argv[1]
-"""
-
 
 class Child:
-    """A process that runs a script."""
+    """A process that runs a program of `children.py`."""
 
-    def __init__(self, script: str, argument: str = "", **environment: str) -> None:
+    def __init__(self, program: Callable[..., None], *arguments: str, **environment: str) -> None:
         path = os.pathsep.join(filter(None, (str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH", ""))))
         self.process = subprocess.Popen(
-            [sys.executable, "-c", CHILD + script, argument],
+            [sys.executable, "-m", children.__name__, program.__name__, *arguments],
             cwd=ROOT,
             text=True,
             stdin=subprocess.PIPE,
@@ -107,9 +70,9 @@ class Child:
 
 
 @contextmanager
-def child(script: str, argument: str = "", **environment: str) -> Iterator[Child]:
+def child(program: Callable[..., None], *arguments: str, **environment: str) -> Iterator[Child]:
     """A process that is ended at the end."""
-    one = Child(script, argument, **environment)
+    one = Child(program, *arguments, **environment)
     try:
         yield one
     finally:
@@ -135,23 +98,23 @@ def until(true: Callable[[], Any]) -> None:
 def test_memory_of_another_process_is_mapped_and_copied(device: torch.device) -> None:
     """The handle layer alone: export there, open, copy and close here."""
     page = 1 << 20
-    with child(OWNER_OF_MEMORY) as owner:
+    with child(children.own_memory) as owner:
         (handle, offset), (rest, rest_offset) = owner.answer()
         ipc, mine = CudaIpc(device), torch.full((6, page), 255, dtype=torch.uint8, device=device)
         address = ipc.open(bytes.fromhex(handle))
         moves = [(mine[5 - i].data_ptr(), address + offset + i * page, page) for i in range(5)]
-        ipc.copy(moves, ipc.mark())
+        ipc.copy(moves)
         expected = torch.arange(6 * page, device=device).remainder(251).to(torch.uint8).view(6, page)
         for i in range(5):
             assert torch.equal(mine[5 - i], expected[i]), f"page {i}"
         assert (mine[0] == 255).all(), "nothing else is written"
         other = ipc.open(bytes.fromhex(rest))
-        ipc.copy([(mine.data_ptr(), other + rest_offset, 5 << 10)], ipc.mark())
+        ipc.copy([(mine.data_ptr(), other + rest_offset, 5 << 10)])
         assert (mine[0][: 5 << 10] == 0).all() and (mine[0][5 << 10 :] == 255).all()
         for one in (address, other):
             ipc.close(one)
         address = ipc.open(bytes.fromhex(handle))
-        ipc.copy([(mine.data_ptr(), address + offset, page)], ipc.mark())
+        ipc.copy([(mine.data_ptr(), address + offset, page)])
         assert torch.equal(mine[0], expected[0]), "it is mapped anew"
         ipc.close(address)
         with pytest.raises(OSError, match="a handle of 3 bytes"):
@@ -160,13 +123,13 @@ def test_memory_of_another_process_is_mapped_and_copied(device: torch.device) ->
 
 
 def test_mapped_memory_outlives_its_owner(device: torch.device) -> None:
-    with child(OWNER_OF_MEMORY) as owner:
+    with child(children.own_memory) as owner:
         (handle, offset), _ = owner.answer()
         ipc, mine = CudaIpc(device), torch.zeros(1 << 20, dtype=torch.uint8, device=device)
         address = ipc.open(bytes.fromhex(handle))
         owner.process.kill()
         owner.process.wait()
-        ipc.copy([(mine.data_ptr(), address + offset, mine.numel())], ipc.mark())  # anything, and no error
+        ipc.copy([(mine.data_ptr(), address + offset, mine.numel())])  # anything, and no error
         ipc.close(address)
         torch.cuda.synchronize()
 
@@ -179,9 +142,11 @@ def test_memory_of_this_process_cannot_be_mapped_by_itself(device: torch.device)
         ipc.open(handle)
 
 
-def stats(llm: LLM, tier: Tier) -> Any:
-    flush(llm.engine.core)
-    return llm.engine.core.state().stats.tiers[tier]
+def tiers_below(llm: LLM) -> tuple[BlockPeers, BlockPeers]:
+    """Return the tiers of other engines' GPUs and of their host memory, the nearest first."""
+    devices, peers = store_of(llm)._below
+    assert isinstance(devices, BlockPeers) and isinstance(peers, BlockPeers)
+    return devices, peers
 
 
 def ask(llm: LLM) -> tuple[list[list[int]], list[int], set[Tier]]:
@@ -195,17 +160,19 @@ def ask(llm: LLM) -> tuple[list[list[int]], list[int], set[Tier]]:
 def test_tokens_of_an_engine_that_copies_from_another_on_the_same_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("QUIRE_CLUSTER_KEY", KEY)
     place = free_address()
-    with child(OWNER_OF_BLOCKS, place) as owner:
+    with child(children.own_blocks, place) as owner:
         tokens, keys = owner.answer()
         with make(bundled_model(), **SMALL, kv_peers=(place,)) as llm:
-            devices, peers = llm.engine.core.scheduler.roster.store._below
+            devices, peers = tiers_below(llm)
             assert (devices.tier, peers.tier) == (Tier.CUDA_IPC, Tier.PEER)
             until(lambda: devices._peers[0].keys >= set(map(bytes.fromhex, keys)))
             found, cached, tiers = ask(llm)
             assert found == tokens and max(cached) >= 48 and tiers == {Tier.CUDA_IPC}, (cached, tiers)
-            ipc, link = stats(llm, Tier.CUDA_IPC), llm.engine.worker.mover._devices._links[0]
-            assert ipc.num_loaded >= 9 and not ipc.num_failed and not stats(llm, Tier.PEER).num_loaded
-            assert ipc.loaded_bytes == ipc.num_loaded * llm.engine.worker.mover.host.shape[1]
+            ipc, mover = tier_stats(llm, Tier.CUDA_IPC), llm.engine.worker.mover
+            assert mover is not None and isinstance(mover._devices, PeerDevices)
+            link = mover._devices._links[0]
+            assert ipc.num_loaded >= 9 and not ipc.num_failed and not tier_stats(llm, Tier.PEER).num_loaded
+            assert ipc.loaded_bytes == ipc.num_loaded * mover.host.shape[1]
             assert link._pages
             assert owner.ask() is True, "it forgets its blocks"
             until(lambda: not devices._peers[0].keys)
@@ -216,7 +183,7 @@ def test_tokens_of_an_engine_that_copies_from_another_on_the_same_gpu(monkeypatc
             owner.process.wait()
             until(lambda: not link._pages)
             assert llm.reset_prefix_cache() and ask(llm)[0] == tokens
-            store = llm.engine.core.scheduler.roster.store
+            store = store_of(llm)
             flush(llm.engine.core)
             store.check()
             assert not store.held() and not store._jobs.running, "nothing is left"
@@ -225,11 +192,11 @@ def test_tokens_of_an_engine_that_copies_from_another_on_the_same_gpu(monkeypatc
 def test_memory_of_expandable_segments_is_read_through_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("QUIRE_CLUSTER_KEY", KEY)
     place = free_address()
-    with child(OWNER_OF_BLOCKS, place, PYTORCH_CUDA_ALLOC_CONF="expandable_segments:True") as owner:
+    with child(children.own_blocks, place, PYTORCH_CUDA_ALLOC_CONF="expandable_segments:True") as owner:
         tokens, keys = owner.answer()
         with make(bundled_model(), **SMALL, kv_peers=(place,)) as llm:
-            devices, peers = llm.engine.core.scheduler.roster.store._below
+            devices, peers = tiers_below(llm)
             until(lambda: peers._peers[0].keys >= set(map(bytes.fromhex, keys)))
             found, cached, tiers = ask(llm)
             assert found == tokens and max(cached) >= 48 and tiers == {Tier.PEER}
-            assert not devices._peers[0].keys and not stats(llm, Tier.CUDA_IPC).num_failed
+            assert not devices._peers[0].keys and not tier_stats(llm, Tier.CUDA_IPC).num_failed

@@ -2,7 +2,7 @@
 arenas wider than 2^31 elements."""
 
 from dataclasses import dataclass, replace
-from types import ModuleType
+from typing import Protocol
 
 import numpy as np
 import pytest
@@ -31,6 +31,19 @@ if not torch.cuda.is_available():
 DEVICE = torch.device("cuda")
 L, R, P, V, LAYERS = 512, 64, 128, 128, 27
 SCALE = (P + R) ** -0.5
+
+
+class Expanded(Protocol):
+    """An implementation of `quire.kernels.latent` for prompts."""
+
+    def expanded(
+        self, q: Tensor, kv_up: Tensor, cache: LatentView, meta: AttentionMeta, scale: float, out: Tensor
+    ) -> Tensor: ...
+
+
+TRITON: Expanded = triton
+HOPPER: Expanded = hopper
+both = pytest.mark.parametrize("op", [TRITON, HOPPER], ids=["triton", "hopper"])
 
 
 @dataclass(frozen=True)
@@ -165,9 +178,9 @@ def test_a_captured_step_serves_other_lengths(name: str, heads: int) -> None:
 @pytest.mark.parametrize("heads", [16, 32])
 @pytest.mark.parametrize("workspace", [16 << 20, triton.WORKSPACE])
 @pytest.mark.parametrize("name", ["prompts", "chunk", "mixed"])
-@pytest.mark.parametrize("op", [triton, hopper], ids=["triton", "hopper"])
-def test_expanded(op: ModuleType, name: str, workspace: int, heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    if op is hopper and (why := triton_runtime.missing_hopper()):
+@both
+def test_expanded(op: Expanded, name: str, workspace: int, heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    if op is HOPPER and (why := triton_runtime.missing_hopper()):
         pytest.skip(why)
     monkeypatch.setattr(triton, "WORKSPACE", workspace)
     q, cache, meta = build(STEPS[name], heads, 64)
@@ -184,6 +197,7 @@ def test_later_tokens_that_are_no_numbers_leave_earlier_ones_alone() -> None:
         pytest.skip(why)
     q, cache, meta = build(STEPS["prompts"], 16, 64)
     up, meta = torch.randn(16, P + V, L, device=DEVICE).to(q.dtype), replace(meta, prompts=sequences(meta))
+    assert meta.table_rows is not None
     found = []
     for last in (1.0, 1e18):
         where = meta.block_tables[meta.table_rows[0].long(), 511 // 64].long()
@@ -195,13 +209,14 @@ def test_later_tokens_that_are_no_numbers_leave_earlier_ones_alone() -> None:
 
 
 @pytest.mark.parametrize("bad", ["nan", "inf", "-inf"])
-@pytest.mark.parametrize("op", [triton, hopper], ids=["triton", "hopper"])
-def test_expanded_does_not_hide_a_key_that_is_not_finite(op: ModuleType, bad: str) -> None:
+@both
+def test_expanded_does_not_hide_a_key_that_is_not_finite(op: Expanded, bad: str) -> None:
     """NaN in the same rows and heads as the reference, the row that sees nothing else among them."""
-    if op is hopper and (why := triton_runtime.missing_hopper()):
+    if op is HOPPER and (why := triton_runtime.missing_hopper()):
         pytest.skip(why)
     q, cache, meta = build(STEPS["prompts"], 16, 64)
     up = torch.randn(16, P + V, L, device=DEVICE).div_(L**0.5).to(torch.bfloat16)
+    assert meta.table_rows is not None
     cache.rope[meta.block_tables[meta.table_rows[0].long(), 0].long(), 0, 0, 3] = float(bad)
     meta = replace(meta, prompts=sequences(meta))
     expected, out = (torch.full((len(q), 16, V), float("nan"), dtype=q.dtype, device=DEVICE) for _ in range(2))
@@ -263,8 +278,9 @@ def test_a_layer_can_be_captured(name: str) -> None:
     norm.take({"weight": torch.randn(2048).to(DEVICE, torch.bfloat16)}, 0)
     _, cache, meta = build(STEPS[name], 16, 64)
     prompts, tokens = sequences(meta), sum(STEPS[name].query_lens)
+    assert meta.table_rows is not None
     ends = [
-        (int(meta.block_tables[meta.table_rows[s]][at // 64]) * 64 + at % 64, at)  # type: ignore[index]
+        (int(meta.block_tables[meta.table_rows[s]][at // 64]) * 64 + at % 64, at)
         for first, last, s, past in prompts
         for at in range(past, past + last - first)
     ]
@@ -274,7 +290,8 @@ def test_a_layer_can_be_captured(name: str) -> None:
     rotation = Rotary(args.rope, R, DEVICE, width=R).rows(positions, torch.bfloat16)
 
     def run(given: AttentionMeta) -> Tensor:
-        return layer(hidden.clone(), norm, rotation, StepContext(positions, (replace(given, plans={}),), []), cache)
+        ctx = StepContext(positions, (replace(given, plans={}),), [])
+        return layer.forward(hidden.clone(), norm, rotation, ctx, cache)  # not by its call, which has no types
 
     expected = run(meta)
     graph = torch.cuda.CUDAGraph()

@@ -12,10 +12,10 @@ import pytest
 from quire import LLM, SamplingParams, StructuredOutputsParams
 from quire.config.bundled import bundled_model
 from quire.contracts.step import Tier
-from quire.engine.replicas import flush
 from quire.models.quantize import Recipe, quantize_checkpoint
 
 from ..support import eagle
+from ..support.engines import core_of, draft_totals, tier_stats
 from ..support.prediction_layers import predicting
 from .test_drafts import FIELDS, answers
 from .test_engine import SURE, TEXTS, make
@@ -84,7 +84,7 @@ def plain(pair: Callable[[str], Pair]) -> Callable[..., Answers]:
 
 def drafted(llm: LLM) -> tuple[int, int]:
     """Return the numbers of drafts that an engine has made and accepted: some were right, and some were wrong."""
-    runs, made, *accepted = llm.engine.core.scheduler.drafts.totals
+    runs, made, accepted = draft_totals(llm)
     assert runs > 20 and 0 < sum(accepted) < made and accepted == sorted(accepted, reverse=True)
     return made, sum(accepted)
 
@@ -101,7 +101,7 @@ def test_answers_are_those_of_plain_decoding(
         made, right = drafted(llm)
         print(name, options, f"{right} of {made} drafts")
         assert right > 0.05 * made
-        assert (llm.engine.core.scheduler.num_preempted > 0) == ("num_gpu_blocks_override" in options)
+        assert (core_of(llm).scheduler.num_preempted > 0) == ("num_gpu_blocks_override" in options)
         replayed = llm.engine.worker.recorder.counts["replayed"]
         assert (replayed > 0) == (llm.engine.config.device.device == "cuda" and "enforce_eager" not in options)
 
@@ -121,8 +121,7 @@ def test_an_8_bit_cache_for_the_drafter_too(
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_a_grammar_s_answers_are_those_of_plain_decoding(name: str, pair: Callable[[str], Pair]) -> None:
     """Forced tokens are drafts of the host; the layers make the entries of what was accepted, and draft for others."""
-    grammar = {"regex": "( The module provides a class, or a function){2}[a-z ]{9}"}
-    structured = StructuredOutputsParams(**grammar)
+    structured = StructuredOutputsParams(regex="( The module provides a class, or a function){2}[a-z ]{9}")
     params = [
         SamplingParams(
             max_tokens=60, ignore_eos=True, structured_outputs=structured if i % 2 else None, **FIELDS[i % 4]
@@ -148,8 +147,7 @@ def test_entries_of_drafters_come_back_from_the_host(
     ) as llm:
         assert answers(llm) == plain(name)
         drafted(llm)
-        flush(llm.engine.core)
-        assert llm.engine.core.state().stats.tiers[Tier.HOST].num_loaded > 0
+        assert tier_stats(llm, Tier.HOST).num_loaded > 0
 
 
 @pytest.mark.parametrize(("dtype", "least"), [("float32", 1.0), ("bfloat16", 0.7)])
@@ -173,7 +171,7 @@ def test_drafts_by_who_knows_the_model_are_right(name: str, dtype: str, least: f
         params = [SamplingParams(max_tokens=count, temperature=0.0, ignore_eos=True) for count in (10, 60, 30)]
         llm.generate([long, f"{long} The", TEXTS[-1]], params, use_tqdm=False)
         outputs = llm.generate([f"{long} The", TEXTS[0]], params[:2], use_tqdm=False)
-        runs, made, *accepted = llm.engine.core.scheduler.drafts.totals
+        runs, made, accepted = draft_totals(llm)
     print(name, dtype, f"{sum(accepted)} of {made} drafts")
     assert made > 40 and least * made <= sum(accepted) and runs > accepted[1] > 8
     assert (outputs[0].num_cached_tokens or 0) > 30
@@ -201,7 +199,7 @@ def test_the_trained_layer_of_quire_tiny_moe(shared: Path) -> None:
         with Pair(folder, {"method": "mtp"}).run(k=k) as llm:
             found.append(answers(llm, drafts=k > 0))
             if k:
-                runs, made, *accepted = llm.engine.core.scheduler.drafts.totals
+                runs, made, accepted = draft_totals(llm)
                 print(runs, made, accepted)
                 assert 0.4 * runs < accepted[0] and sum(accepted) < made
     assert found[0] == found[1]

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,7 @@ def build(args: ModelArgs, device: torch.device) -> Layers:
     """Random layers in a row, each with its norm."""
     torch.manual_seed(0)
     kernels = select_kernels("cuda", "bfloat16", ops=operations(args), head_dim=args.head_dim)
+    assert args.moe is not None
     params, first = layout(args), min(args.moe.layers)
     built = Build(
         torch.bfloat16,
@@ -74,11 +76,11 @@ def chain(layers: Layers, given: Tensor, forks: bool) -> Tensor:
     hidden = given.clone()
     for layer, norm in layers:
         layer.forks = forks
-        hidden = layer(hidden, norm, CONTEXT)
+        hidden = layer.forward(hidden, norm, CONTEXT)  # not by its call, whose arguments have no types
     return hidden
 
 
-def slow(layers: Layers, stream: str) -> None:
+def slow(layers: Layers, stream: str, patch: pytest.MonkeyPatch) -> None:
     """Delay a stream in every layer: at the start of its work, or before the fork."""
 
     def late(work: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -88,24 +90,24 @@ def slow(layers: Layers, stream: str) -> None:
 
         return wait
 
-    for place, (layer, norm) in enumerate(layers):
-        if stream == "side":
-            layer.shared.gate_up.forward = late(layer.shared.gate_up.forward)
-        elif stream == "main":
-            layer.experts.forward = late(layer.experts.forward)
-        elif stream == "both":
-            layers[place] = layer, late(norm)
+    for layer, norm in layers:
+        assert layer.shared is not None
+        module = {"side": layer.shared.gate_up, "main": layer.experts, "both": norm}.get(stream)
+        if module is not None:
+            patch.setattr(module, "forward", late(module.forward))
 
 
 @pytest.mark.parametrize("late", ["", "side", "main", "both"])
 @pytest.mark.parametrize("tokens", [8, 64, 256])
 @pytest.mark.parametrize("name", ["deepseek_v2", "qwen2_moe"])
-def test_two_streams_are_as_one(device: torch.device, name: str, tokens: int, late: str) -> None:
+def test_two_streams_are_as_one(
+    device: torch.device, name: str, tokens: int, late: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Many layers in a row, launched one by one and captured; replays follow their input."""
     args = arguments(name)
-    layers, graphs, kept = build(args, device), Graphs(), {}
+    layers, graphs, kept = build(args, device), Graphs(), dict[str, Tensor]()
     given = torch.randn(tokens, args.hidden_size, device=device).bfloat16()
-    slow(layers, late)
+    slow(layers, late, monkeypatch)
 
     def work() -> None:
         kept["found"] = chain(layers, given, True)
@@ -126,12 +128,17 @@ def test_two_streams_are_as_one(device: torch.device, name: str, tokens: int, la
 def test_steps_of_many_sizes_share_the_memory(device: torch.device) -> None:
     """Memory that one step leaves is taken by the next while it runs; nothing waits in between."""
     args = arguments("deepseek_v2")
-    layers, graphs, sizes, kept = build(args, device), Graphs(), (1024, 256, 64, 8, 5, 4), {}
+    layers, graphs, sizes = build(args, device), Graphs(), (1024, 256, 64, 8, 5, 4)
+    kept: dict[int, Tensor] = {}
     given = {size: torch.randn(size, args.hidden_size, device=device).bfloat16() for size in sizes}
     expected = {size: chain(layers, given[size], False) for size in sizes}
+
+    def keep(size: int) -> None:
+        kept[size] = chain(layers, given[size], True)
+
     for size in sizes:
         chain(layers, given[size], True)
-        graphs.capture(("layers", size, 0), lambda size=size: kept.update({size: chain(layers, given[size], True)}))
+        graphs.capture(("layers", size, 0), partial(keep, size))
     captured, found = dict(kept), []
     for turn in range(20):
         size = sizes[turn * 5 % len(sizes)]
@@ -142,10 +149,16 @@ def test_steps_of_many_sizes_share_the_memory(device: torch.device) -> None:
 
 
 def test_only_some_steps_fork(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    ((layer, norm), *_), taken = build(arguments("qwen2_moe"), device), []
+    (layer, norm), *_ = build(arguments("qwen2_moe"), device)
+    taken: list[torch.device] = []
     side = moe.side_stream
-    monkeypatch.setattr(moe, "side_stream", lambda device: taken.append(device) or side(device))
+
+    def watched(device: torch.device) -> torch.cuda.Stream:
+        taken.append(device)
+        return side(device)
+
+    monkeypatch.setattr(moe, "side_stream", watched)
     for tokens in (1, moe.BESIDE.start - 1, moe.BESIDE.start, moe.BESIDE.stop - 1, moe.BESIDE.stop):
-        layer(torch.zeros(tokens, norm.weight.shape[0], dtype=torch.bfloat16, device=device), norm, CONTEXT)
+        layer.forward(torch.zeros(tokens, norm.weight.shape[0], dtype=torch.bfloat16, device=device), norm, CONTEXT)
     assert taken == [device] * 2
     assert side(device).priority < torch.cuda.Stream().priority

@@ -25,7 +25,7 @@ from quire.kernels.quantize.rows import QuantizedRows
 
 ROOT = Path(__file__).parents[2]
 DEVICE = torch.device("cuda", 0)
-HANG, START = 60, 120  # seconds: of the kernels of all steps; of the start of all ranks and their compilations
+HANG, START = 240, 240  # seconds: of the kernels of all steps; of the start of all ranks and their compilations
 NO_IPC = 77  # exit code of a rank where processes cannot map each other's memory
 PAGE = 2 << 20  # smaller allocations may share a page of the driver
 SIGNALS, ROOM = 1 << 16, 1 << 19  # bytes
@@ -107,7 +107,7 @@ def check_sums(rank: int, ranks: int, peers: Peers) -> None:
         for count in (1, 1000, 4096, 1 << 16, 70_001):
             for add in (True, False):
                 every, residual = parts(ranks, count, dtype, turn)
-                total = sum(part.float() for part in every) + (residual.float() if add else 0)
+                total: Any = sum(part.float() for part in every) + (residual.float() if add else 0)
                 given = residual.to(DEVICE) if add else None
                 buffer = BUFFERS - 1 if turn == 0 else turn % 2
                 launched.append((sum_ranks(every[rank].to(DEVICE), given, peers, buffer), total.to(dtype)))
@@ -194,8 +194,10 @@ def rank_main(rank: int, ranks: int, folder: Path) -> None:
 
     def peers(place: int, room: int) -> Peers:
         """Return the addresses of a part of all ranks' memory."""
-        addresses = [[one.data_ptr() + at for one in memory] for at in (place, 0)]
-        return Peers(*(torch.tensor(one, dtype=torch.int64, device=DEVICE) for one in addresses), rank, room, 16)
+        buffers, signals = (
+            torch.tensor([one.data_ptr() + at for one in memory], dtype=torch.int64, device=DEVICE) for at in (place, 0)
+        )
+        return Peers(buffers, signals, rank, room, 16)
 
     publish(folder, f"mapped{rank}", b"")
     for other in range(ranks):

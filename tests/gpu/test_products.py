@@ -1,5 +1,7 @@
 """Products of few rows with two-byte weights on Hopper, against float64 on the GPU."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -64,8 +66,14 @@ def test_all_operations_use_it(rows: int, monkeypatch: pytest.MonkeyPatch) -> No
             cuda.run_norm_gated(x, scale, 1e-6, packed, bias),
         ]
 
-    calls, product = [], some_hopper.product
-    monkeypatch.setattr(some_hopper, "product", lambda *given, **more: calls.append(1) or product(*given, **more))
+    calls: list[int] = []
+    product = some_hopper.product
+
+    def counted(*given: Any, **more: Any) -> Tensor:
+        calls.append(1)
+        return product(*given, **more)
+
+    monkeypatch.setattr(some_hopper, "product", counted)
     ours = all_of_them()
     assert len(calls) == (6 if rows > 1 else 0)
     monkeypatch.setattr(cuda, "some", lambda rows, weight: False)

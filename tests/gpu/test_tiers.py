@@ -8,8 +8,8 @@ import pytest
 from quire import LLM, SamplingParams
 from quire.config.bundled import bundled_model
 from quire.contracts.step import Tier
-from quire.engine.replicas import flush
 
+from ..support.engines import tier_stats
 from .test_engine import TEXTS, make
 
 SMALL = {"num_gpu_blocks_override": 14, "block_size": 16, "max_model_len": 192, "max_num_seqs": 3}
@@ -49,8 +49,7 @@ def test_tokens_are_those_without_tiers(truth: list[list[int]], options: dict[st
         tokens, cached = ask(llm)
         assert tokens == truth and max(cached) >= 48, cached
         assert ask(llm, together=True)[0] == truth
-        flush(llm.engine.core)
-        assert llm.engine.core.state().stats.tiers[Tier.HOST].num_loaded > 12
+        assert tier_stats(llm, Tier.HOST).num_loaded > 12
 
 
 def test_files_outlive_the_engine(truth: list[list[int]], tmp_path: Path) -> None:

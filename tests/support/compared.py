@@ -13,7 +13,7 @@ from quire.config.eagle import EagleArgs
 from quire.config.engine import SchedulerConfig
 from quire.config.resolve import resolve_geometry
 from quire.contracts.blocks import KVGeometry
-from quire.contracts.protocols import ExecutorFacts
+from quire.contracts.protocols import Executor, ExecutorFacts
 from quire.contracts.request import NewRequest
 from quire.contracts.sampling import SamplerSpec
 from quire.contracts.step import I32, NO_MASKS, StepPlan, StepResult
@@ -25,6 +25,7 @@ from quire.kv.pool import BlockPool
 from quire.kvstore.arena import KVArena
 from quire.layers.context import Build
 from quire.layers.decoder import Decoder
+from quire.layers.eagle import EagleLayer
 from quire.layers.stack import Model
 from quire.models.layout import layout
 from quire.models.registry import kv_components, linear_plans, model_views, operations
@@ -117,8 +118,10 @@ def make_headed(args: ModelArgs, target: str = "cpu") -> Model:
     own = make_model(
         dataclasses.replace(args, model_type="eagle3", vocab_size=size, num_layers=1, qk_norm=False, eagle=head), target
     )
+    first = own.layers[0]
+    assert own.ids is not None and isinstance(first, EagleLayer)
     own.ids.take({"offsets": torch.arange(size).float()}, 0)
-    own.layers[0].watch(model.layers)
+    first.watch(list(model.layers))
     model.draft = own
     return model
 
@@ -145,7 +148,7 @@ def runner_of(
     return make_runner(model, views, limits, CPU, target=target, forced=forced)
 
 
-class ComparedRunners:
+class ComparedRunners(Executor):
     """An executor: plans go to both runners, and results are compared when they are collected."""
 
     def __init__(self, runner: StepRunner, naive: NaiveRunner, num_blocks: int = 31) -> None:

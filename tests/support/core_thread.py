@@ -5,7 +5,7 @@ For tests that look into the core or make it fail, and for embedding. A thread c
 
 import threading
 
-from quire.engine.core import EngineCore
+from quire.engine.replicas import Core
 from quire.procs.core_server import Build, Send, run_core
 from quire.procs.messages import CoreStart, Ready
 
@@ -15,7 +15,7 @@ class CoreThread:
 
     def __init__(self, start: CoreStart, build: Build) -> None:
         self.pid: int | None = None
-        self.core: EngineCore | None = None
+        self.core: Core | None = None
         self._build = build
         self._code: int | None = None
         self._thread = threading.Thread(target=self._run, args=(start,), name="quire-core", daemon=True)
@@ -37,8 +37,9 @@ class CoreThread:
         self._thread.join(5)
 
     def _run(self, start: CoreStart) -> None:
-        def build(config: object, send: Send) -> tuple[EngineCore, Ready]:
-            self.core, ready = self._build(start.config, send)
-            return self.core, ready
+        def build(config: object, send: Send) -> tuple[Core, Ready]:
+            core, ready = self._build(start.config, send)
+            self.core = core
+            return core, ready
 
         self._code = run_core(start, build)

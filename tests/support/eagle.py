@@ -238,7 +238,8 @@ class Oracle:
 
     def logits(self, state: Tensor) -> Tensor:
         if self.kind == "eagle":
-            return self.model.lm_head(state)[0]
+            whole: Tensor = self.model.lm_head(state)
+            return whole[0]
         own = self.linear(self.norm(state, "norm"), "lm_head")[0]
         logits = torch.full((VOCAB,), float("-inf"))
         logits[torch.arange(len(own)) + self.own.get("d2t", torch.zeros(len(own)).long())] = own

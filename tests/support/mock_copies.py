@@ -144,7 +144,8 @@ class MockCopies:
 
     def host_block(self, block: int) -> bytes:
         """Return the content of a host block."""
-        return self._blocks[Tier.HOST][block].tobytes()
+        content: bytes = self._blocks[Tier.HOST][block].tobytes()
+        return content
 
     def begin(self, copies: StepCopies | None) -> None:
         """Begin the jobs of a plan, before its step writes anything."""

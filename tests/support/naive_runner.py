@@ -73,7 +73,9 @@ class NaiveRunner:
         masks = dict(zip(plan.grammar.tolist(), get_masks(), strict=True))
         runs: dict[int, list[int]] = {}
         failed: dict[int, str] = {}
-        logprobs, scored, pooled = {}, {}, {}
+        logprobs: dict[int, RowLogprobs] = {}
+        scored: dict[int, RowLogprobs] = {}
+        pooled: dict[int, np.ndarray] = {}
         for i, (slot, count) in enumerate(zip(plan.slots.tolist(), plan.num_tokens.tolist(), strict=True)):
             request, bits = self.requests[slot], int(plan.outputs[i])
             first, request.computed = request.computed, request.computed + (1 if i < plan.num_decodes else count)

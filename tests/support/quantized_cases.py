@@ -1,7 +1,7 @@
 """Products with quantized weights against float64, for tests in Triton's interpreter and on a GPU."""
 
 from dataclasses import dataclass
-from types import ModuleType
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 import torch.nn.functional as F
@@ -31,6 +31,43 @@ WEIGHT_ONLY = {
     "w8 128": Scheme(values="w8", block=(1, 128), zeros=True),
     "w8 channel symmetric": Scheme(values="w8", block=(1, 0)),
 }
+
+
+class Products(Protocol):
+    """An implementation of `quire.kernels.linear`; each has a class of its own for packed weights."""
+
+    def pack(self, matrix: QuantizedMatrix) -> Any: ...
+    def pack_gated(self, matrix: QuantizedMatrix) -> Any: ...
+    def run(self, x: Tensor, packed: Any, bias: Tensor | None) -> Tensor: ...
+    def run_add(self, x: Tensor, packed: Any, bias: Tensor | None, residual: Tensor) -> Tensor: ...
+    def run_gated(self, x: Tensor, packed: Any, bias: Tensor | None) -> Tensor: ...
+
+
+@runtime_checkable
+class NormedProducts(Products, Protocol):
+    """An implementation that also fuses the norm of x with the product."""
+
+    def run_norm(self, x: Tensor, weight: Tensor, eps: float, packed: Any, bias: Tensor | None) -> Tensor: ...
+    def run_norm_gated(self, x: Tensor, weight: Tensor, eps: float, packed: Any, bias: Tensor | None) -> Tensor: ...
+
+
+class ExpertProducts(Protocol):
+    """An implementation of `quire.kernels.experts`."""
+
+    def empty(self, num_experts: int, gate_up: QuantizedMatrix, down: QuantizedMatrix, device: torch.device) -> Any: ...
+    def put(self, packed: Any, place: int, gate_up: QuantizedMatrix, down: QuantizedMatrix) -> None: ...
+    def run(
+        self,
+        x: Tensor,
+        weights: Tensor,
+        ids: Tensor,
+        packed: Any,
+        expert_map: Tensor | None = None,
+        residual: Tensor | None = None,
+    ) -> Tensor: ...
+
+
+FUSES: NormedProducts = scaled  # the implementation that does
 
 
 @dataclass(frozen=True)
@@ -113,7 +150,7 @@ def exact_values(x: Tensor, matrix: QuantizedMatrix) -> Tensor:
 
 
 def compare(
-    kernel: ModuleType, scheme: Scheme, call: Call, dtype: torch.dtype, device: torch.device, tolerance: float
+    kernel: Products, scheme: Scheme, call: Call, dtype: torch.dtype, device: torch.device, tolerance: float
 ) -> None:
     """Run the call through `kernel` and compare with float64 on the same quantized activations.
 
@@ -144,7 +181,7 @@ def compare(
     assert not isinstance(packed, QuantizedMatrix), "the reference would run"
     if residual is not None:
         y = kernel.run_add(normed, packed, bias, residual.clone())
-    elif call.norm and hasattr(kernel, "run_norm"):
+    elif norm is not None and isinstance(kernel, NormedProducts):
         y = (kernel.run_norm_gated if call.gated else kernel.run_norm)(x, norm, 1e-6, packed, bias)
     else:
         y = (kernel.run_gated if call.gated else kernel.run)(normed, packed, bias)
@@ -170,7 +207,7 @@ def compare_experts(
     *,
     residual: bool = False,
     away: tuple[int, ...] = (),
-    kernel: ModuleType = experts,
+    kernel: ExpertProducts = experts,
 ) -> None:
     """Run experts through a kernel and compare with float64 on the same quantized activations.
 

@@ -22,7 +22,6 @@ from quire.config.placement import ep_members, mover_members, pp_members, tp_mem
 from quire.config.resolve import shared_sizes
 from quire.contracts.protocols import ExecutorFacts, Wait
 from quire.contracts.step import I32, StepPlan, StepResult
-from quire.distributed import Group
 from quire.distributed.checked import CheckedGroup
 from quire.distributed.mesh import RankGroups
 from quire.engine.core import EngineCore
@@ -79,11 +78,10 @@ class SimulatedExecutor:
 
     def control(self, name: str, args: dict[str, Any]) -> object:
         assert name == "experts"
-        given = dict(args)
-        found = [
-            pool.submit(partial(part.worker.balancing.control, **given))
-            for pool, part in zip(self._threads, self.parts, strict=True)
-        ]
+        given, found = dict(args), []
+        for pool, part in zip(self._threads, self.parts, strict=True):
+            assert part.worker is not None and part.worker.balancing is not None
+            found.append(pool.submit(partial(part.worker.balancing.control, **given)))
         return [one.result(timeout=60) for one in found]
 
     def facts(self) -> ExecutorFacts:
@@ -97,7 +95,7 @@ class SimulatedExecutor:
 def make_groups(plans: list[EnginePlan], checked: bool = True) -> list[RankGroups]:
     """The groups of every rank, as threads that exchange tensors."""
     parallel = plans[0].mesh.parallel
-    found: list[dict[str, Group]] = [{} for _ in plans]
+    found: list[dict[str, Any]] = [{} for _ in plans]
     for name, members in (
         ("tp", tp_members),
         ("pp", pp_members),

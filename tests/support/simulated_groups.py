@@ -87,7 +87,8 @@ class SimulatedGroup:
 
     def scatter_sum(self, x: Tensor, counts: Sequence[int]) -> Tensor:
         """Return this rank's rows of the sum over ranks. See `Group`."""
-        return self.all_reduce(x).split(list(counts))[self.rank]
+        parts: tuple[Tensor, ...] = self.all_reduce(x).split(list(counts))
+        return parts[self.rank]
 
     def send(self, x: Tensor, to: int) -> None:
         """Send a tensor to a rank. See `Group`."""

@@ -5,6 +5,7 @@ What a rank does between them is what the layer does: `run` of an experts kernel
 
 from collections.abc import Callable
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,7 +30,7 @@ def expert_map(num_experts: int, own: list[int]) -> Tensor:
 def no_dispatch(tokens: Tokens, packed: list[object], owners: list[list[int]], kernel: ModuleType) -> list[Tensor]:
     """Every rank has all tokens; the caller sums."""
     together = tuple(map(torch.cat, zip(*tokens, strict=True)))
-    total = sum(_partial(together, one, own, owners, kernel) for one, own in zip(packed, owners, strict=True))
+    total: Any = sum(_partial(together, one, own, owners, kernel) for one, own in zip(packed, owners, strict=True))
     return list(total.split([len(x) for x, *_ in tokens]))
 
 
@@ -38,7 +39,8 @@ def all_gather(tokens: Tokens, packed: list[object], owners: list[list[int]], ke
     gathered = [tuple(map(torch.cat, zip(*tokens, strict=True))) for _ in owners]
     partial = [_partial(*each, owners, kernel) for each in zip(gathered, packed, owners, strict=True)]
     ends = torch.tensor([len(x) for x, *_ in tokens]).cumsum(0).tolist()
-    return [sum(y[end - len(x) : end] for y in partial) for end, (x, *_) in zip(ends, tokens, strict=True)]
+    sums: list[Any] = [sum(y[end - len(x) : end] for y in partial) for end, (x, *_) in zip(ends, tokens, strict=True)]
+    return sums
 
 
 def all_to_all(tokens: Tokens, packed: list[object], owners: list[list[int]], kernel: ModuleType) -> list[Tensor]:

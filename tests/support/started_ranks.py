@@ -51,7 +51,7 @@ def running(*starts: dict[str, Any], **options: Any) -> Iterator[RankProcesses]:
 
 def plan(step: int, prompt: int = 0, grammar: int = 0) -> StepPlan:
     """Return a plan with a prompt of so many tokens, and so many slots with a grammar."""
-    admitted = ()
+    admitted: tuple[Admission, ...] = ()
     if prompt:
         admitted = (
             Admission(

@@ -25,7 +25,7 @@ class TierLedger:
     def take_copies(self) -> StepCopies | None:
         """See `KVStore`."""
         self._expired = self._rig.now
-        copies = self._take()
+        copies: StepCopies | None = self._take()
         self._jobs |= {job.id: job for job in (() if copies is None else copies.before + copies.after)}
         return copies
 

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from quire.config.checkpoint import FAMILIES as CONFIGURED
 from quire.contracts.protocols import Executor, ExecutorFacts
@@ -132,7 +133,8 @@ class Oracle:
     @torch.inference_mode()
     def logits(self, ids: Sequence[int]) -> np.ndarray:
         """[len(ids), V] float32 of one sequence, no cache."""
-        return self.model(torch.tensor([list(ids)], device=self.model.device)).logits[0].float().cpu().numpy()
+        logits: Tensor = self.model(torch.tensor([list(ids)], device=self.model.device)).logits[0]
+        return logits.float().cpu().numpy()
 
     def logprobs(self, ids: Sequence[int]) -> np.ndarray:
         """log_softmax of `logits`."""
@@ -197,7 +199,7 @@ def hf_config(spec: Tiny) -> Any:
         attn_implementation="eager",
         dtype="float32",
     )
-    options |= dict.fromkeys(family.biases, spec.bias) | family.options | dict(spec.changes)
+    options |= {**dict.fromkeys(family.biases, spec.bias), **family.options, **dict(spec.changes)}
     if spec.family in EXPERTS:
         options["experts_implementation"] = "eager"
     if CONFIGURED[spec.family].latent:
@@ -305,7 +307,7 @@ def make_oracle(spec: Tiny, prompts: list[list[int]], new_folder: Callable[[str]
     return Oracle(folder, model, {(tuple(p), 64): t for p, (t, _) in zip(prompts, runs, strict=True)})
 
 
-class Recorder:
+class Recorder(Executor):
     """An executor that notes what passes through the one it wraps."""
 
     def __init__(self, inner: Executor) -> None:
@@ -327,6 +329,9 @@ class Recorder:
         result = self._inner.collect()
         self.num_computed += result.num_computed
         return result
+
+    def control(self, name: str, args: dict[str, Any]) -> object:
+        return self._inner.control(name, args)
 
     def shutdown(self, *, wait: bool = True) -> None:
         self._inner.shutdown()

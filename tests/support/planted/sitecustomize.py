@@ -17,13 +17,15 @@ import signal
 import sys
 import threading
 import time
+from types import ModuleType
+from typing import Any
 
 if "quire.procs.rank_process" in sys.orig_argv and (text := os.environ.get("MANY_RANKS_FAULT")):
     RANK, PLACE, KIND, FILE = text.split(":", 3)
     NAME = "quire.assemble.rank_child"
     DECODES = 8
 
-    def fail():
+    def fail() -> None:
         with open(FILE, "w") as file:
             file.write(str(time.monotonic()))
         if KIND == "freeze":
@@ -34,16 +36,17 @@ if "quire.procs.rank_process" in sys.orig_argv and (text := os.environ.get("MANY
         else:
             raise __import__("builtins").__dict__[KIND]("planted by a test")
 
-    def plant(module):
+    def plant(module: Any) -> None:
         import msgspec
 
-        build, size, submit, decodes = module.build_rank, module.ChildRank.size, module.ChildRunner.submit, []
+        build, size, submit = module.build_rank, module.ChildRank.size, module.ChildRunner.submit
+        decodes: list[None] = []
 
-        def build_rank(start, on_loading):
+        def build_rank(start: bytes, on_loading: Any) -> Any:
             if msgspec.json.decode(start)["plan"]["mesh"]["rank"]["number"] != int(RANK):
                 return build(start, on_loading)
 
-            def loading(done, total):
+            def loading(done: int, total: int) -> None:
                 if PLACE == "load" and done:
                     fail()
                 on_loading(done, total)
@@ -52,16 +55,17 @@ if "quire.procs.rank_process" in sys.orig_argv and (text := os.environ.get("MANY
             if PLACE == "mover":
                 from quire.distributed.expert_moves import ExpertMover
 
-                ExpertMover._fetch = lambda *given: fail()
+                mover: Any = ExpertMover
+                mover._fetch = lambda *given: fail()
             return build(start, loading)
 
-        def sized(self, payload):
+        def sized(self: Any, payload: Any) -> Any:
             found = size(self, payload)
             if PLACE == "size":
                 fail()
             return found
 
-        def submitted(self, plan):
+        def submitted(self: Any, plan: Any) -> None:
             if len(plan.slots):
                 decode = plan.num_decodes == len(plan.slots)
                 decodes.extend([None] * decode)
@@ -72,14 +76,14 @@ if "quire.procs.rank_process" in sys.orig_argv and (text := os.environ.get("MANY
         module.build_rank = build_rank
 
     class Finder(importlib.abc.MetaPathFinder):
-        def find_spec(self, name, path=None, target=None):
+        def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
             if name != NAME:
                 return None
             sys.meta_path.remove(self)
-            spec = importlib.util.find_spec(name)
+            spec: Any = importlib.util.find_spec(name)
             run = spec.loader.exec_module
 
-            def execute(module):
+            def execute(module: ModuleType) -> None:
                 run(module)
                 plant(module)
 
