@@ -76,14 +76,17 @@ def test_attention(case: Case, dtype: torch.dtype, cache: torch.dtype) -> None:
     [
         Case((700, 1), (1300, 90), heads=(32, 8), head_dim=128, block_size=128),
         Case((1, 300, 1, 500), (90, 300, 700, 1111), heads=(32, 8), head_dim=64, block_size=64),
-        Case((600, 1), (4000, 90), heads=(32, 8), head_dim=128, block_size=128),  # a divided context
+        Case((600, 1), (4000, 90), heads=(32, 8), head_dim=128, block_size=128),  # long enough to be divided
     ],
     ids=str,
 )
-def test_prompts_on_hopper(case: Case, window: int | None, dtype: torch.dtype, cache: torch.dtype) -> None:
+def test_prompts_on_hopper(
+    case: Case, window: int | None, dtype: torch.dtype, cache: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its kernel reads the scratch: the truth of the codes, and the bits of an unquantized cache of the same values.
 
-    Scales are powers of two, so that this cache is exact. Values past the end are large: a GPU's cache is finite.
+    Scales are powers of two, so that this cache is exact. Values past the end are large: a GPU's cache is finite. Keys
+    of copied pages are not divided among programs, so those of the unquantized cache must not be, either.
     """
     q, kv, meta = inputs.make(case, dtype)
     kv.v.nan_to_num_(nan=90.0)
@@ -95,6 +98,7 @@ def test_prompts_on_hopper(case: Case, window: int | None, dtype: torch.dtype, c
     given = step_there(meta)
     found = hopper.paged_attention(q.to(DEVICE), there(kv), given, 0.1, window)
     assert any(isinstance(one, Pages) for one in given.plans.values())
+    monkeypatch.setattr(hopper._Call, "_divides", lambda call, config: False)
     same = hopper.paged_attention(q.to(DEVICE), there(plain), step_there(meta), 0.1, window)
     rows = torch.repeat_interleave(torch.tensor(case.query_lens) > 1, torch.tensor(case.query_lens))
     assert torch.equal(found[rows.to(DEVICE)], same[rows.to(DEVICE)])
