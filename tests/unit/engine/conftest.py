@@ -5,7 +5,7 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -26,7 +26,7 @@ from quire.engine.mock_executor import FIRST, allowed_token, chain, mock_hidden,
 from quire.kv.allocator import KVAllocator
 from quire.kv.pool import BlockPool
 from quire.kv.store import KVStore
-from quire.text.grammar import GrammarCompiler
+from quire.text.grammar import Grammar, GrammarCompiler
 from quire.text.tokenizer import Tokenizer
 
 from ...support.checked_executor import CheckedExecutor
@@ -41,6 +41,21 @@ def letters() -> Tokenizer:
     backend = Backend(models.BPE(vocab={letter: i for i, letter in enumerate(LETTERS)}, merges=[]))
     backend.decoder = decoders.ByteLevel()
     return Tokenizer(backend)
+
+
+@cache
+def true_compiler(vocab: int) -> GrammarCompiler:
+    """Return the compiler that right answers come from. Each rig has a compiler of its own for the engine."""
+    return GrammarCompiler(letters, vocab)
+
+
+@cache
+def compiled(spec: str, vocab: int) -> Grammar | str:
+    """Return a grammar, or the fault that it is refused for. It is compiled once for all right answers."""
+    try:
+        return true_compiler(vocab).compile(spec)
+    except InvalidParameter as error:
+        return str(error)
 
 
 class Jobs:
@@ -320,22 +335,21 @@ class EngineRig:
 
     def refusal(self, handle: int) -> str:
         """Return the fault of a request's grammar; "" for a right grammar or none."""
-        try:
-            if (spec := self.asked[handle].grammar) is not None:
-                self.compiler.compile(spec)
-        except InvalidParameter as error:
-            return str(error)
-        return ""
+        spec = self.asked[handle].grammar
+        grammar = "" if spec is None else compiled(spec, self.vocab)
+        return grammar if isinstance(grammar, str) else ""
 
     def formed(self, handle: int) -> tuple[list[int], FinishReason]:
         """The same under a grammar, token by token."""
         new, digest, tokens, before = self.asked[handle], FIRST, [], b""
         for token in self.prompts[handle]:
             digest = chain(digest, token)
-        grammar = self.compiler.compile(new.grammar)
+        assert new.grammar is not None
+        grammar, compiler = compiled(new.grammar, self.vocab), true_compiler(self.vocab)
+        assert isinstance(grammar, Grammar), grammar
         matcher, free, budget, closing = grammar.fork(), grammar.after, grammar.budget, list(grammar.closing)
         while len(tokens) < new.max_tokens:
-            masks, over = self.compiler.masks(
+            masks, over = compiler.masks(
                 [None if free and not grammar.inside else matcher],
                 [new.stop_ids if len(tokens) >= new.min_tokens else ()],
             )

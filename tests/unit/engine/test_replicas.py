@@ -21,6 +21,8 @@ from quire.engine import replicas
 from quire.engine.core import EngineCore
 from quire.engine.replicas import load
 
+from ...support.full import FULL, full_rows
+from ...support.pairwise import Row, pairwise
 from ...support.replica_rig import Deadlock, Disagreement, ReplicaRig
 
 VOCAB, MAX_LEN = 7, 44  # few letters: prompts collide, and answers collide with prompts
@@ -264,16 +266,10 @@ def explore(machine: Callable[[], ReplicaMachine], examples: int, **options: Any
     )
 
 
+@pytest.mark.parametrize("examples", [67, *full_rows([2_000] * 5)])
 @pytest.mark.parametrize("machine", [ReplicaMachine, IndependentMachine])
-def test_random_schedules(machine: type[ReplicaMachine]) -> None:
-    explore(machine, 200)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("part", range(5))
-@pytest.mark.parametrize("machine", [ReplicaMachine, IndependentMachine])
-def test_ten_thousand_random_schedules(machine: type[ReplicaMachine], part: int) -> None:
-    explore(machine, 2_000)
+def test_random_schedules(machine: type[ReplicaMachine], examples: int) -> None:
+    explore(machine, examples)
 
 
 def chaos(rig: ReplicaRig, rng: random.Random, seen: Counter[str], num_requests: int = 40) -> None:
@@ -307,45 +303,65 @@ def chaos(rig: ReplicaRig, rng: random.Random, seen: Counter[str], num_requests:
         rig.step()
 
 
-@pytest.mark.parametrize("lockstep", [True, False])
-def test_long_runs_meet_everything(lockstep: bool) -> None:
-    """Fixed seeds, so that what was exercised can be counted and compared with zero."""
-    seen = Counter[str]()
-    for seed in range(18):
-        rng = random.Random(seed)
-        depth, lag, stages = rng.choice([(1, 1, 1), (2, 2, 1), (3, 3, 1), (4, 4, 1), (2, 1, 2), (4, 1, 4)])
-        drafts = 3 if stages == 1 and seed % 3 == 0 else 0
-        windows = (None, 6) if seed % 4 == 2 else (None,)
+FEATURES: dict[str, list[Any]] = {
+    "shape": [(1, 1, 1), (2, 2, 1), (3, 3, 1), (4, 4, 1), (2, 1, 2), (4, 1, 4)],  # depth, lag, stages
+    "count": [2, 3, 4],
+    "lockstep": [True, False],
+    "drafts": [0, 3],
+    "windows": [(None,), (None, 6)],
+    "caching": [True, False],
+    "policy": ["fcfs", "priority"],
+    "host_blocks": [0, 12],
+}
+LONG = pairwise(FEATURES, lambda row: not row.get("drafts") or row.get("shape", (1, 1, 1))[2] == 1)
+MET: dict[
+    str, Callable[[Row], bool]
+] = {  # what happens beside every feature -> True for the runs that it can happen in
+    "preempted": lambda row: True,
+    "hits": lambda row: True,
+    "masked tokens": lambda row: True,
+    "vectors": lambda row: True,
+    "children": lambda row: True,
+    "finish abort": lambda row: True,
+    "finish deadline": lambda row: True,
+    "prompts beside decodes": lambda row: True,
+    "drafted": lambda row: row["drafts"] > 0,
+    "loaded": lambda row: row["host_blocks"] > 0,
+    "empty steps": lambda row: row["lockstep"],
+    "finish replica": lambda row: not row["lockstep"],
+}
+
+
+def test_long_runs_meet_everything() -> None:
+    """Fixed seeds, so that what was exercised can be counted and compared with zero.
+
+    Every pair of features meets in a run, and each that `MET` counts meets every feature.
+    """
+    seen: Counter[Any] = Counter()
+    for seed, row in enumerate(LONG * (2 if FULL else 1)):
+        rng, run, (depth, lag, stages) = random.Random(seed), Counter[str](), row["shape"]
+        below = {"host_blocks": row["host_blocks"], "reserve": 4, "delays": (0, 1, 0, 2), "faults": ("", "", "half")}
         rig = ReplicaRig(
-            rng.choice([2, 3, 4]),
-            lockstep=lockstep,
+            row["count"],
             depth=depth,
             lag=lag,
             stages=stages,
             slots=rng.choice([3, 6]),
-            blocks=rng.choice([11, 14]) * len(windows),
-            windows=windows,
+            blocks={1: 10, 2: 17}[len(row["windows"])],
             budget=rng.choice([7, 16]),
             vocab=VOCAB,
-            caching=seed % 4 > 0,
-            drafts=drafts,
-            accepts=[rng.randint(0, drafts) for _ in range(11)],
+            accepts=[rng.randint(0, row["drafts"]) for _ in range(11)],
+            **{name: row[name] for name in ("lockstep", "windows", "caching", "policy", "drafts")},
+            **(below if row["host_blocks"] else {}),
         )
-        chaos(rig, rng, seen)
+        chaos(rig, rng, run)
         rig.drain()
-        for handle in rig.asked:
-            rig.judge(handle)
-            finish = rig.finish[handle]
-            seen[f"finish {finish.error or finish.reason.value}"] += 1
-            seen["masked tokens"] += len(rig.tokens[handle]) if rig.asked[handle].grammar else 0
-            seen["vectors"] += finish.vector is not None
-            seen["children"] += rig.asked[handle].parent is not None
-        plans = [plan for one in rig.rigs for plan in one.plans]
-        seen |= Counter({"most steps": len(plans)})
-        seen["empty steps"] += sum(not len(plan.slots) for plan in plans)
-        seen["prompts beside decodes"] += sum(0 < plan.num_decodes < len(plan.slots) for plan in plans)
-        seen["preempted"] += rig.totals.num_preempted
-        seen["hits"] += rig.totals.prefix_hits
+        count(rig, run)
+        for name in (name for name, possible in MET.items() if possible(row)):
+            seen.update({(name, feature): run[name] for feature in row.items()})
+        seen += run
+    never = [key for key, times in seen.items() if isinstance(key, tuple) and not times]
+    assert not never, f"these do not meet: {never}"
     expected = {
         "preempted": 20,
         "hits": 300,
@@ -358,12 +374,31 @@ def test_long_runs_meet_everything(lockstep: bool) -> None:
         "finish deadline": 10,
         "prompts beside decodes": 100,
         "finish invalid_grammar": 5,
+        "empty steps": 300,
+        "idle beside others": 100,
+        "finish replica": 10,
+        "dies at work": 3,
     }
-    expected |= (
-        {"empty steps": 300, "idle beside others": 100} if lockstep else {"finish replica": 20, "dies at work": 5}
-    )
     short = {name: (seen[name], least) for name, least in expected.items() if seen[name] < least}
     assert not short, f"seen less often than the test is worth: {short}; all: {dict(seen)}"
+
+
+def count(rig: ReplicaRig, seen: Counter[str]) -> None:
+    """Judge all requests of a rig and count what a run of it has met."""
+    for handle in rig.asked:
+        rig.judge(handle)
+        finish = rig.finish[handle]
+        seen[f"finish {finish.error or finish.reason.value}"] += 1
+        seen["masked tokens"] += len(rig.tokens[handle]) if rig.asked[handle].grammar else 0
+        seen["vectors"] += finish.vector is not None
+        seen["children"] += rig.asked[handle].parent is not None
+    plans = [plan for one in rig.rigs for plan in one.plans]
+    seen["empty steps"] += sum(not len(plan.slots) for plan in plans)
+    seen["prompts beside decodes"] += sum(0 < plan.num_decodes < len(plan.slots) for plan in plans)
+    seen["drafted"] += sum(int(plan.num_tokens[: plan.num_decodes].sum()) - plan.num_decodes for plan in plans)
+    seen["preempted"] += rig.totals.num_preempted
+    seen["hits"] += rig.totals.prefix_hits
+    seen["loaded"] += sum(tier.num_loaded for tier in rig.totals.tiers.values())
 
 
 # --- faults of lock-step that the simulation must find ----------------------------------------------------------------

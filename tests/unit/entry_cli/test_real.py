@@ -1,6 +1,7 @@
 """The commands with the bundled model: what the fakes of the other tests stand for."""
 
 import io
+import json
 import os
 import subprocess
 import sys
@@ -32,40 +33,67 @@ def test_chat_keeps_its_history_in_the_prefix_cache(
     assert out.count("\n") >= 2
 
 
-def in_a_process(code: str, args: list[str]) -> "subprocess.CompletedProcess[str]":
-    """The command line in a process of its own, after `code`: pytest's own handlers hide what Python logs."""
-    code = f"import sys; {code}; from quire.entry.cli.main import main; sys.exit(main(sys.argv[1:]))"
-    return subprocess.run(
-        [sys.executable, "-c", code, *args],
+END = "exit code of the command:"
+
+
+def in_a_process(code: str, *lines: list[str]) -> tuple[int, list[tuple[int, list[str]]]]:
+    """Run command lines in turn in a process of their own, after `code`: pytest's own handlers hide what Python logs.
+
+    Returns the exit code of the process, which is that of the last command, and (exit code, lines of stderr) of each.
+    """
+    program = f"""
+import json, sys
+{code}
+from quire.entry.cli.main import main
+for args in json.loads(sys.argv[1]):
+    code = main(args)
+    print("{END}", code, file=sys.stderr, flush=True)
+sys.exit(code)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program, json.dumps(lines)],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
         env=os.environ | {"PYTHONPATH": str(SOURCE)},
     )
+    told: list[tuple[int, list[str]]] = []
+    own: list[str] = []
+    for line in done.stderr.splitlines():
+        if line.startswith(END):
+            told.append((int(line.removeprefix(END)), own))
+            own = []
+        else:
+            own.append(line)
+    if len(told) < len(lines):  # the last one ended with an exception
+        told.append((done.returncode, own))
+    return done.returncode, told
 
 
 LATENCY = ["bench", "latency", "quire-tiny", "--max-len", "4", "--repeat", "1"]
 
 
-@pytest.mark.parametrize(
-    "args",
-    [
+def test_a_note_is_printed_once() -> None:
+    """Also by a later command of a process: a handler is not added to those of an earlier command."""
+    commands = [
         ["complete", "-p", "a", "--max-tokens", "1"],
         ["chat", "-q", "a", "--max-tokens", "1"],
         ["trace", "-p", "a"],
         LATENCY,
-    ],
-)
-def test_a_note_is_printed_once(args: list[str]) -> None:
-    told = in_a_process("pass", [*args, "--device", "cpu", "--gpu-memory-utilization", "0.5"])
-    assert told.returncode == 0, told.stderr
-    lines = [line for line in told.stderr.splitlines() if "changes nothing" in line]
-    assert lines == ["quire: note: gpu_memory_utilization changes nothing on a CPU."]
+    ]
+    flags = ["--device", "cpu", "--gpu-memory-utilization", "0.5"]
+    code, told = in_a_process("pass", *([*args, *flags] for args in commands))
+    assert code == 0, told
+    for args, (ended, lines) in zip(commands, told, strict=True):
+        notes = [line for line in lines if "changes nothing" in line]
+        assert (ended, notes) == (0, ["quire: note: gpu_memory_utilization changes nothing on a CPU."]), args
 
 
-@pytest.mark.parametrize(
-    "args",
-    [
+def test_without_torch_there_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "in.jsonl").write_text(
+        '{"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "a"}}\n'
+    )
+    commands = [
         ["complete", "-p", "a"],
         ["chat", "-q", "a"],
         ["serve", "--port", "0"],
@@ -74,27 +102,22 @@ def test_a_note_is_printed_once(args: list[str]) -> None:
         ["bench", "startup"],
         LATENCY,
         ["bench", "kernels"],
-        ["run-batch"],
-    ],
-)
-def test_without_torch_there_is_one_line(args: list[str], tmp_path: Path) -> None:
-    (tmp_path / "in.jsonl").write_text(
-        '{"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "a"}}\n'
-    )
-    files = ["-i", str(tmp_path / "in.jsonl"), "-o", str(tmp_path / "out.jsonl")]
-    args = [*args, *(files if args[0] == "run-batch" else [])]
-    told = in_a_process("sys.modules['torch'] = None", [*args, "--device", "cpu"])
-    assert told.returncode == 3 and "Traceback" not in told.stderr
-    (line,) = [line for line in told.stderr.splitlines() if "error" in line]
-    assert line == (
-        "quire: error: torch is not installed, and this needs it: run `pip install .` in Quire's folder, "
-        "where its README.md is."
-    )
+        ["run-batch", "-i", str(tmp_path / "in.jsonl"), "-o", str(tmp_path / "out.jsonl")],
+    ]
+    code, told = in_a_process("sys.modules['torch'] = None", *([*args, "--device", "cpu"] for args in commands))
+    assert code == 3
+    for args, (ended, lines) in zip(commands, told, strict=True):
+        assert ended == 3 and not any("Traceback" in line for line in lines), (args, lines)
+        (line,) = [line for line in lines if "error" in line]
+        assert line == (
+            "quire: error: torch is not installed, and this needs it: run `pip install .` in Quire's folder, "
+            "where its README.md is."
+        )
 
 
 def test_a_missing_module_of_ours_is_a_bug() -> None:
-    told = in_a_process("sys.modules['quire.entry.llm'] = None", ["complete", "-p", "a"])
-    assert told.returncode == 1 and "Traceback" in told.stderr
+    code, told = in_a_process("sys.modules['quire.entry.llm'] = None", ["complete", "-p", "a"])
+    assert code == 1 and any("Traceback" in line for _, lines in told for line in lines)
 
 
 class Terminal(io.StringIO):

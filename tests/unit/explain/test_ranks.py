@@ -41,6 +41,7 @@ from quire.models.report import PlanReport
 from quire.weights.files import read_checkpoint
 
 from ...support import simulated_engine
+from ...support.full import full_rows
 from ...support.quantized_checkpoints import FORMS, quantize_checkpoint
 from ...support.tiny_models import Tiny, random_model
 
@@ -51,12 +52,17 @@ SIZES = {
     "dp2-tp2-ep-in-turn": Parallel(dp=2, tp=2, experts=True, round_robin=True),
     "dp2-tp2-ep": Parallel(dp=2, tp=2, experts=True), "dp2-pp2-ep": Parallel(dp=2, pp=2, experts=True),
 }  # fmt: skip
-CASES = [
+CASES = [  # every size, and every family with tensors and with stages
+    *(("qwen3", size) for size in ("tp2", "tp2-pp2")),
+    *(("qwen3_moe", size) for size in ("tp2-ep-in-turn", "dp2-tp2-ep", "dp2-pp2-ep")),
+    *(("deepseek_v3", size) for size in ("tp2-ep", "pp2", "dp2-ep", "dp2-tp2-ep-in-turn")),
+]
+CASES += full_rows(
     (family, size)
     for family in ("qwen3", "qwen3_moe", "deepseek_v3")
     for size in SIZES
-    if family != "qwen3" or not SIZES[size].experts
-]
+    if (family, size) not in CASES and (family != "qwen3" or not SIZES[size].experts)
+)
 IN_8_BITS = "qwen3_moe in 8 bits"
 TINY = str(bundled_model())
 KINDS = {"add": "all-reduce", "post": "send", "gather_rows": "all-gather", "scatter_sum": "reduce-scatter"}
@@ -317,7 +323,7 @@ def expected(
     return found
 
 
-@pytest.mark.parametrize(("family", "size"), [*CASES, (IN_8_BITS, "dp2-ep"), (IN_8_BITS, "dp2-tp2-ep")])
+@pytest.mark.parametrize(("family", "size"), [*CASES, *full_rows([(IN_8_BITS, "dp2-ep")]), (IN_8_BITS, "dp2-tp2-ep")])
 def test_ranks_exchange_what_is_told(folders: Folders, engine: Any, family: str, size: str) -> None:
     report, made = plan_engine(config(folders(family), SIZES[size])), engine(family, size)
     owed: list[StepPlan | None] = [None] * SIZES[size].size  # the last step of each rank that sampled

@@ -1,6 +1,7 @@
 """Chat templates against transformers on every collected template, and the errors users meet."""
 
 import enum
+import functools
 import json
 import re
 from collections.abc import Callable
@@ -48,6 +49,7 @@ TALKS: dict[str, list[dict[str, Any]]] = {
         RESULT,
     ],
 }
+Collected = Callable[[str], ChatTemplate]
 SPECIALS = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
 
 
@@ -68,6 +70,18 @@ def transformers_tokenizer() -> Any:
     from tokenizers import models
 
     return transformers.PreTrainedTokenizerFast(tokenizer_object=Backend(models.BPE()), **SPECIALS)
+
+
+@pytest.fixture(scope="module")
+def collected(shared: Path) -> Collected:
+    """Returns a collected template by its name. Each is compiled, and its style is found out, once."""
+
+    @functools.cache
+    def load(name: str) -> ChatTemplate:
+        source = (shared / "hf" / "templates" / f"{name}.jinja").read_text("utf-8")
+        return ChatTemplate({"default": source}, SPECIALS)
+
+    return load
 
 
 def test_every_collected_template_is_named_here(shared: Path) -> None:
@@ -110,9 +124,9 @@ NO_CALLS = {"chatml", "deepseek_v2_chat", "mixtral_8x7b_v0.1", "deepseek_r1_llam
 @pytest.mark.parametrize("arguments", [{"city": "Köln"}, '{"city": "Köln"}'])
 @pytest.mark.parametrize("content", ["", None])
 def test_past_calls_reach_the_prompt_however_they_are_given(
-    shared: Path, name: str, arguments: Any, content: str | None
+    collected: Collected, name: str, arguments: Any, content: str | None
 ) -> None:
-    template = ChatTemplate({"default": (shared / "hf" / "templates" / f"{name}.jinja").read_text("utf-8")}, SPECIALS)
+    template = collected(name)
     style = template.call_style()
     assert style.arguments_as_text == (name in TEXT_ARGUMENTS) and style.null_content == (name in NULL_CONTENT)
     call = {**CALL, "function": {"name": "forecast", "arguments": arguments}}
@@ -133,17 +147,17 @@ def test_arguments_that_are_no_json_stay_as_they_are() -> None:
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in NO_CALLS])
 @pytest.mark.parametrize("arguments", ['{"city": "K', "[1]", "1", "null", "", [1], None])
-def test_a_call_whose_arguments_are_no_object_can_be_followed(shared: Path, name: str, arguments: Any) -> None:
+def test_a_call_whose_arguments_are_no_object_can_be_followed(collected: Collected, name: str, arguments: Any) -> None:
     """`max_tokens` cuts arguments. The turn stays in the conversation, so every later prompt must render."""
-    template = ChatTemplate({"default": (shared / "hf" / "templates" / f"{name}.jinja").read_text("utf-8")}, SPECIALS)
+    template = collected(name)
     call = {**CALL, "function": {"name": "forecast", "arguments": arguments}}
     text = template.render([USER, {"role": "assistant", "tool_calls": [call]}, RESULT], tools=TOOLS)
     assert "forecast" in text and "sun" in text
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in NO_CALLS])
-def test_a_call_is_of_a_function_unless_it_says_otherwise(shared: Path, name: str) -> None:
-    template = ChatTemplate({"default": (shared / "hf" / "templates" / f"{name}.jinja").read_text("utf-8")}, SPECIALS)
+def test_a_call_is_of_a_function_unless_it_says_otherwise(collected: Collected, name: str) -> None:
+    template = collected(name)
     bare = {key: value for key, value in CALL.items() if key != "type"}
     texts = {
         template.render([USER, {"role": "assistant", "tool_calls": [call]}, RESULT], tools=TOOLS)
@@ -153,8 +167,8 @@ def test_a_call_is_of_a_function_unless_it_says_otherwise(shared: Path, name: st
 
 
 @pytest.mark.parametrize("name", ["mistral_7b_v0.3", "mistral_nemo", "mistral_vllm", "mistral_parallel_vllm"])
-def test_ids_of_calls_have_the_length_that_a_template_wants(shared: Path, name: str) -> None:
-    template = ChatTemplate({"default": (shared / "hf" / "templates" / f"{name}.jinja").read_text("utf-8")}, SPECIALS)
+def test_ids_of_calls_have_the_length_that_a_template_wants(collected: Collected, name: str) -> None:
+    template = collected(name)
 
     def prompt(*ids: str) -> str:
         calls = [{**CALL, "id": given} for given in ids]

@@ -19,6 +19,8 @@ from quire.text.children import Children
 from quire.text.sandbox import Sandbox
 from quire.text.sandbox_meter import BUDGET, TooCostly
 
+from ...support.full import full_rows
+
 USER = {"role": "user", "content": "hi"}
 DOUBLE = "{%% set ns = namespace(x=%s, s='b') %%}{%% for i in range(%d) %%}{%% set ns.x = %s %%}{%% endfor %%}"
 TEXTS = (
@@ -90,7 +92,7 @@ HOSTILE = {
     "no template": "{% if %}",
 }
 OWN = {name: source for name, source in HOSTILE.items() if name != "no template"}
-OFTEN = set(list(HOSTILE)[::2]) | {"loops", "class"}  # the others with QUIRE_FULL=1: each kills a child
+OFTEN = [name for at, name in enumerate(HOSTILE) if at % 2 == 0 or name in ("loops", "class")]  # each kills a child
 
 
 @pytest.fixture(scope="module")
@@ -114,12 +116,10 @@ def request_template(sandbox: Sandbox) -> Any:
     return ChatTemplate({}, {"bos_token": "<s>"}, sandbox=sandbox).replaced
 
 
-@pytest.mark.parametrize("name", HOSTILE)
+@pytest.mark.parametrize("name", [*OFTEN, *full_rows(name for name in HOSTILE if name not in OFTEN)])
 def test_a_strangers_template_ends_as_an_error_of_its_request(
-    name: str, request_template: Any, small_sandbox: Sandbox, full: bool
+    name: str, request_template: Any, small_sandbox: Sandbox
 ) -> None:
-    if not full and name not in OFTEN:
-        pytest.skip("one of the others stands for it")
     with pytest.raises(InvalidParameter) as caught:
         ChatTemplate({}, sandbox=small_sandbox).replaced(HOSTILE[name]).render([USER])
     assert 20 < len(str(caught.value)) < 300

@@ -34,9 +34,14 @@ def reference(folder: Path) -> Any:
     return transformers.AutoTokenizer.from_pretrained(folder)
 
 
+@pytest.fixture(scope="module")
+def theirs(tiny_folder: Path) -> Any:
+    """The tokenizer of transformers for the small trained model."""
+    return reference(tiny_folder)
+
+
 @pytest.mark.parametrize("text", TEXTS)
-def test_tiny_equals_transformers(tiny: Tokenizer, tiny_folder: Path, text: str) -> None:
-    theirs = reference(tiny_folder)
+def test_tiny_equals_transformers(tiny: Tokenizer, theirs: Any, text: str) -> None:
     for special in (True, False):
         assert tiny.encode(text, special) == theirs.encode(text, add_special_tokens=special)
     ids = tiny.encode(text)
@@ -44,8 +49,7 @@ def test_tiny_equals_transformers(tiny: Tokenizer, tiny_folder: Path, text: str)
         assert tiny.decode(ids, skip) == theirs.decode(ids, skip_special_tokens=skip)
 
 
-def test_tiny_names_equal_transformers(tiny: Tokenizer, tiny_folder: Path) -> None:
-    theirs = reference(tiny_folder)
+def test_tiny_names_equal_transformers(tiny: Tokenizer, theirs: Any) -> None:
     assert tiny.vocab_size == len(theirs)
     assert (tiny.bos_token_id, tiny.eos_token_id, tiny.pad_token_id) == (
         theirs.bos_token_id,

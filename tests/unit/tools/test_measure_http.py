@@ -5,7 +5,7 @@ import json
 import socket
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -93,23 +93,27 @@ def test_a_server_that_cannot_start_is_told(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="no /proc")
-def test_a_case_measures_a_real_server(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_case_measures_a_real_server_that_is_gone_then(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(Path(quire.__file__).parents[1]))
+    start, ports = bench.mock_server, list[int]()
+
+    @contextmanager
+    def started(*given: Any) -> Iterator[Any]:
+        with start(*given) as server:
+            ports.append(server.port)
+            yield server
+
+    monkeypatch.setattr(bench, "mock_server", started)
     row = bench.measure_case(bench.Case(streams=4, interval=4, step_ms=1.0), seconds=0.1)
     assert row["tokens"] == 400 and 4 * 25 <= row["events"] <= 4 * 28
     assert row["http_cpu_us_per_token"] < row["http_cpu_us_per_event"] or row["http_cpu_us_per_event"] == 0
     assert 0 < row["ttft_median_ms"] <= row["ttft_max_ms"]
     json.dumps(row)
+    (port,) = ports
+    with pytest.raises(OSError):
+        http.client.HTTPConnection("127.0.0.1", port, timeout=1).request("GET", "/health")
 
 
 def test_a_core_in_this_process_answers_at_once() -> None:
     times = bench._direct_first_tokens(5)
     assert len(times) == 5 and all(seconds > 0 for seconds in times)
-
-
-def test_the_server_is_gone_after_the_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(Path(quire.__file__).parents[1]))
-    with bench.mock_server(0.0, 1) as server:
-        port = server.port
-    with pytest.raises(OSError):
-        http.client.HTTPConnection("127.0.0.1", port, timeout=1).request("GET", "/health")
