@@ -3,12 +3,14 @@
 from dataclasses import replace
 
 import torch
-from compiling import AbsentGpu, Made
 from torch import Tensor
 
 from quire.kernels import pdl
 from quire.kernels.attention import AttentionMeta, SharedBlocks, triton_plan
 from quire.kernels.latent import LatentView, hopper, triton, triton_project
+
+from ..support.full import full_rows
+from .compiling import AbsentGpu, Made
 
 
 def check(made: Made) -> None:
@@ -49,20 +51,22 @@ def launch(
             module.expanded(q, empty(heads, 256, 512), cache, meta, 0.1, empty(tokens, heads, 128))
 
 
-def compile_production() -> None:
+def main() -> None:
     """Decodes, decodes that verify drafts, mixed steps and prompts; then a small GPU, and float32."""
     gpu = AbsentGpu(check)
     gpu.describe_to(triton_plan, triton, hopper)
-    for dependent, size, heads in ((False, 64, 16), (True, 128, 16), (True, 128, 128)):
+    decodes, verified, mixed, prompt = steps = (64, 1, 1), (128, 2, 2), (512, 300, 1), (8192, 8192, 1)
+    for dependent, size, heads, some in (
+        (False, 64, 16, (mixed,)),
+        (True, 128, 16, (verified, prompt)),
+        (True, 128, 128, (decodes,)),
+    ):
         setattr(pdl, "in_use", lambda dependent=dependent: dependent)  # noqa: B010
-        for tokens, longest, few in ((64, 1, 1), (128, 2, 2), (512, 300, 1), (8192, 8192, 1)):
+        for tokens, longest, few in (*some, *full_rows(steps)):
             launch(tokens, longest, heads, size, few=few)
     launch(8, 1, 16, 128, seqs=8)  # a program for every lane adds up parts
     launch(8192, 8192, 16, 64, torch.float32)
     gpu.room = 99 << 10
     launch(64, 1, 16, 64)
-    launch(64, 4, 16, 64, few=4)
-
-
-if __name__ == "__main__":
-    compile_production()
+    for few in full_rows((4,)):
+        launch(64, few, 16, 64, few=few)
