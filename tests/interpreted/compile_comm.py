@@ -1,13 +1,12 @@
-"""Compiles the exchange between GPUs for GPUs that are not there, in a process of its own; prints each kernel."""
-
-import tempfile
+"""Compiles the sum over GPUs for GPUs that are not there; prints each kernel."""
 
 import torch
-import triton
-from compiling import AbsentGpu, Made
 
 from quire.kernels.comm import Peers
 from quire.kernels.comm.triton import sum_ranks
+
+from ..support.full import full_rows
+from .compiling import AbsentGpu, Made
 
 
 def check(made: Made) -> None:
@@ -20,15 +19,9 @@ def check(made: Made) -> None:
 def main() -> None:
     """Two, four and eight ranks, with and without a residual."""
     gpu = AbsentGpu(check)
-    for gpu.capability in (90, 80):
-        for ranks in (2, 4, 8):
-            addresses = torch.zeros(ranks, dtype=torch.int64)
-            part = torch.zeros(64, 4096, dtype=torch.bfloat16)
-            for residual in (torch.zeros_like(part), None):
-                sum_ranks(part, residual, Peers(addresses, addresses, 1, 1 << 24, 64), 1)
-
-
-if __name__ == "__main__":
-    with tempfile.TemporaryDirectory() as folder, triton.knobs.cache.scope():
-        triton.knobs.cache.dir = folder
-        main()
+    few = ((90, 8, True), (90, 8, False), (80, 2, True))
+    every = [(capability, ranks, add) for capability in (90, 80) for ranks in (2, 4, 8) for add in (True, False)]
+    for gpu.capability, ranks, add in (*few, *full_rows(every)):
+        addresses = torch.zeros(ranks, dtype=torch.int64)
+        part = torch.zeros(64, 4096, dtype=torch.bfloat16)
+        sum_ranks(part, torch.zeros_like(part) if add else None, Peers(addresses, addresses, 1, 1 << 24, 64), 1)

@@ -3,7 +3,6 @@
 from dataclasses import replace
 
 import torch
-from compiling import AbsentGpu, Made
 from torch import Tensor
 
 from quire.kernels.attention import AttentionMeta, KVView, SharedBlocks, triton, triton_plan
@@ -11,6 +10,9 @@ from quire.kernels.attention import hopper as attention_hopper
 from quire.kernels.heads import triton as heads
 from quire.kernels.latent import LatentView, hopper
 from quire.kernels.latent import triton as latent
+
+from ..support.full import FULL
+from .compiling import AbsentGpu, Made
 
 
 def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -36,7 +38,8 @@ def check(made: Made) -> None:
     assert made.name != "decode_kernel" or made.byte_loads == 0, (made.byte_loads, made)
 
 
-def launch_heads(cache: torch.dtype, tokens: int) -> None:
+def launch_heads(cache: torch.dtype, tokens: int, *, few: bool = True, many: bool = True) -> None:
+    """Launch the operations of a layer; its attention for decodes, with a shared prefix and without, and prompts."""
     arena = empty(9, 28, 2, 8, 128, 128, dtype=cache)
     kv = KVView(arena[:, 3, 0], arena[:, 3, 1], 0.5, 0.25)
     heads.prepare(
@@ -48,7 +51,8 @@ def launch_heads(cache: torch.dtype, tokens: int) -> None:
         kv,
         empty(tokens, dtype=torch.int64),
     )
-    for longest, shared in ((1, None), (1, SharedBlocks(ints(9), ints(64), ints(64), ints(64))), (tokens, None)):
+    decodes = ((1, None), (1, SharedBlocks(ints(9), ints(64), ints(64), ints(64))))
+    for longest, shared in (*decodes * few, *((tokens, None),) * many):
         meta = AttentionMeta(ints(65), ints(64), ints(99, 512), ints(9), ints(64), longest, 1, shared)
         triton.paged_attention(empty(tokens, 32, 128), kv, meta, 0.1)
     if tokens > 64:
@@ -76,13 +80,12 @@ def main() -> None:
     """Hopper with both types, a GPU of capability 8.9 with less shared memory."""
     gpu = AbsentGpu(check)
     gpu.describe_to(triton_plan, triton, attention_hopper, latent, hopper)
-    launch_heads(torch.float8_e4m3fn, 64)
-    launch_heads(torch.float8_e4m3fn, 4096)
+    launch_heads(torch.float8_e4m3fn, 64, many=FULL)
+    launch_heads(torch.float8_e4m3fn, 4096, few=FULL)
     launch_latents(torch.float8_e4m3fn, 512)
-    launch_heads(torch.float8_e5m2, 64)
+    if FULL:
+        launch_heads(torch.float8_e5m2, 64)
     gpu.capability, gpu.room = 89, 99 << 10
-    launch_heads(torch.float8_e4m3fn, 64)
-
-
-if __name__ == "__main__":
-    main()
+    launch_heads(torch.float8_e5m2, 64)
+    if FULL:
+        launch_heads(torch.float8_e4m3fn, 64)

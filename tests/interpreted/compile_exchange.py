@@ -1,17 +1,17 @@
-"""Compiles the experts' exchange for GPUs that are not there, in a process of its own; prints each kernel."""
+"""Compiles the experts' exchange for GPUs that are not there; prints each kernel."""
 
 import re
-import tempfile
 from typing import Any
 
 import torch
-import triton
-from compiling import AbsentGpu, Made
 
 from quire.contracts.scheme import Wire
 from quire.kernels.comm import Peers
 from quire.kernels.comm.exchange import Layout, Slots
 from quire.kernels.comm.triton_exchange import combine, dispatch
+
+from ..support.full import FULL
+from .compiling import AbsentGpu, Made
 
 EXPERTS = 128
 
@@ -50,21 +50,36 @@ def exchange(ranks: int, bound: int, hidden: int, top_k: int, **changes: Any) ->
     combine(x, y, ids, count, owner, slots, bound)
 
 
+BLOCKS = Wire("e4m3", 128)
+POWERS = Wire("e4m3", 128, True)
+
+
 def main() -> None:
-    """Two to eight ranks, few rows and many; a replica of two ranks; rows in 8 bits."""
+    """Two to eight ranks, few rows and many; a replica of two ranks; rows in 8 bits. Each branch once, or all."""
     gpu = AbsentGpu(check)
-    for gpu.capability in (90, 80):
-        for bound in (1, 64, 4096):
-            for ranks, hidden, top_k in ((2, 2048, 8), (2, 2048, 6), (4, 7168, 8), (8, 7168, 8), (3, 2560, 1)):
-                exchange(ranks, bound, hidden, top_k)
-            exchange(4, bound, 2048, 8, each=2)
-            exchange(2, bound, 2048, 8, wire=Wire("int8"))
-            if gpu.capability >= 90:
-                for wire in (Wire("e4m3", 128), *((Wire("e4m3"), Wire("e4m3", 128, True)) if bound == 64 else ())):
-                    exchange(2, bound, 7168, 8, wire=wire)
+    if FULL:
+        for gpu.capability in (90, 80):
+            exchange_everything(gpu.capability)
+        return
+    exchange(8, 1, 7168, 8)
+    exchange(3, 1, 2560, 1)
+    exchange(2, 4096, 2048, 8)
+    exchange(4, 64, 2048, 8, each=2)
+    exchange(2, 4096, 7168, 8, wire=BLOCKS)
+    for wire in (Wire("e4m3"), POWERS):
+        exchange(2, 64, 7168, 8, wire=wire)
+    gpu.capability = 80
+    exchange(2, 64, 2048, 6)
+    exchange(2, 4096, 2048, 8, wire=Wire("int8"))
 
 
-if __name__ == "__main__":
-    with tempfile.TemporaryDirectory() as folder, triton.knobs.cache.scope():
-        triton.knobs.cache.dir = folder
-        main()
+def exchange_everything(capability: int) -> None:
+    """Exchange among every number of ranks, with every number of rows."""
+    for bound in (1, 64, 4096):
+        for ranks, hidden, top_k in ((2, 2048, 8), (2, 2048, 6), (4, 7168, 8), (8, 7168, 8), (3, 2560, 1)):
+            exchange(ranks, bound, hidden, top_k)
+        exchange(4, bound, 2048, 8, each=2)
+        exchange(2, bound, 2048, 8, wire=Wire("int8"))
+        if capability >= 90:
+            for wire in (BLOCKS, *((Wire("e4m3"), POWERS) if bound == 64 else ())):
+                exchange(2, bound, 7168, 8, wire=wire)

@@ -3,7 +3,6 @@
 import re
 
 import torch
-from compiling import AbsentGpu, Made
 from torch import Tensor
 
 from quire.config.experts import Routing
@@ -13,6 +12,9 @@ from quire.kernels.experts import hopper, scaled, scaled_hopper, triton, weight_
 from quire.kernels.linear import weight_only as linear
 from quire.kernels.pack.matrix import empty as empty_matrix
 from quire.kernels.routing import triton as routing
+
+from ..support.full import full_rows
+from .compiling import AbsentGpu, Made
 
 DEEPSEEK = Routing(
     num_experts=256,
@@ -52,7 +54,7 @@ def check(made: Made) -> None:
         assert copies == ({"0x10", "0x4"} if given["GATED"] else {"0x4"}), (copies, made)
 
 
-def compile_production() -> None:
+def main() -> None:
     """Decodes and prompts: Qwen3-30B-A3B with and without dependent launches, DeepSeek-V2-Lite, Mixtral 8x7B, and
     a rank of eight of DeepSeek-V3."""
     gpu = AbsentGpu(check)
@@ -91,28 +93,30 @@ def compile_production() -> None:
             )
     for dependent in (False, True):
         setattr(pdl, "in_use", lambda dependent=dependent: dependent)  # noqa: B010
-        for tokens in (1, 16, 256, 512, 8192):
+        for tokens in (*((16, 8192) if dependent else (1, 256)), *full_rows((1, 16, 256, 512, 8192))):
             launch(tokens, 128, 8, 2048, 768)
-    for tokens in (1, 64, 16384):
+    launch(64, 64, 6, 2048, 1408)
+    launch(16384, 8, 2, 4096, 14336)
+    launch(64, 32, 8, 7168, 2048, mapped=True)
+    for tokens in full_rows((1, 64, 16384)):
         launch(tokens, 64, 6, 2048, 1408)
         launch(tokens, 8, 2, 4096, 14336)
         launch(tokens, 32, 8, 7168, 2048, mapped=True)
     setattr(triton_runtime, "missing_hopper", lambda: "")  # noqa: B010
-    for tokens in (1, 64, 8192):
+    launch_scaled(1, 128, 8, 2048, 768)
+    launch_scaled(8192, 128, 8, 2048, 768)
+    launch_scaled(64, 32, 8, 7168, 2048, powers=True)
+    for tokens in full_rows((1, 64, 8192)):
         launch_scaled(tokens, 128, 8, 2048, 768)
         launch_scaled(tokens, 32, 8, 7168, 2048, powers=True)
-    for tokens in (1, 128, 512, 8192):
+    for tokens in (1, 512, *full_rows((128, 8192))):
         launch_integers(tokens, 128, 8, 2048, 768)
     launch_integers(64, 8, 2, 4096, 14336, Scheme(values="w4", block=(1, 32), order=True))
     launch_integers(64, 64, 6, 2048, 1408, Scheme(values="w8", block=(1, 0)))
     gpu.capability, gpu.room = 80, 163 << 10  # A100, whose bf16 has less arithmetic
     setattr(pdl, "in_use", lambda: False)  # noqa: B010
-    for tokens in (1, 8192):
+    for tokens in (8192, *full_rows((1,))):
         launch_integers(tokens, 128, 8, 2048, 768)
     packed = linear.pack(empty_matrix(INTEGERS, (4096, 2048), "meta"))
-    for rows in (1, 64, 300):
+    for rows in (64, *full_rows((1, 300))):
         linear.run(empty(rows, 2048), packed, None)
-
-
-if __name__ == "__main__":
-    compile_production()

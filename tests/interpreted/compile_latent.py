@@ -3,12 +3,14 @@
 from dataclasses import replace
 
 import torch
-from compiling import AbsentGpu, Made
 from torch import Tensor
 
 from quire.kernels import pdl
 from quire.kernels.attention import AttentionMeta, SharedBlocks, triton_plan
 from quire.kernels.latent import LatentView, hopper, triton, triton_project
+
+from ..support.full import FULL, full_rows
+from .compiling import AbsentGpu, Made
 
 
 def check(made: Made) -> None:
@@ -21,7 +23,10 @@ def check(made: Made) -> None:
 def launch(
     tokens: int, longest: int, heads: int, size: int, dtype: torch.dtype = torch.bfloat16, few: int = 1, seqs: int = 64
 ) -> None:
-    """Launch a layer of a step, in the middle of an arena, on tensors without storage."""
+    """Launch a layer of a step, in the middle of an arena, on tensors without storage.
+
+    Without --full, projections are those of a mixed step, and no prompt is absorbed.
+    """
 
     def empty(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
@@ -39,9 +44,11 @@ def launch(
     q = down[:, :-576].view(tokens, heads, 192)
     triton.prepare(q, down[:, -576:], empty(512), 1e-6, empty(tokens, 64), empty(tokens, 64), cache, slots)
     up, latents = empty(heads, 256, 512), empty(tokens, heads, 512)
-    for given in (meta, replace(meta, shared=shared, plans={})):
+    absorbed = () if longest == tokens and not FULL else (meta, replace(meta, shared=shared, plans={}))
+    for given in absorbed:
         triton.absorbed(latents, q[..., 128:], cache, given, 0.1)
-    for rows in (min(tokens, most) for most in (1, 3, 16, triton_project.MOST)):
+    mixed = 1 < longest < tokens
+    for rows in (min(tokens, most) for most in (1, 3, 16, triton_project.MOST) if mixed or FULL):
         triton.project(q[:rows, :, :128], up[:, :128], latents[:rows])
         triton.project(latents[:rows], up[:, 128:].transpose(1, 2), empty(rows, heads, 128))
     if prompts is not None:
@@ -49,20 +56,23 @@ def launch(
             module.expanded(q, empty(heads, 256, 512), cache, meta, 0.1, empty(tokens, heads, 128))
 
 
-def compile_production() -> None:
+def main() -> None:
     """Decodes, decodes that verify drafts, mixed steps and prompts; then a small GPU, and float32."""
     gpu = AbsentGpu(check)
     gpu.describe_to(triton_plan, triton, hopper)
-    for dependent, size, heads in ((False, 64, 16), (True, 128, 16), (True, 128, 128)):
+    decodes, _, mixed, prompt = steps = (64, 1, 1), (128, 2, 2), (512, 300, 1), (8192, 8192, 1)
+    for dependent, size, heads, some in (
+        (False, 64, 16, (mixed,)),
+        (True, 128, 16, (prompt,)),
+        (True, 128, 128, (decodes,)),
+    ):
         setattr(pdl, "in_use", lambda dependent=dependent: dependent)  # noqa: B010
-        for tokens, longest, few in ((64, 1, 1), (128, 2, 2), (512, 300, 1), (8192, 8192, 1)):
+        for tokens, longest, few in (*some, *full_rows(steps)):
             launch(tokens, longest, heads, size, few=few)
-    launch(8, 1, 16, 128, seqs=8)  # a program for every lane adds up parts
-    launch(8192, 8192, 16, 64, torch.float32)
+    if FULL:
+        launch(8, 1, 16, 128, seqs=8)  # a program for every lane adds up parts
+        launch(8192, 8192, 16, 64, torch.float32)
     gpu.room = 99 << 10
     launch(64, 1, 16, 64)
-    launch(64, 4, 16, 64, few=4)
-
-
-if __name__ == "__main__":
-    compile_production()
+    for few in full_rows((4,)):
+        launch(64, few, 16, 64, few=few)

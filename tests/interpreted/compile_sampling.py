@@ -1,14 +1,13 @@
-"""Compiles what the sampler launches, for GPUs that are not there, in a process of its own; prints each kernel."""
-
-import tempfile
+"""Compiles what the sampler launches, for GPUs that are not there; prints each kernel."""
 
 import torch
-import triton
-from compiling import AbsentGpu
 
 from quire.kernels.sampling import Rows
 from quire.kernels.sampling.rows import ROW_WORDS, Mode
 from quire.kernels.sampling.triton import operations
+
+from ..support.full import full_rows
+from .compiling import AbsentGpu
 
 
 def main() -> None:
@@ -20,14 +19,9 @@ def main() -> None:
         table, history = (torch.zeros(3, words, dtype=torch.int32) for words in (ROW_WORDS, 64))
         of = Rows(slots, slots, table, history, {})
         logits = torch.zeros(2, vocab, dtype=dtype)
-        for mode in Mode if gpu.capability == 90 else (Mode.UNFILTERED, Mode.FULL):
+        few = (Mode.GREEDY, Mode.UNFILTERED, Mode.FULL) if gpu.capability == 90 else (Mode.FILTERED,)
+        for mode in (*few, *full_rows(Mode)):
             for rows in (1, 2):
                 sampler.sample(logits[:rows], of, mode)
                 if mode < Mode.FILTERED:
                     sampler.settle(sampler.keys(logits[:rows], of, mode, 4))
-
-
-if __name__ == "__main__":
-    with tempfile.TemporaryDirectory() as folder, triton.knobs.cache.scope():
-        triton.knobs.cache.dir = folder
-        main()

@@ -3,12 +3,14 @@
 import re
 
 import torch
-from compiling import AbsentGpu, Made
 
 from quire.contracts.scheme import Scheme
 from quire.kernels import pdl, triton_runtime
 from quire.kernels.linear import scaled
 from quire.kernels.pack.matrix import empty as empty_matrix
+
+from ..support.full import FULL, full_rows
+from .compiling import AbsentGpu, Made
 
 BLOCKS = Scheme(values="e4m3", block=(128, 128), inputs="group")
 ROWS = Scheme(values="e4m3", block=(1, 128), inputs="group")
@@ -30,7 +32,7 @@ def check(made: Made) -> None:
         assert "cp.async.bulk.tensor" in loop and "fence.proxy.async" not in loop, made
 
 
-def compile_production() -> None:
+def main() -> None:
     """The four products of a layer of Qwen3 8B, with and without dependent launches, and shapes that divide badly."""
     AbsentGpu(check)
     setattr(triton_runtime, "missing_hopper", lambda: "")  # noqa: B010
@@ -50,16 +52,17 @@ def compile_production() -> None:
 
     for rows, dependent in (2, True), (32, False), (64, True):
         setattr(pdl, "in_use", lambda dependent=dependent: dependent)  # noqa: B010
-        launch(BLOCKS, rows, 6144, 4096)
-        launch(BLOCKS, rows, 4096, 4096, residual=True)
-        launch(BLOCKS, rows, 12288, 4096, gated=True)
-        launch(BLOCKS, rows, 4096, 12288, residual=True)
+        if rows < 64 or FULL:
+            launch(BLOCKS, rows, 6144, 4096)
+        if rows == 64 or FULL:
+            launch(BLOCKS, rows, 12288, 4096, gated=True)
+            launch(BLOCKS, rows, 4096, 12288, residual=True)
+        if FULL:
+            launch(BLOCKS, rows, 4096, 4096, residual=True)
     for scheme in (BLOCKS, ROWS, CHANNELS, INTEGERS):
         launch(scheme, 40, 576, 384, bias=True)
+    for scheme in (CHANNELS, *full_rows((BLOCKS, ROWS, INTEGERS))):
         launch(scheme, 7, 640, 53248, bias=True, gated=True)
-    launch(ROWS, 64, 12288, 4096, gated=True)
-    launch(INTEGERS, 64, 4096, 12288, residual=True)
-
-
-if __name__ == "__main__":
-    compile_production()
+    if FULL:
+        launch(ROWS, 64, 12288, 4096, gated=True)
+        launch(INTEGERS, 64, 4096, 12288, residual=True)

@@ -1,13 +1,12 @@
-"""Compiles the choice of experts' copies for GPUs that are not there, in a process of its own; prints the kernel."""
+"""Compiles the choice of experts' copies for GPUs that are not there; prints the kernel."""
 
 import re
-import tempfile
 
 import torch
-import triton
-from compiling import AbsentGpu, Made
 
 from quire.kernels.experts.triton_slots import take
+
+from .compiling import AbsentGpu, Made
 
 
 def check(made: Made) -> None:
@@ -25,9 +24,3 @@ def main() -> None:
             counts, load = torch.zeros(experts, dtype=torch.int32), torch.zeros(experts, dtype=torch.int64)
             ids = torch.zeros(tokens, top_k, dtype=torch.int32)
             take(ids, slots, counts, load, 100_003)
-
-
-if __name__ == "__main__":
-    with tempfile.TemporaryDirectory() as folder, triton.knobs.cache.scope():
-        triton.knobs.cache.dir = folder
-        main()

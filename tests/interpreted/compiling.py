@@ -1,4 +1,4 @@
-"""Compiles what is launched for a GPU that is not there, in a process of its own whose kernels are not interpreted.
+"""Compiles what is launched for a GPU that is not there, in a process whose kernels are not interpreted.
 
 Triton gets a driver that stands for the GPU's: it specializes and compiles what is launched as it does on a GPU, each
 specialization once, and the launch itself does nothing. Tensors need no storage (device "meta").
@@ -60,7 +60,7 @@ class Made:
 
 
 class AbsentGpu:
-    """A Triton driver without a GPU. Prints the name of each compiled kernel and calls `check` with it.
+    """A Triton driver without a GPU. Prints a line for each compiled kernel and calls `check` with it.
 
     `capability` (90: Hopper) and `room`, bytes of shared memory of a program, can be changed at any time: whatever is
     launched then is seen anew. Programs must fit into the room; those in Gluon, which are for Hopper alone, into
@@ -86,7 +86,7 @@ class AbsentGpu:
             metadata["shared"],
             metadata_group,
         )
-        print(made.name)
+        print("compiled", made.name)
         assert made.shared <= (self.HOPPER if in_gluon else self.room), made
         assert not in_gluon or (made.stack == 0 and made.waits < 0.5), (made.stack, made.waits, made)
         self.check(made)

@@ -1,14 +1,10 @@
-"""A rank of two that stand for GPUs: `python -m tests.interpreted.ranks_of_gpus RANK KIND FOLDER`.
+"""Ranks, two of them, that stand for GPUs: `rank_main(RANK, KIND, FOLDER)` in a process for each.
 
 Its kernels are those of a GPU, in Triton's interpreter; its memory is the CPU's. Sums go through files that both ranks
 map, by the kernel that reads the memory of other GPUs; everything else goes through gloo.
 """
 
-import os
-import sys
 from pathlib import Path
-
-os.environ["TRITON_INTERPRET"] = "1"
 
 import pytest
 import torch
@@ -41,6 +37,11 @@ from ..support.triton_interpreter import repair_interpreter
 NO_GROUPS = RankGroups()
 ROOM, PROGRAMS, SIZE = 1 << 16, 4, 2
 SIZES = Limits(**(vars(LIMITS) | {"graph_sizes": (2, 4), "graph_tokens": (48,)}))
+
+
+def small(kind: str) -> ModelArgs:
+    """The arguments of a model of one layer, with experts unless it is dense."""
+    return model_args(kind, num_hidden_layers=1, **({"first_k_dense_replace": 0} if kind == "latent" else {}))
 
 
 class SharedFiles(SymmetricGroup):
@@ -111,16 +112,18 @@ def _owners(args: ModelArgs, rank: Rank, size: int) -> tuple[int, ...]:
     return tuple(held[expert] for expert in range(len(held)))
 
 
-def main(number: int, kind: str, folder: Path) -> None:
+def rank_main(number: int, kind: str, place: str) -> None:
+    """Run all plans on a rank, and save the results in the folder."""
     from .test_cuda_worker import PLANS, Event, Recording
 
     repair_interpreter()
+    folder = Path(place)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cuda, "Event", Event)
         patch.setattr(torch.cuda, "synchronize", lambda: None)
         patch.setattr("quire.worker.construct.Graphs", Recording)
         patch.setattr("quire.worker.graphs.NARROW", 2)
-        args, parallel = model_args(kind), Parallel(tp=SIZE, experts=kind == "experts")
+        args, parallel = small(kind), Parallel(tp=SIZE, experts=kind == "experts")
         joined = join_ranks(str(folder / "meeting"), number, parallel, CPU)
         assert isinstance(joined.tp, ProcessGroup)
         tp = SharedFiles(joined.tp, folder)
@@ -143,9 +146,5 @@ def main(number: int, kind: str, folder: Path) -> None:
 
 def reference(kind: str) -> Model:
     """The whole model with the reference kernels."""
-    args = model_args(kind)
+    args = small(kind)
     return rank_model(args, next(ranks(args, ALONE)), None, "")
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2], Path(sys.argv[3]))

@@ -1,15 +1,11 @@
-"""A replica of two that stand for GPUs: `python -m tests.interpreted.replicas_of_gpus RANK KIND FOLDER`.
+"""Replicas, two of them, that stand for GPUs: `rank_main(RANK, KIND, FOLDER)` in a process for each.
 
 As `ranks_of_gpus.py`, for replicas in lock-step that share experts: rows go through memory that both map, and each
 replica runs the same steps, the second one a step later; so each is idle once.
 """
 
-import os
-import sys
 from dataclasses import replace
 from pathlib import Path
-
-os.environ["TRITON_INTERPRET"] = "1"
 
 import msgspec
 import numpy as np
@@ -30,9 +26,9 @@ from quire.models.registry import kv_views, rank_geometry
 from quire.procs.wire import encode
 from quire.worker.construct import make_runner
 
-from ..support.compared import BLOCK, CPU, LIMITS, model_args
+from ..support.compared import BLOCK, CPU, LIMITS
 from ..support.triton_interpreter import repair_interpreter
-from .ranks_of_gpus import rank_model
+from .ranks_of_gpus import rank_model, small
 
 PROGRAMS, SIZE, ROWS = 4, 2, 48
 # Steps of at most 2 tokens, and of at most 24: prompts of 30 tokens take two exchanges, which are not captured. Two
@@ -75,18 +71,20 @@ def steps(plans: tuple[StepPlan, ...], number: int) -> list[StepPlan]:
     return [msgspec.structs.replace(one, sync=StepSync(count)) for one, count in zip(both[number], rows, strict=True)]
 
 
-def main(number: int, kind: str, folder: Path) -> None:
+def rank_main(number: int, kind: str, place: str) -> None:
+    """Run the steps of a replica, and save the results in the folder."""
     from .test_cuda_worker import PLANS, Event, Recording
     from .test_exchange import yielding
 
     repair_interpreter()
+    folder = Path(place)
     with pytest.MonkeyPatch.context() as patch:
         yielding(patch)
         patch.setattr(torch.cuda, "Event", Event)
         patch.setattr(torch.cuda, "synchronize", lambda: None)
         patch.setattr("quire.worker.construct.Graphs", Recording)
         patch.setattr("quire.worker.graphs.NARROW", 2)
-        args, parallel = model_args(kind), Parallel(dp=SIZE, experts=True)
+        args, parallel = small(kind), Parallel(dp=SIZE, experts=True)
         slots, kept = shared_memory(folder, number, layout(args))
         groups = replace(join_ranks(str(folder / "meeting"), number, parallel, CPU), slots=slots)
         rank = list(ranks(args, parallel))[number]
@@ -103,7 +101,3 @@ def main(number: int, kind: str, folder: Path) -> None:
         (folder / f"kinds{number}").write_text(" ".join(sorted(kinds)))
         torch.distributed.destroy_process_group()
         del kept
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2], Path(sys.argv[3]))

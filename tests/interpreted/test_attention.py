@@ -4,9 +4,7 @@ import os
 
 os.environ.setdefault("TRITON_INTERPRET", "1")
 
-import subprocess
-import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -18,9 +16,9 @@ from torch import Tensor
 
 from quire.contracts.step import SharedPrefix
 from quire.kernels import triton_runtime
-from quire.kernels.attention import AttentionMeta, KVView, SharedBlocks, inputs, ref
+from quire.kernels.attention import AttentionMeta, SharedBlocks, inputs, ref
 
-if not triton_runtime.INTERPRETED and __name__ != "__main__":
+if not triton_runtime.INTERPRETED:
     pytest.skip("needs Triton's interpreter", allow_module_level=True)
 
 from quire.kernels.attention import hopper, hopper_prefill, triton, triton_plan
@@ -28,6 +26,8 @@ from quire.kernels.attention.inputs import Case
 from quire.kernels.attention.triton_plan import Plan, pack_shared
 from quire.kernels.attention.triton_tiles import LOG2E
 from quire.kernels.heads import triton as heads
+
+from ..support.full import full_rows
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3}
 CASES = (
@@ -86,8 +86,8 @@ def check(actual: Tensor, expected: Tensor) -> None:
     [
         *((case, torch.float32) for case in CASES[3::2]),
         (CASES[12], torch.float16),
-        *(pytest.param(case, torch.float32, marks=pytest.mark.full) for case in (*CASES[:3], *CASES[4::2])),
-        *(pytest.param(case, torch.float16, marks=pytest.mark.full) for case in CASES),
+        *full_rows((case, torch.float32) for case in (*CASES[:3], *CASES[4::2])),
+        *full_rows((case, torch.float16) for case in CASES),
     ],
     ids=str,
 )
@@ -246,7 +246,7 @@ def plan_of(meta: AttentionMeta) -> Plan:
     return plan
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.float16, marks=pytest.mark.full)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, *full_rows([torch.float16])], ids=str)
 @pytest.mark.parametrize(
     "case, window, soft_cap, sunk",
     [
@@ -461,12 +461,9 @@ def test_a_value_that_is_not_finite_stays_with_the_rows_that_see_it(bad: str) ->
     assert (actual[30:, 1, 5].abs() > 1e30).all()
 
 
-def test_compiles_for_hopper(full: bool) -> None:
-    """Every configuration of production, in a process whose kernels are not interpreted."""
-    environment, command = os.environ | {"TRITON_INTERPRET": "0"}, [sys.executable, __file__, *(["full"] * full)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert set(done.stdout.split()) == {
+def test_compiles_for_hopper(compiled: Callable[[str], set[str]]) -> None:
+    """The configurations of production; with --full all."""
+    assert compiled("compile_attention") == {
         "decode_kernel",
         "prefill_kernel",
         "prefix_kernel",
@@ -474,45 +471,3 @@ def test_compiles_for_hopper(full: bool) -> None:
         "merge_kernel",
         "hopper.prefill_kernel",
     }
-
-
-def launch_production(block_size: int, heads: tuple[int, int], dim: int, **options: Any) -> None:
-    """Launch a layer of every kind of step, on tensors without storage."""
-    meta_device, dtype = torch.device("meta"), options.pop("dtype", torch.bfloat16)
-    arena = torch.empty(9, 28, 2, heads[1], block_size, dim, dtype=dtype, device=meta_device)
-    kv = KVView(arena[:, 3, 0], arena[:, 3, 1])
-    ints = lambda *size: torch.empty(size, dtype=torch.int32, device=meta_device)  # noqa: E731
-    shared = SharedBlocks(ints(9), ints(64), ints(64), ints(64))
-    for tokens, longest, group in ((64, 1, None), (64, 1, shared), (256, 4, None), (64, 64, None), (4096, 4096, None)):
-        meta = AttentionMeta(ints(65), ints(64), ints(99, 512), ints(9), ints(64), longest, min(longest, 4), group)
-        q = torch.empty(tokens, heads[0] + 2 * heads[1], dim, dtype=dtype, device=meta_device)
-        queries, k, v = q.split((heads[0], heads[1], heads[1]), 1)
-        steps = [meta] if longest < tokens else [meta, replace(meta, decode_len=0, row_positions=ints(tokens).long())]
-        for module in (triton, hopper) if dtype != torch.float32 else (triton,):
-            for step in steps:
-                module.paged_attention(queries, kv, replace(step, plans={}), 0.1, **options)
-
-
-def compile_production(full: bool) -> None:
-    """Compile what the models this is made for launch, on a large and on a small GPU; `full`: and each variant once."""
-    from compiling import AbsentGpu
-
-    gpu = AbsentGpu()
-    gpu.describe_to(triton_plan, triton, hopper)
-    launch_production(128, (32, 8), 128)
-    gpu.room = 99 << 10
-    launch_production(64, (16, 8), 128)
-    launch_production(96, (16, 2), 128)
-    if not full:
-        return
-    launch_production(16, (32, 8), 64)
-    launch_production(64, (32, 8), 128, window=4096, soft_cap=50.0)
-    launch_production(128, (32, 4), 128)
-    launch_production(128, (64, 4), 128, dtype=torch.float16)
-    launch_production(64, (64, 8), 64, sinks=torch.empty(64, device="meta"), window=128)
-    launch_production(64, (8, 4), 256, dtype=torch.float16)
-    launch_production(64, (4, 2), 64, dtype=torch.float32)
-
-
-if __name__ == "__main__":
-    compile_production("full" in sys.argv)

@@ -1,8 +1,7 @@
 """Kernels that exchange data between ranks: two to eight processes whose memory is a shared file stand for GPUs."""
 
 import os
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,20 +11,22 @@ os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from quire.kernels import triton_runtime
 
+from ..support.forks import Forks
+from ..support.full import full_rows
 from ..support.triton_interpreter import repair_interpreter
 
 ROOM, BLOCKS, CALLS = 1 << 14, 4, 5
-ROOT = Path(__file__).parents[2]
 
 
-def rank_main(number: int, ranks: int, folder: Path) -> None:
-    """Several calls in turn, of changing sizes, with and without a residual; prints nothing, saves what it got."""
+def rank_main(number: int, ranks: int, folder: str) -> None:
+    """Several calls in turn, of changing sizes, with and without a residual; saves the sums."""
+    repair_interpreter()
     from quire.kernels.comm import BUFFERS, Peers
     from quire.kernels.comm.triton import sum_ranks
 
     def shared(name: str, size: int) -> list[torch.Tensor]:
         return [
-            torch.from_file(str(folder / f"{name}{rank}"), shared=True, size=size, dtype=torch.uint8)
+            torch.from_file(f"{folder}/{name}{rank}", shared=True, size=size, dtype=torch.uint8)
             for rank in range(ranks)
         ]
 
@@ -41,7 +42,7 @@ def rank_main(number: int, ranks: int, folder: Path) -> None:
     for call in range(CALLS):
         part, residual = inputs(call, number)
         found.append(sum_ranks(part, residual, peers, (2, 0, 1, 0, 1)[call]).clone())
-    torch.save(found, folder / f"found{number}")
+    torch.save(found, f"{folder}/found{number}")
 
 
 def inputs(call: int, rank: int) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -53,16 +54,16 @@ def inputs(call: int, rank: int) -> tuple[torch.Tensor, torch.Tensor | None]:
     return part, None if call == 2 else residual
 
 
-@pytest.mark.parametrize("ranks", [2, 3, *(pytest.param(each, marks=pytest.mark.full) for each in (4, 8))])
-def test_every_rank_gets_the_sum(tmp_path: Path, ranks: int) -> None:
+@pytest.mark.parametrize("ranks", [3, *full_rows((2, 4, 8))])
+def test_every_rank_gets_the_sum(tmp_path: Path, interpreted: Forks, ranks: int) -> None:
     if not triton_runtime.INTERPRETED:
         pytest.skip("needs Triton's interpreter")
     for rank in range(ranks):
         (tmp_path / f"buffer{rank}").write_bytes(bytes(3 * ROOM))
         (tmp_path / f"signal{rank}").write_bytes(bytes(4 * BLOCKS * ranks))
-    command = [sys.executable, "-m", "tests.interpreted.test_comm"]
-    running = [subprocess.Popen([*command, str(rank), str(ranks), str(tmp_path)], cwd=ROOT) for rank in range(ranks)]
-    assert [process.wait(timeout=300) for process in running] == [0] * ranks
+    calls = [(rank, ranks, tmp_path) for rank in range(ranks)]
+    codes, said = interpreted.run(tmp_path / "said", "tests.interpreted.test_comm", calls)
+    assert codes == [0] * ranks, said
     found = [torch.load(tmp_path / f"found{rank}") for rank in range(ranks)]
     for call in range(CALLS):
         parts = [inputs(call, rank)[0].float() for rank in range(ranks)]
@@ -75,15 +76,5 @@ def test_every_rank_gets_the_sum(tmp_path: Path, ranks: int) -> None:
     assert all(not any((tmp_path / f"signal{rank}").read_bytes()) for rank in range(ranks)), "signals are 0 after"
 
 
-def test_compiles_for_ampere_and_hopper() -> None:
-    """In a process whose kernels are not interpreted."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    script = Path(__file__).with_name("compile_comm.py")
-    done = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert set(done.stdout.split()) == {"_sum_kernel"}
-
-
-if __name__ == "__main__":
-    repair_interpreter()
-    rank_main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))
+def test_compiles_for_ampere_and_hopper(compiled: Callable[[str], set[str]]) -> None:
+    assert compiled("compile_comm") == {"_sum_kernel"}

@@ -4,8 +4,6 @@ import os
 
 os.environ.setdefault("TRITON_INTERPRET", "1")
 
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -58,6 +56,8 @@ from ..support.compared import (
     runner_of,
 )
 from ..support.drafters import KnownAnswers, draft_with_layers
+from ..support.forks import Forks
+from ..support.full import full_rows
 from ..support.naive_runner import NaiveRunner, agree
 from . import ranks_of_gpus, replicas_of_gpus
 
@@ -109,8 +109,8 @@ def cuda_runner(monkeypatch: pytest.MonkeyPatch) -> Callable[..., StepRunner]:
     return make
 
 
-def naive(kind: str = "dense") -> NaiveRunner:
-    return NaiveRunner(make_model(model_args(kind), reference=True))
+def naive(kind: str = "dense", **more: object) -> NaiveRunner:
+    return NaiveRunner(make_model(model_args(kind, **more), reference=True))
 
 
 def i32(*values: int) -> I32:
@@ -164,20 +164,15 @@ PLANS = (
 )  # fmt: skip
 
 
-KINDS = ["dense", *(pytest.param(kind, marks=pytest.mark.full) for kind in ("experts", "latent"))]
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_two_ranks_give_the_tokens_of_one(tmp_path: Path, kind: str) -> None:
+@pytest.mark.parametrize("kind", ["dense", *full_rows(("experts", "latent"))])
+def test_two_ranks_give_the_tokens_of_one(tmp_path: Path, interpreted: Forks, kind: str) -> None:
     """With the kernels of a GPU, padded steps, sliced logits and sums through shared memory; see ranks_of_gpus.py."""
     for rank in range(2):
         (tmp_path / f"buffer{rank}").write_bytes(bytes(ranks_of_gpus.ROOM * 3))
         (tmp_path / f"signal{rank}").write_bytes(bytes(1 << 10))
-    command = [sys.executable, "-m", "tests.interpreted.ranks_of_gpus"]
-    running = [
-        subprocess.Popen([*command, str(rank), kind, str(tmp_path)], cwd=Path(__file__).parents[2]) for rank in range(2)
-    ]
-    assert [process.wait(timeout=600) for process in running] == [0, 0]
+    calls = [(rank, kind, tmp_path) for rank in range(2)]
+    codes, said = interpreted.run(tmp_path / "said", "tests.interpreted.ranks_of_gpus", calls)
+    assert codes == [0, 0], said
     oracle = NaiveRunner(ranks_of_gpus.reference(kind))
     for one in PLANS:
         expected = oracle.run(one)
@@ -185,22 +180,22 @@ def test_two_ranks_give_the_tokens_of_one(tmp_path: Path, kind: str) -> None:
             agree(Messages(StepResult).decode((tmp_path / f"result{rank}-{one.step}").read_bytes()), expected)
 
 
-@pytest.mark.parametrize("kind", ["experts", pytest.param("latent", marks=pytest.mark.full)])
-def test_two_replicas_that_share_experts_give_the_tokens_of_one(tmp_path: Path, kind: str) -> None:
+@pytest.mark.parametrize("kind", ["experts", *full_rows(("latent",))])
+def test_two_replicas_that_share_experts_give_the_tokens_of_one(tmp_path: Path, interpreted: Forks, kind: str) -> None:
     """With the kernels of a GPU, padded steps, steps without tokens, and rows through shared memory."""
     for rank in range(2):
-        size = replicas_of_gpus.layout(model_args(kind)).num_bytes
+        size = replicas_of_gpus.layout(ranks_of_gpus.small(kind)).num_bytes
         (tmp_path / f"buffer{rank}").write_bytes(b"\xff" * size)  # NaN
         (tmp_path / f"signal{rank}").write_bytes(bytes(1 << 10))
-    command = [sys.executable, "-m", "tests.interpreted.replicas_of_gpus"]
-    running = [
-        subprocess.Popen([*command, str(rank), kind, str(tmp_path)], cwd=Path(__file__).parents[2]) for rank in range(2)
-    ]
-    assert [process.wait(timeout=600) for process in running] == [0, 0]
+    calls = [(rank, kind, tmp_path) for rank in range(2)]
+    codes, said = interpreted.run(tmp_path / "said", "tests.interpreted.replicas_of_gpus", calls)
+    assert codes == [0, 0], said
+    oracle = NaiveRunner(ranks_of_gpus.reference(kind))
+    for one in PLANS[:7]:
+        expected = oracle.run(one)
+        for rank in range(2):
+            agree(Messages(StepResult).decode((tmp_path / f"result{rank}-{one.step}").read_bytes()), expected)
     for rank in range(2):
-        oracle = NaiveRunner(ranks_of_gpus.reference(kind))
-        for one in PLANS[:7]:
-            agree(Messages(StepResult).decode((tmp_path / f"result{rank}-{one.step}").read_bytes()), oracle.run(one))
         kinds = (tmp_path / f"kinds{rank}").read_text().split()
         # The second replica has no tokens in a step in which the first has more than any captured one. In its last
         # step, of two decodes, the first one has none.
@@ -222,8 +217,7 @@ def run_ahead(runner: StepRunner, plans: tuple[StepPlan, ...]) -> list[StepResul
     [
         ("dense", ()),
         ("experts", (2, 4)),
-        ("latent", (2, 4)),
-        *(pytest.param(*each, marks=pytest.mark.full) for each in (("dense", (2, 4)), ("experts", ()), ("latent", ()))),
+        *full_rows((("latent", (2, 4)), ("dense", (2, 4)), ("experts", ()), ("latent", ()))),
     ],
 )
 def test_the_same_tokens_as_the_naive_runner_s(
@@ -231,44 +225,47 @@ def test_the_same_tokens_as_the_naive_runner_s(
 ) -> None:
     """With graph sizes, decodes, samples and mixed steps of up to 48 tokens are padded, to 2 or to 4 sequences."""
     monkeypatch.setattr("quire.worker.graphs.NARROW", 2)
-    oracle = naive(model)
-    runner = cuda_runner(replace(LIMITS, graph_sizes=sizes, graph_tokens=(48,) if sizes else ()), model)
+    layers = {"num_hidden_layers": 1} if model == "experts" else {}
+    oracle = naive(model, **layers)
+    runner = cuda_runner(replace(LIMITS, graph_sizes=sizes, graph_tokens=(48,) if sizes else ()), model, **layers)
     for expected, found in zip(map(oracle.run, PLANS), run_ahead(runner, PLANS), strict=True):
         agree(found, expected)
     assert runner.state.tables.computed[[1, 3]].tolist() == [oracle.requests[slot].computed for slot in (1, 3)]
 
 
-@pytest.mark.parametrize("blocks", [pytest.param(31, marks=pytest.mark.full), 5], ids=["room", "preempted"])
-def test_every_step_of_requests_of_all_kinds(cuda_runner: Callable[..., StepRunner], blocks: int) -> None:
-    runner = cuda_runner(replace(LIMITS, graph_sizes=(2, 4), graph_tokens=(48,)))
-    compared = ComparedRunners(runner, naive(), blocks)
-    core = compare_requests(compared, 8, budget=24)
-    assert compared.num_steps > 20 and (core.scheduler.num_preempted > 0) == (blocks == 5)
-
-
 @pytest.mark.parametrize(
-    ("guesses", "lengths", "model"),
+    ("guesses", "lengths", "model", "blocks"),
     [
-        ("random", (1, 3), "dense"),
-        *(
-            pytest.param(*each, marks=pytest.mark.full)
-            for each in (("right", (), "experts"), ("random", (3,), "latent"), ("ngram", (3,), "dense"))
+        ("random", (1, 3), "dense", 5),
+        *full_rows(
+            (
+                ("random", (1, 3), "dense", 31),
+                ("right", (), "experts", 31),
+                ("random", (3,), "latent", 31),
+                ("ngram", (3,), "dense", 31),
+            )
         ),
     ],
 )
 def test_steps_with_drafts_draw_the_tokens_of_plain_decoding(
-    cuda_runner: Callable[..., StepRunner], guesses: str, lengths: tuple[int, ...], model: str
+    cuda_runner: Callable[..., StepRunner], guesses: str, lengths: tuple[int, ...], model: str, blocks: int
 ) -> None:
-    """Captured for decodes with no, some and all drafts, and beside prompts; padded in sequences and in drafts."""
-    plain = ComparedRunners(runner_of(make_model(model_args(model))), naive(model))
-    number = 5
-    compare_requests(plain, number, budget=24)
+    """Requests of all kinds, whose steps are captured for decodes with no, some and all drafts, and beside prompts;
+    padded in sequences and in drafts. With few blocks requests give way."""
+    layers = {} if model == "latent" else {"num_hidden_layers": 1}
+    kinds = MIXED if blocks == 5 else support.KINDS
+    asked: Any = {"number": len(MIXED), "budget": 24, "kinds": kinds}
+    if blocks == 5:
+        asked |= {"prompts": 20, "answers": 14}
+    plain = ComparedRunners(runner_of(make_model(model_args(model, **layers))), naive(model, **layers))
+    compare_requests(plain, **asked)
     graphs = {"graph_sizes": (2, 4), "graph_tokens": (48,), "draft_lengths": lengths} if lengths else {}
-    runner = cuda_runner(replace(LIMITS, num_drafts=3, **graphs), model)
+    runner = cuda_runner(replace(LIMITS, num_drafts=3, **graphs), model, **layers)
     known = KnownAnswers(plain.naive.texts, runner.sampler.table.rows, guesses, VOCAB)
     runner.programs.drafter = NgramDrafter(ngram, 1, 3) if guesses == "ngram" else known
-    compared = ComparedRunners(runner, naive(model))
-    compare_requests(compared, number, budget=24)
+    compared = ComparedRunners(runner, naive(model, **layers), blocks)
+    core = compare_requests(compared, **asked)
+    assert (core.scheduler.num_preempted > 0) == (blocks == 5)
     runs = [rows for each, _ in compared.results if (rows := each.num_tokens[: each.num_decodes].tolist())]
     assert sum(max(rows) > 1 for rows in runs) > 5
     if lengths:
@@ -276,6 +273,16 @@ def test_steps_with_drafts_draw_the_tokens_of_plain_decoding(
         assert (4 * (1 + max(lengths)), 2 * max(lengths)) in decodes
         captured = {shape.key[1:] for shape in runner.recorder.shapes() if shape.decode}
         assert decodes <= captured
+
+
+# Sampling of every mode, edits, logprobs of both kinds, and a prompt without an answer.
+MIXED = (
+    {"temperature": 0.0, "repetition_penalty": 1.4, "num_prompt_logprobs": 2},
+    {"temperature": 0.8, "top_p": 0.9, "num_logprobs": 2},
+    {"temperature": 0.7, "logit_bias": ((4, 3.0), (9, -100.0)), "bad_words": ((3, 4), (7,))},
+    {"pool": "mean"},
+    {"temperature": 1.0, "allowed_ids": tuple(range(10, 40)), "logprob_ids": (12, 50)},
+)
 
 
 def drafting_model(drafter: str) -> tuple[ModelArgs, Callable[..., Model]]:
@@ -292,7 +299,7 @@ def drafting_model(drafter: str) -> tuple[ModelArgs, Callable[..., Model]]:
     [
         (False, "glm"),
         (False, "eagle3"),
-        *(pytest.param(True, each, marks=pytest.mark.full) for each in ("glm", "eagle3", "latent", "model")),
+        *full_rows((True, each) for each in ("glm", "eagle3", "latent", "model")),
     ],
 )
 def test_layers_draft_in_padded_steps_what_they_draft_on_a_cpu(
@@ -320,9 +327,7 @@ def test_layers_draft_in_padded_steps_what_they_draft_on_a_cpu(
         torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize(
-    "drafter", ["eagle3", *(pytest.param(each, marks=pytest.mark.full) for each in ("latent", "model"))]
-)
+@pytest.mark.parametrize("drafter", ["eagle3", *full_rows(("latent", "model"))])
 def test_layers_that_draft_run_in_a_rehearsal(cuda_runner: Callable[..., StepRunner], drafter: str) -> None:
     """Only one layer of each kind of the model runs, and all that an EAGLE-3 head reads. Nothing is written where a
     request could see it: afterwards the drafts are those of a runner that has rehearsed nothing."""
@@ -356,17 +361,18 @@ def test_layers_that_draft_run_in_a_rehearsal(cuda_runner: Callable[..., StepRun
 
 @pytest.mark.parametrize("forced", [{"sampling": "ref"}, {"step": "ref"}], ids=str)
 def test_parts_go_together_as_they_are_chosen(forced: dict[str, str], cuda_runner: Callable[..., StepRunner]) -> None:
-    runner = runner_of(make_model(model_args(), "cuda"), LIMITS, "cuda", **forced)
+    runner = runner_of(make_model(model_args(num_hidden_layers=1), "cuda"), LIMITS, "cuda", **forced)
     chosen = {"step": "triton", "sampling": "triton"} | forced
     assert {choice.op: choice.name for choice in runner.parts[:2]} == chosen
-    oracle = naive()
-    for each in PLANS:
+    oracle = naive(num_hidden_layers=1)
+    for each in PLANS[:4]:
         agree(runner.run(each), oracle.run(each))
 
 
 def test_a_step_without_rows(cuda_runner: Callable[..., StepRunner]) -> None:
     """The next step sees the requests that such a step admits."""
-    runner, oracle = cuda_runner(replace(LIMITS, graph_sizes=(2, 4), graph_tokens=(48,))), naive()
+    limits = replace(LIMITS, graph_sizes=(2, 4), graph_tokens=(48,))
+    runner, oracle = cuda_runner(limits, num_hidden_layers=1), naive(num_hidden_layers=1)
     admitted = (admission(2, 12, (3,)),)
     plans = (
         plan(1, (), (), ()),
@@ -394,10 +400,11 @@ POOLED = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("sizes", [(), (2, 4)])
+@pytest.mark.parametrize("sizes", [(2, 4), *full_rows(((),))])
 def test_the_same_vectors_as_the_naive_runner_s(cuda_runner: Callable[..., StepRunner], sizes: tuple[int, ...]) -> None:
-    oracle, seen = naive(), dict[int, np.ndarray]()
-    runner = cuda_runner(replace(LIMITS, graph_sizes=sizes, graph_tokens=(48,) if sizes else ()))
+    oracle, seen = naive(num_hidden_layers=1), dict[int, np.ndarray]()
+    limits = replace(LIMITS, graph_sizes=sizes, graph_tokens=(48,) if sizes else ())
+    runner = cuda_runner(limits, num_hidden_layers=1)
     for expected, found in zip(map(oracle.run, POOLED), run_ahead(runner, POOLED), strict=True):
         agree(found, expected)
         seen |= {10 * found.step + slot: vector for slot, vector in found.pooled.items()}
@@ -406,7 +413,7 @@ def test_the_same_vectors_as_the_naive_runner_s(cuda_runner: Callable[..., StepR
 
 
 def test_a_vector_that_is_not_a_number_fails_alone(cuda_runner: Callable[..., StepRunner]) -> None:
-    runner = cuda_runner()
+    runner = cuda_runner(num_hidden_layers=1)
     admitted = (pooled(0, 9, (1,), "mean"), pooled(1, 9, (2,), "mean"))
     runner.submit(plan(1, (0, 1), (5, 6), (POOL, POOL), admitted=admitted))
     runner.collect()
@@ -421,6 +428,7 @@ def test_what_runs_is_what_was_captured(cuda_runner: Callable[..., StepRunner]) 
     """A step launches a graph for its layers and one for the work after the logits; without a sampled row there is no
     draw. `warm_up` runs the smallest graph of each kind."""
     runner = cuda_runner(replace(LIMITS, graph_sizes=(2, 4), graph_tokens=(48,)))
+    runner.programs.some = []  # no layers, which are no part of what is recorded here
     runner.warm_up()
     graphs = runner.recorder
     assert isinstance(graphs, Recording) and len(set(graphs.captured)) == len(graphs.captured) == 2 + 2 * (2 + 4)
@@ -435,6 +443,7 @@ def test_steps_with_prompts_are_captured_for_few_and_for_many(
 ) -> None:
     monkeypatch.setattr("quire.worker.graphs.NARROW", 2)
     runner = cuda_runner(replace(LIMITS, graph_sizes=(2, 4), graph_tokens=(48,)))
+    runner.programs.some = []  # no layers, which are no part of what is recorded here
     runner.warm_up()
     graphs = runner.recorder
     assert isinstance(graphs, Recording)
@@ -456,7 +465,7 @@ def test_rehearsing_leaves_no_result_and_does_what_is_captured(cuda_runner: Call
     assert not runner._running
 
 
-@pytest.mark.parametrize("model", ["dense", "latent"])
+@pytest.mark.parametrize("model", ["latent", *full_rows(("dense",))])
 def test_a_shared_prefix_changes_no_token(cuda_runner: Callable[..., StepRunner], model: str) -> None:
     prompts = tuple(admission(slot, 40, (1, 2, 3 + slot), seed=slot, temperature=1.0) for slot in (0, 1))
     plans = (
@@ -470,16 +479,23 @@ def test_a_shared_prefix_changes_no_token(cuda_runner: Callable[..., StepRunner]
         else plan(each.step, (0, 1), (1, 1), (SAMPLE, SAMPLE), shared=(SharedPrefix(i32(0, 1), 2),))
         for each in plans
     )
-    alone, shared = run_ahead(cuda_runner(kind=model), plans), run_ahead(cuda_runner(kind=model), together)
+    layers = {"num_hidden_layers": 1, "first_k_dense_replace": 1}
+    limits, oracle = replace(LIMITS, graph_sizes=(2, 4), graph_tokens=(48,)), naive(model, **layers)
+    alone, shared = (run_ahead(cuda_runner(limits, model, **layers), each) for each in (plans, together))
+    for expected, found in zip(map(oracle.run, plans), alone, strict=True):
+        agree(found, expected)
     assert [each.tokens.tolist() for each in alone] == [each.tokens.tolist() for each in shared]
 
 
-@pytest.mark.parametrize("model", ["dense", "latent"])
 @pytest.mark.parametrize(
-    "sizes, tokens",
+    "sizes, tokens, model",
     [
-        ((4, 16), (48,)),
-        *(pytest.param(*each, marks=pytest.mark.full) for each in (((4, 16), ()), ((), ()))),
+        ((4, 16), (48,), "dense"),
+        *full_rows(
+            (sizes, tokens, model)
+            for sizes, tokens in (((4, 16), (48,)), ((4, 16), ()), ((), ()))
+            for model in ("dense", "latent")
+        ),
     ],
 )
 def test_a_shared_prefix_beside_prompts_changes_no_logit(
@@ -531,13 +547,14 @@ def test_a_batch_goes_through_what_its_rows_need(cuda_runner: Callable[..., Step
     assert table.mode(i32(0, 1)) == Mode.UNFILTERED and table.mode(i32()) == Mode.GREEDY
 
 
-@pytest.mark.parametrize("sizes", [(), (2, 4)])
+@pytest.mark.parametrize("sizes", [(2, 4), *full_rows(((),))])
 def test_a_step_with_a_grammar_samples_when_its_masks_are_there(
     cuda_runner: Callable[..., StepRunner], sizes: tuple[int, ...]
 ) -> None:
     """The layers run when it is submitted, and the step before is collected in between; beside a row that is free."""
-    oracle = naive()
-    runner = cuda_runner(replace(LIMITS, graph_sizes=sizes, graph_tokens=(48,) if sizes else ()))
+    oracle = naive(num_hidden_layers=1)
+    limits = replace(LIMITS, graph_sizes=sizes, graph_tokens=(48,) if sizes else ())
+    runner = cuda_runner(limits, num_hidden_layers=1)
     admitted = (
         admission(2, 33, (1, 2, 3), grammar=True),
         admission(0, 5, (4,), seed=6, temperature=0.7),
@@ -575,13 +592,14 @@ def test_a_step_with_a_grammar_samples_when_its_masks_are_there(
 
 def test_steps_make_no_events(cuda_runner: Callable[..., StepRunner]) -> None:
     runner = cuda_runner()
+    runner.programs.some = []  # no layers, which make no events
     before = Event.made
     run_ahead(runner, PLANS[:3])
     assert Event.made == before
 
 
 def test_a_row_that_is_not_a_number_fails_alone(cuda_runner: Callable[..., StepRunner]) -> None:
-    runner = cuda_runner()
+    runner = cuda_runner(num_hidden_layers=1)
     runner.submit(plan(1, (0, 1), (5, 6), (SAMPLE, SAMPLE), admitted=(admission(0, 5, (1,)), admission(1, 6, (2,)))))
     runner.collect()
     for view in runner.programs.kv:
@@ -592,7 +610,7 @@ def test_a_row_that_is_not_a_number_fails_alone(cuda_runner: Callable[..., StepR
 
 @pytest.mark.parametrize(
     ("model", "drafts"),
-    [("dense", 2), *(pytest.param(*each, marks=pytest.mark.full) for each in (("dense", 0), ("experts", 0)))],
+    [("dense", 2), *full_rows((("dense", 0), ("experts", 0)))],
 )
 def test_moved_tokens_are_those_of_the_cpu(cuda_runner: Callable[..., StepRunner], model: str, drafts: int) -> None:
     """Beside a decode, with captured sizes: attention to chosen rows, moves and deviations, and the head after them.

@@ -26,6 +26,8 @@ from quire.kernels.comm.exchange_ref import Replica, combined, dispatched
 from quire.kernels.experts import ref, scaled, triton
 from quire.kernels.quantize.rows import QuantizedRows
 
+from ..support.forks import Forks
+from ..support.full import full_rows
 from ..support.quantized_cases import SCALED, make_matrix
 from ..support.triton_interpreter import repair_interpreter
 
@@ -36,10 +38,9 @@ from triton.runtime import interpreter
 
 from quire.kernels.comm import Peers, triton_exchange
 
-ROOT = Path(__file__).parents[2]
 BLOCKS, ROWS, EXPERTS, INNER = 4, 24, 7, 8
 NAN = bytes.fromhex("c07f")  # of bfloat16 and float32, and a large int32
-FAULTS = ("", "no barrier A", "no barrier B", "next slot", "wrong scale")
+FAULTS = ("next slot", "wrong scale", "no barrier A", "no barrier B")
 PAGE = 4096
 DIRECT = (0, 7)  # steps with many rows, and with few
 CPU = torch.device("cpu")
@@ -232,8 +233,16 @@ def yielding(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(interpreter.InterpreterBuilder, "create_atomic_cas", slow)
 
 
-def rank_main(rank: int, ranks: int, each: int, fault: str, folder: Path) -> None:
+def rank_main(rank: int, ranks: int, each: int, fault: str, folder: str) -> None:
     """Run all parts. Ends with an error at the first difference."""
+    repair_interpreter()
+    with pytest.MonkeyPatch.context() as patch:
+        yielding(patch)
+        run_parts(rank, ranks, each, fault, Path(folder))
+
+
+def run_parts(rank: int, ranks: int, each: int, fault: str, folder: Path) -> None:
+    """Run all parts with a fault, or with none."""
     torch.utils.deterministic.fill_uninitialized_memory = True
     torch.use_deterministic_algorithms(True)  # torch.empty gives NaN
     triton_exchange.WIDE = 128  # several tiles of columns
@@ -276,29 +285,17 @@ def rank_main(rank: int, ranks: int, each: int, fault: str, folder: Path) -> Non
         at += -(-size // PAGE) * PAGE
 
 
-def run_ranks(folder: Path, ranks: int, each: int, fault: str = "") -> tuple[list[int], str]:
+def run_ranks(forks: Forks, folder: Path, ranks: int, each: int, fault: str = "") -> tuple[list[int], str]:
     """Return the exit codes of the ranks' processes, and what they wrote. All end when one fails."""
     room = sum(-(-part.layout.num_bytes // PAGE) * PAGE for part in parts(ranks, each))
     for rank in range(ranks):
         (folder / f"buffer{rank}").write_bytes(NAN * (room // 2))
         (folder / f"signal{rank}").write_bytes(bytes(4 * BLOCKS * ranks))
-    command = [sys.executable, "-m", "tests.interpreted.test_exchange"]
-    arguments = [str(ranks), str(each), fault, str(folder)]
-    with (folder / "said").open("w") as said:
-        running = [
-            subprocess.Popen([*command, str(rank), *arguments], cwd=ROOT, stdout=said, stderr=said)
-            for rank in range(ranks)
-        ]
-        end = time.monotonic() + 300
-        while any(one.poll() is None for one in running) and not any(one.poll() for one in running):
-            if time.monotonic() > end:
-                break
-            time.sleep(0.05)
-        for one in running:
-            if one.poll() is None:
-                one.kill()
-        codes = [one.wait() for one in running]
-    return codes, (folder / "said").read_text()
+    return forks.run(
+        folder / "said",
+        "tests.interpreted.test_exchange",
+        [(rank, ranks, each, fault, folder) for rank in range(ranks)],
+    )
 
 
 @pytest.mark.parametrize(
@@ -306,18 +303,18 @@ def run_ranks(folder: Path, ranks: int, each: int, fault: str = "") -> tuple[lis
     [
         (3, 1),
         (4, 2),
-        *(pytest.param(*each, marks=pytest.mark.full) for each in ((2, 1), (2, 2), (4, 1), (8, 1), (8, 2))),
+        *full_rows(((2, 1), (2, 2), (4, 1), (8, 1), (8, 2))),
     ],
 )
-def test_rows_reach_their_experts_and_come_back(tmp_path: Path, ranks: int, each: int) -> None:
-    codes, said = run_ranks(tmp_path, ranks, each)
+def test_rows_reach_their_experts_and_come_back(tmp_path: Path, interpreted: Forks, ranks: int, each: int) -> None:
+    codes, said = run_ranks(interpreted, tmp_path, ranks, each)
     assert codes == [0] * ranks, said
     assert all(not any((tmp_path / f"signal{rank}").read_bytes()) for rank in range(ranks)), "signals are 0 after"
 
 
-@pytest.mark.parametrize("fault", FAULTS[1:])
-def test_a_fault_is_seen(tmp_path: Path, fault: str) -> None:
-    codes, said = run_ranks(tmp_path, 2, 1, fault)
+@pytest.mark.parametrize("fault", [*FAULTS[:2], *full_rows(FAULTS[2:])])
+def test_a_fault_is_seen(tmp_path: Path, interpreted: Forks, fault: str) -> None:
+    codes, said = run_ranks(interpreted, tmp_path, 2, 1, fault)
     assert any(codes) and ("AssertionError" in said or min(codes) < -9), said  # others' ids may end a process
 
 
@@ -332,17 +329,5 @@ def test_parts_of_a_buffer_are_aligned_and_counted() -> None:
     assert subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True).stdout == "False\n"
 
 
-def test_compiles_for_ampere_and_hopper() -> None:
-    """In a process whose kernels are not interpreted."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    script = Path(__file__).with_name("compile_exchange.py")
-    done = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert set(done.stdout.split()) == {"_dispatch_kernel", "_combine_kernel"}
-
-
-if __name__ == "__main__":
-    repair_interpreter()
-    with pytest.MonkeyPatch.context() as patch:
-        yielding(patch)
-        rank_main(int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4], Path(sys.argv[5]))
+def test_compiles_for_ampere_and_hopper(compiled: Callable[[str], set[str]]) -> None:
+    assert compiled("compile_exchange") == {"_dispatch_kernel", "_combine_kernel"}

@@ -4,20 +4,17 @@ import os
 
 os.environ.setdefault("TRITON_INTERPRET", "1")
 
-import subprocess
-import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 from torch import Tensor
 
 from quire.config.rope import RopeArgs
-from quire.kernels import pdl, triton_runtime
+from quire.kernels import triton_runtime
 from quire.kernels.activation import inputs as activation_inputs
 from quire.kernels.activation import ref as activation_ref
 from quire.kernels.activation import triton as activation
-from quire.kernels.attention import KVView
 from quire.kernels.heads import inputs as heads_inputs
 from quire.kernels.heads import ref as heads_ref
 from quire.kernels.heads import triton as heads
@@ -30,7 +27,7 @@ from quire.kernels.norm import triton as norm
 from quire.kernels.rope import triton as rope
 from quire.kernels.rope.rotary import Rotary
 
-if not triton_runtime.INTERPRETED and __name__ != "__main__":
+if not triton_runtime.INTERPRETED:
     pytest.skip("needs Triton's interpreter", allow_module_level=True)
 
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}  # relative to the largest value
@@ -204,12 +201,9 @@ def test_rows_of_a_weight() -> None:
     assert cuda.rows(weight, ids[:0]).shape == (0, 40)
 
 
-def test_compiles_for_hopper() -> None:
-    """Every configuration of production, in a process whose kernels are not interpreted."""
-    environment = os.environ | {"TRITON_INTERPRET": "0"}
-    done = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    names = {
+def test_compiles_for_hopper(compiled: Callable[[str], set[str]]) -> None:
+    """The configurations of production; with --full all."""
+    assert compiled("compile_small_ops") == {
         "_few_kernel",
         "_some_kernel",
         "_gather_kernel",
@@ -218,45 +212,3 @@ def test_compiles_for_hopper() -> None:
         "_silu_kernel",
         "_rotation_kernel",
     }
-    assert names == set(done.stdout.split())
-
-
-def launch_production(rows: int, hidden: int, heads_of: tuple[int, int], inner: int, vocab: int, normed: bool) -> None:
-    """A step's small kernels, on tensors without storage."""
-
-    def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-        return torch.empty(shape, dtype=dtype, device="meta")
-
-    dim, (q_heads, kv_heads) = 128, heads_of
-    positions = empty(rows, dtype=torch.int64)
-    rotation = rope.rotation_rows(positions, empty(dim // 2, dtype=torch.float32), 1.0, torch.bfloat16)
-    x, scale, all_heads = cuda.rows(empty(vocab, hidden), positions), empty(hidden), q_heads + 2 * kv_heads
-    norm.rms_norm(x, scale, EPS)
-    activation.silu_mul(empty(rows, 2 * inner))
-    arena = empty(9, 28, 2, kv_heads, 64, dim)
-    head_norm, kv = empty(q_heads + kv_heads, dim) if normed else None, KVView(arena[:, 3, 0], arena[:, 3, 1])
-    heads.prepare(empty(rows, all_heads, dim), head_norm, EPS, *rotation, kv, positions)
-    if cuda.few(rows, empty(1, hidden)):
-        cuda.run_norm(x, scale, EPS, empty(all_heads * dim, hidden), None)
-        cuda.run_add(empty(rows, q_heads * dim), empty(hidden, q_heads * dim), None, x)
-        cuda.run_norm_gated(x, scale, EPS, empty(2 * inner, hidden), None)
-        cuda.run_add(empty(rows, inner), empty(hidden, inner), None, x)
-    if cuda.few(rows, empty(vocab, 8)):
-        cuda.run_float(x, empty(vocab, hidden), None)
-
-
-def compile_production() -> None:
-    """qwen3-0.6b with and without dependent launches, then the wider and deeper shapes of an 8b model."""
-    from compiling import AbsentGpu
-
-    AbsentGpu()
-    for dependent in (False, True):
-        setattr(pdl, "in_use", lambda dependent=dependent: dependent)  # noqa: B010
-        for rows in (1, 4, 8, 16, 64, 8192):
-            launch_production(rows, 1024, (16, 8), 3072, 151936, True)
-    for rows in (1, 16):
-        launch_production(rows, 4096, (32, 8), 14336, 128256, False)
-
-
-if __name__ == "__main__":
-    compile_production()

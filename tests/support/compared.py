@@ -210,8 +210,13 @@ KINDS: tuple[dict[str, Any], ...] = (
 )
 
 
-def compare_requests(executor: ComparedRunners, number: int, *, budget: int, kinds: Any = KINDS) -> EngineCore:
-    """Run requests of all kinds to their ends through the engine; what they get is compared step by step."""
+def compare_requests(
+    executor: ComparedRunners, number: int, *, budget: int, kinds: Any = KINDS, prompts: int = 40, answers: int = 24
+) -> EngineCore:
+    """Run requests of all kinds to their ends through the engine; what they get is compared step by step.
+
+    prompts, answers   bounds of the numbers of tokens
+    """
     facts, args = executor.facts(), executor.runner.model.args
     geometry = kv_geometry(args, "float32", facts.block_size, *executor.runner.limits.windows[1:])
     config = SchedulerConfig(
@@ -225,11 +230,11 @@ def compare_requests(executor: ComparedRunners, number: int, *, budget: int, kin
     )
     for handle in range(number):
         random, kind = np.random.default_rng(handle), dict(kinds[handle % len(kinds)])
-        prompt = random.integers(0, args.vocab_size, int(random.integers(1, 40)), dtype=np.uint32)
+        prompt = random.integers(0, args.vocab_size, int(random.integers(1, prompts)), dtype=np.uint32)
         prompt[: len(prompt) // 2] = 5  # prefixes that are alike
         pool, drafts = kind.pop("pool", ""), kind.pop("num_drafts", None)
         spec = SamplerSpec(seed=handle, num_prompt=len(prompt), **kind)
-        tokens = 0 if pool else int(random.integers(1, 24))
+        tokens = 0 if pool else int(random.integers(1, answers))
         core.add(
             NewRequest(
                 handle=handle,

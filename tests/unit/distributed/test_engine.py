@@ -27,6 +27,7 @@ from quire.engine.balancer import Balancer
 from quire.engine.core import EngineCore
 from quire.engine.replicas import Core, Replicas
 
+from ...support.full import full_rows
 from ...support.quantized_checkpoints import FORMS, quantize_checkpoint
 from ...support.simulated_engine import simulated
 from ...support.tiny_models import EXPERTS, FAMILIES, MARGIN, Tiny, mixed_prompts, random_model
@@ -163,8 +164,17 @@ def until_moved(core: Core, parts: list[Parts]) -> None:
             assert mover._changed.wait_for(lambda mover=mover, due=due: mover.told >= due, 60)  # type: ignore[misc]
 
 
-@pytest.mark.parametrize("sizes", [{"tp": 2}, {"dp": 2}, {"dp": 2, "tp": 2}], ids=["tp2", "dp2", "dp2-tp2"])
-@pytest.mark.parametrize("family", EXPERTS)
+MOVED: tuple[dict[str, Any], ...] = ({"tp": 2}, {"dp": 2}, {"dp": 2, "tp": 2})
+
+
+@pytest.mark.parametrize(
+    ("family", "sizes"),
+    [
+        *((family, MOVED[number % 3]) for number, family in enumerate(EXPERTS)),
+        *full_rows((family, sizes) for sizes in MOVED for family in EXPERTS),
+    ],
+    ids=str,
+)
 def test_experts_that_move_while_requests_are_served(
     truths: Any, family: str, sizes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -204,8 +214,15 @@ def quantized(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple
     return made
 
 
-@pytest.mark.parametrize("sizes", [{"tp": 2}, {"dp": 2}], ids=["tp2", "dp2"])
-@pytest.mark.parametrize("form", ["ct-int8-weights", "ct-w8-zeros"])
+@pytest.mark.parametrize(
+    ("form", "sizes"),
+    [
+        ("ct-int8-weights", {"tp": 2}),
+        ("ct-w8-zeros", {"dp": 2}),
+        *full_rows((("ct-int8-weights", {"dp": 2}), ("ct-w8-zeros", {"tp": 2}))),
+    ],
+    ids=str,
+)
 def test_quantized_experts_that_move(
     quantized: Any, form: str, sizes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -246,10 +263,13 @@ def test_a_mover_that_is_frozen_leaves_the_old_map_in_use(
     assert caplog.text.count("no expert weights have moved for") == 1 and "the old map" in caplog.text
 
 
-@pytest.mark.parametrize("sizes", SIZES)
-@pytest.mark.parametrize("family", FAMILIES)
+PLACED = [
+    (family, sizes) for family in FAMILIES for sizes in SIZES if not SIZES[sizes].get("experts") or family in EXPERTS
+]
+
+
+@pytest.mark.parametrize(("family", "sizes"), [*PLACED[::5], *full_rows(PLACED)])
 def test_tokens_and_logits_of_one_rank(truths: Any, family: str, sizes: str) -> None:
-    if SIZES[sizes].get("experts") and family not in EXPERTS:
-        pytest.skip("no experts to place")
+    """A fifth of all families and sizes, with every family and every size in a row at least."""
     folder, expected = truths(family, family in ("qwen3", "qwen3_moe"))
     compare(run(folder, skip_tokenizer_init=True, **SIZES[sizes]), expected)

@@ -1,46 +1,45 @@
 """Groups of ranks: as threads and as processes, what they exchange, and the debug mode that compares calls."""
 
-import subprocess
-import sys
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
 
+from quire.config.placement import Parallel
 from quire.contracts.errors import EngineDead
 from quire.distributed import Group
 from quire.distributed.checked import CheckedGroup
+from quire.distributed.process_group import join_ranks
 from quire.distributed.symmetric import SymmetricGroup
 
+from ...support.forks import Forks
 from ...support.simulated_groups import SimulatedRanks
 
 CPU = torch.device("cpu")
-# Each rank prints what it got; the test compares.
-RANK = """
-import sys
-from pathlib import Path
-import torch
-from quire.config.placement import Parallel
-from quire.distributed.process_group import join_ranks
-number, folder = int(sys.argv[1]), Path(sys.argv[2])
-groups = join_ranks(str(folder / "meeting"), number, Parallel(tp=2, pp=2), torch.device("cpu"))
-tp, pp = groups.tp, groups.pp
-x = torch.tensor([1.0, 10.0]) * (number + 1)
-found = [tp.all_reduce(x.clone()).tolist(), tp.all_gather(x).tolist(), tp.rank, pp.rank, groups.tokens.rank, tp.kind]
-if pp.rank == 0:
-    for count in range(200):
-        pp.post(x + count, 1)
-    assert len(pp._sent) <= 64, "what was received long ago is let go"
-else:
-    got = [pp.receive(torch.empty(2), 0).tolist() for _ in range(200)]
-    first = torch.tensor([1.0, 10.0]) * (number - 1)
-    assert got == [(first + count).tolist() for count in range(200)]
-    found.append(got[0])
-tp.barrier()
-print(found)
-torch.distributed.destroy_process_group()
-"""
+
+
+def rank_main(number: int, folder: str) -> None:
+    """Exchange with the other ranks of two stages of two ranks; save the results, which the test compares."""
+    groups = join_ranks(f"{folder}/meeting", number, Parallel(tp=2, pp=2), CPU)
+    tp, pp = groups.tp, groups.pp
+    assert tp is not None and pp is not None and groups.tokens is not None
+    x = torch.tensor([1.0, 10.0]) * (number + 1)
+    summed, gathered = tp.all_reduce(x.clone()).tolist(), tp.all_gather(x).tolist()
+    found = [summed, gathered, tp.rank, pp.rank, groups.tokens.rank, tp.kind]
+    if pp.rank == 0:
+        for count in range(200):
+            pp.post(x + count, 1)
+        assert len(pp._sent) <= 64, "what was received long ago is let go"  # type: ignore[attr-defined]
+    else:
+        got = [pp.receive(torch.empty(2), 0).tolist() for _ in range(200)]
+        first = torch.tensor([1.0, 10.0]) * (number - 1)
+        assert got == [(first + count).tolist() for count in range(200)]
+        found.append(got[0])
+    tp.barrier()
+    pp.barrier()  # a rank that ends takes what it has not sent along
+    Path(folder, f"found{number}").write_text(str(found))
+    torch.distributed.destroy_process_group()
 
 
 def exchange(group: Group) -> list[object]:
@@ -72,16 +71,10 @@ def test_a_rank_that_fails_ends_the_others() -> None:
         SimulatedRanks(3).run(work)
 
 
-def test_ranks_as_processes(tmp_path: Path) -> None:
-    script = tmp_path / "rank.py"
-    script.write_text(RANK)
-    running = [
-        subprocess.Popen([sys.executable, str(script), str(number), str(tmp_path)], stdout=subprocess.PIPE, text=True)
-        for number in range(4)
-    ]
-    found = [process.communicate(timeout=120)[0].strip() for process in running]
-    assert [process.returncode for process in running] == [0] * 4
-    assert found == [
+def test_ranks_as_processes(tmp_path: Path, forks: Forks) -> None:
+    codes, said = forks.run(tmp_path / "said", rank_main.__module__, [(number, tmp_path) for number in range(4)])
+    assert codes == [0] * 4, said
+    assert [(tmp_path / f"found{number}").read_text() for number in range(4)] == [
         "[[3.0, 30.0], [[1.0, 10.0], [2.0, 20.0]], 0, 0, 0, 'gloo']",
         "[[3.0, 30.0], [[1.0, 10.0], [2.0, 20.0]], 1, 0, 0, 'gloo']",
         "[[7.0, 70.0], [[3.0, 30.0], [4.0, 40.0]], 0, 1, 1, 'gloo', [1.0, 10.0]]",

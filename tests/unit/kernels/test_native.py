@@ -27,6 +27,8 @@ from quire.kernels.norm import native as norm
 from quire.kernels.norm import ref as norm_ref
 from quire.platforms.cpu import read_cpu_flags
 
+from ...support.full import full_rows
+
 FLAGS = frozenset(build.NEEDED | build.WIDE)
 needs_library = pytest.mark.skipif(bool(library.missing()), reason=library.missing() or "runs")
 needs_tiles = pytest.mark.skipif(bool(library.missing_amx()), reason=library.missing_amx() or "runs")
@@ -90,10 +92,7 @@ def test_the_source_compiles_for_every_level_without_a_warning(tmp_path: Path, l
     "without",
     [
         "avx512f",
-        *(
-            pytest.param(more, marks=pytest.mark.full)
-            for more in ("avx512f,avx_vnni", "avx512_vnni", "avx512_bf16,amx_tile,amx_bf16")
-        ),
+        *full_rows(("avx512f,avx_vnni", "avx512_vnni", "avx512_bf16,amx_tile,amx_bf16")),
     ],
 )
 def test_the_kernels_of_lesser_cpus_on_a_cpu_with_more(without: str) -> None:

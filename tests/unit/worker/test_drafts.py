@@ -22,6 +22,7 @@ from quire.spec.drafter import NgramDrafter
 
 from ...support.compared import KINDS, LIMITS, ComparedRunners, compare_requests, make_model, model_args, runner_of
 from ...support.drafters import KnownAnswers, draft_with_layers
+from ...support.full import full_rows
 from ...support.naive_runner import NaiveRunner
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -81,8 +82,8 @@ def most_rows(compared: ComparedRunners) -> dict[int, int]:
 # Pairwise: model, drafter, number of drafts, depth, blocks. With 5 blocks requests give way.
 CASES = [
     ("dense", "right", 3, 1, 31), ("dense", "wrong", 3, 2, 31), ("dense", "random", 6, 2, 5),
-    ("experts", "right", 1, 2, 5), ("latent", "random", 3, 2, 31), ("experts", "ngram", 6, 1, 31),
-    ("latent", "layer", 3, 2, 31), ("glm", "layer", 1, 1, 5),
+    ("experts", "ngram", 6, 1, 31), ("latent", "layer", 3, 2, 31), ("glm", "layer", 1, 1, 5),
+    *full_rows((("experts", "right", 1, 2, 5), ("latent", "random", 3, 2, 31))),
 ]  # fmt: skip
 
 
@@ -115,10 +116,10 @@ def test_every_token_is_that_of_plain_decoding(kind: str, guesses: str, drafts: 
 def test_no_expert_computes_a_row_without_a_guess(kind: str, guesses: str) -> None:
     args = model_args(kind)
     runner = runner_of(make_model(args), replace(LIMITS, num_drafts=3))
-    known = KnownAnswers(texts(kind), runner.sampler.table.rows, guesses, args.vocab_size)
-    runner.programs.drafter = NgramDrafter(ref, LIMITS.max_model_len, LIMITS.max_model_len)  # looks for whole texts
-    if guesses != "none":
-        runner.programs.drafter = known
+    if guesses == "none":  # looks for whole texts
+        runner.programs.drafter = NgramDrafter(ref, LIMITS.max_model_len, LIMITS.max_model_len)
+    else:
+        runner.programs.drafter = KnownAnswers(texts(kind), runner.sampler.table.rows, guesses, args.vocab_size)
     live = list[int]()
     runner.model.layers[-1].mlp.on_routing = lambda weights, ids: live.append(int((ids >= 0).all(1).sum()))
     compared = ComparedRunners(runner, NaiveRunner(make_model(args, reference=True)))

@@ -1,5 +1,6 @@
 """The step runner with PyTorch's operations against the naive one, step by step; and what it does without rows."""
 
+import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +15,7 @@ from quire.kernels.native.library import missing
 from quire.worker import programs
 
 from ...support.compared import LIMITS, ComparedRunners, compare_requests, make_model, model_args, runner_of
+from ...support.full import full_rows
 from ...support.naive_runner import NaiveRunner
 
 NONE = np.empty(0, np.int32)
@@ -28,9 +30,15 @@ def empty_plan(step: int, **more: Any) -> StepPlan:
     )
 
 
-@pytest.mark.parametrize("depth", [1, 2])
-@pytest.mark.parametrize("blocks", [31, 5], ids=["room", "preempted"])
-@pytest.mark.parametrize("kind", ["dense", "experts", "latent"])
+@pytest.mark.parametrize(
+    ("kind", "blocks", "depth"),
+    [
+        ("dense", 31, 2),
+        ("experts", 5, 1),
+        ("latent", 5, 2),
+        *full_rows(itertools.product(("dense", "experts", "latent"), (31, 5), (1, 2))),
+    ],
+)
 def test_every_step_is_the_naive_one_s(kind: str, blocks: int, depth: int) -> None:
     """Greedy, sampled, penalties, edits, log-probabilities of both kinds, pooling, chunks, prefixes, preemption."""
     args = model_args(kind)
@@ -41,8 +49,7 @@ def test_every_step_is_the_naive_one_s(kind: str, blocks: int, depth: int) -> No
     assert not runner._running
 
 
-@pytest.mark.parametrize("depth", [1, 2])
-@pytest.mark.parametrize("blocks", [40, 12], ids=["room", "preempted"])
+@pytest.mark.parametrize(("blocks", "depth"), [(12, 2), *full_rows(((12, 1), (40, 1), (40, 2)))])
 def test_two_groups_of_layers_keep_what_their_windows_see(blocks: int, depth: int) -> None:
     """Every other layer sees 20 tokens, in a KV group of its own, whose blocks behind the window others get."""
     args, window = model_args(num_hidden_layers=4), 20

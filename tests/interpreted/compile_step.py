@@ -1,37 +1,20 @@
-"""The kernels around a forward pass, compiled for GPUs that are not there, with the sizes of production."""
+"""Compiles the kernels of steps, drafts and moved tokens for GPUs that are not there; prints each kernel."""
 
-import os
-import subprocess
-import sys
-import tempfile
+import torch
 
-import pytest
+from quire.kernels.attention import KVView
+from quire.kernels.blend import triton as blend
+from quire.kernels.ngram import triton as ngram
+from quire.kernels.step import StepBuffers, StepWords, Tables
+from quire.kernels.step import triton as step
+from quire.models.graphs import decode_sizes
 
-
-def test_compiles_for_hopper() -> None:
-    """In a process whose kernels are not interpreted, and whose driver is a stand-in."""
-    pytest.importorskip("triton")
-    environment = os.environ | {"TRITON_INTERPRET": "0"}
-    done = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert set(done.stdout.split()) == {
-        "_apply_kernel",
-        "_inputs_kernel",
-        "_finish_kernel",
-        "_propose_kernel",
-        "_move_kernel",
-        "_deviation_kernel",
-    }
+from ..support.full import full_rows
+from .compiling import AbsentGpu
 
 
 def compile_production() -> None:
     """Decode steps of one sequence, of the captured sizes, and steps with prompts; for 1, 256 and 1,024 slots."""
-    import torch
-
-    from quire.kernels.ngram import triton as ngram
-    from quire.kernels.step import StepBuffers, StepWords, Tables
-    from quire.kernels.step import triton as step
-    from quire.models.graphs import decode_sizes
 
     def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
         return torch.zeros(shape, dtype=dtype)
@@ -58,10 +41,11 @@ def compile_production() -> None:
             drafts=zeros(8192, dtype=torch.int32),
         )
         words = StepWords.view(packed, slots)
-        for size in decode_sizes(slots):
+        sizes = decode_sizes(slots)
+        for size in (sizes[-1], *full_rows(sizes)):
             for query in (1, 4):
                 step.build_inputs(words, tables, buffers.cut(query * size, size, query * size))
-        for tokens in (256, 1000, 8192):
+        for tokens in (8192, *full_rows((256, 1000))):
             step.build_inputs(words, tables, buffers.cut(tokens, slots, slots))
         step.finish_step(
             words, tables, buffers, zeros(8192), zeros(8192, dtype=torch.uint8), zeros(3, slots, dtype=torch.int32)
@@ -71,11 +55,6 @@ def compile_production() -> None:
 
 def compile_moves() -> None:
     """Keys and values of 8B models, in a cache of each kind, and latents."""
-    import torch
-
-    from quire.kernels.attention import KVView
-    from quire.kernels.blend import triton as blend
-
     slots, turn = torch.zeros(300, dtype=torch.int64), torch.zeros(300, 128)
     for dtype in (torch.bfloat16, torch.float8_e4m3fn):
         dense = KVView(*(torch.zeros(4, 3, 8, 128, 128).to(dtype)[:, at] for at in (0, 1)))
@@ -87,19 +66,9 @@ def compile_moves() -> None:
 
 
 def main() -> None:
-    """Print the name of every kernel that is compiled."""
-    from compiling import AbsentGpu
-
+    """Both generations of GPUs; the older one has no 8-bit floating-point numbers."""
     gpu = AbsentGpu(room=163 << 10)  # of sm_80
     for gpu.capability in (90, 80):
         compile_production()
-        if gpu.capability == 90:  # 8-bit floating-point numbers
+        if gpu.capability == 90:
             compile_moves()
-
-
-if __name__ == "__main__":
-    import triton
-
-    with tempfile.TemporaryDirectory() as folder, triton.knobs.cache.scope():
-        triton.knobs.cache.dir = folder
-        main()

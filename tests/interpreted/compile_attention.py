@@ -1,0 +1,60 @@
+"""Compiles attention for sm_90 at the sizes of real models, for a large and a small GPU; prints each kernel."""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from quire.kernels.attention import AttentionMeta, KVView, SharedBlocks, hopper, triton, triton_plan
+
+from ..support.full import FULL
+from .compiling import AbsentGpu
+
+DECODE, SHARED, VERIFIED, MIXED, PROMPT = STEPS = (
+    (64, 1, False),
+    (64, 1, True),
+    (256, 4, False),
+    (64, 64, False),
+    (4096, 4096, False),
+)  # (tokens, longest, with a shared prefix)
+
+
+def launch(
+    block_size: int, heads: tuple[int, int], dim: int, some: tuple[tuple[int, int, bool], ...] = STEPS, **options: Any
+) -> None:
+    """Launch a layer of every kind of step, or of some, on tensors without storage."""
+    meta_device, dtype = torch.device("meta"), options.pop("dtype", torch.bfloat16)
+    arena = torch.empty(9, 28, 2, heads[1], block_size, dim, dtype=dtype, device=meta_device)
+    kv = KVView(arena[:, 3, 0], arena[:, 3, 1])
+    ints = lambda *size: torch.empty(size, dtype=torch.int32, device=meta_device)  # noqa: E731
+    shared = SharedBlocks(ints(9), ints(64), ints(64), ints(64))
+    for tokens, longest, given in STEPS if FULL else some:
+        group = shared if given else None
+        meta = AttentionMeta(ints(65), ints(64), ints(99, 512), ints(9), ints(64), longest, min(longest, 4), group)
+        q = torch.empty(tokens, heads[0] + 2 * heads[1], dim, dtype=dtype, device=meta_device)
+        queries, k, v = q.split((heads[0], heads[1], heads[1]), 1)
+        rows = replace(meta, decode_len=0, row_positions=ints(tokens).long())
+        steps = [meta, rows] if tokens == PROMPT[0] or FULL and longest == tokens else [meta]
+        on_hopper = dtype != torch.float32 and (tokens == PROMPT[0] or FULL)
+        for module in (triton, hopper) if on_hopper else (triton,):
+            for step in steps:
+                module.paged_attention(queries, kv, replace(step, plans={}), 0.1, **options)
+
+
+def main() -> None:
+    """Compile what the models this is made for launch, on a large and on a small GPU; with --full each variant once."""
+    gpu = AbsentGpu()
+    gpu.describe_to(triton_plan, triton, hopper)
+    launch(128, (32, 8), 128, (DECODE, SHARED, PROMPT))
+    gpu.room = 99 << 10
+    launch(64, (16, 8), 128, (SHARED, MIXED))
+    launch(96, (16, 2), 128, (VERIFIED,))
+    if not FULL:
+        return
+    launch(16, (32, 8), 64)
+    launch(64, (32, 8), 128, window=4096, soft_cap=50.0)
+    launch(128, (32, 4), 128)
+    launch(128, (64, 4), 128, dtype=torch.float16)
+    launch(64, (64, 8), 64, sinks=torch.empty(64, device="meta"), window=128)
+    launch(64, (8, 4), 256, dtype=torch.float16)
+    launch(64, (4, 2), 64, dtype=torch.float32)
