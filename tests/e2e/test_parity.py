@@ -67,6 +67,7 @@ def split(row: Row) -> tuple[Row, Row]:
     return {k: row[k] for k in CHECKPOINTS}, {k: row[k] for k in RUNS}
 
 
+@only_full
 @pytest.mark.parametrize("checkpoints", [CHECKPOINTS, WITH_EXPERTS])
 def test_the_cover_has_every_pair(checkpoints: Mapping[str, Sequence[Any]]) -> None:
     factors = {**checkpoints, **RUNS}
