@@ -361,7 +361,10 @@ def test_steps_have_more_tokens_with_more_drafts(
     """Greedy, of the model's own text; the second prompt reuses blocks of the first."""
     llm = drafting(trained, k)
     prompts = [LONG, f"{LONG} The", "Return the"]
-    tokens = [llm.generate(prompt, params(COLD | {"max_tokens": 64}), use_tqdm=False)[0].outputs[0].token_ids for prompt in prompts]
+    tokens = [
+        llm.generate(prompt, params(COLD | {"max_tokens": 64}), use_tqdm=False)[0].outputs[0].token_ids
+        for prompt in prompts
+    ]
     assert sum(map(len, tokens)) / llm.engine.core._step > least
 
 

@@ -65,7 +65,7 @@ def test_every_output_is_one_of_its_schema(depth: int, full: bool) -> None:
     prompts = [f"Write JSON number {i}: " for i in range(count)]
     with LLM(async_depth=depth, max_num_seqs=64, max_model_len=448, block_size=16, num_gpu_blocks_override=36) as llm:
         formed = constrained(llm, schemas)
-        free = [SamplingParams(temperature=i % 2, seed=i, max_tokens=84, ignore_eos=True) for i in range(6)]
+        free = [SamplingParams(temperature=i % 2, seed=i, max_tokens=100, ignore_eos=True) for i in range(6)]
         alone = ask(llm, prompts[:6], free)
         before = llm.engine.core.scheduler.num_preempted
         outputs = ask(llm, prompts[:6] + prompts, free + formed)
