@@ -1,5 +1,6 @@
 """Engines on tiny random checkpoints with transformers' answers for them, and on the bundled model."""
 
+import gc
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,19 @@ from ..support.tiny_models import Oracle, Recorder, Tiny, make_oracle, mixed_pro
 def one_thread() -> None:
     """Models this small are fastest on one thread, and then a busy machine cannot stall them at barriers."""
     torch.set_num_threads(1)
+
+
+def spare_known_objects() -> None:
+    """Keep all objects of now out of later collections. `LLM.close` collects, which takes longer than a tiny engine's
+    whole run with the modules of transformers to look through."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def spared() -> None:
+    """Spare the objects of imported modules, and of fixtures that outlive a module."""
+    spare_known_objects()
 
 
 @pytest.fixture(scope="session")
@@ -39,6 +53,7 @@ def oracle(tmp_path_factory: pytest.TempPathFactory, prompts: list[list[int]]) -
         spec = spec or Tiny()
         if spec not in made:
             made[spec] = make_oracle(spec, prompts, tmp_path_factory.mktemp)
+            spare_known_objects()
         return made[spec]
 
     return make

@@ -69,7 +69,7 @@ def watch_aborts(llm: AsyncLLM) -> list[int]:
 async def idle(llm: AsyncLLM) -> None:
     """Wait until the engine has nothing to do; then nothing may be held."""
     core = llm.engine.core
-    for _ in range(500):
+    for _ in range(6000):
         if not core.has_work:
             break
         await asyncio.sleep(0.01)

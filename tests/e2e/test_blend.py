@@ -12,6 +12,7 @@ import pytest
 from quire import LLM, RequestOutput, SamplingParams
 from quire.contracts.step import Tier
 
+from ..support.full import only_full
 from .in_process import running_inside
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "cache_blend.py"
@@ -169,7 +170,7 @@ def test_marked_parts_over_http() -> None:
             assert "--enable-cache-blend" in refused.json()["error"]["message"]
 
 
-@pytest.mark.full
+@only_full
 @pytest.mark.parametrize("name", ["quire-tiny", "quire-tiny-moe"])
 def test_recall_by_ratio(name: str, shared: Path, example: Any) -> None:
     """Held-out notes in random order, in eight texts, a border of which cuts the note of the question."""

@@ -14,8 +14,21 @@ from quire.config.bundled import bundled_model
 from quire.contracts.errors import ConfigError, UserError, WeightsError
 
 from ..support import eagle
+from ..support.full import full_rows, only_full
 from ..support.quantized_checkpoints import FORMS, quantize_checkpoint
-from .test_drafts import COLD, LONG, OPTIONS, REQUESTS, WARM, Truth, answers, check, params
+from .plain_decoding import (
+    COLD,
+    LONG,
+    OPTIONS,
+    REQUESTS,
+    WARM,
+    Truth,
+    answers,
+    bundled_truth,
+    check,
+    params,
+    undrafted,
+)
 from .test_prediction import drafter_of
 
 HEADS = [
@@ -101,23 +114,21 @@ def test_a_head_that_knows_the_model_is_always_right(kind: str, tmp_path: Path) 
 @pytest.fixture(scope="module")
 def truth() -> Truth:
     """Plain decoding of the bundled model."""
-    return Truth()
+    return bundled_truth()
 
 
 @pytest.mark.parametrize(
-    ("kind", "depth"),
-    [
-        ("eagle3", 2),
-        *(pytest.param(*each, marks=pytest.mark.full) for each in (("eagle", 1), ("eagle", 2), ("eagle3", 1))),
-    ],
+    ("kind", "depth", "every"),
+    [("eagle3", 2, 3), *full_rows([("eagle3", 2, 1), ("eagle", 1, 1), ("eagle", 2, 1), ("eagle3", 1, 1)])],
 )
-def test_answers_are_those_of_plain_decoding(kind: str, depth: int, truth: Truth, tmp_path: Path) -> None:
+def test_answers_are_those_of_plain_decoding(kind: str, depth: int, every: int, truth: Truth, tmp_path: Path) -> None:
     own, keys = eagle.fitted(kind, bundled_model(), [text for text in truth.texts.values() if len(text) > 8])
     given = {"method": kind, "model": str(eagle.write(tmp_path, kind, own, **keys)), "num_speculative_tokens": 2}
     llm = LLM(
         **OPTIONS, async_depth=depth, max_num_batched_tokens=24, num_gpu_blocks_override=24, speculative_config=given
     )
-    check(answers(llm, REQUESTS), truth.answers)
+    place = slice(0, None, every)
+    check(answers(llm, REQUESTS, place), truth.answers[place], place)
     core = llm.engine.core
     core.check()
     runs, drafts, *accepted = core.scheduler.drafts.totals
@@ -130,15 +141,12 @@ def test_answers_are_those_of_plain_decoding(kind: str, depth: int, truth: Truth
     ("form", "kind"),
     [
         ("awq", "eagle"),
-        *(
-            pytest.param(*each, marks=pytest.mark.full)
-            for each in (("fp8-block", "eagle3"), ("fp8-tensor", "eagle"), ("awq", "eagle3"), ("gptq", "eagle3"))
-        ),
+        *full_rows([("fp8-block", "eagle3"), ("fp8-tensor", "eagle"), ("awq", "eagle3"), ("gptq", "eagle3")]),
     ],
 )
 def test_a_head_drafts_for_a_quantized_model(form: str, kind: str, truth: Truth, tmp_path: Path) -> None:
     """Its states are those of the quantized layers; the head itself is not quantized."""
-    folder, place = tmp_path / "target", slice(0, None, 3)
+    folder, place = tmp_path / "target", slice(1, None, 3)
     quantize_checkpoint(bundled_model(), folder, FORMS[form])
     own, keys = eagle.fitted(kind, bundled_model(), [text for text in truth.texts.values() if len(text) > 8])
     given = {
@@ -146,13 +154,12 @@ def test_a_head_drafts_for_a_quantized_model(form: str, kind: str, truth: Truth,
         "model": str(eagle.write(tmp_path / "head", kind, own, **keys)),
         "num_speculative_tokens": 2,
     }
-    asked = [(prompt, {k: v for k, v in f.items() if k != "speculative_tokens"}) for prompt, f in REQUESTS]
     options = OPTIONS | {"tokenizer": str(bundled_model())}
     with (
         LLM(str(folder), **options) as plain,
         LLM(str(folder), **options, async_depth=2, speculative_config=given) as llm,
     ):
-        found, expected = answers(llm, REQUESTS, place), answers(plain, asked, place)
+        found, expected = answers(llm, REQUESTS, place), answers(plain, undrafted(), place)
         runs, drafts, *accepted = llm.engine.core.scheduler.drafts.totals
     assert runs > 50 and 0.1 * drafts <= sum(accepted) <= 0.9 * drafts
     if form == "awq" or form == "gptq":
@@ -184,7 +191,7 @@ def test_a_speculators_repository_is_served_with_its_model(tmp_path: Path) -> No
         LLM(str(head), **OPTIONS)
 
 
-@pytest.mark.full
+@only_full
 @pytest.mark.parametrize(("kind", "known"), [("eagle", 0), ("eagle3", eagle.VOCAB), ("eagle3", eagle.KNOWN)])
 def test_ranks_draft_alike(kind: str, known: int, tmp_path: Path) -> None:
     """Each rank has its heads of the head's attention, and its part of both vocabularies."""

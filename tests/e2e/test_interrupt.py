@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from ..support.full import full_rows
+
 SOURCE = Path(__file__).resolve().parents[2] / "src"
 COMPLETE = ("complete", "-p", "x", "--max-tokens", "4000", "--ignore-eos", "--num-threads", "1")
 # Presses Ctrl-C when a module is first looked for; what the import makes of it is the test.
@@ -49,9 +51,8 @@ def started(at: str, *args: str, **more: str) -> "subprocess.Popen[str]":
         ("torch.autograd", COMPLETE),
         ("quire.models.registry", ("chat", *COMPLETE[3:])),
         ("uvicorn", ("serve", "--port", "0")),
-        *(
-            pytest.param(*each, marks=pytest.mark.full)
-            for each in (
+        *full_rows(
+            (
                 ("argparse", ("weights",)),
                 ("numpy", COMPLETE),
                 ("torch", COMPLETE),

@@ -16,6 +16,7 @@ import pytest
 
 from quire import LLM, SamplingParams, StructuredOutputsParams
 
+from ..support.full import only_full
 from .serving import MOCK, running_server
 from .test_clients import FLAGS, KEY, PROMPTS, QUESTIONS
 
@@ -120,7 +121,7 @@ def facts_file(talker_model: LLM, tmp_path_factory: pytest.TempPathFactory) -> I
         assert "Traceback" not in server.stderr + keyed.stderr
 
 
-@pytest.mark.full
+@only_full
 @pytest.mark.parametrize("name", NAMES)
 def test_every_scenario(facts_file: Path, name: str) -> None:
     folder = Path(sys.prefix, "clients", name)

@@ -7,7 +7,6 @@ sequences. Tokens: 64 greedy ones. The checkpoints are resampled until no greedy
 import itertools
 import json
 import math
-import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,9 +16,11 @@ import pytest
 import torch
 
 from quire import LLM, SamplingParams
+from quire.config.checkpoint import read_checkpoint_config
 
+from ..support.full import FULL, full_rows, only_full
 from ..support.pairwise import Row, label, pairwise
-from ..support.tiny_models import DENSE, EXPERTS, FAMILIES
+from ..support.tiny_models import DENSE, EXPERTS, FAMILIES, tiny_config
 
 NUM_TOKENS = 64
 ATOL = 1e-4
@@ -66,6 +67,7 @@ def split(row: Row) -> tuple[Row, Row]:
     return {k: row[k] for k in CHECKPOINTS}, {k: row[k] for k in RUNS}
 
 
+@only_full
 @pytest.mark.parametrize("checkpoints", [CHECKPOINTS, WITH_EXPERTS])
 def test_the_cover_has_every_pair(checkpoints: Mapping[str, Sequence[Any]]) -> None:
     factors = {**checkpoints, **RUNS}
@@ -132,8 +134,45 @@ def check_run(llm: LLM, oracle: Any, prompts: list[list[int]], run: Row, greedy:
         np.testing.assert_allclose(table, oracle.logprobs(ids)[:-1], atol=ATOL, rtol=0)
 
 
+KINDS = ("qwen3", "qwen3_moe", "deepseek_v3")  # dense layers, experts, latent attention
+
+
+def chosen() -> list[Row]:
+    """A row of each family with chunks, and a second one of each of KINDS with the rest of RUNS.
+
+    Options of a checkpoint change from row to row: each value of CHECKPOINTS is in one of them.
+    """
+    chunked = {"batch": 7, "prefix": True}
+    runs = [chunked | {"chunk": (16, 7)[i % 2], "block_size": (8, 16)[i // 2 % 2]} for i in range(len(FAMILIES))]
+    for i, run in enumerate(runs):
+        run |= {"depth": 2 - (i % 3 == 2), "pool": ("small", "normal")[i % 2]}
+    runs += [{"batch": 1, "chunk": 64, "block_size": 16, "prefix": False, "depth": 1, "pool": "normal"}] * len(KINDS)
+    rows = []
+    for i, (family, run) in enumerate(zip([*FAMILIES, *KINDS], runs, strict=True)):
+        factors = WITH_EXPERTS if family in EXPERTS else CHECKPOINTS
+        spec = {name: values[i % len(values)] for name, values in factors.items()} | {"family": family}
+        for name, plain in (("rope", "default"), ("bias", False)):
+            if not possible({"family": family, name: spec[name]}):
+                spec[name] = plain
+        rows.append(spec | run)
+    return rows
+
+
+def test_the_chosen_rows_have_every_value() -> None:
+    rows = chosen()
+    assert all(possible(row) for row in rows)
+    for name, values in (CHECKPOINTS | {"family": (*DENSE, *EXPERTS)} | RUNS).items():
+        assert {row[name] for row in rows} >= set(values), name
+
+
 @pytest.mark.parametrize(
-    "row", pairwise(CHECKPOINTS | RUNS, possible) + pairwise(WITH_EXPERTS | RUNS, possible), ids=label
+    "row",
+    [
+        *chosen(),
+        *full_rows(pairwise(CHECKPOINTS | RUNS, possible) if FULL else ()),
+        *full_rows(pairwise(WITH_EXPERTS | RUNS, possible) if FULL else ()),
+    ],
+    ids=label,
 )
 def test_logits_and_tokens(
     row: Row, oracle: Any, tiny: Any, engine: Any, prompts: list[list[int]], greedy: Greedy
@@ -143,7 +182,7 @@ def test_logits_and_tokens(
     check_run(build(engine, checkpoint.folder, run), checkpoint, prompts, run, greedy)
 
 
-@pytest.mark.full
+@only_full
 @pytest.mark.parametrize("spec", pairwise(CHECKPOINTS, possible) + pairwise(WITH_EXPERTS, possible), ids=label)
 def test_logits_and_tokens_of_the_full_product(
     spec: Row, oracle: Any, tiny: Any, engine: Any, prompts: list[list[int]], greedy: Greedy
@@ -156,22 +195,19 @@ def test_logits_and_tokens_of_the_full_product(
 
 
 @pytest.mark.parametrize("rope", ["theta", "linear", "llama3", "yarn"])
-def test_old_spellings_of_a_config_mean_the_same(
-    rope: str, oracle: Any, tiny: Any, engine: Any, prompts: list[list[int]], greedy: Greedy, tmp_path: Path
-) -> None:
+def test_old_spellings_of_a_config_mean_the_same(rope: str, tiny: Any, tmp_path: Path) -> None:
     """`rope_theta` beside `rope_scaling`, `type` for `rope_type`, `torch_dtype` for `dtype`."""
-    checkpoint = oracle(tiny(family="llama", rope=rope))
-    folder = tmp_path / "old"
-    shutil.copytree(checkpoint.folder, folder)
-    config = json.loads((folder / "config.json").read_text())
-    scaling = config.pop("rope_parameters")
-    config["rope_theta"] = scaling.pop("rope_theta")
-    kind = scaling.pop("rope_type")
-    config["rope_scaling"] = None if kind == "default" else scaling | {"type": kind}
-    config["torch_dtype"] = config.pop("dtype")
-    (folder / "config.json").write_text(json.dumps(config))
-    outputs = engine(folder).generate(prompts, greedy(16), use_tqdm=False)
-    assert [o.outputs[0].token_ids for o in outputs] == [t[:16] for t in checkpoint.greedy(prompts, NUM_TOKENS)]
+    new = tiny_config(tiny(family="llama", rope=rope))
+    old = {name: value for name, value in new.items() if name not in ("rope_parameters", "dtype")}
+    scaling = dict(new["rope_parameters"])
+    old["rope_theta"], kind = scaling.pop("rope_theta"), scaling.pop("rope_type")
+    old["rope_scaling"] = None if kind == "default" else scaling | {"type": kind}
+    old["torch_dtype"] = new["dtype"]
+    read = []
+    for config in (new, old):
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        read.append(read_checkpoint_config(tmp_path))
+    assert read[0] == read[1] and read[0].rope.theta == new["rope_parameters"]["rope_theta"]
 
 
 def test_the_oracle_notices_a_wrong_cache(oracle: Any, prompts: list[list[int]]) -> None:
@@ -184,7 +220,7 @@ def test_the_oracle_notices_a_wrong_cache(oracle: Any, prompts: list[list[int]])
 
 # --- what is reused, and that it is not computed ----------------------------------------------------------------------
 
-CASES = [(block_size, depth) for block_size in (8, 16) for depth in (1, 2)]
+CASES = [(8, 1), (16, 2), *full_rows([(8, 2), (16, 1)])]
 
 
 @pytest.fixture(params=CASES, ids=lambda case: f"block{case[0]}-depth{case[1]}")
@@ -192,7 +228,7 @@ def case(request: pytest.FixtureRequest) -> Iterator[tuple[int, int]]:
     yield request.param
 
 
-@pytest.mark.parametrize("length", [16, 32, 45, 61])
+@pytest.mark.parametrize("length", [16, 45, *full_rows([32, 61])])
 def test_a_second_identical_request_computes_only_the_rest(
     case: tuple[int, int], length: int, oracle: Any, engine: Any, record: Any, prompts: list[list[int]], greedy: Greedy
 ) -> None:

@@ -23,8 +23,22 @@ from quire.models.quantize import Recipe, quantize_checkpoint
 from quire.spec.layers import LayerDrafter
 from quire.spec.passes import PredictionPass
 
+from ..support.full import full_rows
 from ..support.pairwise import label
-from .test_drafts import COLD, LONG, OPTIONS, PROSE, REQUESTS, SYNTHETIC, WARM, answers, check, params, structured
+from .plain_decoding import (
+    COLD,
+    LONG,
+    OPTIONS,
+    PROSE,
+    REQUESTS,
+    SYNTHETIC,
+    WARM,
+    answers,
+    check,
+    params,
+    structured,
+    undrafted,
+)
 
 GLM: dict[str, Any] = {
     "vocab_size": 300, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4,
@@ -180,13 +194,22 @@ def test_the_layer_guesses_as_its_card_says(trained: str, shared: Path, drafting
 FACTORS: dict[str, tuple[Any, Any]] = {
     "drafter": ("mtp", "draft_model"), "async_depth": (2, 1), "k": (3, 1), "max_num_batched_tokens": (24, 2048),
     "num_gpu_blocks_override": (24, None), "cache": ({"kv_offload_gb": 0.02}, {"enable_prefix_caching": False}),
-    "kv_cache_dtype": ("auto", "fp8"), "scheduling_policy": ("fcfs", "priority"), "half": (0, 1),
+    "kv_cache_dtype": ("auto", "fp8"), "scheduling_policy": ("fcfs", "priority"), "part": ((0, 2), (1, 2)),
 }  # fmt: skip
-Plain = Callable[[str, str, int], list[Any]]
+# Both drafters, and a cache of 8 bits, each for every fourth request.
+CHOSEN = [
+    dict(zip(FACTORS, values, strict=True))
+    for values in (
+        ("mtp", 2, 3, 24, 24, {"kv_offload_gb": 0.02}, "auto", "fcfs", (0, 4)),
+        ("draft_model", 2, 1, 2048, 24, {"enable_prefix_caching": False}, "auto", "priority", (2, 4)),
+        ("mtp", 1, 3, 24, None, {"kv_offload_gb": 0.02}, "fp8", "priority", (2, 4)),
+    )
+]
+Plain = Callable[[str, str, tuple[int, int]], list[Any]]
 
 
 def rows() -> list[Any]:
-    """A cover of the pairs of FACTORS; with --full many more rows.
+    """CHOSEN; with --full also a cover of the pairs of FACTORS and many more rows.
 
     In the cover, each factor has its second value in other three of five rows: two of these sets have a row in common,
     and each has one that the other lacks.
@@ -196,10 +219,7 @@ def rows() -> list[Any]:
     chance = random.Random(0)
     whole = FACTORS | {"k": (1, 2, 3, 7, "auto")}
     more = [{name: chance.choice(values) for name, values in whole.items()} for _ in range(30)]
-    return [
-        *(pytest.param(row, id=label(row)) for row in cover),
-        *(pytest.param(row, id=label(row), marks=pytest.mark.full) for row in more),
-    ]
+    return [pytest.param(row, id=label(row)) for row in [*CHOSEN, *full_rows(cover + more)]]
 
 
 @pytest.fixture(scope="module")
@@ -212,13 +232,13 @@ def targets(trained: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
 
 @pytest.fixture(scope="module")
 def plain(targets: dict[str, str]) -> Plain:
-    """The answers of plain decoding of a drafter's target, by type of the KV cache and half of the requests."""
+    """The answers of plain decoding of a drafter's target, by type of the KV cache and part of the requests."""
 
     @cache
-    def decoded(drafter: str, kv_cache_dtype: str, half: int) -> list[Any]:
-        asked = [(prompt, {k: v for k, v in f.items() if k != "speculative_tokens"}) for prompt, f in REQUESTS]
+    def decoded(drafter: str, kv_cache_dtype: str, part: tuple[int, int]) -> list[Any]:
+        first, every = part
         with LLM(targets[drafter], **OPTIONS, kv_cache_dtype=kv_cache_dtype) as llm:
-            return answers(llm, asked, slice(half, None, 2))
+            return answers(llm, undrafted(), slice(first, None, every))
 
     return decoded
 
@@ -227,13 +247,13 @@ def plain(targets: dict[str, str]) -> Plain:
 def test_answers_are_those_of_plain_decoding(
     row: dict[str, Any], plain: Plain, targets: dict[str, str], drafting: Callable[..., LLM]
 ) -> None:
-    """Every second request in a row. An 8-bit cache makes steps of last bits: there one text may be another, which is
+    """A part of the requests in a row. An 8-bit cache makes steps of last bits: there one text may be another, which is
     the answer of several requests."""
-    drafter, place = row["drafter"], slice(row["half"], None, 2)
+    drafter, place = row["drafter"], slice(row["part"][0], None, row["part"][1])
     given = {"method": drafter} | ({"model": "quire-tiny"} if drafter == "draft_model" else {})
-    options = {name: value for name, value in row.items() if name not in ("drafter", "half", "cache")} | row["cache"]
+    options = {name: value for name, value in row.items() if name not in ("drafter", "part", "cache")} | row["cache"]
     llm = drafting(targets[drafter], more=given, **options)
-    found, expected = answers(llm, REQUESTS, place), plain(drafter, row["kv_cache_dtype"], row["half"])
+    found, expected = answers(llm, REQUESTS, place), plain(drafter, row["kv_cache_dtype"], row["part"])
     if row["kv_cache_dtype"] == "fp8":
         assert sum(one[:2] != other[:2] for one, other in zip(found, expected, strict=True)) <= 3
     else:
@@ -334,16 +354,17 @@ def test_the_served_model_may_be_named_as_its_own_drafter(trained: str, drafting
     assert drafter_of(link)
 
 
-@pytest.mark.parametrize(
-    ("k", "least"), [*(pytest.param(*each, marks=pytest.mark.full) for each in ((1, 1.5), (2, 1.9))), (3, 2.2)]
-)
+@pytest.mark.parametrize(("k", "least"), [(3, 2.2), *full_rows([(1, 1.5), (2, 1.9)])])
 def test_steps_have_more_tokens_with_more_drafts(
     k: int, least: float, trained: str, drafting: Callable[..., LLM]
 ) -> None:
     """Greedy, of the model's own text; the second prompt reuses blocks of the first."""
     llm = drafting(trained, k)
     prompts = [LONG, f"{LONG} The", "Return the"]
-    tokens = [llm.generate(prompt, params(COLD), use_tqdm=False)[0].outputs[0].token_ids for prompt in prompts]
+    tokens = [
+        llm.generate(prompt, params(COLD | {"max_tokens": 64}), use_tqdm=False)[0].outputs[0].token_ids
+        for prompt in prompts
+    ]
     assert sum(map(len, tokens)) / llm.engine.core._step > least
 
 
@@ -419,7 +440,7 @@ def test_synthetic_acceptance_is_what_was_asked_for(trained: str, drafting: Call
     assert [share / runs for share in accepted] == pytest.approx([1, 0.6, 0], abs=0.06)
 
 
-@pytest.mark.parametrize("depth", [pytest.param(1, marks=pytest.mark.full), 2])
+@pytest.mark.parametrize("depth", [2, *full_rows([1])])
 def test_answers_with_a_draft_model_are_those_of_plain_decoding(
     depth: int, plain: Plain, trained: str, drafting: Callable[..., LLM]
 ) -> None:
@@ -427,7 +448,7 @@ def test_answers_with_a_draft_model_are_those_of_plain_decoding(
     given = {"method": "draft_model", "model": "quire-tiny"}
     llm = drafting(trained, 2, given, async_depth=depth)
     place = slice(0, None, 4)
-    check(answers(llm, REQUESTS, place), plain("mtp", "auto", 0)[::2], place)
+    check(answers(llm, REQUESTS, place), plain("mtp", "auto", (0, 4)), place)
     llm.engine.core.check()
     runs, drafts, *accepted = llm.engine.core.scheduler.drafts.totals
     assert 0.3 * drafts < sum(accepted) < 0.9 * drafts

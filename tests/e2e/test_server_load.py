@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from ..support.full import only_full
 from .serving import MOCK, Answer, Server, running_server, wait_until
 from .test_server_signals import outcome
 
@@ -120,7 +121,7 @@ def test_ten_times_too_many_clients() -> None:
         check_overload(server, overload(server, 80, lambda asked: asked < 2), alone)
 
 
-@pytest.mark.full
+@only_full
 def test_a_minute_of_ten_times_too_many_clients() -> None:
     with running_server(*FLAGS) as server:
         alone = [outcome(server.complete(f"Story {i}", seed=i, max_tokens=20)) for i in range(7)]

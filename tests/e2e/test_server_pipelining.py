@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from ..support.full import full_rows
 from .serving import MOCK, Server, running_server, wait_until
 
 NUM_CLIENTS = 20
@@ -51,7 +52,7 @@ SECONDS = {
     ("name", "stream"),
     [
         *((name, number % 2 == 0) for number, name in enumerate(SECONDS)),
-        *(pytest.param(name, number % 2 == 1, marks=pytest.mark.full) for number, name in enumerate(SECONDS)),
+        *full_rows((name, number % 2 == 1) for number, name in enumerate(SECONDS)),
     ],
 )
 def test_requests_of_clients_that_pipelined_and_left_are_aborted(server: Server, stream: bool, name: str) -> None:

@@ -13,6 +13,8 @@ from quire.engine.replicas import flush
 from quire.kernels.page_copies import InlineCopies
 from quire.procs.kv_faults import FAULTS
 
+from ..support.full import full_rows
+
 SMALL = {"dtype": "float32", "num_gpu_blocks_override": 14, "max_model_len": 192, "max_num_seqs": 3, "block_size": 16}
 TIERS = {"kv_offload_gb": 0.02, "kv_offload_policy": "write_through"}
 WORDS = (
@@ -58,11 +60,10 @@ def truth() -> list[list[int]]:
 @pytest.mark.parametrize(
     "options",
     [
-        {},
         {"async_depth": 2},
-        {"kv_offload_policy": "lazy"},
         {"kv_offload_policy": "lazy", "max_num_batched_tokens": 16},
         {"kv_cache_dtype": "float32", "enforce_eager": True},
+        *full_rows([{}, {"kv_offload_policy": "lazy"}]),
     ],
     ids=str,
 )
@@ -111,7 +112,7 @@ def talk(llm: LLM) -> list[tuple[list[int], int, set[int]]]:
     return found
 
 
-@pytest.mark.parametrize("options", [{}, {"async_depth": 2, "kv_offload_policy": "lazy"}], ids=str)
+@pytest.mark.parametrize("options", [{"async_depth": 2, "kv_offload_policy": "lazy"}, *full_rows([{}])], ids=str)
 def test_tokens_with_drafts_and_tiers_are_those_of_plain_decoding(
     truth: list[list[int]], options: dict[str, Any]
 ) -> None:

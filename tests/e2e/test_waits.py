@@ -75,6 +75,8 @@ HOT_READS = (
     ("top_by_id", "nonzero", 1, "ranking", "ties at the last alternative; a GPU has another way"),
 )
 
+NUM_REQUESTS = 36
+
 BLOCKING = {  # what a thread can block in, as C functions: all of Python's waiting ends in one of these
     "SimpleQueue.get", "lock.acquire", "lock.__enter__", "lock.acquire_lock", "RLock.acquire", "RLock.__enter__",
     "time.sleep", "select.select", "select.poll", "poll.poll", "epoll.poll", "posix.read", "socket.recv",
@@ -361,8 +363,8 @@ def test_reads_of_a_step(attention: str, small_engine: Callable[[], Engine], mon
     engine = small_engine()
     if engine.kernels.attention.__name__.rpartition(".")[2] != attention:
         pytest.skip(f"no {attention} attention on this machine")
-    assert run(engine, requests(60), lambda: None) == 60
-    assert len(steps) > 300 and engine.core.scheduler.num_preempted > 0
+    assert run(engine, requests(NUM_REQUESTS), lambda: None) == NUM_REQUESTS
+    assert len(steps) > 180 and engine.core.scheduler.num_preempted > 0
     engine.close()
     for number, (step, reads) in enumerate(steps):
         more, less = reads.hot - step.hot, step.hot - reads.hot
@@ -372,8 +374,8 @@ def test_reads_of_a_step(attention: str, small_engine: Callable[[], Engine], mon
     for step, _ in steps:
         seen.update({name: bool(count) for name, count in step.count().items()})
     if attention == "native":  # it neither cuts nor asks
-        seen.update({"cutting": 11, "chunk": 11})
-    assert min(seen.values()) > 10, f"some of the table was hardly used: {seen}"
+        seen.update({"cutting": 6, "chunk": 6})
+    assert min(seen.values()) > 5, f"some of the table was hardly used: {seen}"
 
 
 def test_waits_of_a_step(small_engine: Callable[[], Engine], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -407,9 +409,9 @@ def test_waits_of_a_step(small_engine: Callable[[], Engine], monkeypatch: pytest
         assert found == [("SimpleQueue.get", True)] * calls["collect"], found[-3:]
         ahead.append(calls["submit"] - calls["collect"])
 
-    assert run(engine, requests(60), check) == 60
-    assert calls["submit"] == calls["collect"] > 300
-    assert ahead.count(1) > 300, "the core did not run one step ahead"
+    assert run(engine, requests(NUM_REQUESTS), check) == NUM_REQUESTS
+    assert calls["submit"] == calls["collect"] > 180
+    assert ahead.count(1) > 180, "the core did not run one step ahead"
     engine.close()
 
 
