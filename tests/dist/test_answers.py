@@ -5,8 +5,7 @@ Every exchange is compared over the ranks. Each row of the table is an engine; e
 
 import itertools
 import json
-from collections.abc import Callable, Iterator
-from functools import cache
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +17,11 @@ import transformers
 from quire import LLM, RequestOutput, SamplingParams, StructuredOutputsParams
 from quire.engine.replicas import Core, Replicas
 
-from ..support.many_ranks import LARGER, SIZES, SMALL, Left
+from ..support.full import full_rows
+from ..support.many_ranks import LARGER, SIZES
 from ..support.pairwise import Row, label, pairwise
 from ..support.quantized_checkpoints import FORMS, quantize_checkpoint
-from ..support.tiny_models import CONTEXT, VOCAB, Tiny, make_oracle, mixed_prompts, random_model
+from ..support.tiny_models import CONTEXT, VOCAB, Tiny, mixed_prompts, random_model
 
 NUM_TOKENS = 64
 NEAR = {"rtol": 1e-5, "atol": 1e-5}  # of a log-probability: the sums of ranks are added in another order
@@ -48,8 +48,10 @@ KINDS: list[Row] = [
 def requests(count: int = NUM_TOKENS) -> list[tuple[list[int], SamplingParams]]:
     """Prompts of mixed lengths with every kind of parameters; two begin alike."""
     prompts = itertools.cycle(mixed_prompts())
-    return [(next(prompts), SamplingParams(**({"max_tokens": count, "seed": i, "ignore_eos": True} | kind)))
-            for i, kind in enumerate(KINDS)]
+    return [
+        (next(prompts), SamplingParams(**({"max_tokens": count, "seed": i, "ignore_eos": True} | kind)))
+        for i, kind in enumerate(KINDS)
+    ]
 
 
 def ask(llm: LLM, asked: list[tuple[Any, SamplingParams]]) -> list[RequestOutput]:
@@ -62,7 +64,8 @@ def compare(found: list[RequestOutput], expected: list[RequestOutput]) -> None:
         assert [c.token_ids for c in mine.outputs] == [c.token_ids for c in other.outputs]
         assert [c.text for c in mine.outputs] == [c.text for c in other.outputs]
         assert [(c.finish_reason, c.stop_reason) for c in mine.outputs] == [
-            (c.finish_reason, c.stop_reason) for c in other.outputs]
+            (c.finish_reason, c.stop_reason) for c in other.outputs
+        ]
         near(mine.prompt_logprobs, other.prompt_logprobs)
         for one, right in zip(mine.outputs, other.outputs, strict=True):
             near(one.logprobs, right.logprobs)
@@ -81,125 +84,120 @@ def near(found: Any, expected: Any) -> None:
         np.testing.assert_allclose([one[i].logprob for i in right], [e.logprob for e in right.values()], **NEAR)
 
 
-@pytest.fixture(scope="session")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """The folder of a tiny model of a family, in which no greedy choice is close."""
-
-    @cache
-    def made(family: str) -> Path:
-        return make_oracle(Tiny(family=family), mixed_prompts(), tmp_path_factory.mktemp).folder
-
-    return made
+USUAL: list[Row] = [  # a row for each kind of sizes; together they have every pair of ways of scheduling
+    {"sizes": "tp2", "prefix": True, "pool": "normal", "depth": 2, "family": "qwen3"},
+    {"sizes": "pp2", "prefix": True, "pool": "small", "depth": 1, "family": "deepseek_v3"},
+    {"sizes": "dp2", "prefix": False, "pool": "normal", "depth": 1, "family": "qwen3"},
+    {"sizes": "dp2-ep", "prefix": False, "pool": "small", "depth": 2, "family": "qwen3_moe"},
+]  # fmt: skip
 
 
-@pytest.fixture
-def engine(left: Left) -> Iterator[Callable[..., LLM]]:
-    """Makes engines; at the end none may hold anything."""
-    made: list[LLM] = []
-
-    def make(folder: Path | str = "", **options: Any) -> LLM:
-        defaults: Row = SMALL | {"max_num_seqs": 16, "max_model_len": 256, "kv_cache_memory_bytes": 16 << 20}
-        if folder:
-            defaults["skip_tokenizer_init"] = True
-        if "num_gpu_blocks_override" in options:
-            del defaults["kv_cache_memory_bytes"]
-        made.append(LLM(str(folder), **(defaults | options)))
-        return made[-1]
-
-    yield make
-    for llm in made:
-        assert not llm.engine.core.has_work
-        llm.engine.core.check()
-        llm.close()
-
-
-def rows() -> list[Any]:
-    """Every size, each in another way of scheduling, on the families in turn; with QUIRE_FULL=1 every pair of values.
-    Simulated ranks compare all sizes of all families."""
+def more_rows() -> list[Row]:
+    """Every size, each in another way of scheduling, on the families in turn, and every pair of values. Simulated ranks
+    compare all sizes of all families in `tests/unit/layers/test_ranks.py`."""
     sizes, *ways = FACTORS.values()
-    found = [dict(zip(FACTORS, (size, *way), strict=True))
-             for size, way in zip(sizes, itertools.product(*ways), strict=True)]
-    more = [row for row in pairwise(FACTORS) if row not in found]
-    for number, row in enumerate(found + more):
+    found = [
+        dict(zip(FACTORS, (size, *way), strict=True)) for size, way in zip(sizes, itertools.product(*ways), strict=True)
+    ]
+    found += [row for row in pairwise(FACTORS) if row not in found]
+    for number, row in enumerate(found):
         families = EXPERTS if row["sizes"].endswith("-ep") else FAMILIES
         row["family"] = families[number % len(families)]
-    return found + [pytest.param(row, marks=pytest.mark.full) for row in more]
+    return [row for row in found if row not in USUAL]
 
 
 def num_preempted(core: Core) -> int:
     return sum(one.scheduler.num_preempted for one in (core.cores if isinstance(core, Replicas) else (core,)))
 
 
-@pytest.mark.parametrize("row", rows(), ids=label)
-def test_answers_of_one_rank(row: Row, checkpoint: Callable[[str], Path], engine: Callable[..., LLM]) -> None:
-    folder = checkpoint(row["family"])
+@pytest.mark.parametrize("row", [*USUAL, *full_rows(more_rows())], ids=label)
+def test_answers_of_one_rank(
+    row: Row, checkpoint: Callable[[str], Path], engine: Callable[..., LLM], truth: Callable[..., list[RequestOutput]]
+) -> None:
+    folder, sizes = checkpoint(row["family"]), SIZES[row["sizes"]]
     options: Row = {"enable_prefix_caching": row["prefix"], "block_size": 16, "max_num_batched_tokens": 48}
-    sizes = SIZES[row["sizes"]]
-    one = engine(folder, **options)
     if row["pool"] == "small":
         options["num_gpu_blocks_override"] = 36 // sizes.get("data_parallel_size", 1)
     ranks = engine(folder, **options, **CHECKED, async_depth=row["depth"], **sizes)
-    compare(ask(ranks, requests()), ask(one, requests()))
+    compare(ask(ranks, requests()), truth(requests(), folder))
     assert (num_preempted(ranks.engine.core) > 0) == (row["pool"] == "small")
     again = ask(ranks, requests(8))
-    compare(again, ask(one, requests(8)))
+    compare(again, truth(requests(8), folder))
     if row["pool"] == "normal":
         assert (sum(output.num_cached_tokens for output in again) > 0) == row["prefix"]
 
 
-@pytest.mark.parametrize(("family", "sizes"), [
-    ("trained", "tp2"), *(pytest.param(*each, marks=pytest.mark.full) for each in (
-        ("deepseek_v3", "tp2"), ("qwen3", "dp2"), ("qwen3_moe", "dp2-ep"), ("glm4_moe", "dp2-tp2-ep"),
-        ("trained", "tp2-ep"), ("trained", "dp2"), ("deepseek_v3", "tp4"), ("qwen3_moe", "dp4-ep"))),
-])
-def test_drafts_are_accepted_by_all_ranks_alike(family: str, sizes: str, checkpoint: Callable[[str], Path],
-                                                engine: Callable[..., LLM], shared: Path) -> None:
+MORE_DRAFTS = [
+    ("deepseek_v3", "tp2"), ("qwen3", "dp2"), ("qwen3_moe", "dp2-ep"), ("glm4_moe", "dp2-tp2-ep"),
+    ("trained", "tp2-ep"), ("trained", "dp2"), ("deepseek_v3", "tp4"), ("qwen3_moe", "dp4-ep"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("family", "sizes"), [("trained", "tp2"), *full_rows(MORE_DRAFTS)])
+def test_drafts_are_accepted_by_all_ranks_alike(
+    family: str,
+    sizes: str,
+    checkpoint: Callable[[str], Path],
+    engine: Callable[..., LLM],
+    truth: Callable[..., list[RequestOutput]],
+    shared: Path,
+) -> None:
     """The trained model drafts with its own layer, the others look n-grams up."""
     drafts = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
     if family == "trained":
         drafts = {"method": "mtp", "num_speculative_tokens": 2}
     folder = shared / "models" / "quire-tiny-moe" if family == "trained" else checkpoint(family)
-    ranks = engine(folder, **CHECKED, async_depth=2, speculative_config=drafts, max_num_batched_tokens=48,
-                   **(LARGER | SIZES)[sizes])
-    compare(ask(ranks, requests(32)), ask(engine(folder), requests(32)))
+    options = {"async_depth": 2, "speculative_config": drafts, "max_num_batched_tokens": 48}
+    ranks = engine(folder, **CHECKED, **options, **(LARGER | SIZES)[sizes])
+    compare(ask(ranks, requests(32)), truth(requests(32), folder))
     cores = ranks.engine.core.cores if isinstance(ranks.engine.core, Replicas) else (ranks.engine.core,)
     for core in cores:
         runs, made, *accepted = core.scheduler.drafts.totals
         assert runs > 10 and 0 < sum(accepted) < made
 
 
-SCHEMA = {"type": "object", "properties": {"name": {"type": "string", "maxLength": 8}, "age": {"type": "integer"}},
-          "required": ["name", "age"], "additionalProperties": False}
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 8}, "age": {"type": "integer"}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
 
 
 def texts() -> list[tuple[str, SamplingParams]]:
     """Requests that need a tokenizer: stop strings, bad words and grammars, beside others."""
     schema = StructuredOutputsParams(json=SCHEMA)
     kinds: list[Row] = [
-        {"stop": [".9", "json"]}, {"stop": ["\n"], "include_stop_str_in_output": True, "temperature": 1.0},
-        {"structured_outputs": schema}, {"structured_outputs": schema, "temperature": 1.0, "n": 2, "logprobs": 1},
-        {"structured_outputs": StructuredOutputsParams(choice=["yes", "no"])}, {"bad_words": ["the", " is"]}, {},
+        {"stop": [".9", "json"]},
+        {"stop": ["\n"], "include_stop_str_in_output": True, "temperature": 1.0},
+        {"structured_outputs": schema},
+        {"structured_outputs": schema, "temperature": 1.0, "n": 2, "logprobs": 1},
+        {"structured_outputs": StructuredOutputsParams(choice=["yes", "no"])},
+        {"bad_words": ["the", " is"]},
+        {},
     ]
-    return [(f"The json module {i}", SamplingParams(**({"temperature": 0.0, "max_tokens": 40, "seed": i} | kind)))
-            for i, kind in enumerate(kinds)]
+    return [
+        (f"The json module {i}", SamplingParams(**({"temperature": 0.0, "max_tokens": 40, "seed": i} | kind)))
+        for i, kind in enumerate(kinds)
+    ]
 
 
-@pytest.mark.parametrize(("sizes", "depth"), [
-    ("tp2", 2), ("tp2-pp2", 1), ("dp2", 2),
-    *(pytest.param(*each, marks=pytest.mark.full) for each in (("tp4", 1), ("pp2", 2), ("dp4", 2))),
-])
-def test_texts_of_the_bundled_model(sizes: str, depth: int, engine: Callable[..., LLM]) -> None:
-    expected = ask(engine(), texts())
+@pytest.mark.parametrize(
+    ("sizes", "depth"),
+    [("tp2-pp2", 1), *full_rows([("tp2", 2), ("dp2", 2), ("tp4", 1), ("pp2", 2), ("dp4", 2)])],
+)
+def test_texts_of_the_bundled_model(
+    sizes: str, depth: int, engine: Callable[..., LLM], truth: Callable[..., list[RequestOutput]]
+) -> None:
     found = ask(engine(**CHECKED, async_depth=depth, **(LARGER | SIZES)[sizes]), texts())
-    compare(found, expected)
+    compare(found, truth(texts()))
     assert {"name", "age"} == set(json.loads(found[2].outputs[0].text))
     assert found[0].outputs[0].stop_reason == ".9"
 
 
-@pytest.mark.parametrize(("sizes", "method"), [
-    ("tp2-pp2", "MEAN"), ("tp2", "LAST"),
-    *(pytest.param(*each, marks=pytest.mark.full) for each in (("tp2", "MEAN"), ("tp2-pp2", "LAST"))),
-])
+@pytest.mark.parametrize(
+    ("sizes", "method"), [("tp2-pp2", "MEAN"), *full_rows([("tp2", "LAST"), ("tp2", "MEAN"), ("tp2-pp2", "LAST")])]
+)
 def test_embeddings(sizes: str, method: str, checkpoint: Callable[[str], Path], engine: Callable[..., LLM]) -> None:
     options = {"pooler_config": {"pooling_type": method, "normalize": True}, "max_num_batched_tokens": 16}
     folder = checkpoint("qwen3")
@@ -234,11 +232,13 @@ def experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(("form", "sizes"), [
-    ("ct-w4-group", "tp4"), ("gptq-zeros", "tp2"), ("awq", "tp2-pp2"), ("fp8-block", "pp2"),
-    *(pytest.param(*each, marks=pytest.mark.full) for each in (
-        ("ct-w4-group", "tp2"), ("awq", "tp2"), ("ct-int8-weights", "tp2"), ("ct-int8-channel", "pp2"))),
-])
+MORE_FORMS = [
+    ("ct-w4-group", "tp4"), ("gptq-zeros", "tp2"), ("fp8-block", "pp2"), ("ct-w4-group", "tp2"), ("awq", "tp2"),
+    ("ct-int8-weights", "tp2"), ("ct-int8-channel", "pp2"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("form", "sizes"), [("awq", "tp2-pp2"), *full_rows(MORE_FORMS)])
 def test_quantized_weights_whose_numbers_do_not_depend_on_the_cut(
     form: str, sizes: str, wide: Path, tmp_path: Path, engine: Callable[..., LLM]
 ) -> None:
@@ -248,9 +248,8 @@ def test_quantized_weights_whose_numbers_do_not_depend_on_the_cut(
     same(engine, tmp_path / "quantized", sizes)
 
 
-@pytest.mark.parametrize("options", [{"kv_cache_dtype": "fp8"}, {"quantization": "fp8"}], ids=str)
-def test_options_whose_numbers_do_not_depend_on_stages(options: Row, wide: Path, engine: Callable[..., LLM]) -> None:
-    same(engine, wide, "pp2", **options)
+def test_options_whose_numbers_do_not_depend_on_stages(wide: Path, engine: Callable[..., LLM]) -> None:
+    same(engine, wide, "pp2", kv_cache_dtype="fp8", quantization="fp8")
 
 
 def same(engine: Callable[..., LLM], folder: Path, sizes: str, **options: Any) -> None:
@@ -260,13 +259,25 @@ def same(engine: Callable[..., LLM], folder: Path, sizes: str, **options: Any) -
     compare(ask(engine(folder, **options, **CHECKED, **SIZES[sizes]), asked), expected)
 
 
-@pytest.mark.parametrize(("form", "options", "sizes", "bound"), [
-    ("fp8-block", {}, "tp4", 1e-3), ("", {"kv_cache_dtype": "fp8"}, "tp2", 1e-3),
-    ("", {"quantization": "fp8"}, "tp2", 5e-2), ("ct-int8-channel", {}, "tp2", 0.2), ("fp8-block", {}, "dp2-ep", 1e-3),
-    *(pytest.param(form, {}, "tp2", 1e-3, marks=pytest.mark.full) for form in ("fp8-block", "fp8-static")),
-], ids=str)
+CUTS = [
+    ("fp8-block", {"kv_cache_dtype": "fp8"}, "tp2", 1e-3), ("", {"quantization": "fp8"}, "tp2", 5e-2),
+    ("fp8-block", {}, "dp2-ep", 1e-3),
+]  # fmt: skip
+MORE_CUTS = [
+    ("fp8-block", {}, "tp4", 1e-3), ("", {"kv_cache_dtype": "fp8"}, "tp2", 1e-3), ("ct-int8-channel", {}, "tp2", 0.2),
+    ("fp8-block", {}, "tp2", 1e-3), ("fp8-static", {}, "tp2", 1e-3),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("form", "options", "sizes", "bound"), [*CUTS, *full_rows(MORE_CUTS)], ids=str)
 def test_quantized_numbers_that_depend_on_the_cut(
-    form: str, options: Row, sizes: str, bound: float, wide: Path, experts: Path, tmp_path: Path,
+    form: str,
+    options: Row,
+    sizes: str,
+    bound: float,
+    wide: Path,
+    experts: Path,
+    tmp_path: Path,
     engine: Callable[..., LLM],
 ) -> None:
     """The mean difference of prompts' log-probabilities is within a bound. Other tokens or slices give more than 1.
@@ -286,8 +297,15 @@ def test_quantized_numbers_that_depend_on_the_cut(
         quantize_checkpoint(wide, folder, FORMS[form])
     asked = [(prompt, SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0)) for prompt in mixed_prompts()]
     one, many = engine(folder, **options), engine(folder, **options, **CHECKED, **SIZES[sizes])
-    right, found = (np.array([entry[token].logprob for output in ask(llm, asked)
-                              for token, entry in zip(output.prompt_token_ids[1:], output.prompt_logprobs[1:],
-                                                      strict=True)]) for llm in (one, many))
+    right, found = (
+        np.array(
+            [
+                entry[token].logprob
+                for output in ask(llm, asked)
+                for token, entry in zip(output.prompt_token_ids[1:], output.prompt_logprobs[1:], strict=True)
+            ]
+        )
+        for llm in (one, many)
+    )
     print(f"{form} {options} {sizes}: mean {np.abs(found - right).mean():.1e}, most {np.abs(found - right).max():.1e}")
     assert np.abs(found - right).mean() < bound

@@ -8,15 +8,16 @@ from typing import Any
 
 import pytest
 
-from quire import LLM
+from quire import LLM, RequestOutput
 from quire.engine import balancer
 from quire.engine.replicas import Replicas
 
 from ..e2e.serving import running_server
+from ..support.full import full_rows, only_full
 from ..support.many_ranks import SIZES, Fault, Left
-from .test_answers import ask, checkpoint, compare, engine, requests
+from .test_answers import ask, compare, requests
 
-__all__ = ["checkpoint", "engine"]
+SMALL_FLAGS = ("--device", "cpu", "--dtype", "float32", "--num-threads", "1", "--kv-cache-memory-bytes", "4M")
 ROUNDS = 30  # of requests, in which every layer must have moved
 
 
@@ -34,30 +35,39 @@ def balancer_of(llm: LLM) -> balancer.Balancer:
     return core._balancer
 
 
-@pytest.mark.parametrize(("family", "sizes"), [
-    ("qwen3_moe", "dp2-ep"), ("deepseek_v3", "tp2-ep"),
-    pytest.param("deepseek_v3", "dp2-tp2-ep", marks=pytest.mark.full),
-])
+@pytest.mark.parametrize(
+    ("family", "sizes"),
+    [("qwen3_moe", "dp2-ep"), *full_rows([("deepseek_v3", "tp2-ep"), ("deepseek_v3", "dp2-tp2-ep")])],
+)
 def test_every_layer_moves_while_requests_are_served(
-    family: str, sizes: str, checkpoint: Callable[[str], Path], engine: Callable[..., LLM],
+    family: str,
+    sizes: str,
+    checkpoint: Callable[[str], Path],
+    engine: Callable[..., LLM],
+    truth: Callable[..., list[RequestOutput]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(balancer, "LEAST_GAIN", -1.0)
     folder = checkpoint(family)
-    expected = ask(engine(folder), requests())
+    expected = truth(requests(24), folder)
     ranks = engine(folder, **SIZES[sizes], **balanced(folder), async_depth=2)
     for _ in range(ROUNDS):
-        compare(ask(ranks, requests()), expected)
+        compare(ask(ranks, requests(24)), expected)
         if balancer_of(ranks)._total:
             break
     assert balancer_of(ranks)._total, "not every layer was switched to another map"
     assert 0 < balancer_of(ranks).balancedness <= 1
-    compare(ask(ranks, requests()), expected)
+    compare(ask(ranks, requests(24)), expected)
 
 
+@only_full  # `tests/unit/distributed/test_engine.py` has it with simulated ranks
 def test_a_mover_of_a_rank_that_is_frozen_leaves_the_old_map_in_use(
-    left: Left, tmp_path: Path, checkpoint: Callable[[str], Path], engine: Callable[..., LLM],
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
+    left: Left,
+    tmp_path: Path,
+    checkpoint: Callable[[str], Path],
+    engine: Callable[..., LLM],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Requests get their tokens, a warning comes after the deadline, and the engine ends as always."""
     monkeypatch.setattr(balancer, "LEAST_GAIN", -1.0)
@@ -80,8 +90,7 @@ def test_a_server_tells_the_balancedness(left: Left, checkpoint: Callable[[str],
     """The core's process logs it, and its notes come to the server's stderr."""
     folder = checkpoint("qwen3_moe")
     settings = json.dumps(balanced(folder)["eplb_config"] | {"log_balancedness": True})
-    flags = ("-dp", "2", "-ep", "--enable-eplb", "--eplb-config", settings, "--skip-tokenizer-init", "--device", "cpu",
-             "--dtype", "float32", "--num-threads", "1", "--kv-cache-memory-bytes", "4M")
+    flags = ("-dp", "2", "-ep", "--enable-eplb", "--eplb-config", settings, "--skip-tokenizer-init", *SMALL_FLAGS)
     with running_server(str(folder), *flags, **left.variables) as server:
         assert server.ask("/v1/completions", {"prompt": [1, 2, 3], "max_tokens": 24, "ignore_eos": True}).status == 200
         line = r"^quire core: balancedness of experts over the last steps: ([01]\.\d{3})$"

@@ -10,7 +10,6 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -25,40 +24,79 @@ from quire.contracts.errors import EngineDead, WeightsError
 from quire.engine.core import EngineCore
 
 from ..e2e.serving import Answer, Server, running_server, wait_until
+from ..support import template_process
+from ..support.full import full_rows
 from ..support.many_ranks import LARGER, SIZES, SMALL, Fault, Left, is_stopped, nothing_left, until
-from ..support.pairwise import Row, label, pairwise
+from ..support.pairwise import Row, label
+from ..support.template_process import SWITCH
 from ..support.tiny_models import CONTEXT, Tiny, random_model
 
 LIMIT = 20.0  # seconds to an error and to the end of all processes
 LIMIT_STOPPED = 60.0
 PLACES = ("load", "size", "prefill", "decode")
 OPTIONS: Row = SMALL | {"max_model_len": 512, "kv_cache_memory_bytes": 16 << 20}
-FLAGS = ("--dtype", "float32", "--num-threads", "1", "--max-model-len", "512", "--kv-cache-memory-bytes", "16M",
-         "--device", "cpu")
-SIZE_FLAGS = {"tp2": ("-tp", "2"), "pp2": ("-pp", "2"), "dp2-ep": ("-dp", "2", "-ep", "--skip-tokenizer-init"),
-              "tp4": ("-tp", "4"), "tp2-pp2": ("-tp", "2", "-pp", "2"),
-              "dp4-ep": ("-dp", "4", "-ep", "--skip-tokenizer-init")}
-NAMES = {"tp2": "tp {0}", "tp4": "tp {0}", "pp2": "stage {0}", "dp2-ep": "replica {0}", "dp4-ep": "replica {0}",
-         "tp2-pp2": "tp 0, stage 1"}  # of a rank; of rank 2 in the last layout
+FLAGS = (
+    "--dtype",
+    "float32",
+    "--num-threads",
+    "1",
+    "--max-model-len",
+    "512",
+    "--kv-cache-memory-bytes",
+    "16M",
+    "--device",
+    "cpu",
+)
+SIZE_FLAGS = {
+    "tp2": ("-tp", "2"),
+    "pp2": ("-pp", "2"),
+    "dp2-ep": ("-dp", "2", "-ep", "--skip-tokenizer-init"),
+    "tp4": ("-tp", "4"),
+    "tp2-pp2": ("-tp", "2", "-pp", "2"),
+    "dp4-ep": ("-dp", "4", "-ep", "--skip-tokenizer-init"),
+}
+NAMES = {
+    "tp2": "tp {0}",
+    "tp4": "tp {0}",
+    "pp2": "stage {0}",
+    "dp2-ep": "replica {0}",
+    "dp4-ep": "replica {0}",
+    "tp2-pp2": "tp 0, stage 1",
+}  # of a rank; of rank 2 in the last layout
 LONG = SamplingParams(max_tokens=200, ignore_eos=True, seed=1)
-ENDS = {"SIGKILL": "was killed by SIGKILL", "SIGSTOP": "is stopped (SIGSTOP, or a debugger) and has sent nothing for ",
-        "RuntimeError": "failed: RuntimeError: planted by a test"}
+ENDS = {
+    "SIGKILL": "was killed by SIGKILL",
+    "SIGSTOP": "is stopped (SIGSTOP, or a debugger) and has sent nothing for ",
+    "RuntimeError": "failed: RuntimeError: planted by a test",
+}
 FACTORS: dict[str, list[Any]] = {
     "sizes": ["tp2", "pp2", "dp2-ep"], "rank": [0, 1], "place": list(PLACES), "kind": list(ENDS),
     "host": ["LLM", "server"],
 }  # fmt: skip
 
 
-def rows() -> list[Any]:
-    """Every pair of values, and four ranks; all of the product with QUIRE_FULL=1."""
-    cover = pairwise(FACTORS)
+REAL: list[Row] = [  # unit/procs/test_ranks_faults.py has every place, with ranks without a model
+    {"sizes": "tp2", "rank": 1, "place": "decode", "kind": "SIGKILL", "host": "server"},
+    {"sizes": "dp2-ep", "rank": 0, "place": "prefill", "kind": "SIGSTOP", "host": "LLM"},
+    {"sizes": "pp2", "rank": 1, "place": "load", "kind": "RuntimeError", "host": "server"},
+]  # fmt: skip
+
+
+def more_rows() -> list[Row]:
+    """The whole product, and four ranks."""
     every = [dict(zip(FACTORS, values, strict=True)) for values in itertools.product(*FACTORS.values())]
-    many = [dict(zip(FACTORS, values, strict=True)) for values in (
-        ("dp4-ep", 2, "decode", "SIGKILL", "LLM"), ("tp4", 3, "decode", "RuntimeError", "LLM"),
-        ("tp2-pp2", 2, "prefill", "SIGKILL", "LLM"), ("tp4", 1, "load", "SIGKILL", "server"),
-        ("dp4-ep", 3, "prefill", "RuntimeError", "server"), ("dp4-ep", 0, "decode", "SIGSTOP", "LLM"))]
-    rare = [row for row in every if row not in cover] + many[1:]
-    return [*cover, many[0], *(pytest.param(row, marks=pytest.mark.full) for row in rare)]
+    many = [
+        dict(zip(FACTORS, values, strict=True))
+        for values in (
+            ("dp4-ep", 2, "decode", "SIGKILL", "LLM"),
+            ("tp4", 3, "decode", "RuntimeError", "LLM"),
+            ("tp2-pp2", 2, "prefill", "SIGKILL", "LLM"),
+            ("tp4", 1, "load", "SIGKILL", "server"),
+            ("dp4-ep", 3, "prefill", "RuntimeError", "server"),
+            ("dp4-ep", 0, "decode", "SIGSTOP", "LLM"),
+        )
+    ]
+    return [row for row in every if row not in REAL] + many
 
 
 @pytest.fixture
@@ -87,12 +125,16 @@ def experts(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder)
 
 
-@pytest.mark.parametrize("row", rows(), ids=label)
+@pytest.mark.parametrize("row", [*REAL, *full_rows(more_rows())], ids=label)
 def test_a_fault_of_a_rank_is_told(
     row: Row, tmp_path: Path, left: Left, monkeypatch: pytest.MonkeyPatch, experts: str
 ) -> None:
     """Replicas that share experts end together, too."""
-    options, flags, prompts = OPTIONS | (LARGER | SIZES)[row["sizes"]], (*FLAGS, *SIZE_FLAGS[row["sizes"]]), ["Once", "The"]
+    options, flags, prompts = (
+        OPTIONS | (LARGER | SIZES)[row["sizes"]],
+        (*FLAGS, *SIZE_FLAGS[row["sizes"]]),
+        ["Once", "The"],
+    )
     if row["sizes"].endswith("-ep"):
         options |= {"model": experts, "max_model_len": CONTEXT, "skip_tokenizer_init": True}
         flags, prompts = (experts, *flags, "--max-model-len", str(CONTEXT)), [[1, 2, 3], [4, 5], [6], [7, 8]]
@@ -126,7 +168,7 @@ def test_a_fault_of_a_rank_is_told(
             assert "The engine died" in server.stderr
 
 
-@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.full), 1])
+@pytest.mark.parametrize("rank", [*full_rows([0]), 1])
 def test_a_rank_that_dies_while_nobody_asks_ends_the_server(rank: int, left: Left) -> None:
     with running_server(*FLAGS, "-tp", "2", **left.variables) as server:
         assert server.ask("/health").status == 200
@@ -175,10 +217,10 @@ def running(server: Server) -> dict[int, float]:
     return {int(labels.partition('replica="')[2].partition('"')[0]): count for labels, count in found.items()}
 
 
-@pytest.mark.parametrize(("replica", "number"), [
-    (0, signal.SIGKILL), (1, signal.SIGSTOP),
-    *(pytest.param(*each, marks=pytest.mark.full) for each in ((1, signal.SIGKILL), (0, signal.SIGSTOP))),
-])
+@pytest.mark.parametrize(
+    ("replica", "number"),
+    [(0, signal.SIGKILL), *full_rows([(1, signal.SIGSTOP), (1, signal.SIGKILL), (0, signal.SIGSTOP)])],
+)
 def test_an_independent_replica_dies_alone(replica: int, number: signal.Signals, left: Left) -> None:
     """Its requests end with an error; those of the other one finish, and new ones are answered."""
     with running_server(*FLAGS, "-dp", "2", **left.variables) as server, ThreadPoolExecutor(10) as pool:
@@ -204,7 +246,7 @@ def test_an_independent_replica_dies_alone(replica: int, number: signal.Signals,
         assert "Traceback" not in server.stderr
 
 
-@pytest.mark.parametrize("busy", [False, True])
+@pytest.mark.parametrize("busy", [*full_rows([False]), True])
 def test_an_idle_replica_that_dies_gets_no_request(busy: bool, left: Left) -> None:
     with running_server(*FLAGS, "-dp", "2", **left.variables) as server, ThreadPoolExecutor(1) as pool:
         stream = pool.submit(server.complete, max_tokens=400) if busy else None
@@ -244,11 +286,18 @@ for _ in llm.stream("Once", SamplingParams(max_tokens=4000, ignore_eos=True)):
 """
 
 
-@pytest.mark.parametrize("place", ["import", "load", "decode"])
+@pytest.mark.parametrize("place", [*full_rows(["import", "load"]), "decode"])
 def test_ranks_do_not_outlive_a_killed_script(place: str, left: Left, tmp_path: Path) -> None:
     variables = Fault(0, "load", "SIGSTOP").variables(tmp_path / "moment") if place == "load" else {}
-    with subprocess.Popen([sys.executable, "-c", PARENT], env=os.environ | left.variables | variables,
-                          stdout=subprocess.PIPE, text=True) as script:
+    if place == "import":
+        variables[SWITCH] = "0"  # a copy has imported all
+    with template_process.start(
+        ["-c", PARENT],
+        env=os.environ | left.variables | variables,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as script:
         assert script.stdout is not None
         if place == "import":
             until(lambda: len(left.ranks()) == 2, lambda: "no ranks")

@@ -7,7 +7,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,14 +15,16 @@ from typing import Any
 
 import pytest
 
-from quire import LLM, SamplingParams
+from quire import LLM, RequestOutput, SamplingParams
 from quire.config.env import CLUSTER_KEY
 from quire.contracts.errors import EngineDead
 
 from ..e2e.serving import running_server
+from ..support import template_process
+from ..support.full import full_rows
 from ..support.many_ranks import LARGER, SIZES, SMALL, Left, until
 from ..support.pairwise import Row
-from ..support.tiny_models import Tiny, make_oracle, mixed_prompts
+from .conftest import make_engine
 from .test_answers import CHECKED, ask, compare, requests
 from .test_faults import FLAGS
 
@@ -61,10 +62,15 @@ class Agent:
 
 @contextmanager
 def agent(port: int, model: str = "", **environment: str) -> Iterator[Agent]:
-    words = [sys.executable, "-m", "quire", "serve", *([model] if model else []), "--headless", "--nnodes", "2",
-             "--node-rank", "1", "--master-port", str(port), "--device", "cpu"]
-    with subprocess.Popen(words, env=os.environ | environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-                          text=True) as process:
+    words = ["-m", "quire", "serve", *([model] if model else []), "--headless", "--nnodes", "2"]
+    with template_process.start(
+        [*words, "--node-rank", "1", "--master-port", str(port), "--device", "cpu"],
+        env=os.environ | environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    ) as process:
         try:
             yield Agent(process)
         finally:
@@ -75,25 +81,18 @@ def hosted(port: int, **options: Any) -> LLM:
     return LLM(**(OPTIONS | {"nnodes": 2, "master_port": port} | options))
 
 
-@pytest.fixture(scope="session")
-def experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a tiny model with experts, in which no greedy choice is close."""
-    return make_oracle(Tiny(family="qwen3_moe"), mixed_prompts(), tmp_path_factory.mktemp).folder
-
-
-@pytest.mark.parametrize("sizes", [
-    "pp2", "dp2-ep", *(pytest.param(each, marks=pytest.mark.full) for each in ("tp2", "dp2", "tp2-pp2", "dp4-ep")),
-])
-def test_answers_of_one_rank(sizes: str, experts: Path, port: int) -> None:
-    options: Row = SMALL | {"max_num_seqs": 16, "max_model_len": 256, "kv_cache_memory_bytes": 16 << 20,
-                            "skip_tokenizer_init": True, "block_size": 16, "max_num_batched_tokens": 48}
-    with agent(port, str(experts)) as other:
-        with LLM(str(experts), **options, **CHECKED, **(LARGER | SIZES)[sizes], nnodes=2, master_port=port) as llm:
+@pytest.mark.parametrize("sizes", ["pp2", "dp2-ep", *full_rows(["tp2", "dp2", "tp2-pp2", "dp4-ep"])])
+def test_answers_of_one_rank(
+    sizes: str, port: int, checkpoint: Callable[[str], Path], truth: Callable[..., list[RequestOutput]]
+) -> None:
+    options: Row = CHECKED | {"block_size": 16, "max_num_batched_tokens": 48} | (LARGER | SIZES)[sizes]
+    folder = checkpoint("qwen3_moe")
+    with agent(port, str(folder)) as other:
+        with make_engine(folder, **options, nnodes=2, master_port=port) as llm:
             found = ask(llm, requests(24))
         code, out = other.end()
         assert code == 0 and "the engine has ended" in out
-    with LLM(str(experts), **options) as llm:
-        compare(found, ask(llm, requests(24)))
+    compare(found, truth(requests(24), folder))
 
 
 def test_slices_of_a_layer_on_several_hosts_are_noted(port: int) -> None:
@@ -123,13 +122,18 @@ def test_a_rank_of_the_other_host_is_killed(left: Left, port: int) -> None:
 
 def rank_of(other: Agent, left: Left) -> int:
     """Return the process of the agent's rank."""
-    (pid,) = [pid for pid in left.ranks()
-              if int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]) == other.process.pid]
+    (pid,) = [
+        pid
+        for pid in left.ranks()
+        if int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]) == other.process.pid
+    ]
     return pid
 
 
-@pytest.mark.parametrize("number, how", [(signal.SIGKILL, "its agent closed the connection"),
-                                         (signal.SIGTERM, "its agent was ended by SIGTERM")])
+@pytest.mark.parametrize(
+    "number, how",
+    [(signal.SIGKILL, "its agent closed the connection"), (signal.SIGTERM, "its agent was ended by SIGTERM")],
+)
 def test_the_agent_ends(number: signal.Signals, how: str, left: Left, port: int) -> None:
     with agent(port) as other, hosted(port, tensor_parallel_size=2) as llm:
         pid = rank_of(other, left)
@@ -153,7 +157,7 @@ def test_an_independent_replica_goes_on_without_the_other_host(left: Left, port:
 
 MASTER = """
 import sys
-from quire import LLM, SamplingParams
+from quire import LLM, RequestOutput, SamplingParams
 llm = LLM(device="cpu", dtype="float32", num_threads=1, max_model_len=4096, tensor_parallel_size=2, nnodes=2,
           master_port=int(sys.argv[1]))
 for _ in llm.stream("Once", SamplingParams(max_tokens=4000, ignore_eos=True)):
@@ -161,9 +165,13 @@ for _ in llm.stream("Once", SamplingParams(max_tokens=4000, ignore_eos=True)):
 """
 
 
+def master_of(port: int) -> "subprocess.Popen[str]":
+    return template_process.start(["-c", MASTER, str(port)], stdout=subprocess.PIPE, text=True, start_new_session=True)
+
+
 def test_a_killed_master_leaves_nothing(left: Left, port: int) -> None:
     with agent(port) as other:
-        with subprocess.Popen([sys.executable, "-c", MASTER, str(port)], stdout=subprocess.PIPE, text=True) as master:
+        with master_of(port) as master:
             assert master.stdout is not None and master.stdout.readline() == "token\n"
             master.kill()
         code, out = other.end()
@@ -174,7 +182,7 @@ def test_a_killed_master_leaves_nothing(left: Left, port: int) -> None:
 def test_a_host_with_another_key_is_refused(port: int) -> None:
     """The master waits meanwhile for the right one."""
     with agent(port, **{CLUSTER_KEY: "the key of another cluster"}) as wrong:
-        with subprocess.Popen([sys.executable, "-c", MASTER, str(port)], stdout=subprocess.PIPE, text=True) as master:
+        with master_of(port) as master:
             code, out = wrong.end()
             assert code == 3 and "has another key: set QUIRE_CLUSTER_KEY to the same text on all hosts" in out
             with agent(port) as right:
@@ -183,28 +191,36 @@ def test_a_host_with_another_key_is_refused(port: int) -> None:
             assert master.wait(WAIT) == 1
 
 
-def test_a_host_with_another_model_is_refused(experts: Path, port: int) -> None:
-    with subprocess.Popen([sys.executable, "-c", MASTER, str(port)], stdout=subprocess.PIPE, text=True) as master:
-        with agent(port, str(experts)) as other:
+def test_a_host_with_another_model_is_refused(checkpoint: Callable[[str], Path], port: int) -> None:
+    with master_of(port) as master:
+        with agent(port, str(checkpoint("qwen3_moe"))) as other:
             code, out = other.end()
         assert code == 3 and "its model has other files than that of the first host" in out
         master.kill()
 
 
 def test_a_server_on_two_hosts(left: Left, port: int) -> None:
-    with agent(port) as other, running_server(*FLAGS, "-tp", "2", "--nnodes", "2", "--master-port", str(port),
-                                              **left.variables) as server:
+    with (
+        agent(port) as other,
+        running_server(*FLAGS, "-tp", "2", "--nnodes", "2", "--master-port", str(port), **left.variables) as server,
+    ):
         assert server.complete(max_tokens=8).status == 200
         server.signal(signal.SIGTERM)
         assert server.exit_code() == 0 and other.end()[0] == 0
 
 
-@pytest.mark.parametrize("flags, words", [
-    (("--headless",), "leave headless out"), (("--node-rank", "1"), "1 hosts have the numbers 0 to 0"),
-    (("--nnodes", "2", "--node-rank", "1", "-tp", "2"), "only host 0 has an engine core"),
-    (("--nnodes", "2", "-tp", "3"), "cannot be divided"), (("--nnodes", "2"), "cannot be divided"),
-    (("--nnodes", "2", "-tp", "2", "--master-addr", "0.0.0.0"), "cannot connect to this address"),
-], ids=lambda one: " ".join(one))
+@pytest.mark.parametrize(
+    "flags, words",
+    [
+        (("--headless",), "leave headless out"),
+        (("--node-rank", "1"), "1 hosts have the numbers 0 to 0"),
+        (("--nnodes", "2", "--node-rank", "1", "-tp", "2"), "only host 0 has an engine core"),
+        (("--nnodes", "2", "-tp", "3"), "cannot be divided"),
+        (("--nnodes", "2"), "cannot be divided"),
+        (("--nnodes", "2", "-tp", "2", "--master-addr", "0.0.0.0"), "cannot connect to this address"),
+    ],
+    ids=lambda one: " ".join(one),
+)
 def test_flags_that_do_not_fit(flags: tuple[str, ...], words: str, left: Left) -> None:
     with running_server("--device", "cpu", *flags, wait="", **left.variables) as server:
         assert server.exit_code() == 3

@@ -4,20 +4,19 @@ In float32 tokens are identical and log-probabilities near; every exchange is co
 """
 
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 
 import pytest
 
-from quire import LLM
+from quire import LLM, RequestOutput
 from quire.contracts.errors import ConfigError
 
+from ..support.full import full_rows, only_full
 from ..support.many_ranks import LARGER, Left
-from ..support.tiny_models import Tiny, hf_config, make_oracle, mixed_prompts
-from .test_answers import CHECKED, ask, compare, engine, requests
+from ..support.tiny_models import Tiny, hf_config
+from .test_answers import CHECKED, ask, compare, requests
 from .test_balancing import balanced, balancer_of
 
-__all__ = ["engine"]
 SPARSE = Tiny(family="qwen3_moe", changes=(("num_experts", 6),))  # for 4 ranks: 2, 2, 1 and 1 experts
 MODELS = {
     "kv heads on every rank": Tiny(heads=(8, 1)), "kv heads on two ranks": Tiny(heads=(8, 4)),
@@ -26,39 +25,42 @@ MODELS = {
     "13 experts": Tiny(family="qwen3_moe", heads=(8, 2), changes=(("num_experts", 13),)),
     "latents": Tiny(family="deepseek_v3", heads=(8, 8)),
 }  # fmt: skip
-CASES = [("dp4-ep", "6 experts"), *(pytest.param(*case, marks=pytest.mark.full) for case in (
+MORE = [
     ("tp4", "a vocabulary of 101"), ("tp4", "latents"), ("tp4-ep", "6 experts"), ("dp4", "kv heads on two ranks"),
     ("dp4-ep", "latents"), ("dp2-pp2-ep", "13 experts"), ("tp8", "kv heads on every rank"),
     ("tp8", "kv heads on two ranks"), ("tp8", "a vocabulary of 101"), ("tp8", "latents"), ("tp8", "8 experts"),
     ("tp8-ep", "13 experts"), ("dp8", "kv heads on every rank"), ("dp8-ep", "8 experts"), ("dp8-ep", "13 experts"),
     ("dp8-ep", "latents"), ("dp4-tp2-ep", "latents"), ("dp4-tp2-ep", "13 experts"),
     ("tp4-pp2", "kv heads on every rank"), ("tp4-pp2", "latents"),
-))]
+]  # fmt: skip
 
 
-@pytest.fixture(scope="session")
-def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """The folder of a model, in which no greedy choice is close."""
-    return cache(lambda name: make_oracle(MODELS[name], mixed_prompts(), tmp_path_factory.mktemp).folder)
-
-
-@pytest.mark.parametrize(("sizes", "model"), CASES)
-def test_answers_of_one_rank(sizes: str, model: str, folder_of: Callable[[str], Path],
-                             engine: Callable[..., LLM]) -> None:
+@pytest.mark.parametrize(("sizes", "model"), [("dp4-ep", "6 experts"), *full_rows(MORE)])
+def test_answers_of_one_rank(
+    sizes: str,
+    model: str,
+    folder_of: Callable[[Tiny], Path],
+    engine: Callable[..., LLM],
+    truth: Callable[..., list[RequestOutput]],
+) -> None:
     """The prompts come twice, the second time with cached prefixes."""
-    folder = folder_of(model)
-    expected = ask(engine(folder), requests(8))
+    folder = folder_of(MODELS[model])
     ranks = engine(folder, **CHECKED, **LARGER[sizes], async_depth=2, max_num_batched_tokens=48)
     for _ in range(2):
-        compare(ask(ranks, requests(8)), expected)
+        compare(ask(ranks, requests(8)), truth(requests(8), folder))
 
 
-@pytest.mark.full
+@only_full
 @pytest.mark.parametrize(("sizes", "model"), [("dp4-ep", "latents"), ("dp8-ep", "13 experts"), ("tp4-ep", "6 experts")])
-def test_experts_move_between_many_ranks(sizes: str, model: str, folder_of: Callable[[str], Path],
-                                         engine: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_experts_move_between_many_ranks(
+    sizes: str,
+    model: str,
+    folder_of: Callable[[Tiny], Path],
+    engine: Callable[..., LLM],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("quire.engine.balancer.LEAST_GAIN", -1.0)
-    folder = folder_of(model)
+    folder = folder_of(MODELS[model])
     expected, options = ask(engine(folder), requests(24)), balanced(folder, ranks_of(sizes))
     ranks = engine(folder, **LARGER[sizes], **options, async_depth=2)
     for _ in range(30):
@@ -73,13 +75,17 @@ def ranks_of(sizes: str) -> int:
     return LARGER[sizes].get("data_parallel_size", 1) * LARGER[sizes].get("tensor_parallel_size", 1)
 
 
-@pytest.mark.parametrize(("sizes", "model", "words"), [
-    ("tp4", Tiny(heads=(6, 2)), "-tp 4: 6 attention heads cannot be divided by 4: use -tp 1, 2 or 6"),
-    ("tp4", Tiny(heads=(12, 6)), "-tp 4: 6 KV heads can be neither divided nor copied evenly among 4 ranks"),
-    ("dp8-ep", SPARSE, "6 experts are fewer than the 8 ranks"),
-])
-def test_sizes_that_do_not_fit_are_refused_in_one_line(sizes: str, model: Tiny, words: str, left: Left, tmp_path: Path,
-                                                       engine: Callable[..., LLM]) -> None:
+@pytest.mark.parametrize(
+    ("sizes", "model", "words"),
+    [
+        ("tp4", Tiny(heads=(6, 2)), "-tp 4: 6 attention heads cannot be divided by 4: use -tp 1, 2 or 6"),
+        ("tp4", Tiny(heads=(12, 6)), "-tp 4: 6 KV heads can be neither divided nor copied evenly among 4 ranks"),
+        ("dp8-ep", SPARSE, "6 experts are fewer than the 8 ranks"),
+    ],
+)
+def test_sizes_that_do_not_fit_are_refused_in_one_line(
+    sizes: str, model: Tiny, words: str, left: Left, tmp_path: Path, engine: Callable[..., LLM]
+) -> None:
     """Before a rank is started."""
     hf_config(model).save_pretrained(tmp_path)
     with pytest.raises(ConfigError) as caught:

@@ -16,11 +16,17 @@ from quire.engine.replicas import flush
 from quire.procs import block_share
 
 from ..support.addresses import free_address
-from ..support.planted_lines import plant
+from ..support.full import full_rows
 from ..support.many_ranks import SIZES, SMALL, nothing_left, until
+from ..support.planted_lines import plant
 
-OPTIONS = SMALL | {"num_gpu_blocks_override": 40, "max_model_len": 192, "max_num_seqs": 3, "block_size": 16,
-                   "kv_offload_gb": 0.02}
+OPTIONS = SMALL | {
+    "num_gpu_blocks_override": 40,
+    "max_model_len": 192,
+    "max_num_seqs": 3,
+    "block_size": 16,
+    "kv_offload_gb": 0.02,
+}
 FIRST = SamplingParams(max_tokens=1, temperature=0.0, kv_transfer_params={"do_remote_decode": True})
 
 
@@ -46,13 +52,18 @@ def tokens(llm: LLM, seed: int, transfer: Any = None) -> tuple[list[int], int, s
     flush(llm.engine.core)
     llm.engine.core.check()
     assert output.metrics is not None
-    return output.outputs[0].token_ids, output.num_cached_tokens or 0, {
-        origin.tier for origin in output.metrics.origins.values()}
+    return (
+        output.outputs[0].token_ids,
+        output.num_cached_tokens or 0,
+        {origin.tier for origin in output.metrics.origins.values()},
+    )
 
 
 def prefill(llm: LLM, seed: int) -> dict[str, Any]:
     """Return what a prefill node answers for the decode node."""
-    (output,) = llm.generate({"prompt_token_ids": [(7 * i + seed) % 500 + 300 for i in range(49)]}, FIRST, use_tqdm=False)
+    (output,) = llm.generate(
+        {"prompt_token_ids": [(7 * i + seed) % 500 + 300 for i in range(49)]}, FIRST, use_tqdm=False
+    )
     assert output.kv_transfer_params is not None
     return output.kv_transfer_params
 
@@ -67,19 +78,32 @@ def leases(llm: LLM) -> int:
     return len(sharing._leases)
 
 
-@pytest.mark.parametrize(("sizes", "way", "options"), [
-    ("tp2", "memory", {}),
-    *(pytest.param(*case, marks=pytest.mark.full) for case in [
-        ("tp2", "tcp", {}), ("pp2", "memory", {}), ("tp2-pp2", "memory", {}), ("tp2-pp2", "tcp", {}),
-        ("tp2", "memory", {"kv_cache_dtype": "fp8"}),
-    ]),
-], ids=str)
-def test_prefill_and_decode_on_other_numbers_of_ranks(sizes: str, way: str, options: dict[str, Any], tmp_path: Path,
-                                                      monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("sizes", "way", "options"),
+    [
+        ("tp2", "memory", {}),
+        *full_rows(
+            [
+                ("tp2", "tcp", {}),
+                ("pp2", "memory", {}),
+                ("tp2-pp2", "memory", {}),
+                ("tp2-pp2", "tcp", {}),
+                ("tp2", "memory", {"kv_cache_dtype": "fp8"}),
+            ]
+        ),
+    ],
+    ids=str,
+)
+def test_prefill_and_decode_on_other_numbers_of_ranks(
+    sizes: str, way: str, options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if way == "tcp":  # a share that names another file is read over TCP
         shared = block_share.Shared
-        monkeypatch.setattr(block_share, "Shared", lambda shards: shared(tuple(
-            msgspec.structs.replace(shard, token=b"of another file") for shard in shards)))
+        monkeypatch.setattr(
+            block_share,
+            "Shared",
+            lambda shards: shared(tuple(msgspec.structs.replace(shard, token=b"of another file") for shard in shards)),
+        )
     with nothing_left(tmp_path / "temporary") as left:
         one, many = free_address(), free_address()
         with node("", one, many, **options) as single, node(sizes, many, one, **options) as several:

@@ -7,7 +7,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +16,9 @@ import pytest
 from quire import LLM, SamplingParams
 from quire.config.bundled import bundled_model
 
+from ..support import template_process
 from ..support.many_ranks import WAIT_SECONDS, Left, until
+from ..support.template_process import SWITCH
 
 START = """
 import asyncio, os, sys, threading
@@ -78,17 +79,34 @@ kept = asyncio.run(main())
 @pytest.fixture(scope="module", autouse=True)
 def one_rank() -> Iterator[None]:
     """The answer of one rank, in the environment of the programs."""
-    with LLM(device="cpu", dtype="float32", num_threads=1, max_model_len=1024, use_tqdm_on_load=False,
-             kv_cache_memory_bytes=16 << 20) as llm, pytest.MonkeyPatch.context() as patch:
+    with (
+        LLM(
+            device="cpu",
+            dtype="float32",
+            num_threads=1,
+            max_model_len=1024,
+            use_tqdm_on_load=False,
+            kv_cache_memory_bytes=16 << 20,
+        ) as llm,
+        pytest.MonkeyPatch.context() as patch,
+    ):
         (out,) = llm.generate("The json module", SamplingParams(max_tokens=8, temperature=0), use_tqdm=False)
         patch.setenv("ONE_RANK", " ".join(map(str, out.outputs[0].token_ids)))
         yield
 
 
-def started(left: Left, *command: str, folder: Path | None = None) -> "subprocess.Popen[str]":
-    return subprocess.Popen([sys.executable, *command], env=os.environ | left.variables,
-                            cwd=folder or left.folder.parent, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-                            stderr=subprocess.PIPE, text=True)
+def started(left: Left, *command: str, folder: Path | None = None, real: bool = False) -> "subprocess.Popen[str]":
+    """Start a program; `real`: it and its ranks start as a user's do, not as copies."""
+    return template_process.start(
+        command,
+        env=os.environ | left.variables | ({SWITCH: "0"} if real else {}),
+        cwd=folder or left.folder.parent,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
 
 
 def ended(process: "subprocess.Popen[str]") -> tuple[int, str, str]:
@@ -107,7 +125,7 @@ def test_a_script(program: str, left: Left, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(START + PROGRAMS[program])
     command = ("-c", script.read_text()) if program == "not closed" else (str(script),)
-    code, out, err = ended(started(left, *command))
+    code, out, err = ended(started(left, *command, real=program == "not closed"))
     assert code == 0 and set(out.split()) == {"True"}, (out, err)
     assert "Traceback" not in err and "Exception ignored" not in err and "terminate" not in err, err
 
@@ -118,21 +136,24 @@ def test_a_working_folder_with_modules_of_the_same_names(left: Left, tmp_path: P
     for name in ("torch", "msgspec", "quire"):
         (folder / f"{name}.py").write_text("raise SystemExit('imported from the working folder')\n")
     script.write_text(START + PROGRAMS["not closed"])
-    code, out, err = ended(started(left, str(script), folder=folder))
+    code, out, err = ended(started(left, str(script), folder=folder, real=True))
     assert (code, out) == (0, "True\n"), err
 
 
 def test_ctrl_c_in_generate(left: Left, tmp_path: Path) -> None:
     """The ranks get no signal: the engine goes on, and ends with the program."""
     script = tmp_path / "script.py"
-    script.write_text(START + """
+    script.write_text(
+        START
+        + """
 llm = make()
 print("ready", flush=True)
 try:
     llm.generate(["x"] * 4, long, use_tqdm=False)
 except KeyboardInterrupt:
     print(answer(llm) == one)
-""")
+"""
+    )
     process = started(left, str(script))
     assert process.stdout is not None and process.stdout.readline() == "ready\n"
     time.sleep(0.5)
@@ -157,8 +178,22 @@ def test_ctrl_c_ends_a_script(moment: str, left: Left, tmp_path: Path) -> None:
 
 
 def test_the_benchmark(left: Left) -> None:
-    flags = (str(bundled_model()), "--device", "cpu", "--num-threads", "1", "--max-model-len", "64", "--max-len", "8",
-             "--kv-cache-memory-bytes", "16M", "--repeat", "1", "--json")
+    flags = (
+        str(bundled_model()),
+        "--device",
+        "cpu",
+        "--num-threads",
+        "1",
+        "--max-model-len",
+        "64",
+        "--max-len",
+        "8",
+        "--kv-cache-memory-bytes",
+        "16M",
+        "--repeat",
+        "1",
+        "--json",
+    )
     code, out, err = ended(started(left, "-m", "quire", "bench", "latency", "-tp", "2", *flags))
     assert code == 0 and json.loads(out)["runs"][0]["output_tokens"] == 8, err
     assert "Traceback" not in err

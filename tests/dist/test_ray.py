@@ -11,6 +11,7 @@ from quire import LLM, SamplingParams
 from quire.assemble.ray_hosts import in_order
 from quire.contracts.errors import ConfigError, EngineDead
 
+from ..support.full import only_full
 from ..support.many_ranks import SIZES, SMALL, is_rank, until
 from .test_answers import ask, compare, texts
 
@@ -38,8 +39,9 @@ def nodes() -> Iterator[tuple[Any, Any]]:
     """A cluster of two nodes with a place for one rank each, and its second node."""
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     utils = pytest.importorskip("ray.cluster_utils", reason="Ray is not installed: pip install 'quire[ray]'")
-    cluster = utils.Cluster(initialize_head=True, connect=True, head_node_args={
-        "num_cpus": 2, "resources": {"quire_rank": 1}})
+    cluster = utils.Cluster(
+        initialize_head=True, connect=True, head_node_args={"num_cpus": 2, "resources": {"quire_rank": 1}}
+    )
     second = cluster.add_node(num_cpus=2, resources={"quire_rank": 1})
     try:
         yield cluster, second
@@ -55,7 +57,7 @@ def ranks_here() -> list[int]:
     return [int(entry) for entry in os.listdir("/proc") if entry.isdecimal() and is_rank(int(entry))]
 
 
-@pytest.mark.full
+@only_full
 def test_two_nodes_answer_and_one_that_goes_is_named(nodes: tuple[Any, Any]) -> None:
     cluster, second = nodes
     before = ranks_here()

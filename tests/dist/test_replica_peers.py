@@ -6,7 +6,7 @@ Replica i is read at the port of --kv-share plus i. Requests of equal load take 
 import os
 import signal
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +21,20 @@ from quire.procs import block_share
 
 from ..e2e.in_process import Inside, running_inside
 from ..support.addresses import free_address
+from ..support.full import full_rows
 from ..support.many_ranks import SIZES, Left, until
-from ..support.tiny_models import Tiny, make_oracle, mixed_prompts
 from .test_hosts import agent
 
-OPTIONS = {"dtype": "float32", "num_threads": 1, "num_gpu_blocks_override": 40, "max_model_len": 192,
-           "max_num_seqs": 3, "block_size": 16, "kv_offload_gb": 0.04,
-           "kv_offload_policy": "write_through"}
+OPTIONS = {
+    "dtype": "float32",
+    "num_threads": 1,
+    "num_gpu_blocks_override": 40,
+    "max_model_len": 192,
+    "max_num_seqs": 3,
+    "block_size": 16,
+    "kv_offload_gb": 0.04,
+    "kv_offload_policy": "write_through",
+}
 NODE = OPTIONS | {"skip_tokenizer_init": True, "use_tqdm_on_load": False}
 FIRST = SamplingParams(max_tokens=1, temperature=0.0, kv_transfer_params={"do_remote_decode": True})
 
@@ -38,12 +45,6 @@ def key() -> Iterator[None]:
         patch.setenv("QUIRE_CLUSTER_KEY", "a key that all engines know")
         patch.setattr(block_share, "BEAT_SECONDS", 0.1)
         yield
-
-
-@pytest.fixture(scope="session")
-def experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a tiny model with experts, in which no greedy choice is close."""
-    return make_oracle(Tiny(family="qwen3_moe"), mixed_prompts(), tmp_path_factory.mktemp).folder
 
 
 def next_to(address: str) -> str:
@@ -89,8 +90,11 @@ def ask(inside: Inside, seed: int) -> tuple[str, int, set[tuple[str, str]]]:
     records = records["requests"] if isinstance(records, dict) else records
     (record,) = [one for one in records if found["id"].endswith(one["request_id"]) or one["request_id"] == found["id"]]
     details = found["usage"]["prompt_tokens_details"] or {}
-    return found["choices"][0]["text"], details.get("cached_tokens", 0), {
-        (block["tier"], block.get("peer", "")) for block in record["fetched"].values()}
+    return (
+        found["choices"][0]["text"],
+        details.get("cached_tokens", 0),
+        {(block["tier"], block.get("peer", "")) for block in record["fetched"].values()},
+    )
 
 
 def test_a_prompt_of_a_replica_is_read_by_the_other(left: Left, caplog: pytest.LogCaptureFixture) -> None:
@@ -120,8 +124,11 @@ def generate(llm: LLM, seed: int, transfer: Any = None) -> tuple[list[int], int,
     flush(llm.engine.core)
     llm.engine.core.check()
     assert output.metrics is not None
-    return output.outputs[0].token_ids, output.num_cached_tokens or 0, {
-        (origin.tier, origin.peer) for origin in output.metrics.origins.values()}
+    return (
+        output.outputs[0].token_ids,
+        output.num_cached_tokens or 0,
+        {(origin.tier, origin.peer) for origin in output.metrics.origins.values()},
+    )
 
 
 def prefill(llm: LLM, seed: int) -> dict[str, Any]:
@@ -141,12 +148,14 @@ def role(name: str) -> dict[str, Any]:
     return {"kv_transfer_config": {"kv_connector": "QuireConnector", "kv_role": name}}
 
 
-@pytest.mark.parametrize("sizes", ["dp2-ep", pytest.param("dp2", marks=pytest.mark.full)])
-def test_prefill_and_decode_nodes_of_replicas(sizes: str, experts: Path, left: Left) -> None:
+@pytest.mark.parametrize("sizes", ["dp2-ep", *full_rows(["dp2"])])
+def test_prefill_and_decode_nodes_of_replicas(sizes: str, checkpoint: Callable[[str], Path], left: Left) -> None:
     """Every prompt is computed once, by either replica of the prefill node, and goes on in either of the other."""
-    share, model = free_address(2), {"model": str(experts)} | NODE | SIZES[sizes]
-    with (LLM(**model, **role("kv_producer"), kv_share=share) as first,
-          LLM(**model, **role("kv_consumer"), kv_peers=(share, next_to(share))) as second):
+    share, model = free_address(2), {"model": str(checkpoint("qwen3_moe"))} | NODE | SIZES[sizes]
+    with (
+        LLM(**model, **role("kv_producer"), kv_share=share) as first,
+        LLM(**model, **role("kv_consumer"), kv_peers=(share, next_to(share))) as second,
+    ):
         for seed in range(4):
             place = share if seed % 2 == 0 else next_to(share)
             transfer = prefill(first, seed)
@@ -172,8 +181,9 @@ def test_ranks_on_two_hosts_read_their_parts(left: Left) -> None:
     share, port = free_address(), int(free_address().rpartition(":")[2])
     with LLM(**OPTIONS, use_tqdm_on_load=False, kv_share=share) as alone, agent(port):
         found = generate(alone, 0)
-        with LLM(**OPTIONS, use_tqdm_on_load=False, tensor_parallel_size=2, nnodes=2, master_port=port,
-                 kv_peers=(share,)) as two:
+        with LLM(
+            **OPTIONS, use_tqdm_on_load=False, tensor_parallel_size=2, nnodes=2, master_port=port, kv_peers=(share,)
+        ) as two:
             keys = stores(alone.engine.core)[0].host._index.keys()
             (store,) = stores(two.engine.core)
             until(lambda: store.sharing._promises._peers[0].keys == set(keys), lambda: "no block is heard of")

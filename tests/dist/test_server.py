@@ -18,12 +18,28 @@ from quire.platforms.cpu import read_cpu_facts
 
 from ..e2e.in_process import Inside, running_inside
 from ..e2e.serving import Answer, Server, running_server, wait_until
+from ..support.full import full_rows
 from ..support.many_ranks import Left
 
-OPTIONS = {"device": "cpu", "dtype": "float32", "num_threads": 1, "max_model_len": 1024,
-           "kv_cache_memory_bytes": 16 << 20}
-FLAGS = ("--device", "cpu", "--dtype", "float32", "--num-threads", "1", "--max-model-len", "1024",
-         "--kv-cache-memory-bytes", "16M")
+OPTIONS = {
+    "device": "cpu",
+    "dtype": "float32",
+    "num_threads": 1,
+    "max_model_len": 1024,
+    "kv_cache_memory_bytes": 16 << 20,
+}
+FLAGS = (
+    "--device",
+    "cpu",
+    "--dtype",
+    "float32",
+    "--num-threads",
+    "1",
+    "--max-model-len",
+    "1024",
+    "--kv-cache-memory-bytes",
+    "16M",
+)
 LONG = 900
 
 
@@ -39,10 +55,23 @@ def answers(server: Server) -> list[object]:
     """Completions and chats, whole and streamed, without the parts that differ in every answer."""
     chat = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 16, "temperature": 0}
     sampled = {"prompt": ["The json module", "Once"], "max_tokens": 24, "seed": 3, "logprobs": 2, "n": 2}
-    schema = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "object", "properties": {
-        "a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}}}
-    whole = [server.ask("/v1/chat/completions", chat).json(), server.ask("/v1/completions", sampled).json(),
-             server.ask("/v1/chat/completions", chat | {"response_format": schema}).json()]
+    schema = {
+        "type": "json_schema",
+        "json_schema": {
+            "name": "a",
+            "schema": {
+                "type": "object",
+                "properties": {"a": {"type": "integer"}},
+                "required": ["a"],
+                "additionalProperties": False,
+            },
+        },
+    }
+    whole = [
+        server.ask("/v1/chat/completions", chat).json(),
+        server.ask("/v1/completions", sampled).json(),
+        server.ask("/v1/chat/completions", chat | {"response_format": schema}).json(),
+    ]
     found = [(one["usage"]["completion_tokens"], one["choices"]) for one in whole]
     return [*found, server.complete("The json module").text()]
 
@@ -97,17 +126,17 @@ def replicas(left: Left) -> Iterator[Inside]:
 
 def test_replicas_share_many_requests(replicas: Inside) -> None:
     """Answers are those of one rank, and each replica computes half of them."""
-    prompts = [f"Once {i}" for i in range(32)]
-    with running_inside(**OPTIONS, max_num_seqs=16) as one, ThreadPoolExecutor(32) as pool:
+    prompts = [f"Once {i}" for i in range(12)]
+    with running_inside(**OPTIONS, max_num_seqs=16) as one, ThreadPoolExecutor(12) as pool:
         right = list(pool.map(lambda prompt: one.server.complete(prompt, max_tokens=24).text(), prompts))
     most = Counter[str]()
-    with ThreadPoolExecutor(33) as pool:
+    with ThreadPoolExecutor(13) as pool:
         asked = [pool.submit(replicas.server.complete, prompt, max_tokens=24) for prompt in prompts]
         while not all(one.done() for one in asked):
             most |= Counter(replicas.server.metric("quire:num_requests_running_by_replica"))
     assert [one.result().text() for one in asked] == right
     assert len(most) == 2 and min(most.values()) > 0
-    assert [core.scheduler.roster._arrivals for core in replicas.core.cores] == [16, 16]
+    assert [core.scheduler.roster._arrivals for core in replicas.core.cores] == [6, 6]
     wait_until(lambda: sum(replicas.server.metric("quire:num_requests_running").values()) == 0, "the end")
     assert set(replicas.server.metric("quire:num_requests_running_by_replica").values()) == {0}
 
@@ -125,6 +154,7 @@ def test_replicas_have_caches_of_one_size(left: Left, monkeypatch: pytest.Monkey
 
 def streams(pool: ThreadPoolExecutor, server: Server, count: int, tokens: int) -> list[Callable[[], Answer]]:
     """Start streams and wait until all of them run, and tokens arrive."""
+
     def total(*names: str) -> float:
         return sum(sum(server.metric(f"quire:{name}").values()) for name in names)
 
@@ -134,7 +164,7 @@ def streams(pool: ThreadPoolExecutor, server: Server, count: int, tokens: int) -
     return [one.result for one in started]
 
 
-def test_sigterm_lets_requests_finish(left: Left) -> None:
+def test_sigterm_lets_requests_finish(left: Left, real: None) -> None:
     with running_server(*FLAGS, "-tp", "2", **left.variables) as server, ThreadPoolExecutor(3) as pool:
         results = streams(pool, server, 3, 200)
         server.signal(signal.SIGTERM)
@@ -158,7 +188,7 @@ def test_ctrl_c_twice_ends_at_once(left: Left) -> None:
         assert any(errors) and "Traceback" not in server.stderr
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.full)])
+@pytest.mark.parametrize("number", [signal.SIGTERM, *full_rows([signal.SIGINT])])
 def test_a_signal_while_ranks_start(number: signal.Signals, left: Left) -> None:
     with running_server(*FLAGS, "-tp", "2", wait="", **left.variables) as server:
         wait_until(lambda: len(left.ranks()) == 2, "ranks")

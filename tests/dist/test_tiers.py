@@ -9,12 +9,24 @@ from quire import LLM, SamplingParams
 from quire.contracts.step import Tier
 from quire.engine.replicas import flush
 
+from ..support.full import full_rows
 from ..support.many_ranks import SIZES, SMALL
 
-TIERS = {"num_gpu_blocks_override": 14, "max_model_len": 192, "block_size": 16, "kv_offload_gb": 0.02,
-         "kv_offload_policy": "write_through"}
-PROMPTS = [word * 6 for word in ("Tomas drinks tea in the garden. ", "The code of Lakral is 6423, Mira says. ",
-                                 "def add(a, b): return a + b\n")]
+TIERS = {
+    "num_gpu_blocks_override": 14,
+    "max_model_len": 192,
+    "block_size": 16,
+    "kv_offload_gb": 0.02,
+    "kv_offload_policy": "write_through",
+}
+PROMPTS = [
+    word * 6
+    for word in (
+        "Tomas drinks tea in the garden. ",
+        "The code of Lakral is 6423, Mira says. ",
+        "def add(a, b): return a + b\n",
+    )
+]
 
 
 def ask(llm: LLM) -> tuple[list[list[int]], list[int]]:
@@ -30,7 +42,7 @@ def disk(llm: LLM) -> Any:
     return llm.engine.core.state().stats.tiers[Tier.DISK]
 
 
-@pytest.mark.parametrize("sizes", ["tp2", pytest.param("pp2", marks=pytest.mark.full)])
+@pytest.mark.parametrize("sizes", ["tp2", *full_rows(["pp2"])])
 def test_ranks_keep_and_find_their_parts(sizes: str, tmp_path: Path) -> None:
     with LLM(**SMALL, **TIERS) as llm:
         truth = ask(llm)[0]

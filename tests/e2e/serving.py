@@ -1,4 +1,8 @@
-"""A server as a child process, for tests: started on a free port, watched, and gone at the end."""
+"""A server as a child process, for tests: started on a free port, watched, and gone at the end.
+
+Servers and their children are copies of a process that has imported torch (`tests/support/template_process.py`), but
+for those with `TEMPLATE_PROCESS="0"` in their environment.
+"""
 
 import contextlib
 import http.client
@@ -7,13 +11,14 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from ..support import template_process
 
 SOURCE = Path(__file__).resolve().parents[2] / "src"
 PATIENCE = 60.0  # seconds after which a test gives up; nothing here waits so long unless something is broken
@@ -118,9 +123,14 @@ def wait_until(condition: Callable[[], bool], what: str = "") -> None:
 
 def children(pid: int) -> list[int]:
     """The processes that a process has started and that still run."""
-    shown = subprocess.run(["ps", "-A", "-o", "pid=,ppid=,state="], capture_output=True, text=True, check=True).stdout
-    rows = [line.split() for line in shown.splitlines()]
-    return [int(child) for child, parent, state in rows if int(parent) == pid and state[0] != "Z"]
+    names = "pid=,ppid=,state=,comm="
+    shown = subprocess.run(["ps", "-A", "-o", names], capture_output=True, text=True, check=True).stdout
+    rows = [line.split(maxsplit=3) for line in shown.splitlines()]
+    return [
+        int(child)
+        for child, parent, state, name in rows
+        if int(parent) == pid and state[0] != "Z" and name != template_process.NAME
+    ]
 
 
 def is_running(pid: int) -> bool:
@@ -140,8 +150,8 @@ def running_server(*flags: str, wait: str = "/ready", command: str = "serve", **
     with tempfile.TemporaryDirectory(prefix="quire-test-") as folder:
         log = Path(folder, "stderr")
         with log.open("wb") as stderr:
-            process = subprocess.Popen(
-                [sys.executable, "-m", "quire", command, "--port", "0", *flags],
+            process = template_process.start(
+                ["-m", "quire", command, "--port", "0", *flags],
                 stdin=subprocess.DEVNULL,
                 stdout=stderr,
                 stderr=stderr,

@@ -22,6 +22,8 @@ from quire.procs.launchers import LocalLauncher
 from quire.procs.rank_watch import RankTimes
 from quire.procs.ranks import RankProcesses
 
+from . import template_process
+
 ROOT = Path(__file__).resolve().parents[2]
 ENV = {"PYTHONPATH": f"{ROOT / 'src'}:{ROOT / 'tests' / 'support'}"}
 MODULE = "fake_rank"
@@ -120,15 +122,15 @@ def _threads() -> list[str]:
 
 
 def children(parent: int) -> list[int]:
-    """Return the process ids of a process's children, zombies included."""
+    """Return the process ids of a process's children, zombies included, without its templates."""
     found = []
     for entry in os.listdir("/proc"):
         if entry.isdecimal():
             try:
-                fields = Path(f"/proc/{entry}/stat").read_text().rpartition(")")[2].split()
+                name, _, text = Path(f"/proc/{entry}/stat").read_text().rpartition(")")
             except OSError:
                 continue
-            if int(fields[1]) == parent:
+            if int(text.split()[1]) == parent and template_process.NAME not in name:
                 found.append(int(entry))
     return sorted(found)
 

@@ -4,7 +4,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -26,6 +25,7 @@ from quire.procs.rank_messages import RankStep
 from quire.procs.rank_watch import RankTimes
 from quire.procs.ranks import RankProcesses
 
+from ...support import template_process
 from ...support.started_ranks import ENV, MODULE, ROOT, exists, nothing_left, plan, until
 
 KEY = "the key of these tests"
@@ -52,9 +52,13 @@ class Cluster:
 
     def agent(self, node: int, key: str = KEY, ranks: str = MODULE) -> "subprocess.Popen[str]":
         script = ROOT / "tests" / "support" / "fake_host.py"
-        program = [sys.executable, str(script), str(self.port), key, str(node), ranks]
-        self.agents[node] = subprocess.Popen(
-            program, env=os.environ | ENV, text=True, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL
+        self.agents[node] = template_process.start(
+            [str(script), str(self.port), key, str(node), ranks],
+            env=os.environ | ENV,
+            text=True,
+            stderr=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            start_new_session=True,
         )
         return self.agents[node]
 
@@ -189,15 +193,12 @@ time.sleep(1000)
 
 def test_a_killed_master_leaves_nothing() -> None:
     program = PARENT.format(root=str(ROOT))
-    with subprocess.Popen(
-        [sys.executable, "-c", program], env=os.environ | ENV, cwd=ROOT, stdout=subprocess.PIPE, text=True
-    ) as master:
+    options: dict[str, Any] = {"env": os.environ | ENV, "text": True, "start_new_session": True}
+    with template_process.start(["-c", program], cwd=ROOT, stdout=subprocess.PIPE, **options) as master:
         assert master.stdout is not None
         port = master.stdout.readline().strip()
-        words = [sys.executable, str(ROOT / "tests" / "support" / "fake_host.py"), port, KEY, "1"]
-        with subprocess.Popen(
-            words, env=os.environ | ENV, text=True, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL
-        ) as agent:
+        words = [str(ROOT / "tests" / "support" / "fake_host.py"), port, KEY, "1"]
+        with template_process.start(words, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, **options) as agent:
             pids = [int(word) for word in master.stdout.readline().split()]
             assert all(map(exists, pids))
             master.kill()

@@ -32,7 +32,7 @@ def clean() -> Iterator[None]:
         yield
 
 
-def test_ranks_are_built_and_sized_in_step() -> None:
+def test_ranks_are_built_and_sized_in_step(real: None) -> None:
     processes, told = ranks({"loads": 3}, {"loads": 5}, {}), []
     built = processes.build(lambda done, total: told.append((done, total)))
     assert [msgspec.json.decode(payload) for payload in built] == [{"index": i, "bytes": 100 + i} for i in range(3)]
@@ -147,7 +147,7 @@ def test_ranks_have_the_environment_of_their_parent_and_more(monkeypatch: pytest
         assert processes.ask("variable", {"name": "PYTHONPATH"})(None) == [ENV["PYTHONPATH"]] * 2
 
 
-def test_plans_larger_than_the_socket_arrive() -> None:
+def test_plans_larger_than_the_socket_arrive(real: None) -> None:
     with running({}, {}) as processes:
         for step in range(4):
             processes.send(RankStep(plan(step, prompt=500_000)))

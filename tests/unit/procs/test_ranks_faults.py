@@ -4,7 +4,6 @@ import gc
 import os
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -17,6 +16,7 @@ from quire.contracts.protocols import ExecutorFacts
 from quire.procs.rank_messages import RankStep
 from quire.procs.ranks import RankProcesses, RanksExecutor
 
+from ...support import template_process
 from ...support.started_ranks import (
     ENV,
     MODULE,
@@ -30,6 +30,7 @@ from ...support.started_ranks import (
     state,
     until,
 )
+from ...support.template_process import SWITCH
 
 FACTS = ExecutorFacts(depth=2, decode_lag=2, num_slots=1, num_blocks=1, block_size=1, max_model_len=1, vocab_size=1)
 LONG = 1000.0
@@ -68,6 +69,10 @@ def wait_in(processes: RankProcesses, place: str) -> None:
 PLACES = ["build", "size", "submit", "collect", "control", "idle"]
 
 
+def test_a_killed_rank_that_started_as_a_product_s_is_told(real: None) -> None:
+    test_a_killed_rank_is_told_to_whoever_waits("collect")
+
+
 @pytest.mark.parametrize("place", PLACES)
 def test_a_killed_rank_is_told_to_whoever_waits(place: str) -> None:
     processes = ranks({"waits": {place: LONG}}, {"waits": {place: LONG}})
@@ -77,7 +82,7 @@ def test_a_killed_rank_is_told_to_whoever_waits(place: str) -> None:
         os.kill(processes.pids[1], signal.SIGKILL)
         killed.append(time.monotonic())
 
-    later(kill, 1.0)
+    later(kill)
     with pytest.raises(EngineDead) as caught:
         wait_in(processes, place)
     print(f"told after {time.monotonic() - killed[0]:.3f} s")
@@ -95,7 +100,7 @@ def test_a_killed_rank_is_told_to_whoever_waits(place: str) -> None:
 @pytest.mark.parametrize("place", ["build", "collect", "idle"])
 def test_a_stopped_rank_is_killed_and_told(place: str) -> None:
     processes = ranks({"waits": {place: LONG}}, {"waits": {place: LONG}}, stopped=0.6, beat=0.1)
-    later(lambda: os.kill(processes.pids[0], signal.SIGSTOP), 1.0)
+    later(lambda: os.kill(processes.pids[0], signal.SIGSTOP))
     with pytest.raises(EngineDead) as caught:
         wait_in(processes, place)
     told = f"rank 0 (tp 0, pid {processes.pids[0]}) is stopped (SIGSTOP, or a debugger) and has sent nothing for "
@@ -157,14 +162,14 @@ def test_answers_to_operations_are_not_mixed() -> None:
 
 
 def test_a_long_step_is_no_fault() -> None:
-    slow = {"waits": {"collect": 2.0, "submit": 2.0}}
+    slow = {"waits": {"collect": 1.3, "submit": 1.3}}
     with running(slow, slow, beat=0.05, stopped=1.0, silent=1.0) as processes:
         processes.send(RankStep(plan(0)))
         assert processes.collect().step == 0
 
 
 def test_a_rank_that_holds_python_s_lock_is_a_fault_only_after_the_longer_time() -> None:
-    with running({}, {"holds": 2.0}, beat=0.05, stopped=0.5, silent=30.0, leads=(1,)) as processes:
+    with running({}, {"holds": 1.2}, beat=0.05, stopped=0.5, silent=30.0, leads=(1,)) as processes:
         processes.send(RankStep(plan(0)))
         assert processes.collect().step == 0
     with running({}, {"holds": LONG}, beat=0.05, stopped=0.5, silent=1.0, leads=(1,)) as processes:
@@ -191,13 +196,13 @@ with running({{}}, {{}}, beat=0.1, stopped=1.0, silent=1.0) as processes:
 def test_a_suspended_parent_is_no_fault_of_its_ranks(pids: str) -> None:
     """Alone, or with its ranks: then nothing has arrived meanwhile."""
     program = SUSPENDED.format(root=str(Path(__file__).resolve().parents[3]), pids=pids)
-    with subprocess.Popen(
-        [sys.executable, "-c", program], env=os.environ | ENV, stdout=subprocess.PIPE, text=True, start_new_session=True
+    with template_process.start(
+        ["-c", program], env=os.environ | ENV, stdout=subprocess.PIPE, text=True, start_new_session=True
     ) as parent:
         assert parent.stdout is not None
         stopped = [] if pids == "()" else [int(word) for word in parent.stdout.readline().split()]
         until(lambda: state(parent.pid) == "T", "the parent does not stop")
-        time.sleep(3.0)
+        time.sleep(1.5)
         parent.send_signal(signal.SIGCONT)
         time.sleep(0.3)
         for pid in stopped:
@@ -251,8 +256,13 @@ print(*processes.pids, flush=True)
 @pytest.mark.parametrize("work", [IMPORTING, BUILDING, COMPUTING, FORKED, NEVER_CLOSED])
 def test_ranks_do_not_outlive_their_parent(work: str) -> None:
     program = ORPHANS.format(root=str(Path(__file__).resolve().parents[3]), work=work)
-    with subprocess.Popen(
-        [sys.executable, "-c", program], env=os.environ | ENV, stdout=subprocess.PIPE, text=True
+    variables = {SWITCH: "0"} if work is COMPUTING else {}  # as the product starts them
+    with template_process.start(
+        ["-c", program],
+        env=os.environ | ENV | variables,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
     ) as parent:
         assert parent.stdout is not None
         pids = [int(word) for word in parent.stdout.readline().split()]
