@@ -6,7 +6,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
+from hypothesis import Phase, settings
+
+from .support.full import FULL
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -15,7 +17,10 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell leaves it fo
 
 # Machines differ; a slow one is no bug. The same examples in every run, but for those of the long products: what is red
 # was made red by a change.
-settings.register_profile("quire", deadline=None, print_blob=True, derandomize=os.environ.get("QUIRE_FULL") != "1")
+settings.register_profile("quire", deadline=None, print_blob=True, derandomize=not FULL)
+settings.register_profile(
+    "faults", settings.get_profile("quire"), phases=(Phase.explicit, Phase.generate)
+)  # no shrinking
 settings.load_profile("quire")
 
 
@@ -42,12 +47,4 @@ def shared() -> Path:
 @pytest.fixture(scope="session")
 def full() -> bool:
     """True with QUIRE_FULL=1: the long products run, and pairwise covers become full ones."""
-    return os.environ.get("QUIRE_FULL") == "1"
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if os.environ.get("QUIRE_FULL") == "1":
-        return
-    for item in items:
-        if item.get_closest_marker("full"):
-            item.add_marker(pytest.mark.skip(reason="long; runs with scripts/test --full, or QUIRE_FULL=1 pytest"))
+    return FULL

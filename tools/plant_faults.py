@@ -84,7 +84,8 @@ def run(copy: Path, tests: list[str]) -> int:
     shared = os.environ.get("QUIRE_TEST_SHARED") or str(ROOT.parent / "shared")
     interpret = {} if any("e2e" in test or "dist" in test for test in tests) else {"TRITON_INTERPRET": "1"}
     environment = {**os.environ, "PYTHONPATH": str(copy / "src"), "QUIRE_TEST_SHARED": shared, **interpret}
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests]
+    quick = [] if "faults" not in (copy / "tests/conftest.py").read_text() else ["--hypothesis-profile", "faults"]
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *quick, *tests]
     try:
         done = subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True, timeout=SECONDS)
     except subprocess.TimeoutExpired:
