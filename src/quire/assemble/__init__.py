@@ -374,7 +374,7 @@ def assemble_core(parts: Parts, compiler: GrammarCompiler | None, replica: int =
             "dtype": plan.dtype,
             "memory": memory,
             "kernels": plan.kernels,
-            "experts": plan.experts and f"{plan.experts.experts} (dispatcher {plan.experts.dispatcher})",
+            "experts": plan.experts and f"{plan.experts.kernels} (dispatcher {plan.experts.dispatcher})",
             "engine": msgspec.json.encode(report.describe()).decode(),
         }
         | parts.plans

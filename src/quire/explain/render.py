@@ -9,6 +9,7 @@ from rich.console import Group
 from rich.text import Text
 from rich.tree import Tree
 
+from quire.config.resolve_moe import DISPATCHERS, kind_words
 from quire.contracts.scheme import Wire
 from quire.entry.cli.table import format_bytes as size
 from quire.explain.render_ranks import Plan, add, add_ranks, folded
@@ -153,22 +154,32 @@ def _kernels(branch: Tree, plan: Plan) -> None:
         if isinstance(one, str):
             add(branch, one)
             continue
-        result = f"to be summed over {' and '.join(one['partial_over'])}" if one["partial_over"] else "whole"
-        words = "dispatcher {dispatcher} ({layout} rows, {numbering} expert ids), kernel {experts}{can}; "
-        words += f"routing weights applied by the {WEIGH[one['weighs']]}, shared experts {{shared}}, result {result}"
-        words = words.format(**one, can=f" ({', '.join(one['features'])})" if one["features"] else "")
-        node = add(branch, f"experts in {phases}: {words} ({one['decided']})")
-        if one["dispatcher"] != "none":
-            add(node, f"rows travel to experts {Wire(**one['wire']['form'])}: {one['wire']['decided']}")
-        for dispatcher, kernel, why in one["candidates"]:
-            if why and (dispatcher, kernel) != (one["dispatcher"], one["experts"]):
-                add(node, f"not {dispatcher} with {kernel or 'any kernel'}: {why}")
+        for plan in (one, *one["others"]):
+            _experts(branch, phases, plan, f" of {kind_words(plan['weights'])}" if one["others"] else "")
+
+
+def _experts(branch: Tree, phases: str, one: Plan, weights: str) -> None:
+    """Add a plan of experts; `weights`: their kind, where layers differ in it."""
+    rows = DISPATCHERS[one["dispatcher"]]
+    result = f"to be summed over {' and '.join(one['partial_over'])}" if one["partial_over"] else "whole"
+    can = f" ({', '.join(one['features'])})" if one["features"] else ""
+    words = f"dispatcher {one['dispatcher']} ({rows.layout} rows, {rows.numbering} expert ids), kernel "
+    words += f"{one['experts']}{can}; routing weights applied by the {WEIGH[one['weighs']]}, shared experts "
+    words += f"{one['shared']}, result {result}"
+    node = add(branch, f"experts{weights} in {phases}: {words} ({one['decided']})")
+    if one["dispatcher"] != "none":
+        add(node, f"rows travel to experts {Wire(**one['wire']['form'])}: {one['wire']['decided']}")
+    for dispatcher, kernel, why in one["candidates"]:
+        if why and (dispatcher, kernel) != (one["dispatcher"], one["experts"]):
+            add(node, f"not {dispatcher} with {kernel or 'any kernel'}: {why}")
 
 
 def _phases(moe: Plan) -> Iterator[tuple[str, Any]]:
     """Yield (phases, plan) of the expert layers; phases with the same plan are joined."""
     same = {
-        phase: one.replace(f"in {phase} on", "in {} on") if isinstance(one, str) else {**one, "phase": ""}
+        phase: one.replace(f"in {phase} on", "in {} on")
+        if isinstance(one, str)
+        else {**one, "phase": "", "others": [{**other, "phase": ""} for other in one["others"]]}
         for phase, one in moe.items()
     }
     first, *others = same.values() or [None]

@@ -14,9 +14,11 @@ from quire.config.bundled import NAME
 from quire.config.placement import Rank, ranks
 from quire.config.pooling import read_pooling
 from quire.config.resolve import MemoryPlan
+from quire.config.resolve_moe import MoEPlan
 from quire.contracts.blocks import KVGeometry
 from quire.contracts.errors import WeightsError
 from quire.contracts.params import Param, fused
+from quire.contracts.scheme import Scheme
 from quire.contracts.step import CHECK_LAYER, FIRST_TOKENS
 from quire.kernels.linear.plan import LinearPlan
 from quire.kernels.select import Choice
@@ -25,6 +27,7 @@ from quire.models.collectives import collectives, groups
 from quire.models.drafts import joined
 from quire.models.facts import model_facts
 from quire.models.layout import alone, layout, stored_names
+from quire.models.memory_report import describe_memory
 from quire.models.notes import parallel_notes
 from quire.models.plan import EnginePlan, keep_stored
 from quire.models.registry import ITEM_BYTES, linear_plans, rank_geometry
@@ -102,7 +105,7 @@ class PlanReport:
             "speculation": self._speculation(),
             "blend": self._blend(),
             "not_read": self._not_read(),
-            "memory": self._memory(),
+            "memory": describe_memory(self),
             "ranks": [self.describe_rank(rank, held) for rank, held in self.held],
             "groups": groups(self.plan.mesh.parallel),
             "collectives": self.exchanges(),
@@ -260,12 +263,6 @@ class PlanReport:
         return {choice.op: choice for choice in self.plan.kernels if not choice.weights}
 
     @cached_property
-    def _names(self) -> dict[str, str]:
-        """Operation -> name of its implementation, without experts that no kernel can run."""
-        experts = {"experts": self.plan.experts.experts} if self.plan.experts else {}
-        return {op: choice.name for op, choice in self._chosen.items()} | experts
-
-    @cached_property
     def _linears(self) -> Mapping[str, LinearPlan]:
         """Plans of the linear layers of all stages; the ranks of a stage have the same plans."""
         if self.plan.mesh.parallel.pp == 1:
@@ -283,11 +280,21 @@ class PlanReport:
         """Features of the kernel of a linear layer; `name` is its name below the decoder layer `at`."""
         return self._linears[at + name].features
 
+    def _experts(self, parameters: Iterable[str]) -> MoEPlan | None:
+        """Plan of the experts that have these parameters; None where no kernel can run them, or without experts."""
+        schemes = [self._schemes[name] for name in parameters if name in self._schemes]
+        return self.plan.experts.of(schemes[0]) if schemes and self.plan.experts else None
+
     @cached_property
-    def _in_place(self) -> bool:
-        """True where experts are not packed: they are loaded in place, or no kernel can run them."""
+    def _schemes(self) -> dict[str, Scheme | None]:
+        """Parameter of experts -> its scheme."""
+        return {param.name: param.scheme for param in self._listed if param.shard == "experts"}
+
+    def _in_place(self, name: str) -> bool:
+        """True where a parameter of experts is not packed: it is loaded in place, or no kernel can run it."""
         elsewhere = self.plan.config.load.load_device == "cpu" != self.plan.machine.device
-        return self.plan.experts is None or "in place" in self.plan.experts.features and not elsewhere
+        experts = self._experts([name])
+        return experts is None or "in place" in experts.features and not elsewhere
 
     def _qualified(self, function: str, parameters: Iterable[str]) -> str:
         """Return the full name of a function ("linear.run"), of the implementation planned for these parameters."""
@@ -295,7 +302,8 @@ class PlanReport:
         if op == "linear":
             modules = (name.rpartition(".")[0] for name in parameters)
             return f"quire.kernels.linear.{next(m for m in map(self._linears.get, modules) if m).layout}.{rest}"
-        name = self._names.get(op)
+        experts = self._experts(parameters) if op == "experts" else None
+        name = experts.experts if experts else self._chosen[op].name if op in self._chosen else ""
         return f"quire.kernels.{op}.{name}.{rest}" if name else function
 
     def _layers(self) -> Iterator[dict[str, Any]]:
@@ -319,7 +327,7 @@ class PlanReport:
             ]
             run = {parameter: call["function"] for call in reversed(named) for parameter in call["parameters"]}
             weights = [
-                self._weight(param, run.get(name, ""), pack_function(args, name, linear, self._in_place))
+                self._weight(param, run.get(name, ""), pack_function(args, name, linear, self._in_place(at + name)))
                 for name, param in params.items()
             ]
             yield {
@@ -379,7 +387,7 @@ class PlanReport:
         return "" if self.plan.mesh.parallel.tp == 1 else sliced if param.shard == "experts" else param.shard
 
     @cached_property
-    def _cache_scales(self) -> list[tuple[str, str]]:
+    def cache_scales(self) -> list[tuple[str, str]]:
         """Names of the stored scales of keys and values that an 8-bit cache uses, by layer; []: all are 1, or none."""
         try:
             return scale_names(self.files, self.plan.args) if self.plan.cache.scaled else []
@@ -388,78 +396,13 @@ class PlanReport:
 
     def _not_read(self) -> dict[str, int]:
         """Checkpoint tensors that no parameter reads -> their number; a layer behind the last one is one entry."""
-        read = set(stored_names(self.layout)).union(*self._cache_scales)
+        read = set(stored_names(self.layout)).union(*self.cache_scales)
         layers = [f"model.layers.{self.plan.args.num_layers + i}." for i in range(self.plan.args.extra_layers)]
         found = {f"{layer}*": 0 for layer in layers}
         for name in sorted(self.files.keys() - read):
             shown = next((f"{layer}*" for layer in layers if name.startswith(layer)), name)
             found[shown] = found.get(shown, 0) + 1
         return found
-
-    def _memory(self) -> dict[str, Any]:
-        plan, (rank, weights) = self.memory, self.held[self.fullest]
-        cache = self.page(rank) if isinstance(plan, str) else plan.geometry
-        page, size, group = cache.page_bytes, cache.block_size, cache.groups[0]
-        known = {
-            "rank": self.fullest,
-            "weights": weights,
-            "buffers": self.plan.of_rank(rank).buffer_bytes,
-            "kv_bytes_per_token": page / size,
-            "block_size": size,
-            "block_bytes": page // len(group.layers),
-            "page_bytes": page,
-            "page_layers": len(group.layers),
-            "components": [[c.name, c.num_heads, c.head_dim, c.dtype] for c in group.components],
-            "draft_layers": group.num_drafts,
-            "draft_components": [[c.name, c.num_heads, c.head_dim, c.dtype] for c in group.drafts],
-            "cache_reason": self.plan.cache.reason,
-            "cache_scales": self._cache_scales,
-            "widened_tokens": self.plan.widened_tokens,
-            "scratch": self.plan.scratch_bytes,
-        }
-        return known | (
-            {"refused": plan}
-            if isinstance(plan, str)
-            else {
-                "num_blocks": plan.num_blocks,
-                "kv_bytes": plan.kv_bytes,
-                "num_tokens": plan.num_tokens,
-                "max_model_len": plan.max_model_len,
-                "notes": plan.notes,
-                "sequences": self.plan.config.scheduler.sequences(),
-                "tiers": self._tiers(plan),
-                "full_sequences": round(plan.num_tokens / plan.max_model_len, 2),
-                "budget": str(plan.budget or ""),
-            }
-        )
-
-    def _tiers(self, memory: MemoryPlan) -> list[dict[str, Any]]:
-        """Return the tiers of KV blocks below the device, the nearest first; [] for none."""
-        offload, page = self.plan.offload, memory.geometry.page_bytes
-        if not offload.host_bytes:
-            return []
-        host = {
-            "name": "host",
-            "bytes": memory.host_blocks * page,
-            "blocks": memory.host_blocks,
-            "tokens": memory.host_blocks * memory.geometry.block_size,
-            "policy": offload.policy,
-            "folder": "",
-        }
-        most = offload.folder_bytes // self.plan.mesh.parallel.replica
-        disk = {
-            "name": "disk",
-            "bytes": most,
-            "blocks": most // page,
-            "policy": offload.policy,
-            "tokens": most // page * memory.geometry.block_size,
-            "folder": offload.folder,
-        }
-        places = [f"{name}:{port}" for name, port in offload.sharing.of(self.plan.mesh.rank.replica).peers]
-        peers = {"name": "peer", "policy": "read", "addresses": places}
-        mapped = places and self.plan.machine.device == "cuda" and self.plan.config.hosts.nnodes == 1
-        devices = [peers | {"name": "cuda_ipc"}] * bool(mapped)
-        return [host, *devices, *[disk] * bool(offload.folder), *[peers] * bool(places)]
 
 
 def _layer(name: str) -> int:
