@@ -200,8 +200,7 @@ def assemble(config: EngineConfig, on_loading: Loading | None = None, *, served:
     notes = (
         *draft_notes(plan),
         *found.quantization.notes,
-        *plan.cache.notes,
-        *plan.offload.notes,
+        *plan.notes,
         *_notes(found.args, plan.dtype, parts.memory, config),
         *unread,
         *parts.notes,

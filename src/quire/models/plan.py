@@ -45,6 +45,7 @@ from quire.models.experts import needs_of_kinds
 from quire.models.graphs import GraphPlan, resolve_graphs
 from quire.models.layout import layout
 from quire.models.missing import Missing, missing_blend, missing_features, missing_speculation
+from quire.models.notes import order_notes
 from quire.models.registry import (
     ITEM_BYTES,
     check_routing,
@@ -173,6 +174,11 @@ class EnginePlan(msgspec.Struct, frozen=True, kw_only=True):
     def offload(self) -> OffloadPlan:
         """The tiers of KV blocks below the device."""
         return resolve_offload(self.config)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Notes for the user: about the KV cache, its tiers, and matrices that are dequantized."""
+        return (*self.cache.notes, *self.offload.notes, *order_notes(self.params, self.dtype.dtype))
 
     @property
     def weight_bytes(self) -> int:
@@ -340,7 +346,8 @@ def keep_stored(
 
     def kept(param: Param) -> bool:
         features = linear if is_linear(param) else experts if param.shard == "experts" else ()
-        return bool(dtype.weights) and "stored" in features and param.scheme is None and not param.dtype
+        plain = param.stored is None and param.scheme is None
+        return bool(dtype.weights) and "stored" in features and plain and not param.dtype
 
     return tuple(msgspec.structs.replace(one, dtype=dtype.weights) if kept(one) else one for one in params)
 

@@ -28,7 +28,7 @@ from quire.models.drafts import joined
 from quire.models.facts import model_facts
 from quire.models.layout import alone, layout, stored_names
 from quire.models.memory_report import describe_memory
-from quire.models.notes import parallel_notes
+from quire.models.notes import order_notes, parallel_notes
 from quire.models.plan import EnginePlan, keep_stored
 from quire.models.registry import ITEM_BYTES, linear_plans, rank_geometry
 from quire.quantization.assign import decided_by, with_formats
@@ -77,10 +77,13 @@ class PlanReport:
     def describe(self) -> dict[str, Any]:
         """Return the report as plain values. Reads the headers of the weights, if the folder has weights."""
         args, config = self.plan.args, self.plan.config
-        notes = (
-            note.removesuffix(".")
-            for note in (*quantization_notes(self.plan.quantization), *parallel_notes(args, config.parallel))
+        plan = self.plan
+        every = (
+            *quantization_notes(plan.quantization, config.load.quantization),
+            *order_notes(plan.params, plan.dtype.dtype),
+            *parallel_notes(args, config.parallel),
         )
+        notes = (note.removesuffix(".") for note in every)
         return {
             "missing": [one._asdict() for one in self.plan.missing],
             "load_error": self.load_error,
