@@ -176,11 +176,6 @@ class EnginePlan(msgspec.Struct, frozen=True, kw_only=True):
         return resolve_offload(self.config)
 
     @property
-    def notes(self) -> tuple[str, ...]:
-        """Notes for the user: about the KV cache, its tiers, and matrices that are dequantized."""
-        return (*self.cache.notes, *self.offload.notes, *order_notes(self.params, self.dtype.dtype))
-
-    @property
     def weight_bytes(self) -> int:
         """Bytes of the parameters as they are loaded, before they are packed."""
         own = unpacked_bytes(self.params, self.dtype.dtype)
@@ -328,6 +323,11 @@ def resolve_engine(
         drafting=Drafting(speculation=speculation),
         quantization=quantization,
     )
+
+
+def plan_notes(plan: EnginePlan) -> tuple[str, ...]:
+    """Return notes for the user: about the KV cache, its tiers, and matrices that are dequantized."""
+    return (*plan.cache.notes, *plan.offload.notes, *order_notes(plan.params, plan.dtype.dtype))
 
 
 def _step_tokens(config: EngineConfig, speculation: Speculation | None) -> int:

@@ -202,6 +202,8 @@ class PlanReport:
         blocks = 0 if isinstance(self.memory, str) else self.memory.num_blocks + 1
         return asdict(rank) | {
             "device": self.plan.machine.device,
+            "expert_ids": list(rank.expert_ids),
+            "balanced": self.plan.mesh.parallel.redundant is not None,
             "bytes": held,
             "kv_bytes": blocks * self.page(rank).page_bytes,
             "buffers": self.plan.of_rank(rank).buffer_bytes,

@@ -9,7 +9,7 @@ import pytest
 from quire.config.checkpoint import parse_checkpoint_config
 from quire.config.placement import Parallel
 from quire.entry.cli.main import main
-from quire.models.plan import EnginePlan
+from quire.models.plan import EnginePlan, plan_notes
 from quire.quantization.read import find_quantization
 
 from ...support.filled_models import planned
@@ -35,9 +35,9 @@ def test_slices_of_columns_are_dequantized_and_a_note_says_so(form: str) -> None
     plan = plan_of(config_of(form), "bfloat16", tp=2)
     plain = {one.name.split(".", 2)[2]: one.dtype for one in plan.params if one.stored and one.scheme is None}
     assert plain == {"attention.output.weight": "", "mlp.down.weight": ""}
-    (note,) = plan.notes
+    (note,) = plan_notes(plan)
     assert note.startswith("o_proj and down_proj: kept in float32, because") and "desc_act=false" in note
-    assert not plan_of(config_of(form)).notes and all(
+    assert not plan_notes(plan_of(config_of(form))) and all(
         one.scheme for one in plan_of(config_of(form)).params if one.stored
     )
 
@@ -48,7 +48,7 @@ def test_both_matrices_of_sliced_experts_are_dequantized_and_whole_ones_stay() -
     for plan, quantized in ((sliced, False), (whole, True)):
         found = {one.name: one.scheme for one in plan.params if one.shard == "experts"}
         assert found and all((scheme is not None) == quantized for scheme in found.values())
-    assert "with all matrices of these experts" in sliced.notes[0] and "experts" not in whole.notes[0]
+    assert "with all matrices of these experts" in plan_notes(sliced)[0] and "experts" not in plan_notes(whole)[0]
 
 
 def test_explain_prints_the_notes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
