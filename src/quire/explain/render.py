@@ -95,13 +95,15 @@ def _layer(tree: Tree, alike: Sequence[Plan], full: bool = False) -> None:
         name = one["name"].split(".", 2)[-1] if one["name"].startswith("layers.") else one["name"]
         cut = f", cut by {one['shard']}" if one["shard"] else ""
         node = add(branch, f"{name}  {_shape(one)}{_parts(one)} {one['dtype']}, {size(one['bytes'])}{cut}")
+        elsewhere = one["load_device"] != one["device"]
+        moved = (
+            f"{size(one['raw_bytes'])} are loaded on {one['load_device']}, {size(one['bytes'])} kept on {one['device']}"
+        )
         if one["stored_as"] or one["decided_by"]:
             stored = f", stored as {one['stored_as']}" if one["stored_as"] not in ("", one["dtype"]) else ""
-            add(
-                node,
-                f"format {one['format']}{stored}; decided by {one['decided_by']}; {size(one['raw_bytes'])} are "
-                f"loaded on {one['load_device']}, {size(one['bytes'])} kept on {one['device']}",
-            )
+            add(node, f"format {one['format']}{stored}; decided by {one['decided_by']}; {moved}")
+        elif elsewhere:
+            add(node, moved)
         for line in _origin(one, layer["layer"] if more else "", full):
             add(node, f"<- {line}")
         steps = (_short(one[step]) for step in ("load", "convert", "pack", "run") if one[step])
@@ -212,6 +214,7 @@ def _memory(tree: Tree, memory: Plan, ranks: Sequence[Plan]) -> None:
         ]
         * (len(ranks) > 1),
         *[_scratch_words(memory)] * (memory["scratch"] > 0),
+        _loading_words(memory["loading"], ranks[0]["device"]),
     ):
         add(branch, line)
     if "refused" in memory:
@@ -227,6 +230,17 @@ def _memory(tree: Tree, memory: Plan, ranks: Sequence[Plan]) -> None:
     ):
         if line:
             add(branch, line)
+
+
+def _loading_words(loading: Plan, device: str) -> str:
+    """Return the most memory that loading takes, in words; device: where the weights are kept."""
+    where = "host memory" if loading["device"] == "cpu" else loading["device"]
+    weights = "the weights, " * (loading["device"] == device)
+    each = " for each rank that loads" if loading["device"] != device else ""
+    return (
+        f"while loading at most {size(loading['bytes'])} of {where}{each}: {weights}{size(loading['units'])} for two "
+        f"units that are loaded, {size(loading['packed'])} for a matrix that is packed"
+    )
 
 
 def _scratch_words(memory: Plan) -> str:

@@ -1,9 +1,15 @@
 """The memory of a plan as plain values: weights, buffers, KV cache, tiers below the device. No torch."""
 
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
+from quire.config.placement import Rank
 from quire.config.resolve import MemoryPlan
+from quire.contracts.params import fused, of_expert
 from quire.models.plan import EnginePlan
+from quire.models.registry import ITEM_BYTES
+from quire.quantization.formats import FORMATS
+from quire.weights.units import LoadUnit
 
 if TYPE_CHECKING:
     from quire.models.report import PlanReport
@@ -30,6 +36,7 @@ def describe_memory(report: "PlanReport") -> dict[str, Any]:
         "cache_scales": report.cache_scales,
         "widened_tokens": whole.widened_tokens,
         "scratch": whole.scratch_bytes,
+        "loading": _loading(report, rank, weights),
     }
     return known | (
         {"refused": plan}
@@ -46,6 +53,33 @@ def describe_memory(report: "PlanReport") -> dict[str, Any]:
             "budget": str(plan.budget or ""),
         }
     )
+
+
+def _loading(report: "PlanReport", rank: Rank, weights: int) -> dict[str, Any]:
+    """Return the most bytes that loading takes on the device that loads, and the parts of them.
+
+    units    two of the largest units in the types in which they are loaded; see `quire.weights.load`
+    packed   the largest matrix, or vector, that is packed beside them
+    """
+    item, units, packed, seen = ITEM_BYTES[report.plan.dtype.dtype], 0, 0, set[object]()
+    for module, group in groupby(report.params_of(rank), key=lambda param: param.module):
+        own = list(group)
+        alike = tuple((param.shape, param.format, param.stored, param.scheme, param.dtype) for param in own)
+        if alike in seen or own[0].shard == "experts" and report.in_place(own[0].name):
+            continue
+        seen.add(alike)
+        count = fused(own[0])[0] if own[0].shard == "experts" else 1
+        one = [of_expert(param, 0, count) for param in own]
+        raws = [raw for param in one for raw in FORMATS[param.format].tensors(param)]
+        units = max(units, 2 * LoadUnit(module, 0, tuple(raws)).num_bytes(item))
+        packed = max(packed, *map(report.num_bytes, one))
+    here = report.load_device == report.plan.machine.device
+    return {
+        "device": report.load_device,
+        "units": units,
+        "packed": packed,
+        "bytes": units + packed + weights * here,
+    }
 
 
 def _tiers(whole: EnginePlan, memory: MemoryPlan) -> list[dict[str, Any]]:

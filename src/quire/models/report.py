@@ -36,7 +36,7 @@ from quire.quantization.formats import num_bytes, raw_tensors
 from quire.quantization.read import format_words, quantization_notes
 from quire.quantization.scheme import scheme_words
 from quire.weights.cache_scales import scale_names
-from quire.weights.files import Checkpoint, stored_in
+from quire.weights.files import Checkpoint, StoredTensor, read_checkpoint, stored_in
 from quire.weights.units import ITEM_BYTES as RAW_BYTES
 
 _READ = {"config": "config.json, device, number type", "tokenizer": "tokenizer and chat template"}
@@ -264,6 +264,17 @@ class PlanReport:
             return {}
 
     @cached_property
+    def _headers(self) -> Mapping[str, StoredTensor]:
+        """Stored tensor -> its header; {} where there are no safetensors files that can be read."""
+        if self.headers is not None:
+            return self.headers.tensors
+        try:
+            found = self.files and any(self._folder.glob("*.safetensors"))
+            return read_checkpoint(self._folder).tensors if found else {}
+        except WeightsError:
+            return {}
+
+    @cached_property
     def _chosen(self) -> dict[str, Choice]:
         return {choice.op: choice for choice in self.plan.kernels if not choice.weights}
 
@@ -295,11 +306,15 @@ class PlanReport:
         """Parameter of experts -> its scheme."""
         return {param.name: param.scheme for param in self._listed if param.shard == "experts"}
 
-    def _in_place(self, name: str) -> bool:
+    @property
+    def load_device(self) -> str:
+        """The device on which weights are loaded, converted and packed."""
+        return "cpu" if self.plan.config.load.load_device == "cpu" else self.plan.machine.device
+
+    def in_place(self, name: str) -> bool:
         """True where a parameter of experts is not packed: it is loaded in place, or no kernel can run it."""
-        elsewhere = self.plan.config.load.load_device == "cpu" != self.plan.machine.device
         experts = self._experts([name])
-        return experts is None or "in place" in experts.features and not elsewhere
+        return experts is None or "in place" in experts.features and self.load_device == self.plan.machine.device
 
     def _qualified(self, function: str, parameters: Iterable[str]) -> str:
         """Return the full name of a function ("linear.run"), of the implementation planned for these parameters."""
@@ -332,7 +347,7 @@ class PlanReport:
             ]
             run = {parameter: call["function"] for call in reversed(named) for parameter in call["parameters"]}
             weights = [
-                self._weight(param, run.get(name, ""), pack_function(args, name, linear, self._in_place(at + name)))
+                self._weight(param, run.get(name, ""), pack_function(args, name, linear, self.in_place(at + name)))
                 for name, param in params.items()
             ]
             yield {
@@ -355,7 +370,6 @@ class PlanReport:
         }
         experts, parts = fused(param)
         rule = scheme_words(param.scheme) if param.scheme else ""
-        load_device = "cpu" if self.plan.config.load.load_device == "cpu" else self.plan.machine.device
         stored = [part.stored for raw in raw_tensors(param) for part in raw.parts]
         return {
             "name": param.name,
@@ -371,15 +385,21 @@ class PlanReport:
             "stored_as": scheme_words(param.stored) if param.stored else "",
             "decided_by": decided_by(param, self.plan.quantization),
             "raw_bytes": self._raw_bytes(param),
-            "load_device": load_device,
+            "load_device": self.load_device,
             "device": self.plan.machine.device,
             "stored": {name: self.files.get(name) for name in stored},
         }
 
     def _raw_bytes(self, param: Param) -> int:
-        """Return the bytes of the tensors that are loaded for a parameter, before they are converted and packed."""
-        item = ITEM_BYTES[param.dtype or self.plan.dtype.dtype]
-        return sum(prod(raw.shape) * RAW_BYTES.get(raw.dtype, item) for raw in raw_tensors(param))
+        """Return the bytes that are read for a parameter: in their stored types, as far as the headers are known."""
+        item, found = ITEM_BYTES[param.dtype or self.plan.dtype.dtype], 0
+        for raw in raw_tensors(param):
+            for part in raw.parts:
+                stored, count = self._headers.get(part.stored), prod(part.local_shape)
+                whole = prod(stored.shape) if stored is not None else 0
+                own = stored.num_bytes // whole if stored is not None and whole else RAW_BYTES.get(raw.dtype, item)
+                found += count * own
+        return found
 
     def _cut(self, param: Param) -> str:
         """Return the way in which ranks divide a parameter; "" where every rank has all of it.
@@ -401,8 +421,8 @@ class PlanReport:
 
     def _not_read(self) -> dict[str, int]:
         """Checkpoint tensors that no parameter reads -> their number; a layer behind the last one is one entry."""
-        read = set(stored_names(self.layout)).union(*self.cache_scales)
-        layers = [f"model.layers.{self.plan.args.num_layers + i}." for i in range(self.plan.args.extra_layers)]
+        read, args = set(stored_names(self.layout)).union(*self.cache_scales), self.plan.args
+        layers = [f"model.layers.{args.num_layers + i}." for i in range(args.draft_layers, args.extra_layers)]
         found = {f"{layer}*": 0 for layer in layers}
         for name in sorted(self.files.keys() - read):
             shown = next((f"{layer}*" for layer in layers if name.startswith(layer)), name)
