@@ -41,7 +41,7 @@ from quire.models.drafts import draft_config, draft_notes, head_method, resolve_
 from quire.models.missing import check_missing
 from quire.models.notes import parallel_notes
 from quire.models.obtain import obtain_weights, read_model
-from quire.models.plan import EnginePlan, Machine, resolve_engine, resolve_sizing
+from quire.models.plan import EnginePlan, Machine, plan_notes, resolve_engine, resolve_sizing
 from quire.models.rank_report import rank_lines
 from quire.models.report import PlanReport
 from quire.observe.progress import Progress
@@ -200,8 +200,7 @@ def assemble(config: EngineConfig, on_loading: Loading | None = None, *, served:
     notes = (
         *draft_notes(plan),
         *found.quantization.notes,
-        *plan.cache.notes,
-        *plan.offload.notes,
+        *plan_notes(plan),
         *_notes(found.args, plan.dtype, parts.memory, config),
         *unread,
         *parts.notes,
@@ -374,7 +373,7 @@ def assemble_core(parts: Parts, compiler: GrammarCompiler | None, replica: int =
             "dtype": plan.dtype,
             "memory": memory,
             "kernels": plan.kernels,
-            "experts": plan.experts and f"{plan.experts.experts} (dispatcher {plan.experts.dispatcher})",
+            "experts": plan.experts and f"{plan.experts.kernels} (dispatcher {plan.experts.dispatcher})",
             "engine": msgspec.json.encode(report.describe()).decode(),
         }
         | parts.plans

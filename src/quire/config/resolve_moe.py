@@ -4,7 +4,7 @@ Dispatchers and kernels declare as data what they produce and accept. A pair fit
 the numbering of experts and the part that weighs results. Topology, machine and phase must allow the pair, too.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from quire.config.checkpoint import ModelArgs
@@ -116,8 +116,8 @@ class MoEPlan:
     phase         "prefill" or "decode"
     dispatcher    brings tokens to the ranks of their experts and results back
     experts       name of the experts kernel
+    weights       kind of quantized weights that the kernel is for (`kind_of`); (): unquantized
     features      optional features of that kernel
-    layout, numbering   as in `Dispatcher`
     quantize_at   stage that quantizes activations: "nowhere", "wire" (before they are sent), "experts" (the kernel)
     weighs        stage that multiplies by the router's weights and sums a token's top-k results, as in `Dispatcher`
     partial_over  groups of ranks over which the caller must sum the result; empty: the result is complete
@@ -127,14 +127,14 @@ class MoEPlan:
                   excludes the dispatcher with every kernel
     decided       reason for the choice, and the line of the code that made it
     wire          form of rows on the way to experts: see `quire.models.wire`
+    others        plans of the layers whose experts have weights of other kinds; they have the same dispatcher
     """
 
     phase: str
     dispatcher: str
     experts: str
+    weights: tuple[str, ...]
     features: tuple[str, ...]
-    layout: str
-    numbering: str
     quantize_at: str
     weighs: str
     partial_over: tuple[str, ...]
@@ -144,6 +144,28 @@ class MoEPlan:
     candidates: tuple[tuple[str, str, str], ...]
     decided: str
     wire: WirePlan = WirePlan()
+    others: tuple["MoEPlan", ...] = ()
+
+    @property
+    def layout(self) -> str:
+        """Rows that the experts get, as in `Dispatcher`."""
+        return DISPATCHERS[self.dispatcher].layout
+
+    @property
+    def numbering(self) -> str:
+        """Expert ids of these rows, as in `Dispatcher`."""
+        return DISPATCHERS[self.dispatcher].numbering
+
+    @property
+    def kernels(self) -> str:
+        """Names of the kernels of all layers, such as "hopper and scaled"."""
+        return " and ".join(dict.fromkeys(one.experts for one in (self, *self.others)))
+
+    def of(self, scheme: Scheme | None) -> "MoEPlan":
+        """Return the plan of the layers whose experts' weights have this scheme."""
+        found = [one for one in (self, *self.others) if one.weights == kind_of(scheme)]
+        assert found, f"no kernel was chosen for experts of {scheme}"
+        return found[0]
 
     @property
     def implemented(self) -> bool:
@@ -157,7 +179,24 @@ class MoEPlan:
             f"{self.experts}; weighed by {self.weighs}, quantized {self.quantize_at}, result {result}, shared "
             f"experts {self.shared}, {'capturable' if self.capturable else 'not capturable'}; {self.decided}"
             + _table(self.candidates)
+            + "".join(f"\nof {kind_words(one.weights)} {one}" for one in self.others)
         )
+
+
+def kind_of(scheme: Scheme | None) -> tuple[str, ...]:
+    """Return the kind of weights for which a kernel of experts is chosen; (): unquantized.
+
+    Groups that are no multiple of 32 are a kind of their own, because not every kernel of integers runs these.
+    """
+    if scheme is None:
+        return ()
+    odd = scheme.values in ("w4", "w8") and scheme.block[1] % 32
+    return (*sorted(scheme.needs), *[f"in groups of {scheme.block[1]}"] * bool(odd))
+
+
+def kind_words(weights: Sequence[str]) -> str:
+    """Return the words for a kind of weights, such as "fp8 block weights"."""
+    return f"{' '.join(weights) or 'unquantized'} weights"
 
 
 def resolve_moe(
@@ -195,9 +234,8 @@ def resolve_moe(
         phase=phase,
         dispatcher=chosen[0],
         experts=chosen[1],
+        weights=kind_of(scheme),
         features=hardware.features.get(chosen[1], ()),
-        layout=dispatcher.layout,
-        numbering=dispatcher.numbering,
         weighs=dispatcher.weighs,
         quantize_at="experts" if scheme and scheme.inputs else "nowhere",
         partial_over=partial,

@@ -50,17 +50,17 @@ def verify(
 ) -> Report:
     """Compare `model` (folder, hub id, or "" for the bundled one) with transformers. Return the report.
 
-    config      engine options; dtype and KV cache are forced to float32, and the device to the CPU
+    config      engine options; dtype and KV cache are float32, the device is the CPU, and no drafts are verified.
+                Options that ask for something else are refused
     prompt      text to compare on; by default a sentence with figures, or fixed ids for a model without a tokenizer
     reference   folder of another checkpoint, which transformers reads instead of `model`. Its tensors are named as
                 in `model`, or as in the model family of the config.json in this folder
-    Raises ConfigError when transformers is not installed or the context is too short, ModelError for a tensor that
-    the reference lacks, and the errors of `assemble`.
+    Raises ConfigError when transformers is not installed, for such options, or if the context is too short; ModelError
+    for a tensor that the reference lacks, and the errors of `assemble`.
     """
     _need_transformers()
     config = config or EngineConfig()
-    if config.device.device not in ("auto", "cpu"):
-        raise ConfigError(f"verify compares step by step on the CPU: leave out device={config.device.device}.")
+    _check_options(config)
     config = replace(
         config,
         model=replace(config.model, model=model, dtype="float32"),
@@ -69,6 +69,8 @@ def verify(
     )
     engine = assemble(_without_missing_tokenizer(config, model))
     try:
+        if engine.config.scheduler.speculative_config is not None:  # of a repository that names its model
+            raise ConfigError(f"verify compares a model without drafts: give {engine.folder}.")
         return _compared(engine, model or "quire-tiny", prompt, reference)
     finally:
         engine.close()
@@ -141,6 +143,26 @@ def _bound(step: str, num_rows: int, rounds: bool) -> float:
     if step.endswith("norm"):
         return NORM_BOUND
     return BOUND + TURN * num_rows if step in ("queries", "keys") else BOUND
+
+
+def _check_options(config: EngineConfig) -> None:
+    """Raise ConfigError for options that name something else than is compared."""
+    if config.device.device not in ("auto", "cpu"):
+        raise ConfigError(f"verify compares step by step on the CPU: leave out device={config.device.device}.")
+    cache, dtype, asked = config.cache.kv_cache_dtype, config.model.dtype, config.scheduler.speculative_config
+    if cache not in ("auto", "float32"):
+        raise ConfigError(
+            f"verify compares with keys and values in float32: leave out --kv-cache-dtype {cache}, whose rounding "
+            "is no error of a step."
+        )
+    if dtype not in ("auto", "float32"):
+        raise ConfigError(f"verify compares in float32: leave out --dtype {dtype}.")
+    if asked is not None:
+        drafter = f"method {asked['method']}" if asked.get("method") else "a draft model"
+        raise ConfigError(
+            f"verify compares the layers of a model, without drafts ({drafter}): "
+            "leave out --speculative-config. Drafts change no token: each is verified by these layers."
+        )
 
 
 def _need_transformers() -> None:

@@ -9,6 +9,7 @@ from rich.console import Group
 from rich.text import Text
 from rich.tree import Tree
 
+from quire.config.resolve_moe import DISPATCHERS, kind_words
 from quire.contracts.scheme import Wire
 from quire.entry.cli.table import format_bytes as size
 from quire.explain.render_ranks import Plan, add, add_ranks, folded
@@ -94,13 +95,15 @@ def _layer(tree: Tree, alike: Sequence[Plan], full: bool = False) -> None:
         name = one["name"].split(".", 2)[-1] if one["name"].startswith("layers.") else one["name"]
         cut = f", cut by {one['shard']}" if one["shard"] else ""
         node = add(branch, f"{name}  {_shape(one)}{_parts(one)} {one['dtype']}, {size(one['bytes'])}{cut}")
+        elsewhere = one["load_device"] != one["device"]
+        moved = (
+            f"{size(one['raw_bytes'])} are loaded on {one['load_device']}, {size(one['bytes'])} kept on {one['device']}"
+        )
         if one["stored_as"] or one["decided_by"]:
             stored = f", stored as {one['stored_as']}" if one["stored_as"] not in ("", one["dtype"]) else ""
-            add(
-                node,
-                f"format {one['format']}{stored}; decided by {one['decided_by']}; {size(one['raw_bytes'])} are "
-                f"loaded on {one['load_device']}, {size(one['bytes'])} kept on {one['device']}",
-            )
+            add(node, f"format {one['format']}{stored}; decided by {one['decided_by']}; {moved}")
+        elif elsewhere:
+            add(node, moved)
         for line in _origin(one, layer["layer"] if more else "", full):
             add(node, f"<- {line}")
         steps = (_short(one[step]) for step in ("load", "convert", "pack", "run") if one[step])
@@ -153,22 +156,32 @@ def _kernels(branch: Tree, plan: Plan) -> None:
         if isinstance(one, str):
             add(branch, one)
             continue
-        result = f"to be summed over {' and '.join(one['partial_over'])}" if one["partial_over"] else "whole"
-        words = "dispatcher {dispatcher} ({layout} rows, {numbering} expert ids), kernel {experts}{can}; "
-        words += f"routing weights applied by the {WEIGH[one['weighs']]}, shared experts {{shared}}, result {result}"
-        words = words.format(**one, can=f" ({', '.join(one['features'])})" if one["features"] else "")
-        node = add(branch, f"experts in {phases}: {words} ({one['decided']})")
-        if one["dispatcher"] != "none":
-            add(node, f"rows travel to experts {Wire(**one['wire']['form'])}: {one['wire']['decided']}")
-        for dispatcher, kernel, why in one["candidates"]:
-            if why and (dispatcher, kernel) != (one["dispatcher"], one["experts"]):
-                add(node, f"not {dispatcher} with {kernel or 'any kernel'}: {why}")
+        for plan in (one, *one["others"]):
+            _experts(branch, phases, plan, f" of {kind_words(plan['weights'])}" if one["others"] else "")
+
+
+def _experts(branch: Tree, phases: str, one: Plan, weights: str) -> None:
+    """Add a plan of experts; `weights`: their kind, where layers differ in it."""
+    rows = DISPATCHERS[one["dispatcher"]]
+    result = f"to be summed over {' and '.join(one['partial_over'])}" if one["partial_over"] else "whole"
+    can = f" ({', '.join(one['features'])})" if one["features"] else ""
+    words = f"dispatcher {one['dispatcher']} ({rows.layout} rows, {rows.numbering} expert ids), kernel "
+    words += f"{one['experts']}{can}; routing weights applied by the {WEIGH[one['weighs']]}, shared experts "
+    words += f"{one['shared']}, result {result}"
+    node = add(branch, f"experts{weights} in {phases}: {words} ({one['decided']})")
+    if one["dispatcher"] != "none":
+        add(node, f"rows travel to experts {Wire(**one['wire']['form'])}: {one['wire']['decided']}")
+    for dispatcher, kernel, why in one["candidates"]:
+        if why and (dispatcher, kernel) != (one["dispatcher"], one["experts"]):
+            add(node, f"not {dispatcher} with {kernel or 'any kernel'}: {why}")
 
 
 def _phases(moe: Plan) -> Iterator[tuple[str, Any]]:
     """Yield (phases, plan) of the expert layers; phases with the same plan are joined."""
     same = {
-        phase: one.replace(f"in {phase} on", "in {} on") if isinstance(one, str) else {**one, "phase": ""}
+        phase: one.replace(f"in {phase} on", "in {} on")
+        if isinstance(one, str)
+        else {**one, "phase": "", "others": [{**other, "phase": ""} for other in one["others"]]}
         for phase, one in moe.items()
     }
     first, *others = same.values() or [None]
@@ -201,6 +214,7 @@ def _memory(tree: Tree, memory: Plan, ranks: Sequence[Plan]) -> None:
         ]
         * (len(ranks) > 1),
         *[_scratch_words(memory)] * (memory["scratch"] > 0),
+        _loading_words(memory["loading"], ranks[0]["device"]),
     ):
         add(branch, line)
     if "refused" in memory:
@@ -216,6 +230,17 @@ def _memory(tree: Tree, memory: Plan, ranks: Sequence[Plan]) -> None:
     ):
         if line:
             add(branch, line)
+
+
+def _loading_words(loading: Plan, device: str) -> str:
+    """Return the most memory that loading takes, in words; device: where the weights are kept."""
+    where = "host memory" if loading["device"] == "cpu" else loading["device"]
+    weights = "the weights, " * (loading["device"] == device)
+    each = " for each rank that loads" if loading["device"] != device else ""
+    return (
+        f"while loading at most {size(loading['bytes'])} of {where}{each}: {weights}{size(loading['units'])} for two "
+        f"units that are loaded, {size(loading['packed'])} for a matrix that is packed"
+    )
 
 
 def _scratch_words(memory: Plan) -> str:

@@ -5,7 +5,7 @@ Ranks that hold as much are one line. The experts of a layer, and layers whose s
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import groupby
+from itertools import groupby, pairwise
 from typing import Any
 
 from rich.console import Group
@@ -102,7 +102,8 @@ def _held(some: Sequence[Plan], latent: object) -> str:
         every = own[0] if len(set(own)) == 1 else range(min(one.start for one in own), max(one.stop for one in own))
         if len(own[0]) and not (key == "kv_heads" and latent):
             sliced = "a slice of " * (key == "experts" and one["tp"] > 1 and not one["whole_experts"])
-            held.append(sliced + _range(word, every) + f" ({len(own[0])} each)" * (len(every) > len(own[0])))
+            words = _slots(one, every) if key == "experts" else _range(word, every)
+            held.append(sliced + words + f" ({len(own[0])} each)" * (len(every) > len(own[0])))
     each = " each" * (len(some) > 1)
     held += ["embedding"] * one["first"] + ["head"] * one["last"] + [f"{size(one['bytes'])} of weights{each}"]
     held += [
@@ -128,17 +129,23 @@ def _replicas(ranks: Sequence[Plan], groups: Sequence[Plan]) -> str:
 def _experts(tree: Tree, rank: Plan) -> None:
     """Add a rank's expert map, and the routing table of its layers."""
     own, table = range(*rank["experts"]), rank["routing_table"]
-    others = len(table) - len(own)
+    others = len(table) - len(set(rank["expert_ids"]))
     add(
         tree,
-        f"expert map: {_range('experts', own)} to {_range('slots', range(len(own)))}"
+        f"expert map: {_slots(rank, own)} to {_range('slots', range(len(own)))}"
         + f"; the {others} others to -1, because they are on other ranks" * (others > 0),
     )
     held: dict[int, list[int]] = {}
     for expert, (number, _) in enumerate(table):
         held.setdefault(number, []).append(expert)
     places = "; ".join(f"{_range('experts', ids)} on rank {number}" for number, ids in held.items())
-    add(tree, f"routing table: {places}")
+    add(tree, f"routing table{' at the start' * rank['balanced']}: {places}")
+    copies: dict[int, list[int]] = {}
+    for expert, number, _ in rank["copies"]:
+        copies.setdefault(number, []).append(expert)
+    if copies:
+        also = "; ".join(f"of {_range('experts', ids)} on rank {number}" for number, ids in copies.items())
+        add(tree, f"copies at the start: {also}")
 
 
 def _groups(branch: Tree, groups: Iterable[Plan]) -> None:
@@ -169,7 +176,8 @@ def _shares(ranks: Sequence[Plan], key: str) -> str:
         return ""
     one, where = ("experts", "ranks of the first stage") if key == "experts" else ("heads", "tp ranks")
     words = (
-        f"{_range(one, range(*some))} on {_range('ranks', range(places[0], places[-1] + 1))}"
+        f"{_slots(ranks[0], range(*some)) if key == 'experts' else _range(one, range(*some))} on "
+        f"{_range('ranks', range(places[0], places[-1] + 1))}"
         for some, places in held.items()
     )
     return f"{HELD[key]} on {where}: {'; '.join(words)}"
@@ -204,10 +212,21 @@ def _numbers(ranks: Sequence[int]) -> str:
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(words)}"
 
 
+def _slots(rank: Plan, slots: range) -> str:
+    """Return the experts of slots in words: "experts 0-31", "experts 30-31 and copies of experts 0-1 at the start"."""
+    own = [slot for slot in slots if slot < rank["num_experts"] or not rank["balanced"]]
+    copies = [slot % rank["num_experts"] for slot in slots[len(own) :]]
+    words = [before + _range("experts", some) for before, some in (("", own), ("copies of ", copies)) if some]
+    return " and ".join(words) + " at the start" * rank["balanced"]
+
+
 def _range(words: str, numbers: Sequence[int]) -> str:
-    """Return equally spaced numbers in words: "expert 5", "experts 0-7", "experts 0, 4, ..., 252"."""
+    """Return numbers in words: "expert 5", "experts 0-7", "experts 0, 4, ..., 252", "experts 252-255, 0-31"."""
     if len(numbers) == 1:
         return f"{words.removesuffix('s')} {numbers[0]}"
-    if numbers[1] - numbers[0] == 1:
-        return f"{words} {numbers[0]}-{numbers[-1]}"
-    return f"{words} {listed(numbers)}"
+    step = numbers[1] - numbers[0]
+    if any(after - before != step for before, after in pairwise(numbers)):
+        starts = [0, *(i + 1 for i, (before, after) in enumerate(pairwise(numbers)) if after != before + 1)]
+        runs = (numbers[first:end] for first, end in pairwise((*starts, len(numbers))))
+        return f"{words} " + ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
+    return f"{words} {numbers[0]}-{numbers[-1]}" if step == 1 else f"{words} {listed(numbers)}"

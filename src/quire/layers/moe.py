@@ -73,11 +73,12 @@ class Experts(nn.Module):
         super().__init__()
         assert build.moe is not None
         self.at, self.device = at, build.device
-        self.kernel, self.expert_map = load_kernel("experts", build.moe.experts), None
         self.num_experts = num_experts if build.experts is None else len(build.experts)
         own = {name: build.params[f"{at}.{name}"] for name in ("gate_up", "down")}
         self.schemes = {name: param.scheme for name, param in own.items()}
-        self.in_place = "in place" in build.moe.features and not any(self.schemes.values())
+        self.plan = build.moe.of(self.schemes["gate_up"])
+        self.kernel, self.expert_map = load_kernel("experts", self.plan.experts), None
+        self.in_place = "in place" in self.plan.features and not any(self.schemes.values())
         self.shapes = {name: param.shape for name, param in own.items()}
         self.dtype = getattr(torch, own["down"].dtype) if own["down"].dtype else build.dtype  # of both
         if build.experts is not None:
@@ -143,7 +144,7 @@ class MoE(nn.Module):
         self.experts = Experts(f"{at}.experts", moe.routing.num_experts, build)
         self.shared = GatedMLP(f"{at}.shared", build) if moe.shared_size else None
         self.shared_gate = Linear(f"{at}.shared_gate", build) if moe.shared_gate else None
-        can = build.device.type == "cuda" and "join" in build.moe.features
+        can = build.device.type == "cuda" and "join" in self.experts.plan.features
         self.tp = build.tp
         self.exchange: ExpertExchange | None = None
         if build.slots is not None:

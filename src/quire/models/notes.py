@@ -3,13 +3,15 @@
 Pure functions of the options and the model. No torch.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from quire.config.checkpoint import ModelArgs
 from quire.config.engine import ParallelConfig
 from quire.config.placement import parallel_sizes, ranks
 from quire.config.resolve_moe import MoEPlan
 from quire.contracts.errors import ConfigError
+from quire.contracts.params import Param
+from quire.quantization.slices import mixes_groups
 
 # --all2all-backend -> phase -> dispatcher in its place; Quire chooses in other phases. "pull" takes a row once to each
 # rank with an expert of it, as DeepEP's normal form does.
@@ -35,6 +37,19 @@ def check_backend(backend: str, plan: MoEPlan) -> None:
 def parallel_notes(args: ModelArgs, config: ParallelConfig) -> tuple[str, ...]:
     """Return the notes about the placement of experts, and about the exchange of tokens between replicas."""
     return (*_placement(args, config), *_exchange(args, config))
+
+
+def order_notes(params: Iterable[Param], dtype: str) -> tuple[str, ...]:
+    """Return a note about matrices that are kept in `dtype`, because a slice of them mixes groups; () without one."""
+    mixed = [one for one in params if one.stored is not None and mixes_groups(one.parts, one.stored)]
+    if not mixed:
+        return ()
+    names = " and ".join(dict.fromkeys(one.parts[0].stored.rpartition(".")[0].rpartition(".")[2] for one in mixed))
+    whole = ", with all matrices of these experts" if any(one.shard == "experts" for one in mixed) else ""
+    return (
+        f"{names}: kept in {dtype}{whole}, because their columns are in activation order and a slice of these, which a "
+        "rank of -tp holds, has no whole groups. A checkpoint without that order (desc_act=false) stays quantized.",
+    )
 
 
 def _placement(args: ModelArgs, config: ParallelConfig) -> Iterator[str]:

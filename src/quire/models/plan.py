@@ -23,11 +23,11 @@ from quire.config.resolve_cuda import (
     resolve_cuda_memory,
     widened_blocks,
 )
-from quire.config.resolve_moe import Hardware, MoEPlan, resolve_moe
+from quire.config.resolve_moe import MoEPlan
 from quire.contracts.blocks import KVGeometry
 from quire.contracts.errors import ConfigError
 from quire.contracts.params import Param
-from quire.contracts.scheme import AS_THEY_ARE, Scheme, Wire
+from quire.contracts.scheme import AS_THEY_ARE, Wire
 from quire.contracts.speculation import Speculation, read_speculative_config
 from quire.contracts.step import most_drafts
 from quire.kernels.linear.plan import LinearPlan, is_linear
@@ -37,17 +37,15 @@ from quire.kernels.select import (
     Probe,
     choose_kernels,
     choose_linears,
-    features,
-    here,
-    objection,
 )
-from quire.kernels.supports import SUPPORTS
 from quire.kvstore.plan import OffloadPlan, resolve_offload
 from quire.models.collectives import buffer_bytes, exchange_bounds
+from quire.models.experts import moe_plans as moe_plans
+from quire.models.experts import needs_of_kinds
 from quire.models.graphs import GraphPlan, resolve_graphs
 from quire.models.layout import layout
 from quire.models.missing import Missing, missing_blend, missing_features, missing_speculation
-from quire.models.notes import BACKENDS, check_backend
+from quire.models.notes import order_notes
 from quire.models.registry import (
     ITEM_BYTES,
     check_routing,
@@ -288,10 +286,9 @@ def resolve_engine(
     needs = KernelNeeds(device=device, dtype=dtype.dtype)
     schemes = [param.scheme for param in params if param.scheme and is_linear(param)]
     kernels += choose_linears(needs, schemes, forced.get("linear"), probe)
-    needs = replace(needs, scheme=next((param.scheme for param in params if param.shard == "experts"), None))
     moe = moe_plans(
         args,
-        needs,
+        needs_of_kinds(args, rank, needs, quantization),
         probe,
         parallel=parallel,
         forced=experts,
@@ -328,6 +325,11 @@ def resolve_engine(
     )
 
 
+def plan_notes(plan: EnginePlan) -> tuple[str, ...]:
+    """Return notes for the user: about the KV cache, its tiers, and matrices that are dequantized."""
+    return (*plan.cache.notes, *plan.offload.notes, *order_notes(plan.params, plan.dtype.dtype))
+
+
 def _step_tokens(config: EngineConfig, speculation: Speculation | None) -> int:
     """Return the most tokens of a step of a replica, drafts included."""
     batch, drafts = config.scheduler, speculation.num_drafts if speculation else 0
@@ -339,11 +341,13 @@ def keep_stored(
 ) -> tuple[Param, ...]:
     """Return the parameters, with dtype `dtype.weights` for matrices whose kernel reads them as stored ("stored")."""
     linear = {choice.weights: choice.features for choice in kernels if choice.op == "linear"}.get((), ())
-    experts = {name for plan in moe.values() if isinstance(plan, MoEPlan) for name in plan.features}
+    plans = [one for plan in moe.values() if isinstance(plan, MoEPlan) for one in (plan, *plan.others)]
+    experts = {name for plan in plans if not plan.weights for name in plan.features}
 
     def kept(param: Param) -> bool:
         features = linear if is_linear(param) else experts if param.shard == "experts" else ()
-        return bool(dtype.weights) and "stored" in features and param.scheme is None and not param.dtype
+        plain = param.stored is None and param.scheme is None
+        return bool(dtype.weights) and "stored" in features and plain and not param.dtype
 
     return tuple(msgspec.structs.replace(one, dtype=dtype.weights) if kept(one) else one for one in params)
 
@@ -407,56 +411,3 @@ def host_blocks(plan: EnginePlan) -> int:
             f"not hold a KV block of {page / 2**20:.1f} MiB each: raise it."
         )
     return blocks
-
-
-def _odd_groups(kernel: str, scheme: Scheme | None) -> str:
-    """Return the reason why a kernel of experts cannot run groups of this size, or ""."""
-    wide = scheme.block[1] if scheme is not None and kernel == "weight_only" else 0
-    return f"runs groups of multiples of 32 inputs, not of {wide}" if wide % 32 else ""
-
-
-def moe_plans(
-    args: ModelArgs,
-    needs: KernelNeeds,
-    probe: Probe = here,
-    *,
-    parallel: Parallel = ALONE,
-    forced: str = "",
-    backend: str = "auto",
-    eager: bool = False,
-    hosts: int = 1,
-) -> dict[str, MoEPlan | str]:
-    """Return phase ("prefill", "decode") -> plan of the experts, or the reason why no kernel can run them.
-
-    needs    requirements of the model, with the scheme of the experts' weights
-    forced   name of the kernel to use; "": the best
-    backend  value of --all2all-backend, which counts where replicas share experts
-    eager    steps are not captured in CUDA graphs;  hosts  hosts among which the ranks are divided
-    Returns {} for a model without experts. Raises ConfigError if a forced kernel or dispatcher cannot run.
-    """
-    supports, plans = SUPPORTS["experts"], dict[str, MoEPlan | str]()
-    unfit = "in place" if needs.scheme else "quantized rows"
-    hardware = Hardware(
-        device=needs.device,
-        eager=eager,
-        hosts=hosts,
-        kernels=tuple(
-            (name, objection(one, needs, probe) or _odd_groups(name, needs.scheme)) for name, one in supports.items()
-        ),
-        features={
-            name: tuple(word for word in features(one, probe) if word != unfit) for name, one in supports.items()
-        },
-    )
-    for phase in ("prefill", "decode") if args.moe else ():
-        dispatcher = BACKENDS.get(backend, {}).get(phase, "") if parallel.lockstep else ""
-        asked = {what: name for what, name in (("experts", forced), ("dispatcher", dispatcher)) if name}
-        try:
-            plans[phase] = made = resolve_moe(args, needs.scheme, parallel, hardware, phase, asked)
-        except ConfigError as error:
-            if asked:
-                raise
-            plans[phase] = str(error)
-            continue
-        if parallel.lockstep:
-            check_backend(backend, made)
-    return plans

@@ -17,6 +17,7 @@ def describe_one(report: PlanReport, number: int) -> dict[str, Any]:
 
     routing_table   of whole experts: expert -> [number of the rank that has it, its slot there]; else []. An expert's
                     slot is its place in the stacked weights of its rank, whose expert map has -1 for other experts
+    copies   second and further copies of experts: [expert, number of the rank, slot]
     slices   each slice of a stored tensor that the loader reads: `start` to `end` (not included) along `axis`, of
              `total`. For quantized tensors these count stored elements, such as packed words and scales
     """
@@ -32,7 +33,7 @@ def describe_one(report: PlanReport, number: int) -> dict[str, Any]:
         "replicas": parallel.dp,
         **report.describe_rank(rank, held),
         "latent": report.plan.args.latent is not None,
-        "routing_table": _routing_table(report, rank),
+        **_routing(report, rank),
         "groups": own,
         "collectives": report.exchanges(rank),
         "slices": [one for param in report.params_of(rank) for one in _slices(report, param)],
@@ -77,17 +78,16 @@ def rank_lines(report: PlanReport) -> dict[str, str]:
     }
 
 
-def _routing_table(report: PlanReport, rank: Rank) -> list[list[int]]:
-    """Return for each expert of the rank's layers the number of the rank that has it, and its slot there."""
-    if not rank.whole_experts:
-        return []
-    places = {
-        expert: [other.number, slot]
-        for other, _ in report.held
-        if other.stage == rank.stage
-        for slot, expert in enumerate(other.expert_ids)
-    }
-    return [places[expert] for expert in sorted(places)]
+def _routing(report: PlanReport, rank: Rank) -> dict[str, list[list[int]]]:
+    """Return the places of the experts of the rank's layers at the start: routing_table and copies."""
+    places, copies = dict[int, list[int]](), list[list[int]]()
+    for other, _ in report.held if rank.whole_experts else ():
+        for slot, expert in enumerate(other.expert_ids if other.stage == rank.stage else ()):
+            if expert in places:
+                copies.append([expert, other.number, slot])
+            else:
+                places[expert] = [other.number, slot]
+    return {"routing_table": [places[expert] for expert in sorted(places)], "copies": copies}
 
 
 def _slices(report: PlanReport, param: Param) -> Iterator[dict[str, Any]]:

@@ -14,9 +14,11 @@ from quire.config.bundled import NAME
 from quire.config.placement import Rank, ranks
 from quire.config.pooling import read_pooling
 from quire.config.resolve import MemoryPlan
+from quire.config.resolve_moe import MoEPlan
 from quire.contracts.blocks import KVGeometry
 from quire.contracts.errors import WeightsError
 from quire.contracts.params import Param, fused
+from quire.contracts.scheme import Scheme
 from quire.contracts.step import CHECK_LAYER, FIRST_TOKENS
 from quire.kernels.linear.plan import LinearPlan
 from quire.kernels.select import Choice
@@ -25,7 +27,8 @@ from quire.models.collectives import collectives, groups
 from quire.models.drafts import joined
 from quire.models.facts import model_facts
 from quire.models.layout import alone, layout, stored_names
-from quire.models.notes import parallel_notes
+from quire.models.memory_report import describe_memory
+from quire.models.notes import order_notes, parallel_notes
 from quire.models.plan import EnginePlan, keep_stored
 from quire.models.registry import ITEM_BYTES, linear_plans, rank_geometry
 from quire.quantization.assign import decided_by, with_formats
@@ -33,7 +36,7 @@ from quire.quantization.formats import num_bytes, raw_tensors
 from quire.quantization.read import format_words, quantization_notes
 from quire.quantization.scheme import scheme_words
 from quire.weights.cache_scales import scale_names
-from quire.weights.files import Checkpoint, stored_in
+from quire.weights.files import Checkpoint, StoredTensor, read_checkpoint, stored_in
 from quire.weights.units import ITEM_BYTES as RAW_BYTES
 
 _READ = {"config": "config.json, device, number type", "tokenizer": "tokenizer and chat template"}
@@ -74,10 +77,13 @@ class PlanReport:
     def describe(self) -> dict[str, Any]:
         """Return the report as plain values. Reads the headers of the weights, if the folder has weights."""
         args, config = self.plan.args, self.plan.config
-        notes = (
-            note.removesuffix(".")
-            for note in (*quantization_notes(self.plan.quantization), *parallel_notes(args, config.parallel))
+        plan = self.plan
+        every = (
+            *quantization_notes(plan.quantization, config.load.quantization),
+            *order_notes(plan.params, plan.dtype.dtype),
+            *parallel_notes(args, config.parallel),
         )
+        notes = (note.removesuffix(".") for note in every)
         return {
             "missing": [one._asdict() for one in self.plan.missing],
             "load_error": self.load_error,
@@ -102,7 +108,7 @@ class PlanReport:
             "speculation": self._speculation(),
             "blend": self._blend(),
             "not_read": self._not_read(),
-            "memory": self._memory(),
+            "memory": describe_memory(self),
             "ranks": [self.describe_rank(rank, held) for rank, held in self.held],
             "groups": groups(self.plan.mesh.parallel),
             "collectives": self.exchanges(),
@@ -196,6 +202,8 @@ class PlanReport:
         blocks = 0 if isinstance(self.memory, str) else self.memory.num_blocks + 1
         return asdict(rank) | {
             "device": self.plan.machine.device,
+            "expert_ids": list(rank.expert_ids),
+            "balanced": self.plan.mesh.parallel.redundant is not None,
             "bytes": held,
             "kv_bytes": blocks * self.page(rank).page_bytes,
             "buffers": self.plan.of_rank(rank).buffer_bytes,
@@ -256,14 +264,19 @@ class PlanReport:
             return {}
 
     @cached_property
-    def _chosen(self) -> dict[str, Choice]:
-        return {choice.op: choice for choice in self.plan.kernels if not choice.weights}
+    def _headers(self) -> Mapping[str, StoredTensor]:
+        """Stored tensor -> its header; {} where there are no safetensors files that can be read."""
+        if self.headers is not None:
+            return self.headers.tensors
+        try:
+            found = self.files and any(self._folder.glob("*.safetensors"))
+            return read_checkpoint(self._folder).tensors if found else {}
+        except WeightsError:
+            return {}
 
     @cached_property
-    def _names(self) -> dict[str, str]:
-        """Operation -> name of its implementation, without experts that no kernel can run."""
-        experts = {"experts": self.plan.experts.experts} if self.plan.experts else {}
-        return {op: choice.name for op, choice in self._chosen.items()} | experts
+    def _chosen(self) -> dict[str, Choice]:
+        return {choice.op: choice for choice in self.plan.kernels if not choice.weights}
 
     @cached_property
     def _linears(self) -> Mapping[str, LinearPlan]:
@@ -283,11 +296,25 @@ class PlanReport:
         """Features of the kernel of a linear layer; `name` is its name below the decoder layer `at`."""
         return self._linears[at + name].features
 
+    def _experts(self, parameters: Iterable[str]) -> MoEPlan | None:
+        """Plan of the experts that have these parameters; None where no kernel can run them, or without experts."""
+        schemes = [self._schemes[name] for name in parameters if name in self._schemes]
+        return self.plan.experts.of(schemes[0]) if schemes and self.plan.experts else None
+
     @cached_property
-    def _in_place(self) -> bool:
-        """True where experts are not packed: they are loaded in place, or no kernel can run them."""
-        elsewhere = self.plan.config.load.load_device == "cpu" != self.plan.machine.device
-        return self.plan.experts is None or "in place" in self.plan.experts.features and not elsewhere
+    def _schemes(self) -> dict[str, Scheme | None]:
+        """Parameter of experts -> its scheme."""
+        return {param.name: param.scheme for param in self._listed if param.shard == "experts"}
+
+    @property
+    def load_device(self) -> str:
+        """The device on which weights are loaded, converted and packed."""
+        return "cpu" if self.plan.config.load.load_device == "cpu" else self.plan.machine.device
+
+    def in_place(self, name: str) -> bool:
+        """True where a parameter of experts is not packed: it is loaded in place, or no kernel can run it."""
+        experts = self._experts([name])
+        return experts is None or "in place" in experts.features and self.load_device == self.plan.machine.device
 
     def _qualified(self, function: str, parameters: Iterable[str]) -> str:
         """Return the full name of a function ("linear.run"), of the implementation planned for these parameters."""
@@ -295,7 +322,8 @@ class PlanReport:
         if op == "linear":
             modules = (name.rpartition(".")[0] for name in parameters)
             return f"quire.kernels.linear.{next(m for m in map(self._linears.get, modules) if m).layout}.{rest}"
-        name = self._names.get(op)
+        experts = self._experts(parameters) if op == "experts" else None
+        name = experts.experts if experts else self._chosen[op].name if op in self._chosen else ""
         return f"quire.kernels.{op}.{name}.{rest}" if name else function
 
     def _layers(self) -> Iterator[dict[str, Any]]:
@@ -319,7 +347,7 @@ class PlanReport:
             ]
             run = {parameter: call["function"] for call in reversed(named) for parameter in call["parameters"]}
             weights = [
-                self._weight(param, run.get(name, ""), pack_function(args, name, linear, self._in_place))
+                self._weight(param, run.get(name, ""), pack_function(args, name, linear, self.in_place(at + name)))
                 for name, param in params.items()
             ]
             yield {
@@ -342,7 +370,6 @@ class PlanReport:
         }
         experts, parts = fused(param)
         rule = scheme_words(param.scheme) if param.scheme else ""
-        load_device = "cpu" if self.plan.config.load.load_device == "cpu" else self.plan.machine.device
         stored = [part.stored for raw in raw_tensors(param) for part in raw.parts]
         return {
             "name": param.name,
@@ -358,15 +385,21 @@ class PlanReport:
             "stored_as": scheme_words(param.stored) if param.stored else "",
             "decided_by": decided_by(param, self.plan.quantization),
             "raw_bytes": self._raw_bytes(param),
-            "load_device": load_device,
+            "load_device": self.load_device,
             "device": self.plan.machine.device,
             "stored": {name: self.files.get(name) for name in stored},
         }
 
     def _raw_bytes(self, param: Param) -> int:
-        """Return the bytes of the tensors that are loaded for a parameter, before they are converted and packed."""
-        item = ITEM_BYTES[param.dtype or self.plan.dtype.dtype]
-        return sum(prod(raw.shape) * RAW_BYTES.get(raw.dtype, item) for raw in raw_tensors(param))
+        """Return the bytes that are read for a parameter: in their stored types, as far as the headers are known."""
+        item, found = ITEM_BYTES[param.dtype or self.plan.dtype.dtype], 0
+        for raw in raw_tensors(param):
+            for part in raw.parts:
+                stored, count = self._headers.get(part.stored), prod(part.local_shape)
+                whole = prod(stored.shape) if stored is not None else 0
+                own = stored.num_bytes // whole if stored is not None and whole else RAW_BYTES.get(raw.dtype, item)
+                found += count * own
+        return found
 
     def _cut(self, param: Param) -> str:
         """Return the way in which ranks divide a parameter; "" where every rank has all of it.
@@ -379,7 +412,7 @@ class PlanReport:
         return "" if self.plan.mesh.parallel.tp == 1 else sliced if param.shard == "experts" else param.shard
 
     @cached_property
-    def _cache_scales(self) -> list[tuple[str, str]]:
+    def cache_scales(self) -> list[tuple[str, str]]:
         """Names of the stored scales of keys and values that an 8-bit cache uses, by layer; []: all are 1, or none."""
         try:
             return scale_names(self.files, self.plan.args) if self.plan.cache.scaled else []
@@ -388,78 +421,13 @@ class PlanReport:
 
     def _not_read(self) -> dict[str, int]:
         """Checkpoint tensors that no parameter reads -> their number; a layer behind the last one is one entry."""
-        read = set(stored_names(self.layout)).union(*self._cache_scales)
-        layers = [f"model.layers.{self.plan.args.num_layers + i}." for i in range(self.plan.args.extra_layers)]
+        read, args = set(stored_names(self.layout)).union(*self.cache_scales), self.plan.args
+        layers = [f"model.layers.{args.num_layers + i}." for i in range(args.draft_layers, args.extra_layers)]
         found = {f"{layer}*": 0 for layer in layers}
         for name in sorted(self.files.keys() - read):
             shown = next((f"{layer}*" for layer in layers if name.startswith(layer)), name)
             found[shown] = found.get(shown, 0) + 1
         return found
-
-    def _memory(self) -> dict[str, Any]:
-        plan, (rank, weights) = self.memory, self.held[self.fullest]
-        cache = self.page(rank) if isinstance(plan, str) else plan.geometry
-        page, size, group = cache.page_bytes, cache.block_size, cache.groups[0]
-        known = {
-            "rank": self.fullest,
-            "weights": weights,
-            "buffers": self.plan.of_rank(rank).buffer_bytes,
-            "kv_bytes_per_token": page / size,
-            "block_size": size,
-            "block_bytes": page // len(group.layers),
-            "page_bytes": page,
-            "page_layers": len(group.layers),
-            "components": [[c.name, c.num_heads, c.head_dim, c.dtype] for c in group.components],
-            "draft_layers": group.num_drafts,
-            "draft_components": [[c.name, c.num_heads, c.head_dim, c.dtype] for c in group.drafts],
-            "cache_reason": self.plan.cache.reason,
-            "cache_scales": self._cache_scales,
-            "widened_tokens": self.plan.widened_tokens,
-            "scratch": self.plan.scratch_bytes,
-        }
-        return known | (
-            {"refused": plan}
-            if isinstance(plan, str)
-            else {
-                "num_blocks": plan.num_blocks,
-                "kv_bytes": plan.kv_bytes,
-                "num_tokens": plan.num_tokens,
-                "max_model_len": plan.max_model_len,
-                "notes": plan.notes,
-                "sequences": self.plan.config.scheduler.sequences(),
-                "tiers": self._tiers(plan),
-                "full_sequences": round(plan.num_tokens / plan.max_model_len, 2),
-                "budget": str(plan.budget or ""),
-            }
-        )
-
-    def _tiers(self, memory: MemoryPlan) -> list[dict[str, Any]]:
-        """Return the tiers of KV blocks below the device, the nearest first; [] for none."""
-        offload, page = self.plan.offload, memory.geometry.page_bytes
-        if not offload.host_bytes:
-            return []
-        host = {
-            "name": "host",
-            "bytes": memory.host_blocks * page,
-            "blocks": memory.host_blocks,
-            "tokens": memory.host_blocks * memory.geometry.block_size,
-            "policy": offload.policy,
-            "folder": "",
-        }
-        most = offload.folder_bytes // self.plan.mesh.parallel.replica
-        disk = {
-            "name": "disk",
-            "bytes": most,
-            "blocks": most // page,
-            "policy": offload.policy,
-            "tokens": most // page * memory.geometry.block_size,
-            "folder": offload.folder,
-        }
-        places = [f"{name}:{port}" for name, port in offload.sharing.of(self.plan.mesh.rank.replica).peers]
-        peers = {"name": "peer", "policy": "read", "addresses": places}
-        mapped = places and self.plan.machine.device == "cuda" and self.plan.config.hosts.nnodes == 1
-        devices = [peers | {"name": "cuda_ipc"}] * bool(mapped)
-        return [host, *devices, *[disk] * bool(offload.folder), *[peers] * bool(places)]
 
 
 def _layer(name: str) -> int:

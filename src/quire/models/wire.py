@@ -23,7 +23,11 @@ def with_wire(plan: MoEPlan | str, schemes: Collection[Scheme | None], columns: 
     if isinstance(plan, str) or plan.dispatcher == "none":
         return plan
     wire = choose_wire(plan, schemes, columns, item_bytes)
-    return replace(plan, wire=wire, quantize_at="wire" if wire.form.values else plan.quantize_at)
+    first, *others = (
+        replace(one, wire=wire, quantize_at="wire" if wire.form.values else one.quantize_at)
+        for one in (plan, *plan.others)
+    )
+    return replace(first, others=tuple(others))
 
 
 def choose_wire(plan: MoEPlan, schemes: Collection[Scheme | None], columns: int, item_bytes: int) -> WirePlan:
@@ -36,8 +40,8 @@ def choose_wire(plan: MoEPlan, schemes: Collection[Scheme | None], columns: int,
     elif not wire.values:
         given = any(one and one.inputs for one in schemes)
         why = "each expert has a scale of its own for its rows" if given else "the experts do not quantize rows"
-    elif "quantized rows" not in plan.features:
-        why = f"kernel {plan.experts} takes no quantized rows"
+    elif unfit := [one.experts for one in (plan, *plan.others) if "quantized rows" not in one.features]:
+        why = f"kernel {unfit[0]} takes no quantized rows"
     elif plan.dispatcher == "pull" and columns % whole:
         why = f"rows of {columns} columns do not divide into parts of {whole}"
     else:

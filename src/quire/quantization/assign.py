@@ -1,7 +1,7 @@
 """The format of every parameter: by the quantization_config, and by the names of the stored tensors. No torch.
 
 Names decide where they are known: `X.weight` without scales is unquantized whatever the config says, and a head with
-scales is quantized. Embeddings, routers and norms are never quantized.
+scales is quantized. Embeddings, heads tied to them, routers and norms are never quantized.
 """
 
 from collections.abc import Iterable, Mapping
@@ -16,10 +16,11 @@ from quire.quantization.formats import FORMATS
 from quire.quantization.read import ONLINE
 from quire.quantization.rules import HEAD, Rule, Rules, head_is_quantized, rules_of
 from quire.quantization.scheme import scheme_words
-from quire.quantization.slices import packed_scheme
+from quire.quantization.slices import mixes_groups, packed_scheme
 
 NEVER = ("embed.weight", "norm.weight", ".router.weight", ".shared_gate.weight", ".head_norm.q", ".head_norm.k")
 DEQUANTIZED = ".kv_up.weight"  # the kernels of latent attention read it
+EMBEDDED = "embed_tokens.weight"  # the embedding's tensor, which a tied head on another stage reads, too
 MARKS = ("qweight", "weight_packed", "weight_scale", "weight_scale_inv")  # only quantized modules have these
 FOUND = "found"  # key of the modules whose stored tensors contradict the config
 
@@ -38,7 +39,9 @@ def with_formats(params: Iterable[Param], config: Mapping[str, Any]) -> tuple[Pa
     rules = _with_found(config)
     made = tuple(_with_format(param, rules) if is_quantizable(param) else param for param in params)
     _check_experts(made)
-    return made
+    # A kernel runs both matrices of an expert: where it cannot run one, both are dequantized.
+    plain = {param.module for param in made if param.shard == "experts" and param.scheme is None}
+    return tuple(replace(param, scheme=None) if param.module in plain else param for param in made)
 
 
 def settled(config: dict[str, Any], params: Iterable[Param], stored: Mapping[str, str]) -> dict[str, Any]:
@@ -80,7 +83,8 @@ def decided_by(param: Param, config: Mapping[str, Any]) -> str:
 
 def is_quantizable(param: Param) -> bool:
     """True for a matrix that a checkpoint may store quantized. Embeddings, norms and routers are never quantized."""
-    return len(param.shape) == 2 and not param.name.endswith(NEVER)
+    named = param.name.endswith(NEVER) or param.parts[0].stored.endswith(EMBEDDED)
+    return len(param.shape) == 2 and not named
 
 
 def _with_found(config: Mapping[str, Any]) -> Rules:
@@ -109,11 +113,16 @@ def _with_format(param: Param, rules: Rules) -> Param:
         param,
         format=first.format,
         stored=stored,
-        scheme=None if param.name.endswith(DEQUANTIZED) else packed_scheme(each, stored),
+        scheme=None if _is_dequantized(param, stored) else packed_scheme(each, stored),
     )
     if why := FORMATS[made.format].objection(made):
         raise ConfigError(f"{why}: use a smaller -tp, or whole experts for each rank (--enable-expert-parallel).")
     return made
+
+
+def _is_dequantized(param: Param, stored: Scheme) -> bool:
+    """True for a matrix that no kernel runs as it is stored: the loader dequantizes it."""
+    return param.name.endswith(DEQUANTIZED) or mixes_groups(param.parts, stored)
 
 
 def _check_groups(param: Param, stored: Scheme) -> None:
@@ -131,7 +140,7 @@ def _check_experts(params: Iterable[Param]) -> None:
     for param in params:
         if param.shard == "experts":
             other = own.setdefault(param.module, param)
-            ours, theirs = (one.scheme.needs if one.scheme else None for one in (param, other))
+            ours, theirs = (one.stored.needs if one.stored else None for one in (param, other))
             if ours != theirs:
                 one, two = (_words(each.parts[0].stored, _rule(each)) for each in (other, param))
                 raise UnsupportedModel(

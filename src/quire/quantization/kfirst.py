@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from quire.contracts.params import FLOATS, Param, Part, RawTensor
 from quire.contracts.scheme import Scheme
 from quire.quantization.rows import WORD, stored_scheme
-from quire.quantization.slices import Axes, cuts_blocks, stored_name, stored_part
+from quire.quantization.slices import Axes, cuts_blocks, group_axis, stored_name, stored_part
 
 
 class ColumnsFirst:
@@ -36,7 +36,7 @@ class ColumnsFirst:
             Axes(1, 0, (packed_rows, packed_columns)),
         )
         yield RawTensor(f"{own}.values", values.local_shape, (values,), "int32", ("I32",))
-        of_group = 0 if wide else None  # the axis of groups, which a slice of columns cuts
+        of_group = group_axis(part, scheme, 0)  # which a slice of columns cuts
         scale = stored_part(part, "scales", (groups, rows), Axes(1, of_group, (1, wide)))
         yield RawTensor(f"{own}.scale", scale.local_shape, (scale,), "float32", FLOATS)
         zero = stored_part(part, "qzeros", (groups, -(-rows // per)), Axes(1, of_group, (per, wide)))

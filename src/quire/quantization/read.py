@@ -58,12 +58,11 @@ def find_quantization(folder: Path, raw: Mapping[str, Any], asked: str | None = 
     for name in SIDE_FILES:
         if not config:
             config = _side_file(Path(folder) / name)
-    more: tuple[str, ...] = ()
     if asked:
-        config, more = _as_asked(config, asked, source)
+        config = _as_asked(config, asked, source)
     if config and config["quant_method"] != ONLINE:
         rules_of(config)  # their mistakes
-    return Quantization(config, (*quantization_notes(config), *more))
+    return Quantization(config, quantization_notes(config, asked))
 
 
 def read_quantization(keys: Mapping[str, Any], source: str) -> dict[str, Any]:
@@ -198,40 +197,44 @@ def check_flag(asked: str) -> str:
     return name
 
 
-def _as_asked(config: dict[str, Any], asked: str, source: str) -> tuple[dict[str, Any], tuple[str, ...]]:
+def _as_asked(config: dict[str, Any], asked: str, source: str) -> dict[str, Any]:
     name = check_flag(asked)
     if not config:
         if name == "auto":
-            return {}, ()
+            return {}
         if "fp8" not in FLAGS[name] or name == "slimquant_marlin":
             raise ConfigError(
                 f"--quantization {asked}: {source} has no quantization_config, and only fp8 quantizes "
                 "while loading: use --quantization fp8, or a checkpoint in this format."
             )
-        return {"quant_method": ONLINE}, ()
+        return {"quant_method": ONLINE}
     method = str(config["quant_method"])
     if method not in FLAGS[name]:
         raise ConfigError(
             f"--quantization {asked} contradicts {source}, whose quantization_config says {method!r}: "
             "leave the flag out."
         )
-    exact = name in (method, "auto")
-    return config, () if exact else (f"--quantization {asked}: the weights are {method}. {KERNELS}.",)
+    return config
 
 
-def quantization_notes(config: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return notes to show the user about a checked quantization_config, such as keys that are not applied; or ()."""
-    notes = []
-    if config.get("quant_method") == ONLINE:
+def quantization_notes(config: Mapping[str, Any], asked: str | None = None) -> tuple[str, ...]:
+    """Return notes to show the user about a checked quantization_config, such as keys that are not applied; or ().
+
+    asked   the option `quantization`, or None
+    """
+    notes, method = [], config.get("quant_method")
+    if method == ONLINE:
         notes.append(
             "weights are quantized to FP8 while they are loaded: blocks of 128 x 128 where they fit, else "
             "channels; activations are quantized at run time."
         )
-    if config.get("quant_method") == "fbgemm_fp8" and config.get("activation_scale_ub"):
+    if method == "fbgemm_fp8" and config.get("activation_scale_ub"):
         notes.append(
             f"activation_scale_ub={config['activation_scale_ub']} is not applied: scales of activations have "
             "no upper bound here."
         )
+    if asked and config and method != ONLINE and check_flag(asked) not in (method, "auto"):
+        notes.append(f"--quantization {asked}: the weights are {method}. {KERNELS}.")
     return tuple(notes)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from quire.contracts.params import FLOATS, Param, Part, RawTensor
 from quire.contracts.scheme import Scheme
-from quire.quantization.slices import Axes, cuts_blocks, scale_part, stored_part
+from quire.quantization.slices import Axes, cuts_blocks, group_axis, scale_part, stored_part
 
 TYPES = {"e4m3": ("float8_e4m3fn", "F8_E4M3"), "int8": ("int8", "I8"), "w8": ("int8", "I8")}
 WORD = 32  # bits of a packed word
@@ -59,7 +59,7 @@ class RowMajor:
         if scheme.zeros:
             per = WORD // scheme.bits
             shape = (-(-rows // per), scheme.scales(rows, columns)[1])
-            axes = Axes(0, 1 if scheme.block[1] else None, (per, scheme.block[1]))
+            axes = Axes(0, group_axis(part, scheme, 1), (per, scheme.block[1]))
             zero = stored_part(part, "weight_zero_point", shape, axes)
             yield RawTensor(f"{own}.zero", zero.local_shape, (zero,), "int32", ("I32",))
         if scheme.order:

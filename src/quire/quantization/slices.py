@@ -1,5 +1,6 @@
 """Slices of the tensors of a quantized matrix: which of their numbers belong to a part of a parameter. No torch."""
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from msgspec.structs import replace
@@ -39,15 +40,28 @@ def stored_part(part: Part, suffix: str, shape: tuple[int, ...], axes: Axes) -> 
     return Part(stored_name(part, suffix), shape, first, end - first, axis=axis, name=part.name)
 
 
+def is_cut(part: Part) -> bool:
+    """True for a slice of the columns of a matrix, which tensor parallelism makes."""
+    return part.axis == 1 and not part.whole
+
+
+def mixes_groups(parts: Iterable[Part], stored: Scheme) -> bool:
+    """True for slices of columns in activation order: their columns are of any groups, and no groups are whole."""
+    return stored.order and any(map(is_cut, parts))
+
+
+def group_axis(part: Part, stored: Scheme, axis: int) -> int | None:
+    """Return the axis of groups in a tensor of scales or zero points; None where a slice of columns reads all of it."""
+    return None if not stored.block[1] or mixes_groups((part,), stored) else axis
+
+
 def scale_part(part: Part, suffix: str, stored: Scheme) -> Part:
     """Return the slice of the scale tensor for `part`: [blocks of rows, blocks of columns], or a single number."""
     rows, columns = part.shape
     if stored.block == (0, 0):
         return stored_part(part, suffix, (1,), Axes(None, None))
-    high, wide = stored.block
-    return stored_part(
-        part, suffix, stored.scales(rows, columns), Axes(0 if high else None, 1 if wide else None, (high, wide))
-    )
+    axes = Axes(0 if stored.block[0] else None, group_axis(part, stored, 1), stored.block)
+    return stored_part(part, suffix, stored.scales(rows, columns), axes)
 
 
 def cuts_blocks(part: Part, stored: Scheme, packed: int) -> str:
@@ -55,11 +69,10 @@ def cuts_blocks(part: Part, stored: Scheme, packed: int) -> str:
 
     packed   columns in an int32 word of packed values; 1: not packed
     """
-    if part.axis == 0 or part.whole:
+    if not is_cut(part):
         return ""
-    if stored.order:
-        return f"{part.stored} has its columns in activation order, in which a slice of them has no groups"
-    for unit, word in ((stored.block[1] or 1, "groups"), (packed, "packed words")):
+    groups = 1 if stored.order else stored.block[1] or 1  # in activation order a slice has the scales of all groups
+    for unit, word in ((groups, "groups"), (packed, "packed words")):
         if part.start % unit or (part.start + part.count) % unit and part.start + part.count != part.shape[1]:
             return (
                 f"{part.stored} has {word} of {unit} columns, which columns {part.start} to "

@@ -319,8 +319,7 @@ def test_sizes_of_groups_of_4_bits(shared: Path, tmp_path: Path) -> None:
     assert [name.rpartition("self_attn.")[2] for name in qkv["stored"]] == [
         f"{part}_proj.{kind}" for part in "qkv" for kind in ("qweight", "scales", "qzeros")
     ]
-    scales = sum(stored[name].num_bytes for name in qkv["stored"] if name.endswith(".scales"))
-    assert qkv["raw_bytes"] == sum(stored[name].num_bytes for name in qkv["stored"]) + scales, "scales become float32"
+    assert qkv["raw_bytes"] == sum(stored[name].num_bytes for name in qkv["stored"])
     rows, columns = qkv["shape"]
     assert qkv["bytes"] == rows * columns // 2 + 5 * rows * columns // 128
     assert qkv["dtype"] == "4-bit in groups of 128, zero points"

@@ -156,5 +156,4 @@ def test_slices_of_ranks(
         except ConfigError as error:
             cut += 1
             assert "columns" in str(error) and "use a smaller -tp" in str(error)
-    ordered = form.endswith("-order") and "static" not in form
-    assert cut == parallel.size * (ordered or form.endswith("-block") and model != "qwen3")
+    assert cut == parallel.size * (form.endswith("-block") and model != "qwen3")

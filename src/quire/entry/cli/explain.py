@@ -2,7 +2,9 @@
 
 import argparse
 import json
+import shutil
 import sys
+import textwrap
 
 from quire.config import flags
 from quire.config.peer_flags import add_peer_flags
@@ -39,10 +41,10 @@ def run(args: argparse.Namespace) -> int:
     if args.device is not None and not described:
         settings.put("device", args.device, "flag --device")
     for note in settings.notes:
-        print(f"quire: note: {note}", file=sys.stderr)
+        _say(f"quire: note: {note}")
     refused = [{"feature": one.split()[0].rstrip(":"), "reason": f"{one}."} for one in settings.refusals]
     for one in refused:
-        print(f"quire: refused by quire serve: {one['reason']}", file=sys.stderr)
+        _say(f"quire: refused by quire serve: {one['reason']}")
     config = flags.server_config(settings).engine
     report = plan_engine(config, described)
     if args.rank is not None:
@@ -61,3 +63,9 @@ def run(args: argparse.Namespace) -> int:
     shown = render(plan, args.layer is not None) if args.rank is None else render_rank(plan)
     Console(width=None if sys.stdout.isatty() else WIDTH, highlight=False).print(shown)
     return 0
+
+
+def _say(line: str) -> None:
+    """Print a line to standard error, wrapped as the plan is."""
+    width = shutil.get_terminal_size().columns if sys.stderr.isatty() else WIDTH
+    print(textwrap.fill(line, width, subsequent_indent="  ", break_on_hyphens=False), file=sys.stderr)

@@ -11,13 +11,13 @@ from torch import Tensor
 
 from quire.contracts.errors import WeightsError
 from quire.contracts.params import Param, Part
-from quire.kernels.pack.matrix import MIDDLE, QuantizedMatrix, Room, Weight, dequantize, torch_room
+from quire.kernels.pack.matrix import MIDDLE, QuantizedMatrix, Room, Weight, dequantize, integers, torch_room
 from quire.kernels.pack.nearest import quantized
 from quire.kernels.pack.words import WORD, fill_awq, fill_rows, permute, spread
 from quire.quantization.formats import FORMATS
 from quire.quantization.kfirst import AWQ, GPTQ, GPTQ_V2
 from quire.quantization.rows import PACKED
-from quire.quantization.slices import packed_scheme
+from quire.quantization.slices import mixes_groups, packed_scheme
 from quire.quantization.unquantized import ONLINE
 
 NUMBERS = 1 << 22  # of a matrix that are checked at once
@@ -66,7 +66,10 @@ def convert(
         return made
     if param.stored is None:
         return tensors[own]
-    matrix = _Conversion(param, own, tensors, findings, room).matrix()
+    conversion = _Conversion(param, own, tensors, findings, room)
+    if mixes_groups(param.parts, param.stored):
+        return conversion.mixed().to(dtype)
+    matrix = conversion.matrix()
     if param.scheme is not None:
         return matrix
     numbers = dequantize(matrix)
@@ -109,6 +112,23 @@ class _Conversion:
             # Fused parts read the same activations: the largest scale clamps none of them earlier than its own.
             torch.cat(given).amax() if given else None,
         ).check()
+
+    def mixed(self) -> Tensor:
+        """Return the numbers of columns of any groups, [rows, columns] float32: a slice in activation order."""
+        values, first = integers(self._values(None), self.stored.values), 0
+        numbers = values.float()
+        for i, part in enumerate(self.param.parts):
+            own, scale = numbers[first : first + part.rows], self._positive(f"{i}.scale")
+            zero = self._zero(f"{i}.zero", part).float() if f"{i}.zero" in self.tensors else None
+            groups = self.tensors[f"{i}.order"].long()
+            within = groups.clamp(0, scale.shape[1] - 1)
+            words = f"names a group that is not one of {scale.shape[1]}"
+            self.findings.add(self.param, f"{i}.order", words, (groups != within).any())
+            kept = self.stored.zeros and zero is not None
+            own -= zero[:, within] if kept else MIDDLE[self.stored.values]
+            own *= scale.float()[:, within]
+            first += part.rows
+        return numbers
 
     def _positive(self, name: str) -> Tensor:
         """Return scales as [blocks of rows, blocks of columns]; those of AWQ and GPTQ are stored transposed."""

@@ -130,10 +130,12 @@ def dequantize(matrix: QuantizedMatrix, start: int = 0, end: int | None = None) 
 
 def unpacked(matrix: QuantizedMatrix, start: int = 0, end: int | None = None) -> Tensor:
     """Return rows `start` to `end` of the quantized values, [rows, K]. Each 4-bit value takes a byte of its own."""
-    values = matrix.values[start:end]
-    if matrix.scheme.values != "w4":
-        return values
-    return torch.stack((values & 15, values >> 4), -1).flatten(1)
+    return integers(matrix.values[start:end], matrix.scheme.values)
+
+
+def integers(values: Tensor, kind: str) -> Tensor:
+    """Return stored values one by one, [rows, K]; of the kind "w4" two share a byte, the low nibble is the first."""
+    return torch.stack((values & 15, values >> 4), -1).flatten(1) if kind == "w4" else values
 
 
 def _spread(matrix: QuantizedMatrix, blocks: Tensor, start: int, end: int) -> Tensor:

@@ -1,0 +1,48 @@
+"""Quantized checkpoints on several ranks, in float32: the tokens of one rank."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+from quire import LLM
+
+from ..support.quantized_checkpoints import FORMS, quantize_checkpoint
+from ..support.tiny_models import Tiny, random_model
+from .test_answers import WIDE, Row, engine, same
+
+__all__ = ["engine"]
+
+
+def plain(folder: Path, **changes: object) -> Path:
+    """A random checkpoint whose slices for 2 ranks are whole groups of 32."""
+    torch.manual_seed(0)
+    config = transformers.Qwen3Config(**(WIDE | changes))
+    transformers.AutoModelForCausalLM.from_config(config).float().save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("form", "sizes", "changes"),
+    [
+        ("ct-w4-group", "pp2", {"tie_word_embeddings": True}),
+        ("gptq-order", "tp2", {}),
+        pytest.param("ct-w4-order", "tp2", {}, marks=pytest.mark.full),
+    ],
+    ids=str,
+)
+def test_tokens_of_one_rank(form: str, sizes: str, changes: Row, tmp_path: Path, engine: Callable[..., LLM]) -> None:
+    quantize_checkpoint(plain(tmp_path / "plain", **changes), tmp_path / "quantized", FORMS[form])
+    same(engine, tmp_path / "quantized", sizes)
+
+
+@pytest.mark.parametrize("form", ["ct-w4-order", pytest.param("gptq-8-v2-order", marks=pytest.mark.full)])
+def test_tokens_of_one_rank_whose_experts_are_in_activation_order(
+    form: str, tmp_path: Path, engine: Callable[..., LLM]
+) -> None:
+    spec = Tiny(family="qwen3_moe", heads=(8, 4), changes=(("moe_intermediate_size", 64), ("intermediate_size", 128)))
+    random_model(spec, 0).save_pretrained(tmp_path / "plain")
+    quantize_checkpoint(tmp_path / "plain", tmp_path / "quantized", FORMS[form])
+    same(engine, tmp_path / "quantized", "tp2")
