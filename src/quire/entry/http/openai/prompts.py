@@ -327,7 +327,7 @@ def check_parts(content: str | list[ContentPart] | None, where: str, param: str)
 
 
 def _plain_messages(messages: list[Message], template: ChatTemplate) -> list[dict[str, Any]]:
-    """Return the messages as dicts for the template. Raises 400 for content that is missing or not text."""
+    """Return the messages as dicts for the template. Raises 400 for content that is not text."""
     plain = []
     knows_developer = "developer" in template.source()
     called: dict[str | None, str] = {}
@@ -339,12 +339,6 @@ def _plain_messages(messages: list[Message], template: ChatTemplate) -> list[dic
                 param="messages",
             )
         called |= {call.id: call.function.name for call in message.tool_calls or ()}
-        # An assistant may have called a tool, only thought, or refused.
-        other = message.tool_calls or message.reasoning or message.reasoning_content or message.refusal
-        if message.content is None and message.role == "assistant" and not other:
-            raise InvalidParameter(
-                f"messages[{at}].content is missing: a message of role {message.role} needs a text.", param="messages"
-            )
         check_parts(message.content, f"messages[{at}].content", "messages")
         media = (("audio", message.audio), ("images", message.images))  # in an assistant's message only the text counts
         for name in [name for name, given in media if given and message.role != "assistant"]:
