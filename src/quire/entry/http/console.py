@@ -156,7 +156,7 @@ def access_text(config: ServerConfig) -> str:
     """Return a text about access to the server: from this or any machine, with or without an API key."""
     http = config.http
     near = http.uds is not None or is_loopback(http.host)
-    keys = f"{len(http.api_key)} keys" if len(http.api_key) > 1 else "a key"
+    keys = f"one of {len(http.api_key)} keys" if len(http.api_key) > 1 else "a key"
     return f"{'this machine only' if near else 'any machine'}, {f'needs {keys}' if http.api_key else 'no key needed'}"
 
 

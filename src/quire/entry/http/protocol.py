@@ -26,7 +26,8 @@ import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from quire.config.serve import HttpConfig
-from quire.entry.http.anthropic.errors import OWN_PATHS, anthropic_error
+from quire.contracts.error_bodies import MESSAGES_PATHS
+from quire.entry.http.anthropic.errors import anthropic_error
 from quire.entry.http.errors import error_json
 from quire.entry.http.sse import DIRECT_BODY
 
@@ -373,7 +374,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def _answer(self, refused: _Refused) -> None:
         body = error_json(refused.status, str(refused), refused.code)
-        if self._reading is not _Reading.IDLE and OWN_PATHS.search(self.url.decode("latin-1")):
+        if self._reading is not _Reading.IDLE and MESSAGES_PATHS.search(self.url.decode("latin-1")):
             body = anthropic_error(refused.status, body, None)[1]
         status = http.HTTPStatus(refused.status)
         retry = b"retry-after: 1\r\n" if refused.status in (429, 503) else b""
