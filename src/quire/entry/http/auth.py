@@ -112,6 +112,13 @@ def owner_of(scope: Scope, http: HttpConfig) -> bytes:
     return shown_key(scope, [key.encode() for key in http.api_key]) or b""
 
 
+def client_of(scope: Scope, http: HttpConfig) -> str:
+    """Return a name for who sends a request: the digest of its API key; without keys its address."""
+    if key := owner_of(scope, http):
+        return sha256(key).hexdigest()
+    return str((scope.get("client") or ("",))[0])
+
+
 def tenant_of(scope: Scope, http: HttpConfig) -> str:
     """Return the tenant of a request: a digest of its API key.
     Returns "" when all callers are one tenant: with fewer than two keys, or with `share_prefix_cache_across_keys`."""
