@@ -14,6 +14,7 @@ from typing import NamedTuple
 import msgspec
 import torch
 
+from quire.assemble.early import check_early
 from quire.assemble.offload import make_store, root_key
 from quire.assemble.parts import Loading, Parts
 from quire.assemble.rank import load_rank
@@ -38,7 +39,6 @@ from quire.kernels.select import Kernels, here
 from quire.kv.allocator import KVAllocator
 from quire.kv.pool import BlockPool
 from quire.models.drafts import draft_config, draft_notes, head_method, resolve_speculators, with_draft_model
-from quire.models.missing import check_missing
 from quire.models.notes import parallel_notes
 from quire.models.obtain import obtain_weights, read_model
 from quire.models.plan import EnginePlan, Machine, resolve_engine, resolve_sizing
@@ -160,7 +160,7 @@ def assemble(config: EngineConfig, on_loading: Loading | None = None, *, served:
     phases.end("tokenizer")
     plans = plan_ranks(config, found, served=served)
     plan, cpu = plans[0], found.cpu
-    check_missing(plan.missing)
+    check_early(plans, cpu.free_memory)
     if found.draft is not None and plan.draft is not None:
         obtain_weights(
             plan.draft.config,
