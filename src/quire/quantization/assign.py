@@ -1,7 +1,7 @@
 """The format of every parameter: by the quantization_config, and by the names of the stored tensors. No torch.
 
 Names decide where they are known: `X.weight` without scales is unquantized whatever the config says, and a head with
-scales is quantized. Embeddings, heads tied to them, routers and norms are never quantized.
+scales is quantized. Embeddings, routers and norms are never quantized.
 """
 
 from collections.abc import Iterable, Mapping
@@ -20,7 +20,6 @@ from quire.quantization.slices import packed_scheme
 
 NEVER = ("embed.weight", "norm.weight", ".router.weight", ".shared_gate.weight", ".head_norm.q", ".head_norm.k")
 DEQUANTIZED = ".kv_up.weight"  # the kernels of latent attention read it
-EMBEDDED = "embed_tokens.weight"  # the embedding's tensor, which a tied head on another stage reads, too
 MARKS = ("qweight", "weight_packed", "weight_scale", "weight_scale_inv")  # only quantized modules have these
 FOUND = "found"  # key of the modules whose stored tensors contradict the config
 
@@ -81,8 +80,7 @@ def decided_by(param: Param, config: Mapping[str, Any]) -> str:
 
 def is_quantizable(param: Param) -> bool:
     """True for a matrix that a checkpoint may store quantized. Embeddings, norms and routers are never quantized."""
-    named = param.name.endswith(NEVER) or param.parts[0].stored.endswith(EMBEDDED)
-    return len(param.shape) == 2 and not named
+    return len(param.shape) == 2 and not param.name.endswith(NEVER)
 
 
 def _with_found(config: Mapping[str, Any]) -> Rules:

@@ -247,6 +247,7 @@ class LimitedProtocol(HttpToolsProtocol):
         """Start the request. Its body may still be arriving."""
         self._unparsed = 0
         self._unwatch()
+        self._check_host()
         if self.parser.should_upgrade():
             version = self.parser.get_http_version().encode()
             self._upgrade = [self.parser.get_method(), self.url, b"HTTP/" + version]
@@ -300,6 +301,13 @@ class LimitedProtocol(HttpToolsProtocol):
             self._refuse(refused)
             return False
         return True
+
+    def _check_host(self) -> None:
+        """Refuse a request of HTTP/1.1 without a Host header, and any request with several (RFC 9112, section 3.2)."""
+        hosts = sum(name == b"host" for name, _ in self.headers)
+        if hosts > 1 or (not hosts and self.parser.get_http_version() != "1.0"):
+            found = f"has {hosts} Host headers" if hosts else "has no Host header"
+            raise _Refused(400, f"the request {found}: HTTP/1.1 needs one, such as `Host: localhost`.")
 
     def _continue_without_upgrade(self, rest: bytes) -> bool:
         """Serve a request that offers a protocol upgrade (HTTP/2, WebSocket) as an ordinary request. The parser stops
