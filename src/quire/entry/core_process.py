@@ -20,7 +20,7 @@ from quire.config.engine import EngineConfig
 from quire.engine.replicas import Core
 from quire.procs.core_server import Send, run_core
 from quire.procs.event_publisher import publish_events
-from quire.procs.messages import CoreStart, Loading, Ready
+from quire.procs.messages import FEATURES, CoreStart, Loading, Ready
 from quire.procs.parent import end_with_parent, read_start
 from quire.weights.folder import resolve_folders
 
@@ -59,7 +59,7 @@ def build(config: EngineConfig, send: Send) -> tuple[Core, Ready]:
     engine = assemble(config, _progress("weights", send))
     plans = {"dtype": f"{engine.dtype.dtype} ({engine.dtype.reason})"}
     plans |= {choice.op: str(choice).removeprefix(f"{choice.op}: ") for choice in engine.kernels.choices}
-    plans |= {name: str(engine.core.facts.plans.get(name, "")) for name in ("cache", "ranks", "each rank")}
+    plans |= {name: str(engine.core.facts.plans.get(name, "")) for name in ("cache", "ranks", "each rank", *FEATURES)}
     if experts := engine.core.facts.plans["experts"]:
         plans["experts"] = str(experts)
     ready = _ready(
