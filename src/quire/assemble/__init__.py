@@ -4,7 +4,7 @@ import gc
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -14,9 +14,11 @@ from typing import NamedTuple
 import msgspec
 import torch
 
+from quire.assemble.early import check_early
 from quire.assemble.offload import make_store, root_key
 from quire.assemble.parts import Loading, Parts
 from quire.assemble.rank import load_rank
+from quire.assemble.turned_on import OFF, turned_on
 from quire.config.balancing import read_eplb_config
 from quire.config.checkpoint import ModelArgs
 from quire.config.engine import EngineConfig, SchedulerConfig
@@ -25,7 +27,7 @@ from quire.config.placement import Parallel, check_hosts, check_parallel, parall
 from quire.config.pooling import PoolingPlan
 from quire.config.resolve import DTypePlan, MemoryPlan
 from quire.config.resolve_cuda import gpu_only_options
-from quire.config.sharing import read_events_config
+from quire.config.sharing import events_notes, read_events_config
 from quire.contracts.errors import ConfigError
 from quire.contracts.protocols import ExecutorFacts
 from quire.contracts.sampling import SamplingParams
@@ -38,7 +40,6 @@ from quire.kernels.select import Kernels, here
 from quire.kv.allocator import KVAllocator
 from quire.kv.pool import BlockPool
 from quire.models.drafts import draft_config, draft_notes, head_method, resolve_speculators, with_draft_model
-from quire.models.missing import check_missing
 from quire.models.notes import parallel_notes
 from quire.models.obtain import obtain_weights, read_model
 from quire.models.plan import EnginePlan, Machine, plan_notes, resolve_engine, resolve_sizing
@@ -49,6 +50,7 @@ from quire.platforms.cpu import CpuFacts, read_cpu_facts
 from quire.platforms.cuda import read_cuda_facts
 from quire.platforms.detect import DevicePlan, check_gpus, probe_driver, resolve_device
 from quire.procs.event_publisher import publish_events
+from quire.procs.messages import FEATURES
 from quire.quantization.read import Quantization
 from quire.text.chat import ChatTemplate
 from quire.text.grammar import GrammarCompiler
@@ -160,7 +162,7 @@ def assemble(config: EngineConfig, on_loading: Loading | None = None, *, served:
     phases.end("tokenizer")
     plans = plan_ranks(config, found, served=served)
     plan, cpu = plans[0], found.cpu
-    check_missing(plan.missing)
+    check_early(plans, cpu.free_memory)
     if found.draft is not None and plan.draft is not None:
         obtain_weights(
             plan.draft.config,
@@ -196,7 +198,7 @@ def assemble(config: EngineConfig, on_loading: Loading | None = None, *, served:
     )
     core = join_replicas(plan, cores, arrived, parts.hosts)
     phases.end("engine")
-    ranks = ("{ranks} ({each rank}).".format(**core.facts.plans),) if len(plans) > 1 and not served else ()  # no banner
+    lines = () if served else _lines(core.facts.plans)  # a server has a banner
     notes = (
         *draft_notes(plan),
         *found.quantization.notes,
@@ -205,7 +207,7 @@ def assemble(config: EngineConfig, on_loading: Loading | None = None, *, served:
         *unread,
         *parts.notes,
         *(gpu_only_options(config) if found.device.device == "cpu" else ()),
-        *ranks,
+        *lines,
     )
     for note in notes:
         LOG.warning("%s", note)
@@ -351,6 +353,8 @@ def assemble_core(parts: Parts, compiler: GrammarCompiler | None, replica: int =
     plan, memory, config = parts.plan, parts.memory, parts.plan.config
     scheduler = config.scheduler
     report = PlanReport(plan=plan, memory=memory, fullest=plan.mesh.rank.number)
+    pool = BlockPool(memory.num_blocks)
+    store = make_store(plan, memory, pool, parts.shards)
     facts = ExecutorFacts(
         depth=parts.depth,
         decode_lag=parts.depth if parts.num_stages == 1 else 1,
@@ -377,9 +381,9 @@ def assemble_core(parts: Parts, compiler: GrammarCompiler | None, replica: int =
             "engine": msgspec.json.encode(report.describe()).decode(),
         }
         | parts.plans
-        | rank_lines(report),
+        | rank_lines(report)
+        | turned_on(plan, store),
     )
-    pool = BlockPool(memory.num_blocks)
     core = EngineCore(
         parts.executor(facts),
         scheduler,
@@ -387,7 +391,7 @@ def assemble_core(parts: Parts, compiler: GrammarCompiler | None, replica: int =
         root_key=root_key(plan),
         prefix_caching=config.cache.enable_prefix_caching,
         compiler=compiler,
-        store=make_store(plan, memory, pool, parts.shards),
+        store=store,
     )
     try:
         return publish_events(core, config, replica)
@@ -419,8 +423,15 @@ def join_replicas(
     )
 
 
+def _lines(plans: Mapping[str, object]) -> tuple[str, ...]:
+    """Return the lines about ranks and about features that are on, for an engine without a banner."""
+    ranks = ["{ranks} ({each rank}).".format(**plans)] if plans.get("ranks") else []
+    on = [title for title in FEATURES if plans[title] and not str(plans[title]).startswith(OFF)]
+    return (*ranks, *(f"{title}: {plans[title]}." for title in on))
+
+
 def _notes(args: ModelArgs, dtype: DTypePlan, memory: MemoryPlan, config: EngineConfig) -> tuple[str, ...]:
-    notes = [*args.notes, *memory.notes, *parallel_notes(args, config.parallel)]
+    notes = [*args.notes, *memory.notes, *parallel_notes(args, config.parallel), *events_notes(config)]
     if dtype.dtype != args.dtype:
         notes.append(f"computing in {dtype.dtype}: {dtype.reason}.")
     if config.model.trust_remote_code:

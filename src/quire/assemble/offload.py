@@ -91,6 +91,7 @@ def make_store(plan: EnginePlan, memory: MemoryPlan, pool: BlockPool, shards: Se
         promises=peers[-1] if peers else None,
         write_through=offload.write_through,
     )
+    store.num_found = sum(one.num_found for one in disks)
     store.on_start += [one.follow for one in peers]
     store.on_close += [one.close for one in disks] + [one.close for one in peers]
     if sharing.place is not None:

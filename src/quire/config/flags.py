@@ -43,6 +43,7 @@ class FlagParser(argparse.ArgumentParser):
     """Parser that accepts underscores in flags, takes no abbreviations, and suggests the nearest flag for an error.
 
     configure   adds the arguments; called before the first parsing, or by `complete`
+    elsewhere   flags that this command lacks -> the way to the same end, for the error
     `--help=TEXT` shows only the flags that mention the text. Flags like `--name.key value` become one JSON object.
     """
 
@@ -53,6 +54,7 @@ class FlagParser(argparse.ArgumentParser):
             allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, add_help=False, **settings
         )
         self._configure = configure
+        self.elsewhere: Mapping[str, str] = {}
         if add_help:
             self.add_argument(
                 "-h",
@@ -91,6 +93,8 @@ class FlagParser(argparse.ArgumentParser):
         flag = next((u.partition("=")[0] for u in unknown if u.startswith("-")), None)
         if flag is None:
             return f"unexpected argument {unknown[0]!r}."
+        if flag in self.elsewhere:
+            return f"unknown flag {flag}: {self.elsewhere[flag]}."
         known, whole = self._option_string_actions, abbreviated(flag.lstrip("-"))
         near = [f"--{whole}"] if f"--{whole}" in known else [] if whole else difflib.get_close_matches(flag, known, n=1)
         return f"unknown flag {flag}." + (f" Did you mean {near[0]}?" if near else "")

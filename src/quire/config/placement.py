@@ -179,10 +179,13 @@ def check_parallel(args: ModelArgs, parallel: Parallel) -> None:
 def _check_balancing(args: ModelArgs, parallel: Parallel, redundant: int) -> None:
     """Raise `ConfigError` if experts cannot be balanced, or if the ranks cannot hold equally many slots."""
     ranks, experts = parallel.expert_ranks, args.moe.routing.num_experts if args.moe else 0
-    if ranks == 1 or not experts:
+    if not experts:
+        raise ConfigError("--enable-eplb: this model has no experts: leave it out.")
+    if ranks == 1:
+        more = "-tp or -dp" if parallel.experts else "--enable-expert-parallel and -tp or -dp"
         raise ConfigError(
             f"--enable-eplb: {parallel} has nothing to balance, because no two ranks divide whole "
-            "experts: add --enable-expert-parallel and -tp or -dp, or leave it out."
+            f"experts: add {more}, or leave it out."
         )
     if parallel.pp > 1 or parallel.round_robin:
         other = "-pp" if parallel.pp > 1 else "--expert-placement-strategy"

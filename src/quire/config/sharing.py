@@ -10,6 +10,7 @@ import msgspec
 
 from quire.config.engine import EngineConfig
 from quire.config.placement import parallel_sizes
+from quire.config.serve import is_loopback
 from quire.contracts.errors import ConfigError
 
 CONNECTOR = "QuireConnector"  # of prefill and decode nodes, in kv_transfer_config
@@ -63,6 +64,17 @@ class EventSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     hwm: int = 100_000
     max_queue_size: int = 100_000
     topic: str = ""
+
+    @property
+    def exposed(self) -> tuple[str, ...]:
+        """Addresses on which other machines can connect, without a key, and read the events."""
+        pairs = (self.endpoint, self.bound), (self.replay_endpoint, True)
+        return tuple(each for each, bound in pairs if each and bound and not _is_near(each))
+
+    @property
+    def bound(self) -> bool:
+        """True when `endpoint` is an address of this machine, False when events are sent to another one."""
+        return "*" in self.endpoint or "::" in self.endpoint or self.endpoint.startswith(("tcp://lo:", "ipc:"))
 
 
 def resolve_share(config: EngineConfig, host_gb: float) -> SharePlan:
@@ -125,6 +137,25 @@ def read_events_config(config: EngineConfig) -> EventSettings | None:
             "enable_prefix_caching=False, or kv_events_config."
         )
     return settings
+
+
+def events_notes(config: EngineConfig) -> tuple[str, ...]:
+    """Return the note about KV events that any machine can read. vLLM's form has no key, so none can be asked for."""
+    settings = read_events_config(config)
+    if settings is None or not settings.exposed:
+        return ()
+    return (
+        f"kv_events_config: whoever can reach {' or '.join(settings.exposed)} reads the tokens of every prompt and "
+        "answer: the protocol has no key. Let a firewall admit your routers alone, or use tcp://lo:5557, which this "
+        "machine alone reaches.",
+    )
+
+
+def _is_near(endpoint: str) -> bool:
+    """True for a ZeroMQ address that only this machine can reach."""
+    scheme, _, place = endpoint.partition("://")
+    host = place.rpartition(":")[0].strip("[]")
+    return scheme != "tcp" or host == "lo" or is_loopback(host)
 
 
 def _roles(config: EngineConfig) -> tuple[bool, bool]:

@@ -119,9 +119,10 @@ def from_keywords(given: Mapping[str, Any], options: Iterable[Field[Any]]) -> Se
     found = Settings(values={}, origins={}, notes=outcome.notes)
     _put_aliases(found, outcome, by_name)
     for name, value in ours.items():
-        if isinstance(value, str) and name in by_name and name in OWN_PARSERS:
+        listed = name in by_name and by_name[name].type in (LIST, COUNTS)
+        if isinstance(value, str) and name in by_name and (listed or name in OWN_PARSERS):
             value = _parsed(by_name[name], value, f"argument {name}")
-        several = isinstance(value, list) and name in by_name and by_name[name].type in (LIST, COUNTS)
+        several = isinstance(value, list) and listed
         found.put(name, tuple(value) if several else value, f"argument {name}")
     return found
 

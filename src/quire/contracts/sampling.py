@@ -33,7 +33,7 @@ class SamplingParams(
 ):
     """Sampling parameters of a request. Out-of-range values and unknown fields raise `InvalidParameter`.
 
-    n                     completions per prompt, 1..16384; must be 1 when greedy
+    n                     completions per prompt, 1..16384; equal ones when greedy
     temperature           0 = greedy; [0, 2]
     top_p / top_k / min_p (0, 1] / -1 or 0 = off / [0, 1]
     *_penalty             presence and frequency in [-2, 2]; repetition in [0.01, 100], 1 = off
@@ -180,8 +180,6 @@ def _check_ranges(record: msgspec.Struct, ranges: Ranges, optional: bool = False
 def _check_numbers(p: SamplingParams) -> None:
     _check_ranges(p, RANGES)
     _check_ranges(p, OPTIONAL, optional=True)
-    if p.n > 1 and p.greedy:
-        _refuse("n", p.n, "1 when temperature is 0, because every completion would be the same")
     if p.max_tokens is not None and p.min_tokens > p.max_tokens:
         _refuse("min_tokens", p.min_tokens, f"at most max_tokens ({p.max_tokens})")
 

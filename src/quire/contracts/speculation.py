@@ -1,5 +1,6 @@
 """Speculative decoding as an engine is asked for it: the keys of vLLM's `speculative_config`, and their meaning."""
 
+import difflib
 from collections.abc import Mapping
 from typing import Any
 
@@ -140,13 +141,15 @@ def read_speculative_config(given: Mapping[str, Any] | None) -> Speculation | No
         return None
     for name in given:
         if name not in KEYS and name not in OTHERS and name not in UNUSED:
-            raise _wrong(f"{shown(name)} does not exist", f"use {', '.join(KEYS)}")
+            near = difflib.get_close_matches(str(name), (*KEYS, *OTHERS, *UNUSED), n=1)
+            keys = ", ".join(f'"{key}"' for key in KEYS)
+            raise _wrong(f"{shown(name)} does not exist", f'did you mean "{near[0]}"?' if near else f"use {keys}.")
     method = _method(given)
     if method not in METHODS:
         return Speculation(method=method, num_drafts=0)
     for name, value in given.items():
         if name in OTHERS and value not in OTHERS[name]:
-            raise _wrong(f"{name}={shown(value)} is not implemented for method {method}", "leave it out")
+            raise _wrong(f"{_said(name, value)} is not implemented for method {method}", "leave it out")
     layered = method in LAYERED
     if method in MODELS:
         if not isinstance(given.get("model"), str):
@@ -193,10 +196,10 @@ def _fields(given: Mapping[str, Any], method: str) -> dict[str, Any]:
         if name not in given:
             continue
         if method not in methods:
-            raise _wrong(f"{name}={shown(given[name])} is not implemented for method {method}", "leave it out")
+            raise _wrong(f"{_said(name, given[name])} is not implemented for method {method}", "leave it out")
         if type(given[name]) is not kind or not given[name] or (kind is int and given[name] < 1):
             raise _wrong(
-                f"{name}={shown(given[name])} has no meaning",
+                f"{_said(name, given[name])} has no meaning",
                 "give a whole number from 1 on" if kind is int else "give a name",
             )
         found[name] = given[name]
@@ -275,5 +278,10 @@ def _by_batch(given: Any, most: int) -> tuple[tuple[int, int], ...]:
     )
 
 
+def _said(name: str, value: object) -> str:
+    """Return a key and its value as in JSON: some keys have the names of options, and messages show those as flags."""
+    return f'"{name}": {shown(value)}'
+
+
 def _wrong(what: str, remedy: str) -> ConfigError:
-    return ConfigError(f"speculative_config: {what}: {remedy}.")
+    return ConfigError(f"speculative_config: {what}: {remedy}{'' if remedy[-1] in '.?' else '.'}")

@@ -18,9 +18,10 @@ from typing import Any
 
 from quire.config.engine import EngineConfig
 from quire.engine.replicas import Core
+from quire.engine.warm_up import warm_up
 from quire.procs.core_server import Send, run_core
 from quire.procs.event_publisher import publish_events
-from quire.procs.messages import CoreStart, Loading, Ready
+from quire.procs.messages import FEATURES, CoreStart, Loading, Ready
 from quire.procs.parent import end_with_parent, read_start
 from quire.weights.folder import resolve_folders
 
@@ -57,9 +58,12 @@ def build(config: EngineConfig, send: Send) -> tuple[Core, Ready]:
     from quire.assemble import assemble
 
     engine = assemble(config, _progress("weights", send))
+    began = time.perf_counter()
+    warm_up(engine.core)
+    phases = engine.phases | {"first steps": round(time.perf_counter() - began, 3)}
     plans = {"dtype": f"{engine.dtype.dtype} ({engine.dtype.reason})"}
     plans |= {choice.op: str(choice).removeprefix(f"{choice.op}: ") for choice in engine.kernels.choices}
-    plans |= {name: str(engine.core.facts.plans.get(name, "")) for name in ("cache", "ranks", "each rank")}
+    plans |= {name: str(engine.core.facts.plans.get(name, "")) for name in ("cache", "ranks", "each rank", *FEATURES)}
     if experts := engine.core.facts.plans["experts"]:
         plans["experts"] = str(experts)
     ready = _ready(
@@ -69,7 +73,7 @@ def build(config: EngineConfig, send: Send) -> tuple[Core, Ready]:
         weight_bytes=engine.weight_bytes,
         kv_bytes=engine.memory.kv_bytes,
         plans=plans,
-        phases=engine.phases,
+        phases=phases,
         notes=engine.notes,
     )
     return engine.core, ready

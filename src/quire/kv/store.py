@@ -61,6 +61,7 @@ class KVStore:
     host     pool of the host tier
     stats    counters of each tier below the device, since the start
     sharing  promises to and from other engines
+    num_found  blocks that the tiers of this engine held at its start
     on_start   functions to call when all replicas of the engine are there;  on_close  when it ends
     on_whole   functions to call with device blocks whose content a job has read or written, and their keys
     """
@@ -86,6 +87,7 @@ class KVStore:
         reserve        blocks that the next steps may take; a prompt takes all of its blocks at once
         """
         self.host = BlockPool(num_host_blocks)
+        self.num_found = 0
         self.stats = {Tier.HOST: TierStats(num_blocks=num_host_blocks)} | {one.tier: TierStats() for one in below}
         self._pool, self._below, self._reserve, self._clock = pool, below, reserve, clock
         self._index = PrefixIndex(_Reachable(self), block_size, groups)

@@ -246,6 +246,7 @@ class DiskTier:
         self._num_clears, self._due = 0, 0.0  # clears still to come; time of the next reading
         self._thread, self._lock = FileThreads("quire-kv-names"), threading.Lock()
         self._read()
+        self.num_found = len(self._names)  # blocks that were there at the start
 
     def has(self, key: bytes) -> bool:
         """True when every rank seems to have a file for the block."""

@@ -150,7 +150,7 @@ def with_draft_model(plan: EnginePlan, draft: EnginePlan) -> EnginePlan:
     asked = plan.speculation.max_model_len if plan.speculation else 0
     if asked and asked < length:
         raise ConfigError(
-            f"speculative_config: max_model_len={asked} is below the engine's {length}, and requests "
+            f'speculative_config: "max_model_len": {asked} is below the {length} tokens of the engine, whose requests '
             "have drafts in all of their context: raise it, or leave it out."
         )
     drafting = msgspec.structs.replace(plan.drafting, model=draft)

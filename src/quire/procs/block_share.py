@@ -202,6 +202,17 @@ class _ShownBlocks:
                 follower.put((key, False))
 
 
+def listener_at(place: tuple[str, int]) -> socket.socket:
+    """Return a socket that listens where other engines read blocks. Raises ConfigError when none can."""
+    try:
+        return socket.create_server(place, family=socket.AF_INET6 if ":" in place[0] else socket.AF_INET)
+    except OSError as error:
+        raise ConfigError(
+            f"kv_share={place[0]}:{place[1]}: this host cannot listen there: {error.strerror}. Give "
+            "an address of this host and a free port."
+        ) from None
+
+
 class BlockShare:
     """Serves the blocks of a store's host tier, and says where those of the device are.
 
@@ -231,13 +242,7 @@ class BlockShare:
         self._strangers: dict[socket.socket, None] = {}  # connections without a proof yet, the oldest first
         self._lock = threading.Lock()  # guards the fields above, and followers
         self._closed, self._said = False, ""  # the second: the last error of a read
-        try:
-            self._listener = socket.create_server(place, family=socket.AF_INET6 if ":" in place[0] else socket.AF_INET)
-        except OSError as error:
-            raise ConfigError(
-                f"kv_share={place[0]}:{place[1]}: this host cannot listen there: {error.strerror}. Give "
-                "an address of this host and a free port."
-            ) from None
+        self._listener = listener_at(place)
         store.host.on_publish.append(self._host.came)
         store.host.on_drop.append(self._host.went)
         if device is not None:

@@ -50,8 +50,7 @@ class EventPublisher:
         self._given.connect(INSIDE)
         try:
             address = "endpoint", _address(settings.endpoint, replica)
-            bound = "*" in address[1] or "::" in address[1] or "//lo:" in settings.endpoint or "ipc:" in address[1]
-            (public.bind if bound else public.connect)(address[1])
+            (public.bind if settings.bound else public.connect)(address[1])
             if settings.replay_endpoint:
                 address = "replay_endpoint", _address(settings.replay_endpoint, replica)
                 replay.bind(address[1])

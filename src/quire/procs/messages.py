@@ -72,6 +72,9 @@ class Loading(msgspec.Struct, frozen=True, tag="loading"):
     unit: str = ""
 
 
+FEATURES = ("drafts", "KV tiers", "sharing")  # keys of `Ready.plans`: lines about what options turn on, or leave off
+
+
 class Ready(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
     """The engine is loaded and takes requests.
 

@@ -116,7 +116,8 @@ def _with_format(param: Param, rules: Rules) -> Param:
         scheme=None if _is_dequantized(param, stored) else packed_scheme(each, stored),
     )
     if why := FORMATS[made.format].objection(made):
-        raise ConfigError(f"{why}: use a smaller -tp, or whole experts for each rank (--enable-expert-parallel).")
+        whole = ", or whole experts for each rank (--enable-expert-parallel)" * (param.shard == "experts")
+        raise ConfigError(f"{why}: use a smaller -tp{whole}.")
     return made
 
 

@@ -1,8 +1,8 @@
 """The router as an ASGI application, and the one for its operators.
 
     passed on        the paths of ROUTES
-    /health, /live   200 while the router runs            /ready     200 when a backend takes requests
-    /metrics         Prometheus
+    /live            200 while the router runs            /metrics   Prometheus
+    /health          200 while a backend takes requests   /ready     likewise, and until the router ends
 
     operators, on a loopback port of their own:
     GET  /backends           the list, with health and requests in flight
@@ -21,7 +21,7 @@ import msgspec
 from quire.contracts.errors import RequestError, shown
 from quire.router.backends import Backend, check, watch
 from quire.router.events import KVIndex, follow
-from quire.router.exchange import Forwarder, Send, WholeAnswer, asked_for, refusal
+from quire.router.exchange import Forwarder, Send, WholeAnswer, asked_for, refusal, request_id_of
 from quire.router.metrics import RouterMetrics
 from quire.router.policy import Chooser
 from quire.router.prompts import RoutedBody
@@ -134,23 +134,20 @@ class RouterApp:
         if (method, path) == ("GET", "/backends"):
             answer = _json({"backends": [backend.described() for backend in self.backends]})
         elif method == "POST" and path in (DRAIN, RESUME):
-            answer = self._set_draining(await _read(receive), path == DRAIN)
+            answer = self._set_draining(scope, await _read(receive), path == DRAIN)
         else:
-            answer = refusal(
-                404,
-                f"there is no {method} {shown(path)}: use GET /backends, POST {DRAIN} or POST {RESUME}.",
-                "unknown_path",
-            )
+            words = f"there is no {method} {shown(path)}: use GET /backends, POST {DRAIN} or POST {RESUME}."
+            answer = _refusal(scope, 404, words, "unknown_path")
         await answer.send(send)
 
-    def _set_draining(self, body: bytes, draining: bool) -> WholeAnswer:
+    def _set_draining(self, scope: Scope, body: bytes, draining: bool) -> WholeAnswer:
         try:
             name = msgspec.json.decode(body, type=dict[str, str]).get("backend", "")
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            return refusal(400, f'{error}: send {{"backend": "http://host:8000"}}.', "invalid_value")
+            return _refusal(scope, 400, f'{error}: send {{"backend": "http://host:8000"}}.', "invalid_value")
         backend = next((backend for backend in self.backends if backend.name == name.rstrip("/")), None)
         if backend is None:
-            return refusal(404, f"{shown(name)} is no backend: GET /backends lists them.", "unknown_backend")
+            return _refusal(scope, 404, f"{shown(name)} is no backend: GET /backends lists them.", "unknown_backend")
         backend.draining = draining
         return _json(backend.described())
 
@@ -159,8 +156,9 @@ class RouterApp:
         method, path = scope["method"], scope["path"]
         if path in ("/health", "/live", "/ready") and method == "GET":
             able = [backend for backend in self._own if backend.usable]
-            if path == "/ready" and (self._draining or not able):
-                return refusal(503, "the router ends." if self._draining else "no backend takes requests.", "not_ready")
+            ends = self._draining and path == "/ready"
+            if path != "/live" and (ends or not able):
+                return _refusal(scope, 503, "the router ends." if ends else "no backend takes requests.", "not_ready")
             return _json(
                 {"status": "draining" if self._draining else "ok", "backends": len(self._own), "usable": len(able)}
             )
@@ -168,21 +166,21 @@ class RouterApp:
             text, kind = self.metrics.render()
             return WholeAnswer(status=200, headers=[(b"content-type", kind.encode())], body=text)
         if path.startswith(RESPONSES + "/"):
-            return refusal(
-                404,
+            words = (
                 "stored responses are not reached through a router, which does not know the backend "
-                "that has them: send the whole conversation with every request.",
-                "not_implemented",
+                "that has them: send the whole conversation with every request."
             )
+            return _refusal(scope, 404, words, "not_implemented")
         wanted = "GET" if path.startswith(MODEL) and "/.." not in path else ROUTES.get(path)
         if wanted is None:
-            return refusal(404, f"this router passes on no path {shown(path)}: ask a backend itself.", "unknown_path")
+            words = f"this router passes on no path {shown(path)}: ask a backend itself."
+            return _refusal(scope, 404, words, "unknown_path")
         if method != wanted:
-            return refusal(
-                405, f"{shown(path)} does not accept the method {shown(method)}: use {wanted}.", "method_not_allowed"
-            )
+            words = f"{shown(path)} does not accept the method {shown(method)}: use {wanted}."
+            return _refusal(scope, 405, words, "method_not_allowed")
         if self._draining:
-            return refusal(503, "this router ends and takes no new requests: try again in a moment.", "router_ending")
+            words = "this router ends and takes no new requests: try again in a moment."
+            return _refusal(scope, 503, words, "router_ending")
         return None
 
     async def _pass(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -191,7 +189,7 @@ class RouterApp:
             _check_stateless(scope["path"], body)
         except RequestError as error:
             self.refused(400)
-            return await refusal(400, str(error), "invalid_value").send(send)
+            return await _refusal(scope, 400, str(error), "invalid_value").send(send)
         asked = asked_for(scope, body)
         del body  # `asked` lets it go when the answer begins
         answering = asyncio.current_task()
@@ -214,6 +212,10 @@ class RouterApp:
         finally:
             finished = True
             watching.cancel()
+
+
+def _refusal(scope: Scope, status: int, message: str, code: str) -> WholeAnswer:
+    return refusal(status, message, code, scope["path"], request_id_of(scope.get("headers", ())))
 
 
 def _check_stateless(path: str, body: RoutedBody) -> None:

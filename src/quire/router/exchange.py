@@ -9,16 +9,20 @@ closes the connection to the backend.
 """
 
 import asyncio
+import re
 import time
 import uuid
-from collections.abc import Awaitable, Callable, MutableMapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
+from quire.contracts.error_bodies import MESSAGES_PATHS, messages_body, openai_body
 from quire.router.backends import Backend, Load
 from quire.router.metrics import RouterMetrics
 from quire.router.policy import Chooser, Sight
-from quire.router.prompts import RoutedBody, error_body
+from quire.router.prompts import RoutedBody
 from quire.router.settings import RouterConfig
 from quire.router.split import SPLIT_PATHS, prefilled
 from quire.router.upstream import HOP_BY_HOP, Header, Upstream, UpstreamError, read_all
@@ -27,6 +31,8 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 DIRECT_BODY = "direct-body"  # ASGI extension of `entry/http/protocol.py`: a body that is written without waiting
 ELSEWHERE = (429, 503)  # statuses of a backend that is full, loading or ending: another one may take the request
 OWN_HEADERS = HOP_BY_HOP | {b"host", b"content-length"}
+SANE_ID = re.compile(rb"[A-Za-z0-9._:/+=@-]{1,128}")
+FAILED = "backend_failed"
 EMPTY = RoutedBody(b"")
 ENDS = (b"\n\n", b"\r\n\r\n")  # of an event
 
@@ -53,6 +59,7 @@ class Asked:
 
     method: bytes
     path: str
+    request_id: str
     target: bytes
     headers: list[Header]
     body: RoutedBody
@@ -69,24 +76,37 @@ class Fault:
     answer: WholeAnswer | None = None
 
 
-def refusal(status: int, message: str, code: str) -> WholeAnswer:
-    """Return an error as an answer of the router itself."""
-    kind = "invalid_request_error" if status < 500 else "server_error"
-    headers = [(b"content-type", b"application/json")]
+def refusal(status: int, message: str, code: str, path: str, request_id: str) -> WholeAnswer:
+    """Return an error as an answer of the router itself, in the format of the path's API."""
+    headers = [(b"content-type", b"application/json"), (b"x-request-id", request_id.encode())]
     if status == 503:
         headers.append((b"retry-after", b"1"))
-    return WholeAnswer(status=status, headers=headers, body=error_body(message, kind, code))
+    return WholeAnswer(status=status, headers=headers, body=_error_body(status, message, code, path, request_id))
+
+
+def _error_body(status: int, message: str, code: str, path: str, request_id: str) -> bytes:
+    if MESSAGES_PATHS.search(path):
+        return messages_body(status, message, request_id)
+    return openai_body(message, "invalid_request_error" if status < 500 else "server_error", code)
+
+
+def request_id_of(headers: Iterable[Header]) -> str:
+    """Return the X-Request-Id of a client as a text for headers; a new one if the client has sent none."""
+    given = next((value for name, value in headers if name == b"x-request-id"), b"")
+    return given.decode() if SANE_ID.fullmatch(given) else uuid.uuid4().hex
 
 
 def asked_for(scope: MutableMapping[str, Any], body: RoutedBody) -> Asked:
     """Return a request as backends get it. It keeps the client's headers, API keys too, and has a request id."""
     headers = [header for header in scope["headers"] if header[0] not in OWN_HEADERS]
+    request_id = request_id_of(headers)
     if not any(name == b"x-request-id" for name, _ in headers):
-        headers.append((b"x-request-id", uuid.uuid4().hex.encode()))
+        headers.append((b"x-request-id", request_id.encode()))
     query = scope.get("query_string", b"")
     return Asked(
         method=scope["method"].encode(),
         path=scope["path"],
+        request_id=request_id,
         headers=headers,
         body=body,
         data=body.data,
@@ -137,18 +157,24 @@ class Forwarder:
             if fault is None:
                 return
             answer, able = fault.answer or answer, self._able(tried)
-        answer = answer or self._hopeless(fault)
+        answer = answer or self._hopeless(fault, asked)
         self._metrics.count("refusals", str(answer.status))
         await answer.send(send)
 
     def _able(self, tried: Sequence[Backend]) -> list[Backend]:
         return [backend for backend in self._backends if backend.usable and backend not in tried]
 
-    def _hopeless(self, fault: Fault | None) -> WholeAnswer:
+    def _hopeless(self, fault: Fault | None, asked: Asked) -> WholeAnswer:
         if fault is None:
             state = "being drained" if any(backend.up for backend in self._backends) else "down"
-            return refusal(503, f"no backend takes requests: all are {state}. Try again in a moment.", "no_backend")
-        return refusal(502, f"no backend answered this request: {fault.message}. Send it again.", "backend_failed")
+            words, status, code = (
+                f"no backend takes requests: all are {state}. Try again in a moment.",
+                503,
+                "no_backend",
+            )
+        else:
+            words, status, code = f"no backend answered this request: {fault.message}. Send it again.", 502, FAILED
+        return refusal(status, words, code, asked.path, asked.request_id)
 
     async def _prefill(self, asked: Asked, sight: Sight, backend: Backend) -> bytes:
         """Return the body for a backend, after another one has computed the prompt, if that pays."""
@@ -230,14 +256,17 @@ class Forwarder:
             events = b"event-stream" in kinds.get(b"content-type", b"") and b"content-encoding" not in kinds
             if not events or not last.endswith(ENDS):
                 raise ConnectionAbortedError(f"{backend.name}: {error}") from None  # the server cuts the connection
-            await send({"type": "http.response.body", "body": _last_event(asked.path, error), "more_body": False})
+            event = _last_event(asked.path, asked.request_id, error)
+            await send({"type": "http.response.body", "body": event, "more_body": False})
 
 
-def _last_event(path: str, error: UpstreamError) -> bytes:
+def _last_event(path: str, request_id: str, error: UpstreamError) -> bytes:
     """Return the events that end a broken stream, in the form of its API."""
-    body = error_body(
-        f"the backend of this answer failed: {error}. Send the request again.", "server_error", "backend_failed"
-    )
+    words = f"the backend of this answer failed: {error}. Send the request again."
+    body = _error_body(502, words, FAILED, path, request_id)
     if path in SPLIT_PATHS:  # OpenAI's completions and chats
         return b"data: " + body + b"\n\ndata: [DONE]\n\n"
+    if not MESSAGES_PATHS.search(path):  # OpenAI's responses: the event has the fields of the error, too
+        error = msgspec.json.decode(body)["error"]
+        body = msgspec.json.encode(error | {"type": "error", "error": error})
     return b"event: error\ndata: " + body + b"\n\n"

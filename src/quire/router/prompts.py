@@ -104,9 +104,3 @@ class RoutedBody:
             key = hash((key, text[at : at + CHUNK]))
             keys.append(key)
         return keys
-
-
-def error_body(message: str, kind: str, code: str) -> bytes:
-    """Return the JSON of an error: the keys of OpenAI's form, and the "type" by which Anthropic's clients know it."""
-    error = {"message": message, "type": kind, "param": None, "code": code}
-    return msgspec.json.encode({"type": "error", "error": error})

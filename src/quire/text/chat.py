@@ -158,7 +158,7 @@ class ChatTemplate:
                 )
             chat[-1]["content"] = last + CONTINUE_MARK
         if adapt_turns:
-            _check_texts(chat)
+            _complete_texts(chat)
         variables = {**_plain(kwargs, "chat_template_kwargs"), "add_generation_prompt": add_generation_prompt}
         text = self._render(name, chat, _plain(tools, "tools"), variables)
         return _cut_at_mark(text, str(last)) if continue_final_message else text
@@ -259,10 +259,14 @@ def _normal_message(message: Any, at: int) -> dict[str, Any]:
     return plain
 
 
-def _check_texts(chat: Sequence[Mapping[str, Any]]) -> None:
-    """Raise `InvalidParameter` for a message without text. An assistant's turn needs no text, as it may call a tool."""
+def _complete_texts(chat: Sequence[dict[str, Any]]) -> None:
+    """Give an assistant's turn without text and calls the empty text, in place. Raises `InvalidParameter` for a message
+    of another role without text."""
     for at, message in enumerate(chat):
-        if message["role"] != "assistant" and "content" not in message:
+        if message["role"] == "assistant":
+            if not message.get("tool_calls"):
+                message.setdefault("content", "")
+        elif "content" not in message:
             raise InvalidParameter(
                 f"messages[{at}].content is missing: a message of role {message['role']} needs a text.",
                 param="messages",

@@ -11,6 +11,7 @@ import threading
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import IO
 
 from quire.config.env import child_variables
@@ -113,6 +114,14 @@ def receive(pipe: IO[bytes], most: int = sys.maxsize) -> bytes:
     """Read a frame; b"" at the end of the pipe, and for a frame that is cut off or has more than `most` bytes."""
     size = int.from_bytes(pipe.read(8))
     return data if len(data := pipe.read(min(size, most))) == size else b""
+
+
+def limit_memory(more: int) -> None:
+    """Limit the address space of this process to its present size and `more` bytes."""
+    used = 0
+    with suppress(OSError):  # macOS has no /proc
+        used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    limit_resources({resource.RLIMIT_AS: used + more if used else resource.RLIM_INFINITY})
 
 
 def limit_resources(limits: Mapping[int, int]) -> None:

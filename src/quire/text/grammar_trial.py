@@ -8,18 +8,15 @@ compiles. It is started on demand, and killed after a grammar that it did not fi
 import marshal
 import math
 import random
-import resource
 import signal
 import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quire.contracts.errors import RequestFailed
-from quire.text.children import Child, Children, ask, limit_resources, limited, receive, send
+from quire.text.children import Child, Children, ask, limit_memory, limited, receive, send
 
 if TYPE_CHECKING:
     from llguidance import LLTokenizer
@@ -94,10 +91,7 @@ def main() -> None:
     threading.stack_size(STACK)
     pool = ThreadPoolExecutor(1)
     pool.submit(_try, tokens, '{"grammars":[{"lark_grammar":"start: /a/"}]}', {}).result()  # starts every thread
-    used = 0
-    with suppress(OSError):
-        used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    limit_resources({resource.RLIMIT_AS: used + MEMORY if used else resource.RLIM_INFINITY})
+    limit_memory(MEMORY)
     send(answers, b"ready")
     while job := receive(jobs):
         signal.alarm(2 * math.ceil(SECONDS))  # ends this process if its caller is gone

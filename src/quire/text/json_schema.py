@@ -30,7 +30,7 @@ NEEDS = {
     "minContains": ("contains",),
     "maxContains": ("contains",),
 }
-UUID = re.compile(r"uuid[1-8]")
+OURS = re.compile(r"uuid[1-8]|date|time|date-time")  # formats that llguidance lacks, or holds less exactly than we do
 NAMES = {"enum", "const", "pattern", "minLength", "maxLength", "format"}  # keywords of `propertyNames` we can rewrite
 DATA = ("const", "enum")
 BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
@@ -140,7 +140,8 @@ def _beside(document: SchemaDocument, parts: list[Part]) -> set[int]:
         members[id(part)] = [each for each in inner if isinstance(each, dict)]
         ways = sum(key in part for key in (*LISTS, "$ref"))
         objects = {*MAPS, *UNHELD, "required", "additionalProperties", "minProperties", "maxProperties"} & part.keys()
-        if ways > 1 or ways and objects or len(part.get("allOf") or ()) > 1:
+        several = isinstance(part.get("allOf"), list) and len(part["allOf"]) > 1
+        if ways > 1 or ways and objects or several:
             stack.append(part)
     marked: set[int] = set()
     while stack:
@@ -170,13 +171,15 @@ def _drop_unheld(document: SchemaDocument, path: str, part: Part, reading: Readi
         else:
             reading.cannot(path, key, f"{key} is not implemented")
             del part[key]
-    if not isinstance(name := part.get("format"), str) or name in FORMATS and not UUID.fullmatch(name):
+    if not isinstance(name := part.get("format"), str) or name in FORMATS and not OURS.fullmatch(name):
         return
     del part["format"]
-    if UUID.fullmatch(name) and "pattern" not in part:
-        part["pattern"] = f"^{FORMATS[name]}$"
-    else:
+    if name not in FORMATS:
         reading.note(path, f"format {name}")
+    elif "pattern" not in part:
+        part["pattern"] = f"^({FORMATS[name]})$"
+    elif isinstance(others := part.get("allOf", []), list):
+        part["allOf"] = [*others, {"pattern": f"^({FORMATS[name]})$"}]
 
 
 def _name_properties(document: SchemaDocument, path: str, part: Part, reading: Reading) -> bool:

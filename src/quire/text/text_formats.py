@@ -1,13 +1,19 @@
 """Formats and patterns of JSON schema as regular expressions (Rust's syntax) that match a whole text.
 
 llguidance knows the same formats in JSON. The expressions here are for strings without quotes. Those of ipv6, email
-and uri match only a part of the valid texts.
+and uri match only a part of the valid texts. Dates are those that exist, from year 0001 on, and seconds end at 59, as
+in most programming languages. llguidance's dates and times go beyond.
 """
 
 import re
 
 _DAY = "(0[1-9]|[12][0-9]"
-_DATE = f"[0-9]{{4}}-((0[13578]|1[02])-{_DAY}|3[01])|(0[469]|11)-{_DAY}|30)|02-(0[1-9]|1[0-9]|2[0-8]))"
+_YEAR = "(000[1-9]|00[1-9][0-9]|0[1-9][0-9]{2}|[1-9][0-9]{3})"
+_FOURTH = "(0[48]|[2468][048]|[13579][26])"  # two digits, not 00, divisible by 4
+_DATE = (
+    f"({_YEAR}-((0[13578]|1[02])-{_DAY}|3[01])|(0[469]|11)-{_DAY}|30)|02-(0[1-9]|1[0-9]|2[0-8]))"
+    f"|([0-9]{{2}}{_FOURTH}|{_FOURTH}00)-02-29)"
+)
 _TIME = "([01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](\\.[0-9]{1,9})?([zZ]|[+-]([01][0-9]|2[0-3]):[0-5][0-9])"
 _CLOCK = "T([0-9]+H([0-9]+M([0-9]+S)?)?|[0-9]+M([0-9]+S)?|[0-9]+S)"
 _DAYS = "([0-9]+Y([0-9]+M([0-9]+D)?)?|[0-9]+M([0-9]+D)?|[0-9]+D)"

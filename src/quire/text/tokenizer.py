@@ -18,12 +18,16 @@ from tokenizers.models import BPE
 from tokenizers.normalizers import NFC
 
 from quire.config.env import child_variables
-from quire.contracts.errors import InvalidParameter, ModelNotFound, RequestFailed, UnsupportedModel, shown
+from quire.contracts.errors import InvalidParameter, ModelNotFound, QuireError, RequestFailed, UnsupportedModel, shown
+from quire.text.growth import failures_of_one_text, growth_of, is_panic
 from quire.text.special import AddedTokenSpec, SpecialTokens
 from quire.text.token_bytes import TokenBytes, byte_alphabet, decoder_rule
 
 TOKENIZER_FILE = "tokenizer.json"
 APART = 2**20  # characters; longer texts are encoded in a child: in the server, 7 MB take 1 GB and leave 600 MB behind
+CHILD_SECONDS, CHILD_SECONDS_PER_CHAR = 30.0, 30.0 / 2**20  # limit of a child: 30 s, and 30 s per MiB of text
+CHILD_MEMORY, CHILD_MEMORY_PER_CHAR = 2 * 2**30, 512  # likewise of its address space, in bytes
+EXPANDED = 3  # exit code of a child whose text has far more tokens than characters
 KEEPING = ("Isolated", "Contiguous", "MergedWithPrevious", "MergedWithNext")  # ways to split that lose no character
 
 
@@ -35,8 +39,9 @@ class Tokenizer:
     all_special_ids  ids that `skip_special_tokens` leaves out of a text
     bytes_table      table token id -> bytes; None for decoders whose tokens have no fixed bytes (WordPiece, ...)
     fewest_tokens    function: lower bound of the number of tokens of a text; see `length_bound`
-    apart            folder of the tokenizer: a child process loads it to encode a text of APART characters or more;
-                     None = all texts are encoded in this process
+    growth           upper bound of the factor by which the normalizer makes a text longer, see `growth_of`
+    apart            folder of the tokenizer: a child process loads it to encode texts that may have APART characters or
+                     more once normalized; None = all texts are encoded in this process
     """
 
     def __init__(self, backend: Backend, special: SpecialTokens | None = None) -> None:
@@ -56,6 +61,7 @@ class Tokenizer:
         rule = decoder_rule(backend)
         self.bytes_table = TokenBytes(rule, backend.id_to_token) if rule else None
         self.fewest_tokens = length_bound(backend)
+        self.growth = growth_of(backend)
         self.apart: Path | None = None
         self.separator = ""  # of parts of a text that are encoded each by itself; "": texts are encoded whole
         self._bad_words: tuple[tuple[str, ...], tuple[tuple[int, ...], ...]] = ((), ())  # last words, ids
@@ -74,10 +80,11 @@ class Tokenizer:
             )
         special = SpecialTokens.read(folder)
         try:
-            backend = Backend.from_file(str(path))
-        except Exception as error:  # the library raises bare Exception for every kind of damage
+            return Tokenizer(Backend.from_file(str(path)), special)
+        except BaseException as error:  # the library raises bare Exception for every kind of damage, or panics
+            if isinstance(error, QuireError) or not (isinstance(error, Exception) or is_panic(error)):
+                raise
             raise UnsupportedModel(f"{path} cannot be read ({error}): fetch the file again.") from error
-        return Tokenizer(backend, special)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Return the token ids of a text. The post-processor adds special tokens if `add_special_tokens`.
@@ -86,29 +93,35 @@ class Tokenizer:
             (first, *others), between = text.split(self.separator), self.encode(self.separator, False)
             later = [token for part in others for token in between + self.encode(part, False)]
             return self.encode(first, add_special_tokens) + later
-        if self.apart is not None and len(text) >= APART:
+        if self.apart is not None and self._is_long(text):
             return encode_apart(self.apart, text, add_special_tokens)
         try:  # a batch of one: the backend's `encode` blocks all other threads, for 8 s with a text of 8 MB
-            return self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+            with failures_of_one_text():
+                return self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         except TypeError as error:
             raise invalid_text(text) from error
 
     def encode_batch(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
         """Encode several texts in parallel. Return their token ids in order. Raises as `encode`."""
-        if self.separator or (self.apart is not None and any(len(text) >= APART for text in texts)):
+        if self.separator or (self.apart is not None and any(map(self._is_long, texts))):
             return [self.encode(text, add_special_tokens) for text in texts]
         try:
-            encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
+            with failures_of_one_text():
+                encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
         except TypeError:
             return [self.encode(text, add_special_tokens) for text in texts]
         return [encoding.ids for encoding in encodings]
+
+    def _is_long(self, text: str) -> bool:
+        """True for a text that is encoded in a child process, where that is done."""
+        return len(text) * self.growth >= APART
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Return the text of token ids, as transformers' fast tokenizers do without clean_up_tokenization_spaces.
         Unknown ids give no text. Raises `InvalidParameter` for an id outside uint32."""
         try:
-            # a batch of one, as in `encode`
-            return self._backend.decode_batch([list(ids)], skip_special_tokens=skip_special_tokens)[0]
+            with failures_of_one_text():  # a batch of one, as in `encode`
+                return self._backend.decode_batch([list(ids)], skip_special_tokens=skip_special_tokens)[0]
         except OverflowError as error:
             raise InvalidParameter(
                 "a token id is negative or above 2^32 - 1: send ids of the vocabulary.", param="token_ids"
@@ -151,27 +164,37 @@ class Tokenizer:
 
 
 def encode_apart(folder: Path, text: str, add_special_tokens: bool) -> list[int]:
-    """Encode a text as `Tokenizer.encode` does, in a child process. Raises `RequestFailed` when the child fails."""
+    """Encode a text as `Tokenizer.encode` does, in a child process, which has limits of time, memory and tokens.
+    Raises `RequestFailed` when the child fails, or reaches a limit."""
     try:
         data = text.encode()
     except UnicodeEncodeError as error:
         raise invalid_text(text) from error
-    # -P: no modules from the working directory. Its own session: Ctrl-C does not reach it.
-    child = subprocess.run(
-        [sys.executable, "-P", "-m", "quire.text.encode_child", str(folder), str(int(add_special_tokens))],
-        input=data,
-        stdout=subprocess.PIPE,
-        start_new_session=True,
-        env=child_variables(),
-        check=False,
-    )
-    if child.returncode:
-        raise RequestFailed(
-            f"a text of {len(text)} characters could not be encoded: the process for it ended with "
-            f"code {child.returncode} (-9: out of memory); send a shorter text.",
-            code="internal",
+    seconds = CHILD_SECONDS + CHILD_SECONDS_PER_CHAR * len(text)
+    memory, most = CHILD_MEMORY + CHILD_MEMORY_PER_CHAR * len(data), 2**16 + 4 * len(data)
+    arguments = str(folder), str(int(add_special_tokens)), str(memory), str(most)
+    try:
+        # -P: no modules from the working directory. Its own session: Ctrl-C does not reach it.
+        child = subprocess.run(
+            [sys.executable, "-P", "-m", "quire.text.encode_child", *arguments],
+            input=data,
+            stdout=subprocess.PIPE,
+            start_new_session=True,
+            env=child_variables() | {"TOKENIZERS_PARALLELISM": "false"},  # else threads, each with memory of its own
+            timeout=seconds,
+            check=False,
         )
-    return array("I", child.stdout).tolist()
+    except subprocess.TimeoutExpired:
+        why = f"it took more than {seconds:.0f} s"
+    else:
+        if not child.returncode:
+            return array("I", child.stdout).tolist()
+        why = f"the process for it ended with code {child.returncode} (-6, -9: out of memory)"
+        if child.returncode == EXPANDED:
+            why = f"the model's tokenizer makes more than {most} tokens of it"
+    raise RequestFailed(
+        f"a text of {len(text)} characters could not be encoded: {why}; send a shorter text.", code="internal"
+    )
 
 
 def bad_word_sequences(spelled: Sequence[tuple[str, list[int], list[int]]]) -> tuple[tuple[int, ...], ...]:

@@ -142,7 +142,6 @@ def test_refused_with_the_range(name: str, value: Any) -> None:
 @pytest.mark.parametrize(
     ("fields", "param", "message"),
     [
-        ({"n": 2, "temperature": 0.0}, "n", "n must be 1 when temperature is 0"),
         ({"min_tokens": 5, "max_tokens": 4}, "min_tokens", r"min_tokens must be at most max_tokens \(4\)"),
         ({"stop": "x", "detokenize": False}, "stop", "set detokenize=True, or use stop_token_ids"),
         ({"allowed_token_ids": []}, "allowed_token_ids", "non-empty: nothing could be sampled"),
@@ -157,7 +156,7 @@ def test_refused_together(fields: dict[str, Any], param: str, message: str) -> N
 
 
 def test_accepted_together() -> None:
-    SamplingParams(n=2, temperature=1e-5)
+    SamplingParams(n=2, temperature=0.0)
     SamplingParams(min_tokens=4, max_tokens=4)
     SamplingParams(logprob_token_ids=[1, 2], logprobs=2)
     SamplingParams(stop=[], detokenize=False)

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from quire.config.engine import EngineConfig
-from quire.config.sharing import read_events_config
+from quire.config.sharing import events_notes, read_events_config
 from quire.contracts.errors import ConfigError
 from quire.contracts.step import Tier
 from quire.kv.events import EventBatch, EventLog
@@ -154,3 +154,22 @@ def test_settings() -> None:
     assert settings is not None and settings.topic == "kv" and settings.endpoint == "tcp://lo:5557"
     with pytest.raises(ConfigError, match="prefix cache, which is off"):
         read_events_config(EngineConfig.from_flat(kv_events_config=given, enable_prefix_caching=False))
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "replay", "told"),
+    [
+        ("tcp://lo:5557", None, ""),
+        ("tcp://[::1]:5557", "tcp://127.0.0.1:5558", ""),
+        ("ipc:///tmp/x", None, ""),
+        ("tcp://10.0.0.9:5557", None, ""),  # connected to: nobody can connect to this engine
+        ("tcp://*:5557", None, "tcp://*:5557"),
+        ("tcp://[::]:5557", "tcp://0.0.0.0:5558", "tcp://[::]:5557 or tcp://0.0.0.0:5558"),
+        ("tcp://lo:5557", "tcp://10.0.0.9:5558", "tcp://10.0.0.9:5558"),
+    ],
+)
+def test_events_that_other_machines_can_read_are_a_note(endpoint: str, replay: str | None, told: str) -> None:
+    given = {"enable_kv_cache_events": True, "endpoint": endpoint, "replay_endpoint": replay}
+    notes = events_notes(EngineConfig.from_flat(kv_events_config=given))
+    assert bool(notes) == bool(told) and all(f"reach {told} reads the tokens" in note for note in notes)
+    assert not events_notes(EngineConfig.from_flat())

@@ -136,7 +136,7 @@ def test_the_key_is_a_placeholder() -> None:
     settings = config(api_key=("secret", "other"))
     text = "\n".join(banner_lines(ready(), settings, URL))
     assert "secret" not in text and '-H "Authorization: Bearer ${QUIRE_API_KEY:-YOUR_KEY}"' in text
-    assert "needs 2 keys" in text
+    assert "needs one of 2 keys" in text
 
 
 def test_plain_progress_is_a_line_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,3 +190,15 @@ def test_notes_come_with_the_banner() -> None:
     console.close()
     lines = out.getvalue().splitlines()
     assert lines[0] == "quire: note: Listening" and lines[-1] == "quire: note: shortened."
+
+
+def test_what_options_turn_on_has_lines_of_its_own() -> None:
+    plans = {
+        "drafts": "ngram, 3 drafts per request",
+        "KV tiers": "off (--kv-offload-gb)",
+        "sharing": "",
+        "norm": "cpu (x)",
+    }
+    found = rows(banner_lines(ready(plans=plans), config(), URL))
+    assert (found["drafts"], found["KV tiers"]) == (plans["drafts"], plans["KV tiers"])
+    assert "sharing" not in found and found["kernels"] == "norm: cpu (x)"

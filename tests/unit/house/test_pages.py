@@ -35,9 +35,10 @@ def test_the_tree_has_every_room() -> None:
     assert set(re.findall(r"`src/quire/(\w+)/`", (ROOT / "README.md").read_text())) == rooms
 
 
-def test_the_index_of_the_log_names_every_entry() -> None:
+@pytest.mark.parametrize("page", ["docs/log.md", "docs/log_archive.md"])
+def test_the_index_of_the_log_names_every_entry(page: str) -> None:
     """An anchor is its heading in lower case, with hyphens for spaces and nothing for other signs."""
-    text = (ROOT / "docs/log.md").read_text()
+    text = (ROOT / page).read_text()
     headings = re.findall(r"^## (\d.+)$", text, re.M)
     anchors = [re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings]
     entries = zip(headings, anchors, strict=True)

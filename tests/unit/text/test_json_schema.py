@@ -498,3 +498,27 @@ def test_a_grammar_keeps_the_words_that_only_look_like_a_schema() -> None:
     structured = StructuredOutputsParams(grammar='start: "%json {" "x" /[^"]/').spec()
     matcher = COMPILER.compile(structured).fork()
     assert all(matcher.consume_token(token) for token in TOKENIZER.encode("%json {x"))
+
+
+@pytest.mark.parametrize(
+    ("schema", "good", "bad"),
+    [
+        ({"format": "date"}, ["0001-01-01", "2024-02-29", "2000-02-29", "9999-12-31"], ["0000-01-01", "0000-02-29"]),
+        ({"format": "date"}, [], ["2023-02-29", "1900-02-29", "2024-04-31", "2024-13-01"]),
+        ({"format": "date-time"}, ["0001-01-01T00:00:00Z"], ["0000-01-01T00:00:00Z", "2024-01-01T00:00:60Z"]),
+        ({"format": "time"}, ["23:59:59Z"], ["23:59:60Z"]),
+        ({"format": "date", "pattern": "^[0-2]"}, ["2024-02-29"], ["3024-02-29", "0000-01-01"]),
+        ({"format": "date", "pattern": "^[0-2]", "allOf": [{"pattern": "9$"}]}, ["2024-02-29"], ["2024-02-28"]),
+        ({"format": "uuid4", "pattern": "^0"}, [], ["0b9a2a1e-6b6b-1f6e-8f6e-0b9a2a1e6b6b"]),
+    ],
+)
+def test_dates_and_times_are_those_that_programs_can_read(schema: Any, good: list[str], bad: list[str]) -> None:
+    schema = {"type": "string", **schema}
+    assert all(takes(json.loads(json.dumps(schema)), json.dumps(text)) for text in good)
+    assert not any(takes(json.loads(json.dumps(schema)), json.dumps(text)) for text in bad)
+    assert notes(StructuredOutputsParams(json=schema)) == []
+
+
+def test_a_date_beside_an_all_of_that_is_none_is_refused() -> None:
+    with pytest.raises(InvalidParameter):
+        takes({"type": "string", "format": "date", "pattern": "^2", "allOf": 5}, '"2024-01-01"')

@@ -31,6 +31,11 @@ KINDS = {
     "serve": "load on a running server: latencies, throughput, goodput",
     "kernels": "time of every kernel, against its floor (bytes / bandwidth) and the library it replaces",
 }
+LENGTHS = (
+    "the workloads have lengths of their own: --only chooses workloads, --max-len shortens them; `quire bench serve "
+    "--input-len N --output-len N` measures a server with any lengths"
+)
+ELSEWHERE = dict.fromkeys(("--input-len", "--output-len", "--random-input-len", "--random-output-len"), LENGTHS)
 OWN_FLAGS: dict[str, Any] = {"serve": bench_serve, "kernels": bench_kernels}
 MOST_REQUESTS = 256  # of a profiled workload without --scale: a thousand requests launch a million kernels
 KERNELS_SHOWN, KERNEL_WIDTH = 25, 60  # in a table; the JSON has all
@@ -60,6 +65,7 @@ def configure(parser: FlagParser) -> None:
         if name in OWN_FLAGS:
             OWN_FLAGS[name].configure(kind)
             continue
+        kind.elsewhere = ELSEWHERE
         if name != "profile":
             kind.add_argument(
                 "--against",

@@ -67,9 +67,9 @@ async def _route(config: RouterConfig, http: HttpConfig) -> int:
     router, admin = RouterApp(config), HttpConfig(port=config.admin_port or 0)
     # A web page may reach a loopback address under a name of its own: see `OwnNames`.
     private = http.uds is None and is_loopback(http.host) and "*" not in http.allowed_hosts
-    sides = [(Guard(router, OwnNames(http.host, http.allowed_hosts)) if private else router, http)]
+    sides = [(Guard(router, OwnNames(http.host, http.allowed_hosts, keyed=False)) if private else router, http)]
     if config.admin_port is not None:
-        sides.append((Guard(Guard(router.operate, json_only), OwnNames(admin.host)), admin))
+        sides.append((Guard(Guard(router.operate, json_only), OwnNames(admin.host, keyed=False)), admin))
     with ExitStack() as stack, StopRequests() as stop:
         listeners = []
         for app, address in sides:

@@ -59,7 +59,9 @@ class OwnNames:
     This stops DNS rebinding: a web page can make its own domain name resolve to 127.0.0.1 and then read the answers of
     a server there. It cannot do so with an IP address, nor with localhost or *.localhost."""
 
-    def __init__(self, host: str, allowed: Iterable[str] = ()) -> None:
+    def __init__(self, host: str, allowed: Iterable[str] = (), *, keyed: bool = True) -> None:
+        """`keyed`: this listener has the option --api-key, which would switch this check off."""
+        self._keyed = keyed
         self._names = {"localhost", *(name.lower().removesuffix(".") for name in (host, *allowed))}
 
     def __call__(self, scope: Scope) -> Response | None:
@@ -68,8 +70,9 @@ class OwnNames:
         if foreign is None or scope["path"] in OPEN_PATHS:
             return None
         message = (
-            f"the Host header is {shown(foreign)}: without an API key, this server accepts only localhost "
-            "and IP addresses. Use one of these, or start it with --allowed-hosts NAME or --api-key."
+            f"the Host header is {shown(foreign)}: {'without an API key, ' * self._keyed}this server accepts only "
+            "localhost and IP addresses. Use one of these, or start it with --allowed-hosts NAME"
+            f"{' or --api-key' * self._keyed}."
         )
         return error_answer(403, message, "foreign_host")
 
@@ -107,6 +110,13 @@ def shown_key(scope: Scope, keys: Iterable[bytes]) -> bytes | None:
 def owner_of(scope: Scope, http: HttpConfig) -> bytes:
     """Return the valid API key that a request shows; b"" without a valid key, as on a server without keys."""
     return shown_key(scope, [key.encode() for key in http.api_key]) or b""
+
+
+def client_of(scope: Scope, http: HttpConfig) -> str:
+    """Return a name for who sends a request: the digest of its API key; without keys its address."""
+    if key := owner_of(scope, http):
+        return sha256(key).hexdigest()
+    return str((scope.get("client") or ("",))[0])
 
 
 def tenant_of(scope: Scope, http: HttpConfig) -> str:

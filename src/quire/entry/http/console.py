@@ -16,10 +16,11 @@ from quire.entry.cli.table import format_bytes
 from quire.observe.metrics import StatsLine
 from quire.observe.process import age
 from quire.observe.progress import Progress
-from quire.procs.messages import Loading, Ready
+from quire.procs.messages import FEATURES, Loading, Ready
 
 QUIET_SECONDS = 2.0  # between two lines of progress where the output is not a terminal
-ELSEWHERE = ("dtype", "device", "weights", "memory", "cache", "ranks", "each rank")  # plans with a line of their own
+# Plans with a line of their own.
+ELSEWHERE = ("dtype", "device", "weights", "memory", "cache", "ranks", "each rank", *FEATURES)
 MAX_KERNELS = 240  # characters of the kernels' line before reasons are left out
 ANYWHERE = ("0.0.0.0", "::")
 
@@ -103,7 +104,8 @@ def stats_text(line: StatsLine) -> str:
 
 
 def banner_lines(ready: Ready, config: ServerConfig, url: str, seconds: float | None = None) -> list[str]:
-    """Return at most 12 lines: the model, its device and kernels, load times, the address, and a curl command.
+    """Return at most 15 lines: the model, its device and kernels, load times, the address, and a curl command; with
+    those about features that options turn on.
     `seconds`: time since the start of the process; None = unknown."""
     model, names = config.engine.model, config.model_names
     source = f"{model.model or 'the bundled quire-tiny'}{f' at {model.revision}' if model.revision else ''}"
@@ -124,6 +126,7 @@ def banner_lines(ready: Ready, config: ServerConfig, url: str, seconds: float | 
         "memory": ready.plans.get("memory") or each,
         "KV cache": f"{format_bytes(ready.kv_bytes)} = {blocks}" if ready.kv_bytes and not each else blocks,
         "at once": _at_once(ready),
+        **{name: ready.plans.get(name, "") for name in FEATURES},
         "loading": "; ".join(filter(None, (phases, since))),
         "address": f"{url}/v1; {access_text(config)}",
         "try": curl_line(config, url, names[0]),
@@ -156,7 +159,7 @@ def access_text(config: ServerConfig) -> str:
     """Return a text about access to the server: from this or any machine, with or without an API key."""
     http = config.http
     near = http.uds is not None or is_loopback(http.host)
-    keys = f"{len(http.api_key)} keys" if len(http.api_key) > 1 else "a key"
+    keys = f"one of {len(http.api_key)} keys" if len(http.api_key) > 1 else "a key"
     return f"{'this machine only' if near else 'any machine'}, {f'needs {keys}' if http.api_key else 'no key needed'}"
 
 

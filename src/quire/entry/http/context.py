@@ -11,6 +11,7 @@ from quire.entry.http.engine import ServedEngine
 from quire.entry.http.errors import HttpError
 from quire.entry.http.freed_memory import FreedMemory
 from quire.entry.http.openai.responses_store import ResponseStore
+from quire.entry.http.text_work import TextWork
 from quire.observe.metrics import Metrics
 from quire.procs.messages import Ready
 from quire.text.load import TextSide
@@ -52,7 +53,7 @@ class ServerContext:
     model_names      names of the served model, the main one first
     created          start of the server, in seconds since the epoch
     unknown_fields   unknown request fields that were logged already
-    huge_text        lock that is held while a very long text is tokenized
+    text_work        threads for the texts of long requests
     memory           counter of long texts, which returns their memory to the operating system
     responses        stored responses of /v1/responses
     sandboxes        semaphore of chat templates rendered in child processes
@@ -65,7 +66,7 @@ class ServerContext:
     created: int
     in_flight: RequestIds = field(default_factory=RequestIds)
     unknown_fields: set[str] = field(default_factory=set)
-    huge_text: asyncio.Lock = field(default_factory=asyncio.Lock)
+    text_work: TextWork = field(default_factory=TextWork)
     memory: FreedMemory = field(default_factory=FreedMemory)
     responses: ResponseStore = field(default_factory=ResponseStore)
     sandboxes: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(SANDBOXES))

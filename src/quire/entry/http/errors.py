@@ -10,10 +10,10 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-import msgspec
 from starlette.responses import Response
 
 from quire.contracts import errors
+from quire.contracts.error_bodies import openai_body
 
 LOG = logging.getLogger("quire")
 
@@ -55,9 +55,7 @@ class HttpError(errors.QuireError):
 
     def body(self) -> bytes:
         """Return the JSON body."""
-        return msgspec.json.encode(
-            {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
-        )
+        return openai_body(self.message, self.kind, self.code, self.param)
 
 
 def _answer(status: int, kind: str, code: str | None = None, retry: int | None = None) -> dict[str, Any]:

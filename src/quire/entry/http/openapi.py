@@ -12,7 +12,7 @@ from starlette.routing import Route
 
 from quire import __version__
 from quire.config.serve import ServerConfig
-from quire.entry.http.anthropic.errors import OWN_PATHS
+from quire.contracts.error_bodies import MESSAGES_PATHS
 from quire.entry.http.auth import OPEN_PATHS, WITH_BODY
 from quire.entry.http.openai import schema
 from quire.entry.http.openai.routes import HANDLERS
@@ -73,7 +73,7 @@ def _operation(path: str, method: str, request: type | None, answer: type | None
     content: dict[str, Any] = {kind: {} if answer is None else {"schema": _reference(answer)}}
     if path in STREAMED:
         content["text/event-stream"] = {}  # OpenAPI 3.1 cannot describe events
-    error_schema = {} if OWN_PATHS.search(path) else {"schema": _reference(schema.ErrorResponse)}
+    error_schema = {} if MESSAGES_PATHS.search(path) else {"schema": _reference(schema.ErrorResponse)}
     error = {"application/json": error_schema}
     responses = {
         str(status): {"description": REASONS[status], "content": error} for status in _errors(path, method, locked)
@@ -109,7 +109,7 @@ def _errors(path: str, method: str, locked: bool) -> Iterator[int]:
     if shielded and method in WITH_BODY:
         yield from (400, 404, 413, 415)
         if path not in TEXT_ONLY:
-            yield from (408, 409, 504, 529 if OWN_PATHS.search(path) else 429)
+            yield from (408, 409, 504, 529 if MESSAGES_PATHS.search(path) else 429)
         elif path != "/detokenize":
             yield 408
     elif "{" in path:

@@ -26,7 +26,8 @@ import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from quire.config.serve import HttpConfig
-from quire.entry.http.anthropic.errors import OWN_PATHS, anthropic_error
+from quire.contracts.error_bodies import MESSAGES_PATHS
+from quire.entry.http.anthropic.errors import anthropic_error
 from quire.entry.http.errors import error_json
 from quire.entry.http.sse import DIRECT_BODY
 
@@ -246,6 +247,7 @@ class LimitedProtocol(HttpToolsProtocol):
         """Start the request. Its body may still be arriving."""
         self._unparsed = 0
         self._unwatch()
+        self._check_host()
         if self.parser.should_upgrade():
             version = self.parser.get_http_version().encode()
             self._upgrade = [self.parser.get_method(), self.url, b"HTTP/" + version]
@@ -299,6 +301,13 @@ class LimitedProtocol(HttpToolsProtocol):
             self._refuse(refused)
             return False
         return True
+
+    def _check_host(self) -> None:
+        """Refuse a request of HTTP/1.1 without a Host header, and any request with several (RFC 9112, section 3.2)."""
+        hosts = sum(name == b"host" for name, _ in self.headers)
+        if hosts > 1 or (not hosts and self.parser.get_http_version() != "1.0"):
+            found = f"has {hosts} Host headers" if hosts else "has no Host header"
+            raise _Refused(400, f"the request {found}: HTTP/1.1 needs one, such as `Host: localhost`.")
 
     def _continue_without_upgrade(self, rest: bytes) -> bool:
         """Serve a request that offers a protocol upgrade (HTTP/2, WebSocket) as an ordinary request. The parser stops
@@ -373,7 +382,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def _answer(self, refused: _Refused) -> None:
         body = error_json(refused.status, str(refused), refused.code)
-        if self._reading is not _Reading.IDLE and OWN_PATHS.search(self.url.decode("latin-1")):
+        if self._reading is not _Reading.IDLE and MESSAGES_PATHS.search(self.url.decode("latin-1")):
             body = anthropic_error(refused.status, body, None)[1]
         status = http.HTTPStatus(refused.status)
         retry = b"retry-after: 1\r\n" if refused.status in (429, 503) else b""

@@ -371,3 +371,16 @@ def test_an_answer_of_known_length_has_no_direct_body(serve_echo: Start) -> None
 
     assert serve_echo(app).ask(b"GET / HTTP/1.0\r\n" + HOST + b"\r\n").endswith(b"ok")
     assert states == [False]
+
+
+@pytest.mark.parametrize(
+    ("version", "hosts", "status"),
+    [("1.1", 0, 400), ("1.1", 1, 200), ("1.1", 2, 400), ("1.0", 0, 200), ("1.0", 2, 400)],
+)
+@pytest.mark.parametrize("offer", ["", "Connection: Upgrade\r\nUpgrade: h2c\r\n"])
+def test_http_1_1_needs_one_host_header(serve_echo: Start, version: str, hosts: int, status: int, offer: str) -> None:
+    with serve_echo().connect() as peer:
+        peer.sendall((f"GET / HTTP/{version}\r\n" + offer + "Host: a\r\n" * hosts + "\r\n").encode())
+        answer = read_until(peer, b"GET / 0") if status == 200 else read_all(peer)
+    assert answer.startswith(b"HTTP/1.1 %d " % status)
+    assert status == 200 or "Host" in refusal(answer)[1]["message"]

@@ -12,7 +12,7 @@ from quire.config.bundled import bundled_model
 from quire.config.engine import EngineConfig
 from quire.config.serve import HttpConfig, ServerConfig
 from quire.contracts import errors
-from quire.entry.http.anthropic.errors import OWN_PATHS
+from quire.contracts.error_bodies import MESSAGES_PATHS
 from quire.entry.http.app import build_app
 from quire.entry.http.auth import OPEN_PATHS
 from quire.entry.http.engine import EngineState
@@ -79,7 +79,7 @@ def error_of(path: str, answer: Answer) -> dict[str, Any]:
     """The error of an answer, which must have the form of its route, and a message."""
     content = answer.json()
     assert answer.headers["content-type"] == "application/json", path
-    if OWN_PATHS.search(path):
+    if MESSAGES_PATHS.search(path):
         assert set(content) == {"type", "error", "request_id"} and content["type"] == "error", path
         assert set(content["error"]) == {"type", "message"}, path
     else:
@@ -237,7 +237,7 @@ def test_what_the_engine_says_is_described(engine: FakeEngine, text: TextSide, e
             continue
         answer = walker.ask("POST", path, json.dumps(body).encode(), content_type="application/json")
         status = http_error(error).status
-        assert answer.status == (529 if status == 429 and OWN_PATHS.search(path) else status), (path, answer.body)
+        assert answer.status == (529 if status == 429 and MESSAGES_PATHS.search(path) else status), (path, answer.body)
         assert error_of(path, answer)
         asked += 1
     assert asked > 8

@@ -4,26 +4,11 @@ All layers answer with OpenAI's format. A middleware converts the errors of Anth
 has to know the API of a request.
 """
 
-import re
-
 import msgspec
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from quire.contracts.error_bodies import MESSAGES_PATHS, messages_body
 from quire.entry.http.openai.schema import ErrorResponse
-
-OWN_PATHS = re.compile(r"/v1/messages(/|\?|$)")  # for `search`, since a proxy's root path may stand before it
-KINDS = {
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    408: "timeout_error",
-    409: "conflict_error",
-    413: "request_too_large",
-    429: "rate_limit_error",
-    503: "overloaded_error",
-    504: "timeout_error",
-    529: "overloaded_error",
-}
 
 
 def anthropic_error(status: int, body: bytes, request_id: str | None) -> tuple[int, bytes]:
@@ -31,11 +16,7 @@ def anthropic_error(status: int, body: bytes, request_id: str | None) -> tuple[i
     error = msgspec.json.decode(body, type=ErrorResponse).error
     if status == 429 and error.code == "engine_overloaded":
         status = 529  # Anthropic's own; 429 is for the limits of one account
-    detail = {
-        "type": KINDS.get(status, "api_error" if status >= 500 else "invalid_request_error"),
-        "message": error.message,
-    }
-    return status, msgspec.json.encode({"type": "error", "error": detail, "request_id": request_id})
+    return status, messages_body(status, error.message, request_id)
 
 
 def own_errors(app: ASGIApp) -> ASGIApp:
@@ -58,6 +39,6 @@ def own_errors(app: ASGIApp) -> ASGIApp:
                 await send(start)
             await send(message)
 
-        await app(scope, receive, passing if scope["type"] == "http" and OWN_PATHS.search(scope["path"]) else send)
+        await app(scope, receive, passing if scope["type"] == "http" and MESSAGES_PATHS.search(scope["path"]) else send)
 
     return layer

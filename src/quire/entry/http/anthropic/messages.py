@@ -153,14 +153,20 @@ def _add(talk: Talk, message: InputMessage, where: str) -> None:
     for block in _blocks(message.content, where, message.role):
         call_id = (block.tool_use_id or block.id or "").removeprefix(CALL_PREFIX)
         if block.type == "tool_result":
-            parts = _blocks(block.content or "", f"{where}: the content of a tool_result", "system")
-            talk.answer(call_id, ("Error: " if block.is_error else "") + "\n".join(part.text or "" for part in parts))
+            parts = [*map(_part, _blocks(block.content or "", f"{where}: the content of a tool_result", "system"))]
+            parts[0].text = ("Error: " if block.is_error else "") + (parts[0].text or "")
+            talk.answer(call_id, parts)
         elif block.type == "tool_use":
             talk.call(call_id, block.name or "", block.input)
         elif block.type == "text":
-            talk.say(block.text or "", message.role)
+            talk.say([_part(block)], message.role)
         else:  # thinking; redacted thinking has no readable text, and only the turn remains
             talk.think(block.thinking or "")
+
+
+def _part(block: Block) -> schema.ContentPart:
+    """Return a text block as a content part of OpenAI's format."""
+    return schema.ContentPart(type="text", text=block.text or "", kv_chunk=block.kv_chunk)
 
 
 def _blocks(content: Content, where: str, role: str) -> Iterator[Block]:

@@ -18,10 +18,12 @@ from quire.entry.http.openai.schema import (
 
 
 class Block(msgspec.Struct, kw_only=True):
-    """A part of a message: text, thinking, tool_use (id, name, input), tool_result (tool_use_id, content, is_error)."""
+    """A part of a message: text, thinking, tool_use (id, name, input), tool_result (tool_use_id, content, is_error).
+    `kv_chunk`: of a text, for CacheBlend."""
 
     type: str
     text: str | None = None
+    kv_chunk: bool | None = None
     thinking: str | None = None
     id: str | None = None
     name: str | None = None

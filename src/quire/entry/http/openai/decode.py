@@ -35,6 +35,7 @@ GOT = re.compile(r"Expected .*, got (int|float|str|bool|null|array|object)")
 TOKEN_ID = re.compile("0|[1-9][0-9]*")
 FRACTION = re.compile(r"Expected `int.*`, got `float` - at `\$\.(\w+)`")
 MAX_BIAS = 100
+MAX_DIGITS = 10  # of a token id
 MAX_WHOLE = 2**53  # from here on a float does not determine the integer
 STRUCTURED_FIELDS = ("response_format", "structured_outputs")
 STRUCTURAL = 'send tools with "strict": true, or structured_outputs with a grammar.'
@@ -116,7 +117,8 @@ class RequestDecoder(Generic[T]):
 
     async def read(self, context: ServerContext, exchange: Exchange) -> T:
         """Return the decoded body. Unknown fields are reported to the client and logged. Raises as `decode`."""
-        request, unknown = self.decode(await exchange.body())
+        size = context.engine.ready.vocab_size if context.engine.ready is not None else None
+        request, unknown = self.decode(await exchange.body(), size)
         for name in unknown:
             exchange.warn(f"unknown field {name}")
             if name not in (told := context.unknown_fields) and len(told) < MAX_LOGGED:
@@ -124,8 +126,9 @@ class RequestDecoder(Generic[T]):
                 LOG.warning("a request has the unknown field %s, which is ignored (logged once).", name)
         return request
 
-    def decode(self, body: bytes) -> tuple[T, list[str]]:
-        """Decode a body. Return the request and the first unknown fields, as texts for headers.
+    def decode(self, body: bytes, vocab_size: int | None = None) -> tuple[T, list[str]]:
+        """Decode a body. Return the request and the first unknown fields, as texts for headers. `vocab_size`: of the
+        model, for messages that name every wrong token id.
         Raises `HttpError` 400 for invalid JSON or a feature that is not implemented, `InvalidParameter` for a field of
         the wrong type or out of its range."""
         try:
@@ -136,8 +139,9 @@ class RequestDecoder(Generic[T]):
                 raise RecursionError
         except msgspec.ValidationError as error:
             fault = self.explain(str(error))
-            if fault.param == "logit_bias" and (wrong := _bad_biases(value_again(names[fault.param]))):
-                words = f"logit_bias at {listed(wrong)}: keys must be token ids, values numbers in [-100, 100]."
+            if fault.param == "logit_bias" and (wrong := _bad_biases(value_again(names[fault.param]), vocab_size)):
+                ids = "token ids" if vocab_size is None else f"token ids from 0 to {vocab_size - 1}"
+                words = f"logit_bias at {listed(wrong)}: keys must be {ids}, values numbers in [-100, 100]."
                 raise InvalidParameter(words, param=fault.param) from error
             if fault.param in STRUCTURED_FIELDS and _is_structural(value_again(names[fault.param])):
                 raise not_implemented(f"{fault.param}: structural_tag", STRUCTURAL, fault.param) from error
@@ -218,13 +222,14 @@ def _foreign(fields: frozenset[str]) -> dict[str, Refused]:
     return rules
 
 
-def _bad_biases(given: Any) -> list[str]:
-    """Return the keys of entries that are not a token id with a bias in its range."""
+def _bad_biases(given: Any, size: int | None) -> list[str]:
+    """Return the keys of entries that are no token id below `size` with a bias in its range."""
     return (
         [
             key
             for key, bias in given.items()
             if not TOKEN_ID.fullmatch(key)
+            or (size is not None and (len(key) > MAX_DIGITS or int(key) >= size))
             or type(bias) is bool
             or (not isinstance(bias, int | float) or abs(bias) > MAX_BIAS)
         ]

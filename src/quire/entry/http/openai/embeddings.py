@@ -56,7 +56,7 @@ async def embed(context: ServerContext, exchange: Exchange) -> None:
             )
         )  # type: ignore
 
-    await exchange.reply(await away(context, sum(vector.nbytes for vector in vectors), write))
+    await exchange.reply(await away(context, exchange, write, sum(vector.nbytes for vector in vectors)))
 
 
 async def vectors_of(
@@ -128,7 +128,7 @@ async def _prompts(
         assert tokenizer is not None
         return encoded(tokenizer, [text], special, longest, param)
 
-    prompts = await away(context, exchange.size, lambda: [prompt(*pair) for pair in named])
+    prompts = await away(context, exchange, lambda: [prompt(*pair) for pair in named])
     return [fitted(context, request, prompt, 0, param) for prompt, (_, param) in zip(prompts, named, strict=True)]
 
 

@@ -177,7 +177,7 @@ async def answer(
     )
     try:
         if (structured := params.structured_outputs) is not None:
-            if found := await away(context, exchange.size, lambda: notes(structured)):
+            if found := await away(context, exchange, lambda: notes(structured)):
                 exchange.warn(f"not enforced: {_told(found)}")
         await generate(context, exchange, job, writer(job, request, text.tokenizer))
     except (RequestFailed, InvalidParameter) as error:

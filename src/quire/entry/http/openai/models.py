@@ -44,7 +44,7 @@ async def tokenize(context: ServerContext, exchange: Exchange) -> None:
             schema.TokenizeResponse(count=len(ids), max_model_len=longest, tokens=ids, token_strs=strings)
         )
 
-    await exchange.reply(await away(context, exchange.size, answer))
+    await exchange.reply(await away(context, exchange, answer))
 
 
 async def detokenize(context: ServerContext, exchange: Exchange) -> None:
@@ -55,7 +55,7 @@ async def detokenize(context: ServerContext, exchange: Exchange) -> None:
     size = max(tokenizer.vocab_size, context.ready().vocab_size)
     check_ids("tokens", ids, size)
     skip = bool(request.skip_special_tokens)
-    text = await away(context, exchange.size, lambda: tokenizer.decode(ids, skip_special_tokens=skip))
+    text = await away(context, exchange, lambda: tokenizer.decode(ids, skip_special_tokens=skip))
     await exchange.reply(msgspec.json.encode(schema.DetokenizeResponse(prompt=text)))
 
 

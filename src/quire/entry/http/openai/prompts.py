@@ -10,6 +10,7 @@ import msgspec
 
 from quire.contracts.errors import InvalidParameter, shown
 from quire.contracts.sampling import SamplingParams
+from quire.entry.http.auth import client_of
 from quire.entry.http.context import ServerContext
 from quire.entry.http.errors import HttpError, not_implemented, too_long
 from quire.entry.http.openai.choice_parser import ParserPlan
@@ -24,6 +25,7 @@ from quire.entry.http.openai.schema import (
 )
 from quire.entry.http.openai.tools import plan_parser, tool_use
 from quire.entry.http.request_response import Exchange
+from quire.entry.http.text_work import LONG
 from quire.entry.prompts import Prompt, piece_prompt
 from quire.text.chat import ARGUMENTS, SWITCHES, TEXT_PARTS, ChatTemplate
 from quire.text.fill_in_middle import around_gap
@@ -34,25 +36,20 @@ from quire.text.special import SpecialTokens
 from quire.text.tokenizer import Tokenizer
 from quire.text.tool_formats import ReasoningFormat
 
-# Time grows with the bytes of a request: characters, messages (some 18 us each), parts, variables of the template.
-LONG = 8_192  # bytes of a request; from here on its texts take 1 to 5 ms, and are processed in a thread
-HUGE = 2**20  # bytes; from here on encoding takes hundreds of megabytes for a while (7 MB: 1 GB)
 IDS = r"^prompt_token_ids(?= holds|$)"  # the engine's name for ids, which a route replaces by its field's
 T = TypeVar("T")
 
 
-async def away(context: ServerContext, size: int, work: Callable[[], T]) -> T:
-    """Run `work`, a computation on the texts of a request of `size` bytes, and return its result. Small requests run on
-    the event loop, those from `LONG` bytes on in a thread, and those from `HUGE` bytes on one at a time in a thread."""
-    if size < LONG:
-        return work()
+async def away(context: ServerContext, exchange: Exchange, work: Callable[[], T], size: int | None = None) -> T:
+    """Run `work`, a computation on the texts of a request, and return its result. Long ones run in threads, whose time
+    clients share: see `TextWork`. `size`: bytes of the texts (default: of the request). Raises `QueueFull`."""
+    text, size = context.engine.text, exchange.size if size is None else size
+    growth = 1.0 if text is None or text.tokenizer is None else text.tokenizer.growth
     try:
-        if size < HUGE:
-            return await asyncio.to_thread(work)
-        async with context.huge_text:
-            return await asyncio.to_thread(work)
+        return await context.text_work.run(client_of(exchange.scope, context.config.http), int(size * growth), work)
     finally:
-        context.memory.count(size)
+        if size >= LONG:
+            context.memory.count(size)
 
 
 def tokenizer_of(text: TextSide, param: str) -> Tokenizer:
@@ -69,7 +66,7 @@ async def spell_bad_words(context: ServerContext, exchange: Exchange, params: Sa
     Raises 400 for a word without tokens."""
     words, tokenizer = params.bad_words, context.text().tokenizer
     if words and tokenizer is not None:
-        await away(context, exchange.size, lambda: tokenizer.bad_word_ids(words))
+        await away(context, exchange, lambda: tokenizer.bad_word_ids(words))
 
 
 async def completion_prompts(
@@ -88,7 +85,7 @@ async def completion_prompts(
         tokenizer, special = tokenizer_of(context.text(), "prompt"), request.add_special_tokens is not False
         prompts = await away(
             context,
-            exchange.size,
+            exchange,
             lambda: [encoded(tokenizer, [text], special, longest, "prompt", after=after) for text in texts],
         )
     elif after:
@@ -183,7 +180,7 @@ async def conversation_prompt(
         return encoded(tokenizer, marked.pieces(rendered), special, longest, "messages")
 
     try:
-        return await away(context, exchange.size, lambda: encode(render(template.render_here)))
+        return await away(context, exchange, lambda: encode(render(template.render_here)))
     except TooCostly:
         over = Future[None]()
         try:
@@ -193,7 +190,7 @@ async def conversation_prompt(
                 )
         finally:  # ends the thread and its child process if the client has disconnected
             over.set_result(None)
-        return await away(context, len(rendered), lambda: encode(rendered))
+        return await away(context, exchange, lambda: encode(rendered), len(rendered))
 
 
 def _opening(prompt: str, without: str, row: ReasoningFormat) -> str:
@@ -327,7 +324,7 @@ def check_parts(content: str | list[ContentPart] | None, where: str, param: str)
 
 
 def _plain_messages(messages: list[Message], template: ChatTemplate) -> list[dict[str, Any]]:
-    """Return the messages as dicts for the template. Raises 400 for content that is missing or not text."""
+    """Return the messages as dicts for the template. Raises 400 for content that is not text."""
     plain = []
     knows_developer = "developer" in template.source()
     called: dict[str | None, str] = {}
@@ -339,12 +336,6 @@ def _plain_messages(messages: list[Message], template: ChatTemplate) -> list[dic
                 param="messages",
             )
         called |= {call.id: call.function.name for call in message.tool_calls or ()}
-        # An assistant may have called a tool, only thought, or refused.
-        other = message.tool_calls or message.reasoning or message.reasoning_content or message.refusal
-        if message.content is None and message.role == "assistant" and not other:
-            raise InvalidParameter(
-                f"messages[{at}].content is missing: a message of role {message.role} needs a text.", param="messages"
-            )
         check_parts(message.content, f"messages[{at}].content", "messages")
         media = (("audio", message.audio), ("images", message.images))  # in an assistant's message only the text counts
         for name in [name for name, given in media if given and message.role != "assistant"]:

@@ -56,7 +56,7 @@ async def respond(context: ServerContext, exchange: Exchange) -> None:
     items = [Item(role="user", content=given)] if isinstance(given, str) else given
     chain, sources = list(store.chain(request.previous_response_id, owner)), _referred(store, owner, items)
     exchange.size += sum(len(kept.body) + len(kept.items) for kept in (*chain, *sources))
-    chat = await away(context, exchange.size, lambda: chat_request(request, _earlier(chain), _resolve(items, sources)))
+    chat = await away(context, exchange, lambda: chat_request(request, _earlier(chain), _resolve(items, sources)))
     if request.truncation == "auto":
         chat = await fitting(context, exchange, chat)
 

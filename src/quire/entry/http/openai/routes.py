@@ -12,12 +12,12 @@ from quire.entry.http.openai.chat import chat
 from quire.entry.http.openai.completions import complete
 from quire.entry.http.openai.embeddings import embed
 from quire.entry.http.openai.models import detokenize, list_models, show_model, tokenize, tokenizer_info
-from quire.entry.http.openai.prompts import LONG
 from quire.entry.http.openai.rerank import rerank, score
 from quire.entry.http.openai.responses import cancel, respond, retrieve
 from quire.entry.http.openai.responses_schema import ResponseAnswer, ResponseRequest
 from quire.entry.http.request_response import ClientGone, Exchange, Receive, Scope
 from quire.entry.http.sse import Send
+from quire.entry.http.text_work import LONG
 
 Handler = Callable[[ServerContext, Exchange], Awaitable[None]]
 

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import msgspec
 import pytest
 
 from .conftest import HELLO, PATH, WEATHER, Api
@@ -275,3 +276,18 @@ def test_max_tokens_is_needed_for_an_answer_only(api: Api) -> None:
 def test_an_empty_stop_sequence_is_called_what_it_is_here(api: Api) -> None:
     message = api.ask(stop_sequences=[""]).json["error"]["message"]
     assert message.startswith("stop_sequences=['']") and "stop " not in message
+
+
+@pytest.mark.parametrize("blends", [True, False])
+def test_texts_may_be_chunks(api: Api, blends: bool) -> None:
+    api.engine.ready = msgspec.structs.replace(api.engine.ready, blends=blends)
+    called = assistant({"type": "tool_use", "id": "toolu_1", "name": "weather", "input": {}})
+    marked = [
+        {"system": [text("a", kv_chunk=True)]},
+        {"messages": [user(text("b"), text("c", kv_chunk=True))]},
+        {"messages": [*HELLO, called, user(result("toolu_1", [text("d", kv_chunk=True), text("e")]))]},
+    ]
+    for fields in marked:
+        reply = api.ask(COUNT, **fields)
+        assert reply.status == (200 if blends else 400), reply.body
+        assert blends or "--enable-cache-blend" in reply.json["error"]["message"]

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from quire.entry.http.anthropic.errors import OWN_PATHS, anthropic_error
+from quire.contracts.error_bodies import MESSAGES_PATHS
+from quire.entry.http.anthropic.errors import anthropic_error
 from quire.entry.http.engine import EngineState
 from quire.entry.http.errors import error_json
 
@@ -116,7 +117,7 @@ def test_other_routes_keep_their_form(api: Api) -> None:
     for path in ("/v1/models/none", "/v1/messagesx", "/v2/messages"):
         answer = call(api.client.app, path)
         assert answer.status == 404 and answer.error["code"] and "request-id" not in answer.headers
-    assert not OWN_PATHS.search("/v1/messages_of/x")
+    assert not MESSAGES_PATHS.search("/v1/messages_of/x")
 
 
 @pytest.mark.parametrize(

@@ -194,7 +194,6 @@ def test_too_long(ask: Callable[..., Any]) -> None:
         {"role": "tool", "tool_call_id": "1"},
         {"role": "user"},
         {"role": "system", "content": None},
-        {"role": "assistant"},
     ],
 )
 def test_a_message_without_content_is_named(mock_engine: Any, make_client: Callable[..., Any], message: Any) -> None:
@@ -202,3 +201,16 @@ def test_a_message_without_content_is_named(mock_engine: Any, make_client: Calla
     error = asyncio.run(make_client(mock_engine).post(PATH, {"messages": said})).error
     assert error["message"].startswith("messages[1].content is missing") and message["role"] in error["message"]
     assert error["param"] == "messages"
+
+
+@pytest.mark.parametrize("fields", [{"content": None}, {}, {"content": []}])
+def test_an_assistant_that_said_nothing_has_said_the_empty_text(
+    mock_engine: Any, make_client: Callable[..., Any], fields: Any
+) -> None:
+    def prompt(content: Any) -> Any:
+        said = [{"role": "user", "content": "a"}, {"role": "assistant"} | content, {"role": "user", "content": "b"}]
+        reply = asyncio.run(make_client(mock_engine).post("/tokenize", {"messages": said}))
+        assert reply.status == 200, reply.error
+        return reply.json["tokens"]
+
+    assert prompt(fields) == prompt({"content": ""})

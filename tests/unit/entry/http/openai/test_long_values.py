@@ -128,3 +128,14 @@ def test_values_are_shown_cut() -> None:
 def test_every_bad_bias_is_named(mock_engine: Any, make_client: Callable[..., Client], given: Any, words: str) -> None:
     error = asyncio.run(make_client(mock_engine).post("/v1/completions", {"prompt": "a", "logit_bias": given})).error
     assert error["param"] == "logit_bias" and words in error["message"] and len(error["message"]) < 300, error
+
+
+def test_biases_beyond_the_vocabulary_are_named_with_the_others(
+    mock_engine: Any, make_client: Callable[..., Any]
+) -> None:
+    size = mock_engine.ready.vocab_size
+    bias = {"5": 1, "x": 1, str(size): 1, "9" * 30: 1, str(size - 1): 1}
+    body = {"prompt": "a", "logit_bias": bias, "max_tokens": 1}
+    error = asyncio.run(make_client(mock_engine).post("/v1/completions", body)).error
+    assert error["param"] == "logit_bias" and f"from 0 to {size - 1}" in error["message"]
+    assert error["message"].startswith(f"logit_bias at 'x', '{size}', '{'9' * 30}': keys must be token ids")

@@ -82,3 +82,11 @@ def test_forced_calls_and_forms_come_out(tiny_engine: Any, make_client: Callable
     structured = {"response_format": {"type": "json_schema", "json_schema": {"name": "c", "schema": city}}}
     text = asyncio.run(client.post("/v1/chat/completions", body | structured)).json["choices"][0]["message"]["content"]
     assert json.loads(text)["city"] in ("Rome", "Oslo")
+
+
+def test_several_greedy_completions_are_equal(
+    tiny_engine: Any, make_client: Callable[..., Any], expected: list[tuple[list[int], str, list[int]]]
+) -> None:
+    body = {"temperature": 0, "max_tokens": 12, "n": 2, "prompt": PROMPTS[:1]}
+    choices = asyncio.run(make_client(tiny_engine).post("/v1/completions", body)).json["choices"]
+    assert [choice["text"] for choice in choices] == [expected[0][1]] * 2

@@ -54,7 +54,7 @@ def test_huge_texts_are_encoded_one_after_the_other(
         running.remove(len(text))
         return [5]
 
-    monkeypatch.setattr("quire.entry.http.openai.prompts.HUGE", 20_000)
+    monkeypatch.setattr("quire.entry.http.text_work.HUGE", 20_000)
     monkeypatch.setattr(scripted.text.tokenizer, "encode", encode)
 
     async def ask() -> list[Any]:

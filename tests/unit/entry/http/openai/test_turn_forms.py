@@ -229,7 +229,6 @@ def test_the_same_turns_are_the_same_prompt(models: dict[str, Model], name: str)
     ("form", "body"),
     [
         ("chat", {"messages": [{"role": "user", "content": None}]}),
-        ("chat", {"messages": [{"role": "assistant", "content": None}, {"role": "user", "content": "a"}]}),
         ("chat", {"messages": [{"role": "tool", "tool_call_id": "a"}]}),
         ("chat", {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}),
         ("chat", {"messages": [{"role": "assistant", "content": [{"type": "refusal", "text": "x"}]}]}),

@@ -1,0 +1,66 @@
+"""Refusals that need no weights, told before the weights are read: memory and folder of KV tiers, ports, context.
+
+The parts of the engine check the same again when they take what they need; this file asks whether they can. It changes
+nothing: it makes no folder, and closes the ports again.
+"""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from quire.config.engine import EngineConfig
+from quire.config.resolve import GIB, check_context
+from quire.config.sharing import Place, read_events_config
+from quire.contracts.errors import ConfigError
+from quire.models.missing import check_missing
+from quire.models.plan import EnginePlan, host_blocks, resolve_sizing
+from quire.procs.block_share import listener_at
+from quire.procs.event_publisher import EventPublisher
+
+
+def check_early(plans: Sequence[EnginePlan], free_memory: int) -> None:
+    """Raise a `UserError` for an engine that cannot be built, whatever its weights are.
+
+    plans         of all ranks
+    free_memory   bytes of this host that are free before the weights are loaded
+    """
+    plan = plans[0]
+    check_missing(plan.missing)
+    check_context(plan.config.model, plan.args.max_position_embeddings)
+    if plan.config.hosts.nnodes == 1 and plan.config.hosts.distributed_executor_backend != "ray":
+        _check_memory(plans, free_memory)
+    if plan.offload.folder:
+        check_folder(plan.offload.folder)
+    _check_ports(plan.config, [plan.offload.sharing.of(rank).place for rank in range(plan.mesh.parallel.dp)])
+
+
+def _check_memory(plans: Sequence[EnginePlan], free_memory: int) -> None:
+    needed = sum(host_blocks(plan) * plan.geometry.page_bytes for plan in plans)
+    if needed > free_memory:
+        raise ConfigError(
+            f"kv_offload_gb={plans[0].offload.host_bytes / GIB:g}: this host has {free_memory / GIB:.1f} GiB of free "
+            "memory, before any weights: lower kv_offload_gb."
+        )
+    for plan in plans if plans[0].machine.device == "cpu" else ():
+        resolve_sizing(plan, free_memory)  # the cache gets less once the weights are there
+
+
+def check_folder(name: str) -> None:
+    """Raise ConfigError for a folder of the disk tier that cannot be made, or in which this user cannot write."""
+    folder = Path(name).absolute()
+    known = next(path for path in (folder, *folder.parents) if path.exists() or path.is_symlink())
+    why = ""
+    if not known.is_dir():
+        why = f"{known} is not a folder"
+    elif not os.access(known, os.W_OK | os.X_OK):
+        why = f"this user may not write in {known}"
+    if why:
+        raise ConfigError(f"kv_offload_dir={name!r} cannot be used: {why}. Name a folder in which this user may write.")
+
+
+def _check_ports(config: EngineConfig, places: Sequence[Place | None]) -> None:
+    for replica, place in enumerate(places):
+        if place is not None:
+            listener_at(place).close()
+        if (settings := read_events_config(config)) is not None:
+            EventPublisher(settings, replica).close()

@@ -1,0 +1,49 @@
+"""Lines about the features of an engine that options turn on, or leave off: drafts, tiers of KV blocks, sharing."""
+
+from quire.config.resolve import GIB
+from quire.config.sharing import Place, read_events_config
+from quire.contracts.step import Tier
+from quire.kv.store import KVStore
+from quire.models.plan import EnginePlan
+
+OFF = "off"  # with the option that turns it on
+
+
+def turned_on(plan: EnginePlan, store: KVStore | None) -> dict[str, str]:
+    """Return the lines by their titles. Drafts and tiers have one also when they are off, so that a forgotten flag is
+    seen. `store`: of the first replica; None: there is no tier below the device."""
+    return {
+        "drafts": str(plan.speculation or f"{OFF} (--speculative-config)"),
+        "KV tiers": f"{OFF} (--kv-offload-gb)" if store is None else _tiers(plan, store),
+        "sharing": "; ".join(_sharing(plan)),
+    }
+
+
+def _tiers(plan: EnginePlan, store: KVStore) -> str:
+    offload, host = plan.offload, store.stats[Tier.HOST]
+    words = [f"host memory {offload.host_bytes / GIB:g} GiB = {host.num_blocks:,} blocks ({offload.policy})"]
+    if offload.folder:
+        found = f"{store.num_found:,} block{'s' * (store.num_found != 1)} found there"
+        words.append(f"disk {offload.folder}, at most {offload.folder_bytes / GIB:g} GiB, {found}")
+    return "; ".join(words)
+
+
+def _sharing(plan: EnginePlan) -> list[str]:
+    """Return what the engine has in common with others: its role, where it is read, its peers, its events."""
+    sharing, events = plan.offload.sharing, read_events_config(plan.config)
+    roles = {(True, True): "prefill and decode", (True, False): "prefill", (False, True): "decode"}
+    role = roles.get((sharing.sends, sharing.takes))
+    words = [f"role {role} ({(plan.config.cache.kv_transfer_config or {}).get('kv_role')})"] if role else []
+    if sharing.place is not None:
+        words.append(f"read by others at {_address(sharing.place)}")
+    if sharing.peers:
+        words.append(f"reads {', '.join(map(_address, sharing.peers))}")
+    if events is not None:
+        replay = f", replay {events.replay_endpoint}" if events.replay_endpoint else ""
+        words.append(f"KV events to {events.endpoint}{replay}")
+    return words
+
+
+def _address(place: Place) -> str:
+    host, port = place
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
