@@ -14,7 +14,7 @@ from typing import NamedTuple
 import msgspec
 import torch
 
-from quire.assemble.offload import make_store, root_key
+from quire.assemble.offload import make_store, namespace, root_key
 from quire.assemble.parts import Loading, Parts
 from quire.assemble.rank import load_rank
 from quire.config.balancing import read_eplb_config
@@ -322,7 +322,7 @@ def assemble_rank(plans: Sequence[EnginePlan], *, on_loading: Loading, end_phase
     torch.set_num_threads(plan.config.device.num_threads or read_cpu_facts().cores)
     gpu = read_cuda_facts() if plan.machine.device == "cuda" else None
     loaded = load_rank(plan, ALONE, gpu, on_loading=on_loading, end_phase=end_phase)
-    return loaded.finish(resolve_sizing(plan, loaded.measure()))
+    return loaded.finish(resolve_sizing(plan, loaded.measure()), namespace(plan, [loaded.sums]))
 
 
 def _assemble_cores(replicas: Sequence[Parts], compiler: Callable[[], GrammarCompiler]) -> list[EngineCore]:
@@ -388,7 +388,7 @@ def assemble_core(parts: Parts, compiler: GrammarCompiler | None, replica: int =
         root_key=root_key(plan),
         prefix_caching=config.cache.enable_prefix_caching,
         compiler=compiler,
-        store=make_store(plan, memory, pool, parts.shards),
+        store=make_store(plan, memory, pool, parts.shards, parts.namespace),
     )
     try:
         return publish_events(core, config, replica)
