@@ -202,7 +202,7 @@ def assemble(config: EngineConfig, on_loading: Loading | None = None, *, served:
         *found.quantization.notes,
         *plan.cache.notes,
         *plan.offload.notes,
-        *_notes(found.args, plan.dtype, parts.memory, config),
+        *_notes(plan, parts.memory, config),
         *unread,
         *parts.notes,
         *(gpu_only_options(config) if found.device.device == "cpu" else ()),
@@ -420,8 +420,9 @@ def join_replicas(
     )
 
 
-def _notes(args: ModelArgs, dtype: DTypePlan, memory: MemoryPlan, config: EngineConfig) -> tuple[str, ...]:
-    notes = [*args.notes, *memory.notes, *parallel_notes(args, config.parallel)]
+def _notes(plan: EnginePlan, memory: MemoryPlan, config: EngineConfig) -> tuple[str, ...]:
+    args, dtype = plan.args, plan.dtype
+    notes = [*args.notes, *memory.notes, *parallel_notes(args, config.parallel, plan.params)]
     if dtype.dtype != args.dtype:
         notes.append(f"computing in {dtype.dtype}: {dtype.reason}.")
     if config.model.trust_remote_code:

@@ -73,11 +73,9 @@ class PlanReport:
 
     def describe(self) -> dict[str, Any]:
         """Return the report as plain values. Reads the headers of the weights, if the folder has weights."""
-        args, config = self.plan.args, self.plan.config
-        notes = (
-            note.removesuffix(".")
-            for note in (*quantization_notes(self.plan.quantization), *parallel_notes(args, config.parallel))
-        )
+        args, config, params = self.plan.args, self.plan.config, self.plan.params
+        told = (*quantization_notes(self.plan.quantization), *parallel_notes(args, config.parallel, params))
+        notes = (note.removesuffix(".") for note in told)
         return {
             "missing": [one._asdict() for one in self.plan.missing],
             "load_error": self.load_error,
