@@ -133,7 +133,7 @@ def simulated(
         for plan, one in zip(plans, make_groups(plans), strict=True)
     ]
     sizes = shared_sizes([resolve_sizing(plan, 1 << 28) for plan in plans])
-    parts = each([partial(one.finish, size) for one, size in zip(loaded, sizes, strict=True)])
+    parts = each([partial(one.finish, size, b"") for one, size in zip(loaded, sizes, strict=True)])
     cores = [_core(parts[first : first + tp * pp], found) for first in range(0, len(parts), tp * pp)]
     return join_replicas(plans[0], cores, threading.Event()), parts
 

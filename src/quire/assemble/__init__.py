@@ -15,7 +15,7 @@ import msgspec
 import torch
 
 from quire.assemble.early import check_early
-from quire.assemble.offload import make_store, root_key
+from quire.assemble.offload import make_store, namespace, root_key
 from quire.assemble.parts import Loading, Parts
 from quire.assemble.rank import load_rank
 from quire.assemble.turned_on import OFF, turned_on
@@ -203,7 +203,7 @@ def assemble(config: EngineConfig, on_loading: Loading | None = None, *, served:
         *draft_notes(plan),
         *found.quantization.notes,
         *plan_notes(plan),
-        *_notes(found.args, plan.dtype, parts.memory, config),
+        *_notes(plan, parts.memory, config),
         *unread,
         *parts.notes,
         *(gpu_only_options(config) if found.device.device == "cpu" else ()),
@@ -323,7 +323,7 @@ def assemble_rank(plans: Sequence[EnginePlan], *, on_loading: Loading, end_phase
     torch.set_num_threads(plan.config.device.num_threads or read_cpu_facts().cores)
     gpu = read_cuda_facts() if plan.machine.device == "cuda" else None
     loaded = load_rank(plan, ALONE, gpu, on_loading=on_loading, end_phase=end_phase)
-    return loaded.finish(resolve_sizing(plan, loaded.measure()))
+    return loaded.finish(resolve_sizing(plan, loaded.measure()), namespace(plan, [loaded.sums]))
 
 
 def _assemble_cores(replicas: Sequence[Parts], compiler: Callable[[], GrammarCompiler]) -> list[EngineCore]:
@@ -354,7 +354,7 @@ def assemble_core(parts: Parts, compiler: GrammarCompiler | None, replica: int =
     scheduler = config.scheduler
     report = PlanReport(plan=plan, memory=memory, fullest=plan.mesh.rank.number)
     pool = BlockPool(memory.num_blocks)
-    store = make_store(plan, memory, pool, parts.shards)
+    store = make_store(plan, memory, pool, parts.shards, parts.namespace)
     facts = ExecutorFacts(
         depth=parts.depth,
         decode_lag=parts.depth if parts.num_stages == 1 else 1,
@@ -430,8 +430,10 @@ def _lines(plans: Mapping[str, object]) -> tuple[str, ...]:
     return (*ranks, *(f"{title}: {plans[title]}." for title in on))
 
 
-def _notes(args: ModelArgs, dtype: DTypePlan, memory: MemoryPlan, config: EngineConfig) -> tuple[str, ...]:
-    notes = [*args.notes, *memory.notes, *parallel_notes(args, config.parallel), *events_notes(config)]
+def _notes(plan: EnginePlan, memory: MemoryPlan, config: EngineConfig) -> tuple[str, ...]:
+    args, dtype = plan.args, plan.dtype
+    shown = (*parallel_notes(args, config.parallel, plan.params), *events_notes(config))
+    notes = [*args.notes, *memory.notes, *shown]
     if dtype.dtype != args.dtype:
         notes.append(f"computing in {dtype.dtype}: {dtype.reason}.")
     if config.model.trust_remote_code:

@@ -4,12 +4,13 @@ The engine runs without CUDA graphs. Without `async_depth` it finishes each step
 """
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from quire.assemble.offload import make_mover
-from quire.assemble.parts import Loaded, Loading, Parts, cache_scales, cache_words
+from quire.assemble.parts import Filled, Loaded, Loading, Parts, cache_scales, cache_words
 from quire.config.resolve import MemoryPlan
 from quire.distributed.mesh import RankGroups
 from quire.kernels.step.state import Limits
@@ -23,6 +24,7 @@ from quire.procs.in_process import InProcessExecutor
 from quire.weights.cache_scales import Scales
 from quire.weights.dummy import load_dummy
 from quire.weights.load import load_weights
+from quire.weights.sums import fact
 from quire.worker.construct import make_runner
 
 
@@ -41,12 +43,14 @@ def load_without_triton(
     check_missing(plan.missing)
     scales = cache_scales(plan)
     model = build_model(plan, groups)
-    fill(model, plan, on_loading)
+    filled = fill(model, plan, scales, on_loading)
     end_phase("weights")
-    return Loaded(free_bytes, lambda memory: _finish(plan, model, memory, scales, groups))
+    return Loaded(free_bytes, partial(_finish, plan, model, scales, groups), filled.sums)
 
 
-def _finish(plan: EnginePlan, model: Model, memory: MemoryPlan, scales: list[Scales], groups: RankGroups) -> Parts:
+def _finish(
+    plan: EnginePlan, model: Model, scales: list[Scales], groups: RankGroups, memory: MemoryPlan, namespace: bytes
+) -> Parts:
     device, num_slots = torch.device(plan.machine.device), plan.config.scheduler.sequences()
     arena = KVArena(memory.geometry, memory.num_blocks + 1, device)
     views = model_views(model, arena.views, scales)
@@ -68,7 +72,7 @@ def _finish(plan: EnginePlan, model: Model, memory: MemoryPlan, scales: list[Sca
         eager=plan.config.device.enforce_eager,
         speculation=plan.speculation,
     )
-    worker.mover = make_mover(plan, memory, arena)
+    worker.mover = make_mover(plan, memory, arena, namespace)
     return Parts(
         plan=plan,
         model=model,
@@ -78,16 +82,35 @@ def _finish(plan: EnginePlan, model: Model, memory: MemoryPlan, scales: list[Sca
         memory=memory,
         plans={"cache": cache_words(plan, scales)},
         shards=worker.mover.shards if worker.mover else (),
+        namespace=namespace,
     )
 
 
-def fill(model: Model, plan: EnginePlan, on_loading: Loading) -> str:
-    """Load the weights of a model into its layers, which repack them for their kernels. Return a report in one line."""
-    load = plan.config.load
+def fill(model: Model, plan: EnginePlan, scales: list[Scales], on_loading: Loading, role: str = "model") -> Filled:
+    """Load the weights of a model, and of its draft model or EAGLE head, into its layers, which repack them.
+
+    scales   of the KV cache, from the checkpoint
+    role     of the model in the sums of what is read, which are taken if KV blocks leave the engine
+    """
+    load, sums = plan.config.load, b""
     if model.draft is not None and plan.draft is not None:
-        fill(model.draft, plan.draft, on_loading)
+        sums = fill(model.draft, plan.draft, [], on_loading, "draft").sums
     device = torch.device("cpu") if load.load_device == "cpu" else None
     if load.load_format == "dummy":
         load_dummy(model, plan.config.model.seed, device)
-        return "dummy"
-    return str(load_weights(model, Path(plan.folder), on_loading, device=device))
+        return Filled("dummy", sums + fact(f"{role} dummy", _made_up(plan)))
+    summed_as = role if plan.offload.outside else ""
+    report = load_weights(model, Path(plan.folder), on_loading, device=device, summed_as=summed_as)
+    return Filled(str(report), sums + report.sums + (fact(f"{role} cache", scales) if summed_as else b""))
+
+
+def _made_up(plan: EnginePlan) -> list[object]:
+    """Return what random weights depend on: each tensor of a rank begins with the same numbers."""
+    experts = plan.experts.experts if plan.experts else ""
+    return [
+        plan.config.model.seed,
+        str(plan.mesh.parallel.together),
+        plan.machine.device,
+        plan.config.load.load_device,
+        experts,
+    ]

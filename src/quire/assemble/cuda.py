@@ -64,11 +64,10 @@ def load_cuda(
             free_bytes=lambda: torch.cuda.mem_get_info(DEVICE)[0],
         )
         note = f"no Triton kernel can run ({why}): PyTorch's own operations do the work, without graphs, much slower."
-        return replace(slow, finish=lambda memory: replace(slow.finish(memory), notes=(note,)))
+        return replace(slow, finish=lambda *given: replace(slow.finish(*given), notes=(note,)))
     cache, note = use_cache_folder()
-    scales = cache_scales(plan)
-    model = build_model(plan, groups)
-    loaded = fill(model, plan, on_loading)
+    scales, model = cache_scales(plan), build_model(plan, groups)
+    filled = fill(model, plan, scales, on_loading)
     end_phase("weights")
     limits = Limits(
         num_slots=config.scheduler.sequences(),
@@ -101,13 +100,13 @@ def load_cuda(
             per_token=per_token,
         )
 
-    def finish(memory: MemoryPlan) -> Parts:
+    def finish(memory: MemoryPlan, namespace: bytes) -> Parts:
         sized = replace(limits, max_model_len=memory.max_model_len)
         with _room_for_steps(weights, facts.free_memory, config):
             worker, arena = _worker(
                 model, memory.geometry, memory.num_blocks + 1, sized, scales, groups, speculation=plan.speculation
             )
-            worker.mover = make_mover(plan, memory, arena)
+            worker.mover = make_mover(plan, memory, arena, namespace)
             worker.warm_up()
         end_phase("graphs")
         return Parts(
@@ -120,16 +119,17 @@ def load_cuda(
             executor=lambda facts: LaunchingExecutor(worker, facts, {"describe": worker.describe}),
             notes=(note,) if note else (),
             shards=worker.mover.shards if worker.mover else (),
+            namespace=namespace,
             plans={
                 "compiled kernels": f"{compiled} in {cache}",
-                "weights": loaded,
+                "weights": filled.words,
                 "memory": str(memory.budget),
                 "graphs": f"{len(worker.recorder)}",
                 "cache": cache_words(plan, scales),
             },
         )
 
-    return Loaded(measure, finish)
+    return Loaded(measure, finish, filled.sums)
 
 
 @contextmanager

@@ -7,6 +7,7 @@ from hashlib import sha256
 from pathlib import Path
 
 from quire import __version__
+from quire.config.checkpoint import read_raw_config
 from quire.config.env import cluster_key
 from quire.config.placement import ranks
 from quire.config.resolve import GIB, MemoryPlan
@@ -32,10 +33,9 @@ from quire.procs.block_peers import BlockPeers, PeerPages
 from quire.procs.block_share import BlockShare
 from quire.procs.device_peers import PeerDevices
 from quire.procs.kv_faults import Faults, FaultyFiles, FaultyLine
-from quire.weights.files import weight_files
+from quire.weights.sums import join_sums
 
 MOST_AHEAD = 4096  # blocks that are copied to the host tier before a step needs their room
-SAMPLES, SAMPLE_BYTES = 64, 4096  # of a weight file, by which engines know that they have the same
 
 
 def root_key(plan: EnginePlan) -> bytes:
@@ -64,10 +64,13 @@ def _whole(plan: EnginePlan) -> KVGeometry:
     return joined(own, _whole(plan.draft)) if plan.draft else own
 
 
-def make_store(plan: EnginePlan, memory: MemoryPlan, pool: BlockPool, shards: Sequence[Shard]) -> KVStore | None:
+def make_store(
+    plan: EnginePlan, memory: MemoryPlan, pool: BlockPool, shards: Sequence[Shard], space: bytes
+) -> KVStore | None:
     """Return the store of an engine core; None when there is no tier below the device.
 
     shards   the parts of each block that other engines may read, in the order of the ranks
+    space    see `namespace`
     """
     offload = resolve_offload(plan.config)
     if not offload.host_bytes:
@@ -77,8 +80,8 @@ def make_store(plan: EnginePlan, memory: MemoryPlan, pool: BlockPool, shards: Se
     # Prompts that come together load all their blocks at once, and evict as many that no store has copied yet.
     ahead = 0 if offload.write_through else min(pool.num_blocks // 2, memory.host_blocks // 4, MOST_AHEAD)
     sharing = offload.sharing.of(plan.mesh.rank.replica)
-    common = (cluster_key()[0], _namespace(plan, times=False)) if sharing.place or sharing.peers else (b"", b"")
-    disks = [DiskTier(Path(offload.folder), _namespace(plan, times=True), _names(plan))] if offload.folder else []
+    common = (cluster_key()[0], space) if sharing.place or sharing.peers else (b"", b"")
+    disks = [DiskTier(Path(offload.folder), space, _names(plan))] if offload.folder else []
     near = [Tier.CUDA_IPC] if plan.machine.device in IMPLEMENTATIONS and plan.config.hosts.nnodes == 1 else []
     peers = [BlockPeers(sharing.peers, *common, tier) for tier in (*near, Tier.PEER) if sharing.peers]
     store = KVStore(
@@ -114,8 +117,11 @@ def check_host_memory(sizes: Iterable[MemoryPlan]) -> None:
         )
 
 
-def make_mover(plan: EnginePlan, memory: MemoryPlan, arena: KVArena) -> BlockMover | None:
-    """Return the mover of a rank; None when there is no tier below the device. ConfigError if memory is short."""
+def make_mover(plan: EnginePlan, memory: MemoryPlan, arena: KVArena, space: bytes) -> BlockMover | None:
+    """Return the mover of a rank; None when there is no tier below the device. ConfigError if memory is short.
+
+    space   see `namespace`
+    """
     offload = resolve_offload(plan.config)
     if not offload.host_bytes:
         return None
@@ -129,7 +135,7 @@ def make_mover(plan: EnginePlan, memory: MemoryPlan, arena: KVArena) -> BlockMov
     if offload.folder:
         files = BlockFiles(
             Path(offload.folder),
-            _namespace(plan, times=True),
+            space,
             _names(plan)[plan.mesh.rank.number],
             page_bytes=arena.page_bytes,
             most_bytes=offload.folder_bytes // plan.mesh.parallel.replica,
@@ -148,7 +154,7 @@ def make_mover(plan: EnginePlan, memory: MemoryPlan, arena: KVArena) -> BlockMov
         memory=export(mapping, arena.pages) if mapping is not None and sharing.place else None,
     )
     if sharing.peers:
-        common = cluster_key()[0], _namespace(plan, times=False)
+        common = cluster_key()[0], space
         peers = PeerPages(sharing.peers, *common, shard)
         if mapping is not None:
             devices = PeerDevices(sharing.peers, *common, shard, mapping, arena.pages)
@@ -181,27 +187,33 @@ def _names(plan: EnginePlan) -> list[str]:
     return [f"{own}.drafts.{other}" for own, other in zip(names, _names(plan.draft), strict=True)]
 
 
-def _namespace(plan: EnginePlan, *, times: bool) -> bytes:
-    """Return the namespace of files (`times`) or of blocks on other hosts: that of the keys, this version, the weights
-    of the model and of its draft model or EAGLE head.
+def namespace(plan: EnginePlan, reports: Sequence[bytes]) -> bytes:
+    """Return the namespace of blocks in files and on other engines: that of the keys, this version, config.json and the
+    weights of the model and of its draft model or EAGLE head; b"" if no block leaves the engine.
 
-    Other hosts have copies of a model, whose times differ: samples of every weight file stand for its content. A new
-    version computes anew: its kernels may round otherwise, and no check tells old numbers from its own. Files of an old
-    version stay until somebody deletes their folder, because that version may still run.
+    A new version computes anew: its kernels may round otherwise, and no check tells old numbers from its own. Files of
+    an old version stay until somebody deletes their folder, because that version may still run.
+
+    reports   sums of what each rank has read (`Loaded.sums`)
+    Raises WeightsError if ranks have read different weights.
     """
-    about = sha256(root_key(plan) + __version__.encode())
-    if plan.config.load.load_format == "dummy":
-        about.update(str(plan.config.model.seed).encode())
-        return about.digest()
-    folders = (Path(one.folder) for one in (plan, plan.draft) if one is not None)
-    for path in (path for folder in folders for path in (folder / "config.json", *weight_files(folder))):
-        size = path.stat().st_size
-        about.update(f"{path.name} {size}".encode())
-        if times:
-            about.update(f" {path.stat().st_mtime_ns}".encode())
-            continue
-        with path.open("rb") as file:
-            for at in range(0, size, max(size // SAMPLES, SAMPLE_BYTES)):
-                file.seek(at)
-                about.update(file.read(SAMPLE_BYTES))
-    return about.digest()
+    if not plan.offload.outside:
+        return b""
+    about = [
+        (read_raw_config(Path(one.folder)), one.dtype.dtype, one.quantization)
+        for one in (plan, plan.draft)
+        if one is not None
+    ]
+    facts = [__version__, about, plan.config.load.routing, _cut(plan)]
+    return sha256(root_key(plan) + join_sums(reports) + json.dumps(facts, sort_keys=True).encode()).digest()
+
+
+def _cut(plan: EnginePlan) -> tuple[int, bool]:
+    """Return the part of the ranks' sizes on which the numbers in blocks depend.
+
+    Where activations have one scale per token, each rank takes it from its slice of the inputs of o_proj and down_proj.
+    """
+    tp, whole = plan.mesh.parallel.tp, plan.mesh.parallel.experts
+    each = [plan, *([plan.draft] if plan.draft else [])]
+    per_token = any(param.scheme and param.scheme.inputs == "token" for one in each for param in one.params)
+    return (tp, whole) if per_token and tp > 1 else (1, True)

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 from quire.config.resolve import MemoryPlan
 from quire.config.resolve_cuda import DeviceMemory
@@ -30,6 +31,7 @@ class Parts:
     notes          lines that the user should see
     hosts          index of the host of each rank; (): one rank
     shards         parts of KV blocks that other engines may read, of each rank
+    namespace      of KV blocks in files and on other engines
     """
 
     plan: EnginePlan
@@ -44,6 +46,7 @@ class Parts:
     notes: tuple[str, ...] = ()
     hosts: tuple[int, ...] = ()
     shards: tuple[Shard, ...] = ()
+    namespace: bytes = b""
 
 
 @dataclass(frozen=True)
@@ -51,11 +54,21 @@ class Loaded:
     """A rank's model on its device, with its weights, before the KV cache is sized.
 
     measure   measures the memory of the device, for `resolve_sizing`
-    finish    makes the KV cache and the model runner with the sizes that `resolve_sizing` returns
+    finish    makes the KV cache, the tiers below it and the model runner, with the sizes that `resolve_sizing` returns
+              and the namespace of KV blocks
+    sums      what was read, for `namespace` of `offload.py`; b"": no block leaves the engine
     """
 
     measure: Callable[[], DeviceMemory | int]
-    finish: Callable[[MemoryPlan], Parts]
+    finish: Callable[[MemoryPlan, bytes], Parts]
+    sums: bytes = b""
+
+
+class Filled(NamedTuple):
+    """A report of the loading of a model, in one line, and the sums of what was read."""
+
+    words: str
+    sums: bytes
 
 
 def cache_scales(plan: EnginePlan) -> list[Scales]:

@@ -10,6 +10,7 @@ import torch
 from quire.assemble.parts import Loaded, Loading, Parts
 from quire.assemble.rank import load_rank
 from quire.config.resolve import MemoryPlan
+from quire.config.resolve_cuda import DeviceMemory
 from quire.contracts.errors import ConfigError
 from quire.contracts.step import I32, StepPlan, StepResult
 from quire.distributed import Group
@@ -44,6 +45,20 @@ class RankTask(msgspec.Struct, frozen=True, kw_only=True):
     def apart(self, group: Group | None) -> bool:
         """True when ranks of the group are on several hosts, so that no memory is shared among them."""
         return isinstance(group, ProcessGroup) and len({self.hosts[rank] for rank in group.ranks if self.hosts}) > 1
+
+
+class RankMeasured(msgspec.Struct, frozen=True, kw_only=True):
+    """Message of a rank's process when it has loaded its weights. For the fields see `Loaded`."""
+
+    memory: DeviceMemory | int
+    sums: bytes = b""
+
+
+class RankSizes(msgspec.Struct, frozen=True, kw_only=True):
+    """Answer to `RankMeasured`: the sizes of the rank's KV cache, and the namespace of blocks outside of the engine."""
+
+    memory: MemoryPlan
+    namespace: bytes = b""
 
 
 class RankFacts(msgspec.Struct, frozen=True, kw_only=True):
@@ -137,12 +152,13 @@ class ChildRank(LoadedRank):
 
     @property
     def payload(self) -> bytes:
-        """The measured memory of the device as JSON (`Loaded.measure`)."""
-        return msgspec.json.encode(self.loaded.measure())
+        """The `RankMeasured` of this rank as JSON."""
+        return msgspec.json.encode(RankMeasured(memory=self.loaded.measure(), sums=self.loaded.sums))
 
     def size(self, payload: bytes) -> "ChildRunner":
-        """Make the KV cache and the model runner. `payload`: a `MemoryPlan` as JSON."""
-        parts = self.loaded.finish(msgspec.json.decode(payload, type=MemoryPlan))
+        """Make the KV cache and the model runner. `payload`: `RankSizes` as JSON."""
+        sizes = msgspec.json.decode(payload, type=RankSizes)
+        parts = self.loaded.finish(sizes.memory, sizes.namespace)
         return ChildRunner(parts, self.groups, self.device, self.note)
 
 

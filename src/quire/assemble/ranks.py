@@ -10,9 +10,9 @@ from itertools import chain
 import msgspec
 
 from quire.assemble.hosts import open_launcher, open_meeting
-from quire.assemble.offload import check_host_memory
+from quire.assemble.offload import check_host_memory, namespace
 from quire.assemble.parts import Loading, Parts
-from quire.assemble.rank_child import RankFacts, RankTask
+from quire.assemble.rank_child import RankFacts, RankMeasured, RankSizes, RankTask
 from quire.config.placement import hosts_note
 from quire.config.resolve import MemoryPlan, shared_sizes
 from quire.config.resolve_cuda import DeviceMemory
@@ -59,18 +59,22 @@ def assemble_ranks(
                 )
             )
             started.callback(made[-1].close)
-        measured = chain(*(one.build(_part_of(loading, part, len(made))) for part, one in enumerate(made)))
+        built = chain(*(one.build(_part_of(loading, part, len(made))) for part, one in enumerate(made)))
+        measured = [msgspec.json.decode(data, type=RankMeasured) for data in built]
         end_phase("weights")
-        memory = [_share(data, place, places) for data, place in zip(measured, places, strict=True)]
+        memory = [_share(one.memory, place, places) for one, place in zip(measured, places, strict=True)]
         # All replicas have equally many blocks: a request fits into each of them.
         sizes = shared_sizes([resolve_sizing(plan, one) for plan, one in zip(plans, memory, strict=True)])
         check_host_memory(size for size, place in zip(sizes, places, strict=True) if place.local)
         groups = [slice(first, first + together) for first in range(0, len(plans), together)]
-        for one, own in zip(made, groups, strict=True):
-            one.size([msgspec.json.encode(size) for size in sizes[own]])
-        parts = list(
-            chain(*(_parts(plans[own], one, sizes[own], places) for one, own in zip(made, groups, strict=True)))
-        )
+        spaces = [namespace(plans[own.start], [one.sums for one in measured[own]]) for own in groups]
+        for one, own, space in zip(made, groups, spaces, strict=True):
+            one.size([msgspec.json.encode(RankSizes(memory=size, namespace=space)) for size in sizes[own]])
+        parts = [
+            replace(part, namespace=space)
+            for one, own, space in zip(made, groups, spaces, strict=True)
+            for part in _parts(plans[own], one, sizes[own], places)
+        ]
         started.pop_all()
     end_phase("ranks")
     return parts
@@ -143,9 +147,8 @@ def _first_ends(phase: str, end_phase: Callable[[str], None], on_loading: Loadin
     return loading
 
 
-def _share(measured: bytes, place: Place, places: Sequence[Place]) -> DeviceMemory | int:
+def _share(memory: DeviceMemory | int, place: Place, places: Sequence[Place]) -> DeviceMemory | int:
     """Return the memory of a rank. The ranks of a CPU share what is free after all have loaded their weights."""
-    memory = msgspec.json.decode(measured, type=DeviceMemory | int)
     if not isinstance(memory, int):
         return memory
     beside = sum(other.host == place.host for other in places)

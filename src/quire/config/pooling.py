@@ -99,7 +99,7 @@ def read_pooling(folder: Path, override: Mapping[str, Any] | None = None) -> Poo
 def _of_modules(plan: PoolingPlan, path: Path) -> PoolingPlan:
     try:
         modules = [(str(one["type"]).rpartition(".")[2], str(one["path"])) for one in json.loads(path.read_bytes())]
-    except (OSError, ValueError, TypeError, KeyError) as error:
+    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
         raise ModelError(f"{path} cannot be read ({type(error).__name__}: {error}): download it again.") from None
     method = ""
     for kind, place in modules:

@@ -63,6 +63,11 @@ class OffloadPlan:
     notes: tuple[str, ...] = ()
 
     @property
+    def outside(self) -> bool:
+        """True when blocks go to files or to other engines, which must have the same weights."""
+        return bool(self.folder or self.sharing.place is not None or self.sharing.peers)
+
+    @property
     def policy(self) -> str:
         """Name of the policy."""
         return "write_through" if self.write_through else "lazy"

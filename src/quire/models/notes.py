@@ -34,9 +34,12 @@ def check_backend(backend: str, plan: MoEPlan) -> None:
         )
 
 
-def parallel_notes(args: ModelArgs, config: ParallelConfig) -> tuple[str, ...]:
-    """Return the notes about the placement of experts, and about the exchange of tokens between replicas."""
-    return (*_placement(args, config), *_exchange(args, config))
+def parallel_notes(args: ModelArgs, config: ParallelConfig, params: Sequence[Param] = ()) -> tuple[str, ...]:
+    """Return the notes about the placement of experts, the exchange of tokens between replicas, and scales of slices.
+
+    params   of a rank
+    """
+    return (*_placement(args, config), *_exchange(args, config), *_scales(params, config))
 
 
 def order_notes(params: Iterable[Param], dtype: str) -> tuple[str, ...]:
@@ -86,6 +89,23 @@ def _exchange(args: ModelArgs, config: ParallelConfig) -> Iterator[str]:
         yield (
             f"{asked} is taken as Quire's dispatcher {name} in {phase}, on one host; DeepEP itself is not used. For "
             f"{'decode' if phase == 'prefill' else 'prefill'} Quire chooses."
+        )
+
+
+def _scales(params: Sequence[Param], config: ParallelConfig) -> Iterator[str]:
+    """Yield the note that numbers depend on the cut: a rank has the inputs of some columns, and scales them alone."""
+    names = dict.fromkeys(
+        part.stored.removesuffix(".weight").rpartition(".")[2]
+        for param in params
+        if param.scheme is not None and param.scheme.inputs == "token"
+        for part in param.parts
+        if part.axis == 1 and not part.whole
+    )
+    if names:
+        yield (
+            f"-tp {config.tensor_parallel_size}: activations have one scale per token, and each rank takes it from its "
+            f"slice of the inputs of {' and '.join(names)}: numbers, and now and then a greedy token, are not those of "
+            "one device."
         )
 
 

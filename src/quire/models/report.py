@@ -81,7 +81,7 @@ class PlanReport:
         every = (
             *quantization_notes(plan.quantization, config.load.quantization),
             *order_notes(plan.params, plan.dtype.dtype),
-            *parallel_notes(args, config.parallel),
+            *parallel_notes(args, config.parallel, plan.params),
         )
         notes = (note.removesuffix(".") for note in every)
         return {

@@ -87,7 +87,7 @@ def read_json(path: Path) -> dict[str, Any]:
         return {}
     except NotADirectoryError as error:
         raise ModelNotFound(f"{path.parent} is not a folder: give the folder that holds {path.name}.") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UnsupportedModel(f"{path} is not valid JSON ({error}): fetch the file again.") from error
     if not isinstance(data, dict):
         raise UnsupportedModel(f"{path} holds a JSON {type(data).__name__}, not an object: fetch the file again.")

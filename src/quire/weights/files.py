@@ -4,18 +4,22 @@ A safetensors file is 8 bytes of header length (little endian), a JSON header {n
 the bytes; offsets count from the end of the header (https://github.com/huggingface/safetensors, format). No torch.
 """
 
-import json
 import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
-from typing import Any
+
+import msgspec
 
 from quire.contracts.errors import WeightsError
 
 INDEX = "model.safetensors.index.json"
 MAX_HEADER = 100 << 20  # bytes, the format's own limit
+MAX_TENSORS = 1 << 17  # of a file; the largest files of published models have some thousands
+MAX_NAMES = 1 << 20  # of an index
+MAX_NAME = 1024  # characters of a tensor's name
+MAX_AXES = 64  # of a tensor, as many as a PyTorch tensor can have
 ITEM_BYTES = {
     "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1,
     "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U64": 8, "U32": 4, "U16": 2, "U8": 1, "BOOL": 1,
@@ -23,7 +27,28 @@ ITEM_BYTES = {
 AGAIN = "download it again."  # the remedy for damaged files of a folder
 LFS_POINTER = b"version "  # the beginning of the text that Git LFS keeps in place of a large file
 PICKLES = (".bin", ".pt", ".pth")
+DAMAGED = (msgspec.MsgspecError, ValueError, RecursionError)  # errors of text that is no JSON of the expected form
 _SHARD = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<total>\d{5})\.safetensors")
+
+
+class HeaderEntry(msgspec.Struct, frozen=True):
+    """A tensor in a safetensors header. data_offsets: first byte and end in the file's data."""
+
+    dtype: str
+    shape: list[int]
+    data_offsets: list[int]
+
+
+class _Index(msgspec.Struct, frozen=True):
+    """The index of a checkpoint: tensor name -> file name."""
+
+    weight_map: dict[str, str]
+
+
+# A header is decoded level by level. Metadata is not looked into.
+_HEADER = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_ENTRY = msgspec.json.Decoder(HeaderEntry)
+_INDEX = msgspec.json.Decoder(_Index)
 
 
 @dataclass(frozen=True)
@@ -136,21 +161,25 @@ def read_header(path: Path) -> list[StoredTensor]:
         length = int.from_bytes(begins, "little")
         if size < 8 or length > MAX_HEADER or 8 + length > size:
             raise WeightsError(f"{path} is truncated (a header of {length} bytes in a file of {size}): {AGAIN}")
-        try:
-            header = json.loads(file.read(length))
-        except (UnicodeDecodeError, json.JSONDecodeError):
-            raise WeightsError(f"{path} has a damaged header: {AGAIN}") from None
-    if not isinstance(header, dict):
-        raise WeightsError(f"{path} has a damaged header: {AGAIN}")
+        text = file.read(length)
+    if text.count(b"{") > MAX_TENSORS + 2:  # every tensor has a brace of its own
+        raise WeightsError(f"{path} has a header of more than {MAX_TENSORS:,} tensors: {AGAIN}")
+    try:
+        header = _HEADER.decode(text)
+        if any(len(name) > MAX_NAME for name in header):
+            raise ValueError
+    except DAMAGED:
+        raise WeightsError(f"{path} has a damaged header: {AGAIN}") from None
     header.pop("__metadata__", None)
-    tensors = stored_tensors(path, header, 8 + length, size)
+    entries = {name: _entry(path, name, raw) for name, raw in header.items()}
+    tensors = stored_tensors(path, entries, 8 + length, size)
     end = tensors[-1].offset + tensors[-1].num_bytes if tensors else 8 + length
     if end != size:
         raise WeightsError(f"{path} has {size - end} bytes behind its last tensor: {AGAIN}")
     return tensors
 
 
-def stored_tensors(path: Path, header: Mapping[str, Any], data: int, size: int) -> list[StoredTensor]:
+def stored_tensors(path: Path, header: Mapping[str, HeaderEntry], data: int, size: int) -> list[StoredTensor]:
     """Return the tensors that a decoded `header` lists, sorted by offset.
 
     data   offset at which the tensors' bytes begin in the file
@@ -169,14 +198,24 @@ def stored_tensors(path: Path, header: Mapping[str, Any], data: int, size: int) 
     return tensors
 
 
-def _stored(path: Path, name: str, entry: Any, data: int, size: int) -> StoredTensor:
+def _entry(path: Path, name: str, raw: msgspec.Raw) -> HeaderEntry:
     try:
-        dtype, shape, (start, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
-        if any(type(number) is not int or number < 0 for number in (*shape, start, end)):
-            raise ValueError
-        exact = prod(shape) * ITEM_BYTES[dtype]
-    except (KeyError, TypeError, ValueError):
-        raise WeightsError(f"{path}: the header entry of {name} is damaged or of an unknown dtype: {AGAIN}") from None
+        return _ENTRY.decode(raw)
+    except DAMAGED:
+        raise WeightsError(_of_entry(path, name)) from None
+
+
+def _of_entry(path: Path, name: str) -> str:
+    return f"{path}: the header entry of {name} is damaged or of an unknown dtype: {AGAIN}"
+
+
+def _stored(path: Path, name: str, entry: HeaderEntry, data: int, size: int) -> StoredTensor:
+    dtype, shape = entry.dtype, tuple(entry.shape)
+    known = dtype in ITEM_BYTES and len(shape) <= MAX_AXES and len(entry.data_offsets) == 2
+    if not known or min((*shape, *entry.data_offsets)) < 0:
+        raise WeightsError(_of_entry(path, name))
+    start, end = entry.data_offsets
+    exact = prod(shape) * ITEM_BYTES[dtype]
     if end - start != exact:
         raise WeightsError(f"{path}: {name} {list(shape)} {dtype} needs {exact} bytes, has {end - start}: {AGAIN}")
     if data + end > size:
@@ -190,12 +229,14 @@ def _read_index(folder: Path) -> dict[str, str]:
     if not path.is_file():
         return {}
     try:
-        placed = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
-        if not all(isinstance(name, str) and Path(file).name == file for name, file in placed.items()):
+        if path.stat().st_size > MAX_HEADER:
             raise ValueError
-    except (UnicodeDecodeError, ValueError, KeyError, TypeError, AttributeError):
+        placed = _INDEX.decode(path.read_bytes()).weight_map
+        if len(placed) > MAX_NAMES or not all(Path(file).name == file for file in set(placed.values())):
+            raise ValueError
+    except DAMAGED:
         raise WeightsError(f"{path} is damaged: {AGAIN}") from None
-    return dict(placed)
+    return placed
 
 
 def _find_files(folder: Path, names: Collection[str]) -> list[Path]:

@@ -16,6 +16,7 @@ from quire.contracts.errors import ModelNotFound, WeightsError
 from quire.weights.files import (
     AGAIN,
     Checkpoint,
+    HeaderEntry,
     StoredTensor,
     read_checkpoint,
     read_header,
@@ -106,7 +107,10 @@ class Repository:
         entries = {name: {key: getattr(tensor, key) for key in ENTRY} for name, tensor in found.tensors.items()}
         text = {"__metadata__": found.metadata} | entries if found.metadata else entries
         least = 8 + len(json.dumps(text, separators=(",", ":"), ensure_ascii=False).encode())
-        return stored_tensors(path, entries, 0, size - least)  # the client does not tell how long the header is
+        header = {
+            name: HeaderEntry(one.dtype, list(one.shape), list(one.data_offsets)) for name, one in found.tensors.items()
+        }
+        return stored_tensors(path, header, 0, size - least)  # the client does not tell how long the header is
 
     @contextmanager
     def _explained(self) -> Iterator[None]:

@@ -5,7 +5,8 @@
 Each thread has two buffers: while one is copied to the device, the next chunk is read into the other. A chunk is up to
 8 MiB of one file and may fill many tensors, or a piece of one. Bytes of a tensor whose type is the target's go straight
 there; others are converted on the device. A CPU has no streams, and a chunk whose pieces all have the types of their
-targets is read into the targets without a buffer.
+targets is read into the targets without a buffer. Where the loader asks for it, a thread also sums the bytes of its
+chunk (`sums.py`), while they are in the CPU's cache.
 """
 
 import os
@@ -23,6 +24,7 @@ import torch
 from torch import Tensor
 
 from quire.contracts.errors import WeightsError
+from quire.weights.sums import Slices, SliceSums
 from quire.weights.units import LoadUnit
 
 BUFFERS = 2
@@ -38,6 +40,7 @@ class OpenUnit:
     missing  bytes that have not arrived in the tensors yet
     lanes    threads that copied parts of the unit
     ready    CUDA event after which a thread may write to the tensors
+    slices   slices that are summed in the tensors, when all have arrived
     """
 
     unit: LoadUnit
@@ -45,6 +48,7 @@ class OpenUnit:
     missing: int
     lanes: "set[_Lane]" = field(default_factory=set)
     ready: torch.cuda.Event | None = None
+    slices: Slices = field(default_factory=list)
 
 
 @dataclass
@@ -68,13 +72,34 @@ class Piece:
 
 
 @dataclass
+class SumSpan:
+    """Bytes of a chunk that belong to one slice, whose sums the threads take.
+
+    index      of the slice in `SliceSums`
+    start      first byte of the chunk
+    position   byte of the slice that is there
+    target     address of these bytes in the target, if they are not converted
+    """
+
+    index: int
+    start: int
+    position: int
+    target: int
+    num_bytes: int = 0
+
+
+@dataclass
 class Chunk:
-    """Ranges `runs` (offset, bytes) of a file that are read into one buffer, and the pieces in the buffer."""
+    """Ranges `runs` (offset, bytes) of a file that are read into one buffer, and the pieces in the buffer.
+
+    spans   bytes that are summed
+    """
 
     file: Path
     runs: list[tuple[int, int]] = field(default_factory=list)
     pieces: list[Piece] = field(default_factory=list)
     num_bytes: int = 0
+    spans: list[SumSpan] = field(default_factory=list)
 
 
 class ReadChunker:
@@ -93,22 +118,30 @@ class ReadChunker:
         dtype: torch.dtype,
         *,
         first: int = 0,
+        index: int | None = None,
     ) -> None:
         """Plan to read the ranges `runs` (offset, bytes) of `file` into the flat `target`, from element `first` on.
 
         dtype   of the stored elements
+        index   of the slice, if the threads sum its bytes
         """
-        item = dtype.itemsize
+        item, position = dtype.itemsize, 0
         for offset, length in runs:
             while length:
                 chunk = self._chunk
                 if chunk is None or chunk.file != file or self._size - chunk.num_bytes < item:
                     self.flush()
                     chunk = self._chunk = Chunk(file)
+                if index is not None and (not chunk.spans or chunk.spans[-1].index != index):
+                    place = target.data_ptr() + first * target.itemsize
+                    chunk.spans.append(SumSpan(index, chunk.num_bytes, position, place))
                 room = self._size - chunk.num_bytes
                 taken = min(length, room - room % item)
+                if index is not None:
+                    chunk.spans[-1].num_bytes += taken
                 self._append(chunk, offset, Piece(unit, chunk.num_bytes, target, first, taken // item, dtype))
                 offset, length, first = offset + taken, length - taken, first + taken // item
+                position += taken
 
     def flush(self) -> None:
         """Call `emit` with the last chunk, which is not full."""
@@ -137,10 +170,18 @@ class Lanes:
     """Threads that read chunks of weight files and copy them to the device. Leaving the context ends the threads.
 
     num_bytes   bytes that have been copied
+    sums        sums of the slices, or None
     """
 
-    def __init__(self, files: Sequence[Path], device: torch.device, num_threads: int, chunk_bytes: int) -> None:
-        self.device, self.chunk_bytes, self.num_bytes = device, chunk_bytes, 0
+    def __init__(
+        self,
+        files: Sequence[Path],
+        device: torch.device,
+        num_threads: int,
+        chunk_bytes: int,
+        sums: SliceSums | None = None,
+    ) -> None:
+        self.device, self.chunk_bytes, self.num_bytes, self.sums = device, chunk_bytes, 0, sums
         self._files, self._stack = files, ExitStack()
         self._handles: dict[Path, int] = {}
         self._chunks: deque[Chunk] = deque()
@@ -227,6 +268,13 @@ class Lanes:
                 piece.unit.missing -= piece.num_bytes
                 if not piece.unit.missing:
                     self._results.put(piece.unit)
+
+    def add_sums(self, chunk: Chunk, buffer: int | None) -> None:
+        """Sum the spans of a chunk that was read. buffer: its address; None: it was read into the targets."""
+        for span in chunk.spans:
+            assert self.sums is not None, "only slices that are summed have spans"
+            address = span.target if buffer is None else buffer + span.start
+            self.sums.add(span.index, address, span.num_bytes, span.position)
 
     def failed(self, error: BaseException) -> None:
         """Make `completed` raise the error of a thread."""
@@ -329,6 +377,7 @@ class _Lane(Thread):
     def _fill(self, chunk: Chunk, buffer: Tensor) -> None:
         if not self._on_gpu and all(piece.dtype == piece.target.dtype for piece in chunk.pieces):
             self._lanes.read(chunk, *_targets(chunk))
+            self._lanes.add_sums(chunk, None)
             return
         self._lanes.read(chunk, memoryview(buffer.numpy()))  # type: ignore[arg-type]
         waited: set[int] = set()
@@ -337,6 +386,7 @@ class _Lane(Thread):
                 waited.add(id(piece.unit.ready))
                 torch.cuda.current_stream(self._device).wait_event(piece.unit.ready)
             self._copy(piece, buffer.narrow(0, piece.start, piece.num_bytes))
+        self._lanes.add_sums(chunk, buffer.data_ptr())
 
     def _copy(self, piece: Piece, source: Tensor) -> None:
         target = piece.target.narrow(0, piece.first, piece.count)

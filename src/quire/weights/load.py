@@ -23,6 +23,7 @@ from quire.weights.files import StoredTensor, read_checkpoint
 from quire.weights.lanes import Lanes, OpenUnit, ReadChunker
 from quire.weights.match import match_tensors
 from quire.weights.spare import check_spare
+from quire.weights.sums import SliceSums
 from quire.weights.units import LoadUnit
 from quire.weights.unpacked import Unpacked
 
@@ -37,10 +38,14 @@ CPU_THREADS = 2
 
 @dataclass(frozen=True)
 class LoadReport:
-    """Bytes that were read from files, and the seconds that loading took."""
+    """Bytes that were read from files, and the seconds that loading took.
+
+    sums   report of the slices' sums, for `join_sums`; b"": they were not summed
+    """
 
     num_bytes: int
     seconds: float
+    sums: bytes = b""
 
     def __str__(self) -> str:
         rate = self.num_bytes / max(self.seconds, 1e-9) / 1e9
@@ -55,12 +60,14 @@ def load_weights(
     device: torch.device | None = None,
     num_threads: int = 0,
     chunk_bytes: int = CHUNK,
+    summed_as: str = "",
 ) -> LoadReport:
     """Load a model's weights, or this rank's slices of them, from the safetensors files in `folder`.
 
     progress   called with (bytes done, bytes in all) by this thread, a few times a second and at the end
     device     weights are loaded and packed there, then moved to the model's device; None: the model's device
     num_threads   threads that read; 0: GPU_THREADS or CPU_THREADS, by device
+    summed_as   role of the model in the sums of what is read (`sums.py`); "": nothing is summed
     Raises WeightsError in one line naming file, tensor and fix, also for a file that cannot be read to its end.
     """
     began, checkpoint = perf_counter(), read_checkpoint(Path(folder))
@@ -74,17 +81,18 @@ def load_weights(
     parts = (part for unit in units for raw in unit.tensors for part in raw.parts)
     total = sum(_stored_bytes(headers[part.stored], part) for part in parts)
     num_threads = num_threads or (GPU_THREADS if device.type == "cuda" else CPU_THREADS)
-    with Lanes(checkpoint.files, device, num_threads, chunk_bytes) as lanes:
+    sums = SliceSums(summed_as, device) if summed_as else None
+    with Lanes(checkpoint.files, device, num_threads, chunk_bytes, sums) as lanes:
         _run(
             units,
             unpacked,
             lanes,
-            lambda unit, chunks: _open(unit, unpacked.tensors(unit), chunks, headers),
+            lambda unit, chunks: _open(unit, unpacked.tensors(unit), chunks, headers, sums),
             lambda: progress(lanes.num_bytes, total) if progress else None,
             model.dtype.itemsize,
         )
     unpacked.check()
-    return LoadReport(total, perf_counter() - began)
+    return LoadReport(total, perf_counter() - began, sums.report() if sums else b"")
 
 
 def _run(
@@ -108,6 +116,8 @@ def _run(
             lanes.watch(open_unit(units.popleft(), chunks))
         chunks.flush()
         for done in lanes.completed():
+            if lanes.sums is not None:
+                lanes.sums.add_on_device(done.slices)
             unpacked.done(done.unit, _ordered(done))
             under_way -= done.unit.num_bytes(item)
             missing -= 1
@@ -115,7 +125,11 @@ def _run(
 
 
 def _open(
-    unit: LoadUnit, tensors: dict[str, Tensor], chunks: ReadChunker, headers: Mapping[str, StoredTensor]
+    unit: LoadUnit,
+    tensors: dict[str, Tensor],
+    chunks: ReadChunker,
+    headers: Mapping[str, StoredTensor],
+    sums: SliceSums | None,
 ) -> OpenUnit:
     """Plan the reads that fill a unit's tensors, in the order in which they lie in the files."""
     reads: list[tuple[StoredTensor, Part, Tensor, int]] = []
@@ -126,7 +140,11 @@ def _open(
             first += prod(part.local_shape)
     opened = OpenUnit(unit, tensors, sum(_stored_bytes(stored, part) for stored, part, *_ in reads))
     for stored, part, target, first in sorted(reads, key=lambda read: (read[0].file, read[0].offset)):
-        chunks.add(opened, stored.file, _runs(stored, part), target, DTYPES[stored.dtype], first=first)
+        index, dtype = None if sums is None else sums.slice(stored, part), DTYPES[stored.dtype]
+        if index is not None and sums is not None and sums.on_device and dtype == target.dtype:
+            opened.slices.append((index, target.narrow(0, first, prod(part.local_shape))))
+            index = None
+        chunks.add(opened, stored.file, _runs(stored, part), target, dtype, first=first, index=index)
     return opened
 
 

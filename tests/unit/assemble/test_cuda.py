@@ -55,7 +55,7 @@ def assemble(monkeypatch: pytest.MonkeyPatch, facts: CudaFacts = FACTS, why: str
         config, folder, read_checkpoint_config(folder), machine, DTypePlan(dtype="float32", reason=""), here
     )
     loaded = cuda.load_cuda(plan, ALONE, facts, on_loading=lambda done, total: None, end_phase=lambda name: None)
-    return loaded.finish(resolve_sizing(plan, loaded.measure()))
+    return loaded.finish(resolve_sizing(plan, loaded.measure()), b"")
 
 
 def test_without_triton_a_gpu_runs_pytorch_s_operations_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,8 +1,6 @@
 """Host memory for KV blocks: what does not fit is refused by the option that asked for it."""
 
-import os
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -51,14 +49,12 @@ def test_blocks_of_synthetic_acceptance_are_found_by_no_other_engine() -> None:
 HEADS = {size: parse_checkpoint_config(tiny_config(Tiny(family="qwen3", heads=(8, size)))) for size in (2, 4, 8)}
 
 
-def drafting(
-    tp: int, draft: ModelArgs = HEADS[4], folders: tuple[str, str] = ("a", "b"), **options: Any
-) -> list[EnginePlan]:
+def drafting(tp: int, draft: ModelArgs = HEADS[4], **options: Any) -> list[EnginePlan]:
     """Plans of all ranks of an engine whose model has 2 KV heads, and whose head has others."""
     ranks = []
     for number in range(tp):
         both = (planned(args, parallel=Parallel(tp=tp), number=number, **options) for args in (HEADS[2], draft))
-        own, other = (msgspec.structs.replace(plan, folder=folder) for plan, folder in zip(both, folders, strict=True))
+        own, other = both
         ranks.append(
             msgspec.structs.replace(own, drafting=Drafting(model=other), geometry=joined(own.geometry, other.geometry))
         )
@@ -78,30 +74,6 @@ def test_files_of_ranks_with_other_heads_of_the_draft_have_other_names() -> None
     assert len(set(names)) == 4 and names == offload._names(plans[3])
     assert names[1] == "layers0-3.heads0-1.drafts.layers0-3.heads1-2"
     assert len(set(offload._names(planned(HEADS[2], parallel=Parallel(tp=4))))) == 2
-
-
-@pytest.mark.parametrize("times", [True, False])
-def test_a_head_that_is_trained_again_has_other_blocks(tmp_path: Path, times: bool) -> None:
-    folders = tmp_path / "model", tmp_path / "head"
-    for folder in folders:
-        folder.mkdir()
-        (folder / "config.json").write_text("{}")
-        (folder / "model.safetensors").write_bytes(bytes(9))
-    (plan,) = drafting(1, folders=(str(folders[0]), str(folders[1])))
-    before = offload._namespace(plan, times=times)
-    assert offload._namespace(plan, times=times) == before
-    (folders[1] / "model.safetensors").write_bytes(bytes(8) + b"1")
-    os.utime(folders[1] / "model.safetensors", (1, 1))
-    assert offload._namespace(plan, times=times) != before
-
-
-def test_files_are_of_one_version(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A new version may round otherwise, and could not tell the numbers of an old one from its own."""
-    plan = planned(ARGS, load_format="dummy")
-    same = [offload._namespace(plan, times=times) for times in (True, True, False)]
-    monkeypatch.setattr(offload, "__version__", "another")
-    assert same[0] == same[1] != offload._namespace(plan, times=True)
-    assert same[2] != offload._namespace(plan, times=False)
 
 
 @pytest.mark.parametrize(

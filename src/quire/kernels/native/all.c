@@ -14,3 +14,4 @@
 #include "../linear/panels.c"
 #include "../linear/panels_pack.c"
 #include "../norm/native.c"
+#include "../sums/native.c"

@@ -25,6 +25,7 @@ FUNCTIONS = {
     "quire_heads": "pppppppp" + "llllllll" + "fii",
     "quire_rms_norm": "ppp" + "llll" + "fii",
     "quire_silu_mul": "pp" + "lll" + "ii",
+    "quire_sum_bytes": "pppp" + "ll",
     "quire_pack_bf16": "ppllii",
     "quire_rows_bf16": "pppllli",
     "quire_linear_bf16": "ppppp" + "llll" + "ii",
