@@ -44,7 +44,7 @@ def run(*words: str, folder: Path, read: int, **variables: str) -> tuple[int, st
     process = template_process.start(
         words, env=environment, cwd=folder, pass_fds=(read,), stdin=subprocess.PIPE, stdout=subprocess.PIPE,
         stderr=subprocess.PIPE, start_new_session=True, text=True,
-    )  # fmt: skip
+    )
     out, err = process.communicate("a line\n", timeout=60)
     return process.returncode, out, err
 

@@ -65,13 +65,13 @@ def logprobs(folder: Path, device: str, dtype: str) -> np.ndarray:
     ) as llm:
         asked = SamplingParams(max_tokens=4, temperature=0.0, prompt_logprobs=0, ignore_eos=True)
         found = llm.generate(mixed_prompts(), asked, use_tqdm=False)
-    return np.array(
-        [
-            entry[token].logprob
-            for output in found
-            for token, entry in zip(output.prompt_token_ids[1:], output.prompt_logprobs[1:], strict=True)
-        ]
-    )
+    values = []
+    for output in found:
+        entries = (output.prompt_logprobs or [])[1:]
+        for token, entry in zip(output.prompt_token_ids[1:], entries, strict=True):
+            assert entry is not None
+            values.append(entry[token].logprob)
+    return np.array(values)
 
 
 @pytest.mark.parametrize(("family", "form", "mix"), CASES)

@@ -22,7 +22,7 @@ def leaving(form: str, layers: Collection[int], block: str = "mlp") -> Form:
     found = FORMS[form]
     names = [f"model.layers.{layer}.{block}.experts" for layer in layers]
     method: str = found.config["quant_method"]
-    more: dict[str, Any] = {
+    more: dict[str, dict[str, Any]] = {
         "fp8": {"modules_to_not_convert": names},
         "fbgemm_fp8": {"modules_to_not_convert": names},
         "modelopt": {"ignore": [*found.config.get("ignore", ()), *(f"{name}.*" for name in names)]},
@@ -31,8 +31,8 @@ def leaving(form: str, layers: Collection[int], block: str = "mlp") -> Form:
         "compressed-tensors": {
             "ignore": [*found.config.get("ignore", ()), *(f"re:{re.escape(name)}.*" for name in names)]
         },
-    }[method]
-    return replace(found, config=found.config | more)
+    }
+    return replace(found, config=found.config | more[method])
 
 
 def write_partly(

@@ -43,7 +43,7 @@ NAME = "quire-template"  # of a template in `ps`; tests that list children leave
 SOURCE = Path(__file__).resolve().parents[2] / "src"
 ONCE = ("OMP_", "KMP_", "GOMP_", "MKL_", "OPENBLAS_", "LD_", "MALLOC_", "PYTHON", "TORCH", "PYTORCH", "TRITON")
 LATER = ("PYTHONPATH", "TORCHINDUCTOR_CACHE_DIR", "TORCH_SYMM_MEM_DISABLE_MULTICAST", "TRITON_CACHE_DIR")  # at use
-IMPORTS = (
+IMPORTS: tuple[str, ...] = (
     "torch", "torch._dynamo", "torch.distributed", "numpy", "uvicorn", "uvicorn.lifespan.off", "httptools",
     "quire.assemble", "quire.assemble.cpu", "quire.assemble.rank_child", "quire.assemble.ranks",
     "quire.engine.mock_core", "quire.entry.cli.main", "quire.entry.cli.serve", "quire.entry.http.app",
@@ -96,8 +96,7 @@ def start(words: Sequence[str], **options: Any) -> "subprocess.Popen[Any]":
 def quick_starts(names: tuple[str, ...] = IMPORTS) -> Iterator[None]:
     """Let engines of this process start their children as copies of a template with these imports."""
     global imports
-    from quire.procs import child_process
-
+    child_process: Any = importlib.import_module("quire.procs.child_process")
     before = child_process.subprocess, imports
     imports = names
     ready()
@@ -118,16 +117,35 @@ class Popen(REAL.Popen):  # type: ignore[type-arg]
 
     def _execute_child(self, args: Any, *others: Any) -> None:
         names = (
-            "executable", "preexec_fn", "close_fds", "pass_fds", "cwd", "env", "startupinfo", "creationflags", "shell",
-            "p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite", "restore_signals", "gid", "gids",
-            "uid", "umask", "start_new_session", "process_group",
-        )  # fmt: skip
+            "executable",
+            "preexec_fn",
+            "close_fds",
+            "pass_fds",
+            "cwd",
+            "env",
+            "startupinfo",
+            "creationflags",
+            "shell",
+            "p2cread",
+            "p2cwrite",
+            "c2pread",
+            "c2pwrite",
+            "errread",
+            "errwrite",
+            "restore_signals",
+            "gid",
+            "gids",
+            "uid",
+            "umask",
+            "start_new_session",
+            "process_group",
+        )
         given = dict(zip(names, others, strict=True))
         variables = dict(os.environ if given["env"] is None else given["env"])
         plain = args[0] == sys.executable and given["start_new_session"]
         found = ready() if plain else None
         if found is None or not fits(found, variables):
-            super()._execute_child(args, *others)
+            super()._execute_child(args, *others)  # type: ignore[misc]
             return
         standard = [
             given[name] if given[name] != -1 else i for i, name in enumerate(("p2cread", "c2pwrite", "errwrite"))
@@ -140,7 +158,7 @@ class Popen(REAL.Popen):  # type: ignore[type-arg]
         }
         self.pid = found.clone(request, [*standard, *given["pass_fds"]])
         self._child_created = True
-        self._close_pipe_fds(*others[9:15])
+        self._close_pipe_fds(*others[9:15])  # type: ignore[attr-defined]
 
 
 def fits(found: Template, variables: Mapping[str, str]) -> bool:
@@ -197,8 +215,7 @@ def main() -> None:
     variables = {name: os.environ[name] for name in names}
     for name in sys.argv[2].split(","):
         importlib.import_module(name)
-    from quire.procs import child_process
-
+    child_process: Any = importlib.import_module("quire.procs.child_process")
     child_process.subprocess = _stand_in()
     assert threading.active_count() == 1 and len(os.listdir("/proc/self/task")) == 1, "a template has one thread"
     gc.collect()
