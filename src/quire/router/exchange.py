@@ -267,6 +267,6 @@ def _last_event(path: str, request_id: str, error: UpstreamError) -> bytes:
     if path in SPLIT_PATHS:  # OpenAI's completions and chats
         return b"data: " + body + b"\n\ndata: [DONE]\n\n"
     if not MESSAGES_PATHS.search(path):  # OpenAI's responses: the event has the fields of the error, too
-        error = msgspec.json.decode(body)["error"]
-        body = msgspec.json.encode(error | {"type": "error", "error": error})
+        fields = msgspec.json.decode(body)["error"]
+        body = msgspec.json.encode(fields | {"type": "error", "error": fields})
     return b"event: error\ndata: " + body + b"\n\n"

@@ -2,6 +2,7 @@
 
 import pytest
 
+from quire.config.checkpoint import parse_checkpoint_config
 from quire.config.engine import EngineConfig
 from quire.config.flags import error_text, keyword_config
 from quire.config.placement import Parallel
@@ -11,6 +12,8 @@ from quire.contracts.speculation import read_speculative_config
 from quire.entry.cli.main import main
 from quire.entry.http.console import access_text
 
+from ...support.filled_models import planned
+from ...support.tiny_models import Tiny, tiny_config
 from .test_balancing import check_parallel, model
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3}
@@ -45,11 +48,25 @@ def test_a_list_that_is_none_is_refused() -> None:
     assert keyword_config("m", {"kv_peers": "a:1,b:2"}).share.kv_peers == ("a:1", "b:2")
 
 
-@pytest.mark.parametrize("flag", ["--input-len", "--output-len"])
-def test_lengths_of_a_measurement(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "latency", flag, "5"]) == 2
+@pytest.mark.parametrize(
+    ("command", "flag", "words"),
+    [
+        ("bench latency", "--input-len", "the workloads have lengths of their own: --only"),
+        ("bench throughput", "--num-prompts", "--scale changes the number of requests"),
+        ("route --backend http://a", "--api-key", "a router has no keys: it passes those of clients on"),
+    ],
+)
+def test_flags_of_other_commands(command: str, flag: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*command.split(), flag, "5"]) == 2
     said = capsys.readouterr().err
-    assert f"unknown flag {flag}: the workloads have lengths of their own: --only" in said and "Did you" not in said
+    assert f"unknown flag {flag}: " in said and words in said and "Did you" not in said
+
+
+def test_a_dense_model_is_not_told_to_use_experts() -> None:
+    args = parse_checkpoint_config(tiny_config(Tiny(family="qwen3")))
+    awq = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"}
+    with pytest.raises(ConfigError, match=r"cut: use a smaller -tp\.$"):
+        planned(args, quantization=awq, parallel=Parallel(tp=4))
 
 
 def test_balancing_advises_what_is_not_on() -> None:

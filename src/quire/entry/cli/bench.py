@@ -35,7 +35,12 @@ LENGTHS = (
     "the workloads have lengths of their own: --only chooses workloads, --max-len shortens them; `quire bench serve "
     "--input-len N --output-len N` measures a server with any lengths"
 )
-ELSEWHERE = dict.fromkeys(("--input-len", "--output-len", "--random-input-len", "--random-output-len"), LENGTHS)
+COUNTS = "the workloads have sizes of their own: --scale changes the number of requests, --only chooses workloads"
+ELSEWHERE = {  # vLLM's flags that these measurements lack
+    **dict.fromkeys(("--input-len", "--output-len", "--random-input-len", "--random-output-len"), LENGTHS),
+    **dict.fromkeys(("--batch-size", "--num-prompts"), COUNTS),
+    **dict.fromkeys(("--num-iters", "--num-iters-warmup"), "--repeat N runs the workloads N times, the fastest counts"),
+}
 OWN_FLAGS: dict[str, Any] = {"serve": bench_serve, "kernels": bench_kernels}
 MOST_REQUESTS = 256  # of a profiled workload without --scale: a thousand requests launch a million kernels
 KERNELS_SHOWN, KERNEL_WIDTH = 25, 60  # in a table; the JSON has all

@@ -17,6 +17,7 @@ from quire.router.settings import RouterConfig, router_config
 
 LOG = logging.getLogger("quire")
 SUMMARY = "pass requests on to several servers: by load, by prompts sent before, or by their KV events"
+KEYS = "a router has no keys: it passes those of clients on, and the backends check them (`quire serve --api-key`)"
 LISTENER = (
     "host",
     "port",
@@ -34,6 +35,7 @@ def configure(parser: flags.FlagParser) -> None:
     """Add the flags of `quire route`."""
     from quire import router
 
+    parser.elsewhere = {"--api-key": KEYS}
     flags.add_flag_table(parser, Path(router.__file__).with_name("flags.txt"))
     flags.add_flags(parser, ((title, o) for title, o in flags.options_of(HttpConfig) if o.name in LISTENER))
 

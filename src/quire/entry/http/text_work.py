@@ -90,13 +90,13 @@ class FairThreads:
         self._running[client] -= 1
         if not self._running[client]:
             del self._running[client]
-        while self._free and (client := self._next()) is not None:
-            entry = self._waiting[client][0]
-            self._forget(client, entry)
-            if (others := self._waiting.pop(client, None)) is not None:
-                self._waiting[client] = others  # behind the other clients
+        while self._free and (following := self._next()) is not None:
+            entry = self._waiting[following][0]
+            self._forget(following, entry)
+            if (others := self._waiting.pop(following, None)) is not None:
+                self._waiting[following] = others  # behind the other clients
             if not entry[0].done():
-                self._take(client)
+                self._take(following)
                 entry[0].set_result(None)
 
     def _next(self) -> str | None:
