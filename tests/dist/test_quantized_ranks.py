@@ -9,11 +9,10 @@ import transformers
 
 from quire import LLM
 
+from ..support.full import full_rows
 from ..support.quantized_checkpoints import FORMS, quantize_checkpoint
 from ..support.tiny_models import Tiny, random_model
-from .test_answers import WIDE, Row, engine, same
-
-__all__ = ["engine"]
+from .test_answers import WIDE, Row, same
 
 
 def plain(folder: Path, **changes: object) -> Path:
@@ -29,7 +28,7 @@ def plain(folder: Path, **changes: object) -> Path:
     [
         ("ct-w4-group", "pp2", {"tie_word_embeddings": True}),
         ("gptq-order", "tp2", {}),
-        pytest.param("ct-w4-order", "tp2", {}, marks=pytest.mark.full),
+        *full_rows([("ct-w4-order", "tp2", {})]),
     ],
     ids=str,
 )
@@ -38,7 +37,7 @@ def test_tokens_of_one_rank(form: str, sizes: str, changes: Row, tmp_path: Path,
     same(engine, tmp_path / "quantized", sizes)
 
 
-@pytest.mark.parametrize("form", ["ct-w4-order", pytest.param("gptq-8-v2-order", marks=pytest.mark.full)])
+@pytest.mark.parametrize("form", ["ct-w4-order", *full_rows(["gptq-8-v2-order"])])
 def test_tokens_of_one_rank_whose_experts_are_in_activation_order(
     form: str, tmp_path: Path, engine: Callable[..., LLM]
 ) -> None:

@@ -215,15 +215,18 @@ REFUSED: list[tuple[Any, str]] = [
     ),
     ({"method": "ngram", "num_speculative_tokens": 3, "model": "x"}, "method ngram has no model"),
     ({"method": "ngram", "num_speculative_tokens": 3, "draft_tensor_parallel_size": 0}, "a whole number from 1 on"),
-    ({"method": "ngram", "num_speculative_tokens": 3, "revision": "main"}, "revision='main' is not implemented for"),
+    (
+        {"method": "ngram", "num_speculative_tokens": 3, "revision": "main"},
+        "'main' is not implemented for",
+    ),
     ({"method": "ngram", "num_speculative_tokens": 3, "kv_cache_dtype": "fp8"}, "not implemented for method ngram"),
     (
         {"method": "draft_model", "model": "quire-tiny", "num_speculative_tokens": 3, "max_model_len": 383},
-        "max_model_len=383 is below the engine's 384",
+        '"max_model_len": 383 is below the 384 tokens of the engine',
     ),
     (
         {"method": "draft_model", "model": "quire-tiny", "num_speculative_tokens": 3, "quantization": 8},
-        "quantization=8 has no meaning: give a name",
+        '"quantization": 8 has no meaning: give a name',
     ),
     ({"method": "nagram", "num_speculative_tokens": 3}, "'nagram' does not exist"),
     ({"method": "medusa", "model": "x", "num_speculative_tokens": 3}, "method medusa is not implemented yet"),

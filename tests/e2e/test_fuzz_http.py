@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from quire.entry.http.anthropic.errors import OWN_PATHS
+from quire.contracts.error_bodies import MESSAGES_PATHS
 
 from . import fuzz_schema
 from .fuzz_bodies import PRODUCT, Shot, body
@@ -74,7 +74,8 @@ class Client:
         described = {int(status) for status in self._paths[shot.path]["post"]["responses"] if status.isdigit()}
         if response.status not in described | BEFORE_IT_IS_READ or 500 <= response.status != 529:
             return f"status {response.status}: {answer[:400]!r}"
-        error, keys = json.loads(answer)["error"], {"type", "message"} if OWN_PATHS.search(shot.path) else ERROR_KEYS
+        error = json.loads(answer)["error"]
+        keys = {"type", "message"} if MESSAGES_PATHS.search(shot.path) else ERROR_KEYS
         return "" if error.keys() == keys and error["message"] else f"no error in the route's form: {answer[:400]!r}"
 
 

@@ -113,7 +113,7 @@ REFUSALS: dict[str, tuple[Callable[[Path], object], dict[str, Any], str]] = {
     "last bytes": (lambda f: (f / SHARDS[1]).write_bytes((f / SHARDS[1]).read_bytes()[:-9]), {}, "is truncated"),
     "few blocks": (lambda repo: None, {"num_blocks": 2, "max_model_len": 4096}, "max_model_len=4096 needs"),
     "large cache": (lambda repo: None, {"kv_cache_memory_bytes": 9 << 40}, "asks for 9216.00 GiB of KV cache"),
-    "memory": (lambda f: None, {"device": "cpu"}, "of weights in"),
+    "memory": (lambda f: None, {"device": "cpu"}, "does not hold one block"),
 }
 
 

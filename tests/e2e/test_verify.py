@@ -89,13 +89,13 @@ def planted(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Report]:
     def run(
         folder: Path, change: Change | None = None, config: Callable[[ModelArgs], ModelArgs] = lambda args: args
     ) -> Report:
-        def loaded(model: Any, folder: Path, progress: Any = None, **options: Any) -> None:
+        def loaded(model: Any, folder: Path, progress: Any = None, **options: Any) -> Any:
             kept: list[tuple[str, int, dict[str, Tensor]]] = []
             given = {name: getattr(model, name) for name in ("args", "layout", "elsewhere", "dtype", "device")}
             stand_in: Any = SimpleNamespace(
                 **given, take=lambda *unit: kept.append(unit), destination=lambda module: None
             )
-            load_weights(stand_in, folder, progress, **options)
+            report = load_weights(stand_in, folder, progress, **options)
 
             def rows(stored: str) -> Tensor:
                 taken = {(module, place): tensors for module, place, tensors in kept}  # in any order
@@ -113,6 +113,7 @@ def planted(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Report]:
                 change(rows)
             for unit in kept:
                 model.take(*unit)
+            return report
 
         with monkeypatch.context() as patch:
             patch.setattr(parity, "NUM_TOKENS", 4)  # an error is in every step

@@ -12,6 +12,7 @@ from quire.config.engine import EngineConfig
 from quire.config.resolve import GIB, check_context
 from quire.config.sharing import Place, read_events_config
 from quire.contracts.errors import ConfigError
+from quire.kvstore.private_folder import check_private
 from quire.models.missing import check_missing
 from quire.models.plan import EnginePlan, host_blocks, resolve_sizing
 from quire.procs.block_share import listener_at
@@ -30,7 +31,7 @@ def check_early(plans: Sequence[EnginePlan], free_memory: int) -> None:
     if plan.config.hosts.nnodes == 1 and plan.config.hosts.distributed_executor_backend != "ray":
         _check_memory(plans, free_memory)
     if plan.offload.folder:
-        check_folder(plan.offload.folder)
+        check_folder(plan.offload.folder, shared=plan.offload.folder_shared)
     _check_ports(plan.config, [plan.offload.sharing.of(rank).place for rank in range(plan.mesh.parallel.dp)])
 
 
@@ -45,9 +46,12 @@ def _check_memory(plans: Sequence[EnginePlan], free_memory: int) -> None:
         resolve_sizing(plan, free_memory)  # the cache gets less once the weights are there
 
 
-def check_folder(name: str) -> None:
-    """Raise ConfigError for a folder of the disk tier that cannot be made, or in which this user cannot write."""
-    folder = Path(name).absolute()
+def check_folder(name: str, *, shared: bool) -> None:
+    """Raise ConfigError for a folder of the disk tier that cannot be made, or in which this user cannot write.
+
+    shared   other users may write into the folder
+    """
+    folder = Path(name).expanduser().absolute()
     known = next(path for path in (folder, *folder.parents) if path.exists() or path.is_symlink())
     why = ""
     if not known.is_dir():
@@ -56,6 +60,8 @@ def check_folder(name: str) -> None:
         why = f"this user may not write in {known}"
     if why:
         raise ConfigError(f"kv_offload_dir={name!r} cannot be used: {why}. Name a folder in which this user may write.")
+    if known == folder and not shared:
+        check_private(folder)
 
 
 def _check_ports(config: EngineConfig, places: Sequence[Place | None]) -> None:

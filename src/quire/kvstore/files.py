@@ -28,7 +28,7 @@ from pathlib import Path
 from quire.contracts.errors import ConfigError
 from quire.contracts.step import Tier
 from quire.kvstore.file_threads import FileThreads, Lost
-from quire.kvstore.private_folder import ANY_FILE, ANY_FOLDER, OWN_FILE, OWN_FOLDER, check_folder, make_folder
+from quire.kvstore.private_folder import ANY_FILE, ANY_FOLDER, OWN_FILE, OWN_FOLDER, check_private, make_folder
 
 LOG = logging.getLogger("quire").getChild("kv")
 MAGIC, VERSION = b"QUIREKV\0", 1
@@ -117,7 +117,7 @@ class BlockFiles:
             make_folder(self._folder, self._folder_mode)
             if not shared:
                 for one in (self._folder.parent.parent, self._folder.parent, self._folder):
-                    check_folder(one)
+                    check_private(one)
             self._scan()
         except OSError as error:
             raise ConfigError(

@@ -25,7 +25,7 @@ def make_folder(folder: Path, mode: int) -> None:
         one.mkdir(mode, exist_ok=True)
 
 
-def check_folder(folder: Path) -> None:
+def check_private(folder: Path) -> None:
     """Raise ConfigError if other users than this one and root may write into a folder."""
     about = folder.stat()
     if about.st_uid not in (os.geteuid(), 0):

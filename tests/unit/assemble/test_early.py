@@ -60,14 +60,14 @@ def test_folders(tmp_path: Path) -> None:
             kv_offload_gb=0.1,
             kv_offload_dir=str(tmp_path / name),
         )
-    check_folder(str(tmp_path / "new" / "newer"))
+    check_folder(str(tmp_path / "new" / "newer"), shared=False)
     assert not (tmp_path / "new").exists()
 
 
 def test_a_folder_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("os.access", lambda path, mode: False)
     with pytest.raises(ConfigError, match=f"this user may not write in {tmp_path}"):
-        check_folder(str(tmp_path / "new"))
+        check_folder(str(tmp_path / "new"), shared=False)
 
 
 def test_ports(taken: int, tmp_path: Path) -> None:
