@@ -4,11 +4,21 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import pytest
 import torch
+from safetensors.torch import save_file
 
+from quire.config.checkpoint import parse_checkpoint_config
 from quire.kernels.sums import ref, triton
+from quire.models.layout import layout
+from quire.weights.load import load_weights
+from quire.weights.sums import SliceSums, join_sums
+
+from ..support.filled_models import Taken, stored_tensors
+from ..support.tiny_models import Tiny, tiny_config
 
 
 def test_slices_have_the_sums_of_the_reference() -> None:
@@ -36,3 +46,25 @@ def test_they_compile_for_hopper() -> None:
     done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.split() == ["_sum_kernel"] * 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["as stored", "converted"])
+def test_a_unit_that_is_summed_where_it_lies_has_the_same_digest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+) -> None:
+    """As on a GPU: slices of the stored type in one launch per unit, before its rows are put in order."""
+    args = parse_checkpoint_config(tiny_config(Tiny(family="deepseek_v3")))
+    save_file(stored_tensors(layout(args)), tmp_path / "model.safetensors")
+
+    def digest() -> bytes:
+        taken: Any = Taken(args, layout(args), dtype, in_place=True)
+        return join_sums([load_weights(taken, tmp_path, summed_as="model", num_threads=1).sums])
+
+    before, made = digest(), SliceSums.__init__
+
+    def on_device(self: SliceSums, *given: Any) -> None:
+        made(self, *given)
+        self.on_device = True
+
+    monkeypatch.setattr(SliceSums, "__init__", on_device)
+    assert digest() == before

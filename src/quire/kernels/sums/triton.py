@@ -74,9 +74,10 @@ def _sum_kernel(
     base, length, stride = tl.load(own + 2), tl.load(own + 3), tl.load(own + 4)
     low_key, high_key = tl.load(own + 5).to(tl.uint64), tl.load(own + 6).to(tl.uint64)
     low, high = tl.zeros([LANES], tl.uint64), tl.zeros([LANES], tl.uint64)
-    for at in range(0, TILE, LANES * WIDTH):
-        position = start + at + tl.arange(0, LANES).to(tl.int64) * WIDTH
-        inside = position < size
+    end = tl.minimum(start + TILE, size)
+    for at in range(start, end, LANES * WIDTH):
+        position = at + tl.arange(0, LANES).to(tl.int64) * WIDTH
+        inside = position < end
         offset = base + position
         if length < size:
             run = position // length
