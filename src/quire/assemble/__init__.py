@@ -40,6 +40,7 @@ from quire.kernels.select import Kernels, here
 from quire.kv.allocator import KVAllocator
 from quire.kv.pool import BlockPool
 from quire.models.drafts import draft_config, draft_notes, head_method, resolve_speculators, with_draft_model
+from quire.models.kept import kept_weights
 from quire.models.notes import parallel_notes
 from quire.models.obtain import obtain_weights, read_model
 from quire.models.plan import EnginePlan, Machine, plan_notes, resolve_engine, resolve_sizing
@@ -68,7 +69,7 @@ LOG = logging.getLogger("quire")
 class Engine:
     """An assembled engine and every choice that was made for it.
 
-    weight_bytes   bytes of the weights as they are loaded, before kernels repack them
+    weight_bytes   bytes of the weights as they are kept, as far as plans know the layout of kernels: `models/kept.py`
     runner         model runner of an engine on one device; None: each of several ranks has its own, in its process
     phases         name of each start-up phase -> its seconds, in order
     notes          lines that the user should see
@@ -227,7 +228,7 @@ def assemble(config: EngineConfig, on_loading: Loading | None = None, *, served:
         eos_ids=text.eos_ids,
         default_params=text.default_params,
         pooling=text.pooling,
-        weight_bytes=plan.weight_bytes,
+        weight_bytes=kept_weights(plan),
         phases=phases.seconds,
         notes=notes,
     )

@@ -26,17 +26,18 @@ from quire.models.calls import Call, embedding_calls, head_calls, layer_calls, p
 from quire.models.collectives import collectives, groups
 from quire.models.drafts import joined
 from quire.models.facts import model_facts
+from quire.models.kept import headers_of, kept_of
 from quire.models.layout import alone, layout, stored_names
 from quire.models.memory_report import describe_memory
 from quire.models.notes import order_notes, parallel_notes
 from quire.models.plan import EnginePlan, keep_stored
 from quire.models.registry import ITEM_BYTES, linear_plans, rank_geometry
 from quire.quantization.assign import decided_by, with_formats
-from quire.quantization.formats import num_bytes, raw_tensors
+from quire.quantization.formats import raw_tensors
 from quire.quantization.read import format_words, quantization_notes
 from quire.quantization.scheme import scheme_words
 from quire.weights.cache_scales import scale_names
-from quire.weights.files import Checkpoint, StoredTensor, read_checkpoint, stored_in
+from quire.weights.files import Checkpoint, StoredTensor, stored_in
 from quire.weights.units import ITEM_BYTES as RAW_BYTES
 
 _READ = {"config": "config.json, device, number type", "tokenizer": "tokenizer and chat template"}
@@ -244,8 +245,8 @@ class PlanReport:
         return own if self.plan.draft is None else joined(own, self.plan.draft.geometry)
 
     def num_bytes(self, param: Param) -> int:
-        """Return the bytes of a parameter of the model or of a rank, with scales, before it is packed."""
-        return num_bytes(param, ITEM_BYTES[param.dtype or self.plan.dtype.dtype])
+        """Return the bytes of a parameter of the model or of a rank, with scales, as far as known as it is packed."""
+        return kept_of(self.plan, param, self._headers)
 
     @property
     def _folder(self) -> Path:
@@ -266,13 +267,7 @@ class PlanReport:
     @cached_property
     def _headers(self) -> Mapping[str, StoredTensor]:
         """Stored tensor -> its header; {} where there are no safetensors files that can be read."""
-        if self.headers is not None:
-            return self.headers.tensors
-        try:
-            found = self.files and any(self._folder.glob("*.safetensors"))
-            return read_checkpoint(self._folder).tensors if found else {}
-        except WeightsError:
-            return {}
+        return self.headers.tensors if self.headers is not None else headers_of(self.plan)
 
     @cached_property
     def _chosen(self) -> dict[str, Choice]:

@@ -11,6 +11,7 @@ from quire.config.env import cpu_without
 
 # x86 flags, and the arm64 `Features` word
 BF16_UNITS = ("amx_bf16", "avx512_bf16", "bf16")
+HUGE_PAGE = 2 << 20  # bytes of a page in which weights and caches lie, if the system has them
 ASSUMED_MEMORY = 4 << 30  # bytes, if the system does not tell
 
 

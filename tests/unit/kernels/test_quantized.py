@@ -46,7 +46,7 @@ def instructions(way: str) -> Iterator[None]:
     """Act as if the CPU had no int8 unit ("pairs"), or no unit for pairs of bfloat16 either ("floats")."""
     with pytest.MonkeyPatch.context() as patch:
         if way != "all":
-            patch.setattr(panels, "MOST_QUADS", 0)
+            patch.setattr("quire.kernels.pack.panel_sizes.MOST_QUADS", 0)
         if way == "floats":
             patch.setattr(panels.Packed, "pairs", lambda self, dtype: False)
         yield

@@ -21,14 +21,12 @@ from quire.contracts.scheme import Scheme
 from quire.kernels.native import memory
 from quire.kernels.native.library import loaded
 from quire.kernels.pack.matrix import MIDDLE, QuantizedMatrix, Weight
+from quire.kernels.pack.panel_sizes import SCALE_IN, STEP, panels_of
 from quire.kernels.quantize.rows import QuantizedRows
 from quire.kernels.words import product_words
 
-STEP = 4  # inputs: see panels.c
 MOST_CHUNK = 256  # inputs of a chain of sums: see panels.c
-SCALE_IN = 128  # inputs of a scale of the rule "group"
 FEW_ROWS = 4  # DIRECT of panels.c
-MOST_QUADS = 1 << 17  # inputs: fewer products of int8 fit in an int32
 KINDS = {torch.float32: 0, torch.bfloat16: 1}
 QUANTIZED = {"int8": 2, "w8": 2, "w4": 3, "e4m3": 4}  # Scheme.values -> kind
 INPUTS = {"": 0, "token": 1, "group": 2, "tensor": 3}  # Scheme.inputs -> inputs of quire_linear_rows
@@ -197,31 +195,20 @@ def empty(count: int, weight: Weight, gated: bool) -> list[Packed]:
 
     gated   True: they are packed for `run_gated`
     """
-    cols, inner = weight.shape
-    width = 2 * loaded().quire_lanes()
-    panels = -(-cols // 2 // (width // 2)) if gated else -(-cols // width)
-    scheme = None if isinstance(weight, Tensor) else weight.scheme
-    unit = math.lcm(STEP, scheme.block[1] or 1, SCALE_IN if scheme.inputs == "group" else 1) if scheme else STEP
-    padded = -(-inner // unit) * unit
+    (cols, inner), scheme = weight.shape, None if isinstance(weight, Tensor) else weight.scheme
     if scheme and scheme.block[1] % STEP:
         raise ValueError(
             f"panels linear: the number of inputs that share a scale must be a multiple of {STEP}; it is "
             f"{scheme.block[1]}"
         )
-    quads = (
-        scheme is not None
-        and scheme.values == "int8"
-        and scheme.inputs in ("token", "tensor")
-        and not (scheme.block[1] or scheme.order)
-        and padded < MOST_QUADS
-        and bool(loaded().quire_quads())
-    )
-    size = panels * width * padded
+    lanes, quads = loaded().quire_lanes(), bool(loaded().quire_quads())
+    made = panels_of((cols, inner), scheme, gated=gated, lanes=lanes, quads=quads)
+    size, padded = made.outputs * made.padded, made.padded
     if isinstance(weight, Tensor):
         data, dtype = memory.empty((count, size), weight.dtype), weight.dtype
     else:
         data, dtype = memory.empty((count, size // (2 if weight.scheme.values == "w4" else 1)), torch.uint8), None
-    return [Packed(own, dtype, cols, inner, gated, padded, quads, bool(loaded().quire_pairs())) for own in data]
+    return [Packed(own, dtype, cols, inner, gated, padded, made.quads, bool(loaded().quire_pairs())) for own in data]
 
 
 def pack_into(packed: Packed, weight: Weight) -> Packed:

@@ -15,7 +15,8 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 from torch import Tensor
 
-HUGE_PAGE = 2 << 20
+from quire.platforms.cpu import HUGE_PAGE
+
 POPULATE = 23  # MADV_POPULATE_WRITE of Linux 5.14 and later, which Python does not name
 PART_BYTES = 64 << 20
 CPU = torch.device("cpu")
