@@ -138,7 +138,9 @@ def product(
 def _lines(scales: Tensor, width: int) -> object:
     """Return a descriptor of scales [groups, R or N] for the copy engine, in tiles [LINES, width]."""
     layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
-    return descriptors.TensorDescriptor(scales, list(scales.shape), list(scales.stride()), [LINES, width], layout)
+    lines, size = scales.shape
+    stride = scales.stride(0) if lines > 1 else -(-size // 4) * 4  # PyTorch gives a single line any stride
+    return descriptors.TensorDescriptor(scales, [lines, size], [stride, scales.stride(1)], [LINES, width], layout)
 
 
 @gluon_jit
