@@ -151,17 +151,27 @@ def plan(step: int, slots: tuple[int, ...], tokens: tuple[int, ...], outputs: tu
 
 # Chunks, decodes beside a chunk, sampling of every mode, logprobs of both kinds, a slot that is given to another.
 PLANS = (
-    plan(1, (2,), (30,), (PROMPT_LOGPROBS,),
-         admitted=(admission(2, 33, (1, 2, 3), seed=5, temperature=0.9, num_prompt_logprobs=2),)),
-    plan(2, (2, 0), (3, 5), (SAMPLE | PROMPT_LOGPROBS, SAMPLE),
-         admitted=(admission(0, 5, (4,), seed=6, temperature=0.7, top_p=0.9, num_logprobs=2),)),
+    plan(
+        1,
+        (2,),
+        (30,),
+        (PROMPT_LOGPROBS,),
+        admitted=(admission(2, 33, (1, 2, 3), seed=5, temperature=0.9, num_prompt_logprobs=2),),
+    ),
+    plan(
+        2,
+        (2, 0),
+        (3, 5),
+        (SAMPLE | PROMPT_LOGPROBS, SAMPLE),
+        admitted=(admission(0, 5, (4,), seed=6, temperature=0.7, top_p=0.9, num_logprobs=2),),
+    ),
     plan(3, (0, 2), (1, 1), (SAMPLE, SAMPLE)),
     plan(4, (0, 2, 1), (1, 1, 20), (SAMPLE, SAMPLE, 0), admitted=(admission(1, 24, (5, 6), repetition_penalty=1.5),)),
     plan(5, (2, 1), (1, 4), (SAMPLE, SAMPLE)),
     plan(6, (1, 3), (1, 7), (SAMPLE, SAMPLE), released=i32(0, 2), admitted=(admission(3, 7, (1,), seed=9),)),
     plan(7, (1, 3), (1, 1), (SAMPLE, SAMPLE)),
     plan(8, (1, 3), (1, 1), (SAMPLE, SAMPLE)),
-)  # fmt: skip
+)
 
 
 @pytest.mark.parametrize("kind", ["dense", *full_rows(("experts", "latent"))])
@@ -393,11 +403,17 @@ POOLED = (
     plan(1, (2, 0), (30, 5), (POOL, SAMPLE), admitted=(pooled(2, 40, (1, 2, 3), "mean"), admission(0, 5, (4,)))),
     plan(2, (0, 2, 1), (1, 3, 20), (SAMPLE, POOL, POOL), admitted=(pooled(1, 24, (5, 6), "cls"),)),
     plan(3, (0, 2, 1, 3), (1, 7, 4, 1), (SAMPLE, POOL, POOL, POOL), admitted=(pooled(3, 1, (7,), "last"),)),
-    plan(4, (0, 1, 2), (1, 9, 30), (SAMPLE, POOL, POOL), released=i32(1, 2, 3),
-         admitted=(pooled(1, 9, (5,), "last"), pooled(2, 40, (1, 2, 3), "mean"))),
+    plan(
+        4,
+        (0, 1, 2),
+        (1, 9, 30),
+        (SAMPLE, POOL, POOL),
+        released=i32(1, 2, 3),
+        admitted=(pooled(1, 9, (5,), "last"), pooled(2, 40, (1, 2, 3), "mean")),
+    ),
     plan(5, (2,), (9,), (POOL,), released=i32(1, 2), admitted=(pooled(2, 9, (1,), "mean"),)),
     plan(6, (0,), (1,), (SAMPLE,), released=i32(2)),
-)  # fmt: skip
+)
 
 
 @pytest.mark.parametrize("sizes", [(2, 4), *full_rows(((),))])

@@ -43,11 +43,15 @@ CONFIG = {
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3}
 CASES = (
     *steps(*inputs.CASES),
-    *steps(Case((1, 1, 1), (700, 64, 65), heads=(16, 1), block_size=64),
-           Case((130, 1, 70), (260, 129, 70), heads=(3, 1), block_size=64),
-           Case((1, 1), (300, 129), heads=(128, 1), block_size=128, deal="runs"),
-           Case((3, 2), (300, 129), heads=(40, 1), block_size=48), latent=32, rope=16),
-)  # fmt: skip
+    *steps(
+        Case((1, 1, 1), (700, 64, 65), heads=(16, 1), block_size=64),
+        Case((130, 1, 70), (260, 129, 70), heads=(3, 1), block_size=64),
+        Case((1, 1), (300, 129), heads=(128, 1), block_size=128, deal="runs"),
+        Case((3, 2), (300, 129), heads=(40, 1), block_size=48),
+        latent=32,
+        rope=16,
+    ),
+)
 
 
 @pytest.fixture(autouse=True)

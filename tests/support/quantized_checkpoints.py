@@ -192,49 +192,85 @@ TOKEN8, FP8_TOKEN = (numbers(8, kind, "token", dynamic=True) for kind in ("int",
 FP8_GROUP = numbers(8, "float", "group", dynamic=True, group_size=128)
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True, "desc_act": False}
 FORMS: dict[str, Form] = {
-    "fp8-block": Form({"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3",
-                       "weight_block_size": [128, 128]}, fp8((128, 128), "weight_scale_inv"), "group"),
+    "fp8-block": Form(
+        {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [128, 128]},
+        fp8((128, 128), "weight_scale_inv"),
+        "group",
+    ),
     "fp8-tensor": Form({"quant_method": "fp8", "activation_scheme": "dynamic"}, fp8((0, 0), "weight_scale"), "token"),
-    "fp8-static": Form({"quant_method": "fp8", "activation_scheme": "static"},
-                       fp8((0, 0), "weight_scale", static=True), "tensor"),
+    "fp8-static": Form(
+        {"quant_method": "fp8", "activation_scheme": "static"}, fp8((0, 0), "weight_scale", static=True), "tensor"
+    ),
     "fbgemm": Form({"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0}, fp8((1, 0), "weight_scale"), "token"),
-    "modelopt": Form({"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["lm_head", "*.mlp.gate"]},
-                     fp8((0, 0), "weight_scale", static=True, flat=True), "tensor"),
-    "ct-fp8-channel": Form(compressed("float-quantized", numbers(8, "float", "channel"), FP8_TOKEN),
-                           fp8((1, 0), "weight_scale"), "token"),
-    "ct-fp8-tensor": Form(compressed("float-quantized", numbers(8, "float", "tensor"), numbers(8, "float", "tensor")),
-                          fp8((0, 0), "weight_scale", static=True), "tensor"),
-    "ct-fp8-block": Form(compressed("float-quantized", numbers(8, "float", "block", block_structure=[128, 128]),
-                                    FP8_GROUP), fp8((128, 128), "weight_scale"), "group"),
-    "ct-int8-channel": Form(compressed("int-quantized", numbers(8, "int", "channel"), TOKEN8), int8(True), "token",
-                            "int8"),
-    "ct-int8-tensor": Form(compressed("int-quantized", numbers(8, "int", "tensor"), TOKEN8), int8(False), "token",
-                           "int8"),
-    "ct-int8-static": Form(compressed("int-quantized", numbers(8, "int", "channel"), numbers(8, "int", "tensor")),
-                           int8(True, static=True), "tensor", "int8"),
+    "modelopt": Form(
+        {"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["lm_head", "*.mlp.gate"]},
+        fp8((0, 0), "weight_scale", static=True, flat=True),
+        "tensor",
+    ),
+    "ct-fp8-channel": Form(
+        compressed("float-quantized", numbers(8, "float", "channel"), FP8_TOKEN), fp8((1, 0), "weight_scale"), "token"
+    ),
+    "ct-fp8-tensor": Form(
+        compressed("float-quantized", numbers(8, "float", "tensor"), numbers(8, "float", "tensor")),
+        fp8((0, 0), "weight_scale", static=True),
+        "tensor",
+    ),
+    "ct-fp8-block": Form(
+        compressed("float-quantized", numbers(8, "float", "block", block_structure=[128, 128]), FP8_GROUP),
+        fp8((128, 128), "weight_scale"),
+        "group",
+    ),
+    "ct-int8-channel": Form(
+        compressed("int-quantized", numbers(8, "int", "channel"), TOKEN8), int8(True), "token", "int8"
+    ),
+    "ct-int8-tensor": Form(
+        compressed("int-quantized", numbers(8, "int", "tensor"), TOKEN8), int8(False), "token", "int8"
+    ),
+    "ct-int8-static": Form(
+        compressed("int-quantized", numbers(8, "int", "channel"), numbers(8, "int", "tensor")),
+        int8(True, static=True),
+        "tensor",
+        "int8",
+    ),
     "ct-int8-weights": Form(compressed("int-quantized", numbers(8, "int", "channel")), int8(True)),
     "ct-w4-group": Form(compressed("pack-quantized", numbers(4, "int", "group", group_size=32)), packed(4, 32)),
     "ct-w4-channel": Form(compressed("pack-quantized", numbers(4, "int", "channel")), packed(4, -1)),
-    "ct-w4-zeros": Form(compressed("pack-quantized", numbers(4, "int", "group", group_size=32, symmetric=False)),
-                        packed(4, 32, sym=False)),
-    "ct-w4-order": Form(compressed("pack-quantized", numbers(4, "int", "group", group_size=32, actorder="group")),
-                        packed(4, 32, order=True)),
-    "ct-w4-static-order": Form(compressed("pack-quantized", numbers(4, "int", "group", group_size=32,
-                                                                    actorder="static")), packed(4, 32)),
+    "ct-w4-zeros": Form(
+        compressed("pack-quantized", numbers(4, "int", "group", group_size=32, symmetric=False)),
+        packed(4, 32, sym=False),
+    ),
+    "ct-w4-order": Form(
+        compressed("pack-quantized", numbers(4, "int", "group", group_size=32, actorder="group")),
+        packed(4, 32, order=True),
+    ),
+    "ct-w4-static-order": Form(
+        compressed("pack-quantized", numbers(4, "int", "group", group_size=32, actorder="static")), packed(4, 32)
+    ),
     "ct-w8-group": Form(compressed("pack-quantized", numbers(8, "int", "group", group_size=32)), packed(8, 32)),
-    "ct-w8-zeros": Form(compressed("pack-quantized", numbers(8, "int", "channel", symmetric=False)),
-                        packed(8, -1, sym=False)),
-    "awq": Form({"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm",
-                 "modules_to_not_convert": None}, awq(32)),
+    "ct-w8-zeros": Form(
+        compressed("pack-quantized", numbers(8, "int", "channel", symmetric=False)), packed(8, -1, sym=False)
+    ),
+    "awq": Form(
+        {
+            "quant_method": "awq",
+            "bits": 4,
+            "group_size": 32,
+            "zero_point": True,
+            "version": "gemm",
+            "modules_to_not_convert": None,
+        },
+        awq(32),
+    ),
     "gptq": Form(GPTQ, gptq(4, 32)),
     "gptq-channel": Form(GPTQ | {"group_size": -1}, gptq(4, -1)),
     "gptq-zeros": Form(GPTQ | {"sym": False}, gptq(4, 32, sym=False)),
     "gptq-v2-zeros": Form(GPTQ | {"sym": False, "checkpoint_format": "gptq_v2"}, gptq(4, 32, version=2, sym=False)),
     "gptq-order": Form(GPTQ | {"desc_act": True}, gptq(4, 32, order=True)),
     "gptq-8": Form(GPTQ | {"bits": 8, "sym": False}, gptq(8, 32, sym=False)),
-    "gptq-8-v2-order": Form(GPTQ | {"bits": 8, "desc_act": True, "checkpoint_format": "gptq_v2"},
-                            gptq(8, 32, version=2, order=True)),
-}  # fmt: skip
+    "gptq-8-v2-order": Form(
+        GPTQ | {"bits": 8, "desc_act": True, "checkpoint_format": "gptq_v2"}, gptq(8, 32, version=2, order=True)
+    ),
+}
 
 
 def quantize_checkpoint(

@@ -1,8 +1,8 @@
 """Budgets of the house: lines of rooms, files and functions, fields of records, parameters of functions.
 
 Everything is counted as it stands after `ruff format`, C and Triton included. A budget has no exceptions. Names that
-were over their budget when it was made stand in over.txt with their sizes: they may shrink, and leave the list once
-they fit.
+were over their budget when it was made stand in over.txt with their sizes. A name that shrinks gets a smaller size
+there, and a name that fits leaves the list.
 """
 
 import ast
@@ -10,7 +10,7 @@ import io
 import re
 import tokenize
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Set
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,9 +26,9 @@ MAX_PARAMETERS = 8
 SPLIT_ROOMS = ("kernels", "entry")  # rooms that are counted by their sub-rooms
 KERNEL_MARKS = ("jit", "gluon_jit", "unspecialized")  # decorators of device functions, whose parameters are free
 OVER = Path(__file__).with_name("over.txt")
-C_FUNCTION = re.compile(
-    r"^(?!typedef|struct|enum|union|#|/|extern)\w[^;={]*?\b(?!__attribute__)(\w+)\([^;]*\)\s*\{$", re.MULTILINE
-)
+MAX_OVER = 41  # lines of over.txt: lower it when a line leaves the list
+RECORD_BASES = frozenset(("Struct", "NamedTuple", "TypedDict"))
+C_FUNCTION = re.compile(r"^(?!typedef|#|/|extern)\w[^;={]*?\b(?!__attribute__)(\w+)\([^;]*\)\s*\{$", re.MULTILINE)
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -63,13 +63,14 @@ def native_sources() -> list[Source]:
 def counts(sources: Iterable[Source]) -> list[Count]:
     """Everything in these files, Python and C, that has a budget."""
     sources = list(sources)
+    names = record_names(sources)
     found = [Count("room", room, number, limit_of_room(room)) for room, number in lines_by_room(sources).items()]
     for source in sources:
         limit = MAX_LONG_FILE if source.is_kernel or _is_schema(source) else MAX_FILE
         found.append(Count("file", source.path, num_lines(source), limit))
         if source.path.endswith(".py"):
             found += functions(source)
-            found += records(source)
+            found += records(source, names)
             found += parameters(source)
         else:
             found += native_functions(source)
@@ -77,8 +78,12 @@ def counts(sources: Iterable[Source]) -> list[Count]:
 
 
 def over(counted: Iterable[Count]) -> dict[str, Count]:
-    """Counts above their limit, by key."""
-    return {count.key: count for count in counted if count.number > count.limit}
+    """Counts above their limit, by key. The largest counts where several have a key, such as methods of a property."""
+    found: dict[str, Count] = {}
+    for count in counted:
+        if count.number > max(count.limit, found[count.key].number if count.key in found else 0):
+            found[count.key] = count
+    return found
 
 
 def read_over(text: str) -> dict[str, int]:
@@ -94,6 +99,8 @@ def complaints(found: dict[str, Count], known: dict[str, int]) -> Iterator[str]:
             yield f"{key}: {count.number}, at most {count.limit}: split it along what changes together"
         elif count.number > known[key]:
             yield f"{key}: {count.number}, at most {count.limit}, and {known[key]} in over.txt: it may only shrink"
+        elif count.number < known[key]:
+            yield f"{key}: {count.number}, and {known[key]} in over.txt: lower its line to {count.number}"
     for key in known.keys() - found.keys():
         yield f"{key}: within its limit, or gone: remove its line from over.txt"
 
@@ -131,7 +138,7 @@ def lines_by_room(sources: Iterable[Source]) -> dict[str, int]:
 
 
 def functions(source: Source) -> Iterator[Count]:
-    """Lines of every function and method, docstring and decorators' lines apart, nested functions included."""
+    """Lines of every function and method, nested ones too: signature, docstring and body, without decorators."""
     limit = MAX_KERNEL_FUNCTION if source.is_kernel else MAX_FUNCTION
     for name, node in _named_functions(source.tree.body, ""):
         count = (node.end_lineno or node.lineno) - node.lineno + 1
@@ -146,29 +153,45 @@ def native_functions(source: Source) -> Iterator[Count]:
         yield Count("function", f"{source.path}:{match[1]}", source.text.count("\n", match.start(), end + 1) + 1, limit)
 
 
-def records(source: Source) -> Iterator[Count]:
-    """Fields of every dataclass, Struct, plan and config."""
+def record_names(sources: Iterable[Source]) -> set[str]:
+    """Return the names of all records of these files: classes that say so, and the classes that inherit from them."""
+    found = [node for source in sources if source.path.endswith(".py") for node in classes(source)]
+    names = {node.name for node in found if _is_record(node)}
+    while more := {node.name for node in found if names.intersection(_bases(node))} - names:
+        names |= more
+    return names
+
+
+def records(source: Source, names: Set[str]) -> Iterator[Count]:
+    """Fields of every dataclass, Struct, NamedTuple, TypedDict, plan and config, without the fields of its bases.
+
+    names   names of records of all files: a class that inherits from such a record is a record
+    """
     for node in classes(source):
-        if _is_record(node):
+        if _is_record(node) or names.intersection(_bases(node)):
             fields = [n for n in node.body if isinstance(n, ast.AnnAssign)]
             number = sum("ClassVar" not in ast.unparse(field.annotation) for field in fields)
             yield Count("record", f"{source.path}:{node.name}", number, MAX_FIELDS)
 
 
 def parameters(source: Source) -> Iterator[Count]:
-    """Parameters of every public function, method and constructor, `self` not counted. Device functions are free."""
+    """Parameters of every public function, method and constructor, `self` not counted. Device functions are free.
+
+    Methods that Python calls, such as `__call__`, are public where their class is.
+    """
     for name, node in _named_functions(source.tree.body, "", nested=False):
         words = name.removesuffix(".__init__").split(".")
-        if not any(word.startswith("_") for word in words) and not _is_device_function(node):
+        if not any(map(_is_private, words)) and not _is_device_function(node):
             names = [a.arg for a in node.args.posonlyargs + node.args.args + node.args.kwonlyargs]
-            number = len(names) - (bool(names) and names[0] in ("self", "cls"))
+            number = len(names) - (bool(names) and names[0] in ("self", "cls", "mcs"))
             yield Count("parameters", f"{source.path}:{name}", number, MAX_PARAMETERS)
 
 
 def unformatted(source: Source) -> Iterator[str]:
     """Complain about marks that switch the formatter off, but on tables of data.
 
-    A table is an upper-case constant of a module or class, of literals and names, over four lines or more.
+    A table is an upper-case constant of a module or class, of literals and names, over four lines or more. Its calls
+    make values: a class (a capitalized name), or one of MAKERS.
     """
     if not MARK.search(source.text):
         return
@@ -178,7 +201,8 @@ def unformatted(source: Source) -> Iterator[str]:
             yield f"{source.path}:{token.start[0]}: the formatter is switched off only for tables of data"
 
 
-MARK = re.compile(r"# (?:fmt|yapf): ?(?:skip|off|on|disable|enable)")
+MARK = re.compile(r"#\s*(?:fmt|yapf)\s*:\s*(?:skip|off|on|disable|enable)")
+MAKERS = frozenset(("dict", "dict.fromkeys", "frozenset", "list", "range", "replace", "set", "tuple"))
 COMPUTED = (ast.Lambda, ast.ListComp, ast.DictComp, ast.SetComp, ast.GeneratorExp, ast.IfExp, ast.BoolOp, ast.JoinedStr)
 
 
@@ -192,7 +216,14 @@ def _is_table(node: ast.AST) -> bool:
     named = all(isinstance(target, ast.Name) and target.id.isupper() for target in targets)
     literal = isinstance(value, ast.Dict | ast.List | ast.Tuple | ast.Set)
     long = (node.end_lineno or node.lineno) - node.lineno + 1 >= 4
-    return named and literal and long and not any(isinstance(part, COMPUTED) for part in ast.walk(value))
+    return named and literal and long and not any(map(_is_computed, ast.walk(value)))
+
+
+def _is_computed(node: ast.AST) -> bool:
+    if isinstance(node, ast.Call):
+        name = dotted(node.func)
+        return name not in MAKERS and not (name.isidentifier() and name.lstrip("_")[:1].isupper())
+    return isinstance(node, COMPUTED)
 
 
 def _named_functions(body: Iterable[ast.stmt], owner: str, nested: bool = True) -> Iterator[tuple[str, Function]]:
@@ -207,14 +238,24 @@ def _named_functions(body: Iterable[ast.stmt], owner: str, nested: bool = True) 
         else:
             for part in ("body", "orelse", "finalbody"):
                 yield from _named_functions(getattr(node, part, ()), owner, nested)
-            for handler in getattr(node, "handlers", ()):
-                yield from _named_functions(handler.body, owner, nested)
+            for part in [*getattr(node, "handlers", ()), *getattr(node, "cases", ())]:
+                yield from _named_functions(part.body, owner, nested)
+
+
+def _is_private(word: str) -> bool:
+    return word.startswith("_") and not (word.startswith("__") and word.endswith("__"))
 
 
 def _is_record(node: ast.ClassDef) -> bool:
     marks = [dotted(d.func if isinstance(d, ast.Call) else d).split(".")[-1] for d in node.decorator_list]
-    bases = [dotted(base).split(".")[-1] for base in node.bases]
-    return "dataclass" in marks or "Struct" in bases or node.name.endswith(("Plan", "Config"))
+    named = node.name.endswith(("Plan", "Config"))
+    return "dataclass" in marks or named or not RECORD_BASES.isdisjoint(_bases(node))
+
+
+def _bases(node: ast.ClassDef) -> set[str]:
+    """Last names of a class's bases, without their type arguments."""
+    bases = [base.value if isinstance(base, ast.Subscript) else base for base in node.bases]
+    return {dotted(base).split(".")[-1] for base in bases}
 
 
 def _is_device_function(node: Function) -> bool:

@@ -81,10 +81,14 @@ def most_rows(compared: ComparedRunners) -> dict[int, int]:
 
 # Pairwise: model, drafter, number of drafts, depth, blocks. With 5 blocks requests give way.
 CASES = [
-    ("dense", "right", 3, 1, 31), ("dense", "wrong", 3, 2, 31), ("dense", "random", 6, 2, 5),
-    ("experts", "ngram", 6, 1, 31), ("latent", "layer", 3, 2, 31), ("glm", "layer", 1, 1, 5),
+    ("dense", "right", 3, 1, 31),
+    ("dense", "wrong", 3, 2, 31),
+    ("dense", "random", 6, 2, 5),
+    ("experts", "ngram", 6, 1, 31),
+    ("latent", "layer", 3, 2, 31),
+    ("glm", "layer", 1, 1, 5),
     *full_rows((("experts", "right", 1, 2, 5), ("latent", "random", 3, 2, 31))),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("kind", "guesses", "drafts", "depth", "blocks"), CASES)
