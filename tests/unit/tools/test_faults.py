@@ -1,6 +1,7 @@
 """Rows of tools/faults fit the tree, and the tool that plants faults tells apart all ways in which tests end."""
 
 import os
+import signal
 import time
 import tomllib
 from pathlib import Path
@@ -40,71 +41,75 @@ def test_every_row_names_tests_that_exist() -> None:
     assert not lost, "\n" + "\n".join(lost)
 
 
-TESTS = """
-import subprocess, sys, time
-from part import VALUE
-def test_value():
-    if VALUE == "hang":
-        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
-        open("pid", "w").write(str(child.pid))
-        time.sleep(60)
-    assert VALUE != "wrong"
-def test_red():
-    assert False
-"""
-
-
 @pytest.fixture
 def copy(tmp_path: Path) -> Path:
     (tmp_path / "src").mkdir()
     (tmp_path / "src" / "part.py").write_text('VALUE = "right"\n')
     (tmp_path / "tests").mkdir()
     (tmp_path / "tests" / "conftest.py").write_text("")
-    (tmp_path / "tests" / "test_part.py").write_text(TESTS)
+    text = "from part import VALUE\ndef test_value():\n    assert VALUE == 'right'\n"
+    (tmp_path / "tests" / "test_part.py").write_text(text)
     return tmp_path
 
 
-def fault(new: str, test: str = "test_value", old: str = '"right"') -> dict[str, Any]:
-    return {"file": "src/part.py", "old": old, "new": new, "tests": [f"tests/test_part.py::{test}"]}
+def fault(old: str = "right") -> dict[str, Any]:
+    return {"file": "src/part.py", "old": old, "new": "wrong", "tests": ["tests/test_part.py"]}
 
 
-@pytest.mark.parametrize(
-    ("row", "word"),
-    [
-        (fault('"wrong"'), "seen"),
-        (fault('"other"'), "MISSED"),
-        (fault('"other"', old="absent"), "STALE"),
-        (fault('"wrong"', test="test_red"), "RED BEFORE"),
-        (fault('"wrong"', test="test_absent"), "RED BEFORE"),
-        (fault('"other"\nimport absent'), "EXIT 4"),
-    ],
-)
-def test_the_word_of_a_row(row: dict[str, Any], word: str, copy: Path) -> None:
-    assert plant_faults.plant(copy, row, {}) == word
+def test_a_fault_is_seen_by_tests_that_are_green_without_it(copy: Path) -> None:
+    before: dict[tuple[str, ...], int] = {}
+    assert plant_faults.plant(copy, fault(), before) == "seen"
+    assert before == {("tests/test_part.py",): 0}
     assert (copy / "src" / "part.py").read_text() == 'VALUE = "right"\n'
 
 
-def test_tests_run_once_without_a_fault(copy: Path) -> None:
+@pytest.mark.parametrize(
+    ("green", "planted", "word"),
+    [
+        (0, 1, "seen"),
+        (0, 0, "MISSED"),
+        (0, plant_faults.TIMEOUT, "TIMEOUT"),
+        (0, 2, "EXIT 2"),
+        (0, -9, "EXIT -9"),
+        (1, 1, "RED BEFORE"),
+        (5, 5, "RED BEFORE"),
+        (plant_faults.TIMEOUT, plant_faults.TIMEOUT, "RED BEFORE"),
+    ],
+)
+def test_the_word_of_a_row(green: int, planted: int, word: str, copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    texts = []
+
+    def run(copy: Path, tests: object, red: object = ()) -> int:
+        texts.append((copy / "src" / "part.py").read_text())
+        return planted if "wrong" in texts[-1] else green
+
+    monkeypatch.setattr(plant_faults, "run", run)
     before: dict[tuple[str, ...], int] = {}
-    assert plant_faults.plant(copy, fault('"wrong"'), before) == "seen"
-    assert list(before.values()) == [0]
-    (copy / "src" / "part.py").write_text('VALUE = "wrong", "right"\n')
-    assert plant_faults.plant(copy, fault('"right"'), before) == "MISSED"
-    assert len(before) == 1
+    assert [plant_faults.plant(copy, fault(), before) for _ in range(2)] == [word, word]
+    assert sum("right" in text for text in texts) == 1, "tests run once without a fault"
+    assert (copy / "src" / "part.py").read_text() == 'VALUE = "right"\n'
+    assert plant_faults.plant(copy, fault("absent"), before) == "STALE"
 
 
-def test_tests_that_hang_leave_no_process(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert plant_faults.plant(copy, fault('"right"\n'), before := {}) == "MISSED"
-    monkeypatch.setattr(plant_faults, "SECONDS", 5)
-    assert plant_faults.plant(copy, fault('"hang"'), before) == "TIMEOUT"
-    child = int((copy / "pid").read_text())
-    for _ in range(200):
-        try:
-            state = Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()[0]
-        except OSError:
-            return
-        if state == "Z":
+def test_tests_that_hang_leave_no_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plant_faults, "SECONDS", 3)
+    command = ["bash", "-c", "sleep 60 & echo $! > child; echo said; wait"]
+    with (tmp_path / "output").open("w+") as output:
+        code = plant_faults.exit_code(command, tmp_path, dict(os.environ), output)
+        output.seek(0)
+        assert (code, output.read()) == (plant_faults.TIMEOUT, "said\n")
+    child = int((tmp_path / "child").read_text())
+    for _ in range(400):
+        if not lives(child):
             return
         time.sleep(0.05)
-    os.kill(child, 9)
+    os.kill(child, signal.SIGKILL)
     raise AssertionError("a process of the tests is left")
+
+
+def lives(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state != "Z"  # an ended process whose new parent has not asked for its exit code
