@@ -15,7 +15,7 @@ Models = Callable[[str], Path]
 
 @pytest.fixture(scope="session")
 def shallow(shared: Path, tmp_path_factory: pytest.TempPathFactory) -> Models:
-    """Folder of a model of the shared data: whole with --full; else, if it has experts, with only two layers of them."""
+    """Folder of a model of the shared data: whole with --full; else two layers of experts, if it has any."""
 
     @functools.cache
     def made(model: str) -> Path:
