@@ -299,7 +299,7 @@ def test_a_required_call_that_is_cut_is_never_content(
     engine.state = EngineState.READY
     engine.ready = msgspec.structs.replace(engine.ready, max_model_len=4096)
     client = Client(build_app(engine, ServerConfig.from_flat(served_model_name=("tiny",)), Metrics()))
-    choices = {
+    choices: list[Any] = {
         "responses": ["required", {"type": "function", "name": "weather"}],
         "chat": ["required", {"type": "function", "function": {"name": "weather"}}],
         "messages": [{"type": "any"}, {"type": "tool", "name": "weather"}],
