@@ -11,43 +11,58 @@ A table of faults is a TOML file in tools/faults, one for each area of the tests
 
     python tools/plant_faults.py [--tests FOLDER] [AREA ...]     AREA: name of a table; default: all of them
 
-A fault that no test sees is printed as MISSED, and the exit code is 1. Each fault runs in a copy of the tree, so the
-working tree is never changed. `--tests FOLDER` takes the tests of another checkout, such as an older one's.
+Each row is printed with a word. The exit code is 0 when every row is `seen`.
+
+    seen         a test failed with the fault in place
+    MISSED       no test failed
+    TIMEOUT      the tests did not end in time
+    RED BEFORE   the tests fail without the fault, so that they say nothing about it
+    STALE        `old` does not stand once in the file
+    EXIT N       pytest ended with another exit code
+
+Each fault runs in a copy of the tree, so the working tree is never changed. Tests run once without a fault before their
+first fault. `--tests FOLDER` takes the tests of another checkout, such as an older one's.
 """
 
 import argparse
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 import tomllib
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 ROOT = Path(__file__).resolve().parents[1]
 TABLES = ROOT / "tools" / "faults"
-SECONDS = 900  # a fault that hangs a test is seen, too
+SECONDS = 900  # of the tests of a row
+TIMEOUT = 124  # exit code of tests that did not end in time
 
 
 def main() -> int:
-    """Plant the faults of the areas that were asked for; return 1 if one is missed."""
+    """Plant the faults of the areas that were asked for; return 1 if one is not seen."""
     parser = argparse.ArgumentParser(description="Plant faults and see that tests turn red.")
     parser.add_argument("areas", nargs="*", help="names of tables in tools/faults (default: all)")
     parser.add_argument("--tests", type=Path, default=ROOT, help="checkout whose tests run (default: this one)")
     asked = parser.parse_args()
     paths = [TABLES / f"{area}.toml" for area in asked.areas] or sorted(TABLES.glob("*.toml"))
-    missed = []
+    missed = 0
+    before: dict[tuple[str, ...], int] = {}  # exit codes without a fault, by tests
     with tempfile.TemporaryDirectory(prefix="quire-faults-") as folder:
         copy = Path(folder) / "quire"
         copy_tree(ROOT, asked.tests.resolve(), copy)
         for path in paths:
             for fault in tomllib.loads(path.read_text())["fault"]:
-                seen = plant(copy, fault, path.stem)
-                if not seen:
-                    missed.append(fault["what"])
-    print(f"{len(missed)} missed" if missed else "every fault was seen")
+                started = time.monotonic()
+                word = plant(copy, fault, before)
+                missed += word != "seen"
+                print(f"{word:7} {path.stem}: {fault['what']} ({time.monotonic() - started:.0f} s)", flush=True)
+    print(f"{missed} not seen" if missed else "every fault was seen")
     return 1 if missed else 0
 
 
@@ -61,38 +76,62 @@ def copy_tree(source: Path, tests: Path, copy: Path) -> None:
         shutil.copy(source / name, copy / name)
 
 
-def plant(copy: Path, fault: dict[str, Any], area: str) -> bool:
-    """Run the tests of one fault with the fault in place; return True if one failed. The file is put back after it."""
+def plant(copy: Path, fault: dict[str, Any], before: dict[tuple[str, ...], int]) -> str:
+    """Run the tests of one fault with the fault in place; return the word for it. The file is put back after it.
+
+    before: exit codes of tests without a fault; the tests are run and added if they are not there
+    """
     path = copy / fault["file"]
-    before = path.read_text()
-    if before.count(fault["old"]) != 1:
-        print(f"STALE   {area}: {fault['what']}: `old` stands {before.count(fault['old'])} times in {fault['file']}")
-        return False
-    path.write_text(before.replace(fault["old"], fault["new"]))
-    started = time.monotonic()
+    text = path.read_text() if path.exists() else ""
+    if text.count(fault["old"]) != 1:
+        return "STALE"
+    tests = tuple(fault["tests"])
+    if tests not in before:
+        before[tests] = run(copy, tests, red=(1,))
+    if before[tests]:
+        return "RED BEFORE"
+    path.write_text(text.replace(fault["old"], fault["new"]))
     try:
-        code = run(copy, fault["tests"])
+        code = run(copy, tests)
     finally:
-        path.write_text(before)
-    word = {1: "seen", 0: "MISSED"}.get(code, f"EXIT {code}")
-    print(f"{word:7} {area}: {fault['what']} ({time.monotonic() - started:.0f} s)", flush=True)
-    return code == 1
+        path.write_text(text)
+    return {0: "MISSED", 1: "seen", TIMEOUT: "TIMEOUT"}.get(code, f"EXIT {code}")
 
 
-def run(copy: Path, tests: list[str]) -> int:
-    """Return pytest's exit code for these tests of the copy; 1 also when they did not end in time."""
+def run(copy: Path, tests: Sequence[str], red: Sequence[int] = ()) -> int:
+    """Return pytest's exit code for these tests of the copy, or TIMEOUT.
+
+    The end of the output is printed for every exit code but 0 and 1, and for those of `red`.
+    """
     shared = os.environ.get("QUIRE_TEST_SHARED") or str(ROOT.parent / "shared")
     interpret = {} if any("e2e" in test or "dist" in test for test in tests) else {"TRITON_INTERPRET": "1"}
     environment = {**os.environ, "PYTHONPATH": str(copy / "src"), "QUIRE_TEST_SHARED": shared, **interpret}
     quick = [] if "faults" not in (copy / "tests/conftest.py").read_text() else ["--hypothesis-profile", "faults"]
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *quick, *tests]
+    with tempfile.TemporaryFile("w+", errors="replace") as output:
+        code = exit_code(command, copy, environment, output)
+        if code > 1 or code < 0 or code in red:
+            output.seek(0)
+            print(output.read()[-4000:])
+    return code
+
+
+def exit_code(command: Sequence[str], folder: Path, environment: dict[str, str], output: IO[str]) -> int:
+    """Run a command in a process group of its own; return its exit code, or TIMEOUT. No process of the group is left.
+
+    The output goes to a file: a pipe would stay open as long as any process that the command has left behind.
+    """
+    process = subprocess.Popen(
+        command, cwd=folder, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+    )
     try:
-        done = subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True, timeout=SECONDS)
+        return process.wait(SECONDS)
     except subprocess.TimeoutExpired:
-        return 1
-    if done.returncode > 1:
-        print(done.stdout[-2000:] + done.stderr[-2000:])
-    return done.returncode
+        return TIMEOUT
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 if __name__ == "__main__":

@@ -3,9 +3,11 @@
     codes, said = Forks(interpreted=True).run(tmp_path / "said", "tests.interpreted.test_comm", [[0, 2], [1, 2]])
 
 This runs `rank_main(0, 2)` and `rank_main(1, 2)` of test_comm.py at the same time. A session has one such process for
-interpreted kernels and one for compiled kernels, as Triton asks once in a process which of both it is.
+interpreted kernels and one for compiled kernels, as Triton asks once in a process which of both it is. On Linux these
+processes end with the session, even when it is killed.
 """
 
+import ctypes
 import importlib
 import json
 import os
@@ -20,6 +22,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 SECONDS = 600  # of all processes of a test
+PR_SET_PDEATHSIG = 1  # of <linux/prctl.h>
 
 
 class Forks:
@@ -38,7 +41,7 @@ class Forks:
         """
         if self._process is None:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "tests.support.forks"],
+                [sys.executable, "-m", "tests.support.forks", str(os.getpid())],
                 cwd=ROOT,
                 env=self._environment,
                 stdin=subprocess.PIPE,
@@ -57,6 +60,18 @@ class Forks:
         """End the process."""
         if self._process is not None:
             self._process.communicate()
+
+
+def end_with(parent: int) -> None:
+    """Make the kernel kill this process when its parent ends. Linux only; elsewhere nothing happens.
+
+    The parent's thread that started this process counts as the parent: tests start processes in their main thread.
+    """
+    if sys.platform != "linux":
+        return
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:  # it ended before the call
+        os._exit(1)
 
 
 def serve() -> None:
@@ -84,10 +99,12 @@ def imported(module: str, name: str, output: int) -> Any:
 def fork(function: Any, arguments: list[Any], output: int) -> int:
     """Start a process that calls a function, and return its id. What it writes goes to the file `output`."""
     sys.stdout.flush()
+    parent = os.getpid()
     if pid := os.fork():
         return pid
     code = 1
     try:
+        end_with(parent)
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         os.dup2(output, 1)
         os.dup2(output, 2)
@@ -120,6 +137,7 @@ def wait(pids: list[int]) -> list[int]:
 
 
 if __name__ == "__main__":
+    end_with(int(sys.argv[1]))
     import torch  # noqa: F401
     import triton  # noqa: F401
 

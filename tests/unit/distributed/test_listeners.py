@@ -5,19 +5,28 @@ import os
 import socket
 import subprocess
 import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+
+import pytest
 
 from quire.config.env import rank_variables
 from quire.distributed.listeners import listening, refuse_connections
 
+SECONDS = 120  # of a test's ranks
 RANK = """
 import json, os, socket, sys
 import torch
 from quire.config.placement import Parallel
 from quire.config.env import rank_variables
 from quire.distributed.listeners import listening
+from quire.distributed import process_group
 from quire.distributed.process_group import join_ranks
 number = int(sys.argv[1])
+if sys.argv[3] == "open":
+    process_group.refuse_connections = lambda listeners: None
 before = listening()
 groups = join_ranks(sys.argv[2], number, Parallel(tp=2), torch.device("cpu"))
 opened = [socket.socket(fileno=os.dup(fd)).getsockname()[:2] for fd in listening() - before]
@@ -47,21 +56,38 @@ def connects(place: tuple[str, int]) -> bool:
     return True
 
 
-def test_ranks_that_have_met_take_no_stranger(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", RANK]
-    pipe, env = subprocess.PIPE, os.environ | rank_variables()
-    ranks = [
-        subprocess.Popen(
-            [*command, str(number), str(tmp_path / "meeting")], stdin=pipe, stdout=pipe, text=True, env=env
-        )
-        for number in range(2)
-    ]
-    opened = [json.loads(rank.stdout.readline()) for rank in ranks if rank.stdout]
-    assert [len(places) >= 1 for places in opened] == [True, True], "gloo listens no more: the module can go"
-    assert not any(connects(tuple(place)) for places in opened for place in places)
-    for rank in ranks:
-        assert rank.stdin
-        rank.stdin.write("go\n")
-        rank.stdin.flush()
-    for rank in ranks:
-        assert rank.communicate(timeout=120)[0] == "[3.0]\n" and rank.returncode == 0
+@contextmanager
+def ranks(*arguments: str) -> Iterator[list[subprocess.Popen[str]]]:
+    """Two processes that run RANK. They are killed at the end, or after SECONDS, which ends all reads."""
+    environment = os.environ | rank_variables()
+    started: list[subprocess.Popen[str]] = []
+    limit = threading.Timer(SECONDS, lambda: [rank.kill() for rank in started])
+    limit.start()
+    try:
+        for number in range(2):
+            command = [sys.executable, "-c", RANK, str(number), *arguments]
+            pipe = subprocess.PIPE
+            started.append(subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=environment))
+        yield started
+    finally:
+        limit.cancel()
+        for rank in started:
+            rank.kill()
+            rank.communicate()
+
+
+@pytest.mark.parametrize("filtered", [True, False], ids=["filter", "open"])
+def test_ranks_that_have_met_take_no_stranger(filtered: bool, tmp_path: Path) -> None:
+    with ranks(str(tmp_path / "meeting"), "filter" if filtered else "open") as started:
+        lines = [rank.stdout.readline() for rank in started if rank.stdout]
+        assert all(lines), "a rank ended, or did not meet the other in time"
+        opened = [[tuple(place) for place in json.loads(line)] for line in lines]
+        assert all(opened), "gloo listens no more: the module can go"
+        reached = [connects(place) for places in opened for place in places]
+        assert not any(reached) if filtered else all(reached)
+        for rank in started:
+            assert rank.stdin
+            rank.stdin.write("go\n")
+            rank.stdin.flush()
+        for rank in started:
+            assert rank.communicate(timeout=SECONDS)[0] == "[3.0]\n" and rank.returncode == 0

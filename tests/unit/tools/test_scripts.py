@@ -1,0 +1,82 @@
+"""Scripts run in a small project, with an interpreter that only writes its arguments down."""
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+SCRIPTS = Path(__file__).resolve().parents[3] / "scripts"
+
+
+def project(root: Path, python: Path, interpreter: str, *scripts: str) -> None:
+    """Make a project with copies of some scripts, whose checks pass, and an interpreter."""
+    (root / "scripts").mkdir(parents=True)
+    for name in scripts:
+        shutil.copy(SCRIPTS / name, root / "scripts" / name)
+    program(root / "scripts" / "check", "exit 0\n")
+    program(python, interpreter)
+
+
+def program(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"#!/usr/bin/env bash\n{text}")
+    path.chmod(0o755)
+
+
+def call(root: Path, *command: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [root / "scripts" / command[0], *command[1:]],
+        cwd=root,
+        env={"PATH": os.environ["PATH"], "TMPDIR": str(root), **environment},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "arguments", "code"),
+    [
+        (0, 0, (), 0),
+        (5, 0, (), 5),
+        (0, 5, (), 5),
+        (0, 5, ("-k", "pool"), 0),
+        (5, 0, ("-k", "pool"), 0),
+        (5, 5, ("-k", "poool"), 5),
+        (1, 0, ("-k", "pool"), 1),
+        (5, 1, ("-k", "pool"), 1),
+    ],
+)
+def test_a_run_without_tests_is_red(
+    first: int, second: int, arguments: tuple[str, ...], code: int, tmp_path: Path
+) -> None:
+    venv = tmp_path / "venv"
+    for folder in ("openai2", "anthropic"):
+        (venv / folder).mkdir(parents=True)
+    interpreter = f'case "$*" in *tests/unit*) exit {first} ;; *tests/e2e*) exit {second} ;; esac\nexit 9\n'
+    project(tmp_path / "p", venv / "bin" / "python", interpreter, "test", "venv.sh")
+    assert call(tmp_path / "p", "test", *arguments, QUIRE_VENV=str(venv)).returncode == code
+
+
+INSTALLS = """
+while [ $# -gt 0 ]; do
+  if [ "$1" = --target ]; then mkdir -p "$2" && touch "$2/first"; target=$2; fi
+  shift
+done
+[ ! -e ended ] && exit 1
+touch "$target/second"
+"""
+
+
+def test_an_interrupted_installation_is_made_again(tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    project(tmp_path / "p", python, INSTALLS, "gpu")
+    program(tmp_path / "p" / ".whl" / "a.whl", "")
+    site = tmp_path / "p" / "quire-site"
+    assert call(tmp_path / "p", "gpu", "run", "true", QUIRE_PYTHON=str(python)).returncode == 1
+    assert not site.exists()
+    (tmp_path / "p" / "ended").touch()
+    listed = call(tmp_path / "p", "gpu", "run", "ls", str(site), QUIRE_PYTHON=str(python))
+    assert listed.stdout.split() == ["first", "second"], listed.stderr
