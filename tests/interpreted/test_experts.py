@@ -5,6 +5,7 @@ import os
 os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -92,7 +93,11 @@ def check(case: Case, dtype: torch.dtype, **cut: Any) -> None:
     assert torch.equal(x, before)
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+# Of the case with the longest rows of `down`, fewer experts do.
+SMALLER = [replace(case, experts=3, top_k=3) if case.inner == 264 else case for case in CASES]
+
+
+@pytest.mark.parametrize("case", SMALLER, ids=str)
 def test_experts(case: Case) -> None:
     check(case, torch.float32)
 
@@ -283,18 +288,18 @@ def test_cuts_fit_smaller_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     assert stages == [4, 3, 2, 1]
 
 
+FEW = {"_few_up_kernel", "_few_down_kernel"}
 SORTED = {"_sort_kernel", "_product_kernel", "_sum_kernel"}
 MANY = {"_count_kernel", "_order_kernel"}  # sort the choices of many tokens
-HOPPER = {"_tiles_kernel", "hopper._grouped_kernel"}
 
 
 @pytest.mark.parametrize(
     ("part", "kernels"),
     [
-        ("decodes", {"_route_kernel", "_few_up_kernel", "_few_down_kernel"} | SORTED | HOPPER),
-        ("prompts", SORTED | MANY | HOPPER),
-        ("eight_bits", SORTED | MANY | {"_quantize_kernel", "_tiles_kernel", "hopper._scaled_kernel"}),
-        ("integers", {"_sort_kernel", "_sum_kernel", "_packed_kernel", "_unpack_kernel"} | MANY),
+        ("decodes", FEW | SORTED | {"_route_kernel"}),
+        ("prompts", SORTED | MANY | {"_tiles_kernel", "hopper._grouped_kernel"}),
+        ("eight_bits", FEW | SORTED | MANY | {"_quantize_kernel", "_tiles_kernel", "hopper._scaled_kernel"}),
+        ("integers", SORTED | MANY | {"_packed_kernel", "_unpack_kernel"}),
     ],
 )
 def test_compiles(part: str, kernels: set[str], compiled: Callable[..., set[str]]) -> None:
