@@ -41,12 +41,27 @@ def launch(
                 module.paged_attention(queries, kv, replace(step, plans={}), 0.1, **options)
 
 
-def main() -> None:
-    """Compile what the models this is made for launch, on a large and on a small GPU; with --full each variant once."""
-    gpu = AbsentGpu()
+def absent_gpu(room: int = AbsentGpu.HOPPER) -> None:
+    """Stand for a Hopper GPU, or for one with less shared memory."""
+    gpu = AbsentGpu(room=room)
     gpu.describe_to(triton_plan, triton, hopper)
-    launch(128, (32, 8), 128, (DECODE, SHARED, PROMPT))
-    gpu.room = 99 << 10
+
+
+def decodes() -> None:
+    """Decode steps on a large GPU."""
+    absent_gpu()
+    launch(128, (32, 8), 128, (DECODE, SHARED))
+
+
+def prompts() -> None:
+    """A prompt on a large GPU."""
+    absent_gpu()
+    launch(128, (32, 8), 128, (PROMPT,))
+
+
+def small() -> None:
+    """Steps on a GPU with less shared memory; with --full each variant once."""
+    absent_gpu(99 << 10)
     launch(64, (16, 8), 128, (SHARED, MIXED))
     launch(96, (16, 2), 128, (VERIFIED,))
     if not FULL:

@@ -51,7 +51,7 @@ def launch_heads(cache: torch.dtype, tokens: int, *, few: bool = True, many: boo
         kv,
         empty(tokens, dtype=torch.int64),
     )
-    decodes = ((1, None), (1, SharedBlocks(ints(9), ints(64), ints(64), ints(64))))
+    decodes = ((1, SharedBlocks(ints(9), ints(64), ints(64), ints(64))), *(((1, None),) if not many or FULL else ()))
     for longest, shared in (*decodes * few, *((tokens, None),) * many):
         meta = AttentionMeta(ints(65), ints(64), ints(99, 512), ints(9), ints(64), longest, 1, shared)
         triton.paged_attention(empty(tokens, 32, 128), kv, meta, 0.1)
@@ -76,15 +76,31 @@ def launch_latents(cache: torch.dtype, tokens: int) -> None:
     hopper.expanded(q, empty(16, 256, 512), kept, meta, 0.1, empty(tokens, 16, 128))
 
 
-def main() -> None:
-    """Hopper with both types, a GPU of capability 8.9 with less shared memory."""
+def absent_gpu() -> AbsentGpu:
+    """A Hopper GPU, whose sizes the modules know."""
     gpu = AbsentGpu(check)
     gpu.describe_to(triton_plan, triton, attention_hopper, latent, hopper)
+    return gpu
+
+
+def dense() -> None:
+    """Decodes and a prompt on Hopper; with --full in both types."""
+    absent_gpu()
     launch_heads(torch.float8_e4m3fn, 64, many=FULL)
     launch_heads(torch.float8_e4m3fn, 4096, few=FULL)
-    launch_latents(torch.float8_e4m3fn, 512)
     if FULL:
         launch_heads(torch.float8_e5m2, 64)
+
+
+def latents() -> None:
+    """Steps of latent attention on Hopper."""
+    absent_gpu()
+    launch_latents(torch.float8_e4m3fn, 512)
+
+
+def older() -> None:
+    """Dense attention on a GPU of capability 8.9 with less shared memory; with --full in both types."""
+    gpu = absent_gpu()
     gpu.capability, gpu.room = 89, 99 << 10
     launch_heads(torch.float8_e5m2, 64)
     if FULL:

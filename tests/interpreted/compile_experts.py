@@ -1,6 +1,8 @@
 """Compiles routing and experts for sm_90, at the sizes of real models; prints the name of each kernel."""
 
 import re
+from itertools import product
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -54,35 +56,38 @@ def check(made: Made) -> None:
         assert copies == ({"0x10", "0x4"} if given["GATED"] else {"0x4"}), (copies, made)
 
 
-def main() -> None:
-    """Decodes and prompts: Qwen3-30B-A3B with and without dependent launches, DeepSeek-V2-Lite, Mixtral 8x7B, and
-    a rank of eight of DeepSeek-V3."""
+def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """A tensor without storage."""
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def absent_gpu() -> AbsentGpu:
+    """A Hopper GPU, whose sizes the modules know."""
     gpu = AbsentGpu(check)
     gpu.describe_to(triton, hopper, scaled_hopper, weight_only)
+    return gpu
 
-    def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-        return torch.empty(shape, dtype=dtype, device="meta")
 
-    def launch(tokens: int, experts: int, k: int, hidden: int, inner: int, mapped: bool = False) -> None:
-        x, ids = empty(tokens, hidden), empty(tokens, k, dtype=torch.int32)
-        packed = empty(experts, 2 * inner, hidden), empty(experts, hidden, inner)
-        places = empty(2 * experts, dtype=torch.int32) if mapped else None
-        for module in (triton, hopper):
-            module.run(x, empty(tokens, k, dtype=torch.float32), ids, packed, places, x)
+def launch(tokens: int, experts: int, k: int, hidden: int, inner: int, mapped: bool = False) -> None:
+    """Launch experts of bfloat16."""
+    x, ids = empty(tokens, hidden), empty(tokens, k, dtype=torch.int32)
+    packed = empty(experts, 2 * inner, hidden), empty(experts, hidden, inner)
+    places = empty(2 * experts, dtype=torch.int32) if mapped else None
+    for module in (triton, hopper):
+        module.run(x, empty(tokens, k, dtype=torch.float32), ids, packed, places, x)
 
-    def launch_scaled(tokens: int, experts: int, k: int, hidden: int, inner: int, powers: bool = False) -> None:
-        scheme = Scheme(values="e4m3", block=(128, 128), inputs="group", ue8m0=powers)
-        shapes = (empty_matrix(scheme, shape, "meta") for shape in ((2 * inner, hidden), (hidden, inner)))
-        packed = scaled.empty(experts, *shapes, torch.device("meta"))
-        x = empty(tokens, hidden)
-        scaled.run(x, empty(tokens, k, dtype=torch.float32), empty(tokens, k, dtype=torch.int32), packed, None, x)
 
-    def launch_integers(tokens: int, experts: int, k: int, hidden: int, inner: int, scheme: Scheme = INTEGERS) -> None:
-        shapes = (empty_matrix(scheme, shape, "meta") for shape in ((2 * inner, hidden), (hidden, inner)))
-        packed = weight_only.empty(experts, *shapes, torch.device("meta"))
-        x = empty(tokens, hidden)
-        weight_only.run(x, empty(tokens, k, dtype=torch.float32), empty(tokens, k, dtype=torch.int32), packed, None, x)
+def launch_quantized(module: Any, tokens: int, experts: int, k: int, hidden: int, inner: int, scheme: Scheme) -> None:
+    """Launch experts of a scheme with the kernels of a module."""
+    shapes = (empty_matrix(scheme, shape, "meta") for shape in ((2 * inner, hidden), (hidden, inner)))
+    packed = module.empty(experts, *shapes, torch.device("meta"))
+    x = empty(tokens, hidden)
+    module.run(x, empty(tokens, k, dtype=torch.float32), empty(tokens, k, dtype=torch.int32), packed, None, x)
 
+
+def decodes() -> None:
+    """Routing; few tokens of Qwen3-30B-A3B with and without dependent launches, and a rank of eight of DeepSeek-V3."""
+    absent_gpu()
     for plan in (QWEN, DEEPSEEK):
         for live in (None, empty(4, dtype=torch.bool)):
             routing.route(
@@ -93,30 +98,48 @@ def main() -> None:
             )
     for dependent in (False, True):
         setattr(pdl, "in_use", lambda dependent=dependent: dependent)  # noqa: B010
-        for tokens in (*((16, 8192) if dependent else (1, 256)), *full_rows((1, 16, 256, 512, 8192))):
+        launch(16 if dependent else 1, 128, 8, 2048, 768)
+    launch(64, 32, 8, 7168, 2048, mapped=True)
+
+
+def prompts() -> None:
+    """Many tokens of the same model, with and without dependent launches; of DeepSeek-V2-Lite and of Mixtral 8x7B."""
+    absent_gpu()
+    for dependent in (False, True):
+        setattr(pdl, "in_use", lambda dependent=dependent: dependent)  # noqa: B010
+        for tokens in (8192 if dependent else 256, *full_rows((1, 16, 256, 512, 8192))):
             launch(tokens, 128, 8, 2048, 768)
     launch(64, 64, 6, 2048, 1408)
     launch(16384, 8, 2, 4096, 14336)
-    launch(64, 32, 8, 7168, 2048, mapped=True)
     for tokens in full_rows((1, 64, 16384)):
         launch(tokens, 64, 6, 2048, 1408)
         launch(tokens, 8, 2, 4096, 14336)
         launch(tokens, 32, 8, 7168, 2048, mapped=True)
+
+
+def eight_bits() -> None:
+    """Experts in e4m3 on Hopper, with dependent launches."""
+    absent_gpu()
+    setattr(pdl, "in_use", lambda: True)  # noqa: B010
     setattr(triton_runtime, "missing_hopper", lambda: "")  # noqa: B010
-    launch_scaled(1, 128, 8, 2048, 768)
-    launch_scaled(8192, 128, 8, 2048, 768)
-    launch_scaled(64, 32, 8, 7168, 2048, powers=True)
-    for tokens in full_rows((1, 64, 8192)):
-        launch_scaled(tokens, 128, 8, 2048, 768)
-        launch_scaled(tokens, 32, 8, 7168, 2048, powers=True)
+    for tokens, powers in ((1, False), (8192, False), (64, True), *full_rows(product((1, 64, 8192), (False, True)))):
+        experts, hidden, inner = (32, 7168, 2048) if powers else (128, 2048, 768)
+        scheme = Scheme(values="e4m3", block=(128, 128), inputs="group", ue8m0=powers)
+        launch_quantized(scaled, tokens, experts, 8, hidden, inner, scheme)
+
+
+def integers() -> None:
+    """Experts in 4 and 8 bits on Hopper; on an A100, whose bf16 has less arithmetic, a dense product beside them."""
+    gpu = absent_gpu()
+    setattr(pdl, "in_use", lambda: True)  # noqa: B010
     for tokens in (1, 512, *full_rows((128, 8192))):
-        launch_integers(tokens, 128, 8, 2048, 768)
-    launch_integers(64, 8, 2, 4096, 14336, Scheme(values="w4", block=(1, 32), order=True))
-    launch_integers(64, 64, 6, 2048, 1408, Scheme(values="w8", block=(1, 0)))
-    gpu.capability, gpu.room = 80, 163 << 10  # A100, whose bf16 has less arithmetic
+        launch_quantized(weight_only, tokens, 128, 8, 2048, 768, INTEGERS)
+    launch_quantized(weight_only, 64, 8, 2, 4096, 14336, Scheme(values="w4", block=(1, 32), order=True))
+    launch_quantized(weight_only, 64, 64, 6, 2048, 1408, Scheme(values="w8", block=(1, 0)))
+    gpu.capability, gpu.room = 80, 163 << 10
     setattr(pdl, "in_use", lambda: False)  # noqa: B010
     for tokens in (8192, *full_rows((1,))):
-        launch_integers(tokens, 128, 8, 2048, 768)
+        launch_quantized(weight_only, tokens, 128, 8, 2048, 768, INTEGERS)
     packed = linear.pack(empty_matrix(INTEGERS, (4096, 2048), "meta"))
-    for rows in (64, *full_rows((1, 300))):
+    for rows in (64, 300, *full_rows((1,))):
         linear.run(empty(rows, 2048), packed, None)

@@ -56,22 +56,35 @@ def launch(
             module.expanded(q, empty(heads, 256, 512), cache, meta, 0.1, empty(tokens, heads, 128))
 
 
-def main() -> None:
-    """Decodes, decodes that verify drafts, mixed steps and prompts; then a small GPU, and float32."""
+STEPS = DECODES, _, MIXED, PROMPT = (64, 1, 1), (128, 2, 2), (512, 300, 1), (8192, 8192, 1)  # tokens, longest, few
+
+
+def steps(one: tuple[int, int, int], heads: int, size: int, dependent: bool) -> AbsentGpu:
+    """Launch a kind of steps on Hopper; with --full every kind."""
     gpu = AbsentGpu(check)
     gpu.describe_to(triton_plan, triton, hopper)
-    decodes, _, mixed, prompt = steps = (64, 1, 1), (128, 2, 2), (512, 300, 1), (8192, 8192, 1)
-    for dependent, size, heads, some in (
-        (False, 64, 16, (mixed,)),
-        (True, 128, 16, (prompt,)),
-        (True, 128, 128, (decodes,)),
-    ):
-        setattr(pdl, "in_use", lambda dependent=dependent: dependent)  # noqa: B010
-        for tokens, longest, few in (*some, *full_rows(steps)):
-            launch(tokens, longest, heads, size, few=few)
+    setattr(pdl, "in_use", lambda: dependent)  # noqa: B010
+    for tokens, longest, few in (one, *full_rows(STEPS)):
+        launch(tokens, longest, heads, size, few=few)
+    return gpu
+
+
+def mixed() -> None:
+    """Prompts and decodes in a step, in blocks of 64."""
+    steps(MIXED, 16, 64, False)
+
+
+def prompts() -> None:
+    """A prompt; with --full also in float32."""
+    steps(PROMPT, 16, 128, True)
     if FULL:
         launch(8, 1, 16, 128, seqs=8)  # a program for every lane adds up parts
         launch(8192, 8192, 16, 64, torch.float32)
+
+
+def decodes() -> None:
+    """Decodes of 128 heads; of 16 heads on a small GPU."""
+    gpu = steps(DECODES, 128, 128, True)
     gpu.room = 99 << 10
     launch(64, 1, 16, 64)
     for few in full_rows((4,)):

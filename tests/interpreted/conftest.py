@@ -31,12 +31,15 @@ def compiling() -> Iterator[Forks]:
 
 
 @pytest.fixture
-def compiled(compiling: Forks, tmp_path: Path) -> Callable[[str], set[str]]:
-    """Return a function that runs `main` of a module that compiles kernels, and returns the names of the kernels."""
+def compiled(compiling: Forks, tmp_path: Path) -> Callable[..., set[str]]:
+    """Return a function that runs `main`, or another function, of a module that compiles kernels.
 
-    def compile_all(module: str) -> set[str]:
+    It returns the names of the kernels. With --full these may be more than the test names.
+    """
+
+    def compile_all(module: str, part: str = "main") -> set[str]:
         pytest.importorskip("triton")
-        (code,), said = compiling.run(tmp_path / module, f"tests.interpreted.{module}", [[]], "main")
+        (code,), said = compiling.run(tmp_path / module, f"tests.interpreted.{module}", [[]], part)
         assert code == 0, said
         return {line.split()[1] for line in said.splitlines() if line.startswith("compiled ")}
 

@@ -5,6 +5,7 @@ import os
 os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -21,6 +22,9 @@ from quire.kernels.routing import inputs as routing_inputs
 from quire.kernels.routing import ref as routing_ref
 from quire.kernels.routing import triton as routing
 from quire.kernels.routing.inputs import DEEPSEEK_V3, QWEN3, ROUTINGS
+
+from ..support.full import FULL
+from ..support.thinned import thinned
 
 if not triton_runtime.INTERPRETED:
     pytest.skip("needs Triton's interpreter", allow_module_level=True)
@@ -43,8 +47,11 @@ def close(actual: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(actual, expected, rtol=0, atol=bound)
 
 
-@pytest.mark.parametrize("kind", ["distinct", "ties", "negative"])
-@pytest.mark.parametrize("plan", ROUTINGS, ids=lambda plan: f"{plan.top_k}-of-{plan.num_experts}-{plan.num_groups}")
+@pytest.mark.parametrize(
+    ("plan", "kind"),
+    thinned(ROUTINGS, ("distinct", "ties", "negative"), every=2),
+    ids=lambda one: one if isinstance(one, str) else f"{one.top_k}-of-{one.num_experts}-{one.num_groups}",
+)
 def test_routing(plan: Routing, kind: str) -> None:
     logits, bias = routing_inputs.make(plan, 5, kind)
     expected = routing_ref.route(logits, bias, plan)
@@ -86,30 +93,33 @@ def check(case: Case, dtype: torch.dtype, **cut: Any) -> None:
     assert torch.equal(x, before)
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+# Of the case with the longest rows of `down`, fewer experts do.
+SMALLER = [replace(case, experts=3, top_k=3) if case.inner == 264 else case for case in CASES]
+
+
+@pytest.mark.parametrize("case", SMALLER, ids=str)
 def test_experts(case: Case) -> None:
     check(case, torch.float32)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("case", CASES[2:4], ids=str)
+@pytest.mark.parametrize(("case", "dtype"), thinned(CASES[2:4], (torch.float16, torch.bfloat16), every=2), ids=str)
 def test_few_tokens_of_two_bytes(case: Case, dtype: torch.dtype) -> None:
     check(case, dtype)
 
 
+CUTS = {
+    "tall": (Tiles(16, 64, 128, 4, 3, True), Tiles(32, 32, 32, 4, 3, True)),
+    "mixed": (Tiles(32, 16, 64, 4, 3, True), Tiles(16, 16, 16, 4, 2)),
+    "wide": (Tiles(64, 32, 64, 4, 4), Tiles(128, 64, 32, 8, 3)),
+}
+
+
 @pytest.mark.parametrize(
-    "cut",
-    [
-        (Tiles(16, 64, 128, 4, 3, True), Tiles(32, 32, 32, 4, 3, True)),
-        (Tiles(32, 16, 64, 4, 3, True), Tiles(16, 16, 16, 4, 2)),
-        (Tiles(64, 32, 64, 4, 4), Tiles(128, 64, 32, 8, 3)),
-    ],
-    ids=["tall", "mixed", "wide"],
+    ("case", "cut"), thinned((Case(9, 5, 2, 48, 40), Case(40, 3, 2, 40, 24, "one")), CUTS, every=2), ids=str
 )
-@pytest.mark.parametrize("case", [Case(9, 5, 2, 48, 40), Case(40, 3, 2, 40, 24, "one")], ids=str)
-def test_every_way_to_cut(case: Case, cut: tuple[Tiles, Tiles]) -> None:
+def test_every_way_to_cut(case: Case, cut: str) -> None:
     """In float16: the interpreter multiplies matrices of bfloat16 by their bits."""
-    check(case, torch.float16, cut=cut)
+    check(case, torch.float16, cut=CUTS[cut])
 
 
 def test_few_and_many_tokens_are_one_operation() -> None:
@@ -278,20 +288,20 @@ def test_cuts_fit_smaller_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     assert stages == [4, 3, 2, 1]
 
 
-def test_compiles_for_hopper(compiled: Callable[[str], set[str]]) -> None:
-    assert compiled("compile_experts") == {
-        "_route_kernel",
-        "_few_up_kernel",
-        "_few_down_kernel",
-        "_sort_kernel",
-        "_count_kernel",
-        "_order_kernel",
-        "_product_kernel",
-        "_sum_kernel",
-        "_tiles_kernel",
-        "hopper._grouped_kernel",
-        "_quantize_kernel",
-        "hopper._scaled_kernel",
-        "_packed_kernel",
-        "_unpack_kernel",
-    }
+FEW = {"_few_up_kernel", "_few_down_kernel"}
+SORTED = {"_sort_kernel", "_product_kernel", "_sum_kernel"}
+MANY = {"_count_kernel", "_order_kernel"}  # sort the choices of many tokens
+
+
+@pytest.mark.parametrize(
+    ("part", "kernels"),
+    [
+        ("decodes", FEW | SORTED | {"_route_kernel"}),
+        ("prompts", SORTED | MANY | {"_tiles_kernel", "hopper._grouped_kernel"}),
+        ("eight_bits", FEW | SORTED | MANY | {"_quantize_kernel", "_tiles_kernel", "hopper._scaled_kernel"}),
+        ("integers", SORTED | MANY | {"_packed_kernel", "_unpack_kernel"}),
+    ],
+)
+def test_compiles(part: str, kernels: set[str], compiled: Callable[..., set[str]]) -> None:
+    found = compiled("compile_experts", part)
+    assert found == kernels or (FULL and found > kernels)

@@ -40,6 +40,7 @@ from ..support.quantized_cases import (
     make_matrix,
     stands_for,
 )
+from ..support.thinned import thinned
 
 if not triton_runtime.INTERPRETED:
     pytest.skip("needs Triton's interpreter", allow_module_level=True)
@@ -56,14 +57,12 @@ def seven_multiprocessors(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
 
 
-@pytest.mark.parametrize("call", (*CALLS, *ODD), ids=str)
-@pytest.mark.parametrize("kind", SCALED)
+@pytest.mark.parametrize(("kind", "call"), thinned(SCALED, (*CALLS, *ODD)), ids=str)
 def test_products_of_eight_bits(kind: str, call: Call) -> None:
     compare(scaled, SCALED[kind], call, torch.float16, CPU, 4e-3)
 
 
-@pytest.mark.parametrize("call", [call for call in CALLS if not call.norm], ids=str)
-@pytest.mark.parametrize("kind", WEIGHT_ONLY)
+@pytest.mark.parametrize(("kind", "call"), thinned(WEIGHT_ONLY, (call for call in CALLS if not call.norm)), ids=str)
 def test_products_of_integer_weights(kind: str, call: Call) -> None:
     compare(weight_only, WEIGHT_ONLY[kind], call, torch.float16, CPU, 4e-3)
 
@@ -71,8 +70,7 @@ def test_products_of_integer_weights(kind: str, call: Call) -> None:
 MANY = (Call(257, 200, 384, bias=True, residual=True), Call(260, 72, 384, gated=True))
 
 
-@pytest.mark.parametrize("call", MANY, ids=str)
-@pytest.mark.parametrize("kind", WEIGHT_ONLY)
+@pytest.mark.parametrize(("kind", "call"), thinned(WEIGHT_ONLY, MANY, every=2), ids=str)
 def test_many_rows_times_integer_weights_in_words(kind: str, call: Call) -> None:
     """The weight is unpacked; fewer rows need a GPU."""
     compare(weight_only_hopper, WEIGHT_ONLY[kind], call, torch.float16, CPU, 4e-3)
@@ -162,8 +160,7 @@ def test_normed_rows_are_rounded_before_they_are_quantized() -> None:
     assert torch.equal(q[:3], theirs[:3]) and torch.equal(scales[:, :3], their_scales[:, :3])
 
 
-@pytest.mark.parametrize("tokens", [1, 2, 9])
-@pytest.mark.parametrize("kind", SCALED)
+@pytest.mark.parametrize(("kind", "tokens"), thinned(SCALED, (1, 2, 9), every=2))
 def test_experts_of_eight_bits(kind: str, tokens: int) -> None:
     compare_experts(SCALED[kind], tokens, 4, 2, 256, 128, torch.float16, CPU, 2e-2, residual=tokens == 2)
 
@@ -186,17 +183,25 @@ def guarded(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("guarded")
-@pytest.mark.parametrize(("hidden", "inner"), [(256, 72), (200, 200)])
-@pytest.mark.parametrize("tokens", [1, 9])
-@pytest.mark.parametrize("kind", ["fp8 block", "fp8 block of one row", "fp8 channel token", "int8 tensor"])
+@pytest.mark.parametrize(
+    ("kind", "tokens", "hidden", "inner"),
+    thinned(
+        ("fp8 block", "fp8 block of one row", "fp8 channel token", "int8 tensor"),
+        (1, 9),
+        ((256, 72), (200, 200)),
+        every=2,
+    ),
+)
 def test_experts_whose_sizes_are_no_multiples_of_128(kind: str, tokens: int, hidden: int, inner: int) -> None:
     """No column is lost, and nothing is written behind a buffer. A block has no rows of gate and up."""
     inner = 128 if kind == "fp8 block" else inner
     compare_experts(SCALED[kind], tokens, 4, 2, hidden, inner, torch.float16, CPU, 2e-2, residual=tokens == 9)
 
 
-@pytest.mark.parametrize(("tokens", "hidden"), [(1, 256), (9, 200)])
-@pytest.mark.parametrize("kind", [kind for kind, scheme in SCALED.items() if scheme.wire.values])
+@pytest.mark.parametrize(
+    ("kind", "tokens", "hidden"),
+    thinned((kind for kind, scheme in SCALED.items() if scheme.wire.values), ((1, 256), (9, 200)), every=2),
+)
 def test_experts_take_rows_that_were_quantized_before(
     kind: str, tokens: int, hidden: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -222,8 +227,10 @@ def test_experts_take_rows_that_were_quantized_before(
 
 
 @pytest.mark.usefixtures("guarded")
-@pytest.mark.parametrize(("tokens", "hidden", "inner"), [(1, 256, 128), (9, 384, 256), (70, 256, 128)])
-@pytest.mark.parametrize("kind", WEIGHT_ONLY)
+@pytest.mark.parametrize(
+    ("kind", "tokens", "hidden", "inner"),
+    thinned(WEIGHT_ONLY, ((1, 256, 128), (9, 384, 256), (70, 256, 128)), every=2),
+)
 def test_experts_of_integer_weights(kind: str, tokens: int, hidden: int, inner: int) -> None:
     """With the three tilings: scaled after the product, and before it."""
     compare_experts(

@@ -27,6 +27,8 @@ from quire.kernels.norm import triton as norm
 from quire.kernels.rope import triton as rope
 from quire.kernels.rope.rotary import Rotary
 
+from ..support.thinned import thinned
+
 if not triton_runtime.INTERPRETED:
     pytest.skip("needs Triton's interpreter", allow_module_level=True)
 
@@ -127,9 +129,7 @@ ROWS = [
 SHAPES = [(8, 8), (34, 272), (16, 1056)]  # N, K
 
 
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize(("n", "k"), SHAPES)
-@pytest.mark.parametrize(("rows", "dtype"), ROWS)
+@pytest.mark.parametrize(("rows", "dtype", "n", "k", "bias"), thinned(ROWS, SHAPES, (True, False)), ids=str)
 def test_few_rows(rows: int, dtype: torch.dtype, n: int, k: int, bias: bool) -> None:
     x, weight, offset = linear_inputs.make((rows, n, k), dtype)
     added = offset if bias else None

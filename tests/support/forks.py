@@ -119,16 +119,19 @@ def fork(function: Any, arguments: list[Any], output: int) -> int:
 
 
 def wait(pids: list[int]) -> list[int]:
-    """Return the exit codes of processes. All are killed when one fails, or when they do not end in time."""
+    """Return the exit codes of processes.
+
+    All are killed when one fails, when they do not end in time, and when the process of the tests has ended.
+    """
     codes: dict[int, int] = {}
-    deadline = time.monotonic() + SECONDS
+    deadline, parent = time.monotonic() + SECONDS, os.getppid()
     ended = False
     while len(codes) < len(pids):
         for pid in (pid for pid in pids if pid not in codes):
             done, status = os.waitpid(pid, os.WNOHANG)
             if done:
                 codes[pid] = os.waitstatus_to_exitcode(status)
-        if not ended and (any(codes.values()) or time.monotonic() > deadline):
+        if not ended and (any(codes.values()) or time.monotonic() > deadline or os.getppid() != parent):
             ended = True
             for pid in (pid for pid in pids if pid not in codes):
                 os.kill(pid, signal.SIGKILL)

@@ -31,6 +31,7 @@ from quire.kv.prefix import PrefixIndex, PrefixMatch, matched_blocks
 from quire.kv.sharing import KeyedTier, Promises, Sharing
 
 LOG = logging.getLogger("quire").getChild("kv")
+DISK_PART = 8  # blocks of a job that reads files: one that hangs keeps these
 MOST_MOVING = 512  # blocks on their way to the host tier; and to the disk tier: what is beyond is not written
 REPORT_SECONDS = 1.0  # an engine without other work asks for the reports of writes after so long
 RETRY_SECONDS = 60.0  # a tier that was full, or did not answer, is tried again after so long
@@ -118,10 +119,12 @@ class KVStore:
         """Return the state of a block."""
         if self._pool.lookup(key) is not None:
             return BlockPlace.RESIDENT
-        if (moves := self._on_its_way(key)) is not None:
-            return BlockPlace.MISSING if moves[1] in self._late else BlockPlace.PENDING
-        there = self.host.lookup(key) is not None or self._holder(key) is not None
-        return BlockPlace.LOADABLE if there else BlockPlace.MISSING
+        moves = self._on_its_way(key)
+        if moves is not None and moves[1] not in self._late:
+            return BlockPlace.PENDING
+        if self.host.lookup(key) is not None:
+            return BlockPlace.LOADABLE
+        return BlockPlace.LOADABLE if moves is None and self._holder(key) is not None else BlockPlace.MISSING
 
     def holder(self, tier: Tier, key: bytes) -> str:
         """Return the address of the engine from which a tier has a block; "" for tiers of this engine."""
@@ -146,7 +149,7 @@ class KVStore:
             mine = found if one is chain else dict[int, Tier]()
             if (block := self._pool.lookup(key)) is not None:
                 leased[block] = None
-            elif (moves := self._on_its_way(key)) is not None:
+            elif (moves := self._on_its_way(key)) is not None and moves[1] not in self._late:
                 mine[index] = moves[0]
                 jobs.add(moves[1])
             elif self.host.lookup(key) is not None:
@@ -160,7 +163,9 @@ class KVStore:
             jobs.add(self._load(now))
         for below in self._below:
             pool = self._pool if (link := link_from(below.tier))[1] == Tier.DEVICE else self.host
-            if some := [*far.get(below.tier, ())][: pool.num_free]:
+            every = [*far.get(below.tier, ())][: pool.num_free]
+            for at in range(0, len(every), size := DISK_PART if below.tier == Tier.DISK else max(1, len(every))):
+                some = every[at : at + size]
                 jobs.add(
                     self._jobs.begin(link, some, sources=below.holders(some), targets=pool.take(len(some)), after=False)
                 )

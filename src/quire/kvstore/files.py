@@ -28,7 +28,15 @@ from pathlib import Path
 from quire.contracts.errors import ConfigError
 from quire.contracts.step import Tier
 from quire.kvstore.file_threads import FileThreads, Lost
-from quire.kvstore.private_folder import ANY_FILE, ANY_FOLDER, OWN_FILE, OWN_FOLDER, check_private, make_folder
+from quire.kvstore.private_folder import (
+    ANY_FILE,
+    ANY_FOLDER,
+    OWN_FILE,
+    OWN_FOLDER,
+    check_private,
+    make_folder,
+    why_shared,
+)
 
 LOG = logging.getLogger("quire").getChild("kv")
 MAGIC, VERSION = b"QUIREKV\0", 1
@@ -54,12 +62,16 @@ class FileSystem:
     def read(self, path: str, header: bytearray, page: memoryview) -> int:
         """Read a file into `header` and `page`; return the number of bytes, one more than fit if there are more.
 
-        Raises OSError, also for what is no regular file: no pipe is waited for, and no link is followed.
+        Raises OSError, also for what is no regular file: no pipe is waited for, and no link is followed. A file that
+        other users may write is refused (EPERM), unless new files are such files.
         """
         descriptor = os.open(path, OPENED)
         try:
-            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            about = os.fstat(descriptor)
+            if not stat.S_ISREG(about.st_mode):
                 raise OSError(errno.EINVAL, "no regular file", path)
+            if self.mode == OWN_FILE and why_shared(about):
+                raise OSError(errno.EPERM, why_shared(about), path)
             extra, views, total = bytearray(1), [memoryview(header), page], 0
             views.append(memoryview(extra))
             while views and (count := os.readv(descriptor, views)):
@@ -116,7 +128,8 @@ class BlockFiles:
         try:
             make_folder(self._folder, self._folder_mode)
             if not shared:
-                for one in (self._folder.parent.parent, self._folder.parent, self._folder):
+                inner = [Path(entry.path) for entry in os.scandir(self._folder) if entry.is_dir(follow_symlinks=False)]
+                for one in (self._folder.parent.parent, self._folder.parent, self._folder, *inner):
                     check_private(one)
             self._scan()
         except OSError as error:
@@ -132,7 +145,9 @@ class BlockFiles:
         except FileNotFoundError:
             return False
         except OSError as error:
-            if not self._remove_foreign(path):
+            if error.errno == errno.EPERM:
+                self._remove(path, str(error.strerror))
+            elif not self._remove_foreign(path):
                 LOG.warning("a KV block could not be read from %s: %s", path, error)
             return False
         whole = length == HEADER.size + self._page_bytes
@@ -167,12 +182,13 @@ class BlockFiles:
         try:
             self._make_room(size)
             self._system.write(aside, self._header(key, page), page)
-            with suppress(FileExistsError):
-                os.mkdir(os.path.dirname(path), self._folder_mode)
+            self._make_inner(os.path.dirname(path))
             os.replace(aside, path)
         except OSError as error:
             with suppress(OSError):
                 os.unlink(aside)
+            if isinstance(error, IsADirectoryError):  # this key has no place; others have
+                return False
             self.full = f"{self._folder}: {os.strerror(error.errno) if error.errno else error}"
             self._retry = time.monotonic() + RETRY_SECONDS
             return False
@@ -218,10 +234,24 @@ class BlockFiles:
                 return False
         except OSError:
             return False
-        self.num_foreign += 1
-        LOG.warning("%s is no regular file: removed. The block is computed again.", path)
-        self._delete(path)
+        self._remove(path, "is no regular file")
         return True
+
+    def _remove(self, path: str, why: str) -> None:
+        """Remove what stands in the place of a file, and tell so. A folder stays."""
+        self.num_foreign += 1
+        self._delete(path)
+        done = "stays there" if os.path.lexists(path) else "removed"
+        LOG.warning("%s %s: %s. The block is computed again.", path, why, done)
+
+    def _make_inner(self, folder: str) -> None:
+        """Make a folder in the rank's; a link or a file in its place is removed. Nothing behind a link is touched."""
+        try:
+            os.mkdir(folder, self._folder_mode)
+        except FileExistsError:
+            if not stat.S_ISDIR(os.lstat(folder).st_mode):
+                os.unlink(folder)
+                os.mkdir(folder, self._folder_mode)
 
     def _delete(self, path: str) -> None:
         with suppress(OSError):

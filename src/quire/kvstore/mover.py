@@ -154,7 +154,7 @@ class BlockMover:
         count, threads = len(job.keys), self._threads[way]
         parts = [range(count)] if whole else [range(i, i + 1) for i in range(count)]
         moves = [(part, threads.submit(partial(_tried, move, job, part))) for part in parts]
-        return partial(_of_threads, None if whole else threads, moves)
+        return _Pieces(threads, moves, patient=whole)
 
     def _move_pages(self, job: CopyJob, part: Sequence[int]) -> tuple[int, ...]:
         assert self._peers is not None and len(part) == len(job.keys)
@@ -166,14 +166,11 @@ class BlockMover:
         move, blocks = (self._files.read, job.targets) if reads else (self._files.write, job.sources)
         return tuple(i for i in part if not move(job.keys[i], self.page(int(blocks[i]))))
 
-    def _error(self, job: CopyJob) -> str:
-        """Return the reason why the disk gives or takes no blocks; "" for another tier, and if it does."""
-        if self._files is None or Tier.DISK not in (job.source, job.target):
-            return ""
-        reads = job.source == Tier.DISK
-        if self._threads["read" if reads else "write"].hang():
+    def _error(self, one: _Running) -> str:
+        """Return the reason why the disk gave or took no blocks of a job; "" for another tier, and if it did."""
+        if isinstance(one.outcome, _Pieces) and one.outcome.given_up:
             return f"it has not answered for {HANG_SECONDS:.0f} s"
-        return "" if reads else self._files.full
+        return self._files.full if self._files is not None and one.job.target == Tier.DISK else ""
 
     def _ended(self) -> tuple[FinishedCopy, ...]:
         with self._lock:
@@ -186,7 +183,7 @@ class BlockMover:
                 failed=failed,
                 seconds=now - one.began,
                 num_bytes=(len(one.job.keys) - len(failed)) * self._arena.page_bytes,
-                error=self._error(one.job),
+                error=self._error(one),
             )
             for one, failed in found
             if failed is not None
@@ -202,14 +199,22 @@ def _tried(move: Move, job: CopyJob, part: Sequence[int]) -> tuple[int, ...]:
         return tuple(part)
 
 
-def _of_threads(threads: FileThreads | None, moves: Sequence[tuple[Sequence[int], "Future[Lost]"]]) -> Lost | None:
-    """Return the indices of blocks that failed; None: some are still moved.
+class _Pieces:
+    """Pieces of a job, in the queue of threads. A call is an `Outcome`.
 
-    threads   when all of them hang, moves that have not begun are given up; None: they wait for ever
+    given_up   True: some pieces were not begun, because all threads hang
     """
-    if threads is not None and threads.hang():
-        for _, move in moves:
-            move.cancel()
-    if not all(move.done() for _, move in moves):
-        return None
-    return tuple(sorted(i for part, move in moves for i in (part if move.cancelled() else move.result())))
+
+    def __init__(
+        self, threads: FileThreads, moves: Sequence[tuple[Sequence[int], "Future[Lost]"]], patient: bool
+    ) -> None:
+        """patient: pieces are waited for, even while all threads hang."""
+        self._threads, self._moves, self._patient = threads, moves, patient
+        self.given_up = False
+
+    def __call__(self) -> Lost | None:
+        if not self._patient and self._threads.hang():
+            self.given_up |= any([move.cancel() for _, move in self._moves if not move.cancelled()])
+        if not all(move.done() for _, move in self._moves):
+            return None
+        return tuple(sorted(i for part, move in self._moves for i in (part if move.cancelled() else move.result())))

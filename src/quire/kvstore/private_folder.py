@@ -27,17 +27,20 @@ def make_folder(folder: Path, mode: int) -> None:
 
 def check_private(folder: Path) -> None:
     """Raise ConfigError if other users than this one and root may write into a folder."""
-    about = folder.stat()
+    if why := why_shared(folder.stat()):
+        raise ConfigError(
+            f"kv_offload_dir: {folder} {why}. Whoever writes KV blocks there changes what this engine answers: take "
+            f"the right away (chmod -R go-w), name a folder of your own, or allow it with {FLAG}."
+        )
+
+
+def why_shared(about: os.stat_result) -> str:
+    """Return the reason why other users than this one and root may write a file or folder; "": they may not."""
     if about.st_uid not in (os.geteuid(), 0):
-        why = f"belongs to the user {_user(about.st_uid)}"
-    elif about.st_mode & WRITABLE:
-        why = f"has mode {stat.S_IMODE(about.st_mode):04o}, so that other users may write into it"
-    else:
-        return
-    raise ConfigError(
-        f"kv_offload_dir: {folder} {why}. Whoever writes KV blocks there changes what this engine answers: take the "
-        f"right away (chmod go-w), name a folder of your own, or allow it with {FLAG}."
-    )
+        return f"belongs to the user {_user(about.st_uid)}"
+    if about.st_mode & WRITABLE:
+        return f"has mode {stat.S_IMODE(about.st_mode):04o}, so that other users may write into it"
+    return ""
 
 
 def _user(number: int) -> str:

@@ -269,10 +269,16 @@ class BlockShare:
             except OSError:  # too many open files, or closed
                 time.sleep(0.05)
                 continue
+            serving = threading.Thread(target=self._serve, args=(end,), name="quire-kv-line", daemon=True)
             if self._has_room(end):
-                threading.Thread(target=self._serve, args=(end,), name="quire-kv-line", daemon=True).start()
-            else:
-                end.close()
+                try:
+                    serving.start()
+                    continue
+                except RuntimeError as error:  # too many threads
+                    LOG.warning("a connection to the share is closed: %s", error)
+                    with self._lock:
+                        self._strangers.pop(end, None)
+            end.close()
 
     def _has_room(self, end: socket.socket) -> bool:
         """Take in a new connection, in the place of the oldest that has not proved the key if there are too many."""

@@ -30,6 +30,7 @@ from quire.kernels.norm import triton as norm
 from quire.kernels.select import select_kernels
 from quire.layers.linear import GatedLinear, Linear
 
+from ...support.full import full_rows
 from ...support.triton_interpreter import repair_interpreter
 
 CONFIG = {
@@ -89,7 +90,11 @@ def test_every_case_computes_what_the_library_computes(op: str) -> None:
 @needs_interpreter
 @pytest.mark.parametrize(
     ("op", "dtype"),
-    [*((op, "float32") for op in OPERATIONS), ("linear", "bfloat16"), ("layer", "bfloat16"), ("embedding", "bfloat16")],
+    [
+        *((op, "float32") for op in OPERATIONS),
+        *(("layer", "bfloat16"), ("embedding", "bfloat16")),
+        *full_rows([("linear", "bfloat16")]),
+    ],
 )
 def test_every_case_of_a_gpu(op: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(timing, "SAMPLES", 1)

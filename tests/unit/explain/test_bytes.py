@@ -17,10 +17,12 @@ from quire.quantization.scheme import scheme_words
 from quire.weights.files import StoredTensor, read_checkpoint
 
 from ...support.explained import explained
+from ...support.full import FULL
+from .conftest import Models
 
 MODELS = ("DeepSeek-V3", "Qwen3-30B-A3B", "GLM-4.5")
 TOGETHER = Parallel(tp=8, experts=True)
-PER_FILE = 20_000  # tensors
+PER_FILE = 20_000 if FULL else 1_000  # tensors: some files for each model
 ITEM = {"BF16": 2, "F16": 2, "F32": 4, "I32": 4}
 
 
@@ -103,8 +105,8 @@ def write_tensors(folder: Path, raw: dict[str, Any], entries: list[tuple[str, tu
 
 
 @pytest.fixture(scope="module", params=MODELS)
-def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, shared: Path) -> Path:
-    raw = json.loads((shared / "hf" / request.param / "config.json").read_text())
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, shallow: Models) -> Path:
+    raw = json.loads((shallow(f"hf/{request.param}") / "config.json").read_text())
     raw.pop("quantization_config", None)
     made: Path = tmp_path_factory.mktemp(request.param)
     write_headers(made, raw)
@@ -182,8 +184,8 @@ def test_slices_of_experts_and_stages_hold_everything_once(folder: Path) -> None
     assert held_in_all(folder, Parallel(dp=2, experts=True)) == 2 * total - parts["experts"]
 
 
-def test_a_quantized_checkpoint_is_planned(shared: Path) -> None:
-    plan = planned(shared / "hf" / "DeepSeek-V3")
+def test_a_quantized_checkpoint_is_planned(shallow: Models) -> None:
+    plan = planned(shallow("hf/DeepSeek-V3"))
     assert plan["model"]["format"] == "fp8 in blocks of 128 x 128" and plan["missing"] == []
     found = {one["name"]: one for one in plan["layers"][1]["weights"]}
     down = found["layers.0.attention.down.weight"]  # 1536 rows and 576, of which the last block of 128 is not full
@@ -365,10 +367,10 @@ def test_formats_that_are_not_implemented_are_refused_by_name(shared: Path, tmp_
         "qwen3-30b-a3b-fp8",
     ],
 )
-def test_quantized_models_of_the_measurements_are_planned(shared: Path, folder: str) -> None:
+def test_quantized_models_of_the_measurements_are_planned(shallow: Models, folder: str) -> None:
     for device in ("h200", "cpu"):
         config = EngineConfig.from_flat(
-            model=str(shared / "bench" / "models" / folder),
+            model=str(shallow(f"bench/models/{folder}")),
             load_format="dummy",
             device="cpu" if device == "cpu" else "auto",
         )

@@ -136,8 +136,8 @@ def test_hopper_s_kernels_need_hopper() -> None:
     assert dict(chosen["a100"].rejected)["hopper"] == "needs compute capability 9.0, this GPU has 8.0"
 
 
-def test_a_gpu_too_small_is_a_line_of_the_plan_and_no_error(shared: Path) -> None:
-    config = EngineConfig.from_flat(model=str(shared / "hf" / "GLM-4.5"))
+def test_a_gpu_too_small_is_a_line_of_the_plan_and_no_error(glm: Path) -> None:
+    config = EngineConfig.from_flat(model=str(glm))
     memory = plan_engine(config, described="h100").describe()["memory"]
     assert "are missing" in memory["refused"] and memory["weights"] > 600 << 30
 

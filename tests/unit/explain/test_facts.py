@@ -2,6 +2,7 @@
 
 import io
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,20 +14,29 @@ from quire.config.placement import ALONE, Parallel
 from quire.explain.render import render
 
 from ...support.explained import explained
+from ...support.full import FULL
+from .conftest import Models
 
 TOGETHER = Parallel(tp=8, experts=True)
 
 
-@pytest.fixture
-def shown(shared: Path) -> Any:
-    def show(model: str, parallel: Parallel = ALONE, device: str = "h200") -> tuple[dict[str, Any], str]:
-        config = EngineConfig.from_flat(model=str(shared / "hf" / model))
-        plan = explained(config, parallel, device).describe()
-        out = io.StringIO()
-        Console(file=out, width=400, highlight=False).print(render(plan))
-        return json.loads(json.dumps(plan)), out.getvalue()
+Shown = tuple[dict[str, Any], str]
+DRAFTS_AT = 61 if FULL else 5  # the layer behind the last one of DeepSeek-V3
+EACH = "7.15 GiB" if FULL else "746.4 MiB"  # an eighth of Qwen3-30B-A3B
 
-    return show
+
+@pytest.fixture
+def shown(shallow: Models) -> Callable[..., Shown]:
+    return lambda model, *more: show(shallow(f"hf/{model}"), *more)
+
+
+def show(folder: Path, parallel: Parallel = ALONE, device: str = "h200") -> Shown:
+    """Return the plan of a model as JSON has it, and as it is printed."""
+    config = EngineConfig.from_flat(model=str(folder))
+    plan = explained(config, parallel, device).describe()
+    out = io.StringIO()
+    Console(file=out, width=400, highlight=False).print(render(plan))
+    return json.loads(json.dumps(plan)), out.getvalue()
 
 
 @pytest.mark.parametrize(
@@ -42,8 +52,8 @@ def shown(shared: Path) -> Any:
                 "with a bias that only chooses, weights renormalized, scaled by 2.5",
                 "MLA cache: 512 + 64 values per token; "
                 "absorbed for up to 171 query tokens per sequence, expanded K/V above",
-                "note: Multi-token-prediction (MTP) layers are skipped (layer 61 of the checkpoint)",
-                "model.layers.61.* (multi-token prediction)",
+                f"note: Multi-token-prediction (MTP) layers are skipped (layer {DRAFTS_AT} of the checkpoint)",
+                f"model.layers.{DRAFTS_AT}.* (multi-token prediction)",
             ],
         ),
         (
@@ -129,7 +139,7 @@ def test_ranks_are_told_with_their_kv_heads_and_weights(shown: Any) -> None:
     assert "── 8 ranks" in text
     assert "experts on ranks of the first stage: experts 0-15 on rank 0; experts 16-31 on rank 1; experts 32" in text
     assert "KV heads on tp ranks: head 0 on ranks 0-1; head 1 on ranks 2-3; head 2 on ranks 4-5; head 3" in text
-    assert "weights by device: 8 x cuda 7.15 GiB each" in text
+    assert f"weights by device: 8 x cuda {EACH} each" in text
     assert "heads 0-1 on rank 0; heads 2-3 on rank 1" in shown("Qwen3-8B", Parallel(tp=4))[1]
     assert "KV cache: the same latents on every tp rank" in shown("DeepSeek-V2-Lite", Parallel(tp=4))[1]
     assert "weights by device: 1 x cuda 15.26 GiB" in shown("Qwen3-8B")[1]
@@ -144,9 +154,9 @@ def test_ranks_are_told_with_their_kv_heads_and_weights(shown: Any) -> None:
     ],
 )
 def test_what_would_fit_counts_the_ranks_that_were_asked_for(
-    shown: Any, parallel: Parallel, fits: str, gpus: int
+    glm: Path, parallel: Parallel, fits: str, gpus: int
 ) -> None:
-    plan, text = shown("GLM-4.5", parallel, "h100")
+    plan, text = show(glm, parallel, "h100")
     assert plan["memory"]["refused"].endswith(f"It fits with {fits} ({gpus} GPUs like this one).")
     assert plan["memory"]["kv_bytes_per_token"] == plan["memory"]["page_bytes"] / 128
     assert "KV cache: " in text and "per layer; a page, the block of" in text
@@ -154,7 +164,7 @@ def test_what_would_fit_counts_the_ranks_that_were_asked_for(
     words = fits.removesuffix(" --enable-expert-parallel").split()
     flags = {sizes[flag]: int(size) for flag, size in zip(words[::2], words[1::2], strict=True)}
     larger = Parallel(experts=parallel.experts, **flags)
-    assert "num_blocks" in shown("GLM-4.5", larger, "h100")[0]["memory"]
+    assert "num_blocks" in show(glm, larger, "h100")[0]["memory"]
 
 
 def test_a_phase_that_differs_in_nothing_is_told_once(shown: Any) -> None:

@@ -11,6 +11,8 @@ from quire.config.flags import server_config, settings_of
 from quire.contracts.errors import ConfigError
 from quire.entry.cli.main import build_parser, main
 
+from .conftest import Models
+
 DRAFTS = """--speculative_config '{"method": "mtp", "num_speculative_tokens": 3}'"""
 LINE = (
     "-dp 8 -tp 1 --enable-expert-parallel -q fp8 --max-num-batched-tokens 128 --max-num-seqs 32 --block-size 64 "
@@ -70,8 +72,8 @@ def test_serve_refuses_the_same_by_name() -> None:
         assert name in str(refused.value)
 
 
-def test_explain_plans_a_model_of_that_size(shared: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*words(str(shared / "hf" / "GLM-4.5")), "--device", "h200", "--json"]) == 0
+def test_explain_plans_a_model_of_that_size(shallow: Models, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*words(str(shallow("hf/GLM-4.5"))), "--device", "h200", "--json"]) == 0
     out, err = capsys.readouterr()
     plan = json.loads(out)
     assert [one["feature"] for one in plan["missing"]] == [
@@ -99,34 +101,36 @@ def test_the_model_itself_waits_for_its_attention(shared: Path, model: str, caps
     [("Qwen3-0.6B", "1.11 GiB with k = 0, 1.11 GiB with k = 1, 1.11 GiB"), ("Qwen3-30B-A3B", "GiB with k = 3")],
 )
 def test_explain_tells_the_drafter_and_the_cost_of_k(
-    shared: Path, model: str, costs: str, capsys: pytest.CaptureFixture[str]
+    shallow: Models, model: str, costs: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     given = (
         '{"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 2, '
         '"num_speculative_tokens_per_batch_size": [[1, 8, 3], [9, 64, 1]]}'
     )
-    assert main(["explain", str(shared / "hf" / model), "-sc", given, "--device", "h200"]) == 0
+    assert main(["explain", str(shallow(f"hf/{model}")), "-sc", given, "--device", "h200"]) == 0
     text = " ".join(capsys.readouterr().out.split())
     assert "speculation: ngram, 3 drafts per request, from 2 to 2 tokens looked up (3 from 1 requests on, 1" in text
     assert "no weights and no part of the KV cache" in text and costs in text
 
 
 @pytest.mark.parametrize(
-    ("model", "layer", "costs"),
+    ("model", "costs"),
     [
-        ("DeepSeek-V3", "layer 61", "10.83 GiB of weights and 1.1 KiB of the KV cache"),
-        ("GLM-4.5-Air", "layer 46", "4.42 GiB of weights and 512 B of the KV cache"),
+        ("DeepSeek-V3", "10.83 GiB of weights and 1.1 KiB of the KV cache"),
+        ("GLM-4.5-Air", "4.42 GiB of weights and 512 B of the KV cache"),
     ],
 )
 def test_explain_tells_weights_and_cache_of_a_prediction_layer(
-    shared: Path, model: str, layer: str, costs: str, capsys: pytest.CaptureFixture[str]
+    shallow: Models, model: str, costs: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Of the real configurations, with the names of their tensors; the layer's copies of embedding and head stay."""
     given = '{"method": "deepseek_mtp", "num_speculative_tokens": 3}'
-    assert main(["explain", str(shared / "hf" / model), "-sc", given, "--device", "h200", "-tp", "8"]) == 0
+    folder = shallow(f"hf/{model}")
+    layer = json.loads((folder / "config.json").read_text())["num_hidden_layers"]
+    assert main(["explain", str(folder), "-sc", given, "--device", "h200", "-tp", "8"]) == 0
     text = " ".join(capsys.readouterr().out.split())
     assert "speculation: mtp, 3 drafts per request" in text and costs in text
-    assert f"{layer}: drafts: " in text and f"{layer.split()[1]}.eh_proj.weight" in text
+    assert f"layer {layer}: drafts: " in text and f"{layer}.eh_proj.weight" in text
     assert "MTP) layers are skipped" not in text
 
 

@@ -27,9 +27,10 @@ from quire.kernels.norm import native as norm
 from quire.kernels.norm import ref as norm_ref
 from quire.platforms.cpu import read_cpu_flags
 
-from ...support.full import full_rows
+from ...support.full import FULL, full_rows
 
 FLAGS = frozenset(build.NEEDED | build.WIDE)
+NATIVE = "native or panels or int8"  # the tests of C kernels
 needs_library = pytest.mark.skipif(bool(library.missing()), reason=library.missing() or "runs")
 needs_tiles = pytest.mark.skipif(bool(library.missing_amx()), reason=library.missing_amx() or "runs")
 
@@ -96,10 +97,13 @@ def test_the_source_compiles_for_every_level_without_a_warning(tmp_path: Path, l
     ],
 )
 def test_the_kernels_of_lesser_cpus_on_a_cpu_with_more(without: str) -> None:
+    """A part of the tests of kernels, or with --full all: a CPU that has no more runs them all anyway."""
     folder = Path(__file__).parent
     files = [folder / f"test_{name}.py" for name in ("small_ops", "attention", "experts", "quantized")]
+    fewer = [] if FULL else ["-p", "tests.support.every_seventh"]
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "native or panels or int8", *files],
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *fewer, "-k", NATIVE, *files],
+        cwd=folder.parents[2],
         env=os.environ | {"QUIRE_CPU_WITHOUT": without},
         capture_output=True,
         text=True,

@@ -8,7 +8,7 @@ from quire.contracts.step import FinishedCopy, Tier
 from quire.kv.hashing import KeyChain
 from quire.kv.pool import BlockPool
 from quire.kv.prefix import PrefixIndex
-from quire.kv.store import RETRY_SECONDS, BlockPlace, KVStore
+from quire.kv.store import DISK_PART, FETCH_SECONDS, RETRY_SECONDS, BlockPlace, KVStore
 
 from .test_store import GROUP, Disk
 
@@ -66,4 +66,31 @@ def test_a_full_tier_is_written_again_when_there_is_room(caplog: pytest.LogCaptu
     assert caplog.text.count("takes no more blocks: no space left") == 1
     now[0] += RETRY_SECONDS
     assert computed(5, "") and computed(6, "") and "the disk tier takes blocks again" in caplog.text
+    store.check()
+
+
+def test_a_file_that_hangs_costs_a_part_of_its_job() -> None:
+    """The request gives up after a while; all other blocks have come, and the next requests find them."""
+    now, num = [0.0], 3 * DISK_PART
+    pool, disk = BlockPool(64), Disk()
+    store = KVStore(pool, (GROUP,), 4, num_host_blocks=64, below=(disk,), clock=lambda: now[0])
+    chain = KeyChain(bytes(32), 4, array("I", [1] * (4 * num + 1)))
+    keys = chain.keys(num)
+    disk.update(keys)
+    index = PrefixIndex(pool, 4, (GROUP,))
+    assert store.fetch(1, chain, 4 * num, index.match(chain, 4 * num))
+    copies = store.take_copies()
+    assert copies is not None and [len(job.keys) for job in copies.before] == [DISK_PART] * 3
+    hung, *others = copies.before[::-1]  # the last part of the prompt
+    store.finished([FinishedCopy(id=job.id) for job in others])
+    now[0] += FETCH_SECONDS
+    assert store.take_ready() == ([], [1])
+    assert store.host.num_free == 64 - DISK_PART
+    assert store.fetch(2, chain, 4 * num, index.match(chain, 4 * num)) == dict.fromkeys(range(2 * DISK_PART), Tier.HOST)
+    for key in hung.keys:
+        assert store.place(key) is BlockPlace.MISSING
+    (block,) = store.host.take(1)
+    store.host.publish(block, hung.keys[0])  # computed by the request, and stored
+    assert store.place(hung.keys[0]) is BlockPlace.LOADABLE
+    store.host.release([block])
     store.check()

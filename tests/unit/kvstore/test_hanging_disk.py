@@ -108,6 +108,37 @@ def test_a_disk_that_hangs_altogether_fails_jobs_at_once(
     assert (report.failed, report.error) == ((), "")
 
 
+def test_blocks_that_were_given_up_are_told_so_after_the_disk_is_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The store would take them for damaged, and delete their files."""
+    system, count = HangingSystem(), THREADS["read"]
+    one = mover(tmp_path, system)
+    system.hangs = {key.hex() for key in KEYS[:count]}
+    one.begin([read(0, KEYS[: count + 3])])
+    assert all(system.begun.acquire(timeout=20) for _ in range(count))
+    monkeypatch.setattr(file_threads, "HANG_SECONDS", 0.0)
+    assert one.finished() == ()
+    monkeypatch.undo()
+    system.back.set()
+    report = ended(one)
+    assert report.failed == (count, count + 1, count + 2) and "has not answered" in report.error
+
+
+def folder(path: str) -> None:
+    os.makedirs(f"{path}/inner")
+
+
+def test_a_folder_in_the_place_of_a_file_costs_its_block_alone(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    held = BlockFiles(tmp_path, bytes(32), "r", page_bytes=8, most_bytes=1 << 20)
+    page = memoryview(bytearray(8))
+    folder(block_path(held._folder, KEYS[0]))
+    assert not held.write(KEYS[0], page) and not held.read(KEYS[0], page) and "stays there" in caplog.text
+    assert held.write(KEYS[1], page) and not held.full
+
+
 def pipe(path: str) -> None:
     os.mkfifo(path)
 

@@ -35,16 +35,40 @@ def test_permissions_of_files_and_folders(tmp_path: Path, shared: bool, modes: s
 
 
 @pytest.mark.parametrize("mode", [0o770, 0o702, 0o1777])
-@pytest.mark.parametrize("depth", [0, 1, 2])
+@pytest.mark.parametrize("depth", [0, 1, 2, 3])
 def test_a_folder_that_others_may_write_is_refused(tmp_path: Path, mode: int, depth: int) -> None:
     """The folder that was named, and those that an engine finds in it."""
     folder = tmp_path / "kv"
     opened(folder)
-    found = [folder, next(folder.iterdir()), next(next(folder.iterdir()).iterdir())][depth]
+    found = folder
+    for _ in range(depth):
+        found = next(found.iterdir())
     found.chmod(mode)
-    with pytest.raises(ConfigError, match=f"has mode {mode:04o}, so that other users may write .*chmod go-w.*shared"):
+    with pytest.raises(
+        ConfigError, match=f"has mode {mode:04o}, so that other users may write .*chmod -R go-w.*shared"
+    ):
         opened(folder)
     assert opened(folder, shared=True).read(bytes(32), PAGE)
+
+
+def test_a_file_that_others_may_write_is_not_read(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    files = opened(tmp_path / "kv")
+    (path,) = [path for path in (tmp_path / "kv").rglob("*") if path.is_file()]
+    path.chmod(0o606)
+    assert not files.read(bytes(32), PAGE) and not path.exists()
+    assert "has mode 0606, so that other users may write into it: removed" in caplog.text
+
+
+def test_a_link_in_the_place_of_a_folder_is_not_followed(tmp_path: Path) -> None:
+    """In a folder that users share, where others may put one."""
+    files = opened(tmp_path / "kv", shared=True)
+    (path,) = [path for path in (tmp_path / "kv").rglob("*") if path.is_file()]
+    (tmp_path / "elsewhere").mkdir()
+    path.unlink()
+    path.parent.rmdir()
+    path.parent.symlink_to(tmp_path / "elsewhere")
+    assert files.write(bytes(32), PAGE) and path.is_file() and not path.parent.is_symlink()
+    assert list((tmp_path / "elsewhere").iterdir()) == []
 
 
 def test_a_folder_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

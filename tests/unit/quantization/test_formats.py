@@ -24,6 +24,7 @@ from quire.weights.load import load_weights
 
 from ...support.filled_models import sliced
 from ...support.quantized_checkpoints import FORMS, quantize_checkpoint
+from ...support.thinned import thinned
 
 DENSE = {
     "vocab_size": 64, "hidden_size": 160, "intermediate_size": 512, "num_hidden_layers": 1, "num_attention_heads": 4,
@@ -132,18 +133,16 @@ def test_numbers(plain: Callable[[str], Path], tmp_path: Path, form: str, model:
     assert not any(name.endswith(never) for name in quantized)
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize(
-    ("model", "parallel"),
-    [
-        ("qwen3", Parallel(tp=2)),
-        ("qwen3", Parallel(tp=4)),
-        ("glm4_moe", Parallel(tp=2)),
-        ("glm4_moe", Parallel(tp=2, dp=2, experts=True)),
-        ("deepseek_v3", Parallel(tp=2)),
-    ],
-    ids=str,
+PLACED = (
+    ("qwen3", Parallel(tp=2)),
+    ("qwen3", Parallel(tp=4)),
+    ("glm4_moe", Parallel(tp=2)),
+    ("glm4_moe", Parallel(tp=2, dp=2, experts=True)),
+    ("deepseek_v3", Parallel(tp=2)),
 )
+
+
+@pytest.mark.parametrize(("form", "model", "parallel"), thinned(FORMS, PLACED), ids=str)
 def test_slices_of_ranks(
     plain: Callable[[str], Path], tmp_path: Path, form: str, model: str, parallel: Parallel
 ) -> None:

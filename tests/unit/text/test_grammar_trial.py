@@ -72,7 +72,7 @@ def test_what_would_end_this_process_is_refused() -> None:
 def test_what_would_take_minutes_is_refused_while_this_process_goes_on() -> None:
     """In a thread, beside one that goes on; a good grammar of another caller does not wait for it. And of the gigabytes
     that some would take, nothing is left here."""
-    compiler, other, found = make(1.0), make(20.0), {}
+    compiler, other, found = make(0.5), make(20.0), {}
     other.compile(StructuredOutputsParams(choice=["a", "b"]).spec())
     before = resident()
     for name, structured in SLOW.items():
