@@ -29,6 +29,7 @@ from quire.config.resolve import DTypePlan, MemoryPlan
 from quire.config.resolve_cuda import gpu_only_options
 from quire.config.sharing import events_notes, read_events_config
 from quire.contracts.errors import ConfigError
+from quire.contracts.params import Param
 from quire.contracts.protocols import ExecutorFacts
 from quire.contracts.sampling import SamplingParams
 from quire.distributed.mesh import ALONE
@@ -200,11 +201,13 @@ def assemble(config: EngineConfig, on_loading: Loading | None = None, *, served:
     core = join_replicas(plan, cores, arrived, parts.hosts)
     phases.end("engine")
     lines = () if served else _lines(core.facts.plans)  # a server has a banner
+    stages = {one.mesh.rank.layers: one for one in plans}
+    every = [param for one in stages.values() for param in one.params]
     notes = (
         *draft_notes(plan),
         *found.quantization.notes,
-        *plan_notes(plan),
-        *_notes(plan, parts.memory, config),
+        *plan_notes(plan, every),
+        *_notes(plan, every, parts.memory),
         *unread,
         *parts.notes,
         *(gpu_only_options(config) if found.device.device == "cpu" else ()),
@@ -324,7 +327,7 @@ def assemble_rank(plans: Sequence[EnginePlan], *, on_loading: Loading, end_phase
     torch.set_num_threads(plan.config.device.num_threads or read_cpu_facts().cores)
     gpu = read_cuda_facts() if plan.machine.device == "cuda" else None
     loaded = load_rank(plan, ALONE, gpu, on_loading=on_loading, end_phase=end_phase)
-    return loaded.finish(resolve_sizing(plan, loaded.measure()), namespace(plan, [loaded.sums]))
+    return loaded.finish(resolve_sizing(plan, loaded.measure()), namespace([plan], [loaded.sums]))
 
 
 def _assemble_cores(replicas: Sequence[Parts], compiler: Callable[[], GrammarCompiler]) -> list[EngineCore]:
@@ -431,9 +434,10 @@ def _lines(plans: Mapping[str, object]) -> tuple[str, ...]:
     return (*ranks, *(f"{title}: {plans[title]}." for title in on))
 
 
-def _notes(plan: EnginePlan, memory: MemoryPlan, config: EngineConfig) -> tuple[str, ...]:
-    args, dtype = plan.args, plan.dtype
-    shown = (*parallel_notes(args, config.parallel, plan.params), *events_notes(config))
+def _notes(plan: EnginePlan, params: Sequence[Param], memory: MemoryPlan) -> tuple[str, ...]:
+    """Return notes about the model, its ranks and memory. params: of a rank of each stage."""
+    args, dtype, config = plan.args, plan.dtype, plan.config
+    shown = (*parallel_notes(args, config.parallel, params), *events_notes(config))
     notes = [*args.notes, *memory.notes, *shown]
     if dtype.dtype != args.dtype:
         notes.append(f"computing in {dtype.dtype}: {dtype.reason}.")

@@ -33,18 +33,23 @@ from quire.procs.block_peers import BlockPeers, PeerPages
 from quire.procs.block_share import BlockShare
 from quire.procs.device_peers import PeerDevices
 from quire.procs.kv_faults import Faults, FaultyFiles, FaultyLine
+from quire.quantization.slices import mixes_groups
 from quire.weights.sums import join_sums
 
 MOST_AHEAD = 4096  # blocks that are copied to the host tier before a step needs their room
 
 
 def root_key(plan: EnginePlan) -> bytes:
-    """Return the namespace of block keys, equal for all ranks of an engine."""
-    config = plan.config
+    """Return the namespace of block keys, equal for all ranks of an engine.
+
+    Where blocks leave the engine, sums of the weights tell models apart (`namespace`), and no name of a folder counts.
+    """
+    config, named = plan.config, not plan.offload.outside
+    model = (config.model.model or "quire-tiny") + (f" {plan.draft.config.model.model}" if plan.draft else "")
     synthetic = plan.speculation is not None and bool(plan.speculation.synthetic)  # blocks belong to other tokens
     return namespace_digest(
-        model=(config.model.model or "quire-tiny") + (f" {plan.draft.config.model.model}" if plan.draft else ""),
-        revision=config.model.revision or "",
+        model=model if named else "",
+        revision=(config.model.revision or "") if named else "",
         dtype=plan.dtype.dtype,
         block_size=plan.geometry.block_size,
         geometry=_whole(plan),
@@ -187,16 +192,18 @@ def _names(plan: EnginePlan) -> list[str]:
     return [f"{own}.drafts.{other}" for own, other in zip(names, _names(plan.draft), strict=True)]
 
 
-def namespace(plan: EnginePlan, reports: Sequence[bytes]) -> bytes:
+def namespace(plans: Sequence[EnginePlan], reports: Sequence[bytes]) -> bytes:
     """Return the namespace of blocks in files and on other engines: that of the keys, this version, config.json and the
     weights of the model and of its draft model or EAGLE head; b"" if no block leaves the engine.
 
     A new version computes anew: its kernels may round otherwise, and no check tells old numbers from its own. Files of
     an old version stay until somebody deletes their folder, because that version may still run.
 
+    plans     of the ranks that share every layer: one device, or the ranks of a replica
     reports   sums of what each rank has read (`Loaded.sums`)
     Raises WeightsError if ranks have read different weights.
     """
+    plan = plans[0]
     if not plan.offload.outside:
         return b""
     about = [
@@ -204,16 +211,23 @@ def namespace(plan: EnginePlan, reports: Sequence[bytes]) -> bytes:
         for one in (plan, plan.draft)
         if one is not None
     ]
-    facts = [__version__, about, plan.config.load.routing, _cut(plan)]
+    facts = [__version__, about, plan.config.load.routing, _cut(plans)]
     return sha256(root_key(plan) + join_sums(reports) + json.dumps(facts, sort_keys=True).encode()).digest()
 
 
-def _cut(plan: EnginePlan) -> tuple[int, bool]:
+def _cut(plans: Sequence[EnginePlan]) -> tuple[int, bool]:
     """Return the part of the ranks' sizes on which the numbers in blocks depend.
 
     Where activations have one scale per token, each rank takes it from its slice of the inputs of o_proj and down_proj.
+    Slices of columns in activation order are dequantized, and rounded to the type of the computation.
     """
-    tp, whole = plan.mesh.parallel.tp, plan.mesh.parallel.experts
-    each = [plan, *([plan.draft] if plan.draft else [])]
+    tp, whole = plans[0].mesh.parallel.tp, plans[0].mesh.parallel.experts
+    each = [one for plan in plans for one in (plan, plan.draft) if one is not None]
     per_token = any(param.scheme and param.scheme.inputs == "token" for one in each for param in one.params)
-    return (tp, whole) if per_token and tp > 1 else (1, True)
+    rounded = any(
+        param.stored is not None and mixes_groups(param.parts, param.stored)
+        for one in each
+        if one.dtype.dtype != "float32"
+        for param in one.params
+    )
+    return (tp, whole) if tp > 1 and (per_token or rounded) else (1, True)

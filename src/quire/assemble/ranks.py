@@ -67,7 +67,7 @@ def assemble_ranks(
         sizes = shared_sizes([resolve_sizing(plan, one) for plan, one in zip(plans, memory, strict=True)])
         check_host_memory(size for size, place in zip(sizes, places, strict=True) if place.local)
         groups = [slice(first, first + together) for first in range(0, len(plans), together)]
-        spaces = [namespace(plans[own.start], [one.sums for one in measured[own]]) for own in groups]
+        spaces = [namespace(plans[own], [one.sums for one in measured[own]]) for own in groups]
         for one, own, space in zip(made, groups, spaces, strict=True):
             one.size([msgspec.json.encode(RankSizes(memory=size, namespace=space)) for size in sizes[own]])
         parts = [

@@ -36,8 +36,13 @@ class DraftLength:
     ) -> None:
         self.most, self.cached = most, cached
         self._sizes, self._lengths = [size for size, _ in by_batch], [k for _, k in by_batch]
-        self._gain = MeasuredGain(auto) if auto else None
-        self.totals: tuple[int, ...] = (0,) * (2 + most) if most else ()
+        self._auto = auto
+        self.forget()
+
+    def forget(self) -> None:
+        """Forget all that was counted and learned."""
+        self._gain = MeasuredGain(self._auto) if self._auto else None
+        self.totals: tuple[int, ...] = (0,) * (2 + self.most) if self.most else ()
 
     def count(self, drafted: I32, accepted: I32) -> I32:
         """Count the drafts of a step. Return them [N, 1 + most]: made, accepted as first of a run, as second, ...

@@ -32,3 +32,4 @@ def warm_up(core: Core) -> None:
         core.step()
     for one in cores:
         one.scheduler.admitter.prefix_queries = 0  # counts what users ask
+        one.scheduler.drafts.forget()

@@ -17,7 +17,8 @@ EXACT = ("F16", "BF16")  # stored types of scales that float16 holds, as far as 
 
 def kept_weights(plan: EnginePlan) -> int:
     """Return the bytes of a rank's weights and of its drafter's, as `quire explain` tells them."""
-    headers = headers_of(plan)
+    packed = plan.machine.device == "cpu" and any(param.scheme is not None for param in plan.params)
+    headers = headers_of(plan) if packed else {}  # reading them again takes a second for a large model
     return sum(kept_of(plan, param, headers) for param in plan.params) + (plan.draft.weight_bytes if plan.draft else 0)
 
 

@@ -325,9 +325,12 @@ def resolve_engine(
     )
 
 
-def plan_notes(plan: EnginePlan) -> tuple[str, ...]:
-    """Return notes for the user: about the KV cache, its tiers, and matrices that are dequantized."""
-    return (*plan.cache.notes, *plan.offload.notes, *order_notes(plan.params, plan.dtype.dtype))
+def plan_notes(plan: EnginePlan, params: Iterable[Param]) -> tuple[str, ...]:
+    """Return notes for the user: about the KV cache, its tiers, and matrices that are dequantized.
+
+    params   of a rank of each stage
+    """
+    return (*plan.cache.notes, *plan.offload.notes, *order_notes(params, plan.dtype.dtype))
 
 
 def _step_tokens(config: EngineConfig, speculation: Speculation | None) -> int:

@@ -162,7 +162,7 @@ def read_header(path: Path) -> list[StoredTensor]:
         if size < 8 or length > MAX_HEADER or 8 + length > size:
             raise WeightsError(f"{path} is truncated (a header of {length} bytes in a file of {size}): {AGAIN}")
         text = file.read(length)
-    if text.count(b"{") > MAX_TENSORS + 2:  # every tensor has a brace of its own
+    if text.count(b'"data_offsets"') > MAX_TENSORS:  # a key of every tensor; inside of strings its quotes are escaped
         raise WeightsError(f"{path} has a header of more than {MAX_TENSORS:,} tensors: {AGAIN}")
     try:
         header = _HEADER.decode(text)

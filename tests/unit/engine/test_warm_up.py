@@ -11,14 +11,19 @@ from quire.engine.warm_up import warm_up
 from quire.entry.core_process import build
 from quire.procs.messages import Ready
 
+DRAFTS = {"method": "ngram", "num_speculative_tokens": 3}
 
-@pytest.mark.parametrize("options", [{}, {"block_size": 1}, {"max_model_len": 2}, {"max_num_seqs": 1}])
+
+@pytest.mark.parametrize(
+    "options", [{}, {"block_size": 1}, {"max_model_len": 2}, {"max_num_seqs": 1}, {"speculative_config": DRAFTS}]
+)
 def test_an_engine_is_as_new_after_its_first_steps(options: dict[str, Any]) -> None:
     core = build_mock_core(EngineConfig.from_flat(**options), bundled_model())
     warm_up(core)
     stats = core.state().stats
     assert (stats.num_running, stats.num_waiting, stats.prefix_queries, stats.prefix_hits) == (0, 0, 0, 0)
     assert stats.num_free_blocks == core.facts.num_blocks and not core.handles
+    assert not any(core.scheduler.drafts.totals)
     core.check()
 
 

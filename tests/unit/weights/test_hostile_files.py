@@ -28,7 +28,7 @@ def header(text: bytes) -> bytes:
         (b'{"a": ' + ENTRY.replace(b"0, 0", b"0, " + NINES) + b"}", "the header entry of a is damaged"),
         (NESTED, "damaged header"),
         (b'{"a": ' + NESTED, "damaged header"),
-        (b'{"a":' * 3_000_000, "a header of more than 131,072 tensors"),
+        (b'{"a":' * 3_000_000, "damaged header"),
         (b'{"__metadata__": {"a": ' + NESTED, "damaged header"),
         (b'{"a": ' + ENTRY.replace(b"[0]", b"[" + b"9" * 18 + b",9" * 100_000 + b"]") + b"}", "entry of a is damaged"),
         (b'{"' + b"a" * 2000 + b'": ' + ENTRY.replace(b"F32", b"Q4") + b"}", "damaged header"),

@@ -37,6 +37,10 @@ class TextWork:
             return work()
         return await (self._long if size < HUGE else self._huge).run(client, size, work)
 
+    async def write(self, client: str, size: int, work: Callable[[], T]) -> T:
+        """Run `work`, which writes an answer of `size` bytes, and return its result. It is never refused."""
+        return work() if size < LONG else await self._long.run(client, 0, work)
+
 
 class FairThreads:
     """Threads that clients use in turn.

@@ -30,7 +30,7 @@ def add(spans: Sequence[tuple[int, int, I64]], sums: Tensor) -> None:
         own = torch.from_numpy(np.ascontiguousarray(made[chosen])).to(sums.device)
         places = torch.from_numpy(chosen).to(sums.device)
         tiles = -(-int(made[chosen, 1].max()) // TILE)
-        _sum_kernel[(len(chosen), max(1, tiles))](
+        _sum_kernel[(max(1, tiles), len(chosen))](
             own, places, table, sums, width, TILE, LANES, NUMBERS, COLUMNS, GOLDEN, FIRST, SECOND, num_warps=4
         )
 
@@ -58,7 +58,7 @@ def _sum_kernel(
     FIRST: tl.constexpr,
     SECOND: tl.constexpr,
 ):
-    """Add the two sums of a part of a slice. Grid (slices, tiles of the longest slice).
+    """Add the two sums of a part of a slice. Grid (tiles of the longest slice, slices), as the second has a limit.
 
     spans    [slices, COLUMNS] int64: address, bytes, base, length, stride, key_0, key_1
     places   [slices] int64, rows of `sums`
@@ -66,9 +66,9 @@ def _sum_kernel(
     sums     [., 2] int64
     WIDTH    bytes that are read at once: 4 where all offsets and lengths are multiples of 4, else 1
     """
-    own = spans + tl.program_id(0) * COLUMNS
+    own = spans + tl.program_id(1) * COLUMNS
     address, size = tl.load(own), tl.load(own + 1)
-    start = tl.program_id(1).to(tl.int64) * TILE
+    start = tl.program_id(0).to(tl.int64) * TILE
     if start >= size:
         return
     base, length, stride = tl.load(own + 2), tl.load(own + 3), tl.load(own + 4)

@@ -14,7 +14,7 @@ from quire.contracts.errors import InvalidParameter
 from quire.contracts.step import F32
 from quire.entry.completion import Generation
 from quire.entry.embedding import embed_params, vector_of
-from quire.entry.http.auth import owner_of, tenant_of
+from quire.entry.http.auth import client_of, owner_of, tenant_of
 from quire.entry.http.context import ServerContext
 from quire.entry.http.openai import schema_embeddings as schema
 from quire.entry.http.openai.decode import RequestDecoder
@@ -56,7 +56,8 @@ async def embed(context: ServerContext, exchange: Exchange) -> None:
             )
         )  # type: ignore
 
-    await exchange.reply(await away(context, exchange, write, sum(vector.nbytes for vector in vectors)))
+    client, size = client_of(exchange.scope, context.config.http), sum(vector.nbytes for vector in vectors)
+    await exchange.reply(await context.text_work.write(client, size, write))
 
 
 async def vectors_of(
