@@ -312,7 +312,15 @@ def test_the_cache_is_where_the_environment_says(monkeypatch: pytest.MonkeyPatch
     assert cache_folder() == tmp_path / "kept"
 
 
+@pytest.fixture
+def copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A compiler that writes a copy of the library that there is: the real one takes seconds."""
+    whole = build.build(cache_folder() / "kernels", read_cpu_flags())
+    monkeypatch.setattr(build, "_compile", lambda command, library: shutil.copy(whole, library))
+
+
 @needs_library
+@pytest.mark.usefixtures("copied")
 def test_a_damaged_library_is_compiled_again(tmp_path: Path) -> None:
     path = build.build(tmp_path, read_cpu_flags())
     path.write_bytes(b"not a library")
@@ -357,6 +365,7 @@ def test_another_library_under_our_name_is_a_reason(
 
 
 @needs_library
+@pytest.mark.usefixtures("copied")
 def test_processes_may_race(tmp_path: Path) -> None:
     with ThreadPoolExecutor(3) as pool:
         paths = set(pool.map(lambda _: build.build(tmp_path, read_cpu_flags(), fresh=True), range(3)))
