@@ -57,7 +57,7 @@ def test_plans_of_real_models_without_torch(part: int, shared: Path) -> None:
     run = subprocess.run([sys.executable, "-c", NO_TORCH, *folders], capture_output=True, text=True, timeout=300)
     assert run.returncode == 0, run.stderr[-2000:]
     made, refused = json.loads(run.stdout)
-    assert len(folders) - len(made) == len(refused) <= 2 and len(made) >= 5
+    assert len(folders) - len(made) == len(refused) <= 3 and len(made) >= 4
     assert all("model_type" in why or "architecture" in why for why in refused.values()), refused
 
 
