@@ -201,13 +201,10 @@ def assemble(config: EngineConfig, on_loading: Loading | None = None, *, served:
     core = join_replicas(plan, cores, arrived, parts.hosts)
     phases.end("engine")
     lines = () if served else _lines(core.facts.plans)  # a server has a banner
-    stages = {one.mesh.rank.layers: one for one in plans}
-    every = [param for one in stages.values() for param in one.params]
     notes = (
         *draft_notes(plan),
         *found.quantization.notes,
-        *plan_notes(plan, every),
-        *_notes(plan, every, parts.memory),
+        *_notes(plan, _params_of(plans), parts.memory),
         *unread,
         *parts.notes,
         *(gpu_only_options(config) if found.device.device == "cpu" else ()),
@@ -434,11 +431,16 @@ def _lines(plans: Mapping[str, object]) -> tuple[str, ...]:
     return (*ranks, *(f"{title}: {plans[title]}." for title in on))
 
 
+def _params_of(plans: Sequence[EnginePlan]) -> list[Param]:
+    """Return the parameters of a rank of each stage."""
+    return [param for one in {one.mesh.rank.layers: one for one in plans}.values() for param in one.params]
+
+
 def _notes(plan: EnginePlan, params: Sequence[Param], memory: MemoryPlan) -> tuple[str, ...]:
     """Return notes about the model, its ranks and memory. params: of a rank of each stage."""
     args, dtype, config = plan.args, plan.dtype, plan.config
     shown = (*parallel_notes(args, config.parallel, params), *events_notes(config))
-    notes = [*args.notes, *memory.notes, *shown]
+    notes = [*plan_notes(plan, params), *args.notes, *memory.notes, *shown]
     if dtype.dtype != args.dtype:
         notes.append(f"computing in {dtype.dtype}: {dtype.reason}.")
     if config.model.trust_remote_code:

@@ -11,12 +11,13 @@ texts of one client hold up no other. The texts that wait have at most MOST_WAIT
 
 import asyncio
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from typing import TypeVar
 
 from quire.contracts.errors import QueueFull
+from quire.contracts.step import F32
 
 # Time grows with the bytes of a request: characters, messages (some 18 us each), parts, variables of the template.
 LONG = 8_192  # bytes of a request; from here on its texts take 1 to 5 ms, and are processed in a thread
@@ -37,9 +38,9 @@ class TextWork:
             return work()
         return await (self._long if size < HUGE else self._huge).run(client, size, work)
 
-    async def write(self, client: str, size: int, work: Callable[[], T]) -> T:
-        """Run `work`, which writes an answer of `size` bytes, and return its result. It is never refused."""
-        return work() if size < LONG else await self._long.run(client, 0, work)
+    async def write(self, client: str, vectors: Sequence[F32], work: Callable[[], T]) -> T:
+        """Run `work`, which writes an answer of vectors, and return its result. It is never refused."""
+        return work() if sum(vector.nbytes for vector in vectors) < LONG else await self._long.run(client, 0, work)
 
 
 class FairThreads:

@@ -56,8 +56,7 @@ async def embed(context: ServerContext, exchange: Exchange) -> None:
             )
         )  # type: ignore
 
-    client, size = client_of(exchange.scope, context.config.http), sum(vector.nbytes for vector in vectors)
-    await exchange.reply(await context.text_work.write(client, size, write))
+    await exchange.reply(await context.text_work.write(client_of(exchange.scope, context.config.http), vectors, write))
 
 
 async def vectors_of(
