@@ -20,6 +20,10 @@ ORDERED = ("gptq-order", "gptq-8-v2-order", "ct-w4-order")
 SIZES = {"hidden_size": 128, "intermediate_size": 128, "moe_intermediate_size": 128}
 
 
+def notes_of(plan: EnginePlan) -> tuple[str, ...]:
+    return plan_notes(plan, plan.params)
+
+
 def config_of(form: str, family: str = "qwen3") -> dict[str, Any]:
     return tiny_config(Tiny(family=family), **SIZES) | {"quantization_config": FORMS[form].config}
 
@@ -35,9 +39,9 @@ def test_slices_of_columns_are_dequantized_and_a_note_says_so(form: str) -> None
     plan = plan_of(config_of(form), "bfloat16", tp=2)
     plain = {one.name.split(".", 2)[2]: one.dtype for one in plan.params if one.stored and one.scheme is None}
     assert plain == {"attention.output.weight": "", "mlp.down.weight": ""}
-    (note,) = plan_notes(plan)
+    (note,) = notes_of(plan)
     assert note.startswith("o_proj and down_proj: kept in float32, because") and "desc_act=false" in note
-    assert not plan_notes(plan_of(config_of(form))) and all(
+    assert not notes_of(plan_of(config_of(form))) and all(
         one.scheme for one in plan_of(config_of(form)).params if one.stored
     )
 
@@ -48,7 +52,7 @@ def test_both_matrices_of_sliced_experts_are_dequantized_and_whole_ones_stay() -
     for plan, quantized in ((sliced, False), (whole, True)):
         found = {one.name: one.scheme for one in plan.params if one.shard == "experts"}
         assert found and all((scheme is not None) == quantized for scheme in found.values())
-    assert "with all matrices of these experts" in plan_notes(sliced)[0] and "experts" not in plan_notes(whole)[0]
+    assert "with all matrices of these experts" in notes_of(sliced)[0] and "experts" not in notes_of(whole)[0]
 
 
 def test_explain_prints_the_notes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -47,6 +47,9 @@ def call(root: Path, *command: str, **environment: str) -> subprocess.CompletedP
         (5, 5, ("-k", "poool"), 5),
         (1, 0, ("-k", "pool"), 1),
         (5, 1, ("-k", "pool"), 1),
+        (0, 1, ("tests/unit/kv",), 0),
+        (5, 0, ("tests/unit/kv", "-k", "poool"), 5),
+        (1, 0, ("tests/e2e/test_llm.py",), 0),
     ],
 )
 def test_a_run_without_tests_is_red(

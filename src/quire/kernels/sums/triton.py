@@ -92,6 +92,6 @@ def _sum_kernel(
         step = (offset // (4 * NUMBERS)).to(tl.uint64) * GOLDEN
         low += values * tl.load(number).to(tl.uint64) * (_mixed(low_key + step, FIRST, SECOND) | 1)
         high += values * tl.load(number + NUMBERS).to(tl.uint64) * (_mixed(high_key + step, FIRST, SECOND) | 1)
-    target = sums + tl.load(places + tl.program_id(0)) * 2
+    target = sums + tl.load(places + tl.program_id(1)) * 2
     tl.atomic_add(target, tl.sum(low).to(tl.int64))
     tl.atomic_add(target + 1, tl.sum(high).to(tl.int64))
