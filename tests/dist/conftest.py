@@ -27,9 +27,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason=reason))
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def one_thread() -> Iterator[None]:
-    """Ranks share the cores, and begin with torch imported: those of some tests start as real ones do (`real`)."""
+    """Ranks share the cores, and begin with torch imported: those of some tests start as real ones do (`real`).
+
+    Not for a session, in which tests of other folders follow in the same process.
+    """
     torch.set_num_threads(1)
     os.environ["OMP_NUM_THREADS"] = "1"
     with quick_starts():

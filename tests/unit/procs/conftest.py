@@ -10,7 +10,7 @@ from ...support.template_process import SWITCH, quick_starts
 IMPORTS = ("numpy", "quire.contracts.step", "quire.procs.agent", "quire.procs.rank_server", "quire.procs.ranks")
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def copies() -> Iterator[None]:
     """Also leave the objects of other tests out of the collections of these: each of them collects twice."""
     gc.collect()
