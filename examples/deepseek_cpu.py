@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quire.config.checkpoint import ModelArgs, parse_checkpoint_config, read_raw_config
+from quire.args.checkpoint import ModelArgs, parse_checkpoint_config, read_raw_config
 from quire.config.engine import EngineConfig
 from quire.config.resolve import DTypePlan, resolve_geometry
 from quire.contracts.errors import UserError

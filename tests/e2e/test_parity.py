@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from quire import LLM, SamplingParams
-from quire.config.checkpoint import read_checkpoint_config
+from quire.args.checkpoint import read_checkpoint_config
 
 from ..support.full import FULL, full_rows, only_full
 from ..support.pairwise import Row, label, pairwise

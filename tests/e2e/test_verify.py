@@ -15,13 +15,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+import quire.args.checkpoint as checkpoint_reader
 import quire.assemble
 import quire.assemble.cpu
-import quire.config.checkpoint as checkpoint_reader
 from quire import EngineConfig
-from quire.config.checkpoint import FAMILIES as CONFIGURED
-from quire.config.checkpoint import ModelArgs, read_checkpoint_config
-from quire.config.keys import Keys
+from quire.args.checkpoint import FAMILIES as CONFIGURED
+from quire.args.checkpoint import ModelArgs, read_checkpoint_config
+from quire.args.keys import Keys
 from quire.contracts.errors import ConfigError, ModelError, RequestFailed
 from quire.explain import parity
 from quire.explain.parity import NUM_TOKENS, verify

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.config.experts import Routing
+from quire.args.experts import Routing
 from quire.kernels import pdl, triton_runtime
 from quire.kernels.experts import grouped, ref
 from quire.kernels.experts.inputs import Case, make, packed_by

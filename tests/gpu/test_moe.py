@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import quire.bench
-from quire.config.checkpoint import ModelArgs, parse_checkpoint_config
+from quire.args.checkpoint import ModelArgs, parse_checkpoint_config
 from quire.kernels import pdl, triton_runtime
 from quire.kernels.select import select_kernels
 from quire.layers import moe

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from quire.config.checkpoint import parse_checkpoint_config
+from quire.args.checkpoint import parse_checkpoint_config
 from quire.kernels.cache import compiling_ahead
 from quire.kernels.triton_runtime import jit, tl
 from quire.layers.decoder import Decoder

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.config.rope import RopeArgs
+from quire.args.rope import RopeArgs
 from quire.kernels import pdl, triton_runtime
 from quire.kernels.activation import ref as activation_ref
 from quire.kernels.attention import KVView

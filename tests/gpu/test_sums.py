@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from quire.config.checkpoint import parse_checkpoint_config
+from quire.args.checkpoint import parse_checkpoint_config
 from quire.config.placement import ALONE, Parallel, ranks
 from quire.models.layout import layout, stored_names
 from quire.weights.load import load_weights

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quire.config.experts import Routing
+from quire.args.experts import Routing
 from quire.contracts.scheme import Scheme
 from quire.kernels import pdl, triton_runtime
 from quire.kernels.experts import hopper, scaled, scaled_hopper, triton, weight_only

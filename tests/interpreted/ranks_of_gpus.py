@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.config.checkpoint import ModelArgs
+from quire.args.checkpoint import ModelArgs
 from quire.config.placement import ALONE, Parallel, Rank, ranks
 from quire.distributed import Group
 from quire.distributed.mesh import RankGroups

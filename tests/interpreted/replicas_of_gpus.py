@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from quire.config.checkpoint import ModelArgs
+from quire.args.checkpoint import ModelArgs
 from quire.config.placement import Parallel, Rank, ranks
 from quire.contracts.step import StepPlan, StepSync
 from quire.distributed.mesh import RankGroups

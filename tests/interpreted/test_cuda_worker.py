@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from quire.config.checkpoint import ModelArgs
+from quire.args.checkpoint import ModelArgs
 from quire.contracts.sampling import SamplerSpec
 from quire.contracts.step import (
     I32,

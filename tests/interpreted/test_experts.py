@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.config.experts import Routing
+from quire.args.experts import Routing
 from quire.kernels import triton_runtime
 from quire.kernels.experts import hopper, ref, triton
 from quire.kernels.experts.inputs import CASES, Case, make, packed_by

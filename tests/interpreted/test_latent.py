@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.config.checkpoint import parse_checkpoint_config
+from quire.args.checkpoint import parse_checkpoint_config
 from quire.contracts.step import SharedPrefix
 from quire.kernels import triton_runtime
 from quire.kernels.attention import AttentionMeta, SharedBlocks, inputs, sequences

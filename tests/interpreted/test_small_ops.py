@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.config.rope import RopeArgs
+from quire.args.rope import RopeArgs
 from quire.kernels import triton_runtime
 from quire.kernels.activation import inputs as activation_inputs
 from quire.kernels.activation import ref as activation_ref

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from quire.config.checkpoint import parse_checkpoint_config
+from quire.args.checkpoint import parse_checkpoint_config
 from quire.kernels.sums import ref, triton
 from quire.models.layout import layout
 from quire.weights.load import load_weights

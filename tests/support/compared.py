@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from msgspec.structs import replace
 
-from quire.config.checkpoint import ModelArgs, parse_checkpoint_config
-from quire.config.eagle import EagleArgs
+from quire.args.checkpoint import ModelArgs, parse_checkpoint_config
+from quire.args.eagle import EagleArgs
 from quire.config.engine import SchedulerConfig
 from quire.config.resolve import resolve_geometry
 from quire.contracts.blocks import KVGeometry

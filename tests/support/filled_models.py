@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from quire.config.checkpoint import ModelArgs
+from quire.args.checkpoint import ModelArgs
 from quire.config.engine import EngineConfig
 from quire.config.placement import ALONE, Parallel
 from quire.config.resolve import DTypePlan

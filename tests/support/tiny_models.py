@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from quire.config.checkpoint import FAMILIES as CONFIGURED
+from quire.args.checkpoint import FAMILIES as CONFIGURED
 from quire.contracts.protocols import Executor, ExecutorFacts
 from quire.contracts.step import I32, StepPlan, StepResult
 
@@ -81,7 +81,7 @@ class FamilyCase:
         assert self.peer or not (self.keys or self.tensors), "names of its own need a peer, whose names are replaced"
 
 
-# Every family of `quire.config.checkpoint.FAMILIES`. All tests of families take them from here.
+# Every family of `quire.args.checkpoint.FAMILIES`. All tests of families take them from here.
 FAMILIES: Mapping[str, FamilyCase] = {
     "llama": FamilyCase(biases=("attention_bias", "mlp_bias")),
     "mistral": FamilyCase(options={"sliding_window": None}),

@@ -14,17 +14,17 @@ from typing import NamedTuple
 import msgspec
 import torch
 
+from quire.args.checkpoint import ModelArgs
+from quire.args.pooling import PoolingPlan
 from quire.assemble.early import check_early
 from quire.assemble.offload import make_store, namespace, root_key
 from quire.assemble.parts import Loading, Parts
 from quire.assemble.rank import load_rank
 from quire.assemble.turned_on import OFF, turned_on
 from quire.config.balancing import read_eplb_config
-from quire.config.checkpoint import ModelArgs
 from quire.config.engine import EngineConfig, SchedulerConfig
 from quire.config.env import ranks_share_gpu
 from quire.config.placement import Parallel, check_hosts, check_parallel, parallel_sizes
-from quire.config.pooling import PoolingPlan
 from quire.config.resolve import DTypePlan, MemoryPlan
 from quire.config.resolve_cuda import gpu_only_options
 from quire.config.sharing import events_notes, read_events_config

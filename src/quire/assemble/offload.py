@@ -7,7 +7,7 @@ from hashlib import sha256
 from pathlib import Path
 
 from quire import __version__
-from quire.config.checkpoint import read_raw_config
+from quire.args.checkpoint import read_raw_config
 from quire.config.env import cluster_key
 from quire.config.placement import ranks
 from quire.config.resolve import GIB, MemoryPlan

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quire.args.checkpoint import read_checkpoint_config
 from quire.bench.kernel_cases import OPERATIONS
 from quire.bench.kernel_setup import Setup
 from quire.bench.workload import model_folder
-from quire.config.checkpoint import read_checkpoint_config
 from quire.config.resolve import CPU_BLOCK_SIZE
 from quire.config.resolve_cuda import CUDA_BLOCK_SIZE
 from quire.contracts.errors import ConfigError

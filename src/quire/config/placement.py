@@ -7,8 +7,8 @@ divided among ranks across the replicas of attention, as in DeepSeek-V3 (2024, s
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from quire.args.checkpoint import ModelArgs
 from quire.config.balancing import read_eplb_config
-from quire.config.checkpoint import ModelArgs
 from quire.config.engine import HostsConfig, ParallelConfig
 from quire.contracts.errors import ConfigError
 

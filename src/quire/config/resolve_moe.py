@@ -7,7 +7,7 @@ the numbering of experts and the part that weighs results. Topology, machine and
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from quire.config.checkpoint import ModelArgs
+from quire.args.checkpoint import ModelArgs
 from quire.config.placement import MOST_RANKS, Parallel
 from quire.contracts.decided import line_of
 from quire.contracts.errors import ConfigError

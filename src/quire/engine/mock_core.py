@@ -7,7 +7,7 @@ weights. Never imports torch.
 
 from pathlib import Path
 
-from quire.config.checkpoint import read_checkpoint_config
+from quire.args.checkpoint import read_checkpoint_config
 from quire.config.engine import EngineConfig
 from quire.config.resolve import check_context
 from quire.contracts.blocks import KVComponent, KVGeometry, KVGroup

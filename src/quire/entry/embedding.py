@@ -8,7 +8,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from quire.config.pooling import PoolingPlan
+from quire.args.pooling import PoolingPlan
 from quire.contracts.errors import EngineClosed, InvalidParameter, RequestFailed
 from quire.contracts.output import EmbeddingOutput, EmbeddingRequestOutput
 from quire.contracts.sampling import OutputKind, SamplingParams

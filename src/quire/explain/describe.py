@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from quire.config.checkpoint import ModelArgs, read_raw_config
+from quire.args.checkpoint import ModelArgs, read_raw_config
 from quire.config.engine import EngineConfig
 from quire.config.placement import Rank, check_parallel, parallel_sizes
 from quire.config.resolve import GIB, MemoryPlan, check_cpu_weights, resolve_dtype

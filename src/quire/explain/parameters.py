@@ -15,7 +15,7 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor
 
-from quire.config.checkpoint import read_checkpoint_config
+from quire.args.checkpoint import read_checkpoint_config
 from quire.contracts.errors import ModelError, UnsupportedModel
 from quire.contracts.params import Param
 from quire.layers.decoder import Decoder

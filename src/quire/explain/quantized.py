@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from quire.config.checkpoint import read_raw_config
+from quire.args.checkpoint import read_raw_config
 from quire.contracts.params import Param, fused, of_expert
 from quire.explain.parameters import unordered
 from quire.kernels.linear.quantized_ref import rounded

@@ -2,7 +2,7 @@
 
 from torch import Tensor, nn
 
-from quire.config.checkpoint import ModelArgs
+from quire.args.checkpoint import ModelArgs
 from quire.kernels.attention import KVView
 from quire.kernels.rope.rotary import Rotation
 from quire.layers.context import Build, StepContext

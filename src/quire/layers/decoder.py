@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from quire.config.checkpoint import ModelArgs
+from quire.args.checkpoint import ModelArgs
 from quire.contracts.params import Param
 from quire.kernels.attention import KVView
 from quire.kernels.rope.rotary import Rotary, Rotation

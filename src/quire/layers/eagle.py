@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from quire.config.checkpoint import ModelArgs
+from quire.args.checkpoint import ModelArgs
 from quire.contracts.errors import WeightsError
 from quire.distributed.vocabulary import VocabularySlice
 from quire.kernels.attention import KVView

@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from quire.config.checkpoint import ModelArgs
+from quire.args.checkpoint import ModelArgs
 from quire.kernels.attention import AttentionMeta, Prompt, sequences
 from quire.kernels.latent import LatentView
 from quire.kernels.rope.rotary import Rotation

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from quire.config.checkpoint import ModelArgs
-from quire.config.experts import Routing
+from quire.args.checkpoint import ModelArgs
+from quire.args.experts import Routing
 from quire.kernels.experts.slots import ExpertSlots
 from quire.kernels.pack.matrix import Weight, empty_weight
 from quire.kernels.quantize.rows import QuantizedRows

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from math import isfinite
 from typing import NamedTuple
 
-from quire.config.checkpoint import ModelArgs
+from quire.args.checkpoint import ModelArgs
 
 SUM = "tp.all_reduce"  # over the ranks that share a layer; then the residual is added
 Features = Callable[[str], Collection[str]]  # a linear layer, below the layer ("mlp.down") -> features of its kernel

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from quire.config.checkpoint import ModelArgs
+from quire.args.checkpoint import ModelArgs
 from quire.config.placement import Parallel, Rank, ep_members, pp_members, tp_members, vocabulary_share
 from quire.contracts.scheme import AS_THEY_ARE, Wire
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from quire.config.checkpoint import SKIPPED, ModelArgs, read_raw_config
+from quire.args.checkpoint import SKIPPED, ModelArgs, read_raw_config
 from quire.config.engine import EngineConfig
 from quire.contracts.blocks import KVGeometry
 from quire.contracts.errors import ConfigError

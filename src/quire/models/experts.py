@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from quire.config.checkpoint import ModelArgs
+from quire.args.checkpoint import ModelArgs
 from quire.config.placement import ALONE, Parallel, Rank
 from quire.config.resolve_moe import Hardware, MoEPlan, kind_of, kind_words, resolve_moe
 from quire.contracts.errors import ConfigError

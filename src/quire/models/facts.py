@@ -3,7 +3,7 @@
 from dataclasses import asdict
 from typing import Any
 
-from quire.config.checkpoint import ModelArgs
+from quire.args.checkpoint import ModelArgs
 
 
 def model_facts(args: ModelArgs) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 import msgspec
 
-from quire.config.checkpoint import ModelArgs
+from quire.args.checkpoint import ModelArgs
 from quire.config.engine import EngineConfig
 from quire.contracts.speculation import Speculation
 from quire.contracts.step import MAX_VERIFY_ROWS

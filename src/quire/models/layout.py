@@ -9,8 +9,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import prod
 from typing import NamedTuple
 
-from quire.config.checkpoint import ModelArgs
-from quire.config.eagle import EagleArgs
+from quire.args.checkpoint import ModelArgs
+from quire.args.eagle import EagleArgs
 from quire.config.placement import ALONE, Rank, ranks, share, vocabulary_share
 from quire.contracts.errors import UnsupportedModel
 from quire.contracts.params import Param, Part
@@ -62,7 +62,7 @@ def checkpoint_names(model_type: str) -> dict[tuple[str, str], str]:
         if error.name != module:
             raise
         raise UnsupportedModel(
-            f"model_type {model_type!r} has a row in FAMILIES of config/checkpoint.py and no names "
+            f"model_type {model_type!r} has a row in FAMILIES of args/checkpoint.py and no names "
             f"of tensors: write models/{model_type}.py, like models/qwen3.py."
         ) from None
     found = {(parameter, part): stored for stored, parameter, part in rows}

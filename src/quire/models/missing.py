@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from quire.config.checkpoint import ModelArgs
+from quire.args.checkpoint import ModelArgs
 from quire.config.engine import CacheConfig
 from quire.config.placement import Parallel
 from quire.config.resolve_moe import MoEPlan

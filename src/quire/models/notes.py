@@ -5,7 +5,7 @@ Pure functions of the options and the model. No torch.
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from quire.config.checkpoint import ModelArgs
+from quire.args.checkpoint import ModelArgs
 from quire.config.engine import ParallelConfig
 from quire.config.placement import parallel_sizes, ranks
 from quire.config.resolve_moe import MoEPlan

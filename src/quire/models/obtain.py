@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from quire.config.checkpoint import ModelArgs, read_checkpoint_config, read_raw_config
+from quire.args.checkpoint import ModelArgs, read_checkpoint_config, read_raw_config
 from quire.config.engine import EngineConfig
 from quire.config.resolve import (
     DTypePlan,

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from quire.config.checkpoint import ModelArgs
+from quire.args.checkpoint import ModelArgs
 from quire.config.engine import EngineConfig
 from quire.config.placement import ALONE, Parallel, Rank, check_parallel, ranks
 from quire.config.resolve import GIB, DTypePlan, MemoryPlan, check_context, resolve_memory

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from quire.config.checkpoint import ModelArgs, parse_checkpoint_config, read_raw_config
+from quire.args.checkpoint import ModelArgs, parse_checkpoint_config, read_raw_config
 from quire.contracts.errors import ConfigError
 from quire.contracts.params import FLOATS, Param
 from quire.models.layout import layout

@@ -5,7 +5,7 @@ from dataclasses import replace
 from itertools import chain, repeat
 from typing import TYPE_CHECKING
 
-from quire.config.checkpoint import ModelArgs
+from quire.args.checkpoint import ModelArgs
 from quire.config.placement import Parallel, Rank
 from quire.config.resolve import CPU_BLOCK_SIZE, resolve_geometry
 from quire.config.resolve_cuda import CUDA_BLOCK_SIZE

@@ -10,9 +10,9 @@ from typing import Any
 
 from msgspec import structs
 
+from quire.args.pooling import read_pooling
 from quire.config.bundled import NAME
 from quire.config.placement import Rank, ranks
-from quire.config.pooling import read_pooling
 from quire.config.resolve import MemoryPlan
 from quire.config.resolve_moe import MoEPlan
 from quire.contracts.blocks import KVGeometry

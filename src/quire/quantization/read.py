@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from quire.config.keys import Keys
+from quire.args.keys import Keys
 from quire.contracts.errors import ConfigError, ModelError, UnsupportedModel
 from quire.quantization.rules import PLAIN, rules_of
 

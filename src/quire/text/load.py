@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
+from quire.args.pooling import PoolingPlan, read_pooling
 from quire.config.engine import EngineConfig
-from quire.config.pooling import PoolingPlan, read_pooling
 from quire.contracts.errors import ConfigError
 from quire.contracts.sampling import SamplingParams
 from quire.text.chat import ChatTemplate

@@ -9,7 +9,7 @@ from math import isfinite, prod
 
 import numpy as np
 
-from quire.config.checkpoint import ModelArgs
+from quire.args.checkpoint import ModelArgs
 from quire.contracts.errors import WeightsError
 from quire.weights.files import Checkpoint, StoredTensor
 

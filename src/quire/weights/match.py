@@ -8,7 +8,7 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
-from quire.config.checkpoint import ModelArgs
+from quire.args.checkpoint import ModelArgs
 from quire.contracts.errors import WeightsError
 from quire.contracts.params import Param, Part, RawTensor
 from quire.quantization.formats import raw_tensors, spare_names

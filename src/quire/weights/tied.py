@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from quire.config.checkpoint import read_raw_config
+from quire.args.checkpoint import read_raw_config
 from quire.weights.files import StoredTensor, read_checkpoint, stored_in
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"

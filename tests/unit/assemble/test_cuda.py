@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 import torch
 
+from quire.args.checkpoint import read_checkpoint_config
 from quire.assemble import cuda
 from quire.assemble.parts import Parts
 from quire.bench.workload import model_folder
 from quire.config.bundled import bundled_model
-from quire.config.checkpoint import read_checkpoint_config
 from quire.config.engine import EngineConfig
 from quire.config.resolve import DTypePlan
 from quire.contracts.errors import ConfigError

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 import quire.assemble
+from quire.args.checkpoint import parse_checkpoint_config
 from quire.assemble import assemble
 from quire.assemble.early import check_early, check_folder
-from quire.config.checkpoint import parse_checkpoint_config
 from quire.config.engine import EngineConfig
 from quire.config.placement import Parallel
 from quire.config.resolve import GIB

@@ -8,8 +8,8 @@ from typing import Any
 import msgspec
 import pytest
 
+from quire.args.checkpoint import parse_checkpoint_config
 from quire.assemble import offload
-from quire.config.checkpoint import parse_checkpoint_config
 from quire.config.placement import ALONE, Parallel
 from quire.contracts.scheme import Scheme
 from quire.models.drafts import joined

@@ -7,8 +7,8 @@ from typing import Any
 import msgspec
 import pytest
 
+from quire.args.checkpoint import ModelArgs, parse_checkpoint_config
 from quire.assemble import offload
-from quire.config.checkpoint import ModelArgs, parse_checkpoint_config
 from quire.config.placement import Parallel
 from quire.config.resolve import GIB
 from quire.contracts.errors import ConfigError

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import torch
 
+from quire.args.checkpoint import parse_checkpoint_config
 from quire.bench import kernels as bench
 from quire.bench.kernel_cases import OPERATIONS
 from quire.bench.kernel_setup import Setup
 from quire.bench.kernels import measure_kernels, relative_error
-from quire.config.checkpoint import parse_checkpoint_config
 from quire.contracts.errors import ConfigError
 from quire.entry.cli.main import main
 from quire.kernels import triton_runtime

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
+from quire.args.checkpoint import ModelArgs, parse_checkpoint_config
 from quire.config.balancing import EplbConfig, read_eplb_config
-from quire.config.checkpoint import ModelArgs, parse_checkpoint_config
 from quire.config.placement import Parallel, check_parallel
 from quire.contracts.errors import ConfigError
 

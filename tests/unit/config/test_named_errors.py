@@ -2,7 +2,7 @@
 
 import pytest
 
-from quire.config.checkpoint import parse_checkpoint_config
+from quire.args.checkpoint import parse_checkpoint_config
 from quire.config.engine import EngineConfig
 from quire.config.flags import error_text, keyword_config
 from quire.config.placement import Parallel

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from quire.config.checkpoint import ModelArgs, parse_checkpoint_config
+from quire.args.checkpoint import ModelArgs, parse_checkpoint_config
 from quire.config.placement import Parallel, check_parallel, ranks, share, stages
 from quire.contracts.errors import ConfigError
 

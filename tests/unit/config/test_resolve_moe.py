@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from quire.args.checkpoint import ModelArgs, read_checkpoint_config
 from quire.config import resolve_moe as module
-from quire.config.checkpoint import ModelArgs, read_checkpoint_config
 from quire.config.placement import Parallel
 from quire.config.resolve_moe import DISPATCHERS, KERNELS, ExpertsKernel, Hardware, MoEPlan, resolve_moe
 from quire.contracts.errors import ConfigError

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from quire.config.checkpoint import read_checkpoint_config
+from quire.args.checkpoint import read_checkpoint_config
 from quire.config.engine import EngineConfig
 from quire.explain.describe import plan_engine
 from quire.kernels.linear import panels

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from quire.config.checkpoint import parse_checkpoint_config
+from quire.args.checkpoint import parse_checkpoint_config
 from quire.entry.cli.main import main
 from quire.models.layout import layout, stored_names
 

@@ -20,12 +20,13 @@ MAX_METHODS = 15
 MAX_POSITIONAL = 6
 VAGUE_NAMES = {"util", "utils", "common", "helper", "helpers", "misc", "manager"}
 NOT_FIRST = frozenset("What Whether How One Where Who Which Whose That Those".split())  # of docstrings
-TORCH_FREE_ROOMS = ("contracts", "config", "quantization", "kv", "text", "engine")
+TORCH_FREE_ROOMS = ("contracts", "args", "config", "quantization", "kv", "text", "engine")
 BRINGS_TORCH = {"torch", "torchvision", "triton", "transformers", "accelerate", "flash_attn", "safetensors.torch"}
 
 # Who may import whom, level by level. A room may import its own level's other rooms only one way round (no cycles).
 _FLOOR = {"contracts"}
-_BASE = _FLOOR | {"config", "observe", "platforms"}
+_GROUND = _FLOOR | {"args"}
+_BASE = _GROUND | {"config", "observe", "platforms"}
 _QUANTIZATION = _BASE | {"quantization"}
 _KERNELS = _QUANTIZATION | {"kernels"}
 _SPREAD = _KERNELS | {"distributed"}
@@ -33,13 +34,14 @@ _LAYERS = _SPREAD | {"layers", "weights", "kvstore"}
 _MODELS = _LAYERS | {"models"}
 _SPEC = _MODELS | {"spec"}
 _WORKER = _SPEC | {"worker"}
-_STATE = _FLOOR | {"config", "kv", "text"}
+_STATE = _GROUND | {"config", "kv", "text"}
 _ENGINE = _STATE | {"engine"}
 _PROCS = _WORKER | _ENGINE | {"procs"}
 _ENTRY = _PROCS | {"assemble", "entry"}
 _ALL = _ENTRY | {"explain", "bench", "router"}
 MAY_IMPORT: dict[str, set[str]] = {
     "contracts": _FLOOR,
+    "args": _GROUND,
     **dict.fromkeys(("config", "observe", "platforms"), _BASE),
     "quantization": _QUANTIZATION,
     "kernels": _KERNELS,

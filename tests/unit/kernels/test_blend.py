@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.config.rope import RopeArgs
+from quire.args.rope import RopeArgs
 from quire.kernels import triton_runtime
 from quire.kernels.attention import KVView
 from quire.kernels.attention.eight_bits import MOST

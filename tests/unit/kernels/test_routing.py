@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.config.checkpoint import FAMILIES
-from quire.config.experts import Routing, read_moe
-from quire.config.keys import Keys
+from quire.args.checkpoint import FAMILIES
+from quire.args.experts import Routing, read_moe
+from quire.args.keys import Keys
 from quire.kernels.routing import drawing, ref, uniform
 
 from ...support.tiny_models import EXPERTS, Tiny, experts_of, hf_config

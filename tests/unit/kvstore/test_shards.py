@@ -7,7 +7,7 @@ import msgspec
 import pytest
 import torch
 
-from quire.config.checkpoint import parse_checkpoint_config
+from quire.args.checkpoint import parse_checkpoint_config
 from quire.config.placement import Parallel, check_parallel, ranks
 from quire.contracts.blocks import KVComponent, KVGeometry, KVGroup
 from quire.contracts.errors import ConfigError

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from quire.args.checkpoint import ModelArgs, parse_checkpoint_config
 from quire.config import resolve_moe as plans
-from quire.config.checkpoint import ModelArgs, parse_checkpoint_config
 from quire.config.placement import Parallel
 from quire.config.resolve_moe import Hardware, resolve_moe
 from quire.contracts.errors import ConfigError

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.config.checkpoint import ModelArgs, parse_checkpoint_config
+from quire.args.checkpoint import ModelArgs, parse_checkpoint_config
 from quire.config.placement import ALONE, Parallel, Rank, ranks
 from quire.distributed import Group
 from quire.kernels.attention import AttentionMeta, KVView

@@ -7,8 +7,8 @@ import torch
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from quire.config.keys import Keys
-from quire.config.rope import RopeArgs, read_rope
+from quire.args.keys import Keys
+from quire.args.rope import RopeArgs, read_rope
 from quire.kernels.rope.rotary import Rotary, rope_frequencies
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}

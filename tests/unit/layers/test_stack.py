@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from quire.config.checkpoint import parse_checkpoint_config
+from quire.args.checkpoint import parse_checkpoint_config
 from quire.kernels.attention import AttentionMeta, KVView
 from quire.layers.context import StepContext
 from quire.layers.stack import Model, first_of_each_kind, run_layers

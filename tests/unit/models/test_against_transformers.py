@@ -7,8 +7,8 @@ import pytest
 import torch
 import transformers
 
-from quire.config.checkpoint import FAMILIES as CONFIGURED
-from quire.config.checkpoint import read_checkpoint_config
+from quire.args.checkpoint import FAMILIES as CONFIGURED
+from quire.args.checkpoint import read_checkpoint_config
 from quire.config.resolve import resolve_geometry
 from quire.kernels.attention import AttentionMeta
 from quire.kvstore.arena import KVArena

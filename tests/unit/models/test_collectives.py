@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from quire.config.checkpoint import ModelArgs, parse_checkpoint_config
+from quire.args.checkpoint import ModelArgs, parse_checkpoint_config
 from quire.config.engine import EngineConfig
 from quire.config.placement import Parallel, ranks
 from quire.contracts.scheme import AS_THEY_ARE, Wire

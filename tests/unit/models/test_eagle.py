@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from quire.config.checkpoint import parse_checkpoint_config
+from quire.args.checkpoint import parse_checkpoint_config
 from quire.config.engine import EngineConfig
 from quire.contracts.errors import ConfigError, UnsupportedModel
 from quire.models.drafts import resolve_speculators, with_spelling

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from quire.config.checkpoint import parse_checkpoint_config, read_checkpoint_config
+from quire.args.checkpoint import parse_checkpoint_config, read_checkpoint_config
 from quire.config.engine import EngineConfig
 from quire.config.placement import ALONE, Parallel
 from quire.config.resolve import DTypePlan

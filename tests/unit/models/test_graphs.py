@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from quire.config.checkpoint import parse_checkpoint_config
+from quire.args.checkpoint import parse_checkpoint_config
 from quire.config.engine import EngineConfig
 from quire.config.placement import Parallel
 from quire.contracts.speculation import Speculation

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from quire.config.checkpoint import parse_checkpoint_config
+from quire.args.checkpoint import parse_checkpoint_config
 from quire.contracts.errors import UnsupportedModel
 from quire.models import qwen3
 from quire.models.layout import checkpoint_names, layout, parameters_per_token, stored_names

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from quire.args.checkpoint import read_checkpoint_config
 from quire.config import resolve_moe as resolve_moe_room
-from quire.config.checkpoint import read_checkpoint_config
 from quire.config.engine import CacheConfig
 from quire.config.placement import ALONE, Parallel
 from quire.config.resolve_moe import DISPATCHERS, Hardware, MoEPlan, resolve_moe

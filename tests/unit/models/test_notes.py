@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from quire.config.checkpoint import ModelArgs, read_checkpoint_config
+from quire.args.checkpoint import ModelArgs, read_checkpoint_config
 from quire.config.engine import ParallelConfig
 from quire.config.placement import Parallel
 from quire.config.resolve_moe import MoEPlan

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 import torch
 
-from quire.config.checkpoint import parse_checkpoint_config
+from quire.args.checkpoint import parse_checkpoint_config
 from quire.config.placement import Parallel
 from quire.contracts.errors import ConfigError, UnsupportedModel
 from quire.kernels.attention import AttentionMeta, KVView

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 import torch
 
-from quire.config.checkpoint import FAMILIES, parse_checkpoint_config
+from quire.args.checkpoint import FAMILIES, parse_checkpoint_config
 from quire.contracts.blocks import KVComponent
 from quire.contracts.errors import ConfigError
 from quire.kernels.linear.plan import RowRange

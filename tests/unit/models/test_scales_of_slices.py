@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.config.checkpoint import parse_checkpoint_config
+from quire.args.checkpoint import parse_checkpoint_config
 from quire.config.placement import ALONE, Parallel
 from quire.contracts.errors import ConfigError
 from quire.contracts.scheme import Scheme

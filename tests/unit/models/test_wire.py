@@ -6,8 +6,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from quire.args.checkpoint import ModelArgs, read_checkpoint_config
 from quire.assemble.rank_child import exchange_layout
-from quire.config.checkpoint import ModelArgs, read_checkpoint_config
 from quire.config.engine import EngineConfig
 from quire.config.placement import Parallel
 from quire.config.resolve_moe import Hardware, MoEPlan, resolve_moe

@@ -12,8 +12,8 @@ from rich.console import Console
 from safetensors.torch import load_file, save_file
 
 from quire import LLM, SamplingParams
+from quire.args.checkpoint import ModelArgs, read_checkpoint_config
 from quire.config.bundled import bundled_model
-from quire.config.checkpoint import ModelArgs, read_checkpoint_config
 from quire.config.engine import EngineConfig
 from quire.config.resolve import MemoryPlan
 from quire.contracts.errors import ConfigError, UserError, WeightsError

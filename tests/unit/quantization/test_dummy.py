@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from quire.config.checkpoint import parse_checkpoint_config
+from quire.args.checkpoint import parse_checkpoint_config
 from quire.kernels.pack.matrix import QuantizedMatrix, dequantize, unpacked
 from quire.models.layout import layout
 from quire.quantization.assign import with_formats

@@ -11,7 +11,7 @@ import torch
 import transformers
 from torch import Tensor
 
-from quire.config.checkpoint import ModelArgs, read_checkpoint_config
+from quire.args.checkpoint import ModelArgs, read_checkpoint_config
 from quire.config.placement import ALONE, Parallel, ranks
 from quire.contracts.errors import ConfigError
 from quire.contracts.params import Param

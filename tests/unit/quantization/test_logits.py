@@ -11,7 +11,7 @@ import transformers
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from quire.config.checkpoint import read_checkpoint_config
+from quire.args.checkpoint import read_checkpoint_config
 from quire.layers.stack import Model
 from quire.models.layout import layout
 from quire.quantization.assign import settled

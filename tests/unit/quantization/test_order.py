@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from quire.config.checkpoint import parse_checkpoint_config
+from quire.args.checkpoint import parse_checkpoint_config
 from quire.config.placement import Parallel
 from quire.entry.cli.main import main
 from quire.models.plan import EnginePlan, plan_notes

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from quire.config.checkpoint import parse_checkpoint_config
+from quire.args.checkpoint import parse_checkpoint_config
 from quire.kernels.pack.matrix import QuantizedMatrix
 from quire.models.layout import layout
 from quire.quantization.assign import with_formats

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from quire.config.checkpoint import parse_checkpoint_config
+from quire.args.checkpoint import parse_checkpoint_config
 from quire.config.placement import Parallel, ranks
 from quire.models.layout import layout
 from quire.quantization.assign import FOUND, decided_by, settled, with_formats

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from measure_ranks import EPLB, LINES, Results, folder_of, peer_options, read_cells, run
-from quire.config.checkpoint import parse_checkpoint_config, read_raw_config
+from quire.args.checkpoint import parse_checkpoint_config, read_raw_config
 from quire.config.placement import Parallel, check_parallel
 
 from ...support.many_ranks import is_stopped, until

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from quire.config import pooling
+from quire.args import pooling
 from quire.contracts.errors import ModelError, UnsupportedModel, WeightsError
 from quire.text.special import read_json
 from quire.weights import files

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from quire.config.checkpoint import parse_checkpoint_config
+from quire.args.checkpoint import parse_checkpoint_config
 from quire.contracts.errors import WeightsError
 from quire.models.layout import layout
 from quire.weights import lanes

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from quire.config.checkpoint import parse_checkpoint_config
+from quire.args.checkpoint import parse_checkpoint_config
 from quire.contracts.errors import WeightsError
 from quire.models.layout import layout, stored_names
 from quire.weights.dummy import load_dummy

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from quire.config.checkpoint import ModelArgs, parse_checkpoint_config
+from quire.args.checkpoint import ModelArgs, parse_checkpoint_config
 from quire.config.placement import ALONE, Parallel, ranks
 from quire.contracts.params import Part
 from quire.models.layout import layout, stored_names

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.config.checkpoint import parse_checkpoint_config
+from quire.args.checkpoint import parse_checkpoint_config
 from quire.kernels.attention import AttentionMeta, KVView
 from quire.kernels.native import recording as recording_module
 from quire.kernels.native.library import loaded, missing

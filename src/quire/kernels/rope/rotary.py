@@ -6,7 +6,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from quire.config.rope import RopeArgs
+from quire.args.rope import RopeArgs
 
 Rotation = tuple[Tensor, Tensor]  # cos and signed sin, each [T, D]
 Rows = Callable[[Tensor, Tensor, float, torch.dtype], Rotation]  # (positions, frequencies, scale, type)

@@ -1,4 +1,4 @@
-"""Routing of tokens to experts: choice and weight of each token's k experts (formulas: `quire.config.experts.Routing`).
+"""Routing of tokens to experts: choice and weight of each token's k experts (formulas: `quire.args.experts.Routing`).
 
 route(logits [T, E], bias [E] float32 or None, routing, live [T] bool or None) -> weights [T, k] float32, ids [T, k]
     int32
@@ -13,7 +13,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from quire.config.experts import Routing
+from quire.args.experts import Routing
 
 ZIPF = 0.7  # exponent of popularities: the middle one of the simulations in docs/many.md
 

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from quire.config.experts import Routing
+from quire.args.experts import Routing
 
 QWEN3 = Routing(num_experts=128, top_k=8, scoring="softmax", normalize=True)
 DEEPSEEK_V2 = Routing(num_experts=160, top_k=6, scoring="softmax", num_groups=8, top_groups=3, scaling=16.0)

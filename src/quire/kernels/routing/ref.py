@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from quire.config.experts import Routing
+from quire.args.experts import Routing
 
 
 def route(logits: Tensor, bias: Tensor | None, routing: Routing, live: Tensor | None = None) -> tuple[Tensor, Tensor]:

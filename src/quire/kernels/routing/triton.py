@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from quire.config.experts import Routing
+from quire.args.experts import Routing
 from quire.kernels import pdl
 from quire.kernels.linear.gemv import bucket
 from quire.kernels.triton_runtime import jit, tl

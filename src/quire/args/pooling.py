@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from quire.config.checkpoint import read_raw_config
+from quire.args.checkpoint import read_raw_config
 from quire.contracts.errors import ConfigError, InvalidParameter, ModelError, UnsupportedModel, shown
 from quire.contracts.step import F32
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from quire.config.pooling import PoolingPlan, read_pooling
+from quire.args.pooling import PoolingPlan, read_pooling
 from quire.contracts.errors import ConfigError, InvalidParameter, ModelError, UnsupportedModel
 
 OLD = dict.fromkeys(

@@ -11,11 +11,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from quire.config.eagle import UNBOUNDED, EagleArgs, read_head
-from quire.config.experts import MOE_KEYS, MoEArgs, read_moe
-from quire.config.keys import Keys
-from quire.config.latent import LATENT_KEYS, LatentArgs, read_latent
-from quire.config.rope import RopeArgs, read_rope, rope_settings
+from quire.args.eagle import UNBOUNDED, EagleArgs, read_head
+from quire.args.experts import MOE_KEYS, MoEArgs, read_moe
+from quire.args.keys import Keys
+from quire.args.latent import LATENT_KEYS, LatentArgs, read_latent
+from quire.args.rope import RopeArgs, read_rope, rope_settings
 from quire.contracts.errors import ModelError, ModelNotFound
 from quire.contracts.text_table import read_rows
 

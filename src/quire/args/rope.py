@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from quire.config.keys import Keys
+from quire.args.keys import Keys
 
 KINDS = ("default", "linear", "dynamic", "llama3", "yarn")
 DEFAULT_THETA = 10_000.0

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from quire.config.checkpoint import ModelArgs, parse_checkpoint_config
+from quire.args.checkpoint import ModelArgs, parse_checkpoint_config
 from quire.contracts.errors import ModelError, UnsupportedModel
 
 BASE: dict[str, Any] = {

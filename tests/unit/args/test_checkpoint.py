@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from quire.config.checkpoint import FAMILIES, parse_checkpoint_config, read_checkpoint_config
+from quire.args.checkpoint import FAMILIES, parse_checkpoint_config, read_checkpoint_config
 from quire.contracts.errors import ModelError, ModelNotFound, UnsupportedModel
 
 QWEN3 = {

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from quire.config.keys import Keys
+from quire.args.keys import Keys
 
 UNBOUNDED = 1 << 30  # positions: rotations are computed, so a head drafts behind those it was trained for, too
 IDS = "eagle_aux_hidden_state_layer_ids"

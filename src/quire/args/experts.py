@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from quire.config.keys import Keys
+from quire.args.keys import Keys
 
 
 @dataclass(frozen=True, kw_only=True)

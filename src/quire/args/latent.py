@@ -3,8 +3,8 @@
 import math
 from dataclasses import dataclass
 
-from quire.config.keys import Keys
-from quire.config.rope import RopeArgs
+from quire.args.keys import Keys
+from quire.args.rope import RopeArgs
 
 LATENT_KEYS = frozenset(
     "q_lora_rank kv_lora_rank qk_nope_head_dim qk_rope_head_dim qk_head_dim v_head_dim "
