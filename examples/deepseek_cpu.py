@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 
 from quire.args.checkpoint import ModelArgs, parse_checkpoint_config, read_raw_config
+from quire.assemble.build import build_model
+from quire.assemble.kv_views import kv_views
 from quire.config.engine import EngineConfig
-from quire.config.resolve import DTypePlan, resolve_geometry
 from quire.contracts.errors import UserError
 from quire.kernels.attention import AttentionMeta
 from quire.kernels.select import here
@@ -27,9 +28,9 @@ from quire.kvstore.arena import KVArena
 from quire.layers.context import StepContext
 from quire.layers.decoder import Decoder
 from quire.layers.stack import run_layers
-from quire.models.build import build_model
-from quire.models.plan import Machine, resolve_engine
-from quire.models.registry import kv_components, kv_views
+from quire.plan.dtype import DTypePlan
+from quire.plan.engine import Machine, resolve_engine
+from quire.plan.kv_geometry import kv_components, resolve_geometry
 from quire.platforms.cpu import read_cpu_facts
 from quire.weights.units import load_units
 

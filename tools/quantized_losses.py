@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from quire import LLM, SamplingParams
-from quire.models.quantize import Recipe, quantize_checkpoint
+from quire.assemble.quantize import Recipe, quantize_checkpoint
 from quire.quantization.schemes import SCHEMES, has_groups
 
 WINDOW, LENGTH = 1024, 24  # tokens

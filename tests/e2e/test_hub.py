@@ -124,7 +124,7 @@ def test_what_can_be_refused_is_refused_before_the_weights(
     prepare, options, said = REFUSALS[name]
     prepare(hub.repos[NAME])
     if name == "memory":
-        monkeypatch.setattr("quire.config.resolve.GIB", 1)
+        monkeypatch.setattr("quire.plan.memory.GIB", 1)
         monkeypatch.setattr("quire.platforms.cpu._memory", lambda: (1000, 1000), raising=False)
     with pytest.raises(UserError) as error:
         LLM(NAME, **options)

@@ -49,7 +49,7 @@ def started(at: str, *args: str, **more: str) -> "subprocess.Popen[str]":
         ("quire.entry.cli.main", ("--help",)),
         ("numpy.linalg._umath_linalg", COMPLETE),
         ("torch.autograd", COMPLETE),
-        ("quire.models.registry", ("chat", *COMPLETE[3:])),
+        ("quire.plan.engine", ("chat", *COMPLETE[3:])),
         ("uvicorn", ("serve", "--port", "0")),
         *full_rows(
             (

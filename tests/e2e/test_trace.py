@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from quire import LLM, assemble
+from quire import LLM
+from quire.assemble import engine as assembly
 from quire.contracts.errors import PromptTooLong
 from quire.entry.cli.main import main
 from quire.explain.trace import Span, _stops, recording, render, trace
@@ -118,8 +119,8 @@ def test_another_kernel_is_another_trace(llm: LLM, monkeypatch: pytest.MonkeyPat
     called = set(names(trace(llm, PROMPT)))
     others = ("norm", "heads", "attention")  # heads are normed, too
     assert f"norm.{chosen['norm']}.rms_norm" in called and not any(name.startswith("norm.ref.") for name in called)
-    by_reference = partial(assemble.resolve_engine, forced=dict.fromkeys(others, "ref"))
-    monkeypatch.setattr(assemble, "resolve_engine", by_reference)
+    by_reference = partial(assembly.resolve_engine, forced=dict.fromkeys(others, "ref"))
+    monkeypatch.setattr(assembly, "resolve_engine", by_reference)
     with LLM(async_depth=1, **OPTIONS) as other:
         spans = list(flat(trace(other, PROMPT)))
     called = {span.name for span in spans}
@@ -158,7 +159,7 @@ def test_the_kernels_of_quantized_weights_and_of_experts_are_stops(
     op, folder = kernel.partition(".")[0], ""
     if op == "experts":
         folder = str(request.getfixturevalue("shared") / "models" / "quire-tiny-moe")
-    monkeypatch.setattr(assemble, "resolve_engine", partial(assemble.resolve_engine, forced={op: "ref"}))
+    monkeypatch.setattr(assembly, "resolve_engine", partial(assembly.resolve_engine, forced={op: "ref"}))
     with LLM(folder, async_depth=1, quantization="fp8", **OPTIONS) as llm:
         spans = [span for span in flat(trace(llm, PROMPT, max_tokens=1)) if span.name.startswith(f"{kernel}.run")]
     assert spans and all(span.way.startswith("weight of FP8 ") for span in spans)

@@ -16,19 +16,20 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import quire.args.checkpoint as checkpoint_reader
-import quire.assemble
 import quire.assemble.cpu
+import quire.assemble.engine
 from quire import EngineConfig
 from quire.args.checkpoint import FAMILIES as CONFIGURED
 from quire.args.checkpoint import ModelArgs, read_checkpoint_config
 from quire.args.keys import Keys
+from quire.assemble.engine import obtain
 from quire.contracts.errors import ConfigError, ModelError, RequestFailed
 from quire.explain import parity
 from quire.explain.parity import NUM_TOKENS, verify
 from quire.explain.verdict import Report, Stage, Step
 from quire.kernels.heads import cpu, native, ref
-from quire.models import obtain, qwen2
-from quire.models.layout import layout
+from quire.models import qwen2
+from quire.plan.layout import layout
 from quire.weights.files import INDEX
 from quire.weights.load import load_weights
 from quire.weights.units import load_units
@@ -289,7 +290,7 @@ def test_a_wrong_sum_is_named_once(checkpoint: Any, planted: Any, monkeypatch: p
         return result * 1.001
 
     def assembled(config: EngineConfig) -> Any:
-        engine = quire.assemble.assemble(config)
+        engine = quire.assemble.engine.assemble(config)
         last = engine.worker.model.layers[-1]
         (last.attention if half == "attention" else last).register_forward_hook(scaled)
         return engine

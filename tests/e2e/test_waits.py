@@ -25,7 +25,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from quire.assemble import Engine, assemble
+from quire.assemble.engine import Engine, assemble
 from quire.config.engine import EngineConfig
 from quire.contracts.request import NewRequest
 from quire.contracts.sampling import SamplerSpec

@@ -20,8 +20,8 @@ from quire.kernels.select import Kernels, select_kernels
 from quire.layers.context import Build, StepContext
 from quire.layers.latent import LatentAttention
 from quire.layers.norm import RMSNorm
-from quire.models.layout import layout
-from quire.models.registry import linear_plans
+from quire.plan.layout import layout
+from quire.plan.linears import linear_plans
 
 from ..support.filled_models import fill_layer
 

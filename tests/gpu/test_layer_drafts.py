@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from quire import LLM, SamplingParams, StructuredOutputsParams
+from quire.assemble.quantize import Recipe, quantize_checkpoint
 from quire.config.bundled import bundled_model
 from quire.contracts.step import Tier
-from quire.models.quantize import Recipe, quantize_checkpoint
 
 from ..support import eagle
 from ..support.engines import core_of, draft_totals, tier_stats

@@ -18,8 +18,9 @@ from quire.layers import moe
 from quire.layers.context import Build, StepContext
 from quire.layers.moe import MoE
 from quire.layers.norm import RMSNorm
-from quire.models.layout import layout
-from quire.models.registry import linear_plans, operations
+from quire.plan.engine import operations
+from quire.plan.layout import layout
+from quire.plan.linears import linear_plans
 from quire.worker.graphs import Graphs
 
 from ..support.filled_models import experts_plan, fill_layer

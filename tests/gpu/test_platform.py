@@ -13,7 +13,7 @@ from quire.args.checkpoint import parse_checkpoint_config
 from quire.kernels.cache import compiling_ahead
 from quire.kernels.triton_runtime import jit, tl
 from quire.layers.decoder import Decoder
-from quire.models.layout import layout
+from quire.plan.layout import layout
 from quire.platforms.cuda import CudaFacts, read_cuda_facts
 from quire.platforms.detect import probe_driver, resolve_device
 from quire.weights.dummy import load_dummy

@@ -8,8 +8,9 @@ import torch
 from safetensors.torch import save_file
 
 from quire.args.checkpoint import parse_checkpoint_config
-from quire.config.placement import ALONE, Parallel, ranks
-from quire.models.layout import layout, stored_names
+from quire.contracts.parallel import ALONE, Parallel
+from quire.plan.layout import layout, stored_names
+from quire.plan.placement import ranks
 from quire.weights.load import load_weights
 from quire.weights.sums import join_sums
 

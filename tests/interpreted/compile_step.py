@@ -7,7 +7,7 @@ from quire.kernels.blend import triton as blend
 from quire.kernels.ngram import triton as ngram
 from quire.kernels.step import StepBuffers, StepWords, Tables
 from quire.kernels.step import triton as step
-from quire.models.graphs import decode_sizes
+from quire.plan.graphs import decode_sizes
 
 from ..support.full import full_rows
 from .compiling import AbsentGpu

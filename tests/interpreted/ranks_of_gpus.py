@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 
 from quire.args.checkpoint import ModelArgs
-from quire.config.placement import ALONE, Parallel, Rank, ranks
+from quire.assemble.build import vocabulary_slice
+from quire.assemble.kv_views import kv_views
+from quire.contracts.parallel import ALONE, Parallel, Rank
 from quire.distributed import Group
 from quire.distributed.mesh import RankGroups
 from quire.distributed.process_group import ProcessGroup, join_ranks
@@ -23,9 +25,11 @@ from quire.kvstore.arena import KVArena
 from quire.layers.context import Build
 from quire.layers.decoder import Decoder
 from quire.layers.stack import Model
-from quire.models.build import vocabulary_slice
-from quire.models.layout import layout
-from quire.models.registry import kv_views, linear_plans, operations, rank_geometry
+from quire.plan.engine import operations
+from quire.plan.kv_geometry import rank_geometry
+from quire.plan.layout import layout
+from quire.plan.linears import linear_plans
+from quire.plan.placement import ranks
 from quire.procs.wire import encode
 from quire.weights.units import load_units
 from quire.worker.construct import make_runner

@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from quire.args.checkpoint import ModelArgs
-from quire.config.placement import Parallel, Rank, ranks
+from quire.assemble.kv_views import kv_views
+from quire.contracts.parallel import Parallel, Rank
 from quire.contracts.step import StepPlan, StepSync
 from quire.distributed.mesh import RankGroups
 from quire.distributed.process_group import join_ranks
@@ -22,7 +23,8 @@ from quire.kernels.comm.exchange import Layout, Slots
 from quire.kernels.step.state import Limits
 from quire.kvstore.arena import KVArena
 from quire.layers.stack import Model
-from quire.models.registry import kv_views, rank_geometry
+from quire.plan.kv_geometry import rank_geometry
+from quire.plan.placement import ranks
 from quire.procs.wire import encode
 from quire.worker.construct import make_runner
 

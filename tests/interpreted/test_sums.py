@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 from quire.args.checkpoint import parse_checkpoint_config
 from quire.kernels.sums import ref, triton
-from quire.models.layout import layout
+from quire.plan.layout import layout
 from quire.weights.load import load_weights
 from quire.weights.sums import SliceSums, join_sums
 

@@ -10,8 +10,8 @@ from msgspec.structs import replace
 
 from quire.args.checkpoint import ModelArgs, parse_checkpoint_config
 from quire.args.eagle import EagleArgs
+from quire.assemble.kv_views import model_views
 from quire.config.engine import SchedulerConfig
-from quire.config.resolve import resolve_geometry
 from quire.contracts.blocks import KVGeometry
 from quire.contracts.protocols import Executor, ExecutorFacts
 from quire.contracts.request import NewRequest
@@ -27,8 +27,10 @@ from quire.layers.context import Build
 from quire.layers.decoder import Decoder
 from quire.layers.eagle import EagleLayer
 from quire.layers.stack import Model
-from quire.models.layout import layout
-from quire.models.registry import kv_components, linear_plans, model_views, operations
+from quire.plan.engine import operations
+from quire.plan.kv_geometry import kv_components, resolve_geometry
+from quire.plan.layout import layout
+from quire.plan.linears import linear_plans
 from quire.worker.construct import make_runner
 from quire.worker.runner import StepRunner
 

@@ -3,9 +3,9 @@
 from dataclasses import replace
 
 from quire.config.engine import EngineConfig, ParallelConfig
-from quire.config.placement import ALONE, Parallel
+from quire.contracts.parallel import ALONE, Parallel
 from quire.explain.describe import plan_engine
-from quire.models.report import PlanReport
+from quire.plan.report import PlanReport
 
 
 def explained(config: EngineConfig, parallel: Parallel = ALONE, device: str = "") -> PlanReport:

@@ -8,17 +8,17 @@ import torch
 from torch import Tensor, nn
 
 from quire.args.checkpoint import ModelArgs
+from quire.assemble.build import build_model
 from quire.config.engine import EngineConfig
-from quire.config.placement import ALONE, Parallel
-from quire.config.resolve import DTypePlan
-from quire.config.resolve_moe import MoEPlan
+from quire.contracts.parallel import ALONE, Parallel
 from quire.contracts.params import Param, Part, RawTensor
+from quire.kernels.experts.plan import MoEPlan
 from quire.kernels.select import KernelNeeds, Probe, here
 from quire.layers.context import Build, Loads
 from quire.layers.decoder import Decoder
 from quire.layers.stack import Model
-from quire.models.build import build_model
-from quire.models.plan import EnginePlan, Machine, moe_plans, resolve_engine
+from quire.plan.dtype import DTypePlan
+from quire.plan.engine import EnginePlan, Machine, moe_plans, resolve_engine
 from quire.weights.units import load_units
 
 

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from quire.assemble.kv_views import kv_views
 from quire.contracts.sampling import SamplerSpec
 from quire.contracts.step import (
     I32,
@@ -29,7 +30,7 @@ from quire.kernels.sampling.logprobs import row_logprobs
 from quire.kernels.sampling.sampled import joined
 from quire.layers.context import StepContext
 from quire.layers.stack import Model, run_layers
-from quire.models.registry import kv_components, kv_views
+from quire.plan.kv_geometry import kv_components
 
 
 @dataclass

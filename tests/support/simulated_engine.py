@@ -14,20 +14,20 @@ from typing import Any, TypeVar
 
 import torch
 
-from quire.assemble import Found, assemble_core, join_replicas, plan_ranks, read_files
+from quire.assemble.engine import Found, assemble_core, join_replicas, plan_ranks, read_files
 from quire.assemble.parts import Parts
 from quire.assemble.rank import load_rank
 from quire.config.engine import EngineConfig
-from quire.config.placement import ep_members, mover_members, pp_members, tp_members
-from quire.config.resolve import shared_sizes
+from quire.contracts.parallel import ep_members, mover_members, pp_members, tp_members
 from quire.contracts.protocols import ExecutorFacts, Wait
 from quire.contracts.step import I32, StepPlan, StepResult
 from quire.distributed.checked import CheckedGroup
 from quire.distributed.mesh import RankGroups
 from quire.engine.core import EngineCore
 from quire.engine.replicas import Core
-from quire.models.missing import check_missing
-from quire.models.plan import EnginePlan, resolve_sizing
+from quire.plan.engine import EnginePlan, resolve_sizing
+from quire.plan.memory import shared_sizes
+from quire.plan.missing import check_missing
 from quire.text.grammar import GrammarCompiler
 from quire.text.grammar_trial import GrammarTrial
 from quire.text.tokenizer import Tokenizer

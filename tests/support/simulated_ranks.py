@@ -1,4 +1,4 @@
-"""Ranks with experts as lists: the dispatchers of `config/resolve_moe.py` as pure functions of tensors.
+"""Ranks with experts as lists: the dispatchers of `plan/dispatchers.py` as pure functions of tensors.
 
 What a rank does between them is what the layer does: `run` of an experts kernel, or `run_grouped` for grouped rows.
 """
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quire.config.placement import share
+from quire.contracts.parallel import share
 
 Tokens = list[tuple[Tensor, Tensor, Tensor]]  # of each rank: x [T, H], weights [T, k], ids [T, k]
 

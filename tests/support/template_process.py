@@ -45,7 +45,7 @@ ONCE = ("OMP_", "KMP_", "GOMP_", "MKL_", "OPENBLAS_", "LD_", "MALLOC_", "PYTHON"
 LATER = ("PYTHONPATH", "TORCHINDUCTOR_CACHE_DIR", "TORCH_SYMM_MEM_DISABLE_MULTICAST", "TRITON_CACHE_DIR")  # at use
 IMPORTS: tuple[str, ...] = (
     "torch", "torch._dynamo", "torch.distributed", "numpy", "uvicorn", "uvicorn.lifespan.off", "httptools",
-    "quire.assemble", "quire.assemble.cpu", "quire.assemble.rank_child", "quire.assemble.ranks",
+    "quire.assemble.cpu", "quire.assemble.engine", "quire.assemble.rank_child", "quire.assemble.ranks",
     "quire.engine.mock_core", "quire.entry.cli.main", "quire.entry.cli.serve", "quire.entry.http.app",
     "quire.entry.http.console", "quire.entry.http.protocol", "quire.entry.http.server", "quire.kernels.attention.cpu",
     "quire.kernels.attention.native", "quire.kernels.heads.native", "quire.kernels.linear.native",

@@ -9,17 +9,17 @@ from pathlib import Path
 
 import torch
 
+from quire.assemble.build import build_model
+from quire.assemble.kv_views import model_views
 from quire.assemble.offload import make_mover
 from quire.assemble.parts import Filled, Loaded, Loading, Parts, cache_scales, cache_words
-from quire.config.resolve import MemoryPlan
 from quire.distributed.mesh import RankGroups
 from quire.kernels.step.state import Limits
 from quire.kvstore.arena import KVArena
 from quire.layers.stack import Model
-from quire.models.build import build_model
-from quire.models.missing import check_missing
-from quire.models.plan import EnginePlan
-from quire.models.registry import model_views
+from quire.plan.engine import EnginePlan
+from quire.plan.memory import MemoryPlan
+from quire.plan.missing import check_missing
 from quire.procs.in_process import InProcessExecutor
 from quire.weights.cache_scales import Scales
 from quire.weights.dummy import load_dummy

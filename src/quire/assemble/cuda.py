@@ -8,12 +8,12 @@ import msgspec
 import numpy as np
 import torch
 
+from quire.assemble.build import build_model
 from quire.assemble.cpu import fill, load_without_triton
+from quire.assemble.kv_views import model_views
 from quire.assemble.offload import make_mover
 from quire.assemble.parts import Loaded, Loading, Parts, cache_scales, cache_words
 from quire.config.engine import EngineConfig
-from quire.config.resolve import MemoryPlan
-from quire.config.resolve_cuda import DeviceMemory, check_weights, no_room_for_steps
 from quire.contracts.blocks import KVGeometry
 from quire.contracts.errors import ConfigError
 from quire.contracts.sampling import SamplerSpec
@@ -25,13 +25,13 @@ from quire.kernels.step.packed import WORDS
 from quire.kernels.step.state import Limits
 from quire.kernels.triton_runtime import missing
 from quire.kvstore.arena import KVArena
-from quire.kvstore.plan import resolve_offload
 from quire.layers.stack import Model
-from quire.models.build import build_model
-from quire.models.collectives import exchange_bounds
-from quire.models.missing import check_missing
-from quire.models.plan import EnginePlan
-from quire.models.registry import model_views
+from quire.plan.collectives import exchange_bounds
+from quire.plan.cuda_memory import DeviceMemory, check_weights, no_room_for_steps
+from quire.plan.engine import EnginePlan
+from quire.plan.memory import MemoryPlan
+from quire.plan.missing import check_missing
+from quire.plan.tiers import resolve_offload
 from quire.platforms.cuda import CudaFacts
 from quire.procs.launching import LaunchingExecutor
 from quire.weights.cache_scales import Scales

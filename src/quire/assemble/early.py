@@ -8,13 +8,13 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from quire.config.engine import EngineConfig
-from quire.config.resolve import GIB, check_context
-from quire.config.sharing import Place, read_events_config
+from quire.config.engine import EngineConfig, check_context
 from quire.contracts.errors import ConfigError
 from quire.kvstore.private_folder import check_private
-from quire.models.missing import check_missing
-from quire.models.plan import EnginePlan, host_blocks, resolve_sizing
+from quire.plan.engine import EnginePlan, host_blocks, resolve_sizing
+from quire.plan.memory import GIB
+from quire.plan.missing import check_missing
+from quire.plan.sharing import Place, read_events_config
 from quire.procs.block_share import listener_at
 from quire.procs.event_publisher import EventPublisher
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from quire.config.env import cluster_key, rank_variables
-from quire.models.plan import EnginePlan
+from quire.plan.engine import EnginePlan
 from quire.procs.headless import model_digest, versions
 from quire.procs.host_link import interface_of, listen
 from quire.procs.hosts import Hosts, Members

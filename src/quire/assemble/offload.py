@@ -9,8 +9,6 @@ from pathlib import Path
 from quire import __version__
 from quire.args.checkpoint import read_raw_config
 from quire.config.env import cluster_key
-from quire.config.placement import ranks
-from quire.config.resolve import GIB, MemoryPlan
 from quire.contracts.blocks import KVGeometry
 from quire.contracts.errors import ConfigError
 from quire.contracts.step import Tier
@@ -22,12 +20,14 @@ from quire.kv.store import KVStore
 from quire.kvstore.arena import KVArena
 from quire.kvstore.files import BlockFiles, DiskTier, FileSystem
 from quire.kvstore.mover import BlockMover
-from quire.kvstore.plan import resolve_offload
 from quire.kvstore.shards import Shard
-from quire.models.drafts import joined
-from quire.models.layout import alone
-from quire.models.plan import EnginePlan
-from quire.models.registry import rank_geometry
+from quire.plan.drafts import joined
+from quire.plan.engine import EnginePlan
+from quire.plan.kv_geometry import rank_geometry
+from quire.plan.layout import alone
+from quire.plan.memory import GIB, MemoryPlan
+from quire.plan.placement import ranks
+from quire.plan.tiers import resolve_offload
 from quire.platforms.cpu import read_cpu_facts
 from quire.procs.block_peers import BlockPeers, PeerPages
 from quire.procs.block_share import BlockShare

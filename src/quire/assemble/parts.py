@@ -5,12 +5,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from quire.config.resolve import MemoryPlan
-from quire.config.resolve_cuda import DeviceMemory
 from quire.contracts.protocols import Executor, ExecutorFacts
 from quire.kvstore.shards import Shard
 from quire.layers.stack import Model
-from quire.models.plan import EnginePlan
+from quire.plan.cuda_memory import DeviceMemory
+from quire.plan.engine import EnginePlan
+from quire.plan.memory import MemoryPlan
 from quire.weights.cache_scales import Scales, read_scales
 from quire.weights.files import read_checkpoint
 from quire.worker.runner import StepRunner

@@ -9,8 +9,6 @@ import torch
 
 from quire.assemble.parts import Loaded, Loading, Parts
 from quire.assemble.rank import load_rank
-from quire.config.resolve import MemoryPlan
-from quire.config.resolve_cuda import DeviceMemory
 from quire.contracts.errors import ConfigError
 from quire.contracts.step import I32, StepPlan, StepResult
 from quire.distributed import Group
@@ -19,9 +17,11 @@ from quire.distributed.mesh import ALONE, RankGroups
 from quire.distributed.process_group import ProcessGroup, join_ranks
 from quire.kernels.comm.exchange import Layout
 from quire.kvstore.shards import Shard
-from quire.models.collectives import exchange_rows, sum_room
-from quire.models.plan import EnginePlan
-from quire.models.registry import ITEM_BYTES
+from quire.plan.collectives import exchange_rows, sum_room
+from quire.plan.cuda_memory import DeviceMemory
+from quire.plan.engine import EnginePlan
+from quire.plan.memory import MemoryPlan
+from quire.plan.weight_bytes import ITEM_BYTES
 from quire.platforms.cuda import read_cuda_facts
 from quire.procs.rank_server import LoadedRank, RunningRank
 from quire.worker.spans import StepTrace

@@ -13,11 +13,11 @@ from quire.assemble.hosts import open_launcher, open_meeting
 from quire.assemble.offload import check_host_memory, namespace
 from quire.assemble.parts import Loading, Parts
 from quire.assemble.rank_child import RankFacts, RankMeasured, RankSizes, RankTask
-from quire.config.placement import hosts_note
-from quire.config.resolve import MemoryPlan, shared_sizes
-from quire.config.resolve_cuda import DeviceMemory
-from quire.models.plan import EnginePlan, resolve_sizing
-from quire.models.rank_report import rank_name
+from quire.plan.cuda_memory import DeviceMemory
+from quire.plan.engine import EnginePlan, resolve_sizing
+from quire.plan.memory import MemoryPlan, shared_sizes
+from quire.plan.placement import hosts_note
+from quire.plan.rank_report import rank_name
 from quire.platforms.cpu import read_cpu_facts
 from quire.procs.launchers import Place
 from quire.procs.ranks import RankProcesses, RanksExecutor

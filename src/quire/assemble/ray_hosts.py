@@ -18,7 +18,7 @@ import msgspec
 from quire.assemble.hosts import MODULE
 from quire.config.env import rank_variables, variables_to_pass
 from quire.contracts.errors import ConfigError
-from quire.models.plan import EnginePlan
+from quire.plan.engine import EnginePlan
 from quire.procs.headless import model_digest, versions
 from quire.procs.host_link import listen
 from quire.procs.hosts import Hosts, Members

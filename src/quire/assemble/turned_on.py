@@ -1,10 +1,10 @@
 """Lines about the features of an engine that options turn on, or leave off: drafts, tiers of KV blocks, sharing."""
 
-from quire.config.resolve import GIB
-from quire.config.sharing import Place, read_events_config
 from quire.contracts.step import Tier
 from quire.kv.store import KVStore
-from quire.models.plan import EnginePlan
+from quire.plan.engine import EnginePlan
+from quire.plan.memory import GIB
+from quire.plan.sharing import Place, read_events_config
 
 OFF = "off"  # with the option that turns it on
 

@@ -2,13 +2,13 @@
 
 from dataclasses import dataclass
 
-from quire.config.resolve import resolve_geometry
 from quire.contracts.params import Param
 from quire.kernels.attention import KVView
 from quire.kernels.cases import KernelSetup
 from quire.kvstore.arena import KVArena
 from quire.layers.context import Build
-from quire.models.registry import kv_components, linear_plans
+from quire.plan.kv_geometry import kv_components, resolve_geometry
+from quire.plan.linears import linear_plans
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,13 +16,12 @@ from quire.args.checkpoint import read_checkpoint_config
 from quire.bench.kernel_cases import OPERATIONS
 from quire.bench.kernel_setup import Setup
 from quire.bench.workload import model_folder
-from quire.config.resolve import CPU_BLOCK_SIZE
-from quire.config.resolve_cuda import CUDA_BLOCK_SIZE
 from quire.contracts.errors import ConfigError
 from quire.kernels.cases import KernelCase, Pair, Result
 from quire.kernels.cases.timing import Rates, seconds_per_call
 from quire.kernels.select import select_kernels
 from quire.kernels.triton_runtime import INTERPRETED, missing
+from quire.plan.kv_geometry import CPU_BLOCK_SIZE, CUDA_BLOCK_SIZE
 
 MODELS = ("qwen3-0.6b", "qwen3-8b")
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2}  # relative, of the whole result

@@ -407,3 +407,13 @@ def _words(kind: Any) -> str:
     names = {int: "an integer", float: "a number", bool: "True or False", str: "a string", dict: "a mapping"}
     names[type(None)] = "None"
     return " or ".join(names[get_origin(k) or k] for k in get_args(kind) or (kind,))
+
+
+def check_context(model: ModelConfig, context: int) -> None:
+    """Raise `ConfigError` when max_model_len exceeds the model's longest sequence, `context` tokens."""
+    asked = model.max_model_len
+    if asked is not None and asked > context:
+        raise ConfigError(
+            f"max_model_len={asked} exceeds the model's context of {context} tokens: lower it "
+            f"(--max-model-len {context}), or leave it out."
+        )

@@ -6,7 +6,7 @@ from types import FunctionType
 
 
 def line_of(function: Callable[..., object]) -> str:
-    """Return the file and first line of a function of this package: "config/resolve_moe.py:194"."""
+    """Return the file and first line of a function of this package: "plan/dispatchers.py:194"."""
     assert isinstance(function, FunctionType)
     code = function.__code__
     return f"{'/'.join(Path(code.co_filename).parts[-2:])}:{code.co_firstlineno}"

@@ -1,6 +1,6 @@
 """Parameters of a rank before memory is allocated: names, shapes, and the slices of stored tensors that fill them.
 
-No torch. `models/layout.py` computes them, the loaders fill them, layers take their sizes from them.
+No torch. `plan/layout.py` computes them, the loaders fill them, layers take their sizes from them.
 """
 
 from typing import NamedTuple

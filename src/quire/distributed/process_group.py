@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from quire.config.placement import Parallel, ep_members, mover_members, pp_members, tp_members
+from quire.contracts.parallel import Parallel, ep_members, mover_members, pp_members, tp_members
 from quire.distributed import Group
 from quire.distributed.listeners import listening, refuse_connections
 from quire.distributed.mesh import RankGroups

@@ -8,8 +8,7 @@ weights. Never imports torch.
 from pathlib import Path
 
 from quire.args.checkpoint import read_checkpoint_config
-from quire.config.engine import EngineConfig
-from quire.config.resolve import check_context
+from quire.config.engine import EngineConfig, check_context
 from quire.contracts.blocks import KVComponent, KVGeometry, KVGroup
 from quire.contracts.errors import ConfigError
 from quire.contracts.speculation import read_speculative_config

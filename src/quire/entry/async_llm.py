@@ -7,7 +7,7 @@ from contextlib import suppress
 from os import PathLike, fspath
 from typing import Any, Self
 
-from quire.assemble import Engine, assemble
+from quire.assemble.engine import Engine, assemble
 from quire.config.flags import keyword_config
 from quire.contracts.output import EmbeddingRequestOutput, RequestOutput
 from quire.contracts.sampling import SamplingParams

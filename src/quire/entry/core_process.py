@@ -55,7 +55,7 @@ def build(config: EngineConfig, send: Send) -> tuple[Core, Ready]:
     """Build an engine core and its `Ready` message. `send` gets messages about the progress of loading."""
     if config.device.device == "mock":
         return _build_mock(config)
-    from quire.assemble import assemble
+    from quire.assemble.engine import assemble
 
     engine = assemble(config, _progress("weights", send))
     began = time.perf_counter()

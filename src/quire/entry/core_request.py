@@ -9,12 +9,12 @@ from typing import Any
 
 import msgspec
 
-from quire.config.sharing import SharePlan
 from quire.contracts.chunks import Chunking
 from quire.contracts.errors import InvalidParameter, PromptTooLong, listed, shown
 from quire.contracts.request import NewRequest
 from quire.contracts.sampling import BIAS_LIMIT, COLDEST, SamplerSpec, SamplingParams
 from quire.contracts.seeds import child_seed
+from quire.plan.sharing import SharePlan
 from quire.text.tokenizer import Tokenizer
 
 LONGEST = 1e9  # longest timeout of a request, in seconds

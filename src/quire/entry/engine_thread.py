@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from quire.assemble import Engine
+from quire.assemble.engine import Engine
 from quire.contracts.errors import EngineClosed, EngineDead, QuireError, RequestFailed
 from quire.contracts.output import RequestOutput
 from quire.contracts.sampling import SamplingParams

@@ -31,7 +31,7 @@ from quire.entry.core_request import (
 )
 from quire.entry.prompts import Prompt
 from quire.entry.transfer import answer_transfer, read_transfer
-from quire.kvstore.plan import resolve_offload
+from quire.plan.tiers import resolve_offload
 from quire.procs.fronts import ALONE, FrontPlace
 from quire.procs.messages import Ready
 from quire.text.sequence import SequenceText

@@ -7,7 +7,7 @@ from contextlib import closing
 from os import PathLike, fspath
 from typing import TYPE_CHECKING, Any, Self
 
-from quire.assemble import Engine, assemble
+from quire.assemble.engine import Engine, assemble
 from quire.config.flags import keyword_config
 from quire.contracts.errors import EngineClosed, EngineDead, InvalidParameter
 from quire.contracts.output import (

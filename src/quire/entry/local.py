@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from quire.assemble import Engine
+from quire.assemble.engine import Engine
 from quire.contracts.errors import InvalidParameter
 from quire.entry.front_end import FrontEnd
 from quire.entry.prompts import Prompt, piece_prompt

@@ -2,10 +2,10 @@
 
 from pathlib import Path
 
+from quire.assemble.obtain import obtain_weights, read_model
 from quire.config.engine import EngineConfig
 from quire.entry.installed import check_torch
-from quire.models.drafts import resolve_speculators
-from quire.models.obtain import obtain_weights, read_model
+from quire.plan.drafts import resolve_speculators
 from quire.platforms.cpu import read_cpu_facts
 from quire.platforms.detect import resolve_device
 from quire.text.load import load_text

@@ -12,9 +12,9 @@ from typing import Annotated, Any
 
 import msgspec
 
-from quire.config.sharing import CONNECTOR, SharePlan
 from quire.contracts.errors import InvalidParameter
 from quire.contracts.request import Transfer
+from quire.plan.sharing import CONNECTOR, SharePlan
 
 PARAM = "kv_transfer_params"
 

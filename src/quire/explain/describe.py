@@ -11,16 +11,18 @@ from typing import Any, NamedTuple
 import msgspec
 
 from quire.args.checkpoint import ModelArgs, read_raw_config
+from quire.assemble.obtain import read_args, settled_quantization
 from quire.config.engine import EngineConfig
-from quire.config.placement import Rank, check_parallel, parallel_sizes
-from quire.config.resolve import GIB, MemoryPlan, check_cpu_weights, resolve_dtype
-from quire.config.resolve_cuda import DeviceMemory
 from quire.contracts.errors import ConfigError, ModelNotFound, WeightsError
+from quire.contracts.parallel import Rank
 from quire.kernels.select import probe_of
-from quire.models.drafts import draft_config, head_method, resolve_speculators, with_draft_model
-from quire.models.obtain import read_args, settled_quantization
-from quire.models.plan import EnginePlan, Machine, resolve_engine, resolve_sizing
-from quire.models.report import PlanReport
+from quire.plan.cuda_memory import DeviceMemory
+from quire.plan.drafts import draft_config, head_method, resolve_speculators, with_draft_model
+from quire.plan.dtype import resolve_dtype
+from quire.plan.engine import EnginePlan, Machine, resolve_engine, resolve_sizing
+from quire.plan.memory import GIB, MemoryPlan, check_cpu_weights
+from quire.plan.placement import check_parallel, parallel_sizes
+from quire.plan.report import PlanReport
 from quire.platforms.cpu import read_cpu_facts
 from quire.platforms.detect import check_gpus, probe_driver, resolve_device
 from quire.quantization.read import find_quantization

@@ -22,7 +22,7 @@ from quire.layers.decoder import Decoder
 from quire.layers.latent import Expansion
 from quire.layers.moe import Experts
 from quire.layers.norm import HeadNorm
-from quire.models.layout import layout
+from quire.plan.layout import layout
 from quire.quantization.formats import raw_tensors
 from quire.weights.files import full_names, stored_in, weight_files
 

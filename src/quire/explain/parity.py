@@ -14,7 +14,7 @@ from tempfile import TemporaryDirectory
 import torch
 from torch import Tensor
 
-from quire.assemble import Engine, assemble
+from quire.assemble.engine import Engine, assemble
 from quire.config.engine import EngineConfig
 from quire.contracts.errors import ConfigError, RequestFailed
 from quire.contracts.sampling import SamplingParams

@@ -9,13 +9,13 @@ from rich.console import Group
 from rich.text import Text
 from rich.tree import Tree
 
-from quire.config.resolve_moe import DISPATCHERS, kind_words
 from quire.contracts.scheme import Wire
 from quire.entry.cli.table import format_bytes as size
 from quire.explain.render_ranks import Plan, add, add_ranks, folded
-from quire.models.facts import fact_lines
-from quire.models.missing import not_runnable
-from quire.models.report import NEVER
+from quire.kernels.experts.plan import DISPATCHERS, kind_words
+from quire.plan.facts import fact_lines
+from quire.plan.missing import not_runnable
+from quire.plan.report import NEVER
 
 WEIGH = {"experts": "experts kernel", "combine": "combine step"}
 

@@ -13,8 +13,8 @@ from rich.text import Text
 from rich.tree import Tree
 
 from quire.entry.cli.table import format_bytes as size
-from quire.models.missing import not_runnable
-from quire.models.notes import listed
+from quire.plan.missing import not_runnable
+from quire.plan.notes import listed
 
 Plan = Mapping[str, Any]
 HELD = {"layers": "layers", "heads": "query heads", "kv_heads": "KV heads", "experts": "experts"}

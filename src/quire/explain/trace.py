@@ -13,12 +13,12 @@ from typing import Any
 import msgspec
 import torch
 
-from quire.config.placement import parallel_sizes, ranks
 from quire.engine.replicas import Replicas
 from quire.engine.scheduler import InFlight
 from quire.entry.llm import LLM
 from quire.entry.prompts import PromptLike
-from quire.models.rank_report import rank_name
+from quire.plan.placement import parallel_sizes, ranks
+from quire.plan.rank_report import rank_name
 from quire.procs.in_process import InProcessExecutor
 from quire.text.sequence import SequenceText
 from quire.worker.spans import CallRecorder, Span, Stop, methods_of, without_recordings, worker_stops

@@ -15,7 +15,7 @@ class Attention(nn.Module):
 
     Its steps: q, k and v projection, optional RMS norm of each query and key head, rotation, write to the KV cache,
     attention, output projection. `group`: the KV group of the layer. The projection's rows for q and k have the order
-    that rotation kernels need (see `models/layout.py`).
+    that rotation kernels need (see `plan/layout.py`).
     """
 
     def __init__(self, args: ModelArgs, at: str, build: Build, group: int = 0) -> None:

@@ -7,13 +7,13 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from quire.config.resolve_moe import MoEPlan
 from quire.contracts.blocks import KVGroup
 from quire.contracts.params import Param
 from quire.distributed import Group
 from quire.distributed.vocabulary import VocabularySlice
 from quire.kernels.attention import AttentionMeta, KVView
 from quire.kernels.comm.exchange import Slots
+from quire.kernels.experts.plan import MoEPlan
 from quire.kernels.linear.plan import LinearPlan
 from quire.kernels.select import Kernels
 

@@ -1,6 +1,6 @@
 """The way of tokens to experts on the ranks of other replicas, and of results back.
 
-The dispatchers of `config/resolve_moe.py`:
+The dispatchers of `plan/dispatchers.py`:
 
     all-gather   every rank gets the rows of all replicas, runs its own experts on them, and the ranks' results are
                  summed where the rows came from
@@ -20,7 +20,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from quire.config.placement import share
+from quire.contracts.parallel import share
 from quire.distributed import Group
 from quire.kernels.comm.exchange import Slots
 from quire.kernels.quantize.rows import QuantizedRows

@@ -1,6 +1,6 @@
 """The feed-forward layer as a mixture of experts: router -> dispatcher -> experts -> combine.
 
-With dispatcher "none" of `config/resolve_moe.py` every rank has every token. A rank's sum leaves out the experts of
+With dispatcher "none" of `plan/dispatchers.py` every rank has every token. A rank's sum leaves out the experts of
 other ranks and is then partial. With replicas of attention, `layers/dispatch.py` brings tokens to experts and back.
 """
 

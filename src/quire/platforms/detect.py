@@ -12,8 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from quire.config.placement import Parallel
 from quire.contracts.errors import ConfigError
+from quire.contracts.parallel import Parallel
 
 LIBRARY = "libcuda.so.1"
 MIN_CAPABILITY = (8, 0)  # the Triton kernels need it

@@ -11,8 +11,8 @@ from pathlib import Path
 from quire import __version__
 from quire.config.engine import EngineConfig
 from quire.config.env import cluster_key
-from quire.config.placement import check_hosts, parallel_sizes
 from quire.contracts.errors import ConfigError
+from quire.plan.placement import check_hosts, parallel_sizes
 from quire.platforms.detect import probe_driver, resolve_device
 from quire.procs.agent import JOIN_SECONDS, HostAgent
 from quire.procs.host_messages import HostHello

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from quire.models.graphs import captured_bounds, captured_decodes
+from quire.plan.graphs import captured_bounds, captured_decodes
 from quire.worker.recorder import Key, Recorder, StepShape
 
 NARROW = 256  # sequences: steps with prompts are captured for at most this many, and once more for the most possible

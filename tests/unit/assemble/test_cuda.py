@@ -18,7 +18,6 @@ from quire.assemble.parts import Parts
 from quire.bench.workload import model_folder
 from quire.config.bundled import bundled_model
 from quire.config.engine import EngineConfig
-from quire.config.resolve import DTypePlan
 from quire.contracts.errors import ConfigError
 from quire.contracts.protocols import ExecutorFacts
 from quire.contracts.sampling import SamplerSpec
@@ -27,7 +26,8 @@ from quire.distributed.mesh import ALONE
 from quire.kernels.select import KernelNeeds, here, select
 from quire.kernels.step.state import Limits
 from quire.kernels.supports import SUPPORTS
-from quire.models.plan import Machine, resolve_engine, resolve_sizing
+from quire.plan.dtype import DTypePlan
+from quire.plan.engine import Machine, resolve_engine, resolve_sizing
 from quire.platforms.cuda import CudaFacts
 
 GIB = 1 << 30

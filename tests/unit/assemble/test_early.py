@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 
-import quire.assemble
+import quire.assemble.engine
 from quire.args.checkpoint import parse_checkpoint_config
-from quire.assemble import assemble
 from quire.assemble.early import check_early, check_folder
+from quire.assemble.engine import assemble
 from quire.config.engine import EngineConfig
-from quire.config.placement import Parallel
-from quire.config.resolve import GIB
 from quire.contracts.errors import ConfigError
+from quire.contracts.parallel import Parallel
+from quire.plan.memory import GIB
 
 from ...support.filled_models import planned
 from ...support.tiny_models import Tiny, tiny_config
@@ -28,8 +28,8 @@ def no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     def read(*args: Any, **kwargs: Any) -> None:
         raise AssertionError("weights are read")
 
-    monkeypatch.setattr(quire.assemble, "obtain_weights", read)
-    monkeypatch.setattr(quire.assemble, "_assemble_replicas", read)
+    monkeypatch.setattr(quire.assemble.engine, "obtain_weights", read)
+    monkeypatch.setattr(quire.assemble.engine, "_assemble_replicas", read)
 
 
 @pytest.fixture

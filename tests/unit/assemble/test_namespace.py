@@ -10,10 +10,10 @@ import pytest
 
 from quire.args.checkpoint import parse_checkpoint_config
 from quire.assemble import offload
-from quire.config.placement import ALONE, Parallel
+from quire.contracts.parallel import ALONE, Parallel
 from quire.contracts.scheme import Scheme
-from quire.models.drafts import joined
-from quire.models.plan import Drafting, EnginePlan
+from quire.plan.drafts import joined
+from quire.plan.engine import Drafting, EnginePlan
 from quire.weights.sums import fact
 
 from ...support.filled_models import planned

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from quire.assemble import assemble
+from quire.assemble.engine import assemble
 from quire.config.engine import EngineConfig
 
 from ...support.tiny_models import Tiny, random_model

@@ -9,11 +9,11 @@ import pytest
 
 from quire.args.checkpoint import ModelArgs, parse_checkpoint_config
 from quire.assemble import offload
-from quire.config.placement import Parallel
-from quire.config.resolve import GIB
 from quire.contracts.errors import ConfigError
-from quire.models.drafts import joined
-from quire.models.plan import Drafting, EnginePlan, resolve_sizing
+from quire.contracts.parallel import Parallel
+from quire.plan.drafts import joined
+from quire.plan.engine import Drafting, EnginePlan, resolve_sizing
+from quire.plan.memory import GIB
 
 from ...support.filled_models import planned
 from ...support.tiny_models import Tiny, tiny_config

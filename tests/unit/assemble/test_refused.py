@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from quire.assemble import assemble
+from quire.assemble.engine import assemble
 from quire.config.engine import EngineConfig
 from quire.contracts.errors import UnsupportedModel
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from quire.assemble import join_replicas
+from quire.assemble.engine import join_replicas
 from quire.config.engine import EngineConfig
 from quire.engine.replicas import Replicas
 from quire.explain.describe import plan_engine

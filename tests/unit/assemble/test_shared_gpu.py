@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from quire import assemble
+from quire.assemble import engine
 from quire.config.engine import EngineConfig
 from quire.contracts.errors import ConfigError
 from quire.platforms.detect import DevicePlan, DriverProbe
@@ -15,10 +15,10 @@ EAGER: dict[str, Any] = {"tensor_parallel_size": 2, "enforce_eager": True, "gpu_
 
 def plans(monkeypatch: pytest.MonkeyPatch, **options: Any) -> list[Any]:
     """The plans of all ranks for the bundled model, on a machine with one GPU."""
-    monkeypatch.setattr(assemble, "probe_driver", lambda: GPU)
+    monkeypatch.setattr(engine, "probe_driver", lambda: GPU)
     config = EngineConfig.from_flat(model="", device="cpu", dtype="float32", **options)
-    found = assemble.read_files(config)._replace(device=DevicePlan(device="cuda", reason="there is a GPU"))
-    return assemble.plan_ranks(config, found)
+    found = engine.read_files(config)._replace(device=DevicePlan(device="cuda", reason="there is a GPU"))
+    return engine.plan_ranks(config, found)
 
 
 def test_each_rank_has_a_part_of_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from quire.args.checkpoint import parse_checkpoint_config
-from quire.assemble import _lines
+from quire.assemble.engine import _lines
 from quire.assemble.turned_on import turned_on
 from quire.contracts.blocks import KVGroup
 from quire.kv.pool import BlockPool

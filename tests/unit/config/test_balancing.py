@@ -7,8 +7,9 @@ import pytest
 
 from quire.args.checkpoint import ModelArgs, parse_checkpoint_config
 from quire.config.balancing import EplbConfig, read_eplb_config
-from quire.config.placement import Parallel, check_parallel
 from quire.contracts.errors import ConfigError
+from quire.contracts.parallel import Parallel
+from quire.plan.placement import check_parallel
 
 from ...support.tiny_models import Tiny, tiny_config
 

@@ -10,8 +10,9 @@ import pytest
 
 from quire.config.engine import EngineConfig, HostsConfig
 from quire.config.env import CLUSTER_KEY, cluster_key, rank_variables, unknown_variables
-from quire.config.placement import Parallel, check_hosts, hosts_note
 from quire.contracts.errors import ConfigError
+from quire.contracts.parallel import Parallel
+from quire.plan.placement import check_hosts, hosts_note
 from quire.procs.headless import serve_host
 
 

@@ -5,9 +5,9 @@ import pytest
 from quire.args.checkpoint import parse_checkpoint_config
 from quire.config.engine import EngineConfig
 from quire.config.flags import error_text, keyword_config
-from quire.config.placement import Parallel
 from quire.config.serve import ServerConfig
 from quire.contracts.errors import ConfigError
+from quire.contracts.parallel import Parallel
 from quire.contracts.speculation import read_speculative_config
 from quire.entry.cli.main import main
 from quire.entry.http.console import access_text

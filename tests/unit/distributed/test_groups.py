@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from quire.config.placement import Parallel
 from quire.contracts.errors import EngineDead
+from quire.contracts.parallel import Parallel
 from quire.distributed import Group
 from quire.distributed.checked import CheckedGroup
 from quire.distributed.process_group import join_ranks

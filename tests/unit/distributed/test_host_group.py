@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from quire.config.placement import Parallel
+from quire.contracts.parallel import Parallel
 from quire.distributed import Group
 from quire.distributed.process_group import HostGroup, ProcessGroup, join_ranks
 

@@ -19,7 +19,7 @@ SECONDS = 120  # of a test's ranks
 RANK = """
 import json, os, socket, sys
 import torch
-from quire.config.placement import Parallel
+from quire.plan.placement import Parallel
 from quire.config.env import rank_variables
 from quire.distributed.listeners import listening
 from quire.distributed import process_group

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from quire.assemble.build import vocabulary_slice
 from quire.contracts.sampling import SamplerSpec
 from quire.distributed import Group
 from quire.distributed.vocabulary import VocabularySlice
@@ -16,7 +17,6 @@ from quire.kernels.sampling.ref import operations
 from quire.kernels.sampling.rows import Mode
 from quire.kernels.sampling.table import SamplingTable
 from quire.kernels.step.upload import Change
-from quire.models.build import vocabulary_slice
 from quire.worker.sliced_sampling import SlicedSampling
 
 from ...support.simulated_groups import SimulatedRanks

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from quire.kernels.quantize.rows import QuantizedRows
 from quire.layers.dispatch import AllGatherExchange
-from quire.models import plan as plans
+from quire.plan import engine as plans
 
 from ...support.full import full_rows
 from ...support.quantized_checkpoints import FORMS, quantize_checkpoint

@@ -8,11 +8,11 @@ import msgspec
 import pytest
 
 from quire.config.engine import EngineConfig
-from quire.config.sharing import events_notes, read_events_config
 from quire.contracts.errors import ConfigError
 from quire.contracts.step import Tier
 from quire.kv.events import EventBatch, EventLog
 from quire.kv.hashing import KeyChain
+from quire.plan.sharing import events_notes, read_events_config
 
 PROMPT = [1, 2, 3] * 8  # six blocks of four tokens
 

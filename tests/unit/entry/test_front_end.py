@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from quire.config.sharing import SharePlan
 from quire.contracts.chunks import Chunking
 from quire.contracts.errors import InvalidParameter
 from quire.contracts.output import Finish, StepOutputs
@@ -20,6 +19,7 @@ from quire.entry.completion import Generation
 from quire.entry.core_request import FrontLimits
 from quire.entry.front_end import FrontEnd
 from quire.entry.prompts import Prompt
+from quire.plan.sharing import SharePlan
 from quire.procs.fronts import FrontPlace
 
 from ...support.byte_tokenizer import ByteTokenizer

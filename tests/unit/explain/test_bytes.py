@@ -9,10 +9,10 @@ import pytest
 
 import quire.bench
 from quire.config.engine import EngineConfig
-from quire.config.placement import ALONE, Parallel
 from quire.contracts.errors import UnsupportedModel
+from quire.contracts.parallel import ALONE, Parallel
 from quire.explain.describe import plan_engine
-from quire.models.plan import EnginePlan, resolve_engine
+from quire.plan.engine import EnginePlan, resolve_engine
 from quire.quantization.scheme import scheme_words
 from quire.weights.files import StoredTensor, read_checkpoint
 

@@ -10,8 +10,8 @@ import pytest
 
 from quire.config.bundled import bundled_model
 from quire.config.engine import EngineConfig
-from quire.config.placement import Parallel
 from quire.contracts.errors import ConfigError
+from quire.contracts.parallel import Parallel
 from quire.entry.cli.main import main
 from quire.entry.exit_codes import REFUSED
 from quire.explain import describe

@@ -16,7 +16,7 @@ from unittest.mock import ANY
 
 import pytest
 
-from quire.assemble import Engine, assemble
+from quire.assemble.engine import Engine, assemble
 from quire.config.engine import EngineConfig
 from quire.contracts.request import NewRequest
 from quire.contracts.sampling import SamplerSpec

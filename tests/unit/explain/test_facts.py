@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from quire.config.engine import EngineConfig
-from quire.config.placement import ALONE, Parallel
+from quire.contracts.parallel import ALONE, Parallel
 from quire.explain.render import render
 
 from ...support.explained import explained
@@ -177,5 +177,5 @@ def test_a_phase_that_differs_in_nothing_is_told_once(shown: Any) -> None:
     for words in ("experts in prefill: dispatcher all-gather", "experts in decode: dispatcher all-to-all"):
         assert wide.count(words) == 1
     assert "not pull with any kernel: pull joins at most 8 ranks" in wide
-    assert "(first that fits, not implemented yet, decided in config/resolve_moe.py:" in " ".join(wide.split())
+    assert "(first that fits, not implemented yet, decided in plan/dispatchers.py:" in " ".join(wide.split())
     assert "not all-to-all with hopper: all-to-all delivers grouped rows; hopper accepts only flat rows" in wide

@@ -11,12 +11,12 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from quire.args.checkpoint import read_checkpoint_config
+from quire.assemble.build import build_model
 from quire.config.engine import EngineConfig
 from quire.explain.describe import plan_engine
 from quire.kernels.linear import panels
 from quire.kernels.native.library import missing
 from quire.kernels.pack.panel_sizes import HUGE_PAGE, in_pages
-from quire.models.build import build_model
 from quire.quantization.read import find_quantization
 from quire.weights.load import load_weights
 

@@ -82,7 +82,7 @@ def test_explain_plans_a_model_of_that_size(shallow: Models, capsys: pytest.Capt
     ]
     assert len(plan["ranks"]) == 8 and plan["ranks"][7]["experts"] == [140, 160, 1] and "num_blocks" in plan["memory"]
     assert plan["memory"]["block_size"] == 64 and plan["memory"]["sequences"] == 32
-    assert plan["moe"]["decode"]["decided"].startswith("asked for, decided in config/resolve_moe")
+    assert plan["moe"]["decode"]["decided"].startswith("asked for, decided in plan/dispatchers")
     assert [plan["moe"][phase]["dispatcher"] for phase in ("prefill", "decode")] == ["pull", "pull"]
     assert plan["moe"]["prefill"]["decided"].startswith("first that fits, decided in")
     for line in ("quire: refused by quire serve: --enable-dbo: ", *(f"quire: note: {note}" for note in NOTED)):

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 
 from quire.args.checkpoint import parse_checkpoint_config
 from quire.entry.cli.main import main
-from quire.models.layout import layout, stored_names
+from quire.plan.layout import layout, stored_names
 
 from ...support.quantized_checkpoints import FORMS
 from ...support.tiny_models import Tiny, tiny_config

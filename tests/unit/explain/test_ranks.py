@@ -17,13 +17,14 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from quire.assemble import plan_ranks, read_files
+from quire.assemble.build import build_model
+from quire.assemble.engine import plan_ranks, read_files
 from quire.assemble.parts import Parts
 from quire.assemble.rank import load_rank
 from quire.config.bundled import bundled_model
 from quire.config.engine import EngineConfig, ParallelConfig
-from quire.config.placement import Parallel, ranks, share
 from quire.contracts.errors import ConfigError
+from quire.contracts.parallel import Parallel, share
 from quire.contracts.request import NewRequest
 from quire.contracts.sampling import SamplerSpec
 from quire.contracts.step import SAMPLE, StepPlan
@@ -33,11 +34,11 @@ from quire.engine.replicas import Core
 from quire.entry.cli.main import main
 from quire.explain.describe import plan_engine
 from quire.layers.moe import Experts
-from quire.models.build import build_model
-from quire.models.collectives import algorithm, collectives, groups
-from quire.models.notes import parallel_notes
-from quire.models.rank_report import describe_one, rank_lines, rank_name
-from quire.models.report import PlanReport
+from quire.plan.collectives import algorithm, collectives, groups
+from quire.plan.notes import parallel_notes
+from quire.plan.placement import ranks
+from quire.plan.rank_report import describe_one, rank_lines, rank_name
+from quire.plan.report import PlanReport
 from quire.weights.files import read_checkpoint
 
 from ...support import simulated_engine

@@ -20,7 +20,7 @@ MAX_METHODS = 15
 MAX_POSITIONAL = 6
 VAGUE_NAMES = {"util", "utils", "common", "helper", "helpers", "misc", "manager"}
 NOT_FIRST = frozenset("What Whether How One Where Who Which Whose That Those".split())  # of docstrings
-TORCH_FREE_ROOMS = ("contracts", "args", "config", "quantization", "kv", "text", "engine")
+TORCH_FREE_ROOMS = ("contracts", "args", "config", "plan", "quantization", "kv", "text", "engine")
 BRINGS_TORCH = {"torch", "torchvision", "triton", "transformers", "accelerate", "flash_attn", "safetensors.torch"}
 
 # Who may import whom, level by level. A room may import its own level's other rooms only one way round (no cycles).
@@ -31,9 +31,9 @@ _QUANTIZATION = _BASE | {"quantization"}
 _KERNELS = _QUANTIZATION | {"kernels"}
 _SPREAD = _KERNELS | {"distributed"}
 _LAYERS = _SPREAD | {"layers", "weights", "kvstore"}
-_MODELS = _LAYERS | {"models"}
-_SPEC = _MODELS | {"spec"}
-_WORKER = _SPEC | {"worker"}
+_PLAN = _KERNELS | {"weights", "models", "plan"}
+_SPEC = _LAYERS | {"spec"}
+_WORKER = _SPEC | _PLAN | {"worker"}
 _STATE = _GROUND | {"config", "kv", "text"}
 _ENGINE = _STATE | {"engine"}
 _PROCS = _WORKER | _ENGINE | {"procs"}
@@ -47,7 +47,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "kernels": _KERNELS,
     "distributed": _SPREAD,
     **dict.fromkeys(("layers", "weights", "kvstore"), _LAYERS),
-    "models": _MODELS,
+    "models": _FLOOR | {"models"},
+    "plan": _PLAN,
     "spec": _SPEC,
     "worker": _WORKER,
     **dict.fromkeys(("kv", "text"), _STATE),

@@ -35,7 +35,7 @@ RED = [
     (rules.module_state, "import collections\nqueue = collections.deque()", "worker/x.py"),
     (rules.module_state, "TABLE = {}\ndef f(): TABLE['a'] = 1", "worker/x.py"),
     (rules.module_state, "TABLE = []\ndef f(): TABLE.append(1)", "worker/x.py"),
-    (rules.module_state, "from quire.models.registry import TABLE\nTABLE['a'] = 1", "worker/x.py"),
+    (rules.module_state, "from quire.plan.kv_geometry import TABLE\nTABLE['a'] = 1", "worker/x.py"),
     (rules.module_state, "from quire.models import registry\nregistry.TABLE['a'] = 1", "worker/x.py"),
     (rules.module_state, "COUNT = 0\ndef f():\n  COUNT += 1", "worker/x.py"),
     (rules.module_state, "class A:\n  items = []", "worker/x.py"),

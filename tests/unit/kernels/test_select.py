@@ -8,9 +8,9 @@ import sys
 import pytest
 import torch
 
-from quire.config.resolve_cuda import PREFILL_DIMS
 from quire.contracts.errors import ConfigError
 from quire.kernels.attention import cpu, native
+from quire.kernels.limits import PREFILL_DIMS
 from quire.kernels.linear import units
 from quire.kernels.select import KernelNeeds, choose_kernels, here, objection, select, select_kernels
 from quire.kernels.supports import DENSE, NEEDS, SUPPORTS, Support

@@ -8,12 +8,13 @@ import pytest
 import torch
 
 from quire.args.checkpoint import parse_checkpoint_config
-from quire.config.placement import Parallel, check_parallel, ranks
 from quire.contracts.blocks import KVComponent, KVGeometry, KVGroup
 from quire.contracts.errors import ConfigError
+from quire.contracts.parallel import Parallel
 from quire.kernels.native import memory
 from quire.kvstore.shards import PageFiles, Range, Shard, cut, place_layers
-from quire.models.registry import rank_geometry
+from quire.plan.kv_geometry import rank_geometry
+from quire.plan.placement import check_parallel, ranks
 
 from ...support.tiny_models import Tiny, tiny_config
 

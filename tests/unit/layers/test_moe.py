@@ -12,10 +12,8 @@ import torch
 from torch import Tensor
 
 from quire.args.checkpoint import ModelArgs, parse_checkpoint_config
-from quire.config import resolve_moe as plans
-from quire.config.placement import Parallel
-from quire.config.resolve_moe import Hardware, resolve_moe
 from quire.contracts.errors import ConfigError
+from quire.contracts.parallel import Parallel
 from quire.kernels.experts import ref
 from quire.kernels.experts.inputs import Case, make, packed_by
 from quire.kernels.linear.units import missing_bf16
@@ -25,8 +23,11 @@ from quire.layers import moe
 from quire.layers.context import Build, Loads, StepContext
 from quire.layers.moe import BESIDE, MoE
 from quire.layers.norm import RMSNorm
-from quire.models.layout import layout
-from quire.models.registry import linear_plans, operations
+from quire.plan import dispatchers as plans
+from quire.plan.dispatchers import Hardware, resolve_moe
+from quire.plan.engine import operations
+from quire.plan.layout import layout
+from quire.plan.linears import linear_plans
 from quire.weights.units import load_units
 
 from ...support.fake_streams import fake_streams

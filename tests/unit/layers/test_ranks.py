@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from quire.args.checkpoint import ModelArgs, parse_checkpoint_config
-from quire.config.placement import ALONE, Parallel, Rank, ranks
+from quire.contracts.parallel import ALONE, Parallel, Rank
 from quire.distributed import Group
 from quire.kernels.attention import AttentionMeta, KVView
 from quire.kernels.latent import LatentView
@@ -15,8 +15,10 @@ from quire.kernels.rope.rotary import Rotary
 from quire.kernels.select import select_kernels
 from quire.layers.context import Build, Loads, StepContext
 from quire.layers.decoder import DecoderBlock
-from quire.models.layout import layout
-from quire.models.registry import linear_plans, operations
+from quire.plan.engine import operations
+from quire.plan.layout import layout
+from quire.plan.linears import linear_plans
+from quire.plan.placement import ranks
 from quire.weights.units import load_units
 
 from ...support.filled_models import experts_plan, sliced, stored_tensors

@@ -9,12 +9,12 @@ import transformers
 
 from quire.args.checkpoint import FAMILIES as CONFIGURED
 from quire.args.checkpoint import read_checkpoint_config
-from quire.config.resolve import resolve_geometry
+from quire.assemble.kv_views import kv_views
 from quire.kernels.attention import AttentionMeta
 from quire.kvstore.arena import KVArena
 from quire.layers.context import StepContext
 from quire.layers.stack import Model, run_layers
-from quire.models.registry import kv_components, kv_views
+from quire.plan.kv_geometry import kv_components, resolve_geometry
 from quire.weights.load import load_weights
 
 from ...support.filled_models import built

@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 import pytest
 
-from quire.config.placement import Parallel
 from quire.contracts.errors import ConfigError
+from quire.contracts.parallel import Parallel
 from quire.platforms.detect import DriverProbe, check_gpus, probe_driver, resolve_device, torch_cuda_version
 
 GOOD = DriverProbe(capability=(9, 0))

@@ -8,9 +8,9 @@ import msgspec
 import pytest
 import zmq
 
-from quire.config.sharing import EventSettings
 from quire.contracts.errors import ConfigError
 from quire.kv.events import AllBlocksCleared, EventBatch
+from quire.plan.sharing import EventSettings
 from quire.procs.event_publisher import EventPublisher, _address
 
 WAIT_MS = 5_000

@@ -7,8 +7,8 @@ import torch
 
 from quire.args.checkpoint import parse_checkpoint_config
 from quire.kernels.pack.matrix import QuantizedMatrix, dequantize, unpacked
-from quire.models.layout import layout
-from quire.quantization.assign import with_formats
+from quire.plan.formats import with_formats
+from quire.plan.layout import layout
 from quire.quantization.read import find_quantization
 from quire.weights.dummy import SCALE, load_dummy
 

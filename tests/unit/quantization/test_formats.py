@@ -12,12 +12,13 @@ import transformers
 from torch import Tensor
 
 from quire.args.checkpoint import ModelArgs, read_checkpoint_config
-from quire.config.placement import ALONE, Parallel, ranks
 from quire.contracts.errors import ConfigError
+from quire.contracts.parallel import ALONE, Parallel
 from quire.contracts.params import Param
 from quire.kernels.pack.matrix import QuantizedMatrix, dequantize
-from quire.models.layout import layout, stored_names
-from quire.quantization.assign import settled, with_formats
+from quire.plan.formats import settled, with_formats
+from quire.plan.layout import layout, stored_names
+from quire.plan.placement import ranks
 from quire.quantization.read import find_quantization
 from quire.weights.files import read_checkpoint
 from quire.weights.load import load_weights

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from quire import LLM, SamplingParams
+from quire.assemble.quantize import Recipe, quantize_checkpoint
 from quire.config.bundled import bundled_model
-from quire.models.quantize import Recipe, quantize_checkpoint
 
 NUM_TOKENS = 640
 # Scheme -> share by which the loss may rise; all 5,316 tokens: docs/quantization.md.

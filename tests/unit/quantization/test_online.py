@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from quire import LLM, SamplingParams
-from quire.assemble import assemble
+from quire.assemble.engine import assemble
 from quire.config.engine import EngineConfig
 from quire.contracts.errors import ConfigError, WeightsError
 from quire.contracts.scheme import Scheme

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from quire.args.checkpoint import parse_checkpoint_config
-from quire.config.placement import Parallel
+from quire.contracts.parallel import Parallel
 from quire.entry.cli.main import main
-from quire.models.plan import EnginePlan, plan_notes
+from quire.plan.engine import EnginePlan, plan_notes
 from quire.quantization.read import find_quantization
 
 from ...support.filled_models import planned

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from quire.assemble.quantize import Recipe, quantize_checkpoint
 from quire.config.engine import EngineConfig
 from quire.explain.parity import verify
-from quire.models.quantize import Recipe, quantize_checkpoint
 from quire.quantization.schemes import SCHEMES, has_groups
 
 from .test_formats import written

@@ -9,7 +9,8 @@ import pytest
 
 from measure_ranks import EPLB, LINES, Results, folder_of, peer_options, read_cells, run
 from quire.args.checkpoint import parse_checkpoint_config, read_raw_config
-from quire.config.placement import Parallel, check_parallel
+from quire.contracts.parallel import Parallel
+from quire.plan.placement import check_parallel
 
 from ...support.many_ranks import is_stopped, until
 

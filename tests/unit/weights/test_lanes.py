@@ -12,7 +12,7 @@ from torch import Tensor
 
 from quire.args.checkpoint import parse_checkpoint_config
 from quire.contracts.errors import WeightsError
-from quire.models.layout import layout
+from quire.plan.layout import layout
 from quire.weights import lanes
 from quire.weights.lanes import Chunk, Lanes, OpenUnit, ReadChunker
 from quire.weights.load import LoadReport, load_weights

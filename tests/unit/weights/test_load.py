@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from quire.args.checkpoint import parse_checkpoint_config
 from quire.contracts.errors import WeightsError
-from quire.models.layout import layout, stored_names
+from quire.plan.layout import layout, stored_names
 from quire.weights.dummy import load_dummy
 from quire.weights.load import load_weights
 from quire.weights.tied import unread_head

@@ -12,9 +12,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from quire.args.checkpoint import ModelArgs, parse_checkpoint_config
-from quire.config.placement import ALONE, Parallel, ranks
+from quire.contracts.parallel import ALONE, Parallel
 from quire.contracts.params import Part
-from quire.models.layout import layout, stored_names
+from quire.plan.layout import layout, stored_names
+from quire.plan.placement import ranks
 from quire.weights.load import load_weights
 
 from ...support.filled_models import Taken, sliced, stored_tensors

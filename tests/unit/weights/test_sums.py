@@ -11,9 +11,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from quire.args.checkpoint import ModelArgs, parse_checkpoint_config
-from quire.config.placement import ALONE, Parallel, ranks
 from quire.contracts.errors import WeightsError
-from quire.models.layout import layout, stored_names
+from quire.contracts.parallel import ALONE, Parallel
+from quire.plan.layout import layout, stored_names
+from quire.plan.placement import ranks
 from quire.weights.load import load_weights
 from quire.weights.sums import fact, join_sums
 

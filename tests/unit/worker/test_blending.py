@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from quire.assemble.kv_views import kv_views
 from quire.config.engine import SchedulerConfig
 from quire.contracts.protocols import ExecutorFacts
 from quire.contracts.request import NewRequest
@@ -24,7 +25,7 @@ from quire.kv.allocator import KVAllocator
 from quire.kv.pool import BlockPool
 from quire.layers.context import StepContext
 from quire.layers.stack import Model, run_layers
-from quire.models.registry import kv_components, kv_views
+from quire.plan.kv_geometry import kv_components
 from quire.worker.runner import StepRunner
 
 from ...support.compared import BLOCK, VOCAB, kv_geometry, make_model, model_args, runner_of

@@ -34,7 +34,7 @@ def configure(parser: flags.FlagParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print the plan of an engine (layers, weights, kernels, memory, ranks) as a tree, or as JSON."""
     from quire.explain.describe import GPUS, one_layer, plan_engine
-    from quire.models.rank_report import describe_one
+    from quire.plan.rank_report import describe_one
 
     settings = flags.settings_of(args, server=True, planned=True)
     described = args.device if args.device in GPUS else ""

@@ -46,7 +46,7 @@ def configure(parser: FlagParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Write the quantized checkpoint and print a summary."""
-    from quire.models.quantize import Recipe, check_out, quantize_checkpoint
+    from quire.assemble.quantize import Recipe, check_out, quantize_checkpoint
     from quire.weights.folder import fetch_weights, resolve_folders
 
     config, began = engine_config(args), perf_counter()

@@ -9,11 +9,11 @@ import sys
 from quire.config import flags
 from quire.config.env import PEER_KEY, peer_variables
 from quire.config.peer_flags import add_peer_flags
-from quire.config.placement import check_hosts, parallel_sizes
 from quire.config.serve import LEAST_WAITING, WAITING_PER_SLOT, ServerConfig, is_loopback
 from quire.config.sources import CONFIG_FILE
 from quire.contracts.errors import ConfigError
 from quire.entry.keyboard_interrupt import raise_on_interrupt
+from quire.plan.placement import check_hosts, parallel_sizes
 
 SUMMARY = "serve a model over HTTP with OpenAI's API"
 DESCRIPTION = """\

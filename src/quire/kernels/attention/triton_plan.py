@@ -23,9 +23,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.config.resolve_cuda import MOST_SEQUENCES
 from quire.contracts.step import I32, SharedPrefix
 from quire.kernels.attention import AttentionMeta, SharedBlocks, as_list, padded
+from quire.kernels.limits import MOST_SEQUENCES
 from quire.kernels.triton_runtime import INTERPRETED, jit, tl
 
 MAX_PARTS = 32  # most items of a sequence, by default

@@ -5,7 +5,7 @@ which has its own block table. Every code is a number of bfloat16 and of float16
 not enter it: that of keys multiplies the scores and that of values the result, as in the other kernels.
 
 The scratch is an allocation of one call. The next layer gets the same memory, because its kernels come later in the
-stream. So all layers together need one scratch; `config/resolve_cuda.py` limits it.
+stream. So all layers together need one scratch; `plan/cuda_memory.py` limits it.
 """
 
 from __future__ import annotations

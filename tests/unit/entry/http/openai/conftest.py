@@ -348,7 +348,7 @@ def output_fixture() -> Callable[..., Batch]:
 @pytest.fixture(scope="session")
 def tiny_core() -> EngineCore:
     """The bundled model, one thread; float32, so that scoring and generating never disagree on near ties."""
-    from quire.assemble import assemble
+    from quire.assemble.engine import assemble
 
     return assemble(EngineConfig.from_flat(num_threads=1, use_tqdm_on_load=False, max_num_seqs=8, dtype="float32")).core
 

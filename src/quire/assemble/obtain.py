@@ -1,0 +1,117 @@
+"""Steps before a model is built, cheapest first: checks of config.json, checks of the weights' headers, the download.
+
+No torch.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from quire.args.checkpoint import ModelArgs, read_checkpoint_config, read_raw_config
+from quire.config.engine import EngineConfig, check_context
+from quire.contracts.errors import ModelNotFound, WeightsError
+from quire.plan.cache_dtype import choose_cache
+from quire.plan.drafts import with_draft_layers, with_spelling
+from quire.plan.dtype import DTypePlan, resolve_dtype
+from quire.plan.experts import check_routing
+from quire.plan.formats import settled, with_formats
+from quire.plan.kv_geometry import kv_components, resolve_geometry
+from quire.plan.layout import layout
+from quire.plan.memory import check_cpu_weights, resolve_memory
+from quire.plan.weight_bytes import unpacked_bytes
+from quire.platforms.cpu import CpuFacts
+from quire.quantization.read import Quantization, find_quantization
+from quire.weights.files import Checkpoint, read_checkpoint, stored_in
+from quire.weights.folder import absent_weights, fetch_weights
+from quire.weights.match import match_tensors
+
+
+def read_args(config: EngineConfig, folder: Path, head: str = "") -> ModelArgs:
+    """Return the arguments of the model in `folder`, with the layers that draft.
+
+    head   method of the EAGLE head that the folder must hold; "": a model. Its tensors have several spellings
+    """
+    args = with_draft_layers(read_checkpoint_config(folder, head), config.scheduler.speculative_config)
+    if args.eagle is None:
+        return args
+    try:
+        stored = _stored_types(config, folder)
+    except (ModelNotFound, WeightsError):  # the loader tells
+        return args
+    return with_spelling(args, stored)
+
+
+def read_model(
+    config: EngineConfig, folder: Path, device: str, cpu: CpuFacts, head: str = ""
+) -> tuple[ModelArgs, DTypePlan, Quantization]:
+    """Return the model arguments, the dtype of the computation and the quantization of the model in `folder`.
+
+    If the weights are not in the folder, the headers of quantized weights are read from the Hub.
+
+    Raises a `UserError` for a model that is not implemented, and for options that the model cannot meet.
+    """
+    args = read_args(config, folder, head)
+    check_context(config.model, args.max_position_embeddings)
+    check_routing(args, config.load.routing)
+    dtype = resolve_dtype(config.model.dtype, args.dtype, bool(cpu.bf16_units), device)
+    return args, dtype, settled_quantization(config, folder, args)
+
+
+def settled_quantization(config: EngineConfig, folder: Path, args: ModelArgs) -> Quantization:
+    """Return the quantization of the model in `folder`, with the modules whose stored tensors differ from its config.
+
+    The files, the option `quantization` and the names of the stored tensors decide it.
+    """
+    found = find_quantization(folder, read_raw_config(folder), config.load.quantization)
+    if not found.config:
+        return found
+    return found._replace(config=settled(found.config, layout(args), _stored_types(config, folder)))
+
+
+def _stored_types(config: EngineConfig, folder: Path) -> dict[str, str]:
+    """Return the names of the stored tensors and their types, "" where only an index names them; {} without weights."""
+    repository = absent_weights(config, folder)
+    if config.load.load_format == "dummy":
+        return {}
+    if repository is None and not any(folder.glob("*.safetensors")):
+        return dict.fromkeys(stored_in(folder), "")
+    checkpoint = read_checkpoint(folder) if repository is None else repository.read_headers(folder)
+    return {name: tensor.dtype for name, tensor in checkpoint.tensors.items()}
+
+
+def obtain_weights(
+    config: EngineConfig,
+    folder: Path,
+    args: ModelArgs,
+    dtype: DTypePlan,
+    free_bytes: int | None,
+    *,
+    quantization: Mapping[str, Any],
+) -> None:
+    """Download the weights that `folder` lacks. First check by their headers that the model can be loaded.
+
+    free_bytes   memory that must hold the parameters and the KV cache; None: not checked
+    Raises a `UserError` that names the fix.
+    """
+
+    def check(checkpoint: Checkpoint) -> None:
+        params = with_formats(layout(args), quantization)
+        match_tensors(checkpoint, params, args)
+        if free_bytes is not None:
+            stored = dtype.weights or dtype.dtype
+            weights = unpacked_bytes(params, stored)
+            check_cpu_weights(weights, free_bytes, "" if quantization else stored)
+            cache = choose_cache(config.cache.kv_cache_dtype, dtype.dtype, quantization)
+            geometry = resolve_geometry(
+                kv_components(args, cache.dtype), args.num_layers + args.draft_layers, config.cache.block_size
+            )
+            resolve_memory(
+                geometry,
+                config.model,
+                config.cache,
+                context=args.max_position_embeddings,
+                max_num_seqs=config.scheduler.sequences(),
+                free_bytes=free_bytes - weights,
+            )
+
+    fetch_weights(config, folder, check)

@@ -1,0 +1,182 @@
+"""Plan of the layers with experts: the dispatcher brings tokens to experts, the kernel computes them. No torch."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from quire.contracts.parallel import MOST_RANKS, Parallel
+from quire.contracts.scheme import Scheme, WirePlan
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dispatcher:
+    """Properties of a dispatcher. It moves tokens to the ranks of their experts, and the results back.
+
+    layout     rows that the experts get: "flat" (a row per token, with the ids of its k experts), "grouped" (a row per
+               token and expert, sorted by expert), "masked" (as "grouped", with equally much room for each expert)
+    numbering  expert ids of the rows: "global" (with an expert map), "local" (-1: expert of another rank), "none"
+    weighs     stage that multiplies by the routing weights and sums over k: "experts" (the kernel), "combine" (later)
+    sums       groups of ranks ("dp", "tp") over which the dispatcher sums partial results
+    devices    devices whose ranks can use it
+    ranks      most ranks that can use it together
+    one_host   True: the ranks share memory, so all are on one host
+    """
+
+    layout: str
+    numbering: str
+    weighs: str
+    sums: frozenset[str] = frozenset()
+    capturable: bool = True
+    implemented: bool = False
+    devices: tuple[str, ...] = ("cpu", "cuda")
+    ranks: int = MOST_RANKS
+    one_host: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertsKernel:
+    """Row layouts, id numberings and weighing stages that an experts kernel accepts; see `Dispatcher`."""
+
+    layouts: tuple[str, ...] = ("flat",)
+    numberings: tuple[str, ...] = ("global", "local")
+    weighs: tuple[str, ...] = ("experts",)
+    capturable: bool = True
+
+
+# The words of `Dispatcher` and `ExpertsKernel` in messages.
+ROWS = {layout: f"{layout} rows" for layout in ("flat", "grouped", "masked")}
+
+IDS = {"global": "global expert ids", "local": "local expert ids", "none": "rows without expert ids"}
+
+WEIGHING = {"experts": "weighing by the experts kernel", "combine": "weighing in the combine step"}
+
+DISPATCHERS: Mapping[str, Dispatcher] = {
+    "none": Dispatcher(layout="flat", numbering="global", weighs="experts", implemented=True),
+    # Ranks read the rows that their experts need from each other's memory, and so the results: GPUs of one host.
+    "pull": Dispatcher(
+        layout="flat",
+        numbering="global",
+        weighs="experts",
+        sums=frozenset({"dp", "tp"}),
+        devices=("cuda",),
+        ranks=8,
+        one_host=True,
+        implemented=True,
+    ),
+    "all-gather": Dispatcher(
+        layout="flat",
+        numbering="global",
+        weighs="experts",
+        sums=frozenset({"dp", "tp"}),
+        capturable=False,
+        implemented=True,
+    ),
+    "all-to-all": Dispatcher(layout="grouped", numbering="none", weighs="combine", sums=frozenset({"dp", "tp"})),
+}
+
+KERNELS: Mapping[str, ExpertsKernel] = {
+    "hopper": ExpertsKernel(),
+    "triton": ExpertsKernel(),
+    "scaled": ExpertsKernel(),
+    "weight_only": ExpertsKernel(),
+    "grouped": ExpertsKernel(
+        layouts=("flat", "grouped"), numberings=("global", "local", "none"), weighs=("experts", "combine")
+    ),
+    "native": ExpertsKernel(capturable=False),
+    "panels": ExpertsKernel(capturable=False),
+    "cpu": ExpertsKernel(capturable=False),
+    "ref": ExpertsKernel(),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class MoEPlan:
+    """Plan of a model's expert layers for prefill or decode.
+
+    phase         "prefill" or "decode"
+    dispatcher    brings tokens to the ranks of their experts and results back
+    experts       name of the experts kernel
+    weights       kind of quantized weights that the kernel is for (`kind_of`); (): unquantized
+    features      optional features of that kernel
+    quantize_at   stage that quantizes activations: "nowhere", "wire" (before they are sent), "experts" (the kernel)
+    weighs        stage that multiplies by the router's weights and sums a token's top-k results, as in `Dispatcher`
+    partial_over  groups of ranks over which the caller must sum the result; empty: the result is complete
+    shared        shared experts: "none", "added" (to the routed experts before any sum), "summed alone" (over tp)
+    candidates    (dispatcher, experts, reason against the two) in order of preference. The first with reason "" is
+                  chosen; if there is none, the first that is only not implemented. With experts "", the reason
+                  excludes the dispatcher with every kernel
+    decided       reason for the choice, and the line of the code that made it
+    wire          form of rows on the way to experts: see `quire.plan.wire`
+    others        plans of the layers whose experts have weights of other kinds; they have the same dispatcher
+    """
+
+    phase: str
+    dispatcher: str
+    experts: str
+    weights: tuple[str, ...]
+    features: tuple[str, ...]
+    quantize_at: str
+    weighs: str
+    partial_over: tuple[str, ...]
+    shared: str
+    capturable: bool
+    topology: Parallel
+    candidates: tuple[tuple[str, str, str], ...]
+    decided: str
+    wire: WirePlan = WirePlan()
+    others: tuple["MoEPlan", ...] = ()
+
+    @property
+    def layout(self) -> str:
+        """Rows that the experts get, as in `Dispatcher`."""
+        return DISPATCHERS[self.dispatcher].layout
+
+    @property
+    def numbering(self) -> str:
+        """Expert ids of these rows, as in `Dispatcher`."""
+        return DISPATCHERS[self.dispatcher].numbering
+
+    @property
+    def kernels(self) -> str:
+        """Names of the kernels of all layers, such as "hopper and scaled"."""
+        return " and ".join(dict.fromkeys(one.experts for one in (self, *self.others)))
+
+    def of(self, scheme: Scheme | None) -> "MoEPlan":
+        """Return the plan of the layers whose experts' weights have this scheme."""
+        found = [one for one in (self, *self.others) if one.weights == kind_of(scheme)]
+        assert found, f"no kernel was chosen for experts of {scheme}"
+        return found[0]
+
+    @property
+    def implemented(self) -> bool:
+        """False for a dispatcher that can be planned, and not run."""
+        return DISPATCHERS[self.dispatcher].implemented
+
+    def __str__(self) -> str:
+        result = "partial, to be summed over " + " and ".join(self.partial_over) if self.partial_over else "whole"
+        return (
+            f"{self.phase}: dispatcher {self.dispatcher} ({self.layout} rows, ids: {self.numbering}), experts "
+            f"{self.experts}; weighed by {self.weighs}, quantized {self.quantize_at}, result {result}, shared "
+            f"experts {self.shared}, {'capturable' if self.capturable else 'not capturable'}; {self.decided}"
+            + _table(self.candidates)
+            + "".join(f"\nof {kind_words(one.weights)} {one}" for one in self.others)
+        )
+
+
+def kind_of(scheme: Scheme | None) -> tuple[str, ...]:
+    """Return the kind of weights for which a kernel of experts is chosen; (): unquantized.
+
+    Groups that are no multiple of 32 are a kind of their own, because not every kernel of integers runs these.
+    """
+    if scheme is None:
+        return ()
+    odd = scheme.values in ("w4", "w8") and scheme.block[1] % 32
+    return (*sorted(scheme.needs), *[f"in groups of {scheme.block[1]}"] * bool(odd))
+
+
+def kind_words(weights: Sequence[str]) -> str:
+    """Return the words for a kind of weights, such as "fp8 block weights"."""
+    return f"{' '.join(weights) or 'unquantized'} weights"
+
+
+def _table(candidates: tuple[tuple[str, str, str], ...]) -> str:
+    return "".join(f"\n  {name} + {kernel or 'any'}: {reason or 'fits'}" for name, kernel, reason in candidates)

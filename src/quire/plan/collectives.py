@@ -1,0 +1,264 @@
+"""The exchanges between the ranks of an engine in each step, their algorithms, and the memory of their buffers.
+
+Pure arithmetic over a model's arguments; `layers/`, `worker/stage.py` and `worker/sliced_sampling.py` make the
+exchanges. A test compares the list with those of a real step. No torch.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from quire.args.checkpoint import ModelArgs
+from quire.contracts.parallel import Parallel, Rank, ep_members, pp_members, tp_members, vocabulary_share
+from quire.contracts.scheme import AS_THEY_ARE, Wire
+
+LOGIT_BYTES = 4  # float32
+KEY_BYTES = 8  # of a rank's best id of a row and its value, as one integer
+SUM_BUFFERS = 3  # of sums through symmetric memory: `quire.kernels.comm`
+# Bytes of the largest sum through symmetric memory, by number of ranks. Every rank reads the parts of all others, that
+# is (N - 1) times the message; NCCL's rings move 2 (N - 1) / N times. Known of two ranks only.
+MOST_ROOM = {2: 64 << 20, 4: 512 << 10, 8: 256 << 10}
+BOUNDS = (64, 256, 4096)  # tokens of a replica in an exchange between replicas
+TOKEN_BYTES = 4  # int32
+CHOICE_BYTES = 8  # of an expert of a token: its id and its weight
+TOKEN, SAMPLED, SCORED = "token", "sampled row", "scored row"
+SHARED = "token of its share"  # each rank of a replica brings an equal part of the replica's tokens
+EVERY = "token of all replicas"
+CROSSING = "token and rank with an expert of it"
+# Phases of the dispatchers -> the steps in which replicas in lock-step exchange tokens. A replica without tokens joins.
+WHEN = {
+    ("prefill", "decode"): "a replica has tokens",
+    ("prefill",): "a replica has a prompt",
+    ("decode",): "no replica has a prompt",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Collective:
+    """An exchange between the ranks of a group, made `times` in a step.
+
+    message_bytes   size of a rank's buffer for each token or row (see `per`). The bytes on the wire differ, because
+                    they depend on the algorithm
+    when            condition of the exchange, in words; "": in every step
+    algorithm, why  the way in which the ranks exchange, and the reason for it
+    """
+
+    kind: str
+    where: str
+    group: str
+    message_bytes: int
+    times: int = 1
+    per: str = TOKEN
+    when: str = ""
+    algorithm: str = ""
+    why: str = ""
+
+
+def algorithm(kind: str, device: str) -> tuple[str, str]:
+    """Return the algorithm of an exchange ("all-reduce", "send", ...) on a device ("cpu" or "cuda"), and the reason."""
+    if device == "cpu":
+        way = "point to point" if kind in ("send", "receive") else "ring"
+        return f"gloo {way}", "the ranks are processes on CPUs of one host, and their tensors go over loopback"
+    if kind == "all-reduce":
+        return "symmetric memory, else NCCL", (
+            "each GPU reads the others' parts; NCCL sums what exceeds the buffers (--disable-custom-all-reduce: all)"
+        )
+    if kind == "pull":
+        return "symmetric memory", "each GPU reads the rows that it needs from the memory of the others"
+    return "NCCL", "the tensors are in the memory of GPUs"
+
+
+def sum_room(ranks: int, message_bytes: int) -> int:
+    """Return the bytes of the largest message that `ranks` GPUs sum through symmetric memory. NCCL sums larger ones.
+
+    message_bytes   size of the message in the largest step
+    """
+    known = next((one for one in MOST_ROOM if one >= ranks), max(MOST_ROOM))
+    return min(message_bytes, MOST_ROOM[known]) // 16 * 16
+
+
+def collectives(
+    args: ModelArgs,
+    parallel: Parallel,
+    *,
+    item_bytes: int,
+    device: str,
+    spread: Mapping[str, str] | None = None,
+    wire: Wire = AS_THEY_ARE,
+    rank: Rank | None = None,
+) -> Iterator[Collective]:
+    """Yield the exchanges of a step, in their order.
+
+    item_bytes   bytes of one value of an activation: 2 for bfloat16
+    spread       phase -> name of the dispatcher that brings tokens to the experts of other replicas; None: none does
+    wire         form of rows on the way to experts
+    rank         yield the exchanges of this rank. None: those that a token passes in all stages, without the receives
+    """
+    found = _exchanges(args, parallel, item_bytes, spread or {}, wire, rank)
+    for kind, where, group, count, times, per, when in found:
+        if times:
+            name, why = algorithm(kind, device)
+            yield Collective(
+                kind=kind,
+                where=where,
+                group=group,
+                message_bytes=count,
+                times=times,
+                per=per,
+                when=when,
+                algorithm=name,
+                why=why,
+            )
+
+
+Exchange = tuple[str, str, str, int, int, str, str]  # the fields of `Collective` up to `when`
+
+
+def _exchanges(
+    args: ModelArgs, parallel: Parallel, item_bytes: int, spread: Mapping[str, str], wire: Wire, rank: Rank | None
+) -> Iterator[Exchange]:
+    row, slices = args.hidden_size * item_bytes, parallel.tp > 1
+    first, last = (True, True) if rank is None else (rank.first, rank.last)
+    layers = range(*rank.layers) if rank else range(args.num_layers)
+    spreading = sum(layer in args.moe.layers for layer in layers) if args.moe and parallel.lockstep else 0
+    sends = parallel.pp - 1 if rank is None else int(not last)
+    if rank is not None and not first:
+        yield "receive", "hidden states of the stage before", "pp", row, 1, TOKEN, ""
+    if slices:
+        yield "all-reduce", "embedding", "tp", row, int(first), TOKEN, ""
+        yield "all-reduce", "attention output", "tp", row, len(layers), TOKEN, ""
+        yield "all-reduce", "feed-forward output", "tp", row, len(layers) - spreading, TOKEN, ""
+        if args.moe and args.moe.shared_size:
+            yield "all-reduce", "output of shared experts", "tp", row, spreading, TOKEN, ""
+    if args.moe and spreading:
+        for dispatcher in dict.fromkeys(spread.values()):
+            when = WHEN[tuple(phase for phase, name in spread.items() if name == dispatcher)]
+            for kind, where, group, count, per in _between_replicas(args, parallel, item_bytes, dispatcher, wire):
+                yield kind, where, group, count, spreading, per, when
+    yield "send", "hidden states to the next stage", "pp", row, sends, TOKEN, ""
+    if slices and last:
+        logits = _widest_slice(args, parallel) * LOGIT_BYTES
+        yield (
+            "all-gather",
+            "each rank's best ids",
+            "tp",
+            KEY_BYTES,
+            1,
+            SAMPLED,
+            ("no row of the step has filters, penalties, bias or a mask"),
+        )
+        yield "all-gather", "logits", "tp", logits, 1, SAMPLED, "a row has filters, penalties, bias or a mask"
+        yield "all-gather", "logits", "tp", logits, 1, SCORED, "log-probabilities of tokens, or of the prompt"
+    if parallel.pp > 1 and last:
+        yield "send", "tokens to the first stage", "tokens", TOKEN_BYTES, 1, SAMPLED, ""
+    if parallel.pp > 1 and rank is not None and first:
+        yield "receive", "tokens of the last stage", "tokens", TOKEN_BYTES, 1, SAMPLED, "before the request's next step"
+
+
+def _between_replicas(
+    args: ModelArgs,
+    parallel: Parallel,
+    item_bytes: int,
+    dispatcher: str,
+    wire: Wire,
+) -> Iterator[tuple[str, str, str, int, str]]:
+    """Yield (kind, where, group, bytes, per) of a layer's exchanges between replicas; see `quire.layers.dispatch`."""
+    assert args.moe is not None
+    row, sent = args.hidden_size * item_bytes, wire.row_bytes(args.hidden_size, item_bytes)
+    top_k, own = args.moe.routing.top_k, SHARED if parallel.tp > 1 else TOKEN
+    choices = CHOICE_BYTES * top_k
+    to_experts, back = "tokens to experts" + f" {wire}" * bool(wire.values), "experts' outputs back"
+    if dispatcher == "all-gather":
+        yield "all-gather", f"{to_experts}, with ids and weights", "ep", sent + choices, own
+        yield "reduce-scatter", back, "ep", row, EVERY
+        if parallel.tp > 1:
+            yield "all-gather", "outputs of the replica's tokens", "tp", row, own
+    elif dispatcher == "pull":
+        yield "pull", "ids and weights of experts", "ep", choices, own
+        yield "pull", to_experts, "ep", sent, CROSSING
+        yield "pull", back, "ep", row, CROSSING
+    else:
+        copies = min(top_k, parallel.expert_ranks)  # of a token, at most one to a rank
+        yield dispatcher, to_experts, "ep", sent * copies, own
+        yield dispatcher, back, "ep", row * copies, own
+
+
+def groups(parallel: Parallel) -> list[dict[str, Any]]:
+    """Return the groups of ranks as plain values: name, purpose, and the global numbers of the members of each."""
+    found = (
+        ("tp", "share every layer of a stage" + "; each has whole experts" * parallel.experts, tp_members(parallel)),
+        ("pp", "stages in order: hidden states go forward", pp_members(parallel)),
+        ("tokens", "the same ranks: sampled tokens go from the last stage to the first", pp_members(parallel)),
+        ("ep", "divide the experts of a stage across replicas: tokens go to experts and back", ep_members(parallel)),
+    )
+    named = [{"name": name, "purpose": purpose, "members": list(members)} for name, purpose, members in found]
+    return [one for one in named if one["members"] and len(one["members"][0]) > 1]
+
+
+def buffer_bytes(
+    args: ModelArgs,
+    rank: Rank,
+    parallel: Parallel,
+    *,
+    item_bytes: int,
+    tokens: int,
+    rows: int,
+    device: str = "cpu",
+    spread: Mapping[str, str] | None = None,
+    wire: Wire = AS_THEY_ARE,
+) -> int:
+    """Return the bytes of buffers that a rank's exchanges need at most, beside the tensors of the layers.
+
+    tokens, rows   most tokens and most sampled rows of a step of a replica
+    spread, wire   as in `collectives`
+    All-reduces on a CPU need no buffer: they run in place. GPUs keep buffers in symmetric memory for them.
+    """
+    hidden = tokens * args.hidden_size * item_bytes
+    received, sent = int(not rank.first), parallel.pp * int(not rank.last)  # a copy for each step in flight
+    logits = 0
+    if parallel.tp > 1 and rank.last:  # the slices of all ranks, and these joined
+        logits = rows * (_widest_slice(args, parallel) * parallel.tp + args.vocab_size) * LOGIT_BYTES
+    shared = SUM_BUFFERS * sum_room(parallel.tp, hidden) if parallel.tp > 1 and device == "cuda" else 0
+    exchanged = 0
+    if args.moe and parallel.lockstep and any(layer in args.moe.layers for layer in range(*rank.layers)):
+        choices = CHOICE_BYTES * args.moe.routing.top_k * tokens
+        row = wire.row_bytes(args.hidden_size, item_bytes)
+        # All-gather: the rows of all replicas as they come, and taken apart. Pull: memory that others read, and rows
+        # that were read from it.
+        read = parallel.dp * exchange_bounds(tokens)[-1] * row
+        rooms = {
+            "all-gather": 2 * parallel.dp * (tokens * row + choices),
+            "pull": exchange_bytes(args, parallel, item_bytes=item_bytes, tokens=tokens, wire=wire) + read,
+        }
+        exchanged = max((rooms.get(name, rooms["all-gather"]) for name in (spread or {}).values()), default=0)
+    return (received + sent) * hidden + logits + shared + exchanged
+
+
+def _widest_slice(args: ModelArgs, parallel: Parallel) -> int:
+    """Ids of the largest slice of the vocabulary; the others are padded to it when they are gathered."""
+    slices = (vocabulary_share(args.vocab_size, parallel.tp, place) for place in range(parallel.tp))
+    return max(end - first for first, end in slices)
+
+
+def exchange_bounds(tokens: int) -> tuple[int, ...]:
+    """Return the numbers of a replica's tokens for which exchanges between replicas are captured, ascending.
+
+    tokens   most tokens of a step. More than the last bound travel in several exchanges
+    """
+    return (*(bound for bound in BOUNDS if bound < min(tokens, BOUNDS[-1])), min(tokens, BOUNDS[-1]))
+
+
+def exchange_bytes(args: ModelArgs, parallel: Parallel, *, item_bytes: int, tokens: int, wire: Wire) -> int:
+    """Return the bytes of a GPU's memory for exchanges by dispatcher "pull": rows, ids, weights and results.
+
+    See `quire.kernels.comm.exchange.Layout`.
+    """
+    assert args.moe is not None
+    row, rows = args.hidden_size * item_bytes, exchange_rows(parallel, tokens)
+    choices = CHOICE_BYTES * args.moe.routing.top_k
+    return rows * (wire.row_bytes(args.hidden_size, item_bytes) + row * parallel.expert_ranks + choices)
+
+
+def exchange_rows(parallel: Parallel, tokens: int) -> int:
+    """Return the most rows that a rank brings to an exchange; the ranks of a replica share its tokens."""
+    return -(-exchange_bounds(tokens)[-1] // parallel.tp)

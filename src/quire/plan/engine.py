@@ -1,0 +1,418 @@
+"""`EnginePlan`: the choices for one rank's engine, made by pure functions before anything is built. No torch.
+
+`assemble` builds an engine from the plan, `quire explain` prints it (see `report.py`). A plan can be serialized, sent
+and read back: no value in it belongs to a process.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from quire.args.checkpoint import ModelArgs
+from quire.config.engine import EngineConfig, check_context
+from quire.contracts.blocks import KVGeometry
+from quire.contracts.errors import ConfigError
+from quire.contracts.parallel import ALONE, Parallel, Rank
+from quire.contracts.params import Param
+from quire.contracts.scheme import AS_THEY_ARE, Wire
+from quire.contracts.speculation import Speculation, read_speculative_config
+from quire.contracts.step import most_drafts
+from quire.kernels.experts.plan import MoEPlan
+from quire.kernels.limits import SCRATCH, widened_blocks
+from quire.kernels.linear.plan import LinearPlan
+from quire.kernels.select import (
+    Choice,
+    KernelNeeds,
+    Probe,
+    choose_kernels,
+    choose_linears,
+)
+from quire.plan.cache_dtype import CacheChoice, choose_cache
+from quire.plan.collectives import buffer_bytes, exchange_bounds
+from quire.plan.cuda_memory import DeviceMemory, check_sequences, resolve_batch, resolve_cuda_memory
+from quire.plan.dtype import DTypePlan
+from quire.plan.experts import check_routing, needs_of_kinds
+from quire.plan.experts import moe_plans as moe_plans
+from quire.plan.formats import with_formats
+from quire.plan.graphs import GraphPlan, resolve_graphs
+from quire.plan.kv_geometry import rank_geometry
+from quire.plan.layout import layout
+from quire.plan.linears import is_linear, linear_plans
+from quire.plan.memory import GIB, MemoryPlan, resolve_memory
+from quire.plan.missing import Missing, missing_blend, missing_features, missing_speculation
+from quire.plan.notes import order_notes
+from quire.plan.placement import check_parallel, ranks
+from quire.plan.tiers import OffloadPlan, resolve_offload
+from quire.plan.weight_bytes import ITEM_BYTES, mover_bytes, unpacked_bytes
+from quire.plan.wire import with_wire
+
+if TYPE_CHECKING:
+    pass
+
+
+class Machine(msgspec.Struct, frozen=True, kw_only=True):
+    """A device as far as plans depend on it.
+
+    device         "cpu" or "cuda"
+    words          description of the device, for people
+    total_memory   bytes
+    shared         all ranks have the same GPU, and exchange tensors through host memory (tests alone)
+    """
+
+    device: str
+    words: str
+    total_memory: int
+    shared: bool = False
+
+
+class Mesh(msgspec.Struct, frozen=True, kw_only=True):
+    """Sizes of tensor, pipeline and data parallelism, and the part of the model that this rank holds."""
+
+    parallel: Parallel
+    rank: Rank
+
+
+class EnginePlan(msgspec.Struct, frozen=True, kw_only=True):
+    """All choices for one rank's engine, except those that need measured memory (`resolve_sizing`).
+
+    config        the options, with defaults that depend on the device filled in
+    folder        folder of config.json and weights
+    params        parameters of this rank, with the checkpoint slices that it reads
+    kernels       chosen implementation of each operation except experts
+    linears       name of a linear layer -> plan of its kernel
+    moe           phase ("prefill", "decode") -> kernel and dispatcher of experts, or the reason why there is none
+    geometry      layout of a page of this rank's KV cache
+    graphs        sizes of the steps that are captured as CUDA graphs
+    missing       features that are not implemented: an engine that needs them can be planned, not built
+    drafting      drafter, number of drafts and draft model
+    quantization  quantization of the checkpoint, as `quire.quantization.read` returns it; {}: unquantized
+    """
+
+    config: EngineConfig
+    folder: str
+    args: ModelArgs
+    machine: Machine
+    dtype: DTypePlan
+    mesh: Mesh
+    params: tuple[Param, ...]
+    kernels: tuple[Choice, ...]
+    linears: dict[str, LinearPlan]
+    moe: dict[str, MoEPlan | str]
+    geometry: KVGeometry
+    graphs: GraphPlan
+    missing: tuple[Missing, ...] = ()
+    drafting: "Drafting" = msgspec.field(default_factory=lambda: Drafting())
+    quantization: dict[str, Any] = {}
+
+    @property
+    def speculation(self) -> Speculation | None:
+        """The drafter and its number of drafts; None: every decode advances by one token."""
+        return self.drafting.speculation
+
+    @property
+    def draft(self) -> "EnginePlan | None":
+        """The plan of the draft model; `geometry` has its layers, too. None: there is none."""
+        return self.drafting.model
+
+    @property
+    def experts(self) -> MoEPlan | None:
+        """The plan of experts in decode steps, or None. Prefill has the same kernel, for the same packed weights.
+
+        If the dispatcher of decode is only planned, the plan of prefill.
+        """
+        prefill, decode = (self.moe.get(phase) for phase in ("prefill", "decode"))
+        if not isinstance(prefill, MoEPlan) or not isinstance(decode, MoEPlan):
+            return None
+        runs = [one for one in (decode, prefill) if one.implemented] or [decode]
+        assert len({(one.experts, one.wire.form) for one in runs}) == 1, "steps of both phases share weights and rows"
+        return runs[0]
+
+    @property
+    def spread(self) -> dict[str, str]:
+        """Phase -> name of the dispatcher that brings tokens to the experts of other replicas; {}: none does."""
+        plans = {phase: plan.dispatcher for phase, plan in self.moe.items() if isinstance(plan, MoEPlan)}
+        return {phase: name for phase, name in plans.items() if name != "none"}
+
+    @property
+    def wire(self) -> Wire:
+        """Form of rows on the way to the experts of other replicas, in all steps: replicas may differ in phase."""
+        return self.experts.wire.form if self.experts else AS_THEY_ARE
+
+    @property
+    def cache(self) -> CacheChoice:
+        """The dtype of the KV cache and the reason for it."""
+        return choose_cache(self.config.cache.kv_cache_dtype, self.dtype.dtype, self.quantization)
+
+    @property
+    def widened_tokens(self) -> int:
+        """Most tokens of context that a step's prompts read through the scratch for an 8-bit KV cache; 0: no scratch.
+        Those that a draft model reads, if only this one needs the scratch.
+
+        Hopper's prefill kernel multiplies two-byte numbers; see `kernels/attention/triton_widen.py`.
+        """
+        if not self.cache.features or ("attention", "hopper") not in [(one.op, one.name) for one in self.kernels]:
+            return self.draft.widened_tokens if self.draft is not None else 0
+        size, keys = self.geometry.block_size, self.geometry.groups[0].components[0]
+        return size * widened_blocks(keys.num_heads, keys.head_dim, size)
+
+    @property
+    def scratch_bytes(self) -> int:
+        """Bytes of that scratch."""
+        return SCRATCH if self.widened_tokens else 0
+
+    @property
+    def offload(self) -> OffloadPlan:
+        """The tiers of KV blocks below the device."""
+        return resolve_offload(self.config)
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of the parameters as they are loaded, before they are packed."""
+        own = unpacked_bytes(self.params, self.dtype.dtype)
+        return own + (self.draft.weight_bytes if self.draft is not None else 0)
+
+    @property
+    def weight_words(self) -> str:
+        """Quantization method or dtype of the weights, for messages about memory."""
+        return str(self.quantization["quant_method"]) if self.quantization else self.dtype.dtype
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Bytes that exchanges with other ranks take in the largest step, and moves of experts; 0 on one device."""
+        return buffer_bytes(
+            self.args,
+            self.mesh.rank,
+            self.mesh.parallel,
+            tokens=self.step_tokens,
+            item_bytes=ITEM_BYTES[self.dtype.dtype],
+            rows=self.step_rows,
+            device=self.machine.device,
+            spread=self.spread,
+            wire=self.wire,
+        ) + mover_bytes(self.params, self.mesh.parallel, self.dtype.dtype)
+
+    @property
+    def step_tokens(self) -> int:
+        """Most tokens of a step of a replica, drafts included."""
+        return _step_tokens(self.config, self.speculation)
+
+    @property
+    def step_rows(self) -> int:
+        """Most sampled rows of a step of a replica: one for each sequence, and one for each draft."""
+        batch = self.config.scheduler
+        return batch.sequences() + self.step_tokens - batch.token_budget()
+
+    def of_rank(self, rank: Rank) -> "EnginePlan":
+        """Return a copy with `rank` in its mesh. `params` and `geometry` remain those of the original rank."""
+        return msgspec.structs.replace(self, mesh=Mesh(parallel=self.mesh.parallel, rank=rank))
+
+
+class Drafting(msgspec.Struct, frozen=True, kw_only=True):
+    """Speculative decoding of an engine, and the plan of its draft model."""
+
+    speculation: Speculation | None = None
+    model: EnginePlan | None = None
+
+    @property
+    def num_drafts(self) -> int:
+        """Maximum number of drafts that a decode verifies; 0: no speculation."""
+        return self.speculation.num_drafts if self.speculation else 0
+
+
+def resolve_engine(
+    config: EngineConfig,
+    folder: Path,
+    args: ModelArgs,
+    machine: Machine,
+    dtype: DTypePlan,
+    probe: Probe,
+    *,
+    parallel: Parallel = ALONE,
+    number: int = 0,
+    quantization: Mapping[str, Any] | None = None,
+    served: bool = True,
+    forced: dict[str, str] | None = None,
+) -> EnginePlan:
+    """Plan the engine of rank `number`. Raises ConfigError for options that contradict the model or the device.
+
+    args, quantization   as read from the files in `folder`
+    dtype    dtypes as resolved for this machine
+    probe    function that returns the reason why the machine does not meet a need of kernels, or ""
+    forced   operation -> name of the implementation to use
+    served   True: clients read answers token by token, so steps stay short
+    """
+    check_context(config.model, args.max_position_embeddings)
+    check_parallel(args, parallel)
+    check_routing(args, config.load.routing)
+    resolve_offload(config)
+    speculation = read_speculative_config(config.scheduler.speculative_config)
+    if speculation is not None and machine.device == "cuda":
+        speculation = speculation.captured()
+    quantization, device = dict(quantization or {}), machine.device
+    rank = list(ranks(args, parallel))[number]
+    params = with_formats(layout(args, rank), quantization)
+    by_triton = device == "cuda" and not probe("triton")
+    cache = choose_cache(config.cache.kv_cache_dtype, dtype.dtype, quantization)
+    geometry = rank_geometry(
+        args, rank, dtype=cache.dtype, device="cuda" if by_triton else "cpu", block_size=config.cache.block_size
+    )
+    forced = dict(forced or {})
+    experts = forced.pop("experts", "") if args.moe else ""
+    blends, windowed = config.cache.enable_cache_blend, any(window is not None for window in geometry.windows)
+    unblended = missing_blend(config.cache, args, parallel, geometry.windows, device)
+    asked = frozenset(["window"] * windowed + ["rows"] * (blends and not unblended))
+    kernels = choose_kernels(
+        device,
+        dtype.dtype,
+        ops=operations(args, blends),
+        head_dim=args.head_dim,
+        forced=forced,
+        attention_features=asked,
+        cache_features=cache.features,
+        probe=probe,
+    )
+    if by_triton and cache.features:
+        _check_cache(config.cache.kv_cache_dtype, kernels, forced)
+    needs = KernelNeeds(device=device, dtype=dtype.dtype)
+    schemes = [param.scheme for param in params if param.scheme and is_linear(param)]
+    kernels += choose_linears(needs, schemes, forced.get("linear"), probe)
+    moe = moe_plans(
+        args,
+        needs_of_kinds(args, rank, needs, quantization),
+        probe,
+        parallel=parallel,
+        forced=experts,
+        backend=config.parallel.all2all_backend,
+        eager=config.device.enforce_eager,
+        hosts=config.hosts.nnodes,
+    )
+    rows = {param.scheme for param in params if param.shard == "experts" and param.name.endswith("gate_up")}
+    moe = {phase: with_wire(one, rows, args.hidden_size, ITEM_BYTES[dtype.dtype]) for phase, one in moe.items()}
+    if device == "cuda":
+        roomy = unpacked_bytes(params, dtype.dtype) <= machine.total_memory // 2  # else wide steps would cost context
+        wide = args.moe is not None and not served and roomy
+        config = replace(config, scheduler=resolve_batch(config.scheduler, machine.total_memory, wide))
+        check_sequences(config)
+    pulls = any(isinstance(plan, MoEPlan) and plan.dispatcher == "pull" for plan in moe.values())
+    bounds = exchange_bounds(_step_tokens(config, speculation)) if pulls else ()
+    dtype = _typed(dtype, kernels)
+    return EnginePlan(
+        config=config,
+        folder=str(folder),
+        args=args,
+        machine=machine,
+        dtype=dtype,
+        mesh=Mesh(parallel=parallel, rank=rank),
+        params=keep_stored(params, dtype, kernels, moe),
+        kernels=kernels,
+        linears=linear_plans(args, params, kernels),
+        moe=moe,
+        geometry=geometry,
+        graphs=resolve_graphs(config, args, speculation, bounds) if by_triton else GraphPlan(),
+        missing=(*missing_features(parallel, moe), *missing_speculation(speculation, parallel), *unblended),
+        drafting=Drafting(speculation=speculation),
+        quantization=quantization,
+    )
+
+
+def plan_notes(plan: EnginePlan, params: Iterable[Param]) -> tuple[str, ...]:
+    """Return notes for the user: about the KV cache, its tiers, and matrices that are dequantized.
+
+    params   of a rank of each stage
+    """
+    return (*plan.cache.notes, *plan.offload.notes, *order_notes(params, plan.dtype.dtype))
+
+
+def _step_tokens(config: EngineConfig, speculation: Speculation | None) -> int:
+    """Return the most tokens of a step of a replica, drafts included."""
+    batch, drafts = config.scheduler, speculation.num_drafts if speculation else 0
+    return batch.token_budget() + most_drafts(batch.sequences(), drafts)
+
+
+def keep_stored(
+    params: Iterable[Param], dtype: DTypePlan, kernels: Iterable[Choice], moe: Mapping[str, MoEPlan | str]
+) -> tuple[Param, ...]:
+    """Return the parameters, with dtype `dtype.weights` for matrices whose kernel reads them as stored ("stored")."""
+    linear = {choice.weights: choice.features for choice in kernels if choice.op == "linear"}.get((), ())
+    plans = [one for plan in moe.values() if isinstance(plan, MoEPlan) for one in (plan, *plan.others)]
+    experts = {name for plan in plans if not plan.weights for name in plan.features}
+
+    def kept(param: Param) -> bool:
+        features = linear if is_linear(param) else experts if param.shard == "experts" else ()
+        plain = param.stored is None and param.scheme is None
+        return bool(dtype.weights) and "stored" in features and plain and not param.dtype
+
+    return tuple(msgspec.structs.replace(one, dtype=dtype.weights) if kept(one) else one for one in params)
+
+
+def _typed(dtype: DTypePlan, kernels: Iterable[Choice]) -> DTypePlan:
+    """Return the types of a model whose linear layers are planned."""
+    choice = next(choice for choice in kernels if choice.op == "linear" and not choice.weights)
+    if not dtype.weights or "stored" in choice.features:
+        return dtype
+    why = dict(choice.rejected).get("panels", f"linear layers run {choice.name}")
+    return replace(dtype, weights="", reason=f"weights are converted, because {why}")
+
+
+def _check_cache(asked: str, kernels: Sequence[Choice], forced: Mapping[str, str]) -> None:
+    """Refuse an 8-bit cache for which a GPU has the reference alone: it is far too slow."""
+    for choice in kernels:
+        if choice.name == "ref" and choice.op in ("heads", "attention", "latent") and choice.op not in forced:
+            why = "; ".join(f"{name}: {reason}" for name, reason in choice.rejected if name == "triton")
+            raise ConfigError(
+                f"kv_cache_dtype={asked}: this GPU has no {choice.op} kernel for it ({why}): set "
+                "--kv-cache-dtype to the dtype of the computation, such as bfloat16."
+            )
+
+
+def resolve_sizing(plan: EnginePlan, measured: DeviceMemory | int) -> MemoryPlan:
+    """Size the KV cache and the context length.
+
+    measured   a GPU's memory after the largest step. On a CPU: free bytes beside the weights, before the buffers for
+               exchanges with other ranks are allocated
+    Raises ConfigError, which names options that make the model fit.
+    """
+    config, context = plan.config, plan.args.max_position_embeddings
+    if isinstance(measured, DeviceMemory):
+        sizes = resolve_cuda_memory(plan.geometry, config, measured, context=context, dtype=plan.weight_words)
+    else:
+        same = plan.machine.device == "cpu"  # the host's memory is the device's
+        offloaded = plan.offload.host_bytes // plan.mesh.parallel.size if same else 0
+        if offloaded > measured:
+            raise ConfigError(
+                f"kv_offload_gb={plan.offload.host_bytes / GIB:g}: each rank needs {offloaded / GIB:.1f} "
+                f"GiB of host memory, and {measured / GIB:.1f} GiB are free: lower kv_offload_gb."
+            )
+        sizes = resolve_memory(
+            plan.geometry,
+            config.model,
+            config.cache,
+            context=context,
+            max_num_seqs=config.scheduler.sequences(),
+            free_bytes=max(0, measured - plan.buffer_bytes - offloaded),
+        )
+    return replace(sizes, host_blocks=host_blocks(plan))
+
+
+def host_blocks(plan: EnginePlan) -> int:
+    """Return the blocks of the host tier of this rank. Raises ConfigError when it does not hold one."""
+    page, ranks = plan.geometry.page_bytes, plan.mesh.parallel.size
+    blocks = plan.offload.host_bytes // ranks // page
+    if plan.offload.host_bytes and blocks < len(plan.geometry.groups):
+        raise ConfigError(
+            f"kv_offload_gb={plan.offload.host_bytes / GIB:g} for {ranks} rank{'s' * (ranks > 1)} does "
+            f"not hold a KV block of {page / 2**20:.1f} MiB each: raise it."
+        )
+    return blocks
+
+
+def operations(args: ModelArgs, blends: bool = False) -> tuple[str, ...]:
+    """Return the names of the kernel operations that a model needs, except "experts": `MoEPlan` names its kernel.
+
+    blends   True: its KV is reused at other positions, too
+    """
+    attention = ("latent",) if args.latent else ("heads", "attention")
+    return ("norm", *attention, "activation", "linear", *(("routing",) if args.moe else ()), *("blend",) * blends)

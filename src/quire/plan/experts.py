@@ -1,0 +1,115 @@
+"""Plans of the layers with experts: for each phase a dispatcher, and a kernel for each kind of weights. No torch."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from quire.args.checkpoint import ModelArgs
+from quire.contracts.errors import ConfigError
+from quire.contracts.parallel import ALONE, Parallel, Rank
+from quire.contracts.scheme import Scheme
+from quire.kernels.experts.plan import MoEPlan, kind_of, kind_words
+from quire.kernels.select import KernelNeeds, Probe, features, here, objection, runs_no
+from quire.kernels.supports import SUPPORTS
+from quire.plan.dispatchers import Hardware, resolve_moe
+from quire.plan.formats import with_formats
+from quire.plan.layout import layout
+from quire.plan.notes import BACKENDS, check_backend
+
+
+def needs_of_kinds(
+    args: ModelArgs, rank: Rank, needs: KernelNeeds, quantization: Mapping[str, Any]
+) -> tuple[KernelNeeds, ...]:
+    """Return `needs` with each kind of weights that experts have, in the order of the layers of all stages.
+
+    A checkpoint may leave the experts of some layers unquantized. The ranks of all stages get the same kinds.
+    """
+    if args.moe is None or not quantization:
+        return (needs,)
+    every = replace(rank, layers=(0, args.num_layers), last=True)
+    params = with_formats(layout(args, every, rank.expert_ids[:1]), quantization)
+    schemes = [param.scheme for param in params if param.name.endswith(".experts.gate_up")]
+    kinds = {kind_of(scheme): scheme for scheme in reversed(schemes)}
+    return tuple(replace(needs, scheme=scheme) for scheme in reversed(kinds.values()))
+
+
+def moe_plans(
+    args: ModelArgs,
+    needs: KernelNeeds | Sequence[KernelNeeds],
+    probe: Probe = here,
+    *,
+    parallel: Parallel = ALONE,
+    forced: str = "",
+    backend: str = "auto",
+    eager: bool = False,
+    hosts: int = 1,
+) -> dict[str, MoEPlan | str]:
+    """Return phase ("prefill", "decode") -> plan of the experts, or the reason why no kernel can run them.
+
+    needs    requirements of the model, with the scheme of the experts' weights; several where layers differ in it
+    forced   name of the kernel to use for the kinds of weights that it runs; "": the best
+    backend  value of --all2all-backend, which counts where replicas share experts
+    eager    steps are not captured in CUDA graphs;  hosts  hosts among which the ranks are divided
+    Returns {} for a model without experts. Raises ConfigError if a forced kernel or dispatcher cannot run.
+    """
+    kinds = (needs,) if isinstance(needs, KernelNeeds) else tuple(needs)
+    supports, plans = SUPPORTS["experts"], dict[str, MoEPlan | str]()
+    runs = [not forced or forced in supports and not runs_no(supports[forced], one) for one in kinds]
+    for phase in ("prefill", "decode") if args.moe else ():
+        dispatcher = BACKENDS.get(backend, {}).get(phase, "") if parallel.lockstep else ""
+        found = list[MoEPlan | str]()
+        for one, can in zip(kinds, runs, strict=True):
+            kernel = forced if can or not any(runs) else ""
+            asked = {what: name for what, name in (("experts", kernel), ("dispatcher", dispatcher)) if name}
+            try:
+                hardware = _hardware(one, probe, eager, hosts)
+                found.append(resolve_moe(args, one.scheme, parallel, hardware, phase, asked))
+            except ConfigError as error:
+                if asked:
+                    raise
+                found.append(str(error))
+        plans[phase] = made = _joined(found)
+        if parallel.lockstep and isinstance(made, MoEPlan):
+            check_backend(backend, made)
+    return plans
+
+
+def _joined(found: Sequence[MoEPlan | str]) -> MoEPlan | str:
+    """Return the plan of all layers, made of the plan of each kind of weights; or the first reason against one."""
+    plans = [one for one in found if isinstance(one, MoEPlan)]
+    if len(plans) < len(found):
+        return next(one for one in found if isinstance(one, str))
+    first, *others = plans
+    for one in others:
+        if one.dispatcher != first.dispatcher:
+            words = [f"{plan.dispatcher} for {kind_words(plan.weights)}" for plan in (first, one)]
+            return f"no way to run the experts in {first.phase}: layers need other dispatchers, {' and '.join(words)}"
+    return replace(first, others=tuple(others))
+
+
+def _hardware(needs: KernelNeeds, probe: Probe, eager: bool, hosts: int) -> Hardware:
+    supports = SUPPORTS["experts"]
+    unfit = "in place" if needs.scheme else "quantized rows"
+    return Hardware(
+        device=needs.device,
+        eager=eager,
+        hosts=hosts,
+        kernels=tuple(
+            (name, objection(one, needs, probe) or _odd_groups(name, needs.scheme)) for name, one in supports.items()
+        ),
+        features={
+            name: tuple(word for word in features(one, probe) if word != unfit) for name, one in supports.items()
+        },
+    )
+
+
+def _odd_groups(kernel: str, scheme: Scheme | None) -> str:
+    """Return the reason why a kernel of experts cannot run groups of this size, or ""."""
+    wide = scheme.block[1] if scheme is not None and kernel == "weight_only" else 0
+    return f"runs groups of multiples of 32 inputs, not of {wide}" if wide % 32 else ""
+
+
+def check_routing(args: ModelArgs, routing: str) -> None:
+    """Raise ConfigError for a routing that draws experts, and a model without experts."""
+    if routing != "model" and args.moe is None:
+        raise ConfigError(f"routing={routing} is for models with experts, which this one has not: leave it out.")

@@ -1,0 +1,162 @@
+"""Size of the KV cache and length of the context: pure functions of measured bytes, for any device."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from quire.config.engine import CacheConfig, ModelConfig, check_context
+from quire.contracts.blocks import KVGeometry
+from quire.contracts.errors import ConfigError
+
+GIB = 1024**3
+SLOT_BYTES = 264  # of a slot's row in the tables of scheduler, worker and sampler, without parts that grow with context
+QUARTER = "a quarter"  # of the free memory is the KV cache's by default
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceBudget:
+    """Shares of a GPU's memory in bytes. `working`: activations and CUDA graphs; `outside`: other processes."""
+
+    total: int
+    utilization: float
+    weights: int
+    working: int
+    outside: int
+    kv: int
+
+    def __str__(self) -> str:
+        free = self.total - self.weights - self.working - self.kv - self.outside
+        total, weights, working, kv, outside, free_gib = (
+            f"{count / GIB:.1f}" for count in (self.total, self.weights, self.working, self.kv, self.outside, free)
+        )
+        return (
+            f"{total} GiB: weights {weights}, activations and graphs {working}, KV cache {kv}, other processes "
+            f"{outside}, free {free_gib} (gpu_memory_utilization {self.utilization:g})"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryPlan:
+    """Size of the KV cache. `notes` are lines for the user; `budget` prints the shares of a GPU's memory.
+
+    host_blocks   blocks of the tier in host memory; 0: there is no such tier
+    """
+
+    geometry: KVGeometry
+    num_blocks: int
+    max_model_len: int
+    kv_bytes: int
+    free_bytes: int
+    notes: tuple[str, ...] = ()
+    budget: DeviceBudget | None = None
+    host_blocks: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens that the KV cache holds."""
+        return self.num_blocks * self.geometry.block_size
+
+
+def check_cpu_weights(weights: int, free_bytes: int, dtype: str) -> None:
+    """Raise `ConfigError` when `weights` bytes exceed `free_bytes`. `dtype` of the weights; "": quantized."""
+    if weights >= free_bytes:
+        less = "use dtype=bfloat16 (--dtype bfloat16), which halves them, or " if dtype == "float32" else ""
+        raise ConfigError(
+            f"{as_gib(weights)} of weights{' in ' * bool(dtype)}{dtype} exceed the {as_gib(free_bytes)} "
+            f"of free memory: {less}choose a smaller model, or end other programs."
+        )
+
+
+def resolve_memory(
+    geometry: KVGeometry, model: ModelConfig, cache: CacheConfig, *, context: int, max_num_seqs: int, free_bytes: int
+) -> MemoryPlan:
+    """Size the KV cache and the context length.
+
+    context, free_bytes   the model's longest sequence in tokens, and the memory that is free after the weights
+    By default the cache takes a quarter of the free memory. It takes less when max_num_seqs sequences of full length
+    need less, and more when a sequence of the given max_model_len needs more. An unset max_model_len shrinks until it
+    fits. Raises `ConfigError` when a given max_model_len, or cache and the tables of requests together, do not fit.
+    """
+    asked = model.max_model_len
+    check_context(model, context)
+    length = asked or context
+    num_blocks, source, remedy = _budget(geometry, cache, max_num_seqs * geometry.request_blocks(length), free_bytes)
+    if asked and source.startswith(QUARTER) and num_blocks < geometry.request_blocks(asked):  # the default share grows
+        room = free_bytes - max_num_seqs * slot_bytes(asked, geometry)
+        if (most := min(geometry.request_blocks(asked), room // geometry.page_bytes - 1)) > num_blocks:
+            num_blocks, source, remedy = most, f"the {as_gib(free_bytes)} of free memory", "end other programs"
+    if num_blocks < len(geometry.groups):
+        raise ConfigError(
+            f"the KV cache ({source}) does not hold one block of {as_gib(geometry.page_bytes)}: "
+            f"{remedy}, or choose a smaller model."
+        )
+    notes: tuple[str, ...] = ()
+    if geometry.most_tokens(num_blocks) < length:
+        if asked is not None:
+            needed, given = (as_gib(n * geometry.page_bytes) for n in (geometry.request_blocks(length), num_blocks))
+            raise ConfigError(
+                f"max_model_len={asked} needs {needed} of KV cache, and {source} gives {given}: lower "
+                f"max_model_len to {geometry.most_tokens(num_blocks)}, or {remedy}."
+            )
+        length = geometry.most_tokens(num_blocks)
+        notes = (f"context shortened from {context} to {length} tokens: the KV cache ({source}) holds no more.",)
+    kv_bytes = (num_blocks + 1) * geometry.page_bytes
+    _check_free(source, kv_bytes, max_num_seqs, slot_bytes(length, geometry), free_bytes)
+    return MemoryPlan(
+        geometry=geometry,
+        num_blocks=num_blocks,
+        max_model_len=length,
+        kv_bytes=kv_bytes,
+        free_bytes=free_bytes,
+        notes=notes,
+    )
+
+
+def shared_sizes(sizes: Sequence[MemoryPlan]) -> list[MemoryPlan]:
+    """Return the plans of all ranks, changed to the fewest KV blocks and the shortest context of any rank."""
+    blocks, length = min(one.num_blocks for one in sizes), min(one.max_model_len for one in sizes)
+    host = min(one.host_blocks for one in sizes)
+    return [
+        replace(
+            one,
+            num_blocks=blocks,
+            max_model_len=length,
+            kv_bytes=(blocks + 1) * one.geometry.page_bytes,
+            host_blocks=host,
+        )
+        for one in sizes
+    ]
+
+
+def slot_bytes(max_model_len: int, geometry: KVGeometry) -> int:
+    """Return the bytes that tables keep for a running request: SLOT_BYTES, and 4 for each token and each block."""
+    return SLOT_BYTES + 4 * (max_model_len + geometry.request_blocks(max_model_len))
+
+
+def _check_free(source: str, kv_bytes: int, num_slots: int, bytes_per_slot: int, free_bytes: int) -> None:
+    if kv_bytes > free_bytes:
+        raise ConfigError(
+            f"{source} asks for {as_gib(kv_bytes)} of KV cache, and {as_gib(free_bytes)} of memory are "
+            f"free: lower {source}."
+        )
+    tables = num_slots * bytes_per_slot
+    if kv_bytes + tables > free_bytes:
+        raise ConfigError(
+            f"max_num_seqs={num_slots} needs {as_gib(tables)} of tables beside {as_gib(kv_bytes)} of KV "
+            f"cache, and {as_gib(free_bytes)} of memory are free: lower max_num_seqs or max_model_len."
+        )
+
+
+def _budget(geometry: KVGeometry, cache: CacheConfig, useful: int, free_bytes: int) -> tuple[int, str, str]:
+    """Return (blocks, what set their number, how to get more). By default the number is at most `useful`."""
+    if cache.num_gpu_blocks_override is not None:
+        return cache.num_gpu_blocks_override, "num_gpu_blocks_override", "raise num_gpu_blocks_override"
+    if cache.kv_cache_memory_bytes is not None:
+        blocks = cache.kv_cache_memory_bytes // geometry.page_bytes - 1
+        return blocks, "kv_cache_memory_bytes", "raise kv_cache_memory_bytes"
+    source = f"{QUARTER} of the {as_gib(free_bytes)} of free memory"
+    return min(free_bytes // 4 // geometry.page_bytes - 1, useful), source, "set kv_cache_memory_bytes"
+
+
+def as_gib(count: int) -> str:
+    """Return a size in words, in GiB or MiB."""
+    return f"{count / GIB:.2f} GiB" if count >= GIB // 10 else f"{count / 2**20:.2f} MiB"

@@ -1,0 +1,111 @@
+"""The memory of a plan as plain values: weights, buffers, KV cache, tiers below the device. No torch."""
+
+from itertools import groupby
+from typing import TYPE_CHECKING, Any
+
+from quire.contracts.parallel import Rank
+from quire.contracts.params import fused, of_expert
+from quire.plan.engine import EnginePlan
+from quire.plan.memory import MemoryPlan
+from quire.plan.weight_bytes import ITEM_BYTES
+from quire.quantization.formats import FORMATS
+from quire.weights.units import LoadUnit
+
+if TYPE_CHECKING:
+    from quire.plan.report import PlanReport
+
+
+def describe_memory(report: "PlanReport") -> dict[str, Any]:
+    """Return the memory of the rank with the least room as plain values."""
+    whole, plan, (rank, weights) = report.plan, report.memory, report.held[report.fullest]
+    cache = report.page(rank) if isinstance(plan, str) else plan.geometry
+    page, size, group = cache.page_bytes, cache.block_size, cache.groups[0]
+    known = {
+        "rank": report.fullest,
+        "weights": weights,
+        "buffers": whole.of_rank(rank).buffer_bytes,
+        "kv_bytes_per_token": page / size,
+        "block_size": size,
+        "block_bytes": page // len(group.layers),
+        "page_bytes": page,
+        "page_layers": len(group.layers),
+        "components": [[c.name, c.num_heads, c.head_dim, c.dtype] for c in group.components],
+        "draft_layers": group.num_drafts,
+        "draft_components": [[c.name, c.num_heads, c.head_dim, c.dtype] for c in group.drafts],
+        "cache_reason": whole.cache.reason,
+        "cache_scales": report.cache_scales,
+        "widened_tokens": whole.widened_tokens,
+        "scratch": whole.scratch_bytes,
+        "loading": _loading(report, rank, weights),
+    }
+    return known | (
+        {"refused": plan}
+        if isinstance(plan, str)
+        else {
+            "num_blocks": plan.num_blocks,
+            "kv_bytes": plan.kv_bytes,
+            "num_tokens": plan.num_tokens,
+            "max_model_len": plan.max_model_len,
+            "notes": plan.notes,
+            "sequences": whole.config.scheduler.sequences(),
+            "tiers": _tiers(whole, plan),
+            "full_sequences": round(plan.num_tokens / plan.max_model_len, 2),
+            "budget": str(plan.budget or ""),
+        }
+    )
+
+
+def _loading(report: "PlanReport", rank: Rank, weights: int) -> dict[str, Any]:
+    """Return the most bytes that loading takes on the device that loads, and the parts of them.
+
+    units    two of the largest units in the types in which they are loaded; see `quire.weights.load`
+    packed   the largest matrix, or vector, that is packed beside them
+    """
+    item, units, packed, seen = ITEM_BYTES[report.plan.dtype.dtype], 0, 0, set[object]()
+    for module, group in groupby(report.params_of(rank), key=lambda param: param.module):
+        own = list(group)
+        alike = tuple((param.shape, param.format, param.stored, param.scheme, param.dtype) for param in own)
+        if alike in seen or own[0].shard == "experts" and report.in_place(own[0].name):
+            continue
+        seen.add(alike)
+        count = fused(own[0])[0] if own[0].shard == "experts" else 1
+        one = [of_expert(param, 0, count) for param in own]
+        raws = [raw for param in one for raw in FORMATS[param.format].tensors(param)]
+        units = max(units, 2 * LoadUnit(module, 0, tuple(raws)).num_bytes(item))
+        packed = max(packed, *map(report.num_bytes, one))
+    here = report.load_device == report.plan.machine.device
+    return {
+        "device": report.load_device,
+        "units": units,
+        "packed": packed,
+        "bytes": units + packed + weights * here,
+    }
+
+
+def _tiers(whole: EnginePlan, memory: MemoryPlan) -> list[dict[str, Any]]:
+    """Return the tiers of KV blocks below the device, the nearest first; [] for none."""
+    offload, page = whole.offload, memory.geometry.page_bytes
+    if not offload.host_bytes:
+        return []
+    host = {
+        "name": "host",
+        "bytes": memory.host_blocks * page,
+        "blocks": memory.host_blocks,
+        "tokens": memory.host_blocks * memory.geometry.block_size,
+        "policy": offload.policy,
+        "folder": "",
+    }
+    most = offload.folder_bytes // whole.mesh.parallel.replica
+    disk = {
+        "name": "disk",
+        "bytes": most,
+        "blocks": most // page,
+        "policy": offload.policy,
+        "tokens": most // page * memory.geometry.block_size,
+        "folder": offload.folder,
+    }
+    places = [f"{name}:{port}" for name, port in offload.sharing.of(whole.mesh.rank.replica).peers]
+    peers = {"name": "peer", "policy": "read", "addresses": places}
+    mapped = places and whole.machine.device == "cuda" and whole.config.hosts.nnodes == 1
+    devices = [peers | {"name": "cuda_ipc"}] * bool(mapped)
+    return [host, *devices, *[disk] * bool(offload.folder), *[peers] * bool(places)]

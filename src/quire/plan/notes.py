@@ -1,0 +1,115 @@
+"""Options of several devices in other words than Quire's: the dispatchers for vLLM's names, and notes for people.
+
+Pure functions of the options and the model. No torch.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+from quire.args.checkpoint import ModelArgs
+from quire.config.engine import ParallelConfig
+from quire.contracts.errors import ConfigError
+from quire.contracts.params import Param
+from quire.kernels.experts.plan import MoEPlan
+from quire.plan.placement import parallel_sizes, ranks
+from quire.quantization.slices import mixes_groups
+
+# --all2all-backend -> phase -> dispatcher in its place; Quire chooses in other phases. "pull" takes a row once to each
+# rank with an expert of it, as DeepEP's normal form does.
+BACKENDS: Mapping[str, Mapping[str, str]] = {
+    "auto": {},
+    "allgather_reducescatter": {"prefill": "all-gather", "decode": "all-gather"},
+    "deepep_high_throughput": {"prefill": "pull"},
+    "deepep_low_latency": {"decode": "pull"},
+}
+MOST_RANKS = 4  # whose experts a note tells
+
+
+def check_backend(backend: str, plan: MoEPlan) -> None:
+    """Raise ConfigError for a value of --all2all-backend that has no dispatcher, with the candidates of `plan`."""
+    if backend not in BACKENDS:
+        raise ConfigError(
+            f"--all2all-backend {backend}: Quire has no such exchange of tokens: use "
+            f"{' or '.join(name for name in BACKENDS if name != 'auto')}, or leave it out. Without it:\n"
+            f"{plan}"
+        )
+
+
+def parallel_notes(args: ModelArgs, config: ParallelConfig, params: Sequence[Param] = ()) -> tuple[str, ...]:
+    """Return the notes about the placement of experts, the exchange of tokens between replicas, and scales of slices.
+
+    params   of a rank
+    """
+    return (*_placement(args, config), *_exchange(args, config), *_scales(params, config))
+
+
+def order_notes(params: Iterable[Param], dtype: str) -> tuple[str, ...]:
+    """Return a note about matrices that are kept in `dtype`, because a slice of them mixes groups; () without one."""
+    mixed = [one for one in params if one.stored is not None and mixes_groups(one.parts, one.stored)]
+    if not mixed:
+        return ()
+    names = " and ".join(dict.fromkeys(one.parts[0].stored.rpartition(".")[0].rpartition(".")[2] for one in mixed))
+    whole = ", with all matrices of these experts" if any(one.shard == "experts" for one in mixed) else ""
+    return (
+        f"{names}: kept in {dtype}{whole}, because their columns are in activation order and a slice of these, which a "
+        "rank of -tp holds, has no whole groups. A checkpoint without that order (desc_act=false) stays quantized.",
+    )
+
+
+def _placement(args: ModelArgs, config: ParallelConfig) -> Iterator[str]:
+    parallel, moe = parallel_sizes(config), args.moe
+    if not parallel.round_robin:
+        return
+    asked = "--expert-placement-strategy round_robin"
+    if moe is None or not parallel.experts or parallel.expert_ranks == 1:
+        why = (
+            "the model has no experts"
+            if moe is None
+            else "every rank has a slice of each expert"
+            if (parallel.tp > 1 and not parallel.experts)
+            else "a single rank has all experts"
+        )
+        yield f"{asked} changes nothing: {why}."
+        return
+    stage = [rank for rank in ranks(args, parallel) if rank.stage == 0]
+    held = "; ".join(f"rank {rank.number}: {listed(rank.expert_ids)}" for rank in stage[:MOST_RANKS])
+    more = "; ..." * (len(stage) > MOST_RANKS)
+    vllm = "" if moe.routing.num_groups > 1 else ", where vLLM is linear, because the router chooses among no groups"
+    yield f"{asked}: experts go to {len(stage)} ranks in turn{vllm}: {held}{more}."
+
+
+def _exchange(args: ModelArgs, config: ParallelConfig) -> Iterator[str]:
+    backend, parallel = config.all2all_backend, parallel_sizes(config)
+    asked = f"--all2all-backend {backend}"
+    if backend == "auto":
+        return
+    if args.moe is None or not parallel.lockstep:
+        yield f"{asked} changes nothing: every rank has the tokens of its experts, because no replicas share experts."
+    elif backend.startswith("deepep") and backend in BACKENDS:
+        ((phase, name),) = BACKENDS[backend].items()
+        yield (
+            f"{asked} is taken as Quire's dispatcher {name} in {phase}, on one host; DeepEP itself is not used. For "
+            f"{'decode' if phase == 'prefill' else 'prefill'} Quire chooses."
+        )
+
+
+def _scales(params: Sequence[Param], config: ParallelConfig) -> Iterator[str]:
+    """Yield the note that numbers depend on the cut: a rank has the inputs of some columns, and scales them alone."""
+    names = dict.fromkeys(
+        part.stored.removesuffix(".weight").rpartition(".")[2]
+        for param in params
+        if param.scheme is not None and param.scheme.inputs == "token"
+        for part in param.parts
+        if part.axis == 1 and not part.whole
+    )
+    if names:
+        yield (
+            f"-tp {config.tensor_parallel_size}: activations have one scale per token, and each rank takes it from its "
+            f"slice of the inputs of {' and '.join(names)}: numbers, and now and then a greedy token, are not those of "
+            "one device."
+        )
+
+
+def listed(numbers: Sequence[int]) -> str:
+    """Return numbers in words, of more than four the first two and the last: "0, 4, ..., 252"."""
+    shown = list(map(str, numbers))
+    return ", ".join(shown if len(shown) < 5 else [*shown[:2], "...", shown[-1]])

@@ -1,0 +1,441 @@
+"""An engine's plan as plain values: layers, bytes, kernel calls in order, and reasons. No torch."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property, partial
+from itertools import groupby
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from msgspec import structs
+
+from quire.args.pooling import read_pooling
+from quire.config.bundled import NAME
+from quire.contracts.blocks import KVGeometry
+from quire.contracts.errors import WeightsError
+from quire.contracts.parallel import Rank
+from quire.contracts.params import Param, fused
+from quire.contracts.scheme import Scheme
+from quire.contracts.step import CHECK_LAYER, FIRST_TOKENS
+from quire.kernels.experts.plan import MoEPlan
+from quire.kernels.linear.plan import LinearPlan
+from quire.kernels.select import Choice
+from quire.plan.collectives import collectives, groups
+from quire.plan.drafts import joined
+from quire.plan.engine import EnginePlan, keep_stored
+from quire.plan.facts import model_facts
+from quire.plan.formats import decided_by, with_formats
+from quire.plan.kept import headers_of, kept_of
+from quire.plan.kernel_calls import Call, embedding_calls, head_calls, layer_calls, pack_function
+from quire.plan.kv_geometry import rank_geometry
+from quire.plan.layout import alone, layout, stored_names
+from quire.plan.linears import linear_plans
+from quire.plan.memory import MemoryPlan
+from quire.plan.memory_report import describe_memory
+from quire.plan.notes import order_notes, parallel_notes
+from quire.plan.placement import ranks
+from quire.plan.weight_bytes import ITEM_BYTES
+from quire.quantization.formats import raw_tensors
+from quire.quantization.read import format_words, quantization_notes
+from quire.quantization.scheme import scheme_words
+from quire.weights.cache_scales import scale_names
+from quire.weights.files import Checkpoint, StoredTensor, stored_in
+from quire.weights.units import ITEM_BYTES as RAW_BYTES
+
+_READ = {"config": "config.json, device, number type", "tokenizer": "tokenizer and chat template"}
+PHASES = {
+    "cpu": _READ | {"weights": "every file once, tensors to their rows, packed for the kernels",
+                    "engine": "KV cache, worker, scheduler"},
+    "cuda": _READ | {"device": "CUDA context, size of weights and batch",
+                     "weights": "files streamed to the device, packed for the kernels",
+                     "kernels": "every kernel compiled or found in the cache, the largest step run once and measured",
+                     "graphs": "KV cache in what is left, CUDA graphs of steps", "engine": "scheduler"},
+}  # fmt: skip
+MANY = _READ | {
+    "weights": "a process for each rank, which reads its slices and packs them",
+    "ranks": "each rank's KV cache and worker, in sizes that all ranks have room for",
+    "engine": "scheduler",
+}
+DUMMY, EAGER = {"weights": "random numbers, packed for the kernels"}, {"graphs": "KV cache in what is left"}
+NEVER = 1 << 30  # query rows: a number for JSON
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanReport:
+    """A plan as plain values for people: `quire explain`, `/debug/plan`, the banner.
+
+    plan         plan of any rank: the parameters of all ranks follow from its mesh
+    memory       memory of rank number `fullest`, or the reason why no KV cache fits there
+    fullest      number of the rank with the least free memory
+    load_error   error that the loader would raise for the weights; "": none
+    headers      headers of the weights, if the folder lacks the weights; else None
+    """
+
+    plan: EnginePlan
+    memory: MemoryPlan | str
+    fullest: int = 0
+    load_error: str = ""
+    headers: Checkpoint | None = None
+
+    def describe(self) -> dict[str, Any]:
+        """Return the report as plain values. Reads the headers of the weights, if the folder has weights."""
+        args, config = self.plan.args, self.plan.config
+        plan = self.plan
+        every = (
+            *quantization_notes(plan.quantization, config.load.quantization),
+            *order_notes(plan.params, plan.dtype.dtype),
+            *parallel_notes(args, config.parallel, plan.params),
+        )
+        notes = (note.removesuffix(".") for note in every)
+        return {
+            "missing": [one._asdict() for one in self.plan.missing],
+            "load_error": self.load_error,
+            "model": {
+                "name": config.model.model or NAME,
+                "type": args.model_type,
+                "architecture": args.architecture,
+                "parameters": sum(prod(param.shape) for param in self.layout),
+                "bytes": sum(map(self.num_bytes, self.layout)),
+                "dtype": self.plan.dtype.dtype,
+                "dtype_reason": self.plan.dtype.reason,
+                "notes": (*args.notes, *notes),
+                "format": format_words(self.plan.quantization) or "unquantized",
+                **model_facts(args),
+                "embedding": str(read_pooling(self._folder, config.model.pooler_config)),
+            },
+            "machine": self.plan.machine.words,
+            "kernels": [asdict(choice) for choice in self.plan.kernels],
+            "latent": args.latent and asdict(args.latent) | {"break_even": min(args.latent.break_even, NEVER)},
+            "moe": {phase: one if isinstance(one, str) else asdict(one) for phase, one in self.plan.moe.items()},
+            "layers": list(self._layers()),
+            "speculation": self._speculation(),
+            "blend": self._blend(),
+            "not_read": self._not_read(),
+            "memory": describe_memory(self),
+            "ranks": [self.describe_rank(rank, held) for rank, held in self.held],
+            "groups": groups(self.plan.mesh.parallel),
+            "collectives": self.exchanges(),
+            "phases": self._phases(),
+        }
+
+    @cached_property
+    def layout(self) -> tuple[Param, ...]:
+        """The parameters of the whole model, not of a rank; their schemes are those that the ranks pack."""
+        return self._as_packed(self.params_of())
+
+    def _phases(self) -> dict[str, str]:
+        """Return start-up phase -> its work, in order."""
+        config, device = self.plan.config, self.plan.machine.device
+        many = self.plan.mesh.parallel.size > 1
+        phases = MANY if many else PHASES[device] | (DUMMY if config.load.load_format == "dummy" else {})
+        return phases | (EAGER if device == "cuda" and config.device.enforce_eager and not many else {})
+
+    def _speculation(self) -> dict[str, Any] | None:
+        """Return drafter and costs as plain values; None without speculation.
+
+        `read` has the bytes of weights, of all ranks, that a step of one decode reads, by its number of drafts. Experts
+        are those that n tokens hit if routers choose at random: E (1 - (1 - top / E)^n) of E. Of 1 + k tokens it runs
+        the model and the first pass of draft layers; each other draft is a pass of one token. Drafts read the head.
+        Each pass of a draft model or EAGLE head counts as all its weights.
+        """
+        speculation, args = self.plan.speculation, self.plan.args
+        if speculation is None:
+            return None
+        drafts = [one for one in self.layout if _layer(one.name) >= args.num_layers]
+        skipped = {one.name for one in drafts} | ({"embed.weight"} if not args.tie_word_embeddings else set())
+        model = [one for one in self.layout if one.name not in skipped]
+        other, layered = 0, speculation.layered
+        if self.plan.draft is not None:
+            report = PlanReport(plan=self.plan.draft, memory="")
+            other = sum(map(report.num_bytes, report.layout))
+        shared = drafts or speculation.method == "eagle"
+        head = self.num_bytes(model[-1] if not args.tie_word_embeddings else self.layout[0]) if shared else 0
+
+        def read(k: int) -> int:
+            later = max(0, k - 1)
+            own = self._read(model, 1 + k) + self._read(drafts, 1 + k) + later * self._read(drafts, 1) + k * head
+            return own + max(1, k) * other
+
+        group, size = self.plan.geometry.groups[0], self.plan.geometry.block_size
+        of_drafts = group.layers[len(group.layers) - (group.num_drafts or args.draft_layers) :] if layered else ()
+        cache = sum(part.num_bytes(size) for layer in of_drafts for part in group.of(layer))
+        return {
+            "drafter": str(speculation),
+            "weights": other + sum(map(self.num_bytes, drafts)),
+            "cache": cache / size,
+            "read": {k: read(k) for k in (0, *speculation.lengths)},
+        }
+
+    def _read(self, params: Iterable[Param], tokens: int) -> int:
+        """Return the bytes of weights that so many tokens read at once, of the experts as in `_speculation`."""
+        moe = self.plan.args.moe
+        hit = 1 - (1 - moe.routing.top_k / moe.routing.num_experts) ** tokens if moe else 0
+        return sum(round(self.num_bytes(one) * (hit if one.shard == "experts" else 1)) for one in params)
+
+    def _blend(self) -> dict[str, Any] | None:
+        """Return the settings of CacheBlend as plain values; None without it."""
+        cache = self.plan.config.cache
+        return (
+            {
+                "ratio": cache.blend_ratio,
+                "separator": cache.blend_separator,
+                "check_layer": CHECK_LAYER,
+                "first_tokens": FIRST_TOKENS,
+            }
+            if cache.enable_cache_blend
+            else None
+        )
+
+    def exchanges(self, rank: Rank | None = None) -> list[dict[str, Any]]:
+        """Return the exchanges of a rank in a step as plain values; None: those that a token passes in all stages."""
+        plan = self.plan
+        sent = collectives(
+            plan.args,
+            plan.mesh.parallel,
+            item_bytes=ITEM_BYTES[plan.dtype.dtype],
+            device=plan.machine.device,
+            spread=plan.spread,
+            wire=plan.wire,
+            rank=rank,
+        )
+        return [asdict(one) for one in sent]
+
+    def describe_rank(self, rank: Rank, held: int) -> dict[str, Any]:
+        """Return a rank's part of the model and its memory as plain values; held: bytes of its parameters."""
+        blocks = 0 if isinstance(self.memory, str) else self.memory.num_blocks + 1
+        return asdict(rank) | {
+            "device": self.plan.machine.device,
+            "expert_ids": list(rank.expert_ids),
+            "balanced": self.plan.mesh.parallel.redundant is not None,
+            "bytes": held,
+            "kv_bytes": blocks * self.page(rank).page_bytes,
+            "buffers": self.plan.of_rank(rank).buffer_bytes,
+        }
+
+    def params_of(self, rank: Rank | None = None) -> tuple[Param, ...]:
+        """Return the parameters of a rank; None: of the whole model."""
+        plan = self.plan
+        return keep_stored(with_formats(layout(plan.args, rank), plan.quantization), plan.dtype, plan.kernels, plan.moe)
+
+    def _as_packed(self, params: tuple[Param, ...]) -> tuple[Param, ...]:
+        """Return whole parameters with the schemes of their slices: a slice may cut the blocks of the whole matrix."""
+        packed = {param.name: param.scheme for own in self._by_kind.values() for param in own}
+        return tuple(structs.replace(one, scheme=packed.get(one.name, one.scheme)) for one in params)
+
+    @cached_property
+    def _by_kind(self) -> dict[tuple[object, ...], tuple[Param, ...]]:
+        """Kind of ranks -> parameters of a rank of this kind."""
+        kinds = {rank.kind: rank for rank in ranks(self.plan.args, self.plan.mesh.parallel)}
+        return {kind: self.params_of(rank) for kind, rank in kinds.items()}
+
+    @cached_property
+    def held(self) -> list[tuple[Rank, int]]:
+        """List of (rank, number of bytes of its parameters). Raises ConfigError if a slice cuts a quantized group."""
+        drafts = self.plan.draft.weight_bytes if self.plan.draft is not None else 0
+        held = {kind: drafts + sum(map(self.num_bytes, own)) for kind, own in self._by_kind.items()}
+        return [(rank, held[rank.kind]) for rank in ranks(self.plan.args, self.plan.mesh.parallel)]
+
+    def page(self, rank: Rank) -> KVGeometry:
+        """Return the layout of a page of a rank's KV cache."""
+        own = rank_geometry(
+            self.plan.args,
+            rank,
+            dtype=self.plan.cache.dtype,
+            device=self.plan.machine.device,
+            block_size=self.plan.geometry.block_size,
+        )
+        return own if self.plan.draft is None else joined(own, self.plan.draft.geometry)
+
+    def num_bytes(self, param: Param) -> int:
+        """Return the bytes of a parameter of the model or of a rank, with scales, as far as known as it is packed."""
+        return kept_of(self.plan, param, self._headers)
+
+    @property
+    def _folder(self) -> Path:
+        return Path(self.plan.folder)
+
+    # --- layers and their weights ---------------------------------------------------------------------------------
+
+    @cached_property
+    def files(self) -> Mapping[str, str]:
+        """Stored tensor -> its file; {} where the files cannot be read (`load_error` tells why)."""
+        if self.headers is not None:
+            return {name: tensor.file.name for name, tensor in self.headers.tensors.items()}
+        try:
+            return {} if self.plan.config.load.load_format == "dummy" else stored_in(self._folder)
+        except WeightsError:
+            return {}
+
+    @cached_property
+    def _headers(self) -> Mapping[str, StoredTensor]:
+        """Stored tensor -> its header; {} where there are no safetensors files that can be read."""
+        return self.headers.tensors if self.headers is not None else headers_of(self.plan)
+
+    @cached_property
+    def _chosen(self) -> dict[str, Choice]:
+        return {choice.op: choice for choice in self.plan.kernels if not choice.weights}
+
+    @cached_property
+    def _linears(self) -> Mapping[str, LinearPlan]:
+        """Plans of the linear layers of all stages; the ranks of a stage have the same plans."""
+        if self.plan.mesh.parallel.pp == 1:
+            return self.plan.linears
+        return linear_plans(self.plan.args, self._listed, self.plan.kernels)
+
+    @cached_property
+    def _listed(self) -> tuple[Param, ...]:
+        """The parameters of all stages: a tied head that lies on another stage than the embedding has its own."""
+        if self.plan.mesh.parallel.pp == 1 or not self.plan.args.tie_word_embeddings:
+            return self.layout
+        return self.layout[:1] + self._as_packed(self.params_of(replace(alone(self.plan.args), first=False)))
+
+    def _features(self, at: str, name: str) -> tuple[str, ...]:
+        """Features of the kernel of a linear layer; `name` is its name below the decoder layer `at`."""
+        return self._linears[at + name].features
+
+    def _experts(self, parameters: Iterable[str]) -> MoEPlan | None:
+        """Plan of the experts that have these parameters; None where no kernel can run them, or without experts."""
+        schemes = [self._schemes[name] for name in parameters if name in self._schemes]
+        return self.plan.experts.of(schemes[0]) if schemes and self.plan.experts else None
+
+    @cached_property
+    def _schemes(self) -> dict[str, Scheme | None]:
+        """Parameter of experts -> its scheme."""
+        return {param.name: param.scheme for param in self._listed if param.shard == "experts"}
+
+    @property
+    def load_device(self) -> str:
+        """The device on which weights are loaded, converted and packed."""
+        return "cpu" if self.plan.config.load.load_device == "cpu" else self.plan.machine.device
+
+    def in_place(self, name: str) -> bool:
+        """True where a parameter of experts is not packed: it is loaded in place, or no kernel can run it."""
+        experts = self._experts([name])
+        return experts is None or "in place" in experts.features and self.load_device == self.plan.machine.device
+
+    def _qualified(self, function: str, parameters: Iterable[str]) -> str:
+        """Return the full name of a function ("linear.run"), of the implementation planned for these parameters."""
+        op, _, rest = function.partition(".")
+        if op == "linear":
+            modules = (name.rpartition(".")[0] for name in parameters)
+            return f"quire.kernels.linear.{next(m for m in map(self._linears.get, modules) if m).layout}.{rest}"
+        experts = self._experts(parameters) if op == "experts" else None
+        name = experts.experts if experts else self._chosen[op].name if op in self._chosen else ""
+        return f"quire.kernels.{op}.{name}.{rest}" if name else function
+
+    def _layers(self) -> Iterator[dict[str, Any]]:
+        args, parallel = self.plan.args, self.plan.mesh.parallel
+        args = replace(args, tie_word_embeddings=args.tie_word_embeddings and parallel.pp == 1)
+        for layer, group in groupby(self._listed, key=lambda param: _layer(param.name)):
+            at = f"layers.{layer}." if layer >= 0 else ""
+            params = {param.name.removeprefix(at): param for param in group}
+            first, linear = "embed.weight" in params, partial(self._features, at)
+            sliced = parallel.tp > 1
+            calls = list(
+                layer_calls(args, layer, linear, self.plan.config.load.routing, sliced=sliced, spread=self.plan.spread)
+                if layer >= 0
+                else embedding_calls(args, linear, sliced)
+                if first
+                else head_calls(args, sliced)
+            )
+            named = [
+                call._asdict() | {"function": self._qualified(call.function, (at + p for p in call.parameters))}
+                for call in calls
+            ]
+            run = {parameter: call["function"] for call in reversed(named) for parameter in call["parameters"]}
+            weights = [
+                self._weight(param, run.get(name, ""), pack_function(args, name, linear, self.in_place(at + name)))
+                for name, param in params.items()
+            ]
+            yield {
+                "layer": str(layer) if layer >= 0 else "embed" if first else "head",
+                "kind": "drafts: " * (layer >= args.num_layers) + _kind(calls),
+                "parameters": sum(w["parameters"] for w in weights),
+                "bytes": sum(w["bytes"] for w in weights),
+                "calls": named,
+                "weights": weights,
+            }
+
+    def _weight(self, param: Param, run: str, pack: str) -> dict[str, Any]:
+        loader = "dummy.load_dummy" if self.plan.config.load.load_format == "dummy" else "load.load_weights"
+        converted = param.stored is not None or param.scheme is not None
+        steps = {
+            "load": f"quire.weights.{loader}",
+            "convert": "quire.kernels.pack.convert.convert" * converted,
+            "pack": self._qualified(pack, [param.name]),
+            "run": run,
+        }
+        experts, parts = fused(param)
+        rule = scheme_words(param.scheme) if param.scheme else ""
+        stored = [part.stored for raw in raw_tensors(param) for part in raw.parts]
+        return {
+            "name": param.name,
+            "shape": param.shape,
+            "shard": self._cut(param),
+            "parameters": prod(param.shape),
+            "experts": experts if param.shard == "experts" else 0,
+            "parts": [{"name": name, "shape": (rows, *param.shape[1:])} for name, rows in parts],
+            "dtype": rule or param.dtype or self.plan.dtype.dtype,
+            "bytes": self.num_bytes(param),
+            **steps,
+            "format": param.format,
+            "stored_as": scheme_words(param.stored) if param.stored else "",
+            "decided_by": decided_by(param, self.plan.quantization),
+            "raw_bytes": self._raw_bytes(param),
+            "load_device": self.load_device,
+            "device": self.plan.machine.device,
+            "stored": {name: self.files.get(name) for name in stored},
+        }
+
+    def _raw_bytes(self, param: Param) -> int:
+        """Return the bytes that are read for a parameter: in their stored types, as far as the headers are known."""
+        item, found = ITEM_BYTES[param.dtype or self.plan.dtype.dtype], 0
+        for raw in raw_tensors(param):
+            for part in raw.parts:
+                stored, count = self._headers.get(part.stored), prod(part.local_shape)
+                whole = prod(stored.shape) if stored is not None else 0
+                own = stored.num_bytes // whole if stored is not None and whole else RAW_BYTES.get(raw.dtype, item)
+                found += count * own
+        return found
+
+    def _cut(self, param: Param) -> str:
+        """Return the way in which ranks divide a parameter; "" where every rank has all of it.
+
+        A parameter is divided by "rows" or "columns", by these of each expert, or by whole "experts".
+        """
+        if param.shard == "experts" and self.plan.mesh.parallel.experts:
+            return "experts" if self.plan.mesh.parallel.expert_ranks > 1 else ""
+        sliced = "columns of each expert" if param.name.endswith(".down") else "rows of each expert"
+        return "" if self.plan.mesh.parallel.tp == 1 else sliced if param.shard == "experts" else param.shard
+
+    @cached_property
+    def cache_scales(self) -> list[tuple[str, str]]:
+        """Names of the stored scales of keys and values that an 8-bit cache uses, by layer; []: all are 1, or none."""
+        try:
+            return scale_names(self.files, self.plan.args) if self.plan.cache.scaled else []
+        except WeightsError:
+            return []
+
+    def _not_read(self) -> dict[str, int]:
+        """Checkpoint tensors that no parameter reads -> their number; a layer behind the last one is one entry."""
+        read, args = set(stored_names(self.layout)).union(*self.cache_scales), self.plan.args
+        layers = [f"model.layers.{args.num_layers + i}." for i in range(args.draft_layers, args.extra_layers)]
+        found = {f"{layer}*": 0 for layer in layers}
+        for name in sorted(self.files.keys() - read):
+            shown = next((f"{layer}*" for layer in layers if name.startswith(layer)), name)
+            found[shown] = found.get(shown, 0) + 1
+        return found
+
+
+def _layer(name: str) -> int:
+    """Return the number of the layer to which a parameter belongs; -1: none."""
+    return int(name.split(".")[1]) if name.startswith("layers.") else -1
+
+
+def _kind(calls: Iterable[Call]) -> str:
+    called = {call.function.partition(".")[0] for call in calls}
+    if not called & {"attention", "latent"}:
+        return "norm and head" if "norm" in called else "embedding"
+    attention = "latent" if "latent" in called else "grouped-query"
+    return f"{attention} attention, {'experts' if 'experts' in called else 'feed-forward'}"

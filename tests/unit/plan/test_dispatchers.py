@@ -1,0 +1,197 @@
+"""The plan of the expert layers: a pure function, with a reason for every candidate that is not used."""
+
+import itertools
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from quire.args.checkpoint import ModelArgs, read_checkpoint_config
+from quire.contracts.errors import ConfigError
+from quire.contracts.parallel import Parallel
+from quire.contracts.scheme import Scheme
+from quire.kernels.experts import plan as kernel_plan
+from quire.kernels.experts.plan import DISPATCHERS, KERNELS, ExpertsKernel, MoEPlan
+from quire.kernels.supports import SUPPORTS
+from quire.plan import dispatchers as module
+from quire.plan.dispatchers import Hardware, resolve_moe
+
+GPU = Hardware(
+    device="cuda", kernels=(("triton", ""), ("grouped", ""), ("cpu", "runs on cpu, not on cuda"), ("ref", ""))
+)
+CPU = Hardware(device="cpu", kernels=(("triton", "runs on cuda, not on cpu"), ("cpu", ""), ("ref", "")))
+ROOT = Path(__file__).parents[3]
+LINE = module._chosen.__code__.co_firstlineno
+SPREAD = Parallel(tp=2, dp=4, experts=True)
+
+
+@pytest.fixture(scope="module")
+def model(shared: Path) -> ModelArgs:
+    """With shared experts."""
+    return read_checkpoint_config(shared / "hf" / "DeepSeek-V2-Lite")
+
+
+def plan(
+    model: ModelArgs,
+    topology: Parallel | None = None,
+    hardware: Hardware = GPU,
+    phase: str = "decode",
+    scheme: Scheme | None = None,
+    **asked: str,
+) -> MoEPlan:
+    return resolve_moe(model, scheme, topology or Parallel(), hardware, phase, asked)
+
+
+def test_the_table_knows_every_kernel() -> None:
+    assert set(KERNELS) == set(SUPPORTS["experts"])
+
+
+def test_one_rank(model: ModelArgs) -> None:
+    made = plan(model)
+    assert (made.dispatcher, made.experts, made.layout, made.numbering) == ("none", "triton", "flat", "global")
+    assert (made.weighs, made.quantize_at, made.partial_over, made.shared) == ("experts", "nowhere", (), "added")
+    assert made.capturable
+    assert str(made).splitlines() == [
+        "decode: dispatcher none (flat rows, ids: global), experts triton; weighed by experts, quantized nowhere, "
+        "result whole, shared experts added, capturable; first that fits, decided in "
+        f"plan/dispatchers.py:{LINE}",
+        "  none + triton: fits",
+        "  none + grouped: fits",
+        "  none + cpu: runs on cpu, not on cuda",
+        "  none + ref: fits",
+        "  pull + any: every rank already has the tokens that its experts need",
+        "  all-gather + any: every rank already has the tokens that its experts need",
+        "  all-to-all + any: every rank already has the tokens that its experts need",
+    ]
+    assert model.moe is not None
+    assert plan(replace(model, moe=replace(model.moe, shared_size=0))).shared == "none"
+
+
+@pytest.mark.parametrize(
+    ("topology", "partial"),
+    [
+        (Parallel(tp=8), ("tp",)),
+        (Parallel(tp=8, experts=True), ("tp",)),
+        (Parallel(dp=8), ()),
+        (Parallel(tp=2, dp=2, pp=2), ("tp",)),
+    ],
+)
+def test_ranks_that_have_all_their_tokens_leave_sums(
+    model: ModelArgs, topology: Parallel, partial: tuple[str, ...]
+) -> None:
+    made = plan(model, topology)
+    assert made.dispatcher == "none" and made.partial_over == partial and made.shared == "added"
+    assert ("partial, to be summed over tp" in str(made)) == bool(partial)
+
+
+def test_a_cpu_captures_nothing_and_needs_to_capture_nothing(model: ModelArgs) -> None:
+    made = plan(model, hardware=CPU)
+    assert made.experts == "cpu" and not made.capturable
+    odd = Hardware(device="cuda", kernels=(("cpu", ""), ("ref", "")))
+    assert plan(model, hardware=odd).candidates[0] == (
+        "none",
+        "cpu",
+        "cpu cannot be captured in a CUDA graph (--enforce-eager captures none)",
+    )
+    assert plan(model, hardware=odd, phase="prefill").experts == "cpu"
+
+
+def test_what_is_asked_for_is_taken_or_refused(model: ModelArgs) -> None:
+    made = plan(model, experts="grouped", dispatcher="none")
+    assert made.experts == "grouped" and made.candidates[0] == ("none", "triton", "grouped was asked for")
+    for asked, words in (
+        ({"experts": "cpu"}, ["none + cpu: runs on cpu", "none + ref: cpu was asked for", "experts=cpu"]),
+        ({"dispatcher": "all-to-all"}, ["none + triton: all-to-all was asked for", "all-to-all + any: every rank"]),
+        ({"dispatcher": "telepathy"}, ["'telepathy' does not exist (one of none, pull, all-gather, all-to-all)"]),
+        ({"experts": "magic"}, ["'magic' does not exist (one of hopper, triton, scaled,"]),
+    ):
+        with pytest.raises(ConfigError) as refused:
+            plan(model, **asked)
+        assert all(word in str(refused.value) for word in words), refused.value
+
+
+def test_gpus_of_a_host_pull(model: ModelArgs) -> None:
+    """A CUDA graph cannot hold an all-gather of rows."""
+    for phase in ("prefill", "decode"):
+        made = plan(model, SPREAD, phase=phase)
+        assert (made.dispatcher, made.experts, made.partial_over) == ("pull", "triton", ())
+        assert made.shared == "summed alone" and made.implemented
+    assert made.decided == f"first that fits, decided in plan/dispatchers.py:{LINE}"
+    for line in (
+        "  none + any: tokens of other replicas need the experts of this rank",
+        "  pull + triton: fits",
+        "  all-gather + triton: all-gather cannot be captured in a CUDA graph (--enforce-eager captures none)",
+        "  pull + cpu: runs on cpu, not on cuda",
+        "  all-to-all + triton: all-to-all delivers grouped rows; triton accepts only flat rows",
+        "  all-to-all + grouped: not implemented yet",
+    ):
+        assert line in str(made)
+    assert plan(model, SPREAD, CPU).dispatcher == "all-gather"
+
+
+def test_a_dispatcher_that_is_not_there_is_planned(model: ModelArgs, monkeypatch: pytest.MonkeyPatch) -> None:
+    planned = {**DISPATCHERS, "pull": replace(DISPATCHERS["pull"], implemented=False)}
+    for place in (module, kernel_plan):
+        monkeypatch.setattr(place, "DISPATCHERS", planned)
+    made = plan(model, SPREAD)
+    assert (made.dispatcher, made.implemented) == ("pull", False)
+    assert made.decided == f"first that fits, not implemented yet, decided in plan/dispatchers.py:{LINE}"
+
+
+def test_ranks_of_several_hosts_read_no_memory_of_each_other(model: ModelArgs) -> None:
+    wide, one = Parallel(dp=32, experts=True), replace(GPU, kernels=GPU.kernels[:1])
+    with pytest.raises(ConfigError, match="pull . any: pull joins at most 8 ranks, those of one host"):
+        plan(model, wide, one)
+    with pytest.raises(ConfigError, match="pull . any: pull reads the memory of other ranks, and these are on 2 hosts"):
+        plan(model, SPREAD, replace(one, hosts=2))
+    for topology, hosts in ((wide, 1), (SPREAD, 2)):
+        assert plan(model, topology, replace(GPU, eager=True, hosts=hosts)).dispatcher == "all-gather"
+
+
+def test_the_line_that_decides_is_that_of_the_function() -> None:
+    assert (ROOT / "src/quire/plan/dispatchers.py").read_text().splitlines()[LINE - 1].startswith("def _chosen(")
+
+
+def test_when_they_are_there(model: ModelArgs, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A dispatcher that sums over tp leaves the shared experts' partial results to be summed alone."""
+    there = {name: replace(dispatcher, implemented=True) for name, dispatcher in DISPATCHERS.items()}
+    monkeypatch.setattr(module, "DISPATCHERS", there)
+    made = plan(model, SPREAD)
+    assert (made.dispatcher, made.experts, made.partial_over, made.shared) == ("pull", "triton", (), "summed alone")
+    made = plan(model, SPREAD, dispatcher="all-to-all")
+    assert (made.experts, made.layout, made.weighs, made.numbering) == ("grouped", "grouped", "combine", "none")
+    assert made.partial_over == () and made.shared == "summed alone"
+    assert plan(model, Parallel(dp=4, experts=True), dispatcher="all-to-all").shared == "added"
+    monkeypatch.setattr(module, "DISPATCHERS", {"all-gather": there["all-gather"]})
+    assert plan(model, SPREAD, phase="prefill").dispatcher == "all-gather"
+    with pytest.raises(ConfigError, match="cannot be captured"):
+        plan(model, SPREAD)
+
+
+def test_activations_are_quantized_by_the_experts_where_the_weights_ask_for_it(model: ModelArgs) -> None:
+    places = {
+        values: plan(model, scheme=Scheme(values=values, block=(1, 0), inputs=inputs)).quantize_at
+        for values, inputs in (("e4m3", "token"), ("int8", "tensor"), ("w4", ""))
+    }
+    assert places == {"e4m3": "experts", "int8": "experts", "w4": "nowhere"}
+
+
+def test_every_pair_that_fits_agrees_on_everything(model: ModelArgs, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All kernels there could be, against all dispatchers: one disagreement is enough, and none goes unnoticed."""
+    there = {name: replace(dispatcher, implemented=True) for name, dispatcher in DISPATCHERS.items()}
+    monkeypatch.setattr(module, "DISPATCHERS", there)
+    options = (("flat",), ("grouped",), ("flat", "grouped")), (("global",), ("none",)), (("experts",), ("combine",))
+    fitting = 0
+    for layouts, numberings, weighs in itertools.product(*options):
+        kernel = ExpertsKernel(layouts=layouts, numberings=numberings, weighs=weighs)
+        monkeypatch.setattr(module, "KERNELS", {"one": kernel})
+        for topology in (Parallel(), SPREAD):
+            try:
+                made = plan(model, topology, Hardware(device="cuda", kernels=(("one", ""),)))
+            except ConfigError as error:
+                assert "accepts only" in str(error)
+                continue
+            fitting += 1
+            chosen = there[made.dispatcher]
+            assert chosen.layout in layouts and chosen.numbering in numberings and chosen.weighs in weighs
+    assert fitting == 6, sorted(DISPATCHERS)

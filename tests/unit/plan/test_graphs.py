@@ -1,0 +1,104 @@
+"""Sizes of the steps that are captured as CUDA graphs, with replicas in lock-step, too."""
+
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+
+import pytest
+
+from quire.args.checkpoint import parse_checkpoint_config
+from quire.config.engine import EngineConfig
+from quire.contracts.parallel import Parallel
+from quire.contracts.speculation import Speculation
+from quire.contracts.step import MAX_VERIFY_ROWS
+from quire.plan.collectives import exchange_bounds
+from quire.plan.graphs import GRAPH_BYTES, GraphPlan, captured_decodes, decode_sizes, prompt_sizes, resolve_graphs
+from quire.worker.graphs import Graphs
+from quire.worker.recorder import StepShape
+
+from ...support.explained import explained
+from ...support.tiny_models import Tiny, tiny_config
+
+NGRAM = {"method": "ngram", "num_speculative_tokens": 3}
+SIZES = {
+    "chosen": (decode_sizes(256), prompt_sizes(1024)),
+    "custom": ((100,), ()),
+    "odd": ((1, 3, 70), (512,)),
+    "near": ((63, 70), (512,)),
+}
+
+
+@pytest.mark.parametrize("budget", [128, 300, 8192])
+@pytest.mark.parametrize("sizes", SIZES)
+def test_every_step_of_replicas_up_to_the_largest_size_is_captured(sizes: str, budget: int) -> None:
+    """Another replica may have as many tokens, or more. No shape is captured that no step has."""
+    (decodes, prompts), bounds = SIZES[sizes], exchange_bounds(budget)
+    graphs, used = Graphs(decodes, prompts, 256, bounds), set[StepShape]()
+    for tokens in range(1, min(budget, max((*decodes, *prompts))) + 1):
+        for bound in (bound for bound in bounds if bound >= tokens):
+            for decode, largest in ((True, decodes[-1]), (False, max(prompts, default=0))):
+                if tokens <= largest:
+                    shape = graphs.fit(StepShape(tokens, min(tokens, 256), 0, decode, bound=bound))
+                    assert shape.recorded and shape.bound == bound and shape.tokens >= tokens, (tokens, bound, decode)
+                    used.add(shape)
+    captured = {shape.key for shape in graphs.shapes()}
+    assert {shape.key for shape in used} <= captured
+    reachable = {(shape.decode, shape.tokens, shape.bound) for shape in used}
+    made = {(shape.decode, shape.tokens, shape.bound) for shape in graphs.shapes() if shape.tokens <= budget}
+    assert {one for one in made if one[1]} <= reachable
+
+
+@pytest.mark.parametrize("queries", [(1, 4), (1, 2, 8)])
+@pytest.mark.parametrize("sizes", SIZES)
+def test_every_decode_step_of_replicas_with_drafts_is_captured(sizes: str, queries: tuple[int, ...]) -> None:
+    """Its decodes may have fewer drafts than the graph, so its tokens fit a bound that the graph's rows exceed."""
+    decodes, bounds = SIZES[sizes][0], exchange_bounds(300)
+    graphs, used = Graphs(decodes, (), 256, bounds, queries), set[StepShape]()
+    for seqs in range(1, decodes[-1] + 1):
+        for query in range(1, queries[-1] + 1):
+            padded = min(size for size in decodes if size >= seqs) * min(one for one in queries if one >= query)
+            for tokens in {seqs + query - 1, seqs * query}:  # one decode has drafts, or all have
+                for bound in (bound for bound in bounds if bound >= tokens):
+                    shape = graphs.fit(StepShape(tokens, seqs, tokens, True, bound=bound, query=query))
+                    assert shape.recorded == (query == 1 or padded <= MAX_VERIFY_ROWS)
+                    if shape.recorded:
+                        assert (shape.tokens, shape.rows, shape.bound) == (padded, padded, bound)
+                        used |= {shape, replace(shape, shared=True)}
+    shapes = [shape for shape in graphs.shapes() if shape.tokens]
+    assert used == set(shapes), "no shape is captured that no step has"
+    assert len({shape.key for shape in shapes}) == len(shapes)
+
+
+def test_graphs_of_every_bound_and_number_of_drafts_are_set_aside() -> None:
+    for sizes in SIZES.values():
+        for bounds, drafts in product(((), exchange_bounds(8192)), ((), (3,), (1, 7))):
+            shapes = Graphs(*sizes, 256, bounds, (1, *(1 + k for k in drafts))).shapes()
+            count = len({(shape.decode, shape.tokens, shape.bound, shape.query) for shape in shapes})
+            plan = GraphPlan(sequences=sizes[0], tokens=sizes[1], bounds=bounds, drafts=drafts)
+            assert plan.num_bytes == count * GRAPH_BYTES
+
+
+def test_plans_have_bounds_where_graphs_hold_the_exchange(shared: Path) -> None:
+    def graphs(parallel: Parallel, **options: object) -> GraphPlan:
+        config = EngineConfig.from_flat(
+            model=str(shared / "hf" / "DeepSeek-V2-Lite"), max_num_batched_tokens=300, max_num_seqs=128, **options
+        )
+        return explained(config, parallel, "h200").plan.graphs
+
+    spread = Parallel(dp=2, experts=True)
+    assert graphs(spread, cudagraph_capture_sizes=(100,)) == GraphPlan(sequences=(100,), bounds=(64, 256, 300))
+    assert graphs(spread, enforce_eager=True) == GraphPlan()
+    drafting = graphs(spread, cudagraph_capture_sizes=(100,), speculative_config=NGRAM)
+    assert drafting == GraphPlan(sequences=(100,), drafts=(3,), bounds=(64, 256, 300 + 3 * 128)), "drafts travel, too"
+    for parallel in (Parallel(dp=2), Parallel(tp=2, experts=True)):
+        assert not graphs(parallel).bounds
+
+
+@pytest.mark.parametrize("k", [1, 2, 4, 5, 8])
+def test_every_decode_with_drafts_that_fit_is_captured(k: int) -> None:
+    """A number of requests is padded to a size whose rows fit, too."""
+    args = parse_checkpoint_config(tiny_config(Tiny(family="qwen3")))
+    plan = resolve_graphs(EngineConfig.from_flat(max_num_seqs=1024), args, Speculation(method="ngram", num_drafts=k))
+    most = MAX_VERIFY_ROWS // (1 + k)
+    captured = [size for size, query in captured_decodes(plan.sequences, (1, 1 + k)) if query > 1]
+    assert max(captured) == most

@@ -1,0 +1,130 @@
+"""vLLM's names of exchanges between replicas: the dispatchers in their place, notes, and refusals with candidates."""
+
+from pathlib import Path
+
+import pytest
+
+from quire.args.checkpoint import ModelArgs, read_checkpoint_config
+from quire.config.engine import ParallelConfig
+from quire.contracts.errors import ConfigError
+from quire.contracts.parallel import Parallel
+from quire.contracts.scheme import Scheme
+from quire.kernels.experts.plan import MoEPlan
+from quire.kernels.select import KernelNeeds
+from quire.plan.engine import moe_plans
+from quire.plan.notes import parallel_notes
+
+SPREAD = Parallel(tp=2, dp=4, experts=True)
+TOGETHER = {"data_parallel_size": 2, "enable_expert_parallel": True}
+
+
+@pytest.fixture(scope="module")
+def model(shared: Path) -> ModelArgs:
+    return read_checkpoint_config(shared / "hf" / "DeepSeek-V2-Lite")
+
+
+def plans(model: ModelArgs, backend: str, parallel: Parallel = SPREAD, device: str = "cuda") -> list[MoEPlan]:
+    needs = KernelNeeds(device=device, dtype="bfloat16")
+    found = moe_plans(model, needs, lambda need: "", parallel=parallel, backend=backend)
+    return [found[phase] for phase in ("prefill", "decode") if isinstance(found[phase], MoEPlan)]
+
+
+@pytest.mark.parametrize(
+    ("backend", "dispatcher", "asked"),
+    [
+        ("auto", "pull", ()),
+        ("deepep_high_throughput", "pull", ("prefill",)),
+        ("deepep_low_latency", "pull", ("decode",)),
+    ],
+)
+def test_names_of_exchanges_are_taken_by_phase(
+    model: ModelArgs, backend: str, dispatcher: str, asked: tuple[str, ...]
+) -> None:
+    made = plans(model, backend)
+    assert [one.dispatcher for one in made] == [dispatcher] * 2 and all(one.implemented for one in made)
+    assert tuple(one.phase for one in made if one.decided.startswith("asked for")) == asked
+    assert {one.dispatcher for one in plans(model, backend, Parallel(dp=4))} == {"none"}, "nothing is exchanged"
+
+
+def test_ranks_of_several_hosts_share_no_memory(model: ModelArgs) -> None:
+    needs = KernelNeeds(device="cuda", dtype="bfloat16")
+    for parallel, hosts in ((SPREAD, 2), (Parallel(dp=16, experts=True), 1)):
+        for eager, dispatcher, implemented in ((True, "all-gather", True), (False, "all-to-all", False)):
+            made = moe_plans(model, needs, lambda need: "", parallel=parallel, hosts=hosts, eager=eager)["decode"]
+            assert isinstance(made, MoEPlan) and (made.dispatcher, made.implemented) == (dispatcher, implemented)
+
+
+def test_what_cannot_be_is_refused_with_the_candidates(model: ModelArgs) -> None:
+    assert [one.dispatcher for one in plans(model, "allgather_reducescatter", device="cpu")] == ["all-gather"] * 2
+    for device, backend, words in (
+        (
+            "cuda",
+            "nixl_ep",
+            [
+                "--all2all-backend nixl_ep: Quire has no such exchange of tokens: use allgather",
+                " or deepep_low_latency, or leave it out. Without it:\nprefill: dispatcher pull ",
+                "  all-gather + triton: fits",
+                "  all-to-all + grouped: not implemented yet",
+            ],
+        ),
+        (
+            "cuda",
+            "allgather_reducescatter",
+            [
+                "in decode on -tp 2 -dp 4",
+                "  pull + triton: all-gather was asked for",
+                "all-gather cannot be captured in a CUDA graph (--enforce-eager",
+            ],
+        ),
+        (
+            "cpu",
+            "deepep_low_latency",
+            ["  pull + any: pull runs on cuda, not on cpu", "  all-gather + cpu: pull was asked for"],
+        ),
+    ):
+        with pytest.raises(ConfigError) as refused:
+            plans(model, backend, device=device)
+        assert all(word in str(refused.value) for word in words), refused.value
+
+
+@pytest.mark.parametrize(
+    ("backend", "options", "words"),
+    [
+        ("auto", TOGETHER, ""),
+        ("allgather_reducescatter", TOGETHER, ""),
+        (
+            "deepep_low_latency",
+            TOGETHER,
+            "is taken as Quire's dispatcher pull in decode, on one host; DeepEP itself is not "
+            "used. For prefill Quire chooses.",
+        ),
+        ("deepep_high_throughput", TOGETHER, "Quire's dispatcher pull in prefill, on one host"),
+        ("nixl_ep", {"data_parallel_size": 2}, "nixl_ep changes nothing: every rank has the tokens of its experts, "),
+    ],
+)
+def test_notes(model: ModelArgs, backend: str, options: dict[str, int], words: str) -> None:
+    notes = parallel_notes(model, ParallelConfig(all2all_backend=backend, **options))
+    assert len(notes) == bool(words) and all(words in note for note in notes)
+
+
+def test_the_8_bit_kernel_runs_experts_of_odd_sizes(shared: Path) -> None:
+    """It reads sizes in parts of 128, and pads 768 / 4 = 192 of an expert on each of four ranks."""
+    model = read_checkpoint_config(shared / "hf" / "Qwen3-30B-A3B")
+    scheme = Scheme(values="e4m3", block=(1, 0), inputs="token")
+    needs = KernelNeeds(device="cuda", dtype="bfloat16", scheme=scheme)
+    for parallel in (Parallel(), Parallel(tp=4), Parallel(tp=4, experts=True)):
+        found = moe_plans(model, needs, lambda need: "", parallel=parallel)
+        assert all(isinstance(one, MoEPlan) and one.experts == "scaled" for one in found.values()), found
+
+
+@pytest.mark.parametrize(
+    ("values", "group", "kernel"),
+    [("w4", 128, "weight_only"), ("w4", 0, "weight_only"), ("w8", 32, "weight_only"), ("w4", 16, "ref")],
+)
+def test_experts_of_integer_weights_have_a_kernel_for_wide_groups(
+    shared: Path, values: str, group: int, kernel: str
+) -> None:
+    model = read_checkpoint_config(shared / "hf" / "Qwen3-30B-A3B")
+    needs = KernelNeeds(device="cuda", dtype="bfloat16", scheme=Scheme(values=values, block=(1, group)))
+    found = moe_plans(model, needs, lambda need: "")
+    assert all(isinstance(one, MoEPlan) and one.experts == kernel for one in found.values()), found
