@@ -25,7 +25,7 @@ from quire import LLM, RequestOutput, SamplingParams
 from quire.bench.workload import model_folder
 from quire.contracts.step import Tier
 from quire.engine.replicas import flush
-from quire.procs import block_peers, block_share
+from quire.kvnet import block_peers, block_share
 
 ONE = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
 DRAW = random.Random(1)

@@ -13,7 +13,7 @@ from quire import LLM, SamplingParams
 from quire.contracts.errors import QuireError
 from quire.contracts.step import Tier
 from quire.engine.replicas import flush
-from quire.procs import block_share
+from quire.kvnet import block_share
 
 from ..support.addresses import free_address
 from ..support.full import full_rows

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from quire import LLM, SamplingParams
-from quire.assemble.ray_hosts import in_order
+from quire.assemble.ray_launcher import in_order
 from quire.contracts.errors import ConfigError, EngineDead
 
 from ..support.full import only_full

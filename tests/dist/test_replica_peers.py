@@ -17,7 +17,7 @@ from quire.contracts.errors import ConfigError, EngineDead
 from quire.contracts.step import Tier
 from quire.engine.core import EngineCore
 from quire.engine.replicas import Replicas, flush
-from quire.procs import block_share
+from quire.kvnet import block_share
 
 from ..e2e.in_process import Inside, running_inside
 from ..support.addresses import free_address

@@ -10,7 +10,7 @@ import pytest
 
 from quire import LLM
 from quire.contracts.step import Tier
-from quire.procs import block_peers, block_share, device_peers
+from quire.kvnet import block_peers, block_share, device_peers
 
 from ..support.addresses import free_address
 from ..support.planted_lines import plant

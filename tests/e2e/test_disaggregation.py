@@ -11,7 +11,7 @@ from quire.contracts.errors import InvalidParameter
 from quire.contracts.step import Tier
 from quire.engine.replicas import flush
 from quire.entry.prompts import Prompt
-from quire.procs import block_peers, block_share
+from quire.kvnet import block_peers, block_share
 
 from ..support.addresses import free_address
 from ..support.planted_lines import PAGE_FAULTS, PHASES, plant

@@ -9,7 +9,7 @@ import pytest
 from quire import LLM
 from quire.contracts.step import Tier
 from quire.engine.replicas import flush
-from quire.procs import block_peers, block_share
+from quire.kvnet import block_peers, block_share
 
 from ..support.addresses import free_address
 from ..support.planted_lines import PAGE_FAULTS, plant

@@ -11,7 +11,7 @@ from quire import LLM, SamplingParams
 from quire.contracts.step import Tier
 from quire.engine.replicas import flush
 from quire.kernels.page_copies import InlineCopies
-from quire.procs.kv_faults import FAULTS
+from quire.kvnet.faults import FAULTS
 
 from ..support.full import full_rows
 

@@ -15,7 +15,7 @@ from quire.assemble import engine as assembly
 from quire.contracts.errors import PromptTooLong
 from quire.entry.cli.main import main
 from quire.explain.trace import Span, _stops, recording, render, trace
-from quire.worker.spans import PACKAGE
+from quire.worker.call_trace import PACKAGE
 
 OPTIONS: dict[str, Any] = {"num_threads": 1, "kv_cache_memory_bytes": 1 << 24, "use_tqdm_on_load": False}
 PROMPT = [11, 12, 13, 14, 15]

@@ -18,8 +18,8 @@ from quire.config.bundled import bundled_model
 from quire.contracts.step import Tier
 from quire.engine.replicas import flush
 from quire.kernels.ipc import CudaIpc
-from quire.procs.block_peers import BlockPeers
-from quire.procs.device_peers import PeerDevices
+from quire.kvnet.block_peers import BlockPeers
+from quire.kvnet.device_peers import PeerDevices
 
 from ..support.addresses import free_address
 from ..support.engines import store_of, tier_stats

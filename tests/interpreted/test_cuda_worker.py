@@ -38,7 +38,7 @@ from quire.kernels.step import triton
 from quire.kernels.step.state import Limits
 from quire.layers.stack import Model
 from quire.procs.wire import Messages
-from quire.spec.drafter import NgramDrafter
+from quire.spec.ngram import NgramDrafter
 from quire.worker.graphs import Graphs
 from quire.worker.recorder import Key
 from quire.worker.runner import StepRunner

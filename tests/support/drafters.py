@@ -16,7 +16,8 @@ from quire.contracts.speculation import Speculation
 from quire.contracts.step import Admission
 from quire.kernels.step import StepBuffers, StepWords, Tables
 from quire.layers.context import StepContext
-from quire.spec.drafter import Changes, make_drafter
+from quire.spec.choose import make_drafter
+from quire.spec.drafter import Changes
 from quire.spec.layers import LayerDrafter
 from quire.worker.runner import StepRunner
 

@@ -6,7 +6,7 @@ from quire.contracts.step import Tier
 from quire.engine.core import EngineCore
 from quire.engine.replicas import Replicas, flush
 from quire.kv.store import KVStore
-from quire.procs.ranks import RanksExecutor
+from quire.ranks.executor import RanksExecutor
 
 
 def core_of(llm: LLM) -> EngineCore:

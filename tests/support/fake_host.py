@@ -4,8 +4,8 @@ import signal
 import sys
 
 from quire.contracts.errors import QuireError
-from quire.procs.agent import HostAgent
-from quire.procs.host_messages import HostHello
+from quire.ranks.agent import HostAgent
+from quire.ranks.host_messages import HostHello
 
 port, key, node = int(sys.argv[1]), sys.argv[2].encode(), int(sys.argv[3])
 module = sys.argv[4] if len(sys.argv) > 4 else "fake_rank"

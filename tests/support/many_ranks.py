@@ -95,7 +95,7 @@ class Left:
 def is_rank(pid: int) -> bool:
     """True for the process of a rank."""
     try:
-        return b"quire.procs.rank_process" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        return b"quire.ranks.process" in Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
         return False
 

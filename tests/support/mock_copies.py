@@ -12,7 +12,7 @@ import numpy as np
 
 from quire.contracts.request import Transfer
 from quire.contracts.step import CopyJob, FinishedCopy, StepCopies, Tier
-from quire.procs.ranks import CopyReports
+from quire.ranks.executor import CopyReports
 
 GARBAGE = 0x5A5A5A5A5A5A5A5A
 FAULTS = ("", "lost", "half", "corrupt", "full")

@@ -4,8 +4,8 @@ from functools import partial
 
 import pytest
 
-from quire.procs.block_share import BlockShare
-from quire.procs.kv_faults import FAULTS, Faults, FaultyLine
+from quire.kvnet.block_share import BlockShare
+from quire.kvnet.faults import FAULTS, Faults, FaultyLine
 
 PAGE_FAULTS = FAULTS["page"].split()[1:]
 PHASES = [f"{place}={fault}" for place in ("hello", "hear", "tell") for fault in ("killed", "frozen")]

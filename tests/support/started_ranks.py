@@ -18,9 +18,9 @@ import pytest
 
 from quire.contracts.sampling import SamplerSpec
 from quire.contracts.step import Admission, StepPlan
-from quire.procs.launchers import LocalLauncher
-from quire.procs.rank_watch import RankTimes
-from quire.procs.ranks import RankProcesses
+from quire.ranks.executor import RankProcesses
+from quire.ranks.launchers import LocalLauncher
+from quire.ranks.watch import RankTimes
 
 from . import template_process
 

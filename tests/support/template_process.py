@@ -50,8 +50,8 @@ IMPORTS: tuple[str, ...] = (
     "quire.entry.http.console", "quire.entry.http.protocol", "quire.entry.http.server", "quire.kernels.attention.cpu",
     "quire.kernels.attention.native", "quire.kernels.heads.native", "quire.kernels.linear.native",
     "quire.kernels.norm.native", "quire.kernels.sampling.edits", "quire.kernels.sampling.ref", "quire.kernels.step.ref",
-    "quire.models.qwen3", "quire.procs.core_server", "quire.procs.event_publisher", "quire.procs.parent",
-    "quire.procs.rank_server",
+    "quire.models.qwen3", "quire.procs.core_server", "quire.kvnet.event_publisher", "quire.procs.parent",
+    "quire.ranks.server",
 )  # fmt: skip
 HIGH = 700  # descriptors of templates begin here; those of tests are lower
 ROOM = 1 << 15  # bytes that a template keeps in its arguments, and in its environment, for those of its copies
@@ -59,7 +59,7 @@ REAL = subprocess
 LENGTH = struct.Struct("<I")
 CLONE_PARENT, SYS_CLONE = 0x00008000, {"x86_64": 56, "aarch64": 220}
 PR_SET_NAME = 15
-LAST = "quire.procs.rank_process"  # starts no processes itself
+LAST = "quire.ranks.process"  # starts no processes itself
 
 
 class Template:

@@ -10,13 +10,13 @@ from pathlib import Path
 
 from quire.config.engine import EngineConfig, check_context
 from quire.contracts.errors import ConfigError
+from quire.kvnet.block_share import listener_at
+from quire.kvnet.event_publisher import EventPublisher
 from quire.kvstore.private_folder import check_private
 from quire.plan.engine import EnginePlan, host_blocks, resolve_sizing
 from quire.plan.memory import GIB
 from quire.plan.missing import check_missing
 from quire.plan.sharing import Place, read_events_config
-from quire.procs.block_share import listener_at
-from quire.procs.event_publisher import EventPublisher
 
 
 def check_early(plans: Sequence[EnginePlan], free_memory: int) -> None:

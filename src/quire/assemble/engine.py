@@ -38,6 +38,7 @@ from quire.engine.replicas import Core, Replicas, flush
 from quire.kernels.select import Kernels, here
 from quire.kv.allocator import KVAllocator
 from quire.kv.pool import BlockPool
+from quire.kvnet.event_publisher import publish_events
 from quire.observe.progress import Progress
 from quire.plan.cuda_memory import gpu_only_options
 from quire.plan.drafts import draft_config, draft_notes, head_method, resolve_speculators, with_draft_model
@@ -53,7 +54,6 @@ from quire.plan.sharing import events_notes, read_events_config
 from quire.platforms.cpu import CpuFacts, read_cpu_facts
 from quire.platforms.cuda import read_cuda_facts
 from quire.platforms.detect import DevicePlan, check_gpus, probe_driver, resolve_device
-from quire.procs.event_publisher import publish_events
 from quire.procs.messages import FEATURES
 from quire.quantization.read import Quantization
 from quire.text.chat import ChatTemplate

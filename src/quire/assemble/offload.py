@@ -17,6 +17,10 @@ from quire.kernels.mapped import export, mappable
 from quire.kv.hashing import namespace_digest
 from quire.kv.pool import BlockPool
 from quire.kv.store import KVStore
+from quire.kvnet.block_peers import BlockPeers, PeerPages
+from quire.kvnet.block_share import BlockShare
+from quire.kvnet.device_peers import PeerDevices
+from quire.kvnet.faults import Faults, FaultyFiles, FaultyLine
 from quire.kvstore.arena import KVArena
 from quire.kvstore.files import BlockFiles, DiskTier, FileSystem
 from quire.kvstore.mover import BlockMover
@@ -29,10 +33,6 @@ from quire.plan.memory import GIB, MemoryPlan
 from quire.plan.placement import ranks
 from quire.plan.tiers import resolve_offload
 from quire.platforms.cpu import read_cpu_facts
-from quire.procs.block_peers import BlockPeers, PeerPages
-from quire.procs.block_share import BlockShare
-from quire.procs.device_peers import PeerDevices
-from quire.procs.kv_faults import Faults, FaultyFiles, FaultyLine
 from quire.quantization.slices import mixes_groups
 from quire.weights.sums import join_sums
 

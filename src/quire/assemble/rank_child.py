@@ -23,8 +23,8 @@ from quire.plan.engine import EnginePlan
 from quire.plan.memory import MemoryPlan
 from quire.plan.weight_bytes import ITEM_BYTES
 from quire.platforms.cuda import read_cuda_facts
-from quire.procs.rank_server import LoadedRank, RunningRank
-from quire.worker.spans import StepTrace
+from quire.ranks.server import LoadedRank, RunningRank
+from quire.worker.call_trace import StepTrace
 
 
 class RankTask(msgspec.Struct, frozen=True, kw_only=True):

@@ -9,7 +9,7 @@ from itertools import chain
 
 import msgspec
 
-from quire.assemble.hosts import open_launcher, open_meeting
+from quire.assemble.launcher import open_launcher, open_meeting
 from quire.assemble.offload import check_host_memory, namespace
 from quire.assemble.parts import Loading, Parts
 from quire.assemble.rank_child import RankFacts, RankMeasured, RankSizes, RankTask
@@ -19,8 +19,8 @@ from quire.plan.memory import MemoryPlan, shared_sizes
 from quire.plan.placement import hosts_note
 from quire.plan.rank_report import rank_name
 from quire.platforms.cpu import read_cpu_facts
-from quire.procs.launchers import Place
-from quire.procs.ranks import RankProcesses, RanksExecutor
+from quire.ranks.executor import RankProcesses, RanksExecutor
+from quire.ranks.launchers import Place
 
 
 def assemble_ranks(

@@ -166,7 +166,7 @@ class ShareConfig:
     kv_offload_dir_shared: bool = option(
         False, "take a --kv-offload-dir into which other users may write: they can change what this engine answers"
     )
-    kv_faults: tuple[str, ...] = option((), "")  # planted for demonstrations, see procs/kv_faults.py
+    kv_faults: tuple[str, ...] = option((), "")  # planted for demonstrations, see kvnet/faults.py
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,8 +19,8 @@ from typing import Any
 from quire.config.engine import EngineConfig
 from quire.engine.replicas import Core
 from quire.engine.warm_up import warm_up
+from quire.kvnet.event_publisher import publish_events
 from quire.procs.core_server import Send, run_core
-from quire.procs.event_publisher import publish_events
 from quire.procs.messages import FEATURES, CoreStart, Loading, Ready
 from quire.procs.parent import end_with_parent, read_start
 from quire.weights.folder import resolve_folders

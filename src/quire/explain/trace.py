@@ -1,6 +1,6 @@
 """Trace of a request from the entry point to the kernels: every call with its file, shapes and time.
 
-The calls of the core and the front end are recorded here, those of the model runner by `worker/spans.py`: in this
+The calls of the core and the front end are recorded here, those of the model runner by `worker/call_trace.py`: in this
 process, or in the process of each rank.
 """
 
@@ -21,7 +21,7 @@ from quire.plan.placement import parallel_sizes, ranks
 from quire.plan.rank_report import rank_name
 from quire.procs.in_process import InProcessExecutor
 from quire.text.sequence import SequenceText
-from quire.worker.spans import CallRecorder, Span, Stop, methods_of, without_recordings, worker_stops
+from quire.worker.call_trace import CallRecorder, Span, Stop, methods_of, without_recordings, worker_stops
 
 STEP = "LLM._step"
 RANK = re.compile(r"rank (\d+)\b")  # the name of a span that holds the calls of a rank in a step

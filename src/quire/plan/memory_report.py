@@ -1,27 +1,40 @@
 """The memory of a plan as plain values: weights, buffers, KV cache, tiers below the device. No torch."""
 
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import groupby
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from quire.contracts.blocks import KVGeometry
 from quire.contracts.parallel import Rank
-from quire.contracts.params import fused, of_expert
+from quire.contracts.params import Param, fused, of_expert
 from quire.plan.engine import EnginePlan
 from quire.plan.memory import MemoryPlan
 from quire.plan.weight_bytes import ITEM_BYTES
 from quire.quantization.formats import FORMATS
 from quire.weights.units import LoadUnit
 
-if TYPE_CHECKING:
-    from quire.plan.report import PlanReport
 
+def describe_memory(
+    whole: EnginePlan,
+    plan: MemoryPlan | str,
+    rank: Rank,
+    cache: KVGeometry,
+    *,
+    weights: int,
+    scales: Sequence[tuple[str, str]],
+    loading: Mapping[str, Any],
+) -> dict[str, Any]:
+    """Return the memory of the rank with the least room as plain values.
 
-def describe_memory(report: "PlanReport") -> dict[str, Any]:
-    """Return the memory of the rank with the least room as plain values."""
-    whole, plan, (rank, weights) = report.plan, report.memory, report.held[report.fullest]
-    cache = report.page(rank) if isinstance(plan, str) else plan.geometry
+    plan      memory of this rank, or the reason why no KV cache fits
+    cache     pages of this rank
+    weights   bytes of its parameters as they are kept
+    scales    scales of an 8-bit cache: (tensor, reason)
+    loading   as of `describe_loading`
+    """
     page, size, group = cache.page_bytes, cache.block_size, cache.groups[0]
     known = {
-        "rank": report.fullest,
+        "rank": rank.number,
         "weights": weights,
         "buffers": whole.of_rank(rank).buffer_bytes,
         "kv_bytes_per_token": page / size,
@@ -33,10 +46,10 @@ def describe_memory(report: "PlanReport") -> dict[str, Any]:
         "draft_layers": group.num_drafts,
         "draft_components": [[c.name, c.num_heads, c.head_dim, c.dtype] for c in group.drafts],
         "cache_reason": whole.cache.reason,
-        "cache_scales": report.cache_scales,
+        "cache_scales": scales,
         "widened_tokens": whole.widened_tokens,
         "scratch": whole.scratch_bytes,
-        "loading": _loading(report, rank, weights),
+        "loading": loading,
     }
     return known | (
         {"refused": plan}
@@ -55,30 +68,41 @@ def describe_memory(report: "PlanReport") -> dict[str, Any]:
     )
 
 
-def _loading(report: "PlanReport", rank: Rank, weights: int) -> dict[str, Any]:
+def describe_loading(
+    plan: EnginePlan,
+    params: Iterable[Param],
+    weights: int,
+    *,
+    device: str,
+    num_bytes: Callable[[Param], int],
+    in_place: Callable[[str], bool],
+) -> dict[str, Any]:
     """Return the most bytes that loading takes on the device that loads, and the parts of them.
+
+    params     parameters of the rank, in the order of the layers; `weights`: their bytes as they are kept
+    num_bytes  returns the bytes of a parameter as it is kept
+    in_place   returns True for the name of experts that are loaded into the memory where they are kept
 
     units    two of the largest units in the types in which they are loaded; see `quire.weights.load`
     packed   the largest matrix, or vector, that is packed beside them
     """
-    item, units, packed, seen = ITEM_BYTES[report.plan.dtype.dtype], 0, 0, set[object]()
-    for module, group in groupby(report.params_of(rank), key=lambda param: param.module):
+    item, units, packed, seen = ITEM_BYTES[plan.dtype.dtype], 0, 0, set[object]()
+    for module, group in groupby(params, key=lambda param: param.module):
         own = list(group)
         alike = tuple((param.shape, param.format, param.stored, param.scheme, param.dtype) for param in own)
-        if alike in seen or own[0].shard == "experts" and report.in_place(own[0].name):
+        if alike in seen or own[0].shard == "experts" and in_place(own[0].name):
             continue
         seen.add(alike)
         count = fused(own[0])[0] if own[0].shard == "experts" else 1
         one = [of_expert(param, 0, count) for param in own]
         raws = [raw for param in one for raw in FORMATS[param.format].tensors(param)]
         units = max(units, 2 * LoadUnit(module, 0, tuple(raws)).num_bytes(item))
-        packed = max(packed, *map(report.num_bytes, one))
-    here = report.load_device == report.plan.machine.device
+        packed = max(packed, *map(num_bytes, one))
     return {
-        "device": report.load_device,
+        "device": device,
         "units": units,
         "packed": packed,
-        "bytes": units + packed + weights * here,
+        "bytes": units + packed + weights * (device == plan.machine.device),
     }
 
 

@@ -32,7 +32,7 @@ from quire.plan.kv_geometry import rank_geometry
 from quire.plan.layout import alone, layout, stored_names
 from quire.plan.linears import linear_plans
 from quire.plan.memory import MemoryPlan
-from quire.plan.memory_report import describe_memory
+from quire.plan.memory_report import describe_loading, describe_memory
 from quire.plan.notes import order_notes, parallel_notes
 from quire.plan.placement import ranks
 from quire.plan.weight_bytes import ITEM_BYTES
@@ -112,7 +112,7 @@ class PlanReport:
             "speculation": self._speculation(),
             "blend": self._blend(),
             "not_read": self._not_read(),
-            "memory": describe_memory(self),
+            "memory": self._memory(),
             "ranks": [self.describe_rank(rank, held) for rank, held in self.held],
             "groups": groups(self.plan.mesh.parallel),
             "collectives": self.exchanges(),
@@ -200,6 +200,15 @@ class PlanReport:
             rank=rank,
         )
         return [asdict(one) for one in sent]
+
+    def _memory(self) -> dict[str, Any]:
+        """Return the memory of the rank with the least room."""
+        plan, (rank, weights) = self.memory, self.held[self.fullest]
+        cache = self.page(rank) if isinstance(plan, str) else plan.geometry
+        loads: dict[str, Any] = {"device": self.load_device, "num_bytes": self.num_bytes, "in_place": self.in_place}
+        loading = describe_loading(self.plan, self.params_of(rank), weights, **loads)
+        known: dict[str, Any] = {"weights": weights, "scales": self.cache_scales, "loading": loading}
+        return describe_memory(self.plan, plan, rank, cache, **known)
 
     def describe_rank(self, rank: Rank, held: int) -> dict[str, Any]:
         """Return a rank's part of the model and its memory as plain values; held: bytes of its parameters."""

@@ -20,17 +20,12 @@ from typing import Any, Generic, TypeVar, get_args
 import msgspec
 import numpy as np
 
-from quire.contracts.output import StepOutputs
-from quire.contracts.request import NewRequest
-from quire.contracts.step import StepPlan, StepResult
 from quire.procs.messages import FromCore, ToCore
-from quire.procs.rank_messages import FromRank, ToRank
 
 ARRAY = 1  # msgpack extension type
 ELEMENT_TYPES = tuple(map(np.dtype, ("int32", "float32", "uint8")))
 _INDEX = {dtype: index for index, dtype in enumerate(ELEMENT_TYPES)}
 
-Record = StepPlan | StepResult | StepOutputs | NewRequest
 D = TypeVar("D")
 
 
@@ -77,7 +72,7 @@ def _decoder(kind: Any) -> msgspec.msgpack.Decoder[Any]:
     return msgspec.msgpack.Decoder(kind, dec_hook=_check_array, ext_hook=_from_extension)
 
 
-def encode(message: Record | ToCore | FromCore | ToRank | FromRank) -> bytes:
+def encode(message: msgspec.Struct) -> bytes:
     """Return the message or record as msgpack bytes."""
     assert sys.byteorder == "little", "arrays travel little-endian"
     return _ENCODER.encode(message)
@@ -101,5 +96,3 @@ class Messages(Generic[D]):
 
 TO_CORE = Messages[ToCore](ToCore)
 FROM_CORE = Messages[FromCore](FromCore)
-TO_RANK = Messages[ToRank](ToRank)
-FROM_RANK = Messages[FromRank](FromRank)

@@ -17,7 +17,8 @@ from quire.kernels.step.synthetic import SyntheticAcceptance
 from quire.kernels.step.upload import InPlaceUpload, Upload
 from quire.layers.moe import MoE
 from quire.layers.stack import Model
-from quire.spec.drafter import Drafter, make_drafter
+from quire.spec.choose import make_drafter
+from quire.spec.drafter import Drafter
 from quire.worker.balancing import RankBalancing
 from quire.worker.features import StepFeature
 from quire.worker.graphs import Graphs

@@ -20,7 +20,7 @@ import time
 from types import ModuleType
 from typing import Any
 
-if "quire.procs.rank_process" in sys.orig_argv and (text := os.environ.get("MANY_RANKS_FAULT")):
+if "quire.ranks.process" in sys.orig_argv and (text := os.environ.get("MANY_RANKS_FAULT")):
     RANK, PLACE, KIND, FILE = text.split(":", 3)
     NAME = "quire.assemble.rank_child"
     DECODES = 8

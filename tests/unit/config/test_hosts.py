@@ -13,7 +13,7 @@ from quire.config.env import CLUSTER_KEY, cluster_key, rank_variables, unknown_v
 from quire.contracts.errors import ConfigError
 from quire.contracts.parallel import Parallel
 from quire.plan.placement import check_hosts, hosts_note
-from quire.procs.headless import serve_host
+from quire.ranks.headless import serve_host
 
 
 @pytest.fixture(autouse=True)

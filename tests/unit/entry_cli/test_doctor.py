@@ -14,7 +14,8 @@ import pytest
 
 from quire.config import env
 from quire.entry.cli import check_machine, check_software, doctor
-from quire.entry.cli.doctor import BAD, OK, WARN, Finding, examine
+from quire.entry.cli.doctor import examine
+from quire.entry.cli.finding import BAD, OK, WARN, Finding
 from quire.entry.cli.main import main
 from quire.platforms.detect import DevicePlan
 

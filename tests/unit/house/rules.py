@@ -8,7 +8,7 @@ import functools
 import io
 import re
 import tokenize
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -37,7 +37,9 @@ _WORKER = _SPEC | _PLAN | {"worker"}
 _STATE = _GROUND | {"config", "kv", "text"}
 _ENGINE = _STATE | {"engine"}
 _PROCS = _WORKER | _ENGINE | {"procs"}
-_ENTRY = _PROCS | {"assemble", "entry"}
+_RANKS = _PROCS | {"ranks"}
+_KVNET = _PROCS | {"kvnet"}
+_ENTRY = _RANKS | _KVNET | {"assemble", "entry"}
 _ALL = _ENTRY | {"explain", "bench", "router"}
 MAY_IMPORT: dict[str, set[str]] = {
     "contracts": _FLOOR,
@@ -54,7 +56,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     **dict.fromkeys(("kv", "text"), _STATE),
     "engine": _ENGINE,
     "procs": _PROCS,
-    "assemble": _PROCS | {"assemble"},
+    "ranks": _RANKS,
+    "kvnet": _KVNET,
+    "assemble": _RANKS | _KVNET | {"assemble"},
     "router": _FLOOR | {"config", "observe", "router"},
     "entry": _ENTRY,
     "entry/cli": _ALL,
@@ -403,6 +407,35 @@ def room_cycles(sources: Iterable[Source]) -> list[str]:
         if room in seen:
             found.append(f"{room} imports itself by way of {', '.join(sorted(seen & set(graph)))}")
     return found
+
+
+def module_cycles(sources: Iterable[Source]) -> list[str]:
+    """Return the circles of modules that import each other, in functions and under TYPE_CHECKING, too.
+
+    The version, a name of the package itself, is free.
+    """
+    known = {source.module: source for source in sources if source.module != "quire"}
+    graph = {name: _imports(source, known.keys()) - {name} for name, source in known.items()}
+    found, left = [], set(graph)
+    while left:  # modules that import none of the rest, or that none of the rest imports, are in no circle
+        free = {name for name in left if not graph[name] & left or not any(name in graph[other] for other in left)}
+        if not free:
+            found.append(f"imports go round in {', '.join(sorted(left))}")
+            break
+        left -= free
+    return found
+
+
+def _imports(source: Source, known: Collection[str]) -> set[str]:
+    """Return the modules, of `known`, from which the import statements of `source` take something."""
+    found = set()
+    for node in source.nodes:
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            inner = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= inner & set(known) if inner & set(known) else {node.module}
+    return found & set(known)
 
 
 def repeated_classes(sources: Iterable[Source]) -> list[str]:

@@ -32,6 +32,10 @@ def test_rooms_have_no_cycles(sources: list[rules.Source]) -> None:
     assert rules.room_cycles(sources) == []
 
 
+def test_no_modules_import_each_other(sources: list[rules.Source]) -> None:
+    assert rules.module_cycles(sources) == []
+
+
 def test_class_names_are_unique_across_rooms(sources: list[rules.Source]) -> None:
     found = rules.repeated_classes(sources)
     assert not found, "\n" + "\n".join(found)

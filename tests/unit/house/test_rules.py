@@ -106,6 +106,14 @@ def test_two_rooms_of_one_level_may_not_import_each_other() -> None:
     assert rules.room_cycles([*one_way, Source("text/b.py", "from quire.kv import a")])
 
 
+def test_modules_may_not_import_each_other_in_a_circle() -> None:
+    first = Source("kv/a.py", "def f():\n  from quire.kv.b import g")
+    second = Source("kv/b.py", "from quire.kv import c")
+    assert rules.module_cycles([first, second, Source("kv/c.py", "from quire import __version__")]) == []
+    (found,) = rules.module_cycles([first, second, Source("kv/c.py", "import quire.kv.a"), Source("kv/d.py", "")])
+    assert found == "imports go round in quire.kv.a, quire.kv.b, quire.kv.c"
+
+
 def test_torch_is_found_through_other_modules() -> None:
     files = [
         Source("engine/core.py", "from quire.config import load"),

@@ -18,7 +18,7 @@ from quire.kernels.step import StepBuffers, Tables
 from quire.kernels.step import ref as step_operations
 from quire.kernels.step.synthetic import SyntheticAcceptance
 from quire.kernels.step.upload import InPlaceUpload
-from quire.spec.drafter import NgramDrafter
+from quire.spec.ngram import NgramDrafter
 
 from ...support.compared import KINDS, LIMITS, ComparedRunners, compare_requests, make_model, model_args, runner_of
 from ...support.drafters import KnownAnswers, draft_with_layers

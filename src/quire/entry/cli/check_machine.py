@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from quire.config.env import cache_folder, hub_cache
-from quire.entry.cli.doctor import BAD, OK, WARN, Finding
+from quire.entry.cli.finding import BAD, OK, WARN, Finding
 from quire.entry.cli.table import format_bytes
 from quire.entry.http.sockets import port_holder
 from quire.platforms.cpu import read_cpu_facts, read_cpu_flags

@@ -17,7 +17,7 @@ from quire.config import env
 from quire.config.bundled import bundled_model
 from quire.config.serve import server_names
 from quire.contracts.errors import ModelNotFound
-from quire.entry.cli.doctor import BAD, OK, WARN, Finding
+from quire.entry.cli.finding import BAD, OK, WARN, Finding
 from quire.entry.cli.table import format_bytes
 from quire.entry.installed import INSTALL
 from quire.kernels.native.build import intact

@@ -29,10 +29,8 @@ def configure(parser: FlagParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the tab-completion script of the given shell."""
-    from quire.entry.cli.main import build_parser
-
-    print(script(args.shell, build_parser()))
+    """Print the tab-completion script of the given shell. `args.build_parser` makes the parser of the command line."""
+    print(script(args.shell, args.build_parser()))
     return 0
 
 

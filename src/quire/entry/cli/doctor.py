@@ -7,22 +7,12 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
 
 from quire.config.flags import FlagParser
+from quire.entry.cli.finding import BAD, OK, WARN, Finding
 
 SUMMARY = "check this machine and this installation, and name the fix of every problem"
-OK, WARN, BAD = "ok", "warn", "bad"
 MARKS = {OK: "ok  ", WARN: "warn", BAD: "BAD "}
-
-
-class Finding(NamedTuple):
-    """Result of a check: its name, its level ("ok", "warn", "bad"), the text and the fix."""
-
-    name: str
-    level: str
-    text: str
-    fix: str = ""
 
 
 def configure(parser: FlagParser) -> None:

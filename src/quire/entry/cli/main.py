@@ -91,6 +91,8 @@ def build_parser() -> FlagParser:
         command.add_argument(
             "--debug", action="store_true", default=argparse.SUPPRESS, help="show the traceback of an error"
         )
+        if name == "completion":
+            command.set_defaults(build_parser=build_parser)
     return parser
 
 

@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
     if args.print_config:
         return 0
     if config.serve.headless:
-        from quire.procs.headless import serve_host
+        from quire.ranks.headless import serve_host
 
         return serve_host(
             config.engine,

@@ -16,10 +16,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quire.contracts.scheme import Scheme
 from quire.kernels import pdl, triton_runtime
 from quire.kernels.activation.triton import silu
 from quire.kernels.experts import scaled_hopper
+from quire.kernels.experts.scaled_stack import Packed, Stack
 from quire.kernels.experts.triton import _find_tile, _place, _sort, _sum_kernel
 from quire.kernels.linear.gemv import bucket
 from quire.kernels.linear.scaled import RULES
@@ -43,34 +43,6 @@ MOST_FEW = 1  # tokens
 UP, DOWN = (4, 8, 396), (2, 8, 264)  # of few tokens: outputs at a time, warps, programs of all pairs or tokens
 MOST_SMALL = 32  # up to so many pairs per expert in the mean, this file's products run on Hopper, too
 BAND = 8  # tiles of pairs that run side by side through the same columns of weights, which are then read once
-
-
-@dataclass(frozen=True)
-class Stack:
-    """The 8-bit gate_up or down matrices of all experts, stacked. N (of gate and of up) and K are multiples of 128.
-
-    values   [E, N, K] e4m3 or int8
-    scales   float32 [E, N / block, K / 128], or [E, N] for a scale per channel (block 0)
-    rule     rule by which activations are quantized: GROUP, TOKEN or FIXED of `quire.kernels.quantize.triton`
-    powers   True: scales of activations are powers of two
-    fixed    [E] scale of each expert's activations, for the rule FIXED; None: scales are computed
-    """
-
-    values: Tensor
-    scales: Tensor
-    block: int
-    rule: int
-    powers: bool
-    fixed: Tensor | None
-    scheme: Scheme
-
-    @property
-    def most(self) -> int:
-        """Largest magnitude of the 8-bit type: 127 of INT8, 448 of FP8."""
-        return 127 if self.values.dtype == torch.int8 else 448
-
-
-Packed = tuple[Stack, Stack]
 
 
 @dataclass(frozen=True)

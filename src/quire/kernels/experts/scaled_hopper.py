@@ -22,7 +22,7 @@ from quire.kernels.quantize.triton import GROUP
 from quire.kernels.triton_runtime import gl, gluon_jit, hopper
 
 if TYPE_CHECKING:
-    from quire.kernels.experts.scaled import Stack
+    from quire.kernels.experts.scaled_stack import Stack
 
 if hopper is not None:
     async_copy, mbarrier, tma = hopper.async_copy, hopper.mbarrier, hopper.tma

@@ -7,7 +7,7 @@ import pytest
 
 from ...support.template_process import SWITCH, quick_starts
 
-IMPORTS = ("numpy", "quire.contracts.step", "quire.procs.agent", "quire.procs.rank_server", "quire.procs.ranks")
+IMPORTS = ("numpy", "quire.contracts.step", "quire.ranks.agent", "quire.ranks.server", "quire.ranks.executor")
 
 
 @pytest.fixture(scope="module", autouse=True)

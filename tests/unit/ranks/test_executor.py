@@ -16,10 +16,10 @@ from quire.contracts.errors import ConfigError, EngineClosed, EngineDead, QuireE
 from quire.contracts.protocols import ExecutorFacts
 from quire.contracts.step import NO_MASKS
 from quire.procs.core_client import STOP_SECONDS
-from quire.procs.launchers import LocalLauncher
-from quire.procs.rank_messages import RankStep
-from quire.procs.rank_watch import RankTimes
-from quire.procs.ranks import RankProcesses, RanksExecutor
+from quire.ranks.executor import RankProcesses, RanksExecutor
+from quire.ranks.launchers import LocalLauncher
+from quire.ranks.messages import RankStep
+from quire.ranks.watch import RankTimes
 
 from ...support.started_ranks import ENV, exists, nothing_left, plan, ranks, running, until
 
@@ -240,6 +240,6 @@ def test_a_module_that_does_not_exist_is_told() -> None:
 
 
 def test_by_hand_a_rank_says_who_starts_it() -> None:
-    command = [sys.executable, "-m", "quire.procs.rank_process"]
+    command = [sys.executable, "-m", "quire.ranks.process"]
     done = subprocess.run(command, env=os.environ | ENV, capture_output=True, text=True)
     assert done.returncode == 1 and "quire serve" in done.stderr and "Traceback" not in done.stderr

@@ -22,9 +22,9 @@ from quire.contracts.errors import ConfigError, shown
 from quire.contracts.request import Transfer
 from quire.contracts.step import Tier
 from quire.kernels.mapped import mappable
+from quire.kvnet.block_share import BROKEN, FROM_SHARE, BlockLine, Blocks, Claims, Follow, NotShared, Read, Shared
 from quire.kvstore.file_threads import FileThreads
 from quire.kvstore.shards import PageFiles, Shard, cut
-from quire.procs.block_share import BROKEN, FROM_SHARE, BlockLine, Blocks, Claims, Follow, NotShared, Read, Shared
 from quire.procs.host_link import NotMaster, connect
 
 LOG = logging.getLogger("quire").getChild("kv")

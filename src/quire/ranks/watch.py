@@ -22,9 +22,11 @@ from quire.contracts.step import FinishedCopy, StepResult
 from quire.procs.child_process import REAP_SECONDS
 from quire.procs.failures import KINDS, rebuilt
 from quire.procs.frames import Frames
-from quire.procs.launchers import RankProcess
 from quire.procs.messages import Failed, Loading, Stop
-from quire.procs.rank_messages import (
+from quire.procs.wire import encode
+from quire.ranks.launchers import RankProcess
+from quire.ranks.messages import (
+    FROM_RANK,
     FromRank,
     RankBeat,
     RankBuilt,
@@ -35,7 +37,6 @@ from quire.procs.rank_messages import (
     RankReply,
     RankResult,
 )
-from quire.procs.wire import FROM_RANK, encode
 
 LOG = logging.getLogger("quire")
 TICK_SECONDS = 0.1  # between two looks at the processes; messages and ends of connections are seen at once

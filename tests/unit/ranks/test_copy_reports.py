@@ -1,7 +1,7 @@
 """A copy job has ended when all ranks say so, and a block that a rank lacks has failed."""
 
 from quire.contracts.step import FinishedCopy
-from quire.procs.ranks import CopyReports
+from quire.ranks.executor import CopyReports
 
 
 def test_reports_of_all_ranks_are_one() -> None:

@@ -9,10 +9,10 @@ from pathlib import Path
 
 from quire.config.env import cluster_key, rank_variables
 from quire.plan.engine import EnginePlan
-from quire.procs.headless import model_digest, versions
 from quire.procs.host_link import interface_of, listen
-from quire.procs.hosts import Hosts, Members
-from quire.procs.launchers import Launcher, LocalLauncher, Place
+from quire.ranks.headless import model_digest, versions
+from quire.ranks.host_launcher import Hosts, Members
+from quire.ranks.launchers import Launcher, LocalLauncher, Place
 
 MODULE = "quire.assemble.rank_child"
 LOG = logging.getLogger("quire").getChild("hosts")
@@ -23,9 +23,9 @@ def open_launcher(plan: EnginePlan) -> Launcher:
     config = plan.config
     hosts, gpus = config.hosts, plan.machine.device == "cuda"
     if hosts.distributed_executor_backend == "ray":
-        from quire.assemble.ray_hosts import open_ray_hosts  # an extra, and a slow import
+        from quire.assemble.ray_launcher import open_ray_hosts  # an extra, and a slow import
 
-        return open_ray_hosts(plan)
+        return open_ray_hosts(plan, MODULE)
     if hosts.nnodes == 1:
         return LocalLauncher(MODULE, rank_variables())
     key, where = cluster_key()

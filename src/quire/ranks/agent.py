@@ -15,7 +15,7 @@ from quire.contracts.errors import ConfigError, EngineDead
 from quire.procs.child_process import ChildProcess
 from quire.procs.frames import Frames
 from quire.procs.host_link import RETRY_SECONDS, NotMaster, connect, interface_of
-from quire.procs.host_messages import (
+from quire.ranks.host_messages import (
     TO_HOST,
     FromHost,
     HostBeat,
@@ -30,7 +30,7 @@ from quire.procs.host_messages import (
     ToHost,
     encode_for_host,
 )
-from quire.procs.launchers import LocalLauncher
+from quire.ranks.launchers import LocalLauncher
 
 TICK_SECONDS = 0.05  # between two looks at the ranks
 BEAT_SECONDS = 1.0

@@ -1,4 +1,4 @@
-"""Places for the ranks of an engine, and their start there. `procs/ranks.py` does not know where a rank runs.
+"""Places for the ranks of an engine, and their start there. `ranks/executor.py` does not know where a rank runs.
 
 A `Launcher` chooses a host and a device for each rank, and starts the processes. `LocalLauncher` starts children of
 this process. `Hosts` (`hosts.py`) starts ranks on several hosts.
@@ -13,7 +13,7 @@ from quire.config.env import with_variables
 from quire.procs.child_process import ChildProcess
 from quire.procs.frames import Frames
 
-PROCESS = "quire.procs.rank_process"
+PROCESS = "quire.ranks.process"
 
 
 class Place(NamedTuple):

@@ -8,9 +8,9 @@ import msgspec
 from quire.config.engine import EngineConfig
 from quire.config.env import absent_variables
 from quire.contracts.errors import QuireError
-from quire.procs.agent import HostAgent
-from quire.procs.headless import find_model, versions
-from quire.procs.host_messages import HostHello
+from quire.ranks.agent import HostAgent
+from quire.ranks.headless import find_model, versions
+from quire.ranks.host_messages import HostHello
 
 JOIN_SECONDS = 1800.0  # for the actors to import Quire, find the model and connect
 

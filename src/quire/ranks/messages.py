@@ -13,6 +13,7 @@ import msgspec
 
 from quire.contracts.step import I32, FinishedCopy, StepPlan, StepResult
 from quire.procs.messages import Failed, Loading, Stop
+from quire.procs.wire import Messages
 
 
 class RankStart(msgspec.Struct, frozen=True, tag="start"):
@@ -106,3 +107,6 @@ class RankFailed(msgspec.Struct, frozen=True, tag="failed"):
 
 ToRank = RankStart | RankSize | RankStep | RankMasks | RankControl | Stop
 FromRank = Loading | RankBuilt | RankReady | RankReceived | RankBeat | RankResult | RankCopied | RankReply | RankFailed
+
+TO_RANK = Messages[ToRank](ToRank)
+FROM_RANK = Messages[FromRank](FromRank)

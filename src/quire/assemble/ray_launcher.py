@@ -1,6 +1,6 @@
 """Ranks on the nodes of a Ray cluster. Ray chooses the nodes and watches an actor for each rank, and does no more.
 
-An actor runs the agent of one rank (`procs/agent.py`), so starts, plans, results and faults go through the same
+An actor runs the agent of one rank (`ranks/agent.py`), so starts, plans, results and faults go through the same
 connections as on several hosts without Ray. Needs the extra `quire[ray]`.
 """
 
@@ -15,22 +15,24 @@ from typing import Any
 
 import msgspec
 
-from quire.assemble.hosts import MODULE
 from quire.config.env import rank_variables, variables_to_pass
 from quire.contracts.errors import ConfigError
 from quire.plan.engine import EnginePlan
-from quire.procs.headless import model_digest, versions
 from quire.procs.host_link import listen
-from quire.procs.hosts import Hosts, Members
-from quire.procs.launchers import LocalLauncher
-from quire.procs.ray_rank import JOIN_SECONDS, RayRank
+from quire.ranks.headless import model_digest, versions
+from quire.ranks.host_launcher import Hosts, Members
+from quire.ranks.launchers import LocalLauncher
+from quire.ranks.ray_rank import JOIN_SECONDS, RayRank
 
 CPU_RESOURCE = "quire_rank"  # a node without GPUs that offers it takes so many ranks; without it ranks take CPUs
 PLACE_SECONDS = 120.0  # for Ray to reserve a place for each rank
 
 
-def open_ray_hosts(plan: EnginePlan) -> Hosts:
-    """Return a launcher of one actor per rank. `plan`: of any rank. Raises `ConfigError` without Ray or places."""
+def open_ray_hosts(plan: EnginePlan, module: str) -> Hosts:
+    """Return a launcher of one actor per rank, which runs `module`. Raises `ConfigError` without Ray or places.
+
+    plan   of any rank
+    """
     try:
         import ray
     except ModuleNotFoundError:
@@ -51,7 +53,7 @@ def open_ray_hosts(plan: EnginePlan) -> Hosts:
                 f"Ray has not reserved {world} of the resource {kind} in {PLACE_SECONDS:.0f} s: others "
                 "use them. `ray status` shows who."
             )
-        actors = _start_actors(ray, group, kind)
+        actors = _start_actors(ray, group, kind, module)
         for actor in actors:
             failed.callback(_quietly, ray.kill, actor)
         address, key = str(ray.util.get_node_ip_address()), secrets.token_bytes(32)
@@ -73,7 +75,7 @@ def open_ray_hosts(plan: EnginePlan) -> Hosts:
             fault=ended,
             model=model_digest(plan.config, Path(plan.folder)),
         )
-        hosts = Hosts(LocalLauncher(MODULE, rank_variables()), listener, key, members)
+        hosts = Hosts(LocalLauncher(module, rank_variables()), listener, key, members)
         hosts.on_close(failed.pop_all().close)
     return hosts
 
@@ -99,8 +101,8 @@ def _resource(ray: Any, world: int, gpus: bool) -> str:
     return kind
 
 
-def _start_actors(ray: Any, group: Any, kind: str) -> list[Any]:
-    """Start an actor in each bundle. Return them in the order of the ranks."""
+def _start_actors(ray: Any, group: Any, kind: str, module: str) -> list[Any]:
+    """Start an actor in each bundle, for a rank that runs `module`. Return them in the order of the ranks."""
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
     nodes = ray.util.placement_group_table(group)["bundles_to_node_id"]
@@ -114,7 +116,7 @@ def _start_actors(ray: Any, group: Any, kind: str) -> list[Any]:
     }
     actor, env = ray.remote(RayRank), variables_to_pass()
     places = [PlacementGroupSchedulingStrategy(group, index) for index in in_order(nodes, own)]
-    return [actor.options(**takes, scheduling_strategy=place).remote(MODULE, env) for place in places]
+    return [actor.options(**takes, scheduling_strategy=place).remote(module, env) for place in places]
 
 
 def in_order(nodes: Mapping[int, str], own: str) -> list[int]:

@@ -13,8 +13,8 @@ import pytest
 
 from quire.contracts.errors import EngineClosed, EngineDead
 from quire.contracts.protocols import ExecutorFacts
-from quire.procs.rank_messages import RankStep
-from quire.procs.ranks import RankProcesses, RanksExecutor
+from quire.ranks.executor import RankProcesses, RanksExecutor
+from quire.ranks.messages import RankStep
 
 from ...support import template_process
 from ...support.started_ranks import (
@@ -182,7 +182,7 @@ SUSPENDED = """
 import os, signal, sys
 sys.path[:0] = [{root!r}]
 from tests.support.started_ranks import plan, running
-from quire.procs.rank_messages import RankStep
+from quire.ranks.messages import RankStep
 with running({{}}, {{}}, beat=0.1, stopped=1.0, silent=1.0) as processes:
     for pid in {pids}:
         os.kill(pid, signal.SIGSTOP)
@@ -215,13 +215,13 @@ ORPHANS = """
 import os, sys, time
 sys.path[:0] = [{root!r}]
 from tests.support.started_ranks import plan, ranks, running
-from quire.procs.rank_messages import RankStep
+from quire.ranks.messages import RankStep
 {work}
 """
 IMPORTING = """
 from tests.support.started_ranks import ENV
-from quire.procs.launchers import LocalLauncher
-from quire.procs.ranks import RankProcesses
+from quire.ranks.launchers import LocalLauncher
+from quire.ranks.executor import RankProcesses
 processes = RankProcesses(LocalLauncher("slow_to_import", ENV), [b"", b""], ["rank 0", "rank 1"])
 print(*processes.pids, flush=True)
 processes.build(print)
@@ -372,7 +372,7 @@ def test_an_interrupted_wait_ends_nothing() -> None:
 
 
 def test_a_process_that_cannot_be_started_leaves_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    from quire.procs import launchers as module
+    from quire.ranks import launchers as module
 
     started: list[object] = []
 

@@ -10,9 +10,9 @@ from quire.contracts.blocks import KVComponent, KVGroup
 from quire.contracts.step import Tier
 from quire.kv.pool import BlockPool
 from quire.kv.store import KVStore
-from quire.procs import block_peers, block_share
-from quire.procs.block_peers import BlockPeer
-from quire.procs.block_share import BlockLine, Blocks, BlockShare, Shared
+from quire.kvnet import block_peers, block_share
+from quire.kvnet.block_peers import BlockPeer
+from quire.kvnet.block_share import BlockLine, Blocks, BlockShare, Shared
 from quire.procs.host_link import connect, welcome
 
 KEY, NAMESPACE = b"a key of both ends", b"the same model"

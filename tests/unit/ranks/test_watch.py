@@ -11,9 +11,9 @@ import pytest
 from quire.contracts.errors import ConfigError, EngineDead
 from quire.procs.frames import Frames
 from quire.procs.messages import Failed
-from quire.procs.rank_messages import RankBeat, RankFailed, RankReceived
-from quire.procs.rank_watch import RankTimes, RankWatch, WatchedRank
 from quire.procs.wire import encode
+from quire.ranks.messages import RankBeat, RankFailed, RankReceived
+from quire.ranks.watch import RankTimes, RankWatch, WatchedRank
 
 from ...support.started_ranks import nothing_left
 

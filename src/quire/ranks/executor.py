@@ -19,9 +19,10 @@ from quire.contracts.errors import QuireError
 from quire.contracts.protocols import Executor, ExecutorFacts, Wait
 from quire.contracts.step import I32, FinishedCopy, StepPlan, StepResult
 from quire.procs.failures import rebuilt
-from quire.procs.launchers import Launcher
 from quire.procs.messages import Loading
-from quire.procs.rank_messages import (
+from quire.procs.wire import encode
+from quire.ranks.launchers import Launcher
+from quire.ranks.messages import (
     RankBuilt,
     RankControl,
     RankMasks,
@@ -32,8 +33,7 @@ from quire.procs.rank_messages import (
     RankStep,
     ToRank,
 )
-from quire.procs.rank_watch import RankTimes, RankWatch, WatchedRank
-from quire.procs.wire import encode
+from quire.ranks.watch import RankTimes, RankWatch, WatchedRank
 
 TIMES = RankTimes()
 P = TypeVar("P", RankBuilt, RankReady)

@@ -20,11 +20,11 @@ from typing import NamedTuple
 import msgspec
 
 from quire.contracts.errors import ConfigError, EngineDead
-from quire.procs.agent import BEAT_SECONDS, JOIN_SECONDS, SILENT_SECONDS, WAITING_SECONDS
 from quire.procs.child_process import REAP_SECONDS
 from quire.procs.frames import Frames
 from quire.procs.host_link import NotMaster, welcome
-from quire.procs.host_messages import (
+from quire.ranks.agent import BEAT_SECONDS, JOIN_SECONDS, SILENT_SECONDS, WAITING_SECONDS
+from quire.ranks.host_messages import (
     FROM_HOST,
     HELLO,
     FromHost,
@@ -38,7 +38,7 @@ from quire.procs.host_messages import (
     ToHost,
     encode_for_host,
 )
-from quire.procs.launchers import LocalLauncher, Place, StartedRank
+from quire.ranks.launchers import LocalLauncher, Place, StartedRank
 
 LOG = logging.getLogger("quire").getChild("hosts")
 TICK_SECONDS = 0.1

@@ -17,10 +17,10 @@ from quire.contracts.request import Transfer
 from quire.kernels.native import memory
 from quire.kv.pool import BlockPool
 from quire.kv.store import KVStore
+from quire.kvnet import block_peers, block_share
+from quire.kvnet.block_peers import BlockPeers, PeerPages
+from quire.kvnet.block_share import BlockShare
 from quire.kvstore.shards import PageFiles, Range, Shard
-from quire.procs import block_peers, block_share
-from quire.procs.block_peers import BlockPeers, PeerPages
-from quire.procs.block_share import BlockShare
 
 from ...support.planted_lines import PAGE_FAULTS, PHASES, plant
 

@@ -24,11 +24,11 @@ from quire.contracts.step import CopyJob, Tier
 from quire.kernels.mapped import export
 from quire.kv.pool import BlockPool
 from quire.kv.store import KVStore
+from quire.kvnet import block_peers, block_share, device_peers
+from quire.kvnet.block_peers import BlockPeers
+from quire.kvnet.block_share import BlockShare
+from quire.kvnet.device_peers import PeerDevices
 from quire.kvstore.shards import Shard
-from quire.procs import block_peers, block_share, device_peers
-from quire.procs.block_peers import BlockPeers
-from quire.procs.block_share import BlockShare
-from quire.procs.device_peers import PeerDevices
 
 from ...support import shared_ipc
 from ...support.addresses import free_address
@@ -301,7 +301,7 @@ def test_a_place_outside_of_the_memory_is_not_read(node: Node, reader: Reader) -
 
 OWNER = """
 import sys
-from tests.unit.procs.test_device_peers import Node
+from tests.unit.kvnet.test_device_peers import Node
 node = Node()
 node.put(1, 2)
 print(node.place[1], flush=True)

@@ -20,8 +20,8 @@ from typing import Any
 import msgspec
 
 from quire.contracts.errors import ConfigError
+from quire.kvnet.block_share import PAGE, BlockLine
 from quire.kvstore.files import FileSystem
-from quire.procs.block_share import PAGE, BlockLine
 
 LOG = logging.getLogger("quire").getChild("kv")
 FAULTS = {

@@ -23,7 +23,9 @@ from quire.procs.failures import failed
 from quire.procs.frames import Frames
 from quire.procs.launching import Launches
 from quire.procs.messages import Loading, Stop
-from quire.procs.rank_messages import (
+from quire.procs.wire import encode
+from quire.ranks.messages import (
+    TO_RANK,
     FromRank,
     RankBeat,
     RankBuilt,
@@ -40,7 +42,6 @@ from quire.procs.rank_messages import (
     RankStep,
     ToRank,
 )
-from quire.procs.wire import TO_RANK, encode
 
 FIRST_BEAT_SECONDS = 1.0  # until `RankStart` has told the time between two beats
 

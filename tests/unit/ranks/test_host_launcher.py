@@ -14,16 +14,16 @@ import numpy as np
 import pytest
 
 from quire.contracts.errors import ConfigError, EngineDead
-from quire.procs import agent as agent_module
-from quire.procs import hosts as module
 from quire.procs.frames import Frames
 from quire.procs.host_link import connect, listen, welcome
-from quire.procs.host_messages import TO_HOST, HostHello, Leave, RankHello, encode_for_host
-from quire.procs.hosts import Hosts, Members
-from quire.procs.launchers import LocalLauncher
-from quire.procs.rank_messages import RankStep
-from quire.procs.rank_watch import RankTimes
-from quire.procs.ranks import RankProcesses
+from quire.ranks import agent as agent_module
+from quire.ranks import host_launcher as module
+from quire.ranks.executor import RankProcesses
+from quire.ranks.host_launcher import Hosts, Members
+from quire.ranks.host_messages import TO_HOST, HostHello, Leave, RankHello, encode_for_host
+from quire.ranks.launchers import LocalLauncher
+from quire.ranks.messages import RankStep
+from quire.ranks.watch import RankTimes
 
 from ...support import template_process
 from ...support.started_ranks import ENV, MODULE, ROOT, exists, nothing_left, plan, until
@@ -180,7 +180,7 @@ def test_a_silent_host_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
 PARENT = """
 import sys, time
 sys.path[:0] = [{root!r}]
-from tests.unit.procs.test_hosts import Cluster, ranks
+from tests.unit.ranks.test_host_launcher import Cluster, ranks
 made = Cluster()
 print(made.port, flush=True)
 processes = ranks(made, {{}}, {{"waits": {{"submit": 1000.0}}}})

@@ -10,8 +10,8 @@ import zmq
 
 from quire.contracts.errors import ConfigError
 from quire.kv.events import AllBlocksCleared, EventBatch
+from quire.kvnet.event_publisher import EventPublisher, _address
 from quire.plan.sharing import EventSettings
-from quire.procs.event_publisher import EventPublisher, _address
 
 WAIT_MS = 5_000
 
@@ -84,7 +84,7 @@ def test_what_finds_no_room_is_lost_and_its_number_missing(
     tmp_path: Path, connect: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(EventPublisher, "_run", lambda *_: None)  # as if the thread were slow
-    monkeypatch.setattr("quire.procs.event_publisher.LAST_WORDS_MS", 10)
+    monkeypatch.setattr("quire.kvnet.event_publisher.LAST_WORDS_MS", 10)
     publisher = EventPublisher(settings(tmp_path, max_queue_size=2))
     for number in range(12):
         publisher.publish(batch(number))

@@ -22,9 +22,9 @@ from quire.contracts.errors import ConfigError
 from quire.contracts.step import CopyJob
 from quire.kernels.ipc import DeviceIpc
 from quire.kernels.mapped import MappedPages
+from quire.kvnet.block_peers import REFUSED_SECONDS, PeerReads, Place, open_peer
+from quire.kvnet.block_share import BEAT_SECONDS, BROKEN, FROM_SHARE, BlockLine, Locate, Located
 from quire.kvstore.shards import Shard, cut
-from quire.procs.block_peers import REFUSED_SECONDS, PeerReads, Place, open_peer
-from quire.procs.block_share import BEAT_SECONDS, BROKEN, FROM_SHARE, BlockLine, Locate, Located
 
 LOG = logging.getLogger("quire").getChild("kv")
 
@@ -43,7 +43,7 @@ class PeerDevices:
         self._ipc, self._pages, self._page_bytes = ipc, pages, shard.geometry.page_bytes
         self._reads = PeerReads(places, "the GPU")
         self._links = [
-            _Link(f"{place[0]}:{place[1]}", partial(open_peer, place, key, namespace), shard, ipc)
+            _PeerLink(f"{place[0]}:{place[1]}", partial(open_peer, place, key, namespace), shard, ipc)
             for place in self._reads.places
         ]
         for link in self._links:
@@ -86,7 +86,7 @@ class PeerDevices:
         yield from (i for i, found, now in zip(some, before, again, strict=True) if found[0] and found == now)
 
 
-class _Link:
+class _PeerLink:
     """A connection to a peer, and its mapped pages. `lock` is held by its user. `ending` has an entry when no
     job comes any more."""
 

@@ -14,8 +14,8 @@ from quire.config.env import cluster_key
 from quire.contracts.errors import ConfigError
 from quire.plan.placement import check_hosts, parallel_sizes
 from quire.platforms.detect import probe_driver, resolve_device
-from quire.procs.agent import JOIN_SECONDS, HostAgent
-from quire.procs.host_messages import HostHello
+from quire.ranks.agent import JOIN_SECONDS, HostAgent
+from quire.ranks.host_messages import HostHello
 from quire.weights.folder import fetch_weights, resolve_folders
 
 CODES = {signal.SIGTERM: 0, signal.SIGINT: 130}  # exit codes of a host that a signal has ended

@@ -1,0 +1,1 @@
+"""KV blocks between engines: blocks for peers, blocks of peers, and events that tell of blocks that come and go."""

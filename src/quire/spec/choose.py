@@ -1,0 +1,51 @@
+"""The choice of a drafter, from the plan of speculation."""
+
+import importlib
+from types import ModuleType
+
+from quire.contracts.speculation import Speculation
+from quire.kernels.attention import KVView
+from quire.kernels.sampling import Rows, SamplerOperations
+from quire.kernels.step import Tables
+from quire.layers.stack import Model
+from quire.spec.drafter import Drafter
+from quire.spec.ngram import NgramDrafter
+
+
+def make_drafter(
+    speculation: Speculation | None,
+    implementation: str,
+    *,
+    model: Model,
+    kv: list[KVView],
+    operations: ModuleType,
+    tables: Tables,
+    sampling: tuple[SamplerOperations, Rows],
+) -> Drafter | None:
+    """Return the drafter of an engine; None without speculation.
+
+    implementation   "ref" or "triton", as of the step operations, `operations`
+    model, kv        the model, and the KV caches of its layers, then of its prediction layer, draft model or EAGLE head
+    sampling         sampler operations, and the parameters of all slots
+    """
+    if speculation is None:
+        return None
+    if speculation.layered:
+        from quire.spec.layers import LayerDrafter
+        from quire.spec.passes import HeadPass, ModelPass, Pass, PredictionPass
+
+        own, draft = kv[len(model.layers) :], model.draft
+        passes: Pass = PredictionPass(model, own) if draft is None else ModelPass(draft, own)
+        if draft is not None and speculation.head:
+            passes = HeadPass(model, draft, own)
+        return LayerDrafter(
+            passes,
+            model.dtype,
+            operations,
+            tables,
+            sampling=sampling,
+            most=speculation.num_drafts,
+            exact=implementation == "ref",
+        )
+    ngram = importlib.import_module(f"quire.kernels.ngram.{implementation}")
+    return NgramDrafter(ngram, speculation.shortest, speculation.longest)
