@@ -19,6 +19,7 @@ from quire.contracts.errors import (
     RequestError,
     RequestFailed,
 )
+from quire.worker.taps import LogitsTap
 
 Greedy = Callable[..., SamplingParams]
 Make = Callable[..., AsyncLLM]
@@ -203,14 +204,16 @@ def test_broken_logits_fail_their_request_alone(oracle: Any, make_engine: Make, 
             if positions[row] == 25 and history[slot, :20].tolist() == poisoned:
                 logits[row, 3] = torch.nan
 
+    poisoning = LogitsTap(poison)
+
     async def run() -> None:
         good = asyncio.create_task(last(llm.generate([4, 5], greedy(60))))
-        llm.engine.worker.programs.on_logits = poison
+        llm.engine.worker.features.attach(poisoning)
         with pytest.raises(RequestFailed, match="nan_logits") as failed:
             await last(llm.generate(poisoned, greedy(60)))
         assert failed.value.code == "nan_logits"
         assert (await good).outputs[0].token_ids == oracle().greedy([[4, 5]], 60)[0]
-        llm.engine.worker.programs.on_logits = None
+        llm.engine.worker.features.detach(poisoning)
         again = await last(llm.generate(poisoned, greedy(60)))  # what it computed is not trusted
         assert again.num_cached_tokens == 0
         assert again.outputs[0].token_ids == oracle().greedy([poisoned], 60)[0]

@@ -13,6 +13,7 @@ from quire.contracts.step import Tier
 from quire.kvnet import block_peers, block_share, device_peers
 
 from ..support.addresses import free_address
+from ..support.features import mover_of
 from ..support.planted_lines import plant
 from ..support.shared_ipc import SharedIpc, share_devices
 from .test_peers import ask, know, until
@@ -71,7 +72,7 @@ def test_tokens_are_those_without_peers(truth: list[list[int]], read: Any, optio
         assert tokens == truth and min(cached) >= 64 and tiers == [{Tier.CUDA_IPC}] * 4
         found = stats(reader)
         assert found.num_loaded >= 16 and found.num_failed == 0 and stats(reader, Tier.PEER).num_loaded == 0
-        assert found.loaded_bytes == found.num_loaded * reader.engine.worker.mover.host.shape[1]
+        assert found.loaded_bytes == found.num_loaded * mover_of(reader.engine.worker).host.shape[1]
         assert SharedIpc.mapped
     del reader
     until(lambda: not SharedIpc.mapped)
@@ -138,7 +139,7 @@ def test_blocks_that_leave_during_the_copy_cost_no_token(
         with LLM(**SMALL | TIERS, kv_peers=(place,)) as reader:
             devices = reader.engine.core.scheduler.roster.store._below[0]
             until(lambda: devices._peers[0].keys == set(theirs._pool._index))
-            pages = sharer.engine.worker.mover._arena.pages
+            pages = mover_of(sharer.engine.worker)._arena.pages
 
             def overwritten() -> None:
                 sharer.reset_prefix_cache()

@@ -13,6 +13,7 @@ from quire import LLM
 from quire.contracts.errors import ConfigError, InvalidParameter, UnsupportedModel
 
 from ..support.drafters import KnownAnswers
+from ..support.features import set_drafter
 from ..support.full import full_rows
 from ..support.pairwise import label, pairwise
 from .in_process import running_inside
@@ -104,7 +105,8 @@ def test_answers_are_those_of_plain_decoding(row: dict[str, Any], truth: Truth, 
     if guesses != "ngram":
         runner = llm.engine.worker
         vocab = core.facts.vocab_size
-        runner.programs.drafter = known = KnownAnswers(truth.texts, runner.sampler.table.rows, guesses, vocab)
+        known = KnownAnswers(truth.texts, runner.sampler.table.rows, guesses, vocab)
+        set_drafter(runner, known)
         core.scheduler.guess = known.guess
     check(answers(llm, REQUESTS), truth.answers)
     core.check()

@@ -73,7 +73,7 @@ def test_logits_of_drafts_are_those_of_the_formula(
     llm = drafting(kind, own, keys, alone, max_num_batched_tokens=12, enable_prefix_caching=False)
     runs, drafter = list[list[tuple[int, Tensor]]](), drafter_of(llm)
     draft = drafter.draft
-    llm.engine.worker.programs.drafter.draft = lambda *given: (runs.append([]), draft(*given))  # type: ignore
+    drafter_of(llm).draft = lambda *given: (runs.append([]), draft(*given))  # type: ignore
     drafter.on_logits = lambda slots, places, logits: runs[-1].extend(zip(places.tolist(), logits.clone(), strict=True))
     prompts = [[(7 * i * i + 3) % 300 for i in range(29)], [5, 9, 14]]
     asked = [SamplingParams(max_tokens=count, temperature=0.0, ignore_eos=True, detokenize=False) for count in (30, 12)]
@@ -102,7 +102,7 @@ def test_a_head_that_knows_the_model_is_always_right(kind: str, tmp_path: Path) 
         "num_speculative_tokens_per_batch_size": ranges,
     }
     with LLM(str(target), **OPTIONS, max_num_batched_tokens=24, speculative_config=given) as llm:
-        llm.engine.worker.programs.drafter.states.fill_(float("nan"))  # a former request may leave such states
+        drafter_of(llm).states.fill_(float("nan"))  # a former request may leave such states
         asked = [params(COLD | {"max_tokens": count}) for count in (10, 60, 30)]
         llm.generate([LONG, LONG + " The", "Return the"], asked, use_tqdm=False)
         warm = params((WARM if kind == "eagle3" else COLD) | {"max_tokens": 20})

@@ -14,6 +14,7 @@ import pytest
 from quire import LLM, AsyncLLM
 from quire.contracts.errors import EngineDead, InvalidParameter, PromptTooLong
 from quire.contracts.sampling import BeamSearchParams, OutputKind, SamplingParams
+from quire.worker.taps import HiddenTap
 
 Engine = Callable[..., LLM]
 Greedy = Callable[..., SamplingParams]
@@ -152,12 +153,13 @@ def test_nan_in_a_prompt_that_is_only_scored_fails_it_and_is_not_reused(
     oracle: Any, engine: Engine, greedy: Greedy
 ) -> None:
     llm = engine(oracle().folder, block_size=8)
-    programs = llm.engine.worker.programs
-    programs.on_hidden = lambda where, hidden: hidden.fill_(math.nan) if where == 2 else None
+    worker = llm.engine.worker
+    tap = HiddenTap(worker.model, lambda where, hidden: hidden.fill_(math.nan) if where == 2 else None)
+    worker.features.attach(tap)
     prompt = list(range(20))
     scored = llm.generate([prompt], greedy(0, prompt_logprobs=0), use_tqdm=False)[0]
     assert (scored.outputs[0].finish_reason, scored.outputs[0].stop_reason) == ("error", "nan_logits")
-    programs.on_hidden = None
+    worker.features.detach(tap)
     again = llm.generate([prompt], greedy(4), use_tqdm=False)[0]
     assert again.num_cached_tokens == 0
     assert again.outputs[0].token_ids == oracle().greedy([prompt], 4)[0]

@@ -17,6 +17,7 @@ import torch
 
 from quire import LLM, SamplingParams
 from quire.args.checkpoint import read_checkpoint_config
+from quire.worker.taps import LogitsTap
 
 from ..support.full import FULL, full_rows, only_full
 from ..support.pairwise import Row, label, pairwise
@@ -87,7 +88,7 @@ class SampledLogits:
     def __init__(self, llm: LLM) -> None:
         self.rows: list[tuple[tuple[int, ...], np.ndarray]] = []
         self._history = llm.engine.worker.state.tables.history
-        llm.engine.worker.programs.on_logits = self
+        llm.engine.worker.features.attach(LogitsTap(self))
 
     def __call__(self, slots: torch.Tensor, positions: torch.Tensor, logits: torch.Tensor) -> None:
         for slot, position, row in zip(slots.tolist(), positions.tolist(), logits, strict=True):

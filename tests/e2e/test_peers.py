@@ -12,6 +12,7 @@ from quire.engine.replicas import flush
 from quire.kvnet import block_peers, block_share
 
 from ..support.addresses import free_address
+from ..support.features import mover_of
 from ..support.planted_lines import PAGE_FAULTS, plant
 from .test_tiers import PARAMS, PROMPTS, SMALL, TIERS
 
@@ -90,7 +91,7 @@ def test_tokens_are_those_without_peers(truth: list[list[int]], read: Any, optio
         assert tokens == truth and min(cached) >= 64, cached
         assert tiers == [{Tier.PEER}] * 4
         assert stats(reader).num_loaded >= 16 and stats(reader).num_failed == 0
-        assert stats(reader).loaded_bytes == stats(reader).num_loaded * reader.engine.worker.mover.host.shape[1]
+        assert stats(reader).loaded_bytes == stats(reader).num_loaded * mover_of(reader.engine.worker).host.shape[1]
         assert reader.reset_prefix_cache()
         tokens, cached, _ = ask(reader)
         assert tokens == truth and not any(cached), "what peers had then is forgotten"

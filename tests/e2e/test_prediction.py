@@ -23,6 +23,7 @@ from quire.engine.drafts import MeasuredGain
 from quire.spec.layers import LayerDrafter
 from quire.spec.passes import PredictionPass
 
+from ..support.features import drafter_of as runner_drafter
 from ..support.full import full_rows
 from ..support.pairwise import label
 from .plain_decoding import (
@@ -134,7 +135,7 @@ def drafting() -> Iterator[Callable[..., LLM]]:
 
 
 def drafter_of(llm: LLM) -> LayerDrafter:
-    drafter = llm.engine.worker.programs.drafter
+    drafter = runner_drafter(llm.engine.worker)
     assert isinstance(drafter, LayerDrafter)
     return drafter
 
@@ -149,7 +150,7 @@ def test_logits_of_drafts_are_those_of_the_formula(
     llm = drafting(folder, 3, alone, max_num_batched_tokens=12, enable_prefix_caching=False, skip_tokenizer_init=True)
     runs, drafter = list[list[tuple[int, Tensor]]](), drafter_of(llm)
     draft = drafter.draft
-    llm.engine.worker.programs.drafter.draft = lambda *given: (runs.append([]), draft(*given))  # type: ignore
+    drafter_of(llm).draft = lambda *given: (runs.append([]), draft(*given))  # type: ignore
     drafter.on_logits = lambda slots, places, logits: runs[-1].extend(zip(places.tolist(), logits.clone(), strict=True))
     prompts = [[(7 * i * i + 3) % 300 for i in range(29)], [5, 9, 14]]
     asked = [SamplingParams(max_tokens=count, temperature=0.0, ignore_eos=True, detokenize=False) for count in (40, 12)]
@@ -170,14 +171,14 @@ def test_the_layer_guesses_as_its_card_says(trained: str, shared: Path, drafting
     text = json.loads((shared / "models" / "eval.json").read_text())["perplexity_text"]
     llm = drafting(trained, 1, max_model_len=1040, max_num_batched_tokens=2048, enable_prefix_caching=False)
     ids, right, total = llm.get_tokenizer().encode(text, add_special_tokens=False), 0, 0
-    programs, model = llm.engine.worker.programs, llm.engine.worker.model
+    model = llm.engine.worker.model
     drafter, outs, hiddens = drafter_of(llm), list[Tensor](), list[Tensor]()
     passes, norm = drafter._pass, model.norm
     assert isinstance(passes, PredictionPass)
     layer = passes._layer
     passes._layer = lambda *given: outs.append(layer(*given)) or outs[-1]  # type: ignore
     follow = drafter.follow
-    programs.drafter.follow = lambda step, buffers, hidden, ctx, *, decode: (  # type: ignore[union-attr,method-assign]
+    drafter.follow = lambda step, buffers, hidden, ctx, *, decode: (
         hiddens.append(hidden.clone()),
         follow(step, buffers, hidden, ctx, decode=decode),
     )
@@ -283,7 +284,7 @@ def record(llm: LLM) -> list[dict[int, list[tuple[int, Tensor]]]]:
         for slot, place, one in zip(slots.tolist(), places.tolist(), logits.clone(), strict=True):
             runs[-1].setdefault(slot, []).append((place, one))
 
-    llm.engine.worker.programs.drafter.draft = made  # type: ignore[union-attr,method-assign]
+    drafter_of(llm).draft = made
     drafter.on_logits = seen
     return runs
 

@@ -16,6 +16,7 @@ from quire.contracts.errors import PromptTooLong
 from quire.entry.cli.main import main
 from quire.explain.trace import Span, _stops, recording, render, trace
 from quire.worker.call_trace import PACKAGE
+from quire.worker.taps import HiddenTap
 
 OPTIONS: dict[str, Any] = {"num_threads": 1, "kv_cache_memory_bytes": 1 << 24, "use_tqdm_on_load": False}
 PROMPT = [11, 12, 13, 14, 15]
@@ -180,7 +181,7 @@ def test_everything_is_put_back(llm: LLM, fails: bool) -> None:
     else:
         trace(llm, PROMPT)
     assert all(vars(owner).get(name, "nothing") is value for (owner, name), value in before.items())
-    assert llm.engine.worker.programs.on_hidden is None
+    assert llm.engine.worker.features.find(HiddenTap) is None
 
 
 def test_the_file_holds_complete_events_that_lie_in_each_other(tmp_path: Path, capsys: Any) -> None:

@@ -23,6 +23,7 @@ from quire.kvnet.device_peers import PeerDevices
 
 from ..support.addresses import free_address
 from ..support.engines import store_of, tier_stats
+from ..support.features import mover_of
 from . import children
 from .test_engine import TEXTS, make
 
@@ -168,7 +169,7 @@ def test_tokens_of_an_engine_that_copies_from_another_on_the_same_gpu(monkeypatc
             until(lambda: devices._peers[0].keys >= set(map(bytes.fromhex, keys)))
             found, cached, tiers = ask(llm)
             assert found == tokens and max(cached) >= 48 and tiers == {Tier.CUDA_IPC}, (cached, tiers)
-            ipc, mover = tier_stats(llm, Tier.CUDA_IPC), llm.engine.worker.mover
+            ipc, mover = tier_stats(llm, Tier.CUDA_IPC), mover_of(llm.engine.worker)
             assert mover is not None and isinstance(mover._devices, PeerDevices)
             link = mover._devices._links[0]
             assert ipc.num_loaded >= 9 and not ipc.num_failed and not tier_stats(llm, Tier.PEER).num_loaded

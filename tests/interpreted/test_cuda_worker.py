@@ -42,6 +42,7 @@ from quire.spec.ngram import NgramDrafter
 from quire.worker.graphs import Graphs
 from quire.worker.recorder import Key
 from quire.worker.runner import StepRunner
+from quire.worker.taps import LogitsTap
 
 from ..support import compared as support
 from ..support.compared import (
@@ -56,6 +57,7 @@ from ..support.compared import (
     runner_of,
 )
 from ..support.drafters import KnownAnswers, draft_with_layers
+from ..support.features import set_drafter
 from ..support.forks import Forks
 from ..support.full import full_rows
 from ..support.naive_runner import NaiveRunner, agree
@@ -282,7 +284,7 @@ def test_steps_with_drafts_draw_the_tokens_of_plain_decoding(
     graphs = {"graph_sizes": (2, 4), "graph_tokens": (48,), "draft_lengths": lengths} if lengths else {}
     runner = cuda_runner(replace(LIMITS, num_drafts=3, **graphs), model, **layers)
     known = KnownAnswers(plain.naive.texts, runner.sampler.table.rows, guesses, VOCAB)
-    runner.programs.drafter = NgramDrafter(ngram, 1, 3) if guesses == "ngram" else known
+    set_drafter(runner, NgramDrafter(ngram, 1, 3) if guesses == "ngram" else known)
     compared = ComparedRunners(runner, naive(model, **layers), blocks)
     core = compare_requests(compared, **asked)
     assert (core.scheduler.num_preempted > 0) == (blocks == 5)
@@ -656,7 +658,7 @@ def test_moved_tokens_are_those_of_the_cpu(cuda_runner: Callable[..., StepRunner
         runner = runner_of(made, replace(LIMITS, num_drafts=drafts, **(sizes if target == "cuda" else {})), target)
         if drafts:
             seen = draft_with_layers(runner, drafts)
-        runner.programs.on_logits = lambda slots, positions, rows, to=logits: to.append(rows.clone())
+        runner.features.attach(LogitsTap(lambda slots, positions, rows, to=logits: to.append(rows.clone())))
         for one in plans:
             runner.run(one)
         logits += [logits_of_draft for _, logits_of_draft in seen] if drafts else []

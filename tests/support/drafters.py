@@ -21,6 +21,8 @@ from quire.spec.drafter import Changes
 from quire.spec.layers import LayerDrafter
 from quire.worker.runner import StepRunner
 
+from .features import set_drafter
+
 NO_DRAFT = -1
 
 
@@ -46,7 +48,7 @@ def draft_with_layers(runner: StepRunner, num_drafts: int, build: Any = None) ->
     )
     assert isinstance(drafter, LayerDrafter)
     drafter.on_logits = lambda slots, places, logits: seen.extend(zip(places.tolist(), logits.clone(), strict=True))
-    runner.programs.drafter = drafter
+    set_drafter(runner, drafter)
     return seen
 
 

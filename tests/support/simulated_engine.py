@@ -31,7 +31,9 @@ from quire.plan.missing import check_missing
 from quire.text.grammar import GrammarCompiler
 from quire.text.grammar_trial import GrammarTrial
 from quire.text.tokenizer import Tokenizer
+from quire.worker.balancing import RankBalancing
 
+from .features import feature
 from .simulated_groups import SimulatedRanks
 
 R = TypeVar("R")
@@ -80,8 +82,8 @@ class SimulatedExecutor:
         assert name == "experts"
         given, found = dict(args), []
         for pool, part in zip(self._threads, self.parts, strict=True):
-            assert part.worker is not None and part.worker.balancing is not None
-            found.append(pool.submit(partial(part.worker.balancing.control, **given)))
+            assert part.worker is not None
+            found.append(pool.submit(partial(feature(part.worker, RankBalancing).control, **given)))
         return [one.result(timeout=60) for one in found]
 
     def facts(self) -> ExecutorFacts:

@@ -11,7 +11,7 @@ import torch
 
 from quire.assemble.build import build_model
 from quire.assemble.kv_views import model_views
-from quire.assemble.offload import make_mover
+from quire.assemble.offload import copy_blocks, make_mover
 from quire.assemble.parts import Filled, Loaded, Loading, Parts, cache_scales, cache_words
 from quire.distributed.mesh import RankGroups
 from quire.kernels.step.state import Limits
@@ -72,7 +72,7 @@ def _finish(
         eager=plan.config.device.enforce_eager,
         speculation=plan.speculation,
     )
-    worker.mover = make_mover(plan, memory, arena, namespace)
+    shards = copy_blocks(worker, make_mover(plan, memory, arena, namespace))
     return Parts(
         plan=plan,
         model=model,
@@ -81,7 +81,7 @@ def _finish(
         depth=plan.config.device.async_depth or 1,
         memory=memory,
         plans={"cache": cache_words(plan, scales)},
-        shards=worker.mover.shards if worker.mover else (),
+        shards=shards,
         namespace=namespace,
     )
 

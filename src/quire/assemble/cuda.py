@@ -11,7 +11,7 @@ import torch
 from quire.assemble.build import build_model
 from quire.assemble.cpu import fill, load_without_triton
 from quire.assemble.kv_views import model_views
-from quire.assemble.offload import make_mover
+from quire.assemble.offload import copy_blocks, make_mover
 from quire.assemble.parts import Loaded, Loading, Parts, cache_scales, cache_words
 from quire.config.engine import EngineConfig
 from quire.contracts.blocks import KVGeometry
@@ -106,7 +106,7 @@ def load_cuda(
             worker, arena = _worker(
                 model, memory.geometry, memory.num_blocks + 1, sized, scales, groups, speculation=plan.speculation
             )
-            worker.mover = make_mover(plan, memory, arena, namespace)
+            shards = copy_blocks(worker, make_mover(plan, memory, arena, namespace))
             worker.warm_up()
         end_phase("graphs")
         return Parts(
@@ -118,7 +118,7 @@ def load_cuda(
             prompt_chunk=PROMPT_CHUNK,
             executor=lambda facts: LaunchingExecutor(worker, facts, {"describe": worker.describe}),
             notes=(note,) if note else (),
-            shards=worker.mover.shards if worker.mover else (),
+            shards=shards,
             namespace=namespace,
             plans={
                 "compiled kernels": f"{compiled} in {cache}",
@@ -187,8 +187,8 @@ def _rehearse(
     for step in plans:
         worker.submit(step)
         worker.collect()
-    if worker.programs.stage is not None:
-        worker.programs.stage.settle_all()  # the next runner uses the same groups
+    for feature in worker.features.settle:
+        feature.settle()  # the next runner uses the same groups
     peak = torch.cuda.max_memory_allocated(DEVICE) - before
     per_seq = (tables - 4 * WORDS) // limits.num_slots
     captured = _exchange_bytes(worker) if limits.bounds and limits.graph_sizes else 0

@@ -35,6 +35,8 @@ from quire.plan.tiers import resolve_offload
 from quire.platforms.cpu import read_cpu_facts
 from quire.quantization.slices import mixes_groups
 from quire.weights.sums import join_sums
+from quire.worker.copies import TierCopies
+from quire.worker.runner import StepRunner
 
 MOST_AHEAD = 4096  # blocks that are copied to the host tier before a step needs their room
 
@@ -120,6 +122,14 @@ def check_host_memory(sizes: Iterable[MemoryPlan]) -> None:
             f"kv_offload_gb: the ranks of this host need {needed / GIB:.1f} GiB of host memory, and "
             f"{free / GIB:.1f} GiB are free: lower kv_offload_gb."
         )
+
+
+def copy_blocks(worker: StepRunner, mover: BlockMover | None) -> tuple[Shard, ...]:
+    """Let a runner copy blocks between tiers, if there are any. Return the shards that other engines may read."""
+    if mover is None:
+        return ()
+    worker.features.attach(TierCopies(mover))
+    return mover.shards
 
 
 def make_mover(plan: EnginePlan, memory: MemoryPlan, arena: KVArena, space: bytes) -> BlockMover | None:

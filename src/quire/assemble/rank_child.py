@@ -198,9 +198,8 @@ class ChildRunner(RunningRank):
         return self._runner.collect()
 
     def control(self, name: str, args: dict[str, Any]) -> object:
-        controls: dict[str, Callable[..., object]] = {"describe": self._runner.describe, "trace": self._trace.control}
-        if self._runner.balancing is not None:
-            controls["experts"] = self._runner.balancing.control
+        own: dict[str, Callable[..., object]] = {"describe": self._runner.describe, "trace": self._trace.control}
+        controls = own | self._runner.features.controls
         if name not in controls:
             raise ConfigError(f"unknown control {name!r}: use {' or '.join(controls)}.")
         return controls[name](**args)

@@ -220,6 +220,11 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
     copies: StepCopies | None = None
     blended: tuple[BlendedChunk, ...] = ()
 
+    @property
+    def joins(self) -> bool:
+        """True when replicas in lock-step have tokens in this step."""
+        return self.sync is not None and any(self.sync.rows)
+
 
 class RowLogprobs(msgspec.Struct, frozen=True):
     """Log-probabilities of R rows: the row's token (sampled, or the next token of the prompt) and k alternatives.

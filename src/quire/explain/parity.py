@@ -27,6 +27,7 @@ from quire.explain.steps import FEED_FORWARD, Recording, stage_name, watch
 from quire.explain.verdict import Report, Stage, Step
 from quire.kernels.pack.matrix import QuantizedMatrix
 from quire.text.tokenizer import TOKENIZER_FILE
+from quire.worker.taps import HiddenTap
 
 NUM_TOKENS = 32  # greedy tokens compared
 NUM_PROMPT = 48  # prompt tokens when the model has no tokenizer
@@ -205,7 +206,7 @@ def _run_quire(engine: Engine, prompt_ids: list[int]) -> tuple[list[int], Record
         stage, step = ("embed", "embed_tokens") if where == "embed" else (stage_name(int(where), FEED_FORWARD), "sum")
         recording.keep(stage, step, hidden)
 
-    engine.worker.programs.on_hidden = keep
+    engine.worker.features.attach(HiddenTap(model, keep))
     params = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True, detokenize=False)
     front = front_end(engine)
     generation, requests = front.start(Prompt(token_ids=prompt_ids), params)

@@ -44,7 +44,7 @@ class Recording:
 def watch(model: Decoder, recording: Recording) -> None:
     """Record every operation in the layers of `model` from now on, but not the output of whole layers.
 
-    `on_hidden` of the worker's programs gets that output. Afterwards the model must serve no other requests.
+    A `HiddenTap` of the worker gets that output. Afterwards the model must serve no other requests.
     """
     block: Any
     for index, block in enumerate(model.layers):

@@ -1,20 +1,21 @@
 """This rank's part in the balancing of experts: maps and loads of its layers, and the mover of weights."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from quire.contracts.step import I32
+from quire.contracts.step import I32, StepPlan
 from quire.distributed import Group
 from quire.distributed.expert_moves import ExpertMover
 from quire.kernels.experts.expert_memory import expert_memory, let_move
 from quire.layers.moe import MoE
+from quire.worker.features import StepFeature
 
 
-class RankBalancing:
+class RankBalancing(StepFeature):
     """Answers the engine core's messages about experts, and switches layers to new maps.
 
     layers   the layers with experts of this rank, in order
@@ -33,6 +34,16 @@ class RankBalancing:
         self._maps: list[tuple[Tensor, Tensor]] = []  # on the device: a switch copies them without waiting for it
         stream = torch.cuda.Stream() if self._device.type == "cuda" else None
         self._mover = ExpertMover(group, self._memory, layers[0].experts.num_experts, stream)
+        self.parts, self.controls = (self._mover,), {"experts": self.control}
+
+    def before(self, plan: StepPlan) -> None:
+        """Switch the layer that the plan names to its new experts and map."""
+        if plan.sync is not None and plan.sync.switch >= 0:
+            self.switch(plan.sync.switch)
+
+    def results(self, plan: StepPlan, counts: I32 | None, words: I32) -> Mapping[str, Any]:
+        """Return the number of layers whose new experts have come."""
+        return {"moved": self.moved}
 
     @property
     def moved(self) -> int:

@@ -19,12 +19,14 @@ from quire.kernels.host_copies import sent_array
 from quire.kernels.latent import LatentView
 from quire.layers.context import StepContext
 from quire.layers.stack import Model, run_layers
+from quire.worker.features import Layers, StepFeature
+from quire.worker.recorder import StepShape
 
 I64 = np.ndarray[Any, np.dtype[np.int64]]
 
 
 @dataclass(frozen=True)
-class _StepRows:
+class StepRows:
     """The rows of a step.
 
     moved            [N] int64, rows of moved tokens, ascending
@@ -42,7 +44,7 @@ class _StepRows:
     counts: I32
 
 
-class Blending:
+class Blending(StepFeature):
     """Runs the layers of steps with moved tokens. Such a step runs eagerly.
 
     kv   view of the KV cache of each layer
@@ -52,22 +54,36 @@ class Blending:
         self._model, self._operations = model, model.kernels.blend
         self._sides = [latent_sides(view) if isinstance(view, LatentView) else view for view in kv]
 
-    def run(self, plan: StepPlan, hidden: Tensor, ctx: StepContext) -> Tensor:
-        """Run all layers on hidden [T, hidden] and return it.
+    def fit(self, plan: StepPlan, shape: StepShape) -> StepShape:
+        """Return the shape; a step with moved tokens runs eagerly."""
+        return replace(shape, eager=True) if plan.blended else shape
+
+    def run_layers(self, plan: StepPlan, hidden: Tensor, ctx: StepContext, layers: Layers) -> Tensor | None:
+        """Run all layers of a step with moved tokens on hidden [T, hidden] and return it; None for other steps.
 
         Rows that the last layers leave out hold the output of the check layer.
         """
+        if not plan.blended:
+            return None
         model, rows = self._model, _rows(plan, hidden.device)
         hidden = run_layers(model, hidden, ctx, range(CHECK_LAYER + 1))
         slots, turn = ctx.attention[0].kv_slots[rows.moved], model.rotary.differences(rows.shifts)
         deviations = self._operations.deviation(self._sides[CHECK_LAYER], rows.sources, slots, *turn)
-        places = ctx.positions[rows.moved] - rows.shifts  # in the chunk
-        kept = choose_rows(deviations, places < FIRST_TOKENS, rows.moved, rows.spans, rows.others)
+        kept = self.choose(rows, deviations, ctx.positions)
         later = range(CHECK_LAYER + 1, len(model.layers))
         for layer in later:
             self._operations.move(self._sides[layer], rows.sources, slots, *turn)
         chosen = run_layers(model, hidden[kept], _context(ctx, kept, rows.counts), later)
         return hidden.index_copy(0, kept, chosen)
+
+    def choose(self, rows: StepRows, deviations: Tensor, positions: Tensor) -> Tensor:
+        """Return the rows [K] of a step that the last layers compute: new tokens, and moved ones far from their KV.
+
+        deviations   [N] of the moved KV from the new KV in the check layer
+        positions    [T] of the rows of the step
+        """
+        places = positions[rows.moved] - rows.shifts  # in the chunk
+        return choose_rows(deviations, places < FIRST_TOKENS, rows.moved, rows.spans, rows.others)
 
 
 def _context(ctx: StepContext, kept: Tensor, counts: I32) -> StepContext:
@@ -92,7 +108,7 @@ def _context(ctx: StepContext, kept: Tensor, counts: I32) -> StepContext:
     return replace(ctx, positions=positions, attention=tuple(chosen(meta) for meta in ctx.attention), live=live)
 
 
-def _rows(plan: StepPlan, device: torch.device) -> _StepRows:
+def _rows(plan: StepPlan, device: torch.device) -> StepRows:
     """Return the rows of a step with moved tokens."""
     counts, at = plan.num_tokens.copy(), {int(slot): index for index, slot in enumerate(plan.slots)}
     starts = np.cumsum(plan.num_tokens) - plan.num_tokens
@@ -106,4 +122,4 @@ def _rows(plan: StepPlan, device: torch.device) -> _StepRows:
     others = np.setdiff1d(np.arange(plan.num_tokens.sum()), moved, assume_unique=True)
     tables = moved, *(np.concatenate([getattr(chunk, name) for chunk in chunks]) for name in ("sources", "shifts"))
     sent = [sent_array(table.astype(np.int64), device) for table in (*tables, others)]
-    return _StepRows(*sent, spans=spans, counts=counts)
+    return StepRows(*sent, spans=spans, counts=counts)

@@ -14,17 +14,19 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, is_dataclass
 from pathlib import Path
 from types import FunctionType, TracebackType
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import msgspec
 import numpy as np
 import torch
 
+from quire.contracts.step import CopyJob, FinishedCopy
 from quire.distributed.mesh import ALONE, RankGroups
 from quire.kernels.native.library import library
 from quire.kernels.select import Kernels
 from quire.kernels.triton_runtime import INTERPRETED, triton
 from quire.worker.runner import StepRunner
+from quire.worker.taps import HiddenTap
 
 PACKAGE = Path(__file__).parents[1]
 WORK = re.compile(r"quire\.(kernels\.(?!native\.)\w+\.\w+|(layers|worker)\.\w+)")
@@ -55,6 +57,14 @@ class Span:
     begin: int = 0
     end: int = 0
     inside: list["Span"] = field(default_factory=list)
+
+
+@runtime_checkable
+class Traced(Protocol):
+    """A record that says in words what a trace shows of it."""
+
+    def traced(self) -> str:
+        """Return a few words: the numbers that matter."""
 
 
 class CallRecorder:
@@ -92,6 +102,10 @@ class CallRecorder:
         had = vars(owner)
         self._undo.callback(*((setattr, owner, name, had[name]) if name in had else (delattr, owner, name)))
         setattr(owner, name, value)
+
+    def at_end(self, undo: Callable[[], None]) -> None:
+        """Call `undo` when the recording ends."""
+        self._undo.callback(undo)
 
     def _recorded(self, function: Any, name: str) -> Any:
         place, told_way = _where(function) if name else "", _way(function)
@@ -147,7 +161,9 @@ class StepTrace:
 
 def without_recordings(recorder: CallRecorder, worker: StepRunner) -> None:
     """Make steps run eagerly, layer by layer, until `recorder` ends: a replayed CUDA graph would show no calls."""
-    recorder.put(worker.programs, "on_hidden", lambda where, hidden: None)
+    tap = HiddenTap(worker.model, lambda where, hidden: None)
+    worker.features.attach(tap)
+    recorder.at_end(lambda: worker.features.detach(tap))
 
 
 def _complete(calls: list[Span]) -> bool:
@@ -181,7 +197,7 @@ def worker_stops(worker: StepRunner, kernels: Kernels, groups: RankGroups = ALON
         worker.sampler.operations,
         worker.model.rotary,
     ]
-    parts += [worker.programs.stage] * (worker.programs.stage is not None)
+    parts += [part for feature in worker.features.all for part in (feature, *feature.parts)]
     modules_of = list(worker.model.named_modules())  # type: ignore[attr-defined]
     named = [*((type(part).__name__, part) for part in parts), *modules_of]
     named += [(name, group) for name, group in vars(groups).items() if group is not None]
@@ -246,6 +262,12 @@ def _shapes(value: Any, deep: bool = True) -> Iterator[str]:
     if isinstance(value, torch.Tensor | np.ndarray):
         short = re.sub(r"(float|u?int)(?=\d)", lambda kind: kind[0][0], str(value.dtype).removeprefix("torch."))
         yield f"{short}{list(value.shape)}".replace(" ", "")
+    elif isinstance(value, Traced):
+        yield value.traced()
+    elif isinstance(value, CopyJob):
+        yield f"{len(value.keys)} blocks {value.source} to {value.target}"
+    elif isinstance(value, FinishedCopy):
+        yield f"job of {value.num_bytes} bytes done, {len(value.failed)} blocks failed"
     elif isinstance(value, list) and value and isinstance(value[0], int):
         yield f"ints[{len(value)}]"
     elif isinstance(value, dict | list | tuple):

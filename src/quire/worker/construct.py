@@ -1,7 +1,7 @@
 """Choose the parts of a model runner for a device, and build the runner from them."""
 
 import importlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 import torch
@@ -13,14 +13,15 @@ from quire.kernels.sampling import SamplerOperations
 from quire.kernels.sampling.sampler import Sampler
 from quire.kernels.select import Choice, KernelNeeds, select
 from quire.kernels.step.state import DeviceState, Limits
-from quire.kernels.step.synthetic import SyntheticAcceptance
 from quire.kernels.step.upload import InPlaceUpload, Upload
 from quire.layers.moe import MoE
 from quire.layers.stack import Model
 from quire.spec.choose import make_drafter
 from quire.spec.drafter import Drafter
+from quire.worker.agreement import ReplicaAgreement
 from quire.worker.balancing import RankBalancing
-from quire.worker.features import StepFeature
+from quire.worker.blending import Blending
+from quire.worker.features import Features, StepFeature
 from quire.worker.graphs import Graphs
 from quire.worker.pooling import Pooler
 from quire.worker.programs import Programs
@@ -30,6 +31,8 @@ from quire.worker.runner import StepRunner
 from quire.worker.scoring import PromptScorer
 from quire.worker.sliced_sampling import SlicedSampling
 from quire.worker.stage import PipelineStage
+from quire.worker.step_drafts import StepDrafts
+from quire.worker.synthetic import SyntheticAcceptance
 
 NOT_PACKED = "the step operations are PyTorch's, which cannot read packed changes"
 EAGER = "enforce_eager"
@@ -95,40 +98,29 @@ def make_runner(
     """
     if groups.ep is not None:
         limits = replace(limits, replicas=groups.ep.size // (groups.tp.size if groups.tp is not None else 1))
-    parts = choose_parts(
-        model,
-        target,
-        forced,
-        num_groups=len(limits.windows),
-        eager=eager,
-        divided=groups.tp is not None or groups.ep is not None,
-    )
+    divided = groups.tp is not None or groups.ep is not None
+    parts = choose_parts(model, target, forced, num_groups=len(limits.windows), eager=eager, divided=divided)
     chosen = {choice.op: choice.name for choice in parts}
     step, sampling = (importlib.import_module(f"quire.kernels.{op}.{chosen[op]}") for op in ("step", "sampling"))
-    state, slots = DeviceState(limits, model.args.vocab_size, device), limits.num_slots
-    upload: Upload = InPlaceUpload(slots, slots, device)
-    if chosen["upload"] == "packed":
-        packed = importlib.import_module("quire.kernels.step.packed")
-        upload = packed.PackedUpload(
-            slots,
-            slots,
-            device,
-            limits.depth,
-            max_rows=limits.max_rows,
-            decode_len=1 + limits.num_drafts,
-            by_kernel=limits.tiers,
-        )
-    recorder = LayerRecordings() if chosen["recorder"] == "recordings" else Recorder(parts[-1].reason)
-    if chosen["recorder"] == "graphs":
-        recorder = Graphs(limits.graph_sizes, limits.graph_tokens, slots, limits.bounds, limits.queries)
-    buffers = state.buffers
+    state = DeviceState(limits, model.args.vocab_size, device)
+    upload = _upload(chosen["upload"], limits, device)
     operations: SamplerOperations = sampling.operations(limits.max_rows, model.args.vocab_size, device)
     if model.vocabulary is not None:
         operations = SlicedSampling(operations, model.vocabulary)
-    sampler = Sampler(operations, state.sampling, buffers.sample_slots, buffers.sample_positions, state.tables.history)
-    stage = None
-    if groups.pp is not None and groups.tokens is not None:
-        stage = PipelineStage(groups.pp, groups.tokens, state.tables)
+    places = state.buffers.sample_slots, state.buffers.sample_positions
+    sampler = Sampler(operations, state.sampling, *places, state.tables.history)
+    drafter = drafter or make_drafter(
+        speculation,
+        chosen["step"],
+        model=model,
+        kv=kv,
+        operations=step,
+        tables=state.tables,
+        sampling=(operations, sampler.rows),
+    )
+    features: list[StepFeature] = [*_exchanging(model, groups, state, upload, limits), *_own(model, kv, state, drafter)]
+    if speculation is not None and speculation.synthetic:
+        features.append(SyntheticAcceptance(speculation.synthetic, limits.max_rows, device))
     programs = Programs(
         model,
         kv,
@@ -136,28 +128,50 @@ def make_runner(
         upload=upload,
         operations=step,
         sampler=sampler,
-        recorder=recorder,
-        stage=stage,
+        recorder=_recorder(parts[-1], limits),
+        features=Features(features),
         limits=limits,
-        drafter=drafter
-        or make_drafter(
-            speculation,
-            chosen["step"],
-            model=model,
-            kv=kv,
-            operations=step,
-            tables=state.tables,
-            sampling=(operations, sampler.rows),
-        ),
     )
-    if speculation is not None and speculation.synthetic:
-        programs.synthetic = SyntheticAcceptance(speculation.synthetic, limits.max_rows, device)
-    features: tuple[StepFeature, ...] = ()
+    return StepRunner(programs, state, upload, limits=limits, parts=parts)
+
+
+def _upload(kind: str, limits: Limits, device: torch.device) -> Upload:
+    """Return the upload of this kind, "packed" or "in place"."""
+    slots = limits.num_slots
+    if kind != "packed":
+        return InPlaceUpload(slots, slots, device)
+    packed = importlib.import_module("quire.kernels.step.packed")
+    sizes = {"max_rows": limits.max_rows, "decode_len": 1 + limits.num_drafts, "by_kernel": limits.tiers}
+    upload: Upload = packed.PackedUpload(slots, slots, device, limits.depth, **sizes)
+    return upload
+
+
+def _recorder(choice: Choice, limits: Limits) -> Recorder:
+    """Return the recorder that was chosen: "graphs", "recordings" or "none"."""
+    if choice.name == "graphs":
+        return Graphs(limits.graph_sizes, limits.graph_tokens, limits.num_slots, limits.bounds, limits.queries)
+    return LayerRecordings() if choice.name == "recordings" else Recorder(choice.reason)
+
+
+def _own(model: Model, kv: list[KVView], state: DeviceState, drafter: Drafter | None) -> Iterator[StepFeature]:
+    """Yield the features of a rank by itself: drafts, blending, scoring of prompts, pooling."""
+    if drafter is not None:
+        yield StepDrafts(drafter)
+    if model.kernels.blend is not None:
+        yield Blending(model, kv)
     if model.last:
-        scorer = PromptScorer(lambda rows: model.head.whole(model.norm(rows)), state.tables.history)
-        features = scorer, Pooler(model.norm)
-    runner = StepRunner(programs, state, upload, features, limits=limits, parts=parts)
+        yield PromptScorer(lambda rows: model.head.whole(model.norm(rows)), state.tables.history)
+        yield Pooler(model.norm)
+
+
+def _exchanging(
+    model: Model, groups: RankGroups, state: DeviceState, upload: Upload, limits: Limits
+) -> Iterator[StepFeature]:
+    """Yield the features by which a rank works with other ranks."""
+    if groups.pp is not None and groups.tokens is not None:
+        yield PipelineStage(model, groups.pp, groups.tokens, state.tables)
+    if limits.replicas > 1:
+        yield ReplicaAgreement(model, upload.step, limits)
     if groups.movers is not None:
         layers = [layer.mlp for layer in model.layers if isinstance(getattr(layer, "mlp", None), MoE)]
-        runner.balancing = RankBalancing(layers, groups.movers)
-    return runner
+        yield RankBalancing(layers, groups.movers)

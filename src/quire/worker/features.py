@@ -1,32 +1,152 @@
-"""The interface of step features: work of a step beside sampling (scoring of prompts, pooling)."""
+"""The interface of step features: everything that happens in a step beside inputs, layers, head and sampling.
 
-from collections.abc import Callable
-from typing import Any, Protocol
+The runner calls the hooks of `StepFeature` and names no feature. A hook that no feature has costs nothing.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
 
 from torch import Tensor
 
-from quire.contracts.step import StepPlan
+from quire.contracts.step import I32, StepPlan
+from quire.kernels.step import StepBuffers, StepWords, Tables
+from quire.kernels.step.upload import Change
+from quire.layers.context import StepContext
+from quire.worker.recorder import StepShape
 
 Found = dict[str, dict[int, Any]]  # field of `StepResult` -> slot -> value
 Results = Callable[[], Found]  # returns the results of a step; called after the device has finished the step
+Layers = Sequence[int]  # indices of the layers that run: all but in a rehearsal
+F = TypeVar("F", bound="StepFeature")
 
 
-class StepFeature(Protocol):
-    """Work of a step beside sampling: pooling, log-probabilities of prompts. The runner calls it in every step.
+class StepFeature:
+    """A feature of a step. Its hooks stand here in the order in which a step calls them.
 
-    A feature launches nothing in a step in which no request asks for it.
+    A feature overrides the hooks that it needs. The others are never called. Hooks marked "recorded" launch work that
+    recorders record and replay: they read no value of a plan, and get the sizes of the step.
+
+    parts      objects whose calls belong to the feature; a trace shows them, too
+    controls   operation by name -> function that does it, between two steps; see `Executor.control`
     """
 
-    def apply(self, plan: StepPlan) -> None:
-        """Forget the requests that the plan releases; remember the newly admitted requests that ask for the feature.
+    parts: tuple[object, ...] = ()
+    controls: Mapping[str, Callable[..., object]] = {}
 
-        The runner calls it before `run`.
+    def apply(self, plan: StepPlan) -> list[Change]:
+        """Return the table changes of the feature for a plan. The runner has changed no table for the plan yet.
+
+        A feature forgets the requests that the plan releases, and remembers those that it admits.
         """
+        return []
 
-    def run(self, plan: StepPlan, hidden: Tensor) -> Results | None:
-        """Launch the feature's work for a step, without waiting. Return a function that gives the results, or None.
+    def before(self, plan: StepPlan) -> None:
+        """Do what comes before the launches of the step. The plan and the table changes were sent to the device."""
 
-        The runner calls the returned function after the device has finished the step. None: the step gives no result.
+    def fit(self, plan: StepPlan, shape: StepShape) -> StepShape:
+        """Return the exact shape of the step with the feature's part in it, before it is padded to a recording."""
+        return shape
+
+    def inputs(self, step: StepWords, tables: Tables, shape: StepShape) -> None:
+        """Launch work whose result the inputs of the step need. Recorded."""
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """Return the input [T, hidden] of the layers, in place of the model's embedding. Recorded."""
+        raise NotImplementedError
+
+    def context(self, ctx: StepContext, shape: StepShape) -> StepContext:
+        """Return the context of the layers with the feature's part in it. Recorded."""
+        return ctx
+
+    def run_layers(self, plan: StepPlan, hidden: Tensor, ctx: StepContext, layers: Layers) -> Tensor | None:
+        """Run the layers of an eager step: hidden [T, hidden] -> [T, hidden]. None: others run them."""
+        return None
+
+    def layers_done(
+        self, step: StepWords, buffers: StepBuffers, hidden: Tensor, ctx: StepContext, shape: StepShape
+    ) -> None:
+        """Launch work on the output of the layers, hidden [T, hidden], before the final norm. Recorded."""
+
+    def computed(self, plan: StepPlan, hidden: Tensor) -> Results | None:
+        """Launch work on the hidden states of a step with prompts. Return a function that gives results, or None.
 
         hidden   [>= T, hidden] output of the layers, before the final norm; the next step overwrites it
         """
+        return None
+
+    def logits(self, slots: Tensor, positions: Tensor, logits: Tensor) -> None:
+        """Read the logits [R, V] of the sampled rows, with the slot [R] and position [R] of each."""
+
+    def sampled(self, step: StepWords, tables: Tables, buffers: StepBuffers, tokens: Tensor, rows: int) -> None:
+        """Launch work on the sampled tokens [>= rows] before they are written to the token history. Recorded."""
+
+    def after(self, plan: StepPlan, rows: I32, buffers: StepBuffers, out: Tensor) -> None:
+        """Do what comes after the launches of the step.
+
+        rows   [R] slot of each sampled row; `out` [3, >= R]: tokens, error codes and drafts of these rows
+        """
+
+    def results(self, plan: StepPlan, counts: I32 | None, words: I32) -> Mapping[str, Any]:
+        """Return the fields of the `StepResult` that the feature knows. The device has finished the step.
+
+        counts   [N] sampled rows of each slot; None: one each
+        words    [3, >= R] tokens, error codes and drafts of the sampled rows
+        """
+        return {}
+
+    def join(self, shape: StepShape, layers: Layers) -> None:
+        """Launch this rank's part in a step in which other replicas have tokens and this one has none. Recorded."""
+
+    def settle(self) -> None:
+        """End what this rank owes to other ranks, before another runner uses the same groups of ranks."""
+
+
+HOOKS = tuple(name for name, value in vars(StepFeature).items() if callable(value) and not name.startswith("_"))
+Hooked = tuple[StepFeature, ...]
+
+
+class Features:
+    """The step features of a runner, in the order in which they are called. `features.apply`: those with `apply`."""
+
+    apply: Hooked
+    before: Hooked
+    fit: Hooked
+    inputs: Hooked
+    embed: Hooked
+    context: Hooked
+    run_layers: Hooked
+    layers_done: Hooked
+    computed: Hooked
+    logits: Hooked
+    sampled: Hooked
+    after: Hooked
+    results: Hooked
+    join: Hooked
+    settle: Hooked
+
+    def __init__(self, features: Iterable[StepFeature] = ()) -> None:
+        self.all: Hooked = ()
+        self._set(tuple(features))
+
+    def attach(self, feature: StepFeature) -> None:
+        """Add a feature behind the others, between two steps."""
+        self._set((*self.all, feature))
+
+    def detach(self, feature: StepFeature) -> None:
+        """Remove a feature, between two steps."""
+        self._set(tuple(one for one in self.all if one is not feature))
+
+    def find(self, kind: type[F]) -> F | None:
+        """Return the feature of this class; None when the runner has none."""
+        return next((one for one in self.all if isinstance(one, kind)), None)
+
+    @property
+    def controls(self) -> dict[str, Callable[..., object]]:
+        """Operation by name -> function, of all features."""
+        return {name: control for feature in self.all for name, control in feature.controls.items()}
+
+    def _set(self, features: Hooked) -> None:
+        self.all = features
+        for name in HOOKS:
+            has = (one for one in features if getattr(type(one), name) is not getattr(StepFeature, name))
+            setattr(self, name, tuple(has))

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from quire.contracts.step import F32, POOL, StepPlan
 from quire.kernels.host_copies import back, sent
+from quire.kernels.step.upload import Change
 from quire.worker.features import Found, Results, StepFeature
 
 
@@ -57,15 +58,16 @@ class Pooler(StepFeature):
         self._norm = norm
         self._prompts: dict[int, _Prompt] = {}
 
-    def apply(self, plan: StepPlan) -> None:
+    def apply(self, plan: StepPlan) -> list[Change]:
         if self._prompts:
             for slot in plan.released.tolist():
                 self._prompts.pop(slot, None)
         for a in plan.admitted:
             if a.pool:
                 self._prompts[a.slot] = _Prompt(a.pool, a.sampler.num_prompt, a.num_computed)
+        return []
 
-    def run(self, plan: StepPlan, hidden: Tensor) -> Results | None:
+    def computed(self, plan: StepPlan, hidden: Tensor) -> Results | None:
         """Launch the sums of this step's hidden states, one sum per embedding request.
 
         Returns a function that gives the vectors of the prompts that end in this step; None if no prompt ends.

@@ -3,8 +3,7 @@
 No code here reads a value that the device computed. Recorded parts get the sizes of a step and no plan.
 """
 
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from types import ModuleType
 
@@ -15,33 +14,22 @@ from quire.contracts.step import I32, StepPlan
 from quire.kernels.attention import AttentionMeta, KVView, Prompt, SharedBlocks
 from quire.kernels.sampling.rows import Mode
 from quire.kernels.sampling.sampler import Sampler
-from quire.kernels.step import NUM_TOKENS, StepBuffers
+from quire.kernels.step import StepBuffers
 from quire.kernels.step.state import DeviceState, Limits, zeros
-from quire.kernels.step.synthetic import SyntheticAcceptance
 from quire.kernels.step.upload import SHARED_GROUPS, Upload
-from quire.layers.context import ReplicaTokens, StepContext
-from quire.layers.stack import Model, Tap, join_layers, run_layers
-from quire.spec.drafter import Drafter
-from quire.worker.blending import Blending
+from quire.layers.context import StepContext
+from quire.layers.stack import Model
+from quire.worker.features import Features
 from quire.worker.recorder import Key, Recorder, StepShape
-from quire.worker.stage import PipelineStage
-
-LogitsTap = Callable[[Tensor, Tensor, Tensor], None]  # for tests: slots [N], positions [N] and logits [N, V] of a step
 
 
 class Programs:
     """Launches the parts of a step: inputs, layers, head, sampling. The recorder replays parts that it has recorded.
 
     operations  implementation of the kernels in `kernels/step`, which build a step's inputs and write its tokens
+    features    step features, whose hooks the programs call
     out         [3, max_rows] int32: sampled tokens, error codes and drafts of the sampled rows, of the last step
-    on_hidden   callback for the hidden states of each layer; all steps run eagerly while it is set
-    on_logits   callback for the logits of the sampled rows, once per step that samples
-    some        indices of the layers to run; None: all
-    replicas    tokens of the replicas in lock-step in the step that is being launched; None: there are no others
-    stage       the neighbours in a pipeline; None: this rank has all layers
-    drafter     guesses tokens for decodes to verify; None: no step has drafts
-    synthetic   decides which drafts count, for measurements; None: those that are right
-    blending    runs the layers of steps that reuse KV of other positions; None: no step does
+    some        indices of the layers to run
     """
 
     def __init__(
@@ -54,30 +42,20 @@ class Programs:
         operations: ModuleType,
         sampler: Sampler,
         recorder: Recorder,
-        stage: PipelineStage | None = None,
-        drafter: Drafter | None = None,
+        features: Features,
         limits: Limits,
     ) -> None:
-        self.model, self.sampler, self.recorder, self.stage = model, sampler, recorder, stage
-        self.drafter = drafter
-        self.synthetic: SyntheticAcceptance | None = None
-        self.blending = None if model.kernels.blend is None else Blending(model, kv)
-        self.on_hidden: Tap | None = None
-        self.on_logits: LogitsTap | None = None
-        self.some: list[int] | None = None
+        self.model, self.sampler, self.recorder, self.features = model, sampler, recorder, features
+        self.some: Sequence[int] = range(len(model.layers))
         self.kv, self._state, self._upload, self.operations = kv, state, upload, operations
         self._windows, self._limits = limits.windows, limits
-        self.replicas: ReplicaTokens | None = None
-        if limits.replicas > 1:
-            count = upload.step.words[NUM_TOKENS : NUM_TOKENS + 1]
-            self.replicas = ReplicaTokens((0,) * limits.replicas, count, max(limits.bounds, default=0))
         rows, device = len(state.buffers.sample_rows), state.tables.computed.device
         self.out = zeros(3, rows, dtype=torch.int32, device=device)
         # A stage without the head writes zeros, and the first stage gets the tokens later.
         self._unknown = zeros(rows, device=device), zeros(rows, dtype=torch.uint8, device=device)
         vocab = model.vocabulary.count if model.vocabulary else model.args.vocab_size
-        self._static = zeros(rows, vocab, dtype=torch.float32, device=device) if recorder.static else None
-        self._logits: Tensor | None = None  # of the last step, unless they are static
+        # Of the last step. A recorder with static logits has them in this memory, else each step has its own.
+        self._logits = zeros(rows if recorder.static else 0, vocab, dtype=torch.float32, device=device)
         self._hidden: dict[Key, Tensor] = {}  # hidden states of recorded steps with prompts
         self._cuts: dict[tuple[int, int], StepBuffers] = {}  # of decode steps, by the numbers of tokens and decodes
 
@@ -87,26 +65,13 @@ class Programs:
         decode = plan.num_decodes == len(plan.slots)
         query = 1 if step.num_verified == plan.num_decodes else int(plan.num_tokens[: plan.num_decodes].max())
         assert query <= 1 + self._limits.num_drafts, "more drafts than this runner has room for"
-        exact = StepShape(
-            step.num_tokens, step.num_seqs, step.num_rows, decode, self._upload.shared, bound=self._bound, query=query
-        )
-        return exact if self.on_hidden is not None or plan.blended else self.recorder.fit(exact)
+        tokens, seqs, rows = step.num_tokens, step.num_seqs, step.num_rows
+        return self._fit(plan, StepShape(tokens, seqs, rows, decode, self._upload.shared, query=query))
 
-    def agree(self, plan: StepPlan) -> None:
-        """Take from a plan how many tokens each replica in lock-step has. A plan without it is the same on all of them.
-
-        Call it after `Upload.send`.
-        """
-        if self.replicas is not None:
-            own = (self._upload.step.num_tokens,) * self._limits.replicas
-            rows, bounds = own if plan.sync is None else plan.sync.rows, self._limits.bounds
-            bound = next((bound for bound in bounds if bound >= max(rows)), max(bounds, default=0))
-            self.replicas = replace(self.replicas, rows=rows, bound=bound)
-
-    @property
-    def _bound(self) -> int:
-        """Bound of the step's only exchange per layer; 0: exact numbers, or a layer exchanges several times."""
-        return 0 if self.replicas is None or max(self.replicas.rows) > self.replicas.bound else self.replicas.bound
+    def _fit(self, plan: StepPlan, shape: StepShape) -> StepShape:
+        for feature in self.features.fit:
+            shape = feature.fit(plan, shape)
+        return shape if shape.eager else self.recorder.fit(shape)
 
     def compute(self, shape: StepShape, plan: StepPlan) -> Tensor | None:
         """Launch everything up to the logits. Return the hidden states [>= tokens, hidden] of a step with prompts;
@@ -128,19 +93,15 @@ class Programs:
 
         slots   [R] int32: slot of each sampled row, in order
         """
-        if self.on_logits is not None and len(slots) and self.model.last:
+        for feature in self.features.logits if len(slots) and self.model.last else ():
             count, buffers = len(slots), self._state.buffers
-            self.on_logits(buffers.sample_slots[:count], buffers.sample_positions[:count], self.whole_logits(count))
+            feature.logits(buffers.sample_slots[:count], buffers.sample_positions[:count], self.whole_logits(count))
         mode = self.sampler.table.mode(slots)
         self.recorder.run(("sample", shape.rows, mode), partial(self.sample, shape.rows, mode))
-        if self.stage is not None:
-            self.stage.sampled(self._state.buffers, self.out, slots)
 
     def logits(self, rows: int) -> Tensor:
         """Return this rank's logits [rows, V] of the first sampled rows; valid until the next step's `compute`."""
-        logits = self._logits if self._static is None else self._static
-        assert logits is not None, "no row was sampled yet"
-        return logits if len(logits) == rows else logits[:rows]
+        return self._logits if len(self._logits) == rows else self._logits[:rows]
 
     def whole_logits(self, rows: int) -> Tensor:
         """Gather the logits of the first sampled rows for the whole vocabulary. Every rank must call this."""
@@ -162,8 +123,10 @@ class Programs:
 
     def head(self, sampled: Tensor) -> None:
         """Launch the final norm and the head: hidden states [R, hidden] -> logits [R, V]."""
-        out = None if self._static is None else self._static[: len(sampled)]
-        self._logits = self.model.head(self.model.norm(sampled), out=out)
+        static = self.recorder.static
+        logits = self.model.head(self.model.norm(sampled), out=self._logits[: len(sampled)] if static else None)
+        if not static:
+            self._logits = logits
 
     def sample(self, rows: int, mode: Mode) -> None:
         """Launch the end of a step: sample the first `rows` rows (0: none), write the tokens to the token history."""
@@ -173,8 +136,8 @@ class Programs:
             if rows:
                 sampler.sample(self.logits(rows), mode)
             tokens, codes = sampler.tokens, sampler.codes
-        if self.synthetic is not None and rows:
-            self.synthetic.overwrite(self._upload.step, state.tables, state.buffers, tokens, rows)
+        for feature in self.features.sampled if rows else ():
+            feature.sampled(self._upload.step, state.tables, state.buffers, tokens, rows)
         self.operations.finish_step(self._upload.step, state.tables, state.buffers, tokens, codes, self.out)
 
     def layers(self, shape: StepShape, plan: StepPlan | None) -> Tensor:
@@ -192,8 +155,8 @@ class Programs:
         if plan is not None:
             longest, most = int(plan.num_tokens.max()), state.most_blocks(plan.slots)
             prompts = state.prompts(plan)
-        if self.drafter is not None:
-            self.drafter.draft(step, state.tables, shape.seqs if shape.recorded else step.num_decodes, shape.query - 1)
+        for feature in self.features.inputs:
+            feature.inputs(step, state.tables, shape)
         self.operations.build_inputs(step, state.tables, buffers)
         shared = SharedBlocks.view(step.shared, SHARED_GROUPS, step.max_seqs, shape.seqs) if shape.shared else None
         groups, few = [], 1 + self._limits.num_drafts  # kernels are compiled for the most rows of a decode
@@ -212,43 +175,35 @@ class Programs:
                     prompts=prompts,
                 )
             )
-        guessed = self.synthetic is None and (shape.recorded or shape.query > 1)  # else all rows count
-        live = buffers.live if guessed else None
-        ctx = StepContext(buffers.positions, tuple(groups), self.kv, self._replicas(shape), live)
-        hidden = model.embed(buffers.token_ids) if self.stage is None else self.stage.begin(model, buffers.token_ids)
-        if plan is not None and plan.blended:
-            assert self.blending is not None, "a plan with moved tokens for a runner without kernels to move them"
-            hidden = self.blending.run(plan, hidden, ctx)
-        elif self.on_hidden is not None:
-            hidden = run_layers(model, hidden, ctx, self.some, self.on_hidden)
-        else:
-            hidden = self.recorder.run_layers(model, hidden, ctx, self.some)
-        if self.drafter is not None:
-            self.drafter.follow(step, buffers, hidden, ctx, decode=shape.decode)
-        if self.stage is not None:
-            self.stage.end(hidden)
+        live = buffers.live if shape.recorded or shape.query > 1 else None  # else all rows count
+        ctx = StepContext(buffers.positions, tuple(groups), self.kv, live=live)
+        for feature in self.features.context:
+            ctx = feature.context(ctx, shape)
+        hidden = self._run_layers(buffers.token_ids, ctx, plan)
+        for feature in self.features.layers_done:
+            feature.layers_done(step, buffers, hidden, ctx, shape)
         return hidden
 
-    def join(self) -> None:
-        """Launch this rank's part in the exchanges of a step without tokens here; nothing if no replica has any."""
-        if self.replicas is not None and any(self.replicas.rows):
-            shape = self.recorder.fit(StepShape(0, 0, 0, True, bound=self._bound))
-            self.recorder.run(shape.key, partial(self.exchange, shape))
+    def _run_layers(self, token_ids: Tensor, ctx: StepContext, plan: StepPlan | None) -> Tensor:
+        """Run the embedding and the layers, or the features that stand in their place."""
+        entrance = self.features.embed[0] if self.features.embed else self.model
+        hidden = entrance.embed(token_ids)
+        for feature in self.features.run_layers:
+            if plan is not None and (ran := feature.run_layers(plan, hidden, ctx, self.some)) is not None:
+                return ran
+        return self.recorder.run_layers(self.model, hidden, ctx, self.some)
 
-    def exchange(self, shape: StepShape) -> None:
-        """Launch the exchanges of `join`. A recorder captures these launches."""
-        if self.model.vocabulary is not None:
-            self.model.vocabulary.group.begin_step()
-        replicas = self._replicas(shape)
-        assert replicas is not None, "there is no other replica"
-        join_layers(self.model, replicas, self.some)
+    def idle(self, plan: StepPlan) -> None:
+        """Launch a step without tokens here: the table changes, and this rank's part in the steps of other replicas."""
+        self._upload.apply()
+        if plan.joins and self.features.join:
+            shape = self._fit(plan, StepShape(0, 0, 0, True))
+            self.recorder.run(shape.key, partial(self.join, shape))
 
-    def _replicas(self, shape: StepShape) -> ReplicaTokens | None:
-        """Return the tokens of the replicas in lock-step; a recording knows their bound alone."""
-        if self.replicas is None or not shape.recorded:
-            return self.replicas
-        rows = () if shape.bound else (shape.tokens,) * self._limits.replicas  # exact ones only in a rehearsal
-        return replace(self.replicas, rows=rows, bound=shape.bound)
+    def join(self, shape: StepShape) -> None:
+        """Launch this rank's part in a step in which it has no tokens. A recorder captures these launches."""
+        for feature in self.features.join:
+            feature.join(shape, self.some)
 
     def _cut(self, shape: StepShape) -> StepBuffers:
         """Return the step's buffers, cut to its sizes.
@@ -256,7 +211,7 @@ class Programs:
         A step with prompts on static buffers gets all rows: its recording does not know its rows.
         """
         if not shape.decode:
-            rows = shape.rows if self._static is None else len(self._static)
+            rows = len(self._logits) if self.recorder.static else shape.rows
             return self._state.buffers.cut(shape.tokens, shape.seqs, rows)
         known = self._cuts.get((shape.tokens, shape.seqs))
         if known is None:
@@ -273,7 +228,7 @@ class Programs:
         """
         sampled = set[int]()
         for shape in shapes:
-            work = self.exchange if not shape.tokens else self.decode if shape.decode else self.mixed
+            work = self.join if not shape.tokens else self.decode if shape.decode else self.mixed
             yield shape.key, partial(work, shape)
             if shape.decode and shape.shared and shape.rows not in sampled:
                 sampled.add(shape.rows)

@@ -29,6 +29,7 @@ class StepShape:
     shared     True: decodes share a prefix, and attention reads it only once
     recorded   True: the sizes are those of a recording (such as a CUDA graph), kept by the recorder under `key`
     bound      upper bound of the tokens of each replica in lock-step; 0: without others, or if exact numbers are used
+    eager      True: a feature runs the layers of the step itself, so no recording fits
     """
 
     tokens: int
@@ -39,6 +40,7 @@ class StepShape:
     recorded: bool = False
     bound: int = 0
     query: int = 1
+    eager: bool = False
 
     @property
     def key(self) -> Key:

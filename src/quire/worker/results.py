@@ -2,12 +2,13 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from quire.contracts.step import I32, SAMPLE, StepPlan, StepResult
 from quire.kernels.sampling.sampler import CODES
-from quire.worker.features import Found, Results
+from quire.worker.features import Hooked, Results
 
 
 @dataclass(frozen=True)
@@ -17,7 +18,7 @@ class RunningStep:
     slots       [N] int32 slots that sample
     num_tokens  tokens that the step computes
     fetch       function that waits for the step; returns [3, >= R]: tokens, error codes and drafts of the sampled rows
-    features    functions that return the results of step features (pooling, log-probabilities)
+    found       functions that return the results of step features (pooling, log-probabilities)
     counts      [N] int32 sampled rows of each slot: the last token of a decode and its drafts; None: one each
     """
 
@@ -25,33 +26,26 @@ class RunningStep:
     slots: I32
     num_tokens: int
     fetch: Callable[[], I32]
-    features: tuple[Results, ...] = ()
+    found: tuple[Results, ...] = ()
     counts: I32 | None = None
 
-    def collect(self) -> StepResult:
-        """Wait for the step and return its result."""
+    def collect(self, features: Hooked = ()) -> StepResult:
+        """Wait for the step and return its result. `features`: those with fields of the result."""
         count, words = len(self.slots), self.fetch()
-        tokens, codes = words[0, :count, None].copy(), words[1, :count]
-        accepted, drafted = np.ones(count, np.int32), np.empty(0, np.int32)
-        if self.counts is not None:
-            tokens, codes, accepted, drafted = _verified(words, self.counts)
+        firsts = slice(count) if self.counts is None else np.cumsum(self.counts) - self.counts
+        codes = words[1, firsts]
         failed = {int(self.slots[row]): CODES[int(codes[row])] for row in np.flatnonzero(codes)} if codes.any() else {}
-        found: Found = {"failed": failed}
-        for results in self.features:
+        found: dict[str, Any] = {"failed": failed}
+        for results in self.found:
             for name, by_slot in results().items():
                 found.setdefault(name, {}).update(by_slot)
+        known: dict[str, Any] = {"tokens": words[0, firsts, None].copy(), "num_accepted": np.ones(count, np.int32)}
+        for feature in features:
+            known.update(feature.results(self.plan, self.counts, words))
         if self.counts is not None and (logprobs := found.get("logprobs")):
-            valid = dict(zip(self.slots.tolist(), accepted.tolist(), strict=True))
+            valid = dict(zip(self.slots.tolist(), known["num_accepted"].tolist(), strict=True))
             found["logprobs"] = {slot: rows.part(slice(valid[slot])) for slot, rows in logprobs.items()}
-        return StepResult(
-            step=self.plan.step,
-            slots=self.slots,
-            tokens=tokens,
-            num_accepted=accepted,
-            num_drafted=drafted,
-            num_computed=self.num_tokens,
-            **found,
-        )
+        return StepResult(step=self.plan.step, slots=self.slots, num_computed=self.num_tokens, **known, **found)
 
 
 def sampled_slots(plan: StepPlan) -> tuple[I32, I32 | None, I32]:
@@ -66,20 +60,3 @@ def sampled_slots(plan: StepPlan) -> tuple[I32, I32 | None, I32]:
     counts = np.ones(len(slots), np.int32)
     counts[: plan.num_decodes] = rows
     return slots, counts, np.repeat(slots, counts)
-
-
-def _verified(words: I32, counts: I32) -> tuple[I32, I32, I32, I32]:
-    """Accept the drafts of a step, by the rule of `quire.kernels.step`: the device has accepted the same.
-
-    words    [3, >= R] tokens, codes and drafts of the sampled rows
-    counts   [N] rows of each slot
-    Returns tokens [N, 1+k], the code of each first row [N], and the numbers of valid tokens and of drafts made [N].
-    """
-    ends = np.cumsum(counts)
-    rows = np.arange(counts.max())
-    tokens, codes, drafts = words[:, np.minimum((ends - counts)[:, None] + rows, ends[:, None] - 1)]
-    verified = rows < counts[:, None] - 1  # rows with a draft behind them
-    equal = verified & (tokens == drafts)
-    equal[:, :-1] &= codes[:, 1:] == 0
-    accepted = 1 + np.logical_and.accumulate(equal, 1).sum(1, dtype=np.int32)
-    return tokens, codes[:, 0], accepted, (verified & (drafts >= 0)).sum(1, dtype=np.int32)

@@ -1,27 +1,24 @@
 """The model runner, one for every device.
 
-The order of a step: apply the plan, draft, build inputs, run layers, run the head, (release) sample, accept, write the
-tokens to the history, return results. The launches of a step depend only on numbers that the host knows (slots, counts
-of tokens), never on values that the device computed, so only `collect` waits for the device. Devices differ in four
-parts: step operations, sampler operations, upload and recorder.
+The order of a step: apply the plan, build inputs, run layers, run the head, (release) sample, write the tokens to the
+history, return results. Step features add what else happens in a step (`features.py`). The launches of a step depend
+only on numbers that the host knows (slots, counts of tokens), never on values that the device computed, so only
+`collect` waits for the device. Devices differ in four parts: step operations, sampler operations, upload and recorder.
 """
 
 from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
 
-import msgspec
 import numpy as np
 import torch
 
 from quire.contracts.step import I32, NO_MASKS, StepPlan, StepResult
 from quire.kernels.select import Choice
 from quire.kernels.step.state import DeviceState, Limits
-from quire.kernels.step.upload import Change, Upload
-from quire.kvstore.mover import BlockMover
+from quire.kernels.step.upload import Upload
 from quire.layers.stack import first_of_each_kind
-from quire.worker.balancing import RankBalancing
-from quire.worker.features import Results, StepFeature
+from quire.worker.features import Results
 from quire.worker.graphs import Graphs
 from quire.worker.programs import Programs
 from quire.worker.recorder import Key, StepShape
@@ -36,62 +33,40 @@ class _Launched(NamedTuple):
 
     plan: StepPlan
     shape: StepShape
-    features: tuple[Results, ...]
+    found: tuple[Results, ...]
 
 
 class StepRunner:
     """The model runner: runs step plans in order. At most `limits.depth` steps may be submitted and not collected yet.
 
     parts      implementations of step operations, sampler, upload and recorder, with the reasons for the choice
-    balancing  of experts; None: every expert stays in its place
-    mover      runs the copies of KV blocks between tiers; None: there is one tier
-    features   step features (scoring of prompts, pooling), which each step launches in this order
+    features   step features, whose hooks each step calls
     """
 
     def __init__(
-        self,
-        programs: Programs,
-        state: DeviceState,
-        upload: Upload,
-        features: tuple[StepFeature, ...],
-        *,
-        limits: Limits,
-        parts: tuple[Choice, ...],
+        self, programs: Programs, state: DeviceState, upload: Upload, *, limits: Limits, parts: tuple[Choice, ...]
     ) -> None:
         self.programs, self.state, self.limits, self.parts = programs, state, limits, parts
         self.model, self.sampler, self.recorder = programs.model, programs.sampler, programs.recorder
-        self._upload, self._features = upload, features
+        self.features, self._upload = programs.features, upload
         self._running: deque[RunningStep] = deque()
-        self.balancing: RankBalancing | None = None
-        self.mover: BlockMover | None = None
-        self._launched: _Launched | None = None  # the last submitted step, until its grammar masks come
+        self._launched: deque[_Launched] = deque()  # the last submitted step, until its grammar masks come
 
     @torch.inference_mode()
     def submit(self, plan: StepPlan) -> None:
         """Launch a step, without waiting for the device. A step with grammar masks samples only after `release`."""
-        if self.programs.stage is not None:
-            self.programs.stage.settle(plan)
-        if self.mover is not None and plan.copies is not None:
-            self.mover.begin(plan.copies.before)
-        changes = self.state.apply(plan)
-        if self.programs.drafter is not None:
-            changes += [Change(*one) for one in self.programs.drafter.admit(plan.admitted)]
-        for feature in self._features:
-            feature.apply(plan)
-        self._upload.send(plan, changes)
-        self.programs.agree(plan)
-        if self.balancing is not None and plan.sync is not None and plan.sync.switch >= 0:
-            self.balancing.switch(plan.sync.switch)
+        own = [change for feature in self.features.apply for change in feature.apply(plan)]
+        self._upload.send(plan, self.state.apply(plan) + own)
+        for feature in self.features.before:
+            feature.before(plan)
         if not len(plan.slots):
-            self._upload.apply()
-            self.programs.join()
-            self._began(RunningStep(plan, plan.slots, 0, lambda: NO_ROWS))
+            self.programs.idle(plan)
+            self._began(RunningStep(plan, plan.slots, 0, lambda: NO_ROWS), plan.slots)
             return
         shape = self.programs.shape(plan)
         hidden = self.programs.compute(shape, plan)
-        found = () if hidden is None else [each.run(plan, hidden) for each in self._features]
-        features = tuple(results for results in found if results is not None)
-        self._launched = _Launched(plan, shape, features)
+        found = () if hidden is None else [each.computed(plan, hidden) for each in self.features.computed]
+        self._launched.append(_Launched(plan, shape, tuple(results for results in found if results is not None)))
         if not len(plan.grammar):
             self._end()
 
@@ -101,40 +76,33 @@ class StepRunner:
 
         `masks` is empty when the executor shuts down: the step then samples without masks.
         """
-        assert self._launched is not None, "released twice"
-        plan = self._launched.plan
+        assert self._launched, "released twice"
+        plan = self._launched[0].plan
         if len(masks):
             self.programs.sampler.take_masks(sampled_slots(plan)[2], plan.grammar, masks)
         self._end()
 
     def _end(self) -> None:
         """Launch the work after the logits: sampling, log-probabilities and the copy of the tokens to the host."""
-        assert self._launched is not None, "submitted nothing"
-        (plan, shape, features), self._launched = self._launched, None
+        plan, shape, found = self._launched.popleft()
         slots, counts, rows = sampled_slots(plan)
         programs = self.programs
         programs.end(shape, rows)
         if len(rows) and programs.sampler.table.scored and self.model.last:
             scored = programs.sampler.logprobs(programs.whole_logits(len(rows)), rows)
-            features = features if scored is None else (*features, scored)
+            found = found if scored is None else (*found, scored)
         fetch, num_tokens = self._upload.fetch(programs.out), self._upload.step.num_tokens
-        self._began(RunningStep(plan, slots, num_tokens, fetch, features, counts))
+        self._began(RunningStep(plan, slots, num_tokens, fetch, found, counts), rows)
 
-    def _began(self, step: RunningStep) -> None:
-        """Note a step whose launches are done, and begin the copies that come after it."""
-        if self.mover is not None and step.plan.copies is not None:
-            self.mover.begin(step.plan.copies.after)
+    def _began(self, step: RunningStep, rows: I32) -> None:
+        """Note a step whose launches are done; then the features do what comes after it. rows: see `after`."""
+        for feature in self.features.after:
+            feature.after(step.plan, rows, self.state.buffers, self.programs.out)
         self._running.append(step)
 
     def collect(self) -> StepResult:
         """Wait for the oldest submitted step and return its result."""
-        step = self._running.popleft()
-        result = step.collect()
-        if self.mover is not None:
-            copies = step.plan.copies
-            copied = self.mover.finished(wait=copies is not None and copies.wait)
-            result = msgspec.structs.replace(result, copied=copied)
-        return result if self.balancing is None else msgspec.structs.replace(result, moved=self.balancing.moved)
+        return self._running.popleft().collect(self.features.results)
 
     def run(self, plan: StepPlan, get_masks: Callable[[], I32] = lambda: NO_MASKS) -> StepResult:
         """Submit a plan, wait for the step and return its result.
@@ -153,6 +121,7 @@ class StepRunner:
             "steps": dict(self.recorder.counts),
             "recordings": len(self.recorder),
             "not recorded": self.recorder.unrecorded(),
+            "features": [type(feature).__name__ for feature in self.features.all],
         }
 
     @torch.inference_mode()
@@ -177,7 +146,7 @@ class StepRunner:
             for _, work in self.programs.recordings(graphs.shapes()):
                 work()
         finally:
-            self.programs.some = None
+            self.programs.some = range(len(self.model.layers))
         torch.cuda.synchronize()
 
     @torch.inference_mode()

@@ -11,6 +11,7 @@ from quire.contracts.step import PROMPT_LOGPROBS, RowLogprobs, StepPlan
 from quire.kernels.host_copies import back
 from quire.kernels.sampling.logprobs import score_rows
 from quire.kernels.sampling.sampled import joined
+from quire.kernels.step.upload import Change
 from quire.worker.features import Found, Results, StepFeature
 
 SCORE_ROWS = 64  # prompt rows whose logits exist at once: 64 x 152k x 4 bytes = 39 MB
@@ -37,15 +38,16 @@ class PromptScorer(StepFeature):
         self._logits_of, self._history = logits_of, history
         self._prompts: dict[int, _Scored] = {}
 
-    def apply(self, plan: StepPlan) -> None:
+    def apply(self, plan: StepPlan) -> list[Change]:
         if self._prompts:
             for slot in plan.released.tolist():
                 self._prompts.pop(slot, None)
         for a in plan.admitted:
             if a.sampler.num_prompt_logprobs is not None:
                 self._prompts[a.slot] = _Scored(a.sampler, a.num_computed)
+        return []
 
-    def run(self, plan: StepPlan, hidden: Tensor) -> Results | None:
+    def computed(self, plan: StepPlan, hidden: Tensor) -> Results | None:
         asked = np.flatnonzero(plan.outputs & PROMPT_LOGPROBS).tolist() if self._prompts else ()
         if not asked:
             return None

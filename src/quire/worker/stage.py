@@ -12,8 +12,12 @@ from torch import Tensor
 
 from quire.contracts.step import I32, StepPlan
 from quire.distributed import Group
-from quire.kernels.step import StepBuffers, Tables
+from quire.kernels.step import StepBuffers, StepWords, Tables
+from quire.kernels.step.upload import Change
+from quire.layers.context import StepContext
 from quire.layers.stack import Model
+from quire.worker.features import StepFeature
+from quire.worker.recorder import StepShape
 
 
 @dataclass(frozen=True)
@@ -25,7 +29,7 @@ class _Owed:
     positions: Tensor
 
 
-class PipelineStage:
+class PipelineStage(StepFeature):
     """Exchanges of one pipeline-parallel rank with the other stages.
 
     forward   group of the pipeline's ranks that sends hidden states to the next stage
@@ -34,49 +38,50 @@ class PipelineStage:
     first     True on the first stage, which has the embedding;  last  True on the last stage, which has the LM head
     """
 
-    def __init__(self, forward: Group, back: Group, tables: Tables) -> None:
-        self._forward, self._back, self._tables = forward, back, tables
+    def __init__(self, model: Model, forward: Group, back: Group, tables: Tables) -> None:
+        self._model, self._forward, self._back, self._tables = model, forward, back, tables
         self._owed: deque[_Owed] = deque()
         self.first, self.last = forward.rank == 0, forward.rank == forward.size - 1
 
-    def begin(self, model: Model, token_ids: Tensor) -> Tensor:
+    def apply(self, plan: StepPlan) -> list[Change]:
+        """Receive the tokens that the last stage sampled for the plan's slots; write them to the token history.
+
+        Only the first stage receives tokens, and only when the slots are used, released or admitted again.
+        """
+        if self._owed:
+            used = {*plan.slots.tolist(), *plan.released.tolist(), *(one.slot for one in plan.admitted)}
+            self._receive(max((i for i, owed in enumerate(self._owed) if owed.known & used), default=-1) + 1)
+        return []
+
+    def embed(self, token_ids: Tensor) -> Tensor:
         """Return the input [T, hidden] of this stage's layers: embedded tokens, or received from the stage before."""
+        model = self._model
         if self.first:
             return model.embed(token_ids)
         hidden = torch.empty(len(token_ids), model.args.hidden_size, dtype=model.dtype, device=token_ids.device)
         return self._forward.receive(hidden, self._forward.rank - 1)
 
-    def end(self, hidden: Tensor) -> None:
+    def layers_done(
+        self, step: StepWords, buffers: StepBuffers, hidden: Tensor, ctx: StepContext, shape: StepShape
+    ) -> None:
         """Send the output of this stage's layers, [T, hidden], to the next stage."""
         if not self.last:
             self._forward.send(hidden, self._forward.rank + 1)
 
-    def sampled(self, buffers: StepBuffers, out: Tensor, slots: I32) -> None:
-        """End a step that sampled tokens for these slots.
+    def after(self, plan: StepPlan, rows: I32, buffers: StepBuffers, out: Tensor) -> None:
+        """End a step that sampled tokens for the slots `rows`.
 
-        The last stage sends the tokens out[0] to the first. The first notes that it must receive them; see `settle`.
+        The last stage sends the tokens out[0] to the first. The first notes that it must receive them; see `apply`.
         """
-        rows = len(slots)
-        if rows and self.last:
-            self._back.post(out[0, :rows], 0)
-        elif rows and self.first:
-            places = buffers.sample_slots[:rows].clone(), buffers.sample_positions[:rows].clone()
-            self._owed.append(_Owed(frozenset(slots.tolist()), *places))
+        count = len(rows)
+        if count and self.last:
+            self._back.post(out[0, :count], 0)
+        elif count and self.first:
+            places = buffers.sample_slots[:count].clone(), buffers.sample_positions[:count].clone()
+            self._owed.append(_Owed(frozenset(rows.tolist()), *places))
 
-    def settle(self, plan: StepPlan) -> None:
-        """Receive the tokens that the last stage sampled for the plan's slots; write them to the token history.
-
-        Only the first stage receives tokens, and only when the slots are used, released or admitted again. Call this
-        before the plan is applied.
-        """
-        if not self._owed:
-            return
-        used = {*plan.slots.tolist(), *plan.released.tolist(), *(one.slot for one in plan.admitted)}
-        last = max((i for i, owed in enumerate(self._owed) if owed.known & used), default=-1)
-        self._receive(last + 1)
-
-    def settle_all(self) -> None:
-        """Receive all sampled tokens that are still to come. Call this before another runner uses the same groups."""
+    def settle(self) -> None:
+        """Receive all sampled tokens that are still to come."""
         self._receive(len(self._owed))
 
     def _receive(self, count: int) -> None:

@@ -26,7 +26,10 @@ from quire.engine import balancer
 from quire.engine.balancer import Balancer
 from quire.engine.core import EngineCore
 from quire.engine.replicas import Core, Replicas
+from quire.worker.balancing import RankBalancing
+from quire.worker.taps import LogitsTap
 
+from ...support.features import feature
 from ...support.full import full_rows
 from ...support.quantized_checkpoints import FORMS, quantize_checkpoint
 from ...support.simulated_engine import simulated
@@ -102,7 +105,7 @@ def run(folder: Path, wait: Callable[[Core, list[Parts]], None] = lambda core, p
         rank = part.plan.mesh.rank
         if part.model.last:
             own = functools.partial(keep, cores[rank.replica])
-            part.worker.programs.on_logits = own if rank.place == 0 else lambda slots, positions, logits: None
+            part.worker.features.attach(LogitsTap(own if rank.place == 0 else lambda slots, positions, logits: None))
     try:
         for request in requests():
             core.add(request)
@@ -157,8 +160,8 @@ def until_moved(core: Core, parts: list[Parts]) -> None:
     if core._balancer._planned is not None:
         core._balancer._planned.result(timeout=60)
     for part in parts:
-        assert part.worker is not None and part.worker.balancing is not None
-        mover = part.worker.balancing._mover
+        assert part.worker is not None
+        mover = feature(part.worker, RankBalancing)._mover
         with mover._changed:
             due = mover._before + min(len(mover._work), mover._switched + 1)
             assert mover._changed.wait_for(lambda mover=mover, due=due: mover.told >= due, 60)  # type: ignore[misc]

@@ -27,6 +27,7 @@ from quire.layers.context import StepContext
 from quire.layers.stack import Model, run_layers
 from quire.plan.kv_geometry import kv_components
 from quire.worker.runner import StepRunner
+from quire.worker.taps import LogitsTap
 
 from ...support.compared import BLOCK, VOCAB, kv_geometry, make_model, model_args, runner_of
 
@@ -45,7 +46,7 @@ class Engine:
         self.runner = runner_of(model, LIMITS, num_blocks=num_blocks + 1)
         self.plans: list[StepPlan] = []
         self.logits: dict[int, Tensor] = {}  # position of the new token -> [V]
-        self.runner.programs.on_logits = self._note
+        self.runner.features.attach(LogitsTap(self._note))
         facts = ExecutorFacts(
             depth=depth,
             decode_lag=depth,

@@ -16,12 +16,13 @@ from quire.kernels.sampling import ref as sampling
 from quire.kernels.sampling.rows import Mode, encode_row
 from quire.kernels.step import StepBuffers, Tables
 from quire.kernels.step import ref as step_operations
-from quire.kernels.step.synthetic import SyntheticAcceptance
 from quire.kernels.step.upload import InPlaceUpload
 from quire.spec.ngram import NgramDrafter
+from quire.worker.synthetic import SyntheticAcceptance
 
 from ...support.compared import KINDS, LIMITS, ComparedRunners, compare_requests, make_model, model_args, runner_of
 from ...support.drafters import KnownAnswers, draft_with_layers
+from ...support.features import set_drafter
 from ...support.full import full_rows
 from ...support.naive_runner import NaiveRunner
 
@@ -43,11 +44,11 @@ def compared_drafts(kind: str, guesses: str, *, drafts: int, depth: int, blocks:
     """Run requests of all kinds with drafts; every token is compared with the naive runner's."""
     args = replace(model_args(kind), draft_layers=int(guesses == "layer"))
     runner = runner_of(make_model(args), replace(LIMITS, depth=depth, num_drafts=drafts))
-    runner.programs.drafter = NgramDrafter(ref, 1, 3)
+    set_drafter(runner, NgramDrafter(ref, 1, 3))
     if guesses == "layer":
         seen = draft_with_layers(runner, drafts)
     elif guesses != "ngram":
-        runner.programs.drafter = KnownAnswers(texts(kind), runner.sampler.table.rows, guesses, args.vocab_size)
+        set_drafter(runner, KnownAnswers(texts(kind), runner.sampler.table.rows, guesses, args.vocab_size))
     compared = ComparedRunners(runner, NaiveRunner(make_model(args, reference=True)), blocks)
     core = compare_requests(compared, NUMBER, budget=24, kinds=SOME)
     assert (core.scheduler.num_preempted > 0) == (blocks == 5) and not runner._running
@@ -121,9 +122,9 @@ def test_no_expert_computes_a_row_without_a_guess(kind: str, guesses: str) -> No
     args = model_args(kind)
     runner = runner_of(make_model(args), replace(LIMITS, num_drafts=3))
     if guesses == "none":  # looks for whole texts
-        runner.programs.drafter = NgramDrafter(ref, LIMITS.max_model_len, LIMITS.max_model_len)
+        set_drafter(runner, NgramDrafter(ref, LIMITS.max_model_len, LIMITS.max_model_len))
     else:
-        runner.programs.drafter = KnownAnswers(texts(kind), runner.sampler.table.rows, guesses, args.vocab_size)
+        set_drafter(runner, KnownAnswers(texts(kind), runner.sampler.table.rows, guesses, args.vocab_size))
     live = list[int]()
     runner.model.layers[-1].mlp.on_routing = lambda weights, ids: live.append(int((ids >= 0).all(1).sum()))
     compared = ComparedRunners(runner, NaiveRunner(make_model(args, reference=True)))
@@ -246,7 +247,7 @@ def test_synthetic_acceptance_changes_the_rows_with_a_draft_and_no_others() -> N
     right = torch.zeros(rows)
     for _ in range(200):
         buffers.drafts.fill_(-1)
-        synthetic.overwrite(upload.step, tables, buffers, tokens, rows)
+        synthetic.sampled(upload.step, tables, buffers, tokens, rows)
         right += buffers.drafts == tokens
     drafted = [0, 1, 2, 5, 6]
     assert (buffers.drafts != -1).nonzero().flatten().tolist() == drafted

@@ -53,7 +53,7 @@ def plan(
 
 def results(pooler: Pooler, step: StepPlan, hidden: torch.Tensor) -> Found:
     pooler.apply(step)
-    found = pooler.run(step, hidden)
+    found = pooler.computed(step, hidden)
     return found() if found else {"pooled": {}, "failed": {}}
 
 

@@ -13,6 +13,7 @@ from quire.contracts.step import SAMPLE, Admission, StepPlan
 from quire.kernels.attention import AttentionMeta
 from quire.kernels.native.library import missing
 from quire.worker import programs
+from quire.worker.taps import HiddenTap
 
 from ...support.compared import LIMITS, ComparedRunners, compare_requests, make_model, model_args, runner_of
 from ...support.full import full_rows
@@ -169,7 +170,7 @@ def test_recorded_steps_are_those_of_the_same_kernels_without_a_recording() -> N
     model = make_model(args, dtype="bfloat16")
     recorded, plain = runner_of(model), runner_of(model)
     assert recorded.parts[-1].name == "recordings"
-    plain.programs.on_hidden = lambda where, hidden: None  # who looks on gets nothing recorded
+    plain.features.attach(HiddenTap(plain.model, lambda where, hidden: None))  # who looks on gets nothing recorded
     compared = ComparedRunners(recorded, _Same(plain))  # type: ignore[arg-type]
     compare_requests(compared, 20, budget=24)
     counts = recorded.recorder.counts

@@ -1,14 +1,19 @@
 """Synthetic acceptance: a fixed share of the drafts counts, right or wrong. For measurements of speed only."""
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
 from quire.kernels.step import NUM_DECODES, StepBuffers, StepWords, Tables
+from quire.layers.context import StepContext
+from quire.worker.features import StepFeature
+from quire.worker.recorder import StepShape
 
 GOLDEN = 0.6180339887498949  # multiples, modulo 1, are spread evenly over 0 to 1
 
 
-class SyntheticAcceptance:
+class SyntheticAcceptance(StepFeature):
     """Makes drafts right or wrong after the sampling, so that runs have the lengths that were asked for.
 
     Launches have constant shapes for a number of rows and read no value on the host, so they can be captured.
@@ -22,10 +27,13 @@ class SyntheticAcceptance:
         self._rows = torch.arange(rows, dtype=torch.int32, device=device)
         self._steps = torch.zeros((), dtype=torch.float64, device=device)
 
-    def overwrite(self, step: StepWords, tables: Tables, buffers: StepBuffers, tokens: Tensor, rows: int) -> None:
+    def context(self, ctx: StepContext, shape: StepShape) -> StepContext:
+        """Return the context without dead rows: a row without a draft counts as well."""
+        return replace(ctx, live=None)
+
+    def sampled(self, step: StepWords, tables: Tables, buffers: StepBuffers, tokens: Tensor, rows: int) -> None:
         """Overwrite the drafts of the first `rows` rows: with the token that was sampled, or with another one.
 
-        tokens   [>= rows] int64 sampled tokens
         Rows without a draft behind them, and slots whose drafts come from the host, stay as they are.
         """
         place, ends = self._rows[:rows], step.starts[1:]

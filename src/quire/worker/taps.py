@@ -1,0 +1,37 @@
+"""Taps: step features that show hidden states or logits to a caller, for traces, comparisons and tests."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from torch import Tensor
+
+from quire.contracts.step import StepPlan
+from quire.layers.context import StepContext
+from quire.layers.stack import Model, Tap, run_layers
+from quire.worker.features import Layers, StepFeature
+from quire.worker.recorder import StepShape
+
+ReadLogits = Callable[[Tensor, Tensor, Tensor], None]  # slots [R], positions [R] and logits [R, V] of a step
+
+
+class HiddenTap(StepFeature):
+    """Shows the hidden states of each layer. Steps run eagerly, layer by layer, while a runner has this feature."""
+
+    def __init__(self, model: Model, tap: Tap) -> None:
+        self._model, self._tap = model, tap
+
+    def fit(self, plan: StepPlan, shape: StepShape) -> StepShape:
+        return replace(shape, eager=True)
+
+    def run_layers(self, plan: StepPlan, hidden: Tensor, ctx: StepContext, layers: Layers) -> Tensor:
+        return run_layers(self._model, hidden, ctx, layers, self._tap)
+
+
+class LogitsTap(StepFeature):
+    """Shows the logits of the sampled rows, once per step that samples."""
+
+    def __init__(self, tap: ReadLogits) -> None:
+        self._tap = tap
+
+    def logits(self, slots: Tensor, positions: Tensor, logits: Tensor) -> None:
+        self._tap(slots, positions, logits)
