@@ -22,7 +22,7 @@ from quire import EngineConfig
 from quire.args.checkpoint import FAMILIES as CONFIGURED
 from quire.args.checkpoint import ModelArgs, read_checkpoint_config
 from quire.args.keys import Keys
-from quire.assemble.engine import obtain
+from quire.assemble import obtain
 from quire.contracts.errors import ConfigError, ModelError, RequestFailed
 from quire.explain import parity
 from quire.explain.parity import NUM_TOKENS, verify

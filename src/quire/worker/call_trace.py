@@ -204,7 +204,7 @@ def worker_stops(worker: StepRunner, kernels: Kernels, groups: RankGroups = ALON
     yield from (stop for stop in methods_of(named) if stop[1] != "begin_step")  # it exchanges nothing
     kinds = {kind for _, part in named for kind in type(part).__mro__ if kind.__module__.startswith("quire.")}
     modules = {sys.modules[kind.__module__] for kind in kinds} | set(filter(inspect.ismodule, vars(kernels).values()))
-    modules.add(worker.programs.operations)
+    modules |= {worker.programs.operations, sys.modules[HiddenTap.__module__]}  # the tap runs the layers
     modules |= {value for _, layer in modules_of for value in vars(layer).values() if inspect.ismodule(value)}
     modules |= {
         value
