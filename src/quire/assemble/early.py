@@ -1,4 +1,5 @@
-"""Refusals that need no weights, told before the weights are read: memory and folder of KV tiers, ports, context.
+"""Refusals that need no weights, told before the weights are read: memory and folder of KV tiers, sizes of the cache,
+ports, context.
 
 The parts of the engine check the same again when they take what they need; this file asks whether they can. It changes
 nothing: it makes no folder, and closes the ports again.
@@ -10,6 +11,7 @@ from pathlib import Path
 
 from quire.config.engine import EngineConfig
 from quire.config.resolve import GIB, check_context
+from quire.config.resolve_cuda import DeviceMemory
 from quire.config.sharing import Place, read_events_config
 from quire.contracts.errors import ConfigError
 from quire.kvstore.private_folder import check_private
@@ -42,8 +44,16 @@ def _check_memory(plans: Sequence[EnginePlan], free_memory: int) -> None:
             f"kv_offload_gb={plans[0].offload.host_bytes / GIB:g}: this host has {free_memory / GIB:.1f} GiB of free "
             "memory, before any weights: lower kv_offload_gb."
         )
-    for plan in plans if plans[0].machine.device == "cpu" else ():
-        resolve_sizing(plan, free_memory)  # the cache gets less once the weights are there
+    cache = plans[0].config.cache
+    on_cpu = plans[0].machine.device == "cpu"
+    if on_cpu or cache.num_gpu_blocks_override is not None or cache.kv_cache_memory_bytes is not None:
+        for plan in plans:
+            resolve_sizing(plan, free_memory if on_cpu else _empty(plan.machine.total_memory))
+
+
+def _empty(total: int) -> DeviceMemory:
+    """A GPU on which nothing is. The cache gets less once the weights are there."""
+    return DeviceMemory(total=total, at_start=total, free=total, weights=0)
 
 
 def check_folder(name: str, *, shared: bool) -> None:

@@ -4,6 +4,7 @@ import socket
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 import quire.assemble
@@ -14,6 +15,7 @@ from quire.config.engine import EngineConfig
 from quire.config.placement import Parallel
 from quire.config.resolve import GIB
 from quire.contracts.errors import ConfigError
+from quire.models.plan import Machine
 
 from ...support.filled_models import planned
 from ...support.tiny_models import Tiny, tiny_config
@@ -85,3 +87,19 @@ def test_ranks_share_the_memory_of_a_host() -> None:
     check_early(ranks, 2 * GIB)
     with pytest.raises(ConfigError, match="kv_offload_gb=1.5: this host has 1.0 GiB of free memory"):
         check_early(ranks, GIB)
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"num_gpu_blocks_override": 4}, "num_gpu_blocks_override gives .* are missing. Try --max-model-len"),
+        ({"kv_cache_memory_bytes": 4096}, "kv_cache_memory_bytes gives .* are missing"),
+        ({"num_gpu_blocks_override": 1 << 30}, "num_gpu_blocks_override asks for .* lower it to"),
+    ],
+    ids=str,
+)
+def test_sizes_of_a_gpus_cache_that_fit_no_gpu(options: dict[str, int], match: str) -> None:
+    machine, replace = Machine(device="cuda", words="a GPU", total_memory=8 * GIB), msgspec.structs.replace
+    with pytest.raises(ConfigError, match=match):
+        check_early([replace(planned(ARGS, max_model_len=200, **options), machine=machine)], GIB)
+    check_early([replace(planned(ARGS, max_model_len=200), machine=machine)], GIB)
