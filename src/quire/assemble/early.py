@@ -14,6 +14,7 @@ from quire.config.resolve import GIB, check_context
 from quire.config.resolve_cuda import DeviceMemory
 from quire.config.sharing import Place, read_events_config
 from quire.contracts.errors import ConfigError
+from quire.kvstore.files import HEADER
 from quire.kvstore.private_folder import check_private
 from quire.models.missing import check_missing
 from quire.models.plan import EnginePlan, host_blocks, resolve_sizing
@@ -34,6 +35,7 @@ def check_early(plans: Sequence[EnginePlan], free_memory: int) -> None:
         _check_memory(plans, free_memory)
     if plan.offload.folder:
         check_folder(plan.offload.folder, shared=plan.offload.folder_shared)
+        _check_folder_size(plans)
     _check_ports(plan.config, [plan.offload.sharing.of(rank).place for rank in range(plan.mesh.parallel.dp)])
 
 
@@ -72,6 +74,15 @@ def check_folder(name: str, *, shared: bool) -> None:
         raise ConfigError(f"kv_offload_dir={name!r} cannot be used: {why}. Name a folder in which this user may write.")
     if known == folder and not shared:
         check_private(folder)
+
+
+def _check_folder_size(plans: Sequence[EnginePlan]) -> None:
+    offload, page = plans[0].offload, max(plan.geometry.page_bytes for plan in plans)
+    if offload.folder_bytes // plans[0].mesh.parallel.replica < page + HEADER.size:
+        raise ConfigError(
+            f"kv_offload_dir_gb={offload.folder_bytes / GIB:.3g} does not hold a KV block of {page / 2**20:.1f} MiB of "
+            "each rank: raise it."
+        )
 
 
 def _check_ports(config: EngineConfig, places: Sequence[Place | None]) -> None:

@@ -66,6 +66,11 @@ def test_folders(tmp_path: Path) -> None:
     assert not (tmp_path / "new").exists()
 
 
+def test_a_folder_that_holds_no_block(tmp_path: Path) -> None:
+    folder = {"kv_offload_gb": 0.1, "kv_offload_dir": str(tmp_path)}
+    refused("kv_offload_dir_gb=1e-05 does not hold a KV block of .* raise it", **folder, kv_offload_dir_gb=1e-5)
+
+
 def test_a_folder_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("os.access", lambda path, mode: False)
     with pytest.raises(ConfigError, match=f"this user may not write in {tmp_path}"):
