@@ -130,9 +130,9 @@ def test_many_blocks_are_told_in_parts() -> None:
 def test_a_connection_follows_once(share: BlockShare) -> None:
     """Each following is a thread."""
     line = peer(share)
-    for _ in range(50):
-        line.send(block_share.Follow())
     with pytest.raises(block_share.BROKEN):
+        for _ in range(50):
+            line.send(block_share.Follow())
         while line.receive(block_share.FROM_SHARE):
             pass
     line.close()
