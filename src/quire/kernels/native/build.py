@@ -219,10 +219,12 @@ def _seal(library: Path) -> None:
 
 
 def _output(command: list[str]) -> bytes:
-    pipe = subprocess.PIPE
+    pipe, variables = subprocess.PIPE, {"PATH": os.defpath} | os.environ  # a compiler looks for its linker there
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # until it would be ended
     try:
-        with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, process_group=0) as running:
+        with subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, env=variables, process_group=0
+        ) as running:
             try:
                 signal.pthread_sigmask(signal.SIG_SETMASK, before)
                 written, errors = running.communicate(timeout=COMPILE_SECONDS)
