@@ -22,6 +22,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from quire.config.env import absent_variables, with_variables
+
 KERNELS = Path(__file__).resolve().parents[1]
 SOURCE = KERNELS / "native" / "all.c"
 COMPILERS = ("cc", "gcc", "clang")
@@ -219,7 +221,8 @@ def _seal(library: Path) -> None:
 
 
 def _output(command: list[str]) -> bytes:
-    pipe, variables = subprocess.PIPE, {"PATH": os.defpath} | os.environ  # a compiler looks for its linker there
+    pipe = subprocess.PIPE
+    variables = with_variables(absent_variables({"PATH": os.defpath}))  # a compiler looks for its linker there
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # until it would be ended
     try:
         with subprocess.Popen(
