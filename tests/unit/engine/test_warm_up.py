@@ -27,22 +27,6 @@ def test_an_engine_is_as_new_after_its_first_steps(options: dict[str, Any]) -> N
     core.check()
 
 
-def test_the_first_grammar_loads_nothing() -> None:
-    core = build_mock_core(EngineConfig(), bundled_model())
-    warm_up(core)
-    compiler: Any = core._grammars._compiler
-    assert compiler._made and compiler._indexed and compiler._executor and compiler._trial._children.idle
-    assert not len(core._grammars)
-    core.shutdown()
-
-
-def test_an_engine_without_a_tokenizer_has_no_grammars() -> None:
-    core = build_mock_core(EngineConfig.from_flat(max_num_seqs=1, max_waiting=1), bundled_model())
-    core._grammars._compiler = None
-    warm_up(core)
-    assert not core.handles
-
-
 def test_steps_of_a_server_are_recorded_before_it_is_ready() -> None:
     config = EngineConfig.from_flat(device="cpu", num_threads=1, max_num_seqs=2, use_tqdm_on_load=False)
     core, ready = build(config, lambda message: None)
