@@ -105,3 +105,11 @@ def templates(parent: int) -> list[int]:
     """Return the templates of a process."""
     names = [int(entry) for entry in os.listdir("/proc") if entry.isdecimal() and is_template(int(entry))]
     return [pid for pid in names if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1] == str(parent)]
+
+
+@pytest.mark.parametrize(
+    "option", [{"umask": 0o77}, {"preexec_fn": os.getpid}, {"user": 0}, {"process_group": 0}, {"close_fds": False}], ids=str
+)
+def test_what_a_copy_cannot_have_is_refused(option: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=f"a copy of the template has no .*{SWITCH}=0"):
+        template_process.start(["-c", ""], start_new_session=True, **option)

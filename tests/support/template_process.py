@@ -11,9 +11,10 @@ before anything else happened in it.
     start(["-m", "quire", "serve"], ...)       # a server, its core and its ranks
 
 A copy gets arguments, environment, folder, descriptors, session and default signals as a new process does, and
-/proc/PID/cmdline and environ show them. A process starts as always where a copy could not be the same: where variables
-that are read once differ (`ONCE`), where PYTHONPATH has a sitecustomize.py, on another system than Linux, and with
-TEMPLATE_PROCESS=0. Some tests ask for that, so that the product's own start is tested, too.
+/proc/PID/cmdline and environ show them. Other options of `Popen`, such as umask, are refused (`IGNORED`). A process
+starts as always where a copy could not be the same: where variables that are read once differ (`ONCE`), where
+PYTHONPATH has a sitecustomize.py, on another system than Linux, and with TEMPLATE_PROCESS=0. Some tests ask for that,
+so that the product's own start is tested, too.
 """
 
 import atexit
@@ -59,6 +60,10 @@ REAL = subprocess
 LENGTH = struct.Struct("<I")
 CLONE_PARENT, SYS_CLONE = 0x00008000, {"x86_64": 56, "aarch64": 220}
 PR_SET_NAME = 15
+IGNORED = {  # options of `subprocess.Popen` that no copy can have, and their defaults
+    "preexec_fn": None, "close_fds": True, "startupinfo": None, "creationflags": 0, "shell": False,
+    "restore_signals": True, "gid": None, "gids": None, "uid": None, "umask": -1, "process_group": -1,
+}  # fmt: skip
 LAST = "quire.ranks.process"  # starts no processes itself
 
 
@@ -147,6 +152,8 @@ class Popen(REAL.Popen):  # type: ignore[type-arg]
         if found is None or not fits(found, variables):
             super()._execute_child(args, *others)  # type: ignore[misc]
             return
+        if ignored := [name for name, default in IGNORED.items() if given[name] != default]:
+            raise ValueError(f"a copy of the template has no {', '.join(ignored)}: set {SWITCH}=0 for this process")
         standard = [
             given[name] if given[name] != -1 else i for i, name in enumerate(("p2cread", "c2pwrite", "errwrite"))
         ]

@@ -1,4 +1,5 @@
-"""Refusals that need no weights, told before the weights are read: memory and folder of KV tiers, ports, context.
+"""Refusals that need no weights, told before the weights are read: memory and folder of KV tiers, sizes of the cache,
+ports, context.
 
 The parts of the engine check the same again when they take what they need; this file asks whether they can. It changes
 nothing: it makes no folder, and closes the ports again.
@@ -12,7 +13,9 @@ from quire.config.engine import EngineConfig, check_context
 from quire.contracts.errors import ConfigError
 from quire.kvnet.block_share import listener_at
 from quire.kvnet.event_publisher import EventPublisher
+from quire.kvstore.files import HEADER
 from quire.kvstore.private_folder import check_private
+from quire.plan.cuda_memory import DeviceMemory
 from quire.plan.engine import EnginePlan, host_blocks, resolve_sizing
 from quire.plan.memory import GIB
 from quire.plan.missing import check_missing
@@ -32,6 +35,7 @@ def check_early(plans: Sequence[EnginePlan], free_memory: int) -> None:
         _check_memory(plans, free_memory)
     if plan.offload.folder:
         check_folder(plan.offload.folder, shared=plan.offload.folder_shared)
+        _check_folder_size(plans)
     _check_ports(plan.config, [plan.offload.sharing.of(rank).place for rank in range(plan.mesh.parallel.dp)])
 
 
@@ -42,8 +46,16 @@ def _check_memory(plans: Sequence[EnginePlan], free_memory: int) -> None:
             f"kv_offload_gb={plans[0].offload.host_bytes / GIB:g}: this host has {free_memory / GIB:.1f} GiB of free "
             "memory, before any weights: lower kv_offload_gb."
         )
-    for plan in plans if plans[0].machine.device == "cpu" else ():
-        resolve_sizing(plan, free_memory)  # the cache gets less once the weights are there
+    cache = plans[0].config.cache
+    on_cpu = plans[0].machine.device == "cpu"
+    if on_cpu or cache.num_gpu_blocks_override is not None or cache.kv_cache_memory_bytes is not None:
+        for plan in plans:
+            resolve_sizing(plan, free_memory if on_cpu else _empty(plan.machine.total_memory))
+
+
+def _empty(total: int) -> DeviceMemory:
+    """A GPU on which nothing is. The cache gets less once the weights are there."""
+    return DeviceMemory(total=total, at_start=total, free=total, weights=0)
 
 
 def check_folder(name: str, *, shared: bool) -> None:
@@ -62,6 +74,15 @@ def check_folder(name: str, *, shared: bool) -> None:
         raise ConfigError(f"kv_offload_dir={name!r} cannot be used: {why}. Name a folder in which this user may write.")
     if known == folder and not shared:
         check_private(folder)
+
+
+def _check_folder_size(plans: Sequence[EnginePlan]) -> None:
+    offload, page = plans[0].offload, max(plan.geometry.page_bytes for plan in plans)
+    if offload.folder_bytes // plans[0].mesh.parallel.replica < page + HEADER.size:
+        raise ConfigError(
+            f"kv_offload_dir_gb={offload.folder_bytes / GIB:.3g} does not hold a KV block of {page / 2**20:.1f} MiB of "
+            "each rank: raise it."
+        )
 
 
 def _check_ports(config: EngineConfig, places: Sequence[Place | None]) -> None:

@@ -164,7 +164,9 @@ class ShareConfig:
         '{"enable_kv_cache_events": true, "endpoint": "tcp://*:5557"} (default endpoint: port 5557 of loopback)',
     )
     kv_offload_dir_shared: bool = option(
-        False, "take a --kv-offload-dir into which other users may write: they can change what this engine answers"
+        False,
+        "take a --kv-offload-dir into which other users may write: they can change what this engine answers; a group "
+        "shares it where its engines have umask 0002",
     )
     kv_faults: tuple[str, ...] = option((), "")  # planted for demonstrations, see kvnet/faults.py
 

@@ -43,7 +43,7 @@ class FlagParser(argparse.ArgumentParser):
     """Parser that accepts underscores in flags, takes no abbreviations, and suggests the nearest flag for an error.
 
     configure   adds the arguments; called before the first parsing, or by `complete`
-    elsewhere   flags that this command lacks -> the way to the same end, for the error
+    elsewhere   flags that this command lacks -> the way to the same end, for the error; "": arguments without a flag
     `--help=TEXT` shows only the flags that mention the text. Flags like `--name.key value` become one JSON object.
     """
 
@@ -92,7 +92,7 @@ class FlagParser(argparse.ArgumentParser):
     def _unknown(self, unknown: list[str]) -> str:
         flag = next((u.partition("=")[0] for u in unknown if u.startswith("-")), None)
         if flag is None:
-            return f"unexpected argument {unknown[0]!r}."
+            return f"unexpected argument {unknown[0]!r}" + (f": {self.elsewhere['']}." if "" in self.elsewhere else ".")
         if flag in self.elsewhere:
             return f"unknown flag {flag}: {self.elsewhere[flag]}."
         known, whole = self._option_string_actions, abbreviated(flag.lstrip("-"))

@@ -126,7 +126,12 @@ def _device(config: EngineConfig, described: str) -> tuple[Gpu | None, str]:
     """Return the GPU, or None for a CPU, and the device in words."""
     if gpu := GPUS.get(described):
         return gpu, "cuda (described: {}, sm_{}{}, {:.1f} GiB)".format(gpu.name, *gpu.capability, gpu.memory / GIB)
-    found = resolve_device(config.device.device)
+    try:
+        found = resolve_device(config.device.device)
+    except ConfigError as error:
+        raise ConfigError(
+            f"{str(error).rstrip('.')}. --device {', '.join(GPUS)} plans for a GPU that is not here."
+        ) from None
     if found.device == "cpu":
         return None, str(found)
     check_gpus(parallel_sizes(config.parallel), hosts=config.hosts.nnodes)

@@ -32,7 +32,7 @@ Place = tuple[str, int]
 RETRY_SECONDS, REFUSED_SECONDS = 1.0, 30.0
 HELLO_SECONDS = 2.0
 MOST_KEYS, KEY_BYTES = 1 << 19, 32  # blocks that a peer may name: 70 MB of this process
-READ_SECONDS = 8.0  # for all blocks of a job from a peer; those that are not there by then have failed
+READ_SECONDS = 8.0  # for a peer's welcome, and for all blocks of a job; those that are not there by then have failed
 AVOID_SECONDS = 5.0  # by then its silence is known, and it has no blocks until it is heard again
 PROMISED_SECONDS = 2.0  # to wait for a promised block
 WAYS, LEAST_BLOCKS = 4, 8  # a job divides its blocks among so many connections to a peer, at least so many blocks each:
@@ -294,7 +294,7 @@ def open_peer(place: Place, key: bytes, namespace: bytes) -> tuple[BlockLine, tu
     """Connect to a peer. Return the connection and the parts of a block that its ranks hold."""
     line = BlockLine(connect(*place, key, namespace, seconds=HELLO_SECONDS))
     try:
-        if isinstance(message := line.receive(FROM_SHARE), Shared):
+        if isinstance(message := line.receive(FROM_SHARE, READ_SECONDS), Shared):
             return line, message.shards
         why = message.why if isinstance(message, NotShared) else "it speaks another protocol"
         raise ConfigError(f"the peer {place[0]}:{place[1]} refuses to share its KV blocks: {why}.")

@@ -38,6 +38,7 @@ LENGTH, PAGE = struct.Struct("<I"), struct.Struct("<IQI")
 MOST_BYTES = 1 << 23  # of a message: some 200,000 keys
 MOST_NAMED = 8192  # keys in a message of `Blocks`
 MOST_LINES = 128  # connections at a time
+MOST_TOLD = 1 << 16  # claims that wait for the core, which takes none while it has no requests
 BEAT_SECONDS, SILENT_SECONDS = 1.0, 5.0
 TICK_SECONDS = 0.002
 MOST_WAIT = 5.0  # for blocks that are on their way to the host tier
@@ -123,14 +124,19 @@ class BlockLine:
         data = msgspec.msgpack.encode(message)
         self._end.sendall(LENGTH.pack(len(data)) + data)
 
-    def receive(self, decoder: msgspec.msgpack.Decoder[msgspec.Struct]) -> msgspec.Struct:
-        """Return the next message. Raises `TimeoutError` after a silence, and other errors in `BROKEN`."""
-        head = bytearray(LENGTH.size)
-        self._fill(memoryview(head))
+    def receive(
+        self, decoder: msgspec.msgpack.Decoder[msgspec.Struct], seconds: float = float("inf")
+    ) -> msgspec.Struct:
+        """Return the next message. Raises `TimeoutError` after a silence, and other errors in `BROKEN`.
+
+        seconds   most that the whole message may take, however it comes
+        """
+        head, until = bytearray(LENGTH.size), time.monotonic() + seconds
+        self._fill(memoryview(head), until)
         if (length := LENGTH.unpack(head)[0]) > MOST_BYTES:
             raise msgspec.DecodeError(f"a message of {length} bytes")
         data = bytearray(length)
-        self._fill(memoryview(data))
+        self._fill(memoryview(data), until)
         return decoder.decode(data)
 
     def send_page(self, key: bytes, data: bytes | memoryview, block: int = 0, *, bare: bool = False) -> None:
@@ -294,7 +300,7 @@ class BlockShare:
 
     def _serve(self, end: socket.socket) -> None:
         """Serve a connection to its end."""
-        line = self.line(end)
+        line, follows = self.line(end), False
         with closing(line), suppress(*BROKEN):
             try:
                 same = welcome(end, self._key) == self._namespace
@@ -321,12 +327,11 @@ class BlockShare:
                     if isinstance(message, Locate):
                         line.send(Located([self._device.places.get(key, (0, 0)) for key in message.keys]))
                     elif isinstance(message, Claims):
-                        for name in message.held:
-                            self._told.put((name, True))
-                        for name in message.ended:
-                            self._told.put((name, False))
+                        self._hear(message)
                     elif isinstance(message, Follow):
-                        known = self._device if message.device else self._host
+                        if follows:
+                            raise NotMaster("it follows twice")
+                        follows, known = True, self._device if message.device else self._host
                         threading.Thread(
                             target=self._tell, args=(line, known), name="quire-kv-tell", daemon=True
                         ).start()
@@ -334,6 +339,12 @@ class BlockShare:
                 with self._lock:
                     self._strangers.pop(end, None)
                     self._lines.discard(line)
+
+    def _hear(self, claims: Claims) -> None:
+        """Tell the core what a peer claims, as far as there is room: what is held is claimed again each second."""
+        told = [*((name, True) for name in claims.held), *((name, False) for name in claims.ended)]
+        for one in told[: max(0, MOST_TOLD - self._told.qsize())]:
+            self._told.put(one)
 
     def _send(self, line: BlockLine, asked: Read) -> None:
         until = time.monotonic() + min(asked.seconds, MOST_WAIT)

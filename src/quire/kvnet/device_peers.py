@@ -22,7 +22,7 @@ from quire.contracts.errors import ConfigError
 from quire.contracts.step import CopyJob
 from quire.kernels.ipc import DeviceIpc
 from quire.kernels.mapped import MappedPages
-from quire.kvnet.block_peers import REFUSED_SECONDS, PeerReads, Place, open_peer
+from quire.kvnet.block_peers import READ_SECONDS, REFUSED_SECONDS, PeerReads, Place, open_peer
 from quire.kvnet.block_share import BEAT_SECONDS, BROKEN, FROM_SHARE, BlockLine, Locate, Located
 from quire.kvstore.shards import Shard, cut
 
@@ -125,7 +125,7 @@ class _PeerLink:
         """Ask the peer where blocks are. Raises the errors in `BROKEN`."""
         assert self._line is not None and self._pages is not None, "the connection is closed"
         self._line.send(Locate(keys))
-        answer = self._line.receive(FROM_SHARE)
+        answer = self._line.receive(FROM_SHARE, READ_SECONDS)
         if not isinstance(answer, Located) or len(answer.places) != len(keys):
             raise ValueError("it does not say where its blocks are")
         if not all(self._pages.has(block) for block, _ in answer.places):

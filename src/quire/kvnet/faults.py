@@ -92,9 +92,11 @@ class FaultyLine(BlockLine):
         self._strike("tell")
         super().send(message)
 
-    def receive(self, decoder: msgspec.msgpack.Decoder[msgspec.Struct]) -> msgspec.Struct:
+    def receive(
+        self, decoder: msgspec.msgpack.Decoder[msgspec.Struct], seconds: float = float("inf")
+    ) -> msgspec.Struct:
         """See `BlockLine`."""
-        message = super().receive(decoder)
+        message = super().receive(decoder, seconds)
         self._strike("hear")
         return message
 

@@ -4,6 +4,7 @@ import socket
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 import quire.assemble.engine
@@ -13,6 +14,7 @@ from quire.assemble.engine import assemble
 from quire.config.engine import EngineConfig
 from quire.contracts.errors import ConfigError
 from quire.contracts.parallel import Parallel
+from quire.plan.engine import Machine
 from quire.plan.memory import GIB
 
 from ...support.filled_models import planned
@@ -64,6 +66,11 @@ def test_folders(tmp_path: Path) -> None:
     assert not (tmp_path / "new").exists()
 
 
+def test_a_folder_that_holds_no_block(tmp_path: Path) -> None:
+    folder = {"kv_offload_gb": 0.1, "kv_offload_dir": str(tmp_path)}
+    refused("kv_offload_dir_gb=1e-05 does not hold a KV block of .* raise it", **folder, kv_offload_dir_gb=1e-5)
+
+
 def test_a_folder_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("os.access", lambda path, mode: False)
     with pytest.raises(ConfigError, match=f"this user may not write in {tmp_path}"):
@@ -85,3 +92,19 @@ def test_ranks_share_the_memory_of_a_host() -> None:
     check_early(ranks, 2 * GIB)
     with pytest.raises(ConfigError, match="kv_offload_gb=1.5: this host has 1.0 GiB of free memory"):
         check_early(ranks, GIB)
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"num_gpu_blocks_override": 4}, "num_gpu_blocks_override gives .* are missing. Try --max-model-len"),
+        ({"kv_cache_memory_bytes": 4096}, "kv_cache_memory_bytes gives .* are missing"),
+        ({"num_gpu_blocks_override": 1 << 30}, "num_gpu_blocks_override asks for .* lower it to"),
+    ],
+    ids=str,
+)
+def test_sizes_of_a_gpus_cache_that_fit_no_gpu(options: dict[str, int], match: str) -> None:
+    machine, replace = Machine(device="cuda", words="a GPU", total_memory=8 * GIB), msgspec.structs.replace
+    with pytest.raises(ConfigError, match=match):
+        check_early([replace(planned(ARGS, max_model_len=200, **options), machine=machine)], GIB)
+    check_early([replace(planned(ARGS, max_model_len=200), machine=machine)], GIB)

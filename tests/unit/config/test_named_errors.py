@@ -62,6 +62,11 @@ def test_flags_of_other_commands(command: str, flag: str, words: str, capsys: py
     assert f"unknown flag {flag}: " in said and words in said and "Did you" not in said
 
 
+def test_a_server_without_its_flag_is_told_it(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["route", "http://127.0.0.1:8001"]) == 2
+    assert "unexpected argument 'http://127.0.0.1:8001': servers are named by --backend URL" in capsys.readouterr().err
+
+
 def test_a_dense_model_is_not_told_to_use_experts() -> None:
     args = parse_checkpoint_config(tiny_config(Tiny(family="qwen3")))
     awq = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"}

@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from quire.explain.describe import plan_engine
 from quire.explain.render_ranks import folded
 from quire.kernels.linear import onednn as units
 from quire.kernels.native import library
+from quire.platforms.detect import DriverProbe
 
 from ...support.explained import explained
 
@@ -43,6 +45,15 @@ def test_json_is_the_whole_plan(capsys: pytest.CaptureFixture[str]) -> None:
     config = EngineConfig.from_flat(model=TINY, max_model_len=1024, tensor_parallel_size=2)
     assert printed == json.loads(json.dumps(plan_engine(config, "h100").describe()))
     assert printed["memory"]["max_model_len"] == 1024 and len(printed["ranks"]) == 2
+
+
+def test_a_machine_without_a_gpu_is_told_of_gpus_to_plan_for(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = partial(describe.resolve_device, probe=lambda: DriverProbe(missing="there is no NVIDIA driver"))
+    monkeypatch.setattr(describe, "resolve_device", found)
+    assert main(["explain", TINY, "--device", "cuda"]) == 3
+    assert "--device h200, h100, a100 plans for a GPU that is not here" in capsys.readouterr().err
 
 
 def test_a_cpu_that_packs_no_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:

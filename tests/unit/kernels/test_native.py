@@ -525,3 +525,9 @@ def test_memory_of_any_size(shape: tuple[int, ...]) -> None:
     tensor.fill_(1.0)
     if tensor.numel() * 2 >= memory.HUGE_PAGE:
         assert tensor.data_ptr() % memory.HUGE_PAGE == 0
+
+
+def test_a_compiler_has_a_path_where_this_process_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is found in the default path, and would compile for half a minute and then find no linker there."""
+    monkeypatch.delenv("PATH")
+    assert f"PATH={os.defpath}".encode() in build._output(["/usr/bin/env"]).splitlines()

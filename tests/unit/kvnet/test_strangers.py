@@ -125,3 +125,58 @@ def test_many_blocks_are_told_in_parts() -> None:
     assert [len(part) for part in parts] == [block_share.MOST_NAMED] * 3 + [1]
     assert dict(pair for part in parts for pair in part) == changes
     assert block_share._parts({}) == [[]], "a sign of life"
+
+
+def test_a_connection_follows_once(share: BlockShare) -> None:
+    """Each following is a thread."""
+    line = peer(share)
+    with pytest.raises(block_share.BROKEN):
+        for _ in range(50):
+            line.send(block_share.Follow())
+        while line.receive(block_share.FROM_SHARE):
+            pass
+    line.close()
+    assert len(share._host.followers) <= 1
+
+
+def test_claims_that_nobody_takes_are_bounded(share: BlockShare, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A core without requests takes none."""
+    monkeypatch.setattr(block_share, "MOST_TOLD", 10)
+    line = peer(share)
+    for number in range(20):
+        line.send(block_share.Claims([f"held {number}"], [f"ended {number}"]))
+    line.send(block_share.Locate([]))
+    line.receive(block_share.FROM_SHARE)
+    line.close()
+    assert share._told.qsize() == 10
+
+
+def test_a_peer_that_dribbles_holds_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It proves the key, and then sends the rest byte by byte: it is never silent, and never done."""
+    monkeypatch.setattr(block_peers, "READ_SECONDS", 0.2)
+    monkeypatch.setattr(block_peers, "HELLO_SECONDS", 20.0)
+    over = threading.Event()
+
+    def dribble() -> None:
+        end, _ = listener.accept()
+        with end:
+            welcome(end, KEY)
+            end.sendall(block_share.LENGTH.pack(1 << 20))
+            while not over.wait(0.01):
+                end.sendall(b"\0")
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        host, port = listener.getsockname()[:2]
+        dribbles = threading.Thread(target=dribble, daemon=True)
+        dribbles.start()
+        asked = threading.Thread(target=_fails, args=((host, port), over), daemon=True)
+        asked.start()
+        asked.join(20)
+        assert over.is_set(), "it still waits"
+        dribbles.join(20)
+
+
+def _fails(place: tuple[str, int], over: threading.Event) -> None:
+    with pytest.raises(ConnectionError, match="too slow"):
+        block_peers.open_peer(place, KEY, NAMESPACE)
+    over.set()

@@ -35,7 +35,7 @@ def configure(parser: flags.FlagParser) -> None:
     """Add the flags of `quire route`."""
     from quire import router
 
-    parser.elsewhere = {"--api-key": KEYS}
+    parser.elsewhere = {"--api-key": KEYS, "": "servers are named by --backend URL"}
     flags.add_flag_table(parser, Path(router.__file__).with_name("flags.txt"))
     flags.add_flags(parser, ((title, o) for title, o in flags.options_of(HttpConfig) if o.name in LISTENER))
 

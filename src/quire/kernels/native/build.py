@@ -22,6 +22,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from quire.config.env import absent_variables, with_variables
+
 KERNELS = Path(__file__).resolve().parents[1]
 SOURCE = KERNELS / "native" / "all.c"
 COMPILERS = ("cc", "gcc", "clang")
@@ -220,9 +222,12 @@ def _seal(library: Path) -> None:
 
 def _output(command: list[str]) -> bytes:
     pipe = subprocess.PIPE
+    variables = with_variables(absent_variables({"PATH": os.defpath}))  # a compiler looks for its linker there
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # until it would be ended
     try:
-        with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, process_group=0) as running:
+        with subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, env=variables, process_group=0
+        ) as running:
             try:
                 signal.pthread_sigmask(signal.SIG_SETMASK, before)
                 written, errors = running.communicate(timeout=COMPILE_SECONDS)
