@@ -38,6 +38,7 @@ from quire.plan.experts import check_routing, needs_of_kinds
 from quire.plan.experts import moe_plans as moe_plans
 from quire.plan.formats import with_formats
 from quire.plan.graphs import GraphPlan, resolve_graphs
+from quire.plan.kinds import mixer
 from quire.plan.kv_geometry import rank_geometry
 from quire.plan.layout import layout
 from quire.plan.linears import is_linear, linear_plans
@@ -414,5 +415,11 @@ def operations(args: ModelArgs, blends: bool = False) -> tuple[str, ...]:
 
     blends   True: its KV is reused at other positions, too
     """
-    attention = ("latent",) if args.latent else ("heads", "attention")
-    return ("norm", *attention, "activation", "linear", *(("routing",) if args.moe else ()), *("blend",) * blends)
+    return (
+        "norm",
+        *mixer(args).operations,
+        "activation",
+        "linear",
+        *(("routing",) if args.moe else ()),
+        *("blend",) * blends,
+    )

@@ -4,6 +4,7 @@ from dataclasses import asdict
 from typing import Any
 
 from quire.args.checkpoint import ModelArgs
+from quire.plan.kinds import mixer
 
 
 def model_facts(args: ModelArgs) -> dict[str, Any]:
@@ -11,18 +12,9 @@ def model_facts(args: ModelArgs) -> dict[str, Any]:
 
     The value of "router" is None for a model without experts.
     """
-    latent, moe = args.latent, args.moe
-    width = latent.v_dim if latent else args.head_dim
+    moe = args.moe
     return {
-        "attention": {
-            "kind": "latent" if latent else "grouped-query",
-            "heads": args.num_heads,
-            "kv_heads": None if latent else args.num_kv_heads,
-            "head_dim": args.head_dim,
-            "value_dim": width,
-            "qk_norm": args.qk_norm,
-            "bias": args.attention_bias,
-        },
+        "attention": mixer(args).facts(),
         "rope": asdict(args.rope) | {"rotary_dim": args.rotary_dim, "head_dim": args.head_dim},
         "router": moe and asdict(moe.routing) | {"layers": len(moe.layers), "shared_gate": moe.shared_gate},
     }

@@ -6,13 +6,13 @@ from quire.args.checkpoint import ModelArgs
 from quire.config.engine import EngineConfig
 from quire.contracts.speculation import Speculation
 from quire.contracts.step import MAX_VERIFY_ROWS
+from quire.plan.kinds import mixer
 from quire.plan.layout import parameters_per_token
 
 LAUNCH_SECONDS = 0.025  # of the host, to launch the kernels of a step one by one
 GRAPH_BYTES = 24 << 20  # set aside for the graphs of one size: six of them took 9 to 14 MiB (H200, docs/log.md)
 FLOPS = 600e12  # of a GPU, in a large product
 MOST_DRAFTS = 2  # numbers of drafts that are captured; others are padded to the next
-LATENT_TOKENS = 1024  # at most, of a captured step: its prompts are absorbed, which costs more the longer they are
 
 
 class GraphPlan(msgspec.Struct, frozen=True, kw_only=True):
@@ -95,8 +95,7 @@ def _prompt_sizes(config: EngineConfig, args: ModelArgs) -> tuple[int, ...]:
     if config.device.cudagraph_capture_sizes:
         return ()
     most = int(LAUNCH_SECONDS * FLOPS / (2 * parameters_per_token(args)))
-    if args.latent is not None:
-        most = min(most, LATENT_TOKENS)
+    most = min(most, mixer(args).prompts or most)
     return prompt_sizes(min(most, config.device.max_cudagraph_capture_size or most, config.scheduler.token_budget()))
 
 

@@ -1,11 +1,10 @@
 """Layout of the KV cache: the components of each layer, and the pages of a rank. Pure arithmetic."""
 
-from dataclasses import replace
-
 from quire.args.checkpoint import ModelArgs
 from quire.contracts.blocks import KVComponent, KVGeometry, KVGroup
 from quire.contracts.errors import ConfigError
 from quire.contracts.parallel import Rank
+from quire.plan.kinds import mixer
 from quire.plan.weight_bytes import ITEM_BYTES
 
 CPU_BLOCK_SIZE = 32  # tokens: the best size for the CPU attention kernel (docs/design.md, section 5)
@@ -13,27 +12,18 @@ CUDA_BLOCK_SIZE = 128  # tokens: a kernel's tile of keys; smaller tiles divide i
 CACHE_BYTES = ITEM_BYTES | {"float8_e4m3fn": 1, "float8_e5m2": 1}
 
 
-def kv_components(args: ModelArgs, dtype: str) -> tuple[KVComponent, ...]:
-    """Return the components of a layer's KV cache, in `dtype`.
-
-    These are keys and values, each [kv head][token][head_dim]; with latent attention, the latent and the rotated key
-    that all heads share.
-    """
+def kv_components(args: ModelArgs, dtype: str, rank: Rank | None = None) -> tuple[KVComponent, ...]:
+    """Return the components of a layer's KV cache, in `dtype`, on a rank; None: of all heads."""
     if dtype not in CACHE_BYTES:
         raise ConfigError(f"a KV cache of dtype {dtype!r} is not possible: use one of {', '.join(CACHE_BYTES)}.")
-    size = CACHE_BYTES[dtype]
-    if args.latent is not None:
-        widths = {"latent": args.latent.kv_rank, "rope": args.latent.rope_dim}
-        return tuple(KVComponent(name, 1, width, dtype, size) for name, width in widths.items())
-    return tuple(KVComponent(name, args.num_kv_heads, args.head_dim, dtype, size) for name in ("k", "v"))
+    return mixer(args).components(dtype, CACHE_BYTES[dtype], rank)
 
 
 def rank_geometry(args: ModelArgs, rank: Rank, *, dtype: str, device: str, block_size: int | None) -> KVGeometry:
     """Return the layout of a page of a rank's KV cache. dtype: of the cache; block_size: None: the device's default."""
-    own = args if args.latent else replace(args, num_kv_heads=rank.kv_heads[1] - rank.kv_heads[0])
     default = CUDA_BLOCK_SIZE if device == "cuda" else CPU_BLOCK_SIZE
     layers = rank.layers[1] - rank.layers[0] + args.draft_layers * rank.last
-    return resolve_geometry(kv_components(own, dtype), layers, block_size, default)
+    return resolve_geometry(kv_components(args, dtype, rank), layers, block_size, default)
 
 
 def resolve_geometry(

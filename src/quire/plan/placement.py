@@ -11,6 +11,7 @@ from quire.config.balancing import read_eplb_config
 from quire.config.engine import HostsConfig, ParallelConfig
 from quire.contracts.errors import ConfigError
 from quire.contracts.parallel import MOST_RANKS, Parallel, Rank, share, tp_members
+from quire.plan.kinds import mixer
 
 
 def parallel_sizes(config: ParallelConfig) -> Parallel:
@@ -48,7 +49,7 @@ def check_parallel(args: ModelArgs, parallel: Parallel) -> None:
         )
     if args.num_heads % tp:
         raise ConfigError(f"-tp {tp}: {args.num_heads} attention heads cannot be divided by {tp}: {_sizes(args)}.")
-    if args.latent is None and kv % tp and tp % kv:
+    if not mixer(args).divides(tp):
         raise ConfigError(
             f"-tp {tp}: {kv} KV heads can be neither divided nor copied evenly among {tp} ranks: {_sizes(args)}."
         )
@@ -146,12 +147,8 @@ def hosts_note(parallel: Parallel, hosts: Sequence[int]) -> str:
 
 def _sizes(args: ModelArgs) -> str:
     """Return the sizes of tensor parallelism that fit the model, in words."""
-    heads, kv = args.num_heads, args.num_kv_heads
-    fitting = [
-        str(tp)
-        for tp in range(1, heads + 1)
-        if heads % tp == 0 and (args.latent is not None or kv % tp == 0 or tp % kv == 0)
-    ]
+    heads = args.num_heads
+    fitting = [str(tp) for tp in range(1, heads + 1) if heads % tp == 0 and mixer(args).divides(tp)]
     return f"use -tp {' or '.join(filter(None, (', '.join(fitting[:-1]), fitting[-1])))}"
 
 
@@ -170,7 +167,7 @@ def _ranges(sizes: Sequence[int]) -> tuple[tuple[int, int], ...]:
 
 def ranks(args: ModelArgs, parallel: Parallel) -> Iterator[Rank]:
     """Yield every rank, in the order of their numbers."""
-    kv, num_experts = min(args.num_kv_heads, parallel.tp), args.moe.routing.num_experts if args.moe else 0
+    num_experts = args.moe.routing.num_experts if args.moe else 0
     held = _ranges(parallel.layers) if parallel.layers else stages(args.num_layers, parallel.pp)
     for number in range(parallel.size):
         replica, rest = divmod(number, parallel.pp * parallel.tp)
@@ -183,7 +180,7 @@ def ranks(args: ModelArgs, parallel: Parallel) -> Iterator[Rank]:
             place=place,
             layers=held[stage],
             heads=share(args.num_heads, parallel.tp, place),
-            kv_heads=(0, 1) if args.latent else share(args.num_kv_heads, kv, place * kv // parallel.tp),
+            kv_heads=mixer(args).kv_heads(parallel.tp, place),
             experts=(among, num_experts, parallel.expert_ranks)
             if parallel.round_robin
             else (*share(num_experts + (parallel.redundant or 0), parallel.expert_ranks, among), 1),

@@ -27,7 +27,9 @@ from quire.plan.engine import EnginePlan, keep_stored
 from quire.plan.facts import model_facts
 from quire.plan.formats import decided_by, with_formats
 from quire.plan.kept import headers_of, kept_of
-from quire.plan.kernel_calls import Call, embedding_calls, head_calls, layer_calls, pack_function
+from quire.plan.kernel_calls import embedding_calls, head_calls, pack_function
+from quire.plan.kinds.blocks import block_calls
+from quire.plan.kinds.parts import Call, LayerStep
 from quire.plan.kv_geometry import rank_geometry
 from quire.plan.layout import alone, layout, stored_names
 from quire.plan.linears import linear_plans
@@ -341,13 +343,9 @@ class PlanReport:
             params = {param.name.removeprefix(at): param for param in group}
             first, linear = "embed.weight" in params, partial(self._features, at)
             sliced = parallel.tp > 1
-            calls = list(
-                layer_calls(args, layer, linear, self.plan.config.load.routing, sliced=sliced, spread=self.plan.spread)
-                if layer >= 0
-                else embedding_calls(args, linear, sliced)
-                if first
-                else head_calls(args, sliced)
-            )
+            step = LayerStep(linear, self.plan.config.load.routing, sliced, self.plan.spread)
+            ends = embedding_calls(args, linear, sliced) if first else head_calls(args, sliced)
+            calls = list(block_calls(args, layer, step) if layer >= 0 else ends)
             named = [
                 call._asdict() | {"function": self._qualified(call.function, (at + p for p in call.parameters))}
                 for call in calls

@@ -1,0 +1,61 @@
+"""Layers of a decoder, of multi-token prediction (MTP) and of EAGLE heads: a mixer and a feed-forward part each."""
+
+from collections.abc import Iterator
+
+from quire.args.checkpoint import ModelArgs
+from quire.args.eagle import EagleArgs
+from quire.contracts.params import Param
+from quire.plan.kinds import feed_forward, mixer
+from quire.plan.kinds.parts import Call, LayerStep, ParamWriter, StoredRows
+
+AT = "layers.{i}."
+
+
+def block_params(args: ModelArgs, write: ParamWriter, layer: int) -> Iterator[Param]:
+    """Yield the parameters of a decoder layer: norm, mixer, norm, feed-forward part."""
+    yield write.norm(AT + "attention_norm.weight", layer)
+    yield from mixer(args).params(write, layer, args.hidden_size)
+    yield write.norm(AT + "mlp_norm.weight", layer)
+    yield from feed_forward(args, layer).params(write, layer)
+
+
+def block_calls(args: ModelArgs, layer: int, step: LayerStep) -> Iterator[Call]:
+    """Yield the kernel calls of a decoder layer, or of an MTP layer behind the last one."""
+    drafts = layer >= args.num_layers
+    if drafts:
+        yield from (Call("norm.rms_norm", ("token_norm.weight",)), Call("norm.rms_norm", ("state_norm.weight",)))
+        yield Call("linear.run", ("join.weight",))
+    yield from mixer(args).calls(step)
+    yield from feed_forward(args, layer).calls(step)
+    if drafts:
+        yield Call("norm.rms_norm", ("norm.weight",), "before the head, in each pass that drafts")
+
+
+def prediction_params(args: ModelArgs, write: ParamWriter, layer: int) -> Iterator[Param]:
+    """Yield the parameters of an MTP layer: it joins the embedding of a token with the state of the one before."""
+    yield write.norm(AT + "token_norm.weight", layer)
+    yield write.norm(AT + "state_norm.weight", layer)
+    yield write.param(AT + "join.weight", {"": StoredRows(write.hidden)}, 2 * write.hidden, layer=layer)
+    yield from block_params(args, write, layer)
+    yield write.norm(AT + "norm.weight", layer)
+
+
+def head_params(args: ModelArgs, eagle: EagleArgs, write: ParamWriter, vocab: StoredRows) -> Iterator[Param]:
+    """Yield the parameters of an EAGLE head; of EAGLE-3, which reads several states, also a norm, a head, and ids.
+
+    vocab   rows of this rank's slice of the vocabulary
+    """
+    hidden, rows, reads = write.hidden, {"": StoredRows(write.hidden)}, len(eagle.reads(args.num_layers))
+    yield write.param(AT + "join.weight", rows, (reads or 2) * hidden, layer=0)
+    if eagle.bias:
+        yield write.param(AT + "join.bias", rows, layer=0)
+    for norm in ("token_norm", "state_norm") if reads else ():
+        yield write.norm(f"{AT}{norm}.weight", 0)
+    yield from mixer(args).params(write, 0, 2 * hidden if reads else hidden)
+    yield write.norm(AT + "mlp_norm.weight", 0)
+    yield from feed_forward(args, 0).params(write, 0)
+    if reads:
+        yield write.norm("norm.weight")
+        yield write.param("head.weight", {"": vocab}, hidden, shard="rows")
+    if reads and args.vocab_size != eagle.vocab_size:
+        yield write.param("ids.offsets", {"": StoredRows(args.vocab_size)}, dtype="float32")

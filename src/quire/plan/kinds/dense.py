@@ -1,0 +1,46 @@
+"""A gated MLP: down(silu(gate(x)) * up(x))."""
+
+from collections.abc import Iterator
+
+from quire.contracts.params import Param
+from quire.plan.kinds.parts import Call, Features, LayerStep, ParamWriter, StoredRows, added, normed, weights
+
+
+class DenseKind:
+    """A gated MLP; a `FeedForward`.
+
+    at      its name below the layer, with a dot behind, such as "mlp."
+    width   numbers between gate and down
+    """
+
+    def __init__(self, at: str, width: int, bias: bool = False) -> None:
+        self._at, self._width, self._bias = at, width, bias
+
+    def params(self, write: ParamWriter, layer: int) -> Iterator[Param]:
+        """Yield the fused gate and up, and down."""
+        own, at = write.share(self._width), "layers.{i}." + self._at
+        halves = dict.fromkeys(("gate", "up"), StoredRows(self._width, *own))
+        yield write.param(at + "gate_up.weight", halves, write.hidden, shard="rows", layer=layer)
+        if self._bias:
+            yield write.param(at + "gate_up.bias", halves, shard="rows", layer=layer)
+        rows = {"": StoredRows(write.hidden)}
+        yield write.param(at + "down.weight", rows, self._width, columns=own, shard="columns", layer=layer)
+        if self._bias and write.rank.place == 0:  # once in the sum of the ranks
+            yield write.param(at + "down.bias", rows, layer=layer)
+
+    def calls(self, step: LayerStep) -> Iterator[Call]:
+        """Yield the projection with its activation, and the projection back."""
+        yield from gated(self._at, self._bias, step.linear, "mlp_norm.weight")
+        yield from added(f"{self._at}down", self._bias, step)
+
+
+def gated(at: str, bias: bool, linear: Features, norm: str = "") -> Iterator[Call]:
+    """Yield the projection to gate and up with its activation, after a norm if there is one."""
+    names, run = weights(f"{at}gate_up", bias), "_gated" if "gated" in linear(f"{at}gate_up") else ""
+    call = Call(f"linear.run{run}", names)
+    if norm and run:
+        yield from normed(norm, names, linear, run)
+    else:
+        yield from (Call("norm.rms_norm", (norm,)), call) if norm else (call,)
+    if not run:
+        yield Call("activation.silu_mul")

@@ -1,0 +1,73 @@
+"""A mixture of experts: a router chooses k experts for each token; shared experts compute every token."""
+
+from collections.abc import Iterator
+
+from quire.args.checkpoint import ModelArgs
+from quire.args.experts import MoEArgs
+from quire.contracts.params import Param
+from quire.plan.kinds.dense import DenseKind, gated
+from quire.plan.kinds.parts import SUM, Call, LayerStep, ParamWriter, StoredRows, product
+
+AT = "layers.{i}.mlp."
+
+
+class ExpertsKind:
+    """A mixture of experts; a `FeedForward`."""
+
+    def __init__(self, args: ModelArgs, moe: MoEArgs) -> None:
+        self._args, self._moe = args, moe
+
+    def params(self, write: ParamWriter, layer: int) -> Iterator[Param]:
+        """Yield the router, the stacked experts of the rank, the shared experts and their gate."""
+        moe, hidden, num, width = self._moe, write.hidden, self._moe.routing.num_experts, self._moe.expert_size
+        yield write.param(AT + "router.weight", {"": StoredRows(num)}, hidden, layer=layer)
+        if moe.routing.bias:
+            yield write.param(AT + "router.bias", {"": StoredRows(num)}, dtype="float32", layer=layer)
+        own = (0, width) if write.rank.whole_experts else write.share(width)
+        gates = {f"{expert}.{half}": StoredRows(width, *own) for expert in write.experts for half in ("gate", "up")}
+        downs = {f"{expert}.": StoredRows(hidden) for expert in write.experts}
+        yield write.param(AT + "experts.gate_up", gates, hidden, shard="experts", layer=layer)
+        yield write.param(AT + "experts.down", downs, width, columns=own, shard="experts", layer=layer)
+        if moe.shared_size:
+            yield from DenseKind("mlp.shared.", moe.shared_size).params(write, layer)
+        if moe.shared_gate:
+            yield write.param(AT + "shared_gate.weight", {"": StoredRows(1)}, hidden, layer=layer)
+
+    def calls(self, step: LayerStep) -> Iterator[Call]:
+        """Yield norm, router, experts and shared experts, with the exchanges between ranks and replicas."""
+        moe = self._moe
+        yield Call("norm.rms_norm", ("mlp_norm.weight",))
+        if step.routing != "model":
+            yield Call(f"quire.kernels.routing.{step.routing}")
+        else:
+            yield Call("linear.run_float" if moe.router_float else "linear.run", ("mlp.router.weight",))
+            yield Call("routing.route", ("mlp.router.bias",) if moe.routing.bias else ())
+        run = Call("experts.run", ("mlp.experts.gate_up", "mlp.experts.down"))
+        shared = tuple(self._shared(step))
+        if step.spread:  # shared experts first: their result goes into the residual, and does not travel
+            summed = (Call(SUM),) if step.sliced and shared else ()
+            ways = (_way(step, to_experts=there) for there in (True, False))
+            yield from (*shared, *summed, *next(ways), run, *next(ways))
+            return
+        yield from (*shared, run)
+        if step.sliced:  # once for both kinds of experts
+            yield Call(SUM)
+
+    def _shared(self, step: LayerStep) -> Iterator[Call]:
+        """Yield the calls of the shared experts. A sliced result is summed over ranks with that of the routed ones."""
+        if self._moe.shared_size:
+            yield from gated("mlp.shared.", False, step.linear)
+            if self._moe.shared_gate:
+                yield Call("linear.run", ("mlp.shared_gate.weight",))
+            yield product("mlp.shared.down", False, () if step.sliced else step.linear("mlp.shared.down"))
+
+
+def _way(step: LayerStep, *, to_experts: bool) -> Iterator[Call]:
+    """Yield the exchanges between replicas on the way to experts, or back."""
+    for dispatcher in dict.fromkeys(step.spread.values()):
+        phases = [phase for phase, name in step.spread.items() if name == dispatcher]
+        there, back = ("all_gather", "reduce_scatter") if dispatcher == "all-gather" else (dispatcher, dispatcher)
+        when = phases[0] if len(phases) < len(step.spread) else ""
+        yield Call(f"ep.{there if to_experts else back}", when=when)
+        if dispatcher == "all-gather" and step.sliced and not to_experts:
+            yield Call("tp.all_gather", when=when)

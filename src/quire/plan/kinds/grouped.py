@@ -1,0 +1,78 @@
+"""Grouped-query attention (Ainslie et al., 2023): query heads share the keys and values of fewer KV heads."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from quire.args.checkpoint import ModelArgs
+from quire.contracts.blocks import KVComponent
+from quire.contracts.parallel import Rank, share
+from quire.contracts.params import Param
+from quire.plan.kinds.parts import Call, LayerStep, ParamWriter, StoredRows, added, head_order, normed, weights
+
+AT = "layers.{i}.attention."
+
+
+class GroupedKind:
+    """Grouped-query attention; a `Mixer`."""
+
+    operations = ("heads", "attention")
+    prompts = 0
+
+    def __init__(self, args: ModelArgs) -> None:
+        self._args = args
+
+    def params(self, write: ParamWriter, layer: int, width: int) -> Iterator[Param]:
+        """Yield the fused q, k and v, the norms of heads, and the output."""
+        args, rank, dim = self._args, write.rank, self._args.head_dim
+        order = head_order(args.rotary_dim, dim)
+
+        def rows(heads: int, own: tuple[int, int], order: tuple[int, ...]) -> StoredRows:
+            return StoredRows(heads * dim, own[0] * dim, (own[1] - own[0]) * dim, order)
+
+        parts = {
+            "q": rows(args.num_heads, rank.heads, order),
+            "k": rows(args.num_kv_heads, rank.kv_heads, order),
+            "v": rows(args.num_kv_heads, rank.kv_heads, ()),
+        }
+        yield write.param(AT + "qkv.weight", parts, width, shard="rows", layer=layer)
+        if args.attention_bias:
+            yield write.param(AT + "qkv.bias", parts, shard="rows", layer=layer)
+        for side in ("q", "k") if args.qk_norm else ():
+            yield write.param(AT + f"head_norm.{side}", {"": StoredRows(dim, order=order)}, layer=layer)
+        yield from write.output(AT + "output.", args.num_heads * dim, parts["q"], args.output_bias, layer)
+
+    def components(self, dtype: str, item_bytes: int, rank: Rank | None) -> tuple[KVComponent, ...]:
+        """Return keys and values, each [kv head][token][head_dim]."""
+        heads = self._args.num_kv_heads if rank is None else rank.kv_heads[1] - rank.kv_heads[0]
+        return tuple(KVComponent(name, heads, self._args.head_dim, dtype, item_bytes) for name in ("k", "v"))
+
+    def kv_heads(self, tp: int, place: int) -> tuple[int, int]:
+        """Return the KV heads of a rank; several ranks hold the same heads when there are fewer heads than ranks."""
+        kv = min(self._args.num_kv_heads, tp)
+        return share(self._args.num_kv_heads, kv, place * kv // tp)
+
+    def divides(self, tp: int) -> bool:
+        """Return True when KV heads can be divided among `tp` ranks, or copied evenly."""
+        kv = self._args.num_kv_heads
+        return kv % tp == 0 or tp % kv == 0
+
+    def calls(self, step: LayerStep) -> Iterator[Call]:
+        """Yield the projection, the preparation of heads, attention, and the output."""
+        args = self._args
+        yield from normed("attention_norm.weight", weights("attention.qkv", args.attention_bias), step.linear)
+        yield Call("heads.prepare", ("attention.head_norm.q", "attention.head_norm.k") if args.qk_norm else ())
+        yield Call("attention.paged_attention")
+        yield from added("attention.output", args.output_bias, step)
+
+    def facts(self) -> dict[str, Any]:
+        """Return heads and sizes."""
+        args = self._args
+        return {
+            "kind": "grouped-query",
+            "heads": args.num_heads,
+            "kv_heads": args.num_kv_heads,
+            "head_dim": args.head_dim,
+            "value_dim": args.head_dim,
+            "qk_norm": args.qk_norm,
+            "bias": args.attention_bias,
+        }

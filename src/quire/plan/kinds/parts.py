@@ -1,0 +1,190 @@
+"""The interfaces of the kinds of layers, and the parts that kinds are written with: parameters, calls of kernels."""
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Any, NamedTuple, Protocol
+
+from quire.contracts.blocks import KVComponent
+from quire.contracts.parallel import Rank, share
+from quire.contracts.params import Param, Part
+
+SUM = "tp.all_reduce"  # over the ranks that share a layer; then the residual is added
+Features = Callable[[str], Collection[str]]  # a linear layer, below the layer ("mlp.down") -> features of its kernel
+
+
+class StoredRows(NamedTuple):
+    """Rows of a stored tensor: their number, the slice that is read (-1: to the end), the order that kernels need."""
+
+    stored: int
+    start: int = 0
+    taken: int = -1
+    order: tuple[int, ...] = ()
+
+
+class ParamWriter:
+    """Writes parameters of a rank.
+
+    names     (parameter, part) -> name of the tensor in the checkpoint
+    experts   numbers of the rank's experts, in the order in which they are stacked
+    hidden    size of the hidden states
+    """
+
+    def __init__(self, names: Mapping[tuple[str, str], str], rank: Rank, experts: Collection[int], hidden: int) -> None:
+        self.names, self.rank, self.experts, self.hidden = names, rank, experts, hidden
+
+    def share(self, size: int) -> tuple[int, int]:
+        """Return start and count of this rank's part of `size` rows or columns."""
+        first, end = share(size, self.rank.tp, self.rank.place)
+        return first, end - first
+
+    def norm(self, name: str, layer: int = -1, width: int = 0) -> Param:
+        """Make the weights of a norm over `width` numbers; 0: over hidden states."""
+        return self.param(name, {"": StoredRows(width or self.hidden)}, layer=layer)
+
+    def param(
+        self,
+        name: str,
+        parts: Mapping[str, StoredRows],
+        width: int = 0,
+        *,
+        columns: tuple[int, int] | None = None,
+        shard: str = "",
+        dtype: str = "",
+        layer: int = -1,
+    ) -> Param:
+        """Make a parameter from the rows of its parts.
+
+        width     columns of the stored matrix, 0 for a vector
+        columns   start and count of the columns that are read; None: all
+        """
+        made = []
+        for key, rows in parts.items():
+            expert, dot, rest = key.rpartition(".")
+            stored = self.names[name, "{e}." + rest if dot else key].replace("{i}", str(layer)).replace("{e}", expert)
+            shape = (rows.stored, width) if width else (rows.stored,)
+            count = rows.stored if rows.taken < 0 else rows.taken
+            made.append(
+                Part(stored, shape, *columns, axis=1, name=key)
+                if columns
+                else Part(stored, shape, rows.start, count, order=rows.order, name=key)
+            )
+        total = sum(part.rows for part in made)
+        inner = columns[1] if columns else width
+        shape = (total, inner) if width else (total,)
+        return Param(name.replace("{i}", str(layer)), shape, tuple(made), dtype, shard)
+
+    def output(self, at: str, width: int, heads: StoredRows, bias: bool, layer: int) -> Iterator[Param]:
+        """Yield the output projection of a mixer. Only the first rank has the bias, so a sum over ranks adds it once.
+
+        width   numbers of all heads' values; `heads`: those of this rank
+        """
+        rows = {"": StoredRows(self.hidden)}
+        yield self.param(at + "weight", rows, width, columns=(heads.start, heads.taken), shard="columns", layer=layer)
+        if bias and self.rank.place == 0:
+            yield self.param(at + "bias", rows, layer=layer)
+
+
+class Call(NamedTuple):
+    """A call of a kernel function, or an exchange between ranks.
+
+    function     operation and function ("linear.run"), or group of ranks and exchange ("tp.all_reduce")
+    parameters   parameters that the call reads; names without the layer's, such as "attention.qkv.weight"
+    when         condition of the call, in words; "": always
+    """
+
+    function: str
+    parameters: tuple[str, ...] = ()
+    when: str = ""
+
+
+class LayerStep(NamedTuple):
+    """The way in which the steps of an engine run a layer.
+
+    linear    name of a linear layer -> features of its kernel, which say what it fuses into one call
+    routing   the option `routing`: "model", or "uniform" and "zipf", which draw experts and call no router
+    sliced    each rank has a slice of the layer: results of attention and of the MLP are summed over ranks
+    spread    phase -> name of the dispatcher that brings tokens to the experts of other replicas; {}: none does
+    """
+
+    linear: Features
+    routing: str = "model"
+    sliced: bool = False
+    spread: Mapping[str, str] = {}
+
+
+class Mixer(Protocol):
+    """A kind of mixer: it reads the tokens before a token."""
+
+    @property
+    def operations(self) -> tuple[str, ...]:
+        """Kernel operations that it needs."""
+
+    @property
+    def prompts(self) -> int:
+        """Most tokens of a step with prompts that is captured as a CUDA graph; 0: no limit."""
+
+    def params(self, write: ParamWriter, layer: int, width: int) -> Iterator[Param]:
+        """Yield its parameters on a rank. width: of its input."""
+
+    def components(self, dtype: str, item_bytes: int, rank: Rank | None) -> tuple[KVComponent, ...]:
+        """Return what a token keeps in the KV cache of a layer, on a rank; None: of all heads."""
+
+    def kv_heads(self, tp: int, place: int) -> tuple[int, int]:
+        """Return the range of KV heads of the rank `place` of `tp`."""
+
+    def divides(self, tp: int) -> bool:
+        """Return True when `tp` ranks can divide or copy its KV heads evenly."""
+
+    def calls(self, step: LayerStep) -> Iterator[Call]:
+        """Yield the calls of its kernels, from the norm before it to its output."""
+
+    def facts(self) -> dict[str, Any]:
+        """Return plain values about it, for `explain`."""
+
+
+class FeedForward(Protocol):
+    """A kind of feed-forward part: it reads a token alone."""
+
+    def params(self, write: ParamWriter, layer: int) -> Iterator[Param]:
+        """Yield its parameters on a rank."""
+
+    def calls(self, step: LayerStep) -> Iterator[Call]:
+        """Yield the calls of its kernels, from the norm before it to the residual stream."""
+
+
+def weights(name: str, bias: bool) -> tuple[str, ...]:
+    """Return the names of the parameters of a linear layer."""
+    return (f"{name}.weight", f"{name}.bias") if bias else (f"{name}.weight",)
+
+
+def normed(norm: str, names: tuple[str, ...], linear: Features, run: str = "") -> Iterator[Call]:
+    """Yield a norm and the projection of its result. run: "", or "_gated"."""
+    if "norm" in linear(names[0].rpartition(".")[0]):
+        yield Call(f"linear.run_norm{run}", (norm, *names))
+    else:
+        yield from (Call("norm.rms_norm", (norm,)), Call(f"linear.run{run}", names))
+
+
+def added(name: str, bias: bool, step: LayerStep) -> Iterator[Call]:
+    """Yield a projection whose result is added to the residual stream; the slices of ranks are summed before."""
+    yield product(name, bias, () if step.sliced else step.linear(name))
+    if step.sliced:
+        yield Call(SUM)
+
+
+def product(name: str, bias: bool, features: Collection[str]) -> Call:
+    """Return the call of a projection that adds the residual if its kernel can."""
+    return Call("linear.run_add" if "add" in features else "linear.run", weights(name, bias))
+
+
+def head_order(rotated: int, dim: int) -> tuple[int, ...]:
+    """Return the order in which a head's rows are stored for the kernels: row i is the checkpoint's row order[i].
+
+    rotated, dim   number of rotated rows, and of all rows. If they are equal, rows keep their order: returns ()
+    Kernels rotate whole heads, in pairs of a row of the first half and a row of the second. So each half of the head
+    begins with a half of the rotated rows; the other rows get angle 0.
+    """
+    if rotated == dim:
+        return ()
+    half, rest = rotated // 2, list(range(rotated, dim))
+    middle = len(rest) // 2
+    return (*range(half), *rest[:middle], *range(half, rotated), *rest[middle:])
