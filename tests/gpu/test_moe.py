@@ -13,12 +13,11 @@ from torch import Tensor
 import quire.bench
 from quire.args.checkpoint import ModelArgs, parse_checkpoint_config
 from quire.kernels import pdl, triton_runtime
-from quire.kernels.select import select_kernels
+from quire.kernels.select import operations, select_kernels
 from quire.layers import moe
 from quire.layers.context import Build, StepContext
 from quire.layers.moe import MoE
 from quire.layers.norm import RMSNorm
-from quire.plan.engine import operations
 from quire.plan.layout import layout
 from quire.plan.linears import linear_plans
 from quire.worker.graphs import Graphs

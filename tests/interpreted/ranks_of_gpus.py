@@ -19,13 +19,12 @@ from quire.distributed.mesh import RankGroups
 from quire.distributed.process_group import ProcessGroup, join_ranks
 from quire.distributed.symmetric import SymmetricGroup
 from quire.kernels.comm import BUFFERS, Peers
-from quire.kernels.select import select_kernels
+from quire.kernels.select import operations, select_kernels
 from quire.kernels.step.state import Limits
 from quire.kvstore.arena import KVArena
 from quire.layers.context import Build
 from quire.layers.decoder import Decoder
 from quire.layers.stack import Model
-from quire.plan.engine import operations
 from quire.plan.kv_geometry import rank_geometry
 from quire.plan.layout import layout
 from quire.plan.linears import linear_plans

@@ -18,7 +18,7 @@ from quire.contracts.request import NewRequest
 from quire.contracts.sampling import SamplerSpec
 from quire.contracts.step import I32, NO_MASKS, StepPlan, StepResult
 from quire.engine.core import EngineCore
-from quire.kernels.select import select_kernels
+from quire.kernels.select import operations, select_kernels
 from quire.kernels.step.state import Limits
 from quire.kv.allocator import KVAllocator
 from quire.kv.pool import BlockPool
@@ -27,7 +27,6 @@ from quire.layers.context import Build
 from quire.layers.decoder import Decoder
 from quire.layers.eagle import EagleLayer
 from quire.layers.stack import Model
-from quire.plan.engine import operations
 from quire.plan.kv_geometry import kv_components, resolve_geometry
 from quire.plan.layout import layout
 from quire.plan.linears import linear_plans

@@ -8,12 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from quire.args.checkpoint import ModelArgs, read_checkpoint_config, read_raw_config
-from quire.config.engine import EngineConfig, check_context
+from quire.config.engine import EngineConfig
 from quire.contracts.errors import ModelNotFound, WeightsError
 from quire.plan.cache_dtype import choose_cache
 from quire.plan.drafts import with_draft_layers, with_spelling
 from quire.plan.dtype import DTypePlan, resolve_dtype
-from quire.plan.experts import check_routing
 from quire.plan.formats import settled, with_formats
 from quire.plan.kv_geometry import kv_components, resolve_geometry
 from quire.plan.layout import layout
@@ -51,8 +50,6 @@ def read_model(
     Raises a `UserError` for a model that is not implemented, and for options that the model cannot meet.
     """
     args = read_args(config, folder, head)
-    check_context(config.model, args.max_position_embeddings)
-    check_routing(args, config.load.routing)
     dtype = resolve_dtype(config.model.dtype, args.dtype, bool(cpu.bf16_units), device)
     return args, dtype, settled_quantization(config, folder, args)
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any
 
+from quire.args.checkpoint import ModelArgs
 from quire.contracts.errors import ConfigError
 from quire.contracts.scheme import KINDS, UNQUANTIZED, Scheme
 from quire.kernels.supports import DENSE, NEEDS, SUPPORTS, Support
@@ -182,6 +183,15 @@ def select(op: str, needs: KernelNeeds, forced: str | None = None, probe: Probe 
     raise ConfigError(
         f"no implementation of {op} serves {_words(needs)} ({table}): choose another implementation, device or dtype."
     )
+
+
+def operations(args: ModelArgs, blends: bool = False) -> tuple[str, ...]:
+    """Return the names of the kernel operations that a model needs, except "experts": `MoEPlan` names its kernel.
+
+    blends   True: its KV is reused at other positions, too
+    """
+    attention = ("latent",) if args.latent else ("heads", "attention")
+    return ("norm", *attention, "activation", "linear", *(("routing",) if args.moe else ()), *("blend",) * blends)
 
 
 def choose_kernels(

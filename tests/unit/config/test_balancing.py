@@ -9,7 +9,8 @@ from quire.args.checkpoint import ModelArgs, parse_checkpoint_config
 from quire.config.balancing import EplbConfig, read_eplb_config
 from quire.contracts.errors import ConfigError
 from quire.contracts.parallel import Parallel
-from quire.plan.placement import check_parallel
+from quire.plan.meeting_rows.terms import Inputs
+from quire.plan.meetings import check, met
 
 from ...support.tiny_models import Tiny, tiny_config
 
@@ -53,6 +54,10 @@ def test_values_are_taken() -> None:
 def test_a_wrong_setting_is_refused(given: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         read_eplb_config(given)
+
+
+def check_parallel(args: ModelArgs, parallel: Parallel) -> None:
+    check(met(Inputs(args=args, parallel=parallel)))
 
 
 def model(experts: int) -> ModelArgs:

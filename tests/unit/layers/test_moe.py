@@ -18,14 +18,13 @@ from quire.kernels.experts import ref
 from quire.kernels.experts.inputs import Case, make, packed_by
 from quire.kernels.linear.onednn import missing_bf16
 from quire.kernels.routing import uniform
-from quire.kernels.select import select_kernels
+from quire.kernels.select import operations, select_kernels
 from quire.layers import moe
 from quire.layers.context import Build, Loads, StepContext
 from quire.layers.moe import BESIDE, MoE
 from quire.layers.norm import RMSNorm
 from quire.plan import dispatchers as plans
 from quire.plan.dispatchers import Hardware, resolve_moe
-from quire.plan.engine import operations
 from quire.plan.layout import layout
 from quire.plan.linears import linear_plans
 from quire.weights.units import load_units

@@ -12,10 +12,9 @@ from quire.distributed import Group
 from quire.kernels.attention import AttentionMeta, KVView
 from quire.kernels.latent import LatentView
 from quire.kernels.rope.rotary import Rotary
-from quire.kernels.select import select_kernels
+from quire.kernels.select import operations, select_kernels
 from quire.layers.context import Build, Loads, StepContext
 from quire.layers.decoder import DecoderBlock
-from quire.plan.engine import operations
 from quire.plan.layout import layout
 from quire.plan.linears import linear_plans
 from quire.plan.placement import ranks

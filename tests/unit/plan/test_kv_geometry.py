@@ -13,10 +13,9 @@ from quire.assemble.build import build_model
 from quire.contracts.blocks import KVComponent
 from quire.contracts.errors import ConfigError
 from quire.kernels.linear.plan import RowRange
-from quire.kernels.select import Choice
+from quire.kernels.select import Choice, operations
 from quire.layers.context import StepContext
 from quire.layers.linear import Linear
-from quire.plan.engine import operations
 from quire.plan.kv_geometry import kv_components
 from quire.plan.layout import checkpoint_names, layout
 from quire.plan.linears import linear_plans

@@ -34,6 +34,8 @@ def configure(parser: flags.FlagParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print the plan of an engine (layers, weights, kernels, memory, ranks) as a tree, or as JSON."""
     from quire.explain.describe import GPUS, one_layer, plan_engine
+    from quire.plan.meeting_rows.terms import REFUSED
+    from quire.plan.meetings import Meeting
     from quire.plan.rank_report import describe_one
 
     settings = flags.settings_of(args, server=True, planned=True)
@@ -42,16 +44,18 @@ def run(args: argparse.Namespace) -> int:
         settings.put("device", args.device, "flag --device")
     for note in settings.notes:
         _say(f"quire: note: {note}")
-    refused = [{"feature": one.split()[0].rstrip(":"), "reason": f"{one}."} for one in settings.refusals]
+    refused = [
+        Meeting(one.split()[0].rstrip(":"), one, "leave it out for quire serve", REFUSED) for one in settings.refusals
+    ]
     for one in refused:
-        _say(f"quire: refused by quire serve: {one['reason']}")
+        _say(f"quire: refused by quire serve: {one.reason}.")
     config = flags.server_config(settings).engine
     report = plan_engine(config, described)
     if args.rank is not None:
         plan = describe_one(report, args.rank)
     else:
         plan = one_layer(report.describe(), args.layer) if args.layer is not None else report.describe()
-    plan["missing"] += refused
+    plan["missing"] += [one._asdict() for one in refused]
     if args.json:
         print(json.dumps(plan, indent=1))
         return 0
