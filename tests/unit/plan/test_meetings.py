@@ -154,6 +154,7 @@ def sample(options: dict[str, Any], changes: dict[str, Any]) -> Inputs:
     if more.pop("latent", False):
         latent = {"kv_lora_rank": 24, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 12}
         raw = MODEL | latent | {"model_type": "deepseek_v3", "num_key_value_heads": 4, "q_lora_rank": None}
+        raw |= {"partial_rotary_factor": 1.0, "scoring_func": "sigmoid", "topk_method": "noaux_tc"}
         args = replace(args, latent=parse_checkpoint_config(raw).latent)
     if head := more.pop("head", {}):
         draft = parse_checkpoint_config(HEAD | head, head="eagle3")
