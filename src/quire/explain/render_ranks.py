@@ -97,7 +97,7 @@ def not_runnable(missing: Sequence[Plan]) -> Iterator[RenderableType]:
     yield Text(f"Not runnable yet: {words} not implemented; the plan below is what it would be.")
     for one in missing:
         line = Table.grid(padding=(0, 1, 0, 0))
-        line.add_row("-", Text(f"{one['reason']}: {one['remedy']}."))
+        line.add_row("-", Text(one["reason"] + f": {one['remedy']}" * bool(one["remedy"]) + "."))
         yield line
 
 
