@@ -1,4 +1,4 @@
-"""What works together: docs/meetings.md and the matrix in README.md, printed from the table; never imports torch.
+"""The pages of what works together, docs/meetings.md and the matrix in README.md, from the table; no torch.
 
 PYTHONPATH=src python tools/meetings_page.py       writes both
 """
@@ -21,15 +21,14 @@ SMALL: dict[str, Any] = {
     "vocab_size": 96, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2,
     "head_dim": 16, "max_position_embeddings": 256,
 }  # fmt: skip
-MODEL = SMALL | {
-    "model_type": "glm4_moe", "num_hidden_layers": 6, "n_routed_experts": 8, "num_experts_per_tok": 2,
+MODEL: dict[str, Any] = {
+    **SMALL, "model_type": "glm4_moe", "num_hidden_layers": 6, "n_routed_experts": 8, "num_experts_per_tok": 2,
     "moe_intermediate_size": 32, "n_shared_experts": 1, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1,
     "routed_scaling_factor": 1.0, "num_nextn_predict_layers": 1, "partial_rotary_factor": 0.5,
 }  # fmt: skip
 DRAFT = SMALL | {"model_type": "qwen3", "num_hidden_layers": 2}
-HEAD = SMALL | {
-    "model_type": "llama", "num_hidden_layers": 1, "architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": 96,
-}  # fmt: skip
+HEAD = SMALL | {"model_type": "llama", "num_hidden_layers": 1, "draft_vocab_size": 96}
+HEAD["architectures"] = ["LlamaForCausalLMEagle3"]
 # Feature -> options that turn it on for MODEL. Those up to "KV events" are rows and columns of the matrix.
 EXAMPLES: dict[str, dict[str, Any]] = {
     "-tp": {"tensor_parallel_size": 2},

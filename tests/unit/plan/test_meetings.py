@@ -239,7 +239,7 @@ FOUR = {
 
 
 def test_four_conflicts_are_told_together_each_with_its_remedy(capsys: pytest.CaptureFixture[str]) -> None:
-    """One of them needs the model, and one is only not implemented."""
+    """Two of them need the model, and another is only not implemented."""
     flags = "-tp 3 -ep --kv-offload-dir /kv -sc".split() + [json.dumps(FOUR["speculative_config"])]
     assert main(["explain", "quire-tiny", "--device", "h200", *flags]) == 3
     first, *lines = capsys.readouterr().err.splitlines()

@@ -58,10 +58,12 @@ def run(args: argparse.Namespace) -> int:
             "quire.assemble.rank_child",
             lambda line: print(f"quire: note: {line}", file=sys.stderr, flush=True),
         )
+    from quire.assemble.obtain import check_options
     from quire.ranks.headless import check_first_host
 
     check_peer_key(config)
     check_first_host(config.engine.hosts)
+    check_options(config.engine)
     for warning in bind_warnings(config):
         print(f"quire: warning: {warning}", file=sys.stderr)
     from quire.entry.http.console import Console
