@@ -14,6 +14,7 @@ from quire.args.checkpoint import parse_checkpoint_config
 from quire.config.engine import EngineConfig
 from quire.contracts.errors import ConfigError, InvalidParameter, UnsupportedModel
 from quire.entry.cli.main import main
+from quire.explain.describe import plan_engine
 from quire.explain.render_ranks import not_runnable
 from quire.kernels.experts import plan as kernel_plan
 from quire.kernels.experts.plan import DISPATCHERS
@@ -24,7 +25,7 @@ from quire.plan.engine import EnginePlan, Machine, ModelFacts, resolve_engine
 from quire.plan.meeting_rows.features import FEATURES
 from quire.plan.meeting_rows.rows import ROWS
 from quire.plan.meeting_rows.terms import IDLE, MISSING, REFUSED, REQUEST, AskedFields, Inputs, Row
-from quire.plan.meetings import check, check_fields, idle_notes, inputs_of, met, rows_of
+from quire.plan.meetings import Meeting, check, check_fields, idle_notes, inputs_of, met, rows_of
 from quire.plan.placement import parallel_sizes
 
 MOVES = EXAMPLES["EPLB"]
@@ -291,6 +292,23 @@ def test_an_exchange_that_cannot_run_is_a_row_with_the_candidates() -> None:
         resolved(SHARED | {"all2all_backend": "deepep_low_latency"}, "cpu")
     assert "  pull + any: pull runs on cuda, not on cpu" in str(refused.value)
     assert str(refused.value).endswith("\nleave out --all2all-backend, or change what a candidate lacks.")
+
+
+def test_a_phase_without_dispatcher_is_told_beside_an_exchange_that_cannot_run() -> None:
+    asked = EngineConfig.from_flat(**SHARED, all2all_backend="deepep_low_latency")
+    lacking = {phase: f"no way to run the experts in {phase}:\n  none" for phase in ("prefill", "decode")}
+    found = met(replace(inputs_of(asked), moe=lacking))
+    assert [(one.status, one.reason.count("\n")) for one in found] == [(MISSING, 0), (REFUSED, 1)]
+    assert found[0].feature.startswith("a dispatcher for prefill (") and "experts in decode" in found[1].reason
+
+
+def test_a_described_plan_has_the_rows_that_applied() -> None:
+    """As /debug/plan shows it."""
+    asked = {"enable_cache_blend": True, "enable_prefix_caching": False, "gpu_memory_utilization": 0.5}
+    told = plan_engine(EngineConfig.from_flat(device="cpu", **asked)).describe()
+    assert [one["status"] for one in told["meetings"]] == [MISSING, IDLE]
+    assert told["missing"] == told["meetings"][:1] and [*told["missing"][0]] == [*Meeting._fields]
+    assert "gpu_memory_utilization changes nothing on a CPU" in told["model"]["notes"]
 
 
 def test_options_without_effect_are_notes() -> None:
